@@ -1,0 +1,1 @@
+"""The hand-over protocol: one sans-IO state machine per side."""

@@ -1,0 +1,477 @@
+"""What goes into the two state machines of the hand-over, and what comes out.
+
+A machine is called with one event and the time now, and answers with a list of actions, which the
+courier carries out in order. No machine does I/O, reads a clock or waits. Times are seconds on any
+monotonic clock.
+
+A *transfer* is named by `Attempt` (transfer id and attempt number) within one session.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import NamedTuple
+
+from kvbaton.wire import BlockSpan, ChoiceStart, Control, DigestRun, NodeId, RankCard
+
+Spans = tuple[tuple[BlockSpan, ...], ...]
+"""Blocks per group: element g lists the spans of group g."""
+
+
+class Attempt(NamedTuple):
+    """One attempt of one transfer."""
+
+    transfer_id: bytes
+    number: int
+
+
+class Link(NamedTuple):
+    """One control connection to a peer, as the channel names it; replies go where it came from."""
+
+    id: bytes
+
+
+@dataclass(frozen=True)
+class Identity:
+    """What a side says of itself in `Hello` and `Welcome`.
+
+    Attributes:
+        node: this life of this node.
+        digest: 32 bytes; must be equal on both sides.
+        record: the same, readable, to name both values in a refusal.
+        transport: name of the transport; must be equal on both sides.
+        ranks: one card per rank.
+    """
+
+    node: NodeId
+    digest: bytes
+    record: dict[str, str]
+    transport: str
+    ranks: tuple[RankCard, ...]
+
+
+@dataclass(frozen=True)
+class TransferTimers:
+    """Every timer of the protocol, in seconds. `docs/protocol.md` says who owns which.
+
+    Attributes:
+        session: D waits this long for `Welcome`, sending `Hello` again each `resend`.
+        resend: until an unanswered question is asked again.
+        progress_period: P sends `Progress` this often.
+        progress_deadline: D gives up when nothing was heard of a transfer for this long.
+        total: D gives up after this long in any case, unless the request brought another value.
+        lease: P holds blocks of a transfer this long after its last sign of life from D.
+        unclaimed: P waits this long for the request of a `Reserve`, or for the `Reserve` of a request.
+        fence_retry: between two attempts to fence a lost peer.
+        quarantine_limit: a node with blocks in quarantine for longer is unhealthy.
+        tombstone: ended attempts are remembered this long, so that late messages are answered right.
+    """
+
+    session: float = 5.0
+    resend: float = 0.5
+    progress_period: float = 0.25
+    progress_deadline: float = 5.0
+    total: float = 300.0
+    lease: float = 30.0
+    unclaimed: float = 30.0
+    fence_retry: float = 0.2
+    quarantine_limit: float = 60.0
+    tombstone: float = 600.0
+
+
+# --- events that both sides take ---
+
+
+@dataclass(frozen=True)
+class Received:
+    """A control message arrived."""
+
+    link: Link
+    message: Control
+
+
+@dataclass(frozen=True)
+class PeerGone:
+    """The transport or the channel found a peer's process to be gone."""
+
+    node: NodeId
+
+
+@dataclass(frozen=True)
+class Tick:
+    """Time has passed; nothing else happened."""
+
+
+# --- events of the source (P) ---
+
+
+@dataclass(frozen=True)
+class Announce:
+    """The request of a transfer has arrived on P.
+
+    Attributes:
+        attempt: its name. A second announcement of the same attempt is refused.
+        prompt_key: chained key over all prompt tokens.
+        num_tokens: prompt length.
+    """
+
+    attempt: Attempt
+    prompt_key: bytes
+    num_tokens: int
+
+
+@dataclass(frozen=True)
+class BlocksReady:
+    """Tokens [start, end) of a reserved transfer are final in these blocks, and the step is over.
+
+    Ranges of one attempt arrive in order and without gaps, from the `start` that `Engage` named.
+    `end` is a multiple of the source's block size unless it is the end of the prompt.
+
+    Attributes:
+        spans: source blocks that hold at least [start, end), per group.
+        sums: opaque to the machine; the courier makes `DigestRun`s of it when it posts.
+    """
+
+    attempt: Attempt
+    start: int
+    end: int
+    spans: Spans
+    sums: object = None
+
+
+@dataclass(frozen=True)
+class FirstTokens:
+    """P sampled token 0 of every choice; all blocks of the prompt have been reported ready."""
+
+    attempt: Attempt
+    choices: tuple[ChoiceStart, ...]
+    cached_tokens: int = 0
+
+
+@dataclass(frozen=True)
+class SourceFailed:
+    """P's engine can't finish this prompt (aborted by its client, error, shutting down)."""
+
+    attempt: Attempt
+    reason: str
+
+
+@dataclass(frozen=True)
+class WriteEnded:
+    """One rank pair's part of a write ended.
+
+    Attributes:
+        write: number of the write.
+        source_rank: who wrote.
+        target_rank: to whom.
+        ok: the bytes are visible at the target.
+        drained: terminal; if False (only with ``ok=False``) its bytes may still land and another
+            `WriteEnded` with ``drained=True`` follows.
+        error: why it failed.
+    """
+
+    attempt: Attempt
+    write: int
+    source_rank: int
+    target_rank: int
+    ok: bool
+    drained: bool = True
+    error: str = ""
+
+
+@dataclass(frozen=True)
+class Closed:
+    """`ClosePeer` was carried out: nothing reads our memory for that session any more."""
+
+    session: bytes
+
+
+SourceEvent = (
+    Received
+    | PeerGone
+    | Tick
+    | Announce
+    | BlocksReady
+    | FirstTokens
+    | SourceFailed
+    | WriteEnded
+    | Closed
+)
+
+
+# --- events of the target (D) ---
+
+
+@dataclass(frozen=True)
+class Start:
+    """D's engine has reserved blocks and wants them filled.
+
+    Attributes:
+        attempt: its name.
+        address: P's control address, already checked to be a member.
+        prompt_key: chained key over all prompt tokens.
+        num_tokens: prompt length.
+        spans: target blocks wanted, per group.
+        deadline_s: hard limit in seconds from now; 0 takes `TransferTimers.total`.
+    """
+
+    attempt: Attempt
+    address: str
+    prompt_key: bytes
+    num_tokens: int
+    spans: Spans
+    deadline_s: float = 0.0
+
+
+@dataclass(frozen=True)
+class Unneeded:
+    """D has the whole prompt in its own cache: P may stop. Nothing is awaited."""
+
+    attempt: Attempt
+    address: str
+
+
+@dataclass(frozen=True)
+class Landed:
+    """A write's notice arrived at one of D's ranks."""
+
+    session: bytes
+    attempt: Attempt
+    write: int
+    source_rank: int
+    target_rank: int
+
+
+@dataclass(frozen=True)
+class Verified:
+    """The digests of one write were compared, on all of D's ranks.
+
+    Attributes:
+        bad: token ranges [start, end) that do not match; empty if all do.
+    """
+
+    attempt: Attempt
+    write: int
+    bad: tuple[tuple[int, int], ...] = ()
+
+
+@dataclass(frozen=True)
+class CancelTarget:
+    """D's engine does not want the transfer any more (client gone, deadline, shutdown)."""
+
+    attempt: Attempt
+
+
+@dataclass(frozen=True)
+class Fenced:
+    """`Fence` succeeded: no byte of that peer generation can land here any more."""
+
+    node: NodeId
+
+
+TargetEvent = (
+    Received | PeerGone | Tick | Start | Unneeded | Landed | Verified | CancelTarget | Fenced
+)
+
+
+# --- actions of both sides ---
+
+
+@dataclass(frozen=True)
+class Send:
+    """Send a control message. `link` is None for D's own first message: then `address` dials."""
+
+    message: Control
+    link: Link | None = None
+    address: str | None = None
+
+
+# --- actions of the source ---
+
+
+@dataclass(frozen=True)
+class OpenPeer:
+    """Connect the transport to the ranks of a new session's D, before any `Post` for it."""
+
+    session: bytes
+    node: NodeId
+    ranks: tuple[RankCard, ...]
+
+
+@dataclass(frozen=True)
+class ClosePeer:
+    """Close the transport's connections of a session; answer with `Closed`."""
+
+    session: bytes
+
+
+@dataclass(frozen=True)
+class Engage:
+    """A `Reserve` was accepted: the engine shall report `BlocksReady` from `start` on, and hold
+    (pin) the blocks that it reports until `Release`. If the request has already ended, it is run
+    again: its blocks are cache hits mostly.
+    """
+
+    attempt: Attempt
+    start: int
+
+
+@dataclass(frozen=True)
+class Post:
+    """Write tokens [start, end) to the target, then tell it (`Pushed` is a `Send` of its own).
+
+    The courier plans and posts one transport write for every (source rank, target rank) pair that
+    shares bytes; a pair that shares none still gets its notice, so that "all notices" is simply
+    all pairs. Each ends in a `WriteEnded`.
+    """
+
+    session: bytes
+    attempt: Attempt
+    write: int
+    start: int
+    end: int
+    source: Spans
+    target: Spans
+    sums: object = None
+
+
+@dataclass(frozen=True)
+class SendPushed:
+    """Send `Pushed` for a write; the courier fills in the digests from `Post.sums`."""
+
+    link: Link
+    session: bytes
+    seq: int
+    attempt: Attempt
+    write: int
+    start: int
+    end: int
+    sums: object = None
+
+
+@dataclass(frozen=True)
+class Release:
+    """The attempt is over and no write reads its blocks any more: the engine drops its holds.
+
+    Emitted exactly once for each `Engage`.
+
+    Attributes:
+        outcome: ``acked``, ``not_needed``, ``cancelled``, ``expired``, ``failed``, ``lost``.
+    """
+
+    attempt: Attempt
+    outcome: str
+
+
+@dataclass(frozen=True)
+class StopSource:
+    """D does not want the prompt any more: the engine aborts the request if it still computes."""
+
+    attempt: Attempt
+    reason: str
+
+
+@dataclass(frozen=True)
+class EvictSource:
+    """D found bytes that do not match: blocks holding these token ranges leave P's prefix cache."""
+
+    attempt: Attempt
+    bad: tuple[tuple[int, int], ...]
+
+
+SourceAction = (
+    Send | SendPushed | OpenPeer | ClosePeer | Engage | Post | Release | StopSource | EvictSource
+)
+
+
+# --- actions of the target ---
+
+
+@dataclass(frozen=True)
+class AdmitPeer:
+    """A session is up: connect the transport to P's ranks, so that it can be fenced later."""
+
+    session: bytes
+    node: NodeId
+    ranks: tuple[RankCard, ...]
+
+
+@dataclass(frozen=True)
+class Verify:
+    """Compare the digests of a write that has landed; answer with `Verified`."""
+
+    session: bytes
+    attempt: Attempt
+    write: int
+    start: int
+    end: int
+    target: Spans
+    digests: tuple[DigestRun, ...]
+
+
+@dataclass(frozen=True)
+class Deliver:
+    """All bytes are here and verified: the engine may use the blocks. Ends the attempt."""
+
+    attempt: Attempt
+    choices: tuple[ChoiceStart, ...]
+    cached_tokens: int
+
+
+@dataclass(frozen=True)
+class Fail:
+    """The hand-over failed: the engine applies its load-failure policy. Ends the attempt for it.
+
+    Attributes:
+        valid_through: tokens [start of the reservation, valid_through) are verified and usable.
+        reason: for the log and for the policy ``fail``.
+    """
+
+    attempt: Attempt
+    valid_through: int
+    reason: str
+
+
+@dataclass(frozen=True)
+class Unquarantine:
+    """No write of the attempt can land any more: its reserved blocks may be freed.
+
+    Emitted exactly once for each `Start`, also after `Deliver`.
+    """
+
+    attempt: Attempt
+
+
+@dataclass(frozen=True)
+class Fence:
+    """Ask the transport to fence a peer generation; on success answer with `Fenced`."""
+
+    node: NodeId
+
+
+TargetAction = Send | AdmitPeer | Verify | Deliver | Fail | Unquarantine | Fence
+
+
+@dataclass
+class Counters:
+    """Totals that a machine keeps; ``started == completed + failed + cancelled + live``."""
+
+    started: int = 0
+    completed: int = 0
+    failed: int = 0
+    cancelled: int = 0
+    refused: int = 0
+    dropped_messages: int = 0
+    mismatches: int = 0
+    by_code: dict[str, int] = field(default_factory=dict)
+
+
+def spans_slice(spans: Sequence[BlockSpan], first: int, last: int) -> tuple[BlockSpan, ...]:
+    """Cut logical blocks [first, last) out of spans."""
+    cut = []
+    for span in spans:
+        low, high = max(first, span.first), min(last, span.first + len(span.blocks))
+        if low < high:
+            cut.append(BlockSpan(low, span.blocks[low - span.first : high - span.first]))
+    return tuple(cut)

@@ -1,0 +1,101 @@
+"""Every exception that kvbaton raises on purpose, as one tree.
+
+::
+
+    KvbatonError
+    ├── ConfigError            a flag, a model folder or a plugin spec is wrong
+    ├── RequestError           a client's request is wrong or can't be served
+    ├── EngineDeadError        the engine process is gone
+    ├── StoreError             a store could not do what it was asked
+    └── TransferError          a hand-over ended without its bytes
+        ├── LocalProtocolError   our own side broke the protocol (a bug)
+        ├── RemoteProtocolError  the peer sent what it may not send
+        ├── LayoutMismatchError  two sides can't describe the same bytes
+        ├── IdentityMismatchError  the two sides hold different models
+        ├── TransferTimeoutError a deadline passed
+        └── TransportError       moving bytes failed
+            └── PeerLostError    the process at the other end is gone
+"""
+
+from __future__ import annotations
+
+
+class KvbatonError(Exception):
+    """Base of all errors that kvbaton raises on purpose."""
+
+
+class ConfigError(KvbatonError, ValueError):
+    """A setting is wrong.
+
+    Attributes:
+        field: the flag or file that is wrong, as the user wrote it (``--block-size``).
+    """
+
+    def __init__(self, field: str, message: str) -> None:
+        super().__init__(f"{field}: {message}")
+        self.field = field
+
+
+class RequestError(KvbatonError):
+    """A request can't be served as sent.
+
+    Attributes:
+        message: what is wrong and what would be right.
+        param: the offending field of the request body, if one is to blame.
+        status: the HTTP status to answer with.
+        code: a short machine-readable name (``context_length_exceeded``).
+    """
+
+    def __init__(
+        self,
+        message: str,
+        *,
+        param: str | None = None,
+        status: int = 400,
+        code: str | None = None,
+    ) -> None:
+        super().__init__(message)
+        self.message = message
+        self.param = param
+        self.status = status
+        self.code = code
+
+
+class EngineDeadError(KvbatonError):
+    """The engine process is gone; no request can be served."""
+
+
+class StoreError(KvbatonError):
+    """A store could not do what it was asked (full, unreachable, torn object)."""
+
+
+class TransferError(KvbatonError):
+    """A hand-over, or a part of it, ended without its bytes."""
+
+
+class LocalProtocolError(TransferError):
+    """Our own side broke the hand-over protocol: always a bug of ours."""
+
+
+class RemoteProtocolError(TransferError):
+    """The peer sent something that the hand-over protocol does not allow."""
+
+
+class LayoutMismatchError(TransferError, ValueError):
+    """Two layouts can't describe the same bytes; the message names both values."""
+
+
+class IdentityMismatchError(TransferError):
+    """The two sides hold different models; the message names both values."""
+
+
+class TransferTimeoutError(TransferError, TimeoutError):
+    """A deadline of the hand-over passed."""
+
+
+class TransportError(TransferError):
+    """A transport could not move bytes."""
+
+
+class PeerLostError(TransportError, ConnectionError):
+    """The process at the other end of a transport is gone."""
