@@ -506,4 +506,5 @@ def decode_control(data: bytes) -> Control:
         msgspec.ValidationError: it is not one; the text says where.
         msgspec.DecodeError: it is no MessagePack at all.
     """
-    return _control_decoder.decode(data)
+    message: Control = _control_decoder.decode(data)
+    return message

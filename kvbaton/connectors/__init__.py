@@ -1,0 +1,1 @@
+"""The connector SDK: layouts, plans, keys, the transfer protocol, transports and stores."""

@@ -1,0 +1,1 @@
+"""Tensor functions: Triton kernels and, beside each, its plain torch reference."""

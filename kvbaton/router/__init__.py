@@ -1,0 +1,1 @@
+"""One endpoint in front of all nodes."""

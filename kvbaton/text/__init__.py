@@ -1,0 +1,1 @@
+"""Text at the edge: tokenizing, templates, detokenizing, stop strings."""

@@ -62,10 +62,10 @@ class TransferTimers:
         progress_deadline: D gives up when nothing was heard of a transfer for this long.
         total: D gives up after this long in any case, unless the request brought another value.
         lease: P holds blocks of a transfer this long after its last sign of life from D.
-        unclaimed: P waits this long for the request of a `Reserve`, or for the `Reserve` of a request.
+        unclaimed: P waits this long for the request of a `Reserve`, or the `Reserve` of a request.
         fence_retry: between two attempts to fence a lost peer.
         quarantine_limit: a node with blocks in quarantine for longer is unhealthy.
-        tombstone: ended attempts are remembered this long, so that late messages are answered right.
+        tombstone: ended attempts are remembered this long, to answer late messages right.
     """
 
     session: float = 5.0
@@ -308,9 +308,10 @@ class ClosePeer:
 
 @dataclass(frozen=True)
 class Engage:
-    """A `Reserve` was accepted: the engine shall report `BlocksReady` from `start` on, and hold
-    (pin) the blocks that it reports until `Release`. If the request has already ended, it is run
-    again: its blocks are cache hits mostly.
+    """A `Reserve` was accepted: the engine shall report `BlocksReady` from `start` on.
+
+    It holds (pins) the blocks that it reports until `Release`. If the request has already ended, it
+    is run again: its blocks are cache hits mostly.
     """
 
     attempt: Attempt

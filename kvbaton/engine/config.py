@@ -1,0 +1,58 @@
+"""The engine's settings: one frozen dataclass; command-line defaults are read from it."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Literal
+
+DType = Literal["auto", "float32", "float16", "bfloat16"]
+LoadFormat = Literal["auto", "dummy"]
+LoadFailurePolicy = Literal["recompute", "fail"]
+
+
+@dataclass(frozen=True, kw_only=True)
+class EngineConfig:
+    """All that an engine core needs to know. Names as vLLM's flags.
+
+    Attributes:
+        model: a Hugging Face folder.
+        dtype: of weights and activations; ``auto`` takes the checkpoint's.
+        load_format: ``dummy`` makes random weights from `seed` and reads no tensor.
+        device: ``cpu`` or ``cuda``; ``auto`` takes CUDA where there is one.
+        seed: of dummy weights.
+        block_size: tokens per KV block.
+        kv_cache_memory_bytes: size of the KV pool; None takes `num_blocks` or a default.
+        num_blocks: blocks of the pool, overriding the bytes; None computes it.
+        gpu_memory_utilization: share of a GPU's memory that the engine may use in all.
+        max_model_len: longest prompt plus output; None takes the checkpoint's.
+        max_num_seqs: most sequences in one step.
+        max_num_batched_tokens: most tokens in one step.
+        enable_prefix_caching: reuse blocks of equal prefixes.
+        enforce_eager: no CUDA graphs.
+        tensor_parallel_size: ranks of this node.
+        kv_load_failure_policy: what to do when handed-over bytes do not arrive.
+        num_threads: of torch on the CPU; None leaves torch's own choice.
+        debug_poison: fill reserved blocks with NaN before they are handed out as targets.
+        debug_forbid_prompt_compute: refuse to compute any prompt token but the last, so that a
+            test can prove where the KV came from.
+    """
+
+    model: str
+    dtype: DType = "auto"
+    load_format: LoadFormat = "auto"
+    device: Literal["auto", "cpu", "cuda"] = "auto"
+    seed: int = 0
+    block_size: int = 16
+    kv_cache_memory_bytes: int | None = None
+    num_blocks: int | None = None
+    gpu_memory_utilization: float = 0.9
+    max_model_len: int | None = None
+    max_num_seqs: int = 256
+    max_num_batched_tokens: int = 2048
+    enable_prefix_caching: bool = True
+    enforce_eager: bool = False
+    tensor_parallel_size: int = 1
+    kv_load_failure_policy: LoadFailurePolicy = "recompute"
+    num_threads: int | None = None
+    debug_poison: bool = False
+    debug_forbid_prompt_compute: bool = False

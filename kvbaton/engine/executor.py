@@ -1,0 +1,60 @@
+"""What the engine core asks of its ranks."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Protocol
+
+from kvbaton.connectors.base import Memory
+from kvbaton.connectors.layout import KVLayout
+from kvbaton.engine.step import PendingStep, PendingSums, StepPlan
+
+
+class Executor(Protocol):
+    """All ranks of one node, as one. Implementations differ in where the ranks live."""
+
+    @property
+    def layouts(self) -> Sequence[Sequence[KVLayout]]:
+        """Per rank, one layout per group. `Plane.region` is the index into `memories` of the rank."""
+        ...
+
+    @property
+    def memories(self) -> Sequence[Sequence[Memory]]:
+        """Per rank, the memory of its pools."""
+        ...
+
+    def launch(self, plan: StepPlan) -> PendingStep:
+        """Start a step. At most two are in flight."""
+        ...
+
+    def sums(self, group: int, blocks: Sequence[int]) -> PendingSums:
+        """Digest sums kept with these blocks since the steps that wrote them."""
+        ...
+
+    def digest(
+        self, group: int, blocks: Sequence[int], first_position: int, start: int, end: int
+    ) -> PendingSums:
+        """Digest sums recomputed from the bytes in memory now.
+
+        May be called from another thread than `launch`.
+
+        Args:
+            group: KV group.
+            blocks: consecutive logical blocks of one sequence.
+            first_position: absolute position of the first token of ``blocks[0]``.
+            start: first absolute position to count.
+            end: past the last absolute position to count.
+        """
+        ...
+
+    def adopt(self, group: int, blocks: Sequence[int], sums: PendingSums) -> None:
+        """Keep sums of blocks that arrived verified, as if a step had written them."""
+        ...
+
+    def poison(self, group: int, blocks: Sequence[int]) -> None:
+        """Fill blocks with NaN (debugging); done when it returns."""
+        ...
+
+    def close(self) -> None:
+        """Give everything back."""
+        ...

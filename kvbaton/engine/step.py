@@ -1,0 +1,145 @@
+"""One step of the engine as data: what the scheduler tells the ranks, and what they answer.
+
+Plain msgspec structs, since with tensor parallelism they cross process borders. A *sequence* is one
+choice of one request, named by a small integer handle that the scheduler assigns and never reuses.
+The runner keeps each sequence's tokens and block tables from step to step; a plan carries only what
+changed.
+"""
+
+from __future__ import annotations
+
+from typing import Protocol
+
+import numpy as np
+import numpy.typing as npt
+from msgspec import Struct
+
+from kvbaton.wire import SamplingParams, TokenLogprobs
+
+
+class NewSequence(Struct, frozen=True, array_like=True):
+    """A sequence that the runner does not know yet (or again, after preemption).
+
+    Attributes:
+        handle: its name.
+        token_ids: all tokens known: the prompt, and what was generated so far.
+        num_prompt: how many of them are the prompt.
+        choice: index of the choice, for the noise.
+        params: sampling.
+    """
+
+    handle: int
+    token_ids: tuple[int, ...]
+    num_prompt: int
+    choice: int
+    params: SamplingParams
+
+
+class Fork(Struct, frozen=True, array_like=True):
+    """A new sequence that starts as a copy of another: same tokens, its own choice number.
+
+    The token at the end is the one that the parent's sampling gave for this choice. The child's
+    block tables come with its first `SequenceStep`, as for a new sequence.
+    """
+
+    parent: int
+    child: int
+    choice: int
+
+
+class SequenceStep(Struct, frozen=True, array_like=True):
+    """What to compute of one sequence.
+
+    Attributes:
+        handle: which.
+        start: position of the first token to compute; all before it are in the cache.
+        count: tokens to compute. For a decoding sequence 1: the token sampled last, which the
+            runner has even when the scheduler does not know it yet.
+        new_blocks: per group, physical blocks to append to the block table.
+        num_samples: 0 for a chunk that does not end the known tokens; 1; or n at the end of a
+            prompt with n choices (noise of choices 0 .. n-1).
+    """
+
+    handle: int
+    start: int
+    count: int
+    new_blocks: tuple[tuple[int, ...], ...]
+    num_samples: int
+
+
+class BlockCopy(Struct, frozen=True, array_like=True):
+    """Copy one block before anything else in the step (a private copy of a shared tail)."""
+
+    group: int
+    source: int
+    target: int
+
+
+class StepPlan(Struct, frozen=True):
+    """What the ranks do next: end, copy, fork, add, then compute.
+
+    Attributes:
+        number: of the step.
+        ended: handles that the runner forgets first.
+        copies: block copies.
+        forks: new sequences made from others.
+        new: new sequences.
+        steps: what to compute; decoding sequences first, then prompts.
+    """
+
+    number: int
+    ended: tuple[int, ...] = ()
+    copies: tuple[BlockCopy, ...] = ()
+    forks: tuple[Fork, ...] = ()
+    new: tuple[NewSequence, ...] = ()
+    steps: tuple[SequenceStep, ...] = ()
+
+    @property
+    def num_tokens(self) -> int:
+        """Tokens to compute in all."""
+        return sum(step.count for step in self.steps)
+
+
+class Sampled(Struct, frozen=True, array_like=True):
+    """What one sequence's step sampled: one entry per sample."""
+
+    handle: int
+    token_ids: tuple[int, ...]
+    logprobs: tuple[TokenLogprobs, ...] | None = None
+    prompt_logprobs: tuple[TokenLogprobs, ...] | None = None
+
+
+class StepResult(Struct, frozen=True):
+    """What the ranks answer.
+
+    Attributes:
+        number: of the step.
+        sampled: in the order of the plan's steps that sample, or have prompt logprobs to report.
+    """
+
+    number: int
+    sampled: tuple[Sampled, ...]
+
+
+class PendingStep(Protocol):
+    """A step that was launched."""
+
+    def ready(self) -> bool:
+        """Whether `result` would return at once."""
+        ...
+
+    def result(self) -> StepResult:
+        """Wait for the step and return what it sampled."""
+        ...
+
+
+class PendingSums(Protocol):
+    """Digest sums on their way from the device.
+
+    Once they are there, every step launched before they were asked for is over too: so this is the
+    ready event of the blocks.
+    """
+
+    def poll(self) -> list[npt.NDArray[np.uint64]] | None:
+        """Per rank, the sums of the blocks asked for, shape [blocks, layers, kv, heads]; or None."""
+        ...
