@@ -381,6 +381,7 @@ class Output(Struct, frozen=True, tag="output", kw_only=True):
         error: what went wrong, for ``error``.
         cached_tokens: prompt tokens that this node took from its own cache.
         transferred_tokens: prompt tokens received from another node.
+        kv_transfer_params: on the last output of a source, what to paste into the target's request.
     """
 
     request_id: Name
@@ -394,6 +395,7 @@ class Output(Struct, frozen=True, tag="output", kw_only=True):
     error: Text | None = None
     cached_tokens: Count = 0
     transferred_tokens: Count = 0
+    kv_transfer_params: dict[str, Any] | None = None
 
 
 class Outputs(Struct, frozen=True, tag="outputs", kw_only=True):
@@ -451,6 +453,52 @@ class Dead(Struct, frozen=True, tag="dead", kw_only=True):
 
 
 FromCore = Outputs | Reply | Ready | Metrics | Dead
+
+
+# --- tokens in, tokens out: router or client -> node, JSON over HTTP ---
+
+
+class GenerateRequest(Struct, frozen=True, kw_only=True):
+    """Body of ``POST /inference/v1/generate``; field names as vLLM's where it has them.
+
+    The answer is a stream (SSE) of `Output` in JSON, ended by ``[DONE]``, or one `GenerateResponse`.
+
+    Attributes:
+        token_ids: the prompt.
+        sampling_params: as vLLM's.
+        resume_token_ids: tokens already generated elsewhere; numbering and budgets go on from them.
+        kv_transfer_params: vLLM's field names (see `docs/protocol.md`); checked by the node.
+    """
+
+    token_ids: tuple[TokenId, ...]
+    sampling_params: SamplingParams = SamplingParams()
+    request_id: Name | None = None
+    stream: bool = False
+    resume_token_ids: tuple[TokenId, ...] = ()
+    cache_salt: Text | None = None
+    priority: int = 0
+    deadline_s: float | None = None
+    kv_transfer_params: dict[str, Any] | None = None
+
+
+class GenerateChoice(Struct, frozen=True, kw_only=True):
+    """One choice of a `GenerateResponse`."""
+
+    index: int
+    token_ids: tuple[TokenId, ...]
+    logprobs: tuple[TokenLogprobs, ...] | None = None
+    finish_reason: str | None = None
+    stop_reason: int | str | None = None
+
+
+class GenerateResponse(Struct, frozen=True, kw_only=True):
+    """Answer of ``POST /inference/v1/generate`` without streaming."""
+
+    request_id: str
+    choices: tuple[GenerateChoice, ...]
+    prompt_logprobs: tuple[TokenLogprobs | None, ...] | None = None
+    usage: dict[str, Any] = {}
+    kv_transfer_params: dict[str, Any] | None = None
 
 
 # --- membership: node <-> router, JSON over HTTP ---

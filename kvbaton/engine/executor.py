@@ -15,7 +15,7 @@ class Executor(Protocol):
 
     @property
     def layouts(self) -> Sequence[Sequence[KVLayout]]:
-        """Per rank, one layout per group. `Plane.region` is the index into `memories` of the rank."""
+        """Per rank, one layout per group; `Plane.region` indexes the rank's `memories`."""
         ...
 
     @property

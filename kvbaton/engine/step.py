@@ -141,5 +141,5 @@ class PendingSums(Protocol):
     """
 
     def poll(self) -> list[npt.NDArray[np.uint64]] | None:
-        """Per rank, the sums of the blocks asked for, shape [blocks, layers, kv, heads]; or None."""
+        """Per rank, sums of the blocks asked for, [blocks, layers, kv, heads]; None: not yet."""
         ...
