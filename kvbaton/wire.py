@@ -461,7 +461,7 @@ FromCore = Outputs | Reply | Ready | Metrics | Dead
 class GenerateRequest(Struct, frozen=True, kw_only=True):
     """Body of ``POST /inference/v1/generate``; field names as vLLM's where it has them.
 
-    The answer is a stream (SSE) of `Output` in JSON, ended by ``[DONE]``, or one `GenerateResponse`.
+    Answered by a stream (SSE) of `Output` in JSON, ended by ``[DONE]``, or a `GenerateResponse`.
 
     Attributes:
         token_ids: the prompt.
