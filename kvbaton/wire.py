@@ -404,6 +404,16 @@ class Outputs(Struct, frozen=True, tag="outputs", kw_only=True):
     outputs: tuple[Output, ...]
 
 
+class Rejected(Struct, frozen=True, tag="rejected", kw_only=True):
+    """A request that the core can't take; the fields are those of `RequestError`."""
+
+    request_id: Name
+    message: Text
+    param: Name | None = None
+    status: int = 400
+    code: Name | None = None
+
+
 class Reply(Struct, frozen=True, tag="reply", kw_only=True):
     """Answer to a `Command`."""
 
@@ -447,12 +457,18 @@ class Metrics(Struct, frozen=True, tag="metrics", kw_only=True):
 
 
 class Dead(Struct, frozen=True, tag="dead", kw_only=True):
-    """The core is about to exit because of an error."""
+    """The core is about to exit because of an error.
+
+    Attributes:
+        error: what happened.
+        field: for a `ConfigError`, the setting that is wrong.
+    """
 
     error: Text
+    field: Name | None = None
 
 
-FromCore = Outputs | Reply | Ready | Metrics | Dead
+FromCore = Outputs | Rejected | Reply | Ready | Metrics | Dead
 
 
 # --- tokens in, tokens out: router or client -> node, JSON over HTTP ---
