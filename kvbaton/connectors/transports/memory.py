@@ -1,0 +1,294 @@
+"""The reference transport: both peers live in one process and a write is a copy.
+
+It is the oracle of the other transports and of model-based tests. A `MemoryHub` stands for the
+network; holding it keeps every write in flight, so that tests can stop, fence or kill there.
+
+Laws: everything that two transports share is changed under the hub's lock. A write lands as a
+whole or not at all. A write that has not landed when its connection is closed, its writer is fenced
+or either side is shut down never lands.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import threading
+import weakref
+from collections import deque
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING
+
+import msgspec
+import numpy as np
+
+from kvbaton.connectors.base import (
+    Capabilities,
+    FenceScope,
+    Memory,
+    Notice,
+    Peer,
+    Region,
+    Status,
+)
+from kvbaton.connectors.transports.regions import Copies, RegionTable, expand
+from kvbaton.errors import TransportError
+
+if TYPE_CHECKING:
+    from kvbaton.connectors.base import Ranges
+
+MAX_NOTICE_BYTES = 4096
+
+
+class _Card(msgspec.Struct, frozen=True):
+    name: str
+    sizes: tuple[int, ...]
+
+
+class MemoryHub:
+    """All transports that can reach each other, and the writes that are in flight."""
+
+    def __init__(self) -> None:
+        self.lock = threading.RLock()
+        self._held = False
+        self._in_flight: list[MemoryHandle] = []
+        self._members: weakref.WeakValueDictionary[str, MemoryTransport] = (
+            weakref.WeakValueDictionary()
+        )
+
+    def hold(self) -> None:
+        """Keep writes posted from now on in flight until `release`."""
+        with self.lock:
+            self._held = True
+
+    def release(self) -> None:
+        """Let held writes land, in order, and later ones at once."""
+        with self.lock:
+            self._held = False
+            for handle in self._in_flight:
+                handle.land()
+            self._in_flight.clear()
+
+    def join(self, member: MemoryTransport) -> None:
+        """Make a transport reachable by its name."""
+        with self.lock:
+            if member.name in self._members:
+                raise TransportError(f"the name {member.name!r} is taken on this hub")
+            self._members[member.name] = member
+
+    def leave(self, name: str) -> None:
+        """Take a transport away, as if its process had died; does nothing for unknown names."""
+        with self.lock:
+            gone = self._members.pop(name, None)
+            if gone is None:
+                return
+            self.void(lambda handle: name in (handle.writer.name, handle.peer.name))
+            for member in self._members.values():
+                member.lose(name)
+
+    def find(self, name: str) -> MemoryTransport | None:
+        """Who has this name, if anyone."""
+        return self._members.get(name)
+
+    def post(self, handle: MemoryHandle) -> None:
+        """Take a write: it lands now, or when the hub is released."""
+        with self.lock:
+            if self._held:
+                self._in_flight.append(handle)
+            else:
+                handle.land()
+
+    def void(self, doomed: Callable[[MemoryHandle], bool]) -> None:
+        """End in-flight writes without landing them."""
+        for handle in self._in_flight:
+            if doomed(handle):
+                handle.drain("the write was given up in flight")
+        self._in_flight = [h for h in self._in_flight if h.status() is Status.PENDING]
+
+
+PROCESS_HUB = MemoryHub()
+"""What transports of this process join that were given no hub (``--transport memory``)."""
+
+
+class MemoryPeer:
+    """A connection from one transport to another of the same hub."""
+
+    def __init__(self, card: _Card) -> None:
+        self.name = card.name
+        self.sizes = card.sizes
+        self.open = True
+
+
+class MemoryHandle:
+    """One write; its state changes under the hub's lock only."""
+
+    def __init__(
+        self, writer: MemoryTransport, peer: MemoryPeer, copies: Copies, notice: bytes
+    ) -> None:
+        self.writer = writer
+        self.peer = peer
+        self._copies = copies
+        self._notice = notice
+        self._status = Status.PENDING
+        self._error: str | None = None
+
+    def status(self) -> Status:
+        """State now."""
+        return self._status
+
+    def error(self) -> str | None:
+        """Why it failed."""
+        return self._error
+
+    def release(self) -> None:
+        """Nothing to give back."""
+
+    def land(self) -> None:
+        """Copy the bytes, then leave the notice; or fail, if the target would not have it."""
+        target = self.writer.hub.find(self.peer.name)
+        if target is None or not self.peer.open or self.writer.closed:
+            self.drain(f"the connection to {self.peer.name} is closed")
+        elif not target.receive(self.writer, self._copies, self._notice):
+            self.drain(f"peer {self.peer.name} does not take this write")
+        else:
+            self._status = Status.DONE
+
+    def drain(self, reason: str) -> None:
+        """Fail; no byte lands any more."""
+        self._status, self._error = Status.DRAINED, reason
+
+
+class MemoryTransport:
+    """Copies between transports of one process."""
+
+    def __init__(self, name: str, *, host: str = "127.0.0.1", hub: MemoryHub | None = None) -> None:
+        """Join a hub.
+
+        Args:
+            name: unique on the hub.
+            host: ignored: it never leaves the process.
+            hub: which one; the process's own if not given.
+        """
+        self._name = name
+        self.hub = hub if hub is not None else PROCESS_HUB
+        self._regions = RegionTable()
+        self._peers: list[MemoryPeer] = []
+        self._inbox: deque[Notice] = deque()
+        self._lost: list[MemoryPeer] = []
+        self._fenced: set[str] = set()
+        self.closed = False
+        self.hub.join(self)
+
+    @property
+    def name(self) -> str:
+        """Unique on the hub."""
+        return self._name
+
+    @property
+    def capabilities(self) -> Capabilities:
+        """CPU memory; a fence always holds."""
+        return Capabilities(frozenset({"cpu"}), MAX_NOTICE_BYTES, FenceScope.PEER)
+
+    def register(self, memory: Memory) -> Region:
+        """Make memory reachable.
+
+        Raises:
+            TransportError: it is not CPU memory.
+        """
+        if memory.device != "cpu":
+            raise TransportError(f"the memory transport can't reach {memory.device} memory")
+        with self.hub.lock:
+            return self._regions.add(memory)
+
+    def deregister(self, region: Region) -> None:
+        """Undo `register`."""
+        with self.hub.lock:
+            self._regions.remove(region)
+
+    def card(self) -> bytes:
+        """Name and sizes of the regions."""
+        return msgspec.msgpack.encode(_Card(self._name, self._regions.sizes()))
+
+    def connect(self, card: bytes) -> MemoryPeer:
+        """Reach the owner of a card; lifts an earlier fence against it.
+
+        Raises:
+            TransportError: the card is not one, or its owner is gone.
+        """
+        try:
+            decoded = msgspec.msgpack.decode(card, type=_Card)
+        except msgspec.MsgspecError as error:
+            raise TransportError(f"not a card of the memory transport: {error}") from error
+        with self.hub.lock:
+            if self.hub.find(decoded.name) is None:
+                raise TransportError(f"no transport {decoded.name!r} in this process")
+            self._fenced.discard(decoded.name)
+            peer = MemoryPeer(decoded)
+            self._peers.append(peer)
+            return peer
+
+    def close(self, peer: Peer) -> None:
+        """Give up writes to a peer that have not landed."""
+        with self.hub.lock:
+            own = self._own(peer)
+            own.open = False
+            self.hub.void(lambda handle: handle.peer is own)
+            self._peers = [p for p in self._peers if p is not own]
+
+    def fence(self, peer: Peer) -> bool:
+        """Refuse whatever that peer has in flight or sends from now on. Always True."""
+        with self.hub.lock:
+            self._fenced.add(peer.name)
+            self.hub.void(lambda h: (h.writer.name, h.peer.name) == (peer.name, self._name))
+        return True
+
+    def write(self, peer: Peer, ranges: Ranges, notice: bytes) -> MemoryHandle:
+        """Copy now, or when the hub is released."""
+        if len(notice) > MAX_NOTICE_BYTES:
+            raise ValueError(f"notice has {len(notice)} bytes, at most {MAX_NOTICE_BYTES}")
+        own = self._own(peer)
+        copies = expand(ranges, self._regions.sizes(), own.sizes)
+        handle = MemoryHandle(self, own, copies, notice)
+        self.hub.post(handle)
+        return handle
+
+    def receive(self, writer: MemoryTransport, copies: Copies, notice: bytes) -> bool:
+        """Take a write of another transport; False if it is fenced or names what is not here."""
+        targets = self._regions.addresses()
+        named = np.unique(copies.target_region).tolist()
+        if writer.name in self._fenced or not all(targets[index] for index in named):
+            return False
+        _copy(writer._regions.addresses(), targets, copies)
+        self._inbox.append(Notice(notice))
+        return True
+
+    def notices(self) -> Sequence[Notice]:
+        """Writes that have landed here since the last call."""
+        with self.hub.lock:
+            landed, self._inbox = self._inbox, deque()
+        return tuple(landed)
+
+    def lose(self, name: str) -> None:
+        """Note that a peer is gone."""
+        self._lost += [peer for peer in self._peers if peer.name == name]
+
+    def lost(self) -> Sequence[MemoryPeer]:
+        """Peers found to be gone since the last call."""
+        with self.hub.lock:
+            gone, self._lost = self._lost, []
+        return tuple(gone)
+
+    def shutdown(self) -> None:
+        """Leave the hub; what is in flight from or to here never lands."""
+        if not self.closed:
+            self.closed = True
+            self.hub.leave(self._name)
+
+    def _own(self, peer: Peer) -> MemoryPeer:
+        if not isinstance(peer, MemoryPeer):
+            raise ValueError(f"{peer!r} is not a peer of the memory transport")
+        return peer
+
+
+def _copy(sources: Sequence[int], targets: Sequence[int], copies: Copies) -> None:
+    columns = (column.tolist() for column in copies)
+    for source, source_offset, target, target_offset, length in zip(*columns, strict=True):
+        ctypes.memmove(targets[target] + target_offset, sources[source] + source_offset, length)

@@ -1,0 +1,141 @@
+"""What every transport needs to know of regions and ranges: numbering, bounds, single copies."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, NamedTuple
+
+import numpy as np
+
+from kvbaton.connectors.base import Memory, RangeColumn, Region
+
+if TYPE_CHECKING:
+    import numpy.typing as npt
+
+    from kvbaton.connectors.base import Ranges
+
+    Int64s = npt.NDArray[np.int64]
+
+MAX_COPIES = 1 << 24
+"""Most single copies that one write may come to."""
+
+
+class Copies(NamedTuple):
+    """A write as single copies: five int64 arrays of shape [n]; offsets and lengths in bytes."""
+
+    source_region: Int64s
+    source_offset: Int64s
+    target_region: Int64s
+    target_offset: Int64s
+    length: Int64s
+
+    def take(self, start: int, stop: int) -> Copies:
+        """Copies [start, stop)."""
+        return Copies(*(column[start:stop] for column in self))
+
+
+class RegionTable:
+    """Regions of one transport, numbered in order of registration."""
+
+    def __init__(self) -> None:
+        self._regions: list[Region | None] = []
+
+    def add(self, memory: Memory) -> Region:
+        """Give memory the next number."""
+        region = Region(len(self._regions), memory)
+        self._regions.append(region)
+        return region
+
+    def remove(self, region: Region) -> None:
+        """Forget a region; its number is not given again.
+
+        Raises:
+            ValueError: it is not in this table.
+        """
+        if region.index >= len(self._regions) or self._regions[region.index] != region:
+            raise ValueError(f"region {region.index} is not registered with this transport")
+        self._regions[region.index] = None
+
+    def sizes(self) -> tuple[int, ...]:
+        """Bytes of each region by number; 0 for those removed."""
+        return tuple(region.memory.num_bytes if region else 0 for region in self._regions)
+
+    def addresses(self) -> tuple[int, ...]:
+        """First byte of each region by number; 0 for those removed."""
+        return tuple(region.memory.address if region else 0 for region in self._regions)
+
+    def memories(self) -> tuple[Memory | None, ...]:
+        """Memory of each region by number; None for those removed."""
+        return tuple(region.memory if region else None for region in self._regions)
+
+
+def expand(ranges: Ranges, source_sizes: Sequence[int], target_sizes: Sequence[int]) -> Copies:
+    """Check packed ranges against the regions of both sides and make single copies of them.
+
+    Args:
+        ranges: int64 of shape [n, 8], see `RangeColumn`.
+        source_sizes: bytes of each of our regions.
+        target_sizes: bytes of each of the peer's regions.
+
+    Raises:
+        ValueError: a row is malformed or leaves a region; the message names the row.
+    """
+    if ranges.ndim != 2 or ranges.shape[1] != len(RangeColumn) or ranges.dtype != np.int64:
+        raise ValueError(f"ranges must be int64 of shape [n, 8], not {ranges.dtype}{ranges.shape}")
+    rows = np.ascontiguousarray(ranges)
+    _refuse(rows, np.any(rows < 0, axis=1), "has a negative number")
+    _refuse(rows, (rows[:, RangeColumn.LENGTH] < 1), "has length 0")
+    _refuse(rows, (rows[:, RangeColumn.COUNT] < 1), "has count 0")
+    _check_side(rows, source_sizes, "source", RangeColumn.SOURCE_REGION, RangeColumn.SOURCE_STRIDE)
+    _check_side(rows, target_sizes, "target", RangeColumn.TARGET_REGION, RangeColumn.TARGET_STRIDE)
+    return _single_copies(_join_dense(rows))
+
+
+def _refuse(rows: Ranges, bad: npt.NDArray[np.bool_], what: str) -> None:
+    if bad.any():
+        index = int(np.argmax(bad))
+        raise ValueError(f"range {index} {what}: {rows[index].tolist()}")
+
+
+def _check_side(
+    rows: Ranges, sizes: Sequence[int], side: str, region: RangeColumn, stride: RangeColumn
+) -> None:
+    """Refuse rows that leave their region, without any sum or product that could overflow."""
+    known = np.append(np.asarray(sizes, dtype=np.int64), 0)
+    number = rows[:, region]
+    _refuse(rows, number >= len(sizes), f"names a {side} region that does not exist")
+    offset, length, count = rows[:, region + 1], rows[:, RangeColumn.LENGTH], rows[:, 5]
+    room = known[number] - length
+    _refuse(rows, (room < 0) | (offset > room), f"leaves its {side} region")
+    step = np.maximum(rows[:, stride], 1)
+    strided = (count > 1) & (rows[:, stride] > 0)
+    outside = strided & (count - 1 > (room - offset) // step)
+    _refuse(rows, outside, f"leaves its {side} region by its stride")
+
+
+def _join_dense(rows: Ranges) -> Ranges:
+    """Make one piece of rows whose pieces touch on both sides."""
+    length, count = rows[:, RangeColumn.LENGTH], rows[:, RangeColumn.COUNT]
+    dense = (count > 1) & (rows[:, 6] == length) & (rows[:, 7] == length)
+    if not dense.any():
+        return rows
+    joined = rows.copy()
+    joined[dense, RangeColumn.LENGTH] = (length * count)[dense]
+    joined[dense, RangeColumn.COUNT] = 1
+    return joined
+
+
+def _single_copies(rows: Ranges) -> Copies:
+    count = rows[:, RangeColumn.COUNT]
+    if int(np.minimum(count, MAX_COPIES + 1).sum()) > MAX_COPIES:
+        raise ValueError(f"ranges come to more than {MAX_COPIES} copies; split the write")
+    ends = np.cumsum(count)
+    piece = np.arange(int(ends[-1]) if len(ends) else 0) - np.repeat(ends - count, count)
+    each = np.repeat(rows, count, axis=0)
+    return Copies(
+        each[:, RangeColumn.SOURCE_REGION],
+        each[:, RangeColumn.SOURCE_OFFSET] + piece * each[:, RangeColumn.SOURCE_STRIDE],
+        each[:, RangeColumn.TARGET_REGION],
+        each[:, RangeColumn.TARGET_OFFSET] + piece * each[:, RangeColumn.TARGET_STRIDE],
+        each[:, RangeColumn.LENGTH],
+    )
