@@ -348,7 +348,8 @@ class Command(Struct, frozen=True, tag="command", kw_only=True):
     """Ask the core something. Answered by a `Reply` with the same id.
 
     Attributes:
-        name: ``state`` (the debugging dump), ``reset_prefix_cache``, ``drain``, ``members``.
+        name: ``state`` (the debugging dump), ``metrics``, ``reset_prefix_cache``, ``drain``,
+            ``members``.
         argument: for ``members``, a list of control addresses that may be dialled.
     """
 
@@ -432,6 +433,7 @@ class Ready(Struct, frozen=True, tag="ready", kw_only=True):
         block_size: tokens per block.
         max_model_len: longest prompt plus output.
         eos_token_ids: the model's own end tokens.
+        identity: digest of the identity record; nodes with different ones never pair.
     """
 
     node: NodeId
@@ -442,6 +444,7 @@ class Ready(Struct, frozen=True, tag="ready", kw_only=True):
     eos_token_ids: tuple[int, ...]
     vocab_size: Count = 0
     tp_size: Count = 1
+    identity: bytes = b""
 
 
 class Metrics(Struct, frozen=True, tag="metrics", kw_only=True):

@@ -1,0 +1,1 @@
+"""The courier: the thread that carries out what the hand-over's state machines decide."""

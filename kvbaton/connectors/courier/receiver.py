@@ -1,0 +1,247 @@
+"""What D does to receive: collects notices, verifies digests, fences lost peers."""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+import msgspec
+
+from kvbaton.connectors.base import Peer, Transport
+from kvbaton.connectors.courier.notice import unpack_notice
+from kvbaton.connectors.courier.sender import PendingSums
+from kvbaton.connectors.courier.timeline import Timelines, attempt_name
+from kvbaton.connectors.digest import mismatches
+from kvbaton.connectors.layout import KVLayout
+from kvbaton.connectors.protocol.events import (
+    AdmitPeer,
+    Attempt,
+    Fence,
+    Fenced,
+    PeerGone,
+    Send,
+    Start,
+    TargetAction,
+    TargetEvent,
+    Tick,
+    Unquarantine,
+    Verified,
+    Verify,
+)
+from kvbaton.connectors.protocol.target import Target
+from kvbaton.errors import TransportError
+from kvbaton.wire import NodeId
+
+logger = logging.getLogger(__name__)
+
+
+class TargetMemory(Protocol):
+    """What the receiver needs of the engine's memory."""
+
+    def digest(
+        self, group: int, blocks: Sequence[int], first_position: int, start: int, end: int
+    ) -> PendingSums:
+        """Digest sums recomputed from the bytes in memory now; called from the courier's thread."""
+        ...
+
+
+@dataclass
+class _Check:
+    """One `Verify` whose sums are on their way."""
+
+    order: Verify
+    sums: list[PendingSums]
+    first_blocks: list[int]
+    began: float
+
+
+class Receiver:
+    """Carries out a `Target`'s actions on transports; only the courier's thread calls it.
+
+    Args:
+        target: the machine.
+        transports: one per rank, their memory registered.
+        layouts: per rank, one layout per group.
+        memory: recomputes digests.
+    """
+
+    to_engine: Callable[[Any], None]
+    send: Callable[[Send], None]
+
+    def __init__(
+        self,
+        target: Target,
+        transports: Sequence[Transport],
+        layouts: Sequence[Sequence[KVLayout]],
+        memory: TargetMemory,
+    ) -> None:
+        self.target = target
+        self.transports = transports
+        self.layouts = layouts
+        self.memory = memory
+        self.counters = dict.fromkeys(
+            ("notices", "junk_notices", "digests_checked", "digests_failed", "verify_seconds"), 0.0
+        )
+        self.timelines = Timelines()
+        self._live: set[Attempt] = set()
+        self._peers: dict[NodeId, list[tuple[Transport, Peer]]] = {}
+        self._rank_layouts: dict[bytes, list[list[KVLayout]]] = {}
+        self._checks: list[_Check] = []
+        self._do: dict[type, Callable[[Any, float], None]] = {
+            Send: self._send,
+            AdmitPeer: self._admit_peer,
+            Verify: self._verify,
+            Fence: self._fence,
+            Unquarantine: self._unquarantine,
+        }
+
+    def handle(self, event: TargetEvent, now: float) -> None:
+        """Give the machine an event and carry out what it answers."""
+        if isinstance(event, Start):
+            self._live.add(event.attempt)
+        for action in self.target.handle(event, now):
+            self._carry_out(action, now)
+
+    def _carry_out(self, action: TargetAction, now: float) -> None:
+        do = self._do.get(type(action))
+        if do is None:
+            self.to_engine(action)
+        else:
+            do(action, now)
+
+    def poll(self, now: float) -> None:
+        """Look at notices, checks, peers and timers."""
+        for transport in self.transports:
+            for notice in transport.notices():
+                self._landed(notice.payload, now)
+            for peer in transport.lost():
+                self._lost(peer, now)
+        for check in list(self._checks):
+            self._poll_check(check, now)
+        deadline = self.target.next_deadline()
+        if deadline is not None and deadline <= now:
+            self.handle(Tick(), now)
+
+    def busy(self) -> bool:
+        """Whether bytes may be on their way here."""
+        return bool(self._live)
+
+    def next_deadline(self) -> float | None:
+        """When the machine wants to be called again."""
+        return self.target.next_deadline()
+
+    def close(self) -> None:
+        """Shut the transports down."""
+        for transport in self.transports:
+            transport.shutdown()
+
+    def state(self) -> dict[str, Any]:
+        """What the machine and this thread know, for diagnosis."""
+        stories = self.target.stories()
+        return {
+            "ledger": self.target.ledger(),
+            "stories": {attempt_name(attempt): list(lines) for attempt, lines in stories.items()},
+            "timelines": self.timelines.dump(),
+            "live": len(self._live),
+        }
+
+    # --- notices and peers ---
+
+    def _landed(self, payload: bytes, now: float) -> None:
+        event = unpack_notice(payload)
+        if event is None:
+            self.counters["junk_notices"] += 1
+            return
+        self.counters["notices"] += 1
+        self.timelines.mark(event.attempt, "landed", write=event.write)
+        self.handle(event, now)
+
+    def _lost(self, peer: Peer, now: float) -> None:
+        for node, links in list(self._peers.items()):
+            if any(link is peer for _, link in links):
+                self.handle(PeerGone(node), now)
+
+    # --- actions ---
+
+    def _send(self, action: Send, now: float) -> None:
+        self.send(action)
+
+    def _admit_peer(self, action: AdmitPeer, now: float) -> None:
+        self._rank_layouts[action.session] = [
+            msgspec.msgpack.decode(card.layouts, type=list[KVLayout]) for card in action.ranks
+        ]
+        links = self._peers.setdefault(action.node, [])
+        try:
+            for transport in self.transports:
+                links += [(transport, transport.connect(card.card)) for card in action.ranks]
+        except TransportError as error:
+            logger.warning("can't reach %s: %s", action.node.node, error)
+            self.handle(PeerGone(action.node), now)
+
+    def _fence(self, action: Fence, now: float) -> None:
+        links = self._peers.get(action.node, [])
+        # A generation that we never connected to was never shown where our memory is.
+        if all(transport.fence(peer) for transport, peer in links):
+            self._peers.pop(action.node, None)
+            self.handle(Fenced(action.node), now)
+
+    def _unquarantine(self, action: Unquarantine, now: float) -> None:
+        self._live.discard(action.attempt)
+        self.to_engine(action)
+
+    # --- digests ---
+
+    def _verify(self, action: Verify, now: float) -> None:
+        sums, first_blocks = [], []
+        for group, spans in enumerate(action.target):
+            block_size = self.layouts[0][group].block_size
+            first, last = action.start // block_size, -(-action.end // block_size)
+            by_number = {
+                span.first + i: block for span in spans for i, block in enumerate(span.blocks)
+            }
+            numbers = [n for n in range(first, last) if n in by_number]
+            first_blocks.append(numbers[0])
+            sums.append(
+                self.memory.digest(
+                    group,
+                    [by_number[n] for n in numbers],
+                    numbers[0] * block_size,
+                    action.start,
+                    action.end,
+                )
+            )
+        check = _Check(action, sums, first_blocks, time.monotonic())
+        self._checks.append(check)
+        self._poll_check(check, now)
+
+    def _poll_check(self, check: _Check, now: float) -> None:
+        ready = [pending.poll() for pending in check.sums]
+        if any(sums is None for sums in ready):
+            return
+        self._checks.remove(check)
+        order = check.order
+        sources = self._rank_layouts[order.session]
+        bad: list[tuple[int, int]] = []
+        for group, sums in enumerate(ready):
+            assert sums is not None
+            bad += mismatches(
+                sums,
+                [rank[group] for rank in sources],
+                [rank[group] for rank in self.layouts],
+                [run for run in order.digests if run.group == group],
+                first_block=check.first_blocks[group],
+                start=order.start,
+                end=order.end,
+                transfer_id=order.attempt.transfer_id,
+                attempt=order.attempt.number,
+            )
+        self.counters["digests_checked"] += 1
+        self.counters["digests_failed"] += bool(bad)
+        self.counters["verify_seconds"] += time.monotonic() - check.began
+        self.timelines.mark(
+            order.attempt, "verified", write=order.write, start=order.start, end=order.end
+        )
+        self.handle(Verified(order.attempt, order.write, tuple(sorted(set(bad)))), now)

@@ -1,0 +1,239 @@
+"""The engine core: one loop that receives, schedules, launches, updates and sends.
+
+It runs in its own process (`engine/process.py`) and is the only one that touches scheduler, pool
+and executor. Roles speak between steps (`engine/role.py`).
+"""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections import deque
+from collections.abc import Iterable
+from typing import Any, Protocol
+
+from kvbaton.engine.executor import Executor
+from kvbaton.engine.role import Role
+from kvbaton.engine.scheduler import Scheduler
+from kvbaton.engine.step import PendingStep
+from kvbaton.errors import RequestError
+from kvbaton.wire import (
+    AbortRequest,
+    AddRequest,
+    Command,
+    FromCore,
+    Metrics,
+    Output,
+    Outputs,
+    Rejected,
+    Reply,
+    Shutdown,
+    ToCore,
+)
+
+logger = logging.getLogger(__name__)
+
+METRICS_PERIOD_S = 0.25
+IDLE_WAIT_S = 0.5
+
+
+class Mailbox(Protocol):
+    """The core's end of the sockets to the HTTP process."""
+
+    def receive(self, timeout: float, wake_fd: int) -> list[ToCore]:
+        """Messages that have arrived; waits up to `timeout` seconds for one or for `wake_fd`."""
+        ...
+
+    def send(self, message: FromCore) -> None:
+        """Send to the HTTP process."""
+        ...
+
+
+class EngineCore:
+    """Runs requests until told to shut down.
+
+    Args:
+        executor: the ranks.
+        scheduler: decides what they compute.
+        role: what the node does with KV beyond computing it.
+        mailbox: where requests come from and outputs go to.
+        depth: steps in flight; 2 overlaps scheduling with a device's work.
+    """
+
+    def __init__(
+        self,
+        executor: Executor,
+        scheduler: Scheduler,
+        role: Role,
+        mailbox: Mailbox,
+        *,
+        depth: int = 1,
+    ) -> None:
+        self.executor = executor
+        self.scheduler = scheduler
+        self.role = role
+        self.mailbox = mailbox
+        self.depth = depth
+        self.in_flight: deque[PendingStep] = deque()
+        self.draining = False
+        self.steps = 0
+        self.step_tokens = 0
+        self._stop_at: float | None = None
+        self._metrics_at = 0.0
+        self._handlers = {
+            AddRequest: self.add,
+            AbortRequest: self.abort,
+            Command: self.command,
+            Shutdown: self.shut_down,
+        }
+
+    # --- the loop ---
+
+    def run(self) -> None:
+        """Serve until a `Shutdown` has been carried out."""
+        while not self.finished():
+            self.receive()
+            self.listen()
+            self.launch()
+            self.update()
+            self.report()
+        self.report(force=True)
+
+    def finished(self) -> bool:
+        """Whether a shutdown was asked for and nothing keeps us."""
+        if self._stop_at is None:
+            return False
+        idle = not self.in_flight and not self.scheduler.has_work() and not self.role.busy()
+        return idle or time.monotonic() >= self._stop_at
+
+    def receive(self) -> None:
+        """Take in what the HTTP process sent; wait for it if there is nothing else to do."""
+        for message in self.mailbox.receive(self._patience(), self.role.wake_fd):
+            self._handlers[type(message)](message)  # type: ignore[operator]
+
+    def listen(self) -> None:
+        """Let the role speak, and end what has waited too long."""
+        self.send(self.role.poll())
+        expired = self.scheduler.expire(time.monotonic())
+        for output in expired:
+            self.role.ended(output.request_id)
+        self.send(expired)
+
+    def launch(self) -> None:
+        """Start the next step, if there is one and room for it."""
+        while len(self.in_flight) < self.depth:
+            plan = self.scheduler.schedule()
+            self.role.begin()
+            if plan is None:
+                return
+            self.steps += 1
+            self.step_tokens += plan.num_tokens
+            self.in_flight.append(self.executor.launch(plan))
+
+    def update(self) -> None:
+        """Wait for the oldest step and apply what it sampled."""
+        if self.in_flight:
+            self.send(self.scheduler.update(self.in_flight.popleft().result()))
+
+    def _patience(self) -> float:
+        if self.in_flight or self.scheduler.can_schedule():
+            return 0.0
+        deadline = self.scheduler.next_deadline()
+        wait = IDLE_WAIT_S if deadline is None else deadline - time.monotonic()
+        return min(max(wait, 0.0), 0.02 if self._stop_at is not None else IDLE_WAIT_S)
+
+    # --- messages ---
+
+    def add(self, request: AddRequest) -> None:
+        """Take a request, or say why not."""
+        try:
+            if self.draining:
+                raise RequestError(
+                    "This node is draining; retry elsewhere.", status=503, code="draining"
+                )
+            accepted = self.role.accept(request)
+            self.scheduler.add(accepted)
+        except RequestError as error:
+            self.mailbox.send(
+                Rejected(
+                    request_id=request.request_id,
+                    message=error.message,
+                    param=error.param,
+                    status=error.status,
+                    code=error.code,
+                )
+            )
+        else:
+            self.role.added(accepted)
+
+    def abort(self, message: AbortRequest) -> None:
+        """Stop a request."""
+        outputs = self.scheduler.abort(message.request_id)
+        if outputs:
+            self.role.ended(message.request_id)
+        self.send(outputs)
+
+    def command(self, command: Command) -> None:
+        """Answer a question."""
+        actions = {
+            "state": self.state,
+            "metrics": lambda: self.report(force=True),
+            "reset_prefix_cache": self.scheduler.reset_prefix_cache,
+            "drain": self.drain,
+            "members": lambda: self.role.set_members(command.argument or ()),
+        }
+        if command.name in actions:
+            reply = Reply(command_id=command.command_id, result=actions[command.name]())
+        else:
+            reply = Reply(
+                command_id=command.command_id,
+                error=f"unknown command {command.name!r}; known: {sorted(actions)}",
+            )
+        self.mailbox.send(reply)
+
+    def drain(self) -> bool:
+        """Refuse new requests from now on; True once nothing is left to do."""
+        self.draining = True
+        return not self.scheduler.has_work() and not self.role.busy()
+
+    def shut_down(self, message: Shutdown) -> None:
+        """Finish what runs within the grace given, then leave the loop."""
+        self.draining = True
+        self._stop_at = time.monotonic() + message.grace_s
+
+    # --- what goes out ---
+
+    def send(self, outputs: Iterable[Output]) -> None:
+        """Send outputs to their clients."""
+        outgoing = self.role.emitted(list(outputs))
+        if outgoing:
+            self.mailbox.send(Outputs(outputs=tuple(outgoing)))
+
+    def report(self, force: bool = False) -> None:
+        """Send the metrics, a few times a second."""
+        now = time.monotonic()
+        if force or now >= self._metrics_at:
+            self._metrics_at = now + METRICS_PERIOD_S
+            self.mailbox.send(self.metrics())
+
+    def metrics(self) -> Metrics:
+        """All counters and gauges now."""
+        counters = {
+            "kvbaton_steps_total": float(self.steps),
+            "kvbaton_step_tokens_total": float(self.step_tokens),
+            **self.scheduler.counters(),
+            **self.role.counters(),
+        }
+        gauges = {**self.scheduler.gauges(), **self.role.gauges()}
+        gauges["kvbaton_ledger_imbalance"] = float(self.role.imbalance())
+        return Metrics(counters=counters, gauges=gauges)
+
+    def state(self) -> dict[str, Any]:
+        """The debugging dump."""
+        return {
+            "steps": self.steps,
+            "in_flight": len(self.in_flight),
+            "draining": self.draining,
+            "scheduler": self.scheduler.state(),
+            "role": self.role.state(),
+        }

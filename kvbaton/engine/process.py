@@ -1,0 +1,96 @@
+"""The engine core as a process of its own: what runs in the child."""
+
+from __future__ import annotations
+
+import ctypes
+import logging
+import signal
+import traceback
+from collections.abc import Callable
+
+from kvbaton.engine.config import EngineConfig
+from kvbaton.engine.executor import Executor
+from kvbaton.engine.mailbox import CoreMailbox
+from kvbaton.engine.role import Role
+from kvbaton.engine.scheduler import Scheduler
+from kvbaton.errors import ConfigError
+from kvbaton.wire import Dead, NodeId, Ready
+
+PR_SET_PDEATHSIG = 1
+
+RoleFactory = Callable[[Executor, Scheduler, "Surroundings"], Role]
+
+
+class Surroundings:
+    """What a role factory may want to know of the engine beyond executor and scheduler.
+
+    Attributes:
+        config: the engine's settings.
+        node: this life of this node.
+        identity: digest of the identity record, 32 bytes.
+        record: the identity record, readable.
+    """
+
+    def __init__(
+        self, config: EngineConfig, node: NodeId, identity: bytes, record: dict[str, str]
+    ) -> None:
+        self.config = config
+        self.node = node
+        self.identity = identity
+        self.record = record
+
+
+def die_with_parent() -> None:
+    """Ask Linux to kill this process when its parent dies (prctl(2), PR_SET_PDEATHSIG)."""
+    ctypes.CDLL(None, use_errno=True).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
+
+
+def core_main(
+    config: EngineConfig,
+    node: NodeId,
+    role_factory: RoleFactory,
+    inbound: str,
+    outbound: str,
+    log_level: str,
+) -> None:
+    """Entry point of the child process; returns when the core was shut down."""
+    die_with_parent()
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    logging.basicConfig(level=log_level.upper(), format="%(levelname)s %(name)s: %(message)s")
+    mailbox = CoreMailbox(inbound, outbound)
+    try:
+        _serve(config, node, role_factory, mailbox)
+    except ConfigError as error:
+        mailbox.send(Dead(error=str(error).removeprefix(f"{error.field}: "), field=error.field))
+    except BaseException:
+        mailbox.send(Dead(error=traceback.format_exc(limit=-6)[-4000:]))
+        raise
+    finally:
+        mailbox.close()
+
+
+def _serve(
+    config: EngineConfig, node: NodeId, role_factory: RoleFactory, mailbox: CoreMailbox
+) -> None:
+    # Torch comes in here, in the child, and nowhere else.
+    from kvbaton.engine.build import build_engine
+
+    engine = build_engine(config, node, role_factory, mailbox)
+    try:
+        mailbox.send(
+            Ready(
+                node=node,
+                control_address=engine.core.role.control_address,
+                num_blocks=engine.num_blocks,
+                block_size=config.block_size,
+                max_model_len=engine.max_model_len,
+                eos_token_ids=engine.eos_token_ids,
+                vocab_size=engine.vocab_size,
+                tp_size=config.tensor_parallel_size,
+                identity=engine.identity,
+            )
+        )
+        engine.core.run()
+    finally:
+        engine.core.role.close()
+        engine.core.executor.close()

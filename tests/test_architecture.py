@@ -1,0 +1,99 @@
+"""The house: rooms import one way (docs/architecture.md), and light rooms stay light."""
+
+from __future__ import annotations
+
+import ast
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+import kvbaton
+
+PACKAGE = Path(kvbaton.__file__).parent
+
+MAY_IMPORT: dict[str, set[str]] = {
+    "errors": set(),
+    "wire": set(),
+    "openai": {"errors", "wire"},
+    "kernels": set(),
+    "connectors": {"errors", "wire"},
+    "testing": {"errors", "wire", "connectors"},
+    "engine": {"errors", "wire", "connectors", "kernels"},
+    "text": {"errors", "wire", "openai"},
+    "edge": {"errors", "wire", "openai", "text"},
+    "serving": {"errors", "wire", "openai", "text", "edge", "engine", "connectors"},
+    "prefill": {"errors", "wire", "connectors", "engine", "serving"},
+    "decode": {"errors", "wire", "connectors", "engine", "serving"},
+    "router": {"errors", "wire", "openai", "text", "edge", "connectors.keys"},
+}
+"""What each room may import of ours; a file of the first level is a room of its own."""
+
+ANYTHING = {"cli", "cluster", "__main__", "__init__", "llm"}
+
+LIGHT = ("router.app", "edge.app", "text.tokenizer", "connectors.base", "cli", "engine.client")
+"""Modules that must not pull in torch, transformers or triton."""
+
+
+def room_of(module: str) -> str:
+    return module.split(".")[1]
+
+
+def imports_of(path: Path) -> list[str]:
+    """Names of our modules that a file imports, at any depth, lazily or not."""
+    names: list[str] = []
+    for node in ast.walk(ast.parse(path.read_text())):
+        if isinstance(node, ast.Import):
+            names += [alias.name for alias in node.names]
+        elif isinstance(node, ast.ImportFrom) and node.module and node.level == 0:
+            names.append(node.module)
+            names += [f"{node.module}.{alias.name}" for alias in node.names]
+    return [name for name in names if name.startswith("kvbaton.")]
+
+
+def module_name(path: Path) -> str:
+    return ".".join(("kvbaton", *path.relative_to(PACKAGE).with_suffix("").parts))
+
+
+FILES = sorted(PACKAGE.rglob("*.py"))
+
+
+@pytest.mark.parametrize("path", FILES, ids=[module_name(path) for path in FILES])
+def test_imports_run_one_way(path: Path) -> None:
+    room = room_of(module_name(path))
+    if room in ANYTHING:
+        return
+    allowed = MAY_IMPORT[room] | {room}
+    for name in imports_of(path):
+        short = name.removeprefix("kvbaton.")
+        ok = any(short == a or short.startswith(a + ".") for a in allowed)
+        # `from kvbaton.connectors import keys` also yields the bare package name.
+        ok = ok or any(a.startswith(short + ".") for a in allowed)
+        assert ok, f"{module_name(path)} may not import {name}"
+
+
+def test_no_circles() -> None:
+    edges = {room: allowed - {room} for room, allowed in MAY_IMPORT.items()}
+    done: set[str] = set()
+    while len(done) < len(edges):
+        free = {r for r, a in edges.items() if r not in done and {x.split(".")[0] for x in a} <= done}
+        assert free, f"a circle among {sorted(set(edges) - done)}"
+        done |= free
+
+
+def test_every_room_is_listed() -> None:
+    rooms = {room_of(module_name(path)) for path in FILES}
+    assert rooms <= set(MAY_IMPORT) | ANYTHING
+
+
+@pytest.mark.parametrize("module", LIGHT)
+def test_light_modules_import_nothing_heavy(module: str) -> None:
+    code = (
+        f"import sys, kvbaton.{module}; "
+        "print([m for m in ('torch', 'transformers', 'triton') if m in sys.modules])"
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", code], capture_output=True, text=True, timeout=60, check=True
+    )
+    assert done.stdout.strip() == "[]"
