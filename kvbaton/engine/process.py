@@ -6,7 +6,8 @@ import ctypes
 import logging
 import signal
 import traceback
-from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Protocol
 
 from kvbaton.engine.config import EngineConfig
 from kvbaton.engine.executor import Executor
@@ -18,11 +19,10 @@ from kvbaton.wire import Dead, NodeId, Ready
 
 PR_SET_PDEATHSIG = 1
 
-RoleFactory = Callable[[Executor, Scheduler, "Surroundings"], Role]
 
-
+@dataclass(frozen=True)
 class Surroundings:
-    """What a role factory may want to know of the engine beyond executor and scheduler.
+    """What a role may want to know of the engine beyond executor and scheduler.
 
     Attributes:
         config: the engine's settings.
@@ -31,13 +31,25 @@ class Surroundings:
         record: the identity record, readable.
     """
 
-    def __init__(
-        self, config: EngineConfig, node: NodeId, identity: bytes, record: dict[str, str]
-    ) -> None:
-        self.config = config
-        self.node = node
-        self.identity = identity
-        self.record = record
+    config: EngineConfig
+    node: NodeId
+    identity: bytes
+    record: dict[str, str]
+
+
+class RoleFactory(Protocol):
+    """Makes a role inside the core's process; crosses into it by pickle, from parent to child."""
+
+    @property
+    def sends_blocks(self) -> bool:
+        """Whether blocks are handed over from this node, so that their digests must be kept."""
+        ...
+
+    def __call__(
+        self, executor: Executor, scheduler: Scheduler, surroundings: Surroundings
+    ) -> Role:
+        """Make the role and start what it needs."""
+        ...
 
 
 def die_with_parent() -> None:

@@ -1,0 +1,66 @@
+"""``kvbaton decode``: a node that receives prompts and generates from them."""
+
+from __future__ import annotations
+
+import os
+from dataclasses import dataclass
+from typing import ClassVar
+
+from kvbaton.connectors.channel import ControlChannel
+from kvbaton.connectors.courier.endpoint import HandoverConfig, make_identity, open_transports
+from kvbaton.connectors.courier.receiver import Receiver
+from kvbaton.connectors.courier.thread import Courier
+from kvbaton.connectors.plan import check_pairable
+from kvbaton.connectors.protocol.target import Target
+from kvbaton.decode.role import DecodeRole
+from kvbaton.engine.executor import Executor
+from kvbaton.engine.process import Surroundings
+from kvbaton.engine.scheduler import Scheduler
+from kvbaton.serving.config import NodeConfig
+from kvbaton.serving.node import run_node
+
+
+@dataclass(frozen=True)
+class DecodeFactory:
+    """Makes the role inside the engine core's process."""
+
+    handover: HandoverConfig
+    sends_blocks: ClassVar[bool] = False
+
+    def __call__(
+        self, executor: Executor, scheduler: Scheduler, surroundings: Surroundings
+    ) -> DecodeRole:
+        """Open transports and control channel, and start the courier."""
+        node, handover = surroundings.node, self.handover
+        channel = ControlChannel(
+            handover.host, handover.control_port, cluster_key=handover.cluster_key
+        )
+        transports = open_transports(handover, node, executor.memories)
+        identity = make_identity(
+            handover,
+            node,
+            surroundings.identity,
+            surroundings.record,
+            transports,
+            executor.layouts,
+        )
+        target = Target(
+            identity,
+            handover.timers,
+            new_id=lambda: os.urandom(16),
+            pairable=check_pairable,
+        )
+        receiver = Receiver(target, transports, executor.layouts, executor)
+        return DecodeRole(
+            Courier(channel, receiver=receiver),
+            executor,
+            scheduler,
+            members=handover.peers,
+            trust_loopback=handover.cluster_key is None,
+            poison=surroundings.config.debug_poison,
+        )
+
+
+def main(config: NodeConfig) -> int:
+    """Run the node until it is told to stop; returns the exit status."""
+    return run_node(config, DecodeFactory(config.handover))

@@ -1,0 +1,66 @@
+"""``kvbaton prefill``: a node that computes prompts and hands them over."""
+
+from __future__ import annotations
+
+import os
+from dataclasses import dataclass
+from typing import ClassVar
+
+from kvbaton.connectors.channel import ControlChannel
+from kvbaton.connectors.courier.endpoint import HandoverConfig, make_identity, open_transports
+from kvbaton.connectors.courier.sender import Sender
+from kvbaton.connectors.courier.thread import Courier
+from kvbaton.connectors.plan import check_pairable
+from kvbaton.connectors.protocol.source import Source
+from kvbaton.engine.executor import Executor
+from kvbaton.engine.process import Surroundings
+from kvbaton.engine.scheduler import Scheduler
+from kvbaton.prefill.role import PrefillRole
+from kvbaton.serving.config import NodeConfig
+from kvbaton.serving.node import run_node
+
+
+@dataclass(frozen=True)
+class PrefillFactory:
+    """Makes the role inside the engine core's process."""
+
+    handover: HandoverConfig
+    sends_blocks: ClassVar[bool] = True
+
+    def __call__(
+        self, executor: Executor, scheduler: Scheduler, surroundings: Surroundings
+    ) -> PrefillRole:
+        """Open transports and control channel, and start the courier."""
+        node, handover = surroundings.node, self.handover
+        channel = ControlChannel(
+            handover.host, handover.control_port, cluster_key=handover.cluster_key
+        )
+        transports = open_transports(handover, node, executor.memories)
+        identity = make_identity(
+            handover,
+            node,
+            surroundings.identity,
+            surroundings.record,
+            transports,
+            executor.layouts,
+        )
+        source = Source(
+            identity,
+            handover.timers,
+            new_id=lambda: os.urandom(16),
+            pairable=check_pairable,
+        )
+        sender = Sender(source, transports, executor.layouts)
+        return PrefillRole(
+            Courier(channel, sender=sender),
+            executor,
+            scheduler,
+            node,
+            surroundings.identity,
+            unclaimed_s=handover.timers.unclaimed,
+        )
+
+
+def main(config: NodeConfig) -> int:
+    """Run the node until it is told to stop; returns the exit status."""
+    return run_node(config, PrefillFactory(config.handover))
