@@ -1,0 +1,306 @@
+"""Attention of one query per sequence over its pages, split over the keys.
+
+Source: Dao et al., "Flash-Decoding for long-context inference" (2023); the query heads of one KV
+head share a tile, so that keys and values are read once (Ainslie et al., "GQA", arXiv 2305.13245).
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+from kvbaton.kernels.jit import cdiv, jit, next_power_of_2, num_multiprocessors, tl, use_triton
+from kvbaton.kernels.paged_attention import cap_logits, load_pages, paged_attention_reference
+
+MAX_SPLITS = 64
+
+
+def decode_splits(batch: int, kv_heads: int, max_context: int, device: torch.device) -> int:
+    """Into how many parts to split each sequence's keys, so that the programs fill the GPU.
+
+    Depends on nothing that changes between replays of a CUDA graph: `max_context` is a bound.
+    """
+    programs = 4 * num_multiprocessors(device) // (batch * kv_heads)
+    return max(1, min(next_power_of_2(programs + 1) // 2, cdiv(max_context, 64), MAX_SPLITS))
+
+
+def decode_attention(
+    query: torch.Tensor,
+    key_cache: torch.Tensor,
+    value_cache: torch.Tensor,
+    block_tables: torch.Tensor,
+    context_lens: torch.Tensor,
+    *,
+    scale: float,
+    window: int = 0,
+    softcap: float = 0.0,
+    sinks: torch.Tensor | None = None,
+    num_splits: int | None = None,
+) -> torch.Tensor:
+    """Compute out = softmax(scale * q k^T) v over each sequence's keys; q is its last token.
+
+    Nothing is read on the host, and the grid depends on shapes and `num_splits` only, so a CUDA
+    graph may capture it and replay it with other lengths.
+
+    Args:
+        query: [B, heads, D]; last axis contiguous, D at least 16.
+        key_cache: [num_blocks, kv_heads, block_size, D]; any strides before the last axis.
+        value_cache: as `key_cache`, with the same strides.
+        block_tables: [B, max_blocks], int32.
+        context_lens: [B], int32: tokens of each sequence, the query's own included; 0 is padding.
+        scale: of the logits.
+        window: keys at positions > own position - window only; 0: all.
+        softcap: bound of the logits; 0: none.
+        sinks: [heads], fp32, or None.
+        num_splits: parts of each sequence; None takes `decode_splits`.
+
+    Returns:
+        [B, heads, D], contiguous; 0 in padding.
+    """
+    if not use_triton(query):
+        return decode_attention_reference(
+            query,
+            key_cache,
+            value_cache,
+            block_tables,
+            context_lens,
+            scale=scale,
+            window=window,
+            softcap=softcap,
+            sinks=sinks,
+        )
+    max_context = block_tables.shape[1] * key_cache.shape[2]
+    kv_heads = key_cache.shape[1]
+    splits = num_splits or decode_splits(query.shape[0], kv_heads, max_context, query.device)
+    return _launch(
+        query,
+        key_cache,
+        value_cache,
+        block_tables,
+        context_lens,
+        sinks,
+        scale,
+        window,
+        softcap,
+        splits,
+    )
+
+
+def decode_attention_reference(
+    query: torch.Tensor,
+    key_cache: torch.Tensor,
+    value_cache: torch.Tensor,
+    block_tables: torch.Tensor,
+    context_lens: torch.Tensor,
+    *,
+    scale: float,
+    window: int = 0,
+    softcap: float = 0.0,
+    sinks: torch.Tensor | None = None,
+) -> torch.Tensor:
+    """Plain torch for `decode_attention`."""
+    out = torch.zeros(query.shape, dtype=query.dtype, device=query.device)
+    for row, context_len in enumerate(context_lens.tolist()):
+        if context_len:
+            out[row] = paged_attention_reference(
+                query[row : row + 1],
+                key_cache,
+                value_cache,
+                block_tables[row],
+                context_len,
+                scale=scale,
+                window=window,
+                softcap=softcap,
+                sinks=sinks,
+            )[0][0]
+    return out
+
+
+def _launch(
+    query: torch.Tensor,
+    key_cache: torch.Tensor,
+    value_cache: torch.Tensor,
+    block_tables: torch.Tensor,
+    context_lens: torch.Tensor,
+    sinks: torch.Tensor | None,
+    scale: float,
+    window: int,
+    softcap: float,
+    splits: int,
+) -> torch.Tensor:
+    batch, heads, head_dim = query.shape
+    kv_heads, block_size = key_cache.shape[1:3]
+    device = query.device
+    out = torch.empty(batch, heads, head_dim, dtype=query.dtype, device=device)
+    if not batch:
+        return out
+    parts, lse = out, None
+    if splits > 1:
+        parts = torch.empty(batch, heads, splits, head_dim, dtype=torch.float32, device=device)
+        lse = torch.empty(batch, heads, splits, dtype=torch.float32, device=device)
+    group = heads // kv_heads
+    tile = _tile(next_power_of_2(head_dim), query.element_size())
+    _kernel[(kv_heads, batch, splits)](
+        query,
+        key_cache,
+        value_cache,
+        block_tables,
+        context_lens,
+        sinks,
+        parts,
+        lse,
+        scale,
+        query.stride(0),
+        query.stride(1),
+        key_cache.stride(0),
+        key_cache.stride(1),
+        key_cache.stride(2),
+        block_tables.stride(0),
+        GROUP=group,
+        BLOCK_G=max(16, next_power_of_2(group)),
+        HEAD_DIM=head_dim,
+        BLOCK_D=next_power_of_2(head_dim),
+        BLOCK_SIZE=block_size,
+        SPLITS=splits,
+        WINDOW=window,
+        SOFTCAP=softcap,
+        HAS_SINKS=sinks is not None,
+        **tile,
+    )
+    if lse is not None:
+        _merge_kernel[(batch, heads)](
+            parts,
+            lse,
+            out,
+            HEAD_DIM=head_dim,
+            BLOCK_D=next_power_of_2(head_dim),
+            SPLITS=splits,
+            BLOCK_S=next_power_of_2(splits),
+            num_warps=4 if splits > 8 else 2,
+        )
+    return out
+
+
+def _tile(block_d: int, element_size: int) -> dict[str, int]:
+    """Keys per tile, pipeline stages and warps, as measured best for 128 features of 2 bytes."""
+    wide = block_d * element_size > 256
+    return {"BLOCK_N": 32 if wide else 64, "num_stages": 2 if wide else 3, "num_warps": 4}
+
+
+@jit
+def _kernel(
+    query: Any,
+    key_cache: Any,
+    value_cache: Any,
+    block_tables: Any,
+    context_lens: Any,
+    sinks: Any,
+    out: Any,
+    lse: Any,
+    scale: Any,
+    stride_q_token: Any,
+    stride_q_head: Any,
+    stride_block: Any,
+    stride_head: Any,
+    stride_token: Any,
+    stride_table: Any,
+    GROUP: tl.constexpr,
+    BLOCK_G: tl.constexpr,
+    HEAD_DIM: tl.constexpr,
+    BLOCK_D: tl.constexpr,
+    BLOCK_SIZE: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    SPLITS: tl.constexpr,
+    WINDOW: tl.constexpr,
+    SOFTCAP: tl.constexpr,
+    HAS_SINKS: tl.constexpr,
+) -> None:
+    """One program: one split of one sequence for the query heads of one KV head."""
+    head = tl.program_id(0)
+    sequence = tl.program_id(1).to(tl.int64)
+    split = tl.program_id(2)
+    length = tl.load(context_lens + sequence)
+    first = 0
+    if WINDOW > 0:
+        first = tl.maximum(length - WINDOW, 0)
+    tile_first = first // BLOCK_N
+    tiles = tl.cdiv(length, BLOCK_N) - tile_first
+    share = tl.cdiv(tiles, SPLITS)
+    begin = tile_first + split * share
+    end = tl.minimum(begin + share, tile_first + tiles)
+
+    row = tl.arange(0, BLOCK_G)
+    column = tl.arange(0, BLOCK_D)
+    query_head = head * GROUP + row
+    inside = (row < GROUP)[:, None] & (column < HEAD_DIM)[None, :]
+    place = sequence * stride_q_token + query_head[:, None] * stride_q_head + column[None, :]
+    q = tl.load(query + place, mask=inside, other=0.0)
+    top = tl.full([BLOCK_G], float("-inf"), tl.float32)
+    total = tl.zeros([BLOCK_G], tl.float32)
+    if HAS_SINKS:
+        if split == 0:
+            sink = tl.load(sinks + query_head, mask=row < GROUP, other=0.0).to(tl.float32)
+            top = sink * 1.4426950408889634
+            total += 1.0
+    acc = tl.zeros([BLOCK_G, BLOCK_D], tl.float32)
+    key_head = key_cache + head.to(tl.int64) * stride_head
+    value_head = value_cache + head.to(tl.int64) * stride_head
+    table = block_tables + sequence * stride_table
+    for tile in tl.range(begin, end):
+        token = tile * BLOCK_N + tl.arange(0, BLOCK_N)
+        valid = (token < length) & (token >= first)
+        block = tl.load(table + token // BLOCK_SIZE, mask=valid, other=0).to(tl.int64)
+        k = load_pages(
+            key_head, block, token, valid, stride_block, stride_token,
+            HEAD_DIM, BLOCK_D, BLOCK_SIZE,
+        )  # fmt: skip
+        v = load_pages(
+            value_head, block, token, valid, stride_block, stride_token,
+            HEAD_DIM, BLOCK_D, BLOCK_SIZE,
+        )  # fmt: skip
+        logits = cap_logits(tl.dot(q, tl.trans(k), input_precision="ieee"), scale, SOFTCAP)
+        logits = tl.where(valid[None, :], logits, float("-inf"))
+        # Every tile holds a valid key, so `higher` is finite.
+        higher = tl.maximum(top, tl.max(logits, 1))
+        weight = tl.exp2(logits - higher[:, None])
+        fade = tl.exp2(top - higher)
+        total = total * fade + tl.sum(weight, 1)
+        acc = acc * fade[:, None]
+        acc = tl.dot(weight.to(v.dtype), v, acc, input_precision="ieee")
+        top = higher
+
+    acc = acc / tl.where(total > 0, total, 1.0)[:, None]
+    place = (sequence * tl.num_programs(0) * GROUP + query_head) * SPLITS + split
+    if SPLITS > 1:
+        tl.store(lse + place, top + tl.log2(total), mask=row < GROUP)
+        inside = inside & (total > 0)[:, None]
+    target = out + place[:, None] * HEAD_DIM + column[None, :]
+    tl.store(target, acc.to(out.dtype.element_ty), mask=inside)
+
+
+@jit
+def _merge_kernel(
+    parts: Any,
+    lse: Any,
+    out: Any,
+    HEAD_DIM: tl.constexpr,
+    BLOCK_D: tl.constexpr,
+    SPLITS: tl.constexpr,
+    BLOCK_S: tl.constexpr,
+) -> None:
+    """One program merges the splits of one head of one sequence; lse is to base 2."""
+    place = tl.program_id(0).to(tl.int64) * tl.num_programs(1) + tl.program_id(1)
+    split = tl.arange(0, BLOCK_S)
+    column = tl.arange(0, BLOCK_D)
+    part = tl.load(lse + place * SPLITS + split, mask=split < SPLITS, other=float("-inf"))
+    top = tl.max(part, 0)
+    weight = tl.exp2(part - tl.where(top == float("-inf"), 0.0, top))
+    # A split without keys wrote no state: leave it out of the load.
+    mask = (weight > 0)[:, None] & (column < HEAD_DIM)[None, :]
+    source = parts + (place * SPLITS + split)[:, None] * HEAD_DIM + column[None, :]
+    state = tl.load(source, mask=mask, other=0.0)
+    total = tl.sum(weight, 0)
+    merged = tl.sum(state * weight[:, None], 0) / tl.where(total > 0, total, 1.0)
+    target = out + place * HEAD_DIM + column
+    tl.store(target, merged.to(out.dtype.element_ty), mask=column < HEAD_DIM)

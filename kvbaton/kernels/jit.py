@@ -1,0 +1,65 @@
+"""Triton where it is installed, and the rule by which an op picks its kernel or its reference.
+
+Triton comes with torch's CUDA wheels only; every module here imports without it. With the
+environment variable ``TRITON_INTERPRET=1`` Triton interprets kernels, so that they run on CPU
+tensors too (fp32): that is how they are tested without a GPU.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable
+from functools import cache
+from importlib.util import find_spec
+from typing import Any
+
+import torch
+
+HAS_TRITON = find_spec("triton") is not None
+INTERPRETED = HAS_TRITON and os.environ.get("TRITON_INTERPRET") == "1"
+
+if HAS_TRITON:
+    import triton
+    import triton.language as tl
+else:
+    triton = tl = None
+
+__all__ = [
+    "HAS_TRITON",
+    "INTERPRETED",
+    "cdiv",
+    "jit",
+    "next_power_of_2",
+    "num_multiprocessors",
+    "tl",
+    "triton",
+    "use_triton",
+]
+
+
+def jit(kernel: Callable[..., Any]) -> Any:
+    """`triton.jit`, or the bare function where there is no Triton (it is never launched there)."""
+    return triton.jit(kernel) if HAS_TRITON else kernel
+
+
+def use_triton(tensor: torch.Tensor) -> bool:
+    """Whether an op on `tensor` runs its Triton kernel rather than its plain torch reference."""
+    return tensor.is_cuda or INTERPRETED
+
+
+def next_power_of_2(value: int) -> int:
+    """Smallest power of two that is at least `value`."""
+    return 1 << max(value - 1, 0).bit_length()
+
+
+def cdiv(value: int, divisor: int) -> int:
+    """`value` / `divisor`, rounded up."""
+    return -(-value // divisor)
+
+
+@cache
+def num_multiprocessors(device: torch.device) -> int:
+    """Multiprocessors of a GPU; 1 for any other device."""
+    if device.type != "cuda":
+        return 1
+    return int(torch.cuda.get_device_properties(device).multi_processor_count)

@@ -1,0 +1,111 @@
+"""What decode and prefill attention over a paged cache share: the reference, and tile steps.
+
+Source of the online softmax over tiles: Dao, "FlashAttention-2", arXiv 2307.08691; of pages:
+Kwon et al., "PagedAttention", arXiv 2309.06180. Sinks are logits without a value that join each
+head's softmax (gpt-oss; Xiao et al., arXiv 2309.17453). Softcap: cap * tanh(logit / cap) (Gemma 2).
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+from kvbaton.kernels.jit import jit, tl
+
+INFINITY = float("inf")
+
+
+def paged_attention_reference(
+    query: torch.Tensor,
+    key_cache: torch.Tensor,
+    value_cache: torch.Tensor,
+    block_table: torch.Tensor,
+    context_len: int,
+    *,
+    scale: float,
+    causal: bool = True,
+    window: int = 0,
+    softcap: float = 0.0,
+    sinks: torch.Tensor | None = None,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Plain torch attention of one sequence's last tokens over its pages, in fp32 or wider.
+
+    Args:
+        query: [T, heads, D]: the last T of the sequence's tokens.
+        key_cache: [num_blocks, kv_heads, block_size, D].
+        value_cache: as `key_cache`.
+        block_table: block ids of the sequence, in order.
+        context_len: tokens of the sequence to look at.
+        scale: of the logits.
+        causal: a query at position p sees keys at positions <= p only.
+        window: and only those > p - window, unless 0.
+        softcap: bound of the logits; 0: none.
+        sinks: [heads].
+
+    Returns:
+        out [T, heads, D], dtype of `query`, and lse [T, heads] (natural, fp32 or wider).
+    """
+    num_blocks = -(-context_len // key_cache.shape[2])
+    blocks = block_table[:num_blocks].long()
+    wide = torch.promote_types(query.dtype, torch.float32)
+    key, value = (
+        cache[blocks].transpose(1, 2).flatten(0, 1)[:context_len].to(wide)
+        for cache in (key_cache, value_cache)
+    )
+    tokens, heads, head_dim = query.shape
+    grouped = query.to(wide).view(tokens, key.shape[1], -1, head_dim)
+    logits = torch.einsum("tkgd,nkd->kgtn", grouped, key).flatten(0, 1) * scale
+    if softcap:
+        logits = softcap * torch.tanh(logits / softcap)
+    visible = _visible(tokens, context_len, causal, window, query.device)
+    logits = logits.masked_fill(~visible, -INFINITY)
+    if sinks is not None:
+        sink = sinks.to(wide).view(-1, 1, 1).expand(heads, tokens, 1)
+        logits = torch.cat((logits, sink), dim=-1)
+    lse = logits.logsumexp(-1)
+    share = torch.exp(logits - lse.masked_fill(lse == -INFINITY, 0.0)[..., None])[..., :context_len]
+    share = share.view(key.shape[1], -1, tokens, context_len)
+    out = torch.einsum("kgtn,nkd->tkgd", share, value).reshape(tokens, heads, head_dim)
+    return out.to(query.dtype), lse.transpose(0, 1)
+
+
+def _visible(
+    tokens: int, context_len: int, causal: bool, window: int, device: torch.device
+) -> torch.Tensor:
+    """[tokens, context_len]: which key each query may see."""
+    query = torch.arange(context_len - tokens, context_len, device=device)[:, None]
+    key = torch.arange(context_len, device=device)
+    visible = (key <= query) if causal else torch.ones_like(key <= query)
+    return visible & (key > query - window) if window else visible
+
+
+@jit
+def cap_logits(logits: Any, scale: Any, SOFTCAP: tl.constexpr) -> Any:
+    """Scale logits, bound them, and take them to base 2."""
+    if SOFTCAP > 0.0:
+        # tanh(x) = 1 - 2 / (e^2x + 1), which is right at both infinities too.
+        wave = tl.exp2(logits * (scale * (2.0 / SOFTCAP) * 1.4426950408889634))
+        return (SOFTCAP * 1.4426950408889634) * (1.0 - 2.0 / (wave + 1.0))
+    return logits * (scale * 1.4426950408889634)
+
+
+@jit
+def load_pages(
+    cache: Any,
+    block_ids: Any,
+    token: Any,
+    valid: Any,
+    stride_block: Any,
+    stride_token: Any,
+    HEAD_DIM: tl.constexpr,
+    BLOCK_D: tl.constexpr,
+    BLOCK_SIZE: tl.constexpr,
+) -> Any:
+    """Rows [tokens, BLOCK_D] of a head's pages; zero where not valid: slots may hold NaN."""
+    column = tl.arange(0, BLOCK_D)
+    offset = block_ids * stride_block + token % BLOCK_SIZE * stride_token
+    mask = valid[:, None]
+    if HEAD_DIM != BLOCK_D:
+        mask = mask & (column < HEAD_DIM)[None, :]
+    return tl.load(cache + offset[:, None] + column[None, :], mask=mask, other=0.0)

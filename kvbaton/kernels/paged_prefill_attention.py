@@ -1,0 +1,312 @@
+"""Attention of several queries per sequence over its pages: chunked prefill with a cached prefix.
+
+Source: Dao, "FlashAttention-2", arXiv 2307.08691; the query heads of one KV head share a tile.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+from kvbaton.kernels.jit import cdiv, jit, next_power_of_2, tl, use_triton
+from kvbaton.kernels.paged_attention import cap_logits, load_pages, paged_attention_reference
+
+
+def paged_prefill_attention(
+    query: torch.Tensor,
+    key_cache: torch.Tensor,
+    value_cache: torch.Tensor,
+    block_tables: torch.Tensor,
+    cu_seqlens: torch.Tensor,
+    context_lens: torch.Tensor,
+    max_query_len: int,
+    *,
+    scale: float,
+    causal: bool = True,
+    window: int = 0,
+    softcap: float = 0.0,
+    sinks: torch.Tensor | None = None,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Compute out = softmax(scale * q k^T) v per sequence; its queries are its last tokens.
+
+    Nothing is read on the host; the grid depends on shapes and `max_query_len` only.
+
+    Args:
+        query: [T, heads, D], the sequences one after the other; last axis contiguous, D >= 16.
+        key_cache: [num_blocks, kv_heads, block_size, D]; any strides before the last axis.
+        value_cache: as `key_cache`, with the same strides.
+        block_tables: [N, max_blocks], int32.
+        cu_seqlens: [N + 1], int32: where each sequence's queries start, and T.
+        context_lens: [N], int32: keys of each sequence, those of its queries included.
+        max_query_len: at least the most queries of a sequence.
+        scale: of the logits.
+        causal: a query at position p sees keys at positions <= p only.
+        window: and only those > p - window, unless 0.
+        softcap: bound of the logits; 0: none.
+        sinks: [heads], fp32, or None.
+
+    Returns:
+        out [T, heads, D], contiguous, and lse [T, heads], fp32, natural.
+    """
+    if not use_triton(query):
+        return paged_prefill_attention_reference(
+            query, key_cache, value_cache, block_tables, cu_seqlens, context_lens,
+            scale=scale, causal=causal, window=window, softcap=softcap, sinks=sinks,
+        )  # fmt: skip
+    return _launch(
+        query, key_cache, value_cache, block_tables, cu_seqlens, context_lens, max_query_len,
+        sinks, scale, causal, window, softcap,
+    )  # fmt: skip
+
+
+def paged_prefill_attention_reference(
+    query: torch.Tensor,
+    key_cache: torch.Tensor,
+    value_cache: torch.Tensor,
+    block_tables: torch.Tensor,
+    cu_seqlens: torch.Tensor,
+    context_lens: torch.Tensor,
+    *,
+    scale: float,
+    causal: bool = True,
+    window: int = 0,
+    softcap: float = 0.0,
+    sinks: torch.Tensor | None = None,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Plain torch for `paged_prefill_attention`."""
+    out = torch.zeros(query.shape, dtype=query.dtype, device=query.device)
+    lse = torch.full(query.shape[:2], -torch.inf, dtype=torch.float32, device=query.device)
+    bounds = cu_seqlens.tolist()
+    for row, context_len in enumerate(context_lens.tolist()):
+        span = slice(bounds[row], bounds[row + 1])
+        if span.start < span.stop and context_len:
+            out[span], lse[span] = paged_attention_reference(
+                query[span], key_cache, value_cache, block_tables[row], context_len,
+                scale=scale, causal=causal, window=window, softcap=softcap, sinks=sinks,
+            )  # fmt: skip
+    return out, lse
+
+
+def _launch(
+    query: torch.Tensor,
+    key_cache: torch.Tensor,
+    value_cache: torch.Tensor,
+    block_tables: torch.Tensor,
+    cu_seqlens: torch.Tensor,
+    context_lens: torch.Tensor,
+    max_query_len: int,
+    sinks: torch.Tensor | None,
+    scale: float,
+    causal: bool,
+    window: int,
+    softcap: float,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    tokens, heads, head_dim = query.shape
+    kv_heads, block_size = key_cache.shape[1:3]
+    out = torch.empty(tokens, heads, head_dim, dtype=query.dtype, device=query.device)
+    lse = torch.empty(tokens, heads, dtype=torch.float32, device=query.device)
+    if not tokens:
+        return out, lse
+    group = next_power_of_2(heads // kv_heads)
+    tile = _tile(next_power_of_2(head_dim), query.element_size(), max_query_len * group)
+    rows = max(tile["BLOCK_M"] // group, 1)
+    grid = (cdiv(max_query_len, rows), kv_heads, block_tables.shape[0])
+    _kernel[grid](
+        query,
+        key_cache,
+        value_cache,
+        block_tables,
+        cu_seqlens,
+        context_lens,
+        sinks,
+        out,
+        lse,
+        scale,
+        query.stride(0),
+        query.stride(1),
+        key_cache.stride(0),
+        key_cache.stride(1),
+        key_cache.stride(2),
+        block_tables.stride(0),
+        GROUP=heads // kv_heads,
+        BLOCK_G=group,
+        HEAD_DIM=head_dim,
+        BLOCK_D=next_power_of_2(head_dim),
+        BLOCK_SIZE=block_size,
+        CAUSAL=causal,
+        WINDOW=window,
+        SOFTCAP=softcap,
+        HAS_SINKS=sinks is not None,
+        **{**tile, "BLOCK_M": rows * group},
+    )
+    return out, lse
+
+
+def _tile(block_d: int, element_size: int, rows: int) -> dict[str, int]:
+    """Query rows and keys per tile, pipeline stages and warps."""
+    row_bytes = block_d * element_size
+    block_m = min(128 if row_bytes <= 256 else 64, max(16, next_power_of_2(rows)))
+    if row_bytes <= 256:
+        block_n, stages = 64, 3
+    else:
+        block_n, stages = 32, 2
+    return {
+        "BLOCK_M": block_m,
+        "BLOCK_N": block_n,
+        "num_stages": stages,
+        "num_warps": 8 if block_m == 128 else 4,
+    }
+
+
+@jit
+def _kernel(
+    query: Any,
+    key_cache: Any,
+    value_cache: Any,
+    block_tables: Any,
+    cu_seqlens: Any,
+    context_lens: Any,
+    sinks: Any,
+    out: Any,
+    lse: Any,
+    scale: Any,
+    stride_q_token: Any,
+    stride_q_head: Any,
+    stride_block: Any,
+    stride_head: Any,
+    stride_token: Any,
+    stride_table: Any,
+    GROUP: tl.constexpr,
+    BLOCK_G: tl.constexpr,
+    HEAD_DIM: tl.constexpr,
+    BLOCK_D: tl.constexpr,
+    BLOCK_SIZE: tl.constexpr,
+    BLOCK_M: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    CAUSAL: tl.constexpr,
+    WINDOW: tl.constexpr,
+    SOFTCAP: tl.constexpr,
+    HAS_SINKS: tl.constexpr,
+) -> None:
+    """One program: BLOCK_M rows (token, query head) of one KV head of one sequence."""
+    # Tiles with the most keys start first, so that none of them is left for the end.
+    tile_m = tl.num_programs(0) - 1 - tl.program_id(0)
+    head = tl.program_id(1)
+    sequence = tl.program_id(2).to(tl.int64)
+    start = tl.load(cu_seqlens + sequence)
+    query_len = tl.load(cu_seqlens + sequence + 1) - start
+    length = tl.load(context_lens + sequence)
+    TOKENS: tl.constexpr = BLOCK_M // BLOCK_G
+    token0 = tile_m * TOKENS
+    if token0 >= query_len:
+        return
+    row = tl.arange(0, BLOCK_M)
+    column = tl.arange(0, BLOCK_D)
+    token = token0 + row // BLOCK_G
+    query_head = head * GROUP + row % BLOCK_G
+    inside = (token < query_len) & (row % BLOCK_G < GROUP)
+    both = inside[:, None] & (column < HEAD_DIM)[None, :]
+    global_token = (start + token).to(tl.int64)
+    place = global_token * stride_q_token + query_head * stride_q_head
+    q = tl.load(query + place[:, None] + column[None, :], mask=both, other=0.0)
+
+    position = length - query_len + token
+    position0 = length - query_len + token0
+    begin, full, end = 0, length // BLOCK_N, tl.cdiv(length, BLOCK_N)
+    if CAUSAL:
+        last = tl.minimum(position0 + TOKENS, length)
+        full = tl.minimum(position0 + 1, length) // BLOCK_N
+        end = tl.cdiv(last, BLOCK_N)
+    first = 0
+    if WINDOW > 0:
+        first = tl.maximum(position0 - WINDOW + 1, 0)
+        begin = first // BLOCK_N
+        full = begin
+
+    top = tl.full([BLOCK_M], float("-inf"), tl.float32)
+    total = tl.zeros([BLOCK_M], tl.float32)
+    if HAS_SINKS:
+        sink = tl.load(sinks + query_head, mask=inside, other=0.0).to(tl.float32)
+        top = sink * 1.4426950408889634
+        total += 1.0
+    acc = tl.zeros([BLOCK_M, BLOCK_D], tl.float32)
+    key_head = key_cache + head.to(tl.int64) * stride_head
+    value_head = value_cache + head.to(tl.int64) * stride_head
+    table = block_tables + sequence * stride_table
+    acc, total, top = _attend(
+        acc, total, top, q, key_head, value_head, table, begin, full, position, first, length,
+        scale, stride_block, stride_token,
+        HEAD_DIM, BLOCK_D, BLOCK_SIZE, BLOCK_N, CAUSAL, WINDOW, SOFTCAP, False,
+    )  # fmt: skip
+    acc, total, top = _attend(
+        acc, total, top, q, key_head, value_head, table, full, end, position, first, length,
+        scale, stride_block, stride_token,
+        HEAD_DIM, BLOCK_D, BLOCK_SIZE, BLOCK_N, CAUSAL, WINDOW, SOFTCAP, True,
+    )  # fmt: skip
+    acc = acc / tl.where(total > 0, total, 1.0)[:, None]
+    place = global_token * (tl.num_programs(1) * GROUP) + query_head
+    tl.store(lse + place, (top + tl.log2(total)) * 0.6931471805599453, mask=inside)
+    target = out + place[:, None] * HEAD_DIM + column[None, :]
+    tl.store(target, acc.to(out.dtype.element_ty), mask=both)
+
+
+@jit
+def _attend(
+    acc: Any,
+    total: Any,
+    top: Any,
+    q: Any,
+    key_head: Any,
+    value_head: Any,
+    table: Any,
+    begin: Any,
+    end: Any,
+    position: Any,
+    first: Any,
+    length: Any,
+    scale: Any,
+    stride_block: Any,
+    stride_token: Any,
+    HEAD_DIM: tl.constexpr,
+    BLOCK_D: tl.constexpr,
+    BLOCK_SIZE: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    CAUSAL: tl.constexpr,
+    WINDOW: tl.constexpr,
+    SOFTCAP: tl.constexpr,
+    MASKED: tl.constexpr,
+) -> Any:
+    """Add the key tiles [begin, end) to the state; without MASKED every row sees all their keys."""
+    for tile in tl.range(begin, end):
+        token = tile * BLOCK_N + tl.arange(0, BLOCK_N)
+        valid = (token < length) & (token >= first)
+        block = tl.load(table + token // BLOCK_SIZE, mask=valid, other=0).to(tl.int64)
+        k = load_pages(
+            key_head, block, token, valid, stride_block, stride_token,
+            HEAD_DIM, BLOCK_D, BLOCK_SIZE,
+        )  # fmt: skip
+        logits = cap_logits(tl.dot(q, tl.trans(k), input_precision="ieee"), scale, SOFTCAP)
+        if MASKED:
+            visible = valid[None, :]
+            if CAUSAL:
+                visible = visible & (token[None, :] <= position[:, None])
+            if WINDOW > 0:
+                visible = visible & (token[None, :] > position[:, None] - WINDOW)
+            logits = tl.where(visible, logits, float("-inf"))
+        higher = tl.maximum(top, tl.max(logits, 1))
+        shift = higher
+        if MASKED:
+            # A row that has seen no key yet has -inf, and -inf - -inf is NaN.
+            shift = tl.where(higher == float("-inf"), 0.0, higher)
+        weight = tl.exp2(logits - shift[:, None])
+        fade = tl.exp2(top - shift)
+        total = total * fade + tl.sum(weight, 1)
+        v = load_pages(
+            value_head, block, token, valid, stride_block, stride_token,
+            HEAD_DIM, BLOCK_D, BLOCK_SIZE,
+        )  # fmt: skip
+        acc = acc * fade[:, None]
+        acc = tl.dot(weight.to(v.dtype), v, acc, input_precision="ieee")
+        top = higher
+    return acc, total, top

@@ -1,0 +1,124 @@
+"""Root mean square normalisation, with the residual addition before it in the same pass.
+
+Source: Zhang and Sennrich, "Root Mean Square Layer Normalization", arXiv 1910.07467.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+from kvbaton.kernels.jit import jit, next_power_of_2, tl, use_triton
+
+
+def rms_norm(
+    x: torch.Tensor,
+    weight: torch.Tensor,
+    eps: float,
+    *,
+    residual: torch.Tensor | None = None,
+    weight_offset: float = 0.0,
+) -> torch.Tensor:
+    """Normalise the last axis: y = (weight_offset + weight) * x / sqrt(mean(x^2) + eps).
+
+    With `residual`, ``residual += x`` first (in place, rounded to its dtype), and the sum is what
+    gets normalised. The mean is taken in fp32. Without an offset the normalised row is rounded to
+    the dtype before the weight (as Llama does); with one, only the product is (as Gemma does).
+
+    Args:
+        x: [..., N]; any strides on up to three axes, the last one contiguous.
+        weight: [N].
+        eps: added to the mean square.
+        residual: [T, N] beside an `x` of [T, N], rows contiguous; updated in place.
+        weight_offset: 0, or 1 where the checkpoint stores weight - 1.
+
+    Returns:
+        [..., N], contiguous, dtype of `x`.
+    """
+    if use_triton(x):
+        return _launch(x, weight, eps, residual, weight_offset)
+    return rms_norm_reference(x, weight, eps, residual=residual, weight_offset=weight_offset)
+
+
+def rms_norm_reference(
+    x: torch.Tensor,
+    weight: torch.Tensor,
+    eps: float,
+    *,
+    residual: torch.Tensor | None = None,
+    weight_offset: float = 0.0,
+) -> torch.Tensor:
+    """Plain torch for `rms_norm`."""
+    if residual is not None:
+        x = residual.add_(x)
+    row = x.float()
+    row = row * torch.rsqrt(row.square().mean(-1, keepdim=True) + eps)
+    if weight_offset:
+        return (row * (weight_offset + weight.float())).to(x.dtype)
+    return row.to(x.dtype) * weight
+
+
+def _launch(
+    x: torch.Tensor,
+    weight: torch.Tensor,
+    eps: float,
+    residual: torch.Tensor | None,
+    weight_offset: float,
+) -> torch.Tensor:
+    out = torch.empty(x.shape, dtype=x.dtype, device=x.device)
+    rows = x if x.dim() == 3 else x.reshape(-1, 1, x.shape[-1])
+    size = x.shape[-1]
+    block = next_power_of_2(size)
+    if rows.shape[0]:
+        _kernel[(rows.shape[0], rows.shape[1])](
+            rows,
+            weight,
+            residual if residual is not None else rows,
+            out,
+            eps,
+            rows.stride(0),
+            rows.stride(1),
+            residual.stride(0) if residual is not None else 0,
+            SIZE=size,
+            BLOCK=block,
+            HAS_RESIDUAL=residual is not None,
+            WEIGHT_OFFSET=weight_offset,
+            num_warps=max(1, min(8, block // 512)),
+        )
+    return out
+
+
+@jit
+def _kernel(
+    x: Any,
+    weight: Any,
+    residual: Any,
+    out: Any,
+    eps: Any,
+    stride_row: Any,
+    stride_head: Any,
+    stride_residual: Any,
+    SIZE: tl.constexpr,
+    BLOCK: tl.constexpr,
+    HAS_RESIDUAL: tl.constexpr,
+    WEIGHT_OFFSET: tl.constexpr,
+) -> None:
+    row = tl.program_id(0).to(tl.int64)
+    head = tl.program_id(1)
+    column = tl.arange(0, BLOCK)
+    inside = column < SIZE
+    scale = tl.load(weight + column, mask=inside, other=0.0).to(tl.float32)
+    value = tl.load(x + row * stride_row + head * stride_head + column, mask=inside, other=0.0)
+    if HAS_RESIDUAL:
+        place = residual + row * stride_residual + column
+        value = (value.to(tl.float32) + tl.load(place, mask=inside, other=0.0)).to(value.dtype)
+        tl.store(place, value, mask=inside)
+    wide = value.to(tl.float32)
+    wide = wide * tl.rsqrt(tl.sum(wide * wide) / SIZE + eps)
+    if WEIGHT_OFFSET == 0.0:
+        wide = wide.to(value.dtype).to(tl.float32) * scale
+    else:
+        wide = wide * (WEIGHT_OFFSET + scale)
+    target = out + (row * tl.num_programs(1) + head) * SIZE + column
+    tl.store(target, wide.to(out.dtype.element_ty), mask=inside)

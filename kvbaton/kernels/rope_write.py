@@ -1,0 +1,211 @@
+"""Rotary position embedding of queries and keys, and the write of keys and values to the cache.
+
+Source: Su et al., "RoFormer", arXiv 2104.09864, in the half-rotated order of GPT-NeoX; paged
+cache and slot mapping: Kwon et al., "PagedAttention", arXiv 2309.06180.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+from kvbaton.kernels.jit import cdiv, jit, next_power_of_2, tl, use_triton
+
+
+def rope_write(
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    positions: torch.Tensor,
+    cos_sin: torch.Tensor | None,
+    key_cache: torch.Tensor,
+    value_cache: torch.Tensor,
+    slot_mapping: torch.Tensor,
+) -> None:
+    """Rotate `query` and `key` in place, then write `key` and `value` to their slots.
+
+    With c, s = cos_sin[position].chunk(2) and x1, x2 the halves of the first R features of a
+    head: x1' = x1 * c - x2 * s and x2' = x2 * c + x1 * s, in fp32. Features past R stay.
+
+    Args:
+        query: [T, heads, D]; last axis contiguous, as in all tensors here.
+        key: [T, kv_heads, D].
+        value: [T, kv_heads, D].
+        positions: [T], int64.
+        cos_sin: [max_position, R], fp32: R / 2 cosines, then R / 2 sines; None: no rotation.
+        key_cache: [num_blocks, kv_heads, block_size, D], any strides before the last axis.
+        value_cache: as `key_cache`, with the same strides.
+        slot_mapping: [T], int64: block * block_size + offset, or -1: not written.
+    """
+    if use_triton(query):
+        _launch(query, key, value, positions, cos_sin, key_cache, value_cache, slot_mapping)
+        return
+    rope_write_reference(
+        query, key, value, positions, cos_sin, key_cache, value_cache, slot_mapping
+    )
+
+
+def rope_write_reference(
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    positions: torch.Tensor,
+    cos_sin: torch.Tensor | None,
+    key_cache: torch.Tensor,
+    value_cache: torch.Tensor,
+    slot_mapping: torch.Tensor,
+) -> None:
+    """Plain torch for `rope_write`."""
+    if cos_sin is not None:
+        table = cos_sin[positions].unsqueeze(1)
+        for tensor in (query, key):
+            tensor[..., : table.shape[-1]] = _rotate(tensor[..., : table.shape[-1]], table)
+    wanted = slot_mapping >= 0
+    slots = slot_mapping[wanted]
+    block_size = key_cache.shape[2]
+    key_cache[slots // block_size, :, slots % block_size] = key[wanted]
+    value_cache[slots // block_size, :, slots % block_size] = value[wanted]
+
+
+def _rotate(x: torch.Tensor, table: torch.Tensor) -> torch.Tensor:
+    cos, sin = table.float().chunk(2, dim=-1)
+    first, second = x.float().chunk(2, dim=-1)
+    rotated = torch.cat((first * cos - second * sin, second * cos + first * sin), dim=-1)
+    return rotated.to(x.dtype)
+
+
+def _launch(
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    positions: torch.Tensor,
+    cos_sin: torch.Tensor | None,
+    key_cache: torch.Tensor,
+    value_cache: torch.Tensor,
+    slot_mapping: torch.Tensor,
+) -> None:
+    tokens, heads, head_dim = query.shape
+    kv_heads = key.shape[1]
+    if not tokens:
+        return
+    rotary_dim = cos_sin.shape[1] if cos_sin is not None else 0
+    group = next_power_of_2(heads // kv_heads)
+    block_t = min(max(16 // group, 1), 4) if tokens >= 1024 else 1
+    _kernel[(cdiv(tokens, block_t), kv_heads)](
+        query,
+        key,
+        value,
+        positions,
+        cos_sin,
+        key_cache,
+        value_cache,
+        slot_mapping,
+        tokens,
+        query.stride(0),
+        query.stride(1),
+        key.stride(0),
+        key.stride(1),
+        value.stride(0),
+        value.stride(1),
+        cos_sin.stride(0) if cos_sin is not None else 0,
+        key_cache.stride(0),
+        key_cache.stride(1),
+        key_cache.stride(2),
+        GROUP=heads // kv_heads,
+        BLOCK_G=group,
+        BLOCK_T=block_t,
+        HEAD_DIM=head_dim,
+        BLOCK_D=next_power_of_2(head_dim),
+        HALF=rotary_dim // 2,
+        BLOCK_HALF=next_power_of_2(max(rotary_dim // 2, 1)),
+        BLOCK_SIZE=key_cache.shape[2],
+        num_warps=4 if block_t > 1 else 2,
+    )
+
+
+@jit
+def _kernel(
+    query: Any,
+    key: Any,
+    value: Any,
+    positions: Any,
+    cos_sin: Any,
+    key_cache: Any,
+    value_cache: Any,
+    slot_mapping: Any,
+    tokens: Any,
+    stride_q_token: Any,
+    stride_q_head: Any,
+    stride_k_token: Any,
+    stride_k_head: Any,
+    stride_v_token: Any,
+    stride_v_head: Any,
+    stride_table: Any,
+    stride_block: Any,
+    stride_head: Any,
+    stride_token: Any,
+    GROUP: tl.constexpr,
+    BLOCK_G: tl.constexpr,
+    BLOCK_T: tl.constexpr,
+    HEAD_DIM: tl.constexpr,
+    BLOCK_D: tl.constexpr,
+    HALF: tl.constexpr,
+    BLOCK_HALF: tl.constexpr,
+    BLOCK_SIZE: tl.constexpr,
+) -> None:
+    """One program rotates and writes BLOCK_T tokens of one KV head and its group of query heads."""
+    head = tl.program_id(1)
+    row = tl.arange(0, BLOCK_T * BLOCK_G)
+    row_token = tl.program_id(0) * BLOCK_T + row // BLOCK_G
+    row_inside = (row_token < tokens) & (row % BLOCK_G < GROUP)
+    token = tl.program_id(0) * BLOCK_T + tl.arange(0, BLOCK_T)
+    inside = token < tokens
+    slot = tl.load(slot_mapping + token, mask=inside, other=-1).to(tl.int64)
+    written = (slot >= 0)[:, None]
+    slot = tl.maximum(slot, 0)
+    place = slot // BLOCK_SIZE * stride_block + slot % BLOCK_SIZE * stride_token
+    place = (place + head.to(tl.int64) * stride_head)[:, None]
+    key_row = key + (token.to(tl.int64) * stride_k_token + head * stride_k_head)[:, None]
+    if HALF > 0:
+        query_head = head * GROUP + row % BLOCK_G
+        query_row = query + row_token.to(tl.int64) * stride_q_token + query_head * stride_q_head
+        table = cos_sin + _position(positions, row_token, row_inside) * stride_table
+        _rotate_rows(query_row[:, None], table[:, None], row_inside[:, None], HALF, BLOCK_HALF)
+        table = cos_sin + _position(positions, token, inside) * stride_table
+        first, second = _rotate_rows(key_row, table[:, None], inside[:, None], HALF, BLOCK_HALF)
+        half = tl.arange(0, BLOCK_HALF)[None, :]
+        mask = written & (half < HALF)
+        tl.store(key_cache + place + half, first, mask=mask)
+        tl.store(key_cache + place + HALF + half, second, mask=mask)
+    column = tl.arange(0, BLOCK_D)[None, :]
+    if 2 * HALF < HEAD_DIM:
+        mask = written & (column >= 2 * HALF) & (column < HEAD_DIM)
+        tl.store(key_cache + place + column, tl.load(key_row + column, mask=mask), mask=mask)
+    value_row = value + (token.to(tl.int64) * stride_v_token + head * stride_v_head)[:, None]
+    mask = written & (column < HEAD_DIM)
+    tl.store(value_cache + place + column, tl.load(value_row + column, mask=mask), mask=mask)
+
+
+@jit
+def _position(positions: Any, token: Any, inside: Any) -> Any:
+    return tl.load(positions + token, mask=inside, other=0).to(tl.int64)
+
+
+@jit
+def _rotate_rows(
+    rows: Any, table: Any, inside: Any, HALF: tl.constexpr, BLOCK_HALF: tl.constexpr
+) -> Any:
+    half = tl.arange(0, BLOCK_HALF)[None, :]
+    mask = inside & (half < HALF)
+    cos = tl.load(table + half, mask=mask, other=0.0).to(tl.float32)
+    sin = tl.load(table + HALF + half, mask=mask, other=0.0).to(tl.float32)
+    first = tl.load(rows + half, mask=mask, other=0.0)
+    second = tl.load(rows + HALF + half, mask=mask, other=0.0)
+    wide1 = first.to(tl.float32)
+    wide2 = second.to(tl.float32)
+    first = (wide1 * cos - wide2 * sin).to(first.dtype)
+    second = (wide2 * cos + wide1 * sin).to(second.dtype)
+    tl.store(rows + half, first, mask=mask)
+    tl.store(rows + HALF + half, second, mask=mask)
+    return first, second

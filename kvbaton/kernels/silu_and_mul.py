@@ -1,0 +1,55 @@
+"""The gated activation of a SwiGLU feed-forward layer.
+
+Source: Shazeer, "GLU Variants Improve Transformer", arXiv 2002.05202.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+from kvbaton.kernels.jit import cdiv, jit, tl, use_triton
+
+BLOCK = 1024
+
+
+def silu_and_mul(gate_up: torch.Tensor) -> torch.Tensor:
+    """Compute out = silu(gate) * up, where [gate, up] = gate_up and silu(x) = x / (1 + exp(-x)).
+
+    silu is computed in fp32 and rounded to the dtype before the product, as unfused layers do.
+
+    Args:
+        gate_up: [T, 2 * N], rows contiguous.
+
+    Returns:
+        [T, N], contiguous.
+    """
+    return _launch(gate_up) if use_triton(gate_up) else silu_and_mul_reference(gate_up)
+
+
+def silu_and_mul_reference(gate_up: torch.Tensor) -> torch.Tensor:
+    """Plain torch for `silu_and_mul`."""
+    gate, up = gate_up.chunk(2, dim=-1)
+    return torch.nn.functional.silu(gate) * up
+
+
+def _launch(gate_up: torch.Tensor) -> torch.Tensor:
+    tokens, width = gate_up.shape
+    out = torch.empty(tokens, width // 2, dtype=gate_up.dtype, device=gate_up.device)
+    if tokens:
+        grid = (tokens, cdiv(width // 2, BLOCK))
+        _kernel[grid](gate_up, out, gate_up.stride(0), SIZE=width // 2, BLOCK=BLOCK, num_warps=4)
+    return out
+
+
+@jit
+def _kernel(gate_up: Any, out: Any, stride: Any, SIZE: tl.constexpr, BLOCK: tl.constexpr) -> None:
+    row = tl.program_id(0).to(tl.int64)
+    column = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+    inside = column < SIZE
+    gate = tl.load(gate_up + row * stride + column, mask=inside, other=0.0)
+    up = tl.load(gate_up + row * stride + SIZE + column, mask=inside, other=0.0)
+    wide = gate.to(tl.float32)
+    wide = (wide / (1.0 + tl.exp(-wide))).to(gate.dtype).to(tl.float32) * up.to(tl.float32)
+    tl.store(out + row * SIZE + column, wide.to(gate.dtype), mask=inside)

@@ -1,0 +1,118 @@
+import pytest
+import torch
+
+from kvbaton.kernels.decode_attention import (
+    decode_attention,
+    decode_attention_reference,
+    decode_splits,
+)
+
+SHAPES = [  # heads, kv_heads, head_dim, block_size
+    (8, 2, 64, 16),
+    (7, 1, 80, 16),
+    (4, 4, 128, 8),
+    (6, 2, 96, 32),
+    (2, 1, 256, 16),
+]
+
+
+def check(place, paged, query, **options):
+    keys, values, tables = paged.wide()
+    reference = {k: v for k, v in options.items() if k != "num_splits"}
+    if (sinks := options.get("sinks")) is not None:
+        reference["sinks"] = sinks.cpu().double()
+    expected = decode_attention_reference(
+        query.cpu().double(), keys, values, tables, paged.context_lens.cpu(), **reference
+    )
+    out = decode_attention(query, *paged.views, paged.block_tables, paged.context_lens, **options)
+    place.close(out, expected)
+    return out
+
+
+@pytest.mark.parametrize("splits", [1, 3, 4])
+@pytest.mark.parametrize(("heads", "kv_heads", "head_dim", "block_size"), SHAPES)
+def test_matches_fp64(place, make_paged, heads, kv_heads, head_dim, block_size, splits):
+    paged = make_paged([1, 37, 0, 150], kv_heads, head_dim, block_size)
+    query = place.randn(4, heads, head_dim)
+    out = check(place, paged, query, scale=head_dim**-0.5, num_splits=splits)
+    assert (out[2] == 0).all()
+
+
+@pytest.mark.parametrize("splits", [1, 2])
+@pytest.mark.parametrize(
+    "options",
+    [{"window": 5}, {"window": 64}, {"softcap": 3.0}, {"window": 40, "softcap": 2.0}],
+    ids=str,
+)
+def test_options(place, make_paged, options, splits):
+    paged = make_paged([1, 40, 129], 2, 64)
+    query = place.randn(3, 4, 64) * 3
+    check(place, paged, query, scale=0.125, num_splits=splits, **options)
+
+
+@pytest.mark.parametrize("splits", [1, 2, 8])
+def test_sinks(place, make_paged, splits):
+    paged = make_paged([1, 40, 129], 2, 64)
+    sinks = torch.tensor([-2.0, 0.0, 3.0, 8.0], device=place.device)
+    check(place, paged, place.randn(3, 4, 64), scale=0.125, num_splits=splits, sinks=sinks)
+
+
+def test_blocks_before_the_window_may_be_gone(place, make_paged):
+    paged = make_paged([100], 1, 64)
+    query = place.randn(1, 2, 64)
+    before = check(place, paged, query, scale=0.125, window=20)
+    paged.block_tables[0, :5] = 0
+    after = decode_attention(
+        query, *paged.views, paged.block_tables, paged.context_lens, scale=0.125, window=20
+    )
+    assert torch.equal(before, after)
+
+
+def test_query_may_be_a_slice_of_a_fused_projection(place, make_paged):
+    paged = make_paged([20, 33], 2, 64)
+    fused = place.randn(2, 8 * 64)
+    check(place, paged, fused[:, : 4 * 64].unflatten(1, (4, 64)), scale=0.125)
+
+
+def test_splits_fill_the_gpu_only_where_the_batch_does_not():
+    cpu = torch.device("cpu")
+    assert decode_splits(1, 8, 32, cpu) == 1
+    assert decode_splits(256, 8, 100_000, cpu) == 1
+    assert decode_splits(1, 1, 100_000, cpu) == 4
+    assert decode_splits(1, 1, 128, cpu) == 2
+
+
+@pytest.mark.gpu
+def test_graph_replays_with_other_lengths(place, make_paged):
+    if place.device.type != "cuda":
+        pytest.skip("graphs are CUDA's")
+    paged = make_paged([300, 40], 2, 128)
+    query = place.randn(2, 8, 128)
+    arguments = (query, *paged.views, paged.block_tables, paged.context_lens)
+    decode_attention(*arguments, scale=0.1, num_splits=4)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        out = decode_attention(*arguments, scale=0.1, num_splits=4)
+    paged.context_lens.copy_(torch.tensor([17, 33], dtype=torch.int32))
+    query.copy_(place.randn(2, 8, 128))
+    graph.replay()
+    expected = check(place, paged, query, scale=0.1, num_splits=4)
+    assert torch.equal(out, expected)
+
+
+@pytest.mark.gpu
+def test_pool_past_31_bits(place):
+    if place.device.type != "cuda" or place.dtype != torch.bfloat16:
+        pytest.skip("needs a GPU")
+    cache = torch.empty(2300, 8, 32, 2, 16, 128, device="cuda", dtype=torch.bfloat16)
+    cache[2100:].normal_()
+    tables = torch.randperm(200, device="cuda").view(2, 100).to(torch.int32) + 2100
+    lens = torch.tensor([1600, 77], dtype=torch.int32, device="cuda")
+    views = cache[:, :, 31, 0], cache[:, :, 31, 1]
+    query = place.randn(2, 32, 128)
+    out = decode_attention(query, *views, tables, lens, scale=0.1)
+    low = [view[2100:].cpu().double() for view in views]
+    expected = decode_attention_reference(
+        query.cpu().double(), *low, tables.cpu() - 2100, lens.cpu(), scale=0.1
+    )
+    place.close(out, expected)

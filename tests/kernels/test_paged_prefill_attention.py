@@ -1,0 +1,91 @@
+import pytest
+import torch
+
+from kvbaton.kernels.paged_prefill_attention import (
+    paged_prefill_attention,
+    paged_prefill_attention_reference,
+)
+
+SHAPES = [(8, 2, 64, 16), (7, 1, 80, 16), (4, 4, 128, 8), (6, 2, 96, 32), (2, 1, 256, 16)]
+
+
+def check(place, paged, query_lens, heads, head_dim, sinks=None, **options):
+    cu = torch.tensor([0, *query_lens]).cumsum(0).to(torch.int32)
+    query = place.randn(sum(query_lens), heads, head_dim)
+    keys, values, tables = paged.wide()
+    wide_sinks = sinks.cpu().double() if sinks is not None else None
+    options = {"scale": head_dim**-0.5, **options}
+    expected, expected_lse = paged_prefill_attention_reference(
+        query.cpu().double(), keys, values, tables, cu, paged.context_lens.cpu(),
+        sinks=wide_sinks, **options,
+    )  # fmt: skip
+    out, lse = paged_prefill_attention(
+        query, *paged.views, paged.block_tables, cu.to(place.device), paged.context_lens,
+        max(query_lens), sinks=sinks, **options,
+    )  # fmt: skip
+    place.close(out, expected)
+    empty = expected_lse == -torch.inf
+    assert torch.equal(lse.cpu() == -torch.inf, empty)
+    place.close(lse.cpu()[~empty], expected_lse[~empty])
+
+
+@pytest.mark.parametrize(("heads", "kv_heads", "head_dim", "block_size"), SHAPES)
+def test_matches_fp64(place, make_paged, heads, kv_heads, head_dim, block_size):
+    paged = make_paged([5, 37, 150, 1], kv_heads, head_dim, block_size)
+    check(place, paged, [5, 20, 70, 1], heads, head_dim)
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"window": 5},
+        {"window": 64},
+        {"softcap": 3.0},
+        {"causal": False},
+        {"window": 33, "softcap": 2.0},
+    ],
+    ids=str,
+)
+def test_options(place, make_paged, options):
+    check(place, make_paged([140, 61], 2, 64), [100, 3], 4, 64, **options)
+
+
+def test_sinks(place, make_paged):
+    sinks = torch.tensor([-2.0, 0.0, 3.0, 8.0], device=place.device)
+    check(place, make_paged([90, 20], 2, 64), [70, 20], 4, 64, sinks=sinks)
+
+
+def test_no_keys_give_nothing(place, make_paged):
+    paged = make_paged([0, 40], 1, 64)
+    check(place, paged, [7, 20], 2, 64, causal=False)
+
+
+def test_sequence_without_queries(place, make_paged):
+    check(place, make_paged([40, 17, 33], 2, 64), [9, 0, 33], 4, 64)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("head_dim", [64, 128])
+def test_long(place, make_paged, head_dim):
+    if place.device.type != "cuda":
+        pytest.skip("too slow to interpret")
+    check(place, make_paged([1500, 777, 300], 2, head_dim), [1000, 777, 1], 8, head_dim)
+
+
+@pytest.mark.gpu
+def test_pool_past_31_bits(place):
+    if place.device.type != "cuda" or place.dtype != torch.bfloat16:
+        pytest.skip("needs a GPU")
+    cache = torch.empty(2300, 8, 32, 2, 16, 128, device="cuda", dtype=torch.bfloat16)
+    cache[2100:].normal_()
+    tables = torch.randperm(200, device="cuda").view(1, 200).to(torch.int32) + 2100
+    lens = torch.tensor([3000], dtype=torch.int32, device="cuda")
+    views = cache[:, :, 31, 0], cache[:, :, 31, 1]
+    query = place.randn(130, 32, 128)
+    cu = torch.tensor([0, 130], dtype=torch.int32, device="cuda")
+    out, _ = paged_prefill_attention(query, *views, tables, cu, lens, 130, scale=0.1)
+    low = [view[2100:].cpu().double() for view in views]
+    expected, _ = paged_prefill_attention_reference(
+        query.cpu().double(), *low, tables.cpu() - 2100, cu.cpu(), lens.cpu(), scale=0.1
+    )
+    place.close(out, expected)

@@ -1,0 +1,84 @@
+import pytest
+import torch
+
+from kvbaton.kernels.rope_write import rope_write, rope_write_reference
+
+
+def table(rotary_dim, length=64):
+    inverse = 1e4 ** -(torch.arange(0, rotary_dim, 2).double() / rotary_dim)
+    angle = torch.arange(length)[:, None] * inverse
+    return torch.cat((angle.cos(), angle.sin()), dim=-1)
+
+
+def run(place, tokens, heads, kv_heads, head_dim, rotary_dim, block_size=16, base=0):
+    width = (heads + 2 * kv_heads) * head_dim
+    fused = place.randn(tokens, width)
+    wide = fused.cpu().double()
+    blocks = tokens // block_size + 3
+    slots = torch.randperm(blocks * block_size)[:tokens]
+    slots[::7] = -1
+    positions = torch.randint(0, 64, (tokens,))
+    cos_sin = table(rotary_dim) if rotary_dim else None
+    shape = (blocks, kv_heads, 3, 2, block_size, head_dim)
+    cache = torch.full(shape, torch.nan, device=place.device, dtype=place.dtype)
+    expected = torch.full(shape, torch.nan, dtype=torch.float64)
+
+    def split(x):
+        return x.unflatten(1, (-1, head_dim)).split([heads, kv_heads, kv_heads], dim=1)
+
+    rope_write(
+        *split(fused), positions.to(place.device),
+        cos_sin.float().to(place.device) if cos_sin is not None else None,
+        cache[:, :, 1, 0], cache[:, :, 1, 1], slots.to(place.device),
+    )  # fmt: skip
+    rope_write_reference(
+        *split(wide), positions, cos_sin, expected[:, :, 1, 0], expected[:, :, 1, 1], slots
+    )
+    place.close(fused, wide)
+    written = ~expected.isnan()
+    assert torch.equal(~cache.isnan().cpu(), written)
+    place.close(cache.cpu()[written], expected[written])
+
+
+@pytest.mark.parametrize(
+    ("tokens", "heads", "kv_heads", "head_dim", "rotary_dim"),
+    [
+        (1, 4, 2, 64, 64),
+        (37, 7, 1, 80, 80),
+        (20, 4, 4, 96, 32),
+        (9, 6, 2, 128, 128),
+        (5, 2, 1, 16, 0),
+    ],
+)
+def test_matches_fp64(place, tokens, heads, kv_heads, head_dim, rotary_dim):
+    run(place, tokens, heads, kv_heads, head_dim, rotary_dim)
+
+
+def test_many_tokens_take_several_per_program(place):
+    run(place, 1027, 2, 1, 16, 16)
+
+
+def test_nothing_to_do(place):
+    run(place, 0, 2, 1, 16, 16)
+
+
+@pytest.mark.gpu
+def test_pool_past_31_bits(place):
+    if place.device.type != "cuda" or place.dtype != torch.bfloat16:
+        pytest.skip("needs a GPU")
+    cache = torch.zeros(2300, 8, 32, 2, 16, 128, device="cuda", dtype=torch.bfloat16)
+    key, value = place.randn(1, 8, 128), place.randn(1, 8, 128)
+    slot = torch.tensor([2299 * 16 + 5], device="cuda")
+    rope_write(
+        place.randn(1, 32, 128),
+        key,
+        value,
+        slot,
+        None,
+        cache[:, :, 31, 0],
+        cache[:, :, 31, 1],
+        slot,
+    )
+    assert torch.equal(cache[2299, :, 31, 0, 5], key[0])
+    assert torch.equal(cache[2299, :, 31, 1, 5], value[0])
+    assert int(cache.count_nonzero()) == int(key.count_nonzero() + value.count_nonzero())
