@@ -8,7 +8,7 @@ from kvbaton.connectors.base import Transport
 from kvbaton.connectors.registry import load_transport
 from kvbaton.testing.pairs import CHECKS, run_check
 
-SPECS = ["memory", "nixl"]
+SPECS = ["memory", "tcp", "nixl"]
 _names = itertools.count()
 
 

@@ -358,7 +358,7 @@ class NixlTransport:
             logging.getLogger(__name__).info("NIXL had already dropped %s: %s", name, error)
 
     def _settle(self) -> None:
-        """Let UCX finish closing its end points: it aborts the process if it can't before its end."""
+        """Let UCX finish closing its end points: else it aborts the process."""
         limit = time.monotonic() + SETTLE_S
         while time.monotonic() < limit:
             self._collect()

@@ -1,0 +1,191 @@
+"""Transport over plain sockets: needs nothing but Python, and its fence always holds.
+
+Each connected peer has one connection and one sending thread here (`tcp_outgoing`), and one
+receiving thread over there (`tcp_incoming`), which reads payloads straight into registered memory
+at offsets that it has checked. `tcp_wire` describes the bytes. CPU memory only.
+
+Fence scope is PEER: only our own receiving thread ever writes here, so once it has ended, no byte
+of that peer can land, whatever its process does.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import secrets
+from collections import deque
+from collections.abc import Sequence
+from typing import TYPE_CHECKING
+
+import msgspec
+
+from kvbaton.connectors.base import (
+    Capabilities,
+    FenceScope,
+    Memory,
+    Notice,
+    Peer,
+    Region,
+)
+from kvbaton.connectors.host import is_wildcard, this_process
+from kvbaton.connectors.transports.regions import RegionTable, expand
+from kvbaton.connectors.transports.tcp_incoming import Listener
+from kvbaton.connectors.transports.tcp_outgoing import TcpCard, TcpHandle, TcpPeer
+from kvbaton.connectors.transports.tcp_wire import MAX_NAME_BYTES, MAX_NOTICE_BYTES
+from kvbaton.errors import ConfigError, TransportError
+
+if TYPE_CHECKING:
+    from kvbaton.connectors.base import Ranges
+
+
+class TcpTransport:
+    """Writes into registered memory of other processes over TCP."""
+
+    def __init__(self, name: str, *, host: str = "127.0.0.1") -> None:
+        """Listen on a free port.
+
+        Args:
+            name: unique per process and generation.
+            host: address to listen on, which peers dial as well.
+
+        Raises:
+            ConfigError: the host is a wildcard or can't be listened on.
+        """
+        if is_wildcard(host):
+            raise ConfigError("--host", f"must be an address that peers can dial, not {host!r}")
+        if len(name.encode()) > MAX_NAME_BYTES:
+            raise ConfigError("name", f"has more than {MAX_NAME_BYTES} bytes")
+        self._name = name
+        self._host = host
+        self._token = secrets.token_bytes(32)
+        self._regions = RegionTable()
+        self._views: list[memoryview] = []
+        self._inbox: deque[Notice] = deque()
+        self._peers: list[TcpPeer] = []
+        self._vanished: deque[str] = deque()
+        self._listener = Listener(host, self._token, self)
+        self._closed = False
+
+    @property
+    def name(self) -> str:
+        """As given."""
+        return self._name
+
+    @property
+    def capabilities(self) -> Capabilities:
+        """CPU memory; a fence always holds."""
+        return Capabilities(frozenset({"cpu"}), MAX_NOTICE_BYTES, FenceScope.PEER)
+
+    def register(self, memory: Memory) -> Region:
+        """Make memory reachable.
+
+        Raises:
+            TransportError: it is not CPU memory.
+        """
+        if memory.device != "cpu":
+            raise TransportError(f"the TCP transport can't reach {memory.device} memory")
+        array = (ctypes.c_ubyte * memory.num_bytes).from_address(memory.address)
+        self._views.append(memoryview(array).cast("B"))
+        return self._regions.add(memory)
+
+    def deregister(self, region: Region) -> None:
+        """Undo `register`."""
+        self._regions.remove(region)
+        self._views[region.index] = memoryview(b"")
+
+    def card(self) -> bytes:
+        """Where to dial, the token and the sizes of the regions."""
+        card = TcpCard(
+            self._name,
+            self._host,
+            self._listener.port,
+            self._token,
+            this_process(),
+            self._regions.sizes(),
+        )
+        return msgspec.msgpack.encode(card)
+
+    def connect(self, card: bytes) -> TcpPeer:
+        """Start to dial the owner of a card; lifts an earlier fence against it.
+
+        A failure to reach it shows in `lost` and in the writes.
+
+        Raises:
+            TransportError: it is no card.
+        """
+        try:
+            decoded = msgspec.msgpack.decode(card, type=TcpCard)
+        except msgspec.MsgspecError as error:
+            raise TransportError(f"not a card of the TCP transport: {error}") from error
+        self._listener.admit(decoded.name)
+        peer = TcpPeer(decoded, self._name)
+        self._peers.append(peer)
+        return peer
+
+    def close(self, peer: Peer) -> None:
+        """Hang up; takes up to 0.2 s if a frame is being sent."""
+        own = _own(peer)
+        if own in self._peers:
+            self._peers.remove(own)
+        if not own.closing:
+            own.close()
+
+    def fence(self, peer: Peer) -> bool:
+        """Cut the peer's connections to here and wait for their threads."""
+        return self._listener.fence(_own(peer).name)
+
+    def write(self, peer: Peer, ranges: Ranges, notice: bytes) -> TcpHandle:
+        """Queue a write for the peer's sending thread."""
+        if len(notice) > MAX_NOTICE_BYTES:
+            raise ValueError(f"notice has {len(notice)} bytes, at most {MAX_NOTICE_BYTES}")
+        own = _own(peer)
+        copies = expand(ranges, self._regions.sizes(), own.card.sizes)
+        return own.post(copies, tuple(self._views), notice)
+
+    def notices(self) -> Sequence[Notice]:
+        """Writes that have landed here since the last call."""
+        return tuple(self._inbox.popleft() for _ in range(len(self._inbox)))
+
+    def lost(self) -> Sequence[TcpPeer]:
+        """Peers whose connection broke, in either direction, without a goodbye."""
+        vanished = {self._vanished.popleft() for _ in range(len(self._vanished))}
+        for peer in self._peers:
+            peer.read_acks()
+            if peer.name in vanished:
+                peer.hang_up(f"peer {peer.name} broke its connection to us")
+        gone = tuple(p for p in self._peers if p.broken is not None and not p.reported)
+        for peer in gone:
+            peer.reported = True
+        return gone
+
+    def shutdown(self) -> None:
+        """Hang up everywhere and stop listening."""
+        if self._closed:
+            return
+        self._closed = True
+        for peer in tuple(self._peers):
+            self.close(peer)
+        self._listener.close()
+
+    # --- called by the threads of connections ---
+
+    def sizes(self) -> Sequence[int]:
+        """Bytes of each region."""
+        return self._regions.sizes()
+
+    def views(self) -> Sequence[memoryview]:
+        """Each region as writable bytes."""
+        return self._views
+
+    def deliver(self, notice: bytes) -> None:
+        """A write has landed."""
+        self._inbox.append(Notice(notice))
+
+    def vanished(self, name: str) -> None:
+        """A peer's connection ended without a goodbye."""
+        self._vanished.append(name)
+
+
+def _own(peer: Peer) -> TcpPeer:
+    if not isinstance(peer, TcpPeer):
+        raise ValueError(f"{peer!r} is not a peer of the TCP transport")
+    return peer

@@ -1,0 +1,228 @@
+"""What crosses a socket of the TCP transport, and the blocking calls that put it there.
+
+A connection carries writes in one direction and acknowledgements in the other::
+
+    accepting side  -> greeting: magic, nonce                                    40 bytes
+    dialling side   -> hello: magic, nonce, proof of the token over both nonces and the name, name
+    accepting side  -> its own proof                                             32 bytes
+    dialling side   -> frames: header, copies [n, 3], notice, payload
+    accepting side  -> acks: number of a write whose last frame has landed        8 bytes each
+
+A proof is HMAC-SHA256 under the token that the accepting side's card holds, so the token itself
+never crosses, and each side knows that the other has the card. All numbers are little-endian.
+"""
+
+from __future__ import annotations
+
+import enum
+import hashlib
+import hmac
+import secrets
+import socket
+import struct
+import time
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, NamedTuple
+
+import numpy as np
+
+from kvbaton.errors import RemoteProtocolError
+
+if TYPE_CHECKING:
+    import numpy.typing as npt
+
+MAGIC = b"kvbaton1"
+NONCE_BYTES = 32
+PROOF_BYTES = 32
+MAX_NAME_BYTES = 512
+MAX_NOTICE_BYTES = 4096
+MAX_FRAME_COPIES = 4096
+ACK = struct.Struct("<Q")
+_HELLO = struct.Struct(f"<{NONCE_BYTES}s{PROOF_BYTES}sH")
+_HEADER = struct.Struct("<8sB3xIIQQ")
+_IOV = 512
+"""Buffers per system call; the limit of Linux is 1024."""
+_BUFFER_BYTES = 4 << 20
+_DEAD_AFTER_MS = 20_000
+
+
+class FrameKind(enum.IntEnum):
+    """What a frame is."""
+
+    PART = 1
+    """Some copies of a write; more follow."""
+    LAST = 2
+    """The last copies of a write, and its notice."""
+    BYE = 3
+    """The dialling side closes on purpose."""
+
+
+class Header(NamedTuple):
+    """Start of a frame."""
+
+    kind: FrameKind
+    num_copies: int
+    notice_bytes: int
+    write: int
+    payload_bytes: int
+
+    def pack(self) -> bytes:
+        """Encode."""
+        return _HEADER.pack(MAGIC, *self)
+
+
+def tune(sock: socket.socket) -> None:
+    """Set options of a fresh connection: no delay, large buffers, dead peers found in time."""
+    sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+    sock.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
+    sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPIDLE, 5)
+    sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPINTVL, 5)
+    sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, _DEAD_AFTER_MS)
+
+
+def enlarge_buffers(sock: socket.socket) -> None:
+    """Ask for large kernel buffers; before listening or connecting, so that windows scale."""
+    sock.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, _BUFFER_BYTES)
+    sock.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, _BUFFER_BYTES)
+
+
+def greet(sock: socket.socket, token: bytes, deadline: float) -> str:
+    """Accepting side's handshake: learn the dialler's name and that it holds our card.
+
+    Args:
+        sock: a fresh connection.
+        token: of our card.
+        deadline: on the monotonic clock.
+
+    Raises:
+        RemoteProtocolError: it does not speak this protocol or lacks the token.
+        OSError: the connection broke, or the deadline passed (`TimeoutError`).
+    """
+    nonce = secrets.token_bytes(NONCE_BYTES)
+    sock.settimeout(max(deadline - time.monotonic(), 0.001))
+    sock.sendall(MAGIC + nonce)
+    _expect_magic(sock, deadline)
+    theirs, proof, length = _HELLO.unpack(_receive_until(sock, _HELLO.size, deadline))
+    if length > MAX_NAME_BYTES:
+        raise RemoteProtocolError(f"a name of {length} bytes")
+    name = _receive_until(sock, length, deadline)
+    if not hmac.compare_digest(proof, _prove(token, b"dial", nonce, theirs, name)):
+        raise RemoteProtocolError("a dialler does not hold our card")
+    sock.sendall(_prove(token, b"accept", theirs, nonce, b""))
+    return name.decode(errors="replace")
+
+
+def introduce(sock: socket.socket, token: bytes, name: str, deadline: float) -> None:
+    """Dialling side's handshake; `token` is of the other side's card. Raises as `greet`."""
+    _expect_magic(sock, deadline)
+    theirs = _receive_until(sock, NONCE_BYTES, deadline)
+    nonce, encoded = secrets.token_bytes(NONCE_BYTES), name.encode()
+    proof = _prove(token, b"dial", theirs, nonce, encoded)
+    sock.sendall(MAGIC + _HELLO.pack(nonce, proof, len(encoded)) + encoded)
+    answer = _receive_until(sock, PROOF_BYTES, deadline)
+    if not hmac.compare_digest(answer, _prove(token, b"accept", nonce, theirs, b"")):
+        raise RemoteProtocolError("whoever listens there does not hold the card we were given")
+
+
+def receive_header(sock: socket.socket) -> Header:
+    """Wait for a frame.
+
+    Raises:
+        RemoteProtocolError: it is none, or larger than allowed.
+        ConnectionError: the other side closed.
+    """
+    magic, kind, *numbers = _HEADER.unpack(receive(sock, _HEADER.size))
+    if magic != MAGIC or kind not in set(FrameKind):
+        raise RemoteProtocolError(f"not a frame: {magic!r}, kind {kind}")
+    header = Header(FrameKind(kind), *numbers)
+    if header.num_copies > MAX_FRAME_COPIES or header.notice_bytes > MAX_NOTICE_BYTES:
+        raise RemoteProtocolError(f"a frame over the limits: {header}")
+    return header
+
+
+def receive_copies(
+    sock: socket.socket, header: Header, sizes: Sequence[int]
+) -> npt.NDArray[np.int64]:
+    """Read a frame's copies, int64 [n, 3] (region, offset, bytes), and check every one.
+
+    Raises:
+        RemoteProtocolError: one leaves our regions, or they do not add up to the payload.
+    """
+    data = receive(sock, header.num_copies * 24)
+    copies = np.frombuffer(data, dtype="<i8").reshape(-1, 3).astype(np.int64)
+    region, offset, length = copies.T
+    known = np.append(np.asarray(sizes, dtype=np.int64), 0)
+    inside = (region >= 0) & (region < len(sizes))
+    room = known[np.where(inside, region, len(sizes))] - np.maximum(length, 0)
+    if not np.all(inside & (length > 0) & (offset >= 0) & (room >= 0) & (offset <= room)):
+        raise RemoteProtocolError("a frame writes outside of our regions")
+    if sum(length.tolist()) != header.payload_bytes:
+        raise RemoteProtocolError("a frame's copies do not add up to its payload")
+    return copies
+
+
+def send_all(sock: socket.socket, views: Sequence[bytes | memoryview]) -> None:
+    """Send buffers one after the other, gathered, without copying them."""
+    rest = [memoryview(view) for view in views]
+    position = 0
+    while position < len(rest):
+        position = _advance(rest, position, sock.sendmsg(rest[position : position + _IOV]))
+
+
+def receive_all(sock: socket.socket, views: Sequence[memoryview]) -> None:
+    """Fill buffers one after the other, scattered straight to where they belong.
+
+    Raises:
+        ConnectionError: the other side closed before they were full.
+    """
+    rest = list(views)
+    position = 0
+    while position < len(rest):
+        batch = rest[position : position + _IOV]
+        count, _, _, _ = sock.recvmsg_into(batch, 0, socket.MSG_WAITALL)
+        if count == 0:
+            raise ConnectionResetError("the connection was closed")
+        position = _advance(rest, position, count)
+
+
+def receive(sock: socket.socket, size: int) -> bytes:
+    """Read exactly `size` bytes."""
+    data = bytearray(size)
+    receive_all(sock, [memoryview(data)] if size else [])
+    return bytes(data)
+
+
+def _advance(views: list[memoryview], position: int, count: int) -> int:
+    """Step over `count` bytes that were handled; a view cut in the middle is shortened."""
+    while count:
+        size = len(views[position])
+        if count < size:
+            views[position] = views[position][count:]
+            return position
+        count -= size
+        position += 1
+    return position
+
+
+def _receive_until(sock: socket.socket, size: int, deadline: float) -> bytes:
+    data = b""
+    while len(data) < size:
+        left = deadline - time.monotonic()
+        if left <= 0:
+            raise TimeoutError("the handshake took too long")
+        sock.settimeout(left)
+        piece = sock.recv(size - len(data))
+        if not piece:
+            raise ConnectionResetError("the connection was closed during the handshake")
+        data += piece
+    return data
+
+
+def _expect_magic(sock: socket.socket, deadline: float) -> None:
+    found = _receive_until(sock, len(MAGIC), deadline)
+    if found != MAGIC:
+        raise RemoteProtocolError(f"not a transport of ours: {found!r}")
+
+
+def _prove(token: bytes, role: bytes, first: bytes, second: bytes, name: bytes) -> bytes:
+    return hmac.digest(token, role + b"\0" + first + second + name, hashlib.sha256)
