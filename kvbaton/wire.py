@@ -534,6 +534,8 @@ class NodeInfo(Struct, frozen=True, kw_only=True):
         control_address: of its control channel.
         model: the served model's name.
         identity: hex of the identity digest; nodes of one model with different ones never pair.
+        state: ``loading`` until it can serve, ``ready``, or ``draining`` when it shuts down.
+        model_path: folder of the model on the node; a router on the same disk finds the tokenizer.
     """
 
     node_id: Name
@@ -548,6 +550,8 @@ class NodeInfo(Struct, frozen=True, kw_only=True):
     max_model_len: int = 0
     tp_size: int = 1
     load: dict[str, float] = {}
+    state: Name = "ready"
+    model_path: Text = ""
 
 
 class Members(Struct, frozen=True, kw_only=True):
