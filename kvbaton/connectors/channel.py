@@ -1,0 +1,244 @@
+"""The control channel: small messages between engine cores, over ZMQ.
+
+One ROUTER socket is bound for peers that dial us; one DEALER is opened per address that we dial.
+The channel may lose messages (a full queue, a peer that is gone, a reconnect): the protocol asks
+again. It never blocks and runs no thread of ours; one thread calls it, waits for `sockets` to be
+readable and then calls `receive`.
+
+With a cluster key every connection is encrypted and authenticated by CURVE. All nodes derive one
+and the same key pair from the cluster key:
+
+- a client must know the server's public key to get past the handshake, and this public key is never
+  sent or published: it follows from the cluster key alone;
+- beyond that, the channel answers ZMQ's authentication requests (RFC 27, ZAP) itself and lets only
+  clients through whose own public key is the shared one, which takes the secret half to use.
+
+So whoever talks through a keyed channel holds the cluster key, on both ends. Without a key the
+channel binds to loopback only, and may receive junk as messages: whoever decodes them drops it.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import secrets
+from urllib.parse import urlsplit
+
+import zmq
+from zmq.utils import z85
+
+from kvbaton.connectors.host import is_loopback, is_wildcard
+from kvbaton.connectors.protocol.events import Link
+from kvbaton.errors import ConfigError
+from kvbaton.wire import MAX_MESSAGE_BYTES
+
+HIGH_WATER_MARK = 1000
+"""Messages that may wait per peer and direction; more are dropped and counted."""
+LINGER_MS = 500
+HEARTBEAT_MS = 1000
+HEARTBEAT_TIMEOUT_MS = 5000
+RECONNECT_MS = 50
+RECONNECT_MAX_MS = 1000
+HANDSHAKE_MS = 5000
+_ZAP_ADDRESS = "inproc://zeromq.zap.01"
+_DIALLED, _INCOMING = b"d", b"i"
+_MAX_BATCH = 1000
+"""Most messages that one `receive` takes from one socket, so that none starves the others."""
+
+
+class ControlChannel:
+    """Sends and receives whole messages over links.
+
+    Attributes:
+        dropped: messages that could not be sent (full queue, unknown or vanished link).
+        refused: handshakes that were refused for want of the cluster key.
+    """
+
+    def __init__(self, host: str, port: int = 0, *, cluster_key: str | None) -> None:
+        """Bind.
+
+        Args:
+            host: address to listen on, which peers dial as well.
+            port: 0 takes a free one.
+            cluster_key: what all nodes of the cluster share; None only on loopback.
+
+        Raises:
+            ConfigError: the host is a wildcard or taken, or is no loopback and there is no key.
+        """
+        if is_wildcard(host):
+            raise ConfigError("--host", f"must be an address that peers can dial, not {host!r}")
+        if not cluster_key and not is_loopback(host):
+            raise ConfigError("--cluster-key", f"is needed to listen beyond loopback, on {host}")
+        self.dropped = 0
+        self.refused = 0
+        self._keys = derive_key_pair(cluster_key) if cluster_key else None
+        self._context = zmq.Context()
+        self._zap = self._bind_zap() if self._keys else None
+        self._dealers: dict[Link, zmq.Socket[bytes]] = {}
+        self._addresses: dict[str, Link] = {}
+        self._router = self._new_socket(zmq.ROUTER)
+        self._address = self._bind("127.0.0.1" if host == "localhost" else host, port)
+
+    @property
+    def address(self) -> str:
+        """What peers dial, ``tcp://host:port``."""
+        return self._address
+
+    def sockets(self) -> list[zmq.Socket[bytes]]:
+        """Sockets to wait on for reading; the list changes with `dial` and `drop`."""
+        zap = [self._zap] if self._zap is not None else []
+        return [*zap, self._router, *self._dealers.values()]
+
+    def dial(self, address: str) -> Link:
+        """Open a link to a peer's address; the same address gives the same link until `drop`.
+
+        Messages queue until the connection is up, which this does not wait for.
+
+        Raises:
+            ValueError: the address is not ``tcp://host:port``.
+        """
+        known = self._addresses.get(address)
+        if known is not None:
+            return known
+        _check_address(address)
+        dealer = self._new_socket(zmq.DEALER)
+        try:
+            dealer.connect(address)
+        except zmq.ZMQError as error:
+            dealer.close()
+            raise ValueError(f"can't dial {address!r}: {error}") from error
+        link = Link(_DIALLED + secrets.token_bytes(16))
+        self._dealers[link] = dealer
+        self._addresses[address] = link
+        return link
+
+    def send(self, link: Link, data: bytes) -> bool:
+        """Queue a message; False (and counted in `dropped`) if the link can't take it now."""
+        try:
+            if link in self._dealers:
+                self._dealers[link].send(data, zmq.NOBLOCK)
+            else:
+                self._router.send_multipart([link.id[len(_INCOMING) :], data], zmq.NOBLOCK)
+        except zmq.ZMQError as error:
+            if error.errno not in (zmq.EAGAIN, zmq.EHOSTUNREACH):
+                raise
+            self.dropped += 1
+            return False
+        return True
+
+    def receive(self) -> list[tuple[Link, bytes]]:
+        """Take in what has come, at most a batch per link; never blocks."""
+        self._answer_zap()
+        got = []
+        for frames in _drain(self._router):
+            if len(frames) == 2:
+                got.append((Link(_INCOMING + frames[0]), frames[1]))
+            else:
+                self.dropped += 1
+        for link, dealer in self._dealers.items():
+            got += [(link, frames[0]) for frames in _drain(dealer) if len(frames) == 1]
+        return got
+
+    def drop(self, link: Link) -> None:
+        """Close a dialled link; for an incoming one nothing is held, so nothing is done."""
+        dealer = self._dealers.pop(link, None)
+        if dealer is not None:
+            self._addresses = {a: known for a, known in self._addresses.items() if known != link}
+            dealer.close()
+
+    def close(self) -> None:
+        """Close everything; what is queued gets `LINGER_MS` to leave. Idempotent."""
+        for link in tuple(self._dealers):
+            self.drop(link)
+        self._router.close()
+        if self._zap is not None:
+            self._zap.close()
+        self._context.term()
+
+    def _new_socket(self, kind: int) -> zmq.Socket[bytes]:
+        socket = self._context.socket(kind)
+        options = {
+            zmq.LINGER: LINGER_MS,
+            zmq.SNDHWM: HIGH_WATER_MARK,
+            zmq.RCVHWM: HIGH_WATER_MARK,
+            zmq.MAXMSGSIZE: MAX_MESSAGE_BYTES,
+            zmq.HEARTBEAT_IVL: HEARTBEAT_MS,
+            zmq.HEARTBEAT_TIMEOUT: HEARTBEAT_TIMEOUT_MS,
+            zmq.HANDSHAKE_IVL: HANDSHAKE_MS,
+            zmq.RECONNECT_IVL: RECONNECT_MS,
+            zmq.RECONNECT_IVL_MAX: RECONNECT_MAX_MS,
+            zmq.IPV6: 1,
+        }
+        for option, value in options.items():
+            socket.setsockopt(option, value)
+        if kind == zmq.ROUTER:
+            socket.setsockopt(zmq.ROUTER_MANDATORY, 1)
+        if self._keys is not None:
+            self._secure(socket, kind)
+        return socket
+
+    def _secure(self, socket: zmq.Socket[bytes], kind: int) -> None:
+        assert self._keys is not None, "only keyed channels are secured"
+        public, secret = self._keys
+        socket.curve_publickey, socket.curve_secretkey = public, secret
+        if kind == zmq.ROUTER:
+            socket.curve_server = True
+            socket.zap_domain = b"kvbaton"
+        else:
+            socket.curve_serverkey = public
+
+    def _bind(self, host: str, port: int) -> str:
+        shown = f"[{host}]" if ":" in host else host
+        try:
+            self._router.bind(f"tcp://{shown}:{port or '*'}")
+        except zmq.ZMQError as error:
+            self.close()
+            raise ConfigError("--host", f"can't listen on {host}:{port}: {error}") from error
+        bound = urlsplit(self._router.getsockopt_string(zmq.LAST_ENDPOINT))
+        return f"tcp://{shown}:{bound.port}"
+
+    # --- authentication (ZAP, https://rfc.zeromq.org/spec/27/) ---
+
+    def _bind_zap(self) -> zmq.Socket[bytes]:
+        zap = self._context.socket(zmq.ROUTER)
+        zap.linger = 0
+        zap.bind(_ZAP_ADDRESS)
+        return zap
+
+    def _answer_zap(self) -> None:
+        if self._zap is None or self._keys is None:
+            return
+        ours = z85.decode(self._keys[0])
+        for frames in _drain(self._zap):
+            # identity, empty, version, request id, domain, address, identity, mechanism, key
+            accepted = len(frames) == 9 and frames[7] == b"CURVE" and frames[8] == ours
+            self.refused += not accepted
+            verdict = [b"200", b"OK"] if accepted else [b"400", b"not a member"]
+            self._zap.send_multipart([*frames[:4], *verdict, b"", b""])
+
+
+def _drain(socket: zmq.Socket[bytes]) -> list[list[bytes]]:
+    """Whole messages that wait in a socket."""
+    got: list[list[bytes]] = []
+    try:
+        while len(got) < _MAX_BATCH:
+            got.append(socket.recv_multipart(zmq.NOBLOCK))
+    except zmq.Again:
+        return got
+    return got
+
+
+def derive_key_pair(cluster_key: str) -> tuple[bytes, bytes]:
+    """Derive the cluster's CURVE key pair (public, secret), Z85 text each."""
+    seed = hashlib.blake2b(cluster_key.encode(), digest_size=32, person=b"kvbaton-curve").digest()
+    secret = z85.encode(seed)
+    return zmq.curve_public(secret), secret
+
+
+def _check_address(address: str) -> None:
+    parts = urlsplit(address)
+    try:
+        port = parts.port
+    except ValueError:
+        port = None
+    if parts.scheme != "tcp" or not parts.hostname or not port:
+        raise ValueError(f"a control address is tcp://host:port, not {address!r}")
