@@ -1,0 +1,222 @@
+"""Attention of a ragged batch over the paged cache, in plain torch, for any device.
+
+Sequences that decode are gathered from their pages and padded into a few buckets of similar length.
+Prompts go one by one: straight from their fresh K and V if nothing of them is cached, else from
+their pages, a tile of queries at a time. All index tensors and masks are made once per step.
+
+A pool's unwritten slots may hold anything, NaN too, and 0 times NaN is NaN; so K and V past a
+sequence's end are cut off or set to zero, never only masked.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Protocol
+
+import numpy as np
+import numpy.typing as npt
+import torch
+from torch import Tensor
+from torch.nn.functional import scaled_dot_product_attention
+
+from kvbaton.engine.cache import KVCache, Slots
+
+BUCKET_ELEMENTS = 1 << 26
+"""Most elements of K that one bucket of decoding sequences gathers."""
+
+TILE_ELEMENTS = 1 << 22
+"""Most elements of a mask of one tile of a prompt's queries."""
+
+
+class AttentionContext(Protocol):
+    """What a model's attention layer needs of a batch; an implementation per kind of kernel."""
+
+    def attend(self, layer: int, query: Tensor, key: Tensor, value: Tensor, window: int) -> Tensor:
+        """Store K and V and attend causally over all that the sequences have.
+
+        Args:
+            layer: number of the layer.
+            query: [tokens, query heads, head_dim].
+            key: [tokens, kv heads, head_dim].
+            value: as `key`.
+            window: tokens that a query sees, itself included; 0 for all.
+
+        Returns:
+            As `query`.
+        """
+        ...
+
+
+@dataclass(frozen=True)
+class Batch:
+    """The sequences of one step.
+
+    Attributes:
+        slots: where the tokens go, sequence after sequence.
+        query_lens: [sequences] int64, tokens of each.
+        context_lens: [sequences] int64, tokens of each with those of this step.
+        block_tables: [sequences, blocks] int64, padded with 0.
+    """
+
+    slots: Slots
+    query_lens: npt.NDArray[np.int64]
+    context_lens: npt.NDArray[np.int64]
+    block_tables: npt.NDArray[np.int64]
+
+
+class PagedAttention:
+    """`AttentionContext` in plain torch."""
+
+    def __init__(self, cache: KVCache, batch: Batch) -> None:
+        self._cache = cache
+        self._rows = cache.token_rows(batch.slots)
+        self._parts: list[DecodeBucket | Prompt] = [
+            *_decode_buckets(cache, batch),
+            *_prompts(cache, batch),
+        ]
+
+    def attend(self, layer: int, query: Tensor, key: Tensor, value: Tensor, window: int) -> Tensor:
+        """See `AttentionContext.attend`."""
+        self._cache.write(layer, self._rows, key, value)
+        out = torch.empty_like(query)
+        for part in self._parts:
+            part.attend(layer, query, key, value, window, out)
+        return out
+
+
+class DecodeBucket:
+    """Sequences of similar length with one token each.
+
+    Args:
+        cache: the pool.
+        rows: [sequences] int64, their rows in the batch.
+        context_lens: [sequences] int64.
+        tables: [sequences, blocks] int64.
+    """
+
+    def __init__(self, cache: KVCache, rows: Tensor, context_lens: Tensor, tables: Tensor) -> None:
+        self._cache, self._rows, self._lens = cache, rows, context_lens
+        self._pages = cache.page_rows(tables)
+        position = torch.arange(tables.shape[1] * cache.block_size, device=rows.device)
+        self._key_position = position
+        self._past_end = position >= context_lens[:, None]
+        self._padded = bool((context_lens < len(position)).any())
+        self._tail = self._past_end[:, None, :, None]
+        self._masks: dict[int, Tensor] = {}
+
+    def attend(
+        self, layer: int, query: Tensor, key: Tensor, value: Tensor, window: int, out: Tensor
+    ) -> None:
+        """Fill the rows of `out`; the bucket's K and V are in the cache already."""
+        keys, values = self._cache.read(layer, self._pages)
+        if self._padded:
+            keys.masked_fill_(self._tail, 0)
+            values.masked_fill_(self._tail, 0)
+        # The query heads of one KV head share it, as if they were consecutive queries.
+        grouped = query[self._rows].view(len(keys), keys.shape[1], -1, query.shape[-1])
+        found = scaled_dot_product_attention(
+            grouped, keys, values, attn_mask=self._mask(window, query.dtype)
+        )
+        out[self._rows] = found.flatten(1, 2)
+
+    def _mask(self, window: int, dtype: torch.dtype) -> Tensor:
+        """0 where a key is seen, -inf elsewhere: [sequences, 1, 1, keys]."""
+        if window not in self._masks:
+            hidden = self._past_end
+            if window:
+                hidden = hidden | (self._key_position < self._lens[:, None] - window)
+            mask = torch.zeros(hidden.shape, dtype=dtype, device=hidden.device)
+            self._masks[window] = mask.masked_fill_(hidden, -torch.inf)[:, None, None]
+        return self._masks[window]
+
+
+class Prompt:
+    """Several tokens of one sequence.
+
+    Args:
+        cache: the pool.
+        first: row of its first token in the batch.
+        count: its tokens.
+        context_len: its tokens with those already in the cache.
+        table: [1, blocks] int64.
+    """
+
+    def __init__(
+        self, cache: KVCache, first: int, count: int, context_len: int, table: Tensor
+    ) -> None:
+        self._cache, self._count, self._context_len = cache, count, context_len
+        self._rows = slice(first, first + count)
+        self._pages = cache.page_rows(table) if context_len > count else None
+
+    def attend(
+        self, layer: int, query: Tensor, key: Tensor, value: Tensor, window: int, out: Tensor
+    ) -> None:
+        """Fill its rows of `out`."""
+        if self._pages is None:
+            keys, values = (x[self._rows].transpose(0, 1)[None] for x in (key, value))
+        else:
+            keys, values = self._cache.read(layer, self._pages)
+            keys, values = keys[:, :, : self._context_len], values[:, :, : self._context_len]
+        queries = query[self._rows].transpose(0, 1)[None]
+        found = self._causal(queries, keys, values, window)
+        out[self._rows] = found[0].transpose(0, 1)
+
+    def _causal(self, query: Tensor, key: Tensor, value: Tensor, window: int) -> Tensor:
+        if self._pages is None and (not window or window >= self._count):
+            return scaled_dot_product_attention(query, key, value, is_causal=True, enable_gqa=True)
+        tile = max(1, TILE_ELEMENTS // self._context_len)
+        outs = [
+            self._tile(query, key, value, window, start)
+            for start, query in zip(
+                range(0, self._count, tile), torch.split(query, tile, dim=2), strict=True
+            )
+        ]
+        return torch.cat(outs, dim=2)
+
+    def _tile(self, query: Tensor, key: Tensor, value: Tensor, window: int, start: int) -> Tensor:
+        """Attention of the queries from `start` on, over the keys that the last of them sees."""
+        first = self._context_len - self._count + start
+        end = first + query.shape[2]
+        begin = max(0, first - window + 1) if window else 0
+        at = torch.arange(first, end, device=query.device)[:, None]
+        key_at = torch.arange(begin, end, device=query.device)
+        seen = key_at <= at
+        if window:
+            seen &= key_at > at - window
+        key, value = key[:, :, begin:end], value[:, :, begin:end]
+        return scaled_dot_product_attention(query, key, value, attn_mask=seen, enable_gqa=True)
+
+
+def _decode_buckets(cache: KVCache, batch: Batch) -> Iterator[DecodeBucket]:
+    """Group the sequences with one token by the power of two of their blocks."""
+    decoding = np.flatnonzero(batch.query_lens == 1)
+    rows = np.cumsum(batch.query_lens) - batch.query_lens
+    needed = -(-batch.context_lens[decoding] // cache.block_size)
+    magnitude = np.ceil(np.log2(needed)).astype(np.int64)
+    _, heads, _, _, size, dim = cache.shape
+    for power in np.unique(magnitude):
+        chosen = decoding[magnitude == power]
+        blocks = int(needed[magnitude == power].max())
+        most = max(1, BUCKET_ELEMENTS // (blocks * heads * size * dim))
+        for start in range(0, len(chosen), most):
+            part = chosen[start : start + most]
+            yield DecodeBucket(
+                cache,
+                _to_device(rows[part], cache),
+                _to_device(batch.context_lens[part], cache),
+                _to_device(batch.block_tables[part, :blocks], cache),
+            )
+
+
+def _prompts(cache: KVCache, batch: Batch) -> Iterator[Prompt]:
+    rows = np.cumsum(batch.query_lens) - batch.query_lens
+    for index in np.flatnonzero(batch.query_lens > 1):
+        context_len = int(batch.context_lens[index])
+        table = batch.block_tables[index : index + 1, : -(-context_len // cache.block_size)]
+        first, count = int(rows[index]), int(batch.query_lens[index])
+        yield Prompt(cache, first, count, context_len, _to_device(table, cache))
+
+
+def _to_device(array: npt.NDArray[np.int64], cache: KVCache) -> Tensor:
+    return torch.from_numpy(np.ascontiguousarray(array)).to(cache.data.device)

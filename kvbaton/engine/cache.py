@@ -1,0 +1,237 @@
+"""One rank's paged KV cache: its memory, and the digest sums kept beside it."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import numpy.typing as npt
+import torch
+from torch import Tensor
+
+from kvbaton.connectors.base import Device, Memory
+from kvbaton.connectors.layout import ALIGNMENT, ITEM_SIZE, GroupKind, KVLayout, contiguous_plane
+from kvbaton.engine.model_config import ModelConfig
+from kvbaton.engine.shard import Shard
+from kvbaton.errors import ConfigError
+from kvbaton.kernels.digest import block_sums, token_sums
+
+PAGE = 4096
+"""The pool starts at a page border, so that any transport can register it."""
+
+DIGEST_CHUNK = 1 << 22
+"""Elements digested at a time: bounds the 64-bit intermediates."""
+
+
+@dataclass(frozen=True)
+class Slots:
+    """Where a batch's tokens go.
+
+    Attributes:
+        blocks: [tokens] int64, physical block of each token.
+        offsets: [tokens] int64, slot in the block.
+        positions: [tokens] int64, absolute positions.
+        host_blocks: `blocks` on the host.
+        host_offsets: `offsets` on the host.
+    """
+
+    blocks: Tensor
+    offsets: Tensor
+    positions: Tensor
+    host_blocks: npt.NDArray[np.int64]
+    host_offsets: npt.NDArray[np.int64]
+
+
+def block_bytes(model: ModelConfig, block_size: int, kv_heads: int) -> int:
+    """Bytes of one block on one rank."""
+    tokens = kv_heads * model.num_layers * 2 * block_size
+    return tokens * model.head_dim * ITEM_SIZE[model.dtype]
+
+
+class KVCache:
+    """Blocks of K and V of every layer, ``[block, head, layer, kv, token, feature]``.
+
+    Block 0 is the null block: all zeros, never written; it pads block tables.
+
+    The *sum* of (block, layer, kv, head) is the wrapping sum of `token_sums` over the tokens that
+    its first `counted` slots hold. Writing slot 0 starts it anew; writing another slot that is
+    counted takes that and all later ones out first.
+    """
+
+    def __init__(
+        self,
+        model: ModelConfig,
+        *,
+        num_blocks: int,
+        block_size: int,
+        device: torch.device,
+        shard: Shard,
+        track_sums: bool,
+    ) -> None:
+        head_start, heads = shard.kv_heads(model.num_kv_heads)
+        num_bytes = block_bytes(model, block_size, heads)
+        if num_bytes % ALIGNMENT:
+            raise ConfigError(
+                "--block-size",
+                f"{block_size} makes blocks of {num_bytes} bytes, not a multiple of {ALIGNMENT}",
+            )
+        self.block_size, self.num_blocks = block_size, num_blocks
+        self.shape = (num_blocks, heads, model.num_layers, 2, block_size, model.head_dim)
+        raw = torch.zeros(num_blocks * num_bytes + PAGE, dtype=torch.uint8, device=device)
+        start = -raw.data_ptr() % PAGE
+        pool = raw[start : start + num_blocks * num_bytes]
+        self.data = pool.view(getattr(torch, model.dtype)).view(self.shape)
+        self._tokens = self.data.view(-1, model.head_dim)
+        self._pages = self.data.view(-1, block_size * model.head_dim)
+        self._heads = torch.arange(heads, device=device)
+        self.sums = (
+            torch.zeros((num_blocks, model.num_layers, 2, heads), dtype=torch.int64, device=device)
+            if track_sums
+            else None
+        )
+        self.counted = np.zeros(num_blocks, np.int64)
+        self.memory = Memory(
+            self.data.data_ptr(), pool.numel(), _device_kind(device), device.index or 0, raw
+        )
+        self.layout = _layout(model, self.shape, head_start)
+
+    def token_rows(self, slots: Slots) -> Tensor:
+        """Row of K of layer 0, in the pool as rows of one token and head: [tokens * heads]."""
+        _, heads, layers, _, size, _ = self.shape
+        blocks = slots.blocks[:, None] * heads + self._heads
+        return (blocks * (layers * 2 * size) + slots.offsets[:, None]).flatten()
+
+    def write(self, layer: int, rows: Tensor, key: Tensor, value: Tensor) -> None:
+        """Store a layer's K and V, each [tokens, heads, head_dim], at `token_rows`."""
+        for kv, x in enumerate((key, value)):
+            step = (layer * 2 + kv) * self.block_size
+            self._tokens.index_copy_(0, rows + step, x.reshape(-1, x.shape[-1]))
+
+    def page_rows(self, tables: Tensor) -> Tensor:
+        """Row of K of layer 0, as rows of one block and head: [sequences, heads, blocks].
+
+        Args:
+            tables: [sequences, blocks] int64, padded with 0.
+        """
+        _, heads, layers, _, _, _ = self.shape
+        return (tables[:, None] * heads + self._heads[:, None]) * (layers * 2)
+
+    def read(self, layer: int, rows: Tensor) -> tuple[Tensor, Tensor]:
+        """K and V at `page_rows`, copied: each [sequences, heads, blocks * size, head_dim]."""
+        flat, shape = rows.flatten(), (*rows.shape[:2], -1, self.shape[-1])
+        key = self._pages.index_select(0, flat + layer * 2)
+        value = self._pages.index_select(0, flat + (layer * 2 + 1))
+        return key.view(shape), value.view(shape)
+
+    def copy(self, sources: Sequence[int], targets: Sequence[int]) -> None:
+        """Copy blocks with their sums."""
+        assert 0 not in targets, "the null block is never written"
+        source = torch.tensor(sources, device=self.data.device)
+        target = torch.tensor(targets, device=self.data.device)
+        self.data[target] = self.data[source]
+        self.counted[list(targets)] = self.counted[list(sources)]
+        if self.sums is not None:
+            self.sums[target] = self.sums[source]
+
+    def poison(self, blocks: Sequence[int]) -> None:
+        """Fill blocks with NaN."""
+        assert 0 not in blocks, "the null block is never written"
+        self.data[torch.tensor(blocks, device=self.data.device)] = torch.nan
+        if self.data.is_cuda:
+            torch.cuda.synchronize(self.data.device)
+
+    # --- digest sums ---
+
+    def forget_overwritten(self, slots: Slots) -> None:
+        """Before a step writes: take out of the sums what is no longer part of its blocks."""
+        if self.sums is None:
+            return
+        first = np.flatnonzero(np.diff(slots.host_blocks, prepend=0))
+        blocks, offsets = slots.host_blocks[first], slots.host_offsets[first]
+        started = blocks[offsets == 0]
+        self.sums[torch.from_numpy(started).to(self.sums.device)] = 0
+        self.counted[started] = 0
+        for index in first[offsets < self.counted[blocks]]:
+            self._truncate(slots, index)
+
+    def _truncate(self, slots: Slots, index: np.intp) -> None:
+        """Take counted slots out of a block's sums, from that of token `index` on."""
+        block, offset = int(slots.host_blocks[index]), int(slots.host_offsets[index])
+        offsets = torch.arange(offset, int(self.counted[block]), device=self.data.device)
+        positions = offsets - offset + slots.positions[index]
+        self._accumulate(torch.full_like(offsets, block), offsets, positions, -1)
+        self.counted[block] = offset
+
+    def count_written(self, slots: Slots) -> None:
+        """After a step wrote: add its tokens to the sums."""
+        if self.sums is None:
+            return
+        self._accumulate(slots.blocks, slots.offsets, slots.positions, 1)
+        np.maximum.at(self.counted, slots.host_blocks, slots.host_offsets + 1)
+
+    def _accumulate(self, blocks: Tensor, offsets: Tensor, positions: Tensor, sign: int) -> None:
+        """Add (or subtract) the sums of tokens as they are in memory now."""
+        assert self.sums is not None
+        _, heads, layers, _, _, dim = self.shape
+        step = max(1, DIGEST_CHUNK // (heads * layers * dim))
+        chunks = zip(*(torch.split(x, step) for x in (blocks, offsets, positions)), strict=True)
+        for block, offset, position in chunks:
+            data = self.data[block, :, :, :, offset]
+            for kv in range(2):
+                sums = token_sums(data[:, :, :, kv].flatten(1, 2), position, kv)
+                sums = sums.unflatten(1, (heads, layers)).transpose(1, 2)
+                self.sums[:, :, kv].index_add_(0, block, sums.contiguous(), alpha=sign)
+
+    def kept_sums(self, blocks: Sequence[int]) -> npt.NDArray[np.uint64]:
+        """Sums kept with blocks, [blocks, layers, kv, heads]."""
+        assert self.sums is not None, "this executor was started without digest sums"
+        return _unsigned(self.sums[torch.tensor(blocks, device=self.sums.device)])
+
+    def digest(
+        self, blocks: Sequence[int], first_position: int, start: int, end: int
+    ) -> npt.NDArray[np.uint64]:
+        """Sums recomputed from memory, [blocks, layers, kv, heads]; see `Executor.digest`."""
+        ids = torch.tensor(blocks, device=self.data.device)
+        return _unsigned(block_sums(self.data, ids, first_position, start, end))
+
+    def adopt(
+        self, blocks: Sequence[int], sums: npt.NDArray[np.uint64], counted: npt.NDArray[np.int64]
+    ) -> None:
+        """Keep sums computed elsewhere, of the first `counted` slots of each block."""
+        if self.sums is None:
+            return
+        ids = torch.tensor(blocks, device=self.sums.device)
+        self.sums[ids] = torch.from_numpy(sums.view(np.int64)).to(self.sums.device)
+        self.counted[list(blocks)] = counted
+
+
+def _unsigned(sums: Tensor) -> npt.NDArray[np.uint64]:
+    return sums.cpu().numpy().view(np.uint64)
+
+
+def _device_kind(device: torch.device) -> Device:
+    return "cuda" if device.type == "cuda" else "cpu"
+
+
+def _layout(
+    model: ModelConfig, shape: tuple[int, int, int, int, int, int], head_start: int
+) -> KVLayout:
+    num_blocks, heads, layers, _, block_size, head_dim = shape
+    plane = contiguous_plane(
+        num_blocks=num_blocks,
+        block_size=block_size,
+        num_heads=heads,
+        head_dim=head_dim,
+        layers=tuple(range(layers)),
+        dtype=model.dtype,
+        head_start=head_start,
+        head_total=model.num_kv_heads,
+    )
+    return KVLayout(
+        group=0,
+        kind=GroupKind.FULL,
+        block_size=block_size,
+        num_blocks=num_blocks,
+        planes=(plane,),
+    )

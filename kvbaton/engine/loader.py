@@ -1,0 +1,182 @@
+"""Weights: from the safetensors of a Hugging Face folder, or random ones from a seed."""
+
+from __future__ import annotations
+
+import hashlib
+import math
+from collections.abc import Iterator
+from contextlib import ExitStack
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import torch
+from safetensors import SafetensorError, safe_open
+from torch import Tensor
+
+from kvbaton.engine.config import LoadFormat
+from kvbaton.engine.model_config import ModelConfig
+from kvbaton.engine.models.layers import Piece
+from kvbaton.engine.models.llama import LlamaForCausalLM
+from kvbaton.engine.models.registry import model_class
+from kvbaton.engine.shard import Shard
+from kvbaton.errors import ConfigError
+
+SINGLE = "model.safetensors"
+INDEX = "model.safetensors.index.json"
+DUMMY_SCALE = 0.02
+"""Standard deviation of dummy weights, as models are usually initialised."""
+
+DUMMY_CHUNK = 1 << 24
+"""Dummy weights made at a time: bounds the 64-bit intermediates."""
+
+
+def load_model(
+    config: ModelConfig,
+    *,
+    device: torch.device,
+    load_format: LoadFormat = "auto",
+    seed: int = 0,
+    shard: Shard | None = None,
+) -> LlamaForCausalLM:
+    """Build a model and fill it.
+
+    Args:
+        config: the model.
+        device: where its weights go.
+        load_format: ``dummy`` takes random weights from `seed`, equal on every device and however
+            the model is sharded.
+        seed: of dummy weights.
+        shard: this rank's share; all of it by default.
+
+    Raises:
+        ConfigError: a file or tensor is missing, broken or of the wrong shape.
+    """
+    shard = shard or Shard()
+    _check_shard(config, shard)
+    model = _empty_model(config, device, shard)
+    if load_format == "dummy":
+        for piece in model.pieces():
+            _fill_dummy(piece, seed)
+    else:
+        _fill_from_files(model, config.folder)
+    return model.eval()
+
+
+def shard_files(folder: Path) -> list[Path]:
+    """The safetensors files of a folder, in the order of their names.
+
+    Raises:
+        ConfigError: there are none, or the index is broken or names one that is missing.
+    """
+    if not (folder / INDEX).exists():
+        if not (folder / SINGLE).exists():
+            raise ConfigError("--model", f"{folder} has neither {SINGLE} nor {INDEX}")
+        return [folder / SINGLE]
+    files = [folder / name for name in sorted(set(_weight_map(folder).values()))]
+    for file in files:
+        if not file.exists():
+            raise ConfigError("--model", f"{folder / INDEX} names {file.name}, which is missing")
+    return files
+
+
+def _check_shard(config: ModelConfig, shard: Shard) -> None:
+    for name in ("num_heads", "intermediate_size"):
+        if getattr(config, name) % shard.size:
+            raise ConfigError(
+                "--tensor-parallel-size",
+                f"{shard.size} does not divide the model's {name} {getattr(config, name)}",
+            )
+    if max(config.num_kv_heads, shard.size) % min(config.num_kv_heads, shard.size):
+        raise ConfigError(
+            "--tensor-parallel-size",
+            f"{shard.size} and the model's {config.num_kv_heads} KV heads do not divide",
+        )
+
+
+def _empty_model(config: ModelConfig, device: torch.device, shard: Shard) -> LlamaForCausalLM:
+    default = torch.get_default_dtype()
+    torch.set_default_dtype(getattr(torch, config.dtype))
+    try:
+        with device:
+            return model_class(config.architecture)(config, shard)
+    finally:
+        torch.set_default_dtype(default)
+
+
+# --- from files ---
+
+
+def _weight_map(folder: Path) -> dict[str, str]:
+    path = folder / INDEX
+    try:
+        index = msgspec.json.decode(path.read_bytes(), type=dict[str, object])
+        return msgspec.convert(index.get("weight_map"), dict[str, str])
+    except msgspec.MsgspecError as error:
+        raise ConfigError("--model", f"{path} is broken: {error}") from error
+
+
+def _fill_from_files(model: LlamaForCausalLM, folder: Path) -> None:
+    with ExitStack() as stack:
+        where: dict[str, tuple[Path, safe_open]] = {}
+        for file in shard_files(folder):
+            handle = stack.enter_context(_open(file))
+            where.update(dict.fromkeys(handle.keys(), (file, handle)))
+        for piece in model.pieces():
+            if piece.name not in where:
+                raise ConfigError("--model", f"{folder} has no tensor {piece.name!r}")
+            _fill(piece, *where[piece.name])
+
+
+def _open(file: Path) -> safe_open:
+    try:
+        return safe_open(file, framework="pt", device="cpu")
+    except (SafetensorError, OSError) as error:
+        raise ConfigError("--model", f"{file} is broken or truncated: {error}") from error
+
+
+def _fill(piece: Piece, file: Path, handle: safe_open) -> None:
+    stored: Any = handle.get_slice(piece.name)  # type: ignore[no-untyped-call]
+    if tuple(stored.get_shape()) != piece.shape:
+        raise ConfigError(
+            "--model",
+            f"tensor {piece.name!r} in {file} has shape {list(stored.get_shape())}, "
+            f"config.json asks for {list(piece.shape)}",
+        )
+    end = piece.start + piece.target.shape[piece.dim]
+    part = stored[piece.start : end] if piece.dim == 0 else stored[:, piece.start : end]
+    piece.target.copy_(part)
+
+
+# --- dummy ---
+
+
+def _fill_dummy(piece: Piece, seed: int) -> None:
+    """Ones for scales; else uniform of `DUMMY_SCALE`, by element of the whole tensor."""
+    if piece.norm:
+        piece.target.fill_(1.0)
+        return
+    name = hashlib.sha256(f"{seed}:{piece.name}".encode()).digest()
+    salt = int.from_bytes(name[:8], "little", signed=True)
+    for target, index in _element_numbers(piece):
+        target.copy_((_mix(index + salt) >> 40).float() * (DUMMY_SCALE * math.sqrt(3) / 2**23))
+
+
+def _element_numbers(piece: Piece) -> Iterator[tuple[Tensor, Tensor]]:
+    """Chunks of rows of the target, and the elements' numbers in the whole tensor."""
+    target = piece.target.view(piece.target.shape[0], -1)
+    row_length = math.prod(piece.shape[1:])
+    first_row, first_column = (piece.start, 0) if piece.dim == 0 else (0, piece.start)
+    columns = torch.arange(target.shape[1], device=target.device) + first_column
+    rows = torch.arange(target.shape[0], device=target.device) + first_row
+    step = max(1, DUMMY_CHUNK // target.shape[1])
+    for part, numbers in zip(torch.split(target, step), torch.split(rows, step), strict=True):
+        yield part, numbers[:, None] * row_length + columns
+
+
+def _mix(x: Tensor) -> Tensor:
+    """SplitMix64's output function (Steele, Lea, Flood, OOPSLA 2014), in wrapping int64."""
+    x = x * -0x61C8864680B583EB
+    x = (x ^ (x >> 30 & 0x3FFFFFFFF)) * -0x40A7B892E31B1A47
+    x = (x ^ (x >> 27 & 0x1FFFFFFFFF)) * -0x6B2FB644ECCEEE15
+    return x ^ (x >> 31 & 0x1FFFFFFFF)

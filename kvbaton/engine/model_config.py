@@ -1,0 +1,276 @@
+"""What a Hugging Face folder says about its model: ``config.json`` and ``generation_config.json``.
+
+Needs neither torch nor transformers, so that the HTTP process may read it too.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import msgspec
+
+from kvbaton.engine.models.registry import check_architecture
+from kvbaton.errors import ConfigError
+
+DTYPES = ("float32", "float16", "bfloat16")
+SAMPLING_DEFAULTS = ("temperature", "top_p", "top_k", "min_p", "repetition_penalty")
+
+
+@dataclass(frozen=True, kw_only=True)
+class RopeConfig:
+    """Rotary embedding: base, and Llama 3's stretching of low frequencies if `factor` is not 1."""
+
+    theta: float = 10_000.0
+    factor: float = 1.0
+    low_freq_factor: float = 1.0
+    high_freq_factor: float = 4.0
+    original_max_position: int = 8192
+
+
+@dataclass(frozen=True, kw_only=True)
+class ModelConfig:
+    """A decoder-only model, in our words.
+
+    Attributes:
+        folder: where it lies.
+        architecture: a key of `ARCHITECTURES`.
+        dtype: of weights, activations and KV cache: one of `DTYPES`.
+        windows: per layer, tokens of its sliding window; 0 attends to everything.
+        eos_token_ids: tokens that end a text, ascending.
+        sampling_defaults: what ``generation_config.json`` recommends, by `SamplingParams` name.
+        digest: SHA-256 of ``config.json`` in canonical form, hex.
+    """
+
+    folder: Path
+    architecture: str
+    dtype: str
+    vocab_size: int
+    hidden_size: int
+    intermediate_size: int
+    num_layers: int
+    num_heads: int
+    num_kv_heads: int
+    head_dim: int
+    rms_norm_eps: float
+    rope: RopeConfig
+    max_position_embeddings: int
+    tie_word_embeddings: bool
+    attention_bias: bool
+    mlp_bias: bool
+    windows: tuple[int, ...]
+    eos_token_ids: tuple[int, ...]
+    sampling_defaults: dict[str, float] = field(default_factory=dict)
+    digest: str = ""
+
+
+class _Rope(msgspec.Struct):
+    rope_type: str | None = None
+    type: str | None = None
+    rope_theta: float | None = None
+    factor: float | None = None
+    low_freq_factor: float | None = None
+    high_freq_factor: float | None = None
+    original_max_position_embeddings: int | None = None
+    partial_rotary_factor: float = 1.0
+
+
+class _Raw(msgspec.Struct):
+    """The fields of ``config.json`` that we read, under their own names."""
+
+    architectures: list[str]
+    vocab_size: int
+    hidden_size: int
+    intermediate_size: int
+    num_hidden_layers: int
+    num_attention_heads: int
+    num_key_value_heads: int | None = None
+    head_dim: int | None = None
+    rms_norm_eps: float = 1e-6
+    hidden_act: str = "silu"
+    max_position_embeddings: int = 2048
+    original_max_position_embeddings: int | None = None
+    tie_word_embeddings: bool = False
+    attention_bias: bool = False
+    mlp_bias: bool = False
+    rope_theta: float | None = None
+    rope_scaling: _Rope | None = None
+    rope_parameters: _Rope | None = None
+    partial_rotary_factor: float | None = None
+    sliding_window: int | None = None
+    use_sliding_window: bool = False
+    max_window_layers: int = 28
+    layer_types: list[str] | None = None
+    eos_token_id: int | list[int] | None = None
+    dtype: str | None = None
+    torch_dtype: str | None = None
+    auto_map: dict[str, Any] | None = None
+    quantization_config: dict[str, Any] | None = None
+
+
+def load_model_config(folder: str | Path, dtype: str = "auto") -> ModelConfig:
+    """Read a model folder's configuration.
+
+    Args:
+        folder: a Hugging Face folder.
+        dtype: one of `DTYPES`, or ``auto`` for the checkpoint's own.
+
+    Raises:
+        ConfigError: the folder or its files are missing or broken, or the model is not supported.
+    """
+    folder = Path(folder)
+    content = _read_json(folder, "config.json")
+    raw = _convert(content, folder)
+    _refuse_unsupported(raw)
+    generation = _generation_config(folder)
+    return ModelConfig(
+        folder=folder,
+        architecture=raw.architectures[0],
+        dtype=_dtype(raw, dtype),
+        vocab_size=raw.vocab_size,
+        hidden_size=raw.hidden_size,
+        intermediate_size=raw.intermediate_size,
+        num_layers=raw.num_hidden_layers,
+        num_heads=raw.num_attention_heads,
+        num_kv_heads=raw.num_key_value_heads or raw.num_attention_heads,
+        head_dim=raw.head_dim or raw.hidden_size // raw.num_attention_heads,
+        rms_norm_eps=raw.rms_norm_eps,
+        rope=_rope(raw),
+        max_position_embeddings=raw.max_position_embeddings,
+        tie_word_embeddings=raw.tie_word_embeddings,
+        attention_bias=raw.attention_bias,
+        mlp_bias=raw.mlp_bias,
+        windows=_windows(raw),
+        eos_token_ids=_eos(raw.eos_token_id, generation.get("eos_token_id")),
+        sampling_defaults=_sampling_defaults(generation),
+        digest=hashlib.sha256(msgspec.json.encode(content, order="deterministic")).hexdigest(),
+    )
+
+
+def resolve_max_model_len(max_model_len: int | None, model: ModelConfig) -> int:
+    """The longest prompt plus output: what was asked for, or what the model was made for.
+
+    Raises:
+        ConfigError: more was asked for than the model's positions.
+    """
+    if max_model_len is None:
+        return model.max_position_embeddings
+    if not 1 <= max_model_len <= model.max_position_embeddings:
+        raise ConfigError(
+            "--max-model-len",
+            f"{max_model_len} is not within 1 and the model's {model.max_position_embeddings}",
+        )
+    return max_model_len
+
+
+def _read_json(folder: Path, name: str) -> dict[str, Any]:
+    if not folder.is_dir():
+        raise ConfigError("--model", f"no such folder: {folder}")
+    path = folder / name
+    try:
+        return msgspec.json.decode(path.read_bytes(), type=dict[str, Any])
+    except OSError as error:
+        raise ConfigError("--model", f"can't read {path}: {error.strerror}") from error
+    except msgspec.DecodeError as error:
+        raise ConfigError("--model", f"{path} is not a JSON object: {error}") from error
+
+
+def _generation_config(folder: Path) -> dict[str, Any]:
+    name = "generation_config.json"
+    return _read_json(folder, name) if (folder / name).exists() else {}
+
+
+def _convert(content: dict[str, Any], folder: Path) -> _Raw:
+    try:
+        raw = msgspec.convert(content, _Raw)
+    except msgspec.ValidationError as error:
+        raise ConfigError("--model", f"{folder / 'config.json'}: {error}") from error
+    sizes = ("vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers")
+    for name in (*sizes, "num_attention_heads", "max_position_embeddings"):
+        if getattr(raw, name) < 1:
+            raise ConfigError("--model", f"{folder / 'config.json'}: {name} must be positive")
+    return raw
+
+
+def _refuse_unsupported(raw: _Raw) -> None:
+    check_architecture(raw.architectures[0] if raw.architectures else "")
+    if raw.auto_map:
+        raise ConfigError("--model", "config.json has auto_map: code of checkpoints is never run")
+    if raw.quantization_config:
+        raise ConfigError("--model", "quantized checkpoints (quantization_config) are unsupported")
+    if raw.hidden_act != "silu":
+        raise ConfigError("--model", f"hidden_act {raw.hidden_act!r} is unsupported; need 'silu'")
+    kv_heads = raw.num_key_value_heads or raw.num_attention_heads
+    if kv_heads < 1 or raw.num_attention_heads % kv_heads:
+        raise ConfigError(
+            "--model",
+            f"num_attention_heads {raw.num_attention_heads} is no multiple of "
+            f"num_key_value_heads {kv_heads}",
+        )
+
+
+def _dtype(raw: _Raw, asked: str) -> str:
+    name = (raw.dtype or raw.torch_dtype or "float32") if asked == "auto" else asked
+    name = name.removeprefix("torch.")
+    if name not in DTYPES:
+        raise ConfigError("--dtype", f"{name!r} is unsupported; choose one of {list(DTYPES)}")
+    return name
+
+
+def _rope(raw: _Raw) -> RopeConfig:
+    rope = raw.rope_parameters or raw.rope_scaling or _Rope()
+    theta = rope.rope_theta or raw.rope_theta or 10_000.0
+    kind = rope.rope_type or rope.type or "default"
+    if (raw.partial_rotary_factor or rope.partial_rotary_factor) != 1.0:
+        raise ConfigError("--model", "partial_rotary_factor is unsupported")
+    if kind == "default":
+        return RopeConfig(theta=theta)
+    if kind != "llama3":
+        raise ConfigError(
+            "--model", f"rope_type {kind!r} is unsupported; supported: 'default', 'llama3'"
+        )
+    if rope.factor is None or rope.low_freq_factor is None or rope.high_freq_factor is None:
+        raise ConfigError(
+            "--model", "rope_type 'llama3' needs factor, low_freq_factor and high_freq_factor"
+        )
+    return RopeConfig(
+        theta=theta,
+        factor=rope.factor,
+        low_freq_factor=rope.low_freq_factor,
+        high_freq_factor=rope.high_freq_factor,
+        original_max_position=raw.original_max_position_embeddings
+        or rope.original_max_position_embeddings
+        or raw.max_position_embeddings,
+    )
+
+
+def _windows(raw: _Raw) -> tuple[int, ...]:
+    """Mistral slides in every layer; Qwen in the layers that it names, or the upper ones."""
+    layers = range(raw.num_hidden_layers)
+    window = raw.sliding_window or 0
+    if raw.architectures[0] == "MistralForCausalLM":
+        return tuple(window for _ in layers)
+    if raw.architectures[0] == "LlamaForCausalLM" or not raw.use_sliding_window:
+        return tuple(0 for _ in layers)
+    if raw.layer_types is None:
+        return tuple(window if layer >= raw.max_window_layers else 0 for layer in layers)
+    if len(raw.layer_types) != raw.num_hidden_layers:
+        raise ConfigError("--model", "layer_types and num_hidden_layers differ in length")
+    return tuple(window if kind == "sliding_attention" else 0 for kind in raw.layer_types)
+
+
+def _eos(*values: Any) -> tuple[int, ...]:
+    ids: set[int] = set()
+    for value in values:
+        ids.update(value if isinstance(value, list) else [value])
+    return tuple(sorted(token for token in ids if isinstance(token, int)))
+
+
+def _sampling_defaults(generation: dict[str, Any]) -> dict[str, float]:
+    if generation.get("do_sample") is False:
+        return {}
+    return {
+        name: generation[name] for name in SAMPLING_DEFAULTS if generation.get(name) is not None
+    }

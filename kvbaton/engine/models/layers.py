@@ -1,0 +1,262 @@
+"""The parts that every decoder-only model is made of, over ragged batches of tokens.
+
+Tensors are ``[tokens, features]``. A layer that holds weights tells the loader by `pieces` which
+tensors of the checkpoint fill them, so that two may be fused into one and a rank takes its share.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from kvbaton.engine.attention import AttentionContext
+from kvbaton.engine.model_config import ModelConfig, RopeConfig
+from kvbaton.engine.shard import Shard
+
+
+@dataclass(frozen=True)
+class Piece:
+    """One tensor of the checkpoint, or this rank's slice of it, and where it goes.
+
+    Attributes:
+        name: in the checkpoint.
+        shape: of the whole tensor there.
+        target: a view of the weight to fill.
+        dim: the axis that is sliced.
+        start: first index of the slice; its length is the target's.
+        norm: a scale that starts at 1, for dummy weights.
+    """
+
+    name: str
+    shape: tuple[int, ...]
+    target: Tensor
+    dim: int = 0
+    start: int = 0
+    norm: bool = False
+
+
+def _weight(*shape: int) -> nn.Parameter:
+    return nn.Parameter(torch.empty(shape), requires_grad=False)
+
+
+class RMSNorm(nn.Module):
+    """``y = weight * x / sqrt(mean(x^2) + eps)``, in float32 up to the product with the weight."""
+
+    def __init__(self, name: str, size: int, eps: float) -> None:
+        super().__init__()
+        self.name, self.eps = name, eps
+        self.weight = _weight(size)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Normalise the last axis."""
+        wide = x.float()
+        wide = wide * torch.rsqrt(wide.square().mean(-1, keepdim=True) + self.eps)
+        return self.weight * wide.to(x.dtype)
+
+    def pieces(self) -> Iterator[Piece]:
+        """Its scale."""
+        yield Piece(f"{self.name}.weight", tuple(self.weight.shape), self.weight, norm=True)
+
+
+class ColumnLinear(nn.Module):
+    """Several projections of one input as one matrix, each split by output rows over the ranks.
+
+    Args:
+        size_in: features of the input.
+        parts: per projection its checkpoint name, rows in all, and this rank's (first, number).
+        bias: whether they have one.
+    """
+
+    def __init__(
+        self, size_in: int, parts: list[tuple[str, int, tuple[int, int]]], *, bias: bool
+    ) -> None:
+        super().__init__()
+        self.parts = parts
+        rows = sum(number for _, _, (_, number) in parts)
+        self.weight = _weight(rows, size_in)
+        self.bias = _weight(rows) if bias else None
+
+    def forward(self, x: Tensor) -> Tensor:
+        """[tokens, size_in] to [tokens, this rank's rows of all parts]."""
+        return F.linear(x, self.weight, self.bias)
+
+    def pieces(self) -> Iterator[Piece]:
+        """Weight, and bias if there is one, of each part."""
+        row = 0
+        for name, total, (start, number) in self.parts:
+            target = self.weight[row : row + number]
+            yield Piece(f"{name}.weight", (total, target.shape[1]), target, 0, start)
+            if self.bias is not None:
+                yield Piece(f"{name}.bias", (total,), self.bias[row : row + number], 0, start)
+            row += number
+
+
+class RowLinear(nn.Module):
+    """A projection split by input columns over the ranks, whose results are summed."""
+
+    def __init__(self, name: str, size_in: int, size_out: int, shard: Shard, *, bias: bool) -> None:
+        super().__init__()
+        self.name, self.size_in, self.shard = name, size_in, shard
+        self.start, columns = shard.span(size_in)
+        self.weight = _weight(size_out, columns)
+        self.bias = _weight(size_out) if bias else None
+
+    def forward(self, x: Tensor) -> Tensor:
+        """[tokens, this rank's columns] to [tokens, size_out]."""
+        if self.shard.size == 1:
+            return F.linear(x, self.weight, self.bias)
+        total = self.shard.all_reduce(F.linear(x, self.weight))
+        return total if self.bias is None else total + self.bias
+
+    def pieces(self) -> Iterator[Piece]:
+        """Weight, and bias if there is one."""
+        shape = (self.weight.shape[0], self.size_in)
+        yield Piece(f"{self.name}.weight", shape, self.weight, 1, self.start)
+        if self.bias is not None:
+            yield Piece(f"{self.name}.bias", shape[:1], self.bias)
+
+
+class Embedding(nn.Module):
+    """Token embedding; every rank holds it whole."""
+
+    def __init__(self, name: str, vocab_size: int, size: int) -> None:
+        super().__init__()
+        self.name = name
+        self.weight = _weight(vocab_size, size)
+
+    def forward(self, token_ids: Tensor) -> Tensor:
+        """[tokens] to [tokens, size]."""
+        return F.embedding(token_ids, self.weight)
+
+    def pieces(self) -> Iterator[Piece]:
+        """Its table."""
+        yield Piece(f"{self.name}.weight", tuple(self.weight.shape), self.weight)
+
+
+def inverse_frequencies(rope: RopeConfig, head_dim: int) -> Tensor:
+    """Angle per position of each pair of features (Su et al., arXiv 2104.09864), float32.
+
+    With `RopeConfig.factor`, as Llama 3.1 stretches them: wavelengths above
+    ``original / low_freq_factor`` are divided by the factor, those below
+    ``original / high_freq_factor`` stay, those between are interpolated.
+    """
+    exponent = torch.arange(0, head_dim, 2, dtype=torch.float32) / head_dim
+    frequency: Tensor = 1.0 / (rope.theta**exponent)
+    if rope.factor == 1.0:
+        return frequency
+    original = rope.original_max_position
+    wavelength = 2 * math.pi / frequency
+    smooth = (original / wavelength - rope.low_freq_factor) / (
+        rope.high_freq_factor - rope.low_freq_factor
+    )
+    between = (1 - smooth) * frequency / rope.factor + smooth * frequency
+    stretched = torch.where(
+        wavelength > original / rope.low_freq_factor, frequency / rope.factor, between
+    )
+    return torch.where(wavelength < original / rope.high_freq_factor, frequency, stretched)
+
+
+class RotaryEmbedding(nn.Module):
+    """Cosines and sines of a batch's positions, computed once per step."""
+
+    frequencies: Tensor
+
+    def __init__(self, rope: RopeConfig, head_dim: int) -> None:
+        super().__init__()
+        frequencies = inverse_frequencies(rope, head_dim)
+        self.register_buffer("frequencies", frequencies, persistent=False)
+
+    def forward(self, positions: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+        """Cos and sin, each [tokens, 1, head_dim] of `dtype`, from angles in float32."""
+        angles = positions[:, None].float() * self.frequencies
+        angles = torch.cat((angles, angles), dim=-1)[:, None]
+        return angles.cos().to(dtype), angles.sin().to(dtype)
+
+
+def rotate(x: Tensor, rotary: tuple[Tensor, Tensor]) -> Tensor:
+    """Rotate ``[tokens, heads, head_dim]``; feature i pairs with i + head_dim / 2."""
+    cos, sin = rotary
+    first, second = x.chunk(2, dim=-1)
+    return x * cos + torch.cat((-second, first), dim=-1) * sin
+
+
+class SelfAttention(nn.Module):
+    """Grouped-query attention over the paged cache.
+
+    Args:
+        config: the model.
+        layer: its number.
+        shard: this rank's share.
+        qkv_bias: whether the input projections have a bias.
+        output_bias: whether the output projection has one.
+        qk_norm: normalise every query and key head before the rotation.
+    """
+
+    def __init__(
+        self,
+        config: ModelConfig,
+        layer: int,
+        shard: Shard,
+        *,
+        qkv_bias: bool = False,
+        output_bias: bool = False,
+        qk_norm: bool = False,
+    ) -> None:
+        super().__init__()
+        name, dim = f"model.layers.{layer}.self_attn", config.head_dim
+        self.layer, self.head_dim, self.window = layer, dim, config.windows[layer]
+        query = shard.span(config.num_heads)
+        kv = shard.kv_heads(config.num_kv_heads)
+        self.heads, self.kv_heads = query[1], kv[1]
+        parts = [("q_proj", config.num_heads, query)]
+        parts += [(part, config.num_kv_heads, kv) for part in ("k_proj", "v_proj")]
+        self.qkv_proj = ColumnLinear(
+            config.hidden_size,
+            [
+                (f"{name}.{part}", total * dim, (first * dim, number * dim))
+                for part, total, (first, number) in parts
+            ],
+            bias=qkv_bias,
+        )
+        self.o_proj = RowLinear(
+            f"{name}.o_proj", config.num_heads * dim, config.hidden_size, shard, bias=output_bias
+        )
+        eps = config.rms_norm_eps
+        self.q_norm = RMSNorm(f"{name}.q_norm", dim, eps) if qk_norm else None
+        self.k_norm = RMSNorm(f"{name}.k_norm", dim, eps) if qk_norm else None
+
+    def forward(
+        self, hidden: Tensor, rotary: tuple[Tensor, Tensor], attention: AttentionContext
+    ) -> Tensor:
+        """[tokens, hidden] to [tokens, hidden]; writes this layer's K and V into the cache."""
+        heads = self.qkv_proj(hidden).unflatten(-1, (-1, self.head_dim))
+        query, key, value = heads.split((self.heads, self.kv_heads, self.kv_heads), dim=1)
+        if self.q_norm is not None and self.k_norm is not None:
+            query, key = self.q_norm(query), self.k_norm(key)
+        query, key = rotate(query, rotary), rotate(key, rotary)
+        out = attention.attend(self.layer, query, key, value, self.window)
+        return self.o_proj(out.flatten(1))  # type: ignore[no-any-return]
+
+
+class GatedMLP(nn.Module):
+    """``down(silu(gate(x)) * up(x))``."""
+
+    def __init__(self, config: ModelConfig, layer: int, shard: Shard, *, bias: bool) -> None:
+        super().__init__()
+        name, size = f"model.layers.{layer}.mlp", config.intermediate_size
+        self.gate_up_proj = ColumnLinear(
+            config.hidden_size,
+            [(f"{name}.{part}", size, shard.span(size)) for part in ("gate_proj", "up_proj")],
+            bias=bias,
+        )
+        self.down_proj = RowLinear(f"{name}.down_proj", size, config.hidden_size, shard, bias=bias)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """[tokens, hidden] to [tokens, hidden]."""
+        gate, up = self.gate_up_proj(x).chunk(2, dim=-1)
+        return self.down_proj(F.silu(gate) * up)  # type: ignore[no-any-return]

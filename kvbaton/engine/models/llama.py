@@ -1,0 +1,97 @@
+"""Llama 2, 3, 3.1, 3.2, and the frame that its relatives share."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from torch import Tensor, nn
+
+from kvbaton.engine.attention import AttentionContext
+from kvbaton.engine.model_config import ModelConfig
+from kvbaton.engine.models.layers import (
+    ColumnLinear,
+    Embedding,
+    GatedMLP,
+    Piece,
+    RMSNorm,
+    RotaryEmbedding,
+    RowLinear,
+    SelfAttention,
+)
+from kvbaton.engine.shard import Shard
+
+
+class DecoderLayer(nn.Module):
+    """Attention and MLP, each on the normalised stream and added back to it."""
+
+    def __init__(
+        self, config: ModelConfig, layer: int, shard: Shard, attention: SelfAttention
+    ) -> None:
+        super().__init__()
+        name, size, eps = f"model.layers.{layer}", config.hidden_size, config.rms_norm_eps
+        self.input_norm = RMSNorm(f"{name}.input_layernorm", size, eps)
+        self.self_attn = attention
+        self.post_norm = RMSNorm(f"{name}.post_attention_layernorm", size, eps)
+        self.mlp = GatedMLP(config, layer, shard, bias=config.mlp_bias)
+
+    def forward(
+        self, hidden: Tensor, rotary: tuple[Tensor, Tensor], attention: AttentionContext
+    ) -> Tensor:
+        """[tokens, hidden] to [tokens, hidden]."""
+        hidden = hidden + self.self_attn(self.input_norm(hidden), rotary, attention)
+        return hidden + self.mlp(self.post_norm(hidden))  # type: ignore[no-any-return]
+
+
+class LlamaForCausalLM(nn.Module):
+    """The whole model; a relative overrides `attention_layer`."""
+
+    def __init__(self, config: ModelConfig, shard: Shard) -> None:
+        super().__init__()
+        self.config, self.shard = config, shard
+        self.embed_tokens = Embedding("model.embed_tokens", config.vocab_size, config.hidden_size)
+        self.layers = nn.ModuleList(
+            DecoderLayer(config, layer, shard, self.attention_layer(layer))
+            for layer in range(config.num_layers)
+        )
+        self.norm = RMSNorm("model.norm", config.hidden_size, config.rms_norm_eps)
+        self.rotary = RotaryEmbedding(config.rope, config.head_dim)
+        vocab = config.vocab_size
+        self.lm_head = (
+            None
+            if config.tie_word_embeddings
+            else ColumnLinear(config.hidden_size, [("lm_head", vocab, (0, vocab))], bias=False)
+        )
+
+    def attention_layer(self, layer: int) -> SelfAttention:
+        """The attention of one layer."""
+        bias = self.config.attention_bias
+        return SelfAttention(self.config, layer, self.shard, qkv_bias=bias, output_bias=bias)
+
+    def forward(self, token_ids: Tensor, positions: Tensor, attention: AttentionContext) -> Tensor:
+        """Run all layers.
+
+        Args:
+            token_ids: [tokens] int64, sequence after sequence.
+            positions: [tokens] int64, absolute.
+            attention: knows the sequences and the cache.
+
+        Returns:
+            [tokens, hidden_size], normalised.
+        """
+        hidden: Tensor = self.embed_tokens(token_ids)
+        rotary = self.rotary(positions, hidden.dtype)
+        for layer in self.layers:
+            hidden = layer(hidden, rotary, attention)
+        return self.norm(hidden)  # type: ignore[no-any-return]
+
+    def logits(self, hidden: Tensor) -> Tensor:
+        """[rows, hidden_size] to [rows, vocab_size] float32."""
+        if self.lm_head is not None:
+            return self.lm_head(hidden).float()  # type: ignore[no-any-return]
+        return (hidden @ self.embed_tokens.weight.T).float()
+
+    def pieces(self) -> Iterator[Piece]:
+        """Every tensor of the checkpoint that this rank needs."""
+        for module in self.modules():
+            if isinstance(module, (RMSNorm, ColumnLinear, RowLinear, Embedding)):
+                yield from module.pieces()

@@ -1,0 +1,282 @@
+"""From logits to tokens: every decision is a function of logits, tokens so far and the seed.
+
+A sampled token is ``argmax(processed logits / temperature + Gumbel noise)``, which is a draw from
+the softmax (Gumbel 1954; Maddison et al., arXiv 1411.0030); the noise comes from a counter (see
+`philox`), so the same logits give the same token on any rank and node, after any retry.
+
+Processing, in this order: `logit_bias`, `min_tokens`, repetition, presence and frequency penalty,
+temperature, top-k, top-p, min-p. Rows without a feature do not pay for it. Log probabilities that
+are reported are those of the raw logits.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import numpy.typing as npt
+import torch
+from torch import Tensor
+
+from kvbaton.kernels.philox import PURPOSE_SAMPLE, gumbel_noise
+from kvbaton.wire import SamplingParams, TokenLogprobs, TopLogprob
+
+GREEDY_BELOW = 1e-5
+"""Temperatures below this are greedy."""
+
+NOISE_ELEMENTS = 1 << 22
+"""Noise made at a time: bounds the 64-bit intermediates."""
+
+SEED_MASK = (1 << 64) - 1
+
+
+@dataclass(frozen=True)
+class SampleRows:
+    """What the sampler must know of each row of logits.
+
+    Attributes:
+        params: [rows].
+        num_prompt: [rows] int64, tokens of the prompt.
+        lengths: [rows] int64, tokens so far; so the position of the token to choose.
+        choices: [rows] int64, for the noise.
+        tokens: [rows, >= longest] integer tensor on the device, tokens so far; what stands past a
+            row's length is not looked at. None if no row has a penalty.
+    """
+
+    params: Sequence[SamplingParams]
+    num_prompt: npt.NDArray[np.int64]
+    lengths: npt.NDArray[np.int64]
+    choices: npt.NDArray[np.int64]
+    tokens: Tensor | None
+
+
+def has_penalty(params: SamplingParams) -> bool:
+    """Whether a row needs its `SampleRows.tokens`."""
+    return (
+        params.repetition_penalty != 1.0
+        or params.presence_penalty != 0.0
+        or params.frequency_penalty != 0.0
+    )
+
+
+def sample(logits: Tensor, rows: SampleRows, eos_token_ids: tuple[int, ...]) -> Tensor:
+    """Choose a token for each row.
+
+    Args:
+        logits: [rows, vocab] float32; overwritten.
+        rows: what belongs to them.
+        eos_token_ids: the model's own end tokens.
+
+    Returns:
+        [rows] int64, on the device of `logits`.
+    """
+    process_logits(logits, rows, eos_token_ids)
+    _add_noise(logits, rows)
+    return logits.argmax(dim=-1)
+
+
+def process_logits(logits: Tensor, rows: SampleRows, eos_token_ids: tuple[int, ...]) -> None:
+    """Apply all but the noise, in place; the softmax is then what a row is drawn from."""
+    _add_bias(logits, rows.params)
+    _forbid_stops(logits, rows, eos_token_ids)
+    _penalize(logits, rows)
+    _divide_by_temperature(logits, rows.params)
+    _keep_top_k(logits, rows.params)
+    _keep_top_p(logits, rows.params)
+    _keep_min_p(logits, rows.params)
+
+
+def _where(flags: Sequence[bool], device: torch.device) -> Tensor | None:
+    """Numbers of the rows that have a feature; None if there is none."""
+    found = [row for row, flag in enumerate(flags) if flag]
+    return torch.tensor(found, device=device) if found else None
+
+
+def _column(values: Sequence[float], index: Tensor) -> Tensor:
+    """The chosen rows' values, [chosen, 1] float32."""
+    return torch.tensor(values, dtype=torch.float32, device=index.device)[index][:, None]
+
+
+# --- what comes before the temperature ---
+
+
+def _put(logits: Tensor, entries: list[tuple[int, int, float]]) -> None:
+    """Add a value to (row, token). A token that does not exist can't be chosen anyway."""
+    entries = [entry for entry in entries if entry[1] < logits.shape[1]]
+    if entries:
+        row, token, value = zip(*entries, strict=True)
+        index = torch.tensor([row, token], device=logits.device)
+        values = torch.tensor(value, dtype=logits.dtype, device=logits.device)
+        logits.index_put_((index[0], index[1]), values, accumulate=True)
+
+
+def _add_bias(logits: Tensor, params: Sequence[SamplingParams]) -> None:
+    _put(
+        logits,
+        [
+            (row, token, bias)
+            for row, param in enumerate(params)
+            for token, bias in param.logit_bias.items()
+        ],
+    )
+
+
+def _forbid_stops(logits: Tensor, rows: SampleRows, eos_token_ids: tuple[int, ...]) -> None:
+    """Tokens that would end the text are impossible before `min_tokens`."""
+    generated = rows.lengths - rows.num_prompt
+    entries: list[tuple[int, int, float]] = []
+    for row, params in enumerate(rows.params):
+        if generated[row] < params.min_tokens:
+            stops = {*params.stop_token_ids, *(() if params.ignore_eos else eos_token_ids)}
+            entries += [(row, token, -math.inf) for token in stops]
+    _put(logits, entries)
+
+
+def _penalize(logits: Tensor, rows: SampleRows) -> None:
+    """Repetition (Keskar et al., arXiv 1909.05858) over all tokens; the others over generated."""
+    index = _where([has_penalty(params) for params in rows.params], logits.device)
+    if index is None:
+        return
+    assert rows.tokens is not None, "penalties need the tokens so far"
+    part = logits[index]
+    seen = _counts(rows, index, logits.shape[1], generated_only=False) > 0
+    repetition = _column([params.repetition_penalty for params in rows.params], index)
+    scaled = torch.where(part > 0, part / repetition, part * repetition)
+    part = torch.where(seen, scaled, part)
+    generated = _counts(rows, index, logits.shape[1], generated_only=True)
+    frequency = _column([params.frequency_penalty for params in rows.params], index)
+    presence = _column([params.presence_penalty for params in rows.params], index)
+    logits[index] = part - frequency * generated - presence * (generated > 0)
+
+
+def _counts(rows: SampleRows, index: Tensor, vocab: int, *, generated_only: bool) -> Tensor:
+    """How often each token occurs in the chosen rows, [chosen, vocab] float32."""
+    assert rows.tokens is not None
+    tokens = rows.tokens[index].long()
+    position = torch.arange(tokens.shape[1], device=index.device)
+    counted = position < torch.from_numpy(rows.lengths).to(index.device)[index][:, None]
+    if generated_only:
+        counted &= position >= torch.from_numpy(rows.num_prompt).to(index.device)[index][:, None]
+    counts = torch.zeros((len(index), vocab), device=index.device)
+    return counts.scatter_add_(1, tokens.masked_fill(~counted, 0), counted.float())
+
+
+# --- temperature and truncation ---
+
+
+def _divide_by_temperature(logits: Tensor, params: Sequence[SamplingParams]) -> None:
+    values = [p.temperature if p.temperature >= GREEDY_BELOW else 1.0 for p in params]
+    if any(value != 1.0 for value in values):
+        logits.div_(torch.tensor(values, device=logits.device)[:, None])
+
+
+def _keep_top_k(logits: Tensor, params: Sequence[SamplingParams]) -> None:
+    counts = [param.top_k for param in params]
+    index = _where([0 < count < logits.shape[1] for count in counts], logits.device)
+    if index is None:
+        return
+    part = logits[index]
+    kept = torch.tensor(counts, device=logits.device)[index]
+    best = part.topk(int(kept.max())).values
+    logits[index] = part.masked_fill_(part < best.gather(1, kept[:, None] - 1), -math.inf)
+
+
+def _keep_top_p(logits: Tensor, params: Sequence[SamplingParams]) -> None:
+    """Keep the smallest set of best tokens whose mass reaches `top_p` (arXiv 1904.09751)."""
+    index = _where([param.top_p < 1.0 for param in params], logits.device)
+    if index is None:
+        return
+    part = logits[index]
+    ordered, order = part.sort(dim=-1, stable=True)
+    mass = ordered.softmax(dim=-1).cumsum(dim=-1)
+    dropped = mass <= 1.0 - _column([param.top_p for param in params], index)
+    dropped[:, -1] = False
+    dropped = torch.empty_like(dropped).scatter_(1, order, dropped)
+    logits[index] = part.masked_fill_(dropped, -math.inf)
+
+
+def _keep_min_p(logits: Tensor, params: Sequence[SamplingParams]) -> None:
+    """Keep tokens whose probability is at least `min_p` of the best one's (arXiv 2407.01082)."""
+    index = _where([param.min_p > 0.0 for param in params], logits.device)
+    if index is None:
+        return
+    part = logits[index]
+    least = part.amax(-1, keepdim=True) + _column([p.min_p for p in params], index).log()
+    logits[index] = part.masked_fill_(part < least, -math.inf)
+
+
+def _add_noise(logits: Tensor, rows: SampleRows) -> None:
+    """Gumbel noise on the rows that are not greedy."""
+    index = _where([p.temperature >= GREEDY_BELOW for p in rows.params], logits.device)
+    if index is None:
+        return
+    seeds = torch.tensor([_signed_seed(param) for param in rows.params], device=logits.device)
+    positions, choices = (
+        torch.from_numpy(x).to(logits.device) for x in (rows.lengths, rows.choices)
+    )
+    vocab = logits.shape[1]
+    for part in torch.split(index, max(1, NOISE_ELEMENTS // vocab)):
+        logits[part] += gumbel_noise(
+            seeds[part], positions[part], choices[part], vocab, PURPOSE_SAMPLE
+        )
+
+
+def _signed_seed(params: SamplingParams) -> int:
+    """The seed's 64 bits as the int64 with the same bits; greedy rows may come without."""
+    seed = (params.seed or 0) & SEED_MASK
+    return seed - (1 << 64) if seed >> 63 else seed
+
+
+# --- log probabilities ---
+
+
+@dataclass(frozen=True)
+class Logprobs:
+    """Log probabilities of chosen tokens and of the best candidates, still on the device.
+
+    Attributes:
+        chosen: [rows] float32.
+        rank: [rows] int64, 1 for the most probable token.
+        top: [rows, n] float32, descending.
+        top_ids: [rows, n] int64.
+    """
+
+    chosen: Tensor
+    rank: Tensor
+    top: Tensor
+    top_ids: Tensor
+
+    def messages(self, counts: Sequence[int]) -> tuple[TokenLogprobs, ...]:
+        """One per row, with as many candidates as asked for."""
+        columns = (self.chosen, self.rank, self.top, self.top_ids)
+        return tuple(
+            TokenLogprobs(
+                logprob,
+                rank,
+                tuple(
+                    TopLogprob(token, value, place)
+                    for place, (token, value) in enumerate(
+                        zip(ids[:count], top[:count], strict=True), 1
+                    )
+                ),
+            )
+            for count, logprob, rank, top, ids in zip(
+                counts, *(column.tolist() for column in columns), strict=True
+            )
+        )
+
+
+def logprobs_of(logprobs: Tensor, tokens: Tensor, count: int) -> Logprobs:
+    """Pick chosen tokens and the best candidates.
+
+    Args:
+        logprobs: [rows, vocab], ``log_softmax`` of raw logits.
+        tokens: [rows] int64.
+        count: candidates.
+    """
+    chosen = logprobs.gather(1, tokens[:, None])
+    rank = (logprobs > chosen).sum(-1) + 1
+    top, ids = logprobs.topk(min(count, logprobs.shape[1]), dim=-1)
+    return Logprobs(chosen[:, 0], rank, top, ids)

@@ -1,0 +1,131 @@
+"""What a rank remembers of its sequences from step to step: tokens, block tables, sampling."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import numpy.typing as npt
+import torch
+from torch import Tensor
+
+from kvbaton.engine.step import Fork, NewSequence
+from kvbaton.wire import SamplingParams
+
+
+@dataclass(frozen=True)
+class Branches:
+    """The first tokens of a request with several choices, for the forks to come.
+
+    Attributes:
+        length: tokens of the sequence before them.
+        tokens: [choices] int64.
+    """
+
+    length: int
+    tokens: Tensor
+
+
+class Sequences:
+    """One row per sequence.
+
+    Tokens live on the device, since a sampled one may be needed there before the host has seen it;
+    their number is known here without looking.
+
+    Attributes:
+        tokens: [rows, max_tokens] int32, on the device.
+        lengths: [rows] int64, tokens of each row.
+        num_prompt: [rows] int64, how many of them are the prompt.
+        choices: [rows] int64.
+        tables: [rows, max_blocks] int64, block tables, 0 beyond their ends.
+        params: per row, None if it is free.
+    """
+
+    def __init__(
+        self, *, rows: int, max_tokens: int, max_blocks: int, device: torch.device
+    ) -> None:
+        self.tokens = torch.zeros((rows, max_tokens), dtype=torch.int32, device=device)
+        self.lengths = np.zeros(rows, np.int64)
+        self.num_prompt = np.zeros(rows, np.int64)
+        self.choices = np.zeros(rows, np.int64)
+        self.tables = np.zeros((rows, max_blocks), np.int64)
+        self.params: list[SamplingParams | None] = [None] * rows
+        self._table_lens = np.zeros(rows, np.int64)
+        self._branches: dict[int, Branches] = {}
+        self._row: dict[int, int] = {}
+        self._free = list(range(rows - 1, -1, -1))
+
+    def rows(self, handles: Sequence[int]) -> npt.NDArray[np.int64]:
+        """Rows of sequences, in their order."""
+        return np.array([self._row[handle] for handle in handles], np.int64)
+
+    def sampling(self, row: int) -> SamplingParams:
+        """Sampling of a row in use."""
+        params = self.params[row]
+        assert params is not None, f"row {row} holds no sequence"
+        return params
+
+    def add(self, new: NewSequence) -> None:
+        """Start a sequence, or start it again."""
+        self.end(new.handle)
+        ids = torch.tensor(new.token_ids, dtype=torch.int32)
+        row = self._take(new.handle, len(ids), new.num_prompt, new.choice, new.params)
+        self.tokens[row, : len(ids)] = ids.to(self.tokens.device)
+
+    def fork(self, fork: Fork) -> None:
+        """Start a sequence as a copy of another up to the token that was sampled for it."""
+        parent = self._row[fork.parent]
+        branches, params = self._branches[parent], self.sampling(parent)
+        length = branches.length
+        row = self._take(fork.child, length + 1, int(self.num_prompt[parent]), fork.choice, params)
+        self.tokens[row, :length] = self.tokens[parent, :length]
+        self.tokens[row, length] = branches.tokens[fork.choice]
+
+    def end(self, handle: int) -> None:
+        """Forget a sequence; unknown ones are fine."""
+        row = self._row.pop(handle, None)
+        if row is not None:
+            self.params[row] = None
+            self._branches.pop(row, None)
+            self._free.append(row)
+
+    def append_blocks(self, row: int, blocks: Sequence[int]) -> None:
+        """Extend a block table."""
+        end = self._table_lens[row] + len(blocks)
+        self.tables[row, self._table_lens[row] : end] = blocks
+        self._table_lens[row] = end
+
+    def append_tokens(self, rows: npt.NDArray[np.int64], tokens: Tensor) -> None:
+        """Add one token to each of these rows."""
+        device = self.tokens.device
+        index = torch.from_numpy(rows).to(device), torch.from_numpy(self.lengths[rows]).to(device)
+        self.tokens[index] = tokens.int()
+        self.lengths[rows] += 1
+
+    def branch(self, row: int, tokens: Tensor) -> None:
+        """Remember the tokens that all choices start with; before `append_tokens`."""
+        self._branches[row] = Branches(int(self.lengths[row]), tokens)
+
+    def _take(
+        self, handle: int, length: int, num_prompt: int, choice: int, params: SamplingParams
+    ) -> int:
+        if not self._free:
+            self._grow()
+        row = self._free.pop()
+        self._row[handle] = row
+        self.lengths[row], self.num_prompt[row], self.choices[row] = length, num_prompt, choice
+        self.tables[row] = 0
+        self._table_lens[row] = 0
+        self.params[row] = params
+        return row
+
+    def _grow(self) -> None:
+        """Twice the rows."""
+        rows = len(self.params)
+        self.tokens = torch.cat((self.tokens, torch.zeros_like(self.tokens)))
+        for name in ("lengths", "num_prompt", "choices", "tables", "_table_lens"):
+            array = getattr(self, name)
+            setattr(self, name, np.concatenate((array, np.zeros_like(array))))
+        self.params += [None] * rows
+        self._free = list(range(2 * rows - 1, rows - 1, -1))

@@ -1,0 +1,228 @@
+"""Small random models in real Hugging Face folders, for tests, demos and benchmarks.
+
+A folder holds ``config.json``, ``generation_config.json``, safetensors (one file, or several with
+an index), and a byte-level BPE ``tokenizer.json`` with ``tokenizer_config.json`` and chat template.
+Equal arguments give equal files. The text is noise, but every part of the path to it is real.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, Literal
+
+import torch
+from safetensors.torch import save_file
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers, processors, trainers
+from torch import Tensor
+
+Family = Literal["llama", "mistral", "qwen2", "qwen3"]
+
+ARCHITECTURES: dict[Family, str] = {
+    "llama": "LlamaForCausalLM",
+    "mistral": "MistralForCausalLM",
+    "qwen2": "Qwen2ForCausalLM",
+    "qwen3": "Qwen3ForCausalLM",
+}
+BOS, EOS, TURN = "<|begin|>", "<|endoftext|>", "<|turn|>"
+TOKENIZER_SIZE = 384
+CORPUS = (
+    "A prefill node computes the keys and values of a prompt, block by block.",
+    "A decode node takes over the baton and writes the answer, one token at a time.",
+    "The quick brown fox jumps over the lazy dog, and the dog does not mind at all.",
+    "What is the capital of France? The capital of France is Paris, a city on the Seine.",
+    "Write a short story about a relay race in which the runners hand over a baton.",
+    "def add(first: int, second: int) -> int:\n    return first + second\n",
+    "One, two, three, four, five, six, seven, eight, nine, ten. Straße, naïve, 東京, Ελλάδα.",
+)
+CHAT_TEMPLATE = (
+    "{{ bos_token }}{% for message in messages %}"
+    "<|turn|>{{ message['role'] }}\n{{ message['content'] }}<|turn|>\n{% endfor %}"
+    "{% if add_generation_prompt %}<|turn|>assistant\n{% endif %}"
+)
+
+
+@dataclass(frozen=True, kw_only=True)
+class CheckpointSpec:
+    """What to make.
+
+    Attributes:
+        family: which model family.
+        seed: of the weights.
+        vocab_size: of the model; at least the tokenizer's 384.
+        dtype: of the stored weights.
+        shards: safetensors files.
+        tied: output projection shares the embedding.
+        config: further entries of ``config.json``, or others than ours.
+    """
+
+    family: Family = "llama"
+    seed: int = 0
+    vocab_size: int = TOKENIZER_SIZE
+    hidden_size: int = 64
+    intermediate_size: int = 128
+    num_layers: int = 2
+    num_heads: int = 4
+    num_kv_heads: int = 2
+    head_dim: int = 16
+    max_position_embeddings: int = 512
+    dtype: Literal["float32", "float16", "bfloat16"] = "float32"
+    shards: int = 1
+    tied: bool = False
+    config: Mapping[str, Any] = field(default_factory=dict)
+
+
+def make_checkpoint(folder: str | Path, spec: CheckpointSpec | None = None) -> Path:
+    """Write a model folder and return it."""
+    spec = spec or CheckpointSpec()
+    folder = Path(folder)
+    folder.mkdir(parents=True, exist_ok=True)
+    tokenizer = _tokenizer()
+    tokenizer.save(str(folder / "tokenizer.json"))
+    config = _config(spec, tokenizer)
+    _write_json(folder / "config.json", config)
+    _write_json(folder / "generation_config.json", _generation_config(tokenizer))
+    _write_json(folder / "tokenizer_config.json", _tokenizer_config(spec))
+    _save_weights(folder, dict(_weights(spec, config)), spec.shards)
+    return folder
+
+
+# --- configuration ---
+
+
+def _config(spec: CheckpointSpec, tokenizer: Tokenizer) -> dict[str, Any]:
+    config: dict[str, Any] = {
+        "architectures": [ARCHITECTURES[spec.family]],
+        "model_type": spec.family,
+        "vocab_size": spec.vocab_size,
+        "hidden_size": spec.hidden_size,
+        "intermediate_size": spec.intermediate_size,
+        "num_hidden_layers": spec.num_layers,
+        "num_attention_heads": spec.num_heads,
+        "num_key_value_heads": spec.num_kv_heads,
+        "head_dim": spec.head_dim,
+        "hidden_act": "silu",
+        "max_position_embeddings": spec.max_position_embeddings,
+        "rms_norm_eps": 1e-6,
+        "rope_theta": 10000.0,
+        "tie_word_embeddings": spec.tied,
+        "bos_token_id": tokenizer.token_to_id(BOS),
+        "eos_token_id": tokenizer.token_to_id(EOS),
+        "torch_dtype": spec.dtype,
+    }
+    if spec.family == "mistral":
+        config["sliding_window"] = None
+    return config | dict(spec.config)
+
+
+def _generation_config(tokenizer: Tokenizer) -> dict[str, Any]:
+    ids = [tokenizer.token_to_id(token) for token in (EOS, TURN)]
+    return {"bos_token_id": tokenizer.token_to_id(BOS), "eos_token_id": ids}
+
+
+def _write_json(path: Path, content: dict[str, Any]) -> None:
+    path.write_text(json.dumps(content, indent=2) + "\n", encoding="utf-8")
+
+
+# --- tokenizer ---
+
+
+def _tokenizer() -> Tokenizer:
+    """A byte-level BPE trained on `CORPUS`; puts `BOS` before a text."""
+    tokenizer = Tokenizer(models.BPE())
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    tokenizer.decoder = decoders.ByteLevel()
+    trainer = trainers.BpeTrainer(
+        vocab_size=TOKENIZER_SIZE,
+        special_tokens=[BOS, EOS, TURN],
+        initial_alphabet=sorted(pre_tokenizers.ByteLevel.alphabet()),
+        show_progress=False,
+    )
+    tokenizer.train_from_iterator(CORPUS, trainer)
+    tokenizer.post_processor = processors.TemplateProcessing(
+        single=f"{BOS} $A",
+        pair=f"{BOS} $A $B",
+        special_tokens=[(BOS, tokenizer.token_to_id(BOS))],
+    )
+    return tokenizer
+
+
+def _tokenizer_config(spec: CheckpointSpec) -> dict[str, Any]:
+    return {
+        "tokenizer_class": "PreTrainedTokenizerFast",
+        "bos_token": BOS,
+        "eos_token": EOS,
+        "clean_up_tokenization_spaces": False,
+        "model_max_length": spec.max_position_embeddings,
+        "chat_template": CHAT_TEMPLATE,
+    }
+
+
+# --- weights ---
+
+
+def _shapes(spec: CheckpointSpec, config: dict[str, Any]) -> Iterator[tuple[str, tuple[int, ...]]]:
+    """Names and shapes of all tensors, as transformers has them."""
+    hidden, middle, dim = spec.hidden_size, spec.intermediate_size, spec.head_dim
+    yield "model.embed_tokens.weight", (spec.vocab_size, hidden)
+    for layer in range(spec.num_layers):
+        name = f"model.layers.{layer}"
+        rows = {"q": spec.num_heads * dim, "k": spec.num_kv_heads * dim}
+        rows["v"] = rows["k"]
+        for part, size in rows.items():
+            yield f"{name}.self_attn.{part}_proj.weight", (size, hidden)
+            if spec.family == "qwen2" or config.get("attention_bias"):
+                yield f"{name}.self_attn.{part}_proj.bias", (size,)
+        yield f"{name}.self_attn.o_proj.weight", (hidden, rows["q"])
+        if config.get("attention_bias"):
+            yield f"{name}.self_attn.o_proj.bias", (hidden,)
+        if spec.family == "qwen3":
+            yield f"{name}.self_attn.q_norm.weight", (dim,)
+            yield f"{name}.self_attn.k_norm.weight", (dim,)
+        for part, shape in (("gate", (middle, hidden)), ("up", (middle, hidden))):
+            yield f"{name}.mlp.{part}_proj.weight", shape
+            if config.get("mlp_bias"):
+                yield f"{name}.mlp.{part}_proj.bias", shape[:1]
+        yield f"{name}.mlp.down_proj.weight", (hidden, middle)
+        if config.get("mlp_bias"):
+            yield f"{name}.mlp.down_proj.bias", (hidden,)
+        yield f"{name}.input_layernorm.weight", (hidden,)
+        yield f"{name}.post_attention_layernorm.weight", (hidden,)
+    yield "model.norm.weight", (hidden,)
+    if not spec.tied:
+        yield "lm_head.weight", (spec.vocab_size, hidden)
+
+
+def _weights(spec: CheckpointSpec, config: dict[str, Any]) -> Iterator[tuple[str, Tensor]]:
+    """Random tensors that keep activations near 1, so that no part of the model goes unnoticed."""
+    generator = torch.Generator().manual_seed(spec.seed)
+    for name, shape in _shapes(spec, config):
+        noise = torch.randn(shape, generator=generator)
+        if name.endswith("norm.weight"):
+            value = 1 + 0.2 * noise
+        elif name.endswith(".bias"):
+            value = 0.2 * noise
+        elif name == "model.embed_tokens.weight":
+            value = noise * (0.3 if spec.tied else 1.0)
+        else:
+            value = noise * 1.5 * shape[-1] ** -0.5
+        yield name, value.to(getattr(torch, spec.dtype))
+
+
+def _save_weights(folder: Path, weights: dict[str, Tensor], shards: int) -> None:
+    metadata = {"format": "pt"}
+    if shards == 1:
+        save_file(weights, folder / "model.safetensors", metadata)
+        return
+    names = list(weights)
+    weight_map: dict[str, str] = {}
+    for shard in range(shards):
+        file = f"model-{shard + 1:05d}-of-{shards:05d}.safetensors"
+        part = {name: weights[name] for name in names[shard::shards]}
+        save_file(part, folder / file, metadata)
+        weight_map |= dict.fromkeys(part, file)
+    total = sum(x.nbytes for x in weights.values())
+    index = {"metadata": {"total_size": total}, "weight_map": weight_map}
+    _write_json(folder / "model.safetensors.index.json", index)

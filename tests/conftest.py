@@ -1,0 +1,151 @@
+"""Fixtures for all rooms: small models, a driver of executors, and transformers as reference."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from kvbaton.wire import SamplingParams
+
+GREEDY = SamplingParams(temperature=0.0, max_tokens=64)
+
+
+class Driver:
+    """Plays scheduler: hands out blocks in a scrambled order, builds plans, keeps all tokens."""
+
+    def __init__(self, folder: Path, *, track_sums: bool = True, **settings: Any) -> None:
+        from kvbaton.engine.config import EngineConfig
+        from kvbaton.engine.local import LocalExecutor
+        from kvbaton.engine.model_config import load_model_config
+
+        defaults: dict[str, Any] = {"num_blocks": 256, "device": "cpu", "max_model_len": 128}
+        settings = defaults | settings
+        config = EngineConfig(model=str(folder), **settings)
+        model = load_model_config(folder, config.dtype)
+        self.executor = LocalExecutor(config, model, track_sums=track_sums)
+        self.block_size = config.block_size
+        order = np.random.default_rng(0).permutation(np.arange(1, settings["num_blocks"]))
+        self.free: list[int] = order.tolist()
+        self.tokens: dict[int, list[int]] = {}
+        self.tables: dict[int, list[int]] = {}
+        self.computed: dict[int, int] = {}
+        self._new: dict[int, Any] = {}
+        self._number = 0
+
+    def add(
+        self,
+        token_ids: Sequence[int],
+        params: SamplingParams = GREEDY,
+        *,
+        choice: int = 0,
+        num_prompt: int | None = None,
+        cached: Sequence[int] = (),
+    ) -> int:
+        """A new sequence; the blocks in `cached` hold its first tokens already."""
+        from kvbaton.engine.step import NewSequence
+
+        handle = len(self.tokens) + 1
+        self.tokens[handle] = list(token_ids)
+        self.tables[handle] = []
+        self.computed[handle] = len(cached) * self.block_size
+        prompt = len(token_ids) if num_prompt is None else num_prompt
+        new = NewSequence(handle, tuple(token_ids), prompt, choice, params)
+        self._new[handle] = (new, tuple(cached))
+        return handle
+
+    def step(self, *work: tuple[int, int, int], **more: Any) -> dict[int, Any]:
+        """Compute (handle, tokens, samples) of each; returns what was sampled, by handle."""
+        from kvbaton.engine.step import SequenceStep, StepPlan
+
+        self._number += 1
+        new = tuple(self._new[handle][0] for handle, _, _ in work if handle in self._new)
+        steps = []
+        for handle, count, samples in work:
+            table, end = self.tables[handle], self.computed[handle] + count
+            blocks = list(self._new.pop(handle)[1]) if handle in self._new else []
+            while (len(table) + len(blocks)) * self.block_size < end:
+                blocks.append(self.free.pop())
+            table += blocks
+            start = self.computed[handle]
+            steps.append(SequenceStep(handle, start, count, (tuple(blocks),), samples))
+            self.computed[handle] = end
+        plan = StepPlan(self._number, new=new, steps=tuple(steps), **more)
+        result = self.executor.launch(plan).result()
+        assert result.number == self._number
+        for sampled in result.sampled:
+            if sampled.token_ids:
+                self.tokens[sampled.handle].append(sampled.token_ids[0])
+        return {sampled.handle: sampled for sampled in result.sampled}
+
+    def left(self, handle: int) -> int:
+        """Known tokens that are not computed yet."""
+        return len(self.tokens[handle]) - self.computed[handle]
+
+    def generate(self, handle: int, count: int, *, chunk: int = 1000) -> list[int]:
+        """Prefill in chunks, then decode; the tokens generated."""
+        known = len(self.tokens[handle])
+        while len(self.tokens[handle]) < known + count:
+            tokens = min(chunk, self.left(handle))
+            self.step((handle, tokens, int(tokens == self.left(handle))))
+        return self.tokens[handle][known:]
+
+    def wait(self, pending: Any) -> Any:
+        """Sums of one rank, once they are there."""
+        deadline = time.monotonic() + 20
+        while (found := pending.poll()) is None:
+            assert time.monotonic() < deadline, "sums did not come"
+            time.sleep(0.001)
+        return found[0]
+
+
+@pytest.fixture(scope="session")
+def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., Path]:
+    """Makes a small random model folder of `CheckpointSpec(**arguments)`, once per arguments."""
+    from kvbaton.testing.checkpoints import CheckpointSpec, make_checkpoint
+
+    made: dict[str, Path] = {}
+
+    def make(**arguments: Any) -> Path:
+        spec = CheckpointSpec(**arguments)
+        if repr(spec) not in made:
+            made[repr(spec)] = make_checkpoint(tmp_path_factory.mktemp(spec.family) / "model", spec)
+        return made[repr(spec)]
+
+    return make
+
+
+@pytest.fixture
+def drive() -> Iterator[Callable[..., Driver]]:
+    """Makes drivers, and closes them."""
+    made: list[Driver] = []
+
+    def make(folder: Path, **settings: Any) -> Driver:
+        made.append(Driver(folder, **settings))
+        return made[-1]
+
+    yield make
+    for driver in made:
+        driver.executor.close()
+
+
+@pytest.fixture(scope="session")
+def reference() -> Callable[..., Any]:
+    """The transformers model of a folder, loaded once per dtype."""
+    import torch
+    import transformers
+
+    loaded: dict[tuple[Path, str], Any] = {}
+
+    def load(folder: Path, dtype: str = "float32") -> Any:
+        if (folder, dtype) not in loaded:
+            loaded[folder, dtype] = transformers.AutoModelForCausalLM.from_pretrained(
+                folder, dtype=getattr(torch, dtype)
+            )
+        return loaded[folder, dtype]
+
+    return load

@@ -1,0 +1,228 @@
+"""Every family against transformers: the same tokens, whatever the batch looks like."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from kvbaton.engine.model_config import load_model_config
+from kvbaton.engine.models.layers import inverse_frequencies
+from kvbaton.errors import ConfigError
+
+LLAMA3_ROPE = {
+    "rope_type": "llama3",
+    "factor": 8.0,
+    "low_freq_factor": 1.0,
+    "high_freq_factor": 4.0,
+    "original_max_position_embeddings": 64,
+}
+QWEN_WINDOWS = {"use_sliding_window": True, "sliding_window": 12, "max_window_layers": 1}
+MODELS: dict[str, dict[str, Any]] = {
+    "llama": {"family": "llama"},
+    "llama-tied-sharded": {"family": "llama", "tied": True, "shards": 3},
+    "llama3-rope": {"family": "llama", "config": {"rope_scaling": LLAMA3_ROPE}},
+    "llama-biases": {"family": "llama", "config": {"attention_bias": True, "mlp_bias": True}},
+    "llama-no-gqa": {"family": "llama", "num_kv_heads": 4, "head_dim": 32},
+    "mistral": {"family": "mistral"},
+    "mistral-window": {"family": "mistral", "config": {"sliding_window": 11}},
+    "qwen2": {"family": "qwen2"},
+    "qwen2-windows": {"family": "qwen2", "config": QWEN_WINDOWS},
+    "qwen3": {"family": "qwen3"},
+}
+DTYPES = {"float32": 1e-4, "bfloat16": 0.1, "float16": 0.02}
+
+
+def random_tokens(rng: np.random.Generator, count: int) -> list[int]:
+    ids: list[int] = rng.integers(3, 384, count).tolist()
+    return ids
+
+
+def generate(model: Any, ids: list[int], count: int) -> list[int]:
+    """What transformers generates greedily."""
+    prompt = torch.tensor([ids])
+    out = model.generate(
+        prompt,
+        attention_mask=torch.ones_like(prompt),
+        max_new_tokens=count,
+        do_sample=False,
+        eos_token_id=None,
+        pad_token_id=0,
+    )
+    tokens: list[int] = out[0, len(ids) :].tolist()
+    return tokens
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_a_mixed_batch_generates_what_transformers_does(
+    name: str, checkpoint: Callable[..., Path], reference: Any, drive: Any
+) -> None:
+    folder = checkpoint(**MODELS[name])
+    driver = drive(folder, block_size=4 if name.startswith("llama") else 16)
+    rng = np.random.default_rng(1)
+    prompts = [random_tokens(rng, count) for count in (1, 2, 5, 17, 33, 64)]
+    handles = [driver.add(prompt) for prompt in prompts]
+    while min(len(driver.tokens[h]) - len(p) for h, p in zip(handles, prompts, strict=True)) < 16:
+        work = []
+        for handle in rng.permutation(handles)[: rng.integers(1, 7)].tolist():
+            count = min(driver.left(handle), int(rng.integers(1, 24)))
+            work.append((handle, count, int(count == driver.left(handle))))
+        driver.step(*sorted(work, key=lambda item: item[1] > 1))
+    for handle, prompt in zip(handles, prompts, strict=True):
+        got = driver.tokens[handle][len(prompt) :]
+        assert got == generate(reference(folder), prompt, len(got)), f"prompt of {len(prompt)}"
+
+
+@pytest.mark.parametrize("block_size", [1, 5, 16])
+@pytest.mark.parametrize("chunk", [1, 7, 1000])
+def test_chunks_and_block_sizes_do_not_matter(
+    block_size: int, chunk: int, checkpoint: Callable[..., Path], reference: Any, drive: Any
+) -> None:
+    folder = checkpoint(family="qwen3", num_kv_heads=1, head_dim=32)
+    prompt = random_tokens(np.random.default_rng(2), 41)
+    driver = drive(folder, block_size=block_size)
+    got = driver.generate(driver.add(prompt), 20, chunk=chunk)
+    assert got == generate(reference(folder), prompt, 20)
+
+
+@pytest.mark.parametrize("name", ["llama", "mistral-window"])
+def test_a_cached_prefix_is_used_through_the_block_table(
+    name: str, checkpoint: Callable[..., Path], reference: Any, drive: Any
+) -> None:
+    folder = checkpoint(**MODELS[name])
+    driver = drive(folder, block_size=8)
+    rng = np.random.default_rng(3)
+    prefix = random_tokens(rng, 24)
+    first = driver.add(prefix + random_tokens(rng, 3))
+    driver.generate(first, 2)
+    prompt = prefix + random_tokens(rng, 9)
+    second = driver.add(prompt, cached=driver.tables[first][:3])
+    assert driver.left(second) == 9
+    assert driver.generate(second, 16) == generate(reference(folder), prompt, 16)
+
+
+def test_attention_tiles_a_long_prompt(
+    monkeypatch: pytest.MonkeyPatch, checkpoint: Callable[..., Path], reference: Any, drive: Any
+) -> None:
+    monkeypatch.setattr("kvbaton.engine.attention.TILE_ELEMENTS", 300)
+    for name in ("llama", "mistral-window"):
+        folder = checkpoint(**MODELS[name])
+        prompt = random_tokens(np.random.default_rng(4), 90)
+        driver = drive(folder)
+        got = driver.generate(driver.add(prompt), 6, chunk=50)
+        assert got == generate(reference(folder), prompt, 6)
+
+
+def test_decoding_sequences_of_any_lengths_share_a_step(
+    monkeypatch: pytest.MonkeyPatch, checkpoint: Callable[..., Path], reference: Any, drive: Any
+) -> None:
+    monkeypatch.setattr("kvbaton.engine.attention.BUCKET_ELEMENTS", 4000)
+    folder = checkpoint(**MODELS["qwen2"])
+    driver = drive(folder, block_size=4)
+    rng = np.random.default_rng(5)
+    prompts = [random_tokens(rng, count) for count in (3, 100, 4, 9, 5, 31, 32, 8, 99)]
+    handles = [driver.add(prompt) for prompt in prompts]
+    driver.step(*((handle, driver.left(handle), 1) for handle in handles))
+    for _ in range(11):
+        driver.step(*((handle, 1, 1) for handle in handles))
+    for handle, prompt in zip(handles, prompts, strict=True):
+        expected = generate(reference(folder), prompt, 12)
+        assert driver.tokens[handle][len(prompt) :] == expected
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("family", ["llama", "mistral", "qwen2", "qwen3"])
+def test_logits_are_close_in_every_dtype(
+    family: str,
+    dtype: str,
+    checkpoint: Callable[..., Path],
+    reference: Any,
+    drive: Any,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    folder = checkpoint(family=family)
+    ids = random_tokens(np.random.default_rng(6), 30)
+    driver = drive(folder, dtype=dtype)
+    model = driver.executor._runner.model
+    seen: list[torch.Tensor] = []
+    logits = model.logits
+
+    def record(hidden: torch.Tensor) -> torch.Tensor:
+        seen.append(logits(hidden))
+        return seen[-1].clone()
+
+    monkeypatch.setattr(model, "logits", record)
+    driver.generate(driver.add(ids), 4, chunk=13)
+    full = driver.tokens[1][:-1]
+    with torch.inference_mode():
+        expected = reference(folder, dtype)(torch.tensor([full])).logits[0, len(ids) - 1 :].float()
+    torch.testing.assert_close(torch.cat(seen), expected, atol=DTYPES[dtype], rtol=DTYPES[dtype])
+
+
+def test_llama3_frequencies_equal_those_of_transformers(
+    checkpoint: Callable[..., Path], reference: Any
+) -> None:
+    folder = checkpoint(**MODELS["llama3-rope"])
+    config = load_model_config(folder)
+    expected = reference(folder).model.rotary_emb.inv_freq
+    assert torch.equal(inverse_frequencies(config.rope, config.head_dim), expected)
+    plain = checkpoint(**MODELS["llama"])
+    assert not torch.equal(expected, reference(plain).model.rotary_emb.inv_freq)
+
+
+def edit(folder: Path, tmp_path: Path, **changes: Any) -> Path:
+    """A folder whose config.json is another folder's with changes."""
+    config = json.loads((folder / "config.json").read_text()) | changes
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    return tmp_path
+
+
+@pytest.mark.parametrize(
+    ("changes", "told"),
+    [
+        ({"architectures": ["FalconForCausalLM"]}, "Qwen3ForCausalLM"),
+        ({"architectures": []}, "supported"),
+        ({"auto_map": {"AutoModel": "x.Y"}}, "auto_map"),
+        ({"rope_scaling": {"type": "yarn", "factor": 4.0}}, "yarn"),
+        ({"rope_scaling": {"rope_type": "linear", "factor": 4.0}}, "linear"),
+        ({"rope_scaling": {"rope_type": "llama3", "factor": 4.0}}, "low_freq_factor"),
+        ({"quantization_config": {"bits": 4}}, "quantization_config"),
+        ({"hidden_act": "gelu"}, "gelu"),
+        ({"hidden_size": "big"}, "hidden_size"),
+        ({"num_key_value_heads": 3}, "num_key_value_heads"),
+        ({"num_hidden_layers": 0}, "num_hidden_layers"),
+        ({"torch_dtype": "int8"}, "int8"),
+    ],
+)
+def test_what_is_not_supported_is_refused_by_name(
+    changes: dict[str, Any], told: str, checkpoint: Callable[..., Path], tmp_path: Path
+) -> None:
+    with pytest.raises(ConfigError, match=told):
+        load_model_config(edit(checkpoint(), tmp_path, **changes))
+
+
+def test_missing_and_broken_configuration(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match="no such folder") as raised:
+        load_model_config(tmp_path / "nothing")
+    assert raised.value.field == "--model"
+    with pytest.raises(ConfigError, match=r"config\.json"):
+        load_model_config(tmp_path)
+    (tmp_path / "config.json").write_text("{")
+    with pytest.raises(ConfigError, match="not a JSON object"):
+        load_model_config(tmp_path)
+
+
+def test_end_tokens_and_sampling_defaults_come_from_both_files(
+    checkpoint: Callable[..., Path], tmp_path: Path
+) -> None:
+    folder = edit(checkpoint(), tmp_path, eos_token_id=7)
+    generation = {"eos_token_id": [1, 5], "temperature": 0.6, "top_k": 20}
+    (folder / "generation_config.json").write_text(json.dumps(generation))
+    config = load_model_config(folder)
+    assert config.eos_token_ids == (1, 5, 7)
+    assert config.sampling_defaults == {"temperature": 0.6, "top_k": 20}
