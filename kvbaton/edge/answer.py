@@ -1,0 +1,85 @@
+"""How events become an answer, whole or streamed: what both generating endpoints share."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncGenerator, Sequence
+from contextlib import aclosing
+from typing import Protocol
+
+import msgspec
+from aiohttp import web
+from msgspec import Struct
+
+from kvbaton.edge.body import json_response
+from kvbaton.edge.config import Frontend
+from kvbaton.edge.jobs import Event, Job, fold, run_jobs
+from kvbaton.edge.sse import send_events
+from kvbaton.edge.usage import Tally, wants_usage
+from kvbaton.openai import SamplingFields, Usage
+
+GRACE_S = 10.0
+"""The source ends a request at its deadline; if it does not, we do so this much later."""
+
+
+class Shape(Protocol):
+    """Formats the events of one endpoint."""
+
+    def chunk(self, event: Event, usage: Usage | None) -> Struct:
+        """One event of a stream."""
+        ...
+
+    def usage_chunk(self, usage: Usage) -> Struct:
+        """The last event of a stream that reports usage."""
+        ...
+
+    def whole(self, events: Sequence[Event], usage: Usage) -> Struct:
+        """All choices at once."""
+        ...
+
+
+async def respond(
+    request: web.Request,
+    frontend: Frontend,
+    body: SamplingFields,
+    jobs: Sequence[Job],
+    shape: Shape,
+) -> web.StreamResponse:
+    """Run the jobs and answer.
+
+    Raises:
+        RequestError, EngineDeadError: nothing was sent yet and it can't be served.
+        TimeoutError: nothing was sent yet and the deadline is long over.
+    """
+    async with asyncio.timeout(jobs[0].request.deadline_s + GRACE_S):
+        if body.stream:
+            return await send_events(request, _chunks(frontend, body, jobs, shape))
+        tally = Tally(jobs)
+        events = []
+        async with aclosing(run_jobs(frontend, jobs)) as stream:
+            async for event in stream:
+                tally.add(event)
+                events.append(event)
+        return json_response(shape.whole(fold(events), tally.usage()))
+
+
+async def _chunks(
+    frontend: Frontend, body: SamplingFields, jobs: Sequence[Job], shape: Shape
+) -> AsyncGenerator[bytes]:
+    tally = Tally(jobs)
+    at_end, always = wants_usage(body)
+    encoder = msgspec.json.Encoder()
+    async with aclosing(run_jobs(frontend, jobs)) as events:
+        async for event in events:
+            tally.add(event)
+            if _says_something(event, body):
+                usage = tally.usage() if always else None
+                yield encoder.encode(shape.chunk(event, usage))
+    if at_end:
+        yield encoder.encode(shape.usage_chunk(tally.usage()))
+
+
+def _says_something(event: Event, body: SamplingFields) -> bool:
+    delta = event.delta
+    tokens = bool(delta.token_ids) and (delta.logprobs is not None or bool(body.return_token_ids))
+    return bool(delta.text or delta.finish_reason or event.first or tokens)

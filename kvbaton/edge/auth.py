@@ -1,0 +1,56 @@
+"""API keys."""
+
+from __future__ import annotations
+
+import hmac
+import ipaddress
+from collections.abc import Sequence
+
+from aiohttp import web
+from aiohttp.typedefs import Handler
+
+from kvbaton.edge.config import FRONTEND
+from kvbaton.errors import RequestError
+
+PROTECTED = ("/v1/", "/inference/", "/tokenize", "/detokenize")
+
+
+def has_key(request: web.Request, api_keys: Sequence[str]) -> bool:
+    """Whether the request carries one of the keys as a bearer token."""
+    scheme, _, token = request.headers.get("Authorization", "").partition(" ")
+    if scheme.lower() != "bearer":
+        return False
+    sent = token.strip().encode(errors="surrogateescape")
+    # Every key is compared, so that the time tells nothing about which one is close.
+    return any([hmac.compare_digest(sent, key.encode()) for key in api_keys])
+
+
+def from_loopback(request: web.Request) -> bool:
+    """Whether the peer is this machine."""
+    try:
+        return ipaddress.ip_address(request.remote or "").is_loopback
+    except ValueError:
+        return False
+
+
+def require_operator(request: web.Request) -> None:
+    """Let in loopback peers and holders of a key.
+
+    Raises:
+        RequestError: 403.
+    """
+    if not from_loopback(request) and not has_key(request, request.app[FRONTEND].config.api_keys):
+        raise RequestError("only from loopback or with an API key", status=403)
+
+
+@web.middleware
+async def auth_middleware(request: web.Request, handler: Handler) -> web.StreamResponse:
+    """Refuse protected paths without a key, where keys are set."""
+    keys = request.app[FRONTEND].config.api_keys
+    if keys and request.path.startswith(PROTECTED) and not has_key(request, keys):
+        raise RequestError(
+            "a valid API key is required: Authorization: Bearer KEY",
+            status=401,
+            code="invalid_api_key",
+        )
+    return await handler(request)

@@ -1,0 +1,300 @@
+"""The OpenAI HTTP API as types: requests, responses, chunks, errors. No behaviour beyond shape.
+
+Field names and shapes are those of OpenAI's API reference; fields marked *extension* carry vLLM's
+names. Unknown fields of a request are ignored, since clients send extras; fields that we know and
+do not support are refused in `edge.sampling`. Every field that a client may send as ``null`` is
+optional here; its default is filled in where the request is converted.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from msgspec import UNSET, Struct, UnsetType
+
+# --- requests ---
+
+
+class StreamOptions(Struct, kw_only=True):
+    """``stream_options`` of a request."""
+
+    include_usage: bool | None = None
+    continuous_usage_stats: bool | None = None
+
+
+class SamplingFields(Struct, kw_only=True):
+    """What both generating endpoints accept.
+
+    Attributes:
+        top_k: extension, as all below it; 0 or -1 keeps all.
+        stop_token_ids: token ids that end the text.
+        skip_special_tokens: leave special tokens out of the text (default true).
+        include_stop_str_in_output: keep the stop string, or stop token, in the text.
+        return_token_ids: answer with prompt and output token ids too.
+        timeout: seconds after which the request is ended (ours).
+    """
+
+    model: str | None = None
+    stream: bool | None = None
+    stream_options: StreamOptions | None = None
+    n: int | None = None
+    max_tokens: int | None = None
+    temperature: float | None = None
+    top_p: float | None = None
+    presence_penalty: float | None = None
+    frequency_penalty: float | None = None
+    logit_bias: dict[int, float] | None = None
+    seed: int | None = None
+    stop: str | list[str] | None = None
+    user: str | None = None
+
+    top_k: int | None = None
+    min_p: float | None = None
+    repetition_penalty: float | None = None
+    stop_token_ids: list[int] | None = None
+    ignore_eos: bool | None = None
+    min_tokens: int | None = None
+    prompt_logprobs: int | None = None
+    skip_special_tokens: bool | None = None
+    include_stop_str_in_output: bool | None = None
+    add_special_tokens: bool | None = None
+    return_token_ids: bool | None = None
+    echo: bool | None = None
+    priority: int | None = None
+    cache_salt: str | None = None
+    request_id: str | None = None
+    timeout: float | None = None
+    kv_transfer_params: dict[str, Any] | None = None
+
+    # Known and not supported: kept so that they can be refused by name.
+    response_format: Any = None
+    best_of: int | None = None
+    use_beam_search: bool | None = None
+    suffix: str | None = None
+    prompt_embeds: Any = None
+    structured_outputs: Any = None
+    guided_json: Any = None
+    guided_regex: Any = None
+    guided_choice: Any = None
+    guided_grammar: Any = None
+
+
+class CompletionRequest(SamplingFields, kw_only=True):
+    """Body of ``POST /v1/completions``."""
+
+    prompt: str | list[str | int | list[int]]
+    logprobs: int | None = None
+
+
+class ChatRequest(SamplingFields, kw_only=True):
+    """Body of ``POST /v1/chat/completions``."""
+
+    messages: list[dict[str, Any]]
+    max_completion_tokens: int | None = None
+    logprobs: bool | None = None
+    top_logprobs: int | None = None
+
+    tools: list[dict[str, Any]] | None = None
+    tool_choice: str | dict[str, Any] | None = None
+    add_generation_prompt: bool | None = None
+    chat_template_kwargs: dict[str, Any] | None = None
+
+    functions: Any = None
+    function_call: Any = None
+    audio: Any = None
+    modalities: list[str] | None = None
+    chat_template: str | None = None
+    continue_final_message: bool | None = None
+    web_search_options: Any = None
+
+
+class TokenizeRequest(Struct, kw_only=True):
+    """Body of ``POST /tokenize``: either `prompt` or `messages`."""
+
+    model: str | None = None
+    prompt: str | None = None
+    messages: list[dict[str, Any]] | None = None
+    add_special_tokens: bool | None = None
+    add_generation_prompt: bool | None = None
+    chat_template_kwargs: dict[str, Any] | None = None
+    tools: list[dict[str, Any]] | None = None
+    return_token_strs: bool | None = None
+
+
+class DetokenizeRequest(Struct, kw_only=True):
+    """Body of ``POST /detokenize``."""
+
+    tokens: list[int]
+    model: str | None = None
+
+
+# --- responses ---
+
+
+class PromptTokensDetails(Struct):
+    """Part of `Usage`: how many prompt tokens came from a cache."""
+
+    cached_tokens: int
+
+
+class Usage(Struct):
+    """Tokens counted."""
+
+    prompt_tokens: int
+    completion_tokens: int
+    total_tokens: int
+    prompt_tokens_details: PromptTokensDetails
+
+
+class CompletionLogprobs(Struct):
+    """Log probabilities in the shape of ``/v1/completions``; four parallel lists."""
+
+    text_offset: list[int]
+    token_logprobs: list[float | None]
+    tokens: list[str]
+    top_logprobs: list[dict[str, float] | None]
+
+
+class CompletionChoice(Struct, kw_only=True):
+    """One choice of a completion, or of a chunk of one."""
+
+    index: int
+    text: str
+    logprobs: CompletionLogprobs | None = None
+    finish_reason: str | None = None
+    stop_reason: int | str | None = None
+    prompt_logprobs: list[dict[str, Any] | None] | UnsetType = UNSET
+    token_ids: list[int] | UnsetType = UNSET
+    prompt_token_ids: list[int] | UnsetType = UNSET
+
+
+class Completion(Struct, kw_only=True):
+    """Answer of ``/v1/completions``, whole or a chunk (both have this shape)."""
+
+    id: str
+    created: int
+    model: str
+    choices: list[CompletionChoice]
+    object: str = "text_completion"
+    usage: Usage | UnsetType = UNSET
+    kv_transfer_params: dict[str, Any] | UnsetType = UNSET
+
+
+class TopLogprobEntry(Struct):
+    """One candidate token in the shape of ``/v1/chat/completions``."""
+
+    token: str
+    logprob: float
+    bytes: list[int]
+
+
+class LogprobEntry(Struct):
+    """The chosen token and its rivals in the shape of ``/v1/chat/completions``."""
+
+    token: str
+    logprob: float
+    bytes: list[int]
+    top_logprobs: list[TopLogprobEntry]
+
+
+class ChatLogprobs(Struct):
+    """Log probabilities of a chat choice."""
+
+    content: list[LogprobEntry]
+
+
+class ChatMessage(Struct, kw_only=True):
+    """The assistant's message; in a chunk, what is new of it."""
+
+    role: str | UnsetType = UNSET
+    content: str | UnsetType = UNSET
+
+
+class ChatChoice(Struct, kw_only=True):
+    """One choice of a whole chat completion."""
+
+    index: int
+    message: ChatMessage
+    logprobs: ChatLogprobs | None = None
+    finish_reason: str | None = None
+    stop_reason: int | str | None = None
+    token_ids: list[int] | UnsetType = UNSET
+
+
+class ChatCompletion(Struct, kw_only=True):
+    """Answer of ``/v1/chat/completions``."""
+
+    id: str
+    created: int
+    model: str
+    choices: list[ChatChoice]
+    usage: Usage
+    object: str = "chat.completion"
+    prompt_logprobs: list[dict[str, Any] | None] | UnsetType = UNSET
+    prompt_token_ids: list[int] | UnsetType = UNSET
+    kv_transfer_params: dict[str, Any] | UnsetType = UNSET
+
+
+class ChatChunkChoice(Struct, kw_only=True):
+    """What is new of one choice of a streamed chat completion."""
+
+    index: int
+    delta: ChatMessage
+    logprobs: ChatLogprobs | None = None
+    finish_reason: str | None = None
+    stop_reason: int | str | UnsetType | None = UNSET
+    token_ids: list[int] | UnsetType = UNSET
+
+
+class ChatChunk(Struct, kw_only=True):
+    """One event of a streamed chat completion."""
+
+    id: str
+    created: int
+    model: str
+    choices: list[ChatChunkChoice]
+    object: str = "chat.completion.chunk"
+    usage: Usage | UnsetType = UNSET
+    prompt_token_ids: list[int] | UnsetType = UNSET
+    kv_transfer_params: dict[str, Any] | UnsetType = UNSET
+
+
+class ModelCard(Struct, kw_only=True):
+    """One model of ``GET /v1/models``."""
+
+    id: str
+    created: int
+    max_model_len: int
+    object: str = "model"
+    owned_by: str = "kvbaton"
+
+
+class ModelList(Struct, kw_only=True):
+    """Answer of ``GET /v1/models``."""
+
+    data: list[ModelCard]
+    object: str = "list"
+
+
+class TokenizeResponse(Struct, kw_only=True):
+    """Answer of ``POST /tokenize``."""
+
+    count: int
+    max_model_len: int
+    tokens: list[int]
+    token_strs: list[str] | None = None
+
+
+class ErrorInfo(Struct, kw_only=True):
+    """What went wrong."""
+
+    message: str
+    type: str
+    param: str | None = None
+    code: str | int | None = None
+
+
+class ErrorBody(Struct, kw_only=True):
+    """Body of every error answer, and of an error event in a stream."""
+
+    error: ErrorInfo

@@ -1,0 +1,108 @@
+"""``POST /inference/v1/generate``: tokens in, tokens out."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import AsyncGenerator, Sequence
+from contextlib import aclosing
+
+import msgspec
+from aiohttp import web
+from msgspec.structs import replace
+
+from kvbaton.edge.answer import GRACE_S
+from kvbaton.edge.body import json_response, read_body
+from kvbaton.edge.config import FRONTEND, Frontend
+from kvbaton.edge.jobs import check_prompt, deadline, raise_if_failed, unique
+from kvbaton.edge.request_id import REQUEST_ID, clean
+from kvbaton.edge.sampling import INT32, Range, check_ids, check_range, checked
+from kvbaton.edge.sse import send_events
+from kvbaton.errors import RequestError
+from kvbaton.openai import PromptTokensDetails, Usage
+from kvbaton.wire import AddRequest, GenerateChoice, GenerateRequest, GenerateResponse, Output
+
+
+async def generate(request: web.Request) -> web.StreamResponse:
+    """Answer with a stream of `Output` or with one `GenerateResponse`."""
+    frontend = request.app[FRONTEND]
+    body = await read_body(request, GenerateRequest)
+    request_id = clean(body.request_id) or request[REQUEST_ID]
+    add = add_request(frontend, body, request_id)
+    async with asyncio.timeout(add.deadline_s + GRACE_S):
+        if body.stream:
+            return await send_events(request, _messages(frontend, add, request_id))
+        return json_response(await _collect(frontend, add, request_id))
+
+
+def add_request(frontend: Frontend, body: GenerateRequest, request_id: str) -> AddRequest:
+    """What the engine is asked.
+
+    Raises:
+        RequestError: a field is out of range.
+    """
+    vocab_size, resume = frontend.vocab_size, body.resume_token_ids
+    params = checked(body.sampling_params, frontend.config, vocab_size, prefix="sampling_params.")
+    check_prompt(frontend, body.token_ids, params.max_tokens, "token_ids")
+    check_ids("resume_token_ids", resume, vocab_size, most=INT32)
+    if len(resume) >= params.max_tokens:
+        raise RequestError(
+            f"resume_token_ids must be fewer than max_tokens ({params.max_tokens})",
+            param="resume_token_ids",
+        )
+    check_range("priority", body.priority, Range(-INT32, INT32))
+    return AddRequest(
+        request_id=unique(request_id),
+        token_ids=body.token_ids,
+        params=params,
+        resume_ids=resume,
+        priority=body.priority,
+        cache_salt=body.cache_salt or "",
+        deadline_s=deadline(frontend, body.deadline_s, "deadline_s"),
+        transfer=frontend.transfer(body.kv_transfer_params),
+    )
+
+
+async def _messages(frontend: Frontend, add: AddRequest, request_id: str) -> AsyncGenerator[bytes]:
+    encoder = msgspec.json.Encoder()
+    async with aclosing(frontend.metrics.observe(frontend.source.generate(add))) as outputs:
+        async for output in outputs:
+            yield encoder.encode(replace(output, request_id=request_id))
+
+
+async def _collect(frontend: Frontend, add: AddRequest, request_id: str) -> GenerateResponse:
+    outputs: list[Output] = []
+    start = time.monotonic()
+    async with aclosing(frontend.metrics.observe(frontend.source.generate(add))) as stream:
+        async for output in stream:
+            raise_if_failed(output, time.monotonic() - start >= add.deadline_s)
+            outputs.append(output)
+    return GenerateResponse(
+        request_id=request_id,
+        choices=tuple(_choice(outputs, index) for index in range(add.params.n)),
+        prompt_logprobs=next((o.prompt_logprobs for o in outputs if o.prompt_logprobs), None),
+        usage=msgspec.to_builtins(_usage(add, outputs)),
+        kv_transfer_params=next(
+            (o.kv_transfer_params for o in outputs if o.kv_transfer_params), None
+        ),
+    )
+
+
+def _choice(outputs: Sequence[Output], index: int) -> GenerateChoice:
+    mine = [output for output in outputs if output.choice == index]
+    logprobs = tuple(entry for output in mine for entry in output.logprobs or ())
+    ends = [output for output in mine if output.finish_reason is not None]
+    return GenerateChoice(
+        index=index,
+        token_ids=tuple(token for output in mine for token in output.token_ids),
+        logprobs=logprobs if any(output.logprobs is not None for output in mine) else None,
+        finish_reason=ends[-1].finish_reason if ends else None,
+        stop_reason=ends[-1].stop_reason if ends else None,
+    )
+
+
+def _usage(add: AddRequest, outputs: Sequence[Output]) -> Usage:
+    generated = sum(len(output.token_ids) for output in outputs)
+    cached = max((output.cached_tokens for output in outputs), default=0)
+    prompt = len(add.token_ids)
+    return Usage(prompt, generated, prompt + generated, PromptTokensDetails(cached))

@@ -1,0 +1,190 @@
+"""Chat templates, rendered as `transformers` renders them, in jinja2's immutable sandbox."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Sequence
+from datetime import datetime
+from typing import Any, NoReturn
+
+import jinja2
+from jinja2 import nodes
+from jinja2.ext import Extension, loopcontrols
+from jinja2.parser import Parser
+from jinja2.sandbox import ImmutableSandboxedEnvironment
+
+from kvbaton.errors import ConfigError, RequestError
+
+RESERVED = frozenset({"messages", "tools", "documents", "add_generation_prompt", "tokenize"})
+"""Template variables that `chat_template_kwargs` may not set."""
+
+Message = dict[str, Any]
+
+
+class GenerationTag(Extension):
+    """``{% generation %}`` marks the assistant's part for training; serving renders its body."""
+
+    tags = {"generation"}  # noqa: RUF012
+
+    def parse(self, parser: Parser) -> nodes.Node | list[nodes.Node]:
+        """Parse up to ``{% endgeneration %}`` and keep the body as a scope of its own."""
+        lineno = next(parser.stream).lineno
+        body = parser.parse_statements(("name:endgeneration",), drop_needle=True)
+        return nodes.CallBlock(self.call_method("_render"), [], [], body).set_lineno(lineno)
+
+    def _render(self, caller: Callable[[], str]) -> str:
+        return caller()
+
+
+class ChatTemplate:
+    """A compiled chat template.
+
+    Args:
+        source: jinja2 text.
+        special_tokens: variables such as ``bos_token``.
+
+    Raises:
+        ConfigError: it does not compile.
+    """
+
+    def __init__(self, source: str, special_tokens: dict[str, str]) -> None:
+        self._special_tokens = special_tokens
+        try:
+            self._template = _environment().from_string(source)
+        except jinja2.TemplateError as error:
+            raise ConfigError("chat_template", f"does not compile: {error}") from error
+
+    def render(
+        self,
+        messages: Sequence[Message],
+        *,
+        tools: list[dict[str, Any]] | None = None,
+        add_generation_prompt: bool = True,
+        variables: dict[str, Any] | None = None,
+    ) -> str:
+        """The prompt for a conversation; its special tokens are part of the text.
+
+        Raises:
+            RequestError: a variable is reserved, or the template does not take these messages.
+        """
+        variables = variables or {}
+        if taken := sorted(RESERVED & variables.keys()):
+            raise RequestError(f"{taken[0]!r} can't be set here", param="chat_template_kwargs")
+        context = {
+            **self._special_tokens,
+            **variables,
+            "messages": list(messages),
+            "tools": tools,
+            "documents": None,
+            "add_generation_prompt": add_generation_prompt,
+        }
+        try:
+            return self._template.render(context)
+        except Exception as error:  # a template may fail in any way on what a client sends
+            raise RequestError(
+                f"the model's chat template does not take these messages: {error}",
+                param="messages",
+            ) from error
+
+
+def normalize_messages(messages: Sequence[Message]) -> list[Message]:
+    """Check a conversation and bring it to the form that templates expect.
+
+    Text parts are joined by newlines; arguments of past tool calls are parsed from their JSON.
+
+    Raises:
+        RequestError: naming the message and the field that is wrong.
+    """
+    if not messages:
+        raise RequestError("messages must hold at least one message", param="messages")
+    return [_normalize(message, f"messages[{i}]") for i, message in enumerate(messages)]
+
+
+def _normalize(message: Message, where: str) -> Message:
+    role = message.get("role")
+    if not isinstance(role, str) or not role:
+        raise RequestError("role must be a non-empty string", param=f"{where}.role")
+    result = {**message, "content": _text(message.get("content"), f"{where}.content")}
+    reasoning = message.get("reasoning_content", message.get("reasoning"))
+    if reasoning is not None:
+        result["reasoning_content"] = reasoning
+    if message.get("tool_calls") is not None:
+        result["tool_calls"] = _tool_calls(message["tool_calls"], f"{where}.tool_calls")
+    elif message.get("content") is None:
+        raise RequestError("content is missing", param=f"{where}.content")
+    return result
+
+
+def _text(content: Any, where: str) -> str | None:
+    if content is None or isinstance(content, str):
+        return content
+    if not isinstance(content, list):
+        raise RequestError("content must be a string or a list of text parts", param=where)
+    return "\n".join(_part(part, f"{where}[{i}]") for i, part in enumerate(content))
+
+
+def _part(part: Any, where: str) -> str:
+    if isinstance(part, str):
+        return part
+    if not isinstance(part, dict) or part.get("type") not in ("text", "refusal"):
+        kind = part.get("type") if isinstance(part, dict) else part
+        raise RequestError(f"only parts of type text are supported, not {kind!r}", param=where)
+    text = part.get(part["type"])
+    if not isinstance(text, str):
+        raise RequestError("text must be a string", param=f"{where}.text")
+    return text
+
+
+def _tool_calls(calls: Any, where: str) -> list[dict[str, Any]]:
+    if not isinstance(calls, list):
+        raise RequestError("tool_calls must be a list", param=where)
+    return [_tool_call(call, f"{where}[{i}]") for i, call in enumerate(calls)]
+
+
+def _tool_call(call: Any, where: str) -> dict[str, Any]:
+    function = call.get("function") if isinstance(call, dict) else None
+    if not isinstance(function, dict):
+        raise RequestError("a tool call needs a function", param=where)
+    arguments = function.get("arguments")
+    if not isinstance(arguments, str):
+        return dict(call)
+    try:
+        parsed = json.loads(arguments) if arguments else {}
+    except (ValueError, RecursionError) as error:
+        raise RequestError("arguments must be JSON", param=f"{where}.function.arguments") from error
+    return {**call, "function": {**function, "arguments": parsed}}
+
+
+def _environment() -> jinja2.Environment:
+    environment = ImmutableSandboxedEnvironment(
+        trim_blocks=True, lstrip_blocks=True, extensions=[GenerationTag, loopcontrols]
+    )
+    environment.filters["tojson"] = _tojson
+    environment.globals["raise_exception"] = _raise_exception
+    environment.globals["strftime_now"] = _strftime_now
+    return environment
+
+
+def _raise_exception(message: str) -> NoReturn:
+    raise jinja2.TemplateError(message)
+
+
+def _strftime_now(format: str) -> str:
+    return datetime.now().strftime(format)
+
+
+def _tojson(
+    value: Any,
+    ensure_ascii: bool = False,
+    indent: int | None = None,
+    separators: tuple[str, str] | None = None,
+    sort_keys: bool = False,
+) -> str:
+    # Jinja's own filter escapes for HTML, which a prompt must not be.
+    return json.dumps(
+        value,
+        ensure_ascii=ensure_ascii,
+        indent=indent,
+        separators=separators,
+        sort_keys=sort_keys,
+    )

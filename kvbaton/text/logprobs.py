@@ -1,0 +1,103 @@
+"""Log probabilities in the shapes of the two OpenAI endpoints and of vLLM's prompt logprobs."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+from kvbaton.openai import ChatLogprobs, CompletionLogprobs, LogprobEntry, TopLogprobEntry
+from kvbaton.text.tokenizer import Tokenizer
+from kvbaton.wire import TokenLogprobs
+
+FLOOR = -9999.0
+"""Stands for minus infinity, which JSON can't say."""
+
+
+def completion_logprobs(
+    tokenizer: Tokenizer,
+    token_ids: Sequence[int],
+    logprobs: Sequence[TokenLogprobs | None],
+    *,
+    offset: int = 0,
+) -> CompletionLogprobs:
+    """Shape of ``/v1/completions``.
+
+    Args:
+        tokenizer: the model's.
+        token_ids: n tokens.
+        logprobs: n entries; None for a token without one (the first of a prompt).
+        offset: characters of the tokens before these.
+    """
+    tokens = [tokenizer.token_text(token) for token in token_ids]
+    offsets = []
+    for token in tokens:
+        offsets.append(offset)
+        offset += len(token)
+    return CompletionLogprobs(
+        text_offset=offsets,
+        token_logprobs=[None if entry is None else _finite(entry.logprob) for entry in logprobs],
+        tokens=tokens,
+        top_logprobs=[
+            None if entry is None else _candidates(tokenizer, token, entry)
+            for token, entry in zip(tokens, logprobs, strict=True)
+        ],
+    )
+
+
+def chat_logprobs(
+    tokenizer: Tokenizer, token_ids: Sequence[int], logprobs: Sequence[TokenLogprobs]
+) -> ChatLogprobs:
+    """Shape of ``/v1/chat/completions``: n tokens and their n entries."""
+    return ChatLogprobs(
+        [
+            _chat_entry(tokenizer, token, entry)
+            for token, entry in zip(token_ids, logprobs, strict=True)
+        ]
+    )
+
+
+def prompt_logprobs(
+    tokenizer: Tokenizer,
+    token_ids: Sequence[int],
+    logprobs: Sequence[TokenLogprobs | None],
+) -> list[dict[str, Any] | None]:
+    """The shape of vLLM: per prompt token None, or entries by token id, the prompt's own first."""
+    return [
+        None if entry is None else _by_id(tokenizer, token, entry)
+        for token, entry in zip(token_ids, logprobs, strict=True)
+    ]
+
+
+def _finite(logprob: float) -> float:
+    return max(logprob, FLOOR)
+
+
+def _candidates(tokenizer: Tokenizer, token: str, entry: TokenLogprobs) -> dict[str, float]:
+    """The chosen token is always among them, so there may be one more than asked for."""
+    result = {token: _finite(entry.logprob)}
+    for top in entry.top:
+        result.setdefault(tokenizer.token_text(top.token), _finite(top.logprob))
+    return result
+
+
+def _chat_entry(tokenizer: Tokenizer, token: int, entry: TokenLogprobs) -> LogprobEntry:
+    tops = [TopLogprobEntry(*_named(tokenizer, top.token, top.logprob)) for top in entry.top]
+    return LogprobEntry(*_named(tokenizer, token, entry.logprob), tops)
+
+
+def _named(tokenizer: Tokenizer, token: int, logprob: float) -> tuple[str, float, list[int]]:
+    data = tokenizer.token_bytes(token)
+    return data.decode("utf-8", errors="replace"), _finite(logprob), list(data)
+
+
+def _by_id(tokenizer: Tokenizer, token: int, entry: TokenLogprobs) -> dict[str, Any]:
+    ranked = [(token, entry.logprob, entry.rank)]
+    ranked += [(top.token, top.logprob, top.rank) for top in entry.top if top.token != token]
+    return {
+        str(token_id): {
+            "logprob": _finite(logprob),
+            "rank": rank,
+            "decoded_token": tokenizer.token_text(token_id),
+        }
+        for token_id, logprob, rank in ranked
+    }

@@ -1,0 +1,197 @@
+"""Tokenizing from a Hugging Face folder with `tokenizers` alone."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import tokenizers
+from tokenizers import processors
+
+from kvbaton.errors import ConfigError
+from kvbaton.text.chat import ChatTemplate
+
+SPECIAL_NAMES = (
+    "bos_token",
+    "eos_token",
+    "unk_token",
+    "sep_token",
+    "pad_token",
+    "cls_token",
+    "mask_token",
+)
+
+
+class Tokenizer:
+    """Text to token ids and back, equal to what `transformers` makes of the same folder.
+
+    Args:
+        backend: the loaded ``tokenizer.json``; truncation and padding in it are switched off.
+        special_tokens: by name (``bos_token``), as the chat template sees them.
+        chat_template: None if the model has none.
+    """
+
+    def __init__(
+        self,
+        backend: tokenizers.Tokenizer,
+        special_tokens: dict[str, str] | None = None,
+        chat_template: ChatTemplate | None = None,
+    ) -> None:
+        backend.no_truncation()
+        backend.no_padding()
+        self._backend = backend
+        self.special_tokens = special_tokens or {}
+        self.chat_template = chat_template
+        self.vocab_size: int = 1 + max(
+            backend.get_vocab(with_added_tokens=True).values(), default=-1
+        )
+        self._added = backend.get_added_tokens_decoder()
+        self._decoder_types = _decoder_types(backend)
+
+    @classmethod
+    def load(cls, folder: str | Path) -> Tokenizer:
+        """Read ``tokenizer.json``, ``tokenizer_config.json`` and ``chat_template.jinja``.
+
+        Only the first must exist.
+
+        Raises:
+            ConfigError: a file is missing or broken; the message names it.
+        """
+        folder = Path(folder)
+        config = _read_config(folder / "tokenizer_config.json")
+        special = _special_tokens(folder, config)
+        backend = _read_backend(folder / "tokenizer.json")
+        _register_special(backend, special)
+        _apply_bos_eos(backend, config, special)
+        template = _find_template(folder, config)
+        compiled = None if template is None else ChatTemplate(template, special)
+        return cls(backend, special, compiled)
+
+    def encode(self, text: str, *, add_special_tokens: bool = True) -> list[int]:
+        """Token ids of a text; with the model's own start and end tokens unless told not to."""
+        ids: list[int] = self._backend.encode(text, add_special_tokens=add_special_tokens).ids
+        return ids
+
+    def decode(self, token_ids: list[int], *, skip_special_tokens: bool = True) -> str:
+        """Text of token ids; incomplete UTF-8 becomes U+FFFD."""
+        text: str = self._backend.decode(token_ids, skip_special_tokens=skip_special_tokens)
+        return text
+
+    def token_text(self, token_id: int) -> str:
+        """Text of a single token, special ones included; its invalid bytes become U+FFFD."""
+        return self.token_bytes(token_id).decode("utf-8", errors="replace")
+
+    def token_bytes(self, token_id: int) -> bytes:
+        """The bytes that a token stands for, also where they are only a part of a character."""
+        token = self._backend.id_to_token(token_id)
+        if token is None or token_id in self._added:
+            return (token or "").encode()
+        if "ByteLevel" in self._decoder_types:
+            return _byte_level(token)
+        if "ByteFallback" in self._decoder_types and _is_byte_token(token):
+            return bytes([int(token[3:5], 16)])
+        return token.replace("▁", " ").encode() if "▁" in token else self._single(token_id)
+
+    def _single(self, token_id: int) -> bytes:
+        return self.decode([token_id], skip_special_tokens=False).encode()
+
+
+def _read_json(path: Path) -> dict[str, Any]:
+    try:
+        value = json.loads(path.read_text(encoding="utf-8"))
+    except (OSError, ValueError) as error:
+        raise ConfigError(str(path), f"can't be read as JSON: {error}") from error
+    if not isinstance(value, dict):
+        raise ConfigError(str(path), "must hold a JSON object")
+    return value
+
+
+def _read_config(path: Path) -> dict[str, Any]:
+    return _read_json(path) if path.exists() else {}
+
+
+def _read_backend(path: Path) -> tokenizers.Tokenizer:
+    if not path.is_file():
+        raise ConfigError(str(path), "is missing; a model folder needs its fast tokenizer there")
+    try:
+        return tokenizers.Tokenizer.from_file(str(path))
+    except Exception as error:  # the library raises bare Exception
+        raise ConfigError(str(path), f"is no tokenizer: {error}") from error
+
+
+def _special_tokens(folder: Path, config: dict[str, Any]) -> dict[str, str]:
+    """Special tokens by name; older folders keep them in ``special_tokens_map.json``."""
+    merged = {**_read_config(folder / "special_tokens_map.json"), **config}
+    special = {}
+    for name in SPECIAL_NAMES:
+        value = merged.get(name)
+        if isinstance(value, dict):
+            value = value.get("content")
+        if value is None:
+            continue
+        if not isinstance(value, str):
+            raise ConfigError(str(folder / "tokenizer_config.json"), f"{name} must be a string")
+        special[name] = value
+    return special
+
+
+def _register_special(backend: tokenizers.Tokenizer, special: dict[str, str]) -> None:
+    known = {token.content for token in backend.get_added_tokens_decoder().values()}
+    missing = [token for token in special.values() if token not in known]
+    backend.add_special_tokens(missing)
+
+
+def _apply_bos_eos(
+    backend: tokenizers.Tokenizer, config: dict[str, Any], special: dict[str, str]
+) -> None:
+    """Let ``add_bos_token`` and ``add_eos_token`` rule, as `transformers` 5 does."""
+    if "add_bos_token" not in config and "add_eos_token" not in config:
+        return
+    bos = special.get("bos_token") if config.get("add_bos_token") else None
+    eos = special.get("eos_token") if config.get("add_eos_token") else None
+    pieces = [token for token in (bos, "$A", eos) if token]
+    added = [(token, backend.token_to_id(token)) for token in (bos, eos) if token]
+    backend.post_processor = processors.TemplateProcessing(single=pieces, special_tokens=added)
+
+
+def _find_template(folder: Path, config: dict[str, Any]) -> str | None:
+    path = folder / "chat_template.jinja"
+    if path.exists():
+        try:
+            return path.read_text(encoding="utf-8")
+        except (OSError, ValueError) as error:
+            raise ConfigError(str(path), f"can't be read: {error}") from error
+    template = config.get("chat_template")
+    if isinstance(template, list):  # several, by name
+        named = {t.get("name"): t.get("template") for t in template if isinstance(t, dict)}
+        template = named.get("default")
+    if template is not None and not isinstance(template, str):
+        raise ConfigError(str(folder / "tokenizer_config.json"), "chat_template must be a string")
+    return template
+
+
+def _decoder_types(backend: tokenizers.Tokenizer) -> frozenset[str]:
+    decoder = json.loads(backend.to_str()).get("decoder") or {}
+    parts = [decoder, *decoder.get("decoders", [])]
+    return frozenset(part["type"] for part in parts if "type" in part)
+
+
+def _is_byte_token(token: str) -> bool:
+    return len(token) == 6 and token.startswith("<0x") and token.endswith(">")
+
+
+def _byte_level(token: str) -> bytes:
+    return bytes(_BYTE_OF_CHAR[c] for c in token if c in _BYTE_OF_CHAR)
+
+
+def _byte_of_char() -> dict[str, int]:
+    """Inverse of GPT-2's alphabet: printable bytes stand for themselves, others for U+0100+."""
+    printable = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
+    others = [byte for byte in range(256) if byte not in printable]
+    table = {chr(byte): byte for byte in printable}
+    table.update({chr(0x100 + i): byte for i, byte in enumerate(others)})
+    return table
+
+
+_BYTE_OF_CHAR = _byte_of_char()
