@@ -42,7 +42,7 @@ def load_transport(spec: str, **context: Any) -> Transport:
     arguments = context | options
     try:
         inspect.signature(factory).bind(**arguments)
-    except TypeError as error:
+    except (TypeError, ValueError) as error:
         raise ConfigError(_FLAG, f"{target} does not take these options: {error}") from error
     transport = factory(**arguments)
     if not isinstance(transport, Transport):

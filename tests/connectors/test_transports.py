@@ -8,7 +8,13 @@ from kvbaton.connectors.base import Transport
 from kvbaton.connectors.registry import load_transport
 from kvbaton.testing.pairs import CHECKS, run_check
 
-SPECS = ["memory", "tcp", "nixl"]
+SPECS = [
+    "memory",
+    "tcp",
+    "nixl",
+    'faulty:{"inner": "memory"}',
+    'faulty:{"inner": "tcp", "delay": 0.5, "delay_polls": 20}',
+]
 _names = itertools.count()
 
 

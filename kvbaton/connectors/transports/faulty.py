@@ -1,0 +1,334 @@
+"""A transport around another one that does damage on a schedule: for tests and for `doctor`.
+
+Writes are numbered from 0 in the order in which they are posted. Each kind of fault is given either
+the numbers of the writes that it hits or a probability; draws come from one seed, so a run can be
+repeated. A write may suffer several faults. Both ends of a pair should be wrapped: a notice that is
+lost still crosses, as a marker that the other wrapper takes out.
+
+===============  ==========================================================================
+fault            what happens to the write
+===============  ==========================================================================
+``delay``        it is posted only after `delay_polls` polls (`status`, `notices`)
+``error``        it is not posted; ERROR, then DRAINED
+``partial``      only the first half is posted, without its notice; then as ``error``
+``corrupt``      up to 8 bytes of its first range arrive wrong; otherwise it ends well
+``lose_notice``  its bytes land and it is DONE, but the notice never shows
+``disconnect``   the peer is closed before it is posted, and reported lost
+===============  ==========================================================================
+"""
+
+from __future__ import annotations
+
+import ctypes
+import random
+from collections import Counter
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING
+
+import numpy as np
+
+from kvbaton.connectors.base import (
+    Capabilities,
+    Handle,
+    Memory,
+    Notice,
+    Peer,
+    RangeColumn,
+    Region,
+    Status,
+    Transport,
+)
+from kvbaton.connectors.registry import load_transport
+from kvbaton.errors import ConfigError
+
+if TYPE_CHECKING:
+    from kvbaton.connectors.base import Ranges
+
+Schedule = float | Sequence[int]
+"""A probability from 0 to 1, or numbers of writes."""
+
+FAULTS = ("delay", "error", "partial", "corrupt", "lose_notice", "disconnect")
+_LOST = b"\0kvbaton lost notice\0"
+_SPOILED_BYTES = 8
+_SCRATCH_SLOTS = 4096
+
+
+class FaultyHandle:
+    """A write that waits, fails or is passed on."""
+
+    def __init__(self, transport: FaultyTransport, polls: int, post: Callable[[], Handle]) -> None:
+        self._transport = transport
+        self._due = transport.polls + polls
+        self._post = post
+        self._inner: Handle | None = None
+
+    def status(self) -> Status:
+        """State now, after the faults."""
+        self._transport.polls += 1
+        if self._inner is None and self._transport.polls >= self._due:
+            self._inner = self._post()
+        return self._inner.status() if self._inner is not None else Status.PENDING
+
+    def error(self) -> str | None:
+        """Why it failed."""
+        return self._inner.error() if self._inner is not None else None
+
+    def release(self) -> None:
+        """Pass it on."""
+        if self._inner is not None:
+            self._inner.release()
+
+
+class BrokenHandle:
+    """A write that fails on purpose, once what was posted of it has ended."""
+
+    def __init__(self, reason: str, part: Handle | None = None) -> None:
+        self._reason = reason
+        self._part = part
+        self._told = False
+
+    def status(self) -> Status:
+        """PENDING while a part lands, ERROR once, then DRAINED if the part lets it be."""
+        state = self._part.status() if self._part is not None else Status.DRAINED
+        if state is Status.PENDING:
+            return state
+        if not self._told or state is Status.ERROR:
+            self._told = True
+            return Status.ERROR
+        return Status.DRAINED
+
+    def error(self) -> str | None:
+        """What was injected."""
+        return self._reason
+
+    def release(self) -> None:
+        """Pass it on."""
+        if self._part is not None:
+            self._part.release()
+
+
+class Scratch:
+    """Registered memory that wrong bytes are written from, so that the source stays as it is."""
+
+    def __init__(self, transport: Transport) -> None:
+        self._array = np.zeros(_SCRATCH_SLOTS * _SPOILED_BYTES, dtype=np.uint8)
+        memory = Memory(self._array.ctypes.data, self._array.nbytes, owner=self._array)
+        self._index = transport.register(memory).index
+        self._next = 0
+
+    def put(self, data: bytes) -> tuple[int, int]:
+        """Store up to 8 bytes, until 4,096 further calls; returns region and offset."""
+        offset = self._next % _SCRATCH_SLOTS * _SPOILED_BYTES
+        self._next += 1
+        self._array[offset : offset + len(data)] = np.frombuffer(data, dtype=np.uint8)
+        return self._index, offset
+
+
+class FaultyTransport:
+    """Injects faults into another transport.
+
+    Attributes:
+        injected: how often each kind of fault was injected.
+        polls: polls of handles and notices so far; the clock of `delay`.
+    """
+
+    def __init__(
+        self,
+        name: str,
+        *,
+        host: str = "127.0.0.1",
+        inner: str = "memory",
+        seed: int = 0,
+        delay_polls: int = 100,
+        delay: Schedule = 0.0,
+        error: Schedule = 0.0,
+        partial: Schedule = 0.0,
+        corrupt: Schedule = 0.0,
+        lose_notice: Schedule = 0.0,
+        disconnect: Schedule = 0.0,
+        **context: object,
+    ) -> None:
+        """Wrap a transport.
+
+        Args:
+            name: given to the inner transport.
+            host: given to the inner transport.
+            inner: spec of the inner transport.
+            seed: of the draws.
+            delay_polls: how long a delayed write waits.
+            delay: which writes are posted late.
+            error: which fail without being posted.
+            partial: which land in part and fail.
+            corrupt: which land with wrong bytes.
+            lose_notice: which land without a notice.
+            disconnect: before which the peer is closed.
+            context: further arguments of the inner transport.
+
+        Raises:
+            ConfigError: a schedule is neither a probability nor numbers of writes.
+        """
+        values = (delay, error, partial, corrupt, lose_notice, disconnect)
+        self._schedules = dict(zip(FAULTS, values, strict=True))
+        for fault, schedule in self._schedules.items():
+            _check(fault, schedule)
+        self._inner: Transport = load_transport(inner, name=name, host=host, **context)
+        self._random = random.Random(seed)
+        self._delay_polls = delay_polls
+        self._memories: dict[int, Memory] = {}
+        self._scratch: Scratch | None = None
+        self._lost: list[Peer] = []
+        self._next_write = 0
+        self.injected: Counter[str] = Counter()
+        self.polls = 0
+
+    @property
+    def name(self) -> str:
+        """As the inner transport's."""
+        return self._inner.name
+
+    @property
+    def capabilities(self) -> Capabilities:
+        """As the inner transport's."""
+        return self._inner.capabilities
+
+    def register(self, memory: Memory) -> Region:
+        """Pass on."""
+        region = self._inner.register(memory)
+        self._memories[region.index] = memory
+        return region
+
+    def deregister(self, region: Region) -> None:
+        """Pass on."""
+        self._inner.deregister(region)
+        self._memories.pop(region.index, None)
+
+    def card(self) -> bytes:
+        """Pass on."""
+        return self._inner.card()
+
+    def connect(self, card: bytes) -> Peer:
+        """Pass on."""
+        return self._inner.connect(card)
+
+    def close(self, peer: Peer) -> None:
+        """Pass on; delayed writes to it fail when they are posted."""
+        self._inner.close(peer)
+
+    def fence(self, peer: Peer) -> bool:
+        """Pass on."""
+        return self._inner.fence(peer)
+
+    def write(self, peer: Peer, ranges: Ranges, notice: bytes) -> Handle:
+        """Post a write, with the faults that the schedule has for it."""
+        faults = self._draw()
+        if "delay" not in faults:
+            return self._post(peer, ranges, notice, faults)
+        self.injected["delay"] += 1
+        copied = ranges.copy()
+
+        def later() -> Handle:
+            try:
+                return self._post(peer, copied, notice, faults)
+            except ValueError as error:
+                return BrokenHandle(str(error))
+
+        return FaultyHandle(self, self._delay_polls, later)
+
+    def notices(self) -> Sequence[Notice]:
+        """Pass on what was not marked as lost."""
+        self.polls += 1
+        return tuple(n for n in self._inner.notices() if n.payload != _LOST)
+
+    def lost(self) -> Sequence[Peer]:
+        """Pass on, with those that were disconnected here."""
+        broken, self._lost = self._lost, []
+        return (*broken, *(peer for peer in self._inner.lost() if peer not in broken))
+
+    def shutdown(self) -> None:
+        """Pass on."""
+        self._inner.shutdown()
+
+    def _draw(self) -> set[str]:
+        """Faults of the next write."""
+        number = self._next_write
+        self._next_write += 1
+        draws = [(fault, self._schedules[fault], self._random.random()) for fault in FAULTS]
+        return {fault for fault, schedule, draw in draws if _hits(schedule, number, draw)}
+
+    def _post(self, peer: Peer, ranges: Ranges, notice: bytes, faults: set[str]) -> Handle:
+        if "disconnect" in faults:
+            self.injected["disconnect"] += 1
+            self._inner.close(peer)
+            self._lost.append(peer)
+        if "error" in faults:
+            self.injected["error"] += 1
+            return BrokenHandle("injected error")
+        if "partial" in faults and len(ranges):
+            self.injected["partial"] += 1
+            part = self._inner.write(peer, _first_half(ranges), _LOST)
+            return BrokenHandle("injected error after a part", part)
+        if "corrupt" in faults and self._readable(ranges):
+            self.injected["corrupt"] += 1
+            ranges = self._spoil(ranges)
+        if "lose_notice" in faults:
+            self.injected["lose_notice"] += 1
+            notice = _LOST
+        return self._inner.write(peer, ranges, notice)
+
+    def _readable(self, ranges: Ranges) -> bool:
+        """Whether the first range lies in our memory; if not, the inner transport refuses it."""
+        if ranges.ndim != 2 or ranges.shape[0] == 0 or ranges.shape[1] != len(RangeColumn):
+            return False
+        region, offset, length = (int(ranges[0, column]) for column in (0, 1, RangeColumn.LENGTH))
+        memory = self._memories.get(region)
+        return memory is not None and offset >= 0 and 0 < length <= memory.num_bytes - offset
+
+    def _spoil(self, ranges: Ranges) -> Ranges:
+        """Take the first bytes of the first range from scratch memory, where they are wrong."""
+        if self._scratch is None:
+            self._scratch = Scratch(self._inner)
+        source, start, target, end, length, count, step, target_step = ranges[0].tolist()
+        head = min(length, _SPOILED_BYTES)
+        region, offset = self._scratch.put(self._wrong_bytes(source, start, head))
+        rows = [(region, offset, target, end, head, 1, 0, 0)]
+        if length > head:
+            rows.append((source, start + head, target, end + head, length - head, 1, 0, 0))
+        if count > 1:
+            rest = (source, start + step, target, end + target_step, length, count - 1)
+            rows.append((*rest, step, target_step))
+        return np.concatenate([np.array(rows, dtype=np.int64), ranges[1:]])
+
+    def _wrong_bytes(self, region: int, offset: int, length: int) -> bytes:
+        """The real bytes with the first one inverted; random ones where the CPU can't read them."""
+        memory = self._memories[region]
+        if memory.device != "cpu":
+            return self._random.randbytes(length)
+        real = ctypes.string_at(memory.address + offset, length)
+        return bytes([real[0] ^ 0xFF]) + real[1:]
+
+
+def _check(fault: str, schedule: Schedule) -> None:
+    if isinstance(schedule, int | float):
+        valid = 0 <= schedule <= 1
+    else:
+        valid = isinstance(schedule, list | tuple) and all(isinstance(n, int) for n in schedule)
+    if not valid:
+        raise ConfigError(
+            "--transport", f"{fault} must be a probability or a list of writes, not {schedule!r}"
+        )
+
+
+def _hits(schedule: Schedule, number: int, draw: float) -> bool:
+    if isinstance(schedule, int | float):
+        return draw < schedule
+    return number in schedule
+
+
+def _first_half(ranges: Ranges) -> Ranges:
+    """The first half of the rows; of a single row, the first half of its pieces or bytes."""
+    if len(ranges) > 1:
+        return ranges[: len(ranges) // 2]
+    column = RangeColumn.COUNT if ranges[0, RangeColumn.COUNT] > 1 else RangeColumn.LENGTH
+    half = ranges.copy()
+    half[0, column] = max(int(ranges[0, column]) // 2, 1)
+    return half

@@ -1,0 +1,59 @@
+"""Transports are found by name or path, and every mistake in a spec is named."""
+
+import sys
+
+import pytest
+
+from kvbaton.connectors.registry import list_transports, load_transport
+from kvbaton.connectors.transports.faulty import FaultyTransport
+from kvbaton.connectors.transports.memory import MemoryHub, MemoryTransport
+from kvbaton.errors import ConfigError
+
+PATH = "kvbaton.connectors.transports.memory:MemoryTransport"
+
+
+def test_the_built_in_transports_are_listed() -> None:
+    assert list_transports()["memory"] == PATH
+    assert {"memory", "nixl", "tcp", "faulty"} <= set(list_transports())
+
+
+@pytest.mark.parametrize("spec", ["memory", PATH, "memory:{}", f"{PATH}:{{}}"])
+def test_a_name_or_a_path_with_or_without_options(spec: str) -> None:
+    transport = load_transport(spec, name="one", hub=MemoryHub())
+    assert isinstance(transport, MemoryTransport)
+    assert transport.name == "one"
+
+
+def test_options_reach_the_constructor_and_win_over_the_context() -> None:
+    spec = 'faulty:{"inner": "memory:{}", "corrupt": [3], "name": "given"}'
+    transport = load_transport(spec, name="context", host="127.0.0.1", hub=MemoryHub())
+    assert isinstance(transport, FaultyTransport)
+    assert transport.name == "given"
+
+
+@pytest.mark.parametrize(
+    ("spec", "says"),
+    [
+        ("carrier-pigeon", "unknown transport 'carrier-pigeon'; known are .*memory, nixl, tcp"),
+        ("", "unknown transport ''"),
+        ("memory:{", "is not JSON"),
+        ("memory:[1]", "must be a JSON object"),
+        ('memory:{"colour": 1}', "does not take these options: .*colour"),
+        ("no_such_package.mod:Class", "can't load no_such_package.mod:Class: No module"),
+        (PATH + "s", "can't load .*MemoryTransports"),
+        ("kvbaton.connectors.base:RANGES", "can't load"),
+        ("kvbaton.wire:PROTOCOL_VERSION", "is not a class"),
+        ("builtins:dict", "does not take these options"),
+        ("argparse:Namespace", "is not a Transport: it lacks capabilities, card"),
+    ],
+)
+def test_what_is_wrong_with_a_spec_is_said(spec: str, says: str) -> None:
+    with pytest.raises(ConfigError, match=says):
+        load_transport(spec, name="x")
+
+
+def test_a_missing_dependency_names_the_package(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in ("nixl_cu13", "nixl_cu13._api", "nixl", "nixl._api"):
+        monkeypatch.setitem(sys.modules, name, None)
+    with pytest.raises(ConfigError, match="nixl-cu13"):
+        load_transport("nixl", name="x")
