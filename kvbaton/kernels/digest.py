@@ -1,0 +1,294 @@
+"""Digest sums: 64-bit fingerprints of KV that add up over tokens, in any block size.
+
+The bytes of one token's feature row in one (layer, K or V, head) are read as little-endian signed
+words, 64 bits wide, or the widest of 32, 16 and 8 bits that divides the row. Then
+
+    sum(layer, kv, head) = sum over tokens t and words j of (word[t, j] + 1) * a(t) * b(kv, j)
+
+mod 2^64, with a(t) = mix(absolute position of t) | 1 and b(kv, j) = mix(~(kv * 2^32 + j)) | 1.
+The weight is a product, so that a word costs one multiplication; both factors are odd, so that no
+single changed word goes unseen; `+ 1` makes a missing token differ from one that is all zero. It
+finds accidents (stale, swapped, shifted, partial, rotten bytes), not forgery, and a pair of
+flipped *top* bits within one sum cancels, as in any sum mod 2^64 with odd weights.
+
+`mix` is SplitMix64: Steele, Lea, Flood, "Fast splittable pseudorandom number generators", OOPSLA
+2014. Multilinear hashing: Lemire, Kaser, "Strongly universal string hashing is fast", 2014.
+"""
+
+from __future__ import annotations
+
+from functools import cache
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from kvbaton.kernels.jit import cdiv, jit, next_power_of_2, tl, use_triton
+
+WORD_TYPES = {8: torch.int64, 4: torch.int32, 2: torch.int16, 1: torch.int8}
+CHUNK_BYTES = 8 << 20
+"""The torch reference of `block_sums` copies blocks in pieces of about this size."""
+
+ROWS_PER_PROGRAM = 16
+TOKENS_PER_PROGRAM = 16
+
+
+def token_sums(x: Tensor, positions: Tensor, kv: int) -> Tensor:
+    """Sum of each token by itself.
+
+    Args:
+        x: [T, H, D], any dtype of a KV cache, any strides.
+        positions: [T], int64, absolute positions.
+        kv: 0 if `x` is K, 1 if V.
+
+    Returns:
+        [T, H] int64, two's complement of the sums.
+    """
+    run = _launch_token_sums if use_triton(x) else token_sums_reference
+    return run(x, positions, kv)
+
+
+def token_sums_reference(x: Tensor, positions: Tensor, kv: int) -> Tensor:
+    """Plain torch for `token_sums`."""
+    words = _words(x)
+    return _row_sums(words, kv) * _position_weights(positions)[:, None]
+
+
+def block_sums(cache: Tensor, blocks: Tensor, first_position: int, start: int, end: int) -> Tensor:
+    """Sums of consecutive logical blocks of one sequence, as they lie in memory.
+
+    Args:
+        cache: [num_blocks, H, L, KV, block_size, D]; on a GPU the last axis must be contiguous and
+            the other strides whole words.
+        blocks: [n] int32 or int64, physical blocks in logical order.
+        first_position: absolute position of the first token of ``blocks[0]``.
+        start: first absolute position that counts.
+        end: past the last absolute position that counts.
+
+    Returns:
+        [n, L, KV, H] int64, two's complement of the sums over tokens [start, end).
+
+    Raises:
+        ValueError: a GPU can't read `cache` as words.
+    """
+    run = _launch_block_sums if use_triton(cache) else block_sums_reference
+    return run(cache, blocks, first_position, start, end)
+
+
+def block_sums_reference(
+    cache: Tensor, blocks: Tensor, first_position: int, start: int, end: int
+) -> Tensor:
+    """Plain torch for `block_sums`."""
+    _, heads, layers, planes, block_size, _ = cache.shape
+    sums = torch.empty((len(blocks), layers, planes, heads), dtype=torch.int64, device=cache.device)
+    step = max(1, CHUNK_BYTES // (cache[0].numel() * cache.element_size()))
+    for i in range(0, len(blocks), step):
+        ids = blocks[i : i + step]
+        slots = torch.arange(len(ids) * block_size, device=cache.device).view(-1, block_size)
+        positions = slots + (first_position + i * block_size)
+        counted = (positions >= start) & (positions < end)
+        weights = (_position_weights(positions) * counted)[:, None, None]
+        words = _block_words(cache, ids)
+        for kv in range(planes):
+            rows = _row_sums(words[:, :, :, kv], kv) * weights
+            sums[i : i + step, :, kv] = rows.sum(-1).transpose(1, 2)
+    return sums
+
+
+def _row_sums(words: Tensor, kv: int) -> Tensor:
+    """Sum over j of (word + 1) * b(kv, j): [..., W] to [...]."""
+    weights = _word_weights(words.shape[-1], kv, words.device)
+    return torch.matmul(words.long(), weights) + weights.sum()
+
+
+@cache
+def _word_weights(num_words: int, kv: int, device: torch.device) -> Tensor:
+    words = torch.arange(num_words, dtype=torch.int64, device=device)
+    return _mix(~(words + (kv << 32))) | 1
+
+
+def _position_weights(positions: Tensor) -> Tensor:
+    return _mix(positions.long()) | 1
+
+
+def _mix(x: Tensor) -> Tensor:
+    """SplitMix64's step and finalizer on int64; products wrap as unsigned ones do."""
+    x = x + _signed(0x9E3779B97F4A7C15)
+    x = (x ^ _shift_right(x, 30)) * _signed(0xBF58476D1CE4E5B9)
+    x = (x ^ _shift_right(x, 27)) * _signed(0x94D049BB133111EB)
+    return x ^ _shift_right(x, 31)
+
+
+def _shift_right(x: Tensor, bits: int) -> Tensor:
+    """Logical shift: torch's `>>` on int64 repeats the sign."""
+    return (x >> bits) & ((1 << (64 - bits)) - 1)
+
+
+def _signed(value: int) -> int:
+    return value - (1 << 64)
+
+
+def _words(x: Tensor) -> Tensor:
+    """View the last axis as words; copies if its memory does not allow it."""
+    return _word_view(x if _readable_as_words(x) else x.contiguous())
+
+
+def _block_words(cache: Tensor, ids: Tensor) -> Tensor:
+    if _readable_as_words(cache):
+        return _word_view(cache).index_select(0, ids)
+    return _words(cache.index_select(0, ids))
+
+
+def _word_view(x: Tensor) -> Tensor:
+    return x.view(WORD_TYPES[_word_bytes(x)])
+
+
+def _word_bytes(x: Tensor) -> int:
+    row = x.shape[-1] * x.element_size()
+    return next(size for size in WORD_TYPES if row % size == 0)
+
+
+def _readable_as_words(x: Tensor) -> bool:
+    ratio = _word_bytes(x) // x.element_size()
+    starts = (*x.stride()[:-1], x.storage_offset())
+    return x.stride(-1) == 1 and all(start % ratio == 0 for start in starts)
+
+
+# --- Triton ---
+
+
+def _launch_token_sums(x: Tensor, positions: Tensor, kv: int) -> Tensor:
+    words = _words(x)
+    tokens, heads, num_words = words.shape
+    sums = torch.empty((tokens, heads), dtype=torch.int64, device=x.device)
+    if tokens:
+        _token_kernel[(cdiv(tokens * heads, ROWS_PER_PROGRAM),)](
+            words,
+            positions,
+            _word_weights(num_words, kv, x.device),
+            sums,
+            tokens,
+            heads,
+            words.stride(0),
+            words.stride(1),
+            NUM_WORDS=num_words,
+            BLOCK_W=next_power_of_2(num_words),
+            BLOCK_R=ROWS_PER_PROGRAM,
+        )
+    return sums
+
+
+def _launch_block_sums(
+    cache: Tensor, blocks: Tensor, first_position: int, start: int, end: int
+) -> Tensor:
+    if not _readable_as_words(cache):
+        raise ValueError(
+            f"cache: strides {cache.stride()} do not let rows of {cache.shape[-1]} elements be "
+            f"read as words of {_word_bytes(cache)} bytes"
+        )
+    words = _word_view(cache)
+    _, heads, layers, planes, block_size, num_words = words.shape
+    sums = torch.empty((len(blocks), layers, planes, heads), dtype=torch.int64, device=cache.device)
+    if len(blocks):
+        weights = [_word_weights(num_words, kv, cache.device) for kv in range(planes)]
+        _block_kernel[(len(blocks) * heads * layers * planes,)](
+            words,
+            blocks,
+            torch.stack(weights),
+            sums,
+            first_position,
+            start,
+            end,
+            heads,
+            layers,
+            planes,
+            *words.stride()[:5],
+            BLOCK_SIZE=block_size,
+            NUM_WORDS=num_words,
+            BLOCK_T=min(TOKENS_PER_PROGRAM, next_power_of_2(block_size)),
+            BLOCK_W=next_power_of_2(num_words),
+        )
+    return sums
+
+
+@jit
+def _token_kernel(
+    words: Any,
+    positions: Any,
+    word_weights: Any,
+    sums: Any,
+    tokens: Any,
+    heads: Any,
+    stride_token: Any,
+    stride_head: Any,
+    NUM_WORDS: tl.constexpr,
+    BLOCK_W: tl.constexpr,
+    BLOCK_R: tl.constexpr,
+) -> None:
+    """One program sums BLOCK_R rows, a row being one token of one head."""
+    row = tl.program_id(0).to(tl.int64) * BLOCK_R + tl.arange(0, BLOCK_R)
+    token = row // heads
+    inside = token < tokens
+    column = tl.arange(0, BLOCK_W)
+    place = token * stride_token + row % heads * stride_head
+    mask = inside[:, None] & (column < NUM_WORDS)[None, :]
+    data = tl.load(words + place[:, None] + column[None, :], mask=mask, other=0).to(tl.int64)
+    weight = tl.load(word_weights + column, mask=column < NUM_WORDS, other=0)
+    total = tl.sum((data + 1) * weight[None, :], axis=1)
+    position = tl.load(positions + token, mask=inside, other=0)
+    tl.store(sums + row, total * _position_weight(position), mask=inside)
+
+
+@jit
+def _block_kernel(
+    words: Any,
+    blocks: Any,
+    word_weights: Any,
+    sums: Any,
+    first_position: Any,
+    start: Any,
+    end: Any,
+    heads: Any,
+    layers: Any,
+    planes: Any,
+    stride_block: Any,
+    stride_head: Any,
+    stride_layer: Any,
+    stride_kv: Any,
+    stride_token: Any,
+    BLOCK_SIZE: tl.constexpr,
+    NUM_WORDS: tl.constexpr,
+    BLOCK_T: tl.constexpr,
+    BLOCK_W: tl.constexpr,
+) -> None:
+    """One program sums one block in one (head, layer, kv)."""
+    number = tl.program_id(0).to(tl.int64)
+    kv = number % planes
+    layer = number // planes % layers
+    head = number // (planes * layers) % heads
+    index = number // (planes * layers * heads)
+    block = tl.load(blocks + index).to(tl.int64)
+    base = words + block * stride_block + head * stride_head + layer * stride_layer + kv * stride_kv
+    column = tl.arange(0, BLOCK_W)
+    weight = tl.load(word_weights + kv * NUM_WORDS + column, mask=column < NUM_WORDS, other=0)
+    total = tl.zeros([BLOCK_T], dtype=tl.int64)
+    for first in range(0, BLOCK_SIZE, BLOCK_T):
+        token = first + tl.arange(0, BLOCK_T).to(tl.int64)
+        position = index * BLOCK_SIZE + token + first_position
+        counted = (token < BLOCK_SIZE) & (position >= start) & (position < end)
+        mask = counted[:, None] & (column < NUM_WORDS)[None, :]
+        place = base + token[:, None] * stride_token + column[None, :]
+        data = tl.load(place, mask=mask, other=0).to(tl.int64)
+        rows = tl.sum((data + 1) * weight[None, :], axis=1)
+        total += tl.where(counted, rows * _position_weight(position), 0)
+    place = ((index * layers + layer) * planes + kv) * heads + head
+    tl.store(sums + place, tl.sum(total, axis=0))
+
+
+@jit
+def _position_weight(position: Any) -> Any:
+    """`_position_weights` in Triton."""
+    x = position.to(tl.uint64) + 0x9E3779B97F4A7C15
+    x = (x ^ (x >> 30)) * 0xBF58476D1CE4E5B9
+    x = (x ^ (x >> 27)) * 0x94D049BB133111EB
+    return ((x ^ (x >> 31)) | 1).to(tl.int64)

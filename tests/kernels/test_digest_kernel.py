@@ -1,0 +1,219 @@
+"""Digest sums: the formula, in plain Python; the reference; the kernels; what changes a sum."""
+
+from __future__ import annotations
+
+import mmap
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from kvbaton.kernels.digest import (
+    block_sums,
+    block_sums_reference,
+    token_sums,
+    token_sums_reference,
+)
+
+MASK = (1 << 64) - 1
+DTYPES = [torch.float32, torch.float16, torch.bfloat16, torch.float8_e4m3fn, torch.int8]
+
+
+def mix(x: int) -> int:
+    x = (x + 0x9E3779B97F4A7C15) & MASK
+    x = ((x ^ (x >> 30)) * 0xBF58476D1CE4E5B9) & MASK
+    x = ((x ^ (x >> 27)) * 0x94D049BB133111EB) & MASK
+    return x ^ (x >> 31)
+
+
+def row_sum(row: Tensor, position: int, kv: int) -> int:
+    """The formula of the module, word by word."""
+    data = row.contiguous().view(torch.uint8).numpy().tobytes()
+    size = next(size for size in (8, 4, 2, 1) if len(data) % size == 0)
+    total = 0
+    for j in range(len(data) // size):
+        word = int.from_bytes(data[j * size : (j + 1) * size], "little", signed=True)
+        total += (word + 1) * (mix(~((kv << 32) + j) & MASK) | 1) * (mix(position) | 1)
+    return total & MASK
+
+
+def random(*shape: int, dtype: torch.dtype = torch.float32) -> Tensor:
+    if not dtype.is_floating_point:
+        return torch.randint(-100, 100, shape, dtype=dtype)
+    return torch.randn(shape).to(dtype)
+
+
+@pytest.fixture(autouse=True)
+def _seed() -> None:
+    torch.manual_seed(0)
+
+
+def unsigned(sums: Tensor) -> list[int]:
+    return [value & MASK for value in sums.flatten().tolist()]
+
+
+def test_golden_values() -> None:
+    """Neighbouring releases compare these."""
+    x = torch.arange(24, dtype=torch.int8).view(2, 1, 12)
+    sums = token_sums_reference(x, torch.tensor([5, 1 << 40]), 1)
+    assert unsigned(sums) == [8448360214844922369, 1004017536942914847]
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("head_dim", [64, 12, 6, 5, 1])
+def test_reference_is_the_formula(dtype: torch.dtype, head_dim: int) -> None:
+    x = random(3, 2, head_dim, dtype=dtype)
+    positions = torch.tensor([0, 7, 1 << 33])
+    for kv in range(2):
+        expected = [row_sum(x[t, h], int(positions[t]), kv) for t in range(3) for h in range(2)]
+        assert unsigned(token_sums_reference(x, positions, kv)) == expected
+
+
+def test_reference_reads_any_strides() -> None:
+    x = random(6, 4, 16)
+    positions = torch.arange(6)
+    expected = token_sums_reference(x, positions, 0)
+    for view in (
+        x.transpose(0, 2).contiguous().transpose(0, 2),
+        torch.stack([x, x], 2)[:, :, 1],
+        torch.cat([x, x], 2)[:, :, 16:],
+        torch.cat([x[..., :1], x], 2)[:, :, 1:],
+    ):
+        assert torch.equal(view, x)
+        assert torch.equal(token_sums_reference(view, positions, 0), expected)
+
+
+def paged(x: Tensor, block_size: int, first: int) -> tuple[Tensor, Tensor]:
+    """Scatter tokens x[T, H, L, KV, D] into blocks, the first in slot `first`; the rest is NaN."""
+    count = -(-(first + len(x)) // block_size)
+    heads, layers, kv, dim = x.shape[1:]
+    flat = torch.full((count * block_size, heads, layers, kv, dim), torch.nan)
+    flat[first : first + len(x)] = x
+    blocks = torch.randperm(count + 3)[:count]
+    cache = torch.full((count + 3, heads, layers, kv, block_size, dim), torch.nan)
+    cache[blocks] = flat.view(count, block_size, heads, layers, kv, dim).permute(0, 2, 3, 4, 1, 5)
+    return cache, blocks
+
+
+@pytest.mark.parametrize("block_size", [1, 3, 8, 16])
+@pytest.mark.parametrize(("start", "count"), [(0, 20), (37, 29), (5, 1)])
+def test_block_sums_add_token_sums(block_size: int, start: int, count: int) -> None:
+    x = random(count, 2, 3, 2, 8)
+    cache, blocks = paged(x, block_size, start % block_size)
+    positions = start + torch.arange(count)
+    base = start - start % block_size
+    sums = block_sums_reference(cache, blocks, base, start, start + count)
+    assert sums.shape == (len(blocks), 3, 2, 2)
+    expected = torch.zeros_like(sums)
+    for kv in range(2):
+        rows = token_sums_reference(x[:, :, :, kv].flatten(1, 2), positions, kv)
+        index = (positions - base) // block_size
+        expected[:, :, kv].index_add_(0, index, rows.view(count, 2, 3).transpose(1, 2))
+    assert torch.equal(sums, expected)
+
+
+def test_block_sums_of_parts_add_up() -> None:
+    cache = random(5, 2, 1, 2, 8, 4)
+    blocks = torch.tensor([3, 1, 4])
+    whole = block_sums_reference(cache, blocks, 16, 16, 40)
+    parts = [
+        block_sums_reference(cache, blocks, 16, a, b) for a, b in [(16, 21), (21, 34), (34, 99)]
+    ]
+    assert torch.equal(torch.stack(parts).sum(0), whole)
+    assert not block_sums_reference(cache, blocks, 16, 40, 90).any()
+
+
+def test_block_sums_in_pieces(monkeypatch: pytest.MonkeyPatch) -> None:
+    cache, blocks = random(9, 2, 1, 2, 8, 4), torch.randperm(9)
+    whole = block_sums_reference(cache, blocks, 8, 11, 70)
+    monkeypatch.setattr("kvbaton.kernels.digest.CHUNK_BYTES", 2 * cache[0].numel() * 4)
+    assert torch.equal(block_sums_reference(cache, blocks, 8, 11, 70), whole)
+
+
+def test_every_bit_counts() -> None:
+    x = random(2, 1, 4, dtype=torch.bfloat16)
+    positions = torch.tensor([3, 4])
+    seen = {tuple(unsigned(token_sums_reference(x, positions, 0)))}
+    for bit in range(128):
+        changed = x.clone()
+        changed.view(torch.uint8).view(-1)[bit // 8] ^= 1 << bit % 8
+        seen.add(tuple(unsigned(token_sums_reference(changed, positions, 0))))
+    assert len(seen) == 129
+
+
+def test_place_counts() -> None:
+    """Other position, K for V, swapped tokens, shifted words, missing token: all differ."""
+    x = random(2, 1, 16)
+    x[1] = x[0]
+    here = torch.tensor([3, 4])
+
+    def total(x: Tensor, positions: Tensor, kv: int = 0) -> int:
+        return int(token_sums_reference(x, positions, kv).sum())
+
+    other = x.clone()
+    other[1] += 1
+    sums = [
+        total(x, here),
+        total(x, here + 1),
+        total(x, here, 1),
+        total(other, here),
+        total(other.flip(0), here),
+        total(other.roll(2, -1), here),
+        total(other[:1], here[:1]),
+        total(torch.zeros_like(x), here),
+        total(torch.zeros_like(x[:1]), here[:1]),
+    ]
+    assert len(set(sums)) == len(sums)
+
+
+# --- the kernels ---
+
+
+@pytest.mark.parametrize("head_dim", [64, 20, 3])
+def test_token_kernel(place: Any, head_dim: int) -> None:
+    x = place.randn(19, 3, 2, head_dim)
+    positions = torch.randint(0, 1 << 40, (19,))
+    for kv in range(2):
+        view = x[:, :, kv]
+        sums = token_sums(view, positions.to(place.device), kv)
+        assert torch.equal(sums.cpu(), token_sums_reference(view.cpu(), positions, kv))
+    assert token_sums(x[:0, :, 0], positions[:0].to(place.device), 0).shape == (0, 3)
+
+
+@pytest.mark.parametrize("block_size", [1, 5, 16, 24])
+@pytest.mark.parametrize("order", [(0, 1, 2, 3, 4, 5), (2, 3, 0, 4, 1, 5)])
+def test_block_kernel(place: Any, block_size: int, order: tuple[int, ...]) -> None:
+    cache = place.randn(7, 2, 3, 2, block_size, 12).permute(order).contiguous()
+    cache = cache.permute([order.index(axis) for axis in range(6)])
+    blocks = torch.tensor([4, 2, 6])
+    base = block_size << 33
+    start, end = base + block_size // 2, base + 3 * block_size - block_size // 3
+    sums = block_sums(cache, blocks.to(place.device, torch.int32), base, start, end)
+    expected = block_sums_reference(cache.cpu(), blocks, base, start, end)
+    assert torch.equal(sums.cpu(), expected)
+
+
+def test_block_kernel_names_strides_it_cannot_read(place: Any) -> None:
+    cache = place.randn(2, 1, 1, 2, 4, 8).transpose(4, 5)
+    with pytest.raises(ValueError, match="strides"):
+        block_sums(cache, torch.tensor([1], device=place.device), 0, 0, 4)
+
+
+def big_pool(device: torch.device, blocks: int, shape: tuple[int, ...]) -> Tensor:
+    """Zeros; on the CPU only touched pages take memory."""
+    size = blocks * torch.Size(shape).numel()
+    if device.type == "cuda":
+        return torch.zeros(blocks, *shape, dtype=torch.int8, device=device)
+    return torch.frombuffer(mmap.mmap(-1, size), dtype=torch.int8).view(blocks, *shape)
+
+
+def test_block_kernel_past_32_bits(place: Any) -> None:
+    """Rows of an odd number of bytes have words of one byte: the offsets pass 2**31 words."""
+    shape = (1, 1, 2, 32, 65)
+    blocks = (1 << 31) // torch.Size(shape).numel() + 8
+    cache = big_pool(place.device, blocks, shape)
+    cache[blocks - 2] = torch.randint(-100, 100, shape, dtype=torch.int8)
+    ids = torch.tensor([1, blocks - 2], dtype=torch.int32)
+    expected = block_sums_reference(cache[ids.long()].cpu(), torch.tensor([0, 1]), 0, 0, 64)
+    assert torch.equal(block_sums(cache, ids.to(place.device), 0, 0, 64).cpu(), expected)
