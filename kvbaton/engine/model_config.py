@@ -5,7 +5,6 @@ Needs neither torch nor transformers, so that the HTTP process may read it too.
 
 from __future__ import annotations
 
-import hashlib
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -41,7 +40,6 @@ class ModelConfig:
         windows: per layer, tokens of its sliding window; 0 attends to everything.
         eos_token_ids: tokens that end a text, ascending.
         sampling_defaults: what ``generation_config.json`` recommends, by `SamplingParams` name.
-        digest: SHA-256 of ``config.json`` in canonical form, hex.
     """
 
     folder: Path
@@ -63,7 +61,6 @@ class ModelConfig:
     windows: tuple[int, ...]
     eos_token_ids: tuple[int, ...]
     sampling_defaults: dict[str, float] = field(default_factory=dict)
-    digest: str = ""
 
 
 class _Rope(msgspec.Struct):
@@ -121,8 +118,7 @@ def load_model_config(folder: str | Path, dtype: str = "auto") -> ModelConfig:
         ConfigError: the folder or its files are missing or broken, or the model is not supported.
     """
     folder = Path(folder)
-    content = _read_json(folder, "config.json")
-    raw = _convert(content, folder)
+    raw = _convert(_read_json(folder, "config.json"), folder)
     _refuse_unsupported(raw)
     generation = _generation_config(folder)
     return ModelConfig(
@@ -145,7 +141,6 @@ def load_model_config(folder: str | Path, dtype: str = "auto") -> ModelConfig:
         windows=_windows(raw),
         eos_token_ids=_eos(raw.eos_token_id, generation.get("eos_token_id")),
         sampling_defaults=_sampling_defaults(generation),
-        digest=hashlib.sha256(msgspec.json.encode(content, order="deterministic")).hexdigest(),
     )
 
 

@@ -1,0 +1,206 @@
+"""Weights: files as they come, what is wrong with them by name, dummies, and shares of ranks."""
+
+from __future__ import annotations
+
+import json
+import shutil
+import threading
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+from torch import Tensor
+from torch.nn.functional import scaled_dot_product_attention
+
+from kvbaton.engine.loader import INDEX, SINGLE, load_model
+from kvbaton.engine.model_config import load_model_config
+from kvbaton.engine.models.llama import LlamaForCausalLM
+from kvbaton.engine.shard import Shard
+from kvbaton.errors import ConfigError
+from kvbaton.testing.checkpoints import CheckpointSpec, make_checkpoint
+
+Checkpoint = Callable[..., Path]
+CPU = torch.device("cpu")
+
+
+class FreshAttention:
+    """Attention of one sequence without a cache."""
+
+    def attend(self, layer: int, query: Tensor, key: Tensor, value: Tensor, window: int) -> Tensor:
+        query, key, value = (x.transpose(0, 1)[None] for x in (query, key, value))
+        out = scaled_dot_product_attention(query, key, value, is_causal=True, enable_gqa=True)
+        return out[0].transpose(0, 1)
+
+
+def logits(model: LlamaForCausalLM) -> Tensor:
+    with torch.inference_mode():
+        tokens = torch.arange(20, 40)
+        return model.logits(model(tokens, torch.arange(20), FreshAttention()))
+
+
+def copy_of(folder: Path, target: Path) -> Path:
+    return Path(shutil.copytree(folder, target / "copy"))
+
+
+def test_shards_and_one_file_give_the_same_model(checkpoint: Checkpoint) -> None:
+    one, three = checkpoint(), checkpoint(shards=3)
+    assert (three / INDEX).exists()
+    assert not (three / SINGLE).exists()
+    models = [load_model(load_model_config(folder), device=CPU) for folder in (one, three)]
+    assert torch.equal(logits(models[0]), logits(models[1]))
+
+
+def test_dtype_is_converted_on_the_way(checkpoint: Checkpoint) -> None:
+    config = load_model_config(checkpoint(), "bfloat16")
+    model = load_model(config, device=CPU)
+    assert {parameter.dtype for parameter in model.parameters()} == {torch.bfloat16}
+    assert model.rotary.frequencies.dtype == torch.float32
+
+
+def test_a_missing_shard_is_named(checkpoint: Checkpoint, tmp_path: Path) -> None:
+    folder = copy_of(checkpoint(shards=3), tmp_path)
+    (folder / "model-00002-of-00003.safetensors").unlink()
+    with pytest.raises(ConfigError, match=r"model-00002-of-00003\.safetensors, which is missing"):
+        load_model(load_model_config(folder), device=CPU)
+
+
+def test_a_truncated_file_is_named(checkpoint: Checkpoint, tmp_path: Path) -> None:
+    folder = copy_of(checkpoint(), tmp_path)
+    content = (folder / SINGLE).read_bytes()
+    (folder / SINGLE).write_bytes(content[: len(content) // 2])
+    with pytest.raises(ConfigError, match=r"model\.safetensors is broken or truncated"):
+        load_model(load_model_config(folder), device=CPU)
+
+
+def test_a_folder_without_weights_and_a_broken_index(
+    checkpoint: Checkpoint, tmp_path: Path
+) -> None:
+    folder = copy_of(checkpoint(), tmp_path)
+    (folder / SINGLE).unlink()
+    with pytest.raises(ConfigError, match="has neither"):
+        load_model(load_model_config(folder), device=CPU)
+    (folder / INDEX).write_text(json.dumps({"weight_map": 3}))
+    with pytest.raises(ConfigError, match=r"index\.json is broken"):
+        load_model(load_model_config(folder), device=CPU)
+
+
+def test_a_missing_tensor_is_named(checkpoint: Checkpoint, tmp_path: Path) -> None:
+    folder = copy_of(checkpoint(tied=True), tmp_path)
+    config = replace(load_model_config(folder), tie_word_embeddings=False)
+    with pytest.raises(ConfigError, match=r"no tensor 'lm_head\.weight'"):
+        load_model(config, device=CPU)
+
+
+def test_a_tensor_of_the_wrong_shape_is_named(checkpoint: Checkpoint, tmp_path: Path) -> None:
+    folder = copy_of(checkpoint(), tmp_path)
+    weights = load_file(folder / SINGLE)
+    weights["model.norm.weight"] = torch.ones(65)
+    save_file(weights, folder / SINGLE)
+    with pytest.raises(ConfigError, match=r"'model\.norm\.weight' in .*\[65\].*\[64\]"):
+        load_model(load_model_config(folder), device=CPU)
+
+
+# --- dummy ---
+
+
+def dummy(folder: Path, seed: int, shard: Shard | None = None) -> LlamaForCausalLM:
+    config = load_model_config(folder)
+    return load_model(config, device=CPU, load_format="dummy", seed=seed, shard=shard)
+
+
+def test_dummy_weights_follow_the_seed_and_need_no_files(
+    checkpoint: Checkpoint, tmp_path: Path
+) -> None:
+    shutil.copy(checkpoint() / "config.json", tmp_path)
+    first, again, other = dummy(tmp_path, 1), dummy(tmp_path, 1), dummy(tmp_path, 2)
+    assert torch.equal(logits(first), logits(again))
+    assert not torch.equal(logits(first), logits(other))
+    weight = first.layers[0].mlp.down_proj.weight
+    assert float(weight.std()) == pytest.approx(0.02, rel=0.05)
+    assert float(weight.mean()) == pytest.approx(0.0, abs=0.001)
+    assert not torch.equal(weight, first.layers[1].mlp.down_proj.weight)
+    assert (first.norm.weight == 1).all()
+
+
+# --- tensor parallelism ---
+
+
+class Reducer:
+    """An all-reduce between threads."""
+
+    def __init__(self, size: int) -> None:
+        self.parts: list[Tensor] = [torch.empty(0)] * size
+        self.barrier = threading.Barrier(size, timeout=20)
+
+    def shard(self, rank: int) -> Shard:
+        def all_reduce(part: Tensor) -> Tensor:
+            self.parts[rank] = part
+            self.barrier.wait()
+            total = torch.stack(self.parts).sum(0)
+            self.barrier.wait()
+            return total
+
+        return Shard(rank, len(self.parts), all_reduce)
+
+
+@pytest.mark.parametrize("size", [2, 4])
+@pytest.mark.parametrize("load_format", ["auto", "dummy"])
+@pytest.mark.parametrize("family", ["llama", "qwen2"])
+def test_ranks_together_are_the_whole_model(
+    family: str, load_format: str, size: int, checkpoint: Checkpoint
+) -> None:
+    biases = {"config": {"attention_bias": True, "mlp_bias": True}} if family == "llama" else {}
+    config = load_model_config(checkpoint(family=family, **biases))
+    whole = load_model(config, device=CPU, load_format=load_format)  # type: ignore[arg-type]
+    reducer = Reducer(size)
+    found: dict[int, Tensor] = {}
+
+    def run(rank: int) -> None:
+        shard = reducer.shard(rank)
+        part = load_model(config, device=CPU, load_format=load_format, shard=shard)  # type: ignore[arg-type]
+        found[rank] = logits(part)
+
+    threads = [threading.Thread(target=run, args=(rank,)) for rank in range(size)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(timeout=30)
+    for rank in range(size):
+        torch.testing.assert_close(found[rank], logits(whole), atol=1e-4, rtol=1e-4)
+
+
+@pytest.mark.parametrize(("size", "told"), [(3, "num_heads"), (8, "num_heads")])
+def test_a_size_that_does_not_divide_is_refused(
+    size: int, told: str, checkpoint: Checkpoint
+) -> None:
+    with pytest.raises(ConfigError, match=told) as raised:
+        load_model(load_model_config(checkpoint()), device=CPU, shard=Shard(0, size))
+    assert raised.value.field == "--tensor-parallel-size"
+
+
+# --- the checkpoints themselves ---
+
+
+def test_equal_specs_give_equal_folders(tmp_path: Path) -> None:
+    spec = CheckpointSpec(family="qwen3", seed=5, shards=2)
+    first, second = (make_checkpoint(tmp_path / name, spec) for name in ("a", "b"))
+    assert sorted(p.name for p in first.iterdir()) == sorted(p.name for p in second.iterdir())
+    for path in first.iterdir():
+        assert path.read_bytes() == (second / path.name).read_bytes(), path.name
+
+
+@pytest.mark.parametrize("family", ["llama", "mistral", "qwen2", "qwen3"])
+def test_transformers_reads_the_tokenizer(family: str, checkpoint: Checkpoint) -> None:
+    from transformers import AutoTokenizer
+
+    tokenizer = AutoTokenizer.from_pretrained(checkpoint(family=family))
+    text = "The quick brown fox, Straße 東京\n"
+    ids = tokenizer(text)["input_ids"]
+    assert max(ids) < 384
+    assert tokenizer.decode(ids, skip_special_tokens=True) == text
+    chat = [{"role": "user", "content": "Hello"}]
+    prompt = tokenizer.apply_chat_template(chat, tokenize=False, add_generation_prompt=True)
+    assert prompt == "<|begin|><|turn|>user\nHello<|turn|>\n<|turn|>assistant\n"
