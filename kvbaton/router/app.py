@@ -1,0 +1,236 @@
+"""Puts a router together and runs it: startup, serve, drain, shutdown."""
+
+from __future__ import annotations
+
+import asyncio
+import errno
+import logging
+import signal
+import socket
+import sys
+import time
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from pathlib import Path
+
+import aiohttp
+import msgspec
+from aiohttp import web
+
+from kvbaton.edge.app import make_app
+from kvbaton.edge.config import EdgeConfig, Frontend
+from kvbaton.edge.metrics import HttpMetrics
+from kvbaton.edge.source import ModelFacts
+from kvbaton.errors import ConfigError, RequestError
+from kvbaton.router.config import RouterConfig
+from kvbaton.router.dispatch import Dispatcher
+from kvbaton.router.legs import CONNECT_TIMEOUT_S
+from kvbaton.router.loads import LoadBook
+from kvbaton.router.membership import Membership
+from kvbaton.router.metrics import NodeCollector, RouterMetrics
+from kvbaton.router.nodes import Nodes
+from kvbaton.router.nodes_api import app_keys, routes
+from kvbaton.text.tokenizer import Tokenizer
+from kvbaton.wire import NodeInfo
+
+logger = logging.getLogger(__name__)
+
+UNKNOWN_LENGTH = 1 << 31
+"""Bound of a request while no node has said how much it takes."""
+
+
+@asynccontextmanager
+async def router_app(
+    config: RouterConfig, tokenizer: Tokenizer, model_name: str
+) -> AsyncIterator[web.Application]:
+    """The application, its probes running, for as long as the context lasts.
+
+    Args:
+        config: settings.
+        tokenizer: of the model that the nodes serve.
+        model_name: as clients and nodes name it.
+    """
+    async with make_session(config) as session:
+        membership = Membership(config.membership, config.cluster_key is None, model_name)
+        nodes, loads, metrics = Nodes(membership, session), LoadBook(), HttpMetrics()
+        dispatcher = Dispatcher(
+            nodes, session, RouterMetrics(metrics.registry), loads, config.dispatch
+        )
+        members = membership.members
+        metrics.registry.register(NodeCollector(lambda: list(members.values()), loads))
+        app = make_app(
+            Frontend(
+                source=dispatcher,
+                tokenizer=tokenizer,
+                config=EdgeConfig(model_name=model_name, api_keys=config.api_keys),
+                facts=lambda: facts(membership),
+                metrics=metrics,
+            ),
+            routes(),
+        )
+        app_keys(nodes, loads, config.cluster_key, app)
+        for url, role in config.static_nodes:
+            nodes.add_static(url, role)
+        watching = asyncio.create_task(nodes.watch())
+        try:
+            yield app
+        finally:
+            watching.cancel()
+            nodes.close()
+            await asyncio.gather(watching, return_exceptions=True)
+            await dispatcher.close()
+
+
+def make_session(config: RouterConfig) -> aiohttp.ClientSession:
+    """The client side of the router: as many connections as there are legs."""
+    headers = {"Authorization": f"Bearer {config.api_keys[0]}"} if config.api_keys else {}
+    return aiohttp.ClientSession(
+        connector=aiohttp.TCPConnector(limit=0),
+        timeout=aiohttp.ClientTimeout(total=None, sock_connect=CONNECT_TIMEOUT_S),
+        headers=headers,
+    )
+
+
+def facts(membership: Membership) -> ModelFacts:
+    """Bounds of a request that any ready node takes.
+
+    Raises:
+        RequestError: 503, there is no ready node.
+    """
+    if not membership.ready():
+        raise RequestError(
+            "No node is ready to serve this request; retry shortly.",
+            status=503,
+            code="no_node_ready",
+        )
+    return ModelFacts(max_model_len=membership.max_model_len() or UNKNOWN_LENGTH)
+
+
+# --- the process ---
+
+
+def main(config: RouterConfig) -> int:
+    """Run a router until SIGINT or SIGTERM; returns the exit status.
+
+    Raises:
+        ConfigError: a setting is wrong, or the address is taken.
+    """
+    logging.basicConfig(
+        level=config.log_level.upper(), format="%(levelname)s %(name)s: %(message)s"
+    )
+    return asyncio.run(run(config))
+
+
+async def run(config: RouterConfig) -> int:
+    """Startup, serve, drain, shutdown."""
+    listener = listening_socket(config)
+    folder, name = await find_model(config)
+    async with router_app(config, Tokenizer.load(folder), name) as app:
+        runner = web.AppRunner(
+            app, handler_cancellation=True, shutdown_timeout=config.grace_s, access_log=None
+        )
+        await runner.setup()
+        site = web.SockSite(runner, listener)
+        await site.start()
+        print(f"router: listening on {url_of(listener)}", flush=True)
+        await told_to_stop()
+        logger.info("stopping; open requests have %g s", config.grace_s)
+        await runner.cleanup()
+    return 0
+
+
+async def told_to_stop() -> None:
+    """Wait for SIGINT or SIGTERM; a second one ends the process at once."""
+    loop, stop = asyncio.get_running_loop(), asyncio.Event()
+
+    def on_signal() -> None:
+        if stop.is_set():
+            sys.exit(130)
+        stop.set()
+
+    for number in (signal.SIGINT, signal.SIGTERM):
+        loop.add_signal_handler(number, on_signal)
+    await stop.wait()
+
+
+def listening_socket(config: RouterConfig) -> socket.socket:
+    """The socket to serve on.
+
+    Raises:
+        ConfigError: the address is taken or is not ours.
+    """
+    if config.fd is not None:
+        return socket.socket(fileno=config.fd)
+    return bind(config.host, config.port)
+
+
+def bind(host: str, port: int) -> socket.socket:
+    """A listening TCP socket; port 0 takes a free one.
+
+    Raises:
+        ConfigError: naming ``--host`` or ``--port``.
+    """
+    family = socket.AF_INET6 if ":" in host else socket.AF_INET
+    sock = socket.socket(family, socket.SOCK_STREAM)
+    try:
+        sock.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        sock.bind((host, port))
+        sock.listen(1024)
+    except OSError as error:
+        sock.close()
+        if error.errno == errno.EADDRINUSE:
+            message = f"{host}:{port} is in use; choose another port, or 0 for any free one"
+            raise ConfigError("--port", message) from error
+        raise ConfigError("--host", f"can't listen on {host}:{port}: {error}") from error
+    return sock
+
+
+def url_of(sock: socket.socket) -> str:
+    """Base URL of a server on this socket."""
+    host, port = sock.getsockname()[:2]
+    return f"http://[{host}]:{port}" if ":" in host else f"http://{host}:{port}"
+
+
+# --- which model ---
+
+
+async def find_model(config: RouterConfig) -> tuple[str, str]:
+    """The folder with the tokenizer and the model's name.
+
+    Raises:
+        ConfigError: no flag names it and no static node could be asked.
+    """
+    if config.model is not None:
+        return config.model, config.served_model_name or config.model
+    if not config.static_nodes:
+        raise ConfigError(
+            "--model", "needed for its tokenizer, unless --prefill or --decode name a node to ask"
+        )
+    info = await _ask_any(config)
+    if not Path(info.model_path, "tokenizer.json").is_file():
+        raise ConfigError(
+            "--model", f"{info.node_id} has its model at {info.model_path!r}, which is not here"
+        )
+    return info.model_path, config.served_model_name or info.model
+
+
+async def _ask_any(config: RouterConfig) -> NodeInfo:
+    give_up = time.monotonic() + config.start_timeout_s
+    async with make_session(config) as session:
+        while True:
+            for url, _ in config.static_nodes:
+                try:
+                    return await _ask(session, url)
+                except (aiohttp.ClientError, OSError, TimeoutError) as error:
+                    logger.info("waiting for %s: %s", url, error)
+            if time.monotonic() >= give_up:
+                raise ConfigError("--model", "no node answered what model it serves")
+            await asyncio.sleep(0.5)
+
+
+async def _ask(session: aiohttp.ClientSession, url: str) -> NodeInfo:
+    async with session.get(
+        url.rstrip("/") + "/node", timeout=aiohttp.ClientTimeout(total=2.0)
+    ) as response:
+        response.raise_for_status()
+        return msgspec.json.decode(await response.read(), type=NodeInfo)

@@ -1,0 +1,51 @@
+"""The router's settings; command-line defaults are read from here."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+from kvbaton.router.dispatch import DispatchConfig
+from kvbaton.router.membership import MembershipTimers
+
+
+@dataclass(frozen=True, kw_only=True)
+class RouterConfig:
+    """All that a router needs to know.
+
+    Attributes:
+        model: folder of the model, for its tokenizer; None asks the first static node.
+        served_model_name: as clients name it; None takes the nodes' own name, or the folder's.
+        host: address to listen on.
+        port: 0 takes a free one.
+        fd: an inherited socket that already listens; overrides host and port.
+        prefill: URLs of prefill nodes that do not register themselves.
+        decode: URLs of decode nodes that do not register themselves.
+        api_keys: accepted from clients; the first one is sent to the nodes.
+        cluster_key: from which the token for registration is derived; None restricts the cluster
+            to this machine.
+        start_timeout_s: how long a static node may take to say what model it serves.
+        grace_s: how long requests may go on after the router was told to stop.
+        log_level: of the log on standard error.
+        membership: timers.
+        dispatch: timers and policy.
+    """
+
+    model: str | None = None
+    served_model_name: str | None = None
+    host: str = "127.0.0.1"
+    port: int = 8000
+    fd: int | None = None
+    prefill: tuple[str, ...] = ()
+    decode: tuple[str, ...] = ()
+    api_keys: tuple[str, ...] = field(default=(), repr=False)
+    cluster_key: str | None = field(default=None, repr=False)
+    start_timeout_s: float = 600.0
+    grace_s: float = 5.0
+    log_level: str = "info"
+    membership: MembershipTimers = field(default_factory=MembershipTimers)
+    dispatch: DispatchConfig = field(default_factory=DispatchConfig)
+
+    @property
+    def static_nodes(self) -> list[tuple[str, str]]:
+        """(url, role) of each node named by a flag."""
+        return [(u, "prefill") for u in self.prefill] + [(u, "decode") for u in self.decode]

@@ -1,0 +1,253 @@
+"""The thin shell that drives `RequestMachine`: legs as tasks, their events in a queue."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import os
+import secrets
+from collections.abc import AsyncGenerator
+from dataclasses import dataclass, field
+
+import aiohttp
+import msgspec
+
+from kvbaton.router.legs import LegEnded, LegEvent, LegFailed, LegOutput, run_leg
+from kvbaton.router.loads import LoadBook
+from kvbaton.router.metrics import RouterMetrics
+from kvbaton.router.nodes import Nodes
+from kvbaton.router.pairing import Route, choose
+from kvbaton.router.relay import (
+    Action,
+    CancelLeg,
+    Emit,
+    Finish,
+    Leg,
+    LegError,
+    Raise,
+    RelayTimers,
+    RequestMachine,
+    StartLeg,
+)
+from kvbaton.wire import AddRequest, Output
+
+logger = logging.getLogger(__name__)
+
+LINGER_S = 1.0
+"""A finished request's legs may take this long to end by themselves and free their connection."""
+
+
+@dataclass(frozen=True)
+class DispatchConfig:
+    """How requests are dispatched.
+
+    Attributes:
+        timers: of each request.
+        min_handover_tokens: shorter prompts are served on one node.
+    """
+
+    timers: RelayTimers = field(default_factory=RelayTimers)
+    min_handover_tokens: int = 0
+
+
+class Dispatcher:
+    """A `TokenSource` over all nodes.
+
+    Args:
+        nodes: who there is.
+        session: for the legs.
+        metrics: what is counted.
+        loads: what is in flight.
+        config: see there.
+    """
+
+    def __init__(
+        self,
+        nodes: Nodes,
+        session: aiohttp.ClientSession,
+        metrics: RouterMetrics,
+        loads: LoadBook,
+        config: DispatchConfig,
+    ) -> None:
+        self.nodes = nodes
+        self.session = session
+        self.metrics = metrics
+        self.loads = loads
+        self.config = config
+        self._runs: set[_Run] = set()
+        self._lingering: set[asyncio.Task[None]] = set()
+        nodes.on_lost = self.node_lost
+
+    async def generate(self, request: AddRequest) -> AsyncGenerator[Output]:
+        """Run a request on the nodes; see `TokenSource`.
+
+        Raises:
+            RequestError: it is wrong, or nobody could serve it.
+        """
+        run = _Run(self, _with_seed(request))
+        self._runs.add(run)
+        try:
+            async for output in run.outputs():
+                yield output
+        finally:
+            self._runs.discard(run)
+            run.close()
+
+    def route(self, num_tokens: int, avoid: frozenset[str]) -> Route | None:
+        """Choose nodes by what is known now."""
+        return choose(
+            self.nodes.membership.ready(),
+            self.loads,
+            num_tokens,
+            exclude=avoid,
+            min_handover_tokens=self.config.min_handover_tokens,
+        )
+
+    def node_lost(self, node_id: str, reason: str) -> None:
+        """A node is of no use any more: its requests go elsewhere now, not at a timeout."""
+        for run in self._runs:
+            run.node_lost(node_id, reason)
+
+    def linger(self, tasks: list[asyncio.Task[None]]) -> None:
+        """Let legs of a finished request end by themselves for a moment."""
+        task = asyncio.create_task(_end_soon(tasks))
+        self._lingering.add(task)
+        task.add_done_callback(self._lingering.discard)
+
+    async def close(self) -> None:
+        """Wait for lingering legs."""
+        await asyncio.gather(*self._lingering)
+
+
+class _Run:
+    """One request on its way."""
+
+    def __init__(self, dispatcher: Dispatcher, request: AddRequest) -> None:
+        self._dispatcher = dispatcher
+        self._metrics = dispatcher.metrics
+        self._request = request
+        self._now = asyncio.get_running_loop().time
+        self._started_at = self._now()
+        self._machine = RequestMachine(
+            request,
+            dispatcher.route,
+            transfer_id=os.urandom(16),
+            timers=dispatcher.config.timers,
+            now=self._started_at,
+        )
+        self._events: asyncio.Queue[LegEvent] = asyncio.Queue()
+        self._legs: dict[Leg, asyncio.Task[None]] = {}
+        self._outcome = "cancelled"
+        self._emitted = False
+        self._read_at: float | None = None
+
+    async def outputs(self) -> AsyncGenerator[Output]:
+        """What the client gets."""
+        actions = self._machine.start(self._now())
+        while True:
+            for action in actions:
+                if isinstance(action, Emit):
+                    self._observe(action.output)
+                    yield action.output
+                elif self._perform(action):
+                    return
+            actions = await self._next()
+
+    def _perform(self, action: Action) -> bool:
+        """Carry out anything but `Emit`; whether that was the end."""
+        match action:
+            case StartLeg():
+                self._start(action)
+            case CancelLeg(leg):
+                self._legs[leg].cancel()
+            case Raise(error):
+                self._outcome = "failed"
+                self._tell_story()
+                raise error
+            case Finish():
+                self._outcome = "finished"
+                self._tell_story()
+                return True
+        return False
+
+    async def _next(self) -> list[Action]:
+        try:
+            async with asyncio.timeout_at(self._machine.next_deadline()):
+                event = await self._events.get()
+        except TimeoutError:
+            self._read_at = None
+            return self._machine.tick(self._now())
+        return self._feed(event)
+
+    def _feed(self, event: LegEvent) -> list[Action]:
+        now, self._read_at = self._now(), None
+        match event:
+            case LegOutput(leg, output, at):
+                self._read_at = at
+                self._dispatcher.loads.prefilled(leg)
+                return self._machine.output(leg, output, now)
+            case LegEnded(leg):
+                return self._machine.ended(leg, now)
+            case LegFailed(leg, error, unreachable):
+                self._metrics.leg_failures.labels(leg.node.node_id, leg.side).inc()
+                actions = self._machine.failed(leg, error, now)
+                if unreachable:
+                    self._dispatcher.nodes.unreachable(leg.node, error.message)
+                return actions
+
+    def node_lost(self, node_id: str, reason: str) -> None:
+        """One of the nodes is gone."""
+        for leg, task in self._legs.items():
+            if leg.node.node_id == node_id and not task.done():
+                self._events.put_nowait(LegFailed(leg, LegError(f"the node is lost: {reason}")))
+
+    def _start(self, action: StartLeg) -> None:
+        leg, body = action.leg, action.body
+        alone = leg.side == "target" and body.kv_transfer_params is None
+        num_tokens = len(body.token_ids) + len(body.resume_token_ids)
+        self._dispatcher.loads.enter(leg, num_tokens, prefills=alone or leg.side == "source")
+        self._metrics.legs.labels(leg.node.node_id, "alone" if alone else leg.side).inc()
+        if leg.attempt and leg.side == "target":
+            self._metrics.retries.inc()
+        work = run_leg(
+            self._dispatcher.session, action, self._request.request_id, self._events.put_nowait
+        )
+        task = asyncio.create_task(work, name=f"{leg.side} {body.request_id}")
+        task.add_done_callback(lambda _: self._dispatcher.loads.strike(leg))
+        self._legs[leg] = task
+
+    def _observe(self, output: Output) -> None:
+        now = self._now()
+        if self._read_at is not None:
+            self._metrics.overhead.observe(now - self._read_at)
+        if output.token_ids and not self._emitted:
+            self._emitted = True
+            self._metrics.first_token.observe(now - self._started_at)
+
+    def _tell_story(self) -> None:
+        for line in self._machine.story:
+            logger.warning("request %s: %s", self._request.request_id, line)
+
+    def close(self) -> None:
+        """The client has all it wanted, or has gone: end the legs."""
+        for action in self._machine.client_gone():
+            self._perform(action)
+        self._metrics.requests.labels(self._outcome).inc()
+        running = [task for task in self._legs.values() if not task.done()]
+        if running:
+            self._dispatcher.linger(running)
+
+
+async def _end_soon(tasks: list[asyncio.Task[None]]) -> None:
+    _, late = await asyncio.wait(tasks, timeout=LINGER_S)
+    for task in late:
+        task.cancel()
+    await asyncio.gather(*late, return_exceptions=True)
+
+
+def _with_seed(request: AddRequest) -> AddRequest:
+    """Both legs must sample alike."""
+    if request.params.seed is not None:
+        return request
+    params = msgspec.structs.replace(request.params, seed=secrets.randbits(63))
+    return msgspec.structs.replace(request, params=params)

@@ -1,0 +1,74 @@
+"""What the router counts, beside what its endpoint does."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+
+from prometheus_client import CollectorRegistry, Counter, Histogram
+from prometheus_client.core import GaugeMetricFamily
+from prometheus_client.registry import Collector
+
+from kvbaton.router.loads import LoadBook
+from kvbaton.router.membership import Member
+
+FIRST_TOKEN_BUCKETS = (0.005, 0.01, 0.02, 0.04, 0.08, 0.15, 0.3, 0.6, 1.2, 2.5, 5, 10, 20, 40, 80)
+OVERHEAD_BUCKETS = (2e-5, 5e-5, 1e-4, 2e-4, 5e-4, 1e-3, 2e-3, 5e-3, 1e-2, 2e-2, 5e-2, 0.1, 0.5)
+
+
+class RouterMetrics:
+    """Counters of dispatch and relay.
+
+    Args:
+        registry: where they are registered.
+    """
+
+    def __init__(self, registry: CollectorRegistry) -> None:
+        def counter(name: str, text: str, labels: tuple[str, ...] = ()) -> Counter:
+            return Counter(f"kvbaton_router_{name}", text, labels, registry=registry)
+
+        def seconds(name: str, text: str, buckets: tuple[float, ...]) -> Histogram:
+            return Histogram(
+                f"kvbaton_router_{name}_seconds", text, buckets=buckets, registry=registry
+            )
+
+        self.requests = counter("requests", "Requests ended, by outcome.", ("outcome",))
+        self.legs = counter("legs", "Requests sent to nodes, by what for.", ("node", "part"))
+        self.leg_failures = counter("leg_failures", "Legs that failed.", ("node", "part"))
+        self.retries = counter("retries", "Attempts after the first.")
+        self.first_token = seconds(
+            "first_token", "From dispatch to the first token.", FIRST_TOKEN_BUCKETS
+        )
+        self.overhead = seconds(
+            "overhead", "From a node's output being read to its being relayed.", OVERHEAD_BUCKETS
+        )
+
+
+class NodeCollector(Collector):
+    """Gauges by node, read when they are asked for.
+
+    Args:
+        members: all nodes now.
+        loads: what is in flight there.
+    """
+
+    def __init__(self, members: Callable[[], list[Member]], loads: LoadBook) -> None:
+        self._members = members
+        self._loads = loads
+
+    def collect(self) -> Iterator[GaugeMetricFamily]:
+        """Requests and prompt tokens in flight by node, and nodes by state."""
+        running = GaugeMetricFamily(
+            "kvbaton_router_in_flight", "Requests a node generates for.", labels=["node"]
+        )
+        prompt = GaugeMetricFamily(
+            "kvbaton_router_prompt_tokens_in_flight", "Being prefilled.", labels=["node"]
+        )
+        for node, load in self._loads.items():
+            running.add_metric([node], load.sequences)
+            prompt.add_metric([node], load.prompt_tokens)
+        nodes = GaugeMetricFamily(
+            "kvbaton_router_nodes", "1 per node.", labels=["node", "role", "state"]
+        )
+        for member in self._members():
+            nodes.add_metric([member.info.node_id, member.info.role, member.state], 1)
+        yield from (running, prompt, nodes)

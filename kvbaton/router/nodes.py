@@ -1,0 +1,138 @@
+"""The shell around `Membership`: its clock, its probes, and who wants to know of changes."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import time
+from collections.abc import Callable
+
+import aiohttp
+import msgspec
+
+from kvbaton.router.membership import Change, Member, Membership, State, describe
+from kvbaton.wire import Members, NodeInfo
+
+logger = logging.getLogger(__name__)
+
+_node_info = msgspec.json.Decoder(NodeInfo)
+MAX_INFO_BYTES = 1 << 20
+
+
+class Nodes:
+    """All nodes that this router knows.
+
+    Args:
+        membership: the table.
+        session: for probes.
+
+    Attributes:
+        on_lost: called with (node id, reason) when a node that may have requests of ours fails.
+    """
+
+    def __init__(self, membership: Membership, session: aiohttp.ClientSession) -> None:
+        self.membership = membership
+        self.on_lost: Callable[[str, str], None] = lambda node_id, reason: None
+        self._session = session
+        self._probes: set[asyncio.Task[None]] = set()
+
+    # --- events from elsewhere ---
+
+    def add_static(self, url: str, role: str) -> None:
+        """A flag names a node."""
+        self.membership.add_static(url, role, time.monotonic())
+
+    def register(self, info: NodeInfo) -> Members:
+        """A node registers or repeats its heartbeat.
+
+        Raises:
+            RequestError: see `Membership.register`.
+        """
+        members, changes = self.membership.register(info, time.monotonic())
+        self._announce(changes)
+        return members
+
+    def drain(self, node_id: str) -> None:
+        """Send no new requests there.
+
+        Raises:
+            RequestError: no such node (404).
+        """
+        self._announce(self.membership.drain(node_id))
+
+    def remove(self, node_id: str) -> None:
+        """Forget a node.
+
+        Raises:
+            RequestError: no such node (404).
+        """
+        self._announce(self.membership.remove(node_id))
+
+    def unreachable(self, node: NodeInfo, error: str) -> None:
+        """A request could not connect to a node."""
+        self._announce(self.membership.unreachable(node.node_id, node.generation, error))
+
+    # --- watching ---
+
+    async def watch(self) -> None:
+        """Probe all nodes for ever."""
+        while True:
+            self._announce(self.membership.tick(time.monotonic()))
+            for member in self.membership.probe_targets():
+                self._probe_soon(member)
+            await asyncio.sleep(self.membership.timers.probe_period_s)
+
+    def _probe_soon(self, member: Member) -> None:
+        # One probe of a node at a time: a silent one must not collect them.
+        name = f"probe {member.info.url}"
+        if any(task.get_name() == name for task in self._probes):
+            return
+        task = asyncio.create_task(self._probe(member), name=name)
+        self._probes.add(task)
+        task.add_done_callback(self._probes.discard)
+
+    async def _probe(self, member: Member) -> None:
+        asked, error, answered = member.info, None, False
+        try:
+            async with asyncio.timeout(self.membership.timers.probe_timeout_s):
+                if member.static:
+                    asked = await self._identify(asked.url)
+                await self._get(asked.url, "/health")
+        except TimeoutError:
+            error = "no answer to a probe in time"
+        except aiohttp.ClientResponseError as failure:
+            error, answered = f"it answers {failure.status} to a probe", True
+        except (aiohttp.ClientError, OSError) as failure:
+            error = f"probe failed: {failure}"
+        except msgspec.DecodeError as failure:
+            error, answered = f"its /node is malformed: {failure}", True
+        now = time.monotonic()
+        changes = self.membership.probed(
+            asked.node_id, asked.generation, error, now, answered=answered
+        )
+        self._announce(changes)
+
+    async def _identify(self, url: str) -> NodeInfo:
+        info = _node_info.decode(await self._get(url, "/node"))
+        self._announce(self.membership.identified(url, info, time.monotonic()))
+        return info
+
+    async def _get(self, url: str, path: str) -> bytes:
+        async with self._session.get(url.rstrip("/") + path) as response:
+            response.raise_for_status()
+            return await response.content.read(MAX_INFO_BYTES)
+
+    def _announce(self, changes: list[Change]) -> None:
+        for line in describe(changes):
+            logger.info("%s", line)
+        for change in changes:
+            if change.lost:
+                self.on_lost(change.node_id, change.reason)
+            member = self.membership.members.get(change.node_id)
+            if change.new is State.STARTING and member is not None:
+                self._probe_soon(member)
+
+    def close(self) -> None:
+        """Stop the probes under way."""
+        for task in self._probes:
+            task.cancel()

@@ -1,0 +1,179 @@
+"""The nodes' own endpoint: ``/nodes``, and what an operator asks of a router."""
+
+from __future__ import annotations
+
+from aiohttp import web
+from msgspec import Struct
+
+from kvbaton.edge.auth import from_loopback, require_operator
+from kvbaton.edge.body import json_response, read_body
+from kvbaton.edge.cluster_token import carries_token, registration_token
+from kvbaton.edge.config import FRONTEND
+from kvbaton.edge.metrics import exposition
+from kvbaton.errors import RequestError
+from kvbaton.router.loads import LoadBook
+from kvbaton.router.membership import Member
+from kvbaton.router.nodes import Nodes
+from kvbaton.router.page import render
+from kvbaton.router.pairing import NodeLoad, pairs
+from kvbaton.wire import NodeInfo
+
+NODES = web.AppKey("nodes", Nodes)
+LOADS = web.AppKey("loads", LoadBook)
+TOKEN = web.AppKey("token", str)
+"""Expected of who registers; empty without a cluster key."""
+
+
+class NodeView(Struct, kw_only=True):
+    """One node in the answer of ``GET /nodes``."""
+
+    node_id: str
+    generation: str
+    role: str
+    url: str
+    state: str
+    reason: str
+    model: str
+    control_address: str | None
+    requests: int
+    prompt_tokens: int
+
+
+class NodesView(Struct, kw_only=True):
+    """Answer of ``GET /nodes``.
+
+    Attributes:
+        nodes: all of them.
+        pairs: (prefill node id, decode node id) that can hand over now.
+    """
+
+    nodes: list[NodeView]
+    pairs: list[tuple[str, str]]
+
+
+def routes() -> list[web.RouteDef]:
+    """What a router answers beside the OpenAI endpoints."""
+    return [
+        web.get("/nodes", list_nodes),
+        web.post("/nodes", register),
+        web.delete("/nodes/{node_id:.+}", remove),
+        web.post("/nodes/{node_id:.+}/drain", drain),
+        web.get("/health", health),
+        web.get("/metrics", metrics),
+        web.get("/", page),
+    ]
+
+
+def app_keys(nodes: Nodes, loads: LoadBook, cluster_key: str | None, app: web.Application) -> None:
+    """Give the handlers what they work on."""
+    app[NODES], app[LOADS] = nodes, loads
+    app[TOKEN] = registration_token(cluster_key) if cluster_key else ""
+
+
+async def register(request: web.Request) -> web.Response:
+    """``POST /nodes``: registration and heartbeat."""
+    _require_member(request)
+    info = await read_body(request, NodeInfo)
+    return json_response(request.app[NODES].register(info))
+
+
+async def list_nodes(request: web.Request) -> web.Response:
+    """``GET /nodes``."""
+    _require_member_or_operator(request)
+    return json_response(view(request.app))
+
+
+async def remove(request: web.Request) -> web.Response:
+    """``DELETE /nodes/{id}``: forget a node; what it is serving goes on."""
+    _require_member_or_operator(request)
+    request.app[NODES].remove(request.match_info["node_id"])
+    return json_response({"removed": request.match_info["node_id"]})
+
+
+async def drain(request: web.Request) -> web.Response:
+    """``POST /nodes/{id}/drain``: no new requests; answers how many still run there."""
+    _require_member_or_operator(request)
+    node_id = request.match_info["node_id"]
+    request.app[NODES].drain(node_id)
+    load = request.app[LOADS].get(node_id, NodeLoad())
+    return json_response({"draining": node_id, "requests": load.sequences})
+
+
+async def health(request: web.Request) -> web.Response:
+    """``GET /health``: 200 when a request could be served now."""
+    ready = request.app[NODES].membership.ready()
+    if not ready:
+        raise RequestError("no node is ready", status=503, code="no_node_ready")
+    return json_response({"status": "ok", "ready": len(ready)})
+
+
+async def metrics(request: web.Request) -> web.Response:
+    """``GET /metrics``."""
+    return exposition(request.app[FRONTEND].metrics.registry)
+
+
+async def page(request: web.Request) -> web.Response:
+    """``GET /``: the state of the cluster, for people."""
+    _require_member_or_operator(request)
+    rows = [_row(node) for node in view(request.app).nodes]
+    body = render(request.app[FRONTEND].config.model_name, rows)
+    return web.Response(text=body, content_type="text/html")
+
+
+def view(app: web.Application) -> NodesView:
+    """All nodes as they are now."""
+    membership, loads = app[NODES].membership, app[LOADS]
+    members = sorted(membership.members.values(), key=lambda m: (m.info.role, m.info.node_id))
+    return NodesView(
+        nodes=[_view(member, loads.get(member.info.node_id, NodeLoad())) for member in members],
+        pairs=[(p.info.node_id, d.info.node_id) for p, d in pairs(membership.ready())],
+    )
+
+
+def _view(member: Member, load: NodeLoad) -> NodeView:
+    info = member.info
+    return NodeView(
+        node_id=info.node_id,
+        generation=info.generation,
+        role=info.role,
+        url=info.url,
+        state=member.state,
+        reason=member.reason,
+        model=info.model,
+        control_address=info.control_address,
+        requests=load.sequences,
+        prompt_tokens=load.prompt_tokens,
+    )
+
+
+def _row(node: NodeView) -> list[str]:
+    state = f"{node.state} ({node.reason})" if node.reason else node.state
+    return [node.node_id, node.role, state, node.url, str(node.requests), str(node.prompt_tokens)]
+
+
+def _has_token(request: web.Request) -> bool:
+    token = request.app[TOKEN]
+    return bool(token) and carries_token(request.headers.get("Authorization"), token)
+
+
+def _require_member(request: web.Request) -> None:
+    """Only who holds the cluster key may register; without one, only this machine."""
+    if request.app[TOKEN]:
+        if not _has_token(request):
+            raise RequestError(
+                "registration needs the token of this cluster; start the node with the same "
+                "--cluster-key as the router",
+                status=401,
+                code="invalid_cluster_key",
+            )
+    elif not from_loopback(request):
+        raise RequestError(
+            "without a cluster key only nodes on the router's machine may register; start "
+            "router and nodes with --cluster-key",
+            status=403,
+        )
+
+
+def _require_member_or_operator(request: web.Request) -> None:
+    if not _has_token(request):
+        require_operator(request)

@@ -1,0 +1,503 @@
+"""One request across its legs and attempts: a state machine without I/O.
+
+An *attempt* is served by one node alone (its *target* leg), or by a target and a *source* leg that
+prefills for it. Laws:
+
+1. The first token relayed for (choice, index) is committed. Every later token for the same place
+   is compared: an equal one is dropped, another one closes the attempt.
+2. What a closed leg still says is dropped.
+3. The target's word counts for the end of a choice. The source's counts if it said that token 0
+   ends every choice and the target then says nothing for `finish_grace_s`, or fails.
+4. A source that fails is the target's business: its node notices the failed hand-over and
+   recomputes. A target that fails, stays silent or contradicts what is committed ends the attempt;
+   the next one, on other nodes, continues from the committed tokens.
+5. The request ends exactly once: by `Finish` or `Raise`. After that there are no actions.
+
+Event in, list of actions out; the clock is an argument, in seconds.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Literal
+from urllib.parse import urlsplit
+
+import msgspec
+
+from kvbaton.errors import RequestError
+from kvbaton.router.pairing import Route
+from kvbaton.wire import AddRequest, GenerateRequest, NodeInfo, Output, TokenLogprobs
+
+Side = Literal["source", "target"]
+CLIENT_FAULTS = (400, 413, 422)
+"""Statuses with which a node blames the request itself."""
+
+
+@dataclass(frozen=True)
+class RelayTimers:
+    """Limits of one request.
+
+    Attributes:
+        idle_s: a target that says nothing for this long has failed.
+        finish_grace_s: how long the target may take to confirm an end that the source announced.
+        max_retries: attempts after the first.
+    """
+
+    idle_s: float = 120.0
+    finish_grace_s: float = 2.0
+    max_retries: int = 2
+
+
+@dataclass(frozen=True)
+class Leg:
+    """One HTTP request to one node; attempt and side name it within its request."""
+
+    attempt: int
+    side: Side
+    node: NodeInfo = field(compare=False)
+
+
+@dataclass(frozen=True)
+class LegError:
+    """Why a leg failed.
+
+    Attributes:
+        message: for people.
+        status: the HTTP status that the node answered, or None if there was no answer.
+        param: of its error body.
+        code: of its error body.
+    """
+
+    message: str
+    status: int | None = None
+    param: str | None = None
+    code: str | None = None
+
+    @property
+    def blames_client(self) -> bool:
+        """Whether no node would take this request; what the router itself added is our fault."""
+        ours = (self.param or "").startswith("kv_transfer_params")
+        return self.status in CLIENT_FAULTS and not ours
+
+
+@dataclass(frozen=True)
+class StartLeg:
+    """Send this to the leg's node and report what it says."""
+
+    leg: Leg
+    body: GenerateRequest
+
+
+@dataclass(frozen=True)
+class CancelLeg:
+    """Close the leg's connection at once."""
+
+    leg: Leg
+
+
+@dataclass(frozen=True)
+class Emit:
+    """Give this to the client."""
+
+    output: Output
+
+
+@dataclass(frozen=True)
+class Finish:
+    """All choices are complete. Legs still open end by themselves."""
+
+
+@dataclass(frozen=True)
+class Raise:
+    """The request failed."""
+
+    error: RequestError
+
+
+Action = StartLeg | CancelLeg | Emit | Finish | Raise
+Router = Callable[[int, frozenset[str]], Route | None]
+"""(tokens to prefill, node ids to avoid) -> nodes for an attempt, or None."""
+
+
+@dataclass
+class _Choice:
+    """What the client knows of one choice.
+
+    Attributes:
+        tokens: committed.
+        announced: (finish reason, stop reason) that the source gave with token 0, if it did.
+        finished: the client was told the end.
+    """
+
+    tokens: list[int] = field(default_factory=list)
+    announced: tuple[str, int | str | None] | None = None
+    finished: bool = False
+
+
+class RequestMachine:
+    """Relays one request. Feed it events, carry out its actions in order.
+
+    Args:
+        request: what to generate; its seed is set.
+        route: chooses nodes.
+        transfer_id: 16 random bytes, the same for all attempts.
+        timers: limits.
+        now: the clock.
+
+    Attributes:
+        attempt: number of the attempt that runs.
+        done: it has ended.
+        story: what happened, one line per event worth telling.
+    """
+
+    def __init__(
+        self,
+        request: AddRequest,
+        route: Router,
+        *,
+        transfer_id: bytes,
+        timers: RelayTimers,
+        now: float,
+    ) -> None:
+        assert request.params.seed is not None, "two legs without a seed sample different tokens"
+        self.request = request
+        self.attempt = -1
+        self.done = False
+        self.story: list[str] = []
+        self._route = route
+        self._transfer_id = transfer_id
+        self._timers = timers
+        self._expires_at = now + request.deadline_s
+        self._heard_at = now
+        self._confirm_by: float | None = None
+        self._first_index = len(request.resume_ids)
+        resumed = list(request.resume_ids)
+        self._choices = [_Choice(resumed.copy()) for _ in range(request.params.n)]
+        self._base = self._first_index
+        self._open: dict[Side, Leg] = {}
+        self._avoid: frozenset[str] = frozenset()
+        self._prompt_logprobs_given = False
+        self._cached = self._transferred = 0
+
+    # --- events ---
+
+    def start(self, now: float) -> list[Action]:
+        """Dispatch the first attempt."""
+        return self._dispatch(
+            RequestError(
+                "No node is ready to serve this request; retry shortly.",
+                status=503,
+                code="no_node_ready",
+            ),
+            now,
+        )
+
+    def output(self, leg: Leg, output: Output, now: float) -> list[Action]:
+        """A leg says something."""
+        if not self._is_open(leg):
+            return []
+        if output.choice >= len(self._choices):
+            return self.failed(leg, LegError(f"it sent choice {output.choice}"), now)
+        if output.finish_reason in ("error", "abort"):
+            why = output.error or f"the node ended the request ({output.finish_reason})"
+            return self.failed(leg, LegError(why), now)
+        self._heard_at = now
+        self._account(output)
+        if leg.side == "source":
+            actions = self._from_source(output, now)
+        else:
+            actions = self._from_target(leg, output, now)
+        return actions or self._late_prompt_logprobs(output)
+
+    def failed(self, leg: Leg, error: LegError, now: float) -> list[Action]:
+        """A leg broke, was refused, or its node is known to be gone."""
+        if not self._is_open(leg):
+            return []
+        del self._open[leg.side]
+        self.story.append(f"attempt {leg.attempt}: {leg.side} {leg.node.node_id}: {error.message}")
+        if error.blames_client and not self._has_relayed():
+            refusal = RequestError(
+                error.message, param=error.param, status=error.status or 400, code=error.code
+            )
+            return self._raise(refusal)
+        if leg.side == "source":
+            return [CancelLeg(leg)]
+        self._avoid |= {leg.node.node_id}
+        busy = error.status in (429, 503)
+        return [
+            CancelLeg(leg),
+            *self._retry(
+                RequestError(
+                    f"node {leg.node.node_id} failed: {error.message}",
+                    status=error.status if busy and error.status else 502,
+                    code=error.code if busy else "node_failed",
+                ),
+                now,
+            ),
+        ]
+
+    def ended(self, leg: Leg, now: float) -> list[Action]:
+        """A leg's stream ended in good order."""
+        if not self._is_open(leg):
+            return []
+        if leg.side == "source":
+            del self._open["source"]
+            return []
+        return self.failed(leg, LegError("its stream ended before the request did"), now)
+
+    def client_gone(self) -> list[Action]:
+        """Nobody listens any more."""
+        if self.done:
+            return []
+        self.done = True
+        return self._cancel_open()
+
+    def tick(self, now: float) -> list[Action]:
+        """Time has passed."""
+        if self.done:
+            return []
+        if now >= self._expires_at:
+            return self._raise(self._expired())
+        if self._confirm_by is not None and now >= self._confirm_by:
+            return self._finish_as_announced()
+        if now >= self._heard_at + self._timers.idle_s:
+            return self.failed(self._open["target"], LegError("it has been silent too long"), now)
+        return []
+
+    def next_deadline(self) -> float:
+        """When to call `tick` at the latest."""
+        times = [self._expires_at, self._heard_at + self._timers.idle_s]
+        return min([*times, self._confirm_by] if self._confirm_by is not None else times)
+
+    # --- tokens ---
+
+    def _from_source(self, output: Output, now: float) -> list[Action]:
+        choice = self._choices[output.choice]
+        actions: list[Action] = []
+        if not output.token_ids or output.index != self._base:
+            return actions
+        if len(choice.tokens) == self._base:
+            actions = self._commit(output, output.token_ids[:1], None, None)
+        elif choice.tokens[self._base] != output.token_ids[0]:
+            return actions  # the target was first, and it agrees with itself
+        # A source stops after one token anyway: its "length" says nothing if more were wanted.
+        reason, only = output.finish_reason, self._base + 1 >= self.request.params.max_tokens
+        if reason is not None and (reason != "length" or only):
+            choice.announced = (reason, output.stop_reason)
+        if self._all_announced() and self._confirm_by is None:
+            self._confirm_by = now + self._timers.finish_grace_s
+        return actions
+
+    def _from_target(self, leg: Leg, output: Output, now: float) -> list[Action]:
+        choice = self._choices[output.choice]
+        if choice.finished:
+            return []
+        if output.index > len(choice.tokens):
+            missing = f"it skipped tokens {len(choice.tokens)} to {output.index - 1}"
+            return self.failed(leg, LegError(missing), now)
+        known = tuple(choice.tokens[output.index :])
+        if any(a != b for a, b in zip(known, output.token_ids, strict=False)):
+            return self._contradicted(leg, output, now)
+        new = output.token_ids[len(known) :]
+        ends = output.finish_reason is not None
+        if not new and not ends:
+            return []
+        actions = self._commit(output, new, output.finish_reason, output.stop_reason)
+        return [*actions, *self._finish()] if self._all_finished() else actions
+
+    def _contradicted(self, leg: Leg, output: Output, now: float) -> list[Action]:
+        self.story.append(
+            f"attempt {leg.attempt}: {leg.node.node_id} contradicts committed tokens of choice "
+            f"{output.choice} from index {output.index}"
+        )
+        error = RequestError(
+            "Two nodes generated different tokens for this request.",
+            status=502,
+            code="tokens_differ",
+        )
+        if len(self._choices) > 1:  # a forced prefix exists for a single choice only
+            return self._raise(error)
+        return self._retry(error, now)
+
+    def _commit(
+        self,
+        output: Output,
+        new: tuple[int, ...],
+        finish_reason: str | None,
+        stop_reason: int | str | None,
+    ) -> list[Action]:
+        choice = self._choices[output.choice]
+        index = len(choice.tokens)
+        choice.tokens.extend(new)
+        choice.finished = choice.finished or finish_reason is not None
+        return [
+            Emit(
+                Output(
+                    request_id=self.request.request_id,
+                    choice=output.choice,
+                    index=index,
+                    token_ids=new,
+                    logprobs=_logprobs_from(output, index, len(new)),
+                    prompt_logprobs=self._take_prompt_logprobs(output),
+                    finish_reason=finish_reason,
+                    stop_reason=stop_reason,
+                    cached_tokens=self._cached,
+                    transferred_tokens=self._transferred,
+                )
+            )
+        ]
+
+    def _take_prompt_logprobs(self, output: Output) -> tuple[TokenLogprobs | None, ...] | None:
+        if self._prompt_logprobs_given or output.prompt_logprobs is None:
+            return None
+        self._prompt_logprobs_given = True
+        return output.prompt_logprobs
+
+    def _late_prompt_logprobs(self, output: Output) -> list[Action]:
+        """The target was faster than the source, who alone knows the prompt's."""
+        if self.done or self._prompt_logprobs_given or output.prompt_logprobs is None:
+            return []
+        return self._commit(output, (), None, None)
+
+    def _account(self, output: Output) -> None:
+        # Tokens that nobody had to compute. A later attempt finds what the first one left in
+        # caches, so it does not count.
+        if self._base == self._first_index:
+            self._cached = max(self._cached, output.cached_tokens)
+        self._transferred = max(self._transferred, output.transferred_tokens)
+
+    # --- attempts ---
+
+    def _retry(self, error: RequestError, now: float) -> list[Action]:
+        closing = self._cancel_open()
+        if self._ended_by_what_is_known():
+            return closing + self._finish_as_announced()
+        if now >= self._expires_at:
+            return closing + self._raise(self._expired())
+        if self.attempt >= self._timers.max_retries:
+            return closing + self._raise(error)
+        return closing + self._dispatch(error, now)
+
+    def _dispatch(self, otherwise: RequestError, now: float) -> list[Action]:
+        # Several choices can't be forced to a prefix each: they are generated anew, compared with
+        # what is committed, and go on from there.
+        single = len(self._choices) == 1
+        resume = tuple(self._choices[0].tokens) if single else self.request.resume_ids
+        num_tokens = len(self.request.token_ids) + len(resume)
+        route = self._route(num_tokens, self._avoid)
+        if route is None:
+            return self._raise(otherwise)
+        self.attempt += 1
+        self._base, self._heard_at, self._confirm_by = len(resume), now, None
+        legs = self._legs(route)
+        self._open = {leg.side: leg for leg in legs}
+        return [StartLeg(leg, self._body(leg, route, resume, now)) for leg in legs]
+
+    def _legs(self, route: Route) -> list[Leg]:
+        target = Leg(self.attempt, "target", route.target)
+        if route.source is None:
+            return [target]
+        return [target, Leg(self.attempt, "source", route.source)]
+
+    def _body(self, leg: Leg, route: Route, resume: tuple[int, ...], now: float) -> GenerateRequest:
+        params = self.request.params
+        if self._prompt_logprobs_given:
+            params = msgspec.structs.replace(params, prompt_logprobs=None)
+        return GenerateRequest(
+            token_ids=self.request.token_ids,
+            sampling_params=params,
+            # Of its own for each attempt: the node may not yet have buried the last one.
+            request_id=f"{self.request.request_id[:200]}.{self.attempt}",
+            stream=True,
+            resume_token_ids=resume,
+            cache_salt=self.request.cache_salt or None,
+            priority=self.request.priority,
+            deadline_s=max(self._expires_at - now, 0.001),
+            kv_transfer_params=transfer_params(leg, route, self._transfer_id),
+        )
+
+    # --- ends ---
+
+    def _finish(self) -> list[Action]:
+        self.done = True
+        source = self._open.pop("source", None)
+        return [Finish()] if source is None else [CancelLeg(source), Finish()]
+
+    def _finish_as_announced(self) -> list[Action]:
+        actions: list[Action] = []
+        for index, choice in enumerate(self._choices):
+            if not choice.finished:
+                reason, stop = choice.announced or ("length", None)
+                empty = Output(request_id=self.request.request_id, choice=index)
+                actions += self._commit(empty, (), reason, stop)
+        self.done = True
+        return [*self._cancel_open(), *actions, Finish()]
+
+    def _raise(self, error: RequestError) -> list[Action]:
+        self.done = True
+        return [*self._cancel_open(), Raise(error)]
+
+    def _cancel_open(self) -> list[Action]:
+        legs, self._open = self._open, {}
+        return [CancelLeg(leg) for leg in legs.values()]
+
+    def _expired(self) -> RequestError:
+        return RequestError(
+            f"The request was not complete after {self.request.deadline_s:g} s.",
+            status=504,
+            code="deadline_exceeded",
+        )
+
+    # --- questions ---
+
+    def _is_open(self, leg: Leg) -> bool:
+        return not self.done and self._open.get(leg.side) == leg
+
+    def _has_relayed(self) -> bool:
+        return any(len(c.tokens) > self._first_index or c.finished for c in self._choices)
+
+    def _all_finished(self) -> bool:
+        return all(choice.finished for choice in self._choices)
+
+    def _all_announced(self) -> bool:
+        return all(choice.finished or choice.announced for choice in self._choices)
+
+    def _ended_by_what_is_known(self) -> bool:
+        limit = self.request.params.max_tokens
+        return all(
+            choice.finished or choice.announced or len(choice.tokens) >= limit
+            for choice in self._choices
+        )
+
+
+def transfer_params(leg: Leg, route: Route, transfer_id: bytes) -> dict[str, object] | None:
+    """A leg's part in the hand-over, in vLLM's field names; None for a node that serves alone."""
+    source = route.source
+    if source is None:
+        return None
+    params: dict[str, object] = {
+        "do_remote_decode": leg.side == "source",
+        "do_remote_prefill": leg.side == "target",
+        "transfer_id": transfer_id.hex(),
+        "attempt": leg.attempt,
+    }
+    if leg.side == "target":
+        address = urlsplit(source.control_address or "")
+        params |= {
+            "remote_engine_id": source.node_id,
+            "remote_request_id": transfer_id.hex(),
+            "remote_host": address.hostname,
+            "remote_port": address.port,
+            "remote_block_ids": [[]],
+            "tp_size": source.tp_size,
+        }
+    return params
+
+
+def _logprobs_from(output: Output, index: int, count: int) -> tuple[TokenLogprobs, ...] | None:
+    """Of the tokens at [index, index + count) of an output."""
+    if output.logprobs is None:
+        return None
+    start = index - output.index
+    return output.logprobs[start : start + count]

@@ -1,0 +1,82 @@
+"""Pairing is a pure function: no socket needed."""
+
+from __future__ import annotations
+
+from kvbaton.router.membership import Member, State
+from kvbaton.router.pairing import NodeLoad, choose, compatible, pairs
+from kvbaton.wire import NodeInfo
+
+
+def member(node_id: str, role: str, *, told: bool = True, **fields: object) -> Member:
+    defaults: dict[str, object] = {
+        "generation": "1",
+        "url": f"http://127.0.0.1/{node_id}",
+        "model": "m",
+        "control_address": f"tcp://127.0.0.1:{sum(map(ord, node_id))}",
+        "identity": "aa",
+    }
+    info = NodeInfo(node_id=node_id, role=role, **{**defaults, **fields})  # type: ignore[arg-type]
+    return Member(info, static=told, heard_at=0.0, state=State.READY, told=None)
+
+
+P0, P1 = member("p0", "prefill"), member("p1", "prefill")
+D0, D1 = member("d0", "decode"), member("d1", "decode")
+
+
+def ids(route) -> tuple[str | None, str] | None:
+    if route is None:
+        return None
+    return route.source.node_id if route.source else None, route.target.node_id
+
+
+def test_an_idle_cluster_breaks_ties_by_node_id() -> None:
+    assert ids(choose([D1, P1, P0, D0], {}, 10)) == ("p0", "d0")
+
+
+def test_the_least_loaded_pair_wins() -> None:
+    loads = {
+        "p0": NodeLoad(prompt_tokens=100),
+        "p1": NodeLoad(prompt_tokens=99),
+        "d0": NodeLoad(sequences=2, tokens=10),
+        "d1": NodeLoad(sequences=1, tokens=5000),
+    }
+    assert ids(choose([P0, P1, D0, D1], loads, 10)) == ("p1", "d1")
+
+
+def test_tokens_decide_between_equal_numbers_of_sequences() -> None:
+    loads = {"d0": NodeLoad(sequences=1, tokens=10), "d1": NodeLoad(sequences=1, tokens=9)}
+    assert ids(choose([P0, D0, D1], loads, 10)) == ("p0", "d1")
+
+
+def test_one_role_alone_serves_whole_requests() -> None:
+    assert ids(choose([P1, P0], {}, 10)) == (None, "p0")
+    assert ids(choose([D1], {}, 10)) == (None, "d1")
+    assert choose([], {}, 10) is None
+
+
+def test_short_prompts_stay_on_one_node() -> None:
+    assert ids(choose([P0, D0], {}, 9, min_handover_tokens=10)) == (None, "d0")
+    assert ids(choose([P0, D0], {}, 10, min_handover_tokens=10)) == ("p0", "d0")
+
+
+def test_excluded_nodes_are_avoided_as_long_as_anyone_is_left() -> None:
+    assert ids(choose([P0, D0, D1], {}, 10, exclude={"d0"})) == ("p0", "d1")
+    assert ids(choose([P0, D0], {}, 10, exclude={"d0"})) == (None, "p0")
+    assert choose([P0, D0], {}, 10, exclude={"d0", "p0"}) is None
+
+
+def test_other_models_never_pair() -> None:
+    for change in ({"identity": "bb"}, {"model": "n"}, {"transport": "tcp"}):
+        other = member("d9", "decode", **change)
+        assert not compatible(P0, other)
+        assert ids(choose([P0, other], {}, 10)) == (None, "d9")
+    assert not compatible(member("p9", "prefill", control_address=None), D0)
+
+
+def test_a_target_pairs_only_with_sources_it_was_told_of() -> None:
+    target = member("d7", "decode")
+    target.told = frozenset()
+    assert pairs([P0, target]) == []
+    assert P0.info.control_address is not None
+    target.told = frozenset({P0.info.control_address})
+    assert pairs([P0, P1, target]) == [(P0, target)]
