@@ -18,7 +18,6 @@ flipped *top* bits within one sum cancels, as in any sum mod 2^64 with odd weigh
 from __future__ import annotations
 
 from functools import cache
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -213,14 +212,14 @@ def _launch_block_sums(
 
 @jit
 def _token_kernel(
-    words: Any,
-    positions: Any,
-    word_weights: Any,
-    sums: Any,
-    tokens: Any,
-    heads: Any,
-    stride_token: Any,
-    stride_head: Any,
+    words: tl.tensor,
+    positions: tl.tensor,
+    word_weights: tl.tensor,
+    sums: tl.tensor,
+    tokens: tl.tensor,
+    heads: tl.tensor,
+    stride_token: tl.tensor,
+    stride_head: tl.tensor,
     NUM_WORDS: tl.constexpr,
     BLOCK_W: tl.constexpr,
     BLOCK_R: tl.constexpr,
@@ -241,21 +240,21 @@ def _token_kernel(
 
 @jit
 def _block_kernel(
-    words: Any,
-    blocks: Any,
-    word_weights: Any,
-    sums: Any,
-    first_position: Any,
-    start: Any,
-    end: Any,
-    heads: Any,
-    layers: Any,
-    planes: Any,
-    stride_block: Any,
-    stride_head: Any,
-    stride_layer: Any,
-    stride_kv: Any,
-    stride_token: Any,
+    words: tl.tensor,
+    blocks: tl.tensor,
+    word_weights: tl.tensor,
+    sums: tl.tensor,
+    first_position: tl.tensor,
+    start: tl.tensor,
+    end: tl.tensor,
+    heads: tl.tensor,
+    layers: tl.tensor,
+    planes: tl.tensor,
+    stride_block: tl.tensor,
+    stride_head: tl.tensor,
+    stride_layer: tl.tensor,
+    stride_kv: tl.tensor,
+    stride_token: tl.tensor,
     BLOCK_SIZE: tl.constexpr,
     NUM_WORDS: tl.constexpr,
     BLOCK_T: tl.constexpr,
@@ -286,7 +285,7 @@ def _block_kernel(
 
 
 @jit
-def _position_weight(position: Any) -> Any:
+def _position_weight(position: tl.tensor) -> tl.tensor:
     """`_position_weights` in Triton."""
     x = position.to(tl.uint64) + 0x9E3779B97F4A7C15
     x = (x ^ (x >> 30)) * 0xBF58476D1CE4E5B9
