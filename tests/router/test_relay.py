@@ -1,0 +1,488 @@
+"""The relay machine: one request across legs and attempts, without a socket."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from kvbaton.errors import RequestError
+from kvbaton.router.pairing import Route
+from kvbaton.router.relay import (
+    Action,
+    CancelLeg,
+    Emit,
+    Finish,
+    Leg,
+    LegError,
+    Raise,
+    RelayTimers,
+    RequestMachine,
+    StartLeg,
+)
+from kvbaton.wire import AddRequest, NodeInfo, Output, SamplingParams, TokenLogprobs
+
+TRANSFER = bytes(range(16))
+TIMERS = RelayTimers(idle_s=30.0, finish_grace_s=2.0, max_retries=2)
+
+
+def node(node_id: str, role: str) -> NodeInfo:
+    return NodeInfo(
+        node_id=node_id,
+        generation="1",
+        role=role,
+        url=f"http://{node_id}",
+        model="m",
+        control_address="tcp://127.0.0.1:7000",
+        tp_size=2,
+    )
+
+
+P, D0, D1, D2 = node("p", "prefill"), *(node(f"d{i}", "decode") for i in range(3))
+
+
+def request(n: int = 1, max_tokens: int = 5, **fields: object) -> AddRequest:
+    params = SamplingParams(n=n, max_tokens=max_tokens, seed=7)
+    return AddRequest(request_id="r", token_ids=(1, 2, 3), params=params, **fields)  # type: ignore[arg-type]
+
+
+class Bench:
+    """A machine with its clock, and what it did."""
+
+    def __init__(self, add: AddRequest, *, sources: bool = True, retries: int = 2) -> None:
+        self.now = 100.0
+        self.routed: list[tuple[int, frozenset[str]]] = []
+        self.sources = sources
+        self.started: list[StartLeg] = []
+        self.cancelled: list[Leg] = []
+        self.emitted: list[Output] = []
+        self.end: Finish | Raise | None = None
+        timers = RelayTimers(TIMERS.idle_s, TIMERS.finish_grace_s, retries)
+        self.machine = RequestMachine(
+            add, self.route, transfer_id=TRANSFER, timers=timers, now=self.now
+        )
+
+    def route(self, num_tokens: int, avoid: frozenset[str]) -> Route | None:
+        self.routed.append((num_tokens, avoid))
+        left = [d for d in (D0, D1, D2) if d.node_id not in avoid]
+        if not left:
+            return None
+        return Route(left[0], P if self.sources else None)
+
+    def do(self, actions: list[Action]) -> None:
+        for action in actions:
+            assert self.end is None, f"{action} after {self.end}"
+            match action:
+                case StartLeg():
+                    self.started.append(action)
+                case CancelLeg(leg):
+                    self.cancelled.append(leg)
+                case Emit(output):
+                    self.emitted.append(output)
+                case Finish() | Raise():
+                    self.end = action
+
+    def start(self) -> Bench:
+        self.do(self.machine.start(self.now))
+        return self
+
+    def leg(self, side: str, attempt: int = 0) -> Leg:
+        [leg] = [s.leg for s in self.started if (s.leg.side, s.leg.attempt) == (side, attempt)]
+        return leg
+
+    def say(self, side: str, index: int, *tokens: int, attempt: int = 0, **fields: object) -> None:
+        output = Output(request_id="x", index=index, token_ids=tokens, **fields)  # type: ignore[arg-type]
+        self.do(self.machine.output(self.leg(side, attempt), output, self.now))
+
+    def fail(self, side: str, attempt: int = 0, **fields: object) -> None:
+        error = LegError("boom", **fields)  # type: ignore[arg-type]
+        self.do(self.machine.failed(self.leg(side, attempt), error, self.now))
+
+    def ended(self, side: str, attempt: int = 0) -> None:
+        self.do(self.machine.ended(self.leg(side, attempt), self.now))
+
+    def wait(self, seconds: float) -> None:
+        self.now += seconds
+        self.do(self.machine.tick(self.now))
+
+    def tokens(self, choice: int = 0) -> list[int]:
+        mine = [o for o in self.emitted if o.choice == choice]
+        result: list[int] = []
+        for output in mine:
+            assert output.index == len(result)
+            result.extend(output.token_ids)
+        return result
+
+    def error(self) -> RequestError:
+        assert isinstance(self.end, Raise)
+        return self.end.error
+
+
+def test_both_legs_start_at_once_with_their_parts() -> None:
+    bench = Bench(request()).start()
+    target, source = bench.started
+    assert (target.leg.node, source.leg.node) == (D0, P)
+    assert source.body.kv_transfer_params == {
+        "do_remote_decode": True,
+        "do_remote_prefill": False,
+        "transfer_id": TRANSFER.hex(),
+        "attempt": 0,
+    }
+    assert target.body.kv_transfer_params == {
+        "do_remote_decode": False,
+        "do_remote_prefill": True,
+        "transfer_id": TRANSFER.hex(),
+        "attempt": 0,
+        "remote_engine_id": "p",
+        "remote_request_id": TRANSFER.hex(),
+        "remote_host": "127.0.0.1",
+        "remote_port": 7000,
+        "remote_block_ids": [[]],
+        "tp_size": 2,
+    }
+    assert target.body.stream
+    assert target.body.sampling_params == source.body.sampling_params
+
+
+def test_the_first_token_comes_from_the_source_and_the_rest_from_the_target() -> None:
+    bench = Bench(request(max_tokens=3)).start()
+    bench.say("source", 0, 10, finish_reason="length", cached_tokens=2)
+    assert bench.tokens() == [10]
+    assert bench.emitted[0].finish_reason is None, "a source stops after one token anyway"
+    bench.say("target", 0, 10, transferred_tokens=3)
+    bench.say("target", 1, 11, 12, finish_reason="length")
+    assert bench.tokens() == [10, 11, 12]
+    assert bench.emitted[-1].finish_reason == "length"
+    assert (bench.emitted[-1].cached_tokens, bench.emitted[-1].transferred_tokens) == (2, 3)
+    assert isinstance(bench.end, Finish)
+
+
+def test_a_target_that_is_faster_needs_no_source() -> None:
+    bench = Bench(request(max_tokens=2)).start()
+    bench.say("target", 0, 10)
+    bench.say("source", 0, 99, finish_reason="length")
+    bench.say("target", 1, 11, finish_reason="length")
+    assert bench.tokens() == [10, 11]
+    assert bench.cancelled == [bench.leg("source")]
+
+
+def test_a_target_that_contradicts_the_committed_token_is_replaced_with_a_forced_prefix() -> None:
+    bench = Bench(request()).start()
+    bench.say("source", 0, 10, finish_reason="length")
+    bench.say("target", 0, 77)
+    assert set(bench.cancelled) == {bench.leg("source"), bench.leg("target")}
+    again = bench.started[2:]
+    assert [s.body.resume_token_ids for s in again] == [(10,), (10,)]
+    assert all(s.body.kv_transfer_params is not None for s in again)
+    assert [(s.body.kv_transfer_params or {})["attempt"] for s in again] == [1, 1]
+    assert bench.routed[1] == (4, frozenset()), "nobody failed, so nobody is avoided"
+    bench.say("target", 1, 78)
+    bench.say("source", 1, 11, attempt=1, finish_reason="length")
+    bench.say("target", 1, 11, 12, attempt=1)
+    assert bench.tokens() == [10, 11, 12], "the closed attempt's tokens are dropped"
+
+
+def test_logprobs_are_cut_with_their_tokens() -> None:
+    def lp(value: float) -> TokenLogprobs:
+        return TokenLogprobs(value, 1)
+
+    bench = Bench(request()).start()
+    bench.say("source", 0, 10, logprobs=(lp(-0.1),), prompt_logprobs=(None, lp(-1.0)))
+    bench.say("target", 0, 10, 11, logprobs=(lp(-0.1), lp(-0.2)), prompt_logprobs=(None,))
+    assert [o.logprobs for o in bench.emitted] == [(lp(-0.1),), (lp(-0.2),)]
+    assert [o.prompt_logprobs for o in bench.emitted] == [(None, lp(-1.0)), None]
+
+
+def test_a_source_that_fails_leaves_the_request_to_its_target() -> None:
+    bench = Bench(request(max_tokens=2)).start()
+    bench.fail("source", status=500)
+    assert (bench.cancelled, bench.end) == ([bench.leg("source")], None)
+    bench.say("target", 0, 10, 11, finish_reason="length")
+    assert bench.tokens() == [10, 11]
+    assert isinstance(bench.end, Finish)
+
+
+@pytest.mark.parametrize("how", ["fail", "error", "abort", "ended", "gap", "silence"])
+def test_a_target_that_dies_is_resumed_elsewhere_from_the_committed_tokens(how: str) -> None:
+    bench = Bench(request(max_tokens=4)).start()
+    bench.say("source", 0, 10, finish_reason="length")
+    bench.ended("source")
+    bench.say("target", 0, 10, 11)
+    match how:
+        case "fail":
+            bench.fail("target")
+        case "error" | "abort":
+            bench.say("target", 2, finish_reason=how)
+        case "ended":
+            bench.ended("target")
+        case "gap":
+            bench.say("target", 3, 13)
+        case "silence":
+            bench.wait(29.0)
+            assert len(bench.started) == 2
+            bench.wait(1.0)
+    assert bench.routed[-1] == (5, frozenset({"d0"}))
+    assert bench.started[-1].body.resume_token_ids == (10, 11)
+    bench.say("target", 2, 12, 13, attempt=1, finish_reason="length")
+    assert bench.tokens() == [10, 11, 12, 13]
+    assert isinstance(bench.end, Finish)
+
+
+def test_retries_are_bounded() -> None:
+    bench = Bench(request()).start()
+    for attempt in range(3):
+        assert bench.end is None
+        bench.fail("target", attempt)
+    assert bench.error().status == 502
+    assert "d2" in bench.error().message
+
+
+def test_no_node_at_all_is_a_503() -> None:
+    bench = Bench(request())
+    bench.route = lambda num_tokens, avoid: None  # type: ignore[method-assign]
+    bench.machine._route = bench.route
+    bench.start()
+    assert (bench.error().status, bench.error().code) == (503, "no_node_ready")
+
+
+@pytest.mark.parametrize("side", ["source", "target"])
+def test_a_wrong_request_is_told_to_the_client_and_not_retried(side: str) -> None:
+    bench = Bench(request()).start()
+    bench.fail(side, status=400, param="sampling_params.top_p", code="nope")
+    error = bench.error()
+    assert (error.status, error.param, error.code) == (400, "sampling_params.top_p", "nope")
+    assert len(bench.started) == 2
+    other = "target" if side == "source" else "source"
+    assert bench.leg(other) in bench.cancelled
+
+
+def test_a_refusal_of_what_the_router_added_is_not_the_clients_fault() -> None:
+    bench = Bench(request()).start()
+    bench.fail("target", status=400, param="kv_transfer_params.remote_host", code="not_a_member")
+    assert bench.end is None
+    assert bench.started[-1].leg.node == P or bench.started[-2].leg.node == D1
+
+
+def test_busy_nodes_are_passed_on_as_busy() -> None:
+    bench = Bench(request(), retries=0).start()
+    bench.fail("target", status=429, code="queue_full")
+    assert (bench.error().status, bench.error().code) == (429, "queue_full")
+
+
+@pytest.mark.parametrize(("max_tokens", "reason"), [(1, "length"), (5, "stop")])
+def test_an_end_at_token_0_waits_for_the_target_but_not_for_long(
+    max_tokens: int, reason: str
+) -> None:
+    bench = Bench(request(max_tokens=max_tokens)).start()
+    bench.say("source", 0, 10, finish_reason=reason, stop_reason=10)
+    assert bench.emitted[0].finish_reason is None
+    bench.wait(1.9)
+    assert bench.end is None
+    assert bench.machine.next_deadline() == pytest.approx(bench.now + 0.1)
+    bench.wait(0.2)
+    assert isinstance(bench.end, Finish)
+    assert (bench.emitted[-1].finish_reason, bench.emitted[-1].stop_reason) == (reason, 10)
+    assert bench.tokens() == [10]
+
+
+def test_a_target_that_dies_after_an_announced_end_costs_no_retry() -> None:
+    bench = Bench(request()).start()
+    bench.say("source", 0, 10, finish_reason="stop")
+    bench.fail("target")
+    assert isinstance(bench.end, Finish)
+    assert len(bench.started) == 2
+
+
+def test_a_target_that_dies_after_the_last_token_costs_no_retry() -> None:
+    bench = Bench(request(max_tokens=2)).start()
+    bench.say("target", 0, 10, 11)
+    bench.fail("target")
+    assert bench.emitted[-1].finish_reason == "length"
+    assert len(bench.started) == 2
+
+
+def test_the_client_leaving_cancels_both_legs() -> None:
+    bench = Bench(request()).start()
+    bench.do(bench.machine.client_gone())
+    assert {leg.side for leg in bench.cancelled} == {"source", "target"}
+    bench.say("target", 0, 10)
+    bench.wait(1e6)
+    assert bench.emitted == []
+    assert bench.end is None
+
+
+def test_the_deadline_ends_it() -> None:
+    bench = Bench(request(deadline_s=10.0)).start()
+    bench.say("target", 0, 10)
+    bench.wait(9.9)
+    assert bench.end is None
+    bench.wait(0.2)
+    assert (bench.error().status, bench.error().code) == (504, "deadline_exceeded")
+    assert {leg.side for leg in bench.cancelled} == {"source", "target"}
+
+
+def test_several_choices_are_generated_anew_and_compared() -> None:
+    bench = Bench(request(n=2, max_tokens=2)).start()
+    bench.say("target", 0, 10)
+    bench.say("target", 0, 20, 21, choice=1, finish_reason="length")
+    bench.fail("target")
+    assert bench.started[-1].body.resume_token_ids == ()
+    bench.say("target", 0, 10, 11, attempt=1, finish_reason="length")
+    assert isinstance(bench.end, Finish)
+    assert (bench.tokens(0), bench.tokens(1)) == ([10, 11], [20, 21])
+
+
+def test_several_choices_that_differ_the_second_time_are_an_error() -> None:
+    bench = Bench(request(n=2)).start()
+    bench.say("target", 0, 10)
+    bench.fail("target")
+    bench.say("target", 0, 77, attempt=1)
+    assert bench.error().code == "tokens_differ"
+
+
+# --- every interleaving ---
+
+
+def truth(choice: int, index: int) -> int:
+    return 1000 * (choice + 1) + index * index % 97
+
+
+@dataclass
+class World:
+    """Legs that answer by the rules, until hypothesis breaks them."""
+
+    bench: Bench
+    stops: list[int]
+    max_tokens: int
+    scripts: dict[Leg, list[Output | str]] = field(default_factory=dict)
+    seen: int = 0
+
+    def length(self, choice: int) -> int:
+        return min(self.stops[choice], self.max_tokens)
+
+    def reason(self, choice: int) -> str:
+        return "stop" if self.stops[choice] <= self.max_tokens else "length"
+
+    def take_up(self, data: st.DataObject) -> None:
+        for start in self.bench.started[self.seen :]:
+            base = len(start.body.resume_token_ids)
+            script = (self.source if start.leg.side == "source" else self.target)(base, data)
+            cut = data.draw(st.integers(0, len(script)), label="cut")
+            if data.draw(st.booleans(), label="breaks"):
+                script = [*script[:cut], "fail"]
+            self.scripts[start.leg] = script
+        self.seen = len(self.bench.started)
+
+    def source(self, base: int, data: st.DataObject) -> list[Output | str]:
+        script: list[Output | str] = []
+        for choice in range(len(self.stops)):
+            if base < self.length(choice):
+                last = base + 1 >= self.length(choice)
+                reason = self.reason(choice) if last else "length"
+                token = (truth(choice, base),)
+                script.append(
+                    Output(
+                        request_id="x",
+                        choice=choice,
+                        index=base,
+                        token_ids=token,
+                        finish_reason=reason,
+                    )
+                )
+        return [*script, "end"]
+
+    def target(self, base: int, data: st.DataObject) -> list[Output | str]:
+        script: list[Output | str] = []
+        at = [base] * len(self.stops)
+        while live := [c for c in range(len(self.stops)) if at[c] < self.length(c)]:
+            choice = data.draw(st.sampled_from(live), label="choice")
+            most = self.length(choice) - at[choice]
+            count = data.draw(st.integers(1, most), label="count")
+            tokens = tuple(truth(choice, at[choice] + i) for i in range(count))
+            start, at[choice] = at[choice], at[choice] + count
+            done = at[choice] == self.length(choice)
+            script.append(
+                Output(
+                    request_id="x",
+                    choice=choice,
+                    index=start,
+                    token_ids=tokens,
+                    finish_reason=self.reason(choice) if done else None,
+                )
+            )
+        return [*script, "end"]
+
+    def step(self, leg: Leg) -> None:
+        event = self.scripts[leg].pop(0)
+        machine, now = self.bench.machine, self.bench.now
+        if event == "fail":
+            self.bench.do(machine.failed(leg, LegError("boom"), now))
+        elif isinstance(event, Output):
+            self.bench.do(machine.output(leg, event, now))
+        else:
+            self.bench.do(machine.ended(leg, now))
+
+
+@settings(deadline=None, max_examples=300)
+@given(data=st.data())
+def test_every_interleaving_yields_each_token_exactly_once(data: st.DataObject) -> None:
+    n = data.draw(st.integers(1, 2), label="n")
+    max_tokens = data.draw(st.integers(1, 5), label="max_tokens")
+    stops = [data.draw(st.integers(1, 6), label="stop") for _ in range(n)]
+    bench = Bench(request(n=n, max_tokens=max_tokens), sources=data.draw(st.booleans()))
+    world = World(bench.start(), stops, max_tokens)
+    while bench.end is None:
+        world.take_up(data)
+        speaking = [leg for leg, script in world.scripts.items() if script]
+        choices: list[Leg | str] = [*speaking, "time"]
+        pick = data.draw(st.sampled_from(choices), label="next")
+        if isinstance(pick, str):
+            bench.now = max(bench.now, bench.machine.next_deadline())
+            bench.do(bench.machine.tick(bench.now))
+        else:
+            world.step(pick)
+    for choice in range(n):
+        ends = [o for o in bench.emitted if o.choice == choice and o.finish_reason is not None]
+        expected = [truth(choice, i) for i in range(world.length(choice))]
+        given = bench.tokens(choice)
+        assert given == expected[: len(given)]
+        if isinstance(bench.end, Finish):
+            assert given == expected
+            assert [o.finish_reason for o in ends] == [world.reason(choice)]
+    check_nothing_left_open(bench)
+
+
+@settings(deadline=None, max_examples=150)
+@given(data=st.data())
+def test_nodes_that_disagree_never_make_a_client_see_two_tokens_at_one_place(
+    data: st.DataObject,
+) -> None:
+    bench = Bench(request(max_tokens=4)).start()
+    for _ in range(30):
+        if bench.end is not None:
+            break
+        leg = data.draw(st.sampled_from([s.leg for s in bench.started]), label="leg")
+        output = Output(
+            request_id="x",
+            index=data.draw(st.integers(0, 4), label="index"),
+            token_ids=tuple(data.draw(st.lists(st.integers(0, 1), max_size=2), label="tokens")),
+            finish_reason=data.draw(st.sampled_from([None, None, "length", "stop", "error"])),
+        )
+        bench.do(bench.machine.output(leg, output, bench.now))
+    bench.tokens()  # contiguous, each index once
+    assert sum(o.finish_reason is not None for o in bench.emitted) <= 1
+    if bench.end is not None:
+        check_nothing_left_open(bench)
+
+
+def check_nothing_left_open(bench: Bench) -> None:
+    """After the end, only legs that were not cancelled may still speak, and nobody listens."""
+    for start in bench.started:
+        late = Output(request_id="x", index=0, token_ids=(1,))
+        assert bench.machine.output(start.leg, late, bench.now) == []
+        assert bench.machine.failed(start.leg, LegError("late"), bench.now) == []
+        assert bench.machine.ended(start.leg, bench.now) == []
+    assert bench.machine.tick(bench.now + 1e9) == []
+    assert bench.machine.client_gone() == []
