@@ -157,14 +157,16 @@ class Listener:
                 self._connections.remove(connection)
 
     def _greet(self, connection: Incoming) -> None:
+        def admit(name: str) -> None:
+            with self._lock:
+                if name in self._fenced or connection.cut:
+                    raise RemoteProtocolError(f"{name} is fenced")
+                connection.name = name
+
         sock = connection.socket
         tcp_wire.tune(sock)
-        name = tcp_wire.greet(sock, self._token, time.monotonic() + HANDSHAKE_S)
+        tcp_wire.greet(sock, self._token, time.monotonic() + HANDSHAKE_S, admit)
         sock.settimeout(None)
-        with self._lock:
-            if name in self._fenced or connection.cut:
-                raise RemoteProtocolError(f"{name} is fenced")
-            connection.name = name
 
     def _read(self, connection: Incoming) -> None:
         polite = False

@@ -21,7 +21,7 @@ import secrets
 import socket
 import struct
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
@@ -86,13 +86,14 @@ def enlarge_buffers(sock: socket.socket) -> None:
     sock.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, _BUFFER_BYTES)
 
 
-def greet(sock: socket.socket, token: bytes, deadline: float) -> str:
+def greet(sock: socket.socket, token: bytes, deadline: float, admit: Callable[[str], None]) -> None:
     """Accepting side's handshake: learn the dialler's name and that it holds our card.
 
     Args:
         sock: a fresh connection.
         token: of our card.
         deadline: on the monotonic clock.
+        admit: called with the name before the dialler is told that it is in; raises to refuse it.
 
     Raises:
         RemoteProtocolError: it does not speak this protocol or lacks the token.
@@ -108,8 +109,8 @@ def greet(sock: socket.socket, token: bytes, deadline: float) -> str:
     name = _receive_until(sock, length, deadline)
     if not hmac.compare_digest(proof, _prove(token, b"dial", nonce, theirs, name)):
         raise RemoteProtocolError("a dialler does not hold our card")
+    admit(name.decode(errors="replace"))
     sock.sendall(_prove(token, b"accept", theirs, nonce, b""))
-    return name.decode(errors="replace")
 
 
 def introduce(sock: socket.socket, token: bytes, name: str, deadline: float) -> None:
