@@ -1,0 +1,197 @@
+"""Transports with one defect each: every one must be caught by the check that it is listed with.
+
+They prove that the kit can fail. All are the memory transport with one thing changed.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Sequence
+from typing import TYPE_CHECKING
+
+import numpy as np
+
+from kvbaton.connectors.base import Memory, Notice, Peer, RangeColumn, Region, Status
+from kvbaton.connectors.transports.memory import MemoryHandle, MemoryPeer, MemoryTransport
+
+if TYPE_CHECKING:
+    from kvbaton.connectors.base import Ranges
+
+
+class DropsLastRange(MemoryTransport):
+    """Forgets the last row of a longer write."""
+
+    def write(self, peer: Peer, ranges: Ranges, notice: bytes) -> MemoryHandle:
+        """Write all rows but one."""
+        return super().write(peer, ranges[:-1] if len(ranges) > 1 else ranges, notice)
+
+
+class IgnoresCount(MemoryTransport):
+    """Copies only the first piece of a strided row."""
+
+    def write(self, peer: Peer, ranges: Ranges, notice: bytes) -> MemoryHandle:
+        """Write rows as if they were not strided."""
+        rows = ranges.copy()
+        if rows.ndim == 2 and rows.shape[1] == len(RangeColumn):
+            rows[:, RangeColumn.COUNT] = np.minimum(rows[:, RangeColumn.COUNT], 1)
+        return super().write(peer, rows, notice)
+
+
+class SpillsOver(MemoryTransport):
+    """Writes one byte too many where there is room."""
+
+    def write(self, peer: Peer, ranges: Ranges, notice: bytes) -> MemoryHandle:
+        """Write rows that are a byte longer."""
+        longer = ranges.copy()
+        if longer.ndim == 2 and longer.shape[1] == len(RangeColumn):
+            longer[:, RangeColumn.LENGTH] += 1
+        try:
+            return super().write(peer, longer, notice)
+        except ValueError:
+            return super().write(peer, ranges, notice)
+
+
+class ClampsBadRows(MemoryTransport):
+    """Leaves rows out that it can't write, and calls that done."""
+
+    def write(self, peer: Peer, ranges: Ranges, notice: bytes) -> MemoryHandle:
+        """Write nothing rather than refuse."""
+        try:
+            return super().write(peer, ranges, notice)
+        except ValueError:
+            return super().write(peer, np.empty((0, 8), dtype=np.int64), notice[:64])
+
+
+class NotifiesEarly(MemoryTransport):
+    """Sends the notice before the bytes."""
+
+    def write(self, peer: Peer, ranges: Ranges, notice: bytes) -> MemoryHandle:
+        """Notify, and hold the bytes back until the handle is polled for a while."""
+        target = self.hub.find(peer.name)
+        if isinstance(target, NotifiesEarly):
+            target.hear(notice)
+        self.hub.hold()
+        handle = _Late(super().write(peer, ranges, b"late"), polls=3)
+        return handle  # type: ignore[return-value]
+
+    def hear(self, notice: bytes) -> None:
+        """Take a notice whose bytes are still on their way."""
+        self._inbox.append(Notice(notice))
+
+
+class _Late:
+    """A handle that lets its write land after some polls."""
+
+    def __init__(self, inner: MemoryHandle, polls: int) -> None:
+        self._inner, self._polls = inner, polls
+
+    def status(self) -> Status:
+        """State, after one more poll."""
+        self._polls -= 1
+        if self._polls == 0:
+            self._inner.writer.hub.release()
+        return self._inner.status()
+
+    def error(self) -> str | None:
+        """Why it failed."""
+        return self._inner.error()
+
+    def release(self) -> None:
+        """Nothing to give back."""
+
+
+class ClaimsDoneEarly(MemoryTransport):
+    """Says DONE while the bytes are in flight."""
+
+    def write(self, peer: Peer, ranges: Ranges, notice: bytes) -> MemoryHandle:
+        """Post the write into a held hub and look away."""
+        self.hub.hold()
+        handle = super().write(peer, ranges, notice)
+        handle._status = Status.DONE
+        return handle
+
+
+class DoublesNotices(MemoryTransport):
+    """Reports each landed write twice."""
+
+    def notices(self) -> Sequence[Notice]:
+        """Every notice, and again."""
+        return tuple(super().notices()) * 2
+
+
+class SkipsEmptyWrites(MemoryTransport):
+    """Finds nothing to do in a write without ranges."""
+
+    def write(self, peer: Peer, ranges: Ranges, notice: bytes) -> MemoryHandle:
+        """Forget the notice of an empty write."""
+        handle = super().write(peer, ranges, notice)
+        target = self.hub.find(peer.name)
+        if not len(ranges) and target is not None:
+            target.notices()
+        return handle
+
+
+class TruncatesNotices(MemoryTransport):
+    """Cuts notices short without a word."""
+
+    def write(self, peer: Peer, ranges: Ranges, notice: bytes) -> MemoryHandle:
+        """Send at most 64 bytes of notice."""
+        return super().write(peer, ranges, notice[:64])
+
+
+class FencesInWordsOnly(MemoryTransport):
+    """Says that it fenced, and goes on landing what comes."""
+
+    def fence(self, peer: Peer) -> bool:
+        """Claim success."""
+        return True
+
+
+class WritesAfterClose(MemoryTransport):
+    """Does not care that a peer was closed."""
+
+    def close(self, peer: Peer) -> None:
+        """Do nothing."""
+
+
+class OutlivesShutdown(MemoryTransport):
+    """Stays reachable after shutdown."""
+
+    def shutdown(self) -> None:
+        """Do nothing."""
+
+
+class LeavesThreads(MemoryTransport):
+    """Starts a thread that nobody ends."""
+
+    def register(self, memory: Memory) -> Region:
+        """Register, and leave a thread behind."""
+        threading.Thread(target=threading.Event().wait, args=(2.0,), daemon=True).start()
+        return super().register(memory)
+
+
+class LosesSilently(MemoryTransport):
+    """Never reports a lost peer."""
+
+    def lost(self) -> Sequence[MemoryPeer]:
+        """Nobody is ever lost."""
+        return ()
+
+
+BROKEN: dict[type[MemoryTransport], str] = {
+    DropsLastRange: "exact_bytes",
+    IgnoresCount: "exact_bytes",
+    SpillsOver: "exact_bytes",
+    ClampsBadRows: "bounds",
+    NotifiesEarly: "notice_follows_bytes",
+    ClaimsDoneEarly: "exact_bytes",
+    DoublesNotices: "many_writes",
+    SkipsEmptyWrites: "empty_write",
+    TruncatesNotices: "notice_lengths",
+    FencesInWordsOnly: "fence",
+    WritesAfterClose: "closed_peer",
+    OutlivesShutdown: "dead_peer",
+    LeavesThreads: "release_twice",
+    LosesSilently: "dead_peer",
+}
+"""Each broken transport and the check that must catch it."""

@@ -1,0 +1,112 @@
+"""How the NIXL transport cuts writes, reads cards and shows UCX its devices."""
+
+import itertools
+import os
+
+import msgspec
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from kvbaton.connectors.base import Memory, Status
+from kvbaton.connectors.transports.nixl import NixlTransport
+from kvbaton.connectors.transports.nixl_parts import PART_BYTES, PART_COPIES, RemoteRegion, cut
+from kvbaton.connectors.transports.regions import Copies
+from kvbaton.errors import TransportError
+from kvbaton.testing.pairs import Pair, memory_of, pack
+
+OURS = [Memory(1 << 40, 1 << 34), Memory(1 << 41, 1 << 34, "cuda", 1), None]
+THEIRS = [RemoteRegion(1 << 42, 1 << 34, "cpu", 0), RemoteRegion(1 << 43, 1 << 34, "cuda", 2), None]
+_names = itertools.count()
+
+
+def make_pair() -> tuple[NixlTransport, NixlTransport]:
+    return NixlTransport(f"n{next(_names)}"), NixlTransport(f"n{next(_names)}")
+
+
+def copies_of(rows: list[tuple[int, int, int, int, int]]) -> Copies:
+    return Copies(*np.array(rows, dtype=np.int64).reshape(-1, 5).T)
+
+
+@settings(deadline=None, max_examples=60)
+@given(
+    st.lists(
+        st.tuples(
+            st.integers(0, 1),
+            st.integers(0, 1 << 30),
+            st.integers(0, 1),
+            st.integers(0, 1 << 30),
+            st.integers(1, 3 * PART_BYTES),
+        ),
+        max_size=40,
+    )
+)
+def test_parts_cover_every_byte_once_within_their_bounds(
+    rows: list[tuple[int, int, int, int, int]],
+) -> None:
+    found = []
+    for part in cut(copies_of(rows), OURS, THEIRS):
+        assert part.source.shape == part.target.shape
+        assert 0 < len(part.source) <= PART_COPIES
+        assert np.array_equal(part.source[:, 1], part.target[:, 1])
+        assert part.source[:, 1].sum() <= PART_BYTES
+        assert set(part.source[:, 2].tolist()) == {1 if part.source_device == "cuda" else 0}
+        assert set(part.target[:, 2].tolist()) == {2 if part.target_device == "cuda" else 0}
+        columns = (part.source[:, 0], part.target[:, 0], part.source[:, 1])
+        found += list(zip(*(c.tolist() for c in columns), strict=True))
+    assert sum(size for _, _, size in found) == sum(row[4] for row in rows)
+    expected = {
+        (source + step, target + step)
+        for source, target, size in _addresses(rows)
+        for step in range(0, size, PART_BYTES)
+    }
+    assert {(source, target) for source, target, _ in found} == expected
+
+
+def _addresses(rows: list[tuple[int, int, int, int, int]]) -> list[tuple[int, int, int]]:
+    bases = [[1 << 40, 1 << 41], [1 << 42, 1 << 43]]
+    return [(bases[0][s] + low, bases[1][t] + high, size) for s, low, t, high, size in rows]
+
+
+def test_small_copies_are_cut_by_number() -> None:
+    rows = [(0, 64 * i, 0, 64 * i, 32) for i in range(2 * PART_COPIES + 1)]
+    assert [len(p.source) for p in cut(copies_of(rows), OURS, THEIRS)] == [1024, 1024, 1]
+
+
+def test_a_notice_waits_for_the_last_of_many_parts() -> None:
+    pair = Pair(make_pair)
+    size = 5 * PART_BYTES + 17
+    memory = [np.full(size, 3, np.uint8), np.zeros(size, np.uint8)]
+    source = pair.source.register(memory_of(memory[0])).index
+    target = pair.target.register(memory_of(memory[1])).index
+    peer = pair.source.connect(pair.target.card())
+    handle = pair.source.write(peer, pack([(source, 0, target, 0, size, 1, 0, 0)]), b"all")
+    pair.wait(lambda: handle.status() is not Status.PENDING or bool(pair.notices), "an end")
+    pair.wait(lambda: handle.status() is Status.DONE and bool(pair.notices), "the notice")
+    assert pair.notices == [b"all"]
+    assert (memory[1] == 3).all()
+    pair.close()
+
+
+def test_a_card_of_somebody_else_is_refused() -> None:
+    left, right = make_pair()
+    fields = msgspec.msgpack.decode(right.card())
+    fields["name"] = "somebody else"
+    with pytest.raises(TransportError, match="holds the metadata of"):
+        left.connect(msgspec.msgpack.encode(fields))
+    for transport in (left, right):
+        transport.shutdown()
+
+
+def test_the_environment_is_as_before(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("UCX_NET_DEVICES", "all")
+    NixlTransport("environment").shutdown()
+    assert os.environ["UCX_NET_DEVICES"] == "all"
+
+
+def test_memory_that_is_none_is_refused() -> None:
+    transport = NixlTransport("no memory")
+    with pytest.raises(TransportError, match="can't register"):
+        transport.register(Memory(0, 1 << 40, "cuda", 63))
+    transport.shutdown()
