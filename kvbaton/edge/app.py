@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from aiohttp import web
 from aiohttp.typedefs import Handler
 
-from kvbaton import __version__
+import kvbaton
 from kvbaton.edge.auth import auth_middleware
 from kvbaton.edge.body import json_response
 from kvbaton.edge.chat import chat_completions
@@ -125,4 +125,4 @@ def _card(frontend: Frontend) -> ModelCard:
 
 async def version(request: web.Request) -> web.Response:
     """``GET /version``."""
-    return json_response({"version": __version__})
+    return json_response({"version": kvbaton.__version__})

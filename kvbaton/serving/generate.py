@@ -6,6 +6,7 @@ import asyncio
 import time
 from collections.abc import AsyncGenerator, Sequence
 from contextlib import aclosing
+from typing import TypeVar
 
 import msgspec
 from aiohttp import web
@@ -20,7 +21,17 @@ from kvbaton.edge.sampling import INT32, Range, check_ids, check_range, checked
 from kvbaton.edge.sse import send_events
 from kvbaton.errors import RequestError
 from kvbaton.openai import PromptTokensDetails, Usage
-from kvbaton.wire import AddRequest, GenerateChoice, GenerateRequest, GenerateResponse, Output
+from kvbaton.text.logprobs import floored
+from kvbaton.wire import (
+    AddRequest,
+    GenerateChoice,
+    GenerateRequest,
+    GenerateResponse,
+    Output,
+    TokenLogprobs,
+)
+
+E = TypeVar("E", TokenLogprobs, TokenLogprobs | None)
 
 
 async def generate(request: web.Request) -> web.StreamResponse:
@@ -29,10 +40,11 @@ async def generate(request: web.Request) -> web.StreamResponse:
     body = await read_body(request, GenerateRequest)
     request_id = clean(body.request_id) or request[REQUEST_ID]
     add = add_request(frontend, body, request_id)
+    outputs = _outputs(frontend, add, request_id)
     async with asyncio.timeout(add.deadline_s + GRACE_S):
         if body.stream:
-            return await send_events(request, _messages(frontend, add, request_id))
-        return json_response(await _collect(frontend, add, request_id))
+            return await send_events(request, _messages(outputs))
+        return json_response(await _collect(outputs, add, request_id))
 
 
 def add_request(frontend: Frontend, body: GenerateRequest, request_id: str) -> AddRequest:
@@ -63,17 +75,35 @@ def add_request(frontend: Frontend, body: GenerateRequest, request_id: str) -> A
     )
 
 
-async def _messages(frontend: Frontend, add: AddRequest, request_id: str) -> AsyncGenerator[bytes]:
-    encoder = msgspec.json.Encoder()
+async def _outputs(frontend: Frontend, add: AddRequest, request_id: str) -> AsyncGenerator[Output]:
+    """The source's outputs as they may be shown: the client's id, numbers that JSON can say."""
     async with aclosing(frontend.metrics.observe(frontend.source.generate(add))) as outputs:
         async for output in outputs:
-            yield encoder.encode(replace(output, request_id=request_id))
+            yield replace(
+                output,
+                request_id=request_id,
+                logprobs=_floored(output.logprobs),
+                prompt_logprobs=_floored(output.prompt_logprobs),
+            )
 
 
-async def _collect(frontend: Frontend, add: AddRequest, request_id: str) -> GenerateResponse:
+def _floored(entries: tuple[E, ...] | None) -> tuple[E, ...] | None:
+    return None if entries is None else tuple(map(floored, entries))
+
+
+async def _messages(outputs: AsyncGenerator[Output]) -> AsyncGenerator[bytes]:
+    encoder = msgspec.json.Encoder()
+    async with aclosing(outputs):
+        async for output in outputs:
+            yield encoder.encode(output)
+
+
+async def _collect(
+    stream: AsyncGenerator[Output], add: AddRequest, request_id: str
+) -> GenerateResponse:
     outputs: list[Output] = []
     start = time.monotonic()
-    async with aclosing(frontend.metrics.observe(frontend.source.generate(add))) as stream:
+    async with aclosing(stream):
         async for output in stream:
             raise_if_failed(output, time.monotonic() - start >= add.deadline_s)
             outputs.append(output)

@@ -20,7 +20,7 @@ from kvbaton.wire import TransferSpec
 
 PARAM = "kv_transfer_params"
 
-Hex128 = Annotated[str, Meta(pattern="^[0-9a-fA-F]{32}$")]
+Hex128 = Annotated[str, Meta(pattern=r"\A[0-9a-fA-F]{32}\Z")]
 Small = Annotated[int, Meta(ge=0, lt=1 << 31)]
 BlockId = Annotated[int, Meta(ge=0, lt=1 << 62)]
 

@@ -3,11 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, TypeVar
+
+from msgspec.structs import replace
 
 from kvbaton.openai import ChatLogprobs, CompletionLogprobs, LogprobEntry, TopLogprobEntry
 from kvbaton.text.tokenizer import Tokenizer
 from kvbaton.wire import TokenLogprobs
+
+Entry = TypeVar("Entry", TokenLogprobs, TokenLogprobs | None)
 
 FLOOR = -9999.0
 """Stands for minus infinity, which JSON can't say."""
@@ -66,6 +70,14 @@ def prompt_logprobs(
         None if entry is None else _by_id(tokenizer, token, entry)
         for token, entry in zip(token_ids, logprobs, strict=True)
     ]
+
+
+def floored(entry: Entry) -> Entry:
+    """An entry that JSON can carry, where minus infinity would become null."""
+    if entry is None:
+        return None
+    top = tuple(replace(candidate, logprob=_finite(candidate.logprob)) for candidate in entry.top)
+    return replace(entry, logprob=_finite(entry.logprob), top=top)
 
 
 def _finite(logprob: float) -> float:

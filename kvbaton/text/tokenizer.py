@@ -7,7 +7,6 @@ from pathlib import Path
 from typing import Any
 
 import tokenizers
-from tokenizers import processors
 
 from kvbaton.errors import ConfigError
 from kvbaton.text.chat import ChatTemplate
@@ -53,7 +52,8 @@ class Tokenizer:
     def load(cls, folder: str | Path) -> Tokenizer:
         """Read ``tokenizer.json``, ``tokenizer_config.json`` and ``chat_template.jinja``.
 
-        Only the first must exist.
+        Only the first must exist. What starts and ends a text is what its post-processor says;
+        ``add_bos_token`` in the configuration is left aside, as `transformers` 5 does.
 
         Raises:
             ConfigError: a file is missing or broken; the message names it.
@@ -63,7 +63,6 @@ class Tokenizer:
         special = _special_tokens(folder, config)
         backend = _read_backend(folder / "tokenizer.json")
         _register_special(backend, special)
-        _apply_bos_eos(backend, config, special)
         template = _find_template(folder, config)
         compiled = None if template is None else ChatTemplate(template, special)
         return cls(backend, special, compiled)
@@ -140,19 +139,6 @@ def _register_special(backend: tokenizers.Tokenizer, special: dict[str, str]) ->
     known = {token.content for token in backend.get_added_tokens_decoder().values()}
     missing = [token for token in special.values() if token not in known]
     backend.add_special_tokens(missing)
-
-
-def _apply_bos_eos(
-    backend: tokenizers.Tokenizer, config: dict[str, Any], special: dict[str, str]
-) -> None:
-    """Let ``add_bos_token`` and ``add_eos_token`` rule, as `transformers` 5 does."""
-    if "add_bos_token" not in config and "add_eos_token" not in config:
-        return
-    bos = special.get("bos_token") if config.get("add_bos_token") else None
-    eos = special.get("eos_token") if config.get("add_eos_token") else None
-    pieces = [token for token in (bos, "$A", eos) if token]
-    added = [(token, backend.token_to_id(token)) for token in (bos, eos) if token]
-    backend.post_processor = processors.TemplateProcessing(single=pieces, special_tokens=added)
 
 
 def _find_template(folder: Path, config: dict[str, Any]) -> str | None:

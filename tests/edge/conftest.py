@@ -1,0 +1,66 @@
+from collections.abc import AsyncIterator, Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+from aiohttp import ClientSession, web
+
+from kvbaton.edge.app import listen, make_app
+from kvbaton.edge.config import EdgeConfig, Frontend
+from kvbaton.edge.source import ModelFacts, TokenSource
+from kvbaton.text.tokenizer import Tokenizer
+from tests.serving_support import MAX_MODEL_LEN, VOCAB, ScriptedSource, write_tokenizer
+
+
+@pytest.fixture(scope="session")
+def tokenizer(tmp_path_factory: pytest.TempPathFactory) -> Tokenizer:
+    folder: Path = tmp_path_factory.mktemp("tokenizer")
+    return Tokenizer.load(write_tokenizer(folder))
+
+
+class Endpoint:
+    """A served endpoint: its source, its address and a session to it."""
+
+    def __init__(self, source: ScriptedSource, frontend: Frontend, url: str) -> None:
+        self.source = source
+        self.frontend = frontend
+        self.url = url
+        self.session = ClientSession(url)
+
+    async def post(self, path: str, body: Any, **kwargs: Any) -> tuple[int, Any]:
+        async with self.session.post(path, json=body, **kwargs) as response:
+            return response.status, await response.json()
+
+
+def make_frontend(source: TokenSource, tokenizer: Tokenizer, **config: Any) -> Frontend:
+    return Frontend(
+        source=source,
+        tokenizer=tokenizer,
+        config=EdgeConfig(model_name="tiny", **config),
+        facts=lambda: ModelFacts(max_model_len=MAX_MODEL_LEN, vocab_size=VOCAB),
+    )
+
+
+Serve = Callable[..., Any]
+
+
+@pytest.fixture
+async def serve(tokenizer: Tokenizer) -> AsyncIterator[Serve]:
+    """Starts endpoints on real sockets."""
+    runners: list[web.AppRunner] = []
+    endpoints: list[Endpoint] = []
+
+    async def start(text: str | None = "Hello wide world.", **config: Any) -> Endpoint:
+        source = ScriptedSource(tokenizer, text)
+        frontend = make_frontend(source, tokenizer, **config)
+        runner, port = await listen(make_app(frontend), "127.0.0.1", 0, grace_s=1.0)
+        runners.append(runner)
+        endpoints.append(Endpoint(source, frontend, f"http://127.0.0.1:{port}"))
+        return endpoints[-1]
+
+    yield start
+    for endpoint in endpoints:
+        await endpoint.session.close()
+    for runner in runners:
+        await runner.cleanup()
+    assert all(endpoint.source.running == 0 for endpoint in endpoints), "a stream was leaked"

@@ -1,0 +1,45 @@
+from collections.abc import AsyncIterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from aiohttp import ClientSession
+
+from kvbaton.edge.app import listen
+from kvbaton.edge.config import EdgeConfig
+from kvbaton.serving.app import make_node_app
+from kvbaton.text.tokenizer import Tokenizer
+from tests.serving_support import ScriptedClient, write_tokenizer
+
+
+@pytest.fixture(scope="session")
+def tokenizer(tmp_path_factory: pytest.TempPathFactory) -> Tokenizer:
+    folder: Path = tmp_path_factory.mktemp("tokenizer")
+    return Tokenizer.load(write_tokenizer(folder))
+
+
+class Node:
+    """A node's HTTP face on a real socket."""
+
+    def __init__(self, client: ScriptedClient, session: ClientSession) -> None:
+        self.client = client
+        self.session = session
+
+    async def post(self, path: str, body: Any, **kwargs: Any) -> tuple[int, Any]:
+        async with self.session.post(path, json=body, **kwargs) as response:
+            return response.status, await response.json()
+
+    async def get(self, path: str) -> tuple[int, Any]:
+        async with self.session.get(path) as response:
+            return response.status, await response.json()
+
+
+@pytest.fixture
+async def node(tokenizer: Tokenizer) -> AsyncIterator[Node]:
+    client = ScriptedClient(tokenizer, "Hello wide world.")
+    app = make_node_app(client, tokenizer, EdgeConfig(model_name="tiny"))
+    runner, port = await listen(app, "127.0.0.1", 0, grace_s=1.0)
+    async with ClientSession(f"http://127.0.0.1:{port}") as session:
+        yield Node(client, session)
+    await runner.cleanup()
+    assert client.running == 0, "a stream was leaked"

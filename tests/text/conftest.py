@@ -1,0 +1,16 @@
+from pathlib import Path
+
+import pytest
+
+from kvbaton.text.tokenizer import Tokenizer
+from tests.serving_support import write_tokenizer
+
+
+@pytest.fixture(scope="session")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return write_tokenizer(tmp_path_factory.mktemp("tokenizer"))
+
+
+@pytest.fixture(scope="session")
+def tokenizer(folder: Path) -> Tokenizer:
+    return Tokenizer.load(folder)

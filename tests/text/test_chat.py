@@ -1,0 +1,128 @@
+from pathlib import Path
+from typing import Any
+
+import pytest
+from transformers import AutoTokenizer
+
+from kvbaton.errors import ConfigError, RequestError
+from kvbaton.text.chat import ChatTemplate, normalize_messages
+from kvbaton.text.tokenizer import Tokenizer
+from tests.serving_support import TEMPLATE, write_tokenizer
+
+FULL = """
+{%- if tools %}
+    <tools>{% for tool in tools %}{{ tool | tojson }}{% endfor %}</tools>
+{% endif %}
+{% for message in messages %}
+    {% if message.role == 'skip' %}{% continue %}{% endif %}
+    {{ bos_token + message['role'] }}: {{ message.content | trim }}
+    {% if message.tool_calls %}{{ message.tool_calls | tojson(indent=2) }}{% endif %}
+    {% generation %}{{ loop.index0 }}{% endgeneration %}
+    {% if loop.index0 == 4 %}{% break %}{% endif %}
+{% endfor %}
+{% set ns = namespace(n=0) %}{% for m in messages %}{% set ns.n = ns.n + 1 %}{% endfor %}
+{{ ns.n }} {{ dict(a=1) }} {{ mode | default('none') }} {{ strftime_now('%') | length }}
+{% if add_generation_prompt %}<|assistant|>{% endif %}
+"""
+TALK: list[dict[str, Any]] = [
+    {"role": "system", "content": "Be <brief> & 'kind'."},
+    {"role": "skip", "content": "never seen"},
+    {"role": "user", "content": " Größe? 東京 "},
+    {
+        "role": "assistant",
+        "content": "yes",
+        "tool_calls": [{"type": "function", "function": {"name": "f", "arguments": {"a": "<é>"}}}],
+    },
+]
+TOOLS = [{"type": "function", "function": {"name": "f", "parameters": {"x": "<b>"}}}]
+
+
+@pytest.mark.parametrize("template", [TEMPLATE, FULL])
+@pytest.mark.parametrize("prompt", [True, False])
+@pytest.mark.parametrize("tools", [None, TOOLS])
+def test_renders_like_transformers(tmp_path: Path, template: str, prompt: bool, tools: Any) -> None:
+    write_tokenizer(tmp_path, chat_template=template)
+    theirs = AutoTokenizer.from_pretrained(str(tmp_path)).apply_chat_template(
+        TALK, tools=tools, add_generation_prompt=prompt, tokenize=False, mode="fast"
+    )
+    ours = Tokenizer.load(tmp_path).chat_template
+    assert ours is not None
+    assert (
+        ours.render(TALK, tools=tools, add_generation_prompt=prompt, variables={"mode": "fast"})
+        == theirs
+    )
+
+
+def render(source: str, **kwargs: Any) -> str:
+    return ChatTemplate(source, {}).render([{"role": "user", "content": "x"}], **kwargs)
+
+
+@pytest.mark.parametrize(
+    "source",
+    [
+        "{{ raise_exception('roles must alternate') }}",
+        "{{ ''.__class__.__mro__ }}",
+        "{{ messages.append(1) }}",
+        "{{ messages[0].content + 1 }}",
+        "{{ missing.field }}",
+        "{% for i in range(10000000) %}x{% endfor %}",
+    ],
+)
+def test_a_template_that_fails_is_the_requests_fault(source: str) -> None:
+    with pytest.raises(RequestError) as caught:
+        render(source)
+    assert (caught.value.param, caught.value.status) == ("messages", 400)
+
+
+def test_reserved_variables_are_refused() -> None:
+    with pytest.raises(RequestError, match="messages") as caught:
+        render("x", variables={"messages": []})
+    assert caught.value.param == "chat_template_kwargs"
+
+
+def test_a_template_that_does_not_compile_is_a_setting() -> None:
+    with pytest.raises(ConfigError, match="chat_template"):
+        ChatTemplate("{% for %}", {})
+
+
+def test_messages_are_brought_to_one_form() -> None:
+    parts = [{"type": "text", "text": "a"}, {"type": "text", "text": "b"}]
+    call: dict[str, Any] = {
+        "id": "1",
+        "type": "function",
+        "function": {"name": "f", "arguments": '{"a": 1}'},
+    }
+    done = normalize_messages(
+        [
+            {"role": "user", "content": parts, "name": "me"},
+            {"role": "assistant", "tool_calls": [call]},
+        ]
+    )
+    assert done[0] == {"role": "user", "content": "a\nb", "name": "me"}
+    assert done[1]["tool_calls"][0]["function"]["arguments"] == {"a": 1}
+    assert done[1]["content"] is None
+    assert call["function"]["arguments"] == '{"a": 1}', "the request itself is left alone"
+
+
+@pytest.mark.parametrize(
+    ("message", "param"),
+    [
+        ({"content": "x"}, "messages[0].role"),
+        ({"role": 1, "content": "x"}, "messages[0].role"),
+        ({"role": "user"}, "messages[0].content"),
+        ({"role": "user", "content": 5}, "messages[0].content"),
+        ({"role": "user", "content": [{"type": "image_url"}]}, "messages[0].content[0]"),
+        ({"role": "user", "content": [{"type": "text"}]}, "messages[0].content[0].text"),
+        ({"role": "user", "content": [7]}, "messages[0].content[0]"),
+        ({"role": "assistant", "tool_calls": 1}, "messages[0].tool_calls"),
+        ({"role": "assistant", "tool_calls": [1]}, "messages[0].tool_calls[0]"),
+        (
+            {"role": "assistant", "tool_calls": [{"function": {"arguments": "{"}}]},
+            "messages[0].tool_calls[0].function.arguments",
+        ),
+    ],
+)
+def test_wrong_messages_are_named(message: dict[str, Any], param: str) -> None:
+    with pytest.raises(RequestError) as caught:
+        normalize_messages([message])
+    assert caught.value.param == param

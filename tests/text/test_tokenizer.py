@@ -1,0 +1,102 @@
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import tokenizers
+from tokenizers import decoders, models, pre_tokenizers
+from transformers import AutoTokenizer
+
+from kvbaton.errors import ConfigError
+from kvbaton.text.tokenizer import Tokenizer
+from tests.serving_support import SENTENCES, SPECIAL, train_backend, write_tokenizer
+
+
+@pytest.mark.parametrize(
+    "config",
+    [
+        {},
+        {"add_bos_token": False},
+        {"add_bos_token": True, "add_eos_token": True},
+        {"add_eos_token": True},
+        {"pad_token": "<pad>"},
+    ],
+)
+def test_encodes_like_transformers(tmp_path: Path, config: dict[str, Any]) -> None:
+    theirs = AutoTokenizer.from_pretrained(str(write_tokenizer(tmp_path, **config)))
+    ours = Tokenizer.load(tmp_path)
+    for text in [*SENTENCES, "", "<|user|>hi</s>", "<pad> x"]:
+        for special in (True, False):
+            expected = theirs.encode(text, add_special_tokens=special)
+            assert ours.encode(text, add_special_tokens=special) == expected
+            for skip in (True, False):
+                text_back = theirs.decode(expected, skip_special_tokens=skip)
+                assert ours.decode(expected, skip_special_tokens=skip) == text_back
+    assert ours.special_tokens == theirs.special_tokens_map
+
+
+def test_truncation_and_padding_of_the_file_are_switched_off(tmp_path: Path) -> None:
+    backend = train_backend()
+    backend.enable_truncation(3)
+    backend.enable_padding(length=64)
+    backend.save(str(tmp_path / "tokenizer.json"))
+    assert len(Tokenizer.load(tmp_path).encode(SENTENCES[0])) == len(
+        train_backend().encode(SENTENCES[0]).ids
+    )
+
+
+def test_bytes_of_tokens_join_to_the_text(tokenizer: Tokenizer) -> None:
+    for text in SENTENCES:
+        ids = tokenizer.encode(text, add_special_tokens=False)
+        assert b"".join(map(tokenizer.token_bytes, ids)).decode() == text
+    assert tokenizer.token_text(SPECIAL.index("</s>")) == "</s>"
+    assert tokenizer.token_text(10**6) == ""
+
+
+def test_bytes_of_byte_fallback_tokens() -> None:
+    vocab = {"<unk>": 0, "▁a": 1, **{f"<0x{i:02X}>": 2 + i for i in range(256)}}
+    backend = tokenizers.Tokenizer(models.BPE(vocab, [], unk_token="<unk>", byte_fallback=True))
+    backend.pre_tokenizer = pre_tokenizers.Metaspace()
+    backend.decoder = decoders.Sequence([decoders.ByteFallback(), decoders.Metaspace()])
+    tokenizer = Tokenizer(backend)
+    assert tokenizer.token_bytes(2 + 0xE2) == b"\xe2"
+    assert tokenizer.token_text(1) == " a"
+
+
+def test_a_missing_folder_names_the_file(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match=r"tokenizer\.json: is missing"):
+        Tokenizer.load(tmp_path / "nowhere")
+
+
+@pytest.mark.parametrize(
+    ("name", "content", "message"),
+    [
+        ("tokenizer.json", "{}", "is no tokenizer"),
+        ("tokenizer_config.json", "{", "can't be read as JSON"),
+        ("tokenizer_config.json", "[]", "must hold a JSON object"),
+        ("tokenizer_config.json", '{"bos_token": 7}', "bos_token must be a string"),
+        ("tokenizer_config.json", '{"chat_template": 7}', "chat_template must be a string"),
+        ("chat_template.jinja", "{% if %}", "does not compile"),
+    ],
+)
+def test_broken_files_are_named(tmp_path: Path, name: str, content: str, message: str) -> None:
+    write_tokenizer(tmp_path)
+    (tmp_path / name).write_text(content)
+    with pytest.raises(ConfigError, match=message):
+        Tokenizer.load(tmp_path)
+
+
+def test_where_the_chat_template_comes_from(tmp_path: Path) -> None:
+    named = [{"name": "default", "template": "D"}, {"name": "rag", "template": "R"}]
+    write_tokenizer(tmp_path, chat_template=named)
+    message = [{"role": "user", "content": "x"}]
+    template = Tokenizer.load(tmp_path).chat_template
+    assert template is not None
+    assert template.render(message) == "D"
+    (tmp_path / "chat_template.jinja").write_text("F")
+    template = Tokenizer.load(tmp_path).chat_template
+    assert template is not None
+    assert template.render(message) == "F"
+    (tmp_path / "chat_template.jinja").unlink()
+    (tmp_path / "tokenizer_config.json").write_text(json.dumps({}))
+    assert Tokenizer.load(tmp_path).chat_template is None
