@@ -1,0 +1,210 @@
+"""The scheduler's side of hand-overs: blocks reserved for a source, blocks shown to a target.
+
+A target's fresh blocks are marked *incoming* from the reservation until `unquarantine`, whatever
+becomes of the request: a late write may still land in them. The marks alone keep them from being
+handed out again.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+from kvbaton.connectors.keys import prompt_key
+from kvbaton.connectors.protocol.events import Attempt, Spans
+from kvbaton.engine import request as requests
+from kvbaton.engine.blocks import GroupSpec, Match
+from kvbaton.engine.pool import NULL_BLOCK
+from kvbaton.engine.request import State
+from kvbaton.engine.roster import Roster
+from kvbaton.wire import BlockSpan, ChoiceStart, Output, TransferSpec
+
+
+@dataclass(frozen=True)
+class Admitted:
+    """A target whose blocks are reserved, or that needs none.
+
+    Attributes:
+        request_id: whose.
+        transfer: as the client sent it.
+        num_tokens: tokens to be handed over, counted from position 0: all that are known.
+        cached_tokens: how many of them are here already.
+        prompt_key: chained key over all of them.
+        spans: per group, the blocks wanted.
+        deadline_s: seconds until the request ends.
+        full_hit: everything is here; nothing is reserved, and the request runs already.
+    """
+
+    request_id: str
+    transfer: TransferSpec
+    num_tokens: int
+    cached_tokens: int
+    prompt_key: bytes
+    spans: Spans
+    deadline_s: float
+    full_hit: bool = False
+
+
+class Handover:
+    """Reserves, delivers and gives back.
+
+    Attributes:
+        reserved: blocks with an incoming mark, by attempt.
+        admitted: targets that the role has not seen yet.
+    """
+
+    def __init__(self, roster: Roster, clock: Callable[[], float]) -> None:
+        self.reserved: dict[Attempt, Spans] = {}
+        self.admitted: list[Admitted] = []
+        self._roster = roster
+        self._blocks = roster.blocks
+        self._clock = clock
+
+    # --- target ---
+
+    def reserve(self, sequence: requests.Sequence, match: Match) -> None:
+        """Take blocks for all that the cache lacks, and let a source write them."""
+        total = len(sequence.tokens)
+        self._roster.adopt(sequence, match)
+        self._blocks.skip_unneeded(sequence.tables, total)
+        first = [len(table) for table in sequence.tables]
+        self._blocks.extend(sequence.tables, total)
+        spans = tuple(
+            (BlockSpan(start, tuple(table[start:])),) if start < len(table) else ()
+            for start, table in zip(first, sequence.tables, strict=True)
+        )
+        self._blocks.hold_incoming(spans)
+        self._roster.load(sequence)
+        self._admit(sequence.request, match.num_tokens, spans)
+
+    def skip(self, sequence: requests.Sequence) -> None:
+        """A sequence is about to run: if it was a target, it needs nothing from its source."""
+        if sequence.request.attempt is not None:
+            nothing: Spans = tuple(() for _ in self._blocks.groups)
+            self._admit(sequence.request, len(sequence.tokens), nothing, full_hit=True)
+
+    def _admit(
+        self, request: requests.Request, cached: int, spans: Spans, *, full_hit: bool = False
+    ) -> None:
+        assert request.spec.transfer is not None
+        assert request.attempt is not None
+        if not full_hit:
+            self.reserved[request.attempt] = spans
+        request.attempt = None
+        known = request.sequences[0].tokens
+        self.admitted.append(
+            Admitted(
+                request_id=request.request_id,
+                transfer=request.spec.transfer,
+                num_tokens=len(known),
+                cached_tokens=cached,
+                prompt_key=prompt_key(request.root, known),
+                spans=spans,
+                deadline_s=max(0.0, request.deadline - self._clock()),
+                full_hit=full_hit,
+            )
+        )
+
+    def loaded(
+        self, request_id: str, choices: Sequence[ChoiceStart], cached_tokens: int
+    ) -> list[Output]:
+        """Everything is here and verified: go on with the tokens that the source sampled."""
+        sequence = self._roster.loading.get(request_id)
+        if sequence is None:
+            return []
+        request, total = sequence.request, len(sequence.tokens)
+        if len(choices) != request.params.n:
+            reason = f"the source sent {len(choices)} first tokens for n={request.params.n}"
+            return self.load_failed(request_id, total, reason)
+        self._arrived(sequence, total)
+        self._roster.totals.cached_at_source += cached_tokens
+        self._roster.run(sequence)
+        self._fork_all(sequence)
+        return self._start(request, choices)
+
+    def _arrived(self, sequence: requests.Sequence, end: int) -> None:
+        """Tokens up to `end` have valid KV, from now on for everybody."""
+        request, before = sequence.request, sequence.num_computed
+        sequence.num_computed = sequence.num_scheduled = max(before, end)
+        sequence.commit(self._blocks)
+        request.transferred_tokens = sequence.num_computed - before
+        self._roster.totals.prompt_tokens["transferred"] += request.transferred_tokens
+
+    def _fork_all(self, sequence: requests.Sequence) -> None:
+        request = sequence.request
+        for choice in range(1, request.params.n):
+            child = self._roster.new_sequence(request, choice, list(sequence.tokens))
+            self._roster.fork(sequence, child)
+            child.parent = None  # The runner does not know it; the child comes with its tokens.
+
+    def _start(self, request: requests.Request, choices: Sequence[ChoiceStart]) -> list[Output]:
+        outputs = []
+        for sequence, choice in zip(request.sequences, choices, strict=True):
+            told = choice.finish_reason in ("stop", "length")
+            finish = (choice.finish_reason, choice.stop_reason) if told else None
+            outputs.append(self._roster.take(sequence, choice.token, choice.logprobs, finish))
+        for sequence in [s for s in request.sequences if s.finish_reason is not None]:
+            self._roster.retire(sequence)
+        return outputs
+
+    def load_failed(self, request_id: str, valid_through: int, reason: str) -> list[Output]:
+        """Apply the load-failure policy.
+
+        What was verified, in whole blocks, goes to the prefix cache; the request goes back to the
+        queue as an ordinary one and gets fresh blocks for the rest when it is admitted.
+        """
+        sequence = self._roster.loading.get(request_id)
+        if sequence is None:
+            return []
+        self._roster.totals.load_failures += 1
+        if self._roster.config.kv_load_failure_policy == "fail":
+            error = f"the KV cache could not be loaded: {reason}"
+            return self._roster.end(sequence.request, "error", error)
+        valid = min(valid_through, len(sequence.tokens))
+        self._arrived(sequence, valid - valid % self._blocks.alignment)
+        self._roster.leave(sequence)
+        sequence.clear(self._blocks)
+        self._roster.wait(sequence, State.WAITING)
+        return []
+
+    def unquarantine(self, attempt: Attempt) -> None:
+        """No write of an attempt can land any more: its blocks may be handed out again."""
+        spans = self.reserved.pop(attempt, None)
+        if spans is not None:
+            self._blocks.release_incoming(spans)
+
+    # --- source ---
+
+    def computed(self, request_id: str) -> int | None:
+        """Prompt tokens whose KV is final; None for a request that is not live."""
+        request = self._roster.requests.get(request_id)
+        if request is None:
+            return None
+        return min(request.sequences[0].num_computed, request.num_known)
+
+    def spans(self, request_id: str, start: int, end: int) -> Spans:
+        """Blocks that hold tokens [start, end) of a live request, per group."""
+        tables = self._roster.requests[request_id].sequences[0].tables
+        return tuple(
+            _span(group, table, start, end)
+            for group, table in zip(self._blocks.groups, tables, strict=True)
+        )
+
+    def evict(self, spans: Spans, bad: Sequence[tuple[int, int]]) -> None:
+        """Take blocks that hold tokens of these ranges out of the prefix cache."""
+        for group, pool, group_spans in zip(
+            self._blocks.groups, self._blocks.pools, spans, strict=True
+        ):
+            for span in group_spans:
+                for i, block in enumerate(span.blocks, start=span.first):
+                    start, end = i * group.block_size, (i + 1) * group.block_size
+                    if any(low < end and start < high for low, high in bad):
+                        pool.evict([block])
+
+
+def _span(group: GroupSpec, table: list[int], start: int, end: int) -> tuple[BlockSpan, ...]:
+    """Blocks of one group that hold tokens [start, end), without those that it does not keep."""
+    first, past = start // group.block_size, group.blocks_for(end)
+    while first < past and table[first] == NULL_BLOCK:
+        first += 1
+    return (BlockSpan(first, tuple(table[first:past])),) if first < past else ()

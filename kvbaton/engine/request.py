@@ -1,0 +1,191 @@
+"""Requests and their sequences as the scheduler sees them, and when a sequence ends."""
+
+from __future__ import annotations
+
+import enum
+from collections.abc import Collection
+from dataclasses import dataclass, field
+
+from kvbaton.connectors.keys import block_keys
+from kvbaton.connectors.protocol.events import Attempt
+from kvbaton.engine.blocks import Blocks, Tables
+from kvbaton.wire import AddRequest, SamplingParams, TokenLogprobs
+
+
+class State(enum.Enum):
+    """Where a sequence is in its life."""
+
+    WAITING = "waiting"
+    """In the queue, never ran; it holds no block."""
+    LOADING = "loading"
+    """A hand-over is filling its blocks."""
+    RUNNING = "running"
+    """Has blocks for all its tokens; takes part in steps."""
+    PREEMPTED = "preempted"
+    """In the queue again: its blocks went to others, its tokens are kept."""
+    FINISHED = "finished"
+    """Over; it holds no block."""
+
+
+@dataclass(slots=True, eq=False)
+class Sequence:
+    """One choice of a request.
+
+    Attributes:
+        request: whose.
+        choice: its number.
+        tokens: all known tokens: prompt, resumed, generated.
+        tables: block tables per group.
+        state: see `State`.
+        handle: its name at the runner; None while the runner does not know it. A preempted
+            sequence comes back under a new one.
+        parent: the sequence to fork it from, until the runner was told.
+        num_computed: positions whose KV is final.
+        num_scheduled: positions whose KV is final or being computed by a step in flight.
+        pending: tokens being sampled by steps in flight.
+        sent: per group, blocks of its table that the runner knows.
+        committed: per group, blocks that were offered to the prefix cache.
+        shares_tail: the block that it writes next is not its own: it needs a private copy.
+        chains: keys of its full blocks, by block size.
+        finish_reason: why it ended.
+    """
+
+    request: Request
+    choice: int
+    tokens: list[int]
+    tables: Tables
+    state: State = State.WAITING
+    handle: int | None = None
+    parent: Sequence | None = None
+    num_computed: int = 0
+    num_scheduled: int = 0
+    pending: int = 0
+    sent: list[int] = field(default_factory=list)
+    committed: list[int] = field(default_factory=list)
+    shares_tail: bool = False
+    chains: dict[int, list[bytes]] = field(default_factory=dict)
+    finish_reason: str | None = None
+
+    @property
+    def is_over(self) -> bool:
+        """Whether it has ended and its blocks are given back."""
+        return self.state is State.FINISHED
+
+    @property
+    def rank(self) -> tuple[int, int, int]:
+        """Order of service: priority, then arrival, then choice."""
+        return self.request.priority, self.request.arrival, self.choice
+
+    @property
+    def num_generated(self) -> int:
+        """Tokens after the prompt, resumed ones included."""
+        return len(self.tokens) - len(self.request.prompt)
+
+    @property
+    def num_total(self) -> int:
+        """Tokens, counting those being sampled."""
+        return len(self.tokens) + self.pending
+
+    @property
+    def unforked(self) -> int:
+        """Choices that will be forked from this sequence when its prompt ends."""
+        return self.request.params.n - len(self.request.sequences)
+
+    def chain(self, block_size: int) -> list[bytes]:
+        """Keys of all full blocks of its tokens."""
+        known = self.chains.get(block_size, [])
+        if len(known) < len(self.tokens) // block_size:
+            known = block_keys(self.request.root, self.tokens, block_size, parent_keys=known)
+            self.chains[block_size] = known
+        return known
+
+    def clear(self, blocks: Blocks) -> None:
+        """Give all its blocks back, and with them what was computed."""
+        blocks.deref(self.tables)
+        self.tables = blocks.empty()
+        self.num_computed = self.num_scheduled = 0
+        self.committed = [0] * len(self.tables)
+        self.shares_tail = False
+
+    def commit(self, blocks: Blocks) -> None:
+        """Offer the blocks that have become full and final to the prefix cache."""
+        if not blocks.caching:
+            return
+        for g, (group, pool) in enumerate(zip(blocks.groups, blocks.pools, strict=True)):
+            end = self.num_computed // group.block_size
+            if end > self.committed[g]:
+                chain, table = self.chain(group.block_size), self.tables[g]
+                for i in range(self.committed[g], end):
+                    pool.commit(table[i], chain[i])
+                self.committed[g] = end
+
+
+@dataclass(slots=True, eq=False)
+class Request:
+    """A request in the engine.
+
+    Attributes:
+        request_id: its name.
+        prompt: as the client gave it.
+        num_known: tokens known from the start: the prompt and what was resumed.
+        params: sampling; for a source with `max_tokens` cut to one new token.
+        priority: lower runs first.
+        arrival: its number in order of arrival.
+        deadline: when it is ended, on the scheduler's clock.
+        root: root of its block keys.
+        source: it prefills for another node.
+        attempt: the hand-over that it still awaits as a target, or None.
+        spec: what the client sent.
+        sequences: choices that exist; the others are forked when the prompt ends.
+        cached_tokens: prompt tokens taken from the cache at its first admission; None before.
+        transferred_tokens: prompt tokens received from another node.
+        prompt_logprobs: what steps have reported so far; None once it was put out.
+    """
+
+    request_id: str
+    prompt: tuple[int, ...]
+    num_known: int
+    params: SamplingParams
+    priority: int
+    arrival: int
+    deadline: float
+    root: bytes
+    source: bool
+    attempt: Attempt | None
+    spec: AddRequest
+    sequences: list[Sequence] = field(default_factory=list)
+    cached_tokens: int | None = None
+    transferred_tokens: int = 0
+    prompt_logprobs: list[TokenLogprobs] | None = None
+
+    @property
+    def state(self) -> State:
+        """That of its first choice which is not over."""
+        live = (sequence.state for sequence in self.sequences if not sequence.is_over)
+        return next(live, State.FINISHED)
+
+    @property
+    def reads_cache(self) -> bool:
+        """Whether a cached prefix may be used: prompt logprobs need the prompt computed."""
+        return self.prompt_logprobs is None or (self.spec.transfer is not None and not self.source)
+
+
+def finish_of(
+    sequence: Sequence, token: int, *, eos: Collection[int], max_model_len: int
+) -> tuple[str | None, int | None]:
+    """Whether a sequence ends with `token`, its newest: (finish_reason, stop_reason)."""
+    params, generated = sequence.request.params, sequence.num_generated
+    if generated >= params.min_tokens:
+        if token in eos and not params.ignore_eos:
+            return "stop", None
+        if token in params.stop_token_ids:
+            return "stop", token
+    return ("length", None) if reaches_limit(sequence, 0, max_model_len) else (None, None)
+
+
+def reaches_limit(sequence: Sequence, more: int, max_model_len: int) -> bool:
+    """Whether a sequence has all the tokens that it may have, once it got `more`."""
+    return (
+        sequence.num_generated + more >= sequence.request.params.max_tokens
+        or len(sequence.tokens) + more >= max_model_len
+    )

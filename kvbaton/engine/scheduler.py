@@ -1,0 +1,330 @@
+"""Decides what the engine computes next: the scheduler, as the core loop and the roles see it.
+
+Sans-IO: requests and step results in, plans and outputs out, and an injected clock.
+
+- `door.py` refuses what can never be served;
+- `roster.py` holds the requests and moves them through their states;
+- `admission.py` is the one rule by which a request gets its blocks;
+- `planner.py` makes the steps;
+- `handover.py` is the part that the prefill and decode roles use;
+- `blocks.py` and `pool.py` account for every block; `ledger.py` audits them.
+"""
+
+from __future__ import annotations
+
+import time
+from collections import Counter
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any
+
+import msgspec
+
+from kvbaton.connectors.protocol.events import Attempt, Spans
+from kvbaton.engine.blocks import Blocks
+from kvbaton.engine.door import check_limits, target_attempt
+from kvbaton.engine.handover import Admitted, Handover
+from kvbaton.engine.planner import Item, Planner
+from kvbaton.engine.request import Request
+from kvbaton.engine.roster import Roster, SchedulerConfig
+from kvbaton.engine.step import Sampled, StepPlan, StepResult
+from kvbaton.errors import RequestError
+from kvbaton.wire import AddRequest, ChoiceStart, Output
+
+__all__ = ["Admitted", "Scheduler", "SchedulerConfig"]
+
+
+class Scheduler:
+    """Continuous batching with chunked prefill, prefix caching and preemption by recompute.
+
+    Args:
+        config: its settings.
+        root_key: root of the block keys of requests with a given cache salt.
+        clock: monotonic seconds.
+
+    Attributes:
+        blocks: all block pools.
+        roster: the live requests.
+        on_progress: called for a source request after each step that computed some of it, before
+            the blocks of a finished one are given back.
+    """
+
+    def __init__(
+        self,
+        config: SchedulerConfig,
+        *,
+        root_key: Callable[[str], bytes],
+        clock: Callable[[], float] = time.monotonic,
+        on_progress: Callable[[Request], None] | None = None,
+    ) -> None:
+        self.config = config
+        self.blocks = Blocks(config.groups, enable_caching=config.enable_prefix_caching)
+        self.roster = Roster(config, self.blocks)
+        self.on_progress = on_progress
+        self._root_key = root_key
+        self._clock = clock
+        self._handover = Handover(self.roster, clock)
+        self._planner = Planner(self.roster, self._handover)
+        self._arrivals = 0
+
+    # --- requests ---
+
+    def add(self, request: AddRequest) -> None:
+        """Take a request into the queue.
+
+        Raises:
+            RequestError: it can never be served here; names the field and the limit.
+        """
+        check_limits(request, self.config, self.blocks)
+        attempt = self._check_names(request)
+        known = [*request.token_ids, *request.resume_ids]
+        source = request.transfer is not None and request.transfer.role == "source"
+        params = request.params
+        if source:
+            params = msgspec.structs.replace(params, max_tokens=len(request.resume_ids) + 1)
+        self._arrivals += 1
+        entered = Request(
+            request_id=request.request_id,
+            prompt=request.token_ids,
+            num_known=len(known),
+            params=params,
+            priority=request.priority,
+            arrival=self._arrivals,
+            deadline=self._clock() + request.deadline_s,
+            root=self._root_key(request.cache_salt),
+            source=source,
+            attempt=attempt,
+            spec=request,
+            prompt_logprobs=None if params.prompt_logprobs is None else [],
+        )
+        self.roster.enter(entered, known)
+
+    def _check_names(self, request: AddRequest) -> Attempt | None:
+        """Refuse names in use; returns the attempt that a target awaits."""
+        if request.request_id in self.roster.requests:
+            raise RequestError(
+                f"request id {request.request_id!r} is in use", param="request_id", status=409
+            )
+        attempt = target_attempt(request)
+        awaited = {live.attempt for live in self.roster.requests.values()}
+        if attempt is not None and (attempt in awaited or attempt in self._handover.reserved):
+            raise RequestError(
+                f"transfer {attempt.transfer_id.hex()} attempt {attempt.number} is in use",
+                param="kv_transfer_params.transfer_id",
+                status=409,
+                code="transfer_consumed",
+            )
+        return attempt
+
+    def request(self, request_id: str) -> Request | None:
+        """A live request."""
+        return self.roster.requests.get(request_id)
+
+    def abort(self, request_id: str, reason: str = "abort") -> list[Output]:
+        """End a request now; unknown ids are ignored.
+
+        Any reason but ``abort`` makes it an error with that text.
+        """
+        request = self.roster.requests.get(request_id)
+        if request is None:
+            return []
+        if reason == "abort":
+            return self.roster.end(request, "abort")
+        return self.roster.end(request, "error", reason)
+
+    def expire(self, now: float) -> list[Output]:
+        """End requests whose deadline has passed; with them come those that could never fit."""
+        outputs = self._flush()
+        for request in self.roster.due(now):
+            error = f"the request's deadline of {request.spec.deadline_s:g} s has passed"
+            outputs += self.roster.end(request, "error", error)
+        return outputs
+
+    def next_deadline(self) -> float | None:
+        """When `expire` has something to do, on the clock given."""
+        return self._clock() if self.roster.outbox else self.roster.next_deadline()
+
+    def _flush(self) -> list[Output]:
+        outputs, self.roster.outbox = self.roster.outbox, []
+        return outputs
+
+    # --- steps ---
+
+    def has_work(self) -> bool:
+        """Whether any request is live, any step in flight, or any output unsent."""
+        return bool(self.roster.requests or self._planner.in_flight or self.roster.outbox)
+
+    def can_schedule(self) -> bool:
+        """Whether `schedule` would do something now."""
+        return self._planner.can_plan()
+
+    def schedule(self) -> StepPlan | None:
+        """Plan the next step; None if there is nothing to compute now.
+
+        May be called again while one earlier plan has not been updated.
+        """
+        return self._planner.plan()
+
+    def update(self, result: StepResult) -> list[Output]:
+        """Apply what the oldest step in flight has computed and sampled."""
+        flight = self._planner.in_flight.popleft()
+        assert flight.number == result.number, f"step {result.number} is not the oldest in flight"
+        sampled = {sample.handle: sample for sample in result.sampled}
+        outputs = self._flush()
+        for item in flight.items:
+            outputs += self._apply(item, sampled.get(item.handle))
+        self.blocks.settle(flight.number)
+        return outputs
+
+    def _apply(self, item: Item, sampled: Sampled | None) -> list[Output]:
+        """One sequence's part of a step. Of a preempted one only the sampled tokens count."""
+        live = item.sequence.handle == item.handle
+        if live:
+            self._computed(item, sampled)
+        outputs = self._append(item, sampled) if item.targets else []
+        if live and item.sequence.request.source and self.on_progress is not None:
+            self.on_progress(item.sequence.request)
+        for sequence in item.targets:
+            if sequence.finish_reason is not None and not sequence.is_over:
+                self.roster.retire(sequence)
+        return outputs
+
+    def _computed(self, item: Item, sampled: Sampled | None) -> None:
+        sequence, request = item.sequence, item.sequence.request
+        sequence.num_computed = item.end
+        sequence.commit(self.blocks)
+        of_prompt = min(item.end, len(request.prompt)) - item.start
+        self.roster.totals.prompt_tokens["computed"] += max(0, of_prompt)
+        if request.prompt_logprobs is not None and sampled is not None:
+            request.prompt_logprobs += sampled.prompt_logprobs or ()
+
+    def _append(self, item: Item, sampled: Sampled | None) -> list[Output]:
+        assert sampled is not None, f"the ranks sampled nothing for handle {item.handle}"
+        outputs = []
+        for i, sequence in enumerate(item.targets):
+            sequence.pending -= 1
+            if sequence.finish_reason is None:
+                logprobs = sampled.logprobs[i] if sampled.logprobs else None
+                outputs.append(self.roster.take(sequence, sampled.token_ids[i], logprobs))
+        return outputs
+
+    def reset_prefix_cache(self) -> int:
+        """Forget all cached prefixes; returns how many blocks held one."""
+        return self.blocks.reset_cache()
+
+    # --- hand-overs: what the roles use ---
+
+    @property
+    def reserved(self) -> dict[Attempt, Spans]:
+        """Blocks with an incoming mark, by attempt."""
+        return dict(self._handover.reserved)
+
+    def take_admitted(self) -> list[Admitted]:
+        """Targets admitted since the last call."""
+        admitted, self._handover.admitted = self._handover.admitted, []
+        return admitted
+
+    def untaken(self) -> Sequence[Admitted]:
+        """Targets that `take_admitted` has yet to hand over."""
+        return tuple(self._handover.admitted)
+
+    def loaded(
+        self, request_id: str, choices: Sequence[ChoiceStart], cached_tokens: int
+    ) -> list[Output]:
+        """A target's KV is here and verified: emit the source's first tokens and go on from them.
+
+        Args:
+            request_id: unknown or late ones are ignored.
+            choices: one per choice.
+            cached_tokens: how many tokens the source had in its cache.
+        """
+        return self._handover.loaded(request_id, choices, cached_tokens)
+
+    def load_failed(self, request_id: str, valid_through: int, reason: str) -> list[Output]:
+        """A target's KV did not come, or only its tokens before `valid_through` are verified."""
+        return self._handover.load_failed(request_id, valid_through, reason)
+
+    def unquarantine(self, attempt: Attempt) -> None:
+        """No write of an attempt can land any more. Unknown attempts are ignored."""
+        self._handover.unquarantine(attempt)
+
+    def computed(self, request_id: str) -> int | None:
+        """Prompt tokens of a live request whose KV is final."""
+        return self._handover.computed(request_id)
+
+    def spans(self, request_id: str, start: int, end: int) -> Spans:
+        """Blocks that hold tokens [start, end) of a live request, per group."""
+        return self._handover.spans(request_id, start, end)
+
+    def hold_outgoing(self, spans: Spans) -> None:
+        """Keep blocks as they are: a transfer may read them."""
+        self.blocks.hold_outgoing(spans)
+
+    def release_outgoing(self, spans: Spans) -> None:
+        """Undo one `hold_outgoing`."""
+        self.blocks.release_outgoing(spans)
+
+    def evict(self, spans: Spans, bad: Sequence[tuple[int, int]]) -> None:
+        """Take blocks that hold tokens of the ranges `bad` out of the prefix cache."""
+        self._handover.evict(spans, bad)
+
+    # --- accounts ---
+
+    def counters(self) -> dict[str, float]:
+        """Monotonic totals by Prometheus name."""
+        totals = self.roster.totals
+        return {
+            "kvbaton_requests_received_total": float(totals.received),
+            **_labelled("kvbaton_requests_finished_total", "reason", totals.finished.items()),
+            **_labelled("kvbaton_prompt_tokens_total", "source", totals.prompt_tokens.items()),
+            "kvbaton_prompt_tokens_cached_at_source_total": float(totals.cached_at_source),
+            "kvbaton_generation_tokens_total": float(totals.generated),
+            "kvbaton_preemptions_total": float(totals.preemptions),
+            "kvbaton_load_failures_total": float(totals.load_failures),
+        }
+
+    def gauges(self) -> dict[str, float]:
+        """Values now by Prometheus name."""
+        values = {
+            "kvbaton_sequences_waiting": float(len(self.roster.waiting)),
+            "kvbaton_sequences_running": float(len(self.roster.running)),
+            "kvbaton_sequences_loading": float(len(self.roster.loading)),
+        }
+        for g in range(len(self.blocks.groups)):
+            for owner, count in self.blocks.owners(g).items():
+                values[f'kvbaton_blocks{{group="{g}",owner="{owner}"}}'] = float(count)
+        return values
+
+    def state(self) -> dict[str, Any]:
+        """All that a person who looks for a fault wants to see."""
+        owners: list[Counter[str]] = [self.blocks.owners(g) for g in range(len(self.blocks.groups))]
+        return {
+            "blocks": [dict(counts) for counts in owners],
+            "steps_in_flight": [flight.number for flight in self._planner.in_flight],
+            "reserved": [f"{a.transfer_id.hex()}/{a.number}" for a in self._handover.reserved],
+            "requests": [_describe(request) for request in self.roster.requests.values()],
+        }
+
+
+def _labelled(name: str, label: str, counts: Iterable[tuple[str, int]]) -> dict[str, float]:
+    return {f'{name}{{{label}="{value}"}}': float(count) for value, count in counts}
+
+
+def _describe(request: Request) -> dict[str, Any]:
+    return {
+        "request_id": request.request_id,
+        "state": request.state.value,
+        "priority": request.priority,
+        "prompt": len(request.prompt),
+        "known": request.num_known,
+        "deadline": request.deadline,
+        "choices": [
+            {
+                "choice": sequence.choice,
+                "state": sequence.state.value,
+                "tokens": len(sequence.tokens),
+                "computed": sequence.num_computed,
+                "blocks": [len(table) for table in sequence.tables],
+            }
+            for sequence in request.sequences
+        ],
+    }

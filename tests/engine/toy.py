@@ -1,0 +1,354 @@
+"""A deterministic toy model over real block tables, and a loop that drives the scheduler with it.
+
+The "KV" of a position is a number made from its token and from all KV that it attends to, read
+through the block tables. So a wrong, stale, shared or early reused block changes the tokens.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict, deque
+from dataclasses import dataclass, field, replace
+
+from kvbaton.connectors.keys import root_key
+from kvbaton.connectors.layout import GroupKind
+from kvbaton.connectors.protocol.events import Spans
+from kvbaton.engine.blocks import GroupSpec
+from kvbaton.engine.ledger import audit
+from kvbaton.engine.scheduler import Admitted, Scheduler, SchedulerConfig
+from kvbaton.engine.step import Sampled, StepPlan, StepResult
+from kvbaton.wire import AddRequest, Output, SamplingParams, TransferSpec
+
+VOCAB = 23
+EOS = 3
+MASK = (1 << 61) - 1
+FULL = GroupSpec(block_size=4, num_blocks=17)
+WINDOW = GroupSpec(block_size=4, num_blocks=17, kind=GroupKind.WINDOW, window=6)
+
+
+def mix(*parts: int) -> int:
+    value = 0x9E3779B97F4A7C15
+    for part in parts:
+        value = ((value ^ part) * 0xBF58476D1CE4E5B9 + 0x94D049BB133111EB) & MASK
+        value ^= value >> 29
+    return value
+
+
+def lowest(group: GroupSpec, position: int) -> int:
+    """First position that `position` attends to."""
+    return max(0, position - group.window + 1) if group.kind is GroupKind.WINDOW else 0
+
+
+def kv_of(g: int, group: GroupSpec, tokens: list[int]) -> list[int]:
+    """The toy KV of every position of a sequence, computed without blocks."""
+    kv: list[int] = []
+    for position, token in enumerate(tokens):
+        kv.append(mix(g, position, token, *kv[lowest(group, position) :]))
+    return kv
+
+
+def next_token(attended: list[list[int]], choice: int) -> int:
+    return mix(choice, *(value for row in attended for value in row)) % VOCAB
+
+
+@dataclass
+class Row:
+    tokens: list[int]
+    params: SamplingParams
+    choice: int
+    tables: list[list[int]]
+    branches: tuple[int, tuple[int, ...]] | None = None
+
+
+class ToyRanks:
+    """Runs plans by the letter of `engine/step.py`."""
+
+    def __init__(self, groups: tuple[GroupSpec, ...]) -> None:
+        self.groups = groups
+        self.memory: list[dict[tuple[int, int], int]] = [{} for _ in groups]
+        self.rows: dict[int, Row] = {}
+
+    def run(self, plan: StepPlan) -> StepResult:
+        for handle in plan.ended:
+            del self.rows[handle]
+        for copy in plan.copies:
+            memory, size = self.memory[copy.group], self.groups[copy.group].block_size
+            for slot in range(size):
+                memory[copy.target, slot] = memory.get((copy.source, slot), 0)
+        for fork in plan.forks:
+            parent = self.rows[fork.parent]
+            assert parent.branches is not None
+            length, tokens = parent.branches
+            assert len(parent.tokens) == length + 1, "the parent has moved on before its fork"
+            self._add(
+                fork.child,
+                [*parent.tokens[:length], tokens[fork.choice]],
+                parent.params,
+                fork.choice,
+            )
+        for new in plan.new:
+            self._add(new.handle, list(new.token_ids), new.params, new.choice)
+        kinds = [step.count > 1 for step in plan.steps]
+        assert len({step.handle for step in plan.steps}) == len(plan.steps)
+        assert kinds == sorted(kinds), "decoding sequences come first"
+        sampled = (
+            self._compute(s.handle, s.start, s.count, s.new_blocks, s.num_samples)
+            for s in plan.steps
+        )
+        return StepResult(plan.number, tuple(s for s in sampled if s is not None))
+
+    def _add(self, handle: int, tokens: list[int], params: SamplingParams, choice: int) -> None:
+        assert handle not in self.rows, "a handle is never used twice"
+        self.rows[handle] = Row(tokens, params, choice, [[] for _ in self.groups])
+
+    def _compute(
+        self,
+        handle: int,
+        start: int,
+        count: int,
+        new_blocks: tuple[tuple[int, ...], ...],
+        num_samples: int,
+    ) -> Sampled | None:
+        row = self.rows[handle]
+        for table, blocks in zip(row.tables, new_blocks, strict=True):
+            table.extend(blocks)
+        assert start + count <= len(row.tokens), "the runner does not have that token"
+        attended: list[list[int]] = []
+        for g, group in enumerate(self.groups):
+            for position in range(start, start + count):
+                low = lowest(group, position)
+                before = [self._read(g, row, i) for i in range(low, position)]
+                value = mix(g, position, row.tokens[position], *before)
+                block = row.tables[g][position // group.block_size]
+                assert block != 0, "the null block is never written"
+                self.memory[g][block, position % group.block_size] = value
+            attended.append([*before, value])
+        if not num_samples:
+            return None
+        assert start + count == len(row.tokens)
+        choices = [row.choice] if num_samples == 1 else list(range(num_samples))
+        tokens = tuple(next_token(attended, choice) for choice in choices)
+        if num_samples > 1:
+            row.branches = (len(row.tokens), tokens)
+        row.tokens.append(tokens[0])
+        return Sampled(handle, tokens)
+
+    def _read(self, g: int, row: Row, position: int) -> int:
+        size = self.groups[g].block_size
+        return self.memory[g][row.tables[g][position // size], position % size]
+
+    def receive(self, spans: Spans, tokens: list[int], end: int) -> None:
+        """A source writes the KV of tokens before `end` into the blocks of `spans`."""
+        for g, group in enumerate(self.groups):
+            kv = kv_of(g, group, tokens)
+            for span in spans[g]:
+                for i, block in enumerate(span.blocks, start=span.first):
+                    for slot in range(group.block_size):
+                        position = i * group.block_size + slot
+                        if position < min(end, len(tokens)):
+                            self.memory[g][block, slot] = kv[position]
+
+    def scribble(self, spans: Spans) -> None:
+        """A late write spoils everything in the blocks of `spans`."""
+        for g, group in enumerate(self.groups):
+            for span in spans[g]:
+                for block in span.blocks:
+                    for slot in range(group.block_size):
+                        self.memory[g][block, slot] = -1
+
+
+def direct(
+    groups: tuple[GroupSpec, ...], request: AddRequest, choice: int, max_model_len: int
+) -> tuple[list[int], str]:
+    """What a request must give, computed without blocks or batches: (new tokens, reason)."""
+    params = request.params
+    tokens = [*request.token_ids, *request.resume_ids]
+    kv = [kv_of(g, group, tokens) for g, group in enumerate(groups)]
+    new: list[int] = []
+    while True:
+        last = len(tokens) - 1
+        rows = [kv[g][lowest(group, last) :] for g, group in enumerate(groups)]
+        # Each choice keeps its own noise; the first token is drawn from the shared prompt.
+        token = next_token(rows, choice)
+        tokens.append(token)
+        new.append(token)
+        for g, group in enumerate(groups):
+            kv[g].append(mix(g, last + 1, token, *kv[g][lowest(group, last + 1) :]))
+        generated = len(tokens) - len(request.token_ids)
+        if generated >= params.min_tokens:
+            if token == EOS and not params.ignore_eos:
+                return new, "stop"
+            if token in params.stop_token_ids:
+                return new, "stop"
+        if generated >= params.max_tokens or len(tokens) >= max_model_len:
+            return new, "length"
+
+
+@dataclass
+class Stream:
+    tokens: list[int] = field(default_factory=list)
+    finish: str | None = None
+    error: str | None = None
+
+
+class Clock:
+    def __init__(self) -> None:
+        self.now = 100.0
+
+    def __call__(self) -> float:
+        return self.now
+
+
+class Loop:
+    """The core's loop over the toy ranks; checks the ledger after everything that happens."""
+
+    def __init__(
+        self,
+        groups: tuple[GroupSpec, ...] = (FULL,),
+        *,
+        depth: int = 1,
+        max_model_len: int = 60,
+        **settings: object,
+    ) -> None:
+        config = SchedulerConfig(
+            groups=groups, max_model_len=max_model_len, eos_token_ids=(EOS,), max_num_seqs=8
+        )
+        self.config = replace(config, **settings)  # type: ignore[arg-type]
+        self.clock = Clock()
+        self.scheduler = Scheduler(
+            self.config, root_key=lambda salt: root_key(bytes(32), salt), clock=self.clock
+        )
+        self.ranks = ToyRanks(groups)
+        self.depth = depth
+        self.in_flight: deque[StepResult] = deque()
+        self.plans: list[StepPlan] = []
+        self.streams: dict[tuple[str, int], Stream] = defaultdict(Stream)
+        self.requests: dict[str, AddRequest] = {}
+        self.outputs: list[Output] = []
+        self.admitted: list[Admitted] = []
+        self.outgoing: list[Spans] = []
+
+    # --- doing ---
+
+    def add(self, request: AddRequest) -> None:
+        self.scheduler.add(request)
+        self.requests[request.request_id] = request
+        self.check()
+
+    def emit(self, outputs: list[Output]) -> list[Output]:
+        for output in outputs:
+            stream = self.streams[output.request_id, output.choice]
+            assert stream.finish is None, "an output after the last one"
+            resumed = len(self.requests[output.request_id].resume_ids)
+            assert output.index == resumed + len(stream.tokens)
+            stream.tokens += output.token_ids
+            stream.finish, stream.error = output.finish_reason, output.error
+        self.outputs += outputs
+        self.check()
+        return outputs
+
+    def launch(self) -> bool:
+        plan = self.scheduler.schedule()
+        self.take()
+        self.check()
+        if plan is None:
+            return False
+        assert plan.steps
+        assert len(plan.steps) <= self.config.max_num_seqs
+        assert plan.num_tokens <= self.config.max_num_batched_tokens
+        self.plans.append(plan)
+        self.check_immutable(plan)
+        self.in_flight.append(self.ranks.run(plan))
+        return True
+
+    def take(self) -> None:
+        self.admitted += self.scheduler.take_admitted()
+
+    def update(self) -> None:
+        if self.in_flight:
+            self.emit(self.scheduler.update(self.in_flight.popleft()))
+
+    def step(self) -> None:
+        self.emit(self.scheduler.expire(self.clock()))
+        while len(self.in_flight) < self.depth and self.launch():
+            pass
+        self.update()
+
+    def run(self, limit: int = 2000) -> None:
+        """Step until nothing is left to do."""
+        for _ in range(limit):
+            if not self.scheduler.has_work():
+                return
+            assert self.in_flight or self.scheduler.can_schedule() or self.scheduler.roster.outbox
+            self.step()
+        raise AssertionError(f"still at work after {limit} steps: {self.scheduler.state()}")
+
+    # --- checking ---
+
+    def check(self) -> None:
+        reserved = list(self.scheduler.reserved.values())
+        taken = [spans for spans in reserved if spans not in self.untaken()]
+        found = audit(self.scheduler, incoming=taken, outgoing=self.outgoing)
+        assert not any(found.values()), found
+        for g, group in enumerate(self.scheduler.blocks.groups):
+            assert self.scheduler.blocks.owners(g).total() == group.num_blocks
+
+    def untaken(self) -> list[Spans]:
+        return [admitted.spans for admitted in self.scheduler.untaken()]
+
+    def check_immutable(self, plan: StepPlan) -> None:
+        """No step writes a block that is in the prefix cache, or that a transfer still reads."""
+        tables = {s.handle: s.tables for s in self.scheduler.roster.sequences()}
+        for step in plan.steps:
+            for g, group in enumerate(self.config.groups):
+                pool = self.scheduler.blocks.pools[g]
+                first = step.start // group.block_size
+                past = group.blocks_for(step.start + step.count)
+                for block in tables[step.handle][g][first:past]:
+                    assert pool.keys[block] is None, "a cached block is written"
+                    assert pool.refs[block] == 1 or step.num_samples, "a shared block is written"
+
+    def check_empty(self) -> None:
+        for g, group in enumerate(self.config.groups):
+            owners = self.scheduler.blocks.owners(g)
+            assert owners["free"] + owners["cached"] == group.num_blocks - 1, owners
+        assert not self.scheduler.roster.requests
+
+    def expected(self, request_id: str, choice: int = 0) -> tuple[list[int], str]:
+        request = self.requests[request_id]
+        return direct(self.config.groups, request, choice, self.config.max_model_len)
+
+    def expected_of(self, request: AddRequest) -> tuple[list[int], str]:
+        """What a request would give here."""
+        return direct(self.config.groups, request, 0, self.config.max_model_len)
+
+    def check_stream(self, request_id: str, choice: int = 0) -> None:
+        """A choice gave what it must, or ended early for a reason that it was given."""
+        stream = self.streams[request_id, choice]
+        tokens, reason = self.expected(request_id, choice)
+        if stream.finish in ("abort", "error"):
+            assert stream.tokens == tokens[: len(stream.tokens)]
+            return
+        assert (stream.tokens, stream.finish) == (tokens, reason)
+
+
+def ask(request_id: str, tokens: list[int], **fields: object) -> AddRequest:
+    """A request; `fields` go to the sampling parameters, or to the request where it has them."""
+    names = set(AddRequest.__struct_fields__)
+    own = {name: value for name, value in fields.items() if name in names}
+    sampling = {name: value for name, value in fields.items() if name not in names}
+    return AddRequest(
+        request_id=request_id,
+        token_ids=tuple(tokens),
+        params=SamplingParams(**{"max_tokens": 8, **sampling}),  # type: ignore[arg-type]
+        **own,  # type: ignore[arg-type]
+    )
+
+
+def target(number: int) -> TransferSpec:
+    return TransferSpec(
+        role="target", transfer_id=number.to_bytes(16, "big"), peer="tcp://127.0.0.1:1"
+    )
+
+
+def source(number: int) -> TransferSpec:
+    return TransferSpec(role="source", transfer_id=number.to_bytes(16, "big"))
