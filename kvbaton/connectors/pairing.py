@@ -1,0 +1,203 @@
+"""Who sends what to whom: the one rule by which ranks of two sides share a KV group.
+
+Ranks of a side with equal layers and heads are replicas. Every target rank gets each layer and head
+that it holds from exactly one source rank; where replicas could send it, targets take turns among
+them. `connectors.plan` (bytes) and `connectors.digest` (what is checked) both ask this file.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from functools import lru_cache
+from typing import NamedTuple
+
+from kvbaton.connectors.layout import AXES, ITEM_SIZE, GroupKind, KVLayout, Plane
+from kvbaton.errors import LayoutMismatchError
+
+
+class Share(NamedTuple):
+    """What one source rank sends to one target rank, of one plane.
+
+    Attributes:
+        source_rank: who sends.
+        target_rank: who receives.
+        head_start: first global head.
+        head_end: past the last global head.
+        layers: global layer ids, in the target's order.
+    """
+
+    source_rank: int
+    target_rank: int
+    head_start: int
+    head_end: int
+    layers: tuple[int, ...]
+
+
+def head_range(plane: Plane) -> tuple[int, int]:
+    """Global heads [first, past the last) that a plane holds."""
+    return plane.head_start, plane.head_start + plane.shape[AXES.index("head")]
+
+
+def shares(sources: Sequence[Plane], targets: Sequence[Plane]) -> tuple[Share, ...]:
+    """Pair the ranks of two sides; element i of either is rank i's plane.
+
+    Pairs that share nothing are left out. What no source holds, no share names.
+    """
+    return _shares(tuple(sources), tuple(targets))
+
+
+@lru_cache(maxsize=64)
+def _shares(sources: tuple[Plane, ...], targets: tuple[Plane, ...]) -> tuple[Share, ...]:
+    replicas: dict[tuple[tuple[int, int], tuple[int, ...]], list[int]] = {}
+    for rank, plane in enumerate(sources):
+        replicas.setdefault((head_range(plane), plane.layers), []).append(rank)
+    found = []
+    for (heads, layers), ranks in replicas.items():
+        turn = 0
+        for target_rank, target in enumerate(targets):
+            low, high = max(heads[0], head_range(target)[0]), min(heads[1], head_range(target)[1])
+            common = tuple(layer for layer in target.layers if layer in layers)
+            if low < high and common:
+                found.append(Share(ranks[turn % len(ranks)], target_rank, low, high, common))
+                turn += 1
+    return tuple(found)
+
+
+def check_pairable(
+    sources: Sequence[Sequence[KVLayout]], targets: Sequence[Sequence[KVLayout]]
+) -> None:
+    """Check at the start of a session that targets can be filled from sources, byte for byte.
+
+    Args:
+        sources: per rank, one layout per group.
+        targets: likewise.
+
+    Raises:
+        LayoutMismatchError: they can't; the message names both values.
+    """
+    counts = {len(rank) for rank in (*sources, *targets)}
+    if not sources or not targets or len(counts) != 1:
+        raise LayoutMismatchError(
+            f"number of groups per rank: {[len(rank) for rank in sources]} at the source, "
+            f"{[len(rank) for rank in targets]} at the target"
+        )
+    for group in range(counts.pop()):
+        check_group([rank[group] for rank in sources], [rank[group] for rank in targets])
+
+
+def check_group(sources: Sequence[KVLayout], targets: Sequence[KVLayout]) -> None:
+    """`check_pairable` for one group; element i of either side is rank i's layout."""
+    _check_group(tuple(sources), tuple(targets))
+
+
+@lru_cache(maxsize=64)
+def _check_group(sources: tuple[KVLayout, ...], targets: tuple[KVLayout, ...]) -> None:
+    first = sources[0]
+    for side, layouts in (("source", sources), ("target", targets)):
+        for rank, layout in enumerate(layouts):
+            _check_layout(f"{side} rank {rank}, group {layout.group}", layout)
+            _check_alike(f"{side} rank {rank}", first, layout)
+            _same("block size", f"{side} rank {rank}", layouts[0].block_size, layout.block_size)
+    for plane in first.planes:
+        _check_covered(
+            plane.name, planes_named(plane.name, sources), planes_named(plane.name, targets)
+        )
+
+
+def planes_named(name: str, layouts: Sequence[KVLayout]) -> list[Plane]:
+    """The plane of that name on each rank."""
+    return [next(plane for plane in layout.planes if plane.name == name) for layout in layouts]
+
+
+def _check_alike(rank: str, first: KVLayout, layout: KVLayout) -> None:
+    """What must be equal on every rank of both sides."""
+    _same("group", rank, first.group, layout.group)
+    where = f"group {first.group}: "
+    _same(where + "kind", rank, first.kind.value, layout.kind.value)
+    _same(where + "window", rank, first.window, layout.window)
+    names = [sorted(plane.name for plane in each.planes) for each in (first, layout)]
+    _same(where + "planes", rank, *names)
+    for plane in first.planes:
+        mine, theirs = planes_named(plane.name, (first, layout))
+        _check_planes_alike(f"{where}plane {plane.name!r}: ", rank, mine, theirs)
+
+
+def _check_planes_alike(where: str, rank: str, first: Plane, plane: Plane) -> None:
+    _same(where + "dtype", rank, first.dtype, plane.dtype)
+    _same(where + "heads of the model", rank, first.head_total, plane.head_total)
+    for axis in ("kv", "feature"):
+        index = AXES.index(axis)
+        _same(f"{where}size of axis {axis!r}", rank, first.shape[index], plane.shape[index])
+
+
+def _same(what: str, rank: str, first: object, value: object) -> None:
+    if first != value:
+        raise LayoutMismatchError(f"{what}: {first!r} on source rank 0, {value!r} on {rank}")
+
+
+def _check_covered(name: str, sources: Sequence[Plane], targets: Sequence[Plane]) -> None:
+    """Every head of every layer of a target comes from exactly one source rank."""
+    given: dict[tuple[int, int], list[tuple[int, int]]] = {}
+    for share in shares(sources, targets):
+        for layer in share.layers:
+            heads = (share.head_start, share.head_end)
+            given.setdefault((share.target_rank, layer), []).append(heads)
+    for rank, target in enumerate(targets):
+        for layer in target.layers:
+            _check_tiled(
+                f"plane {name!r}, layer {layer}: target rank {rank} holds heads",
+                head_range(target),
+                sorted(given.get((rank, layer), [])),
+            )
+
+
+def _check_tiled(where: str, wanted: tuple[int, int], given: list[tuple[int, int]]) -> None:
+    ends = [wanted[0], *(high for _, high in given)]
+    starts = [*(low for low, _ in given), wanted[1]]
+    if ends != starts:
+        raise LayoutMismatchError(
+            f"{where} [{wanted[0]}, {wanted[1]}), of which the source's ranks hold {given}; "
+            f"each must be held exactly once (or by replicas)"
+        )
+
+
+def _check_layout(where: str, layout: KVLayout) -> None:
+    """A layout comes from a peer: it must at least agree with itself."""
+    if layout.block_size < 1 or layout.num_blocks < 1 or not layout.planes:
+        raise LayoutMismatchError(
+            f"{where}: {layout.block_size} tokens per block, {layout.num_blocks} blocks, "
+            f"{len(layout.planes)} planes; each must be positive"
+        )
+    if layout.kind is GroupKind.STATE:
+        _agree(where, "block_size of a state group", layout.block_size, 1)
+    names = {plane.name for plane in layout.planes}
+    _agree(where, "number of different plane names", len(names), len(layout.planes))
+    for plane in layout.planes:
+        _check_plane(f"{where}, plane {plane.name!r}", layout, plane)
+
+
+def _check_plane(where: str, layout: KVLayout, plane: Plane) -> None:
+    if plane.dtype not in ITEM_SIZE:
+        raise LayoutMismatchError(f"{where}: dtype {plane.dtype!r}, must be in {list(ITEM_SIZE)}")
+    size = dict(zip(AXES, plane.shape, strict=True))
+    _agree(where, "size of axis 'token'", size["token"], layout.block_size)
+    _agree(where, "size of axis 'block'", size["block"], layout.num_blocks)
+    _agree(where, "size of axis 'layer'", size["layer"], len(plane.layers))
+    _agree(where, "number of different layers", len(set(plane.layers)), len(plane.layers))
+    low, high = head_range(plane)
+    if min(plane.shape) < 1 or low < 0 or high > plane.head_total:
+        raise LayoutMismatchError(
+            f"{where}: shape {plane.shape} with heads [{low}, {high}) of {plane.head_total}"
+        )
+    steps = zip(plane.shape, plane.strides, strict=True)
+    last = plane.offset + sum((count - 1) * stride for count, stride in steps)
+    if min(*plane.strides, plane.offset, plane.region) < 0 or last >= 1 << 62:
+        raise LayoutMismatchError(
+            f"{where}: region {plane.region}, offset {plane.offset}, strides {plane.strides}: "
+            f"none may be negative, nor reach past 2**62"
+        )
+
+
+def _agree(where: str, what: str, value: int, expected: int) -> None:
+    if value != expected:
+        raise LayoutMismatchError(f"{where}: {what} is {value}, must be {expected}")

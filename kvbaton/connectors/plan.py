@@ -1,0 +1,330 @@
+"""Plans of copies: which byte ranges move tokens of a KV group from one side to the other.
+
+A pure function over layouts; it knows strides and nothing of what made them. It works in three
+steps, all vectorised over blocks:
+
+1. *Segments*: tokens [start, end) are cut where either side's blocks end. A segment lies in one
+   block of each side; segments that follow each other in memory on both sides become one.
+2. *Runs*: of each segment, axes that touch on both sides are merged into one run of bytes. What
+   remains is a box of runs with two strides per axis; axes that continue each other become one.
+3. *Rows*: the longest axis goes into `COUNT`, the rest is written out. Blocks that follow each
+   other in memory on both sides lengthen the run, or are counted.
+
+A state group has blocks of one token: the snapshot after n tokens is logical block n - 1, so it
+moves with the range that holds token n - 1, if both sides list it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from functools import lru_cache
+from typing import TYPE_CHECKING, NamedTuple
+
+import numpy as np
+import numpy.typing as npt
+
+from kvbaton.connectors.base import RangeColumn
+from kvbaton.connectors.layout import AXES, KVLayout, Plane
+from kvbaton.connectors.pairing import Share, check_group, check_pairable, planes_named, shares
+from kvbaton.errors import LayoutMismatchError
+from kvbaton.wire import BlockSpan
+
+if TYPE_CHECKING:
+    from kvbaton.connectors.base import Ranges
+
+__all__ = ["check_pairable", "plan", "swap", "total_bytes"]
+
+Ints = npt.NDArray[np.int64]
+
+BLOCK, HEAD, LAYER, KV, TOKEN, FEATURE = range(len(AXES))
+
+
+class Step(NamedTuple):
+    """One axis of a box of runs: its size, and bytes between neighbours on either side."""
+
+    size: int
+    source: int
+    target: int
+
+
+class Segments(NamedTuple):
+    """Pieces of the token range that lie in one block of either side; int64 [n] each.
+
+    `source_slot` and `target_slot` are the places of the first token in its blocks.
+    """
+
+    source_block: Ints
+    source_slot: Ints
+    target_block: Ints
+    target_slot: Ints
+    tokens: Ints
+
+
+def plan(
+    sources: Sequence[KVLayout],
+    source_spans: Sequence[BlockSpan],
+    targets: Sequence[KVLayout],
+    target_spans: Sequence[BlockSpan],
+    start: int,
+    end: int,
+    *,
+    max_length: int = 0,
+) -> dict[tuple[int, int], Ranges]:
+    """Plan the copy of tokens [start, end) of one group.
+
+    Tokens that either side's spans do not list are not moved.
+
+    Args:
+        sources: the group's layout on each source rank.
+        source_spans: where the sequence's blocks are on the source, on every rank.
+        targets: the group's layout on each target rank.
+        target_spans: likewise for the target.
+        start: first token.
+        end: past the last token.
+        max_length: most bytes of one copy; 0 for no limit.
+
+    Returns:
+        For each (source rank, target rank) that shares bytes the ranges to copy, int64 [n, 8]; no
+        byte of a target is written twice by all of them together.
+
+    Raises:
+        LayoutMismatchError: the layouts can't be paired, or a span names a block outside of a pool.
+    """
+    check_group(sources, targets)
+    if start >= end:
+        return {}
+    sizes = sources[0].block_size, targets[0].block_size
+    source_table = _block_table(source_spans, sources[0], start, end, "source")
+    target_table = _block_table(target_spans, targets[0], start, end, "target")
+    segments = _segments(source_table, target_table, sizes, start, end)
+    pieces: dict[tuple[int, int], list[Ranges]] = {}
+    if not len(segments.tokens):
+        return {}
+    for plane in sources[0].planes:
+        source_planes = planes_named(plane.name, sources)
+        target_planes = planes_named(plane.name, targets)
+        for share in shares(source_planes, target_planes):
+            source, target = source_planes[share.source_rank], target_planes[share.target_rank]
+            rows = _plane_rows(source, target, share, segments)
+            pieces.setdefault((share.source_rank, share.target_rank), []).extend(rows)
+    return {pair: _split(np.concatenate(rows), max_length) for pair, rows in pieces.items()}
+
+
+def total_bytes(ranges: Ranges) -> int:
+    """Bytes that ranges move."""
+    return int((ranges[:, RangeColumn.LENGTH] * ranges[:, RangeColumn.COUNT]).sum())
+
+
+def swap(ranges: Ranges) -> Ranges:
+    """The same copies in the other direction."""
+    column = RangeColumn
+    order = [
+        column.TARGET_REGION,
+        column.TARGET_OFFSET,
+        column.SOURCE_REGION,
+        column.SOURCE_OFFSET,
+        column.LENGTH,
+        column.COUNT,
+        column.TARGET_STRIDE,
+        column.SOURCE_STRIDE,
+    ]
+    return ranges[:, order]
+
+
+# --- segments ---
+
+
+def _block_table(
+    spans: Sequence[BlockSpan], layout: KVLayout, start: int, end: int, side: str
+) -> Ints:
+    """Physical block of each logical block that tokens [start, end) touch; -1 where none is."""
+    first, last = start // layout.block_size, -(-end // layout.block_size)
+    table = np.full(last - first, -1, np.int64)
+    for span in spans:
+        low, high = max(first, span.first), min(last, span.first + len(span.blocks))
+        if low < high:
+            table[low - first : high - first] = span.blocks[low - span.first : high - span.first]
+    if table.max() >= layout.num_blocks:
+        raise LayoutMismatchError(
+            f"group {layout.group}: the {side} names block {table.max()}, its pool has "
+            f"{layout.num_blocks} blocks"
+        )
+    return table
+
+
+def _segments(
+    source_table: Ints, target_table: Ints, sizes: tuple[int, int], start: int, end: int
+) -> Segments:
+    borders = [np.arange(start // size * size, end, size) for size in sizes]
+    starts = np.union1d(*borders) if sizes[0] != sizes[1] else borders[0]
+    starts = np.unique(np.maximum(starts, start))
+    tokens = np.diff(starts, append=end)
+    source = source_table[starts // sizes[0] - start // sizes[0]]
+    target = target_table[starts // sizes[1] - start // sizes[1]]
+    listed = (source >= 0) & (target >= 0)
+    slots = starts % sizes[0], starts % sizes[1]
+    whole = Segments(source, slots[0], target, slots[1], tokens)
+    return whole if listed.all() else Segments(*(column[listed] for column in whole))
+
+
+def _merge(
+    source: Ints, target: Ints, tokens: Ints, source_step: int, target_step: int
+) -> tuple[Ints, Ints, Ints]:
+    """Join neighbours whose tokens follow each other in memory on both sides."""
+    joined = (np.diff(source) == tokens[:-1] * source_step) & (
+        np.diff(target) == tokens[:-1] * target_step
+    )
+    if not joined.any():
+        return source, target, tokens
+    firsts = np.flatnonzero(np.concatenate(([True], ~joined)))
+    return source[firsts], target[firsts], np.add.reduceat(tokens, firsts)
+
+
+# --- runs ---
+
+
+class Box(NamedTuple):
+    """What has to be copied of one segment: a run of bytes, repeated along steps.
+
+    `steps` are sorted by size, the longest last.
+    """
+
+    length: int
+    steps: tuple[Step, ...]
+
+
+@lru_cache(maxsize=4096)
+def _box(steps: tuple[Step, ...], item_size: int) -> Box:
+    """Merge steps into one run as far as they touch, and the rest with each other."""
+    length, left = item_size, [step for step in steps if step.size > 1]
+    while touching := [step for step in left if step.source == step.target == length]:
+        left.remove(touching[0])
+        length *= touching[0].size
+    left.sort(key=lambda step: step.source)
+    merged: list[Step] = []
+    for step in left:
+        inner = merged[-1] if merged else None
+        if inner and (step.source, step.target) == (
+            inner.source * inner.size,
+            inner.target * inner.size,
+        ):
+            merged[-1] = inner._replace(size=inner.size * step.size)
+        else:
+            merged.append(step)
+    return Box(length, tuple(sorted(merged, key=lambda step: step.size)))
+
+
+@lru_cache(maxsize=1024)
+def _layer_steps(
+    source: Plane, target: Plane, layers: tuple[int, ...]
+) -> tuple[tuple[int, int, Step], ...]:
+    """Cut shared layers into evenly spaced series: source offset, target offset, step of each."""
+    source_at = [source.layers.index(layer) * source.strides[LAYER] for layer in layers]
+    target_at = [target.layers.index(layer) * target.strides[LAYER] for layer in layers]
+    series = []
+    begin = 0
+    while begin < len(layers):
+        size, source_step, target_step = 1, 0, 0
+        while begin + size < len(layers):
+            here = begin + size
+            steps = source_at[here] - source_at[here - 1], target_at[here] - target_at[here - 1]
+            if size > 1 and steps != (source_step, target_step):
+                break
+            source_step, target_step = steps
+            size += 1
+        series.append((source_at[begin], target_at[begin], Step(size, source_step, target_step)))
+        begin += size
+    return tuple(series)
+
+
+# --- rows ---
+
+
+def _plane_rows(source: Plane, target: Plane, share: Share, segments: Segments) -> list[Ranges]:
+    """Rows that copy a share of a plane: tables of [n, 8], one per shape of box."""
+    heads = share.head_end - share.head_start
+    source_at = source.offset + (share.head_start - source.head_start) * source.strides[HEAD]
+    target_at = target.offset + (share.head_start - target.head_start) * target.strides[HEAD]
+    source_base, target_base, tokens = _merge(
+        segments.source_block * source.strides[BLOCK]
+        + segments.source_slot * source.strides[TOKEN],
+        segments.target_block * target.strides[BLOCK]
+        + segments.target_slot * target.strides[TOKEN],
+        segments.tokens,
+        source.strides[TOKEN],
+        target.strides[TOKEN],
+    )
+    fixed = tuple(
+        Step(size, source.strides[axis], target.strides[axis])
+        for axis, size in ((HEAD, heads), (KV, source.shape[KV]), (FEATURE, source.shape[FEATURE]))
+    )
+    block = Step(0, source.strides[BLOCK], target.strides[BLOCK])
+    rows = []
+    for count in np.unique(tokens):
+        chosen = tokens == count
+        bases = source_base[chosen] + source_at, target_base[chosen] + target_at
+        token = Step(int(count), source.strides[TOKEN], target.strides[TOKEN])
+        for source_layer, target_layer, layer in _layer_steps(source, target, share.layers):
+            box = _box((*fixed, token, layer), source.item_size)
+            table = _box_rows(box, bases[0] + source_layer, bases[1] + target_layer, block)
+            table[:, RangeColumn.SOURCE_REGION] = source.region
+            table[:, RangeColumn.TARGET_REGION] = target.region
+            rows.append(table)
+    return rows
+
+
+def _box_rows(box: Box, source: Ints, target: Ints, block: Step) -> Ranges:
+    """Rows that copy one box at each of the bases, in the form that takes fewest rows."""
+    follows = (np.diff(source) == block.source) & (np.diff(target) == block.target)
+    firsts = np.flatnonzero(np.concatenate(([True], ~follows)))
+    sizes = np.diff(firsts, append=len(source))
+    outer, inner = box.steps[:-1], box.steps[-1] if box.steps else Step(1, 0, 0)
+    if block.source == block.target == box.length:  # blocks touch: longer runs
+        return _rows(source[firsts], target[firsts], box.length * sizes, inner.size, inner, outer)
+    if (block.source, block.target) == (inner.source * inner.size, inner.target * inner.size):
+        # the blocks continue the series of runs within them: one long series
+        counts = inner.size * sizes
+        return _rows(source[firsts], target[firsts], box.length, counts, inner, outer)
+    if len(firsts) * inner.size < len(source):  # counting blocks takes fewer rows
+        return _rows(source[firsts], target[firsts], box.length, sizes, block, box.steps)
+    return _rows(source, target, box.length, inner.size, inner, outer)
+
+
+def _rows(
+    source: Ints,
+    target: Ints,
+    length: Ints | int,
+    count: Ints | int,
+    counted: Step,
+    outer: tuple[Step, ...],
+) -> Ranges:
+    """One row for each base and each place along the outer steps; the regions are left 0."""
+    source_at = target_at = np.zeros(1, np.int64)
+    for step in outer:
+        places = np.arange(step.size)
+        source_at = (source_at[:, None] + places * step.source).ravel()
+        target_at = (target_at[:, None] + places * step.target).ravel()
+    table = np.zeros((len(source), len(source_at), len(RangeColumn)), np.int64)
+    repeated = np.reshape(count, (-1, 1))
+    table[..., RangeColumn.SOURCE_OFFSET] = source[:, None] + source_at
+    table[..., RangeColumn.TARGET_OFFSET] = target[:, None] + target_at
+    table[..., RangeColumn.LENGTH] = np.reshape(length, (-1, 1))
+    table[..., RangeColumn.COUNT] = repeated
+    table[..., RangeColumn.SOURCE_STRIDE] = np.where(repeated > 1, counted.source, 0)
+    table[..., RangeColumn.TARGET_STRIDE] = np.where(repeated > 1, counted.target, 0)
+    return table.reshape(-1, len(RangeColumn))
+
+
+def _split(ranges: Ranges, max_length: int) -> Ranges:
+    """Cut copies that are longer than `max_length` bytes, unless it is 0."""
+    lengths = ranges[:, RangeColumn.LENGTH]
+    if not max_length or lengths.max() <= max_length:
+        return ranges
+    pieces = -(-lengths // max_length)
+    numbers = np.arange(pieces.sum()) - np.repeat(np.cumsum(pieces) - pieces, pieces)
+    cut = np.repeat(ranges, pieces, axis=0)
+    for column in (RangeColumn.SOURCE_OFFSET, RangeColumn.TARGET_OFFSET):
+        cut[:, column] += numbers * max_length
+    rest = cut[:, RangeColumn.LENGTH] - numbers * max_length
+    cut[:, RangeColumn.LENGTH] = np.minimum(rest, max_length)
+    return cut
