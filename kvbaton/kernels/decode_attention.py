@@ -6,23 +6,32 @@ head share a tile, so that keys and values are read once (Ainslie et al., "GQA",
 
 from __future__ import annotations
 
-from typing import Any
-
 import torch
 
-from kvbaton.kernels.jit import cdiv, jit, next_power_of_2, num_multiprocessors, tl, use_triton
+from kvbaton.kernels.jit import (
+    cdiv,
+    jit,
+    next_power_of_2,
+    overlaps_launches,
+    start_overlapped,
+    tl,
+    use_triton,
+)
 from kvbaton.kernels.paged_attention import cap_logits, load_pages, paged_attention_reference
+from kvbaton.kernels.workspace import Workspace, is_last
 
 MAX_SPLITS = 64
 
 
-def decode_splits(batch: int, kv_heads: int, max_context: int, device: torch.device) -> int:
-    """Into how many parts to split each sequence's keys, so that the programs fill the GPU.
+def decode_splits(query: torch.Tensor, max_context: int, workspace: Workspace) -> int:
+    """Into how many parts at most to split a sequence's keys: as many as scratch has room for.
 
     Depends on nothing that changes between replays of a CUDA graph: `max_context` is a bound.
     """
-    programs = 4 * num_multiprocessors(device) // (batch * kv_heads)
-    return max(1, min(next_power_of_2(programs + 1) // 2, cdiv(max_context, 64), MAX_SPLITS))
+    batch, heads, head_dim = query.shape
+    room = workspace.scratch.numel() // (max(batch, 1) * heads * (head_dim + 1))
+    splits = min(room, cdiv(max_context, 64), MAX_SPLITS)
+    return next_power_of_2(splits + 1) // 2 if splits > 1 else 1
 
 
 def decode_attention(
@@ -37,6 +46,7 @@ def decode_attention(
     softcap: float = 0.0,
     sinks: torch.Tensor | None = None,
     num_splits: int | None = None,
+    workspace: Workspace | None = None,
 ) -> torch.Tensor:
     """Compute out = softmax(scale * q k^T) v over each sequence's keys; q is its last token.
 
@@ -53,7 +63,8 @@ def decode_attention(
         window: keys at positions > own position - window only; 0: all.
         softcap: bound of the logits; 0: none.
         sinks: [heads], fp32, or None.
-        num_splits: parts of each sequence; None takes `decode_splits`.
+        num_splits: most parts of a sequence, a power of two; None takes `decode_splits`.
+        workspace: of this stream; None makes one for this call.
 
     Returns:
         [B, heads, D], contiguous; 0 in padding.
@@ -70,21 +81,13 @@ def decode_attention(
             softcap=softcap,
             sinks=sinks,
         )
+    workspace = workspace or Workspace(query.device)
     max_context = block_tables.shape[1] * key_cache.shape[2]
-    kv_heads = key_cache.shape[1]
-    splits = num_splits or decode_splits(query.shape[0], kv_heads, max_context, query.device)
+    splits = num_splits or decode_splits(query, max_context, workspace)
     return _launch(
-        query,
-        key_cache,
-        value_cache,
-        block_tables,
-        context_lens,
-        sinks,
-        scale,
-        window,
-        softcap,
-        splits,
-    )
+        query, key_cache, value_cache, block_tables, context_lens, sinks, scale, window, softcap,
+        splits, workspace,
+    )  # fmt: skip
 
 
 def decode_attention_reference(
@@ -128,19 +131,15 @@ def _launch(
     window: int,
     softcap: float,
     splits: int,
+    workspace: Workspace,
 ) -> torch.Tensor:
     batch, heads, head_dim = query.shape
     kv_heads, block_size = key_cache.shape[1:3]
-    device = query.device
-    out = torch.empty(batch, heads, head_dim, dtype=query.dtype, device=device)
+    out = torch.empty(batch, heads, head_dim, dtype=query.dtype, device=query.device)
     if not batch:
         return out
-    parts, lse = out, None
-    if splits > 1:
-        parts = torch.empty(batch, heads, splits, head_dim, dtype=torch.float32, device=device)
-        lse = torch.empty(batch, heads, splits, dtype=torch.float32, device=device)
-    group = heads // kv_heads
     tile = _tile(next_power_of_2(head_dim), query.element_size())
+    overlap = overlaps_launches(query.device)
     _kernel[(kv_heads, batch, splits)](
         query,
         key_cache,
@@ -148,8 +147,9 @@ def _launch(
         block_tables,
         context_lens,
         sinks,
-        parts,
-        lse,
+        out,
+        workspace.scratch,
+        workspace.counters,
         scale,
         query.stride(0),
         query.stride(1),
@@ -157,54 +157,54 @@ def _launch(
         key_cache.stride(1),
         key_cache.stride(2),
         block_tables.stride(0),
-        GROUP=group,
-        BLOCK_G=max(16, next_power_of_2(group)),
+        GROUP=heads // kv_heads,
+        BLOCK_G=max(16, next_power_of_2(heads // kv_heads)),
         HEAD_DIM=head_dim,
         BLOCK_D=next_power_of_2(head_dim),
         BLOCK_SIZE=block_size,
         SPLITS=splits,
+        MIN_TILES=_min_tiles(batch * kv_heads, tile["BLOCK_N"]),
         WINDOW=window,
         SOFTCAP=softcap,
         HAS_SINKS=sinks is not None,
+        OVERLAP=overlap,
         **tile,
+        **({"launch_pdl": True} if overlap else {}),
     )
-    if lse is not None:
-        _merge_kernel[(batch, heads)](
-            parts,
-            lse,
-            out,
-            HEAD_DIM=head_dim,
-            BLOCK_D=next_power_of_2(head_dim),
-            SPLITS=splits,
-            BLOCK_S=next_power_of_2(splits),
-            num_warps=4 if splits > 8 else 2,
-        )
     return out
+
+
+def _min_tiles(programs: int, block_n: int) -> int:
+    """Least tiles of a part: the more (sequence, head) pairs there are, the less parts pay."""
+    return min(max(next_power_of_2(2 * programs), 64), 4096) // block_n
 
 
 def _tile(block_d: int, element_size: int) -> dict[str, int]:
     """Keys per tile, pipeline stages and warps, as measured best for 128 features of 2 bytes."""
     wide = block_d * element_size > 256
-    return {"BLOCK_N": 32 if wide else 64, "num_stages": 2 if wide else 3, "num_warps": 4}
+    if wide:
+        return {"BLOCK_N": 32, "num_stages": 2, "num_warps": 4}
+    return {"BLOCK_N": 64, "num_stages": 4, "num_warps": 2}
 
 
 @jit
 def _kernel(
-    query: Any,
-    key_cache: Any,
-    value_cache: Any,
-    block_tables: Any,
-    context_lens: Any,
-    sinks: Any,
-    out: Any,
-    lse: Any,
-    scale: Any,
-    stride_q_token: Any,
-    stride_q_head: Any,
-    stride_block: Any,
-    stride_head: Any,
-    stride_token: Any,
-    stride_table: Any,
+    query: tl.tensor,
+    key_cache: tl.tensor,
+    value_cache: tl.tensor,
+    block_tables: tl.tensor,
+    context_lens: tl.tensor,
+    sinks: tl.tensor,
+    out: tl.tensor,
+    scratch: tl.tensor,
+    counters: tl.tensor,
+    scale: tl.tensor,
+    stride_q_token: tl.tensor,
+    stride_q_head: tl.tensor,
+    stride_block: tl.tensor,
+    stride_head: tl.tensor,
+    stride_token: tl.tensor,
+    stride_table: tl.tensor,
     GROUP: tl.constexpr,
     BLOCK_G: tl.constexpr,
     HEAD_DIM: tl.constexpr,
@@ -212,11 +212,14 @@ def _kernel(
     BLOCK_SIZE: tl.constexpr,
     BLOCK_N: tl.constexpr,
     SPLITS: tl.constexpr,
+    MIN_TILES: tl.constexpr,
     WINDOW: tl.constexpr,
     SOFTCAP: tl.constexpr,
     HAS_SINKS: tl.constexpr,
+    OVERLAP: tl.constexpr,
 ) -> None:
     """One program: one split of one sequence for the query heads of one KV head."""
+    start_overlapped(OVERLAP)
     head = tl.program_id(0)
     sequence = tl.program_id(1).to(tl.int64)
     split = tl.program_id(2)
@@ -226,7 +229,10 @@ def _kernel(
         first = tl.maximum(length - WINDOW, 0)
     tile_first = first // BLOCK_N
     tiles = tl.cdiv(length, BLOCK_N) - tile_first
-    share = tl.cdiv(tiles, SPLITS)
+    share = tl.cdiv(tiles, tl.minimum(tl.maximum(tiles // MIN_TILES, 1), SPLITS))
+    parts = tl.maximum(tl.cdiv(tiles, tl.maximum(share, 1)), 1)
+    if split >= parts:
+        return
     begin = tile_first + split * share
     end = tl.minimum(begin + share, tile_first + tiles)
 
@@ -271,36 +277,49 @@ def _kernel(
         top = higher
 
     acc = acc / tl.where(total > 0, total, 1.0)[:, None]
-    place = (sequence * tl.num_programs(0) * GROUP + query_head) * SPLITS + split
-    if SPLITS > 1:
-        tl.store(lse + place, top + tl.log2(total), mask=row < GROUP)
-        inside = inside & (total > 0)[:, None]
+    place = sequence * tl.num_programs(0) * GROUP + query_head
     target = out + place[:, None] * HEAD_DIM + column[None, :]
-    tl.store(target, acc.to(out.dtype.element_ty), mask=inside)
+    if parts == 1:
+        tl.store(target, acc.to(out.dtype.element_ty), mask=inside)
+    else:
+        lse = scratch + tl.num_programs(1) * tl.num_programs(0) * GROUP * SPLITS * HEAD_DIM
+        place = place * SPLITS + split
+        tl.store(lse + place, top + tl.log2(total), mask=row < GROUP)
+        tl.store(scratch + place[:, None] * HEAD_DIM + column[None, :], acc, mask=inside)
+        if is_last(counters + sequence * tl.num_programs(0) + head, parts):
+            for one in range(GROUP):
+                first_row = (sequence * tl.num_programs(0) + head) * GROUP + one
+                _merge(
+                    scratch + first_row * SPLITS * HEAD_DIM, lse + first_row * SPLITS,
+                    out + first_row * HEAD_DIM, parts, HEAD_DIM, BLOCK_D, SPLITS,
+                )  # fmt: skip
 
 
 @jit
-def _merge_kernel(
-    parts: Any,
-    lse: Any,
-    out: Any,
+def _merge(
+    states: tl.tensor,
+    lse: tl.tensor,
+    out: tl.tensor,
+    parts: tl.tensor,
     HEAD_DIM: tl.constexpr,
     BLOCK_D: tl.constexpr,
     SPLITS: tl.constexpr,
-    BLOCK_S: tl.constexpr,
 ) -> None:
-    """One program merges the splits of one head of one sequence; lse is to base 2."""
-    place = tl.program_id(0).to(tl.int64) * tl.num_programs(1) + tl.program_id(1)
-    split = tl.arange(0, BLOCK_S)
-    column = tl.arange(0, BLOCK_D)
-    part = tl.load(lse + place * SPLITS + split, mask=split < SPLITS, other=float("-inf"))
-    top = tl.max(part, 0)
-    weight = tl.exp2(part - tl.where(top == float("-inf"), 0.0, top))
-    # A split without keys wrote no state: leave it out of the load.
-    mask = (weight > 0)[:, None] & (column < HEAD_DIM)[None, :]
-    source = parts + (place * SPLITS + split)[:, None] * HEAD_DIM + column[None, :]
-    state = tl.load(source, mask=mask, other=0.0)
-    total = tl.sum(weight, 0)
-    merged = tl.sum(state * weight[:, None], 0) / tl.where(total > 0, total, 1.0)
-    target = out + place * HEAD_DIM + column
-    tl.store(target, merged.to(out.dtype.element_ty), mask=column < HEAD_DIM)
+    """Merge the parts of one query head; lse is to base 2."""
+    CHUNK: tl.constexpr = 16
+    column = tl.arange(0, BLOCK_D)[None, :]
+    every = tl.arange(0, SPLITS)
+    loads = tl.load(lse + every, mask=every < parts, other=float("-inf"), cache_modifier=".cg")
+    top = tl.max(loads, 0)
+    total = tl.sum(tl.exp2(loads - top), 0)
+    merged = tl.zeros([BLOCK_D], tl.float32)
+    for start in range(0, parts, CHUNK):
+        part = start + tl.arange(0, CHUNK)
+        one = tl.load(lse + part, mask=part < parts, other=float("-inf"), cache_modifier=".cg")
+        mask = (part < parts)[:, None] & (column < HEAD_DIM)
+        state = tl.load(
+            states + part[:, None] * HEAD_DIM + column, mask=mask, other=0.0, cache_modifier=".cg"
+        )
+        merged += tl.sum(state * (tl.exp2(one - top) / total)[:, None], 0)
+    feature = tl.arange(0, BLOCK_D)
+    tl.store(out + feature, merged.to(out.dtype.element_ty), mask=feature < HEAD_DIM)

@@ -31,6 +31,8 @@ __all__ = [
     "jit",
     "next_power_of_2",
     "num_multiprocessors",
+    "overlaps_launches",
+    "start_overlapped",
     "tl",
     "triton",
     "use_triton",
@@ -55,6 +57,24 @@ def next_power_of_2(value: int) -> int:
 def cdiv(value: int, divisor: int) -> int:
     """`value` / `divisor`, rounded up."""
     return -(-value // divisor)
+
+
+@cache
+def overlaps_launches(device: torch.device) -> bool:
+    """Whether kernels may start while the one before them ends (compute capability 9 and up)."""
+    return device.type == "cuda" and torch.cuda.get_device_capability(device) >= (9, 0)
+
+
+@jit
+def start_overlapped(OVERLAP: tl.constexpr) -> None:
+    """Let the next kernel be launched, and wait until the one before has written its results.
+
+    Programmatic dependent launch: every kernel launched with ``launch_pdl`` calls this before its
+    first access to memory that another kernel writes or reads.
+    """
+    if OVERLAP:
+        tl.extra.cuda.gdc_launch_dependents()
+        tl.extra.cuda.gdc_wait()
 
 
 @cache

@@ -27,6 +27,7 @@ def paged_prefill_attention(
     window: int = 0,
     softcap: float = 0.0,
     sinks: torch.Tensor | None = None,
+    out: torch.Tensor | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Compute out = softmax(scale * q k^T) v per sequence; its queries are its last tokens.
 
@@ -45,19 +46,27 @@ def paged_prefill_attention(
         window: and only those > p - window, unless 0.
         softcap: bound of the logits; 0: none.
         sinks: [heads], fp32, or None.
+        out: [T, heads, D], contiguous: written where `cu_seqlens` has queries; None makes one.
 
     Returns:
-        out [T, heads, D], contiguous, and lse [T, heads], fp32, natural.
+        out and lse [T, heads], fp32, natural.
     """
     if not use_triton(query):
-        return paged_prefill_attention_reference(
+        result, lse = paged_prefill_attention_reference(
             query, key_cache, value_cache, block_tables, cu_seqlens, context_lens,
             scale=scale, causal=causal, window=window, softcap=softcap, sinks=sinks,
         )  # fmt: skip
+        return (result if out is None else _paste(result, out, cu_seqlens)), lse
     return _launch(
         query, key_cache, value_cache, block_tables, cu_seqlens, context_lens, max_query_len,
-        sinks, scale, causal, window, softcap,
+        sinks, scale, causal, window, softcap, out,
     )  # fmt: skip
+
+
+def _paste(result: torch.Tensor, out: torch.Tensor, cu_seqlens: torch.Tensor) -> torch.Tensor:
+    first, last = int(cu_seqlens[0]), int(cu_seqlens[-1])
+    out[first:last] = result[first:last]
+    return out
 
 
 def paged_prefill_attention_reference(
@@ -101,15 +110,20 @@ def _launch(
     causal: bool,
     window: int,
     softcap: float,
+    out: torch.Tensor | None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     tokens, heads, head_dim = query.shape
     kv_heads, block_size = key_cache.shape[1:3]
-    out = torch.empty(tokens, heads, head_dim, dtype=query.dtype, device=query.device)
+    if out is None:
+        out = torch.empty(tokens, heads, head_dim, dtype=query.dtype, device=query.device)
     lse = torch.empty(tokens, heads, dtype=torch.float32, device=query.device)
     if not tokens:
         return out, lse
     group = next_power_of_2(heads // kv_heads)
-    tile = _tile(next_power_of_2(head_dim), query.element_size(), max_query_len * group)
+    max_context = block_tables.shape[1] * block_size
+    tile = _tile(
+        next_power_of_2(head_dim), query.element_size(), max_query_len * group, max_context
+    )
     rows = max(tile["BLOCK_M"] // group, 1)
     grid = (cdiv(max_query_len, rows), kv_heads, block_tables.shape[0])
     _kernel[grid](
@@ -143,40 +157,35 @@ def _launch(
     return out, lse
 
 
-def _tile(block_d: int, element_size: int, rows: int) -> dict[str, int]:
-    """Query rows and keys per tile, pipeline stages and warps."""
+def _tile(block_d: int, element_size: int, rows: int, max_context: int) -> dict[str, int]:
+    """Query rows and keys per tile, pipeline stages and warps, as measured best on an H200."""
     row_bytes = block_d * element_size
     block_m = min(128 if row_bytes <= 256 else 64, max(16, next_power_of_2(rows)))
-    if row_bytes <= 256:
-        block_n, stages = 64, 3
-    else:
-        block_n, stages = 32, 2
-    return {
-        "BLOCK_M": block_m,
-        "BLOCK_N": block_n,
-        "num_stages": stages,
-        "num_warps": 8 if block_m == 128 else 4,
-    }
+    if row_bytes > 256:
+        return {"BLOCK_M": block_m, "BLOCK_N": 32, "num_stages": 2, "num_warps": 4}
+    if block_m == 128 and max_context >= 2048:
+        return {"BLOCK_M": 128, "BLOCK_N": 128, "num_stages": 3, "num_warps": 8}
+    return {"BLOCK_M": min(block_m, 64), "BLOCK_N": 64, "num_stages": 2, "num_warps": 4}
 
 
 @jit
 def _kernel(
-    query: Any,
-    key_cache: Any,
-    value_cache: Any,
-    block_tables: Any,
-    cu_seqlens: Any,
-    context_lens: Any,
-    sinks: Any,
-    out: Any,
-    lse: Any,
-    scale: Any,
-    stride_q_token: Any,
-    stride_q_head: Any,
-    stride_block: Any,
-    stride_head: Any,
-    stride_token: Any,
-    stride_table: Any,
+    query: tl.tensor,
+    key_cache: tl.tensor,
+    value_cache: tl.tensor,
+    block_tables: tl.tensor,
+    cu_seqlens: tl.tensor,
+    context_lens: tl.tensor,
+    sinks: tl.tensor,
+    out: tl.tensor,
+    lse: tl.tensor,
+    scale: tl.tensor,
+    stride_q_token: tl.tensor,
+    stride_q_head: tl.tensor,
+    stride_block: tl.tensor,
+    stride_head: tl.tensor,
+    stride_token: tl.tensor,
+    stride_table: tl.tensor,
     GROUP: tl.constexpr,
     BLOCK_G: tl.constexpr,
     HEAD_DIM: tl.constexpr,
@@ -253,21 +262,21 @@ def _kernel(
 
 @jit
 def _attend(
-    acc: Any,
-    total: Any,
-    top: Any,
-    q: Any,
-    key_head: Any,
-    value_head: Any,
-    table: Any,
-    begin: Any,
-    end: Any,
-    position: Any,
-    first: Any,
-    length: Any,
-    scale: Any,
-    stride_block: Any,
-    stride_token: Any,
+    acc: tl.tensor,
+    total: tl.tensor,
+    top: tl.tensor,
+    q: tl.tensor,
+    key_head: tl.tensor,
+    value_head: tl.tensor,
+    table: tl.tensor,
+    begin: tl.tensor,
+    end: tl.tensor,
+    position: tl.tensor,
+    first: tl.tensor,
+    length: tl.tensor,
+    scale: tl.tensor,
+    stride_block: tl.tensor,
+    stride_token: tl.tensor,
     HEAD_DIM: tl.constexpr,
     BLOCK_D: tl.constexpr,
     BLOCK_SIZE: tl.constexpr,

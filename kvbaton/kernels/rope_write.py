@@ -10,7 +10,15 @@ from typing import Any
 
 import torch
 
-from kvbaton.kernels.jit import cdiv, jit, next_power_of_2, tl, use_triton
+from kvbaton.kernels.jit import (
+    cdiv,
+    jit,
+    next_power_of_2,
+    overlaps_launches,
+    start_overlapped,
+    tl,
+    use_triton,
+)
 
 
 def rope_write(
@@ -89,6 +97,7 @@ def _launch(
     kv_heads = key.shape[1]
     if not tokens:
         return
+    overlap = overlaps_launches(query.device)
     rotary_dim = cos_sin.shape[1] if cos_sin is not None else 0
     group = next_power_of_2(heads // kv_heads)
     block_t = min(max(16 // group, 1), 4) if tokens >= 1024 else 1
@@ -120,31 +129,33 @@ def _launch(
         HALF=rotary_dim // 2,
         BLOCK_HALF=next_power_of_2(max(rotary_dim // 2, 1)),
         BLOCK_SIZE=key_cache.shape[2],
+        OVERLAP=overlap,
         num_warps=4 if block_t > 1 else 2,
+        **({"launch_pdl": True} if overlap else {}),
     )
 
 
 @jit
 def _kernel(
-    query: Any,
-    key: Any,
-    value: Any,
-    positions: Any,
-    cos_sin: Any,
-    key_cache: Any,
-    value_cache: Any,
-    slot_mapping: Any,
-    tokens: Any,
-    stride_q_token: Any,
-    stride_q_head: Any,
-    stride_k_token: Any,
-    stride_k_head: Any,
-    stride_v_token: Any,
-    stride_v_head: Any,
-    stride_table: Any,
-    stride_block: Any,
-    stride_head: Any,
-    stride_token: Any,
+    query: tl.tensor,
+    key: tl.tensor,
+    value: tl.tensor,
+    positions: tl.tensor,
+    cos_sin: tl.tensor,
+    key_cache: tl.tensor,
+    value_cache: tl.tensor,
+    slot_mapping: tl.tensor,
+    tokens: tl.tensor,
+    stride_q_token: tl.tensor,
+    stride_q_head: tl.tensor,
+    stride_k_token: tl.tensor,
+    stride_k_head: tl.tensor,
+    stride_v_token: tl.tensor,
+    stride_v_head: tl.tensor,
+    stride_table: tl.tensor,
+    stride_block: tl.tensor,
+    stride_head: tl.tensor,
+    stride_token: tl.tensor,
     GROUP: tl.constexpr,
     BLOCK_G: tl.constexpr,
     BLOCK_T: tl.constexpr,
@@ -153,8 +164,10 @@ def _kernel(
     HALF: tl.constexpr,
     BLOCK_HALF: tl.constexpr,
     BLOCK_SIZE: tl.constexpr,
+    OVERLAP: tl.constexpr,
 ) -> None:
     """One program rotates and writes BLOCK_T tokens of one KV head and its group of query heads."""
+    start_overlapped(OVERLAP)
     head = tl.program_id(1)
     row = tl.arange(0, BLOCK_T * BLOCK_G)
     row_token = tl.program_id(0) * BLOCK_T + row // BLOCK_G
@@ -188,13 +201,17 @@ def _kernel(
 
 
 @jit
-def _position(positions: Any, token: Any, inside: Any) -> Any:
+def _position(positions: tl.tensor, token: tl.tensor, inside: tl.tensor) -> Any:
     return tl.load(positions + token, mask=inside, other=0).to(tl.int64)
 
 
 @jit
 def _rotate_rows(
-    rows: Any, table: Any, inside: Any, HALF: tl.constexpr, BLOCK_HALF: tl.constexpr
+    rows: tl.tensor,
+    table: tl.tensor,
+    inside: tl.tensor,
+    HALF: tl.constexpr,
+    BLOCK_HALF: tl.constexpr,
 ) -> Any:
     half = tl.arange(0, BLOCK_HALF)[None, :]
     mask = inside & (half < HALF)

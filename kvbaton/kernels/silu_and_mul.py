@@ -5,11 +5,9 @@ Source: Shazeer, "GLU Variants Improve Transformer", arXiv 2002.05202.
 
 from __future__ import annotations
 
-from typing import Any
-
 import torch
 
-from kvbaton.kernels.jit import cdiv, jit, tl, use_triton
+from kvbaton.kernels.jit import cdiv, jit, overlaps_launches, start_overlapped, tl, use_triton
 
 BLOCK = 1024
 
@@ -37,14 +35,31 @@ def silu_and_mul_reference(gate_up: torch.Tensor) -> torch.Tensor:
 def _launch(gate_up: torch.Tensor) -> torch.Tensor:
     tokens, width = gate_up.shape
     out = torch.empty(tokens, width // 2, dtype=gate_up.dtype, device=gate_up.device)
+    overlap = overlaps_launches(gate_up.device)
     if tokens:
-        grid = (tokens, cdiv(width // 2, BLOCK))
-        _kernel[grid](gate_up, out, gate_up.stride(0), SIZE=width // 2, BLOCK=BLOCK, num_warps=4)
+        _kernel[(tokens, cdiv(width // 2, BLOCK))](
+            gate_up,
+            out,
+            gate_up.stride(0),
+            SIZE=width // 2,
+            BLOCK=BLOCK,
+            OVERLAP=overlap,
+            num_warps=4,
+            **({"launch_pdl": True} if overlap else {}),
+        )
     return out
 
 
 @jit
-def _kernel(gate_up: Any, out: Any, stride: Any, SIZE: tl.constexpr, BLOCK: tl.constexpr) -> None:
+def _kernel(
+    gate_up: tl.tensor,
+    out: tl.tensor,
+    stride: tl.tensor,
+    SIZE: tl.constexpr,
+    BLOCK: tl.constexpr,
+    OVERLAP: tl.constexpr,
+) -> None:
+    start_overlapped(OVERLAP)
     row = tl.program_id(0).to(tl.int64)
     column = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     inside = column < SIZE

@@ -6,6 +6,7 @@ from kvbaton.kernels.decode_attention import (
     decode_attention_reference,
     decode_splits,
 )
+from kvbaton.kernels.workspace import Workspace
 
 SHAPES = [  # heads, kv_heads, head_dim, block_size
     (8, 2, 64, 16),
@@ -18,7 +19,7 @@ SHAPES = [  # heads, kv_heads, head_dim, block_size
 
 def check(place, paged, query, **options):
     keys, values, tables = paged.wide()
-    reference = {k: v for k, v in options.items() if k != "num_splits"}
+    reference = {k: v for k, v in options.items() if k not in ("num_splits", "workspace")}
     if (sinks := options.get("sinks")) is not None:
         reference["sinks"] = sinks.cpu().double()
     expected = decode_attention_reference(
@@ -29,7 +30,7 @@ def check(place, paged, query, **options):
     return out
 
 
-@pytest.mark.parametrize("splits", [1, 3, 4])
+@pytest.mark.parametrize("splits", [1, 2, 4])
 @pytest.mark.parametrize(("heads", "kv_heads", "head_dim", "block_size"), SHAPES)
 def test_matches_fp64(place, make_paged, heads, kv_heads, head_dim, block_size, splits):
     paged = make_paged([1, 37, 0, 150], kv_heads, head_dim, block_size)
@@ -74,12 +75,23 @@ def test_query_may_be_a_slice_of_a_fused_projection(place, make_paged):
     check(place, paged, fused[:, : 4 * 64].unflatten(1, (4, 64)), scale=0.125)
 
 
-def test_splits_fill_the_gpu_only_where_the_batch_does_not():
-    cpu = torch.device("cpu")
-    assert decode_splits(1, 8, 32, cpu) == 1
-    assert decode_splits(256, 8, 100_000, cpu) == 1
-    assert decode_splits(1, 1, 100_000, cpu) == 4
-    assert decode_splits(1, 1, 128, cpu) == 2
+def test_splits_fit_into_the_scratch():
+    workspace = Workspace(torch.device("cpu"), num_scratch=10 * 2 * 8 * 65)
+    query = torch.empty(2, 8, 64)
+    assert decode_splits(query, 100_000, workspace) == 8
+    assert decode_splits(query, 200, workspace) == 4
+    assert decode_splits(query, 16, workspace) == 1
+    assert decode_splits(torch.empty(200, 8, 64), 100_000, workspace) == 1
+
+
+def test_a_workspace_serves_call_after_call(place, make_paged):
+    paged = make_paged([1, 0, 900, 250], 2, 64)
+    workspace = Workspace(place.device)
+    query = place.randn(4, 4, 64)
+    first = check(place, paged, query, scale=0.125, workspace=workspace)
+    assert int(workspace.counters.count_nonzero()) == 0
+    again = check(place, paged, query, scale=0.125, workspace=workspace)
+    assert torch.equal(first, again)
 
 
 @pytest.mark.gpu

@@ -1,0 +1,68 @@
+import itertools
+
+import pytest
+import torch
+
+from kvbaton.kernels.paged_prefill_attention import paged_prefill_attention_reference
+from kvbaton.kernels.prefill_attention import PrefillBatch, prefill_attention
+
+
+def check(place, make_paged, lengths, heads, kv_heads, head_dim, **options):
+    """`lengths`: (queries, prefix) of each sequence."""
+    paged = make_paged([fresh + prefix for fresh, prefix in lengths], kv_heads, head_dim)
+    starts = [0, *itertools.accumulate(fresh for fresh, _ in lengths)]
+    cu = torch.tensor(starts, dtype=torch.int32)
+    query = place.randn(starts[-1], heads, head_dim)
+    key, value = (place.randn(starts[-1], kv_heads, head_dim) for _ in range(2))
+    keys, values = paged.views
+    for row, (fresh, prefix) in enumerate(lengths):
+        for position in range(prefix, prefix + fresh):
+            block = paged.block_tables[row, position // 16]
+            keys[block, :, position % 16] = key[starts[row] + position - prefix]
+            values[block, :, position % 16] = value[starts[row] + position - prefix]
+    wide_keys, wide_values, tables = paged.wide()
+    options = {"scale": head_dim**-0.5, **options}
+    expected, _ = paged_prefill_attention_reference(
+        query.cpu().double(), wide_keys, wide_values, tables, cu, paged.context_lens.cpu(),
+        **options,
+    )  # fmt: skip
+    batch = PrefillBatch(
+        block_tables=paged.block_tables,
+        cu_seqlens=cu.to(place.device),
+        context_lens=paged.context_lens,
+        query_lens=tuple(fresh for fresh, _ in lengths),
+        prefix_lens=tuple(prefix for _, prefix in lengths),
+    )
+    place.close(prefill_attention(query, key, value, keys, values, batch, **options), expected)
+
+
+def test_short_pieces(place, make_paged):
+    check(place, make_paged, [(5, 0), (20, 30), (1, 17)], 4, 2, 64)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("head_dim", [64, 128])
+@pytest.mark.parametrize(
+    "lengths",
+    [
+        [(1024, 0)],
+        [(1100, 0), (7, 3), (1024, 5)],
+        [(3, 0), (1030, 700), (9, 9), (1, 40)],
+        [(1300, 2100)],
+        [(2048, 1024), (1024, 1500)],
+    ],
+    ids=str,
+)
+def test_long_pieces(place, make_paged, lengths, head_dim):
+    if place.device.type != "cuda":
+        pytest.skip("too slow to interpret")
+    check(place, make_paged, lengths, 4, 2, head_dim)
+
+
+@pytest.mark.gpu
+def test_options_take_the_paged_kernel(place, make_paged):
+    if place.device.type != "cuda":
+        pytest.skip("too slow to interpret")
+    check(place, make_paged, [(1030, 50)], 4, 2, 64, window=100)
+    check(place, make_paged, [(1030, 50)], 4, 2, 64, window=2000)
+    check(place, make_paged, [(1030, 50)], 4, 2, 64, softcap=2.0)
