@@ -132,7 +132,7 @@ async def run(config: RouterConfig) -> int:
         await runner.setup()
         site = web.SockSite(runner, listener)
         await site.start()
-        print(f"router: listening on {url_of(listener)}", flush=True)
+        logger.info("listening on %s", url_of(listener))
         await told_to_stop()
         logger.info("stopping; open requests have %g s", config.grace_s)
         await runner.cleanup()

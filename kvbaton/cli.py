@@ -1,0 +1,383 @@
+"""The commands. What a command needs is imported when it runs.
+
+Flags of the engine are made from `EngineConfig`: its fields, defaults and docstring.
+"""
+
+from __future__ import annotations
+
+import argparse
+import inspect
+import os
+import re
+import socket
+import sys
+import types
+import typing
+from collections.abc import Callable, Sequence
+from dataclasses import MISSING, Field, fields
+from pathlib import Path
+from typing import Any, Literal, NoReturn
+
+from kvbaton import __version__
+from kvbaton.engine.config import EngineConfig
+from kvbaton.errors import ConfigError
+
+LOG_LEVELS = ("debug", "info", "warning", "error")
+LOOPBACK = "127.0.0.1"
+CLUSTER_KEY_VARIABLE = "KVBATON_CLUSTER_KEY"
+API_KEY_VARIABLE = "KVBATON_API_KEY"
+UNITS = {"k": 10**3, "m": 10**6, "g": 10**9, "K": 2**10, "M": 2**20, "G": 2**30, "T": 2**40}
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run a command; returns the exit status: 2 for a wrong setting."""
+    try:
+        args = make_parser().parse_args(argv)
+        run: Callable[[argparse.Namespace], int] = args.run
+        return run(args)
+    except ConfigError as error:
+        print(f"kvbaton: error: {error}", file=sys.stderr)
+        return 2
+    except KeyboardInterrupt:
+        return 130
+
+
+# --- commands ---
+
+
+def run_prefill(args: argparse.Namespace) -> int:
+    """``kvbaton prefill``."""
+    config = node_config(args, "prefill")
+    from kvbaton.prefill.node import main as run
+
+    return run(config)
+
+
+def run_decode(args: argparse.Namespace) -> int:
+    """``kvbaton decode``."""
+    config = node_config(args, "decode")
+    from kvbaton.decode.node import main as run
+
+    return run(config)
+
+
+def run_router(args: argparse.Namespace) -> int:
+    """``kvbaton router``."""
+    from kvbaton.router.app import main as run
+    from kvbaton.router.config import RouterConfig
+    from kvbaton.router.dispatch import DispatchConfig
+
+    return run(
+        RouterConfig(
+            model=args.model,
+            served_model_name=args.served_model_name,
+            host=args.host,
+            port=args.port,
+            fd=args.fd,
+            prefill=tuple(args.prefill),
+            decode=tuple(args.decode),
+            api_keys=tuple(args.api_key),
+            cluster_key=args.cluster_key,
+            log_level=args.log_level,
+            dispatch=DispatchConfig(min_handover_tokens=args.min_handover_tokens),
+        )
+    )
+
+
+def run_up(args: argparse.Namespace) -> int:
+    """``kvbaton up``."""
+    from kvbaton.cluster.config import ClusterConfig
+    from kvbaton.cluster.launcher import run
+
+    check_model(args.model)
+    return run(
+        ClusterConfig(
+            engine=engine_config(args),
+            engine_flags=engine_flags(args),
+            num_prefill=args.prefill,
+            num_decode=args.decode,
+            host=args.host,
+            port=args.port,
+            served_model_name=args.served_model_name,
+            api_keys=tuple(args.api_key),
+            cluster_key=args.cluster_key,
+            transport=args.transport,
+            min_handover_tokens=args.min_handover_tokens,
+            log_level=args.log_level,
+            start_timeout_s=args.start_timeout,
+            prompt=args.prompt,
+            max_tokens=args.max_tokens,
+        )
+    )
+
+
+def run_version(args: argparse.Namespace) -> int:
+    """``kvbaton version``."""
+    print(__version__)
+    return 0
+
+
+# --- parsers ---
+
+
+class Parser(argparse.ArgumentParser):
+    """Reports a wrong flag as the commands report any other wrong setting: in one line."""
+
+    def error(self, message: str) -> NoReturn:
+        """Exit with status 2."""
+        flag, _, rest = message.removeprefix("argument ").partition(": ")
+        text = f"{flag}: {rest}" if message.startswith("argument ") else message
+        self.exit(2, f"kvbaton: error: {text}\n")
+
+
+def make_parser() -> argparse.ArgumentParser:
+    """The whole command line."""
+    parser = Parser(
+        prog="kvbaton",
+        allow_abbrev=False,
+        description="Serve large language models with prefill and decode on separate nodes.",
+    )
+    commands = parser.add_subparsers(title="commands", required=True, metavar="COMMAND")
+
+    def command(name: str, run: Callable[[argparse.Namespace], int], text: str) -> Parser:
+        sub: Parser = commands.add_parser(name, help=text, description=text, allow_abbrev=False)
+        sub.set_defaults(run=run)
+        return sub
+
+    _add_up(command("up", run_up, "Start a whole cluster on this machine."))
+    _add_node(command("prefill", run_prefill, "Start a node that computes prompts."), 8100)
+    _add_node(command("decode", run_decode, "Start a node that generates."), 8200)
+    _add_router(command("router", run_router, "Start the endpoint in front of all nodes."))
+    command("version", run_version, "Print the version.")
+    return parser
+
+
+def _add_up(parser: argparse.ArgumentParser) -> None:
+    group = parser.add_argument_group("cluster")
+    group.add_argument("--prefill", type=count, default=1, metavar="N", help="prefill nodes (1)")
+    group.add_argument("--decode", type=count, default=1, metavar="N", help="decode nodes (1)")
+    group.add_argument(
+        "--prompt", metavar="TEXT", help="answer this one prompt when all is ready, and exit"
+    )
+    group.add_argument(
+        "--max-tokens", type=human_int, default=64, metavar="N", help="of that answer (64)"
+    )
+    group.add_argument(
+        "--start-timeout",
+        type=float,
+        default=600.0,
+        metavar="S",
+        help="give up when not all is ready after so many seconds (600)",
+    )
+    _add_common(parser, port=8000, log_level="warning")
+    _add_handover(parser)
+    _add_transport(parser)
+    add_engine_flags(parser)
+
+
+def _add_node(parser: argparse.ArgumentParser, port: int) -> None:
+    group = parser.add_argument_group("node")
+    group.add_argument("--router", metavar="URL", help="register with this router")
+    group.add_argument(
+        "--peer",
+        action="append",
+        default=[],
+        metavar="tcp://HOST:PORT",
+        help="control address that may be dialled; may be given more than once",
+    )
+    group.add_argument("--control-port", type=port_number, default=0, metavar="PORT")
+    group.add_argument("--node-id", metavar="NAME", help="stable name of this node")
+    _add_transport(parser)
+    _add_common(parser, port=port, log_level="info")
+    add_engine_flags(parser)
+
+
+def _add_router(parser: argparse.ArgumentParser) -> None:
+    group = parser.add_argument_group("nodes")
+    for role in ("prefill", "decode"):
+        group.add_argument(
+            f"--{role}",
+            action="append",
+            default=[],
+            metavar="URL",
+            help=f"a {role} node that does not register itself; may be given more than once",
+        )
+    parser.add_argument("--model", metavar="DIR", help="folder of the model, for its tokenizer")
+    parser.add_argument("--fd", type=int, help=argparse.SUPPRESS)
+    _add_handover(parser)
+    _add_common(parser, port=8000, log_level="info")
+
+
+def _add_handover(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument(
+        "--min-handover-tokens",
+        type=human_int,
+        default=0,
+        metavar="N",
+        help="serve shorter prompts on one node (0: hand over always)",
+    )
+
+
+def _add_transport(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument(
+        "--transport", default="nixl", metavar="NAME[:JSON]", help="moves the KV cache (nixl)"
+    )
+
+
+def _add_common(parser: argparse.ArgumentParser, *, port: int, log_level: str) -> None:
+    group = parser.add_argument_group("endpoint")
+    group.add_argument("--host", default=LOOPBACK, help=f"address to listen on ({LOOPBACK})")
+    group.add_argument(
+        "--port", type=port_number, default=port, help=f"0 takes a free one ({port})"
+    )
+    group.add_argument("--served-model-name", metavar="NAME", help="as clients name the model")
+    api_key = os.environ.get(API_KEY_VARIABLE)
+    group.add_argument(
+        "--api-key",
+        nargs="+",
+        default=api_key.split() if api_key else [],
+        metavar="KEY",
+        help=f"asked of clients (${API_KEY_VARIABLE})",
+    )
+    group.add_argument(
+        "--cluster-key",
+        default=os.environ.get(CLUSTER_KEY_VARIABLE) or None,
+        metavar="SECRET",
+        help=f"shared by all nodes and the router (${CLUSTER_KEY_VARIABLE})",
+    )
+    group.add_argument("--log-level", choices=LOG_LEVELS, default=log_level)
+
+
+# --- values ---
+
+
+def human_int(text: str) -> int:
+    """A number, perhaps with a unit: 4k is 4000, 4K is 4096."""
+    match = re.fullmatch(r"(-?\d+(?:\.\d+)?)([kmgKMGT]?)", text)
+    if match is None:
+        raise argparse.ArgumentTypeError(f"{text!r} is no number (like 4096, 4k or 2G)")
+    value = float(match[1]) * UNITS.get(match[2], 1)
+    if value != int(value):
+        raise argparse.ArgumentTypeError(f"{text!r} is no whole number")
+    return int(match[1]) if match[1].lstrip("-").isdigit() and not match[2] else int(value)
+
+
+def count(text: str) -> int:
+    """How many nodes."""
+    value = human_int(text)
+    if value < 0:
+        raise argparse.ArgumentTypeError(f"{value} is negative")
+    return value
+
+
+def port_number(text: str) -> int:
+    """A TCP port."""
+    value = human_int(text)
+    if not 0 <= value <= 65535:
+        raise argparse.ArgumentTypeError(f"{value} is no port (0 to 65535)")
+    return value
+
+
+def check_model(model: str) -> str:
+    """A model's folder.
+
+    Raises:
+        ConfigError: it is none.
+    """
+    if not Path(model, "config.json").is_file():
+        raise ConfigError("--model", f"{model!r} is no model folder: it has no config.json")
+    return model
+
+
+# --- engine flags ---
+
+
+def add_engine_flags(parser: argparse.ArgumentParser) -> None:
+    """One flag per field of `EngineConfig`; debugging ones do not appear in the help."""
+    group = parser.add_argument_group("engine")
+    texts = attribute_docs(EngineConfig)
+    types_of = typing.get_type_hints(EngineConfig)
+    for field in fields(EngineConfig):
+        hidden = field.name.startswith("debug_")
+        group.add_argument(
+            flag_of(field.name),
+            **_kind(types_of[field.name]),
+            required=field.default is MISSING,
+            default=None if field.default is MISSING else field.default,
+            help=argparse.SUPPRESS if hidden else _help(field, texts.get(field.name, "")),
+        )
+
+
+def _kind(annotation: Any) -> dict[str, Any]:
+    if annotation is bool:
+        return {"action": argparse.BooleanOptionalAction}
+    if typing.get_origin(annotation) is Literal:
+        return {"choices": typing.get_args(annotation)}
+    members = typing.get_args(annotation) if isinstance(annotation, types.UnionType) else ()
+    kind = next((m for m in members if m is not types.NoneType), annotation)
+    return {"type": human_int if kind is int else kind, "metavar": kind.__name__.upper()}
+
+
+def _help(field: Field[Any], text: str) -> str:
+    default = field.default
+    shown = "" if default is MISSING or default is None else f" ({default})"
+    return (text.rstrip(".") + shown).replace("%", "%%")
+
+
+def attribute_docs(cls: type) -> dict[str, str]:
+    """The texts under ``Attributes:`` in a class's docstring, by name, without markup."""
+    section = (inspect.getdoc(cls) or "").partition("Attributes:")[2]
+    found = re.findall(r"^    (\w+): (.*(?:\n     +.*)*)", section, re.MULTILINE)
+    return {name: re.sub(r"\s+", " ", text.replace("`", "")) for name, text in found}
+
+
+def flag_of(name: str) -> str:
+    """How a field is written on the command line."""
+    return "--" + name.replace("_", "-")
+
+
+def engine_config(args: argparse.Namespace) -> EngineConfig:
+    """The engine's part of the flags."""
+    return EngineConfig(**{field.name: getattr(args, field.name) for field in fields(EngineConfig)})
+
+
+def engine_flags(args: argparse.Namespace) -> list[str]:
+    """The engine's part of the flags as a child's command line; defaults are left out."""
+    words = []
+    for field in fields(EngineConfig):
+        value = getattr(args, field.name)
+        if value == field.default:
+            continue
+        if isinstance(value, bool):
+            words.append(flag_of(field.name) if value else "--no-" + flag_of(field.name)[2:])
+        else:
+            words.append(f"{flag_of(field.name)}={value}")
+    return words
+
+
+def node_config(args: argparse.Namespace, role: Literal["prefill", "decode"]) -> Any:
+    """A node's settings (`NodeConfig`).
+
+    Raises:
+        ConfigError: values that do not fit together, or a model that is not there.
+    """
+    from kvbaton.serving.config import NodeConfig
+
+    check_model(args.model)
+    # With a fixed port, a restart takes the place of the life before it.
+    unique = args.port or os.getpid()
+    return NodeConfig(
+        engine=engine_config(args),
+        role=role,
+        node_id=f"{role}-{socket.gethostname()}-{unique}" if args.node_id is None else args.node_id,
+        host=args.host,
+        port=args.port,
+        served_model_name=args.served_model_name,
+        api_keys=tuple(args.api_key),
+        router=args.router,
+        peers=tuple(args.peer),
+        cluster_key=args.cluster_key,
+        transport=args.transport,
+        control_port=args.control_port,
+        log_level=args.log_level,
+    )

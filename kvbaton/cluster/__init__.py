@@ -1,0 +1,1 @@
+"""``kvbaton up``: a router and nodes as child processes of one command."""

@@ -1,0 +1,120 @@
+"""One prompt to a running cluster, and an account of how it was served."""
+
+from __future__ import annotations
+
+import re
+import sys
+import time
+from collections.abc import AsyncIterator, Mapping
+from typing import Any
+
+import aiohttp
+import msgspec
+
+from kvbaton.cluster.config import ClusterConfig
+from kvbaton.openai import ErrorBody
+from kvbaton.router.legs import DONE, read_events
+
+SENT_BYTES = "kvbaton_transfer_sent_bytes_total"
+LEGS = re.compile(
+    r'^kvbaton_router_legs_total\{node="([^"]*)",part="([^"]*)"\} (\S+)', re.MULTILINE
+)
+
+
+async def ask(
+    url: str, headers: Mapping[str, str], config: ClusterConfig, nodes: dict[str, Any]
+) -> int:
+    """Print the answer as it comes, then a summary; returns the exit status.
+
+    Args:
+        url: of the router.
+        headers: that open its endpoint.
+        config: with the prompt.
+        nodes: the router's answer to ``GET /nodes``.
+    """
+    timeout = aiohttp.ClientTimeout(total=600.0)
+    async with aiohttp.ClientSession(headers=headers, timeout=timeout) as session:
+        began = time.monotonic()
+        first_at, usage = None, None
+        print()
+        try:
+            async for chunk in _stream(session, url, config):
+                text = "".join(choice.get("text", "") for choice in chunk.get("choices", ()))
+                if text and first_at is None:
+                    first_at = time.monotonic()
+                usage = chunk.get("usage") or usage
+                print(text, end="", flush=True)
+        except (aiohttp.ClientError, OSError, TimeoutError, ValueError) as error:
+            print(f"\nkvbaton: the prompt was not answered: {error}", file=sys.stderr)
+            return 1
+        print("\n")
+        took = (first_at or time.monotonic()) - began
+        print(await _summary(session, url, nodes, usage or {}, took), flush=True)
+    return 0
+
+
+async def _stream(
+    session: aiohttp.ClientSession, url: str, config: ClusterConfig
+) -> AsyncIterator[dict[str, Any]]:
+    body = {
+        "model": config.model_name,
+        "prompt": config.prompt,
+        "max_tokens": config.max_tokens,
+        "temperature": 0,
+        "stream": True,
+        "stream_options": {"include_usage": True},
+    }
+    async with session.post(
+        f"{url}/v1/completions",
+        data=msgspec.json.encode(body),
+        headers={"Content-Type": "application/json"},
+    ) as response:
+        if response.status != 200:
+            answer = msgspec.json.decode(await response.read(), type=ErrorBody)
+            raise ValueError(answer.error.message)
+        async for data in read_events(response.content):
+            if data == DONE:
+                return
+            chunk: dict[str, Any] = msgspec.json.decode(data)
+            if "error" in chunk:
+                raise ValueError(chunk["error"]["message"])
+            yield chunk
+
+
+async def _summary(
+    session: aiohttp.ClientSession,
+    url: str,
+    nodes: dict[str, Any],
+    usage: dict[str, Any],
+    first_token_s: float,
+) -> str:
+    legs = LEGS.findall(await _text(session, f"{url}/metrics"))
+    served = ", ".join(
+        f"{node} ({ROLES.get(part, part)})" for node, part, count in legs if float(count)
+    )
+    sent = 0.0
+    for node in nodes.get("nodes", ()):
+        sent += _total(await _text(session, node["url"] + "/metrics"), SENT_BYTES)
+    return "\n".join(
+        (
+            f"served by      {served}",
+            f"tokens         {usage.get('prompt_tokens')} in, {usage.get('completion_tokens')} out",
+            f"first token    {first_token_s * 1000:.0f} ms",
+            f"KV handed over {sent:.0f} bytes",
+        )
+    )
+
+
+ROLES = {"source": "prefill", "target": "decode"}
+
+
+async def _text(session: aiohttp.ClientSession, url: str) -> str:
+    async with session.get(url) as response:
+        response.raise_for_status()
+        return await response.text()
+
+
+def _total(exposition: str, name: str) -> float:
+    """Sum of a counter over all its labels in Prometheus' text format."""
+    pattern = re.compile(rf"^{re.escape(name)}(?:\{{[^}}]*\}})? (\S+)", re.MULTILINE)
+    return sum(float(value) for value in pattern.findall(exposition))

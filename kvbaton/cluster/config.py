@@ -1,0 +1,157 @@
+"""Settings of a local cluster, and what its processes are started with."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from kvbaton.engine.config import EngineConfig
+from kvbaton.errors import ConfigError
+
+NVIDIA_GPUS = Path("/proc/driver/nvidia/gpus")
+
+
+@dataclass(frozen=True, kw_only=True)
+class ClusterConfig:
+    """All that ``kvbaton up`` needs to know.
+
+    Attributes:
+        engine: settings of every node's engine.
+        engine_flags: the same as a command line.
+        num_prefill: prefill nodes.
+        num_decode: decode nodes.
+        host: address of the router; nodes always listen on loopback.
+        port: of the router; 0 takes a free one.
+        served_model_name: as clients name the model.
+        api_keys: asked of clients.
+        cluster_key: shared by all processes.
+        transport: ``NAME[:JSON]``.
+        min_handover_tokens: shorter prompts are served on one node.
+        log_level: of all processes.
+        start_timeout_s: until all nodes must be ready.
+        stop_timeout_s: for each process to stop after it was asked to.
+        prompt: to be answered once all is ready; None serves until told to stop.
+        max_tokens: of that answer.
+
+    Raises:
+        ConfigError: there would be no node.
+    """
+
+    engine: EngineConfig
+    engine_flags: Sequence[str]
+    num_prefill: int = 1
+    num_decode: int = 1
+    host: str = "127.0.0.1"
+    port: int = 8000
+    served_model_name: str | None = None
+    api_keys: tuple[str, ...] = field(default=(), repr=False)
+    cluster_key: str | None = field(default=None, repr=False)
+    transport: str = "nixl"
+    min_handover_tokens: int = 0
+    log_level: str = "warning"
+    start_timeout_s: float = 600.0
+    stop_timeout_s: float = 10.0
+    prompt: str | None = None
+    max_tokens: int = 64
+
+    def __post_init__(self) -> None:
+        if not self.num_prefill + self.num_decode:
+            raise ConfigError("--prefill", "a cluster needs at least one node")
+
+    @property
+    def model_name(self) -> str:
+        """As clients name the model."""
+        return self.served_model_name or self.engine.model
+
+    @property
+    def node_names(self) -> list[tuple[str, str]]:
+        """(role, name) of each node."""
+        prefill = [("prefill", f"prefill-{i}") for i in range(self.num_prefill)]
+        return prefill + [("decode", f"decode-{i}") for i in range(self.num_decode)]
+
+    def router_words(self, fd: int) -> list[str]:
+        """Command line of the router, which serves on an inherited socket."""
+        return [
+            "router",
+            f"--fd={fd}",
+            f"--model={self.engine.model}",
+            f"--served-model-name={self.model_name}",
+            f"--min-handover-tokens={self.min_handover_tokens}",
+            f"--log-level={self.log_level}",
+        ]
+
+    def node_words(
+        self, role: str, name: str, router_url: str, sharing: Sequence[str]
+    ) -> list[str]:
+        """Command line of a node, which takes free ports and registers itself."""
+        return [
+            role,
+            *self.engine_flags,
+            *sharing,
+            "--port=0",
+            f"--router={router_url}",
+            f"--node-id={name}",
+            f"--served-model-name={self.model_name}",
+            f"--transport={self.transport}",
+            f"--log-level={self.log_level}",
+        ]
+
+    def environment(self) -> dict[str, str]:
+        """Of all children. Secrets go this way: a command line can be read by anyone."""
+        secrets = {
+            "KVBATON_API_KEY": " ".join(self.api_keys),
+            "KVBATON_CLUSTER_KEY": self.cluster_key or "",
+        }
+        return {**os.environ, **secrets, "PYTHONUNBUFFERED": "1"}
+
+
+@dataclass(frozen=True)
+class Share:
+    """A node's part of this machine.
+
+    Attributes:
+        flags: for its command line.
+        env: for its environment.
+    """
+
+    flags: tuple[str, ...] = ()
+    env: Mapping[str, str] = field(default_factory=dict)
+
+
+def shares(engine: EngineConfig, num_nodes: int, gpus: Sequence[str], cores: int) -> list[Share]:
+    """Divide the machine among the nodes, as far as the user did not do so.
+
+    Args:
+        engine: settings of every node.
+        num_nodes: how many.
+        gpus: as ``CUDA_VISIBLE_DEVICES`` names them.
+        cores: that we may use.
+    """
+    if engine.device == "cpu" or (engine.device == "auto" and not gpus):
+        chosen = engine.num_threads is not None or bool(os.environ.get("OMP_NUM_THREADS"))
+        threads = f"--num-threads={max(1, cores // num_nodes)}"
+        return [Share(() if chosen else (threads,))] * num_nodes
+    ranks = engine.tensor_parallel_size
+    if len(gpus) < ranks:
+        return [Share()] * num_nodes  # the engine says what is wrong
+    per_gpu = -(-num_nodes * ranks // len(gpus))
+    chosen = engine.gpu_memory_utilization != EngineConfig.gpu_memory_utilization
+    fraction = f"--gpu-memory-utilization={engine.gpu_memory_utilization / per_gpu:.4f}"
+    flags = () if chosen or per_gpu == 1 else (fraction,)
+    return [Share(flags, {"CUDA_VISIBLE_DEVICES": _take(gpus, i, ranks)}) for i in range(num_nodes)]
+
+
+def _take(gpus: Sequence[str], node: int, ranks: int) -> str:
+    return ",".join(gpus[(node * ranks + rank) % len(gpus)] for rank in range(ranks))
+
+
+def visible_gpus() -> list[str]:
+    """GPUs of this machine that we may use, found without loading CUDA."""
+    named = os.environ.get("CUDA_VISIBLE_DEVICES")
+    if named is not None:
+        return [gpu.strip() for gpu in named.split(",") if gpu.strip()]
+    if not NVIDIA_GPUS.is_dir():
+        return []
+    return [str(index) for index, _ in enumerate(NVIDIA_GPUS.iterdir())]

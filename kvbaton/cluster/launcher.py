@@ -1,0 +1,239 @@
+"""Starts a cluster, shows how it comes up, serves, and leaves nothing behind."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import os
+import shlex
+import signal
+import sys
+import time
+from collections.abc import Mapping
+from typing import Any
+
+import aiohttp
+import msgspec
+
+from kvbaton.cluster.ask import ask
+from kvbaton.cluster.child import Child
+from kvbaton.cluster.config import ClusterConfig, shares, visible_gpus
+from kvbaton.edge.cluster_token import registration_token
+from kvbaton.router.app import bind, url_of
+
+logger = logging.getLogger(__name__)
+
+POLL_S = 0.1
+SHOWN_LINES = 20
+
+
+class StartError(Exception):
+    """The cluster did not come up, or fell apart; the text is for the user."""
+
+
+def run(config: ClusterConfig) -> int:
+    """Run a cluster until told to stop; returns the exit status.
+
+    Raises:
+        ConfigError: the router's address is taken.
+    """
+    logging.basicConfig(level=config.log_level.upper(), format="%(levelname)s %(message)s")
+    return asyncio.run(Cluster(config).run())
+
+
+class Cluster:
+    """A router and its nodes.
+
+    Args:
+        config: see there.
+    """
+
+    def __init__(self, config: ClusterConfig) -> None:
+        self.config = config
+        self.url = ""
+        self.router: Child | None = None
+        self.nodes: list[Child] = []
+        self._shown: dict[str, str] = {}
+        self._began = time.monotonic()
+        self._stop = asyncio.Event()
+
+    async def run(self) -> int:
+        """Startup, serve, shutdown; returns the exit status."""
+        self._listen_to_signals()
+        try:
+            return await self._interruptible(self._live())
+        except StartError as error:
+            print(f"kvbaton: {error}", file=sys.stderr)
+            return 1
+        finally:
+            await self.shutdown()
+
+    async def _live(self) -> int:
+        await self.start()
+        await self.until_ready()
+        if self.config.prompt is None:
+            self._say_ready()
+            await self.serve()
+            return 1
+        headers = self._client_headers()
+        return await ask(self.url, headers, self.config, await self._nodes())
+
+    # --- startup ---
+
+    async def start(self) -> None:
+        """Start all processes.
+
+        Raises:
+            ConfigError: the router's address is taken.
+        """
+        config, env = self.config, self.config.environment()
+        with bind(config.host, config.port) as listener:
+            self.url = _reachable(url_of(listener))
+            words = config.router_words(listener.fileno())
+            fds = [listener.fileno()]
+            self.router = await Child.start("router", words, env=env, pass_fds=fds)
+        names, cores = config.node_names, len(os.sched_getaffinity(0))
+        parts = shares(config.engine, len(names), visible_gpus(), cores)
+        for (role, name), share in zip(names, parts, strict=True):
+            self._show(name, "starting")
+            words = config.node_words(role, name, self.url, share.flags)
+            self.nodes.append(await Child.start(name, words, env={**env, **share.env}))
+
+    async def until_ready(self) -> None:
+        """Wait until every node is ready and every pair may hand over.
+
+        Raises:
+            StartError: a process ended, or it takes too long.
+        """
+        give_up = time.monotonic() + self.config.start_timeout_s
+        wanted = self.config.num_prefill * self.config.num_decode
+        while True:
+            self._check_alive()
+            answer = await self._nodes()
+            for node in answer.get("nodes", ()):
+                self._show(node["node_id"], node["state"])
+            ready = sum(state == "ready" for state in self._shown.values())
+            if ready == len(self.nodes) and len(answer.get("pairs", ())) == wanted:
+                return
+            if time.monotonic() >= give_up:
+                states = ", ".join(f"{name} is {state}" for name, state in self._shown.items())
+                raise StartError(f"not ready after {self.config.start_timeout_s:g} s: {states}")
+            await asyncio.wait(self._exits(), timeout=POLL_S, return_when=asyncio.FIRST_COMPLETED)
+
+    async def _nodes(self) -> dict[str, Any]:
+        """The router's answer to ``GET /nodes``; empty while it does not listen yet."""
+        timeout = aiohttp.ClientTimeout(total=5.0)
+        try:
+            async with (
+                aiohttp.ClientSession(headers=self._member_headers(), timeout=timeout) as session,
+                session.get(f"{self.url}/nodes") as response,
+            ):
+                response.raise_for_status()
+                answer: dict[str, Any] = msgspec.json.decode(await response.read())
+                return answer
+        except (aiohttp.ClientError, OSError, TimeoutError) as error:
+            logger.debug("the router does not answer yet: %r", error)
+            return {}
+
+    def _member_headers(self) -> Mapping[str, str]:
+        key = self.config.cluster_key
+        return {"Authorization": f"Bearer {registration_token(key)}"} if key else {}
+
+    def _client_headers(self) -> Mapping[str, str]:
+        keys = self.config.api_keys
+        return {"Authorization": f"Bearer {keys[0]}"} if keys else {}
+
+    def _show(self, name: str, state: str) -> None:
+        if self._shown.get(name) == state:
+            return
+        self._shown[name] = state
+        took = f" in {time.monotonic() - self._began:.1f} s" if state == "ready" else ""
+        print(f"{name}: {state}{took}", flush=True)
+
+    def _say_ready(self) -> None:
+        body = {"model": self.config.model_name, "prompt": "Hello", "max_tokens": 16}
+        key = " -H 'Authorization: Bearer YOUR_API_KEY'" if self.config.api_keys else ""
+        data = shlex.quote(msgspec.json.encode(body).decode())
+        print(f"\nready: {self.url}/v1\n")
+        print(
+            f"curl {self.url}/v1/completions -H 'Content-Type: application/json'{key} -d {data}\n",
+            flush=True,
+        )
+
+    # --- serve ---
+
+    async def serve(self) -> None:
+        """Until something breaks that we can't go on without.
+
+        Raises:
+            StartError: the router, or the last node, ended.
+        """
+        gone: set[str] = set()
+        while len(gone) < len(self.nodes):
+            await asyncio.wait(self._exits(gone), return_when=asyncio.FIRST_COMPLETED)
+            assert self.router is not None
+            if self.router.exited.done():
+                raise StartError(_obituary(self.router))
+            for child in self.nodes:
+                if child.exited.done() and child.name not in gone:
+                    gone.add(child.name)
+                    print(_obituary(child), file=sys.stderr)
+        raise StartError("no node is left")
+
+    def _exits(self, known: set[str] = frozenset()) -> list[asyncio.Task[int]]:  # type: ignore[assignment]
+        assert self.router is not None
+        return [c.exited for c in (self.router, *self.nodes) if c.name not in known]
+
+    def _check_alive(self) -> None:
+        assert self.router is not None
+        for child in (*self.nodes, self.router):
+            if child.exited.done():
+                raise StartError(_obituary(child))
+
+    # --- shutdown ---
+
+    def _listen_to_signals(self) -> None:
+        loop = asyncio.get_running_loop()
+        for number in (signal.SIGINT, signal.SIGTERM):
+            loop.add_signal_handler(number, self._on_signal)
+
+    def _on_signal(self) -> None:
+        if self._stop.is_set():  # the second time: no more patience
+            for child in self._children():
+                child.kill()
+        self._stop.set()
+
+    async def _interruptible(self, work: Any) -> int:
+        task = asyncio.ensure_future(work)
+        stopped = asyncio.create_task(self._stop.wait())
+        await asyncio.wait([task, stopped], return_when=asyncio.FIRST_COMPLETED)
+        if task.done():
+            stopped.cancel()
+            result: int = task.result()
+            return result
+        print("\nstopping", file=sys.stderr, flush=True)
+        task.cancel()
+        await asyncio.gather(task, return_exceptions=True)
+        return 0
+
+    def _children(self) -> list[Child]:
+        return [*self.nodes, *([self.router] if self.router is not None else [])]
+
+    async def shutdown(self) -> None:
+        """Stop the nodes, then the router; kill what does not stop in time."""
+        grace = self.config.stop_timeout_s
+        await asyncio.gather(*(child.stop(grace) for child in self.nodes))
+        if self.router is not None:
+            await self.router.stop(grace)
+
+
+def _obituary(child: Child) -> str:
+    status = child.exited.result()
+    lines = "\n".join(f"    {line}" for line in list(child.tail)[-SHOWN_LINES:])
+    how = f"was killed by signal {-status}" if status < 0 else f"ended with status {status}"
+    return f"{child.name} {how}" + (f"; its last lines:\n{lines}" if lines else "")
+
+
+def _reachable(url: str) -> str:
+    """How to reach ourselves where the router listens on every address."""
+    return url.replace("//0.0.0.0:", "//127.0.0.1:").replace("//[::]:", "//[::1]:")
