@@ -284,6 +284,7 @@ BAD_ROWS: dict[str, Row] = {
     "to a region that is not": (0, 0, len(TARGET_SIZES), 0, 4, 1, 0, 0),
     "from a region that is not": (len(SOURCE_SIZES), 0, 0, 0, 4, 1, 0, 0),
     "of negative length": (0, 8, 0, 8, -4, 1, 0, 0),
+    "around 64 bits by its stride": (0, 0, 0, 0, 8, 5, 0, 1 << 62),
     "beyond 64 bits": (0, 0, 0, 1 << 20, 1 << 40, 1 << 40, 1 << 40, 1 << 40),
     "beyond 64 bits by its offset": (0, 0, 0, (1 << 63) - 8, 16, 1, 0, 0),
 }
