@@ -2,15 +2,25 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
 
-from kvbaton.connectors.keys import IdentityRecord
+import msgspec
+
+from kvbaton.connectors.keys import (
+    IdentityRecord,
+    dummy_model_digest,
+    model_digest,
+    root_key,
+)
+from kvbaton.connectors.layout import KVLayout
+from kvbaton.engine.blocks import GroupSpec
 from kvbaton.engine.config import EngineConfig
 from kvbaton.engine.core import EngineCore, Mailbox
 from kvbaton.engine.local import LocalExecutor
-from kvbaton.engine.model_config import load_model_config, resolve_max_model_len
+from kvbaton.engine.model_config import ModelConfig, load_model_config, resolve_max_model_len
 from kvbaton.engine.process import RoleFactory, Surroundings
-from kvbaton.engine.scheduler import Scheduler
+from kvbaton.engine.scheduler import Scheduler, SchedulerConfig
 from kvbaton.wire import NodeId
 
 
@@ -24,3 +34,73 @@ class Engine:
     eos_token_ids: tuple[int, ...]
     vocab_size: int
     identity: bytes
+
+
+def build_engine(
+    config: EngineConfig, node: NodeId, role_factory: RoleFactory, mailbox: Mailbox
+) -> Engine:
+    """Load the model, allocate the pool, start the role.
+
+    Raises:
+        ConfigError: a setting or the model folder is wrong.
+    """
+    model = load_model_config(config.model, config.dtype)
+    identity = identity_record(config, model)
+    executor = LocalExecutor(config, model, track_sums=role_factory.sends_blocks)
+    scheduler = make_scheduler(config, model, executor.layouts[0], identity.digest())
+    surroundings = Surroundings(config, node, identity.digest(), identity.record())
+    role = role_factory(executor, scheduler, surroundings)
+    return Engine(
+        core=EngineCore(executor, scheduler, role, mailbox),
+        num_blocks=executor.layouts[0][0].num_blocks - 1,
+        max_model_len=scheduler.config.max_model_len,
+        eos_token_ids=model.eos_token_ids,
+        vocab_size=model.vocab_size,
+        identity=identity.digest(),
+    )
+
+
+def identity_record(config: EngineConfig, model: ModelConfig) -> IdentityRecord:
+    """All that decides what a token's KV is on this engine.
+
+    A field is empty where the engine has no such thing: no adapters, encoders, draft models or
+    static scales yet, and a folder's revision is in the digest of its weights.
+    """
+    if config.load_format == "dummy":
+        weights = dummy_model_digest((model.folder / "config.json").read_bytes(), config.seed)
+    else:
+        weights = model_digest(model.folder)
+    return IdentityRecord(
+        weights=weights,
+        revision="",
+        rope=msgspec.json.encode(asdict(model.rope), order="deterministic").decode(),
+        dtype=model.dtype,
+        kv_dtype=model.dtype,
+        kv_scales="",
+        adapter="",
+        encoder="",
+        draft="",
+    )
+
+
+def make_scheduler(
+    config: EngineConfig, model: ModelConfig, layouts: Sequence[KVLayout], identity: bytes
+) -> Scheduler:
+    """A scheduler over pools with these layouts."""
+    groups = tuple(
+        GroupSpec(layout.block_size, layout.num_blocks, layout.kind, layout.window)
+        for layout in layouts
+    )
+    return Scheduler(
+        SchedulerConfig(
+            groups=groups,
+            max_model_len=resolve_max_model_len(config.max_model_len, model),
+            max_num_seqs=config.max_num_seqs,
+            max_num_batched_tokens=config.max_num_batched_tokens,
+            enable_prefix_caching=config.enable_prefix_caching,
+            eos_token_ids=model.eos_token_ids,
+            kv_load_failure_policy=config.kv_load_failure_policy,
+            debug_forbid_prompt_compute=config.debug_forbid_prompt_compute,
+        ),
+        root_key=lambda salt: root_key(identity, salt),
+    )

@@ -366,6 +366,14 @@ class Release:
 
 
 @dataclass(frozen=True)
+class RefuseAnnounce:
+    """The name of an announced attempt is used up: the engine refuses the request."""
+
+    attempt: Attempt
+    code: str
+
+
+@dataclass(frozen=True)
 class StopSource:
     """D does not want the prompt any more: the engine aborts the request if it still computes."""
 
@@ -382,7 +390,16 @@ class EvictSource:
 
 
 SourceAction = (
-    Send | SendPushed | OpenPeer | ClosePeer | Engage | Post | Release | StopSource | EvictSource
+    Send
+    | SendPushed
+    | OpenPeer
+    | ClosePeer
+    | Engage
+    | Post
+    | Release
+    | RefuseAnnounce
+    | StopSource
+    | EvictSource
 )
 
 
