@@ -18,9 +18,6 @@ from kvbaton.edge.sse import send_events
 from kvbaton.edge.usage import Tally, wants_usage
 from kvbaton.openai import SamplingFields, Usage
 
-GRACE_S = 10.0
-"""The source ends a request at its deadline; if it does not, we do so this much later."""
-
 
 class Shape(Protocol):
     """Formats the events of one endpoint."""
@@ -51,16 +48,16 @@ async def respond(
         RequestError, EngineDeadError: nothing was sent yet and it can't be served.
         TimeoutError: nothing was sent yet and the deadline is long over.
     """
-    async with asyncio.timeout(jobs[0].request.deadline_s + GRACE_S):
-        if body.stream:
-            return await send_events(request, _chunks(frontend, body, jobs, shape))
-        tally = Tally(jobs)
-        events = []
-        async with aclosing(run_jobs(frontend, jobs)) as stream:
-            async for event in stream:
-                tally.add(event)
-                events.append(event)
-        return json_response(shape.whole(fold(events), tally.usage()))
+    limit_s = jobs[0].request.deadline_s + frontend.config.deadline_grace_s
+    if body.stream:
+        return await send_events(request, _chunks(frontend, body, jobs, shape), limit_s)
+    tally = Tally(jobs)
+    events = []
+    async with asyncio.timeout(limit_s), aclosing(run_jobs(frontend, jobs)) as stream:
+        async for event in stream:
+            tally.add(event)
+            events.append(event)
+    return json_response(shape.whole(fold(events), tally.usage()))
 
 
 async def _chunks(

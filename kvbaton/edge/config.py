@@ -26,6 +26,8 @@ class EdgeConfig:
             open.
         timeout_s: after which a request is ended, if it names no `timeout`.
         max_timeout_s: longest `timeout` that a request may name.
+        deadline_grace_s: the source ends a request at its timeout; if it does not, the endpoint
+            does so this much later.
         max_body_bytes: a longer body is a 413.
         body_timeout_s: a body must have arrived within this time.
         max_prompts: of one request.
@@ -38,6 +40,7 @@ class EdgeConfig:
     api_keys: tuple[str, ...] = ()
     timeout_s: float = 600.0
     max_timeout_s: float = 3600.0
+    deadline_grace_s: float = 10.0
     max_body_bytes: int = 32 << 20
     body_timeout_s: float = 60.0
     max_prompts: int = 256

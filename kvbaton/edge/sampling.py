@@ -144,7 +144,12 @@ def checked(
 def check_range(name: str, value: float, limit: Range) -> None:
     """Raise `RequestError` if `value` is outside of `limit`."""
     if value not in limit:
-        raise RequestError(f"{name} must be in {limit}, not {value:.6g}", param=name)
+        raise RequestError(f"{name} must be in {limit}, not {shown(value)}", param=name)
+
+
+def shown(value: float) -> str:
+    """A number for a message; a client's integer may be longer than any float."""
+    return f"{value:.6g}" if abs(value) < 1e300 else "a number beyond all bounds"
 
 
 def check_ids(name: str, ids: Sequence[int], vocab_size: int, *, most: int = MAX_IDS) -> None:
@@ -154,7 +159,7 @@ def check_ids(name: str, ids: Sequence[int], vocab_size: int, *, most: int = MAX
     if ids and (min(ids) < 0 or max(ids) >= vocab_size):
         raise RequestError(
             f"{name} must hold token ids in [0, {vocab_size}); "
-            f"it spans {min(ids):.10g} to {max(ids):.10g}",
+            f"it spans {shown(min(ids))} to {shown(max(ids))}",
             param=name,
         )
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import logging
 from collections.abc import AsyncGenerator
 from contextlib import aclosing
@@ -14,6 +15,8 @@ from kvbaton.edge.request_id import REQUEST_ID
 logger = logging.getLogger(__name__)
 
 DONE = b"[DONE]"
+LAST_WORDS_S = 1.0
+"""How long a client that has stopped reading is waited for once its time is over."""
 HEADERS = {
     "Content-Type": "text/event-stream; charset=utf-8",
     "Cache-Control": "no-cache",
@@ -21,31 +24,38 @@ HEADERS = {
 }
 
 
-async def send_events(request: web.Request, messages: AsyncGenerator[bytes]) -> web.StreamResponse:
+async def send_events(
+    request: web.Request, messages: AsyncGenerator[bytes], limit_s: float
+) -> web.StreamResponse:
     """Send JSON messages as events, then ``[DONE]``; closes `messages` in any case.
 
     The answer begins with the first message, so that a request which fails before has its proper
     status. A failure after that is sent as an error event, and the stream ends without ``[DONE]``.
     Writing waits for a slow reader.
+
+    Args:
+        request: to answer.
+        messages: JSON, one per event.
+        limit_s: seconds for all of it.
+
+    Raises:
+        Exception: what `messages` raised, or `TimeoutError`, before anything was sent.
     """
     response = web.StreamResponse(headers=HEADERS)
     try:
-        async with aclosing(messages):
+        async with asyncio.timeout(limit_s), aclosing(messages):
             async for message in messages:
                 if not response.prepared:
                     await response.prepare(request)
                 await _send(response, message)
-        if not response.prepared:
-            await response.prepare(request)
-        await _send(response, DONE)
-    except ConnectionResetError:
-        logger.info("request %s: the client went away", request[REQUEST_ID])
-        return response
+            if not response.prepared:
+                await response.prepare(request)
+            await _send(response, DONE)
+            await response.write_eof()
     except Exception as error:
         if not response.prepared:
             raise
-        await _send_error(request, response, error)
-    await response.write_eof()
+        await _end_badly(request, response, error)
     return response
 
 
@@ -53,7 +63,18 @@ async def _send(response: web.StreamResponse, message: bytes) -> None:
     await response.write(b"data: " + message + b"\n\n")
 
 
-async def _send_error(request: web.Request, response: web.StreamResponse, error: Exception) -> None:
+async def _end_badly(request: web.Request, response: web.StreamResponse, error: Exception) -> None:
+    """Say why, if the client is still there and takes it; else hang up."""
+    if request.transport is None or request.transport.is_closing():
+        logger.info("request %s: the client went away", request[REQUEST_ID])
+        return
     failure = describe(error)
     logger.info("request %s: ended by %s", request[REQUEST_ID], failure.message)
-    await _send(response, error_body(failure))
+    try:
+        async with asyncio.timeout(LAST_WORDS_S):
+            await _send(response, error_body(failure))
+            await response.write_eof()
+    except (TimeoutError, ConnectionResetError):
+        logger.info("request %s: the client takes no more", request[REQUEST_ID])
+        if request.transport is not None:
+            request.transport.abort()

@@ -12,7 +12,6 @@ import msgspec
 from aiohttp import web
 from msgspec.structs import replace
 
-from kvbaton.edge.answer import GRACE_S
 from kvbaton.edge.body import json_response, read_body
 from kvbaton.edge.config import FRONTEND, Frontend
 from kvbaton.edge.jobs import check_prompt, deadline, raise_if_failed, unique
@@ -41,9 +40,10 @@ async def generate(request: web.Request) -> web.StreamResponse:
     request_id = clean(body.request_id) or request[REQUEST_ID]
     add = add_request(frontend, body, request_id)
     outputs = _outputs(frontend, add, request_id)
-    async with asyncio.timeout(add.deadline_s + GRACE_S):
-        if body.stream:
-            return await send_events(request, _messages(outputs))
+    limit_s = add.deadline_s + frontend.config.deadline_grace_s
+    if body.stream:
+        return await send_events(request, _messages(outputs), limit_s)
+    async with asyncio.timeout(limit_s):
         return json_response(await _collect(outputs, add, request_id))
 
 

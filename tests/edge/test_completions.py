@@ -286,6 +286,42 @@ async def test_an_end_by_the_deadline_is_a_timeout(serve: Any) -> None:
     assert (status, answer["error"]["code"]) == (504, "timeout")
 
 
+@pytest.mark.parametrize("streamed", [True, False])
+@pytest.mark.parametrize("stuck_at", [0, 1])
+async def test_a_source_that_overstays_is_closed(serve: Any, streamed: bool, stuck_at: int) -> None:
+    endpoint = await serve(TEXT, deadline_grace_s=0.05)
+
+    async def stick(index: int) -> None:
+        if index == stuck_at:
+            await asyncio.Event().wait()
+
+    endpoint.source.gate = stick
+    body = {"prompt": "x", "timeout": 0.01, "stream": streamed}
+    async with endpoint.session.post("/v1/completions", json=body) as response:
+        text = await response.text()
+    begun = streamed and stuck_at == 1
+    assert response.status == (200 if begun else 504)
+    assert '"code":"timeout"' in text
+    assert text.count("HTTP/1.1") == 0
+    assert endpoint.source.running == 0
+
+
+async def test_a_client_that_never_reads_is_hung_up_on(serve: Any) -> None:
+    endpoint = await serve(TEXT, deadline_grace_s=0.05)
+    endpoint.source.script = [5] * 200
+    body = {"prompt": "x", "stream": True, "max_tokens": 200, "logprobs": 20, "n": 100}
+    data = json.dumps({**body, "timeout": 0.3}).encode()
+    _, writer = await asyncio.open_connection("127.0.0.1", endpoint.session._base_url.port)
+    head = f"POST /v1/completions HTTP/1.1\r\nHost: x\r\nContent-Length: {len(data)}\r\n\r\n"
+    writer.write(head.encode() + data)
+    await asyncio.wait_for(endpoint.source.cancellation.wait(), 10)
+    value = endpoint.frontend.metrics.registry.get_sample_value
+    async with asyncio.timeout(10):
+        while value("kvbaton_http_requests_in_flight"):  # until the handler has given up
+            await asyncio.sleep(0.01)
+    writer.close()
+
+
 async def test_one_failing_prompt_cancels_the_others(serve: Any) -> None:
     endpoint = await serve(TEXT)
     source = endpoint.source
