@@ -416,10 +416,8 @@ def perform(loop: Loop, op: object) -> None:
         case dict():
             fields = dict(op)
             tokens = prompt(fields.pop("length"), fields.pop("start"))
-            try:
+            if loop.scheduler.blocks.too_large(len(tokens)) is None:
                 loop.add(ask(f"r{len(loop.requests)}", tokens, **fields))
-            except RequestError as refused:
-                assert refused.param == "prompt"
         case int():
             loop.emit(loop.scheduler.abort(f"r{op}"))
         case "launch" if len(loop.in_flight) < loop.depth:

@@ -7,7 +7,10 @@ through the block tables. So a wrong, stale, shared or early reused block change
 from __future__ import annotations
 
 from collections import defaultdict, deque
+from collections.abc import Callable
 from dataclasses import dataclass, field, replace
+
+import msgspec
 
 from kvbaton.connectors.keys import root_key
 from kvbaton.connectors.layout import GroupKind
@@ -282,6 +285,14 @@ class Loop:
             self.step()
         raise AssertionError(f"still at work after {limit} steps: {self.scheduler.state()}")
 
+    def run_until(self, condition: Callable[[], bool], limit: int = 200) -> None:
+        """Step until a condition holds."""
+        for _ in range(limit):
+            if condition():
+                return
+            self.step()
+        raise AssertionError(f"not so after {limit} steps: {self.scheduler.state()}")
+
     # --- checking ---
 
     def check(self) -> None:
@@ -315,6 +326,9 @@ class Loop:
 
     def expected(self, request_id: str, choice: int = 0) -> tuple[list[int], str]:
         request = self.requests[request_id]
+        if request.transfer is not None and request.transfer.role == "source":
+            params = msgspec.structs.replace(request.params, max_tokens=len(request.resume_ids) + 1)
+            request = msgspec.structs.replace(request, params=params)
         return direct(self.config.groups, request, choice, self.config.max_model_len)
 
     def expected_of(self, request: AddRequest) -> tuple[list[int], str]:

@@ -1,0 +1,310 @@
+from __future__ import annotations
+
+import pytest
+from hypothesis import settings
+from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
+
+from kvbaton.connectors.layout import GroupKind, contiguous_plane
+from kvbaton.connectors.layout import KVLayout as Layout
+from kvbaton.engine.blocks import Blocks, GroupSpec, Match
+from kvbaton.engine.pool import BlockPool
+from kvbaton.errors import ConfigError
+
+
+def key(number: int) -> bytes:
+    return number.to_bytes(32, "big")
+
+
+def cached(pool: BlockPool, numbers: list[int]) -> list[int]:
+    """Leave blocks with these keys in the cache, the first one used last."""
+    blocks = pool.allocate(len(numbers))
+    for block, number in zip(blocks, numbers, strict=True):
+        pool.commit(block, key(number))
+    pool.deref(blocks)
+    return blocks
+
+
+# --- one pool ---
+
+
+def test_the_null_block_is_never_handed_out():
+    pool = BlockPool(5)
+    assert sorted(pool.allocate(4)) == [1, 2, 3, 4]
+    assert pool.num_free == 0
+    pool.ref([0])
+    pool.deref([0])
+    assert pool.num_free == 0
+
+
+def test_uncached_blocks_go_first_then_the_longest_unused_and_a_tail_before_its_head():
+    pool = BlockPool(6)
+    old = cached(pool, [1, 2])
+    new = cached(pool, [3])
+    assert set(pool.allocate(2)).isdisjoint(old + new)
+    assert pool.allocate(2) == [old[1], old[0]]
+    assert pool.match([key(1)]) == []
+    assert pool.match([key(3)]) == new
+
+
+def test_a_hit_is_used_again_and_leaves_the_order_of_eviction():
+    pool = BlockPool(3)
+    first, second = cached(pool, [1])[0], cached(pool, [2])[0]
+    pool.ref(pool.match([key(1)]))
+    pool.deref([first])
+    assert pool.allocate(1) == [second]
+
+
+def test_match_is_a_prefix():
+    pool = BlockPool(6)
+    one, two = cached(pool, [1, 2])
+    assert pool.match([key(1), key(2), key(9)]) == [one, two]
+    assert pool.match([key(9), key(1)]) == []
+
+
+def test_a_key_keeps_its_first_block():
+    pool = BlockPool(4)
+    first, second = pool.allocate(2)
+    pool.commit(first, key(1))
+    pool.commit(second, key(1))
+    assert pool.match([key(1)]) == [first]
+    pool.deref([second])
+    assert pool.lists()["free"][-1] == second
+
+
+@pytest.mark.parametrize("hold", ["outgoing", "incoming"])
+def test_a_held_block_is_not_free_until_it_is_released(hold: str):
+    pool = BlockPool(3)
+    blocks = pool.allocate(1)
+    getattr(pool, f"hold_{hold}")(blocks)
+    pool.deref(blocks)
+    assert pool.num_free == 1
+    getattr(pool, f"release_{hold}")(blocks)
+    assert pool.num_free == 2
+    with pytest.raises(AssertionError):
+        getattr(pool, f"release_{hold}")(blocks)
+
+
+def test_a_block_waits_for_the_step_that_may_touch_it():
+    pool = BlockPool(3)
+    blocks = pool.allocate(2)
+    pool.launch(1)
+    pool.deref(blocks[:1])
+    pool.launch(2)
+    pool.hold_outgoing(blocks[1:])
+    pool.deref(blocks[1:])
+    pool.release_outgoing(blocks[1:])
+    assert (pool.num_free, pool.num_fenced) == (0, 2)
+    pool.settle(1)
+    assert (pool.num_free, pool.num_fenced) == (1, 1)
+    pool.settle(2)
+    assert (pool.num_free, pool.num_fenced) == (2, 0)
+
+
+def test_a_fenced_hit_can_be_referred_to_again():
+    pool = BlockPool(3)
+    (block,) = pool.allocate(1)
+    pool.commit(block, key(1))
+    pool.launch(1)
+    pool.deref([block])
+    pool.ref(pool.match([key(1)]))
+    pool.settle(1)
+    assert pool.num_free == 1
+    pool.deref([block])
+    assert pool.num_free == 2
+
+
+def test_evicted_blocks_are_no_hits_and_those_in_use_stay_in_use():
+    pool = BlockPool(4)
+    used, idle = pool.allocate(1), cached(pool, [2])
+    pool.commit(used[0], key(1))
+    assert pool.evict(used + idle + [3]) == 2
+    assert pool.match([key(1)]) == []
+    assert pool.match([key(2)]) == []
+    assert pool.num_free == 2
+    assert pool.reset_cache() == 0
+
+
+def test_only_private_uncached_blocks_may_be_written_by_a_peer():
+    pool = BlockPool(4)
+    shared, kept = pool.allocate(2)
+    pool.ref([shared])
+    pool.commit(kept, key(1))
+    for block in (shared, kept):
+        with pytest.raises(AssertionError):
+            pool.hold_incoming([block])
+
+
+class PoolMachine(RuleBasedStateMachine):
+    """Any use of a pool, against plain multisets of who holds what."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.pool = BlockPool(9)
+        self.held: list[int] = []
+        self.outgoing: list[int] = []
+        self.incoming: list[int] = []
+        self.touched: dict[int, int] = {}
+        self.number = 0
+        self.keys = 0
+
+    @precondition(lambda self: self.pool.num_free)
+    @rule(data=st.data())
+    def allocate(self, data: st.DataObject) -> None:
+        blocks = self.pool.allocate(data.draw(st.integers(1, self.pool.num_free)))
+        for block in blocks:
+            assert block not in {0, *self.held, *self.outgoing, *self.incoming}
+            assert self.touched.get(block, 0) <= self.pool.updated
+        self.held += blocks
+
+    @precondition(lambda self: self.held)
+    @rule(data=st.data())
+    def deref(self, data: st.DataObject) -> None:
+        block = data.draw(st.sampled_from(self.held))
+        self.held.remove(block)
+        self.touched[block] = self.pool.launched
+        self.pool.deref([block])
+
+    @precondition(lambda self: self.held)
+    @rule(data=st.data(), again=st.booleans())
+    def commit(self, data: st.DataObject, again: bool) -> None:
+        block = data.draw(st.sampled_from(self.held))
+        if self.pool.keys[block] is None:
+            self.keys += not again
+            self.pool.commit(block, key(self.keys))
+
+    @precondition(lambda self: self.pool.by_key)
+    @rule(data=st.data())
+    def hit(self, data: st.DataObject) -> None:
+        blocks = self.pool.match([data.draw(st.sampled_from(sorted(self.pool.by_key)))])
+        self.pool.ref(blocks)
+        self.held += blocks
+
+    @precondition(lambda self: self.held)
+    @rule(data=st.data())
+    def send(self, data: st.DataObject) -> None:
+        block = data.draw(st.sampled_from(self.held))
+        if block not in self.incoming:
+            self.outgoing.append(block)
+            self.pool.hold_outgoing([block])
+
+    @precondition(lambda self: self.outgoing)
+    @rule(data=st.data())
+    def sent(self, data: st.DataObject) -> None:
+        block = data.draw(st.sampled_from(self.outgoing))
+        self.outgoing.remove(block)
+        self.pool.release_outgoing([block])
+
+    @precondition(lambda self: self.pool.num_free)
+    @rule()
+    def reserve(self) -> None:
+        blocks = self.pool.allocate(1)
+        self.pool.hold_incoming(blocks)
+        self.held += blocks
+        self.incoming += blocks
+
+    @precondition(lambda self: self.incoming)
+    @rule(data=st.data())
+    def unquarantine(self, data: st.DataObject) -> None:
+        block = data.draw(st.sampled_from(self.incoming))
+        self.incoming.remove(block)
+        self.pool.release_incoming([block])
+
+    @precondition(lambda self: self.number - self.pool.updated < 2)
+    @rule()
+    def launch(self) -> None:
+        self.number += 1
+        self.pool.launch(self.number)
+
+    @precondition(lambda self: self.pool.updated < self.number)
+    @rule()
+    def settle(self) -> None:
+        self.pool.settle(self.pool.updated + 1)
+
+    @rule(data=st.data())
+    def evict(self, data: st.DataObject) -> None:
+        self.pool.evict([data.draw(st.integers(1, 8))])
+
+    @invariant()
+    def every_block_is_in_one_place(self) -> None:
+        listed = [block for part in self.pool.lists().values() for block in part]
+        owned = {*self.held, *self.outgoing, *self.incoming}
+        assert sorted([*listed, *owned]) == list(range(1, 9))
+        assert all(self.pool.refs[b] == self.held.count(b) for b in range(1, 9))
+
+
+TestPool = PoolMachine.TestCase
+TestPool.settings = settings(deadline=None, max_examples=60, stateful_step_count=40)
+
+
+# --- several groups ---
+
+
+def keys_of(count: int) -> list[bytes]:
+    return [key(i + 1) for i in range(count)]
+
+
+def blocks_with(groups: list[GroupSpec], cached_in: list[list[int]]) -> Blocks:
+    """Pools that hold these logical blocks of one sequence in their caches."""
+    blocks = Blocks(groups)
+    for pool, numbers in zip(blocks.pools, cached_in, strict=True):
+        cached(pool, [number + 1 for number in numbers])
+    return blocks
+
+
+def lengths(match: Match) -> tuple[int, list[int]]:
+    return match.num_tokens, [sum(block != 0 for block in table) for table in match.tables]
+
+
+FULL4 = GroupSpec(block_size=4, num_blocks=20)
+FULL8 = GroupSpec(block_size=8, num_blocks=20)
+WINDOW = GroupSpec(block_size=4, num_blocks=20, kind=GroupKind.WINDOW, window=6)
+
+
+def test_the_usable_prefix_is_valid_in_all_groups():
+    blocks = blocks_with([FULL4, FULL8], [[0, 1, 2, 3, 4], [0, 1]])
+    assert lengths(blocks.match([keys_of(6), keys_of(3)], 24)) == (16, [4, 2])
+    blocks = blocks_with([FULL4, FULL8], [[0, 1, 2], [0, 1]])
+    assert lengths(blocks.match([keys_of(6), keys_of(3)], 24)) == (8, [2, 1])
+
+
+def test_a_window_needs_its_last_blocks_only():
+    blocks = blocks_with([FULL4, WINDOW], [[0, 1, 2, 3], [2, 3]])
+    match = blocks.match([keys_of(4), keys_of(4)], 18)
+    assert lengths(match) == (16, [4, 2])
+    assert match.tables[1][:2] == [0, 0]
+
+
+def test_a_window_with_a_hole_shortens_the_prefix():
+    blocks = blocks_with([FULL4, WINDOW], [[0, 1, 2, 3], [0, 1, 3]])
+    assert lengths(blocks.match([keys_of(4), keys_of(4)], 18)) == (8, [2, 2])
+    blocks = blocks_with([FULL4, WINDOW], [[0, 1, 2, 3], [3]])
+    assert lengths(blocks.match([keys_of(4), keys_of(4)], 18)) == (0, [0, 0])
+
+
+def test_a_full_hit_needs_the_window_of_the_last_token():
+    exact = GroupSpec(block_size=4, num_blocks=20, kind=GroupKind.WINDOW, window=5)
+    blocks = blocks_with([exact], [[1, 2]])
+    assert lengths(blocks.match([keys_of(3)], 13)) == (12, [1])  # token 12 looks back to 8
+    assert lengths(blocks.match([keys_of(3)], 12)) == (12, [2])  # token 11 looks back to 7
+
+
+def test_room_counts_what_a_hit_would_take_from_the_evictable():
+    blocks = blocks_with([GroupSpec(block_size=4, num_blocks=5)], [[0, 1]])
+    match = blocks.match([keys_of(4)], 16)
+    assert blocks.fits((2,), hits=match.tables)
+    assert not blocks.fits((3,), hits=match.tables)
+    assert not blocks.fits((2,), hits=match.tables, beside=(1,))
+
+
+def test_group_specs_come_from_layouts_and_refuse_what_is_unsupported():
+    plane = contiguous_plane(
+        num_blocks=7, block_size=4, num_heads=1, head_dim=8, layers=(0,), dtype="float32"
+    )
+    layout = Layout(0, GroupKind.WINDOW, 4, 7, (plane,), window=9)
+    spec = GroupSpec(block_size=4, num_blocks=7, kind=GroupKind.WINDOW, window=9)
+    assert GroupSpec.of(layout) == spec
+    with pytest.raises(ConfigError, match="state-space"):
+        GroupSpec(block_size=4, num_blocks=7, kind=GroupKind.STATE)
+    with pytest.raises(ConfigError, match="--num-blocks"):
+        GroupSpec(block_size=4, num_blocks=1)

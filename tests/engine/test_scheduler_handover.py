@@ -1,0 +1,544 @@
+from __future__ import annotations
+
+import random
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from kvbaton.connectors.keys import prompt_key, root_key
+from kvbaton.connectors.protocol.events import Attempt, Spans
+from kvbaton.engine.blocks import GroupSpec
+from kvbaton.engine.ledger import audit
+from kvbaton.engine.request import Request, State
+from kvbaton.engine.scheduler import Admitted
+from kvbaton.errors import RequestError
+from kvbaton.wire import AddRequest, ChoiceStart
+from tests.engine.toy import FULL, WINDOW, Loop, ask, direct, source, target
+
+
+def prompt(length: int, start: int = 1) -> list[int]:
+    return [(start + 7 * i) % 23 for i in range(length)]
+
+
+def attempt_of(admitted: Admitted) -> Attempt:
+    return Attempt(admitted.transfer.transfer_id, admitted.transfer.attempt)
+
+
+def known(request: AddRequest) -> list[int]:
+    return [*request.token_ids, *request.resume_ids]
+
+
+def blocks_of(spans: Spans) -> set[tuple[int, int]]:
+    return {(g, b) for g, part in enumerate(spans) for span in part for b in span.blocks}
+
+
+def starts(loop: Loop, request: AddRequest) -> list[ChoiceStart]:
+    """What a source would sample first: each choice's token, without knowing when it ends."""
+    return [
+        ChoiceStart(direct(loop.config.groups, request, choice, 1 << 30)[0][0])
+        for choice in range(request.params.n)
+    ]
+
+
+def deliver(loop: Loop, admitted: Admitted) -> None:
+    request = loop.requests[admitted.request_id]
+    loop.ranks.receive(admitted.spans, known(request), admitted.num_tokens)
+    loop.emit(loop.scheduler.loaded(request.request_id, starts(loop, request), 5))
+
+
+def load(loop: Loop, request: AddRequest) -> Admitted:
+    """Add a target and let it be admitted."""
+    loop.add(request)
+    loop.step()
+    return loop.admitted[-1]
+
+
+# --- target ---
+
+
+@pytest.mark.parametrize("depth", [1, 2])
+@pytest.mark.parametrize("length", [1, 4, 7, 12])
+@pytest.mark.parametrize("groups", [(FULL,), (FULL, WINDOW)])
+def test_a_target_computes_no_prompt_token(depth: int, length: int, groups: tuple[GroupSpec, ...]):
+    loop = Loop(groups, depth=depth, debug_forbid_prompt_compute=True)
+    admitted = load(loop, ask("a", prompt(length), transfer=target(1), deadline_s=9.0))
+    assert admitted.prompt_key == prompt_key(root_key(bytes(32), ""), prompt(length))
+    assert (admitted.num_tokens, admitted.cached_tokens, admitted.full_hit) == (length, 0, False)
+    assert admitted.deadline_s == 9.0
+    assert not loop.plans
+    assert not loop.scheduler.can_schedule()
+    deliver(loop, admitted)
+    assert loop.outputs[0].index == 0
+    assert loop.outputs[0].transferred_tokens == length
+    loop.scheduler.unquarantine(attempt_of(admitted))
+    loop.run()
+    loop.check_stream("a")
+    loop.check_empty()
+
+
+def test_only_missing_blocks_are_reserved():
+    loop = Loop()
+    loop.add(ask("a", prompt(9), max_tokens=1))
+    loop.run()
+    admitted = load(loop, ask("b", prompt(14), transfer=target(1)))
+    assert admitted.cached_tokens == 8
+    ((span,),) = admitted.spans
+    assert (span.first, len(span.blocks)) == (2, 2)
+    deliver(loop, admitted)
+    assert (loop.outputs[-1].cached_tokens, loop.outputs[-1].transferred_tokens) == (8, 6)
+    loop.run()
+    loop.check_stream("b")
+
+
+def test_a_window_group_reserves_its_last_window_only():
+    loop = Loop((FULL, WINDOW))
+    admitted = load(loop, ask("a", prompt(19), transfer=target(1)))
+    (full,), (window,) = admitted.spans
+    assert (full.first, len(full.blocks)) == (0, 5)
+    assert (window.first, len(window.blocks)) == (3, 2)  # tokens 14 to 18 of those before 19
+    deliver(loop, admitted)
+    loop.run()
+    loop.check_stream("a")
+
+
+@pytest.mark.parametrize("depth", [1, 2])
+def test_a_full_hit_needs_no_hand_over(depth: int):
+    loop = Loop(depth=depth)
+    loop.add(ask("a", prompt(8), max_tokens=4))
+    loop.run()
+    admitted = load(loop, ask("b", prompt(8), max_tokens=4, transfer=target(1)))
+    assert admitted.full_hit
+    assert blocks_of(admitted.spans) == set()
+    assert not loop.scheduler.reserved
+    assert loop.scheduler.loaded("b", [ChoiceStart(1)], 0) == []
+    loop.run()
+    loop.check_stream("b")
+
+
+@pytest.mark.parametrize("depth", [1, 2])
+@pytest.mark.parametrize("length", [7, 8])
+def test_choices_of_a_target_are_forked_from_what_arrived(depth: int, length: int):
+    loop = Loop(depth=depth, debug_forbid_prompt_compute=True)
+    admitted = load(loop, ask("a", prompt(length), n=3, max_tokens=6, transfer=target(1)))
+    deliver(loop, admitted)
+    assert [o.choice for o in loop.outputs] == [0, 1, 2]
+    loop.run()
+    for choice in range(3):
+        loop.check_stream("a", choice)
+    loop.scheduler.unquarantine(attempt_of(admitted))
+    loop.check_empty()
+
+
+def test_a_resumed_target_is_handed_over_whole_and_numbered_on():
+    whole, _ = Loop().expected_of(ask("a", prompt(5), max_tokens=9, ignore_eos=True))
+    resumed = ask(
+        "a",
+        prompt(5),
+        resume_ids=tuple(whole[:4]),
+        max_tokens=9,
+        ignore_eos=True,
+        transfer=target(1),
+    )
+    loop = Loop(debug_forbid_prompt_compute=True)
+    admitted = load(loop, resumed)
+    assert admitted.num_tokens == 9
+    deliver(loop, admitted)
+    loop.run()
+    assert loop.outputs[0].index == 4
+    assert loop.streams["a", 0].tokens == whole[4:]
+
+
+def test_the_sources_finish_reason_is_respected_and_its_limit_is_ours():
+    loop = Loop()
+    admitted = load(loop, ask("a", prompt(5), transfer=target(1)))
+    stop = ChoiceStart(9, finish_reason="stop", stop_reason=9)
+    (output,) = loop.emit(loop.scheduler.loaded("a", [stop], 0))
+    assert (output.token_ids, output.finish_reason, output.stop_reason) == ((9,), "stop", 9)
+    loop.scheduler.unquarantine(attempt_of(admitted))
+    loop.check_empty()
+    admitted = load(loop, ask("b", prompt(6, 2), max_tokens=1, transfer=target(2)))
+    (output,) = loop.emit(loop.scheduler.loaded("b", [ChoiceStart(9)], 0))
+    assert output.finish_reason == "length"
+
+
+def test_blocks_are_in_the_prefix_cache_only_once_they_are_verified():
+    loop = Loop()
+    admitted = load(loop, ask("a", prompt(9), transfer=target(1)))
+    loop.add(ask("b", prompt(9), max_tokens=1))
+    loop.step()
+    assert loop.outputs[-1].cached_tokens == 0
+    loop.scheduler.reset_prefix_cache()
+    deliver(loop, admitted)
+    loop.add(ask("c", prompt(9), max_tokens=1))
+    loop.step()
+    assert {o.request_id: o.cached_tokens for o in loop.outputs}["c"] == 8
+
+
+def test_too_few_first_tokens_are_a_failed_load():
+    loop = Loop()
+    admitted = load(loop, ask("a", prompt(8), n=2, transfer=target(1)))
+    loop.ranks.receive(admitted.spans, prompt(8), 8)
+    assert loop.scheduler.loaded("a", [ChoiceStart(1)], 0) == []
+    loop.run()
+    for choice in range(2):
+        loop.check_stream("a", choice)
+
+
+def test_other_requests_run_while_one_loads_and_the_cap_holds_further_ones_back():
+    loop = Loop((GroupSpec(block_size=4, num_blocks=13),), max_loading_share=0.5)
+    first = load(loop, ask("a", prompt(16), transfer=target(1)))
+    loop.add(ask("b", prompt(5, 2), max_tokens=2, ignore_eos=True))
+    loop.step()
+    loop.step()
+    assert loop.streams["b", 0].finish == "length"
+    loop.add(ask("c", prompt(16, 3), transfer=target(2)))
+    loop.step()
+    assert [a.request_id for a in loop.admitted] == ["a"]
+    deliver(loop, first)
+    loop.scheduler.unquarantine(attempt_of(first))
+    loop.run_until(lambda: len(loop.admitted) == 2)
+    deliver(loop, loop.admitted[1])
+    loop.run()
+    for name in "abc":
+        loop.check_stream(name)
+
+
+def test_one_hand_over_larger_than_the_cap_is_admitted_when_it_is_alone():
+    loop = Loop((GroupSpec(block_size=4, num_blocks=9),), max_loading_share=0.25)
+    assert load(loop, ask("a", prompt(28), transfer=target(1))).request_id == "a"
+
+
+# --- failed loads ---
+
+
+@pytest.mark.parametrize("depth", [1, 2])
+@pytest.mark.parametrize("valid", [0, 3, 4, 9, 11])
+def test_recompute_keeps_what_was_verified_and_takes_fresh_blocks(depth: int, valid: int):
+    loop = Loop(depth=depth)
+    admitted = load(loop, ask("a", prompt(11), ignore_eos=True, transfer=target(1)))
+    loop.ranks.receive(admitted.spans, prompt(11), valid)
+    assert loop.emit(loop.scheduler.load_failed("a", valid, "lost")) == []
+    loop.step()
+    (row,) = loop.scheduler.roster.sequences()
+    reserved = [block for _, block in sorted(blocks_of(admitted.spans))]
+    kept = valid // 4
+    assert row.tables[0][:kept] == reserved[:kept]
+    assert not set(row.tables[0][kept:]) & set(reserved)
+    assert loop.plans[0].steps[0].start == kept * 4
+    loop.run()
+    assert loop.outputs[0].transferred_tokens == kept * 4
+    loop.check_stream("a")
+    loop.scheduler.unquarantine(attempt_of(admitted))
+    loop.check_empty()
+
+
+def test_policy_fail_ends_with_an_error():
+    loop = Loop(kv_load_failure_policy="fail")
+    admitted = load(loop, ask("a", prompt(11), n=2, transfer=target(1)))
+    outputs = loop.emit(loop.scheduler.load_failed("a", 4, "digest mismatch"))
+    assert [(o.choice, o.finish_reason) for o in outputs] == [(0, "error"), (1, "error")]
+    assert "digest mismatch" in (outputs[0].error or "")
+    loop.scheduler.unquarantine(attempt_of(admitted))
+    loop.check_empty()
+
+
+def test_quarantined_blocks_are_absent_until_unquarantine():
+    loop = Loop((GroupSpec(block_size=4, num_blocks=5),))
+    admitted = load(loop, ask("a", prompt(12), transfer=target(1)))
+    loop.scheduler.load_failed("a", 0, "lost")
+    loop.check()
+    loop.step()
+    assert not loop.plans
+    assert not loop.scheduler.can_schedule()
+    assert loop.scheduler.blocks.owners(0)["incoming"] == 3
+    loop.ranks.scribble(admitted.spans)
+    loop.scheduler.unquarantine(attempt_of(admitted))
+    loop.run()
+    loop.check_stream("a")
+
+
+@pytest.mark.parametrize("how", ["abort", "expire"])
+def test_a_loading_request_can_end_at_any_time(how: str):
+    loop = Loop()
+    admitted = load(loop, ask("a", prompt(9), deadline_s=5.0, transfer=target(1)))
+    if how == "abort":
+        (output,) = loop.emit(loop.scheduler.abort("a"))
+        assert output.finish_reason == "abort"
+    else:
+        (output,) = loop.emit(loop.scheduler.expire(105.0))
+        assert output.finish_reason == "error"
+    assert loop.scheduler.blocks.owners(0)["incoming"] == 3
+    assert loop.scheduler.loaded("a", [ChoiceStart(1)], 0) == []
+    assert loop.scheduler.load_failed("a", 0, "late") == []
+    loop.scheduler.unquarantine(attempt_of(admitted))
+    loop.scheduler.unquarantine(attempt_of(admitted))
+    loop.check_empty()
+
+
+def test_an_attempt_is_used_once_at_a_time():
+    loop = Loop()
+    loop.add(ask("a", prompt(9), transfer=target(1)))
+    with pytest.raises(RequestError, match="in use"):
+        loop.add(ask("b", prompt(9), transfer=target(1)))
+    loop.step()
+    loop.scheduler.abort("a")
+    with pytest.raises(RequestError, match="in use"):
+        loop.add(ask("b", prompt(9), transfer=target(1)))
+    loop.scheduler.unquarantine(attempt_of(loop.admitted[0]))
+    loop.add(ask("b", prompt(9), transfer=target(1)))
+
+
+def test_a_planted_early_free_is_caught_by_the_audit():
+    loop = Loop()
+    admitted = load(loop, ask("a", prompt(9), transfer=target(1)))
+    loop.scheduler.abort("a")
+    loop.scheduler.blocks.release_incoming(admitted.spans)
+    found = audit(loop.scheduler, incoming=[admitted.spans])
+    assert found["incoming"] == 3
+    assert found["lists"] == 3
+
+
+# --- source ---
+
+
+class Reporter:
+    """A prefill role: holds what has become final, as it becomes final."""
+
+    def __init__(self, loop: Loop) -> None:
+        self.loop = loop
+        self.reports: dict[str, list[tuple[int, int, Spans]]] = {}
+        loop.scheduler.on_progress = self.progressed
+
+    def progressed(self, request: Request) -> None:
+        assert request.state is not State.FINISHED
+        scheduler, name = self.loop.scheduler, request.request_id
+        reports = self.reports.setdefault(name, [])
+        computed = scheduler.computed(name)
+        assert computed is not None
+        end = computed if computed == request.num_known else computed - computed % 4
+        start = reports[-1][1] if reports else 0
+        if end > start:
+            spans = scheduler.spans(name, start, end)
+            scheduler.hold_outgoing(spans)
+            self.loop.outgoing.append(spans)
+            reports.append((start, end, spans))
+
+    def release(self, name: str) -> None:
+        for _, _, spans in self.reports.pop(name, []):
+            self.loop.scheduler.release_outgoing(spans)
+            self.loop.outgoing.remove(spans)
+
+    def sent(self, name: str) -> dict[int, int]:
+        """Position -> KV, as a transfer would read it now."""
+        seen: dict[int, int] = {}
+        for start, end, spans in self.reports.get(name, []):
+            for span in spans[0]:
+                for i, block in enumerate(span.blocks, start=span.first):
+                    for position in range(max(start, 4 * i), min(end, 4 * i + 4)):
+                        seen[position] = self.loop.ranks.memory[0][block, position % 4]
+        return seen
+
+
+@pytest.mark.parametrize("depth", [1, 2])
+@pytest.mark.parametrize("n", [1, 3])
+def test_a_source_stops_after_one_token_and_its_blocks_can_be_held(depth: int, n: int):
+    loop = Loop(depth=depth, max_num_batched_tokens=5)
+    reporter = Reporter(loop)
+    loop.add(ask("a", prompt(11), n=n, max_tokens=9, ignore_eos=True, transfer=source(1)))
+    loop.run()
+    assert [(start, end) for start, end, _ in reporter.reports["a"]] == [(0, 4), (4, 8), (8, 11)]
+    assert [len(loop.streams["a", c].tokens) for c in range(n)] == [1] * n
+    assert {o.finish_reason for o in loop.outputs} == {"length"}
+    assert loop.scheduler.blocks.owners(0)["outgoing"] == 3
+    assert loop.scheduler.computed("a") is None
+    loop.add(ask("b", prompt(50, 2), max_tokens=2, ignore_eos=True))
+    loop.run()
+    again = Loop()
+    again.add(ask("a", prompt(11), max_tokens=1))
+    again.run()
+    fresh = [again.ranks.memory[0][1 + i // 4, i % 4] for i in range(11)]
+    assert [reporter.sent("a")[i] for i in range(11)] == fresh
+    reporter.release("a")
+    loop.check_empty()
+
+
+def test_a_real_stop_at_a_source_is_a_stop():
+    first, _ = Loop().expected_of(ask("a", prompt(6), max_tokens=1, ignore_eos=True))
+    loop = Loop()
+    loop.add(ask("a", prompt(6), stop_token_ids=(first[0],), max_tokens=9, transfer=source(1)))
+    loop.run()
+    assert loop.outputs[-1].finish_reason == "stop"
+
+
+def test_hits_of_a_source_are_final_at_once():
+    loop = Loop(max_num_batched_tokens=2)
+    loop.add(ask("a", prompt(9), max_tokens=1))
+    loop.run()
+    reporter = Reporter(loop)
+    loop.add(ask("b", prompt(13), transfer=source(1)))
+    loop.step()
+    assert [(start, end) for start, end, _ in reporter.reports["b"]] == [(0, 8)]
+
+
+def test_evict_takes_only_the_blocks_of_bad_tokens_out_of_the_cache():
+    loop = Loop()
+    reporter = Reporter(loop)
+    loop.add(ask("a", prompt(12), max_tokens=1, transfer=source(1)))
+    loop.run()
+    for _, _, spans in reporter.reports["a"]:
+        loop.scheduler.evict(spans, [(5, 6)])
+    reporter.release("a")
+    loop.check()
+    loop.add(ask("b", prompt(12), max_tokens=1))
+    loop.run()
+    assert loop.outputs[-1].cached_tokens == 4
+
+
+# --- any workload ---
+
+OPS = st.lists(
+    st.one_of(
+        st.fixed_dictionaries(
+            {
+                "start": st.integers(1, 3),
+                "length": st.integers(1, 20),
+                "n": st.sampled_from([1, 1, 2]),
+                "max_tokens": st.integers(1, 12),
+                "priority": st.integers(0, 1),
+                "role": st.sampled_from(["target", "target", "source", "plain"]),
+            }
+        ),
+        st.sampled_from(
+            ["step", "step", "launch", "update", "deliver", "fail", "drain", "abort", "release"]
+        ),
+    ),
+    max_size=50,
+)
+GROUPS = st.sampled_from(
+    [
+        (FULL,),
+        (GroupSpec(block_size=4, num_blocks=9),),
+        (GroupSpec(block_size=4, num_blocks=9), WINDOW),
+    ]
+)
+
+
+class Storm:
+    """Random hand-overs; every reserved block is spoiled right up to its unquarantine."""
+
+    def __init__(self, loop: Loop, seed: int) -> None:
+        self.loop, self.random = loop, random.Random(seed)
+        self.reporter = Reporter(loop)
+        self.number = 0
+        self.gone: set[Attempt] = set()
+
+    def perform(self, op: object) -> None:
+        if isinstance(op, dict):
+            self.add(dict(op))
+        elif op == "launch":
+            if len(self.loop.in_flight) < self.loop.depth:
+                self.loop.launch()
+        elif op in ("step", "update"):
+            getattr(self.loop, str(op))()
+        else:
+            getattr(self, str(op))()
+        self.loop.check()
+
+    def add(self, fields: dict[str, object]) -> None:
+        self.number += 1
+        roles = {"target": target(self.number), "source": source(self.number), "plain": None}
+        role = roles[str(fields.pop("role"))]
+        length, start = fields.pop("length"), fields.pop("start")
+        assert isinstance(length, int)
+        assert isinstance(start, int)
+        tokens = prompt(length, start)
+        self.loop.add(ask(f"r{self.number}", tokens, transfer=role, **fields))
+
+    def loading(self) -> Admitted | None:
+        live = self.loop.scheduler.roster.loading
+        found = [a for a in self.loop.admitted if a.request_id in live]
+        return self.random.choice(found) if found else None
+
+    def deliver(self) -> None:
+        admitted = self.loading()
+        if admitted is not None:
+            deliver(self.loop, admitted)
+
+    def fail(self) -> None:
+        admitted = self.loading()
+        if admitted is None:
+            return
+        valid = self.random.randrange(admitted.cached_tokens, admitted.num_tokens + 1)
+        tokens = known(self.loop.requests[admitted.request_id])
+        self.loop.ranks.receive(admitted.spans, tokens, valid)
+        self.loop.emit(self.loop.scheduler.load_failed(admitted.request_id, valid, "lost"))
+
+    def drain(self) -> None:
+        """End the quarantine of an attempt; until then a late write may spoil its blocks."""
+        live = {attempt_of(a) for a in self.loop.admitted if a.request_id in self._loading()}
+        over = sorted(set(self.loop.scheduler.reserved) - live)
+        if over:
+            attempt = self.random.choice(over)
+            self.spoil(attempt)
+            self.loop.scheduler.unquarantine(attempt)
+            self.loop.check()
+
+    def _loading(self) -> set[str]:
+        return set(self.loop.scheduler.roster.loading)
+
+    def spoil(self, attempt: Attempt) -> None:
+        """Spoil what no request uses: a write that comes after the target gave up."""
+        blocks = self.loop.scheduler.blocks
+        for g, spans in enumerate(self.loop.scheduler.reserved[attempt]):
+            pool = blocks.pools[g]
+            for block in (block for span in spans for block in span.blocks):
+                if not pool.refs[block] and pool.keys[block] is None:
+                    for slot in range(blocks.groups[g].block_size):
+                        self.loop.ranks.memory[g][block, slot] = -1
+
+    def abort(self) -> None:
+        name = f"r{self.random.randint(1, self.number or 1)}"
+        self.loop.emit(self.loop.scheduler.abort(name))
+
+    def release(self) -> None:
+        if self.reporter.reports:
+            self.reporter.release(self.random.choice(sorted(self.reporter.reports)))
+
+    def finish(self) -> None:
+        """Let every hand-over end and every request with it."""
+        for _ in range(600):
+            if not self.loop.scheduler.has_work() and not self.loop.scheduler.reserved:
+                break
+            self.loop.step()
+            self.random.choice((self.deliver, self.fail))()
+            self.drain()
+            self.release()
+        while self.reporter.reports:
+            self.release()
+
+
+@settings(deadline=None, max_examples=100)
+@given(
+    ops=OPS,
+    groups=GROUPS,
+    depth=st.sampled_from([1, 2]),
+    budget=st.sampled_from([2, 7, 64]),
+    seed=st.integers(0, 1 << 16),
+)
+def test_any_hand_over_gives_the_right_tokens_and_ends_balanced(
+    ops: list[object], groups: tuple[GroupSpec, ...], depth: int, budget: int, seed: int
+):
+    loop = Loop(groups, depth=depth, max_num_batched_tokens=budget, max_num_seqs=5)
+    storm = Storm(loop, seed)
+    for op in ops:
+        storm.perform(op)
+    storm.finish()
+    loop.check_empty()
+    for request in loop.requests.values():
+        for choice in range(request.params.n):
+            loop.check_stream(request.request_id, choice)
+            stream = loop.streams[request.request_id, choice]
+            if stream.finish == "error":
+                length = len(request.token_ids) + len(stream.tokens)
+                assert loop.scheduler.blocks.too_large(length) is not None
