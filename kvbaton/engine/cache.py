@@ -180,7 +180,7 @@ class KVCache:
             data = self.data[block, :, :, :, offset]
             for kv in range(2):
                 sums = token_sums(data[:, :, :, kv].flatten(1, 2), position, kv)
-                sums = sums.unflatten(1, (heads, layers)).transpose(1, 2)
+                sums = sums.view(-1, heads, layers).transpose(1, 2)
                 self.sums[:, :, kv].index_add_(0, block, sums.contiguous(), alpha=sign)
 
     def kept_sums(self, blocks: Sequence[int]) -> npt.NDArray[np.uint64]:

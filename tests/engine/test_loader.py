@@ -8,6 +8,7 @@ import threading
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -116,12 +117,13 @@ def test_dummy_weights_follow_the_seed_and_need_no_files(
 ) -> None:
     shutil.copy(checkpoint() / "config.json", tmp_path)
     first, again, other = dummy(tmp_path, 1), dummy(tmp_path, 1), dummy(tmp_path, 2)
+    layers: Any = first.layers
     assert torch.equal(logits(first), logits(again))
     assert not torch.equal(logits(first), logits(other))
-    weight = first.layers[0].mlp.down_proj.weight
+    weight = layers[0].mlp.down_proj.weight
     assert float(weight.std()) == pytest.approx(0.02, rel=0.05)
     assert float(weight.mean()) == pytest.approx(0.0, abs=0.001)
-    assert not torch.equal(weight, first.layers[1].mlp.down_proj.weight)
+    assert not torch.equal(weight, layers[1].mlp.down_proj.weight)
     assert (first.norm.weight == 1).all()
 
 

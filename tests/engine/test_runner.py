@@ -312,7 +312,10 @@ def test_a_private_copy_may_be_written_again(
     assert (kept(driver, first) == before).all()
 
 
-def test_adopted_blocks_are_as_if_computed_here(checkpoint: Checkpoint, drive: Any) -> None:
+@pytest.mark.parametrize("again", [0, 1, 3])
+def test_adopted_blocks_are_as_if_computed_here(
+    again: int, checkpoint: Checkpoint, drive: Any
+) -> None:
     source, target = drive(checkpoint()), drive(checkpoint())
     expected = source.generate(source.add(PROMPT), 9)
     handle = source.add(PROMPT)
@@ -324,7 +327,7 @@ def test_adopted_blocks_are_as_if_computed_here(checkpoint: Checkpoint, drive: A
     assert (target.wait(sums) == kept(source, handle)).all()
     target.executor.adopt(0, blocks, sums)
     new = NewSequence(1, (*PROMPT, token), 37, 0, SamplingParams(temperature=0.0))
-    step = SequenceStep(1, 37, 1, (tuple(blocks),), 1)
+    step = SequenceStep(1, 37 - again, 1 + again, (tuple(blocks),), 1)
     result = target.executor.launch(StepPlan(1, new=(new,), steps=(step,))).result()
     target.tokens[1] = [*PROMPT, token, result.sampled[0].token_ids[0]]
     target.tables[1], target.computed[1] = blocks, 38

@@ -51,9 +51,9 @@ def processed(logits: Tensor, *params: SamplingParams, eos: tuple[int, ...] = ()
     return out
 
 
-def warped(logits: Tensor, params: SamplingParams) -> Tensor:
+def warped(logits: Any, params: SamplingParams) -> Tensor:
     """What transformers makes of logits."""
-    chain = LogitsProcessorList([TemperatureLogitsWarper(params.temperature)])
+    chain: Any = LogitsProcessorList([TemperatureLogitsWarper(params.temperature)])
     if params.top_k:
         chain.append(TopKLogitsWarper(params.top_k))
     if params.top_p < 1:
@@ -73,6 +73,7 @@ def warped(logits: Tensor, params: SamplingParams) -> Tensor:
         {"top_k": VOCAB + 5},
         {"top_p": 0.9},
         {"top_p": 0.01},
+        {"top_p": 1e-9},
         {"min_p": 0.05},
         {"temperature": 1.7, "top_k": 40, "top_p": 0.8, "min_p": 0.02},
         {"temperature": 0.5, "top_k": 3, "top_p": 0.5},
