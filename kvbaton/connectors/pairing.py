@@ -184,6 +184,8 @@ def _check_plane(where: str, layout: KVLayout, plane: Plane) -> None:
     _agree(where, "size of axis 'block'", size["block"], layout.num_blocks)
     _agree(where, "size of axis 'layer'", size["layer"], len(plane.layers))
     _agree(where, "number of different layers", len(set(plane.layers)), len(plane.layers))
+    if not all(0 <= layer < 1 << 32 for layer in plane.layers):
+        raise LayoutMismatchError(f"{where}: layers {plane.layers}, must be in [0, 2**32)")
     low, high = head_range(plane)
     if min(plane.shape) < 1 or low < 0 or high > plane.head_total:
         raise LayoutMismatchError(

@@ -156,8 +156,7 @@ def _segments(
     source_table: Ints, target_table: Ints, sizes: tuple[int, int], start: int, end: int
 ) -> Segments:
     borders = [np.arange(start // size * size, end, size) for size in sizes]
-    starts = np.union1d(*borders) if sizes[0] != sizes[1] else borders[0]
-    starts = np.unique(np.maximum(starts, start))
+    starts = np.unique(np.maximum(np.concatenate(borders), start))
     tokens = np.diff(starts, append=end)
     source = source_table[starts // sizes[0] - start // sizes[0]]
     target = target_table[starts // sizes[1] - start // sizes[1]]
