@@ -145,30 +145,30 @@ class _Run:
         """What the client gets."""
         actions = self._machine.start(self._now())
         while True:
+            # First, because who has seen the last output may close us while we yield it.
+            self._perform(actions)
             for action in actions:
-                if isinstance(action, Emit):
-                    self._observe(action.output)
-                    yield action.output
-                elif self._perform(action):
-                    return
+                match action:
+                    case Emit(output):
+                        self._observe(output)
+                        yield output
+                    case Raise(error):
+                        raise error
+                    case Finish():
+                        return
             actions = await self._next()
 
-    def _perform(self, action: Action) -> bool:
-        """Carry out anything but `Emit`; whether that was the end."""
-        match action:
-            case StartLeg():
-                self._start(action)
-            case CancelLeg(leg):
-                self._legs[leg].cancel()
-            case Raise(error):
-                self._outcome = "failed"
-                self._tell_story()
-                raise error
-            case Finish():
-                self._outcome = "finished"
-                self._tell_story()
-                return True
-        return False
+    def _perform(self, actions: list[Action]) -> None:
+        for action in actions:
+            match action:
+                case StartLeg():
+                    self._start(action)
+                case CancelLeg(leg):
+                    self._legs[leg].cancel()
+                case Raise():
+                    self._outcome = "failed"
+                case Finish():
+                    self._outcome = "finished"
 
     async def _next(self) -> list[Action]:
         try:
@@ -224,15 +224,12 @@ class _Run:
             self._emitted = True
             self._metrics.first_token.observe(now - self._started_at)
 
-    def _tell_story(self) -> None:
-        for line in self._machine.story:
-            logger.warning("request %s: %s", self._request.request_id, line)
-
     def close(self) -> None:
         """The client has all it wanted, or has gone: end the legs."""
-        for action in self._machine.client_gone():
-            self._perform(action)
+        self._perform(self._machine.client_gone())
         self._metrics.requests.labels(self._outcome).inc()
+        for line in self._machine.story:
+            logger.warning("request %s: %s", self._request.request_id, line)
         running = [task for task in self._legs.values() if not task.done()]
         if running:
             self._dispatcher.linger(running)

@@ -60,7 +60,7 @@ def test_members_are_told_of_all_others(membership: Membership) -> None:
     again, _ = membership.register(info("d0"), 1.0)
     assert again.control_addresses == ("tcp://127.0.0.1/p0",)
     assert again.heartbeat_s == TIMERS.heartbeat_s
-    assert membership.members["d0"].told == {"tcp://127.0.0.1/p0"}
+    assert membership.members["d0"].told == frozenset({"tcp://127.0.0.1/p0"})
 
 
 def test_three_failed_probes_in_a_row_make_it_unhealthy_and_one_good_brings_it_back(

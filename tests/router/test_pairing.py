@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 from kvbaton.router.membership import Member, State
-from kvbaton.router.pairing import NodeLoad, choose, compatible, pairs
+from kvbaton.router.pairing import NodeLoad, Route, choose, compatible, pairs
 from kvbaton.wire import NodeInfo
 
 
@@ -23,7 +25,7 @@ P0, P1 = member("p0", "prefill"), member("p1", "prefill")
 D0, D1 = member("d0", "decode"), member("d1", "decode")
 
 
-def ids(route) -> tuple[str | None, str] | None:
+def ids(route: Route | None) -> tuple[str | None, str] | None:
     if route is None:
         return None
     return route.source.node_id if route.source else None, route.target.node_id
@@ -67,7 +69,7 @@ def test_excluded_nodes_are_avoided_as_long_as_anyone_is_left() -> None:
 
 def test_other_models_never_pair() -> None:
     for change in ({"identity": "bb"}, {"model": "n"}, {"transport": "tcp"}):
-        other = member("d9", "decode", **change)
+        other = member("d9", "decode", **dict[str, Any](change))
         assert not compatible(P0, other)
         assert ids(choose([P0, other], {}, 10)) == (None, "d9")
     assert not compatible(member("p9", "prefill", control_address=None), D0)

@@ -1,0 +1,235 @@
+"""Stand-ins for remote nodes: small servers that speak the public token-level protocol."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import dataclasses
+from collections.abc import AsyncIterator, Awaitable, Callable
+from dataclasses import dataclass, field
+
+import aiohttp
+import msgspec
+import pytest
+import tokenizers
+from aiohttp import web
+from tokenizers.models import WordLevel
+from tokenizers.pre_tokenizers import Whitespace
+
+from kvbaton.edge.config import FRONTEND
+from kvbaton.router.app import router_app
+from kvbaton.router.config import RouterConfig
+from kvbaton.router.dispatch import DispatchConfig, Dispatcher
+from kvbaton.router.membership import MembershipTimers
+from kvbaton.router.nodes import Nodes
+from kvbaton.router.nodes_api import LOADS, NODES
+from kvbaton.text.tokenizer import Tokenizer
+from kvbaton.wire import GenerateRequest, NodeInfo, Output
+
+VOCAB_SIZE = 500
+MODEL = "tiny"
+
+
+def token_at(prompt: tuple[int, ...], index: int, choice: int = 0) -> int:
+    """What every healthy node generates."""
+    return (sum(prompt) * 31 + index * 17 + choice * 7) % VOCAB_SIZE
+
+
+@dataclass
+class StandIn:
+    """A node. Its attributes tell it how to misbehave.
+
+    Attributes:
+        received: requests, in order.
+        arrived: set when a request came.
+        gate: while clear, nothing is answered.
+        cancelled: connections that the router closed before the end.
+        status: answer this error instead.
+        die_after: cut the connection after so many outputs.
+        shift: added to every token of first attempts: a node that disagrees.
+        pause: seconds between outputs.
+        body: of the error answer.
+    """
+
+    info: NodeInfo
+    received: list[GenerateRequest] = field(default_factory=list)
+    arrived: asyncio.Event = field(default_factory=asyncio.Event)
+    gate: asyncio.Event = field(default_factory=asyncio.Event)
+    cancelled: int = 0
+    status: int | None = None
+    body: dict[str, object] = field(default_factory=dict)
+    die_after: int | None = None
+    shift: int = 0
+    pause: float = 0.0
+    healthy: bool = True
+    runner: web.AppRunner | None = None
+
+    async def start(self) -> None:
+        app = web.Application()
+        app.router.add_post("/inference/v1/generate", self.generate)
+        app.router.add_get("/health", self.health)
+        app.router.add_get("/node", self.node)
+        self.runner = web.AppRunner(app, handler_cancellation=True, shutdown_timeout=0.1)
+        await self.runner.setup()
+        await web.TCPSite(self.runner, "127.0.0.1", 0).start()
+        port = self.runner.addresses[0][1]
+        self.info = msgspec.structs.replace(self.info, url=f"http://127.0.0.1:{port}")
+
+    async def stop(self) -> None:
+        if self.runner is not None:
+            await self.runner.cleanup()
+            self.runner = None
+
+    async def health(self, request: web.Request) -> web.Response:
+        return web.Response(status=200 if self.healthy else 503)
+
+    async def node(self, request: web.Request) -> web.Response:
+        return web.Response(body=msgspec.json.encode(self.info))
+
+    async def generate(self, request: web.Request) -> web.StreamResponse:
+        body = msgspec.json.decode(await request.read(), type=GenerateRequest)
+        self.received.append(body)
+        self.arrived.set()
+        try:
+            await self.gate.wait()
+            return await self._answer(request, body)
+        except (asyncio.CancelledError, ConnectionResetError):
+            self.cancelled += 1
+            raise
+
+    async def _answer(self, request: web.Request, body: GenerateRequest) -> web.StreamResponse:
+        if self.status is not None:
+            error = {"message": "no", "type": "x", "param": None, "code": None, **self.body}
+            return web.json_response({"error": error}, status=self.status)
+        response = web.StreamResponse(headers={"Content-Type": "text/event-stream"})
+        await response.prepare(request)
+        for number, output in enumerate(self.outputs(body)):
+            if number == self.die_after:
+                assert request.transport is not None
+                request.transport.abort()
+                return response
+            await response.write(b"data: " + msgspec.json.encode(output) + b"\n\n")
+            await asyncio.sleep(self.pause)
+        await response.write(b"data: [DONE]\n\n")
+        return response
+
+    def outputs(self, body: GenerateRequest) -> list[Output]:
+        """One token per output; a source stops after its first."""
+        params = body.kv_transfer_params or {}
+        source, shift = bool(params.get("do_remote_decode")), self.shift
+        if params.get("attempt"):
+            shift = 0
+        base, limit = len(body.resume_token_ids), body.sampling_params.max_tokens
+        end = base + 1 if source else limit
+        return [
+            Output(
+                request_id=body.request_id or "",
+                choice=choice,
+                index=index,
+                token_ids=((token_at(body.token_ids, index, choice) + shift) % VOCAB_SIZE,),
+                finish_reason="length" if index == end - 1 else None,
+                cached_tokens=2 if source else 1,
+            )
+            for index in range(base, end)
+            for choice in range(body.sampling_params.n)
+        ]
+
+
+@dataclass
+class Rig:
+    """A router with its nodes."""
+
+    url: str
+    app: web.Application
+    session: aiohttp.ClientSession
+    nodes: dict[str, StandIn]
+
+    @property
+    def dispatcher(self) -> Dispatcher:
+        source = self.app[FRONTEND].source
+        assert isinstance(source, Dispatcher)
+        return source
+
+    @property
+    def directory(self) -> Nodes:
+        return self.app[NODES]
+
+    def states(self) -> dict[str, str]:
+        members = self.app[NODES].membership.members
+        return {node_id: str(member.state) for node_id, member in members.items()}
+
+    def loads(self) -> dict[str, object]:
+        return {node: self.app[LOADS][node] for node in self.app[LOADS]}
+
+    async def register(self, node_id: str) -> None:
+        """Introduce a node, again so that all know of all, and wait until it is ready."""
+        for _ in range(2):
+            for node in self.nodes.values():
+                if node.runner is not None:
+                    self.app[NODES].register(node.info)
+        await until(lambda: self.states().get(node_id) == "ready")
+
+
+async def until(condition: Callable[[], bool], seconds: float = 5.0) -> None:
+    """Poll until something is true."""
+    async with asyncio.timeout(seconds):
+        while not condition():
+            await asyncio.sleep(0.005)
+
+
+MakeRig = Callable[..., Awaitable[Rig]]
+
+
+def tiny_tokenizer() -> Tokenizer:
+    backend = tokenizers.Tokenizer(
+        WordLevel({f"t{i}": i for i in range(VOCAB_SIZE)}, unk_token="t0")
+    )
+    backend.pre_tokenizer = Whitespace()
+    return Tokenizer(backend)
+
+
+@pytest.fixture
+async def make_rig() -> AsyncIterator[MakeRig]:
+    """Build a router and nodes ``p0..``, ``d0..``; all are ended with the test."""
+    timers = MembershipTimers(heartbeat_s=60.0, probe_period_s=0.05, probe_timeout_s=0.5)
+    default = RouterConfig(membership=timers, dispatch=DispatchConfig())
+    async with contextlib.AsyncExitStack() as stack:
+
+        async def make(
+            prefill: int = 1, decode: int = 1, static: tuple[str, ...] = (), **settings: object
+        ) -> Rig:
+            config = dataclasses.replace(default, **settings)  # type: ignore[arg-type]
+            config = dataclasses.replace(config, prefill=static[:1], decode=static[1:])
+            nodes = [stand_in("prefill", f"p{i}") for i in range(prefill)]
+            nodes += [stand_in("decode", f"d{i}") for i in range(decode)]
+            for node in nodes:  # first, so that they outlive the router and its probes
+                await node.start()
+                stack.push_async_callback(node.stop)
+            app = await stack.enter_async_context(router_app(config, tiny_tokenizer(), MODEL))
+            runner = web.AppRunner(app, handler_cancellation=True, shutdown_timeout=0.1)
+            await runner.setup()
+            stack.push_async_callback(runner.cleanup)
+            await web.TCPSite(runner, "127.0.0.1", 0).start()
+            url = f"http://127.0.0.1:{runner.addresses[0][1]}"
+            session = await stack.enter_async_context(aiohttp.ClientSession(url))
+            rig = Rig(url, app, session, {node.info.node_id: node for node in nodes})
+            for node_id in rig.nodes:
+                await rig.register(node_id)
+            return rig
+
+        yield make
+
+
+def stand_in(role: str, node_id: str) -> StandIn:
+    info = NodeInfo(
+        node_id=node_id,
+        generation="1",
+        role=role,
+        url="",
+        model=MODEL,
+        control_address=f"tcp://127.0.0.1:{7000 + ord(node_id[-1])}" if role == "prefill" else None,
+        max_model_len=400,
+    )
+    node = StandIn(info)
+    node.gate.set()
+    return node

@@ -1,0 +1,348 @@
+"""The router over real sockets, against stand-ins for nodes."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from collections.abc import Callable
+from contextlib import aclosing
+from typing import Any
+
+import aiohttp
+import msgspec
+import pytest
+
+from kvbaton.edge.cluster_token import registration_token
+from kvbaton.errors import RequestError
+from kvbaton.router.dispatch import DispatchConfig
+from kvbaton.router.membership import MembershipTimers
+from kvbaton.router.relay import RelayTimers
+from kvbaton.wire import AddRequest, Members, NodeInfo, Output, SamplingParams
+
+PROMPT = (1, 2, 3, 4)
+
+
+def expected(count: int, choice: int = 0, prompt: tuple[int, ...] = PROMPT) -> list[int]:
+    return [(sum(prompt) * 31 + index * 17 + choice * 7) % 500 for index in range(count)]
+
+
+def request(max_tokens: int = 4, n: int = 1, **fields: object) -> AddRequest:
+    params = SamplingParams(max_tokens=max_tokens, n=n)
+    return AddRequest(request_id="r", token_ids=PROMPT, params=params, **fields)  # type: ignore[arg-type]
+
+
+async def collect(rig: Any, add: AddRequest) -> list[Output]:
+    async with asyncio.timeout(10), aclosing(rig.dispatcher.generate(add)) as stream:
+        return [output async for output in stream]
+
+
+def tokens(outputs: list[Output], choice: int = 0) -> list[int]:
+    return [token for o in outputs if o.choice == choice for token in o.token_ids]
+
+
+async def until(condition: Callable[[], bool], seconds: float = 5.0) -> None:
+    async with asyncio.timeout(seconds):
+        while not condition():
+            await asyncio.sleep(0.005)
+
+
+async def test_both_legs_get_their_parts_at_once(make_rig: Any) -> None:
+    rig = await make_rig()
+    p, d = rig.nodes["p0"], rig.nodes["d0"]
+    p.gate.clear()
+    d.gate.clear()
+    running = asyncio.create_task(collect(rig, request()))
+    await asyncio.wait_for(asyncio.gather(p.arrived.wait(), d.arrived.wait()), 5)
+    source, target = (node.received[0].kv_transfer_params or {} for node in (p, d))
+    assert (source["do_remote_decode"], source["do_remote_prefill"]) == (True, False)
+    assert (target["do_remote_decode"], target["do_remote_prefill"]) == (False, True)
+    assert source["transfer_id"] == target["transfer_id"] == target["remote_request_id"]
+    assert len(bytes.fromhex(source["transfer_id"])) == 16
+    assert target["remote_engine_id"] == "p0"
+    assert (target["remote_host"], target["remote_port"]) == ("127.0.0.1", 7048)
+    assert p.received[0].sampling_params.seed == d.received[0].sampling_params.seed is not None
+    p.gate.set()
+    d.gate.set()
+    assert tokens(await running) == expected(4)
+    await until(lambda: rig.loads() == {})
+
+
+async def test_the_first_token_comes_from_prefill_before_decode_speaks(
+    make_rig: Any,
+) -> None:
+    rig = await make_rig()
+    rig.nodes["d0"].gate.clear()
+    async with aclosing(rig.dispatcher.generate(request())) as stream:
+        first = await asyncio.wait_for(anext(stream), 5)
+        assert first.token_ids == (expected(1)[0],)
+        assert first.cached_tokens == 2
+        rig.nodes["d0"].gate.set()
+        rest = [output async for output in stream]
+    assert tokens([first, *rest]) == expected(4)
+    assert rest[-1].finish_reason == "length"
+
+
+async def test_a_decode_node_that_disagrees_is_asked_again_with_the_committed_token(
+    make_rig: Any,
+) -> None:
+    rig = await make_rig()
+    p, d = rig.nodes["p0"], rig.nodes["d0"]
+    d.gate.clear()
+    d.shift = 1
+    async with aclosing(rig.dispatcher.generate(request())) as stream:
+        outputs = [await anext(stream)]
+        d.gate.set()
+        await until(lambda: len(d.received) == 1)
+        async for output in stream:
+            outputs.append(output)
+    assert d.received[1].resume_token_ids == p.received[1].resume_token_ids == (expected(1)[0],)
+    assert (d.received[1].kv_transfer_params or {})["attempt"] == 1
+    assert tokens(outputs) == expected(4)
+
+
+async def test_a_dead_prefill_node_costs_no_request(make_rig: Any) -> None:
+    rig = await make_rig()
+    await rig.nodes["p0"].stop()
+    assert tokens(await collect(rig, request())) == expected(4)
+    await until(lambda: rig.states()["p0"] == "unhealthy")
+    outputs = await collect(rig, request())
+    assert tokens(outputs) == expected(4)
+    assert rig.nodes["d0"].received[-1].kv_transfer_params is None, "decode serves it alone"
+
+
+@pytest.mark.parametrize("status", [500, 503])
+async def test_a_failing_prefill_node_costs_no_request(make_rig: Any, status: int) -> None:
+    rig = await make_rig()
+    rig.nodes["p0"].status = status
+    assert tokens(await collect(rig, request())) == expected(4)
+
+
+async def test_a_decode_node_that_dies_mid_stream_is_replaced(make_rig: Any) -> None:
+    rig = await make_rig(decode=2)
+    rig.nodes["d0"].die_after = 3
+    outputs = await collect(rig, request(max_tokens=6))
+    assert tokens(outputs) == expected(6)
+    assert [o.finish_reason for o in outputs if o.finish_reason] == ["length"]
+    assert rig.nodes["d1"].received[0].resume_token_ids == tuple(expected(3))
+    metrics = await (await rig.session.get("/metrics")).text()
+    assert "kvbaton_router_retries_total 1.0" in metrics
+
+
+async def test_a_decode_node_that_freezes_is_replaced_once_its_probes_fail(make_rig: Any) -> None:
+    rig = await make_rig(decode=2)
+    d0 = rig.nodes["d0"]
+    d0.gate.clear()
+    running = asyncio.create_task(collect(rig, request()))
+    await asyncio.wait_for(d0.arrived.wait(), 5)
+    rig.directory.unreachable(d0.info, "frozen")
+    assert tokens(await running) == expected(4)
+    assert len(rig.nodes["d1"].received) == 1
+
+
+async def test_without_any_decode_node_left_prefill_serves_alone(make_rig: Any) -> None:
+    rig = await make_rig()
+    rig.nodes["d0"].die_after = 2
+    assert tokens(await collect(rig, request())) == expected(4)
+    assert rig.nodes["p0"].received[-1].kv_transfer_params is None
+
+
+@pytest.mark.parametrize("when", ["before the first token", "after it"])
+async def test_leaving_cancels_both_legs(make_rig: Any, when: str) -> None:
+    rig = await make_rig()
+    p, d = rig.nodes["p0"], rig.nodes["d0"]
+    d.gate.clear()
+    p.gate.clear()
+    stream = rig.dispatcher.generate(request())
+    first = asyncio.create_task(anext(stream))
+    await asyncio.wait_for(asyncio.gather(p.arrived.wait(), d.arrived.wait()), 5)
+    if when == "after it":
+        p.gate.set()
+        await first
+    first.cancel()
+    await asyncio.gather(first, return_exceptions=True)
+    await stream.aclose()
+    await until(lambda: d.cancelled == 1)
+    await until(lambda: p.cancelled == (when == "before the first token"))
+    await until(lambda: rig.loads() == {})
+
+
+async def test_a_client_that_hangs_up_on_the_endpoint_cancels_both_legs(make_rig: Any) -> None:
+    rig = await make_rig()
+    p, d = rig.nodes["p0"], rig.nodes["d0"]
+    d.gate.clear()
+    p.gate.clear()
+    call = asyncio.create_task(complete(rig, stream=True))
+    await asyncio.wait_for(asyncio.gather(p.arrived.wait(), d.arrived.wait()), 5)
+    call.cancel()
+    await asyncio.gather(call, return_exceptions=True)
+    await until(lambda: (p.cancelled, d.cancelled) == (1, 1))
+
+
+async def test_a_request_that_prefill_finds_wrong_is_the_clients_to_mend(make_rig: Any) -> None:
+    rig = await make_rig()
+    p, d = rig.nodes["p0"], rig.nodes["d0"]
+    d.gate.clear()
+    p.status, p.body = 400, {"message": "too long", "param": "token_ids", "code": "too_long"}
+    with pytest.raises(RequestError, match="too long") as caught:
+        await collect(rig, request())
+    assert (caught.value.status, caught.value.param) == (400, "token_ids")
+    await until(lambda: d.cancelled == 1)
+
+
+async def test_several_choices_survive_a_death(make_rig: Any) -> None:
+    rig = await make_rig(decode=2)
+    rig.nodes["d0"].die_after = 5
+    outputs = await collect(rig, request(max_tokens=4, n=2))
+    assert tokens(outputs, 0) == expected(4, 0)
+    assert tokens(outputs, 1) == expected(4, 1)
+
+
+async def test_the_deadline_is_kept(make_rig: Any) -> None:
+    rig = await make_rig()
+    rig.nodes["d0"].gate.clear()
+    with pytest.raises(RequestError) as caught:
+        await collect(rig, request(deadline_s=0.2))
+    assert caught.value.status == 504
+    await until(lambda: rig.nodes["d0"].cancelled == 1)
+
+
+async def test_a_silent_decode_node_is_given_up(make_rig: Any) -> None:
+    quick = DispatchConfig(RelayTimers(idle_s=0.2))
+    rig = await make_rig(decode=2, dispatch=quick)
+    rig.nodes["d0"].gate.clear()
+    assert tokens(await collect(rig, request())) == expected(4)
+
+
+async def test_load_spreads(make_rig: Any) -> None:
+    rig = await make_rig(prefill=2, decode=2)
+    for node in rig.nodes.values():
+        node.gate.clear()
+    running = [asyncio.create_task(collect(rig, request())) for _ in range(4)]
+    await until(lambda: sum(len(n.received) for n in rig.nodes.values()) == 8)
+    assert [len(node.received) for node in rig.nodes.values()] == [2, 2, 2, 2]
+    for node in rig.nodes.values():
+        node.gate.set()
+    for task in running:
+        assert tokens(await task) == expected(4)
+
+
+# --- through the endpoint ---
+
+
+async def complete(rig: Any, **fields: object) -> tuple[int, Any, aiohttp.ClientResponse]:
+    body = {"model": "tiny", "prompt": list(PROMPT), "max_tokens": 4, **fields}
+    async with rig.session.post("/v1/completions", json=body) as response:
+        if not fields.get("stream"):
+            return response.status, await response.json(), response
+        return response.status, {"events": await read_stream(response)}, response
+
+
+async def read_stream(response: aiohttp.ClientResponse) -> list[object]:
+    lines = [line async for line in response.content if line.startswith(b"data: ")]
+    assert lines[-1] == b"data: [DONE]\n"
+    return [json.loads(line[6:]) for line in lines[:-1]]
+
+
+def text(ids: list[int]) -> str:
+    return " ".join(f"t{i}" for i in ids)
+
+
+async def test_a_completion_is_whole_or_streamed(make_rig: Any) -> None:
+    rig = await make_rig()
+    status, body, _ = await complete(rig)
+    assert status == 200
+    assert body["choices"][0]["text"].strip() == text(expected(4))
+    assert body["usage"]["prompt_tokens_details"]["cached_tokens"] == 2
+    _, streamed, _ = await complete(rig, stream=True)
+    pieces = [c["text"] for event in streamed["events"] for c in event["choices"]]
+    assert "".join(pieces).strip() == text(expected(4))
+
+
+async def test_without_nodes_the_answer_is_503_with_a_hint(make_rig: Any) -> None:
+    rig = await make_rig(prefill=0, decode=0)
+    status, body, response = await complete(rig)
+    assert status == 503
+    assert body["error"]["code"] == "no_node_ready"
+    assert "Retry-After" in response.headers
+    assert (await rig.session.get("/health")).status == 503
+
+
+async def test_the_page_and_the_metrics_show_the_nodes(make_rig: Any) -> None:
+    rig = await make_rig()
+    await complete(rig)
+    page = await (await rig.session.get("/")).text()
+    assert "<td>p0</td>" in page
+    assert "<td>ready</td>" in page
+    metrics = await (await rig.session.get("/metrics")).text()
+    assert 'kvbaton_router_legs_total{node="d0",part="target"} 1.0' in metrics
+    assert 'kvbaton_router_requests_total{outcome="finished"} 1.0' in metrics
+    assert "kvbaton_router_first_token_seconds_count 1.0" in metrics
+    assert 'kvbaton_router_nodes{node="d0",role="decode",state="ready"} 1.0' in metrics
+    assert (await rig.session.get("/health")).status == 200
+
+
+# --- membership over HTTP ---
+
+
+async def post_node(rig: Any, info: NodeInfo, **headers: str) -> tuple[int, bytes]:
+    body = msgspec.json.encode(info)
+    async with rig.session.post("/nodes", data=body, headers=headers) as response:
+        return response.status, await response.read()
+
+
+async def test_nodes_come_drain_and_go(make_rig: Any) -> None:
+    rig = await make_rig()
+    status, answer = await post_node(rig, rig.nodes["d0"].info)
+    assert status == 200
+    members = msgspec.json.decode(answer, type=Members)
+    assert members.control_addresses == (rig.nodes["p0"].info.control_address,)
+    listed = await (await rig.session.get("/nodes")).json()
+    assert [(n["node_id"], n["state"]) for n in listed["nodes"]] == [
+        ("d0", "ready"),
+        ("p0", "ready"),
+    ]
+    assert listed["pairs"] == [["p0", "d0"]]
+    drained = await rig.session.post("/nodes/d0/drain")
+    assert await drained.json() == {"draining": "d0", "requests": 0}
+    await complete(rig)
+    assert rig.nodes["d0"].received == []
+    assert (await rig.session.delete("/nodes/d0")).status == 200
+    assert (await post_node(rig, rig.nodes["d0"].info))[0] == 410
+    assert (await rig.session.delete("/nodes/d0")).status == 404
+    assert list(rig.states()) == ["p0"]
+
+
+async def test_a_silent_node_expires(make_rig: Any) -> None:
+    timers = MembershipTimers(heartbeat_s=0.02, probe_period_s=0.02, forget_s=0.3)
+    rig = await make_rig(prefill=0, decode=0, membership=timers)
+    other = await make_rig(prefill=0)
+    assert (await post_node(rig, other.nodes["d0"].info))[0] == 200
+    await until(lambda: rig.states().get("d0") == "unhealthy")
+    await until(lambda: rig.states() == {})
+
+
+async def test_static_nodes_are_found_and_found_again(make_rig: Any) -> None:
+    other = await make_rig()
+    urls = {name: node.info.url for name, node in other.nodes.items()}
+    rig = await make_rig(prefill=0, decode=0, static=(urls["p0"], urls["d0"]))
+    await until(lambda: set(rig.states().items()) == {("p0", "ready"), ("d0", "ready")})
+    assert tokens(await collect(rig, request())) == expected(4)
+    assert other.nodes["p0"].received
+
+
+async def test_registration_needs_the_token_of_the_cluster(make_rig: Any) -> None:
+    rig = await make_rig(prefill=0, decode=0, cluster_key="secret")
+    other = await make_rig(prefill=0)
+    info = other.nodes["d0"].info
+    assert (await post_node(rig, info))[0] == 401
+    assert (await post_node(rig, info, Authorization="Bearer secret"))[0] == 401
+    token = registration_token("secret")
+    assert "secret" not in token
+    assert (await post_node(rig, info, Authorization=f"Bearer {token}"))[0] == 200
+
+
+async def test_a_malformed_registration_names_the_field(make_rig: Any) -> None:
+    rig = await make_rig(prefill=0, decode=0)
+    async with rig.session.post("/nodes", json={"node_id": 3}) as response:
+        assert response.status == 400
+        assert (await response.json())["error"]["param"] == "node_id"
