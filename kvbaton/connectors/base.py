@@ -14,14 +14,13 @@ from __future__ import annotations
 import enum
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Literal, Protocol, runtime_checkable
+from typing import Literal, Protocol, runtime_checkable
 
-if TYPE_CHECKING:
-    import numpy as np
-    import numpy.typing as npt
+import numpy as np
+import numpy.typing as npt
 
-    Ranges = npt.NDArray[np.int64]
-    """Packed copy instructions, int64 of shape [n, 8]; the columns are `RangeColumn`."""
+Ranges = npt.NDArray[np.int64]
+"""Packed copy instructions, int64 of shape [n, 8]; the columns are `RangeColumn`."""
 
 Device = Literal["cpu", "cuda"]
 

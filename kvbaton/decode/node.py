@@ -10,7 +10,7 @@ from kvbaton.connectors.channel import ControlChannel
 from kvbaton.connectors.courier.endpoint import HandoverConfig, make_identity, open_transports
 from kvbaton.connectors.courier.receiver import Receiver
 from kvbaton.connectors.courier.thread import Courier
-from kvbaton.connectors.plan import check_pairable
+from kvbaton.connectors.pairing import check_pairable
 from kvbaton.connectors.protocol.target import Target
 from kvbaton.decode.role import DecodeRole
 from kvbaton.engine.executor import Executor

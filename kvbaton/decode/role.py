@@ -107,13 +107,6 @@ class DecodeRole:
                 param="kv_transfer_params.remote_host",
                 code="not_a_member",
             )
-        if Attempt(transfer.transfer_id, transfer.attempt) in self._reserved:
-            raise RequestError(
-                f"transfer {transfer.transfer_id.hex()} attempt {transfer.attempt} is in use",
-                param="kv_transfer_params.transfer_id",
-                status=409,
-                code="transfer_consumed",
-            )
         return request
 
     def _is_member(self, address: str) -> bool:

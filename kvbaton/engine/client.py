@@ -6,7 +6,6 @@ import asyncio
 import itertools
 import logging
 import multiprocessing
-import os
 import shutil
 import tempfile
 from collections.abc import AsyncIterator
@@ -54,6 +53,7 @@ class EngineClient:
         ready: what the core said of itself when it came up.
         metrics: the latest counters and gauges.
         dead: why the core is gone, or None while it lives.
+        died: set when `dead` is.
     """
 
     ready: Ready
@@ -62,6 +62,7 @@ class EngineClient:
         self.node = node
         self.metrics: Metrics | None = None
         self.dead: str | None = None
+        self.died = asyncio.Event()
         self._queues: dict[str, asyncio.Queue[Item]] = {}
         self._commands: dict[int, asyncio.Future[Any]] = {}
         self._ids = itertools.count()
@@ -87,7 +88,7 @@ class EngineClient:
         config: EngineConfig,
         role_factory: RoleFactory,
         *,
-        node_id: str,
+        node: NodeId,
         log_level: str = "warning",
     ) -> EngineClient:
         """Start a core and wait until it can serve.
@@ -96,7 +97,7 @@ class EngineClient:
             ConfigError: the core refused a setting.
             EngineDeadError: it died or took longer than `START_TIMEOUT_S`.
         """
-        client = cls(NodeId(node_id, os.urandom(16)))
+        client = cls(node)
         context = multiprocessing.get_context("spawn")
         client._process = context.Process(
             target=core_main,
@@ -108,7 +109,7 @@ class EngineClient:
                 client._endpoint("from"),
                 log_level,
             ),
-            name=f"kvbaton-core-{node_id}",
+            name=f"kvbaton-core-{node.node}",
             daemon=True,
         )
         client._process.start()
@@ -158,6 +159,7 @@ class EngineClient:
         if self.dead is not None:
             return
         self.dead = reason
+        self.died.set()
         error = EngineDeadError(reason)
         if not self._ready.done():
             self._ready.set_exception(ConfigError(field, reason) if field else error)

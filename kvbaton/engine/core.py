@@ -9,7 +9,7 @@ from __future__ import annotations
 import logging
 import time
 from collections import deque
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from typing import Any, Protocol
 
 from kvbaton.engine.executor import Executor
@@ -175,7 +175,7 @@ class EngineCore:
 
     def command(self, command: Command) -> None:
         """Answer a question."""
-        actions = {
+        actions: dict[str, Callable[[], Any]] = {
             "state": self.state,
             "metrics": lambda: self.report(force=True),
             "reset_prefix_cache": self.scheduler.reset_prefix_cache,

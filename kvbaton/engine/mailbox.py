@@ -39,7 +39,7 @@ class CoreMailbox:
             self._wake_fd = wake_fd
         self._poller.poll(int(timeout * 1000))
         messages: list[ToCore] = []
-        while self._in.getsockopt(zmq.EVENTS) & zmq.POLLIN:
+        while self._in.poll(0):
             messages.append(_to_core.decode(self._in.recv(zmq.NOBLOCK)))
         return messages
 

@@ -205,7 +205,7 @@ class PrefillRole:
                 output.token_ids[0], logprobs, reason, output.stop_reason
             )
             source.cached_tokens = output.cached_tokens
-        if len(source.first) == source.request.params.n and source.start is not None:
+        if output.token_ids and len(source.first) == source.request.params.n:
             choices = tuple(source.first[i] for i in range(source.request.params.n))
             self.courier.submit(FirstTokens(source.attempt, choices, source.cached_tokens))
         if output.finish_reason is None:

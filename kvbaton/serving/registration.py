@@ -62,6 +62,11 @@ class NodeRegistrar:
         self._max_backoff_s = max_backoff_s
         self._known: tuple[str, ...] | None = None
         self._failures = 0
+        self._news = asyncio.Event()
+
+    def nudge(self) -> None:
+        """Say now, not at the next heartbeat, that something has changed."""
+        self._news.set()
 
     async def run(self) -> None:
         """Register, then repeat until cancelled.
@@ -82,7 +87,26 @@ class NodeRegistrar:
                     await asyncio.sleep(self._backoff(error))
                 else:
                     await self._registered(members)
-                    await asyncio.sleep(members.heartbeat_s)
+                    await self._pause(members.heartbeat_s)
+
+    async def _pause(self, seconds: float) -> None:
+        try:
+            await asyncio.wait_for(self._news.wait(), seconds)
+        except TimeoutError:
+            return
+        self._news.clear()
+
+    def nudge(self) -> None:
+        """Send the next heartbeat now: the node has news."""
+        self._nudged.set()
+
+    async def _pause(self, seconds: float) -> None:
+        try:
+            async with asyncio.timeout(seconds):
+                await self._nudged.wait()
+        except TimeoutError:
+            return
+        self._nudged.clear()
 
     async def leave(self) -> None:
         """Tell the router that this node goes away; what it is serving there goes on.

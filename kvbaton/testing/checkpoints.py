@@ -7,6 +7,7 @@ Equal arguments give equal files. The text is noise, but every part of the path 
 
 from __future__ import annotations
 
+import argparse
 import json
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
@@ -226,3 +227,31 @@ def _save_weights(folder: Path, weights: dict[str, Tensor], shards: int) -> None
     total = sum(x.nbytes for x in weights.values())
     index = {"metadata": {"total_size": total}, "weight_map": weight_map}
     _write_json(folder / "model.safetensors.index.json", index)
+
+
+def main() -> None:
+    """``python -m kvbaton.testing.checkpoints FOLDER``: make a model for a demo or a benchmark."""
+    parser = argparse.ArgumentParser(description="Make a small random model folder.")
+    parser.add_argument("folder", type=Path)
+    parser.add_argument("--family", choices=sorted(ARCHITECTURES), default="llama")
+    parser.add_argument("--layers", type=int, default=8)
+    parser.add_argument("--hidden-size", type=int, default=512)
+    parser.add_argument("--max-position-embeddings", type=int, default=8192)
+    parser.add_argument("--seed", type=int, default=0)
+    args = parser.parse_args()
+    spec = CheckpointSpec(
+        family=args.family,
+        seed=args.seed,
+        hidden_size=args.hidden_size,
+        intermediate_size=3 * args.hidden_size,
+        num_layers=args.layers,
+        num_heads=args.hidden_size // 64,
+        num_kv_heads=max(1, args.hidden_size // 256),
+        head_dim=64,
+        max_position_embeddings=args.max_position_embeddings,
+    )
+    print(make_checkpoint(args.folder, spec))
+
+
+if __name__ == "__main__":
+    main()

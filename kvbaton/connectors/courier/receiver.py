@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import time
+from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
@@ -86,6 +87,7 @@ class Receiver:
             ("notices", "junk_notices", "digests_checked", "digests_failed", "verify_seconds"), 0.0
         )
         self.timelines = Timelines()
+        self._events: deque[TargetEvent] = deque()
         self._live: set[Attempt] = set()
         self._peers: dict[NodeId, list[tuple[Transport, Peer]]] = {}
         self._rank_layouts: dict[bytes, list[list[KVLayout]]] = {}
@@ -99,11 +101,19 @@ class Receiver:
         }
 
     def handle(self, event: TargetEvent, now: float) -> None:
-        """Give the machine an event and carry out what it answers."""
+        """Give the machine an event and carry out what it answers.
+
+        What an action causes waits until all actions of the event are carried out.
+        """
         if isinstance(event, Start):
             self._live.add(event.attempt)
-        for action in self.target.handle(event, now):
-            self._carry_out(action, now)
+        self._events.append(event)
+        if len(self._events) > 1:
+            return
+        while self._events:
+            for action in self.target.handle(self._events[0], now):
+                self._carry_out(action, now)
+            self._events.popleft()
 
     def _carry_out(self, action: TargetAction, now: float) -> None:
         do = self._do.get(type(action))

@@ -120,6 +120,7 @@ class Sender:
             ("posted_bytes", "sent_bytes", "writes", "write_seconds", "plan_seconds"), 0.0
         )
         self.timelines = Timelines()
+        self._events: deque[SourceEvent] = deque()
         self._peers: dict[bytes, _Peers] = {}
         self._writes: list[_Write] = []
         self._reports: dict[Attempt, deque[BlocksReport | FirstTokens]] = {}
@@ -146,9 +147,17 @@ class Sender:
             self.handle(item, now)
 
     def handle(self, event: SourceEvent, now: float) -> None:
-        """Give the machine an event and carry out what it answers."""
-        for action in self.source.handle(event, now):
-            self._carry_out(action, now)
+        """Give the machine an event and carry out what it answers.
+
+        What an action causes waits until all actions of the event are carried out.
+        """
+        self._events.append(event)
+        if len(self._events) > 1:
+            return
+        while self._events:
+            for action in self.source.handle(self._events[0], now):
+                self._carry_out(action, now)
+            self._events.popleft()
 
     def _carry_out(self, action: SourceAction, now: float) -> None:
         do = self._do.get(type(action))
