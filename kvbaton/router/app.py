@@ -123,20 +123,26 @@ def main(config: RouterConfig) -> int:
 
 async def run(config: RouterConfig) -> int:
     """Startup, serve, drain, shutdown."""
-    listener = listening_socket(config)
-    folder, name = await find_model(config)
-    async with router_app(config, Tokenizer.load(folder), name) as app:
-        runner = web.AppRunner(
-            app, handler_cancellation=True, shutdown_timeout=config.grace_s, access_log=None
-        )
-        await runner.setup()
-        site = web.SockSite(runner, listener)
-        await site.start()
+    with listening_socket(config) as listener:
+        folder, name = await find_model(config)
+        async with router_app(config, Tokenizer.load(folder), name) as app:
+            await serve(app, listener, config.grace_s)
+    return 0
+
+
+async def serve(app: web.Application, listener: socket.socket, grace_s: float) -> None:
+    """Answer until told to stop, then let open requests end."""
+    runner = web.AppRunner(
+        app, handler_cancellation=True, shutdown_timeout=grace_s, access_log=None
+    )
+    await runner.setup()
+    try:
+        await web.SockSite(runner, listener).start()
         logger.info("listening on %s", url_of(listener))
         await told_to_stop()
-        logger.info("stopping; open requests have %g s", config.grace_s)
+        logger.info("stopping; open requests have %g s", grace_s)
+    finally:
         await runner.cleanup()
-    return 0
 
 
 async def told_to_stop() -> None:

@@ -96,18 +96,6 @@ class NodeRegistrar:
             return
         self._news.clear()
 
-    def nudge(self) -> None:
-        """Send the next heartbeat now: the node has news."""
-        self._nudged.set()
-
-    async def _pause(self, seconds: float) -> None:
-        try:
-            async with asyncio.timeout(seconds):
-                await self._nudged.wait()
-        except TimeoutError:
-            return
-        self._nudged.clear()
-
     async def leave(self) -> None:
         """Tell the router that this node goes away; what it is serving there goes on.
 

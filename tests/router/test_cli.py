@@ -1,0 +1,188 @@
+"""The command line, as a user meets it."""
+
+from __future__ import annotations
+
+import os
+import signal
+import socket
+import subprocess
+import sys
+import time
+from dataclasses import fields
+from pathlib import Path
+
+import pytest
+
+from kvbaton.cli import attribute_docs, engine_config, engine_flags, human_int, main, make_parser
+from kvbaton.cluster.config import shares
+from kvbaton.engine.config import EngineConfig
+from kvbaton.serving.config import NodeConfig
+
+
+def kvbaton(*words: str, timeout: float = 60) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(
+        [sys.executable, "-m", "kvbaton", *words], capture_output=True, text=True, timeout=timeout
+    )
+
+
+@pytest.fixture
+def broken_model(tmp_path: Path) -> str:
+    """A folder that looks like a model until a node reads it."""
+    (tmp_path / "config.json").write_text('{"architectures": ["NoSuchModel"]}')
+    return str(tmp_path)
+
+
+def failure(capsys: pytest.CaptureFixture[str], *words: str) -> str:
+    try:
+        status: object = main(words)
+    except SystemExit as stop:
+        status = stop.code
+    assert status == 2
+    lines = capsys.readouterr().err.splitlines()
+    assert len(lines) == 1
+    return lines[0]
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        (["prefill"], "required: --model"),
+        (["prefill", "--model", "/nope"], "--model: '/nope' is no model folder"),
+        (["up", "--model", "/nope"], "--model: '/nope' is no model folder"),
+        (["decode", "--model", "x", "--dtype", "int3"], "--dtype: invalid choice: 'int3'"),
+        (["decode", "--model", "x", "--block-size", "many"], "--block-size: 'many' is no number"),
+        (["decode", "--model", "x", "--port", "70000"], "--port: 70000 is no port"),
+        (["up", "--model", "x", "--prefill", "-1"], "--prefill: -1 is negative"),
+        (["router", "--shiny"], "unrecognized arguments: --shiny"),
+        (["router", "--port", "0"], "--model: needed for its tokenizer"),
+        (["router", "--port", "0", "--model", "/nope"], "/nope/tokenizer.json: is missing"),
+    ],
+)
+def test_wrong_settings_are_named_in_one_line(
+    capsys: pytest.CaptureFixture[str], words: list[str], message: str
+) -> None:
+    line = failure(capsys, *words)
+    assert line.startswith("kvbaton: error: ")
+    assert message in line
+
+
+def test_node_settings_that_do_not_fit_are_named(
+    capsys: pytest.CaptureFixture[str], broken_model: str
+) -> None:
+    node = ["decode", "--model", broken_model]
+    assert "--host: 0.0.0.0 is not loopback" in failure(capsys, *node, "--host", "0.0.0.0")
+    assert "--peer: 'tcp://x' is not of the form" in failure(capsys, *node, "--peer", "tcp://x")
+    assert "--router: 'here' is no http URL" in failure(capsys, *node, "--router", "here")
+
+
+def test_a_port_in_use_is_said_so(capsys: pytest.CaptureFixture[str], broken_model: str) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        port = str(taken.getsockname()[1])
+        for words in (["router", "--port", port], ["up", "--port", port]):
+            line = failure(capsys, *words, "--model", broken_model)
+            assert f"--port: 127.0.0.1:{port} is in use" in line
+
+
+def test_the_module_runs_like_the_command() -> None:
+    done = kvbaton("version")
+    assert (done.returncode, done.stdout.strip()) == (0, "0.1.0")
+    done = kvbaton("prefill", "--help")
+    assert "--kv-load-failure-policy" in done.stdout
+    assert "debug" not in done.stdout.replace("{debug,info,warning,error}", "")
+
+
+def test_every_engine_setting_has_a_flag_and_a_help_text() -> None:
+    docs = attribute_docs(EngineConfig)
+    assert {field.name for field in fields(EngineConfig)} == set(docs)
+    words = ["decode", "--model", "m", "--no-enable-prefix-caching", "--max-model-len", "4K"]
+    config = engine_config(make_parser().parse_args(words))
+    assert config == EngineConfig(model="m", enable_prefix_caching=False, max_model_len=4096)
+
+
+def test_up_passes_engine_flags_on_to_nodes() -> None:
+    words = ["--model", "m", "--dtype", "float32", "--enforce-eager", "--num-blocks", "9"]
+    parser = make_parser()
+    args = parser.parse_args(["up", *words, "--no-enable-prefix-caching"])
+    again = parser.parse_args(["prefill", *engine_flags(args)])
+    assert engine_config(again) == engine_config(args)
+    assert engine_config(again).num_blocks == 9
+
+
+@pytest.mark.parametrize(
+    ("text", "value"), [("4096", 4096), ("4k", 4000), ("4K", 4096), ("1.5G", 3 << 29), ("-1", -1)]
+)
+def test_numbers_with_units(text: str, value: int) -> None:
+    assert human_int(text) == value
+
+
+def test_the_machine_is_divided(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("OMP_NUM_THREADS", raising=False)
+    cpu = EngineConfig(model="m", device="cpu")
+    assert [share.flags for share in shares(cpu, 3, [], 8)] == [("--num-threads=2",)] * 3
+    assert shares(cpu, 4, [], 2)[0].flags == ("--num-threads=1",)
+    chosen = EngineConfig(model="m", device="cpu", num_threads=5)
+    assert shares(chosen, 3, [], 8)[0].flags == ()
+    gpu = EngineConfig(model="m", tensor_parallel_size=2)
+    four = shares(gpu, 3, ["0", "1", "2", "3"], 8)
+    assert [share.env["CUDA_VISIBLE_DEVICES"] for share in four] == ["0,1", "2,3", "0,1"]
+    assert {share.flags for share in four} == {("--gpu-memory-utilization=0.4500",)}
+
+
+def test_keys_do_not_show() -> None:
+    config = NodeConfig(
+        engine=EngineConfig(model="m"),
+        role="decode",
+        node_id="d",
+        cluster_key="hush",
+        api_keys=("hush",),
+    )
+    assert "hush" not in repr(config) + repr(config.handover)
+
+
+def test_up_reports_the_node_that_failed_and_leaves_nothing(broken_model: str) -> None:
+    (Path(broken_model) / "tokenizer.json").write_text(TOKENIZER)
+    words = ["up", "--model", broken_model, "--prefill", "1", "--decode", "1", "--port", "0"]
+    began = time.monotonic()
+    done = kvbaton(*words, "--transport", "tcp", "--num-threads", "1")
+    assert time.monotonic() - began < 45
+    assert done.returncode == 1
+    assert "prefill-0: starting" in done.stdout
+    assert "its last lines:" in done.stderr
+    assert "NoSuchModel" in done.stderr.partition("its last lines:")[2]
+    assert processes_with(broken_model) == []
+
+
+def test_killing_up_kills_its_children(broken_model: str) -> None:
+    (Path(broken_model) / "tokenizer.json").write_text(TOKENIZER)
+    words = [sys.executable, "-m", "kvbaton", "up", "--model", broken_model, "--port", "0"]
+    with subprocess.Popen(words, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL) as up:
+        wait_for(lambda: len(processes_with(broken_model)) > 1)
+        up.send_signal(signal.SIGKILL)
+    wait_for(lambda: processes_with(broken_model) == [])
+
+
+def wait_for(condition: object, seconds: float = 20.0) -> None:
+    assert callable(condition)
+    give_up = time.monotonic() + seconds
+    while not condition():
+        assert time.monotonic() < give_up
+        time.sleep(0.02)
+
+
+def processes_with(word: str) -> list[int]:
+    """Processes that have this word in their command line."""
+    found = []
+    for entry in Path("/proc").iterdir():
+        if not entry.name.isdigit() or int(entry.name) == os.getpid():
+            continue
+        try:
+            line = (entry / "cmdline").read_bytes().decode(errors="replace")
+        except (FileNotFoundError, ProcessLookupError):
+            continue
+        if word in line:
+            found.append(int(entry.name))
+    return found
+
+
+TOKENIZER = """{"version": "1.0", "model": {"type": "WordLevel", "vocab": {"a": 0},
+"unk_token": "a"}, "added_tokens": []}"""

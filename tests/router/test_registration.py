@@ -1,0 +1,93 @@
+"""A node's registrar against a real router."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator, Callable
+from typing import Any
+
+import msgspec
+import pytest
+
+from kvbaton.errors import ConfigError
+from kvbaton.router.membership import MembershipTimers
+from kvbaton.serving.registration import NodeRegistrar
+from kvbaton.wire import NodeInfo
+
+Start = Callable[..., tuple[NodeRegistrar, "asyncio.Task[None]", list[tuple[str, ...]]]]
+
+
+async def until(condition: Callable[[], bool], seconds: float = 5.0) -> None:
+    async with asyncio.timeout(seconds):
+        while not condition():
+            await asyncio.sleep(0.005)
+
+
+@pytest.fixture
+async def start() -> AsyncIterator[Start]:
+    tasks: list[asyncio.Task[None]] = []
+
+    def begin(url: str, info: Callable[[], NodeInfo], **settings: Any) -> Any:
+        told: list[tuple[str, ...]] = []
+
+        async def on_members(addresses: tuple[str, ...]) -> None:
+            told.append(addresses)
+
+        registrar = NodeRegistrar(url, info, on_members, **settings)
+        tasks.append(asyncio.create_task(registrar.run()))
+        return registrar, tasks[-1], told
+
+    yield begin
+    for task in tasks:
+        task.cancel()
+    await asyncio.gather(*tasks, return_exceptions=True)
+
+
+async def test_a_node_registers_and_hears_of_the_others(make_rig: Any, start: Start) -> None:
+    quick = MembershipTimers(heartbeat_s=0.05, probe_period_s=0.05)
+    rig = await make_rig(prefill=0, decode=0, membership=quick)
+    other = await make_rig()
+    p, d = (other.nodes[name].info for name in ("p0", "d0"))
+    _, _, told = start(rig.url, lambda: d)
+    await until(lambda: rig.states() == {"d0": "ready"})
+    start(rig.url, lambda: p)
+    await until(lambda: told == [(), (p.control_address,)])
+    await until(lambda: rig.states() == {"d0": "ready", "p0": "ready"})
+
+
+async def test_news_are_told_at_once(make_rig: Any, start: Start) -> None:
+    slow = MembershipTimers(heartbeat_s=60.0, probe_period_s=0.05)
+    rig = await make_rig(prefill=0, decode=0, membership=slow)
+    other = await make_rig(prefill=0)
+    state = ["loading"]
+    info = other.nodes["d0"].info
+    registrar, _, _ = start(rig.url, lambda: msgspec.structs.replace(info, state=state[0]))
+    await until(lambda: rig.states() == {"d0": "loading"})
+    state[0] = "ready"
+    registrar.nudge()
+    await until(lambda: rig.states() == {"d0": "ready"})
+    await registrar.leave()
+    assert rig.states() == {}
+
+
+async def test_it_waits_for_a_router_that_comes_later_but_not_for_ever(
+    make_rig: Any, start: Start
+) -> None:
+    other = await make_rig(prefill=0)
+    info = other.nodes["d0"].info
+    _, task, _ = start("http://127.0.0.1:9", lambda: info, first_deadline_s=0.2)
+    with pytest.raises(ConfigError, match=r"^--router: can't register at http://127.0.0.1:9/nodes"):
+        await asyncio.wait_for(task, 5)
+
+
+@pytest.mark.parametrize("key", [None, "wrong"])
+async def test_a_refusal_ends_it_with_the_routers_reason(
+    make_rig: Any, start: Start, key: str | None
+) -> None:
+    rig = await make_rig(prefill=0, decode=0, cluster_key="right")
+    other = await make_rig(prefill=0)
+    _, task, _ = start(rig.url, lambda: other.nodes["d0"].info, cluster_key=key)
+    with pytest.raises(ConfigError, match="--cluster-key"):
+        await asyncio.wait_for(task, 5)
+    _, _, told = start(rig.url, lambda: other.nodes["d0"].info, cluster_key="right")
+    await until(lambda: told == [()])
