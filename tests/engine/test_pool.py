@@ -287,6 +287,9 @@ def test_a_full_hit_needs_the_window_of_the_last_token():
     blocks = blocks_with([exact], [[1, 2]])
     assert lengths(blocks.match([keys_of(3)], 13)) == (12, [1])  # token 12 looks back to 8
     assert lengths(blocks.match([keys_of(3)], 12)) == (12, [2])  # token 11 looks back to 7
+    blocks = blocks_with([exact], [[2]])
+    assert lengths(blocks.match([keys_of(3)], 13)) == (12, [1])
+    assert lengths(blocks.match([keys_of(3)], 12)) == (0, [0])
 
 
 def test_room_counts_what_a_hit_would_take_from_the_evictable():

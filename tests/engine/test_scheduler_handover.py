@@ -395,6 +395,25 @@ def test_evict_takes_only_the_blocks_of_bad_tokens_out_of_the_cache():
     assert loop.outputs[-1].cached_tokens == 4
 
 
+def test_who_is_preempted_with_a_token_in_flight_waits_for_it():
+    loop = Loop((GroupSpec(block_size=4, num_blocks=8),), depth=2)
+    reporter = Reporter(loop)
+    loop.add(ask("s", prompt(12), max_tokens=1, transfer=source(1)))
+    loop.run()
+    for name, start in [("a", 2), ("b", 3)]:
+        loop.add(ask(name, prompt(7, start), max_tokens=9, ignore_eos=True))
+    assert loop.launch()
+    assert loop.launch()
+    loop.update()
+    assert not loop.launch()  # "a" needs a block and takes those of "b", behind their fence
+    reporter.release("s")
+    assert loop.launch()
+    assert [step.start for step in loop.plans[-1].steps] == [8]
+    loop.run()
+    for name in "ab":
+        loop.check_stream(name)
+
+
 # --- any workload ---
 
 OPS = st.lists(

@@ -223,6 +223,7 @@ class Loop:
         self.ranks = ToyRanks(groups)
         self.depth = depth
         self.in_flight: deque[StepResult] = deque()
+        self.touched: deque[list[set[int]]] = deque()
         self.plans: list[StepPlan] = []
         self.streams: dict[tuple[str, int], Stream] = defaultdict(Stream)
         self.requests: dict[str, AddRequest] = {}
@@ -261,14 +262,29 @@ class Loop:
         self.plans.append(plan)
         self.check_immutable(plan)
         self.in_flight.append(self.ranks.run(plan))
+        self.touched.append(self.touched_by(plan))
+        self.check()
         return True
+
+    def touched_by(self, plan: StepPlan) -> list[set[int]]:
+        """Per group, blocks that a step may read or write."""
+        touched = [{copy.source for copy in plan.copies if copy.group == g} for g in self.groups()]
+        for step in plan.steps:
+            for g, table in enumerate(self.ranks.rows[step.handle].tables):
+                touched[g].update(table)
+        return touched
+
+    def groups(self) -> range:
+        return range(len(self.config.groups))
 
     def take(self) -> None:
         self.admitted += self.scheduler.take_admitted()
 
     def update(self) -> None:
         if self.in_flight:
-            self.emit(self.scheduler.update(self.in_flight.popleft()))
+            outputs = self.scheduler.update(self.in_flight.popleft())
+            self.touched.popleft()
+            self.emit(outputs)
 
     def step(self) -> None:
         self.emit(self.scheduler.expire(self.clock()))
@@ -300,8 +316,11 @@ class Loop:
         taken = [spans for spans in reserved if spans not in self.untaken()]
         found = audit(self.scheduler, incoming=taken, outgoing=self.outgoing)
         assert not any(found.values()), found
-        for g, group in enumerate(self.scheduler.blocks.groups):
+        for g, group in enumerate(self.config.groups):
             assert self.scheduler.blocks.owners(g).total() == group.num_blocks
+            lists = self.scheduler.blocks.pools[g].lists()
+            for touched in self.touched:
+                assert not touched[g] & {*lists["free"], *lists["cached"]}, "free before its step"
 
     def untaken(self) -> list[Spans]:
         return [admitted.spans for admitted in self.scheduler.untaken()]
