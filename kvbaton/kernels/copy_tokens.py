@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import torch
 
 from kvbaton.kernels.jit import cdiv, jit, next_power_of_2, tl, use_triton
@@ -124,26 +122,26 @@ def _launch(
 
 @jit
 def _kernel(
-    source: Any,
-    target: Any,
-    source_blocks: Any,
-    target_blocks: Any,
-    source_start: Any,
-    target_start: Any,
-    num_tokens: Any,
-    num_valid: Any,
-    layers: Any,
-    kv: Any,
-    stride_s_block: Any,
-    stride_s_head: Any,
-    stride_s_layer: Any,
-    stride_s_kv: Any,
-    stride_s_token: Any,
-    stride_t_block: Any,
-    stride_t_head: Any,
-    stride_t_layer: Any,
-    stride_t_kv: Any,
-    stride_t_token: Any,
+    source: tl.tensor,
+    target: tl.tensor,
+    source_blocks: tl.tensor,
+    target_blocks: tl.tensor,
+    source_start: tl.tensor,
+    target_start: tl.tensor,
+    num_tokens: tl.tensor,
+    num_valid: tl.tensor,
+    layers: tl.tensor,
+    kv: tl.tensor,
+    stride_s_block: tl.tensor,
+    stride_s_head: tl.tensor,
+    stride_s_layer: tl.tensor,
+    stride_s_kv: tl.tensor,
+    stride_s_token: tl.tensor,
+    stride_t_block: tl.tensor,
+    stride_t_head: tl.tensor,
+    stride_t_layer: tl.tensor,
+    stride_t_kv: tl.tensor,
+    stride_t_token: tl.tensor,
     SOURCE_SIZE: tl.constexpr,
     TARGET_SIZE: tl.constexpr,
     HEAD_DIM: tl.constexpr,

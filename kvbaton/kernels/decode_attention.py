@@ -9,28 +9,27 @@ from __future__ import annotations
 import torch
 
 from kvbaton.kernels.jit import (
-    cdiv,
     jit,
     next_power_of_2,
-    overlaps_launches,
-    start_overlapped,
     tl,
     use_triton,
 )
 from kvbaton.kernels.paged_attention import cap_logits, load_pages, paged_attention_reference
-from kvbaton.kernels.workspace import Workspace, is_last
 
 MAX_SPLITS = 64
 
+MIN_PART = 64
+"""Tokens: no part is shorter, unless its sequence is."""
 
-def decode_splits(query: torch.Tensor, max_context: int, workspace: Workspace) -> int:
-    """Into how many parts at most to split a sequence's keys: as many as scratch has room for.
 
-    Depends on nothing that changes between replays of a CUDA graph: `max_context` is a bound.
+def decode_splits(batch: int, kv_heads: int, max_context: int) -> int:
+    """Into how many parts at most to split a sequence's keys: a power of two.
+
+    Few sequences need parts to fill the GPU; many need them only where one is far longer than the
+    others. Depends on nothing that changes between replays of a CUDA graph: `max_context` is a
+    bound.
     """
-    batch, heads, head_dim = query.shape
-    room = workspace.scratch.numel() // (max(batch, 1) * heads * (head_dim + 1))
-    splits = min(room, cdiv(max_context, 64), MAX_SPLITS)
+    splits = min(2048 // (batch * kv_heads), max_context // MIN_PART, MAX_SPLITS)
     return next_power_of_2(splits + 1) // 2 if splits > 1 else 1
 
 
@@ -46,7 +45,6 @@ def decode_attention(
     softcap: float = 0.0,
     sinks: torch.Tensor | None = None,
     num_splits: int | None = None,
-    workspace: Workspace | None = None,
 ) -> torch.Tensor:
     """Compute out = softmax(scale * q k^T) v over each sequence's keys; q is its last token.
 
@@ -64,7 +62,6 @@ def decode_attention(
         softcap: bound of the logits; 0: none.
         sinks: [heads], fp32, or None.
         num_splits: most parts of a sequence, a power of two; None takes `decode_splits`.
-        workspace: of this stream; None makes one for this call.
 
     Returns:
         [B, heads, D], contiguous; 0 in padding.
@@ -81,12 +78,11 @@ def decode_attention(
             softcap=softcap,
             sinks=sinks,
         )
-    workspace = workspace or Workspace(query.device)
     max_context = block_tables.shape[1] * key_cache.shape[2]
-    splits = num_splits or decode_splits(query, max_context, workspace)
+    splits = num_splits or decode_splits(max(query.shape[0], 1), key_cache.shape[1], max_context)
     return _launch(
         query, key_cache, value_cache, block_tables, context_lens, sinks, scale, window, softcap,
-        splits, workspace,
+        splits,
     )  # fmt: skip
 
 
@@ -131,15 +127,25 @@ def _launch(
     window: int,
     softcap: float,
     splits: int,
-    workspace: Workspace,
 ) -> torch.Tensor:
     batch, heads, head_dim = query.shape
     kv_heads, block_size = key_cache.shape[1:3]
     out = torch.empty(batch, heads, head_dim, dtype=query.dtype, device=query.device)
     if not batch:
         return out
-    tile = _tile(next_power_of_2(head_dim), query.element_size())
-    overlap = overlaps_launches(query.device)
+    parts, lse = out, out
+    if splits > 1:
+        parts = torch.empty(batch, heads, splits, head_dim, dtype=torch.float32, device=out.device)
+        lse = torch.empty(batch, heads, splits, dtype=torch.float32, device=out.device)
+    block_n, options = _tile(next_power_of_2(head_dim), query.element_size())
+    shape = {
+        "HEAD_DIM": head_dim,
+        "BLOCK_D": next_power_of_2(head_dim),
+        "SPLITS": splits,
+        "BLOCK_N": block_n,
+        "MIN_TILES": _min_tiles(batch * kv_heads, block_n),
+        "WINDOW": window,
+    }
     _kernel[(kv_heads, batch, splits)](
         query,
         key_cache,
@@ -148,8 +154,8 @@ def _launch(
         context_lens,
         sinks,
         out,
-        workspace.scratch,
-        workspace.counters,
+        parts,
+        lse,
         scale,
         query.stride(0),
         query.stride(1),
@@ -159,32 +165,27 @@ def _launch(
         block_tables.stride(0),
         GROUP=heads // kv_heads,
         BLOCK_G=max(16, next_power_of_2(heads // kv_heads)),
-        HEAD_DIM=head_dim,
-        BLOCK_D=next_power_of_2(head_dim),
         BLOCK_SIZE=block_size,
-        SPLITS=splits,
-        MIN_TILES=_min_tiles(batch * kv_heads, tile["BLOCK_N"]),
-        WINDOW=window,
         SOFTCAP=softcap,
         HAS_SINKS=sinks is not None,
-        OVERLAP=overlap,
-        **tile,
-        **({"launch_pdl": True} if overlap else {}),
+        **shape,
+        **options,
     )
+    if splits > 1:
+        _merge_kernel[(batch, heads)](parts, lse, out, context_lens, **shape, num_warps=4)
     return out
 
 
 def _min_tiles(programs: int, block_n: int) -> int:
     """Least tiles of a part: the more (sequence, head) pairs there are, the less parts pay."""
-    return min(max(next_power_of_2(2 * programs), 64), 4096) // block_n
+    return max(min(max(next_power_of_2(2 * programs), MIN_PART), 4096) // block_n, 1)
 
 
-def _tile(block_d: int, element_size: int) -> dict[str, int]:
-    """Keys per tile, pipeline stages and warps, as measured best for 128 features of 2 bytes."""
-    wide = block_d * element_size > 256
-    if wide:
-        return {"BLOCK_N": 32, "num_stages": 2, "num_warps": 4}
-    return {"BLOCK_N": 64, "num_stages": 4, "num_warps": 2}
+def _tile(block_d: int, element_size: int) -> tuple[int, dict[str, int]]:
+    """Keys per tile, and launch options, as measured best on an H200 for 128 features of bf16."""
+    if block_d * element_size > 256:
+        return 32, {"num_stages": 2, "num_warps": 4}
+    return 64, {"num_stages": 3, "num_warps": 4, "maxnreg": 128}
 
 
 @jit
@@ -196,8 +197,8 @@ def _kernel(
     context_lens: tl.tensor,
     sinks: tl.tensor,
     out: tl.tensor,
-    scratch: tl.tensor,
-    counters: tl.tensor,
+    parts: tl.tensor,
+    lse: tl.tensor,
     scale: tl.tensor,
     stride_q_token: tl.tensor,
     stride_q_head: tl.tensor,
@@ -216,22 +217,14 @@ def _kernel(
     WINDOW: tl.constexpr,
     SOFTCAP: tl.constexpr,
     HAS_SINKS: tl.constexpr,
-    OVERLAP: tl.constexpr,
 ) -> None:
     """One program: one split of one sequence for the query heads of one KV head."""
-    start_overlapped(OVERLAP)
     head = tl.program_id(0)
     sequence = tl.program_id(1).to(tl.int64)
     split = tl.program_id(2)
     length = tl.load(context_lens + sequence)
-    first = 0
-    if WINDOW > 0:
-        first = tl.maximum(length - WINDOW, 0)
-    tile_first = first // BLOCK_N
-    tiles = tl.cdiv(length, BLOCK_N) - tile_first
-    share = tl.cdiv(tiles, tl.minimum(tl.maximum(tiles // MIN_TILES, 1), SPLITS))
-    parts = tl.maximum(tl.cdiv(tiles, tl.maximum(share, 1)), 1)
-    if split >= parts:
+    first, tile_first, tiles, share, used = _share(length, SPLITS, MIN_TILES, BLOCK_N, WINDOW)
+    if split >= used:
         return
     begin = tile_first + split * share
     end = tl.minimum(begin + share, tile_first + tiles)
@@ -278,48 +271,60 @@ def _kernel(
 
     acc = acc / tl.where(total > 0, total, 1.0)[:, None]
     place = sequence * tl.num_programs(0) * GROUP + query_head
-    target = out + place[:, None] * HEAD_DIM + column[None, :]
-    if parts == 1:
+    if SPLITS == 1 or used == 1:
+        target = out + place[:, None] * HEAD_DIM + column[None, :]
         tl.store(target, acc.to(out.dtype.element_ty), mask=inside)
     else:
-        lse = scratch + tl.num_programs(1) * tl.num_programs(0) * GROUP * SPLITS * HEAD_DIM
         place = place * SPLITS + split
         tl.store(lse + place, top + tl.log2(total), mask=row < GROUP)
-        tl.store(scratch + place[:, None] * HEAD_DIM + column[None, :], acc, mask=inside)
-        if is_last(counters + sequence * tl.num_programs(0) + head, parts):
-            for one in range(GROUP):
-                first_row = (sequence * tl.num_programs(0) + head) * GROUP + one
-                _merge(
-                    scratch + first_row * SPLITS * HEAD_DIM, lse + first_row * SPLITS,
-                    out + first_row * HEAD_DIM, parts, HEAD_DIM, BLOCK_D, SPLITS,
-                )  # fmt: skip
+        tl.store(parts + place[:, None] * HEAD_DIM + column[None, :], acc, mask=inside)
 
 
 @jit
-def _merge(
-    states: tl.tensor,
+def _share(
+    length: tl.tensor,
+    SPLITS: tl.constexpr,
+    MIN_TILES: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    WINDOW: tl.constexpr,
+) -> tl.tensor:
+    """First key, first tile and number of tiles in sight; tiles per part; parts in use."""
+    first = 0
+    if WINDOW > 0:
+        first = tl.maximum(length - WINDOW, 0)
+    tile_first = first // BLOCK_N
+    tiles = tl.cdiv(length, BLOCK_N) - tile_first
+    share = tl.cdiv(tiles, tl.minimum(tl.maximum(tiles // MIN_TILES, 1), SPLITS))
+    used = tl.maximum(tl.cdiv(tiles, tl.maximum(share, 1)), 1)
+    return first, tile_first, tiles, share, used
+
+
+@jit
+def _merge_kernel(
+    parts: tl.tensor,
     lse: tl.tensor,
     out: tl.tensor,
-    parts: tl.tensor,
+    context_lens: tl.tensor,
     HEAD_DIM: tl.constexpr,
     BLOCK_D: tl.constexpr,
     SPLITS: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    MIN_TILES: tl.constexpr,
+    WINDOW: tl.constexpr,
 ) -> None:
-    """Merge the parts of one query head; lse is to base 2."""
-    CHUNK: tl.constexpr = 16
-    column = tl.arange(0, BLOCK_D)[None, :]
-    every = tl.arange(0, SPLITS)
-    loads = tl.load(lse + every, mask=every < parts, other=float("-inf"), cache_modifier=".cg")
-    top = tl.max(loads, 0)
-    total = tl.sum(tl.exp2(loads - top), 0)
-    merged = tl.zeros([BLOCK_D], tl.float32)
-    for start in range(0, parts, CHUNK):
-        part = start + tl.arange(0, CHUNK)
-        one = tl.load(lse + part, mask=part < parts, other=float("-inf"), cache_modifier=".cg")
-        mask = (part < parts)[:, None] & (column < HEAD_DIM)
-        state = tl.load(
-            states + part[:, None] * HEAD_DIM + column, mask=mask, other=0.0, cache_modifier=".cg"
-        )
-        merged += tl.sum(state * (tl.exp2(one - top) / total)[:, None], 0)
-    feature = tl.arange(0, BLOCK_D)
-    tl.store(out + feature, merged.to(out.dtype.element_ty), mask=feature < HEAD_DIM)
+    """One program merges the parts of one head of one sequence; lse is to base 2."""
+    length = tl.load(context_lens + tl.program_id(0))
+    _first, _tile_first, _tiles, _part, used = _share(length, SPLITS, MIN_TILES, BLOCK_N, WINDOW)
+    if used == 1:
+        return
+    place = tl.program_id(0).to(tl.int64) * tl.num_programs(1) + tl.program_id(1)
+    split = tl.arange(0, SPLITS)
+    column = tl.arange(0, BLOCK_D)
+    part = tl.load(lse + place * SPLITS + split, mask=split < used, other=float("-inf"))
+    weight = tl.exp2(part - tl.max(part, 0))
+    mask = (split < used)[:, None] & (column < HEAD_DIM)[None, :]
+    source = parts + (place * SPLITS + split)[:, None] * HEAD_DIM + column[None, :]
+    state = tl.load(source, mask=mask, other=0.0)
+    merged = tl.sum(state * weight[:, None], 0) / tl.sum(weight, 0)
+    target = out + place * HEAD_DIM + column
+    tl.store(target, merged.to(out.dtype.element_ty), mask=column < HEAD_DIM)

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable
-from functools import cache
 from importlib.util import find_spec
 from typing import Any
 
@@ -30,9 +29,6 @@ __all__ = [
     "cdiv",
     "jit",
     "next_power_of_2",
-    "num_multiprocessors",
-    "overlaps_launches",
-    "start_overlapped",
     "tl",
     "triton",
     "use_triton",
@@ -57,29 +53,3 @@ def next_power_of_2(value: int) -> int:
 def cdiv(value: int, divisor: int) -> int:
     """`value` / `divisor`, rounded up."""
     return -(-value // divisor)
-
-
-@cache
-def overlaps_launches(device: torch.device) -> bool:
-    """Whether kernels may start while the one before them ends (compute capability 9 and up)."""
-    return device.type == "cuda" and torch.cuda.get_device_capability(device) >= (9, 0)
-
-
-@jit
-def start_overlapped(OVERLAP: tl.constexpr) -> None:
-    """Let the next kernel be launched, and wait until the one before has written its results.
-
-    Programmatic dependent launch: every kernel launched with ``launch_pdl`` calls this before its
-    first access to memory that another kernel writes or reads.
-    """
-    if OVERLAP:
-        tl.extra.cuda.gdc_launch_dependents()
-        tl.extra.cuda.gdc_wait()
-
-
-@cache
-def num_multiprocessors(device: torch.device) -> int:
-    """Multiprocessors of a GPU; 1 for any other device."""
-    if device.type != "cuda":
-        return 1
-    return int(torch.cuda.get_device_properties(device).multi_processor_count)

@@ -7,8 +7,6 @@ arXiv 1805.02867.
 
 from __future__ import annotations
 
-from typing import Any
-
 import torch
 
 from kvbaton.kernels.jit import jit, next_power_of_2, tl, use_triton
@@ -82,20 +80,20 @@ def _launch(
 
 @jit
 def _kernel(
-    out1: Any,
-    lse1: Any,
-    out2: Any,
-    lse2: Any,
-    out: Any,
-    lse: Any,
-    stride_1_token: Any,
-    stride_1_head: Any,
-    stride_2_token: Any,
-    stride_2_head: Any,
-    stride_l1_token: Any,
-    stride_l1_head: Any,
-    stride_l2_token: Any,
-    stride_l2_head: Any,
+    out1: tl.tensor,
+    lse1: tl.tensor,
+    out2: tl.tensor,
+    lse2: tl.tensor,
+    out: tl.tensor,
+    lse: tl.tensor,
+    stride_1_token: tl.tensor,
+    stride_1_head: tl.tensor,
+    stride_2_token: tl.tensor,
+    stride_2_head: tl.tensor,
+    stride_l1_token: tl.tensor,
+    stride_l1_head: tl.tensor,
+    stride_l2_token: tl.tensor,
+    stride_l2_head: tl.tensor,
     HEADS: tl.constexpr,
     BLOCK_H: tl.constexpr,
     HEAD_DIM: tl.constexpr,

@@ -81,7 +81,7 @@ def _visible(
 
 
 @jit
-def cap_logits(logits: Any, scale: Any, SOFTCAP: tl.constexpr) -> Any:
+def cap_logits(logits: tl.tensor, scale: tl.tensor, SOFTCAP: tl.constexpr) -> Any:
     """Scale logits, bound them, and take them to base 2."""
     if SOFTCAP > 0.0:
         # tanh(x) = 1 - 2 / (e^2x + 1), which is right at both infinities too.
@@ -92,12 +92,12 @@ def cap_logits(logits: Any, scale: Any, SOFTCAP: tl.constexpr) -> Any:
 
 @jit
 def load_pages(
-    cache: Any,
-    block_ids: Any,
-    token: Any,
-    valid: Any,
-    stride_block: Any,
-    stride_token: Any,
+    cache: tl.tensor,
+    block_ids: tl.tensor,
+    token: tl.tensor,
+    valid: tl.tensor,
+    stride_block: tl.tensor,
+    stride_token: tl.tensor,
     HEAD_DIM: tl.constexpr,
     BLOCK_D: tl.constexpr,
     BLOCK_SIZE: tl.constexpr,

@@ -10,8 +10,6 @@ import torch
 from kvbaton.kernels.jit import (
     jit,
     next_power_of_2,
-    overlaps_launches,
-    start_overlapped,
     tl,
     use_triton,
 )
@@ -75,7 +73,6 @@ def _launch(
     rows = x if x.dim() == 3 else x.reshape(-1, 1, x.shape[-1])
     size = x.shape[-1]
     block = next_power_of_2(size)
-    overlap = overlaps_launches(x.device)
     if rows.shape[0]:
         _kernel[(rows.shape[0], rows.shape[1])](
             rows,
@@ -90,9 +87,7 @@ def _launch(
             BLOCK=block,
             HAS_RESIDUAL=residual is not None,
             WEIGHT_OFFSET=weight_offset,
-            OVERLAP=overlap,
             num_warps=max(1, min(8, block // 512)),
-            **({"launch_pdl": True} if overlap else {}),
         )
     return out
 
@@ -111,14 +106,12 @@ def _kernel(
     BLOCK: tl.constexpr,
     HAS_RESIDUAL: tl.constexpr,
     WEIGHT_OFFSET: tl.constexpr,
-    OVERLAP: tl.constexpr,
 ) -> None:
     row = tl.program_id(0).to(tl.int64)
     head = tl.program_id(1)
     column = tl.arange(0, BLOCK)
     inside = column < SIZE
     scale = tl.load(weight + column, mask=inside, other=0.0).to(tl.float32)
-    start_overlapped(OVERLAP)
     value = tl.load(x + row * stride_row + head * stride_head + column, mask=inside, other=0.0)
     if HAS_RESIDUAL:
         place = residual + row * stride_residual + column

@@ -14,8 +14,6 @@ from kvbaton.kernels.jit import (
     cdiv,
     jit,
     next_power_of_2,
-    overlaps_launches,
-    start_overlapped,
     tl,
     use_triton,
 )
@@ -97,7 +95,6 @@ def _launch(
     kv_heads = key.shape[1]
     if not tokens:
         return
-    overlap = overlaps_launches(query.device)
     rotary_dim = cos_sin.shape[1] if cos_sin is not None else 0
     group = next_power_of_2(heads // kv_heads)
     block_t = min(max(16 // group, 1), 4) if tokens >= 1024 else 1
@@ -129,9 +126,7 @@ def _launch(
         HALF=rotary_dim // 2,
         BLOCK_HALF=next_power_of_2(max(rotary_dim // 2, 1)),
         BLOCK_SIZE=key_cache.shape[2],
-        OVERLAP=overlap,
         num_warps=4 if block_t > 1 else 2,
-        **({"launch_pdl": True} if overlap else {}),
     )
 
 
@@ -164,10 +159,8 @@ def _kernel(
     HALF: tl.constexpr,
     BLOCK_HALF: tl.constexpr,
     BLOCK_SIZE: tl.constexpr,
-    OVERLAP: tl.constexpr,
 ) -> None:
     """One program rotates and writes BLOCK_T tokens of one KV head and its group of query heads."""
-    start_overlapped(OVERLAP)
     head = tl.program_id(1)
     row = tl.arange(0, BLOCK_T * BLOCK_G)
     row_token = tl.program_id(0) * BLOCK_T + row // BLOCK_G

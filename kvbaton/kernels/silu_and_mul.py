@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import torch
 
-from kvbaton.kernels.jit import cdiv, jit, overlaps_launches, start_overlapped, tl, use_triton
+from kvbaton.kernels.jit import cdiv, jit, tl, use_triton
 
 BLOCK = 1024
 
@@ -35,7 +35,6 @@ def silu_and_mul_reference(gate_up: torch.Tensor) -> torch.Tensor:
 def _launch(gate_up: torch.Tensor) -> torch.Tensor:
     tokens, width = gate_up.shape
     out = torch.empty(tokens, width // 2, dtype=gate_up.dtype, device=gate_up.device)
-    overlap = overlaps_launches(gate_up.device)
     if tokens:
         _kernel[(tokens, cdiv(width // 2, BLOCK))](
             gate_up,
@@ -43,9 +42,7 @@ def _launch(gate_up: torch.Tensor) -> torch.Tensor:
             gate_up.stride(0),
             SIZE=width // 2,
             BLOCK=BLOCK,
-            OVERLAP=overlap,
             num_warps=4,
-            **({"launch_pdl": True} if overlap else {}),
         )
     return out
 
@@ -57,9 +54,7 @@ def _kernel(
     stride: tl.tensor,
     SIZE: tl.constexpr,
     BLOCK: tl.constexpr,
-    OVERLAP: tl.constexpr,
 ) -> None:
-    start_overlapped(OVERLAP)
     row = tl.program_id(0).to(tl.int64)
     column = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     inside = column < SIZE

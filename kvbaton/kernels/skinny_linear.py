@@ -14,8 +14,6 @@ from kvbaton.kernels.jit import (
     cdiv,
     jit,
     next_power_of_2,
-    overlaps_launches,
-    start_overlapped,
     tl,
     use_triton,
 )
@@ -49,7 +47,7 @@ def wins(rows: int, weight: torch.Tensor) -> bool:
     """Whether the kernel is for this product: few rows, even tiles, measured faster on an H200."""
     size, depth = weight.shape
     even = size % BLOCK_N == 0 and depth % (BLOCK_K * _splits(size, depth)) == 0
-    return 0 < rows <= MAX_ROWS and even and (rows == 1 or size <= 4096 or size >= 65536)
+    return 0 < rows <= MAX_ROWS and even and (size <= 4096 or size >= 65536)
 
 
 def _splits(size: int, depth: int) -> int:
@@ -65,7 +63,6 @@ def _launch(x: torch.Tensor, weight: torch.Tensor, workspace: Workspace) -> torc
     size = weight.shape[0]
     out = torch.empty(rows, size, dtype=x.dtype, device=x.device)
     splits = _splits(size, depth)
-    overlap = overlaps_launches(x.device)
     _kernel[(cdiv(size, BLOCK_N), splits)](
         x,
         weight,
@@ -80,10 +77,8 @@ def _launch(x: torch.Tensor, weight: torch.Tensor, workspace: Workspace) -> torc
         BLOCK_M=max(16, next_power_of_2(rows)),
         BLOCK_N=BLOCK_N,
         BLOCK_K=BLOCK_K,
-        OVERLAP=overlap,
         num_warps=4,
         num_stages=3,
-        **({"launch_pdl": True} if overlap else {}),
     )
     return out
 
@@ -103,7 +98,6 @@ def _kernel(
     BLOCK_M: tl.constexpr,
     BLOCK_N: tl.constexpr,
     BLOCK_K: tl.constexpr,
-    OVERLAP: tl.constexpr,
 ) -> None:
     """One program: BLOCK_N rows of the weight, one of SPLITS parts of their columns."""
     tile, split = tl.program_id(0), tl.program_id(1)
@@ -114,7 +108,6 @@ def _kernel(
     weights = weight + column.to(tl.int64)[:, None] * depth + inner[None, :]
     inputs = x + row[:, None] * depth + inner[None, :]
     acc = tl.zeros([BLOCK_M, BLOCK_N], tl.float32)
-    start_overlapped(OVERLAP)
     for k in tl.range(split * share, (split + 1) * share, BLOCK_K):
         w = tl.load(weights + k)
         a = tl.load(inputs + k, mask=inside, other=0.0)

@@ -6,7 +6,6 @@ from kvbaton.kernels.decode_attention import (
     decode_attention_reference,
     decode_splits,
 )
-from kvbaton.kernels.workspace import Workspace
 
 SHAPES = [  # heads, kv_heads, head_dim, block_size
     (8, 2, 64, 16),
@@ -19,7 +18,7 @@ SHAPES = [  # heads, kv_heads, head_dim, block_size
 
 def check(place, paged, query, **options):
     keys, values, tables = paged.wide()
-    reference = {k: v for k, v in options.items() if k not in ("num_splits", "workspace")}
+    reference = {k: v for k, v in options.items() if k != "num_splits"}
     if (sinks := options.get("sinks")) is not None:
         reference["sinks"] = sinks.cpu().double()
     expected = decode_attention_reference(
@@ -75,23 +74,15 @@ def test_query_may_be_a_slice_of_a_fused_projection(place, make_paged):
     check(place, paged, fused[:, : 4 * 64].unflatten(1, (4, 64)), scale=0.125)
 
 
-def test_splits_fit_into_the_scratch():
-    workspace = Workspace(torch.device("cpu"), num_scratch=10 * 2 * 8 * 65)
-    query = torch.empty(2, 8, 64)
-    assert decode_splits(query, 100_000, workspace) == 8
-    assert decode_splits(query, 200, workspace) == 4
-    assert decode_splits(query, 16, workspace) == 1
-    assert decode_splits(torch.empty(200, 8, 64), 100_000, workspace) == 1
+def test_fewer_programs_are_split_more():
+    assert [decode_splits(batch, 8, 100_000) for batch in (1, 4, 32, 256)] == [64, 64, 8, 1]
+    assert decode_splits(1, 8, 300) == 4
+    assert decode_splits(1, 8, 16) == 1
 
 
-def test_a_workspace_serves_call_after_call(place, make_paged):
+def test_lengths_may_differ_much(place, make_paged):
     paged = make_paged([1, 0, 900, 250], 2, 64)
-    workspace = Workspace(place.device)
-    query = place.randn(4, 4, 64)
-    first = check(place, paged, query, scale=0.125, workspace=workspace)
-    assert int(workspace.counters.count_nonzero()) == 0
-    again = check(place, paged, query, scale=0.125, workspace=workspace)
-    assert torch.equal(first, again)
+    check(place, paged, place.randn(4, 4, 64), scale=0.125, num_splits=16)
 
 
 @pytest.mark.gpu

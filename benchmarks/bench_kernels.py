@@ -1,0 +1,342 @@
+"""Time every kernel, and one synthetic decode step of Llama-3-8B's shape, on one CUDA GPU.
+
+    python benchmarks/bench_kernels.py --out kernels.json
+
+Prints a table and writes the same rows as JSON. Each figure is the median over replays of a CUDA
+graph; inputs rotate over several copies, so that the cache of the GPU does not hold them.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import statistics
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import asdict, dataclass
+from functools import partial
+from pathlib import Path
+
+import torch
+from torch import Tensor
+from torch.nn.functional import linear
+
+from kvbaton.kernels.copy_tokens import copy_tokens
+from kvbaton.kernels.decode_attention import decode_attention
+from kvbaton.kernels.merge_attention_states import merge_attention_states
+from kvbaton.kernels.paged_prefill_attention import paged_prefill_attention
+from kvbaton.kernels.prefill_attention import PrefillBatch, prefill_attention
+from kvbaton.kernels.rms_norm import rms_norm
+from kvbaton.kernels.rope_write import rope_write
+from kvbaton.kernels.silu_and_mul import silu_and_mul
+from kvbaton.kernels.skinny_linear import skinny_linear, wins
+from kvbaton.kernels.workspace import Workspace
+
+LAYERS, HIDDEN, HEADS, KV_HEADS, HEAD_DIM = 32, 4096, 32, 8, 128
+FFN, VOCABULARY, BLOCK_SIZE = 14336, 128256, 16
+SCALE = HEAD_DIM**-0.5
+COPIES = 4
+GEMMS = {
+    "qkv": (6144, 4096),
+    "o": (4096, 4096),
+    "gate_up": (28672, 4096),
+    "down": (4096, 14336),
+    "lm_head": (128256, 4096),
+}
+
+
+@dataclass(frozen=True)
+class Row:
+    """One measurement: microseconds per call, and a rate of `unit` where one makes sense."""
+
+    op: str
+    case: str
+    us: float
+    rate: float = 0.0
+    unit: str = ""
+
+
+def time_calls(calls: Sequence[Callable[[], object]], replays: int = 20) -> float:
+    """Microseconds per call: `calls`, one after the other, as one CUDA graph."""
+    stream: torch.cuda.Stream = torch.cuda.Stream()  # type: ignore[no-untyped-call]
+    with torch.cuda.stream(stream):
+        for call in calls:
+            call()
+    torch.cuda.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        for call in calls:
+            call()
+    times = [time_once(graph.replay) for _ in range(replays)]
+    return statistics.median(times) / len(calls)
+
+
+def time_once(call: Callable[[], object]) -> float:
+    """Microseconds between events around `call`."""
+    start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))  # type: ignore[no-untyped-call]
+    start.record()
+    call()
+    end.record()
+    end.synchronize()
+    return float(start.elapsed_time(end)) * 1000
+
+
+def randn(*shape: int, std: float = 1.0) -> Tensor:
+    """Random bf16 values on the GPU."""
+    return torch.empty(shape, device="cuda", dtype=torch.bfloat16).normal_(0, std)
+
+
+def bench_gemms() -> Iterator[Row]:
+    """Products through weights, by batch: the library's, and ours where it is taken."""
+    workspace = Workspace(torch.device("cuda"))
+    for name, (rows, columns) in GEMMS.items():
+        weights = [randn(rows, columns, std=0.02) for _ in range(COPIES)]
+        for batch in (1, 32, 128, 256):
+            x = randn(batch, columns)
+            for op in (linear, skinny_linear):
+                if op is skinny_linear and not wins(batch, weights[0]):
+                    continue
+                more = (workspace,) if op is skinny_linear else ()
+                us = time_calls([partial(op, x, weight, *more) for weight in weights])
+                rate = 2 * rows * columns / us / 1e6
+                yield Row(op.__name__, f"{name} batch {batch}", us, rate, "TB/s")
+
+
+def bench_rows() -> Iterator[Row]:
+    """The element-wise ops."""
+    for tokens in (1, 32, 256, 8192):
+        weight = randn(HIDDEN)
+        pairs = [(randn(tokens, HIDDEN), randn(tokens, HIDDEN)) for _ in range(COPIES)]
+        us = time_calls([partial(rms_norm, x, weight, 1e-5, residual=r) for x, r in pairs])
+        moved = tokens * HIDDEN * 2 * 4
+        yield Row("rms_norm", f"residual, {tokens} tokens", us, moved / us / 1e6, "TB/s")
+        gates = [randn(tokens, 2 * FFN) for _ in range(COPIES)]
+        us = time_calls([partial(silu_and_mul, gate) for gate in gates])
+        moved = tokens * FFN * 2 * 3
+        yield Row("silu_and_mul", f"{tokens} tokens", us, moved / us / 1e6, "TB/s")
+
+
+def make_cache(num_blocks: int, layers: int) -> Tensor:
+    """A random pool in the default layout."""
+    return randn(num_blocks, KV_HEADS, layers, 2, BLOCK_SIZE, HEAD_DIM)
+
+
+def make_tables(batch: int, context: int) -> tuple[Tensor, Tensor, int]:
+    """Shuffled block tables, lengths, and the number of blocks of the pool."""
+    per_sequence = -(-context // BLOCK_SIZE)
+    tables = torch.randperm(batch * per_sequence, device="cuda").to(torch.int32) + 1
+    lengths = torch.full((batch,), context, dtype=torch.int32, device="cuda")
+    return tables.view(batch, per_sequence), lengths, batch * per_sequence + 1
+
+
+def split_heads(qkv: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """Query, key and value of [T, heads + 2 * kv_heads, D]."""
+    return qkv[:, :HEADS], qkv[:, HEADS : HEADS + KV_HEADS], qkv[:, HEADS + KV_HEADS :]
+
+
+def bench_rope_write() -> Iterator[Row]:
+    """Rotation and cache write."""
+    for tokens in (1, 32, 256, 8192):
+        tables, _, blocks = make_tables(1, tokens)
+        cache = make_cache(blocks, COPIES)
+        slots = (tables.long()[0, :, None] * BLOCK_SIZE + torch.arange(16, device="cuda")).view(-1)
+        positions = torch.arange(tokens, device="cuda")
+        table = torch.rand(tokens, HEAD_DIM, device="cuda")
+        calls = []
+        for layer in range(COPIES):
+            qkv = randn(tokens, HEADS + 2 * KV_HEADS, HEAD_DIM)
+            query, key, value = split_heads(qkv)
+            planes = cache[:, :, layer, 0], cache[:, :, layer, 1]
+            rotate = partial(rope_write, query, key, value, positions, table)
+            calls.append(partial(rotate, *planes, slots[:tokens]))
+        us = time_calls(calls)
+        moved = tokens * HEAD_DIM * 2 * (2 * HEADS + 6 * KV_HEADS)
+        yield Row("rope_write", f"{tokens} tokens", us, moved / us / 1e6, "TB/s")
+
+
+def bench_decode_attention() -> Iterator[Row]:
+    """Decode attention, by batch and context."""
+    cases = [
+        (1, 512),
+        (1, 16384),
+        (1, 131072),
+        (8, 2048),
+        (32, 512),
+        (32, 8192),
+        (128, 512),
+        (256, 512),
+    ]
+    for batch, context in cases:
+        tables, lengths, blocks = make_tables(batch, context)
+        cache, query = make_cache(blocks, COPIES), randn(batch, HEADS, HEAD_DIM)
+        attend = partial(decode_attention, query, scale=SCALE)
+        calls = [
+            partial(attend, cache[:, :, layer, 0], cache[:, :, layer, 1], tables, lengths)
+            for layer in range(COPIES)
+        ]
+        us = time_calls(calls)
+        moved = batch * context * KV_HEADS * HEAD_DIM * 4
+        yield Row(
+            "decode_attention", f"batch {batch} context {context}", us, moved / us / 1e6, "TB/s"
+        )
+        del cache
+
+
+def bench_prefill_attention() -> Iterator[Row]:
+    """Prefill attention: fresh prompts, and chunks with a cached prefix."""
+    cases = [
+        (1, 1024, 0),
+        (1, 2048, 0),
+        (1, 16384, 0),
+        (1, 2048, 14336),
+        (8, 512, 0),
+        (4, 256, 8192),
+    ]
+    for batch, fresh, prefix in cases:
+        tables, lengths, blocks = make_tables(batch, fresh + prefix)
+        cache = make_cache(blocks, 1)
+        planes = cache[:, :, 0, 0], cache[:, :, 0, 1]
+        query = randn(batch * fresh, HEADS, HEAD_DIM)
+        cu = torch.arange(batch + 1, dtype=torch.int32, device="cuda") * fresh
+        key, value = (randn(batch * fresh, KV_HEADS, HEAD_DIM) for _ in range(2))
+        both = PrefillBatch(
+            block_tables=tables,
+            cu_seqlens=cu,
+            context_lens=lengths,
+            query_lens=(fresh,) * batch,
+            prefix_lens=(prefix,) * batch,
+        )
+        chosen = partial(prefill_attention, query, key, value, *planes, both, scale=SCALE)
+        paged = partial(paged_prefill_attention, query, *planes, tables, cu, lengths, fresh)
+        work = 4 * batch * (fresh * prefix + fresh * fresh / 2) * HEADS * HEAD_DIM
+        for name, call in (("prefill", chosen), ("paged_prefill", partial(paged, scale=SCALE))):
+            us = time_calls([call])
+            case = f"{batch} x {fresh} after {prefix}"
+            yield Row(f"{name}_attention", case, us, work / us / 1e6, "TFLOP/s")
+
+
+def bench_moves() -> Iterator[Row]:
+    """Merging of states, and copies between block lists."""
+    states = [randn(2048, HEADS, HEAD_DIM) for _ in range(2)]
+    lse = [torch.randn(2048, HEADS, device="cuda") for _ in range(2)]
+    us = time_calls([partial(merge_attention_states, states[0], lse[0], states[1], lse[1])])
+    moved = 3 * states[0].numel() * 2
+    yield Row("merge_attention_states", "2048 tokens", us, moved / us / 1e6, "TB/s")
+    source, target = make_cache(257, LAYERS), make_cache(257, LAYERS)
+    ids = torch.randperm(256, device="cuda").to(torch.int32) + 1
+    for blocks in (1, 8, 128):
+        tokens = blocks * BLOCK_SIZE
+        us = time_calls([partial(copy_tokens, source, target, ids, ids.flip(0), tokens)])
+        moved = 2 * blocks * source[0].numel() * 2
+        yield Row("copy_tokens", f"{blocks} blocks of 2 MiB", us, moved / us / 1e6, "TB/s")
+
+
+@dataclass(frozen=True)
+class Parts:
+    """Which parts of a decode step to run, so that their times can be told apart."""
+
+    gemms: bool = True
+    attention: bool = True
+    rest: bool = True
+
+
+class DecodeStep:
+    """One decode step with random weights: what a model runner would capture in a graph."""
+
+    def __init__(self, context: int, max_batch: int) -> None:
+        shapes = ("qkv", "o", "gate_up", "down")
+        self.layers = [[randn(*GEMMS[name], std=0.02) for name in shapes] for _ in range(LAYERS)]
+        self.lm_head = randn(*GEMMS["lm_head"], std=0.02)
+        self.norm = randn(HIDDEN)
+        self.tables, self.lengths, blocks = make_tables(max_batch, context)
+        self.cache = make_cache(blocks, LAYERS)
+        self.slots = self.tables[:, -1].long() * BLOCK_SIZE + (context - 1) % BLOCK_SIZE
+        self.positions = torch.full((max_batch,), context - 1, device="cuda")
+        self.cos_sin = torch.rand(context, HEAD_DIM, device="cuda")
+        self.residual = randn(max_batch, HIDDEN)
+        self.workspace = Workspace(torch.device("cuda"))
+        self.wide = {rows: randn(max_batch, rows) for rows, _ in GEMMS.values()}
+
+    def __call__(self, batch: int, parts: Parts) -> Tensor:
+        """Next tokens [batch], or whatever the chosen parts leave."""
+        hidden, residual = self.wide[HIDDEN][:batch], self.residual[:batch].clone()
+        for layer, (qkv, o, gate_up, down) in enumerate(self.layers):
+            hidden = self._norm(hidden, residual, parts)
+            hidden = self._attend(self._linear(hidden, qkv, parts), layer, parts)
+            hidden = self._norm(self._linear(hidden, o, parts), residual, parts)
+            wide = self._linear(hidden, gate_up, parts)
+            hidden = silu_and_mul(wide) if parts.rest else wide[:, :FFN]
+            hidden = self._linear(hidden, down, parts)
+        logits = self._linear(self._norm(hidden, residual, parts), self.lm_head, parts)
+        return logits.argmax(-1) if parts.rest else logits
+
+    def _linear(self, x: Tensor, weight: Tensor, parts: Parts) -> Tensor:
+        if not parts.gemms:
+            return self.wide[weight.shape[0]][: x.shape[0]]
+        return skinny_linear(x, weight, self.workspace)
+
+    def _norm(self, x: Tensor, residual: Tensor, parts: Parts) -> Tensor:
+        return rms_norm(x, self.norm, 1e-5, residual=residual) if parts.rest else x
+
+    def _attend(self, qkv: Tensor, layer: int, parts: Parts) -> Tensor:
+        batch = qkv.shape[0]
+        query, key, value = split_heads(qkv.view(batch, -1, HEAD_DIM))
+        planes = self.cache[:, :, layer, 0], self.cache[:, :, layer, 1]
+        if parts.rest:
+            slots = self.slots[:batch]
+            rope_write(query, key, value, self.positions[:batch], self.cos_sin, *planes, slots)
+        if not parts.attention:
+            return self.wide[HIDDEN][:batch]
+        tables, lengths = self.tables[:batch], self.lengths[:batch]
+        out = decode_attention(query, *planes, tables, lengths, scale=SCALE)
+        return out.flatten(1)
+
+
+def bench_decode_step() -> Iterator[Row]:
+    """A whole decode step at context 512, and its parts."""
+    step = DecodeStep(512, 256)
+    parts = {
+        "whole": Parts(),
+        "GEMMs": Parts(attention=False, rest=False),
+        "attention": Parts(gemms=False, rest=False),
+        "rest": Parts(gemms=False, attention=False),
+    }
+    for batch in (1, 32, 128, 256):
+        for name, part in parts.items():
+            us = time_calls([partial(step, batch, part)])
+            yield Row("decode_step", f"batch {batch} {name}", us)
+
+
+BENCHES: dict[str, Callable[[], Iterator[Row]]] = {
+    "gemms": bench_gemms,
+    "rows": bench_rows,
+    "rope_write": bench_rope_write,
+    "decode_attention": bench_decode_attention,
+    "prefill_attention": bench_prefill_attention,
+    "moves": bench_moves,
+    "decode_step": bench_decode_step,
+}
+
+
+def main() -> None:
+    """Run the benches asked for."""
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawTextHelpFormatter
+    )
+    parser.add_argument("--out", type=Path, help="write the rows as JSON to this file")
+    parser.add_argument("--only", nargs="*", choices=BENCHES, default=list(BENCHES))
+    options = parser.parse_args()
+    rows = []
+    for name in options.only:
+        for row in BENCHES[name]():
+            rows.append(row)
+            print(f"{row.op:24} {row.case:28} {row.us:10.1f} us {row.rate:9.2f} {row.unit}")
+        torch.cuda.empty_cache()
+    if options.out is not None:
+        device = torch.cuda.get_device_name()
+        report = {"device": device, "torch": torch.__version__, "rows": [asdict(r) for r in rows]}
+        options.out.write_text(json.dumps(report, indent=1))
+
+
+if __name__ == "__main__":
+    with torch.inference_mode():
+        main()
