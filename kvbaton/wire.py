@@ -111,7 +111,11 @@ class Message(Struct, frozen=True, tag_field="type", kw_only=True):
 
 
 class Hello(Message, frozen=True, tag="hello", kw_only=True):
-    """D opens a session with P. Answered by `Welcome` or `Refused`."""
+    """D opens a session with P. Answered by `Welcome` or `Refused`.
+
+    Attributes:
+        clean: no write of an earlier session can land in D any more: all were drained or fenced.
+    """
 
     sender: NodeId
     min_version: Count
@@ -120,6 +124,7 @@ class Hello(Message, frozen=True, tag="hello", kw_only=True):
     identity_record: dict[Name, Text]
     transport: Name
     ranks: tuple[RankCard, ...]
+    clean: bool = False
 
 
 class Welcome(Message, frozen=True, tag="welcome", kw_only=True):
@@ -162,8 +167,8 @@ class Accepted(TransferMessage, frozen=True, tag="accepted", kw_only=True):
 class Refused(Message, frozen=True, tag="refused", kw_only=True):
     """A message can't be honoured; names why. Without `transfer_id` it refuses the session.
 
-    Codes: ``unknown_session``, ``version``, ``identity``, ``layout``, ``prompt``, ``conflict``,
-    ``consumed``, ``draining``, ``too_many``, ``expired``, ``malformed``.
+    Codes: ``unknown_session``, ``version``, ``identity``, ``transport``, ``layout``, ``prompt``,
+    ``conflict``, ``consumed``, ``draining``, ``too_many``, ``expired``, ``malformed``.
     """
 
     code: Name

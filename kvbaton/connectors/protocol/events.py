@@ -4,6 +4,10 @@ A machine is called with one event and the time now, and answers with a list of 
 courier carries out in order. No machine does I/O, reads a clock or waits. Times are seconds on any
 monotonic clock.
 
+All actions of one call are carried out before the next event is handed in: an event that an action
+causes (`Closed`, `Fenced`, `PeerGone`) waits until the list is done. A `Reserve` that left after
+its blocks were freed would be a write into somebody else's memory.
+
 A *transfer* is named by `Attempt` (transfer id and attempt number) within one session.
 """
 
@@ -66,6 +70,8 @@ class TransferTimers:
         fence_retry: between two attempts to fence a lost peer.
         quarantine_limit: a node with blocks in quarantine for longer is unhealthy.
         tombstone: ended attempts are remembered this long, to answer late messages right.
+        silence: D tries to fence a peer that left blocks in quarantine for this long.
+        put_out: D asks nothing of a peer for this long after several mismatches.
     """
 
     session: float = 5.0
@@ -78,6 +84,8 @@ class TransferTimers:
     fence_retry: float = 0.2
     quarantine_limit: float = 60.0
     tombstone: float = 600.0
+    silence: float = 20.0
+    put_out: float = 60.0
 
 
 # --- events that both sides take ---
@@ -182,7 +190,11 @@ class WriteEnded:
 
 @dataclass(frozen=True)
 class Closed:
-    """`ClosePeer` was carried out: nothing reads our memory for that session any more."""
+    """`ClosePeer` was carried out: nothing reads our memory for that session any more.
+
+    It proves nothing about the far side: bytes that were read before may still land there, unless
+    a `WriteEnded` with ``drained`` said otherwise.
+    """
 
     session: bytes
 
@@ -325,6 +337,12 @@ class Post:
     The courier plans and posts one transport write for every (source rank, target rank) pair that
     shares bytes; a pair that shares none still gets its notice, so that "all notices" is simply
     all pairs. Each ends in a `WriteEnded`.
+
+    Attributes:
+        start: multiple of the least common multiple of both block sizes, or where the reservation
+            begins.
+        end: multiple of the same, or the end of the prompt.
+        sums: `BlocksReady.sums` of the reports that overlap [start, end), in order.
     """
 
     session: bytes
@@ -334,7 +352,7 @@ class Post:
     end: int
     source: Spans
     target: Spans
-    sums: object = None
+    sums: tuple[object, ...] = ()
 
 
 @dataclass(frozen=True)
@@ -348,7 +366,20 @@ class SendPushed:
     write: int
     start: int
     end: int
-    sums: object = None
+    sums: tuple[object, ...] = ()
+
+
+@dataclass(frozen=True)
+class RefuseAnnounce:
+    """The request of an `Announce` may not be used for a hand-over: the engine ends it.
+
+    Attributes:
+        code: ``conflict`` (an attempt of that name is alive), ``consumed``, ``expired``,
+            ``cancelled`` or ``not_needed`` (it was, and ended so), ``too_many``.
+    """
+
+    attempt: Attempt
+    code: str
 
 
 @dataclass(frozen=True)
@@ -366,16 +397,11 @@ class Release:
 
 
 @dataclass(frozen=True)
-class RefuseAnnounce:
-    """The name of an announced attempt is used up: the engine refuses the request."""
-
-    attempt: Attempt
-    code: str
-
-
-@dataclass(frozen=True)
 class StopSource:
-    """D does not want the prompt any more: the engine aborts the request if it still computes."""
+    """Nobody wants the prompt any more: the engine aborts the request if it still computes.
+
+    Comes before `Release`, for every attempt that ends before its `FirstTokens`.
+    """
 
     attempt: Attempt
     reason: str

@@ -1,181 +1,217 @@
-"""What both sides of the hand-over share: sessions, negotiation, timers by name, stories."""
+"""What both sides share of a session: numbering, filtering and negotiation."""
 
 from __future__ import annotations
 
-import heapq
-from collections import OrderedDict, deque
-from collections.abc import Callable, Hashable, Sequence
+import math
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from functools import lru_cache
-from typing import Any, Generic, TypeVar
 
 import msgspec
 
-from kvbaton.connectors.layout import KVLayout
-from kvbaton.connectors.protocol.events import Attempt, Identity, Link
-from kvbaton.wire import MIN_PROTOCOL_VERSION, PROTOCOL_VERSION, Hello, NodeId, RankCard
+from kvbaton.connectors.layout import GroupKind, KVLayout
+from kvbaton.connectors.protocol.events import Identity, Link, TransferTimers
+from kvbaton.wire import (
+    MIN_PROTOCOL_VERSION,
+    PROTOCOL_VERSION,
+    Hello,
+    NodeId,
+    RankCard,
+    Refused,
+    Welcome,
+)
 
-Pairable = Callable[[Sequence[KVLayout], Sequence[KVLayout]], None]
-"""Raises `LayoutMismatchError` if P's and D's layouts of one group, per rank, can't meet."""
+Layouts = Sequence[Sequence[KVLayout]]
+"""Per rank, one layout per group."""
 
-MAX_STORIES = 512
-MAX_LINES = 200
+Pairable = Callable[[Layouts, Layouts], None]
+"""Raises `ValueError` (`LayoutMismatchError`), naming both values, if two sides can't pair."""
 
-_layouts = msgspec.msgpack.Decoder(list[KVLayout])
+MAX_RANKS = 1024
+MAX_GROUPS = 64
+MAX_BLOCK_SIZE = 1 << 16
+MAX_BLOCKS = 1 << 40
+
+
+class NegotiationError(Exception):
+    """Two sides can't pair; `code` is that of the `Refused` to send."""
+
+    def __init__(self, code: str, message: str) -> None:
+        super().__init__(message)
+        self.code = code
+
+
+@dataclass(frozen=True)
+class Group:
+    """What the machines need to know of one KV group of one side."""
+
+    kind: GroupKind
+    block_size: int
+    num_blocks: int
 
 
 @dataclass
 class Session:
-    """A session as the source sees it.
+    """One control session, as one side sees it.
 
     Attributes:
         id: random, minted by D.
-        node: D's life.
-        link: where D was heard last.
-        ranks: D's cards.
-        closing: ended; waits for its writes.
-        version: protocol version that both speak.
+        link: where the last message of it came from; replies go there.
+        node: the peer; None until D knows.
+        last_in: highest number received.
+        last_out: highest number sent.
+        groups: of the peer.
+        num_ranks: of the peer.
     """
 
     id: bytes
-    node: NodeId
-    link: Link
-    ranks: tuple[RankCard, ...]
-    closing: bool = False
-    version: int = PROTOCOL_VERSION
-    _seq_in: int = -1
-    _seq_out: int = -1
-
-    def accept(self, seq: int) -> bool:
-        """Whether a message is newer than all before it."""
-        if seq <= self._seq_in:
-            return False
-        self._seq_in = seq
-        return True
+    link: Link | None = None
+    node: NodeId | None = None
+    last_in: int = -1
+    last_out: int = -1
+    groups: tuple[Group, ...] = ()
+    num_ranks: int = 0
 
     def next_seq(self) -> int:
-        """Number of the next message out."""
-        self._seq_out += 1
-        return self._seq_out
+        """Number of the next message to send."""
+        self.last_out += 1
+        return self.last_out
+
+    def admit(self, link: Link, seq: int) -> bool:
+        """Whether a message is newer than all before it; replies then go to its link."""
+        if seq <= self.last_in:
+            return False
+        self.last_in, self.link = seq, link
+        return True
 
 
-@lru_cache(maxsize=256)
-def _decode(layouts: bytes) -> tuple[KVLayout, ...]:
-    decoded = tuple(_layouts.decode(layouts))
-    if not decoded or any(not layout.planes or layout.block_size < 1 for layout in decoded):
-        raise ValueError("layouts without groups, planes or tokens")
-    return decoded
-
-
-def decode_layouts(ranks: Sequence[RankCard]) -> list[tuple[KVLayout, ...]]:
-    """Per rank, the layouts of its groups.
+def decode_layouts(ranks: Sequence[RankCard]) -> list[list[KVLayout]]:
+    """Layouts per rank, checked as far as the machines use them.
 
     Raises:
-        msgspec.DecodeError: they are no layouts.
-        ValueError: there are none, or ranks differ in their number of groups or block sizes.
+        NegotiationError: they are nonsense (code ``malformed``).
     """
-    decoded = [_decode(card.layouts) for card in ranks]
-    if not decoded:
-        raise ValueError("no ranks")
-    shapes = {tuple((g.group, g.block_size, g.num_blocks) for g in rank) for rank in decoded}
-    if len(shapes) != 1:
-        raise ValueError("ranks differ in groups, block sizes or pool sizes")
-    return decoded
+    if not 1 <= len(ranks) <= MAX_RANKS or [card.rank for card in ranks] != list(range(len(ranks))):
+        raise NegotiationError("malformed", f"ranks must be numbered 0 to at most {MAX_RANKS - 1}")
+    try:
+        layouts = [msgspec.msgpack.decode(card.layouts, type=list[KVLayout]) for card in ranks]
+    except msgspec.DecodeError as error:
+        raise NegotiationError("malformed", f"layouts can't be read: {error}") from error
+    for rank, groups in enumerate(layouts):
+        _check_groups(rank, groups, layouts[0])
+    return layouts
 
 
-def refusal(identity: Identity, hello: Hello) -> tuple[str, str] | None:
-    """Why a `Hello` can't be taken by this identity, as (code, both values), before any layout."""
-    if not (hello.min_version <= PROTOCOL_VERSION and MIN_PROTOCOL_VERSION <= hello.max_version):
-        here = f"{MIN_PROTOCOL_VERSION} to {PROTOCOL_VERSION}"
-        return "version", f"protocol {here} here, {hello.min_version} to {hello.max_version} there"
-    if hello.identity != identity.digest:
-        names = sorted(identity.record.keys() | hello.identity_record.keys())
-        differ = [
-            f"{name}: {identity.record.get(name)!r} here, {hello.identity_record.get(name)!r} there"
-            for name in names
-            if identity.record.get(name) != hello.identity_record.get(name)
-        ]
-        return "identity", "; ".join(differ) or "the identity digests differ"
-    if hello.transport != identity.transport:
-        return "transport", f"{identity.transport!r} here, {hello.transport!r} there"
-    return None
+def _check_groups(rank: int, groups: list[KVLayout], first: list[KVLayout]) -> None:
+    if not 1 <= len(groups) <= MAX_GROUPS or len(groups) != len(first):
+        raise NegotiationError(
+            "malformed", f"rank {rank} has {len(groups)} groups, rank 0 has {len(first)}"
+        )
+    for number, (layout, other) in enumerate(zip(groups, first, strict=True)):
+        if layout.group != number or group_of(layout) != group_of(other):
+            raise NegotiationError("malformed", f"rank {rank}, group {number} differs from rank 0")
+        if not (0 < layout.block_size <= MAX_BLOCK_SIZE and 1 < layout.num_blocks <= MAX_BLOCKS):
+            raise NegotiationError(
+                "malformed",
+                f"group {number} has {layout.num_blocks} blocks of {layout.block_size} tokens",
+            )
 
 
-Name = TypeVar("Name", bound=tuple[Any, ...])
+def group_of(layout: KVLayout) -> Group:
+    """The part of a layout that the machines look at."""
+    return Group(layout.kind, layout.block_size, layout.num_blocks)
 
 
-class Timers(Generic[Name]):
-    """Deadlines by name; a name is a tuple whose second element says whose it is."""
-
-    def __init__(self) -> None:
-        self._at: dict[Name, float] = {}
-        self._heap: list[tuple[float, int, Name]] = []
-        self._by_owner: dict[Hashable, set[Name]] = {}
-        self._count = 0
-
-    def arm(self, name: Name, at: float) -> None:
-        """Set, or set anew."""
-        self._at[name] = at
-        self._by_owner.setdefault(name[1], set()).add(name)
-        self._count += 1
-        heapq.heappush(self._heap, (at, self._count, name))
-
-    def cancel(self, name: Name) -> None:
-        """Forget a timer; unknown ones are ignored."""
-        self._at.pop(name, None)
-        owned = self._by_owner.get(name[1])
-        if owned is not None:
-            owned.discard(name)
-            if not owned:
-                del self._by_owner[name[1]]
-
-    def cancel_all(self, owner: Hashable) -> None:
-        """Forget all timers of one owner."""
-        for name in list(self._by_owner.get(owner, ())):
-            self.cancel(name)
-
-    def at(self, name: Name) -> float | None:
-        """When a timer is due; None if it is not set."""
-        return self._at.get(name)
-
-    def names(self) -> set[Name]:
-        """All that are set."""
-        return set(self._at)
-
-    def next(self) -> float | None:
-        """The earliest deadline."""
-        while self._heap and self._at.get(self._heap[0][2]) != self._heap[0][0]:
-            heapq.heappop(self._heap)
-        return self._heap[0][0] if self._heap else None
-
-    def due(self, now: float) -> list[Name]:
-        """Take those whose time has come, in order."""
-        names = []
-        while (at := self.next()) is not None and at <= now:
-            name = heapq.heappop(self._heap)[2]
-            self.cancel(name)
-            names.append(name)
-        return names
+def groups_of(layouts: Layouts) -> tuple[Group, ...]:
+    """Groups of one side; equal on all of its ranks."""
+    return tuple(group_of(layout) for layout in layouts[0])
 
 
-class Stories:
-    """What happened to the latest attempts."""
+def common_unit(ours: Sequence[Group], theirs: Sequence[Group]) -> int:
+    """Tokens between two borders at which blocks of both sides begin, in all groups."""
+    sizes = [g.block_size for g in (*ours, *theirs) if g.kind is not GroupKind.STATE]
+    return math.lcm(*sizes) if sizes else 1
 
-    def __init__(self) -> None:
-        self._lines: OrderedDict[Attempt, deque[str]] = OrderedDict()
 
-    def add(self, attempt: Attempt, now: float, what: str) -> None:
-        """Add a line."""
-        if attempt not in self._lines:
-            self._lines[attempt] = deque(maxlen=MAX_LINES)
-            while len(self._lines) > MAX_STORIES:
-                self._lines.popitem(last=False)
-        self._lines[attempt].append(f"{now:.6f} {what}")
+class Negotiator:
+    """Decides whether two sides pair.
 
-    def of(self, attempt: Attempt) -> str:
-        """One attempt's story, for the message of a failed assertion."""
-        return "\n".join(self._lines.get(attempt, ()))
+    Args:
+        identity: what this side says of itself.
+        pairable: checks layouts, source first.
+    """
 
-    def all(self) -> dict[Attempt, list[str]]:
-        """All stories."""
-        return {attempt: list(lines) for attempt, lines in self._lines.items()}
+    def __init__(self, identity: Identity, pairable: Pairable) -> None:
+        self.identity = identity
+        self.layouts = decode_layouts(identity.ranks)
+        self.groups = groups_of(self.layouts)
+        self._pairable = pairable
+
+    def check_hello(self, hello: Hello) -> list[list[KVLayout]]:
+        """Layouts of D's ranks.
+
+        Raises:
+            NegotiationError: it can't pair with us; the message names both values.
+        """
+        ours = self.identity
+        low, high = hello.min_version, hello.max_version
+        if not (low <= PROTOCOL_VERSION and MIN_PROTOCOL_VERSION <= high):
+            spoken = f"{MIN_PROTOCOL_VERSION} to {PROTOCOL_VERSION}"
+            raise NegotiationError("version", f"source speaks {spoken}, target {low} to {high}")
+        if hello.identity != ours.digest:
+            raise NegotiationError("identity", _differences(ours, hello.identity_record))
+        if hello.transport != ours.transport:
+            raise NegotiationError(
+                "transport", f"source uses {ours.transport!r}, target {hello.transport!r}"
+            )
+        theirs = decode_layouts(hello.ranks)
+        self._check_layouts(self.layouts, theirs)
+        return theirs
+
+    def check_welcome(self, welcome: Welcome) -> list[list[KVLayout]]:
+        """Layouts of P's ranks.
+
+        Raises:
+            NegotiationError: it can't pair with us; the message names both values.
+        """
+        if not MIN_PROTOCOL_VERSION <= welcome.version <= PROTOCOL_VERSION:
+            raise NegotiationError("version", f"source chose version {welcome.version}")
+        theirs = decode_layouts(welcome.ranks)
+        self._check_layouts(theirs, self.layouts)
+        return theirs
+
+    def version(self, hello: Hello) -> int:
+        """The version to speak with a D that `check_hello` let pass."""
+        return min(PROTOCOL_VERSION, hello.max_version)
+
+    def _check_layouts(self, source: Layouts, target: Layouts) -> None:
+        if len(source[0]) != len(target[0]):
+            raise NegotiationError(
+                "layout", f"source has {len(source[0])} groups, target {len(target[0])}"
+            )
+        try:
+            self._pairable(source, target)
+        except (ValueError, ArithmeticError, LookupError, TypeError) as error:
+            # A peer's layouts may be wrong in ways that no check of ours foresaw.
+            raise NegotiationError("layout", str(error) or type(error).__name__) from error
+
+
+def _differences(ours: Identity, theirs: dict[str, str]) -> str:
+    fields = sorted(set(ours.record) | set(theirs))
+    differing = [
+        f"{name}: source {ours.record.get(name)!r}, target {theirs.get(name)!r}"
+        for name in fields
+        if ours.record.get(name) != theirs.get(name)
+    ]
+    return ("; ".join(differing) or "identity digests differ, records do not")[:4000]
+
+
+def refuse_session(session: bytes, code: str, why: str, *, retryable: bool = False) -> Refused:
+    """Refuse a whole session. Not numbered: it is true whenever it arrives."""
+    return Refused(session=session, seq=0, code=code, message=why[:4000], retryable=retryable)
+
+
+def check_timers(timers: TransferTimers) -> None:
+    """Raise `ValueError` if a timer is not positive."""
+    for name in timers.__dataclass_fields__:
+        if not getattr(timers, name) > 0:
+            raise ValueError(f"timer {name} must be positive, not {getattr(timers, name)}")

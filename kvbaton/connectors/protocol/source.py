@@ -1,47 +1,45 @@
-"""P's side of the hand-over: which blocks may be pushed when, and when they may be freed.
+"""P's side of the hand-over: pushes what the engine computes into blocks that D has reserved.
 
-The rules that hold here:
+Laws of this machine:
 
-1. A target byte is written at most once per attempt: `pushed` only grows, and a failed write ends
-   the attempt.
-2. Blocks are released exactly once, after no write reads them any more.
-3. `Cancel` is always answered `Drained`, and only when no write of the attempt can land any more.
-4. A new session of a node gets its `Welcome` only when no write of its old one can land any more.
+1. Nothing is posted but into a frozen `Reserve` of a session that is up, and no token twice.
+2. `Drained`, `Welcome` and `Release` wait for every write to be terminal; only for `Release`, and
+   only of a session that ends, a closed peer will do.
+3. Every `Engage` has one `Release`; nothing is posted after it.
+
+What happens when is in `table.SOURCE`; each rule there is a method here.
 """
 
 from __future__ import annotations
 
-import enum
-import math
-from collections import OrderedDict
-from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass, field
-from typing import Any
+from collections.abc import Callable
+from typing import Any, cast
 
-import msgspec
-
-from kvbaton.connectors.layout import KVLayout
+from kvbaton.connectors.layout import GroupKind
+from kvbaton.connectors.protocol.checks import (
+    ceil_div,
+    check_ack,
+    check_reserve,
+    covered_end,
+    first_token,
+    flatten,
+    is_extension,
+)
 from kvbaton.connectors.protocol.events import (
     Announce,
     Attempt,
     BlocksReady,
     Closed,
-    ClosePeer,
-    Counters,
     Engage,
     EvictSource,
     FirstTokens,
     Identity,
-    Link,
-    OpenPeer,
     PeerGone,
     Post,
     Received,
     RefuseAnnounce,
     Release,
-    Send,
     SendPushed,
-    SourceAction,
     SourceEvent,
     SourceFailed,
     Spans,
@@ -51,15 +49,15 @@ from kvbaton.connectors.protocol.events import (
     WriteEnded,
     spans_slice,
 )
-from kvbaton.connectors.protocol.session import (
-    Pairable,
-    Session,
-    Stories,
-    Timers,
-    decode_layouts,
-    refusal,
+from kvbaton.connectors.protocol.machine import reply
+from kvbaton.connectors.protocol.session import Pairable
+from kvbaton.connectors.protocol.source_sessions import (
+    Outgoing,
+    SessionState,
+    SourceSession,
+    SourceSessions,
 )
-from kvbaton.errors import LayoutMismatchError
+from kvbaton.connectors.protocol.table import SourceState
 from kvbaton.wire import (
     Accepted,
     Ack,
@@ -69,73 +67,31 @@ from kvbaton.wire import (
     Drained,
     Failed,
     Hello,
-    Message,
     NotNeeded,
     Progress,
     Refused,
     Reserve,
     TransferMessage,
-    Welcome,
 )
 
-MAX_TOKENS = 1 << 31
-MAX_TOMBSTONES = 100_000
+State = SourceState
+_OUTCOME_COUNTER = {"acked": "completed", "not_needed": "completed", "cancelled": "cancelled"}
+_PROGRESS_NAME = {
+    State.RESERVED: "waiting",
+    State.ENGAGED: "computing",
+    State.COMPLETED: "writing",
+}
 
 
-class State(enum.Enum):
-    """Where an attempt is on P."""
-
-    ANNOUNCED = enum.auto()
-    """The request is here; nobody has reserved."""
-    RESERVED = enum.auto()
-    """D has reserved; the request is not here yet."""
-    ENGAGED = enum.auto()
-    """Both are here: blocks are pushed as they become ready."""
-    COMPLETED = enum.auto()
-    """All is posted and `Complete` is sent: D's `Ack` is awaited."""
-    ENDING = enum.auto()
-    """Over, but writes are still in flight."""
-
-
-@dataclass
-class _Transfer:
-    """One attempt.
-
-    Attributes:
-        reserve: D's reservation, extensions folded in.
-        unit: tokens per digest unit: pushes end at its multiples, or at the end of the prompt.
-        blocks: source block by logical block, per group.
-        pending: parts of writes in flight: (write, source rank, target rank).
-        outcome: why it is ending.
-        drain_wanted: D waits for `Drained`.
-    """
-
-    attempt: Attempt
-    state: State
-    announce: Announce | None = None
-    reserve: Reserve | None = None
-    session: bytes = b""
-    unit: int = 1
-    pushed: int = 0
-    ready: int = 0
-    blocks: list[dict[int, int]] = field(default_factory=list)
-    num_writes: int = 0
-    pending: set[tuple[int, int, int]] = field(default_factory=set)
-    first: FirstTokens | None = None
-    engaged: bool = False
-    outcome: str = ""
-    drain_wanted: bool = False
-
-
-class Source:
-    """The machine. See `events` for what goes in and out.
+class Source(SourceSessions):
+    """P's machine.
 
     Args:
-        identity: what this node says of itself.
-        timers: durations.
+        identity: what this side says of itself.
+        timers: of the protocol.
         new_id: makes 16 random bytes.
-        pairable: raises `LayoutMismatchError` if P's and D's layouts of a group can't meet.
-        max_live: most attempts at a time; beyond it a `Reserve` is refused, retryable.
+        pairable: checks layouts, source first; raises `ValueError` naming both values.
+        max_attempts: attempts that may be alive at once; more are refused by name.
     """
 
     def __init__(
@@ -145,626 +101,487 @@ class Source:
         *,
         new_id: Callable[[], bytes],
         pairable: Pairable,
-        max_live: int = 4096,
+        max_attempts: int = 65_536,
     ) -> None:
-        self.identity = identity
-        self.timers = timers
-        self.counters = Counters()
-        self._pairable = pairable
-        self._max_live = max_live
-        self._layouts = decode_layouts(identity.ranks)
-        self._sessions: dict[bytes, Session] = {}
-        self._waiting: dict[bytes, tuple[Link, Hello]] = {}
-        self._ended_sessions: OrderedDict[bytes, None] = OrderedDict()
-        self._transfers: dict[Attempt, _Transfer] = {}
-        self._tombstones: OrderedDict[Attempt, str] = OrderedDict()
-        self._timers: Timers[tuple[str, Attempt]] = Timers()
-        self._stories = Stories()
-        self._actions: list[SourceAction] = []
-        self._now = 0.0
-        self._on: dict[type, Callable[[Any], None]] = {
-            Received: self._received,
-            PeerGone: self._peer_gone,
-            Tick: self._tick,
-            Announce: self._announce,
-            BlocksReady: self._blocks_ready,
-            FirstTokens: self._first_tokens,
-            SourceFailed: self._source_failed,
-            WriteEnded: self._write_ended,
-            Closed: self._closed,
-        }
-        self._on_message: dict[type, Callable[[Any, Any], None]] = {
-            Reserve: self._reserve,
-            Ack: self._ack,
-            NotNeeded: self._not_needed,
-            Cancel: self._cancel,
-        }
-
-    # --- the interface ---
-
-    def handle(self, event: SourceEvent, now: float) -> list[SourceAction]:
-        """Process one event; returns what is to be done, in order."""
-        self._now = now
-        self._on[type(event)](event)
-        actions, self._actions = self._actions, []
-        return actions
-
-    def next_deadline(self) -> float | None:
-        """When the next `Tick` is due."""
-        return self._timers.next()
-
-    def stories(self) -> dict[Attempt, list[str]]:
-        """What happened to the latest attempts, for diagnosis."""
-        return self._stories.all()
+        super().__init__(identity, timers, new_id=new_id, pairable=pairable)
+        self._max_attempts = max_attempts
 
     def ledger(self) -> dict[str, Any]:
-        """Live attempts by state, and the sessions."""
-        states: dict[str, int] = {}
-        for transfer in self._transfers.values():
-            states[transfer.state.name.lower()] = states.get(transfer.state.name.lower(), 0) + 1
+        """Attempts alive by state, leases, and writes that are not terminal."""
+        live = self._live.values()
         return {
-            "sessions": {s.id.hex(): s.node.node for s in self._sessions.values()},
-            "attempts": states,
-            "engaged": sum(t.engaged for t in self._transfers.values()),
-            "writes_in_flight": sum(len(t.pending) for t in self._transfers.values()),
-            "counters": msgspec.to_builtins(self.counters),
+            "attempts": self._states(),
+            "leases": sum(r.engaged for r in live),
+            "held_blocks": sum(len(blocks) for r in live for blocks in r.blocks),
+            "writes_in_flight": sum(len(r.flying) for r in live),
+            "writes_undrained": sum(len(writes) for writes in self._undrained.values()),
+            "sessions": self.sessions(),
         }
 
-    def validate(self) -> None:
-        """Raise `AssertionError`, with the story, if a law of this file does not hold."""
-        for attempt, transfer in self._transfers.items():
-            story = self._stories.of(attempt)
-            assert attempt not in self._tombstones, story
-            assert transfer.pushed <= transfer.ready or not transfer.engaged, story
-            timed = self._timers.names()
-            assert (
-                any(name[1] == attempt for name in timed)
-                or transfer.pending
-                or (transfer.state is State.ANNOUNCED)
-            ), story
+    # --- dispatch ---
 
-    # --- sessions ---
+    def _react(self, event: SourceEvent) -> None:
+        match event:
+            case Received():
+                self._received(event)
+            case Tick():
+                self._ring()
+            case PeerGone():
+                self._peer_gone(event.node)
+            case Closed():
+                self._closed(event)
+            case _:
+                self._apply(type(event).__name__, self._record(event.attempt), event)
 
     def _received(self, event: Received) -> None:
         message = event.message
         if isinstance(message, Hello):
             self._hello(event.link, message)
-            return
-        session = self._sessions.get(message.session)
-        if session is None or session.closing:
-            self._emit_refusal(event.link, message, "unknown_session", "open a new session")
-            return
-        if not session.accept(message.seq):
-            self.counters.dropped_messages += 1
-            return
-        session.link = event.link
-        handler = self._on_message.get(type(message))
-        if handler is None:
-            self._emit_refusal(event.link, message, "malformed", "not a message for a source")
-        else:
-            handler(session, message)
-
-    def _hello(self, link: Link, hello: Hello) -> None:
-        known = self._sessions.get(hello.session)
-        if hello.session in self._ended_sessions or (known is not None and known.closing):
-            self._emit_refusal(link, hello, "unknown_session", "this session has ended")
-        elif known is not None:
-            if known.accept(hello.seq):
-                known.link = link
-                self._welcome(known)
-        elif (refused := self._objection(hello)) is not None:
-            self._emit_refusal(link, hello, *refused)
-        else:
-            self._replace(link, hello)
-
-    def _objection(self, hello: Hello) -> tuple[str, str] | None:
-        """Why this D can't be paired with, as (code, message naming both values)."""
-        refused = refusal(self.identity, hello)
-        if refused is not None:
-            return refused
-        try:
-            theirs = decode_layouts(hello.ranks)
-            self._check_groups(theirs)
-        except (LayoutMismatchError, msgspec.DecodeError, ValueError) as error:
-            return "layout", str(error)[:4000]
-        return None
-
-    def _check_groups(self, theirs: Sequence[Sequence[KVLayout]]) -> None:
-        ours = self._layouts
-        if len(theirs[0]) != len(ours[0]):
-            raise LayoutMismatchError(f"{len(ours[0])} KV groups here, {len(theirs[0])} there")
-        for group in range(len(ours[0])):
-            self._pairable([rank[group] for rank in ours], [rank[group] for rank in theirs])
-
-    def _replace(self, link: Link, hello: Hello) -> None:
-        """Open a session; an older one of the same node must end first (rule 4)."""
-        old = [s for s in self._sessions.values() if s.node.node == hello.sender.node]
-        if not old:
-            self._open(link, hello)
-            return
-        self._waiting[hello.session] = (link, hello)
-        for session in old:
-            self._end_session(session)
-
-    def _open(self, link: Link, hello: Hello) -> None:
-        session = Session(hello.session, hello.sender, link, hello.ranks)
-        session.accept(hello.seq)
-        self._sessions[hello.session] = session
-        self._do(OpenPeer(hello.session, hello.sender, hello.ranks))
-        self._welcome(session)
-
-    def _welcome(self, session: Session) -> None:
-        self._send(
-            session,
-            Welcome,
-            sender=self.identity.node,
-            version=session.version,
-            ranks=self.identity.ranks,
-        )
-
-    def _end_session(self, session: Session) -> None:
-        if session.closing:
-            return
-        session.closing = True
-        for transfer in list(self._of_session(session.id)):
-            self._end(transfer, "lost", tell="")
-        self._do(ClosePeer(session.id))
-
-    def _closed(self, event: Closed) -> None:
-        session = self._sessions.pop(event.session, None)
-        if session is None:
-            return
-        self._ended_sessions[event.session] = None
-        while len(self._ended_sessions) > MAX_TOMBSTONES:
-            self._ended_sessions.popitem(last=False)
-        for transfer in list(self._of_session(event.session)):
-            transfer.pending.clear()
-            self._finish_ending(transfer)
-        for session_id, (link, hello) in list(self._waiting.items()):
-            if hello.sender.node == session.node.node:
-                del self._waiting[session_id]
-                self._open(link, hello)
-
-    def _peer_gone(self, event: PeerGone) -> None:
-        for session in list(self._sessions.values()):
-            if session.node == event.node:
-                self._end_session(session)
-
-    def _of_session(self, session_id: bytes) -> Iterable[_Transfer]:
-        return [t for t in self._transfers.values() if t.session == session_id]
-
-    # --- requests ---
-
-    def _announce(self, event: Announce) -> None:
-        attempt = event.attempt
-        grave = self._tombstones.get(attempt)
-        transfer = self._transfers.get(attempt)
-        if grave == "not_needed":
-            self._do(StopSource(attempt, "the target has the whole prompt"))
-        elif grave is not None or (transfer is not None and transfer.announce is not None):
-            self.counters.refused += 1
-            self._do(RefuseAnnounce(attempt, grave or "consumed"))
-        elif transfer is None:
-            self._begin(attempt, State.ANNOUNCED).announce = event
-        else:
-            transfer.announce = event
-            self._meet(transfer)
-
-    def _begin(self, attempt: Attempt, state: State) -> _Transfer:
-        transfer = self._transfers[attempt] = _Transfer(attempt, state)
-        self.counters.started += 1
-        self._tell(attempt, f"begin {state.name}")
-        return transfer
-
-    def _source_failed(self, event: SourceFailed) -> None:
-        transfer = self._transfers.get(event.attempt)
-        if transfer is not None and transfer.state is not State.ENDING:
-            self._end(transfer, "failed", tell=event.reason)
-
-    # --- reservations ---
-
-    def _reserve(self, session: Session, message: Reserve) -> None:
-        attempt = Attempt(message.transfer_id, message.attempt)
-        transfer = self._transfers.get(attempt)
-        refused = self._reserve_objection(session, message, transfer)
-        if refused is not None:
-            self._refuse_transfer(session, message, *refused)
-            return
-        if transfer is None:
-            transfer = self._begin(attempt, State.RESERVED)
-        if transfer.reserve is None:
-            self._bind(session, message, transfer)
-        elif message.spans != transfer.reserve.spans:
-            self._extend(transfer, message)
-        if transfer.state is not State.RESERVED:
-            self._send_transfer(session, Accepted, attempt)
-
-    def _reserve_objection(
-        self, session: Session, message: Reserve, transfer: _Transfer | None
-    ) -> tuple[str, str] | None:
-        attempt = Attempt(message.transfer_id, message.attempt)
-        grave = self._tombstones.get(attempt)
-        if grave is not None:
-            return ("expired" if grave == "expired" else "consumed"), f"this attempt ended: {grave}"
-        malformed = self._malformed(session, message)
-        if malformed:
-            return "malformed", malformed
-        if transfer is None:
-            full = len(self._transfers) >= self._max_live
-            return ("too_many", "too many hand-overs at once; retry") if full else None
-        if transfer.state is State.ENDING:
-            return "consumed", f"this attempt is ending: {transfer.outcome}"
-        if transfer.reserve is not None and not self._same_or_later(transfer, session, message):
-            return "conflict", "this attempt was reserved with other content"
-        announce = transfer.announce
-        if announce is not None and announce.num_tokens != message.num_tokens:
-            return "prompt", f"{announce.num_tokens} tokens here, {message.num_tokens} there"
-        if announce is not None and announce.prompt_key != message.prompt_key:
-            return "prompt", "the prompts differ"
-        return None
-
-    def _malformed(self, session: Session, message: Reserve) -> str:
-        layouts = decode_layouts(session.ranks)[0]
-        if not 0 < message.num_tokens < MAX_TOKENS:
-            return f"num_tokens {message.num_tokens} is not within 1 and {MAX_TOKENS - 1}"
-        if len(message.spans) != len(layouts):
-            return f"{len(message.spans)} groups of spans; the session has {len(layouts)}"
-        for group, spans in enumerate(message.spans):
-            complaint = self._malformed_spans(spans, layouts[group], message.num_tokens)
-            if complaint:
-                return f"group {group}: {complaint}"
-        return ""
-
-    @staticmethod
-    def _malformed_spans(spans: Sequence[BlockSpan], layout: KVLayout, num_tokens: int) -> str:
-        position = 0
-        seen: set[int] = set()
-        last = -(-num_tokens // layout.block_size)
-        for span in spans:
-            if span.first < position or not span.blocks or span.first + len(span.blocks) > last:
-                return f"span at block {span.first} overlaps, is empty or goes beyond the prompt"
-            position = span.first + len(span.blocks)
-            seen.update(span.blocks)
-        count = sum(len(span.blocks) for span in spans)
-        if len(seen) != count:
-            return "a block is named twice"
-        if seen and not (min(seen) >= 1 and max(seen) < layout.num_blocks):
-            return f"block ids must be within 1 and {layout.num_blocks - 1}"
-        return "" if count else "no blocks"
-
-    @staticmethod
-    def _same_or_later(transfer: _Transfer, session: Session, message: Reserve) -> bool:
-        old = transfer.reserve
-        assert old is not None
-        same = (
-            transfer.session == session.id
-            and old.prompt_key == message.prompt_key
-            and old.num_tokens == message.num_tokens
-        )
-        if not same or old.spans == message.spans:
-            return same
-        later = all(
-            not was or not now or was[-1].first + len(was[-1].blocks) <= now[0].first
-            for was, now in zip(old.spans, message.spans, strict=True)
-        )
-        return old.more and later
-
-    def _bind(self, session: Session, message: Reserve, transfer: _Transfer) -> None:
-        transfer.reserve = message
-        transfer.session = session.id
-        sizes = [layout.block_size for layout in decode_layouts(session.ranks)[0]]
-        sizes += [layout.block_size for layout in self._layouts[0]]
-        transfer.unit = math.lcm(*sizes)
-        starts = [
-            spans[0].first * layout.block_size
-            for spans, layout in zip(message.spans, decode_layouts(session.ranks)[0], strict=True)
-            if spans
-        ]
-        transfer.pushed = transfer.ready = min(starts)
-        transfer.blocks = [{} for _ in message.spans]
-        self._timers.arm(("total", transfer.attempt), self._now + message.remaining_ms / 1000)
-        self._timers.arm(("progress", transfer.attempt), self._now + self.timers.progress_period)
-        self._meet(transfer)
-
-    def _extend(self, transfer: _Transfer, message: Reserve) -> None:
-        old = transfer.reserve
-        assert old is not None
-        spans = tuple((*a, *b) for a, b in zip(old.spans, message.spans, strict=True))
-        transfer.reserve = msgspec.structs.replace(old, spans=spans, more=message.more)
-        self._push(transfer)
-
-    def _meet(self, transfer: _Transfer) -> None:
-        """Engage, once both the request and its reservation are here and agree."""
-        announce, reserve = transfer.announce, transfer.reserve
-        if announce is None:
-            self._timers.arm(("unclaimed", transfer.attempt), self._now + self.timers.unclaimed)
-            return
-        if reserve is None:
-            return
-        self._timers.cancel(("unclaimed", transfer.attempt))
-        if (announce.prompt_key, announce.num_tokens) != (reserve.prompt_key, reserve.num_tokens):
-            self._drop_reservation(transfer)
-            return
-        transfer.state = State.ENGAGED
-        transfer.engaged = True
-        self._tell(transfer.attempt, f"engage from {transfer.pushed}")
-        self._do(Engage(transfer.attempt, transfer.pushed))
-        session = self._sessions.get(transfer.session)
-        if session is not None:
-            self._send_transfer(session, Accepted, transfer.attempt)
-
-    def _drop_reservation(self, transfer: _Transfer) -> None:
-        """The reservation came first and is for another prompt: the request stays, unreserved."""
-        session, reserve = self._sessions.get(transfer.session), transfer.reserve
-        assert reserve is not None
-        transfer.reserve, transfer.session, transfer.state = None, b"", State.ANNOUNCED
-        self._timers.cancel_all(transfer.attempt)
-        if session is not None:
-            self._refuse_transfer(session, reserve, "prompt", "the prompts differ")
-
-    # --- blocks ---
-
-    def _blocks_ready(self, event: BlocksReady) -> None:
-        transfer = self._transfers.get(event.attempt)
-        if transfer is None or transfer.state is not State.ENGAGED:
-            return
-        assert event.start <= transfer.ready, self._stories.of(event.attempt)
-        transfer.ready = event.end
-        for blocks, spans in zip(transfer.blocks, event.spans, strict=True):
-            for span in spans:
-                blocks.update(enumerate(span.blocks, span.first))
-        self._push(transfer)
-
-    def _push(self, transfer: _Transfer) -> None:
-        end = min(transfer.ready, self._reserved_end(transfer))
-        assert transfer.reserve is not None
-        if end < transfer.reserve.num_tokens:
-            end -= end % transfer.unit
-        session = self._sessions.get(transfer.session)
-        if end <= transfer.pushed or session is None or transfer.state is not State.ENGAGED:
-            return
-        start, transfer.pushed = transfer.pushed, end
-        write, transfer.num_writes = transfer.num_writes, transfer.num_writes + 1
-        transfer.pending |= {
-            (write, s, t)
-            for s in range(len(self.identity.ranks))
-            for t in range(len(session.ranks))
-        }
-        source = self._source_spans(transfer, start, end)
-        self._tell(transfer.attempt, f"push {write}: [{start}, {end})")
-        target = self._target_spans(transfer, session, start, end)
-        self._do(Post(session.id, transfer.attempt, write, start, end, source, target))
-        self._do(
-            SendPushed(
-                session.link, session.id, session.next_seq(), transfer.attempt, write, start, end
-            )
-        )
-
-    def _reserved_end(self, transfer: _Transfer) -> int:
-        """Tokens that the target blocks named so far can take."""
-        assert transfer.reserve is not None
-        if not transfer.reserve.more:
-            return transfer.reserve.num_tokens
-        layouts = decode_layouts(self._sessions[transfer.session].ranks)[0]
-        return min(
-            (spans[-1].first + len(spans[-1].blocks)) * layout.block_size
-            for spans, layout in zip(transfer.reserve.spans, layouts, strict=True)
-        )
-
-    def _source_spans(self, transfer: _Transfer, start: int, end: int) -> Spans:
-        spans = []
-        for blocks, layout in zip(transfer.blocks, self._layouts[0], strict=True):
-            first, last = start // layout.block_size, -(-end // layout.block_size)
-            spans.append(
-                tuple(BlockSpan(n, (blocks[n],)) for n in range(first, last) if n in blocks)
-            )
-        return tuple(spans)
-
-    @staticmethod
-    def _target_spans(transfer: _Transfer, session: Session, start: int, end: int) -> Spans:
-        assert transfer.reserve is not None
-        layouts = decode_layouts(session.ranks)[0]
-        return tuple(
-            spans_slice(spans, start // layout.block_size, -(-end // layout.block_size))
-            for spans, layout in zip(transfer.reserve.spans, layouts, strict=True)
-        )
-
-    def _first_tokens(self, event: FirstTokens) -> None:
-        transfer = self._transfers.get(event.attempt)
-        if transfer is None:
-            return
-        if transfer.state is State.ANNOUNCED:
-            self._timers.arm(("unclaimed", transfer.attempt), self._now + self.timers.unclaimed)
-        elif transfer.state is State.ENGAGED and self._all_pushed(transfer):
-            transfer.first = event
-            transfer.state = State.COMPLETED
-            self._timers.arm(("lease", transfer.attempt), self._now + self.timers.lease)
-            self._complete(transfer)
-
-    @staticmethod
-    def _all_pushed(transfer: _Transfer) -> bool:
-        """Else these are the first tokens of a run before the reservation: it runs again."""
-        return transfer.reserve is not None and transfer.pushed == transfer.reserve.num_tokens
-
-    def _complete(self, transfer: _Transfer) -> None:
-        assert transfer.first is not None
-        assert transfer.reserve is not None
-        self._timers.arm(("complete", transfer.attempt), self._now + self.timers.resend)
-        self._send_transfer(
-            self._sessions[transfer.session],
-            Complete,
-            transfer.attempt,
-            num_tokens=transfer.reserve.num_tokens,
-            num_writes=transfer.num_writes,
-            choices=transfer.first.choices,
-            cached_tokens=transfer.first.cached_tokens,
-        )
-
-    # --- ends ---
-
-    def _write_ended(self, event: WriteEnded) -> None:
-        transfer = self._transfers.get(event.attempt)
-        if transfer is None:
-            return
-        if event.drained:
-            transfer.pending.discard((event.write, event.source_rank, event.target_rank))
-        if not event.ok and transfer.state is not State.ENDING:
-            self._end(transfer, "failed", tell=f"a write failed: {event.error}")
-        else:
-            self._finish_ending(transfer)
-
-    def _ack(self, session: Session, message: Ack) -> None:
-        transfer = self._bound(session, message)
-        if transfer is None or transfer.state is State.ENDING:
-            return
-        if message.verdict == "mismatch":
-            self.counters.mismatches += 1
-            self._do(EvictSource(transfer.attempt, message.bad))
-        self._end(transfer, "acked" if message.verdict == "ok" else "failed", tell="")
-
-    def _not_needed(self, session: Session, message: NotNeeded) -> None:
-        attempt = Attempt(message.transfer_id, message.attempt)
-        transfer = self._transfers.get(attempt)
-        if transfer is None:
-            if attempt not in self._tombstones:
-                self.counters.started += 1
-                self.counters.cancelled += 1
-                self._bury(attempt, "not_needed")
-        elif transfer.state is State.ANNOUNCED or transfer.session == session.id:
-            self._do(StopSource(attempt, "the target has the whole prompt"))
-            self._end(transfer, "not_needed", tell="")
-
-    def _cancel(self, session: Session, message: Cancel) -> None:
-        attempt = Attempt(message.transfer_id, message.attempt)
-        transfer = self._bound(session, message)
-        if transfer is None:
-            unknown = attempt not in self._transfers and attempt not in self._tombstones
-            if unknown:
-                self.counters.started += 1
-                self.counters.cancelled += 1
-                self._bury(attempt, "cancelled")
-            self._send_transfer(session, Drained, attempt)
-            return
-        transfer.drain_wanted = True
-        if transfer.state is not State.ENDING:
-            self._do(StopSource(attempt, "the target has cancelled"))
-            self._end(transfer, "cancelled", tell="")
-        else:
-            self._finish_ending(transfer)
-
-    def _bound(self, session: Session, message: TransferMessage) -> _Transfer | None:
-        transfer = self._transfers.get(Attempt(message.transfer_id, message.attempt))
-        return transfer if transfer is not None and transfer.session == session.id else None
-
-    def _end(self, transfer: _Transfer, outcome: str, *, tell: str) -> None:
-        """Stop posting; blocks are released when the last write has ended."""
-        transfer.state = State.ENDING
-        transfer.outcome = outcome
-        self._tell(transfer.attempt, f"end: {outcome} {tell}")
-        self._timers.cancel_all(transfer.attempt)
-        session = self._sessions.get(transfer.session)
-        if tell and session is not None and not session.closing:
-            self._send_transfer(session, Failed, transfer.attempt, reason=tell[:4000])
-        self._finish_ending(transfer)
-
-    def _finish_ending(self, transfer: _Transfer) -> None:
-        if transfer.state is not State.ENDING or transfer.pending:
-            return
-        if self._transfers.pop(transfer.attempt, None) is None:
-            return
-        self._count(transfer.outcome)
-        self._bury(transfer.attempt, transfer.outcome)
-        session = self._sessions.get(transfer.session)
-        if transfer.drain_wanted and session is not None and not session.closing:
-            self._send_transfer(session, Drained, transfer.attempt)
-        if transfer.engaged:
-            self._tell(transfer.attempt, "release")
-            self._do(Release(transfer.attempt, transfer.outcome))
-
-    def _count(self, outcome: str) -> None:
-        if outcome == "acked":
-            self.counters.completed += 1
-        elif outcome in ("cancelled", "not_needed"):
-            self.counters.cancelled += 1
-        else:
-            self.counters.failed += 1
-
-    def _bury(self, attempt: Attempt, outcome: str) -> None:
-        self._tombstones[attempt] = outcome
-        self._timers.arm(("tombstone", attempt), self._now + self.timers.tombstone)
-        while len(self._tombstones) > MAX_TOMBSTONES:
-            oldest, _ = self._tombstones.popitem(last=False)
-            self._timers.cancel_all(oldest)
-
-    # --- time ---
-
-    def _tick(self, event: Tick) -> None:
-        for kind, attempt in self._timers.due(self._now):
-            transfer = self._transfers.get(attempt)
-            if kind == "tombstone":
-                self._tombstones.pop(attempt, None)
-            elif transfer is None or transfer.state is State.ENDING:
-                continue
-            elif kind == "progress":
-                self._progress(transfer)
-            elif kind == "complete":
-                self._complete(transfer)
+        elif not isinstance(message, Reserve | Cancel | NotNeeded | Ack):
+            self._count_dropped("unexpected")
+        elif (session := self._session_of(event)) is not None:
+            record = self._record(Attempt(message.transfer_id, message.attempt))
+            self._tell(record, f"< {type(message).__name__} in {record.state.value}")
+            if record.name in self._live and record.session not in (None, session):
+                self._foreign(record, session, message)
             else:
-                self._expire(transfer, kind)
+                self._apply(type(message).__name__, record, message)
 
-    def _progress(self, transfer: _Transfer) -> None:
-        self._timers.arm(("progress", transfer.attempt), self._now + self.timers.progress_period)
-        self._send_transfer(
-            self._sessions[transfer.session],
-            Progress,
-            transfer.attempt,
-            state=transfer.state.name.lower(),
-            tokens_pushed=transfer.pushed,
-        )
+    def _foreign(self, record: Outgoing, session: SourceSession, message: TransferMessage) -> None:
+        """A message about an attempt that is bound to another session: it can't touch it."""
+        if isinstance(message, Reserve):
+            self._refuse(record, message, "conflict", "the attempt is bound to another session")
+        elif isinstance(message, Cancel):
+            # True for the asker: nothing was ever accepted from this session.
+            self._do(reply(session, self._message(Drained, session, record.name)))
+        else:
+            self._count_dropped("foreign")
 
-    def _expire(self, transfer: _Transfer, kind: str) -> None:
-        self._end(transfer, "expired", tell=f"the source's timer {kind!r} ran out")
-        session = self._sessions.get(transfer.session)
-        if transfer.pending and session is not None:
-            # Writes to a peer that does not answer: only closing the connection ends them.
-            self._end_session(session)
+    # --- small helpers ---
 
-    # --- words ---
+    def _new_record(self, name: Attempt) -> Outgoing:
+        return Outgoing(name)
 
-    def _do(self, action: SourceAction) -> None:
-        self._actions.append(action)
+    def _enter(self, record: Outgoing, state: SourceState) -> None:
+        if record.state is State.UNKNOWN:
+            self._live[record.name] = record
+            self.counters.started += 1
+        self._tell(record, f"{record.state.value} -> {state.value}")
+        record.state = state
+        self._keep_alarms(record)
 
-    def _tell(self, attempt: Attempt, what: str) -> None:
-        self._stories.add(attempt, self._now, what)
+    def _send(self, record: Outgoing, kind: type[TransferMessage], **fields: Any) -> None:
+        assert record.session is not None
+        self._tell(record, f"> {kind.__name__}")
+        message = self._message(kind, record.session, record.name, **fields)
+        self._do(reply(record.session, message))
 
-    def _send(self, session: Session, kind: type[Message], **fields: Any) -> None:
-        message: Any = kind(session=session.id, seq=session.next_seq(), **fields)
-        self._do(Send(message, link=session.link))
-
-    def _send_transfer(
-        self, session: Session, kind: type[TransferMessage], attempt: Attempt, **fields: Any
+    def _refuse(
+        self, record: Outgoing, message: TransferMessage, code: str, why: str, retry: bool = False
     ) -> None:
-        self._send(session, kind, transfer_id=attempt.transfer_id, attempt=attempt.number, **fields)
-
-    def _refuse_transfer(
-        self, session: Session, message: TransferMessage, code: str, text: str
-    ) -> None:
+        session = self._sessions[message.session]
         self.counters.refused += 1
-        self.counters.by_code[code] = self.counters.by_code.get(code, 0) + 1
-        self._tell(Attempt(message.transfer_id, message.attempt), f"refused: {code}: {text}")
-        self._send(
-            session,
-            Refused,
+        self._count(code)
+        self._tell(record, f"> Refused {code}: {why}")
+        refused = Refused(
+            session=session.id,
+            seq=session.next_seq(),
             code=code,
-            message=text[:4000],
-            retryable=code == "too_many",
-            transfer_id=message.transfer_id,
-            attempt=message.attempt,
+            message=why,
+            retryable=retry,
+            transfer_id=record.name.transfer_id,
+            attempt=record.name.number,
+        )
+        self._do(reply(session, refused))
+
+    # --- Reserve ---
+
+    def _acceptable(self, record: Outgoing, message: Reserve) -> bool:
+        groups = self._sessions[message.session].groups
+        problem = check_reserve(message, groups)
+        if problem is not None:
+            self._refuse(record, message, "malformed", problem)
+        elif record.state is State.UNKNOWN and len(self._live) >= self._max_attempts:
+            self._refuse(record, message, "too_many", f"{len(self._live)} attempts", retry=True)
+            return False
+        return problem is None
+
+    def _bind(self, record: Outgoing, message: Reserve) -> None:
+        session = self._sessions[message.session]
+        record.session, record.reserve = session, message
+        record.prompt_key, record.num_tokens = message.prompt_key, message.num_tokens
+        record.start = first_token(message.spans, session.groups)
+        self._in("total", record.name, message.remaining_ms / 1000)
+
+    def _reserve_first(self, record: Outgoing, message: Reserve) -> None:
+        if self._acceptable(record, message):
+            self._bind(record, message)
+            self._enter(record, State.RESERVED)
+            self._in("unclaimed", record.name, self.timers.unclaimed)
+            self._in("progress", record.name, self.timers.progress_period)
+            self._send(record, Accepted)
+
+    def _reserve_announced(self, record: Outgoing, message: Reserve) -> None:
+        if not self._acceptable(record, message):
+            return
+        if (message.prompt_key, message.num_tokens) != (record.prompt_key, record.num_tokens):
+            self._refuse(record, message, "prompt", _prompts(record, message))
+            return
+        self._bind(record, message)
+        self._send(record, Accepted)
+        self._engage(record)
+
+    def _reserve_again(self, record: Outgoing, message: Reserve) -> None:
+        assert record.reserve is not None
+        if not self._acceptable(record, message):
+            return
+        if not is_extension(record.reserve, message):
+            self._refuse(record, message, "conflict", "a reservation is frozen once sent")
+            return
+        record.reserve = message
+        if record.state is not State.RESERVED:
+            self._in("lease", record.name, self.timers.lease)
+        self._send(record, Accepted)
+        if record.state is State.ENGAGED:
+            self._push(record)
+
+    def _reserve_over(self, record: Outgoing, message: Reserve) -> None:
+        code = "expired" if record.outcome == "expired" else "consumed"
+        self._refuse(record, message, code, f"the attempt ended: {record.outcome}")
+
+    def _engage(self, record: Outgoing) -> None:
+        record.engaged = True
+        record.ready = record.posted = record.start
+        record.blocks = [{} for _ in self._negotiator.groups]
+        self._enter(record, State.ENGAGED)
+        self._in("lease", record.name, self.timers.lease)
+        self._in("progress", record.name, self.timers.progress_period)
+        self._do(Engage(record.name, record.start))
+
+    # --- Announce ---
+
+    def _announce_first(self, record: Outgoing, event: Announce) -> None:
+        if len(self._live) >= self._max_attempts:
+            self._do(RefuseAnnounce(record.name, "too_many"))
+            return
+        record.prompt_key, record.num_tokens = event.prompt_key, event.num_tokens
+        self._enter(record, State.ANNOUNCED)
+        # The queue may be long, and the entry pins nothing: `unclaimed` starts with the answer.
+        self._in("unclaimed", record.name, self.timers.total)
+
+    def _announce_reserved(self, record: Outgoing, event: Announce) -> None:
+        if (event.prompt_key, event.num_tokens) == (record.prompt_key, record.num_tokens):
+            self._engage(record)
+            return
+        assert record.reserve is not None
+        self._refuse(record, record.reserve, "prompt", _prompts(event, record))
+        self._end(record, "failed")
+
+    def _announce_twice(self, record: Outgoing, event: Announce) -> None:
+        self._do(RefuseAnnounce(record.name, "conflict"))
+
+    def _announce_over(self, record: Outgoing, event: Announce) -> None:
+        known = record.outcome in ("expired", "cancelled", "not_needed")
+        self._do(RefuseAnnounce(record.name, record.outcome if known else "consumed"))
+
+    def _finish_idle(self, record: Outgoing, event: FirstTokens) -> None:
+        self._in("unclaimed", record.name, self.timers.unclaimed)
+
+    # --- pushing ---
+
+    def _blocks_ready(self, record: Outgoing, event: BlocksReady) -> None:
+        assert event.start == record.ready, (
+            f"{record.name}: tokens from {event.start} are reported, expected {record.ready}"
+        )
+        for known, spans in zip(record.blocks, event.spans, strict=True):
+            known.update(flatten(spans))
+        record.sums.append((event.start, event.end, event.sums))
+        record.ready = event.end
+        self._push(record)
+
+    def _push(self, record: Outgoing) -> None:
+        """Post what is ready and wanted, up to a border at which blocks of both sides begin."""
+        session = cast(SourceSession, record.session)
+        end = min(record.ready, covered_end(record.spans, session.groups, record.num_tokens))
+        if end < record.num_tokens:
+            end -= end % session.unit
+        if end > record.posted:
+            self._post(record, session, record.posted, end)
+        self._try_complete(record)
+
+    def _post(self, record: Outgoing, session: SourceSession, start: int, end: int) -> None:
+        number = len(record.writes)
+        record.writes.append((start, end))
+        record.posted = end
+        record.flying |= {
+            (number, source, target)
+            for source in range(len(self.identity.ranks))
+            for target in range(session.num_ranks)
+        }
+        self._tell(record, f"post write {number}: tokens {start} to {end}")
+        source, target = self._source_spans(record, start, end), self._target_spans(record, end)
+        sums = self._sums(record, start, end)
+        self._do(Post(session.id, record.name, number, start, end, source, target, sums))
+        self._send_pushed(record, number)
+
+    def _send_pushed(self, record: Outgoing, number: int) -> None:
+        session = cast(SourceSession, record.session)
+        assert session.link is not None
+        start, end = record.writes[number]
+        sums = self._sums(record, start, end)
+        seq = session.next_seq()
+        self._do(SendPushed(session.link, session.id, seq, record.name, number, start, end, sums))
+
+    def _sums(self, record: Outgoing, start: int, end: int) -> tuple[object, ...]:
+        return tuple(sums for low, high, sums in record.sums if low < end and start < high)
+
+    def _source_spans(self, record: Outgoing, start: int, end: int) -> Spans:
+        cut = []
+        for group, known in zip(self._negotiator.groups, record.blocks, strict=True):
+            first, last = start // group.block_size, ceil_div(end, group.block_size)
+            if group.kind is GroupKind.STATE:
+                first, last = (0, 1 << 62) if end == record.num_tokens else (0, 0)
+            cut.append(_spans({n: b for n, b in known.items() if first <= n < last}))
+        return tuple(cut)
+
+    def _target_spans(self, record: Outgoing, end: int) -> Spans:
+        session = cast(SourceSession, record.session)
+        start = record.writes[-1][0]
+        cut = []
+        for group, spans in zip(session.groups, record.spans, strict=True):
+            first, last = start // group.block_size, ceil_div(end, group.block_size)
+            if group.kind is GroupKind.STATE:
+                first, last = (0, 1 << 62) if end == record.num_tokens else (0, 0)
+            cut.append(spans_slice(spans, first, last))
+        return tuple(cut)
+
+    def _first_tokens(self, record: Outgoing, event: FirstTokens) -> None:
+        record.choices, record.cached_tokens = event.choices, event.cached_tokens
+        self._try_complete(record)
+
+    def _try_complete(self, record: Outgoing) -> None:
+        if record.choices is not None and record.posted == record.num_tokens:
+            self._enter(record, State.COMPLETED)
+            self._send_complete(record)
+
+    def _send_complete(self, record: Outgoing) -> None:
+        self._in("complete", record.name, self.timers.resend)
+        self._send(
+            record,
+            Complete,
+            num_tokens=record.num_tokens,
+            num_writes=len(record.writes),
+            choices=record.choices,
+            cached_tokens=record.cached_tokens,
         )
 
-    def _emit_refusal(self, link: Link, message: Message, code: str, text: str) -> None:
-        """Refuse a session; there is none to number this in, so it repeats the message's number."""
-        self.counters.refused += 1
-        self.counters.by_code[code] = self.counters.by_code.get(code, 0) + 1
-        refused = Refused(session=message.session, seq=message.seq, code=code, message=text[:4000])
-        self._do(Send(refused, link=link))
+    def _repeat_complete(self, record: Outgoing, given: None) -> None:
+        for number in range(len(record.writes)):
+            self._send_pushed(record, number)
+        self._send_complete(record)
+
+    def _tell_progress(self, record: Outgoing, given: None) -> None:
+        if record.state is State.COMPLETED and not record.flying:
+            return
+        self._in("progress", record.name, self.timers.progress_period)
+        state = _PROGRESS_NAME[record.state]
+        tokens = max(record.posted - record.start, 0)
+        self._send(record, Progress, state=state, tokens_pushed=tokens)
+
+    # --- writes ---
+
+    def _write_ended(self, record: Outgoing, event: WriteEnded) -> None:
+        self._strike(record, event)
+        if not event.ok:
+            self._fail(record, f"write {event.write} failed: {event.error}")
+
+    def _write_stopping(self, record: Outgoing, event: WriteEnded) -> None:
+        self._strike(record, event)
+        self._settle(record)
+
+    def _write_late(self, record: Outgoing, event: WriteEnded) -> None:
+        if event.ok or event.drained:
+            write = (event.write, event.source_rank, event.target_rank)
+            self._write_outlived(record.name, write)
+
+    def _strike(self, record: Outgoing, event: WriteEnded) -> None:
+        if event.ok or event.drained:
+            record.flying.discard((event.write, event.source_rank, event.target_rank))
+
+    # --- the end ---
+
+    def _ack(self, record: Outgoing, message: Ack) -> None:
+        if not self._check_ack(record, message):
+            return
+        if message.verdict == "ok":
+            self._stop(record, "acked")
+        else:
+            self._mismatch(record, message)
+
+    def _ack_early(self, record: Outgoing, message: Ack) -> None:
+        if not self._check_ack(record, message):
+            return
+        if message.verdict == "ok" or record.session is None:
+            self._refuse(record, message, "conflict", "nothing was completed yet")
+        else:
+            self._mismatch(record, message)
+
+    def _ack_late(self, record: Outgoing, message: Ack) -> None:
+        if self._check_ack(record, message) and message.verdict == "mismatch":
+            self._evict(record, message)
+
+    def _check_ack(self, record: Outgoing, message: Ack) -> bool:
+        problem = check_ack(message, record.num_tokens)
+        if problem is not None:
+            self._refuse(record, message, "malformed", problem)
+        return problem is None
+
+    def _mismatch(self, record: Outgoing, message: Ack) -> None:
+        self._evict(record, message)
+        self._stop(record, "failed")
+
+    def _evict(self, record: Outgoing, message: Ack) -> None:
+        if not record.evicted and record.engaged:
+            record.evicted = True
+            self.counters.mismatches += 1
+            self._do(EvictSource(record.name, message.bad))
+
+    def _cancel_unknown(self, record: Outgoing, message: Cancel) -> None:
+        record.session = self._sessions[message.session]
+        self._bury(record, "cancelled")
+        self._send(record, Drained)
+
+    def _cancel_idle(self, record: Outgoing, message: Cancel) -> None:
+        record.session = self._sessions[message.session]
+        record.drain_owed = True
+        self._stop(record, "cancelled")
+
+    def _cancel_engaged(self, record: Outgoing, message: Cancel) -> None:
+        record.drain_owed = True
+        self._stop(record, "cancelled")
+
+    def _cancel_late(self, record: Outgoing, message: Cancel) -> None:
+        record.drain_owed = True
+
+    def _cancel_over(self, record: Outgoing, message: Cancel) -> None:
+        session = self._sessions[message.session]
+        self._do(reply(session, self._message(Drained, session, record.name)))
+
+    def _spare_unknown(self, record: Outgoing, message: NotNeeded) -> None:
+        self._bury(record, "not_needed")
+
+    def _spare(self, record: Outgoing, message: NotNeeded) -> None:
+        self._stop(record, "not_needed")
+
+    def _fail(self, record: Outgoing, reason: str) -> None:
+        self._send(record, Failed, reason=reason[:4000])
+        self._stop(record, "failed")
+
+    def _fail_idle(self, record: Outgoing, event: SourceFailed) -> None:
+        self._end(record, "failed")
+
+    def _fail_engaged(self, record: Outgoing, event: SourceFailed) -> None:
+        self._send(record, Failed, reason=event.reason[:4000])
+        self._stop(record, "failed", engine_knows=True)
+
+    def _expire_idle(self, record: Outgoing, given: None) -> None:
+        self._end(record, "expired")
+
+    def _expire_reserved(self, record: Outgoing, given: None) -> None:
+        self._send(record, Failed, reason="the request did not come in time")
+        self._end(record, "expired")
+
+    def _expire_engaged(self, record: Outgoing, given: None) -> None:
+        self._send(record, Failed, reason="the lease has expired")
+        self._stop(record, "expired")
+
+    def _abandon(self, record: Outgoing, why: str) -> None:
+        self._tell(record, f"session over: {why}")
+        if record.state is not State.STOPPING:
+            self._stop(record, "lost")
+
+    def _stop(self, record: Outgoing, outcome: str, *, engine_knows: bool = False) -> None:
+        """Post nothing more; wait for what is in flight."""
+        record.outcome = outcome
+        if record.state is not State.RESERVED and record.choices is None and not engine_knows:
+            self._do(StopSource(record.name, outcome))
+        self._enter(record, State.STOPPING)
+        self._in("stuck", record.name, self.timers.lease)
+        self._settle(record)
+
+    def _settle(self, record: Outgoing) -> None:
+        if record.flying or record.state is not State.STOPPING:
+            return
+        if record.drain_owed:
+            self._send(record, Drained)
+        session = record.session
+        self._end(record, record.outcome)
+        if session is not None and session.state is SessionState.CLOSING:
+            self._close(session, force=False)
+
+    def _force_close(self, record: Outgoing, given: None) -> None:
+        assert record.session is not None
+        self._in("stuck", record.name, self.timers.lease)
+        self._end_session(record.session, "a write does not end")
+
+    def _end(self, record: Outgoing, outcome: str) -> None:
+        record.outcome = outcome
+        if record.engaged:
+            self._do(Release(record.name, outcome))
+        del self._live[record.name]
+        counter = _OUTCOME_COUNTER.get(outcome, "failed")
+        setattr(self.counters, counter, getattr(self.counters, counter) + 1)
+        self._bury(record, outcome)
+
+    def _bury(self, record: Outgoing, outcome: str) -> None:
+        """Remember only how an attempt ended."""
+        self._tell(record, f"{record.state.value} -> ended: {outcome}")
+        tomb = Outgoing(record.name, State.ENDED, outcome, num_tokens=record.num_tokens)
+        self._ended[record.name] = tomb
+        record.state = State.ENDED
+        self._keep_alarms(record)
+        self._in("tombstone", record.name, self.timers.tombstone)
+
+    # --- checks ---
+
+    def validate(self) -> None:
+        """Check the machine's own invariants; raises `AssertionError` with the story."""
+        self._validate((r, problem) for r in self._live.values() if (problem := _wrong(r)))
+        for session in self._sessions.values():
+            if session.state is SessionState.CLOSING and not session.close_sent:
+                assert self._alarms.at("close", session.id) is not None, f"{session} waits for ever"
+
+
+def _wrong(record: Outgoing) -> str | None:
+    if record.engaged != (record.state in (State.ENGAGED, State.COMPLETED)) and (
+        record.state is not State.STOPPING
+    ):
+        return "engaged in a wrong state"
+    if record.flying and not record.engaged:
+        return "writes without a lease"
+    ends = [record.start, *(end for _, end in record.writes)]
+    if [start for start, _ in record.writes] != ends[:-1]:
+        return f"writes do not join: {record.writes}"
+    if record.state is State.STOPPING and not record.flying:
+        return "nothing is in flight and it has not ended"
+    if record.engaged and not record.posted <= record.ready <= record.num_tokens:
+        return f"posted {record.posted}, ready {record.ready} of {record.num_tokens}"
+    return None
+
+
+def _spans(blocks: dict[int, int]) -> tuple[BlockSpan, ...]:
+    """Join logical blocks that follow each other into spans."""
+    spans: list[BlockSpan] = []
+    for number in sorted(blocks):
+        if spans and spans[-1].first + len(spans[-1].blocks) == number:
+            spans[-1] = BlockSpan(spans[-1].first, (*spans[-1].blocks, blocks[number]))
+        else:
+            spans.append(BlockSpan(number, (blocks[number],)))
+    return tuple(spans)
+
+
+def _prompts(ours: Outgoing | Announce, theirs: Outgoing | Reserve) -> str:
+    return (
+        f"source has {ours.num_tokens} tokens with key {ours.prompt_key.hex()[:16]}, "
+        f"target {theirs.num_tokens} with {theirs.prompt_key.hex()[:16]}"
+    )

@@ -1,0 +1,139 @@
+"""Whether what a peer says of an attempt makes sense. Each check returns what is wrong, or None."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Sequence
+
+from kvbaton.connectors.layout import GroupKind
+from kvbaton.connectors.protocol.events import Spans
+from kvbaton.connectors.protocol.session import Group
+from kvbaton.wire import Ack, BlockSpan, Complete, Pushed, Reserve
+
+MAX_CHOICES = 1024
+MAX_BAD_RANGES = 4096
+
+
+def ceil_div(a: int, b: int) -> int:
+    """A / b, rounded up."""
+    return -(-a // b)
+
+
+def first_token(spans: Spans, groups: Sequence[Group]) -> int:
+    """First token of a reservation."""
+    firsts = [
+        group_spans[0].first * group.block_size
+        for group_spans, group in zip(spans, groups, strict=True)
+        if group_spans and group.kind is not GroupKind.STATE
+    ]
+    return min(firsts, default=0)
+
+
+def covered_end(spans: Spans, groups: Sequence[Group], num_tokens: int) -> int:
+    """Tokens below this have a target block in every full group."""
+    ends = [
+        (group_spans[-1].first + len(group_spans[-1].blocks)) * group.block_size
+        for group_spans, group in zip(spans, groups, strict=True)
+        if group_spans and group.kind is GroupKind.FULL
+    ]
+    return min([*ends, num_tokens])
+
+
+def flatten(spans: Sequence[BlockSpan]) -> list[tuple[int, int]]:
+    """(logical, physical) of every block."""
+    return [(span.first + i, block) for span in spans for i, block in enumerate(span.blocks)]
+
+
+def check_reserve(reserve: Reserve, groups: Sequence[Group]) -> str | None:
+    """Check D's reservation against D's own pools."""
+    if len(reserve.spans) != len(groups):
+        return f"spans of {len(reserve.spans)} groups, expected {len(groups)}"
+    if reserve.num_tokens < 1 or reserve.remaining_ms < 1:
+        return "num_tokens and remaining_ms must be positive"
+    if not any(span.blocks for spans in reserve.spans for span in spans):
+        return "no block is named"
+    for number, (spans, group) in enumerate(zip(reserve.spans, groups, strict=True)):
+        problem = _check_spans(spans, group, reserve.num_tokens)
+        if problem is None and group.kind is GroupKind.FULL:
+            problem = _check_full(spans, group, reserve)
+        if problem is not None:
+            return f"group {number}: {problem}"
+    return None
+
+
+def _check_spans(spans: Sequence[BlockSpan], group: Group, num_tokens: int) -> str | None:
+    blocks = [block for span in spans for block in span.blocks]
+    if any(not 0 < block < group.num_blocks for block in blocks):
+        return f"block ids must lie in [1, {group.num_blocks})"
+    if len(set(blocks)) != len(blocks):
+        return "a block is named twice"
+    end = 0
+    for span in spans:
+        if not span.blocks or span.first < end:
+            return "spans must be in order, without overlap, and not empty"
+        end = span.first + len(span.blocks)
+    limit = 1 if group.kind is GroupKind.STATE else ceil_div(num_tokens, group.block_size)
+    if group.kind is not GroupKind.STATE and end > limit:
+        return f"blocks up to {end} are named, {limit} hold the prompt"
+    return None
+
+
+def _check_full(spans: Sequence[BlockSpan], group: Group, reserve: Reserve) -> str | None:
+    if not spans:
+        return "no block is named"
+    for before, after in itertools.pairwise(spans):
+        if before.first + len(before.blocks) != after.first:
+            return "blocks are missing between two spans"
+    if not reserve.more and covered_end((tuple(spans),), (group,), 1 << 62) < reserve.num_tokens:
+        return "the prompt's last blocks are missing"
+    return None
+
+
+def is_extension(old: Reserve, new: Reserve) -> bool:
+    """Whether a later `Reserve` repeats an earlier one, or names further blocks after it."""
+    if (old.prompt_key, old.num_tokens) != (new.prompt_key, new.num_tokens):
+        return False
+    if not old.more:
+        return old.spans == new.spans and not new.more
+    pairs = zip(old.spans, new.spans, strict=True)
+    return all(flatten(b)[: len(flatten(a))] == flatten(a) for a, b in pairs)
+
+
+def check_ack(ack: Ack, num_tokens: int) -> str | None:
+    """Check D's verdict."""
+    if ack.verdict not in ("ok", "mismatch"):
+        return f"verdict {ack.verdict!r} is neither 'ok' nor 'mismatch'"
+    if len(ack.bad) > MAX_BAD_RANGES:
+        return f"more than {MAX_BAD_RANGES} bad ranges"
+    if any(not start < end <= num_tokens for start, end in ack.bad):
+        return f"bad ranges must lie in [0, {num_tokens})"
+    return None
+
+
+def check_pushed(
+    pushed: Pushed, start: int, num_tokens: int, pairs: tuple[int, int], num_groups: int
+) -> str | None:
+    """Check a `Pushed` against the reservation [start, num_tokens) and the numbers of ranks."""
+    if pushed.write >= num_tokens - start:
+        return f"write {pushed.write} of a prompt with {num_tokens - start} tokens to push"
+    if not start <= pushed.start < pushed.end <= num_tokens:
+        return f"range [{pushed.start}, {pushed.end}) is not in [{start}, {num_tokens})"
+    if (pushed.write == 0) != (pushed.start == start):
+        return f"write {pushed.write} begins at {pushed.start}"
+    for run in pushed.digests:
+        if run.source_rank >= pairs[0] or run.target_rank >= pairs[1] or run.group >= num_groups:
+            return "a digest of a rank or group that does not exist"
+        if len(run.values) % 8 or run.first_unit > num_tokens:
+            return "digests must be 8 bytes each and belong to the prompt"
+    return None
+
+
+def check_complete(complete: Complete, start: int, num_tokens: int) -> str | None:
+    """Check a `Complete` against the reservation [start, num_tokens)."""
+    if complete.num_tokens != num_tokens:
+        return f"num_tokens is {complete.num_tokens}, the prompt has {num_tokens}"
+    if not 1 <= complete.num_writes <= num_tokens - start:
+        return f"{complete.num_writes} writes for {num_tokens - start} tokens"
+    if not 1 <= len(complete.choices) <= MAX_CHOICES:
+        return f"{len(complete.choices)} choices"
+    return None
