@@ -47,10 +47,10 @@ def test_golden_values() -> None:
         RECORD.digest().hex() == "5e0fca989887217fcdb66bf1f88e3394eaad0e1cb31e39f7dbfdecfa2e14fc83"
     )
     assert ROOT.hex() == "04f9dfb8e1d81349a5be21bf568b1c1a132c57f371a33cd763cd2b13a8e557d8"
-    keys = block_keys(ROOT, [1, 2, 3, 4, 5], 2, extras=[Extra(3, 1, b"image")])
+    keys = block_keys(ROOT, [1, 2, 3, 4, 5], 2, extras=[Extra(1, 2, b"image")])
     assert [key.hex() for key in keys] == [
-        "8baed317db801a84638d2b1d9aea24051cc332b4855d2a7a3ff3c24c9388af7d",
-        "1bf437388bb76afceb72c73574867d089effadc3ea46277e9c0ed6cf4ea7fdb2",
+        "a5773e4f2cd73d9b3bb681d9dc1a7308ce4152754985b28091b411961918973d",
+        "30cc9b09d250e7dc9a93d46600381737bc88e68a627006b281ba0a2d0a9ed31e",
     ]
     assert prompt_key(ROOT, [1, 2, 3, 4, 5]).hex() == (
         "9048df47f7253ba7fffe934cad830cf71f6e80b544b138a6a2fe123e920e235d"

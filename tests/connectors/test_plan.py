@@ -49,6 +49,7 @@ class Side:
     listed: tuple[bool, ...]
     order: tuple[Axis, ...]
     padding: int
+    layer_shuffle: int = 0
 
     @property
     def spans(self) -> tuple[BlockSpan, ...]:
@@ -72,6 +73,8 @@ def layouts(model: Model, side: Side) -> list[KVLayout]:
     per_stage = -(-len(model.layers) // side.stages)
     for stage in range(side.stages):
         layers = model.layers[stage * per_stage : (stage + 1) * per_stage]
+        if side.layer_shuffle:
+            layers = tuple(random.Random(side.layer_shuffle).sample(layers, len(layers)))
         for rank in range(side.tp):
             heads = max(1, model.heads // side.tp)
             common: dict[str, Any] = {
@@ -208,6 +211,7 @@ def sides(draw: st.DrawFn, model: Model, num_tokens: int, gaps: bool) -> Side:
         listed=tuple(listed),
         order=order,
         padding=4 * draw(st.integers(0, 5)),
+        layer_shuffle=draw(st.sampled_from([0, 0, 1, 2])),
     )
 
 
@@ -307,6 +311,20 @@ def test_tokens_that_lie_flat_are_one_row_across_blocks() -> None:
     source = side(range(3, 9), order=order)
     target = side(range(10, 18), block_size=3, order=order)
     assert rows(check_plan(PLAIN, source, target, 2, 23)) == {(0, 0): 1}
+
+
+def test_blocks_that_continue_a_series_lengthen_it() -> None:
+    order: tuple[Axis, ...] = ("block", "layer", "kv", "token", "head", "feature")
+    source, target = side(range(8), order=order), side(range(9, 17), tp=2, order=order)
+    planned = check_plan(PLAIN, source, target, 0, 32)
+    assert rows(planned) == {(0, 0): 1, (0, 1): 1}
+    assert planned[0, 0][0, RangeColumn.COUNT] == 8 * 3 * 2 * 4
+
+
+def test_layers_in_another_order() -> None:
+    many = dataclasses.replace(PLAIN, layers=(0, 1, 2, 3, 4, 5, 8, 10))
+    target = dataclasses.replace(side([8, 1]), layer_shuffle=1)
+    check_plan(many, side([5, 9]), target, 0, 8)
 
 
 def test_layer_major_pools_take_a_row_per_series() -> None:
