@@ -9,7 +9,7 @@ import shlex
 import signal
 import sys
 import time
-from collections.abc import Mapping
+from collections.abc import Coroutine, Mapping, Set
 from typing import Any
 
 import aiohttp
@@ -180,7 +180,7 @@ class Cluster:
                     print(_obituary(child), file=sys.stderr)
         raise StartError("no node is left")
 
-    def _exits(self, known: set[str] = frozenset()) -> list[asyncio.Task[int]]:  # type: ignore[assignment]
+    def _exits(self, known: Set[str] = frozenset()) -> list[asyncio.Task[int]]:
         assert self.router is not None
         return [c.exited for c in (self.router, *self.nodes) if c.name not in known]
 
@@ -203,14 +203,13 @@ class Cluster:
                 child.kill()
         self._stop.set()
 
-    async def _interruptible(self, work: Any) -> int:
-        task = asyncio.ensure_future(work)
+    async def _interruptible(self, work: Coroutine[Any, Any, int]) -> int:
+        task = asyncio.create_task(work)
         stopped = asyncio.create_task(self._stop.wait())
         await asyncio.wait([task, stopped], return_when=asyncio.FIRST_COMPLETED)
         if task.done():
             stopped.cancel()
-            result: int = task.result()
-            return result
+            return task.result()
         print("\nstopping", file=sys.stderr, flush=True)
         task.cancel()
         await asyncio.gather(task, return_exceptions=True)

@@ -12,12 +12,7 @@ from dataclasses import dataclass, field
 import aiohttp
 import msgspec
 
-from kvbaton.router.legs import LegEnded, LegEvent, LegFailed, LegOutput, run_leg
-from kvbaton.router.loads import LoadBook
-from kvbaton.router.metrics import RouterMetrics
-from kvbaton.router.nodes import Nodes
-from kvbaton.router.pairing import Route, choose
-from kvbaton.router.relay import (
+from kvbaton.router.actions import (
     Action,
     CancelLeg,
     Emit,
@@ -25,10 +20,14 @@ from kvbaton.router.relay import (
     Leg,
     LegError,
     Raise,
-    RelayTimers,
-    RequestMachine,
     StartLeg,
 )
+from kvbaton.router.legs import LegEnded, LegEvent, LegFailed, LegOutput, run_leg
+from kvbaton.router.loads import LoadBook
+from kvbaton.router.metrics import RouterMetrics
+from kvbaton.router.nodes import Nodes
+from kvbaton.router.pairing import Route, choose
+from kvbaton.router.relay import RelayTimers, RequestMachine
 from kvbaton.wire import AddRequest, Output
 
 logger = logging.getLogger(__name__)

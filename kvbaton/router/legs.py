@@ -11,7 +11,7 @@ import aiohttp
 import msgspec
 
 from kvbaton.openai import ErrorBody
-from kvbaton.router.relay import Leg, LegError, StartLeg
+from kvbaton.router.actions import Leg, LegError, StartLeg
 from kvbaton.wire import MAX_MESSAGE_BYTES, Output
 
 logger = logging.getLogger(__name__)

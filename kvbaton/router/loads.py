@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 
+from kvbaton.router.actions import Leg
 from kvbaton.router.pairing import NodeLoad
-from kvbaton.router.relay import Leg
 
 IDLE = NodeLoad()
 

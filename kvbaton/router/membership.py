@@ -14,7 +14,6 @@ The clock is an argument of every event, in seconds of a monotonic clock.
 
 from __future__ import annotations
 
-from collections.abc import Iterable
 from dataclasses import dataclass, field
 from enum import StrEnum
 from urllib.parse import urlsplit
@@ -98,6 +97,11 @@ class Change:
     new: State
     reason: str
     lost: bool = False
+
+    def describe(self) -> str:
+        """One line for the log."""
+        why = f" ({self.reason})" if self.reason else ""
+        return f"node {self.node_id}: {self.old} -> {self.new}{why}"
 
 
 @dataclass
@@ -335,11 +339,3 @@ class Membership:
                 f"no node {node_id!r}; known: {sorted(self.members)}", status=404, code="no_node"
             )
         return member
-
-
-def describe(changes: Iterable[Change]) -> list[str]:
-    """One line per change, for the log."""
-    return [
-        f"node {c.node_id}: {c.old} -> {c.new}" + (f" ({c.reason})" if c.reason else "")
-        for c in changes
-    ]

@@ -10,7 +10,7 @@ from collections.abc import Callable
 import aiohttp
 import msgspec
 
-from kvbaton.router.membership import Change, Member, Membership, State, describe
+from kvbaton.router.membership import Change, Member, Membership, State
 from kvbaton.wire import Members, NodeInfo
 
 logger = logging.getLogger(__name__)
@@ -123,9 +123,9 @@ class Nodes:
             return await response.content.read(MAX_INFO_BYTES)
 
     def _announce(self, changes: list[Change]) -> None:
-        for line in describe(changes):
-            logger.info("%s", line)
         for change in changes:
+            level = logging.WARNING if change.new is State.UNHEALTHY else logging.INFO
+            logger.log(level, "%s", change.describe())
             if change.lost:
                 self.on_lost(change.node_id, change.reason)
             member = self.membership.members.get(change.node_id)

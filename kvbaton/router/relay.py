@@ -20,18 +20,24 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from typing import Literal
 from urllib.parse import urlsplit
 
 import msgspec
 
 from kvbaton.errors import RequestError
+from kvbaton.router.actions import (
+    Action,
+    CancelLeg,
+    Emit,
+    Finish,
+    Leg,
+    LegError,
+    Raise,
+    Side,
+    StartLeg,
+)
 from kvbaton.router.pairing import Route
-from kvbaton.wire import AddRequest, GenerateRequest, NodeInfo, Output, TokenLogprobs
-
-Side = Literal["source", "target"]
-CLIENT_FAULTS = (400, 413, 422)
-"""Statuses with which a node blames the request itself."""
+from kvbaton.wire import AddRequest, GenerateRequest, Output, TokenLogprobs
 
 
 @dataclass(frozen=True)
@@ -49,73 +55,6 @@ class RelayTimers:
     max_retries: int = 2
 
 
-@dataclass(frozen=True)
-class Leg:
-    """One HTTP request to one node; attempt and side name it within its request."""
-
-    attempt: int
-    side: Side
-    node: NodeInfo = field(compare=False)
-
-
-@dataclass(frozen=True)
-class LegError:
-    """Why a leg failed.
-
-    Attributes:
-        message: for people.
-        status: the HTTP status that the node answered, or None if there was no answer.
-        param: of its error body.
-        code: of its error body.
-    """
-
-    message: str
-    status: int | None = None
-    param: str | None = None
-    code: str | None = None
-
-    @property
-    def blames_client(self) -> bool:
-        """Whether no node would take this request; what the router itself added is our fault."""
-        ours = (self.param or "").startswith("kv_transfer_params")
-        return self.status in CLIENT_FAULTS and not ours
-
-
-@dataclass(frozen=True)
-class StartLeg:
-    """Send this to the leg's node and report what it says."""
-
-    leg: Leg
-    body: GenerateRequest
-
-
-@dataclass(frozen=True)
-class CancelLeg:
-    """Close the leg's connection at once."""
-
-    leg: Leg
-
-
-@dataclass(frozen=True)
-class Emit:
-    """Give this to the client."""
-
-    output: Output
-
-
-@dataclass(frozen=True)
-class Finish:
-    """All choices are complete. Legs still open end by themselves."""
-
-
-@dataclass(frozen=True)
-class Raise:
-    """The request failed."""
-
-    error: RequestError
-
-
-Action = StartLeg | CancelLeg | Emit | Finish | Raise
 Router = Callable[[int, frozenset[str]], Route | None]
 """(tokens to prefill, node ids to avoid) -> nodes for an attempt, or None."""
 

@@ -148,7 +148,7 @@ def test_up_reports_the_node_that_failed_and_leaves_nothing(broken_model: str) -
     assert done.returncode == 1
     assert "prefill-0: starting" in done.stdout
     assert "its last lines:" in done.stderr
-    assert "NoSuchModel" in done.stderr.partition("its last lines:")[2]
+    assert "kvbaton: error: --model" in done.stderr.partition("its last lines:")[2]
     assert processes_with(broken_model) == []
 
 

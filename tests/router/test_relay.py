@@ -9,8 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from kvbaton.errors import RequestError
-from kvbaton.router.pairing import Route
-from kvbaton.router.relay import (
+from kvbaton.router.actions import (
     Action,
     CancelLeg,
     Emit,
@@ -18,10 +17,10 @@ from kvbaton.router.relay import (
     Leg,
     LegError,
     Raise,
-    RelayTimers,
-    RequestMachine,
     StartLeg,
 )
+from kvbaton.router.pairing import Route
+from kvbaton.router.relay import RelayTimers, RequestMachine
 from kvbaton.wire import AddRequest, NodeInfo, Output, SamplingParams, TokenLogprobs
 
 TRANSFER = bytes(range(16))
