@@ -11,7 +11,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 
 from kvbaton.engine.blocks import Match, Need
-from kvbaton.engine.request import Sequence, State, reaches_limit
+from kvbaton.engine.request import Sequence, State
 from kvbaton.engine.roster import Roster
 
 
@@ -111,7 +111,7 @@ class Admission:
         return tuple(sum(claim[g] for claim in claims) for g in range(len(self._blocks.groups)))
 
     def _claim(self, sequence: Sequence) -> Need:
-        if reaches_limit(sequence, sequence.pending, self._config.max_model_len):
+        if sequence.is_ending:
             return (0,) * len(sequence.tables)
         forks = sequence.unforked
         whole = bool(forks) or sequence.state is State.LOADING

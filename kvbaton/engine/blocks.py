@@ -109,6 +109,13 @@ class Blocks:
             for group, table in zip(self.groups, tables, strict=True)
         )
 
+    def covers(self, tables: Tables, num_tokens: int) -> bool:
+        """Whether `tables` have a block for each of `num_tokens` tokens."""
+        for group, table in zip(self.groups, tables, strict=True):
+            if len(table) * group.block_size < num_tokens:
+                return False
+        return True
+
     def fits(self, need: Need, *, beside: Need | None = None, hits: Tables | None = None) -> bool:
         """Whether `need` can be allocated now and leaves `beside`, without evicting `hits`."""
         return all(

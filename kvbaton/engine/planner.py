@@ -19,7 +19,7 @@ from dataclasses import dataclass, field
 from kvbaton.engine.admission import Admission, Load, Reject, Run
 from kvbaton.engine.blocks import Match
 from kvbaton.engine.handover import Handover
-from kvbaton.engine.request import Sequence, State, reaches_limit
+from kvbaton.engine.request import Sequence, State
 from kvbaton.engine.roster import Roster
 from kvbaton.engine.step import BlockCopy, Fork, NewSequence, SequenceStep, StepPlan
 
@@ -98,9 +98,11 @@ class Planner:
             self._launched + 1, self._config.max_num_batched_tokens, self._config.max_num_seqs
         )
         preemptions = self._roster.totals.preemptions
-        running = [s for s in self._roster.running if self._remaining(s) > 0]
-        for sequence in sorted(running, key=lambda s: self._remaining(s) > 1):
-            self._step(draft, sequence)
+        running = [(self._remaining(s), s) for s in self._roster.running]
+        for decoding in (True, False):
+            for remaining, sequence in running:
+                if remaining and (remaining == 1) == decoding:
+                    self._step(draft, sequence, remaining)
         if self._roster.totals.preemptions == preemptions:
             self._admit(draft)
         return self._seal(draft) if draft.steps else None
@@ -120,17 +122,17 @@ class Planner:
 
     def _remaining(self, sequence: Sequence) -> int:
         """Tokens that could be computed now; a sequence that only awaits its last one has none."""
-        pending = sequence.pending
-        if pending and reaches_limit(sequence, pending, self._config.max_model_len):
-            return 0
-        unknown = sequence.handle is None and sequence.parent is None
-        return 0 if unknown and pending else sequence.num_total - sequence.num_scheduled
+        if sequence.pending:
+            unknown = sequence.handle is None and sequence.parent is None
+            if unknown or sequence.is_ending:
+                return 0
+        return sequence.num_total - sequence.num_scheduled
 
     # --- one sequence ---
 
-    def _step(self, draft: Draft, sequence: Sequence) -> None:
+    def _step(self, draft: Draft, sequence: Sequence, remaining: int) -> None:
         """Let a running sequence take part, if it still runs and there is room."""
-        count = min(self._remaining(sequence), draft.budget)
+        count = min(remaining, draft.budget)
         if sequence.state is not State.RUNNING or count < 1 or draft.room < 1:
             return
         if self._secure(draft, sequence, sequence.num_scheduled + count):
@@ -144,6 +146,8 @@ class Planner:
 
     def _secure(self, draft: Draft, sequence: Sequence, end: int) -> bool:
         """Get the blocks that a sequence needs up to `end`; preempt others for it if need be."""
+        if not sequence.shares_tail and self._blocks.covers(sequence.tables, end):
+            return True
         error = self._blocks.too_large(end)
         if error is not None:
             if not sequence.pending:  # else the token in flight may be its last
@@ -222,8 +226,11 @@ class Planner:
         )
 
     def _unsent(self, sequence: Sequence) -> tuple[tuple[int, ...], ...]:
-        sent, sequence.sent = sequence.sent, [len(table) for table in sequence.tables]
-        return tuple(tuple(table[n:]) for table, n in zip(sequence.tables, sent, strict=True))
+        unsent = []
+        for g, table in enumerate(sequence.tables):
+            unsent.append(tuple(table[sequence.sent[g] :]))
+            sequence.sent[g] = len(table)
+        return tuple(unsent)
 
     # --- admission ---
 

@@ -87,6 +87,11 @@ class Sequence:
         return len(self.tokens) + self.pending
 
     @property
+    def is_ending(self) -> bool:
+        """Whether the token being sampled is its last, whatever it is."""
+        return self.pending > 0 and self.num_total >= self.request.limit
+
+    @property
     def unforked(self) -> int:
         """Choices that will be forked from this sequence when its prompt ends."""
         return self.request.params.n - len(self.request.sequences)
@@ -128,7 +133,8 @@ class Request:
         request_id: its name.
         prompt: as the client gave it.
         num_known: tokens known from the start: the prompt and what was resumed.
-        params: sampling; for a source with `max_tokens` cut to one new token.
+        params: sampling.
+        limit: tokens, the prompt included, at which a choice ends in any case.
         priority: lower runs first.
         arrival: its number in order of arrival.
         deadline: when it is ended, on the scheduler's clock.
@@ -146,6 +152,7 @@ class Request:
     prompt: tuple[int, ...]
     num_known: int
     params: SamplingParams
+    limit: int
     priority: int
     arrival: int
     deadline: float
@@ -171,21 +178,13 @@ class Request:
 
 
 def finish_of(
-    sequence: Sequence, token: int, *, eos: Collection[int], max_model_len: int
+    sequence: Sequence, token: int, *, eos: Collection[int]
 ) -> tuple[str | None, int | None]:
     """Whether a sequence ends with `token`, its newest: (finish_reason, stop_reason)."""
-    params, generated = sequence.request.params, sequence.num_generated
-    if generated >= params.min_tokens:
+    params = sequence.request.params
+    if sequence.num_generated >= params.min_tokens:
         if token in eos and not params.ignore_eos:
             return "stop", None
         if token in params.stop_token_ids:
             return "stop", token
-    return ("length", None) if reaches_limit(sequence, 0, max_model_len) else (None, None)
-
-
-def reaches_limit(sequence: Sequence, more: int, max_model_len: int) -> bool:
-    """Whether a sequence has all the tokens that it may have, once it got `more`."""
-    return (
-        sequence.num_generated + more >= sequence.request.params.max_tokens
-        or len(sequence.tokens) + more >= max_model_len
-    )
+    return ("length", None) if len(sequence.tokens) >= sequence.request.limit else (None, None)

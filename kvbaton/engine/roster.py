@@ -207,10 +207,7 @@ class Roster:
         sequence.tokens.append(token)
         self.totals.generated += 1
         sequence.finish_reason, stop_reason = finish or finish_of(
-            sequence,
-            token,
-            eos=self.config.eos_token_ids,
-            max_model_len=self.config.max_model_len,
+            sequence, token, eos=self.config.eos_token_ids
         )
         return self._output(
             request,

@@ -17,8 +17,6 @@ from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
-import msgspec
-
 from kvbaton.connectors.protocol.events import Attempt, Spans
 from kvbaton.engine.blocks import Blocks
 from kvbaton.engine.door import check_limits, target_attempt
@@ -78,15 +76,17 @@ class Scheduler:
         attempt = self._check_names(request)
         known = [*request.token_ids, *request.resume_ids]
         source = request.transfer is not None and request.transfer.role == "source"
-        params = request.params
-        if source:
-            params = msgspec.structs.replace(params, max_tokens=len(request.resume_ids) + 1)
+        params, length = request.params, len(request.token_ids)
+        most = (
+            len(known) + 1 if source else min(length + params.max_tokens, self.config.max_model_len)
+        )
         self._arrivals += 1
         entered = Request(
             request_id=request.request_id,
             prompt=request.token_ids,
             num_known=len(known),
             params=params,
+            limit=min(limit, self.config.max_model_len),
             priority=request.priority,
             arrival=self._arrivals,
             deadline=self._clock() + request.deadline_s,
