@@ -93,6 +93,7 @@ class ScriptedSource:
         self.gate = gate
         self.script: list[int] | None = None
         self.requests: list[AddRequest] = []
+        self.streams: list[AsyncIterator[Output]] = []
         self.running = 0
         self.cancelled: list[str] = []
         self.cancellation = asyncio.Event()
@@ -101,8 +102,13 @@ class ScriptedSource:
         self.final: dict[str, Any] = {}
         self.end = "stop"
 
-    async def generate(self, request: AddRequest) -> AsyncIterator[Output]:
+    def generate(self, request: AddRequest) -> AsyncIterator[Output]:
         """See `TokenSource`."""
+        stream = self._generate(request)
+        self.streams.append(stream)  # kept, so that no garbage collector closes it for the caller
+        return stream
+
+    async def _generate(self, request: AddRequest) -> AsyncIterator[Output]:
         self.requests.append(request)
         self.running += 1
         finished = False

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import logging
 from collections.abc import AsyncGenerator
 from contextlib import aclosing
@@ -15,8 +16,6 @@ from kvbaton.edge.request_id import REQUEST_ID
 logger = logging.getLogger(__name__)
 
 DONE = b"[DONE]"
-LAST_WORDS_S = 1.0
-"""How long a client that has stopped reading is waited for once its time is over."""
 HEADERS = {
     "Content-Type": "text/event-stream; charset=utf-8",
     "Cache-Control": "no-cache",
@@ -65,16 +64,21 @@ async def _send(response: web.StreamResponse, message: bytes) -> None:
 
 async def _end_badly(request: web.Request, response: web.StreamResponse, error: Exception) -> None:
     """Say why, if the client is still there and takes it; else hang up."""
-    if request.transport is None or request.transport.is_closing():
-        logger.info("request %s: the client went away", request[REQUEST_ID])
-        return
-    failure = describe(error)
-    logger.info("request %s: ended by %s", request[REQUEST_ID], failure.message)
-    try:
-        async with asyncio.timeout(LAST_WORDS_S):
+    name, transport = request[REQUEST_ID], request.transport
+    if transport is None or transport.is_closing():
+        logger.info("request %s: the client went away", name)
+    elif _is_stuck(transport):
+        logger.info("request %s: the client takes no more", name)
+        transport.abort()
+    else:
+        failure = describe(error)
+        logger.info("request %s: ended by %s", name, failure.message)
+        with contextlib.suppress(ConnectionResetError):  # it may go away at this very moment
             await _send(response, error_body(failure))
             await response.write_eof()
-    except (TimeoutError, ConnectionResetError):
-        logger.info("request %s: the client takes no more", request[REQUEST_ID])
-        if request.transport is not None:
-            request.transport.abort()
+
+
+def _is_stuck(transport: asyncio.WriteTransport) -> bool:
+    """Whether one more write would have to wait for the reader, perhaps for ever."""
+    low, _ = transport.get_write_buffer_limits()
+    return transport.get_write_buffer_size() > low

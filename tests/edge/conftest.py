@@ -21,11 +21,15 @@ def tokenizer(tmp_path_factory: pytest.TempPathFactory) -> Tokenizer:
 class Endpoint:
     """A served endpoint: its source, its address and a session to it."""
 
-    def __init__(self, source: ScriptedSource, frontend: Frontend, url: str) -> None:
+    def __init__(
+        self, source: ScriptedSource, frontend: Frontend, runner: web.AppRunner, port: int
+    ) -> None:
         self.source = source
         self.frontend = frontend
-        self.url = url
-        self.session = ClientSession(url)
+        self.runner = runner
+        self.port = port
+        self.url = f"http://127.0.0.1:{port}"
+        self.session = ClientSession(self.url)
 
     async def post(self, path: str, body: Any, **kwargs: Any) -> tuple[int, Any]:
         async with self.session.post(path, json=body, **kwargs) as response:
@@ -47,20 +51,17 @@ Serve = Callable[..., Any]
 @pytest.fixture
 async def serve(tokenizer: Tokenizer) -> AsyncIterator[Serve]:
     """Starts endpoints on real sockets."""
-    runners: list[web.AppRunner] = []
     endpoints: list[Endpoint] = []
 
     async def start(text: str | None = "Hello wide world.", **config: Any) -> Endpoint:
         source = ScriptedSource(tokenizer, text)
         frontend = make_frontend(source, tokenizer, **config)
         runner, port = await listen(make_app(frontend), "127.0.0.1", 0, grace_s=1.0)
-        runners.append(runner)
-        endpoints.append(Endpoint(source, frontend, f"http://127.0.0.1:{port}"))
+        endpoints.append(Endpoint(source, frontend, runner, port))
         return endpoints[-1]
 
     yield start
     for endpoint in endpoints:
         await endpoint.session.close()
-    for runner in runners:
-        await runner.cleanup()
+        await endpoint.runner.cleanup()
     assert all(endpoint.source.running == 0 for endpoint in endpoints), "a stream was leaked"

@@ -83,7 +83,16 @@ async def test_what_is_wrong_is_named(serve: Any, extra: Any, param: str) -> Non
 
 @pytest.mark.parametrize(
     "data",
-    [b"", b"{", b"[]", b"\xff\xfe", b'{"prompt": "\\ud800"}', b"[" * 100_000, b"NaN", b"null"],
+    [
+        b"",
+        b"{",
+        b"[]",
+        b"\xff\xfe",
+        b'{"prompt": "\\ud800"}',
+        b'{"x":' + b"[" * 100_000,
+        b"NaN",
+        b"null",
+    ],
 )
 async def test_what_is_no_json_is_a_400(serve: Any, data: bytes) -> None:
     endpoint = await serve()
@@ -120,7 +129,7 @@ async def test_a_long_body_is_a_413(serve: Any) -> None:
 
 async def test_a_body_that_does_not_come_is_a_408(serve: Any) -> None:
     endpoint = await serve(body_timeout_s=0.05)
-    reader, writer = await asyncio.open_connection("127.0.0.1", endpoint.session._base_url.port)
+    reader, writer = await asyncio.open_connection("127.0.0.1", endpoint.port)
     writer.write(b"POST /v1/completions HTTP/1.1\r\nHost: x\r\nContent-Length: 9\r\n\r\n{")
     status = await asyncio.wait_for(reader.readline(), 10)
     assert b" 408 " in status
