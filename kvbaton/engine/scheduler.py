@@ -76,10 +76,8 @@ class Scheduler:
         attempt = self._check_names(request)
         known = [*request.token_ids, *request.resume_ids]
         source = request.transfer is not None and request.transfer.role == "source"
-        params, length = request.params, len(request.token_ids)
-        most = (
-            len(known) + 1 if source else min(length + params.max_tokens, self.config.max_model_len)
-        )
+        params = request.params
+        limit = len(known) + 1 if source else len(request.token_ids) + params.max_tokens
         self._arrivals += 1
         entered = Request(
             request_id=request.request_id,
