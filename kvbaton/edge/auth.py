@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import hmac
-import ipaddress
 from collections.abc import Sequence
 
 from aiohttp import web
 from aiohttp.typedefs import Handler
 
+from kvbaton.edge.cluster_token import is_loopback
 from kvbaton.edge.config import FRONTEND
 from kvbaton.errors import RequestError
 
@@ -27,10 +27,7 @@ def has_key(request: web.Request, api_keys: Sequence[str]) -> bool:
 
 def from_loopback(request: web.Request) -> bool:
     """Whether the peer is this machine."""
-    try:
-        return ipaddress.ip_address(request.remote or "").is_loopback
-    except ValueError:
-        return False
+    return is_loopback(request.remote)
 
 
 def require_operator(request: web.Request) -> None:
