@@ -25,14 +25,12 @@ import numpy.typing as npt
 
 from kvbaton.connectors.base import RangeColumn
 from kvbaton.connectors.layout import AXES, KVLayout, Plane
-from kvbaton.connectors.pairing import Share, check_group, check_pairable, planes_named, shares
+from kvbaton.connectors.pairing import Share, check_group, planes_named, shares
 from kvbaton.errors import LayoutMismatchError
 from kvbaton.wire import BlockSpan
 
 if TYPE_CHECKING:
     from kvbaton.connectors.base import Ranges
-
-__all__ = ["check_pairable", "plan", "swap", "total_bytes"]
 
 Ints = npt.NDArray[np.int64]
 

@@ -25,7 +25,7 @@ from torch import Tensor
 from kvbaton.kernels.jit import cdiv, jit, next_power_of_2, tl, use_triton
 
 WORD_TYPES = {8: torch.int64, 4: torch.int32, 2: torch.int16, 1: torch.int8}
-CHUNK_BYTES = 8 << 20
+CHUNK_BYTES = 4 << 20
 """The torch reference of `block_sums` copies blocks in pieces of about this size."""
 
 ROWS_PER_PROGRAM = 16
@@ -48,7 +48,7 @@ def token_sums(x: Tensor, positions: Tensor, kv: int) -> Tensor:
 
 
 def token_sums_reference(x: Tensor, positions: Tensor, kv: int) -> Tensor:
-    """Plain torch for `token_sums`."""
+    """Plain torch for `token_sums`, on the CPU: torch multiplies no integer matrices on a GPU."""
     words = _words(x)
     return _row_sums(words, kv) * _position_weights(positions)[:, None]
 
@@ -77,7 +77,7 @@ def block_sums(cache: Tensor, blocks: Tensor, first_position: int, start: int, e
 def block_sums_reference(
     cache: Tensor, blocks: Tensor, first_position: int, start: int, end: int
 ) -> Tensor:
-    """Plain torch for `block_sums`."""
+    """Plain torch for `block_sums`, on the CPU."""
     _, heads, layers, planes, block_size, _ = cache.shape
     sums = torch.empty((len(blocks), layers, planes, heads), dtype=torch.int64, device=cache.device)
     step = max(1, CHUNK_BYTES // (cache[0].numel() * cache.element_size()))
@@ -97,7 +97,9 @@ def block_sums_reference(
 def _row_sums(words: Tensor, kv: int) -> Tensor:
     """Sum over j of (word + 1) * b(kv, j): [..., W] to [...]."""
     weights = _word_weights(words.shape[-1], kv, words.device)
-    return torch.matmul(words.long(), weights) + weights.sum()
+    # One matrix: torch is several times slower on five strided axes.
+    rows = torch.mv(words.reshape(-1, len(weights)).long(), weights) + weights.sum()
+    return rows.view(words.shape[:-1])
 
 
 @cache
@@ -134,8 +136,8 @@ def _words(x: Tensor) -> Tensor:
 
 def _block_words(cache: Tensor, ids: Tensor) -> Tensor:
     if _readable_as_words(cache):
-        return _word_view(cache).index_select(0, ids)
-    return _words(cache.index_select(0, ids))
+        return _word_view(cache)[ids.long()]
+    return _words(cache[ids.long()])
 
 
 def _word_view(x: Tensor) -> Tensor:

@@ -16,7 +16,8 @@ from hypothesis import strategies as st
 
 from kvbaton.connectors.base import RangeColumn
 from kvbaton.connectors.layout import AXES, Axis, GroupKind, KVLayout, Plane, contiguous_plane
-from kvbaton.connectors.plan import check_pairable, plan, swap, total_bytes
+from kvbaton.connectors.pairing import check_pairable
+from kvbaton.connectors.plan import plan, swap, total_bytes
 from kvbaton.errors import LayoutMismatchError
 from kvbaton.wire import BlockSpan
 
