@@ -39,6 +39,11 @@ class LegError:
     code: str | None = None
 
     @property
+    def summary(self) -> str:
+        """For a client: what a node reports may hold a whole traceback."""
+        return self.message.partition("\n")[0][:300]
+
+    @property
     def blames_client(self) -> bool:
         """Whether no node would take this request; what the router itself added is our fault."""
         ours = (self.param or "").startswith("kv_transfer_params")

@@ -168,7 +168,7 @@ class RequestMachine:
             CancelLeg(leg),
             *self._retry(
                 RequestError(
-                    f"node {leg.node.node_id} failed: {error.message}",
+                    f"node {leg.node.node_id} failed: {error.summary}",
                     status=error.status if busy and error.status else 502,
                     code=error.code if busy else "node_failed",
                 ),
