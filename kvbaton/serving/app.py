@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import asyncio
+from contextlib import suppress
 from typing import Any
 
 import msgspec
@@ -25,6 +27,9 @@ CLIENT = web.AppKey("client", NodeClient)
 
 ALARMS = ("kvbaton_unhealthy", "kvbaton_ledger_imbalance")
 """Gauges that make a node unhealthy while they are not 0."""
+
+METRICS_PATIENCE_S = 1.0
+"""A scrape waits this long for the engine, which answers between two steps."""
 
 
 def make_node_app(client: NodeClient, tokenizer: Tokenizer, config: EdgeConfig) -> web.Application:
@@ -96,7 +101,11 @@ async def health(request: web.Request) -> web.Response:
 
 
 async def metrics(request: web.Request) -> web.Response:
-    """``GET /metrics``."""
+    """``GET /metrics``: as of now, or the latest report of an engine that does not answer."""
+    # What keeps the engine from answering is told by `/health`, and must not hide the numbers.
+    with suppress(TimeoutError, EngineDeadError):
+        async with asyncio.timeout(METRICS_PATIENCE_S):
+            await request.app[CLIENT].command("metrics")
     return exposition(request.app[FRONTEND].metrics.registry)
 
 

@@ -206,6 +206,31 @@ async def test_metrics_are_prometheus_text(node: Any) -> None:
     assert families["kvbaton_time_to_first_token_seconds"].type == "histogram"
 
 
+async def test_metrics_are_of_now(node: Any) -> None:
+    async def report(name: str, argument: Any = None) -> Any:
+        assert name == "metrics"
+        node.client.metrics = Metrics(counters={"kvbaton_steps_total": 8.0}, gauges={})
+
+    node.client.metrics = Metrics(counters={"kvbaton_steps_total": 7.0}, gauges={})
+    node.client.command = report
+    async with node.session.get("/metrics") as response:
+        assert "kvbaton_steps_total 8.0" in await response.text()
+
+
+@pytest.mark.parametrize("failure", [EngineDeadError("gone"), TimeoutError()])
+async def test_metrics_of_an_engine_that_does_not_answer_are_the_latest(
+    node: Any, failure: Exception
+) -> None:
+    async def fail(name: str, argument: Any = None) -> Any:
+        raise failure
+
+    node.client.metrics = Metrics(counters={"kvbaton_steps_total": 7.0}, gauges={})
+    node.client.command = fail
+    async with node.session.get("/metrics") as response:
+        assert response.status == 200
+        assert "kvbaton_steps_total 7.0" in await response.text()
+
+
 def test_a_name_that_is_none_is_refused() -> None:
     with pytest.raises(ValueError, match="not a Prometheus name"):
         split_name("1 bad name")
