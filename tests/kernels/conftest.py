@@ -3,6 +3,7 @@
 import os
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from typing import Any
 
 import pytest
 import torch
@@ -31,7 +32,7 @@ class Place:
         assert error <= bound, f"relative error {error / expected.double().norm().cpu():.2e}"
 
 
-def _places() -> list:
+def _places() -> list[Any]:
     # The interpreter computes with numpy, which warns of 1 / 0 and exp(1000).
     quiet = pytest.mark.filterwarnings("ignore")
     places = [pytest.param(("cpu", torch.float32), id="interpreted", marks=quiet)]
@@ -86,7 +87,9 @@ def make_paged(place: Place) -> Callable[..., Paged]:
         cache = torch.full(shape, torch.nan)
         order = torch.randperm(total - 1) + 1
         tables = torch.zeros(len(lengths), max(1, *counts), dtype=torch.int32)
-        for row, (length, blocks) in enumerate(zip(lengths, order.split(counts), strict=True)):
+        for row, (length, blocks) in enumerate(
+            zip(lengths, torch.split(order, counts), strict=True)
+        ):
             tables[row, : len(blocks)] = blocks
             for index, block in enumerate(blocks):
                 tokens = min(block_size, length - index * block_size)

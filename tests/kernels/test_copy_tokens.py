@@ -1,21 +1,28 @@
+from typing import Any
+
 import pytest
 import torch
 
 from kvbaton.kernels.copy_tokens import copy_tokens
 
 
-def pool(place, blocks, heads, block_size, head_dim=24, layers=2):
-    return place.randn(blocks, heads, layers, 2, block_size, head_dim)
+def pool(
+    place: Any, blocks: int, heads: int, block_size: int, head_dim: int = 24, layers: int = 2
+) -> torch.Tensor:
+    cache: torch.Tensor = place.randn(blocks, heads, layers, 2, block_size, head_dim)
+    return cache
 
 
-def tokens_of(cache, blocks):
+def tokens_of(cache: torch.Tensor, blocks: torch.Tensor) -> torch.Tensor:
     """[blocks * block_size, heads, layers, 2, D]"""
     return cache[blocks.long()].permute(0, 4, 1, 2, 3, 5).flatten(0, 1)
 
 
 @pytest.mark.parametrize("sizes", [(16, 16), (4, 16), (16, 4), (8, 12)])
 @pytest.mark.parametrize(("start", "other", "count", "valid"), [(0, 0, 32, 32), (5, 3, 40, 31)])
-def test_token_range(place, sizes, start, other, count, valid):
+def test_token_range(
+    place: Any, sizes: tuple[int, int], start: int, other: int, count: int, valid: int
+) -> None:
     source, target = pool(place, 20, 3, sizes[0]), pool(place, 20, 3, sizes[1])
     source_blocks, target_blocks = (torch.randperm(20).to(place.device) for _ in range(2))
     expected = tokens_of(target, target_blocks)
@@ -29,7 +36,7 @@ def test_token_range(place, sizes, start, other, count, valid):
     assert torch.equal(tokens_of(target, target_blocks), expected)
 
 
-def test_head_range(place):
+def test_head_range(place: Any) -> None:
     source, target = pool(place, 6, 4, 8), pool(place, 6, 2, 8)
     kept = target.clone()
     source_blocks, target_blocks = (torch.randperm(6)[:2].to(place.device) for _ in range(2))
@@ -41,7 +48,7 @@ def test_head_range(place):
     assert torch.equal(target, kept)
 
 
-def test_layer_into_a_contiguous_buffer(place):
+def test_layer_into_a_contiguous_buffer(place: Any) -> None:
     source = pool(place, 6, 2, 8, layers=3)
     buffer = torch.empty(1, 2, 1, 2, 21, 24, device=place.device, dtype=place.dtype)
     blocks = torch.tensor([4, 1, 5], device=place.device)
@@ -50,7 +57,7 @@ def test_layer_into_a_contiguous_buffer(place):
     assert torch.equal(tokens_of(buffer, torch.zeros(1)), expected)
 
 
-def test_nan_past_the_valid_tokens_does_not_travel(place):
+def test_nan_past_the_valid_tokens_does_not_travel(place: Any) -> None:
     source, target = pool(place, 2, 1, 8), pool(place, 2, 1, 8)
     source[1, :, :, :, 3:] = torch.nan
     one = torch.ones(1, dtype=torch.int32, device=place.device)
@@ -60,7 +67,7 @@ def test_nan_past_the_valid_tokens_does_not_travel(place):
 
 
 @pytest.mark.gpu
-def test_pool_past_31_bits(place):
+def test_pool_past_31_bits(place: Any) -> None:
     if place.device.type != "cuda" or place.dtype != torch.bfloat16:
         pytest.skip("needs a GPU")
     cache = torch.zeros(2300, 8, 32, 2, 16, 128, device="cuda", dtype=torch.bfloat16)

@@ -1,3 +1,6 @@
+from functools import partial
+from typing import Any
+
 import pytest
 import torch
 
@@ -16,7 +19,7 @@ SHAPES = [  # heads, kv_heads, head_dim, block_size
 ]
 
 
-def check(place, paged, query, **options):
+def check(place: Any, paged: Any, query: torch.Tensor, **options: Any) -> torch.Tensor:
     keys, values, tables = paged.wide()
     reference = {k: v for k, v in options.items() if k != "num_splits"}
     if (sinks := options.get("sinks")) is not None:
@@ -24,14 +27,24 @@ def check(place, paged, query, **options):
     expected = decode_attention_reference(
         query.cpu().double(), keys, values, tables, paged.context_lens.cpu(), **reference
     )
-    out = decode_attention(query, *paged.views, paged.block_tables, paged.context_lens, **options)
+    out = decode_attention(
+        query, paged.views[0], paged.views[1], paged.block_tables, paged.context_lens, **options
+    )
     place.close(out, expected)
     return out
 
 
 @pytest.mark.parametrize("splits", [1, 2, 4])
 @pytest.mark.parametrize(("heads", "kv_heads", "head_dim", "block_size"), SHAPES)
-def test_matches_fp64(place, make_paged, heads, kv_heads, head_dim, block_size, splits):
+def test_matches_fp64(
+    place: Any,
+    make_paged: Any,
+    heads: int,
+    kv_heads: int,
+    head_dim: int,
+    block_size: int,
+    splits: int,
+) -> None:
     paged = make_paged([1, 37, 0, 150], kv_heads, head_dim, block_size)
     query = place.randn(4, heads, head_dim)
     out = check(place, paged, query, scale=head_dim**-0.5, num_splits=splits)
@@ -44,58 +57,65 @@ def test_matches_fp64(place, make_paged, heads, kv_heads, head_dim, block_size, 
     [{"window": 5}, {"window": 64}, {"softcap": 3.0}, {"window": 40, "softcap": 2.0}],
     ids=str,
 )
-def test_options(place, make_paged, options, splits):
+def test_options(place: Any, make_paged: Any, options: Any, splits: int) -> None:
     paged = make_paged([1, 40, 129], 2, 64)
     query = place.randn(3, 4, 64) * 3
     check(place, paged, query, scale=0.125, num_splits=splits, **options)
 
 
 @pytest.mark.parametrize("splits", [1, 2, 8])
-def test_sinks(place, make_paged, splits):
+def test_sinks(place: Any, make_paged: Any, splits: int) -> None:
     paged = make_paged([1, 40, 129], 2, 64)
     sinks = torch.tensor([-2.0, 0.0, 3.0, 8.0], device=place.device)
     check(place, paged, place.randn(3, 4, 64), scale=0.125, num_splits=splits, sinks=sinks)
 
 
-def test_blocks_before_the_window_may_be_gone(place, make_paged):
+def test_blocks_before_the_window_may_be_gone(place: Any, make_paged: Any) -> None:
     paged = make_paged([100], 1, 64)
     query = place.randn(1, 2, 64)
     before = check(place, paged, query, scale=0.125, window=20)
     paged.block_tables[0, :5] = 0
     after = decode_attention(
-        query, *paged.views, paged.block_tables, paged.context_lens, scale=0.125, window=20
+        query,
+        paged.views[0],
+        paged.views[1],
+        paged.block_tables,
+        paged.context_lens,
+        scale=0.125,
+        window=20,
     )
     assert torch.equal(before, after)
 
 
-def test_query_may_be_a_slice_of_a_fused_projection(place, make_paged):
+def test_query_may_be_a_slice_of_a_fused_projection(place: Any, make_paged: Any) -> None:
     paged = make_paged([20, 33], 2, 64)
     fused = place.randn(2, 8 * 64)
     check(place, paged, fused[:, : 4 * 64].unflatten(1, (4, 64)), scale=0.125)
 
 
-def test_fewer_programs_are_split_more():
+def test_fewer_programs_are_split_more() -> None:
     assert [decode_splits(batch, 8, 100_000) for batch in (1, 4, 32, 256)] == [64, 64, 8, 1]
     assert decode_splits(1, 8, 300) == 4
     assert decode_splits(1, 8, 16) == 1
 
 
-def test_lengths_may_differ_much(place, make_paged):
+def test_lengths_may_differ_much(place: Any, make_paged: Any) -> None:
     paged = make_paged([1, 0, 900, 250], 2, 64)
     check(place, paged, place.randn(4, 4, 64), scale=0.125, num_splits=16)
 
 
 @pytest.mark.gpu
-def test_graph_replays_with_other_lengths(place, make_paged):
+def test_graph_replays_with_other_lengths(place: Any, make_paged: Any) -> None:
     if place.device.type != "cuda":
         pytest.skip("graphs are CUDA's")
     paged = make_paged([300, 40], 2, 128)
     query = place.randn(2, 8, 128)
-    arguments = (query, *paged.views, paged.block_tables, paged.context_lens)
-    decode_attention(*arguments, scale=0.1, num_splits=4)
+    keys, values = paged.views
+    attend = partial(decode_attention, query, keys, values, paged.block_tables, paged.context_lens)
+    attend(scale=0.1, num_splits=4)
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
-        out = decode_attention(*arguments, scale=0.1, num_splits=4)
+        out = attend(scale=0.1, num_splits=4)
     paged.context_lens.copy_(torch.tensor([17, 33], dtype=torch.int32))
     query.copy_(place.randn(2, 8, 128))
     graph.replay()
@@ -104,18 +124,18 @@ def test_graph_replays_with_other_lengths(place, make_paged):
 
 
 @pytest.mark.gpu
-def test_pool_past_31_bits(place):
+def test_pool_past_31_bits(place: Any) -> None:
     if place.device.type != "cuda" or place.dtype != torch.bfloat16:
         pytest.skip("needs a GPU")
     cache = torch.empty(2300, 8, 32, 2, 16, 128, device="cuda", dtype=torch.bfloat16)
     cache[2100:].normal_()
     tables = torch.randperm(200, device="cuda").view(2, 100).to(torch.int32) + 2100
     lens = torch.tensor([1600, 77], dtype=torch.int32, device="cuda")
-    views = cache[:, :, 31, 0], cache[:, :, 31, 1]
+    views: Any = cache[:, :, 31, 0], cache[:, :, 31, 1]
     query = place.randn(2, 32, 128)
-    out = decode_attention(query, *views, tables, lens, scale=0.1)
-    low = [view[2100:].cpu().double() for view in views]
+    out = decode_attention(query, views[0], views[1], tables, lens, scale=0.1)
+    low: Any = [view[2100:].cpu().double() for view in views]
     expected = decode_attention_reference(
-        query.cpu().double(), *low, tables.cpu() - 2100, lens.cpu(), scale=0.1
+        query.cpu().double(), low[0], low[1], tables.cpu() - 2100, lens.cpu(), scale=0.1
     )
     place.close(out, expected)

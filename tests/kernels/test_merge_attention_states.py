@@ -1,3 +1,5 @@
+from typing import Any
+
 import pytest
 import torch
 
@@ -8,7 +10,7 @@ from kvbaton.kernels.merge_attention_states import (
 
 
 @pytest.mark.parametrize(("tokens", "heads", "head_dim"), [(1, 1, 64), (5, 7, 80), (33, 8, 128)])
-def test_matches_fp64(place, tokens, heads, head_dim):
+def test_matches_fp64(place: Any, tokens: int, heads: int, head_dim: int) -> None:
     states = []
     for empty in (0, 2):
         lse = torch.randn(heads, tokens, device=place.device) * 5
@@ -23,10 +25,10 @@ def test_matches_fp64(place, tokens, heads, head_dim):
     assert torch.allclose(lse.cpu().double(), expected_lse, rtol=1e-5, atol=1e-5)
 
 
-def test_is_attention_over_the_union():
+def test_is_attention_over_the_union() -> None:
     logits, values = torch.randn(3, 2, 10).double(), torch.randn(10, 16).double()
 
-    def state(part):
+    def state(part: slice) -> tuple[torch.Tensor, torch.Tensor]:
         some = logits[..., part]
         return some.softmax(-1) @ values[part], some.logsumexp(-1)
 

@@ -1,3 +1,5 @@
+from typing import Any
+
 import pytest
 import torch
 
@@ -9,7 +11,15 @@ from kvbaton.kernels.paged_prefill_attention import (
 SHAPES = [(8, 2, 64, 16), (7, 1, 80, 16), (4, 4, 128, 8), (6, 2, 96, 32), (2, 1, 256, 16)]
 
 
-def check(place, paged, query_lens, heads, head_dim, sinks=None, **options):
+def check(
+    place: Any,
+    paged: Any,
+    query_lens: list[int],
+    heads: int,
+    head_dim: int,
+    sinks: torch.Tensor | None = None,
+    **options: Any,
+) -> None:
     cu = torch.tensor([0, *query_lens]).cumsum(0).to(torch.int32)
     query = place.randn(sum(query_lens), heads, head_dim)
     keys, values, tables = paged.wide()
@@ -20,7 +30,8 @@ def check(place, paged, query_lens, heads, head_dim, sinks=None, **options):
         sinks=wide_sinks, **options,
     )  # fmt: skip
     out, lse = paged_prefill_attention(
-        query, *paged.views, paged.block_tables, cu.to(place.device), paged.context_lens,
+        query, paged.views[0], paged.views[1], paged.block_tables, cu.to(place.device),
+        paged.context_lens,
         max(query_lens), sinks=sinks, **options,
     )  # fmt: skip
     place.close(out, expected)
@@ -30,7 +41,9 @@ def check(place, paged, query_lens, heads, head_dim, sinks=None, **options):
 
 
 @pytest.mark.parametrize(("heads", "kv_heads", "head_dim", "block_size"), SHAPES)
-def test_matches_fp64(place, make_paged, heads, kv_heads, head_dim, block_size):
+def test_matches_fp64(
+    place: Any, make_paged: Any, heads: int, kv_heads: int, head_dim: int, block_size: int
+) -> None:
     paged = make_paged([5, 37, 150, 1], kv_heads, head_dim, block_size)
     check(place, paged, [5, 20, 70, 1], heads, head_dim)
 
@@ -46,46 +59,46 @@ def test_matches_fp64(place, make_paged, heads, kv_heads, head_dim, block_size):
     ],
     ids=str,
 )
-def test_options(place, make_paged, options):
+def test_options(place: Any, make_paged: Any, options: Any) -> None:
     check(place, make_paged([140, 61], 2, 64), [100, 3], 4, 64, **options)
 
 
-def test_sinks(place, make_paged):
+def test_sinks(place: Any, make_paged: Any) -> None:
     sinks = torch.tensor([-2.0, 0.0, 3.0, 8.0], device=place.device)
     check(place, make_paged([90, 20], 2, 64), [70, 20], 4, 64, sinks=sinks)
 
 
-def test_no_keys_give_nothing(place, make_paged):
+def test_no_keys_give_nothing(place: Any, make_paged: Any) -> None:
     paged = make_paged([0, 40], 1, 64)
     check(place, paged, [7, 20], 2, 64, causal=False)
 
 
-def test_sequence_without_queries(place, make_paged):
+def test_sequence_without_queries(place: Any, make_paged: Any) -> None:
     check(place, make_paged([40, 17, 33], 2, 64), [9, 0, 33], 4, 64)
 
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("head_dim", [64, 128])
-def test_long(place, make_paged, head_dim):
+def test_long(place: Any, make_paged: Any, head_dim: int) -> None:
     if place.device.type != "cuda":
         pytest.skip("too slow to interpret")
     check(place, make_paged([1500, 777, 300], 2, head_dim), [1000, 777, 1], 8, head_dim)
 
 
 @pytest.mark.gpu
-def test_pool_past_31_bits(place):
+def test_pool_past_31_bits(place: Any) -> None:
     if place.device.type != "cuda" or place.dtype != torch.bfloat16:
         pytest.skip("needs a GPU")
     cache = torch.empty(2300, 8, 32, 2, 16, 128, device="cuda", dtype=torch.bfloat16)
     cache[2100:].normal_()
     tables = torch.randperm(200, device="cuda").view(1, 200).to(torch.int32) + 2100
     lens = torch.tensor([3000], dtype=torch.int32, device="cuda")
-    views = cache[:, :, 31, 0], cache[:, :, 31, 1]
+    views: Any = cache[:, :, 31, 0], cache[:, :, 31, 1]
     query = place.randn(130, 32, 128)
     cu = torch.tensor([0, 130], dtype=torch.int32, device="cuda")
-    out, _ = paged_prefill_attention(query, *views, tables, cu, lens, 130, scale=0.1)
-    low = [view[2100:].cpu().double() for view in views]
+    out, _ = paged_prefill_attention(query, views[0], views[1], tables, cu, lens, 130, scale=0.1)
+    low: Any = [view[2100:].cpu().double() for view in views]
     expected, _ = paged_prefill_attention_reference(
-        query.cpu().double(), *low, tables.cpu() - 2100, cu.cpu(), lens.cpu(), scale=0.1
+        query.cpu().double(), low[0], low[1], tables.cpu() - 2100, cu.cpu(), lens.cpu(), scale=0.1
     )
     place.close(out, expected)

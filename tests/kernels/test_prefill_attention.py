@@ -1,4 +1,5 @@
 import itertools
+from typing import Any
 
 import pytest
 import torch
@@ -7,7 +8,15 @@ from kvbaton.kernels.paged_prefill_attention import paged_prefill_attention_refe
 from kvbaton.kernels.prefill_attention import PrefillBatch, prefill_attention
 
 
-def check(place, make_paged, lengths, heads, kv_heads, head_dim, **options):
+def check(
+    place: Any,
+    make_paged: Any,
+    lengths: list[tuple[int, int]],
+    heads: int,
+    kv_heads: int,
+    head_dim: int,
+    **options: Any,
+) -> None:
     """`lengths`: (queries, prefix) of each sequence."""
     paged = make_paged([fresh + prefix for fresh, prefix in lengths], kv_heads, head_dim)
     starts = [0, *itertools.accumulate(fresh for fresh, _ in lengths)]
@@ -36,7 +45,7 @@ def check(place, make_paged, lengths, heads, kv_heads, head_dim, **options):
     place.close(prefill_attention(query, key, value, keys, values, batch, **options), expected)
 
 
-def test_short_pieces(place, make_paged):
+def test_short_pieces(place: Any, make_paged: Any) -> None:
     check(place, make_paged, [(5, 0), (20, 30), (1, 17)], 4, 2, 64)
 
 
@@ -53,14 +62,16 @@ def test_short_pieces(place, make_paged):
     ],
     ids=str,
 )
-def test_long_pieces(place, make_paged, lengths, head_dim):
+def test_long_pieces(
+    place: Any, make_paged: Any, lengths: list[tuple[int, int]], head_dim: int
+) -> None:
     if place.device.type != "cuda":
         pytest.skip("too slow to interpret")
     check(place, make_paged, lengths, 4, 2, head_dim)
 
 
 @pytest.mark.gpu
-def test_options_take_the_paged_kernel(place, make_paged):
+def test_options_take_the_paged_kernel(place: Any, make_paged: Any) -> None:
     if place.device.type != "cuda":
         pytest.skip("too slow to interpret")
     check(place, make_paged, [(1030, 50)], 4, 2, 64, window=100)

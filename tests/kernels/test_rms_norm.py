@@ -1,3 +1,5 @@
+from typing import Any
+
 import pytest
 import torch
 
@@ -6,7 +8,7 @@ from kvbaton.kernels.rms_norm import rms_norm, rms_norm_reference
 
 @pytest.mark.parametrize("offset", [0.0, 1.0])
 @pytest.mark.parametrize(("tokens", "size"), [(1, 64), (5, 4096), (3, 1000), (0, 64)])
-def test_matches_fp64(place, tokens, size, offset):
+def test_matches_fp64(place: Any, tokens: int, size: int, offset: float) -> None:
     x, weight = place.randn(tokens, size), place.randn(size)
     expected = rms_norm_reference(
         x.cpu().double(), weight.cpu().double(), 1e-5, weight_offset=offset
@@ -15,7 +17,7 @@ def test_matches_fp64(place, tokens, size, offset):
 
 
 @pytest.mark.parametrize(("tokens", "size"), [(1, 64), (7, 1000)])
-def test_adds_to_the_residual_in_place(place, tokens, size):
+def test_adds_to_the_residual_in_place(place: Any, tokens: int, size: int) -> None:
     x, residual, weight = place.randn(tokens, size), place.randn(tokens, size), place.randn(size)
     kept, wide = x.clone(), residual.cpu().double()
     expected = rms_norm_reference(x.cpu().double(), weight.cpu().double(), 1e-5, residual=wide)
@@ -24,7 +26,7 @@ def test_adds_to_the_residual_in_place(place, tokens, size):
     assert torch.equal(x, kept)
 
 
-def test_heads_of_a_fused_projection(place):
+def test_heads_of_a_fused_projection(place: Any) -> None:
     fused, weight = place.randn(5, 8 * 64), place.randn(64)
     heads = fused[:, 64 : 4 * 64].unflatten(1, (3, 64))
     expected = rms_norm_reference(heads.cpu().double(), weight.cpu().double(), 1e-6)

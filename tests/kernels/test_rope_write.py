@@ -1,16 +1,27 @@
+from typing import Any
+
 import pytest
 import torch
 
 from kvbaton.kernels.rope_write import rope_write, rope_write_reference
 
 
-def table(rotary_dim, length=64):
+def table(rotary_dim: int, length: int = 64) -> torch.Tensor:
     inverse = 1e4 ** -(torch.arange(0, rotary_dim, 2).double() / rotary_dim)
     angle = torch.arange(length)[:, None] * inverse
     return torch.cat((angle.cos(), angle.sin()), dim=-1)
 
 
-def run(place, tokens, heads, kv_heads, head_dim, rotary_dim, block_size=16, base=0):
+def run(
+    place: Any,
+    tokens: int,
+    heads: int,
+    kv_heads: int,
+    head_dim: int,
+    rotary_dim: int,
+    block_size: int = 16,
+    base: int = 0,
+) -> None:
     width = (heads + 2 * kv_heads) * head_dim
     fused = place.randn(tokens, width)
     wide = fused.cpu().double()
@@ -23,16 +34,20 @@ def run(place, tokens, heads, kv_heads, head_dim, rotary_dim, block_size=16, bas
     cache = torch.full(shape, torch.nan, device=place.device, dtype=place.dtype)
     expected = torch.full(shape, torch.nan, dtype=torch.float64)
 
-    def split(x):
-        return x.unflatten(1, (-1, head_dim)).split([heads, kv_heads, kv_heads], dim=1)
+    def split(x: torch.Tensor) -> Any:
+        return torch.split(
+            x.view(tokens, heads + 2 * kv_heads, head_dim), [heads, kv_heads, kv_heads], dim=1
+        )
 
+    query, key, value = split(fused)
     rope_write(
-        *split(fused), positions.to(place.device),
+        query, key, value, positions.to(place.device),
         cos_sin.float().to(place.device) if cos_sin is not None else None,
         cache[:, :, 1, 0], cache[:, :, 1, 1], slots.to(place.device),
     )  # fmt: skip
+    query, key, value = split(wide)
     rope_write_reference(
-        *split(wide), positions, cos_sin, expected[:, :, 1, 0], expected[:, :, 1, 1], slots
+        query, key, value, positions, cos_sin, expected[:, :, 1, 0], expected[:, :, 1, 1], slots
     )
     place.close(fused, wide)
     written = ~expected.isnan()
@@ -50,20 +65,22 @@ def run(place, tokens, heads, kv_heads, head_dim, rotary_dim, block_size=16, bas
         (5, 2, 1, 16, 0),
     ],
 )
-def test_matches_fp64(place, tokens, heads, kv_heads, head_dim, rotary_dim):
+def test_matches_fp64(
+    place: Any, tokens: int, heads: int, kv_heads: int, head_dim: int, rotary_dim: int
+) -> None:
     run(place, tokens, heads, kv_heads, head_dim, rotary_dim)
 
 
-def test_many_tokens_take_several_per_program(place):
+def test_many_tokens_take_several_per_program(place: Any) -> None:
     run(place, 1027, 2, 1, 16, 16)
 
 
-def test_nothing_to_do(place):
+def test_nothing_to_do(place: Any) -> None:
     run(place, 0, 2, 1, 16, 16)
 
 
 @pytest.mark.gpu
-def test_pool_past_31_bits(place):
+def test_pool_past_31_bits(place: Any) -> None:
     if place.device.type != "cuda" or place.dtype != torch.bfloat16:
         pytest.skip("needs a GPU")
     cache = torch.zeros(2300, 8, 32, 2, 16, 128, device="cuda", dtype=torch.bfloat16)
