@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import re
 import sys
 import time
@@ -16,9 +17,10 @@ from kvbaton.openai import ErrorBody
 from kvbaton.router.legs import DONE, read_events
 
 SENT_BYTES = "kvbaton_transfer_sent_bytes_total"
-LEGS = re.compile(
-    r'^kvbaton_router_legs_total\{node="([^"]*)",part="([^"]*)"\} (\S+)', re.MULTILINE
-)
+RECEIVED_TOKENS = r'kvbaton_prompt_tokens_total\{source="transferred"\}'
+LEGS = re.compile(r'^kvbaton_router_legs_total\{node="([^"]*)",part="([^"]*)"\}', re.MULTILINE)
+PARTS = {"source": "prefill", "target": "decode"}
+PUBLISH_S = 2.0
 
 
 async def ask(
@@ -89,23 +91,34 @@ async def _summary(
     first_token_s: float,
 ) -> str:
     legs = LEGS.findall(await _text(session, f"{url}/metrics"))
-    served = ", ".join(
-        f"{node} ({ROLES.get(part, part)})" for node, part, count in legs if float(count)
-    )
-    sent = 0.0
-    for node in nodes.get("nodes", ()):
-        sent += _total(await _text(session, node["url"] + "/metrics"), SENT_BYTES)
+    served = ", ".join(f"{node} ({PARTS.get(part, part)})" for node, part in legs)
+    handed_over = any(part == "source" for _, part in legs)
+    sent, received = await _moved(session, nodes, patient=handed_over)
     return "\n".join(
         (
             f"served by      {served}",
             f"tokens         {usage.get('prompt_tokens')} in, {usage.get('completion_tokens')} out",
             f"first token    {first_token_s * 1000:.0f} ms",
-            f"KV handed over {sent:.0f} bytes",
+            f"KV handed over {sent:.0f} bytes, {received:.0f} prompt tokens",
         )
     )
 
 
-ROLES = {"source": "prefill", "target": "decode"}
+async def _moved(
+    session: aiohttp.ClientSession, nodes: dict[str, Any], *, patient: bool
+) -> tuple[float, float]:
+    """Bytes sent and prompt tokens received by all nodes.
+
+    Nodes publish a few times a second; a patient caller gives them the time to.
+    """
+    give_up = time.monotonic() + (PUBLISH_S if patient else 0.0)
+    while True:
+        texts = [await _text(session, node["url"] + "/metrics") for node in nodes.get("nodes", ())]
+        sent = sum(_total(text, SENT_BYTES) for text in texts)
+        received = sum(_total(text, RECEIVED_TOKENS) for text in texts)
+        if (sent and received) or time.monotonic() >= give_up:
+            return sent, received
+        await asyncio.sleep(0.1)
 
 
 async def _text(session: aiohttp.ClientSession, url: str) -> str:
@@ -114,7 +127,6 @@ async def _text(session: aiohttp.ClientSession, url: str) -> str:
         return await response.text()
 
 
-def _total(exposition: str, name: str) -> float:
-    """Sum of a counter over all its labels in Prometheus' text format."""
-    pattern = re.compile(rf"^{re.escape(name)}(?:\{{[^}}]*\}})? (\S+)", re.MULTILINE)
-    return sum(float(value) for value in pattern.findall(exposition))
+def _total(exposition: str, metric: str) -> float:
+    """Sum of a counter (a pattern: name and labels) in Prometheus' text format."""
+    return sum(float(value) for value in re.findall(rf"^{metric} (\S+)", exposition, re.MULTILINE))
