@@ -453,7 +453,7 @@ class Ready(Struct, frozen=True, tag="ready", kw_only=True):
 
 
 class Metrics(Struct, frozen=True, tag="metrics", kw_only=True):
-    """The core's counters and gauges, sent every half second and at each change of ledger.
+    """The core's counters and gauges, sent every few seconds and at each ``metrics`` command.
 
     Attributes:
         counters: monotonic totals, by Prometheus name with labels, ``name{label="x"}``.

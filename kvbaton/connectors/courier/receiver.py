@@ -54,6 +54,7 @@ class _Check:
     """One `Verify` whose sums are on their way."""
 
     order: Verify
+    groups: list[int]
     sums: list[PendingSums]
     first_blocks: list[int]
     began: float
@@ -205,7 +206,7 @@ class Receiver:
     # --- digests ---
 
     def _verify(self, action: Verify, now: float) -> None:
-        sums, first_blocks = [], []
+        groups, sums, first_blocks = [], [], []
         for group, spans in enumerate(action.target):
             block_size = self.layouts[0][group].block_size
             first, last = action.start // block_size, -(-action.end // block_size)
@@ -213,6 +214,9 @@ class Receiver:
                 span.first + i: block for span in spans for i, block in enumerate(span.blocks)
             }
             numbers = [n for n in range(first, last) if n in by_number]
+            if not numbers:
+                continue
+            groups.append(group)
             first_blocks.append(numbers[0])
             sums.append(
                 self.memory.digest(
@@ -223,7 +227,7 @@ class Receiver:
                     action.end,
                 )
             )
-        check = _Check(action, sums, first_blocks, time.monotonic())
+        check = _Check(action, groups, sums, first_blocks, time.monotonic())
         self._checks.append(check)
         self._poll_check(check, now)
 
@@ -235,14 +239,14 @@ class Receiver:
         order = check.order
         sources = self._rank_layouts[order.session]
         bad: list[tuple[int, int]] = []
-        for group, sums in enumerate(ready):
+        for group, first_block, sums in zip(check.groups, check.first_blocks, ready, strict=True):
             assert sums is not None
             bad += mismatches(
                 sums,
                 [rank[group] for rank in sources],
                 [rank[group] for rank in self.layouts],
                 [run for run in order.digests if run.group == group],
-                first_block=check.first_blocks[group],
+                first_block=first_block,
                 start=order.start,
                 end=order.end,
                 transfer_id=order.attempt.transfer_id,

@@ -7,7 +7,7 @@ import time
 from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Protocol
+from typing import Any, Protocol, cast
 
 import msgspec
 import numpy as np
@@ -40,12 +40,14 @@ from kvbaton.connectors.protocol.events import (
     WriteEnded,
 )
 from kvbaton.connectors.protocol.source import Source
-from kvbaton.errors import TransportError
+from kvbaton.errors import LayoutMismatchError, TransportError
 from kvbaton.wire import DigestRun, NodeId, Pushed
 
 logger = logging.getLogger(__name__)
 
 Sums = npt.NDArray[np.uint64]
+BlockSums = dict[int, list[Sums]]
+"""Digest sums of one group by logical block: per rank, [layers, kv, heads]."""
 
 
 class PendingSums(Protocol):
@@ -124,7 +126,6 @@ class Sender:
         self._peers: dict[bytes, _Peers] = {}
         self._writes: list[_Write] = []
         self._reports: dict[Attempt, deque[BlocksReport | FirstTokens]] = {}
-        self._sums: dict[Attempt, list[dict[int, list[Sums]]]] = {}
         self._do: dict[type, Callable[[Any, float], None]] = {
             Send: self._send,
             SendPushed: self._send_pushed,
@@ -220,16 +221,15 @@ class Sender:
         ready = [pending.poll() for pending in item.sums]
         if any(sums is None for sums in ready):
             return None
-        kept = self._sums.setdefault(item.attempt, [{} for _ in self.layouts[0]])
-        for group, sums in enumerate(ready):
+        by_group: list[BlockSums] = []
+        for spans, sums in zip(item.spans, ready, strict=True):
             assert sums is not None
-            numbers = [
-                span.first + i for span in item.spans[group] for i in range(len(span.blocks))
-            ]
-            for row, number in enumerate(numbers):
-                kept[group][number] = [rank_sums[row] for rank_sums in sums]
+            numbers = [span.first + i for span in spans for i in range(len(span.blocks))]
+            by_group.append(
+                {number: [of_rank[row] for of_rank in sums] for row, number in enumerate(numbers)}
+            )
         self.timelines.mark(item.attempt, "computed", start=item.start, end=item.end)
-        return BlocksReady(item.attempt, item.start, item.end, item.spans)
+        return BlocksReady(item.attempt, item.start, item.end, item.spans, by_group)
 
     # --- actions ---
 
@@ -250,18 +250,21 @@ class Sender:
         self.send(Send(message, link=action.link))
 
     def _claims(self, action: SendPushed) -> tuple[DigestRun, ...]:
-        peers = self._peers[action.session]
+        reports = cast("tuple[list[BlockSums], ...]", action.sums)
+        targets = self._peers[action.session].layouts
         runs: list[DigestRun] = []
         for group in range(len(self.layouts[0])):
             sources = [rank[group] for rank in self.layouts]
             block_size = sources[0].block_size
             first, last = action.start // block_size, -(-action.end // block_size)
-            kept = self._sums[action.attempt][group]
-            numbers = [n for n in range(first, last) if n in kept]
+            known = {n: sums for report in reports for n, sums in report[group].items()}
+            numbers = [n for n in range(first, last) if n in known]
+            if not numbers:
+                continue
             runs += claims(
-                [np.stack([kept[n][rank] for n in numbers]) for rank in range(len(sources))],
+                [np.stack([known[n][rank] for n in numbers]) for rank in range(len(sources))],
                 sources,
-                [rank[group] for rank in peers.layouts],
+                [rank[group] for rank in targets],
                 first_block=numbers[0],
                 transfer_id=action.attempt.transfer_id,
                 attempt=action.attempt.number,
@@ -292,7 +295,11 @@ class Sender:
 
     def _post(self, action: Post, now: float) -> None:
         began = time.monotonic()
-        pieces = self._plan(action)
+        try:
+            pieces = self._plan(action)
+        except LayoutMismatchError as error:
+            self._fail_post(action, str(error), now)
+            return
         self.counters["plan_seconds"] += time.monotonic() - began
         for pair, peer in self._peers[action.session].links.items():
             ranges = pieces.get(pair, np.empty((0, 8), np.int64))
@@ -306,6 +313,11 @@ class Sender:
         self.timelines.mark(
             action.attempt, "posted", write=action.write, start=action.start, end=action.end
         )
+
+    def _fail_post(self, action: Post, error: str, now: float) -> None:
+        """What the peer reserved can't be written to: nothing was posted, the attempt ends."""
+        for pair in self._peers[action.session].links:
+            self.handle(WriteEnded(action.attempt, action.write, *pair, ok=False, error=error), now)
 
     def _plan(self, action: Post) -> dict[tuple[int, int], Ranges]:
         target_layouts = self._peers[action.session].layouts
@@ -324,7 +336,6 @@ class Sender:
         return {pair: np.concatenate(parts) for pair, parts in pieces.items()}
 
     def _release(self, action: Release, now: float) -> None:
-        self._sums.pop(action.attempt, None)
         self._reports.pop(action.attempt, None)
         self.to_engine(action)
 
