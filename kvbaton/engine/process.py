@@ -5,7 +5,6 @@ from __future__ import annotations
 import ctypes
 import logging
 import signal
-import traceback
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -74,8 +73,9 @@ def core_main(
         _serve(config, node, role_factory, mailbox)
     except ConfigError as error:
         mailbox.send(Dead(error=str(error).removeprefix(f"{error.field}: "), field=error.field))
-    except BaseException:
-        mailbox.send(Dead(error=traceback.format_exc(limit=-6)[-4000:]))
+    except BaseException as error:
+        # Clients see this line; the traceback goes to standard error with the exception.
+        mailbox.send(Dead(error=f"{type(error).__name__}: {error}"[:4000]))
         raise
     finally:
         mailbox.close()
