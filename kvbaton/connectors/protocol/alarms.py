@@ -58,14 +58,14 @@ class Alarms:
             heapq.heappop(self._heap)
         return None
 
-    def due(self, now: float) -> list[Key]:
-        """Take out the alarms that ring until now, earliest first."""
-        keys = []
-        while (at := self.next()) is not None and at <= now:
-            key = self._heap[0][2]
-            self.clear(*key)
-            keys.append(key)
-        return keys
+    def take(self, now: float) -> Key | None:
+        """Take out the earliest alarm that rings until now; only one, as it may clear others."""
+        at = self.next()
+        if at is None or at > now:
+            return None
+        key = self._heap[0][2]
+        self.clear(*key)
+        return key
 
     def _rebuild(self) -> None:
         self._heap = [(at, i, key) for i, (key, at) in enumerate(self._at.items())]

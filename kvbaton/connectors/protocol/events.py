@@ -193,7 +193,8 @@ class Closed:
     """`ClosePeer` was carried out: nothing reads our memory for that session any more.
 
     It proves nothing about the far side: bytes that were read before may still land there, unless
-    a `WriteEnded` with ``drained`` said otherwise.
+    a `WriteEnded` with ``drained`` said otherwise. Writes that were not terminal are watched on:
+    their `WriteEnded` may follow, and lets the next session with that D begin.
     """
 
     session: bytes

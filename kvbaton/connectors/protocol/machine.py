@@ -131,7 +131,8 @@ class Machine(Generic[EventT, ActionT, StateT, RecordT]):
         self.counters.by_code[code] = self.counters.by_code.get(code, 0) + 1
 
     def _ring(self) -> None:
-        for name, owner in self._alarms.due(self._now):
+        while (key := self._alarms.take(self._now)) is not None:
+            name, owner = key
             if isinstance(owner, Attempt):
                 self._apply(name, self._record(owner), None)
             else:

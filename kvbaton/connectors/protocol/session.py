@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import itertools
 import math
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field
 
 import msgspec
 
@@ -58,7 +59,8 @@ class Session:
         link: where the last message of it came from; replies go there.
         node: the peer; None until D knows.
         last_in: highest number received.
-        last_out: highest number sent.
+        numbers: counts the messages sent; D has one counter for all of its sessions, so that P can
+            tell a `Hello` that was overtaken by those of later sessions.
         groups: of the peer.
         num_ranks: of the peer.
     """
@@ -67,14 +69,13 @@ class Session:
     link: Link | None = None
     node: NodeId | None = None
     last_in: int = -1
-    last_out: int = -1
+    numbers: Iterator[int] = field(default_factory=itertools.count)
     groups: tuple[Group, ...] = ()
     num_ranks: int = 0
 
     def next_seq(self) -> int:
         """Number of the next message to send."""
-        self.last_out += 1
-        return self.last_out
+        return next(self.numbers)
 
     def admit(self, link: Link, seq: int) -> bool:
         """Whether a message is newer than all before it; replies then go to its link."""

@@ -128,6 +128,7 @@ class SourceSessions(Machine[SourceEvent, SourceAction, SourceState, Outgoing]):
         super().__init__(identity, timers, new_id=new_id, pairable=pairable)
         self._sessions: dict[bytes, SourceSession] = {}
         self._over: set[bytes] = set()
+        self._heard: dict[str, tuple[NodeId, int]] = {}
         self._undrained: dict[NodeId, set[tuple[Attempt, Write]]] = {}
 
     def sessions(self) -> list[dict[str, Any]]:
@@ -149,13 +150,29 @@ class SourceSessions(Machine[SourceEvent, SourceAction, SourceState, Outgoing]):
     def _hello(self, link: Link, hello: Hello) -> None:
         session = self._sessions.get(hello.session)
         if session is None and hello.session not in self._over:
-            self._new_session(link, hello)
+            if self._is_news(hello.sender, hello.seq):
+                self._new_session(link, hello)
+            else:
+                self._refuse_session(link, hello, "unknown_session", "a later session has begun")
         elif session is None or session.state is SessionState.CLOSING:
             self._refuse_session(link, hello, "unknown_session", "the session is over")
         elif session.admit(link, hello.seq):
+            self._is_news(hello.sender, hello.seq)
             self._hello_again(session, hello)
         else:
             self._count_dropped("stale_seq")
+
+    def _is_news(self, peer: NodeId, seq: int) -> bool:
+        """Whether a message is younger than all heard from that generation, in any session.
+
+        A `Hello` that was overtaken would end its successor, and its `clean` knows nothing of what
+        was reserved since.
+        """
+        known, last = self._heard.get(peer.node, (peer, -1))
+        if known == peer and seq <= last:
+            return False
+        self._heard[peer.node] = (peer, seq)
+        return True
 
     def _new_session(self, link: Link, hello: Hello) -> None:
         try:
@@ -243,6 +260,7 @@ class SourceSessions(Machine[SourceEvent, SourceAction, SourceState, Outgoing]):
         if not session.admit(event.link, event.message.seq):
             self._count_dropped("stale_seq")
             return None
+        self._is_news(session.peer, event.message.seq)
         return session
 
     # --- the end of a session ---

@@ -411,7 +411,6 @@ class Target(TargetSessions):
             return
         self._do(Deliver(record.name, complete.choices, complete.cached_tokens))
         self._send(record, Ack, verdict="ok")
-        self.counters.completed += 1
         # All rank pairs of all writes have landed, and P posts no range twice: nothing of this
         # attempt is in flight, so its blocks need no `Drained`.
         self._end(record, "delivered")
@@ -443,13 +442,11 @@ class Target(TargetSessions):
 
     def _fail(self, record: Incoming, reason: str) -> None:
         self._tell(record, f"failed: {reason}")
-        self.counters.failed += 1
         self._do(Fail(record.name, self._valid_through(record), reason))
         self._drain(record, "failed")
 
     def _fail_unsent(self, record: Incoming, reason: str) -> None:
         self._tell(record, f"failed: {reason}")
-        self.counters.failed += 1
         self._do(Fail(record.name, record.start, reason))
         self._end(record, "failed")
 
@@ -460,11 +457,9 @@ class Target(TargetSessions):
         self._fail_unsent(record, "no session in time")
 
     def _cancel_unsent(self, record: Incoming, event: CancelTarget) -> None:
-        self.counters.cancelled += 1
         self._end(record, "cancelled")
 
     def _cancel_sent(self, record: Incoming, event: CancelTarget) -> None:
-        self.counters.cancelled += 1
         self._drain(record, "cancelled")
 
     def _drain(self, record: Incoming, outcome: str) -> None:
@@ -504,6 +499,8 @@ class Target(TargetSessions):
         self._do(Unquarantine(record.name))
         if record.line is not None and record.name in record.line.waiting:
             record.line.waiting.remove(record.name)
+        counter = {"delivered": "completed", "cancelled": "cancelled"}.get(outcome, "failed")
+        setattr(self.counters, counter, getattr(self.counters, counter) + 1)
         session = record.session
         self._ended[record.name] = Incoming(record.name, State.ENDED, outcome)
         del self._live[record.name]
@@ -532,7 +529,7 @@ class Target(TargetSessions):
         over = record.session is not None and record.session.state is SessionState.OVER
         if over and record.state is not State.DRAINING:
             return "alive in a session that is over"
-        if (record.complete is None) == (record.state is State.COMPLETING):
+        if record.complete is None and record.state is State.COMPLETING:
             return "completing without Complete"
         if not set(record.verified) <= record.verifying <= set(record.pushed):
             return "verified before it was pushed"

@@ -7,6 +7,7 @@ until P says `Drained`, or `Welcome` to a later session, or its generation is fe
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from enum import Enum
@@ -126,6 +127,7 @@ class TargetSessions(Machine[TargetEvent, TargetAction, TargetState, Incoming]):
         self._lines: dict[str, Line] = {}
         self._sessions: dict[bytes, TargetSession] = {}
         self._lost: set[NodeId] = set()
+        self._numbers = itertools.count()
 
     def sessions(self) -> list[dict[str, Any]]:
         """Sessions that are in use or have blocks in quarantine, for diagnosis."""
@@ -153,7 +155,9 @@ class TargetSessions(Machine[TargetEvent, TargetAction, TargetState, Incoming]):
             if line.session.state is SessionState.HELLO:
                 self._bound_wait(line)
             return
-        session = TargetSession(self._new_id(), address=line.address, since=self._now)
+        session = TargetSession(
+            self._new_id(), numbers=self._numbers, address=line.address, since=self._now
+        )
         line.session = self._sessions[session.id] = session
         self._bound_wait(line)
         self._say_hello(line, session)
@@ -281,7 +285,11 @@ class TargetSessions(Machine[TargetEvent, TargetAction, TargetState, Incoming]):
         """P takes our session for one that has ended: say `Hello` under another name."""
         del self._sessions[session.id]
         line.session = TargetSession(
-            self._new_id(), session.link, address=line.address, since=session.since
+            self._new_id(),
+            session.link,
+            numbers=self._numbers,
+            address=line.address,
+            since=session.since,
         )
         self._sessions[line.session.id] = line.session
         self._in("hello", line.address, self.timers.resend)
