@@ -5,15 +5,22 @@ BIN := $(VENV)/bin
 PIP := $(BIN)/python -m pip install --quiet --disable-pip-version-check
 JOBS ?= 2
 
-export OMP_NUM_THREADS ?= 1
+# Several processes share the cores: one thread each, else they fight.
+test test-all: export OMP_NUM_THREADS ?= 1
+
+# Long enough for several chunks, so that blocks cross while the prefill runs. The model's weights are
+# random: what it answers is noise, how it answers is real.
+PROMPT := Write a short story about a relay race in which the runners hand over a baton. The first \
+runner starts slowly, since the track is wet and the crowd is loud. The second runner waits with an \
+open hand and looks back. When the baton comes, nobody stops, nobody looks, and nothing is dropped. \
+The third runner is the fastest of all, and the fourth has only to finish what the others began.
 
 .PHONY: demo test test-all lint bench clean
 
 demo: $(VENV)/.runtime  ## 1 prefill + 1 decode + router on this machine, answering a prompt
 	$(BIN)/python -m kvbaton.testing.checkpoints demo-model
-	OMP_NUM_THREADS= $(BIN)/kvbaton up --model demo-model --prefill 1 --decode 1 --port 0 \
-	  --max-num-batched-tokens 64 --max-tokens 48 \
-	  --prompt "The quick brown fox jumps over the lazy dog. The five boxing wizards jump quickly. Pack my box with five dozen liquor jugs. How vexingly quick daft zebras jump."
+	$(BIN)/kvbaton up --model demo-model --prefill 1 --decode 1 --port 0 \
+	  --max-num-batched-tokens 128 --max-tokens 48 --prompt "$(PROMPT)"
 
 test: $(VENV)/.dev  ## the test suite: about 10 minutes on 2 cores
 	$(BIN)/pytest -q -n $(JOBS) --dist loadgroup -m "not slow and not gpu and not multigpu"

@@ -100,8 +100,29 @@ async def _summary(
             f"tokens         {usage.get('prompt_tokens')} in, {usage.get('completion_tokens')} out",
             f"first token    {first_token_s * 1000:.0f} ms",
             f"KV handed over {sent:.0f} bytes, {received:.0f} prompt tokens",
+            f"overlap        {await _overlap(session, nodes)}",
         )
     )
+
+
+async def _overlap(session: aiohttp.ClientSession, nodes: dict[str, Any]) -> str:
+    """How many writes had landed on D before P's last chunk was computed (one machine's clock)."""
+    marks = [
+        mark
+        for node in nodes.get("nodes", ())
+        for timeline in (await _timelines(session, node["url"])).values()
+        for mark in timeline
+    ]
+    computed = [mark["time"] for mark in marks if mark["what"] == "computed"]
+    landed = [mark["time"] for mark in marks if mark["what"] == "landed"]
+    early = sum(time < max(computed, default=0.0) for time in landed)
+    return f"{early} of {len(landed)} writes landed while the prefill still ran"
+
+
+async def _timelines(session: aiohttp.ClientSession, url: str) -> dict[str, list[dict[str, Any]]]:
+    state = msgspec.json.decode(await _text(session, url + "/state"))
+    timelines: dict[str, list[dict[str, Any]]] = state["role"]["timelines"]
+    return timelines
 
 
 async def _moved(
