@@ -20,7 +20,7 @@ The third runner is the fastest of all, and the fourth has only to finish what t
 demo: $(VENV)/.runtime  ## 1 prefill + 1 decode + router on this machine, answering a prompt
 	$(BIN)/python -m kvbaton.testing.checkpoints demo-model
 	$(BIN)/kvbaton up --model demo-model --prefill 1 --decode 1 --port 0 \
-	  --max-num-batched-tokens 128 --max-tokens 48 --prompt "$(PROMPT)"
+	  --max-num-batched-tokens 64 --max-tokens 48 --prompt "$(PROMPT)"
 
 test: $(VENV)/.dev  ## the test suite: about 10 minutes on 2 cores
 	$(BIN)/pytest -q -n $(JOBS) --dist loadgroup -m "not slow and not gpu and not multigpu"
