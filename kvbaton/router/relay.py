@@ -117,6 +117,7 @@ class RequestMachine:
         self._open: dict[Side, Leg] = {}
         self._avoid: frozenset[str] = frozenset()
         self._prompt_logprobs_given = False
+        self._target_spoke = False
         self._cached = self._transferred = 0
 
     # --- events ---
@@ -138,6 +139,8 @@ class RequestMachine:
             return []
         if output.choice >= len(self._choices):
             return self.failed(leg, LegError(f"it sent choice {output.choice}"), now)
+        if leg.side == "source" and output.finish_reason == "abort":
+            return self.ended(leg, now)  # the target has the prompt already and called it off
         if output.finish_reason in ("error", "abort"):
             why = output.error or f"the node ended the request ({output.finish_reason})"
             return self.failed(leg, LegError(why), now)
@@ -160,8 +163,10 @@ class RequestMachine:
                 error.message, param=error.param, status=error.status or 400, code=error.code
             )
             return self._raise(refusal)
-        if leg.side == "source":
+        if leg.side == "source" and self._target_spoke:
             return [CancelLeg(leg)]
+        # A target whose source is gone would find out by a timer of seconds; a new attempt is
+        # faster, and with nobody else to prefill it is the target alone.
         self._avoid |= {leg.node.node_id}
         busy = error.status in (429, 503)
         return [
@@ -229,6 +234,7 @@ class RequestMachine:
         return actions
 
     def _from_target(self, leg: Leg, output: Output, now: float) -> list[Action]:
+        self._target_spoke = True
         choice = self._choices[output.choice]
         if choice.finished:
             return []
@@ -329,6 +335,7 @@ class RequestMachine:
             return self._raise(otherwise)
         self.attempt += 1
         self._base, self._heard_at, self._confirm_by = len(resume), now, None
+        self._target_spoke = False
         legs = self._legs(route)
         self._open = {leg.side: leg for leg in legs}
         return [StartLeg(leg, self._body(leg, route, resume, now)) for leg in legs]

@@ -68,7 +68,7 @@ class Bench:
         left = [d for d in (D0, D1, D2) if d.node_id not in avoid]
         if not left:
             return None
-        return Route(left[0], P if self.sources else None)
+        return Route(left[0], P if self.sources and P.node_id not in avoid else None)
 
     def do(self, actions: list[Action]) -> None:
         for action in actions:
@@ -194,13 +194,33 @@ def test_logprobs_are_cut_with_their_tokens() -> None:
     assert [o.prompt_logprobs for o in bench.emitted] == [(None, lp(-1.0)), None]
 
 
-def test_a_source_that_fails_leaves_the_request_to_its_target() -> None:
+def test_a_source_that_fails_at_once_is_left_out_of_a_new_attempt() -> None:
     bench = Bench(request(max_tokens=2)).start()
     bench.fail("source", status=500)
-    assert (bench.cancelled, bench.end) == ([bench.leg("source")], None)
-    bench.say("target", 0, 10, 11, finish_reason="length")
+    assert bench.cancelled == [bench.leg("source"), bench.leg("target")]
+    assert bench.routed[-1] == (3, frozenset({"p"}))
+    assert [s.leg.side for s in bench.started if s.leg.attempt == 1] == ["target"]
+    bench.say("target", 0, 10, 11, attempt=1, finish_reason="length")
     assert bench.tokens() == [10, 11]
     assert isinstance(bench.end, Finish)
+
+
+def test_a_source_that_fails_late_leaves_the_request_to_its_target() -> None:
+    bench = Bench(request(max_tokens=2)).start()
+    bench.say("target", 0, 10)
+    bench.fail("source", status=500)
+    assert (bench.cancelled, bench.end) == ([bench.leg("source")], None)
+    bench.say("target", 1, 11, finish_reason="length")
+    assert bench.tokens() == [10, 11]
+    assert isinstance(bench.end, Finish)
+
+
+def test_a_source_that_its_target_called_off_is_no_failure() -> None:
+    bench = Bench(request(max_tokens=2)).start()
+    bench.say("source", 0, finish_reason="abort")
+    assert (bench.cancelled, len(bench.routed)) == ([], 1)
+    bench.say("target", 0, 10, 11, finish_reason="length")
+    assert bench.tokens() == [10, 11]
 
 
 @pytest.mark.parametrize("how", ["fail", "error", "abort", "ended", "gap", "silence"])
