@@ -26,6 +26,7 @@ LOG_LEVELS = ("debug", "info", "warning", "error")
 LOOPBACK = "127.0.0.1"
 CLUSTER_KEY_VARIABLE = "KVBATON_CLUSTER_KEY"
 API_KEY_VARIABLE = "KVBATON_API_KEY"
+NODE_API_KEY_VARIABLE = "KVBATON_NODE_API_KEY"
 UNITS = {"k": 10**3, "m": 10**6, "g": 10**9, "K": 2**10, "M": 2**20, "G": 2**30, "T": 2**40}
 
 
@@ -77,6 +78,9 @@ def run_router(args: argparse.Namespace) -> int:
             prefill=tuple(args.prefill),
             decode=tuple(args.decode),
             api_keys=tuple(args.api_key),
+            node_api_key=args.node_api_key,
+            chat_template=args.chat_template,
+            generation_config=args.generation_config,
             cluster_key=args.cluster_key,
             log_level=args.log_level,
             dispatch=DispatchConfig(min_handover_tokens=args.min_handover_tokens),
@@ -100,6 +104,8 @@ def run_up(args: argparse.Namespace) -> int:
             port=args.port,
             served_model_name=args.served_model_name,
             api_keys=tuple(args.api_key),
+            chat_template=args.chat_template,
+            generation_config=args.generation_config,
             cluster_key=args.cluster_key,
             transport=args.transport,
             min_handover_tokens=args.min_handover_tokens,
@@ -204,6 +210,12 @@ def _add_router(parser: argparse.ArgumentParser) -> None:
         )
     parser.add_argument("--model", metavar="DIR", help="folder of the model, for its tokenizer")
     parser.add_argument("--fd", type=int, help=argparse.SUPPRESS)
+    parser.add_argument(
+        "--node-api-key",
+        default=os.environ.get(NODE_API_KEY_VARIABLE) or None,
+        metavar="KEY",
+        help=f"presented to nodes (the first --api-key; ${NODE_API_KEY_VARIABLE})",
+    )
     _add_handover(parser)
     _add_common(parser, port=8000, log_level="info")
 
@@ -231,6 +243,15 @@ def _add_common(parser: argparse.ArgumentParser, *, port: int, log_level: str) -
         "--port", type=port_number, default=port, help=f"0 takes a free one ({port})"
     )
     group.add_argument("--served-model-name", metavar="NAME", help="as clients name the model")
+    group.add_argument(
+        "--chat-template", metavar="FILE", help="jinja template to use instead of the model's"
+    )
+    group.add_argument(
+        "--generation-config",
+        choices=("auto", "none"),
+        default="auto",
+        help="whether the model's generation_config.json gives sampling defaults (auto)",
+    )
     api_key = os.environ.get(API_KEY_VARIABLE)
     group.add_argument(
         "--api-key",
@@ -374,6 +395,8 @@ def node_config(args: argparse.Namespace, role: Literal["prefill", "decode"]) ->
         port=args.port,
         served_model_name=args.served_model_name,
         api_keys=tuple(args.api_key),
+        chat_template=args.chat_template,
+        generation_config=args.generation_config,
         router=args.router,
         peers=tuple(args.peer),
         cluster_key=args.cluster_key,

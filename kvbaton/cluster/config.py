@@ -9,6 +9,7 @@ from pathlib import Path
 
 from kvbaton.engine.config import EngineConfig
 from kvbaton.errors import ConfigError
+from kvbaton.text.generation import GenerationConfigMode
 
 NVIDIA_GPUS = Path("/proc/driver/nvidia/gpus")
 
@@ -26,6 +27,8 @@ class ClusterConfig:
         port: of the router; 0 takes a free one.
         served_model_name: as clients name the model.
         api_keys: asked of clients.
+        chat_template: file with another chat template than the model's.
+        generation_config: whether the model recommends sampling defaults.
         cluster_key: shared by all processes.
         transport: ``NAME[:JSON]``.
         min_handover_tokens: shorter prompts are served on one node.
@@ -47,6 +50,8 @@ class ClusterConfig:
     port: int = 8000
     served_model_name: str | None = None
     api_keys: tuple[str, ...] = field(default=(), repr=False)
+    chat_template: str | None = None
+    generation_config: GenerationConfigMode = "auto"
     cluster_key: str | None = field(default=None, repr=False)
     transport: str = "nixl"
     min_handover_tokens: int = 0
@@ -79,7 +84,7 @@ class ClusterConfig:
             f"--model={self.engine.model}",
             f"--served-model-name={self.model_name}",
             f"--min-handover-tokens={self.min_handover_tokens}",
-            f"--log-level={self.log_level}",
+            *self._common_words(),
         ]
 
     def node_words(
@@ -95,8 +100,15 @@ class ClusterConfig:
             f"--node-id={name}",
             f"--served-model-name={self.model_name}",
             f"--transport={self.transport}",
-            f"--log-level={self.log_level}",
+            *self._common_words(),
         ]
+
+    def _common_words(self) -> list[str]:
+        words = [
+            f"--log-level={self.log_level}",
+            f"--generation-config={self.generation_config}",
+        ]
+        return [*words, f"--chat-template={self.chat_template}"] if self.chat_template else words
 
     def environment(self) -> dict[str, str]:
         """Of all children. Secrets go this way: a command line can be read by anyone."""

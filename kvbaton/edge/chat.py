@@ -85,9 +85,13 @@ def _check_chat(body: ChatRequest) -> None:
 def _job(frontend: Frontend, body: ChatRequest, request_id: str, prompt: list[int]) -> Job:
     given = body.max_completion_tokens
     given = body.max_tokens if given is None else given
+    defaults = frontend.config.sampling_defaults
     max_tokens = check_prompt(frontend, prompt, given, "messages")
+    if given is None:
+        max_tokens = min(max_tokens, defaults.get("max_tokens", max_tokens))
     params = sampling_params(
         body,
+        defaults,
         max_tokens=max_tokens,
         logprobs=(body.top_logprobs or 0) if body.logprobs else None,
         prompt_logprobs=body.prompt_logprobs,

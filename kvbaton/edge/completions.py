@@ -66,7 +66,11 @@ def _job(
     max_tokens = 1 if echo_only else max_tokens
     scored = body.logprobs if body.echo and body.prompt_logprobs is None else body.prompt_logprobs
     params = sampling_params(
-        body, max_tokens=max_tokens, logprobs=body.logprobs, prompt_logprobs=scored
+        body,
+        frontend.config.sampling_defaults,
+        max_tokens=max_tokens,
+        logprobs=body.logprobs,
+        prompt_logprobs=scored,
     )
     params = checked(params, frontend.config, frontend.vocab_size)
     check_prompt(frontend, ids, max_tokens, "prompt")

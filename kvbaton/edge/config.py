@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -34,6 +34,8 @@ class EdgeConfig:
         max_n: choices per prompt.
         max_choices: prompts times n.
         max_logprobs: candidates per token.
+        sampling_defaults: of the model, for fields that a request leaves out; see
+            `text.generation`.
     """
 
     model_name: str
@@ -47,6 +49,7 @@ class EdgeConfig:
     max_n: int = 128
     max_choices: int = 512
     max_logprobs: int = 20
+    sampling_defaults: Mapping[str, Any] = field(default_factory=dict)
 
 
 TransferParser = Callable[[dict[str, Any] | None], TransferSpec | None]

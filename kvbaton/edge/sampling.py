@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import secrets
 from collections.abc import Mapping, Sequence
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from msgspec.structs import replace
 
@@ -95,12 +95,21 @@ def refuse_unsupported(body: SamplingFields) -> None:
 
 
 def sampling_params(
-    body: SamplingFields, *, max_tokens: int, logprobs: int | None, prompt_logprobs: int | None
+    body: SamplingFields,
+    defaults: Mapping[str, Any],
+    *,
+    max_tokens: int,
+    logprobs: int | None,
+    prompt_logprobs: int | None,
 ) -> SamplingParams:
-    """The fields that were given over the defaults of `SamplingParams`; not checked yet."""
-    given = {name: getattr(body, name) for name in COPIED if getattr(body, name) is not None}
+    """The fields that were given, over the model's defaults, over those of `SamplingParams`.
+
+    They are not checked yet.
+    """
+    named = {name: defaults[name] for name in COPIED if name in defaults}
+    named |= {name: getattr(body, name) for name in COPIED if getattr(body, name) is not None}
     return SamplingParams(
-        **given,
+        **named,
         seed=body.seed,
         max_tokens=max_tokens,
         stop_token_ids=tuple(body.stop_token_ids or ()),

@@ -5,7 +5,7 @@ Needs neither torch nor transformers, so that the HTTP process may read it too.
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +15,6 @@ from kvbaton.engine.models.registry import check_architecture
 from kvbaton.errors import ConfigError
 
 DTYPES = ("float32", "float16", "bfloat16")
-SAMPLING_DEFAULTS = ("temperature", "top_p", "top_k", "min_p", "repetition_penalty")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -39,7 +38,6 @@ class ModelConfig:
         dtype: of weights, activations and KV cache: one of `DTYPES`.
         windows: per layer, tokens of its sliding window; 0 attends to everything.
         eos_token_ids: tokens that end a text, ascending.
-        sampling_defaults: what ``generation_config.json`` recommends, by `SamplingParams` name.
     """
 
     folder: Path
@@ -60,7 +58,6 @@ class ModelConfig:
     mlp_bias: bool
     windows: tuple[int, ...]
     eos_token_ids: tuple[int, ...]
-    sampling_defaults: dict[str, float] = field(default_factory=dict)
 
 
 class _Rope(msgspec.Struct):
@@ -103,7 +100,6 @@ class _Raw(msgspec.Struct):
     eos_token_id: int | list[int] | None = None
     dtype: str | None = None
     torch_dtype: str | None = None
-    auto_map: dict[str, Any] | None = None
     quantization_config: dict[str, Any] | None = None
 
 
@@ -118,7 +114,9 @@ def load_model_config(folder: str | Path, dtype: str = "auto") -> ModelConfig:
         ConfigError: the folder or its files are missing or broken, or the model is not supported.
     """
     folder = Path(folder)
-    raw = _convert(_read_json(folder, "config.json"), folder)
+    content = _read_json(folder, "config.json")
+    check_architecture(_architecture(content), own_code=content.get("auto_map"))
+    raw = _convert(content, folder)
     _refuse_unsupported(raw)
     generation = _generation_config(folder)
     return ModelConfig(
@@ -140,7 +138,6 @@ def load_model_config(folder: str | Path, dtype: str = "auto") -> ModelConfig:
         mlp_bias=raw.mlp_bias,
         windows=_windows(raw),
         eos_token_ids=_eos(raw.eos_token_id, generation.get("eos_token_id")),
-        sampling_defaults=_sampling_defaults(generation),
     )
 
 
@@ -177,6 +174,12 @@ def _generation_config(folder: Path) -> dict[str, Any]:
     return _read_json(folder, name) if (folder / name).exists() else {}
 
 
+def _architecture(content: dict[str, Any]) -> str:
+    """The first one named; read before the fields that only supported ones must have."""
+    named = content.get("architectures")
+    return str(named[0]) if isinstance(named, list) and named else ""
+
+
 def _convert(content: dict[str, Any], folder: Path) -> _Raw:
     try:
         raw = msgspec.convert(content, _Raw)
@@ -190,9 +193,6 @@ def _convert(content: dict[str, Any], folder: Path) -> _Raw:
 
 
 def _refuse_unsupported(raw: _Raw) -> None:
-    check_architecture(raw.architectures[0] if raw.architectures else "")
-    if raw.auto_map:
-        raise ConfigError("--model", "config.json has auto_map: code of checkpoints is never run")
     if raw.quantization_config:
         raise ConfigError("--model", "quantized checkpoints (quantization_config) are unsupported")
     if raw.hidden_act != "silu":
@@ -261,11 +261,3 @@ def _eos(*values: Any) -> tuple[int, ...]:
     for value in values:
         ids.update(value if isinstance(value, list) else [value])
     return tuple(sorted(token for token in ids if isinstance(token, int)))
-
-
-def _sampling_defaults(generation: dict[str, Any]) -> dict[str, float]:
-    if generation.get("do_sample") is False:
-        return {}
-    return {
-        name: generation[name] for name in SAMPLING_DEFAULTS if generation.get(name) is not None
-    }

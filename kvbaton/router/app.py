@@ -30,6 +30,7 @@ from kvbaton.router.membership import Membership
 from kvbaton.router.metrics import NodeCollector, RouterMetrics
 from kvbaton.router.nodes import Nodes
 from kvbaton.router.nodes_api import app_keys, routes
+from kvbaton.text.generation import sampling_defaults
 from kvbaton.text.tokenizer import Tokenizer
 from kvbaton.wire import NodeInfo
 
@@ -41,17 +42,17 @@ UNKNOWN_LENGTH = 1 << 31
 
 @asynccontextmanager
 async def router_app(
-    config: RouterConfig, tokenizer: Tokenizer, model_name: str
+    config: RouterConfig, tokenizer: Tokenizer, edge: EdgeConfig
 ) -> AsyncIterator[web.Application]:
     """The application, its probes running, for as long as the context lasts.
 
     Args:
         config: settings.
         tokenizer: of the model that the nodes serve.
-        model_name: as clients and nodes name it.
+        edge: settings of the endpoint, with the model's name for clients and nodes.
     """
     async with make_session(config) as session:
-        membership = Membership(config.membership, config.cluster_key is None, model_name)
+        membership = Membership(config.membership, config.cluster_key is None, edge.model_name)
         nodes, loads, metrics = Nodes(membership, session), LoadBook(), HttpMetrics()
         dispatcher = Dispatcher(
             nodes, session, RouterMetrics(metrics.registry), loads, config.dispatch
@@ -62,7 +63,7 @@ async def router_app(
             Frontend(
                 source=dispatcher,
                 tokenizer=tokenizer,
-                config=EdgeConfig(model_name=model_name, api_keys=config.api_keys),
+                config=edge,
                 facts=lambda: facts(membership),
                 metrics=metrics,
             ),
@@ -83,7 +84,8 @@ async def router_app(
 
 def make_session(config: RouterConfig) -> aiohttp.ClientSession:
     """The client side of the router: as many connections as there are legs."""
-    headers = {"Authorization": f"Bearer {config.api_keys[0]}"} if config.api_keys else {}
+    key = config.key_for_nodes
+    headers = {"Authorization": f"Bearer {key}"} if key else {}
     return aiohttp.ClientSession(
         connector=aiohttp.TCPConnector(limit=0),
         timeout=aiohttp.ClientTimeout(total=None, sock_connect=CONNECT_TIMEOUT_S),
@@ -125,7 +127,13 @@ async def run(config: RouterConfig) -> int:
     """Startup, serve, drain, shutdown."""
     with listening_socket(config) as listener:
         folder, name = await find_model(config)
-        async with router_app(config, Tokenizer.load(folder), name) as app:
+        tokenizer = Tokenizer.load(folder, config.chat_template)
+        edge = EdgeConfig(
+            model_name=name,
+            api_keys=config.api_keys,
+            sampling_defaults=sampling_defaults(folder, config.generation_config),
+        )
+        async with router_app(config, tokenizer, edge) as app:
             await serve(app, listener, config.grace_s)
     return 0
 

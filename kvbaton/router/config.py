@@ -6,6 +6,7 @@ from dataclasses import dataclass, field
 
 from kvbaton.router.dispatch import DispatchConfig
 from kvbaton.router.membership import MembershipTimers
+from kvbaton.text.generation import GenerationConfigMode
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -20,7 +21,10 @@ class RouterConfig:
         fd: an inherited socket that already listens; overrides host and port.
         prefill: URLs of prefill nodes that do not register themselves.
         decode: URLs of decode nodes that do not register themselves.
-        api_keys: accepted from clients; the first one is sent to the nodes.
+        api_keys: accepted from clients.
+        node_api_key: sent to the nodes; None takes the first of `api_keys`.
+        chat_template: file with another chat template than the model's.
+        generation_config: whether the model recommends sampling defaults; see `text.generation`.
         cluster_key: from which the token for registration is derived; None restricts the cluster
             to this machine.
         start_timeout_s: how long a static node may take to say what model it serves.
@@ -38,12 +42,20 @@ class RouterConfig:
     prefill: tuple[str, ...] = ()
     decode: tuple[str, ...] = ()
     api_keys: tuple[str, ...] = field(default=(), repr=False)
+    node_api_key: str | None = field(default=None, repr=False)
+    chat_template: str | None = None
+    generation_config: GenerationConfigMode = "auto"
     cluster_key: str | None = field(default=None, repr=False)
     start_timeout_s: float = 600.0
     grace_s: float = 5.0
     log_level: str = "info"
     membership: MembershipTimers = field(default_factory=MembershipTimers)
     dispatch: DispatchConfig = field(default_factory=DispatchConfig)
+
+    @property
+    def key_for_nodes(self) -> str | None:
+        """The API key with which nodes are asked."""
+        return self.node_api_key or next(iter(self.api_keys), None)
 
     @property
     def static_nodes(self) -> list[tuple[str, str]]:

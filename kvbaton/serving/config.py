@@ -11,6 +11,7 @@ from kvbaton.connectors.courier.endpoint import HandoverConfig
 from kvbaton.edge.cluster_token import is_loopback
 from kvbaton.engine.config import EngineConfig
 from kvbaton.errors import ConfigError
+from kvbaton.text.generation import GenerationConfigMode
 
 NodeRole = Literal["prefill", "decode"]
 
@@ -32,6 +33,8 @@ class NodeConfig:
         peers: control addresses ``tcp://host:port`` that may be dialled beside those the router
             vouches for.
         cluster_key: secret shared by all nodes; without it the node must listen on loopback.
+        chat_template: file with another chat template than the model's.
+        generation_config: whether the model recommends sampling defaults; see `text.generation`.
         transport: ``NAME[:JSON]``.
         control_port: of the control channel; 0 takes a free one.
         log_level: of the log on standard error.
@@ -51,6 +54,8 @@ class NodeConfig:
     router: str | None = None
     peers: tuple[str, ...] = ()
     cluster_key: str | None = field(default=None, repr=False)
+    chat_template: str | None = None
+    generation_config: GenerationConfigMode = "auto"
     transport: str = "nixl"
     control_port: int = 0
     log_level: str = "info"

@@ -18,6 +18,7 @@ from kvbaton.errors import ConfigError
 from kvbaton.serving.app import make_node_app, make_starting_app
 from kvbaton.serving.config import NodeConfig
 from kvbaton.serving.registration import NodeRegistrar
+from kvbaton.text.generation import sampling_defaults
 from kvbaton.text.tokenizer import Tokenizer
 from kvbaton.wire import NodeId, NodeInfo
 
@@ -73,7 +74,8 @@ class Node:
 
     async def start(self) -> None:
         """Listen, register, bring the engine up, then answer for real."""
-        tokenizer = Tokenizer.load(self.config.engine.model)
+        tokenizer = Tokenizer.load(self.config.engine.model, self.config.chat_template)
+        edge_config = self._edge_config()
         await self._listen(make_starting_app())
         self._register()
         starting = asyncio.create_task(self._start_engine())
@@ -84,7 +86,7 @@ class Node:
             await asyncio.wait([starting])
             return
         self.client = starting.result()
-        app = make_node_app(self.client, tokenizer, self._edge_config())
+        app = make_node_app(self.client, tokenizer, edge_config)
         app.router.add_get("/node", self._show_node)
         await self._listen(app)
         self.state = "ready"
@@ -117,7 +119,12 @@ class Node:
             raise ConfigError("--port", f"can't listen on {where}: {error.strerror}") from error
 
     def _edge_config(self) -> EdgeConfig:
-        return EdgeConfig(model_name=self.config.model_name, api_keys=self.config.api_keys)
+        config = self.config
+        return EdgeConfig(
+            model_name=config.model_name,
+            api_keys=config.api_keys,
+            sampling_defaults=sampling_defaults(config.engine.model, config.generation_config),
+        )
 
     # --- membership ---
 

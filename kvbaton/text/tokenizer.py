@@ -49,10 +49,14 @@ class Tokenizer:
         self._decoder_types = _decoder_types(backend)
 
     @classmethod
-    def load(cls, folder: str | Path) -> Tokenizer:
+    def load(cls, folder: str | Path, chat_template: str | Path | None = None) -> Tokenizer:
         """Read ``tokenizer.json``, ``tokenizer_config.json`` and ``chat_template.jinja``.
 
-        Only the first must exist. What starts and ends a text is what its post-processor says;
+        Args:
+            folder: of the model; only the first of these files must exist.
+            chat_template: a file with another chat template than the model's.
+
+        What starts and ends a text is what its post-processor says;
         ``add_bos_token`` in the configuration is left aside, as `transformers` 5 does.
 
         Raises:
@@ -63,7 +67,7 @@ class Tokenizer:
         special = _special_tokens(folder, config)
         backend = _read_backend(folder / "tokenizer.json")
         _register_special(backend, special)
-        template = _find_template(folder, config)
+        template = _template_of(folder, config) if chat_template is None else _read(chat_template)
         compiled = None if template is None else ChatTemplate(template, special)
         return cls(backend, special, compiled)
 
@@ -141,13 +145,17 @@ def _register_special(backend: tokenizers.Tokenizer, special: dict[str, str]) ->
     backend.add_special_tokens(missing)
 
 
-def _find_template(folder: Path, config: dict[str, Any]) -> str | None:
+def _read(path: str | Path) -> str:
+    try:
+        return Path(path).read_text(encoding="utf-8")
+    except (OSError, ValueError) as error:
+        raise ConfigError(str(path), f"can't be read: {error}") from error
+
+
+def _template_of(folder: Path, config: dict[str, Any]) -> str | None:
     path = folder / "chat_template.jinja"
     if path.exists():
-        try:
-            return path.read_text(encoding="utf-8")
-        except (OSError, ValueError) as error:
-            raise ConfigError(str(path), f"can't be read: {error}") from error
+        return _read(path)
     template = config.get("chat_template")
     if isinstance(template, list):  # several, by name
         named = {t.get("name"): t.get("template") for t in template if isinstance(t, dict)}

@@ -187,7 +187,8 @@ def edit(folder: Path, tmp_path: Path, **changes: Any) -> Path:
     [
         ({"architectures": ["FalconForCausalLM"]}, "Qwen3ForCausalLM"),
         ({"architectures": []}, "supported"),
-        ({"auto_map": {"AutoModel": "x.Y"}}, "auto_map"),
+        ({"auto_map": {"AutoModel": "x.Y"}}, "trust_remote_code.* Qwen3ForCausalLM"),
+        ({"architectures": ["GPT2LMHeadModel"], "hidden_size": None}, "Qwen3ForCausalLM"),
         ({"rope_scaling": {"type": "yarn", "factor": 4.0}}, "yarn"),
         ({"rope_scaling": {"rope_type": "linear", "factor": 4.0}}, "linear"),
         ({"rope_scaling": {"rope_type": "llama3", "factor": 4.0}}, "low_freq_factor"),
@@ -217,12 +218,11 @@ def test_missing_and_broken_configuration(tmp_path: Path) -> None:
         load_model_config(tmp_path)
 
 
-def test_end_tokens_and_sampling_defaults_come_from_both_files(
+def test_end_tokens_come_from_both_files(
     checkpoint: Callable[..., Path], tmp_path: Path
 ) -> None:
     folder = edit(checkpoint(), tmp_path, eos_token_id=7)
-    generation = {"eos_token_id": [1, 5], "temperature": 0.6, "top_k": 20}
+    generation = {"eos_token_id": [1, 5]}
     (folder / "generation_config.json").write_text(json.dumps(generation))
     config = load_model_config(folder)
     assert config.eos_token_ids == (1, 5, 7)
-    assert config.sampling_defaults == {"temperature": 0.6, "top_k": 20}

@@ -16,7 +16,7 @@ from aiohttp import web
 from tokenizers.models import WordLevel
 from tokenizers.pre_tokenizers import Whitespace
 
-from kvbaton.edge.config import FRONTEND
+from kvbaton.edge.config import FRONTEND, EdgeConfig
 from kvbaton.router.app import router_app
 from kvbaton.router.config import RouterConfig
 from kvbaton.router.dispatch import DispatchConfig, Dispatcher
@@ -205,7 +205,8 @@ async def make_rig() -> AsyncIterator[MakeRig]:
             for node in nodes:  # first, so that they outlive the router and its probes
                 await node.start()
                 stack.push_async_callback(node.stop)
-            app = await stack.enter_async_context(router_app(config, tiny_tokenizer(), MODEL))
+            edge = EdgeConfig(model_name=MODEL, api_keys=config.api_keys)
+            app = await stack.enter_async_context(router_app(config, tiny_tokenizer(), edge))
             runner = web.AppRunner(app, handler_cancellation=True, shutdown_timeout=0.1)
             await runner.setup()
             stack.push_async_callback(runner.cleanup)

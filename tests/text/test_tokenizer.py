@@ -100,3 +100,14 @@ def test_where_the_chat_template_comes_from(tmp_path: Path) -> None:
     (tmp_path / "chat_template.jinja").unlink()
     (tmp_path / "tokenizer_config.json").write_text(json.dumps({}))
     assert Tokenizer.load(tmp_path).chat_template is None
+
+
+def test_another_chat_template(tmp_path: Path) -> None:
+    write_tokenizer(tmp_path)
+    other = tmp_path / "other.jinja"
+    other.write_text("{{ bos_token }}{{ messages[-1].content }}!")
+    template = Tokenizer.load(tmp_path, other).chat_template
+    assert template is not None
+    assert template.render([{"role": "user", "content": "Hey"}]) == "<s>Hey!"
+    with pytest.raises(ConfigError, match=r"nowhere\.jinja"):
+        Tokenizer.load(tmp_path, tmp_path / "nowhere.jinja")

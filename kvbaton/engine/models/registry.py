@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import importlib
-from typing import TYPE_CHECKING
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, Any
 
 from kvbaton.errors import ConfigError
 
@@ -19,13 +20,25 @@ ARCHITECTURES = {
 """The module of each architecture; its class has the architecture's name."""
 
 
-def check_architecture(architecture: str) -> None:
-    """Raise `ConfigError` for an architecture that is not implemented."""
-    if architecture not in ARCHITECTURES:
+def check_architecture(architecture: str, own_code: Mapping[str, Any] | None = None) -> None:
+    """Refuse what is not implemented.
+
+    Args:
+        architecture: as ``config.json`` names it.
+        own_code: its ``auto_map``: classes of the checkpoint that ``transformers`` would run.
+
+    Raises:
+        ConfigError: naming the supported architectures.
+    """
+    supported = f"supported architectures: {', '.join(sorted(ARCHITECTURES))}"
+    if own_code:
         raise ConfigError(
             "--model",
-            f"architecture {architecture!r} is not supported; supported: {sorted(ARCHITECTURES)}",
+            f"{architecture!r} brings code of its own (auto_map, trust_remote_code), which is "
+            f"never run; {supported}",
         )
+    if architecture not in ARCHITECTURES:
+        raise ConfigError("--model", f"architecture {architecture!r} is unknown; {supported}")
 
 
 def model_class(architecture: str) -> type[LlamaForCausalLM]:
