@@ -32,15 +32,25 @@ TILE_ELEMENTS = 1 << 22
 class AttentionContext(Protocol):
     """What a model's attention layer needs of a batch; an implementation per kind of kernel."""
 
-    def attend(self, layer: int, query: Tensor, key: Tensor, value: Tensor, window: int) -> Tensor:
-        """Store K and V and attend causally over all that the sequences have.
+    def attend(
+        self,
+        layer: int,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        window: int,
+        rotary: tuple[Tensor, Tensor],
+    ) -> Tensor:
+        """Rotate query and key, store K and V, attend causally over all that the sequences have.
 
         Args:
             layer: number of the layer.
-            query: [tokens, query heads, head_dim].
-            key: [tokens, kv heads, head_dim].
+            query: [tokens, query heads, head_dim]; may be overwritten.
+            key: [tokens, kv heads, head_dim]; may be overwritten.
             value: as `key`.
             window: tokens that a query sees, itself included; 0 for all.
+            rotary: cos and sin of each token's angles, each [tokens, 1, head_dim]; the same
+                tensors for all layers.
 
         Returns:
             As `query`.
@@ -76,13 +86,29 @@ class PagedAttention:
             *_prompts(cache, batch),
         ]
 
-    def attend(self, layer: int, query: Tensor, key: Tensor, value: Tensor, window: int) -> Tensor:
+    def attend(
+        self,
+        layer: int,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        window: int,
+        rotary: tuple[Tensor, Tensor],
+    ) -> Tensor:
         """See `AttentionContext.attend`."""
+        query, key = rotate(query, rotary), rotate(key, rotary)
         self._cache.write(layer, self._rows, key, value)
         out = torch.empty_like(query)
         for part in self._parts:
             part.attend(layer, query, key, value, window, out)
         return out
+
+
+def rotate(x: Tensor, rotary: tuple[Tensor, Tensor]) -> Tensor:
+    """Rotate ``[tokens, heads, head_dim]``; feature i pairs with i + head_dim / 2."""
+    cos, sin = rotary
+    first, second = x.chunk(2, dim=-1)
+    return x * cos + torch.cat((-second, first), dim=-1) * sin
 
 
 class DecodeBucket:

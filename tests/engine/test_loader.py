@@ -16,6 +16,7 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 from torch.nn.functional import scaled_dot_product_attention
 
+from kvbaton.engine.attention import rotate
 from kvbaton.engine.loader import INDEX, SINGLE, load_model
 from kvbaton.engine.model_config import load_model_config
 from kvbaton.engine.models.llama import LlamaForCausalLM
@@ -30,7 +31,16 @@ CPU = torch.device("cpu")
 class FreshAttention:
     """Attention of one sequence without a cache."""
 
-    def attend(self, layer: int, query: Tensor, key: Tensor, value: Tensor, window: int) -> Tensor:
+    def attend(
+        self,
+        layer: int,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        window: int,
+        rotary: tuple[Tensor, Tensor],
+    ) -> Tensor:
+        query, key = rotate(query, rotary), rotate(key, rotary)
         query, key, value = (x.transpose(0, 1)[None] for x in (query, key, value))
         out = scaled_dot_product_attention(query, key, value, is_causal=True, enable_gqa=True)
         return out[0].transpose(0, 1)

@@ -9,6 +9,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator
 from dataclasses import dataclass
+from functools import cache
 
 import torch
 import torch.nn.functional as F
@@ -17,6 +18,10 @@ from torch import Tensor, nn
 from kvbaton.engine.attention import AttentionContext
 from kvbaton.engine.model_config import ModelConfig, RopeConfig
 from kvbaton.engine.shard import Shard
+from kvbaton.kernels.rms_norm import rms_norm
+from kvbaton.kernels.silu_and_mul import silu_and_mul
+from kvbaton.kernels.skinny_linear import skinny_linear
+from kvbaton.kernels.workspace import Workspace
 
 
 @dataclass(frozen=True)
@@ -52,15 +57,26 @@ class RMSNorm(nn.Module):
         self.name, self.eps = name, eps
         self.weight = _weight(size)
 
-    def forward(self, x: Tensor) -> Tensor:
-        """Normalise the last axis."""
-        wide = x.float()
-        wide = wide * torch.rsqrt(wide.square().mean(-1, keepdim=True) + self.eps)
-        return self.weight * wide.to(x.dtype)
+    def forward(self, x: Tensor, residual: Tensor | None = None) -> Tensor:
+        """Normalise the last axis; with `residual`, of ``residual += x`` (in place)."""
+        return rms_norm(x, self.weight, self.eps, residual=residual)
 
     def pieces(self) -> Iterator[Piece]:
         """Its scale."""
         yield Piece(f"{self.name}.weight", tuple(self.weight.shape), self.weight, norm=True)
+
+
+@cache
+def _workspace(device: torch.device) -> Workspace:
+    """Scratch of all products on the stream on which models run."""
+    return Workspace(device)
+
+
+def product(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+    """``x @ weight.T + bias``."""
+    if bias is None and x.is_cuda:
+        return skinny_linear(x, weight, _workspace(x.device))
+    return F.linear(x, weight, bias)
 
 
 class ColumnLinear(nn.Module):
@@ -83,7 +99,7 @@ class ColumnLinear(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         """[tokens, size_in] to [tokens, this rank's rows of all parts]."""
-        return F.linear(x, self.weight, self.bias)
+        return product(x, self.weight, self.bias)
 
     def pieces(self) -> Iterator[Piece]:
         """Weight, and bias if there is one, of each part."""
@@ -109,8 +125,8 @@ class RowLinear(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         """[tokens, this rank's columns] to [tokens, size_out]."""
         if self.shard.size == 1:
-            return F.linear(x, self.weight, self.bias)
-        total = self.shard.all_reduce(F.linear(x, self.weight))
+            return product(x, self.weight, self.bias)
+        total = self.shard.all_reduce(product(x, self.weight, None))
         return total if self.bias is None else total + self.bias
 
     def pieces(self) -> Iterator[Piece]:
@@ -178,13 +194,6 @@ class RotaryEmbedding(nn.Module):
         return angles.cos().to(dtype), angles.sin().to(dtype)
 
 
-def rotate(x: Tensor, rotary: tuple[Tensor, Tensor]) -> Tensor:
-    """Rotate ``[tokens, heads, head_dim]``; feature i pairs with i + head_dim / 2."""
-    cos, sin = rotary
-    first, second = x.chunk(2, dim=-1)
-    return x * cos + torch.cat((-second, first), dim=-1) * sin
-
-
 class SelfAttention(nn.Module):
     """Grouped-query attention over the paged cache.
 
@@ -238,8 +247,7 @@ class SelfAttention(nn.Module):
         query, key, value = heads.split((self.heads, self.kv_heads, self.kv_heads), dim=1)
         if self.q_norm is not None and self.k_norm is not None:
             query, key = self.q_norm(query), self.k_norm(key)
-        query, key = rotate(query, rotary), rotate(key, rotary)
-        out = attention.attend(self.layer, query, key, value, self.window)
+        out = attention.attend(self.layer, query, key, value, self.window, rotary)
         return self.o_proj(out.flatten(1))  # type: ignore[no-any-return]
 
 
@@ -258,5 +266,4 @@ class GatedMLP(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         """[tokens, hidden] to [tokens, hidden]."""
-        gate, up = self.gate_up_proj(x).chunk(2, dim=-1)
-        return self.down_proj(F.silu(gate) * up)  # type: ignore[no-any-return]
+        return self.down_proj(silu_and_mul(self.gate_up_proj(x)))  # type: ignore[no-any-return]

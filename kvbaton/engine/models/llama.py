@@ -17,12 +17,13 @@ from kvbaton.engine.models.layers import (
     RotaryEmbedding,
     RowLinear,
     SelfAttention,
+    product,
 )
 from kvbaton.engine.shard import Shard
 
 
 class DecoderLayer(nn.Module):
-    """Attention and MLP, each on the normalised stream and added back to it."""
+    """Attention and MLP, each on the normalised stream and added back to it (pre-norm)."""
 
     def __init__(
         self, config: ModelConfig, layer: int, shard: Shard, attention: SelfAttention
@@ -35,11 +36,19 @@ class DecoderLayer(nn.Module):
         self.mlp = GatedMLP(config, layer, shard, bias=config.mlp_bias)
 
     def forward(
-        self, hidden: Tensor, rotary: tuple[Tensor, Tensor], attention: AttentionContext
+        self,
+        delta: Tensor | None,
+        stream: Tensor,
+        rotary: tuple[Tensor, Tensor],
+        attention: AttentionContext,
     ) -> Tensor:
-        """[tokens, hidden] to [tokens, hidden]."""
-        hidden = hidden + self.self_attn(self.input_norm(hidden), rotary, attention)
-        return hidden + self.mlp(self.post_norm(hidden))  # type: ignore[no-any-return]
+        """Add `delta` and this layer's attention to the stream, in place; return its MLP's part.
+
+        What is returned is added by the next norm, in one pass with it.
+        """
+        normed = self.input_norm(stream) if delta is None else self.input_norm(delta, stream)
+        attended = self.self_attn(normed, rotary, attention)
+        return self.mlp(self.post_norm(attended, stream))  # type: ignore[no-any-return]
 
 
 class LlamaForCausalLM(nn.Module):
@@ -78,17 +87,22 @@ class LlamaForCausalLM(nn.Module):
         Returns:
             [tokens, hidden_size], normalised.
         """
-        hidden: Tensor = self.embed_tokens(token_ids)
-        rotary = self.rotary(positions, hidden.dtype)
+        stream: Tensor = self.embed_tokens(token_ids)
+        rotary = self.rotary(positions, stream.dtype)
+        delta = None
         for layer in self.layers:
-            hidden = layer(hidden, rotary, attention)
-        return self.norm(hidden)  # type: ignore[no-any-return]
+            delta = layer(delta, stream, rotary, attention)
+        return self.norm(delta, stream)  # type: ignore[no-any-return]
 
     def logits(self, hidden: Tensor) -> Tensor:
         """[rows, hidden_size] to [rows, vocab_size] float32."""
+        return self.narrow_logits(hidden).float()
+
+    def narrow_logits(self, hidden: Tensor) -> Tensor:
+        """[rows, hidden_size] to [rows, vocab_size] in the model's dtype."""
         if self.lm_head is not None:
-            return self.lm_head(hidden).float()  # type: ignore[no-any-return]
-        return (hidden @ self.embed_tokens.weight.T).float()
+            return self.lm_head(hidden)  # type: ignore[no-any-return]
+        return product(hidden, self.embed_tokens.weight, None)
 
     def pieces(self) -> Iterator[Piece]:
         """Every tensor of the checkpoint that this rank needs."""
