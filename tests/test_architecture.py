@@ -91,13 +91,20 @@ def test_every_room_is_listed() -> None:
     assert rooms <= set(MAY_IMPORT) | ANYTHING
 
 
-@pytest.mark.parametrize("module", LIGHT)
-def test_light_modules_import_nothing_heavy(module: str) -> None:
-    code = (
-        f"import sys, kvbaton.{module}; "
-        "print([m for m in ('torch', 'transformers', 'triton') if m in sys.modules])"
-    )
+def heavy_imports(module: str, heavy: tuple[str, ...]) -> str:
+    code = f"import sys, kvbaton.{module}; print([m for m in {heavy} if m in sys.modules])"
     done = subprocess.run(
         [sys.executable, "-c", code], capture_output=True, text=True, timeout=60, check=True
     )
-    assert done.stdout.strip() == "[]"
+    return done.stdout.strip()
+
+
+@pytest.mark.parametrize("module", LIGHT)
+def test_light_modules_import_nothing_heavy(module: str) -> None:
+    assert heavy_imports(module, ("torch", "transformers", "triton")) == "[]"
+
+
+@pytest.mark.parametrize("module", ["prefill.node", "decode.node", "cluster.launcher"])
+def test_what_starts_others_is_up_at_once(module: str) -> None:
+    """The first two are imported by both processes of a node."""
+    assert heavy_imports(module, ("torch", "numpy", "aiohttp", "jinja2")) == "[]"

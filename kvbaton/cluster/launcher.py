@@ -12,14 +12,12 @@ import time
 from collections.abc import Coroutine, Mapping, Set
 from typing import Any
 
-import aiohttp
 import msgspec
 
-from kvbaton.cluster.ask import ask
 from kvbaton.cluster.child import Child
 from kvbaton.cluster.config import ClusterConfig, shares, visible_gpus
 from kvbaton.edge.cluster_token import registration_token
-from kvbaton.router.app import bind, url_of
+from kvbaton.router.listener import bind, url_of
 
 logger = logging.getLogger(__name__)
 
@@ -75,6 +73,8 @@ class Cluster:
             self._say_ready()
             await self.serve()
             return 1
+        from kvbaton.cluster.ask import ask
+
         headers = self._client_headers()
         return await ask(self.url, headers, self.config, await self._nodes())
 
@@ -122,6 +122,9 @@ class Cluster:
 
     async def _nodes(self) -> dict[str, Any]:
         """The router's answer to ``GET /nodes``; empty while it does not listen yet."""
+        # Takes half a second, in which the processes that were started before do the same.
+        import aiohttp
+
         timeout = aiohttp.ClientTimeout(total=5.0)
         try:
             async with (

@@ -1,23 +1,23 @@
-"""``kvbaton decode``: a node that receives prompts and generates from them."""
+"""``kvbaton decode``: a node that receives prompts and generates from them.
+
+Two processes import this file, and a start-up is mostly imports; so each takes what it alone needs
+when it runs: the HTTP process in `main`, the core in the factory.
+"""
 
 from __future__ import annotations
 
 import os
 from dataclasses import dataclass
-from typing import ClassVar
+from typing import TYPE_CHECKING, ClassVar
 
-from kvbaton.connectors.channel import ControlChannel
-from kvbaton.connectors.courier.endpoint import HandoverConfig, make_identity, open_transports
-from kvbaton.connectors.courier.receiver import Receiver
-from kvbaton.connectors.courier.thread import Courier
-from kvbaton.connectors.pairing import check_pairable
-from kvbaton.connectors.protocol.target import Target
-from kvbaton.decode.role import DecodeRole
-from kvbaton.engine.executor import Executor
-from kvbaton.engine.process import Surroundings
-from kvbaton.engine.scheduler import Scheduler
-from kvbaton.serving.config import NodeConfig
-from kvbaton.serving.node import run_node
+from kvbaton.connectors.courier.endpoint import HandoverConfig
+
+if TYPE_CHECKING:
+    from kvbaton.decode.role import DecodeRole
+    from kvbaton.engine.executor import Executor
+    from kvbaton.engine.process import Surroundings
+    from kvbaton.engine.scheduler import Scheduler
+    from kvbaton.serving.config import NodeConfig
 
 
 @dataclass(frozen=True)
@@ -31,6 +31,14 @@ class DecodeFactory:
         self, executor: Executor, scheduler: Scheduler, surroundings: Surroundings
     ) -> DecodeRole:
         """Open transports and control channel, and start the courier."""
+        from kvbaton.connectors.channel import ControlChannel
+        from kvbaton.connectors.courier.endpoint import make_identity, open_transports
+        from kvbaton.connectors.courier.receiver import Receiver
+        from kvbaton.connectors.courier.thread import Courier
+        from kvbaton.connectors.pairing import check_pairable
+        from kvbaton.connectors.protocol.target import Target
+        from kvbaton.decode.role import DecodeRole
+
         node, handover = surroundings.node, self.handover
         channel = ControlChannel(
             handover.host, handover.control_port, cluster_key=handover.cluster_key
@@ -63,4 +71,6 @@ class DecodeFactory:
 
 def main(config: NodeConfig) -> int:
     """Run the node until it is told to stop; returns the exit status."""
+    from kvbaton.serving.node import run_node
+
     return run_node(config, DecodeFactory(config.handover))

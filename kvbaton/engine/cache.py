@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import mmap
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -78,7 +79,7 @@ class KVCache:
             )
         self.block_size, self.num_blocks = block_size, num_blocks
         self.shape = (num_blocks, heads, model.num_layers, 2, block_size, model.head_dim)
-        raw = torch.zeros(num_blocks * num_bytes + PAGE, dtype=torch.uint8, device=device)
+        raw = _zeros(num_blocks * num_bytes + PAGE, device)
         start = -raw.data_ptr() % PAGE
         pool = raw[start : start + num_blocks * num_bytes]
         self.data = pool.view(getattr(torch, model.dtype)).view(self.shape)
@@ -204,6 +205,15 @@ class KVCache:
         ids = torch.tensor(blocks, device=self.sums.device)
         self.sums[ids] = torch.from_numpy(sums.view(np.int64)).to(self.sums.device)
         self.counted[list(blocks)] = counted
+
+
+def _zeros(num_bytes: int, device: torch.device) -> Tensor:
+    """Zeroed memory; on a CPU its pages are made when they are first touched, 2 MiB at a time."""
+    if device.type != "cpu":
+        return torch.zeros(num_bytes, dtype=torch.uint8, device=device)
+    memory = mmap.mmap(-1, num_bytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+    memory.madvise(mmap.MADV_HUGEPAGE)
+    return torch.frombuffer(memory, dtype=torch.uint8)
 
 
 def _unsigned(sums: Tensor) -> npt.NDArray[np.uint64]:

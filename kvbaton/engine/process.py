@@ -6,15 +6,17 @@ import ctypes
 import logging
 import signal
 from dataclasses import dataclass
-from typing import Protocol
+from typing import TYPE_CHECKING, Protocol
 
 from kvbaton.engine.config import EngineConfig
-from kvbaton.engine.executor import Executor
 from kvbaton.engine.mailbox import CoreMailbox
-from kvbaton.engine.role import Role
-from kvbaton.engine.scheduler import Scheduler
 from kvbaton.errors import ConfigError
 from kvbaton.wire import Dead, NodeId, Ready
+
+if TYPE_CHECKING:
+    from kvbaton.engine.executor import Executor
+    from kvbaton.engine.role import Role
+    from kvbaton.engine.scheduler import Scheduler
 
 PR_SET_PDEATHSIG = 1
 

@@ -1,23 +1,23 @@
-"""``kvbaton prefill``: a node that computes prompts and hands them over."""
+"""``kvbaton prefill``: a node that computes prompts and hands them over.
+
+Two processes import this file, and a start-up is mostly imports; so each takes what it alone needs
+when it runs: the HTTP process in `main`, the core in the factory.
+"""
 
 from __future__ import annotations
 
 import os
 from dataclasses import dataclass
-from typing import ClassVar
+from typing import TYPE_CHECKING, ClassVar
 
-from kvbaton.connectors.channel import ControlChannel
-from kvbaton.connectors.courier.endpoint import HandoverConfig, make_identity, open_transports
-from kvbaton.connectors.courier.sender import Sender
-from kvbaton.connectors.courier.thread import Courier
-from kvbaton.connectors.pairing import check_pairable
-from kvbaton.connectors.protocol.source import Source
-from kvbaton.engine.executor import Executor
-from kvbaton.engine.process import Surroundings
-from kvbaton.engine.scheduler import Scheduler
-from kvbaton.prefill.role import PrefillRole
-from kvbaton.serving.config import NodeConfig
-from kvbaton.serving.node import run_node
+from kvbaton.connectors.courier.endpoint import HandoverConfig
+
+if TYPE_CHECKING:
+    from kvbaton.engine.executor import Executor
+    from kvbaton.engine.process import Surroundings
+    from kvbaton.engine.scheduler import Scheduler
+    from kvbaton.prefill.role import PrefillRole
+    from kvbaton.serving.config import NodeConfig
 
 
 @dataclass(frozen=True)
@@ -31,6 +31,14 @@ class PrefillFactory:
         self, executor: Executor, scheduler: Scheduler, surroundings: Surroundings
     ) -> PrefillRole:
         """Open transports and control channel, and start the courier."""
+        from kvbaton.connectors.channel import ControlChannel
+        from kvbaton.connectors.courier.endpoint import make_identity, open_transports
+        from kvbaton.connectors.courier.sender import Sender
+        from kvbaton.connectors.courier.thread import Courier
+        from kvbaton.connectors.pairing import check_pairable
+        from kvbaton.connectors.protocol.source import Source
+        from kvbaton.prefill.role import PrefillRole
+
         node, handover = surroundings.node, self.handover
         channel = ControlChannel(
             handover.host, handover.control_port, cluster_key=handover.cluster_key
@@ -63,4 +71,6 @@ class PrefillFactory:
 
 def main(config: NodeConfig) -> int:
     """Run the node until it is told to stop; returns the exit status."""
+    from kvbaton.serving.node import run_node
+
     return run_node(config, PrefillFactory(config.handover))

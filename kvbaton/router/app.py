@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import errno
 import logging
 import signal
 import socket
@@ -25,6 +24,7 @@ from kvbaton.errors import ConfigError, RequestError
 from kvbaton.router.config import RouterConfig
 from kvbaton.router.dispatch import Dispatcher
 from kvbaton.router.legs import CONNECT_TIMEOUT_S
+from kvbaton.router.listener import bind, url_of
 from kvbaton.router.loads import LoadBook
 from kvbaton.router.membership import Membership
 from kvbaton.router.metrics import NodeCollector, RouterMetrics
@@ -176,33 +176,6 @@ def listening_socket(config: RouterConfig) -> socket.socket:
     if config.fd is not None:
         return socket.socket(fileno=config.fd)
     return bind(config.host, config.port)
-
-
-def bind(host: str, port: int) -> socket.socket:
-    """A listening TCP socket; port 0 takes a free one.
-
-    Raises:
-        ConfigError: naming ``--host`` or ``--port``.
-    """
-    family = socket.AF_INET6 if ":" in host else socket.AF_INET
-    sock = socket.socket(family, socket.SOCK_STREAM)
-    try:
-        sock.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-        sock.bind((host, port))
-        sock.listen(1024)
-    except OSError as error:
-        sock.close()
-        if error.errno == errno.EADDRINUSE:
-            message = f"{host}:{port} is in use; choose another port, or 0 for any free one"
-            raise ConfigError("--port", message) from error
-        raise ConfigError("--host", f"can't listen on {host}:{port}: {error}") from error
-    return sock
-
-
-def url_of(sock: socket.socket) -> str:
-    """Base URL of a server on this socket."""
-    host, port = sock.getsockname()[:2]
-    return f"http://[{host}]:{port}" if ":" in host else f"http://{host}:{port}"
 
 
 # --- which model ---

@@ -4,14 +4,16 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
 
 import msgspec
 
-from kvbaton.connectors.base import Memory, Transport
-from kvbaton.connectors.layout import KVLayout
 from kvbaton.connectors.protocol.events import Identity, TransferTimers
-from kvbaton.connectors.registry import load_transport
 from kvbaton.wire import NodeId, RankCard
+
+if TYPE_CHECKING:
+    from kvbaton.connectors.base import Memory, Transport
+    from kvbaton.connectors.layout import KVLayout
 
 
 @dataclass(frozen=True)
@@ -44,6 +46,9 @@ def open_transports(
         ConfigError: the transport is unknown, or can't start.
         TransportError: memory can't be registered.
     """
+    # Here, since the HTTP process wants the settings above, and no numpy.
+    from kvbaton.connectors.registry import load_transport
+
     transports = []
     for rank, pools in enumerate(memories):
         name = f"{node.node}-{node.generation.hex()}-{rank}"
