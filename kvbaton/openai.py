@@ -285,6 +285,12 @@ class TokenizeResponse(Struct, kw_only=True):
     token_strs: list[str] | None = None
 
 
+class DetokenizeResponse(Struct, kw_only=True):
+    """Answer of ``POST /detokenize``."""
+
+    prompt: str
+
+
 class ErrorInfo(Struct, kw_only=True):
     """What went wrong."""
 

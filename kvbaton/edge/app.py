@@ -15,6 +15,7 @@ from kvbaton.edge.completions import completions
 from kvbaton.edge.config import FRONTEND, Frontend
 from kvbaton.edge.errors import errors_middleware
 from kvbaton.edge.fields import check_model
+from kvbaton.edge.openapi import contract, openapi
 from kvbaton.edge.request_id import echo_request_id, request_id_middleware
 from kvbaton.edge.tokenize import detokenize, tokenize
 from kvbaton.openai import ModelCard, ModelList
@@ -54,6 +55,7 @@ def _routes() -> list[web.RouteDef]:
         web.post("/tokenize", tokenize),
         web.post("/detokenize", detokenize),
         web.get("/version", version),
+        web.get("/openapi.json", openapi),
     ]
 
 
@@ -103,11 +105,13 @@ async def count_middleware(request: web.Request, handler: Handler) -> web.Stream
     return response
 
 
+@contract(answer=ModelList)
 async def models(request: web.Request) -> web.Response:
     """``GET /v1/models``."""
     return json_response(ModelList(data=[_card(request.app[FRONTEND])]))
 
 
+@contract(answer=ModelCard)
 async def model(request: web.Request) -> web.Response:
     """``GET /v1/models/{model}``."""
     frontend = request.app[FRONTEND]

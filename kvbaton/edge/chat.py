@@ -14,6 +14,7 @@ from kvbaton.edge.body import read_body
 from kvbaton.edge.config import FRONTEND, Frontend
 from kvbaton.edge.fields import check_common, public_id, text_options, unset_unless
 from kvbaton.edge.jobs import Event, Job, check_prompt, make_request
+from kvbaton.edge.openapi import contract
 from kvbaton.edge.prompts import encode
 from kvbaton.edge.sampling import checked, sampling_params
 from kvbaton.errors import RequestError
@@ -32,6 +33,7 @@ from kvbaton.text.chat import normalize_messages
 from kvbaton.text.logprobs import chat_logprobs, prompt_logprobs
 
 
+@contract(body=ChatRequest, answer=ChatCompletion, streams=True)
 async def chat_completions(request: web.Request) -> web.StreamResponse:
     """Answer a conversation."""
     frontend = request.app[FRONTEND]

@@ -14,6 +14,7 @@ from kvbaton.edge.body import read_body
 from kvbaton.edge.config import FRONTEND, Frontend
 from kvbaton.edge.fields import check_common, public_id, text_options, unset_unless
 from kvbaton.edge.jobs import Event, Job, check_prompt, make_request
+from kvbaton.edge.openapi import contract
 from kvbaton.edge.prompts import encode, split_prompts
 from kvbaton.edge.sampling import checked, sampling_params
 from kvbaton.errors import RequestError
@@ -30,6 +31,7 @@ from kvbaton.wire import TokenLogprobs
 DEFAULT_MAX_TOKENS = 16
 
 
+@contract(body=CompletionRequest, answer=Completion, streams=True)
 async def completions(request: web.Request) -> web.StreamResponse:
     """Complete one or several prompts."""
     frontend = request.app[FRONTEND]

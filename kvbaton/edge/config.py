@@ -8,6 +8,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from aiohttp import web
+from msgspec import Struct
 
 from kvbaton.edge.metrics import HttpMetrics
 from kvbaton.edge.source import ModelFacts, TokenSource
@@ -80,6 +81,7 @@ class Frontend:
         facts: bounds of a request now; may raise `RequestError` (503) or `EngineDeadError` while
             nothing can be served.
         transfer: turns ``kv_transfer_params`` into a part in a hand-over.
+        transfer_type: shape of ``kv_transfer_params`` for the description; None if it is refused.
         metrics: what is counted.
         created: start of this process, for answers that name it.
     """
@@ -89,6 +91,7 @@ class Frontend:
     config: EdgeConfig
     facts: Callable[[], ModelFacts]
     transfer: TransferParser = refuse_transfer
+    transfer_type: type[Struct] | None = None
     metrics: HttpMetrics = field(default_factory=HttpMetrics)
     created: int = field(default_factory=lambda: int(time.time()))
 

@@ -8,12 +8,19 @@ from kvbaton.edge.body import json_response, read_body
 from kvbaton.edge.chat import encode_chat
 from kvbaton.edge.config import FRONTEND, Frontend
 from kvbaton.edge.fields import check_model
+from kvbaton.edge.openapi import contract
 from kvbaton.edge.prompts import encode
 from kvbaton.edge.sampling import INT32, check_ids
 from kvbaton.errors import RequestError
-from kvbaton.openai import DetokenizeRequest, TokenizeRequest, TokenizeResponse
+from kvbaton.openai import (
+    DetokenizeRequest,
+    DetokenizeResponse,
+    TokenizeRequest,
+    TokenizeResponse,
+)
 
 
+@contract(body=TokenizeRequest, answer=TokenizeResponse)
 async def tokenize(request: web.Request) -> web.Response:
     """Token ids of a text or a conversation."""
     frontend = request.app[FRONTEND]
@@ -40,12 +47,12 @@ async def _encode(frontend: Frontend, body: TokenizeRequest) -> list[int]:
     return await encode(frontend.tokenizer, body.prompt, add_special_tokens=special)
 
 
+@contract(body=DetokenizeRequest, answer=DetokenizeResponse)
 async def detokenize(request: web.Request) -> web.Response:
     """Text of token ids, special tokens included."""
     frontend = request.app[FRONTEND]
     body = await read_body(request, DetokenizeRequest)
     check_model(frontend, body.model)
     check_ids("tokens", body.tokens, frontend.vocab_size, most=INT32)
-    return json_response(
-        {"prompt": frontend.tokenizer.decode(body.tokens, skip_special_tokens=False)}
-    )
+    text = frontend.tokenizer.decode(body.tokens, skip_special_tokens=False)
+    return json_response(DetokenizeResponse(prompt=text))

@@ -10,13 +10,14 @@ from kvbaton.edge.body import json_response, read_body
 from kvbaton.edge.cluster_token import carries_token, registration_token
 from kvbaton.edge.config import FRONTEND
 from kvbaton.edge.metrics import exposition
+from kvbaton.edge.openapi import contract
 from kvbaton.errors import RequestError
 from kvbaton.router.loads import LoadBook
 from kvbaton.router.membership import Member
 from kvbaton.router.nodes import Nodes
 from kvbaton.router.page import render
 from kvbaton.router.pairing import NodeLoad, pairs
-from kvbaton.wire import NodeInfo
+from kvbaton.wire import Members, NodeInfo
 
 NODES = web.AppKey("nodes", Nodes)
 LOADS = web.AppKey("loads", LoadBook)
@@ -70,6 +71,7 @@ def app_keys(nodes: Nodes, loads: LoadBook, cluster_key: str | None, app: web.Ap
     app[TOKEN] = registration_token(cluster_key) if cluster_key else ""
 
 
+@contract(body=NodeInfo, answer=Members)
 async def register(request: web.Request) -> web.Response:
     """``POST /nodes``: registration and heartbeat."""
     _require_member(request)
@@ -77,6 +79,7 @@ async def register(request: web.Request) -> web.Response:
     return json_response(request.app[NODES].register(info))
 
 
+@contract(answer=NodesView)
 async def list_nodes(request: web.Request) -> web.Response:
     """``GET /nodes``."""
     _require_member_or_operator(request)
@@ -107,11 +110,13 @@ async def health(request: web.Request) -> web.Response:
     return json_response({"status": "ok", "ready": len(ready)})
 
 
+@contract(content_type="text/plain")
 async def metrics(request: web.Request) -> web.Response:
     """``GET /metrics``."""
     return exposition(request.app[FRONTEND].metrics.registry)
 
 
+@contract(content_type="text/html")
 async def page(request: web.Request) -> web.Response:
     """``GET /``: the state of the cluster, for people."""
     _require_member_or_operator(request)

@@ -15,12 +15,13 @@ from kvbaton.edge.body import json_response
 from kvbaton.edge.config import FRONTEND, EdgeConfig, Frontend
 from kvbaton.edge.errors import error_response
 from kvbaton.edge.metrics import exposition
+from kvbaton.edge.openapi import contract
 from kvbaton.edge.source import ModelFacts
 from kvbaton.errors import EngineDeadError, RequestError
 from kvbaton.serving.client import NodeClient
 from kvbaton.serving.generate import generate
 from kvbaton.serving.metrics import CoreCollector, split_name
-from kvbaton.serving.transfer_params import parse_transfer
+from kvbaton.serving.transfer_params import KvTransferParams, parse_transfer
 from kvbaton.text.tokenizer import Tokenizer
 
 CLIENT = web.AppKey("client", NodeClient)
@@ -46,6 +47,7 @@ def make_node_app(client: NodeClient, tokenizer: Tokenizer, config: EdgeConfig) 
         config=config,
         facts=lambda: node_facts(client),
         transfer=parse_transfer,
+        transfer_type=KvTransferParams,
     )
     frontend.metrics.registry.register(CoreCollector(lambda: client.metrics))
     routes = [
@@ -100,6 +102,7 @@ async def health(request: web.Request) -> web.Response:
     return json_response({"status": "ok"})
 
 
+@contract(content_type="text/plain")
 async def metrics(request: web.Request) -> web.Response:
     """``GET /metrics``: as of now, or the latest report of an engine that does not answer."""
     # What keeps the engine from answering is told by `/health`, and must not hide the numbers.

@@ -15,6 +15,7 @@ from msgspec.structs import replace
 from kvbaton.edge.body import json_response, read_body
 from kvbaton.edge.config import FRONTEND, Frontend
 from kvbaton.edge.jobs import check_prompt, deadline, raise_if_failed, unique
+from kvbaton.edge.openapi import contract
 from kvbaton.edge.request_id import REQUEST_ID, clean
 from kvbaton.edge.sampling import INT32, Range, check_ids, check_range, checked
 from kvbaton.edge.sse import send_events
@@ -33,6 +34,7 @@ from kvbaton.wire import (
 E = TypeVar("E", TokenLogprobs, TokenLogprobs | None)
 
 
+@contract(body=GenerateRequest, answer=GenerateResponse, streams=True)
 async def generate(request: web.Request) -> web.StreamResponse:
     """Answer with a stream of `Output` or with one `GenerateResponse`."""
     frontend = request.app[FRONTEND]

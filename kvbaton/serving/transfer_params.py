@@ -20,7 +20,7 @@ from kvbaton.wire import TransferSpec
 
 PARAM = "kv_transfer_params"
 
-Hex128 = Annotated[str, Meta(pattern=r"\A[0-9a-fA-F]{32}\Z")]
+Hex128 = Annotated[str, Meta(pattern="^[0-9a-fA-F]*$", min_length=32, max_length=32)]
 Small = Annotated[int, Meta(ge=0, lt=1 << 31)]
 BlockId = Annotated[int, Meta(ge=0, lt=1 << 62)]
 
