@@ -198,9 +198,8 @@ class PrefillRole:
     def _note_first(self, source: _Source, output: Output) -> Output:
         if output.token_ids:
             logprobs = output.logprobs[0] if output.logprobs else None
-            # P stops after one token; "length" is then no statement about the request.
-            only_length = output.finish_reason == "length" and source.request.params.max_tokens > 1
-            reason = None if only_length else output.finish_reason
+            # P stops after one token: "length" is no statement about the target's request.
+            reason = None if output.finish_reason == "length" else output.finish_reason
             source.first[output.choice] = ChoiceStart(
                 output.token_ids[0], logprobs, reason, output.stop_reason
             )
@@ -314,20 +313,28 @@ class PrefillRole:
         self.outcomes[action.outcome] = self.outcomes.get(action.outcome, 0) + 1
         if source is None:
             return
+        # A run made for a late reservation has its first tokens before it is over.
+        self._end_run(source)
         for spans in source.held:
             self.scheduler.release_outgoing(spans)
 
     def _stop(self, action: StopSource) -> None:
         source = self._sources.get(action.attempt)
-        if source is None or not source.running:
+        if source is None:
+            return
+        self._end_run(source)
+        if source.start is None:
+            del self._sources[action.attempt]
+
+    def _end_run(self, source: _Source) -> None:
+        """Abort the run that computes an attempt's prompt, if one does."""
+        if not source.running:
             return
         source.running = False
         self._by_request.pop(source.request_id, None)
         outputs = self.scheduler.abort(source.request_id)
         if source.request_id == source.request.request_id:
             self._outputs += outputs
-        if source.start is None:
-            del self._sources[action.attempt]
 
     def _evict(self, action: EvictSource) -> None:
         source = self._sources.get(action.attempt)

@@ -1,0 +1,505 @@
+"""A prefill and a decode engine in threads of one process, and the wires between them held in hand.
+
+All parts are the real ones: scheduler, executor, couriers, control channels on loopback, protocol.
+KV moves by the memory transport, whose hub can hold writes in flight. Only the sockets to the HTTP
+process are replaced, by queues.
+"""
+
+from __future__ import annotations
+
+import itertools
+import os
+import select
+import threading
+import time
+from collections import deque
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from kvbaton.connectors.courier.endpoint import HandoverConfig
+from kvbaton.connectors.courier.thread import Courier
+from kvbaton.connectors.protocol.events import TransferTimers
+from kvbaton.connectors.transports.memory import PROCESS_HUB
+from kvbaton.decode.node import DecodeFactory
+from kvbaton.decode.role import DecodeRole
+from kvbaton.engine.build import build_engine
+from kvbaton.engine.config import EngineConfig
+from kvbaton.engine.local import LocalExecutor
+from kvbaton.engine.process import RoleFactory
+from kvbaton.prefill.node import PrefillFactory
+from kvbaton.prefill.role import PrefillRole
+from kvbaton.wire import (
+    AbortRequest,
+    AddRequest,
+    Command,
+    FromCore,
+    Metrics,
+    NodeId,
+    Output,
+    Outputs,
+    Rejected,
+    Reply,
+    SamplingParams,
+    ToCore,
+    TransferSpec,
+)
+
+HUB = PROCESS_HUB
+PATIENCE_S = 20.0
+"""How long a test waits for what must happen but has no promised time."""
+PROMISE_S = 2.0
+"""Blocks are free again so long after an abort."""
+
+ENGINE: Mapping[str, Any] = {
+    "device": "cpu",
+    "block_size": 4,
+    "num_blocks": 129,
+    "max_model_len": 256,
+    "max_num_batched_tokens": 16,
+    "max_num_seqs": 64,
+}
+QUICK = TransferTimers(resend=0.1, progress_period=0.05, unclaimed=5.0, fence_retry=0.05)
+"""Answers come within milliseconds here, so questions may be repeated early."""
+
+
+def until(condition: Callable[[], bool], what: str, seconds: float = PATIENCE_S) -> None:
+    """Poll until a condition holds; fails the test if it does not in time."""
+    limit = time.monotonic() + seconds
+    while not condition():
+        assert time.monotonic() < limit, f"{what}: not within {seconds:g} s"
+        time.sleep(0.002)
+
+
+class Killed(BaseException):
+    """Unwinds the loop of a core that is being killed."""
+
+
+class QueueMailbox:
+    """`engine.core.Mailbox` without sockets.
+
+    Args:
+        deliver: takes what the core sends, in the core's thread.
+        each_loop: called by the core's thread once per turn of its loop.
+    """
+
+    def __init__(self, deliver: Callable[[FromCore], None], each_loop: Callable[[], None]) -> None:
+        self._deliver = deliver
+        self._each_loop = each_loop
+        self._inbox: deque[tuple[ToCore, ...]] = deque()
+        self._fd = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
+        self.killed = False
+
+    def post(self, *messages: ToCore) -> None:
+        """Put messages in; the core sees them in one turn of its loop."""
+        self._inbox.append(messages)
+        os.eventfd_write(self._fd, 1)
+
+    def kill(self) -> None:
+        """Make the next `receive` the last thing that the core does."""
+        self.killed = True
+        os.eventfd_write(self._fd, 1)
+
+    def receive(self, timeout: float, wake_fd: int) -> list[ToCore]:
+        """See `engine.core.Mailbox.receive`."""
+        poller = select.poll()
+        for fd in (self._fd, wake_fd):
+            poller.register(fd, select.POLLIN)
+        poller.poll(int(timeout * 1000))
+        if self.killed:
+            raise Killed
+        self._each_loop()
+        messages: list[ToCore] = []
+        with suppress(BlockingIOError):
+            os.eventfd_read(self._fd)
+        while self._inbox:
+            messages += self._inbox.popleft()
+        return messages
+
+    def send(self, message: FromCore) -> None:
+        """See `engine.core.Mailbox.send`."""
+        self._deliver(message)
+
+    def close(self) -> None:
+        """Give the file descriptor back."""
+        os.close(self._fd)
+
+
+@dataclass
+class Call:
+    """One request at one node, and what came back."""
+
+    node: Node
+    request: AddRequest
+    outputs: list[Output] = field(default_factory=list)
+    rejected: Rejected | None = None
+
+    @property
+    def tokens(self) -> list[int]:
+        """Tokens of choice 0 so far, checked to come without gaps."""
+        found: list[int] = []
+        for output in [o for o in self.outputs if o.choice == 0 and o.token_ids]:
+            assert output.index == len(found), f"token {len(found)} came as {output.index}"
+            found += output.token_ids
+        return found
+
+    @property
+    def finish_reason(self) -> str | None:
+        """Why it ended, or None while it has not."""
+        return next((o.finish_reason for o in list(self.outputs) if o.finish_reason), None)
+
+    @property
+    def error(self) -> str | None:
+        """What the last output says went wrong."""
+        return next((o.error for o in list(self.outputs) if o.error), None)
+
+    def over(self) -> bool:
+        """Whether nothing more will come."""
+        ended = sum(o.finish_reason is not None for o in list(self.outputs))
+        assert ended <= self.request.params.n, f"ended {ended} times: {self.outputs}"
+        return self.rejected is not None or ended == self.request.params.n
+
+    def wait_tokens(self, count: int) -> None:
+        """Wait until so many tokens have come."""
+        until(lambda: len(self.tokens) >= count or self.over(), f"{count} tokens")
+        assert len(self.tokens) >= count, f"ended early: {self.outputs[-1:]} {self.rejected}"
+
+    def result(self, seconds: float = PATIENCE_S) -> list[int]:
+        """Wait for the end and return the tokens."""
+        until(self.over, f"the end of {self.request.request_id}", seconds)
+        assert self.rejected is None, self.rejected
+        return self.tokens
+
+    def abort(self) -> None:
+        """What the HTTP process does when its client goes away."""
+        self.node.mailbox.post(AbortRequest(request_id=self.request.request_id))
+
+
+class Hold:
+    """Keeps one of the executor's threads busy; what it shall do next waits behind us."""
+
+    def __init__(self, pool: ThreadPoolExecutor) -> None:
+        self._pool = pool
+        self._gate = threading.Event()
+
+    def __enter__(self) -> Hold:
+        self._submit(self._gate).wait(PATIENCE_S)
+        return self
+
+    def __exit__(self, *exc: object) -> None:
+        self._gate.set()
+
+    def _submit(self, gate: threading.Event) -> threading.Event:
+        began = threading.Event()
+
+        def hold() -> None:
+            began.set()
+            gate.wait(60)
+
+        self._pool.submit(hold)
+        return began
+
+    def waited_for(self) -> bool:
+        """Whether something is queued behind us: a core that waits for its step stands still."""
+        return self._pool._work_queue.qsize() > 0
+
+    def let_one_pass(self) -> None:
+        """Wait for something behind us, let it run, and hold what comes after it."""
+        until(self.waited_for, "something to let pass")
+        gate, self._gate = self._gate, threading.Event()
+        began = self._submit(self._gate)
+        gate.set()
+        assert began.wait(PATIENCE_S), "what was let pass does not end"
+
+
+class Node:
+    """One engine core in a thread of its own.
+
+    Attributes:
+        imbalance: the largest that was seen in any turn of the core's loop.
+        failure: what ended the core's thread, other than `kill`.
+    """
+
+    def __init__(self, name: str, folder: Path, factory: RoleFactory, **settings: Any) -> None:
+        config = EngineConfig(model=str(folder), **(dict(ENGINE) | settings))
+        self.mailbox = QueueMailbox(self._deliver, self._each_loop)
+        self.id = NodeId(name, os.urandom(16))
+        self.imbalance = 0
+        self.failure: BaseException | None = None
+        self.calls: dict[str, Call] = {}
+        self.metrics: Metrics | None = None
+        self._replies: dict[int, Reply] = {}
+        self._numbers = itertools.count()
+        self.core = build_engine(config, self.id, factory, self.mailbox).core
+        self.scheduler = self.core.scheduler
+        self._thread = threading.Thread(target=self._run, name=f"core-{name}")
+        self._thread.start()
+
+    @property
+    def executor(self) -> LocalExecutor:
+        """Its one rank."""
+        assert isinstance(self.core.executor, LocalExecutor)
+        return self.core.executor
+
+    @property
+    def courier(self) -> Courier:
+        """Its courier."""
+        assert isinstance(self.core.role, PrefillRole | DecodeRole)
+        return self.core.role.courier
+
+    @property
+    def transport_name(self) -> str:
+        """As the hub knows it."""
+        return f"{self.id.node}-{self.id.generation.hex()}-0"
+
+    # --- the core's thread ---
+
+    def _run(self) -> None:
+        try:
+            self.core.run()
+        except Killed:
+            pass
+        except BaseException as error:
+            self.failure = error
+
+    def _each_loop(self) -> None:
+        self.imbalance = max(self.imbalance, self.core.role.imbalance())
+
+    def _deliver(self, message: FromCore) -> None:
+        match message:
+            case Outputs():
+                for output in message.outputs:
+                    self.calls[output.request_id].outputs.append(output)
+            case Rejected():
+                self.calls[message.request_id].rejected = message
+            case Metrics():
+                self.metrics = message
+            case Reply():
+                self._replies[message.command_id] = message
+
+    # --- requests and questions ---
+
+    def add(self, request: AddRequest, *then: ToCore) -> Call:
+        """Send a request, and what shall reach the core with it."""
+        call = self.calls[request.request_id] = Call(self, request)
+        self.mailbox.post(request, *then)
+        return call
+
+    def generate(self, prompt: Sequence[int], **params: Any) -> Call:
+        """A request that has nothing to do with other nodes."""
+        name = f"alone-{next(self._numbers)}"
+        return self.add(AddRequest(request_id=name, token_ids=tuple(prompt), params=greedy(params)))
+
+    def ask(self, name: str, argument: Any = None) -> Any:
+        """Ask the core something."""
+        number = next(self._numbers)
+        self.mailbox.post(Command(command_id=number, name=name, argument=argument))
+        until(lambda: number in self._replies or self.failure is not None, f"answer to {name}")
+        assert self.failure is None, self.failure
+        reply = self._replies.pop(number)
+        assert reply.error is None, reply.error
+        return reply.result
+
+    def leases(self) -> int:
+        """Reservations that this source has taken, as its courier knows it."""
+        role = self.core.role
+        assert isinstance(role, PrefillRole)
+        found: int = self.courier.inspect(role.sender.state)["ledger"]["leases"]
+        return found
+
+    def gauges(self) -> dict[str, float]:
+        """All gauges now."""
+        self.ask("metrics")
+        assert self.metrics is not None
+        return self.metrics.gauges
+
+    def counters(self) -> dict[str, float]:
+        """All counters now."""
+        self.ask("metrics")
+        assert self.metrics is not None
+        return self.metrics.counters
+
+    def leftovers(self) -> dict[str, float]:
+        """What a node at rest does not have: sequences, owned blocks, quarantines, leases."""
+        idle = tuple(f'owner="{owner}"}}' for owner in ("free", "cached", "null"))
+        watched = ("kvbaton_sequences", "kvbaton_blocks", "kvbaton_transfers_q", "kvbaton_leases")
+        return {
+            name: value
+            for name, value in self.gauges().items()
+            if value and name.startswith(watched) and not name.endswith(idle)
+        }
+
+    # --- force ---
+
+    @contextmanager
+    def held_step(self) -> Iterator[Hold]:
+        """Let the step that the core launches next last until the end of the block."""
+        with Hold(self.executor._steps) as hold:
+            yield hold
+
+    @contextmanager
+    def held_digests(self) -> Iterator[Hold]:
+        """Let no digest of arrived blocks be computed before the end of the block."""
+        with Hold(self.executor._digests) as hold:
+            yield hold
+
+    @contextmanager
+    def frozen_courier(self) -> Iterator[None]:
+        """Stop the courier's thread for a while, as SIGSTOP would."""
+        began, gate = threading.Event(), threading.Event()
+
+        def freeze() -> None:
+            began.set()
+            gate.wait(60)
+
+        thread = threading.Thread(target=self.courier.inspect, args=(freeze, 61.0))
+        thread.start()
+        assert began.wait(PATIENCE_S), "the courier is busy"
+        try:
+            yield
+        finally:
+            gate.set()
+            thread.join()
+
+    def kill(self) -> None:
+        """End it as SIGKILL would: nobody is told, its writes in flight are lost."""
+        HUB.leave(self.transport_name)
+        self.mailbox.kill()
+        self._thread.join(PATIENCE_S)
+        assert not self._thread.is_alive(), "the core's thread does not end"
+        self.core.role.close()
+        self.core.executor.close()
+        self.mailbox.close()
+
+
+class Pair:
+    """A prefill node P and a decode node D; see the module's docstring.
+
+    Args:
+        folder: the model.
+        timers: of the protocol.
+        transport: spec for both, or one per side.
+        p: engine settings of P.
+        d: engine settings of D.
+    """
+
+    def __init__(
+        self,
+        folder: Path,
+        *,
+        timers: TransferTimers = QUICK,
+        transport: str | tuple[str, str] = "memory",
+        p: Mapping[str, Any] | None = None,
+        d: Mapping[str, Any] | None = None,
+    ) -> None:
+        self.folder = folder
+        self.timers = timers
+        self.settings = {"p": dict(p or {}), "d": dict(d or {})}
+        of_p, of_d = (transport, transport) if isinstance(transport, str) else transport
+        self.p = self._start("p", PrefillFactory(self._config(of_p)))
+        self.d = self._start("d", DecodeFactory(self._config(of_d)))
+        self._names = itertools.count()
+        self._retired: list[Node] = []
+
+    def _config(self, transport: str, port: int = 0) -> HandoverConfig:
+        return HandoverConfig(transport=transport, timers=self.timers, control_port=port)
+
+    def _start(self, side: str, factory: RoleFactory) -> Node:
+        return Node(side, self.folder, factory, **self.settings[side])
+
+    # --- requests ---
+
+    @property
+    def address(self) -> str:
+        """P's control address."""
+        address = self.p.core.role.control_address
+        assert address is not None
+        return address
+
+    def requests(self, prompt: Sequence[int], **params: Any) -> tuple[AddRequest, AddRequest]:
+        """The two requests that a router sends, to P and to D."""
+        source = TransferSpec(role="source", transfer_id=os.urandom(16))
+        target = TransferSpec(role="target", transfer_id=source.transfer_id, peer=self.address)
+        name = f"r{next(self._names)}"
+        of_p, of_d = (
+            AddRequest(
+                request_id=name, token_ids=tuple(prompt), params=greedy(params), transfer=spec
+            )
+            for spec in (source, target)
+        )
+        return of_p, of_d
+
+    def hand_over(self, prompt: Sequence[int], **params: Any) -> tuple[Call, Call]:
+        """Send a prompt to both at the same time; returns P's call and D's."""
+        of_p, of_d = self.requests(prompt, **params)
+        return self.p.add(of_p), self.d.add(of_d)
+
+    def hand_over_to_d(self, prompt: Sequence[int], **params: Any) -> Call:
+        """Send a prompt to D alone, as the target of a hand-over by P."""
+        return self.d.add(self.requests(prompt, **params)[1])
+
+    # --- lives and ends ---
+
+    def start_p_again(self) -> None:
+        """Start P, which was killed, as another generation under the same control address."""
+        assert self.p in self._retired
+        port = int(self.address.rpartition(":")[2])
+        self.p = self._start("p", PrefillFactory(self._config("memory", port)))
+
+    def kill_soon(self, side: str) -> threading.Thread:
+        """Kill one side at once, but let it come to an end once whatever is held is let go."""
+        node: Node = getattr(self, side)
+        HUB.leave(node.transport_name)
+        killer = threading.Thread(target=self.kill, args=(side,))
+        killer.start()
+        until(lambda: node.mailbox.killed, "the order to kill")
+        return killer
+
+    def kill(self, side: str) -> None:
+        """Kill one side for good."""
+        node: Node = getattr(self, side)
+        self._retired.append(node)
+        node.kill()
+
+    def living(self) -> list[Node]:
+        """Nodes that were not killed."""
+        return [node for node in (self.p, self.d) if node not in self._retired]
+
+    def settle(self, seconds: float = PROMISE_S) -> None:
+        """Wait until both sides hold nothing any more; their ledgers have always balanced."""
+        for node in self.living():
+            left: dict[str, float] = {}
+
+            def at_rest(node: Node = node, left: dict[str, float] = left) -> bool:
+                left.clear()
+                left.update(node.leftovers())
+                return not left
+
+            try:
+                until(at_rest, f"{node.id.node} at rest", seconds)
+            except AssertionError as error:
+                raise AssertionError(f"{error}; {left}; {node.ask('state')}") from error
+        self.check()
+
+    def check(self) -> None:
+        """Nothing broke on either side."""
+        for node in (self.p, self.d, *self._retired):
+            assert node.failure is None, f"{node.id.node}: {node.failure!r}"
+            assert node.courier.failure is None, f"{node.id.node}: {node.courier.failure}"
+            assert node.imbalance == 0, f"{node.id.node}: the ledger was off by {node.imbalance}"
+
+    def close(self) -> None:
+        """Kill what lives."""
+        HUB.release()
+        for side, node in (("p", self.p), ("d", self.d)):
+            if node not in self._retired:
+                self.kill(side)
+
+
+def greedy(params: Mapping[str, Any]) -> SamplingParams:
+    """Greedy unless told otherwise, and never ended by an end token."""
+    defaults = {"temperature": 0.0, "max_tokens": 12, "ignore_eos": True, "seed": 0}
+    return SamplingParams(**(defaults | dict(params)))

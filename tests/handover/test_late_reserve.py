@@ -1,0 +1,183 @@
+"""D asks after P has finished, or twice, or for what nobody knows: never wrong, never stuck."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import msgspec
+import pytest
+
+from kvbaton.connectors.protocol.events import TransferTimers
+from kvbaton.wire import AddRequest, Command, TransferSpec
+from tests.handover.conftest import Expected
+from tests.handover.pair import Call, Node, Pair, until
+from tests.handover.prompts import prompt_of
+
+PROMPT = prompt_of(50)
+TRANSFERRED = 'kvbaton_prompt_tokens_total{source="transferred"}'
+
+
+def evict_all(node: Node) -> None:
+    """Crowd a node's cache until nothing of an earlier prompt is left."""
+    for seed in range(40, 44):
+        node.generate(prompt_of(240, seed), max_tokens=1).result()
+
+
+def nothing(node: Node) -> None:
+    """Leave the cache as it is."""
+
+
+def reset(node: Node) -> None:
+    """Empty the cache."""
+    assert node.ask("reset_prefix_cache") > 0
+
+
+@pytest.mark.parametrize("meanwhile", [nothing, evict_all, reset])
+def test_first_p_then_d(pair: Pair, expected: Expected, meanwhile: object) -> None:
+    assert callable(meanwhile)
+    of_p, of_d = pair.requests(PROMPT)
+    first = pair.p.add(of_p).result()
+    assert first == expected(PROMPT)[:1]
+    pair.settle()
+    meanwhile(pair.p)
+    assert pair.d.add(of_d).result() == expected(PROMPT)
+    assert pair.d.counters()[TRANSFERRED] == len(PROMPT)
+    pair.settle()
+
+
+def test_seeded_first_token_is_the_same_when_computed_again(pair: Pair, expected: Expected) -> None:
+    how: dict[str, Any] = {"temperature": 1.0, "seed": 5, "max_tokens": 8}
+    of_p, of_d = pair.requests(PROMPT, **how)
+    first = pair.p.add(of_p).result()
+    reset(pair.p)
+    tokens = pair.d.add(of_d).result()
+    assert tokens == expected(PROMPT, **how)
+    assert tokens[:1] == first
+
+
+def test_abort_while_p_computes_again(pair: Pair, expected: Expected) -> None:
+    """The run that a late reservation caused must stop, and its blocks with it."""
+    of_p, of_d = pair.requests(PROMPT)
+    pair.p.add(of_p).result()
+    reset(pair.p)
+    with pair.p.held_step() as held:
+        at_d = pair.d.add(of_d)
+        held.let_one_pass()
+        until(held.waited_for, "P computes the next chunk")
+        at_d.abort()
+        until(at_d.over, "D's end")
+        until(lambda: not pair.d.leftovers(), "P's courier has drained the transfer")
+    assert_at_rest(pair, expected)
+
+
+def test_abort_while_p_computes_again_what_it_has_just_sampled(
+    pair: Pair, expected: Expected
+) -> None:
+    """The reservation comes while P's last chunk is computed.
+
+    P's courier then gets the first tokens right after it, and the engine runs the prompt again.
+    """
+    of_p, of_d = pair.requests(prompt_of(30))
+    with pair.p.held_step() as held:
+        pair.p.add(of_p)
+        held.let_one_pass()
+        until(held.waited_for, "P's last chunk")
+        at_d = pair.d.add(of_d)
+        until(lambda: pair.p.leases() == 1, "P's courier has engaged")
+        pair.p.mailbox.post(Command(command_id=0, name="reset_prefix_cache"))
+        held.let_one_pass()
+        until(held.waited_for, "P computes the first chunk again")
+        at_d.abort()
+        until(lambda: pair.p.leases() == 0, "P's courier has released")
+    assert_at_rest(pair, expected)
+
+
+def assert_at_rest(pair: Pair, expected: Expected) -> None:
+    """Nothing is left, and the next hand-over works."""
+    pair.settle()
+    prompt = prompt_of(30, seed=9)
+    assert pair.hand_over(prompt)[1].result() == expected(prompt)
+    pair.settle()
+
+
+@pytest.fixture
+def brisk(make_pair: Callable[..., Pair]) -> Pair:
+    """Deadlines that a test can wait for."""
+    return make_pair(timers=TransferTimers(session=1.0, unclaimed=1.0))
+
+
+def test_p_never_heard_of_it(brisk: Pair, expected: Expected) -> None:
+    """P waits `unclaimed` for the request; then D computes by itself."""
+    _, of_d = brisk.requests(PROMPT)
+    assert brisk.d.add(of_d).result() == expected(PROMPT)
+    assert brisk.d.counters()[TRANSFERRED] == 0
+    brisk.settle()
+
+
+# --- names used twice ---
+
+
+def again(request: AddRequest, name: str) -> AddRequest:
+    return msgspec.structs.replace(request, request_id=name)
+
+
+def refused(call: Call) -> str | None:
+    until(call.over, "an answer")
+    return call.rejected.code if call.rejected is not None else call.error
+
+
+def test_a_transfer_id_is_used_twice_on_p(pair: Pair, expected: Expected) -> None:
+    of_p, of_d = pair.requests(PROMPT)
+    with pair.p.held_step():
+        at_p = pair.p.add(of_p)
+        twin = pair.p.add(again(of_p, "twin"))
+    assert "transfer_consumed" in str(refused(twin))
+    assert pair.d.add(of_d).result() == expected(PROMPT)
+    assert at_p.result() == expected(PROMPT)[:1]
+    late = pair.p.add(again(of_p, "late twin"))
+    if refused(late) is None:  # it was faster than the courier's refusal, and harmed nobody
+        assert late.tokens == expected(PROMPT)[:1]
+    pair.settle()
+
+
+def test_a_transfer_id_is_used_twice_on_d(pair: Pair, expected: Expected) -> None:
+    of_p, of_d = pair.requests(PROMPT)
+    at_p = pair.p.add(of_p)
+    with pair.d.held_digests():
+        at_d = pair.d.add(of_d)
+        twin = pair.d.add(again(of_d, "twin"))
+        assert "transfer_consumed" in str(refused(twin))
+        at_p.result()
+    assert at_d.result() == expected(PROMPT)
+    pair.settle()
+
+
+def test_d_asks_again_for_what_it_got(pair: Pair, expected: Expected) -> None:
+    """The blocks are in D's cache, or P refuses: right tokens in both cases."""
+    of_p, of_d = pair.requests(PROMPT)
+    pair.p.add(of_p)
+    assert pair.d.add(of_d).result() == expected(PROMPT)
+    reset(pair.d)
+    assert pair.d.add(again(of_d, "again")).result() == expected(PROMPT)
+    pair.settle()
+
+
+def test_one_transfer_id_for_two_prompts(pair: Pair, expected: Expected) -> None:
+    """D asks under P's transfer id for another prompt: it must not get P's bytes."""
+    other = prompt_of(50, seed=3)
+    of_p, of_d = pair.requests(PROMPT)
+    at_p = pair.p.add(of_p)
+    at_d = pair.d.add(msgspec.structs.replace(of_d, token_ids=other))
+    assert at_d.result() == expected(other)
+    until(at_p.over, "P's end")
+    assert pair.d.counters()[TRANSFERRED] == 0
+    pair.settle()
+
+
+def test_nobody_listens_at_the_address(brisk: Pair, expected: Expected) -> None:
+    spec = TransferSpec(role="target", transfer_id=bytes(16), peer="tcp://127.0.0.1:9")
+    _, of_d = brisk.requests(PROMPT)
+    at_d = brisk.d.add(msgspec.structs.replace(of_d, transfer=spec))
+    assert at_d.result() == expected(PROMPT)
+    brisk.settle()
