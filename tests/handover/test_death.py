@@ -1,0 +1,153 @@
+"""One side dies, stops or comes back: the other ends every request, with right tokens."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
+
+import pytest
+
+from kvbaton.connectors.protocol.events import TransferTimers
+from tests.handover.conftest import Expected
+from tests.handover.pair import HUB, Call, Pair, until
+from tests.handover.prompts import prompt_of
+
+PROMPT = prompt_of(100)
+SHORT = TransferTimers(
+    session=1.0,
+    resend=0.1,
+    progress_period=0.05,
+    progress_deadline=0.5,
+    lease=0.5,
+    unclaimed=1.0,
+    fence_retry=0.05,
+    silence=0.5,
+)
+"""Deadlines that a test can wait for."""
+
+
+@pytest.fixture
+def brisk(make_pair: Callable[..., Pair]) -> Pair:
+    return make_pair(timers=SHORT)
+
+
+Moment = Callable[[Pair], Iterator[tuple[Call, Call]]]
+
+
+def reserving(pair: Pair) -> Iterator[tuple[Call, Call]]:
+    """D waits for an answer to its first word."""
+    with pair.p.held_step():
+        yield pair.hand_over(PROMPT)
+
+
+def mid_transfer(pair: Pair) -> Iterator[tuple[Call, Call]]:
+    """Writes are in flight."""
+    HUB.hold()
+    with ExitStack() as stack:
+        calls = pair.hand_over(PROMPT)
+        until(lambda: bool(HUB._in_flight), "a write in flight")
+        stack.enter_context(pair.p.held_step())
+        yield calls
+
+
+def between_the_legs(pair: Pair) -> Iterator[tuple[Call, Call]]:
+    """All has landed; D verifies."""
+    with pair.d.held_digests():
+        calls = pair.hand_over(PROMPT)
+        calls[0].result()
+        yield calls
+
+
+def streaming(pair: Pair) -> Iterator[tuple[Call, Call]]:
+    """D decodes."""
+    calls = pair.hand_over(PROMPT)
+    calls[1].wait_tokens(3)
+    yield calls
+
+
+MOMENTS = (reserving, mid_transfer, between_the_legs, streaming)
+
+
+@pytest.mark.parametrize("moment", MOMENTS, ids=lambda m: m.__name__)
+def test_p_dies(brisk: Pair, expected: Expected, moment: Moment) -> None:
+    with contextmanager(moment)(brisk) as (_, at_d):
+        killer = brisk.kill_soon("p")
+    killer.join()
+    assert at_d.result() == expected(PROMPT)
+    brisk.settle()
+    prompt = prompt_of(20, seed=4)
+    assert brisk.hand_over_to_d(prompt).result() == expected(prompt)
+    brisk.settle()
+
+
+@pytest.mark.parametrize("moment", MOMENTS, ids=lambda m: m.__name__)
+def test_d_dies(brisk: Pair, expected: Expected, moment: Moment) -> None:
+    with contextmanager(moment)(brisk) as (at_p, _):
+        killer = brisk.kill_soon("d")
+    killer.join()
+    until(at_p.over, "P's end")
+    brisk.settle()
+    prompt = prompt_of(20, seed=4)
+    assert brisk.p.generate(prompt).result() == expected(prompt)
+
+
+@pytest.mark.parametrize("moment", MOMENTS, ids=lambda m: m.__name__)
+def test_p_restarts(brisk: Pair, expected: Expected, moment: Moment) -> None:
+    """The same address, another generation: no token of the old one counts, the next works."""
+    with contextmanager(moment)(brisk) as (_, at_d):
+        killer = brisk.kill_soon("p")
+    killer.join()
+    brisk.start_p_again()
+    HUB.release()
+    assert at_d.result() == expected(PROMPT)
+    before = brisk.d.counters()['kvbaton_prompt_tokens_total{source="transferred"}']
+    for seed in range(3):
+        prompt = prompt_of(30, seed=50 + seed)
+        assert brisk.hand_over(prompt)[1].result() == expected(prompt)
+    after = brisk.d.counters()['kvbaton_prompt_tokens_total{source="transferred"}']
+    assert after - before >= 30, "no hand-over works after the restart"
+    brisk.settle()
+
+
+@pytest.mark.parametrize("wakes_up", ["at once", "never"])
+def test_p_stands_still(brisk: Pair, expected: Expected, wakes_up: str) -> None:
+    """P's courier stops in the middle, with writes in flight, and may go on much later."""
+    HUB.hold()
+    with ExitStack() as stack:
+        at_p, at_d = brisk.hand_over(PROMPT)
+        until(lambda: bool(HUB._in_flight), "a write in flight")
+        stack.enter_context(brisk.p.frozen_courier())
+        assert at_d.result() == expected(PROMPT)
+        if wakes_up == "never":
+            until(lambda: not brisk.d.leftovers(), "D's blocks are free by its fence")
+    HUB.release()
+    until(at_p.over, "P's end")
+    brisk.settle(SHORT.lease + SHORT.silence + 2.0)
+    prompt = prompt_of(30, seed=60)
+    assert brisk.hand_over(prompt)[1].result() == expected(prompt)
+    brisk.settle()
+
+
+def test_d_stands_still(brisk: Pair, expected: Expected) -> None:
+    """P gives its blocks back when the lease is over; D goes on by itself when it wakes up."""
+    with brisk.d.frozen_courier():
+        HUB.hold()
+        at_p, at_d = brisk.hand_over(PROMPT)
+        HUB.release()
+        until(at_p.over, "P's end")
+        until(lambda: not brisk.p.leftovers(), "P's blocks are free", SHORT.lease + 3.0)
+    assert at_d.result() == expected(PROMPT)
+    brisk.settle(SHORT.unclaimed + 2.0)
+
+
+def test_d_stands_still_after_reserving(brisk: Pair, expected: Expected) -> None:
+    HUB.hold()
+    with ExitStack() as stack:
+        at_p, at_d = brisk.hand_over(PROMPT)
+        until(lambda: bool(HUB._in_flight), "a write in flight")
+        stack.enter_context(brisk.d.frozen_courier())
+        HUB.release()
+        until(at_p.over, "P's end")
+        until(lambda: not brisk.p.leftovers(), "P's blocks are free", SHORT.lease + 3.0)
+    assert at_d.result() == expected(PROMPT)
+    brisk.settle()
