@@ -140,7 +140,8 @@ class Handover:
     def _start(self, request: requests.Request, choices: Sequence[ChoiceStart]) -> list[Output]:
         outputs = []
         for sequence, choice in zip(request.sequences, choices, strict=True):
-            told = choice.finish_reason in ("stop", "length")
+            # The source was perhaps asked for one token only: its "length" is no limit of ours.
+            told = choice.finish_reason == "stop"
             finish = (choice.finish_reason, choice.stop_reason) if told else None
             outputs.append(self._roster.take(sequence, choice.token, choice.logprobs, finish))
         for sequence in [s for s in request.sequences if s.finish_reason is not None]:

@@ -160,6 +160,10 @@ def test_the_sources_finish_reason_is_respected_and_its_limit_is_ours():
     admitted = load(loop, ask("b", prompt(6, 2), max_tokens=1, transfer=target(2)))
     (output,) = loop.emit(loop.scheduler.loaded("b", [ChoiceStart(9)], 0))
     assert output.finish_reason == "length"
+    load(loop, ask("c", prompt(7, 3), max_tokens=3, transfer=target(3)))
+    theirs = ChoiceStart(9, finish_reason="length")  # a proxy asks a source for one token
+    (output,) = loop.emit(loop.scheduler.loaded("c", [theirs], 0))
+    assert output.finish_reason is None
 
 
 def test_blocks_are_in_the_prefix_cache_only_once_they_are_verified():
