@@ -23,6 +23,7 @@ from kvbaton.engine.model_config import ModelConfig, resolve_max_model_len
 from kvbaton.engine.runner import Runner
 from kvbaton.engine.shard import Shard
 from kvbaton.engine.step import PendingStep, PendingSums, StepPlan, StepResult
+from kvbaton.engine.warmup import warm_up
 from kvbaton.errors import ConfigError
 
 log = logging.getLogger(__name__)
@@ -106,6 +107,8 @@ class LocalExecutor:
         self._cache = cache
         self._steps = ThreadPoolExecutor(1, thread_name_prefix="step")
         self._digests = ThreadPoolExecutor(1, thread_name_prefix="digest")
+        # In the thread of the steps, since torch's setting-up is per thread in part.
+        self._steps.submit(warm_up, self._runner, max_model_len).result()
 
     @property
     def layouts(self) -> Sequence[Sequence[KVLayout]]:
