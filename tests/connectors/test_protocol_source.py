@@ -1,0 +1,596 @@
+"""P's machine, row by row."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import msgspec
+import pytest
+
+from kvbaton.connectors.layout import GroupKind, KVLayout
+from kvbaton.connectors.protocol.events import (
+    Announce,
+    Attempt,
+    BlocksReady,
+    Closed,
+    ClosePeer,
+    Engage,
+    EvictSource,
+    FirstTokens,
+    Identity,
+    Link,
+    OpenPeer,
+    PeerGone,
+    Post,
+    Received,
+    RefuseAnnounce,
+    Release,
+    Send,
+    SendPushed,
+    SourceFailed,
+    StopSource,
+    Tick,
+    TransferTimers,
+    WriteEnded,
+)
+from kvbaton.connectors.protocol.source import Source
+from kvbaton.errors import LayoutMismatchError
+from kvbaton.wire import (
+    Accepted,
+    Ack,
+    BlockSpan,
+    Cancel,
+    ChoiceStart,
+    Complete,
+    Drained,
+    Failed,
+    Hello,
+    NodeId,
+    NotNeeded,
+    Progress,
+    RankCard,
+    Refused,
+    Reserve,
+    Welcome,
+)
+
+NAME = Attempt(b"t" * 16, 0)
+LINK = Link(b"link")
+KEY = b"k" * 32
+CHOICES = (ChoiceStart(7),)
+TIMERS = TransferTimers()
+
+
+def layout(block_size: int, group: int = 0, kind: GroupKind = GroupKind.FULL) -> KVLayout:
+    window = 8 if kind is GroupKind.WINDOW else 0
+    return KVLayout(group, kind, block_size, 100, (), window)
+
+
+def cards(*groups: KVLayout, ranks: int = 1) -> tuple[RankCard, ...]:
+    return tuple(RankCard(r, b"c", msgspec.msgpack.encode(list(groups))) for r in range(ranks))
+
+
+class Rig:
+    """A source with block size 4, and a target (block size 6) that is a script."""
+
+    def __init__(self, *, source: tuple[KVLayout, ...] = (layout(4),), **options: Any) -> None:
+        node = NodeId("p", bytes(16))
+        identity = Identity(node, bytes(32), {"model": "a"}, "tcp", cards(*source, ranks=2))
+        options.setdefault("pairable", lambda a, b: None)
+        self.machine = Source(identity, TIMERS, new_id=lambda: bytes(16), **options)
+        self.now = 0.0
+        self.seq = 0
+
+    def do(self, event: Any) -> list[Any]:
+        actions = self.machine.handle(event, self.now)
+        self.machine.validate()
+        return actions
+
+    def hear(self, kind: type, session: bytes = b"s" * 16, **fields: Any) -> list[Any]:
+        """Receive a message about NAME."""
+        self.seq += 1
+        named = {"transfer_id": NAME.transfer_id, "attempt": NAME.number}
+        fields = ({} if kind is Hello else named) | fields
+        return self.do(Received(LINK, kind(session=session, seq=self.seq, **fields)))
+
+    def hello(self, session: bytes = b"s" * 16, **fields: Any) -> list[Any]:
+        defaults: dict[str, Any] = {
+            "sender": NodeId("d", b"1" * 16),
+            "min_version": 1,
+            "max_version": 9,
+            "identity": bytes(32),
+            "identity_record": {"model": "a"},
+            "transport": "tcp",
+            "ranks": cards(layout(6)),
+        }
+        return self.hear(Hello, session, **(defaults | fields))
+
+    def reserve(self, first: int = 0, num_tokens: int = 16, **fields: Any) -> list[Any]:
+        count = min(-(-num_tokens // 6) - first, 100)
+        spans = ((BlockSpan(first, tuple(range(10, 10 + count))),),)
+        defaults: dict[str, Any] = {"prompt_key": KEY, "num_tokens": num_tokens, "spans": spans}
+        return self.hear(Reserve, **(defaults | {"remaining_ms": 60_000} | fields))
+
+    def announce(self, num_tokens: int = 16, key: bytes = KEY) -> list[Any]:
+        return self.do(Announce(NAME, key, num_tokens))
+
+    def ready(self, start: int, end: int, sums: object = None) -> list[Any]:
+        first = start // 4
+        blocks = tuple(50 + n for n in range(first, -(-end // 4)))
+        return self.do(BlocksReady(NAME, start, end, ((BlockSpan(first, blocks),),), sums))
+
+    def ended(self, write: int, rank: int, *, ok: bool = True, drained: bool = True) -> list[Any]:
+        return self.do(WriteEnded(NAME, write, rank, 0, ok=ok, drained=drained, error="broken"))
+
+    def land(self, write: int) -> list[Any]:
+        return [*self.ended(write, 0), *self.ended(write, 1)]
+
+    def wait(self, seconds: float) -> list[Any]:
+        """Let time pass, tick by tick."""
+        until, actions = self.now + seconds, []
+        while (deadline := self.machine.next_deadline()) is not None and deadline <= until:
+            self.now = deadline
+            actions += self.do(Tick())
+        self.now = until
+        return actions
+
+    def until(self, state: str) -> Rig:
+        """Bring NAME into a state."""
+        self.hello()
+        if state in ("announced", "engaged", "completed", "stopping"):
+            self.announce()
+        if state in ("reserved", "engaged", "completed", "stopping", "ended"):
+            self.reserve()
+        if state in ("completed", "stopping"):
+            self.ready(0, 16)
+        if state == "completed":
+            self.do(FirstTokens(NAME, CHOICES))
+        if state in ("stopping", "ended"):
+            self.hear(Cancel)
+        record = self.machine._record(NAME)
+        assert record.state.value == state
+        return self
+
+
+def sent(actions: list[Any], kind: type) -> list[Any]:
+    return [a.message for a in actions if isinstance(a, Send) and isinstance(a.message, kind)]
+
+
+def refusals(actions: list[Any]) -> list[str]:
+    return [message.code for message in sent(actions, Refused)]
+
+
+def of(actions: list[Any], kind: type) -> list[Any]:
+    return [a for a in actions if isinstance(a, kind)]
+
+
+# --- sessions ---
+
+
+def test_hello_opens_the_transport_and_is_welcomed_where_it_came_from() -> None:
+    opened, welcome = Rig().hello()
+    assert isinstance(opened, OpenPeer)
+    assert welcome.link == LINK
+    assert welcome.message == Welcome(
+        session=b"s" * 16,
+        seq=0,
+        sender=NodeId("p", bytes(16)),
+        version=1,
+        ranks=cards(layout(4), ranks=2),
+    )
+
+
+def test_a_repeated_hello_is_welcomed_again_but_opens_nothing() -> None:
+    rig = Rig()
+    rig.hello()
+    (again,) = rig.hello()
+    assert isinstance(again.message, Welcome)
+
+
+@pytest.mark.parametrize(
+    ("fields", "code", "said"),
+    [
+        ({"min_version": 2}, "version", "target 2 to 9"),
+        ({"identity": b"x" * 32, "identity_record": {"model": "b"}}, "identity", "'a', target 'b'"),
+        ({"transport": "nixl"}, "transport", "'tcp', target 'nixl'"),
+        ({"ranks": ()}, "malformed", "ranks"),
+        ({"ranks": (RankCard(0, b"", b"\xc1"),)}, "malformed", "can't be read"),
+        ({"ranks": cards(layout(0))}, "malformed", "blocks of 0 tokens"),
+        ({"ranks": cards(layout(6), layout(6, 1))}, "layout", "1 groups, target 2"),
+    ],
+)
+def test_what_cannot_pair_is_refused_with_both_values(
+    fields: dict[str, Any], code: str, said: str
+) -> None:
+    actions = Rig().hello(**fields)
+    assert refusals(actions) == [code]
+    assert said in actions[0].message.message
+
+
+def test_layouts_that_do_not_pair_are_refused() -> None:
+    def never(source: object, target: object) -> None:
+        raise LayoutMismatchError("heads: 4 and 5")
+
+    (refused,) = sent(Rig(pairable=never).hello(), Refused)
+    assert (refused.code, refused.message) == ("layout", "heads: 4 and 5")
+
+
+def test_messages_of_an_unknown_session_are_refused() -> None:
+    assert refusals(Rig().reserve()) == ["unknown_session"]
+
+
+def test_a_number_not_above_the_last_is_dropped() -> None:
+    rig = Rig().until("announced")
+    rig.seq -= 1
+    assert rig.reserve() == []
+    assert rig.machine.counters.by_code["stale_seq"] == 1
+
+
+def test_a_new_session_waits_for_writes_of_the_old_one() -> None:
+    rig = Rig().until("completed")
+    actions = rig.hello(b"n" * 16)
+    assert refusals(actions) == ["draining"]
+    assert not of(actions, ClosePeer)
+    assert rig.ended(0, 0) == []
+    actions = rig.ended(0, 1)
+    assert of(actions, Release) == [Release(NAME, "lost")]
+    assert of(actions, ClosePeer) == [ClosePeer(b"s" * 16)]
+    assert sent(rig.do(Closed(b"s" * 16)), Welcome)
+
+
+def test_a_closed_peer_frees_our_blocks_but_drains_nothing() -> None:
+    rig = Rig().until("completed")
+    actions = rig.do(PeerGone(NodeId("d", b"1" * 16)))
+    assert of(actions, ClosePeer)
+    assert not of(actions, Release)
+    assert of(rig.do(Closed(b"s" * 16)), Release) == [Release(NAME, "lost")]
+    assert refusals(rig.hello(b"n" * 16)) == ["draining"]
+    assert rig.ended(0, 0) == []
+    assert sent(rig.ended(0, 1), Welcome), "the last write of the closed session is terminal"
+
+
+def test_a_clean_target_is_welcomed_at_once() -> None:
+    rig = Rig().until("completed")
+    rig.do(PeerGone(NodeId("d", b"1" * 16)))
+    rig.do(Closed(b"s" * 16))
+    assert sent(rig.hello(b"n" * 16, clean=True), Welcome)
+
+
+def test_an_overtaken_hello_ends_nothing() -> None:
+    rig = Rig().until("engaged")
+    rig.seq = 0
+    assert refusals(rig.hello(b"o" * 16, clean=True)) == ["unknown_session"]
+    rig.seq = 100
+    assert sent(rig.reserve(), Accepted)
+
+
+def test_a_session_that_is_over_is_never_taken_up_again() -> None:
+    rig = Rig()
+    rig.hello()
+    rig.do(PeerGone(NodeId("d", b"1" * 16)))
+    assert refusals(rig.hello()) == ["unknown_session"]
+    rig.do(Closed(b"s" * 16))
+    assert refusals(rig.hello()) == ["unknown_session"]
+
+
+# --- both orders of Reserve and request ---
+
+
+@pytest.mark.parametrize("reserve_first", [False, True])
+def test_reserve_and_request_in_either_order(reserve_first: bool) -> None:
+    rig = Rig()
+    rig.hello()
+    actions = rig.reserve() if reserve_first else rig.announce()
+    actions += rig.announce() if reserve_first else rig.reserve()
+    assert of(actions, Engage) == [Engage(NAME, 0)]
+    assert len(sent(actions, Accepted)) == 1
+
+
+def test_the_reservation_says_where_to_begin() -> None:
+    rig = Rig()
+    rig.hello()
+    rig.announce()
+    assert of(rig.reserve(first=1), Engage) == [Engage(NAME, 6)]
+
+
+@pytest.mark.parametrize("reserve_first", [False, True])
+def test_another_prompt_is_refused(reserve_first: bool) -> None:
+    rig = Rig()
+    rig.hello()
+    if reserve_first:
+        rig.reserve()
+        actions = rig.announce(key=b"o" * 32)
+    else:
+        rig.announce(key=b"o" * 32)
+        actions = rig.reserve()
+    assert refusals(actions) == ["prompt"]
+    assert not of(actions, Engage)
+
+
+@pytest.mark.parametrize(
+    ("state", "code"),
+    [("announced", "conflict"), ("engaged", "conflict"), ("ended", "cancelled")],
+)
+def test_a_second_request_of_the_same_name_is_refused(state: str, code: str) -> None:
+    assert Rig().until(state).announce() == [RefuseAnnounce(NAME, code)]
+
+
+def test_an_unclaimed_reserve_is_given_up() -> None:
+    rig = Rig().until("reserved")
+    assert sent(rig.wait(TIMERS.unclaimed), Failed)
+    assert rig.announce() == [RefuseAnnounce(NAME, "expired")]
+    assert refusals(rig.reserve()) == ["expired"]
+
+
+def test_an_unclaimed_request_is_forgotten_some_time_after_it_was_computed() -> None:
+    rig = Rig().until("announced")
+    rig.wait(TIMERS.unclaimed + 1)
+    rig.do(FirstTokens(NAME, CHOICES))
+    rig.wait(TIMERS.unclaimed - 1)
+    assert sent(rig.reserve(), Accepted)
+    rig = Rig().until("announced")
+    rig.do(FirstTokens(NAME, CHOICES))
+    assert rig.wait(TIMERS.unclaimed + 1) == []
+    assert refusals(rig.reserve()) == ["expired"]
+
+
+def test_more_attempts_than_allowed_are_refused_by_name() -> None:
+    rig = Rig(max_attempts=1)
+    rig.hello()
+    rig.announce()
+    assert refusals(rig.reserve(transfer_id=b"u" * 16)) == ["too_many"]
+    assert rig.do(Announce(Attempt(b"v" * 16, 0), KEY, 4)) == [
+        RefuseAnnounce(Attempt(b"v" * 16, 0), "too_many")
+    ]
+
+
+# --- what a Reserve may say ---
+
+
+@pytest.mark.parametrize(
+    "fields",
+    [
+        {"spans": ()},
+        {"spans": ((),)},
+        {"spans": ((BlockSpan(0, ()),),)},
+        {"spans": ((BlockSpan(0, (0, 11, 12)),),)},
+        {"spans": ((BlockSpan(0, (10, 11, 100)),),)},
+        {"spans": ((BlockSpan(0, (10, 10, 11)),),)},
+        {"spans": ((BlockSpan(0, (10, 11)),),)},
+        {"spans": ((BlockSpan(0, (10, 11, 12, 13)),),)},
+        {"spans": ((BlockSpan(0, (10,)), BlockSpan(2, (11,))),)},
+        {"spans": ((BlockSpan(1, (10, 11)), BlockSpan(0, (12,))),)},
+        {"num_tokens": 0},
+        {"num_tokens": 1 << 60},
+        {"remaining_ms": 0},
+    ],
+)
+@pytest.mark.parametrize("state", ["announced", "engaged"])
+def test_nonsense_is_refused(state: str, fields: dict[str, Any]) -> None:
+    rig = Rig().until(state)
+    assert refusals(rig.reserve(**fields)) == ["malformed"]
+
+
+def test_a_reservation_is_frozen() -> None:
+    rig = Rig().until("engaged")
+    assert sent(rig.reserve(remaining_ms=5), Accepted)
+    other = ((BlockSpan(0, (20, 21, 22)),),)
+    assert refusals(rig.reserve(spans=other)) == ["conflict"]
+    assert refusals(rig.reserve(prompt_key=b"o" * 32)) == ["conflict"]
+
+
+def test_a_reservation_may_be_extended_by_later_blocks() -> None:
+    rig = Rig()
+    rig.hello()
+    rig.announce()
+    rig.reserve(spans=((BlockSpan(0, (10, 11)),),), more=True)
+    (post,) = of(rig.ready(0, 16), Post)
+    assert (post.start, post.end, post.target) == (0, 12, ((BlockSpan(0, (10, 11)),),))
+    (post,) = of(rig.reserve(), Post)
+    assert (post.start, post.end, post.target) == (12, 16, ((BlockSpan(2, (12,)),),))
+
+
+def test_an_attempt_belongs_to_one_session() -> None:
+    rig = Rig().until("engaged")
+    rig.hello(b"n" * 16, sender=NodeId("e", b"2" * 16))
+    session = b"n" * 16
+    assert refusals(rig.reserve(session=session)) == ["conflict"]
+    assert sent(rig.hear(Cancel, session), Drained)
+    assert rig.hear(NotNeeded, session) == []
+    assert rig.machine.ledger()["leases"] == 1
+
+
+# --- pushing ---
+
+
+def test_posts_end_where_blocks_of_both_sides_begin() -> None:
+    rig = Rig(source=(layout(4),)).until("engaged")
+    assert rig.ready(0, 8, "a") == [], "12 is the first common border"
+    post, pushed = rig.ready(8, 12, "b")
+    assert isinstance(post, Post)
+    assert (post.write, post.start, post.end, post.sums) == (0, 0, 12, ("a", "b"))
+    assert post.source == ((BlockSpan(0, (50, 51, 52)),),)
+    assert post.target == ((BlockSpan(0, (10, 11)),),)
+    assert isinstance(pushed, SendPushed)
+    assert (pushed.write, pushed.start, pushed.end, pushed.link) == (0, 0, 12, LINK)
+    (post, _) = rig.ready(12, 16, "c")
+    assert (post.write, post.start, post.end, post.sums) == (1, 12, 16, ("c",))
+
+
+def test_a_first_post_may_begin_inside_a_source_block() -> None:
+    rig = Rig()
+    rig.hello()
+    rig.announce()
+    rig.reserve(first=1)
+    post, _ = rig.ready(6, 12)
+    assert (post.start, post.end) == (6, 12)
+    assert post.source == ((BlockSpan(1, (51, 52)),),)
+
+
+def test_window_and_state_groups_send_what_is_wanted_of_them() -> None:
+    groups = (layout(4), layout(4, 1, GroupKind.WINDOW), layout(4, 2, GroupKind.STATE))
+    rig = Rig(source=groups)
+    rig.hello(ranks=cards(*groups))
+    rig.announce()
+    full = (BlockSpan(0, (10, 11, 12, 13)),)
+    window, state = (BlockSpan(2, (20, 21)),), (BlockSpan(0, (30,)),)
+    assert sent(rig.reserve(spans=(full, window, state)), Accepted)
+    spans = (BlockSpan(0, (50, 51)),)
+    first, _ = rig.do(BlocksReady(NAME, 0, 8, (spans, (), ())))
+    assert first.target == ((BlockSpan(0, (10, 11)),), (), ())
+    rest = ((BlockSpan(2, (52, 53)),), (BlockSpan(2, (60, 61)),), (BlockSpan(0, (70,)),))
+    last, _ = rig.do(BlocksReady(NAME, 8, 16, rest))
+    assert last.target == ((BlockSpan(2, (12, 13)),), window, state)
+    assert last.source == rest
+
+
+def test_complete_waits_for_the_posts_and_is_repeated_with_every_pushed() -> None:
+    rig = Rig().until("engaged")
+    rig.ready(0, 12)
+    assert rig.do(FirstTokens(NAME, CHOICES, 3)) == []
+    (complete,) = sent(rig.ready(12, 16), Complete)
+    assert (complete.num_tokens, complete.num_writes) == (16, 2)
+    assert (complete.choices, complete.cached_tokens) == (CHOICES, 3)
+    rig.land(0), rig.land(1)
+    again = rig.wait(TIMERS.resend)
+    assert [p.write for p in of(again, SendPushed)] == [0, 1]
+    assert len(sent(again, Complete)) == 1
+
+
+def test_progress_is_told_until_every_write_has_ended() -> None:
+    rig = Rig().until("engaged")
+    (progress,) = sent(rig.wait(TIMERS.progress_period), Progress)
+    assert (progress.state, progress.tokens_pushed) == ("computing", 0)
+    rig.ready(0, 16)
+    rig.do(FirstTokens(NAME, CHOICES))
+    assert sent(rig.wait(1.0), Progress)[-1].state == "writing"
+    rig.land(0)
+    assert not sent(rig.wait(1.0), Progress)
+
+
+# --- the end ---
+
+
+def test_ack_waits_for_the_writes() -> None:
+    rig = Rig().until("completed")
+    assert rig.hear(Ack, verdict="ok") == []
+    rig.ended(0, 0)
+    assert rig.ended(0, 1) == [Release(NAME, "acked")]
+    assert rig.machine.counters.completed == 1
+
+
+def test_a_mismatch_evicts_once_and_ends_the_attempt() -> None:
+    rig = Rig().until("engaged")
+    rig.ready(0, 12)
+    actions = rig.hear(Ack, verdict="mismatch", bad=((0, 6),))
+    assert actions == [EvictSource(NAME, ((0, 6),)), StopSource(NAME, "failed")]
+    assert rig.hear(Ack, verdict="mismatch", bad=((0, 6),)) == []
+    assert of(rig.land(0), Release) == [Release(NAME, "failed")]
+
+
+@pytest.mark.parametrize("fields", [{"verdict": "?"}, {"verdict": "mismatch", "bad": ((3, 99),)}])
+def test_a_nonsensical_ack_is_refused(fields: dict[str, Any]) -> None:
+    assert refusals(Rig().until("completed").hear(Ack, **fields)) == ["malformed"]
+
+
+@pytest.mark.parametrize("state", ["unknown", "announced", "reserved", "engaged", "ended"])
+def test_cancel_is_answered_drained_at_once_where_nothing_was_posted(state: str) -> None:
+    rig = Rig().until(state)
+    assert len(sent(rig.hear(Cancel), Drained)) == 1
+    assert rig.announce() == [RefuseAnnounce(NAME, "cancelled")]
+    assert len(sent(rig.hear(Cancel), Drained)) == 1, "and again"
+
+
+def test_cancel_is_answered_drained_only_when_every_write_is_terminal() -> None:
+    rig = Rig().until("completed")
+    assert rig.hear(Cancel) == []
+    rig.ended(0, 0)
+    assert rig.ended(0, 1, ok=False, drained=False) == []
+    assert rig.hear(Cancel) == []
+    drained, release = rig.ended(0, 1, ok=False)
+    assert isinstance(drained.message, Drained)
+    assert release == Release(NAME, "cancelled")
+
+
+@pytest.mark.parametrize("state", ["unknown", "announced", "reserved", "engaged"])
+def test_not_needed_stops_the_prompt(state: str) -> None:
+    rig = Rig().until(state)
+    actions = rig.hear(NotNeeded)
+    assert bool(of(actions, StopSource)) == (state in ("announced", "engaged"))
+    assert bool(of(actions, Release)) == (state == "engaged")
+    assert rig.announce() == [RefuseAnnounce(NAME, "not_needed")]
+
+
+def test_a_failed_write_ends_the_attempt_and_is_never_posted_again() -> None:
+    rig = Rig().until("engaged")
+    rig.ready(0, 12)
+    actions = rig.ended(0, 0, ok=False, drained=False)
+    assert sent(actions, Failed)[0].reason == "write 0 failed: broken"
+    assert of(actions, StopSource)
+    assert rig.ready(12, 16) == []
+    assert rig.ended(0, 1) == []
+    assert rig.ended(0, 0, ok=False) == [Release(NAME, "failed")]
+
+
+def test_an_aborted_prompt_fails_the_attempt() -> None:
+    rig = Rig().until("engaged")
+    actions = rig.do(SourceFailed(NAME, "aborted"))
+    assert sent(actions, Failed)[0].reason == "aborted"
+    assert of(actions, Release) == [Release(NAME, "failed")]
+    assert not of(actions, StopSource), "the engine knows"
+
+
+def test_the_lease_ends_without_a_sign_of_life() -> None:
+    rig = Rig().until("completed")
+    rig.wait(TIMERS.lease - 1)
+    rig.reserve()
+    assert not sent(rig.wait(TIMERS.lease - 1), Failed)
+    assert sent(rig.wait(1.0), Failed)
+    assert of(rig.land(0), Release) == [Release(NAME, "expired")]
+
+
+def test_what_the_target_would_wait_bounds_the_lease() -> None:
+    rig = Rig().until("announced")
+    rig.reserve(remaining_ms=3000)
+    assert not of(rig.wait(2.9), Release)
+    assert of(rig.wait(0.2), Release) == [Release(NAME, "expired")]
+
+
+def test_a_write_that_does_not_end_closes_the_peer() -> None:
+    rig = Rig().until("stopping")
+    actions = rig.wait(TIMERS.lease + 1)
+    assert of(actions, ClosePeer) == [ClosePeer(b"s" * 16)]
+    assert refusals(actions) == ["unknown_session"], "D is told"
+    assert of(rig.do(Closed(b"s" * 16)), Release) == [Release(NAME, "cancelled")]
+
+
+def test_an_ended_attempt_is_forgotten_in_the_end() -> None:
+    rig = Rig().until("ended")
+    rig.wait(TIMERS.tombstone + 1)
+    assert rig.announce() == []
+
+
+MESSAGES: list[tuple[type, dict[str, Any]]] = [
+    (Cancel, {}),
+    (NotNeeded, {}),
+    (Ack, {"verdict": "ok"}),
+    (Ack, {"verdict": "mismatch", "bad": ((0, 4),)}),
+    (Accepted, {}),
+    (Complete, {"num_tokens": 1, "num_writes": 1, "choices": CHOICES}),
+]
+STATES = ["unknown", "announced", "reserved", "engaged", "completed", "stopping", "ended"]
+
+
+@pytest.mark.parametrize("state", STATES)
+@pytest.mark.parametrize(("kind", "fields"), MESSAGES)
+def test_every_message_in_every_state_leads_to_an_orderly_end(
+    state: str, kind: type, fields: dict[str, Any]
+) -> None:
+    rig = Rig().until(state)
+    rig.hear(kind, **fields)
+    rig.hear(Cancel)
+    for rank in range(2):
+        rig.ended(0, rank)
+    assert sent(rig.hear(Cancel), Drained)
+    assert rig.machine.ledger()["leases"] == 0
+    assert rig.machine.story(NAME)

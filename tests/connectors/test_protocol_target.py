@@ -1,0 +1,632 @@
+"""D's machine, row by row."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import msgspec
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from kvbaton.connectors.layout import GroupKind, KVLayout
+from kvbaton.connectors.protocol.events import (
+    AdmitPeer,
+    Attempt,
+    CancelTarget,
+    Deliver,
+    Fail,
+    Fence,
+    Fenced,
+    Identity,
+    Landed,
+    Link,
+    PeerGone,
+    Received,
+    Send,
+    Start,
+    Tick,
+    TransferTimers,
+    Unneeded,
+    Unquarantine,
+    Verified,
+    Verify,
+)
+from kvbaton.connectors.protocol.source import Source
+from kvbaton.connectors.protocol.target import Target
+from kvbaton.errors import LocalProtocolError
+from kvbaton.wire import (
+    Accepted,
+    Ack,
+    BlockSpan,
+    Cancel,
+    ChoiceStart,
+    Complete,
+    Control,
+    DigestRun,
+    Drained,
+    Failed,
+    Hello,
+    NodeId,
+    NotNeeded,
+    Progress,
+    Pushed,
+    RankCard,
+    Refused,
+    Reserve,
+    Welcome,
+)
+
+NAME = Attempt(b"t" * 16, 0)
+LINK = Link(b"link")
+ADDRESS = "tcp://p:1"
+KEY = b"k" * 32
+CHOICES = (ChoiceStart(7),)
+P = NodeId("p", b"1" * 16)
+TIMERS = TransferTimers()
+SPANS = ((BlockSpan(1, (10, 11, 12)),),)
+"""Tokens 4 to 16 in blocks of 4."""
+
+
+def cards(block_size: int, ranks: int) -> tuple[RankCard, ...]:
+    layouts = msgspec.msgpack.encode([KVLayout(0, GroupKind.FULL, block_size, 100, ())])
+    return tuple(RankCard(rank, b"c", layouts) for rank in range(ranks))
+
+
+class Rig:
+    """A target with one rank and block size 4; the source, with two, is a script."""
+
+    def __init__(self, **options: Any) -> None:
+        identity = Identity(NodeId("d", bytes(16)), bytes(32), {}, "tcp", cards(4, 1))
+        self.ids = 0
+        options.setdefault("pairable", lambda a, b: None)
+        self.machine = Target(identity, TIMERS, new_id=self.new_id, **options)
+        self.now = 0.0
+        self.seq = 0
+        self.session = b""
+
+    def new_id(self) -> bytes:
+        self.ids += 1
+        return self.ids.to_bytes(16, "little")
+
+    def do(self, event: Any) -> list[Any]:
+        actions = self.machine.handle(event, self.now)
+        self.machine.validate()
+        for hello in sent(actions, Hello):
+            self.session = hello.session
+        return actions
+
+    def hear(self, kind: type, /, session: bytes | None = None, **fields: Any) -> list[Any]:
+        self.seq += 1
+        named: dict[str, Any] = {"transfer_id": NAME.transfer_id, "attempt": NAME.number}
+        fields = ({} if kind is Welcome else named) | fields
+        message = kind(session=session or self.session, seq=self.seq, **fields)
+        return self.do(Received(LINK, message))
+
+    def refuse_session(self, code: str, session: bytes | None = None) -> list[Any]:
+        message = Refused(session=session or self.session, seq=0, code=code, message="why")
+        return self.do(Received(LINK, message))
+
+    def start(self, number: int = 0, deadline: float = 0.0) -> list[Any]:
+        name = Attempt(NAME.transfer_id, number)
+        return self.do(Start(name, ADDRESS, KEY, 16, SPANS, deadline))
+
+    def welcome(self, node: NodeId = P, version: int = 1) -> list[Any]:
+        return self.hear(Welcome, sender=node, version=version, ranks=cards(6, 2))
+
+    def pushed(self, write: int, start: int, end: int, **fields: Any) -> list[Any]:
+        digests = fields.pop("digests", ())
+        return self.hear(Pushed, write=write, start=start, end=end, digests=digests, **fields)
+
+    def landed(self, write: int, rank: int, session: bytes | None = None) -> list[Any]:
+        return self.do(Landed(session or self.session, NAME, write, rank, 0))
+
+    def land(self, write: int) -> list[Any]:
+        return [*self.landed(write, 0), *self.landed(write, 1)]
+
+    def complete(self, num_writes: int = 2, **fields: Any) -> list[Any]:
+        defaults: dict[str, Any] = {"num_tokens": 16, "num_writes": num_writes, "choices": CHOICES}
+        return self.hear(Complete, **(defaults | fields))
+
+    def wait(self, seconds: float) -> list[Any]:
+        until, actions = self.now + seconds, []
+        while (deadline := self.machine.next_deadline()) is not None and deadline <= until:
+            self.now = deadline
+            actions += self.do(Tick())
+        self.now = until
+        return actions
+
+    def until(self, state: str) -> Rig:
+        if state == "unknown":
+            self.do(Unneeded(NAME, ADDRESS))
+        else:
+            self.start()
+        if state != "waiting":
+            self.welcome()
+        if state in ("engaged", "completing", "draining", "ended"):
+            self.hear(Accepted)
+        if state == "completing":
+            self.complete()
+        if state in ("draining", "ended"):
+            self.do(CancelTarget(NAME))
+        if state == "ended":
+            self.hear(Drained)
+        assert self.machine._record(NAME).state.value == state
+        return self
+
+
+def sent(actions: list[Any], kind: type) -> list[Any]:
+    return [a.message for a in actions if isinstance(a, Send) and isinstance(a.message, kind)]
+
+
+def of(actions: list[Any], kind: type) -> list[Any]:
+    return [a for a in actions if isinstance(a, kind)]
+
+
+# --- sessions ---
+
+
+def test_the_first_message_dials() -> None:
+    (hello,) = Rig().start()
+    assert (hello.address, hello.link) == (ADDRESS, None)
+    assert isinstance(hello.message, Hello)
+    assert hello.message.clean
+
+
+def test_hello_is_repeated_until_the_session_timer_ends() -> None:
+    rig = Rig()
+    rig.start()
+    actions = rig.wait(TIMERS.session - 0.1)
+    assert len(sent(actions, Hello)) == 9
+    assert of(rig.wait(0.2), Fail) == [Fail(NAME, 4, f"no answer from {ADDRESS}")]
+    assert rig.wait(TIMERS.tombstone - 1) == [], "nobody waits any more"
+
+
+def test_welcome_admits_the_peer_before_anything_is_reserved() -> None:
+    rig = Rig()
+    rig.start()
+    rig.start(1)
+    admit, *reserves = rig.welcome()
+    assert admit == AdmitPeer(rig.session, P, cards(6, 2))
+    assert [r.message.attempt for r in reserves] == [0, 1]
+    assert all(r.link == LINK for r in reserves)
+    assert sent(rig.start(2), Reserve), "the session is up"
+
+
+def test_a_refused_session_fails_what_waits_at_once() -> None:
+    rig = Rig()
+    rig.start()
+    actions = rig.refuse_session("identity")
+    assert of(actions, Fail) == [Fail(NAME, 4, "refused (identity): why")]
+    assert of(actions, Unquarantine) == [Unquarantine(NAME)]
+
+
+def test_a_welcome_that_does_not_pair_fails_what_waits() -> None:
+    rig = Rig()
+    rig.start()
+    actions = rig.welcome(version=9)
+    assert "version 9" in of(actions, Fail)[0].reason
+    assert of(actions, Unquarantine)
+
+
+def test_not_needed_is_sent_once_there_is_a_session() -> None:
+    rig = Rig()
+    rig.do(Unneeded(NAME, ADDRESS))
+    assert len(sent(rig.welcome(), NotNeeded)) == 1
+    assert len(sent(rig.do(Unneeded(NAME, ADDRESS)), NotNeeded)) == 1
+
+
+def test_a_session_that_the_peer_forgot_fails_its_attempts_and_asks_for_a_promise() -> None:
+    rig = Rig().until("engaged")
+    old = rig.session
+    actions = rig.refuse_session("unknown_session")
+    assert of(actions, Fail)
+    assert not of(actions, Unquarantine)
+    (hello,) = sent(actions, Hello)
+    assert hello.session != old
+    assert not hello.clean
+    assert of(rig.welcome(), Unquarantine) == [Unquarantine(NAME)]
+
+
+def test_another_generation_promises_nothing_for_the_old_one() -> None:
+    rig = Rig().until("engaged")
+    rig.refuse_session("unknown_session")
+    actions = rig.welcome(NodeId("p", b"2" * 16))
+    assert not of(actions, Unquarantine)
+    assert of(actions, Fence) == [Fence(P)]
+    assert len(of(rig.wait(1.0), Fence)) == 5
+    assert of(rig.do(Fenced(P)), Unquarantine) == [Unquarantine(NAME)]
+    assert not of(rig.wait(1.0), Fence)
+
+
+def test_a_peer_that_is_gone_is_fenced() -> None:
+    rig = Rig().until("engaged")
+    actions = rig.do(PeerGone(P))
+    assert of(actions, Fail)
+    assert of(actions, Fence) == [Fence(P)]
+    assert not of(actions, Unquarantine)
+    assert rig.do(Fenced(NodeId("p", b"9" * 16))) == []
+    assert of(rig.do(Fenced(P)), Unquarantine)
+    (hello,) = sent(rig.start(1), Hello)
+    assert hello.clean, "what was fenced needs no promise"
+
+
+def test_a_drained_of_a_session_that_is_over_counts() -> None:
+    rig = Rig().until("engaged")
+    rig.do(PeerGone(P))
+    assert of(rig.hear(Drained), Unquarantine)
+
+
+def test_draining_that_lasts_is_fenced() -> None:
+    rig = Rig().until("engaged")
+    rig.refuse_session("unknown_session")
+    assert not of(rig.refuse_session("draining"), Fence)
+    rig.wait(3 * TIMERS.resend)
+    assert of(rig.refuse_session("draining"), Fence) == [Fence(P)]
+    rig.do(Fenced(P))
+    assert sent(rig.start(1) + rig.wait(1.0), Hello)[-1].clean
+
+
+def test_a_peer_that_leaves_blocks_in_quarantine_is_fenced_and_the_node_turns_unhealthy() -> None:
+    rig = Rig().until("draining")
+    actions = rig.wait(TIMERS.silence - 1)
+    assert len(sent(actions, Cancel)) == 38
+    assert not of(actions, Fence)
+    assert of(rig.wait(2.0), Fence)
+    assert not rig.machine.unhealthy
+    rig.wait(TIMERS.quarantine_limit)
+    assert rig.machine.unhealthy
+    rig.do(Fenced(P))
+    assert not rig.machine.unhealthy
+
+
+# --- delivery ---
+
+
+def test_delivery_needs_complete_and_all_notices_and_all_digests() -> None:
+    rig = Rig().until("engaged")
+    run = DigestRun(0, 0, 0, 0, bytes(8))
+    rig.pushed(0, 4, 12, digests=(run,))
+    rig.landed(0, 0)
+    (verify,) = rig.landed(0, 1)
+    span = (BlockSpan(1, (10, 11)),)
+    assert verify == Verify(rig.session, NAME, 0, 4, 12, (span,), (run,))
+    assert rig.do(Verified(NAME, 0)) == []
+    assert rig.complete(cached_tokens=5) == []
+    assert rig.land(1) == []
+    assert of(rig.pushed(1, 12, 16), Verify)
+    deliver, ack, free = rig.do(Verified(NAME, 1))
+    assert deliver == Deliver(NAME, CHOICES, 5)
+    assert ack.message.verdict == "ok"
+    assert free == Unquarantine(NAME)
+    assert rig.machine.counters.completed == 1
+    assert sent(rig.complete(), Ack)[0].verdict == "ok", "P may not have heard it"
+
+
+def test_writes_that_do_not_make_up_the_prompt_are_not_delivered() -> None:
+    rig = Rig().until("completing")
+    for write, start, end in ((0, 4, 8), (1, 12, 16)):
+        rig.pushed(write, start, end)
+        rig.land(write)
+    rig.do(Verified(NAME, 0))
+    actions = rig.do(Verified(NAME, 1))
+    assert not of(actions, Deliver)
+    assert of(actions, Fail)[0].valid_through == 8
+
+
+def test_a_mismatch_fails_with_what_is_good_and_is_told_until_drained() -> None:
+    rig = Rig().until("engaged")
+    for write, start, end in ((0, 4, 8), (1, 8, 12)):
+        rig.pushed(write, start, end)
+        rig.land(write)
+    rig.do(Verified(NAME, 0))
+    actions = rig.do(Verified(NAME, 1, ((8, 12),)))
+    assert of(actions, Fail)[0].valid_through == 8
+    assert not of(actions, Unquarantine)
+    for told in (actions, rig.wait(TIMERS.resend)):
+        (ack,) = sent(told, Ack)
+        assert (ack.verdict, ack.bad) == ("mismatch", ((8, 12),))
+        assert sent(told, Cancel)
+    assert of(rig.hear(Drained), Unquarantine)
+
+
+def test_a_peer_with_several_mismatches_is_put_out_for_a_while() -> None:
+    rig = Rig()
+    for number in range(3):
+        rig.start(number)
+        if number == 0:
+            rig.welcome()
+        name = {"attempt": number}
+        rig.pushed(0, 4, 16, **name)
+        for rank in range(2):
+            rig.do(Landed(rig.session, Attempt(NAME.transfer_id, number), 0, rank, 0))
+        rig.do(Verified(Attempt(NAME.transfer_id, number), 0, ((4, 16),)))
+    fail, free = rig.start(3)
+    assert "put out" in fail.reason
+    assert isinstance(free, Unquarantine)
+    rig.now += TIMERS.put_out + 1
+    assert sent(rig.start(4), Reserve)
+
+
+def test_a_cap_on_blocks_per_peer() -> None:
+    rig = Rig(max_blocks_per_peer=6)
+    rig.start(0)
+    rig.start(1)
+    fail, _ = rig.start(2)
+    assert "9 blocks" in fail.reason
+    rig.do(CancelTarget(NAME))
+    assert not of(rig.start(3), Fail)
+
+
+# --- junk ---
+
+
+@pytest.mark.parametrize(
+    "fields",
+    [
+        {"write": 12, "start": 4, "end": 8},
+        {"write": 0, "start": 0, "end": 8},
+        {"write": 0, "start": 8, "end": 8},
+        {"write": 0, "start": 4, "end": 17},
+        {"write": 0, "start": 8, "end": 12},
+        {"write": 1, "start": 4, "end": 8},
+        {"write": 0, "start": 4, "end": 8, "digests": (DigestRun(2, 0, 0, 0, b""),)},
+        {"write": 0, "start": 4, "end": 8, "digests": (DigestRun(0, 1, 0, 0, b""),)},
+        {"write": 0, "start": 4, "end": 8, "digests": (DigestRun(0, 0, 1, 0, b""),)},
+        {"write": 0, "start": 4, "end": 8, "digests": (DigestRun(0, 0, 0, 0, b"1"),)},
+    ],
+)
+def test_a_nonsensical_pushed_fails_the_attempt(fields: dict[str, Any]) -> None:
+    actions = Rig().until("engaged").pushed(**fields)
+    assert "nonsense" in of(actions, Fail)[0].reason
+    assert sent(actions, Cancel)
+
+
+@pytest.mark.parametrize(
+    "fields", [{"num_tokens": 15}, {"num_writes": 0}, {"num_writes": 13}, {"choices": ()}]
+)
+def test_a_nonsensical_complete_fails_the_attempt(fields: dict[str, Any]) -> None:
+    actions = Rig().until("engaged").complete(**fields)
+    assert "nonsense" in of(actions, Fail)[0].reason
+
+
+def test_a_write_may_not_change() -> None:
+    rig = Rig().until("engaged")
+    rig.pushed(0, 4, 8)
+    assert rig.pushed(0, 4, 8) == []
+    assert of(rig.pushed(0, 4, 12), Fail)
+
+
+def test_complete_may_not_change() -> None:
+    rig = Rig().until("completing")
+    assert rig.complete() == []
+    assert of(rig.complete(choices=(ChoiceStart(8),)), Fail)
+
+
+def test_strange_notices_count_for_nothing() -> None:
+    rig = Rig().until("engaged")
+    rig.pushed(0, 4, 16)
+    rig.landed(0, 0)
+    for event in (
+        Landed(b"x" * 16, NAME, 0, 1, 0),
+        Landed(rig.session, NAME, 0, 2, 0),
+        Landed(rig.session, NAME, 0, 1, 1),
+        Landed(rig.session, NAME, 99, 1, 0),
+        Landed(rig.session, Attempt(b"z" * 16, 0), 0, 1, 0),
+    ):
+        assert rig.do(event) == []
+    assert of(rig.landed(0, 1), Verify)
+
+
+# --- the end ---
+
+
+@pytest.mark.parametrize("state", ["reserved", "engaged", "completing"])
+def test_the_progress_deadline_fails_but_frees_nothing(state: str) -> None:
+    rig = Rig().until(state)
+    actions = rig.wait(TIMERS.progress_deadline)
+    assert of(actions, Fail)
+    assert sent(actions, Cancel)
+    assert not of(actions, Unquarantine)
+
+
+def test_progress_moves_the_deadline_and_repetitions_do_not() -> None:
+    rig = Rig().until("completing")
+    rig.wait(4.0)
+    rig.hear(Progress, state="writing", tokens_pushed=4)
+    rig.wait(4.0)
+    rig.complete()
+    rig.hear(Accepted)
+    assert of(rig.wait(1.0), Fail)
+
+
+def test_the_hard_limit_holds_whatever_progress_says() -> None:
+    rig = Rig()
+    rig.start(deadline=10.0)
+    rig.welcome()
+    actions = []
+    for _ in range(11):
+        actions += rig.wait(1.0)
+        rig.hear(Progress, state="computing", tokens_pushed=0)
+    assert of(actions, Fail)
+
+
+def test_an_unanswered_reserve_is_repeated_and_an_accepted_one_renews_the_lease() -> None:
+    rig = Rig().until("reserved")
+    (again,) = sent(rig.wait(TIMERS.resend), Reserve)
+    assert again.remaining_ms == 299_500
+    rig.hear(Accepted)
+    reserves = []
+    for _ in range(int(TIMERS.lease)):
+        rig.hear(Progress, state="computing", tokens_pushed=0)
+        reserves += sent(rig.wait(1.0), Reserve)
+    assert len(reserves) == 4
+
+
+@pytest.mark.parametrize(
+    ("kind", "fields", "said"),
+    [
+        (Failed, {"reason": "no"}, "no"),
+        (Refused, {"code": "prompt", "message": "other"}, "prompt"),
+        (Drained, {}, "unasked"),
+    ],
+)
+@pytest.mark.parametrize("state", ["reserved", "engaged", "completing"])
+def test_a_peer_that_gives_up_is_still_asked_to_drain(
+    state: str, kind: type, fields: dict[str, Any], said: str
+) -> None:
+    rig = Rig().until(state)
+    actions = rig.hear(kind, **fields)
+    assert said in of(actions, Fail)[0].reason
+    assert sent(actions, Cancel)
+    assert not of(actions, Unquarantine)
+    assert of(rig.hear(Drained), Unquarantine)
+
+
+def test_cancel_before_the_session_frees_at_once() -> None:
+    rig = Rig().until("waiting")
+    assert rig.do(CancelTarget(NAME)) == [Unquarantine(NAME)]
+    assert not sent(rig.welcome(), Reserve)
+
+
+@pytest.mark.parametrize("state", ["reserved", "engaged", "completing"])
+def test_cancel_is_repeated_until_drained(state: str) -> None:
+    rig = Rig().until(state)
+    assert sent(rig.do(CancelTarget(NAME)), Cancel)
+    actions = rig.wait(5 * TIMERS.resend)
+    assert len(sent(actions, Cancel)) == 5
+    assert not of(actions, Unquarantine)
+    assert not of(actions, Fail)
+    assert rig.hear(Drained) == [Unquarantine(NAME)]
+    assert rig.machine.counters.cancelled == 1
+
+
+def test_late_messages_are_answered() -> None:
+    rig = Rig().until("draining")
+    assert sent(rig.complete(), Cancel)
+    rig.hear(Drained)
+    assert sent(rig.complete(), Cancel)
+    stranger: dict[str, Any] = {"transfer_id": b"z" * 16}
+    assert sent(rig.complete(**stranger), Cancel)
+    assert sent(rig.hear(Progress, state="", tokens_pushed=0, **stranger), Cancel)
+
+
+def test_a_used_name_is_refused_and_a_live_one_is_a_bug() -> None:
+    rig = Rig().until("ended")
+    fail, free = rig.start()
+    assert "ended already" in fail.reason
+    assert free == Unquarantine(NAME)
+    with pytest.raises(LocalProtocolError, match="twice"):
+        Rig().until("engaged").start()
+
+
+MESSAGES: list[tuple[type, dict[str, Any]]] = [
+    (Accepted, {}),
+    (Refused, {"code": "conflict", "message": ""}),
+    (Pushed, {"write": 0, "start": 4, "end": 16, "digests": ()}),
+    (Progress, {"state": "", "tokens_pushed": 0}),
+    (Complete, {"num_tokens": 16, "num_writes": 2, "choices": CHOICES}),
+    (Failed, {"reason": ""}),
+    (Drained, {}),
+    (Cancel, {}),
+]
+STATES = ["unknown", "waiting", "reserved", "engaged", "completing", "draining", "ended"]
+
+
+@pytest.mark.parametrize("state", STATES)
+@pytest.mark.parametrize(("kind", "fields"), MESSAGES)
+def test_every_message_in_every_state_leads_to_one_orderly_end(
+    state: str, kind: type, fields: dict[str, Any]
+) -> None:
+    rig = Rig().until(state)
+    actions = rig.hear(kind, **fields)
+    actions += rig.do(CancelTarget(NAME))
+    actions += rig.hear(Drained)
+    expected = 0 if state in ("unknown", "ended") else 1
+    assert len(of(actions, Unquarantine)) == expected
+    assert rig.machine.ledger()["quarantined_blocks"] == 0
+    counters = rig.machine.counters
+    assert counters.started == counters.completed + counters.failed + counters.cancelled
+
+
+small = st.integers(0, 20)
+names = {"session": st.just((1).to_bytes(16, "little")), "seq": st.integers(0, 1000)}
+named = names | {"transfer_id": st.sampled_from([NAME.transfer_id, b"z" * 16]), "attempt": small}
+spans = st.lists(
+    st.lists(st.builds(BlockSpan, small, st.lists(small, max_size=4).map(tuple)), max_size=3).map(
+        tuple
+    ),
+    max_size=2,
+).map(tuple)
+runs = st.builds(DigestRun, small, small, small, small, st.binary(max_size=9))
+junk: st.SearchStrategy[Control] = st.one_of(
+    st.builds(Accepted, **named),
+    st.builds(Refused, **(named | {"code": st.text(max_size=3), "message": st.just("")})),
+    st.builds(
+        Pushed,
+        **named,
+        write=small,
+        start=small,
+        end=small,
+        digests=st.lists(runs, max_size=2).map(tuple),
+    ),
+    st.builds(Progress, **named, state=st.text(max_size=3), tokens_pushed=small),
+    st.builds(
+        Complete,
+        **named,
+        num_tokens=small,
+        num_writes=small,
+        choices=st.sampled_from([(), CHOICES]),
+        cached_tokens=small,
+    ),
+    st.builds(Failed, **named, reason=st.just("")),
+    st.builds(Drained, **named),
+    st.builds(Cancel, **named),
+    st.builds(NotNeeded, **named),
+    st.builds(
+        Ack,
+        **named,
+        verdict=st.sampled_from(["ok", "mismatch", ""]),
+        bad=st.lists(st.tuples(small, small), max_size=2).map(tuple),
+    ),
+    st.builds(
+        Reserve,
+        **named,
+        prompt_key=st.just(KEY),
+        num_tokens=small,
+        spans=spans,
+        remaining_ms=small,
+        more=st.booleans(),
+    ),
+    st.builds(
+        Hello,
+        **names,
+        sender=st.just(P),
+        min_version=st.just(1),
+        max_version=small,
+        identity=st.just(bytes(32)),
+        identity_record=st.just({}),
+        transport=st.just("tcp"),
+        ranks=st.sampled_from([cards(4, 1), cards(0, 1), ()]),
+        clean=st.booleans(),
+    ),
+    st.builds(
+        Welcome,
+        **names,
+        sender=st.just(P),
+        version=small,
+        ranks=st.sampled_from([cards(4, 1), cards(0, 1), ()]),
+    ),
+)
+
+
+@given(st.lists(junk, max_size=30))
+@settings(max_examples=150, deadline=None)
+def test_no_message_of_a_peer_breaks_a_machine(messages: list[Control]) -> None:
+    target = Rig()
+    target.start()
+    source = Source(target.machine.identity, TIMERS, new_id=bytes, pairable=lambda a, b: None)
+    for message in messages:
+        target.do(Received(LINK, message))
+        source.handle(Received(LINK, message), 0.0)
+        source.validate()
