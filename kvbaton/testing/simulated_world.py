@@ -19,7 +19,9 @@ from kvbaton.connectors.protocol.events import Attempt, Post
 from kvbaton.wire import Control, decode_control, encode_control
 
 if TYPE_CHECKING:
-    from kvbaton.testing.simulated_nodes import Decode, Node, Prefill
+    from kvbaton.testing.simulated_decode import Decode
+    from kvbaton.testing.simulated_node import Node
+    from kvbaton.testing.simulated_prefill import Prefill
 
 Cell = tuple[int, int, int]
 """Block, slot in the block, head."""

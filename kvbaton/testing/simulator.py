@@ -26,7 +26,9 @@ from dataclasses import dataclass, field
 
 from kvbaton.connectors.base import FenceScope
 from kvbaton.connectors.protocol.events import Attempt
-from kvbaton.testing.simulated_nodes import Decode, Job, Node, Prefill
+from kvbaton.testing.simulated_decode import Decode
+from kvbaton.testing.simulated_node import Job, Node
+from kvbaton.testing.simulated_prefill import Prefill
 from kvbaton.testing.simulated_world import Weather, World
 
 REST_S = 45.0

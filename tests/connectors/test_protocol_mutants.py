@@ -20,7 +20,8 @@ from kvbaton.connectors.protocol.source import Source
 from kvbaton.connectors.protocol.source_sessions import Outgoing, SessionState, SourceSession
 from kvbaton.connectors.protocol.target import Target
 from kvbaton.connectors.protocol.target_sessions import Incoming, Line
-from kvbaton.testing.simulated_nodes import Decode, Prefill, Run, Stay
+from kvbaton.testing.simulated_decode import Decode, Stay
+from kvbaton.testing.simulated_prefill import Prefill, Run
 from kvbaton.testing.simulator import simulate
 from kvbaton.wire import Ack, Cancel, Drained, NodeId
 
