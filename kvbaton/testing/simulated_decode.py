@@ -245,8 +245,8 @@ class Decode(Node):
         for write in self.world.writes:
             if write.source.id == node and write.target is self:
                 write.cut()
-        if not gone and isinstance(current, Prefill):
-            current.broken |= {s for s, (target, _) in current.open.items() if target is self}
+        if not gone:
+            current.cut_off(self)
             if self.world.rng.random() < 0.7:
                 self.world.soon(lambda: current.take(PeerGone(self.id)), 0.1)
         self.take(Fenced(node))

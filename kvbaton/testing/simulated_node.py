@@ -173,6 +173,9 @@ class Node:
         """Do what the machine says."""
         raise NotImplementedError
 
+    def cut_off(self, other: Node) -> None:
+        """Another node has fenced this one: what is connected to it breaks."""
+
     def stop(self) -> None:
         """SIGSTOP."""
         self.stopped = True

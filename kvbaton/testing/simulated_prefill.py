@@ -264,6 +264,10 @@ class Prefill(Node):
         world.writes.append(write)
         write.begin()
 
+    def cut_off(self, other: Node) -> None:
+        """Another node has fenced this one: what is connected to it breaks."""
+        self.broken |= {s for s, (target, _) in self.open.items() if target is other}
+
     def write_ended(self, write: Write, *, ok: bool, drained: bool) -> None:
         """A write of ours ended; writes are watched to their end, also after `ClosePeer`."""
         number = write.post.write
