@@ -9,7 +9,7 @@ from msgspec import UNSET, UnsetType
 
 from kvbaton.edge.config import Frontend
 from kvbaton.edge.request_id import HEADER, REQUEST_ID, clean
-from kvbaton.edge.sampling import refuse_unsupported, stop_strings
+from kvbaton.edge.sampling import check_stops, refuse_unsupported
 from kvbaton.errors import RequestError
 from kvbaton.openai import SamplingFields
 from kvbaton.text.choice import TextOptions
@@ -58,7 +58,7 @@ def text_options(body: SamplingFields) -> TextOptions:
         RequestError: `stop` is wrong.
     """
     return TextOptions(
-        stop=stop_strings(body),
+        stop=check_stops(body.stop),
         include_stop=bool(body.include_stop_str_in_output),
         skip_special_tokens=body.skip_special_tokens is not False,
         min_tokens=body.min_tokens or 0,

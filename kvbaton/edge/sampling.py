@@ -179,13 +179,13 @@ def _check_bias(name: str, bias: Mapping[int, float], vocab_size: int) -> None:
         check_range(name, value, Range(-100, 100))
 
 
-def stop_strings(body: SamplingFields) -> tuple[str, ...]:
+def check_stops(stop: str | Sequence[str] | None) -> tuple[str, ...]:
     """The `stop` field as a tuple.
 
     Raises:
         RequestError: too many, too long, or empty.
     """
-    stops = (body.stop,) if isinstance(body.stop, str) else tuple(body.stop or ())
+    stops = (stop,) if isinstance(stop, str) else tuple(stop or ())
     if len(stops) > MAX_STOPS:
         raise RequestError(f"stop may hold at most {MAX_STOPS} strings", param="stop")
     if not all(0 < len(stop) <= MAX_STOP_LENGTH for stop in stops):

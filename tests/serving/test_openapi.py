@@ -96,7 +96,8 @@ def requests_to(api: Any, method: str, path: str) -> st.SearchStrategy[Any]:
     right: st.SearchStrategy[Any] = operation.as_strategy(generation_mode=GenerationMode.POSITIVE)
     if method == "GET" or path == "/reset_prefix_cache":
         return right
-    return right | operation.as_strategy(generation_mode=GenerationMode.NEGATIVE)
+    wrong: st.SearchStrategy[Any] = operation.as_strategy(generation_mode=GenerationMode.NEGATIVE)
+    return right | wrong
 
 
 @pytest.mark.parametrize(("method", "path"), OPERATIONS)

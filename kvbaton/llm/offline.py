@@ -1,0 +1,176 @@
+"""`LLM`: lists of prompts in, lists of answers out."""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+import weakref
+from collections.abc import Coroutine, Sequence
+from pathlib import Path
+from typing import Any, Self, TypeVar, cast
+
+from tqdm import tqdm
+
+from kvbaton.llm.params import CompletionOutput, RequestOutput, SamplingParams
+from kvbaton.llm.streaming import AsyncLLM, Message, Prepared, Prompt
+
+T = TypeVar("T")
+Params = SamplingParams | Sequence[SamplingParams] | None
+
+STOP_S = 20.0
+
+
+class LLM:
+    """An engine in a child process, asked from ordinary code.
+
+    Args:
+        model: a Hugging Face folder.
+        settings: see `AsyncLLM.start`.
+
+    Raises:
+        ConfigError: a setting or the model folder is wrong.
+        EngineDeadError: the engine died.
+    """
+
+    def __init__(self, model: str | Path, **settings: Any) -> None:
+        self._loop = asyncio.new_event_loop()
+        thread = threading.Thread(target=self._loop.run_forever, name="llm", daemon=True)
+        thread.start()
+        self._engine: AsyncLLM | None = None
+        # Also runs when the object is forgotten, and when the interpreter ends.
+        self.close = weakref.finalize(self, _stop, self._loop, thread)
+        try:
+            self._engine = self._wait(AsyncLLM.start(model, **settings))
+        except BaseException:
+            self.close()
+            raise
+        self.close.detach()
+        self.close = weakref.finalize(self, _stop, self._loop, thread, self._engine)
+
+    def generate(
+        self,
+        prompts: Prompt | Sequence[Prompt],
+        sampling_params: Params = None,
+        *,
+        use_tqdm: bool = True,
+        **options: Any,
+    ) -> list[RequestOutput]:
+        """Continue prompts, all at the same time.
+
+        Args:
+            prompts: a text, token ids, or a list of such.
+            sampling_params: for all, or one per prompt; None takes the model's recommendations.
+            use_tqdm: show a progress bar on standard error.
+            options: `priority`, `cache_salt` and `timeout` of each; see `AsyncLLM.generate`.
+
+        Returns:
+            One answer per prompt, in order.
+
+        Raises:
+            RequestError: something is wrong with any of them; none is run then.
+            EngineDeadError: the engine is gone.
+        """
+        listed = _as_list(prompts)
+        return self._wait(
+            self._run(listed, _per_prompt(sampling_params, listed), use_tqdm, options)
+        )
+
+    def chat(
+        self,
+        messages: Sequence[Message] | Sequence[Sequence[Message]],
+        sampling_params: Params = None,
+        *,
+        use_tqdm: bool = True,
+        chat_template_kwargs: dict[str, Any] | None = None,
+        **options: Any,
+    ) -> list[RequestOutput]:
+        """Answer a conversation, or a list of conversations; see `generate`."""
+        single = bool(messages) and isinstance(messages[0], dict)
+        talks = cast("list[Sequence[Message]]", [messages] if single else list(messages))
+        prompts = [self._wait(self._own.render(talk, chat_template_kwargs)) for talk in talks]
+        return self.generate(prompts, sampling_params, use_tqdm=use_tqdm, **options)
+
+    def reset_prefix_cache(self) -> bool:
+        """Forget cached prefixes; whether that could be done."""
+        return self._wait(self._own.reset_prefix_cache())
+
+    @property
+    def _own(self) -> AsyncLLM:
+        assert self._engine is not None
+        return self._engine
+
+    async def _run(
+        self,
+        prompts: Sequence[Prompt],
+        params: Sequence[SamplingParams | None],
+        use_tqdm: bool,
+        options: dict[str, Any],
+    ) -> list[RequestOutput]:
+        pairs = zip(prompts, params, strict=True)
+        prepared = [await self._own.prepare(p, chosen, **options) for p, chosen in pairs]
+        with tqdm(total=len(prepared), desc="prompts", disable=not use_tqdm) as bar:
+            try:
+                async with asyncio.TaskGroup() as group:
+                    tasks = [group.create_task(self._answer(p, bar)) for p in prepared]
+            except* Exception as errors:
+                raise errors.exceptions[0] from None
+        return [task.result() for task in tasks]
+
+    async def _answer(self, prepared: Prepared, bar: tqdm[Any]) -> RequestOutput:
+        """All of one prompt's deltas as one answer."""
+        choices: dict[int, CompletionOutput] = {}
+        scores, cached = None, 0
+        async for delta in self._own.run(prepared):
+            (news,) = delta.outputs
+            choices.setdefault(news.index, CompletionOutput(news.index)).append(news)
+            scores = scores or delta.prompt_logprobs
+            cached = max(cached, delta.num_cached_tokens)
+        bar.update()
+        request = prepared.job.request
+        return RequestOutput(
+            request_id=request.request_id,
+            prompt=prepared.prompt,
+            prompt_token_ids=list(request.token_ids),
+            outputs=[choices[index] for index in sorted(choices)],
+            prompt_logprobs=scores,
+            num_cached_tokens=cached,
+        )
+
+    def _wait(self, work: Coroutine[Any, Any, T]) -> T:
+        future = asyncio.run_coroutine_threadsafe(work, self._loop)
+        try:
+            return future.result()
+        except BaseException:
+            future.cancel()  # an interrupted caller wants nothing more
+            raise
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *exc_info: object) -> None:
+        self.close()
+
+
+def _as_list(prompts: Prompt | Sequence[Prompt]) -> list[Prompt]:
+    if isinstance(prompts, str):
+        return [prompts]
+    ids = bool(prompts) and all(isinstance(item, int) for item in prompts)
+    return cast("list[Prompt]", [prompts] if ids else list(prompts))
+
+
+def _per_prompt(params: Params, prompts: Sequence[Prompt]) -> Sequence[SamplingParams | None]:
+    if params is None or isinstance(params, SamplingParams):
+        return [params] * len(prompts)
+    if len(params) != len(prompts):
+        raise ValueError(f"{len(params)} sampling_params for {len(prompts)} prompts")
+    return params
+
+
+def _stop(
+    loop: asyncio.AbstractEventLoop, thread: threading.Thread, engine: AsyncLLM | None = None
+) -> None:
+    if engine is not None:
+        asyncio.run_coroutine_threadsafe(engine.shutdown(), loop).result(STOP_S)
+    loop.call_soon_threadsafe(loop.stop)
+    thread.join(STOP_S)
+    loop.close()

@@ -1,0 +1,143 @@
+"""How to choose tokens, and what comes of it; names and shapes as vLLM's."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+import msgspec
+
+from kvbaton import wire
+from kvbaton.edge.sampling import check_stops
+from kvbaton.text.choice import TextOptions
+from kvbaton.text.tokenizer import Tokenizer
+
+
+class SamplingParams(wire.SamplingParams, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """The engine's parameters (`wire.SamplingParams`), and how tokens become text.
+
+    Attributes:
+        stop: strings that end the text.
+        include_stop_str_in_output: keep the stop string, or stop token, in the text.
+        skip_special_tokens: leave special tokens out of the text.
+    """
+
+    stop: str | Sequence[str] = ()
+    include_stop_str_in_output: bool = False
+    skip_special_tokens: bool = True
+
+    def for_engine(self) -> wire.SamplingParams:
+        """The part that the engine is told.
+
+        Raises:
+            ValueError: a field has a wrong type; the message names it.
+        """
+        fields = {name: getattr(self, name) for name in wire.SamplingParams.__struct_fields__}
+        return msgspec.convert(fields, wire.SamplingParams)
+
+    def for_text(self) -> TextOptions:
+        """The part that makes text of tokens.
+
+        Raises:
+            RequestError: `stop` is wrong.
+        """
+        return TextOptions(
+            stop=check_stops(self.stop),
+            include_stop=self.include_stop_str_in_output,
+            skip_special_tokens=self.skip_special_tokens,
+            min_tokens=self.min_tokens,
+        )
+
+
+@dataclass(frozen=True)
+class Logprob:
+    """One candidate at one position.
+
+    Attributes:
+        logprob: natural logarithm of its probability.
+        rank: 1 is the likeliest.
+        decoded_token: its text.
+    """
+
+    logprob: float
+    rank: int
+    decoded_token: str
+
+
+Logprobs = list[dict[int, Logprob] | None]
+"""Per token, its candidates by id, the chosen one among them; None for the first of a prompt."""
+
+
+def named_logprobs(
+    tokenizer: Tokenizer,
+    token_ids: Sequence[int],
+    entries: Sequence[wire.TokenLogprobs | None],
+) -> Logprobs:
+    """Log probabilities of n tokens by candidate, from n entries."""
+    return [
+        None if entry is None else _candidates(tokenizer, token, entry)
+        for token, entry in zip(token_ids, entries, strict=True)
+    ]
+
+
+def _candidates(tokenizer: Tokenizer, token: int, entry: wire.TokenLogprobs) -> dict[int, Logprob]:
+    named = {token: Logprob(entry.logprob, entry.rank, tokenizer.token_text(token))}
+    for rival in entry.top:
+        text = tokenizer.token_text(rival.token)
+        named.setdefault(rival.token, Logprob(rival.logprob, rival.rank, text))
+    return named
+
+
+@dataclass
+class CompletionOutput:
+    """One choice, or what is new of it.
+
+    Attributes:
+        index: of the choice.
+        text: generated.
+        token_ids: generated, the stop token included.
+        logprobs: one per token, if asked for.
+        finish_reason: ``stop`` or ``length``; None while it goes on.
+        stop_reason: the stop string or stop token id that ended it, if one did.
+    """
+
+    index: int
+    text: str = ""
+    token_ids: list[int] = field(default_factory=list)
+    logprobs: Logprobs | None = None
+    finish_reason: str | None = None
+    stop_reason: int | str | None = None
+
+    def append(self, delta: CompletionOutput) -> None:
+        """Add what is new of this choice."""
+        self.text += delta.text
+        self.token_ids += delta.token_ids
+        if delta.logprobs is not None:
+            self.logprobs = [*(self.logprobs or []), *delta.logprobs]
+        self.finish_reason, self.stop_reason = delta.finish_reason, delta.stop_reason
+
+
+@dataclass
+class RequestOutput:
+    """Answer to one prompt, or what is new of it.
+
+    Attributes:
+        request_id: of the request.
+        prompt: its text; None if it came as tokens.
+        prompt_token_ids: its tokens.
+        outputs: the choices; of a delta, the one that has news.
+        prompt_logprobs: one per prompt token, if asked for.
+        num_cached_tokens: prompt tokens taken from the prefix cache.
+    """
+
+    request_id: str
+    prompt: str | None
+    prompt_token_ids: list[int]
+    outputs: list[CompletionOutput]
+    prompt_logprobs: Logprobs | None = None
+    num_cached_tokens: int = 0
+
+    @property
+    def finished(self) -> bool:
+        """Whether all of `outputs` have ended."""
+        return all(output.finish_reason is not None for output in self.outputs)

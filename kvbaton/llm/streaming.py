@@ -1,0 +1,225 @@
+"""`AsyncLLM`: an engine in a child process, for programs that run an event loop."""
+
+from __future__ import annotations
+
+import os
+import secrets
+from collections.abc import AsyncGenerator, Sequence
+from contextlib import aclosing
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Self
+
+from kvbaton.edge.chat import encode_chat
+from kvbaton.edge.config import EdgeConfig, Frontend
+from kvbaton.edge.jobs import Event, Job, check_prompt, run_jobs, unique
+from kvbaton.edge.prompts import encode
+from kvbaton.edge.sampling import INT32, Range, check_range, checked
+from kvbaton.edge.source import ModelFacts
+from kvbaton.engine.client import EngineClient
+from kvbaton.engine.config import EngineConfig
+from kvbaton.engine.solo import SoloFactory
+from kvbaton.errors import ConfigError
+from kvbaton.llm.params import CompletionOutput, RequestOutput, SamplingParams, named_logprobs
+from kvbaton.openai import ChatRequest
+from kvbaton.text.generation import GenerationConfigMode, sampling_defaults
+from kvbaton.text.tokenizer import Tokenizer
+from kvbaton.wire import AddRequest, NodeId
+
+Prompt = str | Sequence[int]
+Message = dict[str, Any]
+
+DEADLINE_S = 7 * 86400.0
+"""Of a request without a `timeout`: a long list of prompts may take its time."""
+
+
+@dataclass(frozen=True)
+class Prepared:
+    """A request that was checked and can be run."""
+
+    prompt: str | None
+    job: Job
+
+
+class AsyncLLM:
+    """An engine in a child process. Make one with `start`; it is also an async context manager.
+
+    Each request is an async iterator of deltas; leaving it early cancels the request.
+    """
+
+    def __init__(self, client: EngineClient, frontend: Frontend) -> None:
+        self._client = client
+        self._frontend = frontend
+
+    @classmethod
+    async def start(
+        cls,
+        model: str | Path,
+        *,
+        chat_template: str | Path | None = None,
+        generation_config: GenerationConfigMode = "auto",
+        log_level: str = "warning",
+        **engine: Any,
+    ) -> Self:
+        """Load a model and wait until it can generate.
+
+        Args:
+            model: a Hugging Face folder.
+            chat_template: file with another chat template than the model's.
+            generation_config: whether the model recommends sampling defaults.
+            log_level: of the engine's process.
+            engine: other fields of `EngineConfig`.
+
+        Raises:
+            ConfigError: a setting or the model folder is wrong.
+            EngineDeadError: the engine died.
+        """
+        folder = str(model)
+        if unknown := sorted(engine.keys() - EngineConfig.__dataclass_fields__.keys()):
+            raise ConfigError(unknown[0], "the engine has no such setting")
+        tokenizer = Tokenizer.load(folder, chat_template)
+        defaults = sampling_defaults(folder, generation_config)
+        client = await EngineClient.start(
+            EngineConfig(model=folder, **engine),
+            SoloFactory(),
+            node=NodeId("llm", os.urandom(16)),
+            log_level=log_level,
+        )
+        ready = client.ready
+        facts = ModelFacts(max_model_len=ready.max_model_len, vocab_size=ready.vocab_size)
+        config = EdgeConfig(model_name=folder, sampling_defaults=defaults)
+        return cls(
+            client,
+            Frontend(source=client, tokenizer=tokenizer, config=config, facts=lambda: facts),
+        )
+
+    @property
+    def tokenizer(self) -> Tokenizer:
+        """The model's."""
+        return self._frontend.tokenizer
+
+    def default_params(self) -> SamplingParams:
+        """What a request without parameters gets: the model's recommendations."""
+        return SamplingParams(**self._frontend.config.sampling_defaults)
+
+    async def generate(
+        self, prompt: Prompt, sampling_params: SamplingParams | None = None, **options: Any
+    ) -> AsyncGenerator[RequestOutput]:
+        """Continue a prompt.
+
+        Args:
+            prompt: a text or token ids.
+            sampling_params: None takes the model's recommendations.
+            options: `request_id`, `priority`, `cache_salt`, `timeout` (seconds).
+
+        Yields:
+            What is new, of one choice at a time.
+
+        Raises:
+            RequestError: something in it is wrong, or it took longer than its timeout.
+            EngineDeadError: the engine is gone.
+        """
+        prepared = await self.prepare(prompt, sampling_params, **options)
+        async with aclosing(self.run(prepared)) as deltas:
+            async for delta in deltas:
+                yield delta
+
+    async def chat(
+        self,
+        messages: Sequence[Message],
+        sampling_params: SamplingParams | None = None,
+        *,
+        chat_template_kwargs: dict[str, Any] | None = None,
+        **options: Any,
+    ) -> AsyncGenerator[RequestOutput]:
+        """Answer a conversation; see `generate`."""
+        prompt = await self.render(messages, chat_template_kwargs)
+        async with aclosing(self.generate(prompt, sampling_params, **options)) as deltas:
+            async for delta in deltas:
+                yield delta
+
+    async def render(
+        self, messages: Sequence[Message], chat_template_kwargs: dict[str, Any] | None = None
+    ) -> list[int]:
+        """Token ids of a conversation, by the model's chat template.
+
+        Raises:
+            RequestError: the model has no template, or the messages do not fit it.
+        """
+        body = ChatRequest(messages=list(messages), chat_template_kwargs=chat_template_kwargs)
+        return await encode_chat(self._frontend, body)
+
+    async def prepare(
+        self,
+        prompt: Prompt,
+        sampling_params: SamplingParams | None = None,
+        *,
+        request_id: str | None = None,
+        priority: int = 0,
+        cache_salt: str = "",
+        timeout: float | None = None,
+    ) -> Prepared:
+        """Check a request; see `generate`."""
+        frontend, given = self._frontend, sampling_params or self.default_params()
+        text = prompt if isinstance(prompt, str) else None
+        ids = await self._encode(prompt)
+        params = checked(given.for_engine(), frontend.config, frontend.vocab_size)
+        check_prompt(frontend, ids, params.max_tokens, "prompt")
+        check_range("priority", priority, Range(-INT32, INT32))
+        request = AddRequest(
+            request_id=unique(request_id or secrets.token_hex(8)),
+            token_ids=tuple(ids),
+            params=params,
+            priority=priority,
+            cache_salt=cache_salt,
+            deadline_s=DEADLINE_S if timeout is None else timeout,
+        )
+        return Prepared(text, Job(index=0, request=request, options=given.for_text()))
+
+    async def _encode(self, prompt: Prompt) -> list[int]:
+        if not isinstance(prompt, str):
+            return list(prompt)
+        return await encode(self._frontend.tokenizer, prompt, add_special_tokens=True)
+
+    async def run(self, prepared: Prepared) -> AsyncGenerator[RequestOutput]:
+        """Deltas of a request that `prepare` has checked."""
+        async with aclosing(run_jobs(self._frontend, [prepared.job])) as events:
+            async for event in events:
+                yield self._delta(prepared, event)
+
+    def _delta(self, prepared: Prepared, event: Event) -> RequestOutput:
+        request, delta, scores = prepared.job.request, event.delta, event.prompt_logprobs
+        logprobs = None
+        if delta.logprobs is not None:
+            logprobs = named_logprobs(self.tokenizer, delta.token_ids, delta.logprobs)
+        choice = CompletionOutput(
+            index=event.choice,
+            text=delta.text,
+            token_ids=delta.token_ids,
+            logprobs=logprobs,
+            finish_reason=delta.finish_reason,
+            stop_reason=delta.stop_reason,
+        )
+        ids = list(request.token_ids)
+        return RequestOutput(
+            request_id=request.request_id,
+            prompt=prepared.prompt,
+            prompt_token_ids=ids,
+            outputs=[choice],
+            prompt_logprobs=named_logprobs(self.tokenizer, ids, scores) if scores else None,
+            num_cached_tokens=event.cached_tokens,
+        )
+
+    async def reset_prefix_cache(self) -> bool:
+        """Forget cached prefixes; whether that could be done."""
+        return bool(await self._client.command("reset_prefix_cache"))
+
+    async def shutdown(self, grace_s: float = 0.0) -> None:
+        """End the engine; running requests have `grace_s` seconds. Idempotent."""
+        await self._client.shutdown(grace_s)
+
+    async def __aenter__(self) -> Self:
+        return self
+
+    async def __aexit__(self, *exc_info: object) -> None:
+        await self.shutdown()

@@ -1,0 +1,146 @@
+"""The Python API, over real engines in child processes."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+import kvbaton
+from kvbaton import LLM, AsyncLLM, SamplingParams
+from kvbaton.errors import ConfigError, RequestError
+from kvbaton.llm.params import CompletionOutput
+
+TEXTS = ["Once upon a time", "The capital of France is", "One, two,"]
+GREEDY: dict[str, Any] = {"temperature": 0.0, "ignore_eos": True}
+SETTINGS: dict[str, Any] = {"num_blocks": 64, "num_threads": 1, "block_size": 16}
+
+
+@pytest.fixture(scope="module")
+def model(checkpoint: Callable[..., Path]) -> Path:
+    return checkpoint()
+
+
+@pytest.fixture(scope="module")
+def llm(model: Path) -> Iterator[LLM]:
+    with LLM(model, **SETTINGS) as llm:
+        yield llm
+
+
+@torch.inference_mode()
+def continued(reference: Any, ids: list[int], count: int) -> list[int]:
+    known = torch.tensor([ids])
+    for _ in range(count):
+        known = torch.cat([known, reference(known).logits[:, -1].argmax(-1, keepdim=True)], 1)
+    tokens: list[int] = known[0, len(ids) :].tolist()
+    return tokens
+
+
+def test_generate_equals_transformers(
+    llm: LLM, model: Path, reference: Callable[..., Any], capsys: pytest.CaptureFixture[str]
+) -> None:
+    answers = llm.generate(TEXTS, SamplingParams(**GREEDY, max_tokens=8))
+    assert [answer.prompt for answer in answers] == TEXTS
+    for answer in answers:
+        (choice,) = answer.outputs
+        expected = continued(reference(model), answer.prompt_token_ids, 8)
+        assert (choice.token_ids, choice.finish_reason) == (expected, "length")
+        assert choice.text
+        assert answer.finished
+    assert "3/3" in capsys.readouterr().err, "no progress bar"
+    again = llm.generate(answers[0].prompt_token_ids, SamplingParams(**GREEDY, max_tokens=8))
+    assert again[0].outputs == answers[0].outputs, "tokens are as good as their text"
+
+
+def test_logprobs_choices_and_own_parameters(llm: LLM) -> None:
+    params = [
+        SamplingParams(n=2, seed=3, max_tokens=4, logprobs=2, prompt_logprobs=1),
+        SamplingParams(**GREEDY, max_tokens=2),
+    ]
+    first, second = llm.generate(TEXTS[:2], params, use_tqdm=False)
+    assert [choice.index for choice in first.outputs] == [0, 1]
+    for choice in first.outputs:
+        assert choice.logprobs is not None
+        for token, named in zip(choice.token_ids, choice.logprobs, strict=True):
+            assert named is not None
+            assert token in named
+            assert 2 <= len(named) <= 3
+    assert first.prompt_logprobs is not None
+    assert first.prompt_logprobs[0] is None
+    assert len(first.prompt_logprobs) == len(first.prompt_token_ids)
+    assert len(second.outputs[0].token_ids) == 2
+
+
+def test_stop_string_and_prefix_cache(llm: LLM) -> None:
+    ids = list(range(20, 60))
+    (whole,) = llm.generate(ids, SamplingParams(**GREEDY, max_tokens=12), use_tqdm=False)
+    text = whole.outputs[0].text
+    stop = text[len(text) // 2 :][:2]
+    params = SamplingParams(**GREEDY, max_tokens=12, stop=[stop])
+    (cut,) = llm.generate(ids, params, use_tqdm=False)
+    assert cut.outputs[0].text == text[: text.index(stop)]
+    assert (cut.outputs[0].finish_reason, cut.outputs[0].stop_reason) == ("stop", stop)
+    assert cut.num_cached_tokens == 32
+    assert llm.reset_prefix_cache()
+    (cold,) = llm.generate(ids, params, use_tqdm=False)
+    assert cold.num_cached_tokens == 0
+
+
+def test_chat(llm: LLM) -> None:
+    talk = [{"role": "user", "content": "Who?"}]
+    params = SamplingParams(**GREEDY, max_tokens=3)
+    (one,) = llm.chat(talk, params, use_tqdm=False)
+    two = llm.chat([talk, talk], params, use_tqdm=False)
+    assert [answer.outputs for answer in two] == [one.outputs, one.outputs]
+
+
+def test_what_is_wrong_is_named(llm: LLM, model: Path) -> None:
+    for prompts, params, named in [
+        ([""], SamplingParams(temperature=3.0), "temperature"),
+        ([[]], None, "prompt"),
+        ([[10**6]], None, "prompt"),
+        (["x"], SamplingParams(stop=""), "stop"),
+    ]:
+        with pytest.raises(RequestError) as raised:
+            llm.generate(prompts, params, use_tqdm=False)  # type: ignore[arg-type]
+        assert raised.value.param == named
+    with pytest.raises(ConfigError, match="block_sise"):
+        LLM(model, block_sise=16)
+    with pytest.raises(ConfigError, match=r"tokenizer\.json"):
+        LLM(model / "nowhere")
+
+
+async def test_deltas_and_cancelling(model: Path) -> None:
+    params = SamplingParams(**GREEDY, max_tokens=64)
+    async with await AsyncLLM.start(model, **SETTINGS) as engine:
+        whole = CompletionOutput(0)
+        pieces = 0
+        async for delta in engine.generate(TEXTS[0], params):
+            whole.append(delta.outputs[0])
+            pieces += 1
+        assert (len(whole.token_ids), whole.finish_reason) == (64, "length")
+        assert pieces > 8
+        stream = engine.generate(TEXTS[0], params)
+        await anext(stream)
+        await stream.aclose()
+        short = SamplingParams(**GREEDY, max_tokens=1)
+        answers = [delta async for delta in engine.chat([{"role": "user", "content": "x"}], short)]
+        assert answers[-1].finished
+
+
+def test_the_example(model: Path) -> None:
+    script = Path(__file__).parents[2] / "examples" / "offline.py"
+    done = subprocess.run(
+        [sys.executable, script, model], capture_output=True, text=True, timeout=120, check=True
+    )
+    assert "'Once upon a time' -> '" in done.stdout
+
+
+def test_unknown_names_are_refused() -> None:
+    with pytest.raises(AttributeError, match="LMM"):
+        kvbaton.LMM  # noqa: B018
