@@ -19,15 +19,15 @@ class Driver:
     """Plays scheduler: hands out blocks in a scrambled order, builds plans, keeps all tokens."""
 
     def __init__(self, folder: Path, *, track_sums: bool = True, **settings: Any) -> None:
+        from kvbaton.engine.build import make_executor
         from kvbaton.engine.config import EngineConfig
-        from kvbaton.engine.local import LocalExecutor
         from kvbaton.engine.model_config import load_model_config
 
         defaults: dict[str, Any] = {"num_blocks": 256, "device": "cpu", "max_model_len": 128}
         settings = defaults | settings
         config = EngineConfig(model=str(folder), **settings)
         model = load_model_config(folder, config.dtype)
-        self.executor = LocalExecutor(config, model, track_sums=track_sums)
+        self.executor = make_executor(config, model, track_sums=track_sums)
         self.block_size = config.block_size
         order = np.random.default_rng(0).permutation(np.arange(1, settings["num_blocks"]))
         self.free: list[int] = order.tolist()

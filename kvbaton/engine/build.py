@@ -17,7 +17,8 @@ from kvbaton.connectors.layout import KVLayout
 from kvbaton.engine.blocks import GroupSpec
 from kvbaton.engine.config import EngineConfig
 from kvbaton.engine.core import EngineCore, Mailbox
-from kvbaton.engine.local import LocalExecutor
+from kvbaton.engine.executor import Executor
+from kvbaton.engine.local import LocalExecutor, choose_device
 from kvbaton.engine.model_config import ModelConfig, load_model_config, resolve_max_model_len
 from kvbaton.engine.process import RoleFactory, Surroundings
 from kvbaton.engine.scheduler import Scheduler, SchedulerConfig
@@ -46,18 +47,36 @@ def build_engine(
     """
     model = load_model_config(config.model, config.dtype)
     identity = identity_record(config, model)
-    executor = LocalExecutor(config, model, track_sums=role_factory.sends_blocks)
+    executor = make_executor(config, model, track_sums=role_factory.sends_blocks)
     scheduler = make_scheduler(config, model, executor.layouts[0], identity.digest())
     surroundings = Surroundings(config, node, identity.digest(), identity.record())
     role = role_factory(executor, scheduler, surroundings)
     return Engine(
-        core=EngineCore(executor, scheduler, role, mailbox),
+        core=EngineCore(executor, scheduler, role, mailbox, depth=steps_in_flight(config)),
         num_blocks=executor.layouts[0][0].num_blocks - 1,
         max_model_len=scheduler.config.max_model_len,
         eos_token_ids=model.eos_token_ids,
         vocab_size=model.vocab_size,
         identity=identity.digest(),
     )
+
+
+def make_executor(config: EngineConfig, model: ModelConfig, *, track_sums: bool) -> Executor:
+    """The executor for the device that the settings choose.
+
+    Raises:
+        ConfigError: a setting, the model folder or the size of the pool is wrong.
+    """
+    if choose_device(config).type == "cuda":
+        from kvbaton.engine.cuda.executor import CudaExecutor
+
+        return CudaExecutor(config, model, track_sums=track_sums)
+    return LocalExecutor(config, model, track_sums=track_sums)
+
+
+def steps_in_flight(config: EngineConfig) -> int:
+    """2 where the next step can be planned while a device is busy, else 1."""
+    return 2 if choose_device(config).type == "cuda" else 1
 
 
 def identity_record(config: EngineConfig, model: ModelConfig) -> IdentityRecord:

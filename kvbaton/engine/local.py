@@ -169,16 +169,28 @@ def choose_device(config: EngineConfig) -> torch.device:
 
 
 def pool_blocks(
-    config: EngineConfig, model: ModelConfig, max_model_len: int, device: torch.device
+    config: EngineConfig,
+    model: ModelConfig,
+    max_model_len: int,
+    device: torch.device,
+    *,
+    reserve: int = 0,
 ) -> int:
     """Blocks of the pool, the null block included.
+
+    Args:
+        config: the engine's settings.
+        model: the model.
+        max_model_len: longest sequence.
+        device: where the pool will be.
+        reserve: bytes of a GPU's free memory to leave to everything but the pool.
 
     Raises:
         ConfigError: it can't hold one sequence of the longest length.
     """
     per_block = block_bytes(model, config.block_size, model.num_kv_heads)
     per_sequence = -(-max_model_len // config.block_size)
-    blocks, field = _asked_blocks(config, per_block, per_sequence, device)
+    blocks, field = _asked_blocks(config, per_block, per_sequence, device, reserve)
     if blocks < per_sequence + 1:
         need = per_sequence + 1
         raise ConfigError(
@@ -195,7 +207,7 @@ def pool_blocks(
 
 
 def _asked_blocks(
-    config: EngineConfig, per_block: int, per_sequence: int, device: torch.device
+    config: EngineConfig, per_block: int, per_sequence: int, device: torch.device, reserve: int
 ) -> tuple[int, str]:
     """Blocks by the first setting that says something, and that setting's flag."""
     if config.num_blocks is not None:
@@ -204,7 +216,7 @@ def _asked_blocks(
         return config.kv_cache_memory_bytes // per_block, "--kv-cache-memory-bytes"
     if device.type == "cuda":
         free, total = torch.cuda.mem_get_info(device)
-        budget = free - int((1 - config.gpu_memory_utilization) * total)
+        budget = free - reserve - int((1 - config.gpu_memory_utilization) * total)
         return max(0, budget) // per_block, "--gpu-memory-utilization"
     wanted = per_sequence * config.max_num_seqs + 1
     return min(wanted, DEFAULT_CPU_BYTES // per_block), "--kv-cache-memory-bytes"

@@ -96,14 +96,15 @@ def block_sums_reference(
 
 def _row_sums(words: Tensor, kv: int) -> Tensor:
     """Sum over j of (word + 1) * b(kv, j): [..., W] to [...]."""
-    weights = _word_weights(words.shape[-1], kv, words.device)
+    weights = word_weights(words.shape[-1], kv, words.device)
     # One matrix: torch is several times slower on five strided axes.
     rows = torch.mv(words.reshape(-1, len(weights)).long(), weights) + weights.sum()
     return rows.view(words.shape[:-1])
 
 
 @cache
-def _word_weights(num_words: int, kv: int, device: torch.device) -> Tensor:
+def word_weights(num_words: int, kv: int, device: torch.device) -> Tensor:
+    """b(kv, j) of all words of a row: [num_words] int64."""
     words = torch.arange(num_words, dtype=torch.int64, device=device)
     return _mix(~(words + (kv << 32))) | 1
 
@@ -131,16 +132,17 @@ def _signed(value: int) -> int:
 
 def _words(x: Tensor) -> Tensor:
     """View the last axis as words; copies if its memory does not allow it."""
-    return _word_view(x if _readable_as_words(x) else x.contiguous())
+    return word_view(x if _readable_as_words(x) else x.contiguous())
 
 
 def _block_words(cache: Tensor, ids: Tensor) -> Tensor:
     if _readable_as_words(cache):
-        return _word_view(cache)[ids.long()]
+        return word_view(cache)[ids.long()]
     return _words(cache[ids.long()])
 
 
-def _word_view(x: Tensor) -> Tensor:
+def word_view(x: Tensor) -> Tensor:
+    """The last axis as words, without a copy."""
     return x.view(WORD_TYPES[_word_bytes(x)])
 
 
@@ -166,7 +168,7 @@ def _launch_token_sums(x: Tensor, positions: Tensor, kv: int) -> Tensor:
         _token_kernel[(cdiv(tokens * heads, ROWS_PER_PROGRAM),)](
             words,
             positions,
-            _word_weights(num_words, kv, x.device),
+            word_weights(num_words, kv, x.device),
             sums,
             tokens,
             heads,
@@ -187,11 +189,11 @@ def _launch_block_sums(
             f"cache: strides {cache.stride()} do not let rows of {cache.shape[-1]} elements be "
             f"read as words of {_word_bytes(cache)} bytes"
         )
-    words = _word_view(cache)
+    words = word_view(cache)
     _, heads, layers, planes, block_size, num_words = words.shape
     sums = torch.empty((len(blocks), layers, planes, heads), dtype=torch.int64, device=cache.device)
     if len(blocks):
-        weights = [_word_weights(num_words, kv, cache.device) for kv in range(planes)]
+        weights = [word_weights(num_words, kv, cache.device) for kv in range(planes)]
         _block_kernel[(len(blocks) * heads * layers * planes,)](
             words,
             blocks,
@@ -237,7 +239,7 @@ def _token_kernel(
     weight = tl.load(word_weights + column, mask=column < NUM_WORDS, other=0)
     total = tl.sum((data + 1) * weight[None, :], axis=1)
     position = tl.load(positions + token, mask=inside, other=0)
-    tl.store(sums + row, total * _position_weight(position), mask=inside)
+    tl.store(sums + row, total * position_weight(position), mask=inside)
 
 
 @jit
@@ -281,13 +283,13 @@ def _block_kernel(
         place = base + token[:, None] * stride_token + column[None, :]
         data = tl.load(place, mask=mask, other=0).to(tl.int64)
         rows = tl.sum((data + 1) * weight[None, :], axis=1)
-        total += tl.where(counted, rows * _position_weight(position), 0)
+        total += tl.where(counted, rows * position_weight(position), 0)
     place = ((index * layers + layer) * planes + kv) * heads + head
     tl.store(sums + place, tl.sum(total, axis=0))
 
 
 @jit
-def _position_weight(position: tl.tensor) -> tl.tensor:
+def position_weight(position: tl.tensor) -> tl.tensor:
     """`_position_weights` in Triton."""
     x = position.to(tl.uint64) + 0x9E3779B97F4A7C15
     x = (x ^ (x >> 30)) * 0xBF58476D1CE4E5B9

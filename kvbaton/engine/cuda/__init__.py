@@ -1,0 +1,1 @@
+"""The engine on a CUDA device: what differs from plain torch in one thread."""

@@ -1,0 +1,80 @@
+"""Attention of a ragged batch over the paged cache, by the kernels of `kvbaton.kernels`."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from kvbaton.engine.cuda.cache import CudaKVCache
+from kvbaton.kernels.decode_attention import decode_attention
+from kvbaton.kernels.prefill_attention import PrefillBatch, prefill_attention
+from kvbaton.kernels.rope_write import rope_write
+
+
+@dataclass(frozen=True)
+class DecodeBatch:
+    """The leading sequences of a step, with one token each.
+
+    Attributes:
+        block_tables: [sequences, blocks] int32.
+        context_lens: [sequences] int32, the token itself included; 0 for padding.
+    """
+
+    block_tables: Tensor
+    context_lens: Tensor
+
+
+class KernelAttention:
+    """`AttentionContext` of the kernels: decoding sequences first, then prompts.
+
+    Args:
+        cache: the pool.
+        slot_mapping: [tokens] int64: block * block_size + offset, or -1: not written.
+        decode: the leading tokens' sequences, if there are any.
+        prefill: the others, if there are any.
+    """
+
+    def __init__(
+        self,
+        cache: CudaKVCache,
+        slot_mapping: Tensor,
+        decode: DecodeBatch | None,
+        prefill: PrefillBatch | None,
+    ) -> None:
+        self._cache, self._slots = cache, slot_mapping
+        self._decode, self._prefill = decode, prefill
+        self._num_decode = 0 if decode is None else len(decode.context_lens)
+        self._rows = torch.arange(len(slot_mapping), device=slot_mapping.device)
+        self._cos_sin: Tensor | None = None
+
+    def attend(
+        self,
+        layer: int,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        window: int,
+        rotary: tuple[Tensor, Tensor],
+    ) -> Tensor:
+        """See `AttentionContext.attend`."""
+        if self._cos_sin is None:
+            half = rotary[0].shape[-1] // 2
+            self._cos_sin = torch.cat([x[:, 0, :half].float() for x in rotary], dim=-1)
+        keys, values = self._cache.data[:, :, layer, 0], self._cache.data[:, :, layer, 1]
+        rope_write(query, key, value, self._rows, self._cos_sin, keys, values, self._slots)
+        scale, n, outs = query.shape[-1] ** -0.5, self._num_decode, []
+        if self._decode is not None:
+            tables, lens = self._decode.block_tables, self._decode.context_lens
+            outs.append(
+                decode_attention(query[:n], keys, values, tables, lens, scale=scale, window=window)
+            )
+        if self._prefill is not None:
+            outs.append(
+                prefill_attention(
+                    query[n:], key[n:], value[n:], keys, values, self._prefill,
+                    scale=scale, window=window,
+                )
+            )  # fmt: skip
+        return outs[0] if len(outs) == 1 else torch.cat(outs)

@@ -1,0 +1,86 @@
+"""Decode steps as CUDA graphs, one per padded batch size."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import numpy as np
+import numpy.typing as npt
+import torch
+from torch import Tensor
+
+from kvbaton.engine.cuda.sequences import CudaSequences
+
+Step = Callable[[Tensor], tuple[Tensor, Tensor]]
+COLUMNS = 5
+"""Inputs of a sequence: row, position, seed, choice, temperature."""
+
+
+def graph_sizes(max_num_seqs: int) -> list[int]:
+    """Batch sizes to capture: fine steps where padding would cost most."""
+    sizes = [1, 2, 4, *range(8, 64, 8), *range(64, max_num_seqs, 16)]
+    return [size for size in sizes if size < max_num_seqs] + [max_num_seqs]
+
+
+@dataclass(frozen=True)
+class Captured:
+    """One graph with its fixed input and outputs."""
+
+    graph: torch.cuda.CUDAGraph
+    inputs: Tensor
+    hidden: Tensor
+    tokens: Tensor
+
+
+class DecodeGraphs:
+    """Captures a step once per batch size and replays it.
+
+    Args:
+        step: what to capture; takes [5, batch] int64, as `CudaRunner` makes them.
+        sequences: whose device tensors the step uses; captured anew when they have moved.
+        max_num_seqs: largest batch.
+    """
+
+    def __init__(self, step: Step, sequences: CudaSequences, max_num_seqs: int) -> None:
+        self._step, self._sequences = step, sequences
+        self.sizes = graph_sizes(max_num_seqs)
+        self._graphs: dict[int, Captured] = {}
+        self._pool = torch.cuda.graph_pool_handle()
+        self._version = sequences.version
+
+    def run(self, columns: npt.NDArray[np.int64]) -> tuple[Tensor, Tensor]:
+        """Replay the smallest graph that holds the batch.
+
+        Returns:
+            Hidden states and tokens of the batch; overwritten by the next replay.
+        """
+        count = columns.shape[1]
+        size = next(size for size in self.sizes if size >= count)
+        if self._version != self._sequences.version:
+            self._graphs.clear()
+            self._version = self._sequences.version
+        captured = self._graphs.get(size) or self.capture(size)
+        host = torch.empty((COLUMNS, size), dtype=torch.int64, pin_memory=True)
+        self._pad(host.numpy())[:, :count] = columns
+        captured.inputs.copy_(host, non_blocking=True)
+        captured.graph.replay()
+        return captured.hidden[:count], captured.tokens[:count]
+
+    def capture(self, size: int) -> Captured:
+        """Run the step once to load what it needs, then record it."""
+        inputs = torch.from_numpy(self._pad(np.zeros((COLUMNS, size), np.int64)))
+        inputs = inputs.to(self._sequences.tokens.device)
+        self._step(inputs)
+        torch.cuda.synchronize()
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph, pool=self._pool, capture_error_mode="thread_local"):
+            hidden, tokens = self._step(inputs)
+        self._graphs[size] = Captured(graph, inputs, hidden, tokens)
+        return self._graphs[size]
+
+    def _pad(self, columns: npt.NDArray[np.int64]) -> npt.NDArray[np.int64]:
+        """Fill with sequences that are none."""
+        columns[:] = 0
+        columns[0], columns[1] = self._sequences.spare_row, -1
+        return columns

@@ -1,0 +1,105 @@
+"""Sequences whose block tables lie on the device too, and what the fast sampler needs of them."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import numpy as np
+import numpy.typing as npt
+import torch
+from torch import Tensor
+
+from kvbaton.engine.cuda.staging import upload
+from kvbaton.engine.sampler import GREEDY_BELOW, SEED_MASK, has_penalty
+from kvbaton.engine.sequences import Sequences
+from kvbaton.engine.step import NewSequence
+from kvbaton.wire import SamplingParams
+
+
+class CudaSequences(Sequences):
+    """As `Sequences`; nothing waits for the device.
+
+    Attributes:
+        device_tables: [rows, max_blocks] int32: `tables`, once `flush` was called. Entries beyond
+            a sequence's blocks may be of an earlier one.
+        spare_row: belongs to no sequence, for padding.
+        plain: [rows], whether a row is sampled by temperature and seed alone.
+        temperatures: [rows] float64, 0 for greedy.
+        seeds: [rows] int64, the bits of the 64-bit seed.
+        version: changes when device tensors have moved.
+    """
+
+    def __init__(
+        self, *, rows: int, max_tokens: int, max_blocks: int, device: torch.device
+    ) -> None:
+        super().__init__(rows=rows + 1, max_tokens=max_tokens, max_blocks=max_blocks, device=device)
+        self.device_tables = torch.zeros((rows + 1, max_blocks), dtype=torch.int32, device=device)
+        self.plain = np.zeros(rows + 1, np.bool_)
+        self.temperatures = np.zeros(rows + 1, np.float64)
+        self.seeds = np.zeros(rows + 1, np.int64)
+        self.version = 0
+        self.spare_row = rows
+        self._free.remove(rows)
+        self._new_blocks: list[tuple[int, Sequence[int]]] = []
+
+    def add(self, new: NewSequence) -> None:
+        """Start a sequence, or start it again."""
+        self.end(new.handle)
+        ids = np.fromiter(new.token_ids, np.int64, len(new.token_ids))
+        row = self._take(new.handle, len(ids), new.num_prompt, new.choice, new.params)
+        self.tokens[row, : len(ids)] = upload([ids], self.tokens.device)[0]
+
+    def append_blocks(self, row: int, blocks: Sequence[int]) -> None:
+        """Extend a block table; the device's by the next `flush`."""
+        if blocks:
+            place = row * self.tables.shape[1] + int(self._table_lens[row])
+            self._new_blocks.append((place, blocks))
+            super().append_blocks(row, blocks)
+
+    def flush(self) -> None:
+        """Send new blocks to the device."""
+        if not self._new_blocks:
+            return
+        places = [place + np.arange(len(blocks)) for place, blocks in self._new_blocks]
+        blocks = [np.asarray(blocks, np.int64) for _, blocks in self._new_blocks]
+        where, what = upload([np.concatenate(places), np.concatenate(blocks)], self.tokens.device)
+        self.device_tables.view(-1).index_copy_(0, where, what.int())
+        self._new_blocks = []
+
+    def append_tokens(self, rows: npt.NDArray[np.int64], tokens: Tensor) -> None:
+        """Add one token to each of these rows."""
+        self.tokens[upload([rows, self.lengths[rows]], self.tokens.device)] = tokens.int()
+        self.lengths[rows] += 1
+
+    def _take(
+        self, handle: int, length: int, num_prompt: int, choice: int, params: SamplingParams
+    ) -> int:
+        row = super()._take(handle, length, num_prompt, choice, params)
+        greedy = params.temperature < GREEDY_BELOW
+        self.plain[row] = is_plain(params)
+        self.temperatures[row] = 0.0 if greedy else params.temperature
+        self.seeds[row] = np.uint64((params.seed or 0) & SEED_MASK).astype(np.int64)
+        return row
+
+    def _grow(self) -> None:
+        """Twice the rows."""
+        super()._grow()
+        self.device_tables = torch.cat((self.device_tables, torch.zeros_like(self.device_tables)))
+        for name in ("plain", "temperatures", "seeds"):
+            array = getattr(self, name)
+            setattr(self, name, np.concatenate((array, np.zeros_like(array))))
+        self.version += 1
+
+
+def is_plain(params: SamplingParams) -> bool:
+    """Whether temperature and seed say all of how a token is chosen, and nothing is reported."""
+    return not (
+        has_penalty(params)
+        or params.logit_bias
+        or params.min_tokens
+        or params.top_k > 0
+        or params.top_p < 1.0
+        or params.min_p > 0.0
+        or params.logprobs is not None
+        or params.prompt_logprobs is not None
+    )

@@ -1,0 +1,165 @@
+"""The CUDA runner without a GPU: its bookkeeping, over the kernels' plain torch references."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from kvbaton.engine.cuda.cache import CudaKVCache
+from kvbaton.engine.cuda.graphs import graph_sizes
+from kvbaton.engine.cuda.runner import CudaRunner
+from kvbaton.engine.loader import load_model
+from kvbaton.engine.model_config import load_model_config
+from kvbaton.engine.shard import Shard
+from kvbaton.engine.step import BlockCopy, StepPlan, StepResult
+from kvbaton.kernels.digest import block_sums
+from kvbaton.kernels.running_sums import add_sums, start_sums
+from kvbaton.kernels.sample_tokens import sample_tokens
+from kvbaton.wire import SamplingParams
+
+CPU = torch.device("cpu")
+PROMPTS = [np.random.default_rng(n).integers(3, 384, n).tolist() for n in (37, 5, 64, 1, 16)]
+PARAMS = [
+    SamplingParams(temperature=0.0, max_tokens=64),
+    SamplingParams(temperature=1.3, seed=(1 << 64) - 5),
+    SamplingParams(temperature=0.7, seed=3, top_p=0.8, repetition_penalty=1.2, logprobs=2),
+]
+
+
+class Enqueued:
+    def __init__(self, result: StepResult) -> None:
+        self._result = result
+
+    def result(self) -> StepResult:
+        return self._result
+
+
+class CpuExecutor:
+    """Just what a driver needs."""
+
+    def __init__(self, folder: Path) -> None:
+        config = load_model_config(folder)
+        self.cache = CudaKVCache(
+            config, num_blocks=256, block_size=16, device=CPU, shard=Shard(), track_sums=True
+        )
+        self.runner = CudaRunner(
+            load_model(config, device=CPU),
+            self.cache,
+            eos_token_ids=config.eos_token_ids,
+            max_model_len=128,
+            max_num_seqs=2,
+            use_graphs=False,
+        )
+
+    def launch(self, plan: StepPlan) -> Enqueued:
+        return Enqueued(self.runner.run(plan).result())
+
+    def close(self) -> None:
+        """Nothing to give back."""
+
+
+@pytest.fixture
+def drivers(checkpoint: Callable[..., Path], drive: Any) -> tuple[Any, Any]:
+    """One of the plain runner and one of the CUDA runner, on the same model."""
+    folder = checkpoint()
+    plain, other = drive(folder), drive(folder)
+    other.executor.close()
+    other.executor = CpuExecutor(folder)
+    return plain, other
+
+
+def play(driver: Any, chunk: int) -> list[list[int]]:
+    """Prompts that start one after the other, in chunks, beside others that decode."""
+    live: list[int] = []
+    for n, prompt in enumerate(PROMPTS):
+        live.append(driver.add(prompt, PARAMS[n % len(PARAMS)]))
+        for _ in range(3):
+            work = []
+            for handle in live:
+                count = min(chunk, driver.left(handle))
+                work.append((handle, count, int(count == driver.left(handle))))
+            driver.step(*sorted(work, key=lambda item: item[1] > 1))
+    for _ in range(4):
+        driver.step(*((handle, 1, 1) for handle in live if driver.left(handle) == 1))
+    return [driver.tokens[handle] for handle in live]
+
+
+@pytest.mark.parametrize("chunk", [1, 16, 50, 1000])
+def test_mixed_steps_give_what_the_plain_runner_gives(chunk: int, drivers: tuple[Any, Any]) -> None:
+    plain, other = drivers
+    assert play(other, chunk) == play(plain, chunk)
+
+
+def test_sums_of_written_copied_and_rewritten_blocks(drivers: tuple[Any, Any]) -> None:
+    driver = drivers[1]
+    cache = driver.executor.cache
+    handle = driver.add(PROMPTS[2])
+    driver.generate(handle, 10, chunk=20)
+    blocks = driver.tables[handle]
+
+    def check(length: int) -> None:
+        ids = torch.tensor(blocks)
+        expected = block_sums(cache.data, ids, 0, 0, length)
+        assert torch.equal(cache.fetch_kept_sums(blocks), expected)
+
+    check(driver.computed[handle])
+    cache.copy([blocks[0]], [250])
+    assert torch.equal(cache.fetch_kept_sums([250]), cache.fetch_kept_sums(blocks[:1]))
+    driver.computed[handle] = 60  # the last 14 tokens are computed again, from inside a block on
+    driver.executor.runner.sequences.lengths[:] = 61
+    driver.tokens[handle] = driver.tokens[handle][:61]
+    driver.step((handle, 1, 1))
+    assert cache.counted[blocks[3]] == 61 - 48
+    ids = torch.tensor(blocks[:4])
+    assert torch.equal(cache.fetch_kept_sums(blocks[:4]), block_sums(cache.data, ids, 0, 0, 61))
+
+
+def test_copies_come_before_the_step(drivers: tuple[Any, Any]) -> None:
+    plain, other = drivers
+    for driver in (plain, other):
+        first = driver.add(PROMPTS[0])
+        driver.step((first, 37, 1))
+        second = driver.add(PROMPTS[0], cached=(), num_prompt=37)
+        tables = driver.tables[first]
+        tail = driver.free.pop()
+        driver._new[second] = (driver._new[second][0], (*tables[:2], tail))
+        driver.computed[second] = 36
+        driver.step((second, 1, 1), copies=(BlockCopy(0, tables[2], tail),))
+        assert driver.tokens[second] == driver.tokens[first][:38]
+
+
+def test_more_sequences_than_expected(drivers: tuple[Any, Any]) -> None:
+    plain, other = drivers
+    for driver in (plain, other):
+        for n in range(9):
+            handle = driver.add(PROMPTS[1][: n % 5 + 1], PARAMS[1])
+            driver.generate(handle, 2)
+    assert other.tokens == plain.tokens
+
+
+def test_sample_tokens_takes_the_lowest_of_equals() -> None:
+    logits = torch.zeros(2, 50)
+    zero = torch.zeros(2, dtype=torch.int64)
+    tokens = sample_tokens(logits, torch.zeros(2, dtype=torch.float64), zero, zero, zero)
+    assert tokens.tolist() == [0, 0]
+
+
+def test_padding_leaves_sums_alone() -> None:
+    sums = torch.ones(3, 2, 2, 1, dtype=torch.int64)
+    cache = torch.randn(3, 1, 2, 2, 4, 8)
+    slots = torch.tensor([-1, -1])
+    start_sums(sums, slots, 4)
+    add_sums(sums, cache, slots, torch.tensor([0, 4]))
+    assert (sums == 1).all()
+
+
+def test_graph_sizes_end_with_the_largest_batch() -> None:
+    for most in (1, 3, 8, 100, 256):
+        sizes = graph_sizes(most)
+        assert sizes == sorted(set(sizes))
+        assert sizes[-1] == most

@@ -1,0 +1,33 @@
+"""`running_sums` against sums that are computed from whole blocks."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+
+from kvbaton.kernels.digest import block_sums_reference
+from kvbaton.kernels.running_sums import add_sums, start_sums
+
+
+@pytest.mark.parametrize(("heads", "size", "dim"), [(1, 4, 16), (3, 16, 24), (2, 5, 16)])
+def test_tokens_add_up_to_their_blocks(place: Any, heads: int, size: int, dim: int) -> None:
+    cache = place.randn(6, heads, 2, 2, size, dim)
+    sums = torch.full((6, 2, 2, heads), 77, dtype=torch.int64, device=place.device)
+    blocks, length = torch.tensor([4, 1, 5]), 2 * size + 3
+    positions = torch.arange(length)
+    slots = blocks[positions // size] * size + positions % size
+    slots[size + 1 :: 2] = -1  # every other token of the later blocks is padding
+    counted = slots >= 0
+    on_device = [x.to(place.device) for x in (slots, positions)]
+    start_sums(sums, on_device[0], size)
+    add_sums(sums, cache, *on_device)
+    reference = cache.cpu()
+    expected = torch.zeros(3, 2, 2, heads, dtype=torch.int64)
+    for position in positions[counted].tolist():
+        expected += block_sums_reference(reference, blocks, 0, position, position + 1)
+    assert torch.equal(sums[blocks.to(place.device)].cpu(), expected)
+    assert (sums[[0, 2, 3]] == 77).all()
+    add_sums(sums, cache, *on_device, -1)
+    assert (sums[blocks.to(place.device)] == 0).all()
