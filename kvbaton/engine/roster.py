@@ -159,7 +159,9 @@ class Roster:
         sequence.num_computed = sequence.num_scheduled = match.num_tokens
         sequence.committed = [match.num_tokens // group.block_size for group in self.blocks.groups]
         if request.cached_tokens is None:
-            request.cached_tokens = min(match.num_tokens, len(request.prompt))
+            # Of a prompt that is cached to its end the last token is computed again.
+            known = len(sequence.tokens)
+            request.cached_tokens = min(match.num_tokens, len(request.prompt), known - 1)
             self.totals.prompt_tokens["local_cache"] += request.cached_tokens
 
     def fork(self, parent: Sequence, child: Sequence) -> None:

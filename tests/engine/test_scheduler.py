@@ -204,7 +204,10 @@ def test_a_full_hit_computes_one_token_in_a_private_copy():
     assert [(s.start, s.count) for s in plan.steps] == [(7, 1)]
     (copy,) = plan.copies
     assert plan.steps[0].new_blocks[0][1] == copy.target != copy.source
-    assert loop.outputs[-1].cached_tokens == 8
+    assert loop.outputs[-1].cached_tokens == 7
+    counters = loop.scheduler.counters()
+    sources = {n: c for n, c in counters.items() if n.startswith("kvbaton_prompt_tokens_total")}
+    assert sum(sources.values()) == 16, "every prompt token has one source"
     loop.check_stream("b")
 
 
