@@ -299,12 +299,16 @@ class FaultyTransport:
         return np.concatenate([np.array(rows, dtype=np.int64), ranges[1:]])
 
     def _wrong_bytes(self, region: int, offset: int, length: int) -> bytes:
-        """The real bytes with the first one inverted; random ones where the CPU can't read them."""
+        """The real bytes with one bit of the last one flipped; random ones off the CPU.
+
+        In memory of little-endian floats it is the highest bit of an exponent, so that whoever
+        uses the number notices.
+        """
         memory = self._memories[region]
         if memory.device != "cpu":
             return self._random.randbytes(length)
         real = ctypes.string_at(memory.address + offset, length)
-        return bytes([real[0] ^ 0xFF]) + real[1:]
+        return real[:-1] + bytes([real[-1] ^ 0x40])
 
 
 def _check(fault: str, schedule: Schedule) -> None:
