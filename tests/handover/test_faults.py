@@ -1,0 +1,126 @@
+"""Writes that fail, wait, land in part or wrong, and notices that get lost: tokens stay right."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import random
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+
+from kvbaton.connectors.protocol.events import TransferTimers
+from kvbaton.connectors.transports.faulty import FaultyTransport
+from kvbaton.engine.core import EngineCore
+from kvbaton.prefill.role import PrefillRole
+from tests.handover.conftest import Expected
+from tests.handover.pair import Pair, until
+from tests.handover.prompts import prompt_of
+
+SHORT = TransferTimers(
+    session=1.0,
+    resend=0.1,
+    progress_period=0.05,
+    progress_deadline=0.4,
+    lease=0.6,
+    unclaimed=2.0,
+    fence_retry=0.05,
+    silence=0.3,
+    put_out=0.2,
+)
+RATES = {
+    "delay": 0.15,
+    "error": 0.05,
+    "partial": 0.05,
+    "corrupt": 0.05,
+    "lose_notice": 0.05,
+    "disconnect": 0.02,
+}
+PROMPTS = [prompt_of(length, seed=length) for length in (1, 4, 30, 31, 64, 90)]
+
+
+def faulty(**options: Any) -> str:
+    return "faulty:" + json.dumps({"inner": "memory", **options})
+
+
+def injected(core: EngineCore) -> dict[str, int]:
+    assert isinstance(core.role, PrefillRole)
+    (transport,) = core.role.sender.transports
+    assert isinstance(transport, FaultyTransport)
+    return dict(transport.injected)
+
+
+def crowd(pair: Pair, expected: Expected, order: random.Random) -> None:
+    """All prompts at once, twice; every answer must be that of one node."""
+    for _ in range(2):
+        prompts = order.sample(PROMPTS, len(PROMPTS))
+        calls = [pair.hand_over(prompt)[1] for prompt in prompts]
+        for prompt, call in zip(prompts, calls, strict=True):
+            assert call.result() == expected(prompt)
+        for node in (pair.p, pair.d):
+            node.ask("reset_prefix_cache")
+
+
+@pytest.mark.parametrize("seed", range(24))
+def test_any_mix(make_pair: Callable[..., Pair], expected: Expected, seed: int) -> None:
+    pair = make_pair(timers=SHORT, transport=faulty(seed=seed, delay_polls=30, **RATES))
+    crowd(pair, expected, random.Random(seed))
+    pair.settle(SHORT.lease + SHORT.unclaimed + 2.0)
+
+
+@pytest.mark.parametrize("fault", sorted(RATES))
+def test_each_alone(make_pair: Callable[..., Pair], expected: Expected, fault: str) -> None:
+    """The first write is hit; a hand-over after that works again."""
+    pair = make_pair(timers=SHORT, transport=faulty(**{fault: [0]}))
+    prompt = PROMPTS[-1]
+    assert pair.hand_over(prompt)[1].result() == expected(prompt)
+    assert injected(pair.p.core) == {fault: 1}
+    pair.settle(SHORT.lease + 2.0)
+    reset = [node.ask("reset_prefix_cache") for node in (pair.p, pair.d)]
+    assert all(reset)
+    moved = 'kvbaton_prompt_tokens_total{source="transferred"}'
+    before = pair.d.counters()[moved]
+    until(lambda: pair.hand_over(prompt)[1].result() == expected(prompt), "a right answer")
+    if fault != "disconnect":
+        assert pair.d.counters()[moved] - before == len(prompt)
+    pair.settle(SHORT.lease + 2.0)
+
+
+def test_a_flipped_byte_is_seen(make_pair: Callable[..., Pair], expected: Expected) -> None:
+    pair = make_pair(timers=SHORT, transport=faulty(corrupt=[0]))
+    prompt = PROMPTS[-1]
+    assert pair.hand_over(prompt)[1].result() == expected(prompt)
+    counters = pair.d.counters()
+    assert counters["kvbaton_transfer_digests_failed_total"] == 1
+    assert counters["kvbaton_load_failures_total"] == 1
+    pair.settle()
+
+
+def test_wrong_bytes_again_and_again(make_pair: Callable[..., Pair], expected: Expected) -> None:
+    """A peer that lies is put out; requests are answered all the same."""
+    timers = dataclasses.replace(SHORT, put_out=30.0)
+    pair = make_pair(timers=timers, transport=faulty(corrupt=1.0))
+    for seed in range(8):
+        prompt = prompt_of(20, seed=seed)
+        assert pair.hand_over(prompt)[1].result() == expected(prompt)
+    assert pair.d.counters()["kvbaton_transfer_digests_failed_total"] < 8, "nobody was put out"
+    pair.settle(SHORT.lease + SHORT.unclaimed)
+
+
+@pytest.mark.parametrize("fault", ["error", "partial", "corrupt", "lose_notice"])
+def test_policy_fail(make_pair: Callable[..., Pair], expected: Expected, fault: str) -> None:
+    """``--kv-load-failure-policy fail``: an error that says why, and the next request is fine."""
+    pair = make_pair(
+        timers=SHORT,
+        transport=faulty(**{fault: [0]}),
+        d={"kv_load_failure_policy": "fail"},
+    )
+    prompt = PROMPTS[-1]
+    _, at_d = pair.hand_over(prompt)
+    assert at_d.result() == []
+    assert at_d.finish_reason == "error"
+    assert "could not be loaded" in str(at_d.error)
+    pair.settle(SHORT.lease + 2.0)
+    assert pair.hand_over(prompt)[1].result() == expected(prompt)
+    pair.settle(SHORT.lease + 2.0)

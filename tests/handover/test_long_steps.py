@@ -1,0 +1,71 @@
+"""A step that lasts long on either side does not stop the hand-over's conversation."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+
+import pytest
+
+from kvbaton.connectors.protocol.events import TransferTimers
+from tests.handover.conftest import Expected
+from tests.handover.pair import HUB, Pair, until
+from tests.handover.prompts import prompt_of
+
+PROMPT = prompt_of(30)
+SHORT = TransferTimers(
+    resend=0.1, progress_period=0.05, progress_deadline=0.5, lease=0.5, unclaimed=1.0
+)
+OUTLAST_S = 3 * SHORT.progress_deadline
+
+
+@pytest.fixture
+def brisk(make_pair: Callable[..., Pair]) -> Pair:
+    return make_pair(timers=SHORT)
+
+
+def test_on_p_while_it_prefills(brisk: Pair, expected: Expected) -> None:
+    """P's courier tells of progress while P's engine stands still: D does not give up."""
+    with brisk.p.held_step() as held:
+        _, at_d = brisk.hand_over(PROMPT)
+        until(held.waited_for, "P in a step")
+        limit = time.monotonic() + OUTLAST_S
+        until(lambda: time.monotonic() > limit, "a long step")
+    assert at_d.result() == expected(PROMPT)
+    assert brisk.d.counters()["kvbaton_load_failures_total"] == 0
+    brisk.settle()
+
+
+def test_on_d_while_it_decodes(brisk: Pair, expected: Expected) -> None:
+    """All lands, is verified and acknowledged while D's engine stands still."""
+    other = brisk.d.generate(prompt_of(5), max_tokens=200)
+    other.wait_tokens(1)
+    HUB.hold()
+    _, at_d = brisk.hand_over(PROMPT)
+    until(lambda: brisk.p.leases() == 1, "P has the reservation")
+    with brisk.d.held_step() as held:
+        until(held.waited_for, "D in a step")
+        HUB.release()
+        until(lambda: not brisk.p.leftovers(), "P is acknowledged and free")
+        assert not at_d.outputs
+    assert at_d.result() == expected(PROMPT)
+    assert brisk.d.counters()["kvbaton_load_failures_total"] == 0
+    other.abort()
+    brisk.settle()
+
+
+def test_on_d_while_it_cancels(brisk: Pair) -> None:
+    """P's death is noticed, and its blocks fenced, while D's engine stands still."""
+    other = brisk.d.generate(prompt_of(5), max_tokens=200)
+    other.wait_tokens(1)
+    HUB.hold()
+    _, at_d = brisk.hand_over(PROMPT)
+    until(lambda: bool(HUB._in_flight), "a write in flight")
+    at_d.abort()
+    until(at_d.over, "D's end")
+    with brisk.d.held_step() as held:
+        until(held.waited_for, "D in a step")
+        HUB.release()
+        until(lambda: not brisk.p.leftovers(), "P is free")
+    other.abort()
+    brisk.settle()
