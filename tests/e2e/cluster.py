@@ -1,0 +1,86 @@
+"""A set of servers that live for many tests: started together, stopped together."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from pathlib import Path
+from typing import Literal
+
+from tests.e2e.servers import START_S, Node, Router, Server, poll
+
+ENGINE = {"num-blocks": "256", "max-model-len": "512", "max-num-batched-tokens": "32"}
+"""Flags of every node here: several chunks for any prompt above 32 tokens."""
+
+DECODE = {"debug-poison": None, "debug-forbid-prompt-compute": None}
+"""D's blocks hold NaN until bytes arrive, and D may compute no prompt token but the last."""
+
+
+class Cluster:
+    """Starts servers, and stops them all at the end.
+
+    Args:
+        folder: for their logs.
+        model: that nodes serve if nothing else is said.
+    """
+
+    def __init__(self, folder: Path, model: Path) -> None:
+        self.folder = folder
+        self.model = model
+        self.servers: list[Server] = []
+
+    def start_router(self, name: str = "router") -> Router:
+        words = ["router", "--port=0", f"--model={self.model}", "--served-model-name=tiny"]
+        router = Router(name, words, self.folder)
+        self.servers.append(router)
+        return router
+
+    def start_node(
+        self,
+        role: Literal["prefill", "decode"],
+        name: str,
+        flags: Mapping[str, str | None] | None = None,
+        *,
+        model: Path | None = None,
+        router: Router | None = None,
+    ) -> Node:
+        """Start a node; it comes up while the caller goes on, until `until_up`.
+
+        Args:
+            role: which command.
+            name: its node id.
+            flags: of its engine, beyond `ENGINE`; None for a flag without a value.
+            model: other than the cluster's.
+            router: to register with.
+        """
+        common = {"port": "0", "node-id": name, "served-model-name": "tiny"}
+        common["model"] = str(model or self.model)
+        if router is not None:
+            common["router"] = router.url
+        node = Node(name, [role, *_words({**common, **ENGINE, **(flags or {})})], self.folder)
+        self.servers.append(node)
+        return node
+
+    def until_up(self, *nodes: Node, router: Router | None = None, pairs: int = 0) -> None:
+        """Wait until nodes serve, and a router knows so many pairs."""
+        for node in nodes:
+            assert node.url
+        if router is not None:
+            poll(
+                f"{pairs} pairs",
+                lambda: router.num_pairs() == pairs,
+                START_S,
+                lambda: "\n".join(server.tail() for server in self.servers),
+            )
+
+    def stop(self, servers: Iterable[Server] | None = None) -> None:
+        """Stop these, or all, the latest first."""
+        ending = list(self.servers[::-1] if servers is None else servers)
+        for server in ending:
+            server.ask_to_stop()
+        for server in ending:
+            server.stop()
+            self.servers.remove(server)
+
+
+def _words(flags: Mapping[str, str | None]) -> list[str]:
+    return [f"--{name}" if value is None else f"--{name}={value}" for name, value in flags.items()]

@@ -1,0 +1,92 @@
+"""Servers that all tests here share, and pairs of them whose books are closed after each test."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from tests.e2e.cluster import DECODE, Cluster
+from tests.e2e.oracle import Oracle
+from tests.e2e.pair import Pair
+from tests.e2e.servers import Node, Router
+
+MakePair = Callable[..., Pair]
+
+
+@pytest.fixture(scope="session")
+def model(checkpoint: Callable[..., Path]) -> Path:
+    return checkpoint()
+
+
+@pytest.fixture(scope="session")
+def oracle(reference: Callable[..., Any], model: Path) -> Oracle:
+    return Oracle(reference(model))
+
+
+@pytest.fixture(scope="session")
+def cluster(model: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Cluster]:
+    cluster = Cluster(tmp_path_factory.mktemp("e2e"), model)
+    yield cluster
+    cluster.stop()
+
+
+@pytest.fixture(scope="session")
+def main_nodes(cluster: Cluster) -> tuple[Node, Node, Router]:
+    """P and D with blocks of 16 tokens, behind a router that knows nobody else."""
+    router = cluster.start_router()
+    p = cluster.start_node("prefill", "p16", router=router)
+    d = cluster.start_node("decode", "d16", DECODE, router=router)
+    cluster.until_up(p, d, router=router, pairs=1)
+    return p, d, router
+
+
+@pytest.fixture(scope="session")
+def odd_nodes(cluster: Cluster) -> tuple[Node, Node]:
+    """P with blocks of 48 tokens, D with blocks of 32."""
+    p = cluster.start_node("prefill", "p48", {"block-size": "48"})
+    d = cluster.start_node("decode", "d32", {**DECODE, "block-size": "32"})
+    cluster.until_up(p, d)
+    return p, d
+
+
+@pytest.fixture(scope="session")
+def small(cluster: Cluster) -> Node:
+    """D with 32 blocks of 16 tokens, who may compute prompts."""
+    flags = {"num-blocks": "33", "max-num-batched-tokens": "64", "debug-poison": None}
+    d = cluster.start_node("decode", "d-small", flags)
+    cluster.until_up(d)
+    return d
+
+
+@pytest.fixture
+def make_pair(model: Path) -> Iterator[MakePair]:
+    """Makes `Pair(p, d, model, router)`s, and closes their books after the test."""
+    pairs: list[Pair] = []
+
+    def make(p: Node, d: Node, router: Router | None = None) -> Pair:
+        pairs.append(Pair(p, d, model, router))
+        return pairs[-1]
+
+    yield make
+    for pair in pairs:
+        pair.close_books()
+
+
+@pytest.fixture
+def pair(main_nodes: tuple[Node, Node, Router], make_pair: MakePair) -> Pair:
+    """P and D with blocks of 16 tokens, and their router; caches empty."""
+    pair = make_pair(*main_nodes)
+    pair.forget()
+    return pair
+
+
+@pytest.fixture
+def prompt(request: pytest.FixtureRequest) -> Callable[[int], list[int]]:
+    """Makes prompts of a length: random tokens, the same in every run of the test."""
+    seed = list(request.node.nodeid.encode())
+    rng = np.random.default_rng(seed)
+    return lambda length: rng.integers(3, 384, length).tolist()

@@ -1,0 +1,57 @@
+"""What transformers says to the same tokens, on one node, without any cache of ours."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+from transformers import (
+    LogitsProcessorList,
+    TemperatureLogitsWarper,
+    TopKLogitsWarper,
+    TopPLogitsWarper,
+)
+
+
+class Oracle:
+    """A transformers model, asked for what a served one should say."""
+
+    def __init__(self, model: Any) -> None:
+        self._model = model
+
+    @torch.inference_mode()
+    def logits(self, token_ids: Sequence[int]) -> Tensor:
+        """Of the token after these, [vocab]."""
+        logits: Tensor = self._model(torch.tensor([list(token_ids)])).logits[0, -1]
+        return logits
+
+    def greedy(self, token_ids: Sequence[int], count: int) -> list[int]:
+        """The next tokens, each the likeliest."""
+        known = list(token_ids)
+        for _ in range(count):
+            known.append(int(self.logits(known).argmax()))
+        return known[len(token_ids) :]
+
+    def logprobs(self, token_ids: Sequence[int], continuation: Sequence[int]) -> list[float]:
+        """Log probabilities of a continuation's tokens."""
+        known, found = list(token_ids), []
+        for token in continuation:
+            found.append(float(self.logits(known).log_softmax(-1)[token]))
+            known.append(token)
+        return found
+
+    def warped(
+        self, token_ids: Sequence[int], *, temperature: float, top_k: int, top_p: float
+    ) -> Tensor:
+        """Probabilities of the next token after transformers' warpers, [vocab]."""
+        warpers = LogitsProcessorList(
+            [
+                TemperatureLogitsWarper(temperature),
+                TopKLogitsWarper(top_k),
+                TopPLogitsWarper(top_p),
+            ]
+        )
+        none_yet = torch.LongTensor(1, 0)
+        return warpers(none_yet, self.logits(token_ids)[None])[0].softmax(-1)

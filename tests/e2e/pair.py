@@ -1,0 +1,152 @@
+"""A prefill and a decode node asked directly, and the books of what moved between them."""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from pathlib import Path
+from typing import Any, Literal
+from urllib.parse import urlsplit
+
+from kvbaton.wire import GenerateResponse
+from tests.e2e.servers import Metrics, Node, Router, poll
+
+SETTLE_S = 20.0
+POOL = ThreadPoolExecutor(64, thread_name_prefix="e2e")
+"""Threads that wait for answers."""
+
+Moves = Literal["all", "some", "nothing"]
+
+
+def bytes_per_token(model: Path) -> int:
+    """KV bytes of one token, from the model's configuration alone; the models here are float32."""
+    config: dict[str, int] = json.loads((model / "config.json").read_text())
+    per_layer = 2 * config["num_key_value_heads"] * config["head_dim"]
+    return config["num_hidden_layers"] * per_layer * 4
+
+
+def at_rest(metrics: Metrics) -> bool:
+    """Whether a node does nothing, owes nothing, and all its blocks are free or cached."""
+    zero = ("imbalance", "unhealthy", "transfers_live", "transfers_quarantined", "leases")
+    names = ["kvbaton_ledger_imbalance", *(f"kvbaton_{name}" for name in zero[1:])]
+    names += [f"kvbaton_sequences_{state}" for state in ("waiting", "running", "loading")]
+    owners = ("request", "incoming", "outgoing", "fenced")
+    return not any(metrics(name) for name in names) and not any(
+        metrics("kvbaton_blocks", owner=owner) for owner in owners
+    )
+
+
+def settle(*nodes: Node) -> None:
+    """Wait until nothing is on its way and the ledgers of all nodes balance."""
+    for node in nodes:
+        poll(
+            f"{node.name} is at rest",
+            lambda node=node: at_rest(node.metrics()),  # type: ignore[misc]
+            SETTLE_S,
+            lambda node=node: json.dumps(node.state(), indent=1) + node.tail(),  # type: ignore[misc]
+        )
+
+
+class Pair:
+    """P and D during one test.
+
+    Attributes:
+        moves: what the books must show at the end: ``all`` (every byte that P posted landed, and
+            is what D's tokens need), ``some`` (bytes moved, but not all for good) or ``nothing``.
+    """
+
+    def __init__(self, p: Node, d: Node, model: Path, router: Router | None = None) -> None:
+        self.p = p
+        self.d = d
+        self.model = model
+        self.bytes_per_token = bytes_per_token(model)
+        self.moves: Moves = "all"
+        self._router = router
+        settle(p, d)
+        self._before = {p: p.metrics(), d: d.metrics()}
+
+    @property
+    def router(self) -> Router:
+        """In front of these two and no others."""
+        assert self._router is not None
+        return self._router
+
+    # --- requests ---
+
+    def submit(self, token_ids: Sequence[int], **params: Any) -> Future[GenerateResponse]:
+        """Send a request to both nodes at the same time, as a router does; D's answer to come."""
+        ours = os.urandom(16)
+        first = POOL.submit(self.p.generate, token_ids, self.source_params(ours), **params)
+
+        def finish() -> GenerateResponse:
+            answer = self.d.generate(token_ids, self.target_params(ours), **params)
+            for mine, theirs in zip(answer.choices, first.result().choices, strict=True):
+                assert mine.token_ids[:1] == theirs.token_ids, "P and D differ in token 0"
+            return answer
+
+        return POOL.submit(finish)
+
+    def generate(self, token_ids: Sequence[int], **params: Any) -> GenerateResponse:
+        """The same, awaited."""
+        return self.submit(token_ids, **params).result()
+
+    def tokens(self, token_ids: Sequence[int], **params: Any) -> list[int]:
+        """Tokens of the only choice."""
+        (choice,) = self.generate(token_ids, **params).choices
+        return list(choice.token_ids)
+
+    def alone(self, token_ids: Sequence[int], **params: Any) -> list[int]:
+        """Tokens of the only choice when one node, P, serves the whole request."""
+        (choice,) = self.p.generate(token_ids, **params).choices
+        return list(choice.token_ids)
+
+    def source_params(self, transfer_id: bytes) -> dict[str, Any]:
+        return {"do_remote_decode": True, "transfer_id": transfer_id.hex(), "attempt": 0}
+
+    def target_params(self, transfer_id: bytes) -> dict[str, Any]:
+        info = self.p.info()
+        address = urlsplit(info["control_address"])
+        return {
+            "do_remote_prefill": True,
+            "transfer_id": transfer_id.hex(),
+            "attempt": 0,
+            "remote_engine_id": info["node_id"],
+            "remote_host": address.hostname,
+            "remote_port": address.port,
+            "remote_request_id": transfer_id.hex(),
+        }
+
+    def forget(self) -> None:
+        """Empty both prefix caches."""
+        settle(self.p, self.d)
+        self.p.forget()
+        self.d.forget()
+
+    # --- books ---
+
+    def at_p(self) -> Metrics:
+        """What P counted since the test began."""
+        return self.p.metrics() - self._before[self.p]
+
+    def at_d(self) -> Metrics:
+        """What D counted since the test began."""
+        return self.d.metrics() - self._before[self.d]
+
+    def close_books(self) -> None:
+        """Prove that bytes moved, as many as the tokens need, and that nobody owes anything."""
+        settle(self.p, self.d)
+        p, d = self.at_p(), self.at_d()
+        sent, posted = (p(f"kvbaton_transfer_{n}_bytes_total") for n in ("sent", "posted"))
+        tokens = d("kvbaton_prompt_tokens_total", source="transferred")
+        if self.moves == "nothing":
+            assert (posted, tokens) == (0, 0)
+            return
+        assert sent > 0
+        if self.moves == "all":
+            assert sent == posted == tokens * self.bytes_per_token
+            assert d("kvbaton_transfer_notices_total") == p("kvbaton_transfer_writes_total")
+            assert d("kvbaton_transfer_digests_checked_total") > 0
+            assert d("kvbaton_transfer_digests_failed_total") == 0
+            assert d("kvbaton_load_failures_total") == 0

@@ -1,0 +1,243 @@
+"""Commands as real processes, and the HTTP that a test speaks with them.
+
+Everything here is synchronous and has a deadline. Processes can't outlive the test process, however
+that ends, and what they wrote is shown when they fail.
+"""
+
+from __future__ import annotations
+
+import http.client
+import json
+import os
+import re
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import closing, suppress
+from pathlib import Path
+from typing import Any
+from urllib.parse import urlsplit
+
+import msgspec
+from prometheus_client.parser import text_string_to_metric_families
+
+from kvbaton.wire import GenerateRequest, GenerateResponse, SamplingParams
+
+START_S = 120.0
+ANSWER_S = 60.0
+STOP_S = 20.0
+POLL_S = 0.02
+
+# Linux kills the child when we die (prctl(2), PR_SET_PDEATHSIG), which survives an exec.
+_LAUNCH = """
+import ctypes, os, sys
+ctypes.CDLL(None).prctl(1, 9)
+if os.getppid() == int(sys.argv[1]):
+    os.execv(sys.executable, [sys.executable, "-m", "kvbaton", *sys.argv[2:]])
+"""
+
+
+def poll(what: str, check: Callable[[], Any], deadline_s: float, why: Callable[[], str]) -> Any:
+    """Wait until `check` answers something true, and return it."""
+    give_up = time.monotonic() + deadline_s
+    while not (found := check()):
+        assert time.monotonic() < give_up, f"not within {deadline_s:g} s: {what}\n{why()}"
+        time.sleep(POLL_S)
+    return found
+
+
+class HttpFailure(AssertionError):
+    """A server answered something else than 200."""
+
+    def __init__(self, status: int, body: bytes) -> None:
+        super().__init__(f"HTTP {status}: {body[:2000].decode(errors='replace')}")
+        self.status = status
+        self.body = body
+
+
+class Metrics:
+    """One scrape, or the difference of two: call it with a name and some labels for their sum."""
+
+    def __init__(self, samples: dict[tuple[str, frozenset[tuple[str, str]]], float]) -> None:
+        self.samples = samples
+
+    def __call__(self, name: str, **labels: str) -> float:
+        wanted = labels.items()
+        return sum(v for (n, has), v in self.samples.items() if n == name and wanted <= has)
+
+    def __sub__(self, earlier: Metrics) -> Metrics:
+        return Metrics({key: v - earlier.samples.get(key, 0) for key, v in self.samples.items()})
+
+
+class Server:
+    """``kvbaton`` with these words, as a process that writes to a file."""
+
+    says_url = r"listening on (http://\S+)"
+
+    def __init__(self, name: str, words: Sequence[str], folder: Path) -> None:
+        self.name = name
+        self.log = folder / f"{name}.log"
+        self._url: str | None = None
+        with self.log.open("ab") as log:
+            self._process = subprocess.Popen(
+                [sys.executable, "-c", _LAUNCH, str(os.getpid()), *words, "--log-level=info"],
+                stdin=subprocess.DEVNULL,
+                stdout=log,
+                stderr=log,
+                start_new_session=True,
+                env={**os.environ, "OMP_NUM_THREADS": "1"},
+            )
+
+    # --- life ---
+
+    @property
+    def pid(self) -> int:
+        return self._process.pid
+
+    def tail(self) -> str:
+        lines = self.log.read_text(errors="replace").splitlines()[-30:]
+        return "\n".join([f"--- {self.name} (exit {self._process.poll()}):", *lines])
+
+    def check_alive(self) -> None:
+        assert self._process.poll() is None, f"{self.name} has ended\n{self.tail()}"
+
+    @property
+    def url(self) -> str:
+        """Where it serves; waits until it has said so."""
+        if self._url is None:
+            self._url = poll(f"{self.name} serves", self._find_url, START_S, self.tail)
+        return self._url
+
+    def _find_url(self) -> str | None:
+        self.check_alive()
+        found = re.search(self.says_url, self.log.read_text(errors="replace"))
+        return found[1] if found else None
+
+    def ask_to_stop(self) -> None:
+        """Send SIGTERM."""
+        if self._process.poll() is None:
+            self._process.terminate()
+
+    def stop(self) -> None:
+        """Wait for its end after `ask_to_stop`; kill all that it started if that does not come."""
+        try:
+            self._process.wait(STOP_S)
+        except subprocess.TimeoutExpired:
+            print(f"{self.name} did not stop\n{self.tail()}", file=sys.stderr)
+        finally:
+            self.kill()
+
+    def kill(self) -> None:
+        """End it and all that it started, at once."""
+        with suppress(ProcessLookupError):
+            os.killpg(self.pid, signal.SIGKILL)
+        self._process.wait(STOP_S)
+
+    # --- HTTP ---
+
+    def _connect(self, timeout: float) -> http.client.HTTPConnection:
+        where = urlsplit(self.url)
+        assert where.hostname is not None
+        return http.client.HTTPConnection(where.hostname, where.port, timeout=timeout)
+
+    def call(self, method: str, path: str, body: bytes | None = None) -> bytes:
+        """Ask, and return the body of the answer.
+
+        Raises:
+            HttpFailure: the answer is not 200.
+        """
+        with closing(self._connect(ANSWER_S)) as connection:
+            connection.request(method, path, body, {"Content-Type": "application/json"})
+            response = connection.getresponse()
+            answer = response.read()
+        if response.status != 200:
+            raise HttpFailure(response.status, answer)
+        return answer
+
+    def get(self, path: str) -> Any:
+        return json.loads(self.call("GET", path))
+
+    def post(self, path: str, body: Any) -> Any:
+        return json.loads(self.call("POST", path, msgspec.json.encode(body)))
+
+    def stream(self, path: str, body: Any) -> Iterator[Any]:
+        """The events of an answer as they come; they must end with ``[DONE]``."""
+        with closing(self._connect(ANSWER_S)) as connection:
+            headers = {"Content-Type": "application/json"}
+            connection.request("POST", path, msgspec.json.encode(body), headers)
+            response = connection.getresponse()
+            if response.status != 200:
+                raise HttpFailure(response.status, response.read())
+            for line in response:
+                if line.startswith(b"data: [DONE]"):
+                    return
+                if line.startswith(b"data: "):
+                    yield json.loads(line.removeprefix(b"data: "))
+        raise AssertionError(f"{self.name}: the stream was cut off")
+
+    def metrics(self) -> Metrics:
+        """All counters and gauges now."""
+        text = self.call("GET", "/metrics").decode()
+        families = text_string_to_metric_families(text)
+        return Metrics(
+            {(s.name, frozenset(s.labels.items())): s.value for f in families for s in f.samples}
+        )
+
+
+class Router(Server):
+    """A router."""
+
+    def complete(self, prompt: str | Sequence[int], **fields: Any) -> Any:
+        """Answer of ``/v1/completions``, with token ids."""
+        return self.post("/v1/completions", completion(prompt, **fields))
+
+    def num_pairs(self) -> int:
+        """How many pairs can hand over now."""
+        return len(self.get("/nodes")["pairs"])
+
+
+class Node(Server):
+    """A prefill or decode node."""
+
+    says_url = r"serves at (http://\S+)"
+
+    def generate(
+        self, token_ids: Sequence[int], transfer: dict[str, Any] | None = None, **params: Any
+    ) -> GenerateResponse:
+        """Tokens in, tokens out; without `transfer` the node serves the request alone."""
+        body = generation(token_ids, transfer, **params)
+        answer = self.call("POST", "/inference/v1/generate", msgspec.json.encode(body))
+        return msgspec.json.decode(answer, type=GenerateResponse)
+
+    def info(self) -> dict[str, Any]:
+        answer: dict[str, Any] = self.get("/node")
+        return answer
+
+    def state(self) -> dict[str, Any]:
+        """What the node's role knows."""
+        answer: dict[str, Any] = self.get("/state")["role"]
+        return answer
+
+    def forget(self) -> None:
+        """Empty the prefix cache."""
+        self.post("/reset_prefix_cache", {})
+
+
+def completion(prompt: str | Sequence[int], **fields: Any) -> dict[str, Any]:
+    """Body of a completion: greedy, of a fixed length, with token ids, unless told otherwise."""
+    body = {"prompt": prompt, "temperature": 0, "ignore_eos": True, "return_token_ids": True}
+    return body | fields
+
+
+def generation(
+    token_ids: Sequence[int], transfer: dict[str, Any] | None, **params: Any
+) -> GenerateRequest:
+    """Body of a token-level request: greedy and of a fixed length, unless told otherwise."""
+    chosen: dict[str, Any] = {"temperature": 0.0, "ignore_eos": True, "seed": 0} | params
+    return GenerateRequest(
+        token_ids=tuple(token_ids),
+        sampling_params=SamplingParams(**chosen),
+        kv_transfer_params=transfer,
+    )

@@ -1,0 +1,67 @@
+"""Blocks cross while the prefill still runs."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.e2e.cluster import DECODE, Cluster
+from tests.e2e.pair import Pair, settle
+from tests.e2e.servers import Node
+
+pytestmark = [pytest.mark.e2e, pytest.mark.xdist_group("e2e")]
+
+Prompt = Callable[[int], list[int]]
+CHUNK = 128
+
+
+@pytest.fixture(scope="module")
+def slow_model(checkpoint: Callable[..., Path]) -> Path:
+    """A model that needs tenths of a second for a chunk, for which milliseconds are nothing."""
+    return checkpoint(
+        hidden_size=512,
+        intermediate_size=2048,
+        num_layers=8,
+        num_heads=8,
+        head_dim=64,
+        max_position_embeddings=2048,
+        config={"torch_dtype": "float32"},
+    )
+
+
+@pytest.fixture(scope="module")
+def slow_nodes(cluster: Cluster, slow_model: Path) -> Iterator[tuple[Node, Node]]:
+    flags = {"max-model-len": "2048", "max-num-batched-tokens": str(CHUNK)}
+    p = cluster.start_node("prefill", "p-slow", flags, model=slow_model)
+    d = cluster.start_node("decode", "d-slow", {**DECODE, **flags}, model=slow_model)
+    cluster.until_up(p, d)
+    yield p, d
+    cluster.stop([p, d])
+
+
+def marks(node: Node, what: str) -> list[dict[str, Any]]:
+    """What happened to the only transfer of a node, in order."""
+    (timeline,) = node.state()["timelines"].values()
+    return [mark for mark in timeline if mark["what"] == what]
+
+
+def test_all_but_the_last_chunk_land_before_the_last_is_computed(
+    slow_nodes: tuple[Node, Node], slow_model: Path, prompt: Prompt
+) -> None:
+    pair = Pair(*slow_nodes, slow_model)
+    chunks = 6
+    ids = prompt(chunks * CHUNK - 3)
+    tokens = pair.tokens(ids, max_tokens=3)
+    settle(pair.p, pair.d)
+    computed, landed = marks(pair.p, "computed"), marks(pair.d, "landed")
+    assert len(computed) == chunks, "every chunk is reported as soon as it is computed"
+    assert computed[-1]["end"] == len(ids)
+    last = computed[-1]["time"]
+    early = [mark for mark in landed if mark["time"] < last]
+    assert len(early) >= len(landed) * (chunks - 1) / chunks
+    assert len(landed) == chunks
+    assert tokens == pair.alone(ids, max_tokens=3)
+    pair.close_books()

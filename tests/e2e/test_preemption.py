@@ -1,0 +1,37 @@
+"""D gives blocks of some requests to others while blocks of yet others arrive."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import pytest
+
+from tests.e2e.conftest import MakePair
+from tests.e2e.oracle import Oracle
+from tests.e2e.servers import Metrics, Node, Router
+
+pytestmark = [pytest.mark.e2e, pytest.mark.xdist_group("e2e")]
+
+Prompt = Callable[[int], list[int]]
+
+
+def test_preemption_while_blocks_arrive(
+    main_nodes: tuple[Node, Node, Router],
+    small: Node,
+    make_pair: MakePair,
+    oracle: Oracle,
+    prompt: Prompt,
+) -> None:
+    pair = make_pair(main_nodes[0], small)
+    prompts = [prompt(20 + 3 * i) for i in range(12)]
+    futures = [pair.submit(ids, max_tokens=60) for ids in prompts]
+    watched: list[Metrics] = []
+    while not all(future.done() for future in futures):
+        watched.append(pair.at_d())
+    answers = [list(future.result().choices[0].token_ids) for future in futures]
+    assert answers == [oracle.greedy(ids, 60) for ids in prompts]
+    assert pair.at_d()("kvbaton_preemptions_total") > 0
+    preempted = next(m for m in watched if m("kvbaton_preemptions_total"))
+    arrived = [m("kvbaton_prompt_tokens_total", source="transferred") for m in watched]
+    at_preemption = preempted("kvbaton_prompt_tokens_total", source="transferred")
+    assert at_preemption < arrived[-1], "all had arrived before the first preemption"
