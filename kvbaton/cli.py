@@ -19,6 +19,7 @@ from pathlib import Path
 from typing import Any, Literal, NoReturn
 
 from kvbaton import __version__
+from kvbaton.bench.flags import add_benches
 from kvbaton.engine.config import EngineConfig
 from kvbaton.errors import ConfigError
 
@@ -154,6 +155,9 @@ def make_parser() -> argparse.ArgumentParser:
     _add_node(command("prefill", run_prefill, "Start a node that computes prompts."), 8100)
     _add_node(command("decode", run_decode, "Start a node that generates."), 8200)
     _add_router(command("router", run_router, "Start the endpoint in front of all nodes."))
+    text = "Measure transports and endpoints."
+    bench = commands.add_parser("bench", help=text, description=text, allow_abbrev=False)
+    add_benches(bench, human_int)
     command("version", run_version, "Print the version.")
     return parser
 

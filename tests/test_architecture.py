@@ -30,7 +30,10 @@ MAY_IMPORT: dict[str, set[str]] = {
 }
 """What each room may import of ours; a file of the first level is a room of its own."""
 
-ANYTHING = {"cli", "cluster", "__main__", "__init__", "llm"}
+ANYTHING = {"cli", "cluster", "bench", "__main__", "__init__", "llm"}
+
+ONLY_FOR_CLI = {"bench"}
+"""Rooms that nobody imports but the commands (and themselves)."""
 
 LIGHT = ("router.app", "edge.app", "text.tokenizer", "connectors.base", "cli", "engine.client")
 """Modules that must not pull in torch, transformers or triton."""
@@ -70,6 +73,14 @@ def test_imports_run_one_way(path: Path) -> None:
         ok = any(short == a or short.startswith(a + ".") for a in allowed)
         # `from kvbaton.connectors import keys` also yields the bare package name.
         ok = ok or any(a.startswith(short + ".") for a in allowed)
+        assert ok, f"{module_name(path)} may not import {name}"
+
+
+@pytest.mark.parametrize("path", FILES, ids=[module_name(path) for path in FILES])
+def test_nobody_leans_on_the_commands(path: Path) -> None:
+    room = room_of(module_name(path))
+    for name in imports_of(path):
+        ok = room_of(name) not in ONLY_FOR_CLI or room in ONLY_FOR_CLI | {"cli"}
         assert ok, f"{module_name(path)} may not import {name}"
 
 

@@ -1,0 +1,73 @@
+"""What every benchmark reports: a table for people, JSON for programs, and the machine."""
+
+from __future__ import annotations
+
+import json
+import os
+import platform
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+
+def percentile(values: Sequence[float], percent: float) -> float:
+    """By linear interpolation; NaN of nothing."""
+    if not values:
+        return float("nan")
+    ordered, place = sorted(values), (len(values) - 1) * percent / 100
+    low = int(place)
+    high = min(low + 1, len(ordered) - 1)
+    return ordered[low] + (ordered[high] - ordered[low]) * (place - low)
+
+
+def median(values: Sequence[float]) -> float:
+    """NaN of nothing."""
+    return percentile(values, 50)
+
+
+def machine() -> dict[str, Any]:
+    """CPU, cores that we may use, and how busy they were: without it no number means anything."""
+    return {
+        "cpu": _cpu_name(),
+        "cores": len(os.sched_getaffinity(0)),
+        "load_average": [round(load, 2) for load in os.getloadavg()],
+        "python": platform.python_version(),
+        "kernel": platform.release(),
+    }
+
+
+def _cpu_name() -> str:
+    for line in Path("/proc/cpuinfo").read_text().splitlines():
+        if line.startswith("model name"):
+            return line.partition(":")[2].strip()
+    return platform.machine()
+
+
+def table(rows: Sequence[Mapping[str, Any]]) -> str:
+    """Rows of equal keys, in columns."""
+    if not rows:
+        return "(nothing)"
+    names = list(rows[0])
+    cells = [names, *([_shown(row[name]) for name in names] for row in rows)]
+    widths = [max(len(line[i]) for line in cells) for i in range(len(names))]
+    return "\n".join(
+        "  ".join(cell.rjust(width) for cell, width in zip(line, widths, strict=True))
+        for line in cells
+    )
+
+
+def _shown(value: Any) -> str:
+    if isinstance(value, float):
+        return f"{value:.3f}" if abs(value) < 100 else f"{value:.0f}"
+    return str(value)
+
+
+def publish(
+    name: str, settings: Mapping[str, Any], rows: Sequence[Mapping[str, Any]], out: Path | None
+) -> None:
+    """Print the table; write settings, machine and rows to `out`, if given."""
+    print(table(rows), flush=True)
+    if out is not None:
+        report = {"bench": name, "machine": machine(), "settings": settings, "rows": rows}
+        out.parent.mkdir(parents=True, exist_ok=True)
+        out.write_text(json.dumps(report, indent=2, default=str) + "\n")

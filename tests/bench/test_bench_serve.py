@@ -1,0 +1,135 @@
+"""``kvbaton bench serve`` against an endpoint whose tokens are known."""
+
+import asyncio
+import json
+import math
+import threading
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+from aiohttp import web
+
+from kvbaton.bench.report import percentile
+from kvbaton.bench.serve import ServeLoad, make_prompts, measure, summary
+from kvbaton.bench.shot import Shot, tokens_of
+from kvbaton.cli import main
+
+
+class Endpoint:
+    """Answers with the prompt's first token, again and again; tells ids only if asked to."""
+
+    def __init__(self, *, tells_ids: bool = True) -> None:
+        self.tells_ids = tells_ids
+        self.bodies: list[dict[str, object]] = []
+        self.at_once = self.most_at_once = 0
+        self.url = ""
+
+    async def models(self, request: web.Request) -> web.Response:
+        return web.json_response({"data": [{"id": "echo"}]})
+
+    async def complete(self, request: web.Request) -> web.StreamResponse:
+        body = await request.json()
+        self.bodies.append(body)
+        if request.headers.get("Authorization") == "Bearer wrong":
+            return web.json_response({"error": {"message": "bad key"}}, status=401)
+        self.at_once += 1
+        self.most_at_once = max(self.most_at_once, self.at_once)
+        answer = web.StreamResponse()
+        await answer.prepare(request)
+        for _ in range(body["max_tokens"]):
+            ids = {"token_ids": [body["prompt"][0]]} if self.tells_ids else {}
+            chunk = {"choices": [{"index": 0, "text": "x", **ids}]}
+            await answer.write(b"data: " + json.dumps(chunk).encode() + b"\n\n")
+            await asyncio.sleep(0)
+        self.at_once -= 1
+        await answer.write(b"data: [DONE]\n\n")
+        return answer
+
+    async def run(self, started: threading.Event, stop: asyncio.Event) -> None:
+        app = web.Application()
+        app.router.add_get("/v1/models", self.models)
+        app.router.add_post("/v1/completions", self.complete)
+        runner = web.AppRunner(app)
+        await runner.setup()
+        site = web.TCPSite(runner, "127.0.0.1", 0)
+        await site.start()
+        host, port = runner.addresses[0][:2]
+        self.url = f"http://{host}:{port}"
+        started.set()
+        await stop.wait()
+        await runner.cleanup()
+
+
+@pytest.fixture(params=[True, False], ids=["ids", "text"])
+def endpoint(request: pytest.FixtureRequest) -> Iterator[Endpoint]:
+    found, started, stop = Endpoint(tells_ids=request.param), threading.Event(), asyncio.Event()
+    loop = asyncio.new_event_loop()
+    thread = threading.Thread(
+        target=lambda: loop.run_until_complete(found.run(started, stop)), daemon=True
+    )
+    thread.start()
+    assert started.wait(10)
+    yield found
+    loop.call_soon_threadsafe(stop.set)
+    thread.join(10)
+    loop.close()
+
+
+@pytest.mark.parametrize("more", [[], ["--rate", "500"]], ids=["closed", "open"])
+def test_it_reports_what_clients_saw(endpoint: Endpoint, tmp_path: Path, more: list[str]) -> None:
+    out = tmp_path / "serve.json"
+    sizes = ["--requests", "6", "--input-len", "5", "--output-len", "4", "--concurrency", "2"]
+    assert main(["bench", "serve", "--url", endpoint.url, *sizes, *more, "--out", str(out)]) == 0
+    (row,) = json.loads(out.read_text())["rows"]
+    assert row["ok"] == 6
+    assert row["failed"] == 0
+    assert row["tokens/s"] == pytest.approx(4 * row["requests/s"])
+    assert 0 < row["ttft_p50_ms"] <= row["second_p50_ms"]
+    assert {body["model"] for body in endpoint.bodies} == {"echo"}
+    assert [len(str(body["prompt"]).split(",")) for body in endpoint.bodies] == [5] * 6
+    assert endpoint.most_at_once <= 2
+
+
+def test_failures_are_counted_and_told(
+    endpoint: Endpoint, capsys: pytest.CaptureFixture[str]
+) -> None:
+    words = ["bench", "serve", "--url", endpoint.url, "--requests", "2", "--api-key", "wrong"]
+    assert main(words) == 1
+    assert "bad key" in capsys.readouterr().out
+
+
+async def test_tokens_are_those_of_the_answer(endpoint: Endpoint) -> None:
+    load = ServeLoad(url=endpoint.url, requests=3, input_len=2, output_len=3)
+    shots, _ = await measure(load)
+    assert [len(shot.times) for shot in shots] == [3, 3, 3]
+    told = sorted(shot.token_ids for shot in shots)
+    expected = sorted((prompt[0],) * 3 for prompt in make_prompts(load))
+    assert told == (expected if endpoint.tells_ids else [(), (), ()])
+
+
+def test_summary_leaves_failures_out() -> None:
+    good = Shot(1.0, (1.5, 1.75, 2.25))
+    row = summary([good, Shot(1.0, (), error="no")], 2.0)
+    assert (row["ok"], row["failed"], row["tokens/s"]) == (1, 1, 1.5)
+    assert (row["ttft_p50_ms"], row["second_p50_ms"]) == (500, 750)
+    assert row["itl_p50_ms"] == 375
+
+
+def test_percentile() -> None:
+    assert percentile([4.0, 1.0, 3.0, 2.0], 50) == 2.5
+    assert percentile([1.0], 99) == 1.0
+    assert math.isnan(percentile([], 50))
+
+
+@pytest.mark.parametrize(
+    ("chunk", "expected"),
+    [
+        ({"choices": [{"text": "", "token_ids": [5]}]}, [5]),
+        ({"choices": [{"text": "a"}]}, []),
+        ({"choices": [{"text": "", "finish_reason": "length", "token_ids": []}]}, None),
+        ({"choices": [], "usage": {}}, None),
+    ],
+)
+def test_what_counts_as_a_token(chunk: dict[str, object], expected: list[int] | None) -> None:
+    assert tokens_of(chunk) == expected

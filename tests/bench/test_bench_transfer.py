@@ -1,0 +1,52 @@
+"""``kvbaton bench transfer`` in small."""
+
+import json
+from contextlib import ExitStack
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from kvbaton.bench import transfer
+from kvbaton.bench.digests import target_blocks, total_sum
+from kvbaton.cli import main
+from kvbaton.errors import TransportError
+
+
+def test_it_reports_every_method_at_every_size(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    out = tmp_path / "transfer.json"
+    words = ["bench", "transfer", "--block-bytes", "8K", "32K", "--bytes", "256K", "--repeats", "2"]
+    assert main([*words, "--out", str(out)]) == 0
+    report = json.loads(out.read_text())
+    assert report["machine"]["cores"] >= 1
+    methods = ["memcpy", "source sums", "bare-nixl", "nixl", "nixl+digests", "tcp", "tcp+digests"]
+    assert [(row["block KiB"], row["method"]) for row in report["rows"]] == [
+        (size, method) for size in (8, 32) for method in methods
+    ]
+    assert all(row["GiB/s"] > 0 for row in report["rows"])
+    assert "bare-nixl" in capsys.readouterr().out
+
+
+def test_blocks_that_do_not_fit_are_refused(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["bench", "transfer", "--block-bytes", "10000"]) == 2
+    assert "--block-bytes" in capsys.readouterr().err
+
+
+def test_wrong_bytes_are_noticed() -> None:
+    load = transfer.TransferLoad(transports=("tcp",), block_bytes=(8192,), num_bytes=65536)
+    source = np.arange(65536, dtype=np.uint8)
+    targets = target_blocks(8)
+    with ExitStack() as closing:
+        ways = transfer.ways(load, 8192, source, targets, closing)
+        ways["tcp+digests"]()
+        source[5] += 1
+        with pytest.raises(TransportError, match="not what was sent"):
+            ways["tcp+digests"]()
+
+
+def test_the_sum_knows_the_order_of_blocks() -> None:
+    memory = np.random.default_rng(3).integers(0, 256, 32768, np.uint8)
+    order = np.arange(4)
+    assert total_sum(memory, 8192, order) != total_sum(memory, 8192, order[::-1].copy())
