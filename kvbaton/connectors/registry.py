@@ -1,4 +1,4 @@
-"""Find transports by name: entry points of group ``kvbaton.transports``, or a dotted path.
+"""Find transports by name: ours, entry points of group ``kvbaton.transports``, or a dotted path.
 
 A spec is ``NAME``, ``NAME:JSON`` or ``package.module:Class``, the last also followed by ``:JSON``.
 The JSON object holds keyword arguments of the constructor, which every transport writes as
@@ -18,6 +18,13 @@ from kvbaton.connectors.base import Transport
 from kvbaton.errors import ConfigError
 
 GROUP = "kvbaton.transports"
+BUILT_IN = {
+    "faulty": "kvbaton.connectors.transports.faulty:FaultyTransport",
+    "memory": "kvbaton.connectors.transports.memory:MemoryTransport",
+    "nixl": "kvbaton.connectors.transports.nixl:NixlTransport",
+    "tcp": "kvbaton.connectors.transports.tcp:TcpTransport",
+}
+"""Ours, which must be found where the package runs from its sources, too."""
 _FLAG = "--transport"
 _PATH = re.compile(r"^[A-Za-z_]\w*(\.[A-Za-z_]\w*)*:[A-Za-z_]\w*")
 
@@ -52,7 +59,10 @@ def load_transport(spec: str, **context: Any) -> Transport:
 
 
 def _entry_points() -> list[EntryPoint]:
-    return list(entry_points(group=GROUP))
+    found = list(entry_points(group=GROUP))
+    known = {point.name for point in found}
+    ours = (EntryPoint(name, path, GROUP) for name, path in BUILT_IN.items() if name not in known)
+    return [*found, *ours]
 
 
 def _split(spec: str) -> tuple[str, dict[str, Any]]:

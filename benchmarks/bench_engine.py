@@ -1,0 +1,180 @@
+"""One engine on one GPU, offline: decode step, prefill, TTFT, throughput; beside vLLM 0.26.0.
+
+    python -m benchmarks.bench_engine --json engine.json [--profile]
+
+Llama-3-8B's shape, bf16, dummy weights, prefix caching off, greedy, ``ignore_eos``, random prompts.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import logging
+import os
+import tempfile
+import time
+from collections import defaultdict
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from statistics import median
+from typing import Any
+
+import torch
+
+from benchmarks.workload import MAX_BATCHED_TOKENS, MAX_MODEL_LEN, llama_8b, random_prompts, table
+from kvbaton.engine.build import build_engine
+from kvbaton.engine.config import EngineConfig
+from kvbaton.engine.solo import SoloFactory
+from kvbaton.wire import AddRequest, FromCore, NodeId, Outputs, Rejected, SamplingParams, ToCore
+
+DECODE = {1: 4.95, 32: 5.84, 128: 8.60, 256: 13.56}
+PREFILL = {(64, 1024): 42.5e3, (16, 4096): 40.5e3, (4, 16384): 33.4e3}
+TTFT = {1024: 28.3, 4096: 101.3, 16384: 493.0}
+THROUGHPUT = 3926.0
+DECODE_STEPS = 100
+
+
+class Desk:
+    """The engine's mailbox: requests come from here, and every token's time is noted."""
+
+    def __init__(self) -> None:
+        self.inbox: list[ToCore] = []
+        self.times: dict[str, list[float]] = defaultdict(list)
+        self.open = 0
+
+    def receive(self, timeout: float, wake_fd: int) -> list[ToCore]:
+        """What was submitted."""
+        inbox, self.inbox = self.inbox, []
+        return inbox
+
+    def send(self, message: FromCore) -> None:
+        """Note tokens."""
+        assert not isinstance(message, Rejected), message
+        if isinstance(message, Outputs):
+            now = time.perf_counter()
+            for output in message.outputs:
+                self.times[output.request_id] += [now] * len(output.token_ids)
+                self.open -= output.finish_reason is not None
+
+
+class Bench:
+    """An engine in this process."""
+
+    def __init__(self, config: EngineConfig) -> None:
+        self.desk = Desk()
+        self.core = build_engine(config, NodeId("bench", 1), SoloFactory(), self.desk).core
+        self._count = 0
+
+    def run(self, prompts: Sequence[tuple[int, ...]], max_tokens: int) -> list[list[float]]:
+        """Run requests that all come now; per request, seconds from then to each token."""
+        self.desk.times.clear()
+        params = SamplingParams(temperature=0.0, max_tokens=max_tokens, ignore_eos=True)
+        names = []
+        for prompt in prompts:
+            self._count += 1
+            names.append(f"r{self._count}")
+            self.desk.inbox.append(
+                AddRequest(request_id=names[-1], token_ids=prompt, params=params)
+            )
+        self.desk.open = len(names)
+        began = time.perf_counter()
+        while self.desk.open:
+            self.core.receive()
+            self.core.listen()
+            self.core.launch()
+            self.core.update()
+        while self.core.in_flight:
+            self.core.update()
+        return [[t - began for t in self.desk.times[name]] for name in names]
+
+
+def decode_step(bench: Bench, batch: int) -> float:
+    """Milliseconds between tokens once all sequences decode."""
+    times = bench.run(random_prompts(batch, 512, batch), DECODE_STEPS)
+    began = max(row[0] for row in times)
+    ends = sorted({t for row in times for t in row if t > began})
+    ends = [t for t in ends if t <= min(row[-1] for row in times)]
+    return 1e3 * (ends[-1] - ends[0]) / (len(ends) - 1)
+
+
+def prefill(bench: Bench, count: int, length: int) -> float:
+    """Prompt tokens per second."""
+    times = bench.run(random_prompts(count, length, 7), 1)
+    return count * length / max(row[-1] for row in times)
+
+
+def ttft(bench: Bench, length: int) -> float:
+    """Milliseconds to the first token of one prompt."""
+    return median(1e3 * bench.run(random_prompts(1, length, n), 1)[0][0] for n in range(5))
+
+
+def throughput(bench: Bench) -> float:
+    """Output tokens per second of 512 requests, 1024 in, 128 out."""
+    times = bench.run(random_prompts(512, 1024, 9), 128)
+    return 512 * 128 / max(row[-1] for row in times)
+
+
+def profile(bench: Bench) -> None:
+    """Where the time of some steps goes."""
+    cases: dict[str, Callable[[], Any]] = {
+        "decode, batch 1": lambda: bench.run(random_prompts(1, 512, 1), 20),
+        "decode, batch 256": lambda: bench.run(random_prompts(256, 16, 1), 20),
+        "prefill, 8 x 1024": lambda: bench.run(random_prompts(8, 1024, 1), 1),
+        "prefill, 16384": lambda: bench.run(random_prompts(1, 16384, 1), 1),
+    }
+    for name, case in cases.items():
+        with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as found:
+            case()
+            torch.cuda.synchronize()
+        print(f"--- {name}")
+        for event in sorted(found.key_averages(), key=lambda e: -e.self_device_time_total)[:16]:
+            total = event.self_device_time_total
+            print(f"{total / 1e3:10.2f} ms {event.count:7d} x {total / event.count:9.1f} us  "
+                  f"{event.key[:90]}")  # fmt: skip
+
+
+def main() -> None:
+    """Measure, print a table, write JSON."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--json", type=Path)
+    parser.add_argument("--profile", action="store_true", help="print kernels instead")
+    parser.add_argument("--enforce-eager", action="store_true")
+    args = parser.parse_args()
+    logging.basicConfig(level=os.environ.get("LOG_LEVEL", "INFO"))
+    folder = llama_8b(Path(tempfile.mkdtemp()) / "model")
+    config = EngineConfig(
+        model=str(folder),
+        load_format="dummy",
+        device="cuda",
+        max_model_len=MAX_MODEL_LEN,
+        max_num_seqs=256,
+        max_num_batched_tokens=MAX_BATCHED_TOKENS,
+        enable_prefix_caching=False,
+        enforce_eager=args.enforce_eager,
+    )
+    began = time.perf_counter()
+    bench = Bench(config)
+    print(f"ready after {time.perf_counter() - began:.1f} s", flush=True)
+    if args.profile:
+        profile(bench)
+        return
+    rows: list[tuple[str, float, float | None]] = []
+
+    def add(name: str, ours: float, theirs: float) -> None:
+        rows.append((name, ours, theirs))
+        print(f"  {name}: {ours:,.2f}", flush=True)
+
+    for batch, theirs in DECODE.items():
+        add(f"decode step, batch {batch}, ms", decode_step(bench, batch), theirs)
+    for length, theirs in TTFT.items():
+        add(f"TTFT of {length}, ms", ttft(bench, length), theirs)
+    for (count, length), theirs in PREFILL.items():
+        add(f"prefill of {count} x {length}, tok/s", prefill(bench, count, length), theirs)
+    add("512 requests 1024/128, output tok/s", throughput(bench), THROUGHPUT)
+    print(table(rows))
+    if args.json is not None:
+        args.json.write_text(json.dumps({name: [ours, theirs] for name, ours, theirs in rows}))
+
+
+if __name__ == "__main__":
+    main()

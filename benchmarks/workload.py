@@ -1,0 +1,56 @@
+"""The workload of the baselines: a Llama-3-8B-shaped model with dummy weights, random prompts."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import numpy as np
+
+from kvbaton.testing.checkpoints import make_checkpoint
+
+LLAMA_8B = {
+    "architectures": ["LlamaForCausalLM"],
+    "model_type": "llama",
+    "vocab_size": 128256,
+    "hidden_size": 4096,
+    "intermediate_size": 14336,
+    "num_hidden_layers": 32,
+    "num_attention_heads": 32,
+    "num_key_value_heads": 8,
+    "head_dim": 128,
+    "hidden_act": "silu",
+    "max_position_embeddings": 131072,
+    "rms_norm_eps": 1e-5,
+    "rope_theta": 500000.0,
+    "tie_word_embeddings": False,
+    "eos_token_id": 128001,
+    "torch_dtype": "bfloat16",
+}
+MAX_MODEL_LEN = 16640
+MAX_BATCHED_TOKENS = 8192
+
+
+def llama_8b(folder: Path) -> Path:
+    """A folder with the configuration and a small tokenizer; for ``--load-format dummy``."""
+    make_checkpoint(folder)
+    for file in folder.glob("*.safetensors*"):
+        file.unlink()
+    (folder / "config.json").write_text(json.dumps(LLAMA_8B))
+    return folder
+
+
+def random_prompts(count: int, length: int, seed: int) -> list[tuple[int, ...]]:
+    """Prompts that share nothing."""
+    rng = np.random.default_rng(seed)
+    return [tuple(row) for row in rng.integers(10, 120_000, (count, length)).tolist()]
+
+
+def table(rows: list[tuple[str, float, float | None]], unit: str = "") -> str:
+    """Lines of name, ours, vLLM's and the ratio."""
+    lines = [f"{'what':<44}{'kvbaton':>12}{'vLLM 0.26.0':>14}{'ratio':>8}  {unit}".rstrip()]
+    for name, ours, theirs in rows:
+        ratio = f"{ours / theirs:8.3f}" if theirs else f"{'':8}"
+        shown = f"{theirs:14,.2f}" if theirs else f"{'':14}"
+        lines.append(f"{name:<44}{ours:12,.2f}{shown}{ratio}")
+    return "\n".join(lines)

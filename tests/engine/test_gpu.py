@@ -1,0 +1,172 @@
+"""The engine on a real GPU against transformers, against itself, and against the CPU."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from kvbaton.kernels.digest import block_sums
+from kvbaton.wire import SamplingParams
+
+pytestmark = [
+    pytest.mark.gpu,
+    pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device"),
+]
+SMALL = {
+    "head_dim": 64,
+    "hidden_size": 256,
+    "intermediate_size": 512,
+    "max_position_embeddings": 8192,
+}
+ROPE = {
+    "rope_type": "llama3",
+    "factor": 8.0,
+    "low_freq_factor": 1.0,
+    "high_freq_factor": 4.0,
+    "original_max_position_embeddings": 64,
+}
+WINDOWS = {"use_sliding_window": True, "sliding_window": 12, "max_window_layers": 1}
+MODELS: dict[str, dict[str, Any]] = {
+    "llama": {"family": "llama", **SMALL},
+    "llama-tiny-heads": {"family": "llama"},
+    "llama3-rope": {"family": "llama", "config": {"rope_scaling": ROPE}},
+    "llama-biases": {"family": "llama", "config": {"attention_bias": True, "mlp_bias": True}},
+    "mistral-window": {"family": "mistral", "config": {"sliding_window": 11}},
+    "qwen2-windows": {"family": "qwen2", "config": WINDOWS},
+    "qwen3": {"family": "qwen3", **SMALL},
+}
+GPU: dict[str, Any] = {
+    "device": "cuda", "max_num_seqs": 8, "max_model_len": 512, "max_num_batched_tokens": 512,
+}  # fmt: skip
+TOLERANCE = {"float32": 1e-3, "float16": 0.03, "bfloat16": 0.15}
+
+
+@pytest.fixture(autouse=True)
+def ieee_products() -> None:
+    """transformers may have asked for TF32."""
+    torch.backends.cuda.matmul.allow_tf32 = False
+
+
+def random_tokens(rng: np.random.Generator, count: int) -> list[int]:
+    ids: list[int] = rng.integers(3, 384, count).tolist()
+    return ids
+
+
+def expected_logits(model: Any, ids: list[int]) -> torch.Tensor:
+    """Of the token after each position, on the GPU: [positions, vocab]."""
+    with torch.inference_mode():
+        logits: torch.Tensor = model.cuda()(torch.tensor([ids], device="cuda")).logits[0]
+    return logits.float()
+
+
+def check_greedy(model: Any, prompt: list[int], got: list[int], tolerance: float) -> None:
+    """Every token is the best one, or as good as it within the tolerance."""
+    logits = expected_logits(model, [*prompt, *got][:-1])[len(prompt) - 1 :]
+    chosen = logits.gather(1, torch.tensor(got, device="cuda")[:, None])[:, 0]
+    gap = (logits.amax(-1) - chosen).max()
+    assert gap <= tolerance, f"a token is {float(gap):.3f} below the best"
+
+
+@pytest.mark.parametrize("eager", [False, True], ids=["graphs", "eager"])
+@pytest.mark.parametrize("dtype", TOLERANCE)
+@pytest.mark.parametrize("name", MODELS)
+def test_mixed_batches_generate_what_transformers_does(
+    name: str,
+    dtype: str,
+    eager: bool,
+    checkpoint: Callable[..., Path],
+    reference: Any,
+    drive: Any,
+) -> None:
+    if eager and dtype == "float16":
+        pytest.skip("float32 and bfloat16 show it")
+    folder = checkpoint(**MODELS[name])
+    driver = drive(folder, dtype=dtype, enforce_eager=eager, **GPU)
+    rng = np.random.default_rng(1)
+    prompts = [random_tokens(rng, count) for count in (1, 2, 5, 17, 33, 64, 150)]
+    handles = [driver.add(prompt) for prompt in prompts]
+    while min(len(driver.tokens[h]) - len(p) for h, p in zip(handles, prompts, strict=True)) < 12:
+        work = []
+        for handle in rng.permutation(handles)[: rng.integers(1, 8)].tolist():
+            count = min(driver.left(handle), int(rng.integers(1, 60)))
+            work.append((handle, count, int(count == driver.left(handle))))
+        driver.step(*sorted(work, key=lambda item: item[1] > 1))
+    for handle, prompt in zip(handles, prompts, strict=True):
+        got = driver.tokens[handle][len(prompt) :]
+        check_greedy(reference(folder, dtype), prompt, got, TOLERANCE[dtype])
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_long_prompts_in_chunks_and_from_a_cached_prefix(
+    dtype: str, checkpoint: Callable[..., Path], reference: Any, drive: Any
+) -> None:
+    folder = checkpoint(**MODELS["llama"])
+    settings = GPU | {"max_model_len": 6000, "max_num_batched_tokens": 2300, "num_blocks": 1024}
+    driver = drive(folder, dtype=dtype, **settings)
+    rng = np.random.default_rng(2)
+    prompt = random_tokens(rng, 5000)
+    for chunk in (2300, 1111):
+        handle = driver.add(prompt)
+        got = driver.generate(handle, 6, chunk=chunk)
+        check_greedy(reference(folder, dtype), prompt, got, TOLERANCE[dtype])
+    other = prompt[:3200] + random_tokens(rng, 1500)
+    cached = driver.add(other, cached=driver.tables[handle][:200])
+    got = driver.generate(cached, 6, chunk=2300)
+    check_greedy(reference(folder, dtype), other, got, TOLERANCE[dtype])
+
+
+def test_seeded_sampling_gives_the_tokens_of_the_cpu(
+    checkpoint: Callable[..., Path], drive: Any
+) -> None:
+    folder = checkpoint(**MODELS["llama"])
+    rng = np.random.default_rng(3)
+    prompts = [random_tokens(rng, count) for count in (9, 40, 100)]
+    wanted = [
+        SamplingParams(temperature=1.0, seed=11),
+        SamplingParams(temperature=0.6, seed=(1 << 64) - 3),
+        SamplingParams(temperature=0.9, seed=5, top_p=0.9, frequency_penalty=0.5, logprobs=2),
+    ]
+    tokens = []
+    for device in ("cuda", "cpu"):
+        driver = drive(folder, **GPU | {"device": device})
+        for group in ((0,), (0, 1), (0, 1, 2)):
+            handles = [driver.add(prompts[i], wanted[i]) for i in group]
+            driver.step(*((h, driver.left(h), 1) for h in handles))
+            for _ in range(20):
+                driver.step(*((h, 1, 1) for h in handles))
+        tokens.append(driver.tokens)
+    assert tokens[0] == tokens[1]
+
+
+def test_kept_sums_are_those_of_the_bytes(checkpoint: Callable[..., Path], drive: Any) -> None:
+    driver = drive(checkpoint(**MODELS["llama"]), dtype="bfloat16", **GPU)
+    handle = driver.add(random_tokens(np.random.default_rng(4), 200))
+    driver.generate(handle, 20, chunk=70)
+    blocks, length = driver.tables[handle], driver.computed[handle]
+    kept = driver.wait(driver.executor.sums(0, blocks))
+    again = driver.wait(driver.executor.digest(0, blocks, 0, 0, length))
+    cache = driver.executor._cache.data
+    reference = block_sums(cache.cpu(), torch.tensor(blocks), 0, 0, length).numpy()
+    assert (kept == again).all()
+    assert (kept.view(np.int64) == reference).all()
+
+
+def test_two_steps_in_flight(checkpoint: Callable[..., Path], reference: Any, drive: Any) -> None:
+    from kvbaton.engine.step import NewSequence, SequenceStep, StepPlan
+
+    folder = checkpoint(**MODELS["llama"])
+    executor = drive(folder, **GPU).executor
+    prompt, params = random_tokens(np.random.default_rng(5), 20), SamplingParams(temperature=0.0)
+    new = (NewSequence(1, tuple(prompt), 20, 0, params),)
+    flying = [executor.launch(StepPlan(0, new=new, steps=(SequenceStep(1, 0, 20, ((1, 2),), 1),)))]
+    got: list[int] = []
+    for number in range(1, 12):
+        step = SequenceStep(1, 19 + number, 1, ((),), 1)
+        flying.append(executor.launch(StepPlan(number, steps=(step,))))
+        got += flying.pop(0).result().sampled[0].token_ids
+    check_greedy(reference(folder), prompt, got, 1e-3)
