@@ -116,11 +116,24 @@ class Handover:
         if len(choices) != request.params.n:
             reason = f"the source sent {len(choices)} first tokens for n={request.params.n}"
             return self.load_failed(request_id, total, reason)
-        self._arrived(sequence, total)
         self._roster.totals.cached_at_source += cached_tokens
+        if any(self._is_too_early(sequence, choice.token) for choice in choices):
+            self._requeue(sequence, total)
+            return []
+        self._arrived(sequence, total)
         self._roster.run(sequence)
         self._fork_all(sequence)
         return self._start(request, choices)
+
+    def _is_too_early(self, sequence: requests.Sequence, token: int) -> bool:
+        """Whether a token would end the text before `min_tokens`, and must be sampled anew here.
+
+        A proxy that asks the source for one token can't tell it of `min_tokens`.
+        """
+        params = sequence.request.params
+        ends = () if params.ignore_eos else self._roster.config.eos_token_ids
+        is_end = token in params.stop_token_ids or token in ends
+        return is_end and sequence.num_generated < params.min_tokens
 
     def _arrived(self, sequence: requests.Sequence, end: int) -> None:
         """Tokens up to `end` have valid KV, from now on for everybody."""
@@ -161,12 +174,15 @@ class Handover:
         if self._roster.config.kv_load_failure_policy == "fail":
             error = f"the KV cache could not be loaded: {reason}"
             return self._roster.end(sequence.request, "error", error)
-        valid = min(valid_through, len(sequence.tokens))
+        self._requeue(sequence, min(valid_through, len(sequence.tokens)))
+        return []
+
+    def _requeue(self, sequence: requests.Sequence, valid: int) -> None:
+        """Keep the whole blocks of `valid` tokens in the cache and queue for the rest."""
         self._arrived(sequence, valid - valid % self._blocks.alignment)
         self._roster.leave(sequence)
         sequence.clear(self._blocks)
         self._roster.wait(sequence, State.WAITING)
-        return []
 
     def unquarantine(self, attempt: Attempt) -> None:
         """No write of an attempt can land any more: its blocks may be handed out again."""

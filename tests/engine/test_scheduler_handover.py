@@ -189,6 +189,21 @@ def test_too_few_first_tokens_are_a_failed_load():
         loop.check_stream("a", choice)
 
 
+def test_an_end_before_min_tokens_is_sampled_anew_here():
+    """The source did not know of `min_tokens`: its token 0 must not end the text."""
+    loop = Loop(debug_forbid_prompt_compute=True)
+    request = ask("a", prompt(8), transfer=target(1), min_tokens=2, stop_token_ids=(3,))
+    admitted = load(loop, request)
+    loop.ranks.receive(admitted.spans, known(request), admitted.num_tokens)
+    assert loop.scheduler.loaded("a", [ChoiceStart(3, None, "stop", 3)], 0) == []
+    loop.scheduler.unquarantine(attempt_of(admitted))
+    loop.run()
+    tokens = [token for output in loop.outputs for token in output.token_ids]
+    assert tokens[:1] == [starts(loop, request)[0].token]
+    assert sum(plan.num_tokens for plan in loop.plans[:1]) == 1, "more than the last was computed"
+    loop.check_empty()
+
+
 def test_other_requests_run_while_one_loads_and_the_cap_holds_further_ones_back():
     loop = Loop((GroupSpec(block_size=4, num_blocks=13),), max_loading_share=0.5)
     first = load(loop, ask("a", prompt(16), transfer=target(1)))
