@@ -15,6 +15,7 @@ from kvbaton.connectors.protocol.events import (
     CancelTarget,
     Deliver,
     Fail,
+    Meet,
     Spans,
     Start,
     Unneeded,
@@ -73,13 +74,15 @@ class DecodeRole:
             Unquarantine: self._unquarantine,
         }
         courier.start()
+        for address in members:
+            courier.submit(Meet(address))
 
     # --- requests ---
 
     @property
     def control_address(self) -> str | None:
-        """Where this node's control channel is; nobody needs to dial a target."""
-        return self.courier.channel.address
+        """Nobody needs to dial a target."""
+        return None
 
     @property
     def wake_fd(self) -> int:
@@ -87,8 +90,10 @@ class DecodeRole:
         return self.courier.outbox_fd
 
     def set_members(self, addresses: Sequence[str]) -> None:
-        """Control addresses that the router vouches for."""
-        self._members = frozenset(addresses)
+        """Control addresses that the router vouches for; sessions with new ones are opened now."""
+        known, self._members = self._members, frozenset(addresses)
+        for address in sorted(self._members - known):
+            self.courier.submit(Meet(address))
 
     def accept(self, request: AddRequest) -> AddRequest:
         """Check a request's part in a hand-over, so that no client makes us dial a stranger."""

@@ -21,6 +21,7 @@ from kvbaton.connectors.protocol.events import (
     Identity,
     Landed,
     Link,
+    Meet,
     PeerGone,
     Received,
     Send,
@@ -630,3 +631,11 @@ def test_no_message_of_a_peer_breaks_a_machine(messages: list[Control]) -> None:
         target.do(Received(LINK, message))
         source.handle(Received(LINK, message), 0.0)
         source.validate()
+
+
+def test_a_session_may_be_opened_before_it_is_needed() -> None:
+    rig = Rig()
+    [hello] = sent(rig.do(Meet(ADDRESS)), Hello)
+    assert rig.do(Meet(ADDRESS)) == []
+    assert sent(rig.start(), Hello) == []
+    assert hello.sender == rig.machine.identity.node

@@ -90,7 +90,7 @@ class Receiver:
         self.timelines = Timelines()
         self._events: deque[TargetEvent] = deque()
         self._live: set[Attempt] = set()
-        self._peers: dict[NodeId, list[tuple[Transport, Peer]]] = {}
+        self._peers: dict[NodeId, dict[tuple[int, int], Peer | None]] = {}
         self._rank_layouts: dict[bytes, list[list[KVLayout]]] = {}
         self._checks: list[_Check] = []
         self._do: dict[type, Callable[[Any, float], None]] = {
@@ -172,7 +172,7 @@ class Receiver:
 
     def _lost(self, peer: Peer, now: float) -> None:
         for node, links in list(self._peers.items()):
-            if any(link is peer for _, link in links):
+            if any(link is peer for link in links.values()):
                 self.handle(PeerGone(node), now)
 
     # --- actions ---
@@ -184,19 +184,26 @@ class Receiver:
         self._rank_layouts[action.session] = [
             msgspec.msgpack.decode(card.layouts, type=list[KVLayout]) for card in action.ranks
         ]
-        links = self._peers.setdefault(action.node, [])
+        # One link per pair of ranks; None until connected. P has had our cards since `Hello`, so a
+        # pair that we failed to connect can't be fenced, and is not taken for harmless.
+        links = self._peers[action.node] = {
+            (mine, card.rank): None for mine in range(len(self.transports)) for card in action.ranks
+        }
         try:
-            for transport in self.transports:
-                links += [(transport, transport.connect(card.card)) for card in action.ranks]
+            for mine, transport in enumerate(self.transports):
+                for card in action.ranks:
+                    links[mine, card.rank] = transport.connect(card.card)
         except TransportError as error:
             logger.warning("can't reach %s: %s", action.node.node, error)
             self.handle(PeerGone(action.node), now)
 
     def _fence(self, action: Fence, now: float) -> None:
-        links = self._peers.get(action.node, [])
-        # A generation that we never connected to was never shown where our memory is.
-        if all(transport.fence(peer) for transport, peer in links):
-            self._peers.pop(action.node, None)
+        links = self._peers.get(action.node)
+        if links is not None and all(
+            peer is not None and self.transports[mine].fence(peer)
+            for (mine, _), peer in links.items()
+        ):
+            del self._peers[action.node]
             self.handle(Fenced(action.node), now)
 
     def _unquarantine(self, action: Unquarantine, now: float) -> None:

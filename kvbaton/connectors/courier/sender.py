@@ -182,7 +182,7 @@ class Sender:
 
     def busy(self) -> bool:
         """Whether something is on its way that only looking at it moves on."""
-        return bool(self._writes or self._reports)
+        return bool(self._reports) or any(not write.failed for write in self._writes)
 
     def next_deadline(self) -> float | None:
         """When the machine wants to be called again."""
@@ -287,10 +287,7 @@ class Sender:
         if peers is not None:
             for (s, _), peer in peers.links.items():
                 self.transports[s].close(peer)
-        for write in self._writes:
-            if write.session == action.session:
-                write.handle.release()
-        self._writes = [w for w in self._writes if w.session != action.session]
+        # Bytes read before may still be on the wire: writes are watched until each has ended.
         self.handle(Closed(action.session), now)
 
     def _post(self, action: Post, now: float) -> None:

@@ -29,6 +29,7 @@ from kvbaton.connectors.protocol.events import (
     EvictSource,
     Fail,
     FirstTokens,
+    Meet,
     Received,
     RefuseAnnounce,
     Release,
@@ -54,7 +55,9 @@ logger = logging.getLogger(__name__)
 BUSY_PAUSE_S = 0.0002
 """Pause between two looks at the transport while bytes are on their way."""
 
-Submission = Announce | BlocksReport | FirstTokens | SourceFailed | Start | Unneeded | CancelTarget
+Submission = (
+    Announce | BlocksReport | FirstTokens | SourceFailed | Meet | Start | Unneeded | CancelTarget
+)
 EngineAction = (
     Engage | Release | StopSource | EvictSource | RefuseAnnounce | Deliver | Fail | Unquarantine
 )
@@ -195,7 +198,7 @@ class Courier:
             item = self._inbox.popleft()
             if callable(item):
                 item()
-            elif isinstance(item, Start | Unneeded | CancelTarget):
+            elif isinstance(item, Meet | Start | Unneeded | CancelTarget):
                 assert self.receiver is not None, "only a target's role submits this"
                 self.receiver.handle(item, now)
             else:

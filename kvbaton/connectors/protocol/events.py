@@ -283,8 +283,15 @@ class Fenced:
     node: NodeId
 
 
+@dataclass(frozen=True)
+class Meet:
+    """D will likely hand over with the P at this address: open the session before it is needed."""
+
+    address: str
+
+
 TargetEvent = (
-    Received | PeerGone | Tick | Start | Unneeded | Landed | Verified | CancelTarget | Fenced
+    Received | PeerGone | Tick | Meet | Start | Unneeded | Landed | Verified | CancelTarget | Fenced
 )
 
 

@@ -26,6 +26,7 @@ from kvbaton.connectors.protocol.events import (
     Fail,
     Fenced,
     Identity,
+    Meet,
     PeerGone,
     Received,
     Start,
@@ -129,6 +130,8 @@ class Target(TargetReceiving):
                 self._peer_gone(event.node)
             case Fenced():
                 self._fenced(event)
+            case Meet():
+                self._open(self._line(event.address))
             case Unneeded():
                 self._unneeded(event)
             case _:
