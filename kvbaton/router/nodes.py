@@ -6,6 +6,7 @@ import asyncio
 import logging
 import time
 from collections.abc import Callable
+from typing import Any
 
 import aiohttp
 import msgspec
@@ -16,7 +17,9 @@ from kvbaton.wire import Members, NodeInfo
 logger = logging.getLogger(__name__)
 
 _node_info = msgspec.json.Decoder(NodeInfo)
+_reset_answer = msgspec.json.Decoder(dict[str, Any])
 MAX_INFO_BYTES = 1 << 20
+RESET_TIMEOUT_S = 10.0
 
 
 class Nodes:
@@ -71,6 +74,25 @@ class Nodes:
     def unreachable(self, node: NodeInfo, error: str) -> None:
         """A request could not connect to a node."""
         self._announce(self.membership.unreachable(node.node_id, node.generation, error))
+
+    # --- asking ---
+
+    async def reset_prefix_caches(self) -> dict[str, bool]:
+        """Let all ready nodes forget cached prefixes; by node id, whether it did."""
+        nodes = [member.info for member in self.membership.ready()]
+        done = await asyncio.gather(*(self._reset(info.url) for info in nodes))
+        return {info.node_id: ok for info, ok in zip(nodes, done, strict=True)}
+
+    async def _reset(self, url: str) -> bool:
+        where = url.rstrip("/") + "/reset_prefix_cache"
+        try:
+            async with asyncio.timeout(RESET_TIMEOUT_S), self._session.post(where) as response:
+                response.raise_for_status()
+                answer = _reset_answer.decode(await response.content.read(MAX_INFO_BYTES))
+        except (aiohttp.ClientError, OSError, TimeoutError, msgspec.DecodeError) as error:
+            logger.warning("%s does not reset its prefix cache: %r", url, error)
+            return False
+        return bool(answer.get("result"))
 
     # --- watching ---
 

@@ -59,6 +59,7 @@ def routes() -> list[web.RouteDef]:
         web.post("/nodes", register),
         web.delete("/nodes/{node_id:.+}", remove),
         web.post("/nodes/{node_id:.+}/drain", drain),
+        web.post("/reset_prefix_cache", reset_prefix_cache),
         web.get("/health", health),
         web.get("/metrics", metrics),
         web.get("/", page),
@@ -100,6 +101,14 @@ async def drain(request: web.Request) -> web.Response:
     request.app[NODES].drain(node_id)
     load = request.app[LOADS].get(node_id, NodeLoad())
     return json_response({"draining": node_id, "requests": load.sequences})
+
+
+async def reset_prefix_cache(request: web.Request) -> web.Response:
+    """``POST /reset_prefix_cache``: let all nodes forget cached prefixes; 503 if one does not."""
+    require_operator(request)
+    done = await request.app[NODES].reset_prefix_caches()
+    ok = bool(done) and all(done.values())
+    return json_response({"result": ok, "nodes": done}, status=200 if ok else 503)
 
 
 async def health(request: web.Request) -> web.Response:

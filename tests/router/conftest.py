@@ -63,11 +63,14 @@ class StandIn:
     pause: float = 0.0
     healthy: bool = True
     runner: web.AppRunner | None = None
+    headers: list[dict[str, str]] = field(default_factory=list)
+    resets: int = 0
 
     async def start(self) -> None:
         app = web.Application()
         app.router.add_post("/inference/v1/generate", self.generate)
         app.router.add_get("/health", self.health)
+        app.router.add_post("/reset_prefix_cache", self.reset)
         app.router.add_get("/node", self.node)
         self.runner = web.AppRunner(app, handler_cancellation=True, shutdown_timeout=0.1)
         await self.runner.setup()
@@ -83,12 +86,17 @@ class StandIn:
     async def health(self, request: web.Request) -> web.Response:
         return web.Response(status=200 if self.healthy else 503)
 
+    async def reset(self, request: web.Request) -> web.Response:
+        self.resets += 1
+        return web.json_response({"result": self.healthy})
+
     async def node(self, request: web.Request) -> web.Response:
         return web.Response(body=msgspec.json.encode(self.info))
 
     async def generate(self, request: web.Request) -> web.StreamResponse:
         body = msgspec.json.decode(await request.read(), type=GenerateRequest)
         self.received.append(body)
+        self.headers.append({name.lower(): value for name, value in request.headers.items()})
         self.arrived.set()
         try:
             await self.gate.wait()

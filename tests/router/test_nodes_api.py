@@ -1,0 +1,71 @@
+"""What the router tells its nodes beside tokens: ids, keys, and to forget their caches."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from kvbaton.edge.openapi import describe
+
+
+async def complete(rig: Any, **headers: str) -> Any:
+    body = {"prompt": [1, 2, 3], "max_tokens": 4}
+    async with rig.session.post("/v1/completions", json=body, headers=headers) as response:
+        return response.status, response.headers, await response.json()
+
+
+async def test_both_legs_carry_the_clients_request_id(make_rig: Any) -> None:
+    rig = await make_rig()
+    status, headers, _ = await complete(rig, **{"X-Request-Id": "order-66"})
+    assert (status, headers["X-Request-Id"]) == (200, "order-66")
+    (p,), (d,) = (rig.nodes[name].headers for name in ("p0", "d0"))
+    assert p["x-request-id"] == d["x-request-id"]
+    assert "order-66" in p["x-request-id"]
+
+
+@pytest.mark.parametrize(
+    ("settings", "sent"),
+    [
+        ({"api_keys": ("front",)}, "Bearer front"),
+        ({"api_keys": ("front",), "node_api_key": "back"}, "Bearer back"),
+        ({"node_api_key": "back"}, "Bearer back"),
+        ({}, None),
+    ],
+)
+async def test_nodes_are_asked_with_their_key(
+    make_rig: Any, settings: dict[str, Any], sent: str | None
+) -> None:
+    rig = await make_rig(**settings)
+    if "api_keys" in settings:
+        assert (await complete(rig))[0] == 401
+    assert (await complete(rig, Authorization="Bearer front"))[0] == 200
+    for name in ("p0", "d0"):
+        assert [headers.get("authorization") for headers in rig.nodes[name].headers] == [sent]
+
+
+async def test_all_nodes_forget_their_caches(make_rig: Any) -> None:
+    rig = await make_rig(prefill=2, decode=1)
+    async with rig.session.post("/reset_prefix_cache") as response:
+        answer = await response.json()
+    assert (response.status, answer["result"]) == (200, True)
+    assert answer["nodes"] == {"p0": True, "p1": True, "d0": True}
+    assert [node.resets for node in rig.nodes.values()] == [1, 1, 1]
+
+
+async def test_a_node_that_does_not_forget_is_named(make_rig: Any) -> None:
+    rig = await make_rig()
+    await rig.nodes["d0"].stop()
+    async with rig.session.post("/reset_prefix_cache") as response:
+        answer = await response.json()
+    assert (response.status, answer["nodes"]) == (503, {"p0": True, "d0": False})
+
+
+async def test_the_description_names_every_endpoint(make_rig: Any) -> None:
+    rig = await make_rig()
+    async with rig.session.get("/openapi.json") as response:
+        served = await response.json()
+    assert served == describe(rig.app)
+    assert {"/v1/completions", "/nodes/{node_id}/drain", "/reset_prefix_cache"} <= set(
+        served["paths"]
+    )
