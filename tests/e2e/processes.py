@@ -1,0 +1,74 @@
+"""What Linux says of processes: who belongs together, who listens where."""
+
+from __future__ import annotations
+
+import socket
+import struct
+from contextlib import suppress
+from pathlib import Path
+
+LISTEN = "0A"
+PARENT, GROUP = 0, 1
+
+
+def group_of(leader: int) -> frozenset[int]:
+    """Live processes of a process group."""
+    return frozenset(pid for pid, stat in _all().items() if stat[GROUP] == leader)
+
+
+def descendants_of(ancestor: int) -> frozenset[int]:
+    """Live processes that a process started, and those that they started, and so on."""
+    parents = {pid: stat[PARENT] for pid, stat in _all().items()}
+    found: set[int] = set()
+    while more := {pid for pid, parent in parents.items() if parent in {ancestor, *found}} - found:
+        found |= more
+    return frozenset(found)
+
+
+def is_alive(pid: int) -> bool:
+    """Whether a process is there and no zombie."""
+    return pid in _all()
+
+
+def _all() -> dict[int, list[int]]:
+    """Of every process but zombies: parent and process group."""
+    found = {}
+    for entry in Path("/proc").iterdir():
+        if entry.name.isdigit():
+            with suppress(OSError):
+                state, *numbers = (entry / "stat").read_text().rpartition(")")[2].split()[:3]
+                if state not in ("Z", "X"):
+                    found[int(entry.name)] = [int(number) for number in numbers]
+    return found
+
+
+def listening(pids: frozenset[int]) -> list[tuple[str, int]]:
+    """Addresses and ports on which processes listen for TCP."""
+    inodes = {inode for pid in pids for inode in _sockets(pid)}
+    found: dict[tuple[str, int], None] = {}
+    for table in ("tcp", "tcp6"):
+        path = Path("/proc/net") / table
+        for line in path.read_text().splitlines()[1:] if path.exists() else ():
+            _, local, _, state, *_ = words = line.split()
+            if state == LISTEN and words[9] in inodes:
+                host, port = local.split(":")
+                found[_address(host), int(port, 16)] = None
+    return list(found)
+
+
+def _sockets(pid: int) -> set[str]:
+    inodes = set()
+    for link in Path(f"/proc/{pid}/fd").iterdir():
+        with suppress(OSError):
+            kind, _, number = str(link.readlink()).partition(":")
+            if kind == "socket":
+                inodes.add(number.strip("[]"))
+    return inodes
+
+
+def _address(text: str) -> str:
+    """An address as the kernel prints it, in words of 32 bits in the machine's byte order."""
+    raw = b"".join(struct.pack("=I", int(text[i : i + 8], 16)) for i in range(0, len(text), 8))
+    family = socket.AF_INET if len(raw) == 4 else socket.AF_INET6
+    address = socket.inet_ntop(family, raw)
+    return {"0.0.0.0": "127.0.0.1", "::": "::1"}.get(address, address)

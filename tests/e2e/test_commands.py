@@ -1,0 +1,119 @@
+"""Starting and stopping: what a user sees when it fails, and what stays behind (nothing)."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import signal
+import socket
+import subprocess
+import sys
+from collections.abc import Callable
+from contextlib import closing
+from pathlib import Path
+
+import pytest
+
+from tests.e2e.processes import descendants_of, is_alive
+from tests.e2e.servers import poll
+
+pytestmark = pytest.mark.e2e
+
+STOP_S = 20.0
+UP = ("--prefill=1", "--decode=1", "--port=0", "--num-blocks=64", "--max-model-len=256")
+
+
+def start(words: list[str], log: Path) -> subprocess.Popen[bytes]:
+    with log.open("wb") as file:
+        return subprocess.Popen(
+            [sys.executable, "-m", "kvbaton", *words],
+            stdin=subprocess.DEVNULL,
+            stdout=file,
+            stderr=file,
+            start_new_session=True,
+            env={**os.environ, "OMP_NUM_THREADS": "1"},
+        )
+
+
+@pytest.fixture
+def run(tmp_path: Path) -> Callable[..., tuple[int, str]]:
+    """Runs a command to its end; returns status and what it wrote."""
+
+    def to_the_end(*words: str, seconds: float = 60.0) -> tuple[int, str]:
+        log = tmp_path / "log"
+        process = start(list(words), log)
+        try:
+            status = process.wait(seconds)
+        finally:
+            if process.poll() is None:
+                os.killpg(process.pid, signal.SIGKILL)
+                process.wait()
+        return status, log.read_text()
+
+    return to_the_end
+
+
+@pytest.fixture
+def truncated(checkpoint: Callable[..., Path], tmp_path: Path) -> Path:
+    """A model folder whose weights end in the middle."""
+    folder = tmp_path / "truncated"
+    shutil.copytree(checkpoint(), folder)
+    weights = folder / "model.safetensors"
+    os.truncate(weights, weights.stat().st_size // 2)
+    return folder
+
+
+def test_a_missing_model(run: Callable[..., tuple[int, str]], tmp_path: Path) -> None:
+    status, text = run("prefill", f"--model={tmp_path / 'nowhere'}", "--port=0")
+    assert status == 2
+    assert "--model" in text
+    assert "nowhere" in text
+    assert "Traceback" not in text
+
+
+def test_truncated_weights(run: Callable[..., tuple[int, str]], truncated: Path) -> None:
+    status, text = run("decode", f"--model={truncated}", "--port=0")
+    assert status == 2
+    assert "model.safetensors" in text.splitlines()[-1]
+    assert "Traceback" not in text
+
+
+def test_a_port_in_use(
+    run: Callable[..., tuple[int, str]], checkpoint: Callable[..., Path]
+) -> None:
+    with closing(socket.create_server(("127.0.0.1", 0))) as taken:
+        port = taken.getsockname()[1]
+        status, text = run("decode", f"--model={checkpoint()}", f"--port={port}")
+    assert status == 2
+    assert "--port" in text
+    assert str(port) in text
+    assert "Traceback" not in text
+
+
+def test_up_shows_why_a_node_does_not_start(
+    run: Callable[..., tuple[int, str]], truncated: Path
+) -> None:
+    status, text = run("up", f"--model={truncated}", *UP)
+    assert status == 1
+    assert "model.safetensors" in text.partition("ended with status 2")[2]
+    assert "not ready after" not in text
+
+
+@pytest.mark.parametrize("when", ["serving", "starting"])
+def test_ctrl_c_leaves_nothing(checkpoint: Callable[..., Path], tmp_path: Path, when: str) -> None:
+    log = tmp_path / "log"
+    process = start(["up", f"--model={checkpoint()}", *UP], log)
+    try:
+        sign = {"serving": "ready: http", "starting": "starting"}[when]
+        poll("a sign of life", lambda: sign in log.read_text(), 120.0, log.read_text)
+        children = descendants_of(process.pid)
+        assert len(children) >= {"serving": 5, "starting": 1}[when]
+        os.killpg(process.pid, signal.SIGINT)
+        process.wait(STOP_S)
+        poll("no process", lambda: not any(map(is_alive, children)), 5.0, log.read_text)
+        assert "Traceback" not in log.read_text()
+        assert "killing" not in log.read_text()
+    finally:
+        if process.poll() is None:
+            os.killpg(process.pid, signal.SIGKILL)
+            process.wait()
