@@ -348,7 +348,10 @@ class PrefillRole:
         if source is None:
             return
         self._by_request.pop(source.request_id, None)
-        self._outputs += self.scheduler.abort(source.request_id, f"transfer refused: {action.code}")
+        # A target that was faster than the request, and wants nothing of it, is no failure.
+        called_off = action.code in ("not_needed", "cancelled")
+        reason = "abort" if called_off else f"transfer refused: {action.code}"
+        self._outputs += self.scheduler.abort(source.request_id, reason)
 
     # --- accounts ---
 
