@@ -13,6 +13,23 @@ import pytest
 from kvbaton.wire import SamplingParams
 
 GREEDY = SamplingParams(temperature=0.0, max_tokens=64)
+SHARED = "tests/e2e/"
+"""Tests below this folder share servers, so they run in one worker."""
+
+
+@pytest.hookimpl(optionalhook=True)
+def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
+    """Spread tests over workers one by one, but those that share servers together.
+
+    pytest-xdist's own groups are of no use: with pytest 9.2 its 3.8 ignores the mark.
+    """
+    from xdist.scheduler import LoadScopeScheduling
+
+    class Scheduling(LoadScopeScheduling):  # type: ignore[misc]
+        def _split_scope(self, nodeid: str) -> str:
+            return SHARED if nodeid.startswith(SHARED) else nodeid
+
+    return Scheduling(config, log)
 
 
 class Driver:

@@ -232,12 +232,17 @@ def completion(prompt: str | Sequence[int], **fields: Any) -> dict[str, Any]:
 
 
 def generation(
-    token_ids: Sequence[int], transfer: dict[str, Any] | None, **params: Any
+    token_ids: Sequence[int],
+    transfer: dict[str, Any] | None,
+    *,
+    stream: bool = False,
+    **params: Any,
 ) -> GenerateRequest:
     """Body of a token-level request: greedy and of a fixed length, unless told otherwise."""
     chosen: dict[str, Any] = {"temperature": 0.0, "ignore_eos": True, "seed": 0} | params
     return GenerateRequest(
         token_ids=tuple(token_ids),
         sampling_params=SamplingParams(**chosen),
+        stream=stream,
         kv_transfer_params=transfer,
     )

@@ -10,7 +10,7 @@ from tests.e2e.oracle import Oracle
 from tests.e2e.pair import Pair
 from tests.e2e.servers import HttpFailure
 
-pytestmark = [pytest.mark.e2e, pytest.mark.xdist_group("e2e")]
+pytestmark = pytest.mark.e2e
 
 Prompt = Callable[[int], list[int]]
 LAYERS, KV_HEADS, HEAD_DIM, FLOAT32 = 2, 2, 16, 4

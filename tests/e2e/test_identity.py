@@ -16,7 +16,7 @@ from tests.e2e.oracle import Oracle
 from tests.e2e.pair import Pair, settle
 from tests.e2e.servers import Node
 
-pytestmark = [pytest.mark.e2e, pytest.mark.xdist_group("e2e")]
+pytestmark = pytest.mark.e2e
 
 Prompt = Callable[[int], list[int]]
 FAULTY = "faulty:" + json.dumps({"inner": "nixl", "corrupt": [0, 3]})

@@ -12,7 +12,7 @@ from tests.e2e.cluster import DECODE, Cluster
 from tests.e2e.pair import Pair, settle
 from tests.e2e.servers import Node
 
-pytestmark = [pytest.mark.e2e, pytest.mark.xdist_group("e2e")]
+pytestmark = pytest.mark.e2e
 
 Prompt = Callable[[int], list[int]]
 CHUNK = 128

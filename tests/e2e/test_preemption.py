@@ -10,7 +10,7 @@ from tests.e2e.conftest import MakePair
 from tests.e2e.oracle import Oracle
 from tests.e2e.servers import Metrics, Node, Router
 
-pytestmark = [pytest.mark.e2e, pytest.mark.xdist_group("e2e")]
+pytestmark = pytest.mark.e2e
 
 Prompt = Callable[[int], list[int]]
 

@@ -9,9 +9,9 @@ import pytest
 from tests.e2e.conftest import MakePair
 from tests.e2e.oracle import Oracle
 from tests.e2e.pair import Pair, settle
-from tests.e2e.servers import Metrics, Node, Router
+from tests.e2e.servers import Metrics, Node, Router, generation
 
-pytestmark = [pytest.mark.e2e, pytest.mark.xdist_group("e2e")]
+pytestmark = pytest.mark.e2e
 
 Prompt = Callable[[int], list[int]]
 Sources = tuple[float, float, float]
@@ -104,6 +104,21 @@ def test_full_hit_on_both(pair: Pair, oracle: Oracle, prompt: Prompt) -> None:
     p, d = ask(pair, oracle, ids)
     assert p in ((63, 0, 1), (0, 0, 0)), "P computes one token, unless `NotNeeded` was faster"
     assert d == (63, 0, 1)
+
+
+def test_a_target_with_a_full_hit_may_be_faster_than_the_source(
+    pair: Pair, oracle: Oracle, prompt: Prompt
+) -> None:
+    """What P hears of a request that nobody needs any more is no failure."""
+    ids = prompt(64)
+    ask(pair, oracle, ids)
+    for number in range(5):
+        transfer = number.to_bytes(16)
+        (choice,) = pair.d.generate(ids, pair.target_params(transfer), max_tokens=3).choices
+        assert list(choice.token_ids) == oracle.greedy(ids, 3)
+        body = generation(ids, pair.source_params(transfer), stream=True, max_tokens=3)
+        *_, last = pair.p.stream("/inference/v1/generate", body)
+        assert last["finish_reason"] in ("abort", "length"), last
 
 
 def test_what_a_target_generated_is_a_prefix_too(

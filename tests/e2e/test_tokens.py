@@ -12,7 +12,7 @@ from tests.e2e.oracle import Oracle
 from tests.e2e.pair import POOL, Pair
 from tests.e2e.servers import completion
 
-pytestmark = [pytest.mark.e2e, pytest.mark.xdist_group("e2e")]
+pytestmark = pytest.mark.e2e
 
 Prompt = Callable[[int], list[int]]
 SEEDED: dict[str, Any] = {"temperature": 0.9, "top_p": 0.95, "seed": 77}
