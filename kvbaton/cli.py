@@ -118,6 +118,13 @@ def run_up(args: argparse.Namespace) -> int:
     )
 
 
+def run_doctor(args: argparse.Namespace) -> int:
+    """``kvbaton doctor``."""
+    from kvbaton.doctor.main import run
+
+    return run(args.transport, as_json=args.json)
+
+
 def run_version(args: argparse.Namespace) -> int:
     """``kvbaton version``."""
     print(__version__)
@@ -158,6 +165,7 @@ def make_parser() -> argparse.ArgumentParser:
     text = "Measure transports and endpoints."
     bench = commands.add_parser("bench", help=text, description=text, allow_abbrev=False)
     add_benches(bench, human_int)
+    _add_doctor(command("doctor", run_doctor, "Try each transport on this machine."))
     command("version", run_version, "Print the version.")
     return parser
 
@@ -222,6 +230,17 @@ def _add_router(parser: argparse.ArgumentParser) -> None:
     )
     _add_handover(parser)
     _add_common(parser, port=8000, log_level="info")
+
+
+def _add_doctor(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument(
+        "--transport",
+        action="append",
+        default=[],
+        metavar="NAME[:JSON]",
+        help="only this one; may be given more than once (memory, tcp, nixl)",
+    )
+    parser.add_argument("--json", action="store_true", help="print JSON")
 
 
 def _add_handover(parser: argparse.ArgumentParser) -> None:

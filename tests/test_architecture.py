@@ -26,6 +26,7 @@ MAY_IMPORT: dict[str, set[str]] = {
     "serving": {"errors", "wire", "openai", "text", "edge", "engine", "connectors"},
     "prefill": {"errors", "wire", "connectors", "engine", "serving"},
     "decode": {"errors", "wire", "connectors", "engine", "serving"},
+    "doctor": {"errors", "connectors"},
     "router": {"errors", "wire", "openai", "text", "edge", "connectors.keys"},
 }
 """What each room may import of ours; a file of the first level is a room of its own."""
