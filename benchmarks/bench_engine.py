@@ -15,6 +15,7 @@ import tempfile
 import time
 from collections import defaultdict
 from collections.abc import Callable, Sequence
+from functools import partial
 from pathlib import Path
 from statistics import median
 from typing import Any
@@ -63,6 +64,7 @@ class Bench:
     def __init__(self, config: EngineConfig) -> None:
         self.desk = Desk()
         self.core = build_engine(config, NodeId("bench", 1), SoloFactory(), self.desk).core
+        self.spent: dict[str, float] = {}
         self._count = 0
 
     def run(self, prompts: Sequence[tuple[int, ...]], max_tokens: int) -> list[list[float]]:
@@ -78,11 +80,12 @@ class Bench:
             )
         self.desk.open = len(names)
         began = time.perf_counter()
+        self.spent = dict.fromkeys(("receive", "listen", "launch", "update"), 0.0)
         while self.desk.open:
-            self.core.receive()
-            self.core.listen()
-            self.core.launch()
-            self.core.update()
+            for name in self.spent:
+                before = time.perf_counter()
+                getattr(self.core, name)()
+                self.spent[name] += time.perf_counter() - before
         while self.core.in_flight:
             self.core.update()
         return [[t - began for t in self.desk.times[name]] for name in names]
@@ -110,7 +113,10 @@ def ttft(bench: Bench, length: int) -> float:
 
 def throughput(bench: Bench) -> float:
     """Output tokens per second of 512 requests, 1024 in, 128 out."""
+    steps = bench.core.steps
     times = bench.run(random_prompts(512, 1024, 9), 128)
+    spent = ", ".join(f"{name} {seconds:.2f} s" for name, seconds in bench.spent.items())
+    print(f"  {bench.core.steps - steps} steps; the core's thread: {spent}", flush=True)
     return 512 * 128 / max(row[-1] for row in times)
 
 
@@ -121,6 +127,7 @@ def profile(bench: Bench) -> None:
         "decode, batch 256": lambda: bench.run(random_prompts(256, 16, 1), 20),
         "prefill, 8 x 1024": lambda: bench.run(random_prompts(8, 1024, 1), 1),
         "prefill, 16384": lambda: bench.run(random_prompts(1, 16384, 1), 1),
+        "48 requests of 1024, 32 out": lambda: bench.run(random_prompts(48, 1024, 1), 32),
     }
     for name, case in cases.items():
         with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as found:
@@ -139,6 +146,8 @@ def main() -> None:
     parser.add_argument("--json", type=Path)
     parser.add_argument("--profile", action="store_true", help="print kernels instead")
     parser.add_argument("--enforce-eager", action="store_true")
+    parser.add_argument("--chunk", type=int, default=MAX_BATCHED_TOKENS)
+    parser.add_argument("--only", default="", help="measure only rows whose names contain this")
     args = parser.parse_args()
     logging.basicConfig(level=os.environ.get("LOG_LEVEL", "INFO"))
     folder = llama_8b(Path(tempfile.mkdtemp()) / "model")
@@ -148,7 +157,7 @@ def main() -> None:
         device="cuda",
         max_model_len=MAX_MODEL_LEN,
         max_num_seqs=256,
-        max_num_batched_tokens=MAX_BATCHED_TOKENS,
+        max_num_batched_tokens=args.chunk,
         enable_prefix_caching=False,
         enforce_eager=args.enforce_eager,
     )
@@ -160,17 +169,19 @@ def main() -> None:
         return
     rows: list[tuple[str, float, float | None]] = []
 
-    def add(name: str, ours: float, theirs: float) -> None:
-        rows.append((name, ours, theirs))
-        print(f"  {name}: {ours:,.2f}", flush=True)
+    def add(name: str, measure: Callable[[], float], theirs: float) -> None:
+        if args.only in name:
+            rows.append((name, measure(), theirs))
+            print(f"  {name}: {rows[-1][1]:,.2f}", flush=True)
 
     for batch, theirs in DECODE.items():
-        add(f"decode step, batch {batch}, ms", decode_step(bench, batch), theirs)
+        add(f"decode step, batch {batch}, ms", partial(decode_step, bench, batch), theirs)
     for length, theirs in TTFT.items():
-        add(f"TTFT of {length}, ms", ttft(bench, length), theirs)
+        add(f"TTFT of {length}, ms", partial(ttft, bench, length), theirs)
     for (count, length), theirs in PREFILL.items():
-        add(f"prefill of {count} x {length}, tok/s", prefill(bench, count, length), theirs)
-    add("512 requests 1024/128, output tok/s", throughput(bench), THROUGHPUT)
+        name = f"prefill of {count} x {length}, tok/s"
+        add(name, partial(prefill, bench, count, length), theirs)
+    add("512 requests 1024/128, output tok/s", partial(throughput, bench), THROUGHPUT)
     print(table(rows))
     if args.json is not None:
         args.json.write_text(json.dumps({name: [ours, theirs] for name, ours, theirs in rows}))

@@ -11,7 +11,14 @@ from hypothesis import strategies as st
 
 from kvbaton.connectors.base import Memory, Status
 from kvbaton.connectors.transports.nixl import NixlTransport
-from kvbaton.connectors.transports.nixl_parts import PART_BYTES, PART_COPIES, RemoteRegion, cut
+from kvbaton.connectors.transports.nixl_parts import (
+    GPU_PART_BYTES,
+    GPU_PIECE_BYTES,
+    PART_BYTES,
+    PART_COPIES,
+    RemoteRegion,
+    cut,
+)
 from kvbaton.connectors.transports.regions import Copies
 from kvbaton.errors import TransportError
 from kvbaton.testing.pairs import Pair, memory_of, pack
@@ -50,7 +57,8 @@ def test_parts_cover_every_byte_once_within_their_bounds(
         assert part.source.shape == part.target.shape
         assert 0 < len(part.source) <= PART_COPIES
         assert np.array_equal(part.source[:, 1], part.target[:, 1])
-        assert part.source[:, 1].sum() <= PART_BYTES
+        part_bytes, _ = bounds(part.source_device, part.target_device)
+        assert part.source[:, 1].sum() <= part_bytes
         assert set(part.source[:, 2].tolist()) == {1 if part.source_device == "cuda" else 0}
         assert set(part.target[:, 2].tolist()) == {2 if part.target_device == "cuda" else 0}
         columns = (part.source[:, 0], part.target[:, 0], part.source[:, 1])
@@ -58,10 +66,22 @@ def test_parts_cover_every_byte_once_within_their_bounds(
     assert sum(size for _, _, size in found) == sum(row[4] for row in rows)
     expected = {
         (source + step, target + step)
-        for source, target, size in _addresses(rows)
-        for step in range(0, size, PART_BYTES)
+        for row, (source, target, size) in zip(rows, _addresses(rows), strict=True)
+        for step in range(0, size, bounds(device_of(OURS[row[0]]), device_of(THEIRS[row[2]]))[1])
     }
     assert {(source, target) for source, target, _ in found} == expected
+
+
+def bounds(source: str, target: str) -> tuple[int, int]:
+    """Most bytes of a part, and of a copy."""
+    if source == target == "cuda":
+        return GPU_PART_BYTES, GPU_PIECE_BYTES
+    return PART_BYTES, PART_BYTES
+
+
+def device_of(memory: Memory | RemoteRegion | None) -> str:
+    assert memory is not None
+    return memory.device
 
 
 def _addresses(rows: list[tuple[int, int, int, int, int]]) -> list[tuple[int, int, int]]:

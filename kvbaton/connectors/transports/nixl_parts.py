@@ -20,6 +20,10 @@ PART_BYTES = 8 << 20
 """Most bytes of a part: some 2 ms where the CPU copies."""
 PART_COPIES = 1024
 """Most copies of a part: some 2 to 3 ms to post when they are small."""
+GPU_PART_BYTES = 1 << 30
+"""Most bytes of a part between GPUs, where posting copies nothing."""
+GPU_PIECE_BYTES = 2 << 20
+"""Most bytes of a copy between GPUs: several run at a time, on streams of their own."""
 
 
 class RemoteRegion(msgspec.Struct, frozen=True):
@@ -46,28 +50,29 @@ def cut(
     theirs: Sequence[RemoteRegion | None],
 ) -> list[Part]:
     """Cut checked copies between our regions and theirs into parts."""
-    copies = _bounded(copies)
     parts = []
-    for source_device, target_device, chosen in _by_device(copies, ours, theirs):
+    for source_device, target_device, whole in _by_device(copies, ours, theirs):
+        direct = source_device == target_device == "cuda"
+        chosen = _bounded(whole, GPU_PIECE_BYTES if direct else PART_BYTES)
         source = _describe(chosen.source_region, chosen.source_offset, chosen.length, ours)
         target = _describe(chosen.target_region, chosen.target_offset, chosen.length, theirs)
-        for start, stop in _spans(chosen):
+        for start, stop in _spans(chosen, GPU_PART_BYTES if direct else PART_BYTES):
             parts.append(Part(source[start:stop], source_device, target[start:stop], target_device))
     return parts
 
 
-def _bounded(copies: Copies) -> Copies:
-    """Split copies that are longer than a part."""
-    pieces = -(-copies.length // PART_BYTES)
+def _bounded(copies: Copies, most: int) -> Copies:
+    """Split copies that are longer than `most` bytes."""
+    pieces = -(-copies.length // most)
     if not len(pieces) or pieces.max() == 1:
         return copies
     ends = np.cumsum(pieces)
-    start = (np.arange(int(ends[-1])) - np.repeat(ends - pieces, pieces)) * PART_BYTES
+    start = (np.arange(int(ends[-1])) - np.repeat(ends - pieces, pieces)) * most
     each = Copies(*(np.repeat(column, pieces) for column in copies))
     return each._replace(
         source_offset=each.source_offset + start,
         target_offset=each.target_offset + start,
-        length=np.minimum(each.length - start, PART_BYTES),
+        length=np.minimum(each.length - start, most),
     )
 
 
@@ -95,12 +100,12 @@ def _describe(
     return np.ascontiguousarray(np.stack([c.astype(np.uint64) for c in columns], axis=1))
 
 
-def _spans(copies: Copies) -> Iterator[tuple[int, int]]:
-    """Consecutive copies that make a part."""
+def _spans(copies: Copies, most: int) -> Iterator[tuple[int, int]]:
+    """Consecutive copies that make a part of at most so many bytes."""
     ends = np.cumsum(copies.length)
     start = 0
     while start < len(ends):
-        room = int(ends[start] - copies.length[start]) + PART_BYTES
+        room = int(ends[start] - copies.length[start]) + most
         stop = int(np.searchsorted(ends, room, side="right"))
         stop = min(max(stop, start + 1), start + PART_COPIES)
         yield start, stop

@@ -1,0 +1,183 @@
+"""What the hand-over costs between two GPUs: P and D as real nodes, NIXL; beside vLLM 0.26.0.
+
+    python -m benchmarks.bench_gpu_handover --json handover.json
+
+A request goes to the prefill node alone, then through the router to P and D; the first token of
+the latter comes from P, the second one needs the hand-over. Then closed loops of clients. Workload
+as in `workload`; over HTTP.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import json
+import os
+import re
+import subprocess
+import sys
+import tempfile
+import threading
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from statistics import median
+from typing import Any
+
+import aiohttp
+
+from benchmarks.workload import MAX_MODEL_LEN, llama_8b, random_prompts, table
+from kvbaton.bench.report import percentile
+from kvbaton.bench.shot import Shot, served_model, shoot
+
+ADDED = {1024: 22.5, 4096: 44.6, 16384: 143.9}
+LOADS = [  # requests, prompt, at once, and vLLM's req/s, TTFT p50, p99, ITL p50, p99
+    (128, 2048, 32, (18.1, 539.0, 1626.0, 6.4, 58.6)),
+    (256, 2048, 64, (19.2, 2057.0, 3288.0, 6.5, 57.3)),
+    (128, 8192, 32, (4.5, 5996.0, 6842.0, 5.8, 57.5)),
+]
+OUTPUT = 128
+PAIRS = 8
+
+
+@contextmanager
+def cluster(flags: list[str]) -> Iterator[str]:
+    """One prefill and one decode node, a GPU each; yields the router's URL."""
+    process = subprocess.Popen(
+        [sys.executable, "-m", "kvbaton", "up", "--port=0", "--prefill=1", "--decode=1", *flags],
+        stdout=subprocess.PIPE,
+        text=True,
+        env={**os.environ},
+    )
+    assert process.stdout is not None
+    try:
+        for line in process.stdout:
+            print(line, end="", flush=True)
+            if found := re.match(r"ready: (http://\S+)/v1", line):
+                threading.Thread(target=process.stdout.read, daemon=True).start()
+                yield found[1]
+                return
+        raise SystemExit("the cluster did not start")
+    finally:
+        process.terminate()
+        process.wait(60)
+
+
+async def compare(
+    session: aiohttp.ClientSession, urls: dict[str, str], model: str, length: int
+) -> tuple[dict[str, float], dict[str, float]]:
+    """Median milliseconds to first and second token, by way."""
+    firsts: dict[str, list[float]] = {name: [] for name in urls}
+    seconds: dict[str, list[float]] = {name: [] for name in urls}
+    for number in range(PAIRS + 2):
+        for name, url in urls.items():
+            (prompt,) = random_prompts(1, length, number * 10 + len(name))
+            shot = await shoot(session, url, model, prompt, 8)
+            if shot.error:
+                raise SystemExit(f"{name}, prompt of {length}: {shot.error}")
+            if number >= 2:
+                firsts[name].append(1e3 * shot.after(0))
+                seconds[name].append(1e3 * shot.after(1))
+    return (
+        {name: median(values) for name, values in firsts.items()},
+        {name: median(values) for name, values in seconds.items()},
+    )
+
+
+async def load(
+    session: aiohttp.ClientSession, url: str, model: str, requests: int, length: int, clients: int
+) -> tuple[list[Shot], float]:
+    """A closed loop; the shots and the seconds it took."""
+    prompts = iter(random_prompts(requests, length, length + clients))
+
+    async def client() -> list[Shot]:
+        return [await shoot(session, url, model, prompt, OUTPUT) for prompt in prompts]
+
+    began = time.monotonic()
+    shots = await asyncio.gather(*(client() for _ in range(clients)))
+    return [shot for part in shots for shot in part], time.monotonic() - began
+
+
+async def measure(
+    router: str, quick: bool, dump: Path | None
+) -> list[tuple[str, float, float | None]]:
+    """All rows of the table."""
+    rows: list[tuple[str, float, float | None]] = []
+
+    def add(name: str, ours: float, theirs: float | None = None) -> None:
+        rows.append((name, ours, theirs))
+        print(f"  {name}: {ours:,.2f}", flush=True)
+
+    timeout = aiohttp.ClientTimeout(total=200)
+    connector = aiohttp.TCPConnector(limit=0)
+    async with aiohttp.ClientSession(timeout=timeout, connector=connector) as session:
+        nodes = (await get_json(session, f"{router}/nodes"))["nodes"]
+        urls = {node["role"]: node["url"] for node in nodes}
+        model = await served_model(session, router)
+        for length, theirs in ADDED.items():
+            ways = {"alone": urls["prefill"], "through P and D": router}
+            first, second = await compare(session, ways, model, length)
+            for name in ways:
+                add(f"TTFT of {length}, {name}, ms", first[name])
+                add(f"second token of {length}, {name}, ms", second[name])
+            add(f"added TTFT at {length}, ms", first["through P and D"] - first["alone"], theirs)
+            gap = second["through P and D"] - second["alone"]
+            add(f"added time to second token at {length}, ms", gap, theirs)
+        if dump is not None:
+            states = {role: await get_json(session, f"{url}/state") for role, url in urls.items()}
+            dump.write_text(json.dumps(states))
+        for requests, length, clients, theirs in LOADS[:2] if quick else LOADS:
+            shots, took = await load(session, router, model, requests, length, clients)
+            good = [shot for shot in shots if shot.error is None]
+            if len(good) < len(shots):
+                print("FAILED:", {shot.error for shot in shots if shot.error}, flush=True)
+            ttft = [1e3 * shot.after(0) for shot in good]
+            itl = [1e3 * gap for shot in good for gap in shot.gaps[1:]]
+            first_gap = [1e3 * shot.gaps[0] for shot in good if shot.gaps]
+            name = f"{requests} of {length}, {clients} at once:"
+            add(f"{name} requests/s", len(good) / took, theirs[0])
+            add(f"{name} TTFT p50, ms", percentile(ttft, 50), theirs[1])
+            add(f"{name} TTFT p99, ms", percentile(ttft, 99), theirs[2])
+            add(f"{name} ITL p50, ms", percentile(itl, 50), theirs[3])
+            add(f"{name} ITL p99, ms", percentile(itl, 99), theirs[4])
+            add(f"{name} first to second token p50, ms", percentile(first_gap, 50))
+            add(f"{name} first to second token p99, ms", percentile(first_gap, 99))
+        for role, url in urls.items():
+            print(f"--- {role}")
+            async with session.get(f"{url}/metrics") as response:
+                for line in (await response.text()).splitlines():
+                    if re.match(r"kvbaton_(transfer|ledger|prompt|steps|step_t)", line):
+                        print(line)
+    return rows
+
+
+async def get_json(session: aiohttp.ClientSession, url: str) -> Any:
+    """The body of an answer."""
+    async with session.get(url) as response:
+        return json.loads(await response.read())
+
+
+def main() -> None:
+    """Measure, print a table, write JSON."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--json", type=Path)
+    parser.add_argument("--chunk", type=int, default=2048, help="--max-num-batched-tokens")
+    parser.add_argument("--dump", type=Path, help="write the nodes' states after the pairs here")
+    parser.add_argument("--quick", action="store_true", help="leave the longest load out")
+    args = parser.parse_args()
+    folder = llama_8b(Path(tempfile.mkdtemp()) / "model")
+    flags = [
+        f"--model={folder}", "--load-format=dummy", "--device=cuda", "--no-enable-prefix-caching",
+        f"--max-model-len={MAX_MODEL_LEN}", f"--max-num-batched-tokens={args.chunk}",
+        "--transport=nixl", "--start-timeout=200", "--log-level=info",
+    ]  # fmt: skip
+    with cluster(flags) as router:
+        rows = asyncio.run(measure(router, args.quick, args.dump))
+    print(table(rows))
+    if args.json is not None:
+        args.json.write_text(json.dumps({name: [ours, theirs] for name, ours, theirs in rows}))
+
+
+if __name__ == "__main__":
+    main()
