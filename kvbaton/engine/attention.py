@@ -127,8 +127,7 @@ class DecodeBucket:
         position = torch.arange(tables.shape[1] * cache.block_size, device=rows.device)
         self._key_position = position
         self._past_end = position >= context_lens[:, None]
-        self._padded = bool((context_lens < len(position)).any())
-        self._tail = self._past_end[:, None, :, None]
+        self._tail = self._unwritten(tables)
         self._masks: dict[int, Tensor] = {}
 
     def attend(
@@ -136,15 +135,29 @@ class DecodeBucket:
     ) -> None:
         """Fill the rows of `out`; the bucket's K and V are in the cache already."""
         keys, values = self._cache.read(layer, self._pages)
-        if self._padded:
-            keys.masked_fill_(self._tail, 0)
-            values.masked_fill_(self._tail, 0)
+        if len(self._tail):
+            for x in (keys, values):
+                x.view(-1, x.shape[-1]).index_fill_(0, self._tail, 0)
         # The query heads of one KV head share it, as if they were consecutive queries.
         grouped = query[self._rows].view(len(keys), keys.shape[1], -1, query.shape[-1])
         found = scaled_dot_product_attention(
             grouped, keys, values, attn_mask=self._mask(window, query.dtype)
         )
         out[self._rows] = found.flatten(1, 2)
+
+    def _unwritten(self, tables: Tensor) -> Tensor:
+        """Rows of what `KVCache.read` gives that may hold anything: ends of last blocks.
+
+        Past them comes the null block, which is zero; so they are few, and setting only them to
+        zero costs nothing beside the reading.
+        """
+        size, heads = self._cache.block_size, self._cache.shape[1]
+        inside = torch.arange(tables.shape[1] * size, device=tables.device) < (
+            (self._lens[:, None] + size - 1) // size * size
+        )
+        sequence, position = (self._past_end & inside).nonzero(as_tuple=True)
+        row = sequence[:, None] * heads + torch.arange(heads, device=tables.device)
+        return (row * inside.shape[1] + position[:, None]).flatten()
 
     def _mask(self, window: int, dtype: torch.dtype) -> Tensor:
         """0 where a key is seen, -inf elsewhere: [sequences, 1, 1, keys]."""

@@ -1,0 +1,145 @@
+"""What a hand-over costs: time to the second token through P and D, minus that of one node.
+
+The first token comes straight from P and would hide the transfer; the second one needs it. Requests
+go in pairs, through the router and to the prefill node alone, in alternating order and within one
+run, so that both sides see the same noise. All on this machine: with two cores, P's and D's work
+compete, which a real pair of machines does not have.
+
+Prompts differ (no prefix cache helps). The share is of TTFT plus one decode step on one node.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import json
+import os
+import random
+import re
+import subprocess
+import sys
+import tempfile
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import aiohttp
+
+from kvbaton.bench.report import median, percentile, publish
+from kvbaton.bench.shot import Shot, served_model, shoot
+from kvbaton.testing.checkpoints import CheckpointSpec, make_checkpoint
+
+MODEL = CheckpointSpec(
+    vocab_size=32000,
+    hidden_size=768,
+    intermediate_size=2048,
+    num_layers=12,
+    num_heads=12,
+    num_kv_heads=4,
+    head_dim=64,
+    max_position_embeddings=8192,
+    tied=True,
+)
+"""About 100 million parameters, of which 24 million are the embedding."""
+
+START_TIMEOUT_S = 120.0
+
+
+def main() -> None:
+    """Run it."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--lengths", type=int, nargs="+", default=[256, 1024, 4096])
+    parser.add_argument("--pairs", type=int, default=7, help="per length")
+    parser.add_argument("--chunk", type=int, default=512, help="--max-num-batched-tokens")
+    parser.add_argument("--transport", default="nixl")
+    parser.add_argument("--out", type=Path)
+    args = parser.parse_args()
+    with tempfile.TemporaryDirectory() as folder:
+        model = make_checkpoint(Path(folder, "model"), MODEL)
+        flags = [f"--max-num-batched-tokens={args.chunk}", f"--transport={args.transport}"]
+        with cluster(model, flags) as router:
+            rows = asyncio.run(measure(router, args.lengths, args.pairs))
+    publish("handover", vars(args), rows, args.out)
+
+
+@contextmanager
+def cluster(model: Path, flags: list[str]) -> Iterator[str]:
+    """A cluster of one prefill and one decode node, one thread each; yields the router's URL."""
+    words = ["up", f"--model={model}", "--port=0", "--prefill=1", "--decode=1", *flags]
+    process = subprocess.Popen(
+        [sys.executable, "-m", "kvbaton", *words, "--num-threads=1"],
+        stdout=subprocess.PIPE,
+        text=True,
+        env={**os.environ, "OMP_NUM_THREADS": "1"},
+    )
+    try:
+        assert process.stdout is not None
+        for line in process.stdout:
+            if found := re.match(r"ready: (http://\S+)/v1", line):
+                yield found[1]
+                return
+        raise SystemExit("the cluster did not start")
+    finally:
+        process.terminate()
+        process.wait(30)
+
+
+async def measure(router: str, lengths: list[int], pairs: int) -> list[dict[str, Any]]:
+    """One row per prompt length."""
+    timeout = aiohttp.ClientTimeout(total=START_TIMEOUT_S)
+    async with aiohttp.ClientSession(timeout=timeout) as session:
+        async with session.get(f"{router}/nodes") as response:
+            nodes = json.loads(await response.read())["nodes"]
+        alone = next(node["url"] for node in nodes if node["role"] == "prefill")
+        model = await served_model(session, router)
+        rows = []
+        for length in lengths:
+            urls = {"one node": alone, "handed over": router}
+            await one_pair(session, urls, model, length, -1)
+            taken = [await one_pair(session, urls, model, length, i) for i in range(pairs)]
+            rows.append(row_of(length, taken))
+            print(json.dumps(rows[-1]), file=sys.stderr, flush=True)  # long prompts take minutes
+        return rows
+
+
+async def one_pair(
+    session: aiohttp.ClientSession, urls: Mapping[str, str], model: str, length: int, number: int
+) -> dict[str, Shot]:
+    """The same request both ways, in either order; the prefix cache is empty each time."""
+    chance = random.Random(length * 1000 + number)
+    prompt = chance.choices(range(3, 256), k=length)
+    names = sorted(urls, reverse=bool(number % 2))
+    shots = {}
+    for name in names:
+        salt = f"{number}-{name}"
+        shots[name] = await shoot(session, urls[name], model, prompt, 4, cache_salt=salt)
+        if shots[name].error:
+            raise SystemExit(f"{name}: {shots[name].error}")
+    if len({shot.token_ids for shot in shots.values()}) != 1:
+        raise SystemExit(f"the outputs differ: {shots}")
+    return shots
+
+
+def row_of(length: int, taken: list[dict[str, Shot]]) -> dict[str, Any]:
+    """Medians over pairs, milliseconds."""
+    alone = [pair["one node"] for pair in taken]
+    over = [pair["handed over"] for pair in taken]
+    cost = [1000 * (b.after(1) - a.after(1)) for a, b in zip(alone, over, strict=True)]
+    base = 1000 * median([shot.after(1) for shot in alone])
+    return {
+        "prompt": length,
+        "ttft alone": 1000 * median([shot.after(0) for shot in alone]),
+        "step alone": 1000 * median([shot.gaps[-1] for shot in alone]),
+        "2nd alone": base,
+        "ttft P+D": 1000 * median([shot.after(0) for shot in over]),
+        "2nd P+D": 1000 * median([shot.after(1) for shot in over]),
+        "cost p50": median(cost),
+        "cost p25": percentile(cost, 25),
+        "cost p75": percentile(cost, 75),
+        "share %": 100 * median(cost) / base,
+    }
+
+
+if __name__ == "__main__":
+    main()
