@@ -50,7 +50,7 @@ class _Source:
         reported: tokens reported ready.
         held: blocks held for the transfer.
         first: token 0 of each choice, as sampled.
-        cached_tokens: prompt tokens that were not computed.
+        cached_tokens: prompt tokens that the first run did not compute.
         forget_at: when an attempt that nobody reserved is dropped, on the monotonic clock.
     """
 
@@ -203,7 +203,9 @@ class PrefillRole:
             source.first[output.choice] = ChoiceStart(
                 output.token_ids[0], logprobs, reason, output.stop_reason
             )
-            source.cached_tokens = output.cached_tokens
+            if source.request_id == source.request.request_id:
+                # A run for a late reservation finds what this one has left in the cache.
+                source.cached_tokens = output.cached_tokens
         if output.token_ids and len(source.first) == source.request.params.n:
             choices = tuple(source.first[i] for i in range(source.request.params.n))
             self.courier.submit(FirstTokens(source.attempt, choices, source.cached_tokens))
