@@ -66,11 +66,14 @@ class _Choice:
     Attributes:
         tokens: committed.
         announced: (finish reason, stop reason) that the source gave with token 0, if it did.
+        held: the source's token 0 if it stops the text: who turns tokens into text must know that
+            when it gets the token, so it waits for the end to be certain.
         finished: the client was told the end.
     """
 
     tokens: list[int] = field(default_factory=list)
     announced: tuple[str, int | str | None] | None = None
+    held: Output | None = None
     finished: bool = False
 
 
@@ -221,7 +224,9 @@ class RequestMachine:
         actions: list[Action] = []
         if not output.token_ids or output.index != self._base:
             return actions
-        if len(choice.tokens) == self._base:
+        if len(choice.tokens) == self._base and output.finish_reason == "stop":
+            choice.held = output
+        elif len(choice.tokens) == self._base:
             actions = self._commit(output, output.token_ids[:1], None, None)
         elif choice.tokens[self._base] != output.token_ids[0]:
             return actions  # the target was first, and it agrees with itself
@@ -375,8 +380,10 @@ class RequestMachine:
         for index, choice in enumerate(self._choices):
             if not choice.finished:
                 reason, stop = choice.announced or ("length", None)
-                empty = Output(request_id=self.request.request_id, choice=index)
-                actions += self._commit(empty, (), reason, stop)
+                last = Output(request_id=self.request.request_id, choice=index)
+                if choice.held is not None and len(choice.tokens) == self._base:
+                    last = choice.held
+                actions += self._commit(last, last.token_ids[:1], reason, stop)
         self.done = True
         return [*self._cancel_open(), *actions, Finish()]
 

@@ -296,7 +296,7 @@ def test_an_end_at_token_0_waits_for_the_target_but_not_for_long(
 ) -> None:
     bench = Bench(request(max_tokens=max_tokens)).start()
     bench.say("source", 0, 10, finish_reason=reason, stop_reason=10)
-    assert bench.emitted[0].finish_reason is None
+    assert [output.finish_reason for output in bench.emitted] == ([None] * (reason == "length"))
     bench.wait(1.9)
     assert bench.end is None
     assert bench.machine.next_deadline() == pytest.approx(bench.now + 0.1)
@@ -304,6 +304,16 @@ def test_an_end_at_token_0_waits_for_the_target_but_not_for_long(
     assert isinstance(bench.end, Finish)
     assert (bench.emitted[-1].finish_reason, bench.emitted[-1].stop_reason) == (reason, 10)
     assert bench.tokens() == [10]
+
+
+def test_a_stop_token_comes_together_with_its_reason() -> None:
+    """Else its text would be shown before it is known to be none."""
+    bench = Bench(request()).start()
+    bench.say("source", 0, 10, finish_reason="stop", stop_reason=10)
+    bench.say("target", 0, 10, finish_reason="stop", stop_reason=10)
+    (only,) = bench.emitted
+    assert (only.token_ids, only.finish_reason, only.stop_reason) == ((10,), "stop", 10)
+    assert isinstance(bench.end, Finish)
 
 
 def test_a_target_that_dies_after_an_announced_end_costs_no_retry() -> None:
