@@ -35,7 +35,9 @@ lint: $(VENV)/.dev  ## style, types, size of the house
 	$(BIN)/python benchmarks/size.py
 
 bench: $(VENV)/.dev  ## the benchmarks that need no GPU
-	$(BIN)/python benchmarks/bench_handover.py
+	$(BIN)/kvbaton bench transfer --out out/bench-transfer.json
+	$(BIN)/python benchmarks/bench_throughput.py --out out/bench-throughput.json
+	$(BIN)/python benchmarks/bench_handover.py --out out/bench-handover.json
 
 clean:
 	rm -rf $(VENV) demo-model out

@@ -55,6 +55,12 @@ logger = logging.getLogger(__name__)
 BUSY_PAUSE_S = 0.0002
 """Pause between two looks at the transport while bytes are on their way."""
 
+QUICK_LOOKS = 25
+"""After so many without news the pause is longer; for a prompt of seconds that is most of them."""
+
+QUIET_PAUSE_MS = 2
+"""Of a pause that control messages and the engine end; only a transport's news may wait for it."""
+
 Submission = (
     Announce | BlocksReport | FirstTokens | SourceFailed | Meet | Start | Unneeded | CancelTarget
 )
@@ -86,6 +92,7 @@ class Courier:
         self.receiver = receiver
         self.junk = 0
         self.failure: str | None = None
+        self._looks = 0
         self._inbox: deque[Submission | Callable[[], None]] = deque()
         self._outbox: deque[EngineAction] = deque()
         self._inbox_fd = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
@@ -182,8 +189,12 @@ class Courier:
             if socket not in self._poller:
                 self._poller.register(socket, zmq.POLLIN)
         if any(half.busy() for half in self._halves()):
-            self._poller.poll(0)
-            time.sleep(BUSY_PAUSE_S)
+            self._looks += 1
+            if self._looks > QUICK_LOOKS:
+                self._poller.poll(QUIET_PAUSE_MS)
+            else:
+                self._poller.poll(0)
+                time.sleep(BUSY_PAUSE_S)
             return
         deadlines = [d for half in self._halves() if (d := half.next_deadline()) is not None]
         timeout = min([1.0, *(d - time.monotonic() for d in deadlines)])
@@ -194,6 +205,7 @@ class Courier:
             os.eventfd_read(self._inbox_fd)
         except BlockingIOError:
             return
+        self._looks = 0
         while self._inbox:
             item = self._inbox.popleft()
             if callable(item):
@@ -207,6 +219,7 @@ class Courier:
 
     def _take_messages(self, now: float) -> None:
         for link, data in self.channel.receive():
+            self._looks = 0
             try:
                 if len(data) > MAX_MESSAGE_BYTES:
                     raise msgspec.ValidationError("message too long")
