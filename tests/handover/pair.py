@@ -305,10 +305,17 @@ class Node:
 
     def leases(self) -> int:
         """Reservations that this source has taken, as its courier knows it."""
-        role = self.core.role
-        assert isinstance(role, PrefillRole)
-        found: int = self.courier.inspect(role.sender.state)["ledger"]["leases"]
+        found: int = self._courier_ledger()["leases"]
         return found
+
+    def sessions(self) -> list[dict[str, Any]]:
+        """Sessions with other nodes, as its courier knows them."""
+        found: list[dict[str, Any]] = self._courier_ledger()["sessions"]
+        return found
+
+    def _courier_ledger(self) -> Any:
+        (half,) = self.courier._halves()
+        return self.courier.inspect(half.state)["ledger"]
 
     def gauges(self) -> dict[str, float]:
         """All gauges now."""

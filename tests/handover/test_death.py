@@ -80,6 +80,19 @@ def test_p_dies(brisk: Pair, expected: Expected, moment: Moment) -> None:
     brisk.settle()
 
 
+def test_p_dies_before_d_connects(brisk: Pair, expected: Expected) -> None:
+    """P's `Welcome` is on its way when P dies: D can connect to nobody, hence fence nobody."""
+    with ExitStack() as stack:
+        with brisk.p.frozen_courier():
+            at_d = brisk.hand_over_to_d(PROMPT)
+            until(lambda: bool(brisk.d.sessions()), "D has sent its Hello")
+            stack.enter_context(brisk.d.frozen_courier())
+        until(lambda: bool(brisk.p.sessions()), "P has sent its Welcome")
+        brisk.kill("p")
+    assert at_d.result() == expected(PROMPT)
+    brisk.settle()
+
+
 @pytest.mark.parametrize("moment", MOMENTS, ids=lambda m: m.__name__)
 def test_d_dies(brisk: Pair, expected: Expected, moment: Moment) -> None:
     with contextmanager(moment)(brisk) as (at_p, _):

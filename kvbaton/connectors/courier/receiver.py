@@ -6,7 +6,7 @@ import logging
 import time
 from collections import deque
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, Protocol
 
 import msgspec
@@ -34,7 +34,7 @@ from kvbaton.connectors.protocol.events import (
 )
 from kvbaton.connectors.protocol.target import Target
 from kvbaton.errors import TransportError
-from kvbaton.wire import NodeId
+from kvbaton.wire import NodeId, Reserve
 
 logger = logging.getLogger(__name__)
 
@@ -58,6 +58,19 @@ class _Check:
     sums: list[PendingSums]
     first_blocks: list[int]
     began: float
+
+
+@dataclass
+class _Peers:
+    """The transports' connections to one life of a node.
+
+    Attributes:
+        links: what has to be fenced.
+        unreachable: sessions whose ranks could not all be connected.
+    """
+
+    links: list[tuple[Transport, Peer]] = field(default_factory=list)
+    unreachable: set[bytes] = field(default_factory=set)
 
 
 class Receiver:
@@ -90,7 +103,7 @@ class Receiver:
         self.timelines = Timelines()
         self._events: deque[TargetEvent] = deque()
         self._live: set[Attempt] = set()
-        self._peers: dict[NodeId, dict[tuple[int, int], Peer | None]] = {}
+        self._peers: dict[NodeId, _Peers] = {}
         self._rank_layouts: dict[bytes, list[list[KVLayout]]] = {}
         self._checks: list[_Check] = []
         self._do: dict[type, Callable[[Any, float], None]] = {
@@ -171,39 +184,41 @@ class Receiver:
         self.handle(event, now)
 
     def _lost(self, peer: Peer, now: float) -> None:
-        for node, links in list(self._peers.items()):
-            if any(link is peer for link in links.values()):
+        for node, peers in list(self._peers.items()):
+            if any(link is peer for _, link in peers.links):
                 self.handle(PeerGone(node), now)
 
     # --- actions ---
 
     def _send(self, action: Send, now: float) -> None:
+        # Whom we can't fence must not learn where our blocks are: to it this message gets lost.
+        if isinstance(action.message, Reserve) and self._is_unreachable(action.message.session):
+            return
         self.send(action)
+
+    def _is_unreachable(self, session: bytes) -> bool:
+        return any(session in peers.unreachable for peers in self._peers.values())
 
     def _admit_peer(self, action: AdmitPeer, now: float) -> None:
         self._rank_layouts[action.session] = [
             msgspec.msgpack.decode(card.layouts, type=list[KVLayout]) for card in action.ranks
         ]
-        # One link per pair of ranks; None until connected. P has had our cards since `Hello`, so a
-        # pair that we failed to connect can't be fenced, and is not taken for harmless.
-        links = self._peers[action.node] = {
-            (mine, card.rank): None for mine in range(len(self.transports)) for card in action.ranks
-        }
+        peers = self._peers.setdefault(action.node, _Peers())
         try:
-            for mine, transport in enumerate(self.transports):
+            for transport in self.transports:
                 for card in action.ranks:
-                    links[mine, card.rank] = transport.connect(card.card)
+                    peers.links.append((transport, transport.connect(card.card)))
         except TransportError as error:
             logger.warning("can't reach %s: %s", action.node.node, error)
+            peers.unreachable.add(action.session)
             self.handle(PeerGone(action.node), now)
 
     def _fence(self, action: Fence, now: float) -> None:
-        links = self._peers.get(action.node)
-        if links is not None and all(
-            peer is not None and self.transports[mine].fence(peer)
-            for (mine, _), peer in links.items()
-        ):
-            del self._peers[action.node]
+        peers = self._peers.get(action.node, _Peers())
+        if all(transport.fence(peer) for transport, peer in peers.links):
+            for transport, peer in peers.links:
+                transport.close(peer)
+            self._peers.pop(action.node, None)
             self.handle(Fenced(action.node), now)
 
     def _unquarantine(self, action: Unquarantine, now: float) -> None:
