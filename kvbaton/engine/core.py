@@ -134,7 +134,10 @@ class EngineCore:
     def update(self) -> None:
         """Wait for the oldest step and apply what it sampled."""
         if self.in_flight:
-            self.send(self.scheduler.update(self.in_flight.popleft().result()))
+            result = self.in_flight.popleft().result()
+            # What peers asked for during the step comes first: it may want what the step computed.
+            self.listen()
+            self.send(self.scheduler.update(result))
 
     def _patience(self) -> float:
         if self.in_flight or self.scheduler.can_schedule():

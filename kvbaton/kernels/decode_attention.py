@@ -45,6 +45,7 @@ def decode_attention(
     softcap: float = 0.0,
     sinks: torch.Tensor | None = None,
     num_splits: int | None = None,
+    out: torch.Tensor | None = None,
 ) -> torch.Tensor:
     """Compute out = softmax(scale * q k^T) v over each sequence's keys; q is its last token.
 
@@ -62,12 +63,13 @@ def decode_attention(
         softcap: bound of the logits; 0: none.
         sinks: [heads], fp32, or None.
         num_splits: most parts of a sequence, a power of two; None takes `decode_splits`.
+        out: [B, heads, D], contiguous, to fill; None makes one.
 
     Returns:
         [B, heads, D], contiguous; 0 in padding.
     """
     if not use_triton(query):
-        return decode_attention_reference(
+        found = decode_attention_reference(
             query,
             key_cache,
             value_cache,
@@ -78,11 +80,12 @@ def decode_attention(
             softcap=softcap,
             sinks=sinks,
         )
+        return found if out is None else out.copy_(found)
     max_context = block_tables.shape[1] * key_cache.shape[2]
     splits = num_splits or decode_splits(max(query.shape[0], 1), key_cache.shape[1], max_context)
     return _launch(
         query, key_cache, value_cache, block_tables, context_lens, sinks, scale, window, softcap,
-        splits,
+        splits, out,
     )  # fmt: skip
 
 
@@ -127,10 +130,12 @@ def _launch(
     window: int,
     softcap: float,
     splits: int,
+    out: torch.Tensor | None,
 ) -> torch.Tensor:
     batch, heads, head_dim = query.shape
     kv_heads, block_size = key_cache.shape[1:3]
-    out = torch.empty(batch, heads, head_dim, dtype=query.dtype, device=query.device)
+    if out is None:
+        out = torch.empty(batch, heads, head_dim, dtype=query.dtype, device=query.device)
     if not batch:
         return out
     parts, lse = out, out

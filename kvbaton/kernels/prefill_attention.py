@@ -55,6 +55,7 @@ def prefill_attention(
     window: int = 0,
     softcap: float = 0.0,
     sinks: torch.Tensor | None = None,
+    out: torch.Tensor | None = None,
 ) -> torch.Tensor:
     """Compute causal softmax(scale * q k^T) v of each sequence's queries, its last tokens.
 
@@ -71,6 +72,7 @@ def prefill_attention(
         window: keys at positions > own position - window only; 0: all.
         softcap: bound of the logits; 0: none.
         sinks: [heads], fp32, or None.
+        out: [T, heads, D], contiguous, to fill; None makes one.
 
     Returns:
         [T, heads, D], contiguous.
@@ -81,35 +83,35 @@ def prefill_attention(
         plain and fresh >= MIN_QUERIES and (window == 0 or fresh + prefix <= window)
         for fresh, prefix in lengths
     ]
-    out = torch.empty(query.shape, dtype=query.dtype, device=query.device)
-    first = token = 0
-    for row, (fresh, prefix) in enumerate(lengths):
+    if out is None:
+        out = torch.empty(query.shape, dtype=query.dtype, device=query.device)
+    options = (scale, window, softcap, sinks, out)
+    first = row = token = 0
+    while row < len(lengths):
+        fresh, prefix = lengths[row]
+        alike = _alike(lengths, row) if long[row] else 1
         if long[row]:
-            _paged(
-                query, key_cache, value_cache, batch, first, row, scale, window, softcap, sinks, out
-            )
-            span = slice(token, token + fresh)
+            _paged(query, key_cache, value_cache, batch, first, row, *options)
+            span = slice(token, token + alike * fresh)
             if prefix == 0:
-                out[span] = _fresh(query[span], key[span], value[span], scale)
+                out[span] = _fresh(query[span], key[span], value[span], alike, scale)
             else:
                 table = batch.block_tables[row]
                 out[span] = _chunk(query[span], key_cache, value_cache, table, prefix, scale)
-            first = row + 1
-        token += fresh
-    _paged(
-        query,
-        key_cache,
-        value_cache,
-        batch,
-        first,
-        len(lengths),
-        scale,
-        window,
-        softcap,
-        sinks,
-        out,
-    )
+            first = row + alike
+        token += alike * fresh
+        row += alike
+    _paged(query, key_cache, value_cache, batch, first, len(lengths), *options)
     return out
+
+
+def _alike(lengths: list[tuple[int, int]], row: int) -> int:
+    """Prompts from `row` on that one launch takes: equal ones without prefix, a power of two."""
+    same = 1
+    if lengths[row][1] == 0:
+        while lengths[row + same : row + 2 * same] == [lengths[row]] * same:
+            same *= 2
+    return same
 
 
 def cudnn_fits(query: torch.Tensor, block_size: int) -> bool:
@@ -154,14 +156,17 @@ def _paged(
 
 
 def _fresh(
-    query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, scale: float
+    query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, count: int, scale: float
 ) -> torch.Tensor:
-    """A prompt without prefix; padding comes after all real keys, where causality hides it."""
-    tokens = query.shape[0]
+    """Prompts of equal length without prefix; causality hides the padding after their keys."""
+    tokens = query.shape[0] // count
+    parts = [x.view(count, tokens, *x.shape[1:]) for x in (query, key, value)]
     extra = -tokens % GRANULE
     if extra:
-        query, key, value = (pad(x, (0, 0, 0, 0, 0, extra)) for x in (query, key, value))
-    return _cudnn(query, key.transpose(0, 1), value.transpose(0, 1), True, scale)[0][:tokens]
+        parts = [pad(x, (0, 0, 0, 0, 0, extra)) for x in parts]
+    query, key, value = (x.transpose(1, 2) for x in parts)
+    out, _ = _cudnn_batch(query, key, value, True, scale)
+    return out.transpose(1, 2)[:, :tokens].flatten(0, 1)
 
 
 def _chunk(
@@ -217,13 +222,21 @@ def _cudnn(
 
     `causal` aligns the first query with the first key.
     """
+    out, lse = _cudnn_batch(query.transpose(0, 1)[None], key[None], value[None], causal, scale)
+    return out[0].transpose(0, 1), lse[0, :, :, 0].T
+
+
+def _cudnn_batch(
+    query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, causal: bool, scale: float
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """The same of [N, heads, T, D] each; lse [N, heads, T, 1]."""
     result = torch.ops.aten._scaled_dot_product_cudnn_attention(
-        query.transpose(0, 1)[None],
-        key[None],
-        value[None],
+        query,
+        key,
+        value,
         None,
         compute_log_sumexp=True,
         is_causal=causal,
         scale=scale,
     )
-    return result[0][0].transpose(0, 1), result[1][0, :, :, 0].T
+    return result[0], result[1]

@@ -120,6 +120,24 @@ def test_long_prompts_in_chunks_and_from_a_cached_prefix(
     check_greedy(reference(folder, dtype), other, got, TOLERANCE[dtype])
 
 
+def test_equal_prompts_share_a_launch(
+    checkpoint: Callable[..., Path], reference: Any, drive: Any
+) -> None:
+    folder = checkpoint(**MODELS["llama"])
+    settings = GPU | {"max_model_len": 2000, "max_num_batched_tokens": 8000, "num_blocks": 1024}
+    driver = drive(folder, dtype="bfloat16", **settings)
+    rng = np.random.default_rng(6)
+    lengths = (1, 40, 1100, 1100, 1100, 1024, 1024, 30)
+    prompts = [random_tokens(rng, count) for count in lengths]
+    handles = [driver.add(prompt) for prompt in prompts]
+    driver.step(*((handle, driver.left(handle), 1) for handle in handles))
+    for _ in range(3):
+        driver.step(*((handle, 1, 1) for handle in handles))
+    for handle, prompt in zip(handles, prompts, strict=True):
+        got = driver.tokens[handle][len(prompt) :]
+        check_greedy(reference(folder, "bfloat16"), prompt, got, TOLERANCE["bfloat16"])
+
+
 def test_seeded_sampling_gives_the_tokens_of_the_cpu(
     checkpoint: Callable[..., Path], drive: Any
 ) -> None:

@@ -64,17 +64,16 @@ class KernelAttention:
             self._cos_sin = torch.cat([x[:, 0, :half].float() for x in rotary], dim=-1)
         keys, values = self._cache.data[:, :, layer, 0], self._cache.data[:, :, layer, 1]
         rope_write(query, key, value, self._rows, self._cos_sin, keys, values, self._slots)
-        scale, n, outs = query.shape[-1] ** -0.5, self._num_decode, []
+        out = torch.empty(query.shape, dtype=query.dtype, device=query.device)
+        scale, n = query.shape[-1] ** -0.5, self._num_decode
         if self._decode is not None:
             tables, lens = self._decode.block_tables, self._decode.context_lens
-            outs.append(
-                decode_attention(query[:n], keys, values, tables, lens, scale=scale, window=window)
+            decode_attention(
+                query[:n], keys, values, tables, lens, scale=scale, window=window, out=out[:n]
             )
         if self._prefill is not None:
-            outs.append(
-                prefill_attention(
-                    query[n:], key[n:], value[n:], keys, values, self._prefill,
-                    scale=scale, window=window,
-                )
+            prefill_attention(
+                query[n:], key[n:], value[n:], keys, values, self._prefill,
+                scale=scale, window=window, out=out[n:],
             )  # fmt: skip
-        return outs[0] if len(outs) == 1 else torch.cat(outs)
+        return out

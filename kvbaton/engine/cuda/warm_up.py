@@ -60,8 +60,10 @@ def _attention_plans(trial: Trial, runner: CudaRunner, config: EngineConfig) -> 
         return
     chunk = config.max_num_batched_tokens
     for count in range(MIN_QUERIES, chunk + 1, GRANULE):
-        if trial.fits(count):
-            trial.run([count])
+        alike = 1
+        while trial.fits(alike * count) and alike * count <= chunk:
+            trial.run([count] * alike)
+            alike *= 2
     prefix = chunk
     while trial.fits(prefix + chunk) and prefix < 8 * chunk:
         trial.run([chunk], prefixes=[prefix])
