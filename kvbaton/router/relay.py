@@ -120,6 +120,7 @@ class RequestMachine:
         self._open: dict[Side, Leg] = {}
         self._avoid: frozenset[str] = frozenset()
         self._prompt_logprobs_given = False
+        self._waiting: list[tuple[Leg, Output]] = []
         self._target_spoke = False
         self._cached = self._transferred = 0
 
@@ -150,10 +151,13 @@ class RequestMachine:
         self._heard_at = now
         self._account(output)
         if leg.side == "source":
-            actions = self._from_source(output, now)
-        else:
-            actions = self._from_target(leg, output, now)
-        return actions or self._late_prompt_logprobs(output)
+            actions = self._from_source(output, now) or self._late_prompt_logprobs(output)
+            return actions + self._release(now)
+        if output.finish_reason is not None and self._owes_prompt_logprobs(output):
+            self._target_spoke = True
+            self._waiting.append((leg, output))
+            return []
+        return self._from_target(leg, output, now) or self._late_prompt_logprobs(output)
 
     def failed(self, leg: Leg, error: LegError, now: float) -> list[Action]:
         """A leg broke, was refused, or its node is known to be gone."""
@@ -166,7 +170,7 @@ class RequestMachine:
                 error.message, param=error.param, status=error.status or 400, code=error.code
             )
             return self._raise(refusal)
-        if leg.side == "source" and self._target_spoke:
+        if leg.side == "source" and self._target_spoke and not self._waiting:
             return [CancelLeg(leg)]
         # A target whose source is gone would find out by a timer of seconds; a new attempt is
         # faster, and with nobody else to prefill it is the target alone.
@@ -190,6 +194,8 @@ class RequestMachine:
             return []
         if leg.side == "source":
             del self._open["source"]
+            return self._release(now)
+        if self._waiting:
             return []
         return self.failed(leg, LegError("its stream ended before the request did"), now)
 
@@ -310,6 +316,17 @@ class RequestMachine:
             return []
         return self._commit(output, (), None, None)
 
+    def _owes_prompt_logprobs(self, output: Output) -> bool:
+        """Whether the source, who alone knows those of the prompt, has yet to tell them."""
+        wanted = self.request.params.prompt_logprobs is not None
+        told = self._prompt_logprobs_given or output.prompt_logprobs is not None
+        return wanted and not told and "source" in self._open
+
+    def _release(self, now: float) -> list[Action]:
+        """Ends that the target told, and that waited for the prompt's log probabilities."""
+        waiting, self._waiting = self._waiting, []
+        return [action for leg, output in waiting for action in self.output(leg, output, now)]
+
     def _account(self, output: Output) -> None:
         # Tokens that nobody had to compute. A later attempt finds what the first one left in
         # caches, so it does not count.
@@ -341,6 +358,7 @@ class RequestMachine:
         self.attempt += 1
         self._base, self._heard_at, self._confirm_by = len(resume), now, None
         self._target_spoke = False
+        self._waiting.clear()
         legs = self._legs(route)
         self._open = {leg.side: leg for leg in legs}
         return [StartLeg(leg, self._body(leg, route, resume, now)) for leg in legs]

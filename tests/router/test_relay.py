@@ -515,3 +515,33 @@ def check_nothing_left_open(bench: Bench) -> None:
         assert bench.machine.ended(start.leg, bench.now) == []
     assert bench.machine.tick(bench.now + 1e9) == []
     assert bench.machine.client_gone() == []
+
+
+def scored_request() -> AddRequest:
+    params = SamplingParams(max_tokens=2, seed=7, prompt_logprobs=0)
+    return AddRequest(request_id="r", token_ids=(1, 2, 3), params=params)
+
+
+def prompt_scores() -> tuple[TokenLogprobs | None, ...]:
+    return (None, TokenLogprobs(-1.0, 1, ()), TokenLogprobs(-2.0, 2, ()))
+
+
+def test_the_end_waits_for_the_prompts_logprobs_of_a_slow_source() -> None:
+    bench = Bench(scored_request()).start()
+    bench.say("target", 0, 10)
+    bench.say("target", 1, 11, finish_reason="length")
+    assert bench.end is None
+    bench.say("source", 0, 10, finish_reason="length", prompt_logprobs=prompt_scores())
+    assert isinstance(bench.end, Finish)
+    assert bench.tokens() == [10, 11]
+    told = [o.prompt_logprobs for o in bench.emitted if o.prompt_logprobs is not None]
+    assert told == [prompt_scores()]
+
+
+def test_a_source_that_dies_with_the_prompts_logprobs_is_replaced() -> None:
+    bench = Bench(scored_request()).start()
+    bench.say("target", 0, 10)
+    bench.say("target", 1, 11, finish_reason="length")
+    bench.fail("source")
+    assert bench.end is None
+    assert len(bench.started) > 2, "no new attempt"
