@@ -6,7 +6,7 @@ PIP := $(BIN)/python -m pip install --quiet --disable-pip-version-check
 JOBS ?= 2
 
 # Several processes share the cores: one thread each, else they fight.
-test test-all: export OMP_NUM_THREADS ?= 1
+test test-slow test-kernels: export OMP_NUM_THREADS ?= 1
 
 # Long enough for several chunks, so that blocks cross while the prefill runs. The model's weights are
 # random: what it answers is noise, how it answers is real.
@@ -15,7 +15,7 @@ runner starts slowly, since the track is wet and the crowd is loud. The second r
 open hand and looks back. When the baton comes, nobody stops, nobody looks, and nothing is dropped. \
 The third runner is the fastest of all, and the fourth has only to finish what the others began.
 
-.PHONY: demo test test-all lint bench clean
+.PHONY: demo test test-all test-slow test-kernels lint bench clean
 
 demo: $(VENV)/.runtime  ## 1 prefill + 1 decode + router on this machine, answering a prompt
 	$(BIN)/python -m kvbaton.testing.checkpoints demo-model
@@ -25,8 +25,13 @@ demo: $(VENV)/.runtime  ## 1 prefill + 1 decode + router on this machine, answer
 test: $(VENV)/.dev  ## the test suite: about 10 minutes on 2 cores
 	$(BIN)/pytest -q -n $(JOBS) --dist loadgroup -m "not slow and not gpu and not multigpu"
 
-test-all: $(VENV)/.dev  ## also the slow lanes
-	$(BIN)/pytest -q -n $(JOBS) --dist loadgroup -m "not gpu and not multigpu"
+test-all: test test-slow test-kernels  ## everything that needs no GPU
+
+test-slow: $(VENV)/.dev  ## longer simulations
+	$(BIN)/pytest -q -n $(JOBS) --dist loadgroup -m "slow and not gpu and not multigpu"
+
+test-kernels: $(VENV)-triton/.done  ## the Triton kernels under their interpreter
+	$(VENV)-triton/bin/python -m pytest -q -n $(JOBS) -m "not gpu" tests/kernels
 
 lint: $(VENV)/.dev  ## style, types, size of the house
 	$(BIN)/ruff check .
@@ -40,7 +45,7 @@ bench: $(VENV)/.dev  ## the benchmarks that need no GPU
 	$(BIN)/python benchmarks/bench_handover.py --out out/bench-handover.json
 
 clean:
-	rm -rf $(VENV) demo-model out
+	rm -rf $(VENV) $(VENV)-triton demo-model out
 
 $(VENV)/.runtime: pyproject.toml constraints.txt
 	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
@@ -50,4 +55,12 @@ $(VENV)/.runtime: pyproject.toml constraints.txt
 
 $(VENV)/.dev: $(VENV)/.runtime
 	$(PIP) -c constraints.txt -e ".[dev]"
+	touch $@
+
+# Triton apart, on top of the same packages: its interpreter does not work with numpy 2.4.
+$(VENV)-triton/.done: $(VENV)/.dev
+	$(PYTHON) -m venv $(VENV)-triton
+	$(BIN)/python -c "import site; print(site.getsitepackages()[0])" \
+	  > $$($(VENV)-triton/bin/python -c "import site; print(site.getsitepackages()[0])")/base.pth
+	$(VENV)-triton/bin/python -m pip install -q --disable-pip-version-check --no-deps triton==3.6.0 "numpy<2.4"
 	touch $@
