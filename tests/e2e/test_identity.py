@@ -59,9 +59,9 @@ def test_other_weights_are_refused_and_both_named(
     assert d("kvbaton_load_failures_total") == 1
     assert d("kvbaton_prompt_tokens_total", source="computed") == 50
     assert d("kvbaton_prompt_tokens_total", source="transferred") == 0
-    refusal = next(line for line in story(small, transfer) if "identity" in line)
+    told = "\n".join(line for line in story(small, transfer) if "identity" in line)
     for folder in (model, other_model):
-        assert model_digest(folder) in refusal
+        assert model_digest(folder) in told
 
 
 def story(node: Node, transfer: bytes) -> list[str]:

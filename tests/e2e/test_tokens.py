@@ -152,13 +152,11 @@ def p_value(counts: torch.Tensor, probabilities: torch.Tensor) -> float:
     """Of Pearson's chi-square test; cells with fewer than 5 expected samples are merged."""
     expected = probabilities.double() * counts.sum()
     rare = expected < 5
-    observed = torch.cat([counts[~rare].double(), counts[rare].sum(0, keepdim=True).double()])
     expected = torch.cat([expected[~rare], expected[rare].sum(0, keepdim=True)])
-    if expected[-1] == 0:
-        assert observed[-1] == 0, "sampled what can't be"
-        observed, expected = observed[:-1], expected[:-1]
-    statistic = ((observed - expected) ** 2 / expected).sum()
-    half_freedom = torch.tensor((len(expected) - 1) / 2, dtype=torch.double)
+    observed = torch.cat([counts[~rare], counts[rare].sum(0, keepdim=True)]).double()
+    some = expected > 0
+    statistic = ((observed - expected)[some] ** 2 / expected[some]).sum()
+    half_freedom = (some.sum().double() - 1) / 2
     return float(torch.special.gammaincc(half_freedom, statistic / 2))
 
 
@@ -166,9 +164,9 @@ def test_samples_are_distributed_as_transformers_says(
     pair: Pair, oracle: Oracle, prompt: Prompt
 ) -> None:
     """Token 0 is sampled on P, token 1 on D; both must follow the warped probabilities."""
-    warp: dict[str, Any] = {"temperature": 1.5, "top_k": 5, "top_p": 0.9}
+    warp: dict[str, Any] = {"temperature": 1.5, "top_k": 8, "top_p": 0.75}
     ids = prompt(20)
-    futures = [pair.submit(ids, max_tokens=2, n=8, seed=seed, **warp) for seed in range(60)]
+    futures = [pair.submit(ids, max_tokens=2, n=8, seed=seed, **warp) for seed in range(160)]
     counts = torch.zeros(384, 384)
     for future in futures:
         for choice in future.result().choices:
@@ -177,7 +175,9 @@ def test_samples_are_distributed_as_transformers_says(
     joint = torch.zeros(384, 384)
     for token in first.nonzero().flatten().tolist():
         joint[token] = first[token] * oracle.warped([*ids, token], **warp)
+    assert counts[joint == 0].sum() == 0, "sampled what can't be"
     assert p_value(counts.flatten(), joint.flatten()) > 1e-3
     assert p_value(counts.sum(1), first) > 1e-3
-    flat = (first > 0) / (first > 0).sum()
-    assert p_value(counts.sum(1), flat) < 1e-6, "the test has no power"
+    for without in ({"temperature": 1.0}, {"top_k": 3}, {"top_p": 1.0}):
+        wrong = oracle.warped(ids, **(warp | without))
+        assert p_value(counts.sum(1), wrong) < 1e-4, f"the test can't tell {without}"
