@@ -1,0 +1,221 @@
+"""``examples/vllm_style_proxy.py`` in front of our nodes, and what goes wrong with pasted params.
+
+The decode node here may compute prompts, so that a hand-over that fails costs time and nothing
+else: the tokens must be right, or the request refused by name.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator
+from contextlib import closing
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import pytest
+
+from tests.e2e.conftest import MakePair
+from tests.e2e.oracle import Oracle
+from tests.e2e.pair import POOL, Pair
+from tests.e2e.servers import HttpFailure, Node, Router, Server, completion, generation
+
+pytestmark = [pytest.mark.e2e, pytest.mark.xdist_group("e2e")]
+
+Prompt = Callable[[int], list[int]]
+SCRIPT = Path(__file__).parents[2] / "examples" / "vllm_style_proxy.py"
+EOS = 1
+DEADLINE_S = 3.0
+"""Of a request that waits for a transfer which nobody knows; 30 s if it names no deadline."""
+HANG_S = 20.0
+
+
+class Proxy(Server):
+    """The example as a process."""
+
+    says_url = r"Running on (http://\S+[0-9])"
+
+    def __init__(self, p: Node, d: Node, folder: Path) -> None:
+        with closing(socket.socket()) as free:
+            free.bind(("127.0.0.1", 0))
+            port = free.getsockname()[1]
+        self.name = "proxy"
+        self.log = folder / "proxy.log"
+        self._url = None
+        words = [f"--prefill={p.url}", f"--decode={d.url}", f"--port={port}"]
+        with self.log.open("ab") as log:
+            self._process = subprocess.Popen(
+                [sys.executable, "-u", str(SCRIPT), *words],
+                stdout=log,
+                stderr=log,
+                start_new_session=True,
+            )
+
+    def tokens(self, ids: list[int], **fields: Any) -> list[int]:
+        (choice,) = self.post("/v1/completions", completion(ids, **fields))["choices"]
+        tokens: list[int] = choice["token_ids"]
+        return tokens
+
+
+@pytest.fixture(scope="module")
+def proxy(
+    main_nodes: tuple[Node, Node, Router], small: Node, tmp_path_factory: pytest.TempPathFactory
+) -> Iterator[Proxy]:
+    proxy = Proxy(main_nodes[0], small, tmp_path_factory.mktemp("proxy"))
+    yield proxy
+    proxy.ask_to_stop()
+    proxy.stop()
+
+
+@pytest.fixture
+def lenient(main_nodes: tuple[Node, Node, Router], small: Node, make_pair: MakePair) -> Pair:
+    """P, and a D that may compute what does not come."""
+    pair = make_pair(main_nodes[0], small)
+    pair.forget()
+    return pair
+
+
+def test_the_proxy(proxy: Proxy, lenient: Pair, oracle: Oracle, prompt: Prompt) -> None:
+    ids = prompt(50)
+    assert proxy.tokens(ids, max_tokens=8) == oracle.greedy(ids, 8)
+    assert lenient.at_d()("kvbaton_prompt_tokens_total", source="transferred") == 50
+    assert lenient.at_d()("kvbaton_prompt_tokens_total", source="computed") == 0
+
+
+def test_it_streams(proxy: Proxy, lenient: Pair, oracle: Oracle, prompt: Prompt) -> None:
+    ids = prompt(20)
+    options = {"stream": True, "stream_options": {"include_usage": True}}
+    events = list(proxy.stream("/v1/completions", completion(ids, max_tokens=8, **options)))
+    choices = [choice for event in events for choice in event["choices"]]
+    streamed = [token for choice in choices for token in choice.get("token_ids") or ()]
+    assert streamed == oracle.greedy(ids, 8)
+    assert events[-1]["usage"]["completion_tokens"] == 8
+
+
+def test_min_tokens_that_it_does_not_tell_the_prefill_node(
+    proxy: Proxy, lenient: Pair, prompt: Prompt
+) -> None:
+    """Token 0, which P samples without knowing of it, must not end the text either."""
+    ids = prompt(20)
+    how = {"max_tokens": 6, "ignore_eos": False, "logit_bias": {str(EOS): 100.0}, "min_tokens": 4}
+    alone = lenient.p.post("/v1/completions", completion(ids, **how))
+    tokens = proxy.tokens(ids, **how)
+    assert tokens == alone["choices"][0]["token_ids"]
+    assert tokens.index(EOS) == 4
+    lenient.moves = "some"
+
+
+def test_16_at_once(proxy: Proxy, lenient: Pair, oracle: Oracle, prompt: Prompt) -> None:
+    prompts = [prompt(5 + 11 * i % 60) for i in range(16)]
+    sent = [POOL.submit(proxy.tokens, ids, max_tokens=6) for ids in prompts]
+    assert [future.result() for future in sent] == [oracle.greedy(ids, 6) for ids in prompts]
+    assert lenient.at_d()("kvbaton_prompt_tokens_total", source="transferred") > 0
+    lenient.moves = "some"
+
+
+# --- params that are not what they should be ---
+
+
+def paste(pair: Pair, ids: list[int]) -> dict[str, Any]:
+    """P's answer to a prompt: what goes into D's request."""
+    params = pair.p.generate(ids, {"do_remote_decode": True}, max_tokens=1).kv_transfer_params
+    assert params is not None
+    return params
+
+
+def asked(pair: Pair, ids: list[int], params: dict[str, Any]) -> tuple[int, Any]:
+    """D's status, and its tokens or its error."""
+    start = time.monotonic()
+    try:
+        body = msgspec.structs.replace(generation(ids, params, max_tokens=5), deadline_s=DEADLINE_S)
+        answer = pair.d.post("/inference/v1/generate", body)
+        return 200, answer["choices"][0]["token_ids"]
+    except HttpFailure as failure:
+        return failure.status, json.loads(failure.body)["error"]
+    finally:
+        assert time.monotonic() - start < HANG_S, "it hung"
+
+
+def right_or_refused(pair: Pair, oracle: Oracle, ids: list[int], params: dict[str, Any]) -> None:
+    status, answer = asked(pair, ids, params)
+    if status == 200:
+        assert answer == oracle.greedy(ids, 5)
+    else:
+        assert 400 <= status != 500
+        assert answer["message"]
+
+
+def test_consumed_params(lenient: Pair, oracle: Oracle, prompt: Prompt) -> None:
+    ids = prompt(40)
+    params = paste(lenient, ids)
+    assert asked(lenient, ids, params) == (200, oracle.greedy(ids, 5))
+    lenient.forget()
+    right_or_refused(lenient, oracle, ids, params)
+    lenient.moves = "some"
+
+
+def test_params_of_another_prompt(lenient: Pair, oracle: Oracle, prompt: Prompt) -> None:
+    theirs = prompt(40)
+    params = paste(lenient, theirs)
+    for ids in (prompt(40), prompt(41), prompt(10)):
+        right_or_refused(lenient, oracle, ids, params)
+    assert lenient.at_d()("kvbaton_prompt_tokens_total", source="transferred") == 0
+    right_or_refused(lenient, oracle, theirs, params)
+    lenient.moves = "nothing"
+
+
+@pytest.mark.parametrize(
+    "forged",
+    [
+        {"transfer_id": None},
+        {"remote_engine_id": "p-nobody"},
+        {"remote_port": 1},
+        {"remote_host": "192.0.2.1"},
+        {"attempt": 7},
+    ],
+    ids=lambda forged: next(iter(forged)),
+)
+def test_forged_params(
+    lenient: Pair, oracle: Oracle, prompt: Prompt, forged: dict[str, Any]
+) -> None:
+    ids = prompt(40)
+    params = lenient.target_params(os.urandom(16)) | forged
+    right_or_refused(lenient, oracle, ids, params)
+    lenient.moves = "nothing"
+
+
+REQUIRED = ("remote_engine_id", "remote_host", "remote_port", "remote_request_id")
+TYPED: dict[str, list[Any]] = {
+    "do_remote_prefill": ["yes", 1],
+    "do_remote_decode": ["no", True],
+    "remote_engine_id": [5, "", "x" * 10_000],
+    "remote_host": [5, "a b", "x" * 10_000],
+    "remote_port": ["80", 0, -1, 1 << 40, 10**400],
+    "remote_request_id": [5, "xyz", "ab" * 17, "ab" * 10_000],
+    "transfer_id": [5, "xyz", "cd" * 16],
+    "attempt": ["0", -1, 1 << 31, 10**400],
+    "remote_block_ids": [5, [[-1]], [[1 << 62]], [["1"]]],
+    "tp_size": ["1", 0, -1, 1 << 31],
+    "remote_num_tokens": ["1", -1, 1 << 31, 10**400],
+}
+
+
+def test_each_field_missing_or_wrong_is_named(lenient: Pair, prompt: Prompt) -> None:
+    ids = prompt(20)
+    params = paste(lenient, ids)
+    missing = {key: value for key, value in params.items() if key != "transfer_id"}
+    cases = [(name, {**missing, name: None}) for name in REQUIRED]
+    cases += [(name, {**params, name: wrong}) for name, all_ in TYPED.items() for wrong in all_]
+    for name, changed in cases:
+        status, error = asked(lenient, ids, changed)
+        assert status == 400, (name, changed[name])
+        told = error["param"]
+        both = {"do_remote_decode": "do_remote_prefill", "remote_request_id": "transfer_id"}
+        names = {f"kv_transfer_params.{n}" for n in (name, both.get(name, name))}
+        assert any(told.startswith(n) for n in names), (name, error)
+    assert asked(lenient, ids, params)[0] == 200, "a refusal has used the transfer up"
