@@ -52,4 +52,5 @@ def expected(folder: Path) -> Iterator[Expected]:
         return known[key]
 
     yield answer
-    node.kill()
+    node.strike()
+    node.bury()

@@ -233,6 +233,7 @@ class Node:
         self.metrics: Metrics | None = None
         self._replies: dict[int, Reply] = {}
         self._numbers = itertools.count()
+        self._buried = False
         self.core = build_engine(config, self.id, factory, self.mailbox).core
         self.scheduler = self.core.scheduler
         self._thread = threading.Thread(target=self._run, name=f"core-{name}")
@@ -371,10 +372,22 @@ class Node:
             gate.set()
             thread.join()
 
-    def kill(self) -> None:
-        """End it as SIGKILL would: nobody is told, its writes in flight are lost."""
+    def strike(self) -> None:
+        """Let it say, write and take in nothing more, as SIGKILL would; then `bury` it."""
+
+        def die() -> None:
+            raise Killed
+
+        with suppress(TimeoutError):  # the dead do not answer
+            self.courier.inspect(die)
         HUB.leave(self.transport_name)
         self.mailbox.kill()
+
+    def bury(self) -> None:
+        """Give back what it held in our process, once; waits for a step that is held."""
+        if self._buried:
+            return
+        self._buried = True
         self._thread.join(PATIENCE_S)
         assert not self._thread.is_alive(), "the core's thread does not end"
         self.core.role.close()
@@ -453,23 +466,15 @@ class Pair:
     def start_p_again(self) -> None:
         """Start P, which was killed, as another generation under the same control address."""
         assert self.p in self._retired
+        self.p.bury()
         port = int(self.address.rpartition(":")[2])
         self.p = self._start("p", PrefillFactory(self._config("memory", port)))
 
-    def kill_soon(self, side: str) -> threading.Thread:
-        """Kill one side at once, but let it come to an end once whatever is held is let go."""
-        node: Node = getattr(self, side)
-        HUB.leave(node.transport_name)
-        killer = threading.Thread(target=self.kill, args=(side,))
-        killer.start()
-        until(lambda: node.mailbox.killed, "the order to kill")
-        return killer
-
     def kill(self, side: str) -> None:
-        """Kill one side for good."""
+        """Kill one side; what it held is given back by `close`, for its threads may be held."""
         node: Node = getattr(self, side)
         self._retired.append(node)
-        node.kill()
+        node.strike()
 
     def living(self) -> list[Node]:
         """Nodes that were not killed."""
@@ -493,17 +498,19 @@ class Pair:
 
     def check(self) -> None:
         """Nothing broke on either side."""
+        for node in self.living():
+            assert node.courier.failure is None, f"{node.id.node}: {node.courier.failure}"
         for node in (self.p, self.d, *self._retired):
             assert node.failure is None, f"{node.id.node}: {node.failure!r}"
-            assert node.courier.failure is None, f"{node.id.node}: {node.courier.failure}"
             assert node.imbalance == 0, f"{node.id.node}: the ledger was off by {node.imbalance}"
 
     def close(self) -> None:
-        """Kill what lives."""
+        """Kill what lives, and give everything back."""
         HUB.release()
-        for side, node in (("p", self.p), ("d", self.d)):
-            if node not in self._retired:
-                self.kill(side)
+        for node in self.living():
+            self.kill(node.id.node)
+        for node in self._retired:
+            node.bury()
 
 
 def greedy(params: Mapping[str, Any]) -> SamplingParams:

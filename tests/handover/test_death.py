@@ -9,7 +9,7 @@ import pytest
 
 from kvbaton.connectors.protocol.events import TransferTimers
 from tests.handover.conftest import Expected
-from tests.handover.pair import HUB, Call, Pair, until
+from tests.handover.pair import HUB, PROMISE_S, Call, Pair, until
 from tests.handover.prompts import prompt_of
 
 PROMPT = prompt_of(100)
@@ -71,8 +71,7 @@ MOMENTS = (reserving, mid_transfer, between_the_legs, streaming)
 @pytest.mark.parametrize("moment", MOMENTS, ids=lambda m: m.__name__)
 def test_p_dies(brisk: Pair, expected: Expected, moment: Moment) -> None:
     with contextmanager(moment)(brisk) as (_, at_d):
-        killer = brisk.kill_soon("p")
-    killer.join()
+        brisk.kill("p")
     assert at_d.result() == expected(PROMPT)
     brisk.settle()
     prompt = prompt_of(20, seed=4)
@@ -96,20 +95,33 @@ def test_p_dies_before_d_connects(brisk: Pair, expected: Expected) -> None:
 @pytest.mark.parametrize("moment", MOMENTS, ids=lambda m: m.__name__)
 def test_d_dies(brisk: Pair, expected: Expected, moment: Moment) -> None:
     with contextmanager(moment)(brisk) as (at_p, _):
-        killer = brisk.kill_soon("d")
-    killer.join()
+        brisk.kill("d")
     until(at_p.over, "P's end")
     brisk.settle()
     prompt = prompt_of(20, seed=4)
     assert brisk.p.generate(prompt).result() == expected(prompt)
 
 
+def test_the_death_of_p_is_noticed_before_any_deadline(pair: Pair, expected: Expected) -> None:
+    with contextmanager(mid_transfer)(pair) as (_, at_d):
+        pair.kill("p")
+        assert at_d.result(PROMISE_S) == expected(PROMPT)
+    pair.settle()
+
+
+def test_the_death_of_d_is_noticed_before_any_deadline(pair: Pair) -> None:
+    """No write is in flight that could fail: P waits for an answer, and holds its blocks."""
+    with contextmanager(between_the_legs)(pair):
+        assert pair.p.leases() == 1
+        pair.kill("d")
+        pair.settle()
+
+
 @pytest.mark.parametrize("moment", MOMENTS, ids=lambda m: m.__name__)
 def test_p_restarts(brisk: Pair, expected: Expected, moment: Moment) -> None:
     """The same address, another generation: no token of the old one counts, the next works."""
     with contextmanager(moment)(brisk) as (_, at_d):
-        killer = brisk.kill_soon("p")
-    killer.join()
+        brisk.kill("p")
     brisk.start_p_again()
     HUB.release()
     assert at_d.result() == expected(PROMPT)
