@@ -65,7 +65,7 @@ def main() -> None:
 
 def make_ways(folder: Path, threads: int) -> dict[str, Callable[[Prompts, int], Prompts]]:
     """Functions from prompts and a number of tokens to the generated tokens."""
-    model: Any = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).eval()
+    model: Any = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
     engine = Engine(folder, threads)
     return {
         "kvbaton": engine.generate,

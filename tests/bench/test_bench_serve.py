@@ -112,6 +112,7 @@ def test_summary_leaves_failures_out() -> None:
     good = Shot(1.0, (1.5, 1.75, 2.25))
     row = summary([good, Shot(1.0, (), error="no")], 2.0)
     assert (row["ok"], row["failed"], row["tokens/s"]) == (1, 1, 1.5)
+    assert row["requests/s"] == 0.5
     assert (row["ttft_p50_ms"], row["second_p50_ms"]) == (500, 750)
     assert row["itl_p50_ms"] == 375
 
