@@ -187,13 +187,20 @@ class EngineCore:
             "members": lambda: self.role.set_members(command.argument or ()),
         }
         if command.name in actions:
-            reply = Reply(command_id=command.command_id, result=actions[command.name]())
+            reply = self._answer(command.command_id, actions[command.name])
         else:
             reply = Reply(
                 command_id=command.command_id,
                 error=f"unknown command {command.name!r}; known: {sorted(actions)}",
             )
         self.mailbox.send(reply)
+
+    @staticmethod
+    def _answer(command_id: int, action: Callable[[], Any]) -> Reply:
+        try:
+            return Reply(command_id=command_id, result=action())
+        except TimeoutError as error:  # who asks about a thread that is stuck must not end us
+            return Reply(command_id=command_id, error=str(error))
 
     def drain(self) -> bool:
         """Refuse new requests from now on; True once nothing is left to do."""

@@ -69,3 +69,10 @@ def test_on_d_while_it_cancels(brisk: Pair) -> None:
         until(lambda: not brisk.p.leftovers(), "P is free")
     other.abort()
     brisk.settle()
+
+
+def test_a_question_about_a_stuck_courier_harms_nobody(brisk: Pair, expected: Expected) -> None:
+    with brisk.p.frozen_courier(), pytest.raises(AssertionError, match="did not answer"):
+        brisk.p.ask("state")
+    assert brisk.hand_over(PROMPT)[1].result() == expected(PROMPT)
+    brisk.settle()
