@@ -63,7 +63,7 @@ class Bench:
 
     def __init__(self, config: EngineConfig) -> None:
         self.desk = Desk()
-        self.core = build_engine(config, NodeId("bench", 1), SoloFactory(), self.desk).core
+        self.core = build_engine(config, NodeId("bench", bytes(16)), SoloFactory(), self.desk).core
         self.spent: dict[str, float] = {}
         self._count = 0
 

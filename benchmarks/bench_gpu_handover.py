@@ -127,7 +127,7 @@ async def measure(
         if dump is not None:
             states = {role: await get_json(session, f"{url}/state") for role, url in urls.items()}
             dump.write_text(json.dumps(states))
-        for requests, length, clients, theirs in LOADS[:2] if quick else LOADS:
+        for requests, length, clients, vllm in LOADS[:2] if quick else LOADS:
             shots, took = await load(session, router, model, requests, length, clients)
             good = [shot for shot in shots if shot.error is None]
             if len(good) < len(shots):
@@ -136,11 +136,11 @@ async def measure(
             itl = [1e3 * gap for shot in good for gap in shot.gaps[1:]]
             first_gap = [1e3 * shot.gaps[0] for shot in good if shot.gaps]
             name = f"{requests} of {length}, {clients} at once:"
-            add(f"{name} requests/s", len(good) / took, theirs[0])
-            add(f"{name} TTFT p50, ms", percentile(ttft, 50), theirs[1])
-            add(f"{name} TTFT p99, ms", percentile(ttft, 99), theirs[2])
-            add(f"{name} ITL p50, ms", percentile(itl, 50), theirs[3])
-            add(f"{name} ITL p99, ms", percentile(itl, 99), theirs[4])
+            add(f"{name} requests/s", len(good) / took, vllm[0])
+            add(f"{name} TTFT p50, ms", percentile(ttft, 50), vllm[1])
+            add(f"{name} TTFT p99, ms", percentile(ttft, 99), vllm[2])
+            add(f"{name} ITL p50, ms", percentile(itl, 50), vllm[3])
+            add(f"{name} ITL p99, ms", percentile(itl, 99), vllm[4])
             add(f"{name} first to second token p50, ms", percentile(first_gap, 50))
             add(f"{name} first to second token p99, ms", percentile(first_gap, 99))
         for role, url in urls.items():

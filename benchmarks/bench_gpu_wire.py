@@ -14,7 +14,7 @@ from statistics import median
 
 import numpy as np
 
-from kvbaton.connectors.base import Memory, RangeColumn, Status
+from kvbaton.connectors.base import Memory, RangeColumn, Ranges, Status, Transport
 from kvbaton.connectors.transports import nixl_parts
 
 BLOCK = 2 << 20
@@ -23,7 +23,7 @@ SIZES = (8, 64, 128, 512)
 PIECES = (128 << 10, 256 << 10, 512 << 10, 1 << 20, 2 << 20)
 
 
-def open_transport(gpu: int) -> tuple[object, object]:
+def open_transport(gpu: int) -> tuple[Transport, object]:
     """A transport with a pool on a GPU."""
     import torch
 
@@ -46,7 +46,7 @@ def far_side(pipe: Connection) -> None:
             pipe.send("landed")
 
 
-def ranges_of(blocks: int) -> np.ndarray:
+def ranges_of(blocks: int) -> Ranges:
     """Scattered blocks."""
     order = np.random.default_rng(blocks)
     rows = np.zeros((blocks, len(RangeColumn)), np.int64)

@@ -136,8 +136,8 @@ class PendingStep(Protocol):
 class PendingSums(Protocol):
     """Digest sums on their way from the device.
 
-    Once they are there, every step launched before they were asked for is over too: so this is the
-    ready event of the blocks.
+    Ask only for blocks of steps whose results have been taken. Once the sums are there, those steps
+    are over on the device too: so this is the ready event of the blocks.
     """
 
     def poll(self) -> list[npt.NDArray[np.uint64]] | None:
