@@ -40,6 +40,7 @@ TIMERS = TransferTimers(
     total=8.0,
     lease=3.0,
     unclaimed=3.0,
+    unannounced=3.0,
     fence_retry=0.3,
     quarantine_limit=6.0,
     tombstone=20.0,

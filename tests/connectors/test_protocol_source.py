@@ -317,7 +317,7 @@ def test_a_second_request_of_the_same_name_is_refused(state: str, code: str) -> 
 
 def test_an_unclaimed_reserve_is_given_up() -> None:
     rig = Rig().until("reserved")
-    assert sent(rig.wait(TIMERS.unclaimed), Failed)
+    assert sent(rig.wait(TIMERS.unannounced), Failed)
     assert rig.announce() == [RefuseAnnounce(NAME, "expired")]
     assert refusals(rig.reserve()) == ["expired"]
 

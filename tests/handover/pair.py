@@ -62,7 +62,9 @@ ENGINE: Mapping[str, Any] = {
     "max_num_batched_tokens": 16,
     "max_num_seqs": 64,
 }
-QUICK = TransferTimers(resend=0.1, progress_period=0.05, unclaimed=5.0, fence_retry=0.05)
+QUICK = TransferTimers(
+    resend=0.1, progress_period=0.05, unclaimed=5.0, unannounced=5.0, fence_retry=0.05
+)
 """Answers come within milliseconds here, so questions may be repeated early."""
 
 

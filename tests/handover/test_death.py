@@ -20,6 +20,7 @@ SHORT = TransferTimers(
     progress_deadline=0.5,
     lease=0.5,
     unclaimed=1.0,
+    unannounced=1.0,
     fence_retry=0.05,
     silence=0.5,
 )

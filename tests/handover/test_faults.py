@@ -25,6 +25,7 @@ SHORT = TransferTimers(
     progress_deadline=0.4,
     lease=0.6,
     unclaimed=2.0,
+    unannounced=2.0,
     fence_retry=0.05,
     silence=0.3,
     put_out=0.2,

@@ -104,11 +104,11 @@ def assert_at_rest(pair: Pair, expected: Expected) -> None:
 @pytest.fixture
 def brisk(make_pair: Callable[..., Pair]) -> Pair:
     """Deadlines that a test can wait for."""
-    return make_pair(timers=TransferTimers(session=1.0, unclaimed=1.0))
+    return make_pair(timers=TransferTimers(session=1.0, unclaimed=1.0, unannounced=1.0))
 
 
 def test_p_never_heard_of_it(brisk: Pair, expected: Expected) -> None:
-    """P waits `unclaimed` for the request; then D computes by itself."""
+    """P waits `unannounced` for the request; then D computes by itself."""
     _, of_d = brisk.requests(PROMPT)
     assert brisk.d.add(of_d).result() == expected(PROMPT)
     assert brisk.d.counters()[TRANSFERRED] == 0

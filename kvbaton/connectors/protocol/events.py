@@ -66,7 +66,8 @@ class TransferTimers:
         progress_deadline: D gives up when nothing was heard of a transfer for this long.
         total: D gives up after this long in any case, unless the request brought another value.
         lease: P holds blocks of a transfer this long after its last sign of life from D.
-        unclaimed: P waits this long for the request of a `Reserve`, or the `Reserve` of a request.
+        unclaimed: P waits this long for the `Reserve` of a request that it has computed.
+        unannounced: P waits this long for the request of a `Reserve`; short, since D waits with it.
         fence_retry: between two attempts to fence a lost peer.
         quarantine_limit: a node with blocks in quarantine for longer is unhealthy.
         tombstone: ended attempts are remembered this long, to answer late messages right.
@@ -86,6 +87,7 @@ class TransferTimers:
     tombstone: float = 600.0
     silence: float = 20.0
     put_out: float = 60.0
+    unannounced: float = 5.0
 
 
 # --- events that both sides take ---

@@ -162,7 +162,7 @@ class Source(SourcePushing):
         if self._acceptable(record, message):
             self._bind(record, message)
             self._enter(record, State.RESERVED)
-            self._in("unclaimed", record.name, self.timers.unclaimed)
+            self._in("unclaimed", record.name, self.timers.unannounced)
             self._in("progress", record.name, self.timers.progress_period)
             self._send(record, Accepted)
 
