@@ -230,11 +230,11 @@ TIMERS: dict[str, Timer] = {
     "total": Timer("both", "the attempt fails (D) or expires (P, from `remaining_ms`); an announced prompt that is never computed is forgotten (P)"),
     "lease": Timer("both", "the attempt expires (P); D repeats `Reserve` every quarter of it; a write that does not end for as long makes P close the peer"),
     "unclaimed": Timer("P", "a request without `Reserve` is forgotten"),
-    "unannounced": Timer("P", "a `Reserve` without request is given up (the alarm `unclaimed`)"),
     "fence_retry": Timer("D", "`Fence` is tried again"),
     "quarantine_limit": Timer("D", "the node counts as unhealthy"),
     "tombstone": Timer("both", "an ended attempt or session is forgotten"),
     "silence": Timer("D", "a peer that leaves blocks in quarantine is fenced; its session is over"),
     "put_out": Timer("D", "a peer with several mismatches is asked again"),
+    "unannounced": Timer("P", "a `Reserve` without request is given up (the alarm `unclaimed`)"),
 }
 # fmt: on
