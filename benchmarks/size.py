@@ -20,7 +20,10 @@ def lines_of(path: Path) -> int:
 def functions_of(path: Path) -> list[tuple[int, str]]:
     """Length and name of each function."""
     return [
-        ((node.end_lineno or node.lineno) - node.lineno + 1, f"{path.relative_to(ROOT)}:{node.name}")
+        (
+            (node.end_lineno or node.lineno) - node.lineno + 1,
+            f"{path.relative_to(ROOT)}:{node.name}",
+        )
         for node in ast.walk(ast.parse(path.read_text()))
         if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef)
     ]
