@@ -378,10 +378,12 @@ class PrefillRole:
         return totals
 
     def gauges(self) -> dict[str, float]:
-        """Values now."""
+        """Values now. An announced transfer holds nothing: nobody has reserved it yet."""
+        leases = sum(source.start is not None for source in self._sources.values())
         return {
-            "kvbaton_transfers_live": float(len(self._sources)),
-            "kvbaton_leases": float(sum(s.start is not None for s in self._sources.values())),
+            "kvbaton_transfers_live": float(leases),
+            "kvbaton_transfers_announced": float(len(self._sources) - leases),
+            "kvbaton_leases": float(leases),
             "kvbaton_unhealthy": float(self.courier.failure is not None),
         }
 

@@ -102,7 +102,8 @@ def test_full_hit_on_both(pair: Pair, oracle: Oracle, prompt: Prompt) -> None:
     ids = prompt(64)
     ask(pair, oracle, ids)
     p, d = ask(pair, oracle, ids)
-    assert p in ((63, 0, 1), (0, 0, 0)), "P computes one token, unless `NotNeeded` was faster"
+    faster = ((63, 0, 0), (0, 0, 0))  # `NotNeeded` came before the step, or before admission
+    assert p in ((63, 0, 1), *faster), "P computes at most one token"
     assert d == (63, 0, 1)
 
 

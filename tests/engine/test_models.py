@@ -218,9 +218,7 @@ def test_missing_and_broken_configuration(tmp_path: Path) -> None:
         load_model_config(tmp_path)
 
 
-def test_end_tokens_come_from_both_files(
-    checkpoint: Callable[..., Path], tmp_path: Path
-) -> None:
+def test_end_tokens_come_from_both_files(checkpoint: Callable[..., Path], tmp_path: Path) -> None:
     folder = edit(checkpoint(), tmp_path, eos_token_id=7)
     generation = {"eos_token_id": [1, 5]}
     (folder / "generation_config.json").write_text(json.dumps(generation))

@@ -20,14 +20,14 @@ def test_tokens_add_up_to_their_blocks(place: Any, heads: int, size: int, dim: i
     slots = blocks[positions // size] * size + positions % size
     slots[(positions > size) & (positions % size % 2 == 1)] = -1  # padding
     counted = slots >= 0
-    on_device = [x.to(place.device) for x in (slots, positions)]
-    start_sums(sums, on_device[0], size)
-    add_sums(sums, cache, *on_device)
+    where, which = slots.to(place.device), positions.to(place.device)
+    start_sums(sums, where, size)
+    add_sums(sums, cache, where, which)
     reference = cache.cpu()
     expected = torch.zeros(3, 2, 2, heads, dtype=torch.int64)
     for position in positions[counted].tolist():
         expected += block_sums_reference(reference, blocks, 0, position, position + 1)
     assert torch.equal(sums[blocks.to(place.device)].cpu(), expected)
     assert (sums[[0, 2, 3]] == 77).all()
-    add_sums(sums, cache, *on_device, -1)
+    add_sums(sums, cache, where, which, -1)
     assert (sums[blocks.to(place.device)] == 0).all()
