@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import itertools
 import logging
 import multiprocessing
@@ -133,7 +134,9 @@ class EngineClient:
         self._closing = True
         loop = asyncio.get_running_loop()
         if self._process.is_alive():
-            await self._send(Shutdown(grace_s=grace_s))
+            # A core that is about to exit by itself reads no more, and such a send never ends.
+            with contextlib.suppress(TimeoutError):
+                await asyncio.wait_for(self._send(Shutdown(grace_s=grace_s)), 1.0)
             await loop.run_in_executor(None, self._process.join, grace_s + 5.0)
         if self._process.is_alive():
             logger.warning("engine core did not stop in time; killing it")

@@ -87,7 +87,7 @@ class TransferTimers:
     tombstone: float = 600.0
     silence: float = 20.0
     put_out: float = 60.0
-    unannounced: float = 5.0
+    unannounced: float = 15.0
 
 
 # --- events that both sides take ---
