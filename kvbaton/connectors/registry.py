@@ -1,8 +1,10 @@
-"""Find transports by name: ours, entry points of group ``kvbaton.transports``, or a dotted path.
+"""Find connectors by name: ours, entry points, or a dotted path.
 
 A spec is ``NAME``, ``NAME:JSON`` or ``package.module:Class``, the last also followed by ``:JSON``.
-The JSON object holds keyword arguments of the constructor, which every transport writes as
-``Class(name: str, *, host: str = "127.0.0.1", **options)``.
+The JSON object holds keyword arguments of the constructor. A transport is written as
+``Class(name: str, *, host: str = "127.0.0.1", **options)``, a store as
+``Class(name: str, **options)``. Entry points are of group ``kvbaton.transports`` or
+``kvbaton.stores``.
 """
 
 from __future__ import annotations
@@ -11,27 +13,59 @@ import importlib
 import inspect
 import json
 import re
+from dataclasses import dataclass
 from importlib.metadata import EntryPoint, entry_points
 from typing import Any
 
 from kvbaton.connectors.base import Transport
+from kvbaton.connectors.store import Store
 from kvbaton.errors import ConfigError
 
-GROUP = "kvbaton.transports"
-BUILT_IN = {
-    "faulty": "kvbaton.connectors.transports.faulty:FaultyTransport",
-    "memory": "kvbaton.connectors.transports.memory:MemoryTransport",
-    "nixl": "kvbaton.connectors.transports.nixl:NixlTransport",
-    "tcp": "kvbaton.connectors.transports.tcp:TcpTransport",
-}
-"""Ours, which must be found where the package runs from its sources, too."""
-_FLAG = "--transport"
 _PATH = re.compile(r"^[A-Za-z_]\w*(\.[A-Za-z_]\w*)*:[A-Za-z_]\w*")
 
 
-def list_transports() -> dict[str, str]:
-    """Names of the installed transports and where each lives, ``package.module:Class``."""
-    return {point.name: point.value for point in sorted(_entry_points(), key=lambda p: p.name)}
+@dataclass(frozen=True)
+class Kind:
+    """A kind of connector.
+
+    Attributes:
+        noun: what errors call it.
+        protocol: what each must have.
+        built_in: ours by name, which must be found where the package runs from its sources, too.
+    """
+
+    noun: str
+    protocol: type
+    built_in: dict[str, str]
+
+    @property
+    def flag(self) -> str:
+        """The flag that takes its specs."""
+        return f"--{self.noun}"
+
+    @property
+    def group(self) -> str:
+        """The group of its entry points."""
+        return f"kvbaton.{self.noun}s"
+
+
+TRANSPORTS = Kind(
+    "transport",
+    Transport,
+    {
+        "faulty": "kvbaton.connectors.transports.faulty:FaultyTransport",
+        "memory": "kvbaton.connectors.transports.memory:MemoryTransport",
+        "nixl": "kvbaton.connectors.transports.nixl:NixlTransport",
+        "tcp": "kvbaton.connectors.transports.tcp:TcpTransport",
+    },
+)
+STORES = Kind("store", Store, {})
+
+
+def list_connectors(kind: Kind) -> dict[str, str]:
+    """Names of the installed connectors and where each lives, ``package.module:Class``."""
+    points = sorted(_entry_points(kind), key=lambda point: point.name)
+    return {point.name: point.value for point in points}
 
 
 def load_transport(spec: str, **context: Any) -> Transport:
@@ -44,28 +78,27 @@ def load_transport(spec: str, **context: Any) -> Transport:
     Raises:
         ConfigError: unknown name, bad JSON, a missing dependency, wrong arguments, no transport.
     """
-    target, options = _split(spec)
-    factory = _load(target)
-    arguments = context | options
-    try:
-        inspect.signature(factory).bind(**arguments)
-    except (TypeError, ValueError) as error:
-        raise ConfigError(_FLAG, f"{target} does not take these options: {error}") from error
-    transport = factory(**arguments)
-    if not isinstance(transport, Transport):
-        missing = [n for n in dir(Transport) if n[0] != "_" and not hasattr(transport, n)]
-        raise ConfigError(_FLAG, f"{target} is not a Transport: it lacks {', '.join(missing)}")
+    transport: Transport = _build(TRANSPORTS, spec, context)
     return transport
 
 
-def _entry_points() -> list[EntryPoint]:
-    found = list(entry_points(group=GROUP))
-    known = {point.name for point in found}
-    ours = (EntryPoint(name, path, GROUP) for name, path in BUILT_IN.items() if name not in known)
-    return [*found, *ours]
+def load_store(spec: str, **context: Any) -> Store:
+    """Build the store that a spec names, under that name unless `name` is given.
+
+    Raises:
+        ConfigError: as `load_transport`.
+    """
+    target, _ = split_spec(spec, STORES)
+    store: Store = _build(STORES, spec, {"name": target.rpartition(":")[2]} | context)
+    return store
 
 
-def _split(spec: str) -> tuple[str, dict[str, Any]]:
+def split_spec(spec: str, kind: Kind) -> tuple[str, dict[str, Any]]:
+    """Name or dotted path of a spec, and its options.
+
+    Raises:
+        ConfigError: the options are no JSON object.
+    """
     path = _PATH.match(spec)
     target = path.group() if path else spec.partition(":")[0]
     rest = spec[len(target) :]
@@ -74,23 +107,46 @@ def _split(spec: str) -> tuple[str, dict[str, Any]]:
     try:
         options = json.loads(rest[1:])
     except json.JSONDecodeError as error:
-        raise ConfigError(_FLAG, f"{rest[1:]!r} after {target} is not JSON: {error}") from error
+        raise ConfigError(kind.flag, f"{rest[1:]!r} after {target} is not JSON: {error}") from error
     if not isinstance(options, dict):
-        raise ConfigError(_FLAG, f"options of {target} must be a JSON object, not {options!r}")
+        raise ConfigError(kind.flag, f"options of {target} must be a JSON object, not {options!r}")
     return target, options
 
 
-def _load(target: str) -> Any:
-    named = {point.name: point for point in _entry_points()}
+def _build(kind: Kind, spec: str, context: dict[str, Any]) -> Any:
+    target, options = split_spec(spec, kind)
+    factory = _load(kind, target)
+    arguments = context | options
+    try:
+        inspect.signature(factory).bind(**arguments)
+    except (TypeError, ValueError) as error:
+        raise ConfigError(kind.flag, f"{target} does not take these options: {error}") from error
+    connector = factory(**arguments)
+    if not isinstance(connector, kind.protocol):
+        missing = [n for n in dir(kind.protocol) if n[0] != "_" and not hasattr(connector, n)]
+        noun = kind.noun.capitalize()
+        raise ConfigError(kind.flag, f"{target} is not a {noun}: it lacks {', '.join(missing)}")
+    return connector
+
+
+def _entry_points(kind: Kind) -> list[EntryPoint]:
+    found = list(entry_points(group=kind.group))
+    known = {point.name for point in found}
+    ours = kind.built_in.items()
+    return [*found, *(EntryPoint(n, path, kind.group) for n, path in ours if n not in known)]
+
+
+def _load(kind: Kind, target: str) -> Any:
+    named = {point.name: point for point in _entry_points(kind)}
     if ":" not in target and target not in named:
         known = ", ".join(sorted(named))
-        raise ConfigError(_FLAG, f"unknown transport {target!r}; known are {known}")
+        raise ConfigError(kind.flag, f"unknown {kind.noun} {target!r}; known are {known}")
     try:
         factory = _import(target) if ":" in target else named[target].load()
     except (ImportError, AttributeError) as error:
-        raise ConfigError(_FLAG, f"can't load {target}: {error}") from error
+        raise ConfigError(kind.flag, f"can't load {target}: {error}") from error
     if not callable(factory):
-        raise ConfigError(_FLAG, f"{target} is not a class")
+        raise ConfigError(kind.flag, f"{target} is not a class")
     return factory
 
 

@@ -4,7 +4,7 @@ import sys
 
 import pytest
 
-from kvbaton.connectors.registry import list_transports, load_transport
+from kvbaton.connectors.registry import TRANSPORTS, list_connectors, load_transport
 from kvbaton.connectors.transports.faulty import FaultyTransport
 from kvbaton.connectors.transports.memory import MemoryHub, MemoryTransport
 from kvbaton.errors import ConfigError
@@ -13,8 +13,8 @@ PATH = "kvbaton.connectors.transports.memory:MemoryTransport"
 
 
 def test_the_built_in_transports_are_listed() -> None:
-    assert list_transports()["memory"] == PATH
-    assert {"memory", "nixl", "tcp", "faulty"} <= set(list_transports())
+    assert list_connectors(TRANSPORTS)["memory"] == PATH
+    assert {"memory", "nixl", "tcp", "faulty"} <= set(list_connectors(TRANSPORTS))
 
 
 @pytest.mark.parametrize("spec", ["memory", PATH, "memory:{}", f"{PATH}:{{}}"])

@@ -9,8 +9,10 @@ from kvbaton.connectors.transports.memory import MemoryTransport
 
 
 def test_ours_are_known_by_name_without_entry_points(monkeypatch: pytest.MonkeyPatch) -> None:
-    installed = registry.list_transports()
+    installed = registry.list_connectors(registry.TRANSPORTS)
     monkeypatch.setattr(registry, "entry_points", lambda group: [])
-    assert registry.list_transports() == registry.BUILT_IN
-    assert {name: installed[name] for name in registry.BUILT_IN} == registry.BUILT_IN
+    assert registry.list_connectors(registry.TRANSPORTS) == registry.TRANSPORTS.built_in
+    assert {
+        name: installed[name] for name in registry.TRANSPORTS.built_in
+    } == registry.TRANSPORTS.built_in
     assert isinstance(registry.load_transport("memory", name="a"), MemoryTransport)
