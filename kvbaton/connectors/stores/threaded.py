@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import threading
+from collections import deque
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from typing import Protocol
 
 from kvbaton.connectors.store import Found, Pieces, StoreCapabilities, Usage
+from kvbaton.errors import StoreError
 
 
 class Backend(Protocol):
@@ -57,10 +59,13 @@ class Backend(Protocol):
 class ThreadedStore:
     """Makes a `Store` of a `Backend`.
 
+    Lookups have a thread of their own, loads and stores have pools of their own: a lookup never
+    waits behind bytes, a load never behind those that are saved.
+
     Args:
         name: see `Store.name`.
         backend: does the work.
-        threads: objects that move at the same time.
+        threads: objects that are loaded at the same time, and as many that are stored.
     """
 
     def __init__(self, name: str, backend: Backend, *, threads: int = 4) -> None:
@@ -68,14 +73,13 @@ class ThreadedStore:
         self.capabilities = backend.capabilities
         self.backend = backend
         self._threads = threads
-        self._lookups: ThreadPoolExecutor | None = None
-        self._movers: ThreadPoolExecutor | None = None
+        self._pools: dict[str, ThreadPoolExecutor] = {}
 
     def open(self) -> None:
-        """See `Store.open`. Lookups have a thread of their own: they never wait behind bytes."""
+        """See `Store.open`."""
         self.backend.open()
-        self._lookups = ThreadPoolExecutor(1, f"{self.name}-lookup")
-        self._movers = ThreadPoolExecutor(self._threads, f"{self.name}-move")
+        for job, threads in (("lookup", 1), ("load", self._threads), ("store", self._threads)):
+            self._pools[job] = ThreadPoolExecutor(threads, f"{self.name}-{job}")
 
     def health(self) -> str | None:
         """See `Store.health`."""
@@ -83,25 +87,23 @@ class ThreadedStore:
 
     def lookup(self, keys: Sequence[bytes], *, pin: bool = False) -> Future[Found]:
         """See `Store.lookup`; nothing is pinned."""
-        assert self._lookups is not None, "the store is not open"
         wanted = list(keys)
-        return self._lookups.submit(lambda: Found(tuple(self.backend.contains(wanted))))
+        return self._pool("lookup").submit(lambda: Found(tuple(self.backend.contains(wanted))))
 
     def release(self, ticket: int) -> None:
         """See `Store.release`; there are no pins."""
 
     def load(self, keys: Sequence[bytes], targets: Sequence[Pieces]) -> Future[list[bool]]:
         """See `Store.load`; one thread per object."""
-        return self._each(self.backend.get, keys, targets)
+        return Moves(self._pool("load"), self._threads, self.backend.get, keys, targets)
 
     def store(self, keys: Sequence[bytes], sources: Sequence[Pieces]) -> Future[list[bool]]:
         """See `Store.store`; one thread per object."""
-        return self._each(self.backend.put, keys, sources)
+        return Moves(self._pool("store"), self._threads, self.backend.put, keys, sources)
 
     def delete(self, keys: Sequence[bytes]) -> Future[int]:
         """See `Store.delete`."""
-        assert self._movers is not None, "the store is not open"
-        return self._movers.submit(self.backend.remove, list(keys))
+        return self._pool("store").submit(self.backend.remove, list(keys))
 
     def usage(self) -> Usage:
         """See `Store.usage`."""
@@ -109,56 +111,80 @@ class ThreadedStore:
 
     def close(self) -> None:
         """See `Store.close`; what has not begun is cancelled, what runs is waited for."""
-        for pool in (self._lookups, self._movers):
-            if pool is not None:
-                pool.shutdown(wait=True, cancel_futures=True)
-        if self._movers is not None:
-            self._lookups = self._movers = None
+        pools, self._pools = self._pools, {}
+        for pool in pools.values():
+            pool.shutdown(wait=True, cancel_futures=True)
+        if pools:
             self.backend.close()
 
-    def _each(
-        self, action: Callable[[bytes, Pieces], bool], keys: Sequence[bytes], many: Sequence[Pieces]
-    ) -> Future[list[bool]]:
-        """Run `action` for each object; the future is done when no thread touches any of them."""
-        assert self._movers is not None, "the store is not open"
-        parts = [
-            self._movers.submit(action, key, pieces) for key, pieces in zip(keys, many, strict=True)
-        ]
-        return Gathered(parts)
+    def _pool(self, job: str) -> ThreadPoolExecutor:
+        if job not in self._pools:
+            raise StoreError(f"store {self.name} is not open")
+        return self._pools[job]
 
 
-class Gathered(Future[list[bool]]):
-    """Many answers as one: done when all parts are, with their results or the first error.
+class Moves(Future[list[bool]]):
+    """Objects that a few threads move, each taking the next; done when all threads are.
 
-    Cancelling stops the parts that have not begun, whose answer is then False. Since others may
-    still run, the whole is never cancelled: it is done when no part touches a buffer any more.
+    The first error ends it and is its result. Cancelling stops what has not begun, whose answer is
+    then False. Since others may still run, the whole is never cancelled: it is done when no thread
+    touches a buffer any more.
+
+    Args:
+        pool: runs the threads.
+        threads: how many of them, at most.
+        action: moves one object.
+        keys: of the objects.
+        many: their pieces.
     """
 
-    def __init__(self, parts: Sequence[Future[bool]]) -> None:
+    def __init__(
+        self,
+        pool: ThreadPoolExecutor,
+        threads: int,
+        action: Callable[[bytes, Pieces], bool],
+        keys: Sequence[bytes],
+        many: Sequence[Pieces],
+    ) -> None:
         super().__init__()
         self.set_running_or_notify_cancel()
-        self._parts = parts
-        self._left = len(parts)
+        self._action = action
+        self._waiting = deque(enumerate(zip(keys, many, strict=True)))
+        self._answers = [False] * len(self._waiting)
         self._lock = threading.Lock()
-        for part in parts:
-            part.add_done_callback(self._part_done)
-        if not parts:
+        self._error: BaseException | None = None
+        self._left = count = min(threads, len(self._waiting))
+        self._workers = [pool.submit(self._work) for _ in range(count)]
+        for worker in self._workers:
+            worker.add_done_callback(self._worker_done)
+        if not count:
             self.set_result([])
 
     def cancel(self) -> bool:
         """Stop what has not begun; always False."""
-        for part in self._parts:
-            part.cancel()
+        self._waiting.clear()
+        for worker in self._workers:
+            worker.cancel()
         return False
 
-    def _part_done(self, _: Future[bool]) -> None:
+    def _work(self) -> None:
+        while True:
+            try:
+                index, (key, pieces) = self._waiting.popleft()
+            except IndexError:
+                return
+            self._answers[index] = self._action(key, pieces)
+
+    def _worker_done(self, worker: Future[None]) -> None:
+        error = None if worker.cancelled() else worker.exception()
         with self._lock:
+            if error is not None:
+                self._waiting.clear()
+                self._error = self._error or error
             self._left -= 1
             if self._left:
                 return
-        errors = [part.exception() for part in self._parts if not part.cancelled()]
-        error = next((error for error in errors if error is not None), None)
-        if error is not None:
-            self.set_exception(error)
+        if self._error is not None:
+            self.set_exception(self._error)
         else:
-            self.set_result([not part.cancelled() and part.result() for part in self._parts])
+            self.set_result(self._answers)
