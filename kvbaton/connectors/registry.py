@@ -4,7 +4,8 @@ A spec is ``NAME``, ``NAME:JSON`` or ``package.module:Class``, the last also fol
 The JSON object holds keyword arguments of the constructor. A transport is written as
 ``Class(name: str, *, host: str = "127.0.0.1", **options)``, a store as
 ``Class(name: str, **options)``. Entry points are of group ``kvbaton.transports`` or
-``kvbaton.stores``.
+``kvbaton.stores``. Inside the JSON of a store that wraps others, a spec may also be written as
+``{NAME: OPTIONS}``.
 """
 
 from __future__ import annotations
@@ -13,6 +14,7 @@ import importlib
 import inspect
 import json
 import re
+from collections.abc import Mapping
 from dataclasses import dataclass
 from importlib.metadata import EntryPoint, entry_points
 from typing import Any
@@ -20,6 +22,9 @@ from typing import Any
 from kvbaton.connectors.base import Transport
 from kvbaton.connectors.store import Store
 from kvbaton.errors import ConfigError
+
+Spec = str | Mapping[str, Mapping[str, Any]]
+"""Names a connector and its options; see the module's docstring."""
 
 _PATH = re.compile(r"^[A-Za-z_]\w*(\.[A-Za-z_]\w*)*:[A-Za-z_]\w*")
 
@@ -59,7 +64,13 @@ TRANSPORTS = Kind(
         "tcp": "kvbaton.connectors.transports.tcp:TcpTransport",
     },
 )
-STORES = Kind("store", Store, {})
+STORES = Kind(
+    "store",
+    Store,
+    {
+        "faulty": "kvbaton.connectors.stores.faulty:FaultyStore",
+    },
+)
 
 
 def list_connectors(kind: Kind) -> dict[str, str]:
@@ -82,15 +93,25 @@ def load_transport(spec: str, **context: Any) -> Transport:
     return transport
 
 
-def load_store(spec: str, **context: Any) -> Store:
+def load_store(spec: Spec, **context: Any) -> Store:
     """Build the store that a spec names, under that name unless `name` is given.
 
     Raises:
         ConfigError: as `load_transport`.
     """
+    spec = _as_text(spec)
     target, _ = split_spec(spec, STORES)
     store: Store = _build(STORES, spec, {"name": target.rpartition(":")[2]} | context)
     return store
+
+
+def _as_text(spec: Spec) -> str:
+    if isinstance(spec, str):
+        return spec
+    if not isinstance(spec, Mapping) or len(spec) != 1:
+        raise ConfigError(STORES.flag, f"{spec!r} is neither a spec nor {{NAME: OPTIONS}}")
+    [(target, options)] = spec.items()
+    return f"{target}:{json.dumps(options)}"
 
 
 def split_spec(spec: str, kind: Kind) -> tuple[str, dict[str, Any]]:

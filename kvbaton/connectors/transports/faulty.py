@@ -20,7 +20,6 @@ fault            what happens to the write
 from __future__ import annotations
 
 import ctypes
-import random
 from collections import Counter
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING
@@ -38,14 +37,11 @@ from kvbaton.connectors.base import (
     Status,
     Transport,
 )
+from kvbaton.connectors.faults import Schedule, Schedules
 from kvbaton.connectors.registry import load_transport
-from kvbaton.errors import ConfigError
 
 if TYPE_CHECKING:
     from kvbaton.connectors.base import Ranges
-
-Schedule = float | Sequence[int]
-"""A probability from 0 to 1, or numbers of writes."""
 
 FAULTS = ("delay", "error", "partial", "corrupt", "lose_notice", "disconnect")
 _LOST = b"\0kvbaton lost notice\0"
@@ -168,16 +164,13 @@ class FaultyTransport:
             ConfigError: a schedule is neither a probability nor numbers of writes.
         """
         values = (delay, error, partial, corrupt, lose_notice, disconnect)
-        self._schedules = dict(zip(FAULTS, values, strict=True))
-        for fault, schedule in self._schedules.items():
-            _check(fault, schedule)
+        by_fault = dict(zip(FAULTS, values, strict=True))
+        self._schedules = Schedules("--transport", seed, by_fault)
         self._inner: Transport = load_transport(inner, name=name, host=host, **context)
-        self._random = random.Random(seed)
         self._delay_polls = delay_polls
         self._memories: dict[int, Memory] = {}
         self._scratch: Scratch | None = None
         self._lost: list[Peer] = []
-        self._next_write = 0
         self.injected: Counter[str] = Counter()
         self.polls = 0
 
@@ -220,7 +213,7 @@ class FaultyTransport:
 
     def write(self, peer: Peer, ranges: Ranges, notice: bytes) -> Handle:
         """Post a write, with the faults that the schedule has for it."""
-        faults = self._draw()
+        faults = self._schedules.draw()
         if "delay" not in faults:
             return self._post(peer, ranges, notice, faults)
         self.injected["delay"] += 1
@@ -247,13 +240,6 @@ class FaultyTransport:
     def shutdown(self) -> None:
         """Pass on."""
         self._inner.shutdown()
-
-    def _draw(self) -> set[str]:
-        """Faults of the next write."""
-        number = self._next_write
-        self._next_write += 1
-        draws = [(fault, self._schedules[fault], self._random.random()) for fault in FAULTS]
-        return {fault for fault, schedule, draw in draws if _hits(schedule, number, draw)}
 
     def _post(self, peer: Peer, ranges: Ranges, notice: bytes, faults: set[str]) -> Handle:
         if "disconnect" in faults:
@@ -306,26 +292,9 @@ class FaultyTransport:
         """
         memory = self._memories[region]
         if memory.device != "cpu":
-            return self._random.randbytes(length)
+            return self._schedules.random.randbytes(length)
         real = ctypes.string_at(memory.address + offset, length)
         return real[:-1] + bytes([real[-1] ^ 0x40])
-
-
-def _check(fault: str, schedule: Schedule) -> None:
-    if isinstance(schedule, int | float):
-        valid = 0 <= schedule <= 1
-    else:
-        valid = isinstance(schedule, list | tuple) and all(isinstance(n, int) for n in schedule)
-    if not valid:
-        raise ConfigError(
-            "--transport", f"{fault} must be a probability or a list of writes, not {schedule!r}"
-        )
-
-
-def _hits(schedule: Schedule, number: int, draw: float) -> bool:
-    if isinstance(schedule, int | float):
-        return draw < schedule
-    return number in schedule
 
 
 def _first_half(ranges: Ranges) -> Ranges:

@@ -1,0 +1,52 @@
+"""Which operations a fault hits, by a seeded schedule; for the faulty transport and store."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Mapping, Sequence
+
+from kvbaton.errors import ConfigError
+
+Schedule = float | Sequence[int]
+"""A probability from 0 to 1, or numbers of operations."""
+
+
+class Schedules:
+    """Numbers operations from 0 and draws the faults of each; a run with equal draws is the same.
+
+    Args:
+        flag: that errors name.
+        seed: of the draws.
+        by_fault: kinds of faults and when they hit.
+
+    Raises:
+        ConfigError: a schedule is neither a probability nor numbers of operations.
+    """
+
+    def __init__(self, flag: str, seed: int, by_fault: Mapping[str, Schedule]) -> None:
+        for fault, schedule in by_fault.items():
+            if not _valid(schedule):
+                right = "a probability or a list of operations' numbers"
+                raise ConfigError(flag, f"{fault} must be {right}, not {schedule!r}")
+        self._by_fault = dict(by_fault)
+        self._next = 0
+        self.random = random.Random(seed)
+
+    def draw(self) -> set[str]:
+        """Faults of the next operation."""
+        number = self._next
+        self._next += 1
+        draws = [(fault, when, self.random.random()) for fault, when in self._by_fault.items()]
+        return {fault for fault, when, draw in draws if _hits(when, number, draw)}
+
+
+def _valid(schedule: Schedule) -> bool:
+    if isinstance(schedule, int | float):
+        return 0 <= schedule <= 1
+    return isinstance(schedule, list | tuple) and all(isinstance(n, int) for n in schedule)
+
+
+def _hits(schedule: Schedule, number: int, draw: float) -> bool:
+    if isinstance(schedule, int | float):
+        return draw < schedule
+    return number in schedule

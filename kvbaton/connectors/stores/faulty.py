@@ -1,0 +1,268 @@
+"""A store around another one that does damage on a schedule: for tests and for the kit.
+
+*Operations* are objects: every key of the calls named by `on`, numbered from 0 in the order of the
+calls. Each kind of fault is given either the numbers of the operations that it hits or a
+probability; draws come from one seed, so a run can be repeated. The first three hit a call as a
+whole if they hit one of its objects; the others hit the objects one by one, of these calls:
+
+==============  ======  =======================================================================
+fault           of      what happens
+==============  ======  =======================================================================
+``delay``       any     the call begins only after `delay_s`, so its bytes move late
+``error``       any     the call fails with `StoreError`; nothing is done
+``disconnect``  any     this call and all others fail for `outage_s`, and `health` says so
+``lose``        lookup  the object is said to be absent
+..              load    it is a miss, its target is left alone
+..              store   it is said to be kept, but is not
+``partial``     load    its first half is filled, the rest is overwritten; it is a miss
+..              store   its first half is kept under its key, as if it were all: a torn write
+``corrupt``     load    up to 8 bytes are wrong, though it is said to be right
+..              store   up to 8 bytes are kept wrong
+==============  ======  =======================================================================
+"""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections import Counter
+from collections.abc import Callable, Coroutine, Sequence
+from concurrent.futures import Future
+from typing import Any, TypeVar
+
+from kvbaton.connectors.faults import Schedule, Schedules
+from kvbaton.connectors.registry import Spec, load_store
+from kvbaton.connectors.store import Found, Pieces, StoreCapabilities, Usage
+from kvbaton.connectors.stores.driver import Driver
+from kvbaton.errors import ConfigError, StoreError
+
+T = TypeVar("T")
+Hits = list[set[str]]
+"""Per object of a call, the faults that hit it."""
+
+CALLS = ("lookup", "load", "store", "delete")
+FAULTS = ("delay", "error", "disconnect", "lose", "partial", "corrupt")
+_SPOILED_BYTES = 8
+
+
+class FaultyStore:
+    """Injects faults into another store.
+
+    Attributes:
+        inner: the other store.
+        injected: how often each kind of fault was injected.
+    """
+
+    def __init__(
+        self,
+        name: str,
+        *,
+        inner: Spec = "memory",
+        seed: int = 0,
+        on: Sequence[str] = ("load",),
+        delay_s: float = 0.1,
+        outage_s: float = 1.0,
+        delay: Schedule = 0.0,
+        error: Schedule = 0.0,
+        disconnect: Schedule = 0.0,
+        lose: Schedule = 0.0,
+        partial: Schedule = 0.0,
+        corrupt: Schedule = 0.0,
+    ) -> None:
+        """Wrap a store.
+
+        Args:
+            name: see `Store.name`.
+            inner: spec of the inner store.
+            seed: of the draws.
+            on: calls whose objects are operations, of `CALLS`.
+            delay_s: how long a delayed call waits.
+            outage_s: how long a disconnect lasts.
+            delay: which operations begin late.
+            error: which fail.
+            disconnect: before which the store is gone.
+            lose: which objects are lost.
+            partial: which move in part.
+            corrupt: which get wrong bytes.
+
+        Raises:
+            ConfigError: a schedule is neither a probability nor numbers of operations; no such
+                call; no such inner store.
+        """
+        if unknown := set(on) - set(CALLS):
+            raise ConfigError("--store", f"on must be of {CALLS}, not {sorted(unknown)}")
+        values = (delay, error, disconnect, lose, partial, corrupt)
+        self._schedules = Schedules("--store", seed, dict(zip(FAULTS, values, strict=True)))
+        self._on = frozenset(on)
+        self._delay_s = delay_s
+        self._outage_s = outage_s
+        self._back_at = 0.0
+        self._driver: Driver | None = None
+        self.name = name
+        self.inner = load_store(inner)
+        self.injected: Counter[str] = Counter()
+
+    @property
+    def capabilities(self) -> StoreCapabilities:
+        """As the inner store's."""
+        return self.inner.capabilities
+
+    def open(self) -> None:
+        """Pass on."""
+        driver = Driver(self.name)
+        try:
+            driver.call(self.inner.open)
+        except BaseException:
+            driver.close(lambda: None)
+            raise
+        self._driver = driver
+
+    def health(self) -> str | None:
+        """The injected outage, or what the inner store says."""
+        return "injected disconnect" if self._is_gone() else self.inner.health()
+
+    def lookup(self, keys: Sequence[bytes], *, pin: bool = False) -> Future[Found]:
+        """Pass on, with the faults that the schedule has for it."""
+        hits, keys = self._draw("lookup", keys), list(keys)
+        return self._submit(self._lookup(hits, keys, pin))
+
+    def release(self, ticket: int) -> None:
+        """Pass on."""
+        if self._driver is not None:
+            self._driver.post(self.inner.release, ticket)
+
+    def load(self, keys: Sequence[bytes], targets: Sequence[Pieces]) -> Future[list[bool]]:
+        """Pass on, with the faults that the schedule has for it."""
+        hits, keys = self._draw("load", keys), list(keys)
+        return self._submit(self._load(hits, keys, list(targets)))
+
+    def store(self, keys: Sequence[bytes], sources: Sequence[Pieces]) -> Future[list[bool]]:
+        """Pass on, with the faults that the schedule has for it."""
+        hits, keys = self._draw("store", keys), list(keys)
+        return self._submit(self._store(hits, keys, list(sources)))
+
+    def delete(self, keys: Sequence[bytes]) -> Future[int]:
+        """Pass on, with the faults that the schedule has for it."""
+        hits, keys = self._draw("delete", keys), list(keys)
+        return self._submit(self._call(hits, lambda: self.inner.delete(keys)))
+
+    def usage(self) -> Usage:
+        """Pass on."""
+        return self.inner.usage()
+
+    def close(self) -> None:
+        """Pass on; what is delayed fails."""
+        driver, self._driver = self._driver, None
+        if driver is not None:
+            driver.close(self.inner.close)
+
+    def _submit(self, work: Coroutine[Any, Any, T]) -> Future[T]:
+        if self._driver is None:
+            work.close()
+            raise StoreError(f"store {self.name} is not open")
+        return self._driver.submit(work)
+
+    def _draw(self, call: str, keys: Sequence[bytes]) -> Hits:
+        return [self._schedules.draw() if call in self._on else set() for _ in keys]
+
+    def _is_gone(self) -> bool:
+        return time.monotonic() < self._back_at
+
+    async def _call(self, hits: Hits, post: Callable[[], Future[T]]) -> T:
+        """Call the inner store, unless a fault that hits the whole call keeps us from it."""
+        every = set().union(*hits)
+        if "disconnect" in every:
+            self.injected["disconnect"] += 1
+            self._back_at = time.monotonic() + self._outage_s
+        if self._is_gone():
+            raise StoreError("injected disconnect")
+        if "error" in every:
+            self.injected["error"] += 1
+            raise StoreError("injected error")
+        if "delay" in every:
+            self.injected["delay"] += 1
+            await asyncio.sleep(self._delay_s)
+        return await asyncio.wrap_future(post())
+
+    async def _lookup(self, hits: Hits, keys: list[bytes], pin: bool) -> Found:
+        found = await self._call(hits, lambda: self.inner.lookup(keys, pin=pin))
+        pairs = zip(hits, found.present, strict=True)
+        return Found(tuple(self._is_left(hit, there) for hit, there in pairs), found.ticket)
+
+    async def _load(self, hits: Hits, keys: list[bytes], targets: list[Pieces]) -> list[bool]:
+        left = [self._is_left(hit) for hit in hits]
+        moves = [move for move, ok in zip(zip(keys, targets, strict=True), left, strict=True) if ok]
+        answer = await self._call(
+            hits, lambda: self.inner.load([key for key, _ in moves], [to for _, to in moves])
+        )
+        answers = iter(answer)
+        return [
+            ok and next(answers) and self._spoil_target(hit, key, target)
+            for ok, hit, key, target in zip(left, hits, keys, targets, strict=True)
+        ]
+
+    async def _store(self, hits: Hits, keys: list[bytes], sources: list[Pieces]) -> list[bool]:
+        left = [self._is_left(hit) for hit in hits]
+        moves = [
+            (key, self._spoil_source(hit, key, source))
+            for ok, hit, key, source in zip(left, hits, keys, sources, strict=True)
+            if ok
+        ]
+        answer = await self._call(
+            hits, lambda: self.inner.store([key for key, _ in moves], [data for _, data in moves])
+        )
+        answers = iter(answer)
+        return [next(answers) if ok else True for ok in left]
+
+    def _is_left(self, hit: set[str], there: bool = True) -> bool:
+        """Whether an object escapes ``lose``."""
+        lost = there and "lose" in hit
+        self.injected["lose"] += lost
+        return there and not lost
+
+    def _spoil_target(self, hit: set[str], key: bytes, target: Pieces) -> bool:
+        """Damage an object that was loaded; False if it is to be a miss."""
+        if "corrupt" in hit:
+            self.injected["corrupt"] += 1
+            _flip(target, key)
+        if "partial" in hit:
+            self.injected["partial"] += 1
+            _overwrite_second_half(target)
+        return "partial" not in hit
+
+    def _spoil_source(self, hit: set[str], key: bytes, source: Pieces) -> Pieces:
+        """The bytes to keep: a damaged copy, if a fault says so."""
+        if not hit & {"corrupt", "partial"}:
+            return source
+        copied = memoryview(bytearray().join(source))
+        if "corrupt" in hit:
+            self.injected["corrupt"] += 1
+            _flip([copied], key)
+        if "partial" in hit:
+            self.injected["partial"] += 1
+            copied = copied[: len(copied) // 2]
+        return [copied]
+
+
+def _flip(pieces: Pieces, key: bytes) -> None:
+    """Flip a high bit of each of 8 bytes, at a place that depends on the key.
+
+    In little-endian floats it is, among others, the highest bit of an exponent, so that whoever
+    uses the number notices.
+    """
+    place = int.from_bytes(key[:8]) % max(sum(map(len, pieces)), 1) // 8 * 8
+    left = _SPOILED_BYTES
+    for piece in pieces:
+        for index in range(place, min(place + left, len(piece))):
+            piece[index] ^= 0x40
+            left -= 1
+        place = max(place - len(piece), 0)
+
+
+def _overwrite_second_half(pieces: Pieces) -> None:
+    """Fill it with ones: no number, in most floats."""
+    start = sum(map(len, pieces)) // 2
+    for piece in pieces:
+        kept = min(start, len(piece))
+        piece[kept:] = b"\xff" * (len(piece) - kept)
+        start -= kept
