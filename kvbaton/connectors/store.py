@@ -18,12 +18,13 @@ What a store must hold to:
 
 Whoever has a client with blocking calls writes a `Backend` (`stores/threaded.py`) and is done.
 
-Threading: one thread makes all calls. Futures may be completed from any thread.
+Threading: one thread makes all calls, except `health` and `usage`, which any thread may make.
+Futures may be completed from any thread.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass
 from typing import Protocol, runtime_checkable
@@ -145,3 +146,16 @@ class Store(Protocol):
     def close(self) -> None:
         """Finish or fail what is running, then give everything back. Idempotent; may block."""
         ...
+
+
+@runtime_checkable
+class Evicting(Protocol):
+    """A store that tells which objects it is about to evict: optional, for tiers below it.
+
+    Attributes:
+        on_evict: None, or called with the key and the bytes of each object that makes room for
+            others. The bytes stay until it returns; it copies what it wants. It comes from any
+            thread, does not block and does not call the store.
+    """
+
+    on_evict: Callable[[bytes, Pieces], None] | None
