@@ -81,17 +81,21 @@ def shard_files(folder: Path) -> list[Path]:
 
 
 def _check_shard(config: ModelConfig, shard: Shard) -> None:
-    for name in ("num_heads", "intermediate_size"):
-        if getattr(config, name) % shard.size:
-            raise ConfigError(
-                "--tensor-parallel-size",
-                f"{shard.size} does not divide the model's {name} {getattr(config, name)}",
-            )
-    if max(config.num_kv_heads, shard.size) % min(config.num_kv_heads, shard.size):
-        raise ConfigError(
-            "--tensor-parallel-size",
-            f"{shard.size} and the model's {config.num_kv_heads} KV heads do not divide",
-        )
+    if _fits(config, shard.size):
+        return
+    sizes = [size for size in range(1, config.num_heads + 1) if _fits(config, size)]
+    raise ConfigError(
+        "--tensor-parallel-size",
+        f"{shard.size} does not divide the model's {config.num_heads} heads, "
+        f"{config.num_kv_heads} KV heads and intermediate size {config.intermediate_size}; "
+        f"give one of {', '.join(map(str, sizes))}",
+    )
+
+
+def _fits(config: ModelConfig, size: int) -> bool:
+    """Whether ranks get equal parts; with fewer KV heads than ranks, as many share each."""
+    fewer, more = sorted((config.num_kv_heads, size))
+    return not (config.num_heads % size or config.intermediate_size % size or more % fewer)
 
 
 def _empty_model(config: ModelConfig, device: torch.device, shard: Shard) -> LlamaForCausalLM:

@@ -1,9 +1,8 @@
 """One step of the engine as data: what the scheduler tells the ranks, and what they answer.
 
-Plain msgspec structs, since with tensor parallelism they cross process borders. A *sequence* is one
-choice of one request, named by a small integer handle that the scheduler assigns and never reuses.
-The runner keeps each sequence's tokens and block tables from step to step; a plan carries only what
-changed.
+A *sequence* is one choice of one request, named by a small integer handle that the scheduler
+assigns and never reuses. The runner of every rank keeps each sequence's tokens and block tables
+from step to step; a plan carries only what changed.
 """
 
 from __future__ import annotations

@@ -215,7 +215,7 @@ def test_unwritten_slots_may_hold_nan(
         for _ in range(10):
             driver.step(*((handle, 1, 1) for handle in handles))
     assert dirty.tokens == clean.tokens
-    data = dirty.executor._cache.data
+    data = dirty.executor.ranks[0].cache.data
     assert data[0].eq(0).all()
     assert data.isnan().any()
 
@@ -227,7 +227,7 @@ def test_the_layout_says_where_every_element_is(
     executor = drive(checkpoint(), dtype=dtype, num_blocks=20).executor
     (memory,), (layout,) = executor.memories[0], executor.layouts[0]
     (plane,) = layout.planes
-    data = executor._cache.data
+    data = executor.ranks[0].cache.data
     assert memory.address % ALIGNMENT == 0
     assert memory.num_bytes == data.nbytes
     assert plane.shape == tuple(data.shape) == (20, 2, 2, 2, 16, 16)
@@ -271,7 +271,7 @@ def test_sums_of_steps_equal_those_of_the_bytes(
     for handle in (first, second):
         assert kept(driver, handle).shape == (len(driver.tables[handle]), 2, 2, 2)
         assert (kept(driver, handle) == recomputed(driver, handle)).all()
-    driver.executor._cache.data[driver.tables[first][1], 0, 0, 1, 3, 2] += 1
+    driver.executor.ranks[0].cache.data[driver.tables[first][1], 0, 0, 1, 3, 2] += 1
     wrong = kept(driver, first) != recomputed(driver, first)
     assert np.argwhere(wrong).tolist() == [[1, 0, 1, 0]]
 
@@ -321,7 +321,7 @@ def test_adopted_blocks_are_as_if_computed_here(
     handle = source.add(PROMPT)
     token = source.generate(handle, 1)[0]
     blocks = [target.free.pop() for _ in source.tables[handle]]
-    pools = [driver.executor._cache.data for driver in (source, target)]
+    pools = [driver.executor.ranks[0].cache.data for driver in (source, target)]
     pools[1][blocks] = pools[0][source.tables[handle]]
     sums = target.executor.digest(0, blocks, 0, 0, 37)
     assert (target.wait(sums) == kept(source, handle)).all()
@@ -358,7 +358,7 @@ def test_sums_can_be_left_out(checkpoint: Checkpoint, drive: Any) -> None:
         ({"kv_cache_memory_bytes": 40_000}, "--kv-cache-memory-bytes", "--num-blocks 33"),
         ({"max_model_len": 513}, "--max-model-len", "512"),
         ({"device": "cuda"}, "--device", "no CUDA"),
-        ({"tensor_parallel_size": 2}, "--tensor-parallel-size", "one rank"),
+        ({"tensor_parallel_size": 3}, "--tensor-parallel-size", "one of 1, 2, 4"),
     ],
 )
 def test_settings_that_can_not_be_met_are_named(

@@ -14,7 +14,7 @@ import threading
 import time
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import Executor, ThreadPoolExecutor
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -183,7 +183,8 @@ class Call:
 class Hold:
     """Keeps one of the executor's threads busy; what it shall do next waits behind us."""
 
-    def __init__(self, pool: ThreadPoolExecutor) -> None:
+    def __init__(self, pool: Executor) -> None:
+        assert isinstance(pool, ThreadPoolExecutor)
         self._pool = pool
         self._gate = threading.Event()
 
@@ -243,7 +244,7 @@ class Node:
 
     @property
     def executor(self) -> LocalExecutor:
-        """Its one rank."""
+        """Its ranks."""
         assert isinstance(self.core.executor, LocalExecutor)
         return self.core.executor
 
@@ -347,13 +348,13 @@ class Node:
     @contextmanager
     def held_step(self) -> Iterator[Hold]:
         """Let the step that the core launches next last until the end of the block."""
-        with Hold(self.executor._steps) as hold:
+        with Hold(self.executor.ranks[0].steps) as hold:
             yield hold
 
     @contextmanager
     def held_digests(self) -> Iterator[Hold]:
         """Let no digest of arrived blocks be computed before the end of the block."""
-        with Hold(self.executor._digests) as hold:
+        with Hold(self.executor.ranks[0].digests) as hold:
             yield hold
 
     @contextmanager

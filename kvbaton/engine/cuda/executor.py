@@ -1,7 +1,7 @@
-"""An executor with one rank on a CUDA device of this process.
+"""Ranks on CUDA devices of this process, one each.
 
-Steps run in order on the default stream. Sums are read and digests computed on streams of their
-own, beside the steps: the blocks they are about are final when they are asked for.
+Steps run in order on a device's default stream. Sums are read and digests computed on streams of
+their own, beside the steps: the blocks they are about are final when they are asked for.
 """
 
 from __future__ import annotations
@@ -9,45 +9,107 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 import numpy as np
-import numpy.typing as npt
 import torch
 from torch import Tensor
 
-from kvbaton.connectors.base import Memory
-from kvbaton.connectors.layout import KVLayout
 from kvbaton.engine.config import EngineConfig
 from kvbaton.engine.cuda.cache import CudaKVCache
 from kvbaton.engine.cuda.memory import measure_reserve
+from kvbaton.engine.cuda.nccl import Communicators, NcclCollectives
 from kvbaton.engine.cuda.runner import CudaRunner, CudaStep
 from kvbaton.engine.cuda.warm_up import warm_up
-from kvbaton.engine.loader import load_model
 from kvbaton.engine.local import choose_device, pool_blocks
 from kvbaton.engine.model_config import ModelConfig, resolve_max_model_len
+from kvbaton.engine.ranks import Inline, RankedExecutor, RankSettings, Sums, Team, lanes
 from kvbaton.engine.shard import Shard
-from kvbaton.engine.step import PendingStep, PendingSums, StepPlan
+from kvbaton.engine.step import StepPlan
 from kvbaton.errors import ConfigError
+
+PATIENCE_S = 60.0
+"""For one step of several ranks: far beyond any, but not for ever if a device does not come."""
 
 
 class CudaSums:
-    """`PendingSums` on their way into pinned memory.
+    """`RankSums` on their way into pinned memory."""
 
-    Attributes:
-        counted: [blocks], how many first slots of each block the sums cover.
-    """
-
-    def __init__(self, sums: Tensor, counted: npt.NDArray[np.int64] | None = None) -> None:
-        self._sums, self.counted = sums, counted
+    def __init__(self, sums: Tensor) -> None:
+        self._sums = sums
         self._there = torch.cuda.Event()  # type: ignore[no-untyped-call]
         self._there.record()
 
-    def poll(self) -> list[npt.NDArray[np.uint64]] | None:
-        """See `PendingSums.poll`."""
+    def poll(self) -> Sums | None:
+        """See `RankSums.poll`."""
         there = self._there.query()  # type: ignore[no-untyped-call]
-        return [self._sums.numpy().view(np.uint64)] if there else None
+        return self._sums.numpy().view(np.uint64) if there else None
 
 
-class CudaExecutor:
-    """`Executor` with one rank on a GPU.
+class CudaRank:
+    """`Rank` on a GPU."""
+
+    cache: CudaKVCache
+
+    def __init__(self, settings: RankSettings) -> None:
+        self._settings, self._device = settings, settings.device
+        torch.cuda.set_device(self._device)
+        self._model = settings.load()
+        self._runner: CudaRunner | None = None
+        self._sums_stream = _urgent_stream(self._device)
+        self._digest_stream = _urgent_stream(self._device)
+
+    def fit(self) -> int:
+        """See `Rank.fit`."""
+        reserve = measure_reserve(self._settings, self._model)
+        torch.cuda.empty_cache()
+        return pool_blocks(self._settings, reserve=reserve)
+
+    def start(self, num_blocks: int) -> None:
+        """See `Rank.start`."""
+        settings = self._settings
+        self.cache = CudaKVCache(
+            settings.model,
+            num_blocks=num_blocks,
+            block_size=settings.config.block_size,
+            device=self._device,
+            shard=settings.shard,
+            track_sums=settings.track_sums,
+        )
+        self._runner = CudaRunner(
+            self._model,
+            self.cache,
+            eos_token_ids=settings.model.eos_token_ids,
+            max_model_len=settings.max_model_len,
+            max_num_seqs=settings.config.max_num_seqs,
+            use_graphs=not settings.config.enforce_eager,
+        )
+        warm_up(self._runner, settings.config)
+        self.cache.fetch_digest([1], 0, 0, settings.config.block_size)
+        torch.cuda.synchronize(self._device)
+
+    def run(self, plan: StepPlan) -> CudaStep:
+        """See `Rank.run`; returns when the step is enqueued."""
+        assert self._runner is not None, "steps come after the start"
+        alone = self._settings.shard.size == 1
+        return CudaStep(self._runner.run(plan), patience_s=None if alone else PATIENCE_S)
+
+    def sums(self, blocks: Sequence[int]) -> CudaSums:
+        """See `Rank.sums`."""
+        with torch.cuda.stream(self._sums_stream), torch.inference_mode():
+            return CudaSums(self.cache.fetch_kept_sums(blocks))
+
+    def digest(self, blocks: Sequence[int], first_position: int, start: int, end: int) -> CudaSums:
+        """See `Rank.digest`."""
+        with torch.cuda.stream(self._digest_stream), torch.inference_mode():
+            return CudaSums(self.cache.fetch_digest(blocks, first_position, start, end))
+
+    def close(self) -> None:
+        """See `Rank.close`; waits for the steps in flight."""
+        torch.cuda.synchronize(self._device)
+        if self._runner is not None:
+            self._runner.graphs = None  # NCCL must not go before the graphs that call it
+
+
+class CudaExecutor(RankedExecutor):
+    """`Executor` with its ranks on the GPUs that this process sees, the first ones.
 
     Args:
         config: the engine's settings.
@@ -58,85 +120,49 @@ class CudaExecutor:
         ConfigError: a setting, the model folder or the size of the pool is wrong.
     """
 
+    ranks: Sequence[CudaRank]
+
     def __init__(
         self, config: EngineConfig, model_config: ModelConfig, *, track_sums: bool = True
     ) -> None:
-        if config.tensor_parallel_size != 1:
-            raise ConfigError("--tensor-parallel-size", "this executor has one rank")
-        device = choose_device(config)
-        torch.cuda.set_device(device)
+        size = config.tensor_parallel_size
+        devices = _devices(config)
         max_model_len = resolve_max_model_len(config.max_model_len, model_config)
-        model = load_model(
-            model_config, device=device, load_format=config.load_format, seed=config.seed
-        )
-        reserve = measure_reserve(config, model_config, model, max_model_len)
-        torch.cuda.empty_cache()
-        self._cache = CudaKVCache(
-            model_config,
-            num_blocks=pool_blocks(config, model_config, max_model_len, device, reserve=reserve),
-            block_size=config.block_size,
-            device=device,
-            shard=Shard(),
-            track_sums=track_sums,
-        )
-        self._runner = CudaRunner(
-            model,
-            self._cache,
-            eos_token_ids=model_config.eos_token_ids,
-            max_model_len=max_model_len,
-            max_num_seqs=config.max_num_seqs,
-            use_graphs=not config.enforce_eager,
-        )
-        warm_up(self._runner, config)
-        self._cache.fetch_digest([1], 0, 0, config.block_size)
-        self._device = device
-        self._sums_stream, self._digest_stream = _urgent_stream(device), _urgent_stream(device)
-        torch.cuda.synchronize(device)
+        self._communicators = Communicators(size) if size > 1 else None
+        team = Team([Inline()], lambda: None)
+        if self._communicators is not None:
+            team = Team(lanes(size), self._communicators.disband, patience_s=PATIENCE_S)
 
-    @property
-    def layouts(self) -> Sequence[Sequence[KVLayout]]:
-        """See `Executor.layouts`."""
-        return [[self._cache.layout]]
+        def make(rank: int) -> CudaRank:
+            shard = Shard()
+            if self._communicators is not None:
+                shard = Shard(rank, size, NcclCollectives(self._communicators, rank, size))
+            lane = team.lanes[rank]
+            return CudaRank(
+                RankSettings(
+                    config, model_config, shard, devices[rank], max_model_len, track_sums, lane
+                )
+            )
 
-    @property
-    def memories(self) -> Sequence[Sequence[Memory]]:
-        """See `Executor.memories`."""
-        return [[self._cache.memory]]
-
-    def launch(self, plan: StepPlan) -> PendingStep:
-        """See `Executor.launch`; returns when the step is enqueued."""
-        return CudaStep(self._runner.run(plan))
-
-    def sums(self, group: int, blocks: Sequence[int]) -> PendingSums:
-        """See `Executor.sums`."""
-        with torch.cuda.stream(self._sums_stream), torch.inference_mode():
-            return CudaSums(self._cache.fetch_kept_sums(blocks))
-
-    def digest(
-        self, group: int, blocks: Sequence[int], first_position: int, start: int, end: int
-    ) -> PendingSums:
-        """See `Executor.digest`."""
-        size = self._cache.block_size
-        firsts = first_position + size * np.arange(len(blocks))
-        with torch.cuda.stream(self._digest_stream), torch.inference_mode():
-            sums = self._cache.fetch_digest(blocks, first_position, start, end)
-            return CudaSums(sums, np.clip(end - firsts, 0, size))
-
-    def adopt(self, group: int, blocks: Sequence[int], sums: PendingSums) -> None:
-        """See `Executor.adopt`; `sums` are from `digest`, from the first block's start on."""
-        assert isinstance(sums, CudaSums), "only sums of this executor's digest can be adopted"
-        values = sums.poll()
-        assert values is not None, "sums that are not there yet can't have been verified"
-        assert sums.counted is not None, "kept sums belong to their blocks already"
-        self._cache.adopt(blocks, values[0], sums.counted)
-
-    def poison(self, group: int, blocks: Sequence[int]) -> None:
-        """See `Executor.poison`."""
-        self._cache.poison(blocks)
+        super().__init__(team, make)
 
     def close(self) -> None:
         """See `Executor.close`; waits for the steps in flight."""
-        torch.cuda.synchronize(self._device)
+        super().close()
+        if self._communicators is not None:
+            self._communicators.close()
+
+
+def _devices(config: EngineConfig) -> list[torch.device]:
+    """A GPU per rank. Raises `ConfigError` if there are not enough."""
+    first, size = choose_device(config), config.tensor_parallel_size
+    there = torch.cuda.device_count()
+    if there < size:
+        raise ConfigError(
+            "--tensor-parallel-size",
+            f"{size} ranks need {size} GPUs, and this process sees {there}: give at most {there}",
+        )
+    return [torch.device(first.type, rank) for rank in range(size)]
 
 
 def _urgent_stream(device: torch.device) -> torch.cuda.Stream:

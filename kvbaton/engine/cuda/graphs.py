@@ -47,6 +47,7 @@ class DecodeGraphs:
         self.sizes = graph_sizes(max_num_seqs)
         self._graphs: dict[int, Captured] = {}
         self._pool = torch.cuda.graph_pool_handle()
+        self._stream = torch.cuda.Stream()  # type: ignore[no-untyped-call]
         self._version = sequences.version
 
     def run(self, columns: npt.NDArray[np.int64]) -> tuple[Tensor, Tensor]:
@@ -74,8 +75,13 @@ class DecodeGraphs:
         self._step(inputs)
         torch.cuda.synchronize()
         graph = torch.cuda.CUDAGraph()
-        with torch.cuda.graph(graph, pool=self._pool, capture_error_mode="thread_local"):
-            hidden, tokens = self._step(inputs)
+        # Not `torch.cuda.graph`: it empties the caches of all devices, while others capture.
+        with torch.cuda.stream(self._stream):
+            graph.capture_begin(pool=self._pool, capture_error_mode="thread_local")
+            try:
+                hidden, tokens = self._step(inputs)
+            finally:
+                graph.capture_end()
         self._graphs[size] = Captured(graph, inputs, hidden, tokens)
         return self._graphs[size]
 

@@ -8,6 +8,7 @@ probabilities) runs through the plain sampler, which may wait for the device.
 
 from __future__ import annotations
 
+import time
 from dataclasses import fields
 from typing import cast
 
@@ -30,20 +31,28 @@ from kvbaton.kernels.sample_tokens import sample_tokens
 
 Ints = npt.NDArray[np.int64]
 
+LOOK_S = 20e-6
+"""Pause between two looks at a step of several ranks."""
+
 SHORT_CONTEXT = 2048
 """Shorter tables make the prefill kernel take smaller tiles."""
 
 
 class CudaStep:
-    """`PendingStep`: the output on its way into pinned memory."""
+    """`RankStep`: the output on its way into pinned memory.
 
-    def __init__(self, output: StepOutput) -> None:
+    Args:
+        output: what was enqueued.
+        patience_s: for `wait`; None waits as the driver does, without a limit.
+    """
+
+    def __init__(self, output: StepOutput, *, patience_s: float | None = None) -> None:
         if output.tokens is not None:
             output.tokens = fetch(output.tokens)
         if output.logprobs is not None:
             columns = (getattr(output.logprobs, field.name) for field in fields(Logprobs))
             output.logprobs = Logprobs(*(fetch(column) for column in columns))
-        self._output = output
+        self._output, self._patience_s = output, patience_s
         self._over = torch.cuda.Event()  # type: ignore[no-untyped-call]
         self._over.record()
 
@@ -51,9 +60,19 @@ class CudaStep:
         """See `PendingStep.ready`."""
         return bool(self._over.query())  # type: ignore[no-untyped-call]
 
+    def wait(self) -> None:
+        """See `RankStep.wait`."""
+        if self._patience_s is None:
+            self._over.synchronize()
+            return
+        deadline = time.monotonic() + self._patience_s
+        while not self.ready():
+            if time.monotonic() > deadline:
+                raise TimeoutError(f"a step took longer than {self._patience_s:g} s")
+            time.sleep(LOOK_S)
+
     def result(self) -> StepResult:
-        """See `PendingStep.result`."""
-        self._over.synchronize()
+        """See `PendingStep.result`; after `wait`."""
         return self._output.result()
 
 

@@ -126,7 +126,7 @@ class RowLinear(nn.Module):
         """[tokens, this rank's columns] to [tokens, size_out]."""
         if self.shard.size == 1:
             return product(x, self.weight, self.bias)
-        total = self.shard.all_reduce(product(x, self.weight, None))
+        total = self.shard.collectives.all_reduce(product(x, self.weight, None))
         return total if self.bias is None else total + self.bias
 
     def pieces(self) -> Iterator[Piece]:
@@ -138,20 +138,34 @@ class RowLinear(nn.Module):
 
 
 class Embedding(nn.Module):
-    """Token embedding; every rank holds it whole."""
+    """A vector per token, split by tokens over the ranks: to look up, or to compare with."""
 
-    def __init__(self, name: str, vocab_size: int, size: int) -> None:
+    def __init__(self, name: str, vocab_size: int, size: int, shard: Shard) -> None:
         super().__init__()
-        self.name = name
-        self.weight = _weight(vocab_size, size)
+        self.name, self.vocab_size, self.shard = name, vocab_size, shard
+        self.start, rows = shard.padded_span(vocab_size)
+        self.held = max(0, min(rows, vocab_size - self.start))
+        self.weight = _weight(rows, size)
+        self.weight[self.held :] = 0
 
     def forward(self, token_ids: Tensor) -> Tensor:
         """[tokens] to [tokens, size]."""
-        return F.embedding(token_ids, self.weight)
+        if self.shard.size == 1:
+            return F.embedding(token_ids, self.weight)
+        own = token_ids - self.start
+        others = (own < 0) | (own >= self.held)
+        part = F.embedding(own.masked_fill_(others, 0), self.weight)
+        return self.shard.collectives.all_reduce(part.masked_fill_(others[:, None], 0))
+
+    def logits(self, hidden: Tensor) -> Tensor:
+        """[rows, size] to [rows, vocab_size]: the product with each token's vector."""
+        part = product(hidden, self.weight, None)
+        return self.shard.collectives.all_gather(part)[:, : self.vocab_size]
 
     def pieces(self) -> Iterator[Piece]:
         """Its table."""
-        yield Piece(f"{self.name}.weight", tuple(self.weight.shape), self.weight)
+        shape = (self.vocab_size, self.weight.shape[1])
+        yield Piece(f"{self.name}.weight", shape, self.weight[: self.held], 0, self.start)
 
 
 def inverse_frequencies(rope: RopeConfig, head_dim: int) -> Tensor:

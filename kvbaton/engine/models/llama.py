@@ -17,7 +17,6 @@ from kvbaton.engine.models.layers import (
     RotaryEmbedding,
     RowLinear,
     SelfAttention,
-    product,
 )
 from kvbaton.engine.shard import Shard
 
@@ -57,19 +56,15 @@ class LlamaForCausalLM(nn.Module):
     def __init__(self, config: ModelConfig, shard: Shard) -> None:
         super().__init__()
         self.config, self.shard = config, shard
-        self.embed_tokens = Embedding("model.embed_tokens", config.vocab_size, config.hidden_size)
+        vocab = config.vocab_size, config.hidden_size, shard
+        self.embed_tokens = Embedding("model.embed_tokens", *vocab)
         self.layers = nn.ModuleList(
             DecoderLayer(config, layer, shard, self.attention_layer(layer))
             for layer in range(config.num_layers)
         )
         self.norm = RMSNorm("model.norm", config.hidden_size, config.rms_norm_eps)
         self.rotary = RotaryEmbedding(config.rope, config.head_dim)
-        vocab = config.vocab_size
-        self.lm_head = (
-            None
-            if config.tie_word_embeddings
-            else ColumnLinear(config.hidden_size, [("lm_head", vocab, (0, vocab))], bias=False)
-        )
+        self.lm_head = None if config.tie_word_embeddings else Embedding("lm_head", *vocab)
 
     def attention_layer(self, layer: int) -> SelfAttention:
         """The attention of one layer."""
@@ -100,9 +95,7 @@ class LlamaForCausalLM(nn.Module):
 
     def narrow_logits(self, hidden: Tensor) -> Tensor:
         """[rows, hidden_size] to [rows, vocab_size] in the model's dtype."""
-        if self.lm_head is not None:
-            return self.lm_head(hidden)  # type: ignore[no-any-return]
-        return product(hidden, self.embed_tokens.weight, None)
+        return (self.lm_head or self.embed_tokens).logits(hidden)
 
     def pieces(self) -> Iterator[Piece]:
         """Every tensor of the checkpoint that this rank needs."""

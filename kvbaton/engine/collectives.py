@@ -1,0 +1,75 @@
+"""Collectives of ranks that are threads of one process and whose tensors lie in its memory.
+
+Each rank shows its tensor, waits until all have, and adds up what it sees in the order of ranks: no
+sockets, no copies, and the same bits everywhere. A rank that does not come, or that failed, ends
+the wait of the others.
+"""
+
+from __future__ import annotations
+
+import threading
+from functools import reduce
+
+import torch
+from torch import Tensor
+
+PATIENCE_S = 120.0
+"""For the slowest rank to come; they compute the same amount, so it is late by far less."""
+
+
+class DisbandedError(RuntimeError):
+    """Another rank failed, or did not come in time."""
+
+
+class Meeting:
+    """Where ranks meet.
+
+    A tensor is shown until the next but one meeting, to which nobody comes before all have seen it:
+    hence two tables.
+    """
+
+    def __init__(self, size: int, *, patience_s: float = PATIENCE_S) -> None:
+        self.size = size
+        self._patience_s = patience_s
+        self._barrier = threading.Barrier(size)
+        self._tables = [[torch.empty(0)] * size for _ in range(2)]
+
+    def exchange(self, rank: int, number: int, tensor: Tensor) -> list[Tensor]:
+        """Show a tensor at our `number`-th meeting; the tensors of all ranks.
+
+        Raises:
+            DisbandedError: a rank failed, or did not come in time.
+        """
+        table = self._tables[number % 2]
+        table[rank] = tensor
+        try:
+            self._barrier.wait(self._patience_s)
+        except threading.BrokenBarrierError as error:
+            raise DisbandedError(
+                f"another rank failed, or did not come within {self._patience_s:g} s"
+            ) from error
+        return table
+
+    def disband(self) -> None:
+        """Nobody will come any more."""
+        self._barrier.abort()
+
+
+class HostCollectives:
+    """`Collectives` of one rank; see `Meeting`."""
+
+    def __init__(self, meeting: Meeting, rank: int) -> None:
+        self._meeting, self._rank = meeting, rank
+        self._number = 0
+
+    def all_reduce(self, tensor: Tensor) -> Tensor:
+        """See `Collectives.all_reduce`."""
+        return reduce(torch.add, self._exchange(tensor))
+
+    def all_gather(self, tensor: Tensor) -> Tensor:
+        """See `Collectives.all_gather`."""
+        return torch.cat(self._exchange(tensor), dim=-1)
+
+    def _exchange(self, tensor: Tensor) -> list[Tensor]:
+        self._number += 1
+        return self._meeting.exchange(self._rank, self._number, tensor)
