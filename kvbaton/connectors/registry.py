@@ -69,6 +69,9 @@ STORES = Kind(
     Store,
     {
         "faulty": "kvbaton.connectors.stores.faulty:FaultyStore",
+        "tiered": "kvbaton.connectors.stores.tiered:TieredStore",
+        "filesystem": "kvbaton.connectors.stores.filesystem:FilesystemStore",
+        "memory": "kvbaton.connectors.stores.memory:MemoryStore",
     },
 )
 
