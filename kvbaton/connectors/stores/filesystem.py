@@ -1,0 +1,273 @@
+"""Objects as safetensors files in a directory that many processes and hosts may share.
+
+``PATH/kvbaton-1/ab/abcd...safetensors``: one file per object (`filesystem_entry.py`), in the folder
+of its key's first byte. `filesystem_room.py` keeps the account and evicts.
+
+- An entry is written beside the others and renamed when it is whole, so a reader sees all of it or
+  nothing, whoever is killed and whatever is full. Without `fsync`, a loss of power can leave an
+  entry whose bytes never reached the disk: its checksum says so, it is a miss and removed.
+- The directory is the only truth: an entry that another process removed is a miss, and one that it
+  stored a hit, from the next call on. A network file system may show either a little later.
+- A full disk evicts what was used least recently, then stores after all, or says False.
+"""
+
+from __future__ import annotations
+
+import errno
+import os
+import time
+from collections.abc import Sequence
+from contextlib import suppress
+
+from kvbaton.connectors.store import Pieces, StoreCapabilities, Usage
+from kvbaton.connectors.stores import filesystem_entry
+from kvbaton.connectors.stores.filesystem_entry import HEADER_BYTES, Verdict
+from kvbaton.connectors.stores.filesystem_room import Room, open_file
+from kvbaton.connectors.stores.threaded import ThreadedStore
+from kvbaton.errors import ConfigError, StoreError
+
+MAKE_ROOM_SECONDS = 2.0
+"""The longest that one object waits for others to be evicted."""
+
+_GONE = (errno.ENOENT, errno.ESTALE)
+_NO_ROOM = (errno.ENOSPC, errno.EDQUOT)
+
+
+class FilesystemStore(ThreadedStore):
+    """Keeps objects in a directory; see the module.
+
+    Args:
+        name: see `Store.name`.
+        path: the directory; made if it is missing.
+        max_bytes: most bytes of all its entries, headers included; None for what the disk takes.
+            Processes that share a directory should be given the same limit.
+        threads: see `ThreadedStore`.
+        fsync: whether an object that is stored also survives a loss of power.
+        touch_seconds: how old the mark of an entry's last use gets before use renews it.
+    """
+
+    def __init__(
+        self,
+        name: str,
+        *,
+        path: str,
+        max_bytes: int | None = None,
+        threads: int = 4,
+        fsync: bool = False,
+        touch_seconds: float = 60.0,
+    ) -> None:
+        backend = Files(path, max_bytes, fsync=fsync, touch_seconds=touch_seconds)
+        super().__init__(name, backend, threads=threads)
+
+
+class Files:
+    """The backend of `FilesystemStore`."""
+
+    capabilities = StoreCapabilities(persistent=True, shared=True, pins=False)
+
+    def __init__(
+        self, path: str, max_bytes: int | None, *, fsync: bool, touch_seconds: float
+    ) -> None:
+        self._root = os.path.join(os.path.abspath(path), "kvbaton-1")
+        self._max_bytes = max_bytes
+        self._fsync = fsync
+        self._touch_seconds = touch_seconds
+        self._room = Room(self._root, max_bytes)
+        self._trouble: str | None = "not open"
+
+    def open(self) -> None:
+        """Make the directory, remove what dead writers left, make the limit hold.
+
+        Raises:
+            ConfigError: the limit is below one header.
+            StoreError: the directory can't be made, read or locked.
+        """
+        if self._max_bytes is not None and self._max_bytes < HEADER_BYTES:
+            raise ConfigError(
+                "max_bytes", f"must be at least {HEADER_BYTES}, not {self._max_bytes}"
+            )
+        try:
+            self._room.open()
+        except OSError as error:
+            raise self._failed("open", error) from error
+        self._trouble = None
+
+    def close(self) -> None:
+        """Nothing is kept open between calls."""
+
+    def health(self) -> str | None:
+        """The error of the last call, if it had one."""
+        return self._trouble
+
+    def usage(self) -> Usage:
+        """What all processes hold there, as this one last read."""
+        return self._room.usage
+
+    def contains(self, keys: Sequence[bytes]) -> list[bool]:
+        """See `Backend.contains`: one `access(2)` per key, with as little around it as can be."""
+        try:
+            self._room.look()
+        except OSError as error:
+            raise self._failed("look into", error) from error
+        self._trouble = None
+        names, root, access, exists = b"".join(keys).hex(), self._root, os.access, os.F_OK
+        return [
+            access(f"{root}/{names[i : i + 2]}/{names[i : i + 64]}.safetensors", exists)
+            for i in range(0, len(names), 64)
+        ]
+
+    def get(self, key: bytes, target: Pieces) -> bool:
+        """See `Backend.get`; an entry that is not what it should be is removed."""
+        path = self._path(key)
+        try:
+            verdict = self._read(path, key, target)
+            if verdict is Verdict.CORRUPT:
+                self._remove([key])
+        except OSError as error:
+            if error.errno in _GONE:
+                return False
+            raise self._failed("read", error) from error
+        self._trouble = None
+        return verdict is Verdict.RIGHT
+
+    def put(self, key: bytes, source: Pieces) -> bool:
+        """See `Backend.put`."""
+        num_bytes = HEADER_BYTES + sum(map(len, source))
+        try:
+            stored = self._is_stored(key, num_bytes) or self._store(key, source, num_bytes)
+        except OSError as error:
+            if error.errno in (*_NO_ROOM, *_GONE, errno.EFBIG):
+                return False
+            raise self._failed("write to", error) from error
+        self._trouble = None
+        return stored
+
+    def remove(self, keys: Sequence[bytes]) -> int:
+        """See `Backend.remove`."""
+        try:
+            return self._remove(keys)
+        except OSError as error:
+            raise self._failed("delete from", error) from error
+
+    def _read(self, path: str, key: bytes, target: Pieces) -> Verdict:
+        file = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
+        try:
+            verdict = filesystem_entry.read(file, key, target)
+            if verdict is Verdict.RIGHT:
+                self._touch(file, os.fstat(file).st_mtime)
+            return verdict
+        finally:
+            os.close(file)
+
+    def _is_stored(self, key: bytes, num_bytes: int) -> bool:
+        path = self._path(key)
+        try:
+            status = os.stat(path)
+        except FileNotFoundError:
+            return False
+        if status.st_size != num_bytes:
+            return False
+        self._touch(path, status.st_mtime)
+        return True
+
+    def _store(self, key: bytes, source: Pieces, num_bytes: int) -> bool:
+        """Write an entry; when the disk is full, evict and try once more."""
+        if not self._room.make(num_bytes, time.monotonic() + MAKE_ROOM_SECONDS):
+            return False
+        try:
+            return self._write(key, source, num_bytes)
+        except OSError as error:
+            if error.errno not in _NO_ROOM or not self._room.evict(num_bytes):
+                raise
+        return self._write(key, source, num_bytes)
+
+    def _write(self, key: bytes, source: Pieces, num_bytes: int) -> bool:
+        temporary = self._room.temporary()
+        try:
+            self._write_whole(temporary, key, source)
+            return self._publish(temporary, key, num_bytes)
+        except BaseException:
+            with suppress(FileNotFoundError):
+                os.unlink(temporary)
+            raise
+
+    def _write_whole(self, temporary: str, key: bytes, source: Pieces) -> None:
+        file = open_file(temporary, os.O_WRONLY | os.O_CREAT | os.O_EXCL)
+        try:
+            filesystem_entry.write(file, key, source)
+            if self._fsync:
+                os.fsync(file)
+        finally:
+            os.close(file)
+
+    def _publish(self, temporary: str, key: bytes, num_bytes: int) -> bool:
+        path = self._path(key)
+        if not self._room.add({key[0]: (1, num_bytes)}, bounded=True):
+            os.unlink(temporary)
+            return False
+        try:
+            replaced = _size(path)
+            _rename(temporary, path)
+        except BaseException:
+            self._room.add({key[0]: (-1, -num_bytes)})
+            raise
+        if replaced is not None:  # another process stored it meanwhile, or it was torn
+            self._room.add({key[0]: (-1, -replaced)})
+        if self._fsync:
+            _sync_folder(os.path.dirname(path))
+        return True
+
+    def _remove(self, keys: Sequence[bytes]) -> int:
+        """Unlink entries and take them off the account."""
+        changes = dict[int, tuple[int, int]]()
+        count = 0
+        for key in keys:
+            path = self._path(key)
+            with suppress(FileNotFoundError):
+                num_bytes = os.stat(path).st_size
+                os.unlink(path)
+                objects, size = changes.get(key[0], (0, 0))
+                changes[key[0]] = (objects - 1, size - num_bytes)
+                count += 1
+        if changes:
+            self._room.add(changes)
+        return count
+
+    def _touch(self, file: int | str, mtime: float) -> None:
+        if time.time() - mtime >= self._touch_seconds:
+            # Another user's: it serves, its age just says less.
+            with suppress(OSError):
+                os.utime(file)
+
+    def _path(self, key: bytes) -> str:
+        name = key.hex()
+        return f"{self._root}/{name[:2]}/{name}.safetensors"
+
+    def _failed(self, doing: str, error: OSError) -> StoreError:
+        self._trouble = f"can't {doing} {self._root}: {error}"
+        return StoreError(self._trouble)
+
+
+def _rename(temporary: str, path: str) -> None:
+    try:
+        os.rename(temporary, path)
+    except FileNotFoundError:  # the folder's first entry
+        os.makedirs(os.path.dirname(path), 0o770, exist_ok=True)
+        os.rename(temporary, path)
+
+
+def _size(path: str) -> int | None:
+    try:
+        return os.stat(path).st_size
+    except FileNotFoundError:
+        return None
+
+
+def _sync_folder(path: str) -> None:
+    """Make names durable, this folder's own included."""
+    for folder in (path, os.path.dirname(path)):
+        file = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+        try:
+            os.fsync(file)
+        finally:
+            os.close(file)

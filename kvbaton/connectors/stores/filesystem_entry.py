@@ -1,0 +1,134 @@
+"""One object as one safetensors file: how its bytes are written, read and checked.
+
+A file is a safetensors header of fixed size, padded with spaces as that format allows, and the
+object's bytes as one tensor ``object`` of U8. The header names format, key and checksum (XXH3, 128
+bits) and follows from them and the length alone. So it is checked by making it once more from the
+key that was asked for and the bytes that were read: whatever differs, the file is not that object.
+"""
+
+from __future__ import annotations
+
+import enum
+import errno
+import json
+import os
+import struct
+from collections.abc import Iterator, Sequence
+
+import xxhash
+
+from kvbaton.connectors.store import Pieces
+
+HEADER_BYTES = 512
+
+_LENGTH = struct.Struct("<Q")
+_CHUNK_BYTES = 256 << 10
+"""Hashed right before it is written, or after it was read, while it is in the core's cache."""
+_CHUNK_PIECES = 512
+"""Below IOV_MAX."""
+
+
+class Verdict(enum.Enum):
+    """What a file turned out to be."""
+
+    RIGHT = enum.auto()
+    OTHER_LENGTH = enum.auto()
+    """Whole by its own account, but of another length than the caller's target."""
+    CORRUPT = enum.auto()
+
+
+def header(key: bytes, num_bytes: int, digest: bytes) -> bytes:
+    """The first `HEADER_BYTES` of a file: of key, length and checksum of its object."""
+    about = {"format": "kvbaton-object-1", "key": key.hex(), "xxh3_128": digest.hex()}
+    tensor = {"dtype": "U8", "shape": [num_bytes], "data_offsets": [0, num_bytes]}
+    text = json.dumps({"__metadata__": about, "object": tensor}, separators=(",", ":")).encode()
+    room = HEADER_BYTES - _LENGTH.size
+    return _LENGTH.pack(room) + text.ljust(room)
+
+
+def write(file: int, key: bytes, source: Pieces) -> None:
+    """Fill an empty file. The header comes last: before that, no reader takes it for an object.
+
+    Raises:
+        OSError: there is no room, or the file can't be written.
+    """
+    checksum, offset = xxhash.xxh3_128(), HEADER_BYTES
+    for chunk in _chunks(source):
+        for piece in chunk:
+            checksum.update(piece)
+        _write_all(file, chunk, offset)
+        offset += sum(map(len, chunk))
+    first = header(key, offset - HEADER_BYTES, checksum.digest())
+    _write_all(file, [memoryview(first)], 0)
+
+
+def read(file: int, key: bytes, target: Pieces) -> Verdict:
+    """Fill `target` from a file, and say whether it holds the right bytes.
+
+    Raises:
+        OSError: the file can't be read.
+    """
+    num_bytes = sum(map(len, target))
+    first = os.pread(file, HEADER_BYTES, 0)
+    size = os.fstat(file).st_size
+    if size != HEADER_BYTES + num_bytes:
+        return Verdict.OTHER_LENGTH if size == _size_claimed(first) else Verdict.CORRUPT
+    checksum, offset = xxhash.xxh3_128(), HEADER_BYTES
+    for chunk in _chunks(target):
+        if not _read_all(file, chunk, offset):
+            return Verdict.CORRUPT
+        for piece in chunk:
+            checksum.update(piece)
+        offset += sum(map(len, chunk))
+    right = first == header(key, num_bytes, checksum.digest())
+    return Verdict.RIGHT if right else Verdict.CORRUPT
+
+
+def _size_claimed(first: bytes) -> int | None:
+    try:
+        return HEADER_BYTES + int(json.loads(first[_LENGTH.size :])["object"]["shape"][0])
+    except (ValueError, TypeError, LookupError):
+        return None
+
+
+def _chunks(pieces: Pieces) -> Iterator[list[memoryview]]:
+    """The bytes in order, a limited number of bytes and of pieces at a time."""
+    chunk, room = list[memoryview](), _CHUNK_BYTES
+    for piece in pieces:
+        while piece:
+            chunk.append(piece[:room])
+            room -= len(chunk[-1])
+            piece = piece[len(chunk[-1]) :]
+            if not room or len(chunk) == _CHUNK_PIECES:
+                yield chunk
+                chunk, room = [], _CHUNK_BYTES
+    if chunk:
+        yield chunk
+
+
+def _write_all(file: int, chunk: Sequence[memoryview], offset: int) -> None:
+    while chunk:
+        done = os.pwritev(file, chunk, offset)
+        if not done:
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+        chunk, offset = _after(chunk, done), offset + done
+
+
+def _read_all(file: int, chunk: Sequence[memoryview], offset: int) -> bool:
+    """Whether the file was long enough."""
+    while chunk:
+        done = os.preadv(file, chunk, offset)
+        if not done:
+            return False
+        chunk, offset = _after(chunk, done), offset + done
+    return True
+
+
+def _after(chunk: Sequence[memoryview], done: int) -> list[memoryview]:
+    """What is left of a chunk once `done` bytes of it have moved."""
+    rest = []
+    for piece in chunk:
+        if done < len(piece):
+            rest.append(piece[done:])
+        done = max(done - len(piece), 0)
+    return rest

@@ -1,0 +1,276 @@
+"""Room in a shared directory: what is used, who may use more, and what must go.
+
+::
+
+    usage        objects and bytes of each folder, 256 rows of two int64; changed under `flock`
+    evicting     locked by the one process that evicts
+    tmp/         files that are being written, named after their writers
+    00/ .. ff/   entries, by the first byte of their keys
+
+Nothing of this is kept in memory, so any number of processes on any number of hosts agree. A crash
+between an entry and its row leaves the row wrong by that entry, until an eviction visits the folder
+and counts it anew. A lock whose holder does not give it back (a stopped process) is waited for up
+to `LOCK_SECONDS`, then done without: the worst that follows is a row that is wrong until then, or
+that two evict.
+
+Keys are hashes, so a folder is a fair sample of all entries: eviction reads folders until it has
+seen `SAMPLE` entries, not all of a million, and removes the oldest of these. A store with fewer
+entries is evicted in exact order. Age is the file's mtime, which use renews.
+"""
+
+from __future__ import annotations
+
+import fcntl
+import hashlib
+import itertools
+import os
+import random
+import threading
+import time
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass
+
+import numpy as np
+import numpy.typing as npt
+
+from kvbaton.connectors.host import ProcessCard, is_gone, this_process
+from kvbaton.connectors.store import Usage
+
+FOLDERS = 256
+SAMPLE = 4096
+"""Entries from which the oldest are chosen."""
+LOCK_SECONDS = 1.0
+STALE_SECONDS = 900.0
+"""After that long without a byte, a writer on another host counts as dead."""
+
+Rows = npt.NDArray[np.int64]
+"""Objects and bytes of each folder, [256, 2]."""
+
+
+@dataclass(frozen=True, order=True)
+class _Entry:
+    mtime_ns: int
+    path: str
+    num_bytes: int
+    folder: int
+
+
+class Room:
+    """The account of one directory, as one process keeps it.
+
+    Args:
+        root: the directory, absolute.
+        max_bytes: most bytes of all entries, headers included; None for no limit.
+    """
+
+    def __init__(self, root: str, max_bytes: int | None) -> None:
+        self._root = root
+        self._max_bytes = max_bytes
+        self._writer = ""
+        self._numbers = itertools.count()
+        self._lock = threading.Lock()
+        self.usage = Usage(capacity=max_bytes)
+        """As last read from the directory."""
+
+    def open(self) -> None:
+        """Make what is missing, count what is there if nobody has, make the limit hold."""
+        self._writer = _writer_name(this_process())
+        os.makedirs(self._in("tmp"), 0o770, exist_ok=True)
+        self._sweep()
+        counted = os.path.exists(self._in("usage"))
+        self.add({})  # says so where locks don't work
+        if not counted:
+            for folder in range(FOLDERS):
+                self._visit(folder)
+        self.make(0, None)
+
+    def look(self) -> None:
+        """Bring `usage` up to date."""
+        with self._open("usage") as file:
+            self._totals(_read_rows(file))
+
+    def temporary(self) -> str:
+        """A path for a file that is being written; whoever wins it also removes it."""
+        return f"{self._root}/tmp/{self._writer}.{next(self._numbers)}"
+
+    def add(self, changes: Mapping[int, tuple[int, int]], *, bounded: bool = False) -> bool:
+        """Add objects and bytes to folders' rows; False if that would break the limit."""
+        with self._locked("usage", self._lock) as file:
+            rows = _read_rows(file)
+            for folder, change in changes.items():
+                rows[folder] += change
+            if bounded and self._max_bytes is not None and _total(rows)[1] > self._max_bytes:
+                return False
+            os.pwrite(file, rows.tobytes(), 0)
+        self._totals(rows)
+        return True
+
+    def make(self, num_bytes: int, deadline: float | None) -> bool:
+        """Evict until `num_bytes` more keep the limit; False if they won't in time.
+
+        Args:
+            num_bytes: of a new entry.
+            deadline: of `time.monotonic`; None to wait as long as it takes.
+        """
+        if self._max_bytes is None:
+            return True
+        stuck = False
+        while (missing := self._missing(num_bytes)) > 0:
+            late = deadline is not None and time.monotonic() > deadline
+            if stuck or late or num_bytes > self._max_bytes:
+                return False
+            with self._locked("evicting"):
+                # Whoever held the lock may have made room for us, too.
+                stuck = (missing := self._missing(num_bytes)) > 0 and not self._evict(missing)
+        return True
+
+    def evict(self, num_bytes: int) -> bool:
+        """Remove entries, least recently used first, although the limit holds; False if none is.
+
+        Args:
+            num_bytes: to free. It may be a little more, or less where a sample has no more to give.
+        """
+        with self._locked("evicting"):
+            return self._evict(num_bytes) > 0
+
+    def _missing(self, num_bytes: int) -> int:
+        """Bytes by which a new entry would break the limit."""
+        assert self._max_bytes is not None
+        self.look()
+        return (self.usage.num_bytes or 0) + num_bytes - self._max_bytes
+
+    def _evict(self, num_bytes: int) -> int:
+        """What it freed."""
+        self._sweep()
+        start = random.randrange(FOLDERS)
+        entries = list[_Entry]()
+        for folder in range(start, start + FOLDERS):
+            entries += self._visit(folder % FOLDERS)
+            if len(entries) >= SAMPLE:
+                # Others were not seen: what is old among these may be young among all.
+                entries = sorted(entries)[: len(entries) // 16]
+                break
+        # To look at that many for one entry costs more than the entry.
+        spare = (self.usage.num_bytes or 0) // 64
+        return self._remove_oldest(entries, max(num_bytes, spare))
+
+    def _remove_oldest(self, entries: list[_Entry], num_bytes: int) -> int:
+        changes = dict[int, tuple[int, int]]()
+        freed = 0
+        for entry in sorted(entries):
+            if freed >= num_bytes:
+                break
+            with suppress(FileNotFoundError):  # somebody else was faster
+                os.unlink(entry.path)
+                objects, size = changes.get(entry.folder, (0, 0))
+                changes[entry.folder] = (objects - 1, size - entry.num_bytes)
+                freed += entry.num_bytes
+        self.add(changes)
+        return freed
+
+    def _visit(self, folder: int) -> list[_Entry]:
+        """All entries of a folder; puts its row right."""
+        with self._open("usage") as file:
+            before = _read_rows(file)[folder]
+        entries = list(self._entries(folder))
+        seen = np.array([len(entries), sum(entry.num_bytes for entry in entries)])
+        if (seen != before).any():
+            objects, num_bytes = (seen - before).tolist()
+            self.add({folder: (objects, num_bytes)})
+        return entries
+
+    def _entries(self, folder: int) -> Iterator[_Entry]:
+        try:
+            with os.scandir(self._in(f"{folder:02x}")) as found:
+                for item in found:
+                    with suppress(FileNotFoundError):  # evicted by another process
+                        status = item.stat(follow_symlinks=False)
+                        yield _Entry(status.st_mtime_ns, item.path, status.st_size, folder)
+        except FileNotFoundError:
+            return
+
+    def _sweep(self) -> None:
+        """Remove what dead writers left. A live one that loses its file only fails to store."""
+        host = this_process().host
+        with self._open("evicting") as file:
+            os.utime(file)
+            now = os.fstat(file).st_mtime  # the file server's clock
+        with suppress(FileNotFoundError), os.scandir(self._in("tmp")) as found:
+            for item in found:
+                with suppress(FileNotFoundError):
+                    age = now - item.stat(follow_symlinks=False).st_mtime
+                    if age > STALE_SECONDS or _is_dead(item.name, host):
+                        os.unlink(item.path)
+
+    @contextmanager
+    def _locked(self, name: str, lock: threading.Lock | None = None) -> Iterator[int]:
+        """An open file, locked; or not, if `LOCK_SECONDS` were not enough."""
+        deadline = time.monotonic() + LOCK_SECONDS
+        mine = lock is not None and lock.acquire(timeout=LOCK_SECONDS)
+        try:
+            with self._open(name) as file:
+                while not _try_lock(file) and time.monotonic() < deadline:
+                    time.sleep(0.0005)
+                yield file
+        finally:
+            if lock is not None and mine:
+                lock.release()
+
+    @contextmanager
+    def _open(self, name: str) -> Iterator[int]:
+        file = open_file(self._in(name), os.O_RDWR | os.O_CREAT)
+        try:
+            yield file
+        finally:
+            os.close(file)
+
+    def _totals(self, rows: Rows) -> None:
+        objects, num_bytes = _total(rows)
+        self.usage = Usage(objects, num_bytes, self._max_bytes)
+
+    def _in(self, name: str) -> str:
+        return f"{self._root}/{name}"
+
+
+def open_file(path: str, flags: int) -> int:
+    """Open a file, and make its folder if somebody took it away."""
+    try:
+        return os.open(path, flags | os.O_CLOEXEC, 0o660)
+    except FileNotFoundError:
+        os.makedirs(os.path.dirname(path), 0o770, exist_ok=True)
+        return os.open(path, flags | os.O_CLOEXEC, 0o660)
+
+
+def _read_rows(file: int) -> Rows:
+    rows = np.zeros((FOLDERS, 2), np.int64)
+    os.preadv(file, [rows.data.cast("B")], 0)
+    return rows
+
+
+def _total(rows: Rows) -> tuple[int, int]:
+    objects, num_bytes = rows.clip(0).sum(0).tolist()
+    return objects, num_bytes
+
+
+def _try_lock(file: int) -> bool:
+    try:
+        fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        return False
+    return True
+
+
+def _writer_name(process: ProcessCard) -> str:
+    host = hashlib.blake2b(process.host.encode(), digest_size=8).hexdigest()
+    return f"{host}.{process.pid}.{process.start}"
+
+
+def _is_dead(name: str, host: str) -> bool:
+    """Whether a temporary file's writer is proven dead: it was on this host and is no more."""
+    try:
+        _, pid, start, _ = name.split(".")
+        process = ProcessCard(host, int(pid), int(start))
+    except ValueError:
+        return False
+    return name.startswith(_writer_name(process) + ".") and is_gone(process)

@@ -1,0 +1,283 @@
+"""Objects in the memory of this host: a tier that outlives the device's cache, not the process.
+
+All objects lie in one *arena*, mapped when the store opens and touched page by page as it fills.
+A node with a GPU may pin `MemoryStore.memory` (``cudaHostRegister``): copies between arena and
+staging buffers are then all that an object costs.
+
+Laws, all under one lock:
+
+- An object is visible once its bytes are there; while a thread copies it, its bytes stay.
+- Bytes are evicted least recently used first. Use is: to load, to store again, to pin.
+- What is held (pinned, being read or written) stays; where all is held, `store` says False.
+- `delete` also takes what is held out of sight; its bytes are free when nobody holds them.
+"""
+
+from __future__ import annotations
+
+import mmap
+import threading
+import time
+from collections import OrderedDict
+from collections.abc import Callable, Iterable, Sequence
+from concurrent.futures import Future
+from dataclasses import dataclass
+
+import numpy as np
+import numpy.typing as npt
+
+from kvbaton.connectors.base import Memory
+from kvbaton.connectors.store import Found, Pieces, StoreCapabilities, Usage
+from kvbaton.connectors.stores.extents import Extent, Extents
+from kvbaton.connectors.stores.threaded import ThreadedStore
+from kvbaton.errors import ConfigError, StoreError
+
+LARGE_BYTES = 256 << 10
+"""From here on a copy gives other threads the interpreter; below, that costs more than it saves."""
+
+
+class MemoryStore(ThreadedStore):
+    """Keeps objects in host memory, the least recently used leave first; see the module.
+
+    Args:
+        name: see `Store.name`.
+        max_bytes: the arena, and so the most bytes of objects.
+        threads: see `ThreadedStore`.
+        pin_seconds: after that long a pin that nobody released is void; longer than any load takes.
+        clock: seconds, never going back.
+    """
+
+    backend: Arena
+
+    def __init__(
+        self,
+        name: str,
+        *,
+        max_bytes: int = 1 << 30,
+        threads: int = 2,
+        pin_seconds: float = 300.0,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        super().__init__(name, Arena(max_bytes, pin_seconds, clock), threads=threads)
+
+    @property
+    def memory(self) -> Memory:
+        """The arena, from `open` to `close`: one run, for whoever wants to pin it."""
+        return self.backend.memory
+
+    def lookup(self, keys: Sequence[bytes], *, pin: bool = False) -> Future[Found]:
+        """See `Store.lookup`; answered on the spot, since it only looks into a table."""
+        answer: Future[Found] = Future()
+        answer.set_result(self.backend.find(keys, pin))
+        return answer
+
+    def release(self, ticket: int) -> None:
+        """See `Store.release`."""
+        self.backend.release(ticket)
+
+
+@dataclass(slots=True, eq=False)
+class _Entry:
+    """An object: where its bytes are, and how many pins and copies hold them."""
+
+    extents: list[Extent]
+    num_bytes: int
+    holds: int = 0
+    written: bool = False
+    forgotten: bool = False
+
+
+class Arena:
+    """The backend of `MemoryStore`."""
+
+    capabilities = StoreCapabilities(persistent=False, shared=False, pins=True)
+
+    def __init__(self, max_bytes: int, pin_seconds: float, clock: Callable[[], float]) -> None:
+        self._max_bytes = max_bytes
+        self._pin_seconds = pin_seconds
+        self._clock = clock
+        self._changed = threading.Condition()
+        self._bytes: npt.NDArray[np.uint8] | None = None
+        self._last_ticket = 0
+        self._clear()
+
+    def open(self) -> None:
+        """Map the arena.
+
+        Raises:
+            ConfigError: there is not that much memory.
+        """
+        if self._max_bytes < 1:
+            raise ConfigError("max_bytes", f"must be at least 1, not {self._max_bytes}")
+        try:
+            area = mmap.mmap(-1, self._max_bytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+        except OSError as error:
+            raise ConfigError("max_bytes", f"can't map {self._max_bytes} bytes: {error}") from error
+        area.madvise(mmap.MADV_HUGEPAGE)
+        self._bytes = np.frombuffer(area, np.uint8)
+        self._clear()
+
+    def close(self) -> None:
+        """Forget all; the arena is unmapped once nobody holds `memory`."""
+        self._bytes = None
+        self._clear()
+
+    @property
+    def memory(self) -> Memory:
+        """See `MemoryStore.memory`."""
+        if self._bytes is None:
+            raise StoreError("the memory store is not open")
+        return Memory(self._bytes.ctypes.data, self._max_bytes, owner=self._bytes)
+
+    def health(self) -> str | None:
+        """See `Store.health`."""
+        return "not open" if self._bytes is None else None
+
+    def usage(self) -> Usage:
+        """See `Store.usage`."""
+        with self._changed:
+            used = self._max_bytes - self._free.num_bytes
+            return Usage(len(self._entries), used, self._max_bytes)
+
+    def contains(self, keys: Sequence[bytes]) -> list[bool]:
+        """See `Backend.contains`."""
+        return list(self.find(keys, pin=False).present)
+
+    def find(self, keys: Sequence[bytes], pin: bool) -> Found:
+        """See `Store.lookup`."""
+        with self._changed:
+            entries = [self._written(key) for key in keys]
+            found = [entry for entry in entries if entry is not None]
+            ticket = None
+            if pin and found:
+                self._void_pins()
+                self._last_ticket = ticket = self._last_ticket + 1
+                self._pins[ticket] = (self._clock() + self._pin_seconds, found)
+                for key, entry in zip(keys, entries, strict=True):
+                    if entry is not None:
+                        self._entries.move_to_end(key)
+                        self._hold(entry)
+        return Found(tuple(entry is not None for entry in entries), ticket)
+
+    def release(self, ticket: int) -> None:
+        """See `Store.release`."""
+        with self._changed:
+            self._release(ticket)
+
+    def get(self, key: bytes, target: Pieces) -> bool:
+        """See `Backend.get`."""
+        with self._changed:
+            entry = self._written(key)
+            if entry is None or entry.num_bytes != sum(map(len, target)):
+                return False
+            self._entries.move_to_end(key)
+            self._hold(entry)
+        copy(target, self._views(entry))
+        with self._changed:
+            self._let_go(entry)
+        return True
+
+    def put(self, key: bytes, source: Pieces) -> bool:
+        """See `Backend.put`."""
+        num_bytes = sum(map(len, source))
+        with self._changed:
+            self._changed.wait_for(
+                lambda: (entry := self._entries.get(key)) is None or entry.written
+            )
+            if key in self._entries:
+                self._entries.move_to_end(key)
+                return True
+            if not self._make_room(num_bytes):
+                return False
+            entry = _Entry(self._free.take(num_bytes), num_bytes)
+            self._hold(entry)
+            self._entries[key] = entry
+        copy(self._views(entry), source)
+        with self._changed:
+            entry.written = True
+            self._let_go(entry)
+            self._changed.notify_all()
+            return not entry.forgotten
+
+    def remove(self, keys: Sequence[bytes]) -> int:
+        """See `Backend.remove`."""
+        with self._changed:
+            known = [key for key in dict.fromkeys(keys) if key in self._entries]
+            for key in known:
+                self._forget(key)
+            self._changed.notify_all()
+        return len(known)
+
+    def _clear(self) -> None:
+        self._free = Extents(self._max_bytes)
+        self._entries: OrderedDict[bytes, _Entry] = OrderedDict()
+        self._held_bytes = 0
+        self._pins: dict[int, tuple[float, list[_Entry]]] = {}
+
+    def _written(self, key: bytes) -> _Entry | None:
+        entry = self._entries.get(key)
+        return entry if entry is not None and entry.written else None
+
+    def _make_room(self, num_bytes: int) -> bool:
+        """Evict until `num_bytes` are free; evicts nothing if that can't be."""
+        self._void_pins()
+        if num_bytes > self._max_bytes - self._held_bytes:
+            return False
+        missing, victims = num_bytes - self._free.num_bytes, []
+        for key, entry in self._entries.items():
+            if missing <= 0:
+                break
+            if not entry.holds:
+                victims.append(key)
+                missing -= entry.num_bytes
+        for key in victims:
+            self._forget(key)
+        return True
+
+    def _void_pins(self) -> None:
+        now = self._clock()
+        while self._pins and next(iter(self._pins.values()))[0] <= now:
+            self._release(next(iter(self._pins)))
+
+    def _release(self, ticket: int) -> None:
+        _, entries = self._pins.pop(ticket, (0.0, []))
+        for entry in entries:
+            self._let_go(entry)
+
+    def _hold(self, entry: _Entry) -> None:
+        self._held_bytes += 0 if entry.holds else entry.num_bytes
+        entry.holds += 1
+
+    def _let_go(self, entry: _Entry) -> None:
+        entry.holds -= 1
+        self._held_bytes -= 0 if entry.holds else entry.num_bytes
+        if entry.forgotten and not entry.holds:
+            self._free.give(entry.extents)
+
+    def _forget(self, key: bytes) -> None:
+        entry = self._entries.pop(key)
+        entry.forgotten = True
+        if not entry.holds:
+            self._free.give(entry.extents)
+
+    def _views(self, entry: _Entry) -> list[memoryview]:
+        assert self._bytes is not None, "the memory store is not open"
+        return [self._bytes[start : start + length].data for start, length in entry.extents]
+
+
+def copy(targets: Iterable[memoryview], sources: Iterable[memoryview]) -> None:
+    """Copy the bytes of `sources` into `targets`, in order; both sides have as many."""
+    rest, source = iter(sources), memoryview(b"")
+    for target in targets:
+        while target:
+            while not source:
+                source = next(rest)
+            run = min(len(target), len(source))
+            _copy_run(target[:run], source[:run])
+            target, source = target[run:], source[run:]
+
+
+def _copy_run(target: memoryview, source: memoryview) -> None:
+    if len(target) < LARGE_BYTES:
+        target[:] = source
+    else:
+        np.copyto(np.frombuffer(target, np.uint8), np.frombuffer(source, np.uint8))
