@@ -59,11 +59,11 @@ class Driver:
 
         async def run() -> None:
             action()
-            if waiting := self._tasks - {asyncio.current_task()}:
+            if waiting := asyncio.all_tasks() - {asyncio.current_task()}:
                 _, late = await asyncio.wait(waiting, timeout=LAST_S)
                 for task in late:
                     task.cancel()
-                await asyncio.gather(*waiting)
+                await asyncio.gather(*waiting, return_exceptions=True)
 
         try:
             self.submit(run()).result()

@@ -216,9 +216,10 @@ class FaultyStore:
 
     def _is_left(self, hit: set[str], there: bool = True) -> bool:
         """Whether an object escapes ``lose``."""
-        lost = there and "lose" in hit
-        self.injected["lose"] += lost
-        return there and not lost
+        if there and "lose" in hit:
+            self.injected["lose"] += 1
+            return False
+        return there
 
     def _spoil_target(self, hit: set[str], key: bytes, target: Pieces) -> bool:
         """Damage an object that was loaded; False if it is to be a miss."""

@@ -1,0 +1,445 @@
+"""Stores as tiers, the fastest first: host memory, then files, then something remote.
+
+- `lookup` answers for all tiers together; each is only asked for what those before it lack.
+- `load` takes each object from the first tier that has it. With `promote`, what came from a slower
+  tier is then stored in the faster ones, from a copy and after the caller has its answer.
+- With `prefetch`, a lookup starts to bring what only slower tiers have into the faster ones, while
+  the request that asked waits for its turn. Stores don't tell how long objects are, so that begins
+  once some were moved: their lengths are tried.
+- `store` writes into every tier (``through``), or into the first that takes it, whose evictions
+  are then written into the next (``on_eviction``; what the first tier holds is not written down
+  when it closes).
+- A tier that fails or says that it can't serve is passed over, and asked again later.
+
+Copies for all that goes on behind the caller's back are bounded; beyond the bound it is left out.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections import Counter
+from collections.abc import Awaitable, Callable, Coroutine, Iterable, Sequence
+from concurrent.futures import Future
+from functools import partial
+from typing import Any, TypeVar
+
+from kvbaton.connectors.registry import Spec, load_store
+from kvbaton.connectors.store import Evicting, Found, Pieces, Store, StoreCapabilities, Usage
+from kvbaton.connectors.stores.driver import Driver
+from kvbaton.connectors.stores.tier import Allowance, Tier
+from kvbaton.errors import ConfigError, StoreError
+
+T = TypeVar("T")
+PREFETCH_OBJECTS = 16
+"""Prefetched at a time."""
+LENGTHS = 4
+"""Different lengths of objects that are remembered."""
+
+logger = logging.getLogger(__name__)
+
+
+class TieredStore:
+    """Makes one store of several; see the module.
+
+    Args:
+        name: see `Store.name`.
+        tiers: specs of the stores, the fastest first.
+        write: ``through`` or ``on_eviction``.
+        promote: whether what is loaded from a slower tier is kept in the faster ones.
+        prefetch: whether lookups promote as well.
+        lookup_s: a tier that does not answer a lookup by then is passed over.
+        retry_s: how long a tier is passed over after it failed.
+        copy_bytes: most bytes of copies at a time.
+
+    Attributes:
+        tiers: the stores.
+        counts: objects ``promoted``, ``prefetched`` and ``demoted``, and those that were ``left``
+            because there were too many at a time.
+
+    Raises:
+        ConfigError: a spec is wrong, or a tier can't tell of the evictions that are to be written.
+    """
+
+    def __init__(
+        self,
+        name: str,
+        *,
+        tiers: Sequence[Spec],
+        write: str = "through",
+        promote: bool = True,
+        prefetch: bool = True,
+        lookup_s: float = 1.0,
+        retry_s: float = 1.0,
+        copy_bytes: int = 256 << 20,
+    ) -> None:
+        if not isinstance(tiers, list | tuple) or not tiers:
+            raise ConfigError("--store", f"tiers must be a list of specs, not {tiers!r}")
+        if write not in ("through", "on_eviction"):
+            raise ConfigError("--store", f"write must be through or on_eviction, not {write!r}")
+        self.name = name
+        self.tiers = [
+            Tier(store, f"{store.name}-{i}" if taken else store.name, retry_s)
+            for i, (store, taken) in enumerate(_named([load_store(spec) for spec in tiers]))
+        ]
+        self.counts: Counter[str] = Counter()
+        self._write = write
+        self._promotes = promote
+        self._prefetches = prefetch
+        self._lookup_s = lookup_s
+        self._allowance = Allowance(copy_bytes)
+        self._driver: Driver | None = None
+        self._tickets: dict[int, list[tuple[Store, int]]] = {}
+        self._last_ticket = 0
+        self._lengths: dict[int, None] = {}
+        self._to_prefetch: set[bytes] = set()
+        self._moving: dict[bytes, asyncio.Task[Any]] = {}
+        if write == "on_eviction":
+            self._listen()
+
+    @property
+    def capabilities(self) -> StoreCapabilities:
+        """What all tiers can; what is written to all of them outlives us if one of them does."""
+        every = [tier.store.capabilities for tier in self.tiers]
+        some = any if self._write == "through" else all
+        return StoreCapabilities(
+            persistent=some(one.persistent for one in every),
+            shared=some(one.shared for one in every),
+            pins=all(one.pins for one in every),
+            deletes=all(one.deletes for one in every),
+            max_keys=min(one.max_keys for one in every),
+        )
+
+    def open(self) -> None:
+        """See `Store.open`: every tier must open."""
+        driver, opened = Driver(self.name), list[Store]()
+        try:
+            for tier in self.tiers:
+                driver.call(tier.store.open)
+                opened.append(tier.store)
+        except BaseException:
+            driver.close(lambda: _close(opened))
+            raise
+        self._driver = driver
+
+    def health(self) -> str | None:
+        """See `Store.health`: one tier is enough."""
+        outages = self.outages()
+        return None if len(outages) < len(self.tiers) else _told(outages)
+
+    def outages(self) -> dict[str, str]:
+        """The tiers that are passed over now, and why."""
+        every = {tier.name: tier.outage() for tier in self.tiers}
+        return {name: reason for name, reason in every.items() if reason is not None}
+
+    def lookup(self, keys: Sequence[bytes], *, pin: bool = False) -> Future[Found]:
+        """See `Store.lookup`."""
+        return self._submit(self._lookup(list(keys), pin))
+
+    def release(self, ticket: int) -> None:
+        """See `Store.release`."""
+        if self._driver is not None:
+            self._driver.post(self._release, ticket)
+
+    def load(self, keys: Sequence[bytes], targets: Sequence[Pieces]) -> Future[list[bool]]:
+        """See `Store.load`."""
+        return self._submit(self._load(list(keys), list(targets)))
+
+    def store(self, keys: Sequence[bytes], sources: Sequence[Pieces]) -> Future[list[bool]]:
+        """See `Store.store`: True if one tier has it."""
+        return self._submit(self._store(list(keys), list(sources)))
+
+    def delete(self, keys: Sequence[bytes]) -> Future[int]:
+        """See `Store.delete`: fails if one tier does."""
+        return self._submit(self._delete(list(keys)))
+
+    def usage(self) -> Usage:
+        """See `Store.usage`: copies of an object in several tiers count as many times."""
+        every = [tier.store.usage() for tier in self.tiers]
+        return Usage(
+            objects=_sum(one.objects for one in every),
+            num_bytes=_sum(one.num_bytes for one in every),
+            capacity=_sum(one.capacity for one in every),
+        )
+
+    def close(self) -> None:
+        """See `Store.close`."""
+        driver, self._driver = self._driver, None
+        if driver is not None:
+            driver.close(lambda: _close([tier.store for tier in self.tiers]))
+
+    # --- what follows runs on the driver's thread, but for `_submit` and `_evicted` ---
+
+    def _submit(self, work: Coroutine[Any, Any, T]) -> Future[T]:
+        if self._driver is None:
+            work.close()
+            raise StoreError(f"store {self.name} is not open")
+        return self._driver.submit(work)
+
+    async def _lookup(self, keys: list[bytes], pin: bool) -> Found:
+        tickets: list[tuple[Store, int]] = []
+        depths = await self._find(keys, tickets if pin else None)
+        if self._prefetches and self._lengths:
+            self._prefetch(keys, depths)
+        ticket = None
+        if tickets:
+            ticket = self._last_ticket = self._last_ticket + 1
+            self._tickets[ticket] = tickets
+        present = (d is not None or k in self._moving for k, d in zip(keys, depths, strict=True))
+        return Found(tuple(present), ticket)
+
+    def _release(self, ticket: int) -> None:
+        for store, inner in self._tickets.pop(ticket, ()):
+            store.release(inner)
+
+    async def _find(
+        self, keys: list[bytes], tickets: list[tuple[Store, int]] | None = None
+    ) -> list[int | None]:
+        """Per key the first tier that has it; pins it if the pins are wanted."""
+
+        async def look(tier: Tier, left: list[int]) -> Sequence[bool] | None:
+            call = partial(tier.store.lookup, [keys[i] for i in left], pin=tickets is not None)
+            found = await tier.ask(call, self._lookup_s, partial(self._late, tier.store))
+            if found is None:
+                return None
+            if found.ticket is not None and tickets is not None:
+                tickets.append((tier.store, found.ticket))
+            return found.present
+
+        return await self._in_turn(len(keys), look)
+
+    def _late(self, store: Store, future: Future[Found]) -> None:
+        """Give back pins that came after we stopped to wait."""
+        late = None if future.cancelled() or future.exception() else future.result().ticket
+        if late is not None and self._driver is not None:
+            self._driver.post(store.release, late)
+
+    async def _load(self, keys: list[bytes], targets: list[Pieces]) -> list[bool]:
+        self._to_prefetch.difference_update(keys)
+        await self._settled(keys)
+
+        async def load(tier: Tier, left: list[int]) -> Sequence[bool] | None:
+            some, there = [keys[i] for i in left], [targets[i] for i in left]
+            return await tier.ask(lambda: tier.store.load(some, there))
+
+        depths = await self._in_turn(len(keys), load)
+        for depth, tier in enumerate(self.tiers):
+            came = [i for i, found in enumerate(depths) if found == depth]
+            tier.hits += len(came)
+            self._remember(targets[i] for i in came)
+            if depth and self._promotes:
+                self._promote(depth, [(keys[i], targets[i]) for i in came])
+        return [depth is not None for depth in depths]
+
+    async def _store(self, keys: list[bytes], sources: list[Pieces]) -> list[bool]:
+        self._remember(sources)
+        if self._write == "through":
+            return await self._store_in(self.tiers, keys, sources)
+
+        async def store(tier: Tier, left: list[int]) -> Sequence[bool] | None:
+            some, data = [keys[i] for i in left], [sources[i] for i in left]
+            return await tier.ask(lambda: tier.store.store(some, data))
+
+        return [depth is not None for depth in await self._in_turn(len(keys), store)]
+
+    async def _store_in(
+        self, tiers: Sequence[Tier], keys: list[bytes], sources: list[Pieces]
+    ) -> list[bool]:
+        """Store in several tiers at once; per object whether one has it."""
+
+        async def store(tier: Tier) -> list[bool] | None:
+            return await tier.ask(lambda: tier.store.store(keys, sources))
+
+        answers = []
+        for answer in await asyncio.gather(*map(store, tiers), return_exceptions=True):
+            if isinstance(answer, BaseException):
+                raise answer
+            answers += [] if answer is None else [answer]
+        if not answers:
+            raise self._no_tier()
+        return [any(of_one) for of_one in zip(*answers, strict=True)]
+
+    async def _delete(self, keys: list[bytes]) -> int:
+        await self._settled(keys)
+        depths = await self._find(keys)
+
+        async def delete(tier: Tier) -> int:
+            return await asyncio.wrap_future(tier.store.delete(keys))
+
+        for answer in await asyncio.gather(*map(delete, self.tiers), return_exceptions=True):
+            if isinstance(answer, BaseException):
+                raise answer
+        return len({key for key, depth in zip(keys, depths, strict=True) if depth is not None})
+
+    async def _in_turn(
+        self,
+        count: int,
+        ask: Callable[[Tier, list[int]], Awaitable[Sequence[bool] | None]],
+    ) -> list[int | None]:
+        """Ask tier after tier for the objects that are left; per object the tier that said yes.
+
+        Raises:
+            StoreError: no tier answered.
+        """
+        depths: list[int | None] = [None] * count
+        answered = False
+        for depth, tier in enumerate(self.tiers):
+            left = [i for i, found in enumerate(depths) if found is None]
+            answer = await ask(tier, left) if left else ()
+            if answer is not None:
+                answered = True
+                for i, yes in zip(left, answer, strict=True):
+                    depths[i] = depth if yes else None
+        if not answered:
+            raise self._no_tier()
+        return depths
+
+    def _no_tier(self) -> StoreError:
+        return StoreError(f"no tier of {self.name} can serve: {_told(self.outages())}")
+
+    # --- behind the caller's back ---
+
+    def _promote(self, depth: int, objects: Sequence[tuple[bytes, Pieces]]) -> None:
+        copies = [(key, self._copy(pieces)) for key, pieces in objects if key not in self._moving]
+        kept = {key: [data] for key, data in copies if data is not None}
+        if kept:
+            num_bytes = sum(map(_length, kept.values()))
+            self._move(list(kept), self._spend(num_bytes, self._raise("promoted", depth, kept)))
+
+    async def _raise(self, what: str, depth: int, objects: dict[bytes, list[memoryview]]) -> None:
+        """Store objects in the tiers before one."""
+        stored = await self._store_in(self.tiers[:depth], list(objects), list(objects.values()))
+        self.counts[what] += sum(stored)
+
+    async def _spend(self, num_bytes: int, work: Coroutine[Any, Any, None]) -> None:
+        """Do what bytes were taken for, then give them back."""
+        try:
+            await work
+        finally:
+            self._allowance.give(num_bytes)
+
+    def _prefetch(self, keys: list[bytes], depths: list[int | None]) -> None:
+        busy = self._to_prefetch | self._moving.keys()
+        for depth in range(1, len(self.tiers)):
+            pairs = zip(keys, depths, strict=True)
+            wanted = [key for key, found in pairs if found == depth and key not in busy]
+            if wanted:
+                self._to_prefetch.update(wanted)
+                self._submit(self._prefetch_all(depth, wanted))
+
+    async def _prefetch_all(self, depth: int, keys: list[bytes]) -> None:
+        for first in range(0, len(keys), PREFETCH_OBJECTS):
+            # Those that were loaded meanwhile are promoted anyway.
+            some = [k for k in keys[first : first + PREFETCH_OBJECTS] if k in self._to_prefetch]
+            self._to_prefetch.difference_update(some)
+            if some:
+                await asyncio.wait((self._move(some, self._fetch(depth, some)),))
+
+    async def _fetch(self, depth: int, keys: list[bytes]) -> None:
+        """Bring objects of one tier into those before it."""
+        for num_bytes in reversed(list(self._lengths)):
+            if not keys:
+                return
+            if not self._allowance.take(num_bytes * len(keys)):
+                self.counts["left"] += len(keys)
+                return
+            work = self._fetch_of_length(depth, keys, num_bytes)
+            await self._spend(num_bytes * len(keys), work)
+
+    async def _fetch_of_length(self, depth: int, keys: list[bytes], num_bytes: int) -> None:
+        """Bring those of so many bytes, and take them out of `keys`."""
+        room = memoryview(bytearray(num_bytes * len(keys)))
+        parts = [[room[i * num_bytes :][:num_bytes]] for i in range(len(keys))]
+        tier = self.tiers[depth]
+        found = await tier.ask(partial(tier.store.load, list(keys), parts)) or []
+        got = {key: part for key, part, ok in zip(keys, parts, found, strict=False) if ok}
+        if got:
+            await self._raise("prefetched", depth, got)
+        keys[:] = [key for key in keys if key not in got]
+
+    def _listen(self) -> None:
+        for depth, tier in enumerate(self.tiers[:-1]):
+            if not isinstance(tier.store, Evicting):
+                problem = f"tier {tier.name} does not tell what it evicts: write must be through"
+                raise ConfigError("--store", problem)
+            tier.store.on_evict = partial(self._evicted, depth)
+
+    def _evicted(self, depth: int, key: bytes, pieces: Pieces) -> None:
+        """Take a copy of what a tier evicts, on whatever thread."""
+        driver = self._driver
+        data = self._copy(pieces) if driver is not None else None
+        if driver is not None and data is not None:
+            driver.submit(self._demote(depth, key, data))
+
+    async def _demote(self, depth: int, key: bytes, data: memoryview) -> None:
+        work = self._lower(self.tiers[depth + 1 :], key, data)
+        self._move([key], self._spend(len(data), work))
+
+    async def _lower(self, tiers: Sequence[Tier], key: bytes, data: memoryview) -> None:
+        """Store an object in the first of some tiers that takes it."""
+        for tier in tiers:
+            if await tier.ask(partial(tier.store.store, [key], [[data]])) == [True]:
+                self.counts["demoted"] += 1
+                return
+
+    def _copy(self, pieces: Pieces) -> memoryview | None:
+        if self._allowance.take(_length(pieces)):
+            return memoryview(b"".join(pieces))
+        self.counts["left"] += 1
+        return None
+
+    def _move(self, keys: Sequence[bytes], work: Coroutine[Any, Any, None]) -> asyncio.Task[None]:
+        """Run what moves objects; meanwhile who wants one of them waits for it."""
+        task = asyncio.get_running_loop().create_task(_logged(work))
+        self._moving.update(dict.fromkeys(keys, task))
+        task.add_done_callback(partial(self._moved, keys))
+        return task
+
+    def _moved(self, keys: Sequence[bytes], task: asyncio.Task[None]) -> None:
+        for key in keys:
+            if self._moving.get(key) is task:
+                del self._moving[key]
+
+    async def _settled(self, keys: Iterable[bytes]) -> None:
+        if tasks := {self._moving[key] for key in keys if key in self._moving}:
+            await asyncio.wait(tasks)
+
+    def _remember(self, objects: Iterable[Pieces]) -> None:
+        for num_bytes in {_length(pieces) for pieces in objects}:
+            self._lengths.pop(num_bytes, None)
+            self._lengths[num_bytes] = None
+        for old in list(self._lengths)[:-LENGTHS]:
+            del self._lengths[old]
+
+
+def _named(stores: Sequence[Store]) -> list[tuple[Store, bool]]:
+    """The stores, and whether one before has the same name."""
+    return [(s, s.name in [o.name for o in stores[:i]]) for i, s in enumerate(stores)]
+
+
+def _length(pieces: Pieces) -> int:
+    return sum(map(len, pieces))
+
+
+def _sum(values: Iterable[int | None]) -> int | None:
+    known = list(values)
+    return None if None in known else sum(value or 0 for value in known)
+
+
+def _told(outages: dict[str, str]) -> str:
+    return "; ".join(f"{name}: {reason}" for name, reason in outages.items())
+
+
+def _close(stores: Iterable[Store]) -> None:
+    for store in stores:
+        store.close()
+
+
+async def _logged(work: Coroutine[Any, Any, None]) -> None:
+    """Nobody waits for the result, so a store that breaks its contract is told of here."""
+    try:
+        await work
+    except StoreError as error:
+        logger.debug("objects were not moved: %s", error)
+    except Exception:
+        logger.exception("objects were not moved")

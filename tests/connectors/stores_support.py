@@ -1,0 +1,52 @@
+"""Objects for tests of stores."""
+
+from __future__ import annotations
+
+import random
+import time
+from collections.abc import Callable, Sequence
+from concurrent.futures import Future
+from typing import Any, TypeVar
+
+from kvbaton.connectors.store import KEY_BYTES, Found, Pieces, Store
+
+T = TypeVar("T")
+WAIT_S = 20.0
+
+
+def make_objects(count: int, num_bytes: int = 1_001, seed: int = 0) -> dict[bytes, bytes]:
+    draw = random.Random(seed)
+    return {draw.randbytes(KEY_BYTES): draw.randbytes(num_bytes) for _ in range(count)}
+
+
+def pieces(data: bytes) -> Pieces:
+    """The bytes as writable memory, in three pieces."""
+    whole = memoryview(bytearray(data))
+    third = len(whole) // 3
+    return [whole[:third], whole[third : third + 1], whole[third + 1 :]]
+
+
+def wait(future: Future[T]) -> T:
+    return future.result(WAIT_S)
+
+
+def save(store: Store, objects: dict[bytes, bytes]) -> list[bool]:
+    return wait(store.store(list(objects), [pieces(data) for data in objects.values()]))
+
+
+def read(store: Store, objects: dict[bytes, bytes]) -> list[bytes | None]:
+    """What a load fills in, None for a miss."""
+    targets = [pieces(bytes(len(data))) for data in objects.values()]
+    answers = wait(store.load(list(objects), targets))
+    return [b"".join(t) if ok else None for t, ok in zip(targets, answers, strict=True)]
+
+
+def find(store: Store, keys: Sequence[bytes], **options: Any) -> Found:
+    return wait(store.lookup(list(keys), **options))
+
+
+def until(condition: Callable[[], object], what: str) -> None:
+    give_up = time.monotonic() + WAIT_S
+    while not condition():
+        assert time.monotonic() < give_up, f"not within {WAIT_S} s: {what}"
+        time.sleep(0.001)
