@@ -108,7 +108,12 @@ def rotate(x: Tensor, rotary: tuple[Tensor, Tensor]) -> Tensor:
     """Rotate ``[tokens, heads, head_dim]``; feature i pairs with i + head_dim / 2."""
     cos, sin = rotary
     first, second = x.chunk(2, dim=-1)
-    return x * cos + torch.cat((-second, first), dim=-1) * sin
+    sin_first, sin_second = sin.chunk(2, dim=-1)
+    out = x * cos
+    out_first, out_second = out.chunk(2, dim=-1)
+    out_first.addcmul_(second, sin_first, value=-1)
+    out_second.addcmul_(first, sin_second)
+    return out
 
 
 class DecodeBucket:

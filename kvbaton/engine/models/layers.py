@@ -76,6 +76,9 @@ def product(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
     """``x @ weight.T + bias``."""
     if bias is None and x.is_cuda:
         return skinny_linear(x, weight, _workspace(x.device))
+    if bias is None and x.dtype == torch.float32 and 8 <= len(x) <= 64:
+        # The CPU's BLAS takes a third less time for few rows when they are its columns.
+        return torch.mm(weight, x.t()).t().contiguous()
     return F.linear(x, weight, bias)
 
 
