@@ -122,7 +122,7 @@ class Files:
         try:
             verdict = self._read(path, key, target)
             if verdict is Verdict.CORRUPT:
-                self._remove([key])
+                self._room.remove([path])
         except OSError as error:
             if error.errno in _GONE:
                 return False
@@ -145,9 +145,10 @@ class Files:
     def remove(self, keys: Sequence[bytes]) -> int:
         """See `Backend.remove`."""
         try:
-            return self._remove(keys)
+            count, _ = self._room.remove([self._path(key) for key in dict.fromkeys(keys)])
         except OSError as error:
             raise self._failed("delete from", error) from error
+        return count
 
     def _read(self, path: str, key: bytes, target: Pieces) -> Verdict:
         file = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
@@ -172,24 +173,28 @@ class Files:
 
     def _store(self, key: bytes, source: Pieces, num_bytes: int) -> bool:
         """Write an entry; when the disk is full, evict and try once more."""
-        if not self._room.make(num_bytes, time.monotonic() + MAKE_ROOM_SECONDS):
+        deadline = time.monotonic() + MAKE_ROOM_SECONDS
+        if not self._room.make(num_bytes, deadline):
             return False
         try:
-            return self._write(key, source, num_bytes)
+            return self._write(key, source, num_bytes, deadline)
         except OSError as error:
             if error.errno not in _NO_ROOM or not self._room.evict(num_bytes):
                 raise
-        return self._write(key, source, num_bytes)
+        return self._write(key, source, num_bytes, deadline)
 
-    def _write(self, key: bytes, source: Pieces, num_bytes: int) -> bool:
-        temporary = self._room.temporary()
+    def _write(self, key: bytes, source: Pieces, num_bytes: int, deadline: float) -> bool:
+        temporary, path, stored = self._room.temporary(), self._path(key), False
         try:
             self._write_whole(temporary, key, source)
-            return self._publish(temporary, key, num_bytes)
-        except BaseException:
-            with suppress(FileNotFoundError):
-                os.unlink(temporary)
-            raise
+            stored = self._room.publish(temporary, path, num_bytes, deadline)
+        finally:
+            if not stored:
+                with suppress(FileNotFoundError):
+                    os.unlink(temporary)
+        if stored and self._fsync:
+            _sync_folder(os.path.dirname(path))
+        return stored
 
     def _write_whole(self, temporary: str, key: bytes, source: Pieces) -> None:
         file = open_file(temporary, os.O_WRONLY | os.O_CREAT | os.O_EXCL)
@@ -199,39 +204,6 @@ class Files:
                 os.fsync(file)
         finally:
             os.close(file)
-
-    def _publish(self, temporary: str, key: bytes, num_bytes: int) -> bool:
-        path = self._path(key)
-        if not self._room.add({key[0]: (1, num_bytes)}, bounded=True):
-            os.unlink(temporary)
-            return False
-        try:
-            replaced = _size(path)
-            _rename(temporary, path)
-        except BaseException:
-            self._room.add({key[0]: (-1, -num_bytes)})
-            raise
-        if replaced is not None:  # another process stored it meanwhile, or it was torn
-            self._room.add({key[0]: (-1, -replaced)})
-        if self._fsync:
-            _sync_folder(os.path.dirname(path))
-        return True
-
-    def _remove(self, keys: Sequence[bytes]) -> int:
-        """Unlink entries and take them off the account."""
-        changes = dict[int, tuple[int, int]]()
-        count = 0
-        for key in keys:
-            path = self._path(key)
-            with suppress(FileNotFoundError):
-                num_bytes = os.stat(path).st_size
-                os.unlink(path)
-                objects, size = changes.get(key[0], (0, 0))
-                changes[key[0]] = (objects - 1, size - num_bytes)
-                count += 1
-        if changes:
-            self._room.add(changes)
-        return count
 
     def _touch(self, file: int | str, mtime: float) -> None:
         if time.time() - mtime >= self._touch_seconds:
@@ -246,21 +218,6 @@ class Files:
     def _failed(self, doing: str, error: OSError) -> StoreError:
         self._trouble = f"can't {doing} {self._root}: {error}"
         return StoreError(self._trouble)
-
-
-def _rename(temporary: str, path: str) -> None:
-    try:
-        os.rename(temporary, path)
-    except FileNotFoundError:  # the folder's first entry
-        os.makedirs(os.path.dirname(path), 0o770, exist_ok=True)
-        os.rename(temporary, path)
-
-
-def _size(path: str) -> int | None:
-    try:
-        return os.stat(path).st_size
-    except FileNotFoundError:
-        return None
 
 
 def _sync_folder(path: str) -> None:

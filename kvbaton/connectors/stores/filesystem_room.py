@@ -7,11 +7,11 @@
     tmp/         files that are being written, named after their writers
     00/ .. ff/   entries, by the first byte of their keys
 
-Nothing of this is kept in memory, so any number of processes on any number of hosts agree. A crash
-between an entry and its row leaves the row wrong by that entry, until an eviction visits the folder
-and counts it anew. A lock whose holder does not give it back (a stopped process) is waited for up
-to `LOCK_SECONDS`, then done without: the worst that follows is a row that is wrong until then, or
-that two evict.
+Nothing of this is kept in memory, so any number of processes on any number of hosts agree. Entries
+appear and go under the lock of ``usage``, each with its row. A crash between the two leaves the
+row wrong by that entry, until an eviction visits the folder and counts it anew. A lock that its
+holder does not give back (a stopped process) is waited for up to `LOCK_SECONDS`, then done without:
+the worst that follows is a row that is wrong until then, or that two evict.
 
 Keys are hashes, so a folder is a fair sample of all entries: eviction reads folders until it has
 seen `SAMPLE` entries, not all of a million, and removes the oldest of these. A store with fewer
@@ -27,7 +27,7 @@ import os
 import random
 import threading
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 
@@ -44,6 +44,9 @@ LOCK_SECONDS = 1.0
 STALE_SECONDS = 900.0
 """After that long without a byte, a writer on another host counts as dead."""
 
+_BATCH = 64
+"""Entries removed under one lock."""
+
 Rows = npt.NDArray[np.int64]
 """Objects and bytes of each folder, [256, 2]."""
 
@@ -53,7 +56,6 @@ class _Entry:
     mtime_ns: int
     path: str
     num_bytes: int
-    folder: int
 
 
 class Room:
@@ -79,7 +81,8 @@ class Room:
         os.makedirs(self._in("tmp"), 0o770, exist_ok=True)
         self._sweep()
         counted = os.path.exists(self._in("usage"))
-        self.add({})  # says so where locks don't work
+        with self._account():  # fails where locks don't work
+            pass
         if not counted:
             for folder in range(FOLDERS):
                 self._visit(folder)
@@ -94,17 +97,25 @@ class Room:
         """A path for a file that is being written; whoever wins it also removes it."""
         return f"{self._root}/tmp/{self._writer}.{next(self._numbers)}"
 
-    def add(self, changes: Mapping[int, tuple[int, int]], *, bounded: bool = False) -> bool:
-        """Add objects and bytes to folders' rows; False if that would break the limit."""
-        with self._locked("usage", self._lock) as file:
-            rows = _read_rows(file)
-            for folder, change in changes.items():
-                rows[folder] += change
-            if bounded and self._max_bytes is not None and _total(rows)[1] > self._max_bytes:
+    def publish(self, temporary: str, path: str, num_bytes: int, deadline: float) -> bool:
+        """Make a whole file an entry; False if the limit leaves no room for it in time."""
+        while not self._rename(temporary, path, num_bytes):
+            if not self.make(num_bytes, deadline):
                 return False
-            os.pwrite(file, rows.tobytes(), 0)
-        self._totals(rows)
         return True
+
+    def remove(self, paths: Sequence[str]) -> tuple[int, int]:
+        """Remove entries; how many were there, and their bytes."""
+        gone = np.zeros(2, np.int64)
+        for start in range(0, len(paths), _BATCH):
+            with self._account() as rows:
+                for path in paths[start : start + _BATCH]:
+                    with suppress(FileNotFoundError):  # somebody else was faster
+                        change = (1, os.stat(path).st_size)
+                        os.unlink(path)
+                        rows[_folder_of(path)] -= change
+                        gone += change
+        return int(gone[0]), int(gone[1])
 
     def make(self, num_bytes: int, deadline: float | None) -> bool:
         """Evict until `num_bytes` more keep the limit; False if they won't in time.
@@ -152,32 +163,40 @@ class Room:
                 entries = sorted(entries)[: len(entries) // 16]
                 break
         # To look at that many for one entry costs more than the entry.
-        spare = (self.usage.num_bytes or 0) // 64
-        return self._remove_oldest(entries, max(num_bytes, spare))
-
-    def _remove_oldest(self, entries: list[_Entry], num_bytes: int) -> int:
-        changes = dict[int, tuple[int, int]]()
-        freed = 0
+        goal = max(num_bytes, (self.usage.num_bytes or 0) // 64)
+        victims = list[str]()
         for entry in sorted(entries):
-            if freed >= num_bytes:
+            if goal <= 0:
                 break
-            with suppress(FileNotFoundError):  # somebody else was faster
-                os.unlink(entry.path)
-                objects, size = changes.get(entry.folder, (0, 0))
-                changes[entry.folder] = (objects - 1, size - entry.num_bytes)
-                freed += entry.num_bytes
-        self.add(changes)
+            victims.append(entry.path)
+            goal -= entry.num_bytes
+        _, freed = self.remove(victims)
         return freed
 
+    def _rename(self, temporary: str, path: str, num_bytes: int) -> bool:
+        with self._account() as rows:
+            replaced = _size(path)  # another process was faster, or that one is torn
+            change = (1, num_bytes) if replaced is None else (0, num_bytes - replaced)
+            if self._max_bytes is not None and _total(rows)[1] + change[1] > self._max_bytes:
+                return False
+            try:
+                os.rename(temporary, path)
+            except FileNotFoundError:  # the folder's first entry
+                os.makedirs(os.path.dirname(path), 0o770, exist_ok=True)
+                os.rename(temporary, path)
+            rows[_folder_of(path)] += change
+        return True
+
     def _visit(self, folder: int) -> list[_Entry]:
-        """All entries of a folder; puts its row right."""
+        """All entries of a folder; puts its row right, if nothing changed meanwhile."""
         with self._open("usage") as file:
             before = _read_rows(file)[folder]
         entries = list(self._entries(folder))
         seen = np.array([len(entries), sum(entry.num_bytes for entry in entries)])
         if (seen != before).any():
-            objects, num_bytes = (seen - before).tolist()
-            self.add({folder: (objects, num_bytes)})
+            with self._account() as rows:
+                if (rows[folder] == before).all():
+                    rows[folder] = seen
         return entries
 
     def _entries(self, folder: int) -> Iterator[_Entry]:
@@ -186,7 +205,7 @@ class Room:
                 for item in found:
                     with suppress(FileNotFoundError):  # evicted by another process
                         status = item.stat(follow_symlinks=False)
-                        yield _Entry(status.st_mtime_ns, item.path, status.st_size, folder)
+                        yield _Entry(status.st_mtime_ns, item.path, status.st_size)
         except FileNotFoundError:
             return
 
@@ -202,6 +221,17 @@ class Room:
                     age = now - item.stat(follow_symlinks=False).st_mtime
                     if age > STALE_SECONDS or _is_dead(item.name, host):
                         os.unlink(item.path)
+
+    @contextmanager
+    def _account(self) -> Iterator[Rows]:
+        """The rows, to change: nobody else does meanwhile."""
+        with self._locked("usage", self._lock) as file:
+            rows = _read_rows(file)
+            try:
+                yield rows
+            finally:
+                os.pwrite(file, rows.tobytes(), 0)
+        self._totals(rows)
 
     @contextmanager
     def _locked(self, name: str, lock: threading.Lock | None = None) -> Iterator[int]:
@@ -246,6 +276,17 @@ def _read_rows(file: int) -> Rows:
     rows = np.zeros((FOLDERS, 2), np.int64)
     os.preadv(file, [rows.data.cast("B")], 0)
     return rows
+
+
+def _size(path: str) -> int | None:
+    try:
+        return os.stat(path).st_size
+    except FileNotFoundError:
+        return None
+
+
+def _folder_of(path: str) -> int:
+    return int(os.path.basename(os.path.dirname(path)), 16)
 
 
 def _total(rows: Rows) -> tuple[int, int]:

@@ -57,7 +57,9 @@ class MemoryStore(ThreadedStore):
         pin_seconds: float = 300.0,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        super().__init__(name, Arena(max_bytes, pin_seconds, clock), threads=threads)
+        super().__init__(name, Arena(max_bytes, pin_seconds, clock, self._evicted), threads=threads)
+        self.on_evict: Callable[[bytes, Pieces], None] | None = None
+        """See `Evicting`."""
 
     @property
     def memory(self) -> Memory:
@@ -73,6 +75,10 @@ class MemoryStore(ThreadedStore):
     def release(self, ticket: int) -> None:
         """See `Store.release`."""
         self.backend.release(ticket)
+
+    def _evicted(self, key: bytes, pieces: Pieces) -> None:
+        if self.on_evict is not None:
+            self.on_evict(key, pieces)
 
 
 @dataclass(slots=True, eq=False)
@@ -91,7 +97,14 @@ class Arena:
 
     capabilities = StoreCapabilities(persistent=False, shared=False, pins=True)
 
-    def __init__(self, max_bytes: int, pin_seconds: float, clock: Callable[[], float]) -> None:
+    def __init__(
+        self,
+        max_bytes: int,
+        pin_seconds: float,
+        clock: Callable[[], float],
+        evicted: Callable[[bytes, Pieces], None],
+    ) -> None:
+        self._evicted = evicted
         self._max_bytes = max_bytes
         self._pin_seconds = pin_seconds
         self._clock = clock
@@ -230,6 +243,7 @@ class Arena:
                 victims.append(key)
                 missing -= entry.num_bytes
         for key in victims:
+            self._evicted(key, self._views(self._entries[key]))
             self._forget(key)
         return True
 
