@@ -1,0 +1,300 @@
+"""Several stores answer as one, and one that fails does not matter to the others."""
+
+from __future__ import annotations
+
+import random
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from kvbaton.connectors.registry import Spec, load_store
+from kvbaton.connectors.store import Store
+from kvbaton.connectors.stores.faulty import FaultyStore
+from kvbaton.connectors.stores.memory import MemoryStore
+from kvbaton.connectors.stores.tiered import TieredStore
+from kvbaton.errors import ConfigError, StoreError
+from tests.connectors.stores_support import find, make_objects, pieces, read, save, until, wait
+
+OBJECTS = make_objects(6)
+KEYS, DATA = list(OBJECTS), list(OBJECTS.values())
+MEMORY: Spec = {"memory": {"max_bytes": 1 << 20, "threads": 1}}
+QUIET = {"promote": False, "prefetch": False}
+
+
+@contextmanager
+def tiered(*tiers: Spec, **options: Any) -> Iterator[TieredStore]:
+    store = TieredStore("tiered", tiers=tiers or (MEMORY, MEMORY), **options)
+    store.open()
+    try:
+        yield store
+    finally:
+        store.close()
+
+
+def some(*indices: int) -> dict[bytes, bytes]:
+    return {KEYS[i]: DATA[i] for i in indices}
+
+
+def inner(store: TieredStore, depth: int) -> Store:
+    return store.tiers[depth].store
+
+
+def has(store: Store, *indices: int) -> list[bool]:
+    return list(find(store, [KEYS[i] for i in indices]).present)
+
+
+def faults(**options: Any) -> Spec:
+    return {"faulty": {"inner": {"memory": {"threads": 1}}, **options}}
+
+
+def test_the_answer_is_that_of_all_tiers() -> None:
+    with tiered(MEMORY, MEMORY, MEMORY, **QUIET) as store:
+        save(inner(store, 0), some(0, 3))
+        save(inner(store, 1), some(1, 3))
+        save(inner(store, 2), some(2))
+        assert has(store, 0, 1, 2, 3, 4) == [True] * 4 + [False]
+        assert read(store, OBJECTS) == [*DATA[:4], None, None]
+        assert [tier.hits for tier in store.tiers] == [2, 1, 1]
+        assert [tier.name for tier in store.tiers] == ["memory", "memory-1", "memory-2"]
+
+
+def test_what_comes_from_a_slow_tier_is_promoted_into_all_faster_ones() -> None:
+    with tiered(MEMORY, MEMORY, MEMORY, prefetch=False) as store:
+        save(inner(store, 2), some(0, 1))
+        assert read(store, some(0)) == [DATA[0]]
+        until(lambda: store.counts["promoted"] == 1, "promoted")
+        assert [has(inner(store, depth), 0, 1) for depth in range(3)] == [
+            [True, False],
+            [True, False],
+            [True, True],
+        ]
+        assert read(store, some(0)) == [DATA[0]]
+        assert [tier.hits for tier in store.tiers] == [1, 0, 1]
+
+
+def test_nothing_is_promoted_beyond_the_bytes_of_copies() -> None:
+    with tiered(prefetch=False, copy_bytes=2 * 1_001 + 1_000) as store:
+        save(inner(store, 1), OBJECTS)
+        assert read(store, OBJECTS) == DATA
+        until(lambda: store.counts["promoted"] == 2, "promoted")
+        assert store.counts["left"] == 4
+        assert sum(has(inner(store, 0), *range(6))) == 2
+        assert read(store, OBJECTS) == DATA
+        until(lambda: store.counts["promoted"] == 4, "promoted: the bytes were given back")
+
+
+def test_a_miss_falls_to_the_next_tier() -> None:
+    with tiered(faults(lose=[0], partial=[2]), MEMORY, **QUIET) as store:
+        assert save(store, OBJECTS) == [True] * 6
+        assert read(store, OBJECTS) == DATA
+        assert [tier.hits for tier in store.tiers] == [4, 2]
+
+
+def test_writing_through_reaches_every_tier_and_outlives_the_process(tmp_path: Path) -> None:
+    files: Spec = {"filesystem": {"path": str(tmp_path)}}
+    with tiered(MEMORY, files) as store:
+        assert (store.capabilities.persistent, store.capabilities.shared) == (True, True)
+        assert save(store, OBJECTS) == [True] * 6
+        assert has(inner(store, 0), *range(6)) == has(inner(store, 1), *range(6)) == [True] * 6
+    with tiered(MEMORY, files) as store:
+        assert read(store, OBJECTS) == DATA
+        assert [tier.hits for tier in store.tiers] == [0, 6]
+
+
+def test_what_is_evicted_is_written_into_the_next_tier() -> None:
+    small: Spec = {"memory": {"max_bytes": 3 * 1_001, "threads": 1}}
+    with tiered(small, MEMORY, write="on_eviction", **QUIET) as store:
+        assert (store.capabilities.persistent, store.capabilities.pins) == (False, True)
+        assert save(store, some(0, 1, 2)) == [True] * 3
+        assert has(inner(store, 1), 0, 1, 2) == [False] * 3
+        assert save(store, some(3, 4, 5)) == [True] * 3
+        until(lambda: store.counts["demoted"] == 3, "demoted")
+        assert has(inner(store, 1), *range(6)) == [True] * 3 + [False] * 3
+        assert has(inner(store, 0), *range(6)) == [False] * 3 + [True] * 3
+        assert read(store, OBJECTS) == DATA
+
+
+def test_what_is_too_large_for_a_tier_goes_to_the_next() -> None:
+    small: Spec = {"memory": {"max_bytes": 1_000, "threads": 1}}
+    with tiered(small, MEMORY, write="on_eviction", **QUIET) as store:
+        assert save(store, OBJECTS) == [True] * 6
+        assert read(store, OBJECTS) == DATA
+
+
+def test_a_lookup_prefetches_what_only_slow_tiers_have() -> None:
+    with tiered(promote=False) as store:
+        save(inner(store, 1), make_objects(40) | make_objects(3, 77, seed=1))
+        save(store, make_objects(1, seed=2) | make_objects(1, 77, seed=3))  # teaches both lengths
+        wanted = [*make_objects(40), *make_objects(3, 77, seed=1)]
+        assert all(find(store, wanted).present)
+        until(lambda: store.counts["prefetched"] == 43, "prefetched")
+        assert all(find(inner(store, 0), wanted).present)
+        assert read(store, make_objects(40)) == list(make_objects(40).values())
+        assert [tier.hits for tier in store.tiers] == [40, 0]
+
+
+def test_a_load_waits_for_what_is_under_way() -> None:
+    with tiered(MEMORY, faults(delay=[0], delay_s=0.2)) as store:
+        save(store, some(5))
+        save(inner(store, 1), some(0))
+        find(store, KEYS[:1])
+        assert read(store, some(0)) == [DATA[0]]
+        assert (store.tiers[0].hits, store.counts["prefetched"]) == (1, 1)
+
+
+def test_a_tier_that_fails_is_passed_over_and_asked_again() -> None:
+    gone = faults(disconnect=[0], outage_s=0.3)
+    with tiered(gone, MEMORY, retry_s=0.3, **QUIET) as store:
+        save(store, OBJECTS)
+        assert read(store, OBJECTS) == DATA
+        assert store.tiers[0].failures == 1
+        assert store.outages() == {"faulty": "injected disconnect"}
+        assert store.health() is None
+        assert has(store, *range(6)) == [True] * 6
+        until(lambda: not store.outages(), "the tier is back")
+        assert read(store, OBJECTS) == DATA
+        assert [tier.hits for tier in store.tiers] == [6, 6]
+
+
+def test_without_any_tier_it_fails_and_says_why() -> None:
+    gone = faults(disconnect=[0], outage_s=60.0)
+    with tiered(gone, gone) as store:
+        with pytest.raises(StoreError, match="no tier of tiered can serve"):
+            read(store, OBJECTS)
+        assert store.health() == "faulty: injected disconnect; faulty-1: injected disconnect"
+        with pytest.raises(StoreError, match="no tier"):
+            find(store, KEYS)
+        with pytest.raises(StoreError, match="no tier"):
+            save(store, OBJECTS)
+        with pytest.raises(StoreError, match="injected"):
+            wait(store.delete(KEYS))
+
+
+def test_a_write_that_one_tier_refuses_is_kept_by_the_other() -> None:
+    with tiered(faults(error=1.0, on=["store"]), MEMORY, **QUIET) as store:
+        assert save(store, OBJECTS) == [True] * 6
+        assert (store.tiers[0].failures, has(inner(store, 1), 0)) == (1, [True])
+
+
+def test_one_ticket_holds_pins_in_all_tiers() -> None:
+    small: Spec = {"memory": {"max_bytes": 1_001, "threads": 1}}
+    with tiered(small, small, **QUIET) as store:
+        save(inner(store, 0), some(0))
+        save(inner(store, 1), some(1))
+        found = find(store, KEYS[:2], pin=True)
+        assert (found.present, found.ticket) == ((True, True), 1)
+        assert save(store, some(2)) == [False]
+        store.release(1)
+        assert save(store, some(2)) == [True]
+        store.release(1)
+        store.release(7)
+        assert find(store, KEYS[3:], pin=True).ticket is None
+
+
+def test_a_slow_lookup_is_not_waited_for_and_its_pins_are_given_back() -> None:
+    slow = {"memory": {"max_bytes": 1_001, "threads": 1}}
+    late: Spec = {"faulty": {"inner": slow, "delay": [0], "delay_s": 0.3, "on": ["lookup"]}}
+    with tiered(MEMORY, late, lookup_s=0.05, retry_s=0.0, **QUIET) as store:
+        save(inner(store, 1), some(0))
+        assert find(store, KEYS[:1], pin=True).present == (False,)
+        assert store.tiers[1].failures == 1
+        outer = inner(store, 1)
+        assert isinstance(outer, FaultyStore)
+        memory = outer.inner
+        assert isinstance(memory, MemoryStore)
+        until(lambda: wait(memory.store(KEYS[1:2], [pieces(DATA[1])])) == [True], "pins are gone")
+
+
+def test_deleting_reaches_every_tier() -> None:
+    with tiered() as store:
+        save(store, OBJECTS)
+        save(inner(store, 1), make_objects(1, seed=9))
+        assert wait(store.delete([*KEYS[:2], *make_objects(1, seed=9), b"x" * 32])) == 3
+        assert read(store, OBJECTS) == [None, None, *DATA[2:]]
+
+
+def test_usage_is_that_of_all_tiers() -> None:
+    with tiered() as store:
+        save(store, OBJECTS)
+        used = store.usage()
+        assert (used.objects, used.num_bytes) == (12, 12 * 1_001)
+        assert used.capacity == 2 << 20
+
+
+@pytest.mark.parametrize("seed", range(4))
+def test_under_faults_a_load_is_right_or_a_miss_and_nothing_leaks(seed: int) -> None:
+    draw, objects = random.Random(seed), make_objects(60, 3_000, seed)
+    tiers = [
+        {"faulty": {"inner": {"memory": {"max_bytes": size}}, "seed": seed + size, **options}}
+        for size, options in (
+            (60_000, {"error": 0.002, "delay": 0.01, "delay_s": 0.01, "lose": 0.1}),
+            (100_000, {"disconnect": 0.005, "outage_s": 0.02, "partial": 0.1}),
+            (1 << 20, {"error": 0.002, "lose": 0.02}),
+        )
+    ]
+    before = threading.active_count()
+    with tiered(*tiers, retry_s=0.01, copy_bytes=50_000) as store:
+        right = failed = 0
+        for _ in range(150):
+            part = dict(draw.sample(list(objects.items()), 20))
+            try:
+                if draw.random() < 0.4:
+                    save(store, part)
+                store.release(find(store, list(part), pin=True).ticket or 0)
+                found = read(store, part)
+            except StoreError:
+                failed += 1
+                continue
+            assert all(f in (None, d) for f, d in zip(found, part.values(), strict=True))
+            right += len(found) - found.count(None)
+        assert right > 1_000 > 300 > failed
+        assert min(tier.hits for tier in store.tiers) > 0
+        assert store.counts["promoted"] > 0
+        until(lambda: store._allowance.take(50_000), "every byte of copies was given back")
+    assert threading.active_count() == before
+
+
+def test_closing_ends_what_is_under_way() -> None:
+    before = threading.active_count()
+    store = TieredStore("tiered", tiers=[MEMORY, faults(delay=1.0, delay_s=60.0)])
+    store.open()
+    waiting = store.load(KEYS[:1], [pieces(DATA[0])])
+    store.close()
+    assert wait(waiting) == [False]
+    store.close()
+    assert threading.active_count() == before
+    with pytest.raises(StoreError, match="not open"):
+        store.lookup(KEYS)
+
+
+def test_a_tier_that_does_not_open_closes_the_others(tmp_path: Path) -> None:
+    before = threading.active_count()
+    store = TieredStore("tiered", tiers=[MEMORY, {"memory": {"max_bytes": 0}}])
+    with pytest.raises(ConfigError, match="max_bytes"):
+        store.open()
+    assert threading.active_count() == before
+
+
+@pytest.mark.parametrize(
+    ("options", "says"),
+    [
+        ({"tiers": []}, "tiers must be a list of specs"),
+        ({"tiers": "memory"}, "tiers must be a list of specs"),
+        ({"tiers": ["memory"], "write": "back"}, "write must be through or on_eviction"),
+        ({"tiers": ["memory", "no-such-store"]}, "unknown store"),
+        ({"tiers": ["faulty", "memory"], "write": "on_eviction"}, "does not tell what it evicts"),
+    ],
+)
+def test_wrong_options_are_named(options: dict[str, Any], says: str) -> None:
+    with pytest.raises(ConfigError, match=says):
+        TieredStore("x", **options)
+
+
+def test_specs_nest_as_text() -> None:
+    store = load_store('tiered:{"tiers": ["memory", {"faulty": {"inner": "memory"}}]}')
+    assert isinstance(store, TieredStore)
+    assert [tier.name for tier in store.tiers] == ["memory", "faulty"]
