@@ -1,4 +1,4 @@
-"""One engine on one GPU, offline: decode step, prefill, TTFT, throughput; beside vLLM 0.26.0.
+"""One engine, offline: decode step, prefill, TTFT, throughput; beside vLLM 0.26.0.
 
     python -m benchmarks.bench_engine --json engine.json [--profile]
 
@@ -146,6 +146,7 @@ def main() -> None:
     parser.add_argument("--json", type=Path)
     parser.add_argument("--profile", action="store_true", help="print kernels instead")
     parser.add_argument("--enforce-eager", action="store_true")
+    parser.add_argument("--tensor-parallel-size", type=int, default=1)
     parser.add_argument("--chunk", type=int, default=MAX_BATCHED_TOKENS)
     parser.add_argument("--only", default="", help="measure only rows whose names contain this")
     args = parser.parse_args()
@@ -160,6 +161,7 @@ def main() -> None:
         max_num_batched_tokens=args.chunk,
         enable_prefix_caching=False,
         enforce_eager=args.enforce_eager,
+        tensor_parallel_size=args.tensor_parallel_size,
     )
     began = time.perf_counter()
     bench = Bench(config)

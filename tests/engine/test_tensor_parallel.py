@@ -18,6 +18,7 @@ from kvbaton.engine.config import EngineConfig
 from kvbaton.engine.model_config import load_model_config
 from kvbaton.engine.ranks import Team, lanes
 from kvbaton.engine.step import NewSequence, SequenceStep, StepPlan
+from kvbaton.engine.warmup import warm_up
 from kvbaton.errors import ConfigError
 from kvbaton.wire import AddRequest, Output, SamplingParams
 
@@ -44,10 +45,10 @@ class Served:
     """A scheduler over an executor, without processes."""
 
     def __init__(self, folder: Path, size: int, **settings: Any) -> None:
-        defaults: dict[str, Any] = {"max_model_len": 128, "max_num_batched_tokens": 32}
-        config = EngineConfig(
-            model=str(folder), device="cpu", tensor_parallel_size=size, **(defaults | settings)
-        )
+        defaults: dict[str, Any] = {
+            "device": "cpu", "max_model_len": 128, "max_num_batched_tokens": 32,
+        }  # fmt: skip
+        config = EngineConfig(model=str(folder), tensor_parallel_size=size, **(defaults | settings))
         model = load_model_config(folder, config.dtype)
         self.executor = make_executor(config, model, track_sums=True)
         self.scheduler = make_scheduler(config, model, self.executor.layouts[0], bytes(32))
@@ -251,15 +252,12 @@ def test_what_one_rank_raises_ends_the_step_and_the_ranks(
 def test_a_rank_that_can_not_start_ends_the_others(
     checkpoint: Checkpoint, served: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    from kvbaton.engine import local
-
     def broken(runner: Any, max_model_len: int) -> None:
         if runner.model.shard.rank == 1:
             raise ArithmeticError("no warm-up")
         warm_up(runner, max_model_len)
 
-    warm_up = local.warm_up
-    monkeypatch.setattr(local, "warm_up", broken)
+    monkeypatch.setattr("kvbaton.engine.local.warm_up", broken)
     with pytest.raises(ArithmeticError, match="no warm-up"):
         served(checkpoint(), 2)
     assert not any(thread.name.startswith("rank") for thread in threading.enumerate())

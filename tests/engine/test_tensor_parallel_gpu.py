@@ -1,0 +1,114 @@
+"""Two GPUs give what one gives: products, graphs, sampling, sums; and what one raises ends both."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from kvbaton.engine.collectives import DisbandedError
+from kvbaton.engine.step import NewSequence, SequenceStep, StepPlan
+from kvbaton.wire import SamplingParams
+from tests.engine.test_gpu import GPU, MODELS, TOLERANCE, check_greedy, random_tokens
+from tests.engine.test_tensor_parallel import GREEDY, PROMPTS, Served, tokens
+
+pytestmark = [
+    pytest.mark.multigpu,
+    pytest.mark.skipif(torch.cuda.device_count() < 2, reason="fewer than two CUDA devices"),
+]
+
+Checkpoint = Callable[..., Path]
+TWO: dict[str, Any] = GPU | {"tensor_parallel_size": 2}
+
+
+@pytest.fixture(autouse=True)
+def ieee_products() -> None:
+    """transformers may have asked for TF32."""
+    torch.backends.cuda.matmul.allow_tf32 = False
+
+
+@pytest.mark.parametrize("eager", [False, True], ids=["graphs", "eager"])
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize("name", ["llama", "llama-biases", "mistral-window", "qwen3"])
+def test_mixed_batches_generate_what_transformers_does(
+    name: str, dtype: str, eager: bool, checkpoint: Checkpoint, reference: Any, drive: Any
+) -> None:
+    folder = checkpoint(**MODELS[name])
+    driver = drive(folder, dtype=dtype, enforce_eager=eager, **TWO)
+    rng = np.random.default_rng(1)
+    prompts = [random_tokens(rng, count) for count in (1, 2, 5, 17, 33, 64, 150)]
+    handles = [driver.add(prompt) for prompt in prompts]
+    while min(len(driver.tokens[h]) - len(p) for h, p in zip(handles, prompts, strict=True)) < 12:
+        work = []
+        for handle in rng.permutation(handles)[: rng.integers(1, 8)].tolist():
+            count = min(driver.left(handle), int(rng.integers(1, 60)))
+            work.append((handle, count, int(count == driver.left(handle))))
+        driver.step(*sorted(work, key=lambda item: item[1] > 1))
+    for handle, prompt in zip(handles, prompts, strict=True):
+        got = driver.tokens[handle][len(prompt) :]
+        check_greedy(reference(folder, dtype), prompt, got, TOLERANCE[dtype])
+    first, second = (rank._runner.sequences.tokens.cpu() for rank in driver.executor.ranks)
+    assert torch.equal(first, second), "ranks sampled different tokens"
+
+
+def test_requests_give_the_tokens_of_one_gpu(checkpoint: Checkpoint) -> None:
+    wanted = [
+        GREEDY,
+        SamplingParams(temperature=1.1, seed=7, n=3, max_tokens=20, ignore_eos=True),
+        SamplingParams(temperature=0.8, seed=8, top_p=0.9, top_k=40, max_tokens=20),
+        SamplingParams(temperature=0.7, seed=9, repetition_penalty=1.3, logprobs=2, max_tokens=20),
+    ]
+    requests = [(prompt, wanted[i % 4]) for i, prompt in enumerate(PROMPTS * 2)]
+    found = []
+    for size in (1, 2):
+        settings = {"device": "cuda", "max_num_seqs": 8, "num_blocks": 19}
+        engine = Served(checkpoint(tied=True), size, **settings)
+        try:
+            found.append(tokens(engine.run(requests)))
+            assert engine.scheduler.counters()["kvbaton_preemptions_total"] > 0
+        finally:
+            engine.executor.close()
+    assert found[1] == found[0]
+
+
+def test_kept_sums_are_those_of_the_bytes(checkpoint: Checkpoint, drive: Any) -> None:
+    driver = drive(checkpoint(**MODELS["llama"]), dtype="bfloat16", **TWO)
+    handle = driver.add(random_tokens(np.random.default_rng(4), 200))
+    driver.generate(handle, 20, chunk=70)
+    blocks, length = driver.tables[handle], driver.computed[handle]
+    kept, again = driver.executor.sums(0, blocks), driver.executor.digest(0, blocks, 0, 0, length)
+    driver.wait(kept)
+    driver.wait(again)
+    assert [rank.cache.data.get_device() for rank in driver.executor.ranks] == [0, 1]
+    for mine, theirs in zip(kept.poll(), again.poll(), strict=True):
+        assert (mine == theirs).all()
+
+
+@pytest.mark.parametrize("when", ["before a collective", "after one"])
+def test_what_one_rank_raises_ends_both(
+    when: str, checkpoint: Checkpoint, drive: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The other one's GPU waits for a product that never comes, and is set free."""
+    driver = drive(checkpoint(**MODELS["llama"]), **TWO)
+    driver.generate(driver.add([5] * 20), 3)
+
+    def broken(hidden: torch.Tensor) -> torch.Tensor:
+        raise ArithmeticError("rank 1 broke")
+
+    model = driver.executor.ranks[1]._runner.model
+    layer = model.embed_tokens if when == "before a collective" else model.layers[1].mlp
+    monkeypatch.setattr(layer, "forward", broken)
+    new = (NewSequence(77, (5, 6, 7), 3, 0, GREEDY),)
+    plan = StepPlan(9, new=new, steps=(SequenceStep(77, 0, 3, ((driver.free.pop(),),), 1),))
+    began = time.monotonic()
+    with pytest.raises(ArithmeticError, match="rank 1 broke"):
+        driver.executor.launch(plan).result()
+    with pytest.raises((ArithmeticError, DisbandedError)):
+        driver.executor.launch(plan).result()
+    driver.executor.close()
+    assert time.monotonic() - began < 20
