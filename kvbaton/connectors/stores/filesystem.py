@@ -153,9 +153,10 @@ class Files:
     def _read(self, path: str, key: bytes, target: Pieces) -> Verdict:
         file = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
         try:
-            verdict = filesystem_entry.read(file, key, target)
+            status = os.fstat(file)
+            verdict = filesystem_entry.read(file, status.st_size, key, target)
             if verdict is Verdict.RIGHT:
-                self._touch(file, os.fstat(file).st_mtime)
+                self._touch(file, status.st_mtime)
             return verdict
         finally:
             os.close(file)

@@ -9,11 +9,10 @@ key that was asked for and the bytes that were read: whatever differs, the file 
 from __future__ import annotations
 
 import enum
-import errno
 import json
 import os
 import struct
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 
 import xxhash
 
@@ -39,9 +38,9 @@ class Verdict(enum.Enum):
 
 def header(key: bytes, num_bytes: int, digest: bytes) -> bytes:
     """The first `HEADER_BYTES` of a file: of key, length and checksum of its object."""
-    about = {"format": "kvbaton-object-1", "key": key.hex(), "xxh3_128": digest.hex()}
-    tensor = {"dtype": "U8", "shape": [num_bytes], "data_offsets": [0, num_bytes]}
-    text = json.dumps({"__metadata__": about, "object": tensor}, separators=(",", ":")).encode()
+    about = f'{{"format":"kvbaton-object-1","key":"{key.hex()}","xxh3_128":"{digest.hex()}"}}'
+    tensor = f'{{"dtype":"U8","shape":[{num_bytes}],"data_offsets":[0,{num_bytes}]}}'
+    text = f'{{"__metadata__":{about},"object":{tensor}}}'.encode()
     room = HEADER_BYTES - _LENGTH.size
     return _LENGTH.pack(room) + text.ljust(room)
 
@@ -56,37 +55,38 @@ def write(file: int, key: bytes, source: Pieces) -> None:
     for chunk in _chunks(source):
         for piece in chunk:
             checksum.update(piece)
-        _write_all(file, chunk, offset)
-        offset += sum(map(len, chunk))
+        offset = _move_all(os.pwritev, file, chunk, offset)
     first = header(key, offset - HEADER_BYTES, checksum.digest())
-    _write_all(file, [memoryview(first)], 0)
+    _move_all(os.pwritev, file, [memoryview(first)], 0)
 
 
-def read(file: int, key: bytes, target: Pieces) -> Verdict:
-    """Fill `target` from a file, and say whether it holds the right bytes.
+def read(file: int, size: int, key: bytes, target: Pieces) -> Verdict:
+    """Fill `target` from a file of `size` bytes, and say whether it holds the right ones.
 
     Raises:
         OSError: the file can't be read.
     """
+    first = memoryview(bytearray(HEADER_BYTES))
     num_bytes = sum(map(len, target))
-    first = os.pread(file, HEADER_BYTES, 0)
-    size = os.fstat(file).st_size
     if size != HEADER_BYTES + num_bytes:
+        os.preadv(file, [first], 0)
         return Verdict.OTHER_LENGTH if size == _size_claimed(first) else Verdict.CORRUPT
-    checksum, offset = xxhash.xxh3_128(), HEADER_BYTES
-    for chunk in _chunks(target):
-        if not _read_all(file, chunk, offset):
+    checksum, offset = xxhash.xxh3_128(), 0
+    for chunk in _chunks([first, *target]):
+        try:
+            offset = _move_all(os.preadv, file, chunk, offset)
+        except EOFError:  # cut while it was read
             return Verdict.CORRUPT
-        for piece in chunk:
+        for piece in chunk[1:] if chunk[0] is first else chunk:
             checksum.update(piece)
-        offset += sum(map(len, chunk))
     right = first == header(key, num_bytes, checksum.digest())
     return Verdict.RIGHT if right else Verdict.CORRUPT
 
 
-def _size_claimed(first: bytes) -> int | None:
+def _size_claimed(first: memoryview) -> int | None:
     try:
-        return HEADER_BYTES + int(json.loads(first[_LENGTH.size :])["object"]["shape"][0])
+        about = json.loads(bytes(first[_LENGTH.size :]))
+        return HEADER_BYTES + int(about["object"]["shape"][0])
     except (ValueError, TypeError, LookupError):
         return None
 
@@ -95,33 +95,38 @@ def _chunks(pieces: Pieces) -> Iterator[list[memoryview]]:
     """The bytes in order, a limited number of bytes and of pieces at a time."""
     chunk, room = list[memoryview](), _CHUNK_BYTES
     for piece in pieces:
-        while piece:
+        while len(piece) > room or (piece and len(chunk) == _CHUNK_PIECES):
             chunk.append(piece[:room])
-            room -= len(chunk[-1])
-            piece = piece[len(chunk[-1]) :]
-            if not room or len(chunk) == _CHUNK_PIECES:
-                yield chunk
-                chunk, room = [], _CHUNK_BYTES
+            yield chunk
+            piece = piece[room:]
+            chunk, room = [], _CHUNK_BYTES
+        if piece:
+            chunk.append(piece)
+            room -= len(piece)
     if chunk:
         yield chunk
 
 
-def _write_all(file: int, chunk: Sequence[memoryview], offset: int) -> None:
-    while chunk:
-        done = os.pwritev(file, chunk, offset)
-        if not done:
-            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
-        chunk, offset = _after(chunk, done), offset + done
+def _move_all(
+    move: Callable[[int, Sequence[memoryview], int], int],
+    file: int,
+    chunk: Sequence[memoryview],
+    offset: int,
+) -> int:
+    """Read or write a whole chunk; the offset after it.
 
-
-def _read_all(file: int, chunk: Sequence[memoryview], offset: int) -> bool:
-    """Whether the file was long enough."""
+    Raises:
+        EOFError: the file ended, or takes no more.
+    """
     while chunk:
-        done = os.preadv(file, chunk, offset)
+        done = move(file, chunk, offset)
+        offset += done
+        if done == sum(map(len, chunk)):
+            break
         if not done:
-            return False
-        chunk, offset = _after(chunk, done), offset + done
-    return True
+            raise EOFError(f"at byte {offset}")
+        chunk = _after(chunk, done)
+    return offset
 
 
 def _after(chunk: Sequence[memoryview], done: int) -> list[memoryview]:

@@ -22,9 +22,9 @@ from __future__ import annotations
 
 import fcntl
 import hashlib
-import itertools
 import os
 import random
+import secrets
 import threading
 import time
 from collections.abc import Iterator, Sequence
@@ -70,7 +70,6 @@ class Room:
         self._root = root
         self._max_bytes = max_bytes
         self._writer = ""
-        self._numbers = itertools.count()
         self._lock = threading.Lock()
         self.usage = Usage(capacity=max_bytes)
         """As last read from the directory."""
@@ -95,7 +94,7 @@ class Room:
 
     def temporary(self) -> str:
         """A path for a file that is being written; whoever wins it also removes it."""
-        return f"{self._root}/tmp/{self._writer}.{next(self._numbers)}"
+        return f"{self._root}/tmp/{self._writer}.{secrets.token_hex(8)}"
 
     def publish(self, temporary: str, path: str, num_bytes: int, deadline: float) -> bool:
         """Make a whole file an entry; False if the limit leaves no room for it in time."""

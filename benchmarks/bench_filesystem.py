@@ -1,0 +1,279 @@
+"""What the filesystem store reaches, next to plain sequential I/O in the same directory.
+
+Saves and loads: the same number of files of the same sizes, by the store (checksums, account and
+renames included) and by a loop of `os.open`, `os.write` or `os.read`, and `os.close`, like ``dd``.
+*dd* reads everything into one buffer, as ``dd`` does; *dd into targets* reads it where the store
+has to put it. The loops read the very files that the store wrote. Each round runs all of them, in
+alternating order; ratios are within a round. Cold means that the files' pages were dropped from the
+page cache, by ``posix_fadvise``.
+
+Lookups: entries that the store would load, half of them written by another process after the store
+was opened; each lookup asks for 1,000 others of them, of both halves in turn.
+"""
+
+from __future__ import annotations
+
+import argparse
+import hashlib
+import os
+import random
+import shutil
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import xxhash
+
+from kvbaton.bench.report import median, percentile, publish
+from kvbaton.connectors.stores.filesystem import FilesystemStore
+from kvbaton.connectors.stores.filesystem_entry import HEADER_BYTES, header
+
+Row = dict[str, Any]
+
+
+def main() -> None:
+    """Run it, or write entries (`--write`) as the other process."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--path", default=tempfile.gettempdir(), help="where to make the folder")
+    parser.add_argument("--object-kib", type=int, nargs="+", default=[128, 2048])
+    parser.add_argument("--total-mib", type=int, default=512, help="of each save and load")
+    parser.add_argument("--rounds", type=int, default=5)
+    parser.add_argument("--threads", type=int, default=4)
+    parser.add_argument("--entries", type=int, default=1_000_000, help="for the lookups")
+    parser.add_argument("--lookups", type=int, default=200)
+    parser.add_argument("--out", type=Path)
+    parser.add_argument("--write", type=int, nargs=2, help=argparse.SUPPRESS)
+    args = parser.parse_args()
+    if args.write:
+        write_entries(Path(args.path), range(*args.write))
+        return
+    folder = Path(tempfile.mkdtemp(prefix="kvbaton-bench-", dir=args.path))
+    try:
+        rows = [
+            row
+            for kib in args.object_kib
+            for fsync in (False, True)
+            for row in Transfers(folder, kib << 10, args, fsync).run()
+        ]
+        publish("filesystem", vars(args), rows, args.out)
+        if args.entries:
+            looked = lookups(folder, args.entries, args.lookups)
+            out = args.out and args.out.with_stem(args.out.stem + "-lookup")
+            publish("filesystem lookup", vars(args), looked, out)
+    finally:
+        shutil.rmtree(folder)
+
+
+class Transfers:
+    """Saves and loads of one size of objects."""
+
+    def __init__(self, folder: Path, size: int, args: argparse.Namespace, fsync: bool) -> None:
+        self.count = max(1, (args.total_mib << 20) // size)
+        self.size, self.fsync, self.rounds = size, fsync, args.rounds
+        self.folder, self.raw = folder / "store", folder / "raw"
+        self.store = FilesystemStore(
+            "bench", path=str(self.folder), threads=args.threads, fsync=fsync
+        )
+        self.source = _random_bytes(size * self.count)
+        self.target = memoryview(bytearray(size * self.count))
+        self.keys = [_key(index) for index in range(self.count)]
+        self.speeds: dict[str, list[float]] = {}
+
+    def run(self) -> list[Row]:
+        """One row per direction and state of the cache."""
+        for round_number in range(self.rounds):
+            self._round(turned=bool(round_number % 2))
+        return [self._row(*names) for names in (("save", ""), ("load", "warm"), ("load", "cold"))]
+
+    def _round(self, *, turned: bool) -> None:
+        for folder in (self.folder, self.raw):
+            shutil.rmtree(folder, ignore_errors=True)
+        self.raw.mkdir()
+        self.store.open()
+        os.sync()
+        self._time([("save dd", self._dd_write), ("save store", self._save)], turned)
+        os.sync()
+        loads: list[tuple[str, Callable[[], None]]] = [
+            ("dd", self._dd_read),
+            ("dd into targets", self._dd_into_targets),
+            ("store", self._load),
+        ]
+        named = {path.stem: path for path in self.folder.rglob("*.safetensors")}
+        self._files = [named[key.hex()] for key in self.keys]
+        self._time([(f"load {name} warm", load) for name, load in loads], turned)
+        self._time([(f"load {name} cold", load) for name, load in loads], turned, cold=True)
+        assert self.target == self.source, "the store gave other bytes"
+        self.store.close()
+
+    def _time(
+        self, cases: Sequence[tuple[str, Callable[[], None]]], turned: bool, cold: bool = False
+    ) -> None:
+        for name, action in cases[::-1] if turned else cases:
+            if cold:
+                self._drop_pages()
+            begin = time.perf_counter()
+            action()
+            seconds = time.perf_counter() - begin
+            self.speeds.setdefault(name, []).append(self.size * self.count / seconds / 1e9)
+
+    def _row(self, direction: str, cache: str) -> Row:
+        def of(who: str) -> list[float]:
+            return self.speeds.get(f"{direction} {who} {cache}".strip(), [])
+
+        def ratio(who: str) -> float:
+            return median([a / b for a, b in zip(of("store"), of(who), strict=False)])
+
+        return {
+            "object KiB": self.size >> 10,
+            "fsync": self.fsync,
+            "what": f"{direction} {cache}",
+            "dd GB/s": median(of("dd")),
+            "dd into targets": median(of("dd into targets")),
+            "store": median(of("store")),
+            "of dd": ratio("dd"),
+            "of dd into targets": ratio("dd into targets"),
+        }
+
+    def _pieces(self, memory: memoryview) -> list[list[memoryview]]:
+        starts = range(0, self.size * self.count, self.size)
+        return [[memory[at : at + 256], memory[at + 256 : at + self.size]] for at in starts]
+
+    def _save(self) -> None:
+        assert all(self.store.store(self.keys, self._pieces(self.source)).result())
+
+    def _load(self) -> None:
+        assert all(self.store.load(self.keys, self._pieces(self.target)).result())
+
+    def _dd_write(self) -> None:
+        first = memoryview(bytes(HEADER_BYTES))
+        for index in range(self.count):
+            file = os.open(self.raw / f"{index}", os.O_WRONLY | os.O_CREAT, 0o660)
+            os.write(file, first)
+            rest = self.source[index * self.size : (index + 1) * self.size]
+            while rest:
+                rest = rest[os.write(file, rest) :]
+            if self.fsync:
+                os.fsync(file)
+            os.close(file)
+
+    def _dd_read(self) -> None:
+        for path in self._files:
+            file = os.open(path, os.O_RDONLY)
+            while os.read(file, self.size + HEADER_BYTES):
+                pass
+            os.close(file)
+
+    def _dd_into_targets(self) -> None:
+        first = memoryview(bytearray(HEADER_BYTES))
+        for index, path in enumerate(self._files):
+            file = os.open(path, os.O_RDONLY)
+            rest = [first, self.target[index * self.size : (index + 1) * self.size]]
+            assert os.readv(file, rest) == self.size + HEADER_BYTES
+            os.close(file)
+
+    def _drop_pages(self) -> None:
+        for path in self._files:
+            file = os.open(path, os.O_RDONLY)
+            os.posix_fadvise(file, 0, 0, os.POSIX_FADV_DONTNEED)
+            os.close(file)
+
+
+def lookups(folder: Path, entries: int, rounds: int) -> list[Row]:
+    """Time of a lookup of 1,000 keys among `entries`."""
+    half = entries // 2
+    root = folder / "many"
+    begin = time.perf_counter()
+    _run_writer(root, 0, half)
+    opening = time.perf_counter()
+    store = FilesystemStore("bench", path=str(root))
+    store.open()
+    opened = time.perf_counter()
+    _run_writer(root, half, entries)
+    written = time.perf_counter()
+    print(
+        f"{half} entries written in {opening - begin:.0f} s, the store opened in "
+        f"{opened - opening:.1f} s, as many more written in {written - opened:.0f} s",
+        flush=True,
+    )
+    rng = random.Random(0)
+    order = [rng.randrange(half) + half * (index % 2) for index in range(1000 * rounds)]
+    rows = [
+        _time_lookups(store, "all there", [_key(index) for index in order], 1000),
+        _time_lookups(store, "500 there", [_key(index) for index in order], 500),
+        _time_lookups(store, "none there", [_key(index) for index in order], 0),
+    ]
+    _check_loads(store, order[:1000])
+    store.close()
+    begin = time.perf_counter()
+    shutil.rmtree(root)
+    print(f"removed in {time.perf_counter() - begin:.0f} s", flush=True)
+    return rows
+
+
+def _time_lookups(
+    store: FilesystemStore, what: str, keys: Sequence[bytes], there: int
+) -> dict[str, Any]:
+    """Keys of a lookup beyond the first `there` are changed into ones that nobody stored."""
+    times = []
+    for start in range(0, len(keys), 1000):
+        asked = list(keys[start : start + 1000])
+        asked[there:] = [hashlib.sha256(key).digest() for key in asked[there:]]
+        begin = time.perf_counter()
+        found = store.lookup(asked).result()
+        times.append((time.perf_counter() - begin) * 1e3)
+        assert found.present == (True,) * there + (False,) * (1000 - there)
+    return {
+        "1,000 keys": what,
+        "lookups": len(times),
+        "median ms": median(times),
+        "p95 ms": percentile(times, 95),
+        "worst ms": max(times),
+    }
+
+
+def _check_loads(store: FilesystemStore, order: Sequence[int]) -> None:
+    """The entries are real: the store loads them."""
+    targets = [bytearray(64) for _ in order]
+    pieces = [[memoryview(target)] for target in targets]
+    assert all(store.load([_key(index) for index in order], pieces).result())
+    assert all(target == _tiny(index) for index, target in zip(order, targets, strict=True))
+
+
+def _run_writer(root: Path, start: int, stop: int) -> None:
+    words = ["--path", str(root), "--write", str(start), str(stop)]
+    subprocess.run([sys.executable, __file__, *words], check=True)
+
+
+def write_entries(root: Path, indices: range) -> None:
+    """Write entries as the store does, without its account, which counts them at its opening."""
+    base = root / "kvbaton-1"
+    for folder in range(256):
+        (base / f"{folder:02x}").mkdir(parents=True, exist_ok=True)
+    for index in indices:
+        key, body = _key(index), _tiny(index)
+        name = key.hex()
+        flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL
+        file = os.open(f"{base}/{name[:2]}/{name}.safetensors", flags, 0o660)
+        os.write(file, header(key, len(body), xxhash.xxh3_128_digest(body)) + body)
+        os.close(file)
+
+
+def _key(index: int) -> bytes:
+    return hashlib.sha256(index.to_bytes(8, "big")).digest()
+
+
+def _tiny(index: int) -> bytes:
+    return index.to_bytes(64, "big")
+
+
+def _random_bytes(count: int) -> memoryview:
+    return memoryview(np.random.default_rng(0).bytes(count))
+
+
+if __name__ == "__main__":
+    main()
