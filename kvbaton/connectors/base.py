@@ -143,6 +143,7 @@ class Capabilities:
         fence: see `FenceScope`.
         two_sided: the target must `expect` each write before it can land.
         max_ranges: most rows of one write; the caller splits above it.
+        processes: it reaches other processes.
     """
 
     devices: frozenset[Device]
@@ -150,6 +151,7 @@ class Capabilities:
     fence: FenceScope
     two_sided: bool = False
     max_ranges: int = 65_536
+    processes: bool = True
 
 
 @runtime_checkable

@@ -185,7 +185,7 @@ class MemoryTransport:
     @property
     def capabilities(self) -> Capabilities:
         """CPU memory; a fence always holds."""
-        return Capabilities(frozenset({"cpu"}), MAX_NOTICE_BYTES, FenceScope.PEER)
+        return Capabilities(frozenset({"cpu"}), MAX_NOTICE_BYTES, FenceScope.PEER, processes=False)
 
     def register(self, memory: Memory) -> Region:
         """Make memory reachable.
