@@ -9,6 +9,7 @@ key that was asked for and the bytes that were read: whatever differs, the file 
 from __future__ import annotations
 
 import enum
+import errno
 import json
 import os
 import struct
@@ -34,6 +35,10 @@ class Verdict(enum.Enum):
     OTHER_LENGTH = enum.auto()
     """Whole by its own account, but of another length than the caller's target."""
     CORRUPT = enum.auto()
+
+
+class _EndedError(OSError):
+    """The file gives or takes no more bytes."""
 
 
 def header(key: bytes, num_bytes: int, digest: bytes) -> bytes:
@@ -75,7 +80,7 @@ def read(file: int, size: int, key: bytes, target: Pieces) -> Verdict:
     for chunk in _chunks([first, *target]):
         try:
             offset = _move_all(os.preadv, file, chunk, offset)
-        except EOFError:  # cut while it was read
+        except _EndedError:  # cut while it was read
             return Verdict.CORRUPT
         for piece in chunk[1:] if chunk[0] is first else chunk:
             checksum.update(piece)
@@ -113,18 +118,14 @@ def _move_all(
     chunk: Sequence[memoryview],
     offset: int,
 ) -> int:
-    """Read or write a whole chunk; the offset after it.
-
-    Raises:
-        EOFError: the file ended, or takes no more.
-    """
+    """Read or write a whole chunk; the offset after it."""
     while chunk:
         done = move(file, chunk, offset)
         offset += done
         if done == sum(map(len, chunk)):
             break
         if not done:
-            raise EOFError(f"at byte {offset}")
+            raise _EndedError(errno.EIO, f"the file ends at byte {offset}")
         chunk = _after(chunk, done)
     return offset
 
