@@ -1,0 +1,357 @@
+"""The memory store: exact LRU within its bytes, pins that end, and bytes that never mix."""
+
+import ctypes
+import random
+import threading
+from collections import OrderedDict
+from collections.abc import Iterator, Sequence
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from kvbaton.connectors.registry import load_store
+from kvbaton.connectors.store import Evicting, Pieces, Store
+from kvbaton.connectors.stores.extents import Extents
+from kvbaton.connectors.stores.memory import LARGE_BYTES, MemoryStore
+from kvbaton.errors import ConfigError, StoreError
+
+TIMEOUT_S = 30.0
+
+
+class Clock:
+    def __init__(self) -> None:
+        self.now = 0.0
+
+    def __call__(self) -> float:
+        return self.now
+
+
+def key(number: int) -> bytes:
+    return number.to_bytes(32, "big")
+
+
+def body(number: int, size: int) -> bytes:
+    return random.Random(number).randbytes(size)
+
+
+def cut(data: bytes | bytearray, *at: int) -> list[memoryview]:
+    view, ends = memoryview(data), [*at, len(data)]
+    return [view[a:b] for a, b in zip([0, *at], ends, strict=True)]
+
+
+def save(store: Store, *items: tuple[int, bytes]) -> list[bool]:
+    numbers, bodies = [key(n) for n, _ in items], [cut(data) for _, data in items]
+    return store.store(numbers, bodies).result(TIMEOUT_S)
+
+
+def load(store: Store, number: int, size: int) -> bytes | None:
+    target = bytearray(size)
+    (there,) = store.load([key(number)], [cut(target)]).result(TIMEOUT_S)
+    return bytes(target) if there else None
+
+
+def present(store: Store, numbers: Sequence[int]) -> list[int]:
+    found = store.lookup([key(n) for n in numbers]).result(TIMEOUT_S)
+    return [n for n, there in zip(numbers, found.present, strict=True) if there]
+
+
+@pytest.fixture
+def clock() -> Clock:
+    return Clock()
+
+
+@pytest.fixture
+def store(clock: Clock) -> Iterator[MemoryStore]:
+    """Room for four objects of 100 bytes."""
+    store = MemoryStore("host", max_bytes=400, pin_seconds=10, clock=clock)
+    store.open()
+    yield store
+    store.close()
+
+
+def fill(store: MemoryStore, count: int = 4) -> None:
+    assert save(store, *((n, body(n, 100)) for n in range(count))) == [True] * count
+
+
+def test_it_is_found_by_name_and_declares_what_it_can() -> None:
+    store = load_store('memory:{"max_bytes": 1000}')
+    assert isinstance(store, MemoryStore)
+    assert isinstance(store, Evicting)
+    can = store.capabilities
+    assert (can.pins, can.deletes, can.persistent, can.shared) == (True, True, False, False)
+
+
+@pytest.mark.parametrize("size", [0, 1, 4097, LARGE_BYTES + 3, 3 * LARGE_BYTES])
+def test_bytes_come_back_however_either_side_is_cut(size: int) -> None:
+    store = MemoryStore("host", max_bytes=1 << 20)
+    store.open()
+    data = body(1, size)
+    source = cut(data, size // 3, size // 3, size // 2)
+    assert store.store([key(1)], [source]).result(TIMEOUT_S) == [True]
+    target = bytearray(size)
+    assert store.load([key(1)], [cut(target, size // 5, size)]).result(TIMEOUT_S) == [True]
+    assert target == data
+    assert store.usage().num_bytes == size
+    store.close()
+
+
+def test_another_length_is_a_miss(store: MemoryStore) -> None:
+    fill(store)
+    assert load(store, 0, 99) is None
+    assert load(store, 0, 101) is None
+    assert load(store, 0, 100) == body(0, 100)
+
+
+def test_the_least_recently_used_leaves_first(store: MemoryStore) -> None:
+    fill(store)
+    assert load(store, 0, 100) is not None  # use: to load,
+    assert save(store, (1, body(1, 100))) == [True]  # to store again,
+    ticket = store.lookup([key(2)], pin=True).result(TIMEOUT_S).ticket  # to pin
+    assert ticket is not None
+    store.release(ticket)
+    assert present(store, range(4)) == [0, 1, 2, 3]  # to be looked at is none
+    assert save(store, (4, body(4, 100)), (5, body(5, 100))) == [True, True]
+    assert present(store, range(6)) == [1, 2, 4, 5]
+    assert store.usage().num_bytes == 400
+
+
+def test_no_more_is_evicted_than_must_be(store: MemoryStore) -> None:
+    fill(store)
+    assert save(store, (4, body(4, 101))) == [True]
+    assert present(store, range(5)) == [2, 3, 4]
+    assert save(store, (5, body(5, 401))) == [False]
+    assert present(store, range(6)) == [2, 3, 4]
+
+
+def test_what_is_pinned_stays_until_it_is_released(store: MemoryStore) -> None:
+    fill(store)
+    found = store.lookup([key(0), key(9), key(1)], pin=True).result(TIMEOUT_S)
+    assert found.present == (True, False, True)
+    again = store.lookup([key(1)], pin=True).result(TIMEOUT_S)
+    assert found.ticket is not None
+    assert again.ticket is not None
+    assert save(store, *((n, body(n, 100)) for n in range(4, 8))) == [True] * 4
+    assert present(store, range(8)) == [0, 1, 6, 7]
+    assert save(store, (8, body(8, 201))) == [False]
+    store.release(found.ticket)
+    store.release(found.ticket)
+    store.release(-1)
+    assert save(store, (8, body(8, 300))) == [True]
+    assert present(store, range(9)) == [1, 8]
+    store.release(again.ticket)
+    assert save(store, (9, body(9, 400))) == [True]
+    assert store.usage().num_bytes == 400
+
+
+def test_nothing_found_gives_no_ticket(store: MemoryStore) -> None:
+    assert store.lookup([key(1)], pin=True).result(TIMEOUT_S).ticket is None
+
+
+def test_a_pin_that_nobody_releases_ends(store: MemoryStore, clock: Clock) -> None:
+    fill(store)
+    ticket = store.lookup([key(n) for n in range(4)], pin=True).result(TIMEOUT_S).ticket
+    clock.now = 9.9
+    assert save(store, (4, body(4, 100))) == [False]
+    clock.now = 10.0
+    assert save(store, (4, body(4, 100))) == [True]
+    assert ticket is not None
+    store.release(ticket)
+    assert save(store, (5, body(5, 400))) == [True]
+
+
+def test_deleting_what_is_pinned_hides_it_and_frees_it_at_release(store: MemoryStore) -> None:
+    fill(store)
+    ticket = store.lookup([key(0)], pin=True).result(TIMEOUT_S).ticket
+    assert store.delete([key(0), key(0), key(9)]).result(TIMEOUT_S) == 1
+    assert present(store, range(4)) == [1, 2, 3]
+    assert store.usage().num_bytes == 400
+    assert save(store, (0, body(5, 100))) == [True]
+    assert load(store, 0, 100) == body(5, 100)
+    assert ticket is not None
+    store.release(ticket)
+    assert store.usage().num_bytes == 300
+    assert store.usage().objects == 3
+
+
+def test_any_free_bytes_can_be_used_however_scattered(store: MemoryStore) -> None:
+    assert all(save(store, *((n, body(n, 20)) for n in range(20))))
+    assert store.delete([key(n) for n in range(0, 20, 2)]).result(TIMEOUT_S) == 10
+    assert save(store, (50, body(50, 200))) == [True]
+    assert load(store, 50, 200) == body(50, 200)
+    assert all(load(store, n, 20) == body(n, 20) for n in range(1, 20, 2))
+
+
+def test_evicted_objects_are_told_with_their_bytes(store: MemoryStore) -> None:
+    told: list[tuple[bytes, bytes]] = []
+
+    def note(gone: bytes, pieces: Pieces) -> None:
+        told.append((gone, b"".join(pieces)))
+
+    store.on_evict = note
+    fill(store)
+    store.delete([key(3)]).result(TIMEOUT_S)
+    assert save(store, (4, body(4, 250))) == [True]
+    assert told == [(key(n), body(n, 100)) for n in (0, 1)]
+
+
+def test_the_arena_can_be_pinned(store: MemoryStore) -> None:
+    fill(store, 1)
+    memory = store.memory
+    assert (memory.num_bytes, memory.device) == (400, "cpu")
+    assert body(0, 100) in ctypes.string_at(memory.address, memory.num_bytes)
+
+
+def test_after_close_nothing_is_left(store: MemoryStore) -> None:
+    fill(store)
+    store.close()
+    assert store.health() == "not open"
+    with pytest.raises(StoreError, match="not open"):
+        store.memory  # noqa: B018
+    with pytest.raises(StoreError, match="not open"):
+        store.load([key(0)], [cut(bytearray(100))])
+    store.open()
+    assert store.health() is None
+    assert present(store, range(4)) == []
+    assert store.usage().num_bytes == 0
+
+
+@pytest.mark.parametrize("size", [0, -1, 1 << 60])
+def test_an_impossible_size_is_refused_by_name(size: int) -> None:
+    with pytest.raises(ConfigError, match="max_bytes"):
+        MemoryStore("host", max_bytes=size).open()
+
+
+def test_many_threads_never_mix_bytes_and_leak_none() -> None:
+    """Far more objects than fit, all sizes, evicted, deleted and pinned while others copy them."""
+    store = MemoryStore("host", max_bytes=600_000, threads=4)
+    store.open()
+    sizes = [1, 4096, 30_000, LARGE_BYTES + 1]
+    bodies = {n: body(n, sizes[n % 4]) for n in range(24)}
+    wrong: list[int] = []
+
+    def work(seed: int) -> None:
+        rng = random.Random(seed)
+        for _ in range(150):
+            n = rng.randrange(24)
+            step = rng.randrange(8)
+            if step < 4:
+                save(store, (n, bodies[n]), (n, bodies[n]))
+            elif step < 6 and load(store, n, len(bodies[n])) not in (None, bodies[n]):
+                wrong.append(n)
+            elif step == 6:
+                ticket = store.lookup([key(n)], pin=True).result(TIMEOUT_S).ticket
+                if ticket is not None:
+                    if load(store, n, len(bodies[n])) not in (None, bodies[n]):
+                        wrong.append(n)
+                    store.release(ticket)
+            else:
+                store.delete([key(n)]).result(TIMEOUT_S)
+
+    threads = [threading.Thread(target=work, args=(seed,)) for seed in range(4)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(120)
+    assert not wrong
+    store.delete([key(n) for n in range(24)]).result(TIMEOUT_S)
+    assert (store.usage().objects, store.usage().num_bytes) == (0, 0)
+    assert save(store, (99, bytes(600_000))) == [True], "a hold was leaked"
+    store.close()
+
+
+class Model:
+    """A dict with LRU eviction by bytes: what the store must do, without threads or an arena."""
+
+    def __init__(self, capacity: int) -> None:
+        self.capacity = capacity
+        self.sizes: OrderedDict[int, int] = OrderedDict()
+        self.pins: dict[int, tuple[float, list[int]]] = {}
+
+    def pinned(self, n: int) -> bool:
+        return any(n in numbers for _, numbers in self.pins.values())
+
+    def store(self, n: int, size: int) -> bool:
+        if n in self.sizes:
+            self.sizes.move_to_end(n)
+            return True
+        if size > self.capacity - sum(s for m, s in self.sizes.items() if self.pinned(m)):
+            return False
+        while sum(self.sizes.values()) + size > self.capacity:
+            del self.sizes[next(m for m in self.sizes if not self.pinned(m))]
+        self.sizes[n] = size
+        return True
+
+
+NUMBER = st.integers(0, 7)
+STEP = st.one_of(
+    st.tuples(st.just("store"), NUMBER),
+    st.tuples(st.just("load"), NUMBER),
+    st.tuples(st.just("pin"), st.lists(NUMBER, max_size=3)),
+    st.tuples(st.just("release"), st.integers(0, 3)),
+    st.tuples(st.just("delete"), NUMBER),
+    st.tuples(st.just("wait"), st.integers(1, 6)),
+)
+
+
+@settings(deadline=None, max_examples=150)
+@given(st.lists(STEP, max_size=40))
+def test_it_behaves_like_a_dict_with_lru_eviction(steps: list[tuple[str, int]]) -> None:
+    clock, model = Clock(), Model(100)
+    store = MemoryStore("host", max_bytes=100, pin_seconds=10, clock=clock, threads=1)
+    store.open()
+    tickets: list[int] = []
+    for what, argument in steps:
+        run_step(store, model, clock, tickets, what, argument)
+        assert present(store, range(8)) == sorted(model.sizes)
+    store.close()
+
+
+def run_step(
+    store: MemoryStore, model: Model, clock: Clock, tickets: list[int], what: str, argument: object
+) -> None:
+    for ticket in [t for t, (end, _) in model.pins.items() if end <= clock.now]:
+        del model.pins[ticket]
+    if isinstance(argument, list):
+        found = store.lookup([key(n) for n in argument], pin=True).result(TIMEOUT_S)
+        hits = [n for n in argument if n in model.sizes]
+        assert found.present == tuple(n in model.sizes for n in argument)
+        if found.ticket is not None:
+            tickets.append(found.ticket)
+            model.pins[found.ticket] = (clock.now + 10, hits)
+        for n in hits:
+            model.sizes.move_to_end(n)
+        return
+    assert isinstance(argument, int)
+    n, data = argument, body(argument, argument * 13)
+    if what == "store":
+        assert save(store, (n, data)) == [model.store(n, len(data))]
+    elif what == "load":
+        assert load(store, n, len(data)) == (data if n in model.sizes else None)
+        if n in model.sizes:
+            model.sizes.move_to_end(n)
+    elif what == "release" and n < len(tickets):
+        store.release(tickets[n])
+        model.pins.pop(tickets[n], None)
+    elif what == "delete" and not model.pinned(n):
+        assert store.delete([key(n)]).result(TIMEOUT_S) == int(model.sizes.pop(n, None) is not None)
+    elif what == "wait":
+        clock.now += n
+
+
+@settings(deadline=None, max_examples=150)
+@given(st.lists(st.integers(0, 60), max_size=40), st.randoms(use_true_random=False))
+def test_extents_never_overlap_and_none_is_lost(sizes: list[int], rng: random.Random) -> None:
+    free, taken = Extents(100), list[list[tuple[int, int]]]()
+    for size in sizes:
+        if size > free.num_bytes:
+            free.give(taken.pop(rng.randrange(len(taken))))
+            continue
+        taken.append(free.take(size))
+        assert sum(length for _, length in taken[-1]) == size
+        used = [at for run in taken for start, n in run for at in range(start, start + n)]
+        assert len(used) == len(set(used)) == 100 - free.num_bytes
+        assert all(0 <= at < 100 for at in used)
+    for run in taken:
+        free.give(run)
+    assert free.take(100) == [(0, 100)]
