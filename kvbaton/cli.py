@@ -19,9 +19,9 @@ from pathlib import Path
 from typing import Any, Literal, NoReturn
 
 from kvbaton import __version__
-from kvbaton.bench.flags import add_benches
+from kvbaton.bench.flags import add_benches, add_connector_bench
 from kvbaton.engine.config import EngineConfig
-from kvbaton.errors import ConfigError
+from kvbaton.errors import ConfigError, StoreError
 
 LOG_LEVELS = ("debug", "info", "warning", "error")
 LOOPBACK = "127.0.0.1"
@@ -32,7 +32,7 @@ UNITS = {"k": 10**3, "m": 10**6, "g": 10**9, "K": 2**10, "M": 2**20, "G": 2**30,
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run a command; returns the exit status: 2 for a wrong setting."""
+    """Run a command; returns the exit status: 2 for a wrong setting, 1 for a store that fails."""
     try:
         args = make_parser().parse_args(argv)
         run: Callable[[argparse.Namespace], int] = args.run
@@ -40,6 +40,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     except ConfigError as error:
         print(f"kvbaton: error: {error}", file=sys.stderr)
         return 2
+    except StoreError as error:
+        print(f"kvbaton: error: {error}", file=sys.stderr)
+        return 1
     except KeyboardInterrupt:
         return 130
 
@@ -122,7 +125,30 @@ def run_doctor(args: argparse.Namespace) -> int:
     """``kvbaton doctor``."""
     from kvbaton.doctor.main import run
 
-    return run(args.transport, as_json=args.json)
+    return run(args.transport, args.store, as_json=args.json)
+
+
+def run_connectors_list(args: argparse.Namespace) -> int:
+    """``kvbaton connectors list``."""
+    from kvbaton.doctor.installed import run
+
+    return run(args.specs, as_json=args.json)
+
+
+def run_connectors_check(args: argparse.Namespace) -> int:
+    """``kvbaton connectors check``."""
+    from kvbaton.testing.check import main as run
+
+    return run(
+        args.spec,
+        kind=args.kind,
+        level=args.level,
+        back_door=args.back_door,
+        depth=args.depth,
+        seed=args.seed,
+        json_path=args.json,
+        junit_path=args.junit,
+    )
 
 
 def run_version(args: argparse.Namespace) -> int:
@@ -165,7 +191,10 @@ def make_parser() -> argparse.ArgumentParser:
     text = "Measure transports and endpoints."
     bench = commands.add_parser("bench", help=text, description=text, allow_abbrev=False)
     add_benches(bench, human_int)
-    _add_doctor(command("doctor", run_doctor, "Try each transport on this machine."))
+    text = "List, check and measure transports and stores."
+    connectors = commands.add_parser("connectors", help=text, description=text, allow_abbrev=False)
+    _add_connectors(connectors)
+    _add_doctor(command("doctor", run_doctor, "Try transports and stores on this machine."))
     command("version", run_version, "Print the version.")
     return parser
 
@@ -240,7 +269,45 @@ def _add_doctor(parser: argparse.ArgumentParser) -> None:
         metavar="NAME[:JSON]",
         help="only this one; may be given more than once (memory, tcp, nixl)",
     )
+    parser.add_argument(
+        "--store",
+        action="append",
+        default=[],
+        metavar="NAME[:JSON]",
+        help="this one, too; may be given more than once",
+    )
     parser.add_argument("--json", action="store_true", help="print JSON")
+
+
+def _add_connectors(parser: argparse.ArgumentParser) -> None:
+    jobs = parser.add_subparsers(title="what to do", required=True, metavar="WHAT")
+    listing = jobs.add_parser("list", help="which are installed, and what they can do")
+    listing.set_defaults(run=run_connectors_list)
+    listing.add_argument("specs", nargs="*", metavar="SPEC", help="only these, with their options")
+    listing.add_argument("--json", action="store_true", help="print JSON")
+    check = jobs.add_parser("check", help="run the conformance kit over one")
+    check.set_defaults(run=run_connectors_check)
+    _add_spec(check)
+    check.add_argument("--level", type=human_int, default=5, metavar="0-5", help="highest (5)")
+    check.add_argument("--depth", type=human_int, default=1, metavar="N", help="times as long (1)")
+    check.add_argument("--seed", type=human_int, default=0, metavar="N")
+    check.add_argument(
+        "--back-door", metavar="MODULE:CLASS", help="reaches a store's bytes without the store"
+    )
+    check.add_argument("--json", type=Path, metavar="FILE", help="write the report as JSON")
+    check.add_argument("--junit", type=Path, metavar="FILE", help="write it as JUnit XML")
+    bench = jobs.add_parser("bench", help="measure one beside the machine's own figures")
+    _add_spec(bench)
+    add_connector_bench(bench, human_int)
+
+
+def _add_spec(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument(
+        "spec",
+        metavar="SPEC",
+        help="NAME[:JSON] or package.module:Class[:JSON]; {tmp} in it becomes an empty folder",
+    )
+    parser.add_argument("--kind", choices=("store", "transport"), help="if a name is that of both")
 
 
 def _add_handover(parser: argparse.ArgumentParser) -> None:

@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 TRANSPORTS = ("nixl", "tcp")
+OBJECT_SIZES = (64 << 10, 512 << 10, 2 << 20)
 BLOCK_SIZES = (16 << 10, 64 << 10, 256 << 10, 1 << 20)
 
 
@@ -44,6 +45,63 @@ def add_benches(parser: argparse.ArgumentParser, size: Any) -> None:
     serve.add_argument("--seed", type=size, default=0, metavar="N")
     for bench in (transfer, serve):
         bench.add_argument("--out", type=Path, metavar="FILE", help="write the result as JSON")
+
+
+def add_connector_bench(parser: argparse.ArgumentParser, size: Any) -> None:
+    """Add the flags of ``kvbaton connectors bench SPEC``.
+
+    Args:
+        parser: of that command.
+        size: reads a number that may have a unit.
+    """
+    parser.set_defaults(run=run_connector)
+    parser.add_argument(
+        "--object-bytes",
+        nargs="+",
+        type=size,
+        default=list(OBJECT_SIZES),
+        metavar="N",
+        help="sizes of a store's objects or of the blocks of a transport's writes",
+    )
+    parser.add_argument(
+        "--concurrency", nargs="+", type=size, default=[1, 4, 16], metavar="N", help="(1 4 16)"
+    )
+    parser.add_argument(
+        "--bytes", type=size, default=64 << 20, metavar="N", help="of each size (64M)"
+    )
+    parser.add_argument(
+        "--folder",
+        metavar="DIR",
+        help="where the store keeps its files: measures its disk, and cold loads",
+    )
+    parser.add_argument("--out", type=Path, metavar="FILE", help="write the result as JSON")
+    parser.add_argument("--plot", type=Path, metavar="FILE", help="draw a store's result as PNG")
+
+
+def run_connector(args: argparse.Namespace) -> int:
+    """``kvbaton connectors bench``."""
+    from kvbaton.testing.subject import make_subject
+
+    if make_subject(args.spec, args.kind).kind == "transport":
+        from kvbaton.bench.transfer import TransferLoad
+        from kvbaton.bench.transfer import run as run_transport
+
+        blocks = tuple(args.object_bytes)
+        load = TransferLoad(transports=(args.spec,), block_bytes=blocks, num_bytes=args.bytes)
+        return run_transport(load, args.out)
+    from kvbaton.bench.store import StoreLoad, run
+
+    return run(
+        StoreLoad(
+            spec=args.spec,
+            object_bytes=tuple(args.object_bytes),
+            concurrency=tuple(args.concurrency),
+            num_bytes=args.bytes,
+            folder=args.folder,
+        ),
+        args.out,
+        args.plot,
+    )
 
 
 def run_transfer(args: argparse.Namespace) -> int:

@@ -63,11 +63,25 @@ def _shown(value: Any) -> str:
 
 
 def publish(
-    name: str, settings: Mapping[str, Any], rows: Sequence[Mapping[str, Any]], out: Path | None
+    name: str,
+    settings: Mapping[str, Any],
+    rows: Sequence[Mapping[str, Any]],
+    out: Path | None,
+    **more: Sequence[Mapping[str, Any]],
 ) -> None:
-    """Print the table; write settings, machine and rows to `out`, if given."""
+    """Print the tables; write settings, machine and rows to `out`, if given.
+
+    Args:
+        name: of the benchmark.
+        settings: of the benchmark.
+        rows: of the main table.
+        out: a file for JSON.
+        more: rows of further tables, by name.
+    """
     print(table(rows), flush=True)
+    for title, others in more.items():
+        print(f"\n{title}\n{table(others)}", flush=True)
     if out is not None:
-        report = {"bench": name, "machine": machine(), "settings": settings, "rows": rows}
+        report = {"bench": name, "machine": machine(), "settings": settings, "rows": rows, **more}
         out.parent.mkdir(parents=True, exist_ok=True)
         out.write_text(json.dumps(report, indent=2, default=str) + "\n")

@@ -139,7 +139,7 @@ def split_spec(spec: str, kind: Kind) -> tuple[str, dict[str, Any]]:
 
 def _build(kind: Kind, spec: str, context: dict[str, Any]) -> Any:
     target, options = split_spec(spec, kind)
-    factory = _load(kind, target)
+    factory = find_connector(kind, target)
     arguments = context | options
     try:
         inspect.signature(factory).bind(**arguments)
@@ -160,7 +160,12 @@ def _entry_points(kind: Kind) -> list[EntryPoint]:
     return [*found, *(EntryPoint(n, path, kind.group) for n, path in ours if n not in known)]
 
 
-def _load(kind: Kind, target: str) -> Any:
+def find_connector(kind: Kind, target: str) -> Any:
+    """Import the class that a name or a dotted path means.
+
+    Raises:
+        ConfigError: unknown name, a missing dependency, no class.
+    """
     named = {point.name: point for point in _entry_points(kind)}
     if ":" not in target and target not in named:
         known = ", ".join(sorted(named))

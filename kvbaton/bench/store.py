@@ -1,0 +1,273 @@
+"""``kvbaton connectors bench SPEC``: how fast a store takes and gives objects.
+
+For each size and concurrency, fresh objects are stored, loaded and deleted; every call has one
+object, and as many calls as the concurrency says are under way until all are done. What was loaded
+is compared with what was stored, outside of the time that is taken. Loads are *warm*: the objects
+were just stored. With the folder where the store keeps its files known they are also measured
+*cold*: the files' pages are dropped from the page cache before. What can't be known here is whether
+a disk, a controller or another host still has them.
+
+Beside it stand the machine's own figures with pieces of the same sizes, one at a time: a copy in
+memory, and a file that is written and read from one end to the other.
+"""
+
+from __future__ import annotations
+
+import itertools
+import os
+import queue
+import tempfile
+import time
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import Future
+from contextlib import contextmanager
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from kvbaton.bench.report import percentile, publish
+from kvbaton.connectors.registry import load_store
+from kvbaton.connectors.store import KEY_BYTES, Pieces, Store
+from kvbaton.errors import ConfigError, StoreError
+
+CALL_S = 60.0
+LOOKUP_KEYS = (1, 100, 1000)
+LOOKUPS = 100
+
+Bytes = npt.NDArray[np.uint8]
+
+
+@dataclass(frozen=True, kw_only=True)
+class StoreLoad:
+    """What to move.
+
+    Attributes:
+        spec: of the store; ``{tmp}`` in it becomes an empty folder.
+        object_bytes: sizes of objects.
+        concurrency: calls at a time.
+        num_bytes: of all objects of one size.
+        folder: where the store keeps its files, if it does; the disk's figures are measured there.
+
+    Raises:
+        ConfigError: an object is larger than all of them.
+    """
+
+    spec: str
+    object_bytes: Sequence[int] = (64 << 10, 512 << 10, 2 << 20)
+    concurrency: Sequence[int] = (1, 4, 16)
+    num_bytes: int = 64 << 20
+    folder: str | None = None
+
+    def __post_init__(self) -> None:
+        for size in self.object_bytes:
+            if not 0 < size <= self.num_bytes:
+                raise ConfigError("--object-bytes", f"{size} is not from 1 to --bytes")
+        for calls in self.concurrency:
+            if calls < 1:
+                raise ConfigError("--concurrency", f"must be at least 1, not {calls}")
+
+
+@dataclass(frozen=True)
+class Timing:
+    """Calls that were made: seconds in all, seconds of each as they ended, and their answers."""
+
+    seconds: float
+    each: Sequence[float]
+    answers: Sequence[bool]
+
+
+def run(load: StoreLoad, out: Path | None = None, plot: Path | None = None) -> int:
+    """Measure, print, write, draw."""
+    if plot is not None:
+        from kvbaton.bench.store_plot import draw  # says at once if it can't
+    with _placed(load) as placed, _opened(placed.spec) as store:
+        rows = [row for size in load.object_bytes for row in measure(store, placed, size)]
+        lookups = [_lookup_row(store, count) for count in LOOKUP_KEYS]
+    if placed.folder is None:
+        print("loads were warm; with --folder they are measured cold, too")
+    publish("store", asdict(load), rows, out, lookups=lookups)
+    if plot is not None:
+        draw(load.spec, rows, plot)
+    return 0
+
+
+@contextmanager
+def _placed(load: StoreLoad) -> Iterator[StoreLoad]:
+    """The load with a folder in place of ``{tmp}``."""
+    with tempfile.TemporaryDirectory(prefix="kvbaton-bench-") as tmp:
+        folder = load.folder or (tmp if "{tmp}" in load.spec else None)
+        settings = asdict(load) | {"spec": load.spec.replace("{tmp}", tmp), "folder": folder}
+        yield StoreLoad(**settings)
+
+
+@contextmanager
+def _opened(spec: str) -> Iterator[Store]:
+    store = load_store(spec)
+    store.open()
+    try:
+        yield store
+    finally:
+        store.close()
+
+
+def measure(store: Store, load: StoreLoad, size: int) -> list[dict[str, Any]]:
+    """All rows of one size.
+
+    Raises:
+        StoreError: a call failed, or what was loaded is not what was stored.
+    """
+    count = load.num_bytes // size
+    source = np.random.default_rng(size).integers(0, 256, (count, size), np.uint8)
+    target = np.zeros_like(source)
+    rows = [_row("copy", size, 1, _copy(source, target))]
+    rows += _disk_rows(load, source, target)
+    copied = rows[0]["GiB/s"]
+    for calls in load.concurrency:
+        rows += _store_rows(store, load, source, target, calls)
+    return [row | {"of copy": row["GiB/s"] / copied} for row in rows]
+
+
+def _store_rows(
+    store: Store, load: StoreLoad, source: Bytes, target: Bytes, calls: int
+) -> list[dict[str, Any]]:
+    size = source.shape[1]
+    keys = [os.urandom(KEY_BYTES) for _ in source]
+    sources, targets = _pieces(source), _pieces(target)
+
+    def load_all() -> Timing:
+        target[:] = 0
+        took = make_calls(
+            lambda i: store.load(keys[i : i + 1], targets[i : i + 1]), len(keys), calls
+        )
+        loaded = np.array(took.answers)
+        if not np.array_equal(source[loaded], target[loaded]):
+            raise StoreError("what was loaded is not what was stored")
+        return took
+
+    took = make_calls(lambda i: store.store(keys[i : i + 1], sources[i : i + 1]), len(keys), calls)
+    rows = [_row("store", size, calls, took), _row("load", size, calls, load_all())]
+    if load.folder is not None:
+        drop_pages(Path(load.folder))
+        rows.append(_row("load cold", size, calls, load_all()))
+    if store.capabilities.deletes:
+        for first in range(0, len(keys), store.capabilities.max_keys):
+            store.delete(keys[first : first + store.capabilities.max_keys]).result(CALL_S)
+    return rows
+
+
+def make_calls(call: Callable[[int], Future[list[bool]]], count: int, at_once: int) -> Timing:
+    """Make numbered calls of one object each, so many at a time.
+
+    Raises:
+        StoreError: one failed or took a minute.
+    """
+    ended: queue.SimpleQueue[tuple[int, float, Future[list[bool]]]] = queue.SimpleQueue()
+    waiting = iter(range(count))
+
+    def start(number: int) -> None:
+        began = time.perf_counter()
+        call(number).add_done_callback(
+            lambda f: ended.put((number, time.perf_counter() - began, f))
+        )
+
+    first = time.perf_counter()
+    for number in itertools.islice(waiting, at_once):
+        start(number)
+    each, answers = [], [False] * count
+    for _ in range(count):
+        try:
+            number, seconds, future = ended.get(timeout=CALL_S)
+        except queue.Empty as error:
+            raise StoreError(f"a call is not done within {CALL_S:g} s") from error
+        for following in itertools.islice(waiting, 1):
+            start(following)
+        each.append(seconds)
+        [answers[number]] = future.result()
+    return Timing(time.perf_counter() - first, each, answers)
+
+
+def _row(what: str, size: int, calls: int, took: Timing) -> dict[str, Any]:
+    """Objects that were refused or missed count in no speed."""
+    milliseconds = [1000 * seconds for seconds in took.each]
+    return {
+        "object KiB": size / 1024,
+        "what": what,
+        "at once": calls,
+        "GiB/s": sum(took.answers) * size / 2**30 / took.seconds,
+        "p50 ms": percentile(milliseconds, 50),
+        "p90 ms": percentile(milliseconds, 90),
+        "p99 ms": percentile(milliseconds, 99),
+        "objects": len(took.each),
+        "refused": len(took.each) - sum(took.answers),
+    }
+
+
+def _lookup_row(store: Store, count: int) -> dict[str, Any]:
+    """Lookups of keys of which one in ten is there."""
+    keys = [os.urandom(KEY_BYTES) for _ in range(count)]
+    there = keys[:: max(10, count // 10)]
+    data = _pieces(np.ones((len(there), 1024), np.uint8))
+    store.store(there, data).result(CALL_S)
+    each = []
+    for _ in range(LOOKUPS):
+        began = time.perf_counter()
+        store.lookup(keys).result(CALL_S)
+        each.append(1e6 * (time.perf_counter() - began))
+    if store.capabilities.deletes:
+        store.delete(there).result(CALL_S)
+    return {"keys": count, "p50 us": percentile(each, 50), "p99 us": percentile(each, 99)}
+
+
+def _pieces(array: Bytes) -> list[Pieces]:
+    return [[memoryview(row)] for row in array]
+
+
+# --- the machine's own figures ---
+
+
+def _timed(action: Callable[[int], object], count: int) -> Timing:
+    each = []
+    first = time.perf_counter()
+    for number in range(count):
+        began = time.perf_counter()
+        action(number)
+        each.append(time.perf_counter() - began)
+    return Timing(time.perf_counter() - first, each, [True] * count)
+
+
+def _copy(source: Bytes, target: Bytes) -> Timing:
+    def copy(i: int) -> None:
+        target[i] = source[i]
+
+    _timed(copy, len(source))  # touches every page
+    return _timed(copy, len(source))
+
+
+def _disk_rows(load: StoreLoad, source: Bytes, target: Bytes) -> list[dict[str, Any]]:
+    size = source.shape[1]
+    with tempfile.TemporaryDirectory(dir=load.folder, prefix="kvbaton-bench-") as folder:
+        path = Path(folder, "disk")
+        with path.open("wb", buffering=0) as file:
+            wrote = _timed(lambda i: file.write(source[i].data), len(source))
+        with path.open("rb", buffering=0) as file:
+            warm = _timed(lambda i: file.readinto(target[i].data), len(source))
+        drop_pages(Path(folder))
+        with path.open("rb", buffering=0) as file:
+            cold = _timed(lambda i: file.readinto(target[i].data), len(source))
+    named = (("disk write", wrote), ("disk read", warm), ("disk read cold", cold))
+    return [_row(name, size, 1, took) for name, took in named]
+
+
+def drop_pages(folder: Path) -> None:
+    """Write the files under a folder to the disk and forget their pages in memory."""
+    for path in folder.rglob("*"):
+        if path.is_file():
+            descriptor = os.open(path, os.O_RDONLY)
+            try:
+                os.fsync(descriptor)
+                os.posix_fadvise(descriptor, 0, 0, os.POSIX_FADV_DONTNEED)
+            finally:
+                os.close(descriptor)

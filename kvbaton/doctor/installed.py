@@ -1,0 +1,127 @@
+"""Which connectors are installed here, and whether they can be used."""
+
+from __future__ import annotations
+
+import inspect
+import sys
+from collections.abc import Sequence
+from dataclasses import fields
+from typing import Any
+
+import msgspec
+from msgspec import Struct
+
+from kvbaton.connectors.registry import (
+    STORES,
+    TRANSPORTS,
+    Kind,
+    find_connector,
+    list_connectors,
+    load_store,
+    load_transport,
+    split_spec,
+)
+from kvbaton.errors import KvbatonError
+
+
+class Installed(Struct, kw_only=True):
+    """One connector.
+
+    Attributes:
+        kind: ``store`` or ``transport``.
+        name: as specs name it, with the options of the spec that was asked for.
+        where: ``package.module:Class``.
+        options: of its constructor, those that must be given with a ``*``.
+        capabilities: as it declares them; None if it was not built.
+        problem: why it was not built; None if it was.
+    """
+
+    kind: str
+    name: str
+    where: str
+    options: list[str] = []
+    capabilities: dict[str, Any] | None = None
+    problem: str | None = None
+
+
+def run(specs: Sequence[str] = (), *, as_json: bool = False) -> int:
+    """Print all connectors or those that specs name; 1 if one that was named can't be used."""
+    found = [_look(kind, spec) for kind, spec in _wanted(specs)]
+    text = msgspec.json.format(msgspec.json.encode(found)).decode() if as_json else _table(found)
+    sys.stdout.write(text + "\n")
+    return 1 if specs and any(one.problem is not None for one in found) else 0
+
+
+def _wanted(specs: Sequence[str]) -> list[tuple[Kind, str]]:
+    known = [(kind, name) for kind in (STORES, TRANSPORTS) for name in list_connectors(kind)]
+    if not specs:
+        return known
+    pairs = [(kind, spec) for spec in specs for kind in (STORES, TRANSPORTS)]
+    fitting = [pair for pair in pairs if (pair[0], split_spec(pair[1], pair[0])[0]) in known]
+    named = {spec for _, spec in fitting}
+    # A dotted path, or no connector: what is wrong with it is told by the attempt to build it.
+    return fitting + [(STORES, spec) for spec in specs if spec not in named]
+
+
+def _look(kind: Kind, spec: str) -> Installed:
+    """Import it and, if its options allow, build it; a store's constructor does no I/O."""
+    target, given = split_spec(spec, kind)
+    where = list_connectors(kind).get(target, target)
+    found = Installed(kind=kind.noun, name=spec, where=where)
+    try:
+        found.options = _options(find_connector(kind, target))
+        if missing := [o[:-1] for o in found.options if o[-1] == "*" and o[:-1] not in given]:
+            found.problem = f"it needs {', '.join(missing)}"
+        else:
+            found.capabilities = _capabilities(kind, spec)
+    except (KvbatonError, OSError, RuntimeError) as error:
+        found.problem = str(error)
+    return found
+
+
+def _options(factory: Any) -> list[str]:
+    ours = ("name", "host")
+    parameters = inspect.signature(factory).parameters.values()
+    shown = [p for p in parameters if p.kind is not p.VAR_KEYWORD and p.name not in ours]
+    return [p.name + "*" * (p.default is p.empty) for p in shown]
+
+
+def _capabilities(kind: Kind, spec: str) -> dict[str, Any]:
+    if kind is STORES:
+        return _plain(load_store(spec).capabilities)
+    transport = load_transport(spec, name=f"list-{spec}", host="127.0.0.1")
+    try:
+        return _plain(transport.capabilities)
+    finally:
+        transport.shutdown()
+
+
+def _plain(capabilities: Any) -> dict[str, Any]:
+    values = {field.name: getattr(capabilities, field.name) for field in fields(capabilities)}
+    return {
+        name: sorted(value) if isinstance(value, frozenset) else getattr(value, "name", value)
+        for name, value in values.items()
+    }
+
+
+def _table(found: Sequence[Installed]) -> str:
+    width = max(len(one.name) for one in found) + 2
+    lines = [f"{'kind':<11}{'name':<{width}}where and what it can do"]
+    for one in found:
+        lines.append(f"{one.kind:<11}{one.name:<{width}}{one.where}")
+        told = _told(one)
+        lines += [f"{'':<11}{'':<{width}}{text}" for text in told]
+    return "\n".join(lines)
+
+
+def _told(one: Installed) -> list[str]:
+    able = ", ".join(_ability(name, value) for name, value in (one.capabilities or {}).items())
+    options = " ".join(one.options)
+    parts = (("can: ", able), ("options: ", options), ("not built: ", one.problem))
+    return [head + text for head, text in parts if text]
+
+
+def _ability(name: str, value: Any) -> str:
+    if isinstance(value, bool):
+        return name if value else f"no {name}"
+    return f"{name} {'+'.join(value) if isinstance(value, list) else value}"

@@ -1,0 +1,210 @@
+"""``kvbaton connectors list | bench`` and ``kvbaton doctor --store``."""
+
+from __future__ import annotations
+
+import json
+import sys
+import threading
+from collections.abc import Iterator
+from concurrent.futures import Future, ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from kvbaton.bench.store import LOOKUP_KEYS, drop_pages, make_calls
+from kvbaton.cli import main
+from kvbaton.doctor.store_trial import try_store
+from kvbaton.errors import StoreError
+
+Capture = pytest.CaptureFixture[str]
+SMALL = ["--object-bytes", "4K", "64K", "--bytes", "256K", "--concurrency", "1", "3"]
+FILES = 'filesystem:{"path": "{tmp}"}'
+
+
+@pytest.fixture(autouse=True)
+def _no_threads_are_left() -> Iterator[None]:
+    before = threading.active_count()
+    yield
+    assert threading.active_count() == before
+
+
+def listed(capsys: Capture, *specs: str) -> dict[tuple[str, str], dict[str, Any]]:
+    capsys.readouterr()
+    main(["connectors", "list", "--json", *specs])
+    found = json.loads(capsys.readouterr().out)
+    return {(one["kind"], one["name"]): one for one in found}
+
+
+def test_list_tells_what_is_installed_and_what_it_can_do(capsys: Capture) -> None:
+    found = listed(capsys)
+    memory = found["store", "memory"]
+    assert memory["where"] == "kvbaton.connectors.stores.memory:MemoryStore"
+    assert (memory["problem"], memory["capabilities"]["pins"]) == (None, True)
+    assert found["transport", "tcp"]["capabilities"]["fence"] == "PEER"
+    files = found["store", "filesystem"]
+    assert (files["problem"], files["capabilities"]) == ("it needs path", None)
+    assert "path*" in files["options"]
+    assert main(["connectors", "list"]) == 0
+    assert "persistent" in capsys.readouterr().out
+
+
+def test_list_builds_what_a_spec_names_and_tells_what_keeps_it(capsys: Capture) -> None:
+    spec = 'filesystem:{"path": "/nonexistent"}'
+    assert listed(capsys, spec)["store", spec]["capabilities"]["persistent"]
+    assert main(["connectors", "list", spec]) == 0
+    assert not Path("/nonexistent").exists()
+    missing = "no_such_package.stores:Store"
+    assert "No module" in listed(capsys, missing)["store", missing]["problem"]
+    assert main(["connectors", "list", missing]) == 1
+
+
+def test_a_missing_dependency_is_named(capsys: Capture, monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in ("nixl_cu13", "nixl_cu13._api", "nixl", "nixl._api"):
+        monkeypatch.setitem(sys.modules, name, None)
+    assert "nixl-cu13" in listed(capsys)["transport", "nixl"]["problem"]
+
+
+def test_bench_measures_a_store_beside_the_machine(tmp_path: Path, capsys: Capture) -> None:
+    out, plot = tmp_path / "store.json", tmp_path / "store.png"
+    words = ["connectors", "bench", FILES, *SMALL, "--out", str(out), "--plot", str(plot)]
+    assert main(words) == 0
+    report = json.loads(out.read_text())
+    machine = [("copy", 1), ("disk write", 1), ("disk read", 1), ("disk read cold", 1)]
+    ours = [(what, calls) for calls in (1, 3) for what in ("store", "load", "load cold")]
+    assert [(row["object KiB"], row["what"], row["at once"]) for row in report["rows"]] == [
+        (size, *line) for size in (4, 64) for line in machine + ours
+    ]
+    for row in report["rows"]:
+        assert row["GiB/s"] > 0
+        assert row["p50 ms"] <= row["p90 ms"] <= row["p99 ms"]
+        assert (row["objects"], row["refused"]) == (256 // row["object KiB"], 0)
+    assert [row["keys"] for row in report["lookups"]] == list(LOOKUP_KEYS)
+    assert report["machine"]["cores"] >= 1
+    assert plot.read_bytes().startswith(b"\x89PNG")
+    assert "load cold" in capsys.readouterr().out
+
+
+def test_bench_counts_what_a_store_refuses(capsys: Capture, tmp_path: Path) -> None:
+    out, spec = tmp_path / "store.json", 'faulty:{"lose": 0.5}'
+    assert main(["connectors", "bench", "--kind=store", spec, *SMALL, "--out", str(out)]) == 0
+    rows = [row for row in json.loads(out.read_text())["rows"] if row["what"] == "load"]
+    assert 0.2 < sum(row["refused"] for row in rows) / sum(row["objects"] for row in rows) < 0.8
+    assert "loads were warm" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    ("spec", "status", "says"),
+    [
+        ('faulty:{"corrupt": [7]}', 1, "what was loaded is not what was stored"),
+        ('faulty:{"error": [7]}', 1, "injected error"),
+        ('filesystem:{"path": "/proc/nowhere"}', 1, "/proc/nowhere"),
+        ("filesystem", 2, "missing a required argument: 'path'"),
+        ("nope", 2, "unknown store"),
+    ],
+)
+def test_bench_says_what_a_store_does_wrong(
+    spec: str, status: int, says: str, capsys: Capture
+) -> None:
+    assert main(["connectors", "bench", "--kind=store", spec, *SMALL]) == status
+    assert says in capsys.readouterr().err
+
+
+def test_a_plot_needs_matplotlib(
+    monkeypatch: pytest.MonkeyPatch, capsys: Capture, tmp_path: Path
+) -> None:
+    monkeypatch.delitem(sys.modules, "kvbaton.bench.store_plot", raising=False)
+    monkeypatch.setitem(sys.modules, "matplotlib.figure", None)
+    words = ["connectors", "bench", "--kind=store", "memory", *SMALL]
+    assert main([*words, "--plot", str(tmp_path / "x.png")]) == 2
+    assert "pip install 'kvbaton[plots]'" in capsys.readouterr().err
+
+
+def test_bench_measures_a_transport(tmp_path: Path) -> None:
+    out = tmp_path / "tcp.json"
+    words = ["--object-bytes", "8K", "--bytes", "64K", "--out", str(out)]
+    assert main(["connectors", "bench", "tcp", *words]) == 0
+    methods = [row["method"] for row in json.loads(out.read_text())["rows"]]
+    assert methods == ["memcpy", "source sums", "tcp", "tcp+digests"]
+
+
+def test_calls_are_made_so_many_at_a_time() -> None:
+    under_way, most, lock = set(), [0], threading.Lock()
+    gate = threading.Semaphore(0)
+
+    def work(number: int) -> list[bool]:
+        with lock:
+            under_way.add(number)
+            most[0] = max(most[0], len(under_way))
+            if len(under_way) == 3 or number > 20:
+                gate.release(30)
+        gate.acquire()
+        with lock:
+            under_way.discard(number)
+        return [number % 2 == 0]
+
+    with ThreadPoolExecutor(8) as pool:
+        took = make_calls(lambda number: pool.submit(work, number), 24, 3)
+    assert most == [3]
+    assert took.answers == [number % 2 == 0 for number in range(24)]
+    assert len(took.each) == 24
+    assert took.seconds >= max(took.each) > 0
+
+
+def test_a_call_that_fails_is_told() -> None:
+    def call(number: int) -> Future[list[bool]]:
+        answer: Future[list[bool]] = Future()
+        answer.set_exception(StoreError("gone")) if number == 2 else answer.set_result([True])
+        return answer
+
+    with pytest.raises(StoreError, match="gone"):
+        make_calls(call, 4, 2)
+
+
+def test_dropping_pages_keeps_the_bytes(tmp_path: Path) -> None:
+    (tmp_path / "deep").mkdir()
+    (tmp_path / "deep" / "file").write_bytes(b"x" * 10_000)
+    drop_pages(tmp_path)
+    assert (tmp_path / "deep" / "file").read_bytes() == b"x" * 10_000
+
+
+def test_the_doctor_tries_stores(tmp_path: Path, capsys: Capture) -> None:
+    spec = f'filesystem:{{"path": "{tmp_path}"}}'
+    words = ["doctor", "--transport=memory", f"--store={spec}", "--store=memory"]
+    assert main([*words, "--json"]) == 0
+    report = json.loads(capsys.readouterr().out)
+    assert [trial["store"] for trial in report["stores"]] == ["filesystem", "memory"]
+    for trial in report["stores"]:
+        assert trial["failed_at"] is None
+        assert min(trial[x] for x in ("store_gib_per_s", "load_gib_per_s", "lookup_us")) > 0
+    assert main(words) == 0
+    assert "kept and verified" in capsys.readouterr().out
+    assert main(["doctor", "--transport=memory", "--store=nope"]) == 1
+    assert "failed to load" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    ("spec", "step", "told"),
+    [
+        ("nope", "load", "known are"),
+        ('filesystem:{"path": "/proc/nowhere"}', "open", "/proc/nowhere"),
+        ('memory:{"max_bytes": 9000000}', "lookup", "it finds 8 of 32"),
+        ('memory:{"max_bytes": 9000}', "store", "it has room for 0 of 32"),
+        ('faulty:{"lose": [0]}', "verify", "it gives 31 of 32"),
+        ('faulty:{"error": [0], "on": ["store"]}', "store", "injected"),
+        ('faulty:{"lose": [0], "on": ["lookup"]}', "lookup", "finds 31"),
+        ('faulty:{"corrupt": [0, 3]}', "verify", "2 of 32 objects came back with other bytes"),
+        ('faulty:{"error": 1.0, "on": ["delete"]}', "delete", "injected"),
+    ],
+)
+def test_the_step_that_fails_is_named(spec: str, step: str, told: str) -> None:
+    trial = try_store(spec)
+    assert not trial.ok
+    assert (trial.failed_at, told in trial.error) == (step, True), trial.error
+
+
+def test_a_tier_that_is_out_is_told_of() -> None:
+    bad = '{"faulty": {"error": 1.0, "on": ["store"]}}'
+    trial = try_store(f'tiered:{{"tiers": ["memory", {bad}], "retry_s": 60}}')
+    assert trial.ok, trial.error
+    assert trial.warnings == ["tiered: faulty is passed over: injected error"]
