@@ -13,6 +13,7 @@ import msgspec
 import torch
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
+from torch.overrides import TorchFunctionMode
 
 from kvbaton.engine.config import LoadFormat
 from kvbaton.engine.model_config import ModelConfig
@@ -98,14 +99,23 @@ def _fits(config: ModelConfig, size: int) -> bool:
     return not (config.num_heads % size or config.intermediate_size % size or more % fewer)
 
 
+class _Floats(TorchFunctionMode):
+    """Gives new tensors a dtype, in this thread: torch's own default would be for all ranks."""
+
+    def __init__(self, dtype: torch.dtype) -> None:
+        super().__init__()
+        self._dtype = dtype
+
+    def __torch_function__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
+    ) -> Any:
+        kwargs = kwargs or {}
+        return func(*args, **({"dtype": self._dtype} | kwargs if func is torch.empty else kwargs))
+
+
 def _empty_model(config: ModelConfig, device: torch.device, shard: Shard) -> LlamaForCausalLM:
-    default = torch.get_default_dtype()
-    torch.set_default_dtype(getattr(torch, config.dtype))
-    try:
-        with device:
-            return model_class(config.architecture)(config, shard)
-    finally:
-        torch.set_default_dtype(default)
+    with device, _Floats(getattr(torch, config.dtype)):
+        return model_class(config.architecture)(config, shard)
 
 
 # --- from files ---

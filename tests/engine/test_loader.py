@@ -21,6 +21,7 @@ from kvbaton.engine.collectives import HostCollectives, Meeting
 from kvbaton.engine.loader import INDEX, SINGLE, load_model
 from kvbaton.engine.model_config import load_model_config
 from kvbaton.engine.models.llama import LlamaForCausalLM
+from kvbaton.engine.models.registry import model_class
 from kvbaton.engine.shard import Shard
 from kvbaton.errors import ConfigError
 from kvbaton.testing.checkpoints import CheckpointSpec, make_checkpoint
@@ -70,6 +71,32 @@ def test_dtype_is_converted_on_the_way(checkpoint: Checkpoint) -> None:
     model = load_model(config, device=CPU)
     assert {parameter.dtype for parameter in model.parameters()} == {torch.bfloat16}
     assert model.rotary.frequencies.dtype == torch.float32
+
+
+def test_models_of_several_threads_keep_their_dtypes(
+    checkpoint: Checkpoint, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """They are built at the same time, and torch's default dtype belongs to the process."""
+    both_are_building = threading.Barrier(2, timeout=20)
+
+    def build(architecture: str) -> Any:
+        both_are_building.wait()
+        return model_class(architecture)
+
+    monkeypatch.setattr("kvbaton.engine.loader.model_class", build)
+    found: dict[str, set[torch.dtype]] = {}
+
+    def load(dtype: str) -> None:
+        model = load_model(load_model_config(checkpoint(), dtype), device=CPU)
+        found[dtype] = {parameter.dtype for parameter in model.parameters()}
+
+    threads = [threading.Thread(target=load, args=(name,)) for name in ("float16", "bfloat16")]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(timeout=30)
+    assert found == {name: {getattr(torch, name)} for name in ("float16", "bfloat16")}
+    assert torch.get_default_dtype() == torch.float32
 
 
 def test_a_missing_shard_is_named(checkpoint: Checkpoint, tmp_path: Path) -> None:
