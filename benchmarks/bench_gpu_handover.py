@@ -39,6 +39,9 @@ LOADS = [  # requests, prompt, at once, and vLLM's req/s, TTFT p50, p99, ITL p50
 ]
 OUTPUT = 128
 PAIRS = 8
+PAUSE_S = 1.0
+"""Between requests of a pair: after 0.1 s of work the power cap lowers a GPU's clock by a sixth, and
+who comes next would pay for it (the prefill node decodes in one way, rests in the other)."""
 
 
 @contextmanager
@@ -73,6 +76,7 @@ async def compare(
     for number in range(PAIRS + 2):
         for name, url in urls.items():
             (prompt,) = random_prompts(1, length, number * 10 + len(name))
+            await asyncio.sleep(PAUSE_S)
             shot = await shoot(session, url, model, prompt, 8)
             if shot.error:
                 raise SystemExit(f"{name}, prompt of {length}: {shot.error}")
