@@ -1,1 +1,82 @@
-"""The connector SDK: layouts, plans, keys, the transfer protocol, transports and stores."""
+"""The connector SDK: layouts, plans, keys, the transfer protocol, transports and stores.
+
+What a connector's author needs is here by name, and imported when it is asked for; see
+``docs/connectors.md``. A store: write a `Backend` and give it to `ThreadedStore`, or a `Store`. A
+transport: write a `Transport`.
+"""
+
+from __future__ import annotations
+
+import importlib
+from typing import TYPE_CHECKING
+
+__all__ = [
+    "KEY_BYTES",
+    "Backend",
+    "Capabilities",
+    "ConfigError",
+    "Evicting",
+    "FenceScope",
+    "Found",
+    "Handle",
+    "Memory",
+    "Notice",
+    "Peer",
+    "Pieces",
+    "RangeColumn",
+    "Ranges",
+    "Region",
+    "Status",
+    "Store",
+    "StoreCapabilities",
+    "StoreError",
+    "ThreadedStore",
+    "Transport",
+    "TransportError",
+    "Usage",
+    "load_store",
+    "load_transport",
+]
+
+if TYPE_CHECKING:
+    from kvbaton.connectors.base import (
+        Capabilities,
+        FenceScope,
+        Handle,
+        Memory,
+        Notice,
+        Peer,
+        RangeColumn,
+        Ranges,
+        Region,
+        Status,
+        Transport,
+    )
+    from kvbaton.connectors.registry import load_store, load_transport
+    from kvbaton.connectors.store import (
+        KEY_BYTES,
+        Evicting,
+        Found,
+        Pieces,
+        Store,
+        StoreCapabilities,
+        Usage,
+    )
+    from kvbaton.connectors.stores.threaded import Backend, ThreadedStore
+    from kvbaton.errors import ConfigError, StoreError, TransportError
+else:
+    # Half of ours import a part of this package, and must not pay for all of it.
+    _HOMES = (
+        "kvbaton.errors",
+        "kvbaton.connectors.store",
+        "kvbaton.connectors.stores.threaded",
+        "kvbaton.connectors.base",
+        "kvbaton.connectors.registry",
+    )
+
+    def __getattr__(name):  # noqa: ANN001, ANN202
+        if name in __all__:
+            for home in _HOMES:
+                if hasattr(module := importlib.import_module(home), name):
+                    return getattr(module, name)
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

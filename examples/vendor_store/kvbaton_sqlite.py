@@ -1,0 +1,146 @@
+"""A store that keeps objects as rows of an SQLite database.
+
+A row appears with its transaction, so nobody ever sees a part of one; a checksum tells what the
+disk did to it since. The oldest rows make room for new ones.
+"""
+
+from __future__ import annotations
+
+import sqlite3
+import threading
+import zlib
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+
+from kvbaton.connectors import Pieces, StoreCapabilities, StoreError, ThreadedStore, Usage
+
+LOCK_SECONDS = 20.0
+SCHEMA = """
+CREATE TABLE IF NOT EXISTS objects
+    (id INTEGER PRIMARY KEY, key BLOB UNIQUE, sum INTEGER, data BLOB);
+CREATE TABLE IF NOT EXISTS total (objects INTEGER, bytes INTEGER);
+INSERT INTO total SELECT 0, 0 WHERE NOT EXISTS (SELECT * FROM total);
+CREATE TRIGGER IF NOT EXISTS came AFTER INSERT ON objects
+    BEGIN UPDATE total SET objects = objects + 1, bytes = bytes + length(new.data); END;
+CREATE TRIGGER IF NOT EXISTS went AFTER DELETE ON objects
+    BEGIN UPDATE total SET objects = objects - 1, bytes = bytes - length(old.data); END;
+"""
+
+
+class SqliteStore(ThreadedStore):
+    """Keeps objects in an SQLite database.
+
+    Args:
+        name: what metrics call it.
+        path: the database's file; made if it is missing.
+        max_bytes: most bytes of all objects; None for what the disk takes.
+        threads: objects that move at the same time.
+    """
+
+    def __init__(
+        self, name: str, *, path: str, max_bytes: int | None = None, threads: int = 4
+    ) -> None:
+        super().__init__(name, Database(path, max_bytes), threads=threads)
+
+
+class Database:
+    """The backend: one connection per thread."""
+
+    capabilities = StoreCapabilities(persistent=True, shared=True, pins=False)
+
+    def __init__(self, path: str, max_bytes: int | None) -> None:
+        self._path = path
+        self._max_bytes = max_bytes
+        self._connections: list[sqlite3.Connection] = []
+        self._mine = threading.local()
+        self._usage = Usage(capacity=max_bytes)
+        self._trouble: str | None = "not open"
+
+    def open(self) -> None:
+        """Make the tables."""
+        self._mine = threading.local()
+        with self._connection() as connection:
+            connection.execute("PRAGMA journal_mode=WAL")
+            connection.executescript(SCHEMA)
+
+    def close(self) -> None:
+        """Close every thread's connection."""
+        while self._connections:
+            self._connections.pop().close()
+        self._trouble = "not open"
+
+    def health(self) -> str | None:
+        """What was wrong with the last call."""
+        return self._trouble
+
+    def usage(self) -> Usage:
+        """As of the last change that we made."""
+        return self._usage
+
+    def contains(self, keys: Sequence[bytes]) -> list[bool]:
+        """Ask for all keys at once."""
+        marks = ",".join("?" * len(keys))
+        with self._connection() as connection:
+            rows = connection.execute(f"SELECT key FROM objects WHERE key IN ({marks})", keys)
+            there = {key for (key,) in rows}
+        return [key in there for key in keys]
+
+    def get(self, key: bytes, target: Pieces) -> bool:
+        """Copy a row's bytes, if they are those that were stored."""
+        with self._connection() as connection:
+            found = connection.execute("SELECT sum, data FROM objects WHERE key = ?", [key])
+            total, data = found.fetchone() or (None, b"")
+        if len(data) != sum(map(len, target)) or zlib.crc32(data) != total:
+            return False
+        rest = memoryview(data)
+        for piece in target:
+            piece[:] = rest[: len(piece)]
+            rest = rest[len(piece) :]
+        return True
+
+    def put(self, key: bytes, source: Pieces) -> bool:
+        """Insert a row, and delete the oldest while there are too many bytes."""
+        data = b"".join(source)
+        if self._max_bytes is not None and len(data) > self._max_bytes:
+            return False
+        try:
+            self._insert(key, zlib.crc32(data), data)
+        except StoreError as error:
+            if getattr(error.__cause__, "sqlite_errorcode", None) == sqlite3.SQLITE_FULL:
+                return False
+            raise
+        return True
+
+    def _insert(self, *row: object) -> None:
+        with self._connection() as connection, connection:
+            connection.execute("BEGIN IMMEDIATE")
+            connection.execute("INSERT OR IGNORE INTO objects (key, sum, data) VALUES (?,?,?)", row)
+            while self._count(connection) > (self._max_bytes or float("inf")):
+                connection.execute("DELETE FROM objects WHERE id = (SELECT min(id) FROM objects)")
+
+    def remove(self, keys: Sequence[bytes]) -> int:
+        """Delete rows."""
+        marks = ",".join("?" * len(keys))
+        with self._connection() as connection:
+            gone = connection.execute(f"DELETE FROM objects WHERE key IN ({marks})", keys)
+            self._count(connection)
+        return gone.rowcount
+
+    def _count(self, connection: sqlite3.Connection) -> int:
+        objects, num_bytes = connection.execute("SELECT objects, bytes FROM total").fetchone()
+        self._usage = Usage(objects, num_bytes, self._max_bytes)
+        return int(num_bytes)
+
+    @contextmanager
+    def _connection(self) -> Iterator[sqlite3.Connection]:
+        try:
+            if not hasattr(self._mine, "connection"):
+                self._mine.connection = sqlite3.connect(
+                    self._path, LOCK_SECONDS, isolation_level=None, check_same_thread=False
+                )
+                self._connections.append(self._mine.connection)
+            yield self._mine.connection
+            self._trouble = None
+        except sqlite3.Error as error:
+            self._trouble = f"{self._path}: {error}"
+            raise StoreError(self._trouble) from error
