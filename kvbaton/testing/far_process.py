@@ -1,0 +1,96 @@
+"""The kit's hold on a process at the far side: lines out, lines in, signals."""
+
+from __future__ import annotations
+
+import os
+import select
+import signal
+import subprocess
+import tempfile
+import time
+from collections.abc import Sequence
+from typing import Self
+
+from kvbaton.testing.kit import KitBroke, require
+
+STARTS_WITHIN_S = 60.0
+
+
+class FarProcess:
+    """A process that is surely gone at the end of the block.
+
+    Args:
+        command: what to run.
+        patience: seconds for which a line is waited for.
+    """
+
+    def __init__(self, command: Sequence[str], patience: float) -> None:
+        self._patience = patience
+        self._rest = b""
+        self._errors = tempfile.TemporaryFile()
+        pipe = subprocess.PIPE
+        try:
+            self._process = subprocess.Popen(
+                command, stdin=pipe, stdout=pipe, stderr=self._errors, bufsize=0
+            )
+        except OSError as error:
+            raise KitBroke(f"can't start {command[:3]}: {error}") from error
+        assert self._process.stdin is not None
+        assert self._process.stdout is not None
+        self._in, self._out = self._process.stdin, self._process.stdout
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *exception: object) -> None:
+        self.kill()
+        for file in (self._in, self._out, self._errors):
+            file.close()
+
+    def line(self, *wanted: str, within: float | None = None) -> list[str]:
+        """The words of the next line whose first word is one of those wanted; others are skipped.
+
+        Raises:
+            CaseFailure: it does not come in time, or the process ends first.
+        """
+        deadline = time.monotonic() + (within or self._patience)
+        while True:
+            words = self._next_line(deadline, wanted).split()
+            if words and words[0] in wanted:
+                return words
+
+    def lines_so_far(self) -> list[list[str]]:
+        """The words of each line that a dead process left."""
+        rest = self._rest + self._out.read()
+        return [line.decode().split() for line in rest.split(b"\n")[:-1]]
+
+    def started(self) -> list[str]:
+        """Wait for ``ready`` or a card, as long as starting Python may take."""
+        return self.line("ready", "card", within=STARTS_WITHIN_S)
+
+    def tell(self, words: str) -> None:
+        """Send a line."""
+        self._in.write(words.encode() + b"\n")
+
+    def signal(self, number: signal.Signals) -> None:
+        """Send a signal."""
+        self._process.send_signal(number)
+
+    def kill(self) -> None:
+        """``SIGKILL`` and wait."""
+        self._process.kill()
+        self._process.wait()
+
+    def _next_line(self, deadline: float, wanted: Sequence[str]) -> str:
+        while b"\n" not in self._rest:
+            ready, _, _ = select.select([self._out], [], [], deadline - time.monotonic())
+            require(bool(ready), f"the far side did not say {' or '.join(wanted)} in time")
+            chunk = os.read(self._out.fileno(), 1 << 16)
+            require(bool(chunk), f"the far side has ended: {self._last_words()}")
+            self._rest += chunk
+        line, _, self._rest = self._rest.partition(b"\n")
+        return line.decode()
+
+    def _last_words(self) -> str:
+        self._errors.seek(0)
+        return self._errors.read().decode(errors="replace")[-2000:]

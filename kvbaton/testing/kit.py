@@ -1,0 +1,215 @@
+"""What a conformance case is and how one is run; nothing here knows a store or a transport.
+
+A *case* checks one law of a contract over a fresh *rig*: the connector under test and all that is
+needed to drive it. Cases have levels; a case never relies on what a higher level checks.
+
+======  ==========================================
+``L0``  API: names, types, signatures, bad arguments
+``L1``  data: every byte where it belongs
+``L2``  concurrency and cancellation
+``L3``  crashes, torn writes, death of the far side
+``L4``  identity: what must not be shared is not
+``L5``  soak: random schedules, and nothing leaks
+======  ==========================================
+
+A case ends in one of four ways, told apart strictly: it *passed*; it *failed* (the connector broke
+the law); it was *skipped*, by the name of the capability that the connector lacks; or the kit
+*broke*, which says nothing about the connector.
+"""
+
+from __future__ import annotations
+
+import enum
+import inspect
+import logging
+import sys
+import threading
+import time
+import traceback
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from types import TracebackType
+from typing import Generic, Protocol, TypeVar
+
+LEVELS = ("API", "data", "concurrency", "crash", "identity", "soak")
+"""What each level is about."""
+
+HERE = Path(__file__).parent
+THREAD = "kvbaton-case"
+"""Begins the name of each thread that runs a case; one that is still there hangs."""
+
+
+class CaseFailure(AssertionError):
+    """The connector broke the law of the case; the text says how."""
+
+
+class KitBroke(Exception):
+    """The kit could not do its own part."""
+
+
+class Rig(Protocol):
+    """What a case gets."""
+
+    def lacks(self, need: str) -> str | None:
+        """Why the connector, or this machine, lacks what a case needs; None if it does not."""
+        ...
+
+
+AnyRig = TypeVar("AnyRig", bound=Rig)
+Check = Callable[[AnyRig], None]
+
+
+@dataclass(frozen=True)
+class Case(Generic[AnyRig]):
+    """One law, checked.
+
+    Attributes:
+        level: index into `LEVELS`.
+        id: ``L2.cancel-leaves-buffers``.
+        law: what must hold, in one sentence.
+        needs: capabilities without which it does not apply, as the rig's `lacks` knows them.
+        check: raises `CaseFailure`.
+    """
+
+    level: int
+    id: str
+    law: str
+    needs: tuple[str, ...]
+    check: Check[AnyRig]
+
+
+class Kit(Generic[AnyRig]):
+    """The cases of one kind of connector, lowest level first."""
+
+    def __init__(self) -> None:
+        self._cases: list[Case[AnyRig]] = []
+
+    def case(self, level: int, *needs: str) -> Callable[[Check[AnyRig]], Check[AnyRig]]:
+        """Make a case of a function: its name is the id, its docstring the law."""
+
+        def add(check: Check[AnyRig]) -> Check[AnyRig]:
+            law = " ".join((inspect.getdoc(check) or "").split())
+            name = check.__name__.replace("_", "-")
+            self._cases.append(Case(level, f"L{level}.{name}", law, needs, check))
+            return check
+
+        return add
+
+    def cases(self, highest: int = len(LEVELS) - 1) -> list[Case[AnyRig]]:
+        """All cases up to a level, in the order in which to read a failing connector's report."""
+        chosen = [case for case in self._cases if case.level <= highest]
+        return sorted(chosen, key=lambda case: case.level)
+
+
+class Verdict(enum.Enum):
+    """How a case ended."""
+
+    PASSED = "passed"
+    FAILED = "failed"
+    SKIPPED = "skipped"
+    BROKE = "kit broke"
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """A case that was run.
+
+    Attributes:
+        case: its id.
+        law: what it checks.
+        verdict: how it ended.
+        text: what went wrong or what is lacking; empty if it passed.
+        seconds: how long it took.
+        hung: it was given up, and its thread may still be there.
+    """
+
+    case: str
+    law: str
+    verdict: Verdict
+    text: str = ""
+    seconds: float = 0.0
+    hung: bool = False
+
+
+def require(holds: bool, otherwise: str) -> None:
+    """Raise `CaseFailure` unless it holds."""
+    if not holds:
+        raise CaseFailure(otherwise)
+
+
+def run_case(
+    case: Case[AnyRig], make_rig: Callable[[], AbstractContextManager[AnyRig]], limit: float
+) -> Outcome:
+    """Run a case over a fresh rig, in a thread of its own, for at most `limit` seconds."""
+    answers: list[tuple[Verdict, str]] = []
+
+    def work() -> None:
+        with _stray_errors() as strays:
+            verdict, text = _attempt(case, make_rig)
+        if strays and verdict is Verdict.PASSED:
+            verdict, text = Verdict.FAILED, f"an error in a thread that nobody sees: {strays[0]}"
+        answers.append((verdict, text))
+
+    start = time.monotonic()
+    thread = threading.Thread(target=work, name=f"{THREAD} {case.id}", daemon=True)
+    thread.start()
+    thread.join(limit)
+    hung = thread.is_alive()
+    if hung:
+        where = _stack_of(thread)
+        answers = [(Verdict.FAILED, f"not over within {limit:g} s; it hangs in\n{where}")]
+    verdict, text = answers[0]
+    return Outcome(case.id, case.law, verdict, text, time.monotonic() - start, hung)
+
+
+def _attempt(
+    case: Case[AnyRig], make_rig: Callable[[], AbstractContextManager[AnyRig]]
+) -> tuple[Verdict, str]:
+    try:
+        with make_rig() as rig:
+            for need in case.needs:
+                if (reason := rig.lacks(need)) is not None:
+                    return Verdict.SKIPPED, reason
+            case.check(rig)
+    except CaseFailure as failure:
+        return Verdict.FAILED, "\n".join([str(failure), *getattr(failure, "__notes__", ())])
+    except BaseException as error:
+        ours = isinstance(error, KitBroke) or _is_ours(error.__traceback__)
+        return Verdict.BROKE if ours else Verdict.FAILED, traceback.format_exc()
+    return Verdict.PASSED, ""
+
+
+def _is_ours(trace: TracebackType | None) -> bool:
+    """Whether the kit itself raised it, and not something that it had called."""
+    frames = traceback.extract_tb(trace)
+    path = Path(frames[-1].filename) if frames else HERE
+    return path.parent == HERE and not path.name.startswith("broken_")
+
+
+def _stack_of(thread: threading.Thread) -> str:
+    frame = sys._current_frames().get(thread.ident or 0)
+    return "".join(traceback.format_stack(frame)[-4:]) if frame is not None else "(it just ended)"
+
+
+@contextmanager
+def _stray_errors() -> Iterator[list[str]]:
+    """Collect what threads and callbacks of futures raise, which else would only be logged."""
+    strays: list[str] = []
+
+    class Collector(logging.Handler):
+        def emit(self, record: logging.LogRecord) -> None:
+            strays.append(self.format(record))
+
+    def hook(args: threading.ExceptHookArgs) -> None:
+        strays.append("".join(traceback.format_exception(args.exc_value)))
+
+    before, threading.excepthook = threading.excepthook, hook
+    logger, collector = logging.getLogger("concurrent.futures"), Collector()
+    logger.addHandler(collector)
+    try:
+        yield strays
+    finally:
+        logger.removeHandler(collector)
+        threading.excepthook = before

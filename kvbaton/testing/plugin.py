@@ -1,0 +1,91 @@
+"""The kit as a pytest plugin: ``pytest --kvbaton-store my_package:MyStore``.
+
+Each case becomes a test named ``store SPEC::L1.sizes``; ``-k "L0 or L1"`` chooses levels. It runs
+next to the tests that pytest finds by itself. The plugin loads with pytest wherever kvbaton is
+installed, so it imports nothing before one of its options is used.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+import threading
+from typing import TYPE_CHECKING, Any
+
+import pytest
+
+if TYPE_CHECKING:
+    from kvbaton.testing.kit import Case
+    from kvbaton.testing.subject import Subject
+
+
+def pytest_addoption(parser: pytest.Parser) -> None:
+    """The options, each of which may be left out."""
+    group = parser.getgroup("kvbaton", "conformance of kvbaton's connectors")
+    for kind in ("store", "transport"):
+        text = f"check the {kind} that SPEC names (may be given again)"
+        group.addoption(f"--kvbaton-{kind}", action="append", default=[], metavar="SPEC", help=text)
+    text = "MODULE:CLASS of the stores' back door"
+    group.addoption("--kvbaton-back-door", metavar="PATH", help=text)
+    text = "multiplies examples, repetitions and seconds (1)"
+    group.addoption("--kvbaton-depth", type=int, default=1, metavar="N", help=text)
+    text = "seconds after which a case has failed (120)"
+    group.addoption("--kvbaton-limit", type=float, default=120.0, metavar="S", help=text)
+
+
+class CaseItem(pytest.Item):
+    """One case over one connector."""
+
+    def __init__(self, *, subject: Subject, case: Case[Any], **rest: Any) -> None:
+        super().__init__(**rest)
+        self.subject = subject
+        self.case = case
+
+    def runtest(self) -> None:
+        """Run it; its outcome is the test's."""
+        from kvbaton.testing.suite import tell_pytest
+
+        tell_pytest(self.subject.run(self.case, self.config.getoption("--kvbaton-limit")))
+
+    def reportinfo(self) -> tuple[os.PathLike[str], int | None, str]:
+        """Where it comes from."""
+        return self.path, None, self.name
+
+
+def pytest_collection_modifyitems(
+    session: pytest.Session, config: pytest.Config, items: list[pytest.Item]
+) -> None:
+    """Add the cases of each connector that was named."""
+    for kind in ("store", "transport"):
+        for spec in config.getoption(f"--kvbaton-{kind}"):
+            items += _cases(session, config, kind, spec)
+
+
+def _cases(
+    session: pytest.Session, config: pytest.Config, kind: str, spec: str
+) -> list[pytest.Item]:
+    from kvbaton.errors import ConfigError
+    from kvbaton.testing.subject import make_subject
+
+    door, depth = config.getoption("--kvbaton-back-door"), config.getoption("--kvbaton-depth")
+    try:
+        subject = make_subject(spec, kind, back_door=door, depth=depth)
+        subject.probe()
+    except ConfigError as error:
+        raise pytest.UsageError(str(error)) from error
+    return [
+        CaseItem.from_parent(session, name=f"{kind} {spec}::{case.id}", subject=subject, case=case)
+        for case in subject.cases(level=5)
+    ]
+
+
+@pytest.hookimpl(trylast=True)
+def pytest_unconfigure(config: pytest.Config) -> None:
+    """Don't let the interpreter wait for ever for what hangs."""
+    from kvbaton.testing.kit import THREAD
+
+    hanging = any(thread.name.startswith(THREAD) for thread in threading.enumerate())
+    if hanging and not hasattr(config, "workerinput"):
+        sys.stdout.flush()
+        sys.stderr.flush()
+        os._exit(int(pytest.ExitCode.TESTS_FAILED))

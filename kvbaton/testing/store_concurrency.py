@@ -1,0 +1,262 @@
+"""L2 of stores: much at once, answers that come once, and buffers that are left alone when done."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable
+from concurrent.futures import Future
+from typing import Any
+
+from kvbaton.connectors.store import Store
+from kvbaton.testing.kit import require
+from kvbaton.testing.store_rig import StoreRig, case, views
+
+DELAYS = (0.0, 0.0, 0.0002, 0.001, 0.003, 0.01)
+"""Seconds between a call and its cancellation."""
+WATCH_S = 0.03
+"""How long a buffer is watched for a late touch."""
+MARK = 0xA5
+
+
+@case(2)
+def many_at_once(rig: StoreRig) -> None:
+    """Hundreds of calls in flight are all answered, each with its own bytes."""
+    objects = rig.objects(rig.random.integers(0, 3000, 200).tolist())
+    calls = [rig.store.store([k], views([d])) for k, d in objects.items()]
+    rig.settle(calls, "many stores")
+    require(all(call.result() == [True] for call in calls), "not all objects were kept")
+    targets = [bytearray(len(data)) for data in objects.values()]
+    loads = [rig.store.load([k], views([t])) for k, t in zip(objects, targets, strict=True)]
+    rig.settle(loads, "many loads")
+    for load, target, data in zip(loads, targets, objects.values(), strict=True):
+        rig.compare(bytes(target) if load.result()[0] else None, data, "among many loads")
+
+
+@case(2)
+def done_once(rig: StoreRig) -> None:
+    """A future is done exactly once, and says so to each of its callbacks exactly once."""
+    objects = rig.objects([1, 300_000, 5])
+    told: list[str] = []
+    keys, targets = list(objects), views([bytearray(len(data)) for data in objects.values()])
+    calls: dict[str, Callable[[], Future[Any]]] = {
+        "store": lambda: rig.store.store(keys, views(objects.values())),
+        "load": lambda: rig.store.load(keys, targets),
+        "lookup": lambda: rig.store.lookup(keys),
+        "delete": lambda: rig.store.delete(keys),
+    }
+    for name, call in calls.items():
+        future = call()
+        future.add_done_callback(lambda _, name=name: told.append(name))  # type: ignore[misc]
+        first = rig.wait(future, name)
+        rig.eventually(lambda name=name: name in told)  # type: ignore[misc]
+        time.sleep(WATCH_S)
+        require(told.count(name) == 1, f"{name} called back {told.count(name)} times")
+        require(future.result() is first, f"the answer of {name} has changed")
+
+
+@case(2)
+def calls_return_at_once(rig: StoreRig) -> None:
+    """A call hands its work over and returns; it never waits for bytes."""
+    objects = rig.objects([2 << 20] * 12)
+    start = time.monotonic()
+    future = rig.store.store(list(objects), views(objects.values()))
+    called = time.monotonic() - start
+    rig.settle([future], "store")
+    whole = time.monotonic() - start
+    waited = called > 0.1 and called > whole / 2
+    require(not waited, f"the call took {called:.2f} s of the {whole:.2f} s until it was done")
+
+
+@case(2)
+def lookups_overtake_bytes(rig: StoreRig) -> None:
+    """A lookup does not wait behind the bytes of loads and stores that came before it."""
+    (held,) = small = rig.objects([10])
+    rig.put(small)
+    late = [_lookup_came_last(rig, held) for _ in range(3)]
+    require(not all(late), "each time, a lookup was answered after all the bytes before it")
+
+
+def _lookup_came_last(rig: StoreRig, held: bytes) -> bool:
+    objects = rig.objects([256 << 10] * 48)
+    moves: list[Future[Any]] = [rig.store.store([k], views([d])) for k, d in objects.items()]
+    moves += [rig.store.load([held], views([bytearray(10)])) for _ in objects]
+    require(rig.found([held]) == (True,), "a lookup behind bytes")
+    last = all(move.done() for move in moves)
+    rig.settle(moves, "the bytes before a lookup")
+    if rig.lacks("deletes") is None:
+        rig.wait(rig.store.delete(list(objects)), "delete")
+    return last
+
+
+@case(2)
+def overlapping_stores(rig: StoreRig) -> None:
+    """The same object stored many times at once is kept once, whole, and each call says True."""
+    objects = rig.objects([500_000, 7])
+    calls = [rig.store.store(list(objects), views(objects.values())) for _ in range(12)]
+    rig.settle(calls, "overlapping stores")
+    answers = [call.result() for call in calls]
+    require(answers == [[True, True]] * 12, f"overlapping stores of one object said {answers}")
+    rig.expect(objects, "after overlapping stores")
+
+
+@case(2)
+def readers_see_whole_objects(rig: StoreRig) -> None:
+    """While an object is being stored, a reader gets all of it or a miss."""
+    for _ in range(4 * rig.depth):
+        objects = rig.objects([3_000_000])
+        call = rig.store.store(list(objects), views(objects.values()))
+        while not call.done():
+            rig.expect_whole(objects, "while it was being stored")
+        require(rig.wait(call, "store") == [True], "an object that was read was not kept")
+        rig.expect(objects, "once it was stored")
+
+
+@case(2)
+def what_lookup_promises(rig: StoreRig) -> None:
+    """What a lookup has found, a load then finds: also while it is being stored."""
+    for _ in range(4 * rig.depth):
+        objects = rig.objects([2_000_000])
+        call = rig.store.store(list(objects), views(objects.values()))
+        while not call.done():
+            if all(rig.found(list(objects))):
+                rig.expect(objects, "after a lookup had found it")
+        rig.settle([call], "store")
+
+
+@case(2)
+def cancel_leaves_targets(rig: StoreRig) -> None:
+    """Once the future of a load is done, cancelled or not, nobody writes its targets any more."""
+    objects = rig.objects([200_000] * 12)
+    rig.put(objects)
+    for delay in DELAYS * rig.depth:
+        targets = [bytearray(len(data)) for data in objects.values()]
+        future = rig.store.load(list(objects), views(targets))
+        time.sleep(delay)
+        future.cancel()
+        rig.settle([future], "a cancelled load")
+        answers = [] if future.cancelled() else future.result()
+        for there, target, data in zip(answers, targets, objects.values(), strict=False):
+            if there:
+                rig.compare(bytes(target), data, "said to be loaded, though cancelled")
+        _watch(targets, "a target was written after the future of its load was done")
+    rig.expect(objects, "after cancelled loads")
+
+
+@case(2)
+def cancel_leaves_sources(rig: StoreRig) -> None:
+    """Once the future of a store is done, cancelled or not, nobody reads its sources any more."""
+    for delay in DELAYS * rig.depth:
+        objects = rig.objects([200_000] * 12)
+        buffers = [bytearray(data) for data in objects.values()]
+        future = rig.store.store(list(objects), views(buffers))
+        time.sleep(delay)
+        future.cancel()
+        rig.settle([future], "a cancelled store")
+        for buffer in buffers:
+            buffer[:] = b"\xee" * len(buffer)
+        time.sleep(WATCH_S)
+        rig.expect_whole(objects, "after its store was cancelled and its source overwritten")
+        rig.put(objects)
+        rig.expect(objects, "stored again after a cancellation")
+
+
+@case(2)
+def cancelled_in_the_queue(rig: StoreRig) -> None:
+    """Calls that are cancelled behind many others end, and the others are not harmed."""
+    objects = rig.objects([300_000] * 24)
+    stores = [rig.store.store([k], views([d])) for k, d in objects.items()]
+    rig.settle(stores, "stores")
+    targets = [bytearray(300_000) for _ in objects]
+    loads = [rig.store.load([k], views([t])) for k, t in zip(objects, targets, strict=True)]
+    for load in loads[1::2]:
+        load.cancel()
+    rig.settle(loads, "loads of which every other was cancelled")
+    _watch(targets[1::2], "the target of a cancelled load was written late")
+    kept = zip(loads[::2], targets[::2], list(objects.values())[::2], strict=True)
+    for load, target, data in kept:
+        rig.compare(bytes(target) if load.result()[0] else None, data, "beside cancelled loads")
+
+
+def _watch(buffers: list[bytearray], otherwise: str) -> None:
+    """Overwrite buffers and see that they stay like that."""
+    for buffer in buffers:
+        buffer[:] = bytes([MARK]) * len(buffer)
+    time.sleep(WATCH_S)
+    require(all(buffer.count(MARK) == len(buffer) for buffer in buffers), otherwise)
+
+
+@case(2, "deletes")
+def delete_during_load(rig: StoreRig) -> None:
+    """An object that is deleted while it is loaded arrives whole, or is a miss."""
+    for _ in range(6 * rig.depth):
+        objects = rig.objects([400_000] * 6)
+        rig.put(objects)
+        targets = [bytearray(len(data)) for data in objects.values()]
+        load = rig.store.load(list(objects), views(targets))
+        delete = rig.store.delete(list(objects))
+        others = rig.objects([400_000] * 6)
+        rig.put(others)
+        answers = rig.wait(load, "a load of what is being deleted")
+        for there, target, data in zip(answers, targets, objects.values(), strict=True):
+            if there:
+                rig.compare(bytes(target), data, "loaded while it was deleted")
+        count = rig.wait(delete, "delete")
+        require(count == len(objects), f"6 objects were deleted, the answer is {count}")
+        rig.wait(rig.store.delete(list(others)), "delete")
+
+
+@case(2, "small")
+def eviction_during_load(rig: StoreRig) -> None:
+    """An object that makes room for others while it is loaded arrives whole, or is a miss."""
+    size = max(1, (rig.store.usage().capacity or 0) // 12)
+    for _ in range(3 * rig.depth):
+        objects = rig.objects([size] * 4)
+        rig.ask_store(objects)
+        targets = [bytearray(size) for _ in objects]
+        load = rig.store.load(list(objects), views(targets))
+        rig.ask_store(rig.objects([size] * 12))
+        answers = rig.wait(load, "a load of what is being evicted")
+        for there, target, data in zip(answers, targets, objects.values(), strict=True):
+            if there:
+                rig.compare(bytes(target), data, "loaded while others were stored")
+
+
+@case(2, "pins", "small")
+def pinned_objects_stay(rig: StoreRig) -> None:
+    """What a lookup has pinned stays until `release`, however much is stored meanwhile."""
+    capacity = rig.store.usage().capacity or 0
+    pinned = rig.objects([max(1, capacity // 8)] * 2)
+    rig.put(pinned)
+    found = rig.wait(rig.store.lookup(list(pinned), pin=True), "lookup")
+    for _ in range(20):
+        rig.ask_store(rig.objects([max(1, capacity // 10)]))
+    rig.expect(pinned, "pinned, while more was stored than fits")
+    rig.store.release(found.ticket or 0)
+    for _ in range(3):
+        rig.put(rig.objects([max(1, capacity // 2)]))
+
+
+@case(2)
+def close_ends_everything(rig: StoreRig) -> None:
+    """`close` amid work returns, every future is done by then, and buffers are left alone."""
+    objects = rig.objects([400_000] * 16)
+    rig.put(objects)
+    store = rig.store
+    targets = [bytearray(400_000) for _ in objects]
+    calls: list[Future[Any]] = [
+        store.load([k], views([t])) for k, t in zip(objects, targets, strict=True)
+    ]
+    calls += [store.store([k], views([d])) for k, d in rig.objects([400_000] * 16).items()]
+    calls += [store.lookup(list(objects))]
+    _close(rig, store)
+    late = [call for call in calls if not call.done()]
+    require(not late, f"{len(late)} of {len(calls)} futures are not done after close")
+    _watch(targets, "a target was written after close")
+
+
+def _close(rig: StoreRig, store: Store) -> None:
+    closing = threading.Thread(target=store.close, daemon=True)
+    closing.start()
+    closing.join(rig.patience)
+    require(not closing.is_alive(), f"close did not return within {rig.patience:g} s")

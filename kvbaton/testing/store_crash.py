@@ -1,0 +1,161 @@
+"""L3 of stores: processes are killed, files are cut; a reader sees whole objects or none."""
+
+from __future__ import annotations
+
+import time
+from contextlib import ExitStack
+
+from kvbaton.testing.far_process import FarProcess
+from kvbaton.testing.far_store import far_objects
+from kvbaton.testing.kit import KitBroke, require
+from kvbaton.testing.store_rig import BackDoor, StoreRig, case
+
+SIZE = 2 << 20
+COUNT = 3
+FRACTIONS = (0.0, 0.1, 0.3, 0.5, 0.7, 0.9, 1.0)
+"""Of the time that storing one object takes: when its writer is killed."""
+
+
+class _Far:
+    """A far process over the same store, and what it works on."""
+
+    def __init__(self, rig: StoreRig, job: str, size: int = SIZE, count: int = COUNT) -> None:
+        nonce = int.from_bytes(rig.key()[:6], "little")
+        words = [job, str(nonce), str(size), str(count)]
+        self.objects = far_objects(nonce, size, count)
+        self.process = FarProcess(rig.command("far_store", *words), rig.patience)
+
+    def known_done(self) -> dict[bytes, bytes]:
+        """What the process had said to be stored before it was killed."""
+        lines = self.process.lines_so_far()
+        done = {int(number) for word, number in lines if word == "done"}
+        return {k: d for i, (k, d) in enumerate(self.objects.items()) if i in done}
+
+
+def _writers(rig: StoreRig, stack: ExitStack, count: int) -> list[_Far]:
+    """Writers that are ready to begin; they start side by side."""
+    writers = [_Far(rig, "write") for _ in range(count)]
+    for writer in writers:
+        stack.enter_context(writer.process)
+    for writer in writers:
+        writer.process.started()
+    return writers
+
+
+def _seconds_of_one(writer: _Far) -> float:
+    """Let a writer do all its work; how long one object takes."""
+    writer.process.tell("go")
+    writer.process.line("begin")
+    start = time.monotonic()
+    for _ in range(COUNT):
+        writer.process.line("done")
+    return (time.monotonic() - start) / COUNT
+
+
+@case(3, "persistent")
+def a_killed_writer(rig: StoreRig) -> None:
+    """Whenever a writer is killed, its objects are whole or absent, and those kept are there."""
+    with ExitStack() as stack:
+        measured, *writers = _writers(rig, stack, 1 + len(FRACTIONS) * rig.depth)
+        seconds = _seconds_of_one(measured)
+        rig.reopen()
+        rig.expect(measured.objects, "stored by a process that has ended")
+        for number, writer in enumerate(writers):
+            writer.process.tell("go")
+            for _ in range(1 + number % COUNT):
+                writer.process.line("begin")
+            time.sleep(seconds * FRACTIONS[number % len(FRACTIONS)])
+            writer.process.kill()
+        rig.reopen()
+        for writer in writers:
+            rig.expect_whole(writer.objects, "stored by a process that was killed")
+            rig.expect(writer.known_done(), "kept, as its writer was told before it was killed")
+
+
+@case(3, "persistent")
+def what_a_killed_writer_leaves(rig: StoreRig) -> None:
+    """What a killed writer left behind stands in nobody's way: its objects can be stored again."""
+    with ExitStack() as stack:
+        measured, *writers = _writers(rig, stack, 3)
+        seconds = _seconds_of_one(measured)
+        for writer in writers:
+            writer.process.tell("go")
+            writer.process.line("begin")
+            time.sleep(seconds / 2)
+            writer.process.kill()
+            rig.put(writer.objects)
+            rig.expect(writer.objects, "stored again after its first writer was killed")
+        rig.reopen()
+        for writer in writers:
+            rig.expect(writer.objects, "after the store was opened again")
+
+
+@case(3, "shared")
+def others_see_whole_objects(rig: StoreRig) -> None:
+    """While another process stores an object, this one gets all of it or a miss; then all of it."""
+    far = _Far(rig, "write", size=4 << 20, count=6)
+    with far.process as process:
+        process.started()
+        process.tell("go")
+        for key, data in far.objects.items():
+            process.line("begin")
+            rig.expect_whole({key: data}, "while another process stored it")
+            if rig.found([key]) == (True,):
+                rig.expect({key: data}, "found while another process stored it")
+            process.line("done")
+            seen = rig.eventually(lambda key=key: rig.found([key]) == (True,))  # type: ignore[misc]
+            require(seen, "what another process has stored is never found")
+            rig.expect({key: data}, "after another process had stored it")
+
+
+@case(3, "shared")
+def a_killed_reader(rig: StoreRig) -> None:
+    """A reader that is killed takes nothing with it: its objects stay, and can be deleted."""
+    far = _Far(rig, "read", size=500_000, count=4)
+    rig.put(far.objects)
+    with far.process as process:
+        process.started()
+        process.tell("go")
+        process.line("round")
+        process.kill()
+    rig.expect(far.objects, "after a reader was killed")
+    if rig.lacks("deletes") is None:
+        rig.wait(rig.store.delete(list(far.objects)), "delete")
+        require(not any(rig.found(list(far.objects))), "a dead reader keeps objects alive")
+    rig.put(far.objects)
+    rig.expect(far.objects, "stored again after a reader was killed")
+
+
+@case(3, "door.cut")
+def cut_objects(rig: StoreRig) -> None:
+    """An object of which only the first bytes are left is a miss, and can be stored again."""
+    for left in (0, 1, 50_000, 99_999):
+        objects = rig.objects([100_000])
+        (key,) = objects
+        rig.put(objects)
+        _door(rig).cut(key, left)
+        require(rig.get(key, 100_000) is None, f"loaded, though cut to {left} bytes")
+        if rig.store.capabilities.persistent:
+            rig.reopen()
+            require(rig.get(key, 100_000) is None, f"loaded from disk, though cut to {left} bytes")
+        rig.put(objects)
+        rig.expect(objects, "stored again after it was cut")
+
+
+@case(3, "door.spoil")
+def spoiled_objects(rig: StoreRig) -> None:
+    """An object of which one kept byte has changed is a miss, and can be stored again."""
+    for size in (1, 100_000):
+        objects = rig.objects([size])
+        (key,) = objects
+        rig.put(objects)
+        _door(rig).spoil(key)
+        require(rig.get(key, size) is None, f"loaded, though a byte of its {size} had changed")
+        rig.put(objects)
+        rig.expect(objects, "stored again after it was spoiled")
+
+
+def _door(rig: StoreRig) -> BackDoor:
+    if rig.door is None:
+        raise KitBroke("there is no back door")
+    return rig.door

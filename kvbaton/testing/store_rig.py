@@ -1,0 +1,242 @@
+"""What a store's cases drive: the store under test, fresh keys, and ways to ask in one line."""
+
+from __future__ import annotations
+
+import hashlib
+import itertools
+import os
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from concurrent.futures import CancelledError, Future, wait
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Protocol, Self, TypeVar
+
+import numpy as np
+
+from kvbaton.connectors.registry import load_store
+from kvbaton.connectors.store import Pieces, Store
+from kvbaton.errors import StoreError
+from kvbaton.testing.kit import CaseFailure, Kit, require
+from kvbaton.testing.subject import Subject
+
+T = TypeVar("T")
+STORE_KIT = Kit["StoreRig"]()
+case = STORE_KIT.case
+
+SMALL_CAPACITY = 128 << 20
+"""The kit fills a store only if it holds no more than this."""
+
+
+class BackDoor(Protocol):
+    """A way to a store's objects that leaves the store out, so that a symmetric liar is caught.
+
+    Its class is called with the opened store. It may lack any of these methods: what needs them is
+    then skipped by name.
+    """
+
+    def get(self, key: bytes) -> bytes | None:
+        """The bytes of an object as they are kept, or None."""
+        ...
+
+    def put(self, key: bytes, data: bytes) -> None:
+        """Keep an object as the store would."""
+        ...
+
+    def cut(self, key: bytes, num_bytes: int) -> None:
+        """Leave only the first bytes of what is kept of an object."""
+        ...
+
+    def spoil(self, key: bytes) -> None:
+        """Change one byte of what is kept of an object, if the store notices such things."""
+        ...
+
+
+class StoreRig:
+    """One opened store with a folder of its own.
+
+    Attributes:
+        subject: what is checked, and how hard.
+        random: seeded.
+        folder: what ``{tmp}`` in the spec stands for.
+        spec: the spec with it filled in: who opens it again has the same store.
+        store: opened, named ``kit``.
+    """
+
+    def __init__(self, subject: Subject) -> None:
+        self.subject = subject
+        self.random = np.random.default_rng(subject.seed)
+        self.patience = subject.patience
+        self.depth = subject.depth
+        self._nonce = os.urandom(16)
+        self._numbers = itertools.count()
+        self._opened: list[Store] = []
+
+    def __enter__(self) -> Self:
+        self._temporary = tempfile.TemporaryDirectory(prefix="kvbaton-kit-")
+        self.folder = Path(self._temporary.name)
+        self.spec = self.subject.spec.replace("{tmp}", str(self.folder))
+        self.store = self.open("kit")
+        return self
+
+    def __exit__(self, *exception: object) -> None:
+        try:
+            while self._opened:
+                self._opened.pop().close()
+        finally:
+            self._temporary.cleanup()
+
+    def make(self, name: str = "kit") -> Store:
+        """The store once more, not opened."""
+        return load_store(self.spec, name=name)
+
+    def open(self, name: str = "kit") -> Store:
+        """The store once more, opened; closed at the end of the case."""
+        store = self.make(name)
+        store.open()
+        self._opened.append(store)
+        return store
+
+    def close(self, store: Store) -> None:
+        """Close one of them now."""
+        store.close()
+        self._opened = [other for other in self._opened if other is not store]
+
+    def reopen(self) -> None:
+        """Close the store and open it again: what it then has comes from where it keeps things."""
+        self.close(self.store)
+        self.store = self.open()
+
+    def lacks(self, need: str) -> str | None:
+        """See `Rig`. Needs are capabilities, ``door.METHOD``, ``small`` or ``hypothesis``."""
+        if need == "hypothesis":
+            ready = find_spec("hypothesis") is not None
+            return None if ready else "hypothesis is missing: pip install 'kvbaton[testing]'"
+        if need == "small":
+            capacity = self.store.usage().capacity
+            return None if _is_small(capacity) else f"capacity is {capacity}, not small enough"
+        if need.startswith("door."):
+            method = need.removeprefix("door.")
+            return None if hasattr(self.door, method) else f"no back door for {method}"
+        return None if getattr(self.store.capabilities, need) else f"not declared: {need}"
+
+    @property
+    def door(self) -> BackDoor | None:
+        """The back door of the store, if it has one."""
+        return self.subject.back_door(self.store) if self.subject.back_door is not None else None
+
+    # --- keys and bytes ---
+
+    def key(self) -> bytes:
+        """A key that nobody has used."""
+        number = next(self._numbers).to_bytes(8, "little")
+        return hashlib.blake2b(self._nonce + number, digest_size=32).digest()
+
+    def noise(self, num_bytes: int) -> bytes:
+        """Noise."""
+        return self.random.bytes(num_bytes)
+
+    def objects(self, sizes: Iterable[int]) -> dict[bytes, bytes]:
+        """Objects of those sizes under fresh keys; nobody has stored them yet."""
+        return {self.key(): self.noise(size) for size in sizes}
+
+    def cut(self, data: bytearray | bytes, pieces: int) -> Pieces:
+        """The same memory in that many pieces of uneven lengths, some of them empty."""
+        inner = sorted(self.random.integers(0, len(data) + 1, pieces - 1).tolist())
+        ends = [0, *inner, len(data)]
+        view = memoryview(data)
+        return [view[low:high] for low, high in itertools.pairwise(ends)]
+
+    # --- questions with answers ---
+
+    def wait(self, future: Future[T], what: str) -> T:
+        """The answer; errors of the store pass through.
+
+        Raises:
+            CaseFailure: there is none in time.
+        """
+        self.settle([future], what)
+        return future.result()
+
+    def settle(self, futures: Sequence[Future[T]], what: str) -> None:
+        """Wait until all are done, however they end."""
+        late = wait(futures, self.patience).not_done
+        require(not late, f"{what}: {len(late)} futures are not done after {self.patience:g} s")
+
+    def end(self, future: Future[T], what: str) -> T | None:
+        """The answer, or None if it was cancelled or ended by a `StoreError`, both allowed here."""
+        try:
+            return self.wait(future, what)
+        except (CancelledError, StoreError):
+            return None
+
+    def ask_store(self, objects: Mapping[bytes, bytes], store: Store | None = None) -> list[bool]:
+        """Store objects; the answers."""
+        sources = [[memoryview(data)] for data in objects.values()]
+        return self.wait((store or self.store).store(list(objects), sources), "store")
+
+    def put(self, objects: Mapping[bytes, bytes], store: Store | None = None) -> None:
+        """Store objects; all must be kept."""
+        for start in range(0, len(objects), limit := self.store.capabilities.max_keys):
+            part = dict(list(objects.items())[start : start + limit])
+            answers = self.ask_store(part, store)
+            require(answers == [True] * len(part), f"store of {len(part)} objects said {answers}")
+
+    def get(self, key: bytes, num_bytes: int, store: Store | None = None) -> bytes | None:
+        """An object's bytes, or None for a miss."""
+        target = bytearray(num_bytes)
+        answer = self.wait((store or self.store).load([key], [[memoryview(target)]]), "load")
+        require(answer in ([True], [False]), f"load of one object said {answer!r}")
+        return bytes(target) if answer[0] else None
+
+    def found(self, keys: Sequence[bytes], store: Store | None = None) -> tuple[bool, ...]:
+        """Which are there."""
+        return self.wait((store or self.store).lookup(list(keys)), "lookup").present
+
+    def expect(self, objects: Mapping[bytes, bytes], when: str, store: Store | None = None) -> None:
+        """All objects must be there, byte for byte."""
+        for key, data in objects.items():
+            self.compare(self.get(key, len(data), store), data, when)
+
+    def expect_whole(self, objects: Mapping[bytes, bytes], when: str) -> list[bytes]:
+        """Each object must be there byte for byte, or not at all; the keys of those that are."""
+        there: list[bytes] = []
+        for key, data in objects.items():
+            if (found := self.get(key, len(data))) is not None:
+                self.compare(found, data, when)
+                there.append(key)
+        return there
+
+    def compare(self, found: bytes | None, data: bytes, when: str) -> None:
+        """Both must be equal; None is a miss, which is a failure."""
+        if found is None:
+            raise CaseFailure(f"{when}: an object of {len(data)} bytes is gone")
+        if found != data:
+            wrong = np.flatnonzero(np.frombuffer(found, "u1") != np.frombuffer(data, "u1"))
+            raise CaseFailure(
+                f"{when}: {len(wrong)} of {len(data)} bytes are wrong, the first at {wrong[0]}"
+            )
+
+    def eventually(self, holds: Callable[[], bool]) -> bool:
+        """Ask again until it holds, or patience ends."""
+        deadline = time.monotonic() + self.patience
+        while not holds():
+            if time.monotonic() > deadline:
+                return False
+            time.sleep(0.01)
+        return True
+
+    def command(self, module: str, *words: str) -> list[str]:
+        """How to run one of the kit's modules over the same store in another process."""
+        return [sys.executable, "-m", f"kvbaton.testing.{module}", self.spec, *words]
+
+
+def views(buffers: Iterable[bytearray | bytes]) -> list[Pieces]:
+    """Each buffer as an object in one piece."""
+    return [[memoryview(buffer)] for buffer in buffers]
+
+
+def _is_small(capacity: int | None) -> bool:
+    return capacity is not None and capacity <= SMALL_CAPACITY

@@ -1,0 +1,75 @@
+"""The kit as test classes, for a connector's own suite of tests.
+
+One class is a whole suite::
+
+    class TestMyStore(StoreTests):
+        spec = 'my_package:MyStore:{"path": "{tmp}"}'
+
+A spec that is known only while tests run comes from a fixture named ``spec`` in the class.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, ClassVar
+
+import pytest
+
+from kvbaton.testing.kit import Case, KitBroke, Outcome, Verdict
+from kvbaton.testing.store_cases import STORE_KIT
+from kvbaton.testing.store_rig import BackDoor
+from kvbaton.testing.subject import Subject
+from kvbaton.testing.transport_cases import TRANSPORT_KIT
+
+
+class _Suite:
+    """What both kinds share.
+
+    Attributes:
+        spec: see `Subject`.
+        back_door: see `Subject`.
+        depth: see `Subject`.
+        limit: seconds for each case.
+    """
+
+    spec: Any = ""
+    back_door: ClassVar[Callable[[Any], BackDoor] | None] = None
+    depth: ClassVar[int] = 1
+    limit: ClassVar[float] = 120.0
+
+    @pytest.fixture(name="spec")
+    def _spec(self) -> str:
+        return str(self.spec)
+
+    def check(self, spec: str, kind: str, case: Case[Any]) -> None:
+        """Run a case and pass its outcome on to pytest."""
+        subject = Subject(spec, kind, type(self).back_door, self.depth)
+        tell_pytest(subject.run(case, self.limit))
+
+
+class StoreTests(_Suite):
+    """Every case of a store."""
+
+    @pytest.mark.parametrize("case", STORE_KIT.cases(), ids=lambda case: case.id)
+    def test_store(self, spec: str, case: Case[Any]) -> None:
+        """One case."""
+        self.check(spec, "store", case)
+
+
+class TransportTests(_Suite):
+    """Every case of a transport."""
+
+    @pytest.mark.parametrize("case", TRANSPORT_KIT.cases(), ids=lambda case: case.id)
+    def test_transport(self, spec: str, case: Case[Any]) -> None:
+        """One case."""
+        self.check(spec, "transport", case)
+
+
+def tell_pytest(outcome: Outcome) -> None:
+    """Pass, skip or fail the running test; raise `KitBroke` if the kit broke."""
+    if outcome.verdict is Verdict.SKIPPED:
+        pytest.skip(outcome.text)
+    if outcome.verdict is Verdict.FAILED:
+        pytest.fail(f"{outcome.case}: {outcome.law}\n{outcome.text}", pytrace=False)
+    if outcome.verdict is Verdict.BROKE:
+        raise KitBroke(outcome.text)

@@ -1,0 +1,334 @@
+"""The cases of transports: what holds between any two connected ones.
+
+Each is a function over a fresh `Pair`; those about processes that die are in
+`transport_processes.py`.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import TYPE_CHECKING
+
+import numpy as np
+
+from kvbaton.connectors.base import FenceScope, Peer, Status, Transport
+from kvbaton.errors import TransportError
+from kvbaton.testing import transport_processes
+from kvbaton.testing.accounts import Accounts
+from kvbaton.testing.kit import CaseFailure, require
+from kvbaton.testing.pairs import (
+    SOURCE_SIZES,
+    TARGET_SIZES,
+    TRANSPORT_KIT,
+    Pair,
+    case,
+    memory_of,
+    pack,
+    random_rows,
+)
+
+if TYPE_CHECKING:
+    from kvbaton.testing.pairs import Row
+
+__all__ = ["TRANSPORT_KIT", "transport_processes"]
+
+ROUNDS = 4
+
+
+@case(0)
+def names_and_capabilities(pair: Pair) -> None:
+    """Each side has its own name, the peers carry them, and the capabilities make sense."""
+    require(isinstance(pair.source, Transport), "it lacks a method of Transport")
+    require(pair.source.name != pair.target.name, "two transports have one name")
+    require(pair.peer.name == pair.target.name, "a peer must carry the remote transport's name")
+    capabilities = pair.source.capabilities
+    require(capabilities.max_notice_bytes >= 64, "a notice needs at least 64 bytes")
+    require(capabilities.max_ranges >= 1, "a write needs at least one range")
+    require("cpu" in capabilities.devices, "this kit drives CPU memory")
+
+
+@case(0)
+def regions_are_numbered(pair: Pair) -> None:
+    """Regions are numbered from 0 in order of registration."""
+    found = [region.index for region in pair.source_regions]
+    require(found == list(range(len(found))), f"regions are numbered {found}")
+
+
+@case(0)
+def bad_cards(pair: Pair) -> None:
+    """A card that is none is refused by name and harms nobody."""
+    for card in (b"", b"\xff" * 40, pair.target.card()[:-9], bytes(300)):
+        try:
+            pair.source.connect(card)
+        except TransportError:
+            continue
+        raise CaseFailure(f"connect must raise TransportError for the card {card[:20]!r}...")
+    pair.complete(pair.write(random_rows(pair.random, 4)))
+
+
+@case(0)
+def release_twice(pair: Pair) -> None:
+    """A handle may be released again, and its end stays known."""
+    handle = pair.write([(0, 0, 0, 0, 4, 1, 0, 0)])
+    pair.complete(handle)
+    handle.release()
+    require(handle.status() is Status.DONE, "a released handle must keep its state")
+
+
+@case(1)
+def exact_bytes(pair: Pair) -> None:
+    """Random strided rows of odd sizes move exactly their bytes and touch nothing else."""
+    for round_number in range(12):
+        rows = random_rows(pair.random, int(pair.random.integers(1, 60)))
+        pair.complete(pair.write(rows, b"exact"))
+        pair.compare(f"round {round_number} of random rows")
+
+
+@case(1)
+def edges_of_regions(pair: Pair) -> None:
+    """First and last bytes of every region can be written, and single bytes."""
+    rows: list[Row] = [(0, 0, index, 0, 1, 1, 0, 0) for index in range(len(TARGET_SIZES))]
+    rows += [(0, SOURCE_SIZES[0] - 1, i, n - 1, 1, 1, 0, 0) for i, n in enumerate(TARGET_SIZES)]
+    rows += [(1, 0, 2, 1, TARGET_SIZES[2] - 2, 1, 0, 0)]
+    pair.complete(pair.write(rows))
+    pair.compare("edges of regions")
+
+
+@case(1)
+def empty_write(pair: Pair) -> None:
+    """A write without ranges is a notice alone."""
+    pair.complete(pair.write([], b"nothing"))
+    pair.wait(lambda: bool(pair.notices), "the notice of an empty write")
+    require(pair.notices == [b"nothing"], f"notices are {pair.notices}")
+    pair.compare("after an empty write")
+
+
+@case(1)
+def notice_lengths(pair: Pair) -> None:
+    """Notices of no byte and of the declared most bytes arrive whole; a longer one is refused."""
+    most = pair.source.capabilities.max_notice_bytes
+    row: Row = (0, 0, 0, 0, 8, 1, 0, 0)
+    sent = [b"", b"\0\xff", bytes(most), b""]
+    for number, notice in enumerate(sent):
+        pair.complete(pair.write([row] if number % 2 else [], notice))
+    pair.wait(lambda: len(pair.notices) >= len(sent), "all notices")
+    require(sorted(pair.notices) == sorted(sent), "a notice was changed on its way")
+    with _refused(pair, "a notice that is too long"):
+        pair.complete(pair.source.write(pair.peer, pack([row]), bytes(most + 1)))
+
+
+@case(1)
+def many_ranges(pair: Pair) -> None:
+    """One write of thousands of small ranges."""
+    rows: list[Row] = [(0, 3 * i, 0, 64 * i, 32, 1, 0, 0) for i in range(4_096)]
+    rows = rows[: pair.source.capabilities.max_ranges]
+    pair.complete(pair.write(rows, b"many"))
+    pair.compare("after thousands of ranges")
+
+
+@case(1)
+def large_write(pair: Pair) -> None:
+    """One write of tens of megabytes, as one range and as many, notified once."""
+    size = 40 << 20
+    memory = [pair.random.integers(0, 256, size, dtype=np.uint8), np.zeros(size, np.uint8)]
+    source = pair.source.register(memory_of(memory[0])).index
+    target = pair.target.register(memory_of(memory[1])).index
+    peer = pair.source.connect(pair.target.card())
+    half = size // 2
+    rows: list[Row] = [(source, half, target, 0, half, 1, 0, 0)]
+    rows += [(source, 0, target, half, 1 << 20, 20, 1 << 20, 1 << 20)]
+    pair.complete(pair.source.write(peer, pack(rows), b"large"))
+    pair.wait(lambda: bool(pair.notices), "the notice of a large write")
+    require(pair.notices == [b"large"], f"notices are {pair.notices}")
+    moved = np.array_equal(memory[0], np.roll(memory[1], half))
+    require(moved, "a large write has wrong bytes")
+
+
+@case(1)
+def both_directions(pair: Pair) -> None:
+    """A target may write to its source as well, over the same pair."""
+    before = [memory.copy() for memory in pair.source_memory]
+    handle = pair.target.write(pair.back, pack([(2, 0, 1, 100, 4_000, 1, 0, 0)]), b"back")
+    forth = pair.write(random_rows(pair.random, 8), b"forth")
+    pair.complete(handle)
+    pair.complete(forth)
+    before[1][100:4_100] = pair.target_memory[2][:4_000]
+    same = all(np.array_equal(a, b) for a, b in zip(before, pair.source_memory, strict=True))
+    require(same, "a write in the other direction has wrong bytes")
+
+
+BAD_ROWS: dict[str, Row] = {
+    "past the end of the target": (0, 0, 0, TARGET_SIZES[0] - 4, 5, 1, 0, 0),
+    "past the end of the source": (1, SOURCE_SIZES[1] - 4, 0, 0, 5, 1, 0, 0),
+    "past the end by its stride": (0, 0, 2, 0, 8, 513, 8, 9),
+    "before the target": (0, 0, 0, -1, 4, 1, 0, 0),
+    "before the source": (0, -1, 0, 0, 4, 1, 0, 0),
+    "backwards": (0, 64, 0, 64, 4, 4, -8, -8),
+    "to a region that is not": (0, 0, len(TARGET_SIZES), 0, 4, 1, 0, 0),
+    "from a region that is not": (len(SOURCE_SIZES), 0, 0, 0, 4, 1, 0, 0),
+    "of negative length": (0, 8, 0, 8, -4, 1, 0, 0),
+    "around 64 bits by its stride": (0, 0, 0, 0, 8, 5, 0, 1 << 62),
+    "beyond 64 bits": (0, 0, 0, 1 << 20, 1 << 40, 1 << 40, 1 << 40, 1 << 40),
+    "beyond 64 bits by its offset": (0, 0, 0, (1 << 63) - 8, 16, 1, 0, 0),
+}
+
+
+@case(1)
+def bounds(pair: Pair) -> None:
+    """A row that leaves a region is refused, or fails; nothing is touched."""
+    good: Row = (0, 0, 1, 0, 64, 1, 0, 0)
+    for what, row in BAD_ROWS.items():
+        with _refused(pair, f"a row {what}"):
+            pair.complete(pair.source.write(pair.peer, pack([row]), b"bad"))
+        pair.compare(f"after a row {what}")
+    pair.complete(pair.write([good], b"good"))
+    pair.compare("after refused rows")
+
+
+@case(1)
+def malformed_ranges(pair: Pair) -> None:
+    """Ranges of another type or shape are refused."""
+    for ranges in (np.zeros((1, 7), np.int64), np.zeros(8, np.int64), np.zeros((1, 8), np.int32)):
+        with _refused(pair, f"ranges of {ranges.dtype}{ranges.shape}"):
+            pair.complete(pair.source.write(pair.peer, ranges, b""))  # type: ignore[arg-type]
+
+
+@case(1)
+def deregistered_region(pair: Pair) -> None:
+    """A region that was given back can't be written from; the others keep their numbers."""
+    pair.source.deregister(pair.source_regions[0])
+    with _refused(pair, "a row from a deregistered region"):
+        pair.complete(pair.source.write(pair.peer, pack([(0, 0, 0, 0, 4, 1, 0, 0)]), b""))
+    pair.complete(pair.write([(1, 0, 0, 0, 64, 1, 0, 0)]))
+    pair.compare("after a deregistered region")
+
+
+@case(2)
+def notice_follows_bytes(pair: Pair) -> None:
+    """When a notice is here, its bytes are."""
+    for number in range(20):
+        notice = f"write {number}".encode()
+        handle = pair.write(random_rows(pair.random, 16, 16_384), notice)
+        pair.wait(lambda h=handle, n=notice: h.status() and n in pair.notices, "a notice")  # type: ignore[misc]
+        pair.compare(f"at the notice of write {number}")
+        pair.complete(handle)
+
+
+@case(2)
+def many_writes(pair: Pair) -> None:
+    """Many writes in flight all land, and each notice comes exactly once, in any order."""
+    rows = random_rows(pair.random, 150)
+    sent = [number.to_bytes(4, "little") for number in range(len(rows))]
+    handles = [pair.write([row], notice) for row, notice in zip(rows, sent, strict=True)]
+    for handle in reversed(handles):
+        pair.complete(handle)
+    pair.wait(lambda: len(pair.notices) >= len(sent), "all notices")
+    for _ in range(50):
+        pair.poll()
+    require(sorted(pair.notices) == sorted(sent), "a notice is missing, doubled or changed")
+    pair.compare("after many writes")
+
+
+@case(2)
+def closed_peer(pair: Pair) -> None:
+    """After `close`, writes to that peer fail; a new connection is a new peer and works."""
+    pair.complete(pair.write(random_rows(pair.random, 4)))
+    pair.source.close(pair.peer)
+    handle = pair.source.write(pair.peer, pack([(0, 0, 0, 0, 4, 1, 0, 0)]), b"late")
+    require(pair.finish(handle) is not Status.DONE, "a write to a closed peer must fail")
+    require(bool(handle.error()), "a failed write must say why")
+    handle.release()
+    pair.source.close(pair.peer)
+    pair.peer = pair.source.connect(pair.target.card())
+    pair.complete(pair.write(random_rows(pair.random, 4), b"again"))
+    pair.compare("after a new connection")
+    require(b"late" not in pair.notices, "a failed write was notified")
+
+
+@case(2)
+def fence(pair: Pair) -> None:
+    """A fence tells the truth: where it says True, nothing of that peer lands any more."""
+    pair.complete(pair.write(random_rows(pair.random, 4)))
+    proven = pair.target.fence(pair.back)
+    if pair.source.capabilities.fence is FenceScope.PEER:
+        require(proven, "a transport of fence scope PEER must be able to fence a live peer")
+    else:
+        require(not proven, "this fence claims what it can't know: the peer's process is alive")
+        return
+    handle = pair.source.write(pair.peer, pack(random_rows(pair.random, 4)), b"fenced")
+    require(pair.finish(handle) is not Status.DONE, "a write of a fenced peer can't be done")
+    pair.compare("after a fence")
+    require(b"fenced" not in pair.notices, "a fenced write was notified")
+    require(pair.target.fence(pair.back), "a fence holds")
+
+
+@case(3)
+def dead_peer(pair: Pair) -> None:
+    """Once the far side is shut down, writes fail and the peer is reported lost, once."""
+    pair.complete(pair.write(random_rows(pair.random, 4)))
+    pair.target.shutdown()
+    lost: list[Peer] = []
+    limit = time.monotonic() + pair.patience
+    while not lost and time.monotonic() < limit:
+        handle = pair.source.write(pair.peer, pack([(0, 0, 0, 0, 4, 1, 0, 0)]), b"late")
+        while handle.status() is Status.PENDING and time.monotonic() < limit:
+            pair.source.notices()
+        require(handle.status() is not Status.PENDING, "a write to a dead peer must end")
+        lost += pair.source.lost()
+    require([peer.name for peer in lost] == [pair.peer.name], f"lost peers are {lost}")
+    require(handle.status() is not Status.DONE, "a write to a dead peer must fail")
+    require(not pair.source.lost(), "a lost peer is reported once")
+
+
+@case(5)
+def random_writes(pair: Pair) -> None:
+    """Batches of random writes, many in flight, land whole, and each is notified once."""
+    end = time.monotonic() + 0.5 * pair.depth
+    while time.monotonic() < end:
+        rows = random_rows(pair.random, int(pair.random.integers(2, 90)))
+        pair.notices.clear()
+        sent = [number.to_bytes(2, "little") for number in range(len(rows))]
+        handles = [pair.write([row], notice) for row, notice in zip(rows, sent, strict=True)]
+        for handle in handles:
+            pair.complete(handle)
+        pair.wait(lambda sent=sent: len(pair.notices) >= len(sent), "all notices")  # type: ignore[misc]
+        require(sorted(pair.notices) == sorted(sent), "a notice is missing, doubled or changed")
+        pair.compare("in a random schedule")
+
+
+@case(5)
+def gives_everything_back(pair: Pair) -> None:
+    """`shutdown` may be repeated; a pair that was used and shut down leaves nothing behind."""
+    pair.complete(pair.write(random_rows(pair.random, 4)))
+    pair.close()
+    pair.close()
+    pair.compare("after shutdown")
+    _live(pair)
+    before = Accounts.now()
+    for _ in range(ROUNDS):
+        _live(pair)
+    limit = time.monotonic() + pair.patience
+    while Accounts.now().above(before, ROUNDS) and time.monotonic() < limit:
+        time.sleep(0.01)
+    grown = Accounts.now().above(before, ROUNDS)
+    require(not grown, f"after {ROUNDS} lives of a pair there are {grown}")
+
+
+def _live(pair: Pair) -> None:
+    with Pair(pair.make_pair, patience=pair.patience) as short_lived:
+        short_lived.complete(short_lived.write(random_rows(short_lived.random, 4), b"alive"))
+        short_lived.compare("in a short life")
+
+
+@contextmanager
+def _refused(pair: Pair, what: str) -> Iterator[None]:
+    """The block must fail with `ValueError`, or by a write that ends without being done."""
+    failed = False
+    try:
+        yield
+    except (ValueError, CaseFailure):
+        failed = True
+    require(failed, f"{what} must be refused")
+    pair.poll()

@@ -1,0 +1,194 @@
+"""L3 of transports: the far side is another process, which is stopped and killed."""
+
+from __future__ import annotations
+
+import signal
+import sys
+import time
+import zlib
+from collections.abc import Callable
+from typing import Self
+
+import numpy as np
+
+from kvbaton.connectors.base import FenceScope, Handle, Peer, Status
+from kvbaton.connectors.registry import load_transport
+from kvbaton.testing.far_process import FarProcess
+from kvbaton.testing.far_transport import FILLED, NOTICE
+from kvbaton.testing.kit import require
+from kvbaton.testing.pairs import Pair, case, fresh_name, memory_of, pack
+
+NUM_BYTES = 48 << 20
+FRACTIONS = (0.0, 0.1, 0.5, 0.9, 1.0)
+"""Of a write's bytes or time: when the far side is killed."""
+FOUND_WITHIN_S = 2.0
+"""A death must be known after this long."""
+WATCH_S = 0.2
+UNTOUCHED = 99
+
+
+class _Sides:
+    """One transport here, one in another process, connected from here."""
+
+    def __init__(self, pair: Pair) -> None:
+        spec = pair.spec or ""
+        self.patience = pair.patience
+        words = [sys.executable, "-m", "kvbaton.testing.far_transport", spec, str(NUM_BYTES)]
+        self.far = FarProcess(words, pair.patience)
+        self.transport = load_transport(spec, name=fresh_name())
+        self.memory = np.arange(NUM_BYTES, dtype=np.uint32).astype(np.uint8)
+        self.transport.register(memory_of(self.memory))
+        self.notices: list[bytes] = []
+        self.lost: list[Peer] = []
+
+    def __enter__(self) -> Self:
+        self.peer = self.transport.connect(bytes.fromhex(self.far.started()[1]))
+        return self
+
+    def __exit__(self, *exception: object) -> None:
+        self.far.__exit__(*exception)
+        self.transport.shutdown()
+
+    def write(self, notice: bytes) -> Handle:
+        """Start writing all of our region over theirs."""
+        return self.transport.write(self.peer, pack([(0, 0, 0, 0, NUM_BYTES, 1, 0, 0)]), notice)
+
+    def poll(self) -> None:
+        """Make progress."""
+        self.notices += [notice.payload for notice in self.transport.notices()]
+        self.lost += self.transport.lost()
+
+    def wait(self, done: Callable[[], bool], what: str, within: float | None = None) -> None:
+        """Poll until `done`."""
+        limit = time.monotonic() + (within or self.patience)
+        while not done():
+            self.poll()
+            require(time.monotonic() < limit, f"{what}: not in time")
+
+    def finish(self, handle: Handle) -> None:
+        """Wait until a write is done."""
+        self.wait(lambda: handle.status() is Status.DONE, "a write between processes")
+
+    def expect_lost(self) -> None:
+        """The far side is dead: that is reported, and then a fence holds."""
+        self.wait(lambda: self.lost == [self.peer], "a dead peer is lost", FOUND_WITHIN_S)
+        self.wait(lambda: self.transport.fence(self.peer), "a fence of the dead", FOUND_WITHIN_S)
+
+    def expect_untouched(self, seconds: float = 0.0) -> None:
+        """Nothing of the far side lands here any more."""
+        before = len(self.notices)
+        self.poll()
+        self.notices = self.notices[:before]
+        self.memory[:] = UNTOUCHED
+        limit = time.monotonic() + seconds
+        while True:
+            self.poll()
+            require(len(self.notices) == before, "a notice after the fence")
+            if time.monotonic() >= limit:
+                break
+        require(bool((self.memory == UNTOUCHED).all()), "bytes landed after the fence")
+
+
+@case(3, "processes")
+def bytes_are_there_when_their_notice_is(pair: Pair) -> None:
+    """Also in another process, whoever has the notice has the bytes."""
+    with _Sides(pair) as sides:
+        for number in range(3):
+            sides.memory += 1
+            sides.finish(sides.write(bytes([number])))
+            _, payload, checksum = sides.far.line("notice")
+            require(bytes.fromhex(payload) == bytes([number]), "a notice was changed")
+            right = int(checksum) == zlib.crc32(sides.memory.tobytes())
+            require(right, "at the notice, the bytes in the other process are wrong")
+
+
+@case(3, "processes")
+def a_killed_target(pair: Pair) -> None:
+    """Whenever the target is killed, writes end soon, it is reported lost, and the fence holds."""
+    for fraction in FRACTIONS:
+        with _Sides(pair) as sides:
+            start = time.monotonic()
+            sides.finish(sides.write(b"first"))
+            seconds = time.monotonic() - start
+            handles = [sides.write(b"more") for _ in range(4)]
+            time.sleep(seconds * fraction)
+            sides.far.signal(signal.SIGKILL)
+            _expect_ends(sides, handles)
+            late = sides.write(b"late")
+            _wait_for_end(sides, late)
+            require(late.status() is not Status.DONE, "a write to the dead can't be done")
+
+
+def _expect_ends(sides: _Sides, handles: list[Handle]) -> None:
+    for handle in handles:
+        _wait_for_end(sides, handle)
+    last = handles[-1]
+    require(last.status() is not Status.DONE, "a write to a killed process can't be done")
+    require(bool(last.error()), "a failed write must say why")
+    sides.expect_lost()
+    sides.wait(lambda: last.status() is Status.DRAINED, "drained after a fence", FOUND_WITHIN_S)
+
+
+def _wait_for_end(sides: _Sides, handle: Handle) -> None:
+    ended = "a write to a killed process must end"
+    sides.wait(lambda: handle.status() is not Status.PENDING, ended, FOUND_WITHIN_S)
+
+
+@case(3, "processes")
+def a_killed_writer(pair: Pair) -> None:
+    """Whenever a writer is killed, it is lost, the fence holds, and parts are not notified."""
+    for fraction in FRACTIONS:
+        with _Sides(pair) as sides:
+            sides.memory[:] = UNTOUCHED
+            watched = max(0, int(fraction * NUM_BYTES) - 1)
+            sides.far.tell(f"write {sides.transport.card().hex()}")
+            sides.wait(_landed(sides, watched), f"the first {fraction:.0%} of a write")
+            sides.far.signal(signal.SIGKILL)
+            sides.expect_lost()
+            whole = bool((sides.memory == FILLED).all())
+            require(whole or not sides.notices, "a notice came for a part of the bytes")
+            require(set(sides.notices) <= {NOTICE}, "a notice was changed")
+            sides.expect_untouched()
+
+
+def _landed(sides: _Sides, place: int) -> Callable[[], bool]:
+    return lambda: sides.memory[place] == FILLED
+
+
+@case(3, "processes")
+def a_stopped_writer(pair: Pair) -> None:
+    """A writer that is stopped is fenced truly, or not until it is dead."""
+    with _Sides(pair) as sides:
+        sides.far.tell(f"write {sides.transport.card().hex()}")
+        sides.wait(lambda: len(sides.notices) >= 2, "notices of a writer")
+        sides.far.signal(signal.SIGSTOP)
+        if sides.transport.capabilities.fence is FenceScope.PEER:
+            fenced = sides.transport.fence(sides.peer)
+            require(fenced, "a transport of fence scope PEER must be able to fence the stopped")
+        else:
+            fenced = sides.transport.fence(sides.peer)
+            require(not fenced, "this fence claims what it can't know: the peer may go on")
+            sides.far.signal(signal.SIGKILL)
+            sides.wait(lambda: sides.transport.fence(sides.peer), "a fence of the dead")
+        sides.far.signal(signal.SIGCONT)
+        sides.expect_untouched(WATCH_S)
+
+
+@case(3, "processes")
+def a_stopped_target(pair: Pair) -> None:
+    """A write to a process that is stopped stays pending, and `close` does not wait for it."""
+    with _Sides(pair) as sides:
+        sides.finish(sides.write(b"first"))
+        sides.far.signal(signal.SIGSTOP)
+        handle = sides.write(b"stuck")
+        limit = time.monotonic() + WATCH_S
+        while time.monotonic() < limit:
+            sides.poll()
+            require(handle.status() is Status.PENDING, "a write to the stopped can't have ended")
+        start = time.monotonic()
+        sides.transport.close(sides.peer)
+        seconds = time.monotonic() - start
+        require(seconds < 1.5, f"close took {seconds:.1f} s")
+        require(handle.status() is not Status.DONE, "a write that was given up can't be done")
+        sides.far.signal(signal.SIGKILL)
+        sides.wait(lambda: handle.status() is Status.DRAINED, "drained", FOUND_WITHIN_S)

@@ -1,0 +1,37 @@
+"""The kit can fail: each broken transport is caught by its case, and by none before it."""
+
+import pytest
+
+from kvbaton.connectors.base import Transport
+from kvbaton.connectors.transports.memory import MemoryHub, MemoryTransport
+from kvbaton.testing.broken_transports import BROKEN
+from kvbaton.testing.kit import Outcome, Verdict, run_case
+from kvbaton.testing.pairs import Pair, fresh_name
+from kvbaton.testing.transport_cases import TRANSPORT_KIT
+
+
+def first_failure(broken: type[MemoryTransport]) -> Outcome | None:
+    def make_rig() -> Pair:
+        hub = MemoryHub()
+
+        def make() -> tuple[Transport, Transport]:
+            return broken(fresh_name(), hub=hub), broken(fresh_name(), hub=hub)
+
+        return Pair(make, patience=0.3)
+
+    for case in TRANSPORT_KIT.cases():
+        outcome = run_case(case, make_rig, limit=10.0)
+        if outcome.verdict in (Verdict.FAILED, Verdict.BROKE):
+            return outcome
+    return None
+
+
+@pytest.mark.parametrize("broken", BROKEN, ids=lambda broken: broken.__name__)
+def test_the_first_case_to_fail_is_the_one_for_it(broken: type[MemoryTransport]) -> None:
+    failure = first_failure(broken)
+    assert failure is not None
+    assert (failure.case, failure.verdict) == (BROKEN[broken], Verdict.FAILED), failure.text
+
+
+def test_the_transport_that_they_mutate_passes() -> None:
+    assert first_failure(MemoryTransport) is None

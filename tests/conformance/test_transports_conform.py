@@ -1,0 +1,23 @@
+"""Every built-in transport passes the kit."""
+
+from kvbaton.testing.suite import TransportTests
+
+
+class TestMemory(TransportTests):
+    spec = "memory"
+
+
+class TestTcp(TransportTests):
+    spec = "tcp"
+
+
+class TestNixl(TransportTests):
+    spec = "nixl"
+
+
+class TestFaultyMemory(TransportTests):
+    spec = 'faulty:{"inner": "memory"}'
+
+
+class TestFaultyTcp(TransportTests):
+    spec = 'faulty:{"inner": "tcp", "delay": 0.5, "delay_polls": 20}'
