@@ -111,8 +111,9 @@ def test_the_least_recently_used_leaves_first(store: MemoryStore) -> None:
     assert ticket is not None
     store.release(ticket)
     assert present(store, range(4)) == [0, 1, 2, 3]  # to be looked at is none
-    assert save(store, (4, body(4, 100)), (5, body(5, 100))) == [True, True]
-    assert present(store, range(6)) == [1, 2, 4, 5]
+    for n, left in ((4, [0, 1, 2, 4]), (5, [1, 2, 4, 5]), (6, [2, 4, 5, 6])):
+        assert save(store, (n, body(n, 100))) == [True]
+        assert present(store, range(7)) == left
     assert store.usage().num_bytes == 400
 
 
@@ -260,6 +261,36 @@ def test_many_threads_never_mix_bytes_and_leak_none() -> None:
     store.close()
 
 
+HUGE = 64 << 20
+"""Takes long enough to copy that something else happens meanwhile."""
+
+
+def test_nothing_is_seen_before_its_bytes_are_there() -> None:
+    store = MemoryStore("host", max_bytes=HUGE)
+    store.open()
+    stored = store.store([key(1)], [cut(b"1" * HUGE)])
+    looks = 0
+    while not stored.done():
+        seen = present(store, [1])
+        assert not seen or stored.result(TIMEOUT_S), "seen while it was written"
+        looks += not seen
+    assert looks, "the object is too small for this test"
+    store.close()
+
+
+def test_bytes_stay_while_they_are_loaded() -> None:
+    store = MemoryStore("host", max_bytes=HUGE)
+    store.open()
+    assert save(store, (1, b"1" * HUGE)) == [True]
+    target = bytearray(HUGE)
+    loaded = store.load([key(1)], [cut(target)])
+    stored = store.store([key(2)], [cut(b"2" * HUGE)])
+    assert loaded.result(TIMEOUT_S) == [True]
+    assert target == b"1" * HUGE
+    stored.result(TIMEOUT_S)
+    store.close()
+
+
 class Model:
     """A dict with LRU eviction by bytes: what the store must do, without threads or an arena."""
 
@@ -295,7 +326,7 @@ STEP = st.one_of(
 
 
 @settings(deadline=None, max_examples=150)
-@given(st.lists(STEP, max_size=40))
+@given(st.lists(STEP, min_size=10, max_size=50))
 def test_it_behaves_like_a_dict_with_lru_eviction(steps: list[tuple[str, int]]) -> None:
     clock, model = Clock(), Model(100)
     store = MemoryStore("host", max_bytes=100, pin_seconds=10, clock=clock, threads=1)
