@@ -40,8 +40,8 @@ LOADS = [  # requests, prompt, at once, and vLLM's req/s, TTFT p50, p99, ITL p50
 OUTPUT = 128
 PAIRS = 8
 PAUSE_S = 1.0
-"""Between requests of a pair: after 0.1 s of work the power cap lowers a GPU's clock by a sixth, and
-who comes next would pay for it (the prefill node decodes in one way, rests in the other)."""
+"""Between requests of a pair: after 0.1 s of work the power cap lowers a GPU's clock by a sixth,
+and who comes next would pay for it (the prefill node decodes in one way, rests in the other)."""
 
 
 @contextmanager
