@@ -85,14 +85,43 @@ def fold(
     """
     name = transfer_id + struct.pack("<QQ", attempt, group)
     plane_seed, unit_seed = struct.unpack("<QQ", hashlib.blake2b(name, digest_size=16).digest())
+    units = _mix(_numbers(first_unit, len(sums)) + np.uint64(unit_seed))
+    return _folded(sums, plane_seed, layers, head_start) * (units | np.uint64(1))
+
+
+def _folded(
+    sums: Sums, seed: int, layers: Sequence[int], head_start: int
+) -> npt.NDArray[np.uint64]:
+    """One value per unit, whatever its number: [units]."""
     _, _, planes, heads = sums.shape
-    keys = _mix(np.asarray(layers, np.uint64) + np.uint64(plane_seed))[:, None]
+    keys = _mix(np.asarray(layers, np.uint64) + np.uint64(seed))[:, None]
     keys = _mix(keys + _numbers(0, planes))[..., None]
     keys = _mix(keys + _numbers(head_start, heads)) | np.uint64(1)
-    units = _mix(_numbers(first_unit, len(sums)) + np.uint64(unit_seed))
     mixed = sums ^ (sums >> np.uint64(32))
     totals: npt.NDArray[np.uint64] = mixed.reshape(len(sums), -1) @ keys.ravel()
-    return totals * (units | np.uint64(1))
+    return totals
+
+
+def whole_values(
+    sums: Sequence[Sums], layouts: Sequence[KVLayout], whole: KVLayout, seed: int
+) -> npt.NDArray[np.uint64]:
+    """One value per block over all layers and heads, equal whatever the sharding.
+
+    Args:
+        sums: per rank, of any blocks, [blocks, layers, kv, heads].
+        layouts: the group's layout on each rank; `sums` are those of its first plane.
+        whole: the layout of a rank that holds everything.
+        seed: tells the values of one purpose from those of another.
+
+    Returns:
+        [blocks] uint64.
+    """
+    total = np.zeros(len(sums[0]), np.uint64)
+    for share in _shares(layouts, [whole]):
+        rank = share.source_rank
+        mine = _cut(sums[rank], layouts[rank].planes[0], share)
+        total += _folded(mine, seed, share.layers, share.head_start)
+    return total
 
 
 def claims(

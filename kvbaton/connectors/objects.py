@@ -20,10 +20,9 @@ from dataclasses import dataclass
 from typing import NamedTuple
 
 import msgspec
-import numpy as np
 
 from kvbaton.connectors.base import RangeColumn, Ranges
-from kvbaton.connectors.digest import Sums, claims
+from kvbaton.connectors.digest import Sums, whole_values
 from kvbaton.connectors.layout import AXES, KVLayout, Plane, contiguous_plane
 from kvbaton.connectors.pairing import check_group, planes_named
 from kvbaton.connectors.plan import plan, swap
@@ -38,8 +37,6 @@ VERSION = 1
 _FIELDS = struct.Struct("<8sII32s32sQQ16x")
 """Magic, version, valid tokens, identity, key, payload bytes, digest; zeros for later versions."""
 _CHECK_BYTES = HEADER_BYTES - _FIELDS.size
-_DIGEST_NAME = b"kvbaton-object-1"
-"""Takes the place of a transfer's id in the digest."""
 
 
 def object_key(block_key: bytes, layout: bytes, group: int) -> bytes:
@@ -146,6 +143,8 @@ class ObjectForm:
         self._layouts = tuple(layouts)
         self._canonical = _canonical(layouts)
         check_group(layouts, [self._canonical])
+        summed = _named(self._canonical, first.planes[0].name)
+        self._summed = msgspec.structs.replace(self._canonical, planes=(summed,))
         self.layout = _layout_digest(self._canonical)
         planes = self._canonical.planes
         self.num_bytes = sum(plane.strides[0] for plane in planes)
@@ -165,25 +164,13 @@ class ObjectForm:
         """What the object under `key` must say of itself."""
         return ObjectHeader(identity, key, self.num_bytes, self.block_size)
 
-    def digests(self, sums: Sequence[Sums], first_block: int) -> list[int]:
+    def digests(self, sums: Sequence[Sums]) -> list[int]:
         """One 64-bit value per block, equal whatever the sharding.
 
         Args:
-            sums: per rank, of consecutive full blocks, [blocks, layers, kv, heads].
-            first_block: logical number of the first.
+            sums: per rank, of any full blocks, [blocks, layers, kv, heads].
         """
-        runs = claims(
-            sums,
-            self._layouts,
-            [self._canonical],
-            first_block=first_block,
-            transfer_id=_DIGEST_NAME,
-            attempt=VERSION,
-        )
-        total = np.zeros(len(sums[0]), np.uint64)
-        for run in runs:
-            total += np.frombuffer(run.values, "<u8")
-        values: list[int] = total.tolist()
+        values: list[int] = whole_values(sums, self._layouts, self._summed, VERSION).tolist()
         return values
 
     def _plane_runs(self, plane: Plane) -> tuple[list[Run], list[tuple[Run, Run]]]:
