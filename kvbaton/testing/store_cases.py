@@ -6,6 +6,7 @@ from kvbaton.testing import (
     store_crash,
     store_data,
     store_identity,
+    store_layouts,
     store_soak,
 )
 from kvbaton.testing.store_rig import STORE_KIT
@@ -17,5 +18,6 @@ __all__ = [
     "store_crash",
     "store_data",
     "store_identity",
+    "store_layouts",
     "store_soak",
 ]

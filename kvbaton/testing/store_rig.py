@@ -20,6 +20,7 @@ from kvbaton.connectors.registry import load_store
 from kvbaton.connectors.store import Pieces, Store
 from kvbaton.errors import StoreError
 from kvbaton.testing.kit import CaseFailure, Kit, require
+from kvbaton.testing.naming import Owner
 from kvbaton.testing.subject import Subject
 
 T = TypeVar("T")
@@ -133,6 +134,10 @@ class StoreRig:
         """A key that nobody has used."""
         number = next(self._numbers).to_bytes(8, "little")
         return hashlib.blake2b(self._nonce + number, digest_size=32).digest()
+
+    def names(self, owner: Owner) -> list[bytes]:
+        """Keys of somebody's objects."""
+        return (self.subject.naming or Owner.keys)(owner)
 
     def noise(self, num_bytes: int) -> bytes:
         """Noise."""

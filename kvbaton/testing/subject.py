@@ -28,6 +28,7 @@ class Subject:
         depth: multiplies examples, repetitions and seconds.
         seed: of everything random but the keys.
         patience: seconds for which any one answer is waited for.
+        naming: names the objects of a `naming.Owner`; None for kvbaton's own way.
     """
 
     spec: str
@@ -36,6 +37,7 @@ class Subject:
     depth: int = 1
     seed: int = 0
     patience: float = 20.0
+    naming: Callable[[Any], list[bytes]] | None = None
 
     def cases(self, level: int) -> list[Case[Any]]:
         """The cases of this kind, up to a level."""
