@@ -56,7 +56,7 @@ class _Pool:
         views = [memoryview(header)]
         for run in self.form.runs:
             start = run.offset + block * run.stride
-            views.append(memoryview(self.memory[run.rank][run.region])[start : start + run.length])
+            views.append(self.memory[run.rank][run.region].data[start : start + run.length])
         return views
 
     def elements(self, block: int) -> list[bytes]:

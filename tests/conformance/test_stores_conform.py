@@ -1,0 +1,39 @@
+"""Every built-in store that needs no server passes the kit."""
+
+import pytest
+
+from kvbaton.testing.back_doors import FilesystemBackDoor
+from kvbaton.testing.suite import StoreTests
+
+MEMORY = 'memory:{"max_bytes": 67108864}'
+
+
+class TestMemory(StoreTests):
+    spec = MEMORY
+
+
+class TestFilesystem(StoreTests):
+    spec = 'filesystem:{"path": "{tmp}/objects", "max_bytes": 67108864}'
+    back_door = FilesystemBackDoor
+
+
+class TestTiered(StoreTests):
+    spec = (
+        'tiered:{"tiers": ["memory:{\\"max_bytes\\": 16777216}",'
+        ' "filesystem:{\\"path\\": \\"{tmp}/objects\\"}"]}'
+    )
+
+
+class TestFaulty(StoreTests):
+    spec = 'faulty:{"inner": "memory", "delay": 0.1, "delay_s": 0.002}'
+
+
+@pytest.mark.slow
+class TestFilesystemAtDepth(TestFilesystem):
+    spec = 'filesystem:{"path": "{tmp}/objects"}'
+    depth = 10
+
+
+@pytest.mark.slow
+class TestMemoryAtDepth(TestMemory):
+    depth = 10
