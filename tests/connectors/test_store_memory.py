@@ -261,34 +261,65 @@ def test_many_threads_never_mix_bytes_and_leak_none() -> None:
     store.close()
 
 
-HUGE = 64 << 20
-"""Takes long enough to copy that something else happens meanwhile."""
+class Held(list[memoryview]):
+    """Pieces whose copy stops after the first one, until the test lets it go on."""
+
+    def __init__(self, pieces: list[memoryview]) -> None:
+        super().__init__(pieces)
+        self.reached, self.go_on = threading.Event(), threading.Event()
+        self.looks = 0
+
+    def __iter__(self) -> Iterator[memoryview]:
+        self.looks += 1
+        if self.looks == 1:  # the store adds up the lengths
+            yield from super().__iter__()
+            return
+        for index, piece in enumerate(super().__iter__()):
+            if index == 1:
+                self.reached.set()
+                assert self.go_on.wait(TIMEOUT_S)
+            yield piece
 
 
-def test_nothing_is_seen_before_its_bytes_are_there() -> None:
-    store = MemoryStore("host", max_bytes=HUGE)
-    store.open()
-    stored = store.store([key(1)], [cut(b"1" * HUGE)])
-    looks = 0
-    while not stored.done():
-        seen = present(store, [1])
-        assert not seen or stored.result(TIMEOUT_S), "seen while it was written"
-        looks += not seen
-    assert looks, "the object is too small for this test"
-    store.close()
+def test_nothing_is_seen_before_its_bytes_are_there(store: MemoryStore) -> None:
+    source = Held(cut(body(1, 100), 50))
+    stored = store.store([key(1)], [source])
+    assert source.reached.wait(TIMEOUT_S)
+    assert present(store, [1]) == []
+    assert load(store, 1, 100) is None
+    again = store.store([key(1)], [cut(body(1, 100))])
+    with pytest.raises(TimeoutError):
+        again.result(0.05)
+    source.go_on.set()
+    assert stored.result(TIMEOUT_S) == again.result(TIMEOUT_S) == [True]
+    assert load(store, 1, 100) == body(1, 100)
+    assert store.usage().num_bytes == 100
 
 
-def test_bytes_stay_while_they_are_loaded() -> None:
-    store = MemoryStore("host", max_bytes=HUGE)
-    store.open()
-    assert save(store, (1, b"1" * HUGE)) == [True]
-    target = bytearray(HUGE)
-    loaded = store.load([key(1)], [cut(target)])
-    stored = store.store([key(2)], [cut(b"2" * HUGE)])
+def test_deleting_what_is_being_stored_leaves_nothing(store: MemoryStore) -> None:
+    source = Held(cut(body(1, 400), 50))
+    stored = store.store([key(1)], [source])
+    assert source.reached.wait(TIMEOUT_S)
+    assert store.delete([key(1)]).result(TIMEOUT_S) == 1
+    assert save(store, (2, body(2, 1))) == [False]
+    source.go_on.set()
+    assert stored.result(TIMEOUT_S) == [False]
+    assert save(store, (2, body(2, 400))) == [True]
+
+
+def test_bytes_stay_while_they_are_loaded(store: MemoryStore) -> None:
+    assert save(store, (1, body(1, 400))) == [True]
+    data = bytearray(400)
+    target = Held(cut(data, 200))
+    loaded = store.load([key(1)], [target])
+    assert target.reached.wait(TIMEOUT_S)
+    assert save(store, (2, body(2, 400))) == [False]
+    store.delete([key(1)]).result(TIMEOUT_S)
+    assert save(store, (3, body(3, 400))) == [False]
+    target.go_on.set()
     assert loaded.result(TIMEOUT_S) == [True]
-    assert target == b"1" * HUGE
-    stored.result(TIMEOUT_S)
-    store.close()
+    assert data == body(1, 400)
+    assert save(store, (3, body(3, 400))) == [True]
 
 
 class Model:
