@@ -5,6 +5,7 @@ from __future__ import annotations
 import mmap
 from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import pairwise
 
 import numpy as np
 import numpy.typing as npt
@@ -21,8 +22,8 @@ from kvbaton.kernels.digest import block_sums, token_sums
 PAGE = 4096
 """The pool starts at a page border, so that any transport can register it."""
 
-DIGEST_CHUNK = 1 << 22
-"""Elements digested at a time: bounds the 64-bit intermediates."""
+LONG_RUN = 4
+"""Tokens in a row from which on reading their blocks whole is cheaper than token by token."""
 
 
 @dataclass(frozen=True)
@@ -168,21 +169,42 @@ class KVCache:
         """After a step wrote: add its tokens to the sums."""
         if self.sums is None:
             return
-        self._accumulate(slots.blocks, slots.offsets, slots.positions, 1)
+        borders = self._run_borders(slots)
+        lengths = np.diff(borders)
+        for start, end in pairwise(borders):
+            if end - start >= LONG_RUN:
+                self._count_run(slots, int(start), int(end))
+        apart = torch.from_numpy(np.flatnonzero(np.repeat(lengths < LONG_RUN, lengths)))
+        if len(apart):
+            self._accumulate(slots.blocks[apart], slots.offsets[apart], slots.positions[apart], 1)
         np.maximum.at(self.counted, slots.host_blocks, slots.host_offsets + 1)
 
-    def _accumulate(self, blocks: Tensor, offsets: Tensor, positions: Tensor, sign: int) -> None:
-        """Add (or subtract) the sums of tokens as they are in memory now."""
+    def _run_borders(self, slots: Slots) -> npt.NDArray[np.int64]:
+        """Where tokens begin that do not follow their predecessor in its block or the next one."""
+        blocks, offsets = slots.host_blocks, slots.host_offsets
+        follows = np.diff(slots.positions.numpy(), prepend=-2) == 1
+        follows &= (np.diff(blocks, prepend=-1) == 0) | (offsets == 0)
+        return np.append(np.flatnonzero(~follows), len(blocks))
+
+    def _count_run(self, slots: Slots, start: int, end: int) -> None:
+        """Add consecutive tokens of one sequence, whole blocks at a time."""
         assert self.sums is not None
-        _, heads, layers, _, _, dim = self.shape
-        step = max(1, DIGEST_CHUNK // (heads * layers * dim))
-        chunks = zip(*(torch.split(x, step) for x in (blocks, offsets, positions)), strict=True)
-        for block, offset, position in chunks:
-            data = self.data[block, :, :, :, offset]
-            for kv in range(2):
-                sums = token_sums(data[:, :, :, kv].flatten(1, 2), position, kv)
-                sums = sums.view(-1, heads, layers).transpose(1, 2)
-                self.sums[:, :, kv].index_add_(0, block, sums.contiguous(), alpha=sign)
+        blocks = slots.host_blocks[start:end]
+        ids = torch.from_numpy(blocks[np.flatnonzero(np.diff(blocks, prepend=-1))])
+        position = int(slots.positions[start])
+        first = position - int(slots.host_offsets[start])
+        sums = block_sums(self.data, ids, first, position, position + end - start)
+        self.sums.index_add_(0, ids, sums)
+
+    def _accumulate(self, blocks: Tensor, offsets: Tensor, positions: Tensor, sign: int) -> None:
+        """Add (or subtract) the sums of single tokens as they are in memory now."""
+        assert self.sums is not None
+        _, heads, layers, _, _, _ = self.shape
+        data = self.data[blocks, :, :, :, offsets]
+        for kv in range(2):
+            sums = token_sums(data[:, :, :, kv].flatten(1, 2), positions, kv)
+            sums = sums.view(-1, heads, layers).transpose(1, 2)
+            self.sums[:, :, kv].index_add_(0, blocks, sums.contiguous(), alpha=sign)
 
     def kept_sums(self, blocks: Sequence[int]) -> npt.NDArray[np.uint64]:
         """Sums kept with blocks, [blocks, layers, kv, heads]."""

@@ -19,15 +19,13 @@ from __future__ import annotations
 
 from functools import cache
 
+import numpy as np
 import torch
 from torch import Tensor
 
 from kvbaton.kernels.jit import cdiv, jit, next_power_of_2, tl, use_triton
 
 WORD_TYPES = {8: torch.int64, 4: torch.int32, 2: torch.int16, 1: torch.int8}
-CHUNK_BYTES = 4 << 20
-"""The torch reference of `block_sums` copies blocks in pieces of about this size."""
-
 ROWS_PER_PROGRAM = 16
 TOKENS_PER_PROGRAM = 16
 
@@ -77,21 +75,32 @@ def block_sums(cache: Tensor, blocks: Tensor, first_position: int, start: int, e
 def block_sums_reference(
     cache: Tensor, blocks: Tensor, first_position: int, start: int, end: int
 ) -> Tensor:
-    """Plain torch for `block_sums`, on the CPU."""
-    _, heads, layers, planes, block_size, _ = cache.shape
-    sums = torch.empty((len(blocks), layers, planes, heads), dtype=torch.int64, device=cache.device)
-    step = max(1, CHUNK_BYTES // (cache[0].numel() * cache.element_size()))
-    for i in range(0, len(blocks), step):
-        ids = blocks[i : i + step]
-        slots = torch.arange(len(ids) * block_size, device=cache.device).view(-1, block_size)
-        positions = slots + (first_position + i * block_size)
-        counted = (positions >= start) & (positions < end)
-        weights = (_position_weights(positions) * counted)[:, None, None]
-        words = _block_words(cache, ids)
-        for kv in range(planes):
-            rows = _row_sums(words[:, :, :, kv], kv) * weights
-            sums[i : i + step, :, kv] = rows.sum(-1).transpose(1, 2)
-    return sums
+    """`block_sums` on the CPU, where each block is read once, in place, by one product.
+
+    NumPy's, since torch is five times slower on integers that lie apart.
+    """
+    if not _readable_as_words(cache):
+        cache, blocks = cache[blocks.long()], torch.arange(len(blocks))
+    words = _words(cache).numpy()
+    _, heads, layers, planes, block_size, num_words = words.shape
+    positions = torch.arange(len(blocks) * block_size) + first_position
+    counted = (positions >= start) & (positions < end)
+    of_tokens = (_position_weights(positions) * counted).view(-1, 1, block_size, 1)
+    weights = (of_tokens * _plane_weights(num_words, planes)).flatten(2).numpy()
+    sums = np.empty((len(blocks), heads * layers, planes), np.int64)
+    for n, block in enumerate(blocks.tolist()):
+        rows = words[block].reshape(heads * layers, planes, -1)
+        np.einsum("rkw,kw->rk", rows, weights[n], out=sums[n])
+    sums += weights.sum(2)[:, None]
+    by_head = torch.from_numpy(sums).view(-1, heads, layers, planes)
+    return by_head.permute(0, 2, 3, 1).contiguous()
+
+
+@cache
+def _plane_weights(num_words: int, planes: int) -> Tensor:
+    """b(kv, j) on the CPU: [planes, 1, num_words]."""
+    device = torch.device("cpu")
+    return torch.stack([word_weights(num_words, kv, device) for kv in range(planes)])[:, None]
 
 
 def _row_sums(words: Tensor, kv: int) -> Tensor:
@@ -133,12 +142,6 @@ def _signed(value: int) -> int:
 def _words(x: Tensor) -> Tensor:
     """View the last axis as words; copies if its memory does not allow it."""
     return word_view(x if _readable_as_words(x) else x.contiguous())
-
-
-def _block_words(cache: Tensor, ids: Tensor) -> Tensor:
-    if _readable_as_words(cache):
-        return word_view(cache)[ids.long()]
-    return _words(cache[ids.long()])
 
 
 def word_view(x: Tensor) -> Tensor:

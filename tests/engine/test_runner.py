@@ -256,13 +256,8 @@ def recomputed(driver: Any, handle: int) -> npt.NDArray[np.uint64]:
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 @pytest.mark.parametrize("chunk", [1, 7, 37])
 def test_sums_of_steps_equal_those_of_the_bytes(
-    chunk: int,
-    dtype: str,
-    checkpoint: Checkpoint,
-    drive: Any,
-    monkeypatch: pytest.MonkeyPatch,
+    chunk: int, dtype: str, checkpoint: Checkpoint, drive: Any
 ) -> None:
-    monkeypatch.setattr("kvbaton.engine.cache.DIGEST_CHUNK", 320)
     driver = drive(checkpoint(), dtype=dtype)
     driver.executor.poison(0, list(range(1, 256)))
     first, second = driver.add(PROMPT), driver.add(PROMPT[:20])

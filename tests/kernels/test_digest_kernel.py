@@ -124,13 +124,6 @@ def test_block_sums_of_parts_add_up() -> None:
     assert not block_sums_reference(cache, blocks, 16, 40, 90).any()
 
 
-def test_block_sums_in_pieces(monkeypatch: pytest.MonkeyPatch) -> None:
-    cache, blocks = random(9, 2, 1, 2, 8, 4), torch.randperm(9)
-    whole = block_sums_reference(cache, blocks, 8, 11, 70)
-    monkeypatch.setattr("kvbaton.kernels.digest.CHUNK_BYTES", 2 * cache[0].numel() * 4)
-    assert torch.equal(block_sums_reference(cache, blocks, 8, 11, 70), whole)
-
-
 def test_every_bit_counts() -> None:
     x = random(2, 1, 4, dtype=torch.bfloat16)
     positions = torch.tensor([3, 4])
