@@ -7,37 +7,42 @@ from __future__ import annotations
 
 import argparse
 import json
+from functools import partial
 from pathlib import Path
 from statistics import median
 
 import torch
 
-from kvbaton.engine.cuda.nccl import Communicators, NcclCollectives
+from kvbaton.engine.cuda.nccl import Communicators
 from kvbaton.engine.ranks import Team, lanes
 
 HIDDEN = 4096
-ROWS = (1, 8, 32, 128, 256, 1024, 8192)
+ROWS = (1, 8, 32, 64, 128, 256, 512, 2048, 8192)
 CALLS, REPLAYS = 64, 20
 
 
 class Rank:
     """One GPU, and a graph of many all-reduces."""
 
-    def __init__(self, rank: int, size: int, communicators: Communicators) -> None:
+    def __init__(self, rank: int, communicators: Communicators) -> None:
         self._device = torch.device("cuda", rank)
         torch.cuda.set_device(self._device)
-        self._collectives = NcclCollectives(communicators, rank, size)
+        self._ways = {
+            "NCCL": partial(communicators.nccl_all_reduce, rank),
+            "ours": partial(communicators.all_reduce, rank),
+        }
 
-    def capture(self, rows: int) -> None:
+    def capture(self, way: str, rows: int) -> None:
         """Record `CALLS` all-reduces of [rows, HIDDEN]."""
+        reduce = self._ways[way]
         tensor = torch.randn(rows, HIDDEN, dtype=torch.bfloat16, device=self._device)
-        self._collectives.all_reduce(tensor)
+        reduce(tensor)
         torch.cuda.synchronize(self._device)
         self._graph, stream = torch.cuda.CUDAGraph(), torch.cuda.Stream()  # type: ignore[no-untyped-call]
         with torch.cuda.stream(stream):
             self._graph.capture_begin(capture_error_mode="thread_local")
             for _ in range(CALLS):
-                self._collectives.all_reduce(tensor)
+                reduce(tensor)
             self._graph.capture_end()
 
     def time(self) -> float:
@@ -66,14 +71,16 @@ def main() -> None:
     args = parser.parse_args()
     communicators = Communicators(args.ranks)
     team = Team(lanes(args.ranks), communicators.disband)
-    ranks = team.call(lambda rank: Rank(rank, args.ranks, communicators))
-    found = {}
-    print(f"{'rows':>8}{'KiB':>10}{'us':>10}{'GB/s':>10}")
+    ranks = team.call(lambda rank: Rank(rank, communicators))
+    found: dict[str, dict[int, float]] = {"NCCL": {}, "ours": {}}
+    print(f"{'rows':>8}{'KiB':>10}{'NCCL us':>10}{'ours us':>10}{'GB/s':>10}")
     for rows in ROWS:
-        team.call(lambda rank, rows=rows: ranks[rank].capture(rows))  # type: ignore[misc]
-        found[rows] = max(team.call(lambda rank: ranks[rank].time()))
+        for way, times in found.items():
+            team.call(lambda rank, way=way, rows=rows: ranks[rank].capture(way, rows))  # type: ignore[misc]
+            times[rows] = max(team.call(lambda rank: ranks[rank].time()))
+        nccl, ours = (times[rows] for times in found.values())
         size = rows * HIDDEN * 2
-        print(f"{rows:8}{size / 1024:10.0f}{found[rows]:10.1f}{size / found[rows] / 1e3:10.1f}")
+        print(f"{rows:8}{size / 1024:10.0f}{nccl:10.1f}{ours:10.1f}{size / ours / 1e3:10.1f}")
     for lane in team.lanes:
         lane.shutdown()
     for rank in ranks:

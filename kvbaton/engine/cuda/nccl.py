@@ -1,8 +1,9 @@
-"""Collectives of GPUs that this process drives from one thread each, straight from NCCL.
+"""Collectives of GPUs that this process drives from one thread each.
 
-NCCL is called on the stream of the model's kernels, so a CUDA graph captures it like any of them;
-torch's process groups would put it on streams of their own, and can't be given up from another
-thread. The library is the one that torch has loaded.
+Small sums go by a kernel of ours through each other's memory, if the GPUs can reach it; all else by
+NCCL, which is called on the stream of the model's kernels, so a CUDA graph captures it like
+any of them; torch's process groups would put it on streams of their own, and can't be given up from
+another thread. The library is the one that torch has loaded.
 """
 
 from __future__ import annotations
@@ -10,11 +11,13 @@ from __future__ import annotations
 import ctypes
 import threading
 from collections.abc import Sequence
+from itertools import permutations
 
 import torch
 from torch import Tensor
 
 from kvbaton.engine.collectives import DisbandedError
+from kvbaton.kernels.peer_all_reduce import PeerMemory, fits, peer_all_reduce
 
 DTYPES = {torch.float16: 6, torch.float32: 7, torch.bfloat16: 9}
 """`ncclDataType_t` of nccl.h."""
@@ -31,7 +34,11 @@ class NcclError(RuntimeError):
 
 
 class Communicators:
-    """One NCCL communicator per GPU; rank i is on GPU i."""
+    """One NCCL communicator per GPU; rank i is on GPU i.
+
+    Attributes:
+        peers: memory for small sums, if all GPUs reach each other.
+    """
 
     def __init__(self, size: int) -> None:
         self._library = ctypes.CDLL("libnccl.so.2")
@@ -41,10 +48,22 @@ class Communicators:
         self._handles = (ctypes.c_void_p * size)()
         devices = (ctypes.c_int * size)(*range(size))
         self._check(self._library.ncclCommInitAll(self._handles, size, devices))
+        pairs = permutations(range(size), 2)
+        reachable = all(torch.cuda.can_device_access_peer(*pair) for pair in pairs)
+        gpus = [torch.device("cuda", rank) for rank in range(size)]
+        self.peers = PeerMemory(gpus) if reachable else None
 
-    def all_reduce(self, rank: int, tensor: Tensor) -> None:
-        """Sum a contiguous tensor over the ranks, in place."""
+    def all_reduce(self, rank: int, tensor: Tensor) -> Tensor:
+        """The sum of a contiguous tensor over the ranks."""
+        if self.peers is not None and fits(tensor):
+            self._check_open()
+            return peer_all_reduce(tensor, self.peers, rank)
+        return self.nccl_all_reduce(rank, tensor)
+
+    def nccl_all_reduce(self, rank: int, tensor: Tensor) -> Tensor:
+        """The same in place, whatever its size."""
         self._call(rank, "ncclAllReduce", tensor, tensor, SUM)
+        return tensor
 
     def all_gather(self, rank: int, tensor: Tensor, out: Tensor) -> None:
         """Fill [size, ...] from a contiguous [...] of each rank."""
@@ -53,8 +72,7 @@ class Communicators:
     def _call(self, rank: int, name: str, tensor: Tensor, out: Tensor, *options: int) -> None:
         stream = torch.cuda.current_stream(tensor.device).cuda_stream
         with self._locks[rank]:
-            if not self._open:
-                raise DisbandedError("another rank failed, or did not come in time")
+            self._check_open()
             code = getattr(self._library, name)(
                 ctypes.c_void_p(tensor.data_ptr()),
                 ctypes.c_void_p(out.data_ptr()),
@@ -65,6 +83,10 @@ class Communicators:
                 ctypes.c_void_p(stream),
             )
         self._check(code)
+
+    def _check_open(self) -> None:
+        if not self._open:
+            raise DisbandedError("another rank failed, or did not come in time")
 
     def _check(self, code: int) -> None:
         if code:
@@ -84,6 +106,8 @@ class Communicators:
         if not self._open:
             return ()
         self._open = False
+        if self.peers is not None:
+            self.peers.abort()
         threads = [
             threading.Thread(target=self._abort_one, args=(rank,), daemon=True)
             for rank in range(len(self._handles))
@@ -108,8 +132,7 @@ class NcclCollectives:
 
     def all_reduce(self, tensor: Tensor) -> Tensor:
         """See `Collectives.all_reduce`."""
-        self._communicators.all_reduce(self._rank, tensor)
-        return tensor
+        return self._communicators.all_reduce(self._rank, tensor)
 
     def all_gather(self, tensor: Tensor) -> Tensor:
         """See `Collectives.all_gather`."""

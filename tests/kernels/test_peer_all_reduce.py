@@ -1,0 +1,112 @@
+"""Sums between GPUs: right in every round, equal on all, in graphs, and given up when told to."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from kvbaton.engine.ranks import Team, lanes
+from kvbaton.kernels.peer_all_reduce import (
+    BLOCK,
+    MAX_BLOCKS,
+    PeerMemory,
+    fits,
+    peer_all_reduce,
+    peer_all_reduce_reference,
+)
+
+RANKS = torch.cuda.device_count()
+pytestmark = [
+    pytest.mark.multigpu,
+    pytest.mark.skipif(RANKS < 2, reason="fewer than two CUDA devices"),
+]
+SIZES = [1, 7, 4096, BLOCK * 3 + 5, 32 * 4096, MAX_BLOCKS * BLOCK]
+Together = Callable[[Callable[[int], Any]], list[Any]]
+
+
+@pytest.fixture(scope="module")
+def memory() -> PeerMemory:
+    return PeerMemory([torch.device("cuda", rank) for rank in range(RANKS)])
+
+
+@pytest.fixture
+def together() -> Iterator[Together]:
+    """Runs a function on all ranks, each in its thread and on its device."""
+    team = Team(lanes(RANKS), lambda: None)
+    team.call(torch.cuda.set_device)
+    yield team.call
+    for lane in team.lanes:
+        lane.shutdown()
+
+
+def parts(size: int, dtype: torch.dtype, seed: int) -> list[torch.Tensor]:
+    generator = torch.Generator().manual_seed(seed)
+    return [torch.randn(size, generator=generator).to(dtype) for _ in range(RANKS)]
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16])
+def test_rounds_of_many_sizes(dtype: torch.dtype, memory: PeerMemory, together: Together) -> None:
+    rounds = [SIZES[i] for i in np.random.default_rng(0).integers(0, len(SIZES), 60)]
+    given = [parts(size, dtype, seed) for seed, size in enumerate(rounds)]
+
+    def work(rank: int) -> list[torch.Tensor]:
+        late, found = np.random.default_rng(rank), []
+        for tensors in given:
+            if late.random() < 0.2:
+                time.sleep(0.003)
+            found.append(peer_all_reduce(tensors[rank].cuda(), memory, rank))
+        return [tensor.cpu() for tensor in found]
+
+    first, *others = together(work)
+    for number, tensors in enumerate(given):
+        assert torch.equal(first[number], peer_all_reduce_reference(tensors))
+        assert all(torch.equal(first[number], other[number]) for other in others)
+
+
+def test_replays_of_a_graph(memory: PeerMemory, together: Together) -> None:
+    given = [parts(20_000, torch.bfloat16, seed) for seed in range(40)]
+
+    def work(rank: int) -> list[torch.Tensor]:
+        tensor, found = torch.zeros(20_000, dtype=torch.bfloat16, device="cuda"), []
+        peer_all_reduce(tensor, memory, rank)
+        torch.cuda.synchronize()
+        graph, stream = torch.cuda.CUDAGraph(), torch.cuda.Stream()  # type: ignore[no-untyped-call]
+        with torch.cuda.stream(stream):
+            graph.capture_begin(capture_error_mode="thread_local")
+            out = peer_all_reduce(peer_all_reduce(tensor, memory, rank), memory, rank)
+            graph.capture_end()
+        for tensors in given:
+            tensor.copy_(tensors[rank])
+            graph.replay()
+            found.append(out.cpu())
+        return found
+
+    for found in together(work):
+        for number, tensors in enumerate(given):
+            once = peer_all_reduce_reference(tensors)
+            assert torch.equal(found[number], peer_all_reduce_reference([once] * RANKS))
+
+
+def test_who_waits_in_vain_is_set_free() -> None:
+    memory = PeerMemory([torch.device("cuda", rank) for rank in range(RANKS)])
+    torch.cuda.set_device(0)
+    peer_all_reduce(torch.ones(10, device="cuda"), memory, 0)
+    over = torch.cuda.Event()  # type: ignore[no-untyped-call]
+    over.record()
+    time.sleep(0.2)
+    assert not over.query()  # type: ignore[no-untyped-call]
+    memory.abort()
+    deadline = time.monotonic() + 5
+    while not over.query():  # type: ignore[no-untyped-call]
+        assert time.monotonic() < deadline, "it still waits"
+        time.sleep(0.01)
+
+
+def test_what_fits() -> None:
+    assert fits(torch.empty(MAX_BLOCKS * BLOCK, device="meta"))
+    assert not fits(torch.empty(MAX_BLOCKS * BLOCK + 1, device="meta"))
