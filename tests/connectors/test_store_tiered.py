@@ -97,7 +97,7 @@ def test_a_miss_falls_to_the_next_tier() -> None:
 def test_writing_through_reaches_every_tier_and_outlives_the_process(tmp_path: Path) -> None:
     files: Spec = {"filesystem": {"path": str(tmp_path)}}
     with tiered(MEMORY, files) as store:
-        assert (store.capabilities.persistent, store.capabilities.shared) == (True, True)
+        assert (store.capabilities.persistent, store.capabilities.shared) == (True, False)
         assert save(store, OBJECTS) == [True] * 6
         assert has(inner(store, 0), *range(6)) == has(inner(store, 1), *range(6)) == [True] * 6
     with tiered(MEMORY, files) as store:
@@ -217,6 +217,21 @@ def test_deleting_reaches_every_tier() -> None:
         assert read(store, OBJECTS) == [None, None, *DATA[2:]]
 
 
+def test_what_is_deleted_does_not_come_back_from_what_is_under_way() -> None:
+    slow = faults(delay=1.0, delay_s=0.05)
+    with tiered(MEMORY, slow) as store:
+        save(store, make_objects(1, seed=9))
+        for _ in range(3):
+            save(inner(store, 1), OBJECTS)
+            find(store, KEYS)
+            loading = store.load(KEYS, [pieces(data) for data in DATA])
+            assert wait(store.delete(KEYS)) == 6
+            wait(loading)
+            until(lambda: store._allowance.take(256 << 20), "nothing is under way")
+            store._allowance.give(256 << 20)
+            assert has(store, *range(6)) == [False] * 6
+
+
 def test_usage_is_that_of_all_tiers() -> None:
     with tiered() as store:
         save(store, OBJECTS)
@@ -277,6 +292,13 @@ def test_a_tier_that_does_not_open_closes_the_others(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match="max_bytes"):
         store.open()
     assert threading.active_count() == before
+
+
+def test_as_many_keys_as_objects() -> None:
+    with tiered() as store:
+        for call in (store.load, store.store):
+            with pytest.raises(ValueError, match="1 keys and 0 objects"):
+                wait(call(KEYS[:1], []))
 
 
 @pytest.mark.parametrize(

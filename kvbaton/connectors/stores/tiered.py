@@ -92,6 +92,9 @@ class TieredStore:
         self._tickets: dict[int, list[tuple[Store, int]]] = {}
         self._last_ticket = 0
         self._lengths: dict[int, None] = {}
+        self._deletes = 0
+        self._deleting: Counter[bytes] = Counter()
+        self._dropped: set[bytes] = set()
         self._to_prefetch: set[bytes] = set()
         self._moving: dict[bytes, asyncio.Task[Any]] = {}
         if write == "on_eviction":
@@ -99,12 +102,16 @@ class TieredStore:
 
     @property
     def capabilities(self) -> StoreCapabilities:
-        """What all tiers can; what is written to all of them outlives us if one of them does."""
+        """What all tiers can.
+
+        What is written to all of them outlives us if one of them does. Others see what a shared
+        tier has, but we don't see what they delete while a tier of our own has it, too.
+        """
         every = [tier.store.capabilities for tier in self.tiers]
         some = any if self._write == "through" else all
         return StoreCapabilities(
             persistent=some(one.persistent for one in every),
-            shared=some(one.shared for one in every),
+            shared=all(one.shared for one in every),
             pins=all(one.pins for one in every),
             deletes=all(one.deletes for one in every),
             max_keys=min(one.max_keys for one in every),
@@ -134,7 +141,7 @@ class TieredStore:
 
     def lookup(self, keys: Sequence[bytes], *, pin: bool = False) -> Future[Found]:
         """See `Store.lookup`."""
-        return self._submit(self._lookup(list(keys), pin))
+        return self._submit(self._lookup(list(keys), pin and self.capabilities.pins))
 
     def release(self, ticket: int) -> None:
         """See `Store.release`."""
@@ -178,15 +185,15 @@ class TieredStore:
 
     async def _lookup(self, keys: list[bytes], pin: bool) -> Found:
         tickets: list[tuple[Store, int]] = []
+        deletes = self._deletes
         depths = await self._find(keys, tickets if pin else None)
-        if self._prefetches and self._lengths:
+        if self._prefetches and self._lengths and self._deletes == deletes:
             self._prefetch(keys, depths)
         ticket = None
         if tickets:
             ticket = self._last_ticket = self._last_ticket + 1
             self._tickets[ticket] = tickets
-        present = (d is not None or k in self._moving for k, d in zip(keys, depths, strict=True))
-        return Found(tuple(present), ticket)
+        return Found(tuple(depth is not None for depth in depths), ticket)
 
     def _release(self, ticket: int) -> None:
         for store, inner in self._tickets.pop(ticket, ()):
@@ -206,7 +213,7 @@ class TieredStore:
                 tickets.append((tier.store, found.ticket))
             return found.present
 
-        return await self._in_turn(len(keys), look)
+        return await self._in_turn(keys, look)
 
     def _late(self, store: Store, future: Future[Found]) -> None:
         """Give back pins that came after we stopped to wait."""
@@ -215,23 +222,26 @@ class TieredStore:
             self._driver.post(store.release, late)
 
     async def _load(self, keys: list[bytes], targets: list[Pieces]) -> list[bool]:
+        _check_lengths(keys, targets)
         self._to_prefetch.difference_update(keys)
         await self._settled(keys)
+        deletes = self._deletes
 
         async def load(tier: Tier, left: list[int]) -> Sequence[bool] | None:
             some, there = [keys[i] for i in left], [targets[i] for i in left]
             return await tier.ask(lambda: tier.store.load(some, there))
 
-        depths = await self._in_turn(len(keys), load)
+        depths = await self._in_turn(keys, load)
         for depth, tier in enumerate(self.tiers):
             came = [i for i, found in enumerate(depths) if found == depth]
             tier.hits += len(came)
             self._remember(targets[i] for i in came)
-            if depth and self._promotes:
+            if depth and self._promotes and self._deletes == deletes:
                 self._promote(depth, [(keys[i], targets[i]) for i in came])
         return [depth is not None for depth in depths]
 
     async def _store(self, keys: list[bytes], sources: list[Pieces]) -> list[bool]:
+        _check_lengths(keys, sources)
         self._remember(sources)
         if self._write == "through":
             return await self._store_in(self.tiers, keys, sources)
@@ -240,7 +250,7 @@ class TieredStore:
             some, data = [keys[i] for i in left], [sources[i] for i in left]
             return await tier.ask(lambda: tier.store.store(some, data))
 
-        return [depth is not None for depth in await self._in_turn(len(keys), store)]
+        return [depth is not None for depth in await self._in_turn(keys, store)]
 
     async def _store_in(
         self, tiers: Sequence[Tier], keys: list[bytes], sources: list[Pieces]
@@ -260,7 +270,18 @@ class TieredStore:
         return [any(of_one) for of_one in zip(*answers, strict=True)]
 
     async def _delete(self, keys: list[bytes]) -> int:
-        await self._settled(keys)
+        # What is on its way arrives before; what is found meanwhile must not set out after it.
+        self._deletes += 1
+        self._deleting += Counter(keys)
+        try:
+            self._to_prefetch.difference_update(keys)
+            await self._settled(keys)
+            return await self._delete_now(keys)
+        finally:
+            self._deletes += 1
+            self._deleting -= Counter(keys)
+
+    async def _delete_now(self, keys: list[bytes]) -> int:
         depths = await self._find(keys)
 
         async def delete(tier: Tier) -> int:
@@ -269,11 +290,14 @@ class TieredStore:
         for answer in await asyncio.gather(*map(delete, self.tiers), return_exceptions=True):
             if isinstance(answer, BaseException):
                 raise answer
-        return len({key for key, depth in zip(keys, depths, strict=True) if depth is not None})
+        there = {key for key, depth in zip(keys, depths, strict=True) if depth is not None}
+        there |= self._dropped.intersection(keys)
+        self._dropped -= there
+        return len(there)
 
     async def _in_turn(
         self,
-        count: int,
+        keys: list[bytes],
         ask: Callable[[Tier, list[int]], Awaitable[Sequence[bool] | None]],
     ) -> list[int | None]:
         """Ask tier after tier for the objects that are left; per object the tier that said yes.
@@ -281,7 +305,22 @@ class TieredStore:
         Raises:
             StoreError: no tier answered.
         """
-        depths: list[int | None] = [None] * count
+        depths: list[int | None] = [None] * len(keys)
+        demoted = self.counts["demoted"]
+        await self._ask_all(depths, ask)
+        missed = [key for key, depth in zip(keys, depths, strict=True) if depth is None]
+        moving = self.counts["demoted"] != demoted or not self._moving.keys().isdisjoint(missed)
+        if missed and moving:
+            # What went down meanwhile was nowhere: not above any more, not yet below.
+            await self._settled(missed)
+            await self._ask_all(depths, ask)
+        return depths
+
+    async def _ask_all(
+        self,
+        depths: list[int | None],
+        ask: Callable[[Tier, list[int]], Awaitable[Sequence[bool] | None]],
+    ) -> None:
         answered = False
         for depth, tier in enumerate(self.tiers):
             left = [i for i, found in enumerate(depths) if found is None]
@@ -292,7 +331,6 @@ class TieredStore:
                     depths[i] = depth if yes else None
         if not answered:
             raise self._no_tier()
-        return depths
 
     def _no_tier(self) -> StoreError:
         return StoreError(f"no tier of {self.name} can serve: {_told(self.outages())}")
@@ -300,7 +338,8 @@ class TieredStore:
     # --- behind the caller's back ---
 
     def _promote(self, depth: int, objects: Sequence[tuple[bytes, Pieces]]) -> None:
-        copies = [(key, self._copy(pieces)) for key, pieces in objects if key not in self._moving]
+        busy = self._moving.keys() | self._deleting.keys()
+        copies = [(key, self._copy(pieces)) for key, pieces in objects if key not in busy]
         kept = {key: [data] for key, data in copies if data is not None}
         if kept:
             num_bytes = sum(map(_length, kept.values()))
@@ -319,7 +358,7 @@ class TieredStore:
             self._allowance.give(num_bytes)
 
     def _prefetch(self, keys: list[bytes], depths: list[int | None]) -> None:
-        busy = self._to_prefetch | self._moving.keys()
+        busy = self._to_prefetch | self._moving.keys() | self._deleting.keys()
         for depth in range(1, len(self.tiers)):
             pairs = zip(keys, depths, strict=True)
             wanted = [key for key, found in pairs if found == depth and key not in busy]
@@ -367,11 +406,23 @@ class TieredStore:
     def _evicted(self, depth: int, key: bytes, pieces: Pieces) -> None:
         """Take a copy of what a tier evicts, on whatever thread."""
         driver = self._driver
-        data = self._copy(pieces) if driver is not None else None
-        if driver is not None and data is not None:
+        if driver is None or self._drop(key):
+            return
+        data = self._copy(pieces)
+        if data is not None:
             driver.submit(self._demote(depth, key, data))
 
+    def _drop(self, key: bytes) -> bool:
+        """Whether an evicted object is being deleted, and so goes no further."""
+        if key not in self._deleting:
+            return False
+        self._dropped.add(key)
+        return True
+
     async def _demote(self, depth: int, key: bytes, data: memoryview) -> None:
+        if self._drop(key):
+            self._allowance.give(len(data))
+            return
         work = self._lower(self.tiers[depth + 1 :], key, data)
         self._move([key], self._spend(len(data), work))
 
@@ -415,6 +466,11 @@ class TieredStore:
 def _named(stores: Sequence[Store]) -> list[tuple[Store, bool]]:
     """The stores, and whether one before has the same name."""
     return [(s, s.name in [o.name for o in stores[:i]]) for i, s in enumerate(stores)]
+
+
+def _check_lengths(keys: list[bytes], objects: list[Pieces]) -> None:
+    if len(keys) != len(objects):
+        raise ValueError(f"{len(keys)} keys and {len(objects)} objects")
 
 
 def _length(pieces: Pieces) -> int:
