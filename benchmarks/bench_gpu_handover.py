@@ -167,6 +167,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--json", type=Path)
     parser.add_argument("--chunk", type=int, default=2048, help="--max-num-batched-tokens")
+    parser.add_argument("--tensor-parallel-size", type=int, default=1, help="of both nodes")
     parser.add_argument("--dump", type=Path, help="write the nodes' states after the pairs here")
     parser.add_argument("--quick", action="store_true", help="leave the longest load out")
     args = parser.parse_args()
@@ -175,6 +176,7 @@ def main() -> None:
         f"--model={folder}", "--load-format=dummy", "--device=cuda", "--no-enable-prefix-caching",
         f"--max-model-len={MAX_MODEL_LEN}", f"--max-num-batched-tokens={args.chunk}",
         "--transport=nixl", "--start-timeout=200", "--log-level=info",
+        f"--tensor-parallel-size={args.tensor_parallel_size}",
     ]  # fmt: skip
     with cluster(flags) as router:
         rows = asyncio.run(measure(router, args.quick, args.dump))

@@ -143,7 +143,8 @@ def shares(engine: EngineConfig, num_nodes: int, gpus: Sequence[str], cores: int
     """
     if engine.device == "cpu" or (engine.device == "auto" and not gpus):
         chosen = engine.num_threads is not None or bool(os.environ.get("OMP_NUM_THREADS"))
-        threads = f"--num-threads={max(1, cores // num_nodes)}"
+        ranks = num_nodes * engine.tensor_parallel_size
+        threads = f"--num-threads={max(1, cores // ranks)}"
         return [Share(() if chosen else (threads,))] * num_nodes
     ranks = engine.tensor_parallel_size
     if len(gpus) < ranks:

@@ -21,7 +21,7 @@ class EngineConfig:
         device: ``cpu`` or ``cuda``; ``auto`` takes CUDA where there is one.
         seed: of dummy weights.
         block_size: tokens per KV block.
-        kv_cache_memory_bytes: size of the KV pool; None takes `num_blocks` or a default.
+        kv_cache_memory_bytes: size of each rank's KV pool; None takes `num_blocks` or a default.
         num_blocks: blocks of the pool, overriding the bytes; None computes it.
         gpu_memory_utilization: share of a GPU's memory that the engine may use in all.
         max_model_len: longest prompt plus output; None takes the checkpoint's.
@@ -29,9 +29,9 @@ class EngineConfig:
         max_num_batched_tokens: most tokens in one step.
         enable_prefix_caching: reuse blocks of equal prefixes.
         enforce_eager: no CUDA graphs.
-        tensor_parallel_size: ranks of this node.
+        tensor_parallel_size: ranks of this node, each on a GPU of its own or a thread of the CPU.
         kv_load_failure_policy: what to do when handed-over bytes do not arrive.
-        num_threads: of torch on the CPU; None leaves torch's own choice.
+        num_threads: of torch on the CPU, for each rank; None takes torch's own choice for all.
         debug_poison: fill reserved blocks with NaN before they are handed out as targets.
         debug_forbid_prompt_compute: refuse to compute any prompt token but the last, so that a
             test can prove where the KV came from.

@@ -120,6 +120,8 @@ def test_the_machine_is_divided(monkeypatch: pytest.MonkeyPatch) -> None:
     cpu = EngineConfig(model="m", device="cpu")
     assert [share.flags for share in shares(cpu, 3, [], 8)] == [("--num-threads=2",)] * 3
     assert shares(cpu, 4, [], 2)[0].flags == ("--num-threads=1",)
+    ranks = EngineConfig(model="m", device="cpu", tensor_parallel_size=2)
+    assert shares(ranks, 2, [], 8)[0].flags == ("--num-threads=2",)
     chosen = EngineConfig(model="m", device="cpu", num_threads=5)
     assert shares(chosen, 3, [], 8)[0].flags == ()
     gpu = EngineConfig(model="m", tensor_parallel_size=2)
