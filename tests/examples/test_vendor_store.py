@@ -1,0 +1,99 @@
+"""A vendor's package: small, built on the SDK's public names alone, and it passes the kit."""
+
+from __future__ import annotations
+
+import ast
+import importlib
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+import kvbaton.connectors
+
+ROOT = Path(__file__).parents[2]
+PACKAGE = ROOT / "examples" / "vendor_store"
+SOURCES = sorted(PACKAGE.rglob("*.py"))
+
+
+@pytest.fixture(scope="module")
+def installed(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A folder into which the package was installed, built from a copy of its sources."""
+    folder = tmp_path_factory.mktemp("vendor")
+    copy = folder / "sources"
+    copy.mkdir()
+    for path in PACKAGE.iterdir():
+        if path.is_file():
+            (copy / path.name).write_bytes(path.read_bytes())
+    flags = ["--quiet", "--no-deps", "--no-build-isolation", "--no-index"]
+    words = [sys.executable, "-m", "pip", "install", *flags, "--target", str(folder / "site")]
+    subprocess.run([*words, str(copy)], check=True, timeout=120)
+    return folder / "site"
+
+
+def run(site: Path, *words: str) -> subprocess.CompletedProcess[str]:
+    env = os.environ | {"PYTHONPATH": str(site)}
+    command = [sys.executable, *words]
+    return subprocess.run(command, env=env, cwd=ROOT, capture_output=True, text=True, timeout=240)
+
+
+@pytest.mark.parametrize("options", ["", ', "max_bytes": 4000000'], ids=["unbounded", "bounded"])
+def test_it_passes_every_level_of_the_kit(installed: Path, tmp_path: Path, options: str) -> None:
+    report = tmp_path / "report.json"
+    spec = f'sqlite:{{"path": "{{tmp}}/objects.db"{options}}}'
+    # A store this small can't hold what the higher levels want to find again.
+    level = "1" if options else "5"
+    words = ["connectors", "check", spec, "--level", level, "--json", str(report)]
+    done = run(installed, "-m", "kvbaton", *words)
+    failed = [line for line in done.stdout.splitlines() if "FAILED" in line]
+    if options:
+        assert failed == [line for line in failed if "a-large-object" in line]
+    else:
+        assert done.returncode == 0, done.stdout + done.stderr
+    verdicts = [case["verdict"] for case in json.loads(report.read_text())["cases"]]
+    assert verdicts.count("passed") > 20
+
+
+def test_it_is_found_by_its_entry_point(installed: Path) -> None:
+    spec = 'sqlite:{"path": "objects.db"}'
+    done = run(installed, "-m", "kvbaton", "connectors", "list", spec)
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert "kvbaton_sqlite:SqliteStore" in done.stdout
+    assert "persistent, shared" in done.stdout
+
+
+def test_it_is_small_and_imports_public_names_only() -> None:
+    assert sum(len(path.read_text().splitlines()) for path in SOURCES) <= 150
+    ours = []
+    for path in SOURCES:
+        for node in ast.walk(ast.parse(path.read_text())):
+            if isinstance(node, ast.Import):
+                assert not any(name.name.startswith("kvbaton") for name in node.names)
+            elif isinstance(node, ast.ImportFrom) and (node.module or "").startswith("kvbaton"):
+                assert node.module == "kvbaton.connectors"
+                ours += [name.name for name in node.names]
+    assert ours
+    assert set(ours) <= set(kvbaton.connectors.__all__)
+
+
+def test_public_names_are_what_they_say() -> None:
+    for name in kvbaton.connectors.__all__:
+        value = getattr(kvbaton.connectors, name)
+        home = getattr(value, "__module__", None)
+        if isinstance(home, str) and home.startswith("kvbaton"):
+            assert getattr(importlib.import_module(home), name) is value
+    with pytest.raises(AttributeError, match="no attribute 'Nothing'"):
+        kvbaton.connectors.Nothing  # type: ignore[attr-defined]  # noqa: B018
+
+
+def test_neither_the_sdk_nor_the_vendor_imports_torch_or_the_engine(installed: Path) -> None:
+    code = (
+        "import sys; from kvbaton.connectors import *; import kvbaton_sqlite;"
+        "print([m for m in sys.modules if m == 'torch' or m.startswith('kvbaton.engine')])"
+    )
+    assert run(installed, "-c", code).stdout.strip() == "[]"
+    code = "import sys, kvbaton.connectors; print('numpy' in sys.modules)"
+    assert run(installed, "-c", code).stdout.strip() == "False"
