@@ -22,7 +22,6 @@ from kvbaton.connectors.protocol.events import (
     Unquarantine,
 )
 from kvbaton.engine.executor import Executor
-from kvbaton.engine.ledger import audit
 from kvbaton.engine.request import Request
 from kvbaton.engine.scheduler import Admitted, Scheduler
 from kvbaton.errors import RequestError
@@ -216,10 +215,9 @@ class DecodeRole:
         """Whether somebody may still write here."""
         return bool(self._reserved)
 
-    def imbalance(self) -> int:
-        """Discrepancies of the ledger."""
-        reserved = list(self._reserved.values())
-        return sum(audit(self.scheduler, incoming=reserved, outgoing=[]).values())
+    def claims(self) -> tuple[list[Spans], list[Spans]]:
+        """Blocks reserved or in quarantine."""
+        return list(self._reserved.values()), []
 
     def counters(self) -> dict[str, float]:
         """Totals."""

@@ -13,6 +13,7 @@ from dataclasses import dataclass
 from kvbaton.engine.blocks import Match, Need
 from kvbaton.engine.request import Sequence, State
 from kvbaton.engine.roster import Roster
+from kvbaton.engine.stash import Stash
 
 
 @dataclass(frozen=True)
@@ -30,6 +31,20 @@ class Load:
 
 
 @dataclass(frozen=True)
+class Fetch:
+    """Load what the store has after this prefix."""
+
+    match: Match
+
+
+@dataclass(frozen=True)
+class Follow:
+    """Wait for what the store is loading for another one after this prefix."""
+
+    match: Match
+
+
+@dataclass(frozen=True)
 class Reject:
     """It can never run."""
 
@@ -39,12 +54,13 @@ class Reject:
 class Admission:
     """Decides about the first of the queue."""
 
-    def __init__(self, roster: Roster) -> None:
+    def __init__(self, roster: Roster, stash: Stash | None) -> None:
         self._roster = roster
+        self._stash = stash
         self._blocks = roster.blocks
         self._config = roster.config
 
-    def decide(self, sequence: Sequence) -> Run | Load | Reject | None:
+    def decide(self, sequence: Sequence) -> Run | Load | Fetch | Follow | Reject | None:
         """What to do with the first of the queue; None lets it wait."""
         if sequence.pending or not self._has_slot(sequence):
             return None
@@ -52,6 +68,13 @@ class Admission:
         if error is not None:
             return Reject(error)
         match = self._match(sequence)
+        if self._stash is not None and self._stash.offers(sequence, match):
+            if self._stash.is_coming(sequence, match):
+                return Follow(match)
+            if self._can_load(sequence, match):
+                return Fetch(match)
+            if self._roster.loading:  # room comes with the end of a load, which has a deadline
+                return None
         if sequence.request.attempt is not None and match.num_tokens < len(sequence.tokens):
             return Load(match) if self._can_load(sequence, match) else None
         if self._is_forbidden(sequence, match):

@@ -8,8 +8,9 @@ from __future__ import annotations
 
 import math
 from collections import Counter
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 import numpy as np
 
@@ -17,6 +18,10 @@ from kvbaton.connectors.layout import GroupKind, KVLayout
 from kvbaton.connectors.protocol.events import Spans
 from kvbaton.engine.pool import NULL_BLOCK, BlockPool
 from kvbaton.errors import ConfigError
+from kvbaton.wire import BlockSpan
+
+if TYPE_CHECKING:
+    from kvbaton.engine import request
 
 Tables = list[list[int]]
 Need = tuple[int, ...]
@@ -84,6 +89,8 @@ class Blocks:
         caching: whether full blocks are kept for reuse.
         pools: one pool per group.
         alignment: tokens; a prefix that ends at a multiple ends no group inside a block.
+        on_commit: None, or called with a sequence, a group and the logical blocks [first, end)
+            that were just offered to its prefix cache.
     """
 
     def __init__(self, groups: Sequence[GroupSpec], *, enable_caching: bool = True) -> None:
@@ -91,6 +98,7 @@ class Blocks:
         self.caching = enable_caching
         self.pools = [BlockPool(group.num_blocks) for group in groups]
         self.alignment = math.lcm(*(group.block_size for group in groups))
+        self.on_commit: Callable[[request.Sequence, int, int, int], None] | None = None
 
     # --- room ---
 
@@ -199,6 +207,17 @@ class Blocks:
         """Allocate what `tables` lack for `num_tokens` tokens; it must fit."""
         for group, pool, table in zip(self.groups, self.pools, tables, strict=True):
             table += pool.allocate(max(0, group.blocks_for(num_tokens) - len(table)))
+
+    def reserve(self, tables: Tables, num_tokens: int) -> Spans:
+        """As `extend`, and mark the new blocks as incoming; returns them."""
+        first = [len(table) for table in tables]
+        self.extend(tables, num_tokens)
+        spans = tuple(
+            (BlockSpan(start, tuple(table[start:])),) if start < len(table) else ()
+            for start, table in zip(first, tables, strict=True)
+        )
+        self.hold_incoming(spans)
+        return spans
 
     def skip_unneeded(self, tables: Tables, position: int) -> None:
         """Pad tables with the null block where the token at `position` will not attend to."""

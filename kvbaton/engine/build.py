@@ -14,6 +14,8 @@ from kvbaton.connectors.keys import (
     root_key,
 )
 from kvbaton.connectors.layout import KVLayout
+from kvbaton.connectors.objects import ObjectForm
+from kvbaton.connectors.registry import load_store
 from kvbaton.engine.blocks import GroupSpec
 from kvbaton.engine.config import EngineConfig
 from kvbaton.engine.core import EngineCore, Mailbox
@@ -22,6 +24,8 @@ from kvbaton.engine.local import LocalExecutor, choose_device
 from kvbaton.engine.model_config import ModelConfig, load_model_config, resolve_max_model_len
 from kvbaton.engine.process import RoleFactory, Surroundings
 from kvbaton.engine.scheduler import Scheduler, SchedulerConfig
+from kvbaton.engine.stash import StashConfig
+from kvbaton.engine.stash_thread import StashThread
 from kvbaton.wire import NodeId
 
 
@@ -47,12 +51,17 @@ def build_engine(
     """
     model = load_model_config(config.model, config.dtype)
     identity = identity_record(config, model)
-    executor = make_executor(config, model, track_sums=role_factory.sends_blocks)
-    scheduler = make_scheduler(config, model, executor.layouts[0], identity.digest())
+    track_sums = role_factory.sends_blocks or config.store is not None
+    executor = make_executor(config, model, track_sums=track_sums)
+    store = open_store(config, executor, identity.digest())
+    stash = None if store is None else stash_config(config, store)
+    scheduler = make_scheduler(config, model, executor.layouts[0], identity.digest(), stash=stash)
     surroundings = Surroundings(config, node, identity.digest(), identity.record())
     role = role_factory(executor, scheduler, surroundings)
     return Engine(
-        core=EngineCore(executor, scheduler, role, mailbox, depth=steps_in_flight(config)),
+        core=EngineCore(
+            executor, scheduler, role, mailbox, depth=steps_in_flight(config), store=store
+        ),
         num_blocks=executor.layouts[0][0].num_blocks - 1,
         max_model_len=scheduler.config.max_model_len,
         eos_token_ids=model.eos_token_ids,
@@ -72,6 +81,31 @@ def make_executor(config: EngineConfig, model: ModelConfig, *, track_sums: bool)
 
         return CudaExecutor(config, model, track_sums=track_sums)
     return LocalExecutor(config, model, track_sums=track_sums)
+
+
+def open_store(config: EngineConfig, executor: Executor, identity: bytes) -> StashThread | None:
+    """The store that the settings name, open; None if they name none.
+
+    Raises:
+        ConfigError: it is unknown, can't be opened, or can't keep what this model computes.
+    """
+    if config.store is None:
+        return None
+    groups = range(len(executor.layouts[0]))
+    forms = tuple(ObjectForm([rank[group] for rank in executor.layouts]) for group in groups)
+    thread = StashThread(load_store(config.store), executor, forms, identity)
+    thread.start()
+    return thread
+
+
+def stash_config(config: EngineConfig, store: StashThread) -> StashConfig:
+    """What the scheduler wants to know of a store."""
+    return StashConfig(
+        store=store.store.name,
+        forms=store.forms,
+        lookup_timeout_s=config.store_lookup_timeout,
+        load_timeout_s=config.store_load_timeout,
+    )
 
 
 def steps_in_flight(config: EngineConfig) -> int:
@@ -103,7 +137,12 @@ def identity_record(config: EngineConfig, model: ModelConfig) -> IdentityRecord:
 
 
 def make_scheduler(
-    config: EngineConfig, model: ModelConfig, layouts: Sequence[KVLayout], identity: bytes
+    config: EngineConfig,
+    model: ModelConfig,
+    layouts: Sequence[KVLayout],
+    identity: bytes,
+    *,
+    stash: StashConfig | None = None,
 ) -> Scheduler:
     """A scheduler over pools with these layouts."""
     groups = tuple(
@@ -122,4 +161,5 @@ def make_scheduler(
             debug_forbid_prompt_compute=config.debug_forbid_prompt_compute,
         ),
         root_key=lambda salt: root_key(identity, salt),
+        stash=stash,
     )

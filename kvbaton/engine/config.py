@@ -30,8 +30,12 @@ class EngineConfig:
         enable_prefix_caching: reuse blocks of equal prefixes.
         enforce_eager: no CUDA graphs.
         tensor_parallel_size: ranks of this node, each on a GPU of its own or a thread of the CPU.
-        kv_load_failure_policy: what to do when handed-over bytes do not arrive.
+        kv_load_failure_policy: what to do when handed-over or stored bytes do not arrive.
         num_threads: of torch on the CPU, for each rank; None takes torch's own choice for all.
+        store: where KV is kept for later, ``NAME[:JSON]`` or a dotted path; None keeps none.
+        store_lookup_timeout: seconds that a request waits for what a store says; then it goes on
+            without it.
+        store_load_timeout: seconds that a request waits for what a store loads.
         debug_poison: fill reserved blocks with NaN before they are handed out as targets.
         debug_forbid_prompt_compute: refuse to compute any prompt token but the last, so that a
             test can prove where the KV came from.
@@ -54,5 +58,8 @@ class EngineConfig:
     tensor_parallel_size: int = 1
     kv_load_failure_policy: LoadFailurePolicy = "recompute"
     num_threads: int | None = None
+    store: str | None = None
+    store_lookup_timeout: float = 0.5
+    store_load_timeout: float = 10.0
     debug_poison: bool = False
     debug_forbid_prompt_compute: bool = False

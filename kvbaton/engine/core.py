@@ -7,14 +7,17 @@ and executor. Roles speak between steps (`engine/role.py`).
 from __future__ import annotations
 
 import logging
+import select
 import time
 from collections import deque
 from collections.abc import Callable, Iterable
 from typing import Any, Protocol
 
 from kvbaton.engine.executor import Executor
+from kvbaton.engine.ledger import audit
 from kvbaton.engine.role import Role
 from kvbaton.engine.scheduler import Scheduler
+from kvbaton.engine.stash_thread import StashThread
 from kvbaton.engine.step import PendingStep
 from kvbaton.errors import RequestError
 from kvbaton.wire import (
@@ -59,6 +62,7 @@ class EngineCore:
         role: what the node does with KV beyond computing it.
         mailbox: where requests come from and outputs go to.
         depth: steps in flight; 2 overlaps scheduling with a device's work.
+        store: carries out what the scheduler's stash decides.
     """
 
     def __init__(
@@ -69,12 +73,17 @@ class EngineCore:
         mailbox: Mailbox,
         *,
         depth: int = 1,
+        store: StashThread | None = None,
     ) -> None:
         self.executor = executor
         self.scheduler = scheduler
         self.role = role
         self.mailbox = mailbox
         self.depth = depth
+        self.store = store
+        self._waker = select.epoll()
+        for fd in (role.wake_fd, *(() if store is None else (store.wake_fd,))):
+            self._waker.register(fd, select.EPOLLIN)
         self.in_flight: deque[PendingStep] = deque()
         self.draining = False
         self.steps = 0
@@ -104,27 +113,44 @@ class EngineCore:
         """Whether a shutdown was asked for and nothing keeps us."""
         if self._stop_at is None:
             return False
-        idle = not self.in_flight and not self.scheduler.has_work() and not self.role.busy()
-        return idle or time.monotonic() >= self._stop_at
+        return self.is_idle() or time.monotonic() >= self._stop_at
+
+    def is_idle(self) -> bool:
+        """Whether nothing is left to do, for clients, peers or the store."""
+        stash = self.scheduler.stash
+        works = self.in_flight or self.scheduler.has_work() or self.role.busy()
+        return not works and not (stash is not None and stash.busy())
 
     def receive(self) -> None:
         """Take in what the HTTP process sent; wait for it if there is nothing else to do."""
-        for message in self.mailbox.receive(self._patience(), self.role.wake_fd):
+        for message in self.mailbox.receive(self._patience(), self._waker.fileno()):
             self._handlers[type(message)](message)  # type: ignore[operator]
 
     def listen(self) -> None:
         """Let the role speak, and end what has waited too long."""
         self.send(self.role.poll())
-        expired = self.scheduler.expire(time.monotonic())
-        for output in expired:
+        ended = self.ask_store()
+        ended += self.scheduler.expire(time.monotonic())
+        for output in ended:
             self.role.ended(output.request_id)
-        self.send(expired)
+        self.send(ended)
+
+    def ask_store(self) -> list[Output]:
+        """Take the store's answers, and give it what the scheduler wants of it."""
+        stash, outputs = self.scheduler.stash, list[Output]()
+        if stash is not None and self.store is not None:
+            for answer in self.store.take():
+                outputs += stash.answer(answer)
+            self.store.submit(stash.take_orders())
+        return outputs
 
     def launch(self) -> None:
         """Start the next step, if there is one and room for it."""
         while len(self.in_flight) < self.depth:
             plan = self.scheduler.schedule()
             self.role.begin()
+            if self.store is not None and self.scheduler.stash is not None:
+                self.store.submit(self.scheduler.stash.take_orders())
             if plan is None:
                 return
             self.steps += 1
@@ -145,6 +171,13 @@ class EngineCore:
         deadline = self.scheduler.next_deadline()
         wait = IDLE_WAIT_S if deadline is None else deadline - time.monotonic()
         return min(max(wait, 0.0), 0.02 if self._stop_at is not None else IDLE_WAIT_S)
+
+    def close(self) -> None:
+        """Stop all that moves blocks, then the ranks."""
+        self.role.close()
+        if self.store is not None:
+            self.store.close()
+        self.executor.close()
 
     # --- messages ---
 
@@ -205,7 +238,7 @@ class EngineCore:
     def drain(self) -> bool:
         """Refuse new requests from now on; True once nothing is left to do."""
         self.draining = True
-        return not self.scheduler.has_work() and not self.role.busy()
+        return self.is_idle()
 
     def shut_down(self, message: Shutdown) -> None:
         """Finish what runs within the grace given, then leave the loop."""
@@ -236,8 +269,18 @@ class EngineCore:
             **self.role.counters(),
         }
         gauges = {**self.scheduler.gauges(), **self.role.gauges()}
-        gauges["kvbaton_ledger_imbalance"] = float(self.role.imbalance())
+        if self.store is not None:
+            gauges |= self.store.gauges()
+        gauges["kvbaton_ledger_imbalance"] = float(self.imbalance())
         return Metrics(counters=counters, gauges=gauges)
+
+    def imbalance(self) -> int:
+        """Discrepancies between the pools' marks and who says to hold blocks; always 0."""
+        incoming, outgoing = self.role.claims()
+        if self.scheduler.stash is not None:
+            written, read = self.scheduler.stash.claims()
+            incoming, outgoing = incoming + written, outgoing + read
+        return sum(audit(self.scheduler, incoming=incoming, outgoing=outgoing).values())
 
     def state(self) -> dict[str, Any]:
         """The debugging dump."""
@@ -247,4 +290,5 @@ class EngineCore:
             "draining": self.draining,
             "scheduler": self.scheduler.state(),
             "role": self.role.state(),
+            "store": None if self.store is None else self.store.state(),
         }

@@ -7,6 +7,8 @@ from typing import Protocol
 
 from kvbaton.connectors.base import Memory
 from kvbaton.connectors.layout import KVLayout
+from kvbaton.connectors.objects import ObjectForm
+from kvbaton.engine.staging import Staging
 from kvbaton.engine.step import PendingStep, PendingSums, StepPlan
 
 
@@ -49,6 +51,10 @@ class Executor(Protocol):
 
     def adopt(self, group: int, blocks: Sequence[int], sums: PendingSums) -> None:
         """Keep sums of blocks that arrived verified, as if a step had written them."""
+        ...
+
+    def staging(self, forms: Sequence[ObjectForm]) -> Staging:
+        """Bytes of blocks in host memory, for a store; `forms` are one per group."""
         ...
 
     def poison(self, group: int, blocks: Sequence[int]) -> None:

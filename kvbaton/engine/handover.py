@@ -15,7 +15,6 @@ from kvbaton.connectors.protocol.events import Attempt, Spans
 from kvbaton.engine import request as requests
 from kvbaton.engine.blocks import GroupSpec, Match
 from kvbaton.engine.pool import NULL_BLOCK
-from kvbaton.engine.request import State
 from kvbaton.engine.roster import Roster
 from kvbaton.wire import BlockSpan, ChoiceStart, Output, TransferSpec
 
@@ -67,13 +66,7 @@ class Handover:
         total = len(sequence.tokens)
         self._roster.adopt(sequence, match)
         self._blocks.skip_unneeded(sequence.tables, total)
-        first = [len(table) for table in sequence.tables]
-        self._blocks.extend(sequence.tables, total)
-        spans = tuple(
-            (BlockSpan(start, tuple(table[start:])),) if start < len(table) else ()
-            for start, table in zip(first, sequence.tables, strict=True)
-        )
-        self._blocks.hold_incoming(spans)
+        spans = self._blocks.reserve(sequence.tables, total)
         self._roster.load(sequence)
         self._admit(sequence.request, match.num_tokens, spans)
 
@@ -139,6 +132,7 @@ class Handover:
         """Tokens up to `end` have valid KV, from now on for everybody."""
         request, before = sequence.request, sequence.num_computed
         sequence.num_computed = sequence.num_scheduled = max(before, end)
+        request.received = sequence.num_computed
         sequence.commit(self._blocks)
         request.transferred_tokens = sequence.num_computed - before
         self._roster.totals.prompt_tokens["transferred"] += request.transferred_tokens
@@ -180,9 +174,7 @@ class Handover:
     def _requeue(self, sequence: requests.Sequence, valid: int) -> None:
         """Keep the whole blocks of `valid` tokens in the cache and queue for the rest."""
         self._arrived(sequence, valid - valid % self._blocks.alignment)
-        self._roster.leave(sequence)
-        sequence.clear(self._blocks)
-        self._roster.wait(sequence, State.WAITING)
+        self._roster.requeue(sequence)
 
     def unquarantine(self, attempt: Attempt) -> None:
         """No write of an attempt can land any more: its blocks may be handed out again."""

@@ -13,6 +13,7 @@ from concurrent.futures import Future, ThreadPoolExecutor
 
 import torch
 
+from kvbaton.connectors.objects import ObjectForm
 from kvbaton.engine.cache import KVCache, block_bytes
 from kvbaton.engine.collectives import HostCollectives, Meeting
 from kvbaton.engine.config import EngineConfig
@@ -20,6 +21,7 @@ from kvbaton.engine.model_config import ModelConfig, resolve_max_model_len
 from kvbaton.engine.ranks import RankedExecutor, RankSettings, Sums, Team, lanes
 from kvbaton.engine.runner import Runner
 from kvbaton.engine.shard import Shard
+from kvbaton.engine.staging import HostStaging
 from kvbaton.engine.step import StepPlan, StepResult
 from kvbaton.engine.warmup import warm_up
 from kvbaton.errors import ConfigError
@@ -144,6 +146,10 @@ class LocalExecutor(RankedExecutor):
             )
 
         super().__init__(team, make)
+
+    def staging(self, forms: Sequence[ObjectForm]) -> HostStaging:
+        """See `Executor.staging`."""
+        return HostStaging(forms, self.memories)
 
 
 def choose_device(config: EngineConfig) -> torch.device:

@@ -16,11 +16,12 @@ import itertools
 from collections import deque
 from dataclasses import dataclass, field
 
-from kvbaton.engine.admission import Admission, Load, Reject, Run
+from kvbaton.engine.admission import Admission, Fetch, Follow, Load, Reject, Run
 from kvbaton.engine.blocks import Match
 from kvbaton.engine.handover import Handover
 from kvbaton.engine.request import Sequence, State
 from kvbaton.engine.roster import Roster
+from kvbaton.engine.stash import Stash
 from kvbaton.engine.step import BlockCopy, Fork, NewSequence, SequenceStep, StepPlan
 
 
@@ -80,13 +81,14 @@ class Planner:
         in_flight: plans handed out and not updated, oldest first.
     """
 
-    def __init__(self, roster: Roster, handover: Handover) -> None:
+    def __init__(self, roster: Roster, handover: Handover, stash: Stash | None) -> None:
         self.in_flight: deque[Flight] = deque()
         self._roster = roster
         self._blocks = roster.blocks
         self._config = roster.config
         self._handover = handover
-        self._admission = Admission(roster)
+        self._stash = stash
+        self._admission = Admission(roster, stash)
         self._handles = itertools.count(1)
         self._launched = 0
 
@@ -246,6 +248,10 @@ class Planner:
                 self._reject(sequence, error)
             case Load(match):
                 self._handover.reserve(sequence, match)
+            case Fetch(match) if self._stash is not None:
+                self._stash.load(sequence, match)
+            case Follow(match) if self._stash is not None:
+                self._stash.follow(sequence, match)
             case Run(match) if draft.budget > 0 and draft.room > 0:
                 self._start(draft, sequence, match)
             case _:

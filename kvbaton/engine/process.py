@@ -106,5 +106,4 @@ def _serve(
         )
         engine.core.run()
     finally:
-        engine.core.role.close()
-        engine.core.executor.close()
+        engine.core.close()

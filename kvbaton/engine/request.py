@@ -17,8 +17,10 @@ class State(enum.Enum):
 
     WAITING = "waiting"
     """In the queue, never ran; it holds no block."""
+    ASKING = "asking"
+    """Beside the queue: it waits for what a store says, or for what it loads for another one."""
     LOADING = "loading"
-    """A hand-over is filling its blocks."""
+    """A hand-over or a store is filling its blocks."""
     RUNNING = "running"
     """Has blocks for all its tokens; takes part in steps."""
     PREEMPTED = "preempted"
@@ -117,12 +119,14 @@ class Sequence:
         if not blocks.caching:
             return
         for g, (group, pool) in enumerate(zip(blocks.groups, blocks.pools, strict=True)):
-            end = self.num_computed // group.block_size
-            if end > self.committed[g]:
+            first, end = self.committed[g], self.num_computed // group.block_size
+            if end > first:
                 chain, table = self.chain(group.block_size), self.tables[g]
-                for i in range(self.committed[g], end):
+                for i in range(first, end):
                     pool.commit(table[i], chain[i])
                 self.committed[g] = end
+                if blocks.on_commit is not None:
+                    blocks.on_commit(self, g, first, end)
 
 
 @dataclass(slots=True, eq=False)
@@ -145,6 +149,8 @@ class Request:
         sequences: choices that exist; the others are forked when the prompt ends.
         cached_tokens: prompt tokens taken from the cache at its first admission; None before.
         transferred_tokens: prompt tokens received from another node.
+        received: where the tokens end whose KV another node computed.
+        stored: tokens that a store holds beyond the local cache; empty once that was used.
         prompt_logprobs: what steps have reported so far; None once it was put out.
     """
 
@@ -163,6 +169,8 @@ class Request:
     sequences: list[Sequence] = field(default_factory=list)
     cached_tokens: int | None = None
     transferred_tokens: int = 0
+    received: int = 0
+    stored: range = range(0)
     prompt_logprobs: list[TokenLogprobs] | None = None
 
     @property

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any, Protocol
 
+from kvbaton.connectors.protocol.events import Spans
 from kvbaton.engine.request import Request
 from kvbaton.wire import AddRequest, Output
 
@@ -70,8 +71,8 @@ class Role(Protocol):
         """Values now by Prometheus name."""
         ...
 
-    def imbalance(self) -> int:
-        """Discrepancies between the pool's marks and the live hand-overs; always 0."""
+    def claims(self) -> tuple[list[Spans], list[Spans]]:
+        """Blocks of live hand-overs: those that a peer may write, and those that are read."""
         ...
 
     def state(self) -> dict[str, Any]:

@@ -59,11 +59,12 @@ class Totals:
     Attributes:
         received: requests taken.
         finished: requests that are over, by finish reason of their last choice.
-        prompt_tokens: prompt tokens by source: ``computed``, ``local_cache``, ``transferred``.
+        prompt_tokens: prompt tokens by source: ``computed``, ``local_cache``, ``transferred``,
+            ``store``.
         cached_at_source: of the transferred ones, those that the source had in its cache.
         generated: tokens put out.
         preemptions: sequences whose blocks went to others.
-        load_failures: hand-overs that failed.
+        load_failures: hand-overs and loads from a store that failed.
     """
 
     received: int = 0
@@ -84,7 +85,8 @@ class Roster:
         requests: live ones by id.
         waiting: the queue, in order of service.
         running: sequences with blocks, in order of service.
-        loading: sequences that a hand-over fills, by request id.
+        asking: sequences beside the queue that wait for a store, by request id.
+        loading: sequences that a hand-over or a store fills, by request id.
         ended: handles that the runner has yet to forget.
         outbox: outputs made while a step was planned.
         totals: what happened so far.
@@ -96,6 +98,7 @@ class Roster:
         self.requests: dict[str, Request] = {}
         self.waiting: list[Sequence] = []
         self.running: list[Sequence] = []
+        self.asking: dict[str, Sequence] = {}
         self.loading: dict[str, Sequence] = {}
         self.ended: list[int] = []
         self.outbox: list[Output] = []
@@ -129,15 +132,34 @@ class Roster:
         sequence.state = state
         insort(self.waiting, sequence, key=lambda s: s.rank)
 
+    def ask(self, sequence: Sequence) -> None:
+        """From now on a sequence waits for a store, beside the queue."""
+        self.leave(sequence)
+        sequence.state = State.ASKING
+        self.asking[sequence.request.request_id] = sequence
+
+    def wait_again(self, sequence: Sequence) -> None:
+        """Put a sequence that has asked back into the queue."""
+        self.leave(sequence)
+        self.wait(sequence, State.WAITING)
+
+    def requeue(self, sequence: Sequence) -> None:
+        """Put a sequence that was loading back into the queue, without its blocks."""
+        self.leave(sequence)
+        sequence.clear(self.blocks)
+        self.wait(sequence, State.WAITING)
+
     def run(self, sequence: Sequence) -> None:
         """From now on a sequence takes part in steps."""
         self.leave(sequence)
+        sequence.request.stored = range(0)
         sequence.state = State.RUNNING
         insort(self.running, sequence, key=lambda s: s.rank)
 
     def load(self, sequence: Sequence) -> None:
-        """From now on a hand-over fills a sequence's blocks."""
+        """From now on a hand-over or a store fills a sequence's blocks."""
         self.leave(sequence)
+        sequence.request.stored = range(0)
         sequence.state = State.LOADING
         self.loading[sequence.request.request_id] = sequence
 
@@ -146,6 +168,8 @@ class Roster:
         match sequence.state:
             case State.RUNNING:
                 self.running.remove(sequence)
+            case State.ASKING:
+                del self.asking[sequence.request.request_id]
             case State.LOADING:
                 del self.loading[sequence.request.request_id]
             case State.WAITING | State.PREEMPTED if sequence in self.waiting:

@@ -7,6 +7,7 @@ Sans-IO: requests and step results in, plans and outputs out, and an injected cl
 - `admission.py` is the one rule by which a request gets its blocks;
 - `planner.py` makes the steps;
 - `handover.py` is the part that the prefill and decode roles use;
+- `stash.py` is the part that a store fills and is filled from;
 - `blocks.py` and `pool.py` account for every block; `ledger.py` audits them.
 """
 
@@ -24,6 +25,7 @@ from kvbaton.engine.handover import Admitted, Handover
 from kvbaton.engine.planner import Item, Planner
 from kvbaton.engine.request import Request
 from kvbaton.engine.roster import Roster, SchedulerConfig
+from kvbaton.engine.stash import Stash, StashConfig
 from kvbaton.engine.step import Sampled, StepPlan, StepResult
 from kvbaton.errors import RequestError
 from kvbaton.wire import AddRequest, ChoiceStart, Output
@@ -38,10 +40,12 @@ class Scheduler:
         config: its settings.
         root_key: root of the block keys of requests with a given cache salt.
         clock: monotonic seconds.
+        stash: settings of the store, if there is one.
 
     Attributes:
         blocks: all block pools.
         roster: the live requests.
+        stash: decides what the store does; None without one.
         on_progress: called for a source request after each step that computed some of it, before
             the blocks of a finished one are given back.
     """
@@ -53,6 +57,7 @@ class Scheduler:
         root_key: Callable[[str], bytes],
         clock: Callable[[], float] = time.monotonic,
         on_progress: Callable[[Request], None] | None = None,
+        stash: StashConfig | None = None,
     ) -> None:
         self.config = config
         self.blocks = Blocks(config.groups, enable_caching=config.enable_prefix_caching)
@@ -61,7 +66,8 @@ class Scheduler:
         self._root_key = root_key
         self._clock = clock
         self._handover = Handover(self.roster, clock)
-        self._planner = Planner(self.roster, self._handover)
+        self.stash = None if stash is None else Stash(stash, self.roster, clock)
+        self._planner = Planner(self.roster, self._handover, self.stash)
         self._arrivals = 0
 
     # --- requests ---
@@ -95,6 +101,8 @@ class Scheduler:
             prompt_logprobs=None if params.prompt_logprobs is None else [],
         )
         self.roster.enter(entered, known)
+        if self.stash is not None and self.stash.ask(entered.sequences[0]):
+            self.roster.ask(entered.sequences[0])
 
     def _check_names(self, request: AddRequest) -> Attempt | None:
         """Refuse names in use; returns the attempt that a target awaits."""
@@ -132,6 +140,8 @@ class Scheduler:
     def expire(self, now: float) -> list[Output]:
         """End requests whose deadline has passed; with them come those that could never fit."""
         outputs = self._flush()
+        if self.stash is not None:
+            outputs += self.stash.expire(now)
         for request in self.roster.due(now):
             error = f"the request's deadline of {request.spec.deadline_s:g} s has passed"
             outputs += self.roster.end(request, "error", error)
@@ -139,7 +149,11 @@ class Scheduler:
 
     def next_deadline(self) -> float | None:
         """When `expire` has something to do, on the clock given."""
-        return self._clock() if self.roster.outbox else self.roster.next_deadline()
+        if self.roster.outbox:
+            return self._clock()
+        stash = None if self.stash is None else self.stash.next_deadline()
+        deadlines = (self.roster.next_deadline(), stash)
+        return min((deadline for deadline in deadlines if deadline is not None), default=None)
 
     def _flush(self) -> list[Output]:
         outputs, self.roster.outbox = self.roster.outbox, []
@@ -278,19 +292,20 @@ class Scheduler:
             "kvbaton_generation_tokens_total": float(totals.generated),
             "kvbaton_preemptions_total": float(totals.preemptions),
             "kvbaton_load_failures_total": float(totals.load_failures),
+            **({} if self.stash is None else self.stash.counters()),
         }
 
     def gauges(self) -> dict[str, float]:
         """Values now by Prometheus name."""
         values = {
-            "kvbaton_sequences_waiting": float(len(self.roster.waiting)),
+            "kvbaton_sequences_waiting": float(len(self.roster.waiting) + len(self.roster.asking)),
             "kvbaton_sequences_running": float(len(self.roster.running)),
             "kvbaton_sequences_loading": float(len(self.roster.loading)),
         }
         for g in range(len(self.blocks.groups)):
             for owner, count in self.blocks.owners(g).items():
                 values[f'kvbaton_blocks{{group="{g}",owner="{owner}"}}'] = float(count)
-        return values
+        return values | ({} if self.stash is None else self.stash.gauges())
 
     def state(self) -> dict[str, Any]:
         """All that a person who looks for a fault wants to see."""
@@ -299,6 +314,7 @@ class Scheduler:
             "blocks": [dict(counts) for counts in owners],
             "steps_in_flight": [flight.number for flight in self._planner.in_flight],
             "reserved": [f"{a.transfer_id.hex()}/{a.number}" for a in self._handover.reserved],
+            "stash": None if self.stash is None else self.stash.state(),
             "requests": [_describe(request) for request in self.roster.requests.values()],
         }
 

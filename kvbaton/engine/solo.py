@@ -10,6 +10,7 @@ from kvbaton.errors import RequestError
 from kvbaton.wire import AddRequest, Output
 
 if TYPE_CHECKING:
+    from kvbaton.connectors.protocol.events import Spans
     from kvbaton.engine.executor import Executor
     from kvbaton.engine.process import Surroundings
     from kvbaton.engine.request import Request
@@ -25,7 +26,7 @@ class SoloFactory:
         self, executor: Executor, scheduler: Scheduler, surroundings: Surroundings
     ) -> SoloRole:
         """See `process.RoleFactory`."""
-        return SoloRole(scheduler)
+        return SoloRole()
 
 
 class SoloRole:
@@ -33,8 +34,7 @@ class SoloRole:
 
     control_address = None
 
-    def __init__(self, scheduler: Scheduler) -> None:
-        self.scheduler = scheduler
+    def __init__(self) -> None:
         self.wake_fd = os.eventfd(0)
 
     def accept(self, request: AddRequest) -> AddRequest:
@@ -81,11 +81,9 @@ class SoloRole:
         """None beside the scheduler's."""
         return {}
 
-    def imbalance(self) -> int:
-        """Discrepancies of the ledger."""
-        from kvbaton.engine.ledger import audit
-
-        return sum(audit(self.scheduler, incoming=[], outgoing=[]).values())
+    def claims(self) -> tuple[list[Spans], list[Spans]]:
+        """None."""
+        return [], []
 
     def state(self) -> dict[str, Any]:
         """Nothing."""

@@ -28,7 +28,6 @@ from kvbaton.connectors.protocol.events import (
     StopSource,
 )
 from kvbaton.engine.executor import Executor
-from kvbaton.engine.ledger import audit
 from kvbaton.engine.request import Request
 from kvbaton.engine.scheduler import Scheduler
 from kvbaton.errors import RequestError
@@ -361,10 +360,9 @@ class PrefillRole:
         """Whether a target still waits for us."""
         return any(source.start is not None for source in self._sources.values())
 
-    def imbalance(self) -> int:
-        """Discrepancies of the ledger."""
-        held = [spans for source in self._sources.values() for spans in source.held]
-        return sum(audit(self.scheduler, incoming=[], outgoing=held).values())
+    def claims(self) -> tuple[list[Spans], list[Spans]]:
+        """Blocks held for transfers."""
+        return [], [spans for source in self._sources.values() for spans in source.held]
 
     def counters(self) -> dict[str, float]:
         """Totals."""

@@ -270,7 +270,7 @@ class Node:
             self.failure = error
 
     def _each_loop(self) -> None:
-        self.imbalance = max(self.imbalance, self.core.role.imbalance())
+        self.imbalance = max(self.imbalance, self.core.imbalance())
 
     def _deliver(self, message: FromCore) -> None:
         match message:

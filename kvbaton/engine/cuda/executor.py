@@ -12,7 +12,9 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from kvbaton.connectors.objects import ObjectForm
 from kvbaton.engine.config import EngineConfig
+from kvbaton.engine.cuda.block_staging import CudaStaging
 from kvbaton.engine.cuda.cache import CudaKVCache
 from kvbaton.engine.cuda.memory import measure_reserve
 from kvbaton.engine.cuda.nccl import Communicators, NcclCollectives
@@ -145,6 +147,10 @@ class CudaExecutor(RankedExecutor):
             )
 
         super().__init__(team, make)
+
+    def staging(self, forms: Sequence[ObjectForm]) -> CudaStaging:
+        """See `Executor.staging`."""
+        return CudaStaging(forms, [rank.cache.data for rank in self.ranks])
 
     def close(self) -> None:
         """See `Executor.close`; waits for the steps in flight."""
