@@ -72,6 +72,8 @@ STORES = Kind(
         "tiered": "kvbaton.connectors.stores.tiered:TieredStore",
         "filesystem": "kvbaton.connectors.stores.filesystem:FilesystemStore",
         "memory": "kvbaton.connectors.stores.memory:MemoryStore",
+        "redis": "kvbaton.connectors.stores.redis:RedisStore",
+        "s3": "kvbaton.connectors.stores.s3:S3Store",
     },
 )
 
