@@ -89,7 +89,7 @@ class Blocks:
         caching: whether full blocks are kept for reuse.
         pools: one pool per group.
         alignment: tokens; a prefix that ends at a multiple ends no group inside a block.
-        on_commit: None, or called with a sequence, a group and the logical blocks [first, end)
+        on_commit: each is called with a sequence, a group and the logical blocks [first, end)
             that were just offered to its prefix cache.
     """
 
@@ -98,7 +98,7 @@ class Blocks:
         self.caching = enable_caching
         self.pools = [BlockPool(group.num_blocks) for group in groups]
         self.alignment = math.lcm(*(group.block_size for group in groups))
-        self.on_commit: Callable[[request.Sequence, int, int, int], None] | None = None
+        self.on_commit: list[Callable[[request.Sequence, int, int, int], None]] = []
 
     # --- room ---
 

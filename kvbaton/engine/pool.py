@@ -13,7 +13,7 @@ from __future__ import annotations
 
 from array import array
 from collections import OrderedDict, deque
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 
 NULL_BLOCK = 0
 
@@ -31,6 +31,7 @@ class BlockPool:
         by_key: the block of each key.
         launched: number of the last step planned.
         updated: number of the last step that is over.
+        on_forget: None, or called with each key that leaves the prefix cache.
     """
 
     def __init__(self, num_blocks: int) -> None:
@@ -44,6 +45,7 @@ class BlockPool:
         self.by_key: dict[bytes, int] = {}
         self.launched = 0
         self.updated = 0
+        self.on_forget: Callable[[bytes], None] | None = None
         self._free = deque(range(1, num_blocks))
         self._cached: OrderedDict[int, None] = OrderedDict()
         self._fenced: dict[int, None] = {}
@@ -183,6 +185,8 @@ class BlockPool:
         assert key is not None, f"block {block} has no key"
         del self.by_key[key]
         self.keys[block] = None
+        if self.on_forget is not None:
+            self.on_forget(key)
 
     # --- steps ---
 

@@ -125,8 +125,8 @@ class Sequence:
                 for i in range(first, end):
                     pool.commit(table[i], chain[i])
                 self.committed[g] = end
-                if blocks.on_commit is not None:
-                    blocks.on_commit(self, g, first, end)
+                for listener in blocks.on_commit:
+                    listener(self, g, first, end)
 
 
 @dataclass(slots=True, eq=False)

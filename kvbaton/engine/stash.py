@@ -246,7 +246,7 @@ class Stash:
         self._ask_from = 0.0
         self._counts: Counter[str] = Counter()
         self._seconds = {"load": 0.0, "save": 0.0}
-        self._blocks.on_commit = self.committed
+        self._blocks.on_commit.append(self.committed)
 
     # --- lookups ---
 
