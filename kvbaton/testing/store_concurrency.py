@@ -190,12 +190,11 @@ def _watch(buffers: list[bytearray], otherwise: str) -> None:
 def delete_during_load(rig: StoreRig) -> None:
     """An object that is deleted while it is loaded arrives whole, or is a miss."""
     for _ in range(6 * rig.depth):
-        objects = rig.objects([400_000] * 6)
+        objects, others = rig.objects([400_000] * 6), rig.objects([400_000] * 6)
         rig.put(objects)
         targets = [bytearray(len(data)) for data in objects.values()]
         load = rig.store.load(list(objects), views(targets))
         delete = rig.store.delete(list(objects))
-        others = rig.objects([400_000] * 6)
         rig.put(others)
         answers = rig.wait(load, "a load of what is being deleted")
         for there, target, data in zip(answers, targets, objects.values(), strict=True):
@@ -211,11 +210,11 @@ def eviction_during_load(rig: StoreRig) -> None:
     """An object that makes room for others while it is loaded arrives whole, or is a miss."""
     size = max(1, (rig.store.usage().capacity or 0) // 12)
     for _ in range(3 * rig.depth):
-        objects = rig.objects([size] * 4)
+        objects, others = rig.objects([size] * 4), rig.objects([size] * 12)
         rig.ask_store(objects)
         targets = [bytearray(size) for _ in objects]
         load = rig.store.load(list(objects), views(targets))
-        rig.ask_store(rig.objects([size] * 12))
+        rig.ask_store(others)
         answers = rig.wait(load, "a load of what is being evicted")
         for there, target, data in zip(answers, targets, objects.values(), strict=True):
             if there:
@@ -240,14 +239,14 @@ def pinned_objects_stay(rig: StoreRig) -> None:
 @case(2)
 def close_ends_everything(rig: StoreRig) -> None:
     """`close` amid work returns, every future is done by then, and buffers are left alone."""
-    objects = rig.objects([400_000] * 16)
+    objects, more = rig.objects([400_000] * 16), rig.objects([400_000] * 16)
     rig.put(objects)
     store = rig.store
     targets = [bytearray(400_000) for _ in objects]
     calls: list[Future[Any]] = [
         store.load([k], views([t])) for k, t in zip(objects, targets, strict=True)
     ]
-    calls += [store.store([k], views([d])) for k, d in rig.objects([400_000] * 16).items()]
+    calls += [store.store([k], views([d])) for k, d in more.items()]
     calls += [store.lookup(list(objects))]
     _close(rig, store)
     late = [call for call in calls if not call.done()]

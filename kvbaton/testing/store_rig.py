@@ -7,9 +7,10 @@ import itertools
 import os
 import sys
 import tempfile
+import threading
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from concurrent.futures import CancelledError, Future, wait
+from concurrent.futures import CancelledError, Future
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Protocol, Self, TypeVar
@@ -167,8 +168,13 @@ class StoreRig:
 
     def settle(self, futures: Sequence[Future[T]], what: str) -> None:
         """Wait until all are done, however they end."""
-        late = wait(futures, self.patience).not_done
-        require(not late, f"{what}: {len(late)} futures are not done after {self.patience:g} s")
+        deadline = time.monotonic() + self.patience
+        for future in futures:
+            # Not `futures.wait`: to that, a future is not done by `cancel` alone.
+            done = threading.Event()
+            future.add_done_callback(lambda _, done=done: done.set())  # type: ignore[misc]
+            in_time = done.wait(max(0.0, deadline - time.monotonic()))
+            require(in_time, f"{what}: a future is not done after {self.patience:g} s")
 
     def end(self, future: Future[T], what: str) -> T | None:
         """The answer, or None if it was cancelled or ended by a `StoreError`, both allowed here."""

@@ -188,4 +188,6 @@ def pins_are_given_back(rig: StoreRig) -> None:
         rig.wait(rig.store.delete(list(objects)[:2]), "delete of what is pinned")
         for answer in found:
             rig.store.release(answer.ticket or 0)
-    rig.put(rig.objects([size] * 8))
+    objects = rig.objects([size] * 8)
+    rig.put(objects)
+    require(all(rig.found(list(objects))), "what was pinned once still takes the room of others")

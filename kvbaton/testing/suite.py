@@ -10,14 +10,12 @@ A spec that is known only while tests run comes from a fixture named ``spec`` in
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import Any, ClassVar
 
 import pytest
 
 from kvbaton.testing.kit import Case, KitBroke, Outcome, Verdict
 from kvbaton.testing.store_cases import STORE_KIT
-from kvbaton.testing.store_rig import BackDoor
 from kvbaton.testing.subject import Subject
 from kvbaton.testing.transport_cases import TRANSPORT_KIT
 
@@ -33,7 +31,7 @@ class _Suite:
     """
 
     spec: Any = ""
-    back_door: ClassVar[Callable[[Any], BackDoor] | None] = None
+    back_door: ClassVar[Any] = None
     depth: ClassVar[int] = 1
     limit: ClassVar[float] = 120.0
 

@@ -1,0 +1,238 @@
+"""Stores over files with one defect each; see `broken_stores.py`."""
+
+from __future__ import annotations
+
+import json
+import os
+import threading
+import time
+from collections.abc import Callable, Sequence
+from contextlib import suppress
+from typing import Any, ClassVar
+
+import xxhash
+
+from kvbaton.connectors.store import Pieces
+from kvbaton.connectors.stores import filesystem_entry
+from kvbaton.connectors.stores.filesystem import Files, FilesystemStore
+from kvbaton.connectors.stores.filesystem_entry import HEADER_BYTES
+from kvbaton.testing.back_doors import FilesystemBackDoor
+from kvbaton.testing.broken_stores import fill
+
+SLOW_BYTES = 1 << 20
+"""From here on, what is slow is so slow that a writer can be killed in the middle of it."""
+
+
+class BrokenFilesystem(FilesystemStore):
+    """The filesystem store over the files that a subclass breaks; nothing is broken here."""
+
+    Broken: ClassVar[type[Files]] = Files
+
+    def __init__(self, name: str, *, path: str) -> None:
+        super().__init__(name, path=path)
+        self.backend = self.Broken(path, None, fsync=False, touch_seconds=60.0)
+
+
+class LosesAllAtClose(BrokenFilesystem):
+    """Keeps objects in memory only."""
+
+    class Broken(Files):
+        def __init__(self, *words: Any, **options: Any) -> None:
+            super().__init__(*words, **options)
+            self._objects: dict[bytes, bytes] = {}
+
+        def contains(self, keys: Sequence[bytes]) -> list[bool]:
+            return [key in self._objects for key in keys]
+
+        def get(self, key: bytes, target: Pieces) -> bool:
+            data = self._objects.get(key)
+            if data is None or len(data) != sum(map(len, target)):
+                return False
+            fill(target, data)
+            return True
+
+        def put(self, key: bytes, source: Pieces) -> bool:
+            self._objects.setdefault(key, b"".join(source))
+            return True
+
+        def remove(self, keys: Sequence[bytes]) -> int:
+            return len([key for key in keys if self._objects.pop(key, None) is not None])
+
+
+class ServesStaleObjects(BrokenFilesystem):
+    """Remembers what it has loaded, whatever others delete."""
+
+    class Broken(Files):
+        def __init__(self, *words: Any, **options: Any) -> None:
+            super().__init__(*words, **options)
+            self._seen: dict[bytes, bytes] = {}
+
+        def get(self, key: bytes, target: Pieces) -> bool:
+            seen = self._seen.get(key)
+            if seen is not None and len(seen) == sum(map(len, target)):
+                fill(target, seen)
+                return True
+            there = super().get(key, target)
+            if there:
+                self._seen[key] = b"".join(target)
+            return there
+
+        def remove(self, keys: Sequence[bytes]) -> int:
+            for key in keys:
+                self._seen.pop(key, None)
+            return super().remove(keys)
+
+
+class ScramblesBytes(BrokenFilesystem):
+    """Keeps other bytes than it was given, and gives back what it was given."""
+
+    class Broken(Files):
+        def get(self, key: bytes, target: Pieces) -> bool:
+            there = super().get(key, target)
+            fill(target, _flipped(target))
+            return there
+
+        def put(self, key: bytes, source: Pieces) -> bool:
+            return super().put(key, [memoryview(_flipped(source))])
+
+
+def _flipped(pieces: Pieces) -> bytes:
+    return b"".join(pieces).translate(bytes(range(255, -1, -1)))
+
+
+class WritesInPlace(BrokenFilesystem):
+    """Writes objects where others find them; only its own process waits until they are whole."""
+
+    class Broken(Files):
+        writing: ClassVar[set[bytes]] = set()
+        lock: ClassVar[threading.Lock] = threading.Lock()
+
+        def contains(self, keys: Sequence[bytes]) -> list[bool]:
+            found = super().contains(keys)
+            return [there and k not in self.writing for k, there in zip(keys, found, strict=True)]
+
+        def get(self, key: bytes, target: Pieces) -> bool:
+            return key not in self.writing and _read_unchecked(self._path(key), target)
+
+        def put(self, key: bytes, source: Pieces) -> bool:
+            with self.lock:
+                if not self.contains([key])[0]:
+                    self.writing.add(key)
+                    self._write_slowly(key, b"".join(source))
+                    self.writing.discard(key)
+            return True
+
+        def _write_slowly(self, key: bytes, data: bytes) -> None:
+            path = self._path(key)
+            os.makedirs(os.path.dirname(path), exist_ok=True)
+            with open(path, "wb", buffering=0) as file:
+                digest = xxhash.xxh3_128(data).digest()
+                file.write(filesystem_entry.header(key, len(data), digest))
+                file.truncate(HEADER_BYTES + len(data))
+                for start in range(0, len(data), 128 << 10):
+                    time.sleep(0.004 if len(data) >= SLOW_BYTES else 0.0)
+                    file.write(data[start : start + (128 << 10)])
+
+
+class WritesLater(BrokenFilesystem):
+    """Says that an object is kept, but writes it only when it is closed."""
+
+    class Broken(Files):
+        later: ClassVar[dict[bytes, bytes]] = {}
+
+        def contains(self, keys: Sequence[bytes]) -> list[bool]:
+            found = super().contains(keys)
+            return [there or k in self.later for k, there in zip(keys, found, strict=True)]
+
+        def get(self, key: bytes, target: Pieces) -> bool:
+            data = self.later.get(key)
+            if data is None or len(data) != sum(map(len, target)):
+                return data is None and super().get(key, target)
+            fill(target, data)
+            return True
+
+        def put(self, key: bytes, source: Pieces) -> bool:
+            if not self.contains([key])[0]:
+                self.later[key] = b"".join(source)
+            return True
+
+        def remove(self, keys: Sequence[bytes]) -> int:
+            count = sum(self.contains(list(dict.fromkeys(keys))))
+            for key in keys:
+                self.later.pop(key, None)
+            super().remove(keys)
+            return count
+
+        def close(self) -> None:
+            for key in list(self.later):
+                super().put(key, [memoryview(self.later.pop(key))])
+
+
+class WaitsForTheDead(BrokenFilesystem):
+    """Locks an object that it stores, and never asks whether the lock's owner lives."""
+
+    class Broken(Files):
+        def put(self, key: bytes, source: Pieces) -> bool:
+            lock, limit = f"{self._root}-{key.hex()}.lock", time.monotonic() + 1.0
+            while not _create(lock):
+                if time.monotonic() > limit:
+                    return False
+                time.sleep(0.002)
+            time.sleep(0.03 if sum(map(len, source)) >= SLOW_BYTES else 0.0)
+            stored = super().put(key, source)
+            os.unlink(lock)
+            return stored
+
+
+class TakesCutFiles(BrokenFilesystem):
+    """Takes what is left of a file for the object, and zeros for the rest."""
+
+    class Broken(Files):
+        def get(self, key: bytes, target: Pieces) -> bool:
+            return _read_unchecked(self._path(key), target)
+
+
+class TakesSpoiledFiles(BrokenFilesystem):
+    """Looks at the length of a file, not at its checksum."""
+
+    class Broken(Files):
+        def get(self, key: bytes, target: Pieces) -> bool:
+            with suppress(FileNotFoundError):
+                whole = os.stat(self._path(key)).st_size == HEADER_BYTES + sum(map(len, target))
+                return whole and _read_unchecked(self._path(key), target)
+            return False
+
+
+def _read_unchecked(path: str, target: Pieces) -> bool:
+    """Fill a target from a file whose header claims its length, whatever the bytes are."""
+    num_bytes = sum(map(len, target))
+    with suppress(OSError, ValueError, LookupError):
+        with open(path, "rb") as file:
+            data = file.read()
+        if json.loads(data[8:HEADER_BYTES])["object"]["shape"] == [num_bytes]:
+            fill(target, data[HEADER_BYTES:].ljust(num_bytes, b"\0"))
+            return True
+    return False
+
+
+def _create(path: str) -> bool:
+    try:
+        os.close(os.open(path, os.O_CREAT | os.O_EXCL))
+    except FileExistsError:
+        return False
+    return True
+
+
+Door = Callable[[Any], FilesystemBackDoor] | None
+
+BROKEN_FILES: dict[type[BrokenFilesystem], tuple[str, Door]] = {
+    LosesAllAtClose: ("L1.outlives-close", None),
+    ServesStaleObjects: ("L1.others-see-it", FilesystemBackDoor),
+    ScramblesBytes: ("L1.what-is-kept-is-what-was-stored", FilesystemBackDoor),
+    WritesInPlace: ("L3.a-killed-writer", FilesystemBackDoor),
+    WritesLater: ("L3.a-killed-writer", None),
+    WaitsForTheDead: ("L3.what-a-killed-writer-leaves", FilesystemBackDoor),
+    TakesCutFiles: ("L3.cut-objects", FilesystemBackDoor),
+    TakesSpoiledFiles: ("L3.spoiled-objects", FilesystemBackDoor),
+}
+"""Each broken store, the case that must catch it before any other does, and its back door."""

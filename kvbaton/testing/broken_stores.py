@@ -1,0 +1,552 @@
+"""Memory stores with one defect each: every one must be caught by the case listed with it.
+
+They prove that the kit can fail. Each is the built-in memory store with one thing changed, most of
+them in its backend, the arena. `broken_files.py` has those that need files and processes.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import os
+import secrets
+import tempfile
+import threading
+import time
+from collections.abc import Callable, Sequence
+from concurrent.futures import Future
+from dataclasses import replace
+from typing import Any, ClassVar
+
+import numpy as np
+from msgspec import structs
+
+from kvbaton.connectors.store import Found, Pieces
+from kvbaton.connectors.stores.memory import Arena, MemoryStore
+from kvbaton.errors import StoreError
+from kvbaton.testing.naming import Owner, make_layout
+
+CAPACITY = 32 << 20
+_LEAKED: list[bytes] = []
+SLOW_S = 0.004
+
+
+class BrokenMemory(MemoryStore):
+    """The memory store over the arena that a subclass breaks; as it is here, nothing is broken."""
+
+    Broken: ClassVar[type[Arena]] = Arena
+
+    def __init__(self, name: str, *, threads: int = 2) -> None:
+        super().__init__(name, max_bytes=CAPACITY, threads=threads)
+        self.backend = self.Broken(CAPACITY, 300.0, time.monotonic, self._evicted)
+
+
+# --- L0 and L1: what one caller sees, one call after the other ---
+
+
+class StartsInTheConstructor(BrokenMemory):
+    """Starts a thread before it is opened."""
+
+    def __init__(self, name: str) -> None:
+        super().__init__(name)
+        threading.Thread(target=time.sleep, args=(1.0,), daemon=True).start()
+
+
+class FindsEverything(BrokenMemory):
+    """Says yes to every key."""
+
+    class Broken(Arena):
+        def find(self, keys: Sequence[bytes], pin: bool) -> Found:
+            return replace(super().find(keys, pin), present=(True,) * len(keys))
+
+
+class MissIsAnError(BrokenMemory):
+    """Raises where it should say False."""
+
+    class Broken(Arena):
+        def get(self, key: bytes, target: Pieces) -> bool:
+            if not super().get(key, target):
+                raise StoreError(f"no object {key.hex()}")
+            return True
+
+
+class WrongOffset(BrokenMemory):
+    """Loads objects of more than a page one byte too early."""
+
+    class Broken(Arena):
+        def get(self, key: bytes, target: Pieces) -> bool:
+            there = super().get(key, target)
+            if there and sum(map(len, target)) > 4096:
+                data = b"".join(target)
+                fill(target, data[1:] + data[:1])
+            return there
+
+
+class PiecesInWrongOrder(BrokenMemory):
+    """Fills the pieces of a target from the last to the first."""
+
+    class Broken(Arena):
+        def get(self, key: bytes, target: Pieces) -> bool:
+            return super().get(key, target[::-1])
+
+
+class WritesBeyondTheTarget(BrokenMemory):
+    """Writes one byte after the end of a target."""
+
+    class Broken(Arena):
+        def get(self, key: bytes, target: Pieces) -> bool:
+            there = super().get(key, target)
+            if there and target[-1].nbytes:
+                # Of a `bytearray` that ends here, this is the zero that Python keeps behind it.
+                last = np.frombuffer(target[-1], np.uint8)
+                ctypes.memset(last.ctypes.data + last.nbytes, 0, 1)
+            return there
+
+
+class KeepsReferences(BrokenMemory):
+    """Says that an object is kept, but reads its source only when somebody asks for it."""
+
+    class Broken(Arena):
+        def _clear(self) -> None:
+            super()._clear()
+            self._later: dict[bytes, Pieces] = {}
+
+        def find(self, keys: Sequence[bytes], pin: bool) -> Found:
+            self._catch_up()
+            return super().find(keys, pin)
+
+        def get(self, key: bytes, target: Pieces) -> bool:
+            self._catch_up()
+            return super().get(key, target)
+
+        def remove(self, keys: Sequence[bytes]) -> int:
+            self._catch_up()
+            return super().remove(keys)
+
+        def put(self, key: bytes, source: Pieces) -> bool:
+            if sum(map(len, source)) > CAPACITY:
+                return False
+            self._later.setdefault(key, source)
+            return True
+
+        def _catch_up(self) -> None:
+            later, self._later = self._later, {}
+            for key, source in later.items():
+                super().put(key, source)
+
+
+class TakesShortTargets(BrokenMemory):
+    """Fills a target that is shorter than the object, and calls that a hit."""
+
+    class Broken(Arena):
+        def get(self, key: bytes, target: Pieces) -> bool:
+            with self._changed:
+                entry = self._written(key)
+            if entry is None or entry.num_bytes < sum(map(len, target)):
+                return False
+            whole = bytearray(entry.num_bytes)
+            there = super().get(key, [memoryview(whole)])
+            fill(target, whole)
+            return there
+
+
+class CutsKeys(BrokenMemory):
+    """Ignores the last byte of a key."""
+
+    class Broken(Arena):
+        def find(self, keys: Sequence[bytes], pin: bool) -> Found:
+            return super().find([key[:-1] for key in keys], pin)
+
+        def get(self, key: bytes, target: Pieces) -> bool:
+            return super().get(key[:-1], target)
+
+        def put(self, key: bytes, source: Pieces) -> bool:
+            return super().put(key[:-1], source)
+
+        def remove(self, keys: Sequence[bytes]) -> int:
+            return super().remove([key[:-1] for key in keys])
+
+
+class StoresAgain(BrokenMemory):
+    """Replaces an object that is there."""
+
+    class Broken(Arena):
+        def put(self, key: bytes, source: Pieces) -> bool:
+            super().remove([key])
+            return super().put(key, source)
+
+
+class StopsAtTheFirstMiss(BrokenMemory):
+    """Looks up a prefix, as if the keys of a call were a chain."""
+
+    class Broken(Arena):
+        def find(self, keys: Sequence[bytes], pin: bool) -> Found:
+            found = super().find(keys, pin)
+            end = (*found.present, False).index(False)
+            return replace(found, present=tuple(i < end for i in range(len(keys))))
+
+
+class DeletesNothing(BrokenMemory):
+    """Counts what it should delete, and keeps it."""
+
+    class Broken(Arena):
+        def remove(self, keys: Sequence[bytes]) -> int:
+            return sum(self.contains(keys))
+
+
+class FullIsAnError(BrokenMemory):
+    """Raises where it should say that there is no room."""
+
+    class Broken(Arena):
+        def put(self, key: bytes, source: Pieces) -> bool:
+            if not super().put(key, source):
+                raise StoreError("no space left")
+            return True
+
+
+class ForgetsWhoseBytes(BrokenMemory):
+    """Evicts an object's bytes, but not the object."""
+
+    class Broken(Arena):
+        def _forget(self, key: bytes) -> None:
+            entry = self._entries[key]
+            super()._forget(key)
+            if self._free.num_bytes < CAPACITY // 2:
+                entry.forgotten = False
+                self._entries[key] = entry
+
+
+# --- L2: much at once, and calls that are given up ---
+
+
+class CallsBackTwice(BrokenMemory):
+    """Tells callbacks twice that a load is done."""
+
+    def load(self, keys: Sequence[bytes], targets: Sequence[Pieces]) -> Future[list[bool]]:
+        """Load, with a future that stutters."""
+        inner, outer = super().load(keys, targets), _Stutter()
+        outer.set_running_or_notify_cancel()
+        inner.add_done_callback(lambda done: _pass_on(done, outer))
+        return outer
+
+
+class _Stutter(Future[list[bool]]):
+    def add_done_callback(self, fn: Callable[[Future[list[bool]]], object]) -> None:
+        super().add_done_callback(fn)
+        super().add_done_callback(fn)
+
+
+class WaitsInTheCall(BrokenMemory):
+    """Answers a store only when its bytes are there."""
+
+    class Broken(Arena):
+        def put(self, key: bytes, source: Pieces) -> bool:
+            time.sleep(sum(map(len, source)) / (100 << 20))
+            return super().put(key, source)
+
+    def store(self, keys: Sequence[bytes], sources: Sequence[Pieces]) -> Future[list[bool]]:
+        """Store, and wait."""
+        future = super().store(keys, sources)
+        future.exception()
+        return future
+
+
+class OneQueueForAll(BrokenMemory):
+    """Looks up only when all bytes before it have been moved."""
+
+    def __init__(self, name: str) -> None:
+        super().__init__(name, threads=1)
+
+    def open(self) -> None:
+        """Let one thread do everything."""
+        super().open()
+        for job in ("lookup", "load"):
+            self._pools[job].shutdown()
+            self._pools[job] = self._pools["store"]
+
+    def lookup(self, keys: Sequence[bytes], *, pin: bool = False) -> Future[Found]:
+        """Look up in the queue."""
+        return self._pool("lookup").submit(self.backend.find, list(keys), pin)
+
+
+class ShowsPartsOfObjects(BrokenMemory):
+    """Lets readers see an object before its bytes are there."""
+
+    class Broken(Arena):
+        def put(self, key: bytes, source: Pieces) -> bool:
+            if sum(map(len, source)) < 1 << 20 or self.contains([key])[0]:
+                return super().put(key, source)
+            stored = super().put(key, [memoryview(bytes(sum(map(len, source))))])
+            if stored:
+                time.sleep(SLOW_S)
+                with self._changed:
+                    fill(self._views(self._entries[key]), b"".join(source))
+            return stored
+
+
+class FindsTooEarly(BrokenMemory):
+    """Finds an object that is only being stored."""
+
+    class Broken(Arena):
+        def _clear(self) -> None:
+            super()._clear()
+            self._coming: set[bytes] = set()
+
+        def find(self, keys: Sequence[bytes], pin: bool) -> Found:
+            found = super().find(keys, pin)
+            pairs = zip(keys, found.present, strict=True)
+            return replace(found, present=tuple(p or k in self._coming for k, p in pairs))
+
+        def put(self, key: bytes, source: Pieces) -> bool:
+            if sum(map(len, source)) <= CAPACITY:
+                self._coming.add(key)
+                time.sleep(SLOW_S if sum(map(len, source)) > 1 << 20 else 0)
+            stored = super().put(key, source)
+            self._coming.discard(key)
+            return stored
+
+
+class _Slow(Arena):
+    def get(self, key: bytes, target: Pieces) -> bool:
+        time.sleep(SLOW_S)
+        return super().get(key, target)
+
+    def put(self, key: bytes, source: Pieces) -> bool:
+        time.sleep(SLOW_S if sum(map(len, source)) == 200_000 else 0)
+        return super().put(key, source)
+
+
+class LosesACancelledLoad(BrokenMemory):
+    """Calls a load cancelled that goes on writing its targets."""
+
+    Broken = _Slow
+
+    def load(self, keys: Sequence[bytes], targets: Sequence[Pieces]) -> Future[list[bool]]:
+        """Load, with a future that can always be cancelled."""
+        return _cancellable(super().load(keys, targets))
+
+
+class LosesACancelledStore(BrokenMemory):
+    """Calls a store cancelled that goes on reading its sources."""
+
+    Broken = _Slow
+
+    def store(self, keys: Sequence[bytes], sources: Sequence[Pieces]) -> Future[list[bool]]:
+        """Store, with a future that can always be cancelled."""
+        return _cancellable(super().store(keys, sources))
+
+
+class NeverEndsWhenCancelled(BrokenMemory):
+    """Forgets a load that was cancelled, and its future with it."""
+
+    Broken = _Slow
+
+    def load(self, keys: Sequence[bytes], targets: Sequence[Pieces]) -> Future[list[bool]]:
+        """Load, with a future that ends only if nobody cancels it."""
+        outer = _Abandoned()
+        outer.set_running_or_notify_cancel()
+        inner = super().load(keys, targets)
+        inner.add_done_callback(lambda done: None if outer.given_up else _pass_on(done, outer))
+        return outer
+
+
+class _Abandoned(Future[list[bool]]):
+    given_up = False
+
+    def cancel(self) -> bool:
+        self.given_up = not self.done()
+        return False
+
+
+class LoadsWhatIsGone(BrokenMemory):
+    """Does not hold an object's bytes while it copies them."""
+
+    class Broken(Arena):
+        def get(self, key: bytes, target: Pieces) -> bool:
+            with self._changed:
+                entry = self._written(key)
+            if entry is None or entry.num_bytes != sum(map(len, target)):
+                return False
+            time.sleep(SLOW_S if entry.num_bytes == 400_000 else 0)
+            fill(target, b"".join(self._views(entry)))
+            return True
+
+
+class PinsInWordsOnly(BrokenMemory):
+    """Gives a ticket for pins, and pins nothing."""
+
+    class Broken(Arena):
+        def find(self, keys: Sequence[bytes], pin: bool) -> Found:
+            found = super().find(keys, pin)
+            if found.ticket is not None:
+                super().release(found.ticket)
+            return found
+
+
+class ForgetsFuturesAtClose(BrokenMemory):
+    """Closes without a word to those who wait."""
+
+    Broken = _Slow
+
+    def load(self, keys: Sequence[bytes], targets: Sequence[Pieces]) -> Future[list[bool]]:
+        """Load, with a future that ends only while the store is open."""
+        outer: Future[list[bool]] = Future()
+        outer.set_running_or_notify_cancel()
+        inner = super().load(keys, targets)
+        inner.add_done_callback(lambda done: _pass_on(done, outer) if self._pools else None)
+        return outer
+
+
+class ClosesNeverWhenBusy(BrokenMemory):
+    """Waits at its end for calls that it does not carry out any more."""
+
+    def close(self) -> None:
+        """Hang, if there is work left."""
+        busy = [pool._work_queue.qsize() for pool in self._pools.values()]
+        time.sleep(5.0 if any(busy) else 0.0)
+        super().close()
+
+
+# --- L5: leaks ---
+
+
+class LeaksDescriptors(BrokenMemory):
+    """Opens a file in each life, and closes none."""
+
+    def open(self) -> None:
+        """Open, and open one file more."""
+        super().open()
+        os.open("/dev/null", os.O_RDONLY)
+
+
+class LeavesTemporaryFiles(BrokenMemory):
+    """Makes a temporary file in each life, and removes none."""
+
+    def open(self) -> None:
+        """Open, and make a file."""
+        super().open()
+        file, _ = tempfile.mkstemp()
+        os.close(file)
+
+
+class LeaksThreads(BrokenMemory):
+    """Starts a thread for each miss, which stays."""
+
+    class Broken(Arena):
+        def get(self, key: bytes, target: Pieces) -> bool:
+            there = super().get(key, target)
+            if not there:
+                threading.Thread(target=time.sleep, args=(10.0,), daemon=True).start()
+            return there
+
+
+class LeaksMemory(BrokenMemory):
+    """Keeps a copy of each object that is deleted."""
+
+    class Broken(Arena):
+        def _forget(self, key: bytes) -> None:
+            _LEAKED.append(b"".join(self._views(self._entries[key])))
+            super()._forget(key)
+
+
+class LeaksPins(BrokenMemory):
+    """Goes on holding a pinned object that was deleted meanwhile."""
+
+    class Broken(Arena):
+        def _release(self, ticket: int) -> None:
+            deadline, entries = self._pins.get(ticket, (0.0, []))
+            self._pins[ticket] = (deadline, [e for e in entries if not e.forgotten])
+            super()._release(ticket)
+
+
+def fill(target: Sequence[memoryview], data: bytes | bytearray) -> None:
+    """Copy bytes into pieces."""
+    start = 0
+    for piece in target:
+        piece[:] = data[start : start + len(piece)]
+        start += len(piece)
+
+
+def _pass_on(done: Future[list[bool]], outer: Future[list[bool]]) -> None:
+    if (error := done.exception()) is not None:
+        outer.set_exception(error)
+    else:
+        outer.set_result(done.result())
+
+
+def _cancellable(inner: Future[list[bool]]) -> Future[list[bool]]:
+    outer: Future[list[bool]] = Future()
+
+    def finish(done: Future[list[bool]]) -> None:
+        if outer.set_running_or_notify_cancel():
+            _pass_on(done, outer)
+
+    inner.add_done_callback(finish)
+    return outer
+
+
+BROKEN: dict[type[BrokenMemory], str] = {
+    StartsInTheConstructor: "L0.constructor-does-nothing",
+    FindsEverything: "L0.a-miss-is-no-error",
+    MissIsAnError: "L0.a-miss-is-no-error",
+    WrongOffset: "L1.sizes",
+    PiecesInWrongOrder: "L1.pieces",
+    WritesBeyondTheTarget: "L1.only-the-target",
+    KeepsReferences: "L1.sources-are-free-once-done",
+    TakesShortTargets: "L1.another-length-is-a-miss",
+    CutsKeys: "L1.every-byte-of-a-key-counts",
+    StoresAgain: "L1.storing-again-does-nothing",
+    StopsAtTheFirstMiss: "L1.answers-are-in-order",
+    DeletesNothing: "L1.deleted-is-gone",
+    FullIsAnError: "L1.a-full-store-says-no",
+    ForgetsWhoseBytes: "L1.a-full-store-stays-right",
+    CallsBackTwice: "L2.done-once",
+    WaitsInTheCall: "L2.calls-return-at-once",
+    OneQueueForAll: "L2.lookups-overtake-bytes",
+    ShowsPartsOfObjects: "L2.readers-see-whole-objects",
+    FindsTooEarly: "L2.what-lookup-promises",
+    LosesACancelledLoad: "L2.cancel-leaves-targets",
+    NeverEndsWhenCancelled: "L2.cancel-leaves-targets",
+    LosesACancelledStore: "L2.cancel-leaves-sources",
+    LoadsWhatIsGone: "L2.delete-during-load",
+    PinsInWordsOnly: "L2.pinned-objects-stay",
+    ForgetsFuturesAtClose: "L2.close-ends-everything",
+    ClosesNeverWhenBusy: "L2.close-ends-everything",
+    LeaksDescriptors: "L5.gives-everything-back",
+    LeavesTemporaryFiles: "L5.gives-everything-back",
+    LeaksThreads: "L5.calls-leave-nothing",
+    LeaksMemory: "L5.memory-stays-level",
+    LeaksPins: "L5.pins-are-given-back",
+}
+"""Each broken store and the case that must catch it, before any other does."""
+
+
+# --- L4: names that let strangers share ---
+
+
+def _blind(**fields: Any) -> Callable[[Owner], list[bytes]]:
+    return lambda owner: replace(owner, **fields).keys()
+
+
+def _record_blind(*fields: str) -> Callable[[Owner], list[bytes]]:
+    def name(owner: Owner) -> list[bytes]:
+        record = structs.replace(owner.record, **dict.fromkeys(fields, ""))
+        return replace(owner, record=record).keys()
+
+    return name
+
+
+def _by_chance(owner: Owner) -> list[bytes]:
+    return replace(owner, salt=secrets.token_hex()).keys()
+
+
+BROKEN_NAMES: dict[str, tuple[Callable[[Owner], list[bytes]], str]] = {
+    "differ from call to call": (_by_chance, "L4.equals-share"),
+    "ignore the salt": (_blind(salt=""), "L4.another-salt"),
+    "ignore the request's adapter": (_blind(adapter=b""), "L4.another-adapter"),
+    "ignore a merged adapter": (_record_blind("adapter"), "L4.another-adapter"),
+    "ignore the weights' revision": (_record_blind("revision"), "L4.another-model"),
+    "ignore the dtype": (_record_blind("dtype"), "L4.another-dtype"),
+    "ignore the KV dtype": (_record_blind("kv_dtype"), "L4.another-dtype"),
+    "ignore the layout": (_blind(layouts=(make_layout(),)), "L4.another-layout"),
+}
+"""Each broken way to name objects, and the case that must catch it, before any other does."""

@@ -1,0 +1,48 @@
+"""The kit can fail: each broken store is caught by its case, and by none before it."""
+
+import pytest
+
+from kvbaton.testing.broken_files import BROKEN_FILES, BrokenFilesystem
+from kvbaton.testing.broken_stores import BROKEN, BROKEN_NAMES, BrokenMemory
+from kvbaton.testing.subject import Subject
+from tests.conformance.broken_support import expect_caught, expect_first_failure, first_failure
+
+PATIENCE_S = 2.0
+
+
+def in_memory(broken: type[BrokenMemory]) -> Subject:
+    return Subject(f"{broken.__module__}:{broken.__name__}", "store", patience=PATIENCE_S)
+
+
+def with_files(broken: type[BrokenFilesystem]) -> Subject:
+    _, door = BROKEN_FILES.get(broken, ("", None))
+    spec = f'{broken.__module__}:{broken.__name__}:{{"path": "{{tmp}}/objects"}}'
+    return Subject(spec, "store", door, patience=PATIENCE_S)
+
+
+def with_names(name: str) -> Subject:
+    return Subject("memory", "store", patience=PATIENCE_S, naming=BROKEN_NAMES[name][0])
+
+
+CATCHERS = {
+    **{broken.__name__: (in_memory(broken), case) for broken, case in BROKEN.items()},
+    **{broken.__name__: (with_files(broken), case) for broken, (case, _) in BROKEN_FILES.items()},
+    **{f"names that {name}": (with_names(name), case) for name, (_, case) in BROKEN_NAMES.items()},
+}
+
+
+@pytest.mark.parametrize("name", CATCHERS)
+def test_its_case_catches_it(name: str) -> None:
+    expect_caught(*CATCHERS[name])
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", CATCHERS)
+def test_no_case_before_it_does(name: str) -> None:
+    expect_first_failure(*CATCHERS[name])
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("subject", [in_memory(BrokenMemory), with_files(BrokenFilesystem)])
+def test_what_they_mutate_passes(subject: Subject) -> None:
+    assert first_failure(subject) is None
