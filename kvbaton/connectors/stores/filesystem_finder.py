@@ -44,6 +44,8 @@ class Finder:
                 self._forget()
                 self._root_id = (status.st_dev, status.st_ino)
             present = self._ask(keys)
+            if all(present):
+                return present
             missed = {key[0] for key, there in zip(keys, present, strict=True) if not there}
             if any([self._reopen(folder) for folder in missed if self._is_stale(folder)]):
                 present = self._ask(keys)

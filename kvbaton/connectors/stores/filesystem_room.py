@@ -126,13 +126,13 @@ class Room:
         if self._max_bytes is None:
             return True
         stuck = False
-        while (missing := self._missing(num_bytes)) > 0:
+        while self._missing(num_bytes) > 0:
             late = deadline is not None and time.monotonic() > deadline
             if stuck or late or num_bytes > self._max_bytes:
                 return False
             with self._locked("evicting"):
                 # Whoever held the lock may have made room for us, too.
-                stuck = (missing := self._missing(num_bytes)) > 0 and not self._evict(missing)
+                stuck = self._missing(num_bytes) > 0 and not self._make_some(num_bytes)
         return True
 
     def evict(self, num_bytes: int) -> bool:
@@ -142,7 +142,13 @@ class Room:
             num_bytes: to free. It may be a little more, or less where a sample has no more to give.
         """
         with self._locked("evicting"):
-            return self._evict(num_bytes) > 0
+            entries, _ = self._sample()
+            return self._remove_oldest(entries, num_bytes) > 0
+
+    def _make_some(self, num_bytes: int) -> bool:
+        """Whether it made a difference; evicts nothing where the account was wrong."""
+        entries, corrected = self._sample()
+        return corrected or self._remove_oldest(entries, self._missing(num_bytes)) > 0
 
     def _missing(self, num_bytes: int) -> int:
         """Bytes by which a new entry would break the limit."""
@@ -150,21 +156,26 @@ class Room:
         self.look()
         return (self.usage.num_bytes or 0) + num_bytes - self._max_bytes
 
-    def _evict(self, num_bytes: int) -> int:
-        """What it freed."""
+    def _sample(self) -> tuple[list[_Entry], bool]:
+        """Entries that may go, the oldest first, and whether rows were found wrong."""
         self._sweep()
         start = random.randrange(FOLDERS)
-        entries = list[_Entry]()
+        entries, corrected = list[_Entry](), False
         for folder in range(start, start + FOLDERS):
-            entries += self._visit(folder % FOLDERS)
+            found, wrong = self._visit(folder % FOLDERS)
+            entries += found
+            corrected = corrected or wrong
             if len(entries) >= SAMPLE:
                 # Others were not seen: what is old among these may be young among all.
-                entries = sorted(entries)[: len(entries) // 16]
-                break
-        # To look at that many for one entry costs more than the entry.
+                return sorted(entries)[: len(entries) // 16], corrected
+        return sorted(entries), corrected
+
+    def _remove_oldest(self, entries: list[_Entry], num_bytes: int) -> int:
+        """What it freed."""
+        # To look at so many for one entry costs more than the entry.
         goal = max(num_bytes, (self.usage.num_bytes or 0) // 64)
         victims = list[str]()
-        for entry in sorted(entries):
+        for entry in entries:
             if goal <= 0:
                 break
             victims.append(entry.path)
@@ -186,17 +197,19 @@ class Room:
             rows[_folder_of(path)] += change
         return True
 
-    def _visit(self, folder: int) -> list[_Entry]:
+    def _visit(self, folder: int) -> tuple[list[_Entry], bool]:
         """All entries of a folder; puts its row right, if nothing changed meanwhile."""
         with self._open("usage") as file:
             before = _read_rows(file)[folder]
         entries = list(self._entries(folder))
         seen = np.array([len(entries), sum(entry.num_bytes for entry in entries)])
-        if (seen != before).any():
+        wrong = bool((seen != before).any())
+        if wrong:
             with self._account() as rows:
-                if (rows[folder] == before).all():
+                wrong = bool((rows[folder] == before).all())
+                if wrong:
                     rows[folder] = seen
-        return entries
+        return entries, wrong
 
     def _entries(self, folder: int) -> Iterator[_Entry]:
         try:
@@ -230,7 +243,7 @@ class Room:
                 yield rows
             finally:
                 os.pwrite(file, rows.tobytes(), 0)
-        self._totals(rows)
+                self._totals(rows)
 
     @contextmanager
     def _locked(self, name: str, lock: threading.Lock | None = None) -> Iterator[int]:

@@ -1,0 +1,599 @@
+"""The filesystem store in one process: its files, its account, what is corrupt, full or removed."""
+
+from __future__ import annotations
+
+import errno
+import fcntl
+import os
+import random
+import shutil
+import subprocess
+import sys
+import threading
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
+
+import pytest
+import xxhash
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from safetensors import safe_open
+
+from kvbaton.connectors.host import this_process
+from kvbaton.connectors.registry import load_store
+from kvbaton.connectors.stores import filesystem_room
+from kvbaton.connectors.stores.filesystem import FilesystemStore
+from kvbaton.connectors.stores.filesystem_entry import HEADER_BYTES
+from kvbaton.errors import ConfigError, StoreError
+from tests.connectors.stores_support import find, make_objects, read, save, wait
+
+ENTRY = HEADER_BYTES + 1000
+"""Bytes of a file with an object of 1,000."""
+
+Make = Callable[..., FilesystemStore]
+
+
+@pytest.fixture
+def make(tmp_path: Path) -> Iterator[Make]:
+    """Opens stores of one directory; closes them at the end."""
+    opened: list[FilesystemStore] = []
+
+    def open_one(**options: object) -> FilesystemStore:
+        store = FilesystemStore("files", path=str(tmp_path / "shared"), **options)  # type: ignore[arg-type]
+        store.open()
+        opened.append(store)
+        return store
+
+    yield open_one
+    for store in opened:
+        store.close()
+
+
+def root(tmp_path: Path) -> Path:
+    return tmp_path / "shared" / "kvbaton-1"
+
+
+def file_of(tmp_path: Path, key: bytes) -> Path:
+    return root(tmp_path) / key.hex()[:2] / f"{key.hex()}.safetensors"
+
+
+def entries(tmp_path: Path) -> list[Path]:
+    return sorted(root(tmp_path).rglob("*.safetensors"))
+
+
+def leftovers(tmp_path: Path) -> list[str]:
+    return os.listdir(root(tmp_path) / "tmp")
+
+
+def age(path: Path, seconds: float) -> None:
+    then = path.stat().st_mtime - seconds
+    os.utime(path, (then, then))
+
+
+def by_age(tmp_path: Path, objects: dict[bytes, bytes]) -> None:
+    """Make the objects' last uses an hour apart, the first one's the longest ago."""
+    for hours, key in enumerate(reversed(objects)):
+        age(file_of(tmp_path, key), 3600 * (hours + 1))
+
+
+def one(number: int = 0, size: int = 1000) -> dict[bytes, bytes]:
+    return make_objects(1, size, seed=number)
+
+
+def held(store: FilesystemStore, objects: dict[bytes, bytes]) -> list[int]:
+    """Which of the objects are there, by their places."""
+    return [n for n, there in enumerate(find(store, list(objects)).present) if there]
+
+
+def counted(store: FilesystemStore) -> tuple[int | None, int | None]:
+    return store.usage().objects, store.usage().num_bytes
+
+
+def test_it_is_found_by_name_and_declares_what_it_can(tmp_path: Path) -> None:
+    store = load_store(f'filesystem:{{"path": "{tmp_path}/new/folder"}}')
+    assert isinstance(store, FilesystemStore)
+    assert not (tmp_path / "new").exists(), "the constructor did I/O"
+    can = store.capabilities
+    assert (can.pins, can.deletes, can.persistent, can.shared) == (False, True, True, True)
+
+
+@pytest.mark.parametrize("size", [0, 1, 1000, (256 << 10) - 511, 256 << 10, 700_001])
+def test_bytes_come_back(make: Make, size: int) -> None:
+    store, objects = make(), make_objects(3, size)
+    assert save(store, objects) == [True] * 3
+    assert read(store, objects) == list(objects.values())
+    assert counted(store) == (3, 3 * (HEADER_BYTES + size))
+
+
+def test_an_object_may_lie_in_thousands_of_pieces(make: Make) -> None:
+    store, data = make(), random.Random(1).randbytes(9_000)
+    key, target = bytes(32), bytearray(9_000)
+    pieces = [memoryview(data)[at : at + 3] for at in range(0, 9_000, 3)]
+    targets = [memoryview(target)[at : at + 5] for at in range(0, 9_000, 5)]
+    assert wait(store.store([key], [pieces])) == [True]
+    assert wait(store.load([key], [targets])) == [True]
+    assert target == data
+
+
+def test_a_short_write_or_read_goes_on(make: Make, monkeypatch: pytest.MonkeyPatch) -> None:
+    store, objects = make(), make_objects(2, 5_000)
+    write, fill = os.pwritev, os.preadv
+
+    def some(pieces: Sequence[memoryview]) -> list[memoryview]:
+        return [pieces[0][:7]] if len(pieces[0]) > 7 else list(pieces[:1])
+
+    monkeypatch.setattr(os, "pwritev", lambda file, pieces, at: write(file, some(pieces), at))
+    monkeypatch.setattr(os, "preadv", lambda file, pieces, at: fill(file, some(pieces), at))
+    assert save(store, objects) == [True, True]
+    assert read(store, objects) == list(objects.values())
+
+
+def test_files_are_safetensors_with_key_and_checksum(make: Make, tmp_path: Path) -> None:
+    objects = one()
+    save(make(), objects)
+    ((key, data),) = objects.items()
+    with safe_open(file_of(tmp_path, key), "np") as file:
+        assert list(file.keys()) == ["object"]
+        assert file.get_tensor("object").tobytes() == data
+        about = file.metadata()
+    assert about == {
+        "format": "kvbaton-object-1",
+        "key": key.hex(),
+        "xxh3_128": xxhash.xxh3_128_hexdigest(data),
+    }
+
+
+def test_another_store_of_the_directory_sees_all_at_once(make: Make) -> None:
+    a, b, objects = make(), make(), make_objects(5)
+    assert held(b, objects) == []
+    save(a, objects)
+    assert held(b, objects) == [0, 1, 2, 3, 4]
+    assert read(b, objects) == list(objects.values())
+    assert wait(b.delete(list(objects)[:2])) == 2
+    assert held(a, objects) == [2, 3, 4]
+    assert read(a, objects)[:2] == [None, None]
+    assert wait(a.delete(list(objects) * 2)) == 3
+
+
+def test_storing_again_writes_nothing(make: Make, tmp_path: Path) -> None:
+    store, objects = make(), one()
+    save(store, objects)
+    (file,) = entries(tmp_path)
+    number = file.stat().st_ino
+    assert save(store, objects) == [True]
+    assert file.stat().st_ino == number
+    assert counted(store) == (1, ENTRY)
+
+
+def test_two_that_store_one_key_at_once_count_it_once(make: Make, tmp_path: Path) -> None:
+    stores, objects = [make(), make()], one(size=300_000)
+    for _ in range(10):
+        answers = [
+            store.store(list(objects), [[memoryview(data)] for data in objects.values()])
+            for store in stores
+        ]
+        assert [wait(answer) for answer in answers] == [[True], [True]]
+        find(stores[0], [])
+        assert counted(make()) == (1, HEADER_BYTES + 300_000)
+        wait(stores[0].delete(list(objects)))
+    assert leftovers(tmp_path) == []
+
+
+def test_another_length_is_a_miss_and_the_entry_stays(make: Make) -> None:
+    store, objects = make(), one()
+    save(store, objects)
+    for size in (0, 999, 1001, 5000):
+        assert read(store, {key: bytes(size) for key in objects}) == [None]
+    assert read(store, objects) == list(objects.values())
+
+
+def cut_to(size: int) -> Callable[[Path], None]:
+    return lambda path: os.truncate(path, size)
+
+
+def flip(at: int) -> Callable[[Path], None]:
+    def change(path: Path) -> None:
+        data = bytearray(path.read_bytes())
+        data[at] ^= 1
+        path.write_bytes(data)
+
+    return change
+
+
+SPOILS = {
+    **{f"cut to {n}": cut_to(n) for n in (0, 1, 8, 100, HEADER_BYTES, ENTRY - 1)},
+    "longer": cut_to(ENTRY + 1),
+    **{f"flip {n}": flip(n) for n in (0, 8, 60, 300, HEADER_BYTES - 1, HEADER_BYTES, ENTRY - 1)},
+    "all zero, as after a loss of power": lambda path: path.write_bytes(bytes(ENTRY)),
+    "no JSON": lambda path: path.write_bytes(b'{"' * (ENTRY // 2)),
+}
+
+
+@pytest.mark.parametrize("spoil", SPOILS.values(), ids=SPOILS)
+def test_a_spoiled_entry_is_a_miss_and_removed(
+    make: Make, tmp_path: Path, spoil: Callable[[Path], None]
+) -> None:
+    store, objects = make(), make_objects(2, 1000)
+    save(store, objects)
+    spoil(file_of(tmp_path, next(iter(objects))))
+    assert read(store, objects) == [None, list(objects.values())[1]]
+    assert held(store, objects) == [1]
+    assert len(entries(tmp_path)) == 1
+    assert save(store, objects) == [True, True]
+    assert read(store, objects) == list(objects.values())
+
+
+def test_an_entry_under_another_key_is_a_miss(make: Make, tmp_path: Path) -> None:
+    store, objects = make(), make_objects(2, 1000)
+    save(store, objects)
+    first, second = (file_of(tmp_path, key) for key in objects)
+    shutil.copy(first, second)
+    assert read(store, objects) == [next(iter(objects.values())), None]
+
+
+def test_a_torn_entry_is_replaced_by_storing_again(make: Make, tmp_path: Path) -> None:
+    store, objects = make(), one()
+    save(store, objects)
+    os.truncate(file_of(tmp_path, next(iter(objects))), 0)
+    assert save(store, objects) == [True]
+    assert read(store, objects) == list(objects.values())
+
+
+def test_the_least_recently_used_leaves_first(make: Make, tmp_path: Path) -> None:
+    store, objects = make(max_bytes=4 * ENTRY), make_objects(6, 1000)
+    first = dict(list(objects.items())[:4])
+    assert save(store, first) == [True] * 4
+    by_age(tmp_path, first)
+    key = list(objects)
+    assert None not in read(store, {key[0]: objects[key[0]]})  # use: to load,
+    assert save(store, {key[2]: objects[key[2]]}) == [True]  # to store again
+    assert held(store, first) == [0, 1, 2, 3]  # to be looked at is none
+    assert save(store, {key[4]: objects[key[4]]}) == [True]
+    assert held(store, objects) == [0, 2, 3, 4]
+    assert save(store, {key[5]: objects[key[5]]}) == [True]
+    assert held(store, objects) == [0, 2, 4, 5]
+    assert counted(store) == (4, 4 * ENTRY)
+
+
+def test_use_renews_the_mark_only_when_it_is_old(make: Make, tmp_path: Path) -> None:
+    store, objects = make(touch_seconds=60.0), one()
+    save(store, objects)
+    (file,) = entries(tmp_path)
+    for seconds, renewed in ((30, False), (90, True)):
+        age(file, seconds)
+        before = file.stat().st_mtime_ns
+        read(store, objects)
+        assert (file.stat().st_mtime_ns != before) is renewed
+
+
+def test_the_limit_holds_while_many_threads_store(make: Make, tmp_path: Path) -> None:
+    store = make(max_bytes=20 * ENTRY, threads=4)
+    for seed in range(4):
+        objects = make_objects(40, 1000, seed=seed)
+        answers = save(store, objects)
+        assert all(answers)
+        assert sum(file.stat().st_size for file in entries(tmp_path)) <= 20 * ENTRY
+    files = entries(tmp_path)
+    assert counted(store) == (len(files), len(files) * ENTRY)
+    assert len(files) >= 19
+    assert leftovers(tmp_path) == []
+
+
+def test_what_is_larger_than_the_limit_is_refused_and_evicts_nothing(make: Make) -> None:
+    store, objects = make(max_bytes=3 * ENTRY), make_objects(3, 1000)
+    assert save(store, objects) == [True] * 3
+    assert save(store, one(9, 3 * ENTRY)) == [False]
+    assert held(store, objects) == [0, 1, 2]
+
+
+def test_a_lower_limit_is_kept_from_the_opening_on(make: Make, tmp_path: Path) -> None:
+    objects = make_objects(10, 1000)
+    save(make(), objects)
+    by_age(tmp_path, objects)
+    assert held(make(max_bytes=4 * ENTRY), objects) == [6, 7, 8, 9]
+
+
+def test_a_large_store_is_evicted_by_sample(
+    make: Make, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Not all folders are read, what leaves is old, and the limit holds."""
+    objects = make_objects(600, 10)
+    save(make(), objects)
+    by_age(tmp_path, objects)
+    size = HEADER_BYTES + 10
+    monkeypatch.setattr(filesystem_room, "SAMPLE", 64)
+    folders: list[str] = []
+    scan = os.scandir
+
+    def note(path: str) -> Iterator[os.DirEntry[str]]:
+        folders.append(path)
+        return scan(path)
+
+    monkeypatch.setattr(os, "scandir", note)
+    store = make(max_bytes=600 * size)
+    folders.clear()
+    assert save(store, one(7, 10)) == [True]
+    assert 10 < len(folders) < 80
+    gone = set(range(600)) - set(held(store, objects))
+    assert gone
+    assert max(gone) < 150, "the oldest quarter of what was seen leaves first"
+    assert len(entries(tmp_path)) * size <= 600 * size
+
+
+@pytest.mark.parametrize("wrong", ["lost", "too high", "too low"])
+def test_a_wrong_account_is_put_right(make: Make, tmp_path: Path, wrong: str) -> None:
+    objects = make_objects(8, 1000)
+    save(make(), objects)
+    usage = root(tmp_path) / "usage"
+    if wrong == "lost":
+        usage.unlink()
+    elif wrong == "too high":
+        usage.write_bytes((1 << 30).to_bytes(8, "little") * 512)
+    else:
+        usage.write_bytes(bytes(4096))
+    store = make(max_bytes=8 * ENTRY)
+    if wrong == "too low":  # noticed when next it evicts
+        save(store, make_objects(9, 1000, seed=1))
+        save(store, make_objects(1, 1000, seed=2))
+    files = entries(tmp_path)
+    assert counted(store) == (len(files), len(files) * ENTRY)
+    assert 7 <= len(files) <= 8
+
+
+def test_the_account_holds_after_all_kinds_of_change(make: Make, tmp_path: Path) -> None:
+    store, objects = make(), make_objects(20, 1000)
+    save(store, objects)
+    wait(store.delete(list(objects)[:5]))
+    flip(-1)(file_of(tmp_path, list(objects)[7]))
+    read(store, objects)
+    assert counted(store)[0] == 14
+    save(store, objects)
+    assert counted(store) == counted(make()) == (20, 20 * ENTRY)
+
+
+class FullDisk:
+    """`os.pwritev` of a disk that has room for so many more calls."""
+
+    def __init__(self, calls: int, number: int = errno.ENOSPC) -> None:
+        self.calls, self.number = calls, number
+        self.write = os.pwritev
+        self.lock = threading.Lock()
+
+    def __call__(self, file: int, pieces: Sequence[memoryview], at: int) -> int:
+        with self.lock:
+            self.calls -= 1
+            if self.calls < 0:
+                raise OSError(self.number, os.strerror(self.number))
+        return self.write(file, pieces, at)
+
+
+@pytest.mark.parametrize("number", [errno.ENOSPC, errno.EDQUOT, errno.EFBIG])
+@pytest.mark.parametrize("calls", [0, 1, 2])
+def test_a_full_disk_is_no_error_and_leaves_nothing_behind(
+    make: Make, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, calls: int, number: int
+) -> None:
+    store, objects = make(), one(size=500_000)
+    monkeypatch.setattr(os, "pwritev", FullDisk(calls, number))
+    assert save(store, objects) == [False]
+    assert leftovers(tmp_path) == []
+    assert held(store, objects) == []
+    assert counted(store) == (0, 0)
+    assert store.health() is None
+
+
+def test_a_full_disk_evicts_the_oldest_and_stores_after_all(
+    make: Make, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    store, objects = make(), make_objects(3, 1000)
+    save(store, objects)
+    by_age(tmp_path, objects)
+
+    class RoomAfterRemoval(FullDisk):
+        def __call__(self, file: int, pieces: Sequence[memoryview], at: int) -> int:
+            if len(entries(tmp_path)) >= 3:
+                self.calls = 0
+            else:
+                self.calls = 9
+            return super().__call__(file, pieces, at)
+
+    monkeypatch.setattr(os, "pwritev", RoomAfterRemoval(0))
+    assert save(store, one(5)) == [True]
+    assert held(store, objects) == [1, 2]
+    assert leftovers(tmp_path) == []
+
+
+def test_leftovers_of_the_dead_are_swept_and_those_of_the_living_stay(
+    make: Make, tmp_path: Path
+) -> None:
+    store = make()
+    folder = root(tmp_path) / "tmp"
+    dead = subprocess.Popen([sys.executable, "-c", "input()"], stdin=subprocess.PIPE)
+    host = filesystem_room._writer_name(this_process()).split(".")[0]
+    me = this_process()
+    names = {
+        "dead": f"{host}.{dead.pid}.1.abc",
+        "reused pid": f"{host}.{me.pid}.{me.start + 1}.abc",
+        "living": f"{host}.{me.pid}.{me.start}.abc",
+        "other host": f"0011223344556677.{dead.pid}.1.abc",
+        "other host, old": f"0011223344556677.{dead.pid}.2.abc",
+        "strange": "what is this",
+    }
+    dead.communicate(b"\n", 30)
+    for name in names.values():
+        (folder / name).write_bytes(b"x")
+    age(folder / names["other host, old"], filesystem_room.STALE_SECONDS + 60)
+    make()
+    assert sorted(os.listdir(folder)) == sorted(
+        names[case] for case in ("living", "other host", "strange")
+    )
+    assert store.health() is None
+
+
+def test_a_writer_whose_file_was_swept_stores_nothing_and_raises_nothing(
+    make: Make, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    store, objects, write = make(), one(), os.pwritev
+
+    def sweep(file: int, pieces: Sequence[memoryview], at: int) -> int:
+        for name in leftovers(tmp_path):
+            (root(tmp_path) / "tmp" / name).unlink()
+        return write(file, pieces, at)
+
+    monkeypatch.setattr(os, "pwritev", sweep)
+    assert save(store, objects) == [False]
+    assert counted(store) == (0, 0)
+
+
+def test_a_removed_directory_is_empty_and_can_be_used_again(make: Make, tmp_path: Path) -> None:
+    store, objects = make(), make_objects(50, 100)
+    save(store, objects)
+    assert len(held(store, objects)) == 50
+    shutil.rmtree(root(tmp_path))
+    assert held(store, objects) == []
+    assert read(store, objects) == [None] * 50
+    assert save(store, objects) == [True] * 50
+    assert len(held(store, objects)) == 50
+    assert read(store, objects) == list(objects.values())
+    for folder in root(tmp_path).glob("[0-9a-f][0-9a-f]"):
+        shutil.rmtree(folder)
+    assert held(store, objects) == []
+    assert save(make(), objects) == [True] * 50
+    assert len(held(store, objects)) == 50, "lookups stay in a folder that is gone"
+
+
+def test_a_lock_that_nobody_gives_back_is_done_without(
+    make: Make, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(filesystem_room, "LOCK_SECONDS", 0.02)
+    store, objects = make(max_bytes=2 * ENTRY), make_objects(4, 1000)
+    with (
+        open(root(tmp_path) / "usage", "rb") as usage,
+        open(root(tmp_path) / "evicting", "rb") as evicting,
+    ):
+        fcntl.flock(usage, fcntl.LOCK_EX)
+        fcntl.flock(evicting, fcntl.LOCK_EX)
+        for key, data in objects.items():
+            assert save(store, {key: data}) == [True]
+    assert held(store, objects) == [2, 3]
+
+
+def test_fsync_makes_bytes_durable_before_the_name(
+    make: Make, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    done: list[str] = []
+    sync, rename = os.fsync, os.rename
+
+    def note_sync(file: int) -> None:
+        done.append(os.readlink(f"/proc/self/fd/{file}"))
+        sync(file)
+
+    def note_rename(source: str, target: str) -> None:
+        done.append("rename")
+        rename(source, target)
+
+    store, objects = make(fsync=True), one()
+    save(store, one(2))
+    monkeypatch.setattr(os, "fsync", note_sync)
+    monkeypatch.setattr(os, "rename", note_rename)
+    assert save(store, objects) == [True]
+    folder = str(file_of(tmp_path, next(iter(objects))).parent)
+    assert "/tmp/" in done[0].removeprefix(str(tmp_path))
+    assert done[1] == "rename"
+    assert folder in done[2:]
+    assert str(root(tmp_path)) in done[2:]
+
+
+def test_what_an_operator_must_see_is_an_error(tmp_path: Path) -> None:
+    (tmp_path / "file").write_bytes(b"")
+    store = FilesystemStore("files", path=str(tmp_path / "file"))
+    with pytest.raises(StoreError, match=r"can't open .*file.*Not a directory"):
+        store.open()
+    assert "Not a directory" in (store.health() or "")
+    with pytest.raises(ConfigError, match="max_bytes"):
+        FilesystemStore("files", path=str(tmp_path), max_bytes=1).open()
+
+
+def test_a_disk_that_fails_is_an_error_and_unhealthy_until_it_works(
+    make: Make, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    store, objects = make(), one()
+    save(store, objects)
+    with monkeypatch.context() as patch:
+
+        def fail(*_: object) -> int:
+            raise OSError(errno.EIO, os.strerror(errno.EIO))
+
+        patch.setattr(os, "preadv", fail)
+        with pytest.raises(StoreError, match=r"can't read .*Input/output error"):
+            read(store, objects)
+        assert "Input/output error" in (store.health() or "")
+        patch.setattr(os, "pwritev", fail)
+        with pytest.raises(StoreError, match="can't write"):
+            save(store, one(1))
+    assert read(store, objects) == list(objects.values())
+    assert store.health() is None
+
+
+def test_after_close_no_descriptor_and_no_thread_is_left(make: Make) -> None:
+    files = set(os.listdir("/proc/self/fd"))
+    store, objects = make(), make_objects(20)
+    save(store, objects)
+    read(store, objects)
+    held(store, objects)
+    assert set(os.listdir("/proc/self/fd")) != files
+    store.close()
+    store.close()
+    assert set(os.listdir("/proc/self/fd")) == files
+    assert not [thread for thread in threading.enumerate() if thread.name.startswith("files-")]
+    with pytest.raises(StoreError, match="not open"):
+        store.lookup([])
+    store.open()
+    assert read(store, objects) == list(objects.values())
+
+
+NUMBER = st.integers(0, 5)
+STEP = st.one_of(
+    st.tuples(st.sampled_from(["store", "load", "delete", "spoil", "cut"]), NUMBER),
+    st.tuples(st.sampled_from(["reopen", "recount"]), st.just(0)),
+)
+
+
+@settings(deadline=None, max_examples=60)
+@given(st.lists(STEP, min_size=5, max_size=40), st.integers(1, 400_000))
+def test_it_behaves_like_a_dict(
+    tmp_path_factory: pytest.TempPathFactory, steps: list[tuple[str, int]], size: int
+) -> None:
+    tmp_path = tmp_path_factory.mktemp("model")
+    objects = list(make_objects(6, size).items())
+    model: dict[bytes, bytes] = {}
+    spoiled: set[bytes] = set()
+    store = FilesystemStore("files", path=str(tmp_path / "shared"), threads=1)
+    store.open()
+    for what, number in steps:
+        key, data = objects[number]
+        if what == "store" and key not in spoiled:
+            assert save(store, {key: data}) == [True]
+            model[key] = data
+        elif what == "load":
+            right = None if key in spoiled else model.get(key)
+            assert read(store, {key: data}) == [right]
+            if key in spoiled:
+                spoiled.remove(key)
+                del model[key]
+        elif what == "delete":
+            spoiled.discard(key)
+            assert wait(store.delete([key])) == int(model.pop(key, None) is not None)
+        elif what in ("spoil", "cut") and key in model and key not in spoiled:
+            (flip(-1) if what == "spoil" else cut_to(size // 2))(file_of(tmp_path, key))
+            spoiled.add(key)
+        elif what in ("reopen", "recount"):
+            store.close()
+            if what == "recount":
+                (root(tmp_path) / "usage").unlink()
+            store.open()
+        assert held(store, dict(objects)) == [
+            n for n, (key, _) in enumerate(objects) if key in model
+        ]
+        assert store.usage().objects == len(model)
+    store.close()
+    shutil.rmtree(tmp_path)
