@@ -8,7 +8,6 @@ Llama-3-8B's shape, bf16, dummy weights, prefix caching off, greedy, ``ignore_eo
 from __future__ import annotations
 
 import argparse
-import json
 import logging
 import os
 import tempfile
@@ -22,7 +21,7 @@ from typing import Any
 
 import torch
 
-from benchmarks.workload import MAX_BATCHED_TOKENS, MAX_MODEL_LEN, llama_8b, random_prompts, table
+from benchmarks.workload import MAX_BATCHED_TOKENS, MAX_MODEL_LEN, llama_8b, publish, random_prompts
 from kvbaton.engine.build import build_engine
 from kvbaton.engine.config import EngineConfig
 from kvbaton.engine.solo import SoloFactory
@@ -184,9 +183,7 @@ def main() -> None:
         name = f"prefill of {count} x {length}, tok/s"
         add(name, partial(prefill, bench, count, length), theirs)
     add("512 requests 1024/128, output tok/s", partial(throughput, bench), THROUGHPUT)
-    print(table(rows))
-    if args.json is not None:
-        args.json.write_text(json.dumps({name: [ours, theirs] for name, ours, theirs in rows}))
+    publish(rows, args.json)
 
 
 if __name__ == "__main__":

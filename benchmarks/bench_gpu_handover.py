@@ -27,7 +27,7 @@ from typing import Any
 
 import aiohttp
 
-from benchmarks.workload import MAX_MODEL_LEN, llama_8b, random_prompts, table
+from benchmarks.workload import MAX_MODEL_LEN, llama_8b, publish, random_prompts
 from kvbaton.bench.report import percentile
 from kvbaton.bench.shot import Shot, served_model, shoot
 
@@ -180,9 +180,7 @@ def main() -> None:
     ]  # fmt: skip
     with cluster(flags) as router:
         rows = asyncio.run(measure(router, args.quick, args.dump))
-    print(table(rows))
-    if args.json is not None:
-        args.json.write_text(json.dumps({name: [ours, theirs] for name, ours, theirs in rows}))
+    publish(rows, args.json)
 
 
 if __name__ == "__main__":

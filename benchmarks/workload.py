@@ -54,3 +54,25 @@ def table(rows: list[tuple[str, float, float | None]], unit: str = "") -> str:
         shown = f"{theirs:14,.2f}" if theirs else f"{'':14}"
         lines.append(f"{name:<44}{ours:12,.2f}{shown}{ratio}")
     return "\n".join(lines)
+
+
+def publish(rows: list[tuple[str, float, float | None]], out: Path | None) -> None:
+    """Print the table; with `out`, write the rows there as JSON, and a picture beside it."""
+    print(table(rows))
+    if out is None:
+        return
+    out.write_text(json.dumps({name: [ours, theirs] for name, ours, theirs in rows}))
+    try:
+        from matplotlib.figure import Figure
+    except ImportError:
+        print("no picture: matplotlib is missing")
+        return
+    compared = [(name, ours / theirs) for name, ours, theirs in rows if theirs]
+    figure = Figure(figsize=(9, 1 + 0.3 * len(compared)), layout="constrained")
+    axes = figure.subplots()
+    bars = axes.barh([name for name, _ in compared], [ratio for _, ratio in compared])
+    axes.bar_label(bars, fmt="%.2f", padding=3)
+    axes.axvline(1, color="k", linestyle=":")
+    axes.invert_yaxis()
+    axes.set_xlabel("kvbaton / vLLM 0.26.0")
+    figure.savefig(out.with_suffix(".png"), dpi=120)
