@@ -132,7 +132,7 @@ def run_connectors_list(args: argparse.Namespace) -> int:
     """``kvbaton connectors list``."""
     from kvbaton.doctor.installed import run
 
-    return run(args.specs, as_json=args.json)
+    return run(args.specs, as_json=args.json, as_markdown=args.markdown)
 
 
 def run_connectors_check(args: argparse.Namespace) -> int:
@@ -285,6 +285,7 @@ def _add_connectors(parser: argparse.ArgumentParser) -> None:
     listing.set_defaults(run=run_connectors_list)
     listing.add_argument("specs", nargs="*", metavar="SPEC", help="only these, with their options")
     listing.add_argument("--json", action="store_true", help="print JSON")
+    listing.add_argument("--markdown", action="store_true", help="print their options as Markdown")
     check = jobs.add_parser("check", help="run the conformance kit over one")
     check.set_defaults(run=run_connectors_check)
     _add_spec(check)

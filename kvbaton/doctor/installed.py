@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import inspect
+import json
+import re
 import sys
 from collections.abc import Sequence
 from dataclasses import fields
@@ -22,6 +24,9 @@ from kvbaton.connectors.registry import (
     split_spec,
 )
 from kvbaton.errors import KvbatonError
+
+NOT_OPTIONS = ("name", "host", "clock", "hub")
+"""Of constructors: what is given by us, or no JSON."""
 
 
 class Installed(Struct, kw_only=True):
@@ -44,8 +49,11 @@ class Installed(Struct, kw_only=True):
     problem: str | None = None
 
 
-def run(specs: Sequence[str] = (), *, as_json: bool = False) -> int:
+def run(specs: Sequence[str] = (), *, as_json: bool = False, as_markdown: bool = False) -> int:
     """Print all connectors or those that specs name; 1 if one that was named can't be used."""
+    if as_markdown:
+        sys.stdout.write("\n\n".join(_markdown(kind, spec) for kind, spec in _wanted(specs)) + "\n")
+        return 0
     found = [_look(kind, spec) for kind, spec in _wanted(specs)]
     text = msgspec.json.format(msgspec.json.encode(found)).decode() if as_json else _table(found)
     sys.stdout.write(text + "\n")
@@ -80,10 +88,13 @@ def _look(kind: Kind, spec: str) -> Installed:
 
 
 def _options(factory: Any) -> list[str]:
-    ours = ("name", "host")
-    parameters = inspect.signature(factory).parameters.values()
-    shown = [p for p in parameters if p.kind is not p.VAR_KEYWORD and p.name not in ours]
-    return [p.name + "*" * (p.default is p.empty) for p in shown]
+    return [p.name + "*" * (p.default is p.empty) for p in _parameters(factory)]
+
+
+def _parameters(factory: Any) -> list[inspect.Parameter]:
+    """Of a constructor, without those that are not the user's."""
+    every = inspect.signature(factory).parameters.values()
+    return [p for p in every if p.kind is not p.VAR_KEYWORD and p.name not in NOT_OPTIONS]
 
 
 def _capabilities(kind: Kind, spec: str) -> dict[str, Any]:
@@ -102,6 +113,26 @@ def _plain(capabilities: Any) -> dict[str, Any]:
         name: sorted(value) if isinstance(value, frozenset) else getattr(value, "name", value)
         for name, value in values.items()
     }
+
+
+def _markdown(kind: Kind, spec: str) -> str:
+    """A connector with its options, from the texts of its class."""
+    factory = find_connector(kind, split_spec(spec, kind)[0])
+    of_class = inspect.getdoc(factory) or ""
+    text = f"{inspect.getdoc(factory.__init__)}\n\n{of_class}"
+    lines = [f"### {kind.noun} `{spec}`", "", of_class.partition("\n")[0]]
+    if parameters := _parameters(factory):
+        lines += ["", "| option | default | |", "| --- | --- | --- |"]
+        lines += [_option_row(parameter, text) for parameter in parameters]
+    return "\n".join(lines)
+
+
+def _option_row(parameter: inspect.Parameter, text: str) -> str:
+    found = re.search(rf"^    {parameter.name}: (.*(?:\n {{5,}}.*)*)", text, re.MULTILINE)
+    meaning = re.sub(r"\s+", " ", found[1]).replace("|", "\\|") if found else ""
+    shown = json.dumps(parameter.default, default=str)
+    default = "required" if parameter.default is parameter.empty else f"`{shown}`"
+    return f"| `{parameter.name}` | {default} | {meaning} |"
 
 
 def _table(found: Sequence[Installed]) -> str:

@@ -1,0 +1,92 @@
+"""``docs/connectors.md`` is true: its code runs, its commands work, its tables are up to date."""
+
+from __future__ import annotations
+
+import os
+import re
+import shlex
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from kvbaton.cli import main
+from kvbaton.connectors.registry import STORES, TRANSPORTS, Kind
+
+PAGE = Path(__file__).parents[2] / "docs" / "connectors.md"
+TEXT = PAGE.read_text()
+
+
+def blocks(language: str) -> list[str]:
+    return re.findall(rf"^```{language}\n(.*?)^```$", TEXT, re.MULTILINE | re.DOTALL)
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """With the files that the page writes."""
+    folder = tmp_path_factory.mktemp("page")
+    for block in blocks("python"):
+        if named := re.match(r"# (\w+\.py)\n", block):
+            (folder / named[1]).write_text(block)
+    return folder
+
+
+def run(folder: Path, *words: str, status: int = 0) -> str:
+    env = os.environ | {"PYTHONPATH": f"{folder}:{PAGE.parents[1]}"}
+    done = subprocess.run(
+        [sys.executable, *words], cwd=folder, env=env, capture_output=True, text=True, timeout=200
+    )
+    assert done.returncode == status, done.stdout + done.stderr
+    return done.stdout
+
+
+def test_the_python_of_the_page_runs(folder: Path) -> None:
+    files = sorted(path.name for path in folder.glob("*.py"))
+    assert files == ["shelf.py", "shelf_door.py"]
+    rest = [block for block in blocks("python") if not re.match(r"# \w+\.py\n", block)]
+    assert len(rest) == 3
+    run(folder, "-W", "error", "-c", "\n".join(rest))
+
+
+@pytest.mark.parametrize("command", blocks("sh"))
+def test_the_commands_of_the_page_work(folder: Path, command: str) -> None:
+    name, *words = shlex.split(command)
+    assert name == "kvbaton"
+    said = run(folder, "-m", "kvbaton", *words)
+    if "check" in words:
+        assert "0 failed" in said
+        assert ("skipped L1.what-is-kept-is-what-was-stored" in said) == (
+            "--back-door" not in words
+        )
+    if "--plot" in words:
+        assert (folder / "bench.png").read_bytes().startswith(b"\x89PNG")
+
+
+def test_the_mistake_that_the_page_tells_of_is_caught(folder: Path, tmp_path: Path) -> None:
+    right = (folder / "shelf.py").read_text()
+    check = "        if self._holds(key, source):\n            return True\n"
+    assert check in right
+    (tmp_path / "shelf.py").write_text(right.replace(check, ""))
+    words = ["connectors", "check", 'shelf:ShelfStore:{"path": "{tmp}"}', "--level", "1"]
+    said = run(tmp_path, "-m", "kvbaton", *words, status=1)
+    assert re.findall(r"FAILED +(\S+)", said) == re.findall(r"FAILED (\S+)`", TEXT)
+
+
+def options(markdown: str) -> dict[str, str]:
+    """Per connector, its part of the text."""
+    found = re.findall(r"^### (\w+ `\w+`)\n(.*?)(?=^###|\Z)", markdown, re.MULTILINE | re.DOTALL)
+    return {head: text.strip() for head, text in found}
+
+
+@pytest.mark.parametrize("kind", [STORES, TRANSPORTS], ids=lambda kind: str(kind.noun))
+def test_the_options_of_the_page_are_those_of_the_classes(
+    kind: Kind, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """`kvbaton connectors list --markdown` writes them anew."""
+    told = options(TEXT.partition("<!-- options:begin -->")[2].partition("<!-- options:end -->")[0])
+    assert main(["connectors", "list", "--markdown"]) == 0
+    right = options(capsys.readouterr().out)
+    for name in kind.built_in:
+        head = f"{kind.noun} `{name}`"
+        assert told.get(head) == right[head], f"{head} is not as the page says"
