@@ -1,0 +1,78 @@
+"""P and D on a GPU, every family, against transformers: blocks go from VRAM to VRAM by NIXL."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from kvbaton.cluster.config import visible_gpus
+from tests.e2e.cluster import DECODE, Cluster
+from tests.e2e.oracle import Oracle
+from tests.e2e.pair import Pair
+from tests.e2e.servers import Node
+
+pytestmark = [
+    pytest.mark.e2e,
+    pytest.mark.gpu,
+    pytest.mark.skipif(not visible_gpus(), reason="no CUDA device"),
+]
+
+FAMILIES: dict[str, dict[str, Any]] = {
+    "llama": {"family": "llama"},
+    "mistral": {"family": "mistral", "config": {"sliding_window": 40}},
+    "qwen2": {"family": "qwen2"},
+    "qwen3": {"family": "qwen3"},
+}
+SIZES: dict[str, Any] = {"head_dim": 64, "hidden_size": 256, "intermediate_size": 512}
+
+
+@pytest.fixture(scope="module", params=FAMILIES)
+def model(request: pytest.FixtureRequest, checkpoint: Callable[..., Path]) -> Path:
+    return checkpoint(**FAMILIES[request.param], **SIZES)
+
+
+@pytest.fixture(scope="module", params=["float32", "bfloat16"])
+def dtype(request: pytest.FixtureRequest) -> str:
+    return str(request.param)
+
+
+@pytest.fixture(scope="module")
+def pair(model: Path, dtype: str, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Pair]:
+    cluster = Cluster(tmp_path_factory.mktemp("gpu"), model)
+    flags = {"device": "cuda", "dtype": dtype}
+    p: Node = cluster.start_node("prefill", "gpu-p", flags)
+    d: Node = cluster.start_node("decode", "gpu-d", {**flags, **DECODE})
+    cluster.until_up(p, d)
+    made = Pair(p, d, model)
+    if dtype == "bfloat16":
+        made.bytes_per_token //= 2
+    yield made
+    cluster.stop()
+
+
+@pytest.mark.parametrize("length", [1, 16, 100, 400])
+def test_tokens_are_those_of_one_node_and_of_transformers(
+    length: int,
+    pair: Pair,
+    model: Path,
+    dtype: str,
+    prompt: Callable[[int], list[int]],
+    reference: Callable[..., Any],
+) -> None:
+    pair.forget()
+    ids = prompt(length)
+    got = pair.tokens(ids, max_tokens=12)
+    assert pair.at_d()("kvbaton_prompt_tokens_total", source="transferred") == length
+    pair.close_books()
+    assert got == pair.alone(ids, max_tokens=12)
+    oracle = Oracle(reference(model, dtype))
+    if dtype == "float32":
+        assert got == oracle.greedy(ids, 12)
+    else:
+        gaps = [float(oracle.logits(ids + got[:i]).max()) for i in range(12)]
+        ours = [float(oracle.logits(ids + got[:i])[token]) for i, token in enumerate(got)]
+        assert np.subtract(gaps, ours).max() < 0.15, "a token that is far from the likeliest"
