@@ -20,6 +20,8 @@ from kvbaton.engine.blocks import GroupSpec
 from kvbaton.engine.config import EngineConfig
 from kvbaton.engine.core import EngineCore, Mailbox
 from kvbaton.engine.executor import Executor
+from kvbaton.engine.kv_event_publisher import KVEventPublisher
+from kvbaton.engine.kv_events import KVEventsConfig
 from kvbaton.engine.local import LocalExecutor, choose_device
 from kvbaton.engine.model_config import ModelConfig, load_model_config, resolve_max_model_len
 from kvbaton.engine.process import RoleFactory, Surroundings
@@ -56,11 +58,18 @@ def build_engine(
     store = open_store(config, executor, identity.digest())
     stash = None if store is None else stash_config(config, store)
     scheduler = make_scheduler(config, model, executor.layouts[0], identity.digest(), stash=stash)
+    kv_events = open_kv_events(config, scheduler)
     surroundings = Surroundings(config, node, identity.digest(), identity.record())
     role = role_factory(executor, scheduler, surroundings)
     return Engine(
         core=EngineCore(
-            executor, scheduler, role, mailbox, depth=steps_in_flight(config), store=store
+            executor,
+            scheduler,
+            role,
+            mailbox,
+            depth=steps_in_flight(config),
+            store=store,
+            kv_events=kv_events,
         ),
         num_blocks=executor.layouts[0][0].num_blocks - 1,
         max_model_len=scheduler.config.max_model_len,
@@ -106,6 +115,21 @@ def stash_config(config: EngineConfig, store: StashThread) -> StashConfig:
         lookup_timeout_s=config.store_lookup_timeout,
         load_timeout_s=config.store_load_timeout,
     )
+
+
+def open_kv_events(config: EngineConfig, scheduler: Scheduler) -> KVEventPublisher | None:
+    """The publisher of KV events; None if the settings want none.
+
+    Raises:
+        ConfigError: the settings are wrong, or an address is in use.
+    """
+    settings = KVEventsConfig.parse(config.kv_events_config)
+    if not settings.enabled:
+        return None
+    publisher = KVEventPublisher(settings, scheduler.blocks)
+    if scheduler.stash is not None:
+        scheduler.stash.on_saved = publisher.log.saved
+    return publisher
 
 
 def steps_in_flight(config: EngineConfig) -> int:

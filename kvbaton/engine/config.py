@@ -36,6 +36,8 @@ class EngineConfig:
         store_lookup_timeout: seconds that a request waits for what a store says; then it goes on
             without it.
         store_load_timeout: seconds that a request waits for what a store loads.
+        kv_events_config: JSON with vLLM's keys for KV events, like
+            ``{"enable_kv_cache_events": true}``; None publishes none.
         debug_poison: fill reserved blocks with NaN before they are handed out as targets.
         debug_forbid_prompt_compute: refuse to compute any prompt token but the last, so that a
             test can prove where the KV came from.
@@ -61,5 +63,6 @@ class EngineConfig:
     store: str | None = None
     store_lookup_timeout: float = 0.5
     store_load_timeout: float = 10.0
+    kv_events_config: str | None = None
     debug_poison: bool = False
     debug_forbid_prompt_compute: bool = False

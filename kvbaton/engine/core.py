@@ -14,6 +14,7 @@ from collections.abc import Callable, Iterable
 from typing import Any, Protocol
 
 from kvbaton.engine.executor import Executor
+from kvbaton.engine.kv_event_publisher import KVEventPublisher
 from kvbaton.engine.ledger import audit
 from kvbaton.engine.role import Role
 from kvbaton.engine.scheduler import Scheduler
@@ -63,6 +64,7 @@ class EngineCore:
         mailbox: where requests come from and outputs go to.
         depth: steps in flight; 2 overlaps scheduling with a device's work.
         store: carries out what the scheduler's stash decides.
+        kv_events: tells indexers what the prefix cache holds.
     """
 
     def __init__(
@@ -74,6 +76,7 @@ class EngineCore:
         *,
         depth: int = 1,
         store: StashThread | None = None,
+        kv_events: KVEventPublisher | None = None,
     ) -> None:
         self.executor = executor
         self.scheduler = scheduler
@@ -81,6 +84,7 @@ class EngineCore:
         self.mailbox = mailbox
         self.depth = depth
         self.store = store
+        self.kv_events = kv_events
         self._waker = select.epoll()
         for fd in (role.wake_fd, *(() if store is None else (store.wake_fd,))):
             self._waker.register(fd, select.EPOLLIN)
@@ -106,6 +110,8 @@ class EngineCore:
             self.listen()
             self.launch()
             self.update()
+            if self.kv_events is not None:
+                self.kv_events.publish()
             self.report()
         self.report(force=True)
 
@@ -177,6 +183,8 @@ class EngineCore:
         self.role.close()
         if self.store is not None:
             self.store.close()
+        if self.kv_events is not None:
+            self.kv_events.close()
         self.executor.close()
 
     # --- messages ---
@@ -215,7 +223,7 @@ class EngineCore:
         actions: dict[str, Callable[[], Any]] = {
             "state": self.state,
             "metrics": lambda: self.report(force=True),
-            "reset_prefix_cache": self.scheduler.reset_prefix_cache,
+            "reset_prefix_cache": self.reset_prefix_cache,
             "drain": self.drain,
             "members": lambda: self.role.set_members(command.argument or ()),
         }
@@ -234,6 +242,13 @@ class EngineCore:
             return Reply(command_id=command_id, result=action())
         except TimeoutError as error:  # who asks about a thread that is stuck must not end us
             return Reply(command_id=command_id, error=str(error))
+
+    def reset_prefix_cache(self) -> int:
+        """Forget all cached prefixes; returns how many blocks held one."""
+        count = self.scheduler.reset_prefix_cache()
+        if self.kv_events is not None:
+            self.kv_events.log.cleared()
+        return count
 
     def drain(self) -> bool:
         """Refuse new requests from now on; True once nothing is left to do."""
@@ -268,6 +283,8 @@ class EngineCore:
             **self.scheduler.counters(),
             **self.role.counters(),
         }
+        if self.kv_events is not None:
+            counters |= self.kv_events.counters()
         gauges = {**self.scheduler.gauges(), **self.role.gauges()}
         if self.store is not None:
             gauges |= self.store.gauges()
@@ -291,4 +308,5 @@ class EngineCore:
             "scheduler": self.scheduler.state(),
             "role": self.role.state(),
             "store": None if self.store is None else self.store.state(),
+            "kv_events": None if self.kv_events is None else self.kv_events.state(),
         }

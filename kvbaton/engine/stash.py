@@ -221,6 +221,9 @@ class Stash:
         roster: the live requests.
         clock: monotonic seconds.
 
+    Attributes:
+        on_saved: None, or called with the store, a group and the keys of blocks that it now has.
+
     Raises:
         ConfigError: a group's blocks can't be kept in a store.
     """
@@ -247,6 +250,7 @@ class Stash:
         self._counts: Counter[str] = Counter()
         self._seconds = {"load": 0.0, "save": 0.0}
         self._blocks.on_commit.append(self.committed)
+        self.on_saved: Callable[[str, int, list[bytes]], None] | None = None
 
     # --- lookups ---
 
@@ -459,8 +463,9 @@ class Stash:
 
     def _saved(self, answer: Saved) -> list[Output]:
         saves = self._saving.pop(answer.ticket)
-        self._let_go(saves)
         stored = [save for save, ok in zip(saves, answer.stored, strict=True) if ok]
+        self._tell(stored)
+        self._let_go(saves)
         self._note_known((save.key, True) for save in stored)
         outcome = "refused" if answer.error is None else "failed"
         self._counts["save blocks stored"] += len(stored)
@@ -471,6 +476,14 @@ class Stash:
         for save in stored:
             self._bad.pop(save.key, None)
         return []
+
+    def _tell(self, stored: list[Save]) -> None:
+        """Name the blocks that were kept, as far as they are still in the prefix cache."""
+        if self.on_saved is None:
+            return
+        for g, pool in enumerate(self._blocks.pools):
+            keys = (pool.keys[save.block] for save in stored if save.group == g)
+            self.on_saved(self._config.store, g, [key for key in keys if key is not None])
 
     def _let_go(self, saves: Iterable[Save]) -> None:
         for save in saves:

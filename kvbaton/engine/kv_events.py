@@ -1,0 +1,265 @@
+"""What the prefix cache tells indexers: which blocks it has gained and lost, as vLLM says it.
+
+The structs are those of vLLM's KV events, fields in the same order, encoded as MessagePack arrays.
+`docs/kv_events.md` has the wire format; `kv_event_publisher.py` sends it.
+"""
+
+from __future__ import annotations
+
+from array import array
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from functools import partial
+from itertools import groupby
+from typing import Literal, NamedTuple
+
+import msgspec
+
+from kvbaton.connectors.layout import GroupKind
+from kvbaton.engine.blocks import Blocks, GroupSpec
+from kvbaton.engine.request import Sequence as RequestSequence
+from kvbaton.errors import ConfigError
+
+FLAG = "--kv-events-config"
+POOL_MEDIUM = "GPU"
+"""What indexers call the memory that a model runs from, whatever the device is."""
+
+BlockHash = int | bytes
+
+
+class KVEventsConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """Settings of the events; keys as vLLM's.
+
+    Attributes:
+        enable_kv_cache_events: publish them.
+        publisher: ``zmq``, or ``null`` for none; None takes ``zmq``.
+        endpoint: of the PUB socket. ``tcp://`` with ``*``, ``::`` or a loopback address, ``ipc://``
+            and ``inproc://`` are bound, others connected to. Port ``*`` takes a free one.
+        replay_endpoint: of the ROUTER socket that repeats batches; None has none.
+        buffer_steps: batches that can be repeated.
+        hwm: messages that wait for a slow subscriber; it misses those beyond.
+        max_queue_size: batches that wait to be published; those beyond are dropped.
+        topic: first frame of each message.
+        int_block_hashes: send the last 8 bytes of a block's key as a number (what vLLM does by
+            default, and some indexers need), not all 32 bytes.
+    """
+
+    enable_kv_cache_events: bool = False
+    publisher: Literal["zmq", "null"] | None = None
+    endpoint: str = "tcp://127.0.0.1:5557"
+    replay_endpoint: str | None = None
+    buffer_steps: int = 10_000
+    hwm: int = 100_000
+    max_queue_size: int = 100_000
+    topic: str = ""
+    int_block_hashes: bool = True
+
+    @classmethod
+    def parse(cls, text: str | None) -> KVEventsConfig:
+        """Read the flag's JSON; None is all defaults.
+
+        Raises:
+            ConfigError: it is no JSON, or a key or value is wrong.
+        """
+        try:
+            config = msgspec.json.decode(text or "{}", type=cls)
+        except msgspec.DecodeError as error:
+            known = ", ".join(cls.__struct_fields__)
+            raise ConfigError(FLAG, f"{text!r}: {error}; keys: {known}") from error
+        for name in ("buffer_steps", "hwm", "max_queue_size"):
+            if getattr(config, name) < 1:
+                raise ConfigError(FLAG, f"{name}: {getattr(config, name)} is not positive")
+        return config
+
+    @property
+    def enabled(self) -> bool:
+        """Whether there is anything to publish, and a way."""
+        return self.enable_kv_cache_events and self.publisher != "null"
+
+
+class BlockStored(msgspec.Struct, array_like=True, tag=True, frozen=True):
+    """Consecutive blocks of one sequence came into a medium.
+
+    Attributes:
+        block_hashes: their keys.
+        parent_block_hash: key of the block before the first one; None at a sequence's begin.
+        token_ids: the tokens of all blocks.
+        block_size: tokens per block.
+        lora_id: always None, as `lora_name`: there are no adapters.
+        medium: `POOL_MEDIUM`, or the name of a store.
+        lora_name: see `lora_id`.
+        extra_keys: None, or per block what its hash covers besides tokens: the cache salt of a
+            sequence's first block.
+        group_idx: KV group.
+        kv_cache_spec_kind: ``full_attention`` or ``sliding_window``.
+        kv_cache_spec_sliding_window: tokens of the window.
+    """
+
+    block_hashes: tuple[BlockHash, ...]
+    parent_block_hash: BlockHash | None
+    token_ids: list[int]
+    block_size: int
+    lora_id: int | None
+    medium: str
+    lora_name: str | None
+    extra_keys: list[tuple[str, ...] | None] | None
+    group_idx: int
+    kv_cache_spec_kind: str
+    kv_cache_spec_sliding_window: int | None
+
+
+class BlockRemoved(msgspec.Struct, array_like=True, tag=True):
+    """Blocks left a medium."""
+
+    block_hashes: list[BlockHash]
+    medium: str
+    group_idx: int
+
+
+class AllBlocksCleared(msgspec.Struct, array_like=True, tag=True, frozen=True):
+    """Nothing is cached any more."""
+
+
+Event = BlockStored | BlockRemoved | AllBlocksCleared
+
+
+class EventBatch(msgspec.Struct, array_like=True, frozen=True):
+    """One message: what happened since the one before.
+
+    Attributes:
+        ts: seconds since 1970.
+        events: in the order in which they happened.
+        data_parallel_rank: always 0.
+    """
+
+    ts: float
+    events: Sequence[Event]
+    data_parallel_rank: int = 0
+
+
+class Cached(NamedTuple):
+    """A block in the prefix cache: key of the block before it, its tokens, the request's salt."""
+
+    parent: bytes | None
+    tokens: array[int]
+    salt: str
+
+
+class KVEventLog:
+    """Collects events of the pools' prefix caches, and knows what is in them.
+
+    Args:
+        blocks: the pools to listen to.
+        int_block_hashes: see `KVEventsConfig`.
+
+    Attributes:
+        index: per group, all cached blocks by key.
+    """
+
+    def __init__(self, blocks: Blocks, *, int_block_hashes: bool = True) -> None:
+        self.index: list[dict[bytes, Cached]] = [{} for _ in blocks.groups]
+        self._blocks = blocks
+        self._ints = int_block_hashes
+        self._events: list[Event] = []
+        self._elsewhere = False
+        blocks.on_commit.append(self.stored)
+        for g, pool in enumerate(blocks.pools):
+            pool.on_forget = partial(self.forgotten, g)
+
+    # --- what happens ---
+
+    def stored(self, sequence: RequestSequence, g: int, first: int, end: int) -> None:
+        """Blocks [first, end) of a sequence were offered to a prefix cache."""
+        size, index, pool = self._blocks.groups[g].block_size, self.index[g], self._blocks.pools[g]
+        chain, salt = sequence.chain(size), sequence.request.spec.cache_salt
+        fresh = [i for i in range(first, end) if chain[i] in pool.by_key and chain[i] not in index]
+        for i in fresh:
+            tokens = array("I", sequence.tokens[i * size : (i + 1) * size])
+            index[chain[i]] = Cached(chain[i - 1] if i else None, tokens, "" if i else salt)
+        for _, run in groupby(enumerate(fresh), lambda pair: pair[1] - pair[0]):
+            self._events.append(self._event(g, [chain[i] for _, i in run], index, POOL_MEDIUM))
+
+    def forgotten(self, g: int, key: bytes) -> None:
+        """A block left a prefix cache."""
+        if self.index[g].pop(key, None) is None:
+            return
+        last = self._events[-1] if self._events else None
+        if not isinstance(last, BlockRemoved) or last.group_idx != g:
+            last = BlockRemoved([], POOL_MEDIUM, g)
+            self._events.append(last)
+        last.block_hashes.append(self._hash(key))
+
+    def saved(self, medium: str, g: int, keys: Iterable[bytes]) -> None:
+        """A store has kept blocks that are still cached; those that are not are left out.
+
+        A store never tells what it gives up later, so nothing takes this back.
+        """
+        index = self.index[g]
+        for run in _runs(index, [key for key in keys if key in index]):
+            self._events.append(self._event(g, run, index, medium))
+            self._elsewhere = True
+
+    def cleared(self) -> None:
+        """All prefix caches were emptied; the blocks themselves were reported one by one.
+
+        Says no more where a store has blocks: the event has no medium, they would go with it.
+        """
+        if not self._elsewhere:
+            self._events.append(AllBlocksCleared())
+
+    # --- what is told ---
+
+    def take(self) -> list[Event]:
+        """Events since the last call."""
+        events, self._events = self._events, []
+        return events
+
+    def contents(self) -> Iterator[BlockStored]:
+        """All cached blocks, parents first. Any thread may ask.
+
+        It may be ahead of the events taken so far; applying those on top gives the same again.
+        """
+        for g, index in enumerate(self.index):
+            now = index.copy()  # one operation of the interpreter: no thread can interfere
+            for run in _runs(now, reversed(now)):
+                yield self._event(g, run, now, POOL_MEDIUM)
+
+    def _event(
+        self, g: int, keys: Sequence[bytes], index: Mapping[bytes, Cached], medium: str
+    ) -> BlockStored:
+        group, blocks = self._blocks.groups[g], [index[key] for key in keys]
+        parent = blocks[0].parent
+        salted = any(block.salt for block in blocks)
+        return BlockStored(
+            block_hashes=tuple(map(self._hash, keys)),
+            parent_block_hash=None if parent is None else self._hash(parent),
+            token_ids=[token for block in blocks for token in block.tokens],
+            block_size=group.block_size,
+            lora_id=None,
+            medium=medium,
+            lora_name=None,
+            extra_keys=[(b.salt,) if b.salt else None for b in blocks] if salted else None,
+            group_idx=g,
+            kv_cache_spec_kind=_kind(group),
+            kv_cache_spec_sliding_window=group.window or None,
+        )
+
+    def _hash(self, key: bytes) -> BlockHash:
+        return int.from_bytes(key[-8:], "big") if self._ints else key
+
+
+def _runs(index: Mapping[bytes, Cached], keys: Iterable[bytes]) -> Iterator[list[bytes]]:
+    """Group keys, and all that comes before them, into chains; a chain's parent comes earlier."""
+    done: set[bytes] = set()
+    at: bytes | None
+    for at in keys:
+        run = []
+        while at is not None and at in index and at not in done:
+            run.append(at)
+            done.add(at)
+            at = index[at].parent
+        if run:
+            yield run[::-1]
+
+
+def _kind(group: GroupSpec) -> str:
+    return "full_attention" if group.kind is GroupKind.FULL else "sliding_window"
