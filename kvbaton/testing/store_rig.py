@@ -80,7 +80,11 @@ class StoreRig:
         self._temporary = tempfile.TemporaryDirectory(prefix="kvbaton-kit-")
         self.folder = Path(self._temporary.name)
         self.spec = self.subject.spec.replace("{tmp}", str(self.folder))
-        self.store = self.open("kit")
+        try:
+            self.store = self.open("kit")
+        except BaseException:
+            self._temporary.cleanup()
+            raise
         return self
 
     def __exit__(self, *exception: object) -> None:

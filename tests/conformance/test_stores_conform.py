@@ -37,3 +37,6 @@ class TestFilesystemAtDepth(TestFilesystem):
 @pytest.mark.slow
 class TestMemoryAtDepth(TestMemory):
     depth = 10
+
+
+BUILT_IN = (TestMemory, TestFilesystem, TestTiered, TestFaulty)

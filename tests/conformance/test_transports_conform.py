@@ -21,3 +21,6 @@ class TestFaultyMemory(TransportTests):
 
 class TestFaultyTcp(TransportTests):
     spec = 'faulty:{"inner": "tcp", "delay": 0.5, "delay_polls": 20}'
+
+
+BUILT_IN = (TestMemory, TestTcp, TestNixl, TestFaultyMemory, TestFaultyTcp)

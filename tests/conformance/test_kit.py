@@ -1,0 +1,198 @@
+"""The kit's own ways: verdicts told apart, limits, reports, exit statuses, the plugin."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
+from pathlib import Path
+from threading import Event, Thread
+from xml.etree import ElementTree
+
+import pytest
+
+from kvbaton.errors import ConfigError, StoreError
+from kvbaton.testing.check import main
+from kvbaton.testing.kit import Case, Kit, KitBroke, Outcome, Verdict, require, run_case
+from kvbaton.testing.subject import make_subject
+
+BROKEN = "kvbaton.testing.broken_stores:FindsEverything"
+
+
+class Bench:
+    """A rig without a connector."""
+
+    def lacks(self, need: str) -> str | None:
+        return None if need == "air" else f"there is no {need}"
+
+
+def run(check: Callable[[Bench], object], *needs: str, limit: float = 10.0) -> Outcome:
+    def make_rig() -> AbstractContextManager[Bench]:
+        return nullcontext(Bench())
+
+    def checked(bench: Bench) -> None:
+        check(bench)
+
+    return run_case(Case(0, "L0.any", "a law", needs, checked), make_rig, limit)
+
+
+def raise_it(error: BaseException) -> None:
+    raise error
+
+
+def test_a_case_that_returns_has_passed() -> None:
+    assert run(lambda bench: None, "air").verdict is Verdict.PASSED
+
+
+def test_a_lack_skips_by_name() -> None:
+    outcome = run(lambda bench: require(False, "never"), "air", "water")
+    assert (outcome.verdict, outcome.text) == (Verdict.SKIPPED, "there is no water")
+
+
+def test_what_a_connector_raises_is_its_failure() -> None:
+    outcome = run(lambda bench: raise_it(StoreError("out of order")))
+    assert outcome.verdict is Verdict.FAILED
+    assert "out of order" in outcome.text
+
+
+def test_what_the_kit_raises_says_nothing_about_the_connector() -> None:
+    assert run(lambda bench: raise_it(KitBroke("no process"))).verdict is Verdict.BROKE
+
+    bug = Kit[Bench]().case(0)
+    assert run(lambda bench: bug(None)).verdict is Verdict.BROKE  # type: ignore[arg-type]
+
+
+def test_a_hanging_case_fails_in_time_and_says_where() -> None:
+    never = Event()
+    start = time.monotonic()
+    outcome = run(lambda bench: never.wait(), limit=0.2)
+    never.set()
+    assert time.monotonic() - start < 5.0
+    assert (outcome.verdict, outcome.hung) == (Verdict.FAILED, True)
+    assert "self._cond.wait" in outcome.text
+
+
+def test_an_error_in_a_thread_fails_the_case() -> None:
+    def stumble(bench: Bench) -> None:
+        thread = Thread(target=lambda: raise_it(ValueError("unheard")))
+        thread.start()
+        thread.join()
+
+    outcome = run(stumble)
+    assert outcome.verdict is Verdict.FAILED
+    assert "unheard" in outcome.text
+
+
+@pytest.mark.parametrize(
+    ("spec", "kind"),
+    [
+        ("tcp", "transport"),
+        ("filesystem", "store"),
+        (BROKEN, "store"),
+        ("kvbaton.testing.broken_transports:SpillsOver", "transport"),
+    ],
+)
+def test_the_kind_of_a_spec_is_found(spec: str, kind: str) -> None:
+    assert make_subject(spec).kind == kind
+
+
+@pytest.mark.parametrize(
+    ("spec", "options", "says"),
+    [
+        ("memory", {}, "--kind: 'memory' is both a store and a transport"),
+        ("nothing", {}, "--kind: 'nothing' is no connector that is installed"),
+        ("kvbaton.nowhere:X", {}, "SPEC: can't load kvbaton.nowhere:X"),
+        ("memory", {"kind": "store", "back_door": "no.where"}, "--back-door: can't load no.where"),
+        ("filesystem", {}, "--store: filesystem does not take these options: missing a required"),
+        ('filesystem:{"path": "/proc/none"}', {}, "--store: .* can't be opened"),
+    ],
+)
+def test_a_wrong_setting_is_named(spec: str, options: dict[str, str], says: str) -> None:
+    with pytest.raises(ConfigError, match=says):
+        main(spec, **options)  # type: ignore[arg-type]
+
+
+def test_check_reports_on_screen_as_json_and_as_junit(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    json_path, junit_path = tmp_path / "deep" / "report.json", tmp_path / "report.xml"
+    assert main(BROKEN, level=1, json_path=json_path, junit_path=junit_path) == 1
+    shown = capsys.readouterr().out
+    assert "FAILED  L0.a-miss-is-no-error" in shown
+    assert "law: For keys that nobody stored" in shown
+    assert "skipped L1.outlives-close" in shown
+    assert " 0 kit broke in " in shown.splitlines()[-1]
+    report = json.loads(json_path.read_text())
+    verdicts = {case["case"]: case["verdict"] for case in report["cases"]}
+    assert verdicts["L0.a-miss-is-no-error"] == "failed"
+    assert verdicts["L1.outlives-close"] == "skipped"
+    assert report["counts"]["failed"] == list(verdicts.values()).count("failed")
+    suite = ElementTree.parse(junit_path).getroot()
+    assert (
+        int(suite.attrib["failures"])
+        == report["counts"]["failed"]
+        == len(suite.findall(".//failure"))
+    )
+    assert int(suite.attrib["tests"]) == len(verdicts)
+
+
+def test_check_is_content_with_a_good_store() -> None:
+    assert main("memory", kind="store", level=0) == 0
+
+
+def test_a_store_that_hangs_does_not_hang_the_command(tmp_path: Path) -> None:
+    (tmp_path / "hanging.py").write_text(
+        "import threading\n"
+        "from kvbaton.connectors.stores.memory import MemoryStore\n"
+        "class Hangs(MemoryStore):\n"
+        "    def load(self, keys, targets):\n"
+        "        return self._pool('load').submit(threading.Event().wait)\n"
+    )
+    code = (
+        "from kvbaton.testing.check import main; import sys\n"
+        "sys.exit(main('hanging:Hangs', level=0, limit=0.5))"
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", code], cwd=tmp_path, capture_output=True, text=True, timeout=60
+    )
+    assert done.returncode == 1, done.stderr
+    assert "not over within 0.5 s; it hangs in" in done.stdout
+
+
+def pytest_run(folder: Path, *words: str) -> str:
+    done = subprocess.run(
+        [sys.executable, "-m", "pytest", "-p", "kvbaton.testing.plugin", "-q", "-rfs", *words],
+        cwd=folder,
+        env=os.environ | {"PYTEST_DISABLE_PLUGIN_AUTOLOAD": "1"},
+        capture_output=True,
+        text=True,
+        timeout=120,
+    )
+    return done.stdout + done.stderr
+
+
+def test_the_plugin_runs_the_cases_beside_the_tests_of_a_project(tmp_path: Path) -> None:
+    (tmp_path / "test_own.py").write_text("def test_own():\n    pass\n")
+    said = pytest_run(tmp_path, "--kvbaton-store", BROKEN, "-k", "own or L0")
+    assert "FAILED ::store kvbaton.testing.broken_stores:FindsEverything::L0.a-miss" in said
+    assert "1 failed, 12 passed" in said, said
+
+
+def test_the_plugin_refuses_a_wrong_spec(tmp_path: Path) -> None:
+    said = pytest_run(tmp_path, "--kvbaton-transport", "nothing")
+    assert "unknown transport 'nothing'" in said
+
+
+def test_a_class_is_a_suite(tmp_path: Path) -> None:
+    (tmp_path / "test_mine.py").write_text(
+        "from kvbaton.testing.suite import StoreTests\n"
+        "class TestMine(StoreTests):\n"
+        "    spec = 'memory'\n"
+    )
+    said = pytest_run(tmp_path, "-k", "L0 or L3")
+    assert "12 passed, 6 skipped" in said, said
+    assert "not declared: persistent" in said
