@@ -76,7 +76,7 @@ class StashThread:
         self.failure: str | None = None
         self._executor = executor
         self.forms = forms
-        self._identity = identity
+        self.identity = identity
         self._staging = executor.staging(forms)
         self._inbox: deque[Order] = deque()
         self._outbox: deque[Answer] = deque()
@@ -290,7 +290,7 @@ class StashThread:
         form = self.forms[part.group]
         right, bad = [], []
         for key, header, value, is_there in zip(part.keys, headers, values, there, strict=True):
-            claimed = form.header(self._identity, key).check(header)
+            claimed = form.header(self.identity, key).check(header)
             right.append(is_there and claimed == value)
             if is_there and claimed != value:
                 bad.append(key)
@@ -339,7 +339,7 @@ class StashThread:
             values = [value for found in sums for value in form.digests(_there(found))]
             keys = [save.key for save in saves]
             sources = [
-                [memoryview(form.header(self._identity, key).pack(value)), *pieces]
+                [memoryview(form.header(self.identity, key).pack(value)), *pieces]
                 for key, value, pieces in zip(keys, values, batch.pieces, strict=True)
             ]
             future = self.store.store(keys, sources)

@@ -393,8 +393,7 @@ class Node:
         self._buried = True
         self._thread.join(PATIENCE_S)
         assert not self._thread.is_alive(), "the core's thread does not end"
-        self.core.role.close()
-        self.core.executor.close()
+        self.core.close()
         self.mailbox.close()
 
 
