@@ -42,17 +42,49 @@ class Meeting:
         """
         table = self._tables[number % 2]
         table[rank] = tensor
+        self.wait()
+        return table
+
+    def wait(self) -> None:
+        """Wait until all ranks have come.
+
+        Raises:
+            DisbandedError: a rank failed, or did not come in time.
+        """
         try:
             self._barrier.wait(self._patience_s)
         except threading.BrokenBarrierError as error:
             raise DisbandedError(
                 f"another rank failed, or did not come within {self._patience_s:g} s"
             ) from error
-        return table
 
     def disband(self) -> None:
         """Nobody will come any more."""
         self._barrier.abort()
+
+
+class Lockstep:
+    """Keeps ranks that only enqueue work from running ahead of each other.
+
+    A driver takes about a thousand launches; then the next one waits for a device, with locks held
+    that all threads of the process need. If that device waits for a rank whose thread needs them,
+    nothing moves any more. With few launches between two meetings, what fills a queue is always
+    work that no thread has to do anything for.
+    """
+
+    def __init__(self, meeting: Meeting, *, every: int) -> None:
+        self._meeting, self._every = meeting, every
+        self._counts = [0] * meeting.size
+
+    def tick(self, rank: int) -> None:
+        """Count a collective; every so many of them, wait for the other ranks.
+
+        Raises:
+            DisbandedError: a rank failed, or did not come in time.
+        """
+        self._counts[rank] += 1
+        if self._counts[rank] % self._every == 0:
+            self._meeting.wait()
 
 
 class HostCollectives:

@@ -13,7 +13,7 @@ import pytest
 import torch
 
 from kvbaton.engine.build import make_executor, make_scheduler
-from kvbaton.engine.collectives import DisbandedError, HostCollectives, Meeting
+from kvbaton.engine.collectives import DisbandedError, HostCollectives, Lockstep, Meeting
 from kvbaton.engine.config import EngineConfig
 from kvbaton.engine.model_config import load_model_config
 from kvbaton.engine.ranks import Team, lanes
@@ -309,5 +309,43 @@ def test_collectives_of_many_rounds() -> None:
         for number in range(rounds):
             assert (sums[number] == number * 6).all()
             assert rows[number].tolist() == [[number + rank for rank in (0, 0, 1, 1, 2, 2)]]
+    for lane in team.lanes:
+        lane.shutdown()
+
+
+def test_ranks_in_lockstep_stay_together() -> None:
+    """However fast a rank is, it is never more than a stretch ahead of the slowest."""
+    size, every, rounds = 3, 4, 200
+    meeting = Meeting(size)
+    lockstep, counts, ahead = Lockstep(meeting, every=every), [0] * size, []
+
+    def work(rank: int) -> None:
+        for number in range(rounds):
+            if rank == 0 and number % 10 == 0:
+                time.sleep(0.001)
+            lockstep.tick(rank)
+            counts[rank] += 1
+            ahead.append(counts[rank] - min(counts))
+
+    team = Team(lanes(size), meeting.disband)
+    team.call(work)
+    assert counts == [rounds] * size
+    assert 0 < max(ahead) <= every
+    for lane in team.lanes:
+        lane.shutdown()
+
+
+def test_a_rank_in_lockstep_is_not_kept_by_one_that_failed() -> None:
+    meeting = Meeting(2)
+    lockstep = Lockstep(meeting, every=1)
+
+    def work(rank: int) -> None:
+        if rank:
+            raise ArithmeticError("rank 1 broke")
+        lockstep.tick(rank)
+
+    team = Team(lanes(2), meeting.disband)
+    with pytest.raises(ArithmeticError, match="rank 1 broke"):
+        team.call(work)
     for lane in team.lanes:
         lane.shutdown()

@@ -112,3 +112,29 @@ def test_what_one_rank_raises_ends_both(
         driver.executor.launch(plan).result()
     driver.executor.close()
     assert time.monotonic() - began < 20
+
+
+def test_a_rank_that_lags_by_more_launches_than_a_driver_takes(
+    checkpoint: Checkpoint, drive: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Else rank 0's launches fill the queue while they wait for those of rank 1: for ever."""
+    folder = checkpoint(**MODELS["llama"], num_layers=96)
+    driver = drive(folder, enforce_eager=True, **TWO)
+    prompt = random_tokens(np.random.default_rng(7), 40)
+    expected = driver.generate(driver.add(prompt), 1)
+    late = driver.executor.ranks[1]._runner
+    run = late.run
+
+    def lag(plan: StepPlan) -> Any:
+        time.sleep(0.5)
+        return run(plan)
+
+    monkeypatch.setattr(late, "run", lag)
+    pending = []
+    for handle in range(50, 56):
+        blocks = tuple(driver.free.pop() for _ in range(3))
+        new = (NewSequence(handle, tuple(prompt), 40, 0, GREEDY),)
+        step = SequenceStep(handle, 0, 40, (blocks,), 1)
+        pending.append(driver.executor.launch(StepPlan(handle, new=new, steps=(step,))))
+    for step_pending in pending:
+        assert list(step_pending.result().sampled[0].token_ids) == expected

@@ -16,7 +16,7 @@ from itertools import permutations
 import torch
 from torch import Tensor
 
-from kvbaton.engine.collectives import DisbandedError
+from kvbaton.engine.collectives import DisbandedError, Lockstep, Meeting
 from kvbaton.kernels.peer_all_reduce import PeerMemory, fits, peer_all_reduce
 
 DTYPES = {torch.float16: 6, torch.float32: 7, torch.bfloat16: 9}
@@ -24,6 +24,9 @@ DTYPES = {torch.float16: 6, torch.float32: 7, torch.bfloat16: 9}
 
 SUM = 0
 """`ncclRedOp_t` of nccl.h."""
+
+LOCKSTEP = 8
+"""Collectives between two meetings of the ranks' threads: some 50 launches."""
 
 ABORT_S = 10.0
 """For a communicator to let go."""
@@ -45,6 +48,8 @@ class Communicators:
         self._library.ncclGetErrorString.restype = ctypes.c_char_p
         self._locks = [threading.Lock() for _ in range(size)]
         self._open = True
+        self._meeting = Meeting(size)
+        self._lockstep = Lockstep(self._meeting, every=LOCKSTEP)
         self._handles = (ctypes.c_void_p * size)()
         devices = (ctypes.c_int * size)(*range(size))
         self._check(self._library.ncclCommInitAll(self._handles, size, devices))
@@ -57,6 +62,7 @@ class Communicators:
         """The sum of a contiguous tensor over the ranks."""
         if self.peers is not None and fits(tensor):
             self._check_open()
+            self._lockstep.tick(rank)
             return peer_all_reduce(tensor, self.peers, rank)
         return self.nccl_all_reduce(rank, tensor)
 
@@ -71,6 +77,7 @@ class Communicators:
 
     def _call(self, rank: int, name: str, tensor: Tensor, out: Tensor, *options: int) -> None:
         stream = torch.cuda.current_stream(tensor.device).cuda_stream
+        self._lockstep.tick(rank)
         with self._locks[rank]:
             self._check_open()
             code = getattr(self._library, name)(
@@ -106,6 +113,7 @@ class Communicators:
         if not self._open:
             return ()
         self._open = False
+        self._meeting.disband()
         if self.peers is not None:
             self.peers.abort()
         threads = [
