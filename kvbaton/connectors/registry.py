@@ -68,6 +68,7 @@ STORES = Kind(
     "store",
     Store,
     {
+        "decode_bench": "kvbaton.connectors.stores.decode_bench:DecodeBenchStore",
         "faulty": "kvbaton.connectors.stores.faulty:FaultyStore",
         "tiered": "kvbaton.connectors.stores.tiered:TieredStore",
         "filesystem": "kvbaton.connectors.stores.filesystem:FilesystemStore",

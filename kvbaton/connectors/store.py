@@ -49,6 +49,7 @@ class StoreCapabilities:
         pins: `lookup` can keep what it found from being evicted until `release`.
         deletes: `delete` removes objects.
         max_keys: most keys of one call; the caller splits above it.
+        synthetic: every load makes its bytes up, so there is nothing to verify: benchmarks only.
     """
 
     persistent: bool
@@ -56,6 +57,7 @@ class StoreCapabilities:
     pins: bool
     deletes: bool = True
     max_keys: int = 1024
+    synthetic: bool = False
 
 
 @dataclass(frozen=True)

@@ -69,7 +69,7 @@ class TieredStore:
         write: str = "through",
         promote: bool = True,
         prefetch: bool = True,
-        lookup_s: float = 1.0,
+        lookup_s: float = 0.25,
         retry_s: float = 1.0,
         copy_bytes: int = 256 << 20,
     ) -> None:
@@ -115,6 +115,7 @@ class TieredStore:
             pins=all(one.pins for one in every),
             deletes=all(one.deletes for one in every),
             max_keys=min(one.max_keys for one in every),
+            synthetic=any(one.synthetic for one in every),
         )
 
     def open(self) -> None:
