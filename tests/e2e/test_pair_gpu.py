@@ -6,7 +6,6 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import pytest
 
 from kvbaton.cluster.config import visible_gpus
@@ -41,17 +40,24 @@ def dtype(request: pytest.FixtureRequest) -> str:
 
 
 @pytest.fixture(scope="module")
-def pair(model: Path, dtype: str, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Pair]:
+def nodes(
+    model: Path, dtype: str, tmp_path_factory: pytest.TempPathFactory
+) -> Iterator[tuple[Node, Node]]:
     cluster = Cluster(tmp_path_factory.mktemp("gpu"), model)
     flags = {"device": "cuda", "dtype": dtype}
-    p: Node = cluster.start_node("prefill", "gpu-p", flags)
-    d: Node = cluster.start_node("decode", "gpu-d", {**flags, **DECODE})
+    p = cluster.start_node("prefill", "gpu-p", flags)
+    d = cluster.start_node("decode", "gpu-d", {**flags, **DECODE})
     cluster.until_up(p, d)
-    made = Pair(p, d, model)
+    yield p, d
+    cluster.stop()
+
+
+@pytest.fixture
+def pair(nodes: tuple[Node, Node], model: Path, dtype: str) -> Pair:
+    made = Pair(*nodes, model)
     if dtype == "bfloat16":
         made.bytes_per_token //= 2
-    yield made
-    cluster.stop()
+    return made
 
 
 @pytest.mark.parametrize("length", [1, 16, 100, 400])
@@ -68,11 +74,15 @@ def test_tokens_are_those_of_one_node_and_of_transformers(
     got = pair.tokens(ids, max_tokens=12)
     assert pair.at_d()("kvbaton_prompt_tokens_total", source="transferred") == length
     pair.close_books()
-    assert got == pair.alone(ids, max_tokens=12)
+    alone = pair.alone(ids, max_tokens=12)
     oracle = Oracle(reference(model, dtype))
     if dtype == "float32":
-        assert got == oracle.greedy(ids, 12)
-    else:
-        gaps = [float(oracle.logits(ids + got[:i]).max()) for i in range(12)]
-        ours = [float(oracle.logits(ids + got[:i])[token]) for i, token in enumerate(got)]
-        assert np.subtract(gaps, ours).max() < 0.15, "a token that is far from the likeliest"
+        assert got == alone == oracle.greedy(ids, 12)
+    else:  # rounding depends on what else is in a step: tokens need only be as likely as any
+        assert max(*gaps(oracle, ids, got), *gaps(oracle, ids, alone)) < 0.15
+
+
+def gaps(oracle: Oracle, ids: list[int], tokens: list[int]) -> list[float]:
+    """How far the logit of each token is from the likeliest one's."""
+    logits = [oracle.logits(ids + tokens[:i]) for i in range(len(tokens))]
+    return [float(row.max() - row[token]) for row, token in zip(logits, tokens, strict=True)]
