@@ -193,9 +193,9 @@ class KVEventLog:
 
         A store never tells what it gives up later, so nothing takes this back.
         """
-        index = self.index[g]
-        for run in _runs(index, [key for key in keys if key in index]):
-            self._events.append(self._event(g, run, index, medium))
+        kept = {key: self.index[g][key] for key in keys if key in self.index[g]}
+        for run in _runs(kept):
+            self._events.append(self._event(g, run, kept, medium))
             self._elsewhere = True
 
     def cleared(self) -> None:
@@ -220,7 +220,7 @@ class KVEventLog:
         """
         for g, index in enumerate(self.index):
             now = index.copy()  # one operation of the interpreter: no thread can interfere
-            for run in _runs(now, reversed(now)):
+            for run in _runs(now):
                 yield self._event(g, run, now, POOL_MEDIUM)
 
     def _event(
@@ -247,16 +247,16 @@ class KVEventLog:
         return int.from_bytes(key[-8:], "big") if self._ints else key
 
 
-def _runs(index: Mapping[bytes, Cached], keys: Iterable[bytes]) -> Iterator[list[bytes]]:
-    """Group keys, and all that comes before them, into chains; a chain's parent comes earlier."""
+def _runs(blocks: Mapping[bytes, Cached]) -> Iterator[list[bytes]]:
+    """Blocks in chains; a chain comes after the one that its parent is in."""
     done: set[bytes] = set()
     at: bytes | None
-    for at in keys:
+    for at in reversed(list(blocks)):  # the end of a sequence first: it leads to all before it
         run = []
-        while at is not None and at in index and at not in done:
+        while at is not None and at in blocks and at not in done:
             run.append(at)
             done.add(at)
-            at = index[at].parent
+            at = blocks[at].parent
         if run:
             yield run[::-1]
 
