@@ -149,13 +149,13 @@ def test_logits_of_narrow_dtypes_are_close_to_those_of_one_rank(
 ) -> None:
     found = []
     for size in (1, 2):
-        driver = drive(checkpoint(), dtype=dtype, tensor_parallel_size=size)
-        params = SamplingParams(temperature=0.0, prompt_logprobs=384)
+        driver = drive(checkpoint(vocab_size=387), dtype=dtype, tensor_parallel_size=size)
+        params = SamplingParams(temperature=0.0, prompt_logprobs=500)
         handle = driver.add(PROMPTS[3], params)
         told = driver.step((handle, 70, 1))[handle].prompt_logprobs
         rows = [sorted((t.token, t.logprob) for t in message.top) for message in told]
         found.append(np.array(rows)[..., 1])
-    assert found[0].shape == (69, 384)
+    assert found[0].shape == found[1].shape == (69, 387), "padding counts as tokens"
     assert 0 < np.abs(found[0] - found[1]).max() < most
 
 
@@ -171,6 +171,9 @@ def test_kept_sums_are_those_of_the_bytes(checkpoint: Checkpoint, drive: Any) ->
     for mine, theirs in zip(kept.poll(), again.poll(), strict=True):
         assert (mine == theirs).all()
     driver.executor.adopt(0, blocks, again)
+    driver.wait(adopted := driver.executor.sums(0, blocks))
+    for mine, theirs in zip(adopted.poll(), again.poll(), strict=True):
+        assert (mine == theirs).all()
     driver.executor.poison(0, blocks[:1])
     driver.wait(poisoned := driver.executor.digest(0, blocks, 0, 0, length))
     for mine, theirs in zip(poisoned.poll(), again.poll(), strict=True):
@@ -204,6 +207,17 @@ def test_each_rank_holds_its_share(
     first = [layouts[0].planes[0].head_start for layouts in driver.executor.layouts]
     assert first == [rank * 2 // size for rank in range(size)]
     assert len({memory[0].address for memory in driver.executor.memories}) == size
+
+
+def test_the_pools_are_as_large_as_the_smallest_fits(
+    checkpoint: Checkpoint, served: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fit(settings: Any) -> int:
+        return 44 - 2 * int(settings.shard.rank)
+
+    monkeypatch.setattr("kvbaton.engine.local.pool_blocks", fit)
+    layouts = served(checkpoint(), 2).executor.layouts
+    assert [groups[0].num_blocks for groups in layouts] == [42, 42]
 
 
 @pytest.mark.parametrize(
