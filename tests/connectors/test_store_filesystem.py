@@ -320,6 +320,30 @@ def test_a_large_store_is_evicted_by_sample(
     assert len(entries(tmp_path)) * size <= 600 * size
 
 
+def test_a_sample_gives_up_only_its_oldest(
+    make: Make, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    objects, size = make_objects(600, 10), HEADER_BYTES + 10
+    save(make(), objects)
+    by_age(tmp_path, objects)
+    monkeypatch.setattr(filesystem_room, "SAMPLE", 64)
+    left = held(make(max_bytes=300 * size), objects)
+    assert 280 <= len(left) <= 300
+    assert sum(number >= 450 for number in left) > 140, "young ones left before old ones"
+
+
+def test_an_account_that_is_too_high_costs_no_entry(
+    make: Make, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    objects, size = make_objects(300, 10), HEADER_BYTES + 10
+    save(make(), objects)
+    (root(tmp_path) / "usage").write_bytes((1 << 30).to_bytes(8, "little") * 512)
+    monkeypatch.setattr(filesystem_room, "SAMPLE", 64)
+    store = make(max_bytes=300 * size)
+    assert len(held(store, objects)) == 300
+    assert counted(store) == (300, 300 * size)
+
+
 @pytest.mark.parametrize("wrong", ["lost", "too high", "too low"])
 def test_a_wrong_account_is_put_right(make: Make, tmp_path: Path, wrong: str) -> None:
     objects = make_objects(8, 1000)
@@ -448,7 +472,7 @@ def test_a_removed_directory_is_empty_and_can_be_used_again(make: Make, tmp_path
     store, objects = make(), make_objects(50, 100)
     save(store, objects)
     assert len(held(store, objects)) == 50
-    shutil.rmtree(root(tmp_path))
+    os.rename(root(tmp_path), tmp_path / "aside")
     assert held(store, objects) == []
     assert read(store, objects) == [None] * 50
     assert save(store, objects) == [True] * 50

@@ -71,6 +71,7 @@ class Room:
         self._max_bytes = max_bytes
         self._writer = ""
         self._lock = threading.Lock()
+        self._hand = random.randrange(FOLDERS)  # the folder that was read last; processes differ
         self.usage = Usage(capacity=max_bytes)
         """As last read from the directory."""
 
@@ -159,10 +160,10 @@ class Room:
     def _sample(self) -> tuple[list[_Entry], bool]:
         """Entries that may go, the oldest first, and whether rows were found wrong."""
         self._sweep()
-        start = random.randrange(FOLDERS)
         entries, corrected = list[_Entry](), False
-        for folder in range(start, start + FOLDERS):
-            found, wrong = self._visit(folder % FOLDERS)
+        for _ in range(FOLDERS):
+            self._hand = (self._hand + 1) % FOLDERS
+            found, wrong = self._visit(self._hand)
             entries += found
             corrected = corrected or wrong
             if len(entries) >= SAMPLE:
