@@ -49,7 +49,7 @@ def main(
     subject = make_subject(spec, kind, back_door=back_door, depth=depth, seed=seed)
     subject.probe()
     print(f"{subject.kind} {spec}", flush=True)
-    outcomes = _run(subject, level, limit)
+    outcomes = run_cases(subject, level, limit)
     report = Report(subject, tuple(outcomes))
     print(report.summary(), flush=True)
     if json_path is not None:
@@ -73,7 +73,8 @@ def exit_status(outcomes: list[Outcome]) -> int:
     return BROKE if Verdict.BROKE in verdicts else PASSED
 
 
-def _run(subject: Subject, level: int, limit: float) -> list[Outcome]:
+def run_cases(subject: Subject, level: int, limit: float) -> list[Outcome]:
+    """Run all cases up to a level, and print each outcome."""
     outcomes = []
     for case in subject.cases(level):
         outcomes.append(subject.run(case, limit))

@@ -122,10 +122,10 @@ class StoreRig:
             return None if ready else "hypothesis is missing: pip install 'kvbaton[testing]'"
         if need == "small":
             capacity = self.store.usage().capacity
-            return None if _is_small(capacity) else f"capacity is {capacity}, not small enough"
+            return None if _is_small(capacity) else f"no small capacity (it is {capacity})"
         if need.startswith("door."):
             method = need.removeprefix("door.")
-            return None if hasattr(self.door, method) else f"no back door for {method}"
+            return None if hasattr(self.door, method) else "no back door"
         return None if getattr(self.store.capabilities, need) else f"not declared: {need}"
 
     @property

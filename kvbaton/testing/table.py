@@ -56,7 +56,7 @@ def row(kind: str, spec: str, results: Results) -> str:
         if verdict is Verdict.PASSED:
             passed[level] += 1
         elif verdict is Verdict.SKIPPED:
-            reasons[text.removeprefix("not declared: ")] += 1
+            reasons[text.removeprefix("not declared: ").partition(" (")[0]] += 1
         else:
             cells[level].append(f"**{case} {verdict.value}**")
     texts = [" ".join([str(passed[i] or "-"), *cell]) for i, cell in enumerate(cells)]
@@ -67,7 +67,9 @@ def row(kind: str, spec: str, results: Results) -> str:
 def _name(spec: str) -> str:
     target, options = split_spec(spec, STORES)
     inner = options.get("inner")
-    return f"`{target}` over `{inner}`" if isinstance(inner, str) else f"`{target}`"
+    if not isinstance(inner, str):
+        return f"`{target}`"
+    return f"`{target}` over {_name(inner)}"
 
 
 if __name__ == "__main__":

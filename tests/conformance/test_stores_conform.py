@@ -25,7 +25,7 @@ class TestTiered(StoreTests):
 
 
 class TestFaulty(StoreTests):
-    spec = 'faulty:{"inner": "memory", "delay": 0.1, "delay_s": 0.002}'
+    spec = 'faulty:{"inner": "memory:{\\"max_bytes\\": 67108864}", "delay": 0.1, "delay_s": 0.002}'
 
 
 @pytest.mark.slow

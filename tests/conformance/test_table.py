@@ -1,0 +1,48 @@
+"""The table in docs/connectors.md tells what the kit checks of the connectors as they are now."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+from kvbaton.testing.check import main
+from kvbaton.testing.kit import Verdict
+from kvbaton.testing.subject import Subject
+from kvbaton.testing.table import BEGIN, END, row, table
+from kvbaton.testing.table import main as write_table
+from tests.conformance.write_table import PAGE, SUBJECTS
+
+
+def planned_row(subject: Subject) -> str:
+    """The row of a connector that passes all that applies, without running any case."""
+    results = []
+    with subject.rig() as rig:
+        for case in subject.cases(level=5):
+            reasons = [reason for need in case.needs if (reason := rig.lacks(need)) is not None]
+            verdict = Verdict.SKIPPED if reasons else Verdict.PASSED
+            results.append((case.id, verdict, "".join(reasons[:1])))
+    return row(subject.kind, subject.spec, results)
+
+
+@pytest.mark.parametrize("subject", SUBJECTS, ids=lambda subject: subject.spec)
+def test_the_page_has_the_row_of(subject: Subject) -> None:
+    text = PAGE.read_text().partition(BEGIN)[2].partition(END)[0]
+    assert planned_row(subject) in text.splitlines(), (
+        "the table is old: python -m tests.conformance.write_table writes it anew"
+    )
+
+
+def test_a_report_becomes_a_row(tmp_path: Path) -> None:
+    report = tmp_path / "report.json"
+    spec = "kvbaton.testing.broken_stores:FindsEverything"
+    assert main(spec, level=0, json_path=report) == 1
+    page = tmp_path / "page.md"
+    page.write_text(f"before\n{BEGIN}\nold\n{END}\nafter\n")
+    write_table([str(page), str(report)])
+    lines = page.read_text().splitlines()
+    assert lines[:2] == ["before", BEGIN]
+    assert lines[-2:] == [END, "after"]
+    assert "**L0.a-miss-is-no-error failed**" in lines[4]
+    assert lines[2:-2] == table([json.loads(report.read_text())])
