@@ -73,6 +73,7 @@ class StashThread:
     ) -> None:
         self.store = store
         self.wake_fd = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
+        self.name = store.name
         self.failure: str | None = None
         self._executor = executor
         self.forms = forms
@@ -102,7 +103,7 @@ class StashThread:
         try:
             opened.result()
         except StoreError as error:
-            raise ConfigError("--store", f"can't open {self.store.name}: {error}") from error
+            raise ConfigError("--store", f"can't open {self.name}: {error}") from error
 
     def submit(self, orders: Sequence[Order]) -> None:
         """Have orders carried out."""
@@ -128,13 +129,13 @@ class StashThread:
             "used_bytes": usage.num_bytes,
             "capacity_bytes": usage.capacity,
         }
-        label = f'{{store="{self.store.name}"}}'
+        label = f'{{store="{self.name}"}}'
         return {f"kvbaton_store_{n}{label}": float(v) for n, v in values.items() if v is not None}
 
     def state(self) -> dict[str, Any]:
         """The debugging dump."""
         return {
-            "name": self.store.name,
+            "name": self.name,
             "failure": self.failure,
             "health": self.store.health(),
             "jobs": len(self._jobs),
@@ -146,7 +147,7 @@ class StashThread:
         self._wake.set()
         self._thread.join(CLOSE_S)
         if self._thread.is_alive():
-            logger.warning("the store %s does not close", self.store.name)
+            logger.warning("the store %s does not close", self.name)
         else:
             os.close(self.wake_fd)
 
@@ -159,6 +160,8 @@ class StashThread:
             self._opened.set_exception(error)
             return
         self._opened.set_result(None)
+        if self.store.capabilities.synthetic:
+            logger.warning("%s makes KV up: answers are noise, good for benchmarks only", self.name)
         try:
             while not self._stopping:
                 self._turn()
@@ -213,7 +216,7 @@ class StashThread:
         text = f"{type(error).__name__}: {error}"
         if time.monotonic() >= self._warn_at:
             self._warn_at = time.monotonic() + WARN_S
-            logger.warning("%s at %s failed: %s", what, self.store.name, text)
+            logger.warning("%s at %s failed: %s", what, self.name, text)
         return text
 
     # --- lookups ---
@@ -287,6 +290,8 @@ class StashThread:
         if ticket in self._cancelled or not any(there):
             return [False] * len(part.keys), []
         values = yield from self._values_of(part)
+        if self.store.capabilities.synthetic:
+            return there, []
         form = self.forms[part.group]
         right, bad = [], []
         for key, header, value, is_there in zip(part.keys, headers, values, there, strict=True):
