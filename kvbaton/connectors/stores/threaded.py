@@ -7,6 +7,7 @@ from collections import deque
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from typing import Protocol
+from weakref import WeakSet
 
 from kvbaton.connectors.store import Found, Pieces, StoreCapabilities, Usage
 from kvbaton.errors import StoreError
@@ -74,6 +75,7 @@ class ThreadedStore:
         self.backend = backend
         self._threads = threads
         self._pools: dict[str, ThreadPoolExecutor] = {}
+        self._moves: WeakSet[Moves] = WeakSet()
 
     def open(self) -> None:
         """See `Store.open`."""
@@ -95,11 +97,11 @@ class ThreadedStore:
 
     def load(self, keys: Sequence[bytes], targets: Sequence[Pieces]) -> Future[list[bool]]:
         """See `Store.load`; one thread per object."""
-        return Moves(self._pool("load"), self._threads, self.backend.get, keys, targets)
+        return self._move("load", self.backend.get, keys, targets)
 
     def store(self, keys: Sequence[bytes], sources: Sequence[Pieces]) -> Future[list[bool]]:
         """See `Store.store`; one thread per object."""
-        return Moves(self._pool("store"), self._threads, self.backend.put, keys, sources)
+        return self._move("store", self.backend.put, keys, sources)
 
     def delete(self, keys: Sequence[bytes]) -> Future[int]:
         """See `Store.delete`."""
@@ -112,10 +114,23 @@ class ThreadedStore:
     def close(self) -> None:
         """See `Store.close`; what has not begun is cancelled, what runs is waited for."""
         pools, self._pools = self._pools, {}
+        for moves in list(self._moves):
+            moves.cancel()
         for pool in pools.values():
             pool.shutdown(wait=True, cancel_futures=True)
         if pools:
             self.backend.close()
+
+    def _move(
+        self,
+        job: str,
+        action: Callable[[bytes, Pieces], bool],
+        keys: Sequence[bytes],
+        many: Sequence[Pieces],
+    ) -> Moves:
+        moves = Moves(self._pool(job), self._threads, action, keys, many)
+        self._moves.add(moves)
+        return moves
 
     def _pool(self, job: str) -> ThreadPoolExecutor:
         if job not in self._pools:
