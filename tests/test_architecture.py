@@ -36,7 +36,15 @@ ANYTHING = {"cli", "cluster", "bench", "__main__", "__init__", "llm"}
 ONLY_FOR_CLI = {"bench"}
 """Rooms that nobody imports but the commands (and themselves)."""
 
-LIGHT = ("router.app", "edge.app", "text.tokenizer", "connectors.base", "cli", "engine.client")
+LIGHT = (
+    "router.app",
+    "edge.app",
+    "text.tokenizer",
+    "connectors.base",
+    "cli",
+    "engine.client",
+    "testing.suite",
+)
 """Modules that must not pull in torch, transformers or triton."""
 
 
