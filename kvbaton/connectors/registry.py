@@ -72,6 +72,8 @@ STORES = Kind(
         "faulty": "kvbaton.connectors.stores.faulty:FaultyStore",
         "tiered": "kvbaton.connectors.stores.tiered:TieredStore",
         "filesystem": "kvbaton.connectors.stores.filesystem:FilesystemStore",
+        "lmcache": "kvbaton.connectors.stores.lmcache:LMCacheStore",
+        "lmcache_server": "kvbaton.connectors.stores.lmcache_server:LMCacheServerStore",
         "memory": "kvbaton.connectors.stores.memory:MemoryStore",
         "redis": "kvbaton.connectors.stores.redis:RedisStore",
         "s3": "kvbaton.connectors.stores.s3:S3Store",

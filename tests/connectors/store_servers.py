@@ -1,0 +1,195 @@
+"""Real servers for tests of remote stores, on ports of their own, and the specs that name them."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import socket
+import subprocess
+import sys
+import time
+import urllib.request
+import uuid
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from importlib.util import find_spec
+from pathlib import Path
+from shutil import which
+from typing import Any
+
+import pytest
+
+from kvbaton.connectors.registry import load_store
+from kvbaton.connectors.store import Store
+
+HOST = "127.0.0.1"
+CHUNK_BYTES = 64 << 10
+START_S = 120.0
+S3_OPTIONS = {"access_key_id": "someone", "secret_access_key": "s3cr3t", "region": "us-east-1"}
+
+
+class Server:
+    """A server in a process of its own.
+
+    Attributes:
+        name: of the store that is tested with it.
+        port: where it listens, also after a restart.
+        process: what runs now.
+    """
+
+    process: subprocess.Popen[bytes]
+
+    def __init__(
+        self, name: str, command: Callable[[int], Sequence[str]], options: Callable[[int], Any]
+    ) -> None:
+        self.name = name
+        self.port = free_port()
+        self._command = list(command(self.port))
+        self._options: dict[str, Any] = options(self.port)
+        self.on_start: Callable[[], object] = lambda: None
+        self.on_end: Callable[[], object] = lambda: None
+
+    def start(self) -> None:
+        quiet = {"LMCACHE_TRACK_USAGE": "false", "LMCACHE_LOG_LEVEL": "ERROR"}
+        self.process = subprocess.Popen(
+            self._command,
+            stdout=subprocess.DEVNULL,
+            stderr=subprocess.DEVNULL,
+            env=os.environ | quiet,
+        )
+        give_up = time.monotonic() + START_S
+        while not self._listens():
+            assert time.monotonic() < give_up, f"{self._command} does not listen"
+            time.sleep(0.01)
+        self.on_start()
+
+    def kill(self) -> None:
+        self.process.kill()
+        self.process.wait()
+
+    def restart(self) -> None:
+        self.kill()
+        self.start()
+
+    @contextmanager
+    def paused(self) -> Iterator[None]:
+        """Meanwhile it says nothing at all."""
+        self.process.send_signal(signal.SIGSTOP)
+        try:
+            yield
+        finally:
+            self.process.send_signal(signal.SIGCONT)
+
+    def spec(self, **options: Any) -> str:
+        """Of a store on it."""
+        return f"{self.name}:{json.dumps(self._options | options)}"
+
+    @contextmanager
+    def store(self, **options: Any) -> Iterator[Store]:
+        """An opened store on it."""
+        store = load_store(self.spec(**options))
+        store.open()
+        try:
+            yield store
+        finally:
+            store.close()
+
+    def _listens(self) -> bool:
+        assert self.process.poll() is None, f"{self._command} ended"
+        with socket.socket() as probe:
+            return probe.connect_ex((HOST, self.port)) == 0
+
+
+@contextmanager
+def running(server: Server) -> Iterator[Server]:
+    """Run it, and leave nothing behind."""
+    try:
+        server.start()
+        yield server
+    finally:
+        if hasattr(server, "process"):
+            server.kill()
+        server.on_end()
+
+
+def redis_server(folder: Path, *flags: str) -> Server:
+    """A Redis server that keeps nothing on the disk."""
+    need("redis-server", which("redis-server"), "the Debian package redis-server is not installed")
+    need("redis", find_spec("redis"), "pip install 'kvbaton[redis]'")
+    base = [
+        "redis-server",
+        "--bind",
+        HOST,
+        "--save",
+        "",
+        "--appendonly",
+        "no",
+        "--dir",
+        str(folder),
+    ]
+    return Server(
+        "redis",
+        lambda port: [*base, "--port", str(port), *flags],
+        lambda port: {"url": f"redis://{HOST}:{port}/0"},
+    )
+
+
+def s3_server() -> Server:
+    """A moto server with an empty bucket, also after a restart."""
+    need("moto", find_spec("moto"), "pip install 'moto[server]'")
+    need("obstore", find_spec("obstore"), "pip install 'kvbaton[s3]'")
+    server = Server(
+        "s3",
+        lambda port: [sys.executable, "-m", "moto.server", "-H", HOST, "-p", str(port)],
+        lambda port: {
+            "url": "s3://bucket/some/prefix",
+            "endpoint": f"http://{HOST}:{port}",
+            "options": S3_OPTIONS,
+        },
+    )
+    server.on_start = lambda: s3_request(server, "PUT", "")
+    return server
+
+
+def s3_request(server: Server, method: str, path: str, data: bytes | None = None) -> bytes:
+    """Ask for a path of the bucket behind the store's back."""
+    url = f"http://{HOST}:{server.port}/bucket/{path}"
+    with urllib.request.urlopen(urllib.request.Request(url, data, method=method)) as answer:
+        return bytes(answer.read())
+
+
+def lmcache_server() -> Server:
+    """An LMCache server."""
+    need("lmcache", find_spec("lmcache"), "pip install 'kvbaton[lmcache]'")
+    code = "import sys; from lmcache.cli.main import main; sys.argv[0] = 'lmcache'; main()"
+    more = ["--eviction-policy", "LRU", "--supported-transfer-mode", "engine_driven"]
+    size = ["--chunk-size", "16", "--l1-size-gb", "0.0625"]
+    name = f"kvbaton-{uuid.uuid4().hex}"
+    server = Server(
+        "lmcache_server",
+        lambda port: [
+            *(sys.executable, "-c", code, "server", "--host", HOST, "--port", str(port)),
+            *("--http-port", str(free_port()), "--shm-name", name, *size, *more),
+        ],
+        lambda port: {"url": f"tcp://{HOST}:{port}", "chunk_bytes": CHUNK_BYTES},
+    )
+    server.on_end = lambda: Path("/dev/shm", name).unlink(missing_ok=True)
+    return server
+
+
+def need(name: str, found: object, reason: str) -> None:
+    """Skip the test without what it needs; fail it where that is meant to be there.
+
+    ``KVBATON_TESTS_NEED`` lists what is meant to be there, with commas.
+    """
+    if not found and name in os.environ.get("KVBATON_TESTS_NEED", "").split(","):
+        pytest.fail(f"{name} is missing: {reason}")
+    if not found:
+        pytest.skip(f"{name} is missing: {reason}")
+
+
+def free_port() -> int:
+    with socket.socket() as probe:
+        probe.bind((HOST, 0))
+        return int(probe.getsockname()[1])

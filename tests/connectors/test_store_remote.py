@@ -1,0 +1,159 @@
+"""Stores that keep objects in a server, each with its real one."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterator
+from concurrent.futures import Future
+from typing import Any
+
+import pytest
+
+from kvbaton.connectors.registry import load_store
+from kvbaton.connectors.store import Store
+from kvbaton.errors import ConfigError, StoreError
+from tests.connectors.store_servers import (
+    Server,
+    lmcache_server,
+    redis_server,
+    running,
+    s3_server,
+)
+from tests.connectors.stores_support import find, make_objects, pieces, read, save, wait
+
+HASTY: dict[str, dict[str, Any]] = {
+    "redis": {"timeout_s": 0.5, "retries": 1},
+    "s3": {"timeout_s": 0.5, "retry_s": 0.5},
+    "lmcache_server": {"timeout_s": 0.5},
+}
+"""Options of clients that give up soon."""
+SOON_S = 15.0
+SIZES = (0, 1, 15, 16, 17, 1_001, 65_511, 65_512, 65_513, 65_536, 200_003)
+
+
+@pytest.fixture(scope="module", params=["redis", "s3", "lmcache_server"])
+def server(request: pytest.FixtureRequest, tmp_path_factory: Any) -> Iterator[Server]:
+    makers: dict[str, Callable[[], Server]] = {
+        "redis": lambda: redis_server(tmp_path_factory.mktemp("redis")),
+        "s3": s3_server,
+        "lmcache_server": lmcache_server,
+    }
+    with running(makers[request.param]()) as server:
+        yield server
+
+
+@pytest.fixture
+def store(server: Server) -> Iterator[Store]:
+    with server.store() as store:
+        yield store
+
+
+def objects_of(sizes: tuple[int, ...], seed: int) -> dict[bytes, bytes]:
+    return {
+        k: v for i, n in enumerate(sizes) for k, v in make_objects(1, n, 100 * seed + i).items()
+    }
+
+
+def test_objects_come_back(store: Store) -> None:
+    objects = objects_of(SIZES, 1)
+    assert read(store, objects) == [None] * len(SIZES)
+    assert save(store, objects) == [True] * len(SIZES)
+    assert read(store, objects) == list(objects.values())
+    assert save(store, objects) == [True] * len(SIZES), "a second time"
+    assert read(store, objects) == list(objects.values())
+    assert store.health() is None
+
+
+def test_lookup_tells_each_key(store: Store) -> None:
+    there, absent = make_objects(300, 10, 2), make_objects(300, 10, 3)
+    assert all(save(store, there))
+    mixed = [key for pair in zip(there, absent, strict=True) for key in pair]
+    assert find(store, mixed).present == (True, False) * 300
+
+
+def test_another_length_is_a_miss(store: Store) -> None:
+    objects = make_objects(1, 1_000, 4)
+    [(key, data)] = objects.items()
+    assert save(store, objects) == [True]
+    for length in (0, 999, 1_001, 100_000):
+        assert read(store, {key: bytes(length)}) == [None], length
+    assert read(store, objects) == [data], "after the misses"
+
+
+def test_clients_see_each_other(server: Server) -> None:
+    objects = objects_of((10, 100_000), 5)
+    with server.store() as one, server.store() as other:
+        assert all(save(one, objects))
+        assert find(other, list(objects)).present == (True, True)
+        assert read(other, objects) == list(objects.values())
+        if one.capabilities.deletes:
+            assert wait(other.delete([*objects, bytes(32)])) == 2
+            assert find(one, list(objects)).present == (False, False)
+            assert read(one, objects) == [None, None]
+
+
+def calls_of(store: Store, objects: dict[bytes, bytes]) -> dict[str, Future[Any]]:
+    keys, buffers = list(objects), [pieces(data) for data in objects.values()]
+    return {
+        "lookup": store.lookup(keys),
+        "load": store.load(keys, buffers),
+        "store": store.store([bytes([7] * 32)], [pieces(bytes(100_000))]),
+    }
+
+
+def expect_errors(calls: dict[str, Future[Any]], before: float) -> None:
+    for name, call in calls.items():
+        error = call.exception(max(0.0, before + SOON_S - time.monotonic()))
+        assert isinstance(error, StoreError), f"{name}: {error!r}"
+
+
+def test_a_server_that_dies(server: Server) -> None:
+    objects = objects_of((100_000,), 6)
+    with server.store(**HASTY[server.name]) as store:
+        assert all(save(store, objects))
+        with server.paused():
+            began, calls = time.monotonic(), calls_of(store, objects)
+            server.kill()
+        try:
+            expect_errors(calls, began)
+            assert store.health() is not None
+            with pytest.raises(StoreError), server.store(**HASTY[server.name]):
+                pass
+        finally:
+            server.start()
+        again(store, objects)
+
+
+def again(store: Store, objects: dict[bytes, bytes]) -> None:
+    """The server is back, empty; the store finds that out by itself."""
+    give_up = time.monotonic() + SOON_S
+    while True:
+        try:
+            assert save(store, objects) == [True]
+            break
+        except StoreError:
+            assert time.monotonic() < give_up
+    assert read(store, objects) == list(objects.values())
+    assert store.health() is None
+
+
+def test_a_server_that_is_silent(server: Server) -> None:
+    objects = objects_of((100_000,), 7)
+    with server.store(**HASTY[server.name]) as store:
+        assert all(save(store, objects))
+        with server.paused():
+            expect_errors(calls_of(store, objects), time.monotonic())
+            assert store.health() is not None
+        again(store, objects)
+
+
+@pytest.mark.parametrize("name", ["redis", "s3", "lmcache"])
+def test_without_the_client(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    import sys
+
+    library = {"redis": "redis", "s3": "obstore", "lmcache": "lmcache"}[name]
+    monkeypatch.setitem(sys.modules, library, None)
+    monkeypatch.delitem(sys.modules, f"kvbaton.connectors.stores.{name}", raising=False)
+    monkeypatch.setattr("importlib.util.find_spec", lambda _: None)
+    with pytest.raises(ConfigError, match=rf"pip install 'kvbaton\[{name}\]'"):
+        load_store(f'{name}:{{"url": "s3://a"}}' if name != "lmcache" else name)
