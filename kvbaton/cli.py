@@ -185,8 +185,14 @@ def make_parser() -> argparse.ArgumentParser:
         return sub
 
     _add_up(command("up", run_up, "Start a whole cluster on this machine."))
-    _add_node(command("prefill", run_prefill, "Start a node that computes prompts."), 8100)
-    _add_node(command("decode", run_decode, "Start a node that generates."), 8200)
+    prefill = _add_node(
+        command("prefill", run_prefill, "Start a node that computes prompts."), 8100
+    )
+    text = "hand-overs alive at once; those beyond are put off (%(default)s)"
+    prefill.add_argument("--max-transfers", type=human_int, default=65_536, metavar="N", help=text)
+    decode = _add_node(command("decode", run_decode, "Start a node that generates."), 8200)
+    text = "blocks reserved or in quarantine for one prefill node (no limit)"
+    decode.add_argument("--max-blocks-per-peer", type=human_int, metavar="N", help=text)
     _add_router(command("router", run_router, "Start the endpoint in front of all nodes."))
     text = "Measure transports and endpoints."
     bench = commands.add_parser("bench", help=text, description=text, allow_abbrev=False)
@@ -222,7 +228,7 @@ def _add_up(parser: argparse.ArgumentParser) -> None:
     add_engine_flags(parser)
 
 
-def _add_node(parser: argparse.ArgumentParser, port: int) -> None:
+def _add_node(parser: argparse.ArgumentParser, port: int) -> argparse._ArgumentGroup:
     group = parser.add_argument_group("node")
     group.add_argument("--router", metavar="URL", help="register with this router")
     group.add_argument(
@@ -237,6 +243,7 @@ def _add_node(parser: argparse.ArgumentParser, port: int) -> None:
     _add_transport(parser)
     _add_common(parser, port=port, log_level="info")
     add_engine_flags(parser)
+    return group
 
 
 def _add_router(parser: argparse.ArgumentParser) -> None:
@@ -478,6 +485,7 @@ def node_config(args: argparse.Namespace, role: Literal["prefill", "decode"]) ->
     check_model(args.model)
     # With a fixed port, a restart takes the place of the life before it.
     unique = args.port or os.getpid()
+    limits = {n: v for n, v in vars(args).items() if n in ("max_transfers", "max_blocks_per_peer")}
     return NodeConfig(
         engine=engine_config(args),
         role=role,
@@ -494,4 +502,5 @@ def node_config(args: argparse.Namespace, role: Literal["prefill", "decode"]) ->
         transport=args.transport,
         control_port=args.control_port,
         log_level=args.log_level,
+        **limits,
     )

@@ -31,40 +31,35 @@ class DecodeFactory:
         self, executor: Executor, scheduler: Scheduler, surroundings: Surroundings
     ) -> DecodeRole:
         """Open transports and control channel, and start the courier."""
-        from kvbaton.connectors.channel import ControlChannel
-        from kvbaton.connectors.courier.endpoint import make_identity, open_transports
+        from kvbaton.connectors.courier.endpoint import open_endpoint
         from kvbaton.connectors.courier.receiver import Receiver
         from kvbaton.connectors.courier.thread import Courier
         from kvbaton.connectors.pairing import check_pairable
         from kvbaton.connectors.protocol.target import Target
         from kvbaton.decode.role import DecodeRole
 
-        node, handover = surroundings.node, self.handover
-        channel = ControlChannel(
-            handover.host, handover.control_port, cluster_key=handover.cluster_key
-        )
-        transports = open_transports(handover, node, executor.memories)
-        identity = make_identity(
-            handover,
-            node,
+        endpoint = open_endpoint(
+            self.handover,
+            surroundings.node,
             surroundings.identity,
             surroundings.record,
-            transports,
+            executor.memories,
             executor.layouts,
         )
         target = Target(
-            identity,
-            handover.timers,
+            endpoint.identity,
+            self.handover.timers,
             new_id=lambda: os.urandom(16),
             pairable=check_pairable,
+            max_blocks_per_peer=self.handover.max_blocks_per_peer,
         )
-        receiver = Receiver(target, transports, executor.layouts, executor)
+        receiver = Receiver(target, endpoint.transports, executor.layouts, executor)
         return DecodeRole(
-            Courier(channel, receiver=receiver),
+            Courier(endpoint.channel, receiver=receiver),
             executor,
             scheduler,
-            members=handover.peers,
-            trust_loopback=handover.cluster_key is None,
+            members=self.handover.peers,
+            trust_loopback=self.handover.cluster_key is None,
             poison=surroundings.config.debug_poison,
         )
 

@@ -31,41 +31,37 @@ class PrefillFactory:
         self, executor: Executor, scheduler: Scheduler, surroundings: Surroundings
     ) -> PrefillRole:
         """Open transports and control channel, and start the courier."""
-        from kvbaton.connectors.channel import ControlChannel
-        from kvbaton.connectors.courier.endpoint import make_identity, open_transports
+        from kvbaton.connectors.courier.endpoint import open_endpoint
         from kvbaton.connectors.courier.sender import Sender
         from kvbaton.connectors.courier.thread import Courier
         from kvbaton.connectors.pairing import check_pairable
         from kvbaton.connectors.protocol.source import Source
         from kvbaton.prefill.role import PrefillRole
 
-        node, handover = surroundings.node, self.handover
-        channel = ControlChannel(
-            handover.host, handover.control_port, cluster_key=handover.cluster_key
-        )
-        transports = open_transports(handover, node, executor.memories)
-        identity = make_identity(
-            handover,
+        node = surroundings.node
+        endpoint = open_endpoint(
+            self.handover,
             node,
             surroundings.identity,
             surroundings.record,
-            transports,
+            executor.memories,
             executor.layouts,
         )
         source = Source(
-            identity,
-            handover.timers,
+            endpoint.identity,
+            self.handover.timers,
             new_id=lambda: os.urandom(16),
             pairable=check_pairable,
+            max_attempts=self.handover.max_transfers,
         )
-        sender = Sender(source, transports, executor.layouts)
+        sender = Sender(source, endpoint.transports, executor.layouts)
         return PrefillRole(
-            Courier(channel, sender=sender),
+            Courier(endpoint.channel, sender=sender),
             executor,
             scheduler,
             node,
             surroundings.identity,
-            unclaimed_s=handover.timers.unclaimed,
+            unclaimed_s=self.handover.timers.unclaimed,
         )
 
 

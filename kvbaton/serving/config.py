@@ -37,6 +37,9 @@ class NodeConfig:
         generation_config: whether the model recommends sampling defaults; see `text.generation`.
         transport: ``NAME[:JSON]``.
         control_port: of the control channel; 0 takes a free one.
+        max_transfers: hand-overs that a prefill node has alive at once.
+        max_blocks_per_peer: blocks that a decode node has reserved or in quarantine for one prefill
+            node; None for no limit.
         log_level: of the log on standard error.
         grace_s: how long requests and hand-overs may go on after the node was told to stop.
 
@@ -58,6 +61,8 @@ class NodeConfig:
     generation_config: GenerationConfigMode = "auto"
     transport: str = "nixl"
     control_port: int = 0
+    max_transfers: int = HandoverConfig.max_transfers
+    max_blocks_per_peer: int | None = None
     log_level: str = "info"
     grace_s: float = 5.0
 
@@ -68,6 +73,12 @@ class NodeConfig:
             )
         if not self.node_id or "/" in self.node_id:
             raise ConfigError("--node-id", "must not be empty and not contain a slash")
+        for name, limit in (
+            ("--max-transfers", self.max_transfers),
+            ("--max-blocks-per-peer", self.max_blocks_per_peer),
+        ):
+            if limit is not None and limit < 1:
+                raise ConfigError(name, f"{limit} is not positive")
         for peer in self.peers:
             _check_peer(peer)
         if self.router is not None and urlsplit(self.router).scheme not in ("http", "https"):
@@ -87,6 +98,8 @@ class NodeConfig:
             control_port=self.control_port,
             cluster_key=self.cluster_key,
             peers=self.peers,
+            max_transfers=self.max_transfers,
+            max_blocks_per_peer=self.max_blocks_per_peer,
         )
 
 

@@ -177,3 +177,20 @@ def test_d_stands_still_after_reserving(brisk: Pair, expected: Expected) -> None
         until(lambda: not brisk.p.leftovers(), "P's blocks are free", SHORT.lease + 3.0)
     assert at_d.result() == expected(PROMPT)
     brisk.settle()
+
+
+def test_d_forgets_what_lives_of_p_have_said(brisk: Pair, expected: Expected) -> None:
+    """Layouts of sessions that are over are dropped, however often P comes back."""
+    receiver = brisk.d.courier.receiver
+    assert receiver is not None
+    seen: set[bytes] = set()
+    for seed in range(4):
+        prompt = prompt_of(20, seed=seed)
+        _, at_d = brisk.hand_over(prompt)
+        assert at_d.result() == expected(prompt)
+        kept = set(receiver._rank_layouts)
+        seen |= kept
+        assert len(kept) <= 2, "the session in use, and one that has ended since it began"
+        brisk.kill("p")
+        brisk.start_p_again()
+    assert len(seen) >= 3, "too few sessions to tell"

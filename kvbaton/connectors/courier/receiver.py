@@ -4,17 +4,16 @@ from __future__ import annotations
 
 import logging
 import time
-from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
 import msgspec
 
 from kvbaton.connectors.base import Peer, Transport
+from kvbaton.connectors.courier.half import Half
 from kvbaton.connectors.courier.notice import unpack_notice
 from kvbaton.connectors.courier.sender import PendingSums
-from kvbaton.connectors.courier.timeline import Timelines, attempt_name
 from kvbaton.connectors.digest import mismatches
 from kvbaton.connectors.layout import KVLayout
 from kvbaton.connectors.protocol.events import (
@@ -27,7 +26,6 @@ from kvbaton.connectors.protocol.events import (
     Start,
     TargetAction,
     TargetEvent,
-    Tick,
     Unquarantine,
     Verified,
     Verify,
@@ -73,7 +71,7 @@ class _Peers:
     unreachable: set[bytes] = field(default_factory=set)
 
 
-class Receiver:
+class Receiver(Half[TargetEvent, TargetAction]):
     """Carries out a `Target`'s actions on transports; only the courier's thread calls it.
 
     Args:
@@ -83,9 +81,6 @@ class Receiver:
         memory: recomputes digests.
     """
 
-    to_engine: Callable[[Any], None]
-    send: Callable[[Send], None]
-
     def __init__(
         self,
         target: Target,
@@ -93,20 +88,21 @@ class Receiver:
         layouts: Sequence[Sequence[KVLayout]],
         memory: TargetMemory,
     ) -> None:
-        self.target = target
-        self.transports = transports
-        self.layouts = layouts
-        self.memory = memory
-        self.counters = dict.fromkeys(
-            ("notices", "junk_notices", "digests_checked", "digests_failed", "verify_seconds"), 0.0
+        counters = (
+            "notices",
+            "junk_notices",
+            "digests_checked",
+            "digests_failed",
+            "verify_seconds",
         )
-        self.timelines = Timelines()
-        self._events: deque[TargetEvent] = deque()
+        super().__init__(target, transports, layouts, counters)
+        self.target = target
+        self.memory = memory
         self._live: set[Attempt] = set()
         self._peers: dict[NodeId, _Peers] = {}
         self._rank_layouts: dict[bytes, list[list[KVLayout]]] = {}
         self._checks: list[_Check] = []
-        self._do: dict[type, Callable[[Any, float], None]] = {
+        self._do = {
             Send: self._send,
             AdmitPeer: self._admit_peer,
             Verify: self._verify,
@@ -115,29 +111,12 @@ class Receiver:
         }
 
     def handle(self, event: TargetEvent, now: float) -> None:
-        """Give the machine an event and carry out what it answers.
-
-        What an action causes waits until all actions of the event are carried out.
-        """
+        """See `Half.handle`."""
         if isinstance(event, Start):
             self._live.add(event.attempt)
-        self._events.append(event)
-        if len(self._events) > 1:
-            return
-        while self._events:
-            for action in self.target.handle(self._events[0], now):
-                self._carry_out(action, now)
-            self._events.popleft()
+        super().handle(event, now)
 
-    def _carry_out(self, action: TargetAction, now: float) -> None:
-        do = self._do.get(type(action))
-        if do is None:
-            self.to_engine(action)
-        else:
-            do(action, now)
-
-    def poll(self, now: float) -> None:
-        """Look at notices, checks, peers and timers."""
+    def _look(self, now: float) -> None:
         for transport in self.transports:
             for notice in transport.notices():
                 self._landed(notice.payload, now)
@@ -145,32 +124,14 @@ class Receiver:
                 self._lost(peer, now)
         for check in list(self._checks):
             self._poll_check(check, now)
-        deadline = self.target.next_deadline()
-        if deadline is not None and deadline <= now:
-            self.handle(Tick(), now)
 
     def busy(self) -> bool:
         """Whether bytes may be on their way here."""
         return bool(self._live)
 
-    def next_deadline(self) -> float | None:
-        """When the machine wants to be called again."""
-        return self.target.next_deadline()
-
-    def close(self) -> None:
-        """Shut the transports down."""
-        for transport in self.transports:
-            transport.shutdown()
-
     def state(self) -> dict[str, Any]:
         """What the machine and this thread know, for diagnosis."""
-        stories = self.target.stories()
-        return {
-            "ledger": self.target.ledger(),
-            "stories": {attempt_name(attempt): list(lines) for attempt, lines in stories.items()},
-            "timelines": self.timelines.dump(),
-            "live": len(self._live),
-        }
+        return {**super().state(), "live": len(self._live), "layouts": len(self._rank_layouts)}
 
     # --- notices and peers ---
 
@@ -200,6 +161,7 @@ class Receiver:
         return any(session in peers.unreachable for peers in self._peers.values())
 
     def _admit_peer(self, action: AdmitPeer, now: float) -> None:
+        self._forget_layouts()
         self._rank_layouts[action.session] = [
             msgspec.msgpack.decode(card.layouts, type=list[KVLayout]) for card in action.ranks
         ]
@@ -212,6 +174,15 @@ class Receiver:
             logger.warning("can't reach %s: %s", action.node.node, error)
             peers.unreachable.add(action.session)
             self.handle(PeerGone(action.node), now)
+
+    def _forget_layouts(self) -> None:
+        """Drop those of sessions that can have nothing to verify any more."""
+        checked = {check.order.session for check in self._checks}
+        self._rank_layouts = {
+            session: layouts
+            for session, layouts in self._rank_layouts.items()
+            if session in checked or self.target.has_session(session)
+        }
 
     def _fence(self, action: Fence, now: float) -> None:
         peers = self._peers.get(action.node, _Peers())

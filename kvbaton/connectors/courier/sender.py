@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 import time
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any, Protocol, cast
 
@@ -14,8 +14,8 @@ import numpy as np
 import numpy.typing as npt
 
 from kvbaton.connectors.base import Handle, Peer, Ranges, Status, Transport
+from kvbaton.connectors.courier.half import Half
 from kvbaton.connectors.courier.notice import pack_notice
-from kvbaton.connectors.courier.timeline import Timelines, attempt_name
 from kvbaton.connectors.digest import claims
 from kvbaton.connectors.layout import KVLayout
 from kvbaton.connectors.plan import plan, total_bytes
@@ -36,7 +36,6 @@ from kvbaton.connectors.protocol.events import (
     SourceEvent,
     SourceFailed,
     Spans,
-    Tick,
     WriteEnded,
 )
 from kvbaton.connectors.protocol.source import Source
@@ -97,7 +96,7 @@ class _Write:
     failed: bool = False
 
 
-class Sender:
+class Sender(Half[SourceEvent, SourceAction]):
     """Carries out a `Source`'s actions on transports; only the courier's thread calls it.
 
     Args:
@@ -106,27 +105,19 @@ class Sender:
         layouts: per rank, one layout per group.
     """
 
-    to_engine: Callable[[Any], None]
-    send: Callable[[Send], None]
-
     def __init__(
         self,
         source: Source,
         transports: Sequence[Transport],
         layouts: Sequence[Sequence[KVLayout]],
     ) -> None:
+        counters = ("posted_bytes", "sent_bytes", "writes", "write_seconds", "plan_seconds")
+        super().__init__(source, transports, layouts, counters)
         self.source = source
-        self.transports = transports
-        self.layouts = layouts
-        self.counters = dict.fromkeys(
-            ("posted_bytes", "sent_bytes", "writes", "write_seconds", "plan_seconds"), 0.0
-        )
-        self.timelines = Timelines()
-        self._events: deque[SourceEvent] = deque()
         self._peers: dict[bytes, _Peers] = {}
         self._writes: list[_Write] = []
         self._reports: dict[Attempt, deque[BlocksReport | FirstTokens]] = {}
-        self._do: dict[type, Callable[[Any, float], None]] = {
+        self._do = {
             Send: self._send,
             SendPushed: self._send_pushed,
             OpenPeer: self._open_peer,
@@ -147,28 +138,7 @@ class Sender:
         else:
             self.handle(item, now)
 
-    def handle(self, event: SourceEvent, now: float) -> None:
-        """Give the machine an event and carry out what it answers.
-
-        What an action causes waits until all actions of the event are carried out.
-        """
-        self._events.append(event)
-        if len(self._events) > 1:
-            return
-        while self._events:
-            for action in self.source.handle(self._events[0], now):
-                self._carry_out(action, now)
-            self._events.popleft()
-
-    def _carry_out(self, action: SourceAction, now: float) -> None:
-        do = self._do.get(type(action))
-        if do is None:
-            self.to_engine(action)
-        else:
-            do(action, now)
-
-    def poll(self, now: float) -> None:
-        """Look at reports, writes, peers and timers."""
+    def _look(self, now: float) -> None:
         for attempt in list(self._reports):
             self._poll_reports(attempt, now)
         self._poll_writes(now)
@@ -176,32 +146,14 @@ class Sender:
             transport.notices()  # nobody writes to a source; this drives the transport's progress
             for peer in transport.lost():
                 self._lost(peer, now)
-        deadline = self.source.next_deadline()
-        if deadline is not None and deadline <= now:
-            self.handle(Tick(), now)
 
     def busy(self) -> bool:
-        """Whether something is on its way that only looking at it moves on."""
+        """Whether blocks are about to be sent, or on their way."""
         return bool(self._reports) or any(not write.failed for write in self._writes)
-
-    def next_deadline(self) -> float | None:
-        """When the machine wants to be called again."""
-        return self.source.next_deadline()
-
-    def close(self) -> None:
-        """Close all peers and shut the transports down."""
-        for transport in self.transports:
-            transport.shutdown()
 
     def state(self) -> dict[str, Any]:
         """What the machine and this thread know, for diagnosis."""
-        stories = self.source.stories()
-        return {
-            "ledger": self.source.ledger(),
-            "stories": {attempt_name(attempt): list(lines) for attempt, lines in stories.items()},
-            "timelines": self.timelines.dump(),
-            "writes_in_flight": len(self._writes),
-        }
+        return {**super().state(), "writes_in_flight": len(self._writes)}
 
     # --- reports ---
 

@@ -144,6 +144,10 @@ class TargetSessions(Machine[TargetEvent, TargetAction, TargetState, Incoming]):
             for session in self._sessions.values()
         ]
 
+    def has_session(self, session: bytes) -> bool:
+        """Whether a session is in use, or has blocks in quarantine."""
+        return session in self._sessions
+
     # --- opening ---
 
     def _line(self, address: str) -> Line:
