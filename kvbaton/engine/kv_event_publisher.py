@@ -144,8 +144,11 @@ class KVEventPublisher:
         poller.register(self._replay, zmq.POLLIN)
         try:
             while self._forward():
-                if self._replay in dict(poller.poll()):
-                    self._answer(self._replay.recv_multipart())
+                if self._replay not in dict(poller.poll()):
+                    continue
+                if not self._forward():  # what was published before it was asked for is in it
+                    return
+                self._answer(self._replay.recv_multipart())
         finally:
             for socket in (self._queue, self._replay, self._pub):
                 socket.close()

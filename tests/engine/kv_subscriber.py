@@ -75,6 +75,7 @@ class Index:
         assert len(event.token_ids) == size * len(event.block_hashes)
         parent = event.parent_block_hash
         for i, block in enumerate(event.block_hashes):
+            assert block not in blocks or not self.strict, "a block is stored twice"
             blocks[block] = (parent, event.token_ids[i * size : (i + 1) * size])
             parent = block
         for extra in event.extra_keys or ():
