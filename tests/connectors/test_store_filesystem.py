@@ -320,6 +320,16 @@ def test_a_large_store_is_evicted_by_sample(
     assert len(entries(tmp_path)) * size <= 600 * size
 
 
+def test_foreign_files_are_left_alone(make: Make, tmp_path: Path) -> None:
+    store, objects = make(max_bytes=2 * ENTRY), make_objects(4, 1000)
+    for folder in range(256):
+        (root(tmp_path) / f"{folder:02x}").mkdir()
+        (root(tmp_path) / f"{folder:02x}" / ".nfs0001").write_bytes(bytes(5_000))
+    assert save(store, objects) == [True] * 4
+    assert len(list(root(tmp_path).rglob(".nfs*"))) == 256
+    assert len(entries(tmp_path)) == 2
+
+
 def test_a_sample_gives_up_only_its_oldest(
     make: Make, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -9,7 +9,7 @@ import pytest
 
 from kvbaton.connectors.store import Pieces, StoreCapabilities, Usage
 from kvbaton.connectors.stores.threaded import ThreadedStore
-from kvbaton.errors import StoreError
+from kvbaton.errors import ConfigError, StoreError
 from tests.connectors.stores_support import find, make_objects, pieces, read, save, wait
 
 
@@ -78,6 +78,11 @@ def store(backend: Gated) -> Iterator[ThreadedStore]:
     yield store
     backend.go_on.set()
     store.close()
+
+
+def test_threads_are_needed(backend: Gated) -> None:
+    with pytest.raises(ConfigError, match="threads: must be at least 1, not 0"):
+        ThreadedStore("gated", backend, threads=0).open()
 
 
 def test_objects_go_in_and_out(store: ThreadedStore) -> None:

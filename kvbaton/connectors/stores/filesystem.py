@@ -23,7 +23,7 @@ from kvbaton.connectors.store import Pieces, StoreCapabilities, Usage
 from kvbaton.connectors.stores import filesystem_entry
 from kvbaton.connectors.stores.filesystem_entry import HEADER_BYTES, Verdict
 from kvbaton.connectors.stores.filesystem_finder import Finder
-from kvbaton.connectors.stores.filesystem_room import Room, open_file
+from kvbaton.connectors.stores.filesystem_room import SUFFIX, Room, open_file
 from kvbaton.connectors.stores.threaded import ThreadedStore
 from kvbaton.errors import ConfigError, StoreError
 
@@ -222,7 +222,7 @@ class Files:
 
     def _path(self, key: bytes) -> str:
         name = key.hex()
-        return f"{self._root}/{name[:2]}/{name}.safetensors"
+        return f"{self._root}/{name[:2]}/{name}{SUFFIX}"
 
     def _failed(self, doing: str, error: OSError) -> StoreError:
         self._trouble = f"can't {doing} {self._root}: {error}"

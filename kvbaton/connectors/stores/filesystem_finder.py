@@ -13,7 +13,7 @@ from binascii import hexlify
 from collections.abc import Sequence
 
 from kvbaton.connectors.store import KEY_BYTES
-from kvbaton.connectors.stores.filesystem_room import FOLDERS
+from kvbaton.connectors.stores.filesystem_room import FOLDERS, SUFFIX
 
 _NONE = -1
 """Stands for the descriptor of a folder that is not there: nothing is found in it."""
@@ -58,9 +58,9 @@ class Finder:
 
     def _ask(self, keys: Sequence[bytes]) -> list[bool]:
         names = hexlify(b"".join(keys), b"/", KEY_BYTES).split(b"/")
-        folders, access, exists = self._folders, os.access, os.F_OK
+        folders, access, exists, suffix = self._folders, os.access, os.F_OK, SUFFIX.encode()
         return [
-            access(name + b".safetensors", exists, dir_fd=folders[key[0]])
+            access(name + suffix, exists, dir_fd=folders[key[0]])
             for name, key in zip(names, keys, strict=False)
         ]
 

@@ -38,6 +38,7 @@ from kvbaton.connectors.host import ProcessCard, is_gone, this_process
 from kvbaton.connectors.store import Usage
 
 FOLDERS = 256
+SUFFIX = ".safetensors"
 SAMPLE = 4096
 """Entries from which the oldest are chosen."""
 LOCK_SECONDS = 1.0
@@ -216,6 +217,8 @@ class Room:
         try:
             with os.scandir(self._in(f"{folder:02x}")) as found:
                 for item in found:
+                    if not item.name.endswith(SUFFIX):  # a file server's own, say
+                        continue
                     with suppress(FileNotFoundError):  # evicted by another process
                         status = item.stat(follow_symlinks=False)
                         yield _Entry(status.st_mtime_ns, item.path, status.st_size)

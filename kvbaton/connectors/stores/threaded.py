@@ -10,7 +10,7 @@ from typing import Protocol
 from weakref import WeakSet
 
 from kvbaton.connectors.store import Found, Pieces, StoreCapabilities, Usage
-from kvbaton.errors import StoreError
+from kvbaton.errors import ConfigError, StoreError
 
 
 class Backend(Protocol):
@@ -79,6 +79,8 @@ class ThreadedStore:
 
     def open(self) -> None:
         """See `Store.open`."""
+        if self._threads < 1:
+            raise ConfigError("threads", f"must be at least 1, not {self._threads}")
         self.backend.open()
         for job, threads in (("lookup", 1), ("load", self._threads), ("store", self._threads)):
             self._pools[job] = ThreadPoolExecutor(threads, f"{self.name}-{job}")
