@@ -1,0 +1,182 @@
+"""What saving costs a busy engine: the same work with and without a store, in turns.
+
+Two engines in one process, equal but for the store, run the same requests one after the other, in
+an order that alternates. All prompts are new, so all of their blocks are computed and saved. One
+number per pair: the throughput with the store over that without; and the CPU seconds of the whole
+process without over those with, saving included to its end, which hardly depend on what else the
+machine does. Reported are the medians of all pairs and their 95 % intervals (bootstrap over pairs).
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import random
+import tempfile
+import time
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from kvbaton.bench.report import median, publish
+from kvbaton.engine.build import build_engine
+from kvbaton.engine.config import EngineConfig
+from kvbaton.engine.solo import SoloFactory
+from kvbaton.testing.checkpoints import CheckpointSpec, make_checkpoint
+from kvbaton.wire import AddRequest, FromCore, NodeId, Outputs, Rejected, SamplingParams, ToCore
+
+MODEL = CheckpointSpec(
+    vocab_size=4096,
+    hidden_size=512,
+    intermediate_size=1376,
+    num_layers=8,
+    num_heads=8,
+    num_kv_heads=4,
+    head_dim=64,
+    max_position_embeddings=2048,
+    tied=True,
+)
+"""About 25 million parameters; a block of 16 tokens has 512 KiB."""
+
+RESAMPLES = 10_000
+
+
+class Desk:
+    """The engine's mailbox."""
+
+    def __init__(self) -> None:
+        self.inbox: list[ToCore] = []
+        self.open = 0
+
+    def receive(self, timeout: float, wake_fd: int) -> list[ToCore]:
+        """What was submitted."""
+        inbox, self.inbox = self.inbox, []
+        return inbox
+
+    def send(self, message: FromCore) -> None:
+        """Count ends."""
+        assert not isinstance(message, Rejected), message
+        if isinstance(message, Outputs):
+            self.open -= sum(output.finish_reason is not None for output in message.outputs)
+
+
+class Bench:
+    """An engine in this process."""
+
+    def __init__(self, config: EngineConfig) -> None:
+        self.desk = Desk()
+        self.core = build_engine(config, NodeId("bench", bytes(16)), SoloFactory(), self.desk).core
+        self._count = 0
+
+    def run(self, prompts: Sequence[tuple[int, ...]], max_tokens: int) -> tuple[float, float]:
+        """Seconds until the last token of requests that all come now, and CPU seconds of it all.
+
+        The clock stops when the last token is out; the queue of saves is emptied before the next
+        run begins, or that would pay for it.
+        """
+        params = SamplingParams(temperature=0.0, max_tokens=max_tokens, ignore_eos=True)
+        for prompt in prompts:
+            self._count += 1
+            self.desk.inbox.append(
+                AddRequest(request_id=f"r{self._count}", token_ids=prompt, params=params)
+            )
+        self.desk.open = len(prompts)
+        began, cpu = time.perf_counter(), time.process_time()
+        while self.desk.open:
+            self._turn()
+        taken = time.perf_counter() - began
+        while not self.core.is_idle():
+            time.sleep(0.001)
+            self._turn()
+        return taken, time.process_time() - cpu
+
+    def _turn(self) -> None:
+        self.core.receive()
+        self.core.listen()
+        self.core.launch()
+        self.core.update()
+
+    def saved(self) -> dict[str, float]:
+        """Blocks by outcome."""
+        name = "kvbaton_store_save_blocks_total"
+        counters = self.core.metrics().counters
+        return {key.split('"')[-2]: v for key, v in counters.items() if key.startswith(name)}
+
+
+def main() -> None:
+    """Run it."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--store", choices=("filesystem", "memory"), default="filesystem")
+    parser.add_argument("--requests", type=int, default=8)
+    parser.add_argument("--input-len", type=int, default=256)
+    parser.add_argument("--output-len", type=int, default=32)
+    parser.add_argument("--pairs", type=int, default=20)
+    parser.add_argument("--threads", type=int, default=1)
+    parser.add_argument("--out", type=Path)
+    args = parser.parse_args()
+    torch.set_num_threads(args.threads)
+    with tempfile.TemporaryDirectory() as folder:
+        rows = measure(Path(folder), args)
+    publish("store_overhead", vars(args), rows, args.out)
+
+
+def measure(folder: Path, args: argparse.Namespace) -> list[dict[str, Any]]:
+    """Pairs of runs; the first is warm-up."""
+    options = {
+        "filesystem": {"path": str(folder / "store"), "max_bytes": 1 << 30},
+        "memory": {"max_bytes": 1 << 29},
+    }[args.store]
+    store = f"{args.store}:{json.dumps(options)}"
+    settings: dict[str, Any] = {
+        "model": str(make_checkpoint(folder / "model", MODEL)),
+        "device": "cpu",
+        "num_threads": args.threads,
+        "max_model_len": 1024,
+    }
+    benches = [Bench(EngineConfig(**settings, store=spec)) for spec in (None, store)]
+    chance = random.Random(0)
+    ratios, cpu_ratios, taken = list[float](), list[float](), list[list[float]]()
+    for number in range(args.pairs + 1):
+        size = args.input_len
+        prompts = [tuple(chance.choices(range(3, 4096), k=size)) for _ in range(args.requests)]
+        seconds, cpu = [0.0, 0.0], [0.0, 0.0]
+        for which in (0, 1) if number % 2 else (1, 0):
+            seconds[which], cpu[which] = benches[which].run(prompts, args.output_len)
+        if number:
+            ratios.append(seconds[0] / seconds[1])
+            cpu_ratios.append(cpu[0] / cpu[1])
+            taken.append(seconds)
+    saved = benches[1].saved()
+    for bench in benches:
+        bench.core.close()
+    tokens = args.requests * (args.input_len + args.output_len)
+    return [
+        {
+            "store": args.store,
+            "tokens/s without": tokens / median([pair[0] for pair in taken]),
+            "tokens/s with": tokens / median([pair[1] for pair in taken]),
+            "ratio": told(ratios),
+            "CPU ratio": told(cpu_ratios),
+            "blocks stored": saved["stored"],
+            "dropped": saved["dropped"],
+        }
+    ]
+
+
+def told(ratios: Sequence[float]) -> str:
+    """The median with its interval."""
+    low, high = interval(ratios)
+    return f"{median(ratios):.3f} [{low:.3f}, {high:.3f}]"
+
+
+def interval(ratios: Sequence[float]) -> tuple[float, float]:
+    """95 % interval of the median (Efron, "Bootstrap Methods", Annals of Statistics, 1979)."""
+    chance = random.Random(0)
+    medians = sorted(median(chance.choices(ratios, k=len(ratios))) for _ in range(RESAMPLES))
+    return medians[RESAMPLES // 40], medians[-RESAMPLES // 40]
+
+
+if __name__ == "__main__":
+    main()
