@@ -148,15 +148,14 @@ def s3_server() -> Server:
             "options": S3_OPTIONS,
         },
     )
-    server.on_start = lambda: s3_request(server, "PUT", "")
+    server.on_start = lambda: _make_bucket(server.port)
     return server
 
 
-def s3_request(server: Server, method: str, path: str, data: bytes | None = None) -> bytes:
-    """Ask for a path of the bucket behind the store's back."""
-    url = f"http://{HOST}:{server.port}/bucket/{path}"
-    with urllib.request.urlopen(urllib.request.Request(url, data, method=method)) as answer:
-        return bytes(answer.read())
+def _make_bucket(port: int) -> None:
+    request = urllib.request.Request(f"http://{HOST}:{port}/bucket", method="PUT")
+    with urllib.request.urlopen(request):
+        pass
 
 
 def lmcache_server() -> Server:

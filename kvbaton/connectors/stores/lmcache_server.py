@@ -108,7 +108,7 @@ class Chunks:
             with self._channel():
                 pass
         except StoreError:
-            self.close()
+            self._context.destroy(linger=0)
             raise
 
     def close(self) -> None:

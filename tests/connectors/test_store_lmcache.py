@@ -1,0 +1,165 @@
+"""LMCache in this process, and chunks of its server behind the store's back."""
+
+from __future__ import annotations
+
+import gc
+import multiprocessing
+import random
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from kvbaton.connectors.registry import load_store
+from kvbaton.connectors.store import Store
+from kvbaton.connectors.stores.lmcache_chunks import (
+    KEY_TOKENS,
+    Verdict,
+    chunks_of,
+    fill,
+    take,
+    tokens_of,
+)
+from kvbaton.errors import ConfigError, StoreError
+from tests.connectors.store_servers import CHUNK_BYTES, Server, lmcache_server, need, running
+from tests.connectors.stores_support import find, make_objects, pieces, read, save, wait
+
+SIZES = (0, 1, CHUNK_BYTES - 25, CHUNK_BYTES - 24, CHUNK_BYTES - 23, 5 * CHUNK_BYTES)
+
+
+@pytest.fixture
+def engine() -> Iterator[Any]:
+    from importlib.util import find_spec
+
+    need("lmcache", find_spec("lmcache"), "pip install 'kvbaton[lmcache]'")
+    store = load_store(f'lmcache:{{"max_bytes": {64 * CHUNK_BYTES}, "chunk_bytes": {CHUNK_BYTES}}}')
+    store.open()
+    yield store
+    store.close()
+
+
+def objects_of(seed: int) -> dict[bytes, bytes]:
+    return {k: v for i, n in enumerate(SIZES) for k, v in make_objects(1, n, seed + i).items()}
+
+
+@pytest.mark.parametrize("num_bytes", [0, 1, 999, 1000, 1001, 1024, 5000])
+def test_chunks_hold_all_bytes(num_bytes: int) -> None:
+    [(key, data)] = make_objects(1, num_bytes, 30).items()
+    count = chunks_of(pieces(data), 1024)
+    slots = [memoryview(bytearray(random.Random(i).randbytes(1024))) for i in range(count)]
+    for i in reversed(range(count)):
+        fill([slots[i]], [i], key, pieces(data))
+    target = pieces(bytes(num_bytes))
+    assert take(slots, key, target) is Verdict.RIGHT
+    assert b"".join(target) == data
+    assert take(slots, bytes(32), target) is Verdict.CORRUPT
+    assert take(slots, key, pieces(bytes(num_bytes + 1))) is Verdict.OTHER_LENGTH
+
+
+def test_tokens_name_the_key() -> None:
+    keys = [bytes(32), *(bytes(i) + b"\x01" + bytes(31 - i) for i in range(32))]
+    for chunk in (16, 20, 256):
+        tokens = [tokens_of(key, chunk, 3) for key in keys]
+        assert {len(some) for some in tokens} == {3 * chunk}
+        assert len({tuple(some[:chunk]) for some in tokens}) == len(keys)
+
+
+def test_objects_come_back(engine: Store) -> None:
+    objects = objects_of(40)
+    assert find(engine, list(objects)).present == (False,) * len(SIZES)
+    assert save(engine, objects) == [True] * len(SIZES)
+    assert find(engine, [*objects, bytes(32)]).present == (True,) * len(SIZES) + (False,)
+    assert read(engine, objects) == list(objects.values())
+    assert wait(engine.delete(list(objects)[:2])) == 2
+    assert read(engine, objects) == [None, None, *list(objects.values())[2:]]
+
+
+def test_the_process_stays_as_it_was(engine: Store) -> None:
+    assert gc.isenabled()
+    assert multiprocessing.get_start_method(allow_none=True) is None
+
+
+def test_a_corrupt_object_is_a_miss(engine: Any) -> None:
+    objects = make_objects(2, 3 * CHUNK_BYTES, 50)
+    [key, _] = objects
+    assert all(save(engine, objects))
+
+    def spoil(slots: list[memoryview]) -> None:
+        slots[2][77] ^= 1
+
+    engine.backend._engine.retrieve(tokens_of(key, KEY_TOKENS, 4), move=spoil)
+    assert read(engine, objects) == [None, objects[list(objects)[1]]]
+    assert find(engine, list(objects)).present == (False, True)
+    assert save(engine, objects) == [True, True]
+    assert read(engine, objects) == list(objects.values())
+
+
+def test_a_full_engine(engine: Store) -> None:
+    assert save(engine, make_objects(1, 64 * CHUNK_BYTES, 60)) == [False], "larger than the engine"
+    objects = make_objects(40, 3 * CHUNK_BYTES - 100, 61)
+    assert all(save(engine, objects)), "old ones make room"
+    loaded = read(engine, objects)
+    assert {None} < set(loaded) <= {None, *objects.values()}
+    assert loaded[-1] == list(objects.values())[-1]
+
+
+def test_unknown_settings() -> None:
+    from importlib.util import find_spec
+
+    need("lmcache", find_spec("lmcache"), "pip install 'kvbaton[lmcache]'")
+    with pytest.raises(ConfigError, match="no_such"):
+        load_store('lmcache:{"options": {"no_such": 1}}').open()
+    with pytest.raises(ConfigError, match="chunk_bytes"):
+        load_store('lmcache:{"chunk_bytes": 1000}')
+
+
+@pytest.fixture(scope="module")
+def server() -> Iterator[Server]:
+    with running(lmcache_server()) as server:
+        yield server
+
+
+def test_a_corrupt_chunk_of_the_server(server: Server) -> None:
+    objects = make_objects(2, 2 * CHUNK_BYTES, 70)
+    with server.store() as store:
+        assert all(save(store, objects))
+        spoil_in_memory(server, next(iter(objects.values()))[-500:-400])
+        assert read(store, objects) == [None, list(objects.values())[1]]
+
+
+def spoil_in_memory(server: Server, some: bytes) -> None:
+    name = next(word for word in server.process.args if "kvbaton-" in str(word))  # type: ignore[union-attr]
+    with Path("/dev/shm", str(name)).open("r+b") as memory:
+        start = memory.read().index(some)
+        memory.seek(start)
+        memory.write(bytes([some[0] ^ 1]))
+
+
+def test_a_server_without_room(server: Server) -> None:
+    with server.store() as store:
+        assert save(store, make_objects(1, 70 << 20, 80)) == [False]
+        objects = make_objects(150, 8 * CHUNK_BYTES, 81)
+        kept = save(store, objects)
+        loaded = read(store, objects)
+        assert any(kept)
+        for data, found in zip(objects.values(), loaded, strict=True):
+            assert found in (None, data)
+
+
+def test_locks_are_given_back(server: Server) -> None:
+    """Whatever was read can be evicted afterwards, so new objects find room again and again."""
+    with server.store() as store:
+        for seed in range(90, 96):
+            objects = make_objects(40, 8 * CHUNK_BYTES, seed)
+            save(store, objects)
+            find(store, list(objects))
+            loaded = read(store, objects)
+            assert sum(data is not None for data in loaded) > 10
+
+
+def test_nobody_listens() -> None:
+    store = load_store('lmcache_server:{"url": "tcp://127.0.0.1:9", "timeout_s": 0.2}')
+    with pytest.raises(StoreError, match="no connection within"):
+        store.open()
+    assert "no connection" in str(store.health())

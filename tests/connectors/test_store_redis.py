@@ -1,0 +1,118 @@
+"""What is Redis's own: values behind the store's back, a full server, time to live."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+
+from kvbaton.connectors.registry import load_store
+from kvbaton.connectors.store import Store
+from kvbaton.errors import ConfigError, StoreError
+from tests.connectors.store_servers import HOST, Server, free_port, redis_server, running
+from tests.connectors.stores_support import find, make_objects, read, save, until
+
+OBJECTS = make_objects(2, 70_000, 11)
+KEYS = list(OBJECTS)
+NAMES = [f"kvbaton:{key.hex()}" for key in KEYS]
+
+
+@pytest.fixture(scope="module")
+def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
+    with running(redis_server(tmp_path_factory.mktemp("redis"))) as server:
+        yield server
+
+
+@pytest.fixture
+def client(server: Server) -> Iterator[Any]:
+    import redis
+
+    with redis.Redis(HOST, server.port) as client:
+        client.flushall()
+        yield client
+
+
+@pytest.fixture
+def store(server: Server, client: Any) -> Iterator[Store]:
+    with server.store() as store:
+        assert save(store, OBJECTS) == [True, True]
+        yield store
+
+
+def damage(client: Any, how: str) -> None:
+    if how == "changed":
+        client.setrange(NAMES[0], 40_000, b"\x00\xff\x00\xff")
+    elif how == "cut":
+        client.set(NAMES[0], client.get(NAMES[0])[:-1])
+    elif how == "almost nothing":
+        client.set(NAMES[0], b"x")
+    else:
+        client.copy(NAMES[1], NAMES[0], replace=True)
+
+
+@pytest.mark.parametrize("how", ["changed", "cut", "almost nothing", "of another key"])
+def test_a_corrupt_value_is_a_miss(store: Store, client: Any, how: str) -> None:
+    damage(client, how)
+    assert read(store, OBJECTS) == [None, OBJECTS[KEYS[1]]]
+    assert find(store, KEYS).present == (False, True), "the corrupt value is gone"
+    assert save(store, OBJECTS) == [True, True]
+    assert read(store, OBJECTS) == list(OBJECTS.values())
+
+
+def test_bytes_are_sent_once(store: Store, client: Any) -> None:
+    before = client.info("stats")["total_net_input_bytes"]
+    assert save(store, OBJECTS) == [True, True]
+    assert client.info("stats")["total_net_input_bytes"] - before < 10_000
+
+
+def test_one_round_trip_looks_up_all(store: Store, client: Any) -> None:
+    find(store, KEYS)
+    calls = client.info("stats")["total_reads_processed"]
+    assert find(store, KEYS * 100).present == (True,) * 200
+    # Most are read together; a socket's buffer may split them.
+    assert client.info("stats")["total_reads_processed"] - calls < 20
+
+
+def test_a_full_server(tmp_path_factory: pytest.TempPathFactory) -> None:
+    folder = tmp_path_factory.mktemp("full")
+    with running(redis_server(folder, "--maxmemory", "8mb")) as server, server.store() as store:
+        objects = make_objects(12, 1 << 20, 12)
+        kept = save(store, objects)
+        assert 0 < sum(kept) < 12
+        assert find(store, list(objects)).present == tuple(kept)
+        expected = [data if yes else None for data, yes in zip(objects.values(), kept, strict=True)]
+        assert read(store, objects) == expected
+        assert store.health() is None, "full is not ill"
+        assert store.usage().capacity == 8 << 20
+
+
+def test_what_nobody_uses_expires(server: Server, client: Any) -> None:
+    with server.store(ttl_s=100) as store:
+        assert save(store, OBJECTS) == [True, True]
+        for use in (read, save):
+            client.pexpire(NAMES[0], 5_000)
+            use(store, OBJECTS)
+            assert client.pttl(NAMES[0]) > 90_000, use.__name__
+    with server.store(ttl_s=0.2) as store:
+        save(store, OBJECTS)
+        until(lambda: find(store, KEYS).present == (False, False), "the values expire")
+
+
+def test_prefixes_do_not_mix(store: Store, server: Server) -> None:
+    with server.store(prefix="other:") as other:
+        assert find(other, KEYS).present == (False, False)
+
+
+def test_secrets_stay_secret() -> None:
+    url = f"redis://me:s3cr3t@{HOST}:{free_port()}/0"
+    store = load_store(f'redis:{{"url": "{url}", "retries": 0}}')
+    with pytest.raises(StoreError, match="can't reach redis") as caught:
+        store.open()
+    assert "s3cr3t" not in str(caught.value) + str(store.health())
+
+
+@pytest.mark.parametrize("options", ['{"url": "ftp://host"}', '{"url": "redis://h", "ttl_s": 0}'])
+def test_wrong_options(options: str) -> None:
+    with pytest.raises(ConfigError, match=r"url|ttl_s"):
+        load_store(f"redis:{options}")

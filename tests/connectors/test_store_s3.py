@@ -1,0 +1,115 @@
+"""What is S3's own: objects behind the store's back, buckets, conditional writes, credentials."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+
+from kvbaton.connectors.registry import load_store
+from kvbaton.connectors.store import Store
+from kvbaton.errors import ConfigError, StoreError
+from tests.connectors.store_servers import (
+    HOST,
+    S3_OPTIONS,
+    Server,
+    free_port,
+    running,
+    s3_server,
+)
+from tests.connectors.stores_support import find, make_objects, pieces, read, save, wait
+
+OBJECTS = make_objects(2, 70_000, 21)
+KEYS = list(OBJECTS)
+PATHS = [f"some/prefix/{key.hex()[:2]}/{key.hex()}" for key in KEYS]
+
+
+@pytest.fixture(scope="module")
+def server() -> Iterator[Server]:
+    with running(s3_server()) as server:
+        yield server
+
+
+@pytest.fixture
+def store(server: Server) -> Iterator[Store]:
+    with server.store() as store:
+        assert save(store, OBJECTS) == [True, True]
+        yield store
+
+
+def bucket(server: Server) -> Any:
+    """Its bucket, behind the store's back."""
+    from obstore.store import S3Store
+
+    return S3Store(
+        "bucket",
+        config={"endpoint": f"http://{HOST}:{server.port}", **S3_OPTIONS},  # type: ignore[arg-type]
+        client_options={"allow_http": True},
+    )
+
+
+def damaged(server: Server, how: str) -> bytes:
+    import obstore
+
+    right, other = (bytes(obstore.get(bucket(server), path).bytes()) for path in PATHS)
+    return {
+        "changed": right[:40_000] + bytes([right[40_000] ^ 1]) + right[40_001:],
+        "cut": right[:-1],
+        "almost nothing": b"x",
+        "of another key": other,
+    }[how]
+
+
+@pytest.mark.parametrize("how", ["changed", "cut", "almost nothing", "of another key"])
+def test_a_corrupt_object_is_a_miss(store: Store, server: Server, how: str) -> None:
+    import obstore
+
+    obstore.put(bucket(server), PATHS[0], damaged(server, how))
+    assert read(store, OBJECTS) == [None, OBJECTS[KEYS[1]]]
+    assert find(store, KEYS).present == (False, True), "the corrupt object is gone"
+    assert save(store, OBJECTS) == [True, True]
+    assert read(store, OBJECTS) == list(OBJECTS.values())
+
+
+@pytest.mark.parametrize("conditional", [True, False])
+def test_many_who_store_the_same(server: Server, conditional: bool) -> None:
+    objects = make_objects(1, 50_000, 22 + conditional)
+    [(key, data)] = objects.items()
+    with server.store(conditional=conditional) as one, server.store() as other:
+        calls = [s.store([key] * 4, [pieces(data) for _ in range(4)]) for s in (one, other)]
+        assert [wait(call) for call in calls] == [[True] * 4] * 2
+        assert read(one, objects) == [data]
+
+
+def test_lookups_of_many_keys(store: Store) -> None:
+    absent = list(make_objects(150, 1, 29))
+    keys = [*absent[:75], *KEYS, *absent[75:]]
+    assert find(store, keys).present == (False,) * 75 + (True, True) + (False,) * 75
+
+
+def test_prefixes_do_not_mix(store: Store, server: Server) -> None:
+    with server.store(url="s3://bucket/some/other") as other:
+        assert find(other, KEYS).present == (False, False)
+
+
+def test_no_such_bucket(server: Server) -> None:
+    with pytest.raises(StoreError, match=r"NoSuchBucket|404"), server.store(url="s3://nowhere/x"):
+        pass
+
+
+def test_secrets_stay_secret(caplog: pytest.LogCaptureFixture) -> None:
+    options = {"url": "s3://b/x", "endpoint": f"http://{HOST}:{free_port()}", "retry_s": 0.1}
+    store = load_store(f"s3:{json.dumps(options | {'options': S3_OPTIONS})}")
+    with pytest.raises(StoreError, match="can't list s3://b/x") as caught:
+        store.open()
+    assert "s3cr3t" not in f"{caught.value} {store.health()} {store!r} {caplog.text}"
+
+
+@pytest.mark.parametrize(
+    "options", [{"url": "ftp://b"}, {"url": "s3://b", "options": {"no_such": 1}}]
+)
+def test_wrong_options(options: dict[str, object]) -> None:
+    with pytest.raises(ConfigError, match=r"s3://bucket|no_such"):
+        load_store(f"s3:{json.dumps(options)}")
