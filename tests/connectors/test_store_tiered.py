@@ -14,7 +14,6 @@ import pytest
 from kvbaton.connectors.registry import Spec, load_store
 from kvbaton.connectors.store import Store
 from kvbaton.connectors.stores.faulty import FaultyStore
-from kvbaton.connectors.stores.memory import MemoryStore
 from kvbaton.connectors.stores.tiered import TieredStore
 from kvbaton.errors import ConfigError, StoreError
 from tests.connectors.stores_support import find, make_objects, pieces, read, save, until, wait
@@ -160,6 +159,14 @@ def test_a_tier_that_fails_is_passed_over_and_asked_again() -> None:
         assert [tier.hits for tier in store.tiers] == [6, 6]
 
 
+def test_a_tier_that_failed_is_not_asked_for_a_while() -> None:
+    with tiered(faults(error=1.0), MEMORY, retry_s=60.0, **QUIET) as store:
+        save(store, OBJECTS)
+        for _ in range(3):
+            assert read(store, OBJECTS) == DATA
+        assert (store.tiers[0].failures, store.outages()) == (1, {"faulty": "injected error"})
+
+
 def test_without_any_tier_it_fails_and_says_why() -> None:
     gone = faults(disconnect=[0], outage_s=60.0)
     with tiered(gone, gone) as store:
@@ -180,6 +187,13 @@ def test_a_write_that_one_tier_refuses_is_kept_by_the_other() -> None:
         assert (store.tiers[0].failures, has(inner(store, 1), 0)) == (1, [True])
 
 
+def test_writing_through_is_enough_if_one_tier_has_room() -> None:
+    small: Spec = {"memory": {"max_bytes": 1_000}}
+    with tiered(small, MEMORY, **QUIET) as store:
+        assert save(store, OBJECTS) == [True] * 6
+        assert read(store, OBJECTS) == DATA
+
+
 def test_one_ticket_holds_pins_in_all_tiers() -> None:
     small: Spec = {"memory": {"max_bytes": 1_001, "threads": 1}}
     with tiered(small, small, **QUIET) as store:
@@ -195,18 +209,21 @@ def test_one_ticket_holds_pins_in_all_tiers() -> None:
         assert find(store, KEYS[3:], pin=True).ticket is None
 
 
-def test_a_slow_lookup_is_not_waited_for_and_its_pins_are_given_back() -> None:
+def test_a_slow_lookup_is_not_waited_for_and_its_pins_are_given_back(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     slow = {"memory": {"max_bytes": 1_001, "threads": 1}}
     late: Spec = {"faulty": {"inner": slow, "delay": [0], "delay_s": 0.3, "on": ["lookup"]}}
     with tiered(MEMORY, late, lookup_s=0.05, retry_s=0.0, **QUIET) as store:
-        save(inner(store, 1), some(0))
-        assert find(store, KEYS[:1], pin=True).present == (False,)
-        assert store.tiers[1].failures == 1
         outer = inner(store, 1)
         assert isinstance(outer, FaultyStore)
-        memory = outer.inner
-        assert isinstance(memory, MemoryStore)
-        until(lambda: wait(memory.store(KEYS[1:2], [pieces(DATA[1])])) == [True], "pins are gone")
+        released: list[int] = []
+        monkeypatch.setattr(outer.inner, "release", released.append)
+        save(outer, some(0))
+        assert find(store, KEYS[:1], pin=True).present == (False,)
+        assert store.tiers[1].failures == 1
+        assert released == []
+        until(lambda: released == [1], "the pins were given back")
 
 
 def test_deleting_reaches_every_tier() -> None:
@@ -217,19 +234,25 @@ def test_deleting_reaches_every_tier() -> None:
         assert read(store, OBJECTS) == [None, None, *DATA[2:]]
 
 
-def test_what_is_deleted_does_not_come_back_from_what_is_under_way() -> None:
-    slow = faults(delay=1.0, delay_s=0.05)
-    with tiered(MEMORY, slow) as store:
+@pytest.mark.parametrize("prefetch", [True, False])
+@pytest.mark.parametrize("slow", ["load", "store"])
+def test_what_is_deleted_does_not_come_back_from_what_is_under_way(
+    prefetch: bool, slow: str
+) -> None:
+    objects, late = make_objects(40), faults(delay=1.0, delay_s=0.05, on=[slow])
+    tiers = (MEMORY, late) if slow == "load" else (late, MEMORY)
+    with tiered(*tiers, prefetch=prefetch) as store:
         save(store, make_objects(1, seed=9))
         for _ in range(3):
-            save(inner(store, 1), OBJECTS)
-            find(store, KEYS)
-            loading = store.load(KEYS, [pieces(data) for data in DATA])
-            assert wait(store.delete(KEYS)) == 6
-            wait(loading)
+            save(inner(store, 1), objects)
+            find(store, list(objects))
+            targets = [pieces(data) for data in objects.values()]
+            loading = None if prefetch else store.load(list(objects), targets)
+            assert wait(store.delete(list(objects))) == 40
+            assert loading is None or len(wait(loading)) == 40
             until(lambda: store._allowance.take(256 << 20), "nothing is under way")
             store._allowance.give(256 << 20)
-            assert has(store, *range(6)) == [False] * 6
+            assert not any(find(store, list(objects)).present)
 
 
 def test_usage_is_that_of_all_tiers() -> None:
@@ -286,12 +309,13 @@ def test_closing_ends_what_is_under_way() -> None:
         store.lookup(KEYS)
 
 
-def test_a_tier_that_does_not_open_closes_the_others(tmp_path: Path) -> None:
+def test_a_tier_that_does_not_open_closes_the_others() -> None:
     before = threading.active_count()
     store = TieredStore("tiered", tiers=[MEMORY, {"memory": {"max_bytes": 0}}])
     with pytest.raises(ConfigError, match="max_bytes"):
         store.open()
     assert threading.active_count() == before
+    assert [tier.store.health() for tier in store.tiers] == ["not open", "not open"]
 
 
 def test_as_many_keys_as_objects() -> None:
