@@ -242,7 +242,7 @@ class WaitsInTheCall(BrokenMemory):
 
     class Broken(Arena):
         def put(self, key: bytes, source: Pieces) -> bool:
-            time.sleep(sum(map(len, source)) / (100 << 20))
+            time.sleep(sum(map(len, source)) / (50 << 20))
             return super().put(key, source)
 
     def store(self, keys: Sequence[bytes], sources: Sequence[Pieces]) -> Future[list[bool]]:
@@ -404,7 +404,7 @@ class ClosesNeverWhenBusy(BrokenMemory):
     def close(self) -> None:
         """Hang, if there is work left."""
         busy = [pool._work_queue.qsize() for pool in self._pools.values()]
-        time.sleep(5.0 if any(busy) else 0.0)
+        time.sleep(12.0 if any(busy) else 0.0)
         super().close()
 
 

@@ -58,34 +58,43 @@ def done_once(rig: StoreRig) -> None:
 @case(2)
 def calls_return_at_once(rig: StoreRig) -> None:
     """A call hands its work over and returns; it never waits for bytes."""
-    objects = rig.objects([2 << 20] * 12)
-    start = time.monotonic()
-    future = rig.store.store(list(objects), views(objects.values()))
-    called = time.monotonic() - start
-    rig.settle([future], "store")
-    whole = time.monotonic() - start
-    waited = called > 0.1 and called > whole / 2
-    require(not waited, f"the call took {called:.2f} s of the {whole:.2f} s until it was done")
+    told = []
+    for _ in range(3):
+        objects = rig.objects([2 << 20] * 8)
+        start = time.monotonic()
+        future = rig.store.store(list(objects), views(objects.values()))
+        called = time.monotonic() - start
+        rig.settle([future], "store")
+        whole = time.monotonic() - start
+        if called < max(0.1, whole / 2):
+            return
+        told.append(f"{called:.2f} of {whole:.2f} s")
+    require(False, f"until it was done, the call alone took {', '.join(told)}")
 
 
 @case(2)
 def lookups_overtake_bytes(rig: StoreRig) -> None:
     """A lookup does not wait behind the bytes of loads and stores that came before it."""
-    (held,) = small = rig.objects([10])
-    rig.put(small)
-    late = [_lookup_came_last(rig, held) for _ in range(3)]
-    require(not all(late), "each time, a lookup was answered after all the bytes before it")
+    # A fast store may be done with few bytes before its lookup had a chance to run: press harder.
+    late = all(_lookup_came_last(rig, times) for times in (1, 4, 16))
+    require(not late, "each time, a lookup was answered after all the bytes before it")
 
 
-def _lookup_came_last(rig: StoreRig, held: bytes) -> bool:
-    objects = rig.objects([256 << 10] * 48)
-    moves: list[Future[Any]] = [rig.store.store([k], views([d])) for k, d in objects.items()]
-    moves += [rig.store.load([held], views([bytearray(10)])) for _ in objects]
-    require(rig.found([held]) == (True,), "a lookup behind bytes")
+def _lookup_came_last(rig: StoreRig, times: int) -> bool:
+    there, new = rig.objects([256 << 10] * 24), rig.objects([256 << 10] * 24)
+    rig.put(there)
+    moves = [rig.store.store([k], views([d])) for k, d in new.items()]
+    moves += [
+        rig.store.load([k], views([bytearray(len(d))]))
+        for k, d in there.items()
+        for _ in range(times)
+    ]
+    (key, *_) = there
+    require(rig.found([key]) == (True,), "a lookup behind bytes")
     last = all(move.done() for move in moves)
     rig.settle(moves, "the bytes before a lookup")
     if rig.lacks("deletes") is None:
-        rig.wait(rig.store.delete(list(objects)), "delete")
+        rig.wait(rig.store.delete([*there, *new]), "delete")
     return last
 
 

@@ -21,7 +21,7 @@ from kvbaton.testing.pairs import Pair, case, fresh_name, memory_of, pack
 NUM_BYTES = 48 << 20
 FRACTIONS = (0.0, 0.1, 0.5, 0.9, 1.0)
 """Of a write's bytes or time: when the far side is killed."""
-FOUND_WITHIN_S = 2.0
+FOUND_WITHIN_S = 5.0
 """A death must be known after this long."""
 WATCH_S = 0.2
 UNTOUCHED = 99
@@ -188,7 +188,7 @@ def a_stopped_target(pair: Pair) -> None:
         start = time.monotonic()
         sides.transport.close(sides.peer)
         seconds = time.monotonic() - start
-        require(seconds < 1.5, f"close took {seconds:.1f} s")
+        require(seconds < 3.0, f"close took {seconds:.1f} s")
         require(handle.status() is not Status.DONE, "a write that was given up can't be done")
         sides.far.signal(signal.SIGKILL)
         sides.wait(lambda: handle.status() is Status.DRAINED, "drained", FOUND_WITHIN_S)

@@ -5,7 +5,7 @@ from __future__ import annotations
 from kvbaton.testing.kit import Outcome, Verdict
 from kvbaton.testing.subject import Subject
 
-LIMIT_S = 20.0
+LIMIT_S = 60.0
 
 
 def first_failure(subject: Subject) -> Outcome | None:
