@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from aiohttp import web
 from aiohttp.typedefs import Handler
 
-from kvbaton.edge.cluster_token import is_loopback
+from kvbaton.edge.cluster_token import carries_token, is_loopback
 from kvbaton.edge.config import FRONTEND
 from kvbaton.errors import RequestError
 
@@ -31,12 +31,16 @@ def from_loopback(request: web.Request) -> bool:
 
 
 def require_operator(request: web.Request) -> None:
-    """Let in loopback peers and holders of a key.
+    """Let in loopback peers, holders of a key, and the router of this node's cluster.
 
     Raises:
         RequestError: 403.
     """
-    if not from_loopback(request) and not has_key(request, request.app[FRONTEND].config.api_keys):
+    config = request.app[FRONTEND].config
+    token, sent = config.operator_token, request.headers.get("Authorization")
+    if from_loopback(request) or (token and carries_token(sent, token)):
+        return
+    if not has_key(request, config.api_keys):
         raise RequestError("only from loopback or with an API key", status=403)
 
 

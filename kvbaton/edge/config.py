@@ -25,6 +25,7 @@ class EdgeConfig:
         model_name: as clients name it.
         api_keys: any of them opens the endpoint as ``Authorization: Bearer KEY``; none leaves it
             open.
+        operator_token: opens what only operators may ask, as an API key does; empty for none.
         timeout_s: after which a request is ended, if it names no `timeout`.
         max_timeout_s: longest `timeout` that a request may name.
         deadline_grace_s: the source ends a request at its timeout; if it does not, the endpoint
@@ -41,6 +42,7 @@ class EdgeConfig:
 
     model_name: str
     api_keys: tuple[str, ...] = ()
+    operator_token: str = field(default="", repr=False)
     timeout_s: float = 600.0
     max_timeout_s: float = 3600.0
     deadline_grace_s: float = 10.0

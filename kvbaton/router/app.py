@@ -17,6 +17,7 @@ import msgspec
 from aiohttp import web
 
 from kvbaton.edge.app import make_app
+from kvbaton.edge.cluster_token import operator_token
 from kvbaton.edge.config import EdgeConfig, Frontend
 from kvbaton.edge.metrics import HttpMetrics
 from kvbaton.edge.source import ModelFacts
@@ -53,7 +54,9 @@ async def router_app(
     """
     async with make_session(config) as session:
         membership = Membership(config.membership, config.cluster_key is None, edge.model_name)
-        nodes, loads, metrics = Nodes(membership, session), LoadBook(), HttpMetrics()
+        token = operator_token(config.cluster_key) if config.cluster_key else None
+        nodes = Nodes(membership, session, operator_token=token)
+        loads, metrics = LoadBook(), HttpMetrics()
         dispatcher = Dispatcher(
             nodes, session, RouterMetrics(metrics.registry), loads, config.dispatch
         )

@@ -28,15 +28,23 @@ class Nodes:
     Args:
         membership: the table.
         session: for probes.
+        operator_token: with which nodes are asked to reset; None uses the session's API key.
 
     Attributes:
         on_lost: called with (node id, reason) when a node that may have requests of ours fails.
     """
 
-    def __init__(self, membership: Membership, session: aiohttp.ClientSession) -> None:
+    def __init__(
+        self,
+        membership: Membership,
+        session: aiohttp.ClientSession,
+        *,
+        operator_token: str | None = None,
+    ) -> None:
         self.membership = membership
         self.on_lost: Callable[[str, str], None] = lambda node_id, reason: None
         self._session = session
+        self._headers = {"Authorization": f"Bearer {operator_token}"} if operator_token else {}
         self._probes: set[asyncio.Task[None]] = set()
 
     # --- events from elsewhere ---
@@ -77,22 +85,29 @@ class Nodes:
 
     # --- asking ---
 
-    async def reset_prefix_caches(self) -> dict[str, bool]:
-        """Let all ready nodes forget cached prefixes; by node id, whether it did."""
+    async def reset_prefix_caches(self) -> dict[str, str | None]:
+        """Let all ready nodes forget cached prefixes; by node id, None or why it did not."""
         nodes = [member.info for member in self.membership.ready()]
         done = await asyncio.gather(*(self._reset(info.url) for info in nodes))
-        return {info.node_id: ok for info, ok in zip(nodes, done, strict=True)}
+        return {info.node_id: error for info, error in zip(nodes, done, strict=True)}
 
-    async def _reset(self, url: str) -> bool:
+    async def _reset(self, url: str) -> str | None:
         where = url.rstrip("/") + "/reset_prefix_cache"
         try:
-            async with asyncio.timeout(RESET_TIMEOUT_S), self._session.post(where) as response:
+            async with (
+                asyncio.timeout(RESET_TIMEOUT_S),
+                self._session.post(where, headers=self._headers) as response,
+            ):
+                if response.status in (401, 403):
+                    return (
+                        "it takes us for a stranger: give the router the node's --cluster-key, or "
+                        "one of its API keys as --node-api-key"
+                    )
                 response.raise_for_status()
                 answer = _reset_answer.decode(await response.content.read(MAX_INFO_BYTES))
         except (aiohttp.ClientError, OSError, TimeoutError, msgspec.DecodeError) as error:
-            logger.warning("%s does not reset its prefix cache: %r", url, error)
-            return False
-        return bool(answer.get("result"))
+            return f"{error!r}"
+        return None if answer.get("result") is not False else "it says that it did not"
 
     # --- watching ---
 

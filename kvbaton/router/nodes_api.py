@@ -106,9 +106,15 @@ async def drain(request: web.Request) -> web.Response:
 async def reset_prefix_cache(request: web.Request) -> web.Response:
     """``POST /reset_prefix_cache``: let all nodes forget cached prefixes; 503 if one does not."""
     require_operator(request)
-    done = await request.app[NODES].reset_prefix_caches()
+    errors = await request.app[NODES].reset_prefix_caches()
+    done = {node_id: error is None for node_id, error in errors.items()}
     ok = bool(done) and all(done.values())
-    return json_response({"result": ok, "nodes": done}, status=200 if ok else 503)
+    answer = {
+        "result": ok,
+        "nodes": done,
+        "errors": {node_id: error for node_id, error in errors.items() if error is not None},
+    }
+    return json_response(answer, status=200 if ok else 503)
 
 
 async def health(request: web.Request) -> web.Response:

@@ -11,6 +11,7 @@ import msgspec
 from aiohttp import web
 
 from kvbaton.edge.app import listen
+from kvbaton.edge.cluster_token import operator_token
 from kvbaton.edge.config import EdgeConfig
 from kvbaton.engine.client import EngineClient
 from kvbaton.engine.process import RoleFactory
@@ -123,6 +124,7 @@ class Node:
         return EdgeConfig(
             model_name=config.model_name,
             api_keys=config.api_keys,
+            operator_token=operator_token(config.cluster_key) if config.cluster_key else "",
             sampling_defaults=sampling_defaults(config.engine.model, config.generation_config),
         )
 

@@ -49,6 +49,7 @@ class StandIn:
         shift: added to every token of first attempts: a node that disagrees.
         pause: seconds between outputs.
         body: of the error answer.
+        friend: the only ``Authorization`` with which it resets its prefix cache.
     """
 
     info: NodeInfo
@@ -65,6 +66,7 @@ class StandIn:
     runner: web.AppRunner | None = None
     headers: list[dict[str, str]] = field(default_factory=list)
     resets: int = 0
+    friend: str | None = None
 
     async def start(self) -> None:
         app = web.Application()
@@ -87,8 +89,10 @@ class StandIn:
         return web.Response(status=200 if self.healthy else 503)
 
     async def reset(self, request: web.Request) -> web.Response:
+        if self.friend is not None and request.headers.get("Authorization") != self.friend:
+            return web.Response(status=403)
         self.resets += 1
-        return web.json_response({"result": self.healthy})
+        return web.json_response({"result": 0 if self.healthy else False})
 
     async def node(self, request: web.Request) -> web.Response:
         return web.Response(body=msgspec.json.encode(self.info))

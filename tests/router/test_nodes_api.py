@@ -6,6 +6,7 @@ from typing import Any
 
 import pytest
 
+from kvbaton.edge.cluster_token import operator_token
 from kvbaton.edge.openapi import describe
 
 
@@ -59,6 +60,29 @@ async def test_a_node_that_does_not_forget_is_named(make_rig: Any) -> None:
     async with rig.session.post("/reset_prefix_cache") as response:
         answer = await response.json()
     assert (response.status, answer["nodes"]) == (503, {"p0": True, "d0": False})
+    assert list(answer["errors"]) == ["d0"]
+
+
+async def test_nodes_of_the_cluster_know_their_router(make_rig: Any) -> None:
+    """A node elsewhere has a cluster key, and takes it for an API key."""
+    rig = await make_rig(cluster_key="secret")
+    for node in rig.nodes.values():
+        node.friend = f"Bearer {operator_token('secret')}"
+    async with rig.session.post("/reset_prefix_cache") as response:
+        assert (response.status, await response.json()) == (
+            200,
+            {"result": True, "nodes": {"p0": True, "d0": True}, "errors": {}},
+        )
+
+
+async def test_a_node_that_does_not_know_us_says_what_to_do(make_rig: Any) -> None:
+    rig = await make_rig()
+    rig.nodes["d0"].friend = f"Bearer {operator_token('secret')}"
+    async with rig.session.post("/reset_prefix_cache") as response:
+        answer = await response.json()
+    assert (response.status, answer["nodes"]) == (503, {"p0": True, "d0": False})
+    assert "--cluster-key" in answer["errors"]["d0"]
+    assert "--node-api-key" in answer["errors"]["d0"]
 
 
 async def test_the_description_names_every_endpoint(make_rig: Any) -> None:

@@ -1,17 +1,23 @@
 import asyncio
+from contextlib import nullcontext
 from typing import Any
 
 import msgspec
 import pytest
 from aiohttp import ClientSession
+from aiohttp.test_utils import make_mocked_request
 from prometheus_client.parser import text_string_to_metric_families
 
 from kvbaton.edge.app import listen
+from kvbaton.edge.auth import require_operator
+from kvbaton.edge.cluster_token import operator_token, registration_token
+from kvbaton.edge.config import EdgeConfig
 from kvbaton.errors import EngineDeadError, RequestError
-from kvbaton.serving.app import make_starting_app
+from kvbaton.serving.app import make_node_app, make_starting_app
 from kvbaton.serving.metrics import split_name
+from kvbaton.text.tokenizer import Tokenizer
 from kvbaton.wire import GenerateResponse, Metrics, Output
-from tests.serving_support import EOS, MAX_MODEL_LEN, VOCAB
+from tests.serving_support import EOS, MAX_MODEL_LEN, VOCAB, ScriptedClient
 
 GENERATE = "/inference/v1/generate"
 ID = "ab" * 16
@@ -265,3 +271,30 @@ async def test_a_refusal_of_the_core_keeps_its_fields(node: Any) -> None:
             "param": "kv_transfer_params.remote_host",
             "code": "not_a_member",
         }
+
+
+@pytest.mark.parametrize(
+    ("sender", "header", "welcome"),
+    [
+        ("127.0.0.1", None, True),
+        ("10.0.0.7", None, False),
+        ("10.0.0.7", "Bearer key", True),
+        ("10.0.0.7", f"Bearer {operator_token('secret')}", True),
+        ("10.0.0.7", f"Bearer {registration_token('secret')}", False),
+        ("10.0.0.7", f"Bearer {operator_token('other')}", False),
+        ("10.0.0.7", "Bearer ", False),
+    ],
+)
+@pytest.mark.parametrize("clustered", [True, False])
+def test_who_may_ask_what_operators_may(
+    tokenizer: Tokenizer, sender: str, header: str | None, welcome: bool, clustered: bool
+) -> None:
+    """From elsewhere an API key, or what the router makes of the cluster key."""
+    token = operator_token("secret") if clustered else ""
+    config = EdgeConfig(model_name="tiny", api_keys=("key",), operator_token=token)
+    app = make_node_app(ScriptedClient(tokenizer, "Hi."), tokenizer, config)
+    headers = {} if header is None else {"Authorization": header}
+    request = make_mocked_request("POST", "/reset_prefix_cache", headers, app=app)
+    known = welcome and (clustered or header != f"Bearer {operator_token('secret')}")
+    with nullcontext() if known else pytest.raises(RequestError, match="API key"):
+        require_operator(request.clone(remote=sender))
