@@ -109,4 +109,5 @@ class HostStaging:
 
 def _view(memory: Memory) -> memoryview:
     array = (ctypes.c_ubyte * memory.num_bytes).from_address(memory.address)
+    array.owner = memory.owner  # type: ignore[attr-defined]  # lives as long as any view of it
     return memoryview(array).cast("B")

@@ -144,3 +144,19 @@ def test_the_example(model: Path) -> None:
 def test_unknown_names_are_refused() -> None:
     with pytest.raises(AttributeError, match="LMM"):
         kvbaton.LMM  # noqa: B018
+
+
+def test_a_store_outlives_the_engine(model: Path, tmp_path: Path) -> None:
+    store = f'filesystem:{{"path": "{tmp_path}"}}'
+    ids, params = list(range(10, 80)), SamplingParams(**GREEDY, max_tokens=4)
+    answers = []
+    for _ in range(2):
+        with LLM(model, **SETTINGS, store=store, store_lookup_timeout=20.0) as llm:
+            answers += llm.generate(ids, params)
+    assert answers[0].outputs == answers[1].outputs
+    assert [answer.num_cached_tokens for answer in answers] == [0, 64]
+
+
+def test_a_store_that_is_none_is_refused(model: Path) -> None:
+    with pytest.raises(ConfigError, match="unknown store 'nowhere'"):
+        LLM(model, **SETTINGS, store="nowhere")

@@ -40,6 +40,21 @@ def test_a_second_life_loads_what_the_first_saved(
     assert count(second, "store_save_blocks", outcome="stored") == saved - loaded
 
 
+def test_any_tensor_parallelism_loads_what_another_saved(
+    nodes: Nodes, expected: Expected, tmp_path: Path
+) -> None:
+    store = f'filesystem:{{"path": "{tmp_path}"}}'
+    for number, size in enumerate((2, 1, 2)):
+        prompt = prompt_of(48, number)
+        node = nodes.start(store, tensor_parallel_size=size)
+        for known in range(number):
+            assert node.generate(prompt_of(48, known)).result() == expected(prompt_of(48, known))
+        assert count(node, "prompt_tokens", source="store") == number * 47
+        assert count(node, "store_load_blocks", outcome="corrupt") == 0
+        assert node.generate(prompt).result() == expected(prompt)
+        nodes.end(node)
+
+
 def test_the_local_cache_is_asked_first_and_the_store_for_the_rest(
     nodes: Nodes, expected: Expected, spec: str, box: Box
 ) -> None:
