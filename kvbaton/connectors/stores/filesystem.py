@@ -27,7 +27,7 @@ from kvbaton.connectors.stores.filesystem_room import SUFFIX, Room, open_file
 from kvbaton.connectors.stores.threaded import ThreadedStore
 from kvbaton.errors import ConfigError, StoreError
 
-MAKE_ROOM_SECONDS = 2.0
+MAKE_ROOM_SECONDS = 5.0
 """The longest that one object waits for others to be evicted."""
 LOOK_SECONDS = 1.0
 """How old `usage` may get while there are only lookups."""

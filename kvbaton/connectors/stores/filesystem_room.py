@@ -41,7 +41,7 @@ FOLDERS = 256
 SUFFIX = ".safetensors"
 SAMPLE = 4096
 """Entries from which the oldest are chosen."""
-LOCK_SECONDS = 1.0
+LOCK_SECONDS = 5.0
 STALE_SECONDS = 900.0
 """After that long without a byte, a writer on another host counts as dead."""
 
