@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import random
+import threading
 import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 from typing import Any, TypeVar
 
 from kvbaton.connectors.store import KEY_BYTES, Found, Pieces, Store
+from kvbaton.connectors.stores.memory import MemoryStore
 
 T = TypeVar("T")
 WAIT_S = 20.0
@@ -50,3 +52,21 @@ def until(condition: Callable[[], object], what: str) -> None:
     while not condition():
         assert time.monotonic() < give_up, f"not within {WAIT_S} s: {what}"
         time.sleep(0.001)
+
+
+class HeldStore(MemoryStore):
+    """Reads at once, but says so only when the gate is open."""
+
+    gate = threading.Event()
+
+    def load(self, keys: Sequence[bytes], targets: Sequence[Pieces]) -> Future[list[bool]]:
+        answers = wait(super().load(keys, targets))
+        held: Future[list[bool]] = Future()
+        held.set_running_or_notify_cancel()
+
+        def pass_on() -> None:
+            self.gate.wait(WAIT_S)
+            held.set_result(answers)
+
+        threading.Thread(target=pass_on).start()
+        return held

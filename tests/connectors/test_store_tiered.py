@@ -16,7 +16,16 @@ from kvbaton.connectors.store import Store
 from kvbaton.connectors.stores.faulty import FaultyStore
 from kvbaton.connectors.stores.tiered import TieredStore
 from kvbaton.errors import ConfigError, StoreError
-from tests.connectors.stores_support import find, make_objects, pieces, read, save, until, wait
+from tests.connectors.stores_support import (
+    HeldStore,
+    find,
+    make_objects,
+    pieces,
+    read,
+    save,
+    until,
+    wait,
+)
 
 OBJECTS = make_objects(6)
 KEYS, DATA = list(OBJECTS), list(OBJECTS.values())
@@ -253,6 +262,29 @@ def test_what_is_deleted_does_not_come_back_from_what_is_under_way(
             until(lambda: store._allowance.take(256 << 20), "nothing is under way")
             store._allowance.give(256 << 20)
             assert not any(find(store, list(objects)).present)
+
+
+def test_what_was_read_before_it_was_deleted_is_not_kept_after() -> None:
+    with tiered(MEMORY, "tests.connectors.stores_support:HeldStore", prefetch=False) as store:
+        save(inner(store, 1), OBJECTS)
+        HeldStore.gate.clear()
+        loading = store.load(KEYS, [pieces(data) for data in DATA])
+        assert wait(store.delete(KEYS)) == 6
+        HeldStore.gate.set()
+        assert wait(loading) == [True] * 6
+        until(lambda: not store._moving, "nothing is under way")
+        assert has(store, *range(6)) == [False] * 6
+
+
+def test_what_is_read_while_it_is_being_deleted_is_not_kept_after() -> None:
+    slow = faults(delay=1.0, delay_s=0.3, on=["delete"])
+    with tiered(MEMORY, slow, prefetch=False) as store:
+        save(inner(store, 1), OBJECTS)
+        deleting = store.delete(KEYS)
+        assert read(store, OBJECTS) == DATA
+        assert not deleting.done()
+        assert wait(deleting) == 6
+        assert has(store, *range(6)) == [False] * 6
 
 
 def test_usage_is_that_of_all_tiers() -> None:
