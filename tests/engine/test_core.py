@@ -1,0 +1,127 @@
+"""The core's loop, turned by hand: what comes before what, and what its metrics would show."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+
+from kvbaton.engine.build import build_engine
+from kvbaton.engine.config import EngineConfig
+from kvbaton.engine.core import EngineCore
+from kvbaton.engine.executor import Executor
+from kvbaton.engine.process import Surroundings
+from kvbaton.engine.scheduler import Scheduler
+from kvbaton.engine.solo import SoloFactory, SoloRole
+from kvbaton.serving.metrics import families
+from kvbaton.wire import AddRequest, FromCore, NodeId, Output
+from tests.handover.pair import ENGINE, QueueMailbox, greedy
+
+PROMPT = tuple(range(4, 14))
+
+
+class Listener(SoloRole):
+    """Notes how much of the only request is computed whenever it may speak."""
+
+    def __init__(self, scheduler: Scheduler) -> None:
+        super().__init__()
+        self.scheduler = scheduler
+        self.heard: list[int | None] = []
+
+    def poll(self) -> list[Output]:
+        self.heard.append(self.scheduler.computed("r"))
+        return super().poll()
+
+
+class ListenerFactory(SoloFactory):
+    def __call__(
+        self, executor: Executor, scheduler: Scheduler, surroundings: Surroundings
+    ) -> Listener:
+        return Listener(scheduler)
+
+
+@pytest.fixture
+def sent() -> list[FromCore]:
+    return []
+
+
+@pytest.fixture
+def core(checkpoint: Callable[..., Path], sent: list[FromCore]) -> Iterator[EngineCore]:
+    """A core with a request whose prompt takes one step, and room for more."""
+    config = EngineConfig(model=str(checkpoint()), **ENGINE)
+    mailbox = QueueMailbox(sent.append, lambda: None)
+    core = build_engine(config, NodeId("n", os.urandom(16)), ListenerFactory(), mailbox).core
+    core.add(AddRequest(request_id="r", token_ids=PROMPT, params=greedy({"max_tokens": 2})))
+    yield core
+    core.close()
+    mailbox.close()
+
+
+def test_peers_are_heard_before_a_step_counts(core: EngineCore) -> None:
+    """What arrives during a step may want what the step has computed, before it is given back."""
+    assert isinstance(core.role, Listener)
+    core.launch()
+    core.update()
+    assert core.role.heard == [0], "asked once while the step's result was there, but not applied"
+    assert core.scheduler.computed("r") == len(PROMPT)
+    core.launch()
+    core.update()
+    assert core.role.heard == [0, len(PROMPT)]
+    assert core.scheduler.computed("r") is None, "it has ended"
+
+
+def imbalance(core: EngineCore) -> float:
+    """As a scrape of the node shows it."""
+    (family,) = (
+        family
+        for family in families(core.metrics().gauges, "gauge")
+        if family.name == "kvbaton_ledger_imbalance"
+    )
+    (sample,) = family.samples
+    return sample.value
+
+
+def lose_reference(core: EngineCore) -> Callable[[], None]:
+    """As a request that ends and forgets to give a block back."""
+    pool = core.scheduler.blocks.pools[0]
+    blocks = pool.allocate(1)
+    return lambda: pool.deref(blocks)
+
+
+def lose_outgoing_hold(core: EngineCore) -> Callable[[], None]:
+    """As a transfer that ends and forgets what it read."""
+    pool = core.scheduler.blocks.pools[0]
+    (block, *_) = core.scheduler.roster.requests["r"].sequences[0].tables[0]
+    pool.hold_outgoing([block])
+    return lambda: pool.release_outgoing([block])
+
+
+def lose_incoming_mark(core: EngineCore) -> Callable[[], None]:
+    """As a reservation that nobody remembers."""
+    pool = core.scheduler.blocks.pools[0]
+    (*_, block) = core.scheduler.roster.requests["r"].sequences[0].tables[0]
+    pool.hold_incoming([block])
+    return lambda: pool.release_incoming([block])
+
+
+def lose_key(core: EngineCore) -> Callable[[], None]:
+    """As a cached block that no prompt finds."""
+    by_key = core.scheduler.blocks.pools[0].by_key
+    key, block = next(iter(by_key.items()))
+    del by_key[key]
+    return lambda: by_key.update({key: block})
+
+
+@pytest.mark.parametrize("leak", [lose_reference, lose_outgoing_hold, lose_incoming_mark, lose_key])
+def test_a_leak_shows(core: EngineCore, leak: Callable[[EngineCore], Callable[[], None]]) -> None:
+    core.launch()
+    core.update()
+    assert imbalance(core) == 0
+    undo = leak(core)
+    assert imbalance(core) > 0
+    undo()
+    core.launch()
+    core.update()
+    assert imbalance(core) == 0
