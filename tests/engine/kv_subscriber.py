@@ -55,11 +55,13 @@ class Index:
         self.blocks: dict[int, dict[int | bytes, tuple[int | bytes | None, list[int]]]] = {}
         self.elsewhere: dict[str, set[int | bytes]] = {}
         self.salts: set[str] = set()
+        self.cleared = 0
 
     def apply(self, payload: bytes) -> None:
         for event in decode(payload).events:
             if isinstance(event, Cleared):
                 self.blocks.clear()
+                self.cleared += 1
             elif event.medium != "GPU":
                 assert isinstance(event, Stored), "a store never says what it gives up"
                 self.elsewhere.setdefault(event.medium or "", set()).update(event.block_hashes)

@@ -19,8 +19,9 @@ from kvbaton.engine.kv_event_publisher import KVEventPublisher
 from kvbaton.engine.kv_events import EventBatch, KVEventLog, KVEventsConfig
 from kvbaton.engine.solo import SoloFactory
 from kvbaton.errors import ConfigError
+from kvbaton.wire import ChoiceStart
 from tests.engine.kv_subscriber import Index, Subscriber
-from tests.engine.toy import FULL, WINDOW, Loop, ask
+from tests.engine.toy import FULL, WINDOW, Loop, ask, target
 from tests.handover.pair import Node, until
 
 LOOPBACK = "tcp://127.0.0.1:*"
@@ -118,6 +119,21 @@ def test_snapshot_is_few_events() -> None:
     (event,) = log.contents()
     assert event.token_ids == prompt(0, 24)
     assert event.parent_block_hash is None
+
+
+def test_blocks_behind_a_window_are_not_there() -> None:
+    """A target gets only the last window of a prompt: what it lacks is not told."""
+    loop = Loop((FULL, WINDOW))
+    log = KVEventLog(loop.scheduler.blocks)
+    loop.add(ask("a", prompt(0, 19), transfer=target(1)))
+    loop.run_until(lambda: bool(loop.admitted))
+    (admitted,) = loop.admitted
+    loop.ranks.receive(admitted.spans, prompt(0, 19), 19)
+    loop.emit(loop.scheduler.loaded("a", [ChoiceStart(5)], 0))
+    index = Index()
+    index.apply(encode(log.take()))
+    check(index, loop.scheduler.blocks)
+    assert [len(index.hashes(g)) for g in (0, 1)] == [4, 1]
 
 
 def test_store_keeps_blocks() -> None:
@@ -308,12 +324,14 @@ def test_engine_tells_what_it_has(checkpoint: Callable[..., Path]) -> None:
         catch_up(subscriber, publisher)
         check(subscriber.index, node.scheduler.blocks)
         assert len(subscriber.index.hashes()) == 24, "the pool is full, older blocks had to go"
+        assert subscriber.index.cleared == 0
         assert node.ask("reset_prefix_cache") == 24
         node.generate(prompt(9, 8), max_tokens=1).result()
         node.ask("state")
         catch_up(subscriber, publisher)
         check(subscriber.index, node.scheduler.blocks)
         assert len(subscriber.index.hashes()) == 2
+        assert subscriber.index.cleared == 1
         assert node.counters()["kvbaton_kv_event_batches_total"] == publisher.published
         assert node.counters()["kvbaton_kv_event_batches_dropped_total"] == 0
     finally:
