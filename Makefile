@@ -4,9 +4,10 @@ VENV := .venv
 BIN := $(VENV)/bin
 PIP := $(BIN)/python -m pip install --quiet --disable-pip-version-check
 JOBS ?= 2
+EXTRAS := $(VENV)-extras/bin/python
 
 # Several processes share the cores: one thread each, else they fight.
-test test-slow test-kernels: export OMP_NUM_THREADS ?= 1
+test test-slow test-kernels test-lmcache: export OMP_NUM_THREADS ?= 1
 
 # Long enough for several chunks, so that blocks cross while the prefill runs. The model's weights are
 # random: what it answers is noise, how it answers is real.
@@ -15,23 +16,30 @@ runner starts slowly, since the track is wet and the crowd is loud. The second r
 open hand and looks back. When the baton comes, nobody stops, nobody looks, and nothing is dropped. \
 The third runner is the fastest of all, and the fourth has only to finish what the others began.
 
-.PHONY: demo test test-all test-slow test-kernels lint bench clean
+.PHONY: demo servers test test-all test-slow test-kernels test-lmcache lint bench clean
 
 demo: $(VENV)/.runtime  ## 1 prefill + 1 decode + router on this machine, answering a prompt
 	$(BIN)/python -m kvbaton.testing.checkpoints demo-model
 	$(BIN)/kvbaton up --model demo-model --prefill 1 --decode 1 --port 0 \
 	  --max-num-batched-tokens 64 --max-tokens 48 --prompt "$(PROMPT)"
 
+servers:  ## what some tests of stores start, from Debian or Ubuntu (as root); without it they skip
+	apt-get update -qq && DEBIAN_FRONTEND=noninteractive apt-get install -y -qq redis-server
+
 test: $(VENV)/.dev  ## the test suite: about 10 minutes on 2 cores
 	$(BIN)/pytest -q -n $(JOBS) --dist loadgroup -m "not slow and not gpu and not multigpu"
 
-test-all: test test-slow test-kernels  ## everything that needs no GPU
+test-all: test test-slow test-kernels test-lmcache  ## everything that needs no GPU
 
 test-slow: $(VENV)/.dev  ## longer simulations
 	$(BIN)/pytest -q -n $(JOBS) --dist loadgroup -m "slow and not gpu and not multigpu"
 
-test-kernels: $(VENV)-triton/.done  ## the Triton kernels under their interpreter
-	$(VENV)-triton/bin/python -m pytest -q -n $(JOBS) -m "not gpu" tests/kernels
+test-kernels: $(VENV)-extras/.done  ## the Triton kernels under their interpreter
+	$(EXTRAS) -m pytest -q -n $(JOBS) -m "not gpu" tests/kernels
+
+test-lmcache: $(VENV)-extras/.done  ## the stores over LMCache, with its real server
+	$(EXTRAS) -m pytest -q tests/connectors/test_store_lmcache.py \
+	  tests/connectors/test_store_remote.py tests/conformance/test_remote_stores_conform.py -k lmcache
 
 lint: $(VENV)/.dev  ## style, types, size of the house
 	$(BIN)/ruff check .
@@ -45,7 +53,7 @@ bench: $(VENV)/.dev  ## the benchmarks that need no GPU
 	$(BIN)/python benchmarks/bench_handover.py --out out/bench-handover.json
 
 clean:
-	rm -rf $(VENV) $(VENV)-triton demo-model out
+	rm -rf $(VENV) $(VENV)-extras demo-model out
 
 $(VENV)/.runtime: pyproject.toml constraints.txt
 	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
@@ -57,10 +65,11 @@ $(VENV)/.dev: $(VENV)/.runtime
 	$(PIP) -c constraints.txt -e ".[dev]"
 	touch $@
 
-# Triton apart, on top of the same packages: its interpreter does not work with numpy 2.4.
-$(VENV)-triton/.done: $(VENV)/.dev
-	$(PYTHON) -m venv $(VENV)-triton
+# Apart, on top of the same packages: LMCache holds numpy below 2.3, and the interpreter of this
+# Triton works with no newer one either.
+$(VENV)-extras/.done: $(VENV)/.dev
+	$(PYTHON) -m venv --clear $(VENV)-extras
 	$(BIN)/python -c "import site; print(site.getsitepackages()[0])" \
-	  > $$($(VENV)-triton/bin/python -c "import site; print(site.getsitepackages()[0])")/base.pth
-	$(VENV)-triton/bin/python -m pip install -q --disable-pip-version-check --no-deps triton==3.6.0 "numpy<2.4"
+	  > $$($(EXTRAS) -c "import site; print(site.getsitepackages()[0])")/base.pth
+	$(EXTRAS) -m pip install -q --disable-pip-version-check -c constraints.txt -e ".[lmcache]" triton==3.6.0
 	touch $@

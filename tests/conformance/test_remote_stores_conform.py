@@ -10,6 +10,7 @@ import pytest
 from kvbaton.testing.suite import StoreTests
 from tests.connectors.store_servers import (
     CHUNK_BYTES,
+    Server,
     lmcache_server,
     need,
     redis_server,
@@ -18,18 +19,34 @@ from tests.connectors.store_servers import (
 )
 
 
+@pytest.fixture(scope="module")
+def redis(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
+    with running(redis_server(tmp_path_factory.mktemp("redis"))) as server:
+        yield server
+
+
+@pytest.fixture(scope="module")
+def s3() -> Iterator[Server]:
+    with running(s3_server()) as server:
+        yield server
+
+
+@pytest.fixture(scope="module")
+def lmcache() -> Iterator[Server]:
+    with running(lmcache_server()) as server:
+        yield server
+
+
 class TestRedis(StoreTests):
-    @pytest.fixture(scope="module")
-    def spec(self, tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
-        with running(redis_server(tmp_path_factory.mktemp("redis"))) as server:
-            yield server.spec()
+    @pytest.fixture
+    def spec(self, redis: Server) -> str:
+        return redis.spec()
 
 
 class TestS3(StoreTests):
-    @pytest.fixture(scope="module")
-    def spec(self) -> Iterator[str]:
-        with running(s3_server()) as server:
-            yield server.spec()
+    @pytest.fixture
+    def spec(self, s3: Server) -> str:
+        return s3.spec()
 
 
 class TestLMCache(StoreTests):
@@ -40,7 +57,6 @@ class TestLMCache(StoreTests):
 
 
 class TestLMCacheServer(StoreTests):
-    @pytest.fixture(scope="module")
-    def spec(self) -> Iterator[str]:
-        with running(lmcache_server()) as server:
-            yield server.spec()
+    @pytest.fixture
+    def spec(self, lmcache: Server) -> str:
+        return lmcache.spec()

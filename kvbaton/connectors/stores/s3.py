@@ -69,7 +69,7 @@ class S3Store(ThreadedStore):
 class Objects:
     """The backend of `S3Store`."""
 
-    capabilities = StoreCapabilities(persistent=True, shared=True, pins=False)
+    capabilities = StoreCapabilities(persistent=True, shared=True, pins=False, max_keys=256)
 
     def __init__(self, url: str, bucket: Bucket, conditional: bool, lookups: int) -> None:
         self._url = url
