@@ -23,7 +23,7 @@ from kvbaton.connectors.registry import (
     load_transport,
     split_spec,
 )
-from kvbaton.errors import KvbatonError
+from kvbaton.errors import ConfigError, KvbatonError
 
 NOT_OPTIONS = ("name", "host", "clock", "hub")
 """Of constructors: what is given by us, or no JSON."""
@@ -117,10 +117,14 @@ def _plain(capabilities: Any) -> dict[str, Any]:
 
 def _markdown(kind: Kind, spec: str) -> str:
     """A connector with its options, from the texts of its class."""
-    factory = find_connector(kind, split_spec(spec, kind)[0])
+    head = f"### {kind.noun} `{spec}`"
+    try:
+        factory = find_connector(kind, split_spec(spec, kind)[0])
+    except ConfigError as error:
+        return f"{head}\n\nNot here: {error}"
     of_class = inspect.getdoc(factory) or ""
     text = f"{inspect.getdoc(factory.__init__)}\n\n{of_class}"
-    lines = [f"### {kind.noun} `{spec}`", "", of_class.partition("\n")[0]]
+    lines = [head, "", of_class.partition("\n")[0]]
     if parameters := _parameters(factory):
         lines += ["", "| option | default | |", "| --- | --- | --- |"]
         lines += [_option_row(parameter, text) for parameter in parameters]

