@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -19,7 +20,7 @@ pytestmark = [
     pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device"),
 ]
 LENGTH = 200
-SETTINGS = {"block_size": 16, "max_num_batched_tokens": 64}
+SETTINGS: dict[str, Any] = {"block_size": 16, "max_num_batched_tokens": 64}
 
 
 @pytest.fixture(scope="session")
@@ -52,7 +53,7 @@ def test_every_byte_crosses_both_ways_whatever_the_layout() -> None:
                   ("block", "layer", "kv", "token", "head", "feature")):  # fmt: skip
         plane = contiguous_plane(
             num_blocks=9, block_size=16, num_heads=4, head_dim=64, layers=(0, 1, 2),
-            dtype="bfloat16", order=order,  # type: ignore[arg-type]
+            dtype="bfloat16", order=order,
         )  # fmt: skip
         form = ObjectForm([KVLayout(0, GroupKind.FULL, 16, 9, (plane,))])
         pool = torch.randint(0, 255, (9 * form.num_bytes,), dtype=torch.uint8, device="cuda")
