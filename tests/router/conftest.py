@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import dataclasses
+import functools
 from collections.abc import AsyncIterator, Awaitable, Callable
 from dataclasses import dataclass, field
 
@@ -200,37 +201,42 @@ def tiny_tokenizer() -> Tokenizer:
     return Tokenizer(backend)
 
 
-@pytest.fixture
-async def make_rig() -> AsyncIterator[MakeRig]:
-    """Build a router and nodes ``p0..``, ``d0..``; all are ended with the test."""
+async def build_rig(
+    stack: contextlib.AsyncExitStack,
+    prefill: int = 1,
+    decode: int = 1,
+    static: tuple[str, ...] = (),
+    **settings: object,
+) -> Rig:
+    """A router and nodes ``p0..``, ``d0..``; all are ended with the stack."""
     timers = MembershipTimers(heartbeat_s=60.0, probe_period_s=0.05, probe_timeout_s=0.5)
     default = RouterConfig(membership=timers, dispatch=DispatchConfig())
+    config = dataclasses.replace(default, **settings)  # type: ignore[arg-type]
+    config = dataclasses.replace(config, prefill=static[:1], decode=static[1:])
+    nodes = [stand_in("prefill", f"p{i}") for i in range(prefill)]
+    nodes += [stand_in("decode", f"d{i}") for i in range(decode)]
+    for node in nodes:  # first, so that they outlive the router and its probes
+        await node.start()
+        stack.push_async_callback(node.stop)
+    edge = EdgeConfig(model_name=MODEL, api_keys=config.api_keys)
+    app = await stack.enter_async_context(router_app(config, tiny_tokenizer(), edge))
+    runner = web.AppRunner(app, handler_cancellation=True, shutdown_timeout=0.1)
+    await runner.setup()
+    stack.push_async_callback(runner.cleanup)
+    await web.TCPSite(runner, "127.0.0.1", 0).start()
+    url = f"http://127.0.0.1:{runner.addresses[0][1]}"
+    session = await stack.enter_async_context(aiohttp.ClientSession(url))
+    rig = Rig(url, app, session, {node.info.node_id: node for node in nodes})
+    for node_id in rig.nodes:
+        await rig.register(node_id)
+    return rig
+
+
+@pytest.fixture
+async def make_rig() -> AsyncIterator[MakeRig]:
+    """See `build_rig`; all are ended with the test."""
     async with contextlib.AsyncExitStack() as stack:
-
-        async def make(
-            prefill: int = 1, decode: int = 1, static: tuple[str, ...] = (), **settings: object
-        ) -> Rig:
-            config = dataclasses.replace(default, **settings)  # type: ignore[arg-type]
-            config = dataclasses.replace(config, prefill=static[:1], decode=static[1:])
-            nodes = [stand_in("prefill", f"p{i}") for i in range(prefill)]
-            nodes += [stand_in("decode", f"d{i}") for i in range(decode)]
-            for node in nodes:  # first, so that they outlive the router and its probes
-                await node.start()
-                stack.push_async_callback(node.stop)
-            edge = EdgeConfig(model_name=MODEL, api_keys=config.api_keys)
-            app = await stack.enter_async_context(router_app(config, tiny_tokenizer(), edge))
-            runner = web.AppRunner(app, handler_cancellation=True, shutdown_timeout=0.1)
-            await runner.setup()
-            stack.push_async_callback(runner.cleanup)
-            await web.TCPSite(runner, "127.0.0.1", 0).start()
-            url = f"http://127.0.0.1:{runner.addresses[0][1]}"
-            session = await stack.enter_async_context(aiohttp.ClientSession(url))
-            rig = Rig(url, app, session, {node.info.node_id: node for node in nodes})
-            for node_id in rig.nodes:
-                await rig.register(node_id)
-            return rig
-
-        yield make
+        yield functools.partial(build_rig, stack)
 
 
 def stand_in(role: str, node_id: str) -> StandIn:

@@ -1,0 +1,69 @@
+"""What hypothesis makes of the router's served OpenAPI description: requests right and wrong."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import AsyncExitStack
+
+import pytest
+
+from kvbaton.router.pairing import NodeLoad
+from tests.fuzzing import Background, described, fuzz
+from tests.router.conftest import MODEL, Rig, build_rig
+
+OPERATIONS = [
+    ("POST", "/v1/completions"),
+    ("POST", "/v1/chat/completions"),
+    ("POST", "/tokenize"),
+    ("POST", "/detokenize"),
+    ("POST", "/reset_prefix_cache"),
+    ("POST", "/nodes"),
+    ("POST", "/nodes/{node_id}/drain"),
+    ("DELETE", "/nodes/{node_id}"),
+    ("GET", "/nodes"),
+    ("GET", "/v1/models"),
+    ("GET", "/v1/models/{model}"),
+    ("GET", "/version"),
+    ("GET", "/health"),
+    ("GET", "/metrics"),
+    ("GET", "/"),
+]
+
+
+class Served:
+    """A router with a pair of nodes that answer from a script."""
+
+    def __init__(self) -> None:
+        self.rigs: list[Rig] = []
+        self.background = Background(self._start)
+        self.api = self.background.description()
+
+    async def _start(self, stack: AsyncExitStack) -> str:
+        self.rigs.append(await build_rig(stack))
+        return self.rigs[0].url
+
+    def renew(self) -> None:
+        """Bring the nodes back that requests have removed, drained or replaced."""
+        (rig,) = self.rigs
+        for name in rig.nodes:
+            self.background.wait(rig.register(name))
+
+
+@pytest.fixture(scope="module")
+def served() -> Iterator[Served]:
+    served = Served()
+    yield served
+    served.background.close()
+
+
+def test_every_endpoint_is_described_and_tried(served: Served) -> None:
+    assert described(served.api) == {*OPERATIONS, ("GET", "/openapi.json")}
+
+
+@pytest.mark.parametrize(("method", "path"), OPERATIONS)
+def test_no_input_breaks_a_router(served: Served, method: str, path: str) -> None:
+    served.renew()
+    fuzz(served.api, method, path, MODEL)
+    served.renew()
+    leaked = {node: load for node, load in served.rigs[0].loads().items() if load != NodeLoad()}
+    assert leaked == {}
