@@ -49,6 +49,7 @@ class TestS3(StoreTests):
         return s3.spec()
 
 
+@pytest.mark.filterwarnings("ignore:.*LoggingHandler.*:DeprecationWarning")
 class TestLMCache(StoreTests):
     @pytest.fixture
     def spec(self) -> str:

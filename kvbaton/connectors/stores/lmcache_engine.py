@@ -52,7 +52,13 @@ def make_engine(
         # It sets one for the whole process.
         multiprocessing.set_start_method(start_method, force=True)
     engine.post_init()
-    return engine, lambda: LMCacheEngineBuilder.destroy(name)
+
+    def give_back() -> None:
+        LMCacheEngineBuilder.destroy(name)
+        if not engine.storage_manager.loop.is_running():
+            engine.storage_manager.loop.close()  # it only stops it
+
+    return engine, give_back
 
 
 def _config(max_bytes: int, options: Mapping[str, Any]) -> Any:
