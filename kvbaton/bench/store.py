@@ -86,6 +86,8 @@ def run(load: StoreLoad, out: Path | None = None, plot: Path | None = None) -> i
     with _placed(load) as placed, _opened(placed.spec) as store:
         rows = [row for size in load.object_bytes for row in measure(store, placed, size)]
         lookups = [_lookup_row(store, count) for count in LOOKUP_KEYS]
+    if os.getloadavg()[0] > len(os.sched_getaffinity(0)):
+        print(f"warning: others are busy here, load average {os.getloadavg()[0]:.1f}")
     if placed.folder is None:
         print("loads were warm; with --folder they are measured cold, too")
     publish("store", asdict(load), rows, out, lookups=lookups)
