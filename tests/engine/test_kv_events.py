@@ -109,6 +109,19 @@ def test_names_parents_and_tokens() -> None:
     assert stored[8] is None
 
 
+def test_equal_prompts_are_told_once() -> None:
+    """Two that are computed at the same time end in one cached block each."""
+    loop = Loop((FULL,))
+    log = KVEventLog(loop.scheduler.blocks)
+    for name in "ab":
+        loop.add(ask(name, prompt(0, 12), max_tokens=1))
+    loop.run()
+    index = Index()
+    index.apply(encode(log.take()))
+    check(index, loop.scheduler.blocks)
+    assert len(index.hashes()) == 3
+
+
 def test_snapshot_is_few_events() -> None:
     """Blocks of one sequence are told in one piece, however they came."""
     loop = Loop((FULL,))
