@@ -27,7 +27,7 @@ from kvbaton.testing.naming import Owner, make_layout
 
 CAPACITY = 32 << 20
 _LEAKED: list[bytes] = []
-SLOW_S = 0.004
+SLOW_S = 0.01
 SLOW_SIZES = (200_000, 300_000, 400_000)
 """Of objects over which calls are given up: what takes long with these can be caught at it."""
 
@@ -400,6 +400,8 @@ class ForgetsFuturesAtClose(BrokenMemory):
 
 class ClosesNeverWhenBusy(BrokenMemory):
     """Waits at its end for calls that it does not carry out any more."""
+
+    Broken = _Slow
 
     def close(self) -> None:
         """Hang, if there is work left."""
