@@ -13,8 +13,17 @@ from pathlib import Path
 
 import pytest
 
-from kvbaton.cli import attribute_docs, engine_config, engine_flags, human_int, main, make_parser
+from kvbaton.cli import (
+    attribute_docs,
+    engine_config,
+    engine_flags,
+    human_int,
+    main,
+    make_parser,
+    node_config,
+)
 from kvbaton.cluster.config import shares
+from kvbaton.connectors.courier.endpoint import HandoverConfig
 from kvbaton.engine.config import EngineConfig
 from kvbaton.serving.config import NodeConfig
 
@@ -53,6 +62,7 @@ def failure(capsys: pytest.CaptureFixture[str], *words: str) -> str:
         (["decode", "--model", "x", "--block-size", "many"], "--block-size: 'many' is no number"),
         (["decode", "--model", "x", "--port", "70000"], "--port: 70000 is no port"),
         (["up", "--model", "x", "--prefill", "-1"], "--prefill: -1 is negative"),
+        (["decode", "--model", "x", "--max-transfers", "5"], "unrecognized arguments: --max-tr"),
         (["router", "--shiny"], "unrecognized arguments: --shiny"),
         (["router", "--port", "0"], "--model: needed for its tokenizer"),
         (["router", "--port", "0", "--model", "/nope"], "/nope/tokenizer.json: is missing"),
@@ -188,3 +198,15 @@ def processes_with(word: str) -> list[int]:
 
 TOKENIZER = """{"version": "1.0", "model": {"type": "WordLevel", "vocab": {"a": 0},
 "unk_token": "a"}, "added_tokens": []}"""
+
+
+def test_limits_of_hand_overs(broken_model: str, capsys: pytest.CaptureFixture[str]) -> None:
+    model = ["--model", broken_model]
+    parse = make_parser().parse_args
+    p = node_config(parse(["prefill", *model, "--max-transfers", "2k"]), "prefill")
+    d = node_config(parse(["decode", *model, "--max-blocks-per-peer", "7"]), "decode")
+    assert (p.handover.max_transfers, d.handover.max_blocks_per_peer) == (2000, 7)
+    assert d.handover.max_transfers == HandoverConfig.max_transfers
+    assert "--max-blocks-per-peer: 0 is not" in failure(
+        capsys, "decode", *model, "--max-blocks-per-peer", "0"
+    )

@@ -25,6 +25,14 @@ async def test_both_legs_carry_the_clients_request_id(make_rig: Any) -> None:
     assert "order-66" in p["x-request-id"]
 
 
+async def test_both_legs_carry_the_priority(make_rig: Any) -> None:
+    rig = await make_rig()
+    body = {"prompt": [1, 2, 3], "max_tokens": 4, "priority": -3}
+    async with rig.session.post("/v1/completions", json=body) as response:
+        assert response.status == 200
+    assert [node.received[0].priority for node in rig.nodes.values()] == [-3, -3]
+
+
 @pytest.mark.parametrize(
     ("settings", "sent"),
     [
