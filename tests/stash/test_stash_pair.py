@@ -44,7 +44,8 @@ def test_p_does_not_compute_what_its_store_holds_and_d_gets_it_once(
     transferred = count(pair.d, "prompt_tokens", source="transferred")
     hand_over(pair, expected)
     assert count(pair.p, "prompt_tokens", source="store") == 60
-    assert count(pair.p, "prompt_tokens", source="computed") - computed == 1
+    again = count(pair.p, "transfers_revived")
+    assert 1 <= count(pair.p, "prompt_tokens", source="computed") - computed <= 1 + again
     assert count(pair.d, "prompt_tokens", source="transferred") - transferred == TOKENS
     assert count(pair.d, "transfer_digests_failed") == 0
 
@@ -69,7 +70,9 @@ def test_both_share_a_store(make_pair: MakePair, expected: Expected, spec: str) 
     for _ in range(3):
         hand_over(pair, expected)
         forget(pair)
-    assert count(pair.p, "prompt_tokens", source="computed") == TOKENS + 2
+    # A run for a late reservation computes the last token once more.
+    again = count(pair.p, "transfers_revived")
+    assert TOKENS + 2 <= count(pair.p, "prompt_tokens", source="computed") <= TOKENS + 2 + again
     assert count(pair.d, "prompt_tokens", source="computed") == 0
 
 

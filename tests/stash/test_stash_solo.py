@@ -109,6 +109,16 @@ def test_prompt_logprobs_need_the_prompt_computed(nodes: Nodes, spec: str, box: 
     assert box.calls["lookup"] == 0
 
 
+def test_what_was_saved_is_not_saved_again(nodes: Nodes, spec: str, box: Box) -> None:
+    node = nodes.start(spec)
+    for _ in range(2):
+        node.ask("reset_prefix_cache")
+        node.generate(prompt_of(40), prompt_logprobs=1).result()  # computed, without a lookup
+        rest(node)
+    assert len(box.objects) == 12
+    assert box.calls["store"] == 12
+
+
 def test_choices_share_what_was_loaded(nodes: Nodes, expected: Expected, spec: str) -> None:
     prompt = prompt_of(40)
     node = nodes.start(spec)
