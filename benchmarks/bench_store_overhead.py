@@ -38,7 +38,7 @@ MODEL = CheckpointSpec(
     max_position_embeddings=2048,
     tied=True,
 )
-"""About 25 million parameters; a block of 16 tokens has 512 KiB."""
+"""About 25 million parameters; a block of 16 tokens has 256 KiB."""
 
 RESAMPLES = 10_000
 
