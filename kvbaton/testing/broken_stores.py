@@ -28,7 +28,7 @@ from kvbaton.testing.naming import Owner, make_layout
 CAPACITY = 32 << 20
 _LEAKED: list[bytes] = []
 SLOW_S = 0.01
-SLOW_SIZES = (200_000, 300_000, 400_000)
+SLOW_SIZES = (200_000, 256 << 10, 300_000, 400_000)
 """Of objects over which calls are given up: what takes long with these can be caught at it."""
 
 
@@ -252,8 +252,20 @@ class WaitsInTheCall(BrokenMemory):
         return future
 
 
+class _Slow(Arena):
+    def get(self, key: bytes, target: Pieces) -> bool:
+        time.sleep(SLOW_S if sum(map(len, target)) in SLOW_SIZES else 0)
+        return super().get(key, target)
+
+    def put(self, key: bytes, source: Pieces) -> bool:
+        time.sleep(SLOW_S if sum(map(len, source)) in SLOW_SIZES else 0)
+        return super().put(key, source)
+
+
 class OneQueueForAll(BrokenMemory):
     """Looks up only when all bytes before it have been moved."""
+
+    Broken = _Slow
 
     def __init__(self, name: str) -> None:
         super().__init__(name, threads=1)
@@ -305,16 +317,6 @@ class FindsTooEarly(BrokenMemory):
             stored = super().put(key, source)
             self._coming.discard(key)
             return stored
-
-
-class _Slow(Arena):
-    def get(self, key: bytes, target: Pieces) -> bool:
-        time.sleep(SLOW_S if sum(map(len, target)) in SLOW_SIZES else 0)
-        return super().get(key, target)
-
-    def put(self, key: bytes, source: Pieces) -> bool:
-        time.sleep(SLOW_S if sum(map(len, source)) in SLOW_SIZES else 0)
-        return super().put(key, source)
 
 
 class LosesACancelledLoad(BrokenMemory):

@@ -16,6 +16,8 @@ DELAYS = (0.0, 0.0, 0.0002, 0.001, 0.003, 0.01)
 """Seconds between a call and its cancellation."""
 WATCH_S = 0.03
 """How long a buffer is watched for a late touch."""
+STARVED_S = 0.2
+"""So long a lookup waits for bytes only, not for its turn on a busy machine."""
 MARK = 0xA5
 
 
@@ -89,9 +91,9 @@ def _lookup_came_last(rig: StoreRig, times: int) -> bool:
         for k, d in there.items()
         for _ in range(times)
     ]
-    (key, *_) = there
+    (key, *_), start = there, time.monotonic()
     require(rig.found([key]) == (True,), "a lookup behind bytes")
-    last = all(move.done() for move in moves)
+    last = all(move.done() for move in moves) and time.monotonic() - start > STARVED_S
     rig.settle(moves, "the bytes before a lookup")
     if rig.lacks("deletes") is None:
         rig.wait(rig.store.delete([*there, *new]), "delete")
