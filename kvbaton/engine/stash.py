@@ -10,7 +10,7 @@ without it, but the blocks stay incoming until the store is done with them.
 Blocks that enter the prefix cache are saved: held *outgoing*, a few batches at a time. A store that
 is too slow loses saves, never a step.
 
-`stash_thread.py` carries the orders out.
+`stash_thread.py` carries the orders out (`stash_orders.py`).
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ import itertools
 from collections import Counter, OrderedDict, deque
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
-from typing import Any, NamedTuple
+from typing import Any
 
 from kvbaton.connectors.layout import GroupKind
 from kvbaton.connectors.objects import HEADER_BYTES, ObjectForm
@@ -27,6 +27,20 @@ from kvbaton.connectors.protocol.events import Spans
 from kvbaton.engine.blocks import Match
 from kvbaton.engine.request import Request, Sequence, State
 from kvbaton.engine.roster import Roster
+from kvbaton.engine.stash_orders import (
+    Answer,
+    CancelLoad,
+    LoadBlocks,
+    Loaded,
+    LookedUp,
+    LookUp,
+    Order,
+    Part,
+    ReleasePins,
+    Save,
+    SaveBlocks,
+    Saved,
+)
 from kvbaton.errors import ConfigError
 from kvbaton.wire import BlockSpan, Output
 
@@ -43,132 +57,6 @@ PAUSE_S = 1.0
 """For so long no store is asked anything after a lookup was late or failed."""
 RETRY_S = 5.0
 """For so long nobody tries to load an object that was bad or late."""
-
-
-# --- orders to the thread ---
-
-
-class Part(NamedTuple):
-    """Consecutive blocks of one sequence in one group.
-
-    Attributes:
-        group: which.
-        first: logical number of the first block.
-        blocks: physical ones.
-        keys: of their objects.
-    """
-
-    group: int
-    first: int
-    blocks: tuple[int, ...]
-    keys: tuple[bytes, ...]
-
-
-class Save(NamedTuple):
-    """One block to save.
-
-    Attributes:
-        group: which.
-        number: its logical number.
-        block: the physical one.
-        key: of its object.
-        summed: whether the step that wrote the block left sums; else they are made from memory.
-    """
-
-    group: int
-    number: int
-    block: int
-    key: bytes
-    summed: bool
-
-
-@dataclass(frozen=True)
-class LookUp:
-    """Ask which objects are there."""
-
-    ticket: int
-    keys: tuple[bytes, ...]
-
-
-@dataclass(frozen=True)
-class LoadBlocks:
-    """Fill blocks and verify them."""
-
-    ticket: int
-    parts: tuple[Part, ...]
-
-
-@dataclass(frozen=True)
-class CancelLoad:
-    """Nobody wants a load any more; it is answered all the same."""
-
-    ticket: int
-
-
-@dataclass(frozen=True)
-class SaveBlocks:
-    """Keep blocks."""
-
-    ticket: int
-    saves: tuple[Save, ...]
-
-
-@dataclass(frozen=True)
-class ReleasePins:
-    """Give pins of a lookup back."""
-
-    pins: tuple[int, ...]
-
-
-Order = LookUp | LoadBlocks | CancelLoad | SaveBlocks | ReleasePins
-
-
-# --- answers of the thread ---
-
-
-@dataclass(frozen=True)
-class LookedUp:
-    """What is there, and under which pins; `error` says why nothing is known."""
-
-    ticket: int
-    present: tuple[bool, ...] = ()
-    pins: tuple[int, ...] = ()
-    error: str | None = None
-
-
-@dataclass(frozen=True)
-class Loaded:
-    """The store is done with a load's blocks.
-
-    Attributes:
-        ticket: of the order.
-        good: per block of all parts, whether it is there and verified.
-        corrupt: how many were there, but not what they should be.
-        seconds: that it took.
-        error: why nothing came.
-    """
-
-    ticket: int
-    good: tuple[bool, ...]
-    corrupt: int = 0
-    seconds: float = 0.0
-    error: str | None = None
-
-
-@dataclass(frozen=True)
-class Saved:
-    """The store is done with the blocks of a save; per block whether it has it."""
-
-    ticket: int
-    stored: tuple[bool, ...]
-    seconds: float = 0.0
-    error: str | None = None
-
-
-Answer = LookedUp | Loaded | Saved
-
-
-# --- decisions ---
 
 
 @dataclass(frozen=True, kw_only=True)

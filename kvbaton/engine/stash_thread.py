@@ -23,7 +23,7 @@ from kvbaton.connectors.objects import HEADER_BYTES, ObjectForm
 from kvbaton.connectors.store import Store
 from kvbaton.engine.executor import Executor
 from kvbaton.engine.staging import Batch
-from kvbaton.engine.stash import (
+from kvbaton.engine.stash_orders import (
     Answer,
     CancelLoad,
     LoadBlocks,
