@@ -158,12 +158,12 @@ def _make_bucket(port: int) -> None:
         pass
 
 
-def lmcache_server() -> Server:
-    """An LMCache server."""
+def lmcache_server(gigabytes: float = 0.25) -> Server:
+    """An LMCache server with so much memory."""
     need("lmcache", find_spec("lmcache"), "pip install 'kvbaton[lmcache]'")
     code = "import sys; from lmcache.cli.main import main; sys.argv[0] = 'lmcache'; main()"
     more = ["--eviction-policy", "LRU", "--supported-transfer-mode", "engine_driven"]
-    size = ["--chunk-size", "16", "--l1-size-gb", "0.0625"]
+    size = ["--chunk-size", "16", "--l1-size-gb", str(gigabytes)]
     name = f"kvbaton-{uuid.uuid4().hex}"
     server = Server(
         "lmcache_server",

@@ -117,7 +117,7 @@ def test_unknown_settings() -> None:
 
 @pytest.fixture(scope="module")
 def server() -> Iterator[Server]:
-    with running(lmcache_server()) as server:
+    with running(lmcache_server(1 / 16)) as server:
         yield server
 
 

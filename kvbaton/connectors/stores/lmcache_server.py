@@ -56,8 +56,6 @@ _RENEW_S = 600.0
 """The server forgets whom it has not heard of for an hour."""
 _LINGER_MS = 200
 """For a last request to leave."""
-_BATCH = 256
-"""Requests that are on their way at the same time; below the limits of ZMQ's queues."""
 
 
 class LMCacheServerStore(ThreadedStore):
@@ -88,7 +86,9 @@ class LMCacheServerStore(ThreadedStore):
 class Chunks:
     """The backend of `LMCacheServerStore`."""
 
-    capabilities = StoreCapabilities(persistent=True, shared=True, pins=False, deletes=False)
+    capabilities = StoreCapabilities(
+        persistent=True, shared=True, pins=False, deletes=False, max_keys=256
+    )
 
     def __init__(self, url: str, chunk_bytes: int, timeout_s: float) -> None:
         self._url = url
@@ -129,8 +129,7 @@ class Chunks:
     def contains(self, keys: Sequence[bytes]) -> list[bool]:
         """See `Backend.contains`; of an object, only its first chunk is looked for."""
         with self._channel() as channel:
-            batches = [keys[i : i + _BATCH] for i in range(0, len(keys), _BATCH)]
-            return [hit for batch in batches for hit in channel.contains(batch)]
+            return channel.contains(keys)
 
     def get(self, key: bytes, target: Pieces) -> bool:
         """See `Backend.get`."""
