@@ -62,7 +62,7 @@ class TcpTransport:
         self._inbox: deque[Notice] = deque()
         self._peers: list[TcpPeer] = []
         self._vanished: deque[str] = deque()
-        self._listener = Listener(host, self._token, self)
+        self._listener = self._listen(host)
         self._closed = False
 
     @property
@@ -117,7 +117,7 @@ class TcpTransport:
         except msgspec.MsgspecError as error:
             raise TransportError(f"not a card of the TCP transport: {error}") from error
         self._listener.admit(decoded.name)
-        peer = TcpPeer(decoded, self._name)
+        peer = self._dial(decoded)
         self._peers.append(peer)
         return peer
 
@@ -165,6 +165,12 @@ class TcpTransport:
         for peer in tuple(self._peers):
             self.close(peer)
         self._listener.close()
+
+    def _listen(self, host: str) -> Listener:
+        return Listener(host, self._token, self)
+
+    def _dial(self, card: TcpCard) -> TcpPeer:
+        return TcpPeer(card, self._name)
 
     # --- called by the threads of connections ---
 

@@ -48,6 +48,7 @@ class Incoming:
         self.socket = sock
         self.name: str | None = None
         self.cut = False
+        self.on_cut: Callable[[], None] | None = None
         self.thread = threading.Thread(target=run, args=(self,), name="tcp from", daemon=True)
 
     def hang_up(self) -> None:
@@ -55,6 +56,8 @@ class Incoming:
         self.cut = True
         with contextlib.suppress(OSError):  # the peer may have closed already
             self.socket.shutdown(socket.SHUT_RDWR)
+        if (on_cut := self.on_cut) is not None:
+            on_cut()
 
 
 class Listener:
@@ -187,10 +190,13 @@ class Listener:
         notice = tcp_wire.receive(sock, header.notice_bytes)
         views = self._landing.views()
         targets = [views[r][low : low + size] for r, low, size in copies.tolist()]
-        tcp_wire.receive_all(sock, targets)
+        self._fill(connection, targets)
         if header.kind is tcp_wire.FrameKind.LAST:
             self._acknowledge(connection, header.write, notice)
         return False
+
+    def _fill(self, connection: Incoming, targets: Sequence[memoryview]) -> None:
+        tcp_wire.receive_all(connection.socket, targets)
 
     def _acknowledge(self, connection: Incoming, write: int, notice: bytes) -> None:
         if connection.cut:

@@ -206,6 +206,7 @@ class TcpPeer:
         self._socket.connect((self.card.host, self.card.port))
         tcp_wire.tune(self._socket)
         tcp_wire.introduce(self._socket, self.card.token, self._own_name, deadline)
+        self._prepare()
         self._socket.settimeout(None)
         self._greeted = True
 
@@ -214,4 +215,10 @@ class TcpPeer:
             if self.broken is not None or self.closing:
                 return
             handle.started = True
-            tcp_wire.send_all(self._socket, frame)
+            self._send_frame(handle, frame)
+
+    def _prepare(self) -> None:
+        """What a kind of connection does once each side knows the other."""
+
+    def _send_frame(self, handle: TcpHandle, frame: list[bytes | memoryview]) -> None:
+        tcp_wire.send_all(self._socket, frame)

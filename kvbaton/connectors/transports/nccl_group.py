@@ -1,0 +1,195 @@
+"""A process group of two for one connection: NCCL between GPUs, gloo on CPUs.
+
+Both sides pass all bytes through a buffer of their own of `CHUNK_BYTES`: many small pieces cross as
+one message, and nothing but our own threads ever reads or writes registered memory, so what a
+library does after an abort can't touch it. The groups are private; the default one is not used.
+
+The rendezvous store listens on the transport's host only, but does not authenticate.
+"""
+
+from __future__ import annotations
+
+import importlib
+import socket
+import struct
+import threading
+import time
+from collections.abc import Callable, Iterator, Sequence
+from datetime import timedelta
+from typing import Any
+
+from kvbaton.errors import ConfigError, RemoteProtocolError
+
+CHUNK_BYTES = 16 << 20
+OPEN_S = 5.0
+"""Deadline of the rendezvous."""
+STALL_S = 20.0
+"""Deadline of one chunk."""
+POLL_S = 0.00005
+LOOK_S = 0.02
+_OFFER = struct.Struct("<4sH")
+
+
+class Library:
+    """Torch, loaded once somebody builds the transport, and where its buffers are."""
+
+    def __init__(self, backend: str, device: int) -> None:
+        try:
+            self.torch: Any = importlib.import_module("torch")
+            self.distributed: Any = importlib.import_module("torch.distributed")
+        except ImportError as error:
+            raise ConfigError("--transport", f"nccl needs torch: {error}") from error
+        if backend not in ("auto", "nccl", "gloo"):
+            raise ConfigError("backend", f"must be auto, nccl or gloo, not {backend!r}")
+        gpu = self.torch.cuda.is_available() and self.distributed.is_nccl_available()
+        if backend == "nccl" and not gpu:
+            raise ConfigError("backend", "nccl needs a GPU and a torch with NCCL; gloo does not")
+        self.backend = ("nccl" if gpu else "gloo") if backend == "auto" else backend
+        self.device: Any = self.torch.device(f"cuda:{device}" if self.backend == "nccl" else "cpu")
+
+
+class Group:
+    """The two ends of one connection; rank 0 accepted it and receives, rank 1 sends."""
+
+    def __init__(self, library: Library, host: str, port: int, listener: int | None) -> None:
+        self._library = library
+        self._rank = 1 if listener is None else 0
+        self._aborted = False
+        torch, distributed = library.torch, library.distributed
+        extra = {} if listener is None else {"master_listen_fd": listener}
+        limit = timedelta(seconds=OPEN_S)
+        store = distributed.TCPStore(
+            host, port, 2, not self._rank, limit, wait_for_workers=False, **extra
+        )
+        if library.backend == "gloo":
+            options = distributed.ProcessGroupGloo._Options()
+            options._timeout = limit
+            options._devices = [distributed.ProcessGroupGloo.create_device(hostname=host)]
+            self._group = distributed.ProcessGroupGloo(store, self._rank, 2, options)
+        else:
+            options = distributed.ProcessGroupNCCL.Options()
+            options._timeout = timedelta(seconds=STALL_S)
+            self._group = distributed.ProcessGroupNCCL(store, self._rank, 2, options)
+            self._stream = torch.cuda.Stream(library.device)
+        self._buffer = torch.empty(CHUNK_BYTES, dtype=torch.uint8, device=library.device)
+
+    def send(self, views: Sequence[Any], alive: Callable[[], bool]) -> None:
+        """Send pieces, uint8 tensors [n]. Raises `ConnectionError`."""
+        with self._on_stream():
+            for pieces in chunks(views):
+                mine = self._buffer[: sum(map(len, pieces))]
+                self._library.torch._foreach_copy_(_split(mine, pieces), pieces)
+                self._cross(lambda data=mine: self._group.send([data], 0, 0), alive)  # type: ignore[misc]
+
+    def receive(self, views: Sequence[Any], alive: Callable[[], bool]) -> None:
+        """Fill pieces, uint8 tensors [n]; they are whole on return. Raises `ConnectionError`."""
+        with self._on_stream():
+            for pieces in chunks(views):
+                mine = self._buffer[: sum(map(len, pieces))]
+                self._cross(lambda data=mine: self._group.recv([data], 1, 0), alive)  # type: ignore[misc]
+                if not alive():
+                    raise ConnectionAbortedError("fenced")
+                self._library.torch._foreach_copy_(list(pieces), _split(mine, pieces))
+                self._synchronize()
+
+    def abort(self) -> None:
+        """End what is in flight; from any thread; idempotent."""
+        if not self._aborted:
+            self._aborted = True
+            self._group.abort()
+
+    def _on_stream(self) -> Any:
+        cuda = self._library.torch.cuda
+        return cuda.stream(self._stream if self._library.backend == "nccl" else None)
+
+    def _synchronize(self) -> None:
+        if self._library.backend == "nccl":
+            self._stream.synchronize()
+
+    def _cross(self, start: Callable[[], Any], alive: Callable[[], bool]) -> None:
+        try:
+            work = start()
+            if self._library.backend == "gloo":
+                self._wait_aside(work, alive)
+                return
+            limit = time.monotonic() + STALL_S
+            while not work.is_completed():
+                if not alive() or time.monotonic() > limit:
+                    self.abort()
+                    raise ConnectionAbortedError("the other side is gone or stalled")
+                time.sleep(POLL_S)
+            work.wait()
+            self._synchronize()
+        except RuntimeError as error:
+            raise ConnectionAbortedError(str(error).partition("\n")[0]) from error
+
+    def _wait_aside(self, work: Any, alive: Callable[[], bool]) -> None:
+        """Wait in a thread: gloo's wait does not end by an abort, so it may be left behind.
+
+        What is left behind holds our buffer, never registered memory, for at most `STALL_S`.
+        """
+        ended = threading.Event()
+        failed: list[RuntimeError] = []
+
+        def wait() -> None:
+            try:
+                work.wait(timedelta(seconds=STALL_S))
+            except RuntimeError as error:
+                failed.append(error)
+            ended.set()
+
+        threading.Thread(target=wait, name="gloo wait", daemon=True).start()
+        while not ended.wait(LOOK_S):
+            if not alive():
+                raise ConnectionAbortedError("the other side is gone, or we have hung up")
+        if failed:
+            raise failed[0]
+
+
+def accept(library: Library, sock: socket.socket, host: str) -> Group:
+    """Open a store, tell the dialling side where, and meet it there. Raises `ConnectionError`."""
+    family = socket.AF_INET6 if ":" in host else socket.AF_INET
+    with socket.socket(family, socket.SOCK_STREAM) as listener:
+        listener.bind((host, 0))
+        listener.listen(4)
+        port = listener.getsockname()[1]
+        sock.sendall(_OFFER.pack(library.backend.encode(), port))
+        return _open(library, host, port, listener.detach())
+
+
+def meet(library: Library, sock: socket.socket, host: str) -> Group:
+    """The dialling side of `accept`."""
+    data = sock.recv(_OFFER.size, socket.MSG_WAITALL)
+    if len(data) < _OFFER.size:
+        raise ConnectionResetError("the connection was closed during the rendezvous")
+    backend, port = _OFFER.unpack(data)
+    if backend != library.backend.encode():
+        raise RemoteProtocolError(f"they use {backend!r}, we {library.backend}")
+    return _open(library, host, port, None)
+
+
+def chunks(views: Sequence[Any]) -> Iterator[list[Any]]:
+    """Pieces in groups of at most `CHUNK_BYTES`, cut alike on both sides."""
+    batch: list[Any] = []
+    room = CHUNK_BYTES
+    for view in views:
+        while len(view):
+            batch.append(view[:room])
+            view = view[room:]
+            room -= len(batch[-1])
+            if not room:
+                yield batch
+                batch, room = [], CHUNK_BYTES
+    if batch:
+        yield batch
+
+
+def _split(buffer: Any, pieces: Sequence[Any]) -> list[Any]:
+    return list(buffer.split([len(piece) for piece in pieces]))
+
+
+def _open(library: Library, host: str, port: int, listener: int | None) -> Group:
+    try:
+        return Group(library, host, port, listener)
+    except RuntimeError as error:
+        raise ConnectionAbortedError(f"no process group: {error}") from error
