@@ -69,7 +69,7 @@ def _config(max_bytes: int, options: Mapping[str, Any]) -> Any:
         "chunk_size": KEY_TOKENS,
         "local_cpu": True,
         "max_local_cpu_size": max_bytes / (1 << 30),
-        "py_enable_gc": True,  # else it switches off the collector of the whole process
+        "py_enable_gc": True,  # as its default is now; False stops the whole process's collector
     }
     return LMCacheEngineConfig.from_defaults(**settings | dict(options))
 
