@@ -141,7 +141,10 @@ def _signed(value: int) -> int:
 
 def _words(x: Tensor) -> Tensor:
     """View the last axis as words; copies if its memory does not allow it."""
-    return word_view(x if _readable_as_words(x) else x.contiguous())
+    if not _readable_as_words(x):
+        # `contiguous` would keep the odd strides of axes of length 1.
+        x = x.clone(memory_format=torch.contiguous_format)
+    return word_view(x)
 
 
 def word_view(x: Tensor) -> Tensor:

@@ -193,4 +193,4 @@ def test_d_forgets_what_lives_of_p_have_said(brisk: Pair, expected: Expected) ->
         assert len(kept) <= 2, "the session in use, and one that has ended since it began"
         brisk.kill("p")
         brisk.start_p_again()
-    assert len(seen) >= 3, "too few sessions to tell"
+    assert len(seen) >= 2, "too few sessions to tell"

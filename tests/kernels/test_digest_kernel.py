@@ -113,6 +113,18 @@ def test_block_sums_add_token_sums(block_size: int, start: int, count: int) -> N
     assert torch.equal(sums, expected)
 
 
+def test_block_sums_of_any_order_of_memory() -> None:
+    """Axes of length 1 may have strides that no word fits into."""
+    blocks = torch.tensor([3, 0])
+    for layers in (1, 3):
+        cache = random(5, 2, layers, 2, 8, 4, dtype=torch.bfloat16)
+        odd = cache.permute(0, 1, 3, 4, 5, 2).contiguous().permute(0, 1, 5, 2, 3, 4)
+        assert torch.equal(
+            block_sums_reference(odd, blocks, 16, 16, 30),
+            block_sums_reference(cache, blocks, 16, 16, 30),
+        )
+
+
 def test_block_sums_of_parts_add_up() -> None:
     cache = random(5, 2, 1, 2, 8, 4)
     blocks = torch.tensor([3, 1, 4])
