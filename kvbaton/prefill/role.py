@@ -254,17 +254,17 @@ class PrefillRole:
         spans = self.scheduler.spans(source.request_id, start, end)
         self.scheduler.hold_outgoing(spans)
         source.held.append(spans)
-        sums = tuple(self._sums(group, spans, start) for group in range(len(spans)))
+        sums = tuple(self._sums(group, spans, start, end) for group in range(len(spans)))
         self.courier.submit(BlocksReport(source.attempt, start, end, spans, sums))
 
-    def _sums(self, group: int, spans: Spans, start: int) -> PendingSums:
+    def _sums(self, group: int, spans: Spans, start: int, end: int) -> PendingSums:
         blocks = [block for span in spans[group] for block in span.blocks]
         kept = self.executor.sums(group, blocks)
         block_size = self.executor.layouts[0][group].block_size
         if start % block_size == 0:
             return kept
         first = start - start % block_size
-        past = first + block_size
+        past = min(first + block_size, end)  # the prompt may end in this very block
         whole = self.executor.digest(group, blocks[:1], first, first, past)
         part = self.executor.digest(group, blocks[:1], first, start, past)
         return CutSums(kept, whole, part)

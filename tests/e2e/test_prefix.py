@@ -193,6 +193,21 @@ def test_hits_end_inside_the_other_sides_block(
     assert d == (d_hit, len(longer) - d_hit, 0)
 
 
+@pytest.mark.parametrize("more", [1, 7, 15])
+@pytest.mark.parametrize("shared_length", [16, 32, 64, 80])
+def test_hits_end_inside_the_other_sides_last_block(
+    unequal: Unequal, oracle: Oracle, prompt: Prompt, shared_length: int, more: int
+) -> None:
+    """That block is not full: its sums are of fewer tokens than it has room for."""
+    pair, _, d_size = unequal
+    shared = prompt(shared_length)
+    ask(pair, oracle, shared)
+    longer = shared + prompt(more)
+    _, d = ask(pair, oracle, longer)
+    d_hit = shared_length - shared_length % d_size
+    assert d == (d_hit, len(longer) - d_hit, 0)
+
+
 @pytest.mark.parametrize("forgetful", ["p", "d"])
 def test_hits_on_one_side(unequal: Unequal, oracle: Oracle, prompt: Prompt, forgetful: str) -> None:
     pair, p_size, d_size = unequal
