@@ -1,12 +1,13 @@
-"""The NIXL transport between two GPUs: GB/s of scattered 2 MiB blocks, by size of the pieces.
+"""A transport between two GPUs: GB/s of scattered 2 MiB blocks; NIXL's by size of its pieces.
 
-    python -m benchmarks.bench_gpu_wire
+    python -m benchmarks.bench_gpu_wire [--transport nccl]
 
 From `write` to the moment at which the target's process has seen the notice and said so.
 """
 
 from __future__ import annotations
 
+import argparse
 import multiprocessing as mp
 import time
 from multiprocessing.connection import Connection
@@ -23,7 +24,7 @@ SIZES = (8, 64, 128, 512)
 PIECES = (128 << 10, 256 << 10, 512 << 10, 1 << 20, 2 << 20)
 
 
-def open_transport(gpu: int) -> tuple[Transport, object]:
+def open_transport(name: str, gpu: int) -> tuple[Transport, object]:
     """A transport with a pool on a GPU."""
     import torch
 
@@ -31,15 +32,16 @@ def open_transport(gpu: int) -> tuple[Transport, object]:
 
     torch.cuda.set_device(gpu)
     pool = torch.zeros(BLOCKS * BLOCK, dtype=torch.uint8, device=f"cuda:{gpu}")
-    transport = load_transport("nixl", name=f"wire-{gpu}")
+    options = {"device": gpu} if name == "nccl" else {}
+    transport = load_transport(name, name=f"wire-{gpu}", **options)
     transport.register(Memory(pool.data_ptr(), pool.numel(), "cuda", gpu, pool))
     torch.cuda.synchronize()
     return transport, pool
 
 
-def far_side(pipe: Connection) -> None:
+def far_side(name: str, pipe: Connection) -> None:
     """Tell of every notice, until told to stop."""
-    transport, _pool = open_transport(1)
+    transport, _pool = open_transport(name, 1)
     pipe.send(transport.card())
     while not pipe.poll():
         for _ in transport.notices():
@@ -58,13 +60,16 @@ def ranges_of(blocks: int) -> Ranges:
 
 def main() -> None:
     """Measure and print."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--transport", default="nixl", choices=["nixl", "nccl"])
+    args = parser.parse_args()
     context = mp.get_context("spawn")
     ours, theirs = context.Pipe()
-    child = context.Process(target=far_side, args=(theirs,), daemon=True)
+    child = context.Process(target=far_side, args=(args.transport, theirs), daemon=True)
     child.start()
-    transport, _pool = open_transport(0)
+    transport, _pool = open_transport(args.transport, 0)
     peer = transport.connect(ours.recv())
-    for piece in PIECES:
+    for piece in PIECES if args.transport == "nixl" else PIECES[-1:]:
         nixl_parts.GPU_PIECE_BYTES = piece
         line = [f"pieces of {piece >> 10:5d} KiB:"]
         for blocks in SIZES:

@@ -60,6 +60,7 @@ TRANSPORTS = Kind(
     {
         "faulty": "kvbaton.connectors.transports.faulty:FaultyTransport",
         "memory": "kvbaton.connectors.transports.memory:MemoryTransport",
+        "nccl": "kvbaton.connectors.transports.nccl:NcclTransport",
         "nixl": "kvbaton.connectors.transports.nixl:NixlTransport",
         "tcp": "kvbaton.connectors.transports.tcp:TcpTransport",
     },

@@ -15,6 +15,10 @@ class TestNixl(TransportTests):
     spec = "nixl"
 
 
+class TestNccl(TransportTests):
+    spec = 'nccl:{"backend": "gloo"}'
+
+
 class TestFaultyMemory(TransportTests):
     spec = 'faulty:{"inner": "memory"}'
 
@@ -23,4 +27,4 @@ class TestFaultyTcp(TransportTests):
     spec = 'faulty:{"inner": "tcp", "delay": 0.5, "delay_polls": 20}'
 
 
-BUILT_IN = (TestMemory, TestTcp, TestNixl, TestFaultyMemory, TestFaultyTcp)
+BUILT_IN = (TestMemory, TestTcp, TestNixl, TestNccl, TestFaultyMemory, TestFaultyTcp)

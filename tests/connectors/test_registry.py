@@ -34,7 +34,10 @@ def test_options_reach_the_constructor_and_win_over_the_context() -> None:
 @pytest.mark.parametrize(
     ("spec", "says"),
     [
-        ("carrier-pigeon", "unknown transport 'carrier-pigeon'; known are .*memory, nixl, tcp"),
+        (
+            "carrier-pigeon",
+            "unknown transport 'carrier-pigeon'; known are .*memory, nccl, nixl, tcp",
+        ),
         ("", "unknown transport ''"),
         ("memory:{", "is not JSON"),
         ("memory:[1]", "must be a JSON object"),
