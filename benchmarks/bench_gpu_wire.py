@@ -32,8 +32,7 @@ def open_transport(name: str, gpu: int) -> tuple[Transport, object]:
 
     torch.cuda.set_device(gpu)
     pool = torch.zeros(BLOCKS * BLOCK, dtype=torch.uint8, device=f"cuda:{gpu}")
-    options = {"device": gpu} if name == "nccl" else {}
-    transport = load_transport(name, name=f"wire-{gpu}", **options)
+    transport = load_transport(name, name=f"wire-{gpu}")
     transport.register(Memory(pool.data_ptr(), pool.numel(), "cuda", gpu, pool))
     torch.cuda.synchronize()
     return transport, pool

@@ -82,27 +82,24 @@ class NcclListener(Listener):
 class NcclTransport(TcpTransport):
     """Writes into registered memory of other processes through NCCL or gloo."""
 
-    def __init__(
-        self, name: str, *, host: str = "127.0.0.1", backend: str = "auto", device: int = 0
-    ) -> None:
+    def __init__(self, name: str, *, host: str = "127.0.0.1", backend: str = "auto") -> None:
         """Listen on a free port.
 
         Args:
             name: unique per process and generation.
             host: address to listen on, which peers dial as well.
-            backend: ``nccl``, ``gloo``, or ``auto``: NCCL where there is a GPU.
-            device: CUDA ordinal that NCCL runs on.
+            backend: ``nccl``, ``gloo``, or ``auto``: NCCL for a GPU's memory.
 
         Raises:
             ConfigError: bad host or backend, or no torch.
         """
-        self._library = nccl_group.Library(backend, device)
+        self._library = nccl_group.Library(backend)
         super().__init__(name, host=host)
 
     @property
     def capabilities(self) -> Capabilities:
         """CPU memory, and CUDA memory over NCCL; a fence always holds."""
-        devices = {"cpu", "cuda"} if self._library.backend == "nccl" else {"cpu"}
+        devices = {"cpu", "cuda"} if self._library.reaches_gpus else {"cpu"}
         return Capabilities(frozenset(devices), MAX_NOTICE_BYTES, FenceScope.PEER)  # type: ignore[arg-type]
 
     def register(self, memory: Memory) -> Region:
@@ -113,6 +110,8 @@ class NcclTransport(TcpTransport):
         """
         if memory.device not in self.capabilities.devices:
             raise TransportError(f"{self._library.backend} can't reach {memory.device} memory")
+        if not self._views:
+            self._library.settle(memory.device, memory.device_index)
         self._views.append(_tensor(self._library.torch, memory))
         return self._regions.add(memory)
 

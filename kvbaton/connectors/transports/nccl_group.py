@@ -31,9 +31,15 @@ _OFFER = struct.Struct("<4sH")
 
 
 class Library:
-    """Torch, loaded once somebody builds the transport, and where its buffers are."""
+    """Torch, loaded once somebody builds the transport; which library moves bytes, and where.
 
-    def __init__(self, backend: str, device: int) -> None:
+    Attributes:
+        backend: ``nccl`` or ``gloo``.
+        device: of the buffers that bytes pass through.
+        reaches_gpus: whether memory of GPUs may be registered.
+    """
+
+    def __init__(self, backend: str) -> None:
         try:
             self.torch: Any = importlib.import_module("torch")
             self.distributed: Any = importlib.import_module("torch.distributed")
@@ -44,8 +50,16 @@ class Library:
         gpu = self.torch.cuda.is_available() and self.distributed.is_nccl_available()
         if backend == "nccl" and not gpu:
             raise ConfigError("backend", "nccl needs a GPU and a torch with NCCL; gloo does not")
-        self.backend = ("nccl" if gpu else "gloo") if backend == "auto" else backend
-        self.device: Any = self.torch.device(f"cuda:{device}" if self.backend == "nccl" else "cpu")
+        self._asked = backend
+        self.reaches_gpus = gpu and backend != "gloo"
+        self.settle("cpu", 0)
+
+    def settle(self, kind: str, index: int) -> None:
+        """Serve memory of this device, where the choice is ours: bytes pass through its buffers."""
+        auto = "nccl" if kind == "cuda" else "gloo"
+        self.backend = auto if self._asked == "auto" else self._asked
+        on_gpu = self.backend == "nccl"
+        self.device: Any = self.torch.device(f"cuda:{index}" if on_gpu else "cpu")
 
 
 class Group:
