@@ -178,7 +178,7 @@ class WaitsForTheDead(BrokenFilesystem):
                 if time.monotonic() > limit:
                     return False
                 time.sleep(0.002)
-            time.sleep(0.03 if sum(map(len, source)) >= SLOW_BYTES else 0.0)
+            time.sleep(0.15 if sum(map(len, source)) >= SLOW_BYTES else 0.0)
             stored = super().put(key, source)
             os.unlink(lock)
             return stored

@@ -441,7 +441,7 @@ class LeaksThreads(BrokenMemory):
         def get(self, key: bytes, target: Pieces) -> bool:
             there = super().get(key, target)
             if not there:
-                threading.Thread(target=time.sleep, args=(10.0,), daemon=True).start()
+                threading.Thread(target=time.sleep, args=(60.0,), daemon=True).start()
             return there
 
 
