@@ -58,6 +58,11 @@ class TestLMCache(StoreTests):
 
 
 class TestLMCacheServer(StoreTests):
+    @pytest.fixture(autouse=True)
+    def known_limit(self, request: pytest.FixtureRequest) -> None:
+        if "L3.what-a-killed-writer-leaves" in request.node.name:
+            pytest.skip("LMCache's server keeps the lock of a killed writer for 600 s")
+
     @pytest.fixture
     def spec(self, lmcache: Server) -> str:
         return lmcache.spec()

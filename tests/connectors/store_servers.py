@@ -76,6 +76,7 @@ class Server:
     def paused(self) -> Iterator[None]:
         """Meanwhile it says nothing at all."""
         self.process.send_signal(signal.SIGSTOP)
+        os.waitid(os.P_PID, self.process.pid, os.WSTOPPED | os.WNOWAIT)  # all its threads stand
         try:
             yield
         finally:
