@@ -20,25 +20,13 @@ from typing import Any
 
 import torch
 
+from benchmarks.workload import SMALL
 from kvbaton.bench.report import median, publish
 from kvbaton.engine.build import build_engine
 from kvbaton.engine.config import EngineConfig
 from kvbaton.engine.solo import SoloFactory
-from kvbaton.testing.checkpoints import CheckpointSpec, make_checkpoint
+from kvbaton.testing.checkpoints import make_checkpoint
 from kvbaton.wire import AddRequest, FromCore, NodeId, Outputs, Rejected, SamplingParams, ToCore
-
-MODEL = CheckpointSpec(
-    vocab_size=4096,
-    hidden_size=512,
-    intermediate_size=1376,
-    num_layers=8,
-    num_heads=8,
-    num_kv_heads=4,
-    head_dim=64,
-    max_position_embeddings=2048,
-    tied=True,
-)
-"""About 25 million parameters; a block of 16 tokens has 256 KiB."""
 
 RESAMPLES = 10_000
 
@@ -130,7 +118,7 @@ def measure(folder: Path, args: argparse.Namespace) -> list[dict[str, Any]]:
     }[args.store]
     store = f"{args.store}:{json.dumps(options)}"
     settings: dict[str, Any] = {
-        "model": str(make_checkpoint(folder / "model", MODEL)),
+        "model": str(make_checkpoint(folder / "model", SMALL)),
         "device": "cpu",
         "num_threads": args.threads,
         "max_model_len": 1024,

@@ -19,27 +19,15 @@ from typing import Any
 import torch
 from transformers import AutoModelForCausalLM
 
+from benchmarks.workload import SMALL
 from kvbaton.bench.report import median, publish
 from kvbaton.engine.build import make_scheduler
 from kvbaton.engine.config import EngineConfig
 from kvbaton.engine.local import LocalExecutor
 from kvbaton.engine.model_config import load_model_config
 from kvbaton.engine.scheduler import Scheduler
-from kvbaton.testing.checkpoints import CheckpointSpec, make_checkpoint
+from kvbaton.testing.checkpoints import make_checkpoint
 from kvbaton.wire import AddRequest, SamplingParams
-
-MODEL = CheckpointSpec(
-    vocab_size=4096,
-    hidden_size=512,
-    intermediate_size=1376,
-    num_layers=8,
-    num_heads=8,
-    num_kv_heads=4,
-    head_dim=64,
-    max_position_embeddings=2048,
-    tied=True,
-)
-"""About 25 million parameters."""
 
 Prompts = list[list[int]]
 
@@ -58,7 +46,7 @@ def main() -> None:
     chance = random.Random(0)
     prompts = [chance.choices(range(3, 256), k=args.input_len) for _ in range(args.requests)]
     with tempfile.TemporaryDirectory() as folder:
-        ways = make_ways(make_checkpoint(Path(folder, "model"), MODEL), args.threads)
+        ways = make_ways(make_checkpoint(Path(folder, "model"), SMALL), args.threads)
         rows = measure(ways, prompts, args.output_len, args.rounds)
     publish("throughput", vars(args), rows, args.out)
 

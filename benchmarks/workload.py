@@ -1,4 +1,4 @@
-"""The workload of the baselines: a Llama-3-8B-shaped model with dummy weights, random prompts."""
+"""The workload of the baselines (a Llama-3-8B-shaped model, random prompts), and a small model."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from pathlib import Path
 
 import numpy as np
 
-from kvbaton.testing.checkpoints import make_checkpoint
+from kvbaton.testing.checkpoints import CheckpointSpec, make_checkpoint
 
 LLAMA_8B = {
     "architectures": ["LlamaForCausalLM"],
@@ -27,6 +27,19 @@ LLAMA_8B = {
     "eos_token_id": 128001,
     "torch_dtype": "bfloat16",
 }
+SMALL = CheckpointSpec(
+    vocab_size=4096,
+    hidden_size=512,
+    intermediate_size=1376,
+    num_layers=8,
+    num_heads=8,
+    num_kv_heads=4,
+    head_dim=64,
+    max_position_embeddings=2048,
+    tied=True,
+)
+"""About 25 million parameters; a block of 16 tokens has 256 KiB."""
+
 MAX_MODEL_LEN = 16640
 MAX_BATCHED_TOKENS = 8192
 
