@@ -318,6 +318,31 @@ class TransferSpec(Struct, frozen=True, kw_only=True):
     peer_node: Name | None = None
 
 
+class Item(Struct, frozen=True, kw_only=True):
+    """A multimodal item of a prompt: tokens [start, start + length) stand for it.
+
+    Its encoder output has one row per such token. Where it is handed over, it is an artifact like a
+    prompt's KV: a transfer of its own, of one KV group, over as many positions as its rows fill
+    whole blocks of the encoder cache.
+
+    Attributes:
+        start: position of its first placeholder in the prompt.
+        length: placeholders, at least 1.
+        digest: of its content and the processor's settings; equal ones have equal outputs.
+        grid: patches in time, height and width, before they are merged.
+        data: the image as the client gave it (PNG, JPEG, ...); empty where the receiver need not
+            encode it.
+        transfer: its hand-over from an encoder node, if there is one.
+    """
+
+    start: Count
+    length: Annotated[int, Meta(ge=1, le=1 << 31)]
+    digest: Key
+    grid: tuple[Count, Count, Count]
+    data: bytes = b""
+    transfer: TransferSpec | None = None
+
+
 class AddRequest(Struct, frozen=True, tag="add", kw_only=True):
     """Generate from tokens.
 
@@ -331,6 +356,7 @@ class AddRequest(Struct, frozen=True, tag="add", kw_only=True):
         cache_salt: requests with different salts never share cache.
         deadline_s: seconds from receipt after which the request is ended.
         transfer: its part in a hand-over, if any.
+        items: multimodal items, by start; they do not overlap.
     """
 
     request_id: Name
@@ -341,6 +367,7 @@ class AddRequest(Struct, frozen=True, tag="add", kw_only=True):
     cache_salt: Text = ""
     deadline_s: float = 600.0
     transfer: TransferSpec | None = None
+    items: tuple[Item, ...] = ()
 
 
 class AbortRequest(Struct, frozen=True, tag="abort", kw_only=True):
@@ -492,6 +519,7 @@ class GenerateRequest(Struct, frozen=True, kw_only=True):
         sampling_params: as vLLM's.
         resume_token_ids: tokens already generated elsewhere; numbering and budgets go on from them.
         kv_transfer_params: vLLM's field names (see `docs/protocol.md`); checked by the node.
+        items: multimodal items of the prompt; bytes are base64, as always in JSON.
     """
 
     token_ids: tuple[TokenId, ...]
@@ -503,6 +531,7 @@ class GenerateRequest(Struct, frozen=True, kw_only=True):
     priority: int = 0
     deadline_s: float | None = None
     kv_transfer_params: dict[str, Any] | None = None
+    items: tuple[Item, ...] = ()
 
 
 class GenerateChoice(Struct, frozen=True, kw_only=True):

@@ -38,6 +38,11 @@ class EngineConfig:
         store_load_timeout: seconds that a request waits for what a store loads.
         kv_events_config: JSON with vLLM's keys for KV events, like
             ``{"enable_kv_cache_events": true}``; None publishes none.
+        encoder_cache_tokens: rows of the encoder cache; None takes enough for the longest prompt.
+        max_num_encoder_tokens: most rows that the encoder computes in one step; an item that has
+            more is encoded alone.
+        language_model_only: do not load the encoder: outputs come from encoder nodes or a store.
+        encoder_only: load nothing but the encoder; prompts are items.
         debug_poison: fill reserved blocks with NaN before they are handed out as targets.
         debug_forbid_prompt_compute: refuse to compute any prompt token but the last, so that a
             test can prove where the KV came from.
@@ -64,5 +69,9 @@ class EngineConfig:
     store_lookup_timeout: float = 0.5
     store_load_timeout: float = 10.0
     kv_events_config: str | None = None
+    encoder_cache_tokens: int | None = None
+    max_num_encoder_tokens: int = 8192
+    language_model_only: bool = False
+    encoder_only: bool = False
     debug_poison: bool = False
     debug_forbid_prompt_compute: bool = False

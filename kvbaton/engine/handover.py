@@ -91,7 +91,9 @@ class Handover:
                 transfer=request.spec.transfer,
                 num_tokens=len(known),
                 cached_tokens=cached,
-                prompt_key=prompt_key(request.root, known),
+                prompt_key=prompt_key(
+                    request.root, known, extras=requests.extras_of(request.spec.items)
+                ),
                 spans=spans,
                 deadline_s=max(0.0, request.deadline - self._clock()),
                 full_hit=full_hit,

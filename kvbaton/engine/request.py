@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import enum
-from collections.abc import Collection
+from collections.abc import Collection, Iterable
 from dataclasses import dataclass, field
 
-from kvbaton.connectors.keys import block_keys
+from kvbaton.connectors.keys import Extra, block_keys
 from kvbaton.connectors.protocol.events import Attempt
 from kvbaton.engine.blocks import Blocks, Tables
-from kvbaton.wire import AddRequest, SamplingParams, TokenLogprobs
+from kvbaton.wire import AddRequest, Item, SamplingParams, TokenLogprobs
 
 
 class State(enum.Enum):
@@ -102,7 +102,13 @@ class Sequence:
         """Keys of all full blocks of its tokens."""
         known = self.chains.get(block_size, [])
         if len(known) < len(self.tokens) // block_size:
-            known = block_keys(self.request.root, self.tokens, block_size, parent_keys=known)
+            known = block_keys(
+                self.request.root,
+                self.tokens,
+                block_size,
+                parent_keys=known,
+                extras=extras_of(self.request.spec.items),
+            )
             self.chains[block_size] = known
         return known
 
@@ -183,6 +189,11 @@ class Request:
     def reads_cache(self) -> bool:
         """Whether a cached prefix may be used: prompt logprobs need the prompt computed."""
         return self.prompt_logprobs is None or (self.spec.transfer is not None and not self.source)
+
+
+def extras_of(items: Iterable[Item]) -> tuple[Extra, ...]:
+    """What the items of a prompt add to the keys of its blocks."""
+    return tuple(Extra(item.start, item.length, item.digest) for item in items)
 
 
 def finish_of(

@@ -13,7 +13,7 @@ import numpy as np
 import numpy.typing as npt
 from msgspec import Struct
 
-from kvbaton.wire import SamplingParams, TokenLogprobs
+from kvbaton.wire import Item, SamplingParams, TokenLogprobs
 
 
 class NewSequence(Struct, frozen=True, array_like=True):
@@ -25,6 +25,7 @@ class NewSequence(Struct, frozen=True, array_like=True):
         num_prompt: how many of them are the prompt.
         choice: index of the choice, for the noise.
         params: sampling.
+        items: multimodal items of the prompt.
     """
 
     handle: int
@@ -32,6 +33,7 @@ class NewSequence(Struct, frozen=True, array_like=True):
     num_prompt: int
     choice: int
     params: SamplingParams
+    items: tuple[Item, ...] = ()
 
 
 class Fork(Struct, frozen=True, array_like=True):
@@ -46,6 +48,17 @@ class Fork(Struct, frozen=True, array_like=True):
     choice: int
 
 
+class ItemRows(Struct, frozen=True, array_like=True):
+    """Where the encoder output of an item is: tokens [start, start + length) are its rows.
+
+    Row r lies in ``blocks[r // block_size]`` of the encoder cache, at ``r % block_size``.
+    """
+
+    start: int
+    length: int
+    blocks: tuple[int, ...]
+
+
 class SequenceStep(Struct, frozen=True, array_like=True):
     """What to compute of one sequence.
 
@@ -57,6 +70,7 @@ class SequenceStep(Struct, frozen=True, array_like=True):
         new_blocks: per group, physical blocks to append to the block table.
         num_samples: 0 for a chunk that does not end the known tokens; 1; or n at the end of a
             prompt with n choices (noise of choices 0 .. n-1).
+        items: encoder outputs of all items that overlap the tokens to compute.
     """
 
     handle: int
@@ -64,6 +78,7 @@ class SequenceStep(Struct, frozen=True, array_like=True):
     count: int
     new_blocks: tuple[tuple[int, ...], ...]
     num_samples: int
+    items: tuple[ItemRows, ...] = ()
 
 
 class BlockCopy(Struct, frozen=True, array_like=True):

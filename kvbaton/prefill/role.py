@@ -28,7 +28,7 @@ from kvbaton.connectors.protocol.events import (
     StopSource,
 )
 from kvbaton.engine.executor import Executor
-from kvbaton.engine.request import Request
+from kvbaton.engine.request import Request, extras_of
 from kvbaton.engine.scheduler import Scheduler
 from kvbaton.errors import RequestError
 from kvbaton.serving.transfer_params import source_params
@@ -167,7 +167,8 @@ class PrefillRole:
         source = _Source(attempt, request, request.request_id, len(known))
         self._sources[attempt] = source
         self._by_request[request.request_id] = source
-        key = prompt_key(root_key(self.identity, request.cache_salt), known)
+        root, extras = root_key(self.identity, request.cache_salt), extras_of(request.items)
+        key = prompt_key(root, known, extras=extras)
         self.courier.submit(Announce(attempt, key, len(known)))
 
     def ended(self, request_id: str) -> None:
