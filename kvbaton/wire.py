@@ -23,6 +23,8 @@ PROTOCOL_VERSION = 1
 MIN_PROTOCOL_VERSION = 1
 MAX_MESSAGE_BYTES = 64 << 20
 """A longer message is dropped unread and counted."""
+ENCODER_BLOCK_ROWS = 32
+"""Rows of one block of encoder output; an item's last block is filled up with zeros."""
 
 Count = Annotated[int, Meta(ge=0, le=1 << 62)]
 TokenId = Annotated[int, Meta(ge=0, lt=1 << 31)]
@@ -466,6 +468,8 @@ class Ready(Struct, frozen=True, tag="ready", kw_only=True):
         max_model_len: longest prompt plus output.
         eos_token_ids: the model's own end tokens.
         identity: digest of the identity record; nodes with different ones never pair.
+        encoder_identity: the same of encoder outputs that the node makes or can receive; empty if
+            it has nothing to do with any.
     """
 
     node: NodeId
@@ -477,6 +481,7 @@ class Ready(Struct, frozen=True, tag="ready", kw_only=True):
     vocab_size: Count = 0
     tp_size: Count = 1
     identity: bytes = b""
+    encoder_identity: bytes = b""
 
 
 class Metrics(Struct, frozen=True, tag="metrics", kw_only=True):

@@ -1,9 +1,7 @@
-"""One rank's paged KV cache: its memory, and the digest sums kept beside it."""
+"""One rank's paged KV cache: writing tokens, reading pages, and what that does to the sums."""
 
 from __future__ import annotations
 
-import mmap
-from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 
@@ -12,15 +10,11 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
-from kvbaton.connectors.base import Device, Memory
-from kvbaton.connectors.layout import ALIGNMENT, ITEM_SIZE, GroupKind, KVLayout, contiguous_plane
+from kvbaton.connectors.layout import ITEM_SIZE
+from kvbaton.engine.block_memory import BlockMemory
 from kvbaton.engine.model_config import ModelConfig
 from kvbaton.engine.shard import Shard
-from kvbaton.errors import ConfigError
 from kvbaton.kernels.digest import block_sums, token_sums
-
-PAGE = 4096
-"""The pool starts at a page border, so that any transport can register it."""
 
 LONG_RUN = 4
 """Tokens in a row from which on reading their blocks whole is cheaper than token by token."""
@@ -51,14 +45,11 @@ def block_bytes(model: ModelConfig, block_size: int, kv_heads: int) -> int:
     return tokens * model.head_dim * ITEM_SIZE[model.dtype]
 
 
-class KVCache:
-    """Blocks of K and V of every layer, ``[block, head, layer, kv, token, feature]``.
+class KVCache(BlockMemory):
+    """Blocks of K and V of every layer.
 
-    Block 0 is the null block: all zeros, never written; it pads block tables.
-
-    The *sum* of (block, layer, kv, head) is the wrapping sum of `token_sums` over the tokens that
-    its first `counted` slots hold. Writing slot 0 starts it anew; writing another slot that is
-    counted takes that and all later ones out first.
+    Writing slot 0 of a block starts its sum anew; writing another slot that is counted takes that
+    and all later ones out first.
     """
 
     def __init__(
@@ -72,31 +63,17 @@ class KVCache:
         track_sums: bool,
     ) -> None:
         head_start, heads = shard.kv_heads(model.num_kv_heads)
-        num_bytes = block_bytes(model, block_size, heads)
-        if num_bytes % ALIGNMENT:
-            raise ConfigError(
-                "--block-size",
-                f"{block_size} makes blocks of {num_bytes} bytes, not a multiple of {ALIGNMENT}",
-            )
-        self.block_size, self.num_blocks = block_size, num_blocks
-        self.shape = (num_blocks, heads, model.num_layers, 2, block_size, model.head_dim)
-        raw = _zeros(num_blocks * num_bytes + PAGE, device)
-        start = -raw.data_ptr() % PAGE
-        pool = raw[start : start + num_blocks * num_bytes]
-        self.data = pool.view(getattr(torch, model.dtype)).view(self.shape)
+        super().__init__(
+            (num_blocks, heads, model.num_layers, 2, block_size, model.head_dim),
+            dtype=model.dtype,
+            device=device,
+            head_start=head_start,
+            head_total=model.num_kv_heads,
+            track_sums=track_sums,
+        )
         self._tokens = self.data.view(-1, model.head_dim)
         self._pages = self.data.view(-1, block_size * model.head_dim)
         self._heads = torch.arange(heads, device=device)
-        self.sums = (
-            torch.zeros((num_blocks, model.num_layers, 2, heads), dtype=torch.int64, device=device)
-            if track_sums
-            else None
-        )
-        self.counted = np.zeros(num_blocks, np.int64)
-        self.memory = Memory(
-            self.data.data_ptr(), pool.numel(), _device_kind(device), device.index or 0, raw
-        )
-        self.layout = _layout(model, self.shape, head_start)
 
     def token_rows(self, slots: Slots) -> Tensor:
         """Row of K of layer 0, in the pool as rows of one token and head: [tokens * heads]."""
@@ -125,23 +102,6 @@ class KVCache:
         key = self._pages.index_select(0, flat + layer * 2)
         value = self._pages.index_select(0, flat + (layer * 2 + 1))
         return key.view(shape), value.view(shape)
-
-    def copy(self, sources: Sequence[int], targets: Sequence[int]) -> None:
-        """Copy blocks with their sums."""
-        assert 0 not in targets, "the null block is never written"
-        source = torch.tensor(sources, device=self.data.device)
-        target = torch.tensor(targets, device=self.data.device)
-        self.data[target] = self.data[source]
-        self.counted[list(targets)] = self.counted[list(sources)]
-        if self.sums is not None:
-            self.sums[target] = self.sums[source]
-
-    def poison(self, blocks: Sequence[int]) -> None:
-        """Fill blocks with NaN."""
-        assert 0 not in blocks, "the null block is never written"
-        self.data[torch.tensor(blocks, device=self.data.device)] = torch.nan
-        if self.data.is_cuda:
-            torch.cuda.synchronize(self.data.device)
 
     # --- digest sums ---
 
@@ -205,65 +165,3 @@ class KVCache:
             sums = token_sums(data[:, :, :, kv].flatten(1, 2), positions, kv)
             sums = sums.view(-1, heads, layers).transpose(1, 2)
             self.sums[:, :, kv].index_add_(0, blocks, sums.contiguous(), alpha=sign)
-
-    def kept_sums(self, blocks: Sequence[int]) -> npt.NDArray[np.uint64]:
-        """Sums kept with blocks, [blocks, layers, kv, heads]."""
-        assert self.sums is not None, "this executor was started without digest sums"
-        return _unsigned(self.sums[torch.tensor(blocks, device=self.sums.device)])
-
-    def digest(
-        self, blocks: Sequence[int], first_position: int, start: int, end: int
-    ) -> npt.NDArray[np.uint64]:
-        """Sums recomputed from memory, [blocks, layers, kv, heads]; see `Executor.digest`."""
-        ids = torch.tensor(blocks, device=self.data.device)
-        return _unsigned(block_sums(self.data, ids, first_position, start, end))
-
-    def adopt(
-        self, blocks: Sequence[int], sums: npt.NDArray[np.uint64], counted: npt.NDArray[np.int64]
-    ) -> None:
-        """Keep sums computed elsewhere, of the first `counted` slots of each block."""
-        if self.sums is None:
-            return
-        ids = torch.tensor(blocks, device=self.sums.device)
-        self.sums[ids] = torch.from_numpy(sums.view(np.int64)).to(self.sums.device)
-        self.counted[list(blocks)] = counted
-
-
-def _zeros(num_bytes: int, device: torch.device) -> Tensor:
-    """Zeroed memory; on a CPU its pages are made when they are first touched, 2 MiB at a time."""
-    if device.type != "cpu":
-        return torch.zeros(num_bytes, dtype=torch.uint8, device=device)
-    memory = mmap.mmap(-1, num_bytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
-    memory.madvise(mmap.MADV_HUGEPAGE)
-    return torch.frombuffer(memory, dtype=torch.uint8)
-
-
-def _unsigned(sums: Tensor) -> npt.NDArray[np.uint64]:
-    return sums.cpu().numpy().view(np.uint64)
-
-
-def _device_kind(device: torch.device) -> Device:
-    return "cuda" if device.type == "cuda" else "cpu"
-
-
-def _layout(
-    model: ModelConfig, shape: tuple[int, int, int, int, int, int], head_start: int
-) -> KVLayout:
-    num_blocks, heads, layers, _, block_size, head_dim = shape
-    plane = contiguous_plane(
-        num_blocks=num_blocks,
-        block_size=block_size,
-        num_heads=heads,
-        head_dim=head_dim,
-        layers=tuple(range(layers)),
-        dtype=model.dtype,
-        head_start=head_start,
-        head_total=model.num_kv_heads,
-    )
-    return KVLayout(
-        group=0,
-        kind=GroupKind.FULL,
-        block_size=block_size,
-        num_blocks=num_blocks,
-        planes=(plane,),
-    )

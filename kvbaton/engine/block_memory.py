@@ -1,0 +1,155 @@
+"""The memory of one pool of blocks, and the digest sums kept beside it."""
+
+from __future__ import annotations
+
+import mmap
+from collections.abc import Sequence
+
+import numpy as np
+import numpy.typing as npt
+import torch
+from torch import Tensor
+
+from kvbaton.connectors.base import Device, Memory
+from kvbaton.connectors.layout import ALIGNMENT, GroupKind, KVLayout, contiguous_plane
+from kvbaton.errors import ConfigError
+from kvbaton.kernels.digest import block_sums
+
+PAGE = 4096
+"""The pool starts at a page border, so that any transport can register it."""
+
+Shape = tuple[int, int, int, int, int, int]
+"""Blocks, heads, layers, kv, tokens, features."""
+
+
+class BlockMemory:
+    """Blocks of one group on one rank, ``[block, head, layer, kv, token, feature]``.
+
+    Block 0 is the null block: all zeros, never written; it pads block tables.
+
+    The *sum* of (block, layer, kv, head) is the wrapping sum of `token_sums` over the tokens that
+    its first `counted` slots hold.
+
+    Args:
+        shape: of the pool.
+        dtype: name of its dtype.
+        device: where it lies.
+        head_start: global id of the first head.
+        head_total: heads of the whole model.
+        track_sums: keep digest sums.
+
+    Raises:
+        ConfigError: a block's bytes can't be aligned.
+    """
+
+    def __init__(
+        self,
+        shape: Shape,
+        *,
+        dtype: str,
+        device: torch.device,
+        head_start: int = 0,
+        head_total: int = 1,
+        track_sums: bool = True,
+    ) -> None:
+        num_blocks, heads, layers, planes, block_size, features = self.shape = shape
+        kind = getattr(torch, dtype)
+        num_bytes = heads * layers * planes * block_size * features * kind.itemsize
+        if num_bytes % ALIGNMENT:
+            raise ConfigError(
+                "--block-size",
+                f"{block_size} makes blocks of {num_bytes} bytes, not a multiple of {ALIGNMENT}",
+            )
+        self.block_size, self.num_blocks = block_size, num_blocks
+        raw = _zeros(num_blocks * num_bytes + PAGE, device)
+        start = -raw.data_ptr() % PAGE
+        pool = raw[start : start + num_blocks * num_bytes]
+        self.data = pool.view(kind).view(shape)
+        self.sums = (
+            torch.zeros((num_blocks, layers, planes, heads), dtype=torch.int64, device=device)
+            if track_sums
+            else None
+        )
+        self.counted = np.zeros(num_blocks, np.int64)
+        self.memory = Memory(
+            self.data.data_ptr(), pool.numel(), _device_kind(device), device.index or 0, raw
+        )
+        self.layout = _layout(shape, dtype, head_start, head_total)
+
+    def copy(self, sources: Sequence[int], targets: Sequence[int]) -> None:
+        """Copy blocks with their sums."""
+        assert 0 not in targets, "the null block is never written"
+        source = torch.tensor(sources, device=self.data.device)
+        target = torch.tensor(targets, device=self.data.device)
+        self.data[target] = self.data[source]
+        self.counted[list(targets)] = self.counted[list(sources)]
+        if self.sums is not None:
+            self.sums[target] = self.sums[source]
+
+    def poison(self, blocks: Sequence[int]) -> None:
+        """Fill blocks with NaN."""
+        assert 0 not in blocks, "the null block is never written"
+        self.data[torch.tensor(blocks, device=self.data.device)] = torch.nan
+        if self.data.is_cuda:
+            torch.cuda.synchronize(self.data.device)
+
+    def kept_sums(self, blocks: Sequence[int]) -> npt.NDArray[np.uint64]:
+        """Sums kept with blocks, [blocks, layers, kv, heads]."""
+        assert self.sums is not None, "this executor was started without digest sums"
+        return _unsigned(self.sums[torch.tensor(blocks, device=self.sums.device)])
+
+    def digest(
+        self, blocks: Sequence[int], first_position: int, start: int, end: int
+    ) -> npt.NDArray[np.uint64]:
+        """Sums recomputed from memory, [blocks, layers, kv, heads]; see `Executor.digest`."""
+        ids = torch.tensor(blocks, device=self.data.device)
+        return _unsigned(block_sums(self.data, ids, first_position, start, end))
+
+    def adopt(
+        self, blocks: Sequence[int], sums: npt.NDArray[np.uint64], counted: npt.NDArray[np.int64]
+    ) -> None:
+        """Keep sums computed elsewhere, of the first `counted` slots of each block."""
+        if self.sums is None:
+            return
+        ids = torch.tensor(blocks, device=self.sums.device)
+        self.sums[ids] = torch.from_numpy(sums.view(np.int64)).to(self.sums.device)
+        self.counted[list(blocks)] = counted
+
+
+def _zeros(num_bytes: int, device: torch.device) -> Tensor:
+    """Zeroed memory; on a CPU its pages are made when they are first touched, 2 MiB at a time."""
+    if device.type != "cpu":
+        return torch.zeros(num_bytes, dtype=torch.uint8, device=device)
+    memory = mmap.mmap(-1, num_bytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+    memory.madvise(mmap.MADV_HUGEPAGE)
+    return torch.frombuffer(memory, dtype=torch.uint8)
+
+
+def _unsigned(sums: Tensor) -> npt.NDArray[np.uint64]:
+    return sums.cpu().numpy().view(np.uint64)
+
+
+def _device_kind(device: torch.device) -> Device:
+    return "cuda" if device.type == "cuda" else "cpu"
+
+
+def _layout(shape: Shape, dtype: str, head_start: int, head_total: int) -> KVLayout:
+    num_blocks, heads, layers, planes, block_size, features = shape
+    plane = contiguous_plane(
+        num_blocks=num_blocks,
+        block_size=block_size,
+        num_heads=heads,
+        head_dim=features,
+        layers=tuple(range(layers)),
+        dtype=dtype,
+        head_start=head_start,
+        head_total=head_total,
+        kv=planes,
+    )
+    return KVLayout(
+        group=0,
+        kind=GroupKind.FULL,
+        block_size=block_size,
+        num_blocks=num_blocks,
+        planes=(plane,),
+    )

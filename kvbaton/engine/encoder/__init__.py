@@ -1,0 +1,1 @@
+"""Encoder outputs as blocks: an engine whose prompts are items."""

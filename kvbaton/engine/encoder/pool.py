@@ -1,0 +1,56 @@
+"""Encoder outputs in blocks: a KV pool of one head, one plane, and a layer per level."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+from torch.nn.functional import pad
+
+from kvbaton.engine.block_memory import BlockMemory
+from kvbaton.kernels.digest import block_sums
+from kvbaton.wire import ENCODER_BLOCK_ROWS
+
+
+class EncoderPool(BlockMemory):
+    """Rows of encoder outputs, ``[block, 1, level, 1, row, hidden]``.
+
+    An item fills whole blocks: its rows, then zeros, which are summed and moved like any row.
+
+    Args:
+        num_blocks: the null block included.
+        levels: vectors per row: 1, and one per deepstack layer.
+        hidden: features of the language model.
+        dtype: name of the model's dtype.
+        device: where it lies.
+    """
+
+    def __init__(
+        self, num_blocks: int, levels: int, hidden: int, dtype: str, device: torch.device
+    ) -> None:
+        shape = (num_blocks, 1, levels, 1, ENCODER_BLOCK_ROWS, hidden)
+        super().__init__(shape, dtype=dtype, device=device)
+
+    def gather(self, blocks: Tensor, offsets: Tensor) -> Tensor:
+        """Rows by block and row in it, each [n] integers: [n, levels, hidden]."""
+        return self.data[:, 0, :, 0][blocks, :, offsets]
+
+    def write(self, blocks: Sequence[int], rows: Tensor, *, first: int = 0) -> None:
+        """Store rows of one item, zeros after them, and their sums.
+
+        Args:
+            blocks: consecutive logical blocks of the item.
+            rows: [n, levels, hidden], the item's from the start of ``blocks[0]`` on.
+            first: logical number of ``blocks[0]``.
+        """
+        assert 0 not in blocks, "the null block is never written"
+        assert self.sums is not None
+        size, num_blocks = self.block_size, len(blocks)
+        ids = torch.tensor(blocks, device=self.data.device)
+        rows = pad(rows.to(self.data.dtype), (0, 0, 0, 0, 0, num_blocks * size - len(rows)))
+        levels_first = rows.view(num_blocks, size, *rows.shape[1:]).transpose(1, 2)
+        self.data.index_copy_(0, ids, levels_first[:, None, :, None])
+        start, end = first * size, (first + num_blocks) * size
+        self.sums.index_copy_(0, ids, block_sums(self.data, ids, start, start, end))
+        self.counted[list(blocks)] = size
