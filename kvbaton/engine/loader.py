@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import math
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
@@ -56,12 +56,27 @@ def load_model(
     shard = shard or Shard()
     _check_shard(config, shard)
     model = _empty_model(config, device, shard)
-    if load_format == "dummy":
-        for piece in model.pieces():
-            _fill_dummy(piece, seed)
-    else:
-        _fill_from_files(model, config.folder)
+    fill_weights(model.pieces(), config.folder, load_format, seed)
     return model.eval()
+
+
+def fill_weights(pieces: Iterable[Piece], folder: Path, load_format: LoadFormat, seed: int) -> None:
+    """Fill the weights of a model, or of a part of it.
+
+    Args:
+        pieces: what to fill; other tensors of the folder are not read.
+        folder: a Hugging Face folder.
+        load_format: where from.
+        seed: of dummy weights.
+
+    Raises:
+        ConfigError: a file or tensor is missing, broken or of the wrong shape.
+    """
+    if load_format != "dummy":
+        _fill_from_files(pieces, folder)
+        return
+    for piece in pieces:
+        _fill_dummy(piece, seed)
 
 
 def shard_files(folder: Path) -> list[Path]:
@@ -130,16 +145,24 @@ def _weight_map(folder: Path) -> dict[str, str]:
         raise ConfigError("--model", f"{path} is broken: {error}") from error
 
 
-def _fill_from_files(model: LlamaForCausalLM, folder: Path) -> None:
+def _fill_from_files(pieces: Iterable[Piece], folder: Path) -> None:
     with ExitStack() as stack:
-        where: dict[str, tuple[Path, safe_open]] = {}
+        where: dict[str, tuple[str, Path, safe_open]] = {}
         for file in shard_files(folder):
             handle = stack.enter_context(_open(file))
-            where.update(dict.fromkeys(handle.keys(), (file, handle)))
-        for piece in model.pieces():
+            where.update((_our_name(name), (name, file, handle)) for name in handle.keys())
+        for piece in pieces:
             if piece.name not in where:
                 raise ConfigError("--model", f"{folder} has no tensor {piece.name!r}")
             _fill(piece, *where[piece.name])
+
+
+def _our_name(stored: str) -> str:
+    """Multimodal checkpoints differ in where their parts hang; a `Piece` has one name for each."""
+    for theirs, ours in (("model.visual.", "visual."), ("model.language_model.", "model.")):
+        if stored.startswith(theirs):
+            return ours + stored.removeprefix(theirs)
+    return stored
 
 
 def _open(file: Path) -> safe_open:
@@ -149,12 +172,12 @@ def _open(file: Path) -> safe_open:
         raise ConfigError("--model", f"{file} is broken or truncated: {error}") from error
 
 
-def _fill(piece: Piece, file: Path, handle: safe_open) -> None:
-    stored: Any = handle.get_slice(piece.name)  # type: ignore[no-untyped-call]
+def _fill(piece: Piece, name: str, file: Path, handle: safe_open) -> None:
+    stored: Any = handle.get_slice(name)  # type: ignore[no-untyped-call]
     if tuple(stored.get_shape()) != piece.shape:
         raise ConfigError(
             "--model",
-            f"tensor {piece.name!r} in {file} has shape {list(stored.get_shape())}, "
+            f"tensor {name!r} in {file} has shape {list(stored.get_shape())}, "
             f"config.json asks for {list(piece.shape)}",
         )
     end = piece.start + piece.target.shape[piece.dim]

@@ -5,6 +5,7 @@ Needs neither torch nor transformers, so that the HTTP process may read it too.
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -19,13 +20,71 @@ DTYPES = ("float32", "float16", "bfloat16")
 
 @dataclass(frozen=True, kw_only=True)
 class RopeConfig:
-    """Rotary embedding: base, and Llama 3's stretching of low frequencies if `factor` is not 1."""
+    """Rotary embedding: base, and Llama 3's stretching of low frequencies if `factor` is not 1.
+
+    Attributes:
+        mrope_section: of multimodal models, how many of the ``head_dim / 2`` frequencies turn with
+            the temporal, the vertical and the horizontal position (Wang et al., arXiv 2409.12191).
+        mrope_interleaved: the three take turns (t, h, w, t, h, w, ...) instead of following one
+            another; what is left over is temporal.
+    """
 
     theta: float = 10_000.0
     factor: float = 1.0
     low_freq_factor: float = 1.0
     high_freq_factor: float = 4.0
     original_max_position: int = 8192
+    mrope_section: tuple[int, ...] = ()
+    mrope_interleaved: bool = False
+
+
+@dataclass(frozen=True, kw_only=True)
+class VisionConfig:
+    """The vision tower of a multimodal model, in our words.
+
+    Attributes:
+        image_token_id: the placeholder that an image's rows replace.
+        patch_size: side of a patch, in pixels.
+        temporal_patch_size: frames of a patch; an image is repeated.
+        merge_size: side of the square of patches that becomes one row.
+        depth: layers.
+        out_hidden_size: features of a row, the language model's.
+        window_size: pixels of the side of a window that layers attend within; 0 for no windows.
+        full_attention_layers: those that attend to the whole image all the same.
+        num_position_embeddings: entries of the (square) table of learned positions; 0 for none.
+        deepstack_layers: whose output also becomes rows, added after the first layers of the
+            language model (Meng et al., arXiv 2406.04334).
+    """
+
+    image_token_id: int
+    patch_size: int
+    temporal_patch_size: int
+    merge_size: int
+    in_channels: int
+    depth: int
+    hidden_size: int
+    num_heads: int
+    intermediate_size: int
+    out_hidden_size: int
+    window_size: int = 0
+    full_attention_layers: tuple[int, ...] = ()
+    num_position_embeddings: int = 0
+    deepstack_layers: tuple[int, ...] = ()
+
+    @property
+    def levels(self) -> int:
+        """Rows per placeholder: the tower's result, and one per deepstack layer."""
+        return 1 + len(self.deepstack_layers)
+
+    @property
+    def head_dim(self) -> int:
+        """Features of a head."""
+        return self.hidden_size // self.num_heads
+
+    @property
+    def patch_dim(self) -> int:
+        """Numbers of a patch."""
+        return self.in_channels * self.temporal_patch_size * self.patch_size**2
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -38,6 +97,7 @@ class ModelConfig:
         dtype: of weights, activations and KV cache: one of `DTYPES`.
         windows: per layer, tokens of its sliding window; 0 attends to everything.
         eos_token_ids: tokens that end a text, ascending.
+        vision: its vision tower; None for a model of text only.
     """
 
     folder: Path
@@ -58,6 +118,23 @@ class ModelConfig:
     mlp_bias: bool
     windows: tuple[int, ...]
     eos_token_ids: tuple[int, ...]
+    vision: VisionConfig | None = None
+
+
+@dataclass(frozen=True)
+class _VisionFamily:
+    """What ``config.json`` leaves to the code; families with deepstack learn their positions."""
+
+    hidden_act: str
+    rope_theta: float
+    mrope_interleaved: bool
+    deepstack: bool
+
+
+VISION_FAMILIES = {
+    "Qwen2_5_VLForConditionalGeneration": _VisionFamily("silu", 1e6, False, False),
+    "Qwen3VLForConditionalGeneration": _VisionFamily("gelu_pytorch_tanh", 5e5, True, True),
+}
 
 
 class _Rope(msgspec.Struct):
@@ -69,6 +146,26 @@ class _Rope(msgspec.Struct):
     high_freq_factor: float | None = None
     original_max_position_embeddings: int | None = None
     partial_rotary_factor: float = 1.0
+    mrope_section: tuple[int, int, int] | None = None
+
+
+class _RawVision(msgspec.Struct):
+    """The fields of ``vision_config`` that we read, with the defaults that both families share."""
+
+    patch_size: int
+    depth: int
+    hidden_size: int
+    num_heads: int
+    intermediate_size: int
+    out_hidden_size: int
+    hidden_act: str
+    temporal_patch_size: int = 2
+    spatial_merge_size: int = 2
+    in_channels: int = 3
+    window_size: int = 112
+    fullatt_block_indexes: tuple[int, ...] = (7, 15, 23, 31)
+    num_position_embeddings: int = 2304
+    deepstack_visual_indexes: tuple[int, ...] = (8, 16, 24)
 
 
 class _Raw(msgspec.Struct):
@@ -101,6 +198,8 @@ class _Raw(msgspec.Struct):
     dtype: str | None = None
     torch_dtype: str | None = None
     quantization_config: dict[str, Any] | None = None
+    image_token_id: int = 151655
+    vision_config: _RawVision | None = None
 
 
 def load_model_config(folder: str | Path, dtype: str = "auto") -> ModelConfig:
@@ -116,7 +215,7 @@ def load_model_config(folder: str | Path, dtype: str = "auto") -> ModelConfig:
     folder = Path(folder)
     content = _read_json(folder, "config.json")
     check_architecture(_architecture(content), own_code=content.get("auto_map"))
-    raw = _convert(content, folder)
+    raw = _convert(_flat(content), folder)
     _refuse_unsupported(raw)
     generation = _generation_config(folder)
     return ModelConfig(
@@ -138,6 +237,7 @@ def load_model_config(folder: str | Path, dtype: str = "auto") -> ModelConfig:
         mlp_bias=raw.mlp_bias,
         windows=_windows(raw),
         eos_token_ids=_eos(raw.eos_token_id, generation.get("eos_token_id")),
+        vision=_vision(raw),
     )
 
 
@@ -180,6 +280,17 @@ def _architecture(content: dict[str, Any]) -> str:
     return str(named[0]) if isinstance(named, list) and named else ""
 
 
+def _flat(content: dict[str, Any]) -> dict[str, Any]:
+    """The language model's fields beside the rest, whether ``text_config`` holds them or not."""
+    text = content.get("text_config")
+    if not isinstance(text, Mapping):
+        return content
+    own = {name: value for name, value in text.items() if value is not None}
+    tied = content.get("tie_word_embeddings") or own.get("tie_word_embeddings", False)
+    kept = {"architectures": content["architectures"], "tie_word_embeddings": tied}
+    return content | own | kept
+
+
 def _convert(content: dict[str, Any], folder: Path) -> _Raw:
     try:
         raw = msgspec.convert(content, _Raw)
@@ -216,8 +327,10 @@ def _dtype(raw: _Raw, asked: str) -> str:
 
 def _rope(raw: _Raw) -> RopeConfig:
     rope = raw.rope_parameters or raw.rope_scaling or _Rope()
-    theta = rope.rope_theta or raw.rope_theta or 10_000.0
+    theta = rope.rope_theta or raw.rope_theta or _default_theta(raw)
     kind = rope.rope_type or rope.type or "default"
+    if raw.architectures[0] in VISION_FAMILIES:
+        return _multimodal_rope(raw, rope.mrope_section, kind, theta)
     if (raw.partial_rotary_factor or rope.partial_rotary_factor) != 1.0:
         raise ConfigError("--model", "partial_rotary_factor is unsupported")
     if kind == "default":
@@ -239,6 +352,71 @@ def _rope(raw: _Raw) -> RopeConfig:
         or rope.original_max_position_embeddings
         or raw.max_position_embeddings,
     )
+
+
+def _default_theta(raw: _Raw) -> float:
+    family = VISION_FAMILIES.get(raw.architectures[0])
+    return family.rope_theta if family else 10_000.0
+
+
+def _multimodal_rope(
+    raw: _Raw, section: tuple[int, int, int] | None, kind: str, theta: float
+) -> RopeConfig:
+    if kind not in ("default", "mrope"):
+        raise ConfigError(
+            "--model", f"rope_type {kind!r} is unsupported; need 'default' or 'mrope'"
+        )
+    half = (raw.head_dim or raw.hidden_size // raw.num_attention_heads) // 2
+    if section is None or sum(section) != half or min(section) < 0:
+        raise ConfigError("--model", f"mrope_section must be three numbers that add up to {half}")
+    interleaved = VISION_FAMILIES[raw.architectures[0]].mrope_interleaved
+    return RopeConfig(theta=theta, mrope_section=section, mrope_interleaved=interleaved)
+
+
+def _vision(raw: _Raw) -> VisionConfig | None:
+    family = VISION_FAMILIES.get(raw.architectures[0])
+    if family is None:
+        return None
+    vision = raw.vision_config
+    if vision is None:
+        raise ConfigError("--model", f"{raw.architectures[0]} needs a vision_config")
+    _refuse_unsupported_vision(raw, vision, family)
+    return VisionConfig(
+        image_token_id=raw.image_token_id,
+        patch_size=vision.patch_size,
+        temporal_patch_size=vision.temporal_patch_size,
+        merge_size=vision.spatial_merge_size,
+        in_channels=vision.in_channels,
+        depth=vision.depth,
+        hidden_size=vision.hidden_size,
+        num_heads=vision.num_heads,
+        intermediate_size=vision.intermediate_size,
+        out_hidden_size=vision.out_hidden_size,
+        window_size=0 if family.deepstack else vision.window_size,
+        full_attention_layers=() if family.deepstack else vision.fullatt_block_indexes,
+        num_position_embeddings=vision.num_position_embeddings if family.deepstack else 0,
+        deepstack_layers=vision.deepstack_visual_indexes if family.deepstack else (),
+    )
+
+
+def _refuse_unsupported_vision(raw: _Raw, vision: _RawVision, family: _VisionFamily) -> None:
+    where = "vision_config."
+    for name in ("patch_size", "temporal_patch_size", "spatial_merge_size", "in_channels", "depth"):
+        if getattr(vision, name) < 1:
+            raise ConfigError("--model", f"{where}{name} must be positive")
+    if vision.hidden_act != family.hidden_act:
+        raise ConfigError("--model", f"{where}hidden_act must be {family.hidden_act!r}")
+    if vision.out_hidden_size != raw.hidden_size:
+        raise ConfigError(
+            "--model", f"{where}out_hidden_size must be hidden_size, {raw.hidden_size}"
+        )
+    if vision.num_heads < 1 or vision.hidden_size % (4 * vision.num_heads):
+        raise ConfigError("--model", f"{where}hidden_size must be a multiple of 4 * num_heads")
+    if not family.deepstack and vision.window_size < vision.patch_size * vision.spatial_merge_size:
+        raise ConfigError("--model", f"{where}window_size must hold spatial_merge_size patches")
+    layers = vision.deepstack_visual_indexes
+    if family.deepstack and (list(layers) != sorted(set(layers)) or layers[-1:] >= (vision.depth,)):
+        raise ConfigError("--model", f"{where}deepstack_visual_indexes must ascend below depth")
 
 
 def _windows(raw: _Raw) -> tuple[int, ...]:

@@ -1,7 +1,8 @@
 """Small random models in real Hugging Face folders, for tests, demos and benchmarks.
 
 A folder holds ``config.json``, ``generation_config.json``, safetensors (one file, or several with
-an index), and a byte-level BPE ``tokenizer.json`` with ``tokenizer_config.json`` and chat template.
+an index), and a byte-level BPE ``tokenizer.json`` with ``tokenizer_config.json`` and chat template;
+of a multimodal model also ``preprocessor_config.json`` (see `vision_checkpoints`).
 Equal arguments give equal files. The text is noise, but every part of the path to it is real.
 """
 
@@ -9,6 +10,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import math
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -19,13 +21,17 @@ from safetensors.torch import save_file
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, processors, trainers
 from torch import Tensor
 
-Family = Literal["llama", "mistral", "qwen2", "qwen3"]
+from kvbaton.testing import vision_checkpoints as vision
+
+Family = Literal["llama", "mistral", "qwen2", "qwen3", "qwen2_5_vl", "qwen3_vl"]
 
 ARCHITECTURES: dict[Family, str] = {
     "llama": "LlamaForCausalLM",
     "mistral": "MistralForCausalLM",
     "qwen2": "Qwen2ForCausalLM",
     "qwen3": "Qwen3ForCausalLM",
+    "qwen2_5_vl": "Qwen2_5_VLForConditionalGeneration",
+    "qwen3_vl": "Qwen3VLForConditionalGeneration",
 }
 BOS, EOS, TURN = "<|begin|>", "<|endoftext|>", "<|turn|>"
 TOKENIZER_SIZE = 384
@@ -56,7 +62,8 @@ class CheckpointSpec:
         dtype: of the stored weights.
         shards: safetensors files.
         tied: output projection shares the embedding.
-        config: further entries of ``config.json``, or others than ours.
+        config: further entries of ``config.json``, or others than ours; those of ``text_config``
+            and ``vision_config`` one by one.
     """
 
     family: Family = "llama"
@@ -80,12 +87,15 @@ def make_checkpoint(folder: str | Path, spec: CheckpointSpec | None = None) -> P
     spec = spec or CheckpointSpec()
     folder = Path(folder)
     folder.mkdir(parents=True, exist_ok=True)
-    tokenizer = _tokenizer()
+    tokenizer = _tokenizer(spec)
     tokenizer.save(str(folder / "tokenizer.json"))
     config = _config(spec, tokenizer)
     _write_json(folder / "config.json", config)
     _write_json(folder / "generation_config.json", _generation_config(tokenizer))
     _write_json(folder / "tokenizer_config.json", _tokenizer_config(spec))
+    if "vision_config" in config:
+        preprocessor = vision.preprocessor_config(spec.family, config["vision_config"])
+        _write_json(folder / "preprocessor_config.json", preprocessor)
     _save_weights(folder, dict(_weights(spec, config)), spec.shards)
     return folder
 
@@ -94,9 +104,19 @@ def make_checkpoint(folder: str | Path, spec: CheckpointSpec | None = None) -> P
 
 
 def _config(spec: CheckpointSpec, tokenizer: Tokenizer) -> dict[str, Any]:
+    names = {"architectures": [ARCHITECTURES[spec.family]], "model_type": spec.family}
+    config = _text_config(spec, tokenizer)
+    if spec.family in vision.FAMILIES:
+        config = vision.nested_config(spec.family, config, tokenizer)
+    config |= names
+    for name, value in spec.config.items():
+        nested = isinstance(value, Mapping) and isinstance(config.get(name), dict)
+        config[name] = config[name] | dict(value) if nested else value
+    return config
+
+
+def _text_config(spec: CheckpointSpec, tokenizer: Tokenizer) -> dict[str, Any]:
     config: dict[str, Any] = {
-        "architectures": [ARCHITECTURES[spec.family]],
-        "model_type": spec.family,
         "vocab_size": spec.vocab_size,
         "hidden_size": spec.hidden_size,
         "intermediate_size": spec.intermediate_size,
@@ -115,7 +135,7 @@ def _config(spec: CheckpointSpec, tokenizer: Tokenizer) -> dict[str, Any]:
     }
     if spec.family == "mistral":
         config["sliding_window"] = None
-    return config | dict(spec.config)
+    return config
 
 
 def _generation_config(tokenizer: Tokenizer) -> dict[str, Any]:
@@ -130,14 +150,17 @@ def _write_json(path: Path, content: dict[str, Any]) -> None:
 # --- tokenizer ---
 
 
-def _tokenizer() -> Tokenizer:
+def _tokenizer(spec: CheckpointSpec) -> Tokenizer:
     """A byte-level BPE trained on `CORPUS`; puts `BOS` before a text."""
+    special = [BOS, EOS, TURN]
+    if spec.family in vision.FAMILIES:
+        special += vision.TOKENS
     tokenizer = Tokenizer(models.BPE())
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     tokenizer.decoder = decoders.ByteLevel()
     trainer = trainers.BpeTrainer(
         vocab_size=TOKENIZER_SIZE,
-        special_tokens=[BOS, EOS, TURN],
+        special_tokens=special,
         initial_alphabet=sorted(pre_tokenizers.ByteLevel.alphabet()),
         show_progress=False,
     )
@@ -157,7 +180,9 @@ def _tokenizer_config(spec: CheckpointSpec) -> dict[str, Any]:
         "eos_token": EOS,
         "clean_up_tokenization_spaces": False,
         "model_max_length": spec.max_position_embeddings,
-        "chat_template": CHAT_TEMPLATE,
+        "chat_template": (
+            vision.CHAT_TEMPLATE if spec.family in vision.FAMILIES else CHAT_TEMPLATE
+        ),
     }
 
 
@@ -165,21 +190,24 @@ def _tokenizer_config(spec: CheckpointSpec) -> dict[str, Any]:
 
 
 def _shapes(spec: CheckpointSpec, config: dict[str, Any]) -> Iterator[tuple[str, tuple[int, ...]]]:
-    """Names and shapes of all tensors, as transformers has them."""
+    """Names and shapes of all tensors, as published checkpoints have them."""
+    if "vision_config" in config:
+        yield from vision.shapes(spec.family, config["vision_config"])
+    head = "model.language_model" if spec.family == "qwen3_vl" else "model"
     hidden, middle, dim = spec.hidden_size, spec.intermediate_size, spec.head_dim
-    yield "model.embed_tokens.weight", (spec.vocab_size, hidden)
+    yield f"{head}.embed_tokens.weight", (spec.vocab_size, hidden)
     for layer in range(spec.num_layers):
-        name = f"model.layers.{layer}"
+        name = f"{head}.layers.{layer}"
         rows = {"q": spec.num_heads * dim, "k": spec.num_kv_heads * dim}
         rows["v"] = rows["k"]
         for part, size in rows.items():
             yield f"{name}.self_attn.{part}_proj.weight", (size, hidden)
-            if spec.family == "qwen2" or config.get("attention_bias"):
+            if spec.family in ("qwen2", "qwen2_5_vl") or config.get("attention_bias"):
                 yield f"{name}.self_attn.{part}_proj.bias", (size,)
         yield f"{name}.self_attn.o_proj.weight", (hidden, rows["q"])
         if config.get("attention_bias"):
             yield f"{name}.self_attn.o_proj.bias", (hidden,)
-        if spec.family == "qwen3":
+        if spec.family in ("qwen3", "qwen3_vl"):
             yield f"{name}.self_attn.q_norm.weight", (dim,)
             yield f"{name}.self_attn.k_norm.weight", (dim,)
         for part, shape in (("gate", (middle, hidden)), ("up", (middle, hidden))):
@@ -191,7 +219,7 @@ def _shapes(spec: CheckpointSpec, config: dict[str, Any]) -> Iterator[tuple[str,
             yield f"{name}.mlp.down_proj.bias", (hidden,)
         yield f"{name}.input_layernorm.weight", (hidden,)
         yield f"{name}.post_attention_layernorm.weight", (hidden,)
-    yield "model.norm.weight", (hidden,)
+    yield f"{head}.norm.weight", (hidden,)
     if not spec.tied:
         yield "lm_head.weight", (spec.vocab_size, hidden)
 
@@ -201,14 +229,14 @@ def _weights(spec: CheckpointSpec, config: dict[str, Any]) -> Iterator[tuple[str
     generator = torch.Generator().manual_seed(spec.seed)
     for name, shape in _shapes(spec, config):
         noise = torch.randn(shape, generator=generator)
-        if name.endswith("norm.weight"):
+        if len(shape) == 1 and name.endswith(".weight"):
             value = 1 + 0.2 * noise
         elif name.endswith(".bias"):
             value = 0.2 * noise
-        elif name == "model.embed_tokens.weight":
+        elif name.endswith("embed_tokens.weight"):
             value = noise * (0.3 if spec.tied else 1.0)
         else:
-            value = noise * 1.5 * shape[-1] ** -0.5
+            value = noise * 1.5 * math.prod(shape[1:]) ** -0.5
         yield name, value.to(getattr(torch, spec.dtype))
 
 

@@ -29,7 +29,8 @@ class Piece:
     """One tensor of the checkpoint, or this rank's slice of it, and where it goes.
 
     Attributes:
-        name: in the checkpoint.
+        name: in the checkpoint, of multimodal ones without ``language_model.`` and with ``visual.``
+            instead of ``model.visual.``.
         shape: of the whole tensor there.
         target: a view of the weight to fill.
         dim: the axis that is sliced.

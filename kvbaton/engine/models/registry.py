@@ -15,7 +15,9 @@ ARCHITECTURES = {
     "LlamaForCausalLM": "kvbaton.engine.models.llama",
     "MistralForCausalLM": "kvbaton.engine.models.mistral",
     "Qwen2ForCausalLM": "kvbaton.engine.models.qwen2",
+    "Qwen2_5_VLForConditionalGeneration": "kvbaton.engine.models.qwen2_5_vl",
     "Qwen3ForCausalLM": "kvbaton.engine.models.qwen3",
+    "Qwen3VLForConditionalGeneration": "kvbaton.engine.models.qwen3_vl",
 }
 """The module of each architecture; its class has the architecture's name."""
 
