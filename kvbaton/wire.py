@@ -568,13 +568,17 @@ class NodeInfo(Struct, frozen=True, kw_only=True):
     Attributes:
         node_id: the node's name, stable over its life.
         generation: hex; a restart changes it.
-        role: ``prefill`` or ``decode``.
+        role: ``prefill``, ``decode`` or ``encode``.
         url: base URL of its HTTP endpoint.
         control_address: of its control channel.
         model: the served model's name.
         identity: hex of the identity digest; nodes of one model with different ones never pair.
         state: ``loading`` until it can serve, ``ready``, or ``draining`` when it shuts down.
         model_path: folder of the model on the node; a router on the same disk finds the tokenizer.
+        encoder_identity: hex of the identity digest of encoder outputs that the node makes or can
+            receive; empty if it has to do with none.
+        encodes: the node can encode items itself.
+        load: what it measured, see `serving.load`.
     """
 
     node_id: Name
@@ -591,6 +595,8 @@ class NodeInfo(Struct, frozen=True, kw_only=True):
     load: dict[str, float] = {}
     state: Name = "ready"
     model_path: Text = ""
+    encoder_identity: Name = ""
+    encodes: bool = False
 
 
 class Members(Struct, frozen=True, kw_only=True):
