@@ -86,8 +86,9 @@ class EngineCore:
         self.store = store
         self.kv_events = kv_events
         self._waker = select.epoll()
-        for fd in (role.wake_fd, *(() if store is None else (store.wake_fd,))):
-            self._waker.register(fd, select.EPOLLIN)
+        for fd in (role.wake_fd, executor.wake_fd, None if store is None else store.wake_fd):
+            if fd is not None:
+                self._waker.register(fd, select.EPOLLIN)
         self.in_flight: deque[PendingStep] = deque()
         self.draining = False
         self.steps = 0
@@ -164,15 +165,17 @@ class EngineCore:
             self.in_flight.append(self.executor.launch(plan))
 
     def update(self) -> None:
-        """Wait for the oldest step and apply what it sampled."""
-        if self.in_flight:
+        """Apply what the oldest step sampled; wait for it unless it wakes us."""
+        if self.in_flight and (self.executor.wake_fd is None or self.in_flight[0].ready()):
             result = self.in_flight.popleft().result()
             # What peers asked for during the step comes first: it may want what the step computed.
             self.listen()
             self.send(self.scheduler.update(result))
 
     def _patience(self) -> float:
-        if self.in_flight or self.scheduler.can_schedule():
+        if self.in_flight and self.executor.wake_fd is None:
+            return 0.0
+        if len(self.in_flight) < self.depth and self.scheduler.can_schedule():
             return 0.0
         deadline = self.scheduler.next_deadline()
         wait = IDLE_WAIT_S if deadline is None else deadline - time.monotonic()
@@ -210,6 +213,7 @@ class EngineCore:
             )
         else:
             self.role.added(accepted)
+            self.executor.expect(accepted)
 
     def abort(self, message: AbortRequest) -> None:
         """Stop a request."""
@@ -281,6 +285,7 @@ class EngineCore:
             "kvbaton_steps_total": float(self.steps),
             "kvbaton_step_tokens_total": float(self.step_tokens),
             **self.scheduler.counters(),
+            **self.executor.counters(),
             **self.role.counters(),
         }
         if self.kv_events is not None:

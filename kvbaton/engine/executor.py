@@ -10,6 +10,7 @@ from kvbaton.connectors.layout import KVLayout
 from kvbaton.connectors.objects import ObjectForm
 from kvbaton.engine.staging import Staging
 from kvbaton.engine.step import PendingStep, PendingSums, StepPlan
+from kvbaton.wire import AddRequest
 
 
 class Executor(Protocol):
@@ -23,6 +24,18 @@ class Executor(Protocol):
     @property
     def memories(self) -> Sequence[Sequence[Memory]]:
         """Per rank, the memory of its pools."""
+        ...
+
+    @property
+    def wake_fd(self) -> int | None:
+        """Readable while a step is over whose result was not taken; None if steps are waited for.
+
+        With a descriptor, steps may be long: who launches them asks `ready`, and does not wait.
+        """
+        ...
+
+    def expect(self, request: AddRequest) -> None:
+        """A request has come that will be computed here: begin what needs no step."""
         ...
 
     def launch(self, plan: StepPlan) -> PendingStep:
@@ -59,6 +72,10 @@ class Executor(Protocol):
 
     def poison(self, group: int, blocks: Sequence[int]) -> None:
         """Fill blocks with NaN (debugging); done when it returns."""
+        ...
+
+    def counters(self) -> dict[str, float]:
+        """Monotonic totals by Prometheus name."""
         ...
 
     def close(self) -> None:

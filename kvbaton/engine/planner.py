@@ -252,11 +252,18 @@ class Planner:
                 self._stash.load(sequence, match)
             case Follow(match) if self._stash is not None:
                 self._stash.follow(sequence, match)
-            case Run(match) if draft.budget > 0 and draft.room > 0:
+            case Run(match) if draft.room > 0 and self._has_budget(draft, sequence, match):
                 self._start(draft, sequence, match)
             case _:
                 return False
         return True
+
+    def _has_budget(self, draft: Draft, sequence: Sequence, match: Match) -> bool:
+        """Whether a step may take a sequence's next tokens; of whole prompts, all of them."""
+        if not self._config.whole_prompts:
+            return draft.budget > 0
+        missing = max(1, len(sequence.tokens) - match.num_tokens)
+        return missing <= draft.budget or not draft.steps
 
     def _start(self, draft: Draft, sequence: Sequence, match: Match) -> None:
         """Give a sequence its blocks and its first step."""
@@ -268,7 +275,9 @@ class Planner:
             sequence.shares_tail = True
         self._grow(draft, sequence, total)
         self._roster.run(sequence)
-        self._compute(draft, sequence, min(total - sequence.num_scheduled, draft.budget))
+        missing = total - sequence.num_scheduled
+        whole = self._config.whole_prompts
+        self._compute(draft, sequence, missing if whole else min(missing, draft.budget))
 
     def _reject(self, sequence: Sequence, error: str) -> None:
         """End what can never fit; the outputs go out with the next ones."""

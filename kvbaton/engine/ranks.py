@@ -20,7 +20,7 @@ import torch
 
 from kvbaton.connectors.base import Memory
 from kvbaton.connectors.layout import KVLayout
-from kvbaton.engine.cache import KVCache
+from kvbaton.engine.block_memory import BlockMemory
 from kvbaton.engine.collectives import DisbandedError
 from kvbaton.engine.config import EngineConfig
 from kvbaton.engine.loader import load_model
@@ -28,6 +28,7 @@ from kvbaton.engine.model_config import ModelConfig
 from kvbaton.engine.models.llama import LlamaForCausalLM
 from kvbaton.engine.shard import Shard
 from kvbaton.engine.step import PendingStep, PendingSums, StepPlan, StepResult
+from kvbaton.wire import AddRequest
 
 T = TypeVar("T")
 Sums = npt.NDArray[np.uint64]
@@ -89,8 +90,8 @@ class Rank(Protocol):
     """One rank. `fit`, `start` and `run` are called in its lane, on all ranks at the same time."""
 
     @property
-    def cache(self) -> KVCache:
-        """Its KV pool, once started."""
+    def cache(self) -> BlockMemory:
+        """Its pool, once started."""
         ...
 
     def fit(self) -> int:
@@ -235,6 +236,7 @@ class RankedExecutor:
     """
 
     ranks: Sequence[Rank]
+    wake_fd: int | None = None
 
     def __init__(self, team: Team, make: Callable[[int], Rank]) -> None:
         self._team, self.ranks = team, ()
@@ -255,6 +257,9 @@ class RankedExecutor:
     def memories(self) -> Sequence[Sequence[Memory]]:
         """See `Executor.memories`."""
         return [[rank.cache.memory] for rank in self.ranks]
+
+    def expect(self, request: AddRequest) -> None:
+        """See `Executor.expect`; all that a prompt needs is its steps."""
 
     def launch(self, plan: StepPlan) -> PendingStep:
         """See `Executor.launch`."""
@@ -291,6 +296,10 @@ class RankedExecutor:
         """See `Executor.poison`."""
         for rank in self.ranks:
             rank.cache.poison(blocks)
+
+    def counters(self) -> dict[str, float]:
+        """See `Executor.counters`; the core counts steps and tokens itself."""
+        return {}
 
     def close(self) -> None:
         """See `Executor.close`; waits for the steps in flight."""

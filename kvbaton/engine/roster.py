@@ -26,6 +26,8 @@ class SchedulerConfig:
         max_model_len: longest prompt plus output.
         max_num_seqs: most sequences that run, or load, at a time.
         max_num_batched_tokens: most tokens in one step.
+        whole_prompts: compute a prompt in one step; one that is longer than a step may be has the
+            step for itself.
         enable_prefix_caching: reuse blocks of equal prefixes.
         eos_token_ids: the model's own end tokens.
         kv_load_failure_policy: what to do when handed-over bytes do not arrive.
@@ -44,6 +46,7 @@ class SchedulerConfig:
     kv_load_failure_policy: LoadFailurePolicy = "recompute"
     max_loading_share: float = 0.75
     debug_forbid_prompt_compute: bool = False
+    whole_prompts: bool = False
 
     def __post_init__(self) -> None:
         for flag in ("max_model_len", "max_num_seqs", "max_num_batched_tokens"):

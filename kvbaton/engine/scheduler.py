@@ -189,6 +189,8 @@ class Scheduler:
 
     def _apply(self, item: Item, sampled: Sampled | None) -> list[Output]:
         """One sequence's part of a step. Of a preempted one only the sampled tokens count."""
+        if sampled is not None and sampled.error is not None:
+            return self._failed(item, sampled.error)
         live = item.sequence.handle == item.handle
         if live:
             self._computed(item, sampled)
@@ -199,6 +201,12 @@ class Scheduler:
             if sequence.finish_reason is not None and not sequence.is_over:
                 self.roster.retire(sequence)
         return outputs
+
+    def _failed(self, item: Item, error: str) -> list[Output]:
+        """What a step could not compute ends its request."""
+        for sequence in item.targets:
+            sequence.pending -= 1
+        return self.roster.end(item.sequence.request, "error", error)
 
     def _computed(self, item: Item, sampled: Sampled | None) -> None:
         sequence, request = item.sequence, item.sequence.request

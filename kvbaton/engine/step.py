@@ -115,12 +115,13 @@ class StepPlan(Struct, frozen=True):
 
 
 class Sampled(Struct, frozen=True, array_like=True):
-    """What one sequence's step sampled: one entry per sample."""
+    """What one sequence's step sampled: one entry per sample, or why it could not be computed."""
 
     handle: int
     token_ids: tuple[int, ...]
     logprobs: tuple[TokenLogprobs, ...] | None = None
     prompt_logprobs: tuple[TokenLogprobs, ...] | None = None
+    error: str | None = None
 
 
 class StepResult(Struct, frozen=True):
