@@ -213,7 +213,8 @@ class EngineCore:
             )
         else:
             self.role.added(accepted)
-            self.executor.expect(accepted)
+            if accepted.items and not self.scheduler.is_cached(accepted.request_id):
+                self.executor.expect(accepted)
 
     def abort(self, message: AbortRequest) -> None:
         """Stop a request."""

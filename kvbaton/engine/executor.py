@@ -35,7 +35,7 @@ class Executor(Protocol):
         ...
 
     def expect(self, request: AddRequest) -> None:
-        """A request has come that will be computed here: begin what needs no step."""
+        """A request with items has come that lacks some blocks: begin what needs no step."""
         ...
 
     def launch(self, plan: StepPlan) -> PendingStep:

@@ -125,6 +125,13 @@ class Scheduler:
         """A live request."""
         return self.roster.requests.get(request_id)
 
+    def is_cached(self, request_id: str) -> bool:
+        """Whether the prefix cache holds all tokens of a live request, in whole blocks."""
+        (sequence, *_) = self.roster.requests[request_id].sequences
+        chains = [sequence.chain(group.block_size) for group in self.blocks.groups]
+        total = len(sequence.tokens)
+        return self.blocks.match(chains, total).num_tokens == total
+
     def abort(self, request_id: str, reason: str = "abort") -> list[Output]:
         """End a request now; unknown ids are ignored.
 
