@@ -5,7 +5,7 @@ from __future__ import annotations
 import hashlib
 import math
 from collections.abc import Iterable, Iterator
-from contextlib import ExitStack
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -128,8 +128,15 @@ class _Floats(TorchFunctionMode):
         return func(*args, **({"dtype": self._dtype} | kwargs if func is torch.empty else kwargs))
 
 
+@contextmanager
+def empty_weights(dtype: str, device: torch.device) -> Iterator[None]:
+    """New weights of this thread get this dtype and device."""
+    with device, _Floats(getattr(torch, dtype)):
+        yield
+
+
 def _empty_model(config: ModelConfig, device: torch.device, shard: Shard) -> LlamaForCausalLM:
-    with device, _Floats(getattr(torch, config.dtype)):
+    with empty_weights(config.dtype, device):
         return model_class(config.architecture)(config, shard)
 
 

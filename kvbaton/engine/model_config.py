@@ -66,6 +66,7 @@ class VisionConfig:
     num_heads: int
     intermediate_size: int
     out_hidden_size: int
+    rope_theta: float = 10_000.0
     window_size: int = 0
     full_attention_layers: tuple[int, ...] = ()
     num_position_embeddings: int = 0
@@ -159,6 +160,7 @@ class _RawVision(msgspec.Struct):
     intermediate_size: int
     out_hidden_size: int
     hidden_act: str
+    rope_parameters: _Rope | None = None
     temporal_patch_size: int = 2
     spatial_merge_size: int = 2
     in_channels: int = 3
@@ -392,6 +394,7 @@ def _vision(raw: _Raw) -> VisionConfig | None:
         num_heads=vision.num_heads,
         intermediate_size=vision.intermediate_size,
         out_hidden_size=vision.out_hidden_size,
+        rope_theta=(vision.rope_parameters and vision.rope_parameters.rope_theta) or 10_000.0,
         window_size=0 if family.deepstack else vision.window_size,
         full_attention_layers=() if family.deepstack else vision.fullatt_block_indexes,
         num_position_embeddings=vision.num_position_embeddings if family.deepstack else 0,

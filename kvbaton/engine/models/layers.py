@@ -46,7 +46,8 @@ class Piece:
     norm: bool = False
 
 
-def _weight(*shape: int) -> nn.Parameter:
+def new_weight(*shape: int) -> nn.Parameter:
+    """A weight to be filled, of the dtype and on the device that the loader sets."""
     return nn.Parameter(torch.empty(shape), requires_grad=False)
 
 
@@ -56,7 +57,7 @@ class RMSNorm(nn.Module):
     def __init__(self, name: str, size: int, eps: float) -> None:
         super().__init__()
         self.name, self.eps = name, eps
-        self.weight = _weight(size)
+        self.weight = new_weight(size)
 
     def forward(self, x: Tensor, residual: Tensor | None = None) -> Tensor:
         """Normalise the last axis; with `residual`, of ``residual += x`` (in place)."""
@@ -98,8 +99,8 @@ class ColumnLinear(nn.Module):
         super().__init__()
         self.parts = parts
         rows = sum(number for _, _, (_, number) in parts)
-        self.weight = _weight(rows, size_in)
-        self.bias = _weight(rows) if bias else None
+        self.weight = new_weight(rows, size_in)
+        self.bias = new_weight(rows) if bias else None
 
     def forward(self, x: Tensor) -> Tensor:
         """[tokens, size_in] to [tokens, this rank's rows of all parts]."""
@@ -123,8 +124,8 @@ class RowLinear(nn.Module):
         super().__init__()
         self.name, self.size_in, self.shard = name, size_in, shard
         self.start, columns = shard.span(size_in)
-        self.weight = _weight(size_out, columns)
-        self.bias = _weight(size_out) if bias else None
+        self.weight = new_weight(size_out, columns)
+        self.bias = new_weight(size_out) if bias else None
 
     def forward(self, x: Tensor) -> Tensor:
         """[tokens, this rank's columns] to [tokens, size_out]."""
@@ -149,7 +150,7 @@ class Embedding(nn.Module):
         self.name, self.vocab_size, self.shard = name, vocab_size, shard
         self.start, rows = shard.padded_span(vocab_size)
         self.held = max(0, min(rows, vocab_size - self.start))
-        self.weight = _weight(rows, size)
+        self.weight = new_weight(rows, size)
         self.weight[self.held :] = 0
 
     def forward(self, token_ids: Tensor) -> Tensor:

@@ -1,0 +1,213 @@
+"""The parts that vision towers are made of: patches of several images one after the other.
+
+Tensors are ``[patches, features]``, in the order of a `Plan`.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections import OrderedDict
+from collections.abc import Iterator, Sequence
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from kvbaton.engine.model_config import VisionConfig
+from kvbaton.engine.models.layers import ColumnLinear, Piece, RMSNorm, new_weight
+from kvbaton.engine.models.vision_plan import Grid, Plan, Segments, make_plan
+
+EPS = 1e-6
+KEPT_PLANS = 64
+"""Plans kept for images of the same sizes; of 16k patches, each is about half a MiB."""
+
+
+class LayerNorm(nn.Module):
+    """Normalise the last axis to mean 0 and variance 1, then scale and shift it."""
+
+    def __init__(self, name: str, size: int) -> None:
+        super().__init__()
+        self.name = name
+        self.weight, self.bias = new_weight(size), new_weight(size)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """[..., size] to [..., size]."""
+        return F.layer_norm(x, self.weight.shape, self.weight, self.bias, EPS)
+
+    def pieces(self) -> Iterator[Piece]:
+        """Scale and shift."""
+        shape = tuple(self.weight.shape)
+        yield Piece(f"{self.name}.weight", shape, self.weight, norm=True)
+        yield Piece(f"{self.name}.bias", shape, self.bias)
+
+
+def linear(name: str, size_in: int, size_out: int) -> ColumnLinear:
+    """A projection with a bias."""
+    return ColumnLinear(size_in, [(name, size_out, (0, size_out))], bias=True)
+
+
+class PatchEmbedding(nn.Module):
+    """A vector per patch: a convolution that takes each patch once, so a matrix product."""
+
+    def __init__(self, config: VisionConfig, *, bias: bool) -> None:
+        super().__init__()
+        size = config.patch_size
+        self.shape = (
+            config.hidden_size,
+            config.in_channels,
+            config.temporal_patch_size,
+            size,
+            size,
+        )
+        self.weight = new_weight(config.hidden_size, config.patch_dim)
+        self.bias = new_weight(config.hidden_size) if bias else None
+
+    def forward(self, patches: Tensor) -> Tensor:
+        """[patches, patch_dim] to [patches, hidden]."""
+        return F.linear(patches, self.weight, self.bias)
+
+    def pieces(self) -> Iterator[Piece]:
+        """The filters, and the bias if there is one."""
+        name = "visual.patch_embed.proj"
+        yield Piece(f"{name}.weight", self.shape, self.weight.view(self.shape))
+        if self.bias is not None:
+            yield Piece(f"{name}.bias", self.shape[:1], self.bias)
+
+
+class VisionRotary(nn.Module):
+    """Angles of the row for the first half of a head's pairs, of the column for the second."""
+
+    frequencies: Tensor
+
+    def __init__(self, config: VisionConfig) -> None:
+        super().__init__()
+        half = config.head_dim // 2
+        exponent = torch.arange(0, half, 2, dtype=torch.float32) / half
+        self.register_buffer("frequencies", 1.0 / config.rope_theta**exponent, persistent=False)
+
+    def forward(self, positions: Tensor) -> tuple[Tensor, Tensor]:
+        """[patches, 2] to cos and sin, each [patches, 1, 1, head_dim] float32."""
+        angles = (positions[..., None].float() * self.frequencies).flatten(1)
+        angles = torch.cat((angles, angles), dim=-1)[:, None, None]
+        return angles.cos(), angles.sin()
+
+
+def _rotate(x: Tensor, rotary: tuple[Tensor, Tensor]) -> Tensor:
+    cos, sin = rotary
+    wide = x.float()
+    first, second = wide.chunk(2, dim=-1)
+    return (wide * cos).addcmul_(torch.cat((-second, first), dim=-1), sin).to(x.dtype)
+
+
+class VisionAttention(nn.Module):
+    """Attention of every patch to those of its segment."""
+
+    def __init__(self, name: str, config: VisionConfig) -> None:
+        super().__init__()
+        size = config.hidden_size
+        self.heads = config.num_heads
+        self.qkv = linear(f"{name}.qkv", size, 3 * size)
+        self.proj = linear(f"{name}.proj", size, size)
+
+    def forward(self, x: Tensor, rotary: tuple[Tensor, Tensor], segments: Segments) -> Tensor:
+        """[patches, hidden] to [patches, hidden]."""
+        qkv = self.qkv(x).view(len(x), 3, self.heads, -1)
+        query, key = _rotate(qkv[:, :2], rotary).unbind(1)
+        parts = [_moved(part, segments.order) for part in (query, key, qkv[:, 2])]
+        out = x.new_empty(len(x), self.heads, qkv.shape[-1])
+        start = 0
+        for count, length in segments.runs:
+            run = slice(start, start + count * length)
+            batch = (_split(part[run], count).transpose(1, 2) for part in parts)
+            attended = F.scaled_dot_product_attention(*batch).transpose(1, 2)
+            out[run] = attended.flatten(0, 1)
+            start = run.stop
+        return self.proj(_moved(out, segments.inverse).flatten(1))  # type: ignore[no-any-return]
+
+
+def _moved(x: Tensor, order: Tensor | None) -> Tensor:
+    """Units of patches in another order: [patches, ...] to the same."""
+    if order is None:
+        return x
+    return _split(x, len(order))[order].flatten(0, 1)
+
+
+def _split(x: Tensor, parts: int) -> Tensor:
+    """[parts * n, ...] to [parts, n, ...]."""
+    return x.reshape(parts, -1, *x.shape[1:])
+
+
+class VisionBlock(nn.Module):
+    """Attention and MLP, each on the normalised stream and added back to it."""
+
+    def __init__(
+        self, norm1: nn.Module, attn: VisionAttention, norm2: nn.Module, mlp: nn.Module
+    ) -> None:
+        super().__init__()
+        self.norm1, self.attn, self.norm2, self.mlp = norm1, attn, norm2, mlp
+
+    def forward(self, x: Tensor, rotary: tuple[Tensor, Tensor], segments: Segments) -> Tensor:
+        """[patches, hidden], changed in place and returned."""
+        x += self.attn(self.norm1(x), rotary, segments)
+        x += self.mlp(self.norm2(x))
+        return x
+
+
+class VisionTower(nn.Module, ABC):
+    """Patches of images to rows for the language model.
+
+    Args:
+        config: of the tower.
+        patch_bias: whether the patch embedding has a bias.
+    """
+
+    def __init__(self, config: VisionConfig, *, patch_bias: bool) -> None:
+        super().__init__()
+        self.config = config
+        self.patch_embed = PatchEmbedding(config, bias=patch_bias)
+        self.rotary = VisionRotary(config)
+        self.blocks = nn.ModuleList(self.block(layer) for layer in range(config.depth))
+        self._plans: OrderedDict[tuple[Grid, ...], Plan] = OrderedDict()
+
+    @abstractmethod
+    def block(self, layer: int) -> VisionBlock:
+        """One layer."""
+
+    @abstractmethod
+    def run(self, x: Tensor, plan: Plan) -> list[Tensor]:
+        """Embedded patches through all layers: per level, [rows, out_hidden_size]."""
+
+    def forward(self, patches: Tensor, grids: Sequence[Grid]) -> Tensor:
+        """Encode images.
+
+        Nothing waits for the device; patches in pinned memory do not even in their copy.
+
+        Args:
+            patches: [patches, patch_dim] of all images one after the other, as the image
+                processor gives them, of any dtype and on any device.
+            grids: frames (1 for an image), rows and columns of patches of each.
+
+        Returns:
+            [rows, levels, out_hidden_size] in the dtype of the weights, image after image; of an
+            image as many rows as squares of patches that are merged.
+        """
+        plan = self._plan(tuple(grids))
+        weight = self.patch_embed.weight
+        embedded = self.patch_embed(patches.to(weight.device, weight.dtype, non_blocking=True))
+        levels = self.run(_moved(embedded, plan.order), plan)
+        return _moved(torch.stack(levels, dim=1), plan.inverse)
+
+    def _plan(self, grids: tuple[Grid, ...]) -> Plan:
+        plan = self._plans.pop(grids, None)
+        if plan is None:
+            plan = make_plan(self.config, grids, self.patch_embed.weight.device)
+        self._plans[grids] = plan
+        if len(self._plans) > KEPT_PLANS:
+            self._plans.popitem(last=False)
+        return plan
+
+    def pieces(self) -> Iterator[Piece]:
+        """Every tensor of the checkpoint that the tower needs."""
+        for module in self.modules():
+            if isinstance(module, (PatchEmbedding, LayerNorm, RMSNorm, ColumnLinear)):
+                yield from module.pieces()
