@@ -118,9 +118,9 @@ class VisionAttention(nn.Module):
         start = 0
         for count, length in segments.runs:
             run = slice(start, start + count * length)
-            batch = (_split(part[run], count).transpose(1, 2) for part in parts)
-            attended = F.scaled_dot_product_attention(*batch).transpose(1, 2)
-            out[run] = attended.flatten(0, 1)
+            q, k, v = (_split(part[run], count).transpose(1, 2) for part in parts)
+            attended = F.scaled_dot_product_attention(q, k, v)
+            out[run] = attended.transpose(1, 2).flatten(0, 1)
             start = run.stop
         return self.proj(_moved(out, segments.inverse).flatten(1))  # type: ignore[no-any-return]
 
