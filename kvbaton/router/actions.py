@@ -8,18 +8,28 @@ from typing import Literal
 from kvbaton.errors import RequestError
 from kvbaton.wire import GenerateRequest, NodeInfo, Output
 
-Side = Literal["source", "target"]
+Side = Literal["source", "target", "encoder"]
 CLIENT_FAULTS = (400, 413, 422)
 """Statuses with which a node blames the request itself."""
 
 
 @dataclass(frozen=True)
 class Leg:
-    """One HTTP request to one node; attempt and side name it within its request."""
+    """One HTTP request to one node; attempt, side and item name it within its request.
+
+    Attributes:
+        item: what an encoder encodes, by its index in the prompt; 0 for other sides.
+    """
 
     attempt: int
     side: Side
     node: NodeInfo = field(compare=False)
+    item: int = 0
+
+    @property
+    def name(self) -> str:
+        """For people."""
+        return f"encoder of item {self.item}" if self.side == "encoder" else self.side
 
 
 @dataclass(frozen=True)

@@ -17,20 +17,20 @@ class LoadBook(Mapping[str, NodeLoad]):
         self._by_node: dict[str, NodeLoad] = {}
         self._by_leg: dict[int, tuple[str, NodeLoad]] = {}
 
-    def enter(self, leg: Leg, num_tokens: int, *, prefills: bool) -> None:
+    def enter(self, leg: Leg, num_tokens: int, *, prefills: bool, rows: int = 0) -> None:
         """A leg begins.
 
         Args:
             leg: with its node.
             num_tokens: of prompt and resumed tokens.
             prefills: the node computes the prompt: a source, or a target without one.
+            rows: of items that the node is to encode.
         """
         prompt = num_tokens if prefills else 0
-        if leg.side == "source":
-            load = NodeLoad(prompt_tokens=prompt)
+        if leg.side == "target":
+            self._set(leg, NodeLoad(prompt, sequences=1, tokens=num_tokens, rows=rows))
         else:
-            load = NodeLoad(prompt, sequences=1, tokens=num_tokens)
-        self._set(leg, load)
+            self._set(leg, NodeLoad(prompt, rows=rows))
 
     def prefilled(self, leg: Leg) -> None:
         """A leg's first token has come: its prompt is computed."""
@@ -51,6 +51,7 @@ class LoadBook(Mapping[str, NodeLoad]):
             now.prompt_tokens - old.prompt_tokens + load.prompt_tokens,
             now.sequences - old.sequences + load.sequences,
             now.tokens - old.tokens + load.tokens,
+            now.rows - old.rows + load.rows,
         )
         self._by_leg[id(leg)] = (node, load)
         self._by_node[node] = total

@@ -17,11 +17,13 @@ class NodeLoad:
         prompt_tokens: of prompts that the node is still prefilling for us.
         sequences: requests that it generates for.
         tokens: prompt and generated tokens of those.
+        rows: of items that it is to encode for us.
     """
 
     prompt_tokens: int = 0
     sequences: int = 0
     tokens: int = 0
+    rows: int = 0
 
 
 @dataclass(frozen=True)
@@ -31,22 +33,39 @@ class Route:
     Attributes:
         target: the node that generates.
         source: the node that prefills for it; None if the target serves the request alone.
+        encoders: per item of the prompt, the node that encodes it; None where the one that
+            prefills does so, or has the output already. Empty is None for all.
     """
 
     target: NodeInfo
     source: NodeInfo | None = None
+    encoders: tuple[NodeInfo | None, ...] = ()
+
+    @property
+    def prefills(self) -> NodeInfo:
+        """The node that computes the prompt."""
+        return self.source or self.target
 
 
 def compatible(source: Member, target: Member) -> bool:
-    """Whether a prompt can be handed over from one node to the other.
+    """Whether a prompt can be handed over from one node to the other."""
+    return source.info.identity == target.info.identity and _connected(source, target)
+
+
+def can_encode_for(encoder: Member, node: Member) -> bool:
+    """Whether encoder outputs can be handed over from one node to the other."""
+    made, wanted = encoder.info.encoder_identity, node.info.encoder_identity
+    return made == wanted != "" and _connected(encoder, node)
+
+
+def _connected(source: Member, target: Member) -> bool:
+    """Whether the target may dial the source, and they speak of one model over one transport.
 
     A registered target dials only addresses that it was told of, and learns of a new node with its
     next heartbeat; until then the two do not pair.
     """
     p, d = source.info, target.info
-    if p.control_address is None or (p.model, p.identity) != (d.model, d.identity):
-        return False
-    if p.transport != d.transport:
+    if p.control_address is None or (p.model, p.transport) != (d.model, d.transport):
         return False
     return target.told is None or p.control_address in target.told
 
@@ -68,17 +87,29 @@ def choose(
         exclude: node ids that already failed this request.
         min_handover_tokens: shorter prompts are not worth a hand-over.
     """
-    usable = [m for m in ready if m.info.node_id not in exclude]
+    usable = [m for m in generating(ready) if m.info.node_id not in exclude]
     pair = None if num_tokens < min_handover_tokens else _least_loaded_pair(usable, loads)
     return pair or _least_loaded_single(usable, loads)
 
 
+def generating(members: Iterable[Member]) -> list[Member]:
+    """Those that serve prompts: all but encoder nodes."""
+    return [member for member in members if member.info.role != "encode"]
+
+
 def pairs(ready: Iterable[Member]) -> list[tuple[Member, Member]]:
-    """All (source, target) that can hand over."""
+    """All (source, target) that can hand over prompts."""
     members = list(ready)
     sources = [m for m in members if m.info.role == "prefill"]
     targets = [m for m in members if m.info.role == "decode"]
     return [(p, d) for p in sources for d in targets if compatible(p, d)]
+
+
+def encoder_pairs(ready: Iterable[Member]) -> list[tuple[Member, Member]]:
+    """All (encoder, node) that can hand over encoder outputs."""
+    members = list(ready)
+    encoders = [m for m in members if m.info.role == "encode"]
+    return [(e, n) for e in encoders for n in generating(members) if can_encode_for(e, n)]
 
 
 def _least_loaded_pair(usable: list[Member], loads: Mapping[str, NodeLoad]) -> Route | None:

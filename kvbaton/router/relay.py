@@ -1,7 +1,7 @@
 """One request across its legs and attempts: a state machine without I/O.
 
 An *attempt* is served by one node alone (its *target* leg), or by a target and a *source* leg that
-prefills for it. Laws:
+prefills for it. Items of the prompt may have an *encoder* leg each. Laws:
 
 1. The first token relayed for (choice, index) is committed. Every later token for the same place
    is compared: an equal one is dropped, another one closes the attempt.
@@ -11,16 +11,18 @@ prefills for it. Laws:
 4. A source that fails is the target's business: its node notices the failed hand-over and
    recomputes. A target that fails, stays silent or contradicts what is committed ends the attempt;
    the next one, on other nodes, continues from the committed tokens.
-5. The request ends exactly once: by `Finish` or `Raise`. After that there are no actions.
+5. An encoder that fails ends no request: as long as the prompt is not computed, a new attempt goes
+   on without that node. After the last attempt it is left to the node that prefills, which encodes
+   the item itself when its timers tell it.
+6. The request ends exactly once: by `Finish` or `Raise`. After that there are no actions.
 
 Event in, list of actions out; the clock is an argument, in seconds.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from urllib.parse import urlsplit
 
 import msgspec
 
@@ -33,11 +35,11 @@ from kvbaton.router.actions import (
     Leg,
     LegError,
     Raise,
-    Side,
     StartLeg,
 )
+from kvbaton.router.bodies import item_body, prompt_items, transfer_params
 from kvbaton.router.pairing import Route
-from kvbaton.wire import AddRequest, GenerateRequest, Output, TokenLogprobs
+from kvbaton.wire import AddRequest, GenerateRequest, Item, Output, TokenLogprobs
 
 
 @dataclass(frozen=True)
@@ -84,6 +86,7 @@ class RequestMachine:
         request: what to generate; its seed is set.
         route: chooses nodes.
         transfer_id: 16 random bytes, the same for all attempts.
+        item_ids: the same for each item of the prompt.
         timers: limits.
         now: the clock.
 
@@ -99,6 +102,7 @@ class RequestMachine:
         route: Router,
         *,
         transfer_id: bytes,
+        item_ids: Sequence[bytes] = (),
         timers: RelayTimers,
         now: float,
     ) -> None:
@@ -109,6 +113,7 @@ class RequestMachine:
         self.story: list[str] = []
         self._route = route
         self._transfer_id = transfer_id
+        self._item_ids = item_ids
         self._timers = timers
         self._expires_at = now + request.deadline_s
         self._heard_at = now
@@ -117,11 +122,11 @@ class RequestMachine:
         resumed = list(request.resume_ids)
         self._choices = [_Choice(resumed.copy()) for _ in range(request.params.n)]
         self._base = self._first_index
-        self._open: dict[Side, Leg] = {}
+        self._open: dict[Leg, None] = {}
         self._avoid: frozenset[str] = frozenset()
         self._prompt_logprobs_given = False
         self._waiting: list[tuple[Leg, Output]] = []
-        self._target_spoke = False
+        self._target_spoke = self._prefilled = False
         self._cached = self._transferred = 0
 
     # --- events ---
@@ -143,13 +148,16 @@ class RequestMachine:
             return []
         if output.choice >= len(self._choices):
             return self.failed(leg, LegError(f"it sent choice {output.choice}"), now)
-        if leg.side == "source" and output.finish_reason == "abort":
-            return self.ended(leg, now)  # the target has the prompt already and called it off
+        if leg.side != "target" and output.finish_reason == "abort":
+            return self.ended(leg, now)  # the receiver has all it wanted and called it off
         if output.finish_reason in ("error", "abort"):
             why = output.error or f"the node ended the request ({output.finish_reason})"
             return self.failed(leg, LegError(why), now)
         self._heard_at = now
+        if leg.side == "encoder":
+            return self.ended(leg, now) if output.finish_reason is not None else []
         self._account(output)
+        self._prefilled = self._prefilled or bool(output.token_ids)
         if leg.side == "source":
             actions = self._from_source(output, now) or self._late_prompt_logprobs(output)
             return actions + self._release(now)
@@ -163,8 +171,10 @@ class RequestMachine:
         """A leg broke, was refused, or its node is known to be gone."""
         if not self._is_open(leg):
             return []
-        del self._open[leg.side]
-        self.story.append(f"attempt {leg.attempt}: {leg.side} {leg.node.node_id}: {error.message}")
+        del self._open[leg]
+        self.story.append(f"attempt {leg.attempt}: {leg.name} {leg.node.node_id}: {error.message}")
+        if leg.side == "encoder":
+            return [CancelLeg(leg), *self._without_encoder(leg, now)]
         if error.blames_client and not self._has_relayed():
             refusal = RequestError(
                 error.message, param=error.param, status=error.status or 400, code=error.code
@@ -192,9 +202,9 @@ class RequestMachine:
         """A leg's stream ended in good order."""
         if not self._is_open(leg):
             return []
-        if leg.side == "source":
-            del self._open["source"]
-            return self._release(now)
+        if leg.side != "target":
+            del self._open[leg]
+            return self._release(now) if leg.side == "source" else []
         if self._waiting:
             return []
         return self.failed(leg, LegError("its stream ended before the request did"), now)
@@ -215,7 +225,8 @@ class RequestMachine:
         if self._confirm_by is not None and now >= self._confirm_by:
             return self._finish_as_announced()
         if now >= self._heard_at + self._timers.idle_s:
-            return self.failed(self._open["target"], LegError("it has been silent too long"), now)
+            target = next(leg for leg in self._open if leg.side == "target")
+            return self.failed(target, LegError("it has been silent too long"), now)
         return []
 
     def next_deadline(self) -> float:
@@ -320,7 +331,7 @@ class RequestMachine:
         """Whether the source, who alone knows those of the prompt, has yet to tell them."""
         wanted = self.request.params.prompt_logprobs is not None
         told = self._prompt_logprobs_given or output.prompt_logprobs is not None
-        return wanted and not told and "source" in self._open
+        return wanted and not told and any(leg.side == "source" for leg in self._open)
 
     def _release(self, now: float) -> list[Action]:
         """Ends that the target told, and that waited for the prompt's log probabilities."""
@@ -346,30 +357,53 @@ class RequestMachine:
             return closing + self._raise(error)
         return closing + self._dispatch(error, now)
 
+    def _without_encoder(self, leg: Leg, now: float) -> list[Action]:
+        """The node that prefills waits for an output that will not come."""
+        self._avoid |= {leg.node.node_id}
+        if self._prefilled or self.attempt >= self._timers.max_retries:
+            return []
+        # It would find out by a timer of seconds: a new attempt is faster, and what the first one
+        # has computed, encoded and received is in caches.
+        route = self._find_route()
+        return [] if route is None else [*self._cancel_open(), *self._begin(route, now)]
+
     def _dispatch(self, otherwise: RequestError, now: float) -> list[Action]:
+        route = self._find_route()
+        return self._raise(otherwise) if route is None else self._begin(route, now)
+
+    def _find_route(self) -> Route | None:
+        return self._route(len(self.request.token_ids) + len(self._resume_ids()), self._avoid)
+
+    def _resume_ids(self) -> tuple[int, ...]:
         # Several choices can't be forced to a prefix each: they are generated anew, compared with
         # what is committed, and go on from there.
         single = len(self._choices) == 1
-        resume = tuple(self._choices[0].tokens) if single else self.request.resume_ids
-        num_tokens = len(self.request.token_ids) + len(resume)
-        route = self._route(num_tokens, self._avoid)
-        if route is None:
-            return self._raise(otherwise)
+        return tuple(self._choices[0].tokens) if single else self.request.resume_ids
+
+    def _begin(self, route: Route, now: float) -> list[Action]:
         self.attempt += 1
-        self._base, self._heard_at, self._confirm_by = len(resume), now, None
-        self._target_spoke = False
+        self._base, self._heard_at, self._confirm_by = len(self._resume_ids()), now, None
+        self._target_spoke = self._prefilled = False
         self._waiting.clear()
         legs = self._legs(route)
-        self._open = {leg.side: leg for leg in legs}
-        return [StartLeg(leg, self._body(leg, route, resume, now)) for leg in legs]
+        self._open = dict.fromkeys(legs)
+        return [StartLeg(leg, self._body(leg, route, now)) for leg in legs]
 
     def _legs(self, route: Route) -> list[Leg]:
-        target = Leg(self.attempt, "target", route.target)
-        if route.source is None:
-            return [target]
-        return [target, Leg(self.attempt, "source", route.source)]
+        legs = [Leg(self.attempt, "target", route.target)]
+        if route.source is not None:
+            legs.append(Leg(self.attempt, "source", route.source))
+        return legs + [
+            Leg(self.attempt, "encoder", encoder, index)
+            for index, encoder in enumerate(route.encoders)
+            if encoder is not None
+        ]
 
-    def _body(self, leg: Leg, route: Route, resume: tuple[int, ...], now: float) -> GenerateRequest:
+    def _body(self, leg: Leg, route: Route, now: float) -> GenerateRequest:
+        deadline_s = max(self._expires_at - now, 0.001)
+        if leg.side == "encoder":
+            transfer_id = self._item_ids[leg.item]
+            return item_body(self.request, leg.item, transfer_id, leg.attempt, deadline_s)
         params = self.request.params
         if self._prompt_logprobs_given:
             params = msgspec.structs.replace(params, prompt_logprobs=None)
@@ -379,19 +413,24 @@ class RequestMachine:
             # Of its own for each attempt: the node may not yet have buried the last one.
             request_id=f"{self.request.request_id[:200]}.{self.attempt}",
             stream=True,
-            resume_token_ids=resume,
+            resume_token_ids=self._resume_ids(),
             cache_salt=self.request.cache_salt or None,
             priority=self.request.priority,
-            deadline_s=max(self._expires_at - now, 0.001),
+            deadline_s=deadline_s,
             kv_transfer_params=transfer_params(leg, route, self._transfer_id),
+            items=self._items(leg, route),
         )
+
+    def _items(self, leg: Leg, route: Route) -> tuple[Item, ...]:
+        if leg.side == "target" and route.source is not None:
+            return self.request.items  # the prompt's KV comes from the source
+        return prompt_items(self.request.items, route.encoders, self._item_ids, self.attempt)
 
     # --- ends ---
 
     def _finish(self) -> list[Action]:
         self.done = True
-        source = self._open.pop("source", None)
-        return [Finish()] if source is None else [CancelLeg(source), Finish()]
+        return [*(CancelLeg(leg) for leg in self._open if leg.side != "target"), Finish()]
 
     def _finish_as_announced(self) -> list[Action]:
         actions: list[Action] = []
@@ -411,7 +450,7 @@ class RequestMachine:
 
     def _cancel_open(self) -> list[Action]:
         legs, self._open = self._open, {}
-        return [CancelLeg(leg) for leg in legs.values()]
+        return [CancelLeg(leg) for leg in legs]
 
     def _expired(self) -> RequestError:
         return RequestError(
@@ -423,7 +462,7 @@ class RequestMachine:
     # --- questions ---
 
     def _is_open(self, leg: Leg) -> bool:
-        return not self.done and self._open.get(leg.side) == leg
+        return not self.done and leg in self._open
 
     def _has_relayed(self) -> bool:
         return any(len(c.tokens) > self._first_index or c.finished for c in self._choices)
@@ -440,30 +479,6 @@ class RequestMachine:
             choice.finished or choice.announced or len(choice.tokens) >= limit
             for choice in self._choices
         )
-
-
-def transfer_params(leg: Leg, route: Route, transfer_id: bytes) -> dict[str, object] | None:
-    """A leg's part in the hand-over, in vLLM's field names; None for a node that serves alone."""
-    source = route.source
-    if source is None:
-        return None
-    params: dict[str, object] = {
-        "do_remote_decode": leg.side == "source",
-        "do_remote_prefill": leg.side == "target",
-        "transfer_id": transfer_id.hex(),
-        "attempt": leg.attempt,
-    }
-    if leg.side == "target":
-        address = urlsplit(source.control_address or "")
-        params |= {
-            "remote_engine_id": source.node_id,
-            "remote_request_id": transfer_id.hex(),
-            "remote_host": address.hostname,
-            "remote_port": address.port,
-            "remote_block_ids": [[]],
-            "tp_size": source.tp_size,
-        }
-    return params
 
 
 def _logprobs_from(output: Output, index: int, count: int) -> tuple[TokenLogprobs, ...] | None:
