@@ -102,7 +102,7 @@ def facts(membership: Membership) -> ModelFacts:
     Raises:
         RequestError: 503, there is no ready node.
     """
-    if not membership.ready():
+    if not membership.serving():
         raise RequestError(
             "No node is ready to serve this request; retry shortly.",
             status=503,

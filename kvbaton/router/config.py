@@ -21,6 +21,7 @@ class RouterConfig:
         fd: an inherited socket that already listens; overrides host and port.
         prefill: URLs of prefill nodes that do not register themselves.
         decode: URLs of decode nodes that do not register themselves.
+        encode: URLs of encoder nodes that do not register themselves.
         api_keys: accepted from clients.
         node_api_key: sent to the nodes; None takes the first of `api_keys`.
         chat_template: file with another chat template than the model's.
@@ -41,6 +42,7 @@ class RouterConfig:
     fd: int | None = None
     prefill: tuple[str, ...] = ()
     decode: tuple[str, ...] = ()
+    encode: tuple[str, ...] = ()
     api_keys: tuple[str, ...] = field(default=(), repr=False)
     node_api_key: str | None = field(default=None, repr=False)
     chat_template: str | None = None
@@ -60,4 +62,5 @@ class RouterConfig:
     @property
     def static_nodes(self) -> list[tuple[str, str]]:
         """(url, role) of each node named by a flag."""
-        return [(u, "prefill") for u in self.prefill] + [(u, "decode") for u in self.decode]
+        named = {"prefill": self.prefill, "decode": self.decode, "encode": self.encode}
+        return [(url, role) for role, urls in named.items() for url in urls]

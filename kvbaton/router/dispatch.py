@@ -6,8 +6,9 @@ import asyncio
 import logging
 import os
 import secrets
-from collections.abc import AsyncGenerator
+from collections.abc import AsyncGenerator, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 
 import aiohttp
 import msgspec
@@ -22,13 +23,15 @@ from kvbaton.router.actions import (
     Raise,
     StartLeg,
 )
+from kvbaton.router.bodies import rows_left
+from kvbaton.router.encoders import with_encoders
 from kvbaton.router.legs import LegEnded, LegEvent, LegFailed, LegOutput, run_leg
 from kvbaton.router.loads import LoadBook
 from kvbaton.router.metrics import RouterMetrics
 from kvbaton.router.nodes import Nodes
 from kvbaton.router.pairing import Route, choose
 from kvbaton.router.relay import RelayTimers, RequestMachine
-from kvbaton.wire import AddRequest, Output
+from kvbaton.wire import AddRequest, Item, Output
 
 logger = logging.getLogger(__name__)
 
@@ -43,10 +46,12 @@ class DispatchConfig:
     Attributes:
         timers: of each request.
         min_handover_tokens: shorter prompts are served on one node.
+        min_encode_rows: see `encoders.with_encoders`.
     """
 
     timers: RelayTimers = field(default_factory=RelayTimers)
     min_handover_tokens: int = 0
+    min_encode_rows: int | None = None
 
 
 class Dispatcher:
@@ -92,15 +97,14 @@ class Dispatcher:
             self._runs.discard(run)
             run.close()
 
-    def route(self, num_tokens: int, avoid: frozenset[str]) -> Route | None:
+    def route(self, items: Sequence[Item], num_tokens: int, avoid: frozenset[str]) -> Route | None:
         """Choose nodes by what is known now."""
-        return choose(
-            self.nodes.membership.ready(),
-            self.loads,
-            num_tokens,
-            exclude=avoid,
-            min_handover_tokens=self.config.min_handover_tokens,
-        )
+        ready = self.nodes.membership.ready()
+        shortest, smallest = self.config.min_handover_tokens, self.config.min_encode_rows
+        route = choose(ready, self.loads, num_tokens, exclude=avoid, min_handover_tokens=shortest)
+        if route is None or not items:
+            return route
+        return with_encoders(route, items, ready, self.loads, exclude=avoid, min_rows=smallest)
 
     def node_lost(self, node_id: str, reason: str) -> None:
         """A node is of no use any more: its requests go elsewhere now, not at a timeout."""
@@ -129,8 +133,9 @@ class _Run:
         self._started_at = self._now()
         self._machine = RequestMachine(
             request,
-            dispatcher.route,
+            partial(dispatcher.route, request.items),
             transfer_id=os.urandom(16),
+            item_ids=[os.urandom(16) for _ in request.items],
             timers=dispatcher.config.timers,
             now=self._started_at,
         )
@@ -203,15 +208,18 @@ class _Run:
     def _start(self, action: StartLeg) -> None:
         leg, body = action.leg, action.body
         alone = leg.side == "target" and body.kv_transfer_params is None
+        prefills = alone or leg.side == "source"
+        rows = rows_left(body.items) if prefills or leg.side == "encoder" else []
         num_tokens = len(body.token_ids) + len(body.resume_token_ids)
-        self._dispatcher.loads.enter(leg, num_tokens, prefills=alone or leg.side == "source")
+        self._dispatcher.loads.enter(leg, num_tokens, prefills=prefills, rows=sum(rows))
         self._metrics.legs.labels(leg.node.node_id, "alone" if alone else leg.side).inc()
+        self._metrics.items.labels("prefill" if prefills else "encoder").inc(len(rows))
         if leg.attempt and leg.side == "target":
             self._metrics.retries.inc()
         work = run_leg(
             self._dispatcher.session, action, self._request.request_id, self._events.put_nowait
         )
-        task = asyncio.create_task(work, name=f"{leg.side} {body.request_id}")
+        task = asyncio.create_task(work, name=f"{leg.name} {body.request_id}")
         task.add_done_callback(lambda _: self._dispatcher.loads.strike(leg))
         self._legs[leg] = task
 

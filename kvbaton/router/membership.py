@@ -24,7 +24,7 @@ from kvbaton.edge.cluster_token import is_loopback
 from kvbaton.errors import RequestError
 from kvbaton.wire import Members, NodeInfo
 
-ROLES = ("prefill", "decode")
+ROLES = ("prefill", "decode", "encode")
 MAX_REMOVED = 256
 """Removed generations that are remembered."""
 
@@ -82,6 +82,11 @@ class Member:
     failed_probes: int = 0
     told: frozenset[str] | None = None
     reason: str = ""
+
+    @property
+    def serves_prompts(self) -> bool:
+        """Whether prompts may be sent there; an encoder node takes items only."""
+        return self.info.role != "encode"
 
 
 @dataclass(frozen=True)
@@ -253,15 +258,18 @@ class Membership:
         """Members that may get new requests."""
         return [m for m in self.members.values() if m.state is State.READY]
 
+    def serving(self) -> list[Member]:
+        """Members that may get new prompts."""
+        return [m for m in self.ready() if m.serves_prompts]
+
     def probe_targets(self) -> list[Member]:
         """Members whose health is worth asking."""
         return [m for m in self.members.values() if m.state is not State.LOADING]
 
     def max_model_len(self) -> int | None:
-        """Longest prompt plus output that every ready node takes; None if nobody said."""
-        return min(
-            (m.info.max_model_len for m in self.ready() if m.info.max_model_len), default=None
-        )
+        """Longest prompt plus output that every such node takes; None if nobody said."""
+        lengths = (m.info.max_model_len for m in self.serving())
+        return min((length for length in lengths if length), default=None)
 
     # --- inside ---
 

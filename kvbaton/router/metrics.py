@@ -35,6 +35,7 @@ class RouterMetrics:
         self.legs = counter("legs", "Requests sent to nodes, by what for.", ("node", "part"))
         self.leg_failures = counter("leg_failures", "Legs that failed.", ("node", "part"))
         self.retries = counter("retries", "Attempts after the first.")
+        self.items = counter("items", "Items given to nodes, by who is to encode.", ("where",))
         self.first_token = seconds(
             "first_token", "From dispatch to the first token.", FIRST_TOKEN_BUCKETS
         )
@@ -56,19 +57,23 @@ class NodeCollector(Collector):
         self._loads = loads
 
     def collect(self) -> Iterator[GaugeMetricFamily]:
-        """Requests and prompt tokens in flight by node, and nodes by state."""
+        """Requests, prompt tokens and rows in flight by node, and nodes by state."""
         running = GaugeMetricFamily(
             "kvbaton_router_in_flight", "Requests a node generates for.", labels=["node"]
         )
         prompt = GaugeMetricFamily(
             "kvbaton_router_prompt_tokens_in_flight", "Being prefilled.", labels=["node"]
         )
+        rows = GaugeMetricFamily(
+            "kvbaton_router_item_rows_in_flight", "Being encoded.", labels=["node"]
+        )
         for node, load in self._loads.items():
             running.add_metric([node], load.sequences)
             prompt.add_metric([node], load.prompt_tokens)
+            rows.add_metric([node], load.rows)
         nodes = GaugeMetricFamily(
             "kvbaton_router_nodes", "1 per node.", labels=["node", "role", "state"]
         )
         for member in self._members():
             nodes.add_metric([member.info.node_id, member.info.role, member.state], 1)
-        yield from (running, prompt, nodes)
+        yield from (running, prompt, rows, nodes)

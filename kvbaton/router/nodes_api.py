@@ -16,7 +16,7 @@ from kvbaton.router.loads import LoadBook
 from kvbaton.router.membership import Member
 from kvbaton.router.nodes import Nodes
 from kvbaton.router.page import render
-from kvbaton.router.pairing import NodeLoad, pairs
+from kvbaton.router.pairing import NodeLoad, encoder_pairs, pairs
 from kvbaton.wire import Members, NodeInfo
 
 NODES = web.AppKey("nodes", Nodes)
@@ -38,6 +38,7 @@ class NodeView(Struct, kw_only=True):
     control_address: str | None
     requests: int
     prompt_tokens: int
+    item_rows: int
 
 
 class NodesView(Struct, kw_only=True):
@@ -46,10 +47,12 @@ class NodesView(Struct, kw_only=True):
     Attributes:
         nodes: all of them.
         pairs: (prefill node id, decode node id) that can hand over now.
+        encoder_pairs: (encoder node id, other node id), too.
     """
 
     nodes: list[NodeView]
     pairs: list[tuple[str, str]]
+    encoder_pairs: list[tuple[str, str]]
 
 
 def routes() -> list[web.RouteDef]:
@@ -119,7 +122,7 @@ async def reset_prefix_cache(request: web.Request) -> web.Response:
 
 async def health(request: web.Request) -> web.Response:
     """``GET /health``: 200 when a request could be served now."""
-    ready = request.app[NODES].membership.ready()
+    ready = request.app[NODES].membership.serving()
     if not ready:
         raise RequestError("no node is ready", status=503, code="no_node_ready")
     return json_response({"status": "ok", "ready": len(ready)})
@@ -146,8 +149,13 @@ def view(app: web.Application) -> NodesView:
     members = sorted(membership.members.values(), key=lambda m: (m.info.role, m.info.node_id))
     return NodesView(
         nodes=[_view(member, loads.get(member.info.node_id, NodeLoad())) for member in members],
-        pairs=[(p.info.node_id, d.info.node_id) for p, d in pairs(membership.ready())],
+        pairs=_ids(pairs(membership.ready())),
+        encoder_pairs=_ids(encoder_pairs(membership.ready())),
     )
+
+
+def _ids(found: list[tuple[Member, Member]]) -> list[tuple[str, str]]:
+    return [(a.info.node_id, b.info.node_id) for a, b in found]
 
 
 def _view(member: Member, load: NodeLoad) -> NodeView:
@@ -163,12 +171,14 @@ def _view(member: Member, load: NodeLoad) -> NodeView:
         control_address=info.control_address,
         requests=load.sequences,
         prompt_tokens=load.prompt_tokens,
+        item_rows=load.rows,
     )
 
 
 def _row(node: NodeView) -> list[str]:
     state = f"{node.state} ({node.reason})" if node.reason else node.state
-    return [node.node_id, node.role, state, node.url, str(node.requests), str(node.prompt_tokens)]
+    loads = (node.requests, node.prompt_tokens, node.item_rows)
+    return [node.node_id, node.role, state, node.url, *map(str, loads)]
 
 
 def _has_token(request: web.Request) -> bool:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from html import escape
 
-COLUMNS = ("Node", "Role", "State", "URL", "Requests", "Prompt tokens in prefill")
+COLUMNS = ("Node", "Role", "State", "URL", "Requests", "Prompt tokens in prefill", "Rows to encode")
 
 PAGE = """<!doctype html>
 <html lang="en">

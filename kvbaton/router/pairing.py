@@ -87,14 +87,9 @@ def choose(
         exclude: node ids that already failed this request.
         min_handover_tokens: shorter prompts are not worth a hand-over.
     """
-    usable = [m for m in generating(ready) if m.info.node_id not in exclude]
+    usable = [m for m in ready if m.serves_prompts and m.info.node_id not in exclude]
     pair = None if num_tokens < min_handover_tokens else _least_loaded_pair(usable, loads)
     return pair or _least_loaded_single(usable, loads)
-
-
-def generating(members: Iterable[Member]) -> list[Member]:
-    """Those that serve prompts: all but encoder nodes."""
-    return [member for member in members if member.info.role != "encode"]
 
 
 def pairs(ready: Iterable[Member]) -> list[tuple[Member, Member]]:
@@ -109,7 +104,8 @@ def encoder_pairs(ready: Iterable[Member]) -> list[tuple[Member, Member]]:
     """All (encoder, node) that can hand over encoder outputs."""
     members = list(ready)
     encoders = [m for m in members if m.info.role == "encode"]
-    return [(e, n) for e in encoders for n in generating(members) if can_encode_for(e, n)]
+    served = [m for m in members if m.serves_prompts]
+    return [(e, n) for e in encoders for n in served if can_encode_for(e, n)]
 
 
 def _least_loaded_pair(usable: list[Member], loads: Mapping[str, NodeLoad]) -> Route | None:
