@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import AsyncGenerator, Sequence
+from collections.abc import AsyncGenerator, Callable, Sequence
 from contextlib import aclosing
 from typing import TypeVar
 
@@ -37,6 +37,21 @@ E = TypeVar("E", TokenLogprobs, TokenLogprobs | None)
 @contract(body=GenerateRequest, answer=GenerateResponse, streams=True)
 async def generate(request: web.Request) -> web.StreamResponse:
     """Answer with a stream of `Output` or with one `GenerateResponse`."""
+    return await respond(request, add_request)
+
+
+async def respond(
+    request: web.Request, add_request: Callable[[Frontend, GenerateRequest, str], AddRequest]
+) -> web.StreamResponse:
+    """Answer a `GenerateRequest`.
+
+    Args:
+        request: with the body.
+        add_request: makes of it, with a request id, what the engine is asked.
+
+    Raises:
+        RequestError: it is wrong, or did not complete.
+    """
     frontend = request.app[FRONTEND]
     body = await read_body(request, GenerateRequest)
     request_id = clean(body.request_id) or request[REQUEST_ID]
