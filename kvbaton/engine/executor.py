@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Protocol
+from typing import TYPE_CHECKING, Protocol
 
 from kvbaton.connectors.base import Memory
 from kvbaton.connectors.layout import KVLayout
@@ -11,6 +11,9 @@ from kvbaton.connectors.objects import ObjectForm
 from kvbaton.engine.staging import Staging
 from kvbaton.engine.step import PendingStep, PendingSums, StepPlan
 from kvbaton.wire import AddRequest
+
+if TYPE_CHECKING:
+    from kvbaton.engine.encoder.pool import EncoderPool
 
 
 class Executor(Protocol):
@@ -31,6 +34,13 @@ class Executor(Protocol):
         """Readable while a step is over whose result was not taken; None if steps are waited for.
 
         With a descriptor, steps may be long: who launches them asks `ready`, and does not wait.
+        """
+        ...
+
+    def attach_encoder(self, pool: EncoderPool) -> None:
+        """Name the pool that `SequenceStep.items` are about; before any request.
+
+        What a step reads of it must be there, on the device too, when the step is launched.
         """
         ...
 

@@ -17,6 +17,7 @@ from kvbaton.connectors.objects import ObjectForm
 from kvbaton.engine.cache import KVCache, block_bytes
 from kvbaton.engine.collectives import HostCollectives, Meeting
 from kvbaton.engine.config import EngineConfig
+from kvbaton.engine.encoder.pool import EncoderPool
 from kvbaton.engine.model_config import ModelConfig, resolve_max_model_len
 from kvbaton.engine.ranks import RankedExecutor, RankSettings, Sums, Team, lanes
 from kvbaton.engine.runner import Runner
@@ -96,6 +97,10 @@ class LocalRank:
         )
         warm_up(self._runner, settings.max_model_len)
 
+    def attach_encoder(self, pool: EncoderPool) -> None:
+        """See `Rank.attach_encoder`."""
+        self._runner.encoder = pool
+
     def run(self, plan: StepPlan) -> LocalStep:
         """See `Rank.run`."""
         return LocalStep(self._runner.run(plan).result())
@@ -146,6 +151,10 @@ class LocalExecutor(RankedExecutor):
             )
 
         super().__init__(team, make)
+
+    def attach_encoder(self, pool: EncoderPool) -> None:
+        """See `Executor.attach_encoder`."""
+        self._team.call(lambda rank: self.ranks[rank].attach_encoder(pool))
 
     def staging(self, forms: Sequence[ObjectForm]) -> HostStaging:
         """See `Executor.staging`."""

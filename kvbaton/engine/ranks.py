@@ -23,6 +23,7 @@ from kvbaton.connectors.layout import KVLayout
 from kvbaton.engine.block_memory import BlockMemory
 from kvbaton.engine.collectives import DisbandedError
 from kvbaton.engine.config import EngineConfig
+from kvbaton.engine.encoder.pool import EncoderPool
 from kvbaton.engine.loader import load_model
 from kvbaton.engine.model_config import ModelConfig
 from kvbaton.engine.models.llama import LlamaForCausalLM
@@ -257,6 +258,9 @@ class RankedExecutor:
     def memories(self) -> Sequence[Sequence[Memory]]:
         """See `Executor.memories`."""
         return [[rank.cache.memory] for rank in self.ranks]
+
+    def attach_encoder(self, pool: EncoderPool) -> None:
+        """See `Executor.attach_encoder`; not for ranks that compute the outputs themselves."""
 
     def expect(self, request: AddRequest) -> None:
         """See `Executor.expect`; all that a prompt needs is its steps."""

@@ -15,7 +15,10 @@ from torch import Tensor
 
 from kvbaton.engine.attention import Batch, PagedAttention
 from kvbaton.engine.cache import KVCache, Slots
-from kvbaton.engine.models.llama import LlamaForCausalLM
+from kvbaton.engine.encoder.pool import EncoderPool
+from kvbaton.engine.item_tokens import item_tokens
+from kvbaton.engine.models.llama import Encoded, LlamaForCausalLM
+from kvbaton.engine.mrope import merge_size
 from kvbaton.engine.sampler import Logprobs, SampleRows, has_penalty, logprobs_of, sample
 from kvbaton.engine.sequences import Sequences
 from kvbaton.engine.step import Sampled, SequenceStep, StepPlan, StepResult
@@ -79,7 +82,12 @@ class Runner:
         eos_token_ids: the model's own end tokens.
         max_model_len: longest sequence.
         max_num_seqs: sequences expected at a time; more are fine.
+
+    Attributes:
+        encoder: where the outputs lie that items' tokens stand for; set before a step has some.
     """
+
+    encoder: EncoderPool | None = None
 
     def __init__(
         self,
@@ -98,6 +106,7 @@ class Runner:
             max_tokens=max_model_len + 2,
             max_blocks=(max_model_len + 1) // cache.block_size + 1,
             device=self.device,
+            merge_size=merge_size(model.config),
         )
 
     @torch.inference_mode()
@@ -109,8 +118,7 @@ class Runner:
             rows = self.sequences.rows([step.handle for step in plan.steps])
             for row, step in zip(rows, plan.steps, strict=True):
                 self.sequences.append_blocks(row, step.new_blocks[0])
-            batch, token_ids = self._batch(plan.steps, rows)
-            hidden = self._forward(batch, token_ids)
+            hidden, batch = self._forward(plan.steps, rows)
             ends = np.cumsum(batch.query_lens)
             self._report_prompts(output, rows, hidden, ends)
             self._sample(output, rows, hidden, ends)
@@ -128,8 +136,8 @@ class Runner:
 
     def _batch(
         self, steps: Sequence[SequenceStep], rows: npt.NDArray[np.int64]
-    ) -> tuple[Batch, Tensor]:
-        """The batch, and its token ids."""
+    ) -> tuple[Batch, Tensor, Tensor]:
+        """The batch, its token ids and its rotary positions."""
         starts = np.array([step.start for step in steps], np.int64)
         counts = np.array([step.count for step in steps], np.int64)
         context_lens = starts + counts
@@ -149,14 +157,31 @@ class Runner:
             host_offsets=positions % size,
         )
         tokens = self.sequences.tokens[self._to_device(token_rows), slots.positions].long()
-        return Batch(slots, counts, context_lens, self.sequences.tables[rows, :most]), tokens
+        rotary = self._to_device(self.sequences.rotary_positions(rows, positions, counts))
+        tables = self.sequences.tables[rows, :most]
+        return Batch(slots, counts, context_lens, tables), tokens, rotary
 
-    def _forward(self, batch: Batch, token_ids: Tensor) -> Tensor:
+    def _forward(
+        self, steps: Sequence[SequenceStep], rows: npt.NDArray[np.int64]
+    ) -> tuple[Tensor, Batch]:
+        batch, token_ids, rotary = self._batch(steps, rows)
         self.cache.forget_overwritten(batch.slots)
         attention = PagedAttention(self.cache, batch)
-        hidden: Tensor = self.model(token_ids, batch.slots.positions, attention)
+        hidden: Tensor = self.model(token_ids, rotary, attention, self._encoded(steps))
         self.cache.count_written(batch.slots)
-        return hidden
+        return hidden, batch
+
+    def _encoded(self, steps: Sequence[SequenceStep]) -> Encoded | None:
+        """Rows of the items whose tokens the steps compute."""
+        found = item_tokens(steps)
+        if found is None:
+            return None
+        at, blocks, offsets = found
+        return Encoded(self._to_device(at), self._gather(blocks, offsets))
+
+    def _gather(self, blocks: npt.NDArray[np.int64], offsets: npt.NDArray[np.int64]) -> Tensor:
+        assert self.encoder is not None, "items come after their pool was attached"
+        return self.encoder.gather(self._to_device(blocks), self._to_device(offsets))
 
     def _sample(
         self,

@@ -10,6 +10,7 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
+from kvbaton.engine.mrope import RotaryPositions, rotary_positions
 from kvbaton.engine.step import Fork, NewSequence
 from kvbaton.wire import SamplingParams
 
@@ -40,10 +41,17 @@ class Sequences:
         choices: [rows] int64.
         tables: [rows, max_blocks] int64, block tables, 0 beyond their ends.
         params: per row, None if it is free.
+        deltas: [rows] int64, what generated tokens' rotary positions are ahead of their own.
     """
 
     def __init__(
-        self, *, rows: int, max_tokens: int, max_blocks: int, device: torch.device
+        self,
+        *,
+        rows: int,
+        max_tokens: int,
+        max_blocks: int,
+        device: torch.device,
+        merge_size: int = 1,
     ) -> None:
         self.tokens = torch.zeros((rows, max_tokens), dtype=torch.int32, device=device)
         self.lengths = np.zeros(rows, np.int64)
@@ -51,6 +59,9 @@ class Sequences:
         self.choices = np.zeros(rows, np.int64)
         self.tables = np.zeros((rows, max_blocks), np.int64)
         self.params: list[SamplingParams | None] = [None] * rows
+        self.deltas = np.zeros(rows, np.int64)
+        self._merge_size = merge_size
+        self._rotary: dict[int, RotaryPositions] = {}
         self._table_lens = np.zeros(rows, np.int64)
         self._branches: dict[int, Branches] = {}
         self._row: dict[int, int] = {}
@@ -72,6 +83,7 @@ class Sequences:
         ids = torch.tensor(new.token_ids, dtype=torch.int32)
         row = self._take(new.handle, len(ids), new.num_prompt, new.choice, new.params)
         self.tokens[row, : len(ids)] = ids.to(self.tokens.device)
+        self._place_items(row, new)
 
     def fork(self, fork: Fork) -> None:
         """Start a sequence as a copy of another up to the token that was sampled for it."""
@@ -81,6 +93,8 @@ class Sequences:
         row = self._take(fork.child, length + 1, int(self.num_prompt[parent]), fork.choice, params)
         self.tokens[row, :length] = self.tokens[parent, :length]
         self.tokens[row, length] = branches.tokens[fork.choice]
+        if parent in self._rotary:
+            self._rotary[row], self.deltas[row] = self._rotary[parent], self.deltas[parent]
 
     def end(self, handle: int) -> None:
         """Forget a sequence; unknown ones are fine."""
@@ -88,6 +102,8 @@ class Sequences:
         if row is not None:
             self.params[row] = None
             self._branches.pop(row, None)
+            self._rotary.pop(row, None)
+            self.deltas[row] = 0
             self._free.append(row)
 
     def append_blocks(self, row: int, blocks: Sequence[int]) -> None:
@@ -102,6 +118,27 @@ class Sequences:
         index = torch.from_numpy(rows).to(device), torch.from_numpy(self.lengths[rows]).to(device)
         self.tokens[index] = tokens.int()
         self.lengths[rows] += 1
+
+    def rotary_positions(
+        self,
+        rows: npt.NDArray[np.int64],
+        positions: npt.NDArray[np.int64],
+        counts: npt.NDArray[np.int64],
+    ) -> npt.NDArray[np.int64]:
+        """Rotary positions of a batch: [3, tokens], or [tokens] where they are the positions.
+
+        Args:
+            rows: [sequences].
+            positions: [tokens], absolute.
+            counts: [sequences], tokens of each.
+        """
+        if self._rotary.keys().isdisjoint(rows.tolist()):
+            return positions
+        found = np.tile(positions, (3, 1))
+        for row, end, count in zip(rows.tolist(), np.cumsum(counts), counts, strict=True):
+            if rotary := self._rotary.get(row):
+                found[:, end - count : end] = rotary.at(positions[end - count : end])
+        return found
 
     def branch(self, row: int, tokens: Tensor) -> None:
         """Remember the tokens that all choices start with; before `append_tokens`."""
@@ -120,11 +157,16 @@ class Sequences:
         self.params[row] = params
         return row
 
+    def _place_items(self, row: int, new: NewSequence) -> None:
+        if new.items:
+            self._rotary[row] = rotary_positions(new.items, self._merge_size)
+            self.deltas[row] = self._rotary[row].delta
+
     def _grow(self) -> None:
         """Twice the rows."""
         rows = len(self.params)
         self.tokens = torch.cat((self.tokens, torch.zeros_like(self.tokens)))
-        for name in ("lengths", "num_prompt", "choices", "tables", "_table_lens"):
+        for name in ("lengths", "num_prompt", "choices", "tables", "deltas", "_table_lens"):
             array = getattr(self, name)
             setattr(self, name, np.concatenate((array, np.zeros_like(array))))
         self.params += [None] * rows

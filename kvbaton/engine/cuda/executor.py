@@ -20,6 +20,7 @@ from kvbaton.engine.cuda.memory import measure_reserve
 from kvbaton.engine.cuda.nccl import Communicators, NcclCollectives
 from kvbaton.engine.cuda.runner import CudaRunner, CudaStep
 from kvbaton.engine.cuda.warm_up import warm_up
+from kvbaton.engine.encoder.pool import EncoderPool
 from kvbaton.engine.local import choose_device, pool_blocks
 from kvbaton.engine.model_config import ModelConfig, resolve_max_model_len
 from kvbaton.engine.ranks import Inline, RankedExecutor, RankSettings, Sums, Team, lanes
@@ -87,6 +88,11 @@ class CudaRank:
         self.cache.fetch_digest([1], 0, 0, settings.config.block_size)
         torch.cuda.synchronize(self._device)
 
+    def attach_encoder(self, pool: EncoderPool) -> None:
+        """See `Rank.attach_encoder`."""
+        assert self._runner is not None, "the runner comes with the start"
+        self._runner.attach_encoder(pool)
+
     def run(self, plan: StepPlan) -> CudaStep:
         """See `Rank.run`; returns when the step is enqueued."""
         assert self._runner is not None, "steps come after the start"
@@ -147,6 +153,10 @@ class CudaExecutor(RankedExecutor):
             )
 
         super().__init__(team, make)
+
+    def attach_encoder(self, pool: EncoderPool) -> None:
+        """See `Executor.attach_encoder`; every rank takes the rows to its own device."""
+        self._team.call(lambda rank: self.ranks[rank].attach_encoder(pool))
 
     def staging(self, forms: Sequence[ObjectForm]) -> CudaStaging:
         """See `Executor.staging`."""

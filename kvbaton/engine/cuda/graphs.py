@@ -13,8 +13,8 @@ from torch import Tensor
 from kvbaton.engine.cuda.sequences import CudaSequences
 
 Step = Callable[[Tensor], tuple[Tensor, Tensor]]
-COLUMNS = 5
-"""Inputs of a sequence: row, position, seed, choice, temperature."""
+COLUMNS = 6
+"""Inputs of a sequence: row, position, seed, choice, temperature, rotary position."""
 
 
 def graph_sizes(max_num_seqs: int) -> list[int]:
@@ -37,7 +37,7 @@ class DecodeGraphs:
     """Captures a step once per batch size and replays it.
 
     Args:
-        step: what to capture; takes [5, batch] int64, as `CudaRunner` makes them.
+        step: what to capture; takes [6, batch] int64, as `CudaRunner` makes them.
         sequences: whose device tensors the step uses; captured anew when they have moved.
         max_num_seqs: largest batch.
     """

@@ -22,7 +22,9 @@ from kvbaton.engine.cuda.cache import CudaKVCache
 from kvbaton.engine.cuda.graphs import DecodeGraphs
 from kvbaton.engine.cuda.sequences import CudaSequences
 from kvbaton.engine.cuda.staging import fetch, upload
-from kvbaton.engine.models.llama import LlamaForCausalLM
+from kvbaton.engine.encoder.pool import EncoderPool
+from kvbaton.engine.models.llama import Encoded, LlamaForCausalLM
+from kvbaton.engine.mrope import merge_size
 from kvbaton.engine.runner import Runner, StepOutput
 from kvbaton.engine.sampler import Logprobs
 from kvbaton.engine.step import StepPlan, StepResult
@@ -90,6 +92,7 @@ class CudaRunner(Runner):
 
     cache: CudaKVCache
     sequences: CudaSequences
+    _far_stream: torch.cuda.Stream | None = None
 
     def __init__(
         self,
@@ -111,10 +114,20 @@ class CudaRunner(Runner):
             max_tokens=max_model_len + 2,
             max_blocks=-(-blocks // 16) * 16,
             device=self.device,
+            merge_size=merge_size(model.config),
         )
         self.graphs = (
             DecodeGraphs(self._decode_step, self.sequences, max_num_seqs) if use_graphs else None
         )
+
+    def attach_encoder(self, pool: EncoderPool) -> None:
+        """Take encoder outputs from here; from another device on a stream of our own.
+
+        On that device's default stream they would wait for its rank's step, which waits for ours.
+        """
+        self.encoder = pool
+        if pool.data.device != self.device:
+            self._far_stream = torch.cuda.Stream(pool.data.device)  # type: ignore[no-untyped-call]
 
     @torch.inference_mode()
     def run(self, plan: StepPlan) -> StepOutput:
@@ -126,7 +139,7 @@ class CudaRunner(Runner):
             for row, step in zip(rows, plan.steps, strict=True):
                 self.sequences.append_blocks(row, step.new_blocks[0])
             self.sequences.flush()
-            if all(step.count == 1 and step.num_samples == 1 for step in plan.steps):
+            if all(s.count == 1 and s.num_samples == 1 and not s.items for s in plan.steps):
                 self._decode(output, rows)
             else:
                 self._mixed(output, rows)
@@ -156,11 +169,12 @@ class CudaRunner(Runner):
             self._sample(output, rows, hidden, np.arange(1, len(rows) + 1))
 
     def _columns(self, rows: Ints, positions: Ints) -> Ints:
-        """Inputs of `_decode_step`: [5, sequences]; float64 temperatures as their bits."""
+        """Inputs of `_decode_step`: [6, sequences]; float64 temperatures as their bits."""
         sequences = self.sequences
         temperatures = sequences.temperatures[rows].view(np.int64)
+        rotary = positions + sequences.deltas[rows]
         return np.stack(
-            (rows, positions, sequences.seeds[rows], sequences.choices[rows], temperatures)
+            (rows, positions, sequences.seeds[rows], sequences.choices[rows], temperatures, rotary)
         )
 
     def _decode_step(self, inputs: Tensor) -> tuple[Tensor, Tensor]:
@@ -173,7 +187,7 @@ class CudaRunner(Runner):
             Hidden states [sequences, hidden_size], and tokens sampled by temperature and seed
             alone [sequences], which are appended to the sequences too.
         """
-        rows, positions, seeds, choices, temperatures = inputs.unbind()
+        rows, positions, seeds, choices, temperatures, rotary = inputs.unbind()
         size, sequences = self.cache.block_size, self.sequences
         at = positions.clamp(min=0)
         tables = sequences.device_tables.index_select(0, rows)
@@ -182,7 +196,7 @@ class CudaRunner(Runner):
         attention = KernelAttention(
             self.cache, slots, DecodeBatch(tables, (positions + 1).int()), None
         )
-        hidden = self._layers(sequences.tokens[rows, at].long(), at, slots, attention)
+        hidden = self._layers(sequences.tokens[rows, at].long(), at, rotary, slots, attention)
         tokens = sample_tokens(
             self.model.narrow_logits(hidden),
             temperatures.view(torch.float64), seeds, positions + 1, choices,
@@ -195,7 +209,7 @@ class CudaRunner(Runner):
     def _mixed(self, output: StepOutput, rows: Ints) -> None:
         starts = np.array([step.start for step in output.plan.steps], np.int64)
         counts = np.array([step.count for step in output.plan.steps], np.int64)
-        hidden = self._forward_mixed(rows, starts, counts)
+        hidden = self._forward_mixed(rows, starts, counts, self._encoded(output.plan.steps))
         ends = np.cumsum(counts)
         self._report_prompts(output, rows, hidden, ends)
         samples = np.array([step.num_samples for step in output.plan.steps], np.int64)
@@ -205,7 +219,9 @@ class CudaRunner(Runner):
         else:
             self._sample(output, rows, hidden, ends)
 
-    def _forward_mixed(self, rows: Ints, starts: Ints, counts: Ints) -> Tensor:
+    def _forward_mixed(
+        self, rows: Ints, starts: Ints, counts: Ints, encoded: Encoded | None
+    ) -> Tensor:
         size, context_lens = self.cache.block_size, starts + counts
         assert (context_lens <= self.sequences.lengths[rows]).all(), "a step is ahead of its tokens"
         positions = np.arange(counts.sum()) - np.repeat(np.cumsum(counts) - context_lens, counts)
@@ -216,8 +232,9 @@ class CudaRunner(Runner):
         leading = int(np.argmax(counts > 1)) if (counts > 1).any() else len(counts)
         bounds = np.concatenate(([0], np.cumsum(counts[leading:])))
         slots = blocks * size + positions % size
-        at, of, slot_mapping, seq_rows, lens, cu = upload(
-            [positions, token_rows, slots, rows, context_lens, bounds], self.device
+        turned = self.sequences.rotary_positions(rows, positions, counts)
+        at, of, slot_mapping, seq_rows, lens, cu, rotary = upload(
+            [positions, token_rows, slots, rows, context_lens, bounds, turned], self.device
         )
         tables, lens = self.sequences.device_tables.index_select(0, seq_rows), lens.int()
         decode = DecodeBatch(tables[:leading], lens[:leading]) if leading else None
@@ -232,7 +249,8 @@ class CudaRunner(Runner):
                 prefix_lens=tuple(starts[leading:].tolist()),
             )
         attention = KernelAttention(self.cache, slot_mapping, decode, prefill)
-        return self._layers(self.sequences.tokens[of, at].long(), at, slot_mapping, attention)
+        tokens, rotary = self.sequences.tokens[of, at].long(), rotary.view(turned.shape)
+        return self._layers(tokens, at, rotary, slot_mapping, attention, encoded)
 
     def _width(self, context_len: int) -> int:
         """Blocks to show the prefill kernel: one of two numbers, since it is compiled for each."""
@@ -246,7 +264,7 @@ class CudaRunner(Runner):
             return
         columns = self._columns(rows, self.sequences.lengths[rows])
         inputs, last = upload([columns, ends - 1], self.device)
-        seq_rows, positions, seeds, choices, temperatures = inputs.view(columns.shape).unbind()
+        seq_rows, positions, seeds, choices, temperatures, _ = inputs.view(columns.shape).unbind()
         tokens = sample_tokens(
             self.model.narrow_logits(hidden.index_select(0, last)),
             temperatures.view(torch.float64), seeds, positions, choices,
@@ -259,13 +277,26 @@ class CudaRunner(Runner):
     # --- both ---
 
     def _layers(
-        self, token_ids: Tensor, positions: Tensor, slots: Tensor, attention: KernelAttention
+        self,
+        token_ids: Tensor,
+        positions: Tensor,
+        rotary: Tensor,
+        slots: Tensor,
+        attention: KernelAttention,
+        encoded: Encoded | None = None,
     ) -> Tensor:
         """Run the model, and keep the digest sums of what it writes."""
         self.cache.start_sums(slots)
-        hidden = cast(Tensor, self.model(token_ids, positions, attention))
+        hidden = cast(Tensor, self.model(token_ids, rotary, attention, encoded))
         self.cache.add_sums(slots, positions)
         return hidden
+
+    def _gather(self, blocks: Ints, offsets: Ints) -> Tensor:
+        if self._far_stream is None or self.encoder is None:
+            return super()._gather(blocks, offsets)
+        with torch.cuda.stream(self._far_stream):
+            rows = self.encoder.gather(*upload([blocks, offsets], self.encoder.data.device))
+            return rows.to(self.device, non_blocking=True)
 
     def _to_device(self, array: Ints) -> Tensor:
         return upload([array], self.device)[0].view(array.shape)

@@ -30,9 +30,21 @@ class CudaSequences(Sequences):
     """
 
     def __init__(
-        self, *, rows: int, max_tokens: int, max_blocks: int, device: torch.device
+        self,
+        *,
+        rows: int,
+        max_tokens: int,
+        max_blocks: int,
+        device: torch.device,
+        merge_size: int = 1,
     ) -> None:
-        super().__init__(rows=rows + 1, max_tokens=max_tokens, max_blocks=max_blocks, device=device)
+        super().__init__(
+            rows=rows + 1,
+            max_tokens=max_tokens,
+            max_blocks=max_blocks,
+            device=device,
+            merge_size=merge_size,
+        )
         self.device_tables = torch.zeros((rows + 1, max_blocks), dtype=torch.int32, device=device)
         self.plain = np.zeros(rows + 1, np.bool_)
         self.temperatures = np.zeros(rows + 1, np.float64)
@@ -48,6 +60,7 @@ class CudaSequences(Sequences):
         ids = np.fromiter(new.token_ids, np.int64, len(new.token_ids))
         row = self._take(new.handle, len(ids), new.num_prompt, new.choice, new.params)
         self.tokens[row, : len(ids)] = upload([ids], self.tokens.device)[0]
+        self._place_items(row, new)
 
     def append_blocks(self, row: int, blocks: Sequence[int]) -> None:
         """Extend a block table; the device's by the next `flush`."""

@@ -196,19 +196,40 @@ def inverse_frequencies(rope: RopeConfig, head_dim: int) -> Tensor:
     return torch.where(wavelength < original / rope.high_freq_factor, frequency, stretched)
 
 
+def frequency_axes(rope: RopeConfig, head_dim: int) -> Tensor:
+    """Which of three rotary positions turns each pair of features (see `RopeConfig`), int64."""
+    axes = torch.zeros(head_dim // 2, dtype=torch.int64)
+    start = 0
+    for axis, size in enumerate(rope.mrope_section):
+        if rope.mrope_interleaved and axis:
+            axes[axis : 3 * size : 3] = axis
+        elif not rope.mrope_interleaved:
+            axes[start : start + size] = axis
+        start += size
+    return axes
+
+
 class RotaryEmbedding(nn.Module):
     """Cosines and sines of a batch's positions, computed once per step."""
 
     frequencies: Tensor
+    axes: Tensor
 
     def __init__(self, rope: RopeConfig, head_dim: int) -> None:
         super().__init__()
         frequencies = inverse_frequencies(rope, head_dim)
         self.register_buffer("frequencies", frequencies, persistent=False)
+        self.register_buffer("axes", frequency_axes(rope, head_dim), persistent=False)
 
     def forward(self, positions: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
-        """Cos and sin, each [tokens, 1, head_dim] of `dtype`, from angles in float32."""
-        angles = positions[:, None].float() * self.frequencies
+        """Cos and sin, each [tokens, 1, head_dim] of `dtype`, from angles in float32.
+
+        Args:
+            positions: [tokens], or [3, tokens]: temporal, vertical, horizontal.
+            dtype: of the model.
+        """
+        turns = positions[:, None] if positions.dim() == 1 else positions[self.axes].t()
+        angles = turns.float() * self.frequencies
         angles = torch.cat((angles, angles), dim=-1)[:, None]
         return angles.cos().to(dtype), angles.sin().to(dtype)
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from dataclasses import dataclass
 
 from torch import Tensor, nn
 
@@ -19,6 +20,20 @@ from kvbaton.engine.models.layers import (
     SelfAttention,
 )
 from kvbaton.engine.shard import Shard
+
+
+@dataclass(frozen=True)
+class Encoded:
+    """Encoder outputs that stand in a batch.
+
+    Attributes:
+        at: [n] int64, the tokens that stand for them.
+        rows: [n, levels, hidden_size]: what replaces a token's embedding, and what is added to its
+            stream after the first layers, one by one (DeepStack: Meng et al., arXiv 2406.04334).
+    """
+
+    at: Tensor
+    rows: Tensor
 
 
 class DecoderLayer(nn.Module):
@@ -71,22 +86,35 @@ class LlamaForCausalLM(nn.Module):
         bias = self.config.attention_bias
         return SelfAttention(self.config, layer, self.shard, qkv_bias=bias, output_bias=bias)
 
-    def forward(self, token_ids: Tensor, positions: Tensor, attention: AttentionContext) -> Tensor:
+    def forward(
+        self,
+        token_ids: Tensor,
+        positions: Tensor,
+        attention: AttentionContext,
+        encoded: Encoded | None = None,
+    ) -> Tensor:
         """Run all layers.
 
         Args:
             token_ids: [tokens] int64, sequence after sequence.
-            positions: [tokens] int64, absolute.
+            positions: rotary ones, [tokens] or [3, tokens] int64.
             attention: knows the sequences and the cache.
+            encoded: encoder outputs for some of the tokens.
 
         Returns:
             [tokens, hidden_size], normalised.
         """
         stream: Tensor = self.embed_tokens(token_ids)
+        deep: tuple[Tensor, ...] = ()
+        if encoded is not None:
+            stream.index_copy_(0, encoded.at, encoded.rows[:, 0])
+            deep = encoded.rows.unbind(1)[1:]
         rotary = self.rotary(positions, stream.dtype)
         delta = None
-        for layer in self.layers:
+        for number, layer in enumerate(self.layers):
             delta = layer(delta, stream, rotary, attention)
+            if encoded is not None and number < len(deep):
+                stream.index_add_(0, encoded.at, deep[number])
         return self.norm(delta, stream)  # type: ignore[no-any-return]
 
     def logits(self, hidden: Tensor) -> Tensor:
