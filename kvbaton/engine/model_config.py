@@ -13,7 +13,16 @@ from typing import Any
 import msgspec
 
 from kvbaton.engine.models.registry import check_architecture
+from kvbaton.engine.vision_config import VISION_FAMILIES, RawVision, VisionConfig, read_vision
 from kvbaton.errors import ConfigError
+
+__all__ = [
+    "ModelConfig",
+    "RopeConfig",
+    "VisionConfig",
+    "load_model_config",
+    "resolve_max_model_len",
+]
 
 DTYPES = ("float32", "float16", "bfloat16")
 
@@ -36,56 +45,6 @@ class RopeConfig:
     original_max_position: int = 8192
     mrope_section: tuple[int, ...] = ()
     mrope_interleaved: bool = False
-
-
-@dataclass(frozen=True, kw_only=True)
-class VisionConfig:
-    """The vision tower of a multimodal model, in our words.
-
-    Attributes:
-        image_token_id: the placeholder that an image's rows replace.
-        patch_size: side of a patch, in pixels.
-        temporal_patch_size: frames of a patch; an image is repeated.
-        merge_size: side of the square of patches that becomes one row.
-        depth: layers.
-        out_hidden_size: features of a row, the language model's.
-        window_size: pixels of the side of a window that layers attend within; 0 for no windows.
-        full_attention_layers: those that attend to the whole image all the same.
-        num_position_embeddings: entries of the (square) table of learned positions; 0 for none.
-        deepstack_layers: whose output also becomes rows, added after the first layers of the
-            language model (Meng et al., arXiv 2406.04334).
-    """
-
-    image_token_id: int
-    patch_size: int
-    temporal_patch_size: int
-    merge_size: int
-    in_channels: int
-    depth: int
-    hidden_size: int
-    num_heads: int
-    intermediate_size: int
-    out_hidden_size: int
-    rope_theta: float = 10_000.0
-    window_size: int = 0
-    full_attention_layers: tuple[int, ...] = ()
-    num_position_embeddings: int = 0
-    deepstack_layers: tuple[int, ...] = ()
-
-    @property
-    def levels(self) -> int:
-        """Rows per placeholder: the tower's result, and one per deepstack layer."""
-        return 1 + len(self.deepstack_layers)
-
-    @property
-    def head_dim(self) -> int:
-        """Features of a head."""
-        return self.hidden_size // self.num_heads
-
-    @property
-    def patch_dim(self) -> int:
-        """Numbers of a patch."""
-        return self.in_channels * self.temporal_patch_size * self.patch_size**2
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -122,22 +81,6 @@ class ModelConfig:
     vision: VisionConfig | None = None
 
 
-@dataclass(frozen=True)
-class _VisionFamily:
-    """What ``config.json`` leaves to the code; families with deepstack learn their positions."""
-
-    hidden_act: str
-    rope_theta: float
-    mrope_interleaved: bool
-    deepstack: bool
-
-
-VISION_FAMILIES = {
-    "Qwen2_5_VLForConditionalGeneration": _VisionFamily("silu", 1e6, False, False),
-    "Qwen3VLForConditionalGeneration": _VisionFamily("gelu_pytorch_tanh", 5e5, True, True),
-}
-
-
 class _Rope(msgspec.Struct):
     rope_type: str | None = None
     type: str | None = None
@@ -148,26 +91,6 @@ class _Rope(msgspec.Struct):
     original_max_position_embeddings: int | None = None
     partial_rotary_factor: float = 1.0
     mrope_section: tuple[int, int, int] | None = None
-
-
-class _RawVision(msgspec.Struct):
-    """The fields of ``vision_config`` that we read, with the defaults that both families share."""
-
-    patch_size: int
-    depth: int
-    hidden_size: int
-    num_heads: int
-    intermediate_size: int
-    out_hidden_size: int
-    hidden_act: str
-    rope_parameters: _Rope | None = None
-    temporal_patch_size: int = 2
-    spatial_merge_size: int = 2
-    in_channels: int = 3
-    window_size: int = 112
-    fullatt_block_indexes: tuple[int, ...] = (7, 15, 23, 31)
-    num_position_embeddings: int = 2304
-    deepstack_visual_indexes: tuple[int, ...] = (8, 16, 24)
 
 
 class _Raw(msgspec.Struct):
@@ -201,7 +124,7 @@ class _Raw(msgspec.Struct):
     torch_dtype: str | None = None
     quantization_config: dict[str, Any] | None = None
     image_token_id: int = 151655
-    vision_config: _RawVision | None = None
+    vision_config: RawVision | None = None
 
 
 def load_model_config(folder: str | Path, dtype: str = "auto") -> ModelConfig:
@@ -239,7 +162,9 @@ def load_model_config(folder: str | Path, dtype: str = "auto") -> ModelConfig:
         mlp_bias=raw.mlp_bias,
         windows=_windows(raw),
         eos_token_ids=_eos(raw.eos_token_id, generation.get("eos_token_id")),
-        vision=_vision(raw),
+        vision=read_vision(
+            raw.vision_config, raw.architectures[0], raw.hidden_size, raw.image_token_id
+        ),
     )
 
 
@@ -373,53 +298,6 @@ def _multimodal_rope(
         raise ConfigError("--model", f"mrope_section must be three numbers that add up to {half}")
     interleaved = VISION_FAMILIES[raw.architectures[0]].mrope_interleaved
     return RopeConfig(theta=theta, mrope_section=section, mrope_interleaved=interleaved)
-
-
-def _vision(raw: _Raw) -> VisionConfig | None:
-    family = VISION_FAMILIES.get(raw.architectures[0])
-    if family is None:
-        return None
-    vision = raw.vision_config
-    if vision is None:
-        raise ConfigError("--model", f"{raw.architectures[0]} needs a vision_config")
-    _refuse_unsupported_vision(raw, vision, family)
-    return VisionConfig(
-        image_token_id=raw.image_token_id,
-        patch_size=vision.patch_size,
-        temporal_patch_size=vision.temporal_patch_size,
-        merge_size=vision.spatial_merge_size,
-        in_channels=vision.in_channels,
-        depth=vision.depth,
-        hidden_size=vision.hidden_size,
-        num_heads=vision.num_heads,
-        intermediate_size=vision.intermediate_size,
-        out_hidden_size=vision.out_hidden_size,
-        rope_theta=(vision.rope_parameters and vision.rope_parameters.rope_theta) or 10_000.0,
-        window_size=0 if family.deepstack else vision.window_size,
-        full_attention_layers=() if family.deepstack else vision.fullatt_block_indexes,
-        num_position_embeddings=vision.num_position_embeddings if family.deepstack else 0,
-        deepstack_layers=vision.deepstack_visual_indexes if family.deepstack else (),
-    )
-
-
-def _refuse_unsupported_vision(raw: _Raw, vision: _RawVision, family: _VisionFamily) -> None:
-    where = "vision_config."
-    for name in ("patch_size", "temporal_patch_size", "spatial_merge_size", "in_channels", "depth"):
-        if getattr(vision, name) < 1:
-            raise ConfigError("--model", f"{where}{name} must be positive")
-    if vision.hidden_act != family.hidden_act:
-        raise ConfigError("--model", f"{where}hidden_act must be {family.hidden_act!r}")
-    if vision.out_hidden_size != raw.hidden_size:
-        raise ConfigError(
-            "--model", f"{where}out_hidden_size must be hidden_size, {raw.hidden_size}"
-        )
-    if vision.num_heads < 1 or vision.hidden_size % (4 * vision.num_heads):
-        raise ConfigError("--model", f"{where}hidden_size must be a multiple of 4 * num_heads")
-    if not family.deepstack and vision.window_size < vision.patch_size * vision.spatial_merge_size:
-        raise ConfigError("--model", f"{where}window_size must hold spatial_merge_size patches")
-    layers = vision.deepstack_visual_indexes
-    if family.deepstack and (list(layers) != sorted(set(layers)) or layers[-1:] >= (vision.depth,)):
-        raise ConfigError("--model", f"{where}deepstack_visual_indexes must ascend below depth")
 
 
 def _windows(raw: _Raw) -> tuple[int, ...]:

@@ -8,7 +8,6 @@ from __future__ import annotations
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from kvbaton.engine.model_config import VisionConfig
 from kvbaton.engine.models.layers import ColumnLinear, RMSNorm
 from kvbaton.engine.models.vision_layers import (
     EPS,
@@ -18,6 +17,7 @@ from kvbaton.engine.models.vision_layers import (
     linear,
 )
 from kvbaton.engine.models.vision_plan import Plan
+from kvbaton.engine.vision_config import VisionConfig
 from kvbaton.kernels.silu_and_mul import silu_and_mul
 
 

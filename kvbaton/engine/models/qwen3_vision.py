@@ -12,7 +12,6 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from kvbaton.engine.model_config import VisionConfig
 from kvbaton.engine.models.layers import Piece, new_weight
 from kvbaton.engine.models.vision_layers import (
     LayerNorm,
@@ -22,6 +21,7 @@ from kvbaton.engine.models.vision_layers import (
     linear,
 )
 from kvbaton.engine.models.vision_plan import Plan
+from kvbaton.engine.vision_config import VisionConfig
 
 
 class MLP(nn.Module):

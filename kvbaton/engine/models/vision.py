@@ -6,10 +6,11 @@ import torch
 
 from kvbaton.engine.config import LoadFormat
 from kvbaton.engine.loader import empty_weights, fill_weights
-from kvbaton.engine.model_config import ModelConfig, VisionConfig
+from kvbaton.engine.model_config import ModelConfig
 from kvbaton.engine.models.qwen2_5_vision import Qwen25VisionTower
 from kvbaton.engine.models.qwen3_vision import Qwen3VisionTower
 from kvbaton.engine.models.vision_layers import VisionTower
+from kvbaton.engine.vision_config import VisionConfig
 from kvbaton.errors import ConfigError
 
 __all__ = ["VisionTower", "load_vision"]

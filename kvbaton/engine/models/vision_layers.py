@@ -13,9 +13,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from kvbaton.engine.model_config import VisionConfig
 from kvbaton.engine.models.layers import ColumnLinear, Piece, RMSNorm, new_weight
 from kvbaton.engine.models.vision_plan import Grid, Plan, Segments, make_plan
+from kvbaton.engine.vision_config import VisionConfig
 
 EPS = 1e-6
 KEPT_PLANS = 64

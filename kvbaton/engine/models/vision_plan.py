@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from kvbaton.engine.cuda.staging import upload
-from kvbaton.engine.model_config import VisionConfig
+from kvbaton.engine.vision_config import VisionConfig
 
 Array = npt.NDArray[Any]
 Grid = tuple[int, int, int]

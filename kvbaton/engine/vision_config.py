@@ -1,0 +1,164 @@
+"""What ``config.json`` says about the vision tower of a multimodal model."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+
+import msgspec
+
+from kvbaton.errors import ConfigError
+
+
+@dataclass(frozen=True, kw_only=True)
+class VisionConfig:
+    """The vision tower of a multimodal model, in our words.
+
+    Attributes:
+        image_token_id: the placeholder that an image's rows replace.
+        patch_size: side of a patch, in pixels.
+        temporal_patch_size: frames of a patch; an image is repeated.
+        merge_size: side of the square of patches that becomes one row.
+        depth: layers.
+        out_hidden_size: features of a row, the language model's.
+        window_size: pixels of the side of a window that layers attend within; 0 for no windows.
+        full_attention_layers: those that attend to the whole image all the same.
+        num_position_embeddings: entries of the (square) table of learned positions; 0 for none.
+        deepstack_layers: whose output also becomes rows, added after the first layers of the
+            language model (Meng et al., arXiv 2406.04334).
+    """
+
+    image_token_id: int
+    patch_size: int
+    temporal_patch_size: int
+    merge_size: int
+    in_channels: int
+    depth: int
+    hidden_size: int
+    num_heads: int
+    intermediate_size: int
+    out_hidden_size: int
+    rope_theta: float = 10_000.0
+    window_size: int = 0
+    full_attention_layers: tuple[int, ...] = ()
+    num_position_embeddings: int = 0
+    deepstack_layers: tuple[int, ...] = ()
+
+    @property
+    def levels(self) -> int:
+        """Rows per placeholder: the tower's result, and one per deepstack layer."""
+        return 1 + len(self.deepstack_layers)
+
+    @property
+    def head_dim(self) -> int:
+        """Features of a head."""
+        return self.hidden_size // self.num_heads
+
+    @property
+    def patch_dim(self) -> int:
+        """Numbers of a patch."""
+        return self.in_channels * self.temporal_patch_size * self.patch_size**2
+
+
+@dataclass(frozen=True)
+class VisionFamily:
+    """What ``config.json`` leaves to the code; families with deepstack learn their positions."""
+
+    hidden_act: str
+    rope_theta: float
+    mrope_interleaved: bool
+    deepstack: bool
+
+
+VISION_FAMILIES = {
+    "Qwen2_5_VLForConditionalGeneration": VisionFamily("silu", 1e6, False, False),
+    "Qwen3VLForConditionalGeneration": VisionFamily("gelu_pytorch_tanh", 5e5, True, True),
+}
+
+
+class _Axial(msgspec.Struct):
+    rope_theta: float | None = None
+
+
+class RawVision(msgspec.Struct):
+    """The fields of ``vision_config`` that we read, with the defaults that both families share."""
+
+    patch_size: int
+    depth: int
+    hidden_size: int
+    num_heads: int
+    intermediate_size: int
+    out_hidden_size: int
+    hidden_act: str
+    rope_parameters: _Axial | None = None
+    temporal_patch_size: int = 2
+    spatial_merge_size: int = 2
+    in_channels: int = 3
+    window_size: int = 112
+    fullatt_block_indexes: tuple[int, ...] = (7, 15, 23, 31)
+    num_position_embeddings: int = 2304
+    deepstack_visual_indexes: tuple[int, ...] = (8, 16, 24)
+
+
+def read_vision(
+    vision: RawVision | None, architecture: str, hidden_size: int, image_token_id: int
+) -> VisionConfig | None:
+    """Translate the tower's configuration.
+
+    Args:
+        vision: as it stands in ``config.json``, if it does.
+        architecture: of the whole model.
+        hidden_size: of the language model.
+        image_token_id: of its placeholders.
+
+    Returns:
+        None if the architecture has no tower.
+
+    Raises:
+        ConfigError: there should be one and is not, or it is none that we have.
+    """
+    family = VISION_FAMILIES.get(architecture)
+    if family is None:
+        return None
+    if vision is None:
+        raise ConfigError("--model", f"{architecture} needs a vision_config")
+    _refuse_unsupported(vision, family, hidden_size)
+    return VisionConfig(
+        image_token_id=image_token_id,
+        patch_size=vision.patch_size,
+        temporal_patch_size=vision.temporal_patch_size,
+        merge_size=vision.spatial_merge_size,
+        in_channels=vision.in_channels,
+        depth=vision.depth,
+        hidden_size=vision.hidden_size,
+        num_heads=vision.num_heads,
+        intermediate_size=vision.intermediate_size,
+        out_hidden_size=vision.out_hidden_size,
+        rope_theta=(vision.rope_parameters and vision.rope_parameters.rope_theta) or 10_000.0,
+        window_size=0 if family.deepstack else vision.window_size,
+        full_attention_layers=() if family.deepstack else vision.fullatt_block_indexes,
+        num_position_embeddings=vision.num_position_embeddings if family.deepstack else 0,
+        deepstack_layers=vision.deepstack_visual_indexes if family.deepstack else (),
+    )
+
+
+def _refuse_unsupported(vision: RawVision, family: VisionFamily, hidden_size: int) -> None:
+    where = "vision_config."
+    for name in ("patch_size", "temporal_patch_size", "spatial_merge_size", "in_channels", "depth"):
+        if getattr(vision, name) < 1:
+            raise ConfigError("--model", f"{where}{name} must be positive")
+    if vision.hidden_act != family.hidden_act:
+        raise ConfigError("--model", f"{where}hidden_act must be {family.hidden_act!r}")
+    if vision.out_hidden_size != hidden_size:
+        raise ConfigError("--model", f"{where}out_hidden_size must be hidden_size, {hidden_size}")
+    if vision.num_heads < 1 or vision.hidden_size % (4 * vision.num_heads):
+        raise ConfigError("--model", f"{where}hidden_size must be a multiple of 4 * num_heads")
+    if not family.deepstack and vision.window_size < vision.patch_size * vision.spatial_merge_size:
+        raise ConfigError("--model", f"{where}window_size must hold spatial_merge_size patches")
+    if not family.deepstack:
+        return
+    layers, entries = vision.deepstack_visual_indexes, vision.num_position_embeddings
+    if list(layers) != sorted(set(layers) & set(range(vision.depth))):
+        raise ConfigError("--model", f"{where}deepstack_visual_indexes must ascend below depth")
+    if entries < 1 or math.isqrt(entries) ** 2 != entries:
+        raise ConfigError("--model", f"{where}num_position_embeddings must be a square")
