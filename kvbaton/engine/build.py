@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 
@@ -19,6 +20,12 @@ from kvbaton.connectors.registry import load_store
 from kvbaton.engine.blocks import GroupSpec
 from kvbaton.engine.config import EngineConfig
 from kvbaton.engine.core import EngineCore, Mailbox
+from kvbaton.engine.encoder.build import (
+    make_encoder,
+    make_encoder_scheduler,
+    processor_settings,
+    vision_config,
+)
 from kvbaton.engine.executor import Executor
 from kvbaton.engine.kv_event_publisher import KVEventPublisher
 from kvbaton.engine.kv_events import KVEventsConfig
@@ -28,6 +35,7 @@ from kvbaton.engine.process import RoleFactory, Surroundings
 from kvbaton.engine.scheduler import Scheduler, SchedulerConfig
 from kvbaton.engine.stash import StashConfig
 from kvbaton.engine.stash_thread import StashThread
+from kvbaton.errors import ConfigError
 from kvbaton.wire import NodeId
 
 
@@ -37,10 +45,12 @@ class Engine:
 
     core: EngineCore
     num_blocks: int
+    block_size: int
     max_model_len: int
     eos_token_ids: tuple[int, ...]
     vocab_size: int
     identity: bytes
+    encoder_identity: bytes = b""
 
 
 def build_engine(
@@ -52,6 +62,8 @@ def build_engine(
         ConfigError: a setting or the model folder is wrong.
     """
     model = load_model_config(config.model, config.dtype)
+    if config.encoder_only:
+        return build_encoder(config, model, node, role_factory, mailbox)
     identity = identity_record(config, model)
     track_sums = role_factory.sends_blocks or config.store is not None
     executor = make_executor(config, model, track_sums=track_sums)
@@ -72,10 +84,50 @@ def build_engine(
             kv_events=kv_events,
         ),
         num_blocks=executor.layouts[0][0].num_blocks - 1,
+        block_size=config.block_size,
         max_model_len=scheduler.config.max_model_len,
         eos_token_ids=model.eos_token_ids,
         vocab_size=model.vocab_size,
         identity=identity.digest(),
+    )
+
+
+def build_encoder(
+    config: EngineConfig,
+    model: ModelConfig,
+    node: NodeId,
+    role_factory: RoleFactory,
+    mailbox: Mailbox,
+) -> Engine:
+    """`build_engine` for an encoder alone: its prompts are items, its blocks their outputs.
+
+    Raises:
+        ConfigError: a setting or the model folder is wrong.
+    """
+    if config.tensor_parallel_size != 1:
+        raise ConfigError("--tensor-parallel-size", "an encoder has one rank")
+    identity = encoder_identity(config, model)
+    digest = identity.digest()
+    executor = make_encoder(config, model)
+    store = open_store(config, executor, digest)
+    (layout,) = executor.layouts[0]
+    scheduler = make_encoder_scheduler(
+        config,
+        layout,
+        lambda salt: root_key(digest, salt),
+        stash=None if store is None else stash_config(config, store),
+    )
+    kv_events = open_kv_events(config, scheduler)
+    role = role_factory(executor, scheduler, Surroundings(config, node, digest, identity.record()))
+    return Engine(
+        core=EngineCore(executor, scheduler, role, mailbox, store=store, kv_events=kv_events),
+        num_blocks=layout.num_blocks - 1,
+        block_size=layout.block_size,
+        max_model_len=scheduler.config.max_model_len,
+        eos_token_ids=(),
+        vocab_size=1,
+        identity=digest,
+        encoder_identity=digest,
     )
 
 
@@ -140,24 +192,52 @@ def steps_in_flight(config: EngineConfig) -> int:
 def identity_record(config: EngineConfig, model: ModelConfig) -> IdentityRecord:
     """All that decides what a token's KV is on this engine.
 
-    A field is empty where the engine has no such thing: no adapters, encoders, draft models or
-    static scales yet, and a folder's revision is in the digest of its weights.
+    A field is empty where the engine has no such thing: no adapters, draft models or static scales
+    yet, and a folder's revision is in the digest of its weights.
     """
-    if config.load_format == "dummy":
-        weights = dummy_model_digest((model.folder / "config.json").read_bytes(), config.seed)
-    else:
-        weights = model_digest(model.folder)
     return IdentityRecord(
-        weights=weights,
+        weights=_weights_digest(config, model),
         revision="",
         rope=msgspec.json.encode(asdict(model.rope), order="deterministic").decode(),
         dtype=model.dtype,
         kv_dtype=model.dtype,
         kv_scales="",
         adapter="",
-        encoder="",
+        encoder="" if model.vision is None else processor_digest(model),
         draft="",
     )
+
+
+def encoder_identity(config: EngineConfig, model: ModelConfig) -> IdentityRecord:
+    """All that decides what an item's encoder output is on this engine, beside the item.
+
+    Raises:
+        ConfigError: the model has no encoder, or its folder is not whole.
+    """
+    vision_config(model)
+    return IdentityRecord(
+        weights=_weights_digest(config, model),
+        revision="",
+        rope="",
+        dtype=model.dtype,
+        kv_dtype=model.dtype,
+        kv_scales="",
+        adapter="",
+        encoder=processor_digest(model),
+        draft="",
+    )
+
+
+def processor_digest(model: ModelConfig) -> str:
+    """Of the image processor's settings, however they are written down."""
+    data = msgspec.json.encode(processor_settings(model), order="deterministic")
+    return hashlib.blake2b(data, digest_size=32, person=b"kvbaton-images").hexdigest()
+
+
+def _weights_digest(config: EngineConfig, model: ModelConfig) -> str:
+    if config.load_format == "dummy":
+        return dummy_model_digest((model.folder / "config.json").read_bytes(), config.seed)
+    return model_digest(model.folder)
 
 
 def make_scheduler(

@@ -96,12 +96,13 @@ def _serve(
                 node=node,
                 control_address=engine.core.role.control_address,
                 num_blocks=engine.num_blocks,
-                block_size=config.block_size,
+                block_size=engine.block_size,
                 max_model_len=engine.max_model_len,
                 eos_token_ids=engine.eos_token_ids,
                 vocab_size=engine.vocab_size,
                 tp_size=config.tensor_parallel_size,
                 identity=engine.identity,
+                encoder_identity=engine.encoder_identity,
             )
         )
         engine.core.run()

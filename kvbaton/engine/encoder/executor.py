@@ -1,0 +1,288 @@
+"""An executor that computes items: it reads images, runs the vision tower, and fills blocks.
+
+A step is a batch of whole prompts, and each prompt is an item. Steps run in a thread of their own
+(on a GPU also on a stream of its own), and whoever launches them is woken when one is over: beside
+a language model they take as long as they need. A step is over when its rows are in memory.
+"""
+
+from __future__ import annotations
+
+import math
+import os
+import time
+from collections.abc import Callable, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import AbstractContextManager, nullcontext
+from typing import Protocol
+
+import torch
+from torch import Tensor
+
+from kvbaton.connectors.objects import ObjectForm
+from kvbaton.engine.encoder.pool import EncoderPool
+from kvbaton.engine.encoder.reading import Read, Readings
+from kvbaton.engine.local import LocalStep, LocalSums
+from kvbaton.engine.ranks import RankedExecutor, RankStep, Step, Sums, Team
+from kvbaton.engine.staging import HostStaging, Staging
+from kvbaton.engine.step import NewSequence, Sampled, SequenceStep, StepPlan, StepResult
+from kvbaton.engine.vision_config import VisionConfig
+from kvbaton.wire import AddRequest, Item
+
+NO_TOWER = "the encoder's output did not arrive, and this node has no encoder of its own"
+NO_DATA = "the encoder's output did not arrive, and this node was not given the image"
+
+
+class Tower(Protocol):
+    """A vision tower, as `models.vision.load_vision` makes them."""
+
+    def __call__(self, patches: Tensor, grids: Sequence[tuple[int, int, int]]) -> Tensor:
+        """Rows of some images, one after the other.
+
+        Args:
+            patches: [patches of all images, dim].
+            grids: of each image, patches in time, height and width.
+
+        Returns:
+            [rows of all images, levels, hidden].
+        """
+        ...
+
+
+class Encoder:
+    """What makes rows of images.
+
+    Args:
+        tower: the vision tower.
+        readings: reads images for it.
+        vision: the tower's shape.
+        device: where the tower is.
+
+    Attributes:
+        items: encoded so far.
+        rows: of those items.
+        seconds: that encoding took.
+    """
+
+    def __init__(
+        self, tower: Tower, readings: Readings, vision: VisionConfig, device: torch.device
+    ) -> None:
+        self.readings = readings
+        self.items = self.rows = 0
+        self.seconds = 0.0
+        self._tower, self._vision, self._device = tower, vision, device
+        self._merged = vision.merge_size**2
+
+    @torch.inference_mode()
+    def warm_up(self, rows: int) -> None:
+        """Encode what nobody asked for: one square image of at least so many rows."""
+        side = math.isqrt(rows - 1) + 1
+        grid = (1, side * self._vision.merge_size, side * self._vision.merge_size)
+        dtype = self.readings.dtype
+        self._tower(
+            torch.zeros(
+                (math.prod(grid), self._vision.patch_dim), device=self._device, dtype=dtype
+            ),
+            [grid],
+        )
+
+    def encode(self, items: Sequence[Item]) -> list[Tensor | str]:
+        """Of each item its rows, [length, levels, hidden], or what is wrong with it."""
+        taken = [self.readings.take(item) for item in items]
+        reads = [future.result() for future in taken]
+        start = time.monotonic()
+        errors = [self._check(item, read) for item, read in zip(items, reads, strict=True)]
+        good = [read for read, error in zip(reads, errors, strict=True) if error is None]
+        rows = iter(self._run(good) if good else ())
+        outputs = [next(rows) if error is None else error for error in errors]
+        self.seconds += time.monotonic() - start
+        return outputs
+
+    def _check(self, item: Item, read: Read) -> str | None:
+        """Whether an image became what the prompt says."""
+        if read.error is None and math.prod(read.grid) != item.length * self._merged:
+            rows = math.prod(read.grid) // self._merged
+            return f"the image has {rows} rows, and the prompt {item.length} placeholders for it"
+        return read.error
+
+    def _run(self, reads: Sequence[Read]) -> Sequence[Tensor]:
+        parts = [read.patches.to(self._device, non_blocking=True) for read in reads]
+        rows = self._tower(torch.cat(parts), [read.grid for read in reads])
+        if self._device.type == "cuda":
+            torch.cuda.current_stream(self._device).synchronize()
+        self.items += len(reads)
+        self.rows += len(rows)
+        return torch.split(rows, [len(part) // self._merged for part in parts])
+
+
+class EncoderRank:
+    """`Rank` whose sequences are items.
+
+    Args:
+        pool: where rows go.
+        encoder: makes them; None where they only come from elsewhere.
+    """
+
+    def __init__(self, pool: EncoderPool, encoder: Encoder | None) -> None:
+        self.cache, self.encoder = pool, encoder
+        self.wake_fd = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_SEMAPHORE | os.EFD_CLOEXEC)
+        self.digests = ThreadPoolExecutor(1, thread_name_prefix="encoder-digest")
+        self._device = pool.data.device
+        self._streams = [torch.cuda.Stream(self._device) for _ in range(2 * pool.data.is_cuda)]  # type: ignore[no-untyped-call]
+
+    def fit(self) -> int:
+        """See `Rank.fit`; the pool is there."""
+        return self.cache.num_blocks
+
+    @torch.inference_mode()
+    def start(self, num_blocks: int) -> None:
+        """See `Rank.start`: touch what writing and checking needs, with a block of nobody yet."""
+        self.cache.write([1], self.cache.data[:0, 0, :, 0, 0])
+        self.cache.digest([1], 0, 0, self.cache.block_size)
+
+    def run(self, plan: StepPlan) -> RankStep:
+        """See `Rank.run`."""
+        try:
+            with torch.inference_mode(), self._on_stream(0):
+                result = StepResult(plan.number, self._run(plan))
+                if self._streams:
+                    self._streams[0].synchronize()
+            return LocalStep(result)
+        finally:
+            os.eventfd_write(self.wake_fd, 1)
+
+    def _run(self, plan: StepPlan) -> tuple[Sampled, ...]:
+        if plan.copies:
+            self.cache.copy([c.source for c in plan.copies], [c.target for c in plan.copies])
+        new = {sequence.handle: sequence for sequence in plan.new}
+        # One token is the last of an item that was cached, in a block that was just copied.
+        lacking = [step for step in plan.steps if step.count > 1]
+        items = {step.handle: _item_of(new[step.handle]) for step in lacking}
+        rows = self._encode([item for item in items.values() if isinstance(item, Item)])
+        errors = {}
+        for step in lacking:
+            item = items[step.handle]
+            output = rows[item.digest] if isinstance(item, Item) else item
+            if isinstance(output, Tensor):
+                self._write(step, output)
+            else:
+                errors[step.handle] = output
+        return tuple(
+            Sampled(step.handle, (0,) * step.num_samples, error=errors.get(step.handle))
+            for step in plan.steps
+        )
+
+    def _encode(self, items: Sequence[Item]) -> dict[bytes, Tensor | str]:
+        """Rows of each different item by its digest, or what is wrong."""
+        if self.encoder is None:
+            return {item.digest: NO_TOWER for item in items}
+        known = {item.digest: item for item in items if item.data}
+        rows: dict[bytes, Tensor | str] = {item.digest: NO_DATA for item in items}
+        rows.update(zip(known, self.encoder.encode(list(known.values())), strict=True))
+        return rows
+
+    def _write(self, step: SequenceStep, rows: Tensor) -> None:
+        """Fill the blocks from the first one that lacks rows on."""
+        first = step.start // self.cache.block_size
+        blocks = step.new_blocks[0][first:]
+        self.cache.write(blocks, rows[first * self.cache.block_size :], first=first)
+
+    def sums(self, blocks: Sequence[int]) -> LocalSums:
+        """See `Rank.sums`."""
+        return LocalSums(self.digests.submit(self._beside, self.cache.kept_sums, blocks))
+
+    def digest(self, blocks: Sequence[int], first_position: int, start: int, end: int) -> LocalSums:
+        """See `Rank.digest`."""
+        digest = self.cache.digest
+        return LocalSums(
+            self.digests.submit(self._beside, digest, blocks, first_position, start, end)
+        )
+
+    def _beside(self, work: Callable[..., Sums], *args: object) -> Sums:
+        """Read the pool beside the steps; what was adopted came by the default stream."""
+        with self._on_stream(1):
+            if self._streams:
+                self._streams[1].wait_stream(torch.cuda.default_stream(self._device))
+            return work(*args)
+
+    def _on_stream(self, number: int) -> AbstractContextManager[object]:
+        return torch.cuda.stream(self._streams[number]) if self._streams else nullcontext()
+
+    def close(self) -> None:
+        """See `Rank.close`."""
+        self.digests.shutdown(cancel_futures=True)
+        if self.encoder is not None:
+            self.encoder.readings.close()
+        os.close(self.wake_fd)
+
+
+def _item_of(sequence: NewSequence) -> Item | str:
+    """The item that a prompt is, or what is wrong with the prompt."""
+    match sequence.items:
+        case (item,) if item.start == 0 and item.length <= len(sequence.token_ids):
+            return item
+    return "a prompt for an encoder must be one item that starts at 0"
+
+
+class EncoderStep(Step):
+    """`PendingStep` that makes its executor's `wake_fd` readable until its result is taken."""
+
+    def __init__(self, step: Future[RankStep], team: Team, wake_fd: int) -> None:
+        super().__init__([step], team)
+        self._wake_fd = wake_fd
+
+    def result(self) -> StepResult:
+        """See `PendingStep.result`."""
+        try:
+            return super().result()
+        finally:
+            os.eventfd_read(self._wake_fd)
+
+
+class EncoderExecutor(RankedExecutor):
+    """`Executor` over a pool of encoder outputs.
+
+    Args:
+        pool: where rows go; a language model's runner on the same device may read it.
+        encoder: makes rows; None where they only come from elsewhere.
+    """
+
+    ranks: Sequence[EncoderRank]
+
+    def __init__(self, pool: EncoderPool, encoder: Encoder | None) -> None:
+        lane = ThreadPoolExecutor(1, thread_name_prefix="encoder")
+        super().__init__(Team([lane], lambda: None), lambda _: EncoderRank(pool, encoder))
+        self.pool, self.encoder = pool, encoder
+        self.wake_fd = self.ranks[0].wake_fd
+
+    def expect(self, request: AddRequest) -> None:
+        """See `Executor.expect`: begin to read images."""
+        comes = request.transfer is not None and request.transfer.role == "target"
+        if self.encoder is not None and not comes:
+            for item in request.items:
+                if item.data:
+                    self.encoder.readings.expect(item)
+
+    def launch(self, plan: StepPlan) -> EncoderStep:
+        """See `Executor.launch`."""
+        (step,) = self._team.start(lambda _: self.ranks[0].run(plan))
+        return EncoderStep(step, self._team, self.ranks[0].wake_fd)
+
+    def staging(self, forms: Sequence[ObjectForm]) -> Staging:
+        """See `Executor.staging`."""
+        if not self.pool.data.is_cuda:
+            return HostStaging(forms, self.memories)
+        from kvbaton.engine.cuda.block_staging import CudaStaging
+
+        return CudaStaging(forms, [self.pool.data])
+
+    def counters(self) -> dict[str, float]:
+        """See `Executor.counters`."""
+        encoder = self.encoder
+        if encoder is None:
+            return {}
+        return {
+            'kvbaton_encoder_items_total{source="encoded"}': float(encoder.items),
+            "kvbaton_encoder_rows_total": float(encoder.rows),
+            "kvbaton_encoder_read_seconds_total": encoder.readings.seconds,
+            "kvbaton_encoder_encode_seconds_total": encoder.seconds,
+        }
