@@ -20,7 +20,7 @@ from typing import Any, Literal, NoReturn
 
 from kvbaton import __version__
 from kvbaton.bench.flags import add_benches, add_connector_bench
-from kvbaton.engine.config import EngineConfig
+from kvbaton.engine.config import ENCODER_SETTINGS, EngineConfig
 from kvbaton.errors import ConfigError, StoreError
 
 LOG_LEVELS = ("debug", "info", "warning", "error")
@@ -66,6 +66,14 @@ def run_decode(args: argparse.Namespace) -> int:
     return run(config)
 
 
+def run_encode(args: argparse.Namespace) -> int:
+    """``kvbaton encode``."""
+    config = node_config(args, "encode")
+    from kvbaton.encode.node import main as run
+
+    return run(config)
+
+
 def run_router(args: argparse.Namespace) -> int:
     """``kvbaton router``."""
     from kvbaton.router.app import main as run
@@ -81,13 +89,17 @@ def run_router(args: argparse.Namespace) -> int:
             fd=args.fd,
             prefill=tuple(args.prefill),
             decode=tuple(args.decode),
+            encode=tuple(args.encode),
             api_keys=tuple(args.api_key),
             node_api_key=args.node_api_key,
             chat_template=args.chat_template,
             generation_config=args.generation_config,
             cluster_key=args.cluster_key,
             log_level=args.log_level,
-            dispatch=DispatchConfig(min_handover_tokens=args.min_handover_tokens),
+            dispatch=DispatchConfig(
+                min_handover_tokens=args.min_handover_tokens,
+                min_encode_rows=args.min_encode_rows,
+            ),
         )
     )
 
@@ -104,6 +116,7 @@ def run_up(args: argparse.Namespace) -> int:
             engine_flags=engine_flags(args),
             num_prefill=args.prefill,
             num_decode=args.decode,
+            num_encode=args.encode,
             host=args.host,
             port=args.port,
             served_model_name=args.served_model_name,
@@ -113,6 +126,7 @@ def run_up(args: argparse.Namespace) -> int:
             cluster_key=args.cluster_key,
             transport=args.transport,
             min_handover_tokens=args.min_handover_tokens,
+            min_encode_rows=args.min_encode_rows,
             log_level=args.log_level,
             start_timeout_s=args.start_timeout,
             prompt=args.prompt,
@@ -185,12 +199,11 @@ def make_parser() -> argparse.ArgumentParser:
         return sub
 
     _add_up(command("up", run_up, "Start a whole cluster on this machine."))
-    prefill = _add_node(
-        command("prefill", run_prefill, "Start a node that computes prompts."), 8100
-    )
-    text = "hand-overs alive at once; those beyond are put off (%(default)s)"
-    prefill.add_argument("--max-transfers", type=human_int, default=65_536, metavar="N", help=text)
+    text = "Start a node that computes prompts."
+    _add_max_transfers(_add_node(command("prefill", run_prefill, text), 8100))
     decode = _add_node(command("decode", run_decode, "Start a node that generates."), 8200)
+    text = "Start a node that encodes images for others."
+    _add_max_transfers(_add_node(command("encode", run_encode, text), 8300, encoder_only=True))
     text = "blocks reserved or in quarantine for one prefill node (no limit)"
     decode.add_argument("--max-blocks-per-peer", type=human_int, metavar="N", help=text)
     _add_router(command("router", run_router, "Start the endpoint in front of all nodes."))
@@ -209,6 +222,7 @@ def _add_up(parser: argparse.ArgumentParser) -> None:
     group = parser.add_argument_group("cluster")
     group.add_argument("--prefill", type=count, default=1, metavar="N", help="prefill nodes (1)")
     group.add_argument("--decode", type=count, default=1, metavar="N", help="decode nodes (1)")
+    group.add_argument("--encode", type=count, default=0, metavar="N", help="encoder nodes (0)")
     group.add_argument(
         "--prompt", metavar="TEXT", help="answer this one prompt when all is ready, and exit"
     )
@@ -228,33 +242,41 @@ def _add_up(parser: argparse.ArgumentParser) -> None:
     add_engine_flags(parser)
 
 
-def _add_node(parser: argparse.ArgumentParser, port: int) -> argparse._ArgumentGroup:
+def _add_node(
+    parser: argparse.ArgumentParser, port: int, *, encoder_only: bool = False
+) -> argparse._ArgumentGroup:
     group = parser.add_argument_group("node")
     group.add_argument("--router", metavar="URL", help="register with this router")
-    group.add_argument(
-        "--peer",
-        action="append",
-        default=[],
-        metavar="tcp://HOST:PORT",
-        help="control address that may be dialled; may be given more than once",
-    )
+    if not encoder_only:  # which dials nobody
+        group.add_argument(
+            "--peer",
+            action="append",
+            default=[],
+            metavar="tcp://HOST:PORT",
+            help="control address that may be dialled; may be given more than once",
+        )
     group.add_argument("--control-port", type=port_number, default=0, metavar="PORT")
     group.add_argument("--node-id", metavar="NAME", help="stable name of this node")
     _add_transport(parser)
-    _add_common(parser, port=port, log_level="info")
-    add_engine_flags(parser)
+    _add_common(parser, port=port, log_level="info", text=not encoder_only)
+    add_engine_flags(parser, encoder_only=encoder_only)
     return group
+
+
+def _add_max_transfers(group: argparse._ArgumentGroup) -> None:
+    text = "hand-overs alive at once; those beyond are put off (%(default)s)"
+    group.add_argument("--max-transfers", type=human_int, default=65_536, metavar="N", help=text)
 
 
 def _add_router(parser: argparse.ArgumentParser) -> None:
     group = parser.add_argument_group("nodes")
-    for role in ("prefill", "decode"):
+    for role in ("prefill", "decode", "encode"):
         group.add_argument(
             f"--{role}",
             action="append",
             default=[],
             metavar="URL",
-            help=f"a {role} node that does not register itself; may be given more than once",
+            help=f"{role} node that does not register itself; may be given more than once",
         )
     parser.add_argument("--model", metavar="DIR", help="folder of the model, for its tokenizer")
     parser.add_argument("--fd", type=int, help=argparse.SUPPRESS)
@@ -326,6 +348,13 @@ def _add_handover(parser: argparse.ArgumentParser) -> None:
         metavar="N",
         help="serve shorter prompts on one node (0: hand over always)",
     )
+    parser.add_argument(
+        "--min-encode-rows",
+        type=human_int,
+        metavar="N",
+        help="let encoder nodes encode images of at least so many tokens, and no others "
+        "(0: all; not given: each image where that is estimated to be faster)",
+    )
 
 
 def _add_transport(parser: argparse.ArgumentParser) -> None:
@@ -334,22 +363,25 @@ def _add_transport(parser: argparse.ArgumentParser) -> None:
     )
 
 
-def _add_common(parser: argparse.ArgumentParser, *, port: int, log_level: str) -> None:
+def _add_common(
+    parser: argparse.ArgumentParser, *, port: int, log_level: str, text: bool = True
+) -> None:
     group = parser.add_argument_group("endpoint")
     group.add_argument("--host", default=LOOPBACK, help=f"address to listen on ({LOOPBACK})")
     group.add_argument(
         "--port", type=port_number, default=port, help=f"0 takes a free one ({port})"
     )
     group.add_argument("--served-model-name", metavar="NAME", help="as clients name the model")
-    group.add_argument(
-        "--chat-template", metavar="FILE", help="jinja template to use instead of the model's"
-    )
-    group.add_argument(
-        "--generation-config",
-        choices=("auto", "none"),
-        default="auto",
-        help="whether the model's generation_config.json gives sampling defaults (auto)",
-    )
+    if text:
+        group.add_argument(
+            "--chat-template", metavar="FILE", help="jinja template to use instead of the model's"
+        )
+        group.add_argument(
+            "--generation-config",
+            choices=("auto", "none"),
+            default="auto",
+            help="whether the model's generation_config.json gives sampling defaults (auto)",
+        )
     api_key = os.environ.get(API_KEY_VARIABLE)
     group.add_argument(
         "--api-key",
@@ -411,12 +443,20 @@ def check_model(model: str) -> str:
 # --- engine flags ---
 
 
-def add_engine_flags(parser: argparse.ArgumentParser) -> None:
-    """One flag per field of `EngineConfig`; debugging ones do not appear in the help."""
+def add_engine_flags(parser: argparse.ArgumentParser, *, encoder_only: bool = False) -> None:
+    """One flag per field of `EngineConfig`; debugging ones do not appear in the help.
+
+    Args:
+        parser: gets them.
+        encoder_only: leave out what only engines with a language model heed.
+    """
+    parser.set_defaults(encoder_only=encoder_only)
     group = parser.add_argument_group("engine")
     texts = attribute_docs(EngineConfig)
     types_of = typing.get_type_hints(EngineConfig)
     for field in fields(EngineConfig):
+        if field.name == "encoder_only" or (encoder_only and field.name not in ENCODER_SETTINGS):
+            continue
         hidden = field.name.startswith("debug_")
         group.add_argument(
             flag_of(field.name),
@@ -457,14 +497,15 @@ def flag_of(name: str) -> str:
 
 def engine_config(args: argparse.Namespace) -> EngineConfig:
     """The engine's part of the flags."""
-    return EngineConfig(**{field.name: getattr(args, field.name) for field in fields(EngineConfig)})
+    given = vars(args)
+    return EngineConfig(**{f.name: given[f.name] for f in fields(EngineConfig) if f.name in given})
 
 
 def engine_flags(args: argparse.Namespace) -> list[str]:
     """The engine's part of the flags as a child's command line; defaults are left out."""
     words = []
     for field in fields(EngineConfig):
-        value = getattr(args, field.name)
+        value = getattr(args, field.name, field.default)
         if value == field.default:
             continue
         if isinstance(value, bool):
@@ -474,7 +515,7 @@ def engine_flags(args: argparse.Namespace) -> list[str]:
     return words
 
 
-def node_config(args: argparse.Namespace, role: Literal["prefill", "decode"]) -> Any:
+def node_config(args: argparse.Namespace, role: Literal["prefill", "decode", "encode"]) -> Any:
     """A node's settings (`NodeConfig`).
 
     Raises:
@@ -485,7 +526,8 @@ def node_config(args: argparse.Namespace, role: Literal["prefill", "decode"]) ->
     check_model(args.model)
     # With a fixed port, a restart takes the place of the life before it.
     unique = args.port or os.getpid()
-    limits = {n: v for n, v in vars(args).items() if n in ("max_transfers", "max_blocks_per_peer")}
+    some = ("max_transfers", "max_blocks_per_peer", "chat_template", "generation_config")
+    of_role = {name: value for name, value in vars(args).items() if name in some}
     return NodeConfig(
         engine=engine_config(args),
         role=role,
@@ -494,13 +536,11 @@ def node_config(args: argparse.Namespace, role: Literal["prefill", "decode"]) ->
         port=args.port,
         served_model_name=args.served_model_name,
         api_keys=tuple(args.api_key),
-        chat_template=args.chat_template,
-        generation_config=args.generation_config,
         router=args.router,
-        peers=tuple(args.peer),
+        peers=tuple(getattr(args, "peer", ())),
         cluster_key=args.cluster_key,
         transport=args.transport,
         control_port=args.control_port,
         log_level=args.log_level,
-        **limits,
+        **of_role,
     )

@@ -26,6 +26,7 @@ MAY_IMPORT: dict[str, set[str]] = {
     "serving": {"errors", "wire", "openai", "text", "edge", "engine", "connectors"},
     "prefill": {"errors", "wire", "connectors", "engine", "serving"},
     "decode": {"errors", "wire", "connectors", "engine", "serving"},
+    "encode": {"errors", "wire", "connectors", "engine", "serving", "prefill"},
     "doctor": {"errors", "connectors"},
     "router": {"errors", "wire", "openai", "text", "edge", "connectors.keys"},
 }
@@ -124,7 +125,7 @@ def test_light_modules_import_nothing_heavy(module: str) -> None:
     assert heavy_imports(module, ("torch", "transformers", "triton")) == "[]"
 
 
-@pytest.mark.parametrize("module", ["prefill.node", "decode.node", "cluster.launcher"])
+@pytest.mark.parametrize("module", ["prefill.node", "decode.node", "encode.node", "cluster.launcher"])
 def test_what_starts_others_is_up_at_once(module: str) -> None:
-    """The first two are imported by both processes of a node."""
+    """The first three are imported by both processes of a node."""
     assert heavy_imports(module, ("torch", "numpy", "aiohttp", "jinja2")) == "[]"

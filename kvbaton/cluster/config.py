@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from kvbaton.engine.config import EngineConfig
+from kvbaton.engine.config import ENCODER_SETTINGS, EngineConfig
 from kvbaton.errors import ConfigError
 from kvbaton.text.generation import GenerationConfigMode
 
@@ -23,6 +23,7 @@ class ClusterConfig:
         engine_flags: the same as a command line.
         num_prefill: prefill nodes.
         num_decode: decode nodes.
+        num_encode: encoder nodes.
         host: address of the router; nodes always listen on loopback.
         port: of the router; 0 takes a free one.
         served_model_name: as clients name the model.
@@ -32,6 +33,7 @@ class ClusterConfig:
         cluster_key: shared by all processes.
         transport: ``NAME[:JSON]``.
         min_handover_tokens: shorter prompts are served on one node.
+        min_encode_rows: of items that encoder nodes get; None lets the router estimate.
         log_level: of all processes.
         start_timeout_s: until all nodes must be ready.
         stop_timeout_s: for each process to stop after it was asked to.
@@ -46,6 +48,7 @@ class ClusterConfig:
     engine_flags: Sequence[str]
     num_prefill: int = 1
     num_decode: int = 1
+    num_encode: int = 0
     host: str = "127.0.0.1"
     port: int = 8000
     served_model_name: str | None = None
@@ -55,6 +58,7 @@ class ClusterConfig:
     cluster_key: str | None = field(default=None, repr=False)
     transport: str = "nixl"
     min_handover_tokens: int = 0
+    min_encode_rows: int | None = None
     log_level: str = "warning"
     start_timeout_s: float = 600.0
     stop_timeout_s: float = 10.0
@@ -63,7 +67,7 @@ class ClusterConfig:
 
     def __post_init__(self) -> None:
         if not self.num_prefill + self.num_decode:
-            raise ConfigError("--prefill", "a cluster needs at least one node")
+            raise ConfigError("--prefill", "a cluster needs at least one node that serves prompts")
 
     @property
     def model_name(self) -> str:
@@ -73,8 +77,16 @@ class ClusterConfig:
     @property
     def node_names(self) -> list[tuple[str, str]]:
         """(role, name) of each node."""
-        prefill = [("prefill", f"prefill-{i}") for i in range(self.num_prefill)]
-        return prefill + [("decode", f"decode-{i}") for i in range(self.num_decode)]
+        counts = {"prefill": self.num_prefill, "decode": self.num_decode, "encode": self.num_encode}
+        return [(role, f"{role}-{i}") for role, count in counts.items() for i in range(count)]
+
+    @property
+    def num_pairs(self) -> tuple[int, int]:
+        """Pairs that can hand over when all are ready: prompts, and encoder outputs."""
+        return (
+            self.num_prefill * self.num_decode,
+            self.num_encode * (self.num_prefill + self.num_decode),
+        )
 
     def router_words(self, fd: int) -> list[str]:
         """Command line of the router, which serves on an inherited socket."""
@@ -84,26 +96,31 @@ class ClusterConfig:
             f"--model={self.engine.model}",
             f"--served-model-name={self.model_name}",
             f"--min-handover-tokens={self.min_handover_tokens}",
-            *self._common_words(),
+            *(
+                []
+                if self.min_encode_rows is None
+                else [f"--min-encode-rows={self.min_encode_rows}"]
+            ),
+            *self._text_words(),
         ]
 
     def node_words(
         self, role: str, name: str, router_url: str, sharing: Sequence[str]
     ) -> list[str]:
         """Command line of a node, which takes free ports and registers itself."""
+        engine = [*self.engine_flags, *sharing]
         return [
             role,
-            *self.engine_flags,
-            *sharing,
+            *(filter(_for_encoders, engine) if role == "encode" else engine),
             "--port=0",
             f"--router={router_url}",
             f"--node-id={name}",
             f"--served-model-name={self.model_name}",
             f"--transport={self.transport}",
-            *self._common_words(),
+            *([f"--log-level={self.log_level}"] if role == "encode" else self._text_words()),
         ]
 
-    def _common_words(self) -> list[str]:
+    def _text_words(self) -> list[str]:
         words = [
             f"--log-level={self.log_level}",
             f"--generation-config={self.generation_config}",
@@ -117,6 +134,11 @@ class ClusterConfig:
             "KVBATON_CLUSTER_KEY": self.cluster_key or "",
         }
         return {**os.environ, **secrets, "PYTHONUNBUFFERED": "1"}
+
+
+def _for_encoders(flag: str) -> bool:
+    """Whether an encoder node knows a flag of the engine."""
+    return flag.partition("=")[0][2:].replace("-", "_") in ENCODER_SETTINGS
 
 
 @dataclass(frozen=True)

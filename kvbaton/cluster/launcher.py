@@ -106,14 +106,14 @@ class Cluster:
             StartError: a process ended, or it takes too long.
         """
         give_up = time.monotonic() + self.config.start_timeout_s
-        wanted = self.config.num_prefill * self.config.num_decode
         while True:
             self._check_alive()
             answer = await self._nodes()
             for node in answer.get("nodes", ()):
                 self._show(node["node_id"], node["state"])
             ready = sum(state == "ready" for state in self._shown.values())
-            if ready == len(self.nodes) and len(answer.get("pairs", ())) == wanted:
+            pairs = tuple(len(answer.get(kind, ())) for kind in ("pairs", "encoder_pairs"))
+            if ready == len(self.nodes) and pairs == self.config.num_pairs:
                 return
             if time.monotonic() >= give_up:
                 states = ", ".join(f"{name} is {state}" for name, state in self._shown.items())

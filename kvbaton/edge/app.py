@@ -23,13 +23,16 @@ from kvbaton.openai import ModelCard, ModelList
 CLIENT_CLOSED_REQUEST = 499
 
 
-def make_app(frontend: Frontend, extra_routes: Sequence[web.RouteDef] = ()) -> web.Application:
+def make_app(
+    frontend: Frontend, extra_routes: Sequence[web.RouteDef] = (), *, text: bool = True
+) -> web.Application:
     """The endpoint.
 
     Args:
         frontend: what it serves.
         extra_routes: of the owner (``/health``, ``/metrics``, ...); they get the same request ids,
             error bodies, limits and counters, and an API key where `auth.PROTECTED` says so.
+        text: whether it has the routes for texts and tokens.
     """
     app = web.Application(
         client_max_size=frontend.config.max_body_bytes,
@@ -42,11 +45,11 @@ def make_app(frontend: Frontend, extra_routes: Sequence[web.RouteDef] = ()) -> w
     )
     app[FRONTEND] = frontend
     app.on_response_prepare.append(echo_request_id)
-    app.add_routes([*_routes(), *extra_routes])
+    app.add_routes([*(_text_routes() if text else ()), *_routes(), *extra_routes])
     return app
 
 
-def _routes() -> list[web.RouteDef]:
+def _text_routes() -> list[web.RouteDef]:
     return [
         web.post("/v1/completions", completions),
         web.post("/v1/chat/completions", chat_completions),
@@ -54,6 +57,11 @@ def _routes() -> list[web.RouteDef]:
         web.get("/v1/models/{model:.+}", model),
         web.post("/tokenize", tokenize),
         web.post("/detokenize", detokenize),
+    ]
+
+
+def _routes() -> list[web.RouteDef]:
+    return [
         web.get("/version", version),
         web.get("/openapi.json", openapi),
     ]

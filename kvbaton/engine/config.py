@@ -9,6 +9,22 @@ DType = Literal["auto", "float32", "float16", "bfloat16"]
 LoadFormat = Literal["auto", "dummy"]
 LoadFailurePolicy = Literal["recompute", "fail"]
 
+ENCODER_SETTINGS = (
+    "model",
+    "dtype",
+    "load_format",
+    "device",
+    "seed",
+    "max_num_seqs",
+    "num_threads",
+    "store",
+    "store_lookup_timeout",
+    "store_load_timeout",
+    "encoder_cache_tokens",
+    "max_num_encoder_tokens",
+)
+"""Settings that an engine with `encoder_only` heeds."""
+
 
 @dataclass(frozen=True, kw_only=True)
 class EngineConfig:

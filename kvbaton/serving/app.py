@@ -50,16 +50,19 @@ def make_node_app(client: NodeClient, tokenizer: Tokenizer, config: EdgeConfig) 
         transfer_type=KvTransferParams,
     )
     frontend.metrics.registry.register(CoreCollector(lambda: client.metrics))
-    routes = [
-        web.post("/inference/v1/generate", generate),
+    app = make_app(frontend, [web.post("/inference/v1/generate", generate), *node_routes()])
+    app[CLIENT] = client
+    return app
+
+
+def node_routes() -> list[web.RouteDef]:
+    """What nodes of every role answer, for those who run them."""
+    return [
         web.get("/health", health),
         web.get("/metrics", metrics),
         web.get("/state", state),
         web.post("/reset_prefix_cache", reset_prefix_cache),
     ]
-    app = make_app(frontend, routes)
-    app[CLIENT] = client
-    return app
 
 
 def make_starting_app() -> web.Application:

@@ -13,7 +13,7 @@ from kvbaton.engine.config import EngineConfig
 from kvbaton.errors import ConfigError
 from kvbaton.text.generation import GenerationConfigMode
 
-NodeRole = Literal["prefill", "decode"]
+NodeRole = Literal["prefill", "decode", "encode"]
 
 
 @dataclass(frozen=True, kw_only=True)

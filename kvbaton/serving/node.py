@@ -6,6 +6,7 @@ import asyncio
 import logging
 import os
 import signal
+from collections.abc import Callable
 
 import msgspec
 from aiohttp import web
@@ -17,7 +18,9 @@ from kvbaton.engine.client import EngineClient
 from kvbaton.engine.process import RoleFactory
 from kvbaton.errors import ConfigError
 from kvbaton.serving.app import make_node_app, make_starting_app
+from kvbaton.serving.client import NodeClient
 from kvbaton.serving.config import NodeConfig
+from kvbaton.serving.load import LoadMeter
 from kvbaton.serving.registration import NodeRegistrar
 from kvbaton.text.generation import sampling_defaults
 from kvbaton.text.tokenizer import Tokenizer
@@ -26,8 +29,28 @@ from kvbaton.wire import NodeId, NodeInfo
 logger = logging.getLogger(__name__)
 
 
-def run_node(config: NodeConfig, role_factory: RoleFactory) -> int:
+MakeApp = Callable[[NodeClient, EdgeConfig], web.Application]
+Face = Callable[[NodeConfig], MakeApp]
+"""What a node answers over HTTP: reads what it needs of the model before the engine is up."""
+
+
+def text_face(config: NodeConfig) -> MakeApp:
+    """The face of a node that serves prompts.
+
+    Raises:
+        ConfigError: the tokenizer or chat template can't be read.
+    """
+    tokenizer = Tokenizer.load(config.engine.model, config.chat_template)
+    return lambda client, edge: make_node_app(client, tokenizer, edge)
+
+
+def run_node(config: NodeConfig, role_factory: RoleFactory, face: Face = text_face) -> int:
     """Run a node until SIGINT or SIGTERM; returns the exit status, 1 if its engine died.
+
+    Args:
+        config: settings.
+        role_factory: makes its role.
+        face: makes its HTTP face.
 
     Raises:
         ConfigError: a setting is wrong.
@@ -35,20 +58,24 @@ def run_node(config: NodeConfig, role_factory: RoleFactory) -> int:
     logging.basicConfig(
         level=config.log_level.upper(), format="%(levelname)s %(name)s: %(message)s"
     )
-    return asyncio.run(Node(config, role_factory).run())
+    return asyncio.run(Node(config, role_factory, face).run())
 
 
 class Node:
     """One node. The four verbs of its life, in order: start, serve, drain, stop."""
 
-    def __init__(self, config: NodeConfig, role_factory: RoleFactory) -> None:
+    def __init__(
+        self, config: NodeConfig, role_factory: RoleFactory, face: Face = text_face
+    ) -> None:
         self.config = config
         self.role_factory = role_factory
+        self.face = face
         self.id = NodeId(config.node_id, os.urandom(16))
         self.state = "loading"
         self.client: EngineClient | None = None
         self.port = config.port
         self._members: tuple[str, ...] = ()
+        self._load = LoadMeter()
         self._stop = asyncio.Event()
         self._runner: web.AppRunner | None = None
         self._registrar: NodeRegistrar | None = None
@@ -75,8 +102,7 @@ class Node:
 
     async def start(self) -> None:
         """Listen, register, bring the engine up, then answer for real."""
-        tokenizer = Tokenizer.load(self.config.engine.model, self.config.chat_template)
-        edge_config = self._edge_config()
+        make_app, edge_config = self.face(self.config), self._edge_config()
         await self._listen(make_starting_app())
         self._register()
         starting = asyncio.create_task(self._start_engine())
@@ -87,7 +113,7 @@ class Node:
             await asyncio.wait([starting])
             return
         self.client = starting.result()
-        app = make_node_app(self.client, tokenizer, edge_config)
+        app = make_app(self.client, edge_config)
         app.router.add_get("/node", self._show_node)
         await self._listen(app)
         self.state = "ready"
@@ -139,6 +165,7 @@ class Node:
     def info(self) -> NodeInfo:
         """What the node says of itself now."""
         ready = self.client.ready if self.client is not None else None
+        metrics = self.client.metrics if self.client is not None else None
         return NodeInfo(
             node_id=self.id.node,
             generation=self.id.generation.hex(),
@@ -151,8 +178,11 @@ class Node:
             block_size=self.config.engine.block_size,
             max_model_len=ready.max_model_len if ready else 0,
             tp_size=ready.tp_size if ready else 1,
+            load=self._load.measure(metrics),
             state=self.state,
             model_path=os.path.abspath(self.config.engine.model),
+            encoder_identity=ready.encoder_identity.hex() if ready else "",
+            encodes=not self.config.engine.language_model_only,
         )
 
     async def _show_node(self, request: web.Request) -> web.Response:
