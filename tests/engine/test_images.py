@@ -1,0 +1,202 @@
+"""Images of all kinds against transformers' own reading, and what is refused."""
+
+from __future__ import annotations
+
+import json
+import random
+import shutil
+import zlib
+from collections.abc import Callable
+from io import BytesIO
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from PIL import Image
+
+from kvbaton.engine.encoder.images import ImageReader
+from kvbaton.errors import ConfigError, RequestError
+
+Checkpoint = Callable[..., Path]
+FAMILIES = ["qwen2_5_vl", "qwen3_vl"]
+family = pytest.mark.parametrize("family", FAMILIES)
+
+
+def picture(width: int, height: int, mode: str = "RGB") -> Image.Image:
+    pixels = np.random.default_rng(width * 1000 + height).integers(0, 256, (height, width, 3))
+    return Image.fromarray(pixels.astype(np.uint8)).convert(mode)
+
+
+def encoded(image: Image.Image, kind: str = "PNG", **options: Any) -> bytes:
+    file = BytesIO()
+    image.save(file, kind, **options)
+    return file.getvalue()
+
+
+def expected(folder: Path, data: bytes) -> tuple[Any, tuple[int, ...]]:
+    """As transformers reads it."""
+    from transformers import AutoImageProcessor
+    from transformers.image_utils import load_image
+
+    processor: Any = AutoImageProcessor.from_pretrained(folder, backend="pil")  # type: ignore[no-untyped-call]
+    with Image.open(BytesIO(data)) as image:
+        result = processor(images=load_image(image), return_tensors="np")
+    return result["pixel_values"], tuple(result["image_grid_thw"][0].tolist())
+
+
+@family
+@pytest.mark.parametrize(
+    ("mode", "kind", "options"),
+    [
+        ("RGB", "PNG", {}),
+        ("RGB", "JPEG", {"quality": 90}),
+        ("CMYK", "JPEG", {}),
+        ("L", "PNG", {}),
+        ("1", "PNG", {}),
+        ("RGBA", "PNG", {}),
+        ("LA", "PNG", {}),
+        ("I;16", "PNG", {}),
+        ("P", "GIF", {}),
+        ("RGB", "WEBP", {"lossless": True}),
+        ("RGB", "BMP", {}),
+    ],
+)
+def test_formats_and_modes_equal_transformers(
+    family: str,
+    mode: str,
+    kind: str,
+    options: dict[str, Any],
+    checkpoint: Checkpoint,
+) -> None:
+    folder = checkpoint(family=family)
+    data = encoded(picture(53, 37, mode), kind, **options)
+    read = ImageReader(folder).read(data)
+    values, grid = expected(folder, data)
+    assert read.values.dtype == np.float32
+    assert read.grid == grid
+    np.testing.assert_array_equal(read.values, values)
+
+
+@family
+def test_any_size_equals_transformers(family: str, checkpoint: Checkpoint) -> None:
+    folder = checkpoint(family=family)
+    reader = ImageReader(folder)
+    side = st.integers(1, 150)
+
+    @settings(max_examples=15, deadline=None, derandomize=True)
+    @given(side, side)
+    def check(width: int, height: int) -> None:
+        data = encoded(picture(width, height))
+        read = reader.read(data)
+        values, grid = expected(folder, data)
+        assert read.grid == grid
+        np.testing.assert_array_equal(read.values, values)
+
+    check()
+
+
+def test_patches_are_the_pixels_square_by_square(checkpoint: Checkpoint) -> None:
+    """An image that needs no resizing: the tokens' 8 x 8 squares, four patches of 4 x 4 in each."""
+    image = picture(24, 16)
+    read = ImageReader(checkpoint(family="qwen3_vl")).read(encoded(image))
+    assert read.grid == (1, 4, 6)
+    pixels = (np.asarray(image) / 255 - 0.5) / 0.5
+    for number, patch in enumerate(read.values.reshape(24, 3, 2, 4, 4)):
+        square, part = divmod(number, 4)
+        top = square // 3 * 8 + part // 2 * 4
+        left = square % 3 * 8 + part % 2 * 4
+        wanted = pixels[top : top + 4, left : left + 4].transpose(2, 0, 1)
+        for frame in (0, 1):
+            np.testing.assert_allclose(patch[:, frame], wanted, atol=1e-6)
+
+
+def test_image_is_turned_upright(checkpoint: Checkpoint) -> None:
+    reader = ImageReader(checkpoint(family="qwen3_vl"))
+    exif = Image.Exif()
+    exif[0x0112] = 6  # the camera was turned to the left
+    image = picture(40, 24)
+    turned = reader.read(encoded(image, exif=exif))
+    upright = reader.read(encoded(image.rotate(-90, expand=True)))
+    assert turned.grid == upright.grid == (1, 10, 6)
+    np.testing.assert_array_equal(turned.values, upright.values)
+
+
+def test_of_an_animation_the_first_frame_counts(checkpoint: Checkpoint) -> None:
+    reader = ImageReader(checkpoint(family="qwen3_vl"))
+    first, second = picture(24, 16, "P"), picture(24, 17, "P").crop((0, 0, 24, 16))
+    moving = encoded(first, "GIF", save_all=True, append_images=[second])
+    np.testing.assert_array_equal(reader.read(moving).values, reader.read(encoded(first)).values)
+
+
+def huge_png(width: int, height: int) -> bytes:
+    """A bilevel image that takes no more than its rows compressed."""
+
+    def chunk(kind: bytes, content: bytes) -> bytes:
+        check = zlib.crc32(kind + content).to_bytes(4, "big")
+        return len(content).to_bytes(4, "big") + kind + content + check
+
+    header = width.to_bytes(4, "big") + height.to_bytes(4, "big") + bytes([1, 0, 0, 0, 0])
+    rows = zlib.compress(bytes((1 + -(-width // 8)) * height))
+    parts = chunk(b"IHDR", header) + chunk(b"IDAT", rows) + chunk(b"IEND", b"")
+    return b"\x89PNG\r\n\x1a\n" + parts
+
+
+@pytest.mark.parametrize(
+    ("data", "message"),
+    [
+        (b"", "can't decode"),
+        (b"no image at all", "can't decode"),
+        (b"<svg xmlns='http://www.w3.org/2000/svg'/>", "can't decode"),
+        (b"%!PS-Adobe-3.0 EPSF-3.0\n%%BoundingBox: 0 0 10 10\n", "can't decode"),
+        (encoded(picture(64, 64))[:-3000], "can't decode"),
+        (encoded(picture(64, 64), "JPEG")[:400], "can't decode"),
+        (encoded(picture(64, 64), "TIFF"), "can't decode"),
+        (huge_png(8300, 8300), "8300 x 8300"),
+        (huge_png(60000, 60000), "can't decode"),
+        (huge_png(0, 10), "can't decode"),
+        (encoded(picture(402, 2)), "aspect ratio"),
+    ],
+    ids=[
+        "empty", "text", "svg", "eps", "cut-png", "cut-jpeg", "tiff", "68-megapixels",
+        "bomb", "no-pixels", "strip",
+    ],
+)  # fmt: skip
+def test_what_is_no_image_is_refused(data: bytes, message: str, checkpoint: Checkpoint) -> None:
+    with pytest.raises(RequestError, match=message) as caught:
+        ImageReader(checkpoint(family="qwen2_5_vl")).read(data)
+    assert caught.value.status == 400
+
+
+@pytest.mark.parametrize("kind", ["PNG", "JPEG", "GIF", "WEBP", "BMP"])
+def test_damaged_bytes_are_read_or_refused(kind: str, checkpoint: Checkpoint) -> None:
+    reader = ImageReader(checkpoint(family="qwen2_5_vl"))
+    whole = encoded(picture(40, 30), kind)
+    rng = random.Random(kind)
+    refused = 0
+    for _ in range(60):
+        data = bytearray(whole)
+        for _ in range(3):
+            data[rng.randrange(len(data))] = rng.randrange(256)
+        try:
+            reader.read(bytes(data[: rng.randrange(len(data)) + 1]))
+        except RequestError:
+            refused += 1
+    assert refused > 0
+
+
+def test_processor_must_be_known(checkpoint: Checkpoint, tmp_path: Path) -> None:
+    folder = Path(shutil.copytree(checkpoint(family="qwen3_vl"), tmp_path / "model"))
+    path = folder / "preprocessor_config.json"
+    for name in ("NoSuchImageProcessor", "PreTrainedModel", ""):
+        path.write_text(json.dumps({"image_processor_type": name}))
+        with pytest.raises(ConfigError, match="image_processor_type"):
+            ImageReader(folder)
+    path.write_text("{")
+    with pytest.raises(ConfigError, match=r"preprocessor_config\.json"):
+        ImageReader(folder)
+    path.unlink()
+    with pytest.raises(ConfigError, match=r"preprocessor_config\.json"):
+        ImageReader(folder)
