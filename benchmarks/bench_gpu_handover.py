@@ -1,4 +1,4 @@
-"""What the hand-over costs between two GPUs: P and D as real nodes, NIXL; beside vLLM 0.26.0.
+"""What the hand-over costs between two GPUs: P and D as real nodes; beside vLLM 0.26.0.
 
     python -m benchmarks.bench_gpu_handover --json handover.json
 
@@ -168,6 +168,7 @@ def main() -> None:
     parser.add_argument("--json", type=Path)
     parser.add_argument("--chunk", type=int, default=2048, help="--max-num-batched-tokens")
     parser.add_argument("--tensor-parallel-size", type=int, default=1, help="of both nodes")
+    parser.add_argument("--transport", default="nixl")
     parser.add_argument("--dump", type=Path, help="write the nodes' states after the pairs here")
     parser.add_argument("--quick", action="store_true", help="leave the longest load out")
     args = parser.parse_args()
@@ -175,7 +176,7 @@ def main() -> None:
     flags = [
         f"--model={folder}", "--load-format=dummy", "--device=cuda", "--no-enable-prefix-caching",
         f"--max-model-len={MAX_MODEL_LEN}", f"--max-num-batched-tokens={args.chunk}",
-        "--transport=nixl", "--start-timeout=200", "--log-level=info",
+        f"--transport={args.transport}", "--start-timeout=200", "--log-level=info",
         f"--tensor-parallel-size={args.tensor_parallel_size}",
     ]  # fmt: skip
     with cluster(flags) as router:

@@ -1,6 +1,6 @@
-"""A transport between two GPUs: GB/s of scattered 2 MiB blocks; NIXL's by size of its pieces.
+"""A transport between two GPUs: GB/s of scattered blocks of 2 MiB, by size of their pieces.
 
-    python -m benchmarks.bench_gpu_wire [--transport nccl]
+    python -m benchmarks.bench_gpu_wire [--transport nccl | tcp]
 
 From `write` to the moment at which the target's process has seen the notice and said so.
 """
@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import argparse
 import multiprocessing as mp
+import os
 import time
 from multiprocessing.connection import Connection
 from statistics import median
@@ -22,6 +23,8 @@ BLOCK = 2 << 20
 BLOCKS = 2048
 SIZES = (8, 64, 128, 512)
 PIECES = (128 << 10, 256 << 10, 512 << 10, 1 << 20, 2 << 20)
+ROWS = {"nixl": PIECES, "nccl": PIECES[-1:], "tcp": (4 << 10, 64 << 10, 2 << 20)}
+"""Lengths to try: of NIXL's pieces, or of the rows that are written."""
 
 
 def open_transport(name: str, gpu: int) -> tuple[Transport, object]:
@@ -32,35 +35,42 @@ def open_transport(name: str, gpu: int) -> tuple[Transport, object]:
 
     torch.cuda.set_device(gpu)
     pool = torch.zeros(BLOCKS * BLOCK, dtype=torch.uint8, device=f"cuda:{gpu}")
-    transport = load_transport(name, name=f"wire-{gpu}")
+    transport = load_transport(name, name=f"wire-{os.getpid()}")
     transport.register(Memory(pool.data_ptr(), pool.numel(), "cuda", gpu, pool))
     torch.cuda.synchronize()
     return transport, pool
 
 
+def last_gpu() -> int:
+    """The second GPU; where there is none, the first, which `tcp` and `nixl` take as well."""
+    import torch
+
+    return min(1, torch.cuda.device_count() - 1)
+
+
 def far_side(name: str, pipe: Connection) -> None:
     """Tell of every notice, until told to stop."""
-    transport, _pool = open_transport(name, 1)
+    transport, _pool = open_transport(name, last_gpu())
     pipe.send(transport.card())
     while not pipe.poll():
         for _ in transport.notices():
             pipe.send("landed")
 
 
-def ranges_of(blocks: int) -> Ranges:
-    """Scattered blocks."""
-    order = np.random.default_rng(blocks)
-    rows = np.zeros((blocks, len(RangeColumn)), np.int64)
-    rows[:, RangeColumn.SOURCE_OFFSET] = order.permutation(BLOCKS)[:blocks] * BLOCK
-    rows[:, RangeColumn.TARGET_OFFSET] = order.permutation(BLOCKS)[:blocks] * BLOCK
-    rows[:, RangeColumn.LENGTH], rows[:, RangeColumn.COUNT] = BLOCK, 1
+def ranges_of(blocks: int, length: int = BLOCK) -> Ranges:
+    """Scattered blocks, or as many bytes in shorter rows."""
+    order, rest = np.random.default_rng(blocks), BLOCK // length
+    rows = np.zeros((blocks * rest, len(RangeColumn)), np.int64)
+    rows[:, RangeColumn.SOURCE_OFFSET] = order.permutation(BLOCKS * rest)[: len(rows)] * length
+    rows[:, RangeColumn.TARGET_OFFSET] = order.permutation(BLOCKS * rest)[: len(rows)] * length
+    rows[:, RangeColumn.LENGTH], rows[:, RangeColumn.COUNT] = length, 1
     return rows
 
 
 def main() -> None:
     """Measure and print."""
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--transport", default="nixl", choices=["nixl", "nccl"])
+    parser.add_argument("--transport", default="nixl", choices=["nixl", "nccl", "tcp"])
     args = parser.parse_args()
     context = mp.get_context("spawn")
     ours, theirs = context.Pipe()
@@ -68,14 +78,15 @@ def main() -> None:
     child.start()
     transport, _pool = open_transport(args.transport, 0)
     peer = transport.connect(ours.recv())
-    for piece in PIECES if args.transport == "nixl" else PIECES[-1:]:
+    for piece in ROWS[args.transport]:
         nixl_parts.GPU_PIECE_BYTES = piece
         line = [f"pieces of {piece >> 10:5d} KiB:"]
         for blocks in SIZES:
             taken = []
+            ranges = ranges_of(blocks, BLOCK if args.transport == "nixl" else piece)
             for _ in range(8):
                 began = time.perf_counter()
-                handle = transport.write(peer, ranges_of(blocks), b"x")
+                handle = transport.write(peer, ranges, b"x")
                 posted = time.perf_counter() - began
                 while handle.status() is Status.PENDING or not ours.poll():
                     transport.notices()

@@ -144,6 +144,7 @@ class Capabilities:
         two_sided: the target must `expect` each write before it can land.
         max_ranges: most rows of one write; the caller splits above it.
         processes: it reaches other processes.
+        host_staged: those of `devices` whose bytes pass through memory of the host: slow.
     """
 
     devices: frozenset[Device]
@@ -152,6 +153,7 @@ class Capabilities:
     two_sided: bool = False
     max_ranges: int = 65_536
     processes: bool = True
+    host_staged: frozenset[Device] = frozenset()
 
 
 @runtime_checkable

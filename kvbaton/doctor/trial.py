@@ -40,6 +40,7 @@ class Trial(Struct, kw_only=True):
         error: why.
         gib_per_s: of 64 KiB runs, the best of a few writes of 64 MiB.
         small_us: of one write of 4 KiB until it is known to have landed, in microseconds.
+        host_staged: whether these bytes passed through memory of the host on their way.
     """
 
     transport: str
@@ -48,6 +49,7 @@ class Trial(Struct, kw_only=True):
     error: str = ""
     gib_per_s: float = 0.0
     small_us: float = 0.0
+    host_staged: bool = False
 
     @property
     def ok(self) -> bool:
@@ -74,6 +76,7 @@ def _steps(spec: str, device: Device, trial: Trial) -> Iterator[None]:
     try:
         yield
         near.register(Buffer(device, NUM_BYTES, SEED).memory)
+        trial.host_staged = device in near.capabilities.host_staged
         yield
         with _far_side(spec, device, near) as far:
             peer = near.connect(far.card)

@@ -9,8 +9,9 @@ from typing import Any
 import pytest
 
 from kvbaton.cli import main
+from kvbaton.doctor.main import _slow
 from kvbaton.doctor.surroundings import look
-from kvbaton.doctor.trial import try_transport
+from kvbaton.doctor.trial import Trial, try_transport
 
 
 def test_healthy_transports(capsys: pytest.CaptureFixture[str]) -> None:
@@ -41,6 +42,11 @@ def test_the_step_that_fails_is_named(spec: str, step: str, told: str) -> None:
     assert not trial.ok
     assert trial.failed_at == step
     assert told in trial.error
+
+
+def test_a_path_through_the_host_is_told() -> None:
+    trial = Trial(transport="tcp", device="cuda", gib_per_s=50.0, host_staged=True)
+    assert "through the host, a slow path" in _slow(trial, 10.0)
 
 
 def test_failure_is_the_exit_status(capsys: pytest.CaptureFixture[str]) -> None:

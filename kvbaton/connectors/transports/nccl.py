@@ -18,7 +18,7 @@ from kvbaton.connectors.base import Capabilities, FenceScope, Memory, Region
 from kvbaton.connectors.transports import nccl_group, tcp_wire
 from kvbaton.connectors.transports.tcp import TcpTransport
 from kvbaton.connectors.transports.tcp_incoming import Incoming, Landing, Listener
-from kvbaton.connectors.transports.tcp_outgoing import TcpCard, TcpHandle, TcpPeer
+from kvbaton.connectors.transports.tcp_outgoing import TcpCard, TcpPeer
 from kvbaton.connectors.transports.tcp_wire import MAX_NOTICE_BYTES
 from kvbaton.errors import TransportError
 
@@ -47,10 +47,10 @@ class NcclPeer(TcpPeer):
         super()._run()
         self._group = None
 
-    def _send_frame(self, handle: TcpHandle, frame: list[Any]) -> None:
+    def _send_frame(self, head: bytes, pieces: list[Any]) -> None:
         assert self._group is not None
-        tcp_wire.send_all(self._socket, frame[:1])
-        self._group.send(frame[1:], lambda: self.broken is None and _connected(self._socket))
+        tcp_wire.send_all(self._socket, [head])
+        self._group.send(pieces, lambda: self.broken is None and _connected(self._socket))
 
 
 class NcclListener(Listener):

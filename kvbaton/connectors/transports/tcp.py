@@ -2,7 +2,8 @@
 
 Each connected peer has one connection and one sending thread here (`tcp_outgoing`), and one
 receiving thread over there (`tcp_incoming`), which reads payloads straight into registered memory
-at offsets that it has checked. `tcp_wire` describes the bytes. CPU memory only.
+at offsets that it has checked. `tcp_wire` describes the bytes. Memory of a GPU passes through
+pinned memory of the host (`tcp_staging`).
 
 Fence scope is PEER: only our own receiving thread ever writes here, so once it has ended, no byte
 of that peer can land, whatever its process does.
@@ -27,29 +28,36 @@ from kvbaton.connectors.base import (
     Region,
 )
 from kvbaton.connectors.host import is_wildcard, this_process
+from kvbaton.connectors.transports.cuda_driver import CudaDriver, load_library
 from kvbaton.connectors.transports.regions import RegionTable, expand
 from kvbaton.connectors.transports.tcp_incoming import Listener
 from kvbaton.connectors.transports.tcp_outgoing import TcpCard, TcpHandle, TcpPeer
+from kvbaton.connectors.transports.tcp_staging import LANE_BYTES, HostStaging, Span
 from kvbaton.connectors.transports.tcp_wire import MAX_NAME_BYTES, MAX_NOTICE_BYTES
 from kvbaton.errors import ConfigError, TransportError
 
 if TYPE_CHECKING:
     from kvbaton.connectors.base import Ranges
+    from kvbaton.connectors.transports.tcp_staging import Piece
 
 
 class TcpTransport:
     """Writes into registered memory of other processes over TCP."""
 
-    def __init__(self, name: str, *, host: str = "127.0.0.1") -> None:
+    def __init__(self, name: str, *, host: str = "127.0.0.1", pinned_mib: int = 64) -> None:
         """Listen on a free port.
 
         Args:
             name: unique per process and generation.
             host: address to listen on, which peers dial as well.
+            pinned_mib: most MiB of pinned memory for that of a GPU to pass through: 16 for each
+                connection that is to be busy at the same time, in both directions.
 
         Raises:
-            ConfigError: the host is a wildcard or can't be listened on.
+            ConfigError: the host is a wildcard or can't be listened on; too little pinned memory.
         """
+        if pinned_mib << 20 < 2 * LANE_BYTES:
+            raise ConfigError("pinned_mib", f"must be at least {2 * LANE_BYTES >> 20}")
         if is_wildcard(host):
             raise ConfigError("--host", f"must be an address that peers can dial, not {host!r}")
         if len(name.encode()) > MAX_NAME_BYTES:
@@ -58,7 +66,10 @@ class TcpTransport:
         self._host = host
         self._token = secrets.token_bytes(32)
         self._regions = RegionTable()
-        self._views: list[memoryview] = []
+        self._views: list[Piece] = []
+        self._pinned_bytes = pinned_mib << 20
+        self._staging: HostStaging | None = None
+        self._device_index = 0
         self._inbox: deque[Notice] = deque()
         self._peers: list[TcpPeer] = []
         self._vanished: deque[str] = deque()
@@ -72,19 +83,21 @@ class TcpTransport:
 
     @property
     def capabilities(self) -> Capabilities:
-        """CPU memory; a fence always holds."""
-        return Capabilities(frozenset({"cpu"}), MAX_NOTICE_BYTES, FenceScope.PEER)
+        """CPU memory, and that of one GPU through the host; a fence always holds."""
+        return Capabilities(
+            frozenset({"cpu", "cuda"}),
+            MAX_NOTICE_BYTES,
+            FenceScope.PEER,
+            host_staged=frozenset({"cuda"}),
+        )
 
     def register(self, memory: Memory) -> Region:
         """Make memory reachable.
 
         Raises:
-            TransportError: it is not CPU memory.
+            TransportError: it is memory of a GPU that can't be used, or of a second one.
         """
-        if memory.device != "cpu":
-            raise TransportError(f"the TCP transport can't reach {memory.device} memory")
-        array = (ctypes.c_ubyte * memory.num_bytes).from_address(memory.address)
-        self._views.append(memoryview(array).cast("B"))
+        self._views.append(self._span(memory) if memory.device == "cuda" else _view(memory))
         return self._regions.add(memory)
 
     def deregister(self, region: Region) -> None:
@@ -165,6 +178,19 @@ class TcpTransport:
         for peer in tuple(self._peers):
             self.close(peer)
         self._listener.close()
+        if self._staging is not None:
+            self._staging.close()
+
+    def _span(self, memory: Memory) -> Span:
+        if self._staging is None:
+            self._device_index = memory.device_index
+            self._staging = HostStaging(self._driver(memory.device_index), self._pinned_bytes)
+        if memory.device_index != self._device_index:
+            raise TransportError("a TCP transport reaches one GPU: use one transport for each")
+        return Span(memory.address, memory.num_bytes, self._staging)
+
+    def _driver(self, device_index: int) -> CudaDriver:
+        return CudaDriver(device_index, load_library())
 
     def _listen(self, host: str) -> Listener:
         return Listener(host, self._token, self)
@@ -178,8 +204,8 @@ class TcpTransport:
         """Bytes of each region."""
         return self._regions.sizes()
 
-    def views(self) -> Sequence[memoryview]:
-        """Each region as writable bytes."""
+    def views(self) -> Sequence[Piece]:
+        """Each region as bytes that can be written, or copied to."""
         return self._views
 
     def deliver(self, notice: bytes) -> None:
@@ -189,6 +215,11 @@ class TcpTransport:
     def vanished(self, name: str) -> None:
         """A peer's connection ended without a goodbye."""
         self._vanished.append(name)
+
+
+def _view(memory: Memory) -> memoryview:
+    array = (ctypes.c_ubyte * memory.num_bytes).from_address(memory.address)
+    return memoryview(array).cast("B")
 
 
 def _own(peer: Peer) -> TcpPeer:

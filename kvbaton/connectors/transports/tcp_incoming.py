@@ -8,10 +8,14 @@ import socket
 import threading
 import time
 from collections.abc import Callable, Sequence
-from typing import Protocol
+from typing import TYPE_CHECKING, Any, Protocol
 
 from kvbaton.connectors.transports import tcp_wire
+from kvbaton.connectors.transports.tcp_staging import staging_of
 from kvbaton.errors import ConfigError, RemoteProtocolError
+
+if TYPE_CHECKING:
+    from kvbaton.connectors.transports.tcp_staging import Piece
 
 HANDSHAKE_S = 5.0
 MAX_STRANGERS = 64
@@ -28,8 +32,8 @@ class Landing(Protocol):
         """Bytes of each region that may be written; 0 for none."""
         ...
 
-    def views(self) -> Sequence[memoryview]:
-        """Each region as writable bytes."""
+    def views(self) -> Sequence[Piece]:
+        """Each region as bytes that can be written, or copied to."""
         ...
 
     def deliver(self, notice: bytes) -> None:
@@ -195,8 +199,16 @@ class Listener:
             self._acknowledge(connection, header.write, notice)
         return False
 
-    def _fill(self, connection: Incoming, targets: Sequence[memoryview]) -> None:
-        tcp_wire.receive_all(connection.socket, targets)
+    def _fill(self, connection: Incoming, targets: Sequence[Any]) -> None:
+        if (staging := staging_of(targets)) is None:
+            tcp_wire.receive_all(connection.socket, targets)
+            return
+
+        def alive() -> bool:
+            return not connection.cut
+
+        with staging.incoming.lend(alive) as lane:
+            lane.receive(connection.socket, targets, alive)
 
     def _acknowledge(self, connection: Incoming, write: int, notice: bytes) -> None:
         if connection.cut:

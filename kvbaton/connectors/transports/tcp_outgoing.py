@@ -8,7 +8,7 @@ import socket
 import threading
 import time
 from collections.abc import Sequence
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import msgspec
 import numpy as np
@@ -17,10 +17,13 @@ from kvbaton.connectors.base import Status
 from kvbaton.connectors.host import ProcessCard, is_gone
 from kvbaton.connectors.transports import tcp_wire
 from kvbaton.connectors.transports.regions import Copies
+from kvbaton.connectors.transports.tcp_staging import staging_of
 from kvbaton.errors import RemoteProtocolError
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
+
+    from kvbaton.connectors.transports.tcp_staging import Piece
 
 DIAL_S = 5.0
 """Deadline of connecting and the handshake."""
@@ -44,7 +47,7 @@ class TcpHandle:
     """One write: queued, being sent, or waiting for its ack."""
 
     def __init__(
-        self, peer: TcpPeer, write: int, copies: Copies, views: Sequence[memoryview], notice: bytes
+        self, peer: TcpPeer, write: int, copies: Copies, views: Sequence[Piece], notice: bytes
     ) -> None:
         self.write = write
         self.started = False
@@ -73,14 +76,14 @@ class TcpHandle:
         """The ack has come."""
         self._status = Status.DONE
 
-    def frames(self) -> Iterator[list[bytes | memoryview]]:
-        """Buffers to send, one list per frame."""
+    def frames(self) -> Iterator[tuple[bytes, list[Piece]]]:
+        """Head and payload of each frame."""
         total = len(self._copies.length)
         for start in range(0, max(total, 1), tcp_wire.MAX_FRAME_COPIES):
             stop = min(start + tcp_wire.MAX_FRAME_COPIES, total)
             yield self._frame(start, stop, stop == total)
 
-    def _frame(self, start: int, stop: int, last: bool) -> list[bytes | memoryview]:
+    def _frame(self, start: int, stop: int, last: bool) -> tuple[bytes, list[Piece]]:
         part = self._copies.take(start, stop)
         kind = tcp_wire.FrameKind.LAST if last else tcp_wire.FrameKind.PART
         notice = self._notice if last else b""
@@ -88,10 +91,10 @@ class TcpHandle:
         header = tcp_wire.Header(kind, stop - start, len(notice), self.write, size)
         targets = np.stack([part.target_region, part.target_offset, part.length], axis=1)
         columns = (part.source_region.tolist(), part.source_offset.tolist(), part.length.tolist())
-        return [
+        return (
             header.pack() + targets.astype("<i8").tobytes() + notice,
-            *(self._views[r][low : low + n] for r, low, n in zip(*columns, strict=True)),
-        ]
+            [self._views[r][low : low + n] for r, low, n in zip(*columns, strict=True)],
+        )
 
     def _follow_peer(self) -> None:
         """A broken connection fails the write; DRAINED if its bytes provably can't land."""
@@ -135,7 +138,7 @@ class TcpPeer:
         """The thread has ended: nothing of ours is read or sent any more."""
         return not self._thread.is_alive()
 
-    def post(self, copies: Copies, views: Sequence[memoryview], notice: bytes) -> TcpHandle:
+    def post(self, copies: Copies, views: Sequence[Piece], notice: bytes) -> TcpHandle:
         """Queue a write."""
         handle = TcpHandle(self, self._next_write, copies, views, notice)
         self._next_write += 1
@@ -211,14 +214,18 @@ class TcpPeer:
         self._greeted = True
 
     def _send(self, handle: TcpHandle) -> None:
-        for frame in handle.frames():
+        for head, pieces in handle.frames():
             if self.broken is not None or self.closing:
                 return
             handle.started = True
-            self._send_frame(handle, frame)
+            self._send_frame(head, pieces)
 
     def _prepare(self) -> None:
         """What a kind of connection does once each side knows the other."""
 
-    def _send_frame(self, handle: TcpHandle, frame: list[bytes | memoryview]) -> None:
-        tcp_wire.send_all(self._socket, frame)
+    def _send_frame(self, head: bytes, pieces: list[Any]) -> None:
+        if (staging := staging_of(pieces)) is None:
+            tcp_wire.send_all(self._socket, [head, *pieces])
+            return
+        with staging.outgoing.lend(lambda: self.broken is None) as lane:
+            lane.send(self._socket, head, pieces)
