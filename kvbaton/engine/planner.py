@@ -224,6 +224,7 @@ class Planner:
                 len(request.prompt),
                 sequence.choice,
                 request.params,
+                request.spec.items,
             )
         )
 
