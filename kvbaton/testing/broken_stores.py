@@ -551,6 +551,8 @@ BROKEN_NAMES: dict[str, tuple[Callable[[Owner], list[bytes]], str]] = {
     "ignore the request's adapter": (_blind(adapter=b""), "L4.another-adapter"),
     "ignore a merged adapter": (_record_blind("adapter"), "L4.another-adapter"),
     "ignore the weights' revision": (_record_blind("revision"), "L4.another-model"),
+    "ignore images": (_blind(items=()), "L4.another-item"),
+    "ignore the encoder": (_record_blind("encoder"), "L4.another-item"),
     "ignore the dtype": (_record_blind("dtype"), "L4.another-dtype"),
     "ignore the KV dtype": (_record_blind("kv_dtype"), "L4.another-dtype"),
     "ignore the layout": (_blind(layouts=(make_layout(),)), "L4.another-layout"),

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from kvbaton.connectors.keys import IdentityRecord, block_keys, root_key
+from kvbaton.connectors.keys import Extra, IdentityRecord, block_keys, root_key
 from kvbaton.connectors.layout import GroupKind, KVLayout, contiguous_plane
 from kvbaton.connectors.objects import ObjectForm
 
@@ -20,18 +20,21 @@ class Owner:
         salt: of the request.
         adapter: of the request.
         layouts: of the engine's ranks.
+        items: multimodal items among the tokens.
     """
 
     record: IdentityRecord
     salt: str
     adapter: bytes
     layouts: tuple[KVLayout, ...]
+    items: tuple[Extra, ...] = ()
 
     def keys(self) -> list[bytes]:
         """The objects of a prompt of `TOKENS`."""
         form = ObjectForm(self.layouts)
         root = root_key(self.record.digest(), self.salt, self.adapter)
-        return [form.key(key) for key in block_keys(root, TOKENS, form.block_size)]
+        keys = block_keys(root, TOKENS, form.block_size, extras=self.items)
+        return [form.key(key) for key in keys]
 
 
 def make_owner(weights: str) -> Owner:

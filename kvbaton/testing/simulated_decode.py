@@ -86,6 +86,7 @@ class Decode(Node):
             return
         if self.world.rng.random() < 0.05:
             self.take(Unneeded(job.attempt, address))
+            self.over(job)
             return
         size = self.block_size
         first = self.world.rng.choice([0, 0, self.world.rng.randrange(-(-job.num_tokens // size))])
@@ -102,11 +103,15 @@ class Decode(Node):
         deadline = self.world.rng.choice([0.0, 1.0, 4.0])
         self.take(Start(job.attempt, address, job.key, job.num_tokens, spans, deadline))
 
+    def over(self, job: Job) -> None:
+        """A request waits no more for its hand-over."""
+
     def cancel(self, job: Job) -> None:
         """The client is gone."""
         stay = self.stays.get(job.attempt)
         if stay is not None and stay.waiting and self.alive and not self.stopped:
             stay.waiting = False
+            self.over(job)
             self.take(CancelTarget(job.attempt))
             self._leave(stay)
 
@@ -201,6 +206,7 @@ class Decode(Node):
         if not stay.waiting:
             return
         stay.waiting = False
+        self.over(stay.job)
         self.delivered += 1
         self._expect(stay, stay.job.num_tokens, "delivered")
         self.world.soon(lambda: self._leave(stay), 0.2)
@@ -210,6 +216,7 @@ class Decode(Node):
         if not stay.waiting:
             return
         stay.waiting = False
+        self.over(stay.job)
         self._expect(stay, action.valid_through, "verified before it failed")
         self._recompute(stay, action.valid_through)
 

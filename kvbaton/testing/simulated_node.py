@@ -51,10 +51,15 @@ TIMERS = TransferTimers(
 
 @dataclass(frozen=True)
 class Job:
-    """A prompt that the router sends to one pair of nodes."""
+    """A prompt that the router sends to one pair of nodes, or an item of one.
+
+    Attributes:
+        items: per item, where it stands in the prompt, its own hand-over, and from whom.
+    """
 
     attempt: Attempt
     num_tokens: int
+    items: tuple[tuple[int, Job, str], ...] = ()
 
     @property
     def key(self) -> bytes:

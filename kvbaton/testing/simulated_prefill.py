@@ -29,6 +29,7 @@ from kvbaton.connectors.protocol.events import (
 )
 from kvbaton.connectors.protocol.source import Source
 from kvbaton.testing.simulated_decode import Decode
+from kvbaton.testing.simulated_items import Items
 from kvbaton.testing.simulated_node import (
     HEADS,
     TIMERS,
@@ -78,6 +79,7 @@ class Prefill(Node):
         self.runs: dict[Attempt, Run] = {}
         self.open: dict[bytes, tuple[Decode, tuple[RankCard, ...]]] = {}
         self.broken: set[bytes] = set()
+        self.items: Items | None = None
 
     # --- engine ---
 
@@ -89,6 +91,9 @@ class Prefill(Node):
             return
         self.runs[job.attempt] = run = Run(job)
         self.take(Announce(job.attempt, job.key, job.num_tokens))
+        for _, item, encoder in job.items:
+            assert self.items is not None
+            self.items.request(item, encoder)
         self.world.soon(lambda: self._step(run), 0.05)
 
     def _step(self, run: Run) -> None:
@@ -104,7 +109,20 @@ class Prefill(Node):
             self.world.after(0.2, lambda: self._step(run))
             return
         run.blocks.update(zip(numbers, blocks, strict=True))
-        self.launch(run, min(run.computed + 2 * self.block_size, run.job.num_tokens))
+        end = min(run.computed + 2 * self.block_size, self.ready_until(run.job))
+        if end > run.computed:
+            self.launch(run, end)
+        else:
+            self.world.after(0.1, lambda: self._step(run))
+
+    def ready_until(self, job: Job) -> int:
+        """Where the first item begins that is not here; the end of the prompt if all are."""
+        return min((at for at, item in self.missing(job)), default=job.num_tokens)
+
+    def missing(self, job: Job) -> list[tuple[int, Job]]:
+        """Items that are not here, and where they stand."""
+        here = self.items.settled if self.items is not None else set()
+        return [(at, item) for at, item, _ in job.items if item.attempt not in here]
 
     def launch(self, run: Run, end: int) -> None:
         """Start a step; its blocks are ready when it is over."""
@@ -119,6 +137,8 @@ class Prefill(Node):
 
     def computed(self, run: Run, end: int) -> None:
         """The step's bytes are in memory, and signed."""
+        if any(at < end for at, _ in self.missing(run.job)):
+            self.world.fail(f"{self.name} computes tokens of an item that is not here")
         self.fill(run.job, run.blocks, run.computed, end)
         for position in range(run.computed, end):
             for head in range(HEADS):
@@ -170,6 +190,9 @@ class Prefill(Node):
         run = self.runs.get(job.attempt)
         if run is not None and run.running and self.alive and not self.stopped:
             run.running = False
+            for _, item, _ in run.job.items:
+                if self.items is not None:
+                    self.items.cancel(item)
             self.take(SourceFailed(job.attempt, "aborted"))
             self._give_back(run)
 

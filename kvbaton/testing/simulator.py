@@ -9,10 +9,14 @@ it holds that
 - no byte lands in a block that its attempt does not own, and none twice;
 - nothing is read that is not what the prompt's own computation gives;
 - no block is free while a write may land in it, or reads it;
-- each attempt has a live timer and the counters balance (the machines' own `validate`);
+- each attempt has a live timer and the counters balance (the machines' own `validate`).
 
-and at the end that every reservation, lease and quarantine is gone, but those of a peer that is
-dead and can't be fenced. A `ViolationError` tells the story.
+In one schedule of three some prompts have items, which an encoder node hands to the prefill node by
+the same protocol; what is held then is that no token of an item is computed before the item is
+there, whatever becomes of the encoder.
+
+At the end every reservation, lease and quarantine must be gone, but those of a peer that is dead
+and can't be fenced. A `ViolationError` tells the story.
 
     python -m kvbaton.testing.simulator 1000        # seeds 0 to 999
 """
@@ -21,18 +25,23 @@ from __future__ import annotations
 
 import random
 import sys
+from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 from kvbaton.connectors.base import FenceScope
 from kvbaton.connectors.protocol.events import Attempt
 from kvbaton.testing.simulated_decode import Decode
+from kvbaton.testing.simulated_items import Items
 from kvbaton.testing.simulated_node import Job, Node
 from kvbaton.testing.simulated_prefill import Prefill
 from kvbaton.testing.simulated_world import Weather, World
 
 REST_S = 45.0
 """Virtual seconds after the weather has healed in which everything must come to rest."""
+
+ITEM_SIZES = {"ranks": 1, "block_size": 2, "blocks": 7}
+"""Of the pool of encoder outputs: room for one prompt's items and a half."""
 
 
 @dataclass
@@ -43,6 +52,7 @@ class Report:
         events: handled by machines.
         delivered: hand-overs that ended well.
         left: quarantines that remain, on peers that are dead and can't be fenced.
+        items: outputs of items by how their hand-over ended.
     """
 
     seed: int
@@ -50,6 +60,7 @@ class Report:
     delivered: int = 0
     outcomes: dict[str, int] = field(default_factory=dict)
     left: int = 0
+    items: Counter[str] = field(default_factory=Counter)
 
 
 class Simulation:
@@ -70,10 +81,13 @@ class Simulation:
         self._types: dict[str, tuple[type[Node], dict[str, int]]] = {}
         self._generation = 0
         self._all: list[Node] = []
+        self._has_items = seed % 3 == 2
         for i in range(rng.choice([1, 1, 2])):
             self._add(f"p{i}", prefill, rng.choice([2, 4]))
         for i in range(rng.choice([1, 1, 2])):
             self._add(f"d{i}", decode, rng.choice([2, 3, 4]))
+        for i in range(rng.choice([1, 2]) if self._has_items else 0):
+            self._add(f"e{i}", prefill, 2)
 
     def _add(self, name: str, kind: type[Node], block_size: int) -> None:
         blocks = 1 + self.rng.randint(20, 40) // block_size
@@ -84,8 +98,13 @@ class Simulation:
     def _birth(self, name: str) -> None:
         kind, sizes = self._types[name]
         self._generation += 1
-        self._all.append(kind(self.world, name, self._generation, **sizes))
+        node = kind(self.world, name, self._generation, **sizes)
+        self._all.append(node)
         self.world.note(f"{name} is born")
+        if self._has_items and name.startswith("p"):
+            assert isinstance(node, Prefill)
+            node.items = Items(self.world, f"i{name}", self._generation, **ITEM_SIZES)
+            self._all.append(node.items)
 
     def run(self) -> Report:
         """Run it.
@@ -108,13 +127,29 @@ class Simulation:
             transfer = bytes([number + 1]) * 16
             at = self.rng.uniform(0.0, self.world.weather.heal_at * 0.8)
             for attempt in range(self.rng.choice([1, 1, 1, 2])):
-                job = Job(Attempt(transfer, attempt), self.rng.randint(1, 14))
+                name, num_tokens = Attempt(transfer, attempt), self.rng.randint(1, 14)
+                job = Job(name, num_tokens, self._draw_items(name, num_tokens))
                 self.world.after(at, lambda job=job: self._dispatch(job))  # type: ignore[misc]
+
+    def _draw_items(self, name: Attempt, num_tokens: int) -> tuple[tuple[int, Job, str], ...]:
+        """Where the items of a prompt stand, their hand-overs, and from whom."""
+        if not self._has_items:
+            return ()
+        encoders = [n for n in self._types if n.startswith("e")]
+        places = sorted(self.rng.sample(range(num_tokens), min(num_tokens, self.rng.randint(0, 3))))
+        ids = [bytes([100 + 3 * name.transfer_id[0] + i]) * 16 for i in range(len(places))]
+        jobs = [Job(Attempt(transfer_id, name.number), 4) for transfer_id in ids]
+        return tuple(
+            (place, job, self.rng.choice(encoders)) for place, job in zip(places, jobs, strict=True)
+        )
 
     def _dispatch(self, job: Job) -> None:
         """Send a prompt to both sides, in any order, sometimes to one of them only."""
         source = self.rng.choice([n for n in self._types if n.startswith("p")])
         target = self.rng.choice([n for n in self._types if n.startswith("d")])
+        for _, item, encoder in job.items:
+            if self.rng.random() > 0.04:
+                self._later(lambda i=item, e=encoder: self._prefill(e).request(i))
         skip = self.rng.random()
         if skip > 0.04:
             self._later(lambda: self._prefill(source).request(job))
@@ -148,24 +183,28 @@ class Simulation:
             self.world.after(at, self._strike)
 
     def _strike(self) -> None:
-        name = self.rng.choice(list(self.world.nodes))
+        name = self.rng.choice(list(self._types))
         node = self.world.nodes[name]
         kind = self.rng.choice(["stop", "stop", "kill", "jump"])
         self.world.note(f"{kind} {name}")
         if not node.alive:
             return
         if kind == "stop" and not node.stopped:
-            node.stop()
+            for part in _process(node):
+                part.stop()
             self.world.after(self.rng.uniform(0.1, 6.0), lambda: self._continue(node))
         elif kind == "kill":
             self._kill(node)
         elif kind == "jump":
-            node.jump(self.rng.choice([0.5, 3.0, 10.0, -0.5]))
+            seconds = self.rng.choice([0.5, 3.0, 10.0, -0.5])
+            for part in _process(node):
+                part.jump(seconds)
 
     def _continue(self, node: Node) -> None:
         if node.alive and node.stopped:
             self.world.note(f"continue {node.name}")
-            node.resume()
+            for part in _process(node):
+                part.resume()
 
     def _kill(self, node: Node) -> None:
         for write in self.world.writes:
@@ -175,14 +214,15 @@ class Simulation:
                     write.detach()
                 else:
                     write.void = True
-        node.kill()
+        for part in _process(node):
+            part.kill()
         if isinstance(node, Decode) or self.rng.random() < 0.8:
             self.world.after(self.rng.uniform(0.05, 3.0), lambda: self._birth(node.name))
 
     def _heal(self) -> None:
         self.world.note("the weather heals")
-        for node in list(self.world.nodes.values()):
-            self._continue(node)
+        for name in self._types:
+            self._continue(self.world.nodes[name])
 
     # --- the end ---
 
@@ -192,6 +232,9 @@ class Simulation:
             for name, count in vars(node.machine.counters).items():
                 if isinstance(count, int):
                     report.outcomes[name] = report.outcomes.get(name, 0) + count
+            if isinstance(node, Items):
+                counts = vars(node.machine.counters)
+                report.items.update({k: n for k, n in counts.items() if isinstance(n, int)})
             if isinstance(node, Decode):
                 report.delivered += node.delivered
         for node in self.world.nodes.values():
@@ -216,6 +259,11 @@ class Simulation:
         if self.world.weather.fence is not FenceScope.NONE or session is None:
             return False
         return not any(n.alive and n.id == session.node for n in self.world.nodes.values())
+
+
+def _process(node: Node) -> list[Node]:
+    """All that lives and dies with a node."""
+    return [node, *([node.items] if isinstance(node, Prefill) and node.items else [])]
 
 
 def draw_weather(rng: random.Random) -> Weather:

@@ -11,6 +11,7 @@ from dataclasses import replace
 
 from msgspec import structs
 
+from kvbaton.connectors.keys import Extra
 from kvbaton.testing.kit import require
 from kvbaton.testing.naming import Owner, make_layout, make_owner
 from kvbaton.testing.store_rig import StoreRig, case
@@ -72,6 +73,18 @@ def another_model(rig: StoreRig) -> None:
     """Engines with other weights, or another revision of them, never share."""
     _must_be_apart(rig, lambda owner: make_owner(owner.record.weights + "0"))
     _must_be_apart(rig, _record(revision="v2"))
+
+
+@case(4)
+def another_item(rig: StoreRig) -> None:
+    """Prompts of equal tokens share only if their images are equal too, and stand in one place.
+
+    Nor do outputs of other encoders or processors.
+    """
+    image, other = Extra(0, 60, rig.key()), Extra(0, 60, rig.key())
+    for items in ((image,), (other, Extra(60, 4, image.digest)), (image._replace(length=61),)):
+        _must_be_apart(rig, lambda owner, items=items: replace(owner, items=items))  # type: ignore[misc]
+    _must_be_apart(rig, _record(encoder="another"))
 
 
 @case(4)

@@ -13,7 +13,6 @@ from kvbaton.testing.kit import require
 from kvbaton.testing.store_rig import StoreRig, case
 
 NUM_BLOCKS = 4
-HEADS = 4
 TOKEN_FIRST: tuple[Axis, ...] = ("layer", "kv", "block", "token", "head", "feature")
 """An order in which a block is many short runs."""
 
@@ -29,6 +28,9 @@ class Shape:
         order: of the axes in memory.
         kv: 2, or 1 for a latent row.
         scales: whether a plane of scales goes with it.
+        heads: of all ranks.
+        tokens: of a block; 1 for a state.
+        width: elements of a head.
     """
 
     dtype: str
@@ -37,6 +39,9 @@ class Shape:
     order: tuple[Axis, ...] = AXES
     kv: int = 2
     scales: bool = False
+    heads: int = 4
+    tokens: int = 16
+    width: int = 24
 
 
 class _Pool:
@@ -74,9 +79,9 @@ class _Pool:
 
 
 def _layout(shape: Shape, rank: int) -> KVLayout:
-    heads = HEADS // shape.ranks
-    tokens = 1 if shape.kind is GroupKind.STATE else 16
-    planes = [("data", shape.dtype, 24)] + [("scales", "float32", 1)] * shape.scales
+    heads = shape.heads // shape.ranks
+    tokens = 1 if shape.kind is GroupKind.STATE else shape.tokens
+    planes = [("data", shape.dtype, shape.width)] + [("scales", "float32", 1)] * shape.scales
     return KVLayout(
         group=0,
         kind=shape.kind,
@@ -93,7 +98,7 @@ def _layout(shape: Shape, rank: int) -> KVLayout:
                 dtype=dtype,
                 region=region,
                 head_start=rank * heads,
-                head_total=HEADS,
+                head_total=shape.heads,
                 kv=shape.kv,
                 order=shape.order,
                 name=name,
@@ -139,6 +144,14 @@ def group_kinds(rig: StoreRig) -> None:
         for kv in (1, 2):
             shape = Shape("bfloat16", kind, kv=kv)
             _move(rig, _Pool(rig, shape), _Pool(rig, shape), f"{kind.value}, kv {kv}")
+
+
+@case(1)
+def encoder_outputs(rig: StoreRig) -> None:
+    """Rows of an encoder with its levels come back element by element."""
+    for dtype in ("bfloat16", "float32"):
+        shape = Shape(dtype, kv=1, heads=1, tokens=32, width=72)
+        _move(rig, _Pool(rig, shape), _Pool(rig, shape), f"encoder output, {dtype}")
 
 
 @case(1)

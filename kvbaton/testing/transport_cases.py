@@ -14,6 +14,8 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from kvbaton.connectors.base import FenceScope, Peer, Status, Transport
+from kvbaton.connectors.layout import GroupKind, KVLayout, contiguous_plane
+from kvbaton.connectors.plan import plan
 from kvbaton.errors import TransportError
 from kvbaton.testing import transport_processes
 from kvbaton.testing.accounts import Accounts
@@ -28,8 +30,10 @@ from kvbaton.testing.pairs import (
     pack,
     random_rows,
 )
+from kvbaton.wire import BlockSpan
 
 if TYPE_CHECKING:
+    from kvbaton.connectors.base import Ranges
     from kvbaton.testing.pairs import Row
 
 __all__ = ["TRANSPORT_KIT", "transport_processes"]
@@ -203,6 +207,39 @@ def deregistered_region(pair: Pair) -> None:
         pair.complete(pair.source.write(pair.peer, pack([(0, 0, 0, 0, 4, 1, 0, 0)]), b""))
     pair.complete(pair.write([(1, 0, 0, 0, 64, 1, 0, 0)]))
     pair.compare("after a deregistered region")
+
+
+@case(1)
+def encoder_outputs(pair: Pair) -> None:
+    """An encoder's output, several levels wide, moves by plan into scattered blocks elsewhere."""
+    source, target = _rows_layout(5), _rows_layout(9)
+    spans = [BlockSpan(0, (3, 4, 1))], [BlockSpan(0, (7, 2, 5))]
+    (ranges,) = plan([source], spans[0], [target], spans[1], 0, 3 * source.block_size).values()
+    pair.complete(pair.write([_row(ranges, number) for number in range(len(ranges))], b"rows"))
+    pair.compare("an encoder's output")
+    found = [
+        np.ndarray(of.planes[0].shape, np.uint16, memory.data, strides=of.planes[0].strides)
+        for of, memory in ((source, pair.source_memory[0]), (target, pair.target_memory[0]))
+    ]
+    require(np.array_equal(found[0][[3, 4, 1]], found[1][[7, 2, 5]]), "elements are wrong")
+
+
+def _rows_layout(num_blocks: int) -> KVLayout:
+    plane = contiguous_plane(
+        num_blocks=num_blocks,
+        block_size=32,
+        num_heads=1,
+        head_dim=64,
+        layers=(0, 1, 2),
+        dtype="bfloat16",
+        kv=1,
+    )
+    return KVLayout(0, GroupKind.FULL, 32, num_blocks, (plane,))
+
+
+def _row(ranges: Ranges, number: int) -> Row:
+    source, start, target, end, length, count, near, far = (int(x) for x in ranges[number])
+    return source, start, target, end, length, count, near, far
 
 
 @case(2)

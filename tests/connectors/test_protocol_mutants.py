@@ -21,6 +21,7 @@ from kvbaton.connectors.protocol.source_sessions import Outgoing, SessionState, 
 from kvbaton.connectors.protocol.target import Target
 from kvbaton.connectors.protocol.target_sessions import Incoming, Line
 from kvbaton.testing.simulated_decode import Decode, Stay
+from kvbaton.testing.simulated_node import Job
 from kvbaton.testing.simulated_prefill import Prefill, Run
 from kvbaton.testing.simulator import simulate
 from kvbaton.wire import Ack, Cancel, Drained, NodeId
@@ -229,6 +230,13 @@ class HandsOutReserved(Decode):
             stay.blocks = {}
 
 
+class DoesNotWaitForItems(Prefill):
+    """Computes tokens of items whether their outputs are here or not."""
+
+    def ready_until(self, job: Job) -> int:
+        return job.num_tokens
+
+
 MACHINES: list[type[Source] | type[Target]] = [
     FreesOnTimeout,
     FreesOnCancel,
@@ -253,6 +261,7 @@ NODES: list[type[Prefill] | type[Decode]] = [
     ReportsEarly,
     ReusesEarly,
     HandsOutReserved,
+    DoesNotWaitForItems,
 ]
 FIRST_SEED: dict[type, int] = {TakesStaleHello: 2880}
 """Where to begin to look for what needs an unlikely order of messages."""

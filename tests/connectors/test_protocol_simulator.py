@@ -27,6 +27,12 @@ def test_a_seed_repeats() -> None:
     assert simulate(11) == simulate(11)
 
 
+def test_outputs_of_items_cross_and_fail_in_all_ways() -> None:
+    reports = [simulate(seed) for seed in range(2, 300, 3)]
+    for outcome in ("completed", "failed", "cancelled"):
+        assert sum(report.items[outcome] for report in reports) > 20, f"too few {outcome}"
+
+
 def test_the_command_reports_what_it_ran(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["3"]) == 0
     assert capsys.readouterr().out.startswith("3 schedules, ")
