@@ -1,0 +1,51 @@
+"""Images of noise, the items that they are, and requests to encode them."""
+
+from __future__ import annotations
+
+import hashlib
+import io
+from pathlib import Path
+
+import numpy as np
+from PIL import Image
+
+from kvbaton.engine.encoder.images import ImageReader
+from kvbaton.wire import ENCODER_BLOCK_ROWS, AddRequest, Item, SamplingParams, TransferSpec
+
+ONE_TOKEN = SamplingParams(temperature=0.0, max_tokens=1, ignore_eos=True, seed=0)
+
+
+def png(seed: int, width: int, height: int) -> bytes:
+    """Noise, as a file."""
+    pixels = np.random.default_rng(seed).integers(0, 256, (height, width, 3), dtype=np.uint8)
+    data = io.BytesIO()
+    Image.fromarray(pixels).save(data, "PNG")
+    return data.getvalue()
+
+
+def item_of(folder: Path, data: bytes, *, merge_size: int = 2) -> Item:
+    """The item that an image is for the model of a folder."""
+    frames, rows, columns = ImageReader(folder).read(data).grid
+    return Item(
+        start=0,
+        length=frames * rows * columns // merge_size**2,
+        digest=hashlib.blake2b(data, digest_size=32).digest(),
+        grid=(frames, rows, columns),
+        data=data,
+    )
+
+
+def padded(item: Item) -> int:
+    """Tokens of an item's prompt."""
+    return -(-item.length // ENCODER_BLOCK_ROWS) * ENCODER_BLOCK_ROWS
+
+
+def request_for(item: Item, name: str, *, transfer: TransferSpec | None = None) -> AddRequest:
+    """A request to encode."""
+    return AddRequest(
+        request_id=name,
+        token_ids=(0,) * padded(item),
+        params=ONE_TOKEN,
+        items=(item,),
+        transfer=transfer,
+    )
