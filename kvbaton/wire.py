@@ -578,7 +578,8 @@ class NodeInfo(Struct, frozen=True, kw_only=True):
         encoder_identity: hex of the identity digest of encoder outputs that the node makes or can
             receive; empty if it has to do with none.
         encodes: the node can encode items itself.
-        load: what it measured, see `serving.load`.
+        load: what it measured of late: ``encoder_row_s``, seconds to read and encode a row of an
+            item, and ``prompt_token_s``, seconds per token of a step.
     """
 
     node_id: Name

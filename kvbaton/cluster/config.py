@@ -90,17 +90,14 @@ class ClusterConfig:
 
     def router_words(self, fd: int) -> list[str]:
         """Command line of the router, which serves on an inherited socket."""
+        rows = self.min_encode_rows
         return [
             "router",
             f"--fd={fd}",
             f"--model={self.engine.model}",
             f"--served-model-name={self.model_name}",
             f"--min-handover-tokens={self.min_handover_tokens}",
-            *(
-                []
-                if self.min_encode_rows is None
-                else [f"--min-encode-rows={self.min_encode_rows}"]
-            ),
+            *([] if rows is None else [f"--min-encode-rows={rows}"]),
             *self._text_words(),
         ]
 

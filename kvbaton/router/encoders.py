@@ -24,8 +24,8 @@ PREFILL_TIME = 2.0
 """A node that encodes computes no prompt meanwhile: its time counts so many times."""
 UNMEASURED_ROWS = 64
 """While nobody has measured anything, encoder nodes get items of at least so many rows."""
-ROW_S, QUEUED_ROWS, TOKEN_S = "encoder_row_s", "encoder_queued_rows", "prompt_token_s"
-"""Entries of `NodeInfo.load`: see `serving.load`."""
+ROW_S, TOKEN_S = "encoder_row_s", "prompt_token_s"
+"""Entries of `NodeInfo.load`."""
 
 
 @dataclass
@@ -35,10 +35,9 @@ class _Board:
     loads: Mapping[str, NodeLoad]
     given: dict[str, int] = field(default_factory=dict)
 
-    def rows(self, node: NodeInfo) -> float:
-        """Rows that are to be encoded there: by our own books, or, with other routers, by its."""
-        ours = self.loads.get(node.node_id, NodeLoad()).rows + self.given.get(node.node_id, 0)
-        return max(ours, node.load.get(QUEUED_ROWS, 0.0))
+    def rows(self, node: NodeInfo) -> int:
+        """Rows that are to be encoded there for us."""
+        return self.loads.get(node.node_id, NodeLoad()).rows + self.given.get(node.node_id, 0)
 
     def give(self, node: NodeInfo, rows: int) -> None:
         self.given[node.node_id] = self.given.get(node.node_id, 0) + rows

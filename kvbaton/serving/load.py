@@ -1,8 +1,4 @@
-"""What a node tells the router of its speed: `NodeInfo.load`.
-
-``encoder_row_s`` is the time to read and encode a row of an item, ``prompt_token_s`` that to
-compute a token of a step; both in seconds, of late.
-"""
+"""What a node tells the router of its speed: `NodeInfo.load`."""
 
 from __future__ import annotations
 

@@ -22,7 +22,7 @@ from kvbaton.cli import (
     make_parser,
     node_config,
 )
-from kvbaton.cluster.config import shares
+from kvbaton.cluster.config import ClusterConfig, shares
 from kvbaton.connectors.courier.endpoint import HandoverConfig
 from kvbaton.engine.config import EngineConfig
 from kvbaton.serving.config import NodeConfig
@@ -63,6 +63,9 @@ def failure(capsys: pytest.CaptureFixture[str], *words: str) -> str:
         (["decode", "--model", "x", "--port", "70000"], "--port: 70000 is no port"),
         (["up", "--model", "x", "--prefill", "-1"], "--prefill: -1 is negative"),
         (["decode", "--model", "x", "--max-transfers", "5"], "unrecognized arguments: --max-tr"),
+        (["encode", "--model", "x", "--num-blocks", "5"], "unrecognized arguments: --num-blocks"),
+        (["encode", "--model", "/nope"], "--model: '/nope' is no model folder"),
+        (["prefill", "--model", "x", "--encoder-only"], "unrecognized arguments: --encoder-only"),
         (["router", "--shiny"], "unrecognized arguments: --shiny"),
         (["router", "--port", "0"], "--model: needed for its tokenizer"),
         (["router", "--port", "0", "--model", "/nope"], "/nope/tokenizer.json: is missing"),
@@ -116,6 +119,33 @@ def test_up_passes_engine_flags_on_to_nodes() -> None:
     again = parser.parse_args(["prefill", *engine_flags(args)])
     assert engine_config(again) == engine_config(args)
     assert engine_config(again).num_blocks == 9
+
+
+def test_an_encoder_node_knows_only_what_it_heeds(broken_model: str) -> None:
+    parse = make_parser().parse_args
+    model = ["--model", broken_model]
+    args = parse(["encode", *model, "--encoder-cache-tokens", "4K", "--max-transfers", "7"])
+    config = node_config(args, "encode")
+    assert (config.engine.encoder_only, config.engine.encoder_cache_tokens) == (True, 4096)
+    assert (config.role, config.handover.max_transfers) == ("encode", 7)
+    other = parse(["decode", *model, "--language-model-only", "--encoder-cache-tokens", "64"])
+    engine = node_config(other, "decode").engine
+    assert (engine.encoder_only, engine.language_model_only) == (False, True)
+
+
+def test_up_starts_encoders_with_the_flags_that_they_know() -> None:
+    words = ["up", "--model", "m", "--encode", "2", "--num-blocks", "9", "--language-model-only"]
+    args = make_parser().parse_args([*words, "--encoder-cache-tokens", "64", "--seed", "3"])
+    cluster = ClusterConfig(
+        engine=engine_config(args), engine_flags=engine_flags(args), num_encode=args.encode
+    )
+    assert cluster.node_names[-2:] == [("encode", "encode-0"), ("encode", "encode-1")]
+    assert cluster.num_pairs == (1, 4)
+    given = cluster.node_words("encode", "encode-0", "http://r", ["--gpu-memory-utilization=0.5"])
+    parsed = make_parser().parse_args(given)
+    assert (parsed.encoder_cache_tokens, parsed.seed, parsed.node_id) == (64, 3, "encode-0")
+    other = make_parser().parse_args(cluster.node_words("prefill", "p", "http://r", []))
+    assert (other.num_blocks, other.language_model_only, other.encoder_only) == (9, True, False)
 
 
 @pytest.mark.parametrize(

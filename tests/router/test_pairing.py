@@ -5,7 +5,15 @@ from __future__ import annotations
 from typing import Any
 
 from kvbaton.router.membership import Member, State
-from kvbaton.router.pairing import NodeLoad, Route, choose, compatible, pairs
+from kvbaton.router.pairing import (
+    NodeLoad,
+    Route,
+    can_encode_for,
+    choose,
+    compatible,
+    encoder_pairs,
+    pairs,
+)
 from kvbaton.wire import NodeInfo
 
 
@@ -73,6 +81,29 @@ def test_other_models_never_pair() -> None:
         assert not compatible(P0, other)
         assert ids(choose([P0, other], {}, 10)) == (None, "d9")
     assert not compatible(member("p9", "prefill", control_address=None), D0)
+
+
+def test_encoder_nodes_never_serve_prompts() -> None:
+    encoder = member("a0", "encode", encoder_identity="ee")
+    assert choose([encoder], {}, 10) is None
+    assert ids(choose([encoder, P0, D0], {}, 10)) == ("p0", "d0")
+    assert pairs([encoder, P0, D0]) == [(P0, D0)]
+
+
+def test_encoders_pair_with_nodes_of_an_equal_encoder_that_know_them() -> None:
+    encoder = member("e0", "encode", identity="ee", encoder_identity="ee", transport="tcp")
+    here: dict[str, Any] = {"transport": "tcp", "encoder_identity": "ee"}
+    p, d = member("p5", "prefill", **here), member("d5", "decode", **here)
+    assert encoder_pairs([encoder, p, d]) == [(encoder, p), (encoder, d)]
+    for change in ({"encoder_identity": "ef"}, {"transport": "nixl"}, {"model": "n"}):
+        other = member("p6", "prefill", **{**here, **dict[str, Any](change)})
+        assert not can_encode_for(encoder, other)
+    assert not can_encode_for(member("e1", "encode", **{**here, "encoder_identity": ""}), P0)
+    p.told = frozenset()
+    assert not can_encode_for(encoder, p)
+    assert encoder.info.control_address is not None
+    p.told = frozenset({encoder.info.control_address})
+    assert can_encode_for(encoder, p)
 
 
 def test_a_target_pairs_only_with_sources_it_was_told_of() -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
+import msgspec
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -21,7 +22,7 @@ from kvbaton.router.actions import (
 )
 from kvbaton.router.pairing import Route
 from kvbaton.router.relay import RelayTimers, RequestMachine
-from kvbaton.wire import AddRequest, NodeInfo, Output, SamplingParams, TokenLogprobs
+from kvbaton.wire import AddRequest, Item, NodeInfo, Output, SamplingParams, TokenLogprobs
 
 TRANSFER = bytes(range(16))
 TIMERS = RelayTimers(idle_s=30.0, finish_grace_s=2.0, max_retries=2)
@@ -40,6 +41,12 @@ def node(node_id: str, role: str) -> NodeInfo:
 
 
 P, D0, D1, D2 = node("p", "prefill"), *(node(f"d{i}", "decode") for i in range(3))
+ENCODERS = [node(f"e{i}", "encode") for i in range(2)]
+ITEMS = tuple(
+    Item(start=i, length=33 - i, digest=bytes([i]) * 32, grid=(1, 6, 22), data=b"image %d" % i)
+    for i in range(2)
+)
+ITEM_IDS = [bytes([i]) * 16 for i in range(2)]
 
 
 def request(n: int = 1, max_tokens: int = 5, **fields: object) -> AddRequest:
@@ -54,13 +61,19 @@ class Bench:
         self.now = 100.0
         self.routed: list[tuple[int, frozenset[str]]] = []
         self.sources = sources
+        self.encoders = ENCODERS
         self.started: list[StartLeg] = []
         self.cancelled: list[Leg] = []
         self.emitted: list[Output] = []
         self.end: Finish | Raise | None = None
         timers = RelayTimers(TIMERS.idle_s, TIMERS.finish_grace_s, retries)
         self.machine = RequestMachine(
-            add, self.route, transfer_id=TRANSFER, timers=timers, now=self.now
+            add,
+            self.route,
+            transfer_id=TRANSFER,
+            item_ids=ITEM_IDS[: len(add.items)],
+            timers=timers,
+            now=self.now,
         )
 
     def route(self, num_tokens: int, avoid: frozenset[str]) -> Route | None:
@@ -68,7 +81,10 @@ class Bench:
         left = [d for d in (D0, D1, D2) if d.node_id not in avoid]
         if not left:
             return None
-        return Route(left[0], P if self.sources and P.node_id not in avoid else None)
+        encoders = [e for e in self.encoders if e.node_id not in avoid]
+        items = range(len(self.machine.request.items))
+        chosen = tuple(encoders[i % len(encoders)] if encoders else None for i in items)
+        return Route(left[0], P if self.sources and P.node_id not in avoid else None, chosen)
 
     def do(self, actions: list[Action]) -> None:
         for action in actions:
@@ -87,17 +103,22 @@ class Bench:
         self.do(self.machine.start(self.now))
         return self
 
-    def leg(self, side: str, attempt: int = 0) -> Leg:
-        [leg] = [s.leg for s in self.started if (s.leg.side, s.leg.attempt) == (side, attempt)]
+    def leg(self, side: str, attempt: int = 0, item: int = 0) -> Leg:
+        wanted = (side, attempt, item)
+        [leg] = [s.leg for s in self.started if (s.leg.side, s.leg.attempt, s.leg.item) == wanted]
         return leg
 
     def say(self, side: str, index: int, *tokens: int, attempt: int = 0, **fields: object) -> None:
         output = Output(request_id="x", index=index, token_ids=tokens, **fields)  # type: ignore[arg-type]
         self.do(self.machine.output(self.leg(side, attempt), output, self.now))
 
-    def fail(self, side: str, attempt: int = 0, **fields: object) -> None:
+    def fail(self, side: str, attempt: int = 0, item: int = 0, **fields: object) -> None:
         error = LegError("boom", **fields)  # type: ignore[arg-type]
-        self.do(self.machine.failed(self.leg(side, attempt), error, self.now))
+        self.do(self.machine.failed(self.leg(side, attempt, item), error, self.now))
+
+    def encoded(self, item: int = 0, reason: str = "length") -> None:
+        output = Output(request_id="x", token_ids=(0,), finish_reason=reason)
+        self.do(self.machine.output(self.leg("encoder", 0, item), output, self.now))
 
     def ended(self, side: str, attempt: int = 0) -> None:
         self.do(self.machine.ended(self.leg(side, attempt), self.now))
@@ -371,6 +392,123 @@ def test_several_choices_that_differ_the_second_time_are_an_error() -> None:
     assert bench.error().code == "tokens_differ"
 
 
+# --- items ---
+
+
+def pictured(**fields: object) -> AddRequest:
+    return request(items=ITEMS, cache_salt="salt", priority=3, **fields)  # type: ignore[arg-type]
+
+
+def test_items_go_to_encoders_at_once_and_say_where_they_come_from() -> None:
+    bench = Bench(pictured()).start()
+    target, source, first, second = bench.started
+    assert [(s.leg.side, s.leg.node.node_id) for s in (first, second)] == [
+        ("encoder", "e0"),
+        ("encoder", "e1"),
+    ]
+    assert [len(s.body.token_ids) for s in (first, second)] == [64, 32], "whole blocks"
+    assert second.body.items == (msgspec.structs.replace(ITEMS[1], start=0),)
+    assert not any(second.body.token_ids)
+    assert (second.body.cache_salt, second.body.priority, second.body.stream) == ("salt", 3, True)
+    params = second.body.sampling_params
+    assert (params.temperature, params.max_tokens, params.ignore_eos) == (0.0, 1, True)
+    assert second.body.kv_transfer_params == {
+        "do_remote_decode": True,
+        "do_remote_prefill": False,
+        "transfer_id": ITEM_IDS[1].hex(),
+        "attempt": 0,
+    }
+    assert len({s.body.request_id for s in (target, first, second)}) == 3
+    assert target.body.items == ITEMS, "its KV comes from the source"
+    for item, plain, encoder in zip(source.body.items, ITEMS, ENCODERS, strict=True):
+        assert item.transfer is not None
+        assert (item.transfer.role, item.transfer.attempt) == ("target", 0)
+        assert (item.transfer.peer, item.transfer.peer_node) == (
+            encoder.control_address,
+            encoder.node_id,
+        )
+        assert msgspec.structs.replace(item, transfer=None) == plain, "data stays, as a fallback"
+    assert [i.transfer and i.transfer.transfer_id for i in source.body.items] == ITEM_IDS
+
+
+def test_a_node_alone_gets_the_outputs_itself() -> None:
+    bench = Bench(pictured(), sources=False)
+    bench.encoders = ENCODERS[:1]
+    target, *_ = bench.start().started
+    assert [i.transfer and i.transfer.peer_node for i in target.body.items] == ["e0", "e0"]
+
+
+def test_without_encoders_items_are_as_they_came() -> None:
+    bench = Bench(pictured())
+    bench.encoders = []
+    target, source = bench.start().started
+    assert target.body.items == source.body.items == ITEMS
+
+
+@pytest.mark.parametrize("how", ["failed", "error", "400"])
+def test_an_encoder_that_fails_before_the_prompt_is_computed_is_left_out_at_once(how: str) -> None:
+    bench = Bench(pictured(max_tokens=2)).start()
+    if how == "error":
+        bench.encoded(0, "error")
+    else:
+        bench.fail("encoder", status=400 if how == "400" else None)
+    assert bench.end is None
+    assert set(bench.cancelled) == {s.leg for s in bench.started[:4]}
+    assert bench.routed[-1] == (3, frozenset({"e0"}))
+    again = {s.leg.side: s for s in bench.started[4:]}
+    assert [
+        i.transfer and (i.transfer.peer_node, i.transfer.attempt)
+        for i in (again["source"].body.items)
+    ] == [("e1", 1), ("e1", 1)]
+    assert again["encoder"].leg.node.node_id == "e1"
+    assert "encoder of item 0 e0" in bench.machine.story[0]
+    bench.say("target", 0, 10, 11, attempt=1, finish_reason="length")
+    assert isinstance(bench.end, Finish)
+
+
+def test_an_encoder_that_fails_once_the_prompt_is_computed_matters_to_nobody() -> None:
+    bench = Bench(pictured(max_tokens=2)).start()
+    bench.say("source", 0, 10)
+    bench.fail("encoder", item=1)
+    assert (bench.cancelled, len(bench.routed)) == ([bench.leg("encoder", item=1)], 1)
+    bench.fail("target")
+    assert bench.routed[-1] == (4, frozenset({"e1", "d0"})), "it is avoided all the same"
+
+
+def test_what_an_encoder_has_encoded_it_can_not_fail_any_more() -> None:
+    bench = Bench(pictured()).start()
+    bench.encoded(0)
+    bench.encoded(1, "abort")  # the receiver had it already
+    for item in range(2):
+        bench.fail("encoder", item=item)
+    assert (bench.cancelled, bench.emitted, len(bench.routed)) == ([], [], 1)
+
+
+def test_encoders_end_no_request_even_after_the_last_attempt() -> None:
+    bench = Bench(pictured(max_tokens=2), retries=0).start()
+    bench.fail("encoder", item=0)
+    bench.fail("encoder", item=1)
+    assert (bench.end, len(bench.started)) == (None, 4)
+    bench.say("target", 0, 10, 11, finish_reason="length")
+    assert isinstance(bench.end, Finish)
+
+
+def test_an_encoder_that_fails_while_nobody_else_is_left_ends_no_request() -> None:
+    bench = Bench(pictured(max_tokens=2)).start()
+    bench.machine._route = lambda num_tokens, avoid: None
+    bench.fail("encoder")
+    assert (bench.end, bench.cancelled) == (None, [bench.leg("encoder")])
+    bench.say("target", 0, 10, 11, finish_reason="length")
+    assert isinstance(bench.end, Finish)
+    assert bench.leg("encoder", item=1) in bench.cancelled
+
+
+def test_the_client_leaving_cancels_encoders_too() -> None:
+    bench = Bench(pictured()).start()
+    bench.do(bench.machine.client_gone())
+    assert set(bench.cancelled) == {s.leg for s in bench.started}
+
+
 # --- every interleaving ---
 
 
@@ -387,6 +525,7 @@ class World:
     max_tokens: int
     scripts: dict[Leg, list[Output | str]] = field(default_factory=dict)
     seen: int = 0
+    breaking: tuple[str, ...] = ("source", "target", "encoder")
 
     def length(self, choice: int) -> int:
         return min(self.stops[choice], self.max_tokens)
@@ -397,9 +536,12 @@ class World:
     def take_up(self, data: st.DataObject) -> None:
         for start in self.bench.started[self.seen :]:
             base = len(start.body.resume_token_ids)
-            script = (self.source if start.leg.side == "source" else self.target)(base, data)
+            side = start.leg.side
+            script = {"source": self.source, "target": self.target, "encoder": self.encoder}[side](
+                base, data
+            )
             cut = data.draw(st.integers(0, len(script)), label="cut")
-            if data.draw(st.booleans(), label="breaks"):
+            if side in self.breaking and data.draw(st.booleans(), label="breaks"):
                 script = [*script[:cut], "fail"]
             self.scripts[start.leg] = script
         self.seen = len(self.bench.started)
@@ -421,6 +563,10 @@ class World:
                     )
                 )
         return [*script, "end"]
+
+    def encoder(self, base: int, data: st.DataObject) -> list[Output | str]:
+        reason = data.draw(st.sampled_from(["length", "abort", "error"]), label="encoder ends")
+        return [Output(request_id="x", token_ids=(0,), finish_reason=reason), "end"]
 
     def target(self, base: int, data: st.DataObject) -> list[Output | str]:
         script: list[Output | str] = []
@@ -460,7 +606,9 @@ def test_every_interleaving_yields_each_token_exactly_once(data: st.DataObject) 
     n = data.draw(st.integers(1, 2), label="n")
     max_tokens = data.draw(st.integers(1, 5), label="max_tokens")
     stops = [data.draw(st.integers(1, 6), label="stop") for _ in range(n)]
-    bench = Bench(request(n=n, max_tokens=max_tokens), sources=data.draw(st.booleans()))
+    items = ITEMS if data.draw(st.booleans(), label="items") else ()
+    add = request(n=n, max_tokens=max_tokens, items=items)
+    bench = Bench(add, sources=data.draw(st.booleans()))
     world = World(bench.start(), stops, max_tokens)
     while bench.end is None:
         world.take_up(data)
@@ -480,6 +628,21 @@ def test_every_interleaving_yields_each_token_exactly_once(data: st.DataObject) 
         if isinstance(bench.end, Finish):
             assert given == expected
             assert [o.finish_reason for o in ends] == [world.reason(choice)]
+    check_nothing_left_open(bench)
+
+
+@settings(deadline=None, max_examples=100)
+@given(data=st.data())
+def test_whatever_encoders_do_the_request_is_answered(data: st.DataObject) -> None:
+    retries = data.draw(st.integers(0, 2), label="retries")
+    bench = Bench(pictured(max_tokens=3), sources=data.draw(st.booleans()), retries=retries)
+    world = World(bench.start(), [4], 3, breaking=("encoder",))
+    while bench.end is None:
+        world.take_up(data)
+        speaking = [leg for leg, script in world.scripts.items() if script]
+        world.step(data.draw(st.sampled_from(speaking), label="next"))
+    assert isinstance(bench.end, Finish)
+    assert bench.tokens() == [truth(0, i) for i in range(3)]
     check_nothing_left_open(bench)
 
 
