@@ -93,6 +93,8 @@ class EngineCore:
         self.draining = False
         self.steps = 0
         self.step_tokens = 0
+        self.step_seconds = 0.0
+        self._busy_since = 0.0
         self._stop_at: float | None = None
         self._metrics_at = 0.0
         self._handlers = {
@@ -162,12 +164,16 @@ class EngineCore:
                 return
             self.steps += 1
             self.step_tokens += plan.num_tokens
+            if not self.in_flight:
+                self._busy_since = time.monotonic()
             self.in_flight.append(self.executor.launch(plan))
 
     def update(self) -> None:
         """Apply what the oldest step sampled; wait for it unless it wakes us."""
         if self.in_flight and (self.executor.wake_fd is None or self.in_flight[0].ready()):
             result = self.in_flight.popleft().result()
+            since, self._busy_since = self._busy_since, time.monotonic()
+            self.step_seconds += self._busy_since - since
             # What peers asked for during the step comes first: it may want what the step computed.
             self.listen()
             self.send(self.scheduler.update(result))
@@ -285,6 +291,7 @@ class EngineCore:
         counters = {
             "kvbaton_steps_total": float(self.steps),
             "kvbaton_step_tokens_total": float(self.step_tokens),
+            "kvbaton_step_seconds_total": self.step_seconds,
             **self.scheduler.counters(),
             **self.executor.counters(),
             **self.role.counters(),
