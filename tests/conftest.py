@@ -51,6 +51,7 @@ class Driver:
         self.tokens: dict[int, list[int]] = {}
         self.tables: dict[int, list[int]] = {}
         self.computed: dict[int, int] = {}
+        self.item_rows: dict[int, tuple[Any, ...]] = {}
         self._new: dict[int, Any] = {}
         self._number = 0
 
@@ -62,6 +63,8 @@ class Driver:
         choice: int = 0,
         num_prompt: int | None = None,
         cached: Sequence[int] = (),
+        items: Sequence[Any] = (),
+        item_rows: Sequence[Any] = (),
     ) -> int:
         """A new sequence; the blocks in `cached` hold its first tokens already."""
         from kvbaton.engine.step import NewSequence
@@ -71,8 +74,9 @@ class Driver:
         self.tables[handle] = []
         self.computed[handle] = len(cached) * self.block_size
         prompt = len(token_ids) if num_prompt is None else num_prompt
-        new = NewSequence(handle, tuple(token_ids), prompt, choice, params)
+        new = NewSequence(handle, tuple(token_ids), prompt, choice, params, tuple(items))
         self._new[handle] = (new, tuple(cached))
+        self.item_rows[handle] = tuple(item_rows)
         return handle
 
     def step(self, *work: tuple[int, int, int], **more: Any) -> dict[int, Any]:
@@ -89,7 +93,11 @@ class Driver:
                 blocks.append(self.free.pop())
             table += blocks
             start = self.computed[handle]
-            steps.append(SequenceStep(handle, start, count, (tuple(blocks),), samples))
+            rows = (
+                r for r in self.item_rows[handle] if r.start < end and start < r.start + r.length
+            )
+            new_blocks = (tuple(blocks),)
+            steps.append(SequenceStep(handle, start, count, new_blocks, samples, tuple(rows)))
             self.computed[handle] = end
         plan = StepPlan(self._number, new=new, steps=tuple(steps), **more)
         result = self.executor.launch(plan).result()

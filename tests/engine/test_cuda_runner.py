@@ -13,6 +13,7 @@ import torch
 from kvbaton.engine.cuda.cache import CudaKVCache
 from kvbaton.engine.cuda.graphs import graph_sizes
 from kvbaton.engine.cuda.runner import CudaRunner
+from kvbaton.engine.encoder.pool import EncoderPool
 from kvbaton.engine.loader import load_model
 from kvbaton.engine.model_config import load_model_config
 from kvbaton.engine.shard import Shard
@@ -58,6 +59,9 @@ class CpuExecutor:
 
     def launch(self, plan: StepPlan) -> Enqueued:
         return Enqueued(self.runner.run(plan).result())
+
+    def attach_encoder(self, pool: EncoderPool) -> None:
+        self.runner.attach_encoder(pool)
 
     def close(self) -> None:
         """Nothing to give back."""
