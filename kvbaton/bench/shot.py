@@ -68,9 +68,14 @@ async def shoot(
         "return_token_ids": True,
         **more,
     }
+    return await stream(session, f"{url}/v1/completions", body)
+
+
+async def stream(session: aiohttp.ClientSession, url: str, body: Mapping[str, Any]) -> Shot:
+    """Ask for any streamed answer; the body should say ``return_token_ids``."""
     began, times, ids = time.monotonic(), list[float](), list[int]()
     try:
-        async with session.post(f"{url}/v1/completions", json=body) as response:
+        async with session.post(url, json=body) as response:
             if response.status != 200:
                 return Shot(began, (), error=(await response.text())[:500])
             async for data in read_events(response.content):

@@ -1,0 +1,300 @@
+"""What an encoder node costs and brings, beside encoding images where their prompt is prefilled.
+
+    python -m benchmarks.bench_encode --device cuda --json encode.json     # two GPUs
+    python -m benchmarks.bench_encode --device cpu                         # a small model
+
+On GPUs the model has Qwen2.5-VL-7B's shape (dummy weights, bfloat16). Requests are chats over HTTP
+with one or more images, each seen for the first time, as JPEG. *Colocated* asks the node that has
+both encoder and language model; *separate* asks the router, which lets an encoder node encode
+(``--min-encode-rows 1``) while the same node prefills. Pairs alternate, within one run. Then the
+same image again behind another text, beside a text of as many tokens: what an encoded image still
+costs. Then a closed loop of clients, on one encoder node and one other, and on two that have both.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import base64
+import io
+import json
+import tempfile
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from statistics import median
+from typing import Any
+
+import aiohttp
+import numpy as np
+from PIL import Image
+
+from benchmarks.bench_gpu_handover import cluster, get_json
+from benchmarks.workload import publish
+from kvbaton.bench.report import percentile
+from kvbaton.bench.shot import Shot, served_model, stream
+from kvbaton.testing.checkpoints import CheckpointSpec, make_checkpoint
+
+Row = tuple[str, float, float | None]
+QWEN_7B_TEXT = {
+    "hidden_size": 3584,
+    "intermediate_size": 18944,
+    "num_hidden_layers": 28,
+    "num_attention_heads": 28,
+    "num_key_value_heads": 4,
+    "head_dim": 128,
+    "vocab_size": 152064,
+    "max_position_embeddings": 32768,
+    "dtype": "bfloat16",
+    "rope_parameters": {
+        "rope_type": "default",
+        "rope_theta": 1000000.0,
+        "mrope_section": [16, 24, 24],
+    },
+}
+QWEN_7B_VISION = {
+    "depth": 32,
+    "hidden_size": 1280,
+    "intermediate_size": 3420,
+    "num_heads": 16,
+    "out_hidden_size": 3584,
+    "patch_size": 14,
+    "window_size": 112,
+    "fullatt_block_indexes": [7, 15, 23, 31],
+}
+QWEN_7B_PIXELS = {"patch_size": 14, "min_pixels": 4 * 28 * 28, "max_pixels": 16384 * 28 * 28}
+SMALL = CheckpointSpec(
+    family="qwen2_5_vl",
+    hidden_size=512,
+    intermediate_size=1376,
+    num_layers=8,
+    num_heads=8,
+    num_kv_heads=4,
+    head_dim=64,
+    max_position_embeddings=2048,
+)
+
+
+@dataclass(frozen=True)
+class Workload:
+    """What is asked.
+
+    Attributes:
+        sides: of square images, in pixels, for the pairs.
+        images: per request of a pair.
+        pairs: per shape.
+        words: of text in front of the images.
+        load: requests, images of each, their side, clients, tokens out.
+    """
+
+    sides: tuple[int, ...]
+    images: tuple[int, ...]
+    pairs: int
+    words: int
+    load: tuple[int, int, int, int, int]
+
+
+GPU = Workload((448, 1024), (1, 4), 8, 64, (128, 2, 1024, 32, 16))
+CPU = Workload((64, 80), (1, 4), 7, 64, (24, 2, 80, 4, 8))
+
+
+def qwen_7b(folder: Path) -> Path:
+    """A folder with the configuration, processor and a small tokenizer, for dummy weights."""
+    make_checkpoint(folder, CheckpointSpec(family="qwen2_5_vl"))
+    for file in folder.glob("*.safetensors*"):
+        file.unlink()
+    config = json.loads((folder / "config.json").read_text())
+    config["text_config"] |= QWEN_7B_TEXT
+    config["vision_config"] |= QWEN_7B_VISION
+    config["dtype"] = "bfloat16"
+    (folder / "config.json").write_text(json.dumps(config))
+    pixels = json.loads((folder / "preprocessor_config.json").read_text()) | QWEN_7B_PIXELS
+    (folder / "preprocessor_config.json").write_text(json.dumps(pixels))
+    return folder
+
+
+class Asker:
+    """Asks chats about images that nobody has seen.
+
+    Args:
+        session: for all requests.
+        model: as it is served.
+        seed: of texts and images.
+    """
+
+    def __init__(self, session: aiohttp.ClientSession, model: str, seed: int) -> None:
+        self.session, self._model = session, model
+        self._random = np.random.default_rng(seed)
+
+    def image(self, side: int) -> str:
+        """A data URL of a new image: soft noise, of which a JPEG has about a photo's size."""
+        small = self._random.integers(0, 256, (side // 8 + 1, side // 8 + 1, 3), np.uint8)
+        image = Image.fromarray(small).resize((side, side), Image.Resampling.BICUBIC)
+        buffer = io.BytesIO()
+        image.save(buffer, "JPEG", quality=90)
+        return f"data:image/jpeg;base64,{base64.b64encode(buffer.getvalue()).decode()}"
+
+    def text(self, words: int) -> str:
+        """New text; prefix caches know none of it."""
+        return "".join(f"{number:03d} " for number in self._random.integers(0, 1000, words))
+
+    async def ask(self, url: str, text: str, images: Sequence[str], tokens: int = 4) -> Shot:
+        """One chat."""
+        parts: list[dict[str, Any]] = [{"type": "text", "text": text}]
+        parts += [{"type": "image_url", "image_url": {"url": image}} for image in images]
+        body = {
+            "model": self._model,
+            "messages": [{"role": "user", "content": parts}],
+            "max_tokens": tokens,
+            "temperature": 0,
+            "ignore_eos": True,
+            "stream": True,
+            "return_token_ids": True,
+        }
+        shot = await stream(self.session, f"{url}/v1/chat/completions", body)
+        if shot.error:
+            raise SystemExit(f"{len(images)} images: {shot.error}")
+        return shot
+
+
+async def pairs(asker: Asker, urls: dict[str, str], workload: Workload) -> list[Row]:
+    """What the way over an encoder node adds to the first token."""
+    rows: list[Row] = []
+    for side in workload.sides:
+        for count in workload.images:
+            taken: dict[str, list[float]] = {name: [] for name in urls}
+            for number in range(workload.pairs + 2):
+                for name in sorted(urls, reverse=bool(number % 2)):
+                    text = asker.text(workload.words)
+                    images = [asker.image(side) for _ in range(count)]
+                    await asyncio.sleep(0.3)
+                    shot = await asker.ask(urls[name], text, images)
+                    if number >= 2:
+                        taken[name].append(1e3 * shot.after(0))
+            shape = f"{count} image(s) of {side} x {side}"
+            middle = {name: median(values) for name, values in taken.items()}
+            rows += [(f"TTFT, {shape}, {name}, ms", middle[name], None) for name in urls]
+            added = (middle["separate"] - middle["colocated"]) / count
+            rows.append((f"added per image, {shape}, ms", added, None))
+    return rows
+
+
+async def again(asker: Asker, url: str, node: str, workload: Workload) -> list[Row]:
+    """A known image behind a new text, beside a text of as many tokens."""
+    side = workload.sides[-1]
+    image = asker.image(side)
+    seen, plain = list[float](), list[float]()
+    tokens = await _prompt_tokens(asker, node, image, workload)
+    for number in range(workload.pairs + 2):
+        known = await asker.ask(url, asker.text(workload.words), [image])
+        text = await asker.ask(url, asker.text(workload.words + tokens), [])
+        if number >= 2:
+            seen.append(1e3 * known.after(0))
+            plain.append(1e3 * text.after(0))
+    return [
+        (f"TTFT, known image of {side} x {side}, ms", median(seen), None),
+        ("TTFT, text of as many tokens, ms", median(plain), None),
+        ("known image / text", median(seen) / median(plain), None),
+    ]
+
+
+async def _prompt_tokens(asker: Asker, node: str, image: str, workload: Workload) -> int:
+    """Words of text that are as many tokens as the image: words of `Asker.text` are alike."""
+    counts = []
+    for words, images in (
+        (workload.words, [image]),
+        (workload.words, []),
+        (2 * workload.words, []),
+    ):
+        before = await _computed(asker, node)
+        await asker.ask(node, asker.text(words), images)
+        counts.append(await _computed(asker, node) - before)
+    per_word = (counts[2] - counts[1]) / workload.words
+    return round((counts[0] - counts[1]) / per_word)
+
+
+async def _computed(asker: Asker, node: str) -> float:
+    async with asker.session.get(f"{node}/metrics") as response:
+        lines = (await response.text()).splitlines()
+    found = [x for x in lines if x.startswith('kvbaton_prompt_tokens_total{source="computed"}')]
+    return float(found[0].split()[-1])
+
+
+async def load(asker: Asker, url: str, workload: Workload) -> list[Row]:
+    """Requests per second and times to the first token of a closed loop."""
+    requests, count, side, clients, tokens = workload.load
+    todo = [
+        (asker.text(workload.words), [asker.image(side) for _ in range(count)])
+        for _ in range(requests + clients)
+    ]
+    for text, images in todo[requests:]:
+        await asker.ask(url, text, images, tokens)
+    waiting = iter(todo[:requests])
+
+    async def client() -> list[Shot]:
+        return [await asker.ask(url, text, images, tokens) for text, images in waiting]
+
+    clock = asyncio.get_running_loop().time
+    began = clock()
+    shots = [s for part in await asyncio.gather(*(client() for _ in range(clients))) for s in part]
+    took = clock() - began
+    firsts = [1e3 * shot.after(0) for shot in shots]
+    return [
+        ("requests/s", requests / took, None),
+        ("images/s", requests * count / took, None),
+        ("TTFT p50, ms", percentile(firsts, 50), None),
+        ("TTFT p99, ms", percentile(firsts, 99), None),
+    ]
+
+
+async def measure(router: str, workload: Workload, *, separate: bool) -> list[Row]:
+    """All rows of one cluster."""
+    timeout = aiohttp.ClientTimeout(total=300)
+    connector = aiohttp.TCPConnector(limit=0)
+    rows: list[Row] = []
+    async with aiohttp.ClientSession(timeout=timeout, connector=connector) as session:
+        asker = Asker(session, await served_model(session, router), int(separate))
+        if separate:
+            nodes = (await get_json(session, f"{router}/nodes"))["nodes"]
+            node = next(node["url"] for node in nodes if node["role"] != "encode")
+            rows += await pairs(asker, {"colocated": node, "separate": router}, workload)
+            rows += await again(asker, router, node, workload)
+        requests, count, side, clients, _ = workload.load
+        name = "1 encoder + 1" if separate else "2 with both"
+        for what, ours, theirs in await load(asker, router, workload):
+            load_name = f"{name}: {requests} requests, {count} of {side}, {clients} at once: {what}"
+            rows.append((load_name, ours, theirs))
+    for row in rows:
+        print(f"  {row[0]}: {row[1]:,.2f}", flush=True)
+    return rows
+
+
+def main() -> None:
+    """Measure, print a table, write JSON."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--device", choices=["cpu", "cuda"], default="cuda")
+    parser.add_argument("--json", type=Path)
+    parser.add_argument("--transport", default="nixl")
+    args = parser.parse_args()
+    folder = Path(tempfile.mkdtemp()) / "model"
+    flags = [f"--device={args.device}", f"--transport={args.transport}", "--start-timeout=200"]
+    if args.device == "cuda":
+        qwen_7b(folder)
+        flags += ["--load-format=dummy", "--max-model-len=16640", "--log-level=info"]
+    else:
+        make_checkpoint(folder, SMALL)
+        flags += ["--num-threads=1"]
+    workload = GPU if args.device == "cuda" else CPU
+    rows: list[Row] = []
+    clusters = [
+        (["--prefill=0", "--decode=1", "--encode=1", "--min-encode-rows=1"], True),
+        (["--prefill=0", "--decode=2"], False),
+    ]
+    for nodes, separate in clusters:
+        with cluster([f"--model={folder}", *flags, *nodes]) as router:
+            rows += asyncio.run(measure(router, workload, separate=separate))
+    publish(rows, args.json)
+
+
+if __name__ == "__main__":
+    main()
