@@ -7,9 +7,13 @@ import io
 from pathlib import Path
 
 import numpy as np
+import torch
 from PIL import Image
+from torch import Tensor
 
 from kvbaton.engine.encoder.images import ImageReader
+from kvbaton.engine.model_config import load_model_config
+from kvbaton.engine.models.vision import load_vision
 from kvbaton.wire import ENCODER_BLOCK_ROWS, AddRequest, Item, SamplingParams, TransferSpec
 
 ONE_TOKEN = SamplingParams(temperature=0.0, max_tokens=1, ignore_eos=True, seed=0)
@@ -49,3 +53,13 @@ def request_for(item: Item, name: str, *, transfer: TransferSpec | None = None) 
         items=(item,),
         transfer=transfer,
     )
+
+
+def expected_rows(folder: Path, item: Item, dtype: str = "auto") -> Tensor:
+    """What the tower says of one image by itself: [rows, levels, hidden]."""
+    model = load_model_config(folder, dtype)
+    patches = ImageReader(folder).read(item.data)
+    values = torch.from_numpy(patches.values).to(getattr(torch, model.dtype))
+    with torch.inference_mode():
+        rows: Tensor = load_vision(model, device=torch.device("cpu"))(values, [patches.grid])
+    return rows

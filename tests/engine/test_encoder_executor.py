@@ -18,20 +18,24 @@ from kvbaton.engine.config import EngineConfig
 from kvbaton.engine.core import EngineCore
 from kvbaton.engine.encoder.build import make_encoder
 from kvbaton.engine.encoder.executor import NO_DATA, NO_TOWER, EncoderExecutor
-from kvbaton.engine.encoder.images import ImageReader
 from kvbaton.engine.encoder.pool import EncoderPool
 from kvbaton.engine.model_config import load_model_config
-from kvbaton.engine.models.vision import load_vision
 from kvbaton.engine.solo import SoloFactory
 from kvbaton.engine.step import BlockCopy, NewSequence, SequenceStep, StepPlan, StepResult
 from kvbaton.errors import ConfigError
 from kvbaton.wire import FromCore, Item, NodeId, Output, Outputs, Rejected
-from tests.engine.encoder_items import ONE_TOKEN, item_of, padded, png, request_for
+from tests.engine.encoder_items import (
+    ONE_TOKEN,
+    expected_rows,
+    item_of,
+    padded,
+    png,
+    request_for,
+)
 from tests.handover.pair import QueueMailbox, until
 
 FAMILIES = ("qwen2_5_vl", "qwen3_vl")
 SIZES = ((80, 50), (64, 64), (33, 17), (31, 160))
-CPU = torch.device("cpu")
 
 
 @pytest.fixture(params=FAMILIES)
@@ -66,16 +70,6 @@ def make(folder: Path) -> Iterator[Callable[..., EncoderExecutor]]:
 def settings_of(folder: Path, **settings: object) -> EngineConfig:
     given = {"device": "cpu", "encoder_only": True} | settings
     return EngineConfig(model=str(folder), **given)  # type: ignore[arg-type]
-
-
-def expected_rows(folder: Path, item: Item, dtype: str = "auto") -> Tensor:
-    """What the tower says of one image by itself: [rows, levels, hidden]."""
-    model = load_model_config(folder, dtype)
-    patches = ImageReader(folder).read(item.data)
-    values = torch.from_numpy(patches.values).to(getattr(torch, model.dtype))
-    with torch.inference_mode():
-        rows: Tensor = load_vision(model, device=CPU)(values, [patches.grid])
-    return rows
 
 
 def blocks_of(item: Item, first: int) -> tuple[int, ...]:
