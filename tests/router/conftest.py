@@ -29,6 +29,7 @@ from kvbaton.wire import GenerateRequest, NodeInfo, Output
 
 VOCAB_SIZE = 500
 MODEL = "tiny"
+PORTS = {"prefill": 7000, "encode": 8000}
 
 
 def token_at(prompt: tuple[int, ...], index: int, choice: int = 0) -> int:
@@ -205,16 +206,18 @@ async def build_rig(
     stack: contextlib.AsyncExitStack,
     prefill: int = 1,
     decode: int = 1,
+    encode: int = 0,
     static: tuple[str, ...] = (),
     **settings: object,
 ) -> Rig:
-    """A router and nodes ``p0..``, ``d0..``; all are ended with the stack."""
+    """A router and nodes ``p0..``, ``d0..``, ``e0..``; all are ended with the stack."""
     timers = MembershipTimers(heartbeat_s=60.0, probe_period_s=0.05, probe_timeout_s=0.5)
     default = RouterConfig(membership=timers, dispatch=DispatchConfig())
     config = dataclasses.replace(default, **settings)  # type: ignore[arg-type]
     config = dataclasses.replace(config, prefill=static[:1], decode=static[1:])
     nodes = [stand_in("prefill", f"p{i}") for i in range(prefill)]
     nodes += [stand_in("decode", f"d{i}") for i in range(decode)]
+    nodes += [stand_in("encode", f"e{i}") for i in range(encode)]
     for node in nodes:  # first, so that they outlive the router and its probes
         await node.start()
         stack.push_async_callback(node.stop)
@@ -246,8 +249,12 @@ def stand_in(role: str, node_id: str) -> StandIn:
         role=role,
         url="",
         model=MODEL,
-        control_address=f"tcp://127.0.0.1:{7000 + ord(node_id[-1])}" if role == "prefill" else None,
+        control_address=f"tcp://127.0.0.1:{PORTS[role] + ord(node_id[-1])}"
+        if role in PORTS
+        else None,
         max_model_len=400,
+        encoder_identity="ee",
+        encodes=True,
     )
     node = StandIn(info)
     node.gate.set()

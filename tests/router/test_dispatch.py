@@ -16,8 +16,9 @@ from kvbaton.edge.cluster_token import registration_token
 from kvbaton.errors import RequestError
 from kvbaton.router.dispatch import DispatchConfig
 from kvbaton.router.membership import MembershipTimers
+from kvbaton.router.pairing import NodeLoad
 from kvbaton.router.relay import RelayTimers
-from kvbaton.wire import AddRequest, Members, NodeInfo, Output, SamplingParams
+from kvbaton.wire import AddRequest, Item, Members, NodeInfo, Output, SamplingParams
 
 PROMPT = (1, 2, 3, 4)
 
@@ -224,6 +225,112 @@ async def test_load_spreads(make_rig: Any) -> None:
         node.gate.set()
     for task in running:
         assert tokens(await task) == expected(4)
+
+
+# --- items ---
+
+
+def items(count: int = 1, length: int = 100) -> tuple[Item, ...]:
+    return tuple(
+        Item(start=i, length=length, digest=bytes([i]) * 32, grid=(1, 2, 2), data=b"\x89PNG")
+        for i in range(count)
+    )
+
+
+async def test_all_legs_get_their_parts_of_an_item_at_once(make_rig: Any) -> None:
+    rig = await make_rig(encode=1)
+    p, d, e = (rig.nodes[name] for name in ("p0", "d0", "e0"))
+    for node in (p, d, e):
+        node.gate.clear()
+    running = asyncio.create_task(collect(rig, request(items=items())))
+    await asyncio.wait_for(asyncio.gather(*(n.arrived.wait() for n in (p, d, e))), 5)
+    assert rig.loads()["e0"] == NodeLoad(rows=100)
+    assert rig.loads()["p0"] == NodeLoad(prompt_tokens=4)
+    [item] = p.received[0].items
+    assert (item.transfer.peer, item.transfer.peer_node) == ("tcp://127.0.0.1:8048", "e0")
+    told = e.received[0].kv_transfer_params
+    assert (told["transfer_id"], told["attempt"]) == (item.transfer.transfer_id.hex(), 0)
+    assert e.received[0].items == items()
+    assert d.received[0].items == items()
+    assert told["transfer_id"] != (p.received[0].kv_transfer_params or {})["transfer_id"]
+    for node in (p, d, e):
+        node.gate.set()
+    assert tokens(await running) == expected(4)
+    await until(lambda: rig.loads() == {})
+    metrics = await (await rig.session.get("/metrics")).text()
+    assert 'kvbaton_router_items_total{where="encoder"} 1.0' in metrics
+    assert 'kvbaton_router_legs_total{node="e0",part="encoder"} 1.0' in metrics
+
+
+async def test_small_items_stay_and_count_as_load_where_they_stay(make_rig: Any) -> None:
+    rig = await make_rig(encode=1)
+    rig.nodes["p0"].gate.clear()
+    running = asyncio.create_task(collect(rig, request(items=(*items(1, 9), *items(1, 9)))))
+    await asyncio.wait_for(rig.nodes["p0"].arrived.wait(), 5)
+    assert rig.loads()["p0"] == NodeLoad(prompt_tokens=4, rows=9), "equal items are encoded once"
+    rig.nodes["p0"].gate.set()
+    assert tokens(await running) == expected(4)
+    assert rig.nodes["e0"].received == []
+    await until(lambda: rig.loads() == {})
+    metrics = await (await rig.session.get("/metrics")).text()
+    assert 'kvbaton_router_items_total{where="prefill"} 1.0' in metrics
+
+
+@pytest.mark.parametrize("how", ["gone", "500", "dies", "lost"])
+async def test_an_encoder_that_fails_costs_no_request_and_no_time(make_rig: Any, how: str) -> None:
+    rig = await make_rig(encode=2, dispatch=DispatchConfig(min_encode_rows=0))
+    for node in rig.nodes.values():
+        node.gate.clear()
+    running = asyncio.create_task(collect(rig, request(items=items())))
+    await asyncio.wait_for(rig.nodes["p0"].arrived.wait(), 5)
+    # Nobody answers until the encoder has failed, so no token can come before that.
+    used = rig.nodes[rig.nodes["p0"].received[0].items[0].transfer.peer_node]
+    if how == "gone":
+        running.cancel()
+        await asyncio.gather(running, return_exceptions=True)
+        await used.stop()
+        running = asyncio.create_task(collect(rig, request(items=items())))
+    else:
+        await asyncio.wait_for(used.arrived.wait(), 5)
+    if how == "500":
+        used.status = 500
+        used.gate.set()
+    elif how == "dies":
+        used.die_after = 0
+        used.gate.set()
+    elif how == "lost":
+        rig.directory.unreachable(used.info, "frozen")
+    p = rig.nodes["p0"]
+    await until(lambda: any(body.items[0].transfer.attempt == 1 for body in p.received))
+    assert p.received[-1].items[0].transfer.peer_node != used.info.node_id
+    for node in rig.nodes.values():
+        node.gate.set()
+    assert tokens(await running) == expected(4)
+    if how == "gone":
+        await until(lambda: rig.states()[used.info.node_id] == "unhealthy")
+
+
+async def test_leaving_cancels_the_encoder_too(make_rig: Any) -> None:
+    rig = await make_rig(encode=1)
+    for node in rig.nodes.values():
+        node.gate.clear()
+    running = asyncio.create_task(collect(rig, request(items=items())))
+    await asyncio.wait_for(rig.nodes["e0"].arrived.wait(), 5)
+    running.cancel()
+    await asyncio.gather(running, return_exceptions=True)
+    await until(lambda: rig.nodes["e0"].cancelled == 1)
+    await until(lambda: rig.loads() == {})
+
+
+async def test_encoder_nodes_alone_serve_nothing_but_are_shown(make_rig: Any) -> None:
+    rig = await make_rig(prefill=0, decode=0, encode=1)
+    assert (await rig.session.get("/health")).status == 503
+    status, body, _ = await complete(rig)
+    assert (status, body["error"]["code"]) == (503, "no_node_ready")
+    other = await make_rig(encode=1)
+    listed = await (await other.session.get("/nodes")).json()
+    assert listed["encoder_pairs"] == [["e0", "p0"], ["e0", "d0"]]
+    assert "<td>encode</td>" in await (await other.session.get("/")).text()
 
 
 # --- through the endpoint ---
