@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 import torch
 
+from kvbaton.engine.cuda.trial import Trial
 from kvbaton.engine.step import BlockCopy, Fork, SequenceStep, StepPlan
 from kvbaton.wire import SamplingParams
 from tests.engine.pictures import FAMILIES, GREEDY, Pictures, Prompt
@@ -172,3 +173,21 @@ def test_rows_of_sequences_that_ended_are_text_again(driver: Any, pictures: Pict
             driver.step((handle, 1, 1))
         assert driver.tokens[handle][20:] == pictures.generate(text, 4)
         ended = (handle,)
+
+
+def test_trials_of_a_multimodal_model_are_all_image(
+    folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    runner = CpuExecutor(folder).runner
+    trial, gathered = Trial(runner), []
+    assert runner.encoder is not None
+    gather = runner.encoder.gather
+
+    def record(blocks: torch.Tensor, offsets: torch.Tensor) -> torch.Tensor:
+        gathered.append(len(blocks))
+        return gather(blocks, offsets)
+
+    monkeypatch.setattr(runner.encoder, "gather", record)
+    trial.run([1, 2, 70])
+    trial.run([20], prefixes=[50])
+    assert gathered == [72, 20]
