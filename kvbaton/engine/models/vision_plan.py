@@ -66,18 +66,21 @@ def make_plan(config: VisionConfig, grids: Sequence[Grid], device: torch.device)
     merge, area = config.merge_size, config.merge_size**2
     frames = [(rows, columns) for frames, rows, columns in grids for _ in range(frames)]
     sizes, places, frame = _units(frames, merge)
-    by_frame, frame_runs = _sorted(frame, area)
-    order, window_runs, between = by_frame, frame_runs, None
-    if config.window_size:
-        order, window_runs = _sorted(_windows(config, sizes, places, frame), area)
-        between = np.argsort(order)[by_frame]
+    window = _windows(config, sizes, places, frame) if config.window_size else frame
+    order, window_runs = _sorted(window, area)
+    by_frame, frame_runs = _sorted(frame[order], area)
     step = np.stack(np.divmod(np.arange(area), merge), axis=1)
     positions = (places[order][:, None] * merge + step).reshape(-1, 2)
-    arrays = [*_both(order), *_both(between), positions, np.repeat(sizes[order], area, axis=0)]
+    arrays = [*_both(order), *_both(by_frame), positions, np.repeat(sizes[order], area, axis=0)]
     out, back, out_frames, back_frames, *rest = _upload(arrays, device)
-    whole = Segments(frame_runs, out_frames, back_frames)
-    windows = Segments(window_runs) if config.window_size else whole
-    return Plan(out, back, rest[0].view(-1, 2), rest[1].view(-1, 2), whole, windows)
+    return Plan(
+        order=out,
+        inverse=back,
+        positions=rest[0].view(-1, 2),
+        sizes=rest[1].view(-1, 2),
+        frames=Segments(frame_runs, out_frames, back_frames),
+        windows=Segments(window_runs),
+    )
 
 
 def _units(frames: Sequence[tuple[int, int]], merge: int) -> tuple[Array, Array, Array]:
@@ -99,16 +102,19 @@ def _windows(config: VisionConfig, sizes: Array, places: Array, frame: Array) ->
 
 
 def _sorted(segment: Array, area: int) -> tuple[Array, tuple[tuple[int, int], ...]]:
-    """Order units by the length of their segment, longest first; runs as in `Segments`."""
+    """Order units by the length of their segment, longest first; runs as in `Segments`.
+
+    Units of one segment keep their order, so that nothing moves if there is but one.
+    """
     _, index, lengths = np.unique(segment, return_inverse=True, return_counts=True)
     order = np.lexsort((index, -lengths[index]))
     numbers = zip(*np.unique(lengths, return_counts=True), strict=True)
     return order, tuple((int(count), int(length) * area) for length, count in numbers)[::-1]
 
 
-def _both(order: Array | None) -> tuple[Array | None, Array | None]:
+def _both(order: Array) -> tuple[Array | None, Array | None]:
     """A permutation and its inverse; nothing for one that moves nothing."""
-    if order is None or np.array_equal(order, np.arange(len(order))):
+    if np.array_equal(order, np.arange(len(order))):
         return None, None
     return order, np.argsort(order)
 
