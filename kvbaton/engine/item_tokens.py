@@ -16,7 +16,7 @@ Ints = npt.NDArray[np.int64]
 def item_tokens(steps: Sequence[SequenceStep]) -> Ints | None:
     """Per placeholder its token in the batch, its row's block, and the row in that: [3, n].
 
-    None if there is none, which costs nearly nothing.
+    None if there is none.
     """
     if not any(step.items for step in steps):
         return None

@@ -173,7 +173,7 @@ class Runner:
 
     def _encoded(self, steps: Sequence[SequenceStep]) -> Encoded | None:
         """Rows of the items whose tokens the steps compute."""
-        found = item_tokens(steps)
+        found = item_tokens(steps) if self.sequences.have_items else None
         if found is None:
             return None
         at, blocks, offsets = found

@@ -67,6 +67,11 @@ class Sequences:
         self._row: dict[int, int] = {}
         self._free = list(range(rows - 1, -1, -1))
 
+    @property
+    def have_items(self) -> bool:
+        """Whether any sequence has some: what is about items costs nothing where there are none."""
+        return bool(self._rotary)
+
     def rows(self, handles: Sequence[int]) -> npt.NDArray[np.int64]:
         """Rows of sequences, in their order."""
         return np.array([self._row[handle] for handle in handles], np.int64)

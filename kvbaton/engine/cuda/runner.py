@@ -139,7 +139,7 @@ class CudaRunner(Runner):
             for row, step in zip(rows, plan.steps, strict=True):
                 self.sequences.append_blocks(row, step.new_blocks[0])
             self.sequences.flush()
-            if all(s.count == 1 and s.num_samples == 1 and not s.items for s in plan.steps):
+            if _all_decode(plan, self.sequences.have_items):
                 self._decode(output, rows)
             else:
                 self._mixed(output, rows)
@@ -300,3 +300,10 @@ class CudaRunner(Runner):
 
     def _to_device(self, array: Ints) -> Tensor:
         return upload([array], self.device)[0].view(array.shape)
+
+
+def _all_decode(plan: StepPlan, have_items: bool) -> bool:
+    """Whether all steps are the last token of their sequence, and no image ends with it."""
+    if have_items and any(step.items for step in plan.steps):
+        return False
+    return all(step.count == 1 and step.num_samples == 1 for step in plan.steps)
