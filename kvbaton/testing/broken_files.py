@@ -16,6 +16,7 @@ from kvbaton.connectors.store import Pieces
 from kvbaton.connectors.stores import filesystem_entry
 from kvbaton.connectors.stores.filesystem import Files, FilesystemStore
 from kvbaton.connectors.stores.filesystem_entry import HEADER_BYTES
+from kvbaton.connectors.stores.threaded import ThreadedStore
 from kvbaton.testing.back_doors import FilesystemBackDoor
 from kvbaton.testing.broken_stores import fill
 
@@ -27,6 +28,7 @@ class BrokenFilesystem(FilesystemStore):
     """The filesystem store over the files that a subclass breaks; nothing is broken here."""
 
     Broken: ClassVar[type[Files]] = Files
+    store = ThreadedStore.store  # by `put`, which subclasses break
 
     def __init__(self, name: str, *, path: str) -> None:
         super().__init__(name, path=path)

@@ -24,6 +24,7 @@ from kvbaton.connectors.registry import load_store
 from kvbaton.connectors.stores import filesystem_room
 from kvbaton.connectors.stores.filesystem import FilesystemStore
 from kvbaton.connectors.stores.filesystem_entry import HEADER_BYTES
+from kvbaton.connectors.stores.filesystem_room import Room
 from kvbaton.errors import ConfigError, StoreError
 from tests.connectors.stores_support import find, make_objects, read, save, wait
 
@@ -97,7 +98,7 @@ def test_it_is_found_by_name_and_declares_what_it_can(tmp_path: Path) -> None:
     assert (can.pins, can.deletes, can.persistent, can.shared) == (False, True, True, True)
 
 
-@pytest.mark.parametrize("size", [0, 1, 1000, (256 << 10) - 511, 256 << 10, 700_001])
+@pytest.mark.parametrize("size", [0, 1, 1000, (512 << 10) - 1, 512 << 10, 1_200_001])
 def test_bytes_come_back(make: Make, size: int) -> None:
     store, objects = make(), make_objects(3, size)
     assert save(store, objects) == [True] * 3
@@ -323,7 +324,7 @@ def test_a_large_store_is_evicted_by_sample(
 def test_foreign_files_are_left_alone(make: Make, tmp_path: Path) -> None:
     store, objects = make(max_bytes=2 * ENTRY), make_objects(4, 1000)
     for folder in range(256):
-        (root(tmp_path) / f"{folder:02x}").mkdir()
+        (root(tmp_path) / f"{folder:02x}").mkdir(exist_ok=True)
         (root(tmp_path) / f"{folder:02x}" / ".nfs0001").write_bytes(bytes(5_000))
     assert save(store, objects) == [True] * 4
     assert len(list(root(tmp_path).rglob(".nfs*"))) == 256
@@ -406,7 +407,7 @@ class FullDisk:
 def test_a_full_disk_is_no_error_and_leaves_nothing_behind(
     make: Make, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, calls: int, number: int
 ) -> None:
-    store, objects = make(), one(size=500_000)
+    store, objects = make(), one(size=1_200_000)
     monkeypatch.setattr(os, "pwritev", FullDisk(calls, number))
     assert save(store, objects) == [False]
     assert leftovers(tmp_path) == []
@@ -434,6 +435,57 @@ def test_a_full_disk_evicts_the_oldest_and_stores_after_all(
     assert save(store, one(5)) == [True]
     assert held(store, objects) == [1, 2]
     assert leftovers(tmp_path) == []
+
+
+def test_of_objects_stored_together_those_stay_for_which_there_is_room(
+    make: Make, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    store, objects, write = make(), make_objects(8, 1000), os.pwritev
+
+    def write_four_files(file: int, pieces: Sequence[memoryview], at: int) -> int:
+        if len(entries(tmp_path)) + len(leftovers(tmp_path)) > 4:
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+        return write(file, pieces, at)
+
+    monkeypatch.setattr(os, "pwritev", write_four_files)
+    monkeypatch.setattr(Room, "evict", lambda *_: False)
+    assert save(store, objects) == [True] * 4 + [False] * 4
+    assert held(store, objects) == [0, 1, 2, 3]
+    assert leftovers(tmp_path) == []
+    assert counted(store) == (4, 4 * ENTRY)
+
+
+def test_objects_stored_together_may_be_more_than_the_limit(make: Make, tmp_path: Path) -> None:
+    store, objects = make(max_bytes=3 * ENTRY), make_objects(8, 1000)
+    (huge,) = one(9, 3 * ENTRY).items()
+    assert save(store, {huge[0]: huge[1], **objects}) == [False] + [True] * 8
+    assert len(held(store, objects)) == 3
+    assert held(store, dict([huge])) == []
+    assert counted(store) == (3, 3 * ENTRY)
+    assert leftovers(tmp_path) == []
+
+
+def test_a_key_given_twice_is_one_entry(make: Make, tmp_path: Path) -> None:
+    store, objects = make(), one()
+    ((key, data),) = objects.items()
+    assert wait(store.store([key, key], [[memoryview(data)]] * 2)) == [True, True]
+    assert counted(store) == (1, ENTRY)
+    assert read(store, objects) == [data]
+    assert leftovers(tmp_path) == []
+
+
+def test_objects_stored_together_are_counted_under_one_lock(
+    make: Make, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    store, lock, locked = make(), fcntl.flock, list[int]()
+
+    def note(file: int, how: int) -> None:
+        locked.append(file)
+        lock(file, how)
+
+    monkeypatch.setattr(fcntl, "flock", note)
+    assert save(store, make_objects(32, 1000)) == [True] * 32
+    assert len(locked) == 1
 
 
 def test_leftovers_of_the_dead_are_swept_and_those_of_the_living_stay(

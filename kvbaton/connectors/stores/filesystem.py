@@ -17,16 +17,19 @@ import errno
 import os
 import time
 from collections.abc import Sequence
+from concurrent.futures import Future
 from contextlib import suppress
 
 from kvbaton.connectors.store import Pieces, StoreCapabilities, Usage
 from kvbaton.connectors.stores import filesystem_entry
 from kvbaton.connectors.stores.filesystem_entry import HEADER_BYTES, Verdict
 from kvbaton.connectors.stores.filesystem_finder import Finder
-from kvbaton.connectors.stores.filesystem_room import SUFFIX, Room, open_file
-from kvbaton.connectors.stores.threaded import ThreadedStore
+from kvbaton.connectors.stores.filesystem_room import SUFFIX, Room, Written, open_file
+from kvbaton.connectors.stores.threaded import ONE, Share, ThreadedStore
 from kvbaton.errors import ConfigError, StoreError
 
+SHARE = Share(32, 16 << 20)
+"""Objects that are stored together."""
 MAKE_ROOM_SECONDS = 5.0
 """The longest that one object waits for others to be evicted."""
 LOOK_SECONDS = 1.0
@@ -61,6 +64,11 @@ class FilesystemStore(ThreadedStore):
     ) -> None:
         backend = Files(path, max_bytes, fsync=fsync, touch_seconds=touch_seconds)
         super().__init__(name, backend, threads=threads)
+        self._files, self._share = backend, ONE if fsync else SHARE
+
+    def store(self, keys: Sequence[bytes], sources: Sequence[Pieces]) -> Future[list[bool]]:
+        """See `Store.store`; a thread takes several objects, unless each is waited for."""
+        return self._move("store", self._files.put_some, keys, sources, self._share)
 
 
 class Files:
@@ -140,13 +148,16 @@ class Files:
 
     def put(self, key: bytes, source: Pieces) -> bool:
         """See `Backend.put`."""
-        num_bytes = HEADER_BYTES + sum(map(len, source))
+        return self.put_some([(key, source)])[0]
+
+    def put_some(self, items: Sequence[tuple[bytes, Pieces]]) -> list[bool]:
+        """Keep objects, each as by `put`; they appear, and are counted, under one lock."""
         try:
-            stored = self._is_stored(key, num_bytes) or self._store(key, source, num_bytes)
+            stored = self._store(items)
         except OSError as error:
-            if error.errno in (*_NO_ROOM, *_GONE, errno.EFBIG):
-                return False
-            raise self._failed("write to", error) from error
+            if error.errno not in (*_NO_ROOM, *_GONE, errno.EFBIG):
+                raise self._failed("write to", error) from error
+            return [False] if len(items) == 1 else [self.put(*item) for item in items]
         self._trouble = None
         return stored
 
@@ -180,30 +191,41 @@ class Files:
         self._touch(path, status.st_mtime)
         return True
 
-    def _store(self, key: bytes, source: Pieces, num_bytes: int) -> bool:
-        """Write an entry; when the disk is full, evict and try once more."""
+    def _store(self, items: Sequence[tuple[bytes, Pieces]]) -> list[bool]:
+        """Write entries; when one alone finds the disk full, evict and try once more."""
         deadline = time.monotonic() + MAKE_ROOM_SECONDS
-        if not self._room.make(num_bytes, deadline):
-            return False
+        sizes = [HEADER_BYTES + sum(map(len, source)) for _, source in items]
+        most = self._max_bytes or sum(sizes)
+        stored = [self._is_stored(key, n) for (key, _), n in zip(items, sizes, strict=True)]
+        new = [n for n, there in enumerate(stored) if not there and sizes[n] <= most]
+        if not new or not self._room.make(min(sum(sizes[n] for n in new), most), deadline):
+            return stored
         try:
-            return self._write(key, source, num_bytes, deadline)
+            done = self._write([(*items[n], sizes[n]) for n in new], deadline)
         except OSError as error:
-            if error.errno not in _NO_ROOM or not self._room.evict(num_bytes):
+            alone = error.errno in _NO_ROOM and len(items) == 1
+            if not alone or not self._room.evict(sizes[0]):
                 raise
-        return self._write(key, source, num_bytes, deadline)
-
-    def _write(self, key: bytes, source: Pieces, num_bytes: int, deadline: float) -> bool:
-        temporary, path, stored = self._room.temporary(), self._path(key), False
-        try:
-            self._write_whole(temporary, key, source)
-            stored = self._room.publish(temporary, path, num_bytes, deadline)
-        finally:
-            if not stored:
-                with suppress(FileNotFoundError):
-                    os.unlink(temporary)
-        if stored and self._fsync:
-            _sync_folder(os.path.dirname(path))
+            done = self._write([(*items[0], sizes[0])], deadline)
+        for n in new[:done]:
+            stored[n] = True
         return stored
+
+    def _write(self, items: Sequence[tuple[bytes, Pieces, int]], deadline: float) -> int:
+        """How many of them became entries."""
+        files, done = list[Written](), 0
+        try:
+            for key, source, num_bytes in items:
+                files.append(Written(self._room.temporary(), self._path(key), num_bytes))
+                self._write_whole(files[-1].temporary, key, source)
+            done = self._room.publish(files, deadline)
+        finally:
+            for file in files[done:]:
+                with suppress(FileNotFoundError):
+                    os.unlink(file.temporary)
+        if self._fsync:
+            _sync_folders({os.path.dirname(file.path) for file in files[:done]})
+        return done
 
     def _write_whole(self, temporary: str, key: bytes, source: Pieces) -> None:
         file = open_file(temporary, os.O_WRONLY | os.O_CREAT | os.O_EXCL)
@@ -229,9 +251,9 @@ class Files:
         return StoreError(self._trouble)
 
 
-def _sync_folder(path: str) -> None:
-    """Make names durable, this folder's own included."""
-    for folder in (path, os.path.dirname(path)):
+def _sync_folders(paths: set[str]) -> None:
+    """Make names durable, the folders' own included."""
+    for folder in (*paths, *{os.path.dirname(path) for path in paths}):
         file = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
         try:
             os.fsync(file)

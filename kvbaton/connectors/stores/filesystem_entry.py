@@ -22,7 +22,7 @@ from kvbaton.connectors.store import Pieces
 HEADER_BYTES = 512
 
 _LENGTH = struct.Struct("<Q")
-_CHUNK_BYTES = 256 << 10
+_CHUNK_BYTES = 512 << 10
 """Hashed right before it is written, or after it was read, while it is in the core's cache."""
 _CHUNK_PIECES = 512
 """Below IOV_MAX."""
@@ -53,16 +53,21 @@ def header(key: bytes, num_bytes: int, digest: bytes) -> bytes:
 def write(file: int, key: bytes, source: Pieces) -> None:
     """Fill an empty file. The header comes last: before that, no reader takes it for an object.
 
+    The first chunk waits for the header, so that both are one call, often the only one.
+
     Raises:
         OSError: there is no room, or the file can't be written.
     """
-    checksum, offset = xxhash.xxh3_128(), HEADER_BYTES
+    checksum, offset, first = xxhash.xxh3_128(), HEADER_BYTES, list[memoryview]()
     for chunk in _chunks(source):
         for piece in chunk:
             checksum.update(piece)
-        offset = _move_all(os.pwritev, file, chunk, offset)
-    first = header(key, offset - HEADER_BYTES, checksum.digest())
-    _move_all(os.pwritev, file, [memoryview(first)], 0)
+        if first:
+            offset = _move_all(os.pwritev, file, chunk, offset)
+        else:
+            first, offset = chunk, offset + sum(map(len, chunk))
+    top = header(key, offset - HEADER_BYTES, checksum.digest())
+    _move_all(os.pwritev, file, [memoryview(top), *first], 0)
 
 
 def read(file: int, size: int, key: bytes, target: Pieces) -> Verdict:

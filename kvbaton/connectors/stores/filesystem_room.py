@@ -22,6 +22,8 @@ from __future__ import annotations
 
 import fcntl
 import hashlib
+import itertools
+import math
 import os
 import random
 import secrets
@@ -30,6 +32,7 @@ import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import numpy as np
 import numpy.typing as npt
@@ -50,6 +53,14 @@ _BATCH = 64
 
 Rows = npt.NDArray[np.int64]
 """Objects and bytes of each folder, [256, 2]."""
+
+
+class Written(NamedTuple):
+    """A whole file that shall become an entry."""
+
+    temporary: str
+    path: str
+    num_bytes: int
 
 
 @dataclass(frozen=True, order=True)
@@ -79,6 +90,7 @@ class Room:
     def open(self) -> None:
         """Make what is missing, count what is there if nobody has, make the limit hold."""
         self._writer = _writer_name(this_process())
+        self._run, self._numbers = secrets.token_hex(8), itertools.count()
         os.makedirs(self._in("tmp"), 0o770, exist_ok=True)
         self._sweep()
         counted = os.path.exists(self._in("usage"))
@@ -86,6 +98,7 @@ class Room:
             pass
         if not counted:
             for folder in range(FOLDERS):
+                os.makedirs(self._in(f"{folder:02x}"), 0o770, exist_ok=True)
                 self._visit(folder)
         self.make(0, None)
 
@@ -96,14 +109,14 @@ class Room:
 
     def temporary(self) -> str:
         """A path for a file that is being written; whoever wins it also removes it."""
-        return f"{self._root}/tmp/{self._writer}.{secrets.token_hex(8)}"
+        return f"{self._root}/tmp/{self._writer}.{self._run}-{next(self._numbers)}"
 
-    def publish(self, temporary: str, path: str, num_bytes: int, deadline: float) -> bool:
-        """Make a whole file an entry; False if the limit leaves no room for it in time."""
-        while not self._rename(temporary, path, num_bytes):
-            if not self.make(num_bytes, deadline):
-                return False
-        return True
+    def publish(self, files: Sequence[Written], deadline: float) -> int:
+        """Make entries of the first so many files, those for which there is room in time."""
+        done = self._rename(files)
+        while done < len(files) and self.make(files[done].num_bytes, deadline):
+            done += self._rename(files[done:])
+        return done
 
     def remove(self, paths: Sequence[str]) -> tuple[int, int]:
         """Remove entries; how many were there, and their bytes."""
@@ -185,19 +198,23 @@ class Room:
         _, freed = self.remove(victims)
         return freed
 
-    def _rename(self, temporary: str, path: str, num_bytes: int) -> bool:
+    def _rename(self, files: Sequence[Written]) -> int:
+        """How many, until one would break the limit."""
         with self._account() as rows:
-            replaced = _size(path)  # another process was faster, or that one is torn
-            change = (1, num_bytes) if replaced is None else (0, num_bytes - replaced)
-            if self._max_bytes is not None and _total(rows)[1] + change[1] > self._max_bytes:
-                return False
-            try:
-                os.rename(temporary, path)
-            except FileNotFoundError:  # the folder's first entry
-                os.makedirs(os.path.dirname(path), 0o770, exist_ok=True)
-                os.rename(temporary, path)
-            rows[_folder_of(path)] += change
-        return True
+            room = math.inf if self._max_bytes is None else self._max_bytes - _total(rows)[1]
+            for count, (temporary, path, num_bytes) in enumerate(files):
+                replaced = _size(path)  # another process was faster, or that one is torn
+                change = (1, num_bytes) if replaced is None else (0, num_bytes - replaced)
+                if change[1] > room:
+                    return count
+                try:
+                    os.rename(temporary, path)
+                except FileNotFoundError:  # somebody took the folder away
+                    os.makedirs(os.path.dirname(path), 0o770, exist_ok=True)
+                    os.rename(temporary, path)
+                rows[_folder_of(path)] += change
+                room -= change[1]
+        return len(files)
 
     def _visit(self, folder: int) -> tuple[list[_Entry], bool]:
         """All entries of a folder; puts its row right, if nothing changed meanwhile."""

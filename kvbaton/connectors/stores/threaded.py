@@ -4,13 +4,23 @@ from __future__ import annotations
 
 import threading
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
-from typing import Protocol
+from typing import NamedTuple, Protocol
 from weakref import WeakSet
 
 from kvbaton.connectors.store import Found, Pieces, StoreCapabilities, Usage
 from kvbaton.errors import ConfigError, StoreError
+
+
+class Share(NamedTuple):
+    """What a thread takes at a time: so many objects at most, none after so many bytes."""
+
+    objects: int
+    num_bytes: int
+
+
+ONE = Share(1, 1)
 
 
 class Backend(Protocol):
@@ -99,11 +109,11 @@ class ThreadedStore:
 
     def load(self, keys: Sequence[bytes], targets: Sequence[Pieces]) -> Future[list[bool]]:
         """See `Store.load`; one thread per object."""
-        return self._move("load", self.backend.get, keys, targets)
+        return self._move("load", _one_by_one(self.backend.get), keys, targets)
 
     def store(self, keys: Sequence[bytes], sources: Sequence[Pieces]) -> Future[list[bool]]:
         """See `Store.store`; one thread per object."""
-        return self._move("store", self.backend.put, keys, sources)
+        return self._move("store", _one_by_one(self.backend.put), keys, sources)
 
     def delete(self, keys: Sequence[bytes]) -> Future[int]:
         """See `Store.delete`."""
@@ -126,11 +136,13 @@ class ThreadedStore:
     def _move(
         self,
         job: str,
-        action: Callable[[bytes, Pieces], bool],
+        action: Action,
         keys: Sequence[bytes],
         many: Sequence[Pieces],
+        share: Share = ONE,
     ) -> Moves:
-        moves = Moves(self._pool(job), self._threads, action, keys, many)
+        items = list(zip(keys, many, strict=True))
+        moves = Moves(self._pool(job), self._threads, action, items, share)
         self._moves.add(moves)
         return moves
 
@@ -140,8 +152,16 @@ class ThreadedStore:
         return self._pools[job]
 
 
+Action = Callable[[Sequence[tuple[bytes, Pieces]]], Sequence[bool]]
+"""Moves a few objects."""
+
+
+def _one_by_one(move: Callable[[bytes, Pieces], bool]) -> Action:
+    return lambda items: [move(key, pieces) for key, pieces in items]
+
+
 class Moves(Future[list[bool]]):
-    """Objects that a few threads move, each taking the next; done when all threads are.
+    """Objects that a few threads move, each taking the next ones; done when all threads are.
 
     The first error ends it and is its result. Cancelling stops what has not begun, whose answer is
     then False. Since others may still run, the whole is never cancelled: it is done when no thread
@@ -150,24 +170,24 @@ class Moves(Future[list[bool]]):
     Args:
         pool: runs the threads.
         threads: how many of them, at most.
-        action: moves one object.
-        keys: of the objects.
-        many: their pieces.
+        action: moves a few objects.
+        items: keys and pieces.
+        share: what a thread takes at a time.
     """
 
     def __init__(
         self,
         pool: ThreadPoolExecutor,
         threads: int,
-        action: Callable[[bytes, Pieces], bool],
-        keys: Sequence[bytes],
-        many: Sequence[Pieces],
+        action: Action,
+        items: Sequence[tuple[bytes, Pieces]],
+        share: Share,
     ) -> None:
         super().__init__()
         self.set_running_or_notify_cancel()
-        self._action = action
-        self._waiting = deque(enumerate(zip(keys, many, strict=True)))
-        self._answers = [False] * len(self._waiting)
+        self._action, self._items = action, items
+        self._waiting = deque(_shares(items, share))
+        self._answers = [False] * len(items)
         self._lock = threading.Lock()
         self._error: BaseException | None = None
         self._left = count = min(threads, len(self._waiting))
@@ -187,10 +207,10 @@ class Moves(Future[list[bool]]):
     def _work(self) -> None:
         while True:
             try:
-                index, (key, pieces) = self._waiting.popleft()
+                share = self._waiting.popleft()
             except IndexError:
                 return
-            self._answers[index] = self._action(key, pieces)
+            self._answers[share] = self._action(self._items[share])
 
     def _worker_done(self, worker: Future[None]) -> None:
         error = None if worker.cancelled() else worker.exception()
@@ -205,3 +225,12 @@ class Moves(Future[list[bool]]):
             self.set_exception(self._error)
         else:
             self.set_result(self._answers)
+
+
+def _shares(items: Sequence[tuple[bytes, Pieces]], share: Share) -> Iterator[slice]:
+    start = num_bytes = 0
+    for end, (_, pieces) in enumerate(items, 1):
+        num_bytes += sum(map(len, pieces))
+        if end - start == share.objects or num_bytes >= share.num_bytes or end == len(items):
+            yield slice(start, end)
+            start, num_bytes = end, 0
