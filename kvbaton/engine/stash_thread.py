@@ -48,7 +48,10 @@ Wait = Future[Any] | Callable[[], bool]
 Job = Generator[Wait, None, T]
 
 LOOK_S = 0.0005
-"""Between two looks at what can't wake the thread: digests and copies of a device."""
+"""From a first look at what can't wake the thread, sums and copies of a device, to the second."""
+LOOK_GROWTH = 1.25
+"""Each pause is so much longer than the one before: every look disturbs the steps."""
+MOST_LOOK_S = 0.005
 CLOSE_S = 10.0
 WARN_S = 10.0
 """Between two lines in the log about failures."""
@@ -82,6 +85,7 @@ class StashThread:
         self._inbox: deque[Order] = deque()
         self._outbox: deque[Answer] = deque()
         self._wake = threading.Event()
+        self._pause_s = LOOK_S
         self._stopping = False
         self._jobs: dict[Job[None], Wait] = {}
         self._loads: dict[int, Future[list[bool]]] = {}
@@ -173,7 +177,8 @@ class StashThread:
 
     def _turn(self) -> None:
         asked = any(not isinstance(wait, Future) for wait in self._jobs.values())
-        self._wake.wait(LOOK_S if asked else None)
+        woken = self._wake.wait(self._pause_s if asked else None)
+        self._pause_s = LOOK_S if woken else min(self._pause_s * LOOK_GROWTH, MOST_LOOK_S)
         self._wake.clear()
         while self._inbox:
             self._begin(self._inbox.popleft())
