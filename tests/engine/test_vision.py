@@ -195,3 +195,21 @@ def test_positions_turn_with_their_own_base(checkpoint: Checkpoint, tmp_path: Pa
     (other / "config.json").write_text(json.dumps(config))
     values = patches(SEVERAL)
     assert not torch.allclose(tower(other)(values, SEVERAL), tower(folder)(values, SEVERAL))
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")
+@family
+def test_gpu_equals_cpu_and_is_not_waited_for(family: str, checkpoint: Checkpoint) -> None:
+    torch.backends.cuda.matmul.allow_tf32 = False
+    config = load_model_config(checkpoint(family=family))
+    ours = load_vision(config, device=torch.device("cuda"))
+    ours(patches([(1, 4, 4)]).pin_memory(), [(1, 4, 4)])
+    values = patches(SEVERAL)
+    pinned = values.pin_memory()
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        rows = ours(pinned, SEVERAL)
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+    assert_close(rows.cpu(), tower(config.folder)(values, SEVERAL), atol=1e-3, rtol=1e-3)
