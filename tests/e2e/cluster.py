@@ -28,15 +28,15 @@ class Cluster:
         self.model = model
         self.servers: list[Server] = []
 
-    def start_router(self, name: str = "router") -> Router:
+    def start_router(self, name: str = "router", *flags: str) -> Router:
         words = ["router", "--port=0", f"--model={self.model}", "--served-model-name=tiny"]
-        router = Router(name, words, self.folder)
+        router = Router(name, [*words, *flags], self.folder)
         self.servers.append(router)
         return router
 
     def start_node(
         self,
-        role: Literal["prefill", "decode"],
+        role: Literal["prefill", "decode", "encode"],
         name: str,
         flags: Mapping[str, str | None] | None = None,
         *,
@@ -48,7 +48,8 @@ class Cluster:
         Args:
             role: which command.
             name: its node id.
-            flags: of its engine, beyond `ENGINE`; None for a flag without a value.
+            flags: of its engine, beyond `ENGINE` (which encoder nodes do not know); None for a flag
+                without a value.
             model: other than the cluster's.
             router: to register with.
         """
@@ -56,7 +57,8 @@ class Cluster:
         common["model"] = str(model or self.model)
         if router is not None:
             common["router"] = router.url
-        node = Node(name, [role, *_words({**common, **ENGINE, **(flags or {})})], self.folder)
+        engine = {} if role == "encode" else ENGINE
+        node = Node(name, [role, *_words({**common, **engine, **(flags or {})})], self.folder)
         self.servers.append(node)
         return node
 
