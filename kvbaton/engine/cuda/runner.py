@@ -124,10 +124,13 @@ class CudaRunner(Runner):
         """Take encoder outputs from here; from another device on a stream of our own.
 
         On that device's default stream they would wait for its rank's step, which waits for ours.
+        One row is taken now: what the driver sets up for it, it may not while a rank waits.
         """
         self.encoder = pool
         if pool.data.device != self.device:
             self._far_stream = torch.cuda.Stream(pool.data.device)  # type: ignore[no-untyped-call]
+        with torch.inference_mode():
+            self._gather(np.zeros(1, np.int64), np.zeros(1, np.int64))
 
     @torch.inference_mode()
     def run(self, plan: StepPlan) -> StepOutput:
