@@ -23,7 +23,6 @@ from kvbaton.engine.core import EngineCore, Mailbox
 from kvbaton.engine.encoder.build import (
     make_encoder,
     make_encoder_scheduler,
-    processor_settings,
     vision_config,
 )
 from kvbaton.engine.executor import Executor
@@ -35,6 +34,7 @@ from kvbaton.engine.process import RoleFactory, Surroundings
 from kvbaton.engine.scheduler import Scheduler, SchedulerConfig
 from kvbaton.engine.stash import StashConfig
 from kvbaton.engine.stash_thread import StashThread
+from kvbaton.engine.vision_config import processor_settings
 from kvbaton.errors import ConfigError
 from kvbaton.wire import NodeId
 
@@ -230,7 +230,7 @@ def encoder_identity(config: EngineConfig, model: ModelConfig) -> IdentityRecord
 
 def processor_digest(model: ModelConfig) -> str:
     """Of the image processor's settings, however they are written down."""
-    data = msgspec.json.encode(processor_settings(model), order="deterministic")
+    data = msgspec.json.encode(processor_settings(model.folder), order="deterministic")
     return hashlib.blake2b(data, digest_size=32, person=b"kvbaton-images").hexdigest()
 
 

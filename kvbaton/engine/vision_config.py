@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
 
 import msgspec
 
@@ -162,3 +164,22 @@ def _refuse_unsupported(vision: RawVision, family: VisionFamily, hidden_size: in
         raise ConfigError("--model", f"{where}deepstack_visual_indexes must ascend below depth")
     if entries < 1 or math.isqrt(entries) ** 2 != entries:
         raise ConfigError("--model", f"{where}num_position_embeddings must be a square")
+
+
+def processor_settings(folder: Path) -> dict[str, Any]:
+    """Settings of the image processor of a Hugging Face folder.
+
+    They lie in ``preprocessor_config.json``; folders that a whole processor of transformers 5 was
+    saved to have them in ``processor_config.json``.
+
+    Raises:
+        ConfigError: they are missing or broken.
+    """
+    path, joint = folder / "preprocessor_config.json", folder / "processor_config.json"
+    try:
+        if path.exists() or not joint.exists():
+            return msgspec.json.decode(path.read_bytes(), type=dict[str, Any])
+        content = msgspec.json.decode(joint.read_bytes(), type=dict[str, Any])
+        return msgspec.convert(content.get("image_processor"), dict[str, Any])
+    except (OSError, msgspec.MsgspecError) as error:
+        raise ConfigError("--model", f"can't read the settings of {path}: {error}") from error

@@ -200,3 +200,20 @@ def test_processor_must_be_known(checkpoint: Checkpoint, tmp_path: Path) -> None
     path.unlink()
     with pytest.raises(ConfigError, match=r"preprocessor_config\.json"):
         ImageReader(folder)
+
+
+def test_settings_may_lie_in_the_whole_processors_file(
+    checkpoint: Checkpoint, tmp_path: Path
+) -> None:
+    folder = checkpoint(family="qwen2_5_vl")
+    saved = Path(shutil.copytree(folder, tmp_path / "model"))
+    settings = json.loads((saved / "preprocessor_config.json").read_text())
+    (saved / "preprocessor_config.json").unlink()
+    (saved / "processor_config.json").write_text(json.dumps({"image_processor": settings}))
+    data = encoded(picture(150, 110))
+    read, wanted = ImageReader(saved).read(data), ImageReader(folder).read(data)
+    assert read.grid == wanted.grid
+    np.testing.assert_array_equal(read.values, wanted.values)
+    (saved / "processor_config.json").write_text("{}")
+    with pytest.raises(ConfigError, match="settings"):
+        ImageReader(saved)

@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any
 
-import msgspec
 import torch
 
 from kvbaton.connectors.layout import ITEM_SIZE, KVLayout
@@ -17,7 +15,7 @@ from kvbaton.engine.local import DEFAULT_CPU_BYTES, choose_device
 from kvbaton.engine.model_config import ModelConfig, resolve_max_model_len
 from kvbaton.engine.scheduler import Scheduler, SchedulerConfig
 from kvbaton.engine.stash import StashConfig
-from kvbaton.engine.vision_config import VisionConfig
+from kvbaton.engine.vision_config import VisionConfig, processor_settings
 from kvbaton.errors import ConfigError
 from kvbaton.wire import ENCODER_BLOCK_ROWS
 
@@ -91,23 +89,10 @@ def largest_item(model: ModelConfig) -> int:
     Raises:
         ConfigError: the processor's settings can't be read.
     """
-    settings, vision = processor_settings(model), vision_config(model)
+    settings, vision = processor_settings(model.folder), vision_config(model)
     size = settings.get("size") or {}
     pixels = settings.get("max_pixels") or size.get("longest_edge") or DEFAULT_PIXELS
     return max(1, int(pixels) // (vision.patch_size * vision.merge_size) ** 2)
-
-
-def processor_settings(model: ModelConfig) -> dict[str, Any]:
-    """What ``preprocessor_config.json`` says.
-
-    Raises:
-        ConfigError: it is missing or broken.
-    """
-    path = model.folder / "preprocessor_config.json"
-    try:
-        return msgspec.json.decode(path.read_bytes(), type=dict[str, Any])
-    except (OSError, msgspec.DecodeError) as error:
-        raise ConfigError("--model", f"can't read {path}: {error}") from error
 
 
 def pool_blocks(config: EngineConfig, model: ModelConfig, device: torch.device) -> int:

@@ -7,11 +7,11 @@ from io import BytesIO
 from pathlib import Path
 from typing import Any
 
-import msgspec
 import numpy as np
 import numpy.typing as npt
 from PIL import Image, ImageOps
 
+from kvbaton.engine.vision_config import processor_settings
 from kvbaton.errors import ConfigError, RequestError
 
 FORMATS = ("JPEG", "PNG", "WEBP", "GIF", "BMP")
@@ -38,16 +38,17 @@ class ImageReader:
     """Decodes images and prepares them as the model's own image processor does.
 
     Args:
-        folder: a Hugging Face folder with ``preprocessor_config.json``.
+        folder: a Hugging Face folder.
 
     Raises:
-        ConfigError: there is no such file, or it names an image processor that ``transformers``
+        ConfigError: it has no image processor, or one that ``transformers``
             does not have for Pillow.
     """
 
     def __init__(self, folder: str | Path) -> None:
         folder = Path(folder)
-        self._process = _processor_class(_processor_type(folder)).from_pretrained(folder)
+        name = str(processor_settings(folder).get("image_processor_type", ""))
+        self._process = _processor_class(name).from_pretrained(folder)
 
     def read(self, data: bytes) -> Patches:
         """Decode, turn upright, resize and cut.
@@ -80,15 +81,6 @@ def decode(data: bytes) -> Image.Image:
         kinds = ", ".join(FORMATS)
         raise RequestError(f"can't decode the image (one of {kinds}): {error}") from error
     raise RequestError(f"the image has {width} x {height} pixels; at most {MAX_PIXELS} are taken")
-
-
-def _processor_type(folder: Path) -> str:
-    path = folder / "preprocessor_config.json"
-    try:
-        content = msgspec.json.decode(path.read_bytes(), type=dict[str, Any])
-    except (OSError, msgspec.DecodeError) as error:
-        raise ConfigError("--model", f"can't read {path}: {error}") from error
-    return str(content.get("image_processor_type", ""))
 
 
 def _processor_class(name: str) -> Any:
