@@ -94,7 +94,9 @@ class Driver:
             table += blocks
             start = self.computed[handle]
             rows = (
-                r for r in self.item_rows[handle] if r.start < end and start < r.start + r.length
+                r
+                for r in self.item_rows.get(handle, ())
+                if r.start < end and start < r.start + r.length
             )
             new_blocks = (tuple(blocks),)
             steps.append(SequenceStep(handle, start, count, new_blocks, samples, tuple(rows)))
