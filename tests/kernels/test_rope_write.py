@@ -3,6 +3,9 @@ from typing import Any
 import pytest
 import torch
 
+from kvbaton.engine.attention import rotate
+from kvbaton.engine.model_config import RopeConfig
+from kvbaton.engine.models.layers import RotaryEmbedding
 from kvbaton.kernels.rope_write import rope_write, rope_write_reference
 
 
@@ -73,6 +76,21 @@ def test_matches_fp64(
 
 def test_many_tokens_take_several_per_program(place: Any) -> None:
     run(place, 1027, 2, 1, 16, 16)
+
+
+@pytest.mark.parametrize("interleaved", [False, True])
+def test_tokens_with_three_rotary_positions(place: Any, interleaved: bool) -> None:
+    rope = RopeConfig(mrope_section=(2, 3, 3), mrope_interleaved=interleaved)
+    positions = torch.randint(0, 64, (3, 21))
+    rotary = RotaryEmbedding(rope, 16)(positions, torch.float32)
+    table = torch.cat([x[:, 0, :8] for x in rotary], dim=-1).to(place.device)
+    query, key, value = (place.randn(21, heads, 16) for heads in (4, 2, 2))
+    expected = [rotate(x.cpu().float(), rotary) for x in (query, key)]
+    cache = torch.zeros(2, 2, 2, 16, 16, device=place.device, dtype=place.dtype)
+    rows = torch.arange(21, device=place.device)
+    rope_write(query, key, value, rows, table, cache[:, :, 0], cache[:, :, 1], rows)
+    place.close(query, expected[0])
+    place.close(cache[:, :, 0].transpose(1, 2).flatten(0, 1)[:21], expected[1])
 
 
 def test_nothing_to_do(place: Any) -> None:
