@@ -7,7 +7,7 @@ when it runs: the HTTP process in `main`, the core in the factory.
 from __future__ import annotations
 
 import os
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, ClassVar
 
 from kvbaton.connectors.courier.endpoint import HandoverConfig
@@ -26,6 +26,11 @@ class DecodeFactory:
 
     handover: HandoverConfig
     sends_blocks: ClassVar[bool] = False
+
+    @property
+    def items(self) -> DecodeFactory:
+        """See `process.RoleFactory`; nobody dials who receives."""
+        return replace(self, handover=replace(self.handover, control_port=0))
 
     def __call__(
         self, executor: Executor, scheduler: Scheduler, surroundings: Surroundings

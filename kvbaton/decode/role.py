@@ -25,7 +25,7 @@ from kvbaton.engine.executor import Executor
 from kvbaton.engine.request import Request
 from kvbaton.engine.scheduler import Admitted, Scheduler
 from kvbaton.errors import RequestError
-from kvbaton.wire import AddRequest, Output
+from kvbaton.wire import AddRequest, Output, TransferSpec
 
 
 class DecodeRole:
@@ -140,6 +140,12 @@ class DecodeRole:
             self.courier.submit(CancelTarget(attempt))
 
     # --- hand-overs ---
+
+    def decline(self, transfer: TransferSpec) -> None:
+        """Tell a source that what it was to send is here already."""
+        if transfer.peer is not None and self._is_member(transfer.peer):
+            attempt = Attempt(transfer.transfer_id, transfer.attempt)
+            self.courier.submit(Unneeded(attempt, transfer.peer))
 
     def begin(self) -> None:
         """Reserve blocks at the prefill node for what was just admitted."""

@@ -11,6 +11,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 
 from kvbaton.engine.blocks import Match, Need
+from kvbaton.engine.encoder.items import Items
 from kvbaton.engine.request import Sequence, State
 from kvbaton.engine.roster import Roster
 from kvbaton.engine.stash import Stash
@@ -45,6 +46,13 @@ class Follow:
 
 
 @dataclass(frozen=True)
+class Await:
+    """Wait for the encoder output that the token at `start` stands for."""
+
+    start: int
+
+
+@dataclass(frozen=True)
 class Reject:
     """It can never run."""
 
@@ -54,13 +62,14 @@ class Reject:
 class Admission:
     """Decides about the first of the queue."""
 
-    def __init__(self, roster: Roster, stash: Stash | None) -> None:
+    def __init__(self, roster: Roster, stash: Stash | None, items: Items | None) -> None:
         self._roster = roster
         self._stash = stash
+        self._items = items
         self._blocks = roster.blocks
         self._config = roster.config
 
-    def decide(self, sequence: Sequence) -> Run | Load | Fetch | Follow | Reject | None:
+    def decide(self, sequence: Sequence) -> Run | Load | Fetch | Follow | Await | Reject | None:
         """What to do with the first of the queue; None lets it wait."""
         if sequence.pending or not self._has_slot(sequence):
             return None
@@ -80,6 +89,10 @@ class Admission:
         if self._is_forbidden(sequence, match):
             missing = len(sequence.request.prompt) - match.num_tokens
             return Reject(f"debug_forbid_prompt_compute: {missing} prompt tokens are not cached")
+        if self._items is not None and sequence.request.spec.items:
+            start = min(match.num_tokens, len(sequence.tokens) - 1)
+            if self._items.ready_until(sequence, start) <= start:
+                return Await(start)
         return self._run(sequence, match)
 
     def _has_slot(self, sequence: Sequence) -> bool:

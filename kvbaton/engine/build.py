@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 
 import msgspec
 
@@ -25,6 +25,8 @@ from kvbaton.engine.encoder.build import (
     make_encoder_scheduler,
     vision_config,
 )
+from kvbaton.engine.encoder.executor import EncoderExecutor
+from kvbaton.engine.encoder.side import Desk, EncoderSide
 from kvbaton.engine.executor import Executor
 from kvbaton.engine.kv_event_publisher import KVEventPublisher
 from kvbaton.engine.kv_events import KVEventsConfig
@@ -65,11 +67,17 @@ def build_engine(
     if config.encoder_only:
         return build_encoder(config, model, node, role_factory, mailbox)
     identity = identity_record(config, model)
+    encoder = None if model.vision is None else build_side(config, model, node, role_factory.items)
     track_sums = role_factory.sends_blocks or config.store is not None
     executor = make_executor(config, model, track_sums=track_sums)
     store = open_store(config, executor, identity.digest())
     stash = None if store is None else stash_config(config, store)
-    scheduler = make_scheduler(config, model, executor.layouts[0], identity.digest(), stash=stash)
+    outputs = None if encoder is None else encoder.core.scheduler
+    scheduler = make_scheduler(
+        config, model, executor.layouts[0], identity.digest(), stash=stash, outputs=outputs
+    )
+    if encoder is not None:
+        executor.attach_encoder(encoder.pool)
     kv_events = open_kv_events(config, scheduler)
     surroundings = Surroundings(config, node, identity.digest(), identity.record())
     role = role_factory(executor, scheduler, surroundings)
@@ -82,6 +90,7 @@ def build_engine(
             depth=steps_in_flight(config),
             store=store,
             kv_events=kv_events,
+            encoder=encoder,
         ),
         num_blocks=executor.layouts[0][0].num_blocks - 1,
         block_size=config.block_size,
@@ -89,7 +98,24 @@ def build_engine(
         eos_token_ids=model.eos_token_ids,
         vocab_size=model.vocab_size,
         identity=identity.digest(),
+        encoder_identity=b"" if encoder is None else encoder_identity(config, model).digest(),
     )
+
+
+def build_side(
+    config: EngineConfig, model: ModelConfig, node: NodeId, role_factory: RoleFactory
+) -> EncoderSide:
+    """The encoder beside a language model, which is the same but for who asks it.
+
+    Raises:
+        ConfigError: a setting or the model folder is wrong.
+    """
+    desk = Desk()
+    alone = replace(config, kv_events_config=None, tensor_parallel_size=1)
+    beside = NodeId(f"{node.node}-items", node.generation)
+    core = build_encoder(alone, model, beside, role_factory, desk).core
+    assert isinstance(core.executor, EncoderExecutor)
+    return EncoderSide(core, desk, core.executor.pool)
 
 
 def build_encoder(
@@ -247,6 +273,7 @@ def make_scheduler(
     identity: bytes,
     *,
     stash: StashConfig | None = None,
+    outputs: Scheduler | None = None,
 ) -> Scheduler:
     """A scheduler over pools with these layouts."""
     groups = tuple(
@@ -266,4 +293,5 @@ def make_scheduler(
         ),
         root_key=lambda salt: root_key(identity, salt),
         stash=stash,
+        outputs=outputs,
     )

@@ -10,8 +10,8 @@ import logging
 import select
 import time
 from collections import deque
-from collections.abc import Callable, Iterable
-from typing import Any, Protocol
+from collections.abc import Callable, Iterable, Sequence
+from typing import TYPE_CHECKING, Any, Protocol
 
 from kvbaton.engine.executor import Executor
 from kvbaton.engine.kv_event_publisher import KVEventPublisher
@@ -34,6 +34,9 @@ from kvbaton.wire import (
     Shutdown,
     ToCore,
 )
+
+if TYPE_CHECKING:
+    from kvbaton.engine.encoder.side import EncoderSide
 
 logger = logging.getLogger(__name__)
 
@@ -65,6 +68,7 @@ class EngineCore:
         depth: steps in flight; 2 overlaps scheduling with a device's work.
         store: carries out what the scheduler's stash decides.
         kv_events: tells indexers what the prefix cache holds.
+        encoder: computes and receives the encoder outputs of prompts with items.
     """
 
     def __init__(
@@ -77,6 +81,7 @@ class EngineCore:
         depth: int = 1,
         store: StashThread | None = None,
         kv_events: KVEventPublisher | None = None,
+        encoder: EncoderSide | None = None,
     ) -> None:
         self.executor = executor
         self.scheduler = scheduler
@@ -85,10 +90,11 @@ class EngineCore:
         self.depth = depth
         self.store = store
         self.kv_events = kv_events
+        self.encoder = encoder
         self._waker = select.epoll()
-        for fd in (role.wake_fd, executor.wake_fd, None if store is None else store.wake_fd):
-            if fd is not None:
-                self._waker.register(fd, select.EPOLLIN)
+        for part in (role, executor, store, encoder):
+            if part is not None and part.wake_fd is not None:
+                self._waker.register(part.wake_fd, select.EPOLLIN)
         self.in_flight: deque[PendingStep] = deque()
         self.draining = False
         self.steps = 0
@@ -103,6 +109,11 @@ class EngineCore:
             Command: self.command,
             Shutdown: self.shut_down,
         }
+
+    @property
+    def wake_fd(self) -> int:
+        """Readable when `listen` or `update` has something to do."""
+        return self._waker.fileno()
 
     # --- the loop ---
 
@@ -128,17 +139,18 @@ class EngineCore:
         """Whether nothing is left to do, for clients, peers or the store."""
         stash = self.scheduler.stash
         works = self.in_flight or self.scheduler.has_work() or self.role.busy()
+        works = works or (self.encoder is not None and not self.encoder.core.is_idle())
         return not works and not (stash is not None and stash.busy())
 
     def receive(self) -> None:
         """Take in what the HTTP process sent; wait for it if there is nothing else to do."""
-        for message in self.mailbox.receive(self._patience(), self._waker.fileno()):
+        for message in self.mailbox.receive(self.patience(), self.wake_fd):
             self._handlers[type(message)](message)  # type: ignore[operator]
 
     def listen(self) -> None:
         """Let the role speak, and end what has waited too long."""
         self.send(self.role.poll())
-        ended = self.ask_store()
+        ended = self.ask_store() + self.turn_encoder()
         ended += self.scheduler.expire(time.monotonic())
         for output in ended:
             self.role.ended(output.request_id)
@@ -152,6 +164,13 @@ class EngineCore:
                 outputs += stash.answer(answer)
             self.store.submit(stash.take_orders())
         return outputs
+
+    def turn_encoder(self) -> list[Output]:
+        """Let the encoder work; returns what ended because an item can't be had."""
+        if self.encoder is None or self.scheduler.items is None:
+            return []
+        self.encoder.turn(self.scheduler.items)
+        return self.scheduler.end_failed()
 
     def launch(self) -> None:
         """Start the next step, if there is one and room for it."""
@@ -178,13 +197,16 @@ class EngineCore:
             self.listen()
             self.send(self.scheduler.update(result))
 
-    def _patience(self) -> float:
+    def patience(self) -> float:
+        """Seconds until there is something to do that nothing wakes us for."""
         if self.in_flight and self.executor.wake_fd is None:
             return 0.0
         if len(self.in_flight) < self.depth and self.scheduler.can_schedule():
             return 0.0
         deadline = self.scheduler.next_deadline()
         wait = IDLE_WAIT_S if deadline is None else deadline - time.monotonic()
+        if self.encoder is not None and self.scheduler.items is not None:
+            wait = min(wait, self.encoder.patience(self.scheduler.items))
         return min(max(wait, 0.0), 0.02 if self._stop_at is not None else IDLE_WAIT_S)
 
     def close(self) -> None:
@@ -195,6 +217,8 @@ class EngineCore:
         if self.kv_events is not None:
             self.kv_events.close()
         self.executor.close()
+        if self.encoder is not None:
+            self.encoder.core.close()
 
     # --- messages ---
 
@@ -236,7 +260,7 @@ class EngineCore:
             "metrics": lambda: self.report(force=True),
             "reset_prefix_cache": self.reset_prefix_cache,
             "drain": self.drain,
-            "members": lambda: self.role.set_members(command.argument or ()),
+            "members": lambda: self.set_members(command.argument or ()),
         }
         if command.name in actions:
             reply = self._answer(command.command_id, actions[command.name])
@@ -254,9 +278,17 @@ class EngineCore:
         except TimeoutError as error:  # who asks about a thread that is stuck must not end us
             return Reply(command_id=command_id, error=str(error))
 
+    def set_members(self, addresses: Sequence[str]) -> None:
+        """Control addresses that the router vouches for."""
+        self.role.set_members(addresses)
+        if self.encoder is not None:
+            self.encoder.core.set_members(addresses)
+
     def reset_prefix_cache(self) -> int:
-        """Forget all cached prefixes; returns how many blocks held one."""
+        """Forget all cached prefixes and encoder outputs; returns how many blocks held any."""
         count = self.scheduler.reset_prefix_cache()
+        if self.encoder is not None:
+            count += self.encoder.core.reset_prefix_cache()
         if self.kv_events is not None:
             self.kv_events.log.cleared()
         return count
@@ -288,6 +320,10 @@ class EngineCore:
 
     def metrics(self) -> Metrics:
         """All counters and gauges now."""
+        return Metrics(counters=self.counters(), gauges=self.gauges())
+
+    def counters(self) -> dict[str, float]:
+        """Monotonic totals by Prometheus name."""
         counters = {
             "kvbaton_steps_total": float(self.steps),
             "kvbaton_step_tokens_total": float(self.step_tokens),
@@ -298,11 +334,20 @@ class EngineCore:
         }
         if self.kv_events is not None:
             counters |= self.kv_events.counters()
+        if self.encoder is not None:
+            for name, value in self.encoder.counters().items():
+                counters[name] = counters.get(name, 0.0) + value
+        return counters
+
+    def gauges(self) -> dict[str, float]:
+        """Values now by Prometheus name."""
         gauges = {**self.scheduler.gauges(), **self.role.gauges()}
         if self.store is not None:
             gauges |= self.store.gauges()
         gauges["kvbaton_ledger_imbalance"] = float(self.imbalance())
-        return Metrics(counters=counters, gauges=gauges)
+        if self.encoder is not None:
+            gauges |= self.encoder.gauges()
+        return gauges
 
     def imbalance(self) -> int:
         """Discrepancies between the pools' marks and who says to hold blocks; always 0."""
@@ -310,7 +355,8 @@ class EngineCore:
         if self.scheduler.stash is not None:
             written, read = self.scheduler.stash.claims()
             incoming, outgoing = incoming + written, outgoing + read
-        return sum(audit(self.scheduler, incoming=incoming, outgoing=outgoing).values())
+        own = sum(audit(self.scheduler, incoming=incoming, outgoing=outgoing).values())
+        return own + (0 if self.encoder is None else self.encoder.core.imbalance())
 
     def state(self) -> dict[str, Any]:
         """The debugging dump."""
@@ -322,4 +368,5 @@ class EngineCore:
             "role": self.role.state(),
             "store": None if self.store is None else self.store.state(),
             "kv_events": None if self.kv_events is None else self.kv_events.state(),
+            "encoder": None if self.encoder is None else self.encoder.state(),
         }

@@ -22,7 +22,7 @@ def audit(
     """Compare the pools with what requests and hand-overs say they hold.
 
     Args:
-        scheduler: whose block tables say what requests hold.
+        scheduler: whose block tables say what requests hold, and whose `pinned` what others do.
         incoming: spans of every attempt that a remote writer may still write. Those that the role
             has not taken yet (`Scheduler.take_admitted`) are added here.
         outgoing: spans of every hold that a transfer has.
@@ -64,6 +64,7 @@ def _counters(pool: BlockPool) -> tuple[Counts, Counts, Counts]:
 
 def _references(scheduler: Scheduler, g: int) -> Counts:
     tables = [block for s in scheduler.roster.sequences() for block in s.tables[g]]
+    tables += [block for pinned in scheduler.pinned() for block in pinned[g]]
     counts = np.bincount(np.array(tables, np.int64), minlength=scheduler.blocks.pools[g].num_blocks)
     counts[NULL_BLOCK] = 0
     return counts

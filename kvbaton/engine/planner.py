@@ -16,8 +16,9 @@ import itertools
 from collections import deque
 from dataclasses import dataclass, field
 
-from kvbaton.engine.admission import Admission, Fetch, Follow, Load, Reject, Run
+from kvbaton.engine.admission import Admission, Await, Fetch, Follow, Load, Reject, Run
 from kvbaton.engine.blocks import Match
+from kvbaton.engine.encoder.items import Items
 from kvbaton.engine.handover import Handover
 from kvbaton.engine.request import Sequence, State
 from kvbaton.engine.roster import Roster
@@ -81,14 +82,17 @@ class Planner:
         in_flight: plans handed out and not updated, oldest first.
     """
 
-    def __init__(self, roster: Roster, handover: Handover, stash: Stash | None) -> None:
+    def __init__(
+        self, roster: Roster, handover: Handover, stash: Stash | None, items: Items | None
+    ) -> None:
         self.in_flight: deque[Flight] = deque()
         self._roster = roster
         self._blocks = roster.blocks
         self._config = roster.config
         self._handover = handover
         self._stash = stash
-        self._admission = Admission(roster, stash)
+        self._items = items
+        self._admission = Admission(roster, stash, items)
         self._handles = itertools.count(1)
         self._launched = 0
 
@@ -100,6 +104,9 @@ class Planner:
             self._launched + 1, self._config.max_num_batched_tokens, self._config.max_num_seqs
         )
         preemptions = self._roster.totals.preemptions
+        if self._items is not None:
+            for sequence in self._roster.running:
+                self._items.ask(sequence, sequence.num_scheduled)
         running = [(self._remaining(s), s) for s in self._roster.running]
         for decoding in (True, False):
             for remaining, sequence in running:
@@ -128,7 +135,13 @@ class Planner:
             unknown = sequence.handle is None and sequence.parent is None
             if unknown or sequence.is_ending:
                 return 0
-        return sequence.num_total - sequence.num_scheduled
+        return self._end(sequence) - sequence.num_scheduled
+
+    def _end(self, sequence: Sequence) -> int:
+        """How far it could be computed now: to its end, or to an item that is not here."""
+        if self._items is None or not sequence.request.spec.items:
+            return sequence.num_total
+        return min(sequence.num_total, self._items.ready_until(sequence, sequence.num_scheduled))
 
     # --- one sequence ---
 
@@ -191,8 +204,9 @@ class Planner:
         assert sequence.handle is not None
         start, end = sequence.num_scheduled, sequence.num_scheduled + count
         targets = self._targets(sequence) if end == sequence.num_total else ()
+        rows = () if self._items is None else self._items.rows(sequence, start, end)
         draft.steps.append(
-            SequenceStep(sequence.handle, start, count, self._unsent(sequence), len(targets))
+            SequenceStep(sequence.handle, start, count, self._unsent(sequence), len(targets), rows)
         )
         draft.items.append(Item(sequence, sequence.handle, start, end, targets))
         draft.budget -= count
@@ -253,6 +267,8 @@ class Planner:
                 self._stash.load(sequence, match)
             case Follow(match) if self._stash is not None:
                 self._stash.follow(sequence, match)
+            case Await(start) if self._items is not None:
+                return self._items.wait(sequence, start)
             case Run(match) if draft.room > 0 and self._has_budget(draft, sequence, match):
                 self._start(draft, sequence, match)
             case _:
@@ -276,7 +292,7 @@ class Planner:
             sequence.shares_tail = True
         self._grow(draft, sequence, total)
         self._roster.run(sequence)
-        missing = total - sequence.num_scheduled
+        missing = self._end(sequence) - sequence.num_scheduled
         whole = self._config.whole_prompts
         self._compute(draft, sequence, missing if whole else min(missing, draft.budget))
 

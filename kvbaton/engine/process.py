@@ -46,6 +46,11 @@ class RoleFactory(Protocol):
         """Whether blocks are handed over from this node, so that their digests must be kept."""
         ...
 
+    @property
+    def items(self) -> RoleFactory:
+        """Makes the role of the encoder beside a language model, which receives outputs."""
+        ...
+
     def __call__(
         self, executor: Executor, scheduler: Scheduler, surroundings: Surroundings
     ) -> Role:

@@ -7,7 +7,7 @@ from typing import Any, Protocol
 
 from kvbaton.connectors.protocol.events import Spans
 from kvbaton.engine.request import Request
-from kvbaton.wire import AddRequest, Output
+from kvbaton.wire import AddRequest, Output, TransferSpec
 
 
 class Role(Protocol):
@@ -45,6 +45,10 @@ class Role(Protocol):
 
     def emitted(self, outputs: Sequence[Output]) -> list[Output]:
         """Outputs on their way to the clients; returns them as they shall be sent."""
+        ...
+
+    def decline(self, transfer: TransferSpec) -> None:
+        """Tell the source of a hand-over that it is not needed."""
         ...
 
     def begin(self) -> None:

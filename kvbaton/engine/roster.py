@@ -5,7 +5,7 @@ from __future__ import annotations
 import heapq
 from bisect import insort
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 
 import msgspec
@@ -93,6 +93,7 @@ class Roster:
         ended: handles that the runner has yet to forget.
         outbox: outputs made while a step was planned.
         totals: what happened so far.
+        on_retire: each is called with a sequence that is over.
     """
 
     def __init__(self, config: SchedulerConfig, blocks: Blocks) -> None:
@@ -106,6 +107,7 @@ class Roster:
         self.ended: list[int] = []
         self.outbox: list[Output] = []
         self.totals = Totals()
+        self.on_retire: list[Callable[[Sequence], None]] = []
         self._deadlines: list[tuple[float, int, Request]] = []
 
     def sequences(self) -> Iterator[Sequence]:
@@ -271,6 +273,8 @@ class Roster:
         assert sequence.finish_reason is not None
         self._part(sequence)
         sequence.state = State.FINISHED
+        for listener in self.on_retire:
+            listener(sequence)
         request = sequence.request
         if not sequence.unforked and request.state is State.FINISHED:
             self.totals.finished[sequence.finish_reason] += 1

@@ -19,8 +19,10 @@ from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 from kvbaton.connectors.protocol.events import Attempt, Spans
-from kvbaton.engine.blocks import Blocks
+from kvbaton.engine import request as requests
+from kvbaton.engine.blocks import Blocks, Tables
 from kvbaton.engine.door import check_limits, target_attempt
+from kvbaton.engine.encoder.items import Items
 from kvbaton.engine.handover import Admitted, Handover
 from kvbaton.engine.planner import Item, Planner
 from kvbaton.engine.request import Request
@@ -41,11 +43,14 @@ class Scheduler:
         root_key: root of the block keys of requests with a given cache salt.
         clock: monotonic seconds.
         stash: settings of the store, if there is one.
+        outputs: where the encoder outputs of prompts come from; None if they have no items.
 
     Attributes:
         blocks: all block pools.
         roster: the live requests.
         stash: decides what the store does; None without one.
+        items: decides which encoder outputs are asked for and kept; None without an encoder.
+        pinned: blocks that somebody else than requests and hand-overs refers to.
         on_progress: called for a source request after each step that computed some of it, before
             the blocks of a finished one are given back.
     """
@@ -58,16 +63,21 @@ class Scheduler:
         clock: Callable[[], float] = time.monotonic,
         on_progress: Callable[[Request], None] | None = None,
         stash: StashConfig | None = None,
+        outputs: Scheduler | None = None,
     ) -> None:
         self.config = config
         self.blocks = Blocks(config.groups, enable_caching=config.enable_prefix_caching)
         self.roster = Roster(config, self.blocks)
         self.on_progress = on_progress
-        self._root_key = root_key
+        self.root_key = root_key
         self._clock = clock
         self._handover = Handover(self.roster, clock)
         self.stash = None if stash is None else Stash(stash, self.roster, clock)
-        self._planner = Planner(self.roster, self._handover, self.stash)
+        self.items = (
+            None if outputs is None else Items(self.roster, outputs.blocks, outputs.root_key)
+        )
+        self.pinned: Callable[[], Iterable[Tables]] = tuple
+        self._planner = Planner(self.roster, self._handover, self.stash, self.items)
         self._arrivals = 0
 
     # --- requests ---
@@ -79,6 +89,7 @@ class Scheduler:
             RequestError: it can never be served here; names the field and the limit.
         """
         check_limits(request, self.config, self.blocks)
+        self._check_items(request)
         attempt = self._check_names(request)
         known = [*request.token_ids, *request.resume_ids]
         source = request.transfer is not None and request.transfer.role == "source"
@@ -94,15 +105,24 @@ class Scheduler:
             priority=request.priority,
             arrival=self._arrivals,
             deadline=self._clock() + request.deadline_s,
-            root=self._root_key(request.cache_salt),
+            root=self.root_key(request.cache_salt),
             source=source,
             attempt=attempt,
             spec=request,
             prompt_logprobs=None if params.prompt_logprobs is None else [],
         )
         self.roster.enter(entered, known)
-        if self.stash is not None and self.stash.ask(entered.sequences[0]):
-            self.roster.ask(entered.sequences[0])
+        (sequence,) = entered.sequences
+        if self.stash is not None and self.stash.ask(sequence):
+            self.roster.ask(sequence)
+        elif self.items is not None and attempt is None:
+            self.items.ask(sequence, self._cached(sequence) if entered.reads_cache else 0)
+
+    def _check_items(self, request: AddRequest) -> None:
+        if self.items is not None:
+            self.items.check(request)
+        elif request.items and not self.config.whole_prompts:
+            raise RequestError("this model takes text only", param="items")
 
     def _check_names(self, request: AddRequest) -> Attempt | None:
         """Refuse names in use; returns the attempt that a target awaits."""
@@ -128,9 +148,12 @@ class Scheduler:
     def is_cached(self, request_id: str) -> bool:
         """Whether the prefix cache holds all tokens of a live request, in whole blocks."""
         (sequence, *_) = self.roster.requests[request_id].sequences
+        return self._cached(sequence) == len(sequence.tokens)
+
+    def _cached(self, sequence: requests.Sequence) -> int:
+        """Tokens of the longest prefix in the prefix cache."""
         chains = [sequence.chain(group.block_size) for group in self.blocks.groups]
-        total = len(sequence.tokens)
-        return self.blocks.match(chains, total).num_tokens == total
+        return self.blocks.match(chains, len(sequence.tokens)).num_tokens
 
     def abort(self, request_id: str, reason: str = "abort") -> list[Output]:
         """End a request now; unknown ids are ignored.
@@ -143,6 +166,13 @@ class Scheduler:
         if reason == "abort":
             return self.roster.end(request, "abort")
         return self.roster.end(request, "error", reason)
+
+    def end_failed(self) -> list[Output]:
+        """End requests whose encoder outputs can't be had."""
+        outputs: list[Output] = []
+        for request, error in () if self.items is None else self.items.take_failed():
+            outputs += self.roster.end(request, "error", error)
+        return outputs
 
     def expire(self, now: float) -> list[Output]:
         """End requests whose deadline has passed; with them come those that could never fit."""
@@ -219,6 +249,8 @@ class Scheduler:
         sequence, request = item.sequence, item.sequence.request
         sequence.num_computed = item.end
         sequence.commit(self.blocks)
+        if self.items is not None:
+            self.items.computed(sequence)
         of_prompt = min(item.end, len(request.prompt)) - item.start
         self.roster.totals.prompt_tokens["computed"] += max(0, of_prompt)
         if request.prompt_logprobs is not None and sampled is not None:
@@ -308,6 +340,7 @@ class Scheduler:
             "kvbaton_preemptions_total": float(totals.preemptions),
             "kvbaton_load_failures_total": float(totals.load_failures),
             **({} if self.stash is None else self.stash.counters()),
+            **({} if self.items is None else self.items.counters()),
         }
 
     def gauges(self) -> dict[str, float]:

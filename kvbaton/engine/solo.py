@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any, ClassVar
 
 from kvbaton.errors import RequestError
-from kvbaton.wire import AddRequest, Output
+from kvbaton.wire import AddRequest, Output, TransferSpec
 
 if TYPE_CHECKING:
     from kvbaton.connectors.protocol.events import Spans
@@ -21,6 +21,11 @@ class SoloFactory:
     """Makes the role inside the engine core's process."""
 
     sends_blocks: ClassVar[bool] = False
+
+    @property
+    def items(self) -> SoloFactory:
+        """See `process.RoleFactory`."""
+        return self
 
     def __call__(
         self, executor: Executor, scheduler: Scheduler, surroundings: Surroundings
@@ -58,6 +63,9 @@ class SoloRole:
     def emitted(self, outputs: Sequence[Output]) -> list[Output]:
         """As they are."""
         return list(outputs)
+
+    def decline(self, transfer: TransferSpec) -> None:
+        """Nobody is known here."""
 
     def begin(self) -> None:
         """No hand-over starts."""

@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, ClassVar
 from kvbaton.connectors.courier.endpoint import HandoverConfig
 
 if TYPE_CHECKING:
+    from kvbaton.decode.node import DecodeFactory
     from kvbaton.engine.executor import Executor
     from kvbaton.engine.process import Surroundings
     from kvbaton.engine.scheduler import Scheduler
@@ -26,6 +27,13 @@ class PrefillFactory:
 
     handover: HandoverConfig
     sends_blocks: ClassVar[bool] = True
+
+    @property
+    def items(self) -> DecodeFactory:
+        """See `process.RoleFactory`: outputs are received as a decode node receives prompts."""
+        from kvbaton.decode.node import DecodeFactory
+
+        return DecodeFactory(self.handover).items
 
     def __call__(
         self, executor: Executor, scheduler: Scheduler, surroundings: Surroundings

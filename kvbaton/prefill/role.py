@@ -32,7 +32,7 @@ from kvbaton.engine.request import Request, extras_of
 from kvbaton.engine.scheduler import Scheduler
 from kvbaton.errors import RequestError
 from kvbaton.serving.transfer_params import source_params
-from kvbaton.wire import AddRequest, ChoiceStart, NodeId, Output
+from kvbaton.wire import AddRequest, ChoiceStart, NodeId, Output, TransferSpec
 
 logger = logging.getLogger(__name__)
 
@@ -234,6 +234,9 @@ class PrefillRole:
                 source.forget_at = time.monotonic() + 2 * self.unclaimed_s
 
     # --- blocks ---
+
+    def decline(self, transfer: TransferSpec) -> None:
+        """A source receives nothing."""
 
     def begin(self) -> None:
         """Nothing waits for admission on a source."""
