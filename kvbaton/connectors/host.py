@@ -5,6 +5,7 @@ from __future__ import annotations
 import ipaddress
 import os
 import socket
+from functools import cache
 from pathlib import Path
 
 import msgspec
@@ -61,20 +62,24 @@ def is_gone(process: ProcessCard) -> bool:
         return False
     try:
         state, start = _stat(process.pid)
-        threads = len(os.listdir(_PROC / str(process.pid) / "task"))
+        if start != process.start or state not in "ZX":
+            return start != process.start
+        # A zombie whose other threads still run is only a process whose main thread has ended.
+        return len(os.listdir(_PROC / str(process.pid) / "task")) <= 1
     except (FileNotFoundError, ProcessLookupError):
         return True
-    # A zombie whose other threads still run is only a process whose main thread has ended.
-    return start != process.start or (state in "ZX" and threads <= 1)
 
 
+@cache
 def _host_id() -> str:
+    """Read once: it can't change while we live, and peers are asked after many times a second."""
     boot = (_PROC / "sys/kernel/random/boot_id").read_text().strip()
     return f"{boot} {socket.gethostname()} {os.readlink(_PROC / 'self/ns/pid')}"
 
 
 def _stat(pid: int) -> tuple[str, int]:
     """State letter and start time of a process (proc(5), fields 3 and 22)."""
-    text = (_PROC / str(pid) / "stat").read_text()
+    with open(f"{_PROC}/{pid}/stat") as file:
+        text = file.read()
     fields = text[text.rindex(")") + 2 :].split()
     return fields[0], int(fields[19])

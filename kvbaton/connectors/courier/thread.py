@@ -52,10 +52,10 @@ from kvbaton.wire import (
 
 logger = logging.getLogger(__name__)
 
-BUSY_PAUSE_S = 0.0002
+BUSY_PAUSE_S = 0.0001
 """Pause between two looks at the transport while bytes are on their way."""
 
-QUICK_LOOKS = 25
+QUICK_LOOKS = 50
 """After so many without news the pause is longer; for a prompt of seconds that is most of them."""
 
 QUIET_PAUSE_MS = 2
@@ -172,10 +172,11 @@ class Courier:
     def _run(self) -> None:
         try:
             while not self._stopping.is_set():
-                self._wait()
+                news = self._wait()
                 now = time.monotonic()
-                self._take_submissions(now)
-                self._take_messages(now)
+                if news:
+                    self._take_submissions(now)
+                    self._take_messages(now)
                 for half in self._halves():
                     half.poll(now)
         except BaseException as error:
@@ -184,21 +185,20 @@ class Courier:
             logger.exception("the courier died")
             os.eventfd_write(self.outbox_fd, 1)
 
-    def _wait(self) -> None:
+    def _wait(self) -> bool:
+        """Pause; True if the engine or a peer has something to say."""
         for socket in self.channel.sockets():
             if socket not in self._poller:
                 self._poller.register(socket, zmq.POLLIN)
         if any(half.busy() for half in self._halves()):
             self._looks += 1
             if self._looks > QUICK_LOOKS:
-                self._poller.poll(QUIET_PAUSE_MS)
-            else:
-                self._poller.poll(0)
-                time.sleep(BUSY_PAUSE_S)
-            return
+                return bool(self._poller.poll(QUIET_PAUSE_MS))
+            time.sleep(BUSY_PAUSE_S)
+            return bool(self._poller.poll(0))
         deadlines = [d for half in self._halves() if (d := half.next_deadline()) is not None]
         timeout = min([1.0, *(d - time.monotonic() for d in deadlines)])
-        self._poller.poll(max(0, int(timeout * 1000) + 1))
+        return bool(self._poller.poll(max(0, int(timeout * 1000) + 1)))
 
     def _take_submissions(self, now: float) -> None:
         try:
