@@ -163,7 +163,8 @@ class _Run:
             actions = await self._next()
 
     def _perform(self, actions: list[Action]) -> None:
-        for action in actions:
+        # The target has time until the prompt is computed: its leg is not to hold up the source's.
+        for action in sorted(actions, key=_starts_target):
             match action:
                 case StartLeg():
                     self._start(action)
@@ -240,6 +241,10 @@ class _Run:
         running = [task for task in self._legs.values() if not task.done()]
         if running:
             self._dispatcher.linger(running)
+
+
+def _starts_target(action: Action) -> bool:
+    return isinstance(action, StartLeg) and action.leg.side == "target"
 
 
 async def _end_soon(tasks: list[asyncio.Task[None]]) -> None:
