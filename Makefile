@@ -39,7 +39,8 @@ test-kernels: $(VENV)-extras/.done  ## the Triton kernels under their interprete
 
 test-lmcache: $(VENV)-extras/.done  ## the stores over LMCache, with its real server
 	$(EXTRAS) -m pytest -q tests/connectors/test_store_lmcache.py \
-	  tests/connectors/test_store_remote.py tests/conformance/test_remote_stores_conform.py -k lmcache
+	  tests/connectors/test_store_remote.py tests/conformance/test_remote_stores_conform.py \
+	  tests/conformance/test_table.py -k lmcache
 
 lint: $(VENV)/.dev  ## style, types, size of the house
 	$(BIN)/ruff check .

@@ -2,7 +2,7 @@
 
 The reports are what ``kvbaton connectors check SPEC --json REPORT`` wrote. The table stands between
 two markers in the page; a cell tells how many cases of a level passed and which failed, the column
-behind them why others did not apply.
+behind them why others did not apply. Rows of connectors without a report stay as they are.
 """
 
 from __future__ import annotations
@@ -27,19 +27,20 @@ def main(words: Sequence[str]) -> int:
     """See the module."""
     page, *reports = map(Path, words)
     before, _, rest = page.read_text().partition(BEGIN)
-    after = rest.partition(END)[2]
-    lines = table([json.loads(report.read_text()) for report in reports])
+    old, _, after = rest.partition(END)
+    lines = table([json.loads(report.read_text()) for report in reports], old.splitlines())
     page.write_text("\n".join([before + BEGIN, *lines, END]) + after)
     return 0
 
 
-def table(reports: Sequence[dict[str, Any]]) -> list[str]:
-    """A Markdown table of reports as read from JSON."""
+def table(reports: Sequence[dict[str, Any]], old: Sequence[str] = ()) -> list[str]:
+    """A Markdown table of reports as read from JSON, and of rows of an old one."""
     heads = [f"L{number} {about}" for number, about in enumerate(LEVELS)]
-    rows = []
+    rows = [line for line in old if line.startswith(("| store `", "| transport `"))]
     for report in reports:
         results = [(c["case"], Verdict(c["verdict"]), c["text"]) for c in report["cases"]]
-        rows.append(row(report["kind"], report["spec"], results))
+        new = row(report["kind"], report["spec"], results)
+        rows = [line for line in rows if line.split("|")[1] != new.split("|")[1]] + [new]
     return [
         f"| connector | {' | '.join(heads)} | does not apply |",
         f"| --- |{' --- |' * (len(heads) + 1)}",

@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager
 from importlib.util import find_spec
+from pathlib import Path
+from typing import ClassVar
 
 import pytest
 
 from kvbaton.testing.suite import StoreTests
 from tests.connectors.store_servers import (
     CHUNK_BYTES,
-    Server,
     lmcache_server,
     need,
     redis_server,
@@ -19,50 +21,74 @@ from tests.connectors.store_servers import (
 )
 
 
-@pytest.fixture(scope="module")
-def redis(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
-    with running(redis_server(tmp_path_factory.mktemp("redis"))) as server:
-        yield server
+@contextmanager
+def redis(folder: Path) -> Iterator[str]:
+    with running(redis_server(folder)) as server:
+        yield server.spec()
 
 
-@pytest.fixture(scope="module")
-def s3() -> Iterator[Server]:
+@contextmanager
+def s3(folder: Path) -> Iterator[str]:
     with running(s3_server()) as server:
-        yield server
+        yield server.spec()
 
 
-@pytest.fixture(scope="module")
-def lmcache() -> Iterator[Server]:
+@contextmanager
+def lmcache(folder: Path) -> Iterator[str]:
+    need("lmcache", find_spec("lmcache"), "pip install 'kvbaton[lmcache]'")
+    yield f'lmcache:{{"max_bytes": {1 << 26}, "chunk_bytes": {CHUNK_BYTES}}}'
+
+
+@contextmanager
+def lmcache_with_server(folder: Path) -> Iterator[str]:
     with running(lmcache_server()) as server:
-        yield server
+        yield server.spec()
 
 
-class TestRedis(StoreTests):
+REMOTE: dict[str, Callable[[Path], AbstractContextManager[str]]] = {
+    "redis": redis,
+    "s3": s3,
+    "lmcache": lmcache,
+    "lmcache_server": lmcache_with_server,
+}
+"""Makes the spec of each store, skipping without what it needs; its server runs meanwhile."""
+LIMITS = {
+    "lmcache_server": {
+        "L3.what-a-killed-writer-leaves": "the server keeps a killed writer's lock for 600 s"
+    }
+}
+"""Cases that are known not to pass, and why."""
+
+
+class RemoteTests(StoreTests):
+    store: ClassVar[str]
+
+    @pytest.fixture(scope="class")
+    @classmethod
+    def server(cls, tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
+        with REMOTE[cls.store](tmp_path_factory.mktemp(cls.store)) as spec:
+            yield spec
+
     @pytest.fixture
-    def spec(self, redis: Server) -> str:
-        return redis.spec()
+    def spec(self, request: pytest.FixtureRequest, server: str) -> str:
+        for case, reason in LIMITS.get(self.store, {}).items():
+            if f"[{case}]" in request.node.name:
+                pytest.skip(reason)
+        return server
 
 
-class TestS3(StoreTests):
-    @pytest.fixture
-    def spec(self, s3: Server) -> str:
-        return s3.spec()
+class TestRedis(RemoteTests):
+    store = "redis"
+
+
+class TestS3(RemoteTests):
+    store = "s3"
 
 
 @pytest.mark.filterwarnings("ignore:.*LoggingHandler.*:DeprecationWarning")
-class TestLMCache(StoreTests):
-    @pytest.fixture
-    def spec(self) -> str:
-        need("lmcache", find_spec("lmcache"), "pip install 'kvbaton[lmcache]'")
-        return f'lmcache:{{"max_bytes": {1 << 26}, "chunk_bytes": {CHUNK_BYTES}}}'
+class TestLMCache(RemoteTests):
+    store = "lmcache"
 
 
-class TestLMCacheServer(StoreTests):
-    @pytest.fixture(autouse=True)
-    def known_limit(self, request: pytest.FixtureRequest) -> None:
-        if "L3.what-a-killed-writer-leaves" in request.node.name:
-            pytest.skip("LMCache's server keeps the lock of a killed writer for 600 s")
-
-    @pytest.fixture
-    def spec(self, lmcache: Server) -> str:
-        return lmcache.spec()
+class TestLMCacheServer(RemoteTests):
+    store = "lmcache_server"

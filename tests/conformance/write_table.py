@@ -1,21 +1,25 @@
 """Run the kit over the built-in connectors and write the table in docs/connectors.md.
 
-``python -m tests.conformance.write_table [REPORT...]``: further reports, of connectors that need a
-server, become rows as well.
+``python -m tests.conformance.write_table [NAME...]``: over those of these names, or over all that
+this environment has; the rows of others stay.
 """
 
 from __future__ import annotations
 
 import sys
 import tempfile
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 
-from kvbaton.testing.check import run_cases
-from kvbaton.testing.report import Report
+import pytest
+
+from kvbaton.testing.kit import Outcome, Verdict
+from kvbaton.testing.report import Report, print_outcome
 from kvbaton.testing.subject import Subject
 from kvbaton.testing.table import main as write_table
 from tests.conformance import test_stores_conform as stores
 from tests.conformance import test_transports_conform as transports
+from tests.conformance.test_remote_stores_conform import LIMITS, REMOTE
 
 PAGE = Path(__file__).parents[2] / "docs" / "connectors.md"
 SUBJECTS = [
@@ -24,16 +28,42 @@ SUBJECTS = [
 ]
 
 
-def main() -> None:
+def main(names: list[str]) -> None:
     """See the module."""
     with tempfile.TemporaryDirectory() as folder:
-        reports = [Path(folder, f"{number}.json") for number in range(len(SUBJECTS))]
-        for subject, path in zip(SUBJECTS, reports, strict=True):
-            print(f"{subject.kind} {subject.spec}")
-            report = Report(subject, tuple(run_cases(subject, level=5, limit=120.0)))
-            report.write_json(path)
-        write_table([str(PAGE), *map(str, reports), *sys.argv[1:]])
+        reports = list[Path]()
+        for report in _reports(names, Path(folder)):
+            reports.append(Path(folder, f"{len(reports)}.json"))
+            report.write_json(reports[-1])
+        write_table([str(PAGE), *map(str, reports)])
+
+
+def _reports(names: list[str], folder: Path) -> Iterator[Report]:
+    for subject in SUBJECTS:
+        if not names or subject.spec.partition(":")[0] in names:
+            yield _report(subject, {})
+    for name, serve in REMOTE.items():
+        if names and name not in names:
+            continue
+        try:
+            with serve(folder) as spec:
+                yield _report(Subject(spec, "store"), LIMITS.get(name, {}))
+        except pytest.skip.Exception as reason:
+            print(f"{name} keeps its row: {reason}")
+
+
+def _report(subject: Subject, limits: Mapping[str, str]) -> Report:
+    print(f"{subject.kind} {subject.spec}")
+    outcomes = []
+    for case in subject.cases(level=5):
+        reason = limits.get(case.id)
+        if reason is None:
+            outcomes.append(subject.run(case))
+        else:
+            outcomes.append(Outcome(case.id, case.law, Verdict.SKIPPED, reason))
+        print_outcome(outcomes[-1])
+    return Report(subject, tuple(outcomes))
 
 
 if __name__ == "__main__":
-    main()
+    main(sys.argv[1:])

@@ -1,0 +1,1 @@
+"""A package, so that Python finds it before others of this name."""
