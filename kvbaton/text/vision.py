@@ -1,0 +1,234 @@
+"""Images in prompts, without decoding more than it takes to know that they can be decoded.
+
+An image stands in a prompt as so many placeholders as its encoder output has rows. How many follows
+from its size alone, by the rule of the model's image processor (``smart_resize`` of Qwen2-VL in
+`transformers`), so prompts and their keys need no encoder.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import math
+import threading
+from collections import OrderedDict
+from collections.abc import Sequence
+from io import BytesIO
+from pathlib import Path
+from typing import Any
+
+from msgspec.structs import replace
+
+from kvbaton.errors import ConfigError, RequestError
+from kvbaton.wire import Item
+
+FORMATS = ("JPEG", "PNG", "WEBP", "GIF", "BMP")
+MAX_PIXELS = 1 << 26
+"""Larger images are refused unread; 192 MiB of RGB."""
+MAX_ASPECT = 200
+KNOWN_IMAGES = 4096
+"""Images whose bytes were found good are remembered by digest, so many."""
+DECODERS = 2
+"""Images that are decoded at a time, each in at most `MAX_PIXELS` pixels of memory."""
+ORIENTATION, SIDEWAYS = 0x0112, (5, 6, 7, 8)
+
+Grid = tuple[int, int, int]
+
+
+class VisionText:
+    """Places images in prompts of one model.
+
+    Args:
+        image_token_id: the placeholder.
+        settings: of the model's image processor, as in ``preprocessor_config.json``.
+
+    Raises:
+        ConfigError: the processor is none whose rule is known.
+    """
+
+    def __init__(self, image_token_id: int, settings: dict[str, Any]) -> None:
+        kind = str(settings.get("image_processor_type", ""))
+        if not kind.startswith("Qwen2VLImageProcessor"):
+            raise ConfigError("--model", f"image_processor_type {kind!r} is unsupported")
+        self.image_token_id = image_token_id
+        self.merge_size: int = settings.get("merge_size", 2)
+        self._patch: int = settings.get("patch_size", 14)
+        size = settings.get("size") or {}
+        self._least: int = settings.get("min_pixels") or size.get("shortest_edge", 56 * 56)
+        self._most: int = settings.get("max_pixels") or size.get("longest_edge", 28 * 28 * 1280)
+        canonical = json.dumps(settings, sort_keys=True).encode()
+        self._settings = hashlib.blake2b(canonical, digest_size=32).digest()
+        self._known: OrderedDict[bytes, tuple[int, int]] = OrderedDict()
+        self._lock = threading.Lock()
+        self._decoders = threading.Semaphore(DECODERS)
+
+    @classmethod
+    def load(cls, folder: str | Path) -> VisionText | None:
+        """Of a Hugging Face folder; None if its model takes no images.
+
+        Raises:
+            ConfigError: it takes some, and its image processor's settings can't be used.
+        """
+        folder = Path(folder)
+        path = folder / "config.json"
+        config = _read(path) if path.exists() else {}
+        if "vision_config" not in config or "image_token_id" not in config:
+            return None
+        alone, joint = folder / "preprocessor_config.json", folder / "processor_config.json"
+        if alone.exists() or not joint.exists():
+            return cls(config["image_token_id"], _read(alone))
+        return cls(config["image_token_id"], _read(joint).get("image_processor", {}))
+
+    # --- one image ---
+
+    def digest(self, data: bytes) -> bytes:
+        """32 bytes that tell an image's encoder outputs apart: its content and the settings."""
+        digest = hashlib.blake2b(self._settings, digest_size=32, person=b"kvbaton-image")
+        digest.update(data)
+        return digest.digest()
+
+    def measure(self, width: int, height: int) -> tuple[Grid, int]:
+        """Patches in time, height and width of an upright image, and placeholders for it.
+
+        Raises:
+            RequestError: it is empty, or too narrow for the model.
+        """
+        if min(width, height) < 1:
+            raise RequestError(f"the image has {width} x {height} pixels; it needs at least one")
+        if max(width, height) > MAX_ASPECT * min(width, height):
+            raise RequestError(
+                f"the image has {width} x {height} pixels; its sides may differ {MAX_ASPECT}-fold"
+            )
+        factor = self._patch * self.merge_size
+        rows, columns = (max(round(side / factor), 0) for side in (height, width))
+        pixels = rows * columns * factor**2
+        if pixels > self._most:
+            scale = math.sqrt(height * width / self._most)
+            rows, columns = (max(1, math.floor(s / scale / factor)) for s in (height, width))
+        elif pixels < self._least:
+            scale = math.sqrt(self._least / (height * width))
+            rows, columns = (math.ceil(side * scale / factor) for side in (height, width))
+        return (1, rows * self.merge_size, columns * self.merge_size), rows * columns
+
+    def item(self, data: bytes) -> Item:
+        """An image as an item at position 0. Decodes it unless that was done before; may block.
+
+        Raises:
+            RequestError: it can't be decoded to its end, is too large, or the model can't take it.
+        """
+        digest = self.digest(data)
+        grid, length = self.measure(*self._size(digest, data))
+        return Item(start=0, length=length, digest=digest, grid=grid, data=data)
+
+    def _size(self, digest: bytes, data: bytes) -> tuple[int, int]:
+        with self._lock:
+            known = self._known.get(digest)
+        if known is None:
+            with self._decoders:
+                known = _decode(data)
+        with self._lock:
+            self._known[digest] = known
+            self._known.move_to_end(digest)
+            while len(self._known) > KNOWN_IMAGES:
+                self._known.popitem(last=False)
+        return known
+
+    # --- prompts ---
+
+    def expand(
+        self, token_ids: Sequence[int], images: Sequence[Item]
+    ) -> tuple[list[int], tuple[Item, ...]]:
+        """Make each placeholder of a prompt as many as its image has rows.
+
+        Args:
+            token_ids: with one placeholder per image.
+            images: in the order of the placeholders.
+
+        Returns:
+            The prompt, and its items.
+
+        Raises:
+            RequestError: there are more placeholders than images, or fewer.
+        """
+        found = sum(token == self.image_token_id for token in token_ids)
+        if found != len(images):
+            raise RequestError(
+                f"the prompt has {found} placeholders for {len(images)} images; "
+                "a text must not hold the placeholder itself",
+                param="messages",
+            )
+        ids: list[int] = []
+        items: list[Item] = []
+        rest = iter(images)
+        for token in token_ids:
+            if token == self.image_token_id:
+                items.append(replace(next(rest), start=len(ids)))
+                ids += [token] * items[-1].length
+            else:
+                ids.append(token)
+        return ids, tuple(items)
+
+    def check(self, token_ids: Sequence[int], items: Sequence[Item]) -> None:
+        """Check items that came with token ids, so that no wrong output is ever kept under a key.
+
+        Raises:
+            RequestError: naming the item that is wrong, and why.
+        """
+        end = 0
+        for number, item in enumerate(items):
+            error = self._wrong(token_ids, item, end)
+            if error is not None:
+                raise RequestError(error, param=f"items[{number}]")
+            end = item.start + item.length
+
+    def _wrong(self, token_ids: Sequence[int], item: Item, start: int) -> str | None:
+        end = item.start + item.length
+        if item.start < start or end > len(token_ids):
+            return "items must be in order, must not overlap, and must lie within the prompt"
+        if any(token != self.image_token_id for token in token_ids[item.start : end]):
+            return (
+                f"tokens {item.start} to {end - 1} must be {self.image_token_id}, the placeholder"
+            )
+        if not item.data and item.transfer is None:
+            return "an item needs its data, or a transfer that brings its encoder output"
+        return self.mismatch(item)
+
+    def mismatch(self, item: Item) -> str | None:
+        """What an item says of itself that is not so; None if all fits."""
+        frames, rows, columns = item.grid
+        merge = self.merge_size
+        if frames != 1 or rows % merge or columns % merge:
+            return f"grid must be 1, and two multiples of {merge}"
+        if rows * columns != item.length * merge**2:
+            return f"a grid of {item.grid} has {rows * columns // merge**2} rows, not {item.length}"
+        if item.data and self.digest(item.data) != item.digest:
+            return "digest is not that of data with this model's image processor"
+        return None
+
+
+def _decode(data: bytes) -> tuple[int, int]:
+    """Upright width and height of an image that can be decoded to its end."""
+    from PIL import Image
+
+    try:
+        with Image.open(BytesIO(data), formats=FORMATS) as image:
+            width, height = image.size
+            if width * height <= MAX_PIXELS:
+                image.draft(image.mode, (1, 1))  # a JPEG is read whole, but into little memory
+                image.load()
+                sideways = image.getexif().get(ORIENTATION) in SIDEWAYS
+                return (height, width) if sideways else (width, height)
+    except Exception as error:  # decoders meet hostile bytes with exceptions of every kind
+        kinds = ", ".join(FORMATS)
+        raise RequestError(f"can't decode the image (one of {kinds}): {error}") from error
+    raise RequestError(f"the image has {width} x {height} pixels; at most {MAX_PIXELS} are taken")
+
+
+def _read(path: Path) -> dict[str, Any]:
+    try:
+        value = json.loads(path.read_text(encoding="utf-8"))
+    except (OSError, ValueError) as error:
+        raise ConfigError(str(path), f"can't be read as JSON: {error}") from error
+    if not isinstance(value, dict):
+        raise ConfigError(str(path), "must hold a JSON object")
+    return value
