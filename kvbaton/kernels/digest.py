@@ -28,6 +28,8 @@ from kvbaton.kernels.jit import cdiv, jit, next_power_of_2, tl, use_triton
 WORD_TYPES = {8: torch.int64, 4: torch.int32, 2: torch.int16, 1: torch.int8}
 ROWS_PER_PROGRAM = 16
 TOKENS_PER_PROGRAM = 16
+WORDS_PER_PROGRAM = 4096
+"""Of the tokens that a program looks at together: rows of encoder outputs are long."""
 
 
 def token_sums(x: Tensor, positions: Tensor, kv: int) -> Tensor:
@@ -214,10 +216,15 @@ def _launch_block_sums(
             *words.stride()[:5],
             BLOCK_SIZE=block_size,
             NUM_WORDS=num_words,
-            BLOCK_T=min(TOKENS_PER_PROGRAM, next_power_of_2(block_size)),
+            BLOCK_T=_tokens_together(block_size, num_words),
             BLOCK_W=next_power_of_2(num_words),
         )
     return sums
+
+
+def _tokens_together(block_size: int, num_words: int) -> int:
+    most = max(1, WORDS_PER_PROGRAM // next_power_of_2(num_words))
+    return min(TOKENS_PER_PROGRAM, next_power_of_2(block_size), most)
 
 
 @jit

@@ -48,9 +48,7 @@ def make_encoder(config: EngineConfig, model: ModelConfig) -> EncoderExecutor:
     reader = ImageReader(model.folder)
     readings = Readings(reader, getattr(torch, model.dtype), pin=device.type == "cuda")
     rows = 1 if device.type == "cpu" else max(largest_item(model), config.max_num_encoder_tokens)
-    encoder = Encoder(tower, readings, vision, device)
-    encoder.warm_up(rows)
-    return EncoderExecutor(pool, encoder)
+    return EncoderExecutor(pool, Encoder(tower, readings, vision, device, most=rows))
 
 
 def make_encoder_scheduler(

@@ -56,6 +56,7 @@ class Encoder:
         readings: reads images for it.
         vision: the tower's shape.
         device: where the tower is.
+        most: rows to try it with.
 
     Attributes:
         items: encoded so far.
@@ -64,18 +65,23 @@ class Encoder:
     """
 
     def __init__(
-        self, tower: Tower, readings: Readings, vision: VisionConfig, device: torch.device
+        self,
+        tower: Tower,
+        readings: Readings,
+        vision: VisionConfig,
+        device: torch.device,
+        *,
+        most: int = 1,
     ) -> None:
         self.readings = readings
         self.items = self.rows = 0
         self.seconds = 0.0
         self._tower, self._vision, self._device = tower, vision, device
-        self._merged = vision.merge_size**2
+        self._merged, self._most = vision.merge_size**2, most
 
-    @torch.inference_mode()
-    def warm_up(self, rows: int) -> None:
-        """Encode what nobody asked for: one square image of at least so many rows."""
-        side = math.isqrt(rows - 1) + 1
+    def warm_up(self) -> None:
+        """Encode what nobody asked for: one square image of at least `most` rows."""
+        side = math.isqrt(self._most - 1) + 1
         grid = (1, side * self._vision.merge_size, side * self._vision.merge_size)
         dtype = self.readings.dtype
         self._tower(
@@ -135,9 +141,15 @@ class EncoderRank:
 
     @torch.inference_mode()
     def start(self, num_blocks: int) -> None:
-        """See `Rank.start`: touch what writing and checking needs, with a block of nobody yet."""
-        self.cache.write([1], self.cache.data[:0, 0, :, 0, 0])
-        self.cache.digest([1], 0, 0, self.cache.block_size)
+        """See `Rank.start`: where steps will run, do all that they do, with a block of nobody."""
+        with self._on_stream(0):
+            if self.encoder is not None:
+                self.encoder.warm_up()
+            self.cache.write([1], self.cache.data[:0, 0, :, 0, 0])
+            # The first use of a kernel loads it, which waits for all that runs on the device.
+            self.cache.copy([1], [1])
+            self.cache.digest([1], 0, 0, self.cache.block_size)
+            self.cache.kept_sums([1])
 
     def run(self, plan: StepPlan) -> RankStep:
         """See `Rank.run`."""
