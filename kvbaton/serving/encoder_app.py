@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from functools import partial
+
 import tokenizers
 from aiohttp import web
 from tokenizers.models import WordLevel
@@ -11,7 +13,7 @@ from kvbaton.edge.config import EdgeConfig, Frontend
 from kvbaton.edge.jobs import deadline, unique
 from kvbaton.edge.openapi import contract
 from kvbaton.edge.sampling import INT32, Range, check_range
-from kvbaton.errors import RequestError
+from kvbaton.errors import ConfigError, RequestError
 from kvbaton.serving.app import CLIENT, node_facts, node_routes
 from kvbaton.serving.client import NodeClient
 from kvbaton.serving.config import NodeConfig
@@ -20,6 +22,7 @@ from kvbaton.serving.metrics import CoreCollector
 from kvbaton.serving.node import MakeApp
 from kvbaton.serving.transfer_params import KvTransferParams, parse_transfer
 from kvbaton.text.tokenizer import Tokenizer
+from kvbaton.text.vision import VisionText
 from kvbaton.wire import (
     ENCODER_BLOCK_ROWS,
     AddRequest,
@@ -29,21 +32,32 @@ from kvbaton.wire import (
     SamplingParams,
 )
 
+VISION = web.AppKey("vision", VisionText)
 ENCODE = SamplingParams(temperature=0.0, max_tokens=1, ignore_eos=True, seed=0)
 """How a "prompt" of rows is sampled: there is nothing to sample."""
 
 
 def encoder_face(config: NodeConfig) -> MakeApp:
-    """See `node.Face`; an encoder node needs no tokenizer."""
-    return make_encoder_app
+    """See `node.Face`; an encoder node needs no tokenizer.
+
+    Raises:
+        ConfigError: the model takes no images.
+    """
+    vision = VisionText.load(config.engine.model)
+    if vision is None:
+        raise ConfigError("--model", f"{config.engine.model} takes no images: nothing to encode")
+    return partial(make_encoder_app, vision=vision)
 
 
-def make_encoder_app(client: NodeClient, edge: EdgeConfig) -> web.Application:
+def make_encoder_app(
+    client: NodeClient, edge: EdgeConfig, *, vision: VisionText
+) -> web.Application:
     """Everything that an encoder node answers. Serve it with `edge.app.listen`.
 
     Args:
         client: its engine, already up.
         edge: settings of the endpoint.
+        vision: checks what items say of themselves.
     """
     frontend = Frontend(
         source=client,
@@ -56,7 +70,7 @@ def make_encoder_app(client: NodeClient, edge: EdgeConfig) -> web.Application:
     frontend.metrics.registry.register(CoreCollector(lambda: client.metrics))
     routes = [web.post("/inference/v1/generate", encode), *node_routes()]
     app = make_app(frontend, [*routes, web.route("*", "/v1/{path:.*}", no_text)], text=False)
-    app[CLIENT] = client
+    app[CLIENT], app[VISION] = client, vision
     return app
 
 
@@ -76,10 +90,12 @@ async def encode(request: web.Request) -> web.StreamResponse:
 
     The answer says that it is encoded; the rows are handed over as `kv_transfer_params` say.
     """
-    return await respond(request, item_request)
+    return await respond(request, partial(item_request, request.app[VISION]))
 
 
-def item_request(frontend: Frontend, body: GenerateRequest, request_id: str) -> AddRequest:
+def item_request(
+    vision: VisionText, frontend: Frontend, body: GenerateRequest, request_id: str
+) -> AddRequest:
     """What the engine is asked.
 
     Raises:
@@ -94,11 +110,11 @@ def item_request(frontend: Frontend, body: GenerateRequest, request_id: str) -> 
         cache_salt=body.cache_salt or "",
         deadline_s=deadline(frontend, body.deadline_s, "deadline_s"),
         transfer=frontend.transfer(body.kv_transfer_params),
-        items=(_only_item(frontend, body),),
+        items=(_only_item(vision, frontend, body),),
     )
 
 
-def _only_item(frontend: Frontend, body: GenerateRequest) -> Item:
+def _only_item(vision: VisionText, frontend: Frontend, body: GenerateRequest) -> Item:
     if len(body.items) != 1 or body.resume_token_ids:
         raise RequestError(
             f"an encoder node takes one item per request and no text; this has {len(body.items)} "
@@ -125,4 +141,7 @@ def _only_item(frontend: Frontend, body: GenerateRequest) -> Item:
             param="items[0].length",
             code="item_too_large",
         )
+    error = vision.mismatch(item)
+    if error is not None:
+        raise RequestError(error, param="items[0]")
     return item

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from base64 import b64encode
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Callable
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -11,18 +12,25 @@ from aiohttp import ClientSession
 
 from kvbaton.edge.app import listen
 from kvbaton.edge.config import EdgeConfig
-from kvbaton.serving.encoder_app import make_encoder_app
+from kvbaton.engine.config import EngineConfig
+from kvbaton.errors import ConfigError
+from kvbaton.serving.config import NodeConfig
+from kvbaton.serving.encoder_app import encoder_face, make_encoder_app
 from kvbaton.text.tokenizer import Tokenizer
+from kvbaton.text.vision import VisionText
 from tests.serving.conftest import Node
 from tests.serving_support import MAX_MODEL_LEN, ScriptedClient
 
 GENERATE = "/inference/v1/generate"
+IMAGE = b"an image, which is decoded by the engine only"
+SETTINGS = {"image_processor_type": "Qwen2VLImageProcessor"}
+VISION = VisionText(7, SETTINGS)
 ITEM = {
     "start": 0,
     "length": 40,
-    "digest": b64encode(bytes(32)).decode(),
+    "digest": b64encode(VISION.digest(IMAGE)).decode(),
     "grid": [1, 10, 16],
-    "data": b64encode(b"an image").decode(),
+    "data": b64encode(IMAGE).decode(),
 }
 BODY = {
     "token_ids": [0] * 64,
@@ -36,7 +44,7 @@ BODY = {
 @pytest.fixture
 async def encoder(tokenizer: Tokenizer) -> AsyncIterator[Node]:
     client = ScriptedClient(tokenizer)
-    app = make_encoder_app(client, EdgeConfig(model_name="tiny"))
+    app = make_encoder_app(client, EdgeConfig(model_name="tiny"), vision=VISION)
     runner, port = await listen(app, "127.0.0.1", 0, grace_s=1.0)
     async with ClientSession(f"http://127.0.0.1:{port}") as session:
         yield Node(client, session)
@@ -53,7 +61,7 @@ async def test_an_item_reaches_the_engine_as_a_prompt_of_its_own(encoder: Any) -
     assert request.params.ignore_eos
     assert (request.cache_salt, request.priority) == ("s", 2)
     assert (request.transfer.role, request.transfer.attempt) == ("source", 1)
-    assert (request.items[0].length, request.items[0].data) == (40, b"an image")
+    assert (request.items[0].length, request.items[0].data) == (40, IMAGE)
 
 
 @pytest.mark.parametrize(
@@ -65,6 +73,8 @@ async def test_an_item_reaches_the_engine_as_a_prompt_of_its_own(encoder: Any) -
         ({"items": [ITEM | {"start": 1}]}, "items[0]"),
         ({"items": [ITEM | {"data": ""}]}, "items[0]"),
         ({"items": [ITEM | {"transfer": {"role": "target", "transfer_id": "AA=="}}]}, None),
+        ({"items": [ITEM | {"digest": b64encode(bytes(32)).decode()}]}, "items[0]"),
+        ({"items": [ITEM | {"grid": [1, 10, 18]}]}, "items[0]"),
         ({"token_ids": [0] * 40}, "token_ids"),
         ({"token_ids": [0] * 63 + [1]}, "token_ids"),
         ({"priority": 1 << 40}, "priority"),
@@ -78,6 +88,12 @@ async def test_what_is_no_item_is_refused_by_name(
     assert status == 400
     assert param is None or answer["error"]["param"] == param
     assert encoder.client.requests == []
+
+
+def test_a_model_without_images_has_nothing_to_encode(checkpoint: Callable[..., Path]) -> None:
+    engine = EngineConfig(model=str(checkpoint()), encoder_only=True)
+    with pytest.raises(ConfigError, match="takes no images"):
+        encoder_face(NodeConfig(engine=engine, role="encode", node_id="e"))
 
 
 @pytest.mark.parametrize("path", ["/v1/chat/completions", "/v1/completions"])
