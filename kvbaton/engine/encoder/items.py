@@ -8,7 +8,8 @@ encodes it. Who wants an output that is in flight waits for that flight, so it i
 
 A step stops before the first item that is not pinned. When nothing more fits into the encoder cache
 for pins, those are given up that come last in order of service, but never the one that a running
-sequence needs next; whoever lost one asks again. So somebody always moves.
+sequence needs next. Who lost one asks for no more than the next it needs from then on, and flights
+are served in order. So somebody always moves.
 """
 
 from __future__ import annotations
@@ -107,6 +108,7 @@ class Items:
         self._flights: dict[Key, _Flight] = {}
         self._keys: dict[str, Key] = {}
         self._spent: dict[str, set[int]] = {}
+        self._modest: set[Sequence] = set()
         self._beside: dict[Sequence, int] = {}
         self._failed: list[tuple[Request, str]] = []
         self._orders: list[Order] = []
@@ -139,14 +141,18 @@ class Items:
     # --- what scheduler and planner use ---
 
     def ask(self, sequence: Sequence, start: int) -> None:
-        """Ask for all items with tokens from `start` on that have not been asked for."""
+        """Ask for items with tokens from `start` on: for all, unless there was no room for them."""
         items = sequence.request.spec.items
         needs = self._needs.setdefault(sequence, {})
         for item in items:
-            if item.start + item.length > start and item.start not in needs:
+            if item.start + item.length <= start:
+                continue
+            if item.start not in needs:
                 key = (sequence.request.spec.cache_salt, item.digest)
                 needs[item.start] = need = _Need(sequence, item, key)
                 self._seek(need)
+            if sequence in self._modest:
+                return
 
     def ready_until(self, sequence: Sequence, start: int) -> int:
         """Where the first item begins that is not here, at least `start`; beyond all if all are."""
@@ -189,6 +195,7 @@ class Items:
 
     def _retired(self, sequence: Sequence) -> None:
         self._beside.pop(sequence, None)
+        self._modest.discard(sequence)
         for need in self._needs.pop(sequence, {}).values():
             self._unpin(need)
             flight = self._flights.get(need.key)
@@ -244,7 +251,6 @@ class Items:
             request_id=f"item-{self._numbers}",
             token_ids=self._zeros(need.item),
             params=PARAMS,
-            priority=spec.priority,
             cache_salt=spec.cache_salt,
             deadline_s=FLIGHT_S,
             transfer=transfer,
@@ -343,13 +349,18 @@ class Items:
             return False
         last = max(spare, key=lambda need: (need.sequence.rank, need.item.start))
         del self._needs[last.sequence][last.item.start]
+        self._modest.add(last.sequence)
         self._unpin(last)
         return True
 
     def _is_next(self, sequence: Sequence, need: _Need) -> bool:
         """Whether a running sequence computes tokens of this item next, or does so now."""
-        starts = [start for start, n in self._needs[sequence].items() if n.blocks is not None]
-        return sequence.state is State.RUNNING and need.item.start == min(starts)
+        if sequence.state is not State.RUNNING:
+            return False
+        for item in sequence.request.spec.items:
+            if item.start + item.length > sequence.num_scheduled:
+                return need.item.start <= item.start
+        return True
 
     def pins(self) -> Iterator[Tables]:
         """What is pinned, for the ledger."""
