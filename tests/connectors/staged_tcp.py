@@ -9,9 +9,11 @@ from __future__ import annotations
 import ctypes
 import itertools
 import threading
-from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
+
+import numpy as np
+import numpy.typing as npt
 
 from kvbaton.connectors.base import Memory, Region
 from kvbaton.connectors.transports.cuda_driver import CudaDriver, load_library
@@ -19,6 +21,7 @@ from kvbaton.connectors.transports.tcp import TcpTransport
 
 INVALID_DEVICE, INVALID_CONTEXT = 101, 201
 Copy = tuple[int, int, int]
+Int64s = npt.NDArray[np.int64]
 
 
 class OldFakeCuda:
@@ -156,13 +159,11 @@ class _ThroughVram(CudaDriver):
         self._twins.append((address.value, memory))
         return address.value
 
-    def copy(
-        self, targets: Sequence[int], sources: Sequence[int], sizes: Sequence[int], stream: Any
-    ) -> None:
-        for source, size in zip(sources, sizes, strict=True):
+    def copy(self, targets: Int64s, sources: Int64s, sizes: Int64s, stream: Any) -> None:
+        for source, size in np.stack([sources, sizes], 1).tolist():
             self._between(source, self._host(source), size, stream)
         super().copy(targets, sources, sizes, stream)
-        for target, size in zip(targets, sizes, strict=True):
+        for target, size in np.stack([targets, sizes], 1).tolist():
             self._between(self._host(target), target, size, stream)
 
     def close(self) -> None:

@@ -7,12 +7,14 @@ pinned memory of the host. Contexts are the primary ones, which torch uses too.
 from __future__ import annotations
 
 import ctypes
-from collections.abc import Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
 from kvbaton.errors import TransportError
+
+if TYPE_CHECKING:
+    import numpy.typing as npt
 
 _PORTABLE = 0x1
 _NON_BLOCKING = 0x1
@@ -107,18 +109,17 @@ class CudaDriver:
 
     def copy(
         self,
-        targets: Sequence[int],
-        sources: Sequence[int],
-        sizes: Sequence[int],
+        targets: npt.NDArray[np.int64],
+        sources: npt.NDArray[np.int64],
+        sizes: npt.NDArray[np.int64],
         stream: ctypes.c_void_p,
     ) -> None:
         """Put copies on a stream, in any order: addresses, and bytes each, none of them 0."""
         if not self._batches:
-            for target, source, size in zip(targets, sources, sizes, strict=True):
-                numbers = ctypes.c_uint64(target), ctypes.c_uint64(source), ctypes.c_size_t(size)
-                self._call("cuMemcpyAsync", *numbers, stream)
+            for copy in np.stack([targets, sources, sizes], 1).tolist():
+                self._call("cuMemcpyAsync", *map(ctypes.c_uint64, copy), stream)
             return
-        columns = [np.array(column, np.uint64) for column in (targets, sources, sizes)]
+        columns = [np.ascontiguousarray(column) for column in (targets, sources, sizes)]
         where, failed = ctypes.c_size_t(0), ctypes.c_size_t(0)
         self._call(
             "cuMemcpyBatchAsync",

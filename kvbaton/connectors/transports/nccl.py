@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import ctypes
 import socket
-from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
 from kvbaton.connectors.base import Capabilities, FenceScope, Memory, Region
@@ -47,7 +46,7 @@ class NcclPeer(TcpPeer):
         super()._run()
         self._group = None
 
-    def _send_frame(self, head: bytes, pieces: list[Any]) -> None:
+    def _send_frame(self, head: bytes, pieces: Any) -> None:
         assert self._group is not None
         tcp_wire.send_all(self._socket, [head])
         self._group.send(pieces, lambda: self.broken is None and _connected(self._socket))
@@ -72,7 +71,7 @@ class NcclListener(Listener):
         connection.on_cut = None
         self._groups.pop(connection, None)
 
-    def _fill(self, connection: Incoming, targets: Sequence[Any]) -> None:
+    def _fill(self, connection: Incoming, targets: Any) -> None:
         def alive() -> bool:
             return not connection.cut and _connected(connection.socket)
 

@@ -14,11 +14,10 @@ import socket
 import struct
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from datetime import timedelta
 from typing import Any
 
-from kvbaton.connectors.transports.regions import chunks
 from kvbaton.errors import ConfigError, RemoteProtocolError
 
 CHUNK_BYTES = 16 << 20
@@ -91,7 +90,7 @@ class Group:
     def send(self, views: Sequence[Any], alive: Callable[[], bool]) -> None:
         """Send pieces, uint8 tensors [n]. Raises `ConnectionError`."""
         with self._on_stream():
-            for pieces in chunks(views, CHUNK_BYTES):
+            for pieces in chunks(views):
                 mine = self._buffer[: sum(map(len, pieces))]
                 self._library.torch._foreach_copy_(_split(mine, pieces), pieces)
                 self._cross(lambda data=mine: self._group.send([data], 0, 0), alive)  # type: ignore[misc]
@@ -99,7 +98,7 @@ class Group:
     def receive(self, views: Sequence[Any], alive: Callable[[], bool]) -> None:
         """Fill pieces, uint8 tensors [n]; they are whole on return. Raises `ConnectionError`."""
         with self._on_stream():
-            for pieces in chunks(views, CHUNK_BYTES):
+            for pieces in chunks(views):
                 mine = self._buffer[: sum(map(len, pieces))]
                 self._cross(lambda data=mine: self._group.recv([data], 1, 0), alive)  # type: ignore[misc]
                 if not alive():
@@ -181,6 +180,22 @@ def meet(library: Library, sock: socket.socket, host: str) -> Group:
     if backend != library.backend.encode():
         raise RemoteProtocolError(f"they use {backend!r}, we {library.backend}")
     return _open(library, host, port, None)
+
+
+def chunks(views: Sequence[Any]) -> Iterator[list[Any]]:
+    """Pieces in groups of at most `CHUNK_BYTES`, cut alike on both sides."""
+    batch: list[Any] = []
+    room = CHUNK_BYTES
+    for view in views:
+        while len(view):
+            batch.append(view[:room])
+            view = view[room:]
+            room -= len(batch[-1])
+            if not room:
+                yield batch
+                batch, room = [], CHUNK_BYTES
+    if batch:
+        yield batch
 
 
 def _split(buffer: Any, pieces: Sequence[Any]) -> list[Any]:

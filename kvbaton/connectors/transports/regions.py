@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
-from typing import TYPE_CHECKING, Any, NamedTuple
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
 
@@ -67,22 +67,6 @@ class RegionTable:
     def memories(self) -> tuple[Memory | None, ...]:
         """Memory of each region by number; None for those removed."""
         return tuple(region.memory if region else None for region in self._regions)
-
-
-def chunks(views: Sequence[Any], size: int) -> Iterator[list[Any]]:
-    """Pieces, whatever can be cut by slicing, in groups of `size` bytes; the last may have less."""
-    batch: list[Any] = []
-    room = size
-    for view in views:
-        while len(view) >= room:
-            batch.append(view[:room])
-            yield batch
-            view, batch, room = view[room:], [], size
-        if len(view):
-            batch.append(view)
-            room -= len(view)
-    if batch:
-        yield batch
 
 
 def expand(ranges: Ranges, source_sizes: Sequence[int], target_sizes: Sequence[int]) -> Copies:

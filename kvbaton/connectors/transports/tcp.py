@@ -38,7 +38,6 @@ from kvbaton.errors import ConfigError, TransportError
 
 if TYPE_CHECKING:
     from kvbaton.connectors.base import Ranges
-    from kvbaton.connectors.transports.tcp_staging import Piece
 
 
 class TcpTransport:
@@ -66,7 +65,7 @@ class TcpTransport:
         self._host = host
         self._token = secrets.token_bytes(32)
         self._regions = RegionTable()
-        self._views: list[Piece] = []
+        self._views: list[memoryview | Span] = []
         self._pinned_bytes = pinned_mib << 20
         self._staging: HostStaging | None = None
         self._device_index = 0
@@ -187,7 +186,7 @@ class TcpTransport:
             self._staging = HostStaging(self._driver(memory.device_index), self._pinned_bytes)
         if memory.device_index != self._device_index:
             raise TransportError("a TCP transport reaches one GPU: use one transport for each")
-        return Span(memory.address, memory.num_bytes, self._staging)
+        return Span(memory.address, self._staging)
 
     def _driver(self, device_index: int) -> CudaDriver:
         return CudaDriver(device_index, load_library())
@@ -204,7 +203,7 @@ class TcpTransport:
         """Bytes of each region."""
         return self._regions.sizes()
 
-    def views(self) -> Sequence[Piece]:
+    def views(self) -> Sequence[memoryview | Span]:
         """Each region as bytes that can be written, or copied to."""
         return self._views
 

@@ -11,11 +11,11 @@ from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any, Protocol
 
 from kvbaton.connectors.transports import tcp_wire
-from kvbaton.connectors.transports.tcp_staging import staging_of
+from kvbaton.connectors.transports.tcp_staging import Pieces, pieces_of
 from kvbaton.errors import ConfigError, RemoteProtocolError
 
 if TYPE_CHECKING:
-    from kvbaton.connectors.transports.tcp_staging import Piece
+    from kvbaton.connectors.transports.tcp_staging import Span
 
 HANDSHAKE_S = 5.0
 MAX_STRANGERS = 64
@@ -32,7 +32,7 @@ class Landing(Protocol):
         """Bytes of each region that may be written; 0 for none."""
         ...
 
-    def views(self) -> Sequence[Piece]:
+    def views(self) -> Sequence[memoryview | Span]:
         """Each region as bytes that can be written, or copied to."""
         ...
 
@@ -192,23 +192,18 @@ class Listener:
             return True
         copies = tcp_wire.receive_copies(sock, header, self._landing.sizes())
         notice = tcp_wire.receive(sock, header.notice_bytes)
-        views = self._landing.views()
-        targets = [views[r][low : low + size] for r, low, size in copies.tolist()]
-        self._fill(connection, targets)
+        if len(copies):
+            self._fill(connection, pieces_of(self._landing.views(), *copies.T))
         if header.kind is tcp_wire.FrameKind.LAST:
             self._acknowledge(connection, header.write, notice)
         return False
 
-    def _fill(self, connection: Incoming, targets: Sequence[Any]) -> None:
-        if (staging := staging_of(targets)) is None:
-            tcp_wire.receive_all(connection.socket, targets)
+    def _fill(self, connection: Incoming, pieces: list[Any] | Pieces) -> None:
+        if not isinstance(pieces, Pieces):
+            tcp_wire.receive_all(connection.socket, pieces)
             return
-
-        def alive() -> bool:
-            return not connection.cut
-
-        with staging.incoming.lend(alive) as lane:
-            lane.receive(connection.socket, targets, alive)
+        with pieces.staging.incoming.lend(lambda: not connection.cut) as lane:
+            lane.receive(connection.socket, pieces)
 
     def _acknowledge(self, connection: Incoming, write: int, notice: bytes) -> None:
         if connection.cut:

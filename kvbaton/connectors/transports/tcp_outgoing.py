@@ -17,13 +17,13 @@ from kvbaton.connectors.base import Status
 from kvbaton.connectors.host import ProcessCard, is_gone
 from kvbaton.connectors.transports import tcp_wire
 from kvbaton.connectors.transports.regions import Copies
-from kvbaton.connectors.transports.tcp_staging import staging_of
+from kvbaton.connectors.transports.tcp_staging import Pieces, pieces_of
 from kvbaton.errors import RemoteProtocolError
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
-    from kvbaton.connectors.transports.tcp_staging import Piece
+    from kvbaton.connectors.transports.tcp_staging import Span
 
 DIAL_S = 5.0
 """Deadline of connecting and the handshake."""
@@ -47,7 +47,12 @@ class TcpHandle:
     """One write: queued, being sent, or waiting for its ack."""
 
     def __init__(
-        self, peer: TcpPeer, write: int, copies: Copies, views: Sequence[Piece], notice: bytes
+        self,
+        peer: TcpPeer,
+        write: int,
+        copies: Copies,
+        views: Sequence[memoryview | Span],
+        notice: bytes,
     ) -> None:
         self.write = write
         self.started = False
@@ -76,25 +81,24 @@ class TcpHandle:
         """The ack has come."""
         self._status = Status.DONE
 
-    def frames(self) -> Iterator[tuple[bytes, list[Piece]]]:
+    def frames(self) -> Iterator[tuple[bytes, list[memoryview] | Pieces]]:
         """Head and payload of each frame."""
         total = len(self._copies.length)
         for start in range(0, max(total, 1), tcp_wire.MAX_FRAME_COPIES):
             stop = min(start + tcp_wire.MAX_FRAME_COPIES, total)
             yield self._frame(start, stop, stop == total)
 
-    def _frame(self, start: int, stop: int, last: bool) -> tuple[bytes, list[Piece]]:
+    def _frame(self, start: int, stop: int, last: bool) -> tuple[bytes, list[memoryview] | Pieces]:
         part = self._copies.take(start, stop)
         kind = tcp_wire.FrameKind.LAST if last else tcp_wire.FrameKind.PART
         notice = self._notice if last else b""
         size = int(part.length.sum())
         header = tcp_wire.Header(kind, stop - start, len(notice), self.write, size)
         targets = np.stack([part.target_region, part.target_offset, part.length], axis=1)
-        columns = (part.source_region.tolist(), part.source_offset.tolist(), part.length.tolist())
-        return (
-            header.pack() + targets.astype("<i8").tobytes() + notice,
-            [self._views[r][low : low + n] for r, low, n in zip(*columns, strict=True)],
-        )
+        head = header.pack() + targets.astype("<i8").tobytes() + notice
+        if not size:
+            return head, []
+        return head, pieces_of(self._views, part.source_region, part.source_offset, part.length)
 
     def _follow_peer(self) -> None:
         """A broken connection fails the write; DRAINED if its bytes provably can't land."""
@@ -138,7 +142,7 @@ class TcpPeer:
         """The thread has ended: nothing of ours is read or sent any more."""
         return not self._thread.is_alive()
 
-    def post(self, copies: Copies, views: Sequence[Piece], notice: bytes) -> TcpHandle:
+    def post(self, copies: Copies, views: Sequence[memoryview | Span], notice: bytes) -> TcpHandle:
         """Queue a write."""
         handle = TcpHandle(self, self._next_write, copies, views, notice)
         self._next_write += 1
@@ -223,9 +227,9 @@ class TcpPeer:
     def _prepare(self) -> None:
         """What a kind of connection does once each side knows the other."""
 
-    def _send_frame(self, head: bytes, pieces: list[Any]) -> None:
-        if (staging := staging_of(pieces)) is None:
+    def _send_frame(self, head: bytes, pieces: list[Any] | Pieces) -> None:
+        if not isinstance(pieces, Pieces):
             tcp_wire.send_all(self._socket, [head, *pieces])
             return
-        with staging.outgoing.lend(lambda: self.broken is None) as lane:
+        with pieces.staging.outgoing.lend(lambda: self.broken is None) as lane:
             lane.send(self._socket, head, pieces)

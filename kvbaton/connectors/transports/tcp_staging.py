@@ -17,15 +17,20 @@ import threading
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from itertools import cycle
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
+
+import numpy as np
 
 from kvbaton.connectors.transports import tcp_wire
-from kvbaton.connectors.transports.regions import chunks
 
 if TYPE_CHECKING:
     import socket
 
+    import numpy.typing as npt
+
     from kvbaton.connectors.transports.cuda_driver import CudaDriver
+
+    Int64s = npt.NDArray[np.int64]
 
 BUFFER_BYTES = 4 << 20
 LANE_BYTES = 2 * BUFFER_BYTES
@@ -35,28 +40,67 @@ LOOK_S = 0.02
 Alive = Callable[[], bool]
 
 
-class Span:
-    """Bytes of a GPU. Its slices are spans, as those of a memoryview are views."""
+class Span(NamedTuple):
+    """A region in memory of a GPU."""
 
-    __slots__ = ("address", "size", "staging")
-
-    def __init__(self, address: int, size: int, staging: HostStaging) -> None:
-        self.address, self.size, self.staging = address, size, staging
-
-    def __len__(self) -> int:
-        return self.size
-
-    def __getitem__(self, part: slice) -> Span:
-        start, stop, _ = part.indices(self.size)
-        return Span(self.address + start, stop - start, self.staging)
+    address: int
+    staging: HostStaging
 
 
-Piece = memoryview | Span
+class Pieces(NamedTuple):
+    """A frame's payload where a GPU is concerned: three arrays of shape [n].
+
+    Attributes:
+        staging: what it has to pass through.
+        address: first byte of each piece in this process.
+        size: bytes, none of them 0.
+        on_gpu: where each lies.
+    """
+
+    staging: HostStaging
+    address: Int64s
+    size: Int64s
+    on_gpu: npt.NDArray[np.bool_]
+
+    def batches(self) -> Iterator[tuple[int, Batch]]:
+        """Cut into as much as a buffer holds: bytes in it, and the pieces."""
+        ends = np.cumsum(self.size)
+        starts, total = ends - self.size, int(ends[-1])
+        for low in range(0, total, BUFFER_BYTES):
+            high = min(low + BUFFER_BYTES, total)
+            part = slice(np.searchsorted(ends, low, "right"), np.searchsorted(starts, high))
+            begin = np.maximum(starts[part], low)
+            address = self.address[part] + begin - starts[part]
+            size = np.minimum(ends[part], high) - begin
+            yield high - low, Batch(address, size, begin - low, self.on_gpu[part])
 
 
-def staging_of(pieces: Sequence[Piece]) -> HostStaging | None:
-    """What pieces have to pass through; None if all are host memory."""
-    return next((piece.staging for piece in pieces if isinstance(piece, Span)), None)
+class Batch(NamedTuple):
+    """Pieces that share a buffer; `at` is where in it."""
+
+    address: Int64s
+    size: Int64s
+    at: Int64s
+    on_gpu: npt.NDArray[np.bool_]
+
+
+def pieces_of(
+    views: Sequence[memoryview | Span], region: Int64s, offset: Int64s, length: Int64s
+) -> list[memoryview] | Pieces:
+    """Checked pieces of regions: views where all regions are host memory, else `Pieces`."""
+    staging = next((view.staging for view in views if isinstance(view, Span)), None)
+    if staging is None:
+        columns = zip(region.tolist(), offset.tolist(), length.tolist(), strict=True)
+        return [views[r][low : low + size] for r, low, size in columns]
+    base = np.array([_address(view) for view in views], np.int64)
+    on_gpu = np.array([isinstance(view, Span) for view in views])
+    return Pieces(staging, base[region] + offset, length, on_gpu[region])
+
+
+def _address(view: memoryview | Span) -> int:
+    if isinstance(view, Span):
+        return view.address
+    return ctypes.addressof(ctypes.c_ubyte.from_buffer(view)) if len(view) else 0
 
 
 class _Buffer:
@@ -77,25 +121,22 @@ class Lane:
         self._stream = driver.open_stream()
         self._buffers = [_Buffer(driver) for _ in range(2)]
 
-    def send(self, sock: socket.socket, head: bytes | memoryview, pieces: Sequence[Piece]) -> None:
+    def send(self, sock: socket.socket, head: bytes | memoryview, pieces: Pieces) -> None:
         """Send a frame: its head, then pieces. Raises `OSError`."""
         ready = head
-        for buffer, batch in zip(cycle(self._buffers), chunks(pieces, BUFFER_BYTES), strict=False):
+        for buffer, (size, batch) in zip(cycle(self._buffers), pieces.batches(), strict=False):
             self._copy(buffer, batch, to_device=False)
             tcp_wire.send_all(sock, [ready])
             self._driver.wait(buffer.event)
-            ready = buffer.view[: sum(map(len, batch))]
+            ready = buffer.view[:size]
         tcp_wire.send_all(sock, [ready])
 
-    def receive(self, sock: socket.socket, pieces: Sequence[Piece], alive: Alive) -> None:
-        """Fill pieces, which are whole on return. Raises `OSError`."""
-        for buffer, batch in zip(cycle(self._buffers), chunks(pieces, BUFFER_BYTES), strict=False):
+    def receive(self, sock: socket.socket, pieces: Pieces) -> None:
+        """Fill pieces, which are whole once the lane has settled. Raises `OSError`."""
+        for buffer, (size, batch) in zip(cycle(self._buffers), pieces.batches(), strict=False):
             self._driver.wait(buffer.event)
-            tcp_wire.receive_all(sock, [buffer.view[: sum(map(len, batch))]])
-            if not alive():
-                raise ConnectionAbortedError("fenced")
+            tcp_wire.receive_all(sock, [buffer.view[:size]])
             self._copy(buffer, batch, to_device=True)
-        self.settle()
 
     def settle(self) -> None:
         """Wait until all copies are over."""
@@ -109,22 +150,15 @@ class Lane:
             self._driver.unpin(buffer.address)
         self._driver.close_stream(self._stream)
 
-    def _copy(self, buffer: _Buffer, batch: Sequence[Piece], *, to_device: bool) -> None:
-        """Begin to copy pieces from or to a buffer, where they lie one after the other."""
-        here, there, sizes, at = list[int](), list[int](), list[int](), 0
-        for piece in batch:
-            size = len(piece)
-            if isinstance(piece, Span):
-                here.append(buffer.address + at)
-                there.append(piece.address)
-                sizes.append(size)
-            elif to_device:
-                piece[:] = buffer.view[at : at + size]
-            else:
-                buffer.view[at : at + size] = piece
-            at += size
-        if sizes:
-            self._driver.copy(*((there, here) if to_device else (here, there)), sizes, self._stream)
+    def _copy(self, buffer: _Buffer, batch: Batch, *, to_device: bool) -> None:
+        """Begin to copy pieces from or to a buffer."""
+        sides = [buffer.address + batch.at, batch.address]
+        target, source = sides[::-1] if to_device else sides
+        gpu, size = batch.on_gpu, batch.size
+        for copy in np.stack([target, source, size], 1)[~gpu].tolist():
+            ctypes.memmove(*copy)
+        if gpu.any():
+            self._driver.copy(target[gpu], source[gpu], size[gpu], self._stream)
         self._driver.record(buffer.event, self._stream)
 
 
@@ -144,7 +178,7 @@ class Lanes:
 
     @contextmanager
     def lend(self, alive: Alive) -> Iterator[Lane]:
-        """A lane for the calling thread.
+        """A lane for the calling thread; its copies are over when it goes back.
 
         Raises:
             ConnectionAbortedError: not `alive` any more while waiting for one, or CUDA fails.
