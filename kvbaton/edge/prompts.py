@@ -22,11 +22,11 @@ def split_prompts(prompt: str | Sequence[str | int | list[int]], most: int) -> l
     """
     if isinstance(prompt, str):
         return [prompt]
-    ids = [item for item in prompt if isinstance(item, int)]
-    if ids and len(ids) == len(prompt):
-        return [ids]
+    kinds = set(map(type, prompt))
+    if kinds == {int}:
+        return [list(prompt)]  # type: ignore[arg-type]
     prompts = [item for item in prompt if not isinstance(item, int)]
-    if ids or not prompts:
+    if int in kinds or not prompts:
         raise RequestError(
             "prompt must be a text, a list of texts, a list of token ids or a list of such lists",
             param="prompt",
