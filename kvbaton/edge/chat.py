@@ -13,6 +13,7 @@ from kvbaton.edge.answer import respond
 from kvbaton.edge.body import read_body
 from kvbaton.edge.config import FRONTEND, Frontend
 from kvbaton.edge.fields import check_common, public_id, text_options, unset_unless
+from kvbaton.edge.images import load_images
 from kvbaton.edge.jobs import Event, Job, check_prompt, make_request
 from kvbaton.edge.openapi import contract
 from kvbaton.edge.prompts import encode
@@ -29,8 +30,9 @@ from kvbaton.openai import (
     TokenizeRequest,
     Usage,
 )
-from kvbaton.text.chat import normalize_messages
+from kvbaton.text.chat import ImageUrl, normalize_messages
 from kvbaton.text.logprobs import chat_logprobs, prompt_logprobs
+from kvbaton.wire import Item
 
 
 @contract(body=ChatRequest, answer=ChatCompletion, streams=True)
@@ -41,30 +43,36 @@ async def chat_completions(request: web.Request) -> web.StreamResponse:
     check_common(frontend, body)
     _check_chat(body)
     request_id = f"chatcmpl-{public_id(request, body)}"
-    prompt = await encode_chat(frontend, body)
-    job = _job(frontend, body, request_id, prompt)
+    prompt, items = await encode_chat(frontend, body)
+    job = _job(frontend, body, request_id, prompt, items)
     return await respond(
         request, frontend, body, [job], ChatShape(frontend, body, request_id, prompt)
     )
 
 
-async def encode_chat(frontend: Frontend, body: ChatRequest | TokenizeRequest) -> list[int]:
-    """Token ids of a conversation; its special tokens come from the template.
+async def encode_chat(
+    frontend: Frontend, body: ChatRequest | TokenizeRequest
+) -> tuple[list[int], tuple[Item, ...]]:
+    """Token ids of a conversation, and its images; its special tokens come from the template.
 
     Raises:
-        RequestError: the model has no template, or the messages do not fit it.
+        RequestError: the model has no template, the messages do not fit it, or an image is wrong.
     """
     template = frontend.tokenizer.chat_template
     if template is None:
         raise RequestError("this model has no chat template; use /v1/completions", param="messages")
+    vision, images = frontend.tokenizer.vision, list[ImageUrl]()
     text = template.render(
-        normalize_messages(body.messages or []),
+        normalize_messages(body.messages or [], None if vision is None else images),
         tools=body.tools or None,
         add_generation_prompt=body.add_generation_prompt is not False,
         variables=body.chat_template_kwargs,
     )
     special = bool(body.add_special_tokens)
-    return await encode(frontend.tokenizer, text, add_special_tokens=special)
+    ids = await encode(frontend.tokenizer, text, add_special_tokens=special)
+    if vision is None:
+        return ids, ()
+    return vision.expand(ids, await load_images(images, vision, frontend.config.media))
 
 
 def _check_chat(body: ChatRequest) -> None:
@@ -84,7 +92,13 @@ def _check_chat(body: ChatRequest) -> None:
         raise RequestError("top_logprobs needs logprobs=true", param="top_logprobs")
 
 
-def _job(frontend: Frontend, body: ChatRequest, request_id: str, prompt: list[int]) -> Job:
+def _job(
+    frontend: Frontend,
+    body: ChatRequest,
+    request_id: str,
+    prompt: list[int],
+    items: tuple[Item, ...],
+) -> Job:
     given = body.max_completion_tokens
     given = body.max_tokens if given is None else given
     defaults = frontend.config.sampling_defaults
@@ -102,7 +116,7 @@ def _job(frontend: Frontend, body: ChatRequest, request_id: str, prompt: list[in
     transfer = frontend.transfer(body.kv_transfer_params)
     return Job(
         index=0,
-        request=make_request(frontend, body, request_id, prompt, params, transfer),
+        request=make_request(frontend, body, request_id, prompt, params, transfer, items),
         options=text_options(body),
     )
 

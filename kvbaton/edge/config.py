@@ -10,6 +10,7 @@ from typing import Any
 from aiohttp import web
 from msgspec import Struct
 
+from kvbaton.edge.images import MediaConfig
 from kvbaton.edge.metrics import HttpMetrics
 from kvbaton.edge.source import ModelFacts, TokenSource
 from kvbaton.errors import RequestError
@@ -38,6 +39,7 @@ class EdgeConfig:
         max_logprobs: candidates per token.
         sampling_defaults: of the model, for fields that a request leaves out; see
             `text.generation`.
+        media: what images clients may bring.
     """
 
     model_name: str
@@ -53,6 +55,7 @@ class EdgeConfig:
     max_choices: int = 512
     max_logprobs: int = 20
     sampling_defaults: Mapping[str, Any] = field(default_factory=dict)
+    media: MediaConfig = field(default_factory=MediaConfig)
 
 
 TransferParser = Callable[[dict[str, Any] | None], TransferSpec | None]

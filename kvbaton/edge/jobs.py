@@ -15,7 +15,7 @@ from kvbaton.edge.sampling import INT32, Range, check_ids, check_range
 from kvbaton.errors import EngineDeadError, RequestError
 from kvbaton.openai import SamplingFields
 from kvbaton.text.choice import ChoiceText, TextDelta, TextOptions
-from kvbaton.wire import AddRequest, Output, SamplingParams, TokenLogprobs, TransferSpec
+from kvbaton.wire import AddRequest, Item, Output, SamplingParams, TokenLogprobs, TransferSpec
 
 T = TypeVar("T")
 
@@ -102,6 +102,7 @@ def make_request(
     token_ids: Sequence[int],
     params: SamplingParams,
     transfer: TransferSpec | None,
+    items: tuple[Item, ...] = (),
 ) -> AddRequest:
     """What the source is asked for one prompt.
 
@@ -120,6 +121,7 @@ def make_request(
         cache_salt=body.cache_salt or "",
         deadline_s=deadline(frontend, body.timeout),
         transfer=transfer,
+        items=items,
     )
 
 

@@ -42,7 +42,8 @@ async def _encode(frontend: Frontend, body: TokenizeRequest) -> list[int]:
     if (body.prompt is None) == (body.messages is None):
         raise RequestError("give either prompt or messages", param="prompt")
     if body.prompt is None:
-        return await encode_chat(frontend, body)
+        ids, _ = await encode_chat(frontend, body)
+        return ids
     special = body.add_special_tokens is not False
     return await encode(frontend.tokenizer, body.prompt, add_special_tokens=special)
 

@@ -24,13 +24,23 @@ from kvbaton.llm.params import CompletionOutput, RequestOutput, SamplingParams, 
 from kvbaton.openai import ChatRequest
 from kvbaton.text.generation import GenerationConfigMode, sampling_defaults
 from kvbaton.text.tokenizer import Tokenizer
-from kvbaton.wire import AddRequest, NodeId
+from kvbaton.wire import AddRequest, Item, NodeId
 
-Prompt = str | Sequence[int]
 Message = dict[str, Any]
 
 DEADLINE_S = 7 * 86400.0
 """Of a request without a `timeout`: a long list of prompts may take its time."""
+
+
+@dataclass(frozen=True)
+class Rendered:
+    """A conversation as a prompt: its tokens, and the images among them."""
+
+    token_ids: list[int]
+    items: tuple[Item, ...] = ()
+
+
+Prompt = str | Sequence[int] | Rendered
 
 
 @dataclass(frozen=True)
@@ -108,7 +118,7 @@ class AsyncLLM:
         """Continue a prompt.
 
         Args:
-            prompt: a text or token ids.
+            prompt: a text, token ids, or what `render` has made.
             sampling_params: None takes the model's recommendations.
             options: `request_id`, `priority`, `cache_salt`, `timeout` (seconds).
 
@@ -140,14 +150,14 @@ class AsyncLLM:
 
     async def render(
         self, messages: Sequence[Message], chat_template_kwargs: dict[str, Any] | None = None
-    ) -> list[int]:
-        """Token ids of a conversation, by the model's chat template.
+    ) -> Rendered:
+        """A conversation as a prompt, by the model's chat template.
 
         Raises:
             RequestError: the model has no template, or the messages do not fit it.
         """
         body = ChatRequest(messages=list(messages), chat_template_kwargs=chat_template_kwargs)
-        return await encode_chat(self._frontend, body)
+        return Rendered(*await encode_chat(self._frontend, body))
 
     async def prepare(
         self,
@@ -162,7 +172,7 @@ class AsyncLLM:
         """Check a request; see `generate`."""
         frontend, given = self._frontend, sampling_params or self.default_params()
         text = prompt if isinstance(prompt, str) else None
-        ids = await self._encode(prompt)
+        ids, items = await self._encode(prompt)
         params = checked(given.for_engine(), frontend.config, frontend.vocab_size)
         check_prompt(frontend, ids, params.max_tokens, "prompt")
         check_range("priority", priority, Range(-INT32, INT32))
@@ -173,13 +183,16 @@ class AsyncLLM:
             priority=priority,
             cache_salt=cache_salt,
             deadline_s=DEADLINE_S if timeout is None else timeout,
+            items=items,
         )
         return Prepared(text, Job(index=0, request=request, options=given.for_text()))
 
-    async def _encode(self, prompt: Prompt) -> list[int]:
+    async def _encode(self, prompt: Prompt) -> tuple[list[int], tuple[Item, ...]]:
+        if isinstance(prompt, Rendered):
+            return prompt.token_ids, prompt.items
         if not isinstance(prompt, str):
-            return list(prompt)
-        return await encode(self._frontend.tokenizer, prompt, add_special_tokens=True)
+            return list(prompt), ()
+        return await encode(self._frontend.tokenizer, prompt, add_special_tokens=True), ()
 
     async def run(self, prepared: Prepared) -> AsyncGenerator[RequestOutput]:
         """Deltas of a request that `prepare` has checked."""

@@ -80,6 +80,7 @@ def add_request(frontend: Frontend, body: GenerateRequest, request_id: str) -> A
             param="resume_token_ids",
         )
     check_range("priority", body.priority, Range(-INT32, INT32))
+    _check_items(frontend, body)
     return AddRequest(
         request_id=unique(request_id),
         token_ids=body.token_ids,
@@ -89,7 +90,16 @@ def add_request(frontend: Frontend, body: GenerateRequest, request_id: str) -> A
         cache_salt=body.cache_salt or "",
         deadline_s=deadline(frontend, body.deadline_s, "deadline_s"),
         transfer=frontend.transfer(body.kv_transfer_params),
+        items=body.items,
     )
+
+
+def _check_items(frontend: Frontend, body: GenerateRequest) -> None:
+    vision = frontend.tokenizer.vision
+    if vision is not None:
+        vision.check(body.token_ids, body.items)
+    elif body.items:
+        raise RequestError("this model takes text only, no items", param="items")
 
 
 async def _outputs(frontend: Frontend, add: AddRequest, request_id: str) -> AsyncGenerator[Output]:

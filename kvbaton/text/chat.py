@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from datetime import datetime
 from typing import Any, NoReturn
 
@@ -19,6 +20,14 @@ RESERVED = frozenset({"messages", "tools", "documents", "add_generation_prompt",
 """Template variables that `chat_template_kwargs` may not set."""
 
 Message = dict[str, Any]
+
+
+@dataclass(frozen=True)
+class ImageUrl:
+    """An image as a client names it, and the field where that stands."""
+
+    url: str
+    where: str
 
 
 class GenerationTag(Extension):
@@ -87,24 +96,32 @@ class ChatTemplate:
             ) from error
 
 
-def normalize_messages(messages: Sequence[Message]) -> list[Message]:
+def normalize_messages(
+    messages: Sequence[Message], images: list[ImageUrl] | None = None
+) -> list[Message]:
     """Check a conversation and bring it to the form that templates expect.
 
-    Text parts are joined by newlines; arguments of past tool calls are parsed from their JSON.
+    Text parts are joined by newlines, unless there is an image among them; arguments of past tool
+    calls are parsed from their JSON.
+
+    Args:
+        messages: of the client.
+        images: takes those that the messages have, in order; None if the model can't see.
 
     Raises:
         RequestError: naming the message and the field that is wrong.
     """
     if not messages:
         raise RequestError("messages must hold at least one message", param="messages")
-    return [_normalize(message, f"messages[{i}]") for i, message in enumerate(messages)]
+    return [_normalize(message, f"messages[{i}]", images) for i, message in enumerate(messages)]
 
 
-def _normalize(message: Message, where: str) -> Message:
+def _normalize(message: Message, where: str, images: list[ImageUrl] | None) -> Message:
     role = message.get("role")
     if not isinstance(role, str) or not role:
         raise RequestError("role must be a non-empty string", param=f"{where}.role")
-    result = {**message, "content": _text(message.get("content"), f"{where}.content")}
+    content = _content(message.get("content"), f"{where}.content", images)
+    result = {**message, "content": content}
     reasoning = message.get("reasoning_content", message.get("reasoning"))
     if reasoning is not None:
         result["reasoning_content"] = reasoning
@@ -115,24 +132,47 @@ def _normalize(message: Message, where: str) -> Message:
     return result
 
 
-def _text(content: Any, where: str) -> str | None:
+def _content(
+    content: Any, where: str, images: list[ImageUrl] | None
+) -> str | list[dict[str, str]] | None:
+    """A text, or parts that templates know if there are images."""
     if content is None or isinstance(content, str):
         return content
     if not isinstance(content, list):
-        raise RequestError("content must be a string or a list of text parts", param=where)
-    return "\n".join(_part(part, f"{where}[{i}]") for i, part in enumerate(content))
+        raise RequestError("content must be a string or a list of parts", param=where)
+    parts = [_part(part, f"{where}[{i}]", images) for i, part in enumerate(content)]
+    if any(isinstance(part, ImageUrl) for part in parts):
+        return [
+            {"type": "text", "text": part} if isinstance(part, str) else {"type": "image"}
+            for part in parts
+        ]
+    return "\n".join(part for part in parts if isinstance(part, str))
 
 
-def _part(part: Any, where: str) -> str:
+def _part(part: Any, where: str, images: list[ImageUrl] | None) -> str | ImageUrl:
     if isinstance(part, str):
         return part
-    if not isinstance(part, dict) or part.get("type") not in ("text", "refusal"):
-        kind = part.get("type") if isinstance(part, dict) else part
-        raise RequestError(f"only parts of type text are supported, not {kind!r}", param=where)
-    text = part.get(part["type"])
+    kind = part.get("type") if isinstance(part, dict) else part
+    if kind == "image_url":
+        return _image(part["image_url"] if "image_url" in part else None, where, images)
+    if kind not in ("text", "refusal"):
+        raise RequestError(
+            f"only parts of type text and image_url are supported, not {kind!r}", param=where
+        )
+    text = part.get(kind)
     if not isinstance(text, str):
         raise RequestError("text must be a string", param=f"{where}.text")
     return text
+
+
+def _image(value: Any, where: str, images: list[ImageUrl] | None) -> ImageUrl:
+    if images is None:
+        raise RequestError("this model takes text only, no images", param=where)
+    url = value.get("url") if isinstance(value, dict) else value
+    if not isinstance(url, str) or not url:
+        raise RequestError("image_url needs a url", param=f"{where}.image_url")
+    images.append(ImageUrl(url, f"{where}.image_url"))
+    return images[-1]
 
 
 def _tool_calls(calls: Any, where: str) -> list[dict[str, Any]]:

@@ -10,6 +10,7 @@ import tokenizers
 
 from kvbaton.errors import ConfigError
 from kvbaton.text.chat import ChatTemplate
+from kvbaton.text.vision import VisionText
 
 SPECIAL_NAMES = (
     "bos_token",
@@ -29,6 +30,7 @@ class Tokenizer:
         backend: the loaded ``tokenizer.json``; truncation and padding in it are switched off.
         special_tokens: by name (``bos_token``), as the chat template sees them.
         chat_template: None if the model has none.
+        vision: places images in prompts; None if the model takes none.
     """
 
     def __init__(
@@ -36,12 +38,14 @@ class Tokenizer:
         backend: tokenizers.Tokenizer,
         special_tokens: dict[str, str] | None = None,
         chat_template: ChatTemplate | None = None,
+        vision: VisionText | None = None,
     ) -> None:
         backend.no_truncation()
         backend.no_padding()
         self._backend = backend
         self.special_tokens = special_tokens or {}
         self.chat_template = chat_template
+        self.vision = vision
         self.vocab_size: int = 1 + max(
             backend.get_vocab(with_added_tokens=True).values(), default=-1
         )
@@ -69,7 +73,7 @@ class Tokenizer:
         _register_special(backend, special)
         template = _template_of(folder, config) if chat_template is None else _read(chat_template)
         compiled = None if template is None else ChatTemplate(template, special)
-        return cls(backend, special, compiled)
+        return cls(backend, special, compiled, VisionText.load(folder))
 
     def encode(self, text: str, *, add_special_tokens: bool = True) -> list[int]:
         """Token ids of a text; with the model's own start and end tokens unless told not to."""
