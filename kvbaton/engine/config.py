@@ -54,7 +54,8 @@ class EngineConfig:
         store_load_timeout: seconds that a request waits for what a store loads.
         kv_events_config: JSON with vLLM's keys for KV events, like
             ``{"enable_kv_cache_events": true}``; None publishes none.
-        encoder_cache_tokens: rows of the encoder cache; None takes enough for the longest prompt.
+        encoder_cache_tokens: rows of the encoder cache; None takes enough for the longest prompt,
+            or on an encoder node for 16 of the largest images.
         max_num_encoder_tokens: most rows that the encoder computes in one step; an item that has
             more is encoded alone.
         language_model_only: do not load the encoder: outputs come from encoder nodes or a store.

@@ -173,11 +173,14 @@ class PrefillRole:
 
     def ended(self, request_id: str) -> None:
         """The run was aborted: the transfer fails."""
+        self._failed(request_id, "the prefill request was aborted")
+
+    def _failed(self, request_id: str, reason: str) -> None:
         source = self._by_request.pop(request_id, None)
         if source is None:
             return
         source.running = False
-        self.courier.submit(SourceFailed(source.attempt, "the prefill request was aborted"))
+        self.courier.submit(SourceFailed(source.attempt, reason))
         if source.start is None:
             del self._sources[source.attempt]
 
@@ -226,7 +229,7 @@ class PrefillRole:
 
     def _finish(self, source: _Source, output: Output) -> None:
         if output.finish_reason in ("abort", "error"):
-            self.ended(output.request_id)
+            self._failed(output.request_id, output.error or "the prefill request was aborted")
         elif len(source.first) == source.request.params.n:
             self._by_request.pop(output.request_id, None)
             source.running = False

@@ -22,7 +22,7 @@ from kvbaton.engine.request import extras_of
 from kvbaton.engine.solo import SoloFactory
 from kvbaton.wire import Item, TransferSpec
 from tests.engine.encoder_items import expected_rows, item_of, padded, png, request_for
-from tests.handover.pair import Call, Node, Pair, until
+from tests.handover.pair import Call, Hold, Node, Pair, until
 
 ENCODER: dict[str, Any] = {"encoder_only": True, "encoder_cache_tokens": 1024}
 SIZES = ((80, 50), (64, 64), (33, 17), (31, 160), (80, 80))
@@ -151,9 +151,13 @@ def test_without_the_image_a_lost_source_is_an_error(
 ) -> None:
     pair = encoders(d={"kv_load_failure_policy": "fail"})
     cut = msgspec.structs.replace(items[0], data=items[0].data[:80])
-    _, call = hand_over(pair, cut, "r")
+    assert isinstance(pair.p.core.executor, EncoderExecutor)
+    with Hold(pair.p.core.executor._team.lanes[0]):
+        _, call = hand_over(pair, cut, "r")
+        until(lambda: pair.p.leases() == 1, "a reservation")
     call.result()
     assert "could not be loaded" in (call.error or "")
+    assert "can't decode the image" in (call.error or ""), "P says why"
     assert encoded(pair.d) == 0
     pair.settle()
 

@@ -106,7 +106,8 @@ def pool_blocks(config: EngineConfig, model: ModelConfig, device: torch.device) 
     if rows is None:
         wanted = ITEMS * largest_item(model)
         if not config.encoder_only:
-            wanted = resolve_max_model_len(config.max_model_len, model)
+            # Items end in the middle of their last block: one of 33 rows takes two.
+            wanted = 2 * resolve_max_model_len(config.max_model_len, model)
         row_bytes = vision_config(model).levels * model.hidden_size * ITEM_SIZE[model.dtype]
         rows = min(wanted, _spare_bytes(device) // row_bytes)
     if rows < 1:
