@@ -126,7 +126,11 @@ class Pictures:
             found = self.model.model.get_image_features(
                 inputs["pixel_values"], inputs["image_grid_thw"], return_dict=True
             )
-            deep = getattr(found, "deepstack_features", None) or []
+            lengths = [item.length for item in prompt.items]
+            deep = [  # transformers 5.17 does not split them by picture
+                torch.split(level, lengths) if isinstance(level, torch.Tensor) else level
+                for level in getattr(found, "deepstack_features", None) or []
+            ]
             for number, item in enumerate(prompt.items):
                 levels = [found.pooler_output[number], *(level[number] for level in deep)]
                 blocks = [self._free.pop() for _ in range(0, item.length, ENCODER_BLOCK_ROWS)]
