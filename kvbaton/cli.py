@@ -94,6 +94,7 @@ def run_router(args: argparse.Namespace) -> int:
             node_api_key=args.node_api_key,
             chat_template=args.chat_template,
             generation_config=args.generation_config,
+            media=media_config(args),
             cluster_key=args.cluster_key,
             log_level=args.log_level,
             dispatch=DispatchConfig(
@@ -123,6 +124,7 @@ def run_up(args: argparse.Namespace) -> int:
             api_keys=tuple(args.api_key),
             chat_template=args.chat_template,
             generation_config=args.generation_config,
+            media=media_config(args),
             cluster_key=args.cluster_key,
             transport=args.transport,
             min_handover_tokens=args.min_handover_tokens,
@@ -382,6 +384,18 @@ def _add_common(
             default="auto",
             help="whether the model's generation_config.json gives sampling defaults (auto)",
         )
+        group.add_argument(
+            "--allowed-media-domains",
+            nargs="+",
+            default=[],
+            metavar="HOST",
+            help="hosts that images are fetched from, those below them too; * for all (none)",
+        )
+        group.add_argument(
+            "--allow-private-media",
+            action="store_true",
+            help="fetch images from private networks and this machine, too",
+        )
     api_key = os.environ.get(API_KEY_VARIABLE)
     group.add_argument(
         "--api-key",
@@ -515,6 +529,16 @@ def engine_flags(args: argparse.Namespace) -> list[str]:
     return words
 
 
+def media_config(args: argparse.Namespace) -> Any:
+    """What images clients may bring (`MediaConfig`); an encoder node has no such flags."""
+    from kvbaton.edge.images import MediaConfig
+
+    return MediaConfig(
+        allowed_media_domains=tuple(getattr(args, "allowed_media_domains", ())),
+        allow_private_media=getattr(args, "allow_private_media", False),
+    )
+
+
 def node_config(args: argparse.Namespace, role: Literal["prefill", "decode", "encode"]) -> Any:
     """A node's settings (`NodeConfig`).
 
@@ -542,5 +566,6 @@ def node_config(args: argparse.Namespace, role: Literal["prefill", "decode", "en
         transport=args.transport,
         control_port=args.control_port,
         log_level=args.log_level,
+        media=media_config(args),
         **of_role,
     )

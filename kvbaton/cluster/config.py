@@ -7,6 +7,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
+from kvbaton.edge.images import MediaConfig
 from kvbaton.engine.config import ENCODER_SETTINGS, EngineConfig
 from kvbaton.errors import ConfigError
 from kvbaton.text.generation import GenerationConfigMode
@@ -30,6 +31,7 @@ class ClusterConfig:
         api_keys: asked of clients.
         chat_template: file with another chat template than the model's.
         generation_config: whether the model recommends sampling defaults.
+        media: what images clients may bring.
         cluster_key: shared by all processes.
         transport: ``NAME[:JSON]``.
         min_handover_tokens: shorter prompts are served on one node.
@@ -55,6 +57,7 @@ class ClusterConfig:
     api_keys: tuple[str, ...] = field(default=(), repr=False)
     chat_template: str | None = None
     generation_config: GenerationConfigMode = "auto"
+    media: MediaConfig = field(default_factory=MediaConfig)
     cluster_key: str | None = field(default=None, repr=False)
     transport: str = "nixl"
     min_handover_tokens: int = 0
@@ -122,7 +125,13 @@ class ClusterConfig:
             f"--log-level={self.log_level}",
             f"--generation-config={self.generation_config}",
         ]
-        return [*words, f"--chat-template={self.chat_template}"] if self.chat_template else words
+        if self.chat_template:
+            words.append(f"--chat-template={self.chat_template}")
+        if self.media.allow_private_media:
+            words.append("--allow-private-media")
+        if self.media.allowed_media_domains:
+            words += ["--allowed-media-domains", *self.media.allowed_media_domains]
+        return words
 
     def environment(self) -> dict[str, str]:
         """Of all children. Secrets go this way: a command line can be read by anyone."""

@@ -12,7 +12,7 @@ from typing import Any, Self, TypeVar, cast
 from tqdm import tqdm
 
 from kvbaton.llm.params import CompletionOutput, RequestOutput, SamplingParams
-from kvbaton.llm.streaming import AsyncLLM, Message, Prepared, Prompt
+from kvbaton.llm.streaming import AsyncLLM, Message, Prepared, Prompt, Rendered
 
 T = TypeVar("T")
 Params = SamplingParams | Sequence[SamplingParams] | None
@@ -152,7 +152,7 @@ class LLM:
 
 
 def _as_list(prompts: Prompt | Sequence[Prompt]) -> list[Prompt]:
-    if isinstance(prompts, str):
+    if isinstance(prompts, str | Rendered):
         return [prompts]
     ids = bool(prompts) and all(isinstance(item, int) for item in prompts)
     return cast("list[Prompt]", [prompts] if ids else list(prompts))

@@ -135,6 +135,7 @@ async def run(config: RouterConfig) -> int:
             model_name=name,
             api_keys=config.api_keys,
             sampling_defaults=sampling_defaults(folder, config.generation_config),
+            media=config.media,
         )
         async with router_app(config, tokenizer, edge) as app:
             await serve(app, listener, config.grace_s)

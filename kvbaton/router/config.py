@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
+from kvbaton.edge.images import MediaConfig
 from kvbaton.router.dispatch import DispatchConfig
 from kvbaton.router.membership import MembershipTimers
 from kvbaton.text.generation import GenerationConfigMode
@@ -26,6 +27,7 @@ class RouterConfig:
         node_api_key: sent to the nodes; None takes the first of `api_keys`.
         chat_template: file with another chat template than the model's.
         generation_config: whether the model recommends sampling defaults; see `text.generation`.
+        media: what images clients may bring.
         cluster_key: from which the token for registration is derived; None restricts the cluster
             to this machine.
         start_timeout_s: how long a static node may take to say what model it serves.
@@ -47,6 +49,7 @@ class RouterConfig:
     node_api_key: str | None = field(default=None, repr=False)
     chat_template: str | None = None
     generation_config: GenerationConfigMode = "auto"
+    media: MediaConfig = field(default_factory=MediaConfig)
     cluster_key: str | None = field(default=None, repr=False)
     start_timeout_s: float = 600.0
     grace_s: float = 5.0

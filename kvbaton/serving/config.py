@@ -9,6 +9,7 @@ from urllib.parse import urlsplit
 
 from kvbaton.connectors.courier.endpoint import HandoverConfig
 from kvbaton.edge.cluster_token import is_loopback
+from kvbaton.edge.images import MediaConfig
 from kvbaton.engine.config import EngineConfig
 from kvbaton.errors import ConfigError
 from kvbaton.text.generation import GenerationConfigMode
@@ -35,6 +36,7 @@ class NodeConfig:
         cluster_key: secret shared by all nodes; without it the node must listen on loopback.
         chat_template: file with another chat template than the model's.
         generation_config: whether the model recommends sampling defaults; see `text.generation`.
+        media: what images clients may bring.
         transport: ``NAME[:JSON]``.
         control_port: of the control channel; 0 takes a free one.
         max_transfers: hand-overs that a prefill node has alive at once.
@@ -59,6 +61,7 @@ class NodeConfig:
     cluster_key: str | None = field(default=None, repr=False)
     chat_template: str | None = None
     generation_config: GenerationConfigMode = "auto"
+    media: MediaConfig = field(default_factory=MediaConfig)
     transport: str = "nixl"
     control_port: int = 0
     max_transfers: int = HandoverConfig.max_transfers

@@ -152,6 +152,7 @@ class Node:
             api_keys=config.api_keys,
             operator_token=operator_token(config.cluster_key) if config.cluster_key else "",
             sampling_defaults=sampling_defaults(config.engine.model, config.generation_config),
+            media=config.media,
         )
 
     # --- membership ---
