@@ -531,7 +531,7 @@ def engine_flags(args: argparse.Namespace) -> list[str]:
 
 def media_config(args: argparse.Namespace) -> Any:
     """What images clients may bring (`MediaConfig`); an encoder node has no such flags."""
-    from kvbaton.edge.images import MediaConfig
+    from kvbaton.edge.media import MediaConfig
 
     return MediaConfig(
         allowed_media_domains=tuple(getattr(args, "allowed_media_domains", ())),

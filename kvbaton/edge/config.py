@@ -10,7 +10,7 @@ from typing import Any
 from aiohttp import web
 from msgspec import Struct
 
-from kvbaton.edge.images import MediaConfig
+from kvbaton.edge.media import MediaConfig
 from kvbaton.edge.metrics import HttpMetrics
 from kvbaton.edge.source import ModelFacts, TokenSource
 from kvbaton.errors import RequestError

@@ -21,6 +21,7 @@ import aiohttp
 from aiohttp.abc import AbstractResolver, ResolveResult
 from aiohttp.resolver import ThreadedResolver
 
+from kvbaton.edge.media import MediaConfig
 from kvbaton.errors import RequestError
 from kvbaton.text.chat import ImageUrl
 from kvbaton.text.vision import VisionText
@@ -31,26 +32,6 @@ CHUNK = 1 << 16
 NAT64 = ipaddress.ip_network("64:ff9b::/96")
 SHOWN = 100
 """Characters of an address that errors show."""
-
-
-@dataclass(frozen=True, kw_only=True)
-class MediaConfig:
-    """What images clients may bring.
-
-    Attributes:
-        allowed_media_domains: hosts that images may be fetched from; a name also stands for those
-            below it, and ``*`` for all. None are visited by default.
-        allow_private_media: also visit addresses in private networks, and this machine.
-        max_images: of one request.
-        max_image_bytes: of all images of one request.
-        image_timeout_s: in which each must have been fetched.
-    """
-
-    allowed_media_domains: tuple[str, ...] = ()
-    allow_private_media: bool = False
-    max_images: int = 64
-    max_image_bytes: int = 16 << 20
-    image_timeout_s: float = 10.0
 
 
 async def load_images(

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
-from kvbaton.edge.images import MediaConfig
+from kvbaton.edge.media import MediaConfig
 from kvbaton.router.dispatch import DispatchConfig
 from kvbaton.router.membership import MembershipTimers
 from kvbaton.text.generation import GenerationConfigMode

@@ -9,7 +9,7 @@ from urllib.parse import urlsplit
 
 from kvbaton.connectors.courier.endpoint import HandoverConfig
 from kvbaton.edge.cluster_token import is_loopback
-from kvbaton.edge.images import MediaConfig
+from kvbaton.edge.media import MediaConfig
 from kvbaton.engine.config import EngineConfig
 from kvbaton.errors import ConfigError
 from kvbaton.text.generation import GenerationConfigMode
