@@ -1,0 +1,293 @@
+"""Encoder nodes as real processes: their outputs serve prompts elsewhere.
+
+The oracle of every answer is one node that encodes, prefills and decodes by itself.
+"""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import pytest
+
+from kvbaton.text.vision import VisionText
+from kvbaton.wire import ENCODER_BLOCK_ROWS, GenerateRequest
+from tests.e2e.cluster import Cluster
+from tests.e2e.images import picture, streamed_tokens, talk, tokens_of
+from tests.e2e.pair import settle
+from tests.e2e.processes import group_of
+from tests.e2e.servers import HttpFailure, Node, Router, poll
+
+pytestmark = pytest.mark.e2e
+
+CHAT = "/v1/chat/completions"
+ROOT = Path(__file__).parents[2]
+GONE_S = 4.0
+"""A dead encoder node costs a request less, and so less than any timer of the protocol."""
+
+
+@pytest.fixture(scope="module")
+def model(checkpoint: Callable[..., Path]) -> Path:
+    return checkpoint(family="qwen3_vl", max_position_embeddings=2048)
+
+
+@pytest.fixture(scope="module")
+def cluster(model: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Cluster]:
+    cluster = Cluster(tmp_path_factory.mktemp("encode"), model)
+    yield cluster
+    cluster.stop()
+
+
+class House:
+    """E, P and D behind a router; and a node that serves alone, behind one of its own with E."""
+
+    def __init__(self, cluster: Cluster) -> None:
+        self.cluster = cluster
+        every = ("--min-encode-rows=0",)
+        self.router: Router = cluster.start_router("epd", *every)
+        self.e = cluster.start_node("encode", "e", {"transport": "tcp"}, router=self.router)
+        tcp = {"transport": "tcp", "max-model-len": "1024"}
+        self.p = cluster.start_node("prefill", "p", tcp, router=self.router)
+        self.d = cluster.start_node("decode", "d", tcp, router=self.router)
+        self.one = cluster.start_node("decode", "one", tcp)
+        cluster.until_up(self.e, self.p, self.d, self.one, router=self.router, pairs=1)
+        nodes = (f"--decode={self.one.url}", f"--encode={self.e.url}")
+        self.lone: Router = cluster.start_router("e-one", *every, *nodes)
+        self.until_paired(self.router, 2)
+        self.until_paired(self.lone, 1)
+
+    def until_paired(self, router: Router, count: int) -> None:
+        """Wait until so many pairs of an encoder node and another can hand over."""
+        poll("pairs", lambda: len(router.get("/nodes")["encoder_pairs"]) == count, 20, self.why)
+
+    def behind(self, name: str, encoder: Node, rows: int = 0) -> Router:
+        """Another router in front of P and D, with this encoder node for items of so many rows."""
+        nodes = {"prefill": self.p, "decode": self.d, "encode": encoder}
+        flags = [f"--{role}={node.url}" for role, node in nodes.items()]
+        router = self.cluster.start_router(name, f"--min-encode-rows={rows}", *flags)
+        self.until_paired(router, 2)
+        return router
+
+    def why(self) -> str:
+        return "\n".join(server.tail() for server in self.cluster.servers)
+
+    @property
+    def nodes(self) -> tuple[Node, ...]:
+        return self.e, self.p, self.d, self.one
+
+    def expected(self, body: dict[str, Any]) -> list[int]:
+        """What one node answers, without a trace in any cache."""
+        tokens = tokens_of(self.one.post(CHAT, body))
+        settle(self.one)
+        self.one.forget()
+        return tokens
+
+    def forget(self) -> None:
+        settle(*self.nodes)
+        for node in self.nodes:
+            node.forget()
+
+
+def encoded(node: Node) -> float:
+    """Items that a node has encoded."""
+    return node.metrics()("kvbaton_encoder_items_total", source="encoded")
+
+
+class Count:
+    """Items encoded at each node since this began."""
+
+    def __init__(self, *nodes: Node) -> None:
+        self._before = {node: encoded(node) for node in nodes}
+
+    def __call__(self) -> list[float]:
+        return [encoded(node) - before for node, before in self._before.items()]
+
+
+@pytest.fixture(scope="module")
+def shared_house(cluster: Cluster) -> House:
+    return House(cluster)
+
+
+@pytest.fixture
+def house(shared_house: House) -> Iterator[House]:
+    """All caches empty before the test, all books balanced after it."""
+    shared_house.forget()
+    yield shared_house
+    settle(*shared_house.nodes)
+
+
+ODD = [(40, 32), (17, 90), (64, 64), (100, 9), (8, 8), (33, 55), (71, 23), (48, 80)]
+"""Sizes of images."""
+
+
+@pytest.mark.parametrize("count", [1, 3, 8])
+def test_outputs_equal_one_nodes(house: House, count: int) -> None:
+    images = [picture(i, *size) for i, size in enumerate(ODD[:count])]
+    mixed = [part for i, image in enumerate(images) for part in (f"{i}: ", image)]
+    body = talk("Look at ", *mixed, " and say which is best.")
+    expected = house.expected(body)
+    count_all = Count(*house.nodes)
+    assert tokens_of(house.router.post(CHAT, body)) == expected
+    assert count_all() == [count, 0, 0, 0], "each was encoded once, by the encoder node"
+    house.forget()
+    assert streamed_tokens(list(house.router.stream(CHAT, body | {"stream": True}))) == expected
+    assert tokens_of(house.lone.post(CHAT, body)) == expected
+    assert count_all()[1:] == [0, 0, 0]
+
+
+def test_text_needs_no_encoder(house: House) -> None:
+    body = talk("Nothing to see.")
+    count_all = Count(*house.nodes)
+    assert tokens_of(house.router.post(CHAT, body)) == house.expected(body)
+    assert count_all() == [0, 0, 0, 0]
+
+
+def test_another_image_gives_another_answer(house: House) -> None:
+    one, other = (talk("What? ", picture(n), max_tokens=16) for n in (1, 2))
+    assert house.expected(one) != house.expected(other)
+
+
+def test_the_same_image_twice_in_a_prompt_is_encoded_once(house: House) -> None:
+    body = talk("a ", picture(1), " b ", picture(1), " c ", picture(2))
+    expected = house.expected(body)
+    count_all = Count(*house.nodes)
+    assert tokens_of(house.router.post(CHAT, body)) == expected
+    assert count_all() == [2, 0, 0, 0]
+
+
+def test_the_same_image_in_two_prompts_is_encoded_once(house: House) -> None:
+    first, second = (talk(text, picture(5), " then?") for text in ("One. ", "Another one. "))
+    expected = [house.expected(body) for body in (first, second)]
+    count_all = Count(*house.nodes)
+    assert [tokens_of(house.router.post(CHAT, body)) for body in (first, second)] == expected
+    assert count_all() == [1, 0, 0, 0]
+
+
+def test_the_same_image_in_requests_at_once_is_encoded_once(house: House) -> None:
+    bodies = [talk(f"Number {i}: ", picture(6), " and?") for i in range(4)]
+    expected = [house.expected(body) for body in bodies]
+    count_all = Count(*house.nodes)
+    with ThreadPoolExecutor(4) as pool:
+        answers = list(pool.map(lambda body: house.router.post(CHAT, body), bodies))
+    assert [tokens_of(answer) for answer in answers] == expected
+    assert count_all() == [1, 0, 0, 0]
+
+
+def test_a_client_that_leaves_leaves_nothing(house: House) -> None:
+    body = talk("x", *(picture(i, 80, 80) for i in range(4)), max_tokens=200, stream=True)
+    events = house.router.stream(CHAT, body)
+    next(events)
+    events.close()  # type: ignore[attr-defined]
+    settle(*house.nodes)
+    body = talk("y", picture(9))
+    assert tokens_of(house.router.post(CHAT, body)) == house.expected(body)
+
+
+def test_small_images_stay_where_the_prompt_is_prefilled(cluster: Cluster, house: House) -> None:
+    router = house.behind("choosy", house.e, rows=10)
+    small, large = picture(1, 16, 16), picture(2, 80, 80)
+    body = talk("s ", small, " l ", large)
+    expected = house.expected(body)
+    count_all = Count(*house.nodes)
+    assert tokens_of(router.post(CHAT, body)) == expected
+    assert count_all() == [1, 1, 0, 0]
+    told = router.metrics()
+    assert told("kvbaton_router_items_total", where="prefill") == 1
+    assert told("kvbaton_router_items_total", where="encoder") == 1
+    cluster.stop([router])
+
+
+def test_a_router_that_knows_an_encoder_node_alone_serves_nothing(
+    cluster: Cluster, house: House
+) -> None:
+    router = cluster.start_router("nobody", f"--encode={house.e.url}")
+    poll("e is ready", lambda: states(router) == {"e": "ready"}, 20, house.why)
+    with pytest.raises(HttpFailure, match="503"):
+        router.post(CHAT, talk("x"))
+    cluster.stop([router])
+
+
+def states(router: Router) -> dict[str, str]:
+    return {node["node_id"]: node["state"] for node in router.get("/nodes")["nodes"]}
+
+
+def test_an_encoder_node_answers_for_an_item_of_its_own(house: House, model: Path) -> None:
+    vision = VisionText.load(model)
+    assert vision is not None
+    item = vision.item(picture(3))
+    body = GenerateRequest(token_ids=(0,) * ENCODER_BLOCK_ROWS, items=(item,))
+    for _ in range(2):
+        count = Count(house.e)
+        answer = house.e.post("/inference/v1/generate", body)
+        assert answer["choices"][0]["finish_reason"] == "length"
+    assert count() == [0], "the second time it is in the cache"
+    broken = msgspec.structs.replace(item, data=picture(4))
+    with pytest.raises(HttpFailure, match="digest"):
+        house.e.post("/inference/v1/generate", msgspec.structs.replace(body, items=(broken,)))
+    with pytest.raises(HttpFailure, match="encoder node"):
+        house.e.post(CHAT, talk("x"))
+
+
+@pytest.fixture
+def doomed(cluster: Cluster, house: House) -> Iterator[tuple[Node, Router]]:
+    """An encoder node that may be harmed, and a router that knows it, P and D."""
+    encoder = cluster.start_node("encode", "doomed", {"transport": "tcp"})
+    cluster.until_up(encoder)
+    router = house.behind("bereft", encoder)
+    yield encoder, router
+    encoder.kill()
+    cluster.stop([router, encoder])
+    for server in (router, encoder):
+        server.log.unlink()
+
+
+def test_a_dead_encoder_node_costs_next_to_nothing(
+    house: House, doomed: tuple[Node, Router]
+) -> None:
+    encoder, router = doomed
+    bodies = [talk(f"{i} ", picture(50 + i)) for i in range(3)]
+    expected = [house.expected(body) for body in bodies]
+    assert tokens_of(router.post(CHAT, bodies[0])) == expected[0]
+    count = Count(house.p)
+    encoder.kill()
+    for body, tokens in zip(bodies[1:], expected[1:], strict=True):
+        began = time.monotonic()
+        assert tokens_of(router.post(CHAT, body)) == tokens
+        assert time.monotonic() - began < GONE_S
+    assert count() == [2], "P encodes what nobody else does"
+
+
+def test_an_encoder_node_that_stands_still_does_not_stop_others(
+    house: House, doomed: tuple[Node, Router]
+) -> None:
+    encoder, router = doomed
+    body = talk("a", picture(60))
+    expected = house.expected(body)
+    count = Count(house.p)
+    for pid in group_of(encoder.pid):
+        os.kill(pid, signal.SIGSTOP)
+    assert tokens_of(router.post(CHAT, body)) == expected
+    assert count() == [1]
+
+
+def test_the_example_runs(checkpoint: Callable[..., Path]) -> None:
+    model = checkpoint(family="qwen2_5_vl", max_position_embeddings=2048)
+    words = [str(ROOT / "examples" / "image.py"), str(model), "--transport=tcp"]
+    done = subprocess.run(
+        [sys.executable, *words, "--num-blocks=64", "--max-model-len=512"],
+        capture_output=True,
+        text=True,
+        timeout=120,
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
+    first, second, told = done.stdout.splitlines()
+    assert first == second
+    assert told == "given to the encoder node: 2.0 times"
