@@ -13,18 +13,20 @@ import binascii
 import ipaddress
 import socket
 from collections.abc import Coroutine, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from typing import Any
-from urllib.parse import unquote_to_bytes, urljoin, urlsplit
+from urllib.parse import unquote_to_bytes
 
 import aiohttp
 from aiohttp.abc import AbstractResolver, ResolveResult
 from aiohttp.resolver import ThreadedResolver
+from yarl import URL
 
 from kvbaton.edge.media import MediaConfig
 from kvbaton.errors import RequestError
 from kvbaton.text.chat import ImageUrl
-from kvbaton.text.vision import VisionText
+from kvbaton.text.vision import DECODERS, VisionText
 from kvbaton.wire import Item
 
 MAX_REDIRECTS = 3
@@ -32,6 +34,8 @@ CHUNK = 1 << 16
 NAT64 = ipaddress.ip_network("64:ff9b::/96")
 SHOWN = 100
 """Characters of an address that errors show."""
+_decoders = ThreadPoolExecutor(DECODERS, thread_name_prefix="image")
+"""Threads of their own: images that wait to be decoded hold up nothing else."""
 
 
 async def load_images(
@@ -64,7 +68,7 @@ async def _all(loads: Sequence[Coroutine[Any, Any, Item]]) -> list[Item]:
 async def _load(image: ImageUrl, vision: VisionText, config: MediaConfig, room: _Room) -> Item:
     try:
         data = await _data(image.url, config, room)
-        return await asyncio.to_thread(vision.item, data)
+        return await asyncio.get_running_loop().run_in_executor(_decoders, vision.item, data)
     except RequestError as error:
         raise RequestError(error.message, param=image.where, code="invalid_image") from error
 
@@ -90,7 +94,7 @@ async def _data(url: str, config: MediaConfig, room: _Room) -> bytes:
         raise RequestError("an image's url must begin with data:, http: or https:")
     try:
         async with asyncio.timeout(config.image_timeout_s):
-            return await _fetch(url, config, room)
+            return await _fetch(URL(url), config, room)
     except TimeoutError:
         raise RequestError(
             f"{url[:SHOWN]} did not send the image within {config.image_timeout_s:g} s"
@@ -123,7 +127,7 @@ def _is_image(content_type: str) -> bool:
 # --- over the network ---
 
 
-async def _fetch(url: str, config: MediaConfig, room: _Room) -> bytes:
+async def _fetch(url: URL, config: MediaConfig, room: _Room) -> bytes:
     """Get an image, following redirects to other places that are allowed."""
     connector = aiohttp.TCPConnector(resolver=_Resolver(config.allow_private_media))
     async with aiohttp.ClientSession(connector=connector, auto_decompress=False) as session:
@@ -134,16 +138,15 @@ async def _fetch(url: str, config: MediaConfig, room: _Room) -> bytes:
             ) as response:
                 if response.status not in (301, 302, 303, 307, 308):
                     return await _read(response, room)
-                url = urljoin(url, response.headers.get("Location", ""))
-    raise RequestError(f"{url[:SHOWN]} redirects too often")
+                url = url.join(URL(response.headers.get("Location", "")))
+    raise RequestError(f"{str(url)[:SHOWN]} redirects too often")
 
 
-def _check_url(url: str, config: MediaConfig) -> None:
+def _check_url(url: URL, config: MediaConfig) -> None:
     """Whether an address may be visited, as far as it is known before its name is resolved."""
-    parts = urlsplit(url)
-    host = (parts.hostname or "").rstrip(".")
-    if parts.scheme not in ("http", "https") or not host:
-        raise RequestError(f"{url[:SHOWN]} is no http: or https: address")
+    host = (url.raw_host or "").rstrip(".")  # as it is dialled: other spellings are undone
+    if url.scheme not in ("http", "https") or not host:
+        raise RequestError(f"{str(url)[:SHOWN]} is no http: or https: address")
     if not any(_covers(domain, host) for domain in config.allowed_media_domains):
         raise RequestError(
             f"images may not be fetched from {host[:SHOWN]}; --allowed-media-domains names the "
@@ -160,17 +163,28 @@ def _covers(domain: str, host: str) -> bool:
 
 def _is_private(host: str) -> bool:
     """Whether a host is an address outside of the public internet; names are judged later."""
-    try:
-        address = ipaddress.ip_address(host.partition("%")[0])
-    except ValueError:
-        return False
+    address = _address(host)
     if isinstance(address, ipaddress.IPv6Address):
         inner = address.ipv4_mapped or address.sixtofour or (address.teredo or (None, None))[1]
         if inner is None and address in NAT64:
             inner = ipaddress.IPv4Address(int(address) & 0xFFFFFFFF)
         if inner is not None:
             return _is_private(str(inner))
-    return not address.is_global or address.is_multicast
+        if address.is_site_local:
+            return True
+    return address is not None and (
+        not address.is_global or address.is_multicast or address.is_reserved
+    )
+
+
+def _address(host: str) -> ipaddress.IPv4Address | ipaddress.IPv6Address | None:
+    """What a host stands for if it is an address, in the old short forms of IPv4 (127.1), too."""
+    try:
+        if ":" in host:
+            return ipaddress.IPv6Address(host.partition("%")[0])
+        return ipaddress.IPv4Address(socket.inet_aton(host))
+    except (OSError, ValueError):
+        return None
 
 
 class _Resolver(AbstractResolver):
