@@ -10,6 +10,7 @@ from __future__ import annotations
 import asyncio
 import base64
 import binascii
+import errno
 import ipaddress
 import socket
 from collections.abc import Coroutine, Sequence
@@ -201,7 +202,7 @@ class _Resolver(AbstractResolver):
         found = await self._system.resolve(host, port, family)
         allowed = [a for a in found if self._allow_private or not _is_private(a["host"])]
         if not allowed:
-            raise OSError(f"{host} has no public address")
+            raise OSError(errno.EACCES, f"{host} has no public address")
         return allowed
 
     async def close(self) -> None:

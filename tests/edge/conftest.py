@@ -53,7 +53,9 @@ async def serve(tokenizer: Tokenizer) -> AsyncIterator[Serve]:
     """Starts endpoints on real sockets."""
     endpoints: list[Endpoint] = []
 
-    async def start(text: str | None = "Hello wide world.", **config: Any) -> Endpoint:
+    async def start(
+        text: str | None = "Hello wide world.", tokenizer: Tokenizer = tokenizer, **config: Any
+    ) -> Endpoint:
         source = ScriptedSource(tokenizer, text)
         frontend = make_frontend(source, tokenizer, **config)
         runner, port = await listen(make_app(frontend), "127.0.0.1", 0, grace_s=1.0)

@@ -25,7 +25,7 @@ from kvbaton.text.vision import VisionText
 from kvbaton.wire import Item, TransferSpec
 
 PAD = 7
-PUBLISHED = {
+PUBLISHED: dict[str, dict[str, Any]] = {
     "qwen2_5_vl": {
         "image_processor_type": "Qwen2VLImageProcessor",
         "patch_size": 14,
