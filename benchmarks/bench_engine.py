@@ -66,8 +66,8 @@ class Bench:
         self.spent: dict[str, float] = {}
         self._count = 0
 
-    def run(self, prompts: Sequence[tuple[int, ...]], max_tokens: int) -> list[list[float]]:
-        """Run requests that all come now; per request, seconds from then to each token."""
+    def submit(self, prompts: Sequence[tuple[int, ...]], max_tokens: int) -> list[str]:
+        """Hand requests in; their names."""
         self.desk.times.clear()
         params = SamplingParams(temperature=0.0, max_tokens=max_tokens, ignore_eos=True)
         names = []
@@ -78,6 +78,11 @@ class Bench:
                 AddRequest(request_id=names[-1], token_ids=prompt, params=params)
             )
         self.desk.open = len(names)
+        return names
+
+    def run(self, prompts: Sequence[tuple[int, ...]], max_tokens: int) -> list[list[float]]:
+        """Run requests that all come now; per request, seconds from then to each token."""
+        names = self.submit(prompts, max_tokens)
         began = time.perf_counter()
         self.spent = dict.fromkeys(("receive", "listen", "launch", "update"), 0.0)
         while self.desk.open:

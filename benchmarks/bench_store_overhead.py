@@ -20,57 +20,25 @@ from typing import Any
 
 import torch
 
+from benchmarks.bench_engine import Bench
 from benchmarks.workload import SMALL
 from kvbaton.bench.report import median, publish
-from kvbaton.engine.build import build_engine
 from kvbaton.engine.config import EngineConfig
-from kvbaton.engine.solo import SoloFactory
 from kvbaton.testing.checkpoints import make_checkpoint
-from kvbaton.wire import AddRequest, FromCore, NodeId, Outputs, Rejected, SamplingParams, ToCore
 
 RESAMPLES = 10_000
 
 
-class Desk:
-    """The engine's mailbox."""
+class SavingBench(Bench):
+    """An engine that may have a store."""
 
-    def __init__(self) -> None:
-        self.inbox: list[ToCore] = []
-        self.open = 0
-
-    def receive(self, timeout: float, wake_fd: int) -> list[ToCore]:
-        """What was submitted."""
-        inbox, self.inbox = self.inbox, []
-        return inbox
-
-    def send(self, message: FromCore) -> None:
-        """Count ends."""
-        assert not isinstance(message, Rejected), message
-        if isinstance(message, Outputs):
-            self.open -= sum(output.finish_reason is not None for output in message.outputs)
-
-
-class Bench:
-    """An engine in this process."""
-
-    def __init__(self, config: EngineConfig) -> None:
-        self.desk = Desk()
-        self.core = build_engine(config, NodeId("bench", bytes(16)), SoloFactory(), self.desk).core
-        self._count = 0
-
-    def run(self, prompts: Sequence[tuple[int, ...]], max_tokens: int) -> tuple[float, float]:
+    def timed(self, prompts: Sequence[tuple[int, ...]], max_tokens: int) -> tuple[float, float]:
         """Seconds until the last token of requests that all come now, and CPU seconds of it all.
 
         The clock stops when the last token is out; the queue of saves is emptied before the next
         run begins, or that would pay for it.
         """
-        params = SamplingParams(temperature=0.0, max_tokens=max_tokens, ignore_eos=True)
-        for prompt in prompts:
-            self._count += 1
-            self.desk.inbox.append(
-                AddRequest(request_id=f"r{self._count}", token_ids=prompt, params=params)
-            )
-        self.desk.open = len(prompts)
+        self.submit(prompts, max_tokens)
         began, cpu = time.perf_counter(), time.process_time()
         while self.desk.open:
             self._turn()
@@ -123,7 +91,7 @@ def measure(folder: Path, args: argparse.Namespace) -> list[dict[str, Any]]:
         "num_threads": args.threads,
         "max_model_len": 1024,
     }
-    benches = [Bench(EngineConfig(**settings, store=spec)) for spec in (None, store)]
+    benches = [SavingBench(EngineConfig(**settings, store=spec)) for spec in (None, store)]
     chance = random.Random(0)
     ratios, cpu_ratios, taken = list[float](), list[float](), list[list[float]]()
     for number in range(args.pairs + 1):
@@ -131,7 +99,7 @@ def measure(folder: Path, args: argparse.Namespace) -> list[dict[str, Any]]:
         prompts = [tuple(chance.choices(range(3, 4096), k=size)) for _ in range(args.requests)]
         seconds, cpu = [0.0, 0.0], [0.0, 0.0]
         for which in (0, 1) if number % 2 else (1, 0):
-            seconds[which], cpu[which] = benches[which].run(prompts, args.output_len)
+            seconds[which], cpu[which] = benches[which].timed(prompts, args.output_len)
         if number:
             ratios.append(seconds[0] / seconds[1])
             cpu_ratios.append(cpu[0] / cpu[1])

@@ -23,18 +23,9 @@ from kvbaton.connectors.keys import (
     root_key,
 )
 from kvbaton.errors import ConfigError
+from kvbaton.testing.naming import make_owner
 
-RECORD = IdentityRecord(
-    weights="ab" * 32,
-    revision="main",
-    rope="",
-    dtype="bfloat16",
-    kv_dtype="bfloat16",
-    kv_scales="",
-    adapter="",
-    encoder="",
-    draft="",
-)
+RECORD = make_owner("ab" * 32).record
 ROOT = root_key(RECORD.digest(), "salt")
 
 ids = st.lists(st.integers(0, 2**31 - 1), max_size=40)
