@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections import Counter
 
 import pytest
+from msgspec.structs import replace
 
 from kvbaton.router.encoders import HANDOVER_S, UNMEASURED_ROWS, with_encoders
 from kvbaton.router.membership import Member, State
@@ -62,6 +63,17 @@ def test_equal_items_of_different_prompts_go_to_the_same_node_and_others_spread(
     counts = Counter(node for (node,) in where.values())
     assert len(counts) == 4
     assert max(counts.values()) < 32
+
+
+def test_items_that_a_node_can_not_keep_go_elsewhere() -> None:
+    def sized(node_id: str, rows: int) -> Member:
+        base = member(node_id, "encode")
+        return Member(replace(base.info, max_model_len=rows + 1), True, 0.0, State.READY)
+
+    small, large = sized("e0", 992), sized("e1", 1024)
+    assert {*chosen([item(n, 993) for n in range(20)], [small, large])} == {"e1"}
+    assert chosen([item(1, 1025)], [small, large]) == [None]
+    assert chosen([item(1, 992)], [small]) == ["e0"]
 
 
 def test_a_node_that_leaves_moves_only_its_own_items() -> None:
