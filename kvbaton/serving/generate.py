@@ -21,6 +21,7 @@ from kvbaton.edge.sampling import INT32, Range, check_ids, check_range, checked
 from kvbaton.edge.sse import send_events
 from kvbaton.errors import RequestError
 from kvbaton.openai import PromptTokensDetails, Usage
+from kvbaton.serving.transfer_params import check_item_transfer
 from kvbaton.text.logprobs import floored
 from kvbaton.wire import (
     AddRequest,
@@ -100,6 +101,8 @@ def _check_items(frontend: Frontend, body: GenerateRequest) -> None:
         vision.check(body.token_ids, body.items)
     elif body.items:
         raise RequestError("this model takes text only, no items", param="items")
+    for number, item in enumerate(body.items):
+        check_item_transfer(item.transfer, f"items[{number}].transfer")
 
 
 async def _outputs(frontend: Frontend, add: AddRequest, request_id: str) -> AsyncGenerator[Output]:

@@ -11,6 +11,7 @@ import ipaddress
 import re
 import secrets
 from typing import Annotated, Any
+from urllib.parse import urlsplit
 
 import msgspec
 from msgspec import Meta, Struct
@@ -73,6 +74,27 @@ def parse_transfer(params: dict[str, Any] | None) -> TransferSpec | None:
     if fields.do_remote_decode:
         return _source(fields)
     return _target(fields) if fields.do_remote_prefill else None
+
+
+def check_item_transfer(transfer: TransferSpec | None, where: str) -> None:
+    """Check an item's part in a hand-over, which comes as it is.
+
+    Raises:
+        RequestError: naming `where`; it says no address of a source.
+    """
+    if transfer is None:
+        return
+    peer = (transfer.peer or "").lower()
+    try:
+        parts = urlsplit(peer)
+        whole = f"tcp://{_host(parts.hostname or '')}:{parts.port or 'none'}"
+    except (ValueError, RequestError):  # a port that is no number, half a bracket, no name
+        whole = "none"
+    if transfer.role != "target" or peer != whole:
+        raise RequestError(
+            "an item's transfer needs the role target, and a peer of the form tcp://host:port",
+            param=where,
+        )
 
 
 def source_params(
