@@ -83,8 +83,13 @@ class FarProcess:
 
     def _next_line(self, deadline: float, wanted: Sequence[str]) -> str:
         while b"\n" not in self._rest:
-            ready, _, _ = select.select([self._out], [], [], deadline - time.monotonic())
-            require(bool(ready), f"the far side did not say {' or '.join(wanted)} in time")
+            ready = select.poll()  # `select` takes no descriptor above 1,023
+            ready.register(self._out, select.POLLIN)
+            seconds = max(0.0, deadline - time.monotonic())
+            require(
+                bool(ready.poll(1e3 * seconds)),
+                f"the far side did not say {' or '.join(wanted)} in time",
+            )
             chunk = os.read(self._out.fileno(), 1 << 16)
             require(bool(chunk), f"the far side has ended: {self._last_words()}")
             self._rest += chunk
