@@ -5,6 +5,7 @@ The oracle of every answer is one node that encodes, prefills and decodes by its
 
 from __future__ import annotations
 
+import http.client
 import os
 import signal
 import subprocess
@@ -12,8 +13,10 @@ import sys
 import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import closing
 from pathlib import Path
 from typing import Any
+from urllib.parse import urlsplit
 
 import msgspec
 import pytest
@@ -189,6 +192,21 @@ def test_a_client_that_leaves_leaves_nothing(house: House) -> None:
     settle(*house.nodes)
     body = talk("y", picture(9))
     assert tokens_of(house.router.post(CHAT, body)) == house.expected(body)
+
+
+def test_clients_that_leave_at_any_stage_leave_nothing(house: House) -> None:
+    """From before the images are encoded until tokens come; the times differ, that is all."""
+    where = urlsplit(house.router.url)
+    for i in range(12):
+        images = [picture(100 * i + n, 80, 80) for n in range(4)]
+        body = msgspec.json.encode(talk(*images, max_tokens=100, stream=True))
+        connection = http.client.HTTPConnection(where.hostname or "", where.port, timeout=10)
+        with closing(connection):
+            connection.request("POST", CHAT, body, {"Content-Type": "application/json"})
+            time.sleep(0.02 * i)
+    settle(*house.nodes)
+    again = talk("y", picture(1101, 80, 80))
+    assert tokens_of(house.router.post(CHAT, again)) == house.expected(again)
 
 
 def test_small_images_stay_where_the_prompt_is_prefilled(cluster: Cluster, house: House) -> None:
