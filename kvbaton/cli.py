@@ -396,6 +396,9 @@ def _add_common(
             action="store_true",
             help="fetch images from private networks and this machine, too",
         )
+        group.add_argument(
+            "--limit-images", type=count, default=64, metavar="N", help="of one request (64)"
+        )
     api_key = os.environ.get(API_KEY_VARIABLE)
     group.add_argument(
         "--api-key",
@@ -428,7 +431,7 @@ def human_int(text: str) -> int:
 
 
 def count(text: str) -> int:
-    """How many nodes."""
+    """How many nodes, or images."""
     value = human_int(text)
     if value < 0:
         raise argparse.ArgumentTypeError(f"{value} is negative")
@@ -536,6 +539,7 @@ def media_config(args: argparse.Namespace) -> Any:
     return MediaConfig(
         allowed_media_domains=tuple(getattr(args, "allowed_media_domains", ())),
         allow_private_media=getattr(args, "allow_private_media", False),
+        max_images=getattr(args, "limit_images", 0),
     )
 
 

@@ -8,11 +8,19 @@ optional here; its default is filled in where the request is converted.
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Annotated, Any
 
-from msgspec import UNSET, Struct, UnsetType
+from msgspec import UNSET, Meta, Struct, UnsetType
 
 # --- requests ---
+
+Messages = Annotated[
+    list[dict[str, Any]],
+    Meta(
+        description="as OpenAI's; content is a text, or a list of parts of type text and, for "
+        "models that take images, image_url"
+    ),
+]
 
 
 class StreamOptions(Struct, kw_only=True):
@@ -89,7 +97,7 @@ class CompletionRequest(SamplingFields, kw_only=True):
 class ChatRequest(SamplingFields, kw_only=True):
     """Body of ``POST /v1/chat/completions``."""
 
-    messages: list[dict[str, Any]]
+    messages: Messages
     max_completion_tokens: int | None = None
     logprobs: bool | None = None
     top_logprobs: int | None = None
@@ -113,7 +121,7 @@ class TokenizeRequest(Struct, kw_only=True):
 
     model: str | None = None
     prompt: str | None = None
-    messages: list[dict[str, Any]] | None = None
+    messages: Messages | None = None
     add_special_tokens: bool | None = None
     add_generation_prompt: bool | None = None
     chat_template_kwargs: dict[str, Any] | None = None

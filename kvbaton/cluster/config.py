@@ -124,6 +124,7 @@ class ClusterConfig:
         words = [
             f"--log-level={self.log_level}",
             f"--generation-config={self.generation_config}",
+            f"--limit-images={self.media.max_images}",
         ]
         if self.chat_template:
             words.append(f"--chat-template={self.chat_template}")
