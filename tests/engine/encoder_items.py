@@ -12,6 +12,7 @@ from PIL import Image
 from torch import Tensor
 
 from kvbaton.engine.encoder.images import ImageReader
+from kvbaton.engine.encoder.reading import pixel_values
 from kvbaton.engine.model_config import load_model_config
 from kvbaton.engine.models.vision import load_vision
 from kvbaton.wire import ENCODER_BLOCK_ROWS, AddRequest, Item, SamplingParams, TransferSpec
@@ -55,11 +56,18 @@ def request_for(item: Item, name: str, *, transfer: TransferSpec | None = None) 
     )
 
 
+def values_of(folder: Path, data: bytes) -> tuple[Tensor, tuple[int, int, int]]:
+    """What a tower takes of an image, [patches, dim] float32, and its grid."""
+    reader = ImageReader(folder)
+    patches, levels = reader.read(data), torch.from_numpy(reader.levels)
+    return pixel_values(torch.from_numpy(patches.pixels), levels, reader.frames), patches.grid
+
+
 def expected_rows(folder: Path, item: Item, dtype: str = "auto") -> Tensor:
     """What the tower says of one image by itself: [rows, levels, hidden]."""
     model = load_model_config(folder, dtype)
-    patches = ImageReader(folder).read(item.data)
-    values = torch.from_numpy(patches.values).to(getattr(torch, model.dtype))
+    values, grid = values_of(folder, item.data)
+    values = values.to(getattr(torch, model.dtype))
     with torch.inference_mode():
-        rows: Tensor = load_vision(model, device=torch.device("cpu"))(values, [patches.grid])
+        rows: Tensor = load_vision(model, device=torch.device("cpu"))(values, [grid])
     return rows

@@ -19,7 +19,6 @@ import torch
 from kvbaton.engine.build import build_engine
 from kvbaton.engine.config import EngineConfig
 from kvbaton.engine.core import EngineCore
-from kvbaton.engine.encoder.images import ImageReader
 from kvbaton.engine.solo import SoloFactory
 from kvbaton.wire import (
     AbortRequest,
@@ -32,7 +31,7 @@ from kvbaton.wire import (
     Rejected,
     SamplingParams,
 )
-from tests.engine.encoder_items import item_of, png
+from tests.engine.encoder_items import item_of, png, values_of
 from tests.engine.pictures import FAMILIES, Pictures, Prompt
 from tests.handover.pair import QueueMailbox
 
@@ -138,7 +137,7 @@ def start(folder: Path) -> Iterator[Callable[..., Node]]:
 
 def prompt_of(folder: Path, pictures: Pictures, *parts: int | bytes, seed: int = 0) -> Prompt:
     """So many random tokens for a number, an image for its file."""
-    rng, reader = np.random.default_rng(seed), ImageReader(folder)
+    rng = np.random.default_rng(seed)
     ids: list[int] = []
     items: list[Item] = []
     patches: list[torch.Tensor] = []
@@ -148,7 +147,7 @@ def prompt_of(folder: Path, pictures: Pictures, *parts: int | bytes, seed: int =
         else:
             item = item_of(folder, part)
             items.append(msgspec.structs.replace(item, start=len(ids)))
-            patches.append(torch.from_numpy(reader.read(part).values))
+            patches.append(values_of(folder, part)[0])
             ids += [pictures.vision.image_token_id] * item.length
     return Prompt(ids, tuple(items), torch.cat(patches))
 

@@ -13,12 +13,14 @@ from typing import Any
 
 import numpy as np
 import pytest
+import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from PIL import Image
 
 from kvbaton.engine.encoder.images import ImageReader
 from kvbaton.errors import ConfigError, RequestError
+from tests.engine.encoder_items import values_of
 
 Checkpoint = Callable[..., Path]
 FAMILIES = ["qwen2_5_vl", "qwen3_vl"]
@@ -73,27 +75,26 @@ def test_formats_and_modes_equal_transformers(
 ) -> None:
     folder = checkpoint(family=family)
     data = encoded(picture(53, 37, mode), kind, **options)
-    read = ImageReader(folder).read(data)
+    read, read_grid = values_of(folder, data)
     values, grid = expected(folder, data)
-    assert read.values.dtype == np.float32
-    assert read.grid == grid
-    np.testing.assert_array_equal(read.values, values)
+    assert read.dtype == torch.float32
+    assert read_grid == grid
+    np.testing.assert_array_equal(read, values)
 
 
 @family
 def test_any_size_equals_transformers(family: str, checkpoint: Checkpoint) -> None:
     folder = checkpoint(family=family)
-    reader = ImageReader(folder)
     side = st.integers(1, 150)
 
     @settings(max_examples=15, deadline=None, derandomize=True)
     @given(side, side)
     def check(width: int, height: int) -> None:
         data = encoded(picture(width, height))
-        read = reader.read(data)
+        read, read_grid = values_of(folder, data)
         values, grid = expected(folder, data)
-        assert read.grid == grid
-        np.testing.assert_array_equal(read.values, values)
+        assert read_grid == grid
+        np.testing.assert_array_equal(read, values)
 
     check()
 
@@ -101,10 +102,10 @@ def test_any_size_equals_transformers(family: str, checkpoint: Checkpoint) -> No
 def test_patches_are_the_pixels_square_by_square(checkpoint: Checkpoint) -> None:
     """An image that needs no resizing: the tokens' 8 x 8 squares, four patches of 4 x 4 in each."""
     image = picture(24, 16)
-    read = ImageReader(checkpoint(family="qwen3_vl")).read(encoded(image))
-    assert read.grid == (1, 4, 6)
+    read, grid = values_of(checkpoint(family="qwen3_vl"), encoded(image))
+    assert grid == (1, 4, 6)
     pixels = (np.asarray(image) / 255 - 0.5) / 0.5
-    for number, patch in enumerate(read.values.reshape(24, 3, 2, 4, 4)):
+    for number, patch in enumerate(read.numpy().reshape(24, 3, 2, 4, 4)):
         square, part = divmod(number, 4)
         top = square // 3 * 8 + part // 2 * 4
         left = square % 3 * 8 + part % 2 * 4
@@ -121,14 +122,14 @@ def test_image_is_turned_upright(checkpoint: Checkpoint) -> None:
     turned = reader.read(encoded(image, exif=exif))
     upright = reader.read(encoded(image.rotate(-90, expand=True)))
     assert turned.grid == upright.grid == (1, 10, 6)
-    np.testing.assert_array_equal(turned.values, upright.values)
+    np.testing.assert_array_equal(turned.pixels, upright.pixels)
 
 
 def test_of_an_animation_the_first_frame_counts(checkpoint: Checkpoint) -> None:
     reader = ImageReader(checkpoint(family="qwen3_vl"))
     first, second = picture(24, 16, "P"), picture(24, 17, "P").crop((0, 0, 24, 16))
     moving = encoded(first, "GIF", save_all=True, append_images=[second])
-    np.testing.assert_array_equal(reader.read(moving).values, reader.read(encoded(first)).values)
+    np.testing.assert_array_equal(reader.read(moving).pixels, reader.read(encoded(first)).pixels)
 
 
 def huge_png(width: int, height: int) -> bytes:
@@ -213,7 +214,7 @@ def test_settings_may_lie_in_the_whole_processors_file(
     data = encoded(picture(150, 110))
     read, wanted = ImageReader(saved).read(data), ImageReader(folder).read(data)
     assert read.grid == wanted.grid
-    np.testing.assert_array_equal(read.values, wanted.values)
+    np.testing.assert_array_equal(read.pixels, wanted.pixels)
     (saved / "processor_config.json").write_text("{}")
     with pytest.raises(ConfigError, match="settings"):
         ImageReader(saved)

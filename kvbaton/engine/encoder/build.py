@@ -46,9 +46,10 @@ def make_encoder(config: EngineConfig, model: ModelConfig) -> EncoderExecutor:
         torch.set_num_threads(config.num_threads)
     tower = load_vision(model, device=device, load_format=config.load_format, seed=config.seed)
     reader = ImageReader(model.folder)
-    readings = Readings(reader, getattr(torch, model.dtype), pin=device.type == "cuda")
+    readings = Readings(reader, pin=device.type == "cuda")
     rows = 1 if device.type == "cpu" else max(largest_item(model), config.max_num_encoder_tokens)
-    return EncoderExecutor(pool, Encoder(tower, readings, vision, device, most=rows))
+    dtype = pool.data.dtype
+    return EncoderExecutor(pool, Encoder(tower, readings, vision, device, dtype, most=rows))
 
 
 def make_encoder_scheduler(

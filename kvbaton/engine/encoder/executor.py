@@ -20,7 +20,7 @@ from torch import Tensor
 
 from kvbaton.connectors.objects import ObjectForm
 from kvbaton.engine.encoder.pool import EncoderPool
-from kvbaton.engine.encoder.reading import Read, Readings
+from kvbaton.engine.encoder.reading import Read, Readings, pixel_values
 from kvbaton.engine.local import LocalStep, LocalSums
 from kvbaton.engine.ranks import RankedExecutor, RankStep, Step, Sums, Team
 from kvbaton.engine.staging import HostStaging, Staging
@@ -56,6 +56,7 @@ class Encoder:
         readings: reads images for it.
         vision: the tower's shape.
         device: where the tower is.
+        dtype: of the tower.
         most: rows to try it with.
 
     Attributes:
@@ -70,6 +71,7 @@ class Encoder:
         readings: Readings,
         vision: VisionConfig,
         device: torch.device,
+        dtype: torch.dtype,
         *,
         most: int = 1,
     ) -> None:
@@ -78,18 +80,14 @@ class Encoder:
         self.seconds = 0.0
         self._tower, self._vision, self._device = tower, vision, device
         self._merged, self._most = vision.merge_size**2, most
+        self._levels = readings.levels.to(device, dtype)
 
     def warm_up(self) -> None:
         """Encode what nobody asked for: one square image of at least `most` rows."""
         side = math.isqrt(self._most - 1) + 1
         grid = (1, side * self._vision.merge_size, side * self._vision.merge_size)
-        dtype = self.readings.dtype
-        self._tower(
-            torch.zeros(
-                (math.prod(grid), self._vision.patch_dim), device=self._device, dtype=dtype
-            ),
-            [grid],
-        )
+        shape = (math.prod(grid), self._vision.in_channels, self._vision.patch_size**2)
+        self._rows(torch.zeros(shape, dtype=torch.uint8, device=self._device), [grid])
 
     def encode(self, items: Sequence[Item]) -> list[Tensor | str]:
         """Of each item its rows, [length, levels, hidden], or what is wrong with it."""
@@ -111,13 +109,16 @@ class Encoder:
         return read.error
 
     def _run(self, reads: Sequence[Read]) -> Sequence[Tensor]:
-        parts = [read.patches.to(self._device, non_blocking=True) for read in reads]
-        rows = self._tower(torch.cat(parts), [read.grid for read in reads])
+        parts = [read.pixels.to(self._device, non_blocking=True) for read in reads]
+        rows = self._rows(torch.cat(parts), [read.grid for read in reads])
         if self._device.type == "cuda":
             torch.cuda.current_stream(self._device).synchronize()
         self.items += len(reads)
         self.rows += len(rows)
         return torch.split(rows, [len(part) // self._merged for part in parts])
+
+    def _rows(self, pixels: Tensor, grids: Sequence[tuple[int, int, int]]) -> Tensor:
+        return self._tower(pixel_values(pixels, self._levels, self.readings.frames), grids)
 
 
 class EncoderRank:
