@@ -98,7 +98,7 @@ def test_items_are_what_the_reader_makes(
     item = vision.item(data)
     patches = ImageReader(folder).read(data)
     assert item.grid == patches.grid
-    assert item.length * vision.merge_size**2 == len(patches.values)
+    assert item.length * vision.merge_size**2 == len(patches.pixels)
     assert vision.mismatch(item) is None
 
 
