@@ -214,10 +214,27 @@ async def _prompt_tokens(asker: Asker, node: str, image: str, workload: Workload
 
 
 async def _computed(asker: Asker, node: str) -> float:
+    return (await _metrics(asker, node))['kvbaton_prompt_tokens_total{source="computed"}']
+
+
+async def _metrics(asker: Asker, node: str) -> dict[str, float]:
     async with asker.session.get(f"{node}/metrics") as response:
         lines = (await response.text()).splitlines()
-    found = [x for x in lines if x.startswith('kvbaton_prompt_tokens_total{source="computed"}')]
-    return float(found[0].split()[-1])
+    pairs = (line.rsplit(" ", 1) for line in lines if line.startswith("kvbaton_"))
+    return {name: float(value) for name, value in pairs}
+
+
+async def per_image(asker: Asker, nodes: Sequence[str]) -> list[Row]:
+    """Where the time of an image goes that a node encodes."""
+    found = [await _metrics(asker, node) for node in nodes]
+    items = sum(metrics['kvbaton_encoder_items_total{source="encoded"}'] for metrics in found)
+    totals = {
+        what: sum(metrics[f"kvbaton_encoder_{what}_seconds_total"] for metrics in found)
+        for what in ("read", "encode")
+    }
+    return [
+        (f"to {what} an image, ms", 1e3 * total / items, None) for what, total in totals.items()
+    ]
 
 
 async def load(asker: Asker, url: str, workload: Workload) -> list[Row]:
@@ -254,9 +271,10 @@ async def measure(router: str, workload: Workload, *, separate: bool) -> list[Ro
     rows: list[Row] = []
     async with aiohttp.ClientSession(timeout=timeout, connector=connector) as session:
         asker = Asker(session, await served_model(session, router), int(separate))
+        told = (await get_json(session, f"{router}/nodes"))["nodes"]
+        nodes = [(node["role"], node["url"]) for node in told]
         if separate:
-            nodes = (await get_json(session, f"{router}/nodes"))["nodes"]
-            node = next(node["url"] for node in nodes if node["role"] != "encode")
+            node = next(url for role, url in nodes if role != "encode")
             rows += await pairs(asker, {"colocated": node, "separate": router}, workload)
             rows += await again(asker, router, node, workload)
         requests, count, side, clients, _ = workload.load
@@ -264,6 +282,8 @@ async def measure(router: str, workload: Workload, *, separate: bool) -> list[Ro
         for what, ours, theirs in await load(asker, router, workload):
             load_name = f"{name}: {requests} requests, {count} of {side}, {clients} at once: {what}"
             rows.append((load_name, ours, theirs))
+        for what, ours, theirs in await per_image(asker, [url for _, url in nodes]):
+            rows.append((f"{name}: {what}", ours, theirs))
     for row in rows:
         print(f"  {row[0]}: {row[1]:,.2f}", flush=True)
     return rows
