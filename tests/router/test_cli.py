@@ -20,10 +20,12 @@ from kvbaton.cli import (
     human_int,
     main,
     make_parser,
+    media_config,
     node_config,
 )
 from kvbaton.cluster.config import ClusterConfig, shares
 from kvbaton.connectors.courier.endpoint import HandoverConfig
+from kvbaton.edge.media import MediaConfig
 from kvbaton.engine.config import EngineConfig
 from kvbaton.serving.config import NodeConfig
 
@@ -146,6 +148,21 @@ def test_up_starts_encoders_with_the_flags_that_they_know() -> None:
     assert (parsed.encoder_cache_tokens, parsed.seed, parsed.node_id) == (64, 3, "encode-0")
     other = make_parser().parse_args(cluster.node_words("prefill", "p", "http://r", []))
     assert (other.num_blocks, other.language_model_only, other.encoder_only) == (9, True, False)
+
+
+def test_up_tells_router_and_nodes_what_images_are_taken() -> None:
+    given = ["--allow-private-media", "--limit-images=3", "--allowed-media-domains", "a.b", "c.d"]
+    config = media_config(make_parser().parse_args(["up", "--model=m", *given]))
+    assert config == MediaConfig(
+        allowed_media_domains=("a.b", "c.d"), allow_private_media=True, max_images=3
+    )
+    cluster = ClusterConfig(
+        engine=EngineConfig(model="m"), engine_flags=["--model=m"], media=config
+    )
+    for words in (cluster.router_words(0), cluster.node_words("decode", "d", "http://r", [])):
+        assert media_config(make_parser().parse_args(words)) == config
+    plain = media_config(make_parser().parse_args(["router"]))
+    assert plain == MediaConfig()
 
 
 @pytest.mark.parametrize(

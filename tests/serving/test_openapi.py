@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import AsyncExitStack
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -17,8 +18,9 @@ from tests.serving_support import ScriptedClient
 
 
 @pytest.fixture(scope="module")
-def api(tokenizer: Tokenizer) -> Iterator[Any]:
-    """A node's HTTP face, over an engine that answers from a script."""
+def api(checkpoint: Callable[..., Path]) -> Iterator[Any]:
+    """HTTP face of a node that takes images, over an engine that answers from a script."""
+    tokenizer = Tokenizer.load(checkpoint(family="qwen2_5_vl"))
     client = ScriptedClient(tokenizer, "Hello wide world.")
 
     async def start(stack: AsyncExitStack) -> str:
