@@ -312,7 +312,7 @@ def prompts(draw: st.DrawFn) -> list[Any]:
     return made
 
 
-@settings(deadline=None, max_examples=150)
+@settings(deadline=None, max_examples=30)
 @given(data=st.data())
 def test_everybody_ends_with_the_right_rows(data: st.DataObject) -> None:
     requests = data.draw(prompts())
@@ -354,7 +354,7 @@ def test_everybody_ends_with_the_right_rows(data: st.DataObject) -> None:
     house.close()
 
 
-@settings(deadline=None, max_examples=60)
+@settings(deadline=None, max_examples=20)
 @given(requests=prompts(), delay=st.integers(0, 5), pause=st.integers(0, 4))
 def test_with_room_each_item_is_made_once(requests: list[Any], delay: int, pause: int) -> None:
     house = House(40, ToyEncoder(delays=(delay,)), num_blocks=400)
