@@ -104,9 +104,7 @@ class Planner:
             self._launched + 1, self._config.max_num_batched_tokens, self._config.max_num_seqs
         )
         preemptions = self._roster.totals.preemptions
-        if self._items is not None:
-            for sequence in self._roster.running:
-                self._items.ask(sequence, sequence.num_scheduled)
+        self._ask()
         running = [(self._remaining(s), s) for s in self._roster.running]
         for decoding in (True, False):
             for remaining, sequence in running:
@@ -118,16 +116,24 @@ class Planner:
 
     def can_plan(self) -> bool:
         """Whether `plan` would do something now."""
+        self._ask()
         steady = [s for s in self._roster.running if self._remaining(s) > 0]
         if len(steady) > 1 or (steady and not self._is_stalled(steady[0])):
             return True
         waiting = self._roster.waiting
         return bool(waiting) and self._admission.decide(waiting[0]) is not None
 
+    def _ask(self) -> None:
+        """Ask for the items that running sequences need next; one that is here is pinned."""
+        if self._items is not None:
+            for sequence in self._roster.running:
+                self._items.ask(sequence, sequence.num_scheduled)
+
     def _is_stalled(self, sequence: Sequence) -> bool:
-        """Whether a sequence, alone, waits for blocks that others hold."""
-        error = self._blocks.too_large(sequence.num_scheduled + 1)
-        return error is None and not self._blocks.fits(self._need(sequence))
+        """Whether a sequence waits for blocks that it can't take from another running one."""
+        error, need = self._blocks.too_large(sequence.num_scheduled + 1), self._need(sequence)
+        waits = self._roster.running == [sequence] or self._blocks.fits_soon(need)
+        return error is None and waits and not self._blocks.fits(need)
 
     def _remaining(self, sequence: Sequence) -> int:
         """Tokens that could be computed now; a sequence that only awaits its last one has none."""
