@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import enum
+import struct
 from collections.abc import Collection, Iterable
 from dataclasses import dataclass, field
 
@@ -192,8 +193,14 @@ class Request:
 
 
 def extras_of(items: Iterable[Item]) -> tuple[Extra, ...]:
-    """What the items of a prompt add to the keys of its blocks."""
-    return tuple(Extra(item.start, item.length, item.digest) for item in items)
+    """What the items of a prompt add to the keys of its blocks.
+
+    The grid is part of it: it decides positions, and nobody else holds a client to the truth.
+    """
+    return tuple(
+        Extra(item.start, item.length, item.digest + struct.pack("<3q", *item.grid))
+        for item in items
+    )
 
 
 def finish_of(

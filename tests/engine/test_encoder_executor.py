@@ -200,16 +200,23 @@ def test_bad_images_fail_alone(
     short = msgspec.structs.replace(items[2], length=items[2].length - 1)
     bare = msgspec.structs.replace(items[3], data=b"")
     late = msgspec.structs.replace(items[0], start=1, digest=bytes(32))
-    plan, tables = plan_for([items[0], cut, short, bare, late])
+    frames, high, wide = items[2].grid
+    turned = msgspec.structs.replace(items[2], grid=(frames, wide, high), digest=bytes(31) + b"t")
+    plan, tables = plan_for([items[0], cut, short, bare, late, turned])
     found = errors(executor.launch(plan).result())
     assert found[0] is None
     torch.testing.assert_close(
         stored(executor.pool, tables[0])[: items[0].length], expected_rows(folder, items[0])
     )
     assert "can't decode the image" in (found[1] or "")
-    rows, wanted = items[2].length, items[2].length - 1
-    assert found[2] == f"the image has {rows} rows, and the prompt {wanted} placeholders for it"
+    rows, grid = items[2].length, items[2].grid
+    assert (
+        found[2] == f"the image has {rows} rows in a grid of {grid}, "
+        f"and the prompt {rows - 1} rows in a grid of {grid}"
+    )
     assert found[3] == NO_DATA
+    assert high != wide
+    assert str(turned.grid) in (found[5] or "")
     assert found[4] == "a prompt for an encoder must be one item that starts at 0"
     for table in tables[1:]:
         assert not stored(executor.pool, table).any(), "nothing is written for who failed"

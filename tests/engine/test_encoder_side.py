@@ -269,6 +269,21 @@ def test_a_bad_image_ends_its_own_request_only(
     node.check_rest()
 
 
+def test_a_false_grid_finds_nothing_of_others(
+    folder: Path, pictures: Pictures, start: Callable[..., Node]
+) -> None:
+    node = start()
+    good = prompt_of(folder, pictures, 3, WIDE, 6)
+    node.add("good", good)
+    node.finish("good")
+    (item,) = good.items
+    turned = msgspec.structs.replace(item, grid=(item.grid[0], item.grid[2], item.grid[1]))
+    node.add("bad", Prompt(good.ids, (turned,), good.patches))
+    node.finish("bad")
+    assert "grid" in (node.outputs["bad"][0].error or "")
+    node.check_rest()
+
+
 def test_without_an_encoder_the_error_says_so(
     folder: Path, pictures: Pictures, start: Callable[..., Node]
 ) -> None:

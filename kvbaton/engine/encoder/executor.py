@@ -103,9 +103,10 @@ class Encoder:
 
     def _check(self, item: Item, read: Read) -> str | None:
         """Whether an image became what the prompt says."""
-        if read.error is None and math.prod(read.grid) != item.length * self._merged:
-            rows = math.prod(read.grid) // self._merged
-            return f"the image has {rows} rows, and the prompt {item.length} placeholders for it"
+        rows = math.prod(read.grid) // self._merged
+        if read.error is None and (rows, read.grid) != (item.length, item.grid):
+            said = f"{item.length} rows in a grid of {item.grid}"
+            return f"the image has {rows} rows in a grid of {read.grid}, and the prompt {said}"
         return read.error
 
     def _run(self, reads: Sequence[Read]) -> Sequence[Tensor]:

@@ -22,8 +22,8 @@ from typing import TYPE_CHECKING
 
 from msgspec.structs import replace
 
-from kvbaton.connectors.keys import Extra, block_keys
-from kvbaton.engine.request import Request, Sequence, State
+from kvbaton.connectors.keys import block_keys
+from kvbaton.engine.request import Request, Sequence, State, extras_of
 from kvbaton.engine.step import ItemRows
 from kvbaton.errors import RequestError
 from kvbaton.wire import (
@@ -44,8 +44,8 @@ PARAMS = SamplingParams(temperature=0.0, max_tokens=1, ignore_eos=True, seed=0)
 FLIGHT_S = 3600.0
 """No flight is longer; those who wait for it have deadlines of their own."""
 
-Key = tuple[str, bytes]
-"""Cache salt and digest: what tells outputs apart."""
+Key = tuple[str, bytes, tuple[int, int, int]]
+"""Cache salt, digest and grid: what tells outputs apart."""
 
 
 @dataclass(frozen=True)
@@ -146,9 +146,10 @@ class Items:
         needs = self._needs.setdefault(sequence, {})
         for item in items:
             if item.start + item.length <= start:
+                self._decline(self._spend(sequence.request, item))
                 continue
             if item.start not in needs:
-                key = (sequence.request.spec.cache_salt, item.digest)
+                key = (sequence.request.spec.cache_salt, item.digest, item.grid)
                 needs[item.start] = need = _Need(sequence, item, key)
                 self._seek(need)
             if sequence in self._modest:
@@ -214,7 +215,7 @@ class Items:
         if need.key in self._flights:
             self._flights[need.key].needs.append(need)
             return
-        transfer = self._spend(need)
+        transfer = self._spend(need.sequence.request, need.item)
         blocks = self._find(need)
         if blocks is None:
             self._fly(need, transfer)
@@ -223,19 +224,18 @@ class Items:
             self._decline(transfer)
             self._pin(need, blocks)
 
-    def _spend(self, need: _Need) -> TransferSpec | None:
+    def _spend(self, request: Request, item: Item) -> TransferSpec | None:
         """The hand-over of an item, if it was not used before."""
-        spent = self._spent.setdefault(need.sequence.request.request_id, set())
-        if need.item.start in spent:
+        spent = self._spent.setdefault(request.request_id, set())
+        if item.start in spent:
             return None
-        spent.add(need.item.start)
-        return need.item.transfer
+        spent.add(item.start)
+        return item.transfer
 
     def _find(self, need: _Need) -> list[int] | None:
         """Blocks of an output in the encoder cache."""
-        salt, digest = need.key
-        zeros = self._zeros(need.item)
-        extras = (Extra(0, need.item.length, digest),)
+        salt, zeros = need.key[0], self._zeros(need.item)
+        extras = extras_of((replace(need.item, start=0),))
         chain = block_keys(self._root_key(salt), zeros, ENCODER_BLOCK_ROWS, extras=extras)
         match = self._outputs.match([chain], len(zeros))
         return match.tables[0] if match.num_tokens == len(zeros) else None
@@ -296,7 +296,7 @@ class Items:
         for number, need in enumerate(flight.needs):
             self._pin(need, blocks)
             if number:
-                self._decline(self._spend(need))
+                self._decline(self._spend(need.sequence.request, need.item))
 
     def rejected(self, answer: Rejected) -> None:
         """The encoder did not take a request; without a hand-over it may."""
