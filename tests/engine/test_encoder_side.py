@@ -47,12 +47,8 @@ class Node:
         self.folder = folder
         self.sent: list[FromCore] = []
         mailbox = QueueMailbox(self.sent.append, lambda: None)
-        options = {
-            "device": "cpu",
-            "block_size": 4,
-            "num_blocks": 257,
-            "max_num_seqs": 8,
-        } | settings
+        options: dict[str, Any] = {"device": "cpu", "block_size": 4, "num_blocks": 257}
+        options |= {"max_num_seqs": 8} | settings
         config = EngineConfig(model=str(folder), **options)
         self.core: EngineCore = build_engine(
             config, NodeId("n", os.urandom(16)), SoloFactory(), mailbox
