@@ -89,11 +89,7 @@ class Admission:
         if self._is_forbidden(sequence, match):
             missing = len(sequence.request.prompt) - match.num_tokens
             return Reject(f"debug_forbid_prompt_compute: {missing} prompt tokens are not cached")
-        if self._items is not None and sequence.request.spec.items:
-            start = min(match.num_tokens, len(sequence.tokens) - 1)
-            if self._items.ready_until(sequence, start) <= start:
-                return Await(start)
-        return self._run(sequence, match)
+        return self._await(sequence, match) or self._run(sequence, match)
 
     def _has_slot(self, sequence: Sequence) -> bool:
         taken = sum(1 + s.unforked for s in self._holders())
@@ -115,7 +111,13 @@ class Admission:
         last = len(sequence.request.prompt) - 1
         return self._config.debug_forbid_prompt_compute and match.num_tokens < last
 
-    def _run(self, sequence: Sequence, match: Match) -> Run | None:
+    def _await(self, sequence: Sequence, match: Match) -> Await | None:
+        """Whether the first token after a prefix needs an item that is not here."""
+        start = min(match.num_tokens, len(sequence.tokens) - 1)
+        lacks = self._items is not None and self._items.ready_until(sequence, start) <= start
+        return Await(start) if lacks else None
+
+    def _run(self, sequence: Sequence, match: Match) -> Run | Await | None:
         total = len(sequence.tokens)
         beside = self._claims()
         copy_at = total - 1 if match.num_tokens == total else None
@@ -128,7 +130,9 @@ class Admission:
         match = self._blocks.shorten(self._chains(sequence), match)
         need = self._blocks.need(match.tables, total)
         fits = self._blocks.fits(need, beside=beside, hits=match.tables)
-        return Run(match) if fits and not self._is_forbidden(sequence, match) else None
+        if not fits or self._is_forbidden(sequence, match):
+            return None
+        return self._await(sequence, match) or Run(match)
 
     def _can_load(self, sequence: Sequence, match: Match) -> bool:
         need = self._blocks.need(match.tables, len(sequence.tokens))

@@ -92,6 +92,8 @@ class Planner:
         self._handover = handover
         self._stash = stash
         self._items = items
+        if items is not None:
+            items.in_flight = self.in_flight
         self._admission = Admission(roster, stash, items)
         self._handles = itertools.count(1)
         self._launched = 0
@@ -274,7 +276,7 @@ class Planner:
             case Follow(match) if self._stash is not None:
                 self._stash.follow(sequence, match)
             case Await(start) if self._items is not None:
-                return self._items.wait(sequence, start)
+                self._items.wait(sequence, start)
             case Run(match) if draft.room > 0 and self._has_budget(draft, sequence, match):
                 self._start(draft, sequence, match)
             case _:

@@ -88,7 +88,7 @@ class Roster:
         requests: live ones by id.
         waiting: the queue, in order of service.
         running: sequences with blocks, in order of service.
-        asking: sequences beside the queue that wait for a store, by request id.
+        asking: sequences beside the queue that wait for a store or for an item.
         loading: sequences that a hand-over or a store fills, by request id.
         ended: handles that the runner has yet to forget.
         outbox: outputs made while a step was planned.
@@ -102,7 +102,7 @@ class Roster:
         self.requests: dict[str, Request] = {}
         self.waiting: list[Sequence] = []
         self.running: list[Sequence] = []
-        self.asking: dict[str, Sequence] = {}
+        self.asking: set[Sequence] = set()
         self.loading: dict[str, Sequence] = {}
         self.ended: list[int] = []
         self.outbox: list[Output] = []
@@ -138,10 +138,10 @@ class Roster:
         insort(self.waiting, sequence, key=lambda s: s.rank)
 
     def ask(self, sequence: Sequence) -> None:
-        """From now on a sequence waits for a store, beside the queue."""
+        """From now on a sequence waits for a store or for an item, beside the queue."""
         self.leave(sequence)
         sequence.state = State.ASKING
-        self.asking[sequence.request.request_id] = sequence
+        self.asking.add(sequence)
 
     def wait_again(self, sequence: Sequence) -> None:
         """Put a sequence that has asked back into the queue."""
@@ -174,7 +174,7 @@ class Roster:
             case State.RUNNING:
                 self.running.remove(sequence)
             case State.ASKING:
-                del self.asking[sequence.request.request_id]
+                self.asking.remove(sequence)
             case State.LOADING:
                 del self.loading[sequence.request.request_id]
             case State.WAITING | State.PREEMPTED if sequence in self.waiting:

@@ -116,7 +116,9 @@ class Scheduler:
         if self.stash is not None and self.stash.ask(sequence):
             self.roster.ask(sequence)
         elif self.items is not None and attempt is None:
-            self.items.ask(sequence, self._cached(sequence) if entered.reads_cache else 0)
+            # The last token is computed in any case, and may be one of an item.
+            cached = min(self._cached(sequence), len(known) - 1) if entered.reads_cache else 0
+            self.items.ask(sequence, cached)
 
     def _check_items(self, request: AddRequest) -> None:
         if self.items is not None:

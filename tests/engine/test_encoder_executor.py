@@ -222,6 +222,17 @@ def test_bad_images_fail_alone(
         assert not stored(executor.pool, table).any(), "nothing is written for who failed"
 
 
+def test_who_says_something_else_of_an_image_fails_alone(
+    make: Callable[..., EncoderExecutor], items: list[Item]
+) -> None:
+    executor, (frames, high, wide) = make(), items[2].grid
+    turned = msgspec.structs.replace(items[2], grid=(frames, wide, high))
+    plan, _ = plan_for([items[2], turned])
+    found = errors(executor.launch(plan).result())
+    assert found[0] is None
+    assert "grid" in (found[1] or "")
+
+
 def test_without_a_tower_nothing_is_encoded(
     make: Callable[..., EncoderExecutor], items: list[Item]
 ) -> None:

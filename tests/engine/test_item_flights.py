@@ -11,6 +11,7 @@ from collections import Counter, deque
 from dataclasses import dataclass, field
 from typing import Any
 
+import msgspec
 import pytest
 from hypothesis import event, given, settings
 from hypothesis import strategies as st
@@ -57,11 +58,13 @@ class ToyEncoder:
     Attributes:
         memory: by block, the item's digest and the number of the block in it.
         bad: digests that can't be encoded.
+    needs_data: items without an image can't, either.
         delays: turns that steps take, over and over.
         encoded: times that each digest was.
     """
 
     bad: frozenset[bytes] = frozenset()
+    needs_data: bool = False
     delays: tuple[int, ...] = (0,)
     wake_fd: int = field(default_factory=lambda: os.eventfd(0))
     memory: dict[int, tuple[bytes, int]] = field(default_factory=dict)
@@ -78,7 +81,8 @@ class ToyEncoder:
             if step.count > 1:
                 item = items[step.handle]
                 self.encoded[item.digest] += 1
-                error = "a bad image" if item.digest in self.bad else None
+                bare = self.needs_data and not item.data
+                error = "a bad image" if bare or item.digest in self.bad else None
                 for i, block in enumerate(step.new_blocks[0]):
                     if i >= step.start // ROWS and error is None:
                         self.memory[block] = (item.digest, i)
@@ -447,3 +451,106 @@ def test_an_abort_stops_what_nobody_else_wants(house: House) -> None:
     house.emit(house.scheduler.abort("1"))
     house.run()
     assert house.encoder.encoded == {digest_of(1): 1}
+
+
+def test_both_choices_wait_for_what_both_lack() -> None:
+    house = House(2, ToyEncoder(delays=(6,)), num_blocks=200)
+    house.add(prompt("0", (1, 33), 3, n=2, max_tokens=30))
+    house.run_until(lambda: len(house.scheduler.roster.running) == 2)
+    roster = house.scheduler.roster
+    for sequence in list(roster.running):
+        roster.preempt(sequence)
+    house.side.core.reset_prefix_cache()
+    house.scheduler.reset_prefix_cache()
+    house.run()
+    assert house.encoder.encoded[digest_of(1)] == 2
+    for choice in range(2):
+        house.check_stream("0", choice)
+
+
+def test_what_a_step_reads_stays_although_its_sequence_lost_its_blocks() -> None:
+    house = House(2, max_num_batched_tokens=60, depth=2)
+    house.add(prompt("0", 2, (4, 64), 3))
+    house.turn()
+    while not (house.reading and house.reading[-1]):
+        house.turn()
+        house.launch()
+    house.scheduler.roster.preempt(house.scheduler.roster.running[-1])
+    house.add(prompt("1", (3, 40), 3, priority=-1))
+    for _ in range(4):
+        house.turn()
+        house.check_rows()
+    house.run()
+    house.check_stream("0")
+    house.check_stream("1")
+
+
+def test_a_reset_while_an_item_is_made_again_in_part() -> None:
+    house = House(4, ToyEncoder(delays=(5,)))
+    house.add(prompt("0", (1, 64), 3))
+    house.run()
+    house.scheduler.reset_prefix_cache()
+    (pool,) = house.side.core.scheduler.blocks.pools
+    pool.evict([max(pool.by_key.values())])
+    house.add(prompt("1", (1, 64), 3))
+    house.turn()
+    assert house.side.core.in_flight
+    house.side.core.reset_prefix_cache()
+    house.run()
+    house.check_stream("1")
+
+
+def test_who_no_longer_needs_an_item_does_not_hold_it() -> None:
+    house = House(4, ToyEncoder(delays=(60,)))
+    house.add(prompt("0", 4, (1, 32), 4, transfer=target(1)))
+    house.step()
+    house.add(prompt("1", 4, (1, 32), 4))
+    (admitted,) = house.admitted
+    house.ranks.receive(admitted.spans, list(house.requests["0"].token_ids), 40)
+    house.emit(house.scheduler.loaded("0", (ChoiceStart(5),), 0))
+    house.scheduler.unquarantine(Attempt(admitted.transfer.transfer_id, 0))
+    house.run()
+    assert house.streams["1", 0].finish == "length"
+    house.check_stream("1")
+
+
+def test_a_prompt_whose_last_block_is_computed_again_waits_for_its_item() -> None:
+    house = House(4, num_blocks=10)
+    for name in "01":
+        house.add(prompt(name, (1, 33), 3, max_tokens=1))
+        house.run()
+        house.check_stream(name)
+    assert all(step.count for plan in house.plans for step in plan.steps)
+
+
+def test_an_item_that_ends_a_cached_prompt_may_be_received(house: House) -> None:
+    house.add(prompt("0", 4, (1, 32), max_tokens=1))
+    house.run()
+    house.side.core.reset_prefix_cache()
+    house.add(prompt("1", 4, (1, 32), max_tokens=1, transfers=True))
+    house.run()
+    assert house.encoder.encoded == {digest_of(1): 1}
+    house.check_stream("1")
+
+
+def test_who_waits_with_a_transfer_of_its_own_declines_it(house: House) -> None:
+    house.add(prompt("0", (1, 32), 3))
+    house.add(prompt("1", (1, 32), 3, transfers=True))
+    house.turn()
+    house.emit(house.scheduler.abort("0"))
+    house.run()
+    assert house.encoder.encoded == {digest_of(1): 1}
+    assert house.role.used == {target(1010).transfer_id: 1}
+
+
+def test_who_brought_no_image_fails_alone() -> None:
+    house = House(4, ToyEncoder(needs_data=True))
+    bare = prompt("0", (1, 32), 3, transfers=True)
+    item = msgspec.structs.replace(bare.items[0], data=b"")
+    house.role.lost = {target(1000).transfer_id}
+    house.add(msgspec.structs.replace(bare, items=(item,)))
+    house.add(prompt("1", (1, 32), 3))
+    house.run()
+    assert house.streams["0", 0].finish == "error"
+    house.check_stream("1")
+    assert house.streams["1", 0].finish == "length"

@@ -28,6 +28,9 @@ from kvbaton.engine.step import NewSequence, Sampled, SequenceStep, StepPlan, St
 from kvbaton.engine.vision_config import VisionConfig
 from kvbaton.wire import AddRequest, Item
 
+Kind = tuple[bytes, tuple[int, int, int], int]
+"""All that a client says of an item: who says something else does not share its fate."""
+
 NO_TOWER = "the encoder's output did not arrive, and this node has no encoder of its own"
 NO_DATA = "the encoder's output did not arrive, and this node was not given the image"
 
@@ -175,7 +178,7 @@ class EncoderRank:
         errors = {}
         for step in lacking:
             item = items[step.handle]
-            output = rows[item.digest] if isinstance(item, Item) else item
+            output = rows[_kind(item)] if isinstance(item, Item) else item
             if isinstance(output, Tensor):
                 self._write(step, output)
             else:
@@ -185,12 +188,12 @@ class EncoderRank:
             for step in plan.steps
         )
 
-    def _encode(self, items: Sequence[Item]) -> dict[bytes, Tensor | str]:
-        """Rows of each different item by its digest, or what is wrong."""
+    def _encode(self, items: Sequence[Item]) -> dict[Kind, Tensor | str]:
+        """Rows of each different item, or what is wrong."""
         if self.encoder is None:
-            return {item.digest: NO_TOWER for item in items}
-        known = {item.digest: item for item in items if item.data}
-        rows: dict[bytes, Tensor | str] = {item.digest: NO_DATA for item in items}
+            return {_kind(item): NO_TOWER for item in items}
+        known = {_kind(item): item for item in items if item.data}
+        rows: dict[Kind, Tensor | str] = {_kind(item): NO_DATA for item in items}
         rows.update(zip(known, self.encoder.encode(list(known.values())), strict=True))
         return rows
 
@@ -227,6 +230,10 @@ class EncoderRank:
         if self.encoder is not None:
             self.encoder.readings.close()
         os.close(self.wake_fd)
+
+
+def _kind(item: Item) -> Kind:
+    return item.digest, item.grid, item.length
 
 
 def _item_of(sequence: NewSequence) -> Item | str:

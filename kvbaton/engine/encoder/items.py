@@ -16,8 +16,8 @@ from __future__ import annotations
 
 import sys
 from collections import Counter
-from collections.abc import Callable, Iterator
-from dataclasses import dataclass, field
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from msgspec.structs import replace
@@ -38,6 +38,7 @@ from kvbaton.wire import (
 
 if TYPE_CHECKING:
     from kvbaton.engine.blocks import Blocks, Tables
+    from kvbaton.engine.planner import Flight
     from kvbaton.engine.roster import Roster
 
 PARAMS = SamplingParams(temperature=0.0, max_tokens=1, ignore_eos=True, seed=0)
@@ -90,7 +91,8 @@ class _Need:
 class _Flight:
     request_id: str
     transfer: TransferSpec | None
-    needs: list[_Need] = field(default_factory=list)
+    has_data: bool
+    needs: list[_Need]
 
 
 class Items:
@@ -100,6 +102,9 @@ class Items:
         roster: the language model's live requests.
         outputs: pool of encoder outputs.
         root_key: root of their keys for a cache salt.
+
+    Attributes:
+        in_flight: steps of the language model that are not over.
     """
 
     def __init__(self, roster: Roster, outputs: Blocks, root_key: Callable[[str], bytes]) -> None:
@@ -114,6 +119,7 @@ class Items:
         self._orders: list[Order] = []
         self._numbers = 0
         self._counts: Counter[str] = Counter()
+        self.in_flight: Iterable[Flight] = ()
         roster.on_retire.append(self._retired)
 
     # --- the door ---
@@ -165,16 +171,12 @@ class Items:
                     return max(item.start, start)
         return sys.maxsize
 
-    def wait(self, sequence: Sequence, start: int) -> bool:
-        """Let a sequence that lacks the item at `start` wait beside the queue, if it can."""
+    def wait(self, sequence: Sequence, start: int) -> None:
+        """Let a sequence that lacks the item at `start` wait beside the queue."""
         self.ask(sequence, start)
-        if self.ready_until(sequence, start) > start:
-            return True
-        if sequence.request.request_id in self._roster.asking:
-            return False
-        self._roster.ask(sequence)
-        self._beside[sequence] = start
-        return True
+        if self.ready_until(sequence, start) <= start:
+            self._roster.ask(sequence)
+            self._beside[sequence] = start
 
     def rows(self, sequence: Sequence, start: int, end: int) -> tuple[ItemRows, ...]:
         """Where the outputs are that tokens [start, end) need."""
@@ -187,26 +189,29 @@ class Items:
 
     def computed(self, sequence: Sequence) -> None:
         """Let go of outputs whose tokens are computed."""
-        needs = self._needs.get(sequence)
-        for start, need in list(needs.items()) if needs else ():
+        needs = self._needs.get(sequence, {})
+        for start, need in list(needs.items()):
             if need.end <= sequence.num_computed:
-                assert needs is not None
                 del needs[start]
-                self._unpin(need)
+                self._drop(need)
 
     def _retired(self, sequence: Sequence) -> None:
         self._beside.pop(sequence, None)
         self._modest.discard(sequence)
         for need in self._needs.pop(sequence, {}).values():
-            self._unpin(need)
-            flight = self._flights.get(need.key)
-            if flight is not None and need in flight.needs:
-                flight.needs.remove(need)
-                if not flight.needs:
-                    self._orders.append(Abort(flight.request_id))
-                    self._land(flight.request_id)
+            self._drop(need)
         if sequence.request.state is State.FINISHED:
             self._spent.pop(sequence.request.request_id, None)
+
+    def _drop(self, need: _Need) -> None:
+        """Neither hold an output nor wait for it."""
+        self._unpin(need)
+        flight = self._flights.get(need.key)
+        if flight is not None and need in flight.needs:
+            flight.needs.remove(need)
+            if not flight.needs:
+                self._orders.append(Abort(flight.request_id))
+                self._land(flight.request_id)
 
     # --- flights ---
 
@@ -256,7 +261,9 @@ class Items:
             transfer=transfer,
             items=(replace(need.item, start=0, transfer=None),),
         )
-        self._flights[need.key] = _Flight(request.request_id, transfer, [need])
+        self._flights[need.key] = _Flight(
+            request.request_id, transfer, bool(need.item.data), [need]
+        )
         self._keys[request.request_id] = need.key
         self._orders.append(Submit(request))
 
@@ -289,14 +296,15 @@ class Items:
             self._fail(flight, output.error or f"it ended with {output.finish_reason}")
             return
         blocks = self._find(flight.needs[0])
-        assert blocks is not None, "what was just computed or received is not in the cache"
+        if blocks is None:  # the cache was reset meanwhile
+            self._fly_again(flight)
+            return
         if output.transferred_tokens or output.cached_tokens:
             self._counts["transferred" if output.transferred_tokens else "store"] += 1
         self._counts["cache"] += len(flight.needs) - 1
-        for number, need in enumerate(flight.needs):
+        for need in flight.needs:
             self._pin(need, blocks)
-            if number:
-                self._decline(self._spend(need.sequence.request, need.item))
+            self._decline(self._spend(need.sequence.request, need.item))
 
     def rejected(self, answer: Rejected) -> None:
         """The encoder did not take a request; without a hand-over it may."""
@@ -306,14 +314,21 @@ class Items:
         if flight.transfer is None:
             self._fail(flight, answer.message)
             return
+        self._fly_again(flight)
+
+    def _fly_again(self, flight: _Flight) -> None:
         first, *others = flight.needs
         self._fly(first, None)
         self._flights[first.key].needs += others
 
     def _fail(self, flight: _Flight, error: str) -> None:
+        """End those who wait, but let who has the image try it, if nobody has."""
         for need in flight.needs:
-            self._needs[need.sequence].pop(need.item.start, None)
-            self._failed.append((need.sequence.request, f"an image can't be used: {error}"))
+            if need.item.data and not flight.has_data:
+                self._seek(need)
+            else:
+                del self._needs[need.sequence][need.item.start]
+                self._failed.append((need.sequence.request, f"an image can't be used: {error}"))
 
     def take_failed(self) -> list[tuple[Request, str]]:
         """Requests that want what can't be had, and why."""
@@ -339,12 +354,17 @@ class Items:
 
     def give_up_one(self) -> bool:
         """Unpin what comes last in order of service; False if nothing can be spared."""
-        spare = [
-            need
-            for sequence, needs in self._needs.items()
-            for need in needs.values()
-            if need.blocks is not None and not self._is_next(sequence, need)
-        ]
+        late = {
+            item.sequence
+            for flight in self.in_flight
+            for item in flight.items
+            if item.sequence.handle != item.handle
+        }
+        spare: list[_Need] = []
+        for sequence in self._needs.keys() - late:  # steps may still read what preempted ones hold
+            kept = self._next_item(sequence)
+            needs = self._needs[sequence].values()
+            spare += [n for n in needs if n.blocks is not None and n.item.start > kept]
         if not spare:
             return False
         last = max(spare, key=lambda need: (need.sequence.rank, need.item.start))
@@ -353,14 +373,14 @@ class Items:
         self._unpin(last)
         return True
 
-    def _is_next(self, sequence: Sequence, need: _Need) -> bool:
-        """Whether a running sequence computes tokens of this item next, or does so now."""
+    @staticmethod
+    def _next_item(sequence: Sequence) -> int:
+        """Start of the item that a running sequence computes next; those before it, it may now."""
         if sequence.state is not State.RUNNING:
-            return False
-        for item in sequence.request.spec.items:
-            if item.start + item.length > sequence.num_scheduled:
-                return need.item.start <= item.start
-        return True
+            return -1
+        items = sequence.request.spec.items
+        ahead = (i.start for i in items if i.start + i.length > sequence.num_scheduled)
+        return next(ahead, sys.maxsize)
 
     def pins(self) -> Iterator[Tables]:
         """What is pinned, for the ledger."""
