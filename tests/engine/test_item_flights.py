@@ -554,3 +554,13 @@ def test_who_brought_no_image_fails_alone() -> None:
     assert house.streams["0", 0].finish == "error"
     house.check_stream("1")
     assert house.streams["1", 0].finish == "length"
+
+
+def test_a_refused_transfer_is_not_the_end(house: House) -> None:
+    request = prompt("0", (1, 32), 3, transfers=True)
+    (item,) = request.items
+    stranger = msgspec.structs.replace(target(1000), peer=None)
+    item = msgspec.structs.replace(item, transfer=stranger)
+    house.add(msgspec.structs.replace(request, items=(item,)))
+    house.run()
+    assert house.streams["0", 0].finish == "length"
