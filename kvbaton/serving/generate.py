@@ -96,7 +96,9 @@ def add_request(frontend: Frontend, body: GenerateRequest, request_id: str) -> A
 
 
 def _check_items(frontend: Frontend, body: GenerateRequest) -> None:
-    vision = frontend.tokenizer.vision
+    vision, most = frontend.tokenizer.vision, frontend.config.media.max_images
+    if len(body.items) > most:
+        raise RequestError(f"{len(body.items)} items; --limit-images is {most}", param="items")
     if vision is not None:
         vision.check(body.token_ids, body.items)
     elif body.items:

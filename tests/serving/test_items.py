@@ -116,3 +116,10 @@ async def test_a_text_model_takes_no_items(node: Node, seeing: Node) -> None:
     status, answer = await node.post(GENERATE, prompt(seeing, {}))
     assert (status, answer["error"]["param"]) == (400, "items")
     assert "text only" in answer["error"]["message"]
+
+
+async def test_a_request_has_only_so_many_items(seeing: Node) -> None:
+    status, answer = await seeing.post(GENERATE, prompt(seeing, *[{}] * 65))
+    assert status == 400, answer
+    assert answer["error"]["param"] == "items"
+    assert "--limit-images is 64" in answer["error"]["message"]
