@@ -316,3 +316,18 @@ def test_a_store_keeps_outputs_for_later(
     assert second.finish("r", "again") == [expected, pictures.generate(again, 6)]
     assert second.count(ENCODED) == 0
     second.check_rest()
+
+
+def test_the_loop_does_not_sleep_over_what_the_encoder_shall_do(
+    folder: Path, pictures: Pictures, start: Callable[..., Node]
+) -> None:
+    node = start()
+    prompt = prompt_of(folder, pictures, SMALL, 6)
+    node.add("r", prompt)
+    node.core.launch()
+    assert node.core.scheduler.roster.asking, "it waits for the image at its very start"
+    assert node.core.patience() == 0.0
+    node.core.listen()
+    assert node.core.patience() > 0.0, "the encoder works, and wakes the loop when it is done"
+    assert node.finish("r") == [pictures.generate(prompt, 6)]
+    node.check_rest()
