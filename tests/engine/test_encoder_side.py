@@ -303,13 +303,13 @@ def test_an_item_larger_than_the_cache_is_refused(
 def test_a_store_keeps_outputs_for_later(
     folder: Path, pictures: Pictures, start: Callable[..., Node], tmp_path: Path
 ) -> None:
-    store = f'filesystem:{{"path": "{tmp_path}"}}'
+    stored = {"store": f'filesystem:{{"path": "{tmp_path}"}}', "store_lookup_timeout": 60.0}
     prompt = prompt_of(folder, pictures, 3, LARGE, 6)
-    first = start(store=store)
+    first = start(**stored)
     first.add("r", prompt)
     (expected,) = first.finish("r")
     first.check_rest()
-    second = start(store=store)
+    second = start(**stored)
     again = prompt_of(folder, pictures, 7, LARGE, 2, seed=1)
     second.add("r", prompt)
     second.add("again", again)
