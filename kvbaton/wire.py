@@ -344,6 +344,11 @@ class Item(Struct, frozen=True, kw_only=True):
     data: bytes = b""
     transfer: TransferSpec | None = None
 
+    @property
+    def padded_rows(self) -> int:
+        """Rows of the whole blocks of the encoder cache that its output fills."""
+        return -(-self.length // ENCODER_BLOCK_ROWS) * ENCODER_BLOCK_ROWS
+
 
 class AddRequest(Struct, frozen=True, tag="add", kw_only=True):
     """Generate from tokens.

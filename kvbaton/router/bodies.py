@@ -8,7 +8,6 @@ from urllib.parse import urlsplit
 from msgspec.structs import replace
 
 from kvbaton.router.actions import Leg
-from kvbaton.router.encoders import padded
 from kvbaton.router.pairing import Route
 from kvbaton.wire import (
     AddRequest,
@@ -50,7 +49,7 @@ def item_body(
     """What an encoder node is asked: the item as a prompt of its own, whose KV is its output."""
     item = request.items[index]
     return GenerateRequest(
-        token_ids=(0,) * padded(item),
+        token_ids=(0,) * item.padded_rows,
         sampling_params=SamplingParams(temperature=0.0, max_tokens=1, ignore_eos=True),
         request_id=f"{request.request_id[:200]}.{attempt}.{index}",
         stream=True,

@@ -14,7 +14,7 @@ from dataclasses import dataclass, field
 
 from kvbaton.router.membership import Member
 from kvbaton.router.pairing import NodeLoad, Route, can_encode_for
-from kvbaton.wire import ENCODER_BLOCK_ROWS, Item, NodeInfo
+from kvbaton.wire import Item, NodeInfo
 
 BOUND = 1.25
 """An encoder node may have this much more queued than the average one, and one item."""
@@ -87,7 +87,9 @@ def _choose(
     board: _Board,
     min_rows: int | None,
 ) -> NodeInfo | None:
-    large_enough = [e for e in encoders if not e.max_model_len or e.max_model_len > padded(item)]
+    large_enough = [
+        e for e in encoders if not e.max_model_len or e.max_model_len > item.padded_rows
+    ]
     encoder = _by_digest(item, large_enough, board) if large_enough else None
     if (
         encoder is not None
@@ -128,8 +130,3 @@ def _stays(
     waits = queued * prefills.load.get(TOKEN_S, 0.0)
     local = waits + (board.rows(prefills) + item.length) * here
     return PREFILL_TIME * local < (board.rows(encoder) + item.length) * there + HANDOVER_S
-
-
-def padded(item: Item) -> int:
-    """Rows of an item's blocks."""
-    return -(-item.length // ENCODER_BLOCK_ROWS) * ENCODER_BLOCK_ROWS

@@ -24,7 +24,6 @@ from kvbaton.serving.transfer_params import KvTransferParams, parse_transfer
 from kvbaton.text.tokenizer import Tokenizer
 from kvbaton.text.vision import VisionText
 from kvbaton.wire import (
-    ENCODER_BLOCK_ROWS,
     AddRequest,
     GenerateRequest,
     GenerateResponse,
@@ -128,7 +127,7 @@ def _only_item(vision: VisionText, frontend: Frontend, body: GenerateRequest) ->
             "to be encoded, an item needs start 0 and data, and no transfer of its own",
             param="items[0]",
         )
-    padded = -(-item.length // ENCODER_BLOCK_ROWS) * ENCODER_BLOCK_ROWS
+    padded = item.padded_rows
     if len(body.token_ids) != padded or any(body.token_ids):
         raise RequestError(
             f"token_ids must be {padded} zeros for an item of {item.length} rows", param="token_ids"

@@ -13,23 +13,20 @@ import math
 import threading
 from collections import OrderedDict
 from collections.abc import Sequence
-from io import BytesIO
 from pathlib import Path
 from typing import Any
 
 from msgspec.structs import replace
 
+from kvbaton import image_file
 from kvbaton.errors import ConfigError, RequestError
 from kvbaton.wire import Item
 
-FORMATS = ("JPEG", "PNG", "WEBP", "GIF", "BMP")
-MAX_PIXELS = 1 << 26
-"""Larger images are refused unread; 192 MiB of RGB."""
 MAX_ASPECT = 200
 KNOWN_IMAGES = 4096
 """Images whose bytes were found good are remembered by digest, so many."""
 DECODERS = 2
-"""Images that are decoded at a time, each in at most `MAX_PIXELS` pixels of memory."""
+"""Images that are decoded at a time, each in at most `image_file.MAX_PIXELS` pixels of memory."""
 ORIENTATION, SIDEWAYS = 0x0112, (5, 6, 7, 8)
 
 Grid = tuple[int, int, int]
@@ -208,20 +205,12 @@ class VisionText:
 
 def _decode(data: bytes) -> tuple[int, int]:
     """Upright width and height of an image that can be decoded to its end."""
-    from PIL import Image
-
-    try:
-        with Image.open(BytesIO(data), formats=FORMATS) as image:
-            width, height = image.size
-            if width * height <= MAX_PIXELS:
-                image.draft(image.mode, (1, 1))  # a JPEG is read whole, but into little memory
-                image.load()
-                sideways = image.getexif().get(ORIENTATION) in SIDEWAYS
-                return (height, width) if sideways else (width, height)
-    except Exception as error:  # decoders meet hostile bytes with exceptions of every kind
-        kinds = ", ".join(FORMATS)
-        raise RequestError(f"can't decode the image (one of {kinds}): {error}") from error
-    raise RequestError(f"the image has {width} x {height} pixels; at most {MAX_PIXELS} are taken")
+    with image_file.opened(data) as image:
+        width, height = image.size
+        image.draft(image.mode, (1, 1))  # a JPEG is read whole, but into little memory
+        image.load()
+        sideways = image.getexif().get(ORIENTATION) in SIDEWAYS
+    return (height, width) if sideways else (width, height)
 
 
 def _read(path: Path) -> dict[str, Any]:

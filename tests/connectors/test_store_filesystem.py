@@ -212,14 +212,19 @@ SPOILS = {
 
 @pytest.mark.parametrize("spoil", SPOILS.values(), ids=SPOILS)
 def test_a_spoiled_entry_is_a_miss_and_removed(
-    make: Make, tmp_path: Path, spoil: Callable[[Path], None]
+    make: Make,
+    tmp_path: Path,
+    spoil: Callable[[Path], None],
+    caplog: pytest.LogCaptureFixture,
 ) -> None:
     store, objects = make(), make_objects(2, 1000)
     save(store, objects)
-    spoil(file_of(tmp_path, next(iter(objects))))
+    path = file_of(tmp_path, next(iter(objects)))
+    spoil(path)
     assert read(store, objects) == [None, list(objects.values())[1]]
     assert held(store, objects) == [1]
     assert len(entries(tmp_path)) == 1
+    assert caplog.messages == [f"{path} is not what was stored: removed"]
     assert save(store, objects) == [True, True]
     assert read(store, objects) == list(objects.values())
 

@@ -17,7 +17,6 @@ from hypothesis import strategies as st
 from msgspec.structs import replace
 from PIL import Image
 
-from kvbaton.engine.encoder import images
 from kvbaton.engine.encoder.images import ImageReader
 from kvbaton.errors import ConfigError, RequestError
 from kvbaton.text import vision as module
@@ -113,10 +112,6 @@ def test_images_are_turned_upright(
     assert vision.item(data).grid == ImageReader(folder).read(data).grid
     turned = vision.item(data).grid != vision.item(encoded(64, 24, kind)).grid
     assert turned == (orientation > 4)
-
-
-def test_door_and_encoder_take_the_same() -> None:
-    assert (module.FORMATS, module.MAX_PIXELS) == (images.FORMATS, images.MAX_PIXELS)
 
 
 # --- digests ---

@@ -59,21 +59,6 @@ class Timer(NamedTuple):
 Row = tuple[str, ...]
 """One rule per state, in the order of the states."""
 
-LIVE_SOURCE = (
-    SourceState.ANNOUNCED,
-    SourceState.RESERVED,
-    SourceState.ENGAGED,
-    SourceState.COMPLETED,
-    SourceState.STOPPING,
-)
-LIVE_TARGET = (
-    TargetState.WAITING,
-    TargetState.RESERVED,
-    TargetState.ENGAGED,
-    TargetState.COMPLETING,
-    TargetState.DRAINING,
-)
-
 # fmt: off
 SOURCE: dict[str, Row] = {
     #            unknown          announced            reserved            engaged            completed          stopping        ended

@@ -14,6 +14,7 @@ of its key's first byte. `filesystem_room.py` keeps the account and evicts.
 from __future__ import annotations
 
 import errno
+import logging
 import os
 import time
 from collections.abc import Sequence
@@ -28,7 +29,9 @@ from kvbaton.connectors.stores.filesystem_room import SUFFIX, Room, Written, ope
 from kvbaton.connectors.stores.threaded import ONE, Share, ThreadedStore
 from kvbaton.errors import ConfigError, StoreError
 
-SHARE = Share(32, 16 << 20)
+logger = logging.getLogger(__name__)
+
+SHARE = Share(64, 16 << 20)
 """Objects that are stored together."""
 MAKE_ROOM_SECONDS = 5.0
 """The longest that one object waits for others to be evicted."""
@@ -138,6 +141,7 @@ class Files:
         try:
             verdict = self._read(path, key, target)
             if verdict is Verdict.CORRUPT:
+                logger.warning("%s is not what was stored: removed", path)
                 self._room.remove([path])
         except OSError as error:
             if error.errno in _GONE:

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import sys
 from dataclasses import dataclass
-from io import BytesIO
 from pathlib import Path
 from typing import Any
 
@@ -17,14 +16,9 @@ import numpy as np
 import numpy.typing as npt
 from PIL import Image, ImageOps
 
+from kvbaton import image_file
 from kvbaton.engine.vision_config import processor_settings
 from kvbaton.errors import ConfigError, RequestError
-
-FORMATS = ("JPEG", "PNG", "WEBP", "GIF", "BMP")
-"""What is decoded: formats whose decoders start no other program."""
-
-MAX_PIXELS = 1 << 26
-"""Largest image that is decoded: 192 MiB of RGB."""
 
 
 @dataclass(frozen=True)
@@ -117,17 +111,10 @@ def decode(data: bytes) -> Image.Image:
     """An upright RGB image; of an animated one the first frame.
 
     Raises:
-        RequestError: it can't be decoded, or has more than `MAX_PIXELS`.
+        RequestError: see `image_file.opened`.
     """
-    try:
-        with Image.open(BytesIO(data), formats=FORMATS) as image:
-            width, height = image.size
-            if width * height <= MAX_PIXELS:
-                return ImageOps.exif_transpose(image).convert("RGB")
-    except Exception as error:  # decoders meet hostile bytes with exceptions of every kind
-        kinds = ", ".join(FORMATS)
-        raise RequestError(f"can't decode the image (one of {kinds}): {error}") from error
-    raise RequestError(f"the image has {width} x {height} pixels; at most {MAX_PIXELS} are taken")
+    with image_file.opened(data) as image:
+        return ImageOps.exif_transpose(image).convert("RGB")
 
 
 def _processor_class(name: str) -> Any:

@@ -239,22 +239,18 @@ class Items:
 
     def _find(self, need: _Need) -> list[int] | None:
         """Blocks of an output in the encoder cache."""
-        salt, zeros = need.key[0], self._zeros(need.item)
+        salt, zeros = need.key[0], (0,) * need.item.padded_rows
         extras = extras_of((replace(need.item, start=0),))
         chain = block_keys(self._root_key(salt), zeros, ENCODER_BLOCK_ROWS, extras=extras)
         match = self._outputs.match([chain], len(zeros))
         return match.tables[0] if match.num_tokens == len(zeros) else None
-
-    @staticmethod
-    def _zeros(item: Item) -> tuple[int, ...]:
-        return (0,) * (-(-item.length // ENCODER_BLOCK_ROWS) * ENCODER_BLOCK_ROWS)
 
     def _fly(self, need: _Need, transfer: TransferSpec | None) -> None:
         self._numbers += 1
         spec = need.sequence.request.spec
         request = AddRequest(
             request_id=f"item-{self._numbers}",
-            token_ids=self._zeros(need.item),
+            token_ids=(0,) * need.item.padded_rows,
             params=PARAMS,
             cache_salt=spec.cache_salt,
             deadline_s=FLIGHT_S,
