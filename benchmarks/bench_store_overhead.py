@@ -4,7 +4,8 @@ Two engines in one process, equal but for the store, run the same requests one a
 an order that alternates. All prompts are new, so all of their blocks are computed and saved. One
 number per pair: the throughput with the store over that without; and the CPU seconds of the whole
 process without over those with, saving included to its end, which hardly depend on what else the
-machine does. Reported are the medians of all pairs and their 95 % intervals (bootstrap over pairs).
+machine does. A store that is full (`--store-mib`) evicts what earlier pairs saved. Reported are the
+medians of all pairs and their 95 % intervals (bootstrap over pairs).
 """
 
 from __future__ import annotations
@@ -68,6 +69,7 @@ def main() -> None:
     parser.add_argument("--requests", type=int, default=8)
     parser.add_argument("--input-len", type=int, default=256)
     parser.add_argument("--output-len", type=int, default=32)
+    parser.add_argument("--store-mib", type=int, default=512, help="what the store may hold")
     parser.add_argument("--pairs", type=int, default=20)
     parser.add_argument("--threads", type=int, default=1)
     parser.add_argument("--out", type=Path)
@@ -81,8 +83,8 @@ def main() -> None:
 def measure(folder: Path, args: argparse.Namespace) -> list[dict[str, Any]]:
     """Pairs of runs; the first is warm-up."""
     options = {
-        "filesystem": {"path": str(folder / "store"), "max_bytes": 1 << 30},
-        "memory": {"max_bytes": 1 << 29},
+        "filesystem": {"path": str(folder / "store"), "max_bytes": args.store_mib << 20},
+        "memory": {"max_bytes": args.store_mib << 20},
     }[args.store]
     store = f"{args.store}:{json.dumps(options)}"
     settings: dict[str, Any] = {

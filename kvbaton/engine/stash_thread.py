@@ -51,7 +51,7 @@ LOOK_S = 0.0005
 """From a first look at what can't wake the thread, sums and copies of a device, to the second."""
 LOOK_GROWTH = 1.25
 """Each pause is so much longer than the one before: every look disturbs the steps."""
-MOST_LOOK_S = 0.005
+MOST_LOOK_S = 0.02
 CLOSE_S = 10.0
 WARN_S = 10.0
 """Between two lines in the log about failures."""

@@ -27,6 +27,7 @@ class FarProcess:
     def __init__(self, command: Sequence[str], patience: float) -> None:
         self._patience = patience
         self._rest = b""
+        self._lines: list[str] = []
         self._errors = tempfile.TemporaryFile()
         pipe = subprocess.PIPE
         try:
@@ -59,10 +60,12 @@ class FarProcess:
             if words and words[0] in wanted:
                 return words
 
-    def lines_so_far(self) -> list[list[str]]:
-        """The words of each line that a dead process left."""
-        rest = self._rest + self._out.read()
-        return [line.decode().split() for line in rest.split(b"\n")[:-1]]
+    def all_lines(self) -> list[list[str]]:
+        """The words of each line of a process that is dead, those that `line` skipped included."""
+        self._rest += self._out.read()
+        *rest, self._rest = self._rest.split(b"\n")
+        self._lines += [line.decode() for line in rest]
+        return [line.split() for line in self._lines]
 
     def started(self) -> list[str]:
         """Wait for ``ready`` or a card, as long as starting Python may take."""
@@ -94,7 +97,8 @@ class FarProcess:
             require(bool(chunk), f"the far side has ended: {self._last_words()}")
             self._rest += chunk
         line, _, self._rest = self._rest.partition(b"\n")
-        return line.decode()
+        self._lines.append(line.decode())
+        return self._lines[-1]
 
     def _last_words(self) -> str:
         self._errors.seek(0)

@@ -27,8 +27,7 @@ class _Far:
 
     def known_done(self) -> dict[bytes, bytes]:
         """What the process had said to be stored before it was killed."""
-        lines = self.process.lines_so_far()
-        done = {int(number) for word, number in lines if word == "done"}
+        done = {int(words[1]) for words in self.process.all_lines() if words[0] == "done"}
         return {k: d for i, (k, d) in enumerate(self.objects.items()) if i in done}
 
 

@@ -261,6 +261,31 @@ def test_the_least_recently_used_leaves_first(make: Make, tmp_path: Path) -> Non
     assert counted(store) == (4, 4 * ENTRY)
 
 
+def test_a_look_at_all_serves_many_evictions_in_exact_order(
+    make: Make, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    store, objects = make(max_bytes=8 * ENTRY), make_objects(8, 1000)
+    save(store, objects)
+    by_age(tmp_path, objects)
+    looks, really = 0, os.scandir
+
+    def look(path: str) -> object:
+        nonlocal looks
+        looks += path.endswith("/tmp")
+        return really(path)
+
+    monkeypatch.setattr(os, "scandir", look)
+    left = list(range(8))
+    for number in range(3):
+        assert save(store, one(number + 1)) == [True]
+        left.pop(0)
+        assert held(store, objects) == left
+    assert None not in read(store, dict([list(objects.items())[3]]))  # used since it was looked at
+    assert save(store, one(4)) == [True]
+    assert held(store, objects) == [3, 5, 6, 7]
+    assert looks == 1
+
+
 def test_use_renews_the_mark_only_when_it_is_old(make: Make, tmp_path: Path) -> None:
     store, objects = make(touch_seconds=60.0), one()
     save(store, objects)

@@ -25,7 +25,7 @@ from kvbaton.connectors.store import Pieces, StoreCapabilities, Usage
 from kvbaton.connectors.stores import filesystem_entry
 from kvbaton.connectors.stores.filesystem_entry import HEADER_BYTES, Verdict
 from kvbaton.connectors.stores.filesystem_finder import Finder
-from kvbaton.connectors.stores.filesystem_room import SUFFIX, Room, Written, open_file
+from kvbaton.connectors.stores.filesystem_room import SUFFIX, Room, Written
 from kvbaton.connectors.stores.threaded import ONE, Share, ThreadedStore
 from kvbaton.errors import ConfigError, StoreError
 
@@ -49,7 +49,8 @@ class FilesystemStore(ThreadedStore):
         name: see `Store.name`.
         path: the directory; made if it is missing.
         max_bytes: most bytes of all its entries, headers included; None for what the disk takes.
-            Processes that share a directory should be given the same limit.
+            Processes that share a directory should be given the same limit. Each may keep a 32nd as
+            much of what it evicted, to write over it.
         threads: see `ThreadedStore`.
         fsync: whether an object that is stored also survives a loss of power.
         touch_seconds: how old the mark of an entry's last use gets before use renews it.
@@ -111,6 +112,7 @@ class Files:
     def close(self) -> None:
         """Close what lookups keep open."""
         self._finder.close()
+        self._room.close()
         self._trouble = "not open"
 
     def health(self) -> str | None:
@@ -137,18 +139,14 @@ class Files:
 
     def get(self, key: bytes, target: Pieces) -> bool:
         """See `Backend.get`; an entry that is not what it should be is removed."""
-        path = self._path(key)
         try:
-            verdict = self._read(path, key, target)
-            if verdict is Verdict.CORRUPT:
-                logger.warning("%s is not what was stored: removed", path)
-                self._room.remove([path])
+            right = self._read(self._path(key), key, target)
         except OSError as error:
             if error.errno in _GONE:
                 return False
             raise self._failed("read", error) from error
         self._trouble = None
-        return verdict is Verdict.RIGHT
+        return right
 
     def put(self, key: bytes, source: Pieces) -> bool:
         """See `Backend.put`."""
@@ -173,14 +171,18 @@ class Files:
             raise self._failed("delete from", error) from error
         return count
 
-    def _read(self, path: str, key: bytes, target: Pieces) -> Verdict:
+    def _read(self, path: str, key: bytes, target: Pieces) -> bool:
         file = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
         try:
             status = os.fstat(file)
             verdict = filesystem_entry.read(file, status.st_size, key, target)
             if verdict is Verdict.RIGHT:
                 self._touch(file, status.st_mtime)
-            return verdict
+            # Evicted meanwhile, it may be another object's by now, or about to be.
+            elif verdict is Verdict.CORRUPT and os.path.samestat(status, os.stat(path)):
+                logger.warning("%s is not what was stored: removed", path)
+                self._room.remove([path])
+            return verdict is Verdict.RIGHT
         finally:
             os.close(file)
 
@@ -220,8 +222,9 @@ class Files:
         files, done = list[Written](), 0
         try:
             for key, source, num_bytes in items:
-                files.append(Written(self._room.temporary(), self._path(key), num_bytes))
-                self._write_whole(files[-1].temporary, key, source)
+                temporary, descriptor = self._room.begin(num_bytes)
+                files.append(Written(temporary, self._path(key), num_bytes))
+                self._write_whole(descriptor, key, source)
             done = self._room.publish(files, deadline)
         finally:
             for file in files[done:]:
@@ -231,8 +234,7 @@ class Files:
             _sync_folders({os.path.dirname(file.path) for file in files[:done]})
         return done
 
-    def _write_whole(self, temporary: str, key: bytes, source: Pieces) -> None:
-        file = open_file(temporary, os.O_WRONLY | os.O_CREAT | os.O_EXCL)
+    def _write_whole(self, file: int, key: bytes, source: Pieces) -> None:
         try:
             filesystem_entry.write(file, key, source)
             if self._fsync:

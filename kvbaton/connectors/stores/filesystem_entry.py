@@ -51,7 +51,7 @@ def header(key: bytes, num_bytes: int, digest: bytes) -> bytes:
 
 
 def write(file: int, key: bytes, source: Pieces) -> None:
-    """Fill an empty file. The header comes last: before that, no reader takes it for an object.
+    """Fill a file, all of it. The header comes last: before that, it is no entry of that key.
 
     The first chunk waits for the header, so that both are one call, often the only one.
 

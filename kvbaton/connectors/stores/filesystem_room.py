@@ -4,7 +4,8 @@
 
     usage        objects and bytes of each folder, 256 rows of two int64; changed under `flock`
     evicting     locked by the one process that evicts
-    tmp/         files that are being written, named after their writers
+    tmp/         files that are being written, or will be (`filesystem_spares.py`), named after
+                 their writers
     00/ .. ff/   entries, by the first byte of their keys
 
 Nothing of this is kept in memory, so any number of processes on any number of hosts agree. Entries
@@ -14,8 +15,9 @@ holder does not give back (a stopped process) is waited for up to `LOCK_SECONDS`
 the worst that follows is a row that is wrong until then, or that two evict.
 
 Keys are hashes, so a folder is a fair sample of all entries: eviction reads folders until it has
-seen `SAMPLE` entries, not all of a million, and removes the oldest of these. A store with fewer
-entries is evicted in exact order. Age is the file's mtime, which use renews.
+seen `SAMPLE` entries, not all of a million, and removes the oldest of these, now and later: what
+was the oldest stays it until it is used. A store with fewer entries is evicted in exact order. Age
+is the file's mtime, which use renews.
 """
 
 from __future__ import annotations
@@ -29,6 +31,7 @@ import random
 import secrets
 import threading
 import time
+from collections import deque
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
@@ -39,6 +42,7 @@ import numpy.typing as npt
 
 from kvbaton.connectors.host import ProcessCard, is_gone, this_process
 from kvbaton.connectors.store import Usage
+from kvbaton.connectors.stores.filesystem_spares import Spares
 
 FOLDERS = 256
 SUFFIX = ".safetensors"
@@ -47,6 +51,11 @@ SAMPLE = 4096
 LOCK_SECONDS = 5.0
 STALE_SECONDS = 900.0
 """After that long without a byte, a writer on another host counts as dead."""
+
+PART = 64
+"""Of a large store a 64th is evicted at a time."""
+SPARE_PART = 32
+"""Each process may keep a 32nd of the limit as spare files."""
 
 _BATCH = 64
 """Entries removed under one lock."""
@@ -83,6 +92,8 @@ class Room:
         self._max_bytes = max_bytes
         self._writer = ""
         self._lock = threading.Lock()
+        self._spares = Spares((max_bytes or 0) // SPARE_PART)
+        self._oldest = deque[_Entry]()
         self._hand = random.randrange(FOLDERS)  # the folder that was read last; processes differ
         self.usage = Usage(capacity=max_bytes)
         """As last read from the directory."""
@@ -101,15 +112,31 @@ class Room:
                 os.makedirs(self._in(f"{folder:02x}"), 0o770, exist_ok=True)
                 self._visit(folder)
         self.make(0, None)
+        self._spares.clear()
 
     def look(self) -> None:
         """Bring `usage` up to date."""
         with self._open("usage") as file:
             self._totals(_read_rows(file))
 
-    def temporary(self) -> str:
-        """A path for a file that is being written; whoever wins it also removes it."""
-        return f"{self._root}/tmp/{self._writer}.{self._run}-{next(self._numbers)}"
+    def close(self) -> None:
+        """Remove the files that were kept to be written over."""
+        self._spares.clear()
+
+    def begin(self, num_bytes: int) -> tuple[str, int]:
+        """Path and descriptor of a file to fill; the caller publishes or removes it.
+
+        Args:
+            num_bytes: that will be written. It may have as many of an evicted entry already.
+        """
+        spare = self._spares.take(num_bytes)
+        if spare is not None:
+            with suppress(OSError):  # swept, or another user's
+                return spare, os.open(spare, os.O_WRONLY | os.O_CLOEXEC)
+            with suppress(FileNotFoundError):
+                os.unlink(spare)
+        path = self._temporary()
+        return path, open_file(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL)
 
     def publish(self, files: Sequence[Written], deadline: float) -> int:
         """Make entries of the first so many files, those for which there is room in time."""
@@ -118,15 +145,18 @@ class Room:
             done += self._rename(files[done:])
         return done
 
-    def remove(self, paths: Sequence[str]) -> tuple[int, int]:
-        """Remove entries; how many were there, and their bytes."""
+    def remove(self, paths: Sequence[str], *, spare: bool = False) -> tuple[int, int]:
+        """Remove entries, or make spare files of them; how many were there, and their bytes."""
         gone = np.zeros(2, np.int64)
         for start in range(0, len(paths), _BATCH):
             with self._account() as rows:
                 for path in paths[start : start + _BATCH]:
                     with suppress(FileNotFoundError):  # somebody else was faster
                         change = (1, os.stat(path).st_size)
-                        os.unlink(path)
+                        if spare:
+                            self._keep(path, change[1])
+                        else:
+                            os.unlink(path)
                         rows[_folder_of(path)] -= change
                         gone += change
         return int(gone[0]), int(gone[1])
@@ -151,19 +181,21 @@ class Room:
         return True
 
     def evict(self, num_bytes: int) -> bool:
-        """Remove entries, least recently used first, although the limit holds; False if none is.
+        """Free room on the disk: remove entries, least recently used first; False if none is there.
 
         Args:
             num_bytes: to free. It may be a little more, or less where a sample has no more to give.
         """
+        self._spares.clear()
         with self._locked("evicting"):
-            entries, _ = self._sample()
-            return self._remove_oldest(entries, num_bytes) > 0
+            self._sample()
+            return self._remove_oldest(num_bytes, spare=False)
 
     def _make_some(self, num_bytes: int) -> bool:
-        """Whether it made a difference; evicts nothing where the account was wrong."""
-        entries, corrected = self._sample()
-        return corrected or self._remove_oldest(entries, self._missing(num_bytes)) > 0
+        """Whether it made a difference; a new sample that puts the account right is enough."""
+        if self._remove_oldest(self._missing(num_bytes), spare=True):
+            return True
+        return self._sample() or self._remove_oldest(self._missing(num_bytes), spare=True)
 
     def _missing(self, num_bytes: int) -> int:
         """Bytes by which a new entry would break the limit."""
@@ -171,8 +203,8 @@ class Room:
         self.look()
         return (self.usage.num_bytes or 0) + num_bytes - self._max_bytes
 
-    def _sample(self) -> tuple[list[_Entry], bool]:
-        """Entries that may go, the oldest first, and whether rows were found wrong."""
+    def _sample(self) -> bool:
+        """Find entries that may go; whether rows were found wrong."""
         self._sweep()
         entries, corrected = list[_Entry](), False
         for _ in range(FOLDERS):
@@ -182,21 +214,34 @@ class Room:
             corrected = corrected or wrong
             if len(entries) >= SAMPLE:
                 # Others were not seen: what is old among these may be young among all.
-                return sorted(entries)[: len(entries) // 16], corrected
-        return sorted(entries), corrected
-
-    def _remove_oldest(self, entries: list[_Entry], num_bytes: int) -> int:
-        """What it freed."""
-        # To look at so many for one entry costs more than the entry.
-        goal = max(num_bytes, (self.usage.num_bytes or 0) // 64)
-        victims = list[str]()
-        for entry in entries:
-            if goal <= 0:
+                self._oldest = deque(sorted(entries)[: len(entries) // 16])
                 break
-            victims.append(entry.path)
-            goal -= entry.num_bytes
-        _, freed = self.remove(victims)
-        return freed
+        else:
+            self._oldest = deque(sorted(entries))
+        if corrected:  # others may be, too: first look at them
+            self._oldest.clear()
+        return corrected
+
+    def _remove_oldest(self, num_bytes: int, *, spare: bool) -> bool:
+        """Whether it freed anything."""
+        # To lock the account for one entry costs more than the entry.
+        goal = max(num_bytes, (self.usage.num_bytes or 0) // PART)
+        victims = list[str]()
+        while goal > 0 and self._oldest:
+            entry = self._oldest.popleft()
+            if _mtime_ns(entry.path) == entry.mtime_ns:  # neither used since, nor gone
+                victims.append(entry.path)
+                goal -= entry.num_bytes
+        return self.remove(victims, spare=spare)[1] > 0
+
+    def _keep(self, path: str, num_bytes: int) -> None:
+        spare = self._temporary()
+        os.rename(path, spare)
+        os.utime(spare)  # or it would look like a dead writer's
+        self._spares.add(spare, num_bytes)
+
+    def _temporary(self) -> str:
+        return f"{self._root}/tmp/{self._writer}.{self._run}-{next(self._numbers)}"
 
     def _rename(self, files: Sequence[Written]) -> int:
         """How many, until one would break the limit."""
@@ -252,7 +297,8 @@ class Room:
             for item in found:
                 with suppress(FileNotFoundError):
                     age = now - item.stat(follow_symlinks=False).st_mtime
-                    if age > STALE_SECONDS or _is_dead(item.name, host):
+                    ours = item.name.startswith(f"{self._writer}.")
+                    if age > STALE_SECONDS or (not ours and _is_dead(item.name, host)):
                         os.unlink(item.path)
 
     @contextmanager
@@ -314,6 +360,13 @@ def _read_rows(file: int) -> Rows:
 def _size(path: str) -> int | None:
     try:
         return os.stat(path).st_size
+    except FileNotFoundError:
+        return None
+
+
+def _mtime_ns(path: str) -> int | None:
+    try:
+        return os.stat(path).st_mtime_ns
     except FileNotFoundError:
         return None
 
