@@ -124,6 +124,16 @@ def test_room_on_the_disk_is_made_of_spares(full: FilesystemStore, tmp_path: Pat
     assert len(inodes(tmp_path)) == COUNT - 5
 
 
+def test_a_full_disk_finds_room_although_the_account_is_wrong(
+    full: FilesystemStore, tmp_path: Path
+) -> None:
+    (tmp_path / "kvbaton-1" / "usage").write_bytes((1 << 30).to_bytes(8, "little") * 512)
+    room = filesystem_room.Room(str(tmp_path / "kvbaton-1"), None)
+    room.open()
+    assert room.evict(ENTRY)
+    assert len(inodes(tmp_path)) < COUNT
+
+
 @pytest.mark.parametrize("stored_again", [False, True])
 def test_what_is_written_over_while_it_is_read_is_a_miss(
     full: FilesystemStore,

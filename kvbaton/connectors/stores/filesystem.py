@@ -25,7 +25,7 @@ from kvbaton.connectors.store import Pieces, StoreCapabilities, Usage
 from kvbaton.connectors.stores import filesystem_entry
 from kvbaton.connectors.stores.filesystem_entry import HEADER_BYTES, Verdict
 from kvbaton.connectors.stores.filesystem_finder import Finder
-from kvbaton.connectors.stores.filesystem_room import SUFFIX, Room, Written
+from kvbaton.connectors.stores.filesystem_room import SUFFIX, Room, Written, status_of
 from kvbaton.connectors.stores.threaded import ONE, Share, ThreadedStore
 from kvbaton.errors import ConfigError, StoreError
 
@@ -188,11 +188,8 @@ class Files:
 
     def _is_stored(self, key: bytes, num_bytes: int) -> bool:
         path = self._path(key)
-        try:
-            status = os.stat(path)
-        except FileNotFoundError:
-            return False
-        if status.st_size != num_bytes:
+        status = status_of(path)
+        if status is None or status.st_size != num_bytes:
             return False
         self._touch(path, status.st_mtime)
         return True

@@ -195,7 +195,10 @@ class Room:
         """Whether it made a difference; a new sample that puts the account right is enough."""
         if self._remove_oldest(self._missing(num_bytes), spare=True):
             return True
-        return self._sample() or self._remove_oldest(self._missing(num_bytes), spare=True)
+        if self._sample():
+            self._oldest.clear()  # other rows may be wrong, too: first look at them
+            return True
+        return self._remove_oldest(self._missing(num_bytes), spare=True)
 
     def _missing(self, num_bytes: int) -> int:
         """Bytes by which a new entry would break the limit."""
@@ -218,8 +221,6 @@ class Room:
                 break
         else:
             self._oldest = deque(sorted(entries))
-        if corrected:  # others may be, too: first look at them
-            self._oldest.clear()
         return corrected
 
     def _remove_oldest(self, num_bytes: int, *, spare: bool) -> bool:
@@ -229,7 +230,8 @@ class Room:
         victims = list[str]()
         while goal > 0 and self._oldest:
             entry = self._oldest.popleft()
-            if _mtime_ns(entry.path) == entry.mtime_ns:  # neither used since, nor gone
+            status = status_of(entry.path)
+            if status is not None and status.st_mtime_ns == entry.mtime_ns:  # not used since
                 victims.append(entry.path)
                 goal -= entry.num_bytes
         return self.remove(victims, spare=spare)[1] > 0
@@ -248,8 +250,8 @@ class Room:
         with self._account() as rows:
             room = math.inf if self._max_bytes is None else self._max_bytes - _total(rows)[1]
             for count, (temporary, path, num_bytes) in enumerate(files):
-                replaced = _size(path)  # another process was faster, or that one is torn
-                change = (1, num_bytes) if replaced is None else (0, num_bytes - replaced)
+                there = status_of(path)  # another process was faster, or that one is torn
+                change = (1, num_bytes) if there is None else (0, num_bytes - there.st_size)
                 if change[1] > room:
                     return count
                 try:
@@ -357,16 +359,10 @@ def _read_rows(file: int) -> Rows:
     return rows
 
 
-def _size(path: str) -> int | None:
+def status_of(path: str) -> os.stat_result | None:
+    """Of a file; None if there is none."""
     try:
-        return os.stat(path).st_size
-    except FileNotFoundError:
-        return None
-
-
-def _mtime_ns(path: str) -> int | None:
-    try:
-        return os.stat(path).st_mtime_ns
+        return os.stat(path)
     except FileNotFoundError:
         return None
 
