@@ -1,4 +1,5 @@
 from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import Any
 
@@ -34,12 +35,19 @@ class Node:
             return response.status, await response.json()
 
 
-@pytest.fixture
-async def node(tokenizer: Tokenizer) -> AsyncIterator[Node]:
-    client = ScriptedClient(tokenizer, "Hello wide world.")
+@asynccontextmanager
+async def served(tokenizer: Tokenizer, answer: str) -> AsyncIterator[Node]:
+    """A node that always answers the same."""
+    client = ScriptedClient(tokenizer, answer)
     app = make_node_app(client, tokenizer, EdgeConfig(model_name="tiny"))
     runner, port = await listen(app, "127.0.0.1", 0, grace_s=1.0)
     async with ClientSession(f"http://127.0.0.1:{port}") as session:
         yield Node(client, session)
     await runner.cleanup()
     assert client.running == 0, "a stream was leaked"
+
+
+@pytest.fixture
+async def node(tokenizer: Tokenizer) -> AsyncIterator[Node]:
+    async with served(tokenizer, "Hello wide world.") as node:
+        yield node

@@ -8,14 +8,9 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from aiohttp import ClientSession
 
-from kvbaton.edge.app import listen
-from kvbaton.edge.config import EdgeConfig
-from kvbaton.serving.app import make_node_app
 from kvbaton.text.tokenizer import Tokenizer
-from tests.serving.conftest import Node
-from tests.serving_support import ScriptedClient
+from tests.serving.conftest import Node, served
 
 GENERATE = "/inference/v1/generate"
 DATA = b"an image, which is decoded by the engine only"
@@ -30,13 +25,8 @@ TRANSFER = {
 @pytest.fixture
 async def seeing(checkpoint: Callable[..., Path]) -> AsyncIterator[Node]:
     """A node whose model takes images."""
-    tokenizer = Tokenizer.load(checkpoint(family="qwen2_5_vl"))
-    client = ScriptedClient(tokenizer, "Hi.")
-    app = make_node_app(client, tokenizer, EdgeConfig(model_name="tiny"))
-    runner, port = await listen(app, "127.0.0.1", 0, grace_s=1.0)
-    async with ClientSession(f"http://127.0.0.1:{port}") as session:
-        yield Node(client, session)
-    await runner.cleanup()
+    async with served(Tokenizer.load(checkpoint(family="qwen2_5_vl")), "Hi.") as node:
+        yield node
 
 
 def prompt(node: Node, *items: dict[str, Any]) -> dict[str, Any]:
