@@ -25,7 +25,8 @@ from benchmarks.workload import MAX_BATCHED_TOKENS, MAX_MODEL_LEN, llama_8b, pub
 from kvbaton.engine.build import build_engine
 from kvbaton.engine.config import EngineConfig
 from kvbaton.engine.solo import SoloFactory
-from kvbaton.wire import AddRequest, FromCore, NodeId, Outputs, Rejected, SamplingParams, ToCore
+from kvbaton.messages.engine import AddRequest, FromCore, Outputs, Rejected, SamplingParams, ToCore
+from kvbaton.types import NodeId
 
 DECODE = {1: 4.95, 32: 5.84, 128: 8.60, 256: 13.56}
 PREFILL = {(64, 1024): 42.5e3, (16, 4096): 40.5e3, (4, 16384): 33.4e3}

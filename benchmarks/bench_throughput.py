@@ -26,8 +26,8 @@ from kvbaton.engine.config import EngineConfig
 from kvbaton.engine.local import LocalExecutor
 from kvbaton.engine.model_config import load_model_config
 from kvbaton.engine.scheduler import Scheduler
+from kvbaton.messages.engine import AddRequest, SamplingParams
 from kvbaton.testing.checkpoints import make_checkpoint
-from kvbaton.wire import AddRequest, SamplingParams
 
 Prompts = list[list[int]]
 

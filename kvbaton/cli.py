@@ -534,7 +534,7 @@ def engine_flags(args: argparse.Namespace) -> list[str]:
 
 def media_config(args: argparse.Namespace) -> Any:
     """What images clients may bring (`MediaConfig`); an encoder node has no such flags."""
-    from kvbaton.edge.media import MediaConfig
+    from kvbaton.server.media import MediaConfig
 
     return MediaConfig(
         allowed_media_domains=tuple(getattr(args, "allowed_media_domains", ())),
@@ -549,7 +549,7 @@ def node_config(args: argparse.Namespace, role: Literal["prefill", "decode", "en
     Raises:
         ConfigError: values that do not fit together, or a model that is not there.
     """
-    from kvbaton.serving.config import NodeConfig
+    from kvbaton.server.node_config import NodeConfig
 
     check_model(args.model)
     # With a fixed port, a restart takes the place of the life before it.

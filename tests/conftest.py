@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from kvbaton.wire import SamplingParams
+from kvbaton.messages.engine import SamplingParams
 
 GREEDY = SamplingParams(temperature=0.0, max_tokens=64)
 SHARED = "tests/e2e/"

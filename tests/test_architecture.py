@@ -15,21 +15,20 @@ PACKAGE = Path(kvbaton.__file__).parent
 
 MAY_IMPORT: dict[str, set[str]] = {
     "errors": set(),
-    "wire": set(),
-    "openai": {"errors", "wire"},
+    "types": set(),
+    "messages": {"errors", "types"},
     "image_file": {"errors"},
     "kernels": set(),
-    "connectors": {"errors", "wire"},
-    "testing": {"errors", "wire", "connectors"},
-    "engine": {"errors", "wire", "image_file", "connectors", "kernels"},
-    "text": {"errors", "wire", "openai", "image_file"},
-    "edge": {"errors", "wire", "openai", "text"},
-    "serving": {"errors", "wire", "openai", "text", "edge", "engine", "connectors"},
-    "decode": {"errors", "wire", "connectors", "engine", "serving"},
-    "prefill": {"errors", "wire", "connectors", "engine", "serving", "decode"},
-    "encode": {"errors", "wire", "connectors", "engine", "serving", "prefill"},
-    "doctor": {"errors", "connectors"},
-    "router": {"errors", "wire", "openai", "text", "edge", "connectors.keys"},
+    "connectors": {"errors", "types", "messages"},
+    "testing": {"errors", "types", "messages", "connectors"},
+    "engine": {"errors", "types", "messages", "image_file", "connectors", "kernels"},
+    "text": {"errors", "types", "messages", "image_file"},
+    "server": {"errors", "types", "messages", "text", "engine", "connectors"},
+    "decode": {"errors", "types", "messages", "connectors", "engine", "server"},
+    "prefill": {"errors", "types", "messages", "connectors", "engine", "server", "decode"},
+    "encode": {"errors", "types", "messages", "connectors", "engine", "server", "prefill"},
+    "doctor": {"errors", "types", "connectors"},
+    "router": {"errors", "types", "messages", "text", "engine", "server", "connectors.keys"},
 }
 """What each room may import of ours; a file of the first level is a room of its own."""
 
@@ -40,7 +39,7 @@ ONLY_FOR_CLI = {"bench"}
 
 LIGHT = (
     "router.app",
-    "edge.app",
+    "server.app",
     "text.tokenizer",
     "connectors.base",
     "cli",

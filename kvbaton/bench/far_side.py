@@ -21,7 +21,7 @@ from kvbaton.connectors.registry import load_transport
 
 BARE = "bare-nixl"
 PAUSE_S = 0.0002
-"""As the courier's, between two looks at a transport."""
+"""As the transfer thread's, between two looks at a transport."""
 
 
 def main(spec: str, num_bytes: int, block_bytes: int) -> None:

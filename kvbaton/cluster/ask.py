@@ -13,7 +13,7 @@ import aiohttp
 import msgspec
 
 from kvbaton.cluster.config import ClusterConfig
-from kvbaton.openai import ErrorBody
+from kvbaton.messages.openai import ErrorBody
 from kvbaton.router.legs import DONE, read_events
 
 SENT_BYTES = "kvbaton_transfer_sent_bytes_total"

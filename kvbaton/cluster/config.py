@@ -7,9 +7,9 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from kvbaton.edge.media import MediaConfig
 from kvbaton.engine.config import ENCODER_SETTINGS, EngineConfig
 from kvbaton.errors import ConfigError
+from kvbaton.server.media import MediaConfig
 from kvbaton.text.generation import GenerationConfigMode
 
 NVIDIA_GPUS = Path("/proc/driver/nvidia/gpus")

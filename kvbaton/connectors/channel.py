@@ -29,7 +29,7 @@ from zmq.utils import z85
 from kvbaton.connectors.host import is_loopback, is_wildcard
 from kvbaton.connectors.protocol.events import Link
 from kvbaton.errors import ConfigError
-from kvbaton.wire import MAX_MESSAGE_BYTES
+from kvbaton.types import MAX_MESSAGE_BYTES
 
 HIGH_WATER_MARK = 1000
 """Messages that may wait per peer and direction; more are dropped and counted."""

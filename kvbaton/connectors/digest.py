@@ -25,7 +25,7 @@ import numpy.typing as npt
 
 from kvbaton.connectors.layout import KVLayout, Plane
 from kvbaton.connectors.pairing import Share, shares
-from kvbaton.wire import DigestRun
+from kvbaton.messages.control import DigestRun
 
 Sums = npt.NDArray[np.uint64]
 """[blocks or units, layers, kv, heads]."""

@@ -28,7 +28,7 @@ from kvbaton.connectors.pairing import check_group, planes_named
 from kvbaton.connectors.plan import plan, swap
 from kvbaton.connectors.store import KEY_BYTES
 from kvbaton.errors import LayoutMismatchError
-from kvbaton.wire import BlockSpan
+from kvbaton.types import BlockSpan
 
 HEADER_BYTES = 128
 MAGIC = b"kvbaton\0"

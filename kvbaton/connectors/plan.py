@@ -27,7 +27,7 @@ from kvbaton.connectors.base import RangeColumn
 from kvbaton.connectors.layout import AXES, KVLayout, Plane
 from kvbaton.connectors.pairing import Share, check_group, planes_named, shares
 from kvbaton.errors import LayoutMismatchError
-from kvbaton.wire import BlockSpan
+from kvbaton.types import BlockSpan
 
 if TYPE_CHECKING:
     from kvbaton.connectors.base import Ranges

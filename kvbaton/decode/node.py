@@ -10,14 +10,14 @@ import os
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, ClassVar
 
-from kvbaton.connectors.courier.endpoint import HandoverConfig
+from kvbaton.connectors.transfer.endpoint import HandoverConfig
 
 if TYPE_CHECKING:
-    from kvbaton.decode.role import DecodeRole
+    from kvbaton.decode.target_connector import TargetConnector
     from kvbaton.engine.executor import Executor
     from kvbaton.engine.process import Surroundings
     from kvbaton.engine.scheduler import Scheduler
-    from kvbaton.serving.config import NodeConfig
+    from kvbaton.server.node_config import NodeConfig
 
 
 @dataclass(frozen=True)
@@ -34,14 +34,14 @@ class DecodeFactory:
 
     def __call__(
         self, executor: Executor, scheduler: Scheduler, surroundings: Surroundings
-    ) -> DecodeRole:
-        """Open transports and control channel, and start the courier."""
-        from kvbaton.connectors.courier.endpoint import open_endpoint
-        from kvbaton.connectors.courier.receiver import Receiver
-        from kvbaton.connectors.courier.thread import Courier
+    ) -> TargetConnector:
+        """Open transports and control channel, and start the transfer thread."""
         from kvbaton.connectors.pairing import check_pairable
         from kvbaton.connectors.protocol.target import Target
-        from kvbaton.decode.role import DecodeRole
+        from kvbaton.connectors.transfer.endpoint import open_endpoint
+        from kvbaton.connectors.transfer.target_worker import TargetWorker
+        from kvbaton.connectors.transfer.thread import TransferThread
+        from kvbaton.decode.target_connector import TargetConnector
 
         endpoint = open_endpoint(
             self.handover,
@@ -58,9 +58,9 @@ class DecodeFactory:
             pairable=check_pairable,
             max_blocks_per_peer=self.handover.max_blocks_per_peer,
         )
-        receiver = Receiver(target, endpoint.transports, executor.layouts, executor)
-        return DecodeRole(
-            Courier(endpoint.channel, receiver=receiver),
+        receiver = TargetWorker(target, endpoint.transports, executor.layouts, executor)
+        return TargetConnector(
+            TransferThread(endpoint.channel, receiver=receiver),
             executor,
             scheduler,
             members=self.handover.peers,
@@ -71,6 +71,6 @@ class DecodeFactory:
 
 def main(config: NodeConfig) -> int:
     """Run the node until it is told to stop; returns the exit status."""
-    from kvbaton.serving.node import run_node
+    from kvbaton.server.node import run_node
 
     return run_node(config, DecodeFactory(config.handover))

@@ -17,7 +17,7 @@ from kvbaton.doctor.buffers import Buffer
 from kvbaton.errors import KvbatonError
 
 PAUSE_S = 0.0002
-"""Between two looks at the transport, as in a node's courier thread."""
+"""Between two looks at the transport, as in a node's transfer thread thread."""
 QUIET = b"quiet"
 """Notice of a write that is only timed."""
 

@@ -11,12 +11,12 @@ from typing import TYPE_CHECKING
 from kvbaton.prefill.node import PrefillFactory
 
 if TYPE_CHECKING:
-    from kvbaton.serving.config import NodeConfig
+    from kvbaton.server.node_config import NodeConfig
 
 
 def main(config: NodeConfig) -> int:
     """Run the node until it is told to stop; returns the exit status."""
-    from kvbaton.serving.encoder_app import encoder_face
-    from kvbaton.serving.node import run_node
+    from kvbaton.server.encoder_app import encoder_face
+    from kvbaton.server.node import run_node
 
     return run_node(config, PrefillFactory(config.handover), encoder_face)

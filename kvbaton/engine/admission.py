@@ -10,11 +10,11 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass
 
-from kvbaton.engine.blocks import Match, Need
-from kvbaton.engine.encoder.items import Items
+from kvbaton.engine.encoder.cache_manager import EncoderCacheManager
+from kvbaton.engine.kv_cache_manager import Match, Need
 from kvbaton.engine.request import Sequence, State
 from kvbaton.engine.roster import Roster
-from kvbaton.engine.stash import Stash
+from kvbaton.engine.store_connector import StoreConnector
 
 
 @dataclass(frozen=True)
@@ -62,7 +62,9 @@ class Reject:
 class Admission:
     """Decides about the first of the queue."""
 
-    def __init__(self, roster: Roster, stash: Stash | None, items: Items | None) -> None:
+    def __init__(
+        self, roster: Roster, stash: StoreConnector | None, items: EncoderCacheManager | None
+    ) -> None:
         self._roster = roster
         self._stash = stash
         self._items = items

@@ -17,7 +17,6 @@ from kvbaton.connectors.keys import (
 from kvbaton.connectors.layout import KVLayout
 from kvbaton.connectors.objects import ObjectForm
 from kvbaton.connectors.registry import load_store
-from kvbaton.engine.blocks import GroupSpec
 from kvbaton.engine.config import EngineConfig
 from kvbaton.engine.core import EngineCore, Mailbox
 from kvbaton.engine.encoder.build import (
@@ -28,17 +27,18 @@ from kvbaton.engine.encoder.build import (
 from kvbaton.engine.encoder.executor import EncoderExecutor
 from kvbaton.engine.encoder.side import Desk, EncoderSide
 from kvbaton.engine.executor import Executor
+from kvbaton.engine.kv_cache_manager import GroupSpec
 from kvbaton.engine.kv_event_publisher import KVEventPublisher
 from kvbaton.engine.kv_events import KVEventsConfig
 from kvbaton.engine.local import LocalExecutor, choose_device
 from kvbaton.engine.model_config import ModelConfig, load_model_config, resolve_max_model_len
 from kvbaton.engine.process import RoleFactory, Surroundings
 from kvbaton.engine.scheduler import Scheduler, SchedulerConfig
-from kvbaton.engine.stash import StashConfig
-from kvbaton.engine.stash_thread import StashThread
+from kvbaton.engine.store_connector import StoreConnectorConfig
+from kvbaton.engine.store_worker import StoreWorker
 from kvbaton.engine.vision_config import processor_settings
 from kvbaton.errors import ConfigError
-from kvbaton.wire import NodeId
+from kvbaton.types import NodeId
 
 
 @dataclass(frozen=True)
@@ -170,7 +170,7 @@ def make_executor(config: EngineConfig, model: ModelConfig, *, track_sums: bool)
     return LocalExecutor(config, model, track_sums=track_sums)
 
 
-def open_store(config: EngineConfig, executor: Executor, identity: bytes) -> StashThread | None:
+def open_store(config: EngineConfig, executor: Executor, identity: bytes) -> StoreWorker | None:
     """The store that the settings name, open; None if they name none.
 
     Raises:
@@ -180,14 +180,14 @@ def open_store(config: EngineConfig, executor: Executor, identity: bytes) -> Sta
         return None
     groups = range(len(executor.layouts[0]))
     forms = tuple(ObjectForm([rank[group] for rank in executor.layouts]) for group in groups)
-    thread = StashThread(load_store(config.store), executor, forms, identity)
+    thread = StoreWorker(load_store(config.store), executor, forms, identity)
     thread.start()
     return thread
 
 
-def stash_config(config: EngineConfig, store: StashThread) -> StashConfig:
+def stash_config(config: EngineConfig, store: StoreWorker) -> StoreConnectorConfig:
     """What the scheduler wants to know of a store."""
-    return StashConfig(
+    return StoreConnectorConfig(
         store=store.store.name,
         forms=store.forms,
         lookup_timeout_s=config.store_lookup_timeout,
@@ -272,7 +272,7 @@ def make_scheduler(
     layouts: Sequence[KVLayout],
     identity: bytes,
     *,
-    stash: StashConfig | None = None,
+    stash: StoreConnectorConfig | None = None,
     outputs: Scheduler | None = None,
 ) -> Scheduler:
     """A scheduler over pools with these layouts."""

@@ -19,14 +19,13 @@ import zmq.asyncio
 from kvbaton.engine.config import EngineConfig
 from kvbaton.engine.process import RoleFactory, core_main
 from kvbaton.errors import ConfigError, EngineDeadError, RequestError
-from kvbaton.wire import (
+from kvbaton.messages.engine import (
     AbortRequest,
     AddRequest,
     Command,
     Dead,
     FromCore,
     Metrics,
-    NodeId,
     Output,
     Outputs,
     Ready,
@@ -35,6 +34,7 @@ from kvbaton.wire import (
     Shutdown,
     ToCore,
 )
+from kvbaton.types import NodeId
 
 logger = logging.getLogger(__name__)
 
@@ -211,7 +211,7 @@ class EngineClient:
         return item
 
     async def command(self, name: str, argument: Any = None) -> Any:
-        """Ask the core something (`wire.Command`).
+        """Ask the core something (`messages.engine.Command`).
 
         Raises:
             EngineDeadError: the core is gone.

@@ -13,15 +13,15 @@ from collections import deque
 from collections.abc import Callable, Iterable, Sequence
 from typing import TYPE_CHECKING, Any, Protocol
 
+from kvbaton.engine.audit import audit
 from kvbaton.engine.executor import Executor
 from kvbaton.engine.kv_event_publisher import KVEventPublisher
-from kvbaton.engine.ledger import audit
 from kvbaton.engine.role import Role
 from kvbaton.engine.scheduler import Scheduler
-from kvbaton.engine.stash_thread import StashThread
 from kvbaton.engine.step import PendingStep
+from kvbaton.engine.store_worker import StoreWorker
 from kvbaton.errors import RequestError
-from kvbaton.wire import (
+from kvbaton.messages.engine import (
     AbortRequest,
     AddRequest,
     Command,
@@ -79,7 +79,7 @@ class EngineCore:
         mailbox: Mailbox,
         *,
         depth: int = 1,
-        store: StashThread | None = None,
+        store: StoreWorker | None = None,
         kv_events: KVEventPublisher | None = None,
         encoder: EncoderSide | None = None,
     ) -> None:

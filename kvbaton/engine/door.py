@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from kvbaton.connectors.protocol.events import Attempt
-from kvbaton.engine.blocks import Blocks
+from kvbaton.engine.kv_cache_manager import KVCacheManager
 from kvbaton.engine.roster import SchedulerConfig
 from kvbaton.errors import RequestError
-from kvbaton.wire import AddRequest
+from kvbaton.messages.engine import AddRequest
+from kvbaton.types import Attempt
 
 
-def check_limits(request: AddRequest, config: SchedulerConfig, blocks: Blocks) -> None:
+def check_limits(request: AddRequest, config: SchedulerConfig, blocks: KVCacheManager) -> None:
     """Refuse what exceeds a limit of this engine.
 
     Raises:
@@ -20,7 +20,7 @@ def check_limits(request: AddRequest, config: SchedulerConfig, blocks: Blocks) -
     _check_budget(request)
 
 
-def _check_length(request: AddRequest, limit: int, blocks: Blocks) -> None:
+def _check_length(request: AddRequest, limit: int, blocks: KVCacheManager) -> None:
     known = len(request.token_ids) + len(request.resume_ids)
     if not request.token_ids:
         raise RequestError("the prompt is empty; at least 1 token is needed", param="prompt")

@@ -10,7 +10,7 @@ from kvbaton.connectors.layout import KVLayout
 from kvbaton.connectors.objects import ObjectForm
 from kvbaton.engine.staging import Staging
 from kvbaton.engine.step import PendingStep, PendingSums, StepPlan
-from kvbaton.wire import AddRequest
+from kvbaton.messages.engine import AddRequest
 
 if TYPE_CHECKING:
     from kvbaton.engine.encoder.pool import EncoderPool

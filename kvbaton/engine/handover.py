@@ -11,12 +11,12 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 from kvbaton.connectors.keys import prompt_key
-from kvbaton.connectors.protocol.events import Attempt, Spans
 from kvbaton.engine import request as requests
-from kvbaton.engine.blocks import GroupSpec, Match
-from kvbaton.engine.pool import NULL_BLOCK
+from kvbaton.engine.block_pool import NULL_BLOCK
+from kvbaton.engine.kv_cache_manager import GroupSpec, Match
 from kvbaton.engine.roster import Roster
-from kvbaton.wire import BlockSpan, ChoiceStart, Output, TransferSpec
+from kvbaton.messages.engine import Output, TransferSpec
+from kvbaton.types import Attempt, BlockSpan, ChoiceStart, Spans
 
 
 @dataclass(frozen=True)

@@ -8,7 +8,7 @@ import numpy as np
 import numpy.typing as npt
 
 from kvbaton.engine.step import ItemRows, SequenceStep
-from kvbaton.wire import ENCODER_BLOCK_ROWS
+from kvbaton.types import ENCODER_BLOCK_ROWS
 
 Ints = npt.NDArray[np.int64]
 

@@ -18,7 +18,7 @@ from typing import Any
 import msgspec
 import zmq
 
-from kvbaton.engine.blocks import Blocks
+from kvbaton.engine.kv_cache_manager import KVCacheManager
 from kvbaton.engine.kv_events import (
     FLAG,
     AllBlocksCleared,
@@ -62,7 +62,7 @@ class KVEventPublisher:
         dropped: batches that found the queue full.
     """
 
-    def __init__(self, config: KVEventsConfig, blocks: Blocks) -> None:
+    def __init__(self, config: KVEventsConfig, blocks: KVCacheManager) -> None:
         self.log = KVEventLog(blocks, int_block_hashes=config.int_block_hashes)
         self.published = 0
         self.dropped = 0

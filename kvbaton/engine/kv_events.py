@@ -15,7 +15,7 @@ from typing import Literal, NamedTuple
 import msgspec
 
 from kvbaton.connectors.layout import GroupKind
-from kvbaton.engine.blocks import Blocks, GroupSpec
+from kvbaton.engine.kv_cache_manager import GroupSpec, KVCacheManager
 from kvbaton.engine.request import Sequence as RequestSequence
 from kvbaton.errors import ConfigError
 
@@ -155,7 +155,7 @@ class KVEventLog:
         index: per group, all cached blocks by key.
     """
 
-    def __init__(self, blocks: Blocks, *, int_block_hashes: bool = True) -> None:
+    def __init__(self, blocks: KVCacheManager, *, int_block_hashes: bool = True) -> None:
         self.index: list[dict[bytes, Cached]] = [{} for _ in blocks.groups]
         self._blocks = blocks
         self._ints = int_block_hashes

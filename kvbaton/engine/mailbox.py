@@ -5,7 +5,7 @@ from __future__ import annotations
 import msgspec
 import zmq
 
-from kvbaton.wire import FromCore, ToCore
+from kvbaton.messages.engine import FromCore, ToCore
 
 _to_core = msgspec.msgpack.Decoder(ToCore)
 _encoder = msgspec.msgpack.Encoder()

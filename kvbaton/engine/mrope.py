@@ -14,7 +14,7 @@ import numpy as np
 import numpy.typing as npt
 
 from kvbaton.engine.model_config import ModelConfig
-from kvbaton.wire import Item
+from kvbaton.messages.engine import Item
 
 Ints = npt.NDArray[np.int64]
 

@@ -17,13 +17,13 @@ from collections import deque
 from dataclasses import dataclass, field
 
 from kvbaton.engine.admission import Admission, Await, Fetch, Follow, Load, Reject, Run
-from kvbaton.engine.blocks import Match
-from kvbaton.engine.encoder.items import Items
+from kvbaton.engine.encoder.cache_manager import EncoderCacheManager
 from kvbaton.engine.handover import Handover
+from kvbaton.engine.kv_cache_manager import Match
 from kvbaton.engine.request import Sequence, State
 from kvbaton.engine.roster import Roster
-from kvbaton.engine.stash import Stash
 from kvbaton.engine.step import BlockCopy, Fork, NewSequence, SequenceStep, StepPlan
+from kvbaton.engine.store_connector import StoreConnector
 
 
 @dataclass(frozen=True)
@@ -83,7 +83,11 @@ class Planner:
     """
 
     def __init__(
-        self, roster: Roster, handover: Handover, stash: Stash | None, items: Items | None
+        self,
+        roster: Roster,
+        handover: Handover,
+        stash: StoreConnector | None,
+        items: EncoderCacheManager | None,
     ) -> None:
         self.in_flight: deque[Flight] = deque()
         self._roster = roster

@@ -11,7 +11,8 @@ from typing import TYPE_CHECKING, Protocol
 from kvbaton.engine.config import EngineConfig
 from kvbaton.engine.mailbox import CoreMailbox
 from kvbaton.errors import ConfigError
-from kvbaton.wire import Dead, NodeId, Ready
+from kvbaton.messages.engine import Dead, Ready
+from kvbaton.types import NodeId
 
 if TYPE_CHECKING:
     from kvbaton.engine.executor import Executor

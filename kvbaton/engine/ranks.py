@@ -1,9 +1,9 @@
 """An executor whose ranks are threads of this process, each with a share of model and KV pool.
 
 Threads, since a rank does little on the host (a step is one CUDA graph, or some hundred launches),
-and one address space lets one courier move the blocks of all ranks, and collectives of a CPU be
-plain additions. Every rank runs every step: it samples the same tokens from the same gathered
-logits, so nothing but partial sums and logits ever passes between ranks.
+and one address space lets one transfer thread move the blocks of all ranks, and collectives of
+a CPU be plain additions. Every rank runs every step: it samples the same tokens from the same
+gathered logits, so nothing but partial sums and logits ever passes between ranks.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ from kvbaton.engine.model_config import ModelConfig
 from kvbaton.engine.models.llama import LlamaForCausalLM
 from kvbaton.engine.shard import Shard
 from kvbaton.engine.step import PendingStep, PendingSums, StepPlan, StepResult
-from kvbaton.wire import AddRequest
+from kvbaton.messages.engine import AddRequest
 
 T = TypeVar("T")
 Sums = npt.NDArray[np.uint64]

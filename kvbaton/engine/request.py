@@ -8,9 +8,9 @@ from collections.abc import Collection, Iterable
 from dataclasses import dataclass, field
 
 from kvbaton.connectors.keys import Extra, block_keys
-from kvbaton.connectors.protocol.events import Attempt
-from kvbaton.engine.blocks import Blocks, Tables
-from kvbaton.wire import AddRequest, Item, SamplingParams, TokenLogprobs
+from kvbaton.engine.kv_cache_manager import KVCacheManager, Tables
+from kvbaton.messages.engine import AddRequest, Item, SamplingParams
+from kvbaton.types import Attempt, TokenLogprobs
 
 
 class State(enum.Enum):
@@ -113,7 +113,7 @@ class Sequence:
             self.chains[block_size] = known
         return known
 
-    def clear(self, blocks: Blocks) -> None:
+    def clear(self, blocks: KVCacheManager) -> None:
         """Give all its blocks back, and with them what was computed."""
         blocks.deref(self.tables)
         self.tables = blocks.empty()
@@ -121,7 +121,7 @@ class Sequence:
         self.committed = [0] * len(self.tables)
         self.shares_tail = False
 
-    def commit(self, blocks: Blocks) -> None:
+    def commit(self, blocks: KVCacheManager) -> None:
         """Offer the blocks that have become full and final to the prefix cache."""
         if not blocks.caching:
             return

@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any, Protocol
 
-from kvbaton.connectors.protocol.events import Spans
 from kvbaton.engine.request import Request
-from kvbaton.wire import AddRequest, Output, TransferSpec
+from kvbaton.messages.engine import AddRequest, Output, TransferSpec
+from kvbaton.types import Spans
 
 
 class Role(Protocol):

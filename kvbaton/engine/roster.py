@@ -10,11 +10,12 @@ from dataclasses import dataclass, field
 
 import msgspec
 
-from kvbaton.engine.blocks import Blocks, GroupSpec, Match
 from kvbaton.engine.config import LoadFailurePolicy
+from kvbaton.engine.kv_cache_manager import GroupSpec, KVCacheManager, Match
 from kvbaton.engine.request import Request, Sequence, State, finish_of
 from kvbaton.errors import ConfigError
-from kvbaton.wire import Output, TokenLogprobs
+from kvbaton.messages.engine import Output
+from kvbaton.types import TokenLogprobs
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -96,7 +97,7 @@ class Roster:
         on_retire: each is called with a sequence that is over.
     """
 
-    def __init__(self, config: SchedulerConfig, blocks: Blocks) -> None:
+    def __init__(self, config: SchedulerConfig, blocks: KVCacheManager) -> None:
         self.config = config
         self.blocks = blocks
         self.requests: dict[str, Request] = {}

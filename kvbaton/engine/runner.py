@@ -22,7 +22,7 @@ from kvbaton.engine.mrope import merge_size
 from kvbaton.engine.sampler import Logprobs, SampleRows, has_penalty, logprobs_of, sample
 from kvbaton.engine.sequences import Sequences
 from kvbaton.engine.step import Sampled, SequenceStep, StepPlan, StepResult
-from kvbaton.wire import TokenLogprobs
+from kvbaton.types import TokenLogprobs
 
 LOGITS_ELEMENTS = 1 << 24
 """Logits of prompt tokens held at a time."""

@@ -21,7 +21,8 @@ import torch
 from torch import Tensor
 
 from kvbaton.kernels.philox import PURPOSE_SAMPLE, gumbel_noise
-from kvbaton.wire import SamplingParams, TokenLogprobs, TopLogprob
+from kvbaton.messages.engine import SamplingParams
+from kvbaton.types import TokenLogprobs, TopLogprob
 
 GREEDY_BELOW = 1e-5
 """Temperatures below this are greedy."""

@@ -18,19 +18,19 @@ from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
-from kvbaton.connectors.protocol.events import Attempt, Spans
 from kvbaton.engine import request as requests
-from kvbaton.engine.blocks import Blocks, Tables
 from kvbaton.engine.door import check_limits, target_attempt
-from kvbaton.engine.encoder.items import Items
+from kvbaton.engine.encoder.cache_manager import EncoderCacheManager
 from kvbaton.engine.handover import Admitted, Handover
+from kvbaton.engine.kv_cache_manager import KVCacheManager, Tables
 from kvbaton.engine.planner import Item, Planner
 from kvbaton.engine.request import Request
 from kvbaton.engine.roster import Roster, SchedulerConfig
-from kvbaton.engine.stash import Stash, StashConfig
 from kvbaton.engine.step import Sampled, StepPlan, StepResult
+from kvbaton.engine.store_connector import StoreConnector, StoreConnectorConfig
 from kvbaton.errors import RequestError
-from kvbaton.wire import AddRequest, ChoiceStart, Output
+from kvbaton.messages.engine import AddRequest, Output
+from kvbaton.types import Attempt, ChoiceStart, Spans
 
 __all__ = ["Admitted", "Scheduler", "SchedulerConfig"]
 
@@ -62,19 +62,21 @@ class Scheduler:
         root_key: Callable[[str], bytes],
         clock: Callable[[], float] = time.monotonic,
         on_progress: Callable[[Request], None] | None = None,
-        stash: StashConfig | None = None,
+        stash: StoreConnectorConfig | None = None,
         outputs: Scheduler | None = None,
     ) -> None:
         self.config = config
-        self.blocks = Blocks(config.groups, enable_caching=config.enable_prefix_caching)
+        self.blocks = KVCacheManager(config.groups, enable_caching=config.enable_prefix_caching)
         self.roster = Roster(config, self.blocks)
         self.on_progress = on_progress
         self.root_key = root_key
         self._clock = clock
         self._handover = Handover(self.roster, clock)
-        self.stash = None if stash is None else Stash(stash, self.roster, clock)
+        self.stash = None if stash is None else StoreConnector(stash, self.roster, clock)
         self.items = (
-            None if outputs is None else Items(self.roster, outputs.blocks, outputs.root_key)
+            None
+            if outputs is None
+            else EncoderCacheManager(self.roster, outputs.blocks, outputs.root_key)
         )
         self.pinned: Callable[[], Iterable[Tables]] = tuple
         self._planner = Planner(self.roster, self._handover, self.stash, self.items)

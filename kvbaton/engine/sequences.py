@@ -12,7 +12,7 @@ from torch import Tensor
 
 from kvbaton.engine.mrope import RotaryPositions, rotary_positions
 from kvbaton.engine.step import Fork, NewSequence
-from kvbaton.wire import SamplingParams
+from kvbaton.messages.engine import SamplingParams
 
 
 @dataclass(frozen=True)

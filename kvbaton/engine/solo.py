@@ -7,14 +7,14 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any, ClassVar
 
 from kvbaton.errors import RequestError
-from kvbaton.wire import AddRequest, Output, TransferSpec
+from kvbaton.messages.engine import AddRequest, Output, TransferSpec
 
 if TYPE_CHECKING:
-    from kvbaton.connectors.protocol.events import Spans
     from kvbaton.engine.executor import Executor
     from kvbaton.engine.process import Surroundings
     from kvbaton.engine.request import Request
     from kvbaton.engine.scheduler import Scheduler
+    from kvbaton.types import Spans
 
 
 class SoloFactory:

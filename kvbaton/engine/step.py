@@ -13,7 +13,8 @@ import numpy as np
 import numpy.typing as npt
 from msgspec import Struct
 
-from kvbaton.wire import Item, SamplingParams, TokenLogprobs
+from kvbaton.messages.engine import Item, SamplingParams
+from kvbaton.types import TokenLogprobs
 
 
 class NewSequence(Struct, frozen=True, array_like=True):

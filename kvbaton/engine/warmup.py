@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from kvbaton.engine.runner import Runner
 from kvbaton.engine.step import NewSequence, SequenceStep, StepPlan
-from kvbaton.wire import SamplingParams
+from kvbaton.messages.engine import SamplingParams
 
 HANDLE = 0
 """A scheduler's handles begin at 1."""

@@ -7,14 +7,17 @@ from dataclasses import dataclass, field
 
 import msgspec
 
-from kvbaton import wire
-from kvbaton.edge.sampling import check_stops
+from kvbaton.messages import engine as messages
+from kvbaton.server.sampling import check_stops
 from kvbaton.text.choice import TextOptions
 from kvbaton.text.tokenizer import Tokenizer
+from kvbaton.types import TokenLogprobs
 
 
-class SamplingParams(wire.SamplingParams, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """The engine's parameters (`wire.SamplingParams`), and how tokens become text.
+class SamplingParams(
+    messages.SamplingParams, frozen=True, kw_only=True, forbid_unknown_fields=True
+):
+    """The engine's parameters (`messages.SamplingParams`), and how tokens become text.
 
     Attributes:
         stop: strings that end the text.
@@ -26,14 +29,14 @@ class SamplingParams(wire.SamplingParams, frozen=True, kw_only=True, forbid_unkn
     include_stop_str_in_output: bool = False
     skip_special_tokens: bool = True
 
-    def for_engine(self) -> wire.SamplingParams:
+    def for_engine(self) -> messages.SamplingParams:
         """The part that the engine is told.
 
         Raises:
             ValueError: a field has a wrong type; the message names it.
         """
-        fields = {name: getattr(self, name) for name in wire.SamplingParams.__struct_fields__}
-        return msgspec.convert(fields, wire.SamplingParams)
+        fields = {name: getattr(self, name) for name in messages.SamplingParams.__struct_fields__}
+        return msgspec.convert(fields, messages.SamplingParams)
 
     def for_text(self) -> TextOptions:
         """The part that makes text of tokens.
@@ -71,7 +74,7 @@ Logprobs = list[dict[int, Logprob] | None]
 def named_logprobs(
     tokenizer: Tokenizer,
     token_ids: Sequence[int],
-    entries: Sequence[wire.TokenLogprobs | None],
+    entries: Sequence[TokenLogprobs | None],
 ) -> Logprobs:
     """Log probabilities of n tokens by candidate, from n entries."""
     return [
@@ -80,7 +83,7 @@ def named_logprobs(
     ]
 
 
-def _candidates(tokenizer: Tokenizer, token: int, entry: wire.TokenLogprobs) -> dict[int, Logprob]:
+def _candidates(tokenizer: Tokenizer, token: int, entry: TokenLogprobs) -> dict[int, Logprob]:
     named = {token: Logprob(entry.logprob, entry.rank, tokenizer.token_text(token))}
     for rival in entry.top:
         text = tokenizer.token_text(rival.token)

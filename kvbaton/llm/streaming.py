@@ -10,21 +10,22 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Self
 
-from kvbaton.edge.chat import encode_chat
-from kvbaton.edge.config import EdgeConfig, Frontend
-from kvbaton.edge.jobs import Event, Job, check_prompt, run_jobs, unique
-from kvbaton.edge.prompts import encode
-from kvbaton.edge.sampling import INT32, Range, check_range, checked
-from kvbaton.edge.source import ModelFacts
 from kvbaton.engine.client import EngineClient
 from kvbaton.engine.config import EngineConfig
 from kvbaton.engine.solo import SoloFactory
 from kvbaton.errors import ConfigError
 from kvbaton.llm.params import CompletionOutput, RequestOutput, SamplingParams, named_logprobs
-from kvbaton.openai import ChatRequest
+from kvbaton.messages.engine import AddRequest, Item
+from kvbaton.messages.openai import ChatRequest
+from kvbaton.server.chat import encode_chat
+from kvbaton.server.config import EdgeConfig, Frontend
+from kvbaton.server.jobs import Event, Job, check_prompt, run_jobs, unique
+from kvbaton.server.prompts import encode
+from kvbaton.server.sampling import INT32, Range, check_range, checked
+from kvbaton.server.source import ModelFacts
 from kvbaton.text.generation import GenerationConfigMode, sampling_defaults
 from kvbaton.text.tokenizer import Tokenizer
-from kvbaton.wire import AddRequest, Item, NodeId
+from kvbaton.types import NodeId
 
 Message = dict[str, Any]
 

@@ -10,15 +10,15 @@ import os
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, ClassVar
 
-from kvbaton.connectors.courier.endpoint import HandoverConfig
+from kvbaton.connectors.transfer.endpoint import HandoverConfig
 
 if TYPE_CHECKING:
     from kvbaton.decode.node import DecodeFactory
     from kvbaton.engine.executor import Executor
     from kvbaton.engine.process import Surroundings
     from kvbaton.engine.scheduler import Scheduler
-    from kvbaton.prefill.role import PrefillRole
-    from kvbaton.serving.config import NodeConfig
+    from kvbaton.prefill.source_connector import SourceConnector
+    from kvbaton.server.node_config import NodeConfig
 
 
 @dataclass(frozen=True)
@@ -37,14 +37,14 @@ class PrefillFactory:
 
     def __call__(
         self, executor: Executor, scheduler: Scheduler, surroundings: Surroundings
-    ) -> PrefillRole:
-        """Open transports and control channel, and start the courier."""
-        from kvbaton.connectors.courier.endpoint import open_endpoint
-        from kvbaton.connectors.courier.sender import Sender
-        from kvbaton.connectors.courier.thread import Courier
+    ) -> SourceConnector:
+        """Open transports and control channel, and start the transfer thread."""
         from kvbaton.connectors.pairing import check_pairable
         from kvbaton.connectors.protocol.source import Source
-        from kvbaton.prefill.role import PrefillRole
+        from kvbaton.connectors.transfer.endpoint import open_endpoint
+        from kvbaton.connectors.transfer.source_worker import SourceWorker
+        from kvbaton.connectors.transfer.thread import TransferThread
+        from kvbaton.prefill.source_connector import SourceConnector
 
         node = surroundings.node
         endpoint = open_endpoint(
@@ -62,9 +62,9 @@ class PrefillFactory:
             pairable=check_pairable,
             max_attempts=self.handover.max_transfers,
         )
-        sender = Sender(source, endpoint.transports, executor.layouts)
-        return PrefillRole(
-            Courier(endpoint.channel, sender=sender),
+        sender = SourceWorker(source, endpoint.transports, executor.layouts)
+        return SourceConnector(
+            TransferThread(endpoint.channel, sender=sender),
             executor,
             scheduler,
             node,
@@ -75,6 +75,6 @@ class PrefillFactory:
 
 def main(config: NodeConfig) -> int:
     """Run the node until it is told to stop; returns the exit status."""
-    from kvbaton.serving.node import run_node
+    from kvbaton.server.node import run_node
 
     return run_node(config, PrefillFactory(config.handover))

@@ -6,7 +6,8 @@ from dataclasses import dataclass, field
 from typing import Literal
 
 from kvbaton.errors import RequestError
-from kvbaton.wire import GenerateRequest, NodeInfo, Output
+from kvbaton.messages.engine import Output
+from kvbaton.messages.nodes import GenerateRequest, NodeInfo
 
 Side = Literal["source", "target", "encoder"]
 CLIENT_FAULTS = (400, 413, 422)

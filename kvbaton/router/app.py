@@ -16,12 +16,8 @@ import aiohttp
 import msgspec
 from aiohttp import web
 
-from kvbaton.edge.app import make_app
-from kvbaton.edge.cluster_token import operator_token
-from kvbaton.edge.config import EdgeConfig, Frontend
-from kvbaton.edge.metrics import HttpMetrics
-from kvbaton.edge.source import ModelFacts
 from kvbaton.errors import ConfigError, RequestError
+from kvbaton.messages.nodes import NodeInfo
 from kvbaton.router.config import RouterConfig
 from kvbaton.router.dispatch import Dispatcher
 from kvbaton.router.legs import CONNECT_TIMEOUT_S
@@ -31,9 +27,13 @@ from kvbaton.router.membership import Membership
 from kvbaton.router.metrics import NodeCollector, RouterMetrics
 from kvbaton.router.nodes import Nodes
 from kvbaton.router.nodes_api import app_keys, routes
+from kvbaton.server.app import make_app
+from kvbaton.server.cluster_token import operator_token
+from kvbaton.server.config import EdgeConfig, Frontend
+from kvbaton.server.metrics import HttpMetrics
+from kvbaton.server.source import ModelFacts
 from kvbaton.text.generation import sampling_defaults
 from kvbaton.text.tokenizer import Tokenizer
-from kvbaton.wire import NodeInfo
 
 logger = logging.getLogger(__name__)
 

@@ -7,16 +7,10 @@ from urllib.parse import urlsplit
 
 from msgspec.structs import replace
 
+from kvbaton.messages.engine import AddRequest, Item, SamplingParams, TransferSpec
+from kvbaton.messages.nodes import GenerateRequest, NodeInfo
 from kvbaton.router.actions import Leg
 from kvbaton.router.pairing import Route
-from kvbaton.wire import (
-    AddRequest,
-    GenerateRequest,
-    Item,
-    NodeInfo,
-    SamplingParams,
-    TransferSpec,
-)
 
 
 def transfer_params(leg: Leg, route: Route, transfer_id: bytes) -> dict[str, object] | None:

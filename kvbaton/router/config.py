@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
-from kvbaton.edge.media import MediaConfig
 from kvbaton.router.dispatch import DispatchConfig
 from kvbaton.router.membership import MembershipTimers
+from kvbaton.server.media import MediaConfig
 from kvbaton.text.generation import GenerationConfigMode
 
 

@@ -13,6 +13,7 @@ from functools import partial
 import aiohttp
 import msgspec
 
+from kvbaton.messages.engine import AddRequest, Item, Output
 from kvbaton.router.actions import (
     Action,
     CancelLeg,
@@ -31,7 +32,6 @@ from kvbaton.router.metrics import RouterMetrics
 from kvbaton.router.nodes import Nodes
 from kvbaton.router.pairing import Route, choose
 from kvbaton.router.relay import RelayTimers, RequestMachine
-from kvbaton.wire import AddRequest, Item, Output
 
 logger = logging.getLogger(__name__)
 

@@ -12,9 +12,10 @@ import hashlib
 from collections.abc import Mapping, Sequence, Set
 from dataclasses import dataclass, field
 
+from kvbaton.messages.engine import Item
+from kvbaton.messages.nodes import NodeInfo
 from kvbaton.router.membership import Member
 from kvbaton.router.pairing import NodeLoad, Route, can_encode_for
-from kvbaton.wire import Item, NodeInfo
 
 BOUND = 1.25
 """An encoder node may have this much more queued than the average one, and one item."""

@@ -10,9 +10,10 @@ from dataclasses import dataclass
 import aiohttp
 import msgspec
 
-from kvbaton.openai import ErrorBody
+from kvbaton.messages.engine import Output
+from kvbaton.messages.openai import ErrorBody
 from kvbaton.router.actions import Leg, LegError, StartLeg
-from kvbaton.wire import MAX_MESSAGE_BYTES, Output
+from kvbaton.types import MAX_MESSAGE_BYTES
 
 logger = logging.getLogger(__name__)
 

@@ -20,9 +20,9 @@ from urllib.parse import urlsplit
 
 import msgspec
 
-from kvbaton.edge.cluster_token import is_loopback
 from kvbaton.errors import RequestError
-from kvbaton.wire import Members, NodeInfo
+from kvbaton.messages.nodes import Members, NodeInfo
+from kvbaton.server.cluster_token import is_loopback
 
 ROLES = ("prefill", "decode", "encode")
 MAX_REMOVED = 256

@@ -11,8 +11,8 @@ from typing import Any
 import aiohttp
 import msgspec
 
+from kvbaton.messages.nodes import Members, NodeInfo
 from kvbaton.router.membership import Change, Member, Membership, State
-from kvbaton.wire import Members, NodeInfo
 
 logger = logging.getLogger(__name__)
 

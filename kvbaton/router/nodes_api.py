@@ -5,19 +5,19 @@ from __future__ import annotations
 from aiohttp import web
 from msgspec import Struct
 
-from kvbaton.edge.auth import from_loopback, require_operator
-from kvbaton.edge.body import json_response, read_body
-from kvbaton.edge.cluster_token import carries_token, registration_token
-from kvbaton.edge.config import FRONTEND
-from kvbaton.edge.metrics import exposition
-from kvbaton.edge.openapi import contract
 from kvbaton.errors import RequestError
+from kvbaton.messages.nodes import Members, NodeInfo
 from kvbaton.router.loads import LoadBook
 from kvbaton.router.membership import Member
 from kvbaton.router.nodes import Nodes
 from kvbaton.router.page import render
 from kvbaton.router.pairing import NodeLoad, encoder_pairs, pairs
-from kvbaton.wire import Members, NodeInfo
+from kvbaton.server.auth import from_loopback, require_operator
+from kvbaton.server.body import json_response, read_body
+from kvbaton.server.cluster_token import carries_token, registration_token
+from kvbaton.server.config import FRONTEND
+from kvbaton.server.metrics import exposition
+from kvbaton.server.openapi import contract
 
 NODES = web.AppKey("nodes", Nodes)
 LOADS = web.AppKey("loads", LoadBook)

@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping, Set
 from dataclasses import dataclass
 
+from kvbaton.messages.nodes import NodeInfo
 from kvbaton.router.membership import Member
-from kvbaton.wire import NodeInfo
 
 
 @dataclass(frozen=True)

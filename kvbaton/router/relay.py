@@ -27,6 +27,8 @@ from dataclasses import dataclass, field
 import msgspec
 
 from kvbaton.errors import RequestError
+from kvbaton.messages.engine import AddRequest, Item, Output
+from kvbaton.messages.nodes import GenerateRequest
 from kvbaton.router.actions import (
     Action,
     CancelLeg,
@@ -39,7 +41,7 @@ from kvbaton.router.actions import (
 )
 from kvbaton.router.bodies import item_body, prompt_items, transfer_params
 from kvbaton.router.pairing import Route
-from kvbaton.wire import AddRequest, GenerateRequest, Item, Output, TokenLogprobs
+from kvbaton.types import TokenLogprobs
 
 
 @dataclass(frozen=True)

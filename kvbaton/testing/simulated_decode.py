@@ -8,7 +8,6 @@ from typing import Any, ClassVar
 from kvbaton.connectors.base import FenceScope
 from kvbaton.connectors.protocol.events import (
     AdmitPeer,
-    Attempt,
     CancelTarget,
     Deliver,
     Fail,
@@ -26,6 +25,7 @@ from kvbaton.connectors.protocol.events import (
     Verify,
 )
 from kvbaton.connectors.protocol.target import Target
+from kvbaton.messages.control import Control
 from kvbaton.testing.simulated_node import (
     HEADS,
     TIMERS,
@@ -37,11 +37,7 @@ from kvbaton.testing.simulated_node import (
     value_bytes,
 )
 from kvbaton.testing.simulated_world import Cell, World, Write
-from kvbaton.wire import (
-    BlockSpan,
-    Control,
-    NodeId,
-)
+from kvbaton.types import Attempt, BlockSpan, NodeId
 
 
 @dataclass(eq=False)

@@ -12,12 +12,12 @@ from typing import TYPE_CHECKING
 from kvbaton.testing.simulated_decode import Decode
 
 if TYPE_CHECKING:
-    from kvbaton.connectors.protocol.events import Attempt
     from kvbaton.testing.simulated_node import Job
     from kvbaton.testing.simulated_world import World
+    from kvbaton.types import Attempt
 
 
-class Items(Decode):
+class EncoderCacheManager(Decode):
     """Outputs of items on a prefill node.
 
     Attributes:

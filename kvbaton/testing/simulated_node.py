@@ -1,6 +1,6 @@
 """What simulated nodes share: a machine, the shell around it, and a pool of blocks.
 
-The shell does what the courier does: it carries out all actions of one event before the next.
+The shell does what the transfer thread does: all actions of one event before the next event.
 """
 
 from __future__ import annotations
@@ -13,23 +13,12 @@ from typing import Any
 import msgspec
 
 from kvbaton.connectors.layout import GroupKind, KVLayout
-from kvbaton.connectors.protocol.events import (
-    Attempt,
-    Identity,
-    PeerGone,
-    Received,
-    Tick,
-    TransferTimers,
-)
+from kvbaton.connectors.protocol.events import Identity, PeerGone, Received, Tick
 from kvbaton.connectors.protocol.source import Source
 from kvbaton.connectors.protocol.target import Target
+from kvbaton.messages.control import RankCard
 from kvbaton.testing.simulated_world import Cell, World
-from kvbaton.wire import (
-    BlockSpan,
-    ChoiceStart,
-    NodeId,
-    RankCard,
-)
+from kvbaton.types import Attempt, BlockSpan, ChoiceStart, NodeId, TransferTimers
 
 HEADS = 2
 TIMERS = TransferTimers(

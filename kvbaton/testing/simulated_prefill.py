@@ -7,7 +7,6 @@ from typing import Any, ClassVar
 
 from kvbaton.connectors.protocol.events import (
     Announce,
-    Attempt,
     BlocksReady,
     Closed,
     ClosePeer,
@@ -28,8 +27,9 @@ from kvbaton.connectors.protocol.events import (
     WriteEnded,
 )
 from kvbaton.connectors.protocol.source import Source
+from kvbaton.messages.control import Control, DigestRun, Pushed, RankCard
 from kvbaton.testing.simulated_decode import Decode
-from kvbaton.testing.simulated_items import Items
+from kvbaton.testing.simulated_items import EncoderCacheManager
 from kvbaton.testing.simulated_node import (
     HEADS,
     TIMERS,
@@ -41,13 +41,7 @@ from kvbaton.testing.simulated_node import (
     value_bytes,
 )
 from kvbaton.testing.simulated_world import Cell, Fate, World, Write
-from kvbaton.wire import (
-    BlockSpan,
-    Control,
-    DigestRun,
-    Pushed,
-    RankCard,
-)
+from kvbaton.types import Attempt, BlockSpan
 
 
 @dataclass(eq=False)
@@ -79,7 +73,7 @@ class Prefill(Node):
         self.runs: dict[Attempt, Run] = {}
         self.open: dict[bytes, tuple[Decode, tuple[RankCard, ...]]] = {}
         self.broken: set[bytes] = set()
-        self.items: Items | None = None
+        self.items: EncoderCacheManager | None = None
 
     # --- engine ---
 

@@ -15,8 +15,9 @@ from enum import Enum
 from typing import TYPE_CHECKING
 
 from kvbaton.connectors.base import FenceScope
-from kvbaton.connectors.protocol.events import Attempt, Post
-from kvbaton.wire import Control, decode_control, encode_control
+from kvbaton.connectors.protocol.events import Post
+from kvbaton.messages.control import Control, decode_control, encode_control
+from kvbaton.types import Attempt
 
 if TYPE_CHECKING:
     from kvbaton.testing.simulated_decode import Decode

@@ -30,12 +30,12 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 from kvbaton.connectors.base import FenceScope
-from kvbaton.connectors.protocol.events import Attempt
 from kvbaton.testing.simulated_decode import Decode
-from kvbaton.testing.simulated_items import Items
+from kvbaton.testing.simulated_items import EncoderCacheManager
 from kvbaton.testing.simulated_node import Job, Node
 from kvbaton.testing.simulated_prefill import Prefill
 from kvbaton.testing.simulated_world import Weather, World
+from kvbaton.types import Attempt
 
 REST_S = 45.0
 """Virtual seconds after the weather has healed in which everything must come to rest."""
@@ -103,7 +103,7 @@ class Simulation:
         self.world.note(f"{name} is born")
         if self._has_items and name.startswith("p"):
             assert isinstance(node, Prefill)
-            node.items = Items(self.world, f"i{name}", self._generation, **ITEM_SIZES)
+            node.items = EncoderCacheManager(self.world, f"i{name}", self._generation, **ITEM_SIZES)
             self._all.append(node.items)
 
     def run(self) -> Report:
@@ -232,7 +232,7 @@ class Simulation:
             for name, count in vars(node.machine.counters).items():
                 if isinstance(count, int):
                     report.outcomes[name] = report.outcomes.get(name, 0) + count
-            if isinstance(node, Items):
+            if isinstance(node, EncoderCacheManager):
                 counts = vars(node.machine.counters)
                 report.items.update({k: n for k, n in counts.items() if isinstance(n, int)})
             if isinstance(node, Decode):

@@ -30,7 +30,7 @@ from kvbaton.testing.pairs import (
     pack,
     random_rows,
 )
-from kvbaton.wire import BlockSpan
+from kvbaton.types import BlockSpan
 
 if TYPE_CHECKING:
     from kvbaton.connectors.base import Ranges

@@ -5,10 +5,11 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
+from kvbaton.messages.engine import Output
 from kvbaton.text.detokenize import Detokenizer
 from kvbaton.text.stop import StopStrings
 from kvbaton.text.tokenizer import Tokenizer
-from kvbaton.wire import Output, TokenLogprobs
+from kvbaton.types import TokenLogprobs
 
 
 @dataclass(frozen=True, kw_only=True)

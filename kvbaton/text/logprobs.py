@@ -7,9 +7,9 @@ from typing import Any, TypeVar
 
 from msgspec.structs import replace
 
-from kvbaton.openai import ChatLogprobs, CompletionLogprobs, LogprobEntry, TopLogprobEntry
+from kvbaton.messages.openai import ChatLogprobs, CompletionLogprobs, LogprobEntry, TopLogprobEntry
 from kvbaton.text.tokenizer import Tokenizer
-from kvbaton.wire import TokenLogprobs
+from kvbaton.types import TokenLogprobs
 
 Entry = TypeVar("Entry", TokenLogprobs, TokenLogprobs | None)
 

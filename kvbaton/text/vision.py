@@ -20,7 +20,7 @@ from msgspec.structs import replace
 
 from kvbaton import image_file
 from kvbaton.errors import ConfigError, RequestError
-from kvbaton.wire import Item
+from kvbaton.messages.engine import Item
 
 MAX_ASPECT = 200
 KNOWN_IMAGES = 4096

@@ -22,7 +22,8 @@ from kvbaton.connectors.digest import claims, fold, mismatches, unit_sums
 from kvbaton.connectors.layout import GroupKind, KVLayout, contiguous_plane
 from kvbaton.connectors.plan import plan
 from kvbaton.kernels.digest import block_sums_reference
-from kvbaton.wire import BlockSpan, DigestRun
+from kvbaton.messages.control import DigestRun
+from kvbaton.types import BlockSpan
 
 LAYERS, DIM = (4, 5, 9), 4
 TRANSFER = bytes(range(16))

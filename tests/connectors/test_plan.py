@@ -19,7 +19,7 @@ from kvbaton.connectors.layout import AXES, Axis, GroupKind, KVLayout, Plane, co
 from kvbaton.connectors.pairing import check_pairable
 from kvbaton.connectors.plan import plan, swap, total_bytes
 from kvbaton.errors import LayoutMismatchError
-from kvbaton.wire import BlockSpan
+from kvbaton.types import BlockSpan
 
 Bytes = npt.NDArray[np.uint8]
 POISON = 0xA5

@@ -20,11 +20,12 @@ from kvbaton.connectors.protocol.source import Source
 from kvbaton.connectors.protocol.source_sessions import Outgoing, SessionState, SourceSession
 from kvbaton.connectors.protocol.target import Target
 from kvbaton.connectors.protocol.target_sessions import Incoming, Line
+from kvbaton.messages.control import Ack, Cancel, Drained
 from kvbaton.testing.simulated_decode import Decode, Stay
 from kvbaton.testing.simulated_node import Job
 from kvbaton.testing.simulated_prefill import Prefill, Run
 from kvbaton.testing.simulator import simulate
-from kvbaton.wire import Ack, Cancel, Drained, NodeId
+from kvbaton.types import NodeId
 
 
 class FreesOnTimeout(Target):

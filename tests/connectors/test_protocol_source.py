@@ -10,7 +10,6 @@ import pytest
 from kvbaton.connectors.layout import GroupKind, KVLayout
 from kvbaton.connectors.protocol.events import (
     Announce,
-    Attempt,
     BlocksReady,
     Closed,
     ClosePeer,
@@ -30,22 +29,18 @@ from kvbaton.connectors.protocol.events import (
     SourceFailed,
     StopSource,
     Tick,
-    TransferTimers,
     WriteEnded,
 )
 from kvbaton.connectors.protocol.source import Source
 from kvbaton.errors import LayoutMismatchError
-from kvbaton.wire import (
+from kvbaton.messages.control import (
     Accepted,
     Ack,
-    BlockSpan,
     Cancel,
-    ChoiceStart,
     Complete,
     Drained,
     Failed,
     Hello,
-    NodeId,
     NotNeeded,
     Progress,
     RankCard,
@@ -53,6 +48,7 @@ from kvbaton.wire import (
     Reserve,
     Welcome,
 )
+from kvbaton.types import Attempt, BlockSpan, ChoiceStart, NodeId, TransferTimers
 
 NAME = Attempt(b"t" * 16, 0)
 LINK = Link(b"link")

@@ -9,7 +9,6 @@ import pytest
 
 from kvbaton.connectors.protocol import pages
 from kvbaton.connectors.protocol.alarms import Alarms
-from kvbaton.connectors.protocol.events import TransferTimers
 from kvbaton.connectors.protocol.source import Source
 from kvbaton.connectors.protocol.table import (
     SOURCE,
@@ -24,7 +23,8 @@ from kvbaton.connectors.protocol.table import (
     TargetState,
 )
 from kvbaton.connectors.protocol.target import Target
-from kvbaton.wire import Control, Message
+from kvbaton.messages.control import Control, Message
+from kvbaton.types import TransferTimers
 
 PAGE = Path(__file__).parents[2] / "docs" / "protocol.md"
 SIDES = [

@@ -12,7 +12,6 @@ from hypothesis import strategies as st
 from kvbaton.connectors.layout import GroupKind, KVLayout
 from kvbaton.connectors.protocol.events import (
     AdmitPeer,
-    Attempt,
     CancelTarget,
     Deliver,
     Fail,
@@ -27,7 +26,6 @@ from kvbaton.connectors.protocol.events import (
     Send,
     Start,
     Tick,
-    TransferTimers,
     Unneeded,
     Unquarantine,
     Verified,
@@ -36,19 +34,16 @@ from kvbaton.connectors.protocol.events import (
 from kvbaton.connectors.protocol.source import Source
 from kvbaton.connectors.protocol.target import Target
 from kvbaton.errors import LocalProtocolError
-from kvbaton.wire import (
+from kvbaton.messages.control import (
     Accepted,
     Ack,
-    BlockSpan,
     Cancel,
-    ChoiceStart,
     Complete,
     Control,
     DigestRun,
     Drained,
     Failed,
     Hello,
-    NodeId,
     NotNeeded,
     Progress,
     Pushed,
@@ -57,6 +52,7 @@ from kvbaton.wire import (
     Reserve,
     Welcome,
 )
+from kvbaton.types import Attempt, BlockSpan, ChoiceStart, NodeId, TransferTimers
 
 NAME = Attempt(b"t" * 16, 0)
 LINK = Link(b"link")

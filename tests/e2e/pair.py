@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any, Literal
 from urllib.parse import urlsplit
 
-from kvbaton.wire import GenerateResponse
+from kvbaton.messages.nodes import GenerateResponse
 from tests.e2e.servers import HttpFailure, Metrics, Node, Router, poll
 
 SETTLE_S = 20.0

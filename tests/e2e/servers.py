@@ -23,7 +23,8 @@ from urllib.parse import urlsplit
 import msgspec
 from prometheus_client.parser import text_string_to_metric_families
 
-from kvbaton.wire import GenerateRequest, GenerateResponse, SamplingParams
+from kvbaton.messages.engine import SamplingParams
+from kvbaton.messages.nodes import GenerateRequest, GenerateResponse
 
 START_S = 120.0
 ANSWER_S = 60.0

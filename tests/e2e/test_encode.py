@@ -21,8 +21,9 @@ from urllib.parse import urlsplit
 import msgspec
 import pytest
 
+from kvbaton.messages.nodes import GenerateRequest
 from kvbaton.text.vision import VisionText
-from kvbaton.wire import ENCODER_BLOCK_ROWS, GenerateRequest
+from kvbaton.types import ENCODER_BLOCK_ROWS
 from tests.e2e.cluster import Cluster
 from tests.e2e.images import picture, streamed_tokens, talk, tokens_of
 from tests.e2e.pair import settle

@@ -15,7 +15,8 @@ from kvbaton.engine.encoder.images import ImageReader
 from kvbaton.engine.encoder.reading import pixel_values
 from kvbaton.engine.model_config import load_model_config
 from kvbaton.engine.models.vision import load_vision
-from kvbaton.wire import ENCODER_BLOCK_ROWS, AddRequest, Item, SamplingParams, TransferSpec
+from kvbaton.messages.engine import AddRequest, Item, SamplingParams, TransferSpec
+from kvbaton.types import ENCODER_BLOCK_ROWS
 
 ONE_TOKEN = SamplingParams(temperature=0.0, max_tokens=1, ignore_eos=True, seed=0)
 

@@ -16,7 +16,8 @@ import transformers
 from kvbaton.engine.encoder.pool import EncoderPool
 from kvbaton.engine.model_config import VisionConfig, load_model_config
 from kvbaton.engine.step import ItemRows
-from kvbaton.wire import ENCODER_BLOCK_ROWS, Item, SamplingParams
+from kvbaton.messages.engine import Item, SamplingParams
+from kvbaton.types import ENCODER_BLOCK_ROWS
 
 Grid = tuple[int, int, int]
 FAMILIES = ("qwen2_5_vl", "qwen3_vl")

@@ -15,8 +15,9 @@ from kvbaton.engine.executor import Executor
 from kvbaton.engine.process import Surroundings
 from kvbaton.engine.scheduler import Scheduler
 from kvbaton.engine.solo import SoloFactory, SoloRole
-from kvbaton.serving.metrics import families
-from kvbaton.wire import AddRequest, FromCore, NodeId, Output
+from kvbaton.messages.engine import AddRequest, FromCore, Output
+from kvbaton.server.node_metrics import families
+from kvbaton.types import NodeId
 from tests.handover.pair import ENGINE, QueueMailbox, greedy
 
 PROMPT = tuple(range(4, 14))

@@ -21,7 +21,7 @@ from kvbaton.engine.step import BlockCopy, StepPlan, StepResult
 from kvbaton.kernels.digest import block_sums
 from kvbaton.kernels.running_sums import add_sums, start_sums
 from kvbaton.kernels.sample_tokens import sample_tokens
-from kvbaton.wire import SamplingParams
+from kvbaton.messages.engine import SamplingParams
 
 CPU = torch.device("cpu")
 PROMPTS = [np.random.default_rng(n).integers(3, 384, n).tolist() for n in (37, 5, 64, 1, 16)]

@@ -23,7 +23,8 @@ from kvbaton.engine.model_config import load_model_config
 from kvbaton.engine.solo import SoloFactory
 from kvbaton.engine.step import BlockCopy, NewSequence, SequenceStep, StepPlan, StepResult
 from kvbaton.errors import ConfigError
-from kvbaton.wire import FromCore, Item, NodeId, Output, Outputs, Rejected
+from kvbaton.messages.engine import FromCore, Item, Output, Outputs, Rejected
+from kvbaton.types import NodeId
 from tests.engine.encoder_items import (
     ONE_TOKEN,
     expected_rows,

@@ -20,17 +20,17 @@ from kvbaton.engine.build import build_engine
 from kvbaton.engine.config import EngineConfig
 from kvbaton.engine.core import EngineCore
 from kvbaton.engine.solo import SoloFactory
-from kvbaton.wire import (
+from kvbaton.messages.engine import (
     AbortRequest,
     AddRequest,
     FromCore,
     Item,
-    NodeId,
     Output,
     Outputs,
     Rejected,
     SamplingParams,
 )
+from kvbaton.types import NodeId
 from tests.engine.encoder_items import item_of, png, values_of
 from tests.engine.pictures import FAMILIES, Pictures, Prompt
 from tests.handover.pair import QueueMailbox

@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from kvbaton.kernels.digest import block_sums
-from kvbaton.wire import SamplingParams
+from kvbaton.messages.engine import SamplingParams
 
 pytestmark = [
     pytest.mark.gpu,

@@ -17,15 +17,15 @@ from hypothesis import event, given, settings
 from hypothesis import strategies as st
 
 from kvbaton.connectors.keys import root_key
-from kvbaton.connectors.protocol.events import Attempt, Spans
-from kvbaton.engine.blocks import GroupSpec
 from kvbaton.engine.core import EngineCore
 from kvbaton.engine.encoder.side import Desk, EncoderSide
+from kvbaton.engine.kv_cache_manager import GroupSpec
 from kvbaton.engine.scheduler import Admitted, Scheduler, SchedulerConfig
 from kvbaton.engine.solo import SoloRole
 from kvbaton.engine.step import ItemRows, Sampled, StepPlan, StepResult
 from kvbaton.errors import RequestError
-from kvbaton.wire import AddRequest, ChoiceStart, Item, Output, TransferSpec
+from kvbaton.messages.engine import AddRequest, Item, Output, TransferSpec
+from kvbaton.types import Attempt, ChoiceStart, Spans
 from tests.engine.toy import Loop, ask, target
 
 ROWS = 32

@@ -12,7 +12,7 @@ import torch
 
 from kvbaton.engine.cuda.trial import Trial
 from kvbaton.engine.step import BlockCopy, Fork, SequenceStep, StepPlan
-from kvbaton.wire import SamplingParams
+from kvbaton.messages.engine import SamplingParams
 from tests.engine.pictures import FAMILIES, GREEDY, Pictures, Prompt
 from tests.engine.test_cuda_runner import CpuExecutor
 

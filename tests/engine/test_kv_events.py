@@ -14,12 +14,12 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from kvbaton.engine.blocks import Blocks, GroupSpec
+from kvbaton.engine.kv_cache_manager import GroupSpec, KVCacheManager
 from kvbaton.engine.kv_event_publisher import KVEventPublisher
 from kvbaton.engine.kv_events import EventBatch, KVEventLog, KVEventsConfig
 from kvbaton.engine.solo import SoloFactory
 from kvbaton.errors import ConfigError
-from kvbaton.wire import ChoiceStart
+from kvbaton.types import ChoiceStart
 from tests.engine.kv_subscriber import Index, Subscriber
 from tests.engine.toy import FULL, WINDOW, Loop, ask, target
 from tests.handover.pair import Node, until
@@ -34,7 +34,7 @@ def encode(events: list[Any]) -> bytes:
     return msgspec.msgpack.encode(EventBatch(0.0, events))
 
 
-def check(index: Index, blocks: Blocks, ints: bool = True) -> None:
+def check(index: Index, blocks: KVCacheManager, ints: bool = True) -> None:
     """An indexer's view equals the pools'."""
     for g, pool in enumerate(blocks.pools):
         keys = {int.from_bytes(key[-8:], "big") if ints else key for key in pool.by_key}
@@ -76,7 +76,7 @@ def test_follows_pools_through_everything(
     assert index.salts <= {"s"}
 
 
-def follow(log: KVEventLog, blocks: Blocks, *followers: Index, ints: bool) -> None:
+def follow(log: KVEventLog, blocks: KVCacheManager, *followers: Index, ints: bool) -> None:
     """Everyone hears what has happened, and knows the same: what is."""
     batch = encode(log.take())
     for follower in followers:

@@ -4,7 +4,7 @@ from collections.abc import Callable
 
 import pytest
 
-from kvbaton.engine.ledger import audit
+from kvbaton.engine.audit import audit
 from tests.engine.toy import Loop, ask, target
 
 

@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 from kvbaton.engine.model_config import RopeConfig, load_model_config
 from kvbaton.engine.models.layers import RotaryEmbedding
 from kvbaton.engine.mrope import rotary_positions
-from kvbaton.wire import Item
+from kvbaton.messages.engine import Item
 from tests.engine.pictures import FAMILIES, Pictures
 
 SIDES = st.integers(1, 9).map(lambda rows: 2 * rows)

@@ -7,8 +7,8 @@ from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, 
 
 from kvbaton.connectors.layout import GroupKind, contiguous_plane
 from kvbaton.connectors.layout import KVLayout as Layout
-from kvbaton.engine.blocks import Blocks, GroupSpec, Match
-from kvbaton.engine.pool import BlockPool
+from kvbaton.engine.block_pool import BlockPool
+from kvbaton.engine.kv_cache_manager import GroupSpec, KVCacheManager, Match
 from kvbaton.errors import ConfigError
 
 
@@ -244,9 +244,9 @@ def keys_of(count: int) -> list[bytes]:
     return [key(i + 1) for i in range(count)]
 
 
-def blocks_with(groups: list[GroupSpec], cached_in: list[list[int]]) -> Blocks:
+def blocks_with(groups: list[GroupSpec], cached_in: list[list[int]]) -> KVCacheManager:
     """Pools that hold these logical blocks of one sequence in their caches."""
-    blocks = Blocks(groups)
+    blocks = KVCacheManager(groups)
     for pool, numbers in zip(blocks.pools, cached_in, strict=True):
         cached(pool, [number + 1 for number in numbers])
     return blocks

@@ -18,7 +18,8 @@ from kvbaton.engine.local import LocalExecutor, choose_device
 from kvbaton.engine.model_config import load_model_config
 from kvbaton.engine.step import BlockCopy, Fork, NewSequence, SequenceStep, StepPlan
 from kvbaton.errors import ConfigError
-from kvbaton.wire import SamplingParams, TokenLogprobs
+from kvbaton.messages.engine import SamplingParams
+from kvbaton.types import TokenLogprobs
 
 Checkpoint = Callable[..., Path]
 PROMPT = np.random.default_rng(9).integers(3, 384, 37).tolist()

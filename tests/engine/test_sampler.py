@@ -20,7 +20,7 @@ from transformers import (
 )
 
 from kvbaton.engine.sampler import SampleRows, logprobs_of, process_logits, sample
-from kvbaton.wire import SamplingParams
+from kvbaton.messages.engine import SamplingParams
 
 VOCAB = 120
 PROMPT = [5, 6, 7, 5]

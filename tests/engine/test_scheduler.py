@@ -4,7 +4,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from kvbaton.engine.blocks import GroupSpec
+from kvbaton.engine.kv_cache_manager import GroupSpec
 from kvbaton.errors import RequestError
 from tests.engine.toy import EOS, FULL, WINDOW, Loop, ask
 

@@ -7,13 +7,13 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from kvbaton.connectors.keys import prompt_key, root_key
-from kvbaton.connectors.protocol.events import Attempt, Spans
-from kvbaton.engine.blocks import GroupSpec
-from kvbaton.engine.ledger import audit
+from kvbaton.engine.audit import audit
+from kvbaton.engine.kv_cache_manager import GroupSpec
 from kvbaton.engine.request import Request, State
 from kvbaton.engine.scheduler import Admitted
 from kvbaton.errors import RequestError
-from kvbaton.wire import AddRequest, ChoiceStart
+from kvbaton.messages.engine import AddRequest
+from kvbaton.types import Attempt, ChoiceStart, Spans
 from tests.engine.toy import FULL, WINDOW, Loop, ask, direct, source, target
 
 

@@ -20,7 +20,7 @@ from kvbaton.engine.ranks import Team, lanes
 from kvbaton.engine.step import NewSequence, SequenceStep, StepPlan
 from kvbaton.engine.warmup import warm_up
 from kvbaton.errors import ConfigError
-from kvbaton.wire import AddRequest, Output, SamplingParams
+from kvbaton.messages.engine import AddRequest, Output, SamplingParams
 
 Checkpoint = Callable[..., Path]
 Outputs = dict[str, list[Output]]

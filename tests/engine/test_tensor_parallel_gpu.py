@@ -13,7 +13,7 @@ import torch
 
 from kvbaton.engine.collectives import DisbandedError
 from kvbaton.engine.step import NewSequence, SequenceStep, StepPlan
-from kvbaton.wire import SamplingParams
+from kvbaton.messages.engine import SamplingParams
 from tests.engine.test_gpu import GPU, MODELS, TOLERANCE, check_greedy, random_tokens
 from tests.engine.test_tensor_parallel import GREEDY, PROMPTS, Served, tokens
 

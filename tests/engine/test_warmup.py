@@ -9,8 +9,8 @@ from kvbaton.engine.local import LocalExecutor
 from kvbaton.engine.model_config import load_model_config
 from kvbaton.engine.step import NewSequence, SequenceStep, StepPlan
 from kvbaton.engine.warmup import BLOCK
+from kvbaton.messages.engine import SamplingParams
 from kvbaton.testing.checkpoints import CheckpointSpec, make_checkpoint
-from kvbaton.wire import SamplingParams
 
 
 @pytest.mark.parametrize(("block_size", "max_model_len"), [(16, 64), (16, 8), (4, 1), (2, 2)])

@@ -14,12 +14,12 @@ import msgspec
 
 from kvbaton.connectors.keys import root_key
 from kvbaton.connectors.layout import GroupKind
-from kvbaton.connectors.protocol.events import Spans
-from kvbaton.engine.blocks import GroupSpec
-from kvbaton.engine.ledger import audit
+from kvbaton.engine.audit import audit
+from kvbaton.engine.kv_cache_manager import GroupSpec
 from kvbaton.engine.scheduler import Admitted, Scheduler, SchedulerConfig
 from kvbaton.engine.step import Sampled, StepPlan, StepResult
-from kvbaton.wire import AddRequest, Output, SamplingParams, TransferSpec
+from kvbaton.messages.engine import AddRequest, Output, SamplingParams, TransferSpec
+from kvbaton.types import Spans
 
 VOCAB = 23
 EOS = 3

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from kvbaton.connectors.courier.endpoint import HandoverConfig
+from kvbaton.connectors.transfer.endpoint import HandoverConfig
 from kvbaton.decode.node import DecodeFactory
 from tests.handover.pair import Node, Pair
 

@@ -1,6 +1,6 @@
-"""A prefill and a decode engine in threads of one process, and the wires between them held in hand.
+"""A prefill and a decode engine in threads of one process, the wires between them held in hand.
 
-All parts are the real ones: scheduler, executor, couriers, control channels on loopback, protocol.
+All parts are the real ones: scheduler, executor, transfer threads, control channels, protocol.
 KV moves by the memory transport, whose hub can hold writes in flight. Only the sockets to the HTTP
 process are replaced, by queues.
 """
@@ -20,25 +20,21 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from kvbaton.connectors.courier.endpoint import HandoverConfig
-from kvbaton.connectors.courier.thread import Courier
-from kvbaton.connectors.protocol.events import TransferTimers
+from kvbaton.connectors.transfer.endpoint import HandoverConfig
+from kvbaton.connectors.transfer.thread import TransferThread
 from kvbaton.connectors.transports.memory import PROCESS_HUB
 from kvbaton.decode.node import DecodeFactory
-from kvbaton.decode.role import DecodeRole
+from kvbaton.decode.target_connector import TargetConnector
 from kvbaton.engine.build import build_engine
 from kvbaton.engine.config import EngineConfig
 from kvbaton.engine.local import LocalExecutor
 from kvbaton.engine.process import RoleFactory
-from kvbaton.prefill.node import PrefillFactory
-from kvbaton.prefill.role import PrefillRole
-from kvbaton.wire import (
+from kvbaton.messages.engine import (
     AbortRequest,
     AddRequest,
     Command,
     FromCore,
     Metrics,
-    NodeId,
     Output,
     Outputs,
     Rejected,
@@ -47,6 +43,9 @@ from kvbaton.wire import (
     ToCore,
     TransferSpec,
 )
+from kvbaton.prefill.node import PrefillFactory
+from kvbaton.prefill.source_connector import SourceConnector
+from kvbaton.types import NodeId, TransferTimers
 
 HUB = PROCESS_HUB
 PATIENCE_S = 20.0
@@ -249,10 +248,10 @@ class Node:
         return self.core.executor
 
     @property
-    def courier(self) -> Courier:
-        """Its courier."""
-        assert isinstance(self.core.role, PrefillRole | DecodeRole)
-        return self.core.role.courier
+    def transfers(self) -> TransferThread:
+        """Its transfer thread."""
+        assert isinstance(self.core.role, SourceConnector | TargetConnector)
+        return self.core.role.transfers
 
     @property
     def transport_name(self) -> str:
@@ -308,18 +307,18 @@ class Node:
         return reply.result
 
     def leases(self) -> int:
-        """Reservations that this source has taken, as its courier knows it."""
-        found: int = self._courier_ledger()["leases"]
+        """Reservations that this source has taken, as its transfer thread knows it."""
+        found: int = self._transfer_state()["leases"]
         return found
 
     def sessions(self) -> list[dict[str, Any]]:
-        """Sessions with other nodes, as its courier knows them."""
-        found: list[dict[str, Any]] = self._courier_ledger()["sessions"]
+        """Sessions with other nodes, as its transfer thread knows them."""
+        found: list[dict[str, Any]] = self._transfer_state()["sessions"]
         return found
 
-    def _courier_ledger(self) -> Any:
-        (half,) = self.courier._halves()
-        return self.courier.inspect(half.state)["ledger"]
+    def _transfer_state(self) -> Any:
+        (half,) = self.transfers._halves()
+        return self.transfers.inspect(half.state)["ledger"]
 
     def gauges(self) -> dict[str, float]:
         """All gauges now."""
@@ -358,17 +357,17 @@ class Node:
             yield hold
 
     @contextmanager
-    def frozen_courier(self) -> Iterator[None]:
-        """Stop the courier's thread for a while, as SIGSTOP would."""
+    def frozen_transfers(self) -> Iterator[None]:
+        """Stop the transfer thread for a while, as SIGSTOP would."""
         began, gate = threading.Event(), threading.Event()
 
         def freeze() -> None:
             began.set()
             gate.wait(60)
 
-        thread = threading.Thread(target=self.courier.inspect, args=(freeze, 61.0))
+        thread = threading.Thread(target=self.transfers.inspect, args=(freeze, 61.0))
         thread.start()
-        assert began.wait(PATIENCE_S), "the courier is busy"
+        assert began.wait(PATIENCE_S), "the transfer thread is busy"
         try:
             yield
         finally:
@@ -382,7 +381,7 @@ class Node:
             raise Killed
 
         with suppress(TimeoutError):  # the dead do not answer
-            self.courier.inspect(die)
+            self.transfers.inspect(die)
         HUB.leave(self.transport_name)
         self.mailbox.kill()
 
@@ -501,7 +500,7 @@ class Pair:
     def check(self) -> None:
         """Nothing broke on either side."""
         for node in self.living():
-            assert node.courier.failure is None, f"{node.id.node}: {node.courier.failure}"
+            assert node.transfers.failure is None, f"{node.id.node}: {node.transfers.failure}"
         for node in (self.p, self.d, *self._retired):
             assert node.failure is None, f"{node.id.node}: {node.failure!r}"
             assert node.imbalance == 0, f"{node.id.node}: the ledger was off by {node.imbalance}"

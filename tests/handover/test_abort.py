@@ -11,9 +11,10 @@ from dataclasses import dataclass
 import numpy as np
 import pytest
 
-from kvbaton.connectors.protocol.events import TransferTimers, Unquarantine
-from kvbaton.decode.role import DecodeRole
-from kvbaton.wire import AbortRequest
+from kvbaton.connectors.protocol.events import Unquarantine
+from kvbaton.decode.target_connector import TargetConnector
+from kvbaton.messages.engine import AbortRequest
+from kvbaton.types import TransferTimers
 from tests.handover.conftest import Expected
 from tests.handover.pair import HUB, PROMISE_S, QUICK, Call, Node, Pair, until
 from tests.handover.prompts import prompt_of
@@ -42,8 +43,8 @@ def queued(pair: Pair) -> Iterator[tuple[Call, Call]]:
 
 
 def reserving(pair: Pair) -> Iterator[tuple[Call, Call]]:
-    """P has the request, but its courier does not answer."""
-    with pair.p.frozen_courier():
+    """P has the request, but its transfer thread does not answer."""
+    with pair.p.frozen_transfers():
         calls = pair.hand_over(PROMPT, max_tokens=LONG)
         until(lambda: loading(pair.d), "D reserves")
         yield calls
@@ -106,7 +107,7 @@ def test_blocks_are_free_soon(
 def test_an_abort_does_not_wait_for_the_other_engine(
     pair: Pair, expected: Expected, side: str
 ) -> None:
-    """P's engine stands still in a long step; the couriers settle it between themselves."""
+    """P's engine stands still in a long step; the transfer threads settle it between themselves."""
     with pair.p.held_step() as held:
         calls = dict(zip("pd", pair.hand_over(PROMPT), strict=True))
         until(held.waited_for, "P in a step")
@@ -239,15 +240,15 @@ def test_late_writes_change_nobodys_bytes(tight: Pair, expected: Expected) -> No
 def test_a_planted_early_free_is_caught(
     tight: Pair, expected: Expected, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    ended = DecodeRole.ended
+    ended = TargetConnector.ended
 
-    def free_at_once(role: DecodeRole, request_id: str) -> None:
+    def free_at_once(role: TargetConnector, request_id: str) -> None:
         attempt = role._attempts.get(request_id)
         ended(role, request_id)
         if attempt is not None:
             role._unquarantine(Unquarantine(attempt))
 
-    monkeypatch.setattr(DecodeRole, "ended", free_at_once)
+    monkeypatch.setattr(TargetConnector, "ended", free_at_once)
     held = hold_abort_and_fill(tight)
     assert held.changed_by_release() != []
     tokens = [call.result() for call in held.others]

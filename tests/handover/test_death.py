@@ -7,7 +7,7 @@ from contextlib import ExitStack, contextmanager
 
 import pytest
 
-from kvbaton.connectors.protocol.events import TransferTimers
+from kvbaton.types import TransferTimers
 from tests.handover.conftest import Expected
 from tests.handover.pair import HUB, PROMISE_S, Call, Pair, until
 from tests.handover.prompts import prompt_of
@@ -83,10 +83,10 @@ def test_p_dies(brisk: Pair, expected: Expected, moment: Moment) -> None:
 def test_p_dies_before_d_connects(brisk: Pair, expected: Expected) -> None:
     """P's `Welcome` is on its way when P dies: D can connect to nobody, hence fence nobody."""
     with ExitStack() as stack:
-        with brisk.p.frozen_courier():
+        with brisk.p.frozen_transfers():
             at_d = brisk.hand_over_to_d(PROMPT)
             until(lambda: bool(brisk.d.sessions()), "D has sent its Hello")
-            stack.enter_context(brisk.d.frozen_courier())
+            stack.enter_context(brisk.d.frozen_transfers())
         until(lambda: bool(brisk.p.sessions()), "P has sent its Welcome")
         brisk.kill("p")
     assert at_d.result() == expected(PROMPT)
@@ -137,12 +137,12 @@ def test_p_restarts(brisk: Pair, expected: Expected, moment: Moment) -> None:
 
 @pytest.mark.parametrize("wakes_up", ["at once", "never"])
 def test_p_stands_still(brisk: Pair, expected: Expected, wakes_up: str) -> None:
-    """P's courier stops in the middle, with writes in flight, and may go on much later."""
+    """P's transfer thread stops in the middle, with writes in flight, and may go on much later."""
     HUB.hold()
     with ExitStack() as stack:
         at_p, at_d = brisk.hand_over(PROMPT)
         until(lambda: bool(HUB._in_flight), "a write in flight")
-        stack.enter_context(brisk.p.frozen_courier())
+        stack.enter_context(brisk.p.frozen_transfers())
         assert at_d.result() == expected(PROMPT)
         if wakes_up == "never":
             until(lambda: not brisk.d.leftovers(), "D's blocks are free by its fence")
@@ -156,7 +156,7 @@ def test_p_stands_still(brisk: Pair, expected: Expected, wakes_up: str) -> None:
 
 def test_d_stands_still(brisk: Pair, expected: Expected) -> None:
     """P gives its blocks back when the lease is over; D goes on by itself when it wakes up."""
-    with brisk.d.frozen_courier():
+    with brisk.d.frozen_transfers():
         HUB.hold()
         at_p, at_d = brisk.hand_over(PROMPT)
         HUB.release()
@@ -171,7 +171,7 @@ def test_d_stands_still_after_reserving(brisk: Pair, expected: Expected) -> None
     with ExitStack() as stack:
         at_p, at_d = brisk.hand_over(PROMPT)
         until(lambda: bool(HUB._in_flight), "a write in flight")
-        stack.enter_context(brisk.d.frozen_courier())
+        stack.enter_context(brisk.d.frozen_transfers())
         HUB.release()
         until(at_p.over, "P's end")
         until(lambda: not brisk.p.leftovers(), "P's blocks are free", SHORT.lease + 3.0)
@@ -181,7 +181,7 @@ def test_d_stands_still_after_reserving(brisk: Pair, expected: Expected) -> None
 
 def test_d_forgets_what_lives_of_p_have_said(brisk: Pair, expected: Expected) -> None:
     """Layouts of sessions that are over are dropped, however often P comes back."""
-    receiver = brisk.d.courier.receiver
+    receiver = brisk.d.transfers.receiver
     assert receiver is not None
     seen: set[bytes] = set()
     for seed in range(4):

@@ -20,7 +20,7 @@ from kvbaton.engine.encoder.executor import EncoderExecutor
 from kvbaton.engine.model_config import load_model_config
 from kvbaton.engine.request import extras_of
 from kvbaton.engine.solo import SoloFactory
-from kvbaton.wire import Item, TransferSpec
+from kvbaton.messages.engine import Item, TransferSpec
 from tests.engine.encoder_items import expected_rows, item_of, padded, png, request_for
 from tests.handover.pair import Call, Hold, Node, Pair, until
 

@@ -10,10 +10,10 @@ from typing import Any
 
 import pytest
 
-from kvbaton.connectors.protocol.events import TransferTimers
 from kvbaton.connectors.transports.faulty import FaultyTransport
 from kvbaton.engine.core import EngineCore
-from kvbaton.prefill.role import PrefillRole
+from kvbaton.prefill.source_connector import SourceConnector
+from kvbaton.types import TransferTimers
 from tests.handover.conftest import Expected
 from tests.handover.pair import Pair, until
 from tests.handover.prompts import prompt_of
@@ -46,7 +46,7 @@ def faulty(**options: Any) -> str:
 
 
 def injected(core: EngineCore) -> dict[str, int]:
-    assert isinstance(core.role, PrefillRole)
+    assert isinstance(core.role, SourceConnector)
     (transport,) = core.role.sender.transports
     assert isinstance(transport, FaultyTransport)
     return dict(transport.injected)

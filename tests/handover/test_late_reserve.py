@@ -8,8 +8,8 @@ from typing import Any
 import msgspec
 import pytest
 
-from kvbaton.connectors.protocol.events import TransferTimers
-from kvbaton.wire import AddRequest, Command, TransferSpec
+from kvbaton.messages.engine import AddRequest, Command, TransferSpec
+from kvbaton.types import TransferTimers
 from tests.handover.conftest import Expected
 from tests.handover.pair import Call, Node, Pair, until
 from tests.handover.prompts import prompt_of
@@ -67,7 +67,7 @@ def test_abort_while_p_computes_again(pair: Pair, expected: Expected) -> None:
         until(held.waited_for, "P computes the next chunk")
         at_d.abort()
         until(at_d.over, "D's end")
-        until(lambda: not pair.d.leftovers(), "P's courier has drained the transfer")
+        until(lambda: not pair.d.leftovers(), "P's transfer thread has drained the transfer")
     assert_at_rest(pair, expected)
 
 
@@ -76,7 +76,7 @@ def test_abort_while_p_computes_again_what_it_has_just_sampled(
 ) -> None:
     """The reservation comes while P's last chunk is computed.
 
-    P's courier then gets the first tokens right after it, and the engine runs the prompt again.
+    P's transfer thread gets the first tokens right after it; the engine runs the prompt again.
     """
     of_p, of_d = pair.requests(prompt_of(30))
     with pair.p.held_step() as held:
@@ -84,12 +84,12 @@ def test_abort_while_p_computes_again_what_it_has_just_sampled(
         held.let_one_pass()
         until(held.waited_for, "P's last chunk")
         at_d = pair.d.add(of_d)
-        until(lambda: pair.p.leases() == 1, "P's courier has engaged")
+        until(lambda: pair.p.leases() == 1, "P's transfer thread has engaged")
         pair.p.mailbox.post(Command(command_id=0, name="reset_prefix_cache"))
         held.let_one_pass()
         until(held.waited_for, "P computes the first chunk again")
         at_d.abort()
-        until(lambda: pair.p.leases() == 0, "P's courier has released")
+        until(lambda: pair.p.leases() == 0, "P's transfer thread has released")
     assert_at_rest(pair, expected)
 
 
@@ -136,7 +136,7 @@ def test_a_transfer_id_is_used_twice_on_p(pair: Pair, expected: Expected) -> Non
     assert pair.d.add(of_d).result() == expected(PROMPT)
     assert at_p.result() == expected(PROMPT)[:1]
     late = pair.p.add(again(of_p, "late twin"))
-    if refused(late) is None:  # it was faster than the courier's refusal, and harmed nobody
+    if refused(late) is None:  # it was faster than the transfer thread's refusal, and harmed nobody
         assert late.tokens == expected(PROMPT)[:1]
     pair.settle()
 

@@ -7,7 +7,7 @@ from collections.abc import Callable
 
 import pytest
 
-from kvbaton.connectors.protocol.events import TransferTimers
+from kvbaton.types import TransferTimers
 from tests.handover.conftest import Expected
 from tests.handover.pair import HUB, Pair, until
 from tests.handover.prompts import prompt_of
@@ -30,7 +30,7 @@ def brisk(make_pair: Callable[..., Pair]) -> Pair:
 
 
 def test_on_p_while_it_prefills(brisk: Pair, expected: Expected) -> None:
-    """P's courier tells of progress while P's engine stands still: D does not give up."""
+    """P's transfer thread tells of progress while P's engine stands still: D does not give up."""
     with brisk.p.held_step() as held:
         _, at_d = brisk.hand_over(PROMPT)
         until(held.waited_for, "P in a step")
@@ -77,7 +77,7 @@ def test_on_d_while_it_cancels(brisk: Pair) -> None:
 
 
 def test_a_question_about_a_stuck_courier_harms_nobody(brisk: Pair, expected: Expected) -> None:
-    with brisk.p.frozen_courier(), pytest.raises(AssertionError, match="did not answer"):
+    with brisk.p.frozen_transfers(), pytest.raises(AssertionError, match="did not answer"):
         brisk.p.ask("state")
     assert brisk.hand_over(PROMPT)[1].result() == expected(PROMPT)
     brisk.settle()

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from kvbaton.engine.pool import BlockPool
+from kvbaton.engine.block_pool import BlockPool
 from tests.handover.conftest import Expected
 from tests.handover.pair import Pair
 from tests.handover.prompts import prompt_of

@@ -9,7 +9,7 @@ import msgspec
 import pytest
 
 from kvbaton.engine.solo import SoloFactory
-from kvbaton.wire import AddRequest, FromCore, Outputs
+from kvbaton.messages.engine import AddRequest, FromCore, Outputs
 from tests.handover.conftest import Expected
 from tests.handover.pair import Call, Node, Pair, greedy, until
 from tests.handover.prompts import prompt_of

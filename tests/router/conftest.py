@@ -17,15 +17,16 @@ from aiohttp import web
 from tokenizers.models import WordLevel
 from tokenizers.pre_tokenizers import Whitespace
 
-from kvbaton.edge.config import FRONTEND, EdgeConfig
+from kvbaton.messages.engine import Output
+from kvbaton.messages.nodes import GenerateRequest, NodeInfo
 from kvbaton.router.app import router_app
 from kvbaton.router.config import RouterConfig
 from kvbaton.router.dispatch import DispatchConfig, Dispatcher
 from kvbaton.router.membership import MembershipTimers
 from kvbaton.router.nodes import Nodes
 from kvbaton.router.nodes_api import LOADS, NODES
+from kvbaton.server.config import FRONTEND, EdgeConfig
 from kvbaton.text.tokenizer import Tokenizer
-from kvbaton.wire import GenerateRequest, NodeInfo, Output
 
 VOCAB_SIZE = 500
 MODEL = "tiny"

@@ -24,10 +24,10 @@ from kvbaton.cli import (
     node_config,
 )
 from kvbaton.cluster.config import ClusterConfig, shares
-from kvbaton.connectors.courier.endpoint import HandoverConfig
-from kvbaton.edge.media import MediaConfig
+from kvbaton.connectors.transfer.endpoint import HandoverConfig
 from kvbaton.engine.config import EngineConfig
-from kvbaton.serving.config import NodeConfig
+from kvbaton.server.media import MediaConfig
+from kvbaton.server.node_config import NodeConfig
 
 
 def kvbaton(*words: str, timeout: float = 60) -> subprocess.CompletedProcess[str]:

@@ -12,13 +12,14 @@ import aiohttp
 import msgspec
 import pytest
 
-from kvbaton.edge.cluster_token import registration_token
 from kvbaton.errors import RequestError
+from kvbaton.messages.engine import AddRequest, Item, Output, SamplingParams
+from kvbaton.messages.nodes import Members, NodeInfo
 from kvbaton.router.dispatch import DispatchConfig
 from kvbaton.router.membership import MembershipTimers
 from kvbaton.router.pairing import NodeLoad
 from kvbaton.router.relay import RelayTimers
-from kvbaton.wire import AddRequest, Item, Members, NodeInfo, Output, SamplingParams
+from kvbaton.server.cluster_token import registration_token
 
 PROMPT = (1, 2, 3, 4)
 

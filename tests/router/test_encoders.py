@@ -7,10 +7,11 @@ from collections import Counter
 import pytest
 from msgspec.structs import replace
 
+from kvbaton.messages.engine import Item
+from kvbaton.messages.nodes import NodeInfo
 from kvbaton.router.encoders import HANDOVER_S, UNMEASURED_ROWS, with_encoders
 from kvbaton.router.membership import Member, State
 from kvbaton.router.pairing import NodeLoad, Route
-from kvbaton.wire import Item, NodeInfo
 
 IDENTITY = "ee"
 

@@ -5,8 +5,8 @@ from __future__ import annotations
 import pytest
 
 from kvbaton.errors import RequestError
+from kvbaton.messages.nodes import NodeInfo
 from kvbaton.router.membership import Membership, MembershipTimers, State
-from kvbaton.wire import NodeInfo
 
 TIMERS = MembershipTimers(heartbeat_s=1.0, missed=5, failures=3, forget_s=60.0)
 

@@ -6,8 +6,8 @@ from typing import Any
 
 import pytest
 
-from kvbaton.edge.cluster_token import operator_token
-from kvbaton.edge.openapi import describe
+from kvbaton.server.cluster_token import operator_token
+from kvbaton.server.openapi import describe
 
 
 async def complete(rig: Any, **headers: str) -> Any:

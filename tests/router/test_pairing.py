@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
+from kvbaton.messages.nodes import NodeInfo
 from kvbaton.router.membership import Member, State
 from kvbaton.router.pairing import (
     NodeLoad,
@@ -14,7 +15,6 @@ from kvbaton.router.pairing import (
     encoder_pairs,
     pairs,
 )
-from kvbaton.wire import NodeInfo
 
 
 def member(node_id: str, role: str, *, told: bool = True, **fields: object) -> Member:

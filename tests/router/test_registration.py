@@ -10,9 +10,9 @@ import msgspec
 import pytest
 
 from kvbaton.errors import ConfigError
+from kvbaton.messages.nodes import NodeInfo
 from kvbaton.router.membership import MembershipTimers
-from kvbaton.serving.registration import NodeRegistrar
-from kvbaton.wire import NodeInfo
+from kvbaton.server.registration import NodeRegistrar
 
 Start = Callable[..., tuple[NodeRegistrar, "asyncio.Task[None]", list[tuple[str, ...]]]]
 

@@ -10,6 +10,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from kvbaton.errors import RequestError
+from kvbaton.messages.engine import AddRequest, Item, Output, SamplingParams
+from kvbaton.messages.nodes import NodeInfo
 from kvbaton.router.actions import (
     Action,
     CancelLeg,
@@ -22,7 +24,7 @@ from kvbaton.router.actions import (
 )
 from kvbaton.router.pairing import Route
 from kvbaton.router.relay import RelayTimers, RequestMachine
-from kvbaton.wire import AddRequest, Item, NodeInfo, Output, SamplingParams, TokenLogprobs
+from kvbaton.types import TokenLogprobs
 
 TRANSFER = bytes(range(16))
 TIMERS = RelayTimers(idle_s=30.0, finish_grace_s=2.0, max_retries=2)

@@ -6,7 +6,7 @@ from tokenizers import decoders, models, pre_tokenizers
 
 from kvbaton.text.detokenize import MAX_WINDOW, REPLACEMENT, Detokenizer
 from kvbaton.text.tokenizer import Tokenizer
-from tests.serving_support import SENTENCES, SPECIAL, VOCAB, train_backend
+from tests.server_support import SENTENCES, SPECIAL, VOCAB, train_backend
 
 BYTE_LEVEL = Tokenizer(train_backend())
 

@@ -1,10 +1,10 @@
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from kvbaton.messages.engine import Output
 from kvbaton.text.choice import ChoiceText, TextOptions
 from kvbaton.text.stop import StopStrings
 from kvbaton.text.tokenizer import Tokenizer
-from kvbaton.wire import Output
 
 letters = st.text("ab", max_size=12)
 stop_lists = st.lists(st.text("ab", min_size=1, max_size=4), max_size=3)

@@ -19,9 +19,9 @@ from PIL import Image
 
 from kvbaton.engine.encoder.images import ImageReader
 from kvbaton.errors import ConfigError, RequestError
+from kvbaton.messages.engine import Item, TransferSpec
 from kvbaton.text import vision as module
 from kvbaton.text.vision import VisionText
-from kvbaton.wire import Item, TransferSpec
 
 PAD = 7
 PUBLISHED: dict[str, dict[str, Any]] = {

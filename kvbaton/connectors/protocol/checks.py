@@ -6,9 +6,9 @@ import itertools
 from collections.abc import Sequence
 
 from kvbaton.connectors.layout import GroupKind
-from kvbaton.connectors.protocol.events import Spans
 from kvbaton.connectors.protocol.session import Group
-from kvbaton.wire import Ack, BlockSpan, Complete, Pushed, Reserve
+from kvbaton.messages.control import Ack, Complete, Pushed, Reserve
+from kvbaton.types import BlockSpan, Spans
 
 MAX_CHOICES = 1024
 MAX_BAD_RANGES = 4096

@@ -1,8 +1,8 @@
 """What goes into the two state machines of the hand-over, and what comes out.
 
 A machine is called with one event and the time now, and answers with a list of actions, which the
-courier carries out in order. No machine does I/O, reads a clock or waits. Times are seconds on any
-monotonic clock.
+transfer thread carries out in order. No machine does I/O, reads a clock or waits. Times are seconds
+on any monotonic clock.
 
 All actions of one call are carried out before the next event is handed in: an event that an action
 causes (`Closed`, `Fenced`, `PeerGone`) waits until the list is done. A `Reserve` that left after
@@ -17,17 +17,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
-from kvbaton.wire import BlockSpan, ChoiceStart, Control, DigestRun, NodeId, RankCard
-
-Spans = tuple[tuple[BlockSpan, ...], ...]
-"""Blocks per group: element g lists the spans of group g."""
-
-
-class Attempt(NamedTuple):
-    """One attempt of one transfer."""
-
-    transfer_id: bytes
-    number: int
+from kvbaton.messages.control import Control, DigestRun, RankCard
+from kvbaton.types import Attempt, BlockSpan, ChoiceStart, NodeId, Spans
 
 
 class Link(NamedTuple):
@@ -53,41 +44,6 @@ class Identity:
     record: dict[str, str]
     transport: str
     ranks: tuple[RankCard, ...]
-
-
-@dataclass(frozen=True)
-class TransferTimers:
-    """Every timer of the protocol, in seconds. `docs/protocol.md` says who owns which.
-
-    Attributes:
-        session: D waits this long for `Welcome`, sending `Hello` again each `resend`.
-        resend: until an unanswered question is asked again.
-        progress_period: P sends `Progress` this often.
-        progress_deadline: D gives up when nothing was heard of a transfer for this long.
-        total: D gives up after this long in any case, unless the request brought another value.
-        lease: P holds blocks of a transfer this long after its last sign of life from D.
-        unclaimed: P waits this long for the `Reserve` of a request that it has computed.
-        unannounced: P waits this long for the request of a `Reserve`; short, since D waits with it.
-        fence_retry: between two attempts to fence a lost peer.
-        quarantine_limit: a node with blocks in quarantine for longer is unhealthy.
-        tombstone: ended attempts are remembered this long, to answer late messages right.
-        silence: D tries to fence a peer that left blocks in quarantine for this long.
-        put_out: D asks nothing of a peer for this long after several mismatches.
-    """
-
-    session: float = 5.0
-    resend: float = 0.5
-    progress_period: float = 0.25
-    progress_deadline: float = 5.0
-    total: float = 300.0
-    lease: float = 30.0
-    unclaimed: float = 30.0
-    fence_retry: float = 0.2
-    quarantine_limit: float = 60.0
-    tombstone: float = 600.0
-    silence: float = 20.0
-    put_out: float = 60.0
-    unannounced: float = 15.0
 
 
 # --- events that both sides take ---
@@ -140,7 +96,7 @@ class BlocksReady:
 
     Attributes:
         spans: source blocks that hold at least [start, end), per group.
-        sums: opaque to the machine; the courier makes `DigestRun`s of it when it posts.
+        sums: opaque to the machine; the transfer thread makes `DigestRun`s of it when it posts.
     """
 
     attempt: Attempt
@@ -344,9 +300,9 @@ class Engage:
 class Post:
     """Write tokens [start, end) to the target, then tell it (`Pushed` is a `Send` of its own).
 
-    The courier plans and posts one transport write for every (source rank, target rank) pair that
-    shares bytes; a pair that shares none still gets its notice, so that "all notices" is simply
-    all pairs. Each ends in a `WriteEnded`.
+    The transfer thread plans and posts one transport write for every (source rank, target rank)
+    pair that shares bytes; a pair that shares none still gets its notice, so that "all notices" is
+    simply all pairs. Each ends in a `WriteEnded`.
 
     Attributes:
         start: multiple of the least common multiple of both block sizes, or where the reservation
@@ -367,7 +323,7 @@ class Post:
 
 @dataclass(frozen=True)
 class SendPushed:
-    """Send `Pushed` for a write; the courier fills in the digests from `Post.sums`."""
+    """Send `Pushed` for a write; the transfer thread fills in the digests from `Post.sums`."""
 
     link: Link
     session: bytes

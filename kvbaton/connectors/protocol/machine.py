@@ -8,10 +8,11 @@ from enum import Enum
 from typing import Any, Generic, Protocol, TypeVar
 
 from kvbaton.connectors.protocol.alarms import Alarms, Stories
-from kvbaton.connectors.protocol.events import Attempt, Counters, Identity, Send, TransferTimers
+from kvbaton.connectors.protocol.events import Counters, Identity, Send
 from kvbaton.connectors.protocol.session import Negotiator, Pairable, Session, check_timers
 from kvbaton.connectors.protocol.table import Row
-from kvbaton.wire import Control, TransferMessage
+from kvbaton.messages.control import Control, TransferMessage
+from kvbaton.types import Attempt, TransferTimers
 
 EventT = TypeVar("EventT")
 ActionT = TypeVar("ActionT")

@@ -10,16 +10,16 @@ from dataclasses import dataclass, field
 import msgspec
 
 from kvbaton.connectors.layout import GroupKind, KVLayout
-from kvbaton.connectors.protocol.events import Identity, Link, TransferTimers
-from kvbaton.wire import (
+from kvbaton.connectors.protocol.events import Identity, Link
+from kvbaton.messages.control import (
     MIN_PROTOCOL_VERSION,
     PROTOCOL_VERSION,
     Hello,
-    NodeId,
     RankCard,
     Refused,
     Welcome,
 )
+from kvbaton.types import NodeId, TransferTimers
 
 Layouts = Sequence[Sequence[KVLayout]]
 """Per rank, one layout per group."""

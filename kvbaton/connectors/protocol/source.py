@@ -23,7 +23,6 @@ from kvbaton.connectors.protocol.checks import (
 )
 from kvbaton.connectors.protocol.events import (
     Announce,
-    Attempt,
     Closed,
     Engage,
     EvictSource,
@@ -37,7 +36,6 @@ from kvbaton.connectors.protocol.events import (
     SourceFailed,
     StopSource,
     Tick,
-    TransferTimers,
     WriteEnded,
 )
 from kvbaton.connectors.protocol.machine import reply
@@ -49,7 +47,7 @@ from kvbaton.connectors.protocol.source_sessions import (
     SourceSession,
 )
 from kvbaton.connectors.protocol.table import SourceState
-from kvbaton.wire import (
+from kvbaton.messages.control import (
     Accepted,
     Ack,
     Cancel,
@@ -60,6 +58,7 @@ from kvbaton.wire import (
     Reserve,
     TransferMessage,
 )
+from kvbaton.types import Attempt, TransferTimers
 
 State = SourceState
 _OUTCOME_COUNTER = {"acked": "completed", "not_needed": "completed", "cancelled": "cancelled"}

@@ -7,18 +7,17 @@ from typing import Any, cast
 from kvbaton.connectors.layout import GroupKind
 from kvbaton.connectors.protocol.checks import ceil_div, covered_end, flatten
 from kvbaton.connectors.protocol.events import (
-    Attempt,
     BlocksReady,
     FirstTokens,
     Post,
     SendPushed,
-    Spans,
     spans_slice,
 )
 from kvbaton.connectors.protocol.machine import reply
 from kvbaton.connectors.protocol.source_sessions import Outgoing, SourceSession, SourceSessions
 from kvbaton.connectors.protocol.table import SourceState
-from kvbaton.wire import BlockSpan, Complete, Progress, Refused, TransferMessage
+from kvbaton.messages.control import Complete, Progress, Refused, TransferMessage
+from kvbaton.types import Attempt, BlockSpan, Spans
 
 State = SourceState
 _PROGRESS_NAME = {

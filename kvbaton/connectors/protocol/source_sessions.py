@@ -15,7 +15,6 @@ from enum import Enum
 from typing import Any
 
 from kvbaton.connectors.protocol.events import (
-    Attempt,
     Closed,
     ClosePeer,
     Identity,
@@ -25,8 +24,6 @@ from kvbaton.connectors.protocol.events import (
     Send,
     SourceAction,
     SourceEvent,
-    Spans,
-    TransferTimers,
 )
 from kvbaton.connectors.protocol.machine import Machine, reply
 from kvbaton.connectors.protocol.session import (
@@ -38,7 +35,8 @@ from kvbaton.connectors.protocol.session import (
     refuse_session,
 )
 from kvbaton.connectors.protocol.table import SOURCE, SOURCE_ALARMS, SourceState
-from kvbaton.wire import ChoiceStart, Control, Hello, NodeId, RankCard, Reserve, Welcome
+from kvbaton.messages.control import Control, Hello, RankCard, Reserve, Welcome
+from kvbaton.types import Attempt, ChoiceStart, NodeId, Spans, TransferTimers
 
 Write = tuple[int, int, int]
 """Number of a write, source rank, target rank."""

@@ -21,7 +21,6 @@ from kvbaton.connectors.protocol.checks import (
     flatten,
 )
 from kvbaton.connectors.protocol.events import (
-    Attempt,
     CancelTarget,
     Fail,
     Fenced,
@@ -32,7 +31,6 @@ from kvbaton.connectors.protocol.events import (
     Start,
     TargetEvent,
     Tick,
-    TransferTimers,
     Unneeded,
     Unquarantine,
 )
@@ -46,7 +44,7 @@ from kvbaton.connectors.protocol.target_sessions import (
     TargetSession,
 )
 from kvbaton.errors import LocalProtocolError
-from kvbaton.wire import (
+from kvbaton.messages.control import (
     Accepted,
     Ack,
     Cancel,
@@ -61,6 +59,7 @@ from kvbaton.wire import (
     TransferMessage,
     Welcome,
 )
+from kvbaton.types import Attempt, TransferTimers
 
 State = TargetState
 MAX_MISMATCHES = 3

@@ -8,19 +8,12 @@ import msgspec
 
 from kvbaton.connectors.layout import GroupKind
 from kvbaton.connectors.protocol.checks import ceil_div, check_complete, check_pushed
-from kvbaton.connectors.protocol.events import (
-    Attempt,
-    Deliver,
-    Landed,
-    Spans,
-    Verified,
-    Verify,
-    spans_slice,
-)
+from kvbaton.connectors.protocol.events import Deliver, Landed, Verified, Verify, spans_slice
 from kvbaton.connectors.protocol.machine import reply
 from kvbaton.connectors.protocol.table import TargetState
 from kvbaton.connectors.protocol.target_sessions import Incoming, TargetSessions
-from kvbaton.wire import Ack, Complete, Pushed, TransferMessage
+from kvbaton.messages.control import Ack, Complete, Pushed, TransferMessage
+from kvbaton.types import Attempt, Spans
 
 State = TargetState
 

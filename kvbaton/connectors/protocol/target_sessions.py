@@ -15,7 +15,6 @@ from typing import Any
 
 from kvbaton.connectors.protocol.events import (
     AdmitPeer,
-    Attempt,
     Fence,
     Fenced,
     Identity,
@@ -23,22 +22,21 @@ from kvbaton.connectors.protocol.events import (
     Start,
     TargetAction,
     TargetEvent,
-    TransferTimers,
 )
 from kvbaton.connectors.protocol.machine import Machine, reply
 from kvbaton.connectors.protocol.session import NegotiationError, Pairable, Session, groups_of
 from kvbaton.connectors.protocol.table import TARGET, TARGET_ALARMS, TargetState
-from kvbaton.wire import (
+from kvbaton.messages.control import (
     MIN_PROTOCOL_VERSION,
     PROTOCOL_VERSION,
     Complete,
     Hello,
-    NodeId,
     NotNeeded,
     Pushed,
     Refused,
     Welcome,
 )
+from kvbaton.types import Attempt, NodeId, TransferTimers
 
 
 class SessionState(Enum):

@@ -11,7 +11,7 @@ from kvbaton.engine.cuda.runner import CudaRunner
 from kvbaton.engine.cuda.trial import Trial
 from kvbaton.engine.models.llama import LlamaForCausalLM
 from kvbaton.engine.ranks import RankSettings
-from kvbaton.wire import SamplingParams
+from kvbaton.messages.engine import SamplingParams
 
 log = logging.getLogger(__name__)
 

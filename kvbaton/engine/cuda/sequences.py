@@ -13,7 +13,7 @@ from kvbaton.engine.cuda.staging import upload
 from kvbaton.engine.sampler import GREEDY_BELOW, SEED_MASK, has_penalty
 from kvbaton.engine.sequences import Sequences
 from kvbaton.engine.step import NewSequence
-from kvbaton.wire import SamplingParams
+from kvbaton.messages.engine import SamplingParams
 
 
 class CudaSequences(Sequences):

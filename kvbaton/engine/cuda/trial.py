@@ -7,7 +7,8 @@ from collections.abc import Sequence
 from kvbaton.engine.cuda.runner import CudaRunner
 from kvbaton.engine.encoder.pool import EncoderPool
 from kvbaton.engine.step import ItemRows, NewSequence, SequenceStep, StepPlan
-from kvbaton.wire import ENCODER_BLOCK_ROWS, Item, SamplingParams
+from kvbaton.messages.engine import Item, SamplingParams
+from kvbaton.types import ENCODER_BLOCK_ROWS
 
 GREEDY = SamplingParams(temperature=0.0)
 

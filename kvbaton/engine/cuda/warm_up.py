@@ -11,7 +11,7 @@ from kvbaton.engine.config import EngineConfig
 from kvbaton.engine.cuda.runner import CudaRunner
 from kvbaton.engine.cuda.trial import Trial
 from kvbaton.kernels.prefill_attention import GRANULE, MIN_QUERIES, cudnn_fits
-from kvbaton.wire import SamplingParams
+from kvbaton.messages.engine import SamplingParams
 
 log = logging.getLogger(__name__)
 

@@ -7,17 +7,17 @@ from collections.abc import Callable
 import torch
 
 from kvbaton.connectors.layout import ITEM_SIZE, KVLayout
-from kvbaton.engine.blocks import GroupSpec
 from kvbaton.engine.config import EngineConfig
 from kvbaton.engine.encoder.executor import Encoder, EncoderExecutor
 from kvbaton.engine.encoder.pool import EncoderPool
+from kvbaton.engine.kv_cache_manager import GroupSpec
 from kvbaton.engine.local import DEFAULT_CPU_BYTES, choose_device
 from kvbaton.engine.model_config import ModelConfig, resolve_max_model_len
 from kvbaton.engine.scheduler import Scheduler, SchedulerConfig
-from kvbaton.engine.stash import StashConfig
+from kvbaton.engine.store_connector import StoreConnectorConfig
 from kvbaton.engine.vision_config import VisionConfig, processor_settings
 from kvbaton.errors import ConfigError
-from kvbaton.wire import ENCODER_BLOCK_ROWS
+from kvbaton.types import ENCODER_BLOCK_ROWS
 
 ITEMS = 16
 """An encoder node keeps so many of the largest items, unless told otherwise."""
@@ -57,7 +57,7 @@ def make_encoder_scheduler(
     layout: KVLayout,
     root_key: Callable[[str], bytes],
     *,
-    stash: StashConfig | None = None,
+    stash: StoreConnectorConfig | None = None,
 ) -> Scheduler:
     """A scheduler of items over a pool with this layout."""
     return Scheduler(

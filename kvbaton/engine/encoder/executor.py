@@ -26,7 +26,7 @@ from kvbaton.engine.ranks import RankedExecutor, RankStep, Step, Sums, Team
 from kvbaton.engine.staging import HostStaging, Staging
 from kvbaton.engine.step import NewSequence, Sampled, SequenceStep, StepPlan, StepResult
 from kvbaton.engine.vision_config import VisionConfig
-from kvbaton.wire import AddRequest, Item
+from kvbaton.messages.engine import AddRequest, Item
 
 Kind = tuple[bytes, tuple[int, int, int], int]
 """All that a client says of an item: who says something else does not share its fate."""

@@ -10,7 +10,7 @@ from torch.nn.functional import pad
 
 from kvbaton.engine.block_memory import BlockMemory
 from kvbaton.kernels.digest import block_sums
-from kvbaton.wire import ENCODER_BLOCK_ROWS
+from kvbaton.types import ENCODER_BLOCK_ROWS
 
 
 class EncoderPool(BlockMemory):

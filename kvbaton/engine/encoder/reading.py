@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from kvbaton.errors import RequestError
-from kvbaton.wire import Item
+from kvbaton.messages.engine import Item
 
 if TYPE_CHECKING:
     from kvbaton.engine.encoder.images import ImageReader

@@ -10,9 +10,9 @@ from __future__ import annotations
 from typing import Any
 
 from kvbaton.engine.core import EngineCore
-from kvbaton.engine.encoder.items import Abort, Decline, Items, Submit
+from kvbaton.engine.encoder.cache_manager import Abort, Decline, EncoderCacheManager, Submit
 from kvbaton.engine.encoder.pool import EncoderPool
-from kvbaton.wire import AbortRequest, FromCore, Outputs, Rejected, ToCore
+from kvbaton.messages.engine import AbortRequest, FromCore, Outputs, Rejected, ToCore
 
 PREFIX = "kvbaton_"
 OWN = "kvbaton_encoder_"
@@ -50,7 +50,7 @@ class EncoderSide:
         self.core, self.desk, self.pool = core, desk, pool
         self.wake_fd = core.wake_fd
 
-    def turn(self, items: Items) -> None:
+    def turn(self, items: EncoderCacheManager) -> None:
         """Do all that can be done at once."""
         self.core.scheduler.pinned = items.pins
         for order in items.take_orders():
@@ -69,11 +69,11 @@ class EncoderSide:
         self.core.update()
         self._collect(items)
 
-    def patience(self, items: Items) -> float:
+    def patience(self, items: EncoderCacheManager) -> float:
         """Seconds that the loop may sleep for all that this side knows."""
         return 0.0 if items.has_orders else self.core.patience()
 
-    def _collect(self, items: Items) -> None:
+    def _collect(self, items: EncoderCacheManager) -> None:
         """Pin what is done before anything else takes its place in the cache."""
         sent, self.desk.sent = self.desk.sent, []
         for message in sent:

@@ -1,1 +1,0 @@
-"""The courier: the thread that carries out what the hand-over's state machines decide."""

@@ -1,0 +1,320 @@
+"""What P does to hand over: waits for blocks to be ready, plans, posts, watches the writes."""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections import deque
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Any, Protocol, cast
+
+import msgspec
+import numpy as np
+import numpy.typing as npt
+
+from kvbaton.connectors.base import Handle, Peer, Ranges, Status, Transport
+from kvbaton.connectors.digest import claims
+from kvbaton.connectors.layout import KVLayout
+from kvbaton.connectors.plan import plan, total_bytes
+from kvbaton.connectors.protocol.events import (
+    Announce,
+    BlocksReady,
+    Closed,
+    ClosePeer,
+    FirstTokens,
+    OpenPeer,
+    PeerGone,
+    Post,
+    Release,
+    Send,
+    SendPushed,
+    SourceAction,
+    SourceEvent,
+    SourceFailed,
+    WriteEnded,
+)
+from kvbaton.connectors.protocol.source import Source
+from kvbaton.connectors.transfer.notice import pack_notice
+from kvbaton.connectors.transfer.worker import TransferWorker
+from kvbaton.errors import LayoutMismatchError, TransportError
+from kvbaton.messages.control import DigestRun, Pushed
+from kvbaton.types import Attempt, NodeId, Spans
+
+logger = logging.getLogger(__name__)
+
+Sums = npt.NDArray[np.uint64]
+BlockSums = dict[int, list[Sums]]
+"""Digest sums of one group by logical block: per rank, [layers, kv, heads]."""
+
+
+class PendingSums(Protocol):
+    """Digest sums on their way from a device; there once the blocks are final."""
+
+    def poll(self) -> list[Sums] | None:
+        """Per rank, sums of the blocks asked for, [blocks, layers, kv, heads]; None: not yet."""
+        ...
+
+
+@dataclass(frozen=True)
+class BlocksReport:
+    """Tokens [start, end) of a transfer were computed; they are final once all `sums` are there.
+
+    Attributes:
+        spans: source blocks that hold the range, per group.
+        sums: per group, the pending sums of those blocks, in the order of the spans.
+    """
+
+    attempt: Attempt
+    start: int
+    end: int
+    spans: Spans
+    sums: tuple[PendingSums, ...]
+
+
+@dataclass
+class _Peers:
+    """The transport's connections of one session."""
+
+    node: NodeId
+    layouts: list[list[KVLayout]]
+    links: dict[tuple[int, int], Peer] = field(default_factory=dict)
+
+
+@dataclass
+class _Write:
+    """One rank pair's part of a write in flight."""
+
+    handle: Handle
+    session: bytes
+    attempt: Attempt
+    write: int
+    pair: tuple[int, int]
+    num_bytes: int
+    posted_at: float
+    failed: bool = False
+
+
+class SourceWorker(TransferWorker[SourceEvent, SourceAction]):
+    """Carries out a `Source`'s actions on transports; only the transfer thread calls it.
+
+    Args:
+        source: the machine.
+        transports: one per rank, their memory registered.
+        layouts: per rank, one layout per group.
+    """
+
+    def __init__(
+        self,
+        source: Source,
+        transports: Sequence[Transport],
+        layouts: Sequence[Sequence[KVLayout]],
+    ) -> None:
+        counters = ("posted_bytes", "sent_bytes", "writes", "write_seconds", "plan_seconds")
+        super().__init__(source, transports, layouts, counters)
+        self.source = source
+        self._peers: dict[bytes, _Peers] = {}
+        self._writes: list[_Write] = []
+        self._reports: dict[Attempt, deque[BlocksReport | FirstTokens]] = {}
+        self._do = {
+            Send: self._send,
+            SendPushed: self._send_pushed,
+            OpenPeer: self._open_peer,
+            ClosePeer: self._close_peer,
+            Post: self._post,
+            Release: self._release,
+        }
+
+    # --- what goes in ---
+
+    def submit(
+        self, item: Announce | BlocksReport | FirstTokens | SourceFailed, now: float
+    ) -> None:
+        """Take in what the engine reports; reports of one attempt keep their order."""
+        if isinstance(item, BlocksReport | FirstTokens):
+            self._reports.setdefault(item.attempt, deque()).append(item)
+            self._poll_reports(item.attempt, now)
+        else:
+            self.handle(item, now)
+
+    def _look(self, now: float) -> None:
+        for attempt in list(self._reports):
+            self._poll_reports(attempt, now)
+        self._poll_writes(now)
+        for transport in self.transports:
+            transport.notices()  # nobody writes to a source; this drives the transport's progress
+            for peer in transport.lost():
+                self._lost(peer, now)
+
+    def busy(self) -> bool:
+        """Whether blocks are about to be sent, or on their way."""
+        return bool(self._reports) or any(not write.failed for write in self._writes)
+
+    def state(self) -> dict[str, Any]:
+        """What the machine and this thread know, for diagnosis."""
+        return {**super().state(), "writes_in_flight": len(self._writes)}
+
+    # --- reports ---
+
+    def _poll_reports(self, attempt: Attempt, now: float) -> None:
+        queue = self._reports.get(attempt)
+        while queue:
+            event = self._ready_event(queue[0])
+            if event is None:
+                return
+            queue.popleft()
+            self.handle(event, now)
+        self._reports.pop(attempt, None)
+
+    def _ready_event(self, item: BlocksReport | FirstTokens) -> BlocksReady | FirstTokens | None:
+        if isinstance(item, FirstTokens):
+            return item
+        ready = [pending.poll() for pending in item.sums]
+        if any(sums is None for sums in ready):
+            return None
+        by_group: list[BlockSums] = []
+        for spans, sums in zip(item.spans, ready, strict=True):
+            assert sums is not None
+            numbers = [span.first + i for span in spans for i in range(len(span.blocks))]
+            by_group.append(
+                {number: [of_rank[row] for of_rank in sums] for row, number in enumerate(numbers)}
+            )
+        self.timelines.mark(item.attempt, "computed", start=item.start, end=item.end)
+        return BlocksReady(item.attempt, item.start, item.end, item.spans, by_group)
+
+    # --- actions ---
+
+    def _send(self, action: Send, now: float) -> None:
+        self.send(action)
+
+    def _send_pushed(self, action: SendPushed, now: float) -> None:
+        message = Pushed(
+            session=action.session,
+            seq=action.seq,
+            transfer_id=action.attempt.transfer_id,
+            attempt=action.attempt.number,
+            write=action.write,
+            start=action.start,
+            end=action.end,
+            digests=self._claims(action),
+        )
+        self.send(Send(message, link=action.link))
+
+    def _claims(self, action: SendPushed) -> tuple[DigestRun, ...]:
+        reports = cast("tuple[list[BlockSums], ...]", action.sums)
+        targets = self._peers[action.session].layouts
+        runs: list[DigestRun] = []
+        for group in range(len(self.layouts[0])):
+            sources = [rank[group] for rank in self.layouts]
+            block_size = sources[0].block_size
+            first, last = action.start // block_size, -(-action.end // block_size)
+            known = {n: sums for report in reports for n, sums in report[group].items()}
+            numbers = [n for n in range(first, last) if n in known]
+            if not numbers:
+                continue
+            runs += claims(
+                [np.stack([known[n][rank] for n in numbers]) for rank in range(len(sources))],
+                sources,
+                [rank[group] for rank in targets],
+                first_block=numbers[0],
+                transfer_id=action.attempt.transfer_id,
+                attempt=action.attempt.number,
+            )
+        return tuple(runs)
+
+    def _open_peer(self, action: OpenPeer, now: float) -> None:
+        decoded = [msgspec.msgpack.decode(c.layouts, type=list[KVLayout]) for c in action.ranks]
+        peers = self._peers[action.session] = _Peers(action.node, decoded)
+        try:
+            for s, transport in enumerate(self.transports):
+                for t, card in enumerate(action.ranks):
+                    peers.links[s, t] = transport.connect(card.card)
+        except TransportError as error:
+            logger.warning("can't reach %s: %s", action.node.node, error)
+            self.handle(PeerGone(action.node), now)
+
+    def _close_peer(self, action: ClosePeer, now: float) -> None:
+        peers = self._peers.pop(action.session, None)
+        if peers is not None:
+            for (s, _), peer in peers.links.items():
+                self.transports[s].close(peer)
+        # Bytes read before may still be on the wire: writes are watched until each has ended.
+        self.handle(Closed(action.session), now)
+
+    def _post(self, action: Post, now: float) -> None:
+        began = time.monotonic()
+        try:
+            pieces = self._plan(action)
+        except LayoutMismatchError as error:
+            self._fail_post(action, str(error), now)
+            return
+        self.counters["plan_seconds"] += time.monotonic() - began
+        for pair, peer in self._peers[action.session].links.items():
+            ranges = pieces.get(pair, np.empty((0, 8), np.int64))
+            notice = pack_notice(action.session, action.attempt, action.write, *pair)
+            handle = self.transports[pair[0]].write(peer, ranges, notice)
+            num_bytes = total_bytes(ranges)
+            self.counters["posted_bytes"] += num_bytes
+            self._writes.append(
+                _Write(handle, action.session, action.attempt, action.write, pair, num_bytes, began)
+            )
+        self.timelines.mark(
+            action.attempt, "posted", write=action.write, start=action.start, end=action.end
+        )
+
+    def _fail_post(self, action: Post, error: str, now: float) -> None:
+        """What the peer reserved can't be written to: nothing was posted, the attempt ends."""
+        for pair in self._peers[action.session].links:
+            self.handle(WriteEnded(action.attempt, action.write, *pair, ok=False, error=error), now)
+
+    def _plan(self, action: Post) -> dict[tuple[int, int], Ranges]:
+        target_layouts = self._peers[action.session].layouts
+        pieces: dict[tuple[int, int], list[Ranges]] = {}
+        for group in range(len(self.layouts[0])):
+            ranges_by_pair = plan(
+                [rank[group] for rank in self.layouts],
+                action.source[group],
+                [rank[group] for rank in target_layouts],
+                action.target[group],
+                action.start,
+                action.end,
+            )
+            for pair, ranges in ranges_by_pair.items():
+                pieces.setdefault(pair, []).append(ranges)
+        return {pair: np.concatenate(parts) for pair, parts in pieces.items()}
+
+    def _release(self, action: Release, now: float) -> None:
+        self._reports.pop(action.attempt, None)
+        self.to_engine(action)
+
+    # --- writes ---
+
+    def _poll_writes(self, now: float) -> None:
+        for write in list(self._writes):
+            status = write.handle.status()
+            if status is Status.PENDING or (status is Status.ERROR and write.failed):
+                continue
+            self._ended(write, status, now)
+
+    def _ended(self, write: _Write, status: Status, now: float) -> None:
+        ok, drained = status is Status.DONE, status is not Status.ERROR
+        error = "" if ok else (write.handle.error() or "unknown error")
+        if ok:
+            self.counters["sent_bytes"] += write.num_bytes
+            self.counters["writes"] += 1
+            self.counters["write_seconds"] += time.monotonic() - write.posted_at
+        if drained and write in self._writes:
+            self._writes.remove(write)
+            write.handle.release()
+        write.failed = not ok
+        self.handle(
+            WriteEnded(
+                write.attempt, write.write, *write.pair, ok=ok, drained=drained, error=error
+            ),
+            now,
+        )
+
+    def _lost(self, peer: Peer, now: float) -> None:
+        for peers in list(self._peers.values()):
+            if any(link is peer for link in peers.links.values()):
+                self.handle(PeerGone(peers.node), now)

@@ -1,0 +1,245 @@
+"""The transfer thread thread: the shell that drives channel, transports and state machines.
+
+Nothing here is clocked by engine steps: the thread wakes for control messages, for what the engine
+submits, for timers, and, while bytes are on their way, several times a millisecond. It decides
+nothing; the machines in `connectors.protocol` do.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import threading
+import time
+from collections import deque
+from collections.abc import Callable
+from typing import Any
+
+import msgspec
+import zmq
+
+from kvbaton.connectors.channel import ControlChannel
+from kvbaton.connectors.protocol.events import (
+    Announce,
+    CancelTarget,
+    Deliver,
+    Engage,
+    EvictSource,
+    Fail,
+    FirstTokens,
+    Meet,
+    Received,
+    RefuseAnnounce,
+    Release,
+    SourceFailed,
+    Start,
+    StopSource,
+    Unneeded,
+    Unquarantine,
+)
+from kvbaton.connectors.transfer.source_worker import BlocksReport, SourceWorker
+from kvbaton.connectors.transfer.target_worker import TargetWorker
+from kvbaton.messages.control import (
+    Ack,
+    Cancel,
+    Hello,
+    NotNeeded,
+    Reserve,
+    decode_control,
+    encode_control,
+)
+from kvbaton.types import MAX_MESSAGE_BYTES
+
+logger = logging.getLogger(__name__)
+
+BUSY_PAUSE_S = 0.0001
+"""Pause between two looks at the transport while bytes are on their way."""
+
+QUICK_LOOKS = 50
+"""After so many without news the pause is longer; for a prompt of seconds that is most of them."""
+
+QUIET_PAUSE_MS = 2
+"""Of a pause that control messages and the engine end; only a transport's news may wait for it."""
+
+Submission = (
+    Announce | BlocksReport | FirstTokens | SourceFailed | Meet | Start | Unneeded | CancelTarget
+)
+EngineAction = (
+    Engage | Release | StopSource | EvictSource | RefuseAnnounce | Deliver | Fail | Unquarantine
+)
+
+FOR_SOURCE = (Hello, Reserve, Ack, NotNeeded, Cancel)
+
+
+class TransferThread:
+    """Runs one side's machine, or both, in a thread of its own.
+
+    Args:
+        channel: control channel; the transfer thread owns it from now on.
+        sender: carries out the source's actions, if this node prefills for others.
+        receiver: carries out the target's actions, if this node receives.
+    """
+
+    def __init__(
+        self,
+        channel: ControlChannel,
+        *,
+        sender: SourceWorker | None = None,
+        receiver: TargetWorker | None = None,
+    ) -> None:
+        self.channel = channel
+        self.sender = sender
+        self.receiver = receiver
+        self.junk = 0
+        self.failure: str | None = None
+        self._looks = 0
+        self._inbox: deque[Submission | Callable[[], None]] = deque()
+        self._outbox: deque[EngineAction] = deque()
+        self._inbox_fd = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
+        self.outbox_fd = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
+        self._stopping = threading.Event()
+        self._poller = zmq.Poller()
+        self._poller.register(self._inbox_fd, zmq.POLLIN)
+        for half in self._halves():
+            half.to_engine = self._to_engine
+            half.send = self._send
+        self._thread = threading.Thread(target=self._run, name="kvbaton-transfers", daemon=True)
+
+    def _halves(self) -> list[SourceWorker | TargetWorker]:
+        return [half for half in (self.sender, self.receiver) if half is not None]
+
+    # --- called by the engine's thread ---
+
+    def start(self) -> None:
+        """Start the thread."""
+        self._thread.start()
+
+    def submit(self, *items: Submission) -> None:
+        """Hand something to the machines; returns at once."""
+        self._inbox.extend(items)
+        os.eventfd_write(self._inbox_fd, 1)
+
+    def take(self) -> list[EngineAction]:
+        """What the machines want of the engine, in order; never blocks."""
+        try:
+            os.eventfd_read(self.outbox_fd)
+        except BlockingIOError:
+            return []
+        actions = []
+        while self._outbox:
+            actions.append(self._outbox.popleft())
+        return actions
+
+    def inspect(self, question: Callable[[], Any], timeout: float = 5.0) -> Any:
+        """Run a function in the transfer thread and return what it returns.
+
+        Raises:
+            TimeoutError: the thread did not answer in time.
+        """
+        if not self._thread.is_alive():
+            return question()
+        answer: list[Any] = []
+        done = threading.Event()
+
+        def ask() -> None:
+            try:
+                answer.append(question())
+            finally:
+                done.set()
+
+        self._inbox.append(ask)
+        os.eventfd_write(self._inbox_fd, 1)
+        if not done.wait(timeout) or not answer:
+            raise TimeoutError("the transfer thread did not answer")
+        return answer[0]
+
+    def close(self) -> None:
+        """Stop the thread and give transports and channel back. Idempotent."""
+        if self._stopping.is_set():
+            return
+        self._stopping.set()
+        os.eventfd_write(self._inbox_fd, 1)
+        if self._thread.is_alive():
+            self._thread.join(10.0)
+        for half in self._halves():
+            half.close()
+        self.channel.close()
+        os.close(self._inbox_fd)
+        os.close(self.outbox_fd)
+
+    # --- the thread ---
+
+    def _run(self) -> None:
+        try:
+            while not self._stopping.is_set():
+                news = self._wait()
+                now = time.monotonic()
+                if news:
+                    self._take_submissions(now)
+                    self._take_messages(now)
+                for half in self._halves():
+                    half.poll(now)
+        except BaseException as error:
+            # Without its transfer thread a node must not pretend to be healthy.
+            self.failure = f"{type(error).__name__}: {error}"
+            logger.exception("the transfer thread died")
+            os.eventfd_write(self.outbox_fd, 1)
+
+    def _wait(self) -> bool:
+        """Pause; True if the engine or a peer has something to say."""
+        for socket in self.channel.sockets():
+            if socket not in self._poller:
+                self._poller.register(socket, zmq.POLLIN)
+        if any(half.busy() for half in self._halves()):
+            self._looks += 1
+            if self._looks > QUICK_LOOKS:
+                return bool(self._poller.poll(QUIET_PAUSE_MS))
+            time.sleep(BUSY_PAUSE_S)
+            return bool(self._poller.poll(0))
+        deadlines = [d for half in self._halves() if (d := half.next_deadline()) is not None]
+        timeout = min([1.0, *(d - time.monotonic() for d in deadlines)])
+        return bool(self._poller.poll(max(0, int(timeout * 1000) + 1)))
+
+    def _take_submissions(self, now: float) -> None:
+        try:
+            os.eventfd_read(self._inbox_fd)
+        except BlockingIOError:
+            return
+        self._looks = 0
+        while self._inbox:
+            item = self._inbox.popleft()
+            if callable(item):
+                item()
+            elif isinstance(item, Meet | Start | Unneeded | CancelTarget):
+                assert self.receiver is not None, "only a target's role submits this"
+                self.receiver.handle(item, now)
+            else:
+                assert self.sender is not None, "only a source's role submits this"
+                self.sender.submit(item, now)
+
+    def _take_messages(self, now: float) -> None:
+        for link, data in self.channel.receive():
+            self._looks = 0
+            try:
+                if len(data) > MAX_MESSAGE_BYTES:
+                    raise msgspec.ValidationError("message too long")
+                message = decode_control(data)
+            except msgspec.DecodeError as error:
+                self.junk += 1
+                logger.warning("dropped a control message that can't be read: %s", error)
+                continue
+            half = self.sender if isinstance(message, FOR_SOURCE) else self.receiver
+            if half is None:
+                self.junk += 1
+            else:
+                half.handle(Received(link, message), now)
+
+    # --- what the halves call ---
+
+    def _to_engine(self, action: EngineAction) -> None:
+        self._outbox.append(action)
+        os.eventfd_write(self.outbox_fd, 1)
+
+    def _send(self, action: Any) -> None:
+        link = action.link if action.link is not None else self.channel.dial(action.address)
+        self.channel.send(link, encode_control(action.message))

@@ -1,0 +1,118 @@
+"""What source and target workers share: they feed a machine, and do what it answers."""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any, Generic, Protocol, TypeVar
+
+from kvbaton.connectors.base import Transport
+from kvbaton.connectors.layout import KVLayout
+from kvbaton.connectors.protocol.events import Send, Tick
+from kvbaton.connectors.transfer.timeline import Timelines, attempt_name
+from kvbaton.types import Attempt
+
+EventT = TypeVar("EventT")
+ActionT = TypeVar("ActionT")
+EventT_contra = TypeVar("EventT_contra", contravariant=True)
+ActionT_co = TypeVar("ActionT_co", covariant=True)
+
+
+class Side(Protocol[EventT_contra, ActionT_co]):
+    """A machine of the protocol, `Source` or `Target`."""
+
+    def handle(self, event: EventT_contra | Tick, now: float) -> Sequence[ActionT_co]:
+        """Take in an event; returns what to do, in order."""
+        ...
+
+    def next_deadline(self) -> float | None:
+        """When `Tick` is due, in seconds; None for never."""
+        ...
+
+    def ledger(self) -> dict[str, Any]:
+        """Attempts alive and what they hold."""
+        ...
+
+    def stories(self) -> dict[Attempt, list[str]]:
+        """What happened to the latest attempts."""
+        ...
+
+
+class TransferWorker(Generic[EventT, ActionT]):
+    """Carries out a machine's actions on transports; only the transfer thread calls it.
+
+    What `_do` does not name is for the engine.
+
+    Args:
+        machine: decides.
+        transports: one per rank, their memory registered.
+        layouts: per rank, one layout per group.
+        counters: names of the totals that it keeps.
+    """
+
+    to_engine: Callable[[Any], None]
+    send: Callable[[Send], None]
+
+    def __init__(
+        self,
+        machine: Side[EventT, ActionT],
+        transports: Sequence[Transport],
+        layouts: Sequence[Sequence[KVLayout]],
+        counters: Iterable[str],
+    ) -> None:
+        self.transports = transports
+        self.layouts = layouts
+        self.counters = dict.fromkeys(counters, 0.0)
+        self.timelines = Timelines()
+        self._machine = machine
+        self._events: deque[EventT | Tick] = deque()
+        self._do: dict[type, Callable[[Any, float], None]] = {}
+
+    def handle(self, event: EventT | Tick, now: float) -> None:
+        """Give the machine an event and carry out what it answers.
+
+        What an action causes waits until all actions of the event are carried out.
+        """
+        self._events.append(event)
+        if len(self._events) > 1:
+            return
+        while self._events:
+            for action in self._machine.handle(self._events[0], now):
+                do = self._do.get(type(action))
+                if do is None:
+                    self.to_engine(action)
+                else:
+                    do(action, now)
+            self._events.popleft()
+
+    def poll(self, now: float) -> None:
+        """Look at all that moves by itself, and at timers."""
+        self._look(now)
+        deadline = self._machine.next_deadline()
+        if deadline is not None and deadline <= now:
+            self.handle(Tick(), now)
+
+    def _look(self, now: float) -> None:
+        raise NotImplementedError
+
+    def busy(self) -> bool:
+        """Whether something is on its way that only looking at it moves on."""
+        raise NotImplementedError
+
+    def next_deadline(self) -> float | None:
+        """When the machine wants to be called again."""
+        return self._machine.next_deadline()
+
+    def close(self) -> None:
+        """Close all peers and shut the transports down."""
+        for transport in self.transports:
+            transport.shutdown()
+
+    def state(self) -> dict[str, Any]:
+        """What the machine and this thread know, for diagnosis."""
+        stories = self._machine.stories()
+        return {
+            "ledger": self._machine.ledger(),
+            "stories": {attempt_name(attempt): list(lines) for attempt, lines in stories.items()},
+            "timelines": self.timelines.dump(),
+        }

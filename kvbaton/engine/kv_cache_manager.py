@@ -1,0 +1,294 @@
+"""The pools of all KV groups as one: matching, block tables, and what they still need.
+
+A *table set* is one block table per group: ``tables[g][i]`` is the physical block of logical block
+i of group g, or the null block where the group does not need it.
+"""
+
+from __future__ import annotations
+
+import math
+from collections import Counter
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+import numpy as np
+
+from kvbaton.connectors.layout import GroupKind, KVLayout
+from kvbaton.engine.block_pool import NULL_BLOCK, BlockPool
+from kvbaton.errors import ConfigError
+from kvbaton.types import BlockSpan, Spans
+
+if TYPE_CHECKING:
+    from kvbaton.engine import request
+
+Tables = list[list[int]]
+Need = tuple[int, ...]
+"""Blocks wanted, per group."""
+
+
+@dataclass(frozen=True)
+class GroupSpec:
+    """What the scheduler knows of a KV group.
+
+    Attributes:
+        block_size: tokens per block.
+        num_blocks: blocks of its pool, the null block included.
+        kind: FULL or WINDOW.
+        window: tokens that a token attends to, itself included; 0 for FULL.
+    """
+
+    block_size: int
+    num_blocks: int
+    kind: GroupKind = GroupKind.FULL
+    window: int = 0
+
+    def __post_init__(self) -> None:
+        if self.kind is GroupKind.STATE:
+            raise ConfigError("--model", "state-space groups are unsupported")
+        if self.kind is GroupKind.WINDOW and self.window < 1:
+            raise ConfigError("--model", f"a window group needs a window, not {self.window}")
+        if self.num_blocks < 2:
+            raise ConfigError("--num-blocks", f"{self.num_blocks} is too few; at least 2")
+
+    @classmethod
+    def of(cls, layout: KVLayout) -> GroupSpec:
+        """The group that a layout describes."""
+        return cls(layout.block_size, layout.num_blocks, layout.kind, layout.window)
+
+    def blocks_for(self, num_tokens: int) -> int:
+        """Logical blocks that `num_tokens` tokens take."""
+        return -(-num_tokens // self.block_size)
+
+    def first_needed(self, position: int) -> int:
+        """First logical block that a token at `position` attends to."""
+        if self.kind is GroupKind.FULL:
+            return 0
+        return max(0, position - self.window + 1) // self.block_size
+
+
+@dataclass(frozen=True)
+class Match:
+    """A cached prefix.
+
+    Attributes:
+        num_tokens: its length.
+        tables: its blocks; not referenced yet.
+    """
+
+    num_tokens: int
+    tables: Tables
+
+
+class KVCacheManager:
+    """All block pools of an engine.
+
+    Attributes:
+        groups: one spec per group.
+        caching: whether full blocks are kept for reuse.
+        pools: one pool per group.
+        alignment: tokens; a prefix that ends at a multiple ends no group inside a block.
+        on_commit: each is called with a sequence, a group and the logical blocks [first, end)
+            that were just offered to its prefix cache.
+    """
+
+    def __init__(self, groups: Sequence[GroupSpec], *, enable_caching: bool = True) -> None:
+        self.groups = tuple(groups)
+        self.caching = enable_caching
+        self.pools = [BlockPool(group.num_blocks) for group in groups]
+        self.alignment = math.lcm(*(group.block_size for group in groups))
+        self.on_commit: list[Callable[[request.Sequence, int, int, int], None]] = []
+
+    # --- room ---
+
+    def need(self, tables: Tables, num_tokens: int, *, copy_at: int | None = None) -> Need:
+        """Blocks that `tables` lack for `num_tokens` tokens.
+
+        Args:
+            tables: a table set.
+            num_tokens: how long the sequence shall be.
+            copy_at: position that is about to be written; if its block is there, it is shared and
+                a private copy is needed too.
+        """
+        return tuple(
+            max(0, group.blocks_for(num_tokens) - len(table))
+            + (copy_at is not None and copy_at // group.block_size < len(table))
+            for group, table in zip(self.groups, tables, strict=True)
+        )
+
+    def covers(self, tables: Tables, num_tokens: int) -> bool:
+        """Whether `tables` have a block for each of `num_tokens` tokens."""
+        for group, table in zip(self.groups, tables, strict=True):
+            if len(table) * group.block_size < num_tokens:
+                return False
+        return True
+
+    def fits(self, need: Need, *, beside: Need | None = None, hits: Tables | None = None) -> bool:
+        """Whether `need` can be allocated now and leaves `beside`, without evicting `hits`."""
+        return all(
+            wanted + (beside[g] if beside else 0) + (pool.evictable(hits[g]) if hits else 0)
+            <= pool.num_free
+            for g, (wanted, pool) in enumerate(zip(need, self.pools, strict=True))
+        )
+
+    def fits_soon(self, need: Need) -> bool:
+        """Whether `need` could be allocated once the steps in flight are over."""
+        return all(
+            wanted <= pool.num_free + pool.num_fenced
+            for wanted, pool in zip(need, self.pools, strict=True)
+        )
+
+    def too_large(self, num_tokens: int) -> str | None:
+        """Why so many tokens can never fit, or None if they can."""
+        for group, pool in zip(self.groups, self.pools, strict=True):
+            wanted = group.blocks_for(num_tokens)
+            if wanted > pool.usable:
+                return (
+                    f"{num_tokens} tokens need {wanted} KV blocks of {group.block_size} tokens, "
+                    f"but the pool has {pool.usable}"
+                )
+        return None
+
+    # --- matching ---
+
+    def match(self, chains: Sequence[Sequence[bytes]], num_tokens: int) -> Match:
+        """The longest cached prefix that is usable in all groups.
+
+        A prefix of p tokens is usable if the token computed next (p, or the last one if all are
+        cached) finds every block that it attends to.
+
+        Args:
+            chains: per group, the keys of the sequence's full blocks.
+            num_tokens: length of the sequence.
+        """
+        hits = [self._hits(g, chain) for g, chain in enumerate(chains)]
+        ends = [len(hit) * group.block_size for hit, group in zip(hits, self.groups, strict=True)]
+        length = min(ends, default=0)
+        length -= length % self.alignment
+        while length and not self._usable(hits, length, num_tokens):
+            length -= self.alignment
+        return self._cut(hits, length, num_tokens)
+
+    def _hits(self, g: int, chain: Sequence[bytes]) -> list[int]:
+        if self.groups[g].kind is GroupKind.FULL:
+            return self.pools[g].match(chain)
+        return [self.pools[g].by_key.get(key, NULL_BLOCK) for key in chain]
+
+    def _usable(self, hits: Tables, length: int, num_tokens: int) -> bool:
+        position = min(length, num_tokens - 1)
+        return all(
+            all(hit[group.first_needed(position) : length // group.block_size])
+            for hit, group in zip(hits, self.groups, strict=True)
+        )
+
+    def _cut(self, hits: Tables, length: int, num_tokens: int) -> Match:
+        position = min(length, num_tokens - 1)
+        tables = []
+        for hit, group in zip(hits, self.groups, strict=True):
+            end = length // group.block_size
+            first = min(group.first_needed(position), end)
+            tables.append([NULL_BLOCK] * first + hit[first:end])
+        return Match(length, tables)
+
+    def shorten(self, chains: Sequence[Sequence[bytes]], match: Match) -> Match:
+        """The next shorter usable prefix: for when a private copy of the last block has no room."""
+        end = match.num_tokens - self.alignment
+        cut = [chain[: end // g.block_size] for chain, g in zip(chains, self.groups, strict=True)]
+        return self.match(cut, match.num_tokens)
+
+    # --- tables ---
+
+    def empty(self) -> Tables:
+        """A table set without blocks."""
+        return [[] for _ in self.groups]
+
+    def extend(self, tables: Tables, num_tokens: int) -> None:
+        """Allocate what `tables` lack for `num_tokens` tokens; it must fit."""
+        for group, pool, table in zip(self.groups, self.pools, tables, strict=True):
+            table += pool.allocate(max(0, group.blocks_for(num_tokens) - len(table)))
+
+    def reserve(self, tables: Tables, num_tokens: int) -> Spans:
+        """As `extend`, and mark the new blocks as incoming; returns them."""
+        first = [len(table) for table in tables]
+        self.extend(tables, num_tokens)
+        spans = tuple(
+            (BlockSpan(start, tuple(table[start:])),) if start < len(table) else ()
+            for start, table in zip(first, tables, strict=True)
+        )
+        self.hold_incoming(spans)
+        return spans
+
+    def skip_unneeded(self, tables: Tables, position: int) -> None:
+        """Pad tables with the null block where the token at `position` will not attend to."""
+        for group, table in zip(self.groups, tables, strict=True):
+            table += [NULL_BLOCK] * (group.first_needed(position) - len(table))
+
+    def ref(self, tables: Tables) -> None:
+        """Refer to all blocks of a table set once more."""
+        for pool, table in zip(self.pools, tables, strict=True):
+            pool.ref(table)
+
+    def deref(self, tables: Tables) -> None:
+        """Give a table set's references back."""
+        for pool, table in zip(self.pools, tables, strict=True):
+            pool.deref(table)
+
+    # --- holds ---
+
+    def hold_incoming(self, spans: Spans) -> None:
+        """A remote writer may write these blocks."""
+        for pool, blocks in self._by_pool(spans):
+            pool.hold_incoming(blocks)
+
+    def release_incoming(self, spans: Spans) -> None:
+        """No write can land in these blocks any more."""
+        for pool, blocks in self._by_pool(spans):
+            pool.release_incoming(blocks)
+
+    def hold_outgoing(self, spans: Spans) -> None:
+        """A transfer may read these blocks."""
+        for pool, blocks in self._by_pool(spans):
+            pool.hold_outgoing(blocks)
+
+    def release_outgoing(self, spans: Spans) -> None:
+        """The transfer reads these blocks no more."""
+        for pool, blocks in self._by_pool(spans):
+            pool.release_outgoing(blocks)
+
+    def _by_pool(self, spans: Spans) -> Iterable[tuple[BlockPool, list[int]]]:
+        for pool, group_spans in zip(self.pools, spans, strict=True):
+            yield pool, [block for span in group_spans for block in span.blocks]
+
+    # --- steps, cache, accounts ---
+
+    def launch(self, number: int) -> None:
+        """A step was planned."""
+        for pool in self.pools:
+            pool.launch(number)
+
+    def settle(self, number: int) -> None:
+        """A step is over."""
+        for pool in self.pools:
+            pool.settle(number)
+
+    def reset_cache(self) -> int:
+        """Empty the prefix caches; returns how many blocks left them."""
+        return sum(pool.reset_cache() for pool in self.pools)
+
+    def num_incoming(self, g: int) -> int:
+        """Blocks of group `g` that a remote writer may write."""
+        return int(np.count_nonzero(np.frombuffer(self.pools[g].incoming, np.int64)))
+
+    def owners(self, g: int) -> Counter[str]:
+        """Blocks of group `g` by owner; the sum is all blocks. The first that applies counts."""
+        pool = self.pools[g]
+        refs, incoming, outgoing = (
+            np.frombuffer(counts, np.int64) > 0
+            for counts in (pool.refs, pool.incoming, pool.outgoing)
+        )
+        counts: Counter[str] = Counter({name: len(part) for name, part in pool.lists().items()})
+        counts["null"] = 1
+        counts["request"] = int(np.count_nonzero(refs))
+        counts["incoming"] = int(np.count_nonzero(incoming & ~refs))
+        counts["outgoing"] = int(np.count_nonzero(outgoing & ~incoming & ~refs))
+        return counts

@@ -1,0 +1,220 @@
+"""The control channel's messages, engine core to engine core: the hand-over protocol.
+
+Rules in `docs/protocol.md`. They travel as MessagePack. A field added at the end with a default
+keeps neighbouring releases able to talk; anything else raises `PROTOCOL_VERSION`.
+"""
+
+from __future__ import annotations
+
+from typing import Annotated
+
+import msgspec
+from msgspec import Meta, Struct
+
+from kvbaton.types import BlockSpan, ChoiceStart, Count, Id128, Key, Name, NodeId, Text
+
+PROTOCOL_VERSION = 1
+
+MIN_PROTOCOL_VERSION = 1
+
+
+class RankCard(Struct, frozen=True):
+    """What one rank shows a peer.
+
+    Attributes:
+        rank: tensor-parallel rank.
+        card: the transport's card (`Transport.card`).
+        layouts: encoded `list[KVLayout]`, one per group, in order of group.
+    """
+
+    rank: Count
+    card: Annotated[bytes, Meta(max_length=1 << 20)]
+    layouts: Annotated[bytes, Meta(max_length=1 << 20)]
+
+
+class DigestRun(Struct, frozen=True):
+    """Digests that P claims for one (source rank, target rank, group) of a `Pushed`.
+
+    Attributes:
+        first_unit: number of the first unit; a unit is lcm(block sizes) tokens.
+        values: one 64-bit value per unit, as unsigned little-endian bytes, 8 each.
+    """
+
+    source_rank: Count
+    target_rank: Count
+    group: Count
+    first_unit: Count
+    values: Annotated[bytes, Meta(max_length=1 << 24)]
+
+
+class Message(Struct, frozen=True, tag_field="type", kw_only=True):
+    """What every control message carries: its session and its number there."""
+
+    session: Id128
+    seq: Count
+
+
+class Hello(Message, frozen=True, tag="hello", kw_only=True):
+    """D opens a session with P. Answered by `Welcome` or `Refused`.
+
+    Attributes:
+        clean: no write of an earlier session can land in D any more: all were drained or fenced.
+    """
+
+    sender: NodeId
+    min_version: Count
+    max_version: Count
+    identity: Key
+    identity_record: dict[Name, Text]
+    transport: Name
+    ranks: tuple[RankCard, ...]
+    clean: bool = False
+
+
+class Welcome(Message, frozen=True, tag="welcome", kw_only=True):
+    """P accepts a session; no write of an older session of this pair can land any more."""
+
+    sender: NodeId
+    version: Count
+    ranks: tuple[RankCard, ...]
+
+
+class TransferMessage(Message, frozen=True, kw_only=True):
+    """A control message about one attempt of one transfer."""
+
+    transfer_id: Id128
+    attempt: Count
+
+
+class Reserve(TransferMessage, frozen=True, tag="reserve", kw_only=True):
+    """D names the blocks that P shall write; frozen once sent; may be extended by later ranges.
+
+    Attributes:
+        prompt_key: chained key over all prompt tokens, partial tail included.
+        num_tokens: prompt length.
+        spans: per group, the target blocks wanted.
+        remaining_ms: how long D will wait in all.
+        more: D will extend this reservation by another `Reserve`.
+    """
+
+    prompt_key: Key
+    num_tokens: Count
+    spans: tuple[tuple[BlockSpan, ...], ...]
+    remaining_ms: Count
+    more: bool = False
+
+
+class Accepted(TransferMessage, frozen=True, tag="accepted", kw_only=True):
+    """P took a `Reserve`."""
+
+
+class Refused(Message, frozen=True, tag="refused", kw_only=True):
+    """A message can't be honoured; names why. Without `transfer_id` it refuses the session.
+
+    Codes: ``unknown_session``, ``version``, ``identity``, ``transport``, ``layout``, ``prompt``,
+    ``conflict``, ``consumed``, ``draining``, ``too_many``, ``expired``, ``malformed``.
+    """
+
+    code: Name
+    message: Text
+    retryable: bool = False
+    transfer_id: Id128 | None = None
+    attempt: Count = 0
+
+
+class Pushed(TransferMessage, frozen=True, tag="pushed", kw_only=True):
+    """P posted write number `write` over tokens [start, end) with these digests."""
+
+    write: Count
+    start: Count
+    end: Count
+    digests: tuple[DigestRun, ...]
+
+
+class Progress(TransferMessage, frozen=True, tag="progress", kw_only=True):
+    """P is alive and this is how far it is; D's deadline starts anew."""
+
+    state: Name
+    tokens_pushed: Count
+
+
+class Complete(TransferMessage, frozen=True, tag="complete", kw_only=True):
+    """P is done: all writes are posted and the first tokens are known.
+
+    Attributes:
+        num_tokens: prompt positions with valid KV.
+        num_writes: writes are numbered 0 to num_writes - 1.
+        choices: token 0 of each choice.
+        cached_tokens: prompt tokens that P did not have to compute.
+    """
+
+    num_tokens: Count
+    num_writes: Count
+    choices: tuple[ChoiceStart, ...]
+    cached_tokens: Count = 0
+
+
+class Ack(TransferMessage, frozen=True, tag="ack", kw_only=True):
+    """D has verified (``ok``), or found bytes that do not match (``mismatch``); P may free.
+
+    Attributes:
+        bad: for ``mismatch``, token ranges (start, end) that failed.
+    """
+
+    verdict: Name
+    bad: tuple[tuple[Count, Count], ...] = ()
+
+
+class NotNeeded(TransferMessage, frozen=True, tag="not_needed", kw_only=True):
+    """D has the whole prompt; P may stop."""
+
+
+class Failed(TransferMessage, frozen=True, tag="failed", kw_only=True):
+    """P gave up and has stopped posting; what was posted may still land until `Drained`."""
+
+    reason: Text
+
+
+class Cancel(TransferMessage, frozen=True, tag="cancel", kw_only=True):
+    """D no longer wants it. Always answered `Drained`, known or not; repeated until then."""
+
+
+class Drained(TransferMessage, frozen=True, tag="drained", kw_only=True):
+    """No write of this attempt can land any more."""
+
+
+Control = (
+    Hello
+    | Welcome
+    | Reserve
+    | Accepted
+    | Refused
+    | Pushed
+    | Progress
+    | Complete
+    | Ack
+    | NotNeeded
+    | Failed
+    | Cancel
+    | Drained
+)
+
+_control_encoder = msgspec.msgpack.Encoder()
+
+_control_decoder = msgspec.msgpack.Decoder(Control)
+
+
+def encode_control(message: Control) -> bytes:
+    """Encode a control message."""
+    return _control_encoder.encode(message)
+
+
+def decode_control(data: bytes) -> Control:
+    """Decode a control message.
+
+    Raises:
+        msgspec.ValidationError: it is not one; the text says where.
+        msgspec.DecodeError: it is no MessagePack at all.
+    """
+    message: Control = _control_decoder.decode(data)
+    return message

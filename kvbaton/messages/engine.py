@@ -1,0 +1,274 @@
+"""What crosses between an engine core and its frontends, as MessagePack: `ToCore`, `FromCore`."""
+
+from __future__ import annotations
+
+from typing import Annotated, Any
+
+from msgspec import Meta, Struct
+
+from kvbaton.types import (
+    ENCODER_BLOCK_ROWS,
+    Count,
+    Id128,
+    Key,
+    Name,
+    NodeId,
+    Text,
+    TokenId,
+    TokenLogprobs,
+)
+
+
+class SamplingParams(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """How to choose tokens. Names and defaults as vLLM's; checked by `openai` at the door.
+
+    Attributes:
+        temperature: 0 is greedy.
+        top_p: nucleus mass, in (0, 1].
+        top_k: candidates kept; 0 keeps all.
+        min_p: least probability relative to the best.
+        presence_penalty: subtracted once per token already generated.
+        frequency_penalty: subtracted per occurrence among the generated tokens.
+        repetition_penalty: divides or multiplies logits of tokens seen before; 1 is off.
+        logit_bias: added to logits, by token id.
+        seed: of the noise; the door mints one if the client gave none, so that it is never None
+            in an engine.
+        n: choices.
+        max_tokens: most tokens to generate.
+        min_tokens: tokens before any stop may take effect.
+        stop_token_ids: end the text, beside the model's own end tokens.
+        ignore_eos: the model's own end tokens do not end the text.
+        logprobs: candidates reported per token; None for none at all.
+        prompt_logprobs: the same for prompt tokens.
+    """
+
+    temperature: float = 1.0
+    top_p: float = 1.0
+    top_k: int = 0
+    min_p: float = 0.0
+    presence_penalty: float = 0.0
+    frequency_penalty: float = 0.0
+    repetition_penalty: float = 1.0
+    logit_bias: dict[int, float] = {}
+    seed: int | None = None
+    n: int = 1
+    max_tokens: int = 16
+    min_tokens: int = 0
+    stop_token_ids: tuple[int, ...] = ()
+    ignore_eos: bool = False
+    logprobs: int | None = None
+    prompt_logprobs: int | None = None
+
+
+class TransferSpec(Struct, frozen=True, kw_only=True):
+    """A request's part in a hand-over.
+
+    Attributes:
+        role: ``source`` (this node prefills for another) or ``target`` (this node receives).
+        transfer_id: as minted by the router, or by P.
+        attempt: as minted by the router, or by D; None at P when no router minted one.
+        peer: for a target, P's control address ``tcp://host:port``.
+        peer_node: for a target, P's node id as the router knows it; None if not known.
+    """
+
+    role: str
+    transfer_id: Id128
+    attempt: Count = 0
+    peer: Name | None = None
+    peer_node: Name | None = None
+
+
+class Item(Struct, frozen=True, kw_only=True):
+    """A multimodal item of a prompt: tokens [start, start + length) stand for it.
+
+    Its encoder output has one row per such token. Where it is handed over, it is an artifact like a
+    prompt's KV: a transfer of its own, of one KV group, over as many positions as its rows fill
+    whole blocks of the encoder cache.
+
+    Attributes:
+        start: position of its first placeholder in the prompt.
+        length: placeholders, at least 1.
+        digest: of its content and the processor's settings; equal ones have equal outputs.
+        grid: patches in time, height and width, before they are merged.
+        data: the image as the client gave it (PNG, JPEG, ...); empty where the receiver need not
+            encode it.
+        transfer: its hand-over from an encoder node, if there is one.
+    """
+
+    start: Count
+    length: Annotated[int, Meta(ge=1, le=1 << 31)]
+    digest: Key
+    grid: tuple[Count, Count, Count]
+    data: bytes = b""
+    transfer: TransferSpec | None = None
+
+    @property
+    def padded_rows(self) -> int:
+        """Rows of the whole blocks of the encoder cache that its output fills."""
+        return -(-self.length // ENCODER_BLOCK_ROWS) * ENCODER_BLOCK_ROWS
+
+
+class AddRequest(Struct, frozen=True, tag="add", kw_only=True):
+    """Generate from tokens.
+
+    Attributes:
+        request_id: unique in the node.
+        token_ids: the prompt.
+        resume_ids: tokens already generated for this request elsewhere; the engine continues after
+            them as if it had generated them itself.
+        params: sampling.
+        priority: lower runs first, as in vLLM; equal ones first come, first served.
+        cache_salt: requests with different salts never share cache.
+        deadline_s: seconds from receipt after which the request is ended.
+        transfer: its part in a hand-over, if any.
+        items: multimodal items, by start; they do not overlap.
+    """
+
+    request_id: Name
+    token_ids: tuple[TokenId, ...]
+    params: SamplingParams
+    resume_ids: tuple[TokenId, ...] = ()
+    priority: int = 0
+    cache_salt: Text = ""
+    deadline_s: float = 600.0
+    transfer: TransferSpec | None = None
+    items: tuple[Item, ...] = ()
+
+
+class AbortRequest(Struct, frozen=True, tag="abort", kw_only=True):
+    """Stop a request; unknown ids are ignored. Answered by an `Output` with ``abort``."""
+
+    request_id: Name
+
+
+class Command(Struct, frozen=True, tag="command", kw_only=True):
+    """Ask the core something. Answered by a `Reply` with the same id.
+
+    Attributes:
+        name: ``state`` (the debugging dump), ``metrics``, ``reset_prefix_cache``, ``drain``,
+            ``members``.
+        argument: for ``members``, a list of control addresses that may be dialled.
+    """
+
+    command_id: Count
+    name: Name
+    argument: Any = None
+
+
+class Shutdown(Struct, frozen=True, tag="shutdown", kw_only=True):
+    """Drain hand-overs for at most `grace_s` seconds and exit."""
+
+    grace_s: float = 5.0
+
+
+ToCore = AddRequest | AbortRequest | Command | Shutdown
+
+
+class Output(Struct, frozen=True, tag="output", kw_only=True):
+    """New tokens of one choice of a request.
+
+    Attributes:
+        request_id: whose.
+        choice: index of the choice.
+        index: position among the generated tokens of the first of `token_ids`.
+        token_ids: new tokens; may be empty on the last output.
+        logprobs: one per new token, if asked for.
+        prompt_logprobs: on the first output, if asked for: one per prompt token, the first None.
+        finish_reason: ``stop``, ``length``, ``abort`` or ``error`` on the last output of a choice.
+        stop_reason: the token id that stopped it, if one did and it is no end-of-text token.
+        error: what went wrong, for ``error``.
+        cached_tokens: prompt tokens that this node took from its own cache.
+        transferred_tokens: prompt tokens received from another node.
+        kv_transfer_params: on the last output of a source, what to paste into the target's request.
+    """
+
+    request_id: Name
+    choice: Count = 0
+    index: Count = 0
+    token_ids: tuple[TokenId, ...] = ()
+    logprobs: tuple[TokenLogprobs, ...] | None = None
+    prompt_logprobs: tuple[TokenLogprobs | None, ...] | None = None
+    finish_reason: Name | None = None
+    stop_reason: int | str | None = None
+    error: Text | None = None
+    cached_tokens: Count = 0
+    transferred_tokens: Count = 0
+    kv_transfer_params: dict[str, Any] | None = None
+
+
+class Outputs(Struct, frozen=True, tag="outputs", kw_only=True):
+    """What one step produced."""
+
+    outputs: tuple[Output, ...]
+
+
+class Rejected(Struct, frozen=True, tag="rejected", kw_only=True):
+    """A request that the core can't take; the fields are those of `RequestError`."""
+
+    request_id: Name
+    message: Text
+    param: Name | None = None
+    status: int = 400
+    code: Name | None = None
+
+
+class Reply(Struct, frozen=True, tag="reply", kw_only=True):
+    """Answer to a `Command`."""
+
+    command_id: Count
+    result: Any = None
+    error: Text | None = None
+
+
+class Ready(Struct, frozen=True, tag="ready", kw_only=True):
+    """The core is up. Sent once.
+
+    Attributes:
+        node: this life of the node.
+        control_address: where peers reach its control channel; None for a node without a transport.
+        num_blocks: usable blocks of the pool.
+        block_size: tokens per block.
+        max_model_len: longest prompt plus output.
+        eos_token_ids: the model's own end tokens.
+        identity: digest of the identity record; nodes with different ones never pair.
+        encoder_identity: the same of encoder outputs that the node makes or can receive; empty if
+            it has nothing to do with any.
+    """
+
+    node: NodeId
+    control_address: Name | None
+    num_blocks: Count
+    block_size: Count
+    max_model_len: Count
+    eos_token_ids: tuple[int, ...]
+    vocab_size: Count = 0
+    tp_size: Count = 1
+    identity: bytes = b""
+    encoder_identity: bytes = b""
+
+
+class Metrics(Struct, frozen=True, tag="metrics", kw_only=True):
+    """The core's counters and gauges, sent every few seconds and at each ``metrics`` command.
+
+    Attributes:
+        counters: monotonic totals, by Prometheus name with labels, ``name{label="x"}``.
+        gauges: values now.
+    """
+
+    counters: dict[str, float]
+    gauges: dict[str, float]
+
+
+class Dead(Struct, frozen=True, tag="dead", kw_only=True):
+    """The core is about to exit because of an error.
+
+    Attributes:
+        error: what happened.
+        field: for a `ConfigError`, the setting that is wrong.
+    """
+
+    error: Text
+    field: Name | None = None
+
+
+FromCore = Outputs | Rejected | Reply | Ready | Metrics | Dead

@@ -1,0 +1,419 @@
+"""The prefill role: reports what the engine computes to those who have reserved it."""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import msgspec
+import numpy as np
+import numpy.typing as npt
+
+from kvbaton.connectors.keys import prompt_key, root_key
+from kvbaton.connectors.protocol.events import (
+    Announce,
+    Engage,
+    EvictSource,
+    FirstTokens,
+    RefuseAnnounce,
+    Release,
+    SourceFailed,
+    StopSource,
+)
+from kvbaton.connectors.transfer.source_worker import BlocksReport, PendingSums, SourceWorker
+from kvbaton.connectors.transfer.thread import TransferThread
+from kvbaton.engine.executor import Executor
+from kvbaton.engine.request import Request, extras_of
+from kvbaton.engine.scheduler import Scheduler
+from kvbaton.errors import RequestError
+from kvbaton.messages.engine import AddRequest, Output, TransferSpec
+from kvbaton.server.transfer_params import source_params
+from kvbaton.types import Attempt, ChoiceStart, NodeId, Spans
+
+logger = logging.getLogger(__name__)
+
+
+@dataclass
+class _Source:
+    """One attempt that this node prefills for.
+
+    Attributes:
+        request: as the client sent it; run again if a `Reserve` comes late.
+        request_id: of the run that computes it now.
+        num_tokens: prompt tokens to hand over.
+        start: where the target's reservation begins; None while nobody has reserved.
+        reported: tokens reported ready.
+        held: blocks held for the transfer.
+        first: token 0 of each choice, as sampled.
+        cached_tokens: prompt tokens that the first run did not compute.
+        forget_at: when an attempt that nobody reserved is dropped, on the monotonic clock.
+    """
+
+    attempt: Attempt
+    request: AddRequest
+    request_id: str
+    num_tokens: int
+    start: int | None = None
+    reported: int = 0
+    held: list[Spans] = field(default_factory=list)
+    first: dict[int, ChoiceStart] = field(default_factory=dict)
+    cached_tokens: int = 0
+    running: bool = True
+    forget_at: float | None = None
+
+
+class CutSums:
+    """Sums of blocks of which the first counts only from a token inside it.
+
+    A target's own hit may end inside one of our blocks. The sums kept with the block cover all of
+    it, so the part is summed anew; it counts only if the whole still matches what the step that
+    wrote the block signed, else stale bytes would be signed here.
+    """
+
+    def __init__(self, kept: PendingSums, whole: PendingSums, part: PendingSums) -> None:
+        self._kept, self._whole, self._part = kept, whole, part
+
+    def poll(self) -> list[npt.NDArray[np.uint64]] | None:
+        """Per rank, the sums; None while they are on their way."""
+        kept, whole, part = self._kept.poll(), self._whole.poll(), self._part.poll()
+        if kept is None or whole is None or part is None:
+            return None
+        cut = []
+        for of_kept, of_whole, of_part in zip(kept, whole, part, strict=True):
+            sums = of_kept.copy()
+            # What does not match is left wrong on purpose: the target will refuse it.
+            sums[0] = np.where(of_kept[0] == of_whole[0], of_part[0], ~of_part[0])
+            cut.append(sums)
+        return cut
+
+
+class SourceConnector:
+    """Prefills for other nodes; see `engine.role.Role` for the contract of each method."""
+
+    def __init__(
+        self,
+        transfers: TransferThread,
+        executor: Executor,
+        scheduler: Scheduler,
+        node: NodeId,
+        identity: bytes,
+        *,
+        unclaimed_s: float,
+    ) -> None:
+        assert transfers.sender is not None
+        self.transfers = transfers
+        self.sender: SourceWorker = transfers.sender
+        self.executor = executor
+        self.scheduler = scheduler
+        self.node = node
+        self.identity = identity
+        self.unclaimed_s = unclaimed_s
+        self.revived = 0
+        self.outcomes: dict[str, int] = {}
+        self._sources: dict[Attempt, _Source] = {}
+        self._by_request: dict[str, _Source] = {}
+        self._outputs: list[Output] = []
+        self._on: dict[type, Callable[[Any], None]] = {
+            Engage: self._engage,
+            Release: self._release,
+            StopSource: self._stop,
+            EvictSource: self._evict,
+            RefuseAnnounce: self._refuse,
+        }
+        scheduler.on_progress = self.progressed
+        transfers.start()
+
+    # --- requests ---
+
+    @property
+    def control_address(self) -> str | None:
+        """Where targets reach this node."""
+        return self.transfers.channel.address
+
+    @property
+    def wake_fd(self) -> int:
+        """Readable when the transfer thread has something to say."""
+        return self.transfers.outbox_fd
+
+    def accept(self, request: AddRequest) -> AddRequest:
+        """Check a request's part in a hand-over."""
+        transfer = request.transfer
+        if transfer is None:
+            return request
+        if transfer.role != "source":
+            raise RequestError(
+                "this node prefills; send do_remote_prefill to a decode node",
+                param="kv_transfer_params.do_remote_prefill",
+            )
+        if Attempt(transfer.transfer_id, transfer.attempt) in self._sources:
+            raise RequestError(
+                f"transfer {transfer.transfer_id.hex()} attempt {transfer.attempt} is in use",
+                param="kv_transfer_params.transfer_id",
+                status=409,
+                code="transfer_consumed",
+            )
+        return request
+
+    def added(self, request: AddRequest) -> None:
+        """Announce a transfer to the machine."""
+        if request.transfer is None:
+            return
+        attempt = Attempt(request.transfer.transfer_id, request.transfer.attempt)
+        known = (*request.token_ids, *request.resume_ids)
+        source = _Source(attempt, request, request.request_id, len(known))
+        self._sources[attempt] = source
+        self._by_request[request.request_id] = source
+        root, extras = root_key(self.identity, request.cache_salt), extras_of(request.items)
+        key = prompt_key(root, known, extras=extras)
+        self.transfers.submit(Announce(attempt, key, len(known)))
+
+    def ended(self, request_id: str) -> None:
+        """The run was aborted: the transfer fails."""
+        self._failed(request_id, "the prefill request was aborted")
+
+    def _failed(self, request_id: str, reason: str) -> None:
+        source = self._by_request.pop(request_id, None)
+        if source is None:
+            return
+        source.running = False
+        self.transfers.submit(SourceFailed(source.attempt, reason))
+        if source.start is None:
+            del self._sources[source.attempt]
+
+    def emitted(self, outputs: Sequence[Output]) -> list[Output]:
+        """Take note of first tokens; outputs of a run made for a late `Reserve` go nowhere."""
+        sent = []
+        for output in outputs:
+            source = self._by_request.get(output.request_id)
+            if source is None:
+                sent.append(output)
+                continue
+            noted = self._note_first(source, output)
+            if source.request_id == source.request.request_id:
+                sent.append(noted)
+            self._finish(source, output)
+        return sent
+
+    def _note_first(self, source: _Source, output: Output) -> Output:
+        if output.token_ids:
+            logprobs = output.logprobs[0] if output.logprobs else None
+            # P stops after one token: "length" is no statement about the target's request.
+            reason = None if output.finish_reason == "length" else output.finish_reason
+            source.first[output.choice] = ChoiceStart(
+                output.token_ids[0], logprobs, reason, output.stop_reason
+            )
+            if source.request_id == source.request.request_id:
+                # A run for a late reservation finds what this one has left in the cache.
+                source.cached_tokens = output.cached_tokens
+        if output.token_ids and len(source.first) == source.request.params.n:
+            choices = tuple(source.first[i] for i in range(source.request.params.n))
+            self.transfers.submit(FirstTokens(source.attempt, choices, source.cached_tokens))
+        if output.finish_reason is None:
+            return output
+        return msgspec.structs.replace(output, kv_transfer_params=self._params(source))
+
+    def _params(self, source: _Source) -> dict[str, Any]:
+        assert self.control_address is not None
+        return source_params(
+            source.attempt.transfer_id,
+            source.attempt.number,
+            node_id=self.node.node,
+            control_address=self.control_address,
+            tp_size=len(self.executor.layouts),
+            num_tokens=source.num_tokens,
+        )
+
+    def _finish(self, source: _Source, output: Output) -> None:
+        if output.finish_reason in ("abort", "error"):
+            self._failed(output.request_id, output.error or "the prefill request was aborted")
+        elif len(source.first) == source.request.params.n:
+            self._by_request.pop(output.request_id, None)
+            source.running = False
+            if source.start is None:
+                source.forget_at = time.monotonic() + 2 * self.unclaimed_s
+
+    # --- blocks ---
+
+    def decline(self, transfer: TransferSpec) -> None:
+        """A source receives nothing."""
+
+    def begin(self) -> None:
+        """Nothing waits for admission on a source."""
+
+    def progressed(self, request: Request) -> None:
+        """Report blocks that have become final, while the request still references them."""
+        source = self._by_request.get(request.request_id)
+        if source is None or source.start is None:
+            return
+        computed = self.scheduler.computed(request.request_id) or 0
+        if computed < source.num_tokens:
+            block_size = self.executor.layouts[0][0].block_size
+            computed -= computed % block_size
+        if computed > source.reported:
+            self._report(source, computed)
+
+    def _report(self, source: _Source, end: int) -> None:
+        start, source.reported = source.reported, end
+        spans = self.scheduler.spans(source.request_id, start, end)
+        self.scheduler.hold_outgoing(spans)
+        source.held.append(spans)
+        sums = tuple(self._sums(group, spans, start, end) for group in range(len(spans)))
+        self.transfers.submit(BlocksReport(source.attempt, start, end, spans, sums))
+
+    def _sums(self, group: int, spans: Spans, start: int, end: int) -> PendingSums:
+        blocks = [block for span in spans[group] for block in span.blocks]
+        kept = self.executor.sums(group, blocks)
+        block_size = self.executor.layouts[0][group].block_size
+        if start % block_size == 0:
+            return kept
+        first = start - start % block_size
+        past = min(first + block_size, end)  # the prompt may end in this very block
+        whole = self.executor.digest(group, blocks[:1], first, first, past)
+        part = self.executor.digest(group, blocks[:1], first, start, past)
+        return CutSums(kept, whole, part)
+
+    # --- what the transfer thread says ---
+
+    def poll(self) -> list[Output]:
+        """Carry out what the machine decided."""
+        for action in self.transfers.take():
+            self._on[type(action)](action)
+        now = time.monotonic()
+        for source in list(self._sources.values()):
+            if source.forget_at is not None and source.forget_at <= now:
+                del self._sources[source.attempt]
+        outputs, self._outputs = self._outputs, []
+        return outputs
+
+    def _engage(self, action: Engage) -> None:
+        source = self._sources.get(action.attempt)
+        if source is None:
+            self.transfers.submit(SourceFailed(action.attempt, "the prompt is gone"))
+            return
+        source.start = source.reported = action.start
+        source.forget_at = None
+        if source.running:
+            request = self.scheduler.request(source.request_id)
+            if request is not None:
+                self.progressed(request)
+            return
+        self._revive(source)
+
+    def _revive(self, source: _Source) -> None:
+        """Run a prompt again whose target came late: mostly hits, and the same first token."""
+        self.revived += 1
+        source.request_id = f"{source.request.request_id}#{self.revived}"
+        source.first, source.running = {}, True
+        self._by_request[source.request_id] = source
+        again = msgspec.structs.replace(source.request, request_id=source.request_id)
+        try:
+            self.scheduler.add(again)
+        except RequestError as error:
+            self.ended(source.request_id)
+            logger.warning("can't prefill again for a late reservation: %s", error)
+
+    def _release(self, action: Release) -> None:
+        source = self._sources.pop(action.attempt, None)
+        self.outcomes[action.outcome] = self.outcomes.get(action.outcome, 0) + 1
+        if source is None:
+            return
+        # A run made for a late reservation has its first tokens before it is over.
+        self._end_run(source)
+        for spans in source.held:
+            self.scheduler.release_outgoing(spans)
+
+    def _stop(self, action: StopSource) -> None:
+        source = self._sources.get(action.attempt)
+        if source is None:
+            return
+        self._end_run(source)
+        if source.start is None:
+            del self._sources[action.attempt]
+
+    def _end_run(self, source: _Source) -> None:
+        """Abort the run that computes an attempt's prompt, if one does."""
+        if not source.running:
+            return
+        source.running = False
+        self._by_request.pop(source.request_id, None)
+        outputs = self.scheduler.abort(source.request_id)
+        if source.request_id == source.request.request_id:
+            self._outputs += outputs
+
+    def _evict(self, action: EvictSource) -> None:
+        source = self._sources.get(action.attempt)
+        if source is None:
+            return
+        for spans in source.held:
+            self.scheduler.evict(spans, action.bad)
+
+    def _refuse(self, action: RefuseAnnounce) -> None:
+        source = self._sources.pop(action.attempt, None)
+        if source is None:
+            return
+        self._by_request.pop(source.request_id, None)
+        # A target that was faster than the request, and wants nothing of it, is no failure.
+        called_off = action.code in ("not_needed", "cancelled")
+        reason = "abort" if called_off else f"transfer refused: {action.code}"
+        self._outputs += self.scheduler.abort(source.request_id, reason)
+
+    # --- accounts ---
+
+    def busy(self) -> bool:
+        """Whether a target still waits for us."""
+        return any(source.start is not None for source in self._sources.values())
+
+    def claims(self) -> tuple[list[Spans], list[Spans]]:
+        """Blocks held for transfers."""
+        return [], [spans for source in self._sources.values() for spans in source.held]
+
+    def counters(self) -> dict[str, float]:
+        """Totals."""
+        totals = {
+            f"kvbaton_transfer_{name}_total": value for name, value in self.sender.counters.items()
+        }
+        for outcome, count in self.outcomes.items():
+            totals[f'kvbaton_transfers_total{{role="source",outcome="{outcome}"}}'] = float(count)
+        totals["kvbaton_transfers_revived_total"] = float(self.revived)
+        totals["kvbaton_control_junk_total"] = float(self.transfers.junk)
+        return totals
+
+    def gauges(self) -> dict[str, float]:
+        """Values now. An announced transfer holds nothing: nobody has reserved it yet."""
+        leases = sum(source.start is not None for source in self._sources.values())
+        return {
+            "kvbaton_transfers_live": float(leases),
+            "kvbaton_transfers_announced": float(len(self._sources) - leases),
+            "kvbaton_leases": float(leases),
+            "kvbaton_unhealthy": float(self.transfers.failure is not None),
+        }
+
+    def state(self) -> dict[str, Any]:
+        """The debugging dump."""
+        return {
+            "role": "prefill",
+            "failure": self.transfers.failure,
+            "live": [
+                {
+                    "transfer_id": source.attempt.transfer_id.hex(),
+                    "attempt": source.attempt.number,
+                    "request_id": source.request_id,
+                    "reserved_from": source.start,
+                    "reported": source.reported,
+                    "num_tokens": source.num_tokens,
+                    "running": source.running,
+                }
+                for source in self._sources.values()
+            ],
+            **self.transfers.inspect(self.sender.state),
+        }
+
+    def set_members(self, addresses: Sequence[str]) -> None:
+        """A source dials nobody."""
+
+    def close(self) -> None:
+        """Stop the transfer thread."""
+        self.transfers.close()

@@ -1,0 +1,140 @@
+"""The application: routes and middlewares over any source of tokens; and how to serve it."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from aiohttp import web
+from aiohttp.typedefs import Handler
+
+import kvbaton
+from kvbaton.messages.openai import ModelCard, ModelList
+from kvbaton.server.auth import auth_middleware
+from kvbaton.server.body import json_response
+from kvbaton.server.chat import chat_completions
+from kvbaton.server.completions import completions
+from kvbaton.server.config import FRONTEND, Frontend
+from kvbaton.server.errors import errors_middleware
+from kvbaton.server.fields import check_model
+from kvbaton.server.openapi import contract, openapi
+from kvbaton.server.request_id import echo_request_id, request_id_middleware
+from kvbaton.server.tokenize import detokenize, tokenize
+
+CLIENT_CLOSED_REQUEST = 499
+
+
+def make_app(
+    frontend: Frontend, extra_routes: Sequence[web.RouteDef] = (), *, text: bool = True
+) -> web.Application:
+    """The endpoint.
+
+    Args:
+        frontend: what it serves.
+        extra_routes: of the owner (``/health``, ``/metrics``, ...); they get the same request ids,
+            error bodies, limits and counters, and an API key where `auth.PROTECTED` says so.
+        text: whether it has the routes for texts and tokens.
+    """
+    app = web.Application(
+        client_max_size=frontend.config.max_body_bytes,
+        middlewares=[
+            request_id_middleware,
+            count_middleware,
+            errors_middleware,
+            auth_middleware,
+        ],
+    )
+    app[FRONTEND] = frontend
+    app.on_response_prepare.append(echo_request_id)
+    app.add_routes([*(_text_routes() if text else ()), *_routes(), *extra_routes])
+    return app
+
+
+def _text_routes() -> list[web.RouteDef]:
+    return [
+        web.post("/v1/completions", completions),
+        web.post("/v1/chat/completions", chat_completions),
+        web.get("/v1/models", models),
+        web.get("/v1/models/{model:.+}", model),
+        web.post("/tokenize", tokenize),
+        web.post("/detokenize", detokenize),
+    ]
+
+
+def _routes() -> list[web.RouteDef]:
+    return [
+        web.get("/version", version),
+        web.get("/openapi.json", openapi),
+    ]
+
+
+async def listen(
+    app: web.Application, host: str, port: int, *, grace_s: float = 5.0
+) -> tuple[web.AppRunner, int]:
+    """Serve an application; a handler is cancelled when its client goes away.
+
+    Args:
+        app: what to serve.
+        host: address to listen on.
+        port: 0 takes a free one.
+        grace_s: how long ``runner.cleanup()`` waits for open requests.
+
+    Returns:
+        The runner, whose ``cleanup`` ends it, and the port.
+
+    Raises:
+        OSError: the address can't be listened on.
+    """
+    runner = web.AppRunner(
+        app, handler_cancellation=True, shutdown_timeout=grace_s, access_log=None
+    )
+    await runner.setup()
+    try:
+        await web.TCPSite(runner, host, port).start()
+    except OSError:
+        await runner.cleanup()
+        raise
+    return runner, runner.addresses[0][1]
+
+
+@web.middleware
+async def count_middleware(request: web.Request, handler: Handler) -> web.StreamResponse:
+    """Count requests by route and status."""
+    metrics = request.app[FRONTEND].metrics
+    resource = request.match_info.route.resource
+    path = "unmatched" if resource is None else resource.canonical
+    status = CLIENT_CLOSED_REQUEST
+    with metrics.in_flight.track_inprogress():
+        try:
+            response = await handler(request)
+            status = response.status
+        finally:
+            method = "other" if resource is None else request.method
+            metrics.requests.labels(method, path, str(status)).inc()
+    return response
+
+
+@contract(answer=ModelList)
+async def models(request: web.Request) -> web.Response:
+    """``GET /v1/models``."""
+    return json_response(ModelList(data=[_card(request.app[FRONTEND])]))
+
+
+@contract(answer=ModelCard)
+async def model(request: web.Request) -> web.Response:
+    """``GET /v1/models/{model}``."""
+    frontend = request.app[FRONTEND]
+    check_model(frontend, request.match_info["model"])
+    return json_response(_card(frontend))
+
+
+def _card(frontend: Frontend) -> ModelCard:
+    return ModelCard(
+        id=frontend.config.model_name,
+        created=frontend.created,
+        max_model_len=frontend.facts().max_model_len,
+    )
+
+
+async def version(request: web.Request) -> web.Response:
+    """``GET /version``."""
+    return json_response({"version": kvbaton.__version__})

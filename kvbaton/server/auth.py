@@ -1,0 +1,57 @@
+"""API keys."""
+
+from __future__ import annotations
+
+import hmac
+from collections.abc import Sequence
+
+from aiohttp import web
+from aiohttp.typedefs import Handler
+
+from kvbaton.errors import RequestError
+from kvbaton.server.cluster_token import carries_token, is_loopback
+from kvbaton.server.config import FRONTEND
+
+PROTECTED = ("/v1/", "/inference/", "/tokenize", "/detokenize")
+
+
+def has_key(request: web.Request, api_keys: Sequence[str]) -> bool:
+    """Whether the request carries one of the keys as a bearer token."""
+    scheme, _, token = request.headers.get("Authorization", "").partition(" ")
+    if scheme.lower() != "bearer":
+        return False
+    sent = token.strip().encode(errors="surrogateescape")
+    # Every key is compared, so that the time tells nothing about which one is close.
+    return any([hmac.compare_digest(sent, key.encode()) for key in api_keys])
+
+
+def from_loopback(request: web.Request) -> bool:
+    """Whether the peer is this machine."""
+    return is_loopback(request.remote)
+
+
+def require_operator(request: web.Request) -> None:
+    """Let in loopback peers, holders of a key, and the router of this node's cluster.
+
+    Raises:
+        RequestError: 403.
+    """
+    config = request.app[FRONTEND].config
+    token, sent = config.operator_token, request.headers.get("Authorization")
+    if from_loopback(request) or (token and carries_token(sent, token)):
+        return
+    if not has_key(request, config.api_keys):
+        raise RequestError("only from loopback or with an API key", status=403)
+
+
+@web.middleware
+async def auth_middleware(request: web.Request, handler: Handler) -> web.StreamResponse:
+    """Refuse protected paths without a key, where keys are set."""
+    keys = request.app[FRONTEND].config.api_keys
+    if keys and request.path.startswith(PROTECTED) and not has_key(request, keys):
+        raise RequestError(
+            "a valid API key is required: Authorization: Bearer KEY",
+            status=401,
+            code="invalid_api_key",
+        )
+    return await handler(request)

@@ -1,0 +1,96 @@
+"""Every failure as OpenAI-shaped JSON."""
+
+from __future__ import annotations
+
+import logging
+import re
+from http import HTTPStatus
+
+import msgspec
+from aiohttp import web
+from aiohttp.typedefs import Handler
+
+from kvbaton.errors import EngineDeadError, RequestError
+from kvbaton.messages.openai import ErrorBody, ErrorInfo
+from kvbaton.server.request_id import REQUEST_ID
+
+logger = logging.getLogger(__name__)
+
+RETRY_AFTER_S = "1"
+TYPES = {
+    401: "authentication_error",
+    403: "permission_error",
+    404: "not_found_error",
+    429: "rate_limit_error",
+}
+
+_LOCATION = re.compile(r" - at (?:`[^`$]*` in )?`\$\.?([^`]*)`$")
+_MISSING = re.compile(r"missing required field `([^`]*)`")
+
+
+def malformed(error: Exception) -> RequestError:
+    """What msgspec says about a body, as a `RequestError` that names the field."""
+    text = str(error)
+    location = _LOCATION.search(text)
+    where = location.group(1) if location else ""
+    if missing := _MISSING.search(text):
+        where = f"{where}.{missing.group(1)}".lstrip(".")
+    reason = _LOCATION.sub("", text)
+    if isinstance(error, msgspec.ValidationError):
+        return RequestError(f"{where}: {reason}" if where else reason, param=where or None)
+    return RequestError(f"the body is not valid JSON: {reason}")
+
+
+def describe(error: BaseException) -> RequestError:
+    """Any failure as what to tell the client; 500 only for what we did not foresee."""
+    if isinstance(error, RequestError):
+        return error
+    if isinstance(error, EngineDeadError):
+        return RequestError(f"the engine is down: {error}", status=503, code="engine_dead")
+    if isinstance(error, TimeoutError):
+        return RequestError("the request took longer than its timeout", status=504, code="timeout")
+    if isinstance(error, web.HTTPException):
+        text = f"{error.reason}: {error.text}" if error.status == 413 else error.reason
+        return RequestError(text, status=error.status)
+    logger.error("unforeseen error while serving a request", exc_info=error)
+    return RequestError("internal error; the server's log has the details", status=500)
+
+
+def error_body(error: RequestError) -> bytes:
+    """The JSON of an error answer or event."""
+    kind = TYPES.get(error.status)
+    if kind is None:
+        kind = "invalid_request_error" if error.status < 500 else "server_error"
+    info = ErrorInfo(
+        message=error.message, type=kind, param=error.param, code=error.code or error.status
+    )
+    return msgspec.json.encode(ErrorBody(error=info))
+
+
+def error_response(error: RequestError) -> web.Response:
+    """The answer for a failure before anything was sent."""
+    headers = {}
+    if error.status in (HTTPStatus.TOO_MANY_REQUESTS, HTTPStatus.SERVICE_UNAVAILABLE):
+        headers["Retry-After"] = RETRY_AFTER_S
+    if error.status == HTTPStatus.UNAUTHORIZED:
+        headers["WWW-Authenticate"] = "Bearer"
+    return web.Response(
+        status=error.status,
+        body=error_body(error),
+        content_type="application/json",
+        headers=headers,
+    )
+
+
+@web.middleware
+async def errors_middleware(request: web.Request, handler: Handler) -> web.StreamResponse:
+    """Answer failures of the handlers inside."""
+    try:
+        return await handler(request)
+    except Exception as error:
+        failure = describe(error)
+        logger.info("request %s: %d %s", request[REQUEST_ID], failure.status, failure.message)
+        response = error_response(failure)
+        if isinstance(error, web.HTTPMethodNotAllowed):
+            response.headers["Allow"] = error.headers["Allow"]
+        return response

@@ -1,0 +1,224 @@
+"""Images that clients name: inline, or at addresses that this process may visit.
+
+What a client names is visited only where the operator allows it, never inside private networks
+unless that is allowed too, for a limited time and up to a limited size. The addresses that a name
+resolves to are checked when they are dialled, so a name can't change its mind in between.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import base64
+import binascii
+import errno
+import ipaddress
+import socket
+from collections.abc import Coroutine, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from typing import Any
+from urllib.parse import unquote_to_bytes
+
+import aiohttp
+from aiohttp.abc import AbstractResolver, ResolveResult
+from aiohttp.resolver import ThreadedResolver
+from yarl import URL
+
+from kvbaton.errors import RequestError
+from kvbaton.messages.engine import Item
+from kvbaton.server.media import MediaConfig
+from kvbaton.text.chat import ImageUrl
+from kvbaton.text.vision import DECODERS, VisionText
+
+MAX_REDIRECTS = 3
+CHUNK = 1 << 16
+NAT64 = ipaddress.ip_network("64:ff9b::/96")
+SHOWN = 100
+"""Characters of an address that errors show."""
+_decoders = ThreadPoolExecutor(DECODERS, thread_name_prefix="image")
+"""Threads of their own: images that wait to be decoded hold up nothing else."""
+
+
+async def load_images(
+    images: Sequence[ImageUrl], vision: VisionText, config: MediaConfig
+) -> list[Item]:
+    """Get and check images; their items all start at 0.
+
+    Raises:
+        RequestError: naming the image that is wrong, may not be fetched, or does not come.
+    """
+    if len(images) > config.max_images:
+        raise RequestError(
+            f"a request may have at most {config.max_images} images", param="messages"
+        )
+    room = _Room(config.max_image_bytes)
+    return await _all([_load(image, vision, config, room) for image in images])
+
+
+async def _all(loads: Sequence[Coroutine[Any, Any, Item]]) -> list[Item]:
+    """All at once; if one fails, the others end."""
+    tasks = [asyncio.ensure_future(load) for load in loads]
+    try:
+        return list(await asyncio.gather(*tasks))
+    finally:
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
+
+
+async def _load(image: ImageUrl, vision: VisionText, config: MediaConfig, room: _Room) -> Item:
+    try:
+        data = await _data(image.url, config, room)
+        return await asyncio.get_running_loop().run_in_executor(_decoders, vision.item, data)
+    except RequestError as error:
+        raise RequestError(error.message, param=image.where, code="invalid_image") from error
+
+
+@dataclass
+class _Room:
+    """Bytes that the images of a request may still take."""
+
+    left: int
+
+    def take(self, count: int) -> None:
+        """Raises `RequestError` when they are used up."""
+        self.left -= count
+        if self.left < 0:
+            raise RequestError("the images of this request are too large; see max_image_bytes")
+
+
+async def _data(url: str, config: MediaConfig, room: _Room) -> bytes:
+    scheme = url.partition(":")[0].lower()
+    if scheme == "data":
+        return _inline(url, room)
+    if scheme not in ("http", "https"):
+        raise RequestError("an image's url must begin with data:, http: or https:")
+    try:
+        async with asyncio.timeout(config.image_timeout_s):
+            return await _fetch(URL(url), config, room)
+    except TimeoutError:
+        raise RequestError(
+            f"{url[:SHOWN]} did not send the image within {config.image_timeout_s:g} s"
+        ) from None
+    except (aiohttp.ClientError, OSError, ValueError) as error:
+        raise RequestError(f"can't fetch {url[:SHOWN]}: {error}") from error
+
+
+def _inline(url: str, room: _Room) -> bytes:
+    """The bytes of a ``data:`` URL (RFC 2397)."""
+    head, comma, body = url[len("data:") :].partition(",")
+    kind, *parameters = head.split(";")
+    if not comma or not _is_image(kind):
+        raise RequestError("a data: url must be data:image/...;base64,... with an image type")
+    try:
+        if "base64" in parameters:
+            data = base64.b64decode(unquote_to_bytes(body), validate=True)
+        else:
+            data = unquote_to_bytes(body)
+    except binascii.Error as error:
+        raise RequestError(f"a data: url must hold base64: {error}") from error
+    room.take(len(data))
+    return data
+
+
+def _is_image(content_type: str) -> bool:
+    return content_type.strip().lower().startswith("image/")
+
+
+# --- over the network ---
+
+
+async def _fetch(url: URL, config: MediaConfig, room: _Room) -> bytes:
+    """Get an image, following redirects to other places that are allowed."""
+    connector = aiohttp.TCPConnector(resolver=_Resolver(config.allow_private_media))
+    async with aiohttp.ClientSession(connector=connector, auto_decompress=False) as session:
+        for _ in range(1 + MAX_REDIRECTS):
+            _check_url(url, config)
+            async with session.get(
+                url, allow_redirects=False, headers={"Accept-Encoding": "identity"}
+            ) as response:
+                if response.status not in (301, 302, 303, 307, 308):
+                    return await _read(response, room)
+                url = url.join(URL(response.headers.get("Location", "")))
+    raise RequestError(f"{str(url)[:SHOWN]} redirects too often")
+
+
+def _check_url(url: URL, config: MediaConfig) -> None:
+    """Whether an address may be visited, as far as it is known before its name is resolved."""
+    host = (url.raw_host or "").rstrip(".")  # as it is dialled: other spellings are undone
+    if url.scheme not in ("http", "https") or not host:
+        raise RequestError(f"{str(url)[:SHOWN]} is no http: or https: address")
+    if not any(_covers(domain, host) for domain in config.allowed_media_domains):
+        raise RequestError(
+            f"images may not be fetched from {host[:SHOWN]}; --allowed-media-domains names the "
+            "hosts that they may be fetched from, and data: urls are always taken"
+        )
+    if not config.allow_private_media and _is_private(host):
+        raise RequestError(f"{host[:SHOWN]} is not a public address")
+
+
+def _covers(domain: str, host: str) -> bool:
+    domain = domain.lower().rstrip(".")
+    return domain == "*" or host == domain or host.endswith(f".{domain}")
+
+
+def _is_private(host: str) -> bool:
+    """Whether a host is an address outside of the public internet; names are judged later."""
+    address = _address(host)
+    if isinstance(address, ipaddress.IPv6Address):
+        inner = address.ipv4_mapped or address.sixtofour or (address.teredo or (None, None))[1]
+        if inner is None and address in NAT64:
+            inner = ipaddress.IPv4Address(int(address) & 0xFFFFFFFF)
+        if inner is not None:
+            return _is_private(str(inner))
+        if address.is_site_local:
+            return True
+    return address is not None and (
+        not address.is_global or address.is_multicast or address.is_reserved
+    )
+
+
+def _address(host: str) -> ipaddress.IPv4Address | ipaddress.IPv6Address | None:
+    """What a host stands for if it is an address, in the old short forms of IPv4 (127.1), too."""
+    try:
+        if ":" in host:
+            return ipaddress.IPv6Address(host.partition("%")[0])
+        return ipaddress.IPv4Address(socket.inet_aton(host))
+    except (OSError, ValueError):
+        return None
+
+
+class _Resolver(AbstractResolver):
+    """Names to addresses, without those that may not be dialled."""
+
+    def __init__(self, allow_private: bool) -> None:
+        self._allow_private = allow_private
+        self._system = ThreadedResolver()
+
+    async def resolve(
+        self, host: str, port: int = 0, family: socket.AddressFamily = socket.AF_INET
+    ) -> list[ResolveResult]:
+        """Raises `OSError` if none is left."""
+        found = await self._system.resolve(host, port, family)
+        allowed = [a for a in found if self._allow_private or not _is_private(a["host"])]
+        if not allowed:
+            raise OSError(errno.EACCES, f"{host} has no public address")
+        return allowed
+
+    async def close(self) -> None:
+        """Nothing is kept."""
+
+
+async def _read(response: aiohttp.ClientResponse, room: _Room) -> bytes:
+    if response.status != 200:
+        raise RequestError(f"{response.host} answers {response.status} instead of an image")
+    kind = response.headers.get("Content-Type", "")
+    if not _is_image(kind):
+        raise RequestError(f"{response.host} sends {kind[:SHOWN]!r} instead of an image")
+    if response.headers.get("Content-Encoding", "identity") != "identity":
+        raise RequestError(f"{response.host} sends the image compressed once more")
+    chunks = []
+    async for chunk in response.content.iter_chunked(CHUNK):
+        room.take(len(chunk))
+        chunks.append(chunk)
+    return b"".join(chunks)

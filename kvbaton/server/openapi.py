@@ -1,0 +1,149 @@
+"""``GET /openapi.json``: the endpoint described by its own routes and types.
+
+Source: OpenAPI 3.1; its schemas are JSON Schema 2020-12, which msgspec makes of our structs.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+from typing import Any, TypeVar
+
+import msgspec
+from aiohttp import web
+from aiohttp.web_urldispatcher import AbstractRoute
+from msgspec import Struct
+
+import kvbaton
+from kvbaton.messages.openai import ErrorBody
+from kvbaton.server.body import json_response
+from kvbaton.server.config import FRONTEND
+
+H = TypeVar("H", bound=Callable[..., Any])
+
+REF = "#/components/schemas/{name}"
+_VARIABLE = re.compile(r"{(\w+)(?::[^}]*)?}")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Contract:
+    """What a handler takes and answers, beyond JSON objects of any shape.
+
+    Attributes:
+        body: of a request.
+        answer: of status 200.
+        streams: whether it may answer with server-sent events of JSON instead.
+        content_type: of an answer that is no JSON.
+    """
+
+    body: type[Struct] | None = None
+    answer: type[Struct] | None = None
+    streams: bool = False
+    content_type: str = "application/json"
+
+
+_contracts: dict[Callable[..., Any], Contract] = {}
+
+
+def contract(
+    *,
+    body: type[Struct] | None = None,
+    answer: type[Struct] | None = None,
+    streams: bool = False,
+    content_type: str = "application/json",
+) -> Callable[[H], H]:
+    """Note what a handler takes and answers, for the description; see `Contract`."""
+
+    def note(handler: H) -> H:
+        _contracts[handler] = Contract(
+            body=body, answer=answer, streams=streams, content_type=content_type
+        )
+        return handler
+
+    return note
+
+
+async def openapi(request: web.Request) -> web.Response:
+    """This description."""
+    return json_response(describe(request.app))
+
+
+def describe(app: web.Application) -> dict[str, Any]:
+    """An application's routes as an OpenAPI document."""
+    frontend = app[FRONTEND]
+    routes = [route for route in app.router.routes() if route.method != "HEAD"]
+    named = [_contract_of(route) for route in routes]
+    types = {t for c in named for t in (c.body, c.answer) if t is not None} | {ErrorBody}
+    if frontend.transfer_type is not None:
+        types.add(frontend.transfer_type)
+    _, schemas = msgspec.json.schema_components(sorted(types, key=_name), ref_template=REF)
+    if frontend.transfer_type is not None:
+        _type_transfers(schemas.values(), frontend.transfer_type)
+    paths: dict[str, Any] = {}
+    for route, found in zip(routes, named, strict=True):
+        paths.setdefault(_path(route), {})[route.method.lower()] = _operation(route, found)
+    document: dict[str, Any] = {
+        "openapi": "3.1.0",
+        "info": {"title": "kvbaton", "version": kvbaton.__version__},
+        "paths": paths,
+        "components": {"schemas": schemas},
+    }
+    if frontend.config.api_keys:
+        document["components"]["securitySchemes"] = {"key": {"type": "http", "scheme": "bearer"}}
+        document["security"] = [{"key": []}]
+    return document
+
+
+def _name(kind: type) -> str:
+    return kind.__name__
+
+
+def _type_transfers(schemas: Iterable[dict[str, Any]], kind: type) -> None:
+    """Say what ``kv_transfer_params`` holds, where the shared types leave it open."""
+    for schema in schemas:
+        if "kv_transfer_params" in schema.get("properties", {}):
+            choice = [_ref(kind), {"type": "null"}]
+            schema["properties"]["kv_transfer_params"] = {"anyOf": choice}
+
+
+def _contract_of(route: AbstractRoute) -> Contract:
+    return _contracts.get(route.handler, Contract())
+
+
+def _path(route: AbstractRoute) -> str:
+    assert route.resource is not None
+    return _VARIABLE.sub(r"{\1}", route.resource.canonical)
+
+
+def _operation(route: AbstractRoute, found: Contract) -> dict[str, Any]:
+    content = {found.content_type: {"schema": _ref(found.answer)}}
+    if found.streams:
+        content["text/event-stream"] = {"schema": {"type": "string"}}
+    error = {"application/json": {"schema": _ref(ErrorBody)}}
+    operation: dict[str, Any] = {
+        "summary": (route.handler.__doc__ or "").partition("\n")[0],
+        "responses": {
+            "200": {"description": "the answer", "content": content},
+            "default": {"description": "what went wrong", "content": error},
+        },
+    }
+    if found.body is not None:
+        schema = {"application/json": {"schema": _ref(found.body)}}
+        operation["requestBody"] = {"required": True, "content": schema}
+    if names := _VARIABLE.findall(_path(route)):
+        operation["parameters"] = [_parameter(name) for name in names]
+    return operation
+
+
+def _ref(kind: type | None) -> dict[str, Any]:
+    return {} if kind is None else {"$ref": REF.format(name=kind.__name__)}
+
+
+def _parameter(name: str) -> dict[str, Any]:
+    return {
+        "name": name,
+        "in": "path",
+        "required": True,
+        "schema": {"type": "string", "minLength": 1},
+    }

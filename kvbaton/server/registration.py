@@ -1,0 +1,143 @@
+"""A node's side of membership: registers with the router and repeats it as a heartbeat."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import random
+import time
+from collections.abc import Awaitable, Callable
+from urllib.parse import quote
+
+import aiohttp
+import msgspec
+
+from kvbaton.errors import ConfigError
+from kvbaton.messages.nodes import Members, NodeInfo
+from kvbaton.messages.openai import ErrorBody
+from kvbaton.server.cluster_token import registration_token
+
+logger = logging.getLogger(__name__)
+
+OnMembers = Callable[[tuple[str, ...]], Awaitable[None]]
+
+REFUSALS = (400, 401, 403, 404, 405, 409, 410, 422)
+"""Answers that repeating the question does not change."""
+
+
+class NodeRegistrar:
+    """Keeps one node registered.
+
+    Args:
+        router_url: base URL of the router.
+        info: what the node says of itself, asked anew for every heartbeat.
+        on_members: called with the control addresses of all other members, first at registration
+            and then whenever they have changed.
+        cluster_key: of this cluster, if it has one.
+        first_deadline_s: the router must be reached for the first time within this time; after
+            that the node serves on and keeps trying.
+        timeout_s: for one heartbeat.
+        max_backoff_s: longest pause between two attempts.
+    """
+
+    def __init__(
+        self,
+        router_url: str,
+        info: Callable[[], NodeInfo],
+        on_members: OnMembers,
+        *,
+        cluster_key: str | None = None,
+        first_deadline_s: float = 60.0,
+        timeout_s: float = 2.0,
+        max_backoff_s: float = 2.0,
+    ) -> None:
+        self._url = router_url.rstrip("/") + "/nodes"
+        self._info = info
+        self._on_members = on_members
+        self._headers = {"Content-Type": "application/json"}
+        if cluster_key:
+            self._headers["Authorization"] = f"Bearer {registration_token(cluster_key)}"
+        self._first_deadline_s = first_deadline_s
+        self._timeout = aiohttp.ClientTimeout(total=timeout_s)
+        self._max_backoff_s = max_backoff_s
+        self._known: tuple[str, ...] | None = None
+        self._failures = 0
+        self._news = asyncio.Event()
+
+    def nudge(self) -> None:
+        """Say now, not at the next heartbeat, that something has changed."""
+        self._news.set()
+
+    async def run(self) -> None:
+        """Register, then repeat until cancelled.
+
+        Raises:
+            ConfigError: ``--router`` can't be reached or refuses this node.
+        """
+        give_up = time.monotonic() + self._first_deadline_s
+        async with aiohttp.ClientSession(timeout=self._timeout) as session:
+            while True:
+                try:
+                    members = await self._register(session)
+                except (aiohttp.ClientError, OSError, TimeoutError, msgspec.DecodeError) as error:
+                    if self._known is None and time.monotonic() >= give_up:
+                        raise ConfigError(
+                            "--router", f"can't register at {self._url}: {error!r}"
+                        ) from error
+                    await asyncio.sleep(self._backoff(error))
+                else:
+                    await self._registered(members)
+                    await self._pause(members.heartbeat_s)
+
+    async def _pause(self, seconds: float) -> None:
+        try:
+            await asyncio.wait_for(self._news.wait(), seconds)
+        except TimeoutError:
+            return
+        self._news.clear()
+
+    async def leave(self) -> None:
+        """Tell the router that this node goes away; what it is serving there goes on.
+
+        A router that can't be told notices by itself.
+        """
+        url = f"{self._url}/{quote(self._info().node_id)}"
+        try:
+            async with (
+                aiohttp.ClientSession(timeout=self._timeout) as session,
+                session.delete(url, headers=self._headers) as response,
+            ):
+                response.raise_for_status()
+        except (aiohttp.ClientError, OSError, TimeoutError) as error:
+            logger.info("could not tell the router that this node leaves: %r", error)
+
+    async def _register(self, session: aiohttp.ClientSession) -> Members:
+        body = msgspec.json.encode(self._info())
+        async with session.post(self._url, data=body, headers=self._headers) as response:
+            answer = await response.read()
+            if response.status in REFUSALS:
+                raise ConfigError("--router", f"it refused this node: {_reason(answer)}")
+            response.raise_for_status()
+            return msgspec.json.decode(answer, type=Members)
+
+    async def _registered(self, members: Members) -> None:
+        if self._failures or self._known is None:
+            logger.info("registered at %s", self._url)
+        self._failures = 0
+        if members.control_addresses != self._known:
+            await self._on_members(members.control_addresses)
+            self._known = members.control_addresses
+
+    def _backoff(self, error: Exception) -> float:
+        if self._failures == 0:
+            logger.warning("can't reach the router at %s, trying on: %r", self._url, error)
+        self._failures += 1
+        longest = min(0.1 * 2**self._failures, self._max_backoff_s)
+        return random.uniform(0.05, longest)
+
+
+def _reason(answer: bytes) -> str:
+    try:
+        return msgspec.json.decode(answer, type=ErrorBody).error.message
+    except msgspec.DecodeError:
+        return answer[:200].decode(errors="replace")

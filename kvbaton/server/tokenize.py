@@ -1,0 +1,59 @@
+"""``POST /tokenize`` and ``POST /detokenize``, in vLLM's shapes."""
+
+from __future__ import annotations
+
+from aiohttp import web
+
+from kvbaton.errors import RequestError
+from kvbaton.messages.openai import (
+    DetokenizeRequest,
+    DetokenizeResponse,
+    TokenizeRequest,
+    TokenizeResponse,
+)
+from kvbaton.server.body import json_response, read_body
+from kvbaton.server.chat import encode_chat
+from kvbaton.server.config import FRONTEND, Frontend
+from kvbaton.server.fields import check_model
+from kvbaton.server.openapi import contract
+from kvbaton.server.prompts import encode
+from kvbaton.server.sampling import INT32, check_ids
+
+
+@contract(body=TokenizeRequest, answer=TokenizeResponse)
+async def tokenize(request: web.Request) -> web.Response:
+    """Token ids of a text or a conversation."""
+    frontend = request.app[FRONTEND]
+    body = await read_body(request, TokenizeRequest)
+    check_model(frontend, body.model)
+    ids = await _encode(frontend, body)
+    texts = [frontend.tokenizer.token_text(i) for i in ids] if body.return_token_strs else None
+    return json_response(
+        TokenizeResponse(
+            count=len(ids),
+            max_model_len=frontend.facts().max_model_len,
+            tokens=ids,
+            token_strs=texts,
+        )
+    )
+
+
+async def _encode(frontend: Frontend, body: TokenizeRequest) -> list[int]:
+    if (body.prompt is None) == (body.messages is None):
+        raise RequestError("give either prompt or messages", param="prompt")
+    if body.prompt is None:
+        ids, _ = await encode_chat(frontend, body)
+        return ids
+    special = body.add_special_tokens is not False
+    return await encode(frontend.tokenizer, body.prompt, add_special_tokens=special)
+
+
+@contract(body=DetokenizeRequest, answer=DetokenizeResponse)
+async def detokenize(request: web.Request) -> web.Response:
+    """Text of token ids, special tokens included."""
+    frontend = request.app[FRONTEND]
+    body = await read_body(request, DetokenizeRequest)
+    check_model(frontend, body.model)
+    check_ids("tokens", body.tokens, frontend.vocab_size, most=INT32)
+    text = frontend.tokenizer.decode(body.tokens, skip_special_tokens=False)
+    return json_response(DetokenizeResponse(prompt=text))

@@ -1,0 +1,198 @@
+"""``kv_transfer_params``: vLLM's field names to a `TransferSpec`, and a source's answer back.
+
+A proxy written for vLLM asks the source with ``do_remote_decode``, and pastes the source's answer
+unchanged into the target's request, where it says ``do_remote_prefill``. `remote_request_id`
+carries our transfer id. Whether the peer may be dialled is decided by the core, by membership.
+"""
+
+from __future__ import annotations
+
+import ipaddress
+import re
+import secrets
+from typing import Annotated, Any
+from urllib.parse import urlsplit
+
+import msgspec
+from msgspec import Meta, Struct
+
+from kvbaton.errors import RequestError
+from kvbaton.messages.engine import TransferSpec
+
+PARAM = "kv_transfer_params"
+
+Hex128 = Annotated[str, Meta(pattern="^[0-9a-fA-F]*$", min_length=32, max_length=32)]
+Small = Annotated[int, Meta(ge=0, lt=1 << 31)]
+BlockId = Annotated[int, Meta(ge=0, lt=1 << 62)]
+
+_HOST_NAME = re.compile(r"[A-Za-z0-9_]([A-Za-z0-9_.-]{0,251}[A-Za-z0-9_])?")
+
+
+class KvTransferParams(Struct, kw_only=True):
+    """The fields that we read; others are ignored.
+
+    Attributes:
+        do_remote_decode: this node is the source.
+        do_remote_prefill: this node is the target.
+        transfer_id: 32 hex digits, as minted by a router.
+        attempt: as minted by a router.
+        remote_engine_id: the source's node id.
+        remote_host: of the source's control channel.
+        remote_port: of the source's control channel.
+        remote_request_id: the transfer id as the source answered it.
+        remote_block_ids: type-checked, else ignored: a target reserves its own blocks.
+        tp_size: type-checked, else ignored: ranks are exchanged between the nodes.
+    """
+
+    do_remote_decode: bool | None = None
+    do_remote_prefill: bool | None = None
+    transfer_id: Hex128 | None = None
+    attempt: Small | None = None
+    remote_engine_id: Annotated[str, Meta(min_length=1, max_length=256)] | None = None
+    remote_host: Annotated[str, Meta(max_length=253)] | None = None
+    remote_port: Annotated[int, Meta(ge=1, le=65535)] | None = None
+    remote_request_id: Hex128 | None = None
+    remote_block_ids: list[list[BlockId]] | None = None
+    tp_size: Annotated[int, Meta(ge=1, le=4096)] | None = None
+    remote_num_tokens: Small | None = None
+
+
+def parse_transfer(params: dict[str, Any] | None) -> TransferSpec | None:
+    """A request's part in a hand-over; None if it has none.
+
+    Raises:
+        RequestError: a field is missing or wrong (400, naming it), or both roles are asked for.
+    """
+    if not params:
+        return None
+    fields = _typed(params)
+    if fields.do_remote_decode and fields.do_remote_prefill:
+        raise RequestError(
+            "do_remote_decode and do_remote_prefill exclude each other",
+            param=f"{PARAM}.do_remote_prefill",
+        )
+    if fields.do_remote_decode:
+        return _source(fields)
+    return _target(fields) if fields.do_remote_prefill else None
+
+
+def check_item_transfer(transfer: TransferSpec | None, where: str) -> None:
+    """Check an item's part in a hand-over, which comes as it is.
+
+    Raises:
+        RequestError: naming `where`; it says no address of a source.
+    """
+    if transfer is None:
+        return
+    peer = (transfer.peer or "").lower()
+    try:
+        parts = urlsplit(peer)
+        whole = f"tcp://{_host(parts.hostname or '')}:{parts.port or 'none'}"
+    except (ValueError, RequestError):  # a port that is no number, half a bracket, no name
+        whole = "none"
+    if transfer.role != "target" or peer != whole:
+        raise RequestError(
+            "an item's transfer needs the role target, and a peer of the form tcp://host:port",
+            param=where,
+        )
+
+
+def source_params(
+    transfer_id: bytes,
+    attempt: int,
+    *,
+    node_id: str,
+    control_address: str,
+    tp_size: int,
+    num_tokens: int,
+) -> dict[str, Any]:
+    """A source's answer, ready to be pasted into the target's request.
+
+    Args:
+        transfer_id: 16 bytes.
+        attempt: of the transfer.
+        node_id: of this node.
+        control_address: ``tcp://host:port`` as peers reach it.
+        tp_size: ranks of this node.
+        num_tokens: prompt tokens with valid KV.
+    """
+    host, _, port = control_address.removeprefix("tcp://").rpartition(":")
+    return {
+        "do_remote_prefill": True,
+        "do_remote_decode": False,
+        "remote_engine_id": node_id,
+        "remote_host": host.strip("[]"),
+        "remote_port": int(port),
+        "remote_request_id": transfer_id.hex(),
+        "remote_block_ids": [[]],
+        "tp_size": tp_size,
+        "transfer_id": transfer_id.hex(),
+        "attempt": attempt,
+        "remote_num_tokens": num_tokens,
+    }
+
+
+def _typed(params: dict[str, Any]) -> KvTransferParams:
+    try:
+        return msgspec.convert(params, KvTransferParams)
+    except msgspec.ValidationError as error:
+        reason, _, where = str(error).partition(" - at ")
+        field = where.strip("`").removeprefix("$.")
+        raise RequestError(
+            f"{PARAM}: {reason} at {field or 'the top'}",
+            param=f"{PARAM}.{field}" if field else PARAM,
+        ) from error
+
+
+def _source(fields: KvTransferParams) -> TransferSpec:
+    named = fields.transfer_id
+    return TransferSpec(
+        role="source",
+        transfer_id=secrets.token_bytes(16) if named is None else bytes.fromhex(named),
+        attempt=fields.attempt or 0,
+    )
+
+
+def _target(fields: KvTransferParams) -> TransferSpec:
+    for name in ("remote_engine_id", "remote_host", "remote_port"):
+        if getattr(fields, name) is None:
+            raise _missing(name)
+    return TransferSpec(
+        role="target",
+        transfer_id=_named_transfer(fields),
+        attempt=fields.attempt or 0,
+        peer=f"tcp://{_host(fields.remote_host or '')}:{fields.remote_port}",
+        peer_node=fields.remote_engine_id,
+    )
+
+
+def _named_transfer(fields: KvTransferParams) -> bytes:
+    named = fields.remote_request_id or fields.transfer_id
+    if named is None:
+        raise _missing("remote_request_id")
+    if fields.transfer_id is not None and fields.transfer_id.lower() != named.lower():
+        raise RequestError(
+            "transfer_id and remote_request_id name different transfers",
+            param=f"{PARAM}.transfer_id",
+        )
+    return bytes.fromhex(named)
+
+
+def _missing(name: str) -> RequestError:
+    return RequestError(
+        f"do_remote_prefill needs {name}; paste the prefill node's answer unchanged",
+        param=f"{PARAM}.{name}",
+    )
+
+
+def _host(host: str) -> str:
+    """The host as it stands in an address; an IPv6 address gets its brackets."""
+    try:
+        address = ipaddress.ip_address(host.removeprefix("[").removesuffix("]"))
+    except ValueError:
+        if _HOST_NAME.fullmatch(host):
+            return host
+        raise RequestError(
+            "remote_host must be a host name or an IP address", param=f"{PARAM}.remote_host"
+        ) from None
+    return f"[{address}]" if address.version == 6 else str(address)

@@ -1,0 +1,163 @@
+import json
+from typing import Any
+
+import openai
+import pytest
+
+from tests.server_support import MAX_MODEL_LEN
+
+TEXT = "Bonjour, 東京!"
+ASK: list[Any] = [{"role": "user", "content": "Greet the city."}]
+
+
+async def test_a_whole_answer(serve: Any) -> None:
+    endpoint = await serve(TEXT)
+    status, answer = await endpoint.post("/v1/chat/completions", {"messages": ASK})
+    assert status == 200
+    assert answer["object"] == "chat.completion"
+    choice = answer["choices"][0]
+    assert choice["message"] == {"role": "assistant", "content": TEXT}
+    assert choice["finish_reason"] == "stop"
+    request = endpoint.source.requests[0]
+    shown = endpoint.frontend.tokenizer.decode(list(request.token_ids), skip_special_tokens=False)
+    assert shown == "<s><|user|>Greet the city.<|assistant|>", "one start token, from the template"
+    assert request.params.max_tokens == MAX_MODEL_LEN - len(request.token_ids)
+
+
+async def test_the_openai_client(serve: Any) -> None:
+    endpoint = await serve(TEXT)
+    async with openai.AsyncOpenAI(
+        base_url=f"{endpoint.url}/v1", api_key="x", max_retries=0
+    ) as client:
+        whole = await client.chat.completions.create(
+            model="tiny", messages=ASK, logprobs=True, top_logprobs=2, n=2, max_completion_tokens=60
+        )
+        assert [choice.message.content for choice in whole.choices] == [TEXT, TEXT]
+        logprobs = whole.choices[1].logprobs
+        assert logprobs is not None
+        assert logprobs.content is not None
+        told = b"".join(bytes(entry.bytes or []) for entry in logprobs.content)
+        assert told == TEXT.encode() + b"</s>", "bytes of parts of characters are exact"
+        assert len(logprobs.content[0].top_logprobs) == 2
+        chunks = await client.chat.completions.create(
+            model="tiny",
+            messages=ASK,
+            stream=True,
+            stream_options={"include_usage": True},
+            n=2,
+        )
+        texts, usage, roles = {0: "", 1: ""}, None, []
+        async for chunk in chunks:
+            usage = chunk.usage or usage
+            for choice in chunk.choices:
+                assert "\ufffd" not in (choice.delta.content or "")
+                texts[choice.index] += choice.delta.content or ""
+                roles += [choice.delta.role] * (choice.delta.role is not None)
+        assert texts == {0: TEXT, 1: TEXT}
+        assert roles == ["assistant"] * 2
+        assert usage is not None
+        assert whole.usage is not None
+        assert usage.completion_tokens == whole.usage.completion_tokens
+
+
+async def test_token_ids_and_prompt_logprobs(serve: Any) -> None:
+    endpoint = await serve(TEXT)
+    body = {"messages": ASK, "return_token_ids": True, "prompt_logprobs": 0}
+    _, answer = await endpoint.post("/v1/chat/completions", body)
+    prompt = list(endpoint.source.requests[0].token_ids)
+    assert answer["prompt_token_ids"] == prompt
+    assert len(answer["prompt_logprobs"]) == len(prompt)
+    assert answer["choices"][0]["token_ids"][-1] == 1
+
+
+async def test_template_options(serve: Any) -> None:
+    endpoint = await serve(TEXT)
+    body = {"messages": ASK, "add_generation_prompt": False}
+    await endpoint.post("/v1/chat/completions", body)
+    ids = list(endpoint.source.requests[0].token_ids)
+    shown = endpoint.frontend.tokenizer.decode(ids, skip_special_tokens=False)
+    assert shown == "<s><|user|>Greet the city."
+
+
+TOOL = {"type": "function", "function": {"name": "f"}}
+
+
+@pytest.mark.parametrize(
+    ("extra", "param"),
+    [
+        ({"messages": []}, "messages"),
+        ({"messages": "hi"}, "messages"),
+        ({"messages": [{"role": "user"}]}, "messages[0].content"),
+        ({"tools": [TOOL]}, "tool_choice"),
+        ({"tools": [TOOL], "tool_choice": "required"}, "tool_choice"),
+        ({"tool_choice": "required"}, "tool_choice"),
+        ({"response_format": {"type": "json_object"}}, "response_format"),
+        ({"audio": {"voice": "x"}}, "audio"),
+        ({"modalities": ["audio"]}, "modalities"),
+        ({"echo": True}, "echo"),
+        ({"top_logprobs": 2}, "top_logprobs"),
+        ({"logprobs": True, "top_logprobs": 21}, "logprobs"),
+        ({"logprobs": 1}, "logprobs"),
+        ({"chat_template_kwargs": {"messages": []}}, "chat_template_kwargs"),
+        ({"chat_template": "{{ 1 }}"}, "chat_template"),
+        ({"max_completion_tokens": 0}, "max_tokens"),
+        ({"max_tokens": MAX_MODEL_LEN}, "messages"),
+        ({"kv_transfer_params": {"do_remote_decode": True}}, "kv_transfer_params"),
+    ],
+)
+async def test_what_is_refused_is_named(serve: Any, extra: Any, param: str) -> None:
+    endpoint = await serve(TEXT)
+    status, answer = await endpoint.post("/v1/chat/completions", {"messages": ASK, **extra})
+    assert (status, answer["error"]["param"]) == (400, param), answer
+    assert endpoint.source.requests == []
+
+
+@pytest.mark.parametrize(
+    "extra",
+    [
+        {"response_format": {"type": "text"}},
+        {"tools": [TOOL], "tool_choice": "none"},
+        {"tools": [], "tool_choice": "auto"},
+        {"best_of": None, "suffix": None, "modalities": ["text"], "store": True},
+    ],
+)
+async def test_what_is_harmless_is_taken(serve: Any, extra: Any) -> None:
+    endpoint = await serve(TEXT)
+    status, answer = await endpoint.post("/v1/chat/completions", {"messages": ASK, **extra})
+    assert status == 200, answer
+
+
+async def test_tokenize_and_back(serve: Any) -> None:
+    endpoint = await serve(TEXT)
+    status, answer = await endpoint.post(
+        "/tokenize", {"prompt": "Größe", "return_token_strs": True}
+    )
+    assert status == 200
+    assert answer["tokens"] == endpoint.frontend.tokenizer.encode("Größe")
+    assert answer["count"] == len(answer["tokens"]) == len(answer["token_strs"])
+    assert answer["max_model_len"] == MAX_MODEL_LEN
+    _, back = await endpoint.post("/detokenize", {"tokens": answer["tokens"]})
+    assert back == {"prompt": "<s>Größe"}
+    _, chat = await endpoint.post("/tokenize", {"messages": ASK})
+    _, shown = await endpoint.post("/detokenize", {"tokens": chat["tokens"]})
+    assert shown["prompt"] == "<s><|user|>Greet the city.<|assistant|>"
+    for path, body in (
+        ("/tokenize", {}),
+        ("/tokenize", {"prompt": "a", "messages": ASK}),
+        ("/detokenize", {"tokens": [10**9]}),
+        ("/detokenize", {"tokens": [-1]}),
+    ):
+        status, answer = await endpoint.post(path, body)
+        assert (status, bool(answer["error"]["param"])) == (400, True)
+
+
+async def test_a_long_prompt_is_encoded_beside_the_loop(serve: Any) -> None:
+    endpoint = await serve(TEXT)
+    text = "The quick brown fox. " * 2000
+    status, answer = await endpoint.post("/tokenize", {"prompt": text})
+    assert status == 200
+    assert answer["tokens"] == endpoint.frontend.tokenizer.encode(text)
+    status, answer = await endpoint.post("/v1/completions", {"prompt": text})
+    assert (status, answer["error"]["code"]) == (400, "context_length_exceeded")
+    assert str(MAX_MODEL_LEN) in answer["error"]["message"]
+    assert json.dumps(answer)

@@ -1,0 +1,394 @@
+import asyncio
+import json
+from typing import Any
+
+import openai
+import pytest
+from aiohttp import ClientSession
+
+from kvbaton.errors import EngineDeadError, RequestError
+from tests.server_support import EOS
+
+TEXT = "Hello wide world."
+
+
+async def stream(endpoint: Any, path: str, body: dict[str, Any]) -> list[Any]:
+    """Events of a stream; the closing ``[DONE]`` as that text."""
+    async with endpoint.session.post(path, json={**body, "stream": True}) as response:
+        assert response.status == 200, await response.text()
+        assert response.headers["Content-Type"].startswith("text/event-stream")
+        lines = [line.removeprefix("data: ") for line in (await response.text()).split("\n\n")]
+    return [line if line == "[DONE]" else json.loads(line) for line in lines if line]
+
+
+async def test_a_whole_completion(serve: Any) -> None:
+    endpoint = await serve(TEXT)
+    status, answer = await endpoint.post(
+        "/v1/completions", {"model": "tiny", "prompt": "The quick", "max_tokens": 100}
+    )
+    prompt = endpoint.frontend.tokenizer.encode("The quick")
+    length = len(endpoint.frontend.tokenizer.encode(TEXT, add_special_tokens=False)) + 1
+    assert status == 200
+    assert answer["choices"] == [
+        {
+            "index": 0,
+            "text": TEXT,
+            "logprobs": None,
+            "finish_reason": "stop",
+            "stop_reason": None,
+        }
+    ]
+    assert answer["usage"] == {
+        "prompt_tokens": len(prompt),
+        "completion_tokens": length,
+        "total_tokens": len(prompt) + length,
+        "prompt_tokens_details": {"cached_tokens": min(4, len(prompt))},
+    }
+    assert endpoint.source.requests[0].token_ids == tuple(prompt)
+    assert endpoint.source.cancelled == []
+
+
+@pytest.mark.parametrize("stops", [None, ["wide"], ["nowhere", "e w"]])
+@pytest.mark.parametrize("logprobs", [None, 0, 2])
+@pytest.mark.parametrize("echo", [False, True])
+async def test_streamed_is_the_same_as_whole(
+    serve: Any, stops: list[str] | None, logprobs: int | None, echo: bool
+) -> None:
+    endpoint = await serve(TEXT)
+    body = {
+        "prompt": ["The quick", "A baton é"],
+        "n": 2,
+        "max_tokens": 50,
+        "stop": stops,
+        "logprobs": logprobs,
+        "echo": echo,
+        "seed": 1,
+    }
+    _, whole = await endpoint.post("/v1/completions", body)
+    chunks = await stream(
+        endpoint, "/v1/completions", {**body, "stream_options": {"include_usage": True}}
+    )
+    assert chunks[-1] == "[DONE]"
+    assert chunks[-2]["choices"] == []
+    assert chunks[-2]["usage"] == whole["usage"]
+    for choice in whole["choices"]:
+        parts = [c for chunk in chunks[:-2] for c in chunk["choices"]]
+        mine = [part for part in parts if part["index"] == choice["index"]]
+        assert "".join(part["text"] for part in mine) == choice["text"]
+        assert mine[-1]["finish_reason"] == choice["finish_reason"]
+        assert mine[-1]["stop_reason"] == choice["stop_reason"]
+        if logprobs is not None:
+            for key, values in choice["logprobs"].items():
+                assert [v for part in mine for v in part["logprobs"][key]] == values
+    assert [choice["index"] for choice in whole["choices"]] == [0, 1, 2, 3]
+    assert whole["choices"][3]["text"].startswith("A baton é" if echo else "Hello")
+
+
+async def test_logprobs_and_their_offsets(serve: Any) -> None:
+    endpoint = await serve("dog")
+    body = {"prompt": [5, 6, 7], "max_tokens": 9, "logprobs": 3, "echo": True}
+    _, answer = await endpoint.post("/v1/completions", body)
+    scores = answer["choices"][0]["logprobs"]
+    assert scores["token_logprobs"][0] is None
+    assert scores["top_logprobs"][0] is None
+    assert scores["token_logprobs"][1:] == [-0.5] * (len(scores["tokens"]) - 1)
+    assert -9999.0 in scores["top_logprobs"][1].values()
+    offsets = [sum(map(len, scores["tokens"][:i])) for i in range(len(scores["tokens"]))]
+    assert scores["text_offset"] == offsets
+
+
+async def test_scoring_a_prompt_generates_nothing(serve: Any) -> None:
+    endpoint = await serve(TEXT)
+    body = {"prompt": "A baton", "max_tokens": 0, "echo": True, "logprobs": 1}
+    _, answer = await endpoint.post("/v1/completions", body)
+    choice = answer["choices"][0]
+    assert (choice["text"], choice["finish_reason"]) == ("A baton", "length")
+    assert answer["usage"]["completion_tokens"] == 0
+    assert len(choice["logprobs"]["tokens"]) == answer["usage"]["prompt_tokens"]
+
+
+async def test_a_stop_string_cancels_the_rest(serve: Any) -> None:
+    endpoint = await serve("one two three four five six seven")
+    body = {"prompt": "x", "max_tokens": 100, "stop": "three"}
+    _, answer = await endpoint.post("/v1/completions", body)
+    choice = answer["choices"][0]
+    assert choice["text"] == "one two "
+    assert (choice["finish_reason"], choice["stop_reason"]) == ("stop", "three")
+    assert len(endpoint.source.cancelled) == 1
+    body = {**body, "include_stop_str_in_output": True}
+    _, answer = await endpoint.post("/v1/completions", body)
+    assert answer["choices"][0]["text"] == "one two three"
+
+
+async def test_extensions_reach_the_source(serve: Any) -> None:
+    endpoint = await serve(TEXT)
+    body = {
+        "prompt": [1, 2, 3],
+        "temperature": 0.5,
+        "top_p": 0.9,
+        "top_k": -1,
+        "min_p": 0.1,
+        "repetition_penalty": 1.2,
+        "presence_penalty": -1,
+        "frequency_penalty": 1,
+        "logit_bias": {"7": -100},
+        "seed": -5,
+        "min_tokens": 2,
+        "max_tokens": 7,
+        "stop_token_ids": [9],
+        "ignore_eos": True,
+        "priority": -3,
+        "cache_salt": "me",
+        "timeout": 5,
+        "n": 2,
+        "an_unknown_field": {"x": 1},
+    }
+    status, _ = await endpoint.post("/v1/completions", body)
+    request = endpoint.source.requests[0]
+    assert status == 200
+    assert (request.priority, request.cache_salt, request.deadline_s) == (-3, "me", 5)
+    params = request.params
+    assert (params.temperature, params.top_p, params.top_k, params.min_p) == (0.5, 0.9, 0, 0.1)
+    assert (params.repetition_penalty, params.presence_penalty) == (1.2, -1)
+    assert (params.frequency_penalty, params.logit_bias) == (1, {7: -100.0})
+    assert (params.seed, params.min_tokens, params.max_tokens) == (2**63 - 5, 2, 7)
+    assert (params.stop_token_ids, params.ignore_eos, params.n) == ((9,), True, 2)
+
+
+async def test_a_missing_seed_is_minted(serve: Any) -> None:
+    endpoint = await serve(TEXT)
+    for _ in range(2):
+        await endpoint.post("/v1/completions", {"prompt": "x"})
+    first, second = (request.params.seed for request in endpoint.source.requests)
+    assert first != second
+    assert 0 <= first < 2**63
+
+
+async def test_token_ids_are_returned_on_demand(serve: Any) -> None:
+    endpoint = await serve(TEXT)
+    body = {"prompt": [5, 6], "max_tokens": 99, "return_token_ids": True}
+    _, answer = await endpoint.post("/v1/completions", body)
+    choice = answer["choices"][0]
+    assert choice["prompt_token_ids"] == [5, 6]
+    tokens = endpoint.frontend.tokenizer.encode(TEXT, add_special_tokens=False)
+    assert choice["token_ids"] == [*tokens, EOS]
+    chunks = await stream(endpoint, "/v1/completions", body)
+    parts = [chunk["choices"][0] for chunk in chunks[:-1]]
+    assert [t for part in parts for t in part["token_ids"]] == choice["token_ids"]
+
+
+async def test_prompt_logprobs_in_the_shape_of_vllm(serve: Any) -> None:
+    endpoint = await serve(TEXT)
+    body = {"prompt": [5, 6], "prompt_logprobs": 1}
+    _, answer = await endpoint.post("/v1/completions", body)
+    first, second = answer["choices"][0]["prompt_logprobs"]
+    assert first is None
+    decoded = endpoint.frontend.tokenizer.token_text(6)
+    assert second["6"] == {"logprob": -0.5, "rank": 1, "decoded_token": decoded}
+    status, answer = await endpoint.post("/v1/completions", {**body, "stream": True})
+    assert (status, answer["error"]["param"]) == (400, "prompt_logprobs")
+
+
+async def test_usage_with_every_chunk(serve: Any) -> None:
+    endpoint = await serve(TEXT)
+    options = {"include_usage": True, "continuous_usage_stats": True}
+    chunks = await stream(endpoint, "/v1/completions", {"prompt": "x", "stream_options": options})
+    counts = [chunk["usage"]["completion_tokens"] for chunk in chunks[:-1]]
+    assert counts == sorted(counts)
+    assert counts[0] < counts[-1]
+
+
+async def test_the_openai_client(serve: Any) -> None:
+    endpoint = await serve(TEXT, api_keys=("k1", "k2"))
+    async with openai.AsyncOpenAI(
+        base_url=f"{endpoint.url}/v1", api_key="k2", max_retries=0
+    ) as client:
+        whole = await client.completions.create(
+            model="tiny", prompt="x", max_tokens=50, logprobs=2, extra_body={"top_k": 5}
+        )
+        assert whole.choices[0].text == TEXT
+        assert whole.choices[0].logprobs is not None
+        assert whole.usage is not None
+        assert whole.usage.prompt_tokens_details is not None
+        chunks = await client.completions.create(
+            model="tiny", prompt="x", max_tokens=50, stream=True
+        )
+        assert "".join([chunk.choices[0].text async for chunk in chunks]) == TEXT
+        assert [model.id async for model in client.models.list()] == ["tiny"]
+        assert (await client.models.retrieve("tiny")).id == "tiny"
+        with pytest.raises(openai.NotFoundError, match="'other' does not exist"):
+            await client.completions.create(model="other", prompt="x")
+        with pytest.raises(openai.BadRequestError) as caught:
+            await client.completions.create(model="tiny", prompt="x", temperature=9)
+        assert caught.value.param == "temperature"
+
+
+async def test_an_error_after_the_first_token_is_an_event(serve: Any) -> None:
+    endpoint = await serve(TEXT)
+    endpoint.source.failure = EngineDeadError("it fell over")
+    endpoint.source.fail_at = 2
+    events = await stream(endpoint, "/v1/completions", {"prompt": "x"})
+    assert events[-1]["error"]["message"] == "the engine is down: it fell over"
+    assert events[0]["choices"][0]["text"]
+    assert "[DONE]" not in events
+    async with openai.AsyncOpenAI(base_url=f"{endpoint.url}/v1", api_key="x") as client:
+        chunks = await client.completions.create(model="tiny", prompt="x", stream=True)
+        with pytest.raises(openai.APIError, match="it fell over"):
+            [chunk async for chunk in chunks]
+
+
+@pytest.mark.parametrize(
+    ("failure", "status"),
+    [
+        (EngineDeadError("gone"), 503),
+        (RequestError("full", status=429, code="overloaded"), 429),
+        (RequestError("no", param="prompt"), 400),
+        (ZeroDivisionError("a bug"), 500),
+    ],
+)
+@pytest.mark.parametrize("streamed", [True, False])
+async def test_an_error_before_the_first_token_is_a_status(
+    serve: Any, failure: Exception, status: int, streamed: bool
+) -> None:
+    endpoint = await serve(TEXT)
+    endpoint.source.failure = failure
+    body = {"prompt": "x", "stream": streamed}
+    async with endpoint.session.post("/v1/completions", json=body) as response:
+        answer = await response.json()
+        assert response.status == status
+        assert ("Retry-After" in response.headers) == (status in (429, 503))
+    assert answer["error"]["message"]
+    assert "a bug" not in answer["error"]["message"], "internals stay inside"
+
+
+@pytest.mark.parametrize("end", ["abort", "error"])
+async def test_what_did_not_complete_is_no_200(serve: Any, end: str) -> None:
+    endpoint = await serve(TEXT)
+    endpoint.source.end = end
+    endpoint.source.final = {"error": "KV did not arrive"}
+    status, answer = await endpoint.post("/v1/completions", {"prompt": "x", "max_tokens": 99})
+    assert status == 503
+    assert "KV did not arrive" in answer["error"]["message"]
+
+
+async def test_an_end_by_the_deadline_is_a_timeout(serve: Any) -> None:
+    endpoint = await serve(TEXT)
+    endpoint.source.end = "abort"
+
+    async def outlast(index: int) -> None:
+        while asyncio.get_running_loop().time() < started + 0.02:
+            await asyncio.sleep(0)
+
+    started = asyncio.get_running_loop().time()
+    endpoint.source.gate = outlast
+    body = {"prompt": "x", "max_tokens": 99, "timeout": 0.01}
+    status, answer = await endpoint.post("/v1/completions", body)
+    assert (status, answer["error"]["code"]) == (504, "timeout")
+
+
+@pytest.mark.parametrize("streamed", [True, False])
+@pytest.mark.parametrize("stuck_at", [0, 1])
+async def test_a_source_that_overstays_is_closed(serve: Any, streamed: bool, stuck_at: int) -> None:
+    endpoint = await serve(TEXT, deadline_grace_s=0.05)
+
+    async def stick(index: int) -> None:
+        if index == stuck_at:
+            await asyncio.Event().wait()
+
+    endpoint.source.gate = stick
+    body = {"prompt": "x", "timeout": 0.01, "stream": streamed}
+    async with endpoint.session.post("/v1/completions", json=body) as response:
+        text = await response.text()
+    begun = streamed and stuck_at == 1
+    assert response.status == (200 if begun else 504)
+    assert '"code":"timeout"' in text
+    assert text.count("HTTP/1.1") == 0
+    assert endpoint.source.running == 0
+
+
+async def test_a_client_that_never_reads_is_hung_up_on(serve: Any) -> None:
+    endpoint = await serve(TEXT, deadline_grace_s=0.05)
+    endpoint.source.script = [5] * 200
+    body = {"prompt": "x", "stream": True, "max_tokens": 200, "logprobs": 20, "n": 100}
+    data = json.dumps({**body, "timeout": 0.3}).encode()
+    _, writer = await asyncio.open_connection("127.0.0.1", endpoint.port)
+    head = f"POST /v1/completions HTTP/1.1\r\nHost: x\r\nContent-Length: {len(data)}\r\n\r\n"
+    writer.write(head.encode() + data)
+    await asyncio.wait_for(endpoint.source.cancellation.wait(), 10)
+    async with asyncio.timeout(10):
+        while endpoint.runner.server.connections:  # until the endpoint has hung up
+            await asyncio.sleep(0.01)
+    writer.close()
+
+
+async def test_one_failing_prompt_cancels_the_others(serve: Any) -> None:
+    endpoint = await serve(TEXT)
+    source = endpoint.source
+    entered = asyncio.Event()
+
+    async def second_fails(index: int) -> None:
+        if len(source.requests) == 2 and not entered.is_set():
+            entered.set()
+            raise RequestError("the second is refused", status=429)
+        if index == 1:
+            await asyncio.Event().wait()
+
+    source.gate = second_fails
+    status, _ = await endpoint.post("/v1/completions", {"prompt": ["a", "b"]})
+    assert status == 429
+    assert source.running == 0
+
+
+@pytest.mark.parametrize("streamed", [True, False])
+@pytest.mark.parametrize("prompts", ["one", ["one", "two"]])
+async def test_a_client_that_goes_away_cancels(serve: Any, streamed: bool, prompts: Any) -> None:
+    endpoint = await serve(TEXT)
+    waiting = asyncio.Event()
+
+    async def hold(index: int) -> None:
+        if index == 1:
+            waiting.set()
+            await asyncio.Event().wait()
+
+    endpoint.source.gate = hold
+    body = {"prompt": prompts, "stream": streamed}
+    async with ClientSession(endpoint.url) as session:
+        post = asyncio.ensure_future(session.post("/v1/completions", json=body))
+        await asyncio.wait_for(waiting.wait(), 10)
+        if streamed:
+            (await post).close()
+        else:
+            post.cancel()
+        await asyncio.gather(post, return_exceptions=True)
+    async with asyncio.timeout(10):
+        while endpoint.source.running:
+            await endpoint.source.cancellation.wait()
+            endpoint.source.cancellation.clear()
+    assert len(endpoint.source.cancelled) == (1 if prompts == "one" else 2)
+
+
+async def test_a_slow_reader_holds_the_source_back(serve: Any) -> None:
+    endpoint = await serve(TEXT)
+    endpoint.source.script = [5] * 200_000
+    taken = 0
+
+    async def count(index: int) -> None:
+        nonlocal taken
+        taken = index
+
+    endpoint.source.gate = count
+    body = {"prompt": "x", "stream": True, "max_tokens": 200, "logprobs": 20}
+    reader, writer = await asyncio.open_connection("127.0.0.1", endpoint.port)
+    data = json.dumps({**body, "n": 100}).encode()
+    head = f"POST /v1/completions HTTP/1.1\r\nHost: x\r\nContent-Length: {len(data)}\r\n\r\n"
+    writer.write(head.encode() + data)
+    await reader.read(1)
+    before = -1
+    async with asyncio.timeout(20):
+        while taken != before:  # the source comes to rest although nobody reads
+            before = taken
+            for _ in range(200):
+                await asyncio.sleep(0)
+    assert 0 < taken < 199
+    writer.close()
+    await asyncio.wait_for(endpoint.source.cancellation.wait(), 10)

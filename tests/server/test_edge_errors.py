@@ -1,0 +1,276 @@
+import asyncio
+import json
+from typing import Any
+
+import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+from tests.server_support import MAX_MODEL_LEN, VOCAB
+
+
+@pytest.mark.parametrize(
+    ("extra", "param"),
+    [
+        ({"prompt": None}, "prompt"),
+        ({"prompt": []}, "prompt"),
+        ({"prompt": [[]]}, "prompt"),
+        ({"prompt": ["a", 1]}, "prompt"),
+        ({"prompt": {}}, "prompt"),
+        ({"prompt": [[1, "a"]]}, "prompt[0][1]"),
+        ({"prompt": [VOCAB]}, "prompt"),
+        ({"prompt": [-1]}, "prompt"),
+        ({"prompt": [10**30]}, "prompt"),
+        ({"prompt": [10**400]}, "prompt"),
+        ({"n": 10**400}, "n"),
+        ({"n": -(10**400)}, "n"),
+        ({"priority": 10**400}, "priority"),
+        ({"top_k": 10**400}, "top_k"),
+        ({"max_tokens": 10**400}, "max_tokens"),
+        ({"prompt": ["x"] * 300}, "prompt"),
+        ({"prompt": [3] * MAX_MODEL_LEN}, "prompt"),
+        ({"prompt": ["x"] * 200, "n": 100}, "n"),
+        ({"temperature": "hot"}, "temperature"),
+        ({"temperature": True}, "temperature"),
+        ({"temperature": -0.1}, "temperature"),
+        ({"temperature": 2.1}, "temperature"),
+        ({"top_p": 0}, "top_p"),
+        ({"top_p": 1.1}, "top_p"),
+        ({"top_k": -2}, "top_k"),
+        ({"top_k": 2**31}, "top_k"),
+        ({"min_p": 2}, "min_p"),
+        ({"presence_penalty": 3}, "presence_penalty"),
+        ({"frequency_penalty": -3}, "frequency_penalty"),
+        ({"repetition_penalty": 0}, "repetition_penalty"),
+        ({"n": 0}, "n"),
+        ({"n": 129}, "n"),
+        ({"n": 1.5}, "n"),
+        ({"max_tokens": 0}, "max_tokens"),
+        ({"max_tokens": 2**40}, "max_tokens"),
+        ({"max_tokens": MAX_MODEL_LEN}, "prompt"),
+        ({"min_tokens": 99}, "min_tokens"),
+        ({"logprobs": 21}, "logprobs"),
+        ({"logprobs": -1}, "logprobs"),
+        ({"prompt_logprobs": 99}, "prompt_logprobs"),
+        ({"logit_bias": {"x": 1}}, "logit_bias"),
+        ({"logit_bias": {str(VOCAB): 1}}, "logit_bias"),
+        ({"logit_bias": {"1": 101}}, "logit_bias"),
+        ({"stop": ""}, "stop"),
+        ({"stop": ["x"] * 17}, "stop"),
+        ({"stop": [5]}, "stop[0]"),
+        ({"stop_token_ids": [VOCAB]}, "stop_token_ids"),
+        ({"best_of": 2}, "best_of"),
+        ({"suffix": "end"}, "suffix"),
+        ({"guided_json": {}}, "guided_json"),
+        ({"use_beam_search": True}, "use_beam_search"),
+        ({"stream_options": {"include_usage": True}}, "stream_options"),
+        ({"timeout": 0}, "timeout"),
+        ({"timeout": 1e9}, "timeout"),
+        ({"priority": 2**40}, "priority"),
+        ({"cache_salt": "x" * 5000}, "cache_salt"),
+        ({"kv_transfer_params": {"do_remote_decode": True}}, "kv_transfer_params"),
+        ({"kv_transfer_params": 5}, "kv_transfer_params"),
+    ],
+)
+async def test_what_is_wrong_is_named(serve: Any, extra: Any, param: str) -> None:
+    endpoint = await serve()
+    status, answer = await endpoint.post("/v1/completions", {"prompt": "x", **extra})
+    error = answer["error"]
+    assert (status, error["param"], error["type"]) == (400, param, "invalid_request_error"), error
+    assert error["message"]
+    assert endpoint.source.requests == []
+
+
+@pytest.mark.parametrize(
+    "data",
+    [
+        b"",
+        b"{",
+        b"[]",
+        b"\xff\xfe",
+        b'{"prompt": "\\ud800"}',
+        b'{"x":' + b"[" * 100_000,
+        b"NaN",
+        b"null",
+    ],
+)
+async def test_what_is_no_json_is_a_400(serve: Any, data: bytes) -> None:
+    endpoint = await serve()
+    async with endpoint.session.post("/v1/completions", data=data) as response:
+        assert response.status == 400
+        assert (await response.json())["error"]["message"]
+
+
+async def test_missing_fields_are_named(serve: Any) -> None:
+    endpoint = await serve()
+    for path, param in (("/v1/completions", "prompt"), ("/v1/chat/completions", "messages")):
+        status, answer = await endpoint.post(path, {})
+        assert (status, answer["error"]["param"]) == (400, param)
+
+
+async def test_unknown_places_answer_in_the_same_shape(serve: Any) -> None:
+    endpoint = await serve()
+    async with endpoint.session.get("/nowhere") as response:
+        assert response.status == 404
+        assert (await response.json())["error"]["type"] == "not_found_error"
+    async with endpoint.session.get("/v1/completions") as response:
+        assert (response.status, response.headers["Allow"]) == (405, "POST")
+        assert (await response.json())["error"]["message"] == "Method Not Allowed"
+    async with endpoint.session.get("/v1/models/other") as response:
+        assert response.status == 404
+
+
+async def test_a_long_body_is_a_413(serve: Any) -> None:
+    endpoint = await serve(max_body_bytes=1000)
+    status, answer = await endpoint.post("/v1/completions", {"prompt": "x" * 2000})
+    assert status == 413
+    assert "1000" in answer["error"]["message"]
+
+
+async def test_a_body_that_does_not_come_is_a_408(serve: Any) -> None:
+    endpoint = await serve(body_timeout_s=0.05)
+    reader, writer = await asyncio.open_connection("127.0.0.1", endpoint.port)
+    writer.write(b"POST /v1/completions HTTP/1.1\r\nHost: x\r\nContent-Length: 9\r\n\r\n{")
+    status = await asyncio.wait_for(reader.readline(), 10)
+    assert b" 408 " in status
+    writer.close()
+
+
+async def test_api_keys(serve: Any) -> None:
+    endpoint = await serve(api_keys=("right",))
+    paths = ("/v1/completions", "/v1/chat/completions", "/tokenize", "/inference/v1/generate")
+    for value in (None, "Bearer wrong", "Bearer ", "right", "Basic right", "Bearer r\xefght"):
+        headers = {} if value is None else {"Authorization": value}
+        for path in paths:
+            async with endpoint.session.post(path, data=b"{", headers=headers) as response:
+                assert response.status == 401
+                assert response.headers["WWW-Authenticate"] == "Bearer"
+                assert (await response.json())["error"]["code"] == "invalid_api_key"
+    good = {"Authorization": "bearer right"}
+    status, _ = await endpoint.post("/v1/completions", {"prompt": "x"}, headers=good)
+    assert status == 200
+    async with endpoint.session.get("/version") as response:
+        assert response.status == 200
+
+
+@pytest.mark.parametrize(
+    ("sent", "echoed"),
+    [("abc-1:2", "abc-1:2"), ("a b\t\xe9c", "abc"), ("x" * 500, "x" * 128)],
+)
+async def test_request_ids_are_honoured_cleaned_and_echoed(
+    serve: Any, sent: str, echoed: str
+) -> None:
+    endpoint = await serve()
+    for streamed in (True, False):
+        body = {"prompt": "x", "stream": streamed, "request_id": "in-the-body"}
+        headers = {"X-Request-Id": sent}
+        async with endpoint.session.post("/v1/completions", json=body, headers=headers) as response:
+            assert response.headers["X-Request-Id"] == echoed
+            assert f'"id":"cmpl-{echoed}"' in await response.text()
+    first, second = (request.request_id for request in endpoint.source.requests)
+    assert first != second, "a client may repeat an id"
+    async with endpoint.session.post("/v1/completions", json=body) as response:
+        assert response.headers["X-Request-Id"] == "in-the-body"
+    async with endpoint.session.get("/nowhere") as response:
+        assert len(response.headers["X-Request-Id"]) == 32
+
+
+async def test_requests_are_counted_by_route(serve: Any) -> None:
+    endpoint = await serve()
+    await endpoint.post("/v1/completions", {"prompt": "x"})
+    await endpoint.post("/v1/completions", {"prompt": 7})
+    await endpoint.post("/no/such/place", {})
+    value = endpoint.frontend.metrics.registry.get_sample_value
+
+    def count(path: str, status: str, method: str = "POST") -> float | None:
+        labels = {"method": method, "path": path, "status": status}
+        got: float | None = value("kvbaton_http_requests_total", labels)
+        return got
+
+    assert count("/v1/completions", "200") == 1
+    assert count("/v1/completions", "400") == 1
+    assert count("unmatched", "404", "other") == 1
+    assert value("kvbaton_time_to_first_token_seconds_count") == 1
+    assert value("kvbaton_e2e_request_latency_seconds_count") == 1
+    tokens = len(endpoint.frontend.tokenizer.encode("Hello wide world.", add_special_tokens=False))
+    assert value("kvbaton_inter_token_latency_seconds_count") == min(tokens, 15)
+    assert value("kvbaton_http_requests_in_flight") == 0
+
+
+FIELDS = [
+    "prompt", "messages", "model", "stream", "stream_options", "n", "max_tokens", "temperature",
+    "top_p", "top_k", "min_p", "presence_penalty", "frequency_penalty", "repetition_penalty",
+    "logit_bias", "seed", "stop", "stop_token_ids", "ignore_eos", "min_tokens", "logprobs",
+    "top_logprobs", "prompt_logprobs", "echo", "priority", "cache_salt", "request_id", "timeout",
+    "kv_transfer_params", "tools", "tool_choice", "response_format", "chat_template_kwargs",
+    "return_token_ids", "add_generation_prompt", "include_stop_str_in_output", "best_of",
+    "skip_special_tokens", "max_completion_tokens",
+]  # fmt: skip
+scalars = (
+    st.none()
+    | st.booleans()
+    | st.integers(-5, 300)
+    | st.integers()
+    | st.floats(allow_nan=False, allow_infinity=False)
+    | st.text(max_size=8)
+    | st.sampled_from(["user", "none", "text", "a", "{{ x }}", "<s>"])
+)
+values = st.recursive(
+    scalars,
+    lambda inner: (
+        st.lists(inner, max_size=4)
+        | st.dictionaries(
+            st.sampled_from(["role", "content", "type", "text", "include_usage", "1", "x"]),
+            inner,
+            max_size=4,
+        )
+    ),
+    max_leaves=8,
+)
+plausible = st.fixed_dictionaries(
+    {
+        "prompt": st.text(min_size=1, max_size=20)
+        | st.lists(st.integers(0, VOCAB - 1), min_size=1, max_size=9),
+        "messages": st.lists(
+            st.fixed_dictionaries({"role": st.text(max_size=5), "content": st.text(max_size=9)}),
+            max_size=3,
+        ),
+    },
+    optional={
+        "stream": st.booleans(),
+        "n": st.integers(1, 3),
+        "logprobs": st.integers(0, 3) | st.booleans(),
+        "echo": st.booleans(),
+        "stop": st.lists(st.text(min_size=1, max_size=3), max_size=3),
+        "min_tokens": st.integers(0, 5),
+        "max_tokens": st.integers(0, 30),
+    },
+)
+odd = st.dictionaries(st.sampled_from(FIELDS), values, max_size=3)
+
+
+@pytest.fixture
+async def fuzzed(serve: Any) -> Any:
+    endpoint = await serve("Hello é wide world.")
+    yield endpoint
+    assert len(endpoint.source.requests) > 20, "some bodies must be good ones"
+
+
+@settings(
+    deadline=None,
+    max_examples=250,
+    suppress_health_check=[HealthCheck.function_scoped_fixture, HealthCheck.too_slow],
+)
+@given(base=plausible, strange=odd, chat=st.booleans())
+async def test_no_body_is_our_fault(fuzzed: Any, base: Any, strange: Any, chat: bool) -> None:
+    path = "/v1/chat/completions" if chat else "/v1/completions"
+    body = {**base, **strange}
+    async with asyncio.timeout(10):
+        async with fuzzed.session.post(path, data=json.dumps(body)) as response:
+            text = await response.text()
+    assert response.status in (200, 400, 404), (body, text)
+    if response.status != 200:
+        assert json.loads(text)["error"]["message"]
+    elif body.get("stream"):
+        assert text.endswith("data: [DONE]\n\n"), (body, text)
+    assert fuzzed.source.running == 0

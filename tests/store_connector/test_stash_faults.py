@@ -1,0 +1,247 @@
+"""Whatever a store does, the tokens are the same, nothing hangs, and the ledger balances."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Sequence
+
+import pytest
+
+from kvbaton.connectors.keys import block_keys, root_key
+from kvbaton.connectors.objects import HEADER_BYTES
+from kvbaton.messages.engine import AddRequest
+from tests.handover.pair import Call, Node, greedy, until
+from tests.handover.prompts import prompt_of
+from tests.store_connector.conftest import Expected, Nodes, count, rest
+from tests.store_connector.held import Box
+
+LENGTH = 60
+PROMPTS = [prompt_of(LENGTH, seed) for seed in range(4)]
+
+
+def fill(node: Node, prompts: Sequence[Sequence[int]] = PROMPTS) -> None:
+    """Save prompts, and forget them locally."""
+    for call in [node.generate(prompt) for prompt in prompts]:
+        call.result()
+    rest(node)
+    node.ask("reset_prefix_cache")
+
+
+def chosen(box: Box, share: float) -> list[bytes]:
+    keys = sorted(box.objects)
+    return random.Random(0).sample(keys, max(1, round(share * len(keys))))
+
+
+def check_all(node: Node, expected: Expected, **params: object) -> list[Call]:
+    calls = [node.generate(prompt, **params) for prompt in PROMPTS]
+    for call, prompt in zip(calls, PROMPTS, strict=True):
+        assert call.result() == expected(prompt, **params)
+    rest(node)
+    return calls
+
+
+@pytest.mark.parametrize("share", [0.01, 0.1, 1.0])
+@pytest.mark.parametrize("place", [3, HEADER_BYTES - 1, HEADER_BYTES, -1])
+def test_corrupt_objects(
+    nodes: Nodes, expected: Expected, spec: str, box: Box, share: float, place: int
+) -> None:
+    node = nodes.start(spec)
+    fill(node)
+    bad = chosen(box, share)
+    box.corrupt(bad, place)
+    check_all(node, expected)
+    found = count(node, "store_load_blocks", outcome="corrupt")
+    assert 0 < found <= len(bad)
+    # They were deleted, and what was computed anew is saved anew: now all is well.
+    rest(node)
+    node.ask("reset_prefix_cache")
+    loaded = count(node, "prompt_tokens", source="store")
+    until(lambda: box.calls["delete"] >= found, "deletions")
+    until(lambda: retried(node), "the end of the pause")
+    check_all(node, expected)
+    assert count(node, "store_load_blocks", outcome="corrupt") == found
+    assert count(node, "prompt_tokens", source="store") - loaded == len(PROMPTS) * (LENGTH - 1)
+
+
+def retried(node: Node) -> bool:
+    """Whether no object is passed over any more."""
+    stash = node.scheduler.stash
+    assert stash is not None
+    return not stash._bad
+
+
+def test_only_the_tokens_from_the_bad_block_on_are_computed(
+    nodes: Nodes, expected: Expected, spec: str, box: Box
+) -> None:
+    node = nodes.start(spec)
+    prompt = PROMPTS[0]
+    fill(node, [prompt])
+    store = node.core.store
+    assert store is not None
+    tenth = block_keys(root_key(store.identity, ""), prompt, 4)[9]
+    box.corrupt([store.forms[0].key(tenth)])
+    computed = count(node, "prompt_tokens", source="computed")
+    assert node.generate(prompt).result() == expected(prompt)
+    assert count(node, "prompt_tokens", source="store") == 9 * 4
+    assert count(node, "prompt_tokens", source="computed") - computed == LENGTH - 9 * 4
+    assert count(node, "load_failures") == 1
+    rest(node)
+
+
+@pytest.mark.parametrize("share", [0.01, 0.1, 1.0])
+def test_objects_that_go_between_lookup_and_load(
+    nodes: Nodes, expected: Expected, spec: str, box: Box, share: float
+) -> None:
+    node = nodes.start(spec)
+    fill(node)
+    box.lost |= set(chosen(box, share))
+    check_all(node, expected)
+    assert count(node, "store_load_blocks", outcome="missing") > 0
+
+
+@pytest.mark.parametrize("share", [0.01, 0.1, 1.0])
+def test_deleted_objects(
+    nodes: Nodes, expected: Expected, spec: str, box: Box, share: float
+) -> None:
+    node = nodes.start(spec)
+    fill(node)
+    for key in chosen(box, share):
+        del box.objects[key]
+    check_all(node, expected)
+    assert count(node, "load_failures") == 0
+
+
+@pytest.mark.parametrize("kind", ["lookup", "load", "store"])
+def test_calls_that_fail(nodes: Nodes, expected: Expected, spec: str, box: Box, kind: str) -> None:
+    node = nodes.start(spec)
+    fill(node, PROMPTS[:2])
+    box.failing.add(kind)
+    check_all(node, expected)
+    outcomes = {"lookup": "store_lookups", "load": "store_loads", "store": "store_save_blocks"}
+    assert count(node, outcomes[kind], outcome="failed") > 0
+    box.failing.clear()
+    check_all(node, expected)
+
+
+def test_a_store_without_room(nodes: Nodes, expected: Expected, spec: str, box: Box) -> None:
+    node = nodes.start(spec)
+    box.room = False
+    check_all(node, expected)
+    assert count(node, "store_save_blocks", outcome="refused") > 0
+
+
+@pytest.mark.parametrize("kind", ["lookup", "load", "store"])
+def test_a_store_that_hangs_holds_nobody_up(
+    nodes: Nodes, expected: Expected, spec: str, box: Box, kind: str
+) -> None:
+    node = nodes.start(spec, store_lookup_timeout=0.2, store_load_timeout=0.2)
+    fill(node, PROMPTS[:2])
+    until(lambda: len(box.objects) > 0, "saves")
+    with box.held(kind):
+        for prompt in PROMPTS:
+            assert node.generate(prompt).result() == expected(prompt)
+        if kind == "load" and count(node, "store_loads", outcome="late"):
+            # The blocks stay as they are until the store is done with them.
+            assert node.gauges()['kvbaton_blocks{group="0",owner="incoming"}'] > 0
+    rest(node)
+
+
+def test_a_late_load_can_not_spoil_what_others_compute(
+    nodes: Nodes, expected: Expected, spec: str, box: Box
+) -> None:
+    node = nodes.start(spec, store_lookup_timeout=60.0, store_load_timeout=0.1, num_blocks=65)
+    prompt = PROMPTS[0]
+    fill(node, [prompt])
+    with box.held("load"):
+        call = node.generate(prompt)
+        assert call.result() == expected(prompt)
+        late = node.generate(PROMPTS[1], max_tokens=100)
+        late.wait_tokens(5)
+        box.corrupt(list(box.objects))  # what lands late is garbage
+    assert late.result() == expected(PROMPTS[1], max_tokens=100)
+    rest(node)
+    assert count(node, "store_loads", outcome="late") == 1
+
+
+@pytest.mark.parametrize("kind", ["lookup", "load", "store"])
+def test_aborts(nodes: Nodes, expected: Expected, spec: str, box: Box, kind: str) -> None:
+    node = nodes.start(spec)
+    if kind != "store":
+        fill(node)
+    with box.held(kind):
+        calls = [node.generate(prompt, max_tokens=40) for prompt in PROMPTS]
+        until(lambda: box.is_waiting(kind), "a call that is held")
+        for call in calls:
+            call.abort()
+        until(lambda: all(call.over() for call in calls), "the ends")
+        assert {call.finish_reason for call in calls} == {"abort"}
+        assert node.imbalance == 0
+    rest(node)
+    check_all(node, expected)
+
+
+@pytest.mark.parametrize("kind", ["lookup", "load"])
+def test_deadlines(nodes: Nodes, expected: Expected, spec: str, box: Box, kind: str) -> None:
+    node = nodes.start(spec)
+    fill(node)
+    with box.held(kind):
+        request = AddRequest(
+            request_id="late", token_ids=PROMPTS[0], params=greedy({}), deadline_s=0.3
+        )
+        call = node.add(request)
+        until(call.over, "its end")
+        assert "deadline" in (call.error or "")
+    rest(node)
+    check_all(node, expected)
+
+
+def test_followers_go_on_when_the_load_they_wait_for_is_aborted(
+    nodes: Nodes, expected: Expected, spec: str, box: Box
+) -> None:
+    node = nodes.start(spec)
+    fill(node)
+    with box.held("load"):
+        first, second = node.generate(PROMPTS[0]), node.generate(PROMPTS[0])
+        until(lambda: node.gauges()["kvbaton_sequences_waiting"] == 1, "a follower")
+        first.abort()
+        until(first.over, "the abort")
+    assert second.result() == expected(PROMPTS[0])
+    rest(node)
+
+
+def test_a_slow_store_loses_saves_and_never_a_step(
+    nodes: Nodes, expected: Expected, spec: str, box: Box
+) -> None:
+    node = nodes.start(spec)
+    with box.held("store"):
+        for seed in range(12):
+            prompt = prompt_of(100, seed)
+            assert node.generate(prompt).result() == expected(prompt)
+        assert count(node, "store_save_blocks", outcome="dropped") > 0
+    rest(node)
+
+
+def test_saves_give_way_when_blocks_are_scarce(
+    nodes: Nodes, expected: Expected, spec: str, box: Box
+) -> None:
+    node = nodes.start(spec, num_blocks=65)
+    prompts = [prompt_of(100, seed) for seed in range(6)]
+    with box.held("store"):
+        calls = [node.generate(prompt, max_tokens=60) for prompt in prompts]
+        for call, prompt in zip(calls, prompts, strict=True):
+            assert call.result() == expected(prompt, max_tokens=60)
+    rest(node)
+
+
+def test_the_policy_fail_ends_a_request_whose_load_fails(
+    nodes: Nodes, expected: Expected, spec: str, box: Box
+) -> None:
+    node = nodes.start(spec, kv_load_failure_policy="fail")
+    fill(node)
+    box.corrupt(list(box.objects))
+    call = node.generate(PROMPTS[0])
+    until(call.over, "its end")
+    assert "could not be loaded from the store" in (call.error or "")
+    rest(node)
+    assert node.generate(PROMPTS[0]).result() == expected(PROMPTS[0])  # by now it was deleted
+    rest(node)
