@@ -4,9 +4,10 @@ A transport moves bytes between registered memory of two live processes. It know
 request, no block: it is given ranges (`Ranges`) that a plan computed. Importable without torch.
 
 Threading: one thread, the *transfer thread* of a node, makes every call on a transport, and no
-call may block it for more than a few milliseconds, except `fence` and `close`, which may take up to
-a second. A transport may run threads of its own. Buffers belong to the engine: between `register` and
-`deregister` they stay where they are, and a transport touches them only while a write is in flight.
+call may block it for more than a few milliseconds, except `fence` and `close`, which may take up
+to a second. A transport may run threads of its own. Buffers belong to the engine: between
+`register` and `deregister` they stay where they are, and a transport touches them only while a
+write is in flight.
 """
 
 from __future__ import annotations
