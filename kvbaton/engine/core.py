@@ -120,14 +120,18 @@ class EngineCore:
     def run(self) -> None:
         """Serve until a `Shutdown` has been carried out."""
         while not self.finished():
-            self.receive()
-            self.listen()
-            self.launch()
-            self.update()
-            if self.kv_events is not None:
-                self.kv_events.publish()
-            self.report()
+            self.turn()
         self.report(force=True)
+
+    def turn(self) -> None:
+        """Go round the loop once."""
+        self.receive()
+        self.listen()
+        self.launch()
+        self.update()
+        if self.kv_events is not None:
+            self.kv_events.publish()
+        self.report()
 
     def finished(self) -> bool:
         """Whether a shutdown was asked for and nothing keeps us."""

@@ -172,18 +172,21 @@ class TransferThread:
     def _run(self) -> None:
         try:
             while not self._stopping.is_set():
-                news = self._wait()
-                now = time.monotonic()
-                if news:
-                    self._take_submissions(now)
-                    self._take_messages(now)
-                for half in self._halves():
-                    half.poll(now)
+                self.turn(news=self._wait())
         except BaseException as error:
             # Without its transfer thread a node must not pretend to be healthy.
             self.failure = f"{type(error).__name__}: {error}"
             logger.exception("the transfer thread died")
             os.eventfd_write(self.outbox_fd, 1)
+
+    def turn(self, *, news: bool = True) -> None:
+        """Take in what has come, if there is any, and look at all that moves; never waits."""
+        now = time.monotonic()
+        if news:
+            self._take_submissions(now)
+            self._take_messages(now)
+        for half in self._halves():
+            half.poll(now)
 
     def _wait(self) -> bool:
         """Pause; True if the engine or a peer has something to say."""
