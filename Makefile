@@ -42,11 +42,12 @@ test-lmcache: $(VENV)-extras/.done  ## the stores over LMCache, with its real se
 	  tests/connectors/test_store_remote.py tests/conformance/test_remote_stores_conform.py \
 	  tests/conformance/test_table.py -k lmcache
 
-lint: $(VENV)/.dev  ## style, types, size of the house
+lint: $(VENV)/.dev  ## style, types, size and ways of the house
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
 	$(BIN)/python benchmarks/size.py
+	$(BIN)/python benchmarks/hops.py
 
 bench: $(VENV)/.dev  ## the benchmarks that need no GPU
 	$(BIN)/kvbaton bench transfer --out out/bench-transfer.json

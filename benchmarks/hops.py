@@ -1,0 +1,393 @@
+"""Count the calls on the three ways through a cluster, and print them beside their goals.
+
+``kvbaton up`` serves a tiny model on one prefill node, one decode node and a router, with every
+call of our functions recorded in all processes (`sys.setprofile`, which a ``sitecustomize`` module
+on their path starts). Requests come one at a time, so what is recorded belongs to one of them:
+
+- **prompt**: from the request to the prefill node's first forward pass: calls in the router and the
+  prefill node, but for threads that move KV.
+- **block**: from the end of that pass to the decode node's first one: calls in both engine cores
+  that have to do with KV: of connectors, of roles, in threads that move it, and in the decode
+  node's loop.
+- **token**: from the decode node's sampler to the server-sent event: calls in its core's loop until
+  the token is encoded for another process, and all calls outside of engine cores until the next
+  one is sampled. Frames are the different coroutines that the router resumes for it.
+
+The median of several requests or tokens counts, so a heartbeat between does not matter. On the
+block's way a loop that repeats the same calls (polling) counts once, and the request with the
+fewest calls counts, since turns that find nothing come and go with the machine's load. Forms of the
+token ids are the different (holder, container) pairs in which functions on the prompt's way get
+them, as arguments or as fields of arguments.
+"""
+
+from __future__ import annotations
+
+import http.client
+import inspect
+import itertools
+import json
+import os
+import re
+import signal
+import statistics
+import subprocess
+import sys
+import tempfile
+import threading
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+from types import FrameType
+from typing import Any
+
+ROOT = Path(__file__).parent.parent
+PACKAGE = f"{ROOT / 'kvbaton'}{os.sep}"
+COROUTINE = inspect.CO_COROUTINE | inspect.CO_ASYNC_GENERATOR
+ENTERED_AGAIN = COROUTINE | inspect.CO_GENERATOR
+START_S, REQUEST_S, STOP_S = 300.0, 60.0, 30.0
+REQUESTS, MAX_TOKENS = 7, 12
+LONGEST_TURN = 60
+"""Calls of a loop's turn, at most."""
+IDS = tuple(range(300, 337))
+"""A prompt that no other sequence of numbers is taken for."""
+
+
+# --- in every process of the cluster ---
+
+
+def record(folder: Path) -> None:
+    """Write down what of ours is called from now on, in all threads of this process."""
+    out = os.open(folder / str(os.getpid()), os.O_WRONLY | os.O_CREAT | os.O_APPEND)
+    os.write(out, f"{os.getppid()}\t{' '.join(sys.orig_argv)}\n".encode())
+
+    def note(kind: str, frame: FrameType, more: str = "") -> None:
+        code = frame.f_code
+        thread = threading.current_thread().name
+        name = f"{code.co_filename[len(PACKAGE) :]}\t{code.co_qualname}"
+        os.write(out, f"{time.monotonic_ns()}\t{thread}\t{kind}\t{name}\t{more}\n".encode())
+
+    def profile(frame: FrameType, event: str, arg: Any) -> None:
+        code = frame.f_code
+        if not code.co_filename.startswith(PACKAGE) or code.co_name == "<module>":
+            return
+        if event == "call":
+            if code.co_flags & ENTERED_AGAIN and frame.f_lasti > 0:
+                if code.co_flags & COROUTINE:
+                    note("resume", frame)
+            else:
+                note("call", frame, " ".join(forms(frame)))
+        elif event == "c_call" and arg.__name__ == "encode" and "msgspec" in repr(arg):
+            note("encode", frame)
+
+    threading.setprofile(profile)
+    # The main thread comes later: what it imports until then would take long.
+    signal.signal(signal.SIGUSR1, lambda *_: sys.setprofile(profile))
+
+
+def forms(frame: FrameType) -> set[str]:
+    """In which forms a function's arguments hold `IDS`."""
+    code, found = frame.f_code, set[str]()
+    count = code.co_argcount + code.co_kwonlyargcount
+    for name in code.co_varnames[:count]:
+        value = frame.f_locals.get(name)
+        if holds_ids(value):
+            found.add(type(value).__name__)
+        names = getattr(value, "__struct_fields__", None) or getattr(value, "__dict__", None)
+        for attribute in names or ():
+            inner = getattr(value, attribute, None)
+            if holds_ids(inner):
+                found.add(f"{type(value).__name__}.{attribute}:{type(inner).__name__}")
+    return found
+
+
+def holds_ids(value: Any) -> bool:
+    """Whether a value is `IDS`, as any sequence of numbers."""
+    kind = type(value).__name__
+    if kind not in ("tuple", "list", "array", "ndarray", "Tensor") or len(value) != len(IDS):
+        return False
+    first = value[:3].tolist() if hasattr(value, "tolist") else list(value[:3])
+    return bool(first == list(IDS[:3]))
+
+
+# --- what they wrote ---
+
+
+@dataclass(frozen=True)
+class Event:
+    """A call, or another thing that happened."""
+
+    process: int
+    at: int
+    thread: str
+    kind: str
+    file: str
+    name: str
+    more: str
+
+
+@dataclass
+class Process:
+    """A process of the cluster.
+
+    Attributes:
+        kind: ``router``, or ``prefill`` or ``decode`` for a node's first process, with ``core``
+            behind for its engine.
+        events: in the order of time.
+    """
+
+    kind: str
+    events: list[Event] = field(repr=False)
+
+    def between(self, start: int, end: int, kind: str = "call") -> list[Event]:
+        """Events of one kind from a time to another."""
+        return [e for e in self.events if start <= e.at < end and e.kind == kind]
+
+    def first(self, start: int, what: str, wanted: Callable[[Event], bool]) -> int:
+        """When something first happens from a time on.
+
+        Raises:
+            LookupError: it does not.
+        """
+        for event in self.events:
+            if event.at >= start and wanted(event):
+                return event.at
+        raise LookupError(f"no {what} in {self.kind} from {start} on: did a name change?")
+
+
+def read(folder: Path) -> dict[str, Process]:
+    """All processes by kind."""
+    found: dict[int, tuple[int, str, list[Event]]] = {}
+    for path in folder.iterdir():
+        if not path.name.isdigit():
+            continue
+        head, *lines = path.read_text().splitlines()
+        parent, words = head.split("\t")
+        parts = (line.split("\t") for line in lines)
+        events = [Event(int(path.name), int(at), *rest) for at, *rest in parts if len(rest) == 5]
+        found[int(path.name)] = (int(parent), words, sorted(events, key=lambda e: e.at))
+
+    def kind_of(pid: int) -> str:
+        parent, words, events = found[pid]
+        command = re.search(r"-m kvbaton (\w+)", words)
+        if command:
+            return command[1]
+        is_core = any(is_forward(event) for event in events)
+        return f"{kind_of(parent)} core" if is_core and parent in found else words
+
+    return {kind_of(pid): Process(kind_of(pid), found[pid][2]) for pid in found}
+
+
+def is_forward(event: Event) -> bool:
+    """Whether it begins a forward pass of the model."""
+    return event.kind == "call" and bool(re.match(r"engine/models/.*\bforward$", on(event)))
+
+
+def is_sampler(event: Event) -> bool:
+    """Whether it is a call of the sampler."""
+    return event.kind == "call" and event.file.endswith("sampler.py")
+
+
+def on(event: Event) -> str:
+    """Where it happened."""
+    return f"{event.file}:{event.name}"
+
+
+# --- the ways ---
+
+
+@dataclass
+class Way:
+    """Calls on one way, of several requests or tokens."""
+
+    events: list[list[Event]] = field(default_factory=list)
+
+    def add_once(self, events: Sequence[Event]) -> None:
+        """One more request, without what its threads repeat."""
+        threads: dict[tuple[int, str], list[Event]] = {}
+        for event in events:
+            threads.setdefault((event.process, event.thread), []).append(event)
+        self.events.append([e for own in threads.values() for e in without_loops(own)])
+
+    def calls(self) -> int:
+        """The median."""
+        return round(statistics.median(len(events) for events in self.events))
+
+    def files(self) -> int:
+        """Different files, the median."""
+        return round(statistics.median(len({e.file for e in events}) for events in self.events))
+
+
+def without_loops(events: Sequence[Event]) -> list[Event]:
+    """Events of one thread, without the second and later turns of loops that repeat their calls."""
+    kept: list[Event] = []
+    names: list[str] = []
+    for event in events:
+        kept.append(event)
+        names.append(on(event))
+        for length in range(1, LONGEST_TURN + 1):
+            if names[-length:] == names[-2 * length : -length]:
+                del kept[-length:], names[-length:]
+                break
+    return kept
+
+
+def moves_kv(event: Event) -> bool:
+    """Whether it is a call of a connector or a role, or in a thread that moves KV."""
+    rooms = ("connectors/", "prefill/", "decode/")
+    return bool(re.match("kvbaton|tcp|digest", event.thread)) or event.file.startswith(rooms)
+
+
+def figures(processes: dict[str, Process], starts: Sequence[int]) -> list[tuple[str, int, int]]:
+    """Measure, value and goal of each line.
+
+    Args:
+        processes: what was recorded.
+        starts: when each request was sent; the last one's prompt is `IDS`.
+
+    Raises:
+        LookupError: a point on a way was not found.
+    """
+    prompt, block, token = Way(), Way(), Way()
+    frames: list[int] = []
+    router, p_core, d_core = (processes[k] for k in ("router", "prefill core", "decode core"))
+    outside = [process for kind, process in processes.items() if "core" not in kind]
+    for start, end in zip(starts, [*starts[1:], 1 << 62], strict=True):
+        at_p = p_core.first(start, "forward pass", is_forward)
+        at_d = d_core.first(at_p, "forward pass", is_forward)
+        on_way = [router, processes["prefill"], p_core]
+        calls = [e for process in on_way for e in process.between(start, at_p)]
+        prompt.events.append([e for e in calls if not moves_kv(e)])
+        computed = p_core.first(at_p, "sampler", is_sampler)
+        calls = [e for e in p_core.between(computed, at_d) if moves_kv(e)]
+        block.add_once(
+            calls + [e for e in d_core.between(computed, at_d) if "rank" not in e.thread]
+        )
+        for this, after in steps(d_core, at_d, end):
+            sent = d_core.first(
+                this, "encoding", lambda e: e.kind == "encode" and e.thread == "MainThread"
+            )
+            calls = [e for process in outside for e in process.between(this, after)]
+            token.events.append(d_core.between(this, sent) + calls)
+            frames.append(len({on(e) for e in router.between(this, after, "resume")}))
+    ids = {form for e in prompt.events[-1] for form in e.more.split()}
+    return [
+        ("prompt → forward, calls", prompt.calls(), 220),
+        ("prompt → forward, files", prompt.files(), 0),
+        ("prompt → forward, forms of the ids", len(ids), 0),
+        ("block P → D, calls", min(map(len, block.events)), 250),
+        ("block P → D, files", block.files(), 0),
+        ("token → SSE, calls", token.calls(), 70),
+        ("token → SSE, files", token.files(), 0),
+        ("token → SSE, router frames", round(statistics.median(frames)), 6),
+    ]
+
+
+def steps(core: Process, start: int, end: int) -> Iterator[tuple[int, int]]:
+    """When each token but the first and last ones is sampled, and when the one behind it."""
+    passes = [e.at for e in core.events if start <= e.at < end and is_forward(e)]
+    sampled: list[int] = []
+    for at in passes:
+        time_of = core.first(at, "sampler", is_sampler)
+        if time_of not in sampled:
+            sampled.append(time_of)
+    yield from itertools.pairwise(sampled[2:-1])
+
+
+# --- the cluster ---
+
+
+@contextmanager
+def cluster(folder: Path) -> Iterator[tuple[str, int]]:
+    """A cluster whose calls are recorded in a folder: host and port of its router."""
+    from kvbaton.testing.checkpoints import make_checkpoint
+
+    model = make_checkpoint(folder / "model")
+    (folder / "sitecustomize.py").write_text(
+        "import pathlib, runpy\n"
+        f"runpy.run_path({__file__!r})['record'](pathlib.Path({str(folder)!r}))\n"
+    )
+    env = {**os.environ, "PYTHONPATH": str(folder), "PYTHONUNBUFFERED": "1"}
+    words = ["up", f"--model={model}", "--port=0", "--transport=tcp", "--num-blocks=256"]
+    process = subprocess.Popen(
+        [sys.executable, "-m", "kvbaton", *words, "--device=cpu", "--max-model-len=256"],
+        env=env,
+        cwd=ROOT,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+    )
+    timer = threading.Timer(START_S, process.kill)
+    timer.start()
+    try:
+        assert process.stdout is not None
+        said = []
+        for line in process.stdout:
+            said.append(line)
+            if ready := re.match(r"ready: http://(.+):(\d+)/v1", line):
+                break
+        else:
+            raise SystemExit(f"the cluster does not come up:\n{''.join(said)}")
+        timer.cancel()
+        threading.Thread(target=process.stdout.read, daemon=True).start()
+        for path in folder.iterdir():
+            if path.name.isdigit():
+                os.kill(int(path.name), signal.SIGUSR1)
+        yield ready[1], int(ready[2])
+    finally:
+        timer.cancel()
+        process.send_signal(signal.SIGINT)
+        try:
+            process.wait(STOP_S)
+        except subprocess.TimeoutExpired:
+            process.kill()
+
+
+def complete(host: str, port: int, model: str, prompt: str | list[int]) -> int:
+    """Stream a completion to its end; returns when it was sent, in ns of the monotonic clock."""
+    body = {"model": model, "prompt": prompt, "max_tokens": MAX_TOKENS, "temperature": 0}
+    connection = http.client.HTTPConnection(host, port, timeout=REQUEST_S)
+    start = time.monotonic_ns()
+    connection.request(
+        "POST",
+        "/v1/completions",
+        json.dumps(body | {"stream": True, "ignore_eos": True}),
+        {"Content-Type": "application/json"},
+    )
+    response = connection.getresponse()
+    said = response.read().decode()
+    connection.close()
+    if response.status != 200 or "data: [DONE]" not in said:
+        raise SystemExit(f"{response.status}: {said[-1000:]}")
+    return start
+
+
+def main() -> int:
+    """Print the table."""
+    began = time.monotonic()
+    with tempfile.TemporaryDirectory() as name:
+        folder = Path(name)
+        with cluster(folder) as (host, port):
+            model = str(folder / "model")
+            for number in range(2):  # which open connections and sessions
+                complete(host, port, model, f"{number} is for warming up")
+            starts = []
+            for number in range(REQUESTS):
+                prompt = f"{number} relay races, and in each of them a baton is handed over"
+                starts.append(complete(host, port, model, prompt))
+            starts.append(complete(host, port, model, list(IDS)))
+        try:
+            table = figures(read(folder), starts)
+        except (LookupError, KeyError) as error:
+            print(f"hops.py: can't follow the way: {error}", file=sys.stderr)
+            return 1
+    print(f"{'measure':36} {'now':>7} {'goal':>7}")
+    for measure, value, goal in table:
+        print(f"{measure:36} {value:7,} {goal or '':>7}")
+    print(f"in {time.monotonic() - began:.0f} s")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
