@@ -10,7 +10,7 @@ from typing import Any
 import aiohttp
 import msgspec
 
-from kvbaton.router.legs import DONE, read_events
+from kvbaton.server.sse import DONE, read_events
 
 
 @dataclass(frozen=True)

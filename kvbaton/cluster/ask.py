@@ -14,11 +14,13 @@ import msgspec
 
 from kvbaton.cluster.config import ClusterConfig
 from kvbaton.messages.openai import ErrorBody
-from kvbaton.router.legs import DONE, read_events
+from kvbaton.server.sse import DONE, read_events
 
 SENT_BYTES = "kvbaton_transfer_sent_bytes_total"
 RECEIVED_TOKENS = r'kvbaton_prompt_tokens_total\{source="transferred"\}'
-LEGS = re.compile(r'^kvbaton_router_legs_total\{node="([^"]*)",part="([^"]*)"\}', re.MULTILINE)
+LEGS = re.compile(
+    r'^kvbaton_router_node_requests_total\{node="([^"]*)",part="([^"]*)"\}', re.MULTILINE
+)
 PARTS = {"source": "prefill", "target": "decode"}
 PUBLISH_S = 2.0
 

@@ -20,11 +20,11 @@ from kvbaton.errors import ConfigError, RequestError
 from kvbaton.messages.nodes import NodeInfo
 from kvbaton.router.config import RouterConfig
 from kvbaton.router.dispatch import Dispatcher
-from kvbaton.router.legs import CONNECT_TIMEOUT_S
 from kvbaton.router.listener import bind, url_of
-from kvbaton.router.loads import LoadBook
+from kvbaton.router.loads import NodeLoads
 from kvbaton.router.membership import Membership
 from kvbaton.router.metrics import NodeCollector, RouterMetrics
+from kvbaton.router.node_http import CONNECT_TIMEOUT_S
 from kvbaton.router.nodes import Nodes
 from kvbaton.router.nodes_api import app_keys, routes
 from kvbaton.server.app import make_app
@@ -56,7 +56,7 @@ async def router_app(
         membership = Membership(config.membership, config.cluster_key is None, edge.model_name)
         token = operator_token(config.cluster_key) if config.cluster_key else None
         nodes = Nodes(membership, session, operator_token=token)
-        loads, metrics = LoadBook(), HttpMetrics()
+        loads, metrics = NodeLoads(), HttpMetrics()
         dispatcher = Dispatcher(
             nodes, session, RouterMetrics(metrics.registry), loads, config.dispatch
         )

@@ -1,4 +1,4 @@
-"""The thin shell that drives `RequestMachine`: legs as tasks, their events in a queue."""
+"""The driver of `RequestRelay`: its clock, its requests to nodes, and who waits for its tokens."""
 
 from __future__ import annotations
 
@@ -11,32 +11,26 @@ from dataclasses import dataclass, field
 from functools import partial
 
 import aiohttp
-import msgspec
+from msgspec.structs import replace
 
+from kvbaton.errors import RequestError
 from kvbaton.messages.engine import AddRequest, Item, Output
-from kvbaton.router.actions import (
-    Action,
-    CancelLeg,
-    Emit,
-    Finish,
-    Leg,
-    LegError,
-    Raise,
-    StartLeg,
-)
-from kvbaton.router.bodies import rows_left
 from kvbaton.router.encoders import with_encoders
-from kvbaton.router.legs import LegEnded, LegEvent, LegFailed, LegOutput, run_leg
-from kvbaton.router.loads import LoadBook
+from kvbaton.router.loads import NodeLoads
 from kvbaton.router.metrics import RouterMetrics
+from kvbaton.router.node_http import ask_over_http
+from kvbaton.router.node_request import NodeError, NodeRequest
 from kvbaton.router.nodes import Nodes
 from kvbaton.router.pairing import Route, choose
-from kvbaton.router.relay import RelayTimers, RequestMachine
+from kvbaton.router.relay import Action, Cancel, Finished, RelayTimers, RequestRelay, Send
 
 logger = logging.getLogger(__name__)
 
 LINGER_S = 1.0
-"""A finished request's legs may take this long to end by themselves and free their connection."""
+"""What is open at nodes at the end of a request may take this long to end by itself, which keeps
+the connection."""
+MAX_BEHIND = 16384
+"""A client that is so many tokens (and log probabilities) behind its nodes has left."""
 
 
 @dataclass(frozen=True)
@@ -47,11 +41,13 @@ class DispatchConfig:
         timers: of each request.
         min_handover_tokens: shorter prompts are served on one node.
         min_encode_rows: see `encoders.with_encoders`.
+        max_behind: tokens, and log probabilities, that may wait for one client.
     """
 
     timers: RelayTimers = field(default_factory=RelayTimers)
     min_handover_tokens: int = 0
     min_encode_rows: int | None = None
+    max_behind: int = MAX_BEHIND
 
 
 class Dispatcher:
@@ -59,10 +55,10 @@ class Dispatcher:
 
     Args:
         nodes: who there is.
-        session: for the legs.
+        session: for nodes that are asked over HTTP.
         metrics: what is counted.
         loads: what is in flight.
-        config: see there.
+        config: how to dispatch.
     """
 
     def __init__(
@@ -70,7 +66,7 @@ class Dispatcher:
         nodes: Nodes,
         session: aiohttp.ClientSession,
         metrics: RouterMetrics,
-        loads: LoadBook,
+        loads: NodeLoads,
         config: DispatchConfig,
     ) -> None:
         self.nodes = nodes
@@ -78,24 +74,34 @@ class Dispatcher:
         self.metrics = metrics
         self.loads = loads
         self.config = config
-        self._runs: set[_Run] = set()
+        self._running: set[_Running] = set()
         self._lingering: set[asyncio.Task[None]] = set()
         nodes.on_lost = self.node_lost
 
     async def generate(self, request: AddRequest) -> AsyncGenerator[Output]:
         """Run a request on the nodes; see `TokenSource`.
 
+        While the consumer is behind, outputs of one choice become one.
+
         Raises:
             RequestError: it is wrong, or nobody could serve it.
         """
-        run = _Run(self, _with_seed(request))
-        self._runs.add(run)
+        if request.params.seed is None:  # all nodes must sample alike
+            seeded = replace(request.params, seed=secrets.randbits(63))
+            request = replace(request, params=seeded)
+        running = _Running(self, request)
+        self._running.add(running)
         try:
-            async for output in run.outputs():
-                yield output
+            running.start()
+            while True:
+                for output in running.take():
+                    yield output
+                if running.over:
+                    return
+                await running.wait()
         finally:
-            self._runs.discard(run)
-            run.close()
+            self._running.discard(running)
+            running.close()
 
     def route(self, items: Sequence[Item], num_tokens: int, avoid: frozenset[str]) -> Route | None:
         """Choose nodes by what is known now."""
@@ -108,30 +114,33 @@ class Dispatcher:
 
     def node_lost(self, node_id: str, reason: str) -> None:
         """A node is of no use any more: its requests go elsewhere now, not at a timeout."""
-        for run in self._runs:
-            run.node_lost(node_id, reason)
+        for running in list(self._running):
+            running.node_lost(node_id, reason)
 
     def linger(self, tasks: list[asyncio.Task[None]]) -> None:
-        """Let legs of a finished request end by themselves for a moment."""
+        """Let node requests of a finished request end by themselves for a moment."""
         task = asyncio.create_task(_end_soon(tasks))
         self._lingering.add(task)
         task.add_done_callback(self._lingering.discard)
 
     async def close(self) -> None:
-        """Wait for lingering legs."""
+        """Wait for what lingers."""
         await asyncio.gather(*self._lingering)
 
 
-class _Run:
-    """One request on its way."""
+class _Running:
+    """One request on its way; hears what nodes say (`node_http.Listener`).
+
+    Attributes:
+        over: it has ended; once `take` has given out what was left.
+    """
 
     def __init__(self, dispatcher: Dispatcher, request: AddRequest) -> None:
         self._dispatcher = dispatcher
         self._metrics = dispatcher.metrics
-        self._request = request
-        self._now = asyncio.get_running_loop().time
-        self._started_at = self._now()
-        self._machine = RequestMachine(
+        self._loop = asyncio.get_running_loop()
+        self._started_at = self._loop.time()
+        self._relay = RequestRelay(
             request,
             partial(dispatcher.route, request.items),
             transfer_id=os.urandom(16),
@@ -139,112 +148,173 @@ class _Run:
             timers=dispatcher.config.timers,
             now=self._started_at,
         )
-        self._events: asyncio.Queue[LegEvent] = asyncio.Queue()
-        self._legs: dict[Leg, asyncio.Task[None]] = {}
+        self._tasks: dict[NodeRequest, asyncio.Task[None]] = {}
+        self._prefilling: set[NodeRequest] = set()
+        self._ready: list[Output] = []
+        self._behind = 0
+        self._read_at = 0.0
+        self._waiter: asyncio.Future[None] | None = None
+        self._timer: asyncio.TimerHandle | None = None
+        self._error: RequestError | None = None
         self._outcome = "cancelled"
-        self._emitted = False
-        self._read_at: float | None = None
+        self._first = True
+        self.over = False
 
-    async def outputs(self) -> AsyncGenerator[Output]:
-        """What the client gets."""
-        actions = self._machine.start(self._now())
-        while True:
-            # First, because who has seen the last output may close us while we yield it.
-            self._perform(actions)
-            for action in actions:
-                match action:
-                    case Emit(output):
-                        self._observe(output)
-                        yield output
-                    case Raise(error):
-                        raise error
-                    case Finish():
-                        return
-            actions = await self._next()
+    # --- the consumer's side ---
 
-    def _perform(self, actions: list[Action]) -> None:
-        # The target has time until the prompt is computed: its leg is not to hold up the source's.
-        for action in sorted(actions, key=_starts_target):
-            match action:
-                case StartLeg():
-                    self._start(action)
-                case CancelLeg(leg):
-                    self._legs[leg].cancel()
-                case Raise():
-                    self._outcome = "failed"
-                case Finish():
-                    self._outcome = "finished"
+    def start(self) -> None:
+        """Ask the first nodes."""
+        self._perform(self._relay.start(self._started_at))
+        self._tick()
 
-    async def _next(self) -> list[Action]:
-        try:
-            async with asyncio.timeout_at(self._machine.next_deadline()):
-                event = await self._events.get()
-        except TimeoutError:
-            self._read_at = None
-            return self._machine.tick(self._now())
-        return self._feed(event)
+    def take(self) -> Sequence[Output]:
+        """All that is new, one output per choice.
 
-    def _feed(self, event: LegEvent) -> list[Action]:
-        now, self._read_at = self._now(), None
-        match event:
-            case LegOutput(leg, output, at):
-                self._read_at = at
-                self._dispatcher.loads.prefilled(leg)
-                return self._machine.output(leg, output, now)
-            case LegEnded(leg):
-                return self._machine.ended(leg, now)
-            case LegFailed(leg, error, unreachable):
-                self._metrics.leg_failures.labels(leg.node.node_id, leg.side).inc()
-                actions = self._machine.failed(leg, error, now)
-                if unreachable:
-                    self._dispatcher.nodes.unreachable(leg.node, error.message)
-                return actions
+        Raises:
+            RequestError: the request has failed.
+        """
+        ready, self._ready, self._behind = self._ready, [], 0
+        if not ready:
+            if self._error is not None:
+                raise self._error
+            return ready
+        now = self._loop.time()
+        self._metrics.overhead.observe(now - self._read_at)
+        if self._first and any(output.token_ids for output in ready):
+            self._first = False
+            self._metrics.first_token.observe(now - self._started_at)
+        return ready if len(ready) == 1 else merged(ready)
+
+    async def wait(self) -> None:
+        """Until there is something to take, or the end."""
+        if not self._ready and not self.over:
+            self._waiter = self._loop.create_future()
+            await self._waiter
+
+    def close(self) -> None:
+        """The client has all it wanted, or has gone: end what is open at nodes."""
+        self._perform(self._relay.client_gone())
+        if self._timer is not None:
+            self._timer.cancel()
+        self._metrics.requests.labels(self._outcome).inc()
+        for line in self._relay.story:
+            logger.warning("request %s: %s", self._relay.request.request_id, line)
+        left = [task for task in self._tasks.values() if not task.done()]
+        if left:
+            self._dispatcher.linger(left)
+
+    # --- the nodes' side ---
+
+    def output(self, asked: NodeRequest, output: Output) -> None:
+        """A node made tokens."""
+        if asked in self._prefilling:
+            self._prefilling.discard(asked)
+            self._dispatcher.loads.prefilled(asked)
+        now = self._loop.time()
+        if not self._ready:
+            self._read_at = now
+        self._perform(self._relay.output(asked, output, now))
+        if asked.side == "source":
+            self._tick()  # an end that it announced has its own deadline
+
+    def ended(self, asked: NodeRequest) -> None:
+        """A node has said all."""
+        self._perform(self._relay.ended(asked, self._loop.time()))
+
+    def failed(self, asked: NodeRequest, error: NodeError, *, unreachable: bool = False) -> None:
+        """A node refused, or broke off."""
+        self._metrics.node_request_failures.labels(asked.node.node_id, asked.side).inc()
+        self._perform(self._relay.failed(asked, error, self._loop.time()))
+        if unreachable:
+            self._dispatcher.nodes.unreachable(asked.node, error.message)
 
     def node_lost(self, node_id: str, reason: str) -> None:
         """One of the nodes is gone."""
-        for leg, task in self._legs.items():
-            if leg.node.node_id == node_id and not task.done():
-                self._events.put_nowait(LegFailed(leg, LegError(f"the node is lost: {reason}")))
+        for asked, task in list(self._tasks.items()):
+            if asked.node.node_id == node_id and not task.done():
+                self.failed(asked, NodeError(f"the node is lost: {reason}"))
 
-    def _start(self, action: StartLeg) -> None:
-        leg, body = action.leg, action.body
-        alone = leg.side == "target" and body.kv_transfer_params is None
-        prefills = alone or leg.side == "source"
-        rows = rows_left(body.items) if prefills or leg.side == "encoder" else []
-        num_tokens = len(body.token_ids) + len(body.resume_token_ids)
-        self._dispatcher.loads.enter(leg, num_tokens, prefills=prefills, rows=sum(rows))
-        self._metrics.legs.labels(leg.node.node_id, "alone" if alone else leg.side).inc()
-        self._metrics.items.labels("prefill" if prefills else "encoder").inc(len(rows))
-        if leg.attempt and leg.side == "target":
-            self._metrics.retries.inc()
-        work = run_leg(
-            self._dispatcher.session, action, self._request.request_id, self._events.put_nowait
+    # --- carrying out ---
+
+    def _perform(self, actions: list[Action]) -> None:
+        late: list[NodeRequest] = []
+        for action in actions:
+            match action:
+                case Output():
+                    self._ready.append(action)
+                    self._count(action)
+                case Send(asked):
+                    # The target has time until the prompt is computed: asking it is not to hold up
+                    # the source.
+                    late.append(asked) if asked.side == "target" else self._send(asked)
+                case Cancel(asked):
+                    self._tasks[asked].cancel()
+                case Finished():
+                    self._outcome, self.over = "finished", True
+                case RequestError():
+                    self._outcome, self.over, self._error = "failed", True, action
+        for asked in late:
+            self._send(asked)
+        if actions and self._waiter is not None and not self._waiter.done():
+            self._waiter.set_result(None)
+
+    def _count(self, output: Output) -> None:
+        self._behind += len(output.token_ids)
+        if output.logprobs is not None:
+            self._behind += sum(len(entry.top) for entry in output.logprobs)
+        if self._behind > self._dispatcher.config.max_behind and not self._relay.done:
+            self._error = RequestError(
+                "the client reads more slowly than its tokens are made", status=503, code="too_slow"
+            )
+            self._outcome, self.over = "failed", True
+            self._perform(self._relay.client_gone())
+
+    def _send(self, asked: NodeRequest) -> None:
+        loads, metrics = self._dispatcher.loads, self._metrics
+        loads.enter(asked)
+        self._prefilling.add(asked)
+        alone = asked.prefills and asked.side == "target"
+        metrics.node_requests.labels(asked.node.node_id, "alone" if alone else asked.side).inc()
+        if rows := asked.rows:
+            metrics.items.labels("prefill" if asked.prefills else "encoder").inc(len(rows))
+        if asked.attempt and asked.side == "target":
+            metrics.retries.inc()
+        request_id = self._relay.request.request_id
+        task = asyncio.create_task(
+            ask_over_http(self._dispatcher.session, asked, request_id, self),
+            name=f"{asked.name} {asked.request.request_id}",
         )
-        task = asyncio.create_task(work, name=f"{leg.name} {body.request_id}")
-        task.add_done_callback(lambda _: self._dispatcher.loads.strike(leg))
-        self._legs[leg] = task
+        task.add_done_callback(lambda _: loads.remove(asked))
+        self._tasks[asked] = task
 
-    def _observe(self, output: Output) -> None:
-        now = self._now()
-        if self._read_at is not None:
-            self._metrics.overhead.observe(now - self._read_at)
-        if output.token_ids and not self._emitted:
-            self._emitted = True
-            self._metrics.first_token.observe(now - self._started_at)
-
-    def close(self) -> None:
-        """The client has all it wanted, or has gone: end the legs."""
-        self._perform(self._machine.client_gone())
-        self._metrics.requests.labels(self._outcome).inc()
-        for line in self._machine.story:
-            logger.warning("request %s: %s", self._request.request_id, line)
-        running = [task for task in self._legs.values() if not task.done()]
-        if running:
-            self._dispatcher.linger(running)
+    def _tick(self) -> None:
+        """Tell the relay the time, and come again when it next wants to know."""
+        now = self._loop.time()
+        self._perform(self._relay.tick(now))
+        if self._timer is not None:
+            self._timer.cancel()
+        if not self._relay.done:
+            self._timer = self._loop.call_at(self._relay.next_deadline(), self._tick)
 
 
-def _starts_target(action: Action) -> bool:
-    return isinstance(action, StartLeg) and action.leg.side == "target"
+def merged(outputs: Sequence[Output]) -> list[Output]:
+    """Outputs in the order in which they came, as one per choice."""
+    by_choice: dict[int, list[Output]] = {}
+    for output in outputs:
+        by_choice.setdefault(output.choice, []).append(output)
+    return [_joined(mine) if len(mine) > 1 else mine[0] for mine in by_choice.values()]
+
+
+def _joined(outputs: Sequence[Output]) -> Output:
+    first, last = outputs[0], outputs[-1]
+    scored = any(output.logprobs is not None for output in outputs)
+    return replace(
+        last,
+        index=first.index,
+        token_ids=tuple(token for output in outputs for token in output.token_ids),
+        logprobs=tuple(p for output in outputs for p in output.logprobs or ()) if scored else None,
+        prompt_logprobs=next((o.prompt_logprobs for o in outputs if o.prompt_logprobs), None),
+    )
 
 
 async def _end_soon(tasks: list[asyncio.Task[None]]) -> None:
@@ -252,11 +322,3 @@ async def _end_soon(tasks: list[asyncio.Task[None]]) -> None:
     for task in late:
         task.cancel()
     await asyncio.gather(*late, return_exceptions=True)
-
-
-def _with_seed(request: AddRequest) -> AddRequest:
-    """Both legs must sample alike."""
-    if request.params.seed is not None:
-        return request
-    params = msgspec.structs.replace(request.params, seed=secrets.randbits(63))
-    return msgspec.structs.replace(request, params=params)

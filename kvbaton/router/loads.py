@@ -4,59 +4,49 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 
-from kvbaton.router.actions import Leg
+from kvbaton.router.node_request import NodeRequest
 from kvbaton.router.pairing import NodeLoad
 
 IDLE = NodeLoad()
 
 
-class LoadBook(Mapping[str, NodeLoad]):
-    """In-flight work by node id; every leg is entered once and struck once."""
+class NodeLoads(Mapping[str, NodeLoad]):
+    """In-flight work by node id; every node request is entered once and removed once."""
 
     def __init__(self) -> None:
         self._by_node: dict[str, NodeLoad] = {}
-        self._by_leg: dict[int, tuple[str, NodeLoad]] = {}
+        self._mine: dict[NodeRequest, NodeLoad] = {}
 
-    def enter(self, leg: Leg, num_tokens: int, *, prefills: bool, rows: int = 0) -> None:
-        """A leg begins.
-
-        Args:
-            leg: with its node.
-            num_tokens: of prompt and resumed tokens.
-            prefills: the node computes the prompt: a source, or a target without one.
-            rows: of items that the node is to encode.
-        """
-        prompt = num_tokens if prefills else 0
-        if leg.side == "target":
-            self._set(leg, NodeLoad(prompt, sequences=1, tokens=num_tokens, rows=rows))
+    def enter(self, asked: NodeRequest) -> None:
+        """A node is asked."""
+        request = asked.request
+        tokens = len(request.token_ids) + len(request.resume_ids)
+        prompt, rows = tokens if asked.prefills else 0, sum(asked.rows)
+        if asked.side == "target":
+            self._set(asked, NodeLoad(prompt, sequences=1, tokens=tokens, rows=rows))
         else:
-            self._set(leg, NodeLoad(prompt, rows=rows))
+            self._set(asked, NodeLoad(prompt, rows=rows))
 
-    def prefilled(self, leg: Leg) -> None:
-        """A leg's first token has come: its prompt is computed."""
-        entry = self._by_leg.get(id(leg))
-        if entry is not None and entry[1].prompt_tokens:
-            self._set(leg, NodeLoad(0, entry[1].sequences, entry[1].tokens))
+    def prefilled(self, asked: NodeRequest) -> None:
+        """A node's first token has come: its prompt is computed."""
+        load = self._mine.get(asked, IDLE)
+        if load.prompt_tokens:
+            self._set(asked, NodeLoad(0, load.sequences, load.tokens))
 
-    def strike(self, leg: Leg) -> None:
-        """A leg is over."""
-        self._set(leg, IDLE)
-        self._by_leg.pop(id(leg), None)
+    def remove(self, asked: NodeRequest) -> None:
+        """A node's request is over."""
+        self._set(asked, IDLE)
+        del self._mine[asked]
 
-    def _set(self, leg: Leg, load: NodeLoad) -> None:
-        node = leg.node.node_id
-        _, old = self._by_leg.get(id(leg), (node, IDLE))
-        now = self._by_node.get(node, IDLE)
-        total = NodeLoad(
-            now.prompt_tokens - old.prompt_tokens + load.prompt_tokens,
-            now.sequences - old.sequences + load.sequences,
-            now.tokens - old.tokens + load.tokens,
-            now.rows - old.rows + load.rows,
-        )
-        self._by_leg[id(leg)] = (node, load)
-        self._by_node[node] = total
+    def _set(self, asked: NodeRequest, load: NodeLoad) -> None:
+        node = asked.node.node_id
+        old, now = self._mine.get(asked, IDLE), self._by_node.get(node, IDLE)
+        self._mine[asked] = load
+        total = now + load - old
         if total == IDLE:
-            del self._by_node[node]
+            self._by_node.pop(node, None)
+        else:
+            self._by_node[node] = total
 
     def __getitem__(self, node_id: str) -> NodeLoad:
         return self._by_node[node_id]

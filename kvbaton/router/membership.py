@@ -23,6 +23,7 @@ import msgspec
 from kvbaton.errors import RequestError
 from kvbaton.messages.nodes import Members, NodeInfo
 from kvbaton.server.cluster_token import is_loopback
+from kvbaton.server.transfer_params import tcp_host
 
 ROLES = ("prefill", "decode", "encode")
 MAX_REMOVED = 256
@@ -287,6 +288,7 @@ class Membership:
                 param="url",
                 status=403,
             )
+        self._check_address("control_address", info.control_address)
         if self.model is None:
             self.model = info.model
         elif info.model != self.model:
@@ -294,6 +296,20 @@ class Membership:
                 f"this router serves {self.model!r}, the node {info.model!r}",
                 param="model",
                 status=409,
+            )
+
+    def _check_address(self, name: str, address: str | None) -> None:
+        """Members are told it and dial it, so nothing else may get in."""
+        if address is None:
+            return
+        host = tcp_host(address)
+        if host is None:
+            raise RequestError(f"{name} must be tcp://host:port, not {address!r}", param=name)
+        if self.loopback_only and not is_loopback(host):
+            raise RequestError(
+                f"{address} is not on this machine; start router and nodes with --cluster-key",
+                param=name,
+                status=403,
             )
 
     def _join(self, info: NodeInfo, *, static: bool, now: float) -> tuple[Member, list[Change]]:

@@ -8,7 +8,7 @@ from prometheus_client import CollectorRegistry, Counter, Histogram
 from prometheus_client.core import GaugeMetricFamily
 from prometheus_client.registry import Collector
 
-from kvbaton.router.loads import LoadBook
+from kvbaton.router.loads import NodeLoads
 from kvbaton.router.membership import Member
 
 FIRST_TOKEN_BUCKETS = (0.005, 0.01, 0.02, 0.04, 0.08, 0.15, 0.3, 0.6, 1.2, 2.5, 5, 10, 20, 40, 80)
@@ -32,8 +32,12 @@ class RouterMetrics:
             )
 
         self.requests = counter("requests", "Requests ended, by outcome.", ("outcome",))
-        self.legs = counter("legs", "Requests sent to nodes, by what for.", ("node", "part"))
-        self.leg_failures = counter("leg_failures", "Legs that failed.", ("node", "part"))
+        self.node_requests = counter(
+            "node_requests", "Requests sent to nodes, by what for.", ("node", "part")
+        )
+        self.node_request_failures = counter(
+            "node_request_failures", "Of those, how many failed.", ("node", "part")
+        )
         self.retries = counter("retries", "Attempts after the first.")
         self.items = counter("items", "Items given to nodes, by who is to encode.", ("where",))
         self.first_token = seconds(
@@ -52,7 +56,7 @@ class NodeCollector(Collector):
         loads: what is in flight there.
     """
 
-    def __init__(self, members: Callable[[], list[Member]], loads: LoadBook) -> None:
+    def __init__(self, members: Callable[[], list[Member]], loads: NodeLoads) -> None:
         self._members = members
         self._loads = loads
 

@@ -1,91 +1,170 @@
-"""What nodes are asked: their parts in hand-overs of a prompt and of its items."""
+"""What one node is asked for a client's request: its part in hand-overs of prompt and items."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from urllib.parse import urlsplit
+from dataclasses import dataclass
+from typing import Literal
 
 from msgspec.structs import replace
 
 from kvbaton.messages.engine import AddRequest, Item, SamplingParams, TransferSpec
-from kvbaton.messages.nodes import GenerateRequest, NodeInfo
-from kvbaton.router.actions import Leg
+from kvbaton.messages.nodes import NodeInfo
 from kvbaton.router.pairing import Route
 
-
-def transfer_params(leg: Leg, route: Route, transfer_id: bytes) -> dict[str, object] | None:
-    """A leg's part in the hand-over, in vLLM's field names; None for a node that serves alone."""
-    source = route.source
-    if source is None:
-        return None
-    params: dict[str, object] = {
-        "do_remote_decode": leg.side == "source",
-        "do_remote_prefill": leg.side == "target",
-        "transfer_id": transfer_id.hex(),
-        "attempt": leg.attempt,
-    }
-    if leg.side == "target":
-        address = urlsplit(source.control_address or "")
-        params |= {
-            "remote_engine_id": source.node_id,
-            "remote_request_id": transfer_id.hex(),
-            "remote_host": address.hostname,
-            "remote_port": address.port,
-            "remote_block_ids": [[]],
-            "tp_size": source.tp_size,
-        }
-    return params
+Side = Literal["source", "target", "encoder"]
+CLIENT_FAULTS = (400, 413, 422)
+"""Statuses with which a node blames the request itself."""
 
 
-def item_body(
-    request: AddRequest, index: int, transfer_id: bytes, attempt: int, deadline_s: float
-) -> GenerateRequest:
-    """What an encoder node is asked: the item as a prompt of its own, whose KV is its output."""
-    item = request.items[index]
-    return GenerateRequest(
-        token_ids=(0,) * item.padded_rows,
-        sampling_params=SamplingParams(temperature=0.0, max_tokens=1, ignore_eos=True),
-        request_id=f"{request.request_id[:200]}.{attempt}.{index}",
-        stream=True,
-        cache_salt=request.cache_salt or None,
-        priority=request.priority,
-        deadline_s=deadline_s,
-        kv_transfer_params={
-            "do_remote_decode": True,
-            "do_remote_prefill": False,
-            "transfer_id": transfer_id.hex(),
-            "attempt": attempt,
-        },
-        items=(replace(item, start=0, transfer=None),),
-    )
+@dataclass(slots=True, eq=False)
+class NodeRequest:
+    """One request to one node; attempt, side and item name it within the client's request.
+
+    Attributes:
+        attempt: of the client's request, from 0.
+        side: what the node does for it.
+        node: who is asked.
+        request: what it is asked.
+        item: what an encoder encodes, by its index in the prompt; 0 for other sides.
+        open: the relay still heeds what the node says.
+    """
+
+    attempt: int
+    side: Side
+    node: NodeInfo
+    request: AddRequest
+    item: int = 0
+    open: bool = True
+
+    @property
+    def name(self) -> str:
+        """For people."""
+        return f"encoder of item {self.item}" if self.side == "encoder" else self.side
+
+    @property
+    def prefills(self) -> bool:
+        """Whether the node computes the prompt: a source, or a target that serves alone."""
+        alone = self.side == "target" and self.request.transfer is None
+        return alone or self.side == "source"
+
+    @property
+    def rows(self) -> list[int]:
+        """Rows of each different item that the node is to encode itself."""
+        if self.side == "target" and not self.prefills:
+            return []
+        items = self.request.items
+        handed = {item.digest for item in items if item.transfer is not None}
+        mine = {item.digest: item.length for item in items if item.digest not in handed}
+        return list(mine.values())
 
 
-def prompt_items(
+@dataclass(frozen=True)
+class NodeError:
+    """Why a node's request failed.
+
+    Attributes:
+        message: for people.
+        status: the HTTP status that the node answered, or None if there was no answer.
+        param: of its error.
+        code: of its error.
+    """
+
+    message: str
+    status: int | None = None
+    param: str | None = None
+    code: str | None = None
+
+    @property
+    def summary(self) -> str:
+        """For a client: what a node reports may hold a whole traceback."""
+        return self.message.partition("\n")[0][:300]
+
+    @property
+    def blames_client(self) -> bool:
+        """Whether no node would take this request; what the router itself added is our fault."""
+        ours = (self.param or "").startswith(("kv_transfer_params", "transfer"))
+        return self.status in CLIENT_FAULTS and not ours
+
+
+def node_requests(
+    request: AddRequest,
+    route: Route,
+    attempt: int,
+    *,
+    transfer_id: bytes,
+    item_ids: Sequence[bytes],
+) -> list[NodeRequest]:
+    """All that an attempt asks of nodes: target, source if there is one, encoders.
+
+    Args:
+        request: as an attempt goes on with it: resumed tokens and remaining deadline are set.
+        route: who serves the attempt.
+        attempt: its number.
+        transfer_id: of the prompt's hand-over.
+        item_ids: transfer ids of the items' hand-overs.
+    """
+    # Ids of their own for each attempt: a node may not yet have buried the last one.
+    request = replace(request, request_id=f"{request.request_id[:200]}.{attempt}")
+    items = _handed_over(request.items, route.encoders, item_ids, attempt)
+    if route.source is None:
+        asked = [NodeRequest(attempt, "target", route.target, replace(request, items=items))]
+    else:
+        transfer = _received_from(route.source, transfer_id, attempt)
+        pushed = TransferSpec(role="source", transfer_id=transfer_id, attempt=attempt)
+        # The target needs no items: the prompt's KV comes from the source.
+        asked = [
+            NodeRequest(attempt, "target", route.target, replace(request, transfer=transfer)),
+            NodeRequest(
+                attempt, "source", route.source, replace(request, transfer=pushed, items=items)
+            ),
+        ]
+    return asked + [
+        NodeRequest(
+            attempt, "encoder", encoder, _encoding(request, index, item_ids[index], attempt), index
+        )
+        for index, encoder in enumerate(route.encoders)
+        if encoder is not None
+    ]
+
+
+def _handed_over(
     items: Sequence[Item],
     encoders: Sequence[NodeInfo | None],
-    transfer_ids: Sequence[bytes],
+    item_ids: Sequence[bytes],
     attempt: int,
 ) -> tuple[Item, ...]:
-    """A prompt's items for the node that prefills it: who hands which over. All keep their data."""
+    """Items for the node that prefills: which come from whom. All keep their data, in case."""
     return tuple(
-        item if encoder is None else replace(item, transfer=_target(encoder, transfer_id, attempt))
-        for item, encoder, transfer_id in zip(
-            items, encoders or [None] * len(items), transfer_ids, strict=True
+        item
+        if encoder is None
+        else replace(item, transfer=_received_from(encoder, item_id, attempt))
+        for item, encoder, item_id in zip(
+            items, encoders or [None] * len(items), item_ids, strict=True
         )
     )
 
 
-def _target(encoder: NodeInfo, transfer_id: bytes, attempt: int) -> TransferSpec:
+def _received_from(source: NodeInfo, transfer_id: bytes, attempt: int) -> TransferSpec:
     return TransferSpec(
         role="target",
         transfer_id=transfer_id,
         attempt=attempt,
-        peer=encoder.control_address,
-        peer_node=encoder.node_id,
+        peer=source.control_address,
+        peer_node=source.node_id,
     )
 
 
-def rows_left(items: Sequence[Item]) -> list[int]:
-    """Rows of each different item that no other node hands over."""
-    handed = {item.digest for item in items if item.transfer is not None}
-    return list({item.digest: item.length for item in items if item.digest not in handed}.values())
+def _encoding(request: AddRequest, index: int, item_id: bytes, attempt: int) -> AddRequest:
+    """What an encoder node is asked: the item as a prompt of its own, whose KV is its output."""
+    item = request.items[index]
+    return AddRequest(
+        request_id=f"{request.request_id}.{index}",
+        token_ids=(0,) * item.padded_rows,
+        params=SamplingParams(temperature=0.0, max_tokens=1, ignore_eos=True, seed=0),
+        priority=request.priority,
+        cache_salt=request.cache_salt,
+        deadline_s=request.deadline_s,
+        transfer=TransferSpec(role="source", transfer_id=item_id, attempt=attempt),
+        items=(replace(item, start=0, transfer=None),),
+    )

@@ -7,7 +7,7 @@ from msgspec import Struct
 
 from kvbaton.errors import RequestError
 from kvbaton.messages.nodes import Members, NodeInfo
-from kvbaton.router.loads import LoadBook
+from kvbaton.router.loads import NodeLoads
 from kvbaton.router.membership import Member
 from kvbaton.router.nodes import Nodes
 from kvbaton.router.page import render
@@ -20,7 +20,7 @@ from kvbaton.server.metrics import exposition
 from kvbaton.server.openapi import contract
 
 NODES = web.AppKey("nodes", Nodes)
-LOADS = web.AppKey("loads", LoadBook)
+LOADS = web.AppKey("loads", NodeLoads)
 TOKEN = web.AppKey("token", str)
 """Expected of who registers; empty without a cluster key."""
 
@@ -69,7 +69,7 @@ def routes() -> list[web.RouteDef]:
     ]
 
 
-def app_keys(nodes: Nodes, loads: LoadBook, cluster_key: str | None, app: web.Application) -> None:
+def app_keys(nodes: Nodes, loads: NodeLoads, cluster_key: str | None, app: web.Application) -> None:
     """Give the handlers what they work on."""
     app[NODES], app[LOADS] = nodes, loads
     app[TOKEN] = registration_token(cluster_key) if cluster_key else ""

@@ -25,6 +25,22 @@ class NodeLoad:
     tokens: int = 0
     rows: int = 0
 
+    def __add__(self, other: NodeLoad) -> NodeLoad:
+        return NodeLoad(
+            self.prompt_tokens + other.prompt_tokens,
+            self.sequences + other.sequences,
+            self.tokens + other.tokens,
+            self.rows + other.rows,
+        )
+
+    def __sub__(self, other: NodeLoad) -> NodeLoad:
+        return NodeLoad(
+            self.prompt_tokens - other.prompt_tokens,
+            self.sequences - other.sequences,
+            self.tokens - other.tokens,
+            self.rows - other.rows,
+        )
+
 
 @dataclass(frozen=True)
 class Route:

@@ -5,17 +5,21 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import logging
-from collections.abc import AsyncGenerator
+from collections.abc import AsyncGenerator, AsyncIterator
 from contextlib import aclosing
 
+import aiohttp
+import msgspec
 from aiohttp import web
 
 from kvbaton.server.errors import describe, error_body
 from kvbaton.server.request_id import REQUEST_ID
+from kvbaton.types import MAX_MESSAGE_BYTES
 
 logger = logging.getLogger(__name__)
 
 DONE = b"[DONE]"
+DATA = b"data:"
 HEADERS = {
     "Content-Type": "text/event-stream; charset=utf-8",
     "Cache-Control": "no-cache",
@@ -82,3 +86,23 @@ def _is_stuck(transport: asyncio.WriteTransport) -> bool:
     """Whether one more write would have to wait for the reader, perhaps for ever."""
     low, _ = transport.get_write_buffer_limits()
     return transport.get_write_buffer_size() > low
+
+
+async def read_events(content: aiohttp.StreamReader) -> AsyncIterator[bytes]:
+    """The data of each server-sent event.
+
+    Raises:
+        msgspec.DecodeError: an event is longer than any of ours can be.
+    """
+    buffer, scanned = bytearray(), 0
+    async for chunk in content.iter_any():
+        buffer += chunk
+        while (end := buffer.find(b"\n\n", max(scanned - 1, 0))) >= 0:
+            event = bytes(buffer[:end])
+            del buffer[: end + 2]
+            scanned = 0
+            if event.startswith(DATA):
+                yield event[len(DATA) :].strip()
+        scanned = len(buffer)
+        if scanned > MAX_MESSAGE_BYTES:
+            raise msgspec.DecodeError(f"an event of more than {MAX_MESSAGE_BYTES} bytes")

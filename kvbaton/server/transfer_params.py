@@ -84,17 +84,22 @@ def check_item_transfer(transfer: TransferSpec | None, where: str) -> None:
     """
     if transfer is None:
         return
-    peer = (transfer.peer or "").lower()
-    try:
-        parts = urlsplit(peer)
-        whole = f"tcp://{_host(parts.hostname or '')}:{parts.port or 'none'}"
-    except (ValueError, RequestError):  # a port that is no number, half a bracket, no name
-        whole = "none"
-    if transfer.role != "target" or peer != whole:
+    if transfer.role != "target" or tcp_host(transfer.peer or "") is None:
         raise RequestError(
             "an item's transfer needs the role target, and a peer of the form tcp://host:port",
             param=where,
         )
+
+
+def tcp_host(address: str) -> str | None:
+    """The host of ``tcp://host:port``, without brackets; None if an address is not of that form."""
+    try:
+        parts = urlsplit(address.lower())
+        host = _host(parts.hostname or "")
+        whole = f"tcp://{host}:{parts.port or 'none'}"
+    except (ValueError, RequestError):  # a port that is no number, half a bracket, no name
+        return None
+    return host.strip("[]") if address.lower() == whole else None
 
 
 def source_params(

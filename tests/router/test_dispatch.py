@@ -260,7 +260,7 @@ async def test_all_legs_get_their_parts_of_an_item_at_once(make_rig: Any) -> Non
     await until(lambda: rig.loads() == {})
     metrics = await (await rig.session.get("/metrics")).text()
     assert 'kvbaton_router_items_total{where="encoder"} 1.0' in metrics
-    assert 'kvbaton_router_legs_total{node="e0",part="encoder"} 1.0' in metrics
+    assert 'kvbaton_router_node_requests_total{node="e0",part="encoder"} 1.0' in metrics
 
 
 async def test_small_items_stay_and_count_as_load_where_they_stay(make_rig: Any) -> None:
@@ -382,7 +382,7 @@ async def test_the_page_and_the_metrics_show_the_nodes(make_rig: Any) -> None:
     assert "<td>p0</td>" in page
     assert "<td>ready</td>" in page
     metrics = await (await rig.session.get("/metrics")).text()
-    assert 'kvbaton_router_legs_total{node="d0",part="target"} 1.0' in metrics
+    assert 'kvbaton_router_node_requests_total{node="d0",part="target"} 1.0' in metrics
     assert 'kvbaton_router_requests_total{outcome="finished"} 1.0' in metrics
     assert "kvbaton_router_first_token_seconds_count 1.0" in metrics
     assert 'kvbaton_router_nodes{node="d0",role="decode",state="ready"} 1.0' in metrics

@@ -11,13 +11,17 @@ from kvbaton.router.membership import Membership, MembershipTimers, State
 TIMERS = MembershipTimers(heartbeat_s=1.0, missed=5, failures=3, forget_s=60.0)
 
 
+def control_address(node_id: str) -> str:
+    return f"tcp://127.0.0.1:{7000 + sum(node_id.encode())}"
+
+
 def info(node_id: str = "d0", **fields: object) -> NodeInfo:
     defaults: dict[str, object] = {
         "generation": "1",
         "role": "decode",
         "url": f"http://127.0.0.1:1/{node_id}",
         "model": "m",
-        "control_address": f"tcp://127.0.0.1/{node_id}",
+        "control_address": control_address(node_id),
     }
     return NodeInfo(node_id=node_id, **{**defaults, **fields})  # type: ignore[arg-type]
 
@@ -57,7 +61,7 @@ def test_encoder_nodes_are_members_but_serve_no_prompts(membership: Membership) 
     assert len(membership.ready()) == 1
     assert (membership.serving(), membership.max_model_len()) == ([], None)
     told, _ = membership.register(info("p0", role="prefill", max_model_len=99), 0.0)
-    assert told.control_addresses == ("tcp://127.0.0.1/e0",)
+    assert told.control_addresses == (control_address("e0"),)
     membership.probed("p0", "1", None, 0.1)
     assert [m.info.node_id for m in membership.serving()] == ["p0"]
     assert membership.max_model_len() == 99
@@ -67,11 +71,11 @@ def test_members_are_told_of_all_others(membership: Membership) -> None:
     first, _ = membership.register(info("d0"), 0.0)
     assert first.control_addresses == ()
     second, _ = membership.register(info("p0", role="prefill"), 0.0)
-    assert second.control_addresses == ("tcp://127.0.0.1/d0",)
+    assert second.control_addresses == (control_address("d0"),)
     again, _ = membership.register(info("d0"), 1.0)
-    assert again.control_addresses == ("tcp://127.0.0.1/p0",)
+    assert again.control_addresses == (control_address("p0"),)
     assert again.heartbeat_s == TIMERS.heartbeat_s
-    assert membership.members["d0"].told == frozenset({"tcp://127.0.0.1/p0"})
+    assert membership.members["d0"].told == frozenset({control_address("p0")})
 
 
 def test_three_failed_probes_in_a_row_make_it_unhealthy_and_one_good_brings_it_back(
@@ -164,6 +168,13 @@ def test_what_a_node_announces_of_itself_counts(membership: Membership) -> None:
         ({"url": "ftp://127.0.0.1"}, 400, "http"),
         ({"url": "http://10.0.0.1:80"}, 403, "--cluster-key"),
         ({"node_id": "a/b"}, 400, "slash"),
+        ({"control_address": "tcp://127.0.0.1"}, 400, "control_address"),
+        ({"control_address": "tcp://127.0.0.1:x"}, 400, "control_address"),
+        ({"control_address": "tcp://127.0.0.1:99999"}, 400, "control_address"),
+        ({"control_address": "tcp://127.0.0.1:7000;tcp://evil:1"}, 400, "control_address"),
+        ({"control_address": "ipc:///tmp/x"}, 400, "control_address"),
+        ({"control_address": "tcp://[::1:7000"}, 400, "control_address"),
+        ({"control_address": "tcp://10.0.0.1:7000"}, 403, "--cluster-key"),
     ],
 )
 def test_bad_registrations_are_refused_by_name(

@@ -1,4 +1,4 @@
-"""The relay machine: one request across legs and attempts, without a socket."""
+"""The relay of one request across nodes and attempts, without a socket."""
 
 from __future__ import annotations
 
@@ -10,20 +10,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from kvbaton.errors import RequestError
-from kvbaton.messages.engine import AddRequest, Item, Output, SamplingParams
+from kvbaton.messages.engine import AddRequest, Item, Output, SamplingParams, TransferSpec
 from kvbaton.messages.nodes import NodeInfo
-from kvbaton.router.actions import (
-    Action,
-    CancelLeg,
-    Emit,
-    Finish,
-    Leg,
-    LegError,
-    Raise,
-    StartLeg,
-)
+from kvbaton.router.node_request import NodeError, NodeRequest
 from kvbaton.router.pairing import Route
-from kvbaton.router.relay import RelayTimers, RequestMachine
+from kvbaton.router.relay import Action, Cancel, Finished, RelayTimers, RequestRelay, Send
 from kvbaton.types import TokenLogprobs
 
 TRANSFER = bytes(range(16))
@@ -57,19 +48,19 @@ def request(n: int = 1, max_tokens: int = 5, **fields: object) -> AddRequest:
 
 
 class Bench:
-    """A machine with its clock, and what it did."""
+    """A relay with its clock, and what it did."""
 
     def __init__(self, add: AddRequest, *, sources: bool = True, retries: int = 2) -> None:
         self.now = 100.0
         self.routed: list[tuple[int, frozenset[str]]] = []
         self.sources = sources
         self.encoders = ENCODERS
-        self.started: list[StartLeg] = []
-        self.cancelled: list[Leg] = []
+        self.started: list[NodeRequest] = []
+        self.cancelled: list[NodeRequest] = []
         self.emitted: list[Output] = []
-        self.end: Finish | Raise | None = None
+        self.end: Finished | RequestError | None = None
         timers = RelayTimers(TIMERS.idle_s, TIMERS.finish_grace_s, retries)
-        self.machine = RequestMachine(
+        self.relay = RequestRelay(
             add,
             self.route,
             transfer_id=TRANSFER,
@@ -84,7 +75,7 @@ class Bench:
         if not left:
             return None
         encoders = [e for e in self.encoders if e.node_id not in avoid]
-        items = range(len(self.machine.request.items))
+        items = range(len(self.relay.request.items))
         chosen = tuple(encoders[i % len(encoders)] if encoders else None for i in items)
         return Route(left[0], P if self.sources and P.node_id not in avoid else None, chosen)
 
@@ -92,42 +83,42 @@ class Bench:
         for action in actions:
             assert self.end is None, f"{action} after {self.end}"
             match action:
-                case StartLeg():
-                    self.started.append(action)
-                case CancelLeg(leg):
-                    self.cancelled.append(leg)
-                case Emit(output):
-                    self.emitted.append(output)
-                case Finish() | Raise():
+                case Send(asked):
+                    self.started.append(asked)
+                case Cancel(asked):
+                    self.cancelled.append(asked)
+                case Output():
+                    self.emitted.append(action)
+                case Finished() | RequestError():
                     self.end = action
 
     def start(self) -> Bench:
-        self.do(self.machine.start(self.now))
+        self.do(self.relay.start(self.now))
         return self
 
-    def leg(self, side: str, attempt: int = 0, item: int = 0) -> Leg:
+    def asked(self, side: str, attempt: int = 0, item: int = 0) -> NodeRequest:
         wanted = (side, attempt, item)
-        [leg] = [s.leg for s in self.started if (s.leg.side, s.leg.attempt, s.leg.item) == wanted]
-        return leg
+        [asked] = [s for s in self.started if (s.side, s.attempt, s.item) == wanted]
+        return asked
 
     def say(self, side: str, index: int, *tokens: int, attempt: int = 0, **fields: object) -> None:
         output = Output(request_id="x", index=index, token_ids=tokens, **fields)  # type: ignore[arg-type]
-        self.do(self.machine.output(self.leg(side, attempt), output, self.now))
+        self.do(self.relay.output(self.asked(side, attempt), output, self.now))
 
     def fail(self, side: str, attempt: int = 0, item: int = 0, **fields: object) -> None:
-        error = LegError("boom", **fields)  # type: ignore[arg-type]
-        self.do(self.machine.failed(self.leg(side, attempt, item), error, self.now))
+        error = NodeError("boom", **fields)  # type: ignore[arg-type]
+        self.do(self.relay.failed(self.asked(side, attempt, item), error, self.now))
 
     def encoded(self, item: int = 0, reason: str = "length") -> None:
         output = Output(request_id="x", token_ids=(0,), finish_reason=reason)
-        self.do(self.machine.output(self.leg("encoder", 0, item), output, self.now))
+        self.do(self.relay.output(self.asked("encoder", 0, item), output, self.now))
 
     def ended(self, side: str, attempt: int = 0) -> None:
-        self.do(self.machine.ended(self.leg(side, attempt), self.now))
+        self.do(self.relay.ended(self.asked(side, attempt), self.now))
 
     def wait(self, seconds: float) -> None:
         self.now += seconds
-        self.do(self.machine.tick(self.now))
+        self.do(self.relay.tick(self.now))
 
     def tokens(self, choice: int = 0) -> list[int]:
         mine = [o for o in self.emitted if o.choice == choice]
@@ -138,34 +129,24 @@ class Bench:
         return result
 
     def error(self) -> RequestError:
-        assert isinstance(self.end, Raise)
-        return self.end.error
+        assert isinstance(self.end, RequestError)
+        return self.end
 
 
-def test_both_legs_start_at_once_with_their_parts() -> None:
+def test_both_sides_start_at_once_with_their_parts() -> None:
     bench = Bench(request()).start()
     target, source = bench.started
-    assert (target.leg.node, source.leg.node) == (D0, P)
-    assert source.body.kv_transfer_params == {
-        "do_remote_decode": True,
-        "do_remote_prefill": False,
-        "transfer_id": TRANSFER.hex(),
-        "attempt": 0,
-    }
-    assert target.body.kv_transfer_params == {
-        "do_remote_decode": False,
-        "do_remote_prefill": True,
-        "transfer_id": TRANSFER.hex(),
-        "attempt": 0,
-        "remote_engine_id": "p",
-        "remote_request_id": TRANSFER.hex(),
-        "remote_host": "127.0.0.1",
-        "remote_port": 7000,
-        "remote_block_ids": [[]],
-        "tp_size": 2,
-    }
-    assert target.body.stream
-    assert target.body.sampling_params == source.body.sampling_params
+    assert (target.node, source.node) == (D0, P)
+    assert source.request.transfer == TransferSpec(role="source", transfer_id=TRANSFER, attempt=0)
+    assert target.request.transfer == TransferSpec(
+        role="target",
+        transfer_id=TRANSFER,
+        attempt=0,
+        peer="tcp://127.0.0.1:7000",
+        peer_node="p",
+    )
+    assert source.request.token_ids == target.request.token_ids == (1, 2, 3)
+    assert target.request.params == source.request.params
 
 
 def test_the_first_token_comes_from_the_source_and_the_rest_from_the_target() -> None:
@@ -178,7 +159,7 @@ def test_the_first_token_comes_from_the_source_and_the_rest_from_the_target() ->
     assert bench.tokens() == [10, 11, 12]
     assert bench.emitted[-1].finish_reason == "length"
     assert (bench.emitted[-1].cached_tokens, bench.emitted[-1].transferred_tokens) == (2, 3)
-    assert isinstance(bench.end, Finish)
+    assert isinstance(bench.end, Finished)
 
 
 def test_a_target_that_is_faster_needs_no_source() -> None:
@@ -187,18 +168,17 @@ def test_a_target_that_is_faster_needs_no_source() -> None:
     bench.say("source", 0, 99, finish_reason="length")
     bench.say("target", 1, 11, finish_reason="length")
     assert bench.tokens() == [10, 11]
-    assert bench.cancelled == [bench.leg("source")]
+    assert bench.cancelled == [bench.asked("source")]
 
 
 def test_a_target_that_contradicts_the_committed_token_is_replaced_with_a_forced_prefix() -> None:
     bench = Bench(request()).start()
     bench.say("source", 0, 10, finish_reason="length")
     bench.say("target", 0, 77)
-    assert set(bench.cancelled) == {bench.leg("source"), bench.leg("target")}
+    assert set(bench.cancelled) == {bench.asked("source"), bench.asked("target")}
     again = bench.started[2:]
-    assert [s.body.resume_token_ids for s in again] == [(10,), (10,)]
-    assert all(s.body.kv_transfer_params is not None for s in again)
-    assert [(s.body.kv_transfer_params or {})["attempt"] for s in again] == [1, 1]
+    assert [s.request.resume_ids for s in again] == [(10,), (10,)]
+    assert [s.request.transfer and s.request.transfer.attempt for s in again] == [1, 1]
     assert bench.routed[1] == (4, frozenset()), "nobody failed, so nobody is avoided"
     bench.say("target", 1, 78)
     bench.say("source", 1, 11, attempt=1, finish_reason="length")
@@ -210,7 +190,7 @@ def test_logprobs_are_cut_with_their_tokens() -> None:
     def lp(value: float) -> TokenLogprobs:
         return TokenLogprobs(value, 1)
 
-    bench = Bench(request()).start()
+    bench = Bench(scored_request()).start()
     bench.say("source", 0, 10, logprobs=(lp(-0.1),), prompt_logprobs=(None, lp(-1.0)))
     bench.say("target", 0, 10, 11, logprobs=(lp(-0.1), lp(-0.2)), prompt_logprobs=(None,))
     assert [o.logprobs for o in bench.emitted] == [(lp(-0.1),), (lp(-0.2),)]
@@ -220,22 +200,22 @@ def test_logprobs_are_cut_with_their_tokens() -> None:
 def test_a_source_that_fails_at_once_is_left_out_of_a_new_attempt() -> None:
     bench = Bench(request(max_tokens=2)).start()
     bench.fail("source", status=500)
-    assert bench.cancelled == [bench.leg("source"), bench.leg("target")]
+    assert bench.cancelled == [bench.asked("source"), bench.asked("target")]
     assert bench.routed[-1] == (3, frozenset({"p"}))
-    assert [s.leg.side for s in bench.started if s.leg.attempt == 1] == ["target"]
+    assert [s.side for s in bench.started if s.attempt == 1] == ["target"]
     bench.say("target", 0, 10, 11, attempt=1, finish_reason="length")
     assert bench.tokens() == [10, 11]
-    assert isinstance(bench.end, Finish)
+    assert isinstance(bench.end, Finished)
 
 
 def test_a_source_that_fails_late_leaves_the_request_to_its_target() -> None:
     bench = Bench(request(max_tokens=2)).start()
     bench.say("target", 0, 10)
     bench.fail("source", status=500)
-    assert (bench.cancelled, bench.end) == ([bench.leg("source")], None)
+    assert (bench.cancelled, bench.end) == ([bench.asked("source")], None)
     bench.say("target", 1, 11, finish_reason="length")
     assert bench.tokens() == [10, 11]
-    assert isinstance(bench.end, Finish)
+    assert isinstance(bench.end, Finished)
 
 
 def test_a_source_that_its_target_called_off_is_no_failure() -> None:
@@ -266,10 +246,10 @@ def test_a_target_that_dies_is_resumed_elsewhere_from_the_committed_tokens(how: 
             assert len(bench.started) == 2
             bench.wait(1.0)
     assert bench.routed[-1] == (5, frozenset({"d0"}))
-    assert bench.started[-1].body.resume_token_ids == (10, 11)
+    assert bench.started[-1].request.resume_ids == (10, 11)
     bench.say("target", 2, 12, 13, attempt=1, finish_reason="length")
     assert bench.tokens() == [10, 11, 12, 13]
-    assert isinstance(bench.end, Finish)
+    assert isinstance(bench.end, Finished)
 
 
 def test_retries_are_bounded() -> None:
@@ -284,7 +264,7 @@ def test_retries_are_bounded() -> None:
 def test_no_node_at_all_is_a_503() -> None:
     bench = Bench(request())
     bench.route = lambda num_tokens, avoid: None  # type: ignore[method-assign]
-    bench.machine._route = bench.route
+    bench.relay._route = bench.route
     bench.start()
     assert (bench.error().status, bench.error().code) == (503, "no_node_ready")
 
@@ -297,14 +277,14 @@ def test_a_wrong_request_is_told_to_the_client_and_not_retried(side: str) -> Non
     assert (error.status, error.param, error.code) == (400, "sampling_params.top_p", "nope")
     assert len(bench.started) == 2
     other = "target" if side == "source" else "source"
-    assert bench.leg(other) in bench.cancelled
+    assert bench.asked(other) in bench.cancelled
 
 
 def test_a_refusal_of_what_the_router_added_is_not_the_clients_fault() -> None:
     bench = Bench(request()).start()
     bench.fail("target", status=400, param="kv_transfer_params.remote_host", code="not_a_member")
     assert bench.end is None
-    assert bench.started[-1].leg.node == P or bench.started[-2].leg.node == D1
+    assert bench.started[-1].node == P or bench.started[-2].node == D1
 
 
 def test_busy_nodes_are_passed_on_as_busy() -> None:
@@ -322,9 +302,9 @@ def test_an_end_at_token_0_waits_for_the_target_but_not_for_long(
     assert [output.finish_reason for output in bench.emitted] == ([None] * (reason == "length"))
     bench.wait(1.9)
     assert bench.end is None
-    assert bench.machine.next_deadline() == pytest.approx(bench.now + 0.1)
+    assert bench.relay.next_deadline() == pytest.approx(bench.now + 0.1)
     bench.wait(0.2)
-    assert isinstance(bench.end, Finish)
+    assert isinstance(bench.end, Finished)
     assert (bench.emitted[-1].finish_reason, bench.emitted[-1].stop_reason) == (reason, 10)
     assert bench.tokens() == [10]
 
@@ -336,14 +316,14 @@ def test_a_stop_token_comes_together_with_its_reason() -> None:
     bench.say("target", 0, 10, finish_reason="stop", stop_reason=10)
     (only,) = bench.emitted
     assert (only.token_ids, only.finish_reason, only.stop_reason) == ((10,), "stop", 10)
-    assert isinstance(bench.end, Finish)
+    assert isinstance(bench.end, Finished)
 
 
 def test_a_target_that_dies_after_an_announced_end_costs_no_retry() -> None:
     bench = Bench(request()).start()
     bench.say("source", 0, 10, finish_reason="stop")
     bench.fail("target")
-    assert isinstance(bench.end, Finish)
+    assert isinstance(bench.end, Finished)
     assert len(bench.started) == 2
 
 
@@ -355,10 +335,10 @@ def test_a_target_that_dies_after_the_last_token_costs_no_retry() -> None:
     assert len(bench.started) == 2
 
 
-def test_the_client_leaving_cancels_both_legs() -> None:
+def test_the_client_leaving_cancels_both_sides() -> None:
     bench = Bench(request()).start()
-    bench.do(bench.machine.client_gone())
-    assert {leg.side for leg in bench.cancelled} == {"source", "target"}
+    bench.do(bench.relay.client_gone())
+    assert {asked.side for asked in bench.cancelled} == {"source", "target"}
     bench.say("target", 0, 10)
     bench.wait(1e6)
     assert bench.emitted == []
@@ -372,7 +352,7 @@ def test_the_deadline_ends_it() -> None:
     assert bench.end is None
     bench.wait(0.2)
     assert (bench.error().status, bench.error().code) == (504, "deadline_exceeded")
-    assert {leg.side for leg in bench.cancelled} == {"source", "target"}
+    assert {asked.side for asked in bench.cancelled} == {"source", "target"}
 
 
 def test_several_choices_are_generated_anew_and_compared() -> None:
@@ -380,9 +360,9 @@ def test_several_choices_are_generated_anew_and_compared() -> None:
     bench.say("target", 0, 10)
     bench.say("target", 0, 20, 21, choice=1, finish_reason="length")
     bench.fail("target")
-    assert bench.started[-1].body.resume_token_ids == ()
+    assert bench.started[-1].request.resume_ids == ()
     bench.say("target", 0, 10, 11, attempt=1, finish_reason="length")
-    assert isinstance(bench.end, Finish)
+    assert isinstance(bench.end, Finished)
     assert (bench.tokens(0), bench.tokens(1)) == ([10, 11], [20, 21])
 
 
@@ -404,25 +384,22 @@ def pictured(**fields: object) -> AddRequest:
 def test_items_go_to_encoders_at_once_and_say_where_they_come_from() -> None:
     bench = Bench(pictured()).start()
     target, source, first, second = bench.started
-    assert [(s.leg.side, s.leg.node.node_id) for s in (first, second)] == [
+    assert [(s.side, s.node.node_id) for s in (first, second)] == [
         ("encoder", "e0"),
         ("encoder", "e1"),
     ]
-    assert [len(s.body.token_ids) for s in (first, second)] == [64, 32], "whole blocks"
-    assert second.body.items == (msgspec.structs.replace(ITEMS[1], start=0),)
-    assert not any(second.body.token_ids)
-    assert (second.body.cache_salt, second.body.priority, second.body.stream) == ("salt", 3, True)
-    params = second.body.sampling_params
+    assert [len(s.request.token_ids) for s in (first, second)] == [64, 32], "whole blocks"
+    assert second.request.items == (msgspec.structs.replace(ITEMS[1], start=0),)
+    assert not any(second.request.token_ids)
+    assert (second.request.cache_salt, second.request.priority) == ("salt", 3)
+    params = second.request.params
     assert (params.temperature, params.max_tokens, params.ignore_eos) == (0.0, 1, True)
-    assert second.body.kv_transfer_params == {
-        "do_remote_decode": True,
-        "do_remote_prefill": False,
-        "transfer_id": ITEM_IDS[1].hex(),
-        "attempt": 0,
-    }
-    assert len({s.body.request_id for s in (target, first, second)}) == 3
-    assert target.body.items == ITEMS, "its KV comes from the source"
-    for item, plain, encoder in zip(source.body.items, ITEMS, ENCODERS, strict=True):
+    assert second.request.transfer == TransferSpec(
+        role="source", transfer_id=ITEM_IDS[1], attempt=0
+    )
+    assert len({s.request.request_id for s in (target, first, second)}) == 3
+    assert target.request.items == ITEMS, "its KV comes from the source"
+    for item, plain, encoder in zip(source.request.items, ITEMS, ENCODERS, strict=True):
         assert item.transfer is not None
         assert (item.transfer.role, item.transfer.attempt) == ("target", 0)
         assert (item.transfer.peer, item.transfer.peer_node) == (
@@ -430,21 +407,21 @@ def test_items_go_to_encoders_at_once_and_say_where_they_come_from() -> None:
             encoder.node_id,
         )
         assert msgspec.structs.replace(item, transfer=None) == plain, "data stays, as a fallback"
-    assert [i.transfer and i.transfer.transfer_id for i in source.body.items] == ITEM_IDS
+    assert [i.transfer and i.transfer.transfer_id for i in source.request.items] == ITEM_IDS
 
 
 def test_a_node_alone_gets_the_outputs_itself() -> None:
     bench = Bench(pictured(), sources=False)
     bench.encoders = ENCODERS[:1]
     target, *_ = bench.start().started
-    assert [i.transfer and i.transfer.peer_node for i in target.body.items] == ["e0", "e0"]
+    assert [i.transfer and i.transfer.peer_node for i in target.request.items] == ["e0", "e0"]
 
 
 def test_without_encoders_items_are_as_they_came() -> None:
     bench = Bench(pictured())
     bench.encoders = []
     target, source = bench.start().started
-    assert target.body.items == source.body.items == ITEMS
+    assert target.request.items == source.request.items == ITEMS
 
 
 @pytest.mark.parametrize("how", ["failed", "error", "400"])
@@ -455,24 +432,24 @@ def test_an_encoder_that_fails_before_the_prompt_is_computed_is_left_out_at_once
     else:
         bench.fail("encoder", status=400 if how == "400" else None)
     assert bench.end is None
-    assert set(bench.cancelled) == {s.leg for s in bench.started[:4]}
+    assert set(bench.cancelled) == {s for s in bench.started[:4]}
     assert bench.routed[-1] == (3, frozenset({"e0"}))
-    again = {s.leg.side: s for s in bench.started[4:]}
+    again = {s.side: s for s in bench.started[4:]}
     assert [
         i.transfer and (i.transfer.peer_node, i.transfer.attempt)
-        for i in (again["source"].body.items)
+        for i in (again["source"].request.items)
     ] == [("e1", 1), ("e1", 1)]
-    assert again["encoder"].leg.node.node_id == "e1"
-    assert "encoder of item 0 e0" in bench.machine.story[0]
+    assert again["encoder"].node.node_id == "e1"
+    assert "encoder of item 0 e0" in bench.relay.story[0]
     bench.say("target", 0, 10, 11, attempt=1, finish_reason="length")
-    assert isinstance(bench.end, Finish)
+    assert isinstance(bench.end, Finished)
 
 
 def test_an_encoder_that_fails_once_the_prompt_is_computed_matters_to_nobody() -> None:
     bench = Bench(pictured(max_tokens=2)).start()
     bench.say("source", 0, 10)
     bench.fail("encoder", item=1)
-    assert (bench.cancelled, len(bench.routed)) == ([bench.leg("encoder", item=1)], 1)
+    assert (bench.cancelled, len(bench.routed)) == ([bench.asked("encoder", item=1)], 1)
     bench.fail("target")
     assert bench.routed[-1] == (4, frozenset({"e1", "d0"})), "it is avoided all the same"
 
@@ -492,23 +469,23 @@ def test_encoders_end_no_request_even_after_the_last_attempt() -> None:
     bench.fail("encoder", item=1)
     assert (bench.end, len(bench.started)) == (None, 4)
     bench.say("target", 0, 10, 11, finish_reason="length")
-    assert isinstance(bench.end, Finish)
+    assert isinstance(bench.end, Finished)
 
 
 def test_an_encoder_that_fails_while_nobody_else_is_left_ends_no_request() -> None:
     bench = Bench(pictured(max_tokens=2)).start()
-    bench.machine._route = lambda num_tokens, avoid: None
+    bench.relay._route = lambda num_tokens, avoid: None
     bench.fail("encoder")
-    assert (bench.end, bench.cancelled) == (None, [bench.leg("encoder")])
+    assert (bench.end, bench.cancelled) == (None, [bench.asked("encoder")])
     bench.say("target", 0, 10, 11, finish_reason="length")
-    assert isinstance(bench.end, Finish)
-    assert bench.leg("encoder", item=1) in bench.cancelled
+    assert isinstance(bench.end, Finished)
+    assert bench.asked("encoder", item=1) in bench.cancelled
 
 
 def test_the_client_leaving_cancels_encoders_too() -> None:
     bench = Bench(pictured()).start()
-    bench.do(bench.machine.client_gone())
-    assert set(bench.cancelled) == {s.leg for s in bench.started}
+    bench.do(bench.relay.client_gone())
+    assert set(bench.cancelled) == {s for s in bench.started}
 
 
 # --- every interleaving ---
@@ -525,7 +502,7 @@ class World:
     bench: Bench
     stops: list[int]
     max_tokens: int
-    scripts: dict[Leg, list[Output | str]] = field(default_factory=dict)
+    scripts: dict[NodeRequest, list[Output | str]] = field(default_factory=dict)
     seen: int = 0
     breaking: tuple[str, ...] = ("source", "target", "encoder")
 
@@ -537,15 +514,15 @@ class World:
 
     def take_up(self, data: st.DataObject) -> None:
         for start in self.bench.started[self.seen :]:
-            base = len(start.body.resume_token_ids)
-            side = start.leg.side
+            base = len(start.request.resume_ids)
+            side = start.side
             script = {"source": self.source, "target": self.target, "encoder": self.encoder}[side](
                 base, data
             )
             cut = data.draw(st.integers(0, len(script)), label="cut")
             if side in self.breaking and data.draw(st.booleans(), label="breaks"):
                 script = [*script[:cut], "fail"]
-            self.scripts[start.leg] = script
+            self.scripts[start] = script
         self.seen = len(self.bench.started)
 
     def source(self, base: int, data: st.DataObject) -> list[Output | str]:
@@ -591,15 +568,15 @@ class World:
             )
         return [*script, "end"]
 
-    def step(self, leg: Leg) -> None:
-        event = self.scripts[leg].pop(0)
-        machine, now = self.bench.machine, self.bench.now
+    def step(self, asked: NodeRequest) -> None:
+        event = self.scripts[asked].pop(0)
+        relay, now = self.bench.relay, self.bench.now
         if event == "fail":
-            self.bench.do(machine.failed(leg, LegError("boom"), now))
+            self.bench.do(relay.failed(asked, NodeError("boom"), now))
         elif isinstance(event, Output):
-            self.bench.do(machine.output(leg, event, now))
+            self.bench.do(relay.output(asked, event, now))
         else:
-            self.bench.do(machine.ended(leg, now))
+            self.bench.do(relay.ended(asked, now))
 
 
 @settings(deadline=None, max_examples=300)
@@ -614,12 +591,12 @@ def test_every_interleaving_yields_each_token_exactly_once(data: st.DataObject) 
     world = World(bench.start(), stops, max_tokens)
     while bench.end is None:
         world.take_up(data)
-        speaking = [leg for leg, script in world.scripts.items() if script]
-        choices: list[Leg | str] = [*speaking, "time"]
+        speaking = [asked for asked, script in world.scripts.items() if script]
+        choices: list[NodeRequest | str] = [*speaking, "time"]
         pick = data.draw(st.sampled_from(choices), label="next")
         if isinstance(pick, str):
-            bench.now = max(bench.now, bench.machine.next_deadline())
-            bench.do(bench.machine.tick(bench.now))
+            bench.now = max(bench.now, bench.relay.next_deadline())
+            bench.do(bench.relay.tick(bench.now))
         else:
             world.step(pick)
     for choice in range(n):
@@ -627,7 +604,7 @@ def test_every_interleaving_yields_each_token_exactly_once(data: st.DataObject) 
         expected = [truth(choice, i) for i in range(world.length(choice))]
         given = bench.tokens(choice)
         assert given == expected[: len(given)]
-        if isinstance(bench.end, Finish):
+        if isinstance(bench.end, Finished):
             assert given == expected
             assert [o.finish_reason for o in ends] == [world.reason(choice)]
     check_nothing_left_open(bench)
@@ -641,9 +618,9 @@ def test_whatever_encoders_do_the_request_is_answered(data: st.DataObject) -> No
     world = World(bench.start(), [4], 3, breaking=("encoder",))
     while bench.end is None:
         world.take_up(data)
-        speaking = [leg for leg, script in world.scripts.items() if script]
+        speaking = [asked for asked, script in world.scripts.items() if script]
         world.step(data.draw(st.sampled_from(speaking), label="next"))
-    assert isinstance(bench.end, Finish)
+    assert isinstance(bench.end, Finished)
     assert bench.tokens() == [truth(0, i) for i in range(3)]
     check_nothing_left_open(bench)
 
@@ -657,14 +634,14 @@ def test_nodes_that_disagree_never_make_a_client_see_two_tokens_at_one_place(
     for _ in range(30):
         if bench.end is not None:
             break
-        leg = data.draw(st.sampled_from([s.leg for s in bench.started]), label="leg")
+        asked = data.draw(st.sampled_from(bench.started), label="asked")
         output = Output(
             request_id="x",
             index=data.draw(st.integers(0, 4), label="index"),
             token_ids=tuple(data.draw(st.lists(st.integers(0, 1), max_size=2), label="tokens")),
             finish_reason=data.draw(st.sampled_from([None, None, "length", "stop", "error"])),
         )
-        bench.do(bench.machine.output(leg, output, bench.now))
+        bench.do(bench.relay.output(asked, output, bench.now))
     bench.tokens()  # contiguous, each index once
     assert sum(o.finish_reason is not None for o in bench.emitted) <= 1
     if bench.end is not None:
@@ -672,14 +649,14 @@ def test_nodes_that_disagree_never_make_a_client_see_two_tokens_at_one_place(
 
 
 def check_nothing_left_open(bench: Bench) -> None:
-    """After the end, only legs that were not cancelled may still speak, and nobody listens."""
+    """After the end, only sides that were not cancelled may still speak, and nobody listens."""
     for start in bench.started:
         late = Output(request_id="x", index=0, token_ids=(1,))
-        assert bench.machine.output(start.leg, late, bench.now) == []
-        assert bench.machine.failed(start.leg, LegError("late"), bench.now) == []
-        assert bench.machine.ended(start.leg, bench.now) == []
-    assert bench.machine.tick(bench.now + 1e9) == []
-    assert bench.machine.client_gone() == []
+        assert bench.relay.output(start, late, bench.now) == []
+        assert bench.relay.failed(start, NodeError("late"), bench.now) == []
+        assert bench.relay.ended(start, bench.now) == []
+    assert bench.relay.tick(bench.now + 1e9) == []
+    assert bench.relay.client_gone() == []
 
 
 def scored_request() -> AddRequest:
@@ -697,7 +674,7 @@ def test_the_end_waits_for_the_prompts_logprobs_of_a_slow_source() -> None:
     bench.say("target", 1, 11, finish_reason="length")
     assert bench.end is None
     bench.say("source", 0, 10, finish_reason="length", prompt_logprobs=prompt_scores())
-    assert isinstance(bench.end, Finish)
+    assert isinstance(bench.end, Finished)
     assert bench.tokens() == [10, 11]
     told = [o.prompt_logprobs for o in bench.emitted if o.prompt_logprobs is not None]
     assert told == [prompt_scores()]
