@@ -11,10 +11,7 @@
         ├── LocalProtocolError   our own side broke the protocol (a bug)
         ├── RemoteProtocolError  the peer sent what it may not send
         ├── LayoutMismatchError  two sides can't describe the same bytes
-        ├── IdentityMismatchError  the two sides hold different models
-        ├── TransferTimeoutError a deadline passed
         └── TransportError       moving bytes failed
-            └── PeerLostError    the process at the other end is gone
 """
 
 from __future__ import annotations
@@ -85,17 +82,5 @@ class LayoutMismatchError(TransferError, ValueError):
     """Two layouts can't describe the same bytes; the message names both values."""
 
 
-class IdentityMismatchError(TransferError):
-    """The two sides hold different models; the message names both values."""
-
-
-class TransferTimeoutError(TransferError, TimeoutError):
-    """A deadline of the hand-over passed."""
-
-
 class TransportError(TransferError):
     """A transport could not move bytes."""
-
-
-class PeerLostError(TransportError, ConnectionError):
-    """The process at the other end of a transport is gone."""

@@ -4,10 +4,10 @@ from dataclasses import replace
 
 import pytest
 
-from kvbaton.testing.broken_files import BROKEN_FILES, BrokenFilesystem
-from kvbaton.testing.broken_stores import BROKEN, BROKEN_NAMES, BrokenMemory
 from kvbaton.testing.subject import Subject
 from tests.conformance.broken_support import expect_caught, expect_first_failure, first_failure
+from tests.connectors_broken.files import BROKEN_FILES, BrokenFilesystem
+from tests.connectors_broken.stores import BROKEN, BROKEN_NAMES, BrokenMemory
 
 PATIENCE_S = 2.0
 LONG_PATIENCE_S = 8.0

@@ -4,10 +4,10 @@ import pytest
 
 from kvbaton.connectors.base import Transport
 from kvbaton.connectors.transports.memory import MemoryHub, MemoryTransport
-from kvbaton.testing.broken_transports import BROKEN
 from kvbaton.testing.kit import Outcome, Verdict, run_case
 from kvbaton.testing.pairs import Pair, fresh_name
 from kvbaton.testing.transport_cases import TRANSPORT_KIT
+from tests.connectors_broken.transports import BROKEN
 
 
 def first_failure(broken: type[MemoryTransport]) -> Outcome | None:

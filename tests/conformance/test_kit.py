@@ -20,7 +20,7 @@ from kvbaton.testing.check import main
 from kvbaton.testing.kit import Case, Kit, KitBroke, Outcome, Verdict, require, run_case
 from kvbaton.testing.subject import make_subject
 
-BROKEN = "kvbaton.testing.broken_stores:FindsEverything"
+BROKEN = "tests.connectors_broken.stores:FindsEverything"
 
 
 class Bench:
@@ -93,7 +93,7 @@ def test_an_error_in_a_thread_fails_the_case() -> None:
         ("tcp", "transport"),
         ("filesystem", "store"),
         (BROKEN, "store"),
-        ("kvbaton.testing.broken_transports:SpillsOver", "transport"),
+        ("tests.connectors_broken.transports:SpillsOver", "transport"),
     ],
 )
 def test_the_kind_of_a_spec_is_found(spec: str, kind: str) -> None:
@@ -178,7 +178,7 @@ def pytest_run(folder: Path, *words: str) -> str:
 def test_the_plugin_runs_the_cases_beside_the_tests_of_a_project(tmp_path: Path) -> None:
     (tmp_path / "test_own.py").write_text("def test_own():\n    pass\n")
     said = pytest_run(tmp_path, "--kvbaton-store", BROKEN, "-k", "own or L0")
-    assert "FAILED ::store kvbaton.testing.broken_stores:FindsEverything::L0.a-miss" in said
+    assert "FAILED ::store tests.connectors_broken.stores:FindsEverything::L0.a-miss" in said
     assert "1 failed, 12 passed" in said, said
 
 

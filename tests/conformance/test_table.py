@@ -11,8 +11,8 @@ import pytest
 from kvbaton.testing.check import main
 from kvbaton.testing.kit import Verdict
 from kvbaton.testing.subject import Subject
-from kvbaton.testing.table import BEGIN, END, row, table
-from kvbaton.testing.table import main as write_table
+from tests.conformance.table import BEGIN, END, row, table
+from tests.conformance.table import main as write_table
 from tests.conformance.test_remote_stores_conform import LIMITS, REMOTE
 from tests.conformance.write_table import PAGE, SUBJECTS
 
@@ -58,7 +58,7 @@ def test_rows_without_a_report_stay() -> None:
 
 def test_a_report_becomes_a_row(tmp_path: Path) -> None:
     report = tmp_path / "report.json"
-    spec = "kvbaton.testing.broken_stores:FindsEverything"
+    spec = "tests.connectors_broken.stores:FindsEverything"
     assert main(spec, level=0, json_path=report) == 1
     page = tmp_path / "page.md"
     page.write_text(f"before\n{BEGIN}\nold\n{END}\nafter\n")

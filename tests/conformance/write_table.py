@@ -16,9 +16,9 @@ import pytest
 from kvbaton.testing.kit import Outcome, Verdict
 from kvbaton.testing.report import Report, print_outcome
 from kvbaton.testing.subject import Subject
-from kvbaton.testing.table import main as write_table
 from tests.conformance import test_stores_conform as stores
 from tests.conformance import test_transports_conform as transports
+from tests.conformance.table import main as write_table
 from tests.conformance.test_remote_stores_conform import LIMITS, REMOTE
 
 PAGE = Path(__file__).parents[2] / "docs" / "connectors.md"

@@ -1,4 +1,4 @@
-"""Write the table of results into a page: ``python -m kvbaton.testing.table PAGE REPORT...``.
+"""Write the table of results into a page: ``python -m tests.conformance.table PAGE REPORT...``.
 
 The reports are what ``kvbaton connectors check SPEC --json REPORT`` wrote. The table stands between
 two markers in the page; a cell tells how many cases of a level passed and which failed, the column

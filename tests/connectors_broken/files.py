@@ -1,4 +1,4 @@
-"""Stores over files with one defect each; see `broken_stores.py`."""
+"""Stores over files with one defect each; see `stores.py`."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from kvbaton.connectors.stores.filesystem import Files, FilesystemStore
 from kvbaton.connectors.stores.filesystem_entry import HEADER_BYTES
 from kvbaton.connectors.stores.threaded import ThreadedStore
 from kvbaton.testing.back_doors import FilesystemBackDoor
-from kvbaton.testing.broken_stores import fill
+from tests.connectors_broken.stores import fill
 
 SLOW_BYTES = 1 << 20
 """From here on, what is slow is so slow that a writer can be killed in the middle of it."""

@@ -1,7 +1,7 @@
 """Memory stores with one defect each: every one must be caught by the case listed with it.
 
 They prove that the kit can fail. Each is the built-in memory store with one thing changed, most of
-them in its backend, the arena. `broken_files.py` has those that need files and processes.
+them in its backend, the arena. `files.py` has those that need files and processes.
 """
 
 from __future__ import annotations
