@@ -21,9 +21,20 @@ Id128 = Annotated[bytes, Meta(min_length=16, max_length=16)]
 
 Key = Annotated[bytes, Meta(min_length=32, max_length=32)]
 
-Name = Annotated[str, Meta(max_length=256)]
+MAX_NAME = 256
 
-Text = Annotated[str, Meta(max_length=4096)]
+Name = Annotated[str, Meta(max_length=MAX_NAME)]
+
+MAX_TEXT = 4096
+
+Text = Annotated[str, Meta(max_length=MAX_TEXT)]
+
+
+def clip_text(text: str) -> str:
+    """A text of any length as a `Text`: what is too long loses its middle."""
+    if len(text) <= MAX_TEXT:
+        return text
+    return f"{text[: MAX_TEXT - 515]} ... {text[-510:]}"
 
 
 class NodeId(Struct, frozen=True):

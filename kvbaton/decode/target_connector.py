@@ -115,8 +115,8 @@ class TargetConnector:
     def _is_member(self, address: str) -> bool:
         if address in self._static or address in self._members:
             return True
-        host = urlsplit(address).hostname or ""
         try:
+            host = urlsplit(address).hostname or ""
             return self.trust_loopback and ipaddress.ip_address(host).is_loopback
         except ValueError:
             return False
@@ -228,7 +228,8 @@ class TargetConnector:
         """Totals."""
         totals = {
             f"kvbaton_transfer_{name}_total": value
-            for name, value in self.receiver.counters.items()
+            for name, value in self.receiver.published.items()
+            if name != "unhealthy"
         }
         for outcome in ("delivered", "failed", "cancelled", "unneeded"):
             name = f'kvbaton_transfers_total{{role="target",outcome="{outcome}"}}'
@@ -239,7 +240,8 @@ class TargetConnector:
     def gauges(self) -> dict[str, float]:
         """Values now."""
         quarantined = len(self._reserved) - len(self._requests)
-        unhealthy = self.transfers.failure is not None or self.receiver.target.unhealthy
+        failed = self.transfers.failure is not None
+        unhealthy = failed or self.receiver.published.get("unhealthy", 0.0) > 0
         return {
             "kvbaton_transfers_live": float(len(self._requests)),
             "kvbaton_transfers_quarantined": float(quarantined),

@@ -284,6 +284,7 @@ def make_scheduler(
         SchedulerConfig(
             groups=groups,
             max_model_len=resolve_max_model_len(config.max_model_len, model),
+            vocab_size=model.vocab_size,
             max_num_seqs=config.max_num_seqs,
             max_num_batched_tokens=config.max_num_batched_tokens,
             enable_prefix_caching=config.enable_prefix_caching,

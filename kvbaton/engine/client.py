@@ -233,8 +233,12 @@ class EngineClient:
         await self._to.send(_encoder.encode(message))
 
     async def _read(self) -> None:
-        while True:
-            self._dispatch(_from_core.decode(await self._from.recv()))
+        try:
+            while True:
+                self._dispatch(_from_core.decode(await self._from.recv()))
+        except Exception as error:  # no output would ever come again
+            logger.exception("what the engine core says can't be read")
+            self._fail(f"the engine's answers can't be read: {type(error).__name__}: {error}")
 
     def _dispatch(self, message: FromCore) -> None:
         match message:

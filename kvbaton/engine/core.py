@@ -33,7 +33,9 @@ from kvbaton.messages.engine import (
     Reply,
     Shutdown,
     ToCore,
+    Undecodable,
 )
+from kvbaton.types import clip_text
 
 if TYPE_CHECKING:
     from kvbaton.engine.encoder.side import EncoderSide
@@ -48,7 +50,7 @@ IDLE_WAIT_S = 0.5
 class Mailbox(Protocol):
     """The core's end of the sockets to the HTTP process."""
 
-    def receive(self, timeout: float, wake_fd: int) -> list[ToCore]:
+    def receive(self, timeout: float, wake_fd: int) -> Sequence[ToCore | Undecodable]:
         """Messages that have arrived; waits up to `timeout` seconds for one or for `wake_fd`."""
         ...
 
@@ -103,11 +105,14 @@ class EngineCore:
         self._busy_since = 0.0
         self._stop_at: float | None = None
         self._metrics_at = 0.0
+        self.undecodable = 0
+        self.refused = 0
         self._handlers = {
             AddRequest: self.add,
             AbortRequest: self.abort,
             Command: self.command,
             Shutdown: self.shut_down,
+            Undecodable: self.refuse_undecodable,
         }
 
     @property
@@ -149,7 +154,12 @@ class EngineCore:
     def receive(self) -> None:
         """Take in what the HTTP process sent; wait for it if there is nothing else to do."""
         for message in self.mailbox.receive(self.patience(), self.wake_fd):
-            self._handlers[type(message)](message)  # type: ignore[operator]
+            try:
+                self._handlers[type(message)](message)  # type: ignore[operator]
+            except Exception as error:  # whatever it was, it came from outside: the loop goes on
+                self.refused += 1
+                logger.exception("a message of a frontend could not be carried out")
+                self.fail_message(message, f"internal error: {type(error).__name__}: {error}")
 
     def listen(self) -> None:
         """Let the role speak, and end what has waited too long."""
@@ -236,19 +246,31 @@ class EngineCore:
             accepted = self.role.accept(request)
             self.scheduler.add(accepted)
         except RequestError as error:
-            self.mailbox.send(
-                Rejected(
-                    request_id=request.request_id,
-                    message=error.message,
-                    param=error.param,
-                    status=error.status,
-                    code=error.code,
-                )
-            )
+            self.mailbox.send(Rejected.of(request.request_id, error))
         else:
             self.role.added(accepted)
             if accepted.items and not self.scheduler.is_cached(accepted.request_id):
                 self.executor.expect(accepted)
+
+    def fail_message(self, message: ToCore | Undecodable, reason: str) -> None:
+        """End what a message that could not be carried out has begun, and say so."""
+        if isinstance(message, Command):
+            self.mailbox.send(Reply(command_id=message.command_id, error=clip_text(reason)))
+        elif isinstance(message, AddRequest | AbortRequest):
+            self.role.ended(message.request_id)
+            outputs = self.scheduler.abort(message.request_id, reason)
+            self.send(outputs)
+            if isinstance(message, AddRequest) and not outputs:
+                error = RequestError(reason, status=500, code="internal_error")
+                self.mailbox.send(Rejected.of(message.request_id, error))
+
+    def refuse_undecodable(self, message: Undecodable) -> None:
+        """Count what can't be read; who asked for something is told."""
+        self.undecodable += 1
+        logger.warning("dropped a message of a frontend that can't be read: %s", message.error)
+        if message.request_id is not None:
+            error = RequestError(f"the request can't be read: {message.error}")
+            self.mailbox.send(Rejected.of(message.request_id, error))
 
     def abort(self, message: AbortRequest) -> None:
         """Stop a request."""
@@ -269,10 +291,8 @@ class EngineCore:
         if command.name in actions:
             reply = self._answer(command.command_id, actions[command.name])
         else:
-            reply = Reply(
-                command_id=command.command_id,
-                error=f"unknown command {command.name!r}; known: {sorted(actions)}",
-            )
+            text = f"unknown command {command.name!r}; known: {sorted(actions)}"
+            reply = Reply(command_id=command.command_id, error=clip_text(text))
         self.mailbox.send(reply)
 
     @staticmethod
@@ -280,7 +300,7 @@ class EngineCore:
         try:
             return Reply(command_id=command_id, result=action())
         except TimeoutError as error:  # who asks about a thread that is stuck must not end us
-            return Reply(command_id=command_id, error=str(error))
+            return Reply(command_id=command_id, error=clip_text(str(error)))
 
     def set_members(self, addresses: Sequence[str]) -> None:
         """Control addresses that the router vouches for."""
@@ -332,6 +352,8 @@ class EngineCore:
             "kvbaton_steps_total": float(self.steps),
             "kvbaton_step_tokens_total": float(self.step_tokens),
             "kvbaton_step_seconds_total": self.step_seconds,
+            "kvbaton_messages_undecodable_total": float(self.undecodable),
+            "kvbaton_messages_failed_total": float(self.refused),
             **self.scheduler.counters(),
             **self.executor.counters(),
             **self.role.counters(),

@@ -5,9 +5,8 @@ from __future__ import annotations
 import msgspec
 import zmq
 
-from kvbaton.messages.engine import FromCore, ToCore
+from kvbaton.messages.engine import FromCore, ToCore, Undecodable, decode_to_core
 
-_to_core = msgspec.msgpack.Decoder(ToCore)
 _encoder = msgspec.msgpack.Encoder()
 
 
@@ -32,15 +31,15 @@ class CoreMailbox:
         self._poller.register(self._in, zmq.POLLIN)
         self._wake_fd = -1
 
-    def receive(self, timeout: float, wake_fd: int) -> list[ToCore]:
+    def receive(self, timeout: float, wake_fd: int) -> list[ToCore | Undecodable]:
         """Messages that have arrived; waits up to `timeout` seconds for one or for `wake_fd`."""
         if wake_fd != self._wake_fd:
             self._poller.register(wake_fd, zmq.POLLIN)
             self._wake_fd = wake_fd
         self._poller.poll(int(timeout * 1000))
-        messages: list[ToCore] = []
+        messages: list[ToCore | Undecodable] = []
         while self._in.poll(0):
-            messages.append(_to_core.decode(self._in.recv(zmq.NOBLOCK)))
+            messages.append(decode_to_core(self._in.recv(zmq.NOBLOCK)))
         return messages
 
     def send(self, message: FromCore) -> None:

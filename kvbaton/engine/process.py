@@ -12,7 +12,7 @@ from kvbaton.engine.config import EngineConfig
 from kvbaton.engine.mailbox import CoreMailbox
 from kvbaton.errors import ConfigError
 from kvbaton.messages.engine import Dead, Ready
-from kvbaton.types import NodeId
+from kvbaton.types import NodeId, clip_text
 
 if TYPE_CHECKING:
     from kvbaton.engine.executor import Executor
@@ -80,10 +80,11 @@ def core_main(
     try:
         _serve(config, node, role_factory, mailbox)
     except ConfigError as error:
-        mailbox.send(Dead(error=str(error).removeprefix(f"{error.field}: "), field=error.field))
+        text = str(error).removeprefix(f"{error.field}: ")
+        mailbox.send(Dead(error=clip_text(text), field=error.field))
     except BaseException as error:
         # Clients see this line; the traceback goes to standard error with the exception.
-        mailbox.send(Dead(error=f"{type(error).__name__}: {error}"[:4000]))
+        mailbox.send(Dead(error=clip_text(f"{type(error).__name__}: {error}")))
         raise
     finally:
         mailbox.close()

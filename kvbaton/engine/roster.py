@@ -15,7 +15,7 @@ from kvbaton.engine.kv_cache_manager import GroupSpec, KVCacheManager, Match
 from kvbaton.engine.request import Request, Sequence, State, finish_of
 from kvbaton.errors import ConfigError
 from kvbaton.messages.engine import Output
-from kvbaton.types import TokenLogprobs
+from kvbaton.types import TokenLogprobs, clip_text
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -25,6 +25,7 @@ class SchedulerConfig:
     Attributes:
         groups: one per KV group.
         max_model_len: longest prompt plus output.
+        vocab_size: the model's; all token ids are below it.
         max_num_seqs: most sequences that run, or load, at a time.
         max_num_batched_tokens: most tokens in one step.
         whole_prompts: compute a prompt in one step; one that is longer than a step may be has the
@@ -40,6 +41,7 @@ class SchedulerConfig:
 
     groups: tuple[GroupSpec, ...]
     max_model_len: int
+    vocab_size: int
     max_num_seqs: int = 256
     max_num_batched_tokens: int = 2048
     enable_prefix_caching: bool = True
@@ -300,7 +302,7 @@ class Roster:
             sequence.choice,
             sequence.num_generated,
             finish_reason=reason,
-            error=error,
+            error=None if error is None else clip_text(error),
         )
         self.retire(sequence)
         return output

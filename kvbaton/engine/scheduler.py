@@ -2,7 +2,7 @@
 
 Sans-IO: requests and step results in, plans and outputs out, and an injected clock.
 
-- `door.py` refuses what can never be served;
+- `validate.py` refuses what can never be served;
 - `roster.py` holds the requests and moves them through their states;
 - `admission.py` is the one rule by which a request gets its blocks;
 - `planner.py` makes the steps;
@@ -19,7 +19,6 @@ from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 from kvbaton.engine import request as requests
-from kvbaton.engine.door import check_limits, target_attempt
 from kvbaton.engine.encoder.cache_manager import EncoderCacheManager
 from kvbaton.engine.handover import Admitted, Handover
 from kvbaton.engine.kv_cache_manager import KVCacheManager, Tables
@@ -28,6 +27,7 @@ from kvbaton.engine.request import Request
 from kvbaton.engine.roster import Roster, SchedulerConfig
 from kvbaton.engine.step import Sampled, StepPlan, StepResult
 from kvbaton.engine.store_connector import StoreConnector, StoreConnectorConfig
+from kvbaton.engine.validate import validate_request
 from kvbaton.errors import RequestError
 from kvbaton.messages.engine import AddRequest, Output
 from kvbaton.types import Attempt, ChoiceStart, Spans
@@ -90,7 +90,7 @@ class Scheduler:
         Raises:
             RequestError: it can never be served here; names the field and the limit.
         """
-        check_limits(request, self.config, self.blocks)
+        validate_request(request, self.config, self.blocks)
         self._check_items(request)
         attempt = self._check_names(request)
         known = [*request.token_ids, *request.resume_ids]
@@ -134,7 +134,9 @@ class Scheduler:
             raise RequestError(
                 f"request id {request.request_id!r} is in use", param="request_id", status=409
             )
-        attempt = target_attempt(request)
+        attempt, transfer = None, request.transfer
+        if transfer is not None and transfer.role == "target":
+            attempt = Attempt(transfer.transfer_id, transfer.attempt)
         awaited = {live.attempt for live in self.roster.requests.values()}
         if attempt is not None and (attempt in awaited or attempt in self._handover.reserved):
             raise RequestError(

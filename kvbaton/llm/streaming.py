@@ -13,6 +13,7 @@ from typing import Any, Self
 from kvbaton.engine.client import EngineClient
 from kvbaton.engine.config import EngineConfig
 from kvbaton.engine.solo import SoloFactory
+from kvbaton.engine.validate import INT32, Range, check_range
 from kvbaton.errors import ConfigError
 from kvbaton.llm.params import CompletionOutput, RequestOutput, SamplingParams, named_logprobs
 from kvbaton.messages.engine import AddRequest, Item
@@ -21,7 +22,7 @@ from kvbaton.server.chat import encode_chat
 from kvbaton.server.config import EdgeConfig, Frontend
 from kvbaton.server.jobs import Event, Job, check_prompt, run_jobs, unique
 from kvbaton.server.prompts import encode
-from kvbaton.server.sampling import INT32, Range, check_range, checked
+from kvbaton.server.sampling import checked
 from kvbaton.server.source import ModelFacts
 from kvbaton.text.generation import GenerationConfigMode, sampling_defaults
 from kvbaton.text.tokenizer import Tokenizer

@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from typing import Annotated, Any
 
+import msgspec
 from msgspec import Meta, Struct
 
+from kvbaton.errors import RequestError
 from kvbaton.types import (
     ENCODER_BLOCK_ROWS,
+    MAX_NAME,
     Count,
     Id128,
     Key,
@@ -16,6 +20,7 @@ from kvbaton.types import (
     Text,
     TokenId,
     TokenLogprobs,
+    clip_text,
 )
 
 
@@ -164,6 +169,41 @@ class Shutdown(Struct, frozen=True, tag="shutdown", kw_only=True):
 ToCore = AddRequest | AbortRequest | Command | Shutdown
 
 
+@dataclass(frozen=True)
+class Undecodable:
+    """A message to a core that can't be read; its receiving end makes it, nobody sends it.
+
+    Attributes:
+        error: why.
+        request_id: of the `AddRequest` that it was, if that much could be read.
+    """
+
+    error: str
+    request_id: str | None = None
+
+
+_to_core: msgspec.msgpack.Decoder[ToCore] = msgspec.msgpack.Decoder(ToCore)
+
+
+def decode_to_core(data: bytes) -> ToCore | Undecodable:
+    """Read a message of a frontend. Whatever it holds, this raises nothing."""
+    try:
+        return _to_core.decode(data)
+    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
+        return Undecodable(str(error), _id_of(data))
+
+
+def _id_of(data: bytes) -> str | None:
+    try:
+        fields = msgspec.msgpack.decode(data)
+    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError, TypeError):
+        return None
+    if not isinstance(fields, dict) or fields.get("type") != "add":
+        return None
+    name = fields.get("request_id")
+    return name if isinstance(name, str) and len(name) <= MAX_NAME else None
+
+
 class Output(Struct, frozen=True, tag="output", kw_only=True):
     """New tokens of one choice of a request.
 
@@ -210,6 +250,17 @@ class Rejected(Struct, frozen=True, tag="rejected", kw_only=True):
     param: Name | None = None
     status: int = 400
     code: Name | None = None
+
+    @classmethod
+    def of(cls, request_id: str, error: RequestError) -> Rejected:
+        """The message that says so."""
+        return cls(
+            request_id=request_id,
+            message=clip_text(error.message),
+            param=None if error.param is None else error.param[:MAX_NAME],
+            status=error.status,
+            code=None if error.code is None else error.code[:MAX_NAME],
+        )
 
 
 class Reply(Struct, frozen=True, tag="reply", kw_only=True):

@@ -73,6 +73,7 @@ class NodeInfo(Struct, frozen=True, kw_only=True):
         encodes: the node can encode items itself.
         load: what it measured of late: ``encoder_row_s``, seconds to read and encode a row of an
             item, and ``prompt_token_s``, seconds per token of a step.
+        vocab_size: of the model; token ids are below it. 0 of a node that does not say.
     """
 
     node_id: Name
@@ -91,6 +92,7 @@ class NodeInfo(Struct, frozen=True, kw_only=True):
     model_path: Text = ""
     encoder_identity: Name = ""
     encodes: bool = False
+    vocab_size: int = 0
 
 
 class Members(Struct, frozen=True, kw_only=True):

@@ -373,7 +373,7 @@ class SourceConnector:
     def counters(self) -> dict[str, float]:
         """Totals."""
         totals = {
-            f"kvbaton_transfer_{name}_total": value for name, value in self.sender.counters.items()
+            f"kvbaton_transfer_{name}_total": value for name, value in self.sender.published.items()
         }
         for outcome, count in self.outcomes.items():
             totals[f'kvbaton_transfers_total{{role="source",outcome="{outcome}"}}'] = float(count)

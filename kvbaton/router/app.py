@@ -108,7 +108,10 @@ def facts(membership: Membership) -> ModelFacts:
             status=503,
             code="no_node_ready",
         )
-    return ModelFacts(max_model_len=membership.max_model_len() or UNKNOWN_LENGTH)
+    return ModelFacts(
+        max_model_len=membership.max_model_len() or UNKNOWN_LENGTH,
+        vocab_size=membership.vocab_size(),
+    )
 
 
 # --- the process ---

@@ -272,6 +272,10 @@ class Membership:
         lengths = (m.info.max_model_len for m in self.serving())
         return min((length for length in lengths if length), default=None)
 
+    def vocab_size(self) -> int:
+        """Token ids below it are known to all serving nodes; 0 if nobody said."""
+        return min((m.info.vocab_size for m in self.serving() if m.info.vocab_size), default=0)
+
     # --- inside ---
 
     def _check(self, info: NodeInfo) -> None:

@@ -8,6 +8,7 @@ import tokenizers
 from aiohttp import web
 from tokenizers.models import WordLevel
 
+from kvbaton.engine.validate import INT32, Range, check_range
 from kvbaton.errors import ConfigError, RequestError
 from kvbaton.messages.engine import AddRequest, Item, SamplingParams
 from kvbaton.messages.nodes import GenerateRequest, GenerateResponse
@@ -21,7 +22,6 @@ from kvbaton.server.node_client import NodeClient
 from kvbaton.server.node_config import NodeConfig
 from kvbaton.server.node_metrics import CoreCollector
 from kvbaton.server.openapi import contract
-from kvbaton.server.sampling import INT32, Range, check_range
 from kvbaton.server.transfer_params import KvTransferParams, parse_transfer
 from kvbaton.text.tokenizer import Tokenizer
 from kvbaton.text.vision import VisionText

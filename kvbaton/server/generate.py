@@ -12,6 +12,7 @@ import msgspec
 from aiohttp import web
 from msgspec.structs import replace
 
+from kvbaton.engine.validate import INT32, Range, check_ids, check_range
 from kvbaton.errors import RequestError
 from kvbaton.messages.engine import AddRequest, Output
 from kvbaton.messages.nodes import GenerateChoice, GenerateRequest, GenerateResponse
@@ -21,7 +22,7 @@ from kvbaton.server.config import FRONTEND, Frontend
 from kvbaton.server.jobs import check_prompt, deadline, raise_if_failed, unique
 from kvbaton.server.openapi import contract
 from kvbaton.server.request_id import REQUEST_ID, clean
-from kvbaton.server.sampling import INT32, Range, check_ids, check_range, checked
+from kvbaton.server.sampling import checked
 from kvbaton.server.sse import send_events
 from kvbaton.server.transfer_params import check_item_transfer
 from kvbaton.text.logprobs import floored

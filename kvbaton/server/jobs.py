@@ -10,11 +10,11 @@ from contextlib import aclosing
 from dataclasses import dataclass, replace
 from typing import Any, TypeVar
 
+from kvbaton.engine.validate import INT32, Range, check_ids, check_range
 from kvbaton.errors import EngineDeadError, RequestError
 from kvbaton.messages.engine import AddRequest, Item, Output, SamplingParams, TransferSpec
 from kvbaton.messages.openai import SamplingFields
 from kvbaton.server.config import Frontend
-from kvbaton.server.sampling import INT32, Range, check_ids, check_range
 from kvbaton.text.choice import ChoiceText, TextDelta, TextOptions
 from kvbaton.types import TokenLogprobs
 

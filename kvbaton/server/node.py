@@ -180,6 +180,7 @@ class Node:
             block_size=self.config.engine.block_size,
             max_model_len=ready.max_model_len if ready else 0,
             tp_size=ready.tp_size if ready else 1,
+            vocab_size=ready.vocab_size if ready else 0,
             load=self._load.measure(metrics),
             state=self.state,
             model_path=os.path.abspath(self.config.engine.model),

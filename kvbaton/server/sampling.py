@@ -4,20 +4,19 @@ from __future__ import annotations
 
 import secrets
 from collections.abc import Mapping, Sequence
-from typing import Any, NamedTuple
+from typing import Any
 
 from msgspec.structs import replace
 
+from kvbaton.engine.validate import RANGES, Range, check_params
 from kvbaton.errors import RequestError
 from kvbaton.messages.engine import SamplingParams
 from kvbaton.messages.openai import SamplingFields
 from kvbaton.server.config import EdgeConfig
 
-INT32 = 2**31 - 1
 SEED_MASK = 2**63 - 1
 MAX_STOPS = 16
 MAX_STOP_LENGTH = 256
-MAX_IDS = 1024
 
 UNSUPPORTED = (
     "response_format",
@@ -49,34 +48,6 @@ COPIED = (
     "min_tokens",
     "ignore_eos",
 )
-
-
-class Range(NamedTuple):
-    """Values that a field may take; `open` excludes the low end."""
-
-    low: float
-    high: float
-    open: bool = False
-
-    def __contains__(self, value: object) -> bool:
-        assert isinstance(value, (int, float))
-        return self.low <= value <= self.high and not (self.open and value == self.low)
-
-    def __str__(self) -> str:
-        return f"{'(' if self.open else '['}{self.low:g}, {self.high:g}]"
-
-
-RANGES = {
-    "temperature": Range(0, 2),
-    "top_p": Range(0, 1, open=True),
-    "top_k": Range(0, INT32),
-    "min_p": Range(0, 1),
-    "presence_penalty": Range(-2, 2),
-    "frequency_penalty": Range(-2, 2),
-    "repetition_penalty": Range(0, 100, open=True),
-    "max_tokens": Range(1, INT32),
-    "min_tokens": Range(0, INT32),
-}
 
 
 def refuse_unsupported(body: SamplingFields) -> None:
@@ -136,47 +107,9 @@ def checked(
     params = replace(params, seed=seed, top_k=max(params.top_k, 0) if params.top_k >= -1 else -1)
     limits = dict(RANGES, n=Range(1, config.max_n))
     for name in ("logprobs", "prompt_logprobs"):
-        if getattr(params, name) is not None:
-            limits[name] = Range(0, config.max_logprobs)
-    for name, limit in limits.items():
-        check_range(prefix + name, getattr(params, name), limit)
-    if params.min_tokens > params.max_tokens:
-        raise RequestError(
-            f"min_tokens must not exceed max_tokens ({params.max_tokens})",
-            param=f"{prefix}min_tokens",
-        )
-    check_ids(f"{prefix}stop_token_ids", params.stop_token_ids, vocab_size)
-    _check_bias(f"{prefix}logit_bias", params.logit_bias, vocab_size)
+        limits[name] = Range(0, config.max_logprobs)
+    check_params(params, vocab_size, prefix=prefix, limits=limits)
     return params
-
-
-def check_range(name: str, value: float, limit: Range) -> None:
-    """Raise `RequestError` if `value` is outside of `limit`."""
-    if value not in limit:
-        raise RequestError(f"{name} must be in {limit}, not {shown(value)}", param=name)
-
-
-def shown(value: float) -> str:
-    """A number for a message; a client's integer may be longer than any float."""
-    return f"{value:.6g}" if abs(value) < 1e300 else "a number beyond all bounds"
-
-
-def check_ids(name: str, ids: Sequence[int], vocab_size: int, *, most: int = MAX_IDS) -> None:
-    """Raise `RequestError` if there are too many ids, or one that the model does not have."""
-    if len(ids) > most:
-        raise RequestError(f"{name} may hold at most {most} ids", param=name)
-    if ids and (min(ids) < 0 or max(ids) >= vocab_size):
-        raise RequestError(
-            f"{name} must hold token ids in [0, {vocab_size}); "
-            f"it spans {shown(min(ids))} to {shown(max(ids))}",
-            param=name,
-        )
-
-
-def _check_bias(name: str, bias: Mapping[int, float], vocab_size: int) -> None:
-    check_ids(name, list(bias), vocab_size)
-    for value in bias.values():
-        check_range(name, value, Range(-100, 100))
 
 
 def check_stops(stop: str | Sequence[str] | None) -> tuple[str, ...]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from aiohttp import web
 
+from kvbaton.engine.validate import INT32, check_ids
 from kvbaton.errors import RequestError
 from kvbaton.messages.openai import (
     DetokenizeRequest,
@@ -17,7 +18,6 @@ from kvbaton.server.config import FRONTEND, Frontend
 from kvbaton.server.fields import check_model
 from kvbaton.server.openapi import contract
 from kvbaton.server.prompts import encode
-from kvbaton.server.sampling import INT32, check_ids
 
 
 @contract(body=TokenizeRequest, answer=TokenizeResponse)

@@ -7,15 +7,13 @@ carries our transfer id. Whether the peer may be dialled is decided by the core,
 
 from __future__ import annotations
 
-import ipaddress
-import re
 import secrets
 from typing import Annotated, Any
-from urllib.parse import urlsplit
 
 import msgspec
 from msgspec import Meta, Struct
 
+from kvbaton.connectors.address import address_of, host_of
 from kvbaton.errors import RequestError
 from kvbaton.messages.engine import TransferSpec
 
@@ -24,8 +22,6 @@ PARAM = "kv_transfer_params"
 Hex128 = Annotated[str, Meta(pattern="^[0-9a-fA-F]*$", min_length=32, max_length=32)]
 Small = Annotated[int, Meta(ge=0, lt=1 << 31)]
 BlockId = Annotated[int, Meta(ge=0, lt=1 << 62)]
-
-_HOST_NAME = re.compile(r"[A-Za-z0-9_]([A-Za-z0-9_.-]{0,251}[A-Za-z0-9_])?")
 
 
 class KvTransferParams(Struct, kw_only=True):
@@ -94,12 +90,9 @@ def check_item_transfer(transfer: TransferSpec | None, where: str) -> None:
 def tcp_host(address: str) -> str | None:
     """The host of ``tcp://host:port``, without brackets; None if an address is not of that form."""
     try:
-        parts = urlsplit(address.lower())
-        host = _host(parts.hostname or "")
-        whole = f"tcp://{host}:{parts.port or 'none'}"
-    except (ValueError, RequestError):  # a port that is no number, half a bracket, no name
+        return host_of(address)
+    except ValueError:
         return None
-    return host.strip("[]") if address.lower() == whole else None
 
 
 def source_params(
@@ -162,11 +155,15 @@ def _target(fields: KvTransferParams) -> TransferSpec:
     for name in ("remote_engine_id", "remote_host", "remote_port"):
         if getattr(fields, name) is None:
             raise _missing(name)
+    try:
+        peer = address_of(fields.remote_host or "", fields.remote_port or 0)
+    except ValueError as error:
+        raise RequestError(f"remote_host: {error}", param=f"{PARAM}.remote_host") from None
     return TransferSpec(
         role="target",
         transfer_id=_named_transfer(fields),
         attempt=fields.attempt or 0,
-        peer=f"tcp://{_host(fields.remote_host or '')}:{fields.remote_port}",
+        peer=peer,
         peer_node=fields.remote_engine_id,
     )
 
@@ -188,16 +185,3 @@ def _missing(name: str) -> RequestError:
         f"do_remote_prefill needs {name}; paste the prefill node's answer unchanged",
         param=f"{PARAM}.{name}",
     )
-
-
-def _host(host: str) -> str:
-    """The host as it stands in an address; an IPv6 address gets its brackets."""
-    try:
-        address = ipaddress.ip_address(host.removeprefix("[").removesuffix("]"))
-    except ValueError:
-        if _HOST_NAME.fullmatch(host):
-            return host
-        raise RequestError(
-            "remote_host must be a host name or an IP address", param=f"{PARAM}.remote_host"
-        ) from None
-    return f"[{address}]" if address.version == 6 else str(address)

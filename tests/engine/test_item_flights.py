@@ -186,6 +186,7 @@ class House(Loop):
             SchedulerConfig(
                 groups=(GroupSpec(ROWS, rows + 1),),
                 max_model_len=rows * ROWS + 1,
+                vocab_size=1,
                 max_num_batched_tokens=2 * ROWS,
                 kv_load_failure_policy=policy,
                 whole_prompts=True,

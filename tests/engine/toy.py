@@ -213,7 +213,11 @@ class Loop:
         **settings: object,
     ) -> None:
         config = SchedulerConfig(
-            groups=groups, max_model_len=max_model_len, eos_token_ids=(EOS,), max_num_seqs=8
+            groups=groups,
+            max_model_len=max_model_len,
+            vocab_size=VOCAB,
+            eos_token_ids=(EOS,),
+            max_num_seqs=8,
         )
         self.config = replace(config, **settings)  # type: ignore[arg-type]
         self.clock = Clock()

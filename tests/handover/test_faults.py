@@ -8,6 +8,7 @@ import random
 from collections.abc import Callable
 from typing import Any
 
+import msgspec
 import pytest
 
 from kvbaton.connectors.transports.faulty import FaultyTransport
@@ -125,3 +126,18 @@ def test_policy_fail(make_pair: Callable[..., Pair], expected: Expected, fault: 
     pair.settle(SHORT.lease + 2.0)
     assert pair.hand_over(prompt)[1].result() == expected(prompt)
     pair.settle(SHORT.lease + 2.0)
+
+
+@pytest.mark.parametrize("host", ["[::1%?]", "[::1%a b]", "[::1", "x" * 245])
+def test_a_reference_that_is_no_address_ends_neither_node(pair: Pair, host: str) -> None:
+    """As it came in a request that passed no HTTP door, or one that is open too wide."""
+    for node, request in zip((pair.p, pair.d), pair.requests(PROMPTS[2]), strict=True):
+        assert request.transfer is not None
+        named = msgspec.structs.replace(request.transfer, role="target", peer=f"tcp://{host}:1")
+        call = node.add(msgspec.structs.replace(request, request_id="hostile", transfer=named))
+        until(call.over, "a refusal")
+        assert call.rejected is not None
+        assert call.rejected.status == 400
+    _, of_d = pair.hand_over(PROMPTS[2])
+    of_d.result()
+    pair.settle()

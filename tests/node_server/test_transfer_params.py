@@ -2,6 +2,7 @@ import contextlib
 import math
 from typing import Any
 
+import msgspec
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -60,6 +61,8 @@ def test_a_source_as_our_router_asks_for_it() -> None:
         ("prefill-0.ns.svc", "tcp://prefill-0.ns.svc:5600"),
         ("::1", "tcp://[::1]:5600"),
         ("[fe80::2]", "tcp://[fe80::2]:5600"),
+        ("fe80::2%eth0", "tcp://[fe80::2%eth0]:5600"),
+        ("x" * 240, f"tcp://{'x' * 240}:5600"),
     ],
 )
 def test_a_target(host: str, address: str) -> None:
@@ -111,6 +114,9 @@ WRONG: list[tuple[str, Any]] = [
     ("remote_host", "host:1"),
     ("remote_host", "ho\nst"),
     ("remote_host", "x" * 300),
+    ("remote_host", "x" * 253),
+    ("remote_host", "::1%?"),
+    ("remote_host", "::1%a b"),
     ("remote_engine_id", ""),
     ("remote_engine_id", "x" * 300),
     ("remote_request_id", "chatcmpl-1"),
@@ -157,3 +163,5 @@ def test_anything_is_taken_or_refused(changes: dict[str, Any]) -> None:
     with contextlib.suppress(RequestError):
         spec = parse_transfer({**TARGET, **changes})
         assert spec is None or spec.role in ("source", "target")
+        data = msgspec.msgpack.encode(spec)
+        assert msgspec.msgpack.decode(data, type=TransferSpec | None) == spec, "a core reads it"

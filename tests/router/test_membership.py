@@ -60,11 +60,11 @@ def test_encoder_nodes_are_members_but_serve_no_prompts(membership: Membership) 
     make_ready(membership, info("e0", role="encode", max_model_len=33))
     assert len(membership.ready()) == 1
     assert (membership.serving(), membership.max_model_len()) == ([], None)
-    told, _ = membership.register(info("p0", role="prefill", max_model_len=99), 0.0)
+    told, _ = membership.register(info("p0", role="prefill", max_model_len=99, vocab_size=512), 0.0)
     assert told.control_addresses == (control_address("e0"),)
     membership.probed("p0", "1", None, 0.1)
     assert [m.info.node_id for m in membership.serving()] == ["p0"]
-    assert membership.max_model_len() == 99
+    assert (membership.max_model_len(), membership.vocab_size()) == (99, 512)
 
 
 def test_members_are_told_of_all_others(membership: Membership) -> None:

@@ -36,6 +36,8 @@ from kvbaton.types import Attempt, NodeId
 
 logger = logging.getLogger(__name__)
 
+HEALTH_PERIOD_S = 0.1
+
 
 class TargetMemory(Protocol):
     """What the receiver needs of the engine's memory."""
@@ -99,6 +101,8 @@ class TargetWorker(TransferWorker[TargetEvent, TargetAction]):
         self.target = target
         self.memory = memory
         self._live: set[Attempt] = set()
+        self._unhealthy = 0.0
+        self._health_at = 0.0
         self._peers: dict[NodeId, _Peers] = {}
         self._rank_layouts: dict[bytes, list[list[KVLayout]]] = {}
         self._checks: list[_Check] = []
@@ -124,6 +128,13 @@ class TargetWorker(TransferWorker[TargetEvent, TargetAction]):
                 self._lost(peer, now)
         for check in list(self._checks):
             self._poll_check(check, now)
+
+    def publish(self, now: float) -> None:
+        """Totals, and whether blocks were in quarantine for too long."""
+        if now >= self._health_at:  # it looks at all attempts, and loops may turn each 0.1 ms
+            self._health_at = now + HEALTH_PERIOD_S
+            self._unhealthy = float(self.target.unhealthy)
+        self.published = {**self.counters, "unhealthy": self._unhealthy}
 
     def busy(self) -> bool:
         """Whether bytes may be on their way here."""

@@ -48,6 +48,9 @@ class TransferWorker(Generic[EventT, ActionT]):
         transports: one per rank, their memory registered.
         layouts: per rank, one layout per group.
         counters: names of the totals that it keeps.
+
+    Attributes:
+        published: totals and values as other threads may read them; replaced, never changed.
     """
 
     to_engine: Callable[[Any], None]
@@ -63,6 +66,7 @@ class TransferWorker(Generic[EventT, ActionT]):
         self.transports = transports
         self.layouts = layouts
         self.counters = dict.fromkeys(counters, 0.0)
+        self.published = dict(self.counters)
         self.timelines = Timelines()
         self._machine = machine
         self._events: deque[EventT | Tick] = deque()
@@ -80,6 +84,7 @@ class TransferWorker(Generic[EventT, ActionT]):
             for action in self._machine.handle(self._events[0], now):
                 do = self._do.get(type(action))
                 if do is None:
+                    self.publish(now)  # who acts on it and then asks sees what led to it
                     self.to_engine(action)
                 else:
                     do(action, now)
@@ -91,6 +96,11 @@ class TransferWorker(Generic[EventT, ActionT]):
         deadline = self._machine.next_deadline()
         if deadline is not None and deadline <= now:
             self.handle(Tick(), now)
+        self.publish(now)
+
+    def publish(self, now: float) -> None:
+        """Let other threads read how things stand."""
+        self.published = dict(self.counters)
 
     def _look(self, now: float) -> None:
         raise NotImplementedError

@@ -64,6 +64,7 @@ def make_encoder_scheduler(
         SchedulerConfig(
             groups=(GroupSpec(layout.block_size, layout.num_blocks, layout.kind),),
             max_model_len=(layout.num_blocks - 1) * layout.block_size + 1,
+            vocab_size=1,
             max_num_seqs=config.max_num_seqs,
             max_num_batched_tokens=config.max_num_encoder_tokens,
             kv_load_failure_policy=config.kv_load_failure_policy,

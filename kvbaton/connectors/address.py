@@ -1,0 +1,53 @@
+"""Addresses of control channels, ``tcp://host:port``, as clients and peers may name them."""
+
+from __future__ import annotations
+
+import ipaddress
+import re
+from urllib.parse import urlsplit
+
+MAX_HOST = 240
+"""Characters of a host; an address with it is still a `Name`."""
+
+_HOST_NAME = re.compile(r"[A-Za-z0-9_]([A-Za-z0-9_.-]*[A-Za-z0-9_])?")
+_SCOPE = re.compile(r"[A-Za-z0-9_.-]+")
+
+
+def address_of(host: str, port: int) -> str:
+    """The control address of a host name or IP address; IPv6 gets its brackets.
+
+    Raises:
+        ValueError: no such host or port can be.
+    """
+    if not 0 < port < 1 << 16:
+        raise ValueError(f"port {port} is not in [1, 65535]")
+    return f"tcp://{_host(host)}:{port}"
+
+
+def host_of(address: str) -> str:
+    """The host of a control address that is spelled as `address_of` does it, without brackets.
+
+    Raises:
+        ValueError: it is none.
+    """
+    parts = urlsplit(address.lower())
+    host = parts.hostname or ""
+    if address_of(host, parts.port or 0) != address.lower():
+        raise ValueError(f"{address!r} is not of the form tcp://host:port")
+    return host
+
+
+def _host(host: str) -> str:
+    if len(host) > MAX_HOST:
+        raise ValueError(f"a host has at most {MAX_HOST} characters")
+    try:
+        address = ipaddress.ip_address(host.removeprefix("[").removesuffix("]"))
+    except ValueError:
+        if _HOST_NAME.fullmatch(host):
+            return host
+        raise ValueError("a host is a host name or an IP address") from None
+    if isinstance(address, ipaddress.IPv4Address):
+        return str(address)
+    if address.scope_id is not None and not _SCOPE.fullmatch(address.scope_id):
+        raise ValueError("the scope of an IPv6 address is the name of an interface")
+    return f"[{address}]"

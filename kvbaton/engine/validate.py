@@ -1,0 +1,161 @@
+"""What a request may ask for: ranges of its fields, and the limits of this engine.
+
+Checked at every HTTP door, and by the core itself: not all that reaches a core came through a door.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING, NamedTuple
+
+from kvbaton.connectors.address import host_of
+from kvbaton.errors import RequestError
+from kvbaton.messages.engine import AddRequest, SamplingParams, TransferSpec
+
+if TYPE_CHECKING:
+    from kvbaton.engine.kv_cache_manager import KVCacheManager
+    from kvbaton.engine.roster import SchedulerConfig
+
+INT32 = 2**31 - 1
+MAX_IDS = 1024
+"""Most token ids in `stop_token_ids` or `logit_bias`, and most candidates in `logprobs`."""
+MAX_DEADLINE_S = 1e9
+
+
+class Range(NamedTuple):
+    """Values that a field may take; `open` excludes the low end."""
+
+    low: float
+    high: float
+    open: bool = False
+
+    def __contains__(self, value: object) -> bool:
+        assert isinstance(value, (int, float))
+        return self.low <= value <= self.high and not (self.open and value == self.low)
+
+    def __str__(self) -> str:
+        return f"{'(' if self.open else '['}{self.low:g}, {self.high:g}]"
+
+
+RANGES = {
+    "temperature": Range(0, 2),
+    "top_p": Range(0, 1, open=True),
+    "top_k": Range(0, INT32),
+    "min_p": Range(0, 1),
+    "presence_penalty": Range(-2, 2),
+    "frequency_penalty": Range(-2, 2),
+    "repetition_penalty": Range(0, 100, open=True),
+    "max_tokens": Range(1, INT32),
+    "min_tokens": Range(0, INT32),
+}
+"""Of `SamplingParams`, by field."""
+
+
+def check_range(name: str, value: float, limit: Range) -> None:
+    """Raise `RequestError` if `value` is outside of `limit`."""
+    if value not in limit:
+        raise RequestError(f"{name} must be in {limit}, not {shown(value)}", param=name)
+
+
+def shown(value: float) -> str:
+    """A number for a message; a client's integer may be longer than any float."""
+    return f"{value:.6g}" if abs(value) < 1e300 else "a number beyond all bounds"
+
+
+def check_ids(name: str, ids: Sequence[int], vocab_size: int, *, most: int = MAX_IDS) -> None:
+    """Raise `RequestError` if there are too many ids, or one that the model does not have."""
+    if len(ids) > most:
+        raise RequestError(f"{name} may hold at most {most} ids", param=name)
+    if ids and (min(ids) < 0 or max(ids) >= vocab_size):
+        raise RequestError(
+            f"{name} must hold token ids in [0, {vocab_size}); "
+            f"it spans {shown(min(ids))} to {shown(max(ids))}",
+            param=name,
+        )
+
+
+def check_params(
+    params: SamplingParams,
+    vocab_size: int,
+    *,
+    prefix: str = "",
+    limits: Mapping[str, Range] = RANGES,
+) -> None:
+    """Check how tokens shall be chosen.
+
+    Args:
+        params: as asked for.
+        vocab_size: token ids are below it.
+        prefix: of the field names in messages (``sampling_params.``).
+        limits: of numbers, by field; those of fields that are None do not count.
+
+    Raises:
+        RequestError: a field is out of its range, or fields do not go together.
+    """
+    for name, limit in limits.items():
+        value = getattr(params, name)
+        if value is not None:
+            check_range(prefix + name, value, limit)
+    if params.min_tokens > params.max_tokens:
+        raise RequestError(
+            f"min_tokens must not exceed max_tokens ({params.max_tokens})",
+            param=f"{prefix}min_tokens",
+        )
+    check_ids(f"{prefix}stop_token_ids", params.stop_token_ids, vocab_size)
+    check_ids(f"{prefix}logit_bias", list(params.logit_bias), vocab_size)
+    for value in params.logit_bias.values():
+        check_range(f"{prefix}logit_bias", value, Range(-100, 100))
+
+
+def validate_request(request: AddRequest, config: SchedulerConfig, blocks: KVCacheManager) -> None:
+    """Check all of a request that does not depend on what else the engine does.
+
+    Raises:
+        RequestError: a field is out of range, or exceeds a limit of this engine; names both.
+    """
+    if not request.request_id:
+        raise RequestError("request_id is empty", param="request_id")
+    known = len(request.token_ids) + len(request.resume_ids)
+    if not request.token_ids:
+        raise RequestError("the prompt is empty; at least 1 token is needed", param="prompt")
+    error = blocks.too_large(known)
+    if known + 1 > config.max_model_len:
+        error = (
+            f"the prompt has {known} tokens, but at most {config.max_model_len - 1} fit: "
+            f"max_model_len is {config.max_model_len} and must leave room for a new token"
+        )
+    if error is not None:
+        raise RequestError(error, param="prompt", code="context_length_exceeded")
+    check_ids("prompt", request.token_ids, config.vocab_size, most=INT32)
+    check_ids("resume_token_ids", request.resume_ids, config.vocab_size, most=INT32)
+    candidates = Range(0, MAX_IDS)
+    limits = {"n": Range(1, config.max_num_seqs), **RANGES}
+    limits |= {"logprobs": candidates, "prompt_logprobs": candidates}
+    check_params(request.params, config.vocab_size, limits=limits)
+    if len(request.resume_ids) >= request.params.max_tokens:
+        raise RequestError(
+            f"{len(request.resume_ids)} tokens are resumed, but max_tokens is "
+            f"{request.params.max_tokens}",
+            param="resume_token_ids",
+        )
+    check_range("deadline_s", request.deadline_s, Range(0, MAX_DEADLINE_S, open=True))
+    check_range("priority", request.priority, Range(-INT32, INT32))
+    _check_transfer(request.transfer, "kv_transfer_params")
+    for number, item in enumerate(request.items):
+        _check_transfer(item.transfer, f"items[{number}].transfer")
+        if 0 in item.grid or max(item.grid) > INT32:
+            raise RequestError(f"{item.grid} is no grid of patches", param=f"items[{number}].grid")
+
+
+def _check_transfer(transfer: TransferSpec | None, param: str) -> None:
+    if transfer is None:
+        return
+    if transfer.role not in ("source", "target"):
+        raise RequestError(
+            f"transfer role {transfer.role[:20]!r} is neither 'source' nor 'target'", param=param
+        )
+    if transfer.peer is not None:
+        try:
+            host_of(transfer.peer)
+        except ValueError as error:
+            raise RequestError(f"the peer's address: {error}", param=param) from None
