@@ -26,6 +26,7 @@ from urllib.parse import urlsplit
 import zmq
 from zmq.utils import z85
 
+from kvbaton.connectors.address import host_of
 from kvbaton.connectors.host import is_loopback, is_wildcard
 from kvbaton.connectors.protocol.events import Link
 from kvbaton.errors import ConfigError
@@ -99,7 +100,7 @@ class ControlChannel:
         known = self._addresses.get(address)
         if known is not None:
             return known
-        _check_address(address)
+        host_of(address)
         dealer = self._new_socket(zmq.DEALER)
         try:
             dealer.connect(address)
@@ -232,13 +233,3 @@ def derive_key_pair(cluster_key: str) -> tuple[bytes, bytes]:
     seed = hashlib.blake2b(cluster_key.encode(), digest_size=32, person=b"kvbaton-curve").digest()
     secret = z85.encode(seed)
     return zmq.curve_public(secret), secret
-
-
-def _check_address(address: str) -> None:
-    parts = urlsplit(address)
-    try:
-        port = parts.port
-    except ValueError:
-        port = None
-    if parts.scheme != "tcp" or not parts.hostname or not port:
-        raise ValueError(f"a control address is tcp://host:port, not {address!r}")

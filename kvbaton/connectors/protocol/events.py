@@ -220,11 +220,13 @@ class Verified:
 
     Attributes:
         bad: token ranges [start, end) that do not match; empty if all do.
+        error: why they could not be compared; empty if they were.
     """
 
     attempt: Attempt
     write: int
     bad: tuple[tuple[int, int], ...] = ()
+    error: str = ""
 
 
 @dataclass(frozen=True)
@@ -248,8 +250,26 @@ class Meet:
     address: str
 
 
+@dataclass(frozen=True)
+class Unreachable:
+    """An address can't be dialled at all: it is none."""
+
+    address: str
+    reason: str
+
+
 TargetEvent = (
-    Received | PeerGone | Tick | Meet | Start | Unneeded | Landed | Verified | CancelTarget | Fenced
+    Received
+    | PeerGone
+    | Tick
+    | Meet
+    | Unreachable
+    | Start
+    | Unneeded
+    | Landed
+    | Verified
+    | CancelTarget
+    | Fenced
 )
 
 

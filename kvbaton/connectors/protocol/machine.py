@@ -83,6 +83,10 @@ class Machine(Generic[EventT, ActionT, StateT, RecordT]):
         self._react(event)
         return self._out
 
+    def take_actions(self) -> list[ActionT]:
+        """What a `handle` that raised had decided until then, in order."""
+        return self._out
+
     def next_deadline(self) -> float | None:
         """When `Tick` is due, in seconds; None for never."""
         return self._alarms.next()

@@ -33,6 +33,7 @@ from kvbaton.connectors.protocol.events import (
     Tick,
     Unneeded,
     Unquarantine,
+    Unreachable,
 )
 from kvbaton.connectors.protocol.machine import reply
 from kvbaton.connectors.protocol.session import Pairable
@@ -131,6 +132,8 @@ class Target(TargetReceiving):
                 self._fenced(event)
             case Meet():
                 self._open(self._line(event.address))
+            case Unreachable():
+                self._unreachable(event)
             case Unneeded():
                 self._unneeded(event)
             case _:

@@ -121,6 +121,9 @@ class TargetReceiving(TargetSessions):
         return tuple(cut)
 
     def _verified(self, record: Incoming, event: Verified) -> None:
+        if event.error:
+            self._fail(record, f"write {event.write} can't be verified: {event.error}")
+            return
         record.verified[event.write] = event.bad
         self._heard(record)
         if not event.bad:

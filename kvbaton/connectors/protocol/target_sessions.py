@@ -22,6 +22,7 @@ from kvbaton.connectors.protocol.events import (
     Start,
     TargetAction,
     TargetEvent,
+    Unreachable,
 )
 from kvbaton.connectors.protocol.machine import Machine, reply
 from kvbaton.connectors.protocol.session import NegotiationError, Pairable, Session, groups_of
@@ -222,6 +223,11 @@ class TargetSessions(Machine[TargetEvent, TargetAction, TargetState, Incoming]):
         line.unneeded.clear()
         for name in line.waiting[:]:
             self._fail_unsent(self._live[name], reason)
+
+    def _unreachable(self, event: Unreachable) -> None:
+        line = self._lines[event.address]
+        self._hang_up(line)
+        self._fail_waiting(line, event.reason)
 
     # --- answers to Hello ---
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 import time
 from collections import deque
 from collections.abc import Sequence
@@ -37,11 +36,8 @@ from kvbaton.connectors.protocol.events import (
 from kvbaton.connectors.protocol.source import Source
 from kvbaton.connectors.transfer.notice import pack_notice
 from kvbaton.connectors.transfer.worker import TransferWorker
-from kvbaton.errors import LayoutMismatchError, TransportError
 from kvbaton.messages.control import DigestRun, Pushed
 from kvbaton.types import Attempt, NodeId, Spans
-
-logger = logging.getLogger(__name__)
 
 Sums = npt.NDArray[np.uint64]
 BlockSums = dict[int, list[Sums]]
@@ -142,9 +138,12 @@ class SourceWorker(TransferWorker[SourceEvent, SourceAction]):
             self._poll_reports(attempt, now)
         self._poll_writes(now)
         for transport in self.transports:
-            transport.notices()  # nobody writes to a source; this drives the transport's progress
-            for peer in transport.lost():
-                self._lost(peer, now)
+            try:
+                transport.notices()  # nobody writes to a source; this drives transport's progress
+                for peer in transport.lost():
+                    self._lost(peer, now)
+            except Exception:
+                self.error("transport %s can't be looked at", transport.name)
 
     def busy(self) -> bool:
         """Whether blocks are about to be sent, or on their way."""
@@ -229,30 +228,42 @@ class SourceWorker(TransferWorker[SourceEvent, SourceAction]):
             for s, transport in enumerate(self.transports):
                 for t, card in enumerate(action.ranks):
                     peers.links[s, t] = transport.connect(card.card)
-        except TransportError as error:
-            logger.warning("can't reach %s: %s", action.node.node, error)
+        except Exception:
+            self.error("can't reach %s", action.node.node)
             self.handle(PeerGone(action.node), now)
 
     def _close_peer(self, action: ClosePeer, now: float) -> None:
         peers = self._peers.pop(action.session, None)
         if peers is not None:
             for (s, _), peer in peers.links.items():
-                self.transports[s].close(peer)
+                try:
+                    self.transports[s].close(peer)
+                except Exception:
+                    self.error("transport %s can't close a peer", self.transports[s].name)
         # Bytes read before may still be on the wire: writes are watched until each has ended.
         self.handle(Closed(action.session), now)
 
     def _post(self, action: Post, now: float) -> None:
         began = time.monotonic()
+        links = self._peers[action.session].links
         try:
             pieces = self._plan(action)
-        except LayoutMismatchError as error:
-            self._fail_post(action, str(error), now)
+        except Exception as error:
+            # The layouts and the reservation are the peer's word: nothing was posted.
+            self.error("write %d of %s can't be planned", action.write, action.attempt)
+            for pair in links:
+                self._not_posted(action, pair, error, now)
             return
         self.counters["plan_seconds"] += time.monotonic() - began
-        for pair, peer in self._peers[action.session].links.items():
+        for pair, peer in links.items():
             ranges = pieces.get(pair, np.empty((0, 8), np.int64))
             notice = pack_notice(action.session, action.attempt, action.write, *pair)
-            handle = self.transports[pair[0]].write(peer, ranges, notice)
+            try:
+                handle = self.transports[pair[0]].write(peer, ranges, notice)
+            except Exception as error:
+                self.error("write %d of %s can't be posted", action.write, action.attempt)
+                self._not_posted(action, pair, error, now)
+                continue
             num_bytes = total_bytes(ranges)
             self.counters["posted_bytes"] += num_bytes
             self._writes.append(
@@ -262,10 +273,11 @@ class SourceWorker(TransferWorker[SourceEvent, SourceAction]):
             action.attempt, "posted", write=action.write, start=action.start, end=action.end
         )
 
-    def _fail_post(self, action: Post, error: str, now: float) -> None:
-        """What the peer reserved can't be written to: nothing was posted, the attempt ends."""
-        for pair in self._peers[action.session].links:
-            self.handle(WriteEnded(action.attempt, action.write, *pair, ok=False, error=error), now)
+    def _not_posted(
+        self, action: Post, pair: tuple[int, int], error: Exception, now: float
+    ) -> None:
+        why = f"{type(error).__name__}: {error}"
+        self.handle(WriteEnded(action.attempt, action.write, *pair, ok=False, error=why), now)
 
     def _plan(self, action: Post) -> dict[tuple[int, int], Ranges]:
         target_layouts = self._peers[action.session].layouts
@@ -291,7 +303,11 @@ class SourceWorker(TransferWorker[SourceEvent, SourceAction]):
 
     def _poll_writes(self, now: float) -> None:
         for write in list(self._writes):
-            status = write.handle.status()
+            try:
+                status = write.handle.status()
+            except Exception:
+                self.error("a write's status can't be told")
+                status = Status.ERROR
             if status is Status.PENDING or (status is Status.ERROR and write.failed):
                 continue
             self._ended(write, status, now)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass, field
@@ -23,6 +22,7 @@ from kvbaton.connectors.protocol.events import (
     TargetAction,
     TargetEvent,
     Unquarantine,
+    Unreachable,
     Verified,
     Verify,
 )
@@ -30,11 +30,8 @@ from kvbaton.connectors.protocol.target import Target
 from kvbaton.connectors.transfer.notice import unpack_notice
 from kvbaton.connectors.transfer.source_worker import PendingSums
 from kvbaton.connectors.transfer.worker import TransferWorker
-from kvbaton.errors import TransportError
 from kvbaton.messages.control import Reserve
 from kvbaton.types import Attempt, NodeId
-
-logger = logging.getLogger(__name__)
 
 HEALTH_PERIOD_S = 0.1
 
@@ -122,10 +119,13 @@ class TargetWorker(TransferWorker[TargetEvent, TargetAction]):
 
     def _look(self, now: float) -> None:
         for transport in self.transports:
-            for notice in transport.notices():
-                self._landed(notice.payload, now)
-            for peer in transport.lost():
-                self._lost(peer, now)
+            try:
+                for notice in transport.notices():
+                    self._landed(notice.payload, now)
+                for peer in transport.lost():
+                    self._lost(peer, now)
+            except Exception:
+                self.error("transport %s can't be looked at", transport.name)
         for check in list(self._checks):
             self._poll_check(check, now)
 
@@ -166,7 +166,11 @@ class TargetWorker(TransferWorker[TargetEvent, TargetAction]):
         # Whom we can't fence must not learn where our blocks are: to it this message gets lost.
         if isinstance(action.message, Reserve) and self._is_unreachable(action.message.session):
             return
-        self.send(action)
+        try:
+            self.send(action)
+        except ValueError as error:
+            assert action.address is not None, "only an address can be wrong"
+            self.handle(Unreachable(action.address, str(error)), now)
 
     def _is_unreachable(self, session: bytes) -> bool:
         return any(session in peers.unreachable for peers in self._peers.values())
@@ -181,8 +185,8 @@ class TargetWorker(TransferWorker[TargetEvent, TargetAction]):
             for transport in self.transports:
                 for card in action.ranks:
                     peers.links.append((transport, transport.connect(card.card)))
-        except TransportError as error:
-            logger.warning("can't reach %s: %s", action.node.node, error)
+        except Exception:
+            self.error("can't reach %s", action.node.node)
             peers.unreachable.add(action.session)
             self.handle(PeerGone(action.node), now)
 
@@ -210,6 +214,20 @@ class TargetWorker(TransferWorker[TargetEvent, TargetAction]):
     # --- digests ---
 
     def _verify(self, action: Verify, now: float) -> None:
+        try:
+            check = self._sum_up(action)
+        except Exception as error:
+            self.error("what has landed can't be summed")
+            self._not_verified(action, error, now)
+            return
+        self._checks.append(check)
+        self._poll_check(check, now)
+
+    def _not_verified(self, order: Verify, error: Exception, now: float) -> None:
+        why = f"{type(error).__name__}: {error}"
+        self.handle(Verified(order.attempt, order.write, error=why), now)
+
+    def _sum_up(self, action: Verify) -> _Check:
         groups, sums, first_blocks = [], [], []
         for group, spans in enumerate(action.target):
             block_size = self.layouts[0][group].block_size
@@ -231,15 +249,33 @@ class TargetWorker(TransferWorker[TargetEvent, TargetAction]):
                     action.end,
                 )
             )
-        check = _Check(action, groups, sums, first_blocks, time.monotonic())
-        self._checks.append(check)
-        self._poll_check(check, now)
+        return _Check(action, groups, sums, first_blocks, time.monotonic())
 
     def _poll_check(self, check: _Check, now: float) -> None:
-        ready = [pending.poll() for pending in check.sums]
-        if any(sums is None for sums in ready):
+        order = check.order
+        try:
+            bad = self._compare(check)
+        except Exception as error:
+            self.error("what has landed can't be compared")
+            self._checks.remove(check)
+            self._not_verified(order, error, now)
+            return
+        if bad is None:
             return
         self._checks.remove(check)
+        self.counters["digests_checked"] += 1
+        self.counters["digests_failed"] += bool(bad)
+        self.counters["verify_seconds"] += time.monotonic() - check.began
+        self.timelines.mark(
+            order.attempt, "verified", write=order.write, start=order.start, end=order.end
+        )
+        self.handle(Verified(order.attempt, order.write, tuple(sorted(set(bad)))), now)
+
+    def _compare(self, check: _Check) -> list[tuple[int, int]] | None:
+        """Ranges that do not match; None while sums are on their way."""
+        ready = [pending.poll() for pending in check.sums]
+        if any(sums is None for sums in ready):
+            return None
         order = check.order
         sources = self._rank_layouts[order.session]
         bad: list[tuple[int, int]] = []
@@ -256,10 +292,4 @@ class TargetWorker(TransferWorker[TargetEvent, TargetAction]):
                 transfer_id=order.attempt.transfer_id,
                 attempt=order.attempt.number,
             )
-        self.counters["digests_checked"] += 1
-        self.counters["digests_failed"] += bool(bad)
-        self.counters["verify_seconds"] += time.monotonic() - check.began
-        self.timelines.mark(
-            order.attempt, "verified", write=order.write, start=order.start, end=order.end
-        )
-        self.handle(Verified(order.attempt, order.write, tuple(sorted(set(bad)))), now)
+        return bad

@@ -1,4 +1,4 @@
-"""The transfer thread thread: the shell that drives channel, transports and state machines.
+"""The transfer thread: the shell that drives channel, transports and state machines.
 
 Nothing here is clocked by engine steps: the thread wakes for control messages, for what the engine
 submits, for timers, and, while bytes are on their way, several times a millisecond. It decides
@@ -13,6 +13,7 @@ import threading
 import time
 from collections import deque
 from collections.abc import Callable
+from concurrent.futures import Future
 from typing import Any
 
 import msgspec
@@ -68,6 +69,9 @@ EngineAction = (
     Engage | Release | StopSource | EvictSource | RefuseAnnounce | Deliver | Fail | Unquarantine
 )
 
+MAX_FAILED_TURNS = 100
+"""After so many in a row the thread gives up, and the node turns unhealthy."""
+
 FOR_SOURCE = (Hello, Reserve, Ack, NotNeeded, Cancel)
 
 
@@ -91,6 +95,7 @@ class TransferThread:
         self.sender = sender
         self.receiver = receiver
         self.junk = 0
+        self._own_errors = 0
         self.failure: str | None = None
         self._looks = 0
         self._inbox: deque[Submission | Callable[[], None]] = deque()
@@ -107,6 +112,11 @@ class TransferThread:
 
     def _halves(self) -> list[SourceWorker | TargetWorker]:
         return [half for half in (self.sender, self.receiver) if half is not None]
+
+    @property
+    def errors(self) -> int:
+        """Exceptions that cost an event, an action or a turn."""
+        return self._own_errors + sum(int(half.counters["errors"]) for half in self._halves())
 
     # --- called by the engine's thread ---
 
@@ -135,23 +145,21 @@ class TransferThread:
 
         Raises:
             TimeoutError: the thread did not answer in time.
+            Exception: what the function raised.
         """
         if not self._thread.is_alive():
             return question()
-        answer: list[Any] = []
-        done = threading.Event()
+        answer: Future[Any] = Future()
 
         def ask() -> None:
             try:
-                answer.append(question())
-            finally:
-                done.set()
+                answer.set_result(question())
+            except Exception as error:
+                answer.set_exception(error)
 
         self._inbox.append(ask)
         os.eventfd_write(self._inbox_fd, 1)
-        if not done.wait(timeout) or not answer:
-            raise TimeoutError("the transfer thread did not answer")
-        return answer[0]
+        return answer.result(timeout)
 
     def close(self) -> None:
         """Stop the thread and give transports and channel back. Idempotent."""
@@ -170,14 +178,22 @@ class TransferThread:
     # --- the thread ---
 
     def _run(self) -> None:
-        try:
-            while not self._stopping.is_set():
+        failed_in_a_row = 0
+        while not self._stopping.is_set():
+            try:
                 self.turn(news=self._wait())
-        except BaseException as error:
-            # Without its transfer thread a node must not pretend to be healthy.
-            self.failure = f"{type(error).__name__}: {error}"
-            logger.exception("the transfer thread died")
-            os.eventfd_write(self.outbox_fd, 1)
+                failed_in_a_row = 0
+            except BaseException as error:
+                # A worker has its own boundary around each event: what comes here is no event's.
+                logger.exception("a turn of the transfer thread failed")
+                self._own_errors += 1
+                failed_in_a_row += 1
+                if failed_in_a_row >= MAX_FAILED_TURNS or not isinstance(error, Exception):
+                    # Without its transfer thread a node must not pretend to be healthy.
+                    self.failure = f"{type(error).__name__}: {error}"
+                    os.eventfd_write(self.outbox_fd, 1)
+                    return
+                time.sleep(BUSY_PAUSE_S * failed_in_a_row)
 
     def turn(self, *, news: bool = True) -> None:
         """Take in what has come, if there is any, and look at all that moves; never waits."""

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import logging
+import sys
 from collections import deque
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any, Generic, Protocol, TypeVar
@@ -12,8 +14,13 @@ from kvbaton.connectors.protocol.events import Send, Tick
 from kvbaton.connectors.transfer.timeline import Timelines, attempt_name
 from kvbaton.types import Attempt
 
+logger = logging.getLogger(__name__)
+
 EventT = TypeVar("EventT")
 ActionT = TypeVar("ActionT")
+MAX_LOGGED_ERRORS = 100
+"""After so many only every hundredth is logged: a broken plug-in raises in every look."""
+
 EventT_contra = TypeVar("EventT_contra", contravariant=True)
 ActionT_co = TypeVar("ActionT_co", covariant=True)
 
@@ -23,6 +30,10 @@ class Side(Protocol[EventT_contra, ActionT_co]):
 
     def handle(self, event: EventT_contra | Tick, now: float) -> Sequence[ActionT_co]:
         """Take in an event; returns what to do, in order."""
+        ...
+
+    def take_actions(self) -> Sequence[ActionT_co]:
+        """What a `handle` that raised had decided until then, in order."""
         ...
 
     def next_deadline(self) -> float | None:
@@ -65,7 +76,7 @@ class TransferWorker(Generic[EventT, ActionT]):
     ) -> None:
         self.transports = transports
         self.layouts = layouts
-        self.counters = dict.fromkeys(counters, 0.0)
+        self.counters = dict.fromkeys((*counters, "errors"), 0.0)
         self.published = dict(self.counters)
         self.timelines = Timelines()
         self._machine = machine
@@ -75,20 +86,37 @@ class TransferWorker(Generic[EventT, ActionT]):
     def handle(self, event: EventT | Tick, now: float) -> None:
         """Give the machine an event and carry out what it answers.
 
-        What an action causes waits until all actions of the event are carried out.
+        What an action causes waits until all actions of the event are carried out. An exception
+        costs this event or action, not the thread: it is counted and logged.
         """
         self._events.append(event)
         if len(self._events) > 1:
             return
         while self._events:
-            for action in self._machine.handle(self._events[0], now):
-                do = self._do.get(type(action))
-                if do is None:
-                    self.publish(now)  # who acts on it and then asks sees what led to it
-                    self.to_engine(action)
-                else:
-                    do(action, now)
+            for action in self._decide(self._events[0], now):
+                try:
+                    self._do.get(type(action), self._tell_engine)(action, now)
+                except Exception:
+                    self.error("%s could not be carried out", type(action).__name__)
             self._events.popleft()
+
+    def _decide(self, event: EventT | Tick, now: float) -> Sequence[ActionT]:
+        try:
+            return self._machine.handle(event, now)
+        except Exception:
+            self.error("%s could not be handled", type(event).__name__)
+            return self._machine.take_actions()
+
+    def _tell_engine(self, action: ActionT, now: float) -> None:
+        self.publish(now)  # who acts on it and then asks sees what led to it
+        self.to_engine(action)
+
+    def error(self, what: str, *args: object) -> None:
+        """Count the exception being handled, and log it while it is no flood."""
+        self.counters["errors"] += 1
+        count = int(self.counters["errors"])
+        if count <= MAX_LOGGED_ERRORS or count % MAX_LOGGED_ERRORS == 0:
+            logger.error(what, *args, exc_info=sys.exc_info()[1])
 
     def poll(self, now: float) -> None:
         """Look at all that moves by itself, and at timers."""

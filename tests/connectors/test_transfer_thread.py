@@ -1,0 +1,183 @@
+"""The transfer thread: no event ends it, whatever a peer, a client, a router or a plug-in does."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
+
+import msgspec
+import pytest
+
+from kvbaton.connectors.base import Notice, Peer, Ranges
+from kvbaton.connectors.protocol.events import Deliver, Fail, Meet, Unneeded
+from kvbaton.connectors.transports.memory import MemoryHandle, MemoryHub, MemoryTransport
+from kvbaton.types import Attempt
+from tests.connectors.transfer_rig import LAYOUT, Decode, Node, Prefill, hand_over, wait
+
+Make = Callable[..., Any]
+
+
+@pytest.fixture
+def hub() -> MemoryHub:
+    return MemoryHub()
+
+
+@pytest.fixture
+def make(hub: MemoryHub) -> Iterator[Make]:
+    nodes: list[Node] = []
+
+    def make_node(kind: type[Node], transport: Any = None, **options: Any) -> Node:
+        nodes.append(kind(kind.__name__[0].lower(), transport, hub, **options))
+        return nodes[-1]
+
+    yield make_node
+    for node in nodes:
+        node.close()
+
+
+def test_a_prompt_crosses(make: Make) -> None:
+    p, d = make(Prefill), make(Decode)
+    assert isinstance(hand_over(p, d), Deliver)
+    assert (d.pool.data[20:24] == p.pool.data[1:5]).all()
+    assert p.thread.errors == d.thread.errors == 0
+
+
+BAD_ADDRESSES = [
+    "tcp://[::1%a b]:5000",
+    "tcp://[::1%?]:5000",
+    "tcp://[::1",
+    "tcp://host name:1",
+    "tcp://127.0.0.1:99999",
+    "tcp://" + "h" * 300 + ":1",
+    "ftp://127.0.0.1:1",
+    "\0",
+]
+
+
+@pytest.mark.parametrize("address", BAD_ADDRESSES)
+def test_an_address_that_cannot_be_dialled_fails_its_attempt_only(make: Make, address: str) -> None:
+    p, d = make(Prefill), make(Decode)
+    attempt = Attempt(os.urandom(16), 0)
+    d.thread.submit(Meet(address), Unneeded(attempt, address))
+    d.begin(attempt, address, 18)
+    wait(lambda: d.outcome(attempt) is not None and d.freed(attempt), d)
+    assert isinstance(d.outcome(attempt), Fail)
+    assert isinstance(hand_over(p, d), Deliver)
+
+
+def test_a_peer_whose_layout_and_card_disagree_fails_its_attempt_only(make: Make) -> None:
+    """P plans beyond the region that D's card tells of: `Transport.write` raises `ValueError`."""
+    p, d, liar = make(Prefill), make(Decode), make(Decode)
+    card = msgspec.structs.replace(liar.identity.ranks[0], card=short_card(liar))
+    object.__setattr__(liar.identity, "ranks", (card,))
+    ended = hand_over(p, liar)
+    assert isinstance(ended, Fail)
+    assert "write 0 failed" in ended.reason
+    assert isinstance(hand_over(p, d), Deliver)
+    assert p.thread.errors > 0
+
+
+def short_card(node: Node) -> bytes:
+    fields = msgspec.msgpack.decode(node.transport.card())
+    fields["sizes"] = [LAYOUT.block_size]
+    return msgspec.msgpack.encode(fields)
+
+
+class Hostile(MemoryTransport):
+    """A plug-in that raises what no contract names, in one method at a time."""
+
+    def __init__(self, name: str, hub: MemoryHub) -> None:
+        super().__init__(name, hub=hub)
+        self.broken = ""
+
+    def _may(self, method: str) -> None:
+        if self.broken == method:
+            raise RuntimeError(f"{method} is broken")
+
+    def connect(self, card: bytes) -> Any:
+        self._may("connect")
+        return super().connect(card)
+
+    def write(self, peer: Peer, ranges: Ranges, notice: bytes) -> MemoryHandle:
+        self._may("write")
+        return super().write(peer, ranges, notice)
+
+    def notices(self) -> Sequence[Notice]:
+        self._may("notices")
+        return super().notices()
+
+    def lost(self) -> Any:
+        self._may("lost")
+        return super().lost()
+
+    def fence(self, peer: Peer) -> bool:
+        self._may("fence")
+        return super().fence(peer)
+
+
+@pytest.mark.parametrize("method", ["connect", "write", "notices", "lost"])
+@pytest.mark.parametrize("side", [Prefill, Decode])
+def test_a_plug_in_that_raises_ends_no_thread(
+    make: Make, hub: MemoryHub, side: type[Node], method: str
+) -> None:
+    hostile = Hostile("hostile", hub)
+    p = make(Prefill, hostile if side is Prefill else None)
+    d = make(Decode, hostile if side is Decode else None)
+    hostile.broken = method
+    attempt = Attempt(os.urandom(16), 0)
+    p.announce(attempt, 18)
+    d.begin(attempt, p.channel.address, 18)
+    wait(lambda: d.outcome(attempt) is not None, p, d)
+    hostile.broken = ""
+    wait(lambda: d.freed(attempt), p, d)
+    wait(lambda: isinstance(hand_over(p, d), Deliver), p, d)
+
+
+def test_a_fence_that_raises_is_tried_again(make: Make, hub: MemoryHub) -> None:
+    hostile = Hostile("hostile", hub)
+    p, d = make(Prefill), make(Decode, hostile)
+    assert isinstance(hand_over(p, d), Deliver)
+    hub.hold()
+    attempt = Attempt(os.urandom(16), 0)
+    p.announce(attempt, 18)
+    d.begin(attempt, p.channel.address, 18)
+    wait(lambda: bool(p.worker.busy()) and p.machine.counters.started == 2, p, d)
+    hostile.broken = "fence"
+    p.close()
+    wait(lambda: d.thread.errors > 2, d)
+    assert not d.freed(attempt)
+    hostile.broken = ""
+    wait(lambda: d.freed(attempt), d)
+
+
+def test_a_memory_that_cannot_be_summed_fails_its_attempt_only(
+    make: Make, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    p, d = make(Prefill), make(Decode)
+    with monkeypatch.context() as patch:
+        patch.setattr(d.pool, "digest", lambda *_: 1 / 0)
+        ended = hand_over(p, d)
+    assert isinstance(ended, Fail)
+    assert "ZeroDivisionError" in ended.reason
+    assert d.machine.counters.mismatches == 0, "that is no fault of the peer"
+    assert isinstance(hand_over(p, d), Deliver)
+
+
+def test_a_machine_in_disorder_loses_one_event(make: Make) -> None:
+    """Starting an attempt twice is a bug of the engine; the other attempts do not pay for it."""
+    p, d = make(Prefill), make(Decode)
+    attempt = Attempt(os.urandom(16), 0)
+    d.begin(attempt, p.channel.address, 18)
+    d.begin(attempt, p.channel.address, 18)
+    p.announce(attempt, 18)
+    wait(lambda: d.outcome(attempt) is not None, p, d)
+    assert isinstance(d.outcome(attempt), Deliver)
+    assert d.thread.errors == 1
+
+
+def test_what_is_asked_of_the_thread_raises_at_the_asker(make: Make) -> None:
+    d = make(Decode)
+    with pytest.raises(ZeroDivisionError):
+        d.thread.inspect(lambda: 1 / 0)
+    assert d.thread.inspect(lambda: 5) == 5
