@@ -5,28 +5,20 @@ The channel may lose messages (a full queue, a peer that is gone, a reconnect): 
 again. It never blocks and runs no thread of ours; one thread calls it, waits for `sockets` to be
 readable and then calls `receive`.
 
-With a cluster key every connection is encrypted and authenticated by CURVE. All nodes derive one
-and the same key pair from the cluster key:
-
-- a client must know the server's public key to get past the handshake, and this public key is never
-  sent or published: it follows from the cluster key alone;
-- beyond that, the channel answers ZMQ's authentication requests (RFC 27, ZAP) itself and lets only
-  clients through whose own public key is the shared one, which takes the secret half to use.
-
-So whoever talks through a keyed channel holds the cluster key, on both ends. Without a key the
+With a cluster key every connection is encrypted and authenticated (`connectors/curve.py`): whoever
+talks through a keyed channel holds the cluster key, on both ends. Without a key the
 channel binds to loopback only, and may receive junk as messages: whoever decodes them drops it.
 """
 
 from __future__ import annotations
 
-import hashlib
 import secrets
 from urllib.parse import urlsplit
 
 import zmq
-from zmq.utils import z85
 
 from kvbaton.connectors.address import host_of
+from kvbaton.connectors.curve import CurveAuthenticator, drain, secure_client
 from kvbaton.connectors.host import is_loopback, is_wildcard
 from kvbaton.connectors.protocol.events import Link
 from kvbaton.errors import ConfigError
@@ -40,10 +32,7 @@ HEARTBEAT_TIMEOUT_MS = 5000
 RECONNECT_MS = 50
 RECONNECT_MAX_MS = 1000
 HANDSHAKE_MS = 5000
-_ZAP_ADDRESS = "inproc://zeromq.zap.01"
 _DIALLED, _INCOMING = b"d", b"i"
-_MAX_BATCH = 1000
-"""Most messages that one `receive` takes from one socket, so that none starves the others."""
 
 
 class ControlChannel:
@@ -51,7 +40,6 @@ class ControlChannel:
 
     Attributes:
         dropped: messages that could not be sent (full queue, unknown or vanished link).
-        refused: handshakes that were refused for want of the cluster key.
     """
 
     def __init__(self, host: str, port: int = 0, *, cluster_key: str | None) -> None:
@@ -70,14 +58,18 @@ class ControlChannel:
         if not cluster_key and not is_loopback(host):
             raise ConfigError("--cluster-key", f"is needed to listen beyond loopback, on {host}")
         self.dropped = 0
-        self.refused = 0
-        self._keys = derive_key_pair(cluster_key) if cluster_key else None
+        self._cluster_key = cluster_key
         self._context = zmq.Context()
-        self._zap = self._bind_zap() if self._keys else None
+        self._gate = CurveAuthenticator(self._context, cluster_key) if cluster_key else None
         self._dealers: dict[Link, zmq.Socket[bytes]] = {}
         self._addresses: dict[str, Link] = {}
         self._router = self._new_socket(zmq.ROUTER)
         self._address = self._bind("127.0.0.1" if host == "localhost" else host, port)
+
+    @property
+    def refused(self) -> int:
+        """Handshakes that were refused for want of the cluster key."""
+        return 0 if self._gate is None else self._gate.refused
 
     @property
     def address(self) -> str:
@@ -86,8 +78,8 @@ class ControlChannel:
 
     def sockets(self) -> list[zmq.Socket[bytes]]:
         """Sockets to wait on for reading; the list changes with `dial` and `drop`."""
-        zap = [self._zap] if self._zap is not None else []
-        return [*zap, self._router, *self._dealers.values()]
+        gate = [self._gate.socket] if self._gate is not None else []
+        return [*gate, self._router, *self._dealers.values()]
 
     def dial(self, address: str) -> Link:
         """Open a link to a peer's address; the same address gives the same link until `drop`.
@@ -128,15 +120,16 @@ class ControlChannel:
 
     def receive(self) -> list[tuple[Link, bytes]]:
         """Take in what has come, at most a batch per link; never blocks."""
-        self._answer_zap()
+        if self._gate is not None:
+            self._gate.answer()
         got = []
-        for frames in _drain(self._router):
+        for frames in drain(self._router):
             if len(frames) == 2:
                 got.append((Link(_INCOMING + frames[0]), frames[1]))
             else:
                 self.dropped += 1
         for link, dealer in self._dealers.items():
-            got += [(link, frames[0]) for frames in _drain(dealer) if len(frames) == 1]
+            got += [(link, frames[0]) for frames in drain(dealer) if len(frames) == 1]
         return got
 
     def drop(self, link: Link) -> None:
@@ -151,8 +144,8 @@ class ControlChannel:
         for link in tuple(self._dealers):
             self.drop(link)
         self._router.close()
-        if self._zap is not None:
-            self._zap.close()
+        if self._gate is not None:
+            self._gate.close()
         self._context.term()
 
     def _new_socket(self, kind: int) -> zmq.Socket[bytes]:
@@ -173,19 +166,11 @@ class ControlChannel:
             socket.setsockopt(option, value)
         if kind == zmq.ROUTER:
             socket.setsockopt(zmq.ROUTER_MANDATORY, 1)
-        if self._keys is not None:
-            self._secure(socket, kind)
+        if self._gate is not None and kind == zmq.ROUTER:
+            self._gate.secure(socket)
+        elif self._cluster_key:
+            secure_client(socket, self._cluster_key)
         return socket
-
-    def _secure(self, socket: zmq.Socket[bytes], kind: int) -> None:
-        assert self._keys is not None, "only keyed channels are secured"
-        public, secret = self._keys
-        socket.curve_publickey, socket.curve_secretkey = public, secret
-        if kind == zmq.ROUTER:
-            socket.curve_server = True
-            socket.zap_domain = b"kvbaton"
-        else:
-            socket.curve_serverkey = public
 
     def _bind(self, host: str, port: int) -> str:
         shown = f"[{host}]" if ":" in host else host
@@ -196,40 +181,3 @@ class ControlChannel:
             raise ConfigError("--host", f"can't listen on {host}:{port}: {error}") from error
         bound = urlsplit(self._router.getsockopt_string(zmq.LAST_ENDPOINT))
         return f"tcp://{shown}:{bound.port}"
-
-    # --- authentication (ZAP, https://rfc.zeromq.org/spec/27/) ---
-
-    def _bind_zap(self) -> zmq.Socket[bytes]:
-        zap = self._context.socket(zmq.ROUTER)
-        zap.linger = 0
-        zap.bind(_ZAP_ADDRESS)
-        return zap
-
-    def _answer_zap(self) -> None:
-        if self._zap is None or self._keys is None:
-            return
-        ours = z85.decode(self._keys[0])
-        for frames in _drain(self._zap):
-            # identity, empty, version, request id, domain, address, identity, mechanism, key
-            accepted = len(frames) == 9 and frames[7] == b"CURVE" and frames[8] == ours
-            self.refused += not accepted
-            verdict = [b"200", b"OK"] if accepted else [b"400", b"not a member"]
-            self._zap.send_multipart([*frames[:4], *verdict, b"", b""])
-
-
-def _drain(socket: zmq.Socket[bytes]) -> list[list[bytes]]:
-    """Whole messages that wait in a socket."""
-    got: list[list[bytes]] = []
-    try:
-        while len(got) < _MAX_BATCH:
-            got.append(socket.recv_multipart(zmq.NOBLOCK))
-    except zmq.Again:
-        return got
-    return got
-
-
-def derive_key_pair(cluster_key: str) -> tuple[bytes, bytes]:
-    """Derive the cluster's CURVE key pair (public, secret), Z85 text each."""
-    seed = hashlib.blake2b(cluster_key.encode(), digest_size=32, person=b"kvbaton-curve").digest()
-    secret = z85.encode(seed)
-    return zmq.curve_public(secret), secret

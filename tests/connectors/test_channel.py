@@ -9,7 +9,8 @@ from contextlib import contextmanager
 import pytest
 import zmq
 
-from kvbaton.connectors.channel import HIGH_WATER_MARK, ControlChannel, derive_key_pair
+from kvbaton.connectors.channel import HIGH_WATER_MARK, ControlChannel
+from kvbaton.connectors.curve import derive_key_pair
 from kvbaton.connectors.protocol.events import Link
 from kvbaton.errors import ConfigError
 
