@@ -258,6 +258,8 @@ def _add_node(
             help="control address that may be dialled; may be given more than once",
         )
     group.add_argument("--control-port", type=port_number, default=0, metavar="PORT")
+    text = "where routers connect to the engine, if there is a cluster key (0: a free one)"
+    group.add_argument("--engine-port", type=port_number, default=0, metavar="PORT", help=text)
     group.add_argument("--node-id", metavar="NAME", help="stable name of this node")
     _add_transport(parser)
     _add_common(parser, port=port, log_level="info", text=not encoder_only)
@@ -569,6 +571,7 @@ def node_config(args: argparse.Namespace, role: Literal["prefill", "decode", "en
         cluster_key=args.cluster_key,
         transport=args.transport,
         control_port=args.control_port,
+        engine_port=args.engine_port,
         log_level=args.log_level,
         media=media_config(args),
         **of_role,

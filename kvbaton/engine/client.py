@@ -1,271 +1,417 @@
-"""The HTTP process's end of an engine core: starts it, talks to it, notices its death."""
+"""A frontend of an engine core: asks for tokens over ZMQ, notices the core's death."""
 
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import itertools
 import logging
-import multiprocessing
-import shutil
-import tempfile
-from collections.abc import AsyncIterator
-from typing import Any
+from collections.abc import AsyncGenerator
+from typing import Any, Self
 
 import msgspec
 import zmq
-import zmq.asyncio
+from msgspec.structs import replace
+from zmq.utils.monitor import recv_monitor_message
 
-from kvbaton.engine.config import EngineConfig
-from kvbaton.engine.process import RoleFactory, core_main
-from kvbaton.errors import ConfigError, EngineDeadError, RequestError
+from kvbaton.connectors.curve import secure_client
+from kvbaton.engine.frontends import HEARTBEAT_MS, HEARTBEAT_TIMEOUT_MS
+from kvbaton.errors import EngineDeadError, RequestError
 from kvbaton.messages.engine import (
     AbortRequest,
     AddRequest,
     Command,
+    Connect,
     Dead,
+    Disconnected,
     FromCore,
     Metrics,
     Output,
     Outputs,
+    Ping,
+    Pong,
     Ready,
     Rejected,
     Reply,
-    Shutdown,
     ToCore,
 )
-from kvbaton.types import NodeId
+from kvbaton.types import MAX_MESSAGE_BYTES, TokenLogprobs
 
 logger = logging.getLogger(__name__)
 
-START_TIMEOUT_S = 600.0
 COMMAND_TIMEOUT_S = 30.0
+MAX_BEHIND = 1 << 16
+"""Tokens, and candidates of their log probabilities, that may wait for a request's reader."""
+_MERGE_AT = 32
+"""Outputs of one choice that wait before they are merged into one."""
+_MAX_BATCH = 256
+"""Messages taken in before readers get their turn."""
+_HIGH_WATER_MARK = 10_000
+_LINGER_MS = 500
 
 _encoder = msgspec.msgpack.Encoder()
 _from_core = msgspec.msgpack.Decoder(FromCore)
 
-Item = Output | Rejected | EngineDeadError
-
 
 class EngineClient:
-    """An engine core in a child process. Make one with `start`.
+    """A connection to an engine core. Make one with `connect`.
+
+    A connection that is lost stays lost, and its requests are over: connect anew.
 
     Attributes:
-        ready: what the core said of itself when it came up.
-        metrics: the latest counters and gauges.
-        dead: why the core is gone, or None while it lives.
+        ready: what the core said of itself.
+        metrics: the latest counters and gauges; a remote frontend is not told any.
+        dead: why nothing can be asked any more, or None.
         died: set when `dead` is.
     """
 
     ready: Ready
 
-    def __init__(self, node: NodeId) -> None:
-        self.node = node
+    def __init__(self) -> None:
         self.metrics: Metrics | None = None
         self.dead: str | None = None
         self.died = asyncio.Event()
-        self._queues: dict[str, asyncio.Queue[Item]] = {}
-        self._commands: dict[int, asyncio.Future[Any]] = {}
-        self._ids = itertools.count()
-        self._ready: asyncio.Future[Ready] = asyncio.get_running_loop().create_future()
-        self._closing = False
-        self._folder = tempfile.mkdtemp(prefix="kvbaton-")  # mode 0700: only we may connect
-        self._context = zmq.asyncio.Context()
-        self._to = self._context.socket(zmq.PUSH)
-        self._from = self._context.socket(zmq.PULL)
-        self._to.set_hwm(0)
-        self._from.set_hwm(0)
-        self._to.bind(self._endpoint("to"))
-        self._from.bind(self._endpoint("from"))
-
-    def _endpoint(self, name: str) -> str:
-        return f"ipc://{self._folder}/{name}"
+        self._loop = asyncio.get_running_loop()
+        self._streams: dict[str, _OutputStream] = {}
+        self._answers: dict[int, asyncio.Future[Any]] = {}
+        self._numbers = itertools.count(1)
+        self._connected: asyncio.Future[Ready] = self._loop.create_future()
+        self._socket: zmq.Socket[bytes] | None = None
+        self._monitor: zmq.Socket[bytes] | None = None
 
     # --- life ---
 
     @classmethod
-    async def start(
-        cls,
-        config: EngineConfig,
-        role_factory: RoleFactory,
-        *,
-        node: NodeId,
-        log_level: str = "warning",
-    ) -> EngineClient:
-        """Start a core and wait until it can serve.
+    async def connect(
+        cls, address: str, *, cluster_key: str | None = None, timeout_s: float = 10.0
+    ) -> Self:
+        """Connect to a core that serves or is about to.
+
+        Args:
+            address: ``tcp://host:port`` or ``ipc:///...``, as `Ready.engine_address` has it.
+            cluster_key: of the cluster; the connection is then encrypted.
+            timeout_s: until the core must have answered.
 
         Raises:
-            ConfigError: the core refused a setting.
-            EngineDeadError: it died or took longer than `START_TIMEOUT_S`.
+            EngineDeadError: it did not, or speaks no version of our messages.
+            ValueError: the address is none.
         """
-        client = cls(node)
-        context = multiprocessing.get_context("spawn")
-        client._process = context.Process(
-            target=core_main,
-            args=(
-                config,
-                client.node,
-                role_factory,
-                client._endpoint("to"),
-                client._endpoint("from"),
-                log_level,
-            ),
-            name=f"kvbaton-core-{node.node}",
-            daemon=True,
-        )
-        client._process.start()
-        loop = asyncio.get_running_loop()
-        loop.add_reader(client._process.sentinel, client._process_ended)
-        client._reader = asyncio.create_task(client._read())
+        client = cls()
         try:
-            client.ready = await asyncio.wait_for(client._ready, START_TIMEOUT_S)
+            await client._open(address, cluster_key, timeout_s)
         except BaseException:
-            await client.shutdown(0.0)
+            await client.close()
             raise
         return client
 
-    _process: multiprocessing.process.BaseProcess
-    _reader: asyncio.Task[None]
+    async def _open(self, address: str, cluster_key: str | None, timeout_s: float) -> None:
+        """As `connect`."""
+        socket: zmq.Socket[bytes] = zmq.Context.instance().socket(zmq.DEALER)
+        self._socket = socket
+        socket.set_hwm(_HIGH_WATER_MARK)
+        socket.setsockopt(zmq.LINGER, _LINGER_MS)
+        socket.setsockopt(zmq.MAXMSGSIZE, MAX_MESSAGE_BYTES)
+        socket.setsockopt(zmq.IPV6, 1)
+        if cluster_key:
+            secure_client(socket, cluster_key)
+        if not self._is_local:
+            socket.setsockopt(zmq.HEARTBEAT_IVL, HEARTBEAT_MS)
+            socket.setsockopt(zmq.HEARTBEAT_TIMEOUT, HEARTBEAT_TIMEOUT_MS)
+        self._monitor = socket.get_monitor_socket(zmq.EVENT_DISCONNECTED)
+        self._loop.add_reader(self._monitor.fileno(), self._read_monitor)
+        self._loop.add_reader(socket.fileno(), self._read)
+        try:
+            socket.connect(address)
+        except zmq.ZMQError as error:
+            raise ValueError(f"can't connect to {address!r}: {error}") from error
+        self._send(Connect())
+        self._read_monitor()  # the descriptor speaks of what comes after a look at the socket
+        try:
+            self.ready = await asyncio.wait_for(self._connected, timeout_s)
+        except TimeoutError:
+            raise EngineDeadError(
+                f"no engine answered at {address} within {timeout_s:g} s; are the cluster "
+                "keys the same?"
+            ) from None
 
-    async def shutdown(self, grace_s: float = 5.0) -> None:
-        """Let running requests finish for `grace_s` seconds, then end the core. Idempotent."""
-        if self._closing:
+    _is_local = False
+
+    async def close(self) -> None:
+        """End all requests and the connection. Idempotent."""
+        self._fail("the connection to the engine was closed")
+        socket, monitor = self._socket, self._monitor
+        self._socket = self._monitor = None
+        if socket is None or monitor is None:
             return
-        self._closing = True
-        loop = asyncio.get_running_loop()
-        if self._process.is_alive():
-            # A core that is about to exit by itself reads no more, and such a send never ends.
-            with contextlib.suppress(TimeoutError):
-                await asyncio.wait_for(self._send(Shutdown(grace_s=grace_s)), 1.0)
-            await loop.run_in_executor(None, self._process.join, grace_s + 5.0)
-        if self._process.is_alive():
-            logger.warning("engine core did not stop in time; killing it")
-            self._process.kill()
-            await loop.run_in_executor(None, self._process.join, 5.0)
-        loop.remove_reader(self._process.sentinel)
-        self._reader.cancel()
-        self._fail("the engine was shut down")
-        self._to.close(0)
-        self._from.close(0)
-        self._context.term()
-        shutil.rmtree(self._folder, ignore_errors=True)
+        self._loop.remove_reader(monitor.fileno())
+        self._loop.remove_reader(socket.fileno())
+        socket.disable_monitor()
+        monitor.close()
+        socket.close()
 
-    def _process_ended(self) -> None:
-        asyncio.get_running_loop().remove_reader(self._process.sentinel)
-        # Its last words (`Dead`) may still be in the socket: give them the next turn.
-        asyncio.get_running_loop().call_later(0.2, self._report_exit)
-
-    def _report_exit(self) -> None:
-        self._fail(f"the engine core exited with code {self._process.exitcode}")
-
-    def _fail(self, reason: str, field: str | None = None) -> None:
+    def _fail(self, reason: str) -> None:
         if self.dead is not None:
             return
         self.dead = reason
         self.died.set()
         error = EngineDeadError(reason)
-        if not self._ready.done():
-            self._ready.set_exception(ConfigError(field, reason) if field else error)
-            self._ready.exception()  # shutdown may come before anybody awaits it
-        for queue in self._queues.values():
-            queue.put_nowait(error)
-        for future in self._commands.values():
-            if not future.done():
-                future.set_exception(error)
+        if not self._connected.done():
+            self._connected.set_exception(error)
+            self._connected.exception()  # perhaps nobody awaits it any more
+        for stream in self._streams.values():
+            stream.fail(error)
+        for answer in self._answers.values():
+            if not answer.done():
+                answer.set_exception(error)
 
-    # --- talk ---
+    # --- ask ---
 
-    async def generate(self, request: AddRequest) -> AsyncIterator[Output]:
-        """Run a request; yields its outputs. Closing the iterator early aborts the request.
+    async def generate(self, request: AddRequest) -> AsyncGenerator[Output]:
+        """Run a request; yields its outputs. Closing the generator early aborts the request.
+
+        While the reader is behind, the outputs of one choice are merged into one.
 
         Raises:
-            RequestError: the core does not take it.
+            RequestError: the core does not take it, or its reader is too far behind.
             EngineDeadError: the core is gone.
         """
-        if self.dead is not None:
-            raise EngineDeadError(self.dead)
-        if request.request_id in self._queues:
+        self._check_alive()
+        if request.request_id in self._streams:
             raise RequestError(
                 f"request id {request.request_id!r} is in use", param="request_id", status=409
             )
-        queue: asyncio.Queue[Item] = asyncio.Queue()
-        self._queues[request.request_id] = queue
-        open_choices = request.params.n
+        stream = _OutputStream(self._loop, request.params.n)
+        self._streams[request.request_id] = stream
         try:
-            await self._send(request)
-            while open_choices:
-                output = self._unwrap(await queue.get())
-                open_choices -= output.finish_reason is not None
-                yield output
+            self._send(request)
+            while stream.open_choices:
+                yield await stream.get()
         finally:
-            del self._queues[request.request_id]
-            if open_choices and self.dead is None:
-                await self._send(AbortRequest(request_id=request.request_id))
+            del self._streams[request.request_id]
+            if not stream.is_over and self.dead is None:
+                self._send(AbortRequest(request_id=request.request_id))
 
-    @staticmethod
-    def _unwrap(item: Item) -> Output:
-        if isinstance(item, Rejected):
-            raise RequestError(item.message, param=item.param, status=item.status, code=item.code)
-        if isinstance(item, EngineDeadError):
-            raise item
-        return item
+    async def ping(self, timeout_s: float) -> None:
+        """Wait until the core has answered between two steps.
+
+        Raises:
+            EngineDeadError: the core is gone.
+            TimeoutError: no answer within `timeout_s`.
+        """
+        number = next(self._numbers)
+        await self._ask(number, Ping(number=number), timeout_s)
 
     async def command(self, name: str, argument: Any = None) -> Any:
-        """Ask the core something (`messages.engine.Command`).
+        """Ask the core something (`messages.engine.Command`); a remote frontend gets no answer.
 
         Raises:
             EngineDeadError: the core is gone.
             TimeoutError: no answer within `COMMAND_TIMEOUT_S`.
             ValueError: the core does not know the command.
         """
+        number = next(self._numbers)
+        command = Command(command_id=number, name=name, argument=argument)
+        return await self._ask(number, command, COMMAND_TIMEOUT_S)
+
+    async def _ask(self, number: int, message: ToCore, timeout_s: float) -> Any:
+        self._check_alive()
+        answer = self._answers[number] = self._loop.create_future()
+        try:
+            self._send(message)
+            return await asyncio.wait_for(answer, timeout_s)
+        finally:
+            del self._answers[number]
+
+    def _check_alive(self) -> None:
         if self.dead is not None:
             raise EngineDeadError(self.dead)
-        command_id = next(self._ids)
-        future: asyncio.Future[Any] = asyncio.get_running_loop().create_future()
-        self._commands[command_id] = future
+
+    def _send(self, message: ToCore) -> None:
+        assert self._socket is not None, "checked by callers: not closed"
         try:
-            await self._send(Command(command_id=command_id, name=name, argument=argument))
-            return await asyncio.wait_for(future, COMMAND_TIMEOUT_S)
-        finally:
-            del self._commands[command_id]
+            self._socket.send(_encoder.encode(message), zmq.NOBLOCK)
+        except zmq.Again:  # so many messages wait that nobody reads them
+            self._fail("the engine does not read what it is sent")
+            raise EngineDeadError(self.dead) from None
+        # Sending may have taken the descriptor's signal that something came; see zmq_getsockopt(3).
+        if self._socket.poll(0):
+            self._loop.call_soon(self._read)
 
-    async def _send(self, message: ToCore) -> None:
-        await self._to.send(_encoder.encode(message))
+    # --- listen ---
 
-    async def _read(self) -> None:
-        try:
-            while True:
-                self._dispatch(_from_core.decode(await self._from.recv()))
-        except Exception as error:  # no output would ever come again
-            logger.exception("what the engine core says can't be read")
-            self._fail(f"the engine's answers can't be read: {type(error).__name__}: {error}")
+    def _read(self) -> None:
+        """Take in what has come; ZMQ's descriptor speaks up again only after all was read."""
+        for _ in range(_MAX_BATCH):
+            if self._socket is None:
+                return
+            try:
+                data = self._socket.recv(zmq.NOBLOCK)
+            except zmq.Again:
+                return
+            try:
+                self._take(_from_core.decode(data))
+            except Exception as error:  # some outputs would never come
+                logger.exception("what the engine core says can't be read")
+                self._fail(f"the engine's answers can't be read: {type(error).__name__}: {error}")
+        self._loop.call_soon(self._read)
 
-    def _dispatch(self, message: FromCore) -> None:
+    def _take(self, message: FromCore) -> None:
         match message:
             case Outputs():
+                streams = self._streams
                 for output in message.outputs:
-                    self._deliver(output.request_id, output)
+                    stream = streams.get(output.request_id)
+                    if stream is not None:  # else it was closed, and the abort is on its way
+                        stream.put(output)
             case Rejected():
-                self._deliver(message.request_id, message)
+                stream = self._streams.get(message.request_id)
+                if stream is not None:
+                    error = RequestError(
+                        message.message,
+                        param=message.param,
+                        status=message.status,
+                        code=message.code,
+                    )
+                    stream.fail(error, over=True)
             case Metrics():
                 self.metrics = message
             case Reply():
-                self._answer(message)
+                self._answer(message.command_id, message.result, message.error)
+            case Pong():
+                self._answer(message.number, None, None)
             case Ready():
-                self._ready.set_result(message)
+                if not self._connected.done():
+                    self._connected.set_result(message)
+            case Disconnected():
+                self._fail(message.reason)
             case Dead():
-                self._fail(message.error, message.field)
+                self._fail(message.error)
 
-    def _deliver(self, request_id: str, item: Item) -> None:
-        queue = self._queues.get(request_id)
-        if queue is not None:  # else the client has gone away and the abort is on its way
-            queue.put_nowait(item)
-
-    def _answer(self, reply: Reply) -> None:
-        future = self._commands.get(reply.command_id)
-        if future is None or future.done():
+    def _answer(self, number: int, result: Any, error: str | None) -> None:
+        answer = self._answers.get(number)
+        if answer is None or answer.done():
             return
-        if reply.error is None:
-            future.set_result(reply.result)
+        if error is None:
+            answer.set_result(result)
         else:
-            future.set_exception(ValueError(reply.error))
+            answer.set_exception(ValueError(error))
+
+    def _read_monitor(self) -> None:
+        while self._monitor is not None and self._monitor.poll(0):
+            recv_monitor_message(self._monitor, zmq.NOBLOCK)
+            self._read()  # its last words may be in the socket
+            if self._connected.done():
+                self._lost()
+            elif self.dead is None:
+                self._connect_again()
+
+    def _connect_again(self) -> None:
+        """Before the core has answered: ZMQ tries again, and what we said may have been lost."""
+        assert self._socket is not None
+        try:
+            self._socket.send(_encoder.encode(Connect()), zmq.NOBLOCK)
+        except zmq.Again:  # ZMQ tries no more: the handshake itself failed
+            self._fail("the engine refused the connection; are the cluster keys the same?")
+
+    def _lost(self) -> None:
+        """The connection is gone."""
+        self._fail("the connection to the engine was lost")
+
+
+class _OutputStream:
+    """Outputs of one request that have come and are yet to be read.
+
+    Args:
+        loop: the reader's.
+        num_choices: of the request.
+
+    Attributes:
+        open_choices: whose last output was not read yet.
+        is_over: the core has nothing more to say.
+    """
+
+    def __init__(self, loop: asyncio.AbstractEventLoop, num_choices: int) -> None:
+        self.open_choices = num_choices
+        self.is_over = False
+        self._unfinished = num_choices
+        self._loop = loop
+        self._waiting: dict[int, list[Output]] = {}
+        self._behind = 0
+        self._reader: asyncio.Future[None] | None = None
+        self._error: Exception | None = None
+
+    def put(self, output: Output) -> None:
+        """The core says this."""
+        if self._error is not None:
+            return
+        if output.finish_reason is not None:
+            self._unfinished -= 1
+            self.is_over = not self._unfinished
+        waiting = self._waiting.setdefault(output.choice, [])
+        waiting.append(output)
+        if len(waiting) > 1:
+            self._count_behind(output)
+            if len(waiting) >= _MERGE_AT:
+                waiting[:] = [_merged(waiting)]
+        self._wake()
+
+    def _count_behind(self, output: Output) -> None:
+        self._behind += len(output.token_ids)
+        if output.logprobs is not None:
+            self._behind += sum(len(entry.top) for entry in output.logprobs)
+        if self._behind > MAX_BEHIND:
+            self._waiting.clear()
+            self.fail(
+                RequestError(
+                    f"the answer was not read: {self._behind} tokens and log probabilities wait",
+                    status=503,
+                    code="slow_reader",
+                )
+            )
+
+    def fail(self, error: Exception, *, over: bool = False) -> None:
+        """Nothing more will come; what has come is read first."""
+        if self._error is None:
+            self._error, self.is_over = error, self.is_over or over
+            self._wake()
+
+    def _wake(self) -> None:
+        if self._reader is not None and not self._reader.done():
+            self._reader.set_result(None)
+
+    async def get(self) -> Output:
+        """The next output.
+
+        Raises:
+            RequestError, EngineDeadError: what `fail` was called with.
+        """
+        while not self._waiting:
+            if self._error is not None:
+                raise self._error
+            self._reader = self._loop.create_future()
+            await self._reader
+        choice = next(iter(self._waiting))
+        waiting = self._waiting.pop(choice)
+        if not self._waiting:
+            self._behind = 0
+        output = waiting[0] if len(waiting) == 1 else _merged(waiting)
+        self.open_choices -= output.finish_reason is not None
+        return output
+
+
+def _merged(outputs: list[Output]) -> Output:
+    """Consecutive outputs of one choice as one."""
+    first, last = outputs[0], outputs[-1]
+    logprobs: list[TokenLogprobs] | None = None
+    if any(output.logprobs is not None for output in outputs):
+        logprobs = [entry for output in outputs for entry in output.logprobs or ()]
+    transfers = (output.kv_transfer_params for output in reversed(outputs))
+    return replace(
+        last,
+        index=first.index,
+        token_ids=tuple(token for output in outputs for token in output.token_ids),
+        logprobs=None if logprobs is None else tuple(logprobs),
+        prompt_logprobs=first.prompt_logprobs,
+        cached_tokens=max(output.cached_tokens for output in outputs),
+        transferred_tokens=max(output.transferred_tokens for output in outputs),
+        kv_transfer_params=next((params for params in transfers if params is not None), None),
+    )

@@ -33,7 +33,6 @@ from kvbaton.messages.engine import (
     Reply,
     Shutdown,
     ToCore,
-    Undecodable,
 )
 from kvbaton.types import clip_text
 
@@ -48,14 +47,14 @@ IDLE_WAIT_S = 0.5
 
 
 class Mailbox(Protocol):
-    """The core's end of the sockets to the HTTP process."""
+    """What frontends say to the core, and the core to them."""
 
-    def receive(self, timeout: float, wake_fd: int) -> Sequence[ToCore | Undecodable]:
+    def receive(self, timeout: float, wake_fd: int) -> Iterable[ToCore]:
         """Messages that have arrived; waits up to `timeout` seconds for one or for `wake_fd`."""
         ...
 
     def send(self, message: FromCore) -> None:
-        """Send to the HTTP process."""
+        """Send to whom it concerns."""
         ...
 
 
@@ -105,14 +104,12 @@ class EngineCore:
         self._busy_since = 0.0
         self._stop_at: float | None = None
         self._metrics_at = 0.0
-        self.undecodable = 0
         self.refused = 0
         self._handlers = {
             AddRequest: self.add,
             AbortRequest: self.abort,
             Command: self.command,
             Shutdown: self.shut_down,
-            Undecodable: self.refuse_undecodable,
         }
 
     @property
@@ -152,7 +149,7 @@ class EngineCore:
         return not works and not (stash is not None and stash.busy())
 
     def receive(self) -> None:
-        """Take in what the HTTP process sent; wait for it if there is nothing else to do."""
+        """Take in what frontends sent; wait for it if there is nothing else to do."""
         for message in self.mailbox.receive(self.patience(), self.wake_fd):
             try:
                 self._handlers[type(message)](message)  # type: ignore[operator]
@@ -252,7 +249,7 @@ class EngineCore:
             if accepted.items and not self.scheduler.is_cached(accepted.request_id):
                 self.executor.expect(accepted)
 
-    def fail_message(self, message: ToCore | Undecodable, reason: str) -> None:
+    def fail_message(self, message: ToCore, reason: str) -> None:
         """End what a message that could not be carried out has begun, and say so."""
         if isinstance(message, Command):
             self.mailbox.send(Reply(command_id=message.command_id, error=clip_text(reason)))
@@ -263,14 +260,6 @@ class EngineCore:
             if isinstance(message, AddRequest) and not outputs:
                 error = RequestError(reason, status=500, code="internal_error")
                 self.mailbox.send(Rejected.of(message.request_id, error))
-
-    def refuse_undecodable(self, message: Undecodable) -> None:
-        """Count what can't be read; who asked for something is told."""
-        self.undecodable += 1
-        logger.warning("dropped a message of a frontend that can't be read: %s", message.error)
-        if message.request_id is not None:
-            error = RequestError(f"the request can't be read: {message.error}")
-            self.mailbox.send(Rejected.of(message.request_id, error))
 
     def abort(self, message: AbortRequest) -> None:
         """Stop a request."""
@@ -352,7 +341,6 @@ class EngineCore:
             "kvbaton_steps_total": float(self.steps),
             "kvbaton_step_tokens_total": float(self.step_tokens),
             "kvbaton_step_seconds_total": self.step_seconds,
-            "kvbaton_messages_undecodable_total": float(self.undecodable),
             "kvbaton_messages_failed_total": float(self.refused),
             **self.scheduler.counters(),
             **self.executor.counters(),

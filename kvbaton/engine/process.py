@@ -1,17 +1,27 @@
-"""The engine core as a process of its own: what runs in the child."""
+"""The engine core as a process of its own: what runs in the child, and who starts and ends it."""
 
 from __future__ import annotations
 
+import asyncio
 import ctypes
 import logging
+import multiprocessing
+import multiprocessing.process
+import shutil
 import signal
+import tempfile
+from contextlib import suppress
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Protocol
+from multiprocessing.connection import Connection
+from typing import TYPE_CHECKING, Protocol, Self
 
+import msgspec
+
+from kvbaton.engine.client import EngineClient
 from kvbaton.engine.config import EngineConfig
-from kvbaton.engine.mailbox import CoreMailbox
-from kvbaton.errors import ConfigError
-from kvbaton.messages.engine import Dead, Ready
+from kvbaton.engine.frontends import EngineEndpoints, FrontendServer
+from kvbaton.errors import ConfigError, EngineDeadError
+from kvbaton.messages.engine import Dead, Ready, Shutdown
 from kvbaton.types import NodeId, clip_text
 
 if TYPE_CHECKING:
@@ -19,7 +29,14 @@ if TYPE_CHECKING:
     from kvbaton.engine.role import Role
     from kvbaton.engine.scheduler import Scheduler
 
+logger = logging.getLogger(__name__)
+
 PR_SET_PDEATHSIG = 1
+START_TIMEOUT_S = 600.0
+LAST_WORDS_S = 1.0
+"""A lost connection to a child is told to its requests after this, if the child lives on."""
+
+_reports = msgspec.msgpack.Decoder(Ready | Dead)
 
 
 @dataclass(frozen=True)
@@ -68,50 +85,207 @@ def core_main(
     config: EngineConfig,
     node: NodeId,
     role_factory: RoleFactory,
-    inbound: str,
-    outbound: str,
+    endpoints: EngineEndpoints,
+    parent: Connection,
     log_level: str,
 ) -> None:
-    """Entry point of the child process; returns when the core was shut down."""
+    """Entry point of the child process; returns when the core was shut down.
+
+    Args:
+        config: the engine's settings.
+        node: this life of this node.
+        role_factory: makes its role.
+        endpoints: where frontends connect.
+        parent: gets `Ready` when the core is up, or `Dead` when it can't come up or go on.
+        log_level: of the log on standard error.
+    """
     die_with_parent()
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     logging.basicConfig(level=log_level.upper(), format="%(levelname)s %(name)s: %(message)s")
-    mailbox = CoreMailbox(inbound, outbound)
+    frontends: FrontendServer | None = None
     try:
-        _serve(config, node, role_factory, mailbox)
+        frontends = FrontendServer(endpoints)
+        _serve(config, node, role_factory, frontends, parent)
     except ConfigError as error:
         text = str(error).removeprefix(f"{error.field}: ")
-        mailbox.send(Dead(error=clip_text(text), field=error.field))
+        _report(Dead(error=clip_text(text), field=error.field), parent)
     except BaseException as error:
         # Clients see this line; the traceback goes to standard error with the exception.
-        mailbox.send(Dead(error=clip_text(f"{type(error).__name__}: {error}")))
+        dead = Dead(error=clip_text(f"{type(error).__name__}: {error}"))
+        _report(dead, parent)
+        if frontends is not None:
+            frontends.send(dead)
         raise
     finally:
-        mailbox.close()
+        if frontends is not None:
+            frontends.close()
+
+
+def _report(message: Ready | Dead, parent: Connection) -> None:
+    with suppress(BrokenPipeError):  # it has just died, and so shall we
+        parent.send_bytes(msgspec.msgpack.encode(message))
 
 
 def _serve(
-    config: EngineConfig, node: NodeId, role_factory: RoleFactory, mailbox: CoreMailbox
+    config: EngineConfig,
+    node: NodeId,
+    role_factory: RoleFactory,
+    frontends: FrontendServer,
+    parent: Connection,
 ) -> None:
     # Torch comes in here, in the child, and nowhere else.
     from kvbaton.engine.build import build_engine
 
-    engine = build_engine(config, node, role_factory, mailbox)
+    engine = build_engine(config, node, role_factory, frontends)
     try:
-        mailbox.send(
-            Ready(
-                node=node,
-                control_address=engine.core.role.control_address,
-                num_blocks=engine.num_blocks,
-                block_size=engine.block_size,
-                max_model_len=engine.max_model_len,
-                eos_token_ids=engine.eos_token_ids,
-                vocab_size=engine.vocab_size,
-                tp_size=config.tensor_parallel_size,
-                identity=engine.identity,
-                encoder_identity=engine.encoder_identity,
-            )
+        ready = Ready(
+            node=node,
+            control_address=engine.core.role.control_address,
+            num_blocks=engine.num_blocks,
+            block_size=engine.block_size,
+            max_model_len=engine.max_model_len,
+            eos_token_ids=engine.eos_token_ids,
+            vocab_size=engine.vocab_size,
+            tp_size=config.tensor_parallel_size,
+            identity=engine.identity,
+            encoder_identity=engine.encoder_identity,
+            engine_address=frontends.address,
         )
+        frontends.send(ready)
+        _report(ready, parent)
         engine.core.run()
     finally:
         engine.core.close()
+
+
+class EngineProcess(EngineClient):
+    """An engine core in a child process, and its local frontend. Make one with `start`.
+
+    Attributes:
+        local_address: where further processes of the node connect, as local frontends.
+    """
+
+    _is_local = True
+    _process: multiprocessing.process.BaseProcess
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._folder = tempfile.mkdtemp(prefix="kvbaton-")  # mode 0700: only we may connect
+        self.local_address = f"ipc://{self._folder}/engine"
+        self._reports, self._child_end = multiprocessing.get_context("spawn").Pipe(duplex=False)
+        self._first_report: asyncio.Future[Ready] = self._loop.create_future()
+        self._closing = False
+
+    @classmethod
+    async def start(
+        cls,
+        config: EngineConfig,
+        role_factory: RoleFactory,
+        *,
+        node: NodeId,
+        host: str | None = None,
+        port: int = 0,
+        cluster_key: str | None = None,
+        log_level: str = "warning",
+    ) -> Self:
+        """Start a core and wait until it can serve.
+
+        Args:
+            config: the engine's settings.
+            role_factory: makes its role, in the child.
+            node: this life of the node.
+            host: address for remote frontends, see `EngineEndpoints`; None lets none in.
+            port: for them; 0 takes a free one.
+            cluster_key: of the cluster.
+            log_level: of the child's log on standard error.
+
+        Raises:
+            ConfigError: the core refused a setting.
+            EngineDeadError: it died or took longer than `START_TIMEOUT_S`.
+        """
+        client = cls()
+        endpoints = EngineEndpoints(
+            local=client.local_address, host=host, port=port, cluster_key=cluster_key
+        )
+        client._process = multiprocessing.get_context("spawn").Process(
+            target=core_main,
+            args=(config, node, role_factory, endpoints, client._child_end, log_level),
+            name=f"kvbaton-core-{node.node}",
+            daemon=True,
+        )
+        try:
+            client._process.start()
+            client._child_end.close()
+            client._loop.add_reader(client._reports.fileno(), client._read_report)
+            client._loop.add_reader(client._process.sentinel, client._ended)
+            async with asyncio.timeout(START_TIMEOUT_S):
+                await client._first_report
+                await client._open(client.local_address, None, START_TIMEOUT_S)
+        except TimeoutError:
+            await client.shutdown(0.0)
+            raise EngineDeadError(f"the engine was not up within {START_TIMEOUT_S:g} s") from None
+        except BaseException:
+            await client.shutdown(0.0)
+            raise
+        return client
+
+    def _read_report(self) -> None:
+        """The child says that it is up, or why it ends."""
+        try:
+            if not self._reports.poll():
+                return
+            report = _reports.decode(self._reports.recv_bytes())
+        except EOFError:
+            self._loop.remove_reader(self._reports.fileno())
+            return
+        if isinstance(report, Dead):
+            self._come_to_nothing(report.error, report.field)
+        elif not self._first_report.done():
+            self._first_report.set_result(report)
+
+    def _come_to_nothing(self, reason: str, field: str | None = None) -> None:
+        if not self._first_report.done():
+            error = ConfigError(field, reason) if field else EngineDeadError(reason)
+            self._first_report.set_exception(error)
+            self._first_report.exception()  # shutdown may come before anybody awaits it
+        self._fail(reason)
+
+    def _lost(self) -> None:
+        """The process has died, most likely, and tells better why."""
+        self._loop.call_later(LAST_WORDS_S, super()._lost)
+
+    def _ended(self) -> None:
+        self._loop.remove_reader(self._process.sentinel)
+        self._read_report()
+        self._read()
+        self._process.join()
+        code = self._process.exitcode
+        self._come_to_nothing(
+            "the engine was shut down"
+            if self._closing
+            else f"the engine core exited with code {code}"
+        )
+
+    async def shutdown(self, grace_s: float = 5.0) -> None:
+        """Let running requests finish for `grace_s` seconds, then end the core. Idempotent."""
+        if self._closing:
+            return
+        self._closing = True
+        if self._process.pid is not None:
+            await self._stop_process(grace_s)
+        self._loop.remove_reader(self._reports.fileno())
+        self._fail("the engine was shut down")
+        await self.close()
+        self._reports.close()
+        shutil.rmtree(self._folder, ignore_errors=True)
+
+    async def _stop_process(self, grace_s: float) -> None:
+        process = self._process
+        if process.is_alive() and self.dead is None and self._socket is not None:
+            self._send(Shutdown(grace_s=grace_s))
+            await self._loop.run_in_executor(None, process.join, grace_s + 5.0)
+        if process.is_alive():
+            logger.warning("engine core did not stop in time; killing it")
+            process.kill()
+            await self._loop.run_in_executor(None, process.join, 5.0)
+        self._loop.remove_reader(process.sentinel)

@@ -10,8 +10,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Self
 
-from kvbaton.engine.client import EngineClient
 from kvbaton.engine.config import EngineConfig
+from kvbaton.engine.process import EngineProcess
 from kvbaton.engine.solo import SoloFactory
 from kvbaton.engine.validate import INT32, Range, check_range
 from kvbaton.errors import ConfigError
@@ -59,7 +59,7 @@ class AsyncLLM:
     Each request is an async iterator of deltas; leaving it early cancels the request.
     """
 
-    def __init__(self, client: EngineClient, frontend: Frontend) -> None:
+    def __init__(self, client: EngineProcess, frontend: Frontend) -> None:
         self._client = client
         self._frontend = frontend
 
@@ -91,7 +91,7 @@ class AsyncLLM:
             raise ConfigError(unknown[0], "the engine has no such setting")
         tokenizer = Tokenizer.load(folder, chat_template)
         defaults = sampling_defaults(folder, generation_config)
-        client = await EngineClient.start(
+        client = await EngineProcess.start(
             EngineConfig(model=folder, **engine),
             SoloFactory(),
             node=NodeId("llm", os.urandom(16)),

@@ -1,4 +1,9 @@
-"""What crosses between an engine core and its frontends, as MessagePack: `ToCore`, `FromCore`."""
+"""What crosses between an engine core and its frontends, as MessagePack: `ToCore`, `FromCore`.
+
+A frontend says `Connect` first and is answered with `Ready` or `Disconnected`. A field added at the
+end with a default keeps neighbouring releases able to talk; anything else raises `ENGINE_VERSION`.
+What can't be decoded is dropped and counted, except that a request is answered with `Rejected`.
+"""
 
 from __future__ import annotations
 
@@ -22,6 +27,10 @@ from kvbaton.types import (
     TokenLogprobs,
     clip_text,
 )
+
+ENGINE_VERSION = 1
+
+MIN_ENGINE_VERSION = 1
 
 
 class SamplingParams(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -113,11 +122,23 @@ class Item(Struct, frozen=True, kw_only=True):
         return -(-self.length // ENCODER_BLOCK_ROWS) * ENCODER_BLOCK_ROWS
 
 
+class Connect(Struct, frozen=True, tag="connect", kw_only=True):
+    """A frontend introduces itself; before that nothing that it says is heeded.
+
+    Attributes:
+        min_version: oldest version of these messages that it speaks.
+        version: newest one.
+    """
+
+    min_version: Count = MIN_ENGINE_VERSION
+    version: Count = ENGINE_VERSION
+
+
 class AddRequest(Struct, frozen=True, tag="add", kw_only=True):
     """Generate from tokens.
 
     Attributes:
-        request_id: unique in the node.
+        request_id: unique among the live requests of the frontend.
         token_ids: the prompt.
         resume_ids: tokens already generated for this request elsewhere; the engine continues after
             them as if it had generated them itself.
@@ -146,10 +167,17 @@ class AbortRequest(Struct, frozen=True, tag="abort", kw_only=True):
     request_id: Name
 
 
+class Ping(Struct, frozen=True, tag="ping", kw_only=True):
+    """Answered by a `Pong` with the same number, between two steps."""
+
+    number: Count
+
+
 class Command(Struct, frozen=True, tag="command", kw_only=True):
-    """Ask the core something. Answered by a `Reply` with the same id.
+    """Ask the core something, as only a node's own frontends may. Answered by a `Reply`.
 
     Attributes:
+        command_id: the reply has the same.
         name: ``state`` (the debugging dump), ``metrics``, ``reset_prefix_cache``, ``drain``,
             ``members``.
         argument: for ``members``, a list of control addresses that may be dialled.
@@ -161,12 +189,12 @@ class Command(Struct, frozen=True, tag="command", kw_only=True):
 
 
 class Shutdown(Struct, frozen=True, tag="shutdown", kw_only=True):
-    """Drain hand-overs for at most `grace_s` seconds and exit."""
+    """Drain for at most `grace_s` seconds and exit; only a node's own frontends may say so."""
 
     grace_s: float = 5.0
 
 
-ToCore = AddRequest | AbortRequest | Command | Shutdown
+ToCore = Connect | AddRequest | AbortRequest | Ping | Command | Shutdown
 
 
 @dataclass(frozen=True)
@@ -237,7 +265,7 @@ class Output(Struct, frozen=True, tag="output", kw_only=True):
 
 
 class Outputs(Struct, frozen=True, tag="outputs", kw_only=True):
-    """What one step produced."""
+    """What one step produced for one frontend."""
 
     outputs: tuple[Output, ...]
 
@@ -272,7 +300,7 @@ class Reply(Struct, frozen=True, tag="reply", kw_only=True):
 
 
 class Ready(Struct, frozen=True, tag="ready", kw_only=True):
-    """The core is up. Sent once.
+    """The core is up, and `Connect` accepted.
 
     Attributes:
         node: this life of the node.
@@ -284,6 +312,9 @@ class Ready(Struct, frozen=True, tag="ready", kw_only=True):
         identity: digest of the identity record; nodes with different ones never pair.
         encoder_identity: the same of encoder outputs that the node makes or can receive; empty if
             it has nothing to do with any.
+        version: of the messages, as both ends speak it.
+        engine_address: where remote frontends connect, ``tcp://host:port`` or ``ipc:///...``; empty
+            if there is no such place.
     """
 
     node: NodeId
@@ -296,18 +327,56 @@ class Ready(Struct, frozen=True, tag="ready", kw_only=True):
     tp_size: Count = 1
     identity: bytes = b""
     encoder_identity: bytes = b""
+    version: Count = ENGINE_VERSION
+    engine_address: Name = ""
+
+
+class Disconnected(Struct, frozen=True, tag="disconnected", kw_only=True):
+    """The core is done with this frontend, and has ended its requests.
+
+    Attributes:
+        reason: no common version, or it did not read what it was sent.
+        min_version: oldest version of these messages that the core speaks.
+        version: newest one.
+    """
+
+    reason: Text
+    min_version: Count = MIN_ENGINE_VERSION
+    version: Count = ENGINE_VERSION
+
+
+class Pong(Struct, frozen=True, tag="pong", kw_only=True):
+    """The core lives. Sent for every `Ping`, and now and then unasked with number 0."""
+
+    number: Count = 0
+
+
+class HistogramCounts(Struct, frozen=True, kw_only=True):
+    """One Prometheus histogram.
+
+    Attributes:
+        bounds: upper bounds of its buckets, rising.
+        counts: observations per bucket, not summed up; one more than bounds.
+        total: sum of all observations.
+    """
+
+    bounds: tuple[float, ...]
+    counts: tuple[Count, ...]
+    total: float
 
 
 class Metrics(Struct, frozen=True, tag="metrics", kw_only=True):
-    """The core's counters and gauges, sent every few seconds and at each ``metrics`` command.
+    """What the core counts; sent to a node's own frontends every few seconds and when they ask.
 
     Attributes:
         counters: monotonic totals, by Prometheus name with labels, ``name{label="x"}``.
         gauges: values now.
+        histograms: by Prometheus name.
     """
 
     counters: dict[str, float]
     gauges: dict[str, float]
+    histograms: dict[str, HistogramCounts] = {}
 
 
 class Dead(Struct, frozen=True, tag="dead", kw_only=True):
@@ -322,4 +391,4 @@ class Dead(Struct, frozen=True, tag="dead", kw_only=True):
     field: Name | None = None
 
 
-FromCore = Outputs | Rejected | Reply | Ready | Metrics | Dead
+FromCore = Outputs | Rejected | Reply | Ready | Disconnected | Pong | Metrics | Dead

@@ -74,6 +74,8 @@ class NodeInfo(Struct, frozen=True, kw_only=True):
         load: what it measured of late: ``encoder_row_s``, seconds to read and encode a row of an
             item, and ``prompt_token_s``, seconds per token of a step.
         vocab_size: of the model; token ids are below it. 0 of a node that does not say.
+        engine_address: where routers connect to its engine as frontends: ``tcp://host:port``, keyed
+            by the cluster key, or ``ipc:///...`` on one machine without one; empty for HTTP only.
     """
 
     node_id: Name
@@ -93,6 +95,7 @@ class NodeInfo(Struct, frozen=True, kw_only=True):
     encoder_identity: Name = ""
     encodes: bool = False
     vocab_size: int = 0
+    engine_address: Name = ""
 
 
 class Members(Struct, frozen=True, kw_only=True):

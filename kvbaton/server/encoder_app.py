@@ -16,6 +16,7 @@ from kvbaton.server.app import make_app
 from kvbaton.server.config import EdgeConfig, Frontend
 from kvbaton.server.generate import respond
 from kvbaton.server.jobs import deadline, unique
+from kvbaton.server.metrics import HttpMetrics
 from kvbaton.server.node import MakeApp
 from kvbaton.server.node_app import CLIENT, node_facts, node_routes
 from kvbaton.server.node_client import NodeClient
@@ -60,6 +61,7 @@ def make_encoder_app(
         facts=lambda: node_facts(client),
         transfer=parse_transfer,
         transfer_type=KvTransferParams,
+        metrics=HttpMetrics(latencies=False),
     )
     frontend.metrics.registry.register(CoreCollector(lambda: client.metrics))
     routes = [web.post("/inference/v1/generate", encode), *node_routes()]

@@ -8,23 +8,25 @@ from collections.abc import AsyncGenerator, AsyncIterator
 from aiohttp import web
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, generate_latest
 
+from kvbaton.engine.latencies import E2E_BUCKETS, ITL_BUCKETS, TTFT_BUCKETS
 from kvbaton.messages.engine import Output
 from kvbaton.server.source import close
-
-TTFT_BUCKETS = (0.005, 0.01, 0.02, 0.04, 0.08, 0.15, 0.3, 0.6, 1.2, 2.5, 5, 10, 20, 40, 80, 160)
-ITL_BUCKETS = (0.002, 0.005, 0.01, 0.015, 0.02, 0.03, 0.05, 0.08, 0.15, 0.3, 0.6, 1.2, 2.5, 5)
-E2E_BUCKETS = (0.05, 0.1, 0.2, 0.5, 1, 2, 5, 10, 20, 40, 80, 160, 320, 640)
 
 
 class HttpMetrics:
     """Counters of one endpoint, in a registry of their own.
 
+    Args:
+        latencies: time prompts here; a node leaves that to its engine, which sees those of all its
+            frontends.
+
     Attributes:
         registry: where the owner may register collectors beside ours.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, *, latencies: bool = True) -> None:
         self.registry = CollectorRegistry()
+        self._timed = CollectorRegistry() if not latencies else self.registry
         self.requests = Counter(
             "kvbaton_http_requests",
             "Requests answered, by route and status.",
@@ -45,7 +47,7 @@ class HttpMetrics:
         )
 
     def _seconds(self, name: str, text: str, buckets: tuple[float, ...]) -> Histogram:
-        return Histogram(f"{name}_seconds", text, buckets=buckets, registry=self.registry)
+        return Histogram(f"{name}_seconds", text, buckets=buckets, registry=self._timed)
 
     async def observe(self, stream: AsyncIterator[Output]) -> AsyncGenerator[Output]:
         """Pass a prompt's outputs on and time them; closes `stream` when it is closed."""

@@ -11,8 +11,7 @@ from collections.abc import Callable
 import msgspec
 from aiohttp import web
 
-from kvbaton.engine.client import EngineClient
-from kvbaton.engine.process import RoleFactory
+from kvbaton.engine.process import EngineProcess, RoleFactory
 from kvbaton.errors import ConfigError
 from kvbaton.messages.nodes import NodeInfo
 from kvbaton.server.app import listen
@@ -73,7 +72,7 @@ class Node:
         self.face = face
         self.id = NodeId(config.node_id, os.urandom(16))
         self.state = "loading"
-        self.client: EngineClient | None = None
+        self.client: EngineProcess | None = None
         self.port = config.port
         self._members: tuple[str, ...] = ()
         self._load = LoadMeter()
@@ -123,9 +122,15 @@ class Node:
             self._registrar.nudge()
         logger.info("%s serves at %s", self.id.node, self.url)
 
-    async def _start_engine(self) -> EngineClient:
-        return await EngineClient.start(
-            self.config.engine, self.role_factory, node=self.id, log_level=self.config.log_level
+    async def _start_engine(self) -> EngineProcess:
+        return await EngineProcess.start(
+            self.config.engine,
+            self.role_factory,
+            node=self.id,
+            host=self.config.host,
+            port=self.config.engine_port,
+            cluster_key=self.config.cluster_key,
+            log_level=self.config.log_level,
         )
 
     async def _first_of(self, *tasks: asyncio.Task[object]) -> None:
@@ -186,6 +191,7 @@ class Node:
             model_path=os.path.abspath(self.config.engine.model),
             encoder_identity=ready.encoder_identity.hex() if ready else "",
             encodes=not self.config.engine.language_model_only,
+            engine_address=ready.engine_address if ready else "",
         )
 
     async def _show_node(self, request: web.Request) -> web.Response:

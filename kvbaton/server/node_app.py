@@ -16,7 +16,7 @@ from kvbaton.server.body import json_response
 from kvbaton.server.config import FRONTEND, EdgeConfig, Frontend
 from kvbaton.server.errors import error_response
 from kvbaton.server.generate import generate
-from kvbaton.server.metrics import exposition
+from kvbaton.server.metrics import HttpMetrics, exposition
 from kvbaton.server.node_client import NodeClient
 from kvbaton.server.node_metrics import CoreCollector, split_name
 from kvbaton.server.openapi import contract
@@ -48,6 +48,7 @@ def make_node_app(client: NodeClient, tokenizer: Tokenizer, config: EdgeConfig) 
         facts=lambda: node_facts(client),
         transfer=parse_transfer,
         transfer_type=KvTransferParams,
+        metrics=HttpMetrics(latencies=False),
     )
     frontend.metrics.registry.register(CoreCollector(lambda: client.metrics))
     app = make_app(frontend, [web.post("/inference/v1/generate", generate), *node_routes()])

@@ -39,6 +39,8 @@ class NodeConfig:
         media: what images clients may bring.
         transport: ``NAME[:JSON]``.
         control_port: of the control channel; 0 takes a free one.
+        engine_port: where the engine listens for routers, if there is a cluster key; 0 takes a free
+            one.
         max_transfers: hand-overs that a prefill node has alive at once.
         max_blocks_per_peer: blocks that a decode node has reserved or in quarantine for one prefill
             node; None for no limit.
@@ -64,6 +66,7 @@ class NodeConfig:
     media: MediaConfig = field(default_factory=MediaConfig)
     transport: str = "nixl"
     control_port: int = 0
+    engine_port: int = 0
     max_transfers: int = HandoverConfig.max_transfers
     max_blocks_per_peer: int | None = None
     log_level: str = "info"

@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import itertools
 import re
 from collections.abc import Callable, Iterable, Mapping
 
 from prometheus_client import Metric
+from prometheus_client.core import HistogramMetricFamily
 from prometheus_client.registry import Collector
+from prometheus_client.utils import floatToGoString
 
-from kvbaton.messages.engine import Metrics
+from kvbaton.messages.engine import HistogramCounts, Metrics
 
 _NAME = re.compile(r"([a-zA-Z_:][a-zA-Z0-9_:]*)(?:\{(.*)\})?")
 _LABEL = re.compile(r'([a-zA-Z_][a-zA-Z0-9_]*)="((?:[^"\\]|\\.)*)"')
@@ -31,7 +34,8 @@ class CoreCollector(Collector):
         if metrics is None:
             return []
         counters = families(metrics.counters, "counter")
-        return [*counters, *families(metrics.gauges, "gauge")]
+        histograms = [_histogram(name, found) for name, found in metrics.histograms.items()]
+        return [*counters, *families(metrics.gauges, "gauge"), *histograms]
 
 
 def families(values: Mapping[str, float], kind: str) -> list[Metric]:
@@ -45,6 +49,14 @@ def families(values: Mapping[str, float], kind: str) -> list[Metric]:
         metric = found.setdefault(name, Metric(family, f"{family} of the engine core.", shown))
         metric.add_sample(name, labels, value)
     return list(found.values())
+
+
+def _histogram(name: str, found: HistogramCounts) -> Metric:
+    bounds = [*map(floatToGoString, found.bounds), "+Inf"]
+    buckets = list(zip(bounds, itertools.accumulate(found.counts), strict=True))
+    return HistogramMetricFamily(
+        name, f"{name} of the engine core.", buckets=buckets, sum_value=found.total
+    )
 
 
 def split_name(key: str) -> tuple[str, dict[str, str]]:

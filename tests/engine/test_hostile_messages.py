@@ -17,12 +17,14 @@ from kvbaton.engine.build import build_engine
 from kvbaton.engine.client import EngineClient
 from kvbaton.engine.config import EngineConfig
 from kvbaton.engine.core import EngineCore
-from kvbaton.engine.mailbox import CoreMailbox
+from kvbaton.engine.frontends import EngineEndpoints, FrontendServer
 from kvbaton.engine.solo import SoloFactory
+from kvbaton.errors import EngineDeadError
 from kvbaton.messages.engine import (
     AbortRequest,
     AddRequest,
     Command,
+    Connect,
     FromCore,
     Item,
     Output,
@@ -34,6 +36,7 @@ from kvbaton.messages.engine import (
 )
 from kvbaton.testing.checkpoints import TOKENIZER_SIZE
 from kvbaton.types import NodeId
+from tests.engine.scripted_core import READY
 from tests.handover.pair import ENGINE, QueueMailbox, greedy
 
 PROMPT = tuple(range(4, 14))
@@ -175,26 +178,26 @@ UNREADABLE = [
 def test_a_message_that_cannot_be_read_is_counted_and_who_asked_is_told(
     rig: Rig, tmp_path: Path, data: bytes, named: str | None
 ) -> None:
-    context = zmq.Context()
-    sender, receiver = context.socket(zmq.PUSH), context.socket(zmq.PULL)
-    sender.bind(f"ipc://{tmp_path}/to")
-    receiver.bind(f"ipc://{tmp_path}/from")
-    mailbox = CoreMailbox(f"ipc://{tmp_path}/to", f"ipc://{tmp_path}/from")
-    rig.core.mailbox = mailbox
-    try:
-        sender.send(data)
-        sender.send(msgspec.msgpack.encode(Command(command_id=7, name="drain")))
+    address = f"ipc://{tmp_path}/engine"
+    server = FrontendServer(EngineEndpoints(local=address))
+    server.send(READY)
+    rig.core.mailbox = server
+    with zmq.Context() as context, context.socket(zmq.DEALER) as frontend:
+        frontend.linger = 0
+        frontend.connect(address)
+        frontend.send(msgspec.msgpack.encode(Connect()))
+        frontend.send(data)
+        frontend.send(msgspec.msgpack.encode(Command(command_id=7, name="drain")))
         answers: list[FromCore] = []
         while not any(isinstance(answer, Reply) for answer in answers):
             rig.core.receive()
-            while receiver.poll(100):
-                answers.append(FROM_CORE.decode(receiver.recv()))
-        told = [a.request_id for a in answers if isinstance(a, Rejected)]
-        assert told == ([] if named is None else [named])
-        assert rig.core.counters()["kvbaton_messages_undecodable_total"] == 1
-    finally:
-        mailbox.close()
-        context.destroy(0)
+            while frontend.poll(100):
+                answers.append(FROM_CORE.decode(frontend.recv()))
+    told = [a.request_id for a in answers if isinstance(a, Rejected)]
+    assert told == ([] if named is None else [named])
+    counters = server.completed(rig.core.metrics()).counters
+    assert counters["kvbaton_frontend_messages_dropped_total"] == 1
+    server.close()
 
 
 @pytest.mark.parametrize("place", ["accept", "added"])
@@ -239,23 +242,20 @@ def test_a_long_text_can_be_told(rig: Rig) -> None:
     assert isinstance(answer, Reply)
 
 
-async def test_a_client_that_cannot_read_its_core_says_so() -> None:
-    client = EngineClient(NodeId("n", bytes(16)))
-    stream = client.generate(request("r"))
-    waiting = asyncio.ensure_future(anext(stream))
-    await asyncio.sleep(0)
-    output = Output(request_id="r", error="x" * 5000)  # longer than a `Text` may be
-    context = zmq.Context()
-    core, inbox = context.socket(zmq.PUSH), context.socket(zmq.PULL)
-    core.connect(client._endpoint("from"))
-    inbox.connect(client._endpoint("to"))
-    reader = asyncio.create_task(client._read())
-    core.send(msgspec.msgpack.encode(Outputs(outputs=(output,))))
-    await asyncio.wait_for(client.died.wait(), 20)
-    await asyncio.wait_for(reader, 20)
-    with pytest.raises(Exception, match="can't be read"):
-        await asyncio.wait_for(waiting, 20)
-    context.destroy(0)
-    client._to.close(0)
-    client._from.close(0)
-    client._context.term()
+async def test_a_client_that_cannot_read_its_core_says_so(tmp_path: Path) -> None:
+    address = f"ipc://{tmp_path}/engine"
+    with zmq.Context() as context, context.socket(zmq.ROUTER) as core:
+        core.linger = 0
+        core.bind(address)
+        connecting = asyncio.create_task(EngineClient.connect(address))
+        await asyncio.sleep(0)
+        identity, _ = await asyncio.to_thread(core.recv_multipart)
+        core.send_multipart([identity, msgspec.msgpack.encode(READY)])
+        client = await connecting
+        waiting = asyncio.ensure_future(anext(client.generate(request("r"))))
+        output = Output(request_id="r", error="x" * 5000)  # longer than a `Text` may be
+        core.send_multipart([identity, msgspec.msgpack.encode(Outputs(outputs=(output,)))])
+        await asyncio.wait_for(client.died.wait(), 20)
+        with pytest.raises(EngineDeadError, match="can't be read"):
+            await asyncio.wait_for(waiting, 20)
+        await client.close()

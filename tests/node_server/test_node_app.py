@@ -9,7 +9,7 @@ from aiohttp.test_utils import make_mocked_request
 from prometheus_client.parser import text_string_to_metric_families
 
 from kvbaton.errors import EngineDeadError, RequestError
-from kvbaton.messages.engine import Metrics, Output
+from kvbaton.messages.engine import HistogramCounts, Metrics, Output
 from kvbaton.messages.nodes import GenerateResponse
 from kvbaton.server.app import listen
 from kvbaton.server.auth import require_operator
@@ -195,6 +195,11 @@ async def test_metrics_are_prometheus_text(node: Any) -> None:
             "kvbaton_odd": 1.0,
         },
         gauges={'kvbaton_blocks{owner="a \\"b\\" \\\\ c\\n"}': 3.0},
+        histograms={
+            "kvbaton_time_to_first_token_seconds": HistogramCounts(
+                bounds=(0.5, 1.0), counts=(2, 1, 4), total=9.5
+            )
+        },
     )
     async with node.session.get("/metrics") as response:
         assert response.headers["Content-Type"].startswith("text/plain; version=0.0.4")
@@ -210,7 +215,15 @@ async def test_metrics_are_prometheus_text(node: Any) -> None:
     assert families["kvbaton_blocks"].samples[0].labels == {"owner": 'a "b" \\ c\n'}
     assert families["kvbaton_steps"].samples[0].value == 2.0
     assert families["kvbaton_odd"].samples[0].value == 1.0
-    assert families["kvbaton_time_to_first_token_seconds"].type == "histogram"
+    first_token = families["kvbaton_time_to_first_token_seconds"]
+    assert first_token.type == "histogram"
+    assert {s.name[35:] + s.labels.get("le", ""): s.value for s in first_token.samples} == {
+        "_bucket0.5": 2.0,
+        "_bucket1.0": 3.0,
+        "_bucket+Inf": 7.0,
+        "_count": 7.0,
+        "_sum": 9.5,
+    }
 
 
 async def test_metrics_are_of_now(node: Any) -> None:

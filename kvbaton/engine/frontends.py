@@ -1,0 +1,446 @@
+"""The core's end of the sockets to its frontends: ZMQ, MessagePack, one thread.
+
+A node's own HTTP processes connect to a Unix socket in a folder of mode 0700, and may ask anything.
+Remote frontends (routers) may add, abort and ping. They connect over TCP, encrypted and
+authenticated by the cluster key (`connectors/curve.py`); without a key, to a second Unix socket.
+
+Request ids are per frontend. Where two frontends use the same one at once, the core knows the later
+request by another id. A frontend that is gone, or does not read, loses its requests.
+"""
+
+from __future__ import annotations
+
+import itertools
+import logging
+import time
+from collections import deque
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
+from urllib.parse import urlsplit
+
+import msgspec
+import zmq
+from msgspec.structs import replace
+
+from kvbaton.connectors.curve import CurveAuthenticator, drain
+from kvbaton.engine.latencies import RequestLatencies
+from kvbaton.errors import ConfigError, RequestError
+from kvbaton.messages.engine import (
+    ENGINE_VERSION,
+    MIN_ENGINE_VERSION,
+    AbortRequest,
+    AddRequest,
+    Command,
+    Connect,
+    Disconnected,
+    FromCore,
+    Metrics,
+    Output,
+    Outputs,
+    Ping,
+    Pong,
+    Ready,
+    Rejected,
+    Reply,
+    Shutdown,
+    ToCore,
+    Undecodable,
+    decode_to_core,
+)
+from kvbaton.types import MAX_MESSAGE_BYTES
+
+logger = logging.getLogger(__name__)
+
+HEARTBEAT_MS = 400
+HEARTBEAT_TIMEOUT_MS = 1000
+"""ZMQ's I/O threads send and answer heartbeats: a busy Python program is not taken for dead."""
+PROBE_S = 0.4
+"""So often each frontend gets a sign of life, which tells when it is gone."""
+HIGH_WATER_MARK = 128
+"""Messages to one frontend that ZMQ keeps; those beyond wait in its backlog."""
+MAX_BACKLOG_BYTES = 32 << 20
+"""A frontend that leaves more unread is dropped."""
+_RECEIVE_MARK = 10_000
+_RETRY_S = 0.01
+_LINGER_MS = 2000
+
+_encoder = msgspec.msgpack.Encoder()
+
+
+@dataclass(frozen=True, kw_only=True)
+class EngineEndpoints:
+    """Where a core listens for frontends.
+
+    Attributes:
+        local: ``ipc:///...`` for the node's own processes.
+        host: address for remote frontends, if there is a cluster key; None lets none in.
+        port: 0 takes a free one.
+        cluster_key: of the cluster; without one remote frontends get a Unix socket beside `local`.
+    """
+
+    local: str
+    host: str | None = None
+    port: int = 0
+    cluster_key: str | None = field(default=None, repr=False)
+
+
+@dataclass(eq=False)
+class _Peer:
+    """One connected frontend.
+
+    Attributes:
+        names: the core's ids of its live requests, by its own.
+        backlog: encoded messages that ZMQ has no room for.
+        lost: it gets nothing any more.
+    """
+
+    socket: zmq.Socket[bytes]
+    identity: bytes
+    local: bool
+    names: dict[str, str] = field(default_factory=dict)
+    backlog: deque[bytes] = field(default_factory=deque)
+    backlog_bytes: int = 0
+    lost: bool = False
+
+
+@dataclass(eq=False)
+class _Owned:
+    """A live request: whose it is, what its frontend calls it, and how many choices are open."""
+
+    peer: _Peer
+    name: str
+    open_choices: int
+
+
+class FrontendServer:
+    """The core's `Mailbox`: what all frontends say, and who gets what the core says.
+
+    Args:
+        endpoints: where to listen.
+
+    Raises:
+        ConfigError: ``--host`` or ``--engine-port`` can't be listened on.
+    """
+
+    def __init__(self, endpoints: EngineEndpoints) -> None:
+        self._context = zmq.Context()
+        self._gate: CurveAuthenticator | None = None
+        self._peers: dict[tuple[bool, bytes], _Peer] = {}
+        self._owned: dict[str, _Owned] = {}
+        self._commands: dict[int, tuple[_Peer, int]] = {}
+        self._numbers = itertools.count(1)
+        self._lost: list[_Peer] = []
+        self._dismissed: list[_Peer] = []
+        self._ready: Ready | None = None
+        self._probe_at = 0.0
+        self._latencies = RequestLatencies()
+        self._counts = {
+            'kvbaton_frontend_requests_total{frontend="local"}': 0,
+            'kvbaton_frontend_requests_total{frontend="remote"}': 0,
+            'kvbaton_frontend_tokens_total{frontend="local"}': 0,
+            'kvbaton_frontend_tokens_total{frontend="remote"}': 0,
+            'kvbaton_frontends_lost_total{reason="gone"}': 0,
+            'kvbaton_frontends_lost_total{reason="did_not_read"}': 0,
+            "kvbaton_frontend_messages_dropped_total": 0,
+        }
+        self._local = self._context.socket(zmq.ROUTER)
+        self._remote: zmq.Socket[bytes] | None = None
+        self.address = ""
+        try:
+            self._bind_local(endpoints.local)
+            if endpoints.host is not None:
+                self._bind_remote(endpoints, endpoints.host)
+        except BaseException:
+            self.close()
+            raise
+        self._poller = zmq.Poller()
+        gate = None if self._gate is None else self._gate.socket
+        for socket in (self._local, self._remote, gate):
+            if socket is not None:
+                self._poller.register(socket, zmq.POLLIN)
+        self._wake_fd = -1
+
+    def _bind_local(self, address: str) -> None:
+        _configure(self._local)
+        self._local.bind(address)
+
+    def _bind_remote(self, endpoints: EngineEndpoints, host: str) -> None:
+        self._remote = self._context.socket(zmq.ROUTER)
+        _configure(self._remote)
+        self._remote.setsockopt(zmq.HEARTBEAT_IVL, HEARTBEAT_MS)
+        self._remote.setsockopt(zmq.HEARTBEAT_TIMEOUT, HEARTBEAT_TIMEOUT_MS)
+        if not endpoints.cluster_key:
+            self.address = f"{endpoints.local}-remote"
+            self._remote.bind(self.address)
+            return
+        self._gate = CurveAuthenticator(self._context, endpoints.cluster_key)
+        self._gate.secure(self._remote)
+        host = "127.0.0.1" if host == "localhost" else host
+        shown = f"[{host}]" if ":" in host else host
+        try:
+            self._remote.bind(f"tcp://{shown}:{endpoints.port or '*'}")
+        except zmq.ZMQError as error:
+            where = f"{host}:{endpoints.port}"
+            raise ConfigError("--engine-port", f"can't listen on {where}: {error}") from error
+        port = urlsplit(self._remote.getsockopt_string(zmq.LAST_ENDPOINT)).port
+        self.address = f"tcp://{shown}:{port}"
+
+    # --- what frontends say ---
+
+    def receive(self, timeout: float, wake_fd: int) -> Iterator[ToCore]:
+        """Messages that have arrived, each to be carried out before the next is asked for.
+
+        Waits up to `timeout` seconds for one or for `wake_fd`. Of frontends that are gone it yields
+        an `AbortRequest` for each request.
+        """
+        if wake_fd != self._wake_fd:
+            self._poller.register(wake_fd, zmq.POLLIN)
+            self._wake_fd = wake_fd
+        self._poller.poll(int(self._patience(timeout) * 1000))
+        if self._gate is not None:
+            self._gate.answer()
+        for socket in (self._local, self._remote):
+            if socket is not None:
+                for frames in drain(socket):
+                    yield from self._take(socket, frames)
+        self._probe()
+        while self._lost:
+            for request_id in tuple(self._lost.pop().names.values()):
+                yield AbortRequest(request_id=request_id)
+
+    def _patience(self, timeout: float) -> float:
+        if self._lost:
+            return 0.0
+        if any(peer.backlog for peer in self._peers.values()):
+            timeout = min(timeout, _RETRY_S)
+        return max(0.0, min(timeout, self._probe_at - time.monotonic()))
+
+    def _take(self, socket: zmq.Socket[bytes], frames: list[bytes]) -> Iterator[ToCore]:
+        """What the core is to do about a message; nothing if it is answered here."""
+        identity, *data = frames
+        local = socket is self._local
+        peer = self._peers.get((local, identity))
+        if len(data) != 1:
+            self._count_drop()
+            return
+        message = decode_to_core(data[0])
+        if isinstance(message, Undecodable):
+            self._refuse(peer, message)
+            return
+        if isinstance(message, Connect):
+            self._connect(peer or _Peer(socket, identity, local), message)
+            return
+        if peer is None:
+            self._count_drop()
+            return
+        match message:
+            case AddRequest():
+                yield from self._add(peer, message)
+            case AbortRequest():
+                known = peer.names.get(message.request_id)
+                if known is not None:  # else it has just ended, or is another frontend's
+                    yield replace(message, request_id=known)
+            case Ping():
+                self._put(peer, Pong(number=message.number))
+            case Command() if local:
+                number = next(self._numbers)
+                self._commands[number] = peer, message.command_id
+                yield replace(message, command_id=number)
+            case Shutdown() if local:
+                yield message
+            case _:
+                self._count_drop()
+
+    def _count_drop(self) -> None:
+        self._counts["kvbaton_frontend_messages_dropped_total"] += 1
+
+    def _refuse(self, peer: _Peer | None, message: Undecodable) -> None:
+        """Count what can't be read; who asked for something is told."""
+        self._count_drop()
+        logger.warning("dropped a message of a frontend that can't be read: %s", message.error)
+        if peer is not None and message.request_id is not None:
+            error = RequestError(f"the request can't be read: {message.error}")
+            self._put(peer, Rejected.of(message.request_id, error))
+
+    def _connect(self, peer: _Peer, message: Connect) -> None:
+        if self._ready is None:  # only a core that serves reads its messages
+            return
+        if message.version < MIN_ENGINE_VERSION or message.min_version > ENGINE_VERSION:
+            ours, theirs = (
+                f"{low} to {high}"
+                for low, high in (
+                    (MIN_ENGINE_VERSION, ENGINE_VERSION),
+                    (message.min_version, message.version),
+                )
+            )
+            reason = f"this engine speaks versions {ours} of its messages, the frontend {theirs}"
+            self._put(peer, Disconnected(reason=reason))
+            return
+        self._peers[peer.local, peer.identity] = peer
+        version = min(message.version, ENGINE_VERSION)
+        self._put(peer, replace(self._ready, version=version))
+
+    def _add(self, peer: _Peer, request: AddRequest) -> Iterator[ToCore]:
+        name = request.request_id
+        if name in peer.names:
+            error = RequestError(f"request id {name!r} is in use", param="request_id", status=409)
+            self._put(peer, Rejected.of(name, error))
+            return
+        key = name
+        while key in self._owned:
+            key = f"{name[:230]}#{next(self._numbers)}"
+        peer.names[name] = key
+        self._owned[key] = _Owned(peer, name, request.params.n)
+        self._latencies.added(key)
+        self._counts[f'kvbaton_frontend_requests_total{{frontend="{_kind(peer)}"}}'] += 1
+        yield request if key == name else replace(request, request_id=key)
+
+    # --- what the core says ---
+
+    def send(self, message: FromCore) -> None:
+        """Send to whom it concerns. What nobody waits for any more is left out."""
+        match message:
+            case Outputs():
+                self._send_outputs(message.outputs)
+            case Rejected():
+                owned = self._end(message.request_id)
+                if owned is not None:
+                    self._put(owned.peer, replace(message, request_id=owned.name))
+            case Reply():
+                peer, command_id = self._commands.pop(message.command_id, (None, 0))
+                if peer is not None:
+                    self._put(peer, replace(message, command_id=command_id))
+            case Ready():
+                self._ready = message
+            case Metrics():
+                self._send_to_all(self.completed(message), local_only=True)
+            case _:
+                self._send_to_all(message)
+
+    def _send_outputs(self, outputs: Sequence[Output]) -> None:
+        by_peer: dict[_Peer, list[Output]] = {}
+        for output in outputs:
+            key = output.request_id
+            owned = self._owned.get(key)
+            if owned is None:
+                continue
+            self._latencies.output(key, output)
+            if output.finish_reason is not None:
+                owned.open_choices -= 1
+                if not owned.open_choices:
+                    self._end(key)
+            if owned.name != key:
+                output = replace(output, request_id=owned.name)
+            by_peer.setdefault(owned.peer, []).append(output)
+        for peer, mine in by_peer.items():
+            tokens = sum(len(output.token_ids) for output in mine)
+            self._counts[f'kvbaton_frontend_tokens_total{{frontend="{_kind(peer)}"}}'] += tokens
+            self._put(peer, Outputs(outputs=tuple(mine)))
+
+    def _end(self, key: str) -> _Owned | None:
+        owned = self._owned.pop(key, None)
+        if owned is not None:
+            del owned.peer.names[owned.name]
+            self._latencies.ended(key)
+        return owned
+
+    def completed(self, metrics: Metrics) -> Metrics:
+        """The core's metrics, and ours."""
+        refused = 0 if self._gate is None else self._gate.refused
+        counters = {name: float(value) for name, value in self._counts.items()}
+        connected = {kind: 0 for kind in ("local", "remote")}
+        for peer in self._peers.values():
+            connected[_kind(peer)] += 1
+        return Metrics(
+            counters={
+                **metrics.counters,
+                **counters,
+                "kvbaton_frontends_refused_total": float(refused),
+            },
+            gauges={
+                **metrics.gauges,
+                **{f'kvbaton_frontends{{frontend="{k}"}}': float(n) for k, n in connected.items()},
+            },
+            histograms={**metrics.histograms, **self._latencies.histograms()},
+        )
+
+    def _send_to_all(self, message: FromCore, *, local_only: bool = False) -> None:
+        for peer in tuple(self._peers.values()):
+            if peer.local or not local_only:
+                self._put(peer, message)
+
+    def _put(self, peer: _Peer, message: FromCore) -> None:
+        if peer.lost:
+            return
+        data = _encoder.encode(message)
+        if not peer.backlog and self._sent(peer, data):
+            return
+        peer.backlog.append(data)
+        peer.backlog_bytes += len(data)
+        if peer.backlog_bytes > MAX_BACKLOG_BYTES:
+            self._lose(peer, "did_not_read")
+            reason = "this frontend did not read what it was sent; its requests were cancelled"
+            last_words = _encoder.encode(Disconnected(reason=reason))
+            self._dismissed.append(
+                _Peer(peer.socket, peer.identity, peer.local, backlog=deque([last_words]))
+            )
+
+    def _sent(self, peer: _Peer, data: bytes) -> bool:
+        """Whether a message needs no more thought: ZMQ took it, or its receiver is gone."""
+        try:
+            peer.socket.send_multipart([peer.identity, data], zmq.NOBLOCK)
+        except zmq.Again:
+            return False
+        except zmq.ZMQError as error:
+            if error.errno != zmq.EHOSTUNREACH:
+                raise
+            self._lose(peer, "gone")
+        return True
+
+    def _lose(self, peer: _Peer, reason: str) -> None:
+        """Forget a frontend; the next `receive` ends its requests."""
+        if self._peers.pop((peer.local, peer.identity), None) is not None:
+            self._counts[f'kvbaton_frontends_lost_total{{reason="{reason}"}}'] += 1
+            self._lost.append(peer)
+        peer.lost = True
+        peer.backlog.clear()
+
+    def _probe(self) -> None:
+        """Send what has waited for room, and see who is still there."""
+        for peer in (*self._peers.values(), *self._dismissed):
+            while peer.backlog and self._sent(peer, peer.backlog[0]):
+                if peer.backlog:
+                    peer.backlog_bytes -= len(peer.backlog.popleft())
+        self._dismissed = [peer for peer in self._dismissed if peer.backlog]
+        now = time.monotonic()
+        if now >= self._probe_at:
+            self._probe_at = now + PROBE_S
+            for peer in tuple(self._peers.values()):
+                if not peer.backlog:
+                    self._put(peer, Pong())
+
+    def close(self) -> None:
+        """Send what is queued, for at most two seconds, and close."""
+        for socket in (self._local, self._remote):
+            if socket is not None:
+                socket.close()
+        if self._gate is not None:
+            self._gate.close()
+        self._context.term()
+
+
+def _configure(socket: zmq.Socket[bytes]) -> None:
+    options = {
+        zmq.LINGER: _LINGER_MS,
+        zmq.SNDHWM: HIGH_WATER_MARK,
+        zmq.RCVHWM: _RECEIVE_MARK,
+        zmq.MAXMSGSIZE: MAX_MESSAGE_BYTES,
+        zmq.ROUTER_MANDATORY: 1,
+        zmq.IPV6: 1,
+    }
+    for option, value in options.items():
+        socket.setsockopt(option, value)
+
+
+def _kind(peer: _Peer) -> str:
+    return "local" if peer.local else "remote"
