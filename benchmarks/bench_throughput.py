@@ -101,7 +101,7 @@ class Engine:
             )
         tokens: Prompts = [[] for _ in prompts]
         while self.scheduler.has_work():
-            plan = self.scheduler.schedule()
+            plan = self.scheduler.plan()
             assert plan is not None, "nothing else could be waited for"
             for output in self.scheduler.update(self.executor.launch(plan).result()):
                 tokens[int(output.request_id)] += output.token_ids

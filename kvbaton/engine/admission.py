@@ -9,12 +9,15 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 from kvbaton.engine.encoder.cache_manager import EncoderCacheManager
 from kvbaton.engine.kv_cache_manager import Match, Need
 from kvbaton.engine.request import Sequence, State
-from kvbaton.engine.roster import Roster
 from kvbaton.engine.store_connector import StoreConnector
+
+if TYPE_CHECKING:
+    from kvbaton.engine.scheduler import Scheduler
 
 
 @dataclass(frozen=True)
@@ -63,13 +66,13 @@ class Admission:
     """Decides about the first of the queue."""
 
     def __init__(
-        self, roster: Roster, stash: StoreConnector | None, items: EncoderCacheManager | None
+        self, scheduler: Scheduler, stash: StoreConnector | None, items: EncoderCacheManager | None
     ) -> None:
-        self._roster = roster
+        self._scheduler = scheduler
         self._stash = stash
         self._items = items
-        self._blocks = roster.blocks
-        self._config = roster.config
+        self._blocks = scheduler.blocks
+        self._config = scheduler.config
 
     def decide(self, sequence: Sequence) -> Run | Load | Fetch | Follow | Await | Reject | None:
         """What to do with the first of the queue; None lets it wait."""
@@ -84,7 +87,7 @@ class Admission:
                 return Follow(match)
             if self._can_load(sequence, match):
                 return Fetch(match)
-            if self._roster.loading:  # room comes with the end of a load, which has a deadline
+            if self._scheduler.loading:  # room comes with the end of a load, which has a deadline
                 return None
         if sequence.request.attempt is not None and match.num_tokens < len(sequence.tokens):
             return Load(match) if self._can_load(sequence, match) else None
@@ -98,8 +101,8 @@ class Admission:
         return taken + 1 + sequence.unforked <= self._config.max_num_seqs
 
     def _holders(self) -> Iterator[Sequence]:
-        yield from self._roster.running
-        yield from self._roster.loading.values()
+        yield from self._scheduler.running
+        yield from self._scheduler.loading.values()
 
     def _match(self, sequence: Sequence) -> Match:
         if not (self._config.enable_prefix_caching and sequence.request.reads_cache):

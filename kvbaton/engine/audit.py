@@ -63,7 +63,7 @@ def _counters(pool: BlockPool) -> tuple[Counts, Counts, Counts]:
 
 
 def _references(scheduler: Scheduler, g: int) -> Counts:
-    tables = [block for s in scheduler.roster.sequences() for block in s.tables[g]]
+    tables = [block for s in scheduler.sequences() for block in s.tables[g]]
     tables += [block for pinned in scheduler.pinned() for block in pinned[g]]
     counts = np.bincount(np.array(tables, np.int64), minlength=scheduler.blocks.pools[g].num_blocks)
     counts[NULL_BLOCK] = 0

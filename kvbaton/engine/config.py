@@ -1,9 +1,14 @@
-"""The engine's settings: one frozen dataclass; command-line defaults are read from it."""
+"""The engine's settings, from which command-line defaults are read, and the scheduler's."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Literal
+from typing import TYPE_CHECKING, Literal
+
+from kvbaton.errors import ConfigError
+
+if TYPE_CHECKING:
+    from kvbaton.engine.kv_cache_manager import GroupSpec
 
 DType = Literal["auto", "float32", "float16", "bfloat16"]
 LoadFormat = Literal["auto", "dummy"]
@@ -92,3 +97,43 @@ class EngineConfig:
     encoder_only: bool = False
     debug_poison: bool = False
     debug_forbid_prompt_compute: bool = False
+
+
+@dataclass(frozen=True, kw_only=True)
+class SchedulerConfig:
+    """What the scheduler needs to know. Names as in `EngineConfig`.
+
+    Attributes:
+        groups: one per KV group.
+        max_model_len: longest prompt plus output.
+        vocab_size: the model's; all token ids are below it.
+        max_num_seqs: most sequences that run, or load, at a time.
+        max_num_batched_tokens: most tokens in one step.
+        whole_prompts: compute a prompt in one step; one that is longer than a step may be has the
+            step for itself.
+        enable_prefix_caching: reuse blocks of equal prefixes.
+        eos_token_ids: the model's own end tokens.
+        kv_load_failure_policy: what to do when handed-over bytes do not arrive.
+        max_loading_share: share of a pool that hand-overs may have reserved, quarantine included,
+            so that a crowd of them does not take what running requests grow into. A hand-over that
+            is alone is never refused by it.
+        debug_forbid_prompt_compute: end requests that would compute a prompt token but the last.
+    """
+
+    groups: tuple[GroupSpec, ...]
+    max_model_len: int
+    vocab_size: int
+    max_num_seqs: int = 256
+    max_num_batched_tokens: int = 2048
+    enable_prefix_caching: bool = True
+    eos_token_ids: tuple[int, ...] = ()
+    kv_load_failure_policy: LoadFailurePolicy = "recompute"
+    max_loading_share: float = 0.75
+    debug_forbid_prompt_compute: bool = False
+    whole_prompts: bool = False
+
+    def __post_init__(self) -> None:
+        for flag in ("max_model_len", "max_num_seqs", "max_num_batched_tokens"):
+            if getattr(self, flag) < 1:
+                name = "--" + flag.replace("_", "-")
+                raise ConfigError(name, f"{getattr(self, flag)} is too small; at least 1")

@@ -102,6 +102,7 @@ class EngineCore:
         self.step_tokens = 0
         self.step_seconds = 0.0
         self._busy_since = 0.0
+        self._applied = False  # a result since the last plan, so that there may be another one
         self._stop_at: float | None = None
         self._metrics_at = 0.0
         self.refused = 0
@@ -185,8 +186,9 @@ class EngineCore:
 
     def launch(self) -> None:
         """Start the next step, if there is one and room for it."""
+        self._applied = False
         while len(self.in_flight) < self.depth:
-            plan = self.scheduler.schedule()
+            plan = self.scheduler.plan()
             self.role.begin()
             if self.store is not None and self.scheduler.stash is not None:
                 self.store.submit(self.scheduler.stash.take_orders())
@@ -207,12 +209,11 @@ class EngineCore:
             # What peers asked for during the step comes first: it may want what the step computed.
             self.listen()
             self.send(self.scheduler.update(result))
+            self._applied = True
 
     def patience(self) -> float:
         """Seconds until there is something to do that nothing wakes us for."""
-        if self.in_flight and self.executor.wake_fd is None:
-            return 0.0
-        if len(self.in_flight) < self.depth and self.scheduler.can_schedule():
+        if self._applied or (self.in_flight and self.executor.wake_fd is None):
             return 0.0
         deadline = self.scheduler.next_deadline()
         wait = IDLE_WAIT_S if deadline is None else deadline - time.monotonic()

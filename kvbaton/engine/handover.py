@@ -9,14 +9,17 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 from kvbaton.connectors.keys import prompt_key
 from kvbaton.engine import request as requests
 from kvbaton.engine.block_pool import NULL_BLOCK
 from kvbaton.engine.kv_cache_manager import GroupSpec, Match
-from kvbaton.engine.roster import Roster
 from kvbaton.messages.engine import Output, TransferSpec
 from kvbaton.types import Attempt, BlockSpan, ChoiceStart, Spans
+
+if TYPE_CHECKING:
+    from kvbaton.engine.scheduler import Scheduler
 
 
 @dataclass(frozen=True)
@@ -52,11 +55,11 @@ class Handover:
         admitted: targets that the role has not seen yet.
     """
 
-    def __init__(self, roster: Roster, clock: Callable[[], float]) -> None:
+    def __init__(self, scheduler: Scheduler, clock: Callable[[], float]) -> None:
         self.reserved: dict[Attempt, Spans] = {}
         self.admitted: list[Admitted] = []
-        self._roster = roster
-        self._blocks = roster.blocks
+        self._scheduler = scheduler
+        self._blocks = scheduler.blocks
         self._clock = clock
 
     # --- target ---
@@ -64,10 +67,10 @@ class Handover:
     def reserve(self, sequence: requests.Sequence, match: Match) -> None:
         """Take blocks for all that the cache lacks, and let a source write them."""
         total = len(sequence.tokens)
-        self._roster.adopt(sequence, match)
+        self._scheduler.adopt(sequence, match)
         self._blocks.skip_unneeded(sequence.tables, total)
         spans = self._blocks.reserve(sequence.tables, total)
-        self._roster.load(sequence)
+        self._scheduler.load(sequence)
         self._admit(sequence.request, match.num_tokens, spans)
 
     def skip(self, sequence: requests.Sequence) -> None:
@@ -104,19 +107,19 @@ class Handover:
         self, request_id: str, choices: Sequence[ChoiceStart], cached_tokens: int
     ) -> list[Output]:
         """Everything is here and verified: go on with the tokens that the source sampled."""
-        sequence = self._roster.loading.get(request_id)
+        sequence = self._scheduler.loading.get(request_id)
         if sequence is None:
             return []
         request, total = sequence.request, len(sequence.tokens)
         if len(choices) != request.params.n:
             reason = f"the source sent {len(choices)} first tokens for n={request.params.n}"
             return self.load_failed(request_id, total, reason)
-        self._roster.totals.cached_at_source += cached_tokens
+        self._scheduler.totals.cached_at_source += cached_tokens
         if any(self._is_too_early(sequence, choice.token) for choice in choices):
             self._requeue(sequence, total)
             return []
         self._arrived(sequence, total)
-        self._roster.run(sequence)
+        self._scheduler.run(sequence)
         self._fork_all(sequence)
         return self._start(request, choices)
 
@@ -126,7 +129,7 @@ class Handover:
         A proxy that asks the source for one token can't tell it of `min_tokens`.
         """
         params = sequence.request.params
-        ends = () if params.ignore_eos else self._roster.config.eos_token_ids
+        ends = () if params.ignore_eos else self._scheduler.config.eos_token_ids
         is_end = token in params.stop_token_ids or token in ends
         return is_end and sequence.num_generated < params.min_tokens
 
@@ -137,13 +140,13 @@ class Handover:
         request.received = sequence.num_computed
         sequence.commit(self._blocks)
         request.transferred_tokens = sequence.num_computed - before
-        self._roster.totals.prompt_tokens["transferred"] += request.transferred_tokens
+        self._scheduler.totals.prompt_tokens["transferred"] += request.transferred_tokens
 
     def _fork_all(self, sequence: requests.Sequence) -> None:
         request = sequence.request
         for choice in range(1, request.params.n):
-            child = self._roster.new_sequence(request, choice, list(sequence.tokens))
-            self._roster.fork(sequence, child)
+            child = self._scheduler.new_sequence(request, choice, list(sequence.tokens))
+            self._scheduler.fork(sequence, child)
             child.parent = None  # The runner does not know it; the child comes with its tokens.
 
     def _start(self, request: requests.Request, choices: Sequence[ChoiceStart]) -> list[Output]:
@@ -152,9 +155,9 @@ class Handover:
             # The source was perhaps asked for one token only: its "length" is no limit of ours.
             told = choice.finish_reason == "stop"
             finish = (choice.finish_reason, choice.stop_reason) if told else None
-            outputs.append(self._roster.take(sequence, choice.token, choice.logprobs, finish))
+            outputs.append(self._scheduler.append(sequence, choice.token, choice.logprobs, finish))
         for sequence in [s for s in request.sequences if s.finish_reason is not None]:
-            self._roster.retire(sequence)
+            self._scheduler.retire(sequence)
         return outputs
 
     def load_failed(self, request_id: str, valid_through: int, reason: str) -> list[Output]:
@@ -163,20 +166,20 @@ class Handover:
         What was verified, in whole blocks, goes to the prefix cache; the request goes back to the
         queue as an ordinary one and gets fresh blocks for the rest when it is admitted.
         """
-        sequence = self._roster.loading.get(request_id)
+        sequence = self._scheduler.loading.get(request_id)
         if sequence is None:
             return []
-        self._roster.totals.load_failures += 1
-        if self._roster.config.kv_load_failure_policy == "fail":
+        self._scheduler.totals.load_failures += 1
+        if self._scheduler.config.kv_load_failure_policy == "fail":
             error = f"the KV cache could not be loaded: {reason}"
-            return self._roster.end(sequence.request, "error", error)
+            return self._scheduler.end(sequence.request, "error", error)
         self._requeue(sequence, min(valid_through, len(sequence.tokens)))
         return []
 
     def _requeue(self, sequence: requests.Sequence, valid: int) -> None:
         """Keep the whole blocks of `valid` tokens in the cache and queue for the rest."""
         self._arrived(sequence, valid - valid % self._blocks.alignment)
-        self._roster.requeue(sequence)
+        self._scheduler.requeue(sequence)
 
     def unquarantine(self, attempt: Attempt) -> None:
         """No write of an attempt can land any more: its blocks may be handed out again."""
@@ -188,14 +191,14 @@ class Handover:
 
     def computed(self, request_id: str) -> int | None:
         """Prompt tokens whose KV is final; None for a request that is not live."""
-        request = self._roster.requests.get(request_id)
+        request = self._scheduler.requests.get(request_id)
         if request is None:
             return None
         return min(request.sequences[0].num_computed, request.num_known)
 
     def spans(self, request_id: str, start: int, end: int) -> Spans:
         """Blocks that hold tokens [start, end) of a live request, per group."""
-        tables = self._roster.requests[request_id].sequences[0].tables
+        tables = self._scheduler.requests[request_id].sequences[0].tables
         return tuple(
             _span(group, table, start, end)
             for group, table in zip(self._blocks.groups, tables, strict=True)

@@ -6,6 +6,7 @@ import enum
 import struct
 from collections.abc import Collection, Iterable
 from dataclasses import dataclass, field
+from typing import Any
 
 from kvbaton.connectors.keys import Extra, block_keys
 from kvbaton.engine.kv_cache_manager import KVCacheManager, Tables
@@ -18,8 +19,8 @@ class State(enum.Enum):
 
     WAITING = "waiting"
     """In the queue, never ran; it holds no block."""
-    ASKING = "asking"
-    """Beside the queue: it waits for what a store says, or for what it loads for another one."""
+    PARKED = "parked"
+    """Beside the queue: it waits for a store's answer or load, or for an encoder output."""
     LOADING = "loading"
     """A hand-over or a store is filling its blocks."""
     RUNNING = "running"
@@ -185,6 +186,34 @@ class Request:
         """That of its first choice which is not over."""
         live = (sequence.state for sequence in self.sequences if not sequence.is_over)
         return next(live, State.FINISHED)
+
+    def take_prompt_logprobs(self) -> tuple[TokenLogprobs | None, ...] | None:
+        """All of them with the first output, if the whole prompt was computed here."""
+        reported, self.prompt_logprobs = self.prompt_logprobs, None
+        if reported is None or len(reported) != len(self.prompt) - 1:
+            return None
+        return (None, *reported)
+
+    def describe(self) -> dict[str, Any]:
+        """For the debugging dump."""
+        return {
+            "request_id": self.request_id,
+            "state": self.state.value,
+            "priority": self.priority,
+            "prompt": len(self.prompt),
+            "known": self.num_known,
+            "deadline": self.deadline,
+            "choices": [
+                {
+                    "choice": sequence.choice,
+                    "state": sequence.state.value,
+                    "tokens": len(sequence.tokens),
+                    "computed": sequence.num_computed,
+                    "blocks": [len(table) for table in sequence.tables],
+                }
+                for sequence in self.sequences
+            ],
+        }
 
     @property
     def reads_cache(self) -> bool:

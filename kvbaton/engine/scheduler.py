@@ -1,38 +1,69 @@
-"""Decides what the engine computes next: the scheduler, as the core loop and the roles see it.
+"""Decides what the engine computes next; holds the requests and moves them through their states.
 
 Sans-IO: requests and step results in, plans and outputs out, and an injected clock.
 
-- `validate.py` refuses what can never be served;
-- `roster.py` holds the requests and moves them through their states;
-- `admission.py` is the one rule by which a request gets its blocks;
-- `planner.py` makes the steps;
-- `handover.py` is the part that the prefill and decode roles use;
-- `stash.py` is the part that a store fills and is filled from;
-- `blocks.py` and `pool.py` account for every block; `ledger.py` audits them.
+A plan takes decoding sequences first, then running prompts, then who is admitted (`admission.py`).
+A sequence that needs a block when none is free takes those of the last in order of service, who is
+preempted and computes again later. Everybody whom a plan holds comes before its victims, so no plan
+loses a sequence that it already holds.
+
+A plan may be made while an earlier one is still in flight. A decoding sequence is then scheduled
+for the token that is being sampled, unless that one is known to be its last. Blocks that a victim
+gives up stay behind the fence of the step in flight, so the sequence that wanted them sits one step
+out.
 """
 
 from __future__ import annotations
 
+import heapq
+import itertools
 import time
-from collections import Counter
-from collections.abc import Callable, Iterable, Sequence
+from bisect import insort
+from collections import Counter, deque
+from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Sequence as SequenceOf
+from dataclasses import dataclass, field
 from typing import Any
 
-from kvbaton.engine import request as requests
+from kvbaton.engine.admission import Admission, Await, Fetch, Follow, Load, Reject, Run
+from kvbaton.engine.config import SchedulerConfig
 from kvbaton.engine.encoder.cache_manager import EncoderCacheManager
 from kvbaton.engine.handover import Admitted, Handover
-from kvbaton.engine.kv_cache_manager import KVCacheManager, Tables
-from kvbaton.engine.planner import Item, Planner
-from kvbaton.engine.request import Request
-from kvbaton.engine.roster import Roster, SchedulerConfig
+from kvbaton.engine.kv_cache_manager import KVCacheManager, Match, Tables
+from kvbaton.engine.request import Request, Sequence, State, finish_of
 from kvbaton.engine.step import Sampled, StepPlan, StepResult
+from kvbaton.engine.step_draft import InFlightStep, ScheduledSequence, StepDraft
 from kvbaton.engine.store_connector import StoreConnector, StoreConnectorConfig
 from kvbaton.engine.validate import validate_request
 from kvbaton.errors import RequestError
 from kvbaton.messages.engine import AddRequest, Output
-from kvbaton.types import Attempt, ChoiceStart, Spans
+from kvbaton.types import Attempt, ChoiceStart, Spans, TokenLogprobs, clip_text
 
 __all__ = ["Admitted", "Scheduler", "SchedulerConfig"]
+
+
+@dataclass
+class Totals:
+    """Monotonic totals.
+
+    Attributes:
+        received: requests taken.
+        finished: requests that are over, by finish reason of their last choice.
+        prompt_tokens: prompt tokens by source: ``computed``, ``local_cache``, ``transferred``,
+            ``store``.
+        cached_at_source: of the transferred ones, those that the source had in its cache.
+        generated: tokens put out.
+        preemptions: sequences whose blocks went to others.
+        load_failures: hand-overs and loads from a store that failed.
+    """
+
+    received: int = 0
+    finished: Counter[str] = field(default_factory=Counter)
+    prompt_tokens: Counter[str] = field(default_factory=Counter)
+    cached_at_source: int = 0
+    generated: int = 0
+    preemptions: int = 0
+    load_failures: int = 0
 
 
 class Scheduler:
@@ -47,7 +78,13 @@ class Scheduler:
 
     Attributes:
         blocks: all block pools.
-        roster: the live requests.
+        requests: live ones by id.
+        waiting: the queue, in order of service.
+        running: sequences with blocks, in order of service.
+        parked: sequences beside the queue that wait for a store or for an item.
+        loading: sequences whose blocks are being filled, by request id.
+        in_flight: plans handed out and not updated, oldest first.
+        totals: what happened so far.
         stash: decides what the store does; None without one.
         items: decides which encoder outputs are asked for and kept; None without an encoder.
         pinned: blocks that somebody else than requests and hand-overs refers to.
@@ -67,20 +104,30 @@ class Scheduler:
     ) -> None:
         self.config = config
         self.blocks = KVCacheManager(config.groups, enable_caching=config.enable_prefix_caching)
-        self.roster = Roster(config, self.blocks)
+        self.requests: dict[str, Request] = {}
+        self.waiting: list[Sequence] = []
+        self.running: list[Sequence] = []
+        self.parked: set[Sequence] = set()
+        self.loading: dict[str, Sequence] = {}
+        self.in_flight: deque[InFlightStep] = deque()
+        self.totals = Totals()
         self.on_progress = on_progress
         self.root_key = root_key
         self._clock = clock
-        self._handover = Handover(self.roster, clock)
-        self.stash = None if stash is None else StoreConnector(stash, self.roster, clock)
+        self._arrivals = itertools.count(1)
+        self._deadlines: list[tuple[float, int, Request]] = []
+        self._handles = itertools.count(1)
+        self._launched = 0
+        self._moves = 0
+        self._ended: list[int] = []  # handles that the runner has yet to forget
+        self._outbox: list[Output] = []  # made while a step was planned
+        self._handover = Handover(self, clock)
+        self.stash = None if stash is None else StoreConnector(stash, self, clock)
         self.items = (
-            None
-            if outputs is None
-            else EncoderCacheManager(self.roster, outputs.blocks, outputs.root_key)
+            None if outputs is None else EncoderCacheManager(self, outputs.blocks, outputs.root_key)
         )
         self.pinned: Callable[[], Iterable[Tables]] = tuple
-        self._planner = Planner(self.roster, self._handover, self.stash, self.items)
-        self._arrivals = 0
+        self._admission = Admission(self, self.stash, self.items)
 
     # --- requests ---
 
@@ -91,13 +138,15 @@ class Scheduler:
             RequestError: it can never be served here; names the field and the limit.
         """
         validate_request(request, self.config, self.blocks)
-        self._check_items(request)
+        if self.items is not None:
+            self.items.check(request)
+        elif request.items and not self.config.whole_prompts:
+            raise RequestError("this model takes text only", param="items")
         attempt = self._check_names(request)
         known = [*request.token_ids, *request.resume_ids]
         source = request.transfer is not None and request.transfer.role == "source"
         params = request.params
         limit = len(known) + 1 if source else len(request.token_ids) + params.max_tokens
-        self._arrivals += 1
         entered = Request(
             request_id=request.request_id,
             prompt=request.token_ids,
@@ -105,7 +154,7 @@ class Scheduler:
             params=params,
             limit=min(limit, self.config.max_model_len),
             priority=request.priority,
-            arrival=self._arrivals,
+            arrival=next(self._arrivals),
             deadline=self._clock() + request.deadline_s,
             root=self.root_key(request.cache_salt),
             source=source,
@@ -113,31 +162,29 @@ class Scheduler:
             spec=request,
             prompt_logprobs=None if params.prompt_logprobs is None else [],
         )
-        self.roster.enter(entered, known)
-        (sequence,) = entered.sequences
+        self.requests[entered.request_id] = entered
+        heapq.heappush(self._deadlines, (entered.deadline, entered.arrival, entered))
+        self.totals.received += 1
+        sequence = self.new_sequence(entered, 0, known)
+        entered.sequences.append(sequence)
+        self._wait(sequence, State.WAITING)
         if self.stash is not None and self.stash.ask(sequence):
-            self.roster.ask(sequence)
+            self.park(sequence)
         elif self.items is not None and attempt is None:
             # The last token is computed in any case, and may be one of an item.
             cached = min(self._cached(sequence), len(known) - 1) if entered.reads_cache else 0
             self.items.ask(sequence, cached)
 
-    def _check_items(self, request: AddRequest) -> None:
-        if self.items is not None:
-            self.items.check(request)
-        elif request.items and not self.config.whole_prompts:
-            raise RequestError("this model takes text only", param="items")
-
     def _check_names(self, request: AddRequest) -> Attempt | None:
         """Refuse names in use; returns the attempt that a target awaits."""
-        if request.request_id in self.roster.requests:
+        if request.request_id in self.requests:
             raise RequestError(
                 f"request id {request.request_id!r} is in use", param="request_id", status=409
             )
         attempt, transfer = None, request.transfer
         if transfer is not None and transfer.role == "target":
             attempt = Attempt(transfer.transfer_id, transfer.attempt)
-        awaited = {live.attempt for live in self.roster.requests.values()}
+        awaited = {live.attempt for live in self.requests.values()}
         if attempt is not None and (attempt in awaited or attempt in self._handover.reserved):
             raise RequestError(
                 f"transfer {attempt.transfer_id.hex()} attempt {attempt.number} is in use",
@@ -147,37 +194,41 @@ class Scheduler:
             )
         return attempt
 
-    def request(self, request_id: str) -> Request | None:
-        """A live request."""
-        return self.roster.requests.get(request_id)
-
     def is_cached(self, request_id: str) -> bool:
         """Whether the prefix cache holds all tokens of a live request, in whole blocks."""
-        (sequence, *_) = self.roster.requests[request_id].sequences
+        (sequence, *_) = self.requests[request_id].sequences
         return self._cached(sequence) == len(sequence.tokens)
 
-    def _cached(self, sequence: requests.Sequence) -> int:
+    def _cached(self, sequence: Sequence) -> int:
         """Tokens of the longest prefix in the prefix cache."""
         chains = [sequence.chain(group.block_size) for group in self.blocks.groups]
         return self.blocks.match(chains, len(sequence.tokens)).num_tokens
+
+    def sequences(self) -> Iterator[Sequence]:
+        """All sequences that may hold blocks."""
+        return (s for request in self.requests.values() for s in request.sequences)
+
+    def has_work(self) -> bool:
+        """Whether any request is live, any step in flight, or any output unsent."""
+        return bool(self.requests or self.in_flight or self._outbox)
 
     def abort(self, request_id: str, reason: str = "abort") -> list[Output]:
         """End a request now; unknown ids are ignored.
 
         Any reason but ``abort`` makes it an error with that text.
         """
-        request = self.roster.requests.get(request_id)
+        request = self.requests.get(request_id)
         if request is None:
             return []
         if reason == "abort":
-            return self.roster.end(request, "abort")
-        return self.roster.end(request, "error", reason)
+            return self.end(request, "abort")
+        return self.end(request, "error", reason)
 
     def end_failed(self) -> list[Output]:
         """End requests whose encoder outputs can't be had."""
         outputs: list[Output] = []
         for request, error in () if self.items is None else self.items.take_failed():
-            outputs += self.roster.end(request, "error", error)
+            outputs += self.end(request, "error", error)
         return outputs
 
     def expire(self, now: float) -> list[Output]:
@@ -185,91 +236,406 @@ class Scheduler:
         outputs = self._flush()
         if self.stash is not None:
             outputs += self.stash.expire(now)
-        for request in self.roster.due(now):
-            error = f"the request's deadline of {request.spec.deadline_s:g} s has passed"
-            outputs += self.roster.end(request, "error", error)
+        while self._deadlines and self._deadlines[0][0] <= now:
+            request = heapq.heappop(self._deadlines)[2]
+            if self._is_live(request):
+                error = f"the request's deadline of {request.spec.deadline_s:g} s has passed"
+                outputs += self.end(request, "error", error)
         return outputs
 
     def next_deadline(self) -> float | None:
         """When `expire` has something to do, on the clock given."""
-        if self.roster.outbox:
+        if self._outbox:
             return self._clock()
+        while self._deadlines and not self._is_live(self._deadlines[0][2]):
+            heapq.heappop(self._deadlines)
+        deadlines = [self._deadlines[0][0]] if self._deadlines else []
         stash = None if self.stash is None else self.stash.next_deadline()
-        deadlines = (self.roster.next_deadline(), stash)
-        return min((deadline for deadline in deadlines if deadline is not None), default=None)
+        return min([*deadlines, *(() if stash is None else (stash,))], default=None)
+
+    def _is_live(self, request: Request) -> bool:
+        return self.requests.get(request.request_id) is request
 
     def _flush(self) -> list[Output]:
-        outputs, self.roster.outbox = self.roster.outbox, []
+        outputs, self._outbox = self._outbox, []
         return outputs
 
-    # --- steps ---
+    # --- the queues ---
 
-    def has_work(self) -> bool:
-        """Whether any request is live, any step in flight, or any output unsent."""
-        return bool(self.roster.requests or self._planner.in_flight or self.roster.outbox)
+    def new_sequence(self, request: Request, choice: int, tokens: list[int]) -> Sequence:
+        """A choice without blocks."""
+        sequence = Sequence(request, choice, tokens, self.blocks.empty())
+        sequence.sent = [0] * len(sequence.tables)
+        sequence.committed = [0] * len(sequence.tables)
+        return sequence
 
-    def can_schedule(self) -> bool:
-        """Whether `schedule` would do something now."""
-        return self._planner.can_plan()
+    def _wait(self, sequence: Sequence, state: State) -> None:
+        """Put a sequence into the queue, where its priority and arrival belong."""
+        sequence.state = state
+        insort(self.waiting, sequence, key=lambda s: s.rank)
 
-    def schedule(self) -> StepPlan | None:
-        """Plan the next step; None if there is nothing to compute now.
+    def park(self, sequence: Sequence) -> None:
+        """From now on a sequence waits for a store or for an item, beside the queue."""
+        self._leave(sequence)
+        sequence.state = State.PARKED
+        self.parked.add(sequence)
+
+    def unpark(self, sequence: Sequence) -> None:
+        """Put a parked sequence back into the queue; others are left alone."""
+        if sequence.state is State.PARKED:
+            self._leave(sequence)
+            self._wait(sequence, State.WAITING)
+
+    def requeue(self, sequence: Sequence) -> None:
+        """Put a sequence that was loading back into the queue, without its blocks."""
+        self._leave(sequence)
+        sequence.clear(self.blocks)
+        self._wait(sequence, State.WAITING)
+
+    def run(self, sequence: Sequence) -> None:
+        """From now on a sequence takes part in steps."""
+        self._leave(sequence)
+        sequence.request.stored = range(0)
+        sequence.state = State.RUNNING
+        insort(self.running, sequence, key=lambda s: s.rank)
+
+    def load(self, sequence: Sequence) -> None:
+        """From now on a hand-over or a store fills a sequence's blocks."""
+        self._leave(sequence)
+        sequence.request.stored = range(0)
+        sequence.state = State.LOADING
+        self.loading[sequence.request.request_id] = sequence
+
+    def _leave(self, sequence: Sequence) -> None:
+        """Take a sequence out of the queue, or from those who run or load."""
+        self._moves += 1
+        match sequence.state:
+            case State.RUNNING:
+                self.running.remove(sequence)
+            case State.PARKED:
+                self.parked.remove(sequence)
+            case State.LOADING:
+                del self.loading[sequence.request.request_id]
+            case State.WAITING | State.PREEMPTED if sequence in self.waiting:
+                self.waiting.remove(sequence)
+
+    def adopt(self, sequence: Sequence, match: Match) -> None:
+        """Give a sequence the blocks of a cached prefix."""
+        request = sequence.request
+        sequence.tables = [list(table) for table in match.tables]
+        self.blocks.ref(sequence.tables)
+        sequence.num_computed = sequence.num_scheduled = match.num_tokens
+        sequence.committed = [match.num_tokens // group.block_size for group in self.blocks.groups]
+        if request.cached_tokens is None:
+            # Of a prompt that is cached to its end the last token is computed again.
+            known = len(sequence.tokens)
+            request.cached_tokens = min(match.num_tokens, len(request.prompt), known - 1)
+            self.totals.prompt_tokens["local_cache"] += request.cached_tokens
+
+    def fork(self, parent: Sequence, child: Sequence) -> None:
+        """Let a new choice run on the blocks of another whose prompt is scheduled to its end."""
+        child.tables = [list(table) for table in parent.tables]
+        self.blocks.ref(child.tables)
+        child.num_computed = child.num_scheduled = parent.num_scheduled
+        child.committed = [child.num_computed // group.block_size for group in self.blocks.groups]
+        child.chains = dict(parent.chains)
+        child.shares_tail, child.parent = True, parent
+        child.request.sequences.append(child)
+        self.run(child)
+
+    def preempt(self, sequence: Sequence) -> None:
+        """Give a running sequence's blocks to others; it goes on from its tokens later."""
+        self.totals.preemptions += 1
+        if sequence.request.prompt_logprobs:
+            sequence.request.prompt_logprobs.clear()  # the prompt will be computed again
+        self._part(sequence)
+        self._wait(sequence, State.PREEMPTED)
+
+    def _part(self, sequence: Sequence) -> None:
+        """Take a sequence from the runner and from its blocks."""
+        self._leave(sequence)
+        if sequence.handle is not None:
+            self._ended.append(sequence.handle)
+        sequence.handle = sequence.parent = None
+        sequence.sent = [0] * len(sequence.tables)
+        sequence.clear(self.blocks)
+        for sibling in sequence.request.sequences:
+            if sibling.parent is sequence:
+                sibling.parent = None
+
+    # --- tokens and ends ---
+
+    def append(
+        self,
+        sequence: Sequence,
+        token: int,
+        logprobs: TokenLogprobs | None,
+        finish: tuple[str | None, int | str | None] | None = None,
+    ) -> Output:
+        """Append a sampled token; `finish` overrides our own stop rules."""
+        request, index = sequence.request, sequence.num_generated
+        sequence.tokens.append(token)
+        self.totals.generated += 1
+        sequence.finish_reason, stop_reason = finish or finish_of(
+            sequence, token, eos=self.config.eos_token_ids
+        )
+        return Output(
+            request_id=request.request_id,
+            choice=sequence.choice,
+            index=index,
+            token_ids=(token,),
+            logprobs=None if logprobs is None else (logprobs,),
+            prompt_logprobs=request.take_prompt_logprobs(),
+            finish_reason=sequence.finish_reason,
+            stop_reason=stop_reason,
+            cached_tokens=request.cached_tokens or 0,
+            transferred_tokens=request.transferred_tokens,
+        )
+
+    def retire(self, sequence: Sequence) -> None:
+        """A sequence has its finish reason: give its blocks back."""
+        assert sequence.finish_reason is not None
+        self._part(sequence)
+        sequence.state = State.FINISHED
+        if self.items is not None:
+            self.items.retired(sequence)
+        request = sequence.request
+        if not sequence.unforked and request.state is State.FINISHED:
+            self.totals.finished[sequence.finish_reason] += 1
+            del self.requests[request.request_id]
+
+    def end(self, request: Request, reason: str, error: str | None = None) -> list[Output]:
+        """End all choices of a request, whatever state they are in."""
+        while request.sequences[0].unforked > 0:
+            known = request.sequences[0].tokens[: request.num_known]
+            choice = len(request.sequences)
+            request.sequences.append(self.new_sequence(request, choice, known))
+        live = [s for s in request.sequences if s.finish_reason is None]
+        return [self.end_choice(sequence, reason, error) for sequence in live]
+
+    def end_choice(self, sequence: Sequence, reason: str, error: str | None = None) -> Output:
+        """End one choice without a token."""
+        request, sequence.finish_reason = sequence.request, reason
+        output = Output(
+            request_id=request.request_id,
+            choice=sequence.choice,
+            index=sequence.num_generated,
+            finish_reason=reason,
+            error=None if error is None else clip_text(error),
+            cached_tokens=request.cached_tokens or 0,
+            transferred_tokens=request.transferred_tokens,
+        )
+        self.retire(sequence)
+        return output
+
+    def _reject(self, sequence: Sequence, error: str) -> None:
+        """End what can never fit; the outputs go out with the next ones."""
+        if sequence.unforked:
+            self._outbox += self.end(sequence.request, "error", error)
+        else:
+            self._outbox.append(self.end_choice(sequence, "error", error))
+
+    # --- plans ---
+
+    def plan(self) -> StepPlan | None:
+        """The next step; None if nothing can be computed until something else happens.
 
         May be called again while one earlier plan has not been updated.
         """
-        return self._planner.plan()
+        while True:
+            moves = self._moves
+            draft = StepDraft(
+                self._launched + 1,
+                self.config.max_num_batched_tokens,
+                self.config.max_num_seqs,
+                self.blocks,
+                self._handles,
+            )
+            self._fill(draft)
+            if draft.scheduled:
+                return self._seal(draft)
+            if self._moves == moves:
+                return None
+
+    def _fill(self, draft: StepDraft) -> None:
+        """One pass over those who run, then over those who wait."""
+        preemptions = self.totals.preemptions
+        if self.items is not None:
+            for sequence in self.running:
+                self.items.ask(sequence, sequence.num_scheduled)
+        running = [(self._remaining(sequence), sequence) for sequence in self.running]
+        for decoding in (True, False):
+            for remaining, sequence in running:
+                if remaining and (remaining == 1) == decoding:
+                    self._continue(draft, sequence, remaining)
+        if self.totals.preemptions == preemptions:
+            while self.waiting and self._admit(draft, self.waiting[0]):
+                pass
+
+    def _remaining(self, sequence: Sequence) -> int:
+        """Tokens that could be computed now; a sequence that only awaits its last one has none."""
+        if sequence.pending:
+            unknown = sequence.handle is None and sequence.parent is None
+            if unknown or sequence.is_ending:
+                return 0
+        return self._reach(sequence) - sequence.num_scheduled
+
+    def _reach(self, sequence: Sequence) -> int:
+        """How far it could be computed now: to its end, or to an item that is not here."""
+        if self.items is None or not sequence.request.spec.items:
+            return sequence.num_total
+        return min(sequence.num_total, self.items.ready_until(sequence, sequence.num_scheduled))
+
+    def _continue(self, draft: StepDraft, sequence: Sequence, remaining: int) -> None:
+        """Let a running sequence take part, if it still runs and there is room."""
+        count = min(remaining, draft.budget)
+        if sequence.state is not State.RUNNING or count < 1 or draft.room < 1:
+            return
+        if self._secure(draft, sequence, sequence.num_scheduled + count):
+            self._compute(draft, sequence, count)
+
+    def _secure(self, draft: StepDraft, sequence: Sequence, end: int) -> bool:
+        """Get the blocks that a sequence needs up to `end`; preempt others for it if need be."""
+        if not sequence.shares_tail and self.blocks.covers(sequence.tables, end):
+            return True
+        error = self.blocks.too_large(end)
+        if error is not None:
+            if not sequence.pending:  # else the token in flight may be its last
+                self._reject(sequence, error)
+            return False
+        copy_at = sequence.num_scheduled if sequence.shares_tail else None
+        need = self.blocks.need(sequence.tables, end, copy_at=copy_at)
+        while not self.blocks.fits(need):
+            last = self.running[-1]
+            if self.blocks.fits_soon(need) or last is self.running[0]:
+                return False  # Alone, it waits for blocks that transfers or steps still hold.
+            self.preempt(last)
+            if last is sequence:
+                return False
+        draft.extend(sequence, end)
+        return True
+
+    def _compute(self, draft: StepDraft, sequence: Sequence, count: int) -> None:
+        """Add a sequence that has its blocks to the plan."""
+        start, end = sequence.num_scheduled, sequence.num_scheduled + count
+        targets: list[Sequence] = []
+        if end == sequence.num_total:
+            # All choices yet to be forked get what it samples, too.
+            request = sequence.request
+            choices = range(len(request.sequences), request.params.n)
+            forks = (self.new_sequence(request, c, list(sequence.tokens)) for c in choices)
+            targets = [sequence, *forks]
+        rows = () if self.items is None else self.items.rows(sequence, start, end)
+        draft.compute(sequence, count, tuple(targets), rows)
+
+    def _admit(self, draft: StepDraft, sequence: Sequence) -> bool:
+        """Act on the first of the queue; False if it has to wait, and all others with it."""
+        match self._admission.decide(sequence):
+            case Reject(error):
+                self._reject(sequence, error)
+            case Load(match):
+                self._handover.reserve(sequence, match)
+            case Fetch(match) if self.stash is not None:
+                self.stash.load(sequence, match)
+            case Follow(match) if self.stash is not None:
+                self.stash.follow(sequence, match)
+            case Await(start) if self.items is not None:
+                self.items.wait(sequence, start)
+            case Run(match) if draft.room > 0 and self._has_budget(draft, sequence, match):
+                self._start(draft, sequence, match)
+            case _:
+                return False
+        return True
+
+    def _has_budget(self, draft: StepDraft, sequence: Sequence, match: Match) -> bool:
+        """Whether a step may take a sequence's next tokens; of whole prompts, all of them."""
+        if not self.config.whole_prompts:
+            return draft.budget > 0
+        missing = max(1, len(sequence.tokens) - match.num_tokens)
+        return missing <= draft.budget or not draft.scheduled
+
+    def _start(self, draft: StepDraft, sequence: Sequence, match: Match) -> None:
+        """Give a sequence its blocks and its first step."""
+        total = len(sequence.tokens)
+        self._handover.skip(sequence)
+        self.adopt(sequence, match)
+        if match.num_tokens == total:
+            sequence.num_computed = sequence.num_scheduled = total - 1
+            sequence.shares_tail = True
+        draft.extend(sequence, total)
+        self.run(sequence)
+        missing = self._reach(sequence) - sequence.num_scheduled
+        whole = self.config.whole_prompts
+        self._compute(draft, sequence, missing if whole else min(missing, draft.budget))
+
+    def _seal(self, draft: StepDraft) -> StepPlan:
+        """Hand the plan out."""
+        for sequence in self.running:
+            if sequence.parent is not None and sequence.parent.handle is not None:
+                draft.introduce(sequence)  # A parent's copy is made before it moves on.
+        self._launched = draft.number
+        self.blocks.launch(draft.number)
+        for g, source in draft.sources:
+            self.blocks.pools[g].deref([source])
+        ended, self._ended = tuple(self._ended), []
+        self.in_flight.append(InFlightStep(draft.number, tuple(draft.scheduled)))
+        for scheduled in draft.scheduled:
+            for target in scheduled.targets:
+                target.pending += 1
+            for child in scheduled.targets[1:]:
+                self.fork(scheduled.sequence, child)
+        return draft.plan(ended)
+
+    # --- results ---
 
     def update(self, result: StepResult) -> list[Output]:
         """Apply what the oldest step in flight has computed and sampled."""
-        flight = self._planner.in_flight.popleft()
-        assert flight.number == result.number, f"step {result.number} is not the oldest in flight"
+        step = self.in_flight.popleft()
+        assert step.number == result.number, f"step {result.number} is not the oldest in flight"
         sampled = {sample.handle: sample for sample in result.sampled}
         outputs = self._flush()
-        for item in flight.items:
-            outputs += self._apply(item, sampled.get(item.handle))
-        self.blocks.settle(flight.number)
+        for scheduled in step.scheduled:
+            outputs += self._apply(scheduled, sampled.get(scheduled.handle))
+        self.blocks.settle(step.number)
         return outputs
 
-    def _apply(self, item: Item, sampled: Sampled | None) -> list[Output]:
+    def _apply(self, scheduled: ScheduledSequence, sampled: Sampled | None) -> list[Output]:
         """One sequence's part of a step. Of a preempted one only the sampled tokens count."""
+        sequence = scheduled.sequence
         if sampled is not None and sampled.error is not None:
-            return self._failed(item, sampled.error)
-        live = item.sequence.handle == item.handle
+            for target in scheduled.targets:
+                target.pending -= 1
+            return self.end(sequence.request, "error", sampled.error)
+        live = sequence.handle == scheduled.handle
         if live:
-            self._computed(item, sampled)
-        outputs = self._append(item, sampled) if item.targets else []
-        if live and item.sequence.request.source and self.on_progress is not None:
-            self.on_progress(item.sequence.request)
-        for sequence in item.targets:
-            if sequence.finish_reason is not None and not sequence.is_over:
-                self.roster.retire(sequence)
+            self._computed(scheduled, sampled)
+        outputs = self._sampled(scheduled, sampled) if scheduled.targets else []
+        if live and sequence.request.source and self.on_progress is not None:
+            self.on_progress(sequence.request)
+        for target in scheduled.targets:
+            if target.finish_reason is not None and not target.is_over:
+                self.retire(target)
         return outputs
 
-    def _failed(self, item: Item, error: str) -> list[Output]:
-        """What a step could not compute ends its request."""
-        for sequence in item.targets:
-            sequence.pending -= 1
-        return self.roster.end(item.sequence.request, "error", error)
-
-    def _computed(self, item: Item, sampled: Sampled | None) -> None:
-        sequence, request = item.sequence, item.sequence.request
-        sequence.num_computed = item.end
+    def _computed(self, scheduled: ScheduledSequence, sampled: Sampled | None) -> None:
+        sequence, request = scheduled.sequence, scheduled.sequence.request
+        sequence.num_computed = scheduled.end
         sequence.commit(self.blocks)
         if self.items is not None:
             self.items.computed(sequence)
-        of_prompt = min(item.end, len(request.prompt)) - item.start
-        self.roster.totals.prompt_tokens["computed"] += max(0, of_prompt)
+        of_prompt = min(scheduled.end, len(request.prompt)) - scheduled.start
+        self.totals.prompt_tokens["computed"] += max(0, of_prompt)
         if request.prompt_logprobs is not None and sampled is not None:
             request.prompt_logprobs += sampled.prompt_logprobs or ()
 
-    def _append(self, item: Item, sampled: Sampled | None) -> list[Output]:
-        assert sampled is not None, f"the ranks sampled nothing for handle {item.handle}"
+    def _sampled(self, scheduled: ScheduledSequence, sampled: Sampled | None) -> list[Output]:
+        assert sampled is not None, f"the ranks sampled nothing for handle {scheduled.handle}"
         outputs = []
-        for i, sequence in enumerate(item.targets):
+        for i, sequence in enumerate(scheduled.targets):
             sequence.pending -= 1
             if sequence.finish_reason is None:
                 logprobs = sampled.logprobs[i] if sampled.logprobs else None
-                outputs.append(self.roster.take(sequence, sampled.token_ids[i], logprobs))
+                outputs.append(self.append(sequence, sampled.token_ids[i], logprobs))
         return outputs
 
     def reset_prefix_cache(self) -> int:
@@ -288,12 +654,12 @@ class Scheduler:
         admitted, self._handover.admitted = self._handover.admitted, []
         return admitted
 
-    def untaken(self) -> Sequence[Admitted]:
+    def untaken(self) -> SequenceOf[Admitted]:
         """Targets that `take_admitted` has yet to hand over."""
         return tuple(self._handover.admitted)
 
     def loaded(
-        self, request_id: str, choices: Sequence[ChoiceStart], cached_tokens: int
+        self, request_id: str, choices: SequenceOf[ChoiceStart], cached_tokens: int
     ) -> list[Output]:
         """A target's KV is here and verified: emit the source's first tokens and go on from them.
 
@@ -320,15 +686,7 @@ class Scheduler:
         """Blocks that hold tokens [start, end) of a live request, per group."""
         return self._handover.spans(request_id, start, end)
 
-    def hold_outgoing(self, spans: Spans) -> None:
-        """Keep blocks as they are: a transfer may read them."""
-        self.blocks.hold_outgoing(spans)
-
-    def release_outgoing(self, spans: Spans) -> None:
-        """Undo one `hold_outgoing`."""
-        self.blocks.release_outgoing(spans)
-
-    def evict(self, spans: Spans, bad: Sequence[tuple[int, int]]) -> None:
+    def evict(self, spans: Spans, bad: SequenceOf[tuple[int, int]]) -> None:
         """Take blocks that hold tokens of the ranges `bad` out of the prefix cache."""
         self._handover.evict(spans, bad)
 
@@ -336,7 +694,7 @@ class Scheduler:
 
     def counters(self) -> dict[str, float]:
         """Monotonic totals by Prometheus name."""
-        totals = self.roster.totals
+        totals = self.totals
         return {
             "kvbaton_requests_received_total": float(totals.received),
             **_labelled("kvbaton_requests_finished_total", "reason", totals.finished.items()),
@@ -352,9 +710,9 @@ class Scheduler:
     def gauges(self) -> dict[str, float]:
         """Values now by Prometheus name."""
         values = {
-            "kvbaton_sequences_waiting": float(len(self.roster.waiting) + len(self.roster.asking)),
-            "kvbaton_sequences_running": float(len(self.roster.running)),
-            "kvbaton_sequences_loading": float(len(self.roster.loading)),
+            "kvbaton_sequences_waiting": float(len(self.waiting) + len(self.parked)),
+            "kvbaton_sequences_running": float(len(self.running)),
+            "kvbaton_sequences_loading": float(len(self.loading)),
         }
         for g in range(len(self.blocks.groups)):
             for owner, count in self.blocks.owners(g).items():
@@ -363,36 +721,15 @@ class Scheduler:
 
     def state(self) -> dict[str, Any]:
         """All that a person who looks for a fault wants to see."""
-        owners: list[Counter[str]] = [self.blocks.owners(g) for g in range(len(self.blocks.groups))]
+        owners = [self.blocks.owners(g) for g in range(len(self.blocks.groups))]
         return {
             "blocks": [dict(counts) for counts in owners],
-            "steps_in_flight": [flight.number for flight in self._planner.in_flight],
+            "steps_in_flight": [step.number for step in self.in_flight],
             "reserved": [f"{a.transfer_id.hex()}/{a.number}" for a in self._handover.reserved],
             "stash": None if self.stash is None else self.stash.state(),
-            "requests": [_describe(request) for request in self.roster.requests.values()],
+            "requests": [request.describe() for request in self.requests.values()],
         }
 
 
 def _labelled(name: str, label: str, counts: Iterable[tuple[str, int]]) -> dict[str, float]:
     return {f'{name}{{{label}="{value}"}}': float(count) for value, count in counts}
-
-
-def _describe(request: Request) -> dict[str, Any]:
-    return {
-        "request_id": request.request_id,
-        "state": request.state.value,
-        "priority": request.priority,
-        "prompt": len(request.prompt),
-        "known": request.num_known,
-        "deadline": request.deadline,
-        "choices": [
-            {
-                "choice": sequence.choice,
-                "state": sequence.state.value,
-                "tokens": len(sequence.tokens),
-                "computed": sequence.num_computed,
-                "blocks": [len(table) for table in sequence.tables],
-            }
-            for sequence in request.sequences
-        ],
-    }

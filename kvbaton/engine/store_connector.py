@@ -10,7 +10,7 @@ without it, but the blocks stay incoming until the store is done with them.
 Blocks that enter the prefix cache are saved: held *outgoing*, a few batches at a time. A store that
 is too slow loses saves, never a step.
 
-`stash_thread.py` carries the orders out (`stash_orders.py`).
+`store_worker.py` carries the orders out (`store_requests.py`).
 """
 
 from __future__ import annotations
@@ -19,13 +19,12 @@ import itertools
 from collections import Counter, OrderedDict, deque
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from kvbaton.connectors.layout import GroupKind
 from kvbaton.connectors.objects import HEADER_BYTES, ObjectForm
 from kvbaton.engine.kv_cache_manager import Match
 from kvbaton.engine.request import Request, Sequence, State
-from kvbaton.engine.roster import Roster
 from kvbaton.engine.store_requests import (
     Answer,
     CancelLoad,
@@ -43,6 +42,9 @@ from kvbaton.engine.store_requests import (
 from kvbaton.errors import ConfigError
 from kvbaton.messages.engine import Output
 from kvbaton.types import BlockSpan, Spans
+
+if TYPE_CHECKING:
+    from kvbaton.engine.scheduler import Scheduler
 
 BATCH_BLOCKS = 64
 """Saved with one call."""
@@ -106,7 +108,7 @@ class StoreConnector:
 
     Args:
         config: its settings.
-        roster: the live requests.
+        scheduler: has the live requests.
         clock: monotonic seconds.
 
     Attributes:
@@ -117,11 +119,11 @@ class StoreConnector:
     """
 
     def __init__(
-        self, config: StoreConnectorConfig, roster: Roster, clock: Callable[[], float]
+        self, config: StoreConnectorConfig, scheduler: Scheduler, clock: Callable[[], float]
     ) -> None:
         self._config = config
-        self._roster = roster
-        self._blocks = roster.blocks
+        self._scheduler = scheduler
+        self._blocks = scheduler.blocks
         self._clock = clock
         if any(group.kind is not GroupKind.FULL for group in self._blocks.groups):
             raise ConfigError("--store", "only models with full attention can use a store")
@@ -177,7 +179,7 @@ class StoreConnector:
 
     def _looked_up(self, answer: LookedUp) -> list[Output]:
         ask = self._asks.pop(answer.ticket, None)
-        if ask is None or ask.sequence.state is not State.ASKING:
+        if ask is None or ask.sequence.state is not State.PARKED:
             self._orders.append(ReleasePins(answer.pins))
             return []
         if answer.error is not None:
@@ -189,7 +191,7 @@ class StoreConnector:
         request.stored = range(ask.start, end)
         if answer.pins:
             self._pins.append((request, answer.pins))
-        self._roster.wait_again(ask.sequence)
+        self._scheduler.unpark(ask.sequence)
         return []
 
     def _end_of(self, ask: _Ask, present: tuple[bool, ...]) -> int:
@@ -205,8 +207,7 @@ class StoreConnector:
         """The request goes on without the store, and so do others for a while."""
         self._counts[f"lookups {outcome}"] += 1
         self._ask_from = self._clock() + PAUSE_S
-        if ask.sequence.state is State.ASKING:
-            self._roster.wait_again(ask.sequence)
+        self._scheduler.unpark(ask.sequence)
 
     def _note_known(self, found: Iterable[tuple[bytes, bool]]) -> None:
         for key, present in found:
@@ -237,15 +238,15 @@ class StoreConnector:
 
     def follow(self, sequence: Sequence, match: Match) -> None:
         """Let a sequence wait, outside of the queue, for a load of another one."""
-        self._roster.ask(sequence)
+        self._scheduler.park(sequence)
         self._loading[self._next_key(sequence, match)].followers.append(sequence)
 
     def load(self, sequence: Sequence, match: Match) -> None:
         """Take blocks for what the store has beyond a local prefix, and have them filled."""
         request, start, end = sequence.request, match.num_tokens, sequence.request.stored.stop
-        self._roster.adopt(sequence, match)
+        self._scheduler.adopt(sequence, match)
         spans = self._blocks.reserve(sequence.tables, end)
-        self._roster.load(sequence)
+        self._scheduler.load(sequence)
         parts = self._parts(sequence, start, end)
         deadline = min(request.deadline, self._clock() + self._config.load_timeout_s)
         load = _Load(sequence, start, end, spans, parts, deadline)
@@ -296,15 +297,14 @@ class StoreConnector:
                 if failed and (part.first + i) * self._blocks.groups[0].block_size >= valid:
                     self._bad[key] = self._clock() + RETRY_S
         for follower in load.followers:
-            if follower.state is State.ASKING:
-                self._roster.wait_again(follower)
-        if self._roster.loading.get(load.sequence.request.request_id) is not load.sequence:
+            self._scheduler.unpark(follower)
+        if self._scheduler.loading.get(load.sequence.request.request_id) is not load.sequence:
             return []  # it was aborted
         if failed:
-            self._roster.totals.load_failures += 1
-            if self._roster.config.kv_load_failure_policy == "fail":
+            self._scheduler.totals.load_failures += 1
+            if self._scheduler.config.kv_load_failure_policy == "fail":
                 error = f"the KV cache could not be loaded from the store: {reason}"
-                return self._roster.end(load.sequence.request, "error", error)
+                return self._scheduler.end(load.sequence.request, "error", error)
         self._use(load, valid)
         return []
 
@@ -317,8 +317,8 @@ class StoreConnector:
         usable = min(valid, len(request.prompt), len(sequence.tokens) - 1)
         gained = max(0, usable - request.cached_tokens)
         request.cached_tokens += gained
-        self._roster.totals.prompt_tokens["store"] += gained
-        self._roster.requeue(sequence)
+        self._scheduler.totals.prompt_tokens["store"] += gained
+        self._scheduler.requeue(sequence)
 
     # --- saves ---
 
@@ -400,7 +400,7 @@ class StoreConnector:
             self._give_up_asking(self._asks.pop(ticket), "late")
         outputs = []
         for ticket, load in self._loads.items():
-            wanted = self._roster.loading.get(load.sequence.request.request_id) is load.sequence
+            wanted = self._scheduler.loading.get(load.sequence.request.request_id) is load.sequence
             if load.over or (wanted and load.deadline > now):
                 continue
             self._counts["loads late" if wanted else "loads cancelled"] += 1
@@ -416,7 +416,7 @@ class StoreConnector:
         loading = {load.sequence.request.request_id for load in self._loads.values()}
         kept = []
         for request, pins in self._pins:
-            is_live = self._roster.requests.get(request.request_id) is request
+            is_live = self._scheduler.requests.get(request.request_id) is request
             if (is_live and request.stored) or request.request_id in loading:
                 kept.append((request, pins))
             else:

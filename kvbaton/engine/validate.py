@@ -13,8 +13,8 @@ from kvbaton.errors import RequestError
 from kvbaton.messages.engine import AddRequest, SamplingParams, TransferSpec
 
 if TYPE_CHECKING:
+    from kvbaton.engine.config import SchedulerConfig
     from kvbaton.engine.kv_cache_manager import KVCacheManager
-    from kvbaton.engine.roster import SchedulerConfig
 
 INT32 = 2**31 - 1
 MAX_IDS = 1024

@@ -258,7 +258,7 @@ class SourceConnector:
     def _report(self, source: _Source, end: int) -> None:
         start, source.reported = source.reported, end
         spans = self.scheduler.spans(source.request_id, start, end)
-        self.scheduler.hold_outgoing(spans)
+        self.scheduler.blocks.hold_outgoing(spans)
         source.held.append(spans)
         sums = tuple(self._sums(group, spans, start, end) for group in range(len(spans)))
         self.transfers.submit(BlocksReport(source.attempt, start, end, spans, sums))
@@ -296,7 +296,7 @@ class SourceConnector:
         source.start = source.reported = action.start
         source.forget_at = None
         if source.running:
-            request = self.scheduler.request(source.request_id)
+            request = self.scheduler.requests.get(source.request_id)
             if request is not None:
                 self.progressed(request)
             return
@@ -323,7 +323,7 @@ class SourceConnector:
         # A run made for a late reservation has its first tokens before it is over.
         self._end_run(source)
         for spans in source.held:
-            self.scheduler.release_outgoing(spans)
+            self.scheduler.blocks.release_outgoing(spans)
 
     def _stop(self, action: StopSource) -> None:
         source = self._sources.get(action.attempt)

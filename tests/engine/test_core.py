@@ -94,7 +94,7 @@ def lose_reference(core: EngineCore) -> Callable[[], None]:
 def lose_outgoing_hold(core: EngineCore) -> Callable[[], None]:
     """As a transfer that ends and forgets what it read."""
     pool = core.scheduler.blocks.pools[0]
-    (block, *_) = core.scheduler.roster.requests["r"].sequences[0].tables[0]
+    (block, *_) = core.scheduler.requests["r"].sequences[0].tables[0]
     pool.hold_outgoing([block])
     return lambda: pool.release_outgoing([block])
 
@@ -102,7 +102,7 @@ def lose_outgoing_hold(core: EngineCore) -> Callable[[], None]:
 def lose_incoming_mark(core: EngineCore) -> Callable[[], None]:
     """As a reservation that nobody remembers."""
     pool = core.scheduler.blocks.pools[0]
-    (*_, block) = core.scheduler.roster.requests["r"].sequences[0].tables[0]
+    (*_, block) = core.scheduler.requests["r"].sequences[0].tables[0]
     pool.hold_incoming([block])
     return lambda: pool.release_incoming([block])
 

@@ -426,7 +426,7 @@ def test_steps_take_whole_items_as_far_as_they_go(
     for number, item in enumerate((items[1], items[2], items[0])):
         node.core.add(request_for(item, f"r{number}"))
     plans = []
-    while (plan := node.core.scheduler.schedule()) is not None:
+    while (plan := node.core.scheduler.plan()) is not None:
         plans.append([step.count for step in plan.steps])
         node.core.send(node.core.scheduler.update(node.core.executor.launch(plan).result()))
     assert plans == [[64, 32], [64]]

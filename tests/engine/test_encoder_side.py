@@ -325,7 +325,7 @@ def test_the_loop_does_not_sleep_over_what_the_encoder_shall_do(
     prompt = prompt_of(folder, pictures, SMALL, 6)
     node.add("r", prompt)
     node.core.launch()
-    assert node.core.scheduler.roster.asking, "it waits for the image at its very start"
+    assert node.core.scheduler.parked, "it waits for the image at its very start"
     assert node.core.patience() == 0.0
     node.core.listen()
     assert node.core.patience() > 0.0, "the encoder works, and wakes the loop when it is done"

@@ -144,7 +144,7 @@ class ToyRole(SoloRole):
             return []
         admitted = self.pending.popleft()
         attempt = Attempt(admitted.transfer.transfer_id, admitted.transfer.attempt)
-        request, outputs = self.scheduler.request(admitted.request_id), list[Output]()
+        request, outputs = self.scheduler.requests.get(admitted.request_id), list[Output]()
         if request is not None and admitted.request_id not in self.cancelled:
             if attempt.transfer_id in self.lost:
                 outputs = self.scheduler.load_failed(admitted.request_id, 0, "lost")
@@ -219,19 +219,15 @@ class House(Loop):
         assert self.side.core.imbalance() == 0
 
     def launch(self) -> bool:
-        could = self.scheduler.can_schedule()
         done = super().launch()
-        assert could or not done, "the loop would have slept over it"
         if done:
             self.reading.append(self.rows_of(self.plans[-1]))
             self.check_rows()
-        else:
-            assert not self.scheduler.can_schedule(), "the loop would turn for nothing"
         return done
 
     def rows_of(self, plan: StepPlan) -> list[tuple[bytes, ItemRows]]:
         """What a step reads of the encoder cache; it is all that it must."""
-        of_handle = {s.handle: s.request.spec.items for s in self.scheduler.roster.sequences()}
+        of_handle = {s.handle: s.request.spec.items for s in self.scheduler.sequences()}
         found = []
         for step in plan.steps:
             end = step.start + step.count
@@ -344,7 +340,7 @@ def test_everybody_ends_with_the_right_rows(data: st.DataObject) -> None:
             house.emit(house.scheduler.abort(request.request_id))
             aborted.add(request.request_id)
     house.run()
-    event(f"preemptions: {house.scheduler.roster.totals.preemptions > 0}")
+    event(f"preemptions: {house.scheduler.totals.preemptions > 0}")
     for request in requests:
         for choice in range(request.params.n):
             house.check_stream(request.request_id, choice)
@@ -457,10 +453,9 @@ def test_an_abort_stops_what_nobody_else_wants(house: House) -> None:
 def test_both_choices_wait_for_what_both_lack() -> None:
     house = House(2, ToyEncoder(delays=(6,)), num_blocks=200)
     house.add(prompt("0", (1, 33), 3, n=2, max_tokens=30))
-    house.run_until(lambda: len(house.scheduler.roster.running) == 2)
-    roster = house.scheduler.roster
-    for sequence in list(roster.running):
-        roster.preempt(sequence)
+    house.run_until(lambda: len(house.scheduler.running) == 2)
+    for sequence in list(house.scheduler.running):
+        house.scheduler.preempt(sequence)
     house.side.core.reset_prefix_cache()
     house.scheduler.reset_prefix_cache()
     house.run()
@@ -476,7 +471,7 @@ def test_what_a_step_reads_stays_although_its_sequence_lost_its_blocks() -> None
     while not (house.reading and house.reading[-1]):
         house.turn()
         house.launch()
-    house.scheduler.roster.preempt(house.scheduler.roster.running[-1])
+    house.scheduler.preempt(house.scheduler.running[-1])
     house.add(prompt("1", (3, 40), 3, priority=-1))
     for _ in range(4):
         house.turn()

@@ -30,7 +30,7 @@ def leak_reference(loop: Loop) -> None:
 
 
 def lose_reference(loop: Loop) -> None:
-    loop.scheduler.roster.running[0].tables[0].pop()
+    loop.scheduler.running[0].tables[0].pop()
 
 
 def forget_mark(loop: Loop) -> None:
@@ -38,7 +38,7 @@ def forget_mark(loop: Loop) -> None:
 
 
 def leak_hold(loop: Loop) -> None:
-    loop.scheduler.hold_outgoing(loop.scheduler.spans("runs", 0, 4))
+    loop.scheduler.blocks.hold_outgoing(loop.scheduler.spans("runs", 0, 4))
 
 
 def free_twice(loop: Loop) -> None:
@@ -47,7 +47,7 @@ def free_twice(loop: Loop) -> None:
 
 
 def free_in_use(loop: Loop) -> None:
-    block = loop.scheduler.roster.running[0].tables[0][0]
+    block = loop.scheduler.running[0].tables[0][0]
     loop.scheduler.blocks.pools[0]._free.append(block)
 
 
@@ -98,7 +98,7 @@ def test_marks_without_a_live_transfer_are_found():
 def test_what_the_role_has_not_taken_yet_counts_as_live():
     loop = Loop()
     loop.add(ask("a", list(range(9)), transfer=target(1)))
-    loop.scheduler.schedule()
+    loop.scheduler.plan()
     assert not any(audit(loop.scheduler).values())
     loop.scheduler.take_admitted()
     assert audit(loop.scheduler)["incoming"] == 3

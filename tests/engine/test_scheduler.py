@@ -289,7 +289,7 @@ def test_admission_leaves_running_requests_their_next_block():
     loop.step()
     assert [o.request_id for o in loop.outputs] == ["a"]
     loop.run()
-    assert loop.scheduler.roster.totals.preemptions == 0
+    assert loop.scheduler.totals.preemptions == 0
 
 
 @pytest.mark.parametrize("depth", [1, 2])
@@ -298,7 +298,7 @@ def test_growth_preempts_the_last_in_order_and_it_goes_on_later(depth: int):
     loop.add(ask("late", prompt(7), priority=1, max_tokens=12, ignore_eos=True))
     loop.add(ask("first", prompt(7, 2), priority=0, max_tokens=14, ignore_eos=True))
     loop.run()
-    assert loop.scheduler.roster.totals.preemptions > 0
+    assert loop.scheduler.totals.preemptions > 0
     ends = [o.request_id for o in loop.outputs if o.finish_reason]
     assert ends == ["first", "late"]
     for name in ("first", "late"):
@@ -351,7 +351,7 @@ def test_choices_are_preempted_one_by_one(depth: int):
     loop = Loop((GroupSpec(block_size=4, num_blocks=7),), depth=depth)
     loop.add(ask("a", prompt(7), n=3, max_tokens=12, ignore_eos=True))
     loop.run()
-    assert loop.scheduler.roster.totals.preemptions > 0
+    assert loop.scheduler.totals.preemptions > 0
     for choice in range(3):
         loop.check_stream("a", choice)
     loop.check_empty()

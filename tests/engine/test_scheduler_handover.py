@@ -67,7 +67,7 @@ def test_a_target_computes_no_prompt_token(depth: int, length: int, groups: tupl
     assert (admitted.num_tokens, admitted.cached_tokens, admitted.full_hit) == (length, 0, False)
     assert admitted.deadline_s == 9.0
     assert not loop.plans
-    assert not loop.scheduler.can_schedule()
+    assert loop.scheduler.plan() is None
     deliver(loop, admitted)
     assert loop.outputs[0].index == 0
     assert loop.outputs[0].transferred_tokens == length
@@ -239,7 +239,7 @@ def test_recompute_keeps_what_was_verified_and_takes_fresh_blocks(depth: int, va
     loop.ranks.receive(admitted.spans, prompt(11), valid)
     assert loop.emit(loop.scheduler.load_failed("a", valid, "lost")) == []
     loop.step()
-    (row,) = loop.scheduler.roster.sequences()
+    (row,) = loop.scheduler.sequences()
     reserved = [block for _, block in sorted(blocks_of(admitted.spans))]
     kept = valid // 4
     assert row.tables[0][:kept] == reserved[:kept]
@@ -269,7 +269,7 @@ def test_quarantined_blocks_are_absent_until_unquarantine():
     loop.check()
     loop.step()
     assert not loop.plans
-    assert not loop.scheduler.can_schedule()
+    assert loop.scheduler.plan() is None
     assert loop.scheduler.blocks.owners(0)["incoming"] == 3
     loop.ranks.scribble(admitted.spans)
     loop.scheduler.unquarantine(attempt_of(admitted))
@@ -339,13 +339,13 @@ class Reporter:
         start = reports[-1][1] if reports else 0
         if end > start:
             spans = scheduler.spans(name, start, end)
-            scheduler.hold_outgoing(spans)
+            scheduler.blocks.hold_outgoing(spans)
             self.loop.outgoing.append(spans)
             reports.append((start, end, spans))
 
     def release(self, name: str) -> None:
         for _, _, spans in self.reports.pop(name, []):
-            self.loop.scheduler.release_outgoing(spans)
+            self.loop.scheduler.blocks.release_outgoing(spans)
             self.loop.outgoing.remove(spans)
 
     def sent(self, name: str) -> dict[int, int]:
@@ -494,7 +494,7 @@ class Storm:
         self.loop.add(ask(f"r{self.number}", tokens, transfer=role, **fields))
 
     def loading(self) -> Admitted | None:
-        live = self.loop.scheduler.roster.loading
+        live = self.loop.scheduler.loading
         found = [a for a in self.loop.admitted if a.request_id in live]
         return self.random.choice(found) if found else None
 
@@ -523,7 +523,7 @@ class Storm:
             self.loop.check()
 
     def _loading(self) -> set[str]:
-        return set(self.loop.scheduler.roster.loading)
+        return set(self.loop.scheduler.loading)
 
     def spoil(self, attempt: Attempt) -> None:
         """Spoil what no request uses: a write that comes after the target gave up."""

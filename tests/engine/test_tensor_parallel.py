@@ -61,7 +61,7 @@ class Served:
                 AddRequest(request_id=str(number), token_ids=tuple(prompt), params=params)
             )
         while self.scheduler.has_work():
-            plan = self.scheduler.schedule()
+            plan = self.scheduler.plan()
             assert plan is not None
             for output in self.scheduler.update(self.executor.launch(plan).result()):
                 found.setdefault(f"{output.request_id}/{output.choice}", []).append(output)

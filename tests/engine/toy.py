@@ -255,10 +255,11 @@ class Loop:
         return outputs
 
     def launch(self) -> bool:
-        plan = self.scheduler.schedule()
+        plan = self.scheduler.plan()
         self.take()
         self.check()
         if plan is None:
+            assert self.scheduler.plan() is None, "the loop would sleep over it"
             return False
         assert plan.steps
         assert len(plan.steps) <= self.config.max_num_seqs
@@ -301,7 +302,6 @@ class Loop:
         for _ in range(limit):
             if not self.scheduler.has_work():
                 return
-            assert self.in_flight or self.scheduler.can_schedule() or self.scheduler.roster.outbox
             self.step()
         raise AssertionError(f"still at work after {limit} steps: {self.scheduler.state()}")
 
@@ -331,7 +331,7 @@ class Loop:
 
     def check_immutable(self, plan: StepPlan) -> None:
         """No step writes a block that is in the prefix cache, or that a transfer still reads."""
-        tables = {s.handle: s.tables for s in self.scheduler.roster.sequences()}
+        tables = {s.handle: s.tables for s in self.scheduler.sequences()}
         for step in plan.steps:
             for g, group in enumerate(self.config.groups):
                 pool = self.scheduler.blocks.pools[g]
@@ -345,7 +345,7 @@ class Loop:
         for g, group in enumerate(self.config.groups):
             owners = self.scheduler.blocks.owners(g)
             assert owners["free"] + owners["cached"] == group.num_blocks - 1, owners
-        assert not self.scheduler.roster.requests
+        assert not self.scheduler.requests
 
     def expected(self, request_id: str, choice: int = 0) -> tuple[list[int], str]:
         request = self.requests[request_id]

@@ -199,7 +199,7 @@ class Held:
         node = self.pair.d
         with node.held_step() as held:
             until(held.waited_for, "D in a step")
-            tables = [s.tables[0] for s in node.scheduler.roster.sequences()]
+            tables = [s.tables[0] for s in node.scheduler.sequences()]
             owned = sorted({block for table in tables for block in table})
             before = self.memory()
             HUB.release()

@@ -40,7 +40,7 @@ def with_priority(request: AddRequest, number: int) -> AddRequest:
 
 
 def known(node: Node, count: int) -> None:
-    until(lambda: len(node.scheduler.roster.requests) == count, f"{count} requests at {node.id}")
+    until(lambda: len(node.scheduler.requests) == count, f"{count} requests at {node.id}")
 
 
 def check(ended: list[str], calls: list[Call], expected: Expected) -> None:

@@ -16,7 +16,7 @@ from __future__ import annotations
 
 import sys
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
@@ -31,8 +31,7 @@ from kvbaton.types import ENCODER_BLOCK_ROWS
 
 if TYPE_CHECKING:
     from kvbaton.engine.kv_cache_manager import KVCacheManager, Tables
-    from kvbaton.engine.planner import Flight
-    from kvbaton.engine.roster import Roster
+    from kvbaton.engine.scheduler import Scheduler
 
 PARAMS = SamplingParams(temperature=0.0, max_tokens=1, ignore_eos=True, seed=0)
 FLIGHT_S = 3600.0
@@ -92,18 +91,15 @@ class EncoderCacheManager:
     """Decides what is encoded, received, pinned and given up.
 
     Args:
-        roster: the language model's live requests.
+        scheduler: has the language model's live requests.
         outputs: pool of encoder outputs.
         root_key: root of their keys for a cache salt.
-
-    Attributes:
-        in_flight: steps of the language model that are not over.
     """
 
     def __init__(
-        self, roster: Roster, outputs: KVCacheManager, root_key: Callable[[str], bytes]
+        self, scheduler: Scheduler, outputs: KVCacheManager, root_key: Callable[[str], bytes]
     ) -> None:
-        self._roster, self._outputs, self._root_key = roster, outputs, root_key
+        self._scheduler, self._outputs, self._root_key = scheduler, outputs, root_key
         self._needs: dict[Sequence, dict[int, _Need]] = {}
         self._flights: dict[Key, _Flight] = {}
         self._keys: dict[str, Key] = {}
@@ -114,8 +110,6 @@ class EncoderCacheManager:
         self._orders: list[Order] = []
         self._numbers = 0
         self._counts: Counter[str] = Counter()
-        self.in_flight: Iterable[Flight] = ()
-        roster.on_retire.append(self._retired)
 
     # --- the door ---
 
@@ -170,7 +164,7 @@ class EncoderCacheManager:
         """Let a sequence that lacks the item at `start` wait beside the queue."""
         self.ask(sequence, start)
         if self.ready_until(sequence, start) <= start:
-            self._roster.ask(sequence)
+            self._scheduler.park(sequence)
             self._beside[sequence] = start
 
     def rows(self, sequence: Sequence, start: int, end: int) -> tuple[ItemRows, ...]:
@@ -190,7 +184,8 @@ class EncoderCacheManager:
                 del needs[start]
                 self._drop(need)
 
-    def _retired(self, sequence: Sequence) -> None:
+    def retired(self, sequence: Sequence) -> None:
+        """A sequence is over."""
         self._beside.pop(sequence, None)
         self._modest.discard(sequence)
         for need in self._needs.pop(sequence, {}).values():
@@ -335,8 +330,7 @@ class EncoderCacheManager:
         start = self._beside.get(sequence)
         if start is not None and self.ready_until(sequence, start) > start:
             del self._beside[sequence]
-            if sequence.state is State.ASKING:
-                self._roster.wait_again(sequence)
+            self._scheduler.unpark(sequence)
 
     def _unpin(self, need: _Need) -> None:
         if need.blocks is not None:
@@ -347,8 +341,8 @@ class EncoderCacheManager:
         """Unpin what comes last in order of service; False if nothing can be spared."""
         late = {
             item.sequence
-            for flight in self.in_flight
-            for item in flight.items
+            for step in self._scheduler.in_flight
+            for item in step.scheduled
             if item.sequence.handle != item.handle
         }
         spare: list[_Need] = []

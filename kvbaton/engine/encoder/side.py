@@ -63,9 +63,9 @@ class EncoderSide:
                     self.core.role.decline(transfer)
         self.core.listen()
         self._collect(items)
-        while self._is_stuck() and items.give_up_one():
-            pass
         self.core.launch()
+        while self._is_stuck() and items.give_up_one():
+            self.core.launch()
         self.core.update()
         self._collect(items)
 
@@ -87,9 +87,9 @@ class EncoderSide:
 
     def _is_stuck(self) -> bool:
         """Whether the first in the queue has no room, and nothing that runs will make any."""
-        roster = self.core.scheduler.roster
-        works = roster.running or roster.loading or self.core.in_flight
-        return bool(roster.waiting) and not works and not self.core.scheduler.can_schedule()
+        scheduler = self.core.scheduler
+        works = scheduler.running or scheduler.loading or self.core.in_flight
+        return bool(scheduler.waiting) and not works
 
     def counters(self) -> dict[str, float]:
         """The core's totals, under names of their own."""
