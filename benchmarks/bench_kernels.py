@@ -22,11 +22,13 @@ from torch.nn.functional import linear
 
 from kvbaton.kernels.copy_tokens import copy_tokens
 from kvbaton.kernels.decode_attention import decode_attention
+from kvbaton.kernels.digest import block_sums
 from kvbaton.kernels.merge_attention_states import merge_attention_states
 from kvbaton.kernels.paged_prefill_attention import paged_prefill_attention
 from kvbaton.kernels.prefill_attention import PrefillBatch, prefill_attention
 from kvbaton.kernels.rms_norm import rms_norm
 from kvbaton.kernels.rope_write import rope_write
+from kvbaton.kernels.running_sums import add_sums
 from kvbaton.kernels.silu_and_mul import silu_and_mul
 from kvbaton.kernels.skinny_linear import skinny_linear, wins
 from kvbaton.kernels.workspace import Workspace
@@ -230,6 +232,24 @@ def bench_moves() -> Iterator[Row]:
         yield Row("copy_tokens", f"{blocks} blocks of 2 MiB", us, moved / us / 1e6, "TB/s")
 
 
+def bench_digests() -> Iterator[Row]:
+    """Digest sums of whole blocks (of what arrived), and of the tokens that a step wrote."""
+    tokens = 16384
+    tables, _, blocks = make_tables(1, tokens)
+    cache, ids = make_cache(blocks, LAYERS), tables[0]
+    positions = torch.arange(tokens, device="cuda")
+    slots = ids.long()[positions // BLOCK_SIZE] * BLOCK_SIZE + positions % BLOCK_SIZE
+    sums = torch.zeros((blocks, LAYERS, 2, KV_HEADS), dtype=torch.int64, device="cuda")
+    per_token = LAYERS * 2 * KV_HEADS * HEAD_DIM * 2
+    for count in (1024, tokens):
+        whole = partial(block_sums, cache, ids[: count // BLOCK_SIZE], 0, 0, count)
+        us = time_calls([whole])
+        yield Row("block_sums", f"{count} tokens", us, count * per_token / us / 1e6, "TB/s")
+    for count in (1, 32, 2048):
+        us = time_calls([partial(add_sums, sums, cache, slots[:count], positions[:count])])
+        yield Row("add_sums", f"{count} tokens", us, count * per_token / us / 1e6, "TB/s")
+
+
 @dataclass(frozen=True)
 class Parts:
     """Which parts of a decode step to run, so that their times can be told apart."""
@@ -313,6 +333,7 @@ BENCHES: dict[str, Callable[[], Iterator[Row]]] = {
     "decode_attention": bench_decode_attention,
     "prefill_attention": bench_prefill_attention,
     "moves": bench_moves,
+    "digests": bench_digests,
     "decode_step": bench_decode_step,
 }
 

@@ -1,16 +1,18 @@
 """Digests on the wire: what a source claims of a write, and what a target makes of it.
 
-`kernels.digest` gives one 64-bit sum per (block, layer, K or V, head). Both sides add blocks into
-*units* of lcm(both block sizes) tokens, and fold all sums of a unit that one rank sends to another
-into one value, keyed by transfer, attempt, group and unit, and by layer, K or V and head:
+`kernels.digest` gives one 64-bit sum per (block, plane, layer, K or V, head). Both sides add blocks
+into *units* of lcm(both block sizes) tokens, and fold all sums of a unit that one rank sends to
+another, those of every plane, into one value, keyed by transfer, attempt, group and unit, and by
+plane, layer, K or V and head:
 
-    value(unit) = u(unit) * sum over (layer, kv, head) of (s ^ (s >> 32)) * p(layer, kv, head)
+    value(unit) = sum over planes of
+        u(plane, unit) * sum over (layer, kv, head) of (s ^ (s >> 32)) * p(plane, layer, kv, head)
 
 mod 2^64, u and p odd. `s ^ (s >> 32)` is one-to-one and lets top bits count in full. So bytes of
-another transfer, place, layer or head differ in value, whatever the sharding of either side.
+another transfer, place, plane, layer or head differ in value, whatever the sharding of either side.
 
-`mix` is SplitMix64 (Steele, Lea, Flood, OOPSLA 2014), seeded by BLAKE2b of transfer, attempt and
-group.
+`mix` is SplitMix64 (Steele, Lea, Flood, OOPSLA 2014), seeded by BLAKE2b of transfer, attempt, group
+and plane.
 """
 
 from __future__ import annotations
@@ -18,17 +20,21 @@ from __future__ import annotations
 import hashlib
 import math
 import struct
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 
 import numpy as np
 import numpy.typing as npt
 
 from kvbaton.connectors.layout import KVLayout, Plane
-from kvbaton.connectors.pairing import Share, shares
+from kvbaton.connectors.pairing import Share, planes_named, shares
 from kvbaton.messages.control import DigestRun
 
 Sums = npt.NDArray[np.uint64]
-"""[blocks or units, layers, kv, heads]."""
+"""[blocks or units, ...]: of every plane of a group, in the layout's order, [layers, kv, heads].
+
+So [blocks, layers, kv, heads] where there is one plane; where there are more, all of a block's sums
+are flat, end to end.
+"""
 
 
 def unit_tokens(source: KVLayout, target: KVLayout) -> int:
@@ -40,13 +46,13 @@ def unit_sums(sums: Sums, first_block: int, block_size: int, unit: int) -> tuple
     """Add consecutive blocks into units.
 
     Args:
-        sums: [blocks, layers, kv, heads].
+        sums: [blocks, ...].
         first_block: logical number of the first.
         block_size: tokens per block.
         unit: tokens per unit, a multiple of `block_size`.
 
     Returns:
-        The number of the first unit, and the sums [units, layers, kv, heads].
+        The number of the first unit, and the sums [units, ...].
     """
     assert unit % block_size == 0, f"units of {unit} tokens cut blocks of {block_size}"
     per_unit = unit // block_size
@@ -65,17 +71,19 @@ def fold(
     transfer_id: bytes,
     attempt: int,
     group: int,
+    plane: str,
     first_unit: int,
     layers: Sequence[int],
     head_start: int,
 ) -> npt.NDArray[np.uint64]:
-    """One value per unit, keyed by all that names its bytes.
+    """One value per unit of one plane, keyed by all that names its bytes.
 
     Args:
         sums: [units, layers, kv, heads].
         transfer_id: 16 bytes.
         attempt: of the transfer.
         group: KV group.
+        plane: name of the plane.
         first_unit: number of the first unit.
         layers: global ids along the layer axis.
         head_start: global id of the first head.
@@ -83,7 +91,7 @@ def fold(
     Returns:
         [units] uint64.
     """
-    name = transfer_id + struct.pack("<QQ", attempt, group)
+    name = transfer_id + struct.pack("<QQ", attempt, group) + plane.encode()
     plane_seed, unit_seed = struct.unpack("<QQ", hashlib.blake2b(name, digest_size=16).digest())
     units = _mix(_numbers(first_unit, len(sums)) + np.uint64(unit_seed))
     return _folded(sums, plane_seed, layers, head_start) * (units | np.uint64(1))
@@ -105,11 +113,11 @@ def _folded(
 def whole_values(
     sums: Sequence[Sums], layouts: Sequence[KVLayout], whole: KVLayout, seed: int
 ) -> npt.NDArray[np.uint64]:
-    """One value per block over all layers and heads, equal whatever the sharding.
+    """One value per block over all planes, layers and heads, equal whatever the sharding.
 
     Args:
-        sums: per rank, of any blocks, [blocks, layers, kv, heads].
-        layouts: the group's layout on each rank; `sums` are those of its first plane.
+        sums: per rank, of any blocks, [blocks, ...].
+        layouts: the group's layout on each rank.
         whole: the layout of a rank that holds everything.
         seed: tells the values of one purpose from those of another.
 
@@ -117,10 +125,10 @@ def whole_values(
         [blocks] uint64.
     """
     total = np.zeros(len(sums[0]), np.uint64)
-    for share in _shares(layouts, [whole]):
-        rank = share.source_rank
-        mine = _cut(sums[rank], layouts[rank].planes[0], share)
-        total += _folded(mine, seed, share.layers, share.head_start)
+    for name, share in _shares(layouts, [whole]):
+        key = hashlib.blake2b(struct.pack("<Q", seed) + name.encode(), digest_size=8).digest()
+        mine = _cut(sums[share.source_rank], layouts[share.source_rank], name, share)
+        total += _folded(mine, int.from_bytes(key, "little"), share.layers, share.head_start)
     return total
 
 
@@ -136,24 +144,22 @@ def claims(
     """What the source says of a write in one group: a run for each pair of ranks that share heads.
 
     Args:
-        sums: per source rank, of consecutive blocks, [blocks, layers, kv, heads], counting exactly
-            the tokens that the write moves.
-        sources: the group's layout on each source rank; `sums` are those of its first plane.
+        sums: per source rank, of consecutive blocks, [blocks, ...], counting exactly the tokens
+            that the write moves.
+        sources: the group's layout on each source rank.
         targets: likewise on each target rank.
         first_block: logical number of the first of the source's blocks.
         transfer_id: of the transfer.
         attempt: of the transfer.
     """
-    unit = unit_tokens(sources[0], targets[0])
-    group = sources[0].group
-    runs = []
-    for share in _shares(sources, targets):
-        rank = share.source_rank
+    group, runs = sources[0].group, []
+    for (source, target), mine in _pairs(sources, targets).items():
+        unit = unit_tokens(sources[0], targets[0])
         first_unit, values = _values(
-            sums[rank], sources[rank], share, first_block, unit, transfer_id, attempt
+            sums[source], sources[source], mine, first_block, unit, transfer_id, attempt
         )
         data = values.astype("<u8").tobytes()
-        runs.append(DigestRun(rank, share.target_rank, group, first_unit, data))
+        runs.append(DigestRun(source, target, group, first_unit, data))
     return tuple(runs)
 
 
@@ -176,9 +182,9 @@ def mismatches(
 
     Args:
         sums: per target rank, of consecutive blocks, recomputed from memory over the tokens that
-            the write moved, [blocks, layers, kv, heads].
+            the write moved, [blocks, ...].
         sources: the group's layout on each source rank.
-        targets: likewise on each target rank; `sums` are those of its first plane.
+        targets: likewise on each target rank.
         runs: what the source claims; those of other groups are passed over.
         first_block: logical number of the first of the target's blocks.
         start: first token of the write.
@@ -191,57 +197,84 @@ def mismatches(
     """
     mine = [run for run in runs if run.group == targets[0].group]
     claimed = {(run.source_rank, run.target_rank): run for run in mine}
-    expected = {
-        (share.source_rank, share.target_rank): share for share in _shares(sources, targets)
-    }
+    expected = _pairs(sources, targets)
     if len(mine) != len(claimed) or claimed.keys() != expected.keys():
         return [(start, end)]
     unit = unit_tokens(sources[0], targets[0])
     bad: set[int] = set()
-    for pair, share in expected.items():
-        rank = share.target_rank
+    for pair, parts in expected.items():
+        rank = pair[1]
         first_unit, values = _values(
-            sums[rank], targets[rank], share, first_block, unit, transfer_id, attempt
+            sums[rank], targets[rank], parts, first_block, unit, transfer_id, attempt
         )
         bad |= _differing(claimed[pair], first_unit, values)
     return _token_ranges(sorted(bad), unit, start, end)
 
 
-def _shares(sources: Sequence[KVLayout], targets: Sequence[KVLayout]) -> tuple[Share, ...]:
-    return shares(
-        [layout.planes[0] for layout in sources], [layout.planes[0] for layout in targets]
-    )
+def _shares(
+    sources: Sequence[KVLayout], targets: Sequence[KVLayout]
+) -> Iterator[tuple[str, Share]]:
+    """Of each plane by its name, who shares what."""
+    for plane in sources[0].planes:
+        for share in shares(planes_named(plane.name, sources), planes_named(plane.name, targets)):
+            yield plane.name, share
+
+
+def _pairs(
+    sources: Sequence[KVLayout], targets: Sequence[KVLayout]
+) -> dict[tuple[int, int], list[tuple[str, Share]]]:
+    """What each source rank sends to each target rank: planes by name."""
+    pairs: dict[tuple[int, int], list[tuple[str, Share]]] = {}
+    for name, share in _shares(sources, targets):
+        pairs.setdefault((share.source_rank, share.target_rank), []).append((name, share))
+    return pairs
 
 
 def _values(
     sums: Sums,
     layout: KVLayout,
-    share: Share,
+    parts: Sequence[tuple[str, Share]],
     first_block: int,
     unit: int,
     transfer_id: bytes,
     attempt: int,
 ) -> tuple[int, npt.NDArray[np.uint64]]:
-    """The first unit and the values of a share, from one rank's sums of all that it holds."""
-    first_unit, units = unit_sums(
-        _cut(sums, layout.planes[0], share), first_block, layout.block_size, unit
-    )
-    return first_unit, fold(
-        units,
-        transfer_id=transfer_id,
-        attempt=attempt,
-        group=layout.group,
-        first_unit=first_unit,
-        layers=share.layers,
-        head_start=share.head_start,
-    )
+    """The first unit and the values of a pair's parts, from one rank's sums of all it holds."""
+    first_unit, units = unit_sums(sums, first_block, layout.block_size, unit)
+    total = np.zeros(len(units), np.uint64)
+    for name, share in parts:
+        total += fold(
+            _cut(units, layout, name, share),
+            transfer_id=transfer_id,
+            attempt=attempt,
+            group=layout.group,
+            plane=name,
+            first_unit=first_unit,
+            layers=share.layers,
+            head_start=share.head_start,
+        )
+    return first_unit, total
 
 
-def _cut(sums: Sums, plane: Plane, share: Share) -> Sums:
-    heads = slice(share.head_start - plane.head_start, share.head_end - plane.head_start)
+def _cut(sums: Sums, layout: KVLayout, name: str, share: Share) -> Sums:
+    """A share of one plane's sums: [blocks or units, layers, kv, heads]."""
+    flat, start = sums.reshape(len(sums), -1), 0
+    widths = [_width(plane) for plane in layout.planes]
+    assert flat.shape[1] == sum(widths), f"{flat.shape[1]} sums a block, of planes of {widths}"
+    for plane, width in zip(layout.planes, widths, strict=True):
+        if plane.name == name:
+            break
+        start += width
+    mine = flat[:, start : start + width].reshape(len(sums), len(plane.layers), plane.shape[3], -1)
     if share.layers != plane.layers:
-        sums = sums[:, [plane.layers.index(layer) for layer in share.layers]]
-    return sums[..., heads]
+        mine = mine[:, [plane.layers.index(layer) for layer in share.layers]]
+    return mine[..., share.head_start - plane.head_start : share.head_end - plane.head_start]
+
+
+def _width(plane: Plane) -> int:
+    """Sums of one block in a plane: a value for each layer, K or V, and head."""
+    _, heads, layers, kv, _, _ = plane.shape
+    return heads * layers * kv
 
 
 def _differing(run: DigestRun, first_unit: int, values: npt.NDArray[np.uint64]) -> set[int]:

@@ -5,10 +5,11 @@ plane by name, each ``[head, layer, kv, token, feature]`` with all heads and lay
 ranks of any tensor parallelism read and write the same object; on one rank with the default layout
 a block is one run of memory, and so is a head range of it.
 
-The key of an object covers the block's chained key (tokens, identity, salt, adapter: `keys.py`) and
-all of the layout that its bytes depend on. The header names what the object is, with a digest of
-the KV sums that the step which wrote the block left (`digest.py`): whoever loads an object
-recomputes them from memory, and takes any difference for a miss. Only full blocks become objects.
+The key of an object covers the block's chained key (tokens, identity, salt, adapter: `keys.py`),
+all of the layout that its bytes depend on, and the version of this format. The header names what
+the object is, with a digest of the KV sums that the step which wrote the block left (`digest.py`):
+whoever loads an object recomputes them from memory, and takes any difference for a miss. Only full
+blocks become objects.
 """
 
 from __future__ import annotations
@@ -32,7 +33,8 @@ from kvbaton.types import BlockSpan
 
 HEADER_BYTES = 128
 MAGIC = b"kvbaton\0"
-VERSION = 1
+VERSION = 2
+"""Of digest and header. Part of the keys: what another version wrote is absent, not wrong."""
 
 _FIELDS = struct.Struct("<8sII32s32sQQ16x")
 """Magic, version, valid tokens, identity, key, payload bytes, digest; zeros for later versions."""
@@ -52,7 +54,7 @@ def object_key(block_key: bytes, layout: bytes, group: int) -> bytes:
     """
     if len(block_key) != KEY_BYTES or len(layout) != KEY_BYTES:
         raise ValueError(f"keys must have {KEY_BYTES} bytes: {len(block_key)}, {len(layout)}")
-    data = block_key + layout + struct.pack("<Q", group)
+    data = block_key + layout + struct.pack("<QQ", group, VERSION)
     return hashlib.blake2b(data, digest_size=KEY_BYTES, person=b"kvbaton-object").digest()
 
 
@@ -143,8 +145,6 @@ class ObjectForm:
         self._layouts = tuple(layouts)
         self._canonical = _canonical(layouts)
         check_group(layouts, [self._canonical])
-        summed = _named(self._canonical, first.planes[0].name)
-        self._summed = msgspec.structs.replace(self._canonical, planes=(summed,))
         self.layout = _layout_digest(self._canonical)
         planes = self._canonical.planes
         self.num_bytes = sum(plane.strides[0] for plane in planes)
@@ -168,9 +168,9 @@ class ObjectForm:
         """One 64-bit value per block, equal whatever the sharding.
 
         Args:
-            sums: per rank, of any full blocks, [blocks, layers, kv, heads].
+            sums: per rank, of any full blocks, see `digest.Sums`.
         """
-        values: list[int] = whole_values(sums, self._layouts, self._summed, VERSION).tolist()
+        values: list[int] = whole_values(sums, self._layouts, self._canonical, VERSION).tolist()
         return values
 
     def _plane_runs(self, plane: Plane) -> tuple[list[Run], list[tuple[Run, Run]]]:

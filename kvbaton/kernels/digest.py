@@ -1,18 +1,21 @@
 """Digest sums: 64-bit fingerprints of KV that add up over tokens, in any block size.
 
-The bytes of one token's feature row in one (layer, K or V, head) are read as little-endian signed
-words, 64 bits wide, or the widest of 32, 16 and 8 bits that divides the row. Then
+The bytes of one token's feature row in one (layer, K or V, head) are read as little-endian unsigned
+words, 32 bits wide, or the widest of 16 and 8 bits that divides the row. Then
 
     sum(layer, kv, head) = sum over tokens t and words j of (word[t, j] + 1) * a(t) * b(kv, j)
 
 mod 2^64, with a(t) = mix(absolute position of t) | 1 and b(kv, j) = mix(~(kv * 2^32 + j)) | 1.
 The weight is a product, so that a word costs one multiplication; both factors are odd, so that no
-single changed word goes unseen; `+ 1` makes a missing token differ from one that is all zero. It
-finds accidents (stale, swapped, shifted, partial, rotten bytes), not forgery, and a pair of
-flipped *top* bits within one sum cancels, as in any sum mod 2^64 with odd weights.
+single changed word goes unseen; `+ 1` makes a missing token differ from one that is all zero. Words
+are half as wide as weights, so that even the top bit of a word meets 33 bits of its weight: a bit
+at place i of a word as wide as the weight would meet 64 - i of them, and what damages the same high
+bit of many words (a lost sign) would often cancel. It finds accidents (stale, swapped, shifted,
+partial, rotten bytes, stuck lines), not forgery.
 
 `mix` is SplitMix64: Steele, Lea, Flood, "Fast splittable pseudorandom number generators", OOPSLA
-2014. Multilinear hashing: Lemire, Kaser, "Strongly universal string hashing is fast", 2014.
+2014. Multilinear hashing, and why words are half as wide as weights: Lemire, Kaser, "Strongly
+universal string hashing is fast", 2014.
 """
 
 from __future__ import annotations
@@ -20,12 +23,13 @@ from __future__ import annotations
 from functools import cache
 
 import numpy as np
+import numpy.typing as npt
 import torch
 from torch import Tensor
 
 from kvbaton.kernels.jit import cdiv, jit, next_power_of_2, tl, use_triton
 
-WORD_TYPES = {8: torch.int64, 4: torch.int32, 2: torch.int16, 1: torch.int8}
+WORD_TYPES = {4: torch.uint32, 2: torch.uint16, 1: torch.uint8}
 ROWS_PER_PROGRAM = 16
 TOKENS_PER_PROGRAM = 16
 WORDS_PER_PROGRAM = 4096
@@ -48,9 +52,12 @@ def token_sums(x: Tensor, positions: Tensor, kv: int) -> Tensor:
 
 
 def token_sums_reference(x: Tensor, positions: Tensor, kv: int) -> Tensor:
-    """Plain torch for `token_sums`, on the CPU: torch multiplies no integer matrices on a GPU."""
-    words = _words(x)
-    return _row_sums(words, kv) * _position_weights(positions)[:, None]
+    """`token_sums` on the CPU, by NumPy: torch is slower on integers."""
+    words = _words(x).numpy()
+    weights = word_weights(words.shape[-1], kv, x.device)
+    rows = np.einsum("thw,w->th", words, _unsigned(weights)).view(np.int64)
+    # The sum of the weights is that of the `+ 1`.
+    return (torch.from_numpy(rows) + weights.sum()) * _position_weights(positions)[:, None]
 
 
 def block_sums(cache: Tensor, blocks: Tensor, first_position: int, start: int, end: int) -> Tensor:
@@ -87,30 +94,29 @@ def block_sums_reference(
     _, heads, layers, planes, block_size, num_words = words.shape
     positions = torch.arange(len(blocks) * block_size) + first_position
     counted = (positions >= start) & (positions < end)
-    of_tokens = (_position_weights(positions) * counted).view(-1, 1, block_size, 1)
-    weights = (of_tokens * _plane_weights(num_words, planes)).flatten(2).numpy()
-    sums = np.empty((len(blocks), heads * layers, planes), np.int64)
+    of_tokens = _unsigned(_position_weights(positions) * counted).reshape(-1, block_size, 1)
+    of_words = _plane_weights(num_words, planes)
+    weights = np.empty((planes, block_size, num_words), np.uint64)
+    sums = np.empty((len(blocks), heads * layers, planes), np.uint64)
     for n, block in enumerate(blocks.tolist()):
+        np.multiply(of_tokens[n], of_words, out=weights)
         rows = words[block].reshape(heads * layers, planes, -1)
-        np.einsum("rkw,kw->rk", rows, weights[n], out=sums[n])
-    sums += weights.sum(2)[:, None]
-    by_head = torch.from_numpy(sums).view(-1, heads, layers, planes)
+        np.einsum("rkw,kw->rk", rows, weights.reshape(planes, -1), out=sums[n])
+    sums += of_tokens.sum(1)[:, None] * of_words.sum((1, 2))  # of the `+ 1`
+    by_head = torch.from_numpy(sums.view(np.int64)).view(-1, heads, layers, planes)
     return by_head.permute(0, 2, 3, 1).contiguous()
 
 
 @cache
-def _plane_weights(num_words: int, planes: int) -> Tensor:
+def _plane_weights(num_words: int, planes: int) -> npt.NDArray[np.uint64]:
     """b(kv, j) on the CPU: [planes, 1, num_words]."""
     device = torch.device("cpu")
-    return torch.stack([word_weights(num_words, kv, device) for kv in range(planes)])[:, None]
+    weights = [word_weights(num_words, kv, device) for kv in range(planes)]
+    return _unsigned(torch.stack(weights))[:, None]
 
 
-def _row_sums(words: Tensor, kv: int) -> Tensor:
-    """Sum over j of (word + 1) * b(kv, j): [..., W] to [...]."""
-    weights = word_weights(words.shape[-1], kv, words.device)
-    # One matrix: torch is several times slower on five strided axes.
-    rows = torch.mv(words.reshape(-1, len(weights)).long(), weights) + weights.sum()
-    return rows.view(words.shape[:-1])
+def _unsigned(x: Tensor) -> npt.NDArray[np.uint64]:
+    return x.numpy().view(np.uint64)
 
 
 @cache

@@ -13,9 +13,10 @@ from msgspec import Meta, Struct
 
 from kvbaton.types import BlockSpan, ChoiceStart, Count, Id128, Key, Name, NodeId, Text
 
-PROTOCOL_VERSION = 1
+PROTOCOL_VERSION = 2
+"""2: digests of another formula, which no older release can compare."""
 
-MIN_PROTOCOL_VERSION = 1
+MIN_PROTOCOL_VERSION = 2
 
 
 class RankCard(Struct, frozen=True):

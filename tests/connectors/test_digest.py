@@ -19,7 +19,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from kvbaton.connectors.digest import claims, fold, mismatches, unit_sums
-from kvbaton.connectors.layout import GroupKind, KVLayout, contiguous_plane
+from kvbaton.connectors.layout import GroupKind, KVLayout, Plane, contiguous_plane
 from kvbaton.connectors.plan import plan
 from kvbaton.kernels.digest import block_sums_reference
 from kvbaton.messages.control import DigestRun
@@ -31,9 +31,13 @@ TRANSFER = bytes(range(16))
 
 @dataclasses.dataclass
 class Node:
-    """One side of a hand-over: memory and layout of each rank, and a sequence's blocks."""
+    """One side of a hand-over: memory and layout of each rank, and a sequence's blocks.
+
+    `scales` is the memory of a second plane, one value per row, of ranks that have one.
+    """
 
     pools: list[Tensor]
+    scales: list[Tensor]
     layouts: list[KVLayout]
     blocks: list[int]
     block_size: int
@@ -47,50 +51,78 @@ class Node:
         first, last = start // self.block_size, -(-end // self.block_size)
         ids = torch.tensor(self.blocks[first:last])
         base = first * self.block_size
-        found = [block_sums_reference(pool, ids, base, start, end) for pool in self.pools]
-        return first, [sums.numpy().view(np.uint64) for sums in found]
+        found = []
+        for rank, layout in enumerate(self.layouts):
+            planes = [
+                block_sums_reference(self.memory(rank, plane), ids, base, start, end)
+                for plane in layout.planes
+            ]
+            sums = planes[0] if len(planes) == 1 else torch.cat([x.flatten(1) for x in planes], 1)
+            found.append(sums.numpy().view(np.uint64))
+        return first, found
+
+    def memory(self, rank: int, plane: Plane) -> Tensor:
+        return (self.scales if plane.name == "scales" else self.pools)[rank]
+
+    def region(self, rank: int, region: int) -> Tensor:
+        """The bytes of a region."""
+        return (self.scales if region else self.pools)[rank].view(torch.uint8).flatten()
 
 
-def make_node(tp: int, block_size: int, num_tokens: int, heads: int, *, stages: int = 1) -> Node:
+def make_node(
+    tp: int,
+    block_size: int,
+    num_tokens: int,
+    heads: int,
+    *,
+    stages: int = 1,
+    planes: tuple[str, ...] = ("data",),
+) -> Node:
     used = -(-num_tokens // block_size)
-    pools, layouts = [], []
+    pools, scales, layouts = [], [], []
     for stage in range(stages):
         layers = LAYERS[stage * 2 : stage * 2 + 2] if stages > 1 else LAYERS
         for rank in range(tp):
-            held = max(1, heads // tp)
-            plane = contiguous_plane(
-                num_blocks=used + 3,
-                block_size=block_size,
-                num_heads=held,
-                head_dim=DIM,
-                layers=layers,
-                dtype="float32",
-                head_start=rank * heads // tp,
-                head_total=heads,
-            )
-            layouts.append(KVLayout(0, GroupKind.FULL, block_size, used + 3, (plane,)))
-            pools.append(torch.full(plane.shape, torch.nan))
+            of = {
+                name: contiguous_plane(
+                    num_blocks=used + 3,
+                    block_size=block_size,
+                    num_heads=max(1, heads // tp),
+                    head_dim=DIM if name == "data" else 1,
+                    layers=layers,
+                    dtype="float32",
+                    head_start=rank * heads // tp,
+                    head_total=heads,
+                    name=name,
+                    region=int(name == "scales"),
+                )
+                for name in ("data", "scales")
+            }
+            mine = tuple(of[name] for name in planes)
+            layouts.append(KVLayout(0, GroupKind.FULL, block_size, used + 3, mine))
+            pools.append(torch.full(of["data"].shape, torch.nan))
+            scales.append(torch.full(of["scales"].shape, torch.nan))
     blocks = (torch.randperm(used + 2)[:used] + 1).tolist()
-    return Node(pools, layouts, blocks, block_size)
+    return Node(pools, scales, layouts, blocks, block_size)
 
 
 def fill(node: Node, tokens: Tensor) -> None:
-    """Write tokens [T, heads, global layers, 2, D] into a node's memory."""
-    for pool, layout in zip(node.pools, node.layouts, strict=True):
-        plane = layout.planes[0]
-        heads = slice(plane.head_start, plane.head_start + plane.shape[1])
-        layers = [LAYERS.index(layer) for layer in plane.layers]
-        for t, token in enumerate(tokens):
-            block = node.blocks[t // node.block_size]
-            pool[block, :, :, :, t % node.block_size] = token[heads][:, layers]
+    """Write tokens [T, heads, global layers, 2, D] into a node's memory, and scales of them."""
+    for rank, layout in enumerate(node.layouts):
+        for plane in layout.planes:
+            heads = slice(plane.head_start, plane.head_start + plane.shape[1])
+            layers = [LAYERS.index(layer) for layer in plane.layers]
+            for t, token in enumerate(tokens):
+                block, row = node.blocks[t // node.block_size], token[heads][:, layers]
+                value = row.abs().amax(-1, keepdim=True) if plane.name == "scales" else row
+                node.memory(rank, plane)[block, :, :, :, t % node.block_size] = value
 
 
 def push(source: Node, target: Node, start: int, end: int) -> None:
     planned = plan(source.layouts, source.spans, target.layouts, target.spans, start, end)
     for (s, t), ranges in planned.items():
-        read = source.pools[s].view(torch.uint8).flatten()
-        write = target.pools[t].view(torch.uint8).flatten()
-        for _, s_at, _, t_at, length, count, s_step, t_step in ranges.tolist():
+        for s_region, s_at, t_region, t_at, length, count, s_step, t_step in ranges.tolist():
+            read, write = source.region(s, s_region), target.region(t, t_region)
             for i in range(count):
                 a, b = s_at + i * s_step, t_at + i * t_step
                 write[b : b + length] = read[a : a + length]
@@ -277,13 +309,44 @@ def test_incomplete_or_odd_claims_are_bad(
     assert verify(source, target, (first, longer), 0, 22) == []
 
 
+@pytest.mark.parametrize("tps", [(1, 1), (2, 1), (2, 4)])
+def test_every_plane_is_checked(tps: tuple[int, int]) -> None:
+    """Data and scales, named in another order by each side: an error in either is found."""
+    torch.manual_seed(0)
+    source = make_node(tps[0], 4, 22, 4, planes=("data", "scales"))
+    target = make_node(tps[1], 6, 22, 4, planes=("scales", "data"))
+    fill(source, torch.randn(22, 4, len(LAYERS), 2, DIM))
+    push(source, target, 0, 22)
+    runs = claim(source, target, 0, 22)
+    assert verify(source, target, runs, 0, 22) == []
+    for pool in (target.scales[-1], target.pools[-1]):
+        kept = pool.clone()
+        pool[target.blocks[3], -1, -1, -1, 2] *= -1
+        assert verify(source, target, runs, 0, 22) == [(12, 22)]
+        pool.copy_(kept)
+    assert verify(source, target, runs, 0, 22) == []
+
+
+def test_sums_of_some_planes_only_are_no_sums_of_a_group() -> None:
+    torch.manual_seed(0)
+    node = make_node(1, 4, 8, 4, planes=("data", "scales"))
+    fill(node, torch.randn(8, 4, len(LAYERS), 2, DIM))
+    sums = [block_sums_reference(node.pools[0], torch.tensor(node.blocks), 0, 0, 8)]
+    with pytest.raises(AssertionError, match="planes"):
+        claims(
+            [x.numpy().view(np.uint64) for x in sums], node.layouts, node.layouts,
+            first_block=0, transfer_id=TRANSFER, attempt=1,
+        )  # fmt: skip
+
+
 def test_golden_value_of_a_fold() -> None:
     """Neighbouring releases compare these."""
     sums = np.arange(24, dtype=np.uint64).reshape(2, 2, 2, 3)
     values = fold(
-        sums, transfer_id=TRANSFER, attempt=3, group=1, first_unit=5, layers=(2, 7), head_start=4
-    )
-    assert values.tolist() == [10362922470735997702, 13108920413554358574]
+        sums, transfer_id=TRANSFER, attempt=3, group=1, plane="data", first_unit=5, layers=(2, 7),
+        head_start=4,
+    )  # fmt: skip
+    assert values.tolist() == [6577758232315472078, 1060754380578241566]
 
 
 def test_a_fold_of_a_part_is_a_part_of_the_keys() -> None:
@@ -292,8 +355,8 @@ def test_a_fold_of_a_part_is_a_part_of_the_keys() -> None:
 
     def value(**changed: object) -> int:
         names: dict[str, object] = {
-            "transfer_id": TRANSFER, "attempt": 0, "group": 0, "first_unit": 0, "layers": (0,),
-            "head_start": 0,
+            "transfer_id": TRANSFER, "attempt": 0, "group": 0, "plane": "data", "first_unit": 0,
+            "layers": (0,), "head_start": 0,
         }  # fmt: skip
         return int(fold(sums, **(names | changed))[0])  # type: ignore[arg-type]
 
@@ -302,11 +365,12 @@ def test_a_fold_of_a_part_is_a_part_of_the_keys() -> None:
         value(transfer_id=bytes(16)),
         value(attempt=1),
         value(group=1),
+        value(plane="scales"),
         value(first_unit=1),
         value(layers=(1,)),
         value(head_start=2),
     }
-    assert len(seen) == 7
+    assert len(seen) == 8
 
 
 def test_unit_sums_add_whole_and_cut_units() -> None:

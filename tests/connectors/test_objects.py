@@ -13,6 +13,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from kvbaton.connectors import objects
 from kvbaton.connectors.base import Memory
 from kvbaton.connectors.layout import AXES, Axis, GroupKind, KVLayout, contiguous_plane
 from kvbaton.connectors.objects import HEADER_BYTES, ObjectForm, ObjectHeader, object_key
@@ -223,6 +224,47 @@ def test_junk_is_a_miss(data: bytes) -> None:
 )
 def test_another_objects_header_is_a_miss(other: ObjectHeader) -> None:
     assert HEADER.check(other.pack(7)) is None
+
+
+def test_objects_of_an_older_format_are_absent(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Their digests were made in another way: they must be missed, not found wrong."""
+    form = Side(1).form
+    now = form.key(bytes(32))
+    monkeypatch.setattr(objects, "VERSION", objects.VERSION - 1)
+    old, header = form.key(bytes(32)), HEADER.pack(7)
+    monkeypatch.undo()
+    assert old != now
+    assert HEADER.check(header) is None
+
+
+@pytest.mark.parametrize("tp", [1, 2])
+def test_a_digest_covers_every_plane(tp: int) -> None:
+    """Of blocks of data with scales; equal whatever the sharding."""
+    rng = np.random.default_rng(0)
+    whole = [rng.integers(1 << 63, size=(2, LAYERS, 2, HEADS)).astype(np.uint64) for _ in range(2)]
+    held = HEADS // tp
+    layouts, sums = [], []
+    for rank in range(tp):
+        arguments: dict[str, Any] = {
+            "num_blocks": 9, "block_size": SIZE, "num_heads": held, "layers": tuple(range(LAYERS)),
+            "dtype": "float32", "head_start": rank * held, "head_total": HEADS,
+        }  # fmt: skip
+        planes = (
+            contiguous_plane(**arguments, head_dim=DIM),
+            contiguous_plane(**arguments, head_dim=1, name="scales", region=1),
+        )
+        layouts.append(KVLayout(0, GroupKind.FULL, SIZE, 9, planes))
+        mine = [x[..., rank * held : (rank + 1) * held].reshape(2, -1) for x in whole]
+        sums.append(np.concatenate(mine, 1))
+    form = ObjectForm(layouts)
+    good = form.digests(sums)
+    assert good == [6510543232518760670, 5153127688262277380]
+    for column in (0, -1):
+        spoiled = [x.copy() for x in sums]
+        spoiled[-1][1, column] ^= np.uint64(1 << 63)
+        first, second = form.digests(spoiled)
+        assert first == good[0]
+        assert second != good[1]
 
 
 def test_keys_are_checked() -> None:

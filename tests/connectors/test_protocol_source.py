@@ -171,7 +171,7 @@ def test_hello_opens_the_transport_and_is_welcomed_where_it_came_from() -> None:
         session=b"s" * 16,
         seq=0,
         sender=NodeId("p", bytes(16)),
-        version=1,
+        version=2,
         ranks=cards(layout(4), ranks=2),
     )
 
@@ -186,7 +186,7 @@ def test_a_repeated_hello_is_welcomed_again_but_opens_nothing() -> None:
 @pytest.mark.parametrize(
     ("fields", "code", "said"),
     [
-        ({"min_version": 2}, "version", "target 2 to 9"),
+        ({"min_version": 3}, "version", "target 3 to 9"),
         ({"identity": b"x" * 32, "identity_record": {"model": "b"}}, "identity", "'a', target 'b'"),
         ({"transport": "nixl"}, "transport", "'tcp', target 'nixl'"),
         ({"ranks": ()}, "malformed", "ranks"),

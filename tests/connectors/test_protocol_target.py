@@ -35,6 +35,7 @@ from kvbaton.connectors.protocol.source import Source
 from kvbaton.connectors.protocol.target import Target
 from kvbaton.errors import LocalProtocolError
 from kvbaton.messages.control import (
+    PROTOCOL_VERSION,
     Accepted,
     Ack,
     Cancel,
@@ -108,7 +109,7 @@ class Rig:
         name = Attempt(NAME.transfer_id, number)
         return self.do(Start(name, ADDRESS, KEY, 16, SPANS, deadline))
 
-    def welcome(self, node: NodeId = P, version: int = 1) -> list[Any]:
+    def welcome(self, node: NodeId = P, version: int = PROTOCOL_VERSION) -> list[Any]:
         return self.hear(Welcome, sender=node, version=version, ranks=cards(6, 2))
 
     def pushed(self, write: int, start: int, end: int, **fields: Any) -> list[Any]:

@@ -45,7 +45,7 @@ def test_options_reach_the_constructor_and_win_over_the_context() -> None:
         ("no_such_package.mod:Class", "can't load no_such_package.mod:Class: No module"),
         (PATH + "s", "can't load .*MemoryTransports"),
         ("kvbaton.connectors.base:RANGES", "can't load"),
-        ("kvbaton.wire:PROTOCOL_VERSION", "is not a class"),
+        ("kvbaton.messages.control:PROTOCOL_VERSION", "is not a class"),
         ("builtins:dict", "does not take these options"),
         ("argparse:Namespace", "is not a Transport: it lacks capabilities, card"),
     ],
