@@ -16,6 +16,7 @@ PACKAGE = Path(kvbaton.__file__).parent
 MAY_IMPORT: dict[str, set[str]] = {
     "errors": set(),
     "types": set(),
+    "config": set(),
     "messages": {"errors", "types"},
     "image_file": {"errors"},
     "kernels": set(),
@@ -23,12 +24,15 @@ MAY_IMPORT: dict[str, set[str]] = {
     "testing": {"errors", "types", "messages", "connectors"},
     "engine": {"errors", "types", "messages", "image_file", "connectors", "kernels"},
     "text": {"errors", "types", "messages", "image_file"},
-    "server": {"errors", "types", "messages", "text", "engine", "connectors"},
+    "server": {"errors", "types", "config", "messages", "text", "engine", "connectors"},
     "decode": {"errors", "types", "messages", "connectors", "engine", "server"},
     "prefill": {"errors", "types", "messages", "connectors", "engine", "server", "decode"},
     "encode": {"errors", "types", "messages", "connectors", "engine", "server", "prefill"},
     "doctor": {"errors", "types", "connectors"},
-    "router": {"errors", "types", "messages", "text", "engine", "server", "connectors.keys"},
+    "router": {
+        *("errors", "types", "config", "messages", "text", "engine", "server"),
+        "connectors.keys",
+    },
 }
 """What each room may import of ours; a file of the first level is a room of its own."""
 

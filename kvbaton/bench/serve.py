@@ -11,7 +11,7 @@ import asyncio
 import random
 import time
 from collections.abc import Awaitable, Callable, Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import MISSING, asdict, dataclass
 from pathlib import Path
 from typing import Any
 
@@ -19,6 +19,7 @@ import aiohttp
 
 from kvbaton.bench.report import percentile, publish
 from kvbaton.bench.shot import Shot, served_model, shoot
+from kvbaton.config import flag
 
 FIRST_TOKEN_ID = 3
 """Ids below are special in most vocabularies."""
@@ -29,7 +30,7 @@ class ServeLoad:
     """What to ask of an endpoint.
 
     Attributes:
-        url: of the endpoint, without ``/v1``.
+        url: of the endpoint, with or without ``/v1``.
         model: as it names the model; None asks it.
         api_key: presented to it.
         requests: how many in all.
@@ -42,17 +43,22 @@ class ServeLoad:
         timeout_s: for one request.
     """
 
-    url: str
-    model: str | None = None
-    api_key: str | None = field(default=None, repr=False)
-    requests: int = 64
-    input_len: int = 256
-    output_len: int = 32
-    concurrency: int = 8
-    rate: float | None = None
-    vocab_size: int = 256
-    seed: int = 0
+    url: str = flag(MISSING, "of the endpoint, without /v1", metavar=None)
+    model: str | None = flag(None, "as the endpoint names it (asks it)", metavar="NAME")
+    api_key: str | None = flag(None, metavar="KEY", secret=True)
+    requests: int = flag(64, "in all", metavar="N")
+    input_len: int = flag(256, "tokens", metavar="N")
+    output_len: int = flag(32, "tokens", metavar="N")
+    concurrency: int = flag(8, "at a time", metavar="N")
+    rate: float | None = flag(None, "requests per second, open loop (closed loop)", metavar="R")
+    vocab_size: int = flag(256, "of prompts", metavar="N")
+    seed: int = flag(0, metavar="N")
     timeout_s: float = 600.0
+
+    @property
+    def base_url(self) -> str:
+        """Of the endpoint, without ``/v1``."""
+        return self.url.rstrip("/").removesuffix("/v1")
 
 
 def run(load: ServeLoad, out: Path | None = None) -> int:
@@ -74,11 +80,11 @@ async def measure(load: ServeLoad) -> tuple[list[Shot], float]:
     async with aiohttp.ClientSession(
         connector=connector, timeout=timeout, headers=headers
     ) as session:
-        model = load.model or await served_model(session, load.url)
+        model = load.model or await served_model(session, load.base_url)
         prompts = make_prompts(load)
 
         async def ask(number: int) -> Shot:
-            return await shoot(session, load.url, model, prompts[number], load.output_len)
+            return await shoot(session, load.base_url, model, prompts[number], load.output_len)
 
         began = time.monotonic()
         shots = await (_closed(load, ask) if load.rate is None else _open(load, load.rate, ask))

@@ -29,6 +29,7 @@ import numpy as np
 import numpy.typing as npt
 
 from kvbaton.bench.report import percentile, publish
+from kvbaton.config import flag
 from kvbaton.connectors.registry import load_store
 from kvbaton.connectors.store import KEY_BYTES, Pieces, Store
 from kvbaton.errors import ConfigError, StoreError
@@ -56,10 +57,17 @@ class StoreLoad:
     """
 
     spec: str
-    object_bytes: Sequence[int] = (64 << 10, 512 << 10, 2 << 20)
-    concurrency: Sequence[int] = (1, 4, 16)
-    num_bytes: int = 64 << 20
-    folder: str | None = None
+    object_bytes: tuple[int, ...] = flag(
+        (64 << 10, 512 << 10, 2 << 20),
+        "sizes of a store's objects or of the blocks of a transport's writes",
+        nargs="+",
+        metavar="N",
+    )
+    concurrency: tuple[int, ...] = flag((1, 4, 16), "(1 4 16)", nargs="+", metavar="N")
+    num_bytes: int = flag(64 << 20, "of each size (64M)", name="--bytes", metavar="N")
+    folder: str | None = flag(
+        None, "where the store keeps its files: measures its disk, and cold loads", metavar="DIR"
+    )
 
     def __post_init__(self) -> None:
         for size in self.object_bytes:

@@ -12,7 +12,7 @@ import ctypes
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from contextlib import ExitStack
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -25,6 +25,7 @@ from kvbaton.bench.bare_nixl import BareNixl
 from kvbaton.bench.digests import LAYER_BYTES, target_blocks, total_sum
 from kvbaton.bench.far_side import BARE
 from kvbaton.bench.report import median, publish
+from kvbaton.config import flag
 from kvbaton.connectors.base import Memory, Status
 from kvbaton.connectors.registry import load_transport
 from kvbaton.errors import ConfigError, TransportError
@@ -48,10 +49,12 @@ class TransferLoad:
         ConfigError: sizes that do not fit together.
     """
 
-    transports: Sequence[str] = ("nixl", "tcp")
-    block_bytes: Sequence[int] = (16 << 10, 256 << 10)
-    num_bytes: int = 64 << 20
-    repeats: int = 7
+    transports: tuple[str, ...] = flag(("nixl", "tcp"), nargs="+", metavar="NAME")
+    block_bytes: tuple[int, ...] = flag(
+        (16 << 10, 64 << 10, 256 << 10, 1 << 20), nargs="+", metavar="N"
+    )
+    num_bytes: int = flag(64 << 20, "of one write (64M)", name="--bytes", metavar="N")
+    repeats: int = flag(7, metavar="N")
 
     def __post_init__(self) -> None:
         for size in self.block_bytes:

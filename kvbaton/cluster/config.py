@@ -6,37 +6,28 @@ import os
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import ClassVar
 
+from kvbaton.config import Count, flag, words_of
 from kvbaton.engine.config import ENCODER_SETTINGS, EngineConfig
 from kvbaton.errors import ConfigError
-from kvbaton.server.media import MediaConfig
-from kvbaton.text.generation import GenerationConfigMode
+from kvbaton.router.policy import RoutingPolicy
+from kvbaton.server.endpoint_config import EndpointConfig
 
 NVIDIA_GPUS = Path("/proc/driver/nvidia/gpus")
 
 
 @dataclass(frozen=True, kw_only=True)
-class ClusterConfig:
-    """All that ``kvbaton up`` needs to know.
+class ClusterConfig(EndpointConfig):
+    """All that ``kvbaton up`` needs to know. Only the router listens at `host`; nodes on loopback.
 
     Attributes:
         engine: settings of every node's engine.
-        engine_flags: the same as a command line.
         num_prefill: prefill nodes.
         num_decode: decode nodes.
         num_encode: encoder nodes.
-        host: address of the router; nodes always listen on loopback.
-        port: of the router; 0 takes a free one.
-        served_model_name: as clients name the model.
-        api_keys: asked of clients.
-        chat_template: file with another chat template than the model's.
-        generation_config: whether the model recommends sampling defaults.
-        media: what images clients may bring.
-        cluster_key: shared by all processes.
         transport: ``NAME[:JSON]``.
-        min_handover_tokens: shorter prompts are served on one node.
-        min_encode_rows: of items that encoder nodes get; None lets the router estimate.
-        log_level: of all processes.
+        routing: which work is given to other nodes.
         start_timeout_s: until all nodes must be ready.
         stop_timeout_s: for each process to stop after it was asked to.
         prompt: to be answered once all is ready; None serves until told to stop.
@@ -46,27 +37,25 @@ class ClusterConfig:
         ConfigError: there would be no node.
     """
 
+    GROUP: ClassVar[str | None] = "cluster"
+
     engine: EngineConfig
-    engine_flags: Sequence[str]
-    num_prefill: int = 1
-    num_decode: int = 1
-    num_encode: int = 0
-    host: str = "127.0.0.1"
-    port: int = 8000
-    served_model_name: str | None = None
-    api_keys: tuple[str, ...] = field(default=(), repr=False)
-    chat_template: str | None = None
-    generation_config: GenerationConfigMode = "auto"
-    media: MediaConfig = field(default_factory=MediaConfig)
-    cluster_key: str | None = field(default=None, repr=False)
-    transport: str = "nixl"
-    min_handover_tokens: int = 0
-    min_encode_rows: int | None = None
-    log_level: str = "warning"
-    start_timeout_s: float = 600.0
+    num_prefill: Count = flag(1, "prefill nodes", name="--prefill", metavar="N")
+    num_decode: Count = flag(1, "decode nodes", name="--decode", metavar="N")
+    num_encode: Count = flag(0, "encoder nodes", name="--encode", metavar="N")
+    prompt: str | None = flag(
+        None, "answer this one prompt when all is ready, and exit", metavar="TEXT"
+    )
+    max_tokens: int = flag(64, "of that answer", metavar="N")
+    start_timeout_s: float = flag(
+        600.0,
+        "give up when not all is ready after so many seconds (600)",
+        name="--start-timeout",
+        metavar="S",
+    )
+    routing: RoutingPolicy = field(default_factory=RoutingPolicy)
+    transport: str = flag("nixl", "moves the KV cache", metavar="NAME[:JSON]", group=None)
     stop_timeout_s: float = 10.0
-    prompt: str | None = None
-    max_tokens: int = 64
 
     def __post_init__(self) -> None:
         if not self.num_prefill + self.num_decode:
@@ -93,14 +82,12 @@ class ClusterConfig:
 
     def router_words(self, fd: int) -> list[str]:
         """Command line of the router, which serves on an inherited socket."""
-        rows = self.min_encode_rows
         return [
             "router",
             f"--fd={fd}",
             f"--model={self.engine.model}",
             f"--served-model-name={self.model_name}",
-            f"--min-handover-tokens={self.min_handover_tokens}",
-            *([] if rows is None else [f"--min-encode-rows={rows}"]),
+            *words_of(self.routing),
             *self._text_words(),
         ]
 
@@ -108,31 +95,23 @@ class ClusterConfig:
         self, role: str, name: str, router_url: str, sharing: Sequence[str]
     ) -> list[str]:
         """Command line of a node, which takes free ports and registers itself."""
-        engine = [*self.engine_flags, *sharing]
+        encodes = role == "encode"
+        engine = words_of(self.engine, ENCODER_SETTINGS if encodes else None)
         return [
             role,
-            *(filter(_for_encoders, engine) if role == "encode" else engine),
+            *engine,
+            *(filter(_for_encoders, sharing) if encodes else sharing),
             "--port=0",
             f"--router={router_url}",
             f"--node-id={name}",
             f"--served-model-name={self.model_name}",
             f"--transport={self.transport}",
-            *([f"--log-level={self.log_level}"] if role == "encode" else self._text_words()),
+            *([f"--log-level={self.log_level}"] if encodes else self._text_words()),
         ]
 
     def _text_words(self) -> list[str]:
-        words = [
-            f"--log-level={self.log_level}",
-            f"--generation-config={self.generation_config}",
-            f"--limit-images={self.media.max_images}",
-        ]
-        if self.chat_template:
-            words.append(f"--chat-template={self.chat_template}")
-        if self.media.allow_private_media:
-            words.append("--allow-private-media")
-        if self.media.allowed_media_domains:
-            words += ["--allowed-media-domains", *self.media.allowed_media_domains]
-        return words
+        mine = words_of(self, ("chat_template", "generation_config"))
+        return [f"--log-level={self.log_level}", *mine, *words_of(self.media)]
 
     def environment(self) -> dict[str, str]:
         """Of all children. Secrets go this way: a command line can be read by anyone."""

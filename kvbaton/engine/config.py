@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Literal
+from typing import TYPE_CHECKING, ClassVar, Literal
 
 from kvbaton.errors import ConfigError
 
@@ -69,6 +69,9 @@ class EngineConfig:
         debug_forbid_prompt_compute: refuse to compute any prompt token but the last, so that a
             test can prove where the KV came from.
     """
+
+    GROUP: ClassVar[str | None] = "engine"
+    EVERY_FIELD: ClassVar[bool] = True
 
     model: str
     dtype: DType = "auto"

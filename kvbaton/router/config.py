@@ -2,58 +2,54 @@
 
 from __future__ import annotations
 
+from argparse import SUPPRESS
 from dataclasses import dataclass, field
+from typing import Any, ClassVar
 
+from kvbaton.config import flag
 from kvbaton.router.dispatch import DispatchConfig
 from kvbaton.router.membership import MembershipTimers
-from kvbaton.server.media import MediaConfig
-from kvbaton.text.generation import GenerationConfigMode
+from kvbaton.server.endpoint_config import EndpointConfig
+
+
+def _static(role: str) -> Any:
+    text = f"{role} node that does not register itself; may be given more than once"
+    return flag((), text, action="append", metavar="URL", group="nodes")
 
 
 @dataclass(frozen=True, kw_only=True)
-class RouterConfig:
+class RouterConfig(EndpointConfig):
     """All that a router needs to know.
 
     Attributes:
         model: folder of the model, for its tokenizer; None asks the first static node.
-        served_model_name: as clients name it; None takes the nodes' own name, or the folder's.
-        host: address to listen on.
-        port: 0 takes a free one.
         fd: an inherited socket that already listens; overrides host and port.
         prefill: URLs of prefill nodes that do not register themselves.
         decode: URLs of decode nodes that do not register themselves.
         encode: URLs of encoder nodes that do not register themselves.
-        api_keys: accepted from clients.
         node_api_key: sent to the nodes; None takes the first of `api_keys`.
-        chat_template: file with another chat template than the model's.
-        generation_config: whether the model recommends sampling defaults; see `text.generation`.
-        media: what images clients may bring.
-        cluster_key: from which the token for registration is derived; None restricts the cluster
-            to this machine.
         start_timeout_s: how long a static node may take to say what model it serves.
         grace_s: how long requests may go on after the router was told to stop.
-        log_level: of the log on standard error.
         membership: timers.
         dispatch: timers and policy.
     """
 
-    model: str | None = None
-    served_model_name: str | None = None
-    host: str = "127.0.0.1"
-    port: int = 8000
-    fd: int | None = None
-    prefill: tuple[str, ...] = ()
-    decode: tuple[str, ...] = ()
-    encode: tuple[str, ...] = ()
-    api_keys: tuple[str, ...] = field(default=(), repr=False)
-    node_api_key: str | None = field(default=None, repr=False)
-    chat_template: str | None = None
-    generation_config: GenerationConfigMode = "auto"
-    media: MediaConfig = field(default_factory=MediaConfig)
-    cluster_key: str | None = field(default=None, repr=False)
+    GROUP: ClassVar[str | None] = None
+
+    model: str | None = flag(None, "folder of the model, for its tokenizer", metavar="DIR")
+    fd: int | None = flag(None, SUPPRESS)
+    node_api_key: str | None = flag(
+        None,
+        "presented to nodes (the first --api-key; $KVBATON_NODE_API_KEY)",
+        variable="KVBATON_NODE_API_KEY",
+        secret=True,
+        metavar="KEY",
+    )
+    prefill: tuple[str, ...] = _static("prefill")
+    decode: tuple[str, ...] = _static("decode")
+    encode: tuple[str, ...] = _static("encode")
     start_timeout_s: float = 600.0
     grace_s: float = 5.0
-    log_level: str = "info"
     membership: MembershipTimers = field(default_factory=MembershipTimers)
     dispatch: DispatchConfig = field(default_factory=DispatchConfig)
 

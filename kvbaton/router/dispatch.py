@@ -22,6 +22,7 @@ from kvbaton.router.node_http import ask_over_http
 from kvbaton.router.node_request import NodeError, NodeRequest
 from kvbaton.router.nodes import Nodes
 from kvbaton.router.pairing import Route, choose
+from kvbaton.router.policy import RoutingPolicy
 from kvbaton.router.relay import Action, Cancel, Finished, RelayTimers, RequestRelay, Send
 
 logger = logging.getLogger(__name__)
@@ -34,19 +35,15 @@ MAX_BEHIND = 16384
 
 
 @dataclass(frozen=True)
-class DispatchConfig:
+class DispatchConfig(RoutingPolicy):
     """How requests are dispatched.
 
     Attributes:
         timers: of each request.
-        min_handover_tokens: shorter prompts are served on one node.
-        min_encode_rows: see `encoders.with_encoders`.
         max_behind: tokens, and log probabilities, that may wait for one client.
     """
 
     timers: RelayTimers = field(default_factory=RelayTimers)
-    min_handover_tokens: int = 0
-    min_encode_rows: int | None = None
     max_behind: int = MAX_BEHIND
 
 

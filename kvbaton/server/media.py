@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import ClassVar
+
+from kvbaton.config import Count, flag
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -18,8 +21,17 @@ class MediaConfig:
         image_timeout_s: in which each must have been fetched.
     """
 
-    allowed_media_domains: tuple[str, ...] = ()
-    allow_private_media: bool = False
-    max_images: int = 64
+    GROUP: ClassVar[str | None] = "endpoint"
+
+    allowed_media_domains: tuple[str, ...] = flag(
+        (),
+        "hosts that images are fetched from, those below them too; * for all (none)",
+        nargs="+",
+        metavar="HOST",
+    )
+    allow_private_media: bool = flag(
+        False, "fetch images from private networks and this machine, too", action="store_true"
+    )
+    max_images: Count = flag(64, "of one request", name="--limit-images", metavar="N")
     max_image_bytes: int = 16 << 20
     image_timeout_s: float = 10.0

@@ -2,41 +2,33 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, fields
 from functools import cached_property
-from typing import Literal
+from typing import ClassVar, Literal
 from urllib.parse import urlsplit
 
+from kvbaton.config import Port, flag
 from kvbaton.connectors.transfer.endpoint import HandoverConfig
 from kvbaton.engine.config import EngineConfig
 from kvbaton.errors import ConfigError
 from kvbaton.server.cluster_token import is_loopback
-from kvbaton.server.media import MediaConfig
-from kvbaton.text.generation import GenerationConfigMode
+from kvbaton.server.endpoint_config import EndpointConfig
 
 NodeRole = Literal["prefill", "decode", "encode"]
 
 
 @dataclass(frozen=True, kw_only=True)
-class NodeConfig:
+class NodeConfig(EndpointConfig):
     """All that a node needs to know.
 
     Attributes:
         engine: settings of its engine.
         role: what it does for others.
         node_id: its name, stable over its lives.
-        host: address that HTTP, control channel and transport listen on.
-        port: of HTTP; 0 takes a free one.
-        served_model_name: as clients name the model; None takes the folder as given.
-        api_keys: any of them opens the endpoint; none leaves it open.
         router: base URL of the router to register with; None for a node that stands alone or is
             named by the router's flags.
         peers: control addresses ``tcp://host:port`` that may be dialled beside those the router
             vouches for.
-        cluster_key: secret shared by all nodes; without it the node must listen on loopback.
-        chat_template: file with another chat template than the model's.
-        generation_config: whether the model recommends sampling defaults; see `text.generation`.
-        media: what images clients may bring.
         transport: ``NAME[:JSON]``.
         control_port: of the control channel; 0 takes a free one.
         engine_port: where the engine listens for routers, if there is a cluster key; 0 takes a free
@@ -44,32 +36,40 @@ class NodeConfig:
         max_transfers: hand-overs that a prefill node has alive at once.
         max_blocks_per_peer: blocks that a decode node has reserved or in quarantine for one prefill
             node; None for no limit.
-        log_level: of the log on standard error.
         grace_s: how long requests and hand-overs may go on after the node was told to stop.
 
     Raises:
         ConfigError: values that do not fit together.
     """
 
+    GROUP: ClassVar[str | None] = "node"
+
     engine: EngineConfig
     role: NodeRole
-    node_id: str
-    host: str = "127.0.0.1"
-    port: int = 0
-    served_model_name: str | None = None
-    api_keys: tuple[str, ...] = field(default=(), repr=False)
-    router: str | None = None
-    peers: tuple[str, ...] = ()
-    cluster_key: str | None = field(default=None, repr=False)
-    chat_template: str | None = None
-    generation_config: GenerationConfigMode = "auto"
-    media: MediaConfig = field(default_factory=MediaConfig)
-    transport: str = "nixl"
-    control_port: int = 0
-    engine_port: int = 0
-    max_transfers: int = HandoverConfig.max_transfers
-    max_blocks_per_peer: int | None = None
-    log_level: str = "info"
+    router: str | None = flag(None, "register with this router", metavar="URL")
+    peers: tuple[str, ...] = flag(
+        (),
+        "control address that may be dialled; may be given more than once",
+        name="--peer",
+        action="append",
+        metavar="tcp://HOST:PORT",
+    )
+    control_port: Port = flag(0, metavar="PORT")
+    engine_port: Port = flag(
+        0,
+        "where routers connect to the engine, if there is a cluster key (0: a free one)",
+        metavar="PORT",
+    )
+    node_id: str = flag("", "stable name of this node", metavar="NAME")
+    max_transfers: int = flag(
+        HandoverConfig.max_transfers,
+        "hand-overs alive at once; those beyond are put off",
+        metavar="N",
+    )
+    max_blocks_per_peer: int | None = flag(
+        None, "blocks reserved or in quarantine for one prefill node (no limit)", metavar="N"
+    )
+    transport: str = flag("nixl", "moves the KV cache", metavar="NAME[:JSON]", group=None)
     grace_s: float = 5.0
 
     def __post_init__(self) -> None:
@@ -98,15 +98,8 @@ class NodeConfig:
     @cached_property
     def handover(self) -> HandoverConfig:
         """What hand-overs need of it."""
-        return HandoverConfig(
-            transport=self.transport,
-            host=self.host,
-            control_port=self.control_port,
-            cluster_key=self.cluster_key,
-            peers=self.peers,
-            max_transfers=self.max_transfers,
-            max_blocks_per_peer=self.max_blocks_per_peer,
-        )
+        mine = {item.name for item in fields(HandoverConfig)} & {item.name for item in fields(self)}
+        return HandoverConfig(**{name: getattr(self, name) for name in mine})
 
 
 def _check_peer(peer: str) -> None:

@@ -13,17 +13,9 @@ from pathlib import Path
 
 import pytest
 
-from kvbaton.cli import (
-    attribute_docs,
-    engine_config,
-    engine_flags,
-    human_int,
-    main,
-    make_parser,
-    media_config,
-    node_config,
-)
+from kvbaton.cli import main, make_parser, node_config
 from kvbaton.cluster.config import ClusterConfig, shares
+from kvbaton.config import attribute_docs, from_args, human_int, words_of
 from kvbaton.connectors.transfer.endpoint import HandoverConfig
 from kvbaton.engine.config import EngineConfig
 from kvbaton.server.media import MediaConfig
@@ -110,7 +102,7 @@ def test_every_engine_setting_has_a_flag_and_a_help_text() -> None:
     docs = attribute_docs(EngineConfig)
     assert {field.name for field in fields(EngineConfig)} == set(docs)
     words = ["decode", "--model", "m", "--no-enable-prefix-caching", "--max-model-len", "4K"]
-    config = engine_config(make_parser().parse_args(words))
+    config = from_args(EngineConfig, make_parser().parse_args(words))
     assert config == EngineConfig(model="m", enable_prefix_caching=False, max_model_len=4096)
 
 
@@ -118,9 +110,10 @@ def test_up_passes_engine_flags_on_to_nodes() -> None:
     words = ["--model", "m", "--dtype", "float32", "--enforce-eager", "--num-blocks", "9"]
     parser = make_parser()
     args = parser.parse_args(["up", *words, "--no-enable-prefix-caching"])
-    again = parser.parse_args(["prefill", *engine_flags(args)])
-    assert engine_config(again) == engine_config(args)
-    assert engine_config(again).num_blocks == 9
+    engine = from_args(EngineConfig, args)
+    again = from_args(EngineConfig, parser.parse_args(["prefill", *words_of(engine)]))
+    assert again == engine
+    assert again.num_blocks == 9
 
 
 def test_an_encoder_node_knows_only_what_it_heeds(broken_model: str) -> None:
@@ -138,30 +131,27 @@ def test_an_encoder_node_knows_only_what_it_heeds(broken_model: str) -> None:
 def test_up_starts_encoders_with_the_flags_that_they_know() -> None:
     words = ["up", "--model", "m", "--encode", "2", "--num-blocks", "9", "--language-model-only"]
     args = make_parser().parse_args([*words, "--encoder-cache-tokens", "64", "--seed", "3"])
-    cluster = ClusterConfig(
-        engine=engine_config(args), engine_flags=engine_flags(args), num_encode=args.encode
-    )
+    cluster = from_args(ClusterConfig, args)
     assert cluster.node_names[-2:] == [("encode", "encode-0"), ("encode", "encode-1")]
     assert cluster.num_pairs == (1, 4)
     given = cluster.node_words("encode", "encode-0", "http://r", ["--gpu-memory-utilization=0.5"])
     parsed = make_parser().parse_args(given)
     assert (parsed.encoder_cache_tokens, parsed.seed, parsed.node_id) == (64, 3, "encode-0")
     other = make_parser().parse_args(cluster.node_words("prefill", "p", "http://r", []))
-    assert (other.num_blocks, other.language_model_only, other.encoder_only) == (9, True, False)
+    engine = from_args(EngineConfig, other)
+    assert (engine.num_blocks, engine.language_model_only, engine.encoder_only) == (9, True, False)
 
 
 def test_up_tells_router_and_nodes_what_images_are_taken() -> None:
     given = ["--allow-private-media", "--limit-images=3", "--allowed-media-domains", "a.b", "c.d"]
-    config = media_config(make_parser().parse_args(["up", "--model=m", *given]))
+    config = from_args(MediaConfig, make_parser().parse_args(["up", "--model=m", *given]))
     assert config == MediaConfig(
         allowed_media_domains=("a.b", "c.d"), allow_private_media=True, max_images=3
     )
-    cluster = ClusterConfig(
-        engine=EngineConfig(model="m"), engine_flags=["--model=m"], media=config
-    )
+    cluster = ClusterConfig(engine=EngineConfig(model="m"), media=config)
     for words in (cluster.router_words(0), cluster.node_words("decode", "d", "http://r", [])):
-        assert media_config(make_parser().parse_args(words)) == config
-    plain = media_config(make_parser().parse_args(["router"]))
+        assert from_args(MediaConfig, make_parser().parse_args(words)) == config
+    plain = from_args(MediaConfig, make_parser().parse_args(["router"]))
     assert plain == MediaConfig()
 
 

@@ -1,0 +1,269 @@
+"""Settings as dataclasses whose fields are flags: parsers are made from them, and they from flags.
+
+A field that `flag` made is on the command line, as are the flags of a field that is a dataclass.
+The help shows those of a class under its ``GROUP``.
+"""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import inspect
+import os
+import re
+import types
+import typing
+from collections.abc import Collection, Iterator, Mapping, Sequence
+from dataclasses import MISSING, Field, dataclass, field
+from typing import Annotated, Any, Literal, TypeVar
+
+T = TypeVar("T")
+LogLevel = Literal["debug", "info", "warning", "error"]
+UNITS = {"k": 10**3, "m": 10**6, "g": 10**9, "K": 2**10, "M": 2**20, "G": 2**30, "T": 2**40}
+
+
+# --- values ---
+
+
+def human_int(text: str) -> int:
+    """A number, perhaps with a unit: 4k is 4000, 4K is 4096."""
+    match = re.fullmatch(r"(-?\d+(?:\.\d+)?)([kmgKMGT]?)", text)
+    if match is None:
+        raise argparse.ArgumentTypeError(f"{text!r} is no number (like 4096, 4k or 2G)")
+    value = float(match[1]) * UNITS.get(match[2], 1)
+    if value != int(value):
+        raise argparse.ArgumentTypeError(f"{text!r} is no whole number")
+    return int(match[1]) if match[1].lstrip("-").isdigit() and not match[2] else int(value)
+
+
+def count(text: str) -> int:
+    """How many nodes, or images."""
+    value = human_int(text)
+    if value < 0:
+        raise argparse.ArgumentTypeError(f"{value} is negative")
+    return value
+
+
+def port_number(text: str) -> int:
+    """A TCP port."""
+    value = human_int(text)
+    if not 0 <= value <= 65535:
+        raise argparse.ArgumentTypeError(f"{value} is no port (0 to 65535)")
+    return value
+
+
+Count = Annotated[int, count]
+Port = Annotated[int, port_number]
+
+
+# --- fields ---
+
+
+def flag(
+    default: Any = MISSING,
+    text: str = "",
+    *,
+    name: str = "",
+    variable: str = "",
+    secret: bool = False,
+    **more: Any,
+) -> Any:
+    """A field of a dataclass that is a flag.
+
+    Args:
+        default: of both; without one the flag is required.
+        text: for the help; the default is put behind it, unless it ends with a parenthesis.
+        name: of the flag, if not the field's.
+        variable: of the environment, with the flag's default.
+        secret: not shown by ``repr``.
+        more: for ``add_argument``; `group` is the title under which the help shows it.
+    """
+    told = {"text": text, "name": name, "variable": variable, "more": more}
+    return field(default=default, repr=not secret, metadata={"flag": told})
+
+
+@dataclass(frozen=True)
+class Flag:
+    """A flag and its place.
+
+    Attributes:
+        name: as written on the command line.
+        default: of the field; `MISSING` if it has none.
+        kind: type of the field.
+        group: title in the help; None is no group.
+        text: for the help.
+        variable: of the environment, or empty.
+        more: for ``add_argument``.
+    """
+
+    name: str
+    default: Any
+    kind: Any
+    group: str | None
+    text: str
+    variable: str = ""
+    more: Mapping[str, Any] = field(default_factory=dict)
+
+    @property
+    def dest(self) -> str:
+        """Its attribute in what a parser returns."""
+        return self.name[2:].replace("-", "_")
+
+    def add(self, parser: argparse._ActionsContainer, default: Any) -> None:
+        """Put it into a parser."""
+        words = os.environ.get(self.variable) if self.variable else None
+        if words:
+            default = words.split() if isinstance(default, list) else words
+        required = default is MISSING
+        parser.add_argument(
+            self.name,
+            **{
+                **_argument(self.kind, self.more),
+                "required": required,
+                "default": None if required else default,
+                "help": self._help(default),
+            },
+        )
+
+    def _help(self, default: Any) -> str | None:
+        if not self.text or self.text == argparse.SUPPRESS:
+            return self.text or None
+        told = default is MISSING or default is None or isinstance(default, list)
+        shown = "" if told or self.text.endswith(")") or self._is_switch else f" ({default})"
+        return (self.text.rstrip(".") + shown).replace("%", "%%")
+
+    @property
+    def _is_switch(self) -> bool:
+        return "action" in self.more
+
+    def words(self, value: Any) -> list[str]:
+        """The command line that sets it."""
+        if isinstance(value, bool):
+            return [self.name if value else f"--no-{self.name[2:]}"]
+        return [self.name, *value] if isinstance(value, tuple) else [f"{self.name}={value}"]
+
+
+def _argument(kind: Any, more: Mapping[str, Any]) -> dict[str, Any]:
+    """What ``add_argument`` is to know of a type."""
+    if "action" in more and more["action"] != "append":
+        return dict(more)
+    if kind is bool:
+        return {"action": argparse.BooleanOptionalAction, **more}
+    if isinstance(kind, types.UnionType) or typing.get_origin(kind) is typing.Union:
+        kind = next(member for member in typing.get_args(kind) if member is not types.NoneType)
+    if typing.get_origin(kind) is tuple:
+        kind = typing.get_args(kind)[0]
+    if typing.get_origin(kind) is Literal:
+        return {"choices": typing.get_args(kind), **more}
+    if typing.get_origin(kind) is Annotated:
+        base, reads = typing.get_args(kind)
+        return {"type": reads, "metavar": base.__name__.upper(), **more}
+    reads = human_int if kind is int else kind
+    return {"type": reads, "metavar": kind.__name__.upper(), **more}
+
+
+def flags_of(config: type) -> Iterator[tuple[Field[Any], Flag]]:
+    """Flags of a dataclass, those of dataclasses in it behind them.
+
+    A class with ``EVERY_FIELD`` has one per field, with the field's documentation as its text.
+    """
+    hints = typing.get_type_hints(config, include_extras=True)
+    texts = attribute_docs(config) if getattr(config, "EVERY_FIELD", False) else {}
+    for item in dataclasses.fields(config):
+        kind = hints[item.name]
+        told = item.metadata.get("flag")
+        if told is not None:
+            more = dict(told["more"])
+            group = more.pop("group", _group(config, item))
+            name = told["name"] or flag_of(item.name)
+            yield item, Flag(name, item.default, kind, group, told["text"], told["variable"], more)
+        elif dataclasses.is_dataclass(kind):
+            assert isinstance(kind, type)
+            yield from flags_of(kind)
+        elif item.name in texts:
+            hidden = item.name.startswith("debug_")
+            text = argparse.SUPPRESS if hidden else texts[item.name]
+            yield item, Flag(flag_of(item.name), item.default, kind, _group(config, item), text)
+
+
+def _group(config: type, item: Field[Any]) -> str | None:
+    """Where the help shows a field of this class, or of one that it inherits from."""
+    owners = (c for c in config.__mro__ if item.name in vars(c).get("__annotations__", ()))
+    return getattr(next(owners), "GROUP", None)
+
+
+def add_flags(
+    parser: argparse.ArgumentParser,
+    config: type,
+    *,
+    order: Sequence[str | None] = (),
+    skip: Collection[str] = (),
+    **defaults: Any,
+) -> None:
+    """Add the flags of a dataclass.
+
+    Args:
+        parser: gets them.
+        config: the class.
+        order: of groups; those that are not named come last.
+        skip: names of fields that get none.
+        defaults: other than the fields' own.
+    """
+    flags = [(item, its) for item, its in flags_of(config) if item.name not in skip]
+    place = {group: number for number, group in enumerate(order)}
+    groups: dict[str | None, argparse._ActionsContainer] = {None: parser}
+    for item, its in sorted(flags, key=lambda pair: place.get(pair[1].group, len(place))):
+        if its.group not in groups:
+            groups[its.group] = parser.add_argument_group(its.group)
+        default = defaults.get(item.name, its.default)
+        its.add(groups[its.group], list(default) if isinstance(default, tuple) else default)
+
+
+def from_args(config: type[T], args: argparse.Namespace, **given: Any) -> T:
+    """Make a dataclass of parsed flags; a flag that the command does not have keeps its default.
+
+    Raises:
+        ConfigError: values that do not fit together.
+    """
+    assert dataclasses.is_dataclass(config)
+    names = {item: its.dest for item, its in flags_of(config)}
+    hints = typing.get_type_hints(config)
+    values = dict(given)
+    for item in dataclasses.fields(config):
+        dest = names.get(item, item.name)
+        if item.name in given:
+            continue
+        if dataclasses.is_dataclass(hints[item.name]):
+            values[item.name] = from_args(hints[item.name], args)
+        elif hasattr(args, dest):
+            value = getattr(args, dest)
+            values[item.name] = tuple(value) if isinstance(value, list) else value
+    return config(**values)
+
+
+def words_of(config: Any, only: Collection[str] | None = None) -> list[str]:
+    """The command line that gives a dataclass its values; defaults are left out.
+
+    Args:
+        config: an instance; dataclasses in it are left out.
+        only: names of fields; None takes all.
+    """
+    words: list[str] = []
+    own = dataclasses.fields(config)
+    for item, its in flags_of(type(config)):
+        if item in own and (only is None or item.name in only):
+            value = getattr(config, item.name)
+            words += its.words(value) if value != item.default else []
+    return words
+
+
+def attribute_docs(config: type) -> dict[str, str]:
+    """The texts under ``Attributes:`` in a class's docstring, by name, without markup."""
+    section = (inspect.getdoc(config) or "").partition("Attributes:")[2]
+    found = re.findall(r"^    (\w+): (.*(?:\n     +.*)*)", section, re.MULTILINE)
+    return {name: re.sub(r"\s+", " ", text.replace("`", "")) for name, text in found}
+
+
+def flag_of(name: str) -> str:
+    """How a field is written on the command line."""
+    return "--" + name.replace("_", "-")
