@@ -16,8 +16,8 @@ import msgspec
 
 from kvbaton.cluster.child import Child
 from kvbaton.cluster.config import ClusterConfig, shares, visible_gpus
-from kvbaton.router.listener import bind, url_of
 from kvbaton.server.cluster_token import registration_token
+from kvbaton.server.listener import bind, url_of
 
 logger = logging.getLogger(__name__)
 

@@ -20,7 +20,6 @@ from kvbaton.errors import ConfigError, RequestError
 from kvbaton.messages.nodes import NodeInfo
 from kvbaton.router.config import RouterConfig
 from kvbaton.router.dispatch import Dispatcher
-from kvbaton.router.listener import bind, url_of
 from kvbaton.router.loads import NodeLoads
 from kvbaton.router.membership import Membership
 from kvbaton.router.metrics import NodeCollector, RouterMetrics
@@ -30,6 +29,7 @@ from kvbaton.router.nodes_api import app_keys, routes
 from kvbaton.server.app import make_app
 from kvbaton.server.cluster_token import operator_token
 from kvbaton.server.config import EdgeConfig, Frontend
+from kvbaton.server.listener import bind, url_of
 from kvbaton.server.metrics import HttpMetrics
 from kvbaton.server.source import ModelFacts
 from kvbaton.text.generation import sampling_defaults

@@ -1,4 +1,7 @@
-"""The router's socket; `up` makes it before anything heavy is imported."""
+"""Listening sockets of endpoints; made before anything heavy is imported.
+
+Workers of one endpoint share one, so it outlives the servers on it: give those a `dup()`.
+"""
 
 from __future__ import annotations
 

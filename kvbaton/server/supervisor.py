@@ -1,0 +1,400 @@
+"""Worker processes that answer HTTP on one port, and their supervisor.
+
+The supervisor owns the listening socket and all that there is one of: a router's membership, a
+node's engine. Workers accept on that socket and serve clients. They pass on what only the
+supervisor can answer (`WorkerLink.forward`), are told what it knows (`Supervisor.publish`), and
+tell it what they learn (`WorkerLink.report`). Counters of all workers are added up, also of those
+that ended. A worker that ends is replaced.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import itertools
+import logging
+import multiprocessing
+import multiprocessing.process
+import shutil
+import signal
+import socket
+import struct
+import tempfile
+from collections.abc import Awaitable, Callable
+from typing import Any
+
+import aiohttp
+import msgspec
+from aiohttp import web
+from prometheus_client import CollectorRegistry, generate_latest
+
+from kvbaton.engine.process import die_with_parent
+from kvbaton.errors import ConfigError, RequestError
+from kvbaton.messages.workers import (
+    AskMetrics,
+    FromWorker,
+    PublishedState,
+    ToWorker,
+    WorkerMetrics,
+    WorkerReport,
+    WorkerStarted,
+)
+from kvbaton.server.merged_metrics import MergedMetrics
+
+logger = logging.getLogger(__name__)
+
+START_TIMEOUT_S = 120.0
+METRICS_TIMEOUT_S = 1.0
+RESTART_PAUSE_S = 0.5
+STOP_MARGIN_S = 5.0
+FORWARD_TIMEOUT_S = 60.0
+BACKLOG = 1024
+_HOP_BY_HOP = frozenset(("connection", "keep-alive", "transfer-encoding", "content-length", "te"))
+_LENGTH = struct.Struct("<I")
+
+WorkerMain = Callable[["WorkerLink", Any], Awaitable[None]]
+"""What runs in a worker, a function of a module: gets its link and the payload, and serves."""
+
+_encoder = msgspec.msgpack.Encoder()
+_to_worker: msgspec.msgpack.Decoder[ToWorker] = msgspec.msgpack.Decoder(ToWorker)
+_from_worker: msgspec.msgpack.Decoder[FromWorker] = msgspec.msgpack.Decoder(FromWorker)
+
+
+class Supervisor:
+    """Starts workers, feeds them, replaces those that end, stops them.
+
+    Args:
+        main: what runs in each worker.
+        payload: for `main`; crosses into the workers by pickle.
+        listener: bound, listening; each worker accepts on it. It stays the caller's.
+        control: answers what workers pass on. Its socket is in a folder of mode 0700.
+        count: workers.
+        log_level: of the workers' log on standard error.
+
+    Attributes:
+        on_report: called with (worker, data) for each `WorkerLink.report`.
+    """
+
+    def __init__(
+        self,
+        main: WorkerMain,
+        payload: Any,
+        listener: socket.socket,
+        control: web.Application,
+        *,
+        count: int,
+        log_level: str = "info",
+    ) -> None:
+        self.on_report: Callable[[int, bytes], None] = lambda worker, data: None
+        self._main, self._payload, self._listener = main, payload, listener
+        self._log_level = log_level
+        self._count = count
+        self._folder = tempfile.mkdtemp(prefix="kvbaton-")
+        self._control_path = f"{self._folder}/control"
+        self._runner = web.AppRunner(control, access_log=None)
+        self._state: PublishedState | None = None
+        self._workers: dict[int, _Worker] = {}
+        self._metrics = MergedMetrics()
+        self._keepers: list[asyncio.Task[None]] = []
+
+    async def start(self) -> None:
+        """Start all workers and wait until they serve.
+
+        Raises:
+            ConfigError: one of them can't; its log says why.
+        """
+        await self._runner.setup()
+        await web.UnixSite(self._runner, self._control_path).start()
+        started = [asyncio.get_running_loop().create_future() for _ in range(self._count)]
+        self._keepers = [
+            asyncio.create_task(self._keep(index, future), name=f"worker {index}")
+            for index, future in enumerate(started)
+        ]
+        async with asyncio.timeout(START_TIMEOUT_S):
+            await asyncio.gather(*started)
+
+    async def _keep(self, index: int, first: asyncio.Future[None]) -> None:
+        """Have a worker run, again and again."""
+        while True:
+            worker = await _Worker.start(self, index)
+            self._workers[index] = worker
+            if self._state is not None:
+                worker.send(self._state)
+            try:
+                await worker.listen(first)
+            finally:
+                del self._workers[index]
+                self._metrics.retire(index)
+                if worker.process.is_alive():
+                    worker.process.terminate()
+            how = f"worker {index} ended with status {await worker.join()}"
+            if not first.done():
+                first.set_exception(ConfigError("--workers", f"{how} before it could serve"))
+                return
+            logger.error("%s; starting another", how)
+            await asyncio.sleep(RESTART_PAUSE_S)
+
+    def publish(self, data: bytes) -> None:
+        """Tell all workers, also those that come later, what the supervisor knows now."""
+        self._state = PublishedState(data)
+        for worker in self._workers.values():
+            worker.send(self._state)
+
+    async def metrics(self, own: bytes = b"") -> bytes:
+        """What all workers count, added up with `own`; all in Prometheus' text format."""
+        workers = tuple(self._workers.items())
+        texts = await asyncio.gather(*(worker.metrics() for _, worker in workers))
+        for (index, worker), text in zip(workers, texts, strict=True):
+            if text is not None and self._workers.get(index) is worker:
+                self._metrics.update(index, text)
+        return self._metrics.text(own.decode()).encode()
+
+    async def stop(self, grace_s: float) -> None:
+        """Tell workers to end; their open requests have `grace_s` seconds."""
+        workers = tuple(self._workers.values())
+        for worker in workers:
+            if worker.process.is_alive():
+                worker.process.terminate()
+        await asyncio.gather(*(worker.join(grace_s + STOP_MARGIN_S) for worker in workers))
+        for keeper in self._keepers:
+            keeper.cancel()
+        await asyncio.gather(*self._keepers, return_exceptions=True)
+        await self._runner.cleanup()
+        shutil.rmtree(self._folder, ignore_errors=True)
+
+    def spawn(self, index: int, link: socket.socket) -> multiprocessing.process.BaseProcess:
+        """A worker's process, started."""
+        process = multiprocessing.get_context("spawn").Process(
+            target=worker_main,
+            args=(
+                self._main,
+                self._payload,
+                self._listener,
+                link,
+                self._control_path,
+                self._log_level,
+            ),
+            name=f"kvbaton-worker-{index}",
+            daemon=True,
+        )
+        process.start()
+        return process
+
+
+class _Worker:
+    """A worker as its supervisor sees it."""
+
+    def __init__(
+        self,
+        supervisor: Supervisor,
+        index: int,
+        process: multiprocessing.process.BaseProcess,
+        channel: _Channel,
+    ) -> None:
+        self.process = process
+        self._supervisor, self._index, self._channel = supervisor, index, channel
+        self._numbers = itertools.count()
+        self._asked: dict[int, asyncio.Future[str]] = {}
+
+    @classmethod
+    async def start(cls, supervisor: Supervisor, index: int) -> _Worker:
+        """Start its process."""
+        ours, theirs = socket.socketpair()
+        with theirs:
+            process = supervisor.spawn(index, theirs)
+        return cls(supervisor, index, process, await _Channel.open(ours))
+
+    async def listen(self, started: asyncio.Future[None]) -> None:
+        """Take in what it says, until it ends."""
+        try:
+            while (data := await self._channel.receive()) is not None:
+                match _from_worker.decode(data):
+                    case WorkerStarted():
+                        if not started.done():
+                            started.set_result(None)
+                    case WorkerMetrics(number, text):
+                        asked = self._asked.get(number)
+                        if asked is not None and not asked.done():
+                            asked.set_result(text)
+                    case WorkerReport(report):
+                        try:
+                            self._supervisor.on_report(self._index, report)
+                        except Exception:  # the workers go on
+                            logger.exception("what a worker reported can't be taken in")
+        finally:
+            self._channel.close()
+
+    def send(self, message: ToWorker) -> None:
+        """Tell it something."""
+        self._channel.send(_encoder.encode(message))
+
+    async def metrics(self) -> str | None:
+        """What it counts; None if it does not say in time."""
+        number = next(self._numbers)
+        answer = self._asked[number] = asyncio.get_running_loop().create_future()
+        self.send(AskMetrics(number))
+        try:
+            return await asyncio.wait_for(answer, METRICS_TIMEOUT_S)
+        except TimeoutError:
+            return None
+        finally:
+            del self._asked[number]
+
+    async def join(self, timeout_s: float = STOP_MARGIN_S) -> int | None:
+        """Wait for its end, and kill it if that does not come; its exit status."""
+        loop = asyncio.get_running_loop()
+        await loop.run_in_executor(None, self.process.join, timeout_s)
+        if self.process.is_alive():
+            logger.warning("%s did not stop in time; killing it", self.process.name)
+            self.process.kill()
+            await loop.run_in_executor(None, self.process.join, STOP_MARGIN_S)
+        return self.process.exitcode
+
+
+class _Channel:
+    """Whole messages over a stream socket."""
+
+    def __init__(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        self._reader, self._writer = reader, writer
+
+    @classmethod
+    async def open(cls, sock: socket.socket) -> _Channel:
+        """Over a connected socket, which becomes the channel's."""
+        return cls(*await asyncio.open_connection(sock=sock))
+
+    def send(self, data: bytes) -> None:
+        """Queue a message; nothing happens if the other end is gone."""
+        if not self._writer.is_closing():
+            self._writer.write(_LENGTH.pack(len(data)) + data)
+
+    async def receive(self) -> bytes | None:
+        """The next message; None if the other end is gone."""
+        try:
+            (size,) = _LENGTH.unpack(await self._reader.readexactly(_LENGTH.size))
+            return await self._reader.readexactly(size)
+        except (asyncio.IncompleteReadError, ConnectionError):
+            return None
+
+    def close(self) -> None:
+        """Close the socket."""
+        self._writer.close()
+
+
+# --- in a worker ---
+
+
+def worker_main(
+    main: WorkerMain,
+    payload: Any,
+    listener: socket.socket,
+    link: socket.socket,
+    control_path: str,
+    log_level: str,
+) -> None:
+    """Entry point of a worker's process; see `Supervisor`."""
+    die_with_parent()
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    logging.basicConfig(level=log_level.upper(), format="%(levelname)s %(name)s: %(message)s")
+
+    async def work() -> None:
+        async with aiohttp.ClientSession(
+            connector=aiohttp.UnixConnector(control_path),
+            timeout=aiohttp.ClientTimeout(total=FORWARD_TIMEOUT_S),
+        ) as session:
+            await main(WorkerLink(listener, await _Channel.open(link), session), payload)
+
+    asyncio.run(work())
+
+
+class WorkerLink:
+    """A worker's end: its socket, its supervisor.
+
+    Attributes:
+        on_state: called with what the supervisor publishes. Set it before `serve`.
+    """
+
+    def __init__(
+        self, listener: socket.socket, channel: _Channel, session: aiohttp.ClientSession
+    ) -> None:
+        self.on_state: Callable[[bytes], None] = lambda data: None
+        self._listener, self._channel, self._session = listener, channel, session
+        self._stop = asyncio.Event()
+
+    async def serve(
+        self, app: web.Application, registry: CollectorRegistry, *, grace_s: float
+    ) -> None:
+        """Serve clients until told to stop, or until the supervisor is gone.
+
+        Args:
+            app: what clients are answered.
+            registry: what is counted.
+            grace_s: how long open requests may go on then.
+        """
+        asyncio.get_running_loop().add_signal_handler(signal.SIGTERM, self._stop.set)
+        runner = web.AppRunner(
+            app, handler_cancellation=True, shutdown_timeout=grace_s, access_log=None
+        )
+        await runner.setup()
+        listening = asyncio.create_task(self._listen(registry))
+        try:
+            # asyncio accepts as many at once as its backlog says: one leaves the rest to others.
+            await web.SockSite(runner, self._listener, backlog=1).start()
+            self._listener.listen(BACKLOG)
+            self._send(WorkerStarted())
+            await self._stop.wait()
+        finally:
+            await runner.cleanup()
+            listening.cancel()
+            await asyncio.gather(listening, return_exceptions=True)
+            self._channel.close()
+
+    def stop(self) -> None:
+        """End `serve`; a supervisor that did not ask for it starts another worker."""
+        self._stop.set()
+
+    async def _listen(self, registry: CollectorRegistry) -> None:
+        while (data := await self._channel.receive()) is not None:
+            match _to_worker.decode(data):
+                case PublishedState(state):
+                    try:
+                        self.on_state(state)
+                    except Exception:  # the next one may be better
+                        logger.exception("what the supervisor published can't be taken in")
+                case AskMetrics(number):
+                    self._send(WorkerMetrics(number, generate_latest(registry).decode()))
+        self._stop.set()
+
+    def report(self, data: bytes) -> None:
+        """Tell the supervisor; see `Supervisor.on_report`."""
+        self._send(WorkerReport(data))
+
+    def _send(self, message: FromWorker) -> None:
+        self._channel.send(_encoder.encode(message))
+
+    async def forward(self, request: web.Request) -> web.Response:
+        """Answer as the supervisor does. A handler.
+
+        Raises:
+            RequestError: 503, the supervisor does not answer.
+        """
+        headers = _end_to_end(request.headers)
+        try:
+            async with self._session.request(
+                request.method,
+                f"http://supervisor{request.raw_path}",
+                headers=headers,
+                data=await request.read(),
+                allow_redirects=False,
+            ) as response:
+                return web.Response(
+                    status=response.status,
+                    headers=_end_to_end(response.headers),
+                    body=await response.read(),
+                )
+        except (aiohttp.ClientError, OSError, TimeoutError) as error:
+            raise RequestError(
+                f"the supervisor does not answer: {error!r}", status=503, code="no_supervisor"
+            ) from error
+
+
+def _end_to_end(headers: Any) -> dict[str, str]:
+    return {name: value for name, value in headers.items() if name.lower() not in _HOP_BY_HOP}

@@ -1,0 +1,190 @@
+"""Several processes on one port: who answers what, what they know, and who replaces whom."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import signal
+import time
+from collections.abc import AsyncIterator, Awaitable, Callable
+from contextlib import asynccontextmanager
+from typing import Any
+
+import pytest
+from aiohttp import ClientSession, ClientTimeout, TCPConnector, web
+from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram
+
+from kvbaton.errors import ConfigError
+from kvbaton.server.listener import bind, url_of
+from kvbaton.server.merged_metrics import MergedMetrics, merged
+from kvbaton.server.supervisor import Supervisor, WorkerLink
+
+PATIENCE_S = 60.0
+
+
+async def worker(link: WorkerLink, payload: str) -> None:
+    """Runs in a child."""
+    if payload == "broken":
+        raise ValueError("this worker can't start")
+    registry = CollectorRegistry()
+    asked = Counter("asked", "Questions.", registry=registry)
+    Gauge("up", "Workers.", registry=registry).set(1)
+    state: list[bytes] = []
+    link.on_state = state.append
+
+    async def who(request: web.Request) -> web.Response:
+        asked.inc()
+        known = state[-1].decode() if state else None
+        return web.json_response({"pid": os.getpid(), "state": known, "payload": payload})
+
+    async def slow(request: web.Request) -> web.Response:
+        link.report(b"slow")
+        await asyncio.sleep(1.0)
+        return web.json_response({"pid": os.getpid()})
+
+    app = web.Application()
+    app.router.add_get("/who", who)
+    app.router.add_get("/slow", slow)
+    app.router.add_route("*", "/control", link.forward)
+    await link.serve(app, registry, grace_s=5.0)
+
+
+async def control(request: web.Request) -> web.Response:
+    body = await request.text()
+    return web.json_response(
+        {"pid": os.getpid(), "path": request.path_qs, "body": body},
+        status=418,
+        headers={"X-Seen": request.headers.get("X-Asked", "")},
+    )
+
+
+@asynccontextmanager
+async def supervised(count: int = 2, payload: str = "p") -> AsyncIterator[tuple[Supervisor, str]]:
+    app = web.Application()
+    app.router.add_route("*", "/control", control)
+    with bind("127.0.0.1", 0) as listener:
+        supervisor = Supervisor(worker, payload, listener, app, count=count)
+        try:
+            await supervisor.start()
+            yield supervisor, url_of(listener)
+        finally:
+            await supervisor.stop(5.0)
+
+
+def fresh_session(url: str) -> ClientSession:
+    """Every request is a connection of its own, so that any worker may get it."""
+    connector = TCPConnector(force_close=True)
+    return ClientSession(url, connector=connector, timeout=ClientTimeout(total=20.0))
+
+
+async def who(session: ClientSession) -> Any:
+    async with session.get("/who") as response:
+        return await response.json()
+
+
+async def eventually(holds: Callable[[], Awaitable[bool]]) -> None:
+    give_up = time.monotonic() + PATIENCE_S
+    while not await holds():
+        assert time.monotonic() < give_up, "it never came to hold"
+        await asyncio.sleep(0.02)
+
+
+def value_of(text: bytes, sample: str) -> float:
+    (line,) = [line for line in text.decode().splitlines() if line.startswith(f"{sample} ")]
+    return float(line.split()[-1])
+
+
+async def test_workers_share_a_port_a_state_and_their_counts() -> None:
+    async with supervised() as (supervisor, url), fresh_session(url) as session:
+        supervisor.publish(b"first")
+        seen: set[int] = set()
+        asked = 0
+
+        async def both() -> bool:
+            nonlocal asked
+            answers = await asyncio.gather(*(who(session) for _ in range(8)))
+            asked += len(answers)
+            assert {answer["payload"] for answer in answers} == {"p"}
+            seen.update(answer["pid"] for answer in answers if answer["state"] == "first")
+            return len(seen) == 2
+
+        await eventually(both)
+        assert os.getpid() not in seen
+        text = await supervisor.metrics(b"# HELP mine M.\n# TYPE mine gauge\nmine 4.0\n")
+        assert value_of(text, "asked_total") == asked
+        assert value_of(text, "up") == 2
+        assert value_of(text, "mine") == 4
+
+
+async def test_what_is_the_supervisors_is_passed_on() -> None:
+    async with supervised(count=1) as (_, url), fresh_session(url) as session:
+        asked = session.post("/control?a=%2F", data=b"hello", headers={"X-Asked": "yes"})
+        async with asked as response:
+            assert (response.status, response.headers["X-Seen"]) == (418, "yes")
+            answer = await response.json()
+            assert answer == {"pid": os.getpid(), "path": "/control?a=/", "body": "hello"}
+
+
+async def test_a_worker_that_dies_is_replaced_and_its_counts_stay() -> None:
+    async with supervised(count=1) as (supervisor, url), fresh_session(url) as session:
+        supervisor.publish(b"known")
+        first = (await who(session))["pid"]
+        assert value_of(await supervisor.metrics(), "asked_total") == 1
+        os.kill(first, signal.SIGKILL)
+
+        async def replaced() -> bool:
+            answer = await who(session)  # waits in the socket's backlog meanwhile
+            return bool(answer["pid"] != first and answer["state"] == "known")
+
+        await eventually(replaced)
+        text = await supervisor.metrics()
+        assert value_of(text, "asked_total") >= 2
+        assert value_of(text, "up") == 1
+
+
+async def test_a_worker_that_cannot_start_is_an_error() -> None:
+    with pytest.raises(ConfigError, match="before it could serve"):
+        async with supervised(payload="broken"):
+            raise AssertionError("it started")
+
+
+async def test_open_requests_end_before_the_workers() -> None:
+    reported = asyncio.Event()
+    async with supervised(count=1) as (supervisor, url), fresh_session(url) as session:
+        supervisor.on_report = lambda index, data: reported.set()
+
+        async def ask() -> int:
+            async with session.get("/slow") as response:
+                return response.status
+
+        asked = asyncio.create_task(ask())
+        await asyncio.wait_for(reported.wait(), PATIENCE_S)
+        await supervisor.stop(5.0)
+        assert await asked == 200
+
+
+def test_counts_add_up_and_gauges_of_the_dead_do_not() -> None:
+    def text(times: int) -> str:
+        from prometheus_client import generate_latest
+
+        registry = CollectorRegistry()
+        Counter("c", "C.", ["k"], registry=registry).labels('a "b" \\ d').inc(times)
+        histogram = Histogram("h_seconds", "H.", registry=registry, buckets=(1.0,))
+        for _ in range(times):
+            histogram.observe(0.5)
+        Gauge("g", "G.", registry=registry).set(times)
+        return generate_latest(registry).decode()
+
+    metrics = MergedMetrics()
+    for worker_id, times in enumerate((1, 2, 4)):
+        metrics.update(worker_id, text(times))
+    metrics.retire(2)
+    metrics.update(2, text(8))
+    metrics.retire(2)
+    found = metrics.text(text(16)).encode()
+    assert value_of(found, 'c_total{k="a \\"b\\" \\\\ d"}') == 31
+    assert value_of(found, 'h_seconds_bucket{le="+Inf"}') == 31
+    assert value_of(found, "h_seconds_sum") == 15.5
+    assert value_of(found, "g") == 19
+    assert merged([found.decode()]) == found.decode()
+    assert merged(["# HELP x X.\n# TYPE x gauge\nx +Inf\n"]).endswith("x +Inf\n")
