@@ -5,6 +5,7 @@ BIN := $(VENV)/bin
 PIP := $(BIN)/python -m pip install --quiet --disable-pip-version-check
 JOBS ?= 2
 EXTRAS := $(VENV)-extras/bin/python
+GPU_PYTHON ?= $(BIN)/python
 
 # Several processes share the cores: one thread each, else they fight.
 test test-slow test-kernels test-lmcache: export OMP_NUM_THREADS ?= 1
@@ -16,7 +17,7 @@ runner starts slowly, since the track is wet and the crowd is loud. The second r
 open hand and looks back. When the baton comes, nobody stops, nobody looks, and nothing is dropped. \
 The third runner is the fastest of all, and the fourth has only to finish what the others began.
 
-.PHONY: demo servers test test-all test-slow test-kernels test-lmcache lint bench clean
+.PHONY: demo servers test test-all test-slow test-kernels test-lmcache test-gpu lint bench clean
 
 demo: $(VENV)/.runtime  ## 1 prefill + 1 decode + router on this machine, answering a prompt
 	$(BIN)/python -m kvbaton.testing.checkpoints demo-model
@@ -41,6 +42,13 @@ test-lmcache: $(VENV)-extras/.done  ## the stores over LMCache, with its real se
 	$(EXTRAS) -m pytest -q tests/connectors/test_store_lmcache.py \
 	  tests/connectors/test_store_remote.py tests/conformance/test_remote_stores_conform.py \
 	  tests/conformance/test_table.py -k lmcache
+
+# One process, one test after the other: they share the GPUs. GPU_PYTHON=python3 takes a Python that
+# has all packages already, TESTS=tests/engine a part. On one GPU what needs two skips; on none this
+# fails.
+test-gpu: $(if $(filter $(BIN)/python,$(GPU_PYTHON)),$(VENV)/.dev)  ## what needs GPUs: one, or two
+	$(GPU_PYTHON) -c "import torch, triton; print(torch.cuda.device_count(), torch.cuda.get_device_name())"
+	$(GPU_PYTHON) -m pytest -q -rs -m "gpu or multigpu" $(TESTS)
 
 lint: $(VENV)/.dev  ## style, types, size and ways of the house
 	$(BIN)/ruff check .

@@ -12,6 +12,7 @@ import torch
 
 from kvbaton.engine.step import NewSequence, SequenceStep, StepPlan
 from tests.engine.pictures import FAMILIES, GREEDY, Pictures
+from tests.engine.sync_debug import waiting_is_an_error
 from tests.engine.test_gpu import GPU, SMALL, TOLERANCE
 from tests.engine.test_items import MIXED
 
@@ -92,10 +93,7 @@ def test_no_step_waits_for_the_device(family: str, checkpoint: Checkpoint, drive
         StepPlan(3, steps=(SequenceStep(99, length, 1, ((),), 1),)),
         StepPlan(4, steps=(SequenceStep(99, length + 1, 1, ((),), 1),)),
     ]
-    torch.cuda.set_sync_debug_mode("error")
-    try:
+    with waiting_is_an_error():
         steps = [driver.executor.launch(plan) for plan in plans]
-    finally:
-        torch.cuda.set_sync_debug_mode("default")
     results = [step.result() for step in steps]
     assert [result.sampled[0].token_ids[0] for result in results[1:]] == expected

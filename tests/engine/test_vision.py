@@ -21,6 +21,7 @@ from kvbaton.engine.model_config import load_model_config
 from kvbaton.engine.models.vision import VisionTower, load_vision
 from kvbaton.engine.models.vision_layers import KEPT_PLANS
 from kvbaton.errors import ConfigError
+from tests.engine.sync_debug import waiting_is_an_error
 
 Checkpoint = Callable[..., Path]
 Grid = tuple[int, int, int]
@@ -207,9 +208,6 @@ def test_gpu_equals_cpu_and_is_not_waited_for(family: str, checkpoint: Checkpoin
     ours(patches([(1, 4, 4)]).pin_memory(), [(1, 4, 4)])
     values = patches(SEVERAL)
     pinned = values.pin_memory()
-    torch.cuda.set_sync_debug_mode("error")
-    try:
+    with waiting_is_an_error():
         rows = ours(pinned, SEVERAL)
-    finally:
-        torch.cuda.set_sync_debug_mode("default")
     assert_close(rows.cpu(), tower(config.folder)(values, SEVERAL), atol=1e-3, rtol=1e-3)
