@@ -92,7 +92,12 @@ class ControlChannel:
         known = self._addresses.get(address)
         if known is not None:
             return known
-        host_of(address)
+        try:
+            host_of(address)
+        except ValueError as error:
+            raise ValueError(
+                f"a control address is tcp://host:port, not {address!r}: {error}"
+            ) from error
         dealer = self._new_socket(zmq.DEALER)
         try:
             dealer.connect(address)
