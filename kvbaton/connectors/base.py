@@ -140,9 +140,9 @@ class Capabilities:
 
     Attributes:
         devices: kinds of memory it can register.
-        max_notice_bytes: longest notice payload.
+        max_notice_bytes: longest notice payload, at least 80; digests travel in it, 8 bytes for
+            each unit of lcm(both block sizes) tokens, so small notices make many small writes.
         fence: see `FenceScope`.
-        two_sided: the target must `expect` each write before it can land.
         max_ranges: most rows of one write; the caller splits above it.
         processes: it reaches other processes.
         host_staged: those of `devices` whose bytes pass through memory of the host: slow.
@@ -151,7 +151,6 @@ class Capabilities:
     devices: frozenset[Device]
     max_notice_bytes: int
     fence: FenceScope
-    two_sided: bool = False
     max_ranges: int = 65_536
     processes: bool = True
     host_staged: frozenset[Device] = frozenset()

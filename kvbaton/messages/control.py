@@ -14,7 +14,7 @@ from msgspec import Meta, Struct
 from kvbaton.types import BlockSpan, ChoiceStart, Count, Id128, Key, Name, NodeId, Text
 
 PROTOCOL_VERSION = 2
-"""2: digests of another formula, which no older release can compare."""
+"""2: digests of another formula, which travel in the notices of writes."""
 
 MIN_PROTOCOL_VERSION = 2
 
@@ -34,7 +34,7 @@ class RankCard(Struct, frozen=True):
 
 
 class DigestRun(Struct, frozen=True):
-    """Digests that P claims for one (source rank, target rank, group) of a `Pushed`.
+    """Digests that P claims for one (source rank, target rank, group) of a write.
 
     Attributes:
         first_unit: number of the first unit; a unit is lcm(block sizes) tokens.
@@ -123,15 +123,6 @@ class Refused(Message, frozen=True, tag="refused", kw_only=True):
     attempt: Count = 0
 
 
-class Pushed(TransferMessage, frozen=True, tag="pushed", kw_only=True):
-    """P posted write number `write` over tokens [start, end) with these digests."""
-
-    write: Count
-    start: Count
-    end: Count
-    digests: tuple[DigestRun, ...]
-
-
 class Progress(TransferMessage, frozen=True, tag="progress", kw_only=True):
     """P is alive and this is how far it is; D's deadline starts anew."""
 
@@ -190,7 +181,6 @@ Control = (
     | Reserve
     | Accepted
     | Refused
-    | Pushed
     | Progress
     | Complete
     | Ack

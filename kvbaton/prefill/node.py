@@ -61,6 +61,7 @@ class PrefillFactory:
             new_id=lambda: os.urandom(16),
             pairable=check_pairable,
             max_attempts=self.handover.max_transfers,
+            max_notice_bytes=min(t.capabilities.max_notice_bytes for t in endpoint.transports),
         )
         sender = SourceWorker(source, endpoint.transports, executor.layouts)
         return SourceConnector(

@@ -150,7 +150,16 @@ class Decode(Node):
     def notice(self, write: Write) -> None:
         """A write has landed."""
         post = write.post
-        self.take(Landed(post.session, post.attempt, post.write, *write.pair))
+        landed = Landed(
+            post.session,
+            post.attempt,
+            post.write,
+            post.start,
+            post.end,
+            *write.pair,
+            digests=write.digests,
+        )
+        self.take(landed)
 
     # --- shell ---
 

@@ -21,13 +21,12 @@ from kvbaton.connectors.protocol.events import (
     RefuseAnnounce,
     Release,
     Send,
-    SendPushed,
     SourceFailed,
     StopSource,
     WriteEnded,
 )
 from kvbaton.connectors.protocol.source import Source
-from kvbaton.messages.control import Control, DigestRun, Pushed, RankCard
+from kvbaton.messages.control import Control, DigestRun, RankCard
 from kvbaton.testing.simulated_decode import Decode
 from kvbaton.testing.simulated_items import EncoderCacheManager
 from kvbaton.testing.simulated_node import (
@@ -197,8 +196,6 @@ class Prefill(Node):
         match action:
             case Send():
                 self._send(action.message, action.link)
-            case SendPushed():
-                self._send(self._pushed(action), action.link)
             case OpenPeer():
                 self._open(action)
             case ClosePeer():
@@ -256,7 +253,10 @@ class Prefill(Node):
                     for p in range(post.start, post.end)
                     for head in heads_of(s, self.ranks) & heads_of(t, len(ranks))
                 ]
-                self._post_pair(post, target, (s, t), cells)
+                heads = heads_of(s, self.ranks) & heads_of(t, len(ranks))
+                values = value_bytes(self.digests(post, heads))
+                run = DigestRun(s, t, 0, post.start, values)
+                self._post_pair(post, target, (s, t), cells, (run,) if heads else ())
 
     def check_ready(self, post: Post) -> None:
         """A push may read only what is final."""
@@ -266,13 +266,18 @@ class Prefill(Node):
                 self.world.fail(f"{self.name} pushes token {position}, which is not computed yet")
 
     def _post_pair(
-        self, post: Post, target: Decode, pair: tuple[int, int], cells: list[tuple[Cell, Cell]]
+        self,
+        post: Post,
+        target: Decode,
+        pair: tuple[int, int],
+        cells: list[tuple[Cell, Cell]],
+        digests: tuple[DigestRun, ...],
     ) -> None:
         world = self.world
         fate = Fate.GOOD
         if world.chance(world.weather.bad_write):
             fate = world.rng.choice([Fate.FAILED, Fate.LATE, Fate.STUCK])
-        write = Write(world, self, target, post, pair, cells, fate)
+        write = Write(world, self, target, post, pair, cells, fate, digests)
         if post.session in self.broken or not target.alive:
             write.void = write.ended = True
             self.take(WriteEnded(post.attempt, post.write, *pair, ok=False, error="broken"))
@@ -290,26 +295,7 @@ class Prefill(Node):
         number = write.post.write
         self.take(WriteEnded(write.attempt, number, *write.pair, ok=ok, drained=drained))
 
-    def _pushed(self, action: SendPushed) -> Pushed:
-        _, ranks = self.open[action.session]
-        runs = tuple(
-            DigestRun(s, t, 0, action.start, value_bytes(self.digests(action, heads)))
-            for s in range(self.ranks)
-            for t in range(len(ranks))
-            if (heads := heads_of(s, self.ranks) & heads_of(t, len(ranks)))
-        )
-        return Pushed(
-            session=action.session,
-            seq=action.seq,
-            transfer_id=action.attempt.transfer_id,
-            attempt=action.attempt.number,
-            write=action.write,
-            start=action.start,
-            end=action.end,
-            digests=runs,
-        )
-
-    def digests(self, action: SendPushed, heads: set[int]) -> list[int | None]:
+    def digests(self, action: Post, heads: set[int]) -> list[int | None]:
         """What the step that computed the tokens has signed."""
         signed = self.runs[action.attempt].signed
         return [signed[p, h] for p in range(action.start, action.end) for h in sorted(heads)]

@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING
 
 from kvbaton.connectors.base import FenceScope
 from kvbaton.connectors.protocol.events import Post
-from kvbaton.messages.control import Control, decode_control, encode_control
+from kvbaton.messages.control import Control, DigestRun, decode_control, encode_control
 from kvbaton.types import Attempt
 
 if TYPE_CHECKING:
@@ -148,6 +148,7 @@ class Write:
     pair: tuple[int, int]
     left: list[tuple[Cell, Cell]]
     fate: Fate
+    digests: tuple[DigestRun, ...]
     wire: list[int | None] | None = None
     void: bool = False
     ended: bool = False

@@ -16,6 +16,7 @@ import numpy as np
 from kvbaton.connectors.base import FenceScope, Peer, Status, Transport
 from kvbaton.connectors.layout import GroupKind, KVLayout, contiguous_plane
 from kvbaton.connectors.plan import plan
+from kvbaton.connectors.protocol.notice import MIN_NOTICE_BYTES
 from kvbaton.errors import TransportError
 from kvbaton.testing import transport_processes
 from kvbaton.testing.accounts import Accounts
@@ -48,7 +49,10 @@ def names_and_capabilities(pair: Pair) -> None:
     require(pair.source.name != pair.target.name, "two transports have one name")
     require(pair.peer.name == pair.target.name, "a peer must carry the remote transport's name")
     capabilities = pair.source.capabilities
-    require(capabilities.max_notice_bytes >= 64, "a notice needs at least 64 bytes")
+    require(
+        capabilities.max_notice_bytes >= MIN_NOTICE_BYTES,
+        f"a notice needs at least {MIN_NOTICE_BYTES} bytes",
+    )
     require(capabilities.max_ranges >= 1, "a write needs at least one range")
     require("cpu" in capabilities.devices, "this kit drives CPU memory")
 

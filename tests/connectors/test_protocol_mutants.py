@@ -11,8 +11,8 @@ from kvbaton.connectors.protocol.events import (
     Deliver,
     Landed,
     OpenPeer,
+    Post,
     Received,
-    SendPushed,
     Verified,
     WriteEnded,
 )
@@ -67,11 +67,11 @@ class CountsOneNotice(Target):
     """Takes one rank pair's notice for all."""
 
     def _landed(self, record: Incoming, event: Landed) -> None:
-        assert record.session is not None
-        ranks = range(record.session.num_ranks)
-        pairs = {(s, t) for s in ranks for t in range(len(self.identity.ranks))}
-        record.landed.setdefault(event.write, set()).update(pairs)
         super()._landed(record, event)
+        arrival = record.arrivals.get(event.write)
+        if arrival is not None and arrival.missing:
+            arrival.missing.clear()
+            self._verify(record, event.write, arrival)
 
 
 class NoFence(Target):
@@ -196,7 +196,7 @@ class TakesStaleSessions(Source):
 class SignsAtPush(Prefill):
     """Reads memory again for the digests, so it signs whatever is there."""
 
-    def digests(self, action: SendPushed, heads: set[int]) -> list[int | None]:
+    def digests(self, action: Post, heads: set[int]) -> list[int | None]:
         return self.read(self.runs[action.attempt].blocks, action.start, action.end, heads)
 
 

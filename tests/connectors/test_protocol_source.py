@@ -25,7 +25,6 @@ from kvbaton.connectors.protocol.events import (
     RefuseAnnounce,
     Release,
     Send,
-    SendPushed,
     SourceFailed,
     StopSource,
     Tick,
@@ -92,7 +91,7 @@ class Rig:
     def hello(self, session: bytes = b"s" * 16, **fields: Any) -> list[Any]:
         defaults: dict[str, Any] = {
             "sender": NodeId("d", b"1" * 16),
-            "min_version": 1,
+            "min_version": 2,
             "max_version": 9,
             "identity": bytes(32),
             "identity_record": {"model": "a"},
@@ -402,14 +401,11 @@ def test_an_attempt_belongs_to_one_session() -> None:
 def test_posts_end_where_blocks_of_both_sides_begin() -> None:
     rig = Rig(source=(layout(4),)).until("engaged")
     assert rig.ready(0, 8, "a") == [], "12 is the first common border"
-    post, pushed = rig.ready(8, 12, "b")
-    assert isinstance(post, Post)
+    (post,) = rig.ready(8, 12, "b")
     assert (post.write, post.start, post.end, post.sums) == (0, 0, 12, ("a", "b"))
     assert post.source == ((BlockSpan(0, (50, 51, 52)),),)
     assert post.target == ((BlockSpan(0, (10, 11)),),)
-    assert isinstance(pushed, SendPushed)
-    assert (pushed.write, pushed.start, pushed.end, pushed.link) == (0, 0, 12, LINK)
-    (post, _) = rig.ready(12, 16, "c")
+    (post,) = rig.ready(12, 16, "c")
     assert (post.write, post.start, post.end, post.sums) == (1, 12, 16, ("c",))
 
 
@@ -418,7 +414,7 @@ def test_a_first_post_may_begin_inside_a_source_block() -> None:
     rig.hello()
     rig.announce()
     rig.reserve(first=1)
-    post, _ = rig.ready(6, 12)
+    (post,) = rig.ready(6, 12)
     assert (post.start, post.end) == (6, 12)
     assert post.source == ((BlockSpan(1, (51, 52)),),)
 
@@ -432,15 +428,15 @@ def test_window_and_state_groups_send_what_is_wanted_of_them() -> None:
     window, state = (BlockSpan(2, (20, 21)),), (BlockSpan(0, (30,)),)
     assert sent(rig.reserve(spans=(full, window, state)), Accepted)
     spans = (BlockSpan(0, (50, 51)),)
-    first, _ = rig.do(BlocksReady(NAME, 0, 8, (spans, (), ())))
+    (first,) = rig.do(BlocksReady(NAME, 0, 8, (spans, (), ())))
     assert first.target == ((BlockSpan(0, (10, 11)),), (), ())
     rest = ((BlockSpan(2, (52, 53)),), (BlockSpan(2, (60, 61)),), (BlockSpan(0, (70,)),))
-    last, _ = rig.do(BlocksReady(NAME, 8, 16, rest))
+    (last,) = rig.do(BlocksReady(NAME, 8, 16, rest))
     assert last.target == ((BlockSpan(2, (12, 13)),), window, state)
     assert last.source == rest
 
 
-def test_complete_waits_for_the_posts_and_is_repeated_with_every_pushed() -> None:
+def test_complete_waits_for_the_posts_and_is_repeated() -> None:
     rig = Rig().until("engaged")
     rig.ready(0, 12)
     assert rig.do(FirstTokens(NAME, CHOICES, 3)) == []
@@ -448,9 +444,23 @@ def test_complete_waits_for_the_posts_and_is_repeated_with_every_pushed() -> Non
     assert (complete.num_tokens, complete.num_writes) == (16, 2)
     assert (complete.choices, complete.cached_tokens) == (CHOICES, 3)
     rig.land(0), rig.land(1)
-    again = rig.wait(TIMERS.resend)
-    assert [p.write for p in of(again, SendPushed)] == [0, 1]
-    assert len(sent(again, Complete)) == 1
+    assert len(sent(rig.wait(TIMERS.resend), Complete)) == 1
+
+
+def test_a_write_covers_no_more_tokens_than_its_notice_holds_digests_of() -> None:
+    """64 bytes of header, 8 of a run, and 2 digests: units of 12 tokens."""
+    rig = Rig(max_notice_bytes=64 + 8 + 2 * 8)
+    rig.hello()
+    rig.announce(num_tokens=60)
+    rig.reserve(first=1, num_tokens=60)
+    posts = of(rig.ready(6, 60), Post)
+    assert [(post.start, post.end) for post in posts] == [(6, 24), (24, 48), (48, 60)]
+
+
+def test_notices_that_hold_no_digest_are_refused_in_the_beginning() -> None:
+    (refused,) = sent(Rig(max_notice_bytes=64 + 8 + 7).hello(), Refused)
+    assert refused.code == "layout"
+    assert "notices of 79 bytes" in refused.message
 
 
 def test_progress_is_told_until_every_write_has_ended() -> None:

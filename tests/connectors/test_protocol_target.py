@@ -47,7 +47,6 @@ from kvbaton.messages.control import (
     Hello,
     NotNeeded,
     Progress,
-    Pushed,
     RankCard,
     Refused,
     Reserve,
@@ -112,15 +111,15 @@ class Rig:
     def welcome(self, node: NodeId = P, version: int = PROTOCOL_VERSION) -> list[Any]:
         return self.hear(Welcome, sender=node, version=version, ranks=cards(6, 2))
 
-    def pushed(self, write: int, start: int, end: int, **fields: Any) -> list[Any]:
-        digests = fields.pop("digests", ())
-        return self.hear(Pushed, write=write, start=start, end=end, digests=digests, **fields)
+    def landed(self, write: int, start: int, end: int, rank: int, **fields: Any) -> list[Any]:
+        named: dict[str, Any] = {"session": self.session, "attempt": NAME, "target_rank": 0}
+        fields = {"write": write, "start": start, "end": end, "source_rank": rank} | fields
+        return self.do(Landed(**(named | fields)))
 
-    def landed(self, write: int, rank: int, session: bytes | None = None) -> list[Any]:
-        return self.do(Landed(session or self.session, NAME, write, rank, 0))
-
-    def land(self, write: int) -> list[Any]:
-        return [*self.landed(write, 0), *self.landed(write, 1)]
+    def land(self, write: int, start: int, end: int, **fields: Any) -> list[Any]:
+        """Notices of both source ranks."""
+        both = (self.landed(write, start, end, rank, **fields) for rank in range(2))
+        return [action for actions in both for action in actions]
 
     def complete(self, num_writes: int = 2, **fields: Any) -> list[Any]:
         defaults: dict[str, Any] = {"num_tokens": 16, "num_writes": num_writes, "choices": CHOICES}
@@ -283,16 +282,14 @@ def test_a_peer_that_leaves_blocks_in_quarantine_is_fenced_and_the_node_turns_un
 
 def test_delivery_needs_complete_and_all_notices_and_all_digests() -> None:
     rig = Rig().until("engaged")
-    run = DigestRun(0, 0, 0, 0, bytes(8))
-    rig.pushed(0, 4, 12, digests=(run,))
-    rig.landed(0, 0)
-    (verify,) = rig.landed(0, 1)
+    runs = tuple(DigestRun(rank, 0, 0, 0, bytes(8)) for rank in range(2))
+    assert rig.landed(0, 4, 12, 0, digests=runs[:1]) == []
+    (verify,) = rig.landed(0, 4, 12, 1, digests=runs[1:])
     span = (BlockSpan(1, (10, 11)),)
-    assert verify == Verify(rig.session, NAME, 0, 4, 12, (span,), (run,))
+    assert verify == Verify(rig.session, NAME, 0, 4, 12, (span,), runs)
     assert rig.do(Verified(NAME, 0)) == []
     assert rig.complete(cached_tokens=5) == []
-    assert rig.land(1) == []
-    assert of(rig.pushed(1, 12, 16), Verify)
+    assert of(rig.land(1, 12, 16), Verify)
     deliver, ack, free = rig.do(Verified(NAME, 1))
     assert deliver == Deliver(NAME, CHOICES, 5)
     assert ack.message.verdict == "ok"
@@ -304,8 +301,7 @@ def test_delivery_needs_complete_and_all_notices_and_all_digests() -> None:
 def test_writes_that_do_not_make_up_the_prompt_are_not_delivered() -> None:
     rig = Rig().until("completing")
     for write, start, end in ((0, 4, 8), (1, 12, 16)):
-        rig.pushed(write, start, end)
-        rig.land(write)
+        rig.land(write, start, end)
     rig.do(Verified(NAME, 0))
     actions = rig.do(Verified(NAME, 1))
     assert not of(actions, Deliver)
@@ -315,8 +311,7 @@ def test_writes_that_do_not_make_up_the_prompt_are_not_delivered() -> None:
 def test_a_mismatch_fails_with_what_is_good_and_is_told_until_drained() -> None:
     rig = Rig().until("engaged")
     for write, start, end in ((0, 4, 8), (1, 8, 12)):
-        rig.pushed(write, start, end)
-        rig.land(write)
+        rig.land(write, start, end)
     rig.do(Verified(NAME, 0))
     actions = rig.do(Verified(NAME, 1, ((8, 12),)))
     assert of(actions, Fail)[0].valid_through == 8
@@ -334,10 +329,7 @@ def test_a_peer_with_several_mismatches_is_put_out_for_a_while() -> None:
         rig.start(number)
         if number == 0:
             rig.welcome()
-        name = {"attempt": number}
-        rig.pushed(0, 4, 16, **name)
-        for rank in range(2):
-            rig.do(Landed(rig.session, Attempt(NAME.transfer_id, number), 0, rank, 0))
+        rig.land(0, 4, 16, attempt=Attempt(NAME.transfer_id, number))
         rig.do(Verified(Attempt(NAME.transfer_id, number), 0, ((4, 16),)))
     fail, free = rig.start(3)
     assert "put out" in fail.reason
@@ -368,14 +360,12 @@ def test_a_cap_on_blocks_per_peer() -> None:
         {"write": 0, "start": 4, "end": 17},
         {"write": 0, "start": 8, "end": 12},
         {"write": 1, "start": 4, "end": 8},
-        {"write": 0, "start": 4, "end": 8, "digests": (DigestRun(2, 0, 0, 0, b""),)},
-        {"write": 0, "start": 4, "end": 8, "digests": (DigestRun(0, 1, 0, 0, b""),)},
-        {"write": 0, "start": 4, "end": 8, "digests": (DigestRun(0, 0, 1, 0, b""),)},
-        {"write": 0, "start": 4, "end": 8, "digests": (DigestRun(0, 0, 0, 0, b"1"),)},
+        {"write": 0, "start": 4, "end": 8, "digests": (DigestRun(0, 0, 1, 0, bytes(8)),)},
+        {"write": 0, "start": 4, "end": 8, "digests": (DigestRun(0, 0, 0, 17, bytes(8)),)},
     ],
 )
-def test_a_nonsensical_pushed_fails_the_attempt(fields: dict[str, Any]) -> None:
-    actions = Rig().until("engaged").pushed(**fields)
+def test_a_nonsensical_notice_fails_the_attempt(fields: dict[str, Any]) -> None:
+    actions = Rig().until("engaged").landed(rank=0, **fields)
     assert "nonsense" in of(actions, Fail)[0].reason
     assert sent(actions, Cancel)
 
@@ -390,9 +380,20 @@ def test_a_nonsensical_complete_fails_the_attempt(fields: dict[str, Any]) -> Non
 
 def test_a_write_may_not_change() -> None:
     rig = Rig().until("engaged")
-    rig.pushed(0, 4, 8)
-    assert rig.pushed(0, 4, 8) == []
-    assert of(rig.pushed(0, 4, 12), Fail)
+    rig.landed(0, 4, 8, 0)
+    assert rig.landed(0, 4, 8, 0) == [], "and the same notice counts once"
+    assert of(rig.landed(0, 4, 12, 1), Fail)
+
+
+def test_a_share_has_landed_when_all_its_parts_have() -> None:
+    rig = Rig().until("engaged")
+    run = DigestRun(0, 0, 0, 0, bytes(8))
+    rig.landed(0, 4, 16, 1)
+    assert rig.landed(0, 4, 16, 0, part=1, parts=3) == []
+    assert rig.landed(0, 4, 16, 0, part=1, parts=3) == []
+    assert rig.landed(0, 4, 16, 0, part=0, parts=3, digests=(run,)) == []
+    (verify,) = rig.landed(0, 4, 16, 0, part=2, parts=3)
+    assert verify.digests == (run,)
 
 
 def test_complete_may_not_change() -> None:
@@ -403,17 +404,16 @@ def test_complete_may_not_change() -> None:
 
 def test_strange_notices_count_for_nothing() -> None:
     rig = Rig().until("engaged")
-    rig.pushed(0, 4, 16)
-    rig.landed(0, 0)
-    for event in (
-        Landed(b"x" * 16, NAME, 0, 1, 0),
-        Landed(rig.session, NAME, 0, 2, 0),
-        Landed(rig.session, NAME, 0, 1, 1),
-        Landed(rig.session, NAME, 99, 1, 0),
-        Landed(rig.session, Attempt(b"z" * 16, 0), 0, 1, 0),
-    ):
-        assert rig.do(event) == []
-    assert of(rig.landed(0, 1), Verify)
+    rig.landed(0, 4, 16, 0)
+    junk: list[dict[str, Any]] = [
+        {"session": b"x" * 16},
+        {"rank": 2},
+        {"target_rank": 1},
+        {"attempt": Attempt(b"z" * 16, 0)},
+    ]
+    for fields in junk:
+        assert rig.landed(0, 4, 16, **({"rank": 1} | fields)) == []
+    assert of(rig.landed(0, 4, 16, 1), Verify)
 
 
 # --- the end ---
@@ -521,7 +521,6 @@ def test_a_used_name_is_refused_and_a_live_one_is_a_bug() -> None:
 MESSAGES: list[tuple[type, dict[str, Any]]] = [
     (Accepted, {}),
     (Refused, {"code": "conflict", "message": ""}),
-    (Pushed, {"write": 0, "start": 4, "end": 16, "digests": ()}),
     (Progress, {"state": "", "tokens_pushed": 0}),
     (Complete, {"num_tokens": 16, "num_writes": 2, "choices": CHOICES}),
     (Failed, {"reason": ""}),
@@ -556,18 +555,9 @@ spans = st.lists(
     ),
     max_size=2,
 ).map(tuple)
-runs = st.builds(DigestRun, small, small, small, small, st.binary(max_size=9))
 junk: st.SearchStrategy[Control] = st.one_of(
     st.builds(Accepted, **named),
     st.builds(Refused, **(named | {"code": st.text(max_size=3), "message": st.just("")})),
-    st.builds(
-        Pushed,
-        **named,
-        write=small,
-        start=small,
-        end=small,
-        digests=st.lists(runs, max_size=2).map(tuple),
-    ),
     st.builds(Progress, **named, state=st.text(max_size=3), tokens_pushed=small),
     st.builds(
         Complete,
@@ -600,7 +590,7 @@ junk: st.SearchStrategy[Control] = st.one_of(
         Hello,
         **names,
         sender=st.just(P),
-        min_version=st.just(1),
+        min_version=st.just(2),
         max_version=small,
         identity=st.just(bytes(32)),
         identity_record=st.just({}),

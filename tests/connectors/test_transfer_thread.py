@@ -2,16 +2,20 @@
 
 from __future__ import annotations
 
+import dataclasses
 import os
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import msgspec
+import numpy as np
 import pytest
 
-from kvbaton.connectors.base import Notice, Peer, Ranges
-from kvbaton.connectors.protocol.events import Deliver, Fail, Meet, Unneeded
+from kvbaton.connectors.base import Capabilities, Notice, Peer, Ranges
+from kvbaton.connectors.protocol.events import Deliver, Fail, Landed, Meet, Unneeded
+from kvbaton.connectors.protocol.notice import MIN_NOTICE_BYTES, pack_notice
 from kvbaton.connectors.transports.memory import MemoryHandle, MemoryHub, MemoryTransport
+from kvbaton.messages.control import DigestRun
 from kvbaton.types import Attempt
 from tests.connectors.transfer_rig import LAYOUT, Decode, Node, Prefill, hand_over, wait
 
@@ -132,6 +136,46 @@ def test_a_plug_in_that_raises_ends_no_thread(
     hostile.broken = ""
     wait(lambda: d.freed(attempt), p, d)
     wait(lambda: isinstance(hand_over(p, d), Deliver), p, d)
+
+
+class Narrow(MemoryTransport):
+    """Takes few ranges at once, and short notices."""
+
+    max_ranges, max_notice_bytes = 3, MIN_NOTICE_BYTES
+
+    @property
+    def capabilities(self) -> Capabilities:
+        return dataclasses.replace(
+            super().capabilities,
+            max_ranges=self.max_ranges,
+            max_notice_bytes=self.max_notice_bytes,
+        )
+
+    def write(self, peer: Peer, ranges: Ranges, notice: bytes) -> MemoryHandle:
+        if len(ranges) > self.max_ranges or len(notice) > self.max_notice_bytes:
+            raise ValueError(f"{len(ranges)} ranges, notice of {len(notice)} bytes")
+        return super().write(peer, ranges, notice)
+
+
+def test_writes_are_split_by_what_the_transport_takes(make: Make, hub: MemoryHub) -> None:
+    p, d = make(Prefill, Narrow("narrow", hub=hub)), make(Decode)
+    p.spread = True
+    for num_tokens in (2, 18, 40):
+        assert isinstance(hand_over(p, d, num_tokens=num_tokens), Deliver)
+    writes = p.thread.inspect(lambda: p.worker.counters["writes"])
+    assert writes == 1 + 5 + 10, "a digest each"
+    assert p.thread.errors == d.thread.errors == 0
+
+
+@pytest.mark.parametrize("cut", [0, 1, 63, 65, 71, 72, 79, 81])
+def test_what_is_no_notice_is_counted_and_dropped(make: Make, hub: MemoryHub, cut: int) -> None:
+    d, sender = make(Decode), MemoryTransport("sender", hub=hub)
+    run = DigestRun(0, 0, 0, 0, bytes(8))
+    whole = pack_notice(Landed(b"s" * 16, Attempt(b"t" * 16, 0), 0, 0, 4, 0, 0, digests=(run,)))
+    junk = (whole + b"?")[:cut]
+    sender.write(sender.connect(d.transport.card()), np.empty((0, 8), np.int64), junk)
+    wait(lambda: d.thread.inspect(lambda: d.worker.counters["junk_notices"]) == 1, d)
+    assert d.thread.errors == 0
 
 
 def test_a_fence_that_raises_is_tried_again(make: Make, hub: MemoryHub) -> None:

@@ -131,12 +131,18 @@ class Node:
 
 
 class Prefill(Node):
-    """Has every prompt at once, as soon as it is reserved: token i lies in block 1 + i / 4."""
+    """Has every prompt at once, as soon as it is reserved: token i lies in block 1 + i / 4.
+
+    Attributes:
+        spread: in block 1 + 2 * i / 4, so that no two blocks follow each other.
+    """
 
     def make(self) -> TransferThread:
-        self.machine = Source(self.identity, self.timers, **self.options)
+        room = self.transport.capabilities.max_notice_bytes
+        self.machine = Source(self.identity, self.timers, max_notice_bytes=room, **self.options)
         self.worker = SourceWorker(self.machine, [self.transport], self.layouts)
         self._lengths: dict[Attempt, int] = {}
+        self.spread = False
         return TransferThread(self.channel, sender=self.worker)
 
     def announce(self, attempt: Attempt, num_tokens: int) -> None:
@@ -152,7 +158,7 @@ class Prefill(Node):
     def push(self, attempt: Attempt, start: int) -> None:
         end = self._lengths[attempt]
         first, last = start // BLOCK_SIZE, -(-end // BLOCK_SIZE)
-        blocks = tuple(range(1 + first, 1 + last))
+        blocks = tuple(1 + number * (1 + self.spread) for number in range(first, last))
         sums = self.pool.digest(0, blocks, first * BLOCK_SIZE, start, end)
         report = BlocksReport(attempt, start, end, ((BlockSpan(first, blocks),),), (sums,))
         self.thread.submit(report, FirstTokens(attempt, (ChoiceStart(7),)))

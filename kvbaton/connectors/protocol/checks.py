@@ -6,8 +6,9 @@ import itertools
 from collections.abc import Sequence
 
 from kvbaton.connectors.layout import GroupKind
+from kvbaton.connectors.protocol.events import Landed
 from kvbaton.connectors.protocol.session import Group
-from kvbaton.messages.control import Ack, Complete, Pushed, Reserve
+from kvbaton.messages.control import Ack, Complete, Reserve
 from kvbaton.types import BlockSpan, Spans
 
 MAX_CHOICES = 1024
@@ -110,21 +111,16 @@ def check_ack(ack: Ack, num_tokens: int) -> str | None:
     return None
 
 
-def check_pushed(
-    pushed: Pushed, start: int, num_tokens: int, pairs: tuple[int, int], num_groups: int
-) -> str | None:
-    """Check a `Pushed` against the reservation [start, num_tokens) and the numbers of ranks."""
-    if pushed.write >= num_tokens - start:
-        return f"write {pushed.write} of a prompt with {num_tokens - start} tokens to push"
-    if not start <= pushed.start < pushed.end <= num_tokens:
-        return f"range [{pushed.start}, {pushed.end}) is not in [{start}, {num_tokens})"
-    if (pushed.write == 0) != (pushed.start == start):
-        return f"write {pushed.write} begins at {pushed.start}"
-    for run in pushed.digests:
-        if run.source_rank >= pairs[0] or run.target_rank >= pairs[1] or run.group >= num_groups:
-            return "a digest of a rank or group that does not exist"
-        if len(run.values) % 8 or run.first_unit > num_tokens:
-            return "digests must be 8 bytes each and belong to the prompt"
+def check_landed(landed: Landed, start: int, num_tokens: int, num_groups: int) -> str | None:
+    """Check a notice against the reservation [start, num_tokens)."""
+    if landed.write >= num_tokens - start:
+        return f"write {landed.write} of a prompt with {num_tokens - start} tokens to push"
+    if not start <= landed.start < landed.end <= num_tokens:
+        return f"range [{landed.start}, {landed.end}) is not in [{start}, {num_tokens})"
+    if (landed.write == 0) != (landed.start == start):
+        return f"write {landed.write} begins at {landed.start}"
+    if any(run.group >= num_groups or run.first_unit > num_tokens for run in landed.digests):
+        return "a digest of a group or unit that does not exist"
     return None
 
 

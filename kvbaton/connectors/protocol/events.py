@@ -205,13 +205,25 @@ class Unneeded:
 
 @dataclass(frozen=True)
 class Landed:
-    """A write's notice arrived at one of D's ranks."""
+    """A notice arrived at one of D's ranks: a part of a rank pair's share of a write has landed.
+
+    Attributes:
+        start: first token of the write.
+        end: past its last.
+        part: which of `parts` it is; the bytes of a pair have landed when all of them have.
+        digests: what P claims of the pair's bytes; in one of the parts.
+    """
 
     session: bytes
     attempt: Attempt
     write: int
+    start: int
+    end: int
     source_rank: int
     target_rank: int
+    part: int = 0
+    parts: int = 1
+    digests: tuple[DigestRun, ...] = ()
 
 
 @dataclass(frozen=True)
@@ -318,11 +330,11 @@ class Engage:
 
 @dataclass(frozen=True)
 class Post:
-    """Write tokens [start, end) to the target, then tell it (`Pushed` is a `Send` of its own).
+    """Write tokens [start, end) to the target; the digests go in the notices.
 
-    The transfer thread plans and posts one transport write for every (source rank, target rank)
-    pair that shares bytes; a pair that shares none still gets its notice, so that "all notices" is
-    simply all pairs. Each ends in a `WriteEnded`.
+    The transfer thread plans and posts a write for every (source rank, target rank) pair that
+    shares bytes; a pair that shares none still gets its notice, so that "all notices" is simply all
+    pairs. Each ends in a `WriteEnded`.
 
     Attributes:
         start: multiple of the least common multiple of both block sizes, or where the reservation
@@ -338,20 +350,6 @@ class Post:
     end: int
     source: Spans
     target: Spans
-    sums: tuple[object, ...] = ()
-
-
-@dataclass(frozen=True)
-class SendPushed:
-    """Send `Pushed` for a write; the transfer thread fills in the digests from `Post.sums`."""
-
-    link: Link
-    session: bytes
-    seq: int
-    attempt: Attempt
-    write: int
-    start: int
-    end: int
     sums: tuple[object, ...] = ()
 
 
@@ -403,7 +401,6 @@ class EvictSource:
 
 SourceAction = (
     Send
-    | SendPushed
     | OpenPeer
     | ClosePeer
     | Engage

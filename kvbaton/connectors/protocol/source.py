@@ -73,6 +73,7 @@ class Source(SourcePushing):
         new_id: makes 16 random bytes.
         pairable: checks layouts, source first; raises `ValueError` naming both values.
         max_attempts: attempts that may be alive at once; more are refused by name.
+        max_notice_bytes: of the transport; a write's digests fit into its notice.
     """
 
     def __init__(
@@ -83,8 +84,15 @@ class Source(SourcePushing):
         new_id: Callable[[], bytes],
         pairable: Pairable,
         max_attempts: int = 65_536,
+        max_notice_bytes: int = 1 << 16,
     ) -> None:
-        super().__init__(identity, timers, new_id=new_id, pairable=pairable)
+        super().__init__(
+            identity,
+            timers,
+            new_id=new_id,
+            pairable=pairable,
+            max_notice_bytes=max_notice_bytes,
+        )
         self._max_attempts = max_attempts
 
     def ledger(self) -> dict[str, Any]:

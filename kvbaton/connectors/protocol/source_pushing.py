@@ -10,7 +10,6 @@ from kvbaton.connectors.protocol.events import (
     BlocksReady,
     FirstTokens,
     Post,
-    SendPushed,
     spans_slice,
 )
 from kvbaton.connectors.protocol.machine import reply
@@ -83,8 +82,9 @@ class SourcePushing(SourceSessions):
         end = min(record.ready, covered_end(record.spans, session.groups, record.num_tokens))
         if end < record.num_tokens:
             end -= end % session.unit
-        if end > record.posted:
-            self._post(record, session, record.posted, end)
+        while end > record.posted:
+            border = record.posted - record.posted % session.unit + session.max_tokens
+            self._post(record, session, record.posted, min(end, border))
         self._try_complete(record)
 
     def _post(self, record: Outgoing, session: SourceSession, start: int, end: int) -> None:
@@ -100,15 +100,6 @@ class SourcePushing(SourceSessions):
         source, target = self._source_spans(record, start, end), self._target_spans(record, end)
         sums = self._sums(record, start, end)
         self._do(Post(session.id, record.name, number, start, end, source, target, sums))
-        self._send_pushed(record, number)
-
-    def _send_pushed(self, record: Outgoing, number: int) -> None:
-        session = cast(SourceSession, record.session)
-        assert session.link is not None
-        start, end = record.writes[number]
-        sums = self._sums(record, start, end)
-        seq = session.next_seq()
-        self._do(SendPushed(session.link, session.id, seq, record.name, number, start, end, sums))
 
     def _sums(self, record: Outgoing, start: int, end: int) -> tuple[object, ...]:
         return tuple(sums for low, high, sums in record.sums if low < end and start < high)
@@ -154,8 +145,6 @@ class SourcePushing(SourceSessions):
         )
 
     def _repeat_complete(self, record: Outgoing, given: None) -> None:
-        for number in range(len(record.writes)):
-            self._send_pushed(record, number)
         self._send_complete(record)
 
     def _tell_progress(self, record: Outgoing, given: None) -> None:

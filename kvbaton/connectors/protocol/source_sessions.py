@@ -9,11 +9,13 @@ that it needs no promise (`Hello.clean`). Writes that outlive their session stay
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import math
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from enum import Enum
 from typing import Any
 
+from kvbaton.connectors.layout import GroupKind
 from kvbaton.connectors.protocol.events import (
     Closed,
     ClosePeer,
@@ -26,7 +28,9 @@ from kvbaton.connectors.protocol.events import (
     SourceEvent,
 )
 from kvbaton.connectors.protocol.machine import Machine, reply
+from kvbaton.connectors.protocol.notice import units_per_notice
 from kvbaton.connectors.protocol.session import (
+    Group,
     NegotiationError,
     Pairable,
     Session,
@@ -53,12 +57,18 @@ class SessionState(Enum):
 
 @dataclass
 class SourceSession(Session):
-    """A session with one D."""
+    """A session with one D.
+
+    Attributes:
+        unit: tokens between two borders at which blocks of both sides begin.
+        max_tokens: most tokens of a write, a multiple of `unit`: its digests fit into a notice.
+    """
 
     peer: NodeId = field(kw_only=True)
     ranks: tuple[RankCard, ...] = ()
     version: int = 0
     unit: int = 1
+    max_tokens: int = 1
     clean: bool = False
     state: SessionState = SessionState.OPENING
     close_sent: bool = False
@@ -122,8 +132,10 @@ class SourceSessions(Machine[SourceEvent, SourceAction, SourceState, Outgoing]):
         *,
         new_id: Callable[[], bytes],
         pairable: Pairable,
+        max_notice_bytes: int,
     ) -> None:
         super().__init__(identity, timers, new_id=new_id, pairable=pairable)
+        self._max_notice_bytes = max_notice_bytes
         self._sessions: dict[bytes, SourceSession] = {}
         self._over: set[bytes] = set()
         self._heard: dict[str, tuple[NodeId, int]] = {}
@@ -175,17 +187,20 @@ class SourceSessions(Machine[SourceEvent, SourceAction, SourceState, Outgoing]):
     def _new_session(self, link: Link, hello: Hello) -> None:
         try:
             layouts = self._negotiator.check_hello(hello)
+            groups = groups_of(layouts)
+            unit = common_unit(self._negotiator.groups, groups)
+            max_tokens = self._max_tokens(unit, groups)
         except NegotiationError as error:
             self._refuse_session(link, hello, error.code, str(error))
             return
-        groups = groups_of(layouts)
         session = SourceSession(
             hello.session,
             peer=hello.sender,
             node=hello.sender,
             ranks=hello.ranks,
             version=self._negotiator.version(hello),
-            unit=common_unit(self._negotiator.groups, groups),
+            unit=unit,
+            max_tokens=max_tokens,
             groups=groups,
             num_ranks=len(layouts),
         )
@@ -194,6 +209,26 @@ class SourceSessions(Machine[SourceEvent, SourceAction, SourceState, Outgoing]):
         for older in self._others(session):
             self._wind_down(older, "a new session has begun")
         self._hello_again(session, hello)
+
+    def _max_tokens(self, unit: int, theirs: Sequence[Group]) -> int:
+        """Most tokens of a write.
+
+        Raises:
+            NegotiationError: the digests of not even one unit fit into a notice.
+        """
+        pairs = zip(self._negotiator.groups, theirs, strict=True)
+        values = [
+            1 if a.kind is GroupKind.STATE else unit // math.lcm(a.block_size, b.block_size)
+            for a, b in pairs
+        ]
+        units = units_per_notice(self._max_notice_bytes, values)
+        if not units:
+            raise NegotiationError(
+                "layout",
+                f"notices of {self._max_notice_bytes} bytes don't hold the {sum(values)} digests "
+                f"of {unit} tokens",
+            )
+        return units * unit
 
     def _hello_again(self, session: SourceSession, hello: Hello) -> None:
         if session.state is SessionState.UP:

@@ -42,7 +42,7 @@ class TargetState(Enum):
     ENGAGED = "engaged"
     """P has answered."""
     COMPLETING = "completing"
-    """`Complete` is here; notices or digests are missing."""
+    """`Complete` is here; notices are missing, or not verified."""
     DRAINING = "draining"
     """Over for the engine; the blocks are in quarantine."""
     ENDED = "ended"
@@ -84,7 +84,6 @@ TARGET: dict[str, Row] = {
     #            unknown        waiting          reserved            engaged           completing         draining          ended
     "Accepted": ("drop",       "drop",          "accepted",         "note",           "note",            "drop",           "drop"),
     "Refused": ("drop",        "drop",          "refused",          "refused",        "refused",         "drop",           "drop"),
-    "Pushed": ("disown",       "drop",          "pushed",           "pushed",         "pushed",          "drop",           "drop"),
     "Progress": ("disown",     "drop",          "progress",         "progress",       "progress",        "drop",           "drop"),
     "Complete": ("disown",     "drop",          "complete",         "complete",       "complete_again",  "cancel_again",   "answer_complete"),
     "Failed": ("drop",         "drop",          "peer_failed",      "peer_failed",    "peer_failed",     "drop",           "drop"),
@@ -120,7 +119,7 @@ SOURCE_RULES = {
     "announce_reserved": "Compare the prompt: equal, `Engage`; else `Refused(prompt)` and the request goes on alone.",
     "announce_twice": "`RefuseAnnounce(conflict)`.",
     "announce_over": "`RefuseAnnounce`, code after how it ended.",
-    "blocks_ready": "`Post` up to the last common block border, or the end of the prompt; `Pushed` after it.",
+    "blocks_ready": "`Post` up to the last common block border, or the end of the prompt, in writes whose digests fit into a notice.",
     "first_tokens": "Keep them; `Complete` once all is posted.",
     "finish_idle": "The prompt is computed: from now on `unclaimed` runs.",
     "fail_idle": "End it.",
@@ -132,7 +131,7 @@ SOURCE_RULES = {
     "expire_reserved": "End it, send `Failed`.",
     "expire_engaged": "Stop posting, send `Failed`; `Release` when every write is terminal.",
     "tell_progress": "Send `Progress`, until all is posted and every write has ended.",
-    "repeat_complete": "Send every `Pushed` and `Complete` again.",
+    "repeat_complete": "Send `Complete` again.",
     "force_close": "A write does not end: close the session's peer. `Closed` frees P's blocks, but is no `Drained`.",
     "forget": "Forget the attempt.",
     "drop": "Count it; the sender has its answer already.",
@@ -147,7 +146,6 @@ TARGET_RULES = {
     "accepted": "P has it. From now on `Reserve` is repeated slowly, as a sign of life.",
     "note": "P lives; no deadline moves.",
     "refused": "Fail; `Cancel`.",
-    "pushed": "Check it; `Verify` the write if all its notices are here.",
     "progress": "The progress deadline starts anew.",
     "complete": "Check it; deliver if everything is here.",
     "complete_again": "Must equal the first one; no deadline moves.",
@@ -156,7 +154,7 @@ TARGET_RULES = {
     "disown": "Answer `Cancel`: nobody here waits for it.",
     "peer_failed": "Fail; `Cancel`, since what was posted may still land.",
     "drained": "`Unquarantine`.",
-    "landed": "Note the rank pair; `Verify` the write if `Pushed` is here and no pair is missing.",
+    "landed": "Check it and note the rank pair; `Verify` the write if no pair is missing.",
     "verified": "Good: deliver if everything is here. Bad: `Ack(mismatch)`, fail, `Cancel`.",
     "cancel_unsent": "End it; `Unquarantine` at once, P never heard of the blocks.",
     "cancel_sent": "`Cancel`, until `Drained` or a fence.",

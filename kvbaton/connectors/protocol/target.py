@@ -54,7 +54,6 @@ from kvbaton.messages.control import (
     Failed,
     NotNeeded,
     Progress,
-    Pushed,
     Refused,
     Reserve,
     TransferMessage,
@@ -150,9 +149,7 @@ class Target(TargetReceiving):
             self._count_dropped("stale_seq")
         elif isinstance(message, Welcome):
             self._welcomed(event, session, message)
-        elif isinstance(
-            message, Accepted | Refused | Pushed | Progress | Complete | Failed | Drained
-        ):
+        elif isinstance(message, Accepted | Refused | Progress | Complete | Failed | Drained):
             self._about_attempt(session, message)
         else:
             self._count_dropped("unexpected")
@@ -376,6 +373,7 @@ class Target(TargetReceiving):
             return "alive in a session that is over"
         if record.complete is None and record.state is State.COMPLETING:
             return "completing without Complete"
-        if not set(record.verified) <= record.verifying <= set(record.pushed):
-            return "verified before it was pushed"
+        landed = {number for number, arrival in record.arrivals.items() if not arrival.missing}
+        if not set(record.verified) <= landed:
+            return "verified before it has landed"
         return None

@@ -1,4 +1,4 @@
-"""D's receiving: what P announces, what has landed, what was verified, and when that is all."""
+"""D's receiving: what has landed, what was verified, and when that is all."""
 
 from __future__ import annotations
 
@@ -7,12 +7,12 @@ from typing import Any
 import msgspec
 
 from kvbaton.connectors.layout import GroupKind
-from kvbaton.connectors.protocol.checks import ceil_div, check_complete, check_pushed
+from kvbaton.connectors.protocol.checks import ceil_div, check_complete, check_landed
 from kvbaton.connectors.protocol.events import Deliver, Landed, Verified, Verify, spans_slice
 from kvbaton.connectors.protocol.machine import reply
 from kvbaton.connectors.protocol.table import TargetState
-from kvbaton.connectors.protocol.target_sessions import Incoming, TargetSessions
-from kvbaton.messages.control import Ack, Complete, Pushed, TransferMessage
+from kvbaton.connectors.protocol.target_sessions import Arrival, Incoming, TargetSessions
+from kvbaton.messages.control import Ack, Complete, TransferMessage
 from kvbaton.types import Attempt, Spans
 
 State = TargetState
@@ -46,29 +46,6 @@ class TargetReceiving(TargetSessions):
 
     # --- bytes ---
 
-    def _pushed(self, record: Incoming, message: Pushed) -> None:
-        self._answered_by_new(record, message.write not in record.pushed)
-        known = record.pushed.get(message.write)
-        if known is not None:
-            if msgspec.structs.replace(message, seq=known.seq) != known:
-                self._fail(record, f"write {message.write} was announced twice, differently")
-            return
-        assert record.order is not None
-        assert record.session is not None
-        pairs = (record.session.num_ranks, len(self.identity.ranks))
-        groups = len(self._negotiator.groups)
-        problem = check_pushed(message, record.start, record.order.num_tokens, pairs, groups)
-        if problem is not None:
-            self._malformed(record, problem)
-            return
-        record.pushed[message.write] = message
-        self._try_verify(record, message.write)
-
-    def _answered_by_new(self, record: Incoming, is_new: bool) -> None:
-        """What P repeats beside `Complete` is no progress."""
-        if is_new or record.state is State.RESERVED:
-            self._answered(record)
-
     def _malformed(self, record: Incoming, problem: str) -> None:
         self._count("malformed")
         self._fail(record, f"the source sent nonsense: {problem}")
@@ -77,38 +54,38 @@ class TargetReceiving(TargetSessions):
         assert record.session is not None
         assert record.order is not None
         pair = (event.source_rank, event.target_rank)
-        in_range = pair[0] < record.session.num_ranks and pair[1] < len(self.identity.ranks)
-        possible = event.write < record.order.num_tokens - record.start
-        if event.session != record.session.id or not in_range or not possible:
+        ranks = (record.session.num_ranks, len(self.identity.ranks))
+        if event.session != record.session.id or pair[0] >= ranks[0] or pair[1] >= ranks[1]:
             self._count_dropped("junk_notice")
             return
         self._answered(record)
-        record.landed.setdefault(event.write, set()).add(pair)
-        self._try_verify(record, event.write)
-
-    def _try_verify(self, record: Incoming, write: int) -> None:
-        """Verify a write once its digests and the notices of all rank pairs are here."""
-        assert record.session is not None
-        assert record.order is not None
-        pushed = record.pushed.get(write)
-        pairs = record.session.num_ranks * len(self.identity.ranks)
-        if pushed is None or len(record.landed.get(write, ())) < pairs:
-            return
-        if write in record.verifying:
-            return
-        record.verifying.add(write)
-        target = self._target_spans(record, pushed.start, pushed.end)
-        self._do(
-            Verify(
-                record.session.id,
-                record.name,
-                write,
-                pushed.start,
-                pushed.end,
-                target,
-                pushed.digests,
-            )
+        problem = check_landed(
+            event, record.start, record.order.num_tokens, len(self._negotiator.groups)
         )
+        arrival = record.arrivals.get(event.write)
+        if problem is None and arrival is None:
+            missing = {(s, t) for s in range(ranks[0]) for t in range(ranks[1])}
+            arrival = record.arrivals[event.write] = Arrival(event.start, event.end, missing)
+        if arrival is None or (arrival.start, arrival.end) != (event.start, event.end):
+            self._malformed(record, problem or f"write {event.write} is told of differently")
+            return
+        parts = arrival.parts.setdefault(pair, set())
+        if event.part in parts:
+            self._count_dropped("notice_again")
+            return
+        parts.add(event.part)
+        arrival.digests += event.digests
+        if len(parts) == event.parts:
+            arrival.missing.discard(pair)
+            if not arrival.missing:
+                self._verify(record, event.write, arrival)
+
+    def _verify(self, record: Incoming, write: int, arrival: Arrival) -> None:
+        assert record.session is not None
+        start, end = arrival.start, arrival.end
+        target = self._target_spans(record, start, end)
+        digests = tuple(arrival.digests)
+        self._do(Verify(record.session.id, record.name, write, start, end, target, digests))
 
     def _target_spans(self, record: Incoming, start: int, end: int) -> Spans:
         assert record.order is not None
@@ -172,9 +149,9 @@ class TargetReceiving(TargetSessions):
         end = record.start
         write = 0
         while write in record.verified and not record.verified[write]:
-            if record.pushed[write].start != end:
+            if record.arrivals[write].start != end:
                 break
-            end = record.pushed[write].end
+            end = record.arrivals[write].end
             write += 1
         return end
 

@@ -31,9 +31,9 @@ from kvbaton.messages.control import (
     MIN_PROTOCOL_VERSION,
     PROTOCOL_VERSION,
     Complete,
+    DigestRun,
     Hello,
     NotNeeded,
-    Pushed,
     Refused,
     Welcome,
 )
@@ -75,6 +75,25 @@ class Line:
 
 
 @dataclass
+class Arrival:
+    """What has landed of a write.
+
+    Attributes:
+        start: first token.
+        end: past the last token.
+        missing: rank pairs of which a part is missing.
+        parts: parts that are here, by rank pair.
+        digests: what P claims.
+    """
+
+    start: int
+    end: int
+    missing: set[tuple[int, int]]
+    parts: dict[tuple[int, int], set[int]] = field(default_factory=dict)
+    digests: list[DigestRun] = field(default_factory=list)
+
+
+@dataclass
 class Incoming:
     """One attempt on D.
 
@@ -82,8 +101,7 @@ class Incoming:
         order: what the engine asked for.
         start: first token of the reservation.
         deadline: hard limit.
-        pushed: `Pushed` by write.
-        landed: rank pairs whose notice is here, by write.
+        arrivals: what has landed, by write.
         verified: ranges that do not match, by verified write; empty for a good one.
         bad: ranges that do not match; told to P until it has drained.
         since: when the quarantine began.
@@ -98,9 +116,7 @@ class Incoming:
     num_blocks: int = 0
     line: Line | None = None
     session: TargetSession | None = None
-    pushed: dict[int, Pushed] = field(default_factory=dict)
-    landed: dict[int, set[tuple[int, int]]] = field(default_factory=dict)
-    verifying: set[int] = field(default_factory=set)
+    arrivals: dict[int, Arrival] = field(default_factory=dict)
     verified: dict[int, tuple[tuple[int, int], ...]] = field(default_factory=dict)
     complete: Complete | None = None
     bad: tuple[tuple[int, int], ...] = ()

@@ -22,21 +22,21 @@ from kvbaton.connectors.protocol.events import (
     Closed,
     ClosePeer,
     FirstTokens,
+    Landed,
     OpenPeer,
     PeerGone,
     Post,
     Release,
     Send,
-    SendPushed,
     SourceAction,
     SourceEvent,
     SourceFailed,
     WriteEnded,
 )
+from kvbaton.connectors.protocol.notice import pack_notice
 from kvbaton.connectors.protocol.source import Source
-from kvbaton.connectors.transfer.notice import pack_notice
 from kvbaton.connectors.transfer.worker import TransferWorker
-from kvbaton.messages.control import DigestRun, Pushed
+from kvbaton.messages.control import DigestRun
 from kvbaton.types import Attempt, NodeId, Spans
 
 Sums = npt.NDArray[np.uint64]
@@ -79,16 +79,36 @@ class _Peers:
 
 @dataclass
 class _Write:
-    """One rank pair's part of a write in flight."""
+    """One rank pair's share of a write in flight.
 
-    handle: Handle
-    session: bytes
+    Attributes:
+        handles: of its parts.
+        broken: why a part could not be posted.
+        failed: its failure was reported; it is watched until it is terminal.
+    """
+
     attempt: Attempt
     write: int
     pair: tuple[int, int]
     num_bytes: int
     posted_at: float
+    handles: list[Handle] = field(default_factory=list)
+    broken: str = ""
     failed: bool = False
+
+    def status(self) -> Status:
+        """Of all parts together."""
+        states = {handle.status() for handle in self.handles}
+        if states <= {Status.DONE} and not self.broken:
+            return Status.DONE
+        if states <= {Status.DONE, Status.DRAINED}:
+            return Status.DRAINED
+        return Status.PENDING if states <= {Status.DONE, Status.PENDING} else Status.ERROR
+
+    def error(self) -> str:
+        """Why it failed."""
+        told = (handle.error() for handle in self.handles)
+        return self.broken or next(filter(None, told), "unknown error")
 
 
 class SourceWorker(TransferWorker[SourceEvent, SourceAction]):
@@ -114,7 +134,6 @@ class SourceWorker(TransferWorker[SourceEvent, SourceAction]):
         self._reports: dict[Attempt, deque[BlocksReport | FirstTokens]] = {}
         self._do = {
             Send: self._send,
-            SendPushed: self._send_pushed,
             OpenPeer: self._open_peer,
             ClosePeer: self._close_peer,
             Post: self._post,
@@ -186,41 +205,6 @@ class SourceWorker(TransferWorker[SourceEvent, SourceAction]):
     def _send(self, action: Send, now: float) -> None:
         self.send(action)
 
-    def _send_pushed(self, action: SendPushed, now: float) -> None:
-        message = Pushed(
-            session=action.session,
-            seq=action.seq,
-            transfer_id=action.attempt.transfer_id,
-            attempt=action.attempt.number,
-            write=action.write,
-            start=action.start,
-            end=action.end,
-            digests=self._claims(action),
-        )
-        self.send(Send(message, link=action.link))
-
-    def _claims(self, action: SendPushed) -> tuple[DigestRun, ...]:
-        reports = cast("tuple[list[BlockSums], ...]", action.sums)
-        targets = self._peers[action.session].layouts
-        runs: list[DigestRun] = []
-        for group in range(len(self.layouts[0])):
-            sources = [rank[group] for rank in self.layouts]
-            block_size = sources[0].block_size
-            first, last = action.start // block_size, -(-action.end // block_size)
-            known = {n: sums for report in reports for n, sums in report[group].items()}
-            numbers = [n for n in range(first, last) if n in known]
-            if not numbers:
-                continue
-            runs += claims(
-                [np.stack([known[n][rank] for n in numbers]) for rank in range(len(sources))],
-                sources,
-                [rank[group] for rank in targets],
-                first_block=numbers[0],
-                transfer_id=action.attempt.transfer_id,
-                attempt=action.attempt.number,
-            )
-        return tuple(runs)
-
     def _open_peer(self, action: OpenPeer, now: float) -> None:
         decoded = [msgspec.msgpack.decode(c.layouts, type=list[KVLayout]) for c in action.ranks]
         peers = self._peers[action.session] = _Peers(action.node, decoded)
@@ -247,37 +231,70 @@ class SourceWorker(TransferWorker[SourceEvent, SourceAction]):
         began = time.monotonic()
         links = self._peers[action.session].links
         try:
-            pieces = self._plan(action)
+            ranges, digests = self._plan(action), self._claims(action)
         except Exception as error:
             # The layouts and the reservation are the peer's word: nothing was posted.
             self.error("write %d of %s can't be planned", action.write, action.attempt)
+            why = f"{type(error).__name__}: {error}"
             for pair in links:
-                self._not_posted(action, pair, error, now)
+                self.handle(
+                    WriteEnded(action.attempt, action.write, *pair, ok=False, error=why), now
+                )
             return
         self.counters["plan_seconds"] += time.monotonic() - began
-        for pair, peer in links.items():
-            ranges = pieces.get(pair, np.empty((0, 8), np.int64))
-            notice = pack_notice(action.session, action.attempt, action.write, *pair)
-            try:
-                handle = self.transports[pair[0]].write(peer, ranges, notice)
-            except Exception as error:
-                self.error("write %d of %s can't be posted", action.write, action.attempt)
-                self._not_posted(action, pair, error, now)
-                continue
-            num_bytes = total_bytes(ranges)
-            self.counters["posted_bytes"] += num_bytes
-            self._writes.append(
-                _Write(handle, action.session, action.attempt, action.write, pair, num_bytes, began)
-            )
+        for pair in links:
+            rows = ranges.get(pair, np.empty((0, 8), np.int64))
+            write = _Write(action.attempt, action.write, pair, total_bytes(rows), began)
+            self._writes.append(write)
+            self._post_pair(action, write, rows, digests.get(pair, ()))
         self.timelines.mark(
             action.attempt, "posted", write=action.write, start=action.start, end=action.end
         )
 
-    def _not_posted(
-        self, action: Post, pair: tuple[int, int], error: Exception, now: float
+    def _post_pair(
+        self, action: Post, write: _Write, rows: Ranges, digests: tuple[DigestRun, ...]
     ) -> None:
-        why = f"{type(error).__name__}: {error}"
-        self.handle(WriteEnded(action.attempt, action.write, *pair, ok=False, error=why), now)
+        """Post a rank pair's share, in parts if the transport takes fewer ranges at once."""
+        transport = self.transports[write.pair[0]]
+        size = transport.capabilities.max_ranges
+        parts = max(1, -(-len(rows) // size))
+        name = (action.session, action.attempt, action.write, action.start, action.end)
+        for part in range(parts):
+            landed = Landed(*name, *write.pair, part, parts, () if part else digests)
+            cut = rows[part * size : (part + 1) * size]
+            try:
+                peer = self._peers[action.session].links[write.pair]
+                write.handles.append(transport.write(peer, cut, pack_notice(landed)))
+            except Exception as error:
+                self.error("write %d of %s can't be posted", action.write, action.attempt)
+                write.broken = f"{type(error).__name__}: {error}"
+                return
+        self.counters["posted_bytes"] += write.num_bytes
+
+    def _claims(self, action: Post) -> dict[tuple[int, int], tuple[DigestRun, ...]]:
+        """Digests of a write by rank pair, made of the sums that came with the blocks."""
+        reports = cast("tuple[list[BlockSums], ...]", action.sums)
+        targets = self._peers[action.session].layouts
+        runs: dict[tuple[int, int], tuple[DigestRun, ...]] = {}
+        for group in range(len(self.layouts[0])):
+            sources = [rank[group] for rank in self.layouts]
+            block_size = sources[0].block_size
+            first, last = action.start // block_size, -(-action.end // block_size)
+            known = {n: sums for report in reports for n, sums in report[group].items()}
+            numbers = [n for n in range(first, last) if n in known]
+            if not numbers:
+                continue
+            for run in claims(
+                [np.stack([known[n][rank] for n in numbers]) for rank in range(len(sources))],
+                sources,
+                [rank[group] for rank in targets],
+                first_block=numbers[0],
+                transfer_id=action.attempt.transfer_id,
+                attempt=action.attempt.number,
+            ):
+                pair = run.source_rank, run.target_rank
+                runs[pair] = (*runs.get(pair, ()), run)
+        return runs
 
     def _plan(self, action: Post) -> dict[tuple[int, int], Ranges]:
         target_layouts = self._peers[action.session].layouts
@@ -304,7 +321,7 @@ class SourceWorker(TransferWorker[SourceEvent, SourceAction]):
     def _poll_writes(self, now: float) -> None:
         for write in list(self._writes):
             try:
-                status = write.handle.status()
+                status = write.status()
             except Exception:
                 self.error("a write's status can't be told")
                 status = Status.ERROR
@@ -314,14 +331,15 @@ class SourceWorker(TransferWorker[SourceEvent, SourceAction]):
 
     def _ended(self, write: _Write, status: Status, now: float) -> None:
         ok, drained = status is Status.DONE, status is not Status.ERROR
-        error = "" if ok else (write.handle.error() or "unknown error")
+        error = "" if ok else write.error()
         if ok:
             self.counters["sent_bytes"] += write.num_bytes
             self.counters["writes"] += 1
             self.counters["write_seconds"] += time.monotonic() - write.posted_at
         if drained and write in self._writes:
             self._writes.remove(write)
-            write.handle.release()
+            for handle in write.handles:
+                handle.release()
         write.failed = not ok
         self.handle(
             WriteEnded(

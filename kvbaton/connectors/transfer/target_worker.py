@@ -26,8 +26,8 @@ from kvbaton.connectors.protocol.events import (
     Verified,
     Verify,
 )
+from kvbaton.connectors.protocol.notice import unpack_notice
 from kvbaton.connectors.protocol.target import Target
-from kvbaton.connectors.transfer.notice import unpack_notice
 from kvbaton.connectors.transfer.source_worker import PendingSums
 from kvbaton.connectors.transfer.worker import TransferWorker
 from kvbaton.messages.control import Reserve

@@ -35,7 +35,7 @@ from kvbaton.errors import TransportError
 if TYPE_CHECKING:
     from kvbaton.connectors.base import Ranges
 
-MAX_NOTICE_BYTES = 4096
+MAX_NOTICE_BYTES = 1 << 16
 
 
 class _Card(msgspec.Struct, frozen=True):

@@ -50,7 +50,7 @@ if TYPE_CHECKING:
 
     from kvbaton.connectors.base import Ranges
 
-MAX_NOTICE_BYTES = 4096
+MAX_NOTICE_BYTES = 1 << 16
 POST_BUDGET_S = 0.002
 """A call stops posting parts after this long; the next call goes on."""
 LIVENESS_PERIOD_S = 0.05

@@ -1,0 +1,93 @@
+"""The bytes that follow a write: which part of which transfer has landed, and its digests.
+
+    session 16 | transfer id 16 | attempt u32 | write u32 | start u64 | end u64
+    | source rank u16 | target rank u16 | part u16 | parts u16
+    then, per digest run: group u16 | number of values u16 | first unit u32 | values u64 ...
+
+All little-endian. A write of more ranges than the transport takes at once goes out in parts, each
+with a notice; the digests are in the first.
+"""
+
+from __future__ import annotations
+
+import struct
+from collections.abc import Iterable
+
+from kvbaton.connectors.protocol.events import Landed
+from kvbaton.messages.control import DigestRun
+from kvbaton.types import Attempt
+
+_HEADER = struct.Struct("<16s16sIIQQHHHH")
+_RUN = struct.Struct("<HHI")
+_VALUE_BYTES = 8
+MIN_NOTICE_BYTES = _HEADER.size + _RUN.size + _VALUE_BYTES
+"""What a transport's notices must hold at least: the header and one digest."""
+
+
+def units_per_notice(max_notice_bytes: int, values_per_unit: Iterable[int]) -> int:
+    """Units of tokens whose digests fit into one notice.
+
+    Args:
+        max_notice_bytes: of the transport.
+        values_per_unit: for each group, how many values such a unit has.
+    """
+    values = list(values_per_unit)
+    room = max_notice_bytes - _HEADER.size - _RUN.size * len(values)
+    return max(0, room // (_VALUE_BYTES * sum(values)))
+
+
+def pack_notice(landed: Landed) -> bytes:
+    """Encode a notice."""
+    parts = [
+        _HEADER.pack(
+            landed.session,
+            landed.attempt.transfer_id,
+            landed.attempt.number,
+            landed.write,
+            landed.start,
+            landed.end,
+            landed.source_rank,
+            landed.target_rank,
+            landed.part,
+            landed.parts,
+        )
+    ]
+    for run in landed.digests:
+        parts += [
+            _RUN.pack(run.group, len(run.values) // _VALUE_BYTES, run.first_unit),
+            run.values,
+        ]
+    return b"".join(parts)
+
+
+def unpack_notice(payload: bytes) -> Landed | None:
+    """Decode a notice; None if it is not one of ours."""
+    if len(payload) < _HEADER.size:
+        return None
+    session, transfer_id, number, write, start, end, *numbers = _HEADER.unpack_from(payload)
+    source_rank, target_rank, part, parts = numbers
+    runs, at = [], _HEADER.size
+    while at < len(payload):
+        if len(payload) < at + _RUN.size:
+            return None
+        group, count, first_unit = _RUN.unpack_from(payload, at)
+        at += _RUN.size
+        values = payload[at : at + _VALUE_BYTES * count]
+        if len(values) < _VALUE_BYTES * count:
+            return None
+        runs.append(DigestRun(source_rank, target_rank, group, first_unit, values))
+        at += len(values)
+    if part >= parts:
+        return None
+    return Landed(
+        session,
+        Attempt(transfer_id, number),
+        write,
+        start,
+        end,
+        source_rank,
+        target_rank,
+        part,
+        parts,
+        tuple(runs),
+    )
