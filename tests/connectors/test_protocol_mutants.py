@@ -25,6 +25,7 @@ from kvbaton.testing.simulated_decode import Decode, Stay
 from kvbaton.testing.simulated_node import Job
 from kvbaton.testing.simulated_prefill import Prefill, Run
 from kvbaton.testing.simulator import simulate
+from kvbaton.types import NodeId
 
 
 class FreesOnTimeout(Target):
