@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
-from collections.abc import AsyncIterator, Callable, Sequence
+from collections.abc import AsyncGenerator, Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -86,7 +86,7 @@ class ScriptedSource:
         self.gate = gate
         self.script: list[int] | None = None
         self.requests: list[AddRequest] = []
-        self.streams: list[AsyncIterator[Output]] = []
+        self.streams: list[AsyncGenerator[Output]] = []
         self.running = 0
         self.cancelled: list[str] = []
         self.cancellation = asyncio.Event()
@@ -95,13 +95,13 @@ class ScriptedSource:
         self.final: dict[str, Any] = {}
         self.end = "stop"
 
-    def generate(self, request: AddRequest) -> AsyncIterator[Output]:
+    def generate(self, request: AddRequest) -> AsyncGenerator[Output]:
         """See `TokenSource`."""
         stream = self._generate(request)
         self.streams.append(stream)  # kept, so that no garbage collector closes it for the caller
         return stream
 
-    async def _generate(self, request: AddRequest) -> AsyncIterator[Output]:
+    async def _generate(self, request: AddRequest) -> AsyncGenerator[Output]:
         self.requests.append(request)
         self.running += 1
         finished = False

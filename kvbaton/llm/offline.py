@@ -126,7 +126,7 @@ class LLM:
             scores = scores or delta.prompt_logprobs
             cached = max(cached, delta.num_cached_tokens)
         bar.update()
-        request = prepared.job.request
+        request = prepared.asked.request
         return RequestOutput(
             request_id=request.request_id,
             prompt=prepared.prompt,

@@ -20,7 +20,13 @@ from kvbaton.messages.engine import AddRequest, Item
 from kvbaton.messages.openai import ChatRequest
 from kvbaton.server.chat import encode_chat
 from kvbaton.server.config import EdgeConfig, Frontend
-from kvbaton.server.jobs import Event, Job, check_prompt, run_jobs, unique
+from kvbaton.server.prompt_request import (
+    Event,
+    PromptRequest,
+    check_prompt,
+    run_prompts,
+    unique,
+)
 from kvbaton.server.prompts import encode
 from kvbaton.server.sampling import checked
 from kvbaton.server.source import ModelFacts
@@ -50,7 +56,7 @@ class Prepared:
     """A request that was checked and can be run."""
 
     prompt: str | None
-    job: Job
+    asked: PromptRequest
 
 
 class AsyncLLM:
@@ -187,7 +193,7 @@ class AsyncLLM:
             deadline_s=DEADLINE_S if timeout is None else timeout,
             items=items,
         )
-        return Prepared(text, Job(index=0, request=request, options=given.for_text()))
+        return Prepared(text, PromptRequest(index=0, request=request, options=given.for_text()))
 
     async def _encode(self, prompt: Prompt) -> tuple[list[int], tuple[Item, ...]]:
         if isinstance(prompt, Rendered):
@@ -198,12 +204,12 @@ class AsyncLLM:
 
     async def run(self, prepared: Prepared) -> AsyncGenerator[RequestOutput]:
         """Deltas of a request that `prepare` has checked."""
-        async with aclosing(run_jobs(self._frontend, [prepared.job])) as events:
+        async with aclosing(run_prompts(self._frontend, [prepared.asked])) as events:
             async for event in events:
                 yield self._delta(prepared, event)
 
     def _delta(self, prepared: Prepared, event: Event) -> RequestOutput:
-        request, delta, scores = prepared.job.request, event.delta, event.prompt_logprobs
+        request, delta, scores = prepared.asked.request, event.delta, event.prompt_logprobs
         logprobs = None
         if delta.logprobs is not None:
             logprobs = named_logprobs(self.tokenizer, delta.token_ids, delta.logprobs)

@@ -91,11 +91,13 @@ class Dispatcher:
         try:
             running.start()
             while True:
-                for output in running.take():
-                    yield output
-                if running.over:
+                if outputs := running.take():
+                    for output in outputs:
+                        yield output
+                elif running.over:
                     return
-                await running.wait()
+                else:
+                    await running.wait()
         finally:
             self._running.discard(running)
             running.close()
@@ -129,7 +131,7 @@ class _Running:
     """One request on its way; hears what nodes say (`node_http.Listener`).
 
     Attributes:
-        over: it has ended; once `take` has given out what was left.
+        over: it has ended; `take` gives out what is left.
     """
 
     def __init__(self, dispatcher: Dispatcher, request: AddRequest) -> None:
@@ -184,9 +186,8 @@ class _Running:
 
     async def wait(self) -> None:
         """Until there is something to take, or the end."""
-        if not self._ready and not self.over:
-            self._waiter = self._loop.create_future()
-            await self._waiter
+        self._waiter = self._loop.create_future()
+        await self._waiter
 
     def close(self) -> None:
         """The client has all it wanted, or has gone: end what is open at nodes."""

@@ -3,27 +3,26 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncGenerator, Sequence
+from collections.abc import Sequence
 from contextlib import aclosing
 from typing import Protocol
 
-import msgspec
 from aiohttp import web
 from msgspec import Struct
 
 from kvbaton.messages.openai import SamplingFields, Usage
 from kvbaton.server.body import json_response
 from kvbaton.server.config import Frontend
-from kvbaton.server.jobs import Event, Job, fold, run_jobs
-from kvbaton.server.sse import send_events
-from kvbaton.server.usage import Tally, wants_usage
+from kvbaton.server.prompt_request import Event, PromptRequest, fold, run_prompts
+from kvbaton.server.sse import event, event_stream
+from kvbaton.server.usage import UsageCounter, wants_usage
 
 
-class Shape(Protocol):
+class ResponseFormatter(Protocol):
     """Formats the events of one endpoint."""
 
-    def chunk(self, event: Event, usage: Usage | None) -> Struct:
-        """One event of a stream."""
+    def chunk(self, event: Event, usage: Usage | None) -> bytes:
+        """One server-sent event of a stream."""
         ...
 
     def usage_chunk(self, usage: Usage) -> Struct:
@@ -39,44 +38,32 @@ async def respond(
     request: web.Request,
     frontend: Frontend,
     body: SamplingFields,
-    jobs: Sequence[Job],
-    shape: Shape,
+    prompts: Sequence[PromptRequest],
+    formatter: ResponseFormatter,
 ) -> web.StreamResponse:
-    """Run the jobs and answer.
+    """Run the prompts and answer.
+
+    A stream has one chunk per event, also where a token adds no text, as vLLM's: who measures by
+    the chunks counts every token.
 
     Raises:
         RequestError, EngineDeadError: nothing was sent yet and it can't be served.
         TimeoutError: nothing was sent yet and the deadline is long over.
     """
-    limit_s = jobs[0].request.deadline_s + frontend.config.deadline_grace_s
-    if body.stream:
-        return await send_events(request, _chunks(frontend, body, jobs, shape), limit_s)
-    tally = Tally(jobs)
-    events = []
-    async with asyncio.timeout(limit_s), aclosing(run_jobs(frontend, jobs)) as stream:
-        async for event in stream:
-            tally.add(event)
-            events.append(event)
-    return json_response(shape.whole(fold(events), tally.usage()))
-
-
-async def _chunks(
-    frontend: Frontend, body: SamplingFields, jobs: Sequence[Job], shape: Shape
-) -> AsyncGenerator[bytes]:
-    tally = Tally(jobs)
+    limit_s = prompts[0].request.deadline_s + frontend.config.deadline_grace_s
+    usage = UsageCounter(prompts)
+    events = run_prompts(frontend, prompts)
+    if not body.stream:
+        async with asyncio.timeout(limit_s), aclosing(events):
+            got = [new async for new in events]
+        for new in got:
+            usage.add(new)
+        return json_response(formatter.whole(fold(got), usage.usage()))
     at_end, always = wants_usage(body)
-    encoder = msgspec.json.Encoder()
-    async with aclosing(run_jobs(frontend, jobs)) as events:
-        async for event in events:
-            tally.add(event)
-            if _says_something(event, body):
-                usage = tally.usage() if always else None
-                yield encoder.encode(shape.chunk(event, usage))
-    if at_end:
-        yield encoder.encode(shape.usage_chunk(tally.usage()))
-
-
-def _says_something(event: Event, body: SamplingFields) -> bool:
-    delta = event.delta
-    tokens = bool(delta.token_ids) and (delta.logprobs is not None or bool(body.return_token_ids))
-    return bool(delta.text or delta.finish_reason or event.first or tokens)
+    async with event_stream(request, limit_s) as stream, aclosing(events):
+        async for new in events:
+            usage.add(new)
+            await stream.send(formatter.chunk(new, usage.usage() if always else None))
+        if at_end:
+            await stream.send(event(formatter.usage_chunk(usage.usage())))
+    return stream.response

@@ -9,15 +9,15 @@ from aiohttp.typedefs import Handler
 
 import kvbaton
 from kvbaton.messages.openai import ModelCard, ModelList
-from kvbaton.server.auth import auth_middleware
+from kvbaton.server.auth import check_key
 from kvbaton.server.body import json_response
 from kvbaton.server.chat import chat_completions
 from kvbaton.server.completions import completions
 from kvbaton.server.config import FRONTEND, Frontend
-from kvbaton.server.errors import errors_middleware
+from kvbaton.server.errors import failure_response
 from kvbaton.server.fields import check_model
 from kvbaton.server.openapi import contract, openapi
-from kvbaton.server.request_id import echo_request_id, request_id_middleware
+from kvbaton.server.request_id import REQUEST_ID, echo_request_id, request_id_of
 from kvbaton.server.tokenize import detokenize, tokenize
 
 CLIENT_CLOSED_REQUEST = 499
@@ -36,12 +36,7 @@ def make_app(
     """
     app = web.Application(
         client_max_size=frontend.config.max_body_bytes,
-        middlewares=[
-            request_id_middleware,
-            count_middleware,
-            errors_middleware,
-            auth_middleware,
-        ],
+        middlewares=[endpoint_middleware],
     )
     app[FRONTEND] = frontend
     app.on_response_prepare.append(echo_request_id)
@@ -97,15 +92,24 @@ async def listen(
 
 
 @web.middleware
-async def count_middleware(request: web.Request, handler: Handler) -> web.StreamResponse:
-    """Count requests by route and status."""
+async def endpoint_middleware(request: web.Request, handler: Handler) -> web.StreamResponse:
+    """Around every handler: request id, API key, failures as OpenAI's JSON, counters.
+
+    One for all, since each is one more frame that every token passes.
+    """
+    request[REQUEST_ID] = request_id_of(request)
     metrics = request.app[FRONTEND].metrics
     resource = request.match_info.route.resource
     path = "unmatched" if resource is None else resource.canonical
     status = CLIENT_CLOSED_REQUEST
     with metrics.in_flight.track_inprogress():
         try:
-            response = await handler(request)
+            response: web.StreamResponse
+            try:
+                check_key(request)
+                response = await handler(request)
+            except Exception as error:
+                response = failure_response(request, error)
             status = response.status
         finally:
             method = "other" if resource is None else request.method

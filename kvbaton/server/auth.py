@@ -6,7 +6,6 @@ import hmac
 from collections.abc import Sequence
 
 from aiohttp import web
-from aiohttp.typedefs import Handler
 
 from kvbaton.errors import RequestError
 from kvbaton.server.cluster_token import carries_token, is_loopback
@@ -44,9 +43,12 @@ def require_operator(request: web.Request) -> None:
         raise RequestError("only from loopback or with an API key", status=403)
 
 
-@web.middleware
-async def auth_middleware(request: web.Request, handler: Handler) -> web.StreamResponse:
-    """Refuse protected paths without a key, where keys are set."""
+def check_key(request: web.Request) -> None:
+    """Refuse protected paths without a key, where keys are set.
+
+    Raises:
+        RequestError: 401.
+    """
     keys = request.app[FRONTEND].config.api_keys
     if keys and request.path.startswith(PROTECTED) and not has_key(request, keys):
         raise RequestError(
@@ -54,4 +56,3 @@ async def auth_middleware(request: web.Request, handler: Handler) -> web.StreamR
             status=401,
             code="invalid_api_key",
         )
-    return await handler(request)

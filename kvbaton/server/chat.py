@@ -27,10 +27,11 @@ from kvbaton.server.body import read_body
 from kvbaton.server.config import FRONTEND, Frontend
 from kvbaton.server.fields import check_common, public_id, text_options, unset_unless
 from kvbaton.server.images import load_images
-from kvbaton.server.jobs import Event, Job, check_prompt, make_request
 from kvbaton.server.openapi import contract
+from kvbaton.server.prompt_request import Event, PromptRequest, check_prompt, make_request
 from kvbaton.server.prompts import encode
 from kvbaton.server.sampling import checked, sampling_params
+from kvbaton.server.sse import ChunkFrame, event
 from kvbaton.text.chat import ImageUrl, normalize_messages
 from kvbaton.text.logprobs import chat_logprobs, prompt_logprobs
 
@@ -44,10 +45,9 @@ async def chat_completions(request: web.Request) -> web.StreamResponse:
     _check_chat(body)
     request_id = f"chatcmpl-{public_id(request, body)}"
     prompt, items = await encode_chat(frontend, body)
-    job = _job(frontend, body, request_id, prompt, items)
-    return await respond(
-        request, frontend, body, [job], ChatShape(frontend, body, request_id, prompt)
-    )
+    asked = _prompt_request(frontend, body, request_id, prompt, items)
+    formatter = ChatFormatter(frontend, body, request_id, prompt)
+    return await respond(request, frontend, body, [asked], formatter)
 
 
 async def encode_chat(
@@ -92,13 +92,13 @@ def _check_chat(body: ChatRequest) -> None:
         raise RequestError("top_logprobs needs logprobs=true", param="top_logprobs")
 
 
-def _job(
+def _prompt_request(
     frontend: Frontend,
     body: ChatRequest,
     request_id: str,
     prompt: list[int],
     items: tuple[Item, ...],
-) -> Job:
+) -> PromptRequest:
     given = body.max_completion_tokens
     given = body.max_tokens if given is None else given
     defaults = frontend.config.sampling_defaults
@@ -114,15 +114,15 @@ def _job(
     )
     params = checked(params, frontend.config, frontend.vocab_size)
     transfer = frontend.transfer(body.kv_transfer_params)
-    return Job(
+    return PromptRequest(
         index=0,
         request=make_request(frontend, body, request_id, prompt, params, transfer, items),
         options=text_options(body),
     )
 
 
-class ChatShape:
-    """Formats events for ``/v1/chat/completions``; see `answer.Shape`.
+class ChatFormatter:
+    """Formats events for ``/v1/chat/completions``; see `ResponseFormatter`.
 
     Args:
         frontend: for the tokenizer and the model's name.
@@ -140,33 +140,35 @@ class ChatShape:
         self._id = request_id
         self._prompt = prompt
         self._created = int(time.time())
+        self._frame = ChunkFrame(self._chunk([]))
 
-    def chunk(self, event: Event, usage: Usage | None) -> ChatChunk:
+    def chunk(self, new: Event, usage: Usage | None) -> bytes:
         """One event of a stream; the first of a choice also names the role."""
-        delta = event.delta
+        delta, first = new.delta, new.first
         choice = ChatChunkChoice(
-            index=event.choice,
-            delta=ChatMessage(role="assistant" if event.first else UNSET, content=delta.text),
-            logprobs=self._logprobs(event),
+            index=new.choice,
+            delta=ChatMessage(role="assistant" if first else UNSET, content=delta.text),
+            logprobs=self._logprobs(new) if self._body.logprobs else None,
             finish_reason=delta.finish_reason,
             stop_reason=delta.stop_reason if delta.finish_reason else UNSET,
-            token_ids=self._token_ids(event),
+            token_ids=delta.token_ids if self._body.return_token_ids else UNSET,
         )
-        return ChatChunk(
-            id=self._id,
-            created=self._created,
-            model=self._model,
-            choices=[choice],
-            usage=unset_unless(usage),
-            prompt_token_ids=self._prompt_ids() if event.first else UNSET,
-            kv_transfer_params=unset_unless(event.kv_transfer_params),
-        )
+        ids = self._prompt_ids() if first else UNSET
+        if usage is None and ids is UNSET and new.kv_transfer_params is None:
+            return self._frame.event(choice)
+        chunk = self._chunk([choice])
+        chunk.usage, chunk.prompt_token_ids = unset_unless(usage), ids
+        chunk.kv_transfer_params = unset_unless(new.kv_transfer_params)
+        return event(chunk)
+
+    def _chunk(self, choices: list[ChatChunkChoice]) -> ChatChunk:
+        return ChatChunk(id=self._id, created=self._created, model=self._model, choices=choices)
 
     def usage_chunk(self, usage: Usage) -> ChatChunk:
         """No choices, only usage."""
-        return ChatChunk(
-            id=self._id, created=self._created, model=self._model, choices=[], usage=usage
-        )
+        chunk = self._chunk([])
+        chunk.usage = usage
+        return chunk
 
     def whole(self, events: Sequence[Event], usage: Usage) -> ChatCompletion:
         """All choices at once."""
@@ -186,21 +188,16 @@ class ChatShape:
         return ChatChoice(
             index=event.choice,
             message=ChatMessage(role="assistant", content=event.delta.text),
-            logprobs=self._logprobs(event),
+            logprobs=self._logprobs(event) if self._body.logprobs else None,
             finish_reason=event.delta.finish_reason,
             stop_reason=event.delta.stop_reason,
-            token_ids=self._token_ids(event),
+            token_ids=event.delta.token_ids if self._body.return_token_ids else UNSET,
         )
 
     def _prompt_ids(self) -> list[int] | UnsetType:
         return self._prompt if self._body.return_token_ids else UNSET
 
-    def _token_ids(self, event: Event) -> list[int] | UnsetType:
-        return event.delta.token_ids if self._body.return_token_ids else UNSET
-
-    def _logprobs(self, event: Event) -> ChatLogprobs | None:
-        if not self._body.logprobs:
-            return None
+    def _logprobs(self, event: Event) -> ChatLogprobs:
         return chat_logprobs(self._tokenizer, event.delta.token_ids, event.delta.logprobs or ())
 
     def _prompt_logprobs(self, events: Sequence[Event]) -> list[dict[str, Any] | None] | UnsetType:

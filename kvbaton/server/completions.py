@@ -21,10 +21,11 @@ from kvbaton.server.answer import respond
 from kvbaton.server.body import read_body
 from kvbaton.server.config import FRONTEND, Frontend
 from kvbaton.server.fields import check_common, public_id, text_options, unset_unless
-from kvbaton.server.jobs import Event, Job, check_prompt, make_request
 from kvbaton.server.openapi import contract
+from kvbaton.server.prompt_request import Event, PromptRequest, check_prompt, make_request
 from kvbaton.server.prompts import encode, split_prompts
 from kvbaton.server.sampling import checked, sampling_params
+from kvbaton.server.sse import ChunkFrame, event
 from kvbaton.text.logprobs import completion_logprobs, prompt_logprobs
 from kvbaton.types import TokenLogprobs
 
@@ -39,9 +40,9 @@ async def completions(request: web.Request) -> web.StreamResponse:
     check_common(frontend, body)
     prompts = await _prompts(frontend, body)
     request_id = f"cmpl-{public_id(request, body)}"
-    jobs = [_job(frontend, body, request_id, i, ids) for i, ids in enumerate(prompts)]
-    shape = CompletionShape(frontend, body, request_id, prompts)
-    return await respond(request, frontend, body, jobs, shape)
+    asked = [_prompt_request(frontend, body, request_id, i, ids) for i, ids in enumerate(prompts)]
+    formatter = CompletionFormatter(frontend, body, request_id, prompts)
+    return await respond(request, frontend, body, asked, formatter)
 
 
 async def _prompts(frontend: Frontend, body: CompletionRequest) -> list[list[int]]:
@@ -60,9 +61,9 @@ async def _prompts(frontend: Frontend, body: CompletionRequest) -> list[list[int
     ]
 
 
-def _job(
+def _prompt_request(
     frontend: Frontend, body: CompletionRequest, request_id: str, index: int, ids: list[int]
-) -> Job:
+) -> PromptRequest:
     max_tokens = DEFAULT_MAX_TOKENS if body.max_tokens is None else body.max_tokens
     echo_only = max_tokens == 0 and bool(body.echo)
     max_tokens = 1 if echo_only else max_tokens
@@ -77,7 +78,7 @@ def _job(
     params = checked(params, frontend.config, frontend.vocab_size)
     check_prompt(frontend, ids, max_tokens, "prompt")
     transfer = frontend.transfer(body.kv_transfer_params)
-    return Job(
+    return PromptRequest(
         index=index,
         request=make_request(frontend, body, request_id, ids, params, transfer),
         options=text_options(body),
@@ -85,8 +86,8 @@ def _job(
     )
 
 
-class CompletionShape:
-    """Formats events for ``/v1/completions``; see `answer.Shape`.
+class CompletionFormatter:
+    """Formats events for ``/v1/completions``; see `ResponseFormatter`.
 
     Args:
         frontend: for the tokenizer and the model's name.
@@ -110,10 +111,12 @@ class CompletionShape:
         self._created = int(time.time())
         self._offsets: dict[int, int] = {}
         self._scores: dict[int, Sequence[TokenLogprobs | None]] = {}
+        self._frame = ChunkFrame(self._answer([], None))
 
-    def chunk(self, event: Event, usage: Usage | None) -> Completion:
+    def chunk(self, new: Event, usage: Usage | None) -> bytes:
         """One event of a stream."""
-        return self._answer([event], usage)
+        plain = usage is None and new.kv_transfer_params is None and new.prompt_logprobs is None
+        return self._frame.event(self._choice(new)) if plain else event(self._answer([new], usage))
 
     def usage_chunk(self, usage: Usage) -> Completion:
         """No choices, only usage."""
@@ -137,34 +140,30 @@ class CompletionShape:
         )
 
     def _choice(self, event: Event) -> CompletionChoice:
-        prompt, delta = self._prompts[event.prompt], event.delta
-        ids = self._body.return_token_ids
+        delta, body, first = event.delta, self._body, event.first
+        ids = body.return_token_ids
         return CompletionChoice(
             index=event.choice,
-            text=self._echo(event) + delta.text,
-            logprobs=self._logprobs(event),
+            text=self._echo(event) + delta.text if first and body.echo else delta.text,
+            logprobs=None if body.logprobs is None else self._logprobs(event),
             finish_reason=delta.finish_reason,
             stop_reason=delta.stop_reason,
-            prompt_logprobs=self._prompt_scores(event),
+            prompt_logprobs=self._prompt_scores(event) if first else UNSET,
             token_ids=delta.token_ids if ids else UNSET,
-            prompt_token_ids=prompt if ids and event.first else UNSET,
+            prompt_token_ids=self._prompts[event.prompt] if ids and first else UNSET,
         )
 
     def _prompt_scores(self, event: Event) -> list[dict[str, Any] | None] | UnsetType:
         scores = self._scores.get(event.prompt)
-        if self._body.prompt_logprobs is None or not event.first or scores is None:
+        if self._body.prompt_logprobs is None or scores is None:
             return UNSET
         return prompt_logprobs(self._tokenizer, self._prompts[event.prompt], scores)
 
     def _echo(self, event: Event) -> str:
-        if not (self._body.echo and event.first):
-            return ""
         skip = self._body.skip_special_tokens is not False
         return self._tokenizer.decode(self._prompts[event.prompt], skip_special_tokens=skip)
 
-    def _logprobs(self, event: Event) -> CompletionLogprobs | None:
-        if self._body.logprobs is None:
-            return None
+    def _logprobs(self, event: Event) -> CompletionLogprobs:
         ids = list(event.delta.token_ids)
         entries: list[TokenLogprobs | None] = list(event.delta.logprobs or ())
         scores = self._scores.get(event.prompt)

@@ -15,7 +15,6 @@ from kvbaton.messages.nodes import GenerateRequest, GenerateResponse
 from kvbaton.server.app import make_app
 from kvbaton.server.config import EdgeConfig, Frontend
 from kvbaton.server.generate import respond
-from kvbaton.server.jobs import deadline, unique
 from kvbaton.server.metrics import HttpMetrics
 from kvbaton.server.node import MakeApp
 from kvbaton.server.node_app import CLIENT, node_facts, node_routes
@@ -23,6 +22,7 @@ from kvbaton.server.node_client import NodeClient
 from kvbaton.server.node_config import NodeConfig
 from kvbaton.server.node_metrics import CoreCollector
 from kvbaton.server.openapi import contract
+from kvbaton.server.prompt_request import deadline, unique
 from kvbaton.server.transfer_params import KvTransferParams, parse_transfer
 from kvbaton.text.tokenizer import Tokenizer
 from kvbaton.text.vision import VisionText

@@ -8,7 +8,6 @@ from http import HTTPStatus
 
 import msgspec
 from aiohttp import web
-from aiohttp.typedefs import Handler
 
 from kvbaton.errors import EngineDeadError, RequestError
 from kvbaton.messages.openai import ErrorBody, ErrorInfo
@@ -82,15 +81,11 @@ def error_response(error: RequestError) -> web.Response:
     )
 
 
-@web.middleware
-async def errors_middleware(request: web.Request, handler: Handler) -> web.StreamResponse:
-    """Answer failures of the handlers inside."""
-    try:
-        return await handler(request)
-    except Exception as error:
-        failure = describe(error)
-        logger.info("request %s: %d %s", request[REQUEST_ID], failure.status, failure.message)
-        response = error_response(failure)
-        if isinstance(error, web.HTTPMethodNotAllowed):
-            response.headers["Allow"] = error.headers["Allow"]
-        return response
+def failure_response(request: web.Request, error: Exception) -> web.Response:
+    """The answer for what a handler raised."""
+    failure = describe(error)
+    logger.info("request %s: %d %s", request[REQUEST_ID], failure.status, failure.message)
+    response = error_response(failure)
+    if isinstance(error, web.HTTPMethodNotAllowed):
+        response.headers["Allow"] = error.headers["Allow"]
+    return response

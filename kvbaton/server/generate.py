@@ -19,16 +19,18 @@ from kvbaton.messages.nodes import GenerateChoice, GenerateRequest, GenerateResp
 from kvbaton.messages.openai import PromptTokensDetails, Usage
 from kvbaton.server.body import json_response, read_body
 from kvbaton.server.config import FRONTEND, Frontend
-from kvbaton.server.jobs import check_prompt, deadline, raise_if_failed, unique
 from kvbaton.server.openapi import contract
+from kvbaton.server.prompt_request import check_prompt, deadline, raise_if_failed, unique
 from kvbaton.server.request_id import REQUEST_ID, clean
 from kvbaton.server.sampling import checked
-from kvbaton.server.sse import send_events
+from kvbaton.server.sse import event_stream
 from kvbaton.server.transfer_params import check_item_transfer
 from kvbaton.text.logprobs import floored
 from kvbaton.types import TokenLogprobs
 
 E = TypeVar("E", TokenLogprobs, TokenLogprobs | None)
+
+_encoder = msgspec.json.Encoder()
 
 
 @contract(body=GenerateRequest, answer=GenerateResponse, streams=True)
@@ -56,7 +58,7 @@ async def respond(
     outputs = _outputs(frontend, add, request_id)
     limit_s = add.deadline_s + frontend.config.deadline_grace_s
     if body.stream:
-        return await send_events(request, _messages(outputs), limit_s)
+        return await _stream(request, outputs, limit_s)
     async with asyncio.timeout(limit_s):
         return json_response(await _collect(outputs, add, request_id))
 
@@ -105,25 +107,29 @@ def _check_items(frontend: Frontend, body: GenerateRequest) -> None:
 
 async def _outputs(frontend: Frontend, add: AddRequest, request_id: str) -> AsyncGenerator[Output]:
     """The source's outputs as they may be shown: the client's id, numbers that JSON can say."""
-    async with aclosing(frontend.metrics.observe(frontend.source.generate(add))) as outputs:
-        async for output in outputs:
-            yield replace(
-                output,
-                request_id=request_id,
-                logprobs=_floored(output.logprobs),
-                prompt_logprobs=_floored(output.prompt_logprobs),
-            )
+    with frontend.metrics.timed() as times:
+        async with aclosing(frontend.source.generate(add)) as outputs:
+            async for output in outputs:
+                times.output(output)
+                yield replace(
+                    output,
+                    request_id=request_id,
+                    logprobs=_floored(output.logprobs),
+                    prompt_logprobs=_floored(output.prompt_logprobs),
+                )
 
 
 def _floored(entries: tuple[E, ...] | None) -> tuple[E, ...] | None:
     return None if entries is None else tuple(map(floored, entries))
 
 
-async def _messages(outputs: AsyncGenerator[Output]) -> AsyncGenerator[bytes]:
-    encoder = msgspec.json.Encoder()
-    async with aclosing(outputs):
+async def _stream(
+    request: web.Request, outputs: AsyncGenerator[Output], limit_s: float
+) -> web.StreamResponse:
+    async with event_stream(request, limit_s) as stream, aclosing(outputs):
         async for output in outputs:
-            yield encoder.encode(output)
+            await stream.send(b"data: %b\n\n" % _encoder.encode(output))
+    return stream.response
 
 
 async def _collect(

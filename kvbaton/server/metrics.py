@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 import time
-from collections.abc import AsyncGenerator, AsyncIterator
+from collections.abc import Iterator
+from contextlib import contextmanager
 
 from aiohttp import web
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, generate_latest
 
 from kvbaton.engine.latencies import E2E_BUCKETS, ITL_BUCKETS, TTFT_BUCKETS
 from kvbaton.messages.engine import Output
-from kvbaton.server.source import close
 
 
 class HttpMetrics:
@@ -49,30 +49,50 @@ class HttpMetrics:
     def _seconds(self, name: str, text: str, buckets: tuple[float, ...]) -> Histogram:
         return Histogram(f"{name}_seconds", text, buckets=buckets, registry=self._timed)
 
-    async def observe(self, stream: AsyncIterator[Output]) -> AsyncGenerator[Output]:
-        """Pass a prompt's outputs on and time them; closes `stream` when it is closed."""
-        start = time.monotonic()
-        last: dict[int, float] = {}
-        done = None
+    @contextmanager
+    def timed(self) -> Iterator[PromptTimes]:
+        """Time a prompt."""
+        times = PromptTimes(self)
         try:
-            async for output in stream:
-                if output.token_ids:
-                    self._token(output.choice, last, start)
-                if output.finish_reason is not None:
-                    done = time.monotonic() - start
-                yield output
+            yield times
         finally:
-            if done is not None:
-                self.e2e_request_latency.observe(done)
-            await close(stream)
+            if times.ended_s is not None:
+                self.e2e_request_latency.observe(times.ended_s)
 
-    def _token(self, choice: int, last: dict[int, float], start: float) -> None:
-        now = time.monotonic()
-        if not last:
-            self.time_to_first_token.observe(now - start)
-        if choice in last:
-            self.inter_token_latency.observe(now - last[choice])
-        last[choice] = now
+
+class PromptTimes:
+    """When the outputs of a prompt come.
+
+    Args:
+        metrics: where that is counted.
+
+    Attributes:
+        ended_s: seconds until its latest output that ends a choice; None if none did.
+    """
+
+    def __init__(self, metrics: HttpMetrics) -> None:
+        self._metrics = metrics
+        self._start = time.monotonic()
+        self._last: dict[int, float] = {}
+        self.ended_s: float | None = None
+
+    @property
+    def elapsed_s(self) -> float:
+        """Seconds since the start."""
+        return time.monotonic() - self._start
+
+    def output(self, output: Output) -> None:
+        """One has come."""
+        if output.token_ids:
+            now = time.monotonic()
+            last = self._last.get(output.choice)
+            if last is not None:
+                self._metrics.inter_token_latency.observe(now - last)
+            elif not self._last:
+                self._metrics.time_to_first_token.observe(now - self._start)
+            self._last[output.choice] = now
+        if output.finish_reason is not None:
+            self.ended_s = self.elapsed_s
 
 
 def exposition(registry: CollectorRegistry) -> web.Response:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator
+from collections.abc import AsyncGenerator
 from typing import Any, Protocol
 
 from kvbaton.messages.engine import AddRequest, Metrics, Output, Ready
@@ -26,7 +26,7 @@ class NodeClient(Protocol):
         """Why the core is gone; None while it lives."""
         ...
 
-    def generate(self, request: AddRequest) -> AsyncIterator[Output]:
+    def generate(self, request: AddRequest) -> AsyncGenerator[Output]:
         """See `edge.source.TokenSource`."""
         ...
 

@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
+import random
 import re
-import uuid
 
 from aiohttp import web
-from aiohttp.typedefs import Handler
 
 HEADER = "X-Request-Id"
 MAX_LENGTH = 128
@@ -20,11 +19,10 @@ def clean(request_id: str | None) -> str | None:
     return _UNWANTED.sub("", request_id or "")[:MAX_LENGTH] or None
 
 
-@web.middleware
-async def request_id_middleware(request: web.Request, handler: Handler) -> web.StreamResponse:
-    """Give every request an id."""
-    request[REQUEST_ID] = clean(request.headers.get(HEADER)) or uuid.uuid4().hex
-    return await handler(request)
+def request_id_of(request: web.Request) -> str:
+    """The id that a request brings, or a new one."""
+    named = request.headers.get(HEADER)
+    return (clean(named) if named else None) or f"{random.getrandbits(128):032x}"
 
 
 async def echo_request_id(request: web.Request, response: web.StreamResponse) -> None:

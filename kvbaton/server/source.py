@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator
+from collections.abc import AsyncGenerator
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Protocol
 
 from kvbaton.messages.engine import AddRequest, Output
 
@@ -12,10 +12,10 @@ from kvbaton.messages.engine import AddRequest, Output
 class TokenSource(Protocol):
     """Tokens in, tokens out."""
 
-    def generate(self, request: AddRequest) -> AsyncIterator[Output]:
+    def generate(self, request: AddRequest) -> AsyncGenerator[Output]:
         """Run a request until every choice has a `finish_reason`.
 
-        Closing the iterator early (``aclose``) cancels the request everywhere.
+        Closing the generator early (``aclose``) cancels the request everywhere.
 
         Raises:
             RequestError: the request can't be served as sent.
@@ -35,10 +35,3 @@ class ModelFacts:
 
     max_model_len: int
     vocab_size: int = 0
-
-
-async def close(stream: AsyncIterator[Any]) -> None:
-    """Close an iterator that may be a generator."""
-    aclose = getattr(stream, "aclose", None)
-    if aclose is not None:
-        await aclose()

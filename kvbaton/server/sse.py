@@ -5,12 +5,13 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import logging
-from collections.abc import AsyncGenerator, AsyncIterator
-from contextlib import aclosing
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
 
 import aiohttp
 import msgspec
 from aiohttp import web
+from msgspec import Struct
 
 from kvbaton.server.errors import describe, error_body
 from kvbaton.server.request_id import REQUEST_ID
@@ -18,8 +19,11 @@ from kvbaton.types import MAX_MESSAGE_BYTES
 
 logger = logging.getLogger(__name__)
 
+_encoder = msgspec.json.Encoder()
+
 DONE = b"[DONE]"
 DATA = b"data:"
+_DONE_EVENT = b"data: [DONE]\n\n"
 HEADERS = {
     "Content-Type": "text/event-stream; charset=utf-8",
     "Cache-Control": "no-cache",
@@ -27,43 +31,72 @@ HEADERS = {
 }
 
 
-async def send_events(
-    request: web.Request, messages: AsyncGenerator[bytes], limit_s: float
-) -> web.StreamResponse:
-    """Send JSON messages as events, then ``[DONE]``; closes `messages` in any case.
-
-    The answer begins with the first message, so that a request which fails before has its proper
-    status. A failure after that is sent as an error event, and the stream ends without ``[DONE]``.
-    Writing waits for a slow reader.
+class EventStream:
+    """An answer of server-sent events, begun with the first of them.
 
     Args:
         request: to answer.
-        messages: JSON, one per event.
+    """
+
+    def __init__(self, request: web.Request) -> None:
+        self.response = web.StreamResponse(headers=HEADERS)
+        self._request = request
+
+    async def send(self, events: bytes) -> None:
+        """Send whole events, in one write; waits for a reader that is far behind."""
+        if not self.response.prepared:
+            await self.response.prepare(self._request)
+        await self.response.write(events)
+
+
+@asynccontextmanager
+async def event_stream(request: web.Request, limit_s: float) -> AsyncIterator[EventStream]:
+    """Answer with events, and ``[DONE]`` at the end.
+
+    The answer begins with the first event, so that a request which fails before has its proper
+    status. A failure after that is sent as an error event, and the stream ends without ``[DONE]``.
+
+    Args:
+        request: to answer.
         limit_s: seconds for all of it.
 
     Raises:
-        Exception: what `messages` raised, or `TimeoutError`, before anything was sent.
+        Exception: what the body raised, or `TimeoutError`, before anything was sent.
     """
-    response = web.StreamResponse(headers=HEADERS)
+    stream = EventStream(request)
+    response = stream.response
     try:
-        async with asyncio.timeout(limit_s), aclosing(messages):
-            async for message in messages:
-                if not response.prepared:
-                    await response.prepare(request)
-                await _send(response, message)
-            if not response.prepared:
-                await response.prepare(request)
-            await _send(response, DONE)
+        async with asyncio.timeout(limit_s):
+            yield stream
+            await stream.send(_DONE_EVENT)
             await response.write_eof()
     except Exception as error:
         if not response.prepared:
             raise
         await _end_badly(request, response, error)
-    return response
 
 
-async def _send(response: web.StreamResponse, message: bytes) -> None:
-    await response.write(b"data: " + message + b"\n\n")
+class ChunkFrame:
+    """What all chunks of an answer have in common, encoded once.
+
+    Args:
+        chunk: one without choices.
+    """
+
+    def __init__(self, chunk: Struct) -> None:
+        head, choices, tail = _encoder.encode(chunk).partition(b'"choices":[')
+        assert choices, "a chunk has choices"
+        self._head = b"data: " + head + choices
+        self._tail = tail + b"\n\n"
+
+    def event(self, choice: Struct) -> bytes:
+        """The event of a chunk with one choice."""
+        return self._head + _encoder.encode(choice) + self._tail
+
+
+def event(message: Struct) -> bytes:
+    """A message as an event."""
+    return b"data: %b\n\n" % _encoder.encode(message)
 
 
 async def _end_badly(request: web.Request, response: web.StreamResponse, error: Exception) -> None:
@@ -78,7 +111,7 @@ async def _end_badly(request: web.Request, response: web.StreamResponse, error: 
         failure = describe(error)
         logger.info("request %s: ended by %s", name, failure.message)
         with contextlib.suppress(ConnectionResetError):  # it may go away at this very moment
-            await _send(response, error_body(failure))
+            await response.write(b"data: %b\n\n" % error_body(failure))
             await response.write_eof()
 
 

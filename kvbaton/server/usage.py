@@ -5,25 +5,26 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from kvbaton.messages.openai import PromptTokensDetails, SamplingFields, Usage
-from kvbaton.server.jobs import Event, Job
+from kvbaton.server.prompt_request import Event, PromptRequest
 
 
-class Tally:
+class UsageCounter:
     """Tokens of one client's request, as its events go by.
 
     Args:
-        jobs: its prompts.
+        prompts: of the request.
     """
 
-    def __init__(self, jobs: Sequence[Job]) -> None:
-        self._prompt_tokens = sum(len(job.request.token_ids) for job in jobs)
+    def __init__(self, prompts: Sequence[PromptRequest]) -> None:
+        self._prompt_tokens = sum(len(prompt.request.token_ids) for prompt in prompts)
         self._completion_tokens = 0
-        self._cached = [0] * len(jobs)
+        self._cached = [0] * len(prompts)
 
     def add(self, event: Event) -> None:
         """Count one event."""
         self._completion_tokens += len(event.delta.token_ids)
-        self._cached[event.prompt] = max(self._cached[event.prompt], event.cached_tokens)
+        if event.cached_tokens > self._cached[event.prompt]:
+            self._cached[event.prompt] = event.cached_tokens
 
     def usage(self) -> Usage:
         """All counted until now; a prompt with several choices counts once."""

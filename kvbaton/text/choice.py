@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
+
+from msgspec import Struct
 
 from kvbaton.messages.engine import Output
 from kvbaton.text.detokenize import Detokenizer
@@ -29,8 +31,7 @@ class TextOptions:
     min_tokens: int = 0
 
 
-@dataclass(frozen=True, kw_only=True)
-class TextDelta:
+class TextDelta(Struct, frozen=True, kw_only=True):
     """What is new of one choice.
 
     Attributes:
@@ -42,7 +43,7 @@ class TextDelta:
     """
 
     text: str = ""
-    token_ids: list[int] = field(default_factory=list)
+    token_ids: list[int] = []
     logprobs: list[TokenLogprobs] | None = None
     finish_reason: str | None = None
     stop_reason: int | str | None = None
@@ -64,44 +65,63 @@ class ChoiceText:
         self._detokenizer = Detokenizer(
             tokenizer, prompt, skip_special_tokens=options.skip_special_tokens
         )
-        self._stops = StopStrings(options.stop, include=options.include_stop)
-        self.num_tokens = 0
+        self._stops = (
+            StopStrings(options.stop, include=options.include_stop) if options.stop else None
+        )
+        self._num_tokens = 0
 
     def push(self, output: Output) -> TextDelta:
         """Take the next output of this choice."""
+        tokens, finish, reason = output.token_ids, output.finish_reason, output.stop_reason
+        # A last token that only ended the text is not to be read.
+        hidden = finish == "stop" and not self._options.include_stop
+        visible = tokens[:-1] if hidden else tokens
+        if self._stops is None:
+            text = "".join(map(self._detokenizer.push, visible))
+            if finish is not None:
+                text += self._detokenizer.flush()
+            return TextDelta(
+                text=text,
+                token_ids=list(tokens),
+                logprobs=None if output.logprobs is None else list(output.logprobs),
+                finish_reason=finish,
+                stop_reason=reason,
+            )
         shown: list[str] = []
-        visible = len(output.token_ids) - self._hides_last(output)
-        for position, token in enumerate(output.token_ids):
-            self.num_tokens += 1
-            new = self._detokenizer.push(token) if position < visible else ""
-            if stop := self._watch(new, shown):
-                return self._delta(output, shown, position + 1, "stop", stop)
-        if output.finish_reason and (stop := self._watch(self._detokenizer.flush(), shown)):
-            return self._delta(output, shown, len(output.token_ids), "stop", stop)
-        if output.finish_reason:
+        count = len(tokens)
+        stop = self._find_stop(self._stops, tokens, len(visible), finish, shown)
+        if stop is not None:
+            count, reason = stop
+            finish = "stop"
+        elif finish is not None:
             shown.append(self._stops.flush())
-        return self._delta(
-            output, shown, len(output.token_ids), output.finish_reason, output.stop_reason
-        )
-
-    def _watch(self, new: str, shown: list[str]) -> str | None:
-        text, stop = self._stops.push(new, active=self.num_tokens > self._options.min_tokens)
-        shown.append(text)
-        return stop
-
-    def _hides_last(self, output: Output) -> bool:
-        """Whether the last token only ended the text and is not to be read."""
-        return output.finish_reason == "stop" and not self._options.include_stop
-
-    @staticmethod
-    def _delta(
-        output: Output, shown: list[str], count: int, finish: str | None, stop: int | str | None
-    ) -> TextDelta:
-        logprobs = None if output.logprobs is None else list(output.logprobs[:count])
         return TextDelta(
             text="".join(shown),
-            token_ids=list(output.token_ids[:count]),
-            logprobs=logprobs,
+            token_ids=list(tokens[:count]),
+            logprobs=None if output.logprobs is None else list(output.logprobs[:count]),
             finish_reason=finish,
-            stop_reason=stop,
+            stop_reason=reason,
         )
+
+    def _find_stop(
+        self,
+        stops: StopStrings,
+        tokens: Sequence[int],
+        visible: int,
+        finish: str | None,
+        shown: list[str],
+    ) -> tuple[int, str] | None:
+        """Read tokens up to a stop string: how many that took, and which it is."""
+        for position, token in enumerate(tokens):
+            self._num_tokens += 1
+            new = self._detokenizer.push(token) if position < visible else ""
+            if stop := self._watch(stops, new, shown):
+                return position + 1, stop
+        if finish and (stop := self._watch(stops, self._detokenizer.flush(), shown)):
+            return len(tokens), stop
+        return None
+
+    def _watch(self, stops: StopStrings, new: str, shown: list[str]) -> str | None:
+        text, stop = stops.push(new, active=self._num_tokens > self._options.min_tokens)
+        shown.append(text)
+        return stop

@@ -215,6 +215,36 @@ async def test_a_silent_decode_node_is_given_up(make_rig: Any) -> None:
     assert tokens(await collect(rig, request())) == expected(4)
 
 
+async def test_tokens_that_wait_for_their_reader_become_one_output(make_rig: Any) -> None:
+    rig = await make_rig()
+    async with aclosing(rig.dispatcher.generate(request(40, n=2))) as stream:
+        first = await asyncio.wait_for(anext(stream), 5)
+        await until(lambda: rig.loads() == {})  # all was said
+        rest = [output async for output in stream]
+    late = [output for output in rest if len(output.token_ids) > 1]
+    assert [(output.choice, output.finish_reason) for output in late] == [
+        (0, "length"),
+        (1, "length"),
+    ]
+    assert len(rest) <= 3, "beside these, what came with the first"
+    for choice in range(2):
+        assert tokens([first, *rest], choice) == expected(40, choice)
+
+
+async def test_a_reader_that_is_too_slow_hurts_only_itself(make_rig: Any) -> None:
+    rig = await make_rig(dispatch=DispatchConfig(max_behind=20))
+    async with aclosing(rig.dispatcher.generate(request(100))) as stream:
+        first = await asyncio.wait_for(anext(stream), 5)
+        await until(lambda: rig.loads() == {})
+        assert tokens(await collect(rig, request(10))) == expected(10)
+        rest = await anext(stream)
+        assert tokens([first, rest]) == expected(len(tokens([first, rest])))
+        with pytest.raises(RequestError, match="slowly") as caught:
+            await anext(stream)
+    assert caught.value.status == 503
+    assert rig.nodes["d0"].cancelled == 1
+
+
 async def test_load_spreads(make_rig: Any) -> None:
     rig = await make_rig(prefill=2, decode=2)
     for node in rig.nodes.values():

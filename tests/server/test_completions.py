@@ -48,6 +48,20 @@ async def test_a_whole_completion(serve: Any) -> None:
     assert endpoint.source.cancelled == []
 
 
+@pytest.mark.parametrize("path", ["/v1/completions", "/v1/chat/completions"])
+async def test_each_token_is_a_chunk_also_where_it_adds_no_text(serve: Any, path: str) -> None:
+    """Load generators count chunks; bytes of one character are several tokens."""
+    endpoint = await serve("東京 👩‍🚀 ends")
+    asked = {"messages": [{"role": "user", "content": "x"}]} if "chat" in path else {"prompt": "x"}
+    chunks = await stream(endpoint, path, {**asked, "max_tokens": 100, "stop": ["nothing"]})
+    count = len(endpoint.frontend.tokenizer.encode(endpoint.source.text, add_special_tokens=False))
+    choices = [chunk["choices"][0] for chunk in chunks[:-1]]
+    assert len(choices) == count + 1, "the end token is one, too"
+    texts = [choice["delta"]["content"] if "chat" in path else choice["text"] for choice in choices]
+    assert "".join(texts) == endpoint.source.text
+    assert "" in texts[:-1]
+
+
 @pytest.mark.parametrize("stops", [None, ["wide"], ["nowhere", "e w"]])
 @pytest.mark.parametrize("logprobs", [None, 0, 2])
 @pytest.mark.parametrize("echo", [False, True])

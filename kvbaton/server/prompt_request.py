@@ -1,14 +1,16 @@
-"""One request of a client as jobs, one per prompt; their outputs as one stream of events."""
+"""One request of a client, prompt by prompt; their outputs as one stream of events."""
 
 from __future__ import annotations
 
 import asyncio
 import secrets
-import time
 from collections.abc import AsyncGenerator, Sequence
 from contextlib import aclosing
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any, TypeVar
+
+from msgspec import Struct
+from msgspec.structs import replace
 
 from kvbaton.engine.validate import INT32, Range, check_ids, check_range
 from kvbaton.errors import EngineDeadError, RequestError
@@ -24,7 +26,7 @@ MAX_SALT = 4096
 
 
 @dataclass(frozen=True, kw_only=True)
-class Job:
+class PromptRequest:
     """One prompt of a client's request.
 
     Attributes:
@@ -40,8 +42,7 @@ class Job:
     echo_only: bool = False
 
 
-@dataclass(frozen=True, kw_only=True)
-class Event:
+class Event(Struct, frozen=True, kw_only=True):
     """What is new of one choice of one prompt.
 
     Attributes:
@@ -131,50 +132,49 @@ def unique(request_id: str) -> str:
     return f"{request_id}-{secrets.token_hex(4)}"
 
 
-def run_jobs(frontend: Frontend, jobs: Sequence[Job]) -> AsyncGenerator[Event]:
+def run_prompts(frontend: Frontend, prompts: Sequence[PromptRequest]) -> AsyncGenerator[Event]:
     """Events of all prompts as they come; closing it cancels what still runs.
 
     Raises:
         RequestError, EngineDeadError: from the source, for any of the prompts.
     """
-    streams = [_run(frontend, job) for job in jobs]
+    streams = [_run(frontend, prompt) for prompt in prompts]
     return streams[0] if len(streams) == 1 else merge(streams)
 
 
-async def _run(frontend: Frontend, job: Job) -> AsyncGenerator[Event]:
-    request, n = job.request, job.request.params.n
-    texts = [ChoiceText(frontend.tokenizer, request.token_ids, job.options) for _ in range(n)]
+async def _run(frontend: Frontend, prompt: PromptRequest) -> AsyncGenerator[Event]:
+    request, n = prompt.request, prompt.request.params.n
+    texts = [ChoiceText(frontend.tokenizer, request.token_ids, prompt.options) for _ in range(n)]
     unseen, open_choices = set(range(n)), set(range(n))
-    start = time.monotonic()
-    async with aclosing(frontend.metrics.observe(frontend.source.generate(request))) as outputs:
-        async for output in outputs:
-            raise_if_failed(output, time.monotonic() - start >= request.deadline_s)
-            if output.choice not in open_choices:
-                continue
-            delta = texts[output.choice].push(output)
-            event = _event(job, output, delta, first=output.choice in unseen)
-            unseen.discard(output.choice)
-            if delta.finish_reason is not None:
-                open_choices.discard(output.choice)
-            yield event
-            if not open_choices:
-                return
+    with frontend.metrics.timed() as times:
+        async with aclosing(frontend.source.generate(request)) as outputs:
+            async for output in outputs:
+                times.output(output)
+                if output.finish_reason is not None:
+                    raise_if_failed(output, times.elapsed_s >= request.deadline_s)
+                choice = output.choice
+                if choice not in open_choices:
+                    continue
+                delta = texts[choice].push(output)
+                first = choice in unseen
+                if first:
+                    unseen.discard(choice)
+                if delta.finish_reason is not None:
+                    open_choices.discard(choice)
+                if prompt.echo_only:
+                    delta = TextDelta(finish_reason="length" if delta.finish_reason else None)
+                yield Event(
+                    prompt=prompt.index,
+                    choice=prompt.index * n + choice,
+                    delta=delta,
+                    first=first,
+                    prompt_logprobs=output.prompt_logprobs,
+                    cached_tokens=output.cached_tokens,
+                    kv_transfer_params=output.kv_transfer_params,
+                )
+                if not open_choices:
+                    return
     raise EngineDeadError("the stream of tokens ended before the request was done")
-
-
-def _event(job: Job, output: Output, delta: TextDelta, *, first: bool) -> Event:
-    if job.echo_only:
-        finish = "length" if delta.finish_reason else None
-        delta = TextDelta(finish_reason=finish)
-    return Event(
-        prompt=job.index,
-        choice=job.index * job.request.params.n + output.choice,
-        delta=delta,
-        first=first,
-        prompt_logprobs=output.prompt_logprobs,
-        cached_tokens=output.cached_tokens,
-        kv_transfer_params=output.kv_transfer_params,
-    )
 
 
 def raise_if_failed(output: Output, expired: bool) -> None:
