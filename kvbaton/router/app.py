@@ -7,22 +7,19 @@ import logging
 import signal
 import socket
 import sys
-import time
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
-from pathlib import Path
 
 import aiohttp
-import msgspec
 from aiohttp import web
 
-from kvbaton.errors import ConfigError, RequestError
-from kvbaton.messages.nodes import NodeInfo
+from kvbaton.errors import RequestError
 from kvbaton.router.config import RouterConfig
 from kvbaton.router.dispatch import Dispatcher
 from kvbaton.router.loads import NodeLoads
 from kvbaton.router.membership import Membership
 from kvbaton.router.metrics import NodeCollector, RouterMetrics
+from kvbaton.router.model_lookup import find_model
 from kvbaton.router.node_http import CONNECT_TIMEOUT_S
 from kvbaton.router.nodes import Nodes
 from kvbaton.router.nodes_api import app_keys, routes
@@ -132,7 +129,7 @@ def main(config: RouterConfig) -> int:
 async def run(config: RouterConfig) -> int:
     """Startup, serve, drain, shutdown."""
     with listening_socket(config) as listener:
-        folder, name = await find_model(config)
+        folder, name = await find_model(config, listener)
         tokenizer = Tokenizer.load(folder, config.chat_template)
         edge = EdgeConfig(
             model_name=name,
@@ -183,48 +180,3 @@ def listening_socket(config: RouterConfig) -> socket.socket:
     if config.fd is not None:
         return socket.socket(fileno=config.fd)
     return bind(config.host, config.port)
-
-
-# --- which model ---
-
-
-async def find_model(config: RouterConfig) -> tuple[str, str]:
-    """The folder with the tokenizer and the model's name.
-
-    Raises:
-        ConfigError: no flag names it and no static node could be asked.
-    """
-    if config.model is not None:
-        return config.model, config.served_model_name or config.model
-    if not config.static_nodes:
-        raise ConfigError(
-            "--model", "needed for its tokenizer, unless --prefill or --decode name a node to ask"
-        )
-    info = await _ask_any(config)
-    if not Path(info.model_path, "tokenizer.json").is_file():
-        raise ConfigError(
-            "--model", f"{info.node_id} has its model at {info.model_path!r}, which is not here"
-        )
-    return info.model_path, config.served_model_name or info.model
-
-
-async def _ask_any(config: RouterConfig) -> NodeInfo:
-    give_up = time.monotonic() + config.start_timeout_s
-    async with make_session(config) as session:
-        while True:
-            for url, _ in config.static_nodes:
-                try:
-                    return await _ask(session, url)
-                except (aiohttp.ClientError, OSError, TimeoutError) as error:
-                    logger.info("waiting for %s: %s", url, error)
-            if time.monotonic() >= give_up:
-                raise ConfigError("--model", "no node answered what model it serves")
-            await asyncio.sleep(0.5)
-
-
-async def _ask(session: aiohttp.ClientSession, url: str) -> NodeInfo:
-    async with session.get(
-        url.rstrip("/") + "/node", timeout=aiohttp.ClientTimeout(total=2.0)
-    ) as response:
-        response.raise_for_status()
-        return msgspec.json.decode(await response.read(), type=NodeInfo)

@@ -22,7 +22,8 @@ class RouterConfig(EndpointConfig):
     """All that a router needs to know.
 
     Attributes:
-        model: folder of the model, for its tokenizer; None asks the first static node.
+        model: folder of the model, for its tokenizer; None asks the first static node,
+            or waits for the first node that registers.
         fd: an inherited socket that already listens; overrides host and port.
         prefill: URLs of prefill nodes that do not register themselves.
         decode: URLs of decode nodes that do not register themselves.
@@ -36,7 +37,11 @@ class RouterConfig(EndpointConfig):
 
     GROUP: ClassVar[str | None] = None
 
-    model: str | None = flag(None, "folder of the model, for its tokenizer", metavar="DIR")
+    model: str | None = flag(
+        None,
+        "folder of the model, for its tokenizer; without it, where the first node says",
+        metavar="DIR",
+    )
     fd: int | None = flag(None, SUPPRESS)
     node_api_key: str | None = flag(
         None,

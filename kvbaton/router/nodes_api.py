@@ -78,7 +78,7 @@ def app_keys(nodes: Nodes, loads: NodeLoads, cluster_key: str | None, app: web.A
 @contract(body=NodeInfo, answer=Members)
 async def register(request: web.Request) -> web.Response:
     """``POST /nodes``: registration and heartbeat."""
-    _require_member(request)
+    require_member(request)
     info = await read_body(request, NodeInfo)
     return json_response(request.app[NODES].register(info))
 
@@ -186,7 +186,7 @@ def _has_token(request: web.Request) -> bool:
     return bool(token) and carries_token(request.headers.get("Authorization"), token)
 
 
-def _require_member(request: web.Request) -> None:
+def require_member(request: web.Request) -> None:
     """Only who holds the cluster key may register; without one, only this machine."""
     if request.app[TOKEN]:
         if not _has_token(request):

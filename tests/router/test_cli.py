@@ -61,7 +61,6 @@ def failure(capsys: pytest.CaptureFixture[str], *words: str) -> str:
         (["encode", "--model", "/nope"], "--model: '/nope' is no model folder"),
         (["prefill", "--model", "x", "--encoder-only"], "unrecognized arguments: --encoder-only"),
         (["router", "--shiny"], "unrecognized arguments: --shiny"),
-        (["router", "--port", "0"], "--model: needed for its tokenizer"),
         (["router", "--port", "0", "--model", "/nope"], "/nope/tokenizer.json: is missing"),
     ],
 )

@@ -1,0 +1,55 @@
+"""``kvbaton router`` without ``--model``: the first node that registers says what is served."""
+
+from __future__ import annotations
+
+import asyncio
+import sys
+from pathlib import Path
+from typing import Any
+
+import aiohttp
+import msgspec
+
+from kvbaton.messages.nodes import NodeInfo
+from tests.server_support import write_tokenizer
+
+
+async def post(session: aiohttp.ClientSession, info: NodeInfo) -> tuple[int, Any]:
+    async with session.post("/nodes", data=msgspec.json.encode(info)) as response:
+        return response.status, await response.json()
+
+
+async def test_it_waits_for_the_first_node_whose_model_is_here(tmp_path: Path) -> None:
+    folder = write_tokenizer(tmp_path)
+    info = NodeInfo(
+        node_id="d0", generation="1", role="decode", url="http://127.0.0.1:9", model="fine"
+    )
+    router = await asyncio.create_subprocess_exec(
+        *(sys.executable, "-m", "kvbaton", "router", "--port", "0"), stderr=asyncio.subprocess.PIPE
+    )
+    assert router.stderr is not None
+    try:
+        async with asyncio.timeout(60):
+            line = (await router.stderr.readline()).decode()
+            assert "waiting at http://127.0.0.1:" in line
+            url = line.partition(" at ")[2].split()[0]
+            async with aiohttp.ClientSession(url) as session:
+                async with session.get("/v1/models") as response:
+                    assert (response.status, response.headers["Retry-After"]) == (503, "1")
+                elsewhere = msgspec.structs.replace(info, model_path="/nowhere")
+                status, answer = await post(session, elsewhere)
+                assert (status, answer["error"]["param"]) == (409, "model_path")
+                assert "--model" in answer["error"]["message"]
+                status, answer = await post(session, msgspec.structs.replace(info, role="chef"))
+                assert (status, answer["error"]["param"]) == (400, "role")
+                here = msgspec.structs.replace(info, model_path=str(folder))
+                assert (await post(session, here))[0] == 503, "to be repeated, as a node does"
+                while (await router.stderr.readline()).decode().find("listening on") < 0:
+                    pass
+                assert (await post(session, here))[0] == 200
+                async with session.get("/nodes") as response:
+                    (node,) = (await response.json())["nodes"]
+                assert (node["node_id"], node["model"]) == ("d0", "fine")
+    finally:
+        router.terminate()
+        await router.wait()
