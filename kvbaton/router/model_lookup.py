@@ -6,6 +6,7 @@ import asyncio
 import logging
 import socket
 import time
+from collections.abc import AsyncGenerator
 from pathlib import Path
 
 import aiohttp
@@ -15,6 +16,7 @@ from aiohttp import web
 from tokenizers.models import WordLevel
 
 from kvbaton.errors import ConfigError, RequestError
+from kvbaton.messages.engine import AddRequest, Output
 from kvbaton.messages.nodes import NodeInfo
 from kvbaton.router.config import RouterConfig
 from kvbaton.router.listener import url_of
@@ -24,7 +26,7 @@ from kvbaton.server.app import make_app
 from kvbaton.server.body import read_body
 from kvbaton.server.cluster_token import registration_token
 from kvbaton.server.config import EdgeConfig, Frontend
-from kvbaton.server.source import ModelFacts, TokenSource
+from kvbaton.server.source import ModelFacts
 from kvbaton.text.tokenizer import Tokenizer
 
 logger = logging.getLogger(__name__)
@@ -105,8 +107,12 @@ async def first_to_register(config: RouterConfig, listener: socket.socket) -> No
     return info
 
 
-class _NoTokens(TokenSource):
+class _NoTokens:
     """There are no routes that ask for any."""
+
+    def generate(self, request: AddRequest) -> AsyncGenerator[Output]:
+        """See `TokenSource`."""
+        raise _starting()
 
 
 def _no_facts() -> ModelFacts:
