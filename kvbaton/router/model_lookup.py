@@ -19,13 +19,13 @@ from kvbaton.errors import ConfigError, RequestError
 from kvbaton.messages.engine import AddRequest, Output
 from kvbaton.messages.nodes import NodeInfo
 from kvbaton.router.config import RouterConfig
-from kvbaton.router.listener import url_of
 from kvbaton.router.membership import Membership
 from kvbaton.router.nodes_api import TOKEN, require_member
 from kvbaton.server.app import make_app
 from kvbaton.server.body import read_body
 from kvbaton.server.cluster_token import registration_token
 from kvbaton.server.config import EdgeConfig, Frontend
+from kvbaton.server.listener import url_of
 from kvbaton.server.source import ModelFacts
 from kvbaton.text.tokenizer import Tokenizer
 
