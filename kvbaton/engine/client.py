@@ -82,13 +82,20 @@ class EngineClient:
 
     @classmethod
     async def connect(
-        cls, address: str, *, cluster_key: str | None = None, timeout_s: float = 10.0
+        cls,
+        address: str,
+        *,
+        cluster_key: str | None = None,
+        local: bool = False,
+        timeout_s: float = 10.0,
     ) -> Self:
         """Connect to a core that serves or is about to.
 
         Args:
             address: ``tcp://host:port`` or ``ipc:///...``, as `Ready.engine_address` has it.
             cluster_key: of the cluster; the connection is then encrypted.
+            local: it is a node's own process, whose socket closes when the core dies, so that a
+                core that merely stands still need not be given up.
             timeout_s: until the core must have answered.
 
         Raises:
@@ -97,13 +104,15 @@ class EngineClient:
         """
         client = cls()
         try:
-            await client._open(address, cluster_key, timeout_s)
+            await client._open(address, cluster_key, local, timeout_s)
         except BaseException:
             await client.close()
             raise
         return client
 
-    async def _open(self, address: str, cluster_key: str | None, timeout_s: float) -> None:
+    async def _open(
+        self, address: str, cluster_key: str | None, local: bool, timeout_s: float
+    ) -> None:
         """As `connect`."""
         socket: zmq.Socket[bytes] = zmq.Context.instance().socket(zmq.DEALER)
         self._socket = socket
@@ -113,7 +122,7 @@ class EngineClient:
         socket.setsockopt(zmq.IPV6, 1)
         if cluster_key:
             secure_client(socket, cluster_key)
-        if not self._is_local:
+        if not local:
             socket.setsockopt(zmq.HEARTBEAT_IVL, HEARTBEAT_MS)
             socket.setsockopt(zmq.HEARTBEAT_TIMEOUT, HEARTBEAT_TIMEOUT_MS)
         self._monitor = socket.get_monitor_socket(zmq.EVENT_DISCONNECTED)
@@ -132,8 +141,6 @@ class EngineClient:
                 f"no engine answered at {address} within {timeout_s:g} s; are the cluster "
                 "keys the same?"
             ) from None
-
-    _is_local = False
 
     async def close(self) -> None:
         """End all requests and the connection. Idempotent."""

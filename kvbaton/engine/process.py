@@ -165,7 +165,6 @@ class EngineProcess(EngineClient):
         local_address: where further processes of the node connect, as local frontends.
     """
 
-    _is_local = True
     _process: multiprocessing.process.BaseProcess
 
     def __init__(self) -> None:
@@ -220,7 +219,7 @@ class EngineProcess(EngineClient):
             client._loop.add_reader(client._process.sentinel, client._ended)
             async with asyncio.timeout(START_TIMEOUT_S):
                 await client._first_report
-                await client._open(client.local_address, None, START_TIMEOUT_S)
+                await client._open(client.local_address, None, True, START_TIMEOUT_S)
         except TimeoutError:
             await client.shutdown(0.0)
             raise EngineDeadError(f"the engine was not up within {START_TIMEOUT_S:g} s") from None

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from aiohttp import web
 from msgspec import Struct
+from prometheus_client import generate_latest
 
 from kvbaton.errors import RequestError
 from kvbaton.messages.nodes import Members, NodeInfo
@@ -131,7 +132,7 @@ async def health(request: web.Request) -> web.Response:
 @contract(content_type="text/plain")
 async def metrics(request: web.Request) -> web.Response:
     """``GET /metrics``."""
-    return exposition(request.app[FRONTEND].metrics.registry)
+    return exposition(generate_latest(request.app[FRONTEND].metrics.registry))
 
 
 @contract(content_type="text/html")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import socket
 from collections.abc import Sequence
 
 from aiohttp import web
@@ -16,6 +17,7 @@ from kvbaton.server.completions import completions
 from kvbaton.server.config import FRONTEND, Frontend
 from kvbaton.server.errors import failure_response
 from kvbaton.server.fields import check_model
+from kvbaton.server.listener import bind
 from kvbaton.server.openapi import contract, openapi
 from kvbaton.server.request_id import REQUEST_ID, echo_request_id, request_id_of
 from kvbaton.server.tokenize import detokenize, tokenize
@@ -77,18 +79,22 @@ async def listen(
         The runner, whose ``cleanup`` ends it, and the port.
 
     Raises:
-        OSError: the address can't be listened on.
+        ConfigError: the address can't be listened on.
     """
+    runner = await serve_on(bind(host, port), app, grace_s=grace_s)
+    return runner, runner.addresses[0][1]
+
+
+async def serve_on(
+    listener: socket.socket, app: web.Application, *, grace_s: float = 5.0
+) -> web.AppRunner:
+    """Serve an application on a listening socket, which becomes the runner's; see `listen`."""
     runner = web.AppRunner(
         app, handler_cancellation=True, shutdown_timeout=grace_s, access_log=None
     )
     await runner.setup()
-    try:
-        await web.TCPSite(runner, host, port).start()
-    except OSError:
-        await runner.cleanup()
-        raise
-    return runner, runner.addresses[0][1]
+    await web.SockSite(runner, listener).start()
+    return runner
 
 
 @web.middleware

@@ -14,6 +14,10 @@ from kvbaton.server.config import FRONTEND
 PROTECTED = ("/v1/", "/inference/", "/tokenize", "/detokenize")
 
 
+PEER = web.RequestKey("peer", str)
+"""Address of whoever asked, where that is not the request's own remote end."""
+
+
 def has_key(request: web.Request, api_keys: Sequence[str]) -> bool:
     """Whether the request carries one of the keys as a bearer token."""
     scheme, _, token = request.headers.get("Authorization", "").partition(" ")
@@ -26,7 +30,7 @@ def has_key(request: web.Request, api_keys: Sequence[str]) -> bool:
 
 def from_loopback(request: web.Request) -> bool:
     """Whether the peer is this machine."""
-    return is_loopback(request.remote)
+    return is_loopback(request.get(PEER, request.remote))
 
 
 def require_operator(request: web.Request) -> None:

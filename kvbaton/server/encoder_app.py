@@ -6,6 +6,7 @@ from functools import partial
 
 import tokenizers
 from aiohttp import web
+from aiohttp.typedefs import Handler
 from tokenizers.models import WordLevel
 
 from kvbaton.engine.validate import INT32, Range, check_range
@@ -17,10 +18,9 @@ from kvbaton.server.config import EdgeConfig, Frontend
 from kvbaton.server.generate import respond
 from kvbaton.server.metrics import HttpMetrics
 from kvbaton.server.node import MakeApp
-from kvbaton.server.node_app import CLIENT, node_facts, node_routes
+from kvbaton.server.node_app import attach_client, node_facts, node_routes
 from kvbaton.server.node_client import NodeClient
 from kvbaton.server.node_config import NodeConfig
-from kvbaton.server.node_metrics import CoreCollector
 from kvbaton.server.openapi import contract
 from kvbaton.server.prompt_request import deadline, unique
 from kvbaton.server.transfer_params import KvTransferParams, parse_transfer
@@ -45,13 +45,14 @@ def encoder_face(config: NodeConfig) -> MakeApp:
 
 
 def make_encoder_app(
-    client: NodeClient, edge: EdgeConfig, *, vision: VisionText
+    client: NodeClient, edge: EdgeConfig, forward: Handler | None = None, *, vision: VisionText
 ) -> web.Application:
-    """Everything that an encoder node answers. Serve it with `edge.app.listen`.
+    """Everything that an encoder node answers.
 
     Args:
         client: its engine, already up.
         edge: settings of the endpoint.
+        forward: see `make_node_app`.
         vision: checks what items say of themselves.
     """
     frontend = Frontend(
@@ -63,10 +64,10 @@ def make_encoder_app(
         transfer_type=KvTransferParams,
         metrics=HttpMetrics(latencies=False),
     )
-    frontend.metrics.registry.register(CoreCollector(lambda: client.metrics))
-    routes = [web.post("/inference/v1/generate", encode), *node_routes()]
+    routes = [web.post("/inference/v1/generate", encode), *node_routes(forward)]
     app = make_app(frontend, [*routes, web.route("*", "/v1/{path:.*}", no_text)], text=False)
-    app[CLIENT], app[VISION] = client, vision
+    attach_client(app, client, forward)
+    app[VISION] = vision
     return app
 
 

@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 
 from aiohttp import web
-from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, generate_latest
+from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram
 
 from kvbaton.engine.latencies import E2E_BUCKETS, ITL_BUCKETS, TTFT_BUCKETS
 from kvbaton.messages.engine import Output
@@ -95,9 +95,9 @@ class PromptTimes:
             self.ended_s = self.elapsed_s
 
 
-def exposition(registry: CollectorRegistry) -> web.Response:
+def exposition(text: bytes) -> web.Response:
     """Answer of ``GET /metrics``: Prometheus' text format 0.0.4."""
     return web.Response(
-        body=generate_latest(registry),
+        body=text,
         headers={"Content-Type": "text/plain; version=0.0.4; charset=utf-8"},
     )

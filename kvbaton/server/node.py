@@ -6,22 +6,28 @@ import asyncio
 import logging
 import os
 import signal
+import socket
 from collections.abc import Callable
 
 import msgspec
 from aiohttp import web
+from aiohttp.typedefs import Handler
+from prometheus_client import CollectorRegistry, generate_latest
 
+from kvbaton.engine.client import EngineClient
 from kvbaton.engine.process import EngineProcess, RoleFactory
-from kvbaton.errors import ConfigError
 from kvbaton.messages.nodes import NodeInfo
-from kvbaton.server.app import listen
+from kvbaton.server.app import serve_on
 from kvbaton.server.cluster_token import operator_token
-from kvbaton.server.config import EdgeConfig
+from kvbaton.server.config import FRONTEND, EdgeConfig
+from kvbaton.server.listener import bind
 from kvbaton.server.load import LoadMeter
-from kvbaton.server.node_app import make_node_app, make_starting_app
+from kvbaton.server.node_app import EXPOSITION, make_node_app, make_starting_app
 from kvbaton.server.node_client import NodeClient
 from kvbaton.server.node_config import NodeConfig
+from kvbaton.server.node_metrics import CoreCollector
 from kvbaton.server.registration import NodeRegistrar
+from kvbaton.server.supervisor import Supervisor, WorkerLink
 from kvbaton.text.generation import sampling_defaults
 from kvbaton.text.tokenizer import Tokenizer
 from kvbaton.types import NodeId
@@ -29,7 +35,7 @@ from kvbaton.types import NodeId
 logger = logging.getLogger(__name__)
 
 
-MakeApp = Callable[[NodeClient, EdgeConfig], web.Application]
+MakeApp = Callable[[NodeClient, EdgeConfig, Handler | None], web.Application]
 Face = Callable[[NodeConfig], MakeApp]
 """What a node answers over HTTP: reads what it needs of the model before the engine is up."""
 
@@ -41,7 +47,7 @@ def text_face(config: NodeConfig) -> MakeApp:
         ConfigError: the tokenizer or chat template can't be read.
     """
     tokenizer = Tokenizer.load(config.engine.model, config.chat_template)
-    return lambda client, edge: make_node_app(client, tokenizer, edge)
+    return lambda client, edge, forward: make_node_app(client, tokenizer, edge, forward)
 
 
 def run_node(config: NodeConfig, role_factory: RoleFactory, face: Face = text_face) -> int:
@@ -74,6 +80,8 @@ class Node:
         self.state = "loading"
         self.client: EngineProcess | None = None
         self.port = config.port
+        self._listener: socket.socket | None = None
+        self._supervisor: Supervisor | None = None
         self._members: tuple[str, ...] = ()
         self._load = LoadMeter()
         self._stop = asyncio.Event()
@@ -113,9 +121,12 @@ class Node:
             await asyncio.wait([starting])
             return
         self.client = starting.result()
-        app = make_app(self.client, edge_config)
+        app = make_app(self.client, edge_config, None)
         app.router.add_get("/node", self._show_node)
-        await self._listen(app)
+        if self.config.workers == 1:
+            await self._listen(app)
+        else:
+            await self._start_workers(app, edge_config)
         self.state = "ready"
         await self._on_members(self._members)
         if self._registrar is not None:
@@ -141,15 +152,37 @@ class Node:
             self._registration.result()
 
     async def _listen(self, app: web.Application) -> None:
+        if self._listener is None:
+            self._listener = bind(self.config.host, self.port)
+            self.port = self._listener.getsockname()[1]
         if self._runner is not None:
             await self._runner.cleanup()
-        try:
-            self._runner, self.port = await listen(
-                app, self.config.host, self.port, grace_s=self.config.grace_s
-            )
-        except OSError as error:
-            where = f"{self.config.host}:{self.port}"
-            raise ConfigError("--port", f"can't listen on {where}: {error.strerror}") from error
+        # Whoever calls between the two is answered by the second: the socket stays open.
+        self._runner = await serve_on(self._listener.dup(), app, grace_s=self.config.grace_s)
+
+    async def _start_workers(self, control: web.Application, edge: EdgeConfig) -> None:
+        client, listener = self.client, self._listener
+        assert client is not None, "workers need an engine"
+        assert listener is not None, "it listened while the engine started"
+        core = CollectorRegistry()
+        core.register(CoreCollector(lambda: client.metrics))
+        supervisor = self._supervisor = Supervisor(
+            node_worker,
+            (self.config, self.face, edge, client.local_address),
+            listener,
+            control,
+            count=self.config.workers,
+            log_level=self.config.log_level,
+        )
+
+        async def exposition() -> bytes:
+            return await supervisor.metrics(generate_latest(core))
+
+        control[EXPOSITION] = exposition
+        if self._runner is not None:
+            await self._runner.cleanup()
+            self._runner = None
+        await supervisor.start()
 
     def _edge_config(self) -> EdgeConfig:
         config = self.config
@@ -239,5 +272,24 @@ class Node:
             await self._registrar.leave()
         if self.client is not None:
             await self.client.shutdown(self.config.grace_s)
+        if self._supervisor is not None:
+            await self._supervisor.stop(self.config.grace_s)
         if self._runner is not None:
             await self._runner.cleanup()
+        if self._listener is not None:
+            self._listener.close()
+
+
+async def node_worker(link: WorkerLink, payload: tuple[NodeConfig, Face, EdgeConfig, str]) -> None:
+    """One of several processes that answer for a node: a local frontend of its engine."""
+    config, face, edge, address = payload
+    make_app = face(config)
+    client = await EngineClient.connect(address, local=True)
+    app = make_app(client, edge, link.forward)
+    died = asyncio.create_task(client.died.wait())
+    died.add_done_callback(lambda task: link.stop())
+    try:
+        await link.serve(app, app[FRONTEND].metrics.registry, grace_s=config.grace_s)
+    finally:
+        died.cancel()
+        await client.close()

@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import asyncio
+from collections.abc import Awaitable, Callable
 from contextlib import suppress
 from typing import Any
 
 import msgspec
 from aiohttp import web
+from aiohttp.typedefs import Handler
+from prometheus_client import generate_latest
 
 from kvbaton.errors import EngineDeadError, RequestError
 from kvbaton.server.app import make_app
@@ -25,6 +28,9 @@ from kvbaton.server.transfer_params import KvTransferParams, parse_transfer
 from kvbaton.text.tokenizer import Tokenizer
 
 CLIENT = web.AppKey("client", NodeClient)
+Exposition = Callable[[], Awaitable[bytes]]
+EXPOSITION: web.AppKey[Exposition] = web.AppKey("exposition")
+"""What ``/metrics`` shows, in Prometheus' text format."""
 
 ALARMS = ("kvbaton_unhealthy", "kvbaton_ledger_imbalance")
 """Gauges that make a node unhealthy while they are not 0."""
@@ -33,13 +39,19 @@ METRICS_PATIENCE_S = 1.0
 """A scrape waits this long for the engine, which answers between two steps."""
 
 
-def make_node_app(client: NodeClient, tokenizer: Tokenizer, config: EdgeConfig) -> web.Application:
-    """Everything that a node answers. Serve it with `edge.app.listen`.
+def make_node_app(
+    client: NodeClient,
+    tokenizer: Tokenizer,
+    config: EdgeConfig,
+    forward: Handler | None = None,
+) -> web.Application:
+    """Everything that a node answers.
 
     Args:
         client: its engine, already up.
         tokenizer: the model's.
         config: settings of the endpoint.
+        forward: in a worker of a node, what passes requests on to the one that knows all of it.
     """
     frontend = Frontend(
         source=client,
@@ -50,19 +62,32 @@ def make_node_app(client: NodeClient, tokenizer: Tokenizer, config: EdgeConfig) 
         transfer_type=KvTransferParams,
         metrics=HttpMetrics(latencies=False),
     )
-    frontend.metrics.registry.register(CoreCollector(lambda: client.metrics))
-    app = make_app(frontend, [web.post("/inference/v1/generate", generate), *node_routes()])
-    app[CLIENT] = client
+    app = make_app(frontend, [web.post("/inference/v1/generate", generate), *node_routes(forward)])
+    attach_client(app, client, forward)
     return app
 
 
-def node_routes() -> list[web.RouteDef]:
+def attach_client(app: web.Application, client: NodeClient, forward: Handler | None) -> None:
+    """Let the handlers of `node_routes` find the engine, and ``/metrics`` show what it counts."""
+    app[CLIENT] = client
+    registry = app[FRONTEND].metrics.registry
+    if forward is None:
+        registry.register(CoreCollector(lambda: client.metrics))
+
+    async def own() -> bytes:
+        return generate_latest(registry)
+
+    app[EXPOSITION] = own
+
+
+def node_routes(forward: Handler | None = None) -> list[web.RouteDef]:
     """What nodes of every role answer, for those who run them."""
     return [
-        web.get("/health", health),
-        web.get("/metrics", metrics),
-        web.get("/state", state),
-        web.post("/reset_prefix_cache", reset_prefix_cache),
+        web.get("/health", forward or health),
+        web.get("/metrics", forward or metrics),
+        web.get("/state", forward or state),
+        web.post("/reset_prefix_cache", forward or reset_prefix_cache),
+        *([] if forward is None else [web.get("/node", forward)]),
     ]
 
 
@@ -113,7 +138,7 @@ async def metrics(request: web.Request) -> web.Response:
     with suppress(TimeoutError, EngineDeadError):
         async with asyncio.timeout(METRICS_PATIENCE_S):
             await request.app[CLIENT].command("metrics")
-    return exposition(request.app[FRONTEND].metrics.registry)
+    return exposition(await request.app[EXPOSITION]())
 
 
 async def state(request: web.Request) -> web.Response:

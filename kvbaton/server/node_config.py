@@ -31,6 +31,7 @@ class NodeConfig(EndpointConfig):
             vouches for.
         transport: ``NAME[:JSON]``.
         control_port: of the control channel; 0 takes a free one.
+        workers: processes that answer HTTP on the port.
         engine_port: where the engine listens for routers, if there is a cluster key; 0 takes a free
             one.
         max_transfers: hand-overs that a prefill node has alive at once.
@@ -60,6 +61,7 @@ class NodeConfig(EndpointConfig):
         "where routers connect to the engine, if there is a cluster key (0: a free one)",
         metavar="PORT",
     )
+    workers: int = flag(1, "processes that answer HTTP on the port", metavar="N")
     node_id: str = flag("", "stable name of this node", metavar="NAME")
     max_transfers: int = flag(
         HandoverConfig.max_transfers,
@@ -80,6 +82,7 @@ class NodeConfig(EndpointConfig):
         if not self.node_id or "/" in self.node_id:
             raise ConfigError("--node-id", "must not be empty and not contain a slash")
         for name, limit in (
+            ("--workers", self.workers),
             ("--max-transfers", self.max_transfers),
             ("--max-blocks-per-peer", self.max_blocks_per_peer),
         ):

@@ -25,6 +25,7 @@ from typing import Any
 import aiohttp
 import msgspec
 from aiohttp import web
+from aiohttp.typedefs import Handler
 from prometheus_client import CollectorRegistry, generate_latest
 
 from kvbaton.engine.process import die_with_parent
@@ -38,6 +39,7 @@ from kvbaton.messages.workers import (
     WorkerReport,
     WorkerStarted,
 )
+from kvbaton.server.auth import PEER
 from kvbaton.server.merged_metrics import MergedMetrics
 
 logger = logging.getLogger(__name__)
@@ -49,6 +51,7 @@ STOP_MARGIN_S = 5.0
 FORWARD_TIMEOUT_S = 60.0
 BACKLOG = 1024
 _HOP_BY_HOP = frozenset(("connection", "keep-alive", "transfer-encoding", "content-length", "te"))
+_PEER = "X-Kvbaton-Peer"
 _LENGTH = struct.Struct("<I")
 
 WorkerMain = Callable[["WorkerLink", Any], Awaitable[None]]
@@ -90,11 +93,13 @@ class Supervisor:
         self._count = count
         self._folder = tempfile.mkdtemp(prefix="kvbaton-")
         self._control_path = f"{self._folder}/control"
+        control.middlewares.insert(0, _restore_peer)
         self._runner = web.AppRunner(control, access_log=None)
         self._state: PublishedState | None = None
         self._workers: dict[int, _Worker] = {}
         self._metrics = MergedMetrics()
         self._keepers: list[asyncio.Task[None]] = []
+        self._stopping = False
 
     async def start(self) -> None:
         """Start all workers and wait until they serve.
@@ -126,6 +131,8 @@ class Supervisor:
                 self._metrics.retire(index)
                 if worker.process.is_alive():
                     worker.process.terminate()
+            if self._stopping:
+                return
             how = f"worker {index} ended with status {await worker.join()}"
             if not first.done():
                 first.set_exception(ConfigError("--workers", f"{how} before it could serve"))
@@ -150,6 +157,7 @@ class Supervisor:
 
     async def stop(self, grace_s: float) -> None:
         """Tell workers to end; their open requests have `grace_s` seconds."""
+        self._stopping = True
         workers = tuple(self._workers.values())
         for worker in workers:
             if worker.process.is_alive():
@@ -178,6 +186,13 @@ class Supervisor:
         )
         process.start()
         return process
+
+
+@web.middleware
+async def _restore_peer(request: web.Request, handler: Handler) -> web.StreamResponse:
+    """Only workers reach this socket, and they say who asked them."""
+    request[PEER] = request.headers.get(_PEER, "")
+    return await handler(request)
 
 
 class _Worker:
@@ -376,7 +391,7 @@ class WorkerLink:
         Raises:
             RequestError: 503, the supervisor does not answer.
         """
-        headers = _end_to_end(request.headers)
+        headers = {**_end_to_end(request.headers), _PEER: request.remote or ""}
         try:
             async with self._session.request(
                 request.method,

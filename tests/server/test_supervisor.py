@@ -15,6 +15,7 @@ from aiohttp import ClientSession, ClientTimeout, TCPConnector, web
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram
 
 from kvbaton.errors import ConfigError
+from kvbaton.server.auth import PEER
 from kvbaton.server.listener import bind, url_of
 from kvbaton.server.merged_metrics import MergedMetrics, merged
 from kvbaton.server.supervisor import Supervisor, WorkerLink
@@ -52,7 +53,7 @@ async def worker(link: WorkerLink, payload: str) -> None:
 async def control(request: web.Request) -> web.Response:
     body = await request.text()
     return web.json_response(
-        {"pid": os.getpid(), "path": request.path_qs, "body": body},
+        {"pid": os.getpid(), "path": request.path_qs, "body": body, "peer": request[PEER]},
         status=418,
         headers={"X-Seen": request.headers.get("X-Asked", "")},
     )
@@ -118,11 +119,13 @@ async def test_workers_share_a_port_a_state_and_their_counts() -> None:
 
 async def test_what_is_the_supervisors_is_passed_on() -> None:
     async with supervised(count=1) as (_, url), fresh_session(url) as session:
-        asked = session.post("/control?a=%2F", data=b"hello", headers={"X-Asked": "yes"})
+        headers = {"X-Asked": "yes", "X-Kvbaton-Peer": "10.1.2.3"}
+        asked = session.post("/control?a=%2F", data=b"hello", headers=headers)
         async with asked as response:
             assert (response.status, response.headers["X-Seen"]) == (418, "yes")
             answer = await response.json()
-            assert answer == {"pid": os.getpid(), "path": "/control?a=/", "body": "hello"}
+            said = {"path": "/control?a=/", "body": "hello", "peer": "127.0.0.1"}
+            assert answer == {"pid": os.getpid()} | said
 
 
 async def test_a_worker_that_dies_is_replaced_and_its_counts_stay() -> None:

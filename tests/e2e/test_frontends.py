@@ -1,0 +1,272 @@
+"""Engines of real nodes with several frontends: connections of routers, HTTP processes."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import AsyncIterator, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import aclosing, asynccontextmanager
+from pathlib import Path
+
+import msgspec
+import pytest
+import zmq
+from msgspec.structs import replace
+
+from kvbaton.connectors.curve import secure_client
+from kvbaton.engine.client import EngineClient
+from kvbaton.errors import EngineDeadError, RequestError
+from kvbaton.messages.engine import (
+    AbortRequest,
+    AddRequest,
+    Command,
+    Connect,
+    SamplingParams,
+    Shutdown,
+)
+from tests.e2e import processes
+from tests.e2e.cluster import Cluster
+from tests.e2e.servers import Node, poll
+
+KEY = "the key of this cluster"
+WITHIN_S = 2.0
+PATIENCE_S = 30.0
+LONG = 480
+
+
+@pytest.fixture(scope="module")
+def nodes(model: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[Node, Node]]:
+    """One with a cluster key and two HTTP processes, one without and alone."""
+    cluster = Cluster(tmp_path_factory.mktemp("frontends"), model)
+    keyed = cluster.start_node("decode", "keyed", {"cluster-key": KEY, "workers": "2"})
+    plain = cluster.start_node("decode", "plain")
+    cluster.until_up(keyed, plain)
+    yield keyed, plain
+    cluster.stop()
+
+
+@pytest.fixture
+def keyed(nodes: tuple[Node, Node]) -> Node:
+    return nodes[0]
+
+
+@pytest.fixture(params=["keyed", "plain"])
+def node(request: pytest.FixtureRequest, nodes: tuple[Node, Node]) -> Node:
+    return nodes[["keyed", "plain"].index(request.param)]
+
+
+def key_of(node: Node) -> str | None:
+    return KEY if node.name == "keyed" else None
+
+
+def asking(request_id: str, max_tokens: int = 8) -> AddRequest:
+    params = SamplingParams(temperature=0.0, max_tokens=max_tokens, ignore_eos=True, seed=0)
+    return AddRequest(request_id=request_id, token_ids=tuple(range(5, 25)), params=params)
+
+
+@asynccontextmanager
+async def frontend(node: Node) -> AsyncIterator[EngineClient]:
+    client = await EngineClient.connect(node.info()["engine_address"], cluster_key=key_of(node))
+    try:
+        yield client
+    finally:
+        await client.close()
+
+
+async def tokens_of(client: EngineClient, request: AddRequest) -> list[int]:
+    found: list[int] = []
+    async with aclosing(client.generate(request)) as outputs:
+        async for output in outputs:
+            found += output.token_ids
+    return found
+
+
+def live(node: Node) -> float:
+    """Sequences that the engine has."""
+    metrics = node.metrics()
+    kinds = ("running", "waiting", "loading")
+    return sum(metrics(f"kvbaton_sequences_{kind}") for kind in kinds)
+
+
+FRONTEND = """
+import asyncio, sys
+from kvbaton.engine.client import EngineClient
+from tests.e2e.test_frontends import LONG, asking
+
+async def main():
+    address, key = sys.argv[1], sys.argv[2] or None
+    client = await EngineClient.connect(address, cluster_key=key)
+    streams = [client.generate(asking(f"r{i}", LONG)) for i in range(12)]
+    await asyncio.gather(*(anext(stream) for stream in streams))
+    print("running", flush=True)
+    await asyncio.Event().wait()
+
+asyncio.run(main())
+"""
+
+
+def test_a_killed_frontend_loses_its_requests(node: Node) -> None:
+    before = node.metrics()
+    words = [sys.executable, "-c", FRONTEND, node.info()["engine_address"], key_of(node) or ""]
+    with subprocess.Popen(words, stdout=subprocess.PIPE, text=True) as child:
+        assert child.stdout is not None
+        assert child.stdout.readline() == "running\n"
+        assert live(node) > 0
+        child.send_signal(signal.SIGKILL)
+        killed = time.monotonic()
+        poll("no request is left", lambda: live(node) == 0, WITHIN_S, node.tail)
+    took = time.monotonic() - killed
+    assert took < WITHIN_S
+    delta = node.metrics() - before
+    assert delta("kvbaton_requests_finished_total", reason="abort") > 0, "none had ended by itself"
+    assert delta("kvbaton_frontends_lost_total", reason="gone") == 1
+    assert delta("kvbaton_frontend_requests_total", frontend="remote") == 12
+    assert delta("kvbaton_frontend_tokens_total", frontend="remote") >= 12
+    assert node.metrics()("kvbaton_ledger_imbalance") == 0
+
+
+async def test_two_frontends_with_the_same_request_ids(node: Node) -> None:
+    before = node.metrics()
+    async with frontend(node) as one, frontend(node) as two:
+        found = await asyncio.gather(
+            *(tokens_of(client, asking(f"same{i}")) for client in (one, two) for i in range(4))
+        )
+        assert all(len(tokens) == 8 for tokens in found)
+        assert len({tuple(tokens) for tokens in found}) == 1
+    delta = node.metrics() - before
+    assert delta("kvbaton_time_to_first_token_seconds_count") == 8
+    assert delta("kvbaton_generation_tokens_total") == 64
+
+
+async def test_a_hostile_frontend_does_nothing(node: Node) -> None:
+    before = node.metrics()
+    async with frontend(node) as honest:
+        stream = honest.generate(asking("mine", LONG))
+        await anext(stream)
+        with zmq.Context() as context, context.socket(zmq.DEALER) as hostile:
+            hostile.linger = 1000
+            if key_of(node):
+                secure_client(hostile, KEY)
+            hostile.connect(node.info()["engine_address"])
+            encode = msgspec.msgpack.encode
+            for data in (
+                encode(Connect()),
+                b"\xc1junk",
+                b"\x91" * 10_000,
+                encode({"type": "add", "request_id": "mine"}),
+                encode(AbortRequest(request_id="mine")),
+                encode(Shutdown(grace_s=0.0)),
+                *(encode(Command(command_id=1, name=n)) for n in ("drain", "members", "state")),
+            ):
+                hostile.send(data)
+
+            def all_seen() -> bool:
+                dropped = node.metrics() - before
+                return dropped("kvbaton_frontend_messages_dropped_total") == 7
+
+            await asyncio.to_thread(poll, "all was read", all_seen, PATIENCE_S, node.tail)
+        assert len((await anext(stream)).token_ids) > 0
+        await stream.aclose()
+        assert len(await tokens_of(honest, asking("after"))) == 8
+    node.check_alive()
+    assert node.get("/state")["draining"] is False
+
+
+@pytest.mark.parametrize("key", [None, "another"])
+async def test_without_the_key_nothing_is_heard(keyed: Node, key: str | None) -> None:
+    before = keyed.metrics()
+    address = keyed.info()["engine_address"]
+    assert address.startswith("tcp://")
+    with pytest.raises(EngineDeadError, match="cluster keys"):
+        await EngineClient.connect(address, cluster_key=key, timeout_s=1.0)
+    delta = keyed.metrics() - before
+    assert delta("kvbaton_frontend_messages_dropped_total") == 0
+
+
+async def test_what_can_never_be_served_is_refused(node: Node) -> None:
+    async with frontend(node) as client:
+        with pytest.raises(RequestError) as caught:
+            await tokens_of(client, replace(asking("bad"), token_ids=(1 << 30,)))
+        assert caught.value.status == 400
+        assert len(await tokens_of(client, asking("good"))) == 8
+
+
+# --- HTTP processes ---
+
+
+def workers_of(node: Node) -> frozenset[int]:
+    """Processes that a node's main process started, without torch in them."""
+    return frozenset(
+        pid
+        for pid in processes.descendants_of(node.pid)
+        if "spawn_main" in _read(pid, "cmdline") and "libtorch" not in _read(pid, "maps")
+    )
+
+
+def _read(pid: int, name: str) -> str:
+    try:
+        return Path(f"/proc/{pid}/{name}").read_text(errors="replace")
+    except OSError:  # it has just ended
+        return ""
+
+
+def test_workers_share_port_engine_and_counts(keyed: Node) -> None:
+    assert len(workers_of(keyed)) == 2
+    before = keyed.metrics()
+    with ThreadPoolExecutor(8) as pool:
+        body = {"prompt": list(range(5, 25)), "max_tokens": 8, "temperature": 0}
+        answers = list(pool.map(lambda i: keyed.post("/v1/completions", body), range(16)))
+    assert len({answer["choices"][0]["text"] for answer in answers}) == 1
+    delta = keyed.metrics() - before
+    assert delta("kvbaton_http_requests_total", path="/v1/completions", status="200") == 16
+    assert delta("kvbaton_frontend_requests_total", frontend="local") == 16
+    assert delta("kvbaton_time_to_first_token_seconds_count") == 16
+    assert keyed.metrics()("kvbaton_frontends", frontend="local") == 3
+    assert keyed.get("/health") == {"status": "ok"}
+
+
+def test_a_killed_worker_is_replaced(keyed: Node) -> None:
+    (victim, _) = sorted(workers_of(keyed))
+    os.kill(victim, signal.SIGKILL)
+    poll(
+        "two workers again",
+        lambda: len(workers_of(keyed)) == 2 and victim not in workers_of(keyed),
+        PATIENCE_S,
+        keyed.tail,
+    )
+    body = {"prompt": [5, 6, 7], "max_tokens": 2, "temperature": 0}
+    assert keyed.post("/v1/completions", body)["usage"]["completion_tokens"] == 2
+
+
+# --- the core dies: last, the nodes are of no use after it ---
+
+
+@pytest.mark.parametrize("stop", [signal.SIGKILL, signal.SIGSTOP])
+async def test_a_core_that_dies_or_stands_still_is_noticed(
+    model: Path, tmp_path: Path, stop: signal.Signals
+) -> None:
+    cluster = Cluster(tmp_path, model)
+    node = cluster.start_node("decode", "victim", {"cluster-key": KEY})
+    try:
+        cluster.until_up(node)
+        (core,) = processes.descendants_of(node.pid) - frozenset(
+            pid
+            for pid in processes.descendants_of(node.pid)
+            if "libtorch" not in _read(pid, "maps")
+        )
+        client = await EngineClient.connect(node.info()["engine_address"], cluster_key=KEY)
+        asked = asyncio.create_task(tokens_of(client, asking("r", LONG)))
+        await asyncio.to_thread(poll, "it runs", lambda: live(node) > 0, PATIENCE_S, node.tail)
+        os.kill(core, stop)
+        async with asyncio.timeout(WITHIN_S):
+            with pytest.raises(EngineDeadError):
+                await asked
+        await client.close()
+    finally:
+        node.kill()
+        cluster.stop()
