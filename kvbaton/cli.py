@@ -157,6 +157,8 @@ def run_router(args: argparse.Namespace) -> int:
     from kvbaton.router.app import main as run
     from kvbaton.router.config import RouterConfig
 
+    if args.model is not None and args.model.endswith(".gguf"):
+        find_model(args)
     return run(from_args(RouterConfig, args))
 
 
@@ -165,7 +167,7 @@ def run_up(args: argparse.Namespace) -> int:
     from kvbaton.cluster.config import ClusterConfig
     from kvbaton.cluster.launcher import run
 
-    check_model(args.model)
+    find_model(args)
     return run(from_args(ClusterConfig, args))
 
 
@@ -177,21 +179,27 @@ def node_config(args: argparse.Namespace, role: NodeRole) -> NodeConfig:
     """
     from kvbaton.server.node_config import NodeConfig
 
-    check_model(args.model)
+    find_model(args)
     if args.node_id is None:
         # With a fixed port, a restart takes the place of the life before it.
         args.node_id = f"{role}-{socket.gethostname()}-{args.port or os.getpid()}"
     return from_args(NodeConfig, args, role=role)
 
 
-def check_model(model: str) -> None:
-    """Refuse what is no model.
+def find_model(args: argparse.Namespace) -> None:
+    """Put a model's folder in place of what ``--model`` names, which clients know it by.
 
     Raises:
-        ConfigError: it is none.
+        ConfigError: it is no model.
     """
-    if not Path(model, "config.json").is_file():
-        raise ConfigError("--model", f"{model!r} is no model folder: it has no config.json")
+    if args.served_model_name is None:
+        args.served_model_name = args.model
+    if args.model.endswith(".gguf"):
+        from kvbaton.engine.gguf import model_folder
+
+        args.model = model_folder(args.model)
+    if not Path(args.model, "config.json").is_file():
+        raise ConfigError("--model", f"{args.model!r} is no model folder: it has no config.json")
 
 
 # --- tools ---

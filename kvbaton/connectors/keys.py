@@ -149,13 +149,15 @@ def prompt_key(root: bytes, token_ids: Sequence[int], *, extras: Sequence[Extra]
 def model_digest(folder: Path) -> str:
     """Digest of a Hugging Face folder: ``config.json`` and its safetensors shards, as hex.
 
+    A GGUF file in place of shards is read as one whose header has no length in front.
+
     Of each shard it reads name, length, header, and 64 samples of 64 KiB spread evenly over the
     tensors (all of a smaller shard): cheap for any size, and other weights do not pass.
 
     Raises:
         ConfigError: a file is missing or no safetensors file.
     """
-    shards = sorted(folder.glob("*.safetensors"))
+    shards = sorted(folder.glob("*.safetensors")) or sorted(folder.glob("*.gguf"))
     if not shards:
         raise ConfigError("--model", f"{folder} has no *.safetensors file")
     try:
@@ -176,7 +178,7 @@ def _shard_digest(path: Path) -> bytes:
     with path.open("rb") as file:
         size = os.fstat(file.fileno()).st_size
         prefix = file.read(8)
-        data_start = 8 + int.from_bytes(prefix, "little")
+        data_start = 8 + (0 if path.suffix == ".gguf" else int.from_bytes(prefix, "little"))
         if len(prefix) < 8 or data_start > size:
             raise ConfigError("--model", f"{path} is no safetensors file: its header is cut off")
         parts = [struct.pack("<q", size), file.read(data_start - 8)]

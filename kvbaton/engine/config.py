@@ -36,7 +36,7 @@ class EngineConfig:
     """All that an engine core needs to know. Names as vLLM's flags.
 
     Attributes:
-        model: a Hugging Face folder.
+        model: a Hugging Face folder, or a GGUF file of Llama or Qwen.
         dtype: of weights and activations; ``auto`` takes the checkpoint's.
         load_format: ``dummy`` makes random weights from `seed` and reads no tensor.
         device: ``cpu`` or ``cuda``; ``auto`` takes CUDA where there is one.

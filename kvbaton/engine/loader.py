@@ -1,4 +1,4 @@
-"""Weights: from the safetensors of a Hugging Face folder, or random ones from a seed."""
+"""Weights: from the safetensors of a Hugging Face folder, a GGUF file, or random from a seed."""
 
 from __future__ import annotations
 
@@ -16,6 +16,7 @@ from torch import Tensor
 from torch.overrides import TorchFunctionMode
 
 from kvbaton.engine.config import LoadFormat
+from kvbaton.engine.gguf import WEIGHTS, GGUFTensors
 from kvbaton.engine.model_config import ModelConfig
 from kvbaton.engine.models.layers import Piece
 from kvbaton.engine.models.llama import LlamaForCausalLM
@@ -80,15 +81,16 @@ def fill_weights(pieces: Iterable[Piece], folder: Path, load_format: LoadFormat,
 
 
 def shard_files(folder: Path) -> list[Path]:
-    """The safetensors files of a folder, in the order of their names.
+    """The safetensors files of a folder, in the order of their names, or its GGUF file.
 
     Raises:
         ConfigError: there are none, or the index is broken or names one that is missing.
     """
     if not (folder / INDEX).exists():
-        if not (folder / SINGLE).exists():
+        whole = [folder / name for name in (SINGLE, WEIGHTS) if (folder / name).exists()]
+        if not whole:
             raise ConfigError("--model", f"{folder} has neither {SINGLE} nor {INDEX}")
-        return [folder / SINGLE]
+        return whole[:1]
     files = [folder / name for name in sorted(set(_weight_map(folder).values()))]
     for file in files:
         if not file.exists():
@@ -154,7 +156,7 @@ def _weight_map(folder: Path) -> dict[str, str]:
 
 def _fill_from_files(pieces: Iterable[Piece], folder: Path) -> None:
     with ExitStack() as stack:
-        where: dict[str, tuple[str, Path, safe_open]] = {}
+        where: dict[str, tuple[str, Path, safe_open | GGUFTensors]] = {}
         for file in shard_files(folder):
             handle = stack.enter_context(_open(file))
             where.update((_our_name(name), (name, file, handle)) for name in handle.keys())
@@ -172,15 +174,17 @@ def _our_name(stored: str) -> str:
     return stored
 
 
-def _open(file: Path) -> safe_open:
+def _open(file: Path) -> safe_open | GGUFTensors:
+    if file.name == WEIGHTS:
+        return GGUFTensors(file.resolve())
     try:
         return safe_open(file, framework="pt", device="cpu")
     except (SafetensorError, OSError) as error:
         raise ConfigError("--model", f"{file} is broken or truncated: {error}") from error
 
 
-def _fill(piece: Piece, name: str, file: Path, handle: safe_open) -> None:
-    stored: Any = handle.get_slice(name)  # type: ignore[no-untyped-call]
+def _fill(piece: Piece, name: str, file: Path, handle: safe_open | GGUFTensors) -> None:
+    stored: Any = handle.get_slice(name)
     if tuple(stored.get_shape()) != piece.shape:
         raise ConfigError(
             "--model",

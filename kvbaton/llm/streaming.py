@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any, Self
 
 from kvbaton.engine.config import EngineConfig
+from kvbaton.engine.gguf import model_folder
 from kvbaton.engine.process import EngineProcess
 from kvbaton.engine.solo import SoloFactory
 from kvbaton.engine.validate import INT32, Range, check_range
@@ -82,7 +83,7 @@ class AsyncLLM:
         """Load a model and wait until it can generate.
 
         Args:
-            model: a Hugging Face folder.
+            model: a Hugging Face folder, or a GGUF file.
             chat_template: file with another chat template than the model's.
             generation_config: whether the model recommends sampling defaults.
             log_level: of the engine's process.
@@ -92,7 +93,7 @@ class AsyncLLM:
             ConfigError: a setting or the model folder is wrong.
             EngineDeadError: the engine died.
         """
-        folder = str(model)
+        folder = model_folder(model)
         if unknown := sorted(engine.keys() - EngineConfig.__dataclass_fields__.keys()):
             raise ConfigError(unknown[0], "the engine has no such setting")
         tokenizer = Tokenizer.load(folder, chat_template)
@@ -105,7 +106,7 @@ class AsyncLLM:
         )
         ready = client.ready
         facts = ModelFacts(max_model_len=ready.max_model_len, vocab_size=ready.vocab_size)
-        config = EdgeConfig(model_name=folder, sampling_defaults=defaults)
+        config = EdgeConfig(model_name=str(model), sampling_defaults=defaults)
         return cls(
             client,
             Frontend(source=client, tokenizer=tokenizer, config=config, facts=lambda: facts),
