@@ -21,7 +21,10 @@ MAY_IMPORT: dict[str, set[str]] = {
     "image_file": {"errors"},
     "kernels": set(),
     "connectors": {"errors", "types", "messages"},
-    "testing": {"errors", "types", "messages", "connectors"},
+    "testing": {
+        *("errors", "types", "messages", "connectors"),
+        *("engine", "prefill", "decode"),  # what the simulator drives
+    },
     "engine": {"errors", "types", "messages", "image_file", "connectors", "kernels"},
     "text": {"errors", "types", "messages", "image_file"},
     "server": {"errors", "types", "config", "messages", "text", "engine", "connectors"},

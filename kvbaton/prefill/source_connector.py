@@ -250,8 +250,7 @@ class SourceConnector:
             return
         computed = self.scheduler.computed(request.request_id) or 0
         if computed < source.num_tokens:
-            block_size = self.executor.layouts[0][0].block_size
-            computed -= computed % block_size
+            computed -= computed % self.scheduler.blocks.alignment
         if computed > source.reported:
             self._report(source, computed)
 

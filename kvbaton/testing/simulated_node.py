@@ -1,234 +1,497 @@
-"""What simulated nodes share: a machine, the shell around it, and a pool of blocks.
+"""A node in the simulator: the real core, scheduler, connector, transfer worker and machine.
 
-The shell does what the transfer thread does: all actions of one event before the next event.
+Only what is outside of them is made up: the ranks' steps, the transports, the control channel, the
+HTTP process, and the threads, whose turns the world calls for when something happens.
 """
 
 from __future__ import annotations
 
-from collections import deque
+import sys
 from collections.abc import Callable
-from dataclasses import dataclass
-from typing import Any
+from dataclasses import dataclass, field, replace
+from typing import Any, cast
 
 import msgspec
 
-from kvbaton.connectors.layout import GroupKind, KVLayout
-from kvbaton.connectors.protocol.events import Identity, PeerGone, Received, Tick
+from kvbaton.connectors.base import Transport
+from kvbaton.connectors.channel import ControlChannel
+from kvbaton.connectors.keys import root_key
+from kvbaton.connectors.pairing import check_pairable
+from kvbaton.connectors.protocol.events import (
+    Deliver,
+    Engage,
+    EvictSource,
+    Fail,
+    Identity,
+    RefuseAnnounce,
+    Release,
+    StopSource,
+    Unquarantine,
+)
 from kvbaton.connectors.protocol.source import Source
 from kvbaton.connectors.protocol.target import Target
-from kvbaton.messages.control import RankCard
-from kvbaton.testing.simulated_world import Cell, World
-from kvbaton.types import Attempt, BlockSpan, ChoiceStart, NodeId, TransferTimers
+from kvbaton.connectors.transfer.source_worker import SourceWorker
+from kvbaton.connectors.transfer.target_worker import TargetWorker
+from kvbaton.connectors.transfer.thread import TransferThread
+from kvbaton.decode.target_connector import TargetConnector
+from kvbaton.engine.block_pool import BlockPool
+from kvbaton.engine.core import EngineCore
+from kvbaton.engine.executor import Executor
+from kvbaton.engine.kv_cache_manager import GroupSpec
+from kvbaton.engine.scheduler import Scheduler, SchedulerConfig
+from kvbaton.errors import TransportError
+from kvbaton.messages.control import Complete, RankCard, Reserve
+from kvbaton.messages.engine import (
+    AbortRequest,
+    AddRequest,
+    Command,
+    FromCore,
+    Metrics,
+    Output,
+    Outputs,
+    Rejected,
+    SamplingParams,
+    ToCore,
+    TransferSpec,
+)
+from kvbaton.prefill.source_connector import SourceConnector
+from kvbaton.testing.simulated_engine import VOCABULARY, SimulatedExecutor, next_token
+from kvbaton.testing.simulated_laws import SourceLaws, TargetLaws
+from kvbaton.testing.simulated_world import (
+    SimulatedChannel,
+    SimulatedTransport,
+    SimulatedWorld,
+    ViolationError,
+)
+from kvbaton.types import Attempt, NodeId, TransferTimers
 
-HEADS = 2
+MAX_MODEL_LEN = 48
+IDLE_S = 15.0
 TIMERS = TransferTimers(
     session=1.5,
     resend=0.25,
     progress_period=0.4,
     progress_deadline=1.5,
     total=8.0,
-    lease=3.0,
+    lease=2.0,
     unclaimed=3.0,
     unannounced=3.0,
     fence_retry=0.3,
     quarantine_limit=6.0,
-    tombstone=20.0,
+    tombstone=8.0,
     silence=3.0,
     put_out=2.0,
 )
 
+FOR_ENGINE = (
+    Engage,
+    Release,
+    StopSource,
+    EvictSource,
+    RefuseAnnounce,
+    Deliver,
+    Fail,
+    Unquarantine,
+)
+
+
+def identity_of(model: int) -> bytes:
+    """Identity digest of the nodes that serve a model."""
+    return model.to_bytes(32, "little")
+
 
 @dataclass(frozen=True)
-class Job:
-    """A prompt that the router sends to one pair of nodes, or an item of one.
+class SimulatedPrompt:
+    """A prompt that the router sends to a pair of nodes.
 
     Attributes:
-        items: per item, where it stands in the prompt, its own hand-over, and from whom.
+        tokens: the prompt.
+        max_tokens: to generate.
+        choices: how many.
+        deadline_s: of its requests.
     """
 
     attempt: Attempt
-    num_tokens: int
-    items: tuple[tuple[int, Job, str], ...] = ()
+    tokens: tuple[int, ...]
+    max_tokens: int = 2
+    choices: int = 1
+    deadline_s: float = 8.0
+
+
+@dataclass(frozen=True)
+class NodeShape:
+    """What a node is in all of its lives.
+
+    Attributes:
+        is_source: it prefills; else it decodes.
+        model: that it serves.
+        groups: per KV group, block size, blocks and window.
+        step_s: seconds that a step takes about.
+        batch: most tokens of a step.
+        depth: steps in flight.
+    """
+
+    is_source: bool
+    model: int
+    ranks: int
+    groups: tuple[tuple[int, int, int], ...]
+    step_s: float
+    batch: int
+    depth: int
+
+
+@dataclass
+class ClientRequest:
+    """A request that a node was given, as its client sees it."""
+
+    job: SimulatedPrompt
+    is_source: bool
+    got: list[list[int]] = field(default_factory=list)
+    finished: list[str | None] = field(default_factory=list)
+    rejected: bool = False
+    unwanted: bool = False
 
     @property
-    def key(self) -> bytes:
-        """Its prompt key."""
-        return self.attempt.transfer_id * 2
-
-    @property
-    def choices(self) -> tuple[ChoiceStart, ...]:
-        """Its first token."""
-        return (ChoiceStart(self.attempt.transfer_id[0]),)
-
-    def value(self, position: int, head: int) -> int:
-        """What the cell of a token must hold."""
-        return self.attempt.transfer_id[0] << 40 | position << 8 | head
+    def over(self) -> bool:
+        """Whether its client has its last answer."""
+        return self.rejected or all(self.finished)
 
 
-def value_bytes(values: list[int | None]) -> bytes:
-    """A stand-in for digests: they differ if any value does."""
-    return b"".join(
-        (-1 & ((1 << 64) - 1) if v is None else v).to_bytes(8, "little") for v in values
-    )
+class SimulatedTransferThread(TransferThread):
+    """The transfer thread's body; the world is its thread."""
+
+    wake: Callable[[], None]
+
+    def start(self) -> None:
+        """Do nothing: turns are called for."""
+
+    def submit(self, *items: Any) -> None:
+        """As `TransferThread.submit`."""
+        super().submit(*items)
+        self.wake()
 
 
-def heads_of(rank: int, ranks: int) -> set[int]:
-    """Heads that a rank holds; with one rank, all."""
-    return {head for head in range(HEADS) if head * ranks // HEADS == rank}
+class SimulatedNode:
+    """One life of a node.
 
+    Attributes:
+        address: of its control channel.
+        offset: by which its clock is off.
+        laws: what is held of it after every event.
+        requests: what its clients asked, by request id.
+    """
 
-def any_layout(source: object, target: object) -> None:
-    """Pairs everything."""
-
-
-class Node:
-    """One life of a node: a machine that is fed one event at a time."""
-
-    machine: Source | Target
-
-    def __init__(
-        self, world: World, name: str, generation: int, *, ranks: int, block_size: int, blocks: int
-    ) -> None:
-        self.world = world
-        self.name = name
+    def __init__(self, world: SimulatedWorld, name: str, generation: int, shape: NodeShape) -> None:
+        self.world, self.name, self.generation, self.shape = world, name, generation, shape
         self.id = NodeId(name, generation.to_bytes(16, "little"))
-        self.ranks = ranks
-        self.block_size = block_size
-        self.num_blocks = blocks
-        self.free = list(range(1, blocks))
-        self.memory: dict[Cell, int | None] = {}
-        self.alive = True
-        self.stopped = False
-        self.offset = 0.0
-        self.backlog: list[Callable[[], None]] = []
-        self.handled = 0
-        self._events: deque[Any] = deque()
-        self._busy = False
-        self._tick_at: float | None = None
+        self.identity = identity_of(shape.model)
+        patience = 60.0 if world.weather.calm else TIMERS.unclaimed
+        self.timers = replace(
+            TIMERS, unclaimed=patience, unannounced=patience, total=max(patience, TIMERS.total)
+        )
+        self.alive, self.stopped, self.offset = True, False, 0.0
+        self.requests: dict[str, ClientRequest] = {}
+        self._mail: list[ToCore] = []
+        self._count = 0
+        self._asleep: list[Callable[[], None]] = []
+        self._core_at = self._transfers_at = float("inf")
+        self.executor = SimulatedExecutor(
+            world,
+            model=shape.model,
+            rots=shape.is_source,
+            ranks=shape.ranks,
+            groups=shape.groups,
+            step_s=shape.step_s,
+            wake_core=self.wake_core,
+            wake_transfers=self.wake_transfers,
+        )
+        self.transports = [SimulatedTransport(world, self, rank) for rank in range(shape.ranks)]
+        for transport, memories in zip(self.transports, self.executor.memories, strict=True):
+            for memory in memories:
+                transport.register(memory)
+        self.address = f"tcp://{name}:{1000 + generation * world.rng.randint(0, 1)}"
+        self.channel = SimulatedChannel(world, self, self.address)
+        groups = tuple(GroupSpec.of(layout) for layout in self.executor.layouts[0])
+        self.scheduler = Scheduler(
+            SchedulerConfig(
+                groups=groups,
+                max_model_len=MAX_MODEL_LEN,
+                max_num_seqs=6,
+                max_num_batched_tokens=shape.batch,
+                vocab_size=VOCABULARY,
+            ),
+            root_key=lambda salt: root_key(self.identity, salt),
+            clock=world.monotonic,
+        )
+        self.laws = SourceLaws(self) if shape.is_source else TargetLaws(self)
+        self.core = EngineCore(
+            self._executor, self.scheduler, self._connect(), self, depth=shape.depth
+        )
         world.nodes[name] = self
 
-    def identity(self) -> Identity:
-        """What the node says of itself."""
-        layout = KVLayout(0, GroupKind.FULL, self.block_size, self.num_blocks, ())
-        layouts = msgspec.msgpack.encode([layout])
-        cards = tuple(RankCard(rank, b"card", layouts) for rank in range(self.ranks))
-        return Identity(self.id, bytes(32), {}, "simulated", cards)
+    # --- how it is put together ---
 
-    def new_id(self) -> bytes:
-        """16 random bytes of the world's seed."""
-        return self.world.rng.randbytes(16)
+    @property
+    def _executor(self) -> Executor:
+        return cast(Executor, self.executor)
+
+    @property
+    def pools(self) -> list[BlockPool]:
+        """Its block pools."""
+        return self.scheduler.blocks.pools
+
+    def _connect(self) -> SourceConnector | TargetConnector:
+        cards = tuple(
+            RankCard(rank, transport.card(), msgspec.msgpack.encode(layouts))
+            for rank, (transport, layouts) in enumerate(
+                zip(self.transports, self.executor.layouts, strict=True)
+            )
+        )
+        identity = Identity(self.id, self.identity, {}, "simulated", cards)
+        settings: dict[str, Any] = {
+            "new_id": lambda: self.world.rng.randbytes(16),
+            "pairable": check_pairable,
+        }
+        transports, layouts = cast(list[Transport], self.transports), self.executor.layouts
+        channel = cast(ControlChannel, self.channel)
+        self.machine: Source | Target
+        if self.shape.is_source:
+            self.machine = Source(
+                identity,
+                self.timers,
+                max_notice_bytes=min(t.capabilities.max_notice_bytes for t in transports),
+                **settings,
+            )
+            sender = SourceWorker(self.machine, transports, layouts)
+            self.transfers = SimulatedTransferThread(channel, sender=sender)
+        else:
+            self.machine = Target(identity, self.timers, **settings)
+            receiver = TargetWorker(self.machine, transports, layouts, self.executor)
+            self.transfers = SimulatedTransferThread(channel, receiver=receiver)
+        self.transfers.wake = self.wake_transfers
+        self._listen_in()
+        if self.shape.is_source:
+            return SourceConnector(
+                self.transfers,
+                self._executor,
+                self.scheduler,
+                self.id,
+                self.identity,
+                unclaimed_s=self.timers.unclaimed,
+            )
+        return TargetConnector(
+            self.transfers,
+            self._executor,
+            self.scheduler,
+            members=(),
+            trust_loopback=False,
+            poison=True,
+        )
+
+    def _listen_in(self) -> None:
+        machine: Any = self.machine
+        handle = machine.handle
+
+        def handle_and_check(event: Any, now: float) -> Any:
+            actions = handle(event, now)
+            self.laws.saw(event, actions)
+            machine.validate()
+            if any(isinstance(action, FOR_ENGINE) for action in actions):
+                self.wake_core()
+            return actions
+
+        machine.handle = handle_and_check
+        worker: Any = self.transfers.sender or self.transfers.receiver
+        worker.error = self._raised
+
+    def _raised(self, what: str, *args: object) -> None:
+        """A worker counts an exception and goes on; here each is one too many, but this."""
+        error = sys.exc_info()[1]
+        if isinstance(error, ViolationError):
+            raise error
+        if isinstance(error, TransportError):  # whoever is to be reached may be dead
+            self.world.note(self.name, error)
+            return
+        self.laws.fail(f"{what % args}: {error!r}")
+
+    # --- turns ---
 
     @property
     def clock(self) -> float:
-        """The node's own monotonic clock."""
-        return self.world.now + self.offset
+        """What its clock shows."""
+        return self.world.monotonic() - self.world.offset + self.offset
 
-    def take(self, event: Any) -> None:
-        """Give the machine an event, now or when the process runs again."""
-        if not self.alive:
+    def wake_core(self, seconds: float = 0.0) -> None:
+        """Let the core have a turn by then."""
+        at = self.world.now + seconds + self.world.rng.uniform(0.0, 0.003)
+        if at < self._core_at:
+            self._core_at = at
+            self.world.after(at - self.world.now, lambda: self._turn_core(at))
+
+    def wake_transfers(self, seconds: float = 0.0) -> None:
+        """Let the transfer thread have a turn by then."""
+        at = self.world.now + seconds + self.world.rng.uniform(0.0, 0.003)
+        if at < self._transfers_at:
+            self._transfers_at = at
+            self.world.after(at - self.world.now, lambda: self._turn_transfers(at))
+
+    def _turn_core(self, at: float) -> None:
+        if at != self._core_at or not self._runs():
             return
-        if self.stopped:
-            self.backlog.append(lambda: self.take(event))
+        self._core_at = float("inf")
+        self.world.offset = self.offset
+        self.core.turn()
+        self.laws.check_pools()
+        patience = self.core.patience()
+        self.wake_core(patience if patience < 0.5 else IDLE_S)
+
+    def _turn_transfers(self, at: float) -> None:
+        if at != self._transfers_at or not self._runs():
             return
-        self._events.append(event)
-        if not self._busy:
-            self._pump()
-
-    def _pump(self) -> None:
-        self._busy = True
-        while self._events:
-            event = self._events.popleft()
-            if not isinstance(event, Tick | Received):
-                self.world.note(f"{self.name} {_short(event)}")
-            self.handled += 1
-            for action in self.machine.handle(event, self.clock):
-                self.carry_out(action)
-            self.machine.validate()
-        self._busy = False
-        self._schedule_tick()
-
-    def _schedule_tick(self) -> None:
+        self._transfers_at = float("inf")
+        self.world.offset = self.offset
+        self.transfers.turn()
         deadline = self.machine.next_deadline()
-        if deadline is None:
-            return
-        at = max(deadline - self.offset, self.world.now + 0.001)
-        if self._tick_at is None or at < self._tick_at or self._tick_at <= self.world.now:
-            self._tick_at = at
-            self.world.after(at - self.world.now, self._tick)
+        if deadline is not None:
+            self.wake_transfers(max(0.0, deadline - self.clock))
 
-    def _tick(self) -> None:
-        deadline = self.machine.next_deadline()
-        self._tick_at = None
-        if deadline is not None and deadline <= self.clock:
-            self.take(Tick())
-        else:
-            self._schedule_tick()
+    def _runs(self) -> bool:
+        return self.alive and not self.stopped
 
-    def carry_out(self, action: Any) -> None:
-        """Do what the machine says."""
-        raise NotImplementedError
-
-    def cut_off(self, other: Node) -> None:
-        """Another node has fenced this one: what is connected to it breaks."""
+    # --- violence ---
 
     def stop(self) -> None:
         """SIGSTOP."""
         self.stopped = True
 
+    def when_continued(self, do: Callable[[], None]) -> None:
+        """Do something as soon as the process runs again."""
+        self._asleep.append(do)
+
     def resume(self) -> None:
         """SIGCONT."""
         self.stopped = False
-        backlog, self.backlog = self.backlog, []
-        for do in backlog:
+        self._core_at = self._transfers_at = float("inf")
+        self.wake_core()
+        self.wake_transfers()
+        asleep, self._asleep = self._asleep, []
+        for do in asleep:
             do()
 
     def jump(self, seconds: float) -> None:
         """The node's clock jumps."""
         self.offset += seconds
-        self._schedule_tick()
+        self.wake_core()
+        self.wake_transfers()
+
+    def kill_rank(self, rank: int) -> None:
+        """One rank dies; the core finds out a little later, and dies of it."""
+        if self.transports[rank].alive:
+            self.transports[rank].die()
+        self.world.after(self.world.rng.uniform(0.0, 0.25), self.kill)
 
     def kill(self) -> None:
-        """SIGKILL; peers hear of it from their transports, perhaps."""
+        """SIGKILL."""
+        if not self.alive:
+            return
         self.alive = False
-        self.backlog.clear()
-        for other in list(self.world.nodes.values()):
-            if other is not self and self.world.rng.random() < 0.7:
-                self.world.soon(lambda other=other: other.take(PeerGone(self.id)), 0.3)  # type: ignore[misc]
+        for transport in self.transports:
+            if transport.alive:
+                transport.die()
+        self.channel.close()
 
-    def allocate(self, count: int) -> list[int] | None:
-        """Take free blocks, latest freed first, with nothing in them."""
-        if len(self.free) < count:
-            return None
-        blocks = [self.free.pop() for _ in range(count)]
-        for block in blocks:
-            for slot in range(self.block_size):
-                for head in range(HEADS):
-                    self.memory[block, slot, head] = None
-        return blocks
+    def reserve_was_heard(self, message: Reserve) -> bool:
+        """Whether the source of a session has heard of an attempt of ours in it."""
+        name = Attempt(message.transfer_id, message.attempt)
+        return any(
+            isinstance(node.laws, SourceLaws)
+            and message.session in node.laws.accepted.get(name, ())
+            for node in self.world.nodes.values()
+        )
 
-    def fill(self, job: Job, blocks: dict[int, int], start: int, end: int) -> None:
-        """Compute tokens [start, end)."""
-        for position in range(start, end):
-            block, slot = blocks[position // self.block_size], position % self.block_size
-            for head in range(HEADS):
-                self.memory[block, slot, head] = job.value(position, head)
+    # --- the HTTP process ---
 
-    def read(
-        self, blocks: dict[int, int], start: int, end: int, heads: set[int]
-    ) -> list[int | None]:
-        """Values of tokens [start, end)."""
-        return [
-            self.memory[blocks[p // self.block_size], p % self.block_size, head]
-            for p in range(start, end)
-            for head in sorted(heads)
-        ]
+    def add(self, job: SimulatedPrompt, peer: str | None = None) -> None:
+        """A prompt comes."""
+        self._count += 1
+        name = f"{job.attempt.transfer_id[0]}/{job.attempt.number}/{self._count}"
+        role = "source" if self.shape.is_source else "target"
+        transfer = TransferSpec(
+            role=role, transfer_id=job.attempt.transfer_id, attempt=job.attempt.number, peer=peer
+        )
+        params = SamplingParams(max_tokens=job.max_tokens, n=job.choices, seed=1)
+        self.requests[name] = ClientRequest(
+            job, self.shape.is_source, [[] for _ in range(job.choices)], [None] * job.choices
+        )
+        self._post(
+            AddRequest(
+                request_id=name,
+                token_ids=job.tokens,
+                params=params,
+                deadline_s=job.deadline_s,
+                transfer=transfer,
+            )
+        )
 
+    def abort(self, attempt: Attempt) -> None:
+        """The client of an attempt has gone."""
+        for name, request in self.requests.items():
+            if request.job.attempt == attempt and not request.over:
+                request.unwanted = True
+                self._post(AbortRequest(request_id=name))
 
-def by_number(spans: tuple[BlockSpan, ...]) -> dict[int, int]:
-    """Physical block behind each logical block."""
-    return {span.first + i: block for span in spans for i, block in enumerate(span.blocks)}
+    def set_members(self, addresses: list[str]) -> None:
+        """Whom the router vouches for."""
+        self._count += 1
+        self._post(Command(command_id=self._count, name="members", argument=addresses))
 
+    def _post(self, message: ToCore) -> None:
+        self._mail.append(message)
+        self.wake_core()
 
-def _short(event: Any) -> str:
-    text = repr(event)
-    return text if len(text) < 160 else text[:160] + "..."
+    def receive(self, timeout: float, wake_fd: int) -> list[ToCore]:
+        """As `engine.core.Mailbox.receive`."""
+        mail, self._mail = self._mail, []
+        return mail
+
+    def send(self, message: FromCore) -> None:
+        """As `engine.core.Mailbox.send`."""
+        match message:
+            case Outputs():
+                for output in message.outputs:
+                    self._answer(output)
+            case Rejected():
+                self.world.note(self.name, message)
+                self.requests[message.request_id].rejected = True
+                if self.world.weather.calm:
+                    self.laws.fail(f"{message} in calm weather")
+            case Metrics():
+                wrong = message.gauges["kvbaton_ledger_imbalance"]
+                if wrong:
+                    self.laws.fail(f"{wrong} blocks are not whose the pool thinks they are")
+
+    def _answer(self, output: Output) -> None:
+        request = self.requests[output.request_id]
+        got, job = request.got[output.choice], request.job
+        if request.rejected or request.finished[output.choice] is not None:
+            self.laws.fail(f"{output} comes after the end")
+        for token in output.token_ids:
+            wanted = next_token((*job.tokens, *got), output.choice, self.shape.model)
+            if token != wanted:
+                self.laws.fail(f"{output.request_id} goes on with token {token}, not {wanted}")
+            got.append(token)
+        request.finished[output.choice] = output.finish_reason
+        if output.finish_reason == "error":
+            self.world.note(self.name, output)
+            if self.world.weather.calm:
+                self.laws.fail(f"{output} in calm weather")
+
+    def check_first_tokens(self, message: Complete) -> None:
+        """Hold what a source says that it sampled against what it must sample."""
+        name = Attempt(message.transfer_id, message.attempt)
+        prompts = {r.job.tokens for r in self.requests.values() if r.job.attempt == name}
+        told = tuple(choice.token for choice in message.choices)
+        model, choices = self.shape.model, range(len(told))
+        right = [tuple(next_token(p, c, model) for c in choices) for p in prompts]
+        if told not in right:
+            self.laws.fail(f"{message} names the wrong first tokens")

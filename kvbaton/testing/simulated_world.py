@@ -1,35 +1,53 @@
-"""The world of the protocol's simulator: virtual time, a bad network, and memory that writes reach.
+"""The simulator's world: virtual time, a bad network, and writes that land as they like.
 
-Nothing here sleeps or does I/O. All randomness comes from one seed, so a run can be repeated. A
-`Write` lands in parts, late, or never, whatever timers have rung; each cell that lands is checked
-against the account of who owns its block.
+Nothing here sleeps or does I/O, and all randomness comes from one seed, so a run can be repeated.
+A write lands in parts, late, or never, whatever timers have rung; its bytes are copied from the
+source's memory to the target's when they land, and each of them is held against the account of who
+owns its block.
 """
 
 from __future__ import annotations
 
 import heapq
 import random
-from collections.abc import Callable
-from dataclasses import dataclass, field
-from enum import Enum
-from typing import TYPE_CHECKING
+import re
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field, replace
+from typing import TYPE_CHECKING, NamedTuple
 
-from kvbaton.connectors.base import FenceScope
-from kvbaton.connectors.protocol.events import Post
-from kvbaton.messages.control import Control, DigestRun, decode_control, encode_control
+import msgspec
+import numpy as np
+
+from kvbaton.connectors.base import (
+    Capabilities,
+    FenceScope,
+    Memory,
+    Notice,
+    Ranges,
+    Region,
+    Status,
+)
+from kvbaton.connectors.protocol.events import Landed, Link
+from kvbaton.connectors.protocol.notice import pack_notice, unpack_notice
+from kvbaton.errors import TransportError
+from kvbaton.messages.control import (
+    Ack,
+    Complete,
+    Control,
+    Reserve,
+    decode_control,
+    encode_control,
+)
 from kvbaton.types import Attempt
 
 if TYPE_CHECKING:
-    from kvbaton.testing.simulated_decode import Decode
-    from kvbaton.testing.simulated_node import Node
-    from kvbaton.testing.simulated_prefill import Prefill
+    import zmq
 
-Cell = tuple[int, int, int]
-"""Block, slot in the block, head."""
+    from kvbaton.testing.simulated_node import SimulatedNode
 
 
 class ViolationError(AssertionError):
-    """The protocol let something happen that may never happen."""
+    """Something happened that may never happen."""
 
 
 @dataclass(frozen=True)
@@ -40,214 +58,567 @@ class Weather:
         loss: probability that a control message is lost.
         duplicate: probability that it arrives twice.
         stall: probability that it is late by seconds, so that later ones overtake it.
+        nonsense: probability that a message is one that no sane peer would send.
         bad_write: probability that a write fails, hangs, or lands after its error.
-        corrupt: probability that a source block rots after it was reported ready.
-        violence: stops, continues, kills, restarts and clock jumps per second.
+        rot: probability that a bit flips in what a step of a source has computed.
+        violence: stops, continues, kills, restarts, partitions and clock jumps per second.
+        misdirection: probability that a router or client does something foolish with a prompt.
         fence: what a fence can prove.
+        offload: writes go on while their process is stopped.
         heal_at: from then on nothing goes wrong any more.
     """
 
-    loss: float
-    duplicate: float
-    stall: float
-    bad_write: float
-    corrupt: float
-    violence: float
-    fence: FenceScope
-    heal_at: float = 12.0
+    loss: float = 0.0
+    duplicate: float = 0.0
+    stall: float = 0.0
+    nonsense: float = 0.0
+    bad_write: float = 0.0
+    rot: float = 0.0
+    violence: float = 0.0
+    misdirection: float = 0.0
+    fence: FenceScope = FenceScope.PEER
+    offload: bool = False
+    heal_at: float = 6.0
+
+    @property
+    def calm(self) -> bool:
+        """Whether nothing at all goes wrong: then every hand-over must end well."""
+        return not any(
+            (
+                self.loss,
+                self.duplicate,
+                self.stall,
+                self.nonsense,
+                self.bad_write,
+                self.rot,
+                self.violence,
+                self.misdirection,
+            )
+        )
 
 
-class World:
-    """Virtual time, network and nodes."""
+class SimulatedWorld:
+    """Virtual time, network, and everybody in it.
+
+    Attributes:
+        now: seconds.
+        offset: how far the clock of whoever acts now is off.
+        nodes: the present life of each node, by name.
+        channels: who listens, by address.
+        links: whom a channel's incoming link leads back to.
+        transports: of ranks that live, by card.
+        writes: those that may still land or are still watched.
+        garbled: messages that are nonsense, by session and number.
+        garbled_notices: attempt, write, start and end of notices that are.
+        prompts: tokens by prompt key.
+    """
 
     def __init__(self, rng: random.Random, weather: Weather) -> None:
         self.rng = rng
         self.weather = weather
         self.now = 0.0
-        self.nodes: dict[str, Node] = {}
-        self.writes: list[Write] = []
-        self.log: list[str] = []
+        self.offset = 0.0
+        self.nodes: dict[str, SimulatedNode] = {}
+        self.channels: dict[str, SimulatedChannel] = {}
+        self.links: dict[bytes, SimulatedChannel] = {}
+        self.transports: dict[bytes, SimulatedTransport] = {}
+        self.writes: list[SimulatedWrite] = []
+        self.cut_until: dict[frozenset[str], float] = {}
+        self.garbled: dict[tuple[bytes, int], Control] = {}
+        self.garbled_notices: set[tuple[Attempt, int, int, int]] = set()
+        self.prompts: dict[bytes, tuple[int, ...]] = {}
+        self.log: list[tuple[float, str, object]] = []
+        self.events = 0
         self._heap: list[tuple[float, int, Callable[[], None]]] = []
-        self._count = 0
 
-    @property
-    def healed(self) -> bool:
-        """Whether faults are over."""
-        return self.now >= self.weather.heal_at
+    def monotonic(self) -> float:
+        """`time.monotonic` of whoever acts now."""
+        return 1000.0 + self.now + self.offset
 
     def chance(self, probability: float) -> bool:
         """Whether a fault happens now."""
-        return not self.healed and self.rng.random() < probability
+        return (
+            probability > 0 and self.now < self.weather.heal_at and self.rng.random() < probability
+        )
 
     def after(self, seconds: float, do: Callable[[], None]) -> None:
         """Do something later."""
-        self._count += 1
-        heapq.heappush(self._heap, (self.now + max(seconds, 0.0), self._count, do))
+        self.events += 1
+        heapq.heappush(self._heap, (self.now + max(seconds, 0.0), self.events, do))
 
     def soon(self, do: Callable[[], None], mean: float = 0.02) -> None:
         """Do something after a random while."""
         self.after(self.rng.expovariate(1 / mean), do)
 
-    def run(self, until: float) -> int:
-        """Let time pass; returns how many things happened."""
-        steps = 0
+    def run(self, until: float) -> None:
+        """Let time pass."""
         while self._heap and self._heap[0][0] <= until:
             self.now, _, do = heapq.heappop(self._heap)
             do()
-            steps += 1
+            if self.events > 200_000:
+                self.fail("somebody turns in circles")
         self.now = until
-        return steps
 
-    def note(self, line: str) -> None:
+    def note(self, who: str, what: object) -> None:
         """Add to the log, which is part of a violation's message."""
-        self.log.append(f"{self.now:.3f} {line}")
+        self.log.append((self.now, who, what))
 
     def fail(self, what: str) -> None:
-        """Report a violation, with the last of the log."""
-        raise ViolationError("\n".join([what, *self.log[-60:]]))
+        """ScheduleReport a violation, with the last of the log."""
+        lines = [f"{at:.3f} {who}: {_short(it)}" for at, who, it in self.log[-120:]]
+        raise ViolationError("\n".join([*lines, what]))
 
     # --- network ---
 
-    def send(self, message: Control, to: str, deliver: Callable[[Control], None]) -> None:
-        """Carry a message, or lose, repeat or delay it."""
-        copies = 0 if self.chance(self.weather.loss) else 1 + self.chance(self.weather.duplicate)
-        copy = decode_control(encode_control(message))
-        self.note(f"-> {to}: {type(message).__name__} #{message.seq} x{copies}")
-        for _ in range(copies):
-            stall = self.rng.uniform(0.2, 3.0) if self.chance(self.weather.stall) else 0.0
-            self.soon(lambda: deliver(copy), 0.004 + stall)
+    def carry(self, sender: SimulatedChannel, to: str, data: bytes) -> None:
+        """Carry a message to an address, or to a link back; lose, repeat, delay or garble it."""
+        if self.chance(self.weather.loss):
+            self.note(sender.node.name, ("lost", decode_control(data)))
+            return
+        if self.chance(self.weather.nonsense):
+            garbled = garble(self.rng, sender.node, decode_control(data))
+            if garbled is not None:
+                self.garbled[garbled.session, garbled.seq] = garbled
+                data = encode_control(garbled)
+        for _ in range(1 + self.chance(self.weather.duplicate)):
+            at = self.now + self.rng.expovariate(500.0)
+            if self.chance(self.weather.stall):
+                at += self.rng.expovariate(0.7)  # later ones overtake it
+            else:
+                at = sender.arrivals[to] = max(at, sender.arrivals.get(to, 0.0))
+            self.after(at - self.now, lambda: self._arrive(sender, to, data))
+
+    def _arrive(self, sender: SimulatedChannel, to: str, data: bytes) -> None:
+        channel = self.channels.get(to) or self.links.get(to.encode())
+        if channel is None or not channel.node.alive:
+            return
+        pair = frozenset((sender.node.name, channel.node.name))
+        if self.cut_until.get(pair, 0.0) > self.now:
+            return
+        channel.inbox.append((channel.link_of(sender), data))
+        channel.node.wake_transfers()
 
 
-class Fate(Enum):
-    """How a write will end."""
+def _short(what: object) -> str:
+    """A line of the log: names of 16 and more bytes are cut."""
+    line = re.sub(r"""b(['"])((?:\\x..|[^'\\]){1,2}).*?\1(?=[,)])""", r"\2~", str(what))
+    line = re.sub(r", logprobs=None, finish_reason=None, stop_reason=None", "", line)
+    return re.sub(r"transfer_id=|ranks=.*|prompt_key=|sums=.*|attempt=Attempt", "", line)[:230]
 
-    GOOD = "good"
-    FAILED = "failed"
-    """A part lands; then it is terminal with an error."""
-    LATE = "late"
-    """It is in error while it still lands, and terminal later."""
-    STUCK = "stuck"
-    """A part lands; the rest only after long, perhaps after every timer."""
+
+def garble(rng: random.Random, sender: SimulatedNode, message: Control) -> Control | None:
+    """A message as only a peer with a defect would send it, or None."""
+    if isinstance(message, Reserve):
+        spans = message.spans
+        if sender.reserve_was_heard(message):
+            # Known by now, so other blocks are no first word but a change of mind.
+            other = tuple(
+                tuple(replace_struct(span, blocks=span.blocks[::-1]) for span in group)
+                for group in spans
+            )
+            return None if other == spans else replace_struct(message, spans=other)
+        first = next(group for group in spans if group)[0]
+        bad = (replace_struct(first, blocks=(*first.blocks[:-1], 1 << 20)),)
+        return rng.choice(
+            [
+                replace_struct(message, spans=()),
+                replace_struct(message, num_tokens=0),
+                replace_struct(message, spans=(bad, *spans[1:])),
+                replace_struct(message, spans=tuple(() for _ in spans)),
+            ]
+        )
+    if isinstance(message, Complete):
+        return rng.choice(
+            [
+                replace_struct(message, num_tokens=message.num_tokens + 1),
+                replace_struct(message, num_writes=0),
+                replace_struct(message, choices=()),
+            ]
+        )
+    if isinstance(message, Ack):
+        return rng.choice(
+            [
+                replace_struct(message, verdict="perhaps"),
+                replace_struct(message, bad=((5, 5),)),
+                replace_struct(message, bad=((0, 1 << 20),)),
+            ]
+        )
+    return None
+
+
+replace_struct = msgspec.structs.replace
+
+
+class SimulatedChannel:
+    """A `ControlChannel` in the world.
+
+    Attributes:
+        inbox: what has arrived and was not taken.
+        arrivals: when the last message sent to each address or link arrives.
+    """
+
+    dropped = 0
+
+    def __init__(self, world: SimulatedWorld, node: SimulatedNode, address: str) -> None:
+        self.world, self.node, self._address = world, node, address
+        self.inbox: list[tuple[Link, bytes]] = []
+        self._id = f"{node.name}#{node.generation}"
+        self.arrivals: dict[str, float] = {}
+        self._dialled: dict[str, Link] = {}
+        world.channels[address] = world.links[self._id.encode()] = self
+
+    @property
+    def address(self) -> str:
+        """What peers dial."""
+        return self._address
+
+    def sockets(self) -> list[zmq.Socket[bytes]]:
+        """None: the world wakes its node."""
+        return []
+
+    def dial(self, address: str) -> Link:
+        """As `ControlChannel.dial`."""
+        return self._dialled.setdefault(address, Link(b"d" + address.encode()))
+
+    def link_of(self, sender: SimulatedChannel) -> Link:
+        """The link by which a message of `sender` arrives."""
+        known = self._dialled.get(sender.address)
+        return known if known is not None else Link(b"i" + sender._id.encode())
+
+    def send(self, link: Link, data: bytes) -> bool:
+        """As `ControlChannel.send`."""
+        self.world.carry(self, link.id[1:].decode(), data)
+        return True
+
+    def receive(self) -> list[tuple[Link, bytes]]:
+        """As `ControlChannel.receive`."""
+        got, self.inbox = self.inbox, []
+        return got
+
+    def drop(self, link: Link) -> None:
+        """As `ControlChannel.drop`."""
+        self._dialled.pop(link.id[1:].decode(), None)
+
+    def close(self) -> None:
+        """As `ControlChannel.close`."""
+        if self.world.channels.get(self._address) is self:
+            del self.world.channels[self._address]
+        self.world.links.pop(self._id.encode(), None)
+
+
+# --- transports ---
+
+
+class Copy(NamedTuple):
+    """One run of bytes on its way."""
+
+    source_region: int
+    source_offset: int
+    target_region: int
+    target_offset: int
+    length: int
+
+
+def copies_of(ranges: Ranges) -> Iterator[Copy]:
+    """The runs that ranges stand for."""
+    for source, start, target, end, length, count, step, stride in ranges.tolist():
+        for i in range(count):
+            yield Copy(source, start + i * step, target, end + i * stride, length)
 
 
 @dataclass(eq=False)
-class Write:
-    """One rank pair's part of a `Post`, on its way.
+class SimulatedPeer:
+    """A connection of one rank to another."""
 
-    Attributes:
-        left: (source cell, target cell) still to land.
-        wire: values that were read already, when the source went away; None while it is read live.
-        void: it can't land any more.
-        ended: P's transport has reported it terminal.
-    """
-
-    world: World
-    source: Prefill
-    target: Decode
-    post: Post
-    pair: tuple[int, int]
-    left: list[tuple[Cell, Cell]]
-    fate: Fate
-    digests: tuple[DigestRun, ...]
-    wire: list[int | None] | None = None
-    void: bool = False
-    ended: bool = False
-    failed: bool = False
-    blocks: frozenset[int] = field(default_factory=frozenset)
+    near: SimulatedTransport
+    far: SimulatedTransport
+    broken: bool = False
 
     @property
-    def attempt(self) -> Attempt:
-        """Whose it is."""
-        return self.post.attempt
+    def name(self) -> str:
+        """The far transport's name."""
+        return self.far.name
+
+
+class SimulatedTransport:
+    """One rank's `Transport` in the world; memory is numpy arrays, which their `Memory` owns."""
+
+    def __init__(self, world: SimulatedWorld, node: SimulatedNode, rank: int) -> None:
+        self.world, self.node, self.rank = world, node, rank
+        self.name = f"{node.name}-{node.generation}-{rank}"
+        self.capabilities = Capabilities(
+            frozenset({"cpu"}),
+            world.rng.choice([160, 4096]),
+            world.weather.fence,
+            max_ranges=world.rng.choice([2, 65_536]),
+        )
+        self.regions: list[np.ndarray[tuple[int], np.dtype[np.uint8]]] = []
+        self.alive = True
+        self._peers: list[SimulatedPeer] = []
+        self._notices: list[Notice] = []
+        self._lost: list[SimulatedPeer] = []
+        world.transports[self.card()] = self
+
+    def register(self, memory: Memory) -> Region:
+        """As `Transport.register`."""
+        assert isinstance(memory.owner, np.ndarray)
+        self.regions.append(memory.owner)
+        return Region(len(self.regions) - 1, memory)
+
+    def deregister(self, region: Region) -> None:
+        """As `Transport.deregister`."""
+
+    def card(self) -> bytes:
+        """As `Transport.card`."""
+        return self.name.encode()
+
+    def connect(self, card: bytes) -> SimulatedPeer:
+        """As `Transport.connect`."""
+        far = self.world.transports.get(card)
+        if far is None or not far.alive:
+            raise TransportError(f"{card.decode()} can't be reached")
+        peer = SimulatedPeer(self, far)
+        self._peers.append(peer)
+        return peer
+
+    def close(self, peer: SimulatedPeer) -> None:
+        """As `Transport.close`: what is left of its writes was read by now."""
+        peer.broken = True
+        if peer in self._peers:
+            self._peers.remove(peer)
+        for write in self.world.writes:
+            if write.peer is peer:
+                write.detach()
+
+    def fence(self, peer: SimulatedPeer) -> bool:
+        """As `Transport.fence`; it may hold late, only once the process is gone, or never."""
+        scope, rng = self.world.weather.fence, self.world.rng
+        gone = not peer.far.node.alive
+        if scope is FenceScope.NONE or (scope is FenceScope.PROCESS and not gone):
+            return False
+        if self.world.chance(0.3):
+            return False
+        for write in self.world.writes:
+            if write.peer.near is peer.far and write.peer.far is self:
+                write.cut()
+        for back in peer.far._peers:
+            if back.far is self and not back.broken:
+                back.broken = True
+                if rng.random() < 0.7:
+                    peer.far.lose(back)
+        return True
+
+    def write(self, peer: SimulatedPeer, ranges: Ranges, notice: bytes) -> SimulatedWrite:
+        """As `Transport.write`."""
+        self.node.world.note(self.name, ("write", unpack_notice(notice)))
+        write = SimulatedWrite(self.world, peer, list(copies_of(ranges)), notice)
+        self.world.writes.append(write)
+        write.begin()
+        return write
+
+    def notices(self) -> Sequence[Notice]:
+        """As `Transport.notices`."""
+        got, self._notices = self._notices, []
+        return got
+
+    def lost(self) -> Sequence[SimulatedPeer]:
+        """As `Transport.lost`."""
+        got, self._lost = self._lost, []
+        return got
+
+    def shutdown(self) -> None:
+        """As `Transport.shutdown`."""
+        for peer in list(self._peers):
+            self.close(peer)
+
+    # --- what the world does to it ---
+
+    def notify(self, payload: bytes) -> None:
+        """A write has landed here."""
+        if self.alive:
+            self._notices.append(Notice(payload))
+            self.node.wake_transfers()
+
+    def lose(self, peer: SimulatedPeer) -> None:
+        """A peer is found to be gone, soon."""
+
+        def tell() -> None:
+            self._lost.append(peer)
+            self.node.wake_transfers()
+
+        self.world.soon(tell, 0.2)
+
+    def die(self) -> None:
+        """The rank is gone; peers find out, perhaps."""
+        self.alive = False
+        for write in [w for w in self.world.writes if w.peer.near is self]:
+            # A process that is gone writes nothing more; its sockets may.
+            if self.world.weather.fence is FenceScope.PEER:
+                write.detach()
+            else:
+                write.void = True
+        for other in list(self.world.transports.values()):
+            for peer in other._peers:
+                if peer.far is self and not peer.broken:
+                    peer.broken = True
+                    if self.world.rng.random() < 0.6:
+                        other.lose(peer)
+        del self.world.transports[self.card()]
+
+
+@dataclass(eq=False)
+class SimulatedWrite:
+    """One rank pair's part of a post, on its way; the `Handle` of it too.
+
+    Attributes:
+        left: runs still to land, the last one first.
+        wire: what was read of them already when the source went away; None while it is read live.
+        void: it can't land any more.
+        told: the notice's names.
+    """
+
+    world: SimulatedWorld
+    peer: SimulatedPeer
+    left: list[Copy]
+    notice: bytes
+    wire: list[np.ndarray[tuple[int], np.dtype[np.uint8]]] | None = None
+    void: bool = False
+    state: Status = Status.PENDING
+    told: Landed = field(init=False)
+
+    def __post_init__(self) -> None:
+        told = unpack_notice(self.notice)
+        assert told is not None, "a notice that nobody can read"
+        self.told = told
+
+    # --- Handle ---
+
+    def status(self) -> Status:
+        """As `Handle.status`."""
+        return self.state
+
+    def error(self) -> str | None:
+        """As `Handle.error`."""
+        return None if self.state in (Status.PENDING, Status.DONE) else "the write failed"
+
+    def release(self) -> None:
+        """As `Handle.release`."""
+
+    # --- how it goes ---
 
     def begin(self) -> None:
         """Schedule what will happen."""
-        rng = self.world.rng
-        self.blocks = frozenset(cell[0] for cell, _ in self.left)
-        parts = 1 if self.fate is Fate.GOOD and rng.random() < 0.6 else rng.randint(2, 3)
-        quick = rng.uniform(0.001, 0.03)
-        if self.fate is Fate.GOOD:
-            self._land_in_parts(parts, quick, self._good)
-        elif self.fate is Fate.FAILED:
-            self._land_in_parts(parts, quick, lambda: self._end(ok=False), keep=True)
-        elif self.fate is Fate.LATE:
-            self.world.after(quick / 2, self._error)
-            self._land_in_parts(parts, rng.uniform(0.1, 3.0), lambda: self._end(ok=False))
+        world, rng = self.world, self.world.rng
+        if self.peer.broken or not self.peer.far.alive:
+            self.void = True
+            world.after(0.01, lambda: self._become(rng.choice([Status.ERROR, Status.DRAINED])))
+        elif not world.chance(world.weather.bad_write):
+            self._land_in_parts(rng.choice([1, 1, 2]), rng.uniform(0.001, 0.03), self._good)
         else:
-            self._land(len(self.left) // 2)
-            self.world.after(rng.uniform(1.0, 20.0), lambda: self._finish(self._good))
+            rng.choice([self._fail, self._fail_late, self._stick])()
 
-    def _land_in_parts(
-        self, parts: int, seconds: float, then: Callable[[], None], *, keep: bool = False
-    ) -> None:
-        """Land in equal parts; with `keep` the last one never does."""
+    def _fail(self) -> None:
+        """A part lands; then it is terminal with an error."""
+        self.left = self.left[: len(self.left) // 2]
+        self._land_in_parts(1, 0.02, lambda: self._become(Status.DRAINED))
+
+    def _fail_late(self) -> None:
+        """It is in error while it still lands, and terminal later."""
+        self.world.after(0.01, lambda: self._become(Status.ERROR))
+        seconds = self.world.rng.uniform(0.1, 3.0)
+        self._land_in_parts(3, seconds, lambda: self._become(Status.DRAINED))
+
+    def _stick(self) -> None:
+        """A part lands; the rest only after long, perhaps after every timer."""
+        self._land(len(self.left) // 2)
+        self._land_in_parts(1, self.world.rng.uniform(1.0, 20.0), self._good)
+
+    def _land_in_parts(self, parts: int, seconds: float, then: Callable[[], None]) -> None:
         size = -(-len(self.left) // parts)
-        for part in range(1, parts + 1 - keep):
+        for part in range(1, parts):
             self.world.after(seconds * part / parts, lambda: self._when_running(size))
-        self.world.after(seconds, lambda: self._finish(then, drop=keep))
+        self.world.after(seconds, lambda: self._when_running(1 << 30, then))
 
-    def _when_running(self, count: int) -> None:
-        if not self._paused(lambda: self._when_running(count)):
-            self._land(count)
-
-    def _finish(self, then: Callable[[], None], *, drop: bool = False) -> None:
-        if self._paused(lambda: self._finish(then, drop=drop)):
+    def _when_running(self, count: int, then: Callable[[], None] | None = None) -> None:
+        """Land so many runs; a stopped process moves nothing, and goes on where it was."""
+        node = self.peer.near.node
+        if node.stopped and self.wire is None and not self.world.weather.offload:
+            node.when_continued(lambda: self._when_running(count, then))
             return
-        if drop:
-            self.left.clear()
-        self._land(len(self.left))
-        then()
-
-    def _paused(self, again: Callable[[], None]) -> bool:
-        """A stopped process moves nothing; it goes on where it was."""
-        if self.source.stopped and self.source.alive:
-            self.source.backlog.append(again)
-            return True
-        return False
+        self._land(count)
+        if then is not None:
+            then()
 
     def _land(self, count: int) -> None:
+        near, far = self.peer.near, self.peer.far
         for _ in range(min(count, len(self.left))):
-            source, target = self.left.pop()
-            value = self.wire.pop() if self.wire is not None else self.source.memory.get(source)
-            if not self.void and self.target.alive:
-                self.target.land(self, target, value)
+            copy = self.left.pop()
+            if self.wire is not None:
+                data = self.wire.pop()
+            else:
+                near.node.laws.read(self, copy)
+                data = self._read(copy)
+            if self.void or not far.node.alive:
+                continue
+            far.node.laws.landed(self, far.rank, copy)
+            low = copy.target_offset
+            far.regions[copy.target_region][low : low + copy.length] = data
+
+    def _read(self, copy: Copy) -> np.ndarray[tuple[int], np.dtype[np.uint8]]:
+        low = copy.source_offset
+        data = self.peer.near.regions[copy.source_region][low : low + copy.length].copy()
+        assert len(data) == copy.length, f"{copy} reads beyond its region"
+        return data
 
     def detach(self) -> None:
         """The source is read no more: what is left was read by now and is on the wire."""
         if self.wire is None:
-            self.wire = [self.source.memory.get(cell) for cell, _ in self.left]
+            self.wire = [self._read(copy) for copy in self.left]
 
     def cut(self) -> None:
-        """A fence: nothing lands any more, and P sees an error that says so little."""
-        if not self.void and not self.ended:
+        """A fence: nothing lands any more; the source sees an error that says so little."""
+        if not self.void:
             self.void = True
-            self._error()
-
-    def _error(self) -> None:
-        if not self.ended and not self.failed:
-            self.failed = True
-            self.source.write_ended(self, ok=False, drained=False)
+            self._become(Status.ERROR)
 
     def _good(self) -> None:
-        if self.void or self.failed:
-            self._end(ok=False)
+        if self.void or self.state is not Status.PENDING:
+            self._become(Status.DRAINED)
             return
-        target = self.target
-        self.world.soon(lambda: target.notice(self), 0.003)
-        self._end(ok=True)
+        far = self.peer.far
+        notice = self.notice
+        if self.world.chance(self.world.weather.nonsense):
+            told = self._garbled()
+            self.world.garbled_notices.add((told.attempt, told.write, told.start, told.end))
+            notice = pack_notice(told)
+        self.world.soon(lambda: far.notify(notice), 0.003)
+        self._become(Status.DONE)
 
-    def _end(self, *, ok: bool) -> None:
-        if self.void:
-            return  # P never learns more of a write that was fenced off
-        self.ended = True
-        self.world.soon(lambda: self.source.write_ended(self, ok=ok, drained=True), 0.003)
+    def _garbled(self) -> Landed:
+        """What only a source with a defect would tell of the write."""
+        told = self.told
+        return self.world.rng.choice(
+            [
+                replace(told, write=1 << 20),
+                replace(told, end=told.end + 100),
+                replace(told, end=told.start),
+            ]
+        )
+
+    def _become(self, state: Status) -> None:
+        if self.state in (Status.DONE, Status.DRAINED):
+            return
+        self.state = state
+        if state is not Status.ERROR and self in self.world.writes:
+            self.world.writes.remove(self)
+        self.peer.near.node.wake_transfers()
 
     @property
     def may_land(self) -> bool:
         """Whether a byte of it can still land."""
-        return bool(self.left) and not self.void and self.target.alive
+        return bool(self.left) and not self.void and self.peer.far.node.alive
 
     @property
     def reads(self) -> bool:
         """Whether it still reads the source's memory."""
-        return bool(self.left) and self.wire is None
+        return bool(self.left) and self.wire is None and not self.void

@@ -1,284 +1,510 @@
-"""Machines and nodes that break one rule each. The simulator must catch every one."""
+"""Rules broken one at a time, in the real code. The simulator must notice."""
 
 from __future__ import annotations
 
-from functools import cached_property
+import importlib
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
+from typing import Any, NamedTuple
+from unittest import mock
 
+import msgspec
 import pytest
 
-from kvbaton.connectors.protocol.events import (
-    Closed,
-    Deliver,
-    Landed,
-    OpenPeer,
-    Post,
-    Received,
-    Verified,
-    WriteEnded,
+from kvbaton.connectors.protocol import (
+    session,
+    source,
+    source_sessions,
+    target_receiving,
 )
+from kvbaton.connectors.protocol.checks import is_extension
+from kvbaton.connectors.protocol.events import (
+    Deliver,
+    Fail,
+    Fence,
+    Fenced,
+    OpenPeer,
+    Release,
+    Unquarantine,
+)
+from kvbaton.connectors.protocol.session import Session
 from kvbaton.connectors.protocol.source import Source
-from kvbaton.connectors.protocol.source_sessions import Outgoing, SessionState, SourceSession
+from kvbaton.connectors.protocol.source_sessions import SessionState
 from kvbaton.connectors.protocol.target import Target
-from kvbaton.connectors.protocol.target_sessions import Incoming, Line
-from kvbaton.messages.control import Ack, Cancel, Drained
-from kvbaton.testing.simulated_decode import Decode, Stay
-from kvbaton.testing.simulated_node import Job
-from kvbaton.testing.simulated_prefill import Prefill, Run
+from kvbaton.connectors.transfer.target_worker import TargetWorker
+from kvbaton.engine.handover import Handover
+from kvbaton.engine.kv_cache_manager import KVCacheManager
+from kvbaton.messages.control import Accepted, Ack, Drained
+from kvbaton.prefill.source_connector import SourceConnector
+from kvbaton.testing.simulated_world import ViolationError
 from kvbaton.testing.simulator import simulate
-from kvbaton.types import NodeId
+from kvbaton.types import Attempt
+
+Patch = tuple[Any, str, Any]
 
 
-class FreesOnTimeout(Target):
-    """Frees blocks when its patience ends."""
+class Mutant(NamedTuple):
+    """A rule broken.
 
-    def _give_up(self, record: Incoming, given: None) -> None:
-        self._fail(record, "timeout")
-        self._end(record, "failed")
+    Attributes:
+        name: what it does wrong.
+        patches: owner, attribute, and what stands there instead.
+        caught_by: ``simulator``, or the test that catches what the simulator can't see.
+    """
 
-
-class FreesOnCancel(Target):
-    """Frees blocks as soon as `Cancel` is sent."""
-
-    def _drain(self, record: Incoming, outcome: str) -> None:
-        super()._drain(record, outcome)
-        self._end(record, outcome)
+    name: str
+    patches: tuple[Patch, ...]
+    caught_by: str = "simulator"
 
 
-class TrustsComplete(Target):
-    """Takes P's word that the bytes are here."""
+MUTANTS: list[Mutant] = []
 
-    def _try_deliver(self, record: Incoming) -> None:
-        if record.complete is None:
-            return
+
+def breaks(*places: tuple[Any, str], caught_by: str = "simulator") -> Callable[[Any], Any]:
+    """Add a mutant that has a function in the place of others."""
+
+    def add(function: Any) -> Any:
+        patches = tuple((owner, name, function) for owner, name in places)
+        MUTANTS.append(Mutant(function.__name__, patches, caught_by))
+        return function
+
+    return add
+
+
+def nothing(*args: Any, **kwargs: Any) -> None:
+    """In the place of what does something, or of a check that finds something."""
+
+
+def off(name: str, *places: tuple[Any, str], caught_by: str = "simulator") -> None:
+    """Add a mutant that does not do something."""
+    patches = tuple((owner, attribute, nothing) for owner, attribute in places)
+    MUTANTS.append(Mutant(name, patches, caught_by))
+
+
+# --- D: when blocks are free, when they may be read ---
+
+
+@breaks((Target, "_give_up"))
+def frees_on_timeout(self: Any, record: Any, given: Any) -> None:
+    self._fail(record, "timeout")
+    self._end(record, "failed")
+
+
+real_drain = Target._drain
+
+
+@breaks((Target, "_drain"))
+def frees_on_cancel(self: Any, record: Any, outcome: str) -> None:
+    real_drain(self, record, outcome)
+    self._end(record, outcome)
+
+
+@breaks((Target, "_try_deliver"))
+def trusts_complete(self: Any, record: Any) -> None:
+    if record.complete is not None:
         self._do(Deliver(record.name, record.complete.choices, 0))
         self._send(record, Ack, verdict="ok")
         self._end(record, "delivered")
 
 
-class TrustsNotices(Target):
-    """Delivers when every write has landed, whatever the digests say."""
-
-    def _verified(self, record: Incoming, event: Verified) -> None:
-        record.verified[event.write] = ()
-        self._try_deliver(record)
+@breaks((Target, "_verified"))
+def trusts_notices(self: Any, record: Any, event: Any) -> None:
+    record.verified[event.write] = ()
+    self._try_deliver(record)
 
 
-class CountsOneNotice(Target):
-    """Takes one rank pair's notice for all."""
-
-    def _landed(self, record: Incoming, event: Landed) -> None:
-        super()._landed(record, event)
-        arrival = record.arrivals.get(event.write)
-        if arrival is not None and arrival.missing:
-            arrival.missing.clear()
-            self._verify(record, event.write, arrival)
+real_landed = Target._landed
 
 
-class NoFence(Target):
-    """Takes a dead peer's writes for gone."""
-
-    def _lose(self, node: NodeId) -> None:
-        super()._lose(node)
-        for session in [s for s in self._sessions.values() if s.node == node]:
-            self._release_all(session)
-
-
-class CancelsOnce(Target):
-    """Never repeats `Cancel`."""
-
-    def _repeat_cancel(self, record: Incoming, given: None) -> None:
-        self._in("resend", record.name, self.timers.resend)
-        if not any("> Cancel" in line for line in self.story(record.name)):
-            self._cancel_again(record, None)
+@breaks((Target, "_landed"))
+def counts_one_notice_for_all(self: Any, record: Any, event: Any) -> None:
+    real_landed(self, record, event)
+    arrival = record.arrivals.get(event.write)
+    if arrival is not None and arrival.missing:
+        arrival.missing.clear()
+        self._verify(record, event.write, arrival)
 
 
-class AlwaysClean(Target):
-    """Tells every P that it needs no promise."""
-
-    def _unsettled(self, line: Line) -> bool:
-        return False
+@breaks((Target, "_valid_through"))
+def takes_all_for_valid(self: Any, record: Any) -> Any:
+    return record.order.num_tokens
 
 
-class DropsUnknownCancel(Source):
-    """Does not answer a `Cancel` of what it does not know any more."""
-
-    def _cancel_unknown(self, record: Outgoing, message: Cancel) -> None:
-        self._count("dropped")
-
-    def _cancel_over(self, record: Outgoing, message: Cancel) -> None:
-        self._count("dropped")
+real_lose = Target._lose
 
 
-class DrainsEarly(Source):
-    """Answers `Cancel` while writes are in flight."""
-
-    def _cancel_engaged(self, record: Outgoing, message: Cancel) -> None:
-        self._send(record, Drained)
-        self._stop(record, "cancelled")
-
-
-class ReleasesEarly(Source):
-    """Frees P's blocks at `Ack`, `Cancel` or lease end, whatever is in flight."""
-
-    def _stop(self, record: Outgoing, outcome: str, *, engine_knows: bool = False) -> None:
-        record.flying.clear()
-        super()._stop(record, outcome, engine_knows=engine_knows)
+@breaks((Target, "_lose"))
+def takes_a_lost_peers_writes_for_gone(self: Any, node: Any) -> None:
+    real_lose(self, node)
+    for other in [s for s in self._sessions.values() if s.node == node]:
+        self._release_all(other)
 
 
-class PostsAgain(Source):
-    """Pushes a range again after its write has failed."""
-
-    def _write_ended(self, record: Outgoing, event: WriteEnded) -> None:
-        self._strike(record, event)
-        session = record.session
-        if not event.ok and session is not None:
-            start, end = record.writes[event.write]
-            self._post(record, session, start, end)
+@breaks((TargetWorker, "_fence"))
+def believes_a_fence_that_did_not_hold(self: Any, action: Any, now: float) -> None:
+    for transport, peer in self._peers.get(action.node, mock.Mock(links=[])).links:
+        transport.fence(peer)
+    self._peers.pop(action.node, None)
+    self.handle(Fenced(action.node), now)
 
 
-class WelcomesEarly(Source):
-    """Opens a session while an earlier one still drains."""
-
-    def _try_open(self, session: SourceSession) -> None:
-        for older in self._others(session):
-            self._close(older, force=True)
-        session.state = SessionState.UP
-        self._do(OpenPeer(session.id, session.peer, session.ranks))
-        self._welcome(session)
+real_end = Target._end
 
 
-class ClosedIsDrained(Source):
-    """Believes that nothing lands any more once its own side is closed."""
-
-    def _closed(self, event: Closed) -> None:
-        for record in self._live.values():
-            if record.session is not None and record.session.id == event.session:
-                record.flying.clear()
-        super()._closed(event)
+@breaks((Target, "_end"))
+def keeps_delivered_blocks_in_quarantine(self: Any, record: Any, outcome: str) -> None:
+    real_end(self, record, outcome)
+    if outcome == "delivered":
+        self._out[:] = [a for a in self._out if not isinstance(a, Unquarantine)]
 
 
-class ForgetsTheLease(Source):
-    """Waits for ever for a D that is gone."""
+MUTANTS.append(
+    Mutant(
+        "hands_out_reserved_blocks",
+        (
+            (KVCacheManager, "hold_incoming", nothing),
+            (KVCacheManager, "release_incoming", nothing),
+        ),
+    )
+)
 
-    def _engage(self, record: Outgoing) -> None:
-        super()._engage(record)
-        self._alarms.clear("lease", record.name)
-        self._alarms.clear("total", record.name)
-
-
-class TakesStaleSessions(Source):
-    """Goes on with messages of a session that is over, and of any number."""
-
-    def _session_of(self, event: Received) -> SourceSession | None:
-        session = self._sessions.get(event.message.session) or self._old.get(event.message.session)
-        if session is None:
-            return super()._session_of(event)
-        session.link = event.link
-        self._sessions.setdefault(session.id, session)
-        return session
-
-    def _session_over(self, session: SourceSession) -> None:
-        self._old[session.id] = session
-        super()._session_over(session)
-
-    @cached_property
-    def _old(self) -> dict[bytes, SourceSession]:
-        return {}
+# --- D: one outcome ---
 
 
-class SignsAtPush(Prefill):
-    """Reads memory again for the digests, so it signs whatever is there."""
-
-    def digests(self, action: Post, heads: set[int]) -> list[int | None]:
-        return self.read(self.runs[action.attempt].blocks, action.start, action.end, heads)
-
-
-class ReportsEarly(Prefill):
-    """Reports blocks when a step is launched, not when it is over."""
-
-    def launch(self, run: Run, end: int) -> None:
-        computed, run.computed = run.computed, end
-        for position in range(computed, end):
-            for head in range(2):
-                run.signed[position, head] = run.job.value(position, head)
-        if run.engaged:
-            self.report(run)
-        run.computed = computed
-        super().launch(run, end)
+@breaks((Target, "_fail"))
+def fails_twice(self: Any, record: Any, reason: str) -> None:
+    for _ in range(2):
+        self._do(Fail(record.name, self._valid_through(record), reason))
+    self._drain(record, "failed")
 
 
-class ReusesEarly(Prefill):
-    """Frees a held block when its run ends, not at `Release`."""
-
-    def _give_back(self, run: Run) -> None:
-        run.held.clear()
-        super()._give_back(run)
+@breaks((Target, "_cancel_sent"))
+def fails_after_cancel(self: Any, record: Any, event: Any) -> None:
+    self._do(Fail(record.name, record.start, "cancelled"))
+    self._drain(record, "cancelled")
 
 
-class HandsOutReserved(Decode):
-    """Reuses the blocks of a request that has ended though they are still in quarantine."""
-
-    def _give_back(self, stay: Stay) -> None:
-        if not stay.in_use:
-            self.free += stay.blocks.values()
-            stay.blocks = {}
+real_try_deliver = Target._try_deliver
 
 
-class DoesNotWaitForItems(Prefill):
-    """Computes tokens of items whether their outputs are here or not."""
-
-    def ready_until(self, job: Job) -> int:
-        return job.num_tokens
-
-
-MACHINES: list[type[Source] | type[Target]] = [
-    FreesOnTimeout,
-    FreesOnCancel,
-    TrustsComplete,
-    TrustsNotices,
-    CountsOneNotice,
-    NoFence,
-    CancelsOnce,
-    AlwaysClean,
-    DropsUnknownCancel,
-    DrainsEarly,
-    ReleasesEarly,
-    PostsAgain,
-    WelcomesEarly,
-    ClosedIsDrained,
-    ForgetsTheLease,
-    TakesStaleSessions,
-]
-NODES: list[type[Prefill] | type[Decode]] = [
-    SignsAtPush,
-    ReportsEarly,
-    ReusesEarly,
-    HandsOutReserved,
-    DoesNotWaitForItems,
-]
-NUM_SEEDS = 60
+@breaks((Target, "_try_deliver"))
+def delivers_and_fails(self: Any, record: Any) -> None:
+    real_try_deliver(self, record)
+    if any(isinstance(action, Deliver) for action in self._out):
+        self._do(Fail(record.name, record.start, "a second outcome"))
 
 
-def simulate_with(mutant: type, seed: int) -> None:
-    prefill: type[Prefill] = mutant if issubclass(mutant, Prefill) else Prefill
-    decode: type[Decode] = mutant if issubclass(mutant, Decode) else Decode
-    if issubclass(mutant, Source | Target):
-        node = prefill if issubclass(mutant, Source) else decode
-        made = type("Mutant", (node,), {"machine_type": mutant})
-        prefill, decode = (made, decode) if node is prefill else (prefill, made)
-    simulate(seed, prefill, decode)
+# --- D: what it asks, and of whom ---
 
 
-@pytest.mark.parametrize("mutant", [*MACHINES, *NODES], ids=lambda m: m.__name__)
-def test_the_simulator_catches(mutant: type) -> None:
-    for seed in range(NUM_SEEDS):
-        try:
-            simulate_with(mutant, seed)
-        except AssertionError:
-            return
-    pytest.fail(f"{mutant.__name__} survived {NUM_SEEDS} schedules")
+@breaks((Target, "_repeat_cancel"))
+def cancels_once(self: Any, record: Any, given: Any) -> None:
+    self._in("resend", record.name, self.timers.resend)
+    if not any("> Cancel" in line for line in self.story(record.name)):
+        self._cancel_again(record, None)
 
 
-def test_the_real_machines_pass_the_same_seeds() -> None:
-    for seed in range(NUM_SEEDS):
-        simulate(seed)
+@breaks((Target, "_unsettled"))
+def is_always_clean(self: Any, line: Any) -> bool:
+    return False
+
+
+@breaks((Target, "_keep_alive"))
+def keeps_nothing_alive(self: Any, record: Any, given: Any) -> None:
+    self._in("keepalive", record.name, self.timers.lease / 4)
+
+
+off("ignores_a_source_that_is_gone", (Target, "_peer_gone"))
+
+
+real_welcomed = Target._welcomed
+
+
+@breaks((Target, "_welcomed"))
+def fences_a_healthy_peer(self: Any, event: Any, session: Any, message: Any) -> None:
+    real_welcomed(self, event, session, message)
+    self._do(Fence(message.sender))
+
+
+@breaks((Target, "_settle_earlier"))
+def waits_for_a_stale_generation(self: Any, line: Any, session: Any, node: Any) -> None:
+    self._lost.discard(node)
+    for other in [s for s in self._sessions.values() if s is not session and s.node == node]:
+        self._session_over(other, "a new session has begun")
+        self._release_all(other)
+
+
+# Only a peer that lies in the session of another one could show it.
+@breaks(
+    (Target, "_about_attempt"),
+    caught_by="test_protocol_target.py::test_an_answer_in_the_session_of_another_peer_moves_nothing",
+)
+def takes_foreign_answers(self: Any, session: Any, message: Any) -> None:
+    record = self._record(Attempt(message.transfer_id, message.attempt))
+    self._apply(type(message).__name__, record, message)
+
+
+# --- P: when blocks are free, when a drain is over ---
+
+
+@breaks((Source, "_cancel_unknown"), (Source, "_cancel_over"))
+def drops_unknown_cancels(self: Any, record: Any, message: Any) -> None:
+    self._count("dropped")
+
+
+@breaks((Source, "_cancel_unknown"))
+def forgets_cancels(self: Any, record: Any, message: Any) -> None:
+    self._cancel_over(record, message)
+
+
+@breaks((Source, "_cancel_engaged"))
+def drains_early(self: Any, record: Any, message: Any) -> None:
+    self._send(record, Drained)
+    self._stop(record, "cancelled")
+
+
+real_stop = Source._stop
+
+
+@breaks((Source, "_stop"))
+def releases_early(self: Any, record: Any, outcome: str, *, engine_knows: bool = False) -> None:
+    record.flying.clear()
+    real_stop(self, record, outcome, engine_knows=engine_knows)
+
+
+real_source_end = Source._end
+
+
+@breaks((Source, "_end"))
+def never_releases(self: Any, record: Any, outcome: str) -> None:
+    real_source_end(self, record, outcome)
+    self._out[:] = [a for a in self._out if not isinstance(a, Release)]
+
+
+real_closed = Source._closed
+
+
+@breaks((Source, "_closed"))
+def takes_closed_for_drained(self: Any, event: Any) -> None:
+    for record in self._live.values():
+        if record.session is not None and record.session.id == event.session:
+            record.flying.clear()
+    real_closed(self, event)
+
+
+MUTANTS.append(
+    Mutant(
+        "reuses_blocks_that_are_sent",
+        (
+            (KVCacheManager, "hold_outgoing", nothing),
+            (KVCacheManager, "release_outgoing", nothing),
+        ),
+    )
+)
+
+
+@breaks((Handover, "computed"))
+def reports_blocks_of_a_step_in_flight(self: Any, request_id: str) -> Any:
+    request = self._scheduler.requests.get(request_id)
+    if request is None:
+        return None
+    return min(request.sequences[0].num_scheduled, request.num_known)
+
+
+# --- P: what it posts ---
+
+
+@breaks((Source, "_write_ended"))
+def posts_again(self: Any, record: Any, event: Any) -> None:
+    self._strike(record, event)
+    if not event.ok and record.session is not None:
+        self._post(record, record.session, *record.writes[event.write])
+
+
+@breaks((SourceConnector, "_sums"))
+def signs_at_push(self: Any, group: int, spans: Any, start: int, end: int) -> Any:
+    size = self.executor.layouts[0][group].block_size
+    blocks = [block for span in spans[group] for block in span.blocks]
+    return self.executor.digest(group, blocks, start - start % size, start, end)
+
+
+@breaks((source_sessions, "common_unit"))
+def knows_no_common_block_border(ours: Any, theirs: Any) -> int:
+    return 1
+
+
+@breaks((Source, "_first_tokens"))
+def sends_a_wrong_first_token(self: Any, record: Any, event: Any) -> None:
+    (first, *others) = event.choices
+    record.choices = (msgspec.structs.replace(first, token=first.token + 1), *others)
+    self._try_complete(record)
+
+
+off("never_evicts", (Source, "_evict"))
+off("evicts_nothing_from_the_cache", (SourceConnector, "_evict"))
+
+
+# --- P: whom it believes ---
+
+
+@breaks((Source, "_reserve_announced"))
+def takes_a_reserve_of_another_prompt(self: Any, record: Any, message: Any) -> None:
+    if self._acceptable(record, message):
+        self._bind(record, message)
+        self._send(record, Accepted)
+        self._engage(record)
+
+
+@breaks((Source, "_announce_reserved"))
+def takes_a_request_of_another_prompt(self: Any, record: Any, event: Any) -> None:
+    self._engage(record)
+
+
+@breaks((source, "is_extension"))
+def lets_a_reserve_change(old: Any, new: Any) -> bool:
+    return True
+
+
+@breaks((Source, "_foreign"))
+def takes_foreign_messages(self: Any, record: Any, session: Any, message: Any) -> None:
+    self._apply(type(message).__name__, record, message)
+
+
+off("ignores_a_target_that_is_gone", (Source, "_peer_gone"))
+
+
+@breaks((Source, "_reserve_again"))
+def renews_no_lease(self: Any, record: Any, message: Any) -> None:
+    if self._acceptable(record, message) and is_extension(record.reserve, message):
+        record.reserve = message
+        self._send(record, Accepted)
+
+
+@breaks((Source, "_tell_progress"))
+def tells_no_progress(self: Any, record: Any, given: Any) -> None:
+    self._in("progress", record.name, self.timers.progress_period)
+
+
+real_engage = Source._engage
+
+
+@breaks((Source, "_engage"))
+def forgets_the_lease(self: Any, record: Any) -> None:
+    real_engage(self, record)
+    self._alarms.clear("lease", record.name)
+    self._alarms.clear("total", record.name)
+
+
+@breaks((Source, "_try_open"))
+def welcomes_early(self: Any, session: Any) -> None:
+    for older in self._others(session):
+        self._close(older, force=True)
+    session.state = SessionState.UP
+    self._do(OpenPeer(session.id, session.peer, session.ranks))
+    self._welcome(session)
+
+
+# No schedule of thousands has that order: a `Hello` must overtake a later session's messages.
+@breaks(
+    (Source, "_is_news"),
+    caught_by="test_protocol_source.py::test_an_overtaken_hello_ends_nothing",
+)
+def takes_a_stale_hello(self: Any, peer: Any, seq: int) -> bool:
+    return True
+
+
+OLD_SESSIONS: dict[bytes, Any] = {}
+real_session_of, real_session_over = Source._session_of, Source._session_over
+
+
+def stale_session_of(self: Any, event: Any) -> Any:
+    known = self._sessions.get(event.message.session) or OLD_SESSIONS.get(event.message.session)
+    if known is None:
+        return real_session_of(self, event)
+    known.link = event.link
+    return self._sessions.setdefault(known.id, known)
+
+
+def stale_session_over(self: Any, session: Any) -> None:
+    OLD_SESSIONS[session.id] = session
+    real_session_over(self, session)
+
+
+MUTANTS.append(
+    Mutant(
+        "takes_stale_sessions",
+        ((Source, "_session_of", stale_session_of), (Source, "_session_over", stale_session_over)),
+    )
+)
+
+
+# --- both sides: numbers, checks, memory ---
+
+
+@breaks((Session, "admit"))
+def admits_duplicate_numbers(self: Any, link: Any, seq: int) -> bool:
+    self.last_in, self.link = seq, link
+    return True
+
+
+off("forgets_no_tombstone", (Source, "_forget"), (Target, "_forget"))
+off("checks_no_reserve", (source, "check_reserve"))
+off("checks_no_notice", (target_receiving, "check_landed"))
+off("checks_no_complete", (target_receiving, "check_complete"))
+off("checks_no_ack", (source, "check_ack"))
+
+
+@breaks((session.Negotiator, "check_hello"))
+def checks_no_hello(self: Any, hello: Any) -> Any:
+    return session.decode_layouts(hello.ranks)
+
+
+NUM_SEEDS = 300
+
+
+@contextmanager
+def broken(mutant: Mutant) -> Iterator[None]:
+    """With a rule broken everywhere."""
+    OLD_SESSIONS.clear()
+    with ExitStack() as stack:
+        for owner, name, instead in mutant.patches:
+            stack.enter_context(mock.patch.object(owner, name, instead))
+        yield
+
+
+def first_caught(mutant: Mutant, seeds: range) -> int | None:
+    """The first seed whose schedule tells a mutant."""
+    with broken(mutant):
+        for seed in seeds:
+            try:
+                simulate(seed)
+            except ViolationError as violation:
+                cause = violation.__cause__ or violation.__context__
+                assert not isinstance(cause, AttributeError | NameError | TypeError), (
+                    f"{mutant.name} is out of date: {cause!r}"
+                )
+                return seed
+    return None
+
+
+SEEN = [mutant for mutant in MUTANTS if mutant.caught_by == "simulator"]
+UNSEEN = [mutant for mutant in MUTANTS if mutant.caught_by != "simulator"]
+
+
+@pytest.mark.parametrize("mutant", SEEN, ids=lambda m: m.name)
+def test_the_simulator_catches(mutant: Mutant) -> None:
+    assert first_caught(mutant, range(NUM_SEEDS)) is not None, f"it survived {NUM_SEEDS} schedules"
+
+
+@pytest.mark.parametrize("mutant", UNSEEN, ids=lambda m: m.name)
+def test_a_unit_test_catches(mutant: Mutant) -> None:
+    file, _, test = mutant.caught_by.partition("::")
+    module = importlib.import_module(f"tests.connectors.{file.removesuffix('.py')}")
+    getattr(module, test)()
+    with broken(mutant), pytest.raises(AssertionError):
+        getattr(module, test)()
+
+
+def test_the_simulator_sees_most_rules() -> None:
+    assert len(SEEN) >= 46
+    assert len(UNSEEN) <= 6

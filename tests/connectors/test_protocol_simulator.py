@@ -1,6 +1,8 @@
-"""The two machines against each other, by the hundred."""
+"""Real nodes against each other in a hostile world, by the hundred."""
 
 from __future__ import annotations
+
+from collections import Counter
 
 import pytest
 from hypothesis import given, settings
@@ -8,12 +10,26 @@ from hypothesis import strategies as st
 
 from kvbaton.testing.simulator import main, simulate
 
+OFTEN = {
+    "delivered": 500,
+    "failed": 300,
+    "cancelled": 20,
+    "mismatches": 20,
+    "fences": 100,
+    "preemptions": 20,
+    "stale messages": 100,
+    "source cancelled": 50,
+    "source failed": 100,
+    "source refused": 50,
+}
+"""What must happen at least so often in 300 schedules, or the weather shows too little."""
+
 
 def test_three_hundred_schedules_hold_all_laws() -> None:
     reports = [simulate(seed) for seed in range(300)]
-    assert sum(report.delivered for report in reports) > 900, "the weather lets too little through"
-    for outcome in ("completed", "failed", "cancelled", "refused", "mismatches"):
-        assert sum(report.outcomes[outcome] for report in reports) > 20, f"too few {outcome}"
+    totals = sum((report.totals for report in reports), Counter[str]())
+    for name, count in OFTEN.items():
+        assert totals[name] >= count, f"too few {name}: {totals}"
     assert any(report.left for report in reports), "no quarantine outlived an unfenceable peer"
 
 
@@ -27,18 +43,13 @@ def test_a_seed_repeats() -> None:
     assert simulate(11) == simulate(11)
 
 
-def test_outputs_of_items_cross_and_fail_in_all_ways() -> None:
-    reports = [simulate(seed) for seed in range(2, 360, 3)]
-    for outcome in ("completed", "failed", "cancelled"):
-        assert sum(report.items[outcome] for report in reports) > 20, f"too few {outcome}"
-
-
 def test_the_command_reports_what_it_ran(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["3"]) == 0
     assert capsys.readouterr().out.startswith("3 schedules, ")
 
 
 @pytest.mark.slow
-def test_thousands_of_schedules() -> None:
-    for seed in range(300, 6000):
+@pytest.mark.parametrize("first", range(300, 10_300, 1000))
+def test_thousands_of_schedules(first: int) -> None:
+    for seed in range(first, first + 1000):
         simulate(seed)

@@ -499,6 +499,17 @@ def test_cancel_is_repeated_until_drained(state: str) -> None:
     assert rig.machine.counters.cancelled == 1
 
 
+def test_an_answer_in_the_session_of_another_peer_moves_nothing() -> None:
+    rig = Rig()
+    rig.start()
+    rig.welcome()
+    session = rig.session
+    rig.do(Meet("tcp://q:1"))
+    rig.welcome(NodeId("q", b"1" * 16))
+    assert rig.hear(Failed, reason="it is not mine") == []
+    assert of(rig.hear(Failed, session=session, reason="it is mine"), Fail)
+
+
 def test_late_messages_are_answered() -> None:
     rig = Rig().until("draining")
     assert sent(rig.complete(), Cancel)

@@ -270,6 +270,7 @@ class TargetSessions(Machine[TargetEvent, TargetAction, TargetState, Incoming]):
     def _settle_earlier(self, line: Line, session: TargetSession, node: NodeId) -> None:
         """`Welcome` is `Drained` for all earlier sessions with that generation, and no other."""
         self._lost.discard(node)
+        self._alarms.clear("fence", node)
         for other in [s for s in self._sessions.values() if s is not session]:
             if other.node == node:
                 self._session_over(other, "a new session has begun")
