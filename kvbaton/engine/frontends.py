@@ -196,11 +196,11 @@ class FrontendServer:
         if wake_fd != self._wake_fd:
             self._poller.register(wake_fd, zmq.POLLIN)
             self._wake_fd = wake_fd
-        self._poller.poll(int(self._patience(timeout) * 1000))
-        if self._gate is not None:
+        readable = dict(self._poller.poll(int(self._patience(timeout) * 1000)))
+        if self._gate is not None and self._gate.socket in readable:
             self._gate.answer()
         for socket in (self._local, self._remote):
-            if socket is not None:
+            if socket is not None and socket in readable:
                 for frames in drain(socket):
                     yield from self._take(socket, frames)
         self._probe()
@@ -291,7 +291,7 @@ class FrontendServer:
             key = f"{name[:230]}#{next(self._numbers)}"
         peer.names[name] = key
         self._owned[key] = _Owned(peer, name, request.params.n)
-        self._latencies.added(key)
+        self._latencies.added(key, time.monotonic())
         self._counts[f'kvbaton_frontend_requests_total{{frontend="{_kind(peer)}"}}'] += 1
         yield request if key == name else replace(request, request_id=key)
 
@@ -319,12 +319,13 @@ class FrontendServer:
 
     def _send_outputs(self, outputs: Sequence[Output]) -> None:
         by_peer: dict[_Peer, list[Output]] = {}
+        now = time.monotonic()
         for output in outputs:
             key = output.request_id
             owned = self._owned.get(key)
             if owned is None:
                 continue
-            self._latencies.output(key, output)
+            self._latencies.output(key, output, now)
             if output.finish_reason is not None:
                 owned.open_choices -= 1
                 if not owned.open_choices:

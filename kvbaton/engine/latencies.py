@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import time
 from bisect import bisect_left
-from collections.abc import Callable
 
 from kvbaton.messages.engine import HistogramCounts, Output
 
@@ -43,29 +41,23 @@ class _Timed:
 
 
 class RequestLatencies:
-    """Times live requests, by any frontend.
+    """Times live requests, by any frontend. Every clock is monotonic, in seconds."""
 
-    Args:
-        clock: monotonic seconds.
-    """
-
-    def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
-        self._clock = clock
+    def __init__(self) -> None:
         self._live: dict[str, _Timed] = {}
         self._first_token = LatencyHistogram(TTFT_BUCKETS)
         self._inter_token = LatencyHistogram(ITL_BUCKETS)
         self._whole = LatencyHistogram(E2E_BUCKETS)
 
-    def added(self, request_id: str) -> None:
+    def added(self, request_id: str, now: float) -> None:
         """A request has come."""
-        self._live[request_id] = _Timed(self._clock())
+        self._live[request_id] = _Timed(now)
 
-    def output(self, request_id: str, output: Output) -> None:
+    def output(self, request_id: str, output: Output, now: float) -> None:
         """Part of its answer leaves. Requests that are not known are ignored."""
         timed = self._live.get(request_id)
         if timed is None:
             return
-        now = self._clock()
         if output.token_ids:
             last = timed.last.get(output.choice)
             if last is not None:

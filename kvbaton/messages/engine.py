@@ -232,7 +232,7 @@ def _id_of(data: bytes) -> str | None:
     return name if isinstance(name, str) and len(name) <= MAX_NAME else None
 
 
-class Output(Struct, frozen=True, tag="output", kw_only=True):
+class Output(Struct, frozen=True, tag="output", kw_only=True, gc=False):
     """New tokens of one choice of a request.
 
     Attributes:
@@ -264,7 +264,7 @@ class Output(Struct, frozen=True, tag="output", kw_only=True):
     kv_transfer_params: dict[str, Any] | None = None
 
 
-class Outputs(Struct, frozen=True, tag="outputs", kw_only=True):
+class Outputs(Struct, frozen=True, tag="outputs", kw_only=True, gc=False):
     """What one step produced for one frontend."""
 
     outputs: tuple[Output, ...]
