@@ -27,6 +27,7 @@ import statistics
 import subprocess
 import sys
 import tempfile
+import threading
 import time
 import urllib.request
 from collections.abc import Callable, Iterator
@@ -40,8 +41,10 @@ from aiohttp import web
 from tokenizers import decoders, models, pre_tokenizers, trainers
 
 from kvbaton.bench.report import publish
-from kvbaton.messages.engine import Output
+from kvbaton.engine.frontends import EngineEndpoints, FrontendServer
+from kvbaton.messages.engine import AbortRequest, AddRequest, Output, Outputs, Ready
 from kvbaton.messages.nodes import GenerateRequest, NodeInfo
+from kvbaton.types import NodeId
 
 MODEL = "mock"
 WORDS = 200
@@ -49,6 +52,8 @@ CLIENTS = 32
 SHORT, LONG = 8, 200
 HEAD = b"HTTP/1.1 200 OK\r\nContent-Type: text/event-stream\r\nTransfer-Encoding: chunked\r\n\r\n"
 START_TIMEOUT_S = 60.0
+IDLE_S = 0.2
+"""An idle mock looks after its frontends so often."""
 LOAD_TIMEOUT_S = 300.0
 
 
@@ -350,7 +355,7 @@ async def serve_proxy(args: argparse.Namespace) -> None:
 # --- the mock ---
 
 
-async def serve_mock(args: argparse.Namespace, pace_s: float = 0.0) -> None:
+async def serve_mock(args: argparse.Namespace, kind: str, pace_s: float = 0.0) -> None:
     """Both nodes, and the OpenAI endpoint that the proxy passes on to, behind one port."""
     steps = Steps(pace_s)
     loop = asyncio.get_running_loop()
@@ -358,6 +363,9 @@ async def serve_mock(args: argparse.Namespace, pace_s: float = 0.0) -> None:
     port = server.sockets[0].getsockname()[1]
     for role in ("prefill", "decode"):
         info = node_info(role, port)
+        if not args.http:
+            engine = MockEngine(pace_s, f"{args.folder}/{kind}-{role}", alone=role == "prefill")
+            info = msgspec.structs.replace(info, engine_address=engine.address)
         MockHttp.pages[f"/{role}/node"] = msgspec.json.encode(info)
         MockHttp.pages[f"/{role}/health"] = b"{}"
     print(f"port {port}", file=sys.stderr, flush=True)
@@ -404,6 +412,59 @@ class Steps:
                 if step():
                     self.running.pop(key, None)
             await asyncio.sleep(self.pace_s)
+
+
+class MockEngine:
+    """An engine's socket: one message per step, with a token for each of its requests.
+
+    Args:
+        pace_s: from one step to the next.
+        path: of a Unix socket.
+        alone: every request gets one token only, as from a node that prefills.
+    """
+
+    def __init__(self, pace_s: float, path: str, *, alone: bool) -> None:
+        self._pace_s = pace_s
+        self._alone = alone
+        self._frontends = FrontendServer(EngineEndpoints(local=f"ipc://{path}", host="127.0.0.1"))
+        self.address = self._frontends.address
+        self._frontends.send(
+            Ready(
+                node=NodeId("mock", bytes(16)),
+                control_address=None,
+                num_blocks=1,
+                block_size=16,
+                max_model_len=8192,
+                eos_token_ids=(),
+            )
+        )
+        self._running: dict[str, tuple[int, int]] = {}
+        self._wake = os.eventfd(0, os.EFD_NONBLOCK)
+        threading.Thread(target=self._run, daemon=True).start()
+
+    def _run(self) -> None:
+        """Turns of a core: take requests in, make a step, for ever."""
+        due = 0.0
+        while True:
+            patience = max(0.0, due - time.monotonic()) if self._running else IDLE_S
+            for message in self._frontends.receive(patience, self._wake):
+                if isinstance(message, AddRequest):
+                    count = 1 if self._alone else message.params.max_tokens
+                    self._running[message.request_id] = 0, count
+                elif isinstance(message, AbortRequest):
+                    self._running.pop(message.request_id, None)
+            if self._running and time.monotonic() >= due:
+                due = time.monotonic() + self._pace_s
+                self._step()
+
+    def _step(self) -> None:
+        outputs = []
+        for name, (index, count) in list(self._running.items()):
+            outputs.append(mock_output(name, index, index == count - 1))
+            self._running[name] = index + 1, count
+            if index == count - 1:
+                del self._running[name]
+        self._frontends.send(Outputs(outputs=tuple(outputs)))
 
 
 class MockHttp(asyncio.Protocol):
@@ -521,8 +582,8 @@ def write_tokenizer(folder: Path) -> None:
 
 
 SERVERS = {
-    "mock": serve_mock,
-    "paced": lambda args: serve_mock(args, args.pace / 1e3),
+    "mock": lambda args: serve_mock(args, "full"),
+    "paced": lambda args: serve_mock(args, "paced", args.pace / 1e3),
     "proxy": serve_proxy,
 }
 

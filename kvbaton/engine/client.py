@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import itertools
 import logging
 from collections.abc import AsyncGenerator
-from typing import Any, Self
+from typing import Any, Protocol, Self
 
 import msgspec
 import zmq
@@ -52,6 +53,18 @@ _encoder = msgspec.msgpack.Encoder()
 _from_core = msgspec.msgpack.Decoder(FromCore)
 
 
+class OutputReceiver(Protocol):
+    """Who is told what the core says to one request."""
+
+    def put(self, output: Output) -> None:
+        """The core says this."""
+        ...
+
+    def fail(self, error: Exception, *, over: bool = False) -> None:
+        """Nothing more will come: the core refuses it (`over`), or is gone."""
+        ...
+
+
 class EngineClient:
     """A connection to an engine core. Make one with `connect`.
 
@@ -71,7 +84,7 @@ class EngineClient:
         self.dead: str | None = None
         self.died = asyncio.Event()
         self._loop = asyncio.get_running_loop()
-        self._streams: dict[str, _OutputStream] = {}
+        self._streams: dict[str, OutputReceiver] = {}
         self._answers: dict[int, asyncio.Future[Any]] = {}
         self._numbers = itertools.count(1)
         self._connected: asyncio.Future[Ready] = self._loop.create_future()
@@ -164,7 +177,7 @@ class EngineClient:
         if not self._connected.done():
             self._connected.set_exception(error)
             self._connected.exception()  # perhaps nobody awaits it any more
-        for stream in self._streams.values():
+        for stream in tuple(self._streams.values()):
             stream.fail(error)
         for answer in self._answers.values():
             if not answer.done():
@@ -181,21 +194,44 @@ class EngineClient:
             RequestError: the core does not take it, or its reader is too far behind.
             EngineDeadError: the core is gone.
         """
+        stream = _OutputStream(self._loop, request.params.n)
+        self.submit(request, stream)
+        try:
+            while stream.open_choices:
+                yield await stream.get()
+        finally:
+            self.forget(request.request_id, over=stream.is_over)
+
+    def submit(self, request: AddRequest, receiver: OutputReceiver) -> None:
+        """Run a request; `receiver` is told all about it, in this loop's thread, until `forget`.
+
+        Raises:
+            RequestError: its id is in use.
+            EngineDeadError: the core is gone.
+        """
         self._check_alive()
         if request.request_id in self._streams:
             raise RequestError(
                 f"request id {request.request_id!r} is in use", param="request_id", status=409
             )
-        stream = _OutputStream(self._loop, request.params.n)
-        self._streams[request.request_id] = stream
+        self._streams[request.request_id] = receiver
         try:
             self._send(request)
-            while stream.open_choices:
-                yield await stream.get()
-        finally:
-            del self._streams[request.request_id]
-            if not stream.is_over and self.dead is None:
-                self._send(AbortRequest(request_id=request.request_id))
+        except BaseException:
+            self._streams.pop(request.request_id, None)
+            raise
+
+    def forget(self, request_id: str, *, over: bool) -> None:
+        """Forget a request; if it is not over, the core is told to end it. Never fails."""
+        if self._streams.pop(request_id, None) is None or over or self.dead is not None:
+            return
+        with contextlib.suppress(EngineDeadError):
+            self._send(AbortRequest(request_id=request_id))
+
+    @property
+    def idle(self) -> bool:
+        """Whether no request runs."""
+        return not self._streams
 
     async def ping(self, timeout_s: float) -> None:
         """Wait until the core has answered between two steps.

@@ -24,7 +24,6 @@ from kvbaton.router.node_http import CONNECT_TIMEOUT_S
 from kvbaton.router.nodes import Nodes
 from kvbaton.router.nodes_api import app_keys, routes
 from kvbaton.server.app import make_app
-from kvbaton.server.cluster_token import operator_token
 from kvbaton.server.config import EdgeConfig, Frontend
 from kvbaton.server.listener import bind, url_of
 from kvbaton.server.metrics import HttpMetrics
@@ -51,8 +50,7 @@ async def router_app(
     """
     async with make_session(config) as session:
         membership = Membership(config.membership, config.cluster_key is None, edge.model_name)
-        token = operator_token(config.cluster_key) if config.cluster_key else None
-        nodes = Nodes(membership, session, operator_token=token)
+        nodes = Nodes(membership, session, cluster_key=config.cluster_key)
         loads, metrics = NodeLoads(), HttpMetrics()
         dispatcher = Dispatcher(
             nodes, session, RouterMetrics(metrics.registry), loads, config.dispatch
@@ -77,9 +75,9 @@ async def router_app(
             yield app
         finally:
             watching.cancel()
-            nodes.close()
             await asyncio.gather(watching, return_exceptions=True)
             await dispatcher.close()
+            await nodes.close()
 
 
 def make_session(config: RouterConfig) -> aiohttp.ClientSession:

@@ -16,6 +16,7 @@ from msgspec.structs import replace
 from kvbaton.errors import RequestError
 from kvbaton.messages.engine import AddRequest, Item, Output
 from kvbaton.router.encoders import with_encoders
+from kvbaton.router.engines import EngineCall
 from kvbaton.router.loads import NodeLoads
 from kvbaton.router.metrics import RouterMetrics
 from kvbaton.router.node_http import ask_over_http
@@ -128,7 +129,7 @@ class Dispatcher:
 
 
 class _Running:
-    """One request on its way; hears what nodes say (`node_http.Listener`).
+    """One request on its way; hears what nodes say (`Listener`).
 
     Attributes:
         over: it has ended; `take` gives out what is left.
@@ -147,7 +148,7 @@ class _Running:
             timers=dispatcher.config.timers,
             now=self._started_at,
         )
-        self._tasks: dict[NodeRequest, asyncio.Task[None]] = {}
+        self._calls: dict[NodeRequest, asyncio.Task[None] | EngineCall] = {}
         self._prefilling: set[NodeRequest] = set()
         self._ready: list[Output] = []
         self._behind = 0
@@ -197,7 +198,7 @@ class _Running:
         self._metrics.requests.labels(self._outcome).inc()
         for line in self._relay.story:
             logger.warning("request %s: %s", self._relay.request.request_id, line)
-        left = [task for task in self._tasks.values() if not task.done()]
+        left = [c for c in self._calls.values() if isinstance(c, asyncio.Task) and not c.done()]
         if left:
             self._dispatcher.linger(left)
 
@@ -228,8 +229,8 @@ class _Running:
 
     def node_lost(self, node_id: str, reason: str) -> None:
         """One of the nodes is gone."""
-        for asked, task in list(self._tasks.items()):
-            if asked.node.node_id == node_id and not task.done():
+        for asked, call in list(self._calls.items()):
+            if asked.node.node_id == node_id and not call.done():
                 self.failed(asked, NodeError(f"the node is lost: {reason}"))
 
     # --- carrying out ---
@@ -246,7 +247,7 @@ class _Running:
                     # the source.
                     late.append(asked) if asked.side == "target" else self._send(asked)
                 case Cancel(asked):
-                    self._tasks[asked].cancel()
+                    self._calls[asked].cancel()
                 case Finished():
                     self._outcome, self.over = "finished", True
                 case RequestError():
@@ -277,13 +278,19 @@ class _Running:
             metrics.items.labels("prefill" if asked.prefills else "encoder").inc(len(rows))
         if asked.attempt and asked.side == "target":
             metrics.retries.inc()
+        client = self._dispatcher.nodes.engines.get(asked.node)
+        if client is not None:
+            call = EngineCall(client, asked, self, partial(loads.remove, asked))
+            self._calls[asked] = call
+            call.start()
+            return
         request_id = self._relay.request.request_id
         task = asyncio.create_task(
             ask_over_http(self._dispatcher.session, asked, request_id, self),
             name=f"{asked.name} {asked.request.request_id}",
         )
         task.add_done_callback(lambda _: loads.remove(asked))
-        self._tasks[asked] = task
+        self._calls[asked] = task
 
     def _tick(self) -> None:
         """Tell the relay the time, and come again when it next wants to know."""

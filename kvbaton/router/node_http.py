@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import logging
-from typing import Protocol
 from urllib.parse import urlsplit
 
 import aiohttp
@@ -12,7 +11,7 @@ import msgspec
 from kvbaton.messages.engine import AddRequest, Output, TransferSpec
 from kvbaton.messages.nodes import GenerateRequest
 from kvbaton.messages.openai import ErrorBody
-from kvbaton.router.node_request import NodeError, NodeRequest
+from kvbaton.router.node_request import Listener, NodeError, NodeRequest
 from kvbaton.server.sse import DONE, read_events
 
 logger = logging.getLogger(__name__)
@@ -23,22 +22,6 @@ MAX_ERROR_BYTES = 1 << 16
 _encoder = msgspec.json.Encoder()
 _output = msgspec.json.Decoder(Output)
 _error = msgspec.json.Decoder(ErrorBody)
-
-
-class Listener(Protocol):
-    """Who hears what a node says to a request."""
-
-    def output(self, asked: NodeRequest, output: Output) -> None:
-        """It made tokens."""
-        ...
-
-    def ended(self, asked: NodeRequest) -> None:
-        """It has said all, in good order."""
-        ...
-
-    def failed(self, asked: NodeRequest, error: NodeError, *, unreachable: bool = False) -> None:
-        """It refused, or broke off; `unreachable` says that nobody listens at its address."""
-        ...
 
 
 async def ask_over_http(

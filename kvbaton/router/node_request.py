@@ -4,11 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Literal
+from typing import Literal, Protocol
 
 from msgspec.structs import replace
 
-from kvbaton.messages.engine import AddRequest, Item, SamplingParams, TransferSpec
+from kvbaton.messages.engine import AddRequest, Item, Output, SamplingParams, TransferSpec
 from kvbaton.messages.nodes import NodeInfo
 from kvbaton.router.pairing import Route
 
@@ -85,6 +85,22 @@ class NodeError:
         """Whether no node would take this request; what the router itself added is our fault."""
         ours = (self.param or "").startswith(("kv_transfer_params", "transfer"))
         return self.status in CLIENT_FAULTS and not ours
+
+
+class Listener(Protocol):
+    """Who hears what a node says to a request."""
+
+    def output(self, asked: NodeRequest, output: Output) -> None:
+        """It made tokens."""
+        ...
+
+    def ended(self, asked: NodeRequest) -> None:
+        """It has said all, in good order."""
+        ...
+
+    def failed(self, asked: NodeRequest, error: NodeError, *, unreachable: bool = False) -> None:
+        """It refused, or broke off; `unreachable` says that nobody listens at its address."""
+        ...
 
 
 def node_requests(

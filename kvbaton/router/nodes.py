@@ -11,8 +11,11 @@ from typing import Any
 import aiohttp
 import msgspec
 
+from kvbaton.errors import EngineDeadError
 from kvbaton.messages.nodes import Members, NodeInfo
+from kvbaton.router.engines import EngineClients
 from kvbaton.router.membership import Change, Member, Membership, State
+from kvbaton.server.cluster_token import operator_token
 
 logger = logging.getLogger(__name__)
 
@@ -28,9 +31,10 @@ class Nodes:
     Args:
         membership: the table.
         session: for probes.
-        operator_token: with which nodes are asked to reset; None uses the session's API key.
+        cluster_key: with which engines are reached over TCP.
 
     Attributes:
+        engines: connections to the nodes' engines.
         on_lost: called with (node id, reason) when a node that may have requests of ours fails.
     """
 
@@ -39,12 +43,15 @@ class Nodes:
         membership: Membership,
         session: aiohttp.ClientSession,
         *,
-        operator_token: str | None = None,
+        cluster_key: str | None = None,
     ) -> None:
         self.membership = membership
+        self.engines = EngineClients(cluster_key, self.unreachable)
         self.on_lost: Callable[[str, str], None] = lambda node_id, reason: None
         self._session = session
-        self._headers = {"Authorization": f"Bearer {operator_token}"} if operator_token else {}
+        self._headers: dict[str, str] = {}
+        if cluster_key:
+            self._headers["Authorization"] = f"Bearer {operator_token(cluster_key)}"
         self._probes: set[asyncio.Task[None]] = set()
 
     # --- events from elsewhere ---
@@ -117,6 +124,7 @@ class Nodes:
             self._announce(self.membership.tick(time.monotonic()))
             for member in self.membership.probe_targets():
                 self._probe_soon(member)
+            await self.engines.sweep()
             await asyncio.sleep(self.membership.timers.probe_period_s)
 
     def _probe_soon(self, member: Member) -> None:
@@ -135,12 +143,15 @@ class Nodes:
                 if member.static:
                     asked = await self._identify(asked.url)
                 await self._get(asked.url, "/health")
+                await self.engines.reach(asked)
         except TimeoutError:
             error = "no answer to a probe in time"
         except aiohttp.ClientResponseError as failure:
             error, answered = f"it answers {failure.status} to a probe", True
         except (aiohttp.ClientError, OSError) as failure:
             error = f"probe failed: {failure}"
+        except (EngineDeadError, ValueError) as failure:
+            error = f"its engine can't be reached: {failure}"
         except msgspec.DecodeError as failure:
             error, answered = f"its /node is malformed: {failure}", True
         now = time.monotonic()
@@ -165,11 +176,15 @@ class Nodes:
             logger.log(level, "%s", change.describe())
             if change.lost:
                 self.on_lost(change.node_id, change.reason)
+            if change.new is State.GONE:
+                self.engines.retire(change.node_id)
             member = self.membership.members.get(change.node_id)
             if change.new is State.STARTING and member is not None:
                 self._probe_soon(member)
 
-    def close(self) -> None:
-        """Stop the probes under way."""
+    async def close(self) -> None:
+        """Stop the probes under way, and end the connections to engines."""
         for task in self._probes:
             task.cancel()
+        await asyncio.gather(*self._probes, return_exceptions=True)
+        await self.engines.close()

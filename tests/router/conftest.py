@@ -6,8 +6,12 @@ import asyncio
 import contextlib
 import dataclasses
 import functools
+import os
+import tempfile
 from collections.abc import AsyncIterator, Awaitable, Callable
 from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
 
 import aiohttp
 import msgspec
@@ -17,16 +21,26 @@ from aiohttp import web
 from tokenizers.models import WordLevel
 from tokenizers.pre_tokenizers import Whitespace
 
-from kvbaton.messages.engine import Output
+from kvbaton.engine.frontends import EngineEndpoints, FrontendServer
+from kvbaton.messages.engine import (
+    AbortRequest,
+    AddRequest,
+    Output,
+    Outputs,
+    Ready,
+    Rejected,
+)
 from kvbaton.messages.nodes import GenerateRequest, NodeInfo
 from kvbaton.router.app import router_app
 from kvbaton.router.config import RouterConfig
 from kvbaton.router.dispatch import DispatchConfig, Dispatcher
 from kvbaton.router.membership import MembershipTimers
+from kvbaton.router.node_http import generate_request
 from kvbaton.router.nodes import Nodes
 from kvbaton.router.nodes_api import LOADS, NODES
 from kvbaton.server.config import FRONTEND, EdgeConfig
 from kvbaton.text.tokenizer import Tokenizer
+from kvbaton.types import NodeId
 
 VOCAB_SIZE = 500
 MODEL = "tiny"
@@ -70,6 +84,7 @@ class StandIn:
     headers: list[dict[str, str]] = field(default_factory=list)
     resets: int = 0
     friend: str | None = None
+    engine: EngineSocket | None = None
 
     async def start(self) -> None:
         app = web.Application()
@@ -83,7 +98,15 @@ class StandIn:
         port = self.runner.addresses[0][1]
         self.info = msgspec.structs.replace(self.info, url=f"http://127.0.0.1:{port}")
 
+    def offer_socket(self, folder: Path) -> None:
+        """Let routers in as frontends of the engine."""
+        self.engine = EngineSocket(self, folder)
+        self.info = msgspec.structs.replace(self.info, engine_address=self.engine.address)
+
     async def stop(self) -> None:
+        if self.engine is not None:
+            await self.engine.stop()
+            self.engine = None
         if self.runner is not None:
             await self.runner.cleanup()
             self.runner = None
@@ -128,6 +151,29 @@ class StandIn:
         await response.write(b"data: [DONE]\n\n")
         return response
 
+    async def answer_add(self, add: AddRequest, frontends: FrontendServer) -> None:
+        """The same over the engine's socket."""
+        body = generate_request(add)
+        self.received.append(body)
+        self.arrived.set()
+        try:
+            await self.gate.wait()
+            if self.status is not None:
+                what = {"message": "no", "param": None, "code": None, **self.body, "type": None}
+                del what["type"]
+                frontends.send(Rejected(request_id=add.request_id, status=self.status, **what))  # type: ignore[arg-type]
+                return
+            for number, output in enumerate(self.outputs(body)):
+                if number == self.die_after and self.engine is not None:
+                    self.engine.die()
+                    return
+                mine = msgspec.structs.replace(output, request_id=add.request_id)
+                frontends.send(Outputs(outputs=(mine,)))
+                await asyncio.sleep(self.pause)
+        except asyncio.CancelledError:
+            self.cancelled += 1
+            raise
+
     def outputs(self, body: GenerateRequest) -> list[Output]:
         """One token per output; a source stops after its first."""
         params = body.kv_transfer_params or {}
@@ -150,6 +196,54 @@ class StandIn:
         ]
 
 
+class EngineSocket:
+    """The engine of a stand-in: what a core's thread does, by a task."""
+
+    def __init__(self, node: StandIn, folder: Path) -> None:
+        self._node = node
+        self._frontends = FrontendServer(
+            EngineEndpoints(local=f"ipc://{folder}/{node.info.node_id}", host="127.0.0.1")
+        )
+        self.address = self._frontends.address
+        self._frontends.send(
+            Ready(
+                node=NodeId(node.info.node_id, bytes(16)),
+                control_address=None,
+                num_blocks=8,
+                block_size=16,
+                max_model_len=400,
+                eos_token_ids=(),
+            )
+        )
+        self._running: dict[str, asyncio.Task[None]] = {}
+        self._wake = os.eventfd(0, os.EFD_NONBLOCK)
+        self._turns = asyncio.create_task(self._turn())
+
+    async def _turn(self) -> None:
+        while True:
+            for message in self._frontends.receive(0.0, self._wake):
+                match message:
+                    case AddRequest(request_id=name):
+                        work = self._node.answer_add(message, self._frontends)
+                        self._running[name] = asyncio.create_task(work)
+                    case AbortRequest(request_id=name) if name in self._running:
+                        self._running.pop(name).cancel()
+            await asyncio.sleep(0.002)
+
+    def die(self) -> None:
+        """As a core that is killed."""
+        if not self._turns.done():
+            self._turns.cancel()
+            self._frontends.close()
+            os.close(self._wake)
+
+    async def stop(self) -> None:
+        self.die()
+        for task in self._running.values():
+            task.cancel()
+        await asyncio.gather(self._turns, *self._running.values(), return_exceptions=True)
+
+
 @dataclass
 class Rig:
     """A router with its nodes."""
@@ -158,6 +252,7 @@ class Rig:
     app: web.Application
     session: aiohttp.ClientSession
     nodes: dict[str, StandIn]
+    sockets: Path | None = None
 
     @property
     def dispatcher(self) -> Dispatcher:
@@ -209,9 +304,13 @@ async def build_rig(
     decode: int = 1,
     encode: int = 0,
     static: tuple[str, ...] = (),
+    sockets: Path | None = None,
     **settings: object,
 ) -> Rig:
-    """A router and nodes ``p0..``, ``d0..``, ``e0..``; all are ended with the stack."""
+    """A router and nodes ``p0..``, ``d0..``, ``e0..``; all are ended with the stack.
+
+    With `sockets`, a folder, the nodes offer their engines' sockets there; else only HTTP.
+    """
     timers = MembershipTimers(heartbeat_s=60.0, probe_period_s=0.05, probe_timeout_s=0.5)
     default = RouterConfig(membership=timers, dispatch=DispatchConfig())
     config = dataclasses.replace(default, **settings)  # type: ignore[arg-type]
@@ -221,6 +320,8 @@ async def build_rig(
     nodes += [stand_in("encode", f"e{i}") for i in range(encode)]
     for node in nodes:  # first, so that they outlive the router and its probes
         await node.start()
+        if sockets is not None:
+            node.offer_socket(sockets)
         stack.push_async_callback(node.stop)
     edge = EdgeConfig(model_name=MODEL, api_keys=config.api_keys)
     app = await stack.enter_async_context(router_app(config, tiny_tokenizer(), edge))
@@ -230,17 +331,30 @@ async def build_rig(
     await web.TCPSite(runner, "127.0.0.1", 0).start()
     url = f"http://127.0.0.1:{runner.addresses[0][1]}"
     session = await stack.enter_async_context(aiohttp.ClientSession(url))
-    rig = Rig(url, app, session, {node.info.node_id: node for node in nodes})
+    rig = Rig(url, app, session, {node.info.node_id: node for node in nodes}, sockets)
     for node_id in rig.nodes:
         await rig.register(node_id)
     return rig
 
 
 @pytest.fixture
-async def make_rig() -> AsyncIterator[MakeRig]:
-    """See `build_rig`; all are ended with the test."""
+async def make_rig(request: pytest.FixtureRequest) -> AsyncIterator[MakeRig]:
+    """See `build_rig`; all are ended with the test. The parameter says how nodes are asked."""
     async with contextlib.AsyncExitStack() as stack:
-        yield functools.partial(build_rig, stack)
+        folder = Path(stack.enter_context(tempfile.TemporaryDirectory()))
+        build = functools.partial(build_rig, stack)
+        made = 0
+
+        async def make(**options: Any) -> Rig:
+            nonlocal made
+            made += 1
+            sockets = folder / str(made)
+            sockets.mkdir()
+            if getattr(request, "param", "http") == "socket":
+                options["sockets"] = sockets
+            return await build(**options)
+
+        yield make
 
 
 def stand_in(role: str, node_id: str) -> StandIn:

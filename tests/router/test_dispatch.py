@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import itertools
 import json
 from collections.abc import Callable
 from contextlib import aclosing
@@ -21,7 +22,10 @@ from kvbaton.router.pairing import NodeLoad
 from kvbaton.router.relay import RelayTimers
 from kvbaton.server.cluster_token import registration_token
 
+pytestmark = pytest.mark.parametrize("make_rig", ["http", "socket"], indirect=True)
+
 PROMPT = (1, 2, 3, 4)
+ids = itertools.count()
 
 
 def expected(count: int, choice: int = 0, prompt: tuple[int, ...] = PROMPT) -> list[int]:
@@ -30,7 +34,8 @@ def expected(count: int, choice: int = 0, prompt: tuple[int, ...] = PROMPT) -> l
 
 def request(max_tokens: int = 4, n: int = 1, **fields: object) -> AddRequest:
     params = SamplingParams(max_tokens=max_tokens, n=n)
-    return AddRequest(request_id="r", token_ids=PROMPT, params=params, **fields)  # type: ignore[arg-type]
+    request_id = f"r{next(ids)}"  # as all endpoints make it: unique
+    return AddRequest(request_id=request_id, token_ids=PROMPT, params=params, **fields)  # type: ignore[arg-type]
 
 
 async def collect(rig: Any, add: AddRequest) -> list[Output]:
@@ -222,7 +227,7 @@ async def test_tokens_that_wait_for_their_reader_become_one_output(make_rig: Any
         await until(lambda: rig.loads() == {})  # all was said
         rest = [output async for output in stream]
     late = [output for output in rest if len(output.token_ids) > 1]
-    assert [(output.choice, output.finish_reason) for output in late] == [
+    assert sorted((output.choice, output.finish_reason) for output in late) == [
         (0, "length"),
         (1, "length"),
     ]
@@ -233,6 +238,7 @@ async def test_tokens_that_wait_for_their_reader_become_one_output(make_rig: Any
 
 async def test_a_reader_that_is_too_slow_hurts_only_itself(make_rig: Any) -> None:
     rig = await make_rig(dispatch=DispatchConfig(max_behind=20))
+    rig.nodes["d0"].pause = 0.005
     async with aclosing(rig.dispatcher.generate(request(100))) as stream:
         first = await asyncio.wait_for(anext(stream), 5)
         await until(lambda: rig.loads() == {})
@@ -242,7 +248,37 @@ async def test_a_reader_that_is_too_slow_hurts_only_itself(make_rig: Any) -> Non
         with pytest.raises(RequestError, match="slowly") as caught:
             await anext(stream)
     assert caught.value.status == 503
-    assert rig.nodes["d0"].cancelled == 1
+    await until(lambda: rig.nodes["d0"].cancelled == 1)
+
+
+async def test_what_runs_on_a_node_that_leaves_goes_on(make_rig: Any) -> None:
+    rig = await make_rig(membership=MembershipTimers(heartbeat_s=60.0, probe_period_s=0.02))
+    d = rig.nodes["d0"]
+    d.gate.clear()
+    running = asyncio.create_task(collect(rig, request()))
+    await asyncio.wait_for(d.arrived.wait(), 5)
+    rig.directory.remove("d0")
+    d.healthy = False
+    await asyncio.sleep(0.1)  # some probes
+    d.gate.set()
+    assert tokens(await running) == expected(4)
+    assert (d.cancelled, len(d.received)) == (0, 1)
+
+
+async def test_an_engine_that_dies_is_noticed_at_once_and_found_again(make_rig: Any) -> None:
+    slow = MembershipTimers(heartbeat_s=60.0, probe_period_s=30.0, failures=100)
+    rig = await make_rig(membership=slow)
+    d = rig.nodes["d0"]
+    if d.engine is None:
+        pytest.skip("over HTTP nobody notices before a request or a probe does")
+    d.engine.die()
+    await until(lambda: rig.states()["d0"] == "unhealthy", 2.0)
+    assert tokens(await collect(rig, request())) == expected(4), "the prefill node serves alone"
+    d.offer_socket(rig.sockets)
+    d.info = msgspec.structs.replace(d.info, generation="2")
+    await rig.register("d0")
+    assert tokens(await collect(rig, request())) == expected(4)
+    assert len(d.received) == 1
 
 
 async def test_load_spreads(make_rig: Any) -> None:
@@ -387,6 +423,7 @@ def text(ids: list[int]) -> str:
 
 async def test_a_completion_is_whole_or_streamed(make_rig: Any) -> None:
     rig = await make_rig()
+    rig.nodes["d0"].pause = 0.01  # so that the prefill node is heard
     status, body, _ = await complete(rig)
     assert status == 200
     assert body["choices"][0]["text"].strip() == text(expected(4))
