@@ -24,8 +24,8 @@ demo: $(VENV)/.runtime  ## 1 prefill + 1 decode + router on this machine, answer
 	$(BIN)/kvbaton up --model demo-model --prefill 1 --decode 1 --port 0 \
 	  --max-num-batched-tokens 64 --max-tokens 48 --prompt "$(PROMPT)"
 
-servers:  ## what some tests of stores start, from Debian or Ubuntu (as root); without it they skip
-	apt-get update -qq && DEBIAN_FRONTEND=noninteractive apt-get install -y -qq redis-server
+servers:  ## what some tests start, from Debian or Ubuntu (as root); without it they skip
+	apt-get update -qq && DEBIAN_FRONTEND=noninteractive apt-get install -y -qq redis-server iproute2
 
 test: $(VENV)/.dev  ## the test suite: about 10 minutes on 2 cores
 	$(BIN)/pytest -q -n $(JOBS) --dist loadgroup -m "not slow and not gpu and not multigpu"

@@ -5,9 +5,9 @@ request, no block: it is given ranges (`Ranges`) that a plan computed. Importabl
 
 Threading: one thread, the *transfer thread* of a node, makes every call on a transport, and no
 call may block it for more than a few milliseconds, except `fence` and `close`, which may take up
-to a second. A transport may run threads of its own. Buffers belong to the engine: between
-`register` and `deregister` they stay where they are, and a transport touches them only while a
-write is in flight.
+to a second, and `connect`, half a second if the other side does not answer. A transport may run
+threads of its own. Buffers belong to the engine: between `register` and `deregister` they stay
+where they are, and a transport touches them only while a write is in flight.
 """
 
 from __future__ import annotations
@@ -143,7 +143,7 @@ class Capabilities:
         max_notice_bytes: longest notice payload, at least 80; digests travel in it, 8 bytes for
             each unit of lcm(both block sizes) tokens, so small notices make many small writes.
         fence: see `FenceScope`.
-        max_ranges: most rows of one write; the caller splits above it.
+        max_ranges: most rows of one write, at least 1; the caller splits above it.
         processes: it reaches other processes.
         host_staged: those of `devices` whose bytes pass through memory of the host: slow.
     """
@@ -186,8 +186,11 @@ class Transport(Protocol):
         """Reach the owner of a card. Raises `TransportError`; never dials before this call."""
         ...
 
-    def close(self, peer: Peer) -> None:
-        """Stop posting to a peer; afterwards its writes no longer read our memory."""
+    def close(self, peer: Peer) -> bool:
+        """Stop posting to a peer, and try to end the writes to it that are in flight.
+
+        Returns True once they no longer read our memory, else False; the caller asks again later.
+        """
         ...
 
     def fence(self, peer: Peer) -> bool:

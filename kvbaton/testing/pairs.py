@@ -82,6 +82,15 @@ class Pair:
             return "not declared: processes"
         return None
 
+    @property
+    def most_ranges(self) -> int:
+        """Most rows of one write."""
+        return self.source.capabilities.max_ranges
+
+    def rows(self, count: int, largest: int = 2_000) -> list[Row]:
+        """Random rows of one write; fewer where it takes fewer."""
+        return random_rows(self.random, min(count, self.most_ranges), largest)
+
     def write(self, rows: Sequence[Row], notice: bytes = b"") -> Handle:
         """Post rows and note what they should do to the target."""
         handle = self.source.write(self.peer, pack(rows), notice)

@@ -1,9 +1,11 @@
 """The kit can fail: each broken transport is caught by its case, and by none before it."""
 
+from dataclasses import replace
+
 import pytest
 
-from kvbaton.connectors.base import Transport
-from kvbaton.connectors.transports.memory import MemoryHub, MemoryTransport
+from kvbaton.connectors.base import Capabilities, Peer, Ranges, Transport
+from kvbaton.connectors.transports.memory import MemoryHandle, MemoryHub, MemoryTransport
 from kvbaton.testing.kit import Outcome, Verdict, run_case
 from kvbaton.testing.pairs import Pair, fresh_name
 from kvbaton.testing.transport_cases import TRANSPORT_KIT
@@ -35,3 +37,17 @@ def test_the_first_case_to_fail_is_the_one_for_it(broken: type[MemoryTransport])
 
 def test_the_transport_that_they_mutate_passes() -> None:
     assert first_failure(MemoryTransport) is None
+
+
+@pytest.mark.parametrize("most", [1, 7])
+def test_the_kit_asks_no_more_than_is_declared(most: int) -> None:
+    class TakesFewRanges(MemoryTransport):
+        @property
+        def capabilities(self) -> Capabilities:
+            return replace(super().capabilities, max_ranges=most)
+
+        def write(self, peer: Peer, ranges: Ranges, notice: bytes) -> MemoryHandle:
+            assert ranges.ndim != 2 or len(ranges) <= most
+            return super().write(peer, ranges, notice)
+
+    assert first_failure(TakesFewRanges) is None

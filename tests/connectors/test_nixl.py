@@ -2,15 +2,20 @@
 
 import itertools
 import os
+import signal
+import sys
+import time
+from collections.abc import Callable, Iterator
 
 import msgspec
 import numpy as np
+import numpy.typing as npt
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from kvbaton.connectors.base import Memory, Status
-from kvbaton.connectors.transports.nixl import NixlTransport
+from kvbaton.connectors.base import Memory, Peer, Status
+from kvbaton.connectors.transports.nixl import NixlHandle, NixlTransport
 from kvbaton.connectors.transports.nixl_parts import (
     GPU_PART_BYTES,
     GPU_PIECE_BYTES,
@@ -21,11 +26,13 @@ from kvbaton.connectors.transports.nixl_parts import (
 )
 from kvbaton.connectors.transports.regions import Copies
 from kvbaton.errors import TransportError
+from kvbaton.testing.far_process import FarProcess
 from kvbaton.testing.pairs import Pair, memory_of, pack
 
 OURS = [Memory(1 << 40, 1 << 34), Memory(1 << 41, 1 << 34, "cuda", 1), None]
 THEIRS = [RemoteRegion(1 << 42, 1 << 34, "cpu", 0), RemoteRegion(1 << 43, 1 << 34, "cuda", 2), None]
 _names = itertools.count()
+Bytes = npt.NDArray[np.uint8]
 
 
 def make_pair() -> tuple[NixlTransport, NixlTransport]:
@@ -130,3 +137,94 @@ def test_memory_that_is_none_is_refused() -> None:
     with pytest.raises(TransportError, match="can't register"):
         transport.register(Memory(0, 1 << 40, "cuda", 63))
     transport.shutdown()
+
+
+STUCK_BYTES = 64 << 20
+
+# A process that tells its card, polls until it is told to look, and says what its region holds.
+TARGET = """
+import sys
+import numpy as np
+from kvbaton.connectors.transports.nixl import NixlTransport
+from kvbaton.testing.pairs import memory_of
+transport, memory = NixlTransport("target"), np.zeros(int(sys.argv[1]), np.uint8)
+transport.register(memory_of(memory))
+print("card", transport.card().hex(), flush=True)
+import selectors
+selector = selectors.DefaultSelector()
+selector.register(sys.stdin, selectors.EVENT_READ)
+while True:
+    while not selector.select(0.001):
+        transport.notices()
+    sys.stdin.readline()
+    print("holds", *np.unique(memory), flush=True)
+"""
+
+
+@pytest.fixture
+def target(monkeypatch: pytest.MonkeyPatch) -> Iterator[FarProcess]:
+    """Another process, reached through sockets only."""
+    monkeypatch.setenv("UCX_TLS", "tcp")
+    with FarProcess([sys.executable, "-c", TARGET, str(STUCK_BYTES)], 20.0) as far:
+        yield far
+
+
+def drive(transport: NixlTransport, done: Callable[[], bool], what: str, within: float) -> None:
+    limit = time.monotonic() + within
+    while not done():
+        transport.notices()
+        assert time.monotonic() < limit, what
+
+
+def stuck_write(far: FarProcess) -> tuple[NixlTransport, Peer, Bytes, NixlHandle]:
+    """A write to a process that is stopped before it has taken in all of it."""
+    source = NixlTransport(f"n{next(_names)}")
+    memory = np.full(STUCK_BYTES, 7, np.uint8)
+    source.register(memory_of(memory))
+    peer = source.connect(bytes.fromhex(far.started()[1]))
+    first = source.write(peer, pack([(0, 0, 0, 0, 64, 1, 0, 0)]), b"connects")
+    drive(source, lambda: first.status() is Status.DONE, "a first write", 20)
+    far.signal(signal.SIGSTOP)
+    handle = source.write(peer, pack([(0, 0, 0, 0, STUCK_BYTES, 1, 0, 0)]), b"stuck")
+    for _ in range(50):
+        source.notices()
+        assert handle.status() is Status.PENDING
+    return source, peer, memory, handle
+
+
+def test_nothing_is_read_any_more_once_close_says_so(target: FarProcess) -> None:
+    """A transfer can't be called off: what `close` promises, it must wait for."""
+    source, peer, memory, handle = stuck_write(target)
+    if not source.close(peer):
+        target.signal(signal.SIGCONT)
+    drive(source, lambda: source.close(peer), "closed", 20)
+    memory[:] = 9  # another request's blocks by now
+    target.signal(signal.SIGCONT)
+    drive(source, lambda: handle.status() is Status.DRAINED, "drained", 20)
+    target.tell("look")
+    assert "9" not in target.line("holds")
+    source.shutdown()
+
+
+def test_the_death_of_a_stuck_target_ends_reading_and_drains(target: FarProcess) -> None:
+    source, peer, _, handle = stuck_write(target)
+    assert not source.close(peer)
+    target.kill()
+    drive(source, lambda: source.close(peer), "closed", 10)
+    drive(source, lambda: handle.status() is Status.DRAINED, "drained", 5)
+    source.shutdown()
+
+
+def test_a_write_of_which_all_parts_landed_is_drained_by_close() -> None:
+    """Also if its notice was still to be sent: nothing of it is in flight."""
+    pair = Pair(make_pair)
+    size = 3 * PART_BYTES
+    memory = [np.full(size, 3, np.uint8), np.zeros(size, np.uint8)]
+    source = pair.source.register(memory_of(memory[0])).index
+    target = pair.target.register(memory_of(memory[1])).index
+    peer = pair.source.connect(pair.target.card())
+    handle = pair.source.write(peer, pack([(source, 0, target, 0, size, 1, 0, 0)]), b"x")
+    pair.wait(lambda: bool((memory[1] == 3).any()), "the first part")
+    pair.source.close(peer)
+    pair.wait(lambda: handle.status() is Status.DRAINED, "drained while the peer lives")
+    pair.close()

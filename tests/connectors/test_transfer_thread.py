@@ -70,11 +70,13 @@ def test_an_address_that_cannot_be_dialled_fails_its_attempt_only(make: Make, ad
     assert isinstance(hand_over(p, d), Deliver)
 
 
-def test_a_peer_whose_layout_and_card_disagree_fails_its_attempt_only(make: Make) -> None:
+def test_a_peer_whose_layout_and_card_disagree_fails_its_attempt_only(
+    make: Make, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """P plans beyond the region that D's card tells of: `Transport.write` raises `ValueError`."""
     p, d, liar = make(Prefill), make(Decode), make(Decode)
-    card = msgspec.structs.replace(liar.identity.ranks[0], card=short_card(liar))
-    object.__setattr__(liar.identity, "ranks", (card,))
+    card = short_card(liar)
+    monkeypatch.setattr(liar.transport, "card", lambda: card)
     ended = hand_over(p, liar)
     assert isinstance(ended, Fail)
     assert "write 0 failed" in ended.reason

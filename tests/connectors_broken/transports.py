@@ -56,6 +56,16 @@ class SpillsOver(MemoryTransport):
             return super().write(peer, ranges, notice)
 
 
+class PromisesTooManyRanges(MemoryTransport):
+    """Declares more ranges for a write than it takes."""
+
+    def write(self, peer: Peer, ranges: Ranges, notice: bytes) -> MemoryHandle:
+        """Refuse more than some thousands of rows."""
+        if len(ranges) > 5_000:
+            raise ValueError(f"{len(ranges)} ranges")
+        return super().write(peer, ranges, notice)
+
+
 class ClampsBadRows(MemoryTransport):
     """Leaves rows out that it can't write, and calls that done."""
 
@@ -165,8 +175,9 @@ class FencesInWordsOnly(MemoryTransport):
 class WritesAfterClose(MemoryTransport):
     """Does not care that a peer was closed."""
 
-    def close(self, peer: Peer) -> None:
-        """Do nothing."""
+    def close(self, peer: Peer) -> bool:
+        """Do nothing, and say that it is done."""
+        return True
 
 
 class OutlivesShutdown(MemoryTransport):
@@ -201,6 +212,7 @@ BROKEN: dict[type[MemoryTransport], str] = {
     DoublesNotices: "L1.empty-write",
     SkipsEmptyWrites: "L1.empty-write",
     TruncatesNotices: "L1.notice-lengths",
+    PromisesTooManyRanges: "L1.the-most-ranges",
     ClampsBadRows: "L1.bounds",
     NotifiesEarly: "L2.notice-follows-bytes",
     WritesAfterClose: "L2.closed-peer",

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Literal
 
@@ -42,6 +42,8 @@ class Cluster:
         *,
         model: Path | None = None,
         router: Router | None = None,
+        inside: Sequence[str] = (),
+        env: Mapping[str, str] | None = None,
     ) -> Node:
         """Start a node; it comes up while the caller goes on, until `until_up`.
 
@@ -52,13 +54,16 @@ class Cluster:
                 without a value.
             model: other than the cluster's.
             router: to register with.
+            inside: see `Server`.
+            env: see `Server`.
         """
         common = {"port": "0", "node-id": name, "served-model-name": "tiny"}
         common["model"] = str(model or self.model)
         if router is not None:
             common["router"] = router.url
         engine = {} if role == "encode" else ENGINE
-        node = Node(name, [role, *_words({**common, **engine, **(flags or {})})], self.folder)
+        words = [role, *_words({**common, **engine, **(flags or {})})]
+        node = Node(name, words, self.folder, inside=inside, env=env)
         self.servers.append(node)
         return node
 

@@ -98,6 +98,12 @@ class Pair:
 
         return POOL.submit(finish)
 
+    def submit_to_both(self, token_ids: Sequence[int], **params: Any) -> Future[GenerateResponse]:
+        """The same, whatever becomes of P."""
+        ours = os.urandom(16)
+        POOL.submit(self.p.generate, token_ids, self.source_params(ours), **params)
+        return POOL.submit(self.d.generate, token_ids, self.target_params(ours), **params)
+
     def generate(self, token_ids: Sequence[int], **params: Any) -> GenerateResponse:
         """The same, awaited."""
         return self.submit(token_ids, **params).result()

@@ -14,7 +14,7 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import closing, suppress
 from pathlib import Path
 from typing import Any
@@ -36,7 +36,7 @@ _LAUNCH = """
 import ctypes, os, sys
 ctypes.CDLL(None).prctl(1, 9)
 if os.getppid() == int(sys.argv[1]):
-    os.execv(sys.executable, [sys.executable, "-m", "kvbaton", *sys.argv[2:]])
+    os.execvp(sys.argv[2], sys.argv[2:])
 """
 
 
@@ -73,22 +73,39 @@ class Metrics:
 
 
 class Server:
-    """``kvbaton`` with these words, as a process that writes to a file."""
+    """``kvbaton`` with these words, as a process that writes to a file.
+
+    Args:
+        name: of its log.
+        words: of the command line.
+        folder: for its log.
+        inside: a command that runs it elsewhere: in namespaces of its own, say.
+        env: beyond our own.
+    """
 
     says_url = r"listening on (http://\S+)"
 
-    def __init__(self, name: str, words: Sequence[str], folder: Path) -> None:
+    def __init__(
+        self,
+        name: str,
+        words: Sequence[str],
+        folder: Path,
+        *,
+        inside: Sequence[str] = (),
+        env: Mapping[str, str] | None = None,
+    ) -> None:
         self.name = name
         self.log = folder / f"{name}.log"
         self._url: str | None = None
+        command = [*inside, sys.executable, "-m", "kvbaton", *words, "--log-level=info"]
         with self.log.open("ab") as log:
             self._process = subprocess.Popen(
-                [sys.executable, "-c", _LAUNCH, str(os.getpid()), *words, "--log-level=info"],
+                [sys.executable, "-c", _LAUNCH, str(os.getpid()), *command],
                 stdin=subprocess.DEVNULL,
                 stdout=log,
                 stderr=log,
                 start_new_session=True,
-                env={**os.environ, "OMP_NUM_THREADS": "1"},
+                env={**os.environ, "OMP_NUM_THREADS": "1", **(env or {})},
             )
 
     # --- life ---

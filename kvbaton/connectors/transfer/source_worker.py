@@ -130,6 +130,7 @@ class SourceWorker(TransferWorker[SourceEvent, SourceAction]):
         super().__init__(source, transports, layouts, counters)
         self.source = source
         self._peers: dict[bytes, _Peers] = {}
+        self._closing: dict[bytes, list[tuple[Transport, Peer]]] = {}
         self._writes: list[_Write] = []
         self._reports: dict[Attempt, deque[BlocksReport | FirstTokens]] = {}
         self._do = {
@@ -156,6 +157,7 @@ class SourceWorker(TransferWorker[SourceEvent, SourceAction]):
         for attempt in list(self._reports):
             self._poll_reports(attempt, now)
         self._poll_writes(now)
+        self._poll_closing(now)
         for transport in self.transports:
             try:
                 transport.notices()  # nobody writes to a source; this drives transport's progress
@@ -166,7 +168,9 @@ class SourceWorker(TransferWorker[SourceEvent, SourceAction]):
 
     def busy(self) -> bool:
         """Whether blocks are about to be sent, or on their way."""
-        return bool(self._reports) or any(not write.failed for write in self._writes)
+        return bool(self._reports or self._closing) or any(
+            not write.failed for write in self._writes
+        )
 
     def state(self) -> dict[str, Any]:
         """What the machine and this thread know, for diagnosis."""
@@ -203,7 +207,7 @@ class SourceWorker(TransferWorker[SourceEvent, SourceAction]):
     # --- actions ---
 
     def _send(self, action: Send, now: float) -> None:
-        self.send(action)
+        self.send(self.with_cards(action))
 
     def _open_peer(self, action: OpenPeer, now: float) -> None:
         decoded = [msgspec.msgpack.decode(c.layouts, type=list[KVLayout]) for c in action.ranks]
@@ -218,14 +222,27 @@ class SourceWorker(TransferWorker[SourceEvent, SourceAction]):
 
     def _close_peer(self, action: ClosePeer, now: float) -> None:
         peers = self._peers.pop(action.session, None)
-        if peers is not None:
-            for (s, _), peer in peers.links.items():
-                try:
-                    self.transports[s].close(peer)
-                except Exception:
-                    self.error("transport %s can't close a peer", self.transports[s].name)
-        # Bytes read before may still be on the wire: writes are watched until each has ended.
-        self.handle(Closed(action.session), now)
+        links = peers.links.items() if peers is not None else ()
+        self._closing[action.session] = [(self.transports[s], peer) for (s, _), peer in links]
+        self._poll_closing(now)
+
+    def _poll_closing(self, now: float) -> None:
+        """Bytes read before may still be on the wire: writes are watched until each has ended."""
+        for session, links in list(self._closing.items()):
+            links[:] = [
+                (transport, peer) for transport, peer in links if self._reads(transport, peer)
+            ]
+            if not links:
+                del self._closing[session]
+                self.handle(Closed(session), now)
+
+    def _reads(self, transport: Transport, peer: Peer) -> bool:
+        """Whether writes to a peer that is being closed may still read our memory."""
+        try:
+            return not transport.close(peer)
+        except Exception:
+            self.error("transport %s can't close a peer", transport.name)
+            return False
 
     def _post(self, action: Post, now: float) -> None:
         began = time.monotonic()

@@ -167,7 +167,7 @@ class TargetWorker(TransferWorker[TargetEvent, TargetAction]):
         if isinstance(action.message, Reserve) and self._is_unreachable(action.message.session):
             return
         try:
-            self.send(action)
+            self.send(self.with_cards(action))
         except ValueError as error:
             assert action.address is not None, "only an address can be wrong"
             self.handle(Unreachable(action.address, str(error)), now)

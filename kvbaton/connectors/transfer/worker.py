@@ -2,16 +2,20 @@
 
 from __future__ import annotations
 
+import dataclasses
 import logging
 import sys
 from collections import deque
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any, Generic, Protocol, TypeVar
 
+from msgspec.structs import replace
+
 from kvbaton.connectors.base import Transport
 from kvbaton.connectors.layout import KVLayout
 from kvbaton.connectors.protocol.events import Send, Tick
 from kvbaton.connectors.transfer.timeline import Timelines, attempt_name
+from kvbaton.messages.control import Hello, Welcome
 from kvbaton.types import Attempt
 
 logger = logging.getLogger(__name__)
@@ -140,6 +144,19 @@ class TransferWorker(Generic[EventT, ActionT]):
     def next_deadline(self) -> float | None:
         """When the machine wants to be called again."""
         return self._machine.next_deadline()
+
+    def with_cards(self, action: Send) -> Send:
+        """Put in the cards of now: a transport that had to fence may have a new one.
+
+        Raises:
+            TransportError: it has none at the moment.
+        """
+        message = action.message
+        if not isinstance(message, Hello | Welcome):
+            return action
+        ranks = zip(message.ranks, self.transports, strict=True)
+        cards = tuple(replace(rank, card=transport.card()) for rank, transport in ranks)
+        return dataclasses.replace(action, message=replace(message, ranks=cards))
 
     def close(self) -> None:
         """Close all peers and shut the transports down."""

@@ -203,9 +203,9 @@ class FaultyTransport:
         """Pass on."""
         return self._inner.connect(card)
 
-    def close(self, peer: Peer) -> None:
+    def close(self, peer: Peer) -> bool:
         """Pass on; delayed writes to it fail when they are posted."""
-        self._inner.close(peer)
+        return self._inner.close(peer)
 
     def fence(self, peer: Peer) -> bool:
         """Pass on."""

@@ -225,13 +225,14 @@ class MemoryTransport:
             self._peers.append(peer)
             return peer
 
-    def close(self, peer: Peer) -> None:
-        """Give up writes to a peer that have not landed."""
+    def close(self, peer: Peer) -> bool:
+        """Give up writes to a peer that have not landed. Always True."""
         with self.hub.lock:
             own = self._own(peer)
             own.open = False
             self.hub.void(lambda handle: handle.peer is own)
             self._peers = [p for p in self._peers if p is not own]
+        return True
 
     def fence(self, peer: Peer) -> bool:
         """Refuse whatever that peer has in flight or sends from now on. Always True."""

@@ -14,8 +14,21 @@ CPU, 0.15 ms for 128 ranges and 0.57 ms for 4,096 (two prepared lists per write:
 one list prepared per region, picked by index: 0.04 and 0.32 ms, but only for equal blocks). Posting
 takes 2.1 ms for 128 x 64 KiB and 14.4 ms for 4,096 x 4 KiB, whichever was used.
 
-Fence scope is PROCESS: a UCX writer that was stopped may go on writing after the target has
-deregistered, so only the end of its process proves anything.
+A fence depends on the *lane* that UCX may take from the peer to here (`nixl_lanes`). Measured in
+1.5.1 with a writer that was stopped at a tenth and continued: nothing that a target does to its
+registrations stops the rest; destroying the target's agent stops it wholly over TCP, and not over
+shared memory. So:
+
+- over shared memory (also CUDA IPC) only the death of the peer's process is a fence, which its
+  guard proves (`connectors.guard`);
+- over sockets, the agent is destroyed and made anew. That costs all other peers their writes in
+  flight and their sessions, so it is done when the peer's process is dead (its kernel may still
+  send what it held) or can't be reached; one that is only silent, whose kernel still answers, is
+  given `PATIENCE_S` first;
+- over RDMA, and CUDA IPC between machines, both are asked for: death, and a new agent. That a new
+  agent alone is enough there has not been proven.
+
+The agent's name and metadata change with that: `card` is never the same after it.
 """
 
 from __future__ import annotations
@@ -24,8 +37,8 @@ import importlib
 import logging
 import os
 import time
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, suppress
 from typing import TYPE_CHECKING, Any
 
 import msgspec
@@ -40,7 +53,9 @@ from kvbaton.connectors.base import (
     Region,
     Status,
 )
-from kvbaton.connectors.host import ProcessCard, is_gone, is_loopback, this_process
+from kvbaton.connectors.guard import GuardCard, guard_card, watch
+from kvbaton.connectors.host import is_loopback
+from kvbaton.connectors.transports.nixl_lanes import Lane, Place, choose_lane, this_place
 from kvbaton.connectors.transports.nixl_parts import Part, RemoteRegion, cut
 from kvbaton.connectors.transports.regions import RegionTable, expand
 from kvbaton.errors import ConfigError, TransportError
@@ -53,33 +68,96 @@ if TYPE_CHECKING:
 MAX_NOTICE_BYTES = 1 << 16
 POST_BUDGET_S = 0.002
 """A call stops posting parts after this long; the next call goes on."""
-LIVENESS_PERIOD_S = 0.05
 SETTLE_S = 0.05
+DIAL_S = 0.5
+"""`connect` waits so long for the guard of the peer's process: a round trip where all is well."""
+PATIENCE_S = 40.0
+"""A fence waits so long for a silent process whose kernel answers before it disturbs others."""
+RETRY_S = 0.5
+"""Between two tries to make an agent where the first has failed."""
+CALL_OFF_S = 2.0
+"""After `close` UCX has so long to find by itself that whom it writes to is no more."""
 _MARK = b"N"
 """Leads every notice, since NIXL takes an empty one for none."""
 _MEMORY_TYPE: dict[Device, str] = {"cpu": "DRAM", "cuda": "VRAM"}
 
 
 class _Card(msgspec.Struct, frozen=True):
+    """What `connect` needs.
+
+    Attributes:
+        name: of the transport.
+        number: of its agent at the moment, from 1; each is destroyed before the next is made.
+        metadata: of that agent.
+        guard: of the process.
+        place: where it runs.
+        regions: by number; None for those removed.
+    """
+
     name: str
+    number: int
     metadata: bytes
-    process: ProcessCard
+    guard: GuardCard
+    place: Place
     regions: tuple[RemoteRegion | None, ...]
+
+    @property
+    def agent(self) -> str:
+        """The agent's name."""
+        return f"{self.name}/{self.number}"
 
 
 class NixlPeer:
-    """A connection to one remote agent."""
+    """A connection to one remote agent.
 
-    def __init__(self, card: _Card) -> None:
+    Attributes:
+        made_of: the agent of ours that it writes to, and that we write with.
+        lane: what UCX may take from it to here.
+        near: in our network namespace, so that its bytes come over the loopback device if by TCP.
+        open: whether writes may be posted.
+        lost: found to be gone; reported: the caller was told.
+        replaced: its agent is no more, another has taken its place.
+        asked_since: when a fence, or the end of reading, was first asked for.
+    """
+
+    def __init__(self, card: _Card, made_of: _Agent, lane: Lane, *, near: bool) -> None:
         self.name = card.name
-        self.process = card.process
+        self.agent_name, self.agent_number = card.agent, card.number
         self.regions = card.regions
+        self.made_of = made_of
+        self.lane = lane
+        self.near = near
+        self.watch = watch(card.guard)
+        self.watch.close_with(self)
         self.open = True
-        self.lost = False
+        self.lost = self.reported = self.replaced = False
+        self.asked_since: float | None = None
+
+    @property
+    def unreachable(self) -> bool:
+        """Dead, or cut off on a lane where that allows a fence."""
+        return self.watch.dead or (self.lane is Lane.SOCKETS and self.watch.cut)
+
+    @property
+    def gone(self) -> bool:
+        """The agent that we write to is proven to be no more."""
+        return self.replaced or self.watch.dead
+
+    def waited(self) -> float:
+        """Seconds since the first call."""
+        now = time.monotonic()
+        if self.asked_since is None:
+            self.asked_since = now
+        return now - self.asked_since
 
 
 class NixlHandle:
-    """One write: parts not yet posted, and NIXL transfers in flight."""
+    """One write: parts not yet posted, and NIXL transfers in flight.
+
+    What was posted stays in flight until NIXL says that it has ended: giving a transfer back early
+    does not stop UCX from reading its source (measured over TCP with a stopped target: the rest
+    was read and sent once it went on).
+    """
 
     def __init__(self, agent: _Agent, peer: NixlPeer, parts: list[Part], notice: bytes) -> None:
         self.peer = peer
@@ -88,7 +166,7 @@ class NixlHandle:
         self._notice = _MARK + notice
         self._rides_along = len(parts) == 1
         self._active: list[Any] = []
-        self._posted = False
+        self._broken = False
         self._status = Status.PENDING
         self._error: str | None = None
 
@@ -105,20 +183,32 @@ class NixlHandle:
         return self._error
 
     @property
-    def ended(self) -> bool:
-        """No longer pending, as of the last `status`."""
-        return self._status is not Status.PENDING
+    def reads(self) -> bool:
+        """Whether UCX may still read its source, as of the last `status`."""
+        return bool(self._active)
+
+    @property
+    def moves(self) -> bool:
+        """Whether there is anything to drive, as of the last `status`."""
+        return self._status is Status.PENDING or self.reads
 
     def release(self) -> None:
-        """Give up what NIXL still holds for this write."""
-        self._active = [transfer for transfer in self._active if not _released(transfer)]
+        """Nothing to give back: each transfer is, when it ends."""
 
     def fail(self, reason: str) -> None:
-        """End the write; what was posted may still land."""
+        """Post no more; what was posted goes on."""
         if self._status is Status.PENDING:
             self._parts.clear()
             self._error, self._status = reason, Status.ERROR
             self._settle()
+
+    def abandon(self, reason: str) -> None:
+        """Fail because the agent is about to be destroyed; what was sent may still land."""
+        self.fail(reason)
+        self._broken |= bool(self._active)
+        for transfer in self._active:
+            _give_back(transfer)
+        self._active.clear()
 
     def _advance(self) -> None:
         try:
@@ -126,7 +216,7 @@ class NixlHandle:
             self._post()
             if not self._parts and not self._active:
                 if not self._rides_along:
-                    self._agent.api.send_notif(self.peer.name, self._notice)
+                    self._agent.api.send_notif(self.peer.agent_name, self._notice)
                 self._status = Status.DONE
         except self._agent.errors as error:
             self.peer.lost |= isinstance(error, self._agent.disconnect)
@@ -134,30 +224,44 @@ class NixlHandle:
 
     def _poll(self) -> None:
         for transfer in tuple(self._active):
-            self._note(transfer, self._agent.api.check_xfer_state(transfer))
+            self._take_state(transfer, self._agent.api.check_xfer_state)
 
     def _post(self) -> None:
         limit = time.monotonic() + POST_BUDGET_S
         while self._parts and time.monotonic() < limit:
             part = self._parts.pop()
-            transfer = self._agent.prepare(self.peer.name, part)
+            transfer = self._agent.prepare(self.peer.agent_name, part)
             self._active.append(transfer)
-            self._posted = True
             notice = self._notice if self._rides_along else b""
-            self._note(transfer, self._agent.api.transfer(transfer, notice))
+            self._take_state(transfer, lambda of, with_=notice: self._agent.api.transfer(of, with_))  # type: ignore[misc]
 
-    def _note(self, transfer: Any, state: str) -> None:
-        if state == "PROC":
-            return
-        if state != "DONE":
-            raise self._agent.disconnect(f"NIXL reports {state}")
-        transfer.release()
+    def _take_state(self, transfer: Any, ask: Callable[[Any], str]) -> None:
+        """Ask for a transfer's state; one that has ended, well or not, is given back."""
+        try:
+            state = ask(transfer)
+            if state == "PROC":
+                return
+            if state != "DONE":
+                raise self._agent.disconnect(f"NIXL reports {state}")
+        except self._agent.errors:
+            self._broken = True
+            self._give_up(transfer)
+            raise
+        self._give_up(transfer)
+
+    def _give_up(self, transfer: Any) -> None:
         self._active.remove(transfer)
+        _give_back(transfer)
 
     def _settle(self) -> None:
-        """From ERROR to DRAINED once that is proven: nothing was posted, or the peer is no more."""
-        self.release()
-        if not self._active and (not self._posted or is_gone(self.peer.process)):
+        """From ERROR to DRAINED once that is proven: all that was posted has landed, or never will.
+
+        A transfer that failed was read to its end (UCX has given it up), but may still land.
+        """
+        for transfer in tuple(self._active):
+            with suppress(*self._agent.errors):
+                self._take_state(transfer, self._agent.api.check_xfer_state)
+        if not self._active and (not self._broken or self.peer.gone):
             self._status = Status.DRAINED
 
 
@@ -173,9 +277,19 @@ class _Agent:
             if key.startswith("nixl") and key.endswith("Error")
         )
         self.disconnect: type[Exception] = bindings.nixlRemoteDisconnectError
+        self.tls = os.environ.get("UCX_TLS", "")
         self.api: Any = module.nixl_agent(name, module.nixl_agent_config(enable_prog_thread=False))
         if "UCX" not in self.api.backends:
             raise ConfigError("--transport", "this NIXL has no UCX plugin")
+
+    def register(self, memory: Memory) -> Any:
+        """Register memory; raises one of `errors`."""
+        entry = (memory.address, memory.num_bytes, memory.device_index, "")
+        return self.api.register_memory([entry], _MEMORY_TYPE[memory.device])
+
+    def close(self) -> None:
+        """Destroy it, although handles that failed still hold this object."""
+        self.api = None
 
     def prepare(self, peer: str, part: Part) -> Any:
         """Make a transfer of a part; the notice is given when it is posted."""
@@ -199,25 +313,28 @@ class NixlTransport:
             ConfigError: NIXL is not installed or has no UCX.
         """
         self._name = name
-        with _net_devices(host):
-            self._agent: _Agent | None = _Agent(name)
-        self._process = this_process()
+        self._host = host
+        self._number = 0
+        self._agent: _Agent | None = self._make_agent()
+        self._next_try = 0.0
+        self._closed = False
+        self._guard = guard_card(host)
+        self._place = this_place()
         self._regions = RegionTable()
         self._registered: dict[int, Any] = {}
         self._peers: list[NixlPeer] = []
         self._metadata: dict[str, bytes] = {}
         self._live: list[NixlHandle] = []
         self._inbox: list[Notice] = []
-        self._next_look = 0.0
 
     @property
     def name(self) -> str:
-        """Name of the agent."""
+        """As given."""
         return self._name
 
     @property
     def capabilities(self) -> Capabilities:
-        """CPU and CUDA memory; a fence needs the peer's process to be gone."""
+        """CPU and CUDA memory; a fence needs the peer's process to be gone or out of reach."""
         return Capabilities(frozenset({"cpu", "cuda"}), MAX_NOTICE_BYTES, FenceScope.PROCESS)
 
     def register(self, memory: Memory) -> Region:
@@ -227,9 +344,8 @@ class NixlTransport:
             TransportError: UCX can't reach it.
         """
         agent = self._running()
-        entry = (memory.address, memory.num_bytes, memory.device_index, "")
         try:
-            registered = agent.api.register_memory([entry], _MEMORY_TYPE[memory.device])
+            registered = agent.register(memory)
         except agent.errors as error:
             raise TransportError(f"NIXL can't register {memory}: {error}") from error
         region = self._regions.add(memory)
@@ -247,45 +363,73 @@ class NixlTransport:
             RemoteRegion(m.address, m.num_bytes, m.device, m.device_index) if m else None
             for m in self._regions.memories()
         )
-        metadata = self._running().api.get_agent_metadata()
-        return msgspec.msgpack.encode(_Card(self._name, metadata, self._process, regions))
+        agent = self._running()
+        metadata = agent.api.get_agent_metadata()
+        return msgspec.msgpack.encode(
+            _Card(self._name, self._number, metadata, self._guard, self._place, regions)
+        )
 
     def connect(self, card: bytes) -> NixlPeer:
-        """Load the metadata of a card; UCX dials with the first write.
+        """Load the metadata of a card and dial its guard; UCX dials with the first write.
+
+        Takes a round trip to the peer's machine, at most `DIAL_S`: without its guard a peer could
+        not be fenced.
 
         Raises:
-            TransportError: it is no card, or NIXL refuses it.
+            TransportError: it is no card, NIXL refuses it, or the guard does not answer.
         """
         try:
             decoded = msgspec.msgpack.decode(card, type=_Card)
         except msgspec.MsgspecError as error:
             raise TransportError(f"not a card of the NIXL transport: {error}") from error
-        if self._metadata.get(decoded.name) != decoded.metadata:
+        agent = self._running()
+        reaches_gpus = any(m and m.device == "cuda" for m in self._regions.memories())
+        lane = choose_lane(self._place, decoded.place, agent.tls, reaches_gpus=reaches_gpus)
+        peer = NixlPeer(decoded, agent, lane, near=self._place == decoded.place)
+        if not peer.watch.wait(DIAL_S):
+            raise TransportError(f"the guard of {decoded.name} does not answer")
+        if self._metadata.get(decoded.agent) != decoded.metadata:
             self._load(decoded)
-        peer = NixlPeer(decoded)
+        for other in self._peers:
+            other.replaced |= other.name == peer.name and other.agent_number < peer.agent_number
         self._peers.append(peer)
         return peer
 
-    def close(self, peer: Peer) -> None:
-        """End writes to a peer and, with its last connection, forget the remote agent."""
+    def close(self, peer: Peer) -> bool:
+        """End writes to a peer and, with its last connection, forget the remote agent.
+
+        False while UCX may still read our memory for a write that it began: it can't be called off.
+        """
         own = _own(peer)
-        if not own.open:
-            return
-        own.open = False
-        for handle in self._live:
-            if handle.peer is own:
-                handle.fail(f"the connection to {own.name} is closed")
-        self._peers = [other for other in self._peers if other is not own]
-        if all(other.name != own.name for other in self._peers):
-            self._forget(own.name)
+        if own.open:
+            own.open = False
+            for handle in self._live:
+                if handle.peer is own:
+                    handle.fail(f"the connection to {own.name} is closed")
+        self._reap()
+        if not self._reads(own):
+            return True
+        waited = own.waited()
+        hopeless = (own.gone or own.unreachable) and waited > CALL_OFF_S
+        if hopeless or (own.lane is Lane.SOCKETS and waited > PATIENCE_S):
+            self._renew(f"writes to {own.name} do not end")
+        return not self._reads(own)
 
     def fence(self, peer: Peer) -> bool:
-        """True once the peer's process is gone and what it had sent has been taken in."""
-        if not is_gone(_own(peer).process):
+        """Try to prove that nothing of this peer can land any more; see the module."""
+        own = _own(peer)
+        if own.made_of is not self._agent:
+            return True  # what it could write to is gone
+        if own.lane is Lane.SHARED and own.near and own.watch.dead:
+            # Bytes that wait in our sockets land as UCX makes progress: let them, before we say so.
+            for _ in range(3):
+                self._collect()
+            return True
+        silent = own.lane is Lane.SOCKETS and own.waited() > PATIENCE_S
+        if not own.unreachable and not silent:
             return False
-        # Bytes that wait in our sockets land as UCX makes progress: let them, before we say so.
-        for _ in range(3):
-            self._collect()
+        own.reported = True
+        self._renew(f"a fence against {own.name}")
         return True
 
     def write(self, peer: Peer, ranges: Ranges, notice: bytes) -> NixlHandle:
@@ -296,9 +440,8 @@ class NixlTransport:
         sizes = tuple(region.num_bytes if region else 0 for region in own.regions)
         copies = expand(ranges, self._regions.sizes(), sizes)
         parts = cut(copies, self._regions.memories(), own.regions)
-        handle = NixlHandle(self._running(), own, parts, notice)
-        if own.open and not own.lost:
-            self._live = [live for live in self._live if not live.ended]
+        handle = NixlHandle(own.made_of, own, parts, notice)
+        if own.open and not own.lost and own.made_of is self._agent:
             self._live.append(handle)
             handle.status()
         else:
@@ -307,35 +450,79 @@ class NixlTransport:
 
     def notices(self) -> Sequence[Notice]:
         """Notices that have come in; lets UCX make progress."""
+        self._revive()
         self._collect()
+        self._reap()
         landed, self._inbox = self._inbox, []
         return tuple(landed)
 
     def lost(self) -> Sequence[NixlPeer]:
-        """Peers that UCX found disconnected, or whose process on this machine has ended."""
-        self._look_for_dead()
-        gone = tuple(peer for peer in self._peers if peer.lost)
-        self._peers = [peer for peer in self._peers if not peer.lost]
-        return gone
+        """Peers that UCX found disconnected, that are dead, or that a fence can cut off."""
+        gone = [p for p in self._peers if p.open and not p.reported and (p.lost or p.unreachable)]
+        for peer in gone:
+            peer.lost = peer.reported = True
+        return tuple(gone)
 
     def shutdown(self) -> None:
         """Give back, in the order that NIXL wants: transfers, remote agents, memory, the agent."""
-        if self._agent is None:
-            return
-        for peer in tuple(self._peers):
-            self.close(peer)
+        self._closed = True
+        if self._agent is not None:
+            self._destroy_agent(f"transport {self._name} is shut down")
+        self._peers.clear()
+
+    def _make_agent(self) -> _Agent:
+        """An agent of a name that nobody has had."""
+        self._number += 1
+        with _net_devices(self._host):
+            return _Agent(f"{self._name}/{self._number}")
+
+    def _destroy_agent(self, reason: str) -> None:
+        agent = self._running()
+        for handle in self._live:
+            handle.abandon(reason)
+        self._live.clear()
         for name in tuple(self._metadata):
             self._forget(name)
         self._settle()
         for registered in self._registered.values():
-            self._agent.api.deregister_memory(registered)
+            agent.api.deregister_memory(registered)
         self._registered.clear()
-        self._live.clear()
+        agent.close()
         self._agent = None
+
+    def _renew(self, reason: str) -> None:
+        """Destroy the agent, which ends every write to and from here, and make another.
+
+        All peers are lost by that.
+        """
+        logging.getLogger(__name__).warning("making the NIXL agent anew: %s", reason)
+        affected = [peer for peer in self._peers if peer.open]
+        self._destroy_agent("the agent that it went through was destroyed")
+        for peer in affected:
+            peer.lost = True
+        self._revive()
+
+    def _revive(self) -> None:
+        """Make the next agent; if UCX can't (its devices are down, say), try again later."""
+        now = time.monotonic()
+        if self._agent is not None or self._closed or now < self._next_try:
+            return
+        self._next_try = now + RETRY_S
+        try:
+            agent = self._make_agent()
+            for index, memory in enumerate(self._regions.memories()):
+                if memory is not None:
+                    self._registered[index] = agent.register(memory)
+        except Exception as error:  # whatever NIXL says: until it can, nothing crosses
+            self._registered.clear()
+            logging.getLogger(__name__).warning("no NIXL agent for now: %s", error)
+            return
+        self._agent = agent
 
     def _running(self) -> _Agent:
         if self._agent is None:
-            raise TransportError(f"transport {self._name} is shut down")
+            state = "shut down" if self._closed else "without an agent for now"
+            raise TransportError(f"transport {self._name} is {state}")
         return self._agent
 
     def _load(self, card: _Card) -> None:
@@ -344,17 +531,33 @@ class NixlTransport:
             name = agent.api.add_remote_agent(card.metadata)
         except agent.errors as error:
             raise TransportError(f"NIXL refuses the card of {card.name}: {error}") from error
-        if name != card.name.encode():
-            raise TransportError(f"a card of {card.name} holds the metadata of {name!r}")
-        self._metadata[card.name] = card.metadata
+        if name != card.agent.encode():
+            raise TransportError(f"a card of {card.agent} holds the metadata of {name!r}")
+        self._metadata[card.agent] = card.metadata
+
+    def _reads(self, peer: NixlPeer) -> bool:
+        return any(handle.reads for handle in self._live if handle.peer is peer)
+
+    def _reap(self) -> None:
+        """Drive the writes to closed peers; forget the agents that nobody needs any more."""
+        for handle in self._live:
+            if not handle.peer.open:
+                handle.status()
+        self._live = [handle for handle in self._live if handle.moves]
+        needed = {id(handle.peer) for handle in self._live}
+        closed = [peer for peer in self._peers if not peer.open and id(peer) not in needed]
+        if closed:
+            self._peers = [peer for peer in self._peers if peer not in closed]
+            for name in {p.agent_name for p in closed} - {p.agent_name for p in self._peers}:
+                self._forget(name)
 
     def _forget(self, name: str) -> None:
-        """Remove a remote agent."""
-        agent = self._running()
-        self._metadata.pop(name, None)
+        """Remove a remote agent, if our agent knows it."""
+        if self._metadata.pop(name, None) is None or self._agent is None:
+            return
         try:
-            agent.api.remove_remote_agent(name)
-        except agent.errors as error:
+            self._agent.api.remove_remote_agent(name)
+        except self._agent.errors as error:
             logging.getLogger(__name__).info("NIXL had already dropped %s: %s", name, error)
 
     def _settle(self) -> None:
@@ -369,14 +572,6 @@ class NixlTransport:
         for messages in self._agent.api.get_new_notifs().values():
             self._inbox += [Notice(m[len(_MARK) :]) for m in messages if m.startswith(_MARK)]
 
-    def _look_for_dead(self) -> None:
-        """UCX tells a writer; a target learns of its writer's end here."""
-        now = time.monotonic()
-        if now >= self._next_look:
-            self._next_look = now + LIVENESS_PERIOD_S
-            for peer in self._peers:
-                peer.lost |= is_gone(peer.process)
-
 
 def _own(peer: Peer) -> NixlPeer:
     if not isinstance(peer, NixlPeer):
@@ -384,14 +579,11 @@ def _own(peer: Peer) -> NixlPeer:
     return peer
 
 
-def _released(transfer: Any) -> bool:
-    """Try to give a transfer back; False while NIXL can't cancel it yet."""
+def _give_back(transfer: Any) -> None:
     try:
         transfer.release()
-    except Exception as error:
-        logging.getLogger(__name__).info("NIXL keeps a cancelled transfer for now: %s", error)
-        return False
-    return True
+    except Exception as error:  # of a transfer that has ended: nothing depends on it
+        logging.getLogger(__name__).info("NIXL does not take a transfer back: %s", error)
 
 
 def _load_nixl() -> ModuleType:

@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import ctypes
 import secrets
+import time
 from collections import deque
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
@@ -27,7 +28,8 @@ from kvbaton.connectors.base import (
     Peer,
     Region,
 )
-from kvbaton.connectors.host import is_wildcard, this_process
+from kvbaton.connectors.guard import guard_card
+from kvbaton.connectors.host import is_wildcard
 from kvbaton.connectors.transports.cuda_driver import CudaDriver, load_library
 from kvbaton.connectors.transports.regions import RegionTable, expand
 from kvbaton.connectors.transports.tcp_incoming import Listener
@@ -38,6 +40,9 @@ from kvbaton.errors import ConfigError, TransportError
 
 if TYPE_CHECKING:
     from kvbaton.connectors.base import Ranges
+
+JOIN_S = 1.0
+"""`shutdown` waits so long for the threads of all connections."""
 
 
 class TcpTransport:
@@ -72,6 +77,8 @@ class TcpTransport:
         self._inbox: deque[Notice] = deque()
         self._peers: list[TcpPeer] = []
         self._vanished: deque[str] = deque()
+        self._closing: list[TcpPeer] = []
+        self._guard = guard_card(host)
         self._listener = self._listen(host)
         self._closed = False
 
@@ -111,7 +118,7 @@ class TcpTransport:
             self._host,
             self._listener.port,
             self._token,
-            this_process(),
+            self._guard,
             self._regions.sizes(),
         )
         return msgspec.msgpack.encode(card)
@@ -133,13 +140,13 @@ class TcpTransport:
         self._peers.append(peer)
         return peer
 
-    def close(self, peer: Peer) -> None:
-        """Hang up; takes up to 0.2 s if a frame is being sent."""
+    def close(self, peer: Peer) -> bool:
+        """Hang up; False while the sending thread is still at a frame, for some 0.2 s at most."""
         own = _own(peer)
         if own in self._peers:
             self._peers.remove(own)
-        if not own.closing:
-            own.close()
+            self._closing.append(own)
+        return self._close(own)
 
     def fence(self, peer: Peer) -> bool:
         """Cut the peer's connections to here and wait for their threads."""
@@ -160,10 +167,14 @@ class TcpTransport:
     def lost(self) -> Sequence[TcpPeer]:
         """Peers whose connection broke, in either direction, without a goodbye."""
         vanished = {self._vanished.popleft() for _ in range(len(self._vanished))}
+        for peer in tuple(self._closing):
+            self._close(peer)
         for peer in self._peers:
             peer.read_acks()
             if peer.name in vanished:
                 peer.hang_up(f"peer {peer.name} broke its connection to us")
+            elif peer.watch.cut:
+                peer.hang_up(f"peer {peer.name} can't be reached")
         gone = tuple(p for p in self._peers if p.broken is not None and not p.reported)
         for peer in gone:
             peer.reported = True
@@ -176,9 +187,18 @@ class TcpTransport:
         self._closed = True
         for peer in tuple(self._peers):
             self.close(peer)
+        limit = time.monotonic() + JOIN_S
+        for peer in self._closing:
+            peer.join(limit)
         self._listener.close()
         if self._staging is not None:
             self._staging.close()
+
+    def _close(self, peer: TcpPeer) -> bool:
+        ended = peer.close()
+        if ended and peer in self._closing:
+            self._closing.remove(peer)
+        return ended
 
     def _span(self, memory: Memory) -> Span:
         if self._staging is None:

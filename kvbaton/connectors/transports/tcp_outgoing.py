@@ -8,13 +8,13 @@ import socket
 import threading
 import time
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Annotated, Any
 
 import msgspec
 import numpy as np
 
 from kvbaton.connectors.base import Status
-from kvbaton.connectors.host import ProcessCard, is_gone
+from kvbaton.connectors.guard import GuardCard, watch
 from kvbaton.connectors.transports import tcp_wire
 from kvbaton.connectors.transports.regions import Copies
 from kvbaton.connectors.transports.tcp_staging import Pieces, pieces_of
@@ -28,19 +28,18 @@ if TYPE_CHECKING:
 DIAL_S = 5.0
 """Deadline of connecting and the handshake."""
 GOODBYE_S = 0.2
-"""How long `close` waits for a frame in progress to end, so that it can say so to the peer."""
-JOIN_S = 1.0
+"""After `close`, so long for a frame in progress to end, so that the peer can be told; then not."""
 
 
 class TcpCard(msgspec.Struct, frozen=True):
     """What a peer needs to dial."""
 
-    name: str
-    host: str
-    port: int
+    name: Annotated[str, msgspec.Meta(max_length=tcp_wire.MAX_NAME_BYTES)]
+    host: Annotated[str, msgspec.Meta(min_length=1, max_length=255)]
+    port: Annotated[int, msgspec.Meta(ge=1, le=65535)]
     token: bytes
-    process: ProcessCard
-    sizes: tuple[int, ...]
+    guard: GuardCard
+    sizes: tuple[Annotated[int, msgspec.Meta(ge=0, le=(1 << 63) - 1)], ...]
 
 
 class TcpHandle:
@@ -105,7 +104,7 @@ class TcpHandle:
         if self._status is Status.DONE or self._peer.broken is None:
             return
         self._status, self._error = Status.ERROR, self._peer.broken
-        if self._peer.stopped and (not self.started or is_gone(self._peer.card.process)):
+        if self._peer.stopped and (not self.started or self._peer.watch.dead):
             self._status = Status.DRAINED
 
 
@@ -118,8 +117,11 @@ class TcpPeer:
 
     def __init__(self, card: TcpCard, own_name: str) -> None:
         self.card = card
+        self.watch = watch(card.guard)
+        self.watch.close_with(self)
         self.broken: str | None = None
         self.closing = False
+        self._goodbye_until = 0.0
         self.reported = False
         self._own_name = own_name
         family = socket.AF_INET6 if ":" in card.host else socket.AF_INET
@@ -165,14 +167,25 @@ class TcpPeer:
                 self.hang_up(f"peer {self.name} closed the connection")
             self._take(data)
 
-    def close(self) -> None:
-        """Say goodbye between two frames if that is soon possible; else just hang up."""
-        self.closing = True
-        self._queue.put(None)
-        self._thread.join(GOODBYE_S)
-        self.hang_up(f"the connection to {self.name} is closed")
-        self._thread.join(JOIN_S)  # a thread that still dials then ends without sending anything
-        self._socket.close()
+    def close(self) -> bool:
+        """Say goodbye between two frames if that is soon possible, else just hang up; never blocks.
+
+        Returns whether the thread has ended; to be called again until then.
+        """
+        now = time.monotonic()
+        if not self.closing:
+            self.closing, self._goodbye_until = True, now + GOODBYE_S
+            self._queue.put(None)
+        if self.stopped or now >= self._goodbye_until:
+            self.hang_up(f"the connection to {self.name} is closed")
+        if self.stopped:
+            self._socket.close()
+        return self.stopped
+
+    def join(self, until: float) -> None:
+        """Wait for the thread of a connection that is being closed, until a monotonic time."""
+        while not self.close() and (left := until - time.monotonic()) > 0:
+            self._thread.join(min(left, GOODBYE_S))
 
     def hang_up(self, reason: str) -> None:
         """End the connection at once; the thread ends soon after."""
@@ -203,7 +216,7 @@ class TcpPeer:
             if self.broken is None:
                 bye = tcp_wire.Header(tcp_wire.FrameKind.BYE, 0, 0, 0, 0)
                 tcp_wire.send_all(self._socket, [bye.pack()])
-        except (OSError, RemoteProtocolError) as error:
+        except (OSError, ValueError, RemoteProtocolError) as error:  # a host may be no name at all
             self.hang_up(f"connection to {self.name}: {error}")
 
     def _dial(self) -> None:

@@ -1,0 +1,382 @@
+"""Proof that another process has ended, also where no process table shows it.
+
+Every process that uses a transport listens for *guard connections*. Whoever has its card dials one
+and writes nothing into it; the process says once which life it is, and neither side sends anything
+more. So the connection ends in one of two ways:
+
+- by FIN: the kernel of that process has closed its files. Linux does so after the last thread has
+  left user space, so no thread can write any more; with unread bytes it would send a reset, but
+  there are none. After `GRACE_S`, for queue pairs and GPU channels that are torn down at the same
+  time, this is proof of death.
+- by anything else, a reset or a time-out, which proves nothing: the network may be down, or a
+  machine between may have forgotten the connection. It is dialled again while it is wanted.
+
+A process holds its ends until it ends: `shutdown` of a transport does not close them, and where
+one has to be closed (a stranger's, or one that sends) it is reset. A child that was forked inherits
+them, so the process counts as alive until the child has ended as well.
+
+A stranger who dials costs a descriptor, of which there are at most `MAX_ACCEPTED`, and
+`MAX_PER_ADDRESS` for one address; nothing of what it sends is read.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import enum
+import ipaddress
+import logging
+import os
+import secrets
+import select
+import socket
+import struct
+import threading
+import time
+import weakref
+from collections import Counter
+from collections.abc import Callable
+from typing import Annotated
+
+import msgspec
+
+from kvbaton.errors import ConfigError, TransportError
+
+GRACE_S = 0.25
+"""From the end of a connection to the proof of death."""
+REDIAL_S = 1.0
+CUT_S = 3.0
+"""From the loss of a connection that can't be made again until the process counts as cut off."""
+DIAL_S = 5.0
+"""Until a connection must be up and the other side have said who it is."""
+MAX_ACCEPTED = 4096
+MAX_PER_ADDRESS = 256
+_KEEP_IDLE_S, _KEEP_EVERY_S, _KEEP_COUNT = 3, 2, 3
+"""A kernel that can't be reached any more is found within some 9 s; one that answers is never cut,
+whatever its processes do."""
+_LIFE_BYTES = 16
+_RESET = struct.pack("ii", 1, 0)
+
+log = logging.getLogger(__name__)
+
+
+class GuardCard(msgspec.Struct, frozen=True):
+    """Where to dial for the guard of one life of one process.
+
+    Attributes:
+        host: an address, never a name, so that dialling never waits for a resolver.
+        port: as given by the kernel.
+        life: 16 random bytes that the process was given when it began to listen.
+    """
+
+    host: Annotated[str, msgspec.Meta(max_length=64)]
+    port: Annotated[int, msgspec.Meta(ge=1, le=65535)]
+    life: Annotated[bytes, msgspec.Meta(min_length=_LIFE_BYTES, max_length=_LIFE_BYTES)]
+
+
+class _State(enum.Enum):
+    DIALLING = enum.auto()
+    HELD = enum.auto()
+    CUT = enum.auto()
+    ENDED = enum.auto()
+
+
+class Watch:
+    """One process as its guard connection shows it. Made by `watch`."""
+
+    def __init__(self, guard: _Guard, card: GuardCard) -> None:
+        self.card = card
+        self.users = 0
+        self._guard = guard
+        self._state = _State.DIALLING
+        self._since = self._cut_since = time.monotonic()
+        self._known = threading.Event()
+        self._socket: socket.socket | None = None
+        self._said = b""
+
+    @property
+    def held(self) -> bool:
+        """The connection is up: the process lives, or it is known soon that it does not."""
+        return self._state is _State.HELD
+
+    @property
+    def cut(self) -> bool:
+        """The connection is down, for `CUT_S`, without proof of anything: it can't be reached."""
+        return self._state is _State.CUT and time.monotonic() - self._cut_since >= CUT_S
+
+    @property
+    def dead(self) -> bool:
+        """It is proven that no thread of the process runs any more. Final."""
+        return self._state is _State.ENDED and time.monotonic() - self._since >= GRACE_S
+
+    def wait(self, seconds: float) -> bool:
+        """Wait until the connection is up or could not be made; returns whether it was up.
+
+        One that is down is dialled at once, not when its turn comes.
+        """
+        if self._state is _State.CUT:
+            self._guard.dial_now(self)
+        self._known.wait(seconds)
+        return self._state in (_State.HELD, _State.ENDED)
+
+    def close(self) -> None:
+        """Give it back, once for each `watch`; what was known stays known."""
+        self._guard.unwatch(self)
+
+    def close_with(self, user: object) -> None:
+        """Give it back when nobody holds `user` any more."""
+        weakref.finalize(user, self.close).atexit = False
+
+    # --- called under the guard's lock ---
+
+    def dial(self) -> None:
+        """Begin to connect."""
+        self._since, self._said = time.monotonic(), b""
+        family = socket.AF_INET6 if ":" in self.card.host else socket.AF_INET
+        try:
+            self._socket = socket.socket(family, socket.SOCK_STREAM)
+            self._socket.setblocking(False)
+            _keep_alive(self._socket)
+            self._socket.connect((self.card.host, self.card.port))
+        except BlockingIOError:
+            pass
+        except OSError as error:
+            self._lose(f"can't be dialled: {error}")
+            return
+        assert self._socket is not None
+        self._guard.register(self._socket, select.EPOLLOUT, self._connected)
+
+    def dial_again(self) -> None:
+        """Begin anew if the connection is down."""
+        if self._state is _State.CUT:
+            self._known.clear()
+            self.drop()
+            self.dial()
+
+    def look(self) -> None:
+        """Give up a connection that does not come up; dial again one that went down."""
+        now = time.monotonic()
+        if self._socket is not None and self._state is not _State.HELD:
+            if now - self._since > DIAL_S:
+                self._lose("did not answer")
+        elif self._state is _State.CUT and now - self._since > REDIAL_S:
+            self.dial()
+
+    def drop(self) -> None:
+        """Close the connection, if there is one."""
+        if self._socket is not None:
+            self._guard.unregister(self._socket)
+            self._socket.close()
+            self._socket = None
+
+    def _connected(self) -> None:
+        assert self._socket is not None
+        if error := self._socket.getsockopt(socket.SOL_SOCKET, socket.SO_ERROR):
+            self._lose(os.strerror(error))
+            return
+        self._guard.unregister(self._socket)
+        self._guard.register(self._socket, select.EPOLLIN | select.EPOLLRDHUP, self._readable)
+
+    def _readable(self) -> None:
+        """Who it is, then nothing until the end."""
+        assert self._socket is not None
+        try:
+            data = self._socket.recv(_LIFE_BYTES + 1)
+        except BlockingIOError:
+            return
+        except OSError as error:
+            self._lose(str(error))
+            return
+        if not data:
+            self._ended()
+            return
+        self._said += data
+        if self._said == self.card.life:
+            self._state = _State.HELD
+            self._known.set()
+        elif not self.card.life.startswith(self._said):
+            self._lose("another process answers")
+
+    def _ended(self) -> None:
+        """The other side closed in order: death, if we knew who it was."""
+        if self._state is not _State.HELD:
+            self._lose("closed before it said who it is")
+            return
+        self._state, self._since = _State.ENDED, time.monotonic()
+        self.drop()
+
+    def _lose(self, why: str) -> None:
+        log.debug("guard connection to %s:%d: %s", self.card.host, self.card.port, why)
+        self._since = time.monotonic()
+        if self._state is not _State.CUT:
+            self._state, self._cut_since = _State.CUT, self._since
+        self._known.set()
+        self.drop()
+
+
+class _Guard:
+    """All guard connections of this process, both ends, and the one thread that serves them."""
+
+    def __init__(self) -> None:
+        self.pid = os.getpid()
+        self._life = secrets.token_bytes(_LIFE_BYTES)
+        self._lock = threading.RLock()
+        self._epoll = select.epoll()
+        self._handlers: dict[int, tuple[socket.socket, Callable[[], None]]] = {}
+        self._listeners: dict[str, GuardCard] = {}
+        self._accepted: dict[int, str] = {}
+        self._watches: dict[GuardCard, Watch] = {}
+        self._thread = threading.Thread(target=self._run, name="kvbaton-guard", daemon=True)
+        self._thread.start()
+
+    def listen(self, host: str) -> GuardCard:
+        with self._lock:
+            if host not in self._listeners:
+                self._listeners[host] = self._open(host)
+            return self._listeners[host]
+
+    def watch(self, card: GuardCard) -> Watch:
+        with self._lock:
+            watch = self._watches.get(card)
+            if watch is None:
+                watch = self._watches[card] = Watch(self, card)
+                watch.dial()
+            watch.users += 1
+            return watch
+
+    def dial_now(self, watch: Watch) -> None:
+        with self._lock:
+            watch.dial_again()
+
+    def unwatch(self, watch: Watch) -> None:
+        with self._lock:
+            watch.users -= 1
+            if not watch.users:
+                watch.drop()
+                self._watches.pop(watch.card, None)
+
+    def register(self, sock: socket.socket, events: int, handler: Callable[[], None]) -> None:
+        self._handlers[sock.fileno()] = (sock, handler)
+        self._epoll.register(sock, events)
+
+    def unregister(self, sock: socket.socket) -> None:
+        if self._handlers.pop(sock.fileno(), None) is not None:
+            self._epoll.unregister(sock)
+
+    def _open(self, host: str) -> GuardCard:
+        try:
+            found = socket.getaddrinfo(host, 0, type=socket.SOCK_STREAM)[0]
+            sock = socket.socket(found[0], socket.SOCK_STREAM)
+        except OSError as error:
+            raise ConfigError("--host", f"can't listen on {host!r}: {error}") from error
+        try:
+            sock.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 2048)  # nothing is ever read
+            sock.bind(found[4])
+            sock.listen(128)
+            sock.setblocking(False)
+        except OSError as error:
+            sock.close()
+            raise ConfigError("--host", f"can't listen on {host!r}: {error}") from error
+        self.register(sock, select.EPOLLIN, lambda: self._accept(sock))
+        address, port = sock.getsockname()[:2]
+        return GuardCard(address, port, self._life)
+
+    # --- the thread ---
+
+    def _run(self) -> None:
+        while True:
+            for descriptor, _ in self._epoll.poll(REDIAL_S / 4):
+                with self._lock:
+                    _, handler = self._handlers.get(descriptor, (None, None))
+                    if handler is not None:
+                        self._guarded(handler)
+            with self._lock:
+                for watch in list(self._watches.values()):
+                    self._guarded(watch.look)
+
+    def _guarded(self, call: Callable[[], None]) -> None:
+        """One connection's trouble is nobody else's."""
+        try:
+            call()
+        except Exception:
+            log.exception("a guard connection failed")
+
+    def _accept(self, listener: socket.socket) -> None:
+        try:
+            sock, address = listener.accept()
+        except BlockingIOError:
+            return
+        except OSError as error:
+            log.warning("accepting a guard connection failed: %s", error)
+            time.sleep(0.02)  # out of descriptors, say: do not spin
+            return
+        host = address[0]
+        full = len(self._accepted) >= MAX_ACCEPTED
+        if full or Counter(self._accepted.values())[host] >= MAX_PER_ADDRESS:
+            _reset(sock)
+            return
+        try:
+            sock.setblocking(False)
+            _keep_alive(sock)
+            sock.send(self._life)
+        except OSError:
+            _reset(sock)
+            return
+        self._accepted[sock.fileno()] = host
+        self.register(sock, select.EPOLLIN | select.EPOLLRDHUP, lambda: self._leave(sock))
+
+    def _leave(self, sock: socket.socket) -> None:
+        """The dialler has gone, or it sends, which nobody does who knows what this is for."""
+        self._accepted.pop(sock.fileno(), None)
+        self.unregister(sock)
+        _reset(sock)
+
+
+_guard: _Guard | None = None
+_guard_lock = threading.Lock()
+
+
+def guard_card(host: str) -> GuardCard:
+    """Listen on `host` for guard connections, once per process; returns where.
+
+    Raises:
+        ConfigError: the host can't be listened on.
+    """
+    return _this_process().listen(host)
+
+
+def watch(card: GuardCard) -> Watch:
+    """Begin to watch the process of a card; watches of one process share a connection.
+
+    Raises:
+        TransportError: the card holds no address.
+    """
+    try:
+        address = ipaddress.ip_address(card.host)
+    except ValueError as error:
+        raise TransportError(f"a guard at {card.host!r}, which is no address") from error
+    if address.is_unspecified or address.is_multicast or "%" in card.host:
+        raise TransportError(f"a guard at {card.host!r}, which nobody can dial")
+    return _this_process().watch(card)
+
+
+def _this_process() -> _Guard:
+    """One for each process, a forked one included."""
+    global _guard
+    with _guard_lock:
+        if _guard is None or _guard.pid != os.getpid():
+            _guard = _Guard()
+        return _guard
+
+
+def _keep_alive(sock: socket.socket) -> None:
+    sock.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
+    sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPIDLE, _KEEP_IDLE_S)
+    sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPINTVL, _KEEP_EVERY_S)
+    sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPCNT, _KEEP_COUNT)
+
+
+def _reset(sock: socket.socket) -> None:
+    """Close without FIN: only the kernel's own close may look like an end."""
+    with contextlib.suppress(OSError):
+        sock.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, _RESET)
+    sock.close()

@@ -1,0 +1,283 @@
+"""P in network and pid namespaces of its own, as in a container: no process table shows it.
+
+It is killed, cut off and stopped with a hand-over in flight, over both lanes that can be fenced
+from here: NIXL over sockets, and the TCP transport.
+"""
+
+from __future__ import annotations
+
+import itertools
+import os
+import shutil
+import signal
+import subprocess
+import threading
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from kvbaton.types import TransferTimers
+from tests.connectors.store_servers import need
+from tests.e2e.cluster import Cluster
+from tests.e2e.oracle import Oracle
+from tests.e2e.pair import Pair
+from tests.e2e.servers import HttpFailure, Node, poll
+
+pytestmark = pytest.mark.e2e
+
+LONG = 1200
+"""Tokens of a prompt that takes P, in chunks of 8, seconds; and D much less."""
+BACK_S = 5.0
+"""D's blocks are back so long after P is known to be gone."""
+ENGINE = {"num-blocks": "512", "max-model-len": "2048", "cluster-key": "the same for both"}
+SLOW = {**ENGINE, "max-num-batched-tokens": "8"}
+SUBNET = f"10.{200 + os.getpid() % 50}.{os.getpid() // 50 % 250}"
+CONTROL_PORT = 7000
+"""Of P, which has the namespace for itself."""
+HERE, THERE = f"{SUBNET}.1", f"{SUBNET}.2"
+
+
+def run(*words: str) -> None:
+    subprocess.run(words, check=True, capture_output=True, text=True, timeout=30)
+
+
+class Link:
+    """A namespace for P and the cable to it.
+
+    Attributes:
+        inside: runs a command there, in a pid namespace of its own; it ends with us.
+    """
+
+    def __init__(self) -> None:
+        self.name = f"kvb{os.getpid()}"
+        self.ours, self.theirs = f"{self.name}d", f"{self.name}p"
+        self.inside = [
+            *("ip", "netns", "exec", self.name),
+            *("unshare", "--pid", "--fork", "--mount-proc", "--kill-child=SIGKILL"),
+        ]
+
+    def lay(self) -> None:
+        there = ("ip", "-n", self.name)
+        run("ip", "netns", "add", self.name)
+        run("ip", "link", "add", self.ours, "type", "veth", "peer", self.theirs)
+        run("ip", "link", "set", self.theirs, "netns", self.name)
+        run("ip", "addr", "add", f"{HERE}/24", "dev", self.ours)
+        run("ip", "link", "set", self.ours, "up")
+        run(*there, "addr", "add", f"{THERE}/24", "dev", self.theirs)
+        run(*there, "link", "set", self.theirs, "up")
+        run(*there, "link", "set", "lo", "up")
+
+    def cut(self) -> None:
+        run("ip", "-n", self.name, "link", "set", self.theirs, "down")
+
+    def mend(self) -> None:
+        run("ip", "-n", self.name, "link", "set", self.theirs, "up")
+
+    def remove(self) -> None:
+        subprocess.run(["ip", "link", "del", self.ours], capture_output=True, timeout=30)
+        subprocess.run(["ip", "netns", "del", self.name], capture_output=True, timeout=30)
+
+
+@pytest.fixture(scope="module")
+def link() -> Iterator[Link]:
+    tools = all(map(shutil.which, ("ip", "unshare")))
+    need("netns", os.geteuid() == 0 and tools, "namespaces need root, ip and unshare")
+    link = Link()
+    try:
+        link.lay()
+        yield link
+    finally:
+        link.remove()
+
+
+@pytest.fixture(scope="module")
+def model(checkpoint: Callable[..., Path]) -> Path:
+    return checkpoint(
+        hidden_size=128, intermediate_size=256, num_layers=4, max_position_embeddings=2048
+    )
+
+
+class Nodes:
+    """D here, and a P in the namespace, which is replaced once it was killed."""
+
+    def __init__(self, cluster: Cluster, link: Link, transport: str, model: Path) -> None:
+        self.link, self.model = link, model
+        self._cluster, self._transport = cluster, transport
+        peer = {"peer": f"tcp://{THERE}:{CONTROL_PORT}"}
+        self.d = self._start("decode", {**ENGINE, **peer}, HERE, (), link.ours)
+        self.p = self.start_p()
+
+    def start_p(self) -> Node:
+        port = {"control-port": str(CONTROL_PORT)}
+        return self._start("prefill", {**SLOW, **port}, THERE, self.link.inside, self.link.theirs)
+
+    def _start(
+        self,
+        role: str,
+        flags: dict[str, str],
+        host: str,
+        inside: tuple[str, ...] | list[str],
+        device: str,
+    ) -> Node:
+        return self._cluster.start_node(
+            role,  # type: ignore[arg-type]
+            f"{role}-{self._transport}",
+            {**flags, "transport": self._transport, "host": host},
+            inside=inside,
+            env={"UCX_TLS": "tcp", "UCX_NET_DEVICES": device},
+        )
+
+    def kill_p(self) -> None:
+        self.p.kill()
+        self._cluster.servers.remove(self.p)
+        self.p.log.unlink()
+
+    def fenced(self) -> float:
+        """Blocks of D that nobody may use yet."""
+        metrics = self.d.metrics()
+        return metrics("kvbaton_blocks", owner="fenced") + metrics(
+            "kvbaton_blocks", owner="incoming"
+        )
+
+    def until_back(self, seconds: float, what: str) -> None:
+        poll(what, lambda: not self.fenced(), seconds, self.d.tail)
+
+
+@pytest.fixture(scope="module", params=["nixl", "tcp"])
+def nodes(
+    request: pytest.FixtureRequest,
+    link: Link,
+    model: Path,
+    tmp_path_factory: pytest.TempPathFactory,
+) -> Iterator[Nodes]:
+    cluster = Cluster(tmp_path_factory.mktemp(f"namespaces-{request.param}"), model)
+    try:
+        nodes = Nodes(cluster, link, request.param, model)
+        cluster.until_up(nodes.p, nodes.d)
+        yield nodes
+        nodes.kill_p()  # `unshare` passes no SIGTERM on
+    finally:
+        cluster.stop()
+
+
+@contextmanager
+def always_healthy(node: Node) -> Iterator[None]:
+    """Ask a node for its health all the time."""
+    ill: list[str] = []
+    over = threading.Event()
+
+    def watch() -> None:
+        while not over.wait(0.1):
+            try:
+                node.call("GET", "/health")
+            except HttpFailure as failure:
+                ill.append(str(failure))
+
+    thread = threading.Thread(target=watch)
+    thread.start()
+    try:
+        yield
+    finally:
+        over.set()
+        thread.join()
+    assert not ill, ill[0]
+
+
+def prompt_of(length: int, seed: int) -> list[int]:
+    tokens: list[int] = np.random.default_rng([seed, length]).integers(3, 384, length).tolist()
+    return tokens
+
+
+def begin(nodes: Nodes, ids: list[int]) -> Callable[[], list[int]]:
+    """Start a hand-over and wait until some of it has landed; returns how to await D's tokens."""
+    pair = Pair(nodes.p, nodes.d, nodes.model)
+    landed = nodes.d.metrics()("kvbaton_transfer_notices_total")
+    answer = pair.submit_to_both(ids, max_tokens=4)
+    poll(
+        "a write has landed",
+        lambda: nodes.d.metrics()("kvbaton_transfer_notices_total") > landed,
+        30.0,
+        nodes.p.tail,
+    )
+
+    def tokens() -> list[int]:
+        (choice,) = answer.result(60).choices
+        return list(choice.token_ids)
+
+    return tokens
+
+
+def reachable(node: Node) -> bool:
+    with suppress(OSError):
+        node.call("GET", "/health")
+        return True
+    return False
+
+
+def hand_over_works(nodes: Nodes, oracle: Oracle, seed: int) -> None:
+    """Blocks cross again; until the session is up, prompts are computed."""
+    poll("P can be reached", lambda: reachable(nodes.p), 30.0, nodes.p.tail)
+    rounds = itertools.count()
+
+    def crosses() -> bool:
+        ids = prompt_of(64, 1000 * seed + next(rounds))
+        pair = Pair(nodes.p, nodes.d, nodes.model)
+        assert pair.tokens(ids, max_tokens=4) == oracle.greedy(ids, 4)
+        return pair.at_d()("kvbaton_prompt_tokens_total", source="transferred") == 64
+
+    poll("blocks cross", crosses, 30.0, lambda: nodes.p.tail() + nodes.d.tail())
+
+
+@pytest.fixture(scope="module")
+def oracle(reference: Callable[..., object], model: Path) -> Oracle:
+    return Oracle(reference(model))
+
+
+def test_p_is_stopped_and_continued(nodes: Nodes, oracle: Oracle) -> None:
+    """Its blocks stay, everything else goes on; when it goes on, they come back."""
+    ids, other = prompt_of(LONG, 1), prompt_of(40, 2)
+    with always_healthy(nodes.d):
+        tokens = begin(nodes, ids)
+        os.killpg(nodes.p.pid, signal.SIGSTOP)
+        try:
+            assert tokens() == oracle.greedy(ids, 4)
+            assert nodes.fenced() > 0
+            (choice,) = nodes.d.generate(other, max_tokens=4).choices
+            assert list(choice.token_ids) == oracle.greedy(other, 4)
+            assert nodes.fenced() > 0
+        finally:
+            os.killpg(nodes.p.pid, signal.SIGCONT)
+        nodes.until_back(BACK_S, "its blocks are back once it goes on")
+    hand_over_works(nodes, oracle, 3)
+
+
+def test_p_is_cut_off(nodes: Nodes, oracle: Oracle) -> None:
+    """No word, no FIN: but a fence that needs neither."""
+    ids = prompt_of(LONG, 4)
+    with always_healthy(nodes.d):
+        tokens = begin(nodes, ids)
+        nodes.link.cut()
+        cut = time.monotonic()
+        try:
+            assert tokens() == oracle.greedy(ids, 4)
+            left = cut + TransferTimers().silence + BACK_S - time.monotonic()
+            nodes.until_back(left, "its blocks are back")
+        finally:
+            nodes.link.mend()
+    hand_over_works(nodes, oracle, 5)
+
+
+def test_p_is_killed(nodes: Nodes, oracle: Oracle) -> None:
+    """Only its guard tells; another P takes its place."""
+    ids = prompt_of(LONG, 6)
+    with always_healthy(nodes.d):
+        tokens = begin(nodes, ids)
+        nodes.kill_p()
+        nodes.until_back(BACK_S, "its blocks are back")
+        assert tokens() == oracle.greedy(ids, 4)
+    nodes.p = nodes.start_p()
+    hand_over_works(nodes, oracle, 7)
