@@ -1,9 +1,9 @@
 """CPU time per token between an engine core and a frontend, without model, HTTP and text.
 
 A core without a model gives each of `--sequences` requests a token per step, in a process of its
-own; a frontend here reads them with a task per request. Printed: CPU time per token of both ends, and
-outputs per token (1 where readers keep up, fewer where they merge). The first row is paced, so that
-readers keep up; the second is as fast as the core can. Nothing else should run on the machine.
+own; a frontend here reads them with a task per request. Printed: CPU time per token of both ends,
+and outputs per token (1 where readers keep up, fewer where they merge). The first row is paced, so
+that readers keep up; the second is as fast as the core can. Nothing else should run meanwhile.
 """
 
 from __future__ import annotations
