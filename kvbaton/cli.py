@@ -74,6 +74,7 @@ def make_parser() -> argparse.ArgumentParser:
         ("decode", _decode_flags, run_decode, "Start a node that generates."),
         ("encode", _encode_flags, run_encode, "Start a node that encodes images for others."),
         ("router", _router_flags, run_router, "Start the endpoint in front of all nodes."),
+        ("chat", _chat_flags, run_chat, "Talk to a model in the terminal."),
         ("bench", _bench_flags, None, "Measure transports and endpoints."),
         ("connectors", _connector_flags, None, "List, check and measure transports and stores."),
         ("doctor", _doctor_flags, run_doctor, "Try transports and stores on this machine."),
@@ -169,6 +170,21 @@ def run_up(args: argparse.Namespace) -> int:
 
     find_model(args)
     return run(from_args(ClusterConfig, args))
+
+
+def _chat_flags(parser: argparse.ArgumentParser) -> None:
+    from kvbaton.cluster.chat import ChatConfig
+
+    text = f"of a router or node ({ChatConfig.url})"
+    parser.add_argument("url", nargs="?", default=ChatConfig.url, metavar="URL", help=text)
+    add_flags(parser, ChatConfig)
+
+
+def run_chat(args: argparse.Namespace) -> int:
+    """``kvbaton chat``."""
+    from kvbaton.cluster.chat import ChatConfig, run
+
+    return run(from_args(ChatConfig, args))
 
 
 def node_config(args: argparse.Namespace, role: NodeRole) -> NodeConfig:

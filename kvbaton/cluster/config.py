@@ -31,6 +31,7 @@ class ClusterConfig(EndpointConfig):
         start_timeout_s: until all nodes must be ready.
         stop_timeout_s: for each process to stop after it was asked to.
         prompt: to be answered once all is ready; None serves until told to stop.
+        chat: the same of a chat, by the model's template.
         max_tokens: of that answer.
 
     Raises:
@@ -46,6 +47,9 @@ class ClusterConfig(EndpointConfig):
     prompt: str | None = flag(
         None, "answer this one prompt when all is ready, and exit", metavar="TEXT"
     )
+    chat: str | None = flag(
+        None, "answer this one message of a chat when all is ready, and exit", metavar="TEXT"
+    )
     max_tokens: int = flag(64, "of that answer", metavar="N")
     start_timeout_s: float = flag(
         600.0,
@@ -58,6 +62,8 @@ class ClusterConfig(EndpointConfig):
     stop_timeout_s: float = 10.0
 
     def __post_init__(self) -> None:
+        if self.prompt is not None and self.chat is not None:
+            raise ConfigError("--chat", "give either this or --prompt")
         if not self.num_prefill + self.num_decode:
             raise ConfigError("--prefill", "a cluster needs at least one node that serves prompts")
 

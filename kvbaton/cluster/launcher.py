@@ -69,14 +69,13 @@ class Cluster:
     async def _live(self) -> int:
         await self.start()
         await self.until_ready()
-        if self.config.prompt is None:
+        if self.config.prompt is None and self.config.chat is None:
             self._say_ready()
             await self.serve()
             return 1
         from kvbaton.cluster.ask import ask
 
-        headers = self._client_headers()
-        return await ask(self.url, headers, self.config, await self._nodes())
+        return await ask(self.url, self._client_headers(), self.config, self._member_headers())
 
     # --- startup ---
 

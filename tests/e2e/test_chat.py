@@ -1,0 +1,139 @@
+"""``kvbaton chat`` at a pseudo-terminal, and ``kvbaton up --chat``, over real nodes."""
+
+from __future__ import annotations
+
+import os
+import pty
+import re
+import select
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+
+from tests.e2e.servers import poll
+from tests.e2e.test_commands import STOP_S, UP, start
+from tests.engine.gguf_files import write_gguf
+
+pytestmark = pytest.mark.e2e
+
+PATIENCE_S = 60.0
+ESCAPES = re.compile(r"\x1b\[[0-9;?]*[A-Za-z]")
+FIGURES = re.compile(
+    r"first token \d+ ms · [\d.]+ tokens/s · (?P<nodes>[^·]+) · (?P<crossed>\d[^·]*) handed over"
+    r" · (?P<cached>\d+) of\s+(?P<prompt>\d+)\s+prompt\s+tokens\s+cached"
+)
+
+
+@pytest.fixture
+def serving(checkpoint: Callable[..., Path], tmp_path: Path) -> Iterator[str]:
+    """The address of a cluster."""
+    log = tmp_path / "log"
+    process = start(["up", f"--model={checkpoint()}", "--transport=tcp", *UP], log)
+    try:
+        poll("a cluster", lambda: "ready: http" in log.read_text(), 120.0, log.read_text)
+        yield re.findall(r"ready: (\S+)", log.read_text())[0]
+        process.send_signal(signal.SIGINT)
+        process.wait(STOP_S)
+    finally:
+        if process.poll() is None:
+            os.killpg(process.pid, signal.SIGKILL)
+            process.wait()
+
+
+class Terminal:
+    """A command at a pseudo-terminal of 200 columns."""
+
+    def __init__(self, words: list[str], cache: Path) -> None:
+        self._near, far = pty.openpty()
+        env = {**os.environ, "COLUMNS": "200", "TERM": "xterm", "XDG_CACHE_HOME": str(cache)}
+        self.process = subprocess.Popen(
+            [sys.executable, "-m", "kvbaton", *words],
+            stdin=far,
+            stdout=far,
+            stderr=far,
+            env=env,
+            start_new_session=True,
+        )
+        os.close(far)
+        self.said = ""
+
+    def type(self, line: str) -> None:
+        os.write(self._near, f"{line}\n".encode())
+
+    def until(self, pattern: str | re.Pattern[str]) -> re.Match[str]:
+        """What it says next that matches; what came before is forgotten."""
+        limit = time.monotonic() + PATIENCE_S
+        while not (found := re.search(pattern, ESCAPES.sub("", self.said))):
+            assert time.monotonic() < limit, f"{pattern} not in {self.said!r}"
+            if select.select([self._near], [], [], 0.2)[0]:
+                self.said += os.read(self._near, 1 << 16).decode(errors="replace")
+        self.said = ESCAPES.sub("", self.said)[found.end() :]
+        return found
+
+    def close(self) -> None:
+        if self.process.poll() is None:
+            self.process.kill()
+        self.process.wait()
+        os.close(self._near)
+
+
+def test_a_conversation_at_a_terminal(serving: str, tmp_path: Path) -> None:
+    terminal = Terminal(["chat", serving, "--max-tokens=12"], tmp_path)
+    try:
+        terminal.until(r"decode-0, prefill-0|prefill-0, decode-0")
+        terminal.until("> ")
+        terminal.type("Tell me how a baton is handed over in a relay race.")
+        first = terminal.until(FIGURES)
+        assert "prefill-0 (prefill)" in first["nodes"]
+        assert "decode-0 (decode)" in first["nodes"]
+        terminal.until("> ")
+        terminal.type("And who runs last?")
+        second = terminal.until(FIGURES)
+        assert int(second["prompt"]) > int(first["prompt"]), "the history was not sent"
+        assert int(second["cached"]) > 0
+        terminal.until("> ")
+        terminal.type("/reset")
+        terminal.until("a new conversation")
+        terminal.type("And who runs last?")
+        third = terminal.until(FIGURES)
+        assert int(third["prompt"]) < int(second["prompt"])
+        terminal.type("/nonsense")
+        terminal.until("/nonsense is no command")
+        terminal.type("/exit")
+        assert terminal.process.wait(STOP_S) == 0
+        assert "who runs last" in (tmp_path / "kvbaton" / "chat_history").read_text()
+    finally:
+        terminal.close()
+
+
+def test_nobody_there(tmp_path: Path) -> None:
+    log = tmp_path / "log"
+    assert start(["chat", "http://127.0.0.1:9"], log).wait(PATIENCE_S) == 1
+    assert "nobody answers at http://127.0.0.1:9" in log.read_text()
+    assert "Traceback" not in log.read_text()
+
+
+def test_up_answers_a_chat_with_a_gguf_file(
+    checkpoint: Callable[..., Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    write_gguf(checkpoint(), tmp_path / "tiny.gguf")
+    log = tmp_path / "log"
+    words = ["up", f"--model={tmp_path / 'tiny.gguf'}", "--transport=tcp", "--max-tokens=8", *UP]
+    process = start([*words, "--chat=Who hands over the baton?"], log)
+    try:
+        status = process.wait(120.0)
+    finally:
+        if process.poll() is None:
+            os.killpg(process.pid, signal.SIGKILL)
+            process.wait()
+    said = log.read_text()
+    assert status == 0, said
+    assert re.search(r"served by +(decode-0 \(decode\), prefill-0 \(prefill\)|prefill-0)", said)
+    assert re.search(r"tokens +\d+ in, 8 out", said)
+    assert re.search(r"KV handed over [1-9]\d* bytes, [1-9]\d* prompt tokens", said)
