@@ -14,7 +14,7 @@ from statistics import median
 import torch
 
 from kvbaton.engine.cuda.nccl import Communicators
-from kvbaton.engine.ranks import Team, lanes
+from kvbaton.engine.executor import WorkerGroup, rank_threads
 
 HIDDEN = 4096
 ROWS = (1, 8, 32, 64, 128, 256, 512, 2048, 8192)
@@ -70,19 +70,19 @@ def main() -> None:
     parser.add_argument("--json", type=Path)
     args = parser.parse_args()
     communicators = Communicators(args.ranks)
-    team = Team(lanes(args.ranks), communicators.disband)
-    ranks = team.call(lambda rank: Rank(rank, communicators))
+    group = WorkerGroup(rank_threads(args.ranks), abort=communicators.abort)
+    ranks = group.call(lambda rank: Rank(rank, communicators))
     found: dict[str, dict[int, float]] = {"NCCL": {}, "ours": {}}
     print(f"{'rows':>8}{'KiB':>10}{'NCCL us':>10}{'ours us':>10}{'GB/s':>10}")
     for rows in ROWS:
         for way, times in found.items():
-            team.call(lambda rank, way=way, rows=rows: ranks[rank].capture(way, rows))  # type: ignore[misc]
-            times[rows] = max(team.call(lambda rank: ranks[rank].time()))
+            group.call(lambda rank, way=way, rows=rows: ranks[rank].capture(way, rows))  # type: ignore[misc]
+            times[rows] = max(group.call(lambda rank: ranks[rank].time()))
         nccl, ours = (times[rows] for times in found.values())
         size = rows * HIDDEN * 2
         print(f"{rows:8}{size / 1024:10.0f}{nccl:10.1f}{ours:10.1f}{size / ours / 1e3:10.1f}")
-    for lane in team.lanes:
-        lane.shutdown()
+    for thread in group.threads:
+        thread.shutdown()
     for rank in ranks:
         rank.close()
     communicators.close()

@@ -23,7 +23,7 @@ from benchmarks.workload import SMALL
 from kvbaton.bench.report import median, publish
 from kvbaton.engine.build import make_scheduler
 from kvbaton.engine.config import EngineConfig
-from kvbaton.engine.local import LocalExecutor
+from kvbaton.engine.cpu_worker import cpu_executor
 from kvbaton.engine.model_config import load_model_config
 from kvbaton.engine.scheduler import Scheduler
 from kvbaton.messages.engine import AddRequest, SamplingParams
@@ -88,7 +88,7 @@ class Engine:
             model=str(folder), device="cpu", num_threads=threads, enable_prefix_caching=False
         )
         model = load_model_config(config.model, config.dtype)
-        self.executor = LocalExecutor(config, model, track_sums=False)
+        self.executor = cpu_executor(config, model, track_sums=False)
         layouts = self.executor.layouts[0]
         self.scheduler: Scheduler = make_scheduler(config, model, layouts, bytes(32))
 

@@ -19,24 +19,25 @@ from kvbaton.connectors.objects import ObjectForm
 from kvbaton.connectors.registry import load_store
 from kvbaton.engine.config import EngineConfig
 from kvbaton.engine.core import EngineCore, Mailbox
+from kvbaton.engine.cpu_worker import cpu_executor
 from kvbaton.engine.encoder.build import (
     make_encoder,
     make_encoder_scheduler,
     vision_config,
 )
-from kvbaton.engine.encoder.executor import EncoderExecutor
+from kvbaton.engine.encoder.pool import EncoderPool
 from kvbaton.engine.encoder.side import Desk, EncoderSide
 from kvbaton.engine.executor import Executor
 from kvbaton.engine.kv_cache_manager import GroupSpec
 from kvbaton.engine.kv_event_publisher import KVEventPublisher
 from kvbaton.engine.kv_events import KVEventsConfig
-from kvbaton.engine.local import LocalExecutor, choose_device
 from kvbaton.engine.model_config import ModelConfig, load_model_config, resolve_max_model_len
 from kvbaton.engine.process import RoleFactory, Surroundings
 from kvbaton.engine.scheduler import Scheduler, SchedulerConfig
 from kvbaton.engine.store_connector import StoreConnectorConfig
 from kvbaton.engine.store_worker import StoreWorker
 from kvbaton.engine.vision_config import processor_settings
+from kvbaton.engine.worker import choose_device
 from kvbaton.errors import ConfigError
 from kvbaton.types import NodeId
 
@@ -114,8 +115,9 @@ def build_side(
     alone = replace(config, kv_events_config=None, tensor_parallel_size=1)
     beside = NodeId(f"{node.node}-items", node.generation)
     core = build_encoder(alone, model, beside, role_factory, desk).core
-    assert isinstance(core.executor, EncoderExecutor)
-    return EncoderSide(core, desk, core.executor.pool)
+    (worker,) = core.executor.workers
+    assert isinstance(worker.cache, EncoderPool)
+    return EncoderSide(core, desk, worker.cache)
 
 
 def build_encoder(
@@ -164,10 +166,10 @@ def make_executor(config: EngineConfig, model: ModelConfig, *, track_sums: bool)
         ConfigError: a setting, the model folder or the size of the pool is wrong.
     """
     if choose_device(config).type == "cuda":
-        from kvbaton.engine.cuda.executor import CudaExecutor
+        from kvbaton.engine.cuda.worker import cuda_executor
 
-        return CudaExecutor(config, model, track_sums=track_sums)
-    return LocalExecutor(config, model, track_sums=track_sums)
+        return cuda_executor(config, model, track_sums=track_sums)
+    return cpu_executor(config, model, track_sums=track_sums)
 
 
 def open_store(config: EngineConfig, executor: Executor, identity: bytes) -> StoreWorker | None:

@@ -17,28 +17,28 @@ PATIENCE_S = 120.0
 """For the slowest rank to come; they compute the same amount, so it is late by far less."""
 
 
-class DisbandedError(RuntimeError):
+class AbortedError(RuntimeError):
     """Another rank failed, or did not come in time."""
 
 
-class Meeting:
-    """Where ranks meet.
+class Barrier:
+    """Where ranks wait for each other, and show each other a tensor.
 
-    A tensor is shown until the next but one meeting, to which nobody comes before all have seen it:
-    hence two tables.
+    A tensor is shown until the next but one exchange, to which nobody comes before all have seen
+    it: hence two tables.
     """
 
     def __init__(self, size: int, *, patience_s: float = PATIENCE_S) -> None:
         self.size = size
         self._patience_s = patience_s
-        self._barrier = threading.Barrier(size)
+        self._threads = threading.Barrier(size)
         self._tables = [[torch.empty(0)] * size for _ in range(2)]
 
     def exchange(self, rank: int, number: int, tensor: Tensor) -> list[Tensor]:
-        """Show a tensor at our `number`-th meeting; the tensors of all ranks.
+        """Show a tensor at our `number`-th exchange; the tensors of all ranks.
 
         Raises:
-            DisbandedError: a rank failed, or did not come in time.
+            AbortedError: a rank failed, or did not come in time.
         """
         table = self._tables[number % 2]
         table[rank] = tensor
@@ -49,18 +49,18 @@ class Meeting:
         """Wait until all ranks have come.
 
         Raises:
-            DisbandedError: a rank failed, or did not come in time.
+            AbortedError: a rank failed, or did not come in time.
         """
         try:
-            self._barrier.wait(self._patience_s)
+            self._threads.wait(self._patience_s)
         except threading.BrokenBarrierError as error:
-            raise DisbandedError(
+            raise AbortedError(
                 f"another rank failed, or did not come within {self._patience_s:g} s"
             ) from error
 
-    def disband(self) -> None:
+    def abort(self) -> None:
         """Nobody will come any more."""
-        self._barrier.abort()
+        self._threads.abort()
 
 
 class Lockstep:
@@ -68,30 +68,30 @@ class Lockstep:
 
     A driver takes about a thousand launches; then the next one waits for a device, with locks held
     that all threads of the process need. If that device waits for a rank whose thread needs them,
-    nothing moves any more. With few launches between two meetings, what fills a queue is always
+    nothing moves any more. With few launches between two waits, what fills a queue is always
     work that no thread has to do anything for.
     """
 
-    def __init__(self, meeting: Meeting, *, every: int) -> None:
-        self._meeting, self._every = meeting, every
-        self._counts = [0] * meeting.size
+    def __init__(self, barrier: Barrier, *, every: int) -> None:
+        self._barrier, self._every = barrier, every
+        self._counts = [0] * barrier.size
 
     def tick(self, rank: int) -> None:
         """Count a collective; every so many of them, wait for the other ranks.
 
         Raises:
-            DisbandedError: a rank failed, or did not come in time.
+            AbortedError: a rank failed, or did not come in time.
         """
         self._counts[rank] += 1
         if self._counts[rank] % self._every == 0:
-            self._meeting.wait()
+            self._barrier.wait()
 
 
 class HostCollectives:
-    """`Collectives` of one rank; see `Meeting`."""
+    """`Collectives` of one rank; see `Barrier`."""
 
-    def __init__(self, meeting: Meeting, rank: int) -> None:
-        self._meeting, self._rank = meeting, rank
+    def __init__(self, barrier: Barrier, rank: int) -> None:
+        self._barrier, self._rank = barrier, rank
         self._number = 0
 
     def all_reduce(self, tensor: Tensor) -> Tensor:
@@ -104,4 +104,4 @@ class HostCollectives:
 
     def _exchange(self, tensor: Tensor) -> list[Tensor]:
         self._number += 1
-        return self._meeting.exchange(self._rank, self._number, tensor)
+        return self._barrier.exchange(self._rank, self._number, tensor)

@@ -16,9 +16,10 @@ from typing import TYPE_CHECKING, Any, Protocol
 from kvbaton.engine.audit import audit
 from kvbaton.engine.executor import Executor
 from kvbaton.engine.kv_event_publisher import KVEventPublisher
+from kvbaton.engine.pending import Pending
 from kvbaton.engine.role import Role
 from kvbaton.engine.scheduler import Scheduler
-from kvbaton.engine.step import PendingStep
+from kvbaton.engine.step import StepResult
 from kvbaton.engine.store_worker import StoreWorker
 from kvbaton.errors import RequestError
 from kvbaton.messages.engine import (
@@ -96,7 +97,7 @@ class EngineCore:
         for part in (role, executor, store, encoder):
             if part is not None and part.wake_fd is not None:
                 self._waker.register(part.wake_fd, select.EPOLLIN)
-        self.in_flight: deque[PendingStep] = deque()
+        self.in_flight: deque[Pending[StepResult]] = deque()
         self.draining = False
         self.steps = 0
         self.step_tokens = 0

@@ -1,64 +1,206 @@
-"""What the engine core asks of its ranks."""
+"""The ranks of one node as one: workers, what lets them fail together, and what gathers from them.
+
+Ranks are threads of this process, since a rank does little on the host (a step is one CUDA graph,
+or some hundred launches), and one address space lets one transfer thread move the blocks of all
+ranks, and collectives of a CPU be plain additions. Every rank runs every step: it samples the same
+tokens from the same gathered logits, so nothing but partial sums and logits ever passes between
+them. What the executor says to a worker and hears from it is plain data (see `worker`).
+"""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import TYPE_CHECKING, Protocol
+import os
+from collections.abc import Callable, Sequence
+from concurrent.futures import FIRST_EXCEPTION, Future, ThreadPoolExecutor, wait
+from concurrent.futures import Executor as Thread
+from functools import partial
+from typing import Any, TypeVar
+
+import numpy as np
 
 from kvbaton.connectors.base import Memory
 from kvbaton.connectors.layout import KVLayout
 from kvbaton.connectors.objects import ObjectForm
-from kvbaton.engine.staging import Staging
-from kvbaton.engine.step import PendingStep, PendingSums, StepPlan
+from kvbaton.engine.collectives import AbortedError
+from kvbaton.engine.encoder.pool import EncoderPool
+from kvbaton.engine.pending import Pending, join
+from kvbaton.engine.staging import HostStaging, Staging
+from kvbaton.engine.step import StepPlan, StepResult
+from kvbaton.engine.worker import Sums, Worker
 from kvbaton.messages.engine import AddRequest
 
-if TYPE_CHECKING:
-    from kvbaton.engine.encoder.pool import EncoderPool
+T = TypeVar("T")
+
+ROOT_CAUSE_S = 5.0
+"""For the rank that failed first to say why, after another one fell over its absence."""
 
 
-class Executor(Protocol):
-    """All ranks of one node, as one. Implementations differ in where the ranks live."""
+class CallerThread(Thread):
+    """Does at once what is submitted, in the thread that submits it."""
 
-    @property
-    def layouts(self) -> Sequence[Sequence[KVLayout]]:
-        """Per rank, one layout per group; `Plane.region` indexes the rank's `memories`."""
-        ...
+    def submit(self, fn: Callable[..., T], /, *args: Any, **kwargs: Any) -> Future[T]:
+        """See `concurrent.futures.Executor.submit`."""
+        future: Future[T] = Future()
+        try:
+            future.set_result(fn(*args, **kwargs))
+        except Exception as error:
+            future.set_exception(error)
+        return future
 
-    @property
-    def memories(self) -> Sequence[Sequence[Memory]]:
-        """Per rank, the memory of its pools."""
-        ...
 
-    @property
-    def wake_fd(self) -> int | None:
-        """Readable while a step is over whose result was not taken; None if steps are waited for.
+def rank_threads(size: int) -> list[Thread]:
+    """A thread for each rank."""
+    return [ThreadPoolExecutor(1, thread_name_prefix=f"rank{rank}") for rank in range(size)]
 
-        With a descriptor, steps may be long: who launches them asks `ready`, and does not wait.
+
+class WorkerGroup:
+    """The threads of all ranks: when one rank fails, none waits for it.
+
+    Args:
+        threads: one per rank; what is done together is submitted by one thread only.
+        abort: makes ranks fail that wait for others; idempotent.
+        release: gives back what the ranks share; after they were closed.
+        patience_s: for a step, where `abort` can't know by itself that a rank does not come.
+    """
+
+    def __init__(
+        self,
+        threads: Sequence[Thread],
+        *,
+        abort: Callable[[], None] = lambda: None,
+        release: Callable[[], None] = lambda: None,
+        patience_s: float | None = None,
+    ) -> None:
+        self.threads, self.abort, self.patience_s = threads, abort, patience_s
+        self._release = release
+
+    def start(self, work: Callable[[int], T]) -> list[Future[T]]:
+        """Let every rank begin the same."""
+        return [thread.submit(self._guard, work, rank) for rank, thread in enumerate(self.threads)]
+
+    def call(self, work: Callable[[int], T]) -> list[T]:
+        """Let every rank do the same, and wait for all."""
+        return self.gather(self.start(work))
+
+    def gather(self, futures: Sequence[Future[T]], patience_s: float | None = None) -> list[T]:
+        """Results in the order of ranks.
+
+        Raises:
+            Exception: what a rank raised, if possible the first to fail.
+            TimeoutError: they took longer than `patience_s`.
         """
-        ...
+        done, waiting = wait(futures, patience_s, FIRST_EXCEPTION)
+        if waiting:
+            if not any(future.exception() for future in done):
+                self.abort()
+                raise TimeoutError(f"a rank did not finish within {patience_s} s")
+            done, _ = wait(futures, ROOT_CAUSE_S)
+        errors = [error for future in futures if future in done if (error := future.exception())]
+        if errors:
+            raise next((e for e in errors if not isinstance(e, AbortedError)), errors[0])
+        return [future.result() for future in futures]
+
+    def close(self, workers: Sequence[Worker]) -> None:
+        """End the threads, after the steps in flight; then the workers, and what they share."""
+        for thread in self.threads:
+            thread.shutdown()
+        for worker in workers:
+            worker.close()
+        self._release()
+
+    def _guard(self, work: Callable[[int], T], rank: int) -> T:
+        try:
+            return work(rank)
+        except BaseException:
+            self.abort()
+            raise
+
+
+class Executor:
+    """All ranks of one node, as one.
+
+    Args:
+        group: the ranks' threads.
+        make: makes a rank's worker, in its thread.
+
+    Attributes:
+        wake_fd: readable while a step is over whose result was not taken; None if steps are waited
+            for. With a descriptor, steps may be long: who launches them asks `ready`, and does not
+            wait.
+
+    Raises:
+        ConfigError: a setting, the model folder or the size of the pool is wrong.
+    """
+
+    def __init__(self, group: WorkerGroup, make: Callable[[int], Worker]) -> None:
+        self.group, self.workers = group, list[Worker]()
+        try:
+            self.workers = group.call(make)
+            num_blocks = min(group.call(lambda rank: self.workers[rank].fit()))
+            group.call(lambda rank: self.workers[rank].start(num_blocks))
+        except BaseException:
+            self.close()
+            raise
+        self.wake_fd = self.workers[0].wake_fd
+
+    @property
+    def layouts(self) -> list[list[KVLayout]]:
+        """Per rank, one layout per group; `Plane.region` indexes the rank's `memories`."""
+        return [[worker.cache.layout] for worker in self.workers]
+
+    @property
+    def memories(self) -> list[list[Memory]]:
+        """Per rank, the memory of its pools."""
+        return [[worker.cache.memory] for worker in self.workers]
 
     def attach_encoder(self, pool: EncoderPool) -> None:
         """Name the pool that `SequenceStep.items` are about; before any request.
 
         What a step reads of it must be there, on the device too, when the step is launched.
         """
-        ...
+        self.group.call(lambda rank: self.workers[rank].attach_encoder(pool))
 
     def expect(self, request: AddRequest) -> None:
         """A request with items has come that lacks some blocks: begin what needs no step."""
-        ...
+        for worker in self.workers:
+            worker.expect(request)
 
-    def launch(self, plan: StepPlan) -> PendingStep:
-        """Start a step. At most two are in flight."""
-        ...
+    def launch(self, plan: StepPlan) -> Pending[StepResult]:
+        """Start a step. At most two are in flight. Its result raises what a rank raised."""
+        steps = self.group.start(lambda rank: self.workers[rank].run(plan))
+        return Pending(
+            lambda: all(f.done() and (f.exception() or f.result().ready()) for f in steps),
+            partial(self._finish, steps),
+        )
 
-    def sums(self, group: int, blocks: Sequence[int]) -> PendingSums:
-        """Digest sums kept with these blocks since the steps that wrote them."""
-        ...
+    def _finish(self, steps: Sequence[Future[Pending[StepResult]]]) -> StepResult:
+        try:
+            parts = self.group.gather(steps, self.group.patience_s)
+            try:
+                for part in parts:
+                    part.wait()
+            except BaseException:
+                self.group.abort()
+                raise
+            return parts[0].result()
+        finally:
+            if self.wake_fd is not None:
+                os.eventfd_read(self.wake_fd)
+
+    def sums(self, group: int, blocks: Sequence[int]) -> Pending[list[Sums]]:
+        """Digest sums kept with these blocks since the steps that wrote them.
+
+        Ask only for blocks of steps whose results have been taken. Once the sums are there, those
+        steps are over on the device too: so this is the ready event of the blocks.
+
+        Returns:
+            Per rank, what `connectors.digest.Sums` says.
+        """
+        return join([worker.sums(blocks) for worker in self.workers])
 
     def digest(
         self, group: int, blocks: Sequence[int], first_position: int, start: int, end: int
-    ) -> PendingSums:
+    ) -> Pending[list[Sums]]:
         """Digest sums recomputed from the bytes in memory now.
 
         May be called from another thread than `launch`.
@@ -69,25 +211,48 @@ class Executor(Protocol):
             first_position: absolute position of the first token of ``blocks[0]``.
             start: first absolute position to count.
             end: past the last absolute position to count.
-        """
-        ...
 
-    def adopt(self, group: int, blocks: Sequence[int], sums: PendingSums) -> None:
-        """Keep sums of blocks that arrived verified, as if a step had written them."""
-        ...
+        Returns:
+            As `sums`.
+        """
+        return join([worker.digest(blocks, first_position, start, end) for worker in self.workers])
+
+    def adopt(
+        self, group: int, blocks: Sequence[int], sums: Sequence[Sums], num_tokens: int
+    ) -> None:
+        """Keep sums of blocks that arrived verified, as if a step had written them.
+
+        No step in flight touches blocks that are only arriving.
+
+        Args:
+            group: KV group.
+            blocks: consecutive logical blocks of one sequence.
+            sums: per rank, from `digest`, of the first `num_tokens` slots of the blocks.
+            num_tokens: in all.
+        """
+        size = self.workers[0].cache.block_size
+        counted = np.clip(num_tokens - size * np.arange(len(blocks)), 0, size)
+        for worker, of_rank in zip(self.workers, sums, strict=True):
+            worker.cache.adopt(blocks, of_rank, counted)
 
     def staging(self, forms: Sequence[ObjectForm]) -> Staging:
         """Bytes of blocks in host memory, for a store; `forms` are one per group."""
-        ...
+        pools = [worker.cache.data for worker in self.workers]
+        if not pools[0].is_cuda:
+            return HostStaging(forms, self.memories)
+        from kvbaton.engine.cuda.block_staging import CudaStaging
+
+        return CudaStaging(forms, pools)
 
     def poison(self, group: int, blocks: Sequence[int]) -> None:
         """Fill blocks with NaN (debugging); done when it returns."""
-        ...
+        for worker in self.workers:
+            worker.cache.poison(blocks)
 
     def counters(self) -> dict[str, float]:
-        """Monotonic totals by Prometheus name."""
-        ...
+        """Monotonic totals by Prometheus name; the core counts steps and tokens itself."""
+        return self.workers[0].counters()
 
     def close(self) -> None:
-        """Give everything back."""
-        ...
+        """Give everything back; waits for the steps in flight."""
+        self.group.close(self.workers)

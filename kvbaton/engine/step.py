@@ -7,10 +7,6 @@ from step to step; a plan carries only what changed.
 
 from __future__ import annotations
 
-from typing import Protocol
-
-import numpy as np
-import numpy.typing as npt
 from msgspec import Struct
 
 from kvbaton.messages.engine import Item, SamplingParams
@@ -135,27 +131,3 @@ class StepResult(Struct, frozen=True):
 
     number: int
     sampled: tuple[Sampled, ...]
-
-
-class PendingStep(Protocol):
-    """A step that was launched."""
-
-    def ready(self) -> bool:
-        """Whether `result` would return at once."""
-        ...
-
-    def result(self) -> StepResult:
-        """Wait for the step and return what it sampled."""
-        ...
-
-
-class PendingSums(Protocol):
-    """Digest sums on their way from the device.
-
-    Ask only for blocks of steps whose results have been taken. Once the sums are there, those steps
-    are over on the device too: so this is the ready event of the blocks.
-    """
-
-    def poll(self) -> list[npt.NDArray[np.uint64]] | None:
-        """Per rank, sums of the blocks asked for, [blocks, layers, kv, heads]; None: not yet."""
-        ...

@@ -16,14 +16,11 @@ from collections.abc import Callable, Generator, Sequence
 from concurrent.futures import Future
 from typing import Any, TypeVar
 
-import numpy as np
-import numpy.typing as npt
-
 from kvbaton.connectors.objects import HEADER_BYTES, ObjectForm
 from kvbaton.connectors.store import Store
 from kvbaton.engine.executor import Executor
+from kvbaton.engine.pending import Pending
 from kvbaton.engine.staging import Batch
-from kvbaton.engine.step import PendingSums
 from kvbaton.engine.store_requests import (
     Answer,
     CancelLoad,
@@ -38,6 +35,7 @@ from kvbaton.engine.store_requests import (
     SaveBlocks,
     Saved,
 )
+from kvbaton.engine.worker import Sums
 from kvbaton.errors import ConfigError, StoreError
 
 logger = logging.getLogger(__name__)
@@ -312,8 +310,9 @@ class StoreWorker:
         start, end = part.first * size, (part.first + len(part.blocks)) * size
         sums = self._executor.digest(part.group, part.blocks, start, start, end)
         yield lambda: sums.poll() is not None
-        self._executor.adopt(part.group, part.blocks, sums)
-        return self.forms[part.group].digests(_there(sums))
+        values = _there(sums)
+        self._executor.adopt(part.group, part.blocks, values, end - start)
+        return self.forms[part.group].digests(values)
 
     def _delete(self, keys: Sequence[bytes]) -> Job[None]:
         try:
@@ -358,7 +357,7 @@ class StoreWorker:
         finally:
             batch.release()
 
-    def _sums(self, group: int, run: Sequence[Save]) -> PendingSums:
+    def _sums(self, group: int, run: Sequence[Save]) -> Pending[list[Sums]]:
         """Sums of saves that `_runs` has put together."""
         blocks = [save.block for save in run]
         if run[0].summed:
@@ -399,7 +398,7 @@ def _runs(saves: Sequence[Save]) -> list[list[Save]]:
     return runs
 
 
-def _there(sums: PendingSums) -> list[npt.NDArray[np.uint64]]:
+def _there(sums: Pending[list[Sums]]) -> list[Sums]:
     found = sums.poll()
     assert found is not None, "asked for sums that are not there yet"
     return found

@@ -17,7 +17,8 @@ import numpy.typing as npt
 
 from kvbaton.connectors.base import Memory
 from kvbaton.connectors.layout import GroupKind, KVLayout, contiguous_plane
-from kvbaton.engine.step import PendingSums, Sampled, StepPlan, StepResult
+from kvbaton.connectors.transfer.source_worker import PendingSums
+from kvbaton.engine.step import Sampled, StepPlan, StepResult
 from kvbaton.messages.engine import AddRequest
 from kvbaton.testing.simulated_world import SimulatedWorld
 

@@ -13,6 +13,8 @@ from torch import Tensor
 
 from kvbaton.engine.encoder.images import ImageReader
 from kvbaton.engine.encoder.reading import pixel_values
+from kvbaton.engine.encoder.worker import EncoderWorker
+from kvbaton.engine.executor import Executor
 from kvbaton.engine.model_config import load_model_config
 from kvbaton.engine.models.vision import load_vision
 from kvbaton.messages.engine import AddRequest, Item, SamplingParams, TransferSpec
@@ -72,3 +74,10 @@ def expected_rows(folder: Path, item: Item, dtype: str = "auto") -> Tensor:
     with torch.inference_mode():
         rows: Tensor = load_vision(model, device=torch.device("cpu"))(values, [grid])
     return rows
+
+
+def worker_of(executor: Executor) -> EncoderWorker:
+    """The one rank of an encoder."""
+    (worker,) = executor.workers
+    assert isinstance(worker, EncoderWorker)
+    return worker

@@ -17,8 +17,9 @@ from kvbaton.engine.build import build_engine
 from kvbaton.engine.config import EngineConfig
 from kvbaton.engine.core import EngineCore
 from kvbaton.engine.encoder.build import make_encoder
-from kvbaton.engine.encoder.executor import NO_DATA, NO_TOWER, EncoderExecutor
 from kvbaton.engine.encoder.pool import EncoderPool
+from kvbaton.engine.encoder.worker import NO_DATA, NO_TOWER
+from kvbaton.engine.executor import Executor
 from kvbaton.engine.model_config import load_model_config
 from kvbaton.engine.solo import SoloFactory
 from kvbaton.engine.step import BlockCopy, NewSequence, SequenceStep, StepPlan, StepResult
@@ -32,6 +33,7 @@ from tests.engine.encoder_items import (
     padded,
     png,
     request_for,
+    worker_of,
 )
 from tests.handover.pair import QueueMailbox, until
 
@@ -55,10 +57,10 @@ def items(folder: Path) -> list[Item]:
 
 
 @pytest.fixture
-def make(folder: Path) -> Iterator[Callable[..., EncoderExecutor]]:
-    made: list[EncoderExecutor] = []
+def make(folder: Path) -> Iterator[Callable[..., Executor]]:
+    made: list[Executor] = []
 
-    def make(of: Path = folder, **settings: object) -> EncoderExecutor:
+    def make(of: Path = folder, **settings: object) -> Executor:
         config = settings_of(of, **settings)
         made.append(make_encoder(config, load_model_config(of, config.dtype)))
         return made[-1]
@@ -113,7 +115,7 @@ def errors(result: StepResult) -> dict[int, str | None]:
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 def test_rows_of_a_batch_are_the_towers_own_then_zeros_and_are_summed(
-    make: Callable[..., EncoderExecutor], any_folder: Path, dtype: str
+    make: Callable[..., Executor], any_folder: Path, dtype: str
 ) -> None:
     executor = make(any_folder, dtype=dtype)
     items = [item_of(any_folder, png(seed, *size)) for seed, size in enumerate(SIZES)]
@@ -122,18 +124,21 @@ def test_rows_of_a_batch_are_the_towers_own_then_zeros_and_are_summed(
     assert [(s.token_ids, s.error) for s in result.sampled] == [((0,), None)] * len(items)
     tolerance = 1e-5 if dtype == "float32" else 0.05
     for item, table in zip(items, tables, strict=True):
-        rows, expected = stored(executor.pool, table), expected_rows(any_folder, item, dtype)
+        rows, expected = (
+            stored(worker_of(executor).cache, table),
+            expected_rows(any_folder, item, dtype),
+        )
         assert rows.dtype is getattr(torch, dtype)
         torch.testing.assert_close(rows[: item.length], expected, atol=tolerance, rtol=tolerance)
         assert not rows[item.length :].any()
         kept, now = executor.sums(0, table), executor.digest(0, table, 0, 0, padded(item))
         until(lambda: kept.poll() is not None and now.poll() is not None, "sums")  # noqa: B023
-        assert (kept.poll()[0] == now.poll()[0]).all()  # type: ignore[index]
-        assert kept.poll()[0].all(), "zero rows count too"  # type: ignore[index]
+        assert (kept.result()[0] == now.result()[0]).all()
+        assert kept.result()[0].all(), "zero rows count too"
 
 
 def test_an_image_in_a_batch_twice_is_encoded_once(
-    make: Callable[..., EncoderExecutor], items: list[Item]
+    make: Callable[..., Executor], items: list[Item]
 ) -> None:
     executor = make()
     plan, tables = plan_for([items[0], items[1], items[0]])
@@ -141,36 +146,40 @@ def test_an_image_in_a_batch_twice_is_encoded_once(
     assert executor.counters()['kvbaton_encoder_items_total{source="encoded"}'] == 2
     total = items[0].length + items[1].length
     assert executor.counters()["kvbaton_encoder_rows_total"] == total
-    assert torch.equal(stored(executor.pool, tables[0]), stored(executor.pool, tables[2]))
-    assert stored(executor.pool, tables[2])[: items[0].length].any()
+    assert torch.equal(
+        stored(worker_of(executor).cache, tables[0]), stored(worker_of(executor).cache, tables[2])
+    )
+    assert stored(worker_of(executor).cache, tables[2])[: items[0].length].any()
 
 
 def test_one_that_lacks_its_image_takes_the_rows_of_its_twin(
-    make: Callable[..., EncoderExecutor], items: list[Item]
+    make: Callable[..., Executor], items: list[Item]
 ) -> None:
     executor = make()
     plan, tables = plan_for([msgspec.structs.replace(items[0], data=b""), items[0]])
     assert errors(executor.launch(plan).result()) == {0: None, 1: None}
-    assert torch.equal(stored(executor.pool, tables[0]), stored(executor.pool, tables[1]))
+    assert torch.equal(
+        stored(worker_of(executor).cache, tables[0]), stored(worker_of(executor).cache, tables[1])
+    )
 
 
 def test_only_what_lacks_is_written(
-    make: Callable[..., EncoderExecutor], folder: Path, items: list[Item]
+    make: Callable[..., Executor], folder: Path, items: list[Item]
 ) -> None:
     executor, item = make(), items[0]
     assert padded(item) == 64
     (new,), table = (sequence(1, item),), (5, 3)
     executor.launch(StepPlan(1, new=(new,), steps=(SequenceStep(1, 32, 32, (table,), 1),))).result()
-    rows = stored(executor.pool, table)
+    rows = stored(worker_of(executor).cache, table)
     assert not rows[:32].any(), "a cached prefix is left alone"
     torch.testing.assert_close(rows[32 : item.length], expected_rows(folder, item)[32:])
     kept, now = executor.sums(0, (3,)), executor.digest(0, (3,), 32, 32, 64)
     until(lambda: kept.poll() is not None and now.poll() is not None, "sums")
-    assert (kept.poll()[0] == now.poll()[0]).all()  # type: ignore[index]
+    assert (kept.result()[0] == now.result()[0]).all()
 
 
 def test_the_last_token_of_a_cached_item_needs_a_copy_and_no_encoder(
-    make: Callable[..., EncoderExecutor], items: list[Item]
+    make: Callable[..., Executor], items: list[Item]
 ) -> None:
     executor, item = make(), items[0]
     plan, (table,) = plan_for([item])
@@ -184,17 +193,19 @@ def test_the_last_token_of_a_cached_item_needs_a_copy_and_no_encoder(
     (sampled,) = executor.launch(again).result().sampled
     assert (sampled.token_ids, sampled.error) == ((0,), None)
     assert executor.counters()['kvbaton_encoder_items_total{source="encoded"}'] == 1
-    assert torch.equal(stored(executor.pool, (9,)), stored(executor.pool, table[1:]))
+    assert torch.equal(
+        stored(worker_of(executor).cache, (9,)), stored(worker_of(executor).cache, table[1:])
+    )
     kept = [executor.sums(0, (block,)) for block in (table[1], 9)]
     until(lambda: all(sums.poll() is not None for sums in kept), "sums")
-    assert (kept[0].poll()[0] == kept[1].poll()[0]).all()  # type: ignore[index]
+    assert (kept[0].result()[0] == kept[1].result()[0]).all()
 
 
 # --- what can't be encoded ---
 
 
 def test_bad_images_fail_alone(
-    make: Callable[..., EncoderExecutor], folder: Path, items: list[Item]
+    make: Callable[..., Executor], folder: Path, items: list[Item]
 ) -> None:
     executor = make()
     cut = msgspec.structs.replace(items[1], data=items[1].data[:100])
@@ -207,7 +218,8 @@ def test_bad_images_fail_alone(
     found = errors(executor.launch(plan).result())
     assert found[0] is None
     torch.testing.assert_close(
-        stored(executor.pool, tables[0])[: items[0].length], expected_rows(folder, items[0])
+        stored(worker_of(executor).cache, tables[0])[: items[0].length],
+        expected_rows(folder, items[0]),
     )
     assert "can't decode the image" in (found[1] or "")
     rows, grid = items[2].length, items[2].grid
@@ -220,11 +232,13 @@ def test_bad_images_fail_alone(
     assert str(turned.grid) in (found[5] or "")
     assert found[4] == "a prompt for an encoder must be one item that starts at 0"
     for table in tables[1:]:
-        assert not stored(executor.pool, table).any(), "nothing is written for who failed"
+        assert not stored(worker_of(executor).cache, table).any(), (
+            "nothing is written for who failed"
+        )
 
 
 def test_who_says_something_else_of_an_image_fails_alone(
-    make: Callable[..., EncoderExecutor], items: list[Item]
+    make: Callable[..., Executor], items: list[Item]
 ) -> None:
     executor, (frames, high, wide) = make(), items[2].grid
     turned = msgspec.structs.replace(items[2], grid=(frames, wide, high))
@@ -235,7 +249,7 @@ def test_who_says_something_else_of_an_image_fails_alone(
 
 
 def test_without_a_tower_nothing_is_encoded(
-    make: Callable[..., EncoderExecutor], items: list[Item]
+    make: Callable[..., Executor], items: list[Item]
 ) -> None:
     executor = make(language_model_only=True)
     plan, _ = plan_for(items[:1])
@@ -258,11 +272,11 @@ def is_readable(fd: int) -> bool:
 
 
 def test_a_step_says_honestly_whether_it_is_over(
-    make: Callable[..., EncoderExecutor], items: list[Item]
+    make: Callable[..., Executor], items: list[Item]
 ) -> None:
     executor = make()
     gate = threading.Event()
-    executor._team.lanes[0].submit(gate.wait)
+    executor.group.threads[0].submit(gate.wait)
     plans = [plan_for([item])[0] for item in items[:2]]
     steps = [executor.launch(plan) for plan in plans]
     assert not steps[0].ready()
@@ -276,12 +290,13 @@ def test_a_step_says_honestly_whether_it_is_over(
 
 
 def test_images_are_read_ahead_of_their_step(
-    make: Callable[..., EncoderExecutor], items: list[Item], folder: Path
+    make: Callable[..., Executor], items: list[Item], folder: Path
 ) -> None:
     executor = make()
-    assert executor.encoder is not None
-    readings, gate = executor.encoder.readings, threading.Event()
-    executor._team.lanes[0].submit(gate.wait)
+    encoder = worker_of(executor).encoder
+    assert encoder is not None
+    readings, gate = encoder.readings, threading.Event()
+    executor.group.threads[0].submit(gate.wait)
     executor.expect(request_for(items[0], "r"))
     until(lambda: readings.seconds > 0, "the image is read before its step")
     before = readings.seconds
@@ -405,8 +420,7 @@ def test_who_fails_is_told_why_and_leaves_nothing(
 def test_an_abort_while_a_step_runs(start: Callable[..., Core], items: list[Item]) -> None:
     node, gate = start(), threading.Event()
     executor = node.core.executor
-    assert isinstance(executor, EncoderExecutor)
-    executor._team.lanes[0].submit(gate.wait)
+    executor.group.threads[0].submit(gate.wait)
     node.core.add(request_for(msgspec.structs.replace(items[0], data=b"no image"), "r"))
     node.core.launch()
     node.core.update()

@@ -11,13 +11,21 @@ import torch
 
 from kvbaton.engine.config import EngineConfig
 from kvbaton.engine.encoder.build import make_encoder
-from kvbaton.engine.encoder.executor import EncoderExecutor
 from kvbaton.engine.encoder.pool import EncoderPool
+from kvbaton.engine.executor import Executor
 from kvbaton.engine.model_config import load_model_config
 from kvbaton.engine.solo import SoloFactory
 from kvbaton.engine.step import BlockCopy, NewSequence, SequenceStep, StepPlan
 from kvbaton.kernels.digest import block_sums
-from tests.engine.encoder_items import ONE_TOKEN, expected_rows, item_of, padded, png, request_for
+from tests.engine.encoder_items import (
+    ONE_TOKEN,
+    expected_rows,
+    item_of,
+    padded,
+    png,
+    request_for,
+    worker_of,
+)
 from tests.handover.pair import Node, until
 
 pytestmark = [
@@ -35,7 +43,7 @@ def folder(checkpoint: Callable[..., Path]) -> Path:
 
 
 @pytest.fixture
-def executor(folder: Path) -> Iterator[EncoderExecutor]:
+def executor(folder: Path) -> Iterator[Executor]:
     torch.backends.cuda.matmul.allow_tf32 = False
     config = EngineConfig(model=str(folder), device="cuda", encoder_only=True)
     made = make_encoder(config, load_model_config(folder))
@@ -44,7 +52,7 @@ def executor(folder: Path) -> Iterator[EncoderExecutor]:
 
 
 def test_rows_and_sums_are_those_of_a_cpu_whatever_runs_beside(
-    executor: EncoderExecutor, folder: Path
+    executor: Executor, folder: Path
 ) -> None:
     items = [item_of(folder, png(seed, *size)) for seed, size in enumerate(SIZES)]
     new, steps, first = [], [], 1
@@ -55,7 +63,7 @@ def test_rows_and_sums_are_those_of_a_cpu_whatever_runs_beside(
         steps.append(SequenceStep(handle, 0, padded(item), (table,), 1))
     plan = StepPlan(1, new=tuple(new), steps=tuple(steps))
     executor.launch(plan).result()  # the first use of a kernel waits for all streams
-    executor.pool.data.zero_()
+    worker_of(executor).cache.data.zero_()
     torch.cuda.synchronize()
     over = torch.cuda.Event()  # type: ignore[no-untyped-call]
     torch.cuda._sleep(SLEEP_CYCLES)  # type: ignore[no-untyped-call]  # a model's long step
@@ -67,7 +75,9 @@ def test_rows_and_sums_are_those_of_a_cpu_whatever_runs_beside(
     kept = executor.sums(0, range(1, first + 1))
     for item, step in zip(items, steps, strict=True):
         (table,) = step.new_blocks
-        rows = executor.pool.data[list(table), 0, :, 0].transpose(1, 2).flatten(0, 1).cpu()
+        rows = (
+            worker_of(executor).cache.data[list(table), 0, :, 0].transpose(1, 2).flatten(0, 1).cpu()
+        )
         torch.testing.assert_close(
             rows[: item.length], expected_rows(folder, item), atol=1e-3, rtol=1e-3
         )
@@ -77,7 +87,7 @@ def test_rows_and_sums_are_those_of_a_cpu_whatever_runs_beside(
         (of_kept,), (of_now,) = kept.poll() or [], now.poll() or []
         assert (of_kept[[block - 1 for block in table]] == of_now).all()
         ids = torch.tensor(table)
-        expected = block_sums(executor.pool.data.cpu(), ids, 0, 0, padded(item))
+        expected = block_sums(worker_of(executor).cache.data.cpu(), ids, 0, 0, padded(item))
         assert (of_now.view("int64") == expected.numpy()).all()
     (of_kept,) = kept.poll() or []
     assert (of_kept[-1] == of_kept[0]).all(), "a copy has the sums of its source"

@@ -168,7 +168,7 @@ def test_kept_sums_are_those_of_the_bytes(checkpoint: Callable[..., Path], drive
     blocks, length = driver.tables[handle], driver.computed[handle]
     kept = driver.wait(driver.executor.sums(0, blocks))
     again = driver.wait(driver.executor.digest(0, blocks, 0, 0, length))
-    cache = driver.executor.ranks[0].cache.data
+    cache = driver.executor.workers[0].cache.data
     reference = block_sums(cache.cpu(), torch.tensor(blocks), 0, 0, length).numpy()
     assert (kept == again).all()
     assert (kept.view(np.int64) == reference).all()

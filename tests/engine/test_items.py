@@ -95,7 +95,7 @@ def test_short_chunks(chunk: int, driver: Any, pictures: Pictures) -> None:
 def test_logits_are_those_of_transformers(
     plain: Any, pictures: Pictures, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    model = plain.executor.ranks[0]._runner.model
+    model = plain.executor.workers[0]._runner.model
     seen: list[torch.Tensor] = []
     logits = model.logits
 

@@ -17,7 +17,7 @@ from torch import Tensor
 from torch.nn.functional import scaled_dot_product_attention
 
 from kvbaton.engine.attention import rotate
-from kvbaton.engine.collectives import HostCollectives, Meeting
+from kvbaton.engine.collectives import Barrier, HostCollectives
 from kvbaton.engine.loader import INDEX, SINGLE, load_model
 from kvbaton.engine.model_config import load_model_config
 from kvbaton.engine.models.llama import LlamaForCausalLM
@@ -177,11 +177,11 @@ def test_ranks_together_are_the_whole_model(
     biases = {"config": {"attention_bias": True, "mlp_bias": True}} if family == "llama" else {}
     config = load_model_config(checkpoint(family=family, **biases))
     whole = load_model(config, device=CPU, load_format=load_format)  # type: ignore[arg-type]
-    meeting = Meeting(size)
+    barrier = Barrier(size)
     found: dict[int, Tensor] = {}
 
     def run(rank: int) -> None:
-        shard = Shard(rank, size, HostCollectives(meeting, rank))
+        shard = Shard(rank, size, HostCollectives(barrier, rank))
         part = load_model(config, device=CPU, load_format=load_format, shard=shard)  # type: ignore[arg-type]
         found[rank] = logits(part)
 

@@ -14,9 +14,10 @@ import torch
 
 from kvbaton.connectors.layout import ALIGNMENT
 from kvbaton.engine.config import EngineConfig
-from kvbaton.engine.local import LocalExecutor, choose_device
+from kvbaton.engine.cpu_worker import cpu_executor
 from kvbaton.engine.model_config import load_model_config
 from kvbaton.engine.step import BlockCopy, Fork, NewSequence, SequenceStep, StepPlan
+from kvbaton.engine.worker import choose_device
 from kvbaton.errors import ConfigError
 from kvbaton.messages.engine import SamplingParams
 from kvbaton.types import TokenLogprobs
@@ -216,7 +217,7 @@ def test_unwritten_slots_may_hold_nan(
         for _ in range(10):
             driver.step(*((handle, 1, 1) for handle in handles))
     assert dirty.tokens == clean.tokens
-    data = dirty.executor.ranks[0].cache.data
+    data = dirty.executor.workers[0].cache.data
     assert data[0].eq(0).all()
     assert data.isnan().any()
 
@@ -228,7 +229,7 @@ def test_the_layout_says_where_every_element_is(
     executor = drive(checkpoint(), dtype=dtype, num_blocks=20).executor
     (memory,), (layout,) = executor.memories[0], executor.layouts[0]
     (plane,) = layout.planes
-    data = executor.ranks[0].cache.data
+    data = executor.workers[0].cache.data
     assert memory.address % ALIGNMENT == 0
     assert memory.num_bytes == data.nbytes
     assert plane.shape == tuple(data.shape) == (20, 2, 2, 2, 16, 16)
@@ -267,7 +268,7 @@ def test_sums_of_steps_equal_those_of_the_bytes(
     for handle in (first, second):
         assert kept(driver, handle).shape == (len(driver.tables[handle]), 2, 2, 2)
         assert (kept(driver, handle) == recomputed(driver, handle)).all()
-    driver.executor.ranks[0].cache.data[driver.tables[first][1], 0, 0, 1, 3, 2] += 1
+    driver.executor.workers[0].cache.data[driver.tables[first][1], 0, 0, 1, 3, 2] += 1
     wrong = kept(driver, first) != recomputed(driver, first)
     assert np.argwhere(wrong).tolist() == [[1, 0, 1, 0]]
 
@@ -317,11 +318,11 @@ def test_adopted_blocks_are_as_if_computed_here(
     handle = source.add(PROMPT)
     token = source.generate(handle, 1)[0]
     blocks = [target.free.pop() for _ in source.tables[handle]]
-    pools = [driver.executor.ranks[0].cache.data for driver in (source, target)]
+    pools = [driver.executor.workers[0].cache.data for driver in (source, target)]
     pools[1][blocks] = pools[0][source.tables[handle]]
     sums = target.executor.digest(0, blocks, 0, 0, 37)
     assert (target.wait(sums) == kept(source, handle)).all()
-    target.executor.adopt(0, blocks, sums)
+    target.executor.adopt(0, blocks, sums.poll(), 37)
     new = NewSequence(1, (*PROMPT, token), 37, 0, SamplingParams(temperature=0.0))
     step = SequenceStep(1, 37 - again, 1 + again, (tuple(blocks),), 1)
     result = target.executor.launch(StepPlan(1, new=(new,), steps=(step,))).result()
@@ -339,7 +340,7 @@ def test_sums_can_be_left_out(checkpoint: Checkpoint, drive: Any) -> None:
     assert (recomputed(without, 1) == kept(with_sums, 1)).all()
     sums = without.executor.digest(0, [1], 0, 0, 16)
     without.wait(sums)
-    without.executor.adopt(0, [1], sums)
+    without.executor.adopt(0, [1], sums.poll(), 16)
     with pytest.raises(AssertionError, match="without digest sums"):
         without.wait(without.executor.sums(0, [1]))
 
@@ -364,7 +365,7 @@ def test_settings_that_can_not_be_met_are_named(
         pytest.skip("there is a CUDA device")
     config = EngineConfig(model=str(checkpoint()), **{"device": "cpu", **settings})
     with pytest.raises(ConfigError, match=told) as raised:
-        LocalExecutor(config, load_model_config(checkpoint()))
+        cpu_executor(config, load_model_config(checkpoint()))
     assert raised.value.field == field
 
 
@@ -372,7 +373,7 @@ def test_blocks_must_be_aligned(checkpoint: Checkpoint) -> None:
     folder = checkpoint(num_layers=1, num_kv_heads=1, head_dim=8, hidden_size=32)
     config = EngineConfig(model=str(folder), block_size=3, device="cpu")
     with pytest.raises(ConfigError, match="192 bytes, not a multiple of 128"):
-        LocalExecutor(config, load_model_config(folder))
+        cpu_executor(config, load_model_config(folder))
 
 
 def test_the_pool_is_as_large_as_asked_for(checkpoint: Checkpoint) -> None:
@@ -383,7 +384,7 @@ def test_the_pool_is_as_large_as_asked_for(checkpoint: Checkpoint) -> None:
         ({"num_blocks": 77, "kv_cache_memory_bytes": 1}, 77),
     ):
         config = EngineConfig(model=str(checkpoint()), device="cpu", **settings)  # type: ignore[arg-type]
-        executor = LocalExecutor(config, model)
+        executor = cpu_executor(config, model)
         assert executor.layouts[0][0].num_blocks == expected
         executor.close()
 

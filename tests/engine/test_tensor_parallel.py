@@ -13,10 +13,10 @@ import pytest
 import torch
 
 from kvbaton.engine.build import make_executor, make_scheduler
-from kvbaton.engine.collectives import DisbandedError, HostCollectives, Lockstep, Meeting
+from kvbaton.engine.collectives import AbortedError, Barrier, HostCollectives, Lockstep
 from kvbaton.engine.config import EngineConfig
+from kvbaton.engine.executor import WorkerGroup, rank_threads
 from kvbaton.engine.model_config import load_model_config
-from kvbaton.engine.ranks import Team, lanes
 from kvbaton.engine.step import NewSequence, SequenceStep, StepPlan
 from kvbaton.engine.warmup import warm_up
 from kvbaton.errors import ConfigError
@@ -170,7 +170,7 @@ def test_kept_sums_are_those_of_the_bytes(checkpoint: Checkpoint, drive: Any) ->
     assert len(kept.poll()) == 2
     for mine, theirs in zip(kept.poll(), again.poll(), strict=True):
         assert (mine == theirs).all()
-    driver.executor.adopt(0, blocks, again)
+    driver.executor.adopt(0, blocks, again.poll(), length)
     driver.wait(adopted := driver.executor.sums(0, blocks))
     for mine, theirs in zip(adopted.poll(), again.poll(), strict=True):
         assert (mine == theirs).all()
@@ -188,10 +188,10 @@ def test_kept_sums_are_those_of_the_bytes(checkpoint: Checkpoint, drive: Any) ->
 def test_each_rank_holds_its_share(
     size: int, kv_heads: int, checkpoint: Checkpoint, drive: Any
 ) -> None:
-    alone = drive(checkpoint()).executor.ranks[0].model
+    alone = drive(checkpoint()).executor.workers[0].model
     driver = drive(checkpoint(), tensor_parallel_size=size)
     replicated = ("norm.weight", "k_proj", "v_proj")
-    for rank in driver.executor.ranks:
+    for rank in driver.executor.workers:
         for (name, whole), (other, part) in zip(
             alone.named_parameters(), rank.model.named_parameters(), strict=True
         ):
@@ -215,7 +215,7 @@ def test_the_pools_are_as_large_as_the_smallest_fits(
     def fit(settings: Any) -> int:
         return 44 - 2 * int(settings.shard.rank)
 
-    monkeypatch.setattr("kvbaton.engine.local.pool_blocks", fit)
+    monkeypatch.setattr("kvbaton.engine.cpu_worker.pool_blocks", fit)
     layouts = served(checkpoint(), 2).executor.layouts
     assert [groups[0].num_blocks for groups in layouts] == [42, 42]
 
@@ -248,14 +248,14 @@ def test_what_one_rank_raises_ends_the_step_and_the_ranks(
     def broken(hidden: torch.Tensor) -> torch.Tensor:
         raise ArithmeticError("rank 2 broke")
 
-    monkeypatch.setattr(driver.executor.ranks[2].model.layers[1].mlp, "forward", broken)
+    monkeypatch.setattr(driver.executor.workers[2].model.layers[1].mlp, "forward", broken)
     new = (NewSequence(77, (5, 6, 7), 3, 0, GREEDY),)
     plan = StepPlan(9, new=new, steps=(SequenceStep(77, 0, 3, ((driver.free.pop(),),), 1),))
     began = time.monotonic()
     pending = [driver.executor.launch(plan) for _ in range(2)]
     with pytest.raises(ArithmeticError, match="rank 2 broke"):
         pending[0].result()
-    with pytest.raises((ArithmeticError, DisbandedError)):
+    with pytest.raises((ArithmeticError, AbortedError)):
         pending[1].result()
     assert all(step.ready() for step in pending)
     driver.executor.close()
@@ -271,31 +271,31 @@ def test_a_rank_that_can_not_start_ends_the_others(
             raise ArithmeticError("no warm-up")
         warm_up(runner, max_model_len)
 
-    monkeypatch.setattr("kvbaton.engine.local.warm_up", broken)
+    monkeypatch.setattr("kvbaton.engine.cpu_worker.warm_up", broken)
     with pytest.raises(ArithmeticError, match="no warm-up"):
         served(checkpoint(), 2)
     assert not any(thread.name.startswith("rank") for thread in threading.enumerate())
 
 
 def test_a_rank_that_does_not_come_is_waited_for_so_long() -> None:
-    meeting = Meeting(2, patience_s=0.2)
-    collectives = HostCollectives(meeting, 0)
-    with pytest.raises(DisbandedError, match=r"within 0\.2 s"):
+    barrier = Barrier(2, patience_s=0.2)
+    collectives = HostCollectives(barrier, 0)
+    with pytest.raises(AbortedError, match=r"within 0\.2 s"):
         collectives.all_reduce(torch.ones(3))
-    with pytest.raises(DisbandedError):
-        HostCollectives(meeting, 1).all_reduce(torch.ones(3))
+    with pytest.raises(AbortedError):
+        HostCollectives(barrier, 1).all_reduce(torch.ones(3))
 
 
 def test_a_step_that_does_not_end_is_given_up() -> None:
-    release, disbanded = threading.Event(), threading.Event()
-    team = Team(lanes(2), disbanded.set)
-    futures = team.start(lambda rank: rank and release.wait(60))
+    release, aborted = threading.Event(), threading.Event()
+    group = WorkerGroup(rank_threads(2), abort=aborted.set)
+    futures = group.start(lambda rank: rank and release.wait(60))
     with pytest.raises(TimeoutError):
-        team.gather(futures, 0.1)
-    assert disbanded.is_set()
+        group.gather(futures, 0.1)
+    assert aborted.is_set()
     release.set()
-    for lane in team.lanes:
-        lane.shutdown()
+    for thread in group.threads:
+        thread.shutdown()
 
 
 # --- how they meet ---
@@ -304,10 +304,10 @@ def test_a_step_that_does_not_end_is_given_up() -> None:
 def test_collectives_of_many_rounds() -> None:
     """Tensors of a round are not mixed with those of the next, however ranks are delayed."""
     size, rounds = 3, 200
-    meeting, found = Meeting(size), {}
+    barrier, found = Barrier(size), {}
 
     def work(rank: int) -> None:
-        collectives, delays = HostCollectives(meeting, rank), np.random.default_rng(rank)
+        collectives, delays = HostCollectives(barrier, rank), np.random.default_rng(rank)
         sums, rows = [], []
         for number in range(rounds):
             part = torch.full((2, 2), float(number * (rank + 1)))
@@ -317,21 +317,21 @@ def test_collectives_of_many_rounds() -> None:
             rows.append(collectives.all_gather(torch.full((1, 2), float(number + rank))))
         found[rank] = sums, rows
 
-    team = Team(lanes(size), meeting.disband)
-    team.call(work)
+    group = WorkerGroup(rank_threads(size), abort=barrier.abort)
+    group.call(work)
     for sums, rows in found.values():
         for number in range(rounds):
             assert (sums[number] == number * 6).all()
             assert rows[number].tolist() == [[number + rank for rank in (0, 0, 1, 1, 2, 2)]]
-    for lane in team.lanes:
-        lane.shutdown()
+    for thread in group.threads:
+        thread.shutdown()
 
 
 def test_ranks_in_lockstep_stay_together() -> None:
     """However fast a rank is, it is never more than a stretch ahead of the slowest."""
     size, every, rounds = 3, 4, 200
-    meeting = Meeting(size)
-    lockstep, counts, ahead = Lockstep(meeting, every=every), [0] * size, []
+    barrier = Barrier(size)
+    lockstep, counts, ahead = Lockstep(barrier, every=every), [0] * size, []
 
     def work(rank: int) -> None:
         for number in range(rounds):
@@ -341,25 +341,25 @@ def test_ranks_in_lockstep_stay_together() -> None:
             counts[rank] += 1
             ahead.append(counts[rank] - min(counts))
 
-    team = Team(lanes(size), meeting.disband)
-    team.call(work)
+    group = WorkerGroup(rank_threads(size), abort=barrier.abort)
+    group.call(work)
     assert counts == [rounds] * size
     assert 0 < max(ahead) <= every
-    for lane in team.lanes:
-        lane.shutdown()
+    for thread in group.threads:
+        thread.shutdown()
 
 
 def test_a_rank_in_lockstep_is_not_kept_by_one_that_failed() -> None:
-    meeting = Meeting(2)
-    lockstep = Lockstep(meeting, every=1)
+    barrier = Barrier(2)
+    lockstep = Lockstep(barrier, every=1)
 
     def work(rank: int) -> None:
         if rank:
             raise ArithmeticError("rank 1 broke")
         lockstep.tick(rank)
 
-    team = Team(lanes(2), meeting.disband)
+    group = WorkerGroup(rank_threads(2), abort=barrier.abort)
     with pytest.raises(ArithmeticError, match="rank 1 broke"):
-        team.call(work)
-    for lane in team.lanes:
-        lane.shutdown()
+        group.call(work)
+    for thread in group.threads:
+        thread.shutdown()

@@ -5,7 +5,8 @@ from pathlib import Path
 import pytest
 
 from kvbaton.engine.config import EngineConfig
-from kvbaton.engine.local import LocalExecutor
+from kvbaton.engine.cpu_worker import cpu_executor
+from kvbaton.engine.executor import Executor
 from kvbaton.engine.model_config import load_model_config
 from kvbaton.engine.step import NewSequence, SequenceStep, StepPlan
 from kvbaton.engine.warmup import BLOCK
@@ -26,7 +27,7 @@ def test_a_warm_block_is_as_good_as_a_fresh_one(
         num_blocks=max_model_len // block_size + 3,
         num_threads=1,
     )
-    executor = LocalExecutor(config, load_model_config(config.model, config.dtype))
+    executor = cpu_executor(config, load_model_config(config.model, config.dtype))
     try:
         answers = [_run(executor, handle, block) for handle, block in ((1, BLOCK), (2, BLOCK + 1))]
         assert answers[0] == answers[1]
@@ -34,7 +35,7 @@ def test_a_warm_block_is_as_good_as_a_fresh_one(
         executor.close()
 
 
-def _run(executor: LocalExecutor, handle: int, block: int) -> tuple[tuple[int, ...], list[int]]:
+def _run(executor: Executor, handle: int, block: int) -> tuple[tuple[int, ...], list[int]]:
     new = NewSequence(handle, (7,), 1, 0, SamplingParams(temperature=0.0))
     step = SequenceStep(handle, 0, 1, ((block,),), 1)
     result = executor.launch(StepPlan(handle, new=(new,), steps=(step,))).result()

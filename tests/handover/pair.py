@@ -27,7 +27,7 @@ from kvbaton.decode.node import DecodeFactory
 from kvbaton.decode.target_connector import TargetConnector
 from kvbaton.engine.build import build_engine
 from kvbaton.engine.config import EngineConfig
-from kvbaton.engine.local import LocalExecutor
+from kvbaton.engine.cpu_worker import CpuWorker
 from kvbaton.engine.process import RoleFactory
 from kvbaton.messages.engine import (
     AbortRequest,
@@ -242,10 +242,11 @@ class Node:
         self._thread.start()
 
     @property
-    def executor(self) -> LocalExecutor:
-        """Its ranks."""
-        assert isinstance(self.core.executor, LocalExecutor)
-        return self.core.executor
+    def worker(self) -> CpuWorker:
+        """Its first rank."""
+        worker = self.core.executor.workers[0]
+        assert isinstance(worker, CpuWorker)
+        return worker
 
     @property
     def transfers(self) -> TransferThread:
@@ -347,13 +348,13 @@ class Node:
     @contextmanager
     def held_step(self) -> Iterator[Hold]:
         """Let the step that the core launches next last until the end of the block."""
-        with Hold(self.executor.ranks[0].steps) as hold:
+        with Hold(self.worker.steps) as hold:
             yield hold
 
     @contextmanager
     def held_digests(self) -> Iterator[Hold]:
         """Let no digest of arrived blocks be computed before the end of the block."""
-        with Hold(self.executor.ranks[0].digests) as hold:
+        with Hold(self.worker.digests) as hold:
             yield hold
 
     @contextmanager

@@ -190,9 +190,11 @@ class Held:
     def memory(self) -> np.ndarray:
         """D's pool as bytes [block, bytes of a block], without the null block."""
         node = self.pair.d
-        memory = node.executor.memories[0][0]
+        memory = node.core.executor.memories[0][0]
         raw = ctypes.string_at(memory.address, memory.num_bytes)
-        return np.frombuffer(raw, np.uint8).reshape(node.executor.layouts[0][0].num_blocks, -1)[1:]
+        return np.frombuffer(raw, np.uint8).reshape(
+            node.core.executor.layouts[0][0].num_blocks, -1
+        )[1:]
 
     def changed_by_release(self) -> list[int]:
         """Let the writes land while D's steps stand still; blocks of others that changed."""

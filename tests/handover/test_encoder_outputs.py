@@ -16,12 +16,11 @@ from torch import Tensor
 from kvbaton.connectors.keys import block_keys, root_key
 from kvbaton.engine.build import encoder_identity
 from kvbaton.engine.config import EngineConfig
-from kvbaton.engine.encoder.executor import EncoderExecutor
 from kvbaton.engine.model_config import load_model_config
 from kvbaton.engine.request import extras_of
 from kvbaton.engine.solo import SoloFactory
 from kvbaton.messages.engine import Item, TransferSpec
-from tests.engine.encoder_items import expected_rows, item_of, padded, png, request_for
+from tests.engine.encoder_items import expected_rows, item_of, padded, png, request_for, worker_of
 from tests.handover.pair import Call, Hold, Node, Pair, until
 
 ENCODER: dict[str, Any] = {"encoder_only": True, "encoder_cache_tokens": 1024}
@@ -68,9 +67,8 @@ def rows_in(node: Node, folder: Path, item: Item) -> Tensor:
     chain = block_keys(root, (0,) * padded(item), 32, extras=extras_of((item,)))
     blocks = torch.tensor(node.scheduler.blocks.pools[0].match(chain))
     assert len(blocks) == len(chain), "not all of it is cached"
-    assert isinstance(node.core.executor, EncoderExecutor)
     offsets = torch.arange(32).repeat(len(blocks))
-    return node.core.executor.pool.gather(blocks.repeat_interleave(32), offsets)
+    return worker_of(node.core.executor).cache.gather(blocks.repeat_interleave(32), offsets)
 
 
 def encoded(node: Node) -> float:
@@ -151,8 +149,7 @@ def test_without_the_image_a_lost_source_is_an_error(
 ) -> None:
     pair = encoders(d={"kv_load_failure_policy": "fail"})
     cut = msgspec.structs.replace(items[0], data=items[0].data[:80])
-    assert isinstance(pair.p.core.executor, EncoderExecutor)
-    with Hold(pair.p.core.executor._team.lanes[0]):
+    with Hold(pair.p.core.executor.group.threads[0]):
         _, call = hand_over(pair, cut, "r")
         until(lambda: pair.p.leases() == 1, "a reservation")
     call.result()

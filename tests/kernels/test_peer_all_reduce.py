@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 import torch
 
-from kvbaton.engine.ranks import Team, lanes
+from kvbaton.engine.executor import WorkerGroup, rank_threads
 from kvbaton.kernels.peer_all_reduce import (
     BLOCK,
     MAX_BLOCKS,
@@ -37,11 +37,11 @@ def memory() -> PeerMemory:
 @pytest.fixture
 def together() -> Iterator[Together]:
     """Runs a function on all ranks, each in its thread and on its device."""
-    team = Team(lanes(RANKS), lambda: None)
-    team.call(torch.cuda.set_device)
-    yield team.call
-    for lane in team.lanes:
-        lane.shutdown()
+    group = WorkerGroup(rank_threads(RANKS))
+    group.call(torch.cuda.set_device)
+    yield group.call
+    for thread in group.threads:
+        thread.shutdown()
 
 
 def parts(size: int, dtype: torch.dtype, seed: int) -> list[torch.Tensor]:

@@ -10,7 +10,7 @@ from kvbaton.engine.cuda.cache import CudaKVCache
 from kvbaton.engine.cuda.runner import CudaRunner
 from kvbaton.engine.cuda.trial import Trial
 from kvbaton.engine.models.llama import LlamaForCausalLM
-from kvbaton.engine.ranks import RankSettings
+from kvbaton.engine.worker import WorkerSettings
 from kvbaton.messages.engine import SamplingParams
 
 log = logging.getLogger(__name__)
@@ -21,7 +21,7 @@ GRAPHS_AND_LIBRARIES = 2 << 30
 EVERYTHING = SamplingParams(temperature=1.0, top_p=0.9, top_k=50, repetition_penalty=1.1)
 
 
-def measure_reserve(settings: RankSettings, model: LlamaForCausalLM) -> int:
+def measure_reserve(settings: WorkerSettings, model: LlamaForCausalLM) -> int:
     """Bytes to leave free beside weights and pool.
 
     Runs a step of `max_num_batched_tokens` in one prompt, and one in `max_num_seqs` prompts that

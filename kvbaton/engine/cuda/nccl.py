@@ -16,7 +16,7 @@ from itertools import permutations
 import torch
 from torch import Tensor
 
-from kvbaton.engine.collectives import DisbandedError, Lockstep, Meeting
+from kvbaton.engine.collectives import AbortedError, Barrier, Lockstep
 from kvbaton.kernels.peer_all_reduce import PeerMemory, fits, peer_all_reduce
 
 DTYPES = {torch.float16: 6, torch.float32: 7, torch.bfloat16: 9}
@@ -26,7 +26,7 @@ SUM = 0
 """`ncclRedOp_t` of nccl.h."""
 
 LOCKSTEP = 8
-"""Collectives between two meetings of the ranks' threads: some 50 launches."""
+"""Collectives between two waits of the ranks' threads for each other: some 50 launches."""
 
 ABORT_S = 10.0
 """For a communicator to let go."""
@@ -48,8 +48,8 @@ class Communicators:
         self._library.ncclGetErrorString.restype = ctypes.c_char_p
         self._locks = [threading.Lock() for _ in range(size)]
         self._open = True
-        self._meeting = Meeting(size)
-        self._lockstep = Lockstep(self._meeting, every=LOCKSTEP)
+        self._barrier = Barrier(size)
+        self._lockstep = Lockstep(self._barrier, every=LOCKSTEP)
         self._handles = (ctypes.c_void_p * size)()
         devices = (ctypes.c_int * size)(*range(size))
         self._check(self._library.ncclCommInitAll(self._handles, size, devices))
@@ -93,13 +93,13 @@ class Communicators:
 
     def _check_open(self) -> None:
         if not self._open:
-            raise DisbandedError("another rank failed, or did not come in time")
+            raise AbortedError("another rank failed, or did not come in time")
 
     def _check(self, code: int) -> None:
         if code:
             raise NcclError(f"NCCL: {self._library.ncclGetErrorString(code).decode()}")
 
-    def disband(self) -> None:
+    def abort(self) -> None:
         """End what waits for other ranks, on host and GPUs; later calls fail. Idempotent."""
         self._abort()
 
@@ -113,7 +113,7 @@ class Communicators:
         if not self._open:
             return ()
         self._open = False
-        self._meeting.disband()
+        self._barrier.abort()
         if self.peers is not None:
             self.peers.abort()
         threads = [

@@ -9,8 +9,9 @@ probabilities) runs through the plain sampler, which may wait for the device.
 from __future__ import annotations
 
 import time
+from collections.abc import Callable
 from dataclasses import fields
-from typing import cast
+from typing import TypeVar, cast
 
 import numpy as np
 import numpy.typing as npt
@@ -25,12 +26,14 @@ from kvbaton.engine.cuda.staging import fetch, upload
 from kvbaton.engine.encoder.pool import EncoderPool
 from kvbaton.engine.models.llama import Encoded, LlamaForCausalLM
 from kvbaton.engine.mrope import merge_size
+from kvbaton.engine.pending import Pending
 from kvbaton.engine.runner import Runner, StepOutput
 from kvbaton.engine.sampler import Logprobs
-from kvbaton.engine.step import StepPlan, StepResult
+from kvbaton.engine.step import StepPlan
 from kvbaton.kernels.prefill_attention import PrefillBatch
 from kvbaton.kernels.sample_tokens import sample_tokens
 
+T = TypeVar("T")
 Ints = npt.NDArray[np.int64]
 
 LOOK_S = 20e-6
@@ -40,42 +43,40 @@ SHORT_CONTEXT = 2048
 """Shorter tables make the prefill kernel take smaller tiles."""
 
 
-class CudaStep:
-    """`RankStep`: the output on its way into pinned memory.
+def enqueued(take: Callable[[], T], *, patience_s: float | None = None) -> Pending[T]:
+    """What is there once the current stream has come as far as it is filled now.
 
     Args:
-        output: what was enqueued.
+        take: gives it then.
         patience_s: for `wait`; None waits as the driver does, without a limit.
     """
+    over = torch.cuda.Event()  # type: ignore[no-untyped-call]
+    over.record()
 
-    def __init__(self, output: StepOutput, *, patience_s: float | None = None) -> None:
-        if output.tokens is not None:
-            output.tokens = fetch(output.tokens)
-        if output.logprobs is not None:
-            columns = (getattr(output.logprobs, field.name) for field in fields(Logprobs))
-            output.logprobs = Logprobs(*(fetch(column) for column in columns))
-        self._output, self._patience_s = output, patience_s
-        self._over = torch.cuda.Event()  # type: ignore[no-untyped-call]
-        self._over.record()
+    def ready() -> bool:
+        return bool(over.query())  # type: ignore[no-untyped-call]
 
-    def ready(self) -> bool:
-        """See `PendingStep.ready`."""
-        return bool(self._over.query())  # type: ignore[no-untyped-call]
-
-    def wait(self) -> None:
-        """See `RankStep.wait`."""
-        if self._patience_s is None:
-            self._over.synchronize()
+    def wait() -> None:
+        if patience_s is None:
+            over.synchronize()
             return
-        deadline = time.monotonic() + self._patience_s
-        while not self.ready():
+        deadline = time.monotonic() + patience_s
+        while not ready():
             if time.monotonic() > deadline:
-                raise TimeoutError(f"a step took longer than {self._patience_s:g} s")
+                raise TimeoutError(f"a step took longer than {patience_s:g} s")
             time.sleep(LOOK_S)
 
-    def result(self) -> StepResult:
-        """See `PendingStep.result`; after `wait`."""
-        return self._output.result()
+    return Pending(ready, take, wait)
+
+
+def fetched(output: StepOutput) -> StepOutput:
+    """Set an output on its way into pinned memory."""
+    if output.tokens is not None:
+        output.tokens = fetch(output.tokens)
+    if output.logprobs is not None:
+        columns = (getattr(output.logprobs, field.name) for field in fields(Logprobs))
+        output.logprobs = Logprobs(*(fetch(column) for column in columns))
+    return output
 
 
 class CudaRunner(Runner):

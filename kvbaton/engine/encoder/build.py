@@ -8,14 +8,15 @@ import torch
 
 from kvbaton.connectors.layout import ITEM_SIZE, KVLayout
 from kvbaton.engine.config import EngineConfig
-from kvbaton.engine.encoder.executor import Encoder, EncoderExecutor
 from kvbaton.engine.encoder.pool import EncoderPool
+from kvbaton.engine.encoder.worker import Encoder, encoder_executor
+from kvbaton.engine.executor import Executor
 from kvbaton.engine.kv_cache_manager import GroupSpec
-from kvbaton.engine.local import DEFAULT_CPU_BYTES, choose_device
 from kvbaton.engine.model_config import ModelConfig, resolve_max_model_len
 from kvbaton.engine.scheduler import Scheduler, SchedulerConfig
 from kvbaton.engine.store_connector import StoreConnectorConfig
 from kvbaton.engine.vision_config import VisionConfig, processor_settings
+from kvbaton.engine.worker import DEFAULT_CPU_BYTES, choose_device
 from kvbaton.errors import ConfigError
 from kvbaton.types import ENCODER_BLOCK_ROWS
 
@@ -25,7 +26,7 @@ DEFAULT_PIXELS = 1280 * 28 * 28
 """Largest image of a processor that does not say."""
 
 
-def make_encoder(config: EngineConfig, model: ModelConfig) -> EncoderExecutor:
+def make_encoder(config: EngineConfig, model: ModelConfig) -> Executor:
     """The executor of a model's encoder outputs; without a tower for `language_model_only`.
 
     Raises:
@@ -36,7 +37,7 @@ def make_encoder(config: EngineConfig, model: ModelConfig) -> EncoderExecutor:
         pool_blocks(config, model, device), vision.levels, model.hidden_size, model.dtype, device
     )
     if config.language_model_only:
-        return EncoderExecutor(pool, None)
+        return encoder_executor(pool, None)
     # Images come in through libraries that take a second to import.
     from kvbaton.engine.encoder.images import ImageReader
     from kvbaton.engine.encoder.reading import Readings
@@ -49,7 +50,7 @@ def make_encoder(config: EngineConfig, model: ModelConfig) -> EncoderExecutor:
     readings = Readings(reader, pin=device.type == "cuda")
     rows = 1 if device.type == "cpu" else max(largest_item(model), config.max_num_encoder_tokens)
     dtype = pool.data.dtype
-    return EncoderExecutor(pool, Encoder(tower, readings, vision, device, dtype, most=rows))
+    return encoder_executor(pool, Encoder(tower, readings, vision, device, dtype, most=rows))
 
 
 def make_encoder_scheduler(

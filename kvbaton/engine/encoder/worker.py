@@ -1,4 +1,4 @@
-"""An executor that computes items: it reads images, runs the vision tower, and fills blocks.
+"""A worker that computes items: it reads images, runs the vision tower, and fills blocks.
 
 A step is a batch of whole prompts, and each prompt is an item. Steps run in a thread of their own
 (on a GPU also on a stream of its own), and whoever launches them is woken when one is over: beside
@@ -11,21 +11,20 @@ import math
 import os
 import time
 from collections.abc import Callable, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import AbstractContextManager, nullcontext
 from typing import Protocol
 
 import torch
 from torch import Tensor
 
-from kvbaton.connectors.objects import ObjectForm
 from kvbaton.engine.encoder.pool import EncoderPool
 from kvbaton.engine.encoder.reading import Read, Readings, pixel_values
-from kvbaton.engine.local import LocalStep, LocalSums
-from kvbaton.engine.ranks import RankedExecutor, RankStep, Step, Sums, Team
-from kvbaton.engine.staging import HostStaging, Staging
+from kvbaton.engine.executor import Executor, WorkerGroup
+from kvbaton.engine.pending import Pending
 from kvbaton.engine.step import NewSequence, Sampled, SequenceStep, StepPlan, StepResult
 from kvbaton.engine.vision_config import VisionConfig
+from kvbaton.engine.worker import Sums, Worker
 from kvbaton.messages.engine import AddRequest, Item
 
 Kind = tuple[bytes, tuple[int, int, int], int]
@@ -125,13 +124,16 @@ class Encoder:
         return self._tower(pixel_values(pixels, self._levels, self.readings.frames), grids)
 
 
-class EncoderRank:
-    """`Rank` whose sequences are items.
+class EncoderWorker(Worker):
+    """`Worker` whose sequences are items.
 
     Args:
         pool: where rows go.
         encoder: makes them; None where they only come from elsewhere.
     """
+
+    cache: EncoderPool
+    wake_fd: int
 
     def __init__(self, pool: EncoderPool, encoder: Encoder | None) -> None:
         self.cache, self.encoder = pool, encoder
@@ -141,12 +143,12 @@ class EncoderRank:
         self._streams = [torch.cuda.Stream(self._device) for _ in range(2 * pool.data.is_cuda)]  # type: ignore[no-untyped-call]
 
     def fit(self) -> int:
-        """See `Rank.fit`; the pool is there."""
+        """See `Worker.fit`; the pool is there."""
         return self.cache.num_blocks
 
     @torch.inference_mode()
     def start(self, num_blocks: int) -> None:
-        """See `Rank.start`: where steps will run, do all that they do, with a block of nobody."""
+        """See `Worker.start`: where steps will run, do all that they do, with a block of nobody."""
         with self._on_stream(0):
             if self.encoder is not None:
                 self.encoder.warm_up()
@@ -156,14 +158,22 @@ class EncoderRank:
             self.cache.digest([1], 0, 0, self.cache.block_size)
             self.cache.kept_sums([1])
 
-    def run(self, plan: StepPlan) -> RankStep:
-        """See `Rank.run`."""
+    def expect(self, request: AddRequest) -> None:
+        """See `Worker.expect`: begin to read images."""
+        comes = request.transfer is not None and request.transfer.role == "target"
+        if self.encoder is not None and not comes:
+            for item in request.items:
+                if item.data:
+                    self.encoder.readings.expect(item)
+
+    def run(self, plan: StepPlan) -> Pending[StepResult]:
+        """See `Worker.run`."""
         try:
             with torch.inference_mode(), self._on_stream(0):
                 result = StepResult(plan.number, self._run(plan))
                 if self._streams:
                     self._streams[0].synchronize()
-            return LocalStep(result)
+            return Pending.of(result)
         finally:
             os.eventfd_write(self.wake_fd, 1)
 
@@ -203,29 +213,44 @@ class EncoderRank:
         blocks = step.new_blocks[0][first:]
         self.cache.write(blocks, rows[first * self.cache.block_size :], first=first)
 
-    def sums(self, blocks: Sequence[int]) -> LocalSums:
-        """See `Rank.sums`."""
-        return LocalSums(self.digests.submit(self._beside, self.cache.kept_sums, blocks))
+    def sums(self, blocks: Sequence[int]) -> Pending[Sums]:
+        """See `Worker.sums`."""
+        return self._beside(lambda: self.cache.kept_sums(blocks))
 
-    def digest(self, blocks: Sequence[int], first_position: int, start: int, end: int) -> LocalSums:
-        """See `Rank.digest`."""
-        digest = self.cache.digest
-        return LocalSums(
-            self.digests.submit(self._beside, digest, blocks, first_position, start, end)
-        )
+    def digest(
+        self, blocks: Sequence[int], first_position: int, start: int, end: int
+    ) -> Pending[Sums]:
+        """See `Worker.digest`."""
+        return self._beside(lambda: self.cache.digest(blocks, first_position, start, end))
 
-    def _beside(self, work: Callable[..., Sums], *args: object) -> Sums:
+    def _beside(self, work: Callable[[], Sums]) -> Pending[Sums]:
         """Read the pool beside the steps; what was adopted came by the default stream."""
-        with self._on_stream(1):
-            if self._streams:
-                self._streams[1].wait_stream(torch.cuda.default_stream(self._device))
-            return work(*args)
+
+        def read() -> Sums:
+            with self._on_stream(1):
+                if self._streams:
+                    self._streams[1].wait_stream(torch.cuda.default_stream(self._device))
+                return work()
+
+        return Pending.of_future(self.digests.submit(read))
 
     def _on_stream(self, number: int) -> AbstractContextManager[object]:
         return torch.cuda.stream(self._streams[number]) if self._streams else nullcontext()
 
+    def counters(self) -> dict[str, float]:
+        """See `Worker.counters`."""
+        encoder = self.encoder
+        if encoder is None:
+            return {}
+        return {
+            'kvbaton_encoder_items_total{source="encoded"}': float(encoder.items),
+            "kvbaton_encoder_rows_total": float(encoder.rows),
+            "kvbaton_encoder_read_seconds_total": encoder.readings.seconds,
+            "kvbaton_encoder_encode_seconds_total": encoder.seconds,
+        }
+
     def close(self) -> None:
-        """See `Rank.close`."""
+        """See `Worker.close`."""
         self.digests.shutdown(cancel_futures=True)
         if self.encoder is not None:
             self.encoder.readings.close()
@@ -244,66 +269,12 @@ def _item_of(sequence: NewSequence) -> Item | str:
     return "a prompt for an encoder must be one item that starts at 0"
 
 
-class EncoderStep(Step):
-    """`PendingStep` that makes its executor's `wake_fd` readable until its result is taken."""
-
-    def __init__(self, step: Future[RankStep], team: Team, wake_fd: int) -> None:
-        super().__init__([step], team)
-        self._wake_fd = wake_fd
-
-    def result(self) -> StepResult:
-        """See `PendingStep.result`."""
-        try:
-            return super().result()
-        finally:
-            os.eventfd_read(self._wake_fd)
-
-
-class EncoderExecutor(RankedExecutor):
-    """`Executor` over a pool of encoder outputs.
+def encoder_executor(pool: EncoderPool, encoder: Encoder | None) -> Executor:
+    """One rank over a pool of encoder outputs.
 
     Args:
         pool: where rows go; a language model's runner on the same device may read it.
         encoder: makes rows; None where they only come from elsewhere.
     """
-
-    ranks: Sequence[EncoderRank]
-
-    def __init__(self, pool: EncoderPool, encoder: Encoder | None) -> None:
-        lane = ThreadPoolExecutor(1, thread_name_prefix="encoder")
-        super().__init__(Team([lane], lambda: None), lambda _: EncoderRank(pool, encoder))
-        self.pool, self.encoder = pool, encoder
-        self.wake_fd = self.ranks[0].wake_fd
-
-    def expect(self, request: AddRequest) -> None:
-        """See `Executor.expect`: begin to read images."""
-        comes = request.transfer is not None and request.transfer.role == "target"
-        if self.encoder is not None and not comes:
-            for item in request.items:
-                if item.data:
-                    self.encoder.readings.expect(item)
-
-    def launch(self, plan: StepPlan) -> EncoderStep:
-        """See `Executor.launch`."""
-        (step,) = self._team.start(lambda _: self.ranks[0].run(plan))
-        return EncoderStep(step, self._team, self.ranks[0].wake_fd)
-
-    def staging(self, forms: Sequence[ObjectForm]) -> Staging:
-        """See `Executor.staging`."""
-        if not self.pool.data.is_cuda:
-            return HostStaging(forms, self.memories)
-        from kvbaton.engine.cuda.block_staging import CudaStaging
-
-        return CudaStaging(forms, [self.pool.data])
-
-    def counters(self) -> dict[str, float]:
-        """See `Executor.counters`."""
-        encoder = self.encoder
-        if encoder is None:
-            return {}
-        return {
-            'kvbaton_encoder_items_total{source="encoded"}': float(encoder.items),
-            "kvbaton_encoder_rows_total": float(encoder.rows),
-            "kvbaton_encoder_read_seconds_total": encoder.readings.seconds,
-            "kvbaton_encoder_encode_seconds_total": encoder.seconds,
-        }
+    thread = ThreadPoolExecutor(1, thread_name_prefix="encoder")
+    return Executor(WorkerGroup([thread]), lambda _: EncoderWorker(pool, encoder))

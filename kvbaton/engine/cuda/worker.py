@@ -1,4 +1,4 @@
-"""Ranks on CUDA devices of this process, one each.
+"""A worker on a CUDA device of this process.
 
 Steps run in order on a device's default stream. Sums are read and digests computed on streams of
 their own, beside the steps: the blocks they are about are final when they are asked for.
@@ -10,48 +10,32 @@ from collections.abc import Sequence
 
 import numpy as np
 import torch
-from torch import Tensor
 
-from kvbaton.connectors.objects import ObjectForm
 from kvbaton.engine.config import EngineConfig
-from kvbaton.engine.cuda.block_staging import CudaStaging
 from kvbaton.engine.cuda.cache import CudaKVCache
 from kvbaton.engine.cuda.memory import measure_reserve
 from kvbaton.engine.cuda.nccl import Communicators, NcclCollectives
-from kvbaton.engine.cuda.runner import CudaRunner, CudaStep
+from kvbaton.engine.cuda.runner import CudaRunner, enqueued, fetched
 from kvbaton.engine.cuda.warm_up import warm_up
 from kvbaton.engine.encoder.pool import EncoderPool
-from kvbaton.engine.local import choose_device, pool_blocks
+from kvbaton.engine.executor import CallerThread, Executor, WorkerGroup, rank_threads
 from kvbaton.engine.model_config import ModelConfig, resolve_max_model_len
-from kvbaton.engine.ranks import Inline, RankedExecutor, RankSettings, Sums, Team, lanes
+from kvbaton.engine.pending import Pending
 from kvbaton.engine.shard import Shard
-from kvbaton.engine.step import StepPlan
+from kvbaton.engine.step import StepPlan, StepResult
+from kvbaton.engine.worker import Sums, Worker, WorkerSettings, choose_device, pool_blocks
 from kvbaton.errors import ConfigError
 
 PATIENCE_S = 60.0
 """For one step of several ranks: far beyond any, but not for ever if a device does not come."""
 
 
-class CudaSums:
-    """`RankSums` on their way into pinned memory."""
-
-    def __init__(self, sums: Tensor) -> None:
-        self._sums = sums
-        self._there = torch.cuda.Event()  # type: ignore[no-untyped-call]
-        self._there.record()
-
-    def poll(self) -> Sums | None:
-        """See `RankSums.poll`."""
-        there = self._there.query()  # type: ignore[no-untyped-call]
-        return self._sums.numpy().view(np.uint64) if there else None
-
-
-class CudaRank:
-    """`Rank` on a GPU."""
+class CudaWorker(Worker):
+    """`Worker` on a GPU."""
 
     cache: CudaKVCache
 
-    def __init__(self, settings: RankSettings) -> None:
+    def __init__(self, settings: WorkerSettings) -> None:
         self._settings, self._device = settings, settings.device
         torch.cuda.set_device(self._device)
         self._model = settings.load()
@@ -60,13 +44,13 @@ class CudaRank:
         self._digest_stream = _urgent_stream(self._device)
 
     def fit(self) -> int:
-        """See `Rank.fit`."""
+        """See `Worker.fit`."""
         reserve = measure_reserve(self._settings, self._model)
         torch.cuda.empty_cache()
         return pool_blocks(self._settings, reserve=reserve)
 
     def start(self, num_blocks: int) -> None:
-        """See `Rank.start`."""
+        """See `Worker.start`."""
         settings = self._settings
         self.cache = CudaKVCache(
             settings.model,
@@ -89,84 +73,70 @@ class CudaRank:
         torch.cuda.synchronize(self._device)
 
     def attach_encoder(self, pool: EncoderPool) -> None:
-        """See `Rank.attach_encoder`."""
+        """See `Worker.attach_encoder`."""
         assert self._runner is not None, "the runner comes with the start"
         self._runner.attach_encoder(pool)
 
-    def run(self, plan: StepPlan) -> CudaStep:
-        """See `Rank.run`; returns when the step is enqueued."""
+    def run(self, plan: StepPlan) -> Pending[StepResult]:
+        """See `Worker.run`; returns when the step is enqueued."""
         assert self._runner is not None, "steps come after the start"
+        output = fetched(self._runner.run(plan))
         alone = self._settings.shard.size == 1
-        return CudaStep(self._runner.run(plan), patience_s=None if alone else PATIENCE_S)
+        return enqueued(output.result, patience_s=None if alone else PATIENCE_S)
 
-    def sums(self, blocks: Sequence[int]) -> CudaSums:
-        """See `Rank.sums`."""
+    def sums(self, blocks: Sequence[int]) -> Pending[Sums]:
+        """See `Worker.sums`."""
         with torch.cuda.stream(self._sums_stream), torch.inference_mode():
-            return CudaSums(self.cache.fetch_kept_sums(blocks))
+            sums = self.cache.fetch_kept_sums(blocks)
+            return enqueued(lambda: sums.numpy().view(np.uint64))
 
-    def digest(self, blocks: Sequence[int], first_position: int, start: int, end: int) -> CudaSums:
-        """See `Rank.digest`."""
+    def digest(
+        self, blocks: Sequence[int], first_position: int, start: int, end: int
+    ) -> Pending[Sums]:
+        """See `Worker.digest`."""
         with torch.cuda.stream(self._digest_stream), torch.inference_mode():
-            return CudaSums(self.cache.fetch_digest(blocks, first_position, start, end))
+            sums = self.cache.fetch_digest(blocks, first_position, start, end)
+            return enqueued(lambda: sums.numpy().view(np.uint64))
 
     def close(self) -> None:
-        """See `Rank.close`; waits for the steps in flight."""
+        """See `Worker.close`; waits for the steps in flight."""
         torch.cuda.synchronize(self._device)
         if self._runner is not None:
             self._runner.graphs = None  # NCCL must not go before the graphs that call it
 
 
-class CudaExecutor(RankedExecutor):
-    """`Executor` with its ranks on the GPUs that this process sees, the first ones.
-
-    Args:
-        config: the engine's settings.
-        model_config: the model.
-        track_sums: keep digest sums with the blocks; not needed by a node that sends none.
+def cuda_executor(
+    config: EngineConfig, model_config: ModelConfig, *, track_sums: bool = True
+) -> Executor:
+    """Ranks on the GPUs that this process sees, the first ones.
 
     Raises:
         ConfigError: a setting, the model folder or the size of the pool is wrong.
     """
+    size = config.tensor_parallel_size
+    devices = _devices(config)
+    max_model_len = resolve_max_model_len(config.max_model_len, model_config)
+    shards, group = [Shard()], WorkerGroup([CallerThread()])
+    if size > 1:
+        communicators = Communicators(size)
+        shards = [
+            Shard(rank, size, NcclCollectives(communicators, rank, size)) for rank in range(size)
+        ]
+        group = WorkerGroup(
+            rank_threads(size),
+            abort=communicators.abort,
+            release=communicators.close,
+            patience_s=PATIENCE_S,
+        )
 
-    ranks: Sequence[CudaRank]
-
-    def __init__(
-        self, config: EngineConfig, model_config: ModelConfig, *, track_sums: bool = True
-    ) -> None:
-        size = config.tensor_parallel_size
-        devices = _devices(config)
-        max_model_len = resolve_max_model_len(config.max_model_len, model_config)
-        self._communicators = Communicators(size) if size > 1 else None
-        team = Team([Inline()], lambda: None)
-        if self._communicators is not None:
-            team = Team(lanes(size), self._communicators.disband, patience_s=PATIENCE_S)
-
-        def make(rank: int) -> CudaRank:
-            shard = Shard()
-            if self._communicators is not None:
-                shard = Shard(rank, size, NcclCollectives(self._communicators, rank, size))
-            lane = team.lanes[rank]
-            return CudaRank(
-                RankSettings(
-                    config, model_config, shard, devices[rank], max_model_len, track_sums, lane
-                )
+    def make(rank: int) -> CudaWorker:
+        return CudaWorker(
+            WorkerSettings(
+                config, model_config, shards[rank], devices[rank], max_model_len, track_sums
             )
+        )
 
-        super().__init__(team, make)
-
-    def attach_encoder(self, pool: EncoderPool) -> None:
-        """See `Executor.attach_encoder`; every rank takes the rows to its own device."""
-        self._team.call(lambda rank: self.ranks[rank].attach_encoder(pool))
-
-    def staging(self, forms: Sequence[ObjectForm]) -> CudaStaging:
-        """See `Executor.staging`."""
-        return CudaStaging(forms, [rank.cache.data for rank in self.ranks])
-
-    def close(self) -> None:
-        """See `Executor.close`; waits for the steps in flight."""
-        super().close()
-        if self._communicators is not None:
-            self._communicators.close()
+    return Executor(group, make)
 
 
 def _devices(config: EngineConfig) -> list[torch.device]:

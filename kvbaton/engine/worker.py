@@ -1,0 +1,171 @@
+"""A worker: what one rank does, on its own device, with its own share of model and KV pool.
+
+What goes in and comes out is plain data (plans, block numbers, sums), and a worker knows nothing of
+the others but by `Shard.collectives`.
+"""
+
+from __future__ import annotations
+
+import logging
+from abc import ABC, abstractmethod
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import numpy.typing as npt
+import torch
+
+from kvbaton.engine.block_memory import BlockMemory
+from kvbaton.engine.cache import block_bytes
+from kvbaton.engine.config import EngineConfig
+from kvbaton.engine.encoder.pool import EncoderPool
+from kvbaton.engine.loader import load_model
+from kvbaton.engine.model_config import ModelConfig
+from kvbaton.engine.models.llama import LlamaForCausalLM
+from kvbaton.engine.pending import Pending
+from kvbaton.engine.shard import Shard
+from kvbaton.engine.step import StepPlan, StepResult
+from kvbaton.errors import ConfigError
+from kvbaton.messages.engine import AddRequest
+
+log = logging.getLogger(__name__)
+
+Sums = npt.NDArray[np.uint64]
+
+DEFAULT_CPU_BYTES = 1 << 30
+"""Most that the KV pools of all ranks take on a CPU unless told otherwise."""
+
+
+class Worker(ABC):
+    """One rank. It is made in its thread, where also all is called that enqueues or runs steps.
+
+    Attributes:
+        cache: its pool, once started.
+        wake_fd: see `Executor.wake_fd`.
+    """
+
+    cache: BlockMemory
+    wake_fd: int | None = None
+
+    @abstractmethod
+    def fit(self) -> int:
+        """Blocks that its pool could have."""
+
+    @abstractmethod
+    def start(self, num_blocks: int) -> None:
+        """Allocate the pool and warm up."""
+
+    def attach_encoder(self, pool: EncoderPool) -> None:  # noqa: B027
+        """See `Executor.attach_encoder`; nothing for who computes the outputs itself."""
+
+    def expect(self, request: AddRequest) -> None:  # noqa: B027
+        """See `Executor.expect`; nothing where all that a prompt needs is its steps."""
+
+    @abstractmethod
+    def run(self, plan: StepPlan) -> Pending[StepResult]:
+        """Run a step, or enqueue it."""
+
+    @abstractmethod
+    def sums(self, blocks: Sequence[int]) -> Pending[Sums]:
+        """See `Executor.sums`."""
+
+    @abstractmethod
+    def digest(
+        self, blocks: Sequence[int], first_position: int, start: int, end: int
+    ) -> Pending[Sums]:
+        """See `Executor.digest`."""
+
+    def counters(self) -> dict[str, float]:
+        """See `Executor.counters`."""
+        return {}
+
+    @abstractmethod
+    def close(self) -> None:
+        """Give everything back; its thread has ended."""
+
+
+@dataclass(frozen=True)
+class WorkerSettings:
+    """All that a worker of a language model is made of.
+
+    Attributes:
+        config: the engine's settings.
+        model: the model.
+        shard: this rank's share.
+        device: where it lives.
+        max_model_len: longest sequence.
+        track_sums: keep digest sums with the blocks; not needed by a node that sends none.
+    """
+
+    config: EngineConfig
+    model: ModelConfig
+    shard: Shard
+    device: torch.device
+    max_model_len: int
+    track_sums: bool
+
+    def load(self) -> LlamaForCausalLM:
+        """The rank's share of the model."""
+        return load_model(
+            self.model,
+            device=self.device,
+            load_format=self.config.load_format,
+            seed=self.config.seed,
+            shard=self.shard,
+        )
+
+
+def choose_device(config: EngineConfig) -> torch.device:
+    """The device of the settings. Raises `ConfigError` if it is not there."""
+    there = torch.cuda.is_available()
+    if config.device == "cuda" and not there:
+        raise ConfigError("--device", "no CUDA device is available")
+    return torch.device("cuda:0" if there and config.device != "cpu" else "cpu")
+
+
+def pool_blocks(settings: WorkerSettings, *, reserve: int = 0) -> int:
+    """Blocks of a rank's pool, the null block included.
+
+    Args:
+        settings: of the rank.
+        reserve: bytes of a GPU's free memory to leave to everything but the pool.
+
+    Raises:
+        ConfigError: it can't hold one sequence of the longest length.
+    """
+    config, max_model_len = settings.config, settings.max_model_len
+    heads = settings.shard.kv_heads(settings.model.num_kv_heads)[1]
+    per_block = block_bytes(settings.model, config.block_size, heads)
+    per_sequence = -(-max_model_len // config.block_size)
+    blocks, field = _asked_blocks(settings, per_block, per_sequence, reserve)
+    if blocks < per_sequence + 1:
+        need = per_sequence + 1
+        raise ConfigError(
+            field,
+            f"the KV pool has {blocks} blocks; one sequence of {max_model_len} tokens needs {need} "
+            f"({need * per_block} bytes): give --num-blocks {need} or a smaller --max-model-len",
+        )
+    log.info(
+        "KV pool: %d blocks of %d tokens, %.1f MiB on %s, for %.1f sequences of %d tokens",
+        blocks, config.block_size, blocks * per_block / 2**20, settings.device,
+        (blocks - 1) / per_sequence, max_model_len,
+    )  # fmt: skip
+    return blocks
+
+
+def _asked_blocks(
+    settings: WorkerSettings, per_block: int, per_sequence: int, reserve: int
+) -> tuple[int, str]:
+    """Blocks by the first setting that says something, and that setting's flag."""
+    config, device = settings.config, settings.device
+    if config.num_blocks is not None:
+        return config.num_blocks, "--num-blocks"
+    if config.kv_cache_memory_bytes is not None:
+        return config.kv_cache_memory_bytes // per_block, "--kv-cache-memory-bytes"
+    if device.type == "cuda":
+        free, total = torch.cuda.mem_get_info(device)
+        budget = free - reserve - int((1 - config.gpu_memory_utilization) * total)
+        return max(0, budget) // per_block, "--gpu-memory-utilization"
+    wanted = per_sequence * config.max_num_seqs + 1
+    most = DEFAULT_CPU_BYTES // settings.shard.size
+    return min(wanted, most // per_block), "--kv-cache-memory-bytes"
