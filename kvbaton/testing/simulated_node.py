@@ -69,14 +69,14 @@ MAX_MODEL_LEN = 48
 IDLE_S = 15.0
 TIMERS = TransferTimers(
     session=1.5,
-    resend=0.25,
+    resend=0.4,
     progress_period=0.4,
     progress_deadline=1.5,
     total=8.0,
     lease=2.0,
     unclaimed=3.0,
     unannounced=3.0,
-    fence_retry=0.3,
+    fence_retry=0.8,
     quarantine_limit=6.0,
     tombstone=8.0,
     silence=3.0,
@@ -209,7 +209,7 @@ class SimulatedNode:
         for transport, memories in zip(self.transports, self.executor.memories, strict=True):
             for memory in memories:
                 transport.register(memory)
-        self.address = f"tcp://{name}:{1000 + generation * world.rng.randint(0, 1)}"
+        self.address = f"tcp://{name}:{1000 + generation * world.rng.choice([0, 0, 1])}"
         self.channel = SimulatedChannel(world, self, self.address)
         groups = tuple(GroupSpec.of(layout) for layout in self.executor.layouts[0])
         self.scheduler = Scheduler(

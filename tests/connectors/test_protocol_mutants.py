@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import importlib
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
@@ -14,7 +15,6 @@ import pytest
 from kvbaton.connectors.protocol import (
     session,
     source,
-    source_sessions,
     target_receiving,
 )
 from kvbaton.connectors.protocol.checks import is_extension
@@ -123,6 +123,11 @@ def counts_one_notice_for_all(self: Any, record: Any, event: Any) -> None:
     if arrival is not None and arrival.missing:
         arrival.missing.clear()
         self._verify(record, event.write, arrival)
+
+
+@breaks((Target, "_landed"))
+def counts_one_part_for_all(self: Any, record: Any, event: Any) -> None:
+    real_landed(self, record, dataclasses.replace(event, parts=event.part + 1))
 
 
 @breaks((Target, "_valid_through"))
@@ -328,9 +333,13 @@ def signs_at_push(self: Any, group: int, spans: Any, start: int, end: int) -> An
     return self.executor.digest(group, blocks, start - start % size, start, end)
 
 
-@breaks((source_sessions, "common_unit"))
-def knows_no_common_block_border(ours: Any, theirs: Any) -> int:
-    return 1
+real_push = Source._push
+
+
+@breaks((Source, "_push"))
+def knows_no_common_block_border(self: Any, record: Any) -> None:
+    with mock.patch.object(record.session, "unit", 1):
+        real_push(self, record)
 
 
 @breaks((Source, "_first_tokens"))
