@@ -51,6 +51,7 @@ from kvbaton.messages.engine import (
     Outputs,
     Rejected,
     SamplingParams,
+    Shutdown,
     ToCore,
     TransferSpec,
 )
@@ -342,6 +343,10 @@ class SimulatedNode:
         self.world.offset = self.offset
         self.core.turn()
         self.laws.check_pools()
+        if self.core.finished():
+            self.core.close()
+            self.kill()
+            return
         patience = self.core.patience()
         self.wake_core(patience if patience < 0.5 else IDLE_S)
 
@@ -383,6 +388,10 @@ class SimulatedNode:
         self.offset += seconds
         self.wake_core()
         self.wake_transfers()
+
+    def shut_down(self, grace_s: float) -> None:
+        """SIGTERM: what runs may come to its end, within the grace given."""
+        self._post(Shutdown(grace_s=grace_s))
 
     def kill_rank(self, rank: int) -> None:
         """One rank dies; the core finds out a little later, and dies of it."""

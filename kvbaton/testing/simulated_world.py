@@ -381,14 +381,18 @@ class SimulatedTransport:
         self._peers.append(peer)
         return peer
 
-    def close(self, peer: SimulatedPeer) -> None:
-        """As `Transport.close`: what is left of its writes was read by now."""
+    def close(self, peer: SimulatedPeer) -> bool:
+        """As `Transport.close`: what is left of its writes is read at once, or a little later."""
         peer.broken = True
+        if self.alive and self.world.chance(0.3):
+            self.node.wake_transfers(0.05)
+            return False
         if peer in self._peers:
             self._peers.remove(peer)
         for write in self.world.writes:
             if write.peer is peer:
                 write.detach()
+        return True
 
     def fence(self, peer: SimulatedPeer) -> bool:
         """As `Transport.fence`; it may hold late, only once the process is gone, or never."""

@@ -41,6 +41,9 @@ from kvbaton.types import Attempt
 REST_S = 40.0
 """Virtual seconds after the weather has healed in which everything must come to rest."""
 
+WINDOW = 6
+"""Tokens that the second group attends to, if there is one."""
+
 MODELS = (1, 2)
 """The second one is that of a node that does not belong here."""
 
@@ -75,6 +78,9 @@ class Simulation:
         self._shapes: dict[str, NodeShape] = {}
         self._lives: list[SimulatedNode] = []
         num_groups = rng.choice([1, 1, 2])
+        # A window's blocks are of one size everywhere: digests of a unit of several blocks can't be
+        # compared where only some of them are wanted.
+        self._window_size = rng.choice([2, 3, 4])
         for i in range(rng.choice([1, 1, 2])):
             self._shapes[f"p{i}"] = self._draw_shape(True, num_groups)
         for i in range(rng.choice([1, 1, 2])):
@@ -87,9 +93,9 @@ class Simulation:
         rng = self.rng
         tokens = rng.choice([50, 50, 70, 120])
         groups = []
-        for _ in range(num_groups):
-            size = rng.choice([2, 3, 4])
-            groups.append((size, 1 + tokens // size, 0))
+        for window in (0, WINDOW)[:num_groups]:
+            size = self._window_size if window else rng.choice([2, 3, 4])
+            groups.append((size, 1 + tokens // size, window))
         odd = not is_source and self.world.weather.misdirection and rng.random() < 0.1
         return NodeShape(
             is_source=is_source,
@@ -210,9 +216,7 @@ class Simulation:
 
     def _strike(self) -> None:
         node = self.world.nodes[self.rng.choice(list(self._shapes))]
-        kind = self.rng.choice(
-            ["stop", "stop", "kill", "kill a rank", "jump", "cut off", "members"]
-        )
+        kind = self.rng.choice(BLOWS)
         self.world.note(node.name, kind)
         if not node.alive or self.world.now >= self.world.weather.heal_at:
             return
@@ -221,6 +225,8 @@ class Simulation:
             self.world.after(self.rng.uniform(0.1, 5.0), lambda: self._continue(node))
         elif kind == "kill":
             node.kill()
+        elif kind == "kill by a shutdown":
+            node.shut_down(self.rng.uniform(0.0, 1.5))
         elif kind == "kill a rank":
             node.kill_rank(self.rng.randrange(node.shape.ranks))
         elif kind == "jump":
@@ -233,7 +239,12 @@ class Simulation:
             self._tell_members(missing=node.address)
             self.world.soon(self._tell_members, 1.0)
         if "kill" in kind and (not node.shape.is_source or self.rng.random() < 0.8):
-            self.world.after(self.rng.uniform(0.3, 2.0), lambda: self._birth(node.name))
+            self.world.after(self.rng.uniform(0.3, 2.0), lambda: self._rebirth(node))
+
+    def _rebirth(self, node: SimulatedNode) -> None:
+        node.kill()  # whoever still shuts down
+        if self.world.nodes[node.name] is node:
+            self._birth(node.name)
 
     def _continue(self, node: SimulatedNode) -> None:
         if node.alive and node.stopped:
@@ -358,6 +369,11 @@ PER_PEER = {
 
 PER_LIFE = {"Target._lines", "TargetWorker._peers"}
 """What holds one thing for each life that a peer ever had."""
+
+BLOWS = [
+    *("stop", "stop", "jump", "cut off", "members"),
+    *("kill", "kill a rank", "kill by a shutdown"),
+]
 
 FOLLIES = [
     "other prompt",
