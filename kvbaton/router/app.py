@@ -129,15 +129,29 @@ async def run(config: RouterConfig) -> int:
     with listening_socket(config) as listener:
         folder, name = await find_model(config, listener)
         tokenizer = Tokenizer.load(folder, config.chat_template)
-        edge = EdgeConfig(
-            model_name=name,
-            api_keys=config.api_keys,
-            sampling_defaults=sampling_defaults(folder, config.generation_config),
-            media=config.media,
-        )
+        edge = endpoint_config(config, folder, name)
+        if config.workers > 1:
+            from kvbaton.router.workers import run_workers
+
+            await run_workers(config, listener, folder, name)
+            return 0
         async with router_app(config, tokenizer, edge) as app:
             await serve(app, listener, config.grace_s)
     return 0
+
+
+def endpoint_config(config: RouterConfig, folder: str, name: str) -> EdgeConfig:
+    """Settings of the endpoint for a model.
+
+    Raises:
+        ConfigError: the model's recommendations can't be read.
+    """
+    return EdgeConfig(
+        model_name=name,
+        api_keys=config.api_keys,
+        sampling_defaults=sampling_defaults(folder, config.generation_config),
+        media=config.media,
+    )
 
 
 async def serve(app: web.Application, listener: socket.socket, grace_s: float) -> None:
@@ -148,15 +162,14 @@ async def serve(app: web.Application, listener: socket.socket, grace_s: float) -
     await runner.setup()
     try:
         await web.SockSite(runner, listener).start()
-        logger.info("listening on %s", url_of(listener))
-        await told_to_stop()
-        logger.info("stopping; open requests have %g s", grace_s)
+        await told_to_stop(listener, grace_s)
     finally:
         await runner.cleanup()
 
 
-async def told_to_stop() -> None:
-    """Wait for SIGINT or SIGTERM; a second one ends the process at once."""
+async def told_to_stop(listener: socket.socket, grace_s: float) -> None:
+    """Say that we serve, and wait for SIGINT or SIGTERM; a second one ends the process at once."""
+    logger.info("listening on %s", url_of(listener))
     loop, stop = asyncio.get_running_loop(), asyncio.Event()
 
     def on_signal() -> None:
@@ -167,6 +180,7 @@ async def told_to_stop() -> None:
     for number in (signal.SIGINT, signal.SIGTERM):
         loop.add_signal_handler(number, on_signal)
     await stop.wait()
+    logger.info("stopping; open requests have %g s", grace_s)
 
 
 def listening_socket(config: RouterConfig) -> socket.socket:

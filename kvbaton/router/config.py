@@ -6,7 +6,7 @@ from argparse import SUPPRESS
 from dataclasses import dataclass, field
 from typing import Any, ClassVar
 
-from kvbaton.config import flag
+from kvbaton.config import Count, flag
 from kvbaton.router.dispatch import DispatchConfig
 from kvbaton.router.membership import MembershipTimers
 from kvbaton.server.endpoint_config import EndpointConfig
@@ -24,6 +24,7 @@ class RouterConfig(EndpointConfig):
     Attributes:
         model: folder of the model, for its tokenizer; None asks the first static node,
             or waits for the first node that registers.
+        workers: processes that answer, behind one port.
         fd: an inherited socket that already listens; overrides host and port.
         prefill: URLs of prefill nodes that do not register themselves.
         decode: URLs of decode nodes that do not register themselves.
@@ -42,6 +43,7 @@ class RouterConfig(EndpointConfig):
         "folder of the model, for its tokenizer; without it, where the first node says",
         metavar="DIR",
     )
+    workers: Count = flag(1, "processes that answer, behind one port", metavar="N")
     fd: int | None = flag(None, SUPPRESS)
     node_api_key: str | None = flag(
         None,

@@ -25,6 +25,7 @@ from kvbaton.router.nodes import Nodes
 from kvbaton.router.pairing import Route, choose
 from kvbaton.router.policy import RoutingPolicy
 from kvbaton.router.relay import Action, Cancel, Finished, RelayTimers, RequestRelay, Send
+from kvbaton.router.worker_nodes import WorkerNodes
 
 logger = logging.getLogger(__name__)
 
@@ -61,7 +62,7 @@ class Dispatcher:
 
     def __init__(
         self,
-        nodes: Nodes,
+        nodes: Nodes | WorkerNodes,
         session: aiohttp.ClientSession,
         metrics: RouterMetrics,
         loads: NodeLoads,

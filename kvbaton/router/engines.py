@@ -48,6 +48,11 @@ class EngineClients:
             return os.path.exists(address.removeprefix(IPC))
         return bool(address and self._cluster_key)
 
+    def reached(self, node: NodeInfo) -> bool:
+        """Whether a node can be asked now: its connection lives, or it is asked over HTTP."""
+        client = self.get(node)
+        return client.dead is None if client is not None else not self.offers_socket(node)
+
     async def reach(self, node: NodeInfo) -> None:
         """Connect to a node's engine if it is to have a connection, and has none that lives.
 
@@ -55,8 +60,7 @@ class EngineClients:
             EngineDeadError: it does not answer.
             ValueError: its address is none.
         """
-        client = self.get(node)
-        if not self.offers_socket(node) or (client is not None and client.dead is None):
+        if self.reached(node) or not self.offers_socket(node):
             return
         is_ipc = node.engine_address.startswith(IPC)
         key = None if is_ipc else self._cluster_key

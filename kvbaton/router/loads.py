@@ -11,9 +11,14 @@ IDLE = NodeLoad()
 
 
 class NodeLoads(Mapping[str, NodeLoad]):
-    """In-flight work by node id; every node request is entered once and removed once."""
+    """In-flight work by node id; every node request is entered once and removed once.
+
+    Attributes:
+        others: what other workers of this router have in flight; added to ours.
+    """
 
     def __init__(self) -> None:
+        self.others: Mapping[str, NodeLoad] = {}
         self._by_node: dict[str, NodeLoad] = {}
         self._mine: dict[NodeRequest, NodeLoad] = {}
 
@@ -48,11 +53,18 @@ class NodeLoads(Mapping[str, NodeLoad]):
         else:
             self._by_node[node] = total
 
+    @property
+    def own(self) -> dict[str, NodeLoad]:
+        """Without that of other workers."""
+        return dict(self._by_node)
+
     def __getitem__(self, node_id: str) -> NodeLoad:
-        return self._by_node[node_id]
+        if node_id not in self.others:
+            return self._by_node[node_id]
+        return self._by_node.get(node_id, IDLE) + self.others[node_id]
 
     def __iter__(self) -> Iterator[str]:
-        return iter(self._by_node)
+        return iter({**self._by_node, **self.others})
 
     def __len__(self) -> int:
-        return len(self._by_node)
+        return len({**self._by_node, **self.others})

@@ -71,7 +71,7 @@ class NodeCollector(Collector):
         rows = GaugeMetricFamily(
             "kvbaton_router_item_rows_in_flight", "Being encoded.", labels=["node"]
         )
-        for node, load in self._loads.items():
+        for node, load in self._loads.own.items():
             running.add_metric([node], load.sequences)
             prompt.add_metric([node], load.prompt_tokens)
             rows.add_metric([node], load.rows)

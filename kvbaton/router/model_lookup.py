@@ -86,12 +86,7 @@ async def first_to_register(config: RouterConfig, listener: socket.socket) -> No
     async def starting(request: web.Request) -> web.Response:
         raise _starting()
 
-    frontend = Frontend(
-        source=_NoTokens(),
-        tokenizer=Tokenizer(tokenizers.Tokenizer(WordLevel({}, unk_token=""))),
-        config=EdgeConfig(model_name="", api_keys=config.api_keys),
-        facts=_no_facts,
-    )
+    frontend = without_text(EdgeConfig(model_name="", api_keys=config.api_keys))
     routes = [web.post("/nodes", introduce), web.route("*", "/{path:.*}", starting)]
     app = make_app(frontend, routes, text=False)
     app[TOKEN] = registration_token(config.cluster_key) if config.cluster_key else ""
@@ -105,6 +100,16 @@ async def first_to_register(config: RouterConfig, listener: socket.socket) -> No
         await runner.cleanup()
     logger.info("%s serves %s from %s", info.node_id, info.model, info.model_path)
     return info
+
+
+def without_text(edge: EdgeConfig) -> Frontend:
+    """For an endpoint that answers nothing of texts and tokens."""
+    return Frontend(
+        source=_NoTokens(),
+        tokenizer=Tokenizer(tokenizers.Tokenizer(WordLevel({}, unk_token=""))),
+        config=edge,
+        facts=_no_facts,
+    )
 
 
 class _NoTokens:

@@ -35,6 +35,7 @@ class Nodes:
 
     Attributes:
         engines: connections to the nodes' engines.
+        on_change: called when something about a node may have changed.
         on_lost: called with (node id, reason) when a node that may have requests of ours fails.
     """
 
@@ -48,6 +49,7 @@ class Nodes:
         self.membership = membership
         self.engines = EngineClients(cluster_key, self.unreachable)
         self.on_lost: Callable[[str, str], None] = lambda node_id, reason: None
+        self.on_change: Callable[[], None] = lambda: None
         self._session = session
         self._headers: dict[str, str] = {}
         if cluster_key:
@@ -68,6 +70,7 @@ class Nodes:
         """
         members, changes = self.membership.register(info, time.monotonic())
         self._announce(changes)
+        self.on_change()
         return members
 
     def drain(self, node_id: str) -> None:
@@ -181,6 +184,8 @@ class Nodes:
             member = self.membership.members.get(change.node_id)
             if change.new is State.STARTING and member is not None:
                 self._probe_soon(member)
+        if changes:
+            self.on_change()
 
     async def close(self) -> None:
         """Stop the probes under way, and end the connections to engines."""

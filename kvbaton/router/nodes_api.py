@@ -2,28 +2,37 @@
 
 from __future__ import annotations
 
+import functools
+from collections.abc import Callable
+
 from aiohttp import web
+from aiohttp.typedefs import Handler
 from msgspec import Struct
 from prometheus_client import generate_latest
 
 from kvbaton.errors import RequestError
 from kvbaton.messages.nodes import Members, NodeInfo
 from kvbaton.router.loads import NodeLoads
-from kvbaton.router.membership import Member
+from kvbaton.router.membership import Member, Membership
 from kvbaton.router.nodes import Nodes
 from kvbaton.router.page import render
 from kvbaton.router.pairing import NodeLoad, encoder_pairs, pairs
+from kvbaton.router.worker_nodes import WorkerNodes
 from kvbaton.server.auth import from_loopback, require_operator
 from kvbaton.server.body import json_response, read_body
 from kvbaton.server.cluster_token import carries_token, registration_token
 from kvbaton.server.config import FRONTEND
 from kvbaton.server.metrics import exposition
 from kvbaton.server.openapi import contract
+from kvbaton.server.supervisor import WorkerLink
 
 NODES = web.AppKey("nodes", Nodes)
+MEMBERSHIP = web.AppKey("membership", Membership)
 LOADS = web.AppKey("loads", NodeLoads)
 TOKEN = web.AppKey("token", str)
 """Expected of who registers; empty without a cluster key."""
+TRUSTED = web.AppKey("trusted", bool)
+"""Whoever asks was let in by somebody else: a worker, who asks its supervisor."""
 
 
 class NodeView(Struct, kw_only=True):
@@ -70,9 +79,37 @@ def routes() -> list[web.RouteDef]:
     ]
 
 
-def app_keys(nodes: Nodes, loads: NodeLoads, cluster_key: str | None, app: web.Application) -> None:
+def worker_routes(link: WorkerLink) -> list[web.RouteDef]:
+    """The same for a worker: it checks who asks, and passes on what its supervisor knows."""
+
+    def passed_on(handler: Handler, guard: Callable[[web.Request], None]) -> Handler:
+        @functools.wraps(handler)
+        async def pass_on(request: web.Request) -> web.StreamResponse:
+            guard(request)
+            return await link.forward(request)
+
+        return pass_on
+
+    either, anybody = _require_member_or_operator, lambda request: None
+    return [
+        web.get("/nodes", passed_on(list_nodes, either)),
+        web.post("/nodes", passed_on(register, require_member)),
+        web.delete("/nodes/{node_id:.+}", passed_on(remove, either)),
+        web.post("/nodes/{node_id:.+}/drain", passed_on(drain, either)),
+        web.post("/reset_prefix_cache", passed_on(reset_prefix_cache, _require_operator)),
+        web.get("/health", health),
+        web.get("/metrics", passed_on(metrics, anybody)),
+        web.get("/", passed_on(page, either)),
+    ]
+
+
+def app_keys(
+    nodes: Nodes | WorkerNodes, loads: NodeLoads, cluster_key: str | None, app: web.Application
+) -> None:
     """Give the handlers what they work on."""
-    app[NODES], app[LOADS] = nodes, loads
+    if isinstance(nodes, Nodes):
+        app[NODES] = nodes
+    app[MEMBERSHIP], app[LOADS] = nodes.membership, loads
     app[TOKEN] = registration_token(cluster_key) if cluster_key else ""
 
 
@@ -109,7 +146,7 @@ async def drain(request: web.Request) -> web.Response:
 
 async def reset_prefix_cache(request: web.Request) -> web.Response:
     """``POST /reset_prefix_cache``: let all nodes forget cached prefixes; 503 if one does not."""
-    require_operator(request)
+    _require_operator(request)
     errors = await request.app[NODES].reset_prefix_caches()
     done = {node_id: error is None for node_id, error in errors.items()}
     ok = bool(done) and all(done.values())
@@ -123,7 +160,7 @@ async def reset_prefix_cache(request: web.Request) -> web.Response:
 
 async def health(request: web.Request) -> web.Response:
     """``GET /health``: 200 when a request could be served now."""
-    ready = request.app[NODES].membership.serving()
+    ready = request.app[MEMBERSHIP].serving()
     if not ready:
         raise RequestError("no node is ready", status=503, code="no_node_ready")
     return json_response({"status": "ok", "ready": len(ready)})
@@ -189,6 +226,8 @@ def _has_token(request: web.Request) -> bool:
 
 def require_member(request: web.Request) -> None:
     """Only who holds the cluster key may register; without one, only this machine."""
+    if request.app.get(TRUSTED):
+        return
     if request.app[TOKEN]:
         if not _has_token(request):
             raise RequestError(
@@ -207,4 +246,9 @@ def require_member(request: web.Request) -> None:
 
 def _require_member_or_operator(request: web.Request) -> None:
     if not _has_token(request):
+        _require_operator(request)
+
+
+def _require_operator(request: web.Request) -> None:
+    if not request.app.get(TRUSTED):
         require_operator(request)

@@ -1,0 +1,128 @@
+"""``kvbaton router --workers 2``: processes behind one port that all know the nodes."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import signal
+import sys
+from pathlib import Path
+from typing import Any
+
+import aiohttp
+import msgspec
+import pytest
+
+from kvbaton.messages.nodes import NodeInfo
+from tests.router.conftest import MODEL, StandIn, stand_in
+from tests.server_support import write_tokenizer
+
+WORKERS = 2
+
+
+def children(pid: int) -> set[int]:
+    """Worker processes: those that ran this program with ``spawn_main``."""
+    found = set[int]()
+    for task in Path(f"/proc/{pid}/task").iterdir():
+        for child in (task / "children").read_text().split():
+            if "spawn_main" in Path(f"/proc/{child}/cmdline").read_text():
+                found.add(int(child))
+    return found
+
+
+async def ask(url: str) -> str:
+    """A completion over a connection of its own, so that any worker may get it."""
+    body = {"model": MODEL, "prompt": "The quick", "max_tokens": 4}
+    async with aiohttp.ClientSession(url) as session:
+        async with session.post("/v1/completions", json=body) as response:
+            assert response.status == 200, await response.text()
+            text: str = (await response.json())["choices"][0]["text"]
+            return text
+
+
+async def eventually(check: Any, seconds: float = 30.0) -> None:
+    """Until something holds."""
+    async with asyncio.timeout(seconds):
+        while not await check():
+            await asyncio.sleep(0.05)
+
+
+@pytest.fixture
+async def nodes(tmp_path: Path) -> Any:
+    made: list[StandIn] = [stand_in("prefill", "p0"), stand_in("decode", "d0")]
+    for node in made:
+        await node.start()
+        node.offer_socket(tmp_path)
+    yield made
+    for node in made:
+        await node.stop()
+
+
+async def register(url: str, infos: list[NodeInfo]) -> None:
+    async with aiohttp.ClientSession(url) as session:
+        for _ in range(2):  # again, so that all know of all
+            for info in infos:
+                async with session.post("/nodes", data=msgspec.json.encode(info)) as response:
+                    assert response.status == 200, await response.text()
+
+
+async def test_all_workers_know_the_nodes_and_one_that_dies_is_replaced(
+    tmp_path: Path, nodes: list[StandIn]
+) -> None:
+    command = ["router", "--port", "0", "--model", str(write_tokenizer(tmp_path))]
+    command += ["--served-model-name", MODEL, "--workers", str(WORKERS)]
+    router = await asyncio.create_subprocess_exec(
+        *(sys.executable, "-m", "kvbaton", *command), stderr=asyncio.subprocess.PIPE
+    )
+    assert router.stderr is not None
+    try:
+        async with asyncio.timeout(60):
+            while b"listening on " not in (line := await router.stderr.readline()):
+                assert line, "it ended"
+            url = line.decode().split()[-1]
+            await register(url, [node.info for node in nodes])
+            first = children(router.pid)
+            assert len(first) == WORKERS
+
+            async def both_reached() -> bool:
+                return all([await healthy(url) for _ in range(12)])
+
+            await eventually(both_reached)
+            texts = [await ask(url) for _ in range(16)]
+            assert len(set(texts)) == 1
+            assert len(nodes[1].received) == 16
+            async with aiohttp.ClientSession(url) as session:
+                async with session.get("/metrics") as response:
+                    metrics = await response.text()
+                assert 'kvbaton_router_requests_total{outcome="finished"} 16.0' in metrics
+                assert 'kvbaton_router_nodes{node="d0",role="decode",state="ready"} 1.0' in metrics
+                async with session.get("/nodes") as response:
+                    assert (await response.json())["pairs"] == [["p0", "d0"]]
+
+            os.kill(min(first), signal.SIGKILL)
+
+            async def replaced() -> bool:
+                now = children(router.pid)
+                return len(now) == WORKERS and now != first and await both_reached()
+
+            await eventually(replaced)
+            assert {await ask(url) for _ in range(8)} == set(texts)
+
+            assert nodes[1].engine is not None
+            nodes[1].engine.die()
+            assert await ask(url) == texts[0], "a lost node is avoided by all workers"
+            router.terminate()
+            assert await router.wait() == 0
+    finally:
+        if router.returncode is None:
+            router.kill()
+            await router.wait()
+
+
+async def healthy(url: str) -> bool:
+    try:
+        async with aiohttp.ClientSession(url) as session:
+            async with session.get("/health") as response:
+                return response.status == 200 and (await response.json())["ready"] == 2
+    except aiohttp.ClientError:
+        return False
