@@ -204,7 +204,7 @@ def main() -> None:
           f"{'p99':>7}{'p99/p50':>8}{'tok/chunk':>10}{'CPU us/tok':>11}")  # fmt: skip
     with cluster(flags) as (router, root), ProcessPoolExecutor(4, mp_context=context) as pool:
         node = json.loads(asyncio.run(_get(f"{router}/nodes")))["nodes"][0]["url"]
-        online(pool, router, root, max(args.batches), 32, 3)
+        online(pool, router, root, max(args.batches), args.tokens, 3)
         for batch in args.batches:
             found = {"offline": (engine[batch], 0.0)}
             for name, url in (("directly", node), ("through router", router)):
