@@ -31,7 +31,7 @@ MAY_IMPORT: dict[str, set[str]] = {
     "decode": {"errors", "types", "messages", "connectors", "engine", "server"},
     "prefill": {"errors", "types", "messages", "connectors", "engine", "server", "decode"},
     "encode": {"errors", "types", "messages", "connectors", "engine", "server", "prefill"},
-    "doctor": {"errors", "types", "connectors"},
+    "doctor": {"errors", "types", "connectors", "testing"},
     "router": {
         *("errors", "types", "config", "messages", "text", "engine", "server"),
         "connectors.keys",

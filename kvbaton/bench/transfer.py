@@ -9,7 +9,6 @@ what landed; the source's own sums are told apart, since an engine's step makes 
 from __future__ import annotations
 
 import ctypes
-import subprocess
 import sys
 import time
 from collections.abc import Callable
@@ -26,9 +25,11 @@ from kvbaton.bench.digests import LAYER_BYTES, target_blocks, total_sum
 from kvbaton.bench.far_side import BARE
 from kvbaton.bench.report import median, publish
 from kvbaton.config import flag
-from kvbaton.connectors.base import Memory, Status
+from kvbaton.connectors.base import Memory
 from kvbaton.connectors.registry import load_transport
 from kvbaton.errors import ConfigError, TransportError
+from kvbaton.testing.far_process import FarProcess
+from kvbaton.testing.timing import timed_write
 
 WRITE_TIMEOUT_S = 60.0
 
@@ -87,44 +88,18 @@ class Copy:
             ctypes.memmove(there, here, self._size)
 
 
-class FarSide:
-    """The other process."""
-
-    def __init__(self, spec: str, num_bytes: int, block_bytes: int) -> None:
-        words = [spec, str(num_bytes), str(block_bytes)]
-        self.process = subprocess.Popen(
-            [sys.executable, "-m", "kvbaton.bench.far_side", *words],
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
-            text=True,
-        )
-        self.card = bytes.fromhex(self.answer("card"))
-
-    def answer(self, name: str) -> str:
-        """What it prints next under a name; NIXL prints lines of its own.
-
-        Raises:
-            TransportError: it ended.
-        """
-        assert self.process.stdout is not None
-        for line in self.process.stdout:
-            word, _, rest = line.rstrip().partition(" ")
-            if word == name:
-                return rest
-        raise TransportError("the other process of the benchmark ended")
-
-    def close(self) -> None:
-        """End it."""
-        self.process.kill()
-        self.process.communicate()
+def far_side(spec: str, num_bytes: int, block_bytes: int) -> FarProcess:
+    """The other process (`bench.far_side`)."""
+    words = [sys.executable, "-m", "kvbaton.bench.far_side", spec, str(num_bytes), str(block_bytes)]
+    return FarProcess(words, WRITE_TIMEOUT_S)
 
 
 class Bare:
     """`BareNixl`, its write prepared."""
 
-    def __init__(self, far: FarSide, source: Bytes, targets: npt.NDArray[np.int64]) -> None:
+    def __init__(self, far: FarProcess, source: Bytes, targets: npt.NDArray[np.int64]) -> None:
         self._nixl = BareNixl(f"bench-near-{BARE}", source)
-        self._prepared = self._nixl.prepare(far.card, len(source) // len(targets), targets)
+        self._prepared = self._nixl.prepare(_card(far), len(source) // len(targets), targets)
 
     def write(self, notice: bytes) -> None:
         """See `Method`."""
@@ -135,11 +110,11 @@ class Ours:
     """A transport, driven in a tight loop."""
 
     def __init__(
-        self, spec: str, far: FarSide, source: Bytes, targets: npt.NDArray[np.int64]
+        self, spec: str, far: FarProcess, source: Bytes, targets: npt.NDArray[np.int64]
     ) -> None:
         self.transport = load_transport(spec, name=f"bench-near-{spec}")
         self.transport.register(Memory(source.ctypes.data, source.nbytes, owner=source))
-        self._peer = self.transport.connect(far.card)
+        self._peer = self.transport.connect(_card(far))
         size = len(source) // len(targets)
         self._ranges = np.array(
             [(0, i * size, 0, t * size, size, 1, 0, 0) for i, t in enumerate(targets)], np.int64
@@ -147,15 +122,11 @@ class Ours:
 
     def write(self, notice: bytes) -> None:
         """See `Method`."""
-        handle = self.transport.write(self._peer, self._ranges, notice)
-        give_up = time.monotonic() + WRITE_TIMEOUT_S
-        while (status := handle.status()) is Status.PENDING:
-            self.transport.notices()
-            if time.monotonic() > give_up:
-                raise TransportError("a write took more than a minute")
-        if status is not Status.DONE:
-            raise TransportError(handle.error() or "the write failed")
-        handle.release()
+        timed_write(self.transport, self._peer, self._ranges, notice, patience=WRITE_TIMEOUT_S)
+
+
+def _card(far: FarProcess) -> bytes:
+    return bytes.fromhex(far.started()[1])
 
 
 def run(load: TransferLoad, out: Path | None = None) -> int:
@@ -207,10 +178,8 @@ def ways(
     found: dict[str, Callable[[], None]] = {"memcpy": lambda: copy.write(b"")}
     found["source sums"] = lambda: _same(total_sum(source, size, order), expected)
 
-    def far(spec: str) -> FarSide:
-        side = FarSide(spec, load.num_bytes, size)
-        closing.callback(side.close)
-        return side
+    def far(spec: str) -> FarProcess:
+        return closing.enter_context(far_side(spec, load.num_bytes, size))
 
     if "nixl" in load.transports:
         bare = Bare(far(BARE), source, targets)
@@ -224,9 +193,9 @@ def ways(
     return found
 
 
-def _summed(ours: Ours, far: FarSide, expected: int) -> None:
+def _summed(ours: Ours, far: FarProcess, expected: int) -> None:
     ours.write(b"sums")
-    _same(int(far.answer("sum")), expected)
+    _same(int(far.line("sum")[1]), expected)
 
 
 def _same(found: int, expected: int) -> None:

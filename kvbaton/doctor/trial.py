@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-import json
-import select
-import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterator
@@ -14,18 +11,20 @@ from statistics import median
 import numpy as np
 from msgspec import Struct
 
-from kvbaton.connectors.base import Device, Handle, Peer, Ranges, Status, Transport
+from kvbaton.connectors.base import Device, Peer, Ranges, Transport
 from kvbaton.connectors.registry import load_transport
-from kvbaton.doctor.buffers import Buffer
-from kvbaton.doctor.far_side import QUIET
 from kvbaton.errors import KvbatonError, TransportError
+from kvbaton.testing.buffers import Buffer
+from kvbaton.testing.far_process import FarProcess
+from kvbaton.testing.far_transport import QUIET
+from kvbaton.testing.kit import CaseFailure
+from kvbaton.testing.timing import timed_write
 
 NUM_BYTES = 64 << 20
 RUN_BYTES = 64 << 10
 """Of one block in the test pattern; every second block goes to another place."""
 SMALL_BYTES = 4 << 10
 REPEATS = 5
-SEED = 1
 STEP_S = 30.0
 STEPS = ("load", "register", "connect", "move", "verify", "time")
 
@@ -65,6 +64,8 @@ def try_transport(spec: str, device: Device) -> Trial:
     try:
         for _ in _steps(spec, device, trial):
             trial.failed_at = next(steps, None)
+    except CaseFailure as failure:  # of the far side; it is no error of ours by type
+        trial.error = str(failure)
     except (KvbatonError, OSError, RuntimeError, ValueError, ImportError) as error:
         trial.error = f"{type(error).__name__}: {error}"
     return trial
@@ -75,13 +76,13 @@ def _steps(spec: str, device: Device, trial: Trial) -> Iterator[None]:
     near = load_transport(spec, name=f"doctor-near-{spec}-{device}", host="127.0.0.1")
     try:
         yield
-        near.register(Buffer(device, NUM_BYTES, SEED).memory)
+        near.register(Buffer(device, NUM_BYTES, None).memory)
         trial.host_staged = device in near.capabilities.host_staged
         yield
         with _far_side(spec, device, near) as far:
             peer = near.connect(far.card)
             yield
-            _finish(near, far, near.write(peer, _all(), b"check"))
+            timed_write(near, peer, _all(), b"check", poll=far.poll, patience=STEP_S)
             yield
             _verify(far)
             yield
@@ -116,42 +117,24 @@ def _far_side(spec: str, device: Device, near: Transport) -> Iterator[Far]:
         with _here(spec, device) as far:
             yield far
         return
-    words = [sys.executable, "-m", "kvbaton.doctor.far_side", spec, device, str(NUM_BYTES)]
-    child = subprocess.Popen(words, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
-    try:
-        card = bytes.fromhex(_listen(child, "card", near))
-        yield Far(card, lambda: None, lambda: _listen(child, "landed", near))
-    finally:
-        child.kill()
-        child.communicate()
+    words = [sys.executable, "-m", "kvbaton.testing.far_transport", spec, str(NUM_BYTES), device]
+    with FarProcess(words, STEP_S) as process:
+
+        def said(word: str) -> str:
+            return process.line(word, idle=near.notices)[-1]
+
+        yield Far(bytes.fromhex(said("card")), lambda: None, lambda: said("notice"))
 
 
 @contextmanager
 def _here(spec: str, device: Device) -> Iterator[Far]:
-    buffer = Buffer(device, NUM_BYTES, None)
+    buffer = Buffer(device, NUM_BYTES, 0)
     transport = load_transport(spec, name=f"doctor-far-{spec}", host="127.0.0.1")
     transport.register(buffer.memory)
     try:
         yield Far(transport.card(), transport.notices, buffer.digest)
     finally:
         transport.shutdown()
-
-
-def _listen(child: subprocess.Popen[str], wanted: str, near: Transport) -> str:
-    """The far side's next line; our own transport makes progress meanwhile."""
-    give_up = time.monotonic() + STEP_S
-    assert child.stdout is not None
-    while not select.select([child.stdout], [], [], 0.001)[0]:
-        near.notices()
-        if time.monotonic() > give_up:
-            raise TransportError(f"the far side says nothing within {STEP_S:g} s")
-    line = child.stdout.readline()
-    if not line:
-        raise TransportError(f"the far side ended with status {child.wait()}")
-    what, text = json.loads(line)
-    if what != wanted:
-        raise TransportError(f"the far side: {text}")
-    return str(text)
 
 
 # --- writes ---
@@ -180,7 +163,7 @@ def _verify(far: Far) -> None:
 
 def _expected() -> str:
     """Digest of what `_all` makes of the near side's bytes, computed without any transport."""
-    expected = Buffer("cpu", NUM_BYTES, SEED)
+    expected = Buffer("cpu", NUM_BYTES, None)
     runs = expected.memory.owner
     assert isinstance(runs, np.ndarray)
     pairs = runs.reshape(-1, 2, RUN_BYTES)
@@ -191,27 +174,13 @@ def _expected() -> str:
 def _time(near: Transport, peer: Peer, far: Far) -> tuple[float, float]:
     """GiB/s of large writes and microseconds of small ones."""
     small = np.array([[0, 0, 0, 0, SMALL_BYTES, 1, 0, 0]], np.int64)
-    large = min(_seconds(near, far, peer, _all()) for _ in range(REPEATS))
-    little = median(_seconds(near, far, peer, small) for _ in range(10 * REPEATS))
+
+    def seconds(ranges: Ranges) -> float:
+        return timed_write(near, peer, ranges, QUIET, poll=far.poll, patience=STEP_S)
+
+    large = min(seconds(_all()) for _ in range(REPEATS))
+    little = median(seconds(small) for _ in range(10 * REPEATS))
     return NUM_BYTES / large / 2**30, little * 1e6
-
-
-def _seconds(near: Transport, far: Far, peer: Peer, ranges: Ranges) -> float:
-    start = time.perf_counter()
-    _finish(near, far, near.write(peer, ranges, QUIET))
-    return time.perf_counter() - start
-
-
-def _finish(near: Transport, far: Far, handle: Handle) -> None:
-    give_up = time.monotonic() + STEP_S
-    while (status := handle.status()) is Status.PENDING:
-        near.notices()
-        far.poll()
-        if time.monotonic() > give_up:
-            raise TransportError(f"a write is not done within {STEP_S:g} s")
-    if status is not Status.DONE:
-        raise TransportError(handle.error() or f"a write ended as {status}")
-    handle.release()
 
 
 def copy_rate() -> float:

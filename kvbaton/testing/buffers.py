@@ -1,4 +1,4 @@
-"""Memory for a trial, on the CPU or on a GPU, and its digest."""
+"""Memory that transports are tried with, on the CPU or on a GPU, and its digest."""
 
 from __future__ import annotations
 
@@ -16,13 +16,14 @@ class Buffer:
     Args:
         device: where; ``cuda`` takes GPU 0 and needs torch.
         num_bytes: how many.
-        seed: of the noise that fills it; None fills it with zeros.
+        filled: with which byte; None fills it with noise, always the same.
     """
 
-    def __init__(self, device: Device, num_bytes: int, seed: int | None) -> None:
-        noise = np.zeros(num_bytes, np.uint8)
-        if seed is not None:
-            noise[:] = np.frombuffer(np.random.default_rng(seed).bytes(num_bytes), np.uint8)
+    def __init__(self, device: Device, num_bytes: int, filled: int | None) -> None:
+        if filled is None:
+            noise = np.frombuffer(bytearray(np.random.default_rng(1).bytes(num_bytes)), np.uint8)
+        else:
+            noise = np.full(num_bytes, filled, np.uint8)
         self._held: Any = noise
         address = noise.ctypes.data
         if device == "cuda":
@@ -34,6 +35,11 @@ class Buffer:
         self.memory = Memory(address, num_bytes, device, owner=self._held)
 
     def digest(self) -> str:
-        """Of all bytes: BLAKE2b, hex."""
-        held = self._held if isinstance(self._held, np.ndarray) else self._held.cpu().numpy()
-        return hashlib.blake2b(held.data, digest_size=16).hexdigest()
+        """Of all bytes."""
+        held = self._held
+        return digest_of(held if isinstance(held, np.ndarray) else held.cpu().numpy())
+
+
+def digest_of(array: np.ndarray[Any, Any]) -> str:
+    """BLAKE2b of an array's bytes, hex."""
+    return hashlib.blake2b(array.data, digest_size=16).hexdigest()

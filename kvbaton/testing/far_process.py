@@ -8,7 +8,7 @@ import signal
 import subprocess
 import tempfile
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Self
 
 from kvbaton.testing.kit import KitBroke, require
@@ -48,15 +48,22 @@ class FarProcess:
         for file in (self._in, self._out, self._errors):
             file.close()
 
-    def line(self, *wanted: str, within: float | None = None) -> list[str]:
+    def line(
+        self, *wanted: str, within: float | None = None, idle: Callable[[], object] | None = None
+    ) -> list[str]:
         """The words of the next line whose first word is one of those wanted; others are skipped.
+
+        Args:
+            wanted: first words.
+            within: seconds; None takes the process's patience.
+            idle: called about every millisecond until then.
 
         Raises:
             CaseFailure: it does not come in time, or the process ends first.
         """
         deadline = time.monotonic() + (within or self._patience)
         while True:
-            words = self._next_line(deadline, wanted).split()
+            words = self._next_line(deadline, wanted, idle).split()
             if words and words[0] in wanted:
                 return words
 
@@ -84,15 +91,17 @@ class FarProcess:
         self._process.kill()
         self._process.wait()
 
-    def _next_line(self, deadline: float, wanted: Sequence[str]) -> str:
+    def _next_line(
+        self, deadline: float, wanted: Sequence[str], idle: Callable[[], object] | None
+    ) -> str:
         while b"\n" not in self._rest:
             ready = select.poll()  # `select` takes no descriptor above 1,023
             ready.register(self._out, select.POLLIN)
-            seconds = max(0.0, deadline - time.monotonic())
-            require(
-                bool(ready.poll(1e3 * seconds)),
-                f"the far side did not say {' or '.join(wanted)} in time",
-            )
+            while not ready.poll(1.0 if idle else 1e3 * max(0.0, deadline - time.monotonic())):
+                late = f"the far side did not say {' or '.join(wanted)} in time"
+                require(time.monotonic() < deadline, late)
+                if idle is not None:
+                    idle()
             chunk = os.read(self._out.fileno(), 1 << 16)
             require(bool(chunk), f"the far side has ended: {self._last_words()}")
             self._rest += chunk
