@@ -24,7 +24,7 @@ from kvbaton.connectors.objects import ObjectForm
 from kvbaton.engine.collectives import AbortedError
 from kvbaton.engine.encoder.pool import EncoderPool
 from kvbaton.engine.pending import Pending, join
-from kvbaton.engine.staging import HostStaging, Staging
+from kvbaton.engine.staging import CpuBlockStaging, Staging
 from kvbaton.engine.step import StepPlan, StepResult
 from kvbaton.engine.worker import Sums, Worker
 from kvbaton.messages.engine import AddRequest
@@ -239,7 +239,7 @@ class Executor:
         """Bytes of blocks in host memory, for a store; `forms` are one per group."""
         pools = [worker.cache.data for worker in self.workers]
         if not pools[0].is_cuda:
-            return HostStaging(forms, self.memories)
+            return CpuBlockStaging(forms, self.memories)
         from kvbaton.engine.cuda.block_staging import CudaStaging
 
         return CudaStaging(forms, pools)

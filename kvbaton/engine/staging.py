@@ -71,7 +71,7 @@ class HostBatch:
         """See `Batch.release`."""
 
 
-class HostStaging:
+class CpuBlockStaging:
     """`Staging` for pools in host memory.
 
     Args:

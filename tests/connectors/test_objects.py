@@ -17,7 +17,7 @@ from kvbaton.connectors import objects
 from kvbaton.connectors.base import Memory
 from kvbaton.connectors.layout import AXES, Axis, GroupKind, KVLayout, contiguous_plane
 from kvbaton.connectors.objects import HEADER_BYTES, ObjectForm, ObjectHeader, object_key
-from kvbaton.engine.staging import HostStaging
+from kvbaton.engine.staging import CpuBlockStaging
 from kvbaton.kernels.digest import block_sums
 
 HEADS, LAYERS, DIM, SIZE, BLOCKS = 4, 3, 8, 4, 6
@@ -60,7 +60,7 @@ class Side:
             [Memory(pool.data_ptr(), pool.numel() * pool.element_size(), owner=pool)]
             for pool in self.pools
         ]
-        self.staging = HostStaging([self.form], memories)
+        self.staging = CpuBlockStaging([self.form], memories)
 
     def view(self, rank: int) -> torch.Tensor:
         """A rank's pool along `AXES`."""

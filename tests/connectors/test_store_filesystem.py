@@ -21,10 +21,10 @@ from safetensors import safe_open
 
 from kvbaton.connectors.host import this_process
 from kvbaton.connectors.registry import load_store
-from kvbaton.connectors.stores import filesystem_room
+from kvbaton.connectors.stores import filesystem_space
 from kvbaton.connectors.stores.filesystem import FilesystemStore
 from kvbaton.connectors.stores.filesystem_entry import HEADER_BYTES
-from kvbaton.connectors.stores.filesystem_room import Room
+from kvbaton.connectors.stores.filesystem_space import SpaceManager
 from kvbaton.errors import ConfigError, StoreError
 from tests.connectors.stores_support import find, make_objects, read, save, wait
 
@@ -332,7 +332,7 @@ def test_a_large_store_is_evicted_by_sample(
     save(make(), objects)
     by_age(tmp_path, objects)
     size = HEADER_BYTES + 10
-    monkeypatch.setattr(filesystem_room, "SAMPLE", 64)
+    monkeypatch.setattr(filesystem_space, "SAMPLE", 64)
     folders: list[str] = []
     scan = os.scandir
 
@@ -367,7 +367,7 @@ def test_a_sample_gives_up_only_its_oldest(
     objects, size = make_objects(600, 10), HEADER_BYTES + 10
     save(make(), objects)
     by_age(tmp_path, objects)
-    monkeypatch.setattr(filesystem_room, "SAMPLE", 64)
+    monkeypatch.setattr(filesystem_space, "SAMPLE", 64)
     left = held(make(max_bytes=300 * size), objects)
     assert 280 <= len(left) <= 300
     assert sum(number >= 450 for number in left) > 140, "young ones left before old ones"
@@ -379,7 +379,7 @@ def test_an_account_that_is_too_high_costs_no_entry(
     objects, size = make_objects(300, 10), HEADER_BYTES + 10
     save(make(), objects)
     (root(tmp_path) / "usage").write_bytes((1 << 30).to_bytes(8, "little") * 512)
-    monkeypatch.setattr(filesystem_room, "SAMPLE", 64)
+    monkeypatch.setattr(filesystem_space, "SAMPLE", 64)
     store = make(max_bytes=300 * size)
     assert len(held(store, objects)) == 300
     assert counted(store) == (300, 300 * size)
@@ -478,7 +478,7 @@ def test_of_objects_stored_together_those_stay_for_which_there_is_room(
         return write(file, pieces, at)
 
     monkeypatch.setattr(os, "pwritev", write_four_files)
-    monkeypatch.setattr(Room, "evict", lambda *_: False)
+    monkeypatch.setattr(SpaceManager, "evict", lambda *_: False)
     assert save(store, objects) == [True] * 4 + [False] * 4
     assert held(store, objects) == [0, 1, 2, 3]
     assert leftovers(tmp_path) == []
@@ -524,7 +524,7 @@ def test_leftovers_of_the_dead_are_swept_and_those_of_the_living_stay(
     store = make()
     folder = root(tmp_path) / "tmp"
     dead = subprocess.Popen([sys.executable, "-c", "input()"], stdin=subprocess.PIPE)
-    host = filesystem_room._writer_name(this_process()).split(".")[0]
+    host = filesystem_space._writer_name(this_process()).split(".")[0]
     me = this_process()
     names = {
         "dead": f"{host}.{dead.pid}.1.abc",
@@ -537,7 +537,7 @@ def test_leftovers_of_the_dead_are_swept_and_those_of_the_living_stay(
     dead.communicate(b"\n", 30)
     for name in names.values():
         (folder / name).write_bytes(b"x")
-    age(folder / names["other host, old"], filesystem_room.STALE_SECONDS + 60)
+    age(folder / names["other host, old"], filesystem_space.STALE_SECONDS + 60)
     make()
     assert sorted(os.listdir(folder)) == sorted(
         names[case] for case in ("living", "other host", "strange")
@@ -580,7 +580,7 @@ def test_a_removed_directory_is_empty_and_can_be_used_again(make: Make, tmp_path
 def test_a_lock_that_nobody_gives_back_is_done_without(
     make: Make, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(filesystem_room, "LOCK_SECONDS", 0.02)
+    monkeypatch.setattr(filesystem_space, "LOCK_SECONDS", 0.02)
     store, objects = make(max_bytes=2 * ENTRY), make_objects(4, 1000)
     with (
         open(root(tmp_path) / "usage", "rb") as usage,

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from kvbaton.connectors.registry import load_store
 from kvbaton.connectors.store import Evicting, Pieces, Store
 from kvbaton.connectors.stores import memory
-from kvbaton.connectors.stores.extents import Extents
+from kvbaton.connectors.stores.free_list import FreeList
 from kvbaton.connectors.stores.memory import LARGE_BYTES, MemoryStore, copy
 from kvbaton.errors import ConfigError, StoreError
 
@@ -405,7 +405,7 @@ def run_step(
 @settings(deadline=None, max_examples=150)
 @given(st.lists(st.integers(0, 60), max_size=40), st.randoms(use_true_random=False))
 def test_extents_never_overlap_and_none_is_lost(sizes: list[int], rng: random.Random) -> None:
-    free, taken = Extents(100), list[list[tuple[int, int]]]()
+    free, taken = FreeList(100), list[list[tuple[int, int]]]()
     for size in sizes:
         if size > free.num_bytes:
             free.give(taken.pop(rng.randrange(len(taken))))

@@ -1,7 +1,7 @@
 """Objects as safetensors files in a directory that many processes and hosts may share.
 
 ``PATH/kvbaton-1/ab/abcd...safetensors``: one file per object (`filesystem_entry.py`), in the folder
-of its key's first byte. `filesystem_room.py` keeps the account and evicts.
+of its key's first byte. `filesystem_space.py` keeps the account and evicts.
 
 - An entry is written beside the others and renamed when it is whole, so a reader sees all of it or
   nothing, whoever is killed and whatever is full. Without `fsync`, a loss of power can leave an
@@ -24,8 +24,8 @@ from contextlib import suppress
 from kvbaton.connectors.store import Pieces, StoreCapabilities, Usage
 from kvbaton.connectors.stores import filesystem_entry
 from kvbaton.connectors.stores.filesystem_entry import HEADER_BYTES, Verdict
-from kvbaton.connectors.stores.filesystem_finder import Finder
-from kvbaton.connectors.stores.filesystem_room import SUFFIX, Room, Written, status_of
+from kvbaton.connectors.stores.filesystem_index import EntryIndex
+from kvbaton.connectors.stores.filesystem_space import SUFFIX, SpaceManager, Written, status_of
 from kvbaton.connectors.stores.threaded import ONE, Share, ThreadedStore
 from kvbaton.errors import ConfigError, StoreError
 
@@ -87,8 +87,8 @@ class Files:
         self._max_bytes = max_bytes
         self._fsync = fsync
         self._touch_seconds = touch_seconds
-        self._room = Room(self._root, max_bytes)
-        self._finder = Finder(self._root)
+        self._space = SpaceManager(self._root, max_bytes)
+        self._index = EntryIndex(self._root)
         self._looked = 0.0
         self._trouble: str | None = "not open"
 
@@ -104,15 +104,15 @@ class Files:
                 "max_bytes", f"must be at least {HEADER_BYTES}, not {self._max_bytes}"
             )
         try:
-            self._room.open()
+            self._space.open()
         except OSError as error:
             raise self._failed("open", error) from error
         self._trouble = None
 
     def close(self) -> None:
         """Close what lookups keep open."""
-        self._finder.close()
-        self._room.close()
+        self._index.close()
+        self._space.close()
         self._trouble = "not open"
 
     def health(self) -> str | None:
@@ -121,15 +121,15 @@ class Files:
 
     def usage(self) -> Usage:
         """What all processes hold there, as this one last read."""
-        return self._room.usage
+        return self._space.usage
 
     def contains(self, keys: Sequence[bytes]) -> list[bool]:
         """See `Backend.contains`."""
         try:
             if time.monotonic() > self._looked + LOOK_SECONDS:
-                self._room.look()
+                self._space.look()
                 self._looked = time.monotonic()
-            present = self._finder.find(keys)
+            present = self._index.find(keys)
         except FileNotFoundError:  # somebody took the whole directory away
             return [False] * len(keys)
         except OSError as error:
@@ -166,7 +166,7 @@ class Files:
     def remove(self, keys: Sequence[bytes]) -> int:
         """See `Backend.remove`."""
         try:
-            count, _ = self._room.remove([self._path(key) for key in dict.fromkeys(keys)])
+            count, _ = self._space.remove([self._path(key) for key in dict.fromkeys(keys)])
         except OSError as error:
             raise self._failed("delete from", error) from error
         return count
@@ -181,7 +181,7 @@ class Files:
             # Evicted meanwhile, it may be another object's by now, or about to be.
             elif verdict is Verdict.CORRUPT and os.path.samestat(status, os.stat(path)):
                 logger.warning("%s is not what was stored: removed", path)
-                self._room.remove([path])
+                self._space.remove([path])
             return verdict is Verdict.RIGHT
         finally:
             os.close(file)
@@ -201,13 +201,13 @@ class Files:
         most = self._max_bytes or sum(sizes)
         stored = [self._is_stored(key, n) for (key, _), n in zip(items, sizes, strict=True)]
         new = [n for n, there in enumerate(stored) if not there and sizes[n] <= most]
-        if not new or not self._room.make(min(sum(sizes[n] for n in new), most), deadline):
+        if not new or not self._space.make(min(sum(sizes[n] for n in new), most), deadline):
             return stored
         try:
             done = self._write([(*items[n], sizes[n]) for n in new], deadline)
         except OSError as error:
             alone = error.errno in _NO_ROOM and len(items) == 1
-            if not alone or not self._room.evict(sizes[0]):
+            if not alone or not self._space.evict(sizes[0]):
                 raise
             done = self._write([(*items[0], sizes[0])], deadline)
         for n in new[:done]:
@@ -219,10 +219,10 @@ class Files:
         files, done = list[Written](), 0
         try:
             for key, source, num_bytes in items:
-                temporary, descriptor = self._room.begin(num_bytes)
+                temporary, descriptor = self._space.begin(num_bytes)
                 files.append(Written(temporary, self._path(key), num_bytes))
                 self._write_whole(descriptor, key, source)
-            done = self._room.publish(files, deadline)
+            done = self._space.publish(files, deadline)
         finally:
             for file in files[done:]:
                 with suppress(FileNotFoundError):

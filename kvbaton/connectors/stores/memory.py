@@ -27,7 +27,7 @@ import numpy.typing as npt
 
 from kvbaton.connectors.base import Memory
 from kvbaton.connectors.store import Found, Pieces, StoreCapabilities, Usage
-from kvbaton.connectors.stores.extents import Extent, Extents
+from kvbaton.connectors.stores.free_list import Extent, FreeList
 from kvbaton.connectors.stores.threaded import ThreadedStore
 from kvbaton.errors import ConfigError, StoreError
 
@@ -221,7 +221,7 @@ class Arena:
         return len(known)
 
     def _clear(self) -> None:
-        self._free = Extents(self._max_bytes)
+        self._free = FreeList(self._max_bytes)
         self._entries: OrderedDict[bytes, _Entry] = OrderedDict()
         self._held_bytes = 0
         self._pins: dict[int, tuple[float, list[_Entry]]] = {}

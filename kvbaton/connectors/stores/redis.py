@@ -29,8 +29,6 @@ T = TypeVar("T")
 
 _LOST = (ConnectionError,)
 """What is tried again: a lost connection, but not a server that is silent."""
-_JOINED_BYTES = 64 << 10
-"""Up to here a copy costs less than a packet for each piece."""
 
 
 class RedisStore(ThreadedStore):
@@ -129,11 +127,11 @@ class Values:
         if held == num_bytes:
             return True
         # A value of another length is wrong for whoever asks now, so it is replaced.
-        tail = [] if self._ttl_ms is None else [b"PX", b"%d" % self._ttl_ms]
-        tail += [] if held else [b"NX"]
-        parts = _command(name, [memoryview(seal(key, source)), *source], num_bytes, tail)
+        value = b"".join([seal(key, source), *source])
         try:
-            self._ask("write to", lambda: self._send(parts))
+            self._ask(
+                "write to", lambda: self._redis.set(name, value, px=self._ttl_ms, nx=not held)
+            )
         except OutOfMemoryError:
             return False
         return True
@@ -157,23 +155,6 @@ class Values:
             pipeline.pexpire(name, self._ttl_ms)
         length: int = pipeline.execute()[0]
         return length
-
-    def _send(self, parts: list[bytes | memoryview]) -> Any:
-        """Send one command piece by piece and read its answer."""
-        connection: Any = self._pool.get_connection()
-
-        def send() -> Any:
-            connection.send_packed_command(parts)
-            return connection.read_response()
-
-        try:
-            return connection.retry.call_with_retry(send, lambda _: connection.disconnect())
-        except RedisError as error:
-            if not isinstance(error, OutOfMemoryError):
-                connection.disconnect()
-            raise
-        finally:
-            self._pool.release(connection)
 
     def _ask(self, what: str, call: Callable[[], T]) -> T:
         """Call the server; a full one is the caller's business.
@@ -206,18 +187,3 @@ def _address(options: dict[str, Any]) -> str:
     """Where the server is, without what the URL says besides."""
     port = options.get("port", 6379)
     return str(options.get("path") or f"{options.get('host', 'localhost')}:{port}")
-
-
-def _command(
-    name: bytes, value: Pieces, num_bytes: int, tail: Sequence[bytes]
-) -> list[bytes | memoryview]:
-    """A SET as its protocol has it (RESP arrays of bulk strings), a long value in pieces."""
-    words = [b"SET", name]
-    head = b"*%d\r\n" % (len(words) + 1 + len(tail)) + b"".join(map(_word, words))
-    rest = b"\r\n" + b"".join(map(_word, tail))
-    parts: list[bytes | memoryview] = [head + b"$%d\r\n" % num_bytes, *value, rest]
-    return parts if num_bytes > _JOINED_BYTES else [b"".join(parts)]
-
-
-def _word(word: bytes) -> bytes:
-    return b"$%d\r\n%b\r\n" % (len(word), word)

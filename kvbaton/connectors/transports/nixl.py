@@ -55,7 +55,7 @@ from kvbaton.connectors.base import (
 )
 from kvbaton.connectors.guard import GuardCard, guard_card, watch
 from kvbaton.connectors.host import is_loopback
-from kvbaton.connectors.transports.nixl_lanes import Lane, Place, choose_lane, this_place
+from kvbaton.connectors.transports.nixl_lanes import Place, UcxLane, choose_lane, this_place
 from kvbaton.connectors.transports.nixl_parts import Part, RemoteRegion, cut
 from kvbaton.connectors.transports.regions import RegionTable, expand
 from kvbaton.errors import ConfigError, TransportError
@@ -120,7 +120,7 @@ class NixlPeer:
         asked_since: when a fence, or the end of reading, was first asked for.
     """
 
-    def __init__(self, card: _Card, made_of: _Agent, lane: Lane, *, near: bool) -> None:
+    def __init__(self, card: _Card, made_of: _Agent, lane: UcxLane, *, near: bool) -> None:
         self.name = card.name
         self.agent_name, self.agent_number = card.agent, card.number
         self.regions = card.regions
@@ -136,7 +136,7 @@ class NixlPeer:
     @property
     def unreachable(self) -> bool:
         """Dead, or cut off on a lane where that allows a fence."""
-        return self.watch.dead or (self.lane is Lane.SOCKETS and self.watch.cut)
+        return self.watch.dead or (self.lane is UcxLane.SOCKETS and self.watch.cut)
 
     @property
     def gone(self) -> bool:
@@ -411,7 +411,7 @@ class NixlTransport:
             return True
         waited = own.waited()
         hopeless = (own.gone or own.unreachable) and waited > CALL_OFF_S
-        if hopeless or (own.lane is Lane.SOCKETS and waited > PATIENCE_S):
+        if hopeless or (own.lane is UcxLane.SOCKETS and waited > PATIENCE_S):
             self._renew(f"writes to {own.name} do not end")
         return not self._reads(own)
 
@@ -420,12 +420,12 @@ class NixlTransport:
         own = _own(peer)
         if own.made_of is not self._agent:
             return True  # what it could write to is gone
-        if own.lane is Lane.SHARED and own.near and own.watch.dead:
+        if own.lane is UcxLane.SHARED and own.near and own.watch.dead:
             # Bytes that wait in our sockets land as UCX makes progress: let them, before we say so.
             for _ in range(3):
                 self._collect()
             return True
-        silent = own.lane is Lane.SOCKETS and own.waited() > PATIENCE_S
+        silent = own.lane is UcxLane.SOCKETS and own.waited() > PATIENCE_S
         if not own.unreachable and not silent:
             return False
         own.reported = True

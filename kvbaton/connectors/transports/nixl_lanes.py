@@ -14,7 +14,7 @@ _SOCKETS = {"tcp", "self", "cuda_copy", "gdr_copy"}
 _RDMA = (Path("/sys/class/infiniband"), Path("/dev/infiniband"))
 
 
-class Lane(enum.Enum):
+class UcxLane(enum.Enum):
     """The strongest way by which a peer may write here."""
 
     SOCKETS = enum.auto()
@@ -44,7 +44,7 @@ def this_place() -> Place:
     return Place(kernel, os.readlink("/proc/self/ns/net"))
 
 
-def choose_lane(ours: Place, theirs: Place, tls: str, *, reaches_gpus: bool) -> Lane:
+def choose_lane(ours: Place, theirs: Place, tls: str, *, reaches_gpus: bool) -> UcxLane:
     """The strongest lane that UCX may take from there to here; what is not known is not excluded.
 
     Args:
@@ -55,8 +55,8 @@ def choose_lane(ours: Place, theirs: Place, tls: str, *, reaches_gpus: bool) -> 
     """
     named = {word.strip().removeprefix("\\").partition(":")[0] for word in tls.split(",")}
     if named <= _SOCKETS:
-        return Lane.SOCKETS
+        return UcxLane.SOCKETS
     if ours.kernel == theirs.kernel:
-        return Lane.SHARED
+        return UcxLane.SHARED
     rdma = any(path.is_dir() and any(path.iterdir()) for path in _RDMA)
-    return Lane.HARDWARE if rdma or reaches_gpus else Lane.SOCKETS
+    return UcxLane.HARDWARE if rdma or reaches_gpus else UcxLane.SOCKETS

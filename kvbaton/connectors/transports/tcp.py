@@ -34,7 +34,7 @@ from kvbaton.connectors.transports.cuda_driver import CudaDriver, load_library
 from kvbaton.connectors.transports.regions import RegionTable, expand
 from kvbaton.connectors.transports.tcp_incoming import Listener
 from kvbaton.connectors.transports.tcp_outgoing import TcpCard, TcpHandle, TcpPeer
-from kvbaton.connectors.transports.tcp_staging import LANE_BYTES, HostStaging, Span
+from kvbaton.connectors.transports.tcp_staging import LANE_BYTES, PinnedBounceBuffer, Span
 from kvbaton.connectors.transports.tcp_wire import MAX_NAME_BYTES, MAX_NOTICE_BYTES
 from kvbaton.errors import ConfigError, TransportError
 
@@ -72,7 +72,7 @@ class TcpTransport:
         self._regions = RegionTable()
         self._views: list[memoryview | Span] = []
         self._pinned_bytes = pinned_mib << 20
-        self._staging: HostStaging | None = None
+        self._staging: PinnedBounceBuffer | None = None
         self._device_index = 0
         self._inbox: deque[Notice] = deque()
         self._peers: list[TcpPeer] = []
@@ -203,7 +203,9 @@ class TcpTransport:
     def _span(self, memory: Memory) -> Span:
         if self._staging is None:
             self._device_index = memory.device_index
-            self._staging = HostStaging(self._driver(memory.device_index), self._pinned_bytes)
+            self._staging = PinnedBounceBuffer(
+                self._driver(memory.device_index), self._pinned_bytes
+            )
         if memory.device_index != self._device_index:
             raise TransportError("a TCP transport reaches one GPU: use one transport for each")
         return Span(memory.address, self._staging)

@@ -44,7 +44,7 @@ class Span(NamedTuple):
     """A region in memory of a GPU."""
 
     address: int
-    staging: HostStaging
+    staging: PinnedBounceBuffer
 
 
 class Pieces(NamedTuple):
@@ -57,7 +57,7 @@ class Pieces(NamedTuple):
         on_gpu: where each lies.
     """
 
-    staging: HostStaging
+    staging: PinnedBounceBuffer
     address: Int64s
     size: Int64s
     on_gpu: npt.NDArray[np.bool_]
@@ -221,7 +221,7 @@ class Lanes:
             self._changed.notify()
 
 
-class HostStaging:
+class PinnedBounceBuffer:
     """What one transport has to reach the memory of its GPU.
 
     Args:

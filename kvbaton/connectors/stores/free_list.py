@@ -8,7 +8,7 @@ Extent = tuple[int, int]
 """First byte and length."""
 
 
-class Extents:
+class FreeList:
     """Free bytes, all of which can be taken, in one run where there is one and else in several.
 
     So an arena is never too fragmented for an object that fits. Objects of one size always get one

@@ -12,7 +12,7 @@ import threading
 from contextlib import suppress
 
 
-class Spares:
+class RecycledFiles:
     """Files of one process, under names that nobody reads.
 
     Args:

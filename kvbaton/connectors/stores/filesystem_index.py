@@ -13,13 +13,13 @@ from binascii import hexlify
 from collections.abc import Sequence
 
 from kvbaton.connectors.store import KEY_BYTES
-from kvbaton.connectors.stores.filesystem_room import FOLDERS, SUFFIX
+from kvbaton.connectors.stores.filesystem_space import FOLDERS, SUFFIX
 
 _NONE = -1
 """Stands for the descriptor of a folder that is not there: nothing is found in it."""
 
 
-class Finder:
+class EntryIndex:
     """Looks for entries of one directory.
 
     Args:

@@ -9,14 +9,14 @@ from pathlib import Path
 
 import pytest
 
-from kvbaton.connectors.stores import filesystem_entry, filesystem_room
+from kvbaton.connectors.stores import filesystem_entry, filesystem_space
 from kvbaton.connectors.stores.filesystem import FilesystemStore
 from kvbaton.connectors.stores.filesystem_entry import HEADER_BYTES, Verdict
 from tests.connectors.stores_support import find, make_objects, read, save
 
 SIZE = 1000
 ENTRY = HEADER_BYTES + SIZE
-COUNT = 2 * filesystem_room.PART
+COUNT = 2 * filesystem_space.PART
 """Objects that fill the store; two are evicted at a time, and kept as spares."""
 
 Open = Callable[[], FilesystemStore]
@@ -115,7 +115,7 @@ def test_spares_may_be_gone_or_closed_to_us(
 def test_room_on_the_disk_is_made_of_spares(full: FilesystemStore, tmp_path: Path) -> None:
     save_one_by_one(full, make_objects(1, SIZE, seed=1))
     assert len(spares(tmp_path)) == 1
-    room = filesystem_room.Room(str(tmp_path / "kvbaton-1"), COUNT * ENTRY)
+    room = filesystem_space.SpaceManager(str(tmp_path / "kvbaton-1"), COUNT * ENTRY)
     room.open()
     assert room.make(2 * ENTRY, None)
     assert len(spares(tmp_path)) == 3
@@ -128,7 +128,7 @@ def test_a_full_disk_finds_room_although_the_account_is_wrong(
     full: FilesystemStore, tmp_path: Path
 ) -> None:
     (tmp_path / "kvbaton-1" / "usage").write_bytes((1 << 30).to_bytes(8, "little") * 512)
-    room = filesystem_room.Room(str(tmp_path / "kvbaton-1"), None)
+    room = filesystem_space.SpaceManager(str(tmp_path / "kvbaton-1"), None)
     room.open()
     assert room.evict(ENTRY)
     assert len(inodes(tmp_path)) < COUNT

@@ -4,7 +4,7 @@
 
     usage        objects and bytes of each folder, 256 rows of two int64; changed under `flock`
     evicting     locked by the one process that evicts
-    tmp/         files that are being written, or will be (`filesystem_spares.py`), named after
+    tmp/         files that are being written, or will be (`filesystem_recycled.py`), named after
                  their writers
     00/ .. ff/   entries, by the first byte of their keys
 
@@ -42,7 +42,7 @@ import numpy.typing as npt
 
 from kvbaton.connectors.host import ProcessCard, is_gone, this_process
 from kvbaton.connectors.store import Usage
-from kvbaton.connectors.stores.filesystem_spares import Spares
+from kvbaton.connectors.stores.filesystem_recycled import RecycledFiles
 
 FOLDERS = 256
 SUFFIX = ".safetensors"
@@ -79,7 +79,7 @@ class _Entry:
     num_bytes: int
 
 
-class Room:
+class SpaceManager:
     """The account of one directory, as one process keeps it.
 
     Args:
@@ -92,7 +92,7 @@ class Room:
         self._max_bytes = max_bytes
         self._writer = ""
         self._lock = threading.Lock()
-        self._spares = Spares((max_bytes or 0) // SPARE_PART)
+        self._recycled = RecycledFiles((max_bytes or 0) // SPARE_PART)
         self._oldest = deque[_Entry]()
         self._hand = random.randrange(FOLDERS)  # the folder that was read last; processes differ
         self.usage = Usage(capacity=max_bytes)
@@ -112,7 +112,7 @@ class Room:
                 os.makedirs(self._in(f"{folder:02x}"), 0o770, exist_ok=True)
                 self._visit(folder)
         self.make(0, None)
-        self._spares.clear()
+        self._recycled.clear()
 
     def look(self) -> None:
         """Bring `usage` up to date."""
@@ -121,7 +121,7 @@ class Room:
 
     def close(self) -> None:
         """Remove the files that were kept to be written over."""
-        self._spares.clear()
+        self._recycled.clear()
 
     def begin(self, num_bytes: int) -> tuple[str, int]:
         """Path and descriptor of a file to fill; the caller publishes or removes it.
@@ -129,7 +129,7 @@ class Room:
         Args:
             num_bytes: that will be written. It may have as many of an evicted entry already.
         """
-        spare = self._spares.take(num_bytes)
+        spare = self._recycled.take(num_bytes)
         if spare is not None:
             with suppress(OSError):  # swept, or another user's
                 return spare, os.open(spare, os.O_WRONLY | os.O_CLOEXEC)
@@ -186,7 +186,7 @@ class Room:
         Args:
             num_bytes: to free. It may be a little more, or less where a sample has no more to give.
         """
-        self._spares.clear()
+        self._recycled.clear()
         with self._locked("evicting"):
             self._sample()
             return self._remove_oldest(num_bytes, spare=False)
@@ -240,7 +240,7 @@ class Room:
         spare = self._temporary()
         os.rename(path, spare)
         os.utime(spare)  # or it would look like a dead writer's
-        self._spares.add(spare, num_bytes)
+        self._recycled.add(spare, num_bytes)
 
     def _temporary(self) -> str:
         return f"{self._root}/tmp/{self._writer}.{self._run}-{next(self._numbers)}"
