@@ -6,6 +6,7 @@ import signal
 import sys
 import time
 from collections.abc import Callable, Iterator
+from pathlib import Path
 
 import msgspec
 import numpy as np
@@ -15,7 +16,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from kvbaton.connectors.base import Memory, Peer, Status
+from kvbaton.connectors.transports import nixl, nixl_lanes
 from kvbaton.connectors.transports.nixl import NixlHandle, NixlTransport
+from kvbaton.connectors.transports.nixl_lanes import Place, UcxLane, choose_lane, this_place
 from kvbaton.connectors.transports.nixl_parts import (
     GPU_PART_BYTES,
     GPU_PIECE_BYTES,
@@ -228,3 +231,121 @@ def test_a_write_of_which_all_parts_landed_is_drained_by_close() -> None:
     pair.source.close(peer)
     pair.wait(lambda: handle.status() is Status.DRAINED, "drained while the peer lives")
     pair.close()
+
+
+# A process that writes its region over and over, to one card after another.
+WRITER = """
+import sys
+import numpy as np
+from kvbaton.connectors.base import Status
+from kvbaton.connectors.transports.nixl import NixlTransport
+from kvbaton.testing.pairs import memory_of, pack
+size = int(sys.argv[1])
+transport, memory = NixlTransport("writer"), np.full(size, 7, np.uint8)
+transport.register(memory_of(memory))
+print("card", transport.card().hex(), flush=True)
+import selectors
+selector = selectors.DefaultSelector()
+selector.register(sys.stdin, selectors.EVENT_READ)
+row = pack([(0, 0, 0, 0, size, 1, 0, 0)])
+peer, handle = None, None
+while True:
+    transport.notices()
+    if selector.select(0):
+        last, ended = (peer, handle), None
+        peer = transport.connect(bytes.fromhex(sys.stdin.readline()))
+        handle = transport.write(peer, row, b"w")
+        if last[0] is not None:
+            while not transport.close(last[0]) or last[1].status() is Status.ERROR:
+                transport.notices()
+            print("first", last[1].status().name, flush=True)
+    elif handle is not None and handle.status() is Status.DONE:
+        print("done", flush=True)
+        handle = None
+"""
+LARGE = 384 << 20
+
+
+def test_a_fence_over_sockets_stops_a_living_writer_for_good(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """The agent that it writes to goes; others are lost by that, and reach the next by its card."""
+    monkeypatch.setenv("UCX_TLS", "tcp")
+    target, other = make_pair()
+    memory = np.zeros(LARGE, np.uint8)
+    target.register(memory_of(memory))
+    bystander = np.full(4096, 5, np.uint8)
+    other.register(memory_of(bystander))
+    target_at_other = other.connect(target.card())
+    other_at_target = target.connect(other.card())
+    with FarProcess([sys.executable, "-c", WRITER, str(LARGE)], 30.0) as far:
+        writer = target.connect(bytes.fromhex(far.started()[1]))
+        far.tell(target.card().hex())
+        drive(target, lambda: bool((memory[::4096] == 7).any()), "some of a write", 30)
+        far.signal(signal.SIGSTOP)
+        before = target.card()
+        assert not target.fence(writer), "its kernel answers: it may only be stopped"
+        monkeypatch.setattr(nixl, "PATIENCE_S", 0.0)
+        assert target.fence(writer)
+        assert list(target.lost()) == [other_at_target]
+        assert target.fence(other_at_target), "what it could write to is gone as well"
+        memory[:] = 9
+        far.signal(signal.SIGCONT)
+        limit = time.monotonic() + 1.0
+        while time.monotonic() < limit:
+            assert not target.notices()
+        assert (memory == 9).all(), "bytes landed after the fence"
+
+        assert target.card() != before
+        again = other.connect(target.card())
+        done = other.write(again, pack([(0, 0, 0, 0, 4096, 1, 0, 0)]), b"others")
+
+        def landed() -> bool:
+            other.notices()
+            return done.status() is Status.DONE
+
+        drive(target, landed, "a write of another to the new agent", 20)
+        assert (memory[:4096] == 5).all()
+        far.tell(target.card().hex())
+        drive(target, lambda: bool((memory[-64:] == 7).all()), "all of a write to it", 30)
+        assert far.line("first", "done")[1:] == ["DRAINED"], "its agent is no more, so it drained"
+    for handle_of in (target_at_other, again):
+        other.close(handle_of)
+    for transport in (target, other):
+        transport.shutdown()
+
+
+HERE = this_place()
+ELSEWHERE = Place("another kernel", "net:[1]")
+
+
+@pytest.mark.parametrize(
+    ("theirs", "tls", "gpus", "lane"),
+    [
+        (HERE, "", False, UcxLane.SHARED),
+        (HERE, "all", False, UcxLane.SHARED),
+        (HERE, "^sm", False, UcxLane.SHARED),
+        (HERE, "tcp,cuda_ipc", True, UcxLane.SHARED),
+        (HERE, "tcp", False, UcxLane.SOCKETS),
+        (HERE, "self, tcp,cuda_copy", True, UcxLane.SOCKETS),
+        (Place(HERE.kernel, "net:[1]"), "", False, UcxLane.SHARED),
+        (ELSEWHERE, "", True, UcxLane.HARDWARE),
+        (ELSEWHERE, "tcp,cuda_copy", True, UcxLane.SOCKETS),
+    ],
+)
+def test_what_is_not_excluded_is_taken_for_possible(
+    theirs: Place, tls: str, gpus: bool, lane: UcxLane
+) -> None:
+    assert choose_lane(HERE, theirs, tls, reaches_gpus=gpus) is lane
+
+
+def test_another_machine_without_rdma_or_gpus_is_reached_by_sockets(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    devices = tmp_path / "infiniband"
+    monkeypatch.setattr(nixl_lanes, "_RDMA", (devices,))
+    assert choose_lane(HERE, ELSEWHERE, "", reaches_gpus=False) is UcxLane.SOCKETS
+    devices.mkdir()
+    assert choose_lane(HERE, ELSEWHERE, "", reaches_gpus=False) is UcxLane.SOCKETS
+    (devices / "mlx5_0").touch()
+    assert choose_lane(HERE, ELSEWHERE, "", reaches_gpus=False) is UcxLane.HARDWARE

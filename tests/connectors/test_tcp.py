@@ -17,7 +17,7 @@ from kvbaton.connectors.transports.tcp import TcpTransport
 from kvbaton.connectors.transports.tcp_incoming import MAX_STRANGERS
 from kvbaton.connectors.transports.tcp_outgoing import TcpCard
 from kvbaton.connectors.transports.tcp_wire import FrameKind, Header
-from kvbaton.errors import ConfigError
+from kvbaton.errors import ConfigError, TransportError
 from kvbaton.testing.pairs import TARGET_SIZES, Pair, pack, random_rows
 
 _names = itertools.count()
@@ -209,3 +209,43 @@ def test_nobody_listens_any_more() -> None:
         assert time.monotonic() < limit
     assert list(here.lost()) == [peer]
     here.shutdown()
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        {"port": 0},
+        {"port": 65536},
+        {"port": -1},
+        {"port": 1 << 63},
+        {"host": ""},
+        {"host": "h" * 256},
+        {"name": "n" * 513},
+        {"sizes": [-1]},
+        {"guard": {"host": "127.0.0.1", "port": 70000, "life": bytes(16)}},
+        {"guard": {"host": "a name", "port": 7, "life": bytes(16)}},
+    ],
+)
+def test_a_card_that_can_t_be_dialled_is_refused(pair: Pair, change: dict[str, object]) -> None:
+    fields = msgspec.msgpack.decode(pair.target.card()) | change
+    with pytest.raises(TransportError):
+        pair.source.connect(msgspec.msgpack.encode(fields))
+    pair.complete(pair.write(random_rows(pair.random, 3), b"x"))
+
+
+@pytest.mark.parametrize("host", ["\0", "::1%?", "\ud7ff" * 80, "no such host.invalid"])
+def test_a_host_that_is_none_loses_its_peer_only(pair: Pair, host: str) -> None:
+    """Only dialling tells: in the connection's thread, which reports it."""
+    fields = msgspec.msgpack.decode(pair.target.card()) | {"host": host}
+    peer = pair.source.connect(msgspec.msgpack.encode(fields))
+    handle = pair.source.write(peer, pack([(0, 0, 0, 0, 64, 1, 0, 0)]), b"nobody")
+    pair.wait(lambda: handle.status() is Status.DRAINED, "drained: nothing was sent")
+    lost: list[Peer] = []
+
+    def report() -> bool:
+        lost.extend(pair.source.lost())
+        return bool(lost)
+
+    pair.wait(report, "lost")
+    assert lost == [peer]
+    pair.complete(pair.write(random_rows(pair.random, 3), b"x"))

@@ -18,7 +18,6 @@ from kvbaton.connectors.guard import GuardCard, watch
 from kvbaton.connectors.transports import tcp_wire
 from kvbaton.connectors.transports.regions import Copies
 from kvbaton.connectors.transports.tcp_staging import Pieces, pieces_of
-from kvbaton.errors import RemoteProtocolError
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -216,7 +215,7 @@ class TcpPeer:
             if self.broken is None:
                 bye = tcp_wire.Header(tcp_wire.FrameKind.BYE, 0, 0, 0, 0)
                 tcp_wire.send_all(self._socket, [bye.pack()])
-        except (OSError, ValueError, RemoteProtocolError) as error:  # a host may be no name at all
+        except Exception as error:  # also what a host that is none makes `connect` raise
             self.hang_up(f"connection to {self.name}: {error}")
 
     def _dial(self) -> None:
