@@ -120,7 +120,7 @@ def _launch(
     )
 
 
-@jit
+@jit("source_blocks", "target_blocks", "source_start", "target_start", "num_tokens", "num_valid")
 def _kernel(
     source: tl.tensor,
     target: tl.tensor,

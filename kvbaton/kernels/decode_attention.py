@@ -193,7 +193,7 @@ def _tile(block_d: int, element_size: int) -> tuple[int, dict[str, int]]:
     return 64, {"num_stages": 3, "num_warps": 4, "maxnreg": 128}
 
 
-@jit
+@jit()
 def _kernel(
     query: tl.tensor,
     key_cache: tl.tensor,
@@ -285,7 +285,7 @@ def _kernel(
         tl.store(parts + place[:, None] * HEAD_DIM + column[None, :], acc, mask=inside)
 
 
-@jit
+@jit()
 def _share(
     length: tl.tensor,
     SPLITS: tl.constexpr,
@@ -304,7 +304,7 @@ def _share(
     return first, tile_first, tiles, share, used
 
 
-@jit
+@jit()
 def _merge_kernel(
     parts: tl.tensor,
     lse: tl.tensor,

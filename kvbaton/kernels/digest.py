@@ -233,7 +233,7 @@ def _tokens_together(block_size: int, num_words: int) -> int:
     return min(TOKENS_PER_PROGRAM, next_power_of_2(block_size), most)
 
 
-@jit
+@jit("positions", "tokens")
 def _token_kernel(
     words: tl.tensor,
     positions: tl.tensor,
@@ -261,7 +261,7 @@ def _token_kernel(
     tl.store(sums + row, total * position_weight(position), mask=inside)
 
 
-@jit
+@jit("blocks", "first_position", "start", "end")
 def _block_kernel(
     words: tl.tensor,
     blocks: tl.tensor,
@@ -307,7 +307,7 @@ def _block_kernel(
     tl.store(sums + place, tl.sum(total, axis=0))
 
 
-@jit
+@jit()
 def position_weight(position: tl.tensor) -> tl.tensor:
     """`_position_weights` in Triton."""
     x = position.to(tl.uint64) + 0x9E3779B97F4A7C15

@@ -35,9 +35,19 @@ __all__ = [
 ]
 
 
-def jit(kernel: Callable[..., Any]) -> Any:
-    """`triton.jit`, or the bare function where there is no Triton (it is never launched there)."""
-    return triton.jit(kernel) if HAS_TRITON else kernel
+def jit(*unspecialized: str) -> Callable[[Callable[..., Any]], Any]:
+    """`triton.jit`, or the bare function where there is no Triton (it is never launched there).
+
+    Args:
+        unspecialized: integers and pointers that change from call to call. Else Triton compiles
+            for each of: 1, a multiple of 16, any other number; an address that is a multiple of
+            16, any other. Only where no wide load depends on it.
+    """
+
+    def decorate(kernel: Callable[..., Any]) -> Any:
+        return triton.jit(kernel, do_not_specialize=unspecialized) if HAS_TRITON else kernel
+
+    return decorate
 
 
 def use_triton(tensor: torch.Tensor) -> bool:

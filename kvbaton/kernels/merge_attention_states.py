@@ -78,7 +78,7 @@ def _launch(
     return out, lse
 
 
-@jit
+@jit("lse1", "lse2")
 def _kernel(
     out1: tl.tensor,
     lse1: tl.tensor,

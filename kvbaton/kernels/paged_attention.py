@@ -80,7 +80,7 @@ def _visible(
     return visible & (key > query - window) if window else visible
 
 
-@jit
+@jit()
 def cap_logits(logits: tl.tensor, scale: tl.tensor, SOFTCAP: tl.constexpr) -> Any:
     """Scale logits, bound them, and take them to base 2."""
     if SOFTCAP > 0.0:
@@ -90,7 +90,7 @@ def cap_logits(logits: tl.tensor, scale: tl.tensor, SOFTCAP: tl.constexpr) -> An
     return logits * (scale * 1.4426950408889634)
 
 
-@jit
+@jit()
 def load_pages(
     cache: tl.tensor,
     block_ids: tl.tensor,

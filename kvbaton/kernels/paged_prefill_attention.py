@@ -168,7 +168,7 @@ def _tile(block_d: int, element_size: int, rows: int, max_context: int) -> dict[
     return {"BLOCK_M": min(block_m, 64), "BLOCK_N": 64, "num_stages": 2, "num_warps": 4}
 
 
-@jit
+@jit("block_tables", "cu_seqlens", "context_lens")
 def _kernel(
     query: tl.tensor,
     key_cache: tl.tensor,
@@ -260,7 +260,7 @@ def _kernel(
     tl.store(target, acc.to(out.dtype.element_ty), mask=both)
 
 
-@jit
+@jit()
 def _attend(
     acc: tl.tensor,
     total: tl.tensor,

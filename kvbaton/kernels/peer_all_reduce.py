@@ -108,7 +108,7 @@ def peer_all_reduce_reference(tensors: Sequence[torch.Tensor]) -> torch.Tensor:
     return reduce(torch.add, (tensor.float() for tensor in tensors)).to(tensors[0].dtype)
 
 
-@jit
+@jit()
 def _kernel(
     tensor: tl.tensor,
     out: tl.tensor,

@@ -92,7 +92,7 @@ def _launch(
     return out
 
 
-@jit
+@jit()
 def _kernel(
     x: tl.tensor,
     weight: tl.tensor,

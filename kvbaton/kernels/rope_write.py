@@ -130,7 +130,7 @@ def _launch(
     )
 
 
-@jit
+@jit("positions", "slot_mapping", "tokens")
 def _kernel(
     query: tl.tensor,
     key: tl.tensor,
@@ -193,12 +193,12 @@ def _kernel(
     tl.store(value_cache + place + column, tl.load(value_row + column, mask=mask), mask=mask)
 
 
-@jit
+@jit()
 def _position(positions: tl.tensor, token: tl.tensor, inside: tl.tensor) -> Any:
     return tl.load(positions + token, mask=inside, other=0).to(tl.int64)
 
 
-@jit
+@jit()
 def _rotate_rows(
     rows: tl.tensor,
     table: tl.tensor,

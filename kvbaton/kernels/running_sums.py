@@ -97,7 +97,7 @@ def _launch(
     )
 
 
-@jit
+@jit("slot_mapping")
 def _start_kernel(
     sums: tl.tensor,
     slot_mapping: tl.tensor,
@@ -113,7 +113,7 @@ def _start_kernel(
         tl.store(place, tl.zeros([BLOCK], tl.int64), mask=column < size)
 
 
-@jit
+@jit("slot_mapping", "positions", "tokens", "sign")
 def _kernel(
     words: tl.tensor,
     word_weights: tl.tensor,

@@ -84,7 +84,7 @@ def _launch(
     return out
 
 
-@jit
+@jit("temperatures", "seeds", "positions", "choices")
 def _kernel(
     logits: tl.tensor,
     temperatures: tl.tensor,
@@ -120,7 +120,7 @@ def _kernel(
     tl.store(ids + row * tl.num_programs(1) + part, tl.minimum(part * BLOCK + place, vocab - 1))
 
 
-@jit
+@jit()
 def _merge_kernel(
     best: tl.tensor, ids: tl.tensor, out: tl.tensor, parts: tl.tensor, BLOCK: tl.constexpr
 ) -> None:

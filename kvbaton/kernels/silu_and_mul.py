@@ -47,7 +47,7 @@ def _launch(gate_up: torch.Tensor) -> torch.Tensor:
     return out
 
 
-@jit
+@jit()
 def _kernel(
     gate_up: tl.tensor,
     out: tl.tensor,

@@ -83,7 +83,7 @@ def _launch(x: torch.Tensor, weight: torch.Tensor, workspace: Workspace) -> torc
     return out
 
 
-@jit
+@jit("rows")
 def _kernel(
     x: tl.tensor,
     weight: tl.tensor,

@@ -26,7 +26,7 @@ class Workspace:
         self.scratch = torch.empty(num_scratch, dtype=torch.float32, device=device)
 
 
-@jit
+@jit()
 def is_last(counter: tl.tensor, parties: tl.tensor) -> tl.tensor:
     """Count this program in, its stores before this call included; whether it is the last.
 

@@ -8,7 +8,7 @@ import time
 import torch
 
 from kvbaton.engine.config import EngineConfig
-from kvbaton.engine.cuda.runner import CudaRunner
+from kvbaton.engine.cuda.runner import SHORT_CONTEXT, CudaRunner
 from kvbaton.engine.cuda.trial import Trial
 from kvbaton.kernels.prefill_attention import GRANULE, MIN_QUERIES, cudnn_fits
 from kvbaton.messages.engine import SamplingParams
@@ -17,6 +17,9 @@ log = logging.getLogger(__name__)
 
 SHORT_PROMPTS = (2, 3, 9, 17, 32, 65, 128, 1040)
 """One of each kind for which some kernel is compiled on its own."""
+
+SHORT_CHUNKS = (2, 9, 32, 128)
+"""Likewise after a long prefix, where the attention of chunks takes other tiles."""
 
 
 @torch.inference_mode()
@@ -27,6 +30,9 @@ def warm_up(runner: CudaRunner, config: EngineConfig) -> None:
     for count in SHORT_PROMPTS:
         if trial.fits(count) and count <= config.max_num_batched_tokens:
             trial.run([count], SamplingParams(temperature=1.0, seed=1))
+    for count in SHORT_CHUNKS:
+        if trial.fits(SHORT_CONTEXT + count) and count <= config.max_num_batched_tokens:
+            trial.run([count], prefixes=[SHORT_CONTEXT])
     _prompts_beside_decodes(trial, config)
     _attention_plans(trial, runner, config)
     torch.cuda.synchronize()
@@ -43,12 +49,14 @@ def warm_up(runner: CudaRunner, config: EngineConfig) -> None:
 
 
 def _prompts_beside_decodes(trial: Trial, config: EngineConfig) -> None:
-    size = 1
-    while size < config.max_num_seqs:
+    """Batches of each power of two, and the largest: kernels are compiled for classes of them."""
+    if config.max_num_seqs == 1:
+        return
+    most = max(1, config.max_num_seqs - 2)
+    for size in dict.fromkeys((*(1 << power for power in range(most.bit_length())), most)):
         counts = [1] * size + [2, 32]
         if trial.fits(16 * len(counts)) and sum(counts) <= config.max_num_batched_tokens:
             trial.run(counts)
-        size *= 2
 
 
 def _attention_plans(trial: Trial, runner: CudaRunner, config: EngineConfig) -> None:

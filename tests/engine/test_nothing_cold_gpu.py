@@ -1,0 +1,117 @@
+"""After the warm-up, no mix of requests compiles a kernel or captures a graph."""
+
+from __future__ import annotations
+
+import pkgutil
+from collections.abc import Callable
+from importlib import import_module
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+import kvbaton.kernels
+from kvbaton.engine.cuda.graphs import DecodeGraphs
+from kvbaton.messages.engine import SamplingParams
+from tests.engine.test_gpu import MODELS, random_tokens
+
+pytestmark = [
+    pytest.mark.gpu,
+    pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device"),
+]
+
+SETTINGS: dict[str, Any] = {
+    "device": "cuda", "dtype": "bfloat16", "max_num_seqs": 16, "max_model_len": 6000,
+    "max_num_batched_tokens": 2048, "num_blocks": 40_000,
+}  # fmt: skip
+LENGTHS = (1, 2, 3, 15, 16, 17, 31, 100, 129, 500, 1000, 1023, 1024, 1500, 2048, 3001, 5000)
+SAMPLED = SamplingParams(temperature=0.9, seed=5)
+
+
+def compiled() -> dict[str, int]:
+    """In how many versions each of our kernels is there, on all devices."""
+    found = {}
+    for info in pkgutil.iter_modules(kvbaton.kernels.__path__):
+        for name, kernel in vars(import_module(f"kvbaton.kernels.{info.name}")).items():
+            caches = getattr(kernel, "device_caches", None)
+            if caches is not None:
+                versions = sum(len(cache[0]) for cache in caches.values())
+                found[f"{info.name}.{name}"] = versions
+    assert sum(found.values()), "the kernels' caches are elsewhere in this Triton"
+    return found
+
+
+class Mix:
+    """Requests of all lengths that come, decode beside each other, and end."""
+
+    def __init__(self, driver: Any, seed: int) -> None:
+        self.driver, self.rng = driver, np.random.default_rng(seed)
+        self.live: list[int] = []
+        self.finished: list[tuple[list[int], list[int]]] = []
+
+    def round(self) -> None:
+        """One step, with prompts and chunks behind decoding sequences; then digests as pushed."""
+        ended = self._end()
+        while len(self.live) < self.rng.integers(1, 15):
+            self._come()
+        budget, work = SETTINGS["max_num_batched_tokens"], []
+        for handle in self.live:
+            left = self.driver.left(handle)
+            count = left if left == 1 else min(left, int(self.rng.integers(2, 2048)), budget)
+            if count and (count > 1 or left == 1):
+                work.append((handle, count, int(count == left)))
+                budget -= count
+        self.driver.step(*sorted(work, key=lambda item: item[1] > 1), ended=ended)
+        handle = int(self.rng.choice(self.live))
+        table, length = self.driver.tables[handle], self.driver.computed[handle]
+        start = int(self.rng.integers(0, max(length, 1)))
+        size = self.driver.block_size
+        blocks, first = table[start // size :], start // size * size
+        if length > start:
+            self.driver.wait(self.driver.executor.sums(0, blocks))
+            self.driver.wait(self.driver.executor.digest(0, blocks, first, start, length))
+
+    def _come(self) -> None:
+        count = int(self.rng.choice(LENGTHS))
+        tokens, cached = random_tokens(self.rng, count), list[int]()
+        if self.finished and self.rng.random() < 0.4:
+            known, table = self.finished[int(self.rng.integers(len(self.finished)))]
+            hit = int(self.rng.integers(0, min(len(known), 4000) // self.driver.block_size + 1))
+            cached = table[:hit]
+            tokens = (known[: hit * self.driver.block_size] + tokens)[:5500]
+            cached = cached[: (len(tokens) - 1) // self.driver.block_size]
+        params = SAMPLED if self.rng.random() < 0.5 else SamplingParams(temperature=0.0)
+        self.live.append(self.driver.add(tokens, params, cached=cached))
+
+    def _end(self) -> tuple[int, ...]:
+        done = [h for h in self.live if self.driver.left(h) == 1 and self.rng.random() < 0.1]
+        for handle in done:
+            self.live.remove(handle)
+            self.finished.append((self.driver.tokens[handle][:-1], self.driver.tables[handle]))
+        return tuple(done)
+
+
+def test_no_mix_compiles_or_captures(
+    checkpoint: Callable[..., Path], drive: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    spec = MODELS["llama"] | {"max_position_embeddings": 8192}
+    driver = drive(checkpoint(**spec), **SETTINGS)
+    captured: list[int] = []
+    capture = DecodeGraphs.capture
+
+    def counted(graphs: DecodeGraphs, size: int) -> Any:
+        captured.append(size)
+        return capture(graphs, size)
+
+    monkeypatch.setattr(DecodeGraphs, "capture", counted)
+    before, cold = compiled(), list[str]()
+    mix = Mix(driver, seed=0)
+    for number in range(150):
+        mix.round()
+        now = compiled()
+        cold += [f"{name} in step {number}" for name in now if now[name] != before.get(name, 0)]
+        before = now
+    assert cold == []
+    assert captured == []
