@@ -186,8 +186,9 @@ class SourceConnector:
     def emitted(self, outputs: Sequence[Output]) -> list[Output]:
         """Take note of first tokens; outputs of a run made for a late `Reserve` go nowhere."""
         sent = []
-        for output in outputs:
-            source = self._by_request.get(output.request_id)
+        # The first choice that fails ends the run; what its other choices put out is still its.
+        sources = [self._by_request.get(output.request_id) for output in outputs]
+        for output, source in zip(outputs, sources, strict=True):
             if source is None:
                 sent.append(output)
                 continue
