@@ -23,12 +23,15 @@ import tempfile
 from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import numpy.typing as npt
 
 from kvbaton.errors import ConfigError
+
+if TYPE_CHECKING:
+    import tokenizers
 
 WEIGHTS = "model.gguf"
 """Of a folder that `model_folder` has written: the link to the file."""
@@ -458,63 +461,76 @@ def _rope_scaling(file: GGUFFile) -> dict[str, Any] | None:
 
 def _tokenizer(file: GGUFFile) -> dict[str, Any]:
     """``tokenizer.json`` and ``tokenizer_config.json``."""
-    import tokenizers
-    from tokenizers import AddedToken, Regex, decoders, models, normalizers, pre_tokenizers
     from tokenizers.processors import TemplateProcessing
 
-    model = file.field("tokenizer.ggml.model", str)
-    pre = file.field("tokenizer.ggml.pre", str, "default")
-    if model != "gpt2" or pre not in SPLITS:
-        raise file.refuse(f"its tokenizer ({model}, {pre}) is not supported")
     tokens = file.field("tokenizer.ggml.tokens", list)
-    split_pairs = (str(pair).partition(" ") for pair in file.field("tokenizer.ggml.merges", list))
-    merges = [(left, right) for left, _, right in split_pairs]
-    types = file.field("tokenizer.ggml.token_type", list, [1] * len(tokens))
-    vocabulary = {token: number for number, token in enumerate(tokens)}
-    strings = all(isinstance(token, str) for token in tokens)
-    if len(types) != len(tokens) or not strings:
-        raise file.refuse("its tokenizer's lists do not fit together")
-    split = SPLITS[pre]
-    try:
-        backend = tokenizers.Tokenizer(
-            models.BPE(vocabulary, merges, ignore_merges=split == LLAMA3, byte_fallback=False)
-        )
-    except Exception as error:  # the library raises bare Exception
-        raise file.refuse(f"its tokenizer: {error}") from error
-    first: list[Any] = []
-    if split == DIGITS_AND_GPT2:
-        first = [pre_tokenizers.Digits(individual_digits=True)]
-    elif split:
-        first = [pre_tokenizers.Split(Regex(split), "isolated")]
-    own = split in ("", DIGITS_AND_GPT2)
-    last = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=own)
-    backend.pre_tokenizer = pre_tokenizers.Sequence([*first, last])
-    backend.decoder = decoders.ByteLevel()
-    if split == QWEN2:
-        backend.normalizer = normalizers.NFC()
-    for special in (CONTROL, USER_DEFINED):
-        added = [
-            AddedToken(t, special=special == CONTROL, normalized=False)
-            for t, kind in zip(tokens, types, strict=True)
-            if kind == special
-        ]
-        (backend.add_special_tokens if special == CONTROL else backend.add_tokens)(added)
+    if not all(isinstance(token, str) for token in tokens):
+        raise file.refuse("a token is no string")
+    split = _split(file)
+    backend = _backend(file, tokens, split)
 
     def token_of(name: str) -> str | None:
         number = file.fields.get(f"tokenizer.ggml.{name}_token_id")
         return tokens[number] if isinstance(number, int) and 0 <= number < len(tokens) else None
 
-    named = {
+    config = {
         f"{ours}_token": token
         for ours, theirs in (("bos", "bos"), ("eos", "eos"), ("unk", "unknown"), ("pad", "padding"))
         if (token := token_of(theirs)) is not None
     }
-    bos = named.get("bos_token")
+    bos = config.get("bos_token")
     if bos and file.field("tokenizer.ggml.add_bos_token", bool, split == LLAMA3):
+        special = [(bos, tokens.index(bos))]
         backend.post_processor = TemplateProcessing(
-            single=f"{bos} $A", pair=f"{bos} $A $B", special_tokens=[(bos, vocabulary[bos])]
+            single=f"{bos} $A", pair=f"{bos} $A $B", special_tokens=special
         )
-    config = named | {"tokenizer_class": "PreTrainedTokenizerFast"}
+    config["tokenizer_class"] = "PreTrainedTokenizerFast"
     if "tokenizer.chat_template" in file.fields:
         config["chat_template"] = file.field("tokenizer.chat_template", str)
     return {"tokenizer.json": json.loads(backend.to_str()), "tokenizer_config.json": config}
+
+
+def _split(file: GGUFFile) -> str:
+    """How its tokenizer splits texts; see `SPLITS`.
+
+    Raises:
+        ConfigError: in a way that we do not know, or it is no byte-level BPE.
+    """
+    model = file.field("tokenizer.ggml.model", str)
+    pre = file.field("tokenizer.ggml.pre", str, "default")
+    if model != "gpt2" or pre not in SPLITS:
+        raise file.refuse(f"its tokenizer ({model}, {pre}) is not supported")
+    return SPLITS[pre]
+
+
+def _backend(file: GGUFFile, tokens: list[str], split: str) -> tokenizers.Tokenizer:
+    """A byte-level BPE with the file's vocabulary, merges and added tokens."""
+    from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, normalizers
+    from tokenizers.pre_tokenizers import ByteLevel, Digits, Sequence, Split
+
+    pairs = (str(pair).partition(" ") for pair in file.field("tokenizer.ggml.merges", list))
+    merges = [(left, right) for left, _, right in pairs]
+    types = file.field("tokenizer.ggml.token_type", list, [1] * len(tokens))
+    if len(types) != len(tokens):
+        raise file.refuse(f"{len(tokens)} tokens, but {len(types)} types of tokens")
+    vocabulary = {token: number for number, token in enumerate(tokens)}
+    try:
+        backend = Tokenizer(models.BPE(vocabulary, merges, ignore_merges=split == LLAMA3))
+    except Exception as error:  # the library raises bare Exception
+        raise file.refuse(f"its tokenizer: {error}") from error
+    if split in ("", DIGITS_AND_GPT2):
+        own = ByteLevel(add_prefix_space=False)
+        backend.pre_tokenizer = Sequence([Digits(individual_digits=True), own]) if split else own
+    else:
+        own = ByteLevel(add_prefix_space=False, use_regex=False)
+        backend.pre_tokenizer = Sequence([Split(Regex(split), "isolated"), own])
+    if split == QWEN2:
+        backend.normalizer = normalizers.NFC()
+    backend.decoder = decoders.ByteLevel()
+    for kind, add in (
+        (CONTROL, backend.add_special_tokens),
+        (USER_DEFINED, backend.add_tokens),
+    ):
+        chosen = (token for token, its in zip(tokens, types, strict=True) if its == kind)
+        add([AddedToken(token, special=kind == CONTROL, normalized=False) for token in chosen])
+    return backend

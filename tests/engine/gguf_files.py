@@ -21,7 +21,7 @@ def permute(rows: npt.NDArray[Any], heads: int) -> npt.NDArray[Any]:
 
 
 def write_gguf(
-    folder: Path, target: Path, kind: Kind = Kind.F32, **more: Any
+    folder: Path, target: Path, kind: Kind = Kind.F32, pre: str = "gpt-2", **more: Any
 ) -> dict[str, npt.NDArray[np.float32]]:
     """Write a folder's model as one file.
 
@@ -29,6 +29,7 @@ def write_gguf(
         folder: of a small model.
         target: the file.
         kind: of all matrices.
+        pre: name of the way to split texts.
         more: further fields, by key with two underscores for a dot.
 
     Returns:
@@ -46,7 +47,7 @@ def write_gguf(
     writer.add_key_length(config["head_dim"])
     writer.add_layer_norm_rms_eps(config["rms_norm_eps"])
     writer.add_rope_freq_base(config["rope_theta"])
-    _add_tokenizer(writer, folder)
+    _add_tokenizer(writer, folder, pre)
     for key, value in more.items():
         writer.add_uint32(key.replace("__", "."), value)
     ours = gguf.get_tensor_name_map(
@@ -77,13 +78,13 @@ def write_gguf(
     return weights
 
 
-def _add_tokenizer(writer: Any, folder: Path) -> None:
+def _add_tokenizer(writer: Any, folder: Path, pre: str) -> None:
     said = json.loads((folder / "tokenizer.json").read_text())
     named = json.loads((folder / "tokenizer_config.json").read_text())
     special = {token["content"] for token in said["added_tokens"]}
     tokens = sorted(said["model"]["vocab"], key=said["model"]["vocab"].__getitem__)
     writer.add_tokenizer_model("gpt2")
-    writer.add_tokenizer_pre("gpt-2")
+    writer.add_tokenizer_pre(pre)
     writer.add_token_list(tokens)
     writer.add_token_types([3 if token in special else 1 for token in tokens])
     writer.add_token_merges([" ".join(pair) for pair in said["model"]["merges"]])

@@ -9,6 +9,7 @@ from contextlib import suppress
 from pathlib import Path
 
 import pytest
+import tokenizers
 import torch
 from gguf.constants import GGMLQuantizationType as Kind
 from safetensors.numpy import save_file
@@ -91,6 +92,31 @@ def test_the_tokenizer_is_the_folders(checkpoint: Checkpoint, file: Path) -> Non
     assert theirs.chat_template is not None
     talk = [{"role": "user", "content": "hi"}]
     assert ours.chat_template.render(talk) == theirs.chat_template.render(talk)
+
+
+@pytest.mark.parametrize(
+    ("pre", "words"),
+    [
+        ("gpt-2", ["I", "Ġhave", "Ġ1234", "ĠDON", "'", "T", "!?", "Ċ"]),
+        ("smollm", ["I", "Ġhave", "Ġ", "1", "2", "3", "4", "ĠDON", "'", "T", "!?", "Ċ"]),
+        ("llama-bpe", ["I", "Ġhave", "Ġ", "123", "4", "ĠDON", "'T", "!?Ċ"]),
+        ("qwen2", ["I", "Ġhave", "Ġ", "1", "2", "3", "4", "ĠDON", "'T", "!?Ċ"]),
+    ],
+)
+def test_texts_are_split_as_the_file_says(
+    checkpoint: Checkpoint, tmp_path: Path, pre: str, words: list[str]
+) -> None:
+    write_gguf(checkpoint(), tmp_path / "tiny.gguf", pre=pre)
+    folder = model_folder(tmp_path / "tiny.gguf")
+    splitter = tokenizers.Tokenizer.from_file(f"{folder}/tokenizer.json").pre_tokenizer
+    found = splitter.pre_tokenize_str("I have 1234 DON'T!?\n")
+    assert [word for word, _ in found] == words
+
+
+def test_another_tokenizer_is_refused(checkpoint: Checkpoint, tmp_path: Path) -> None:
+    write_gguf(checkpoint(), tmp_path / "tiny.gguf", pre="tekken")
+    with pytest.raises(ConfigError, match=r"its tokenizer \(gpt2, tekken\) is not supported"):
+        model_folder(tmp_path / "tiny.gguf")
 
 
 def test_a_folder_is_written_once_per_file(file: Path, cache: Path) -> None:
