@@ -4,12 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 
-from prometheus_client import CollectorRegistry, Counter, Histogram
+from prometheus_client import CollectorRegistry, Counter
 from prometheus_client.core import GaugeMetricFamily
 from prometheus_client.registry import Collector
 
 from kvbaton.router.loads import NodeLoads
 from kvbaton.router.membership import Member
+from kvbaton.server.metrics import SecondsHistogram
 
 FIRST_TOKEN_BUCKETS = (0.005, 0.01, 0.02, 0.04, 0.08, 0.15, 0.3, 0.6, 1.2, 2.5, 5, 10, 20, 40, 80)
 OVERHEAD_BUCKETS = (2e-5, 5e-5, 1e-4, 2e-4, 5e-4, 1e-3, 2e-3, 5e-3, 1e-2, 2e-2, 5e-2, 0.1, 0.5)
@@ -26,10 +27,8 @@ class RouterMetrics:
         def counter(name: str, text: str, labels: tuple[str, ...] = ()) -> Counter:
             return Counter(f"kvbaton_router_{name}", text, labels, registry=registry)
 
-        def seconds(name: str, text: str, buckets: tuple[float, ...]) -> Histogram:
-            return Histogram(
-                f"kvbaton_router_{name}_seconds", text, buckets=buckets, registry=registry
-            )
+        def seconds(name: str, text: str, bounds: tuple[float, ...]) -> SecondsHistogram:
+            return SecondsHistogram(f"kvbaton_router_{name}", text, bounds, registry)
 
         self.requests = counter("requests", "Requests ended, by outcome.", ("outcome",))
         self.node_requests = counter(

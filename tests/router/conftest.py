@@ -156,23 +156,19 @@ class StandIn:
         body = generate_request(add)
         self.received.append(body)
         self.arrived.set()
-        try:
-            await self.gate.wait()
-            if self.status is not None:
-                what = {"message": "no", "param": None, "code": None, **self.body, "type": None}
-                del what["type"]
-                frontends.send(Rejected(request_id=add.request_id, status=self.status, **what))  # type: ignore[arg-type]
+        await self.gate.wait()
+        if self.status is not None:
+            what = {"message": "no", "param": None, "code": None, **self.body, "type": None}
+            del what["type"]
+            frontends.send(Rejected(request_id=add.request_id, status=self.status, **what))  # type: ignore[arg-type]
+            return
+        for number, output in enumerate(self.outputs(body)):
+            if number == self.die_after and self.engine is not None:
+                self.engine.die()
                 return
-            for number, output in enumerate(self.outputs(body)):
-                if number == self.die_after and self.engine is not None:
-                    self.engine.die()
-                    return
-                mine = msgspec.structs.replace(output, request_id=add.request_id)
-                frontends.send(Outputs(outputs=(mine,)))
-                await asyncio.sleep(self.pause)
-        except asyncio.CancelledError:
-            self.cancelled += 1
-            raise
+            mine = msgspec.structs.replace(output, request_id=add.request_id)
+            frontends.send(Outputs(outputs=(mine,)))
+            await asyncio.sleep(self.pause)
 
     def outputs(self, body: GenerateRequest) -> list[Output]:
         """One token per output; a source stops after its first."""
@@ -227,7 +223,9 @@ class EngineSocket:
                         work = self._node.answer_add(message, self._frontends)
                         self._running[name] = asyncio.create_task(work)
                     case AbortRequest(request_id=name) if name in self._running:
-                        self._running.pop(name).cancel()
+                        task = self._running.pop(name)
+                        self._node.cancelled += not task.done()
+                        task.cancel()
             await asyncio.sleep(0.002)
 
     def die(self) -> None:
