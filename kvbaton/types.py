@@ -92,28 +92,29 @@ class TransferTimers:
     """Every timer of the protocol, in seconds. `docs/protocol.md` says who owns which.
 
     Attributes:
-        session: D waits this long for `Welcome`, sending `Hello` again each `resend`.
         resend: until an unanswered question is asked again.
         progress_period: P sends `Progress` this often.
-        progress_deadline: D gives up when nothing was heard of a transfer for this long.
+        progress_deadline: D gives up when nothing was heard of a transfer, or of the node that it
+            waits for, for this long.
         total: D gives up after this long in any case, unless the request brought another value.
-        lease: P holds blocks of a transfer this long after its last sign of life from D.
+        lease: P holds blocks of a transfer this long after its last sign of life from D, and
+            keeps a session twice as long.
         unclaimed: P waits this long for the `Reserve` of a request that it has computed.
         unannounced: P waits this long for the request of a `Reserve`; short, since D waits with it.
         fence_retry: between two attempts to fence a lost peer.
-        quarantine_limit: a node with blocks in quarantine for longer is unhealthy.
+        quarantine_limit: a node with a quarter of its blocks in quarantine for longer is unhealthy.
         tombstone: ended attempts are remembered this long, to answer late messages right.
-        silence: D tries to fence a peer that left blocks in quarantine for this long.
+        silence: D ends its sessions with a peer of which it heard nothing for this long, and tries
+            to fence it if it left blocks in quarantine.
         put_out: D asks nothing of a peer for this long after several mismatches.
     """
 
-    session: float = 5.0
     resend: float = 0.5
     progress_period: float = 0.25
     progress_deadline: float = 5.0
     total: float = 300.0
     lease: float = 30.0
-    unclaimed: float = 30.0
+    unclaimed: float = 300.0
     fence_retry: float = 0.2
     quarantine_limit: float = 60.0
     tombstone: float = 600.0

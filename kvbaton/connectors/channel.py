@@ -77,12 +77,12 @@ class ControlChannel:
         return self._address
 
     def sockets(self) -> list[zmq.Socket[bytes]]:
-        """Sockets to wait on for reading; the list changes with `dial` and `drop`."""
+        """Sockets to wait on for reading; the list changes with `dial` and `hang_up`."""
         gate = [self._gate.socket] if self._gate is not None else []
         return [*gate, self._router, *self._dealers.values()]
 
     def dial(self, address: str) -> Link:
-        """Open a link to a peer's address; the same address gives the same link until `drop`.
+        """Open a link to a peer's address; the same address gives the same link until `hang_up`.
 
         Messages queue until the connection is up, which this does not wait for.
 
@@ -98,11 +98,13 @@ class ControlChannel:
             raise ValueError(
                 f"a control address is tcp://host:port, not {address!r}: {error}"
             ) from error
-        dealer = self._new_socket(zmq.DEALER)
+        dealer = None
         try:
+            dealer = self._new_socket(zmq.DEALER)
             dealer.connect(address)
-        except zmq.ZMQError as error:
-            dealer.close()
+        except zmq.ZMQError as error:  # no such interface, or no socket left
+            if dealer is not None:
+                dealer.close()
             raise ValueError(f"can't dial {address!r}: {error}") from error
         link = Link(_DIALLED + secrets.token_bytes(16))
         self._dealers[link] = dealer
@@ -137,17 +139,18 @@ class ControlChannel:
             got += [(link, frames[0]) for frames in drain(dealer) if len(frames) == 1]
         return got
 
-    def drop(self, link: Link) -> None:
-        """Close a dialled link; for an incoming one nothing is held, so nothing is done."""
-        dealer = self._dealers.pop(link, None)
+    def hang_up(self, address: str) -> zmq.Socket[bytes] | None:
+        """Close the link to an address, if one is open; returns its socket, which is closed."""
+        link = self._addresses.pop(address, None)
+        dealer = self._dealers.pop(link, None) if link is not None else None
         if dealer is not None:
-            self._addresses = {a: known for a, known in self._addresses.items() if known != link}
             dealer.close()
+        return dealer
 
     def close(self) -> None:
         """Close everything; what is queued gets `LINGER_MS` to leave. Idempotent."""
-        for link in tuple(self._dealers):
-            self.drop(link)
+        for address in tuple(self._addresses):
+            self.hang_up(address)
         self._router.close()
         if self._gate is not None:
             self._gate.close()

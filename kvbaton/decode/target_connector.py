@@ -12,6 +12,7 @@ from kvbaton.connectors.protocol.events import (
     Deliver,
     Fail,
     Meet,
+    Part,
     Start,
     Unneeded,
     Unquarantine,
@@ -88,10 +89,12 @@ class TargetConnector:
         return self.transfers.outbox_fd
 
     def set_members(self, addresses: Sequence[str]) -> None:
-        """Control addresses that the router vouches for; sessions with new ones are opened now."""
+        """Control addresses that the router vouches for: sessions with new ones are opened now."""
         known, self._members = self._members, frozenset(addresses)
         for address in sorted(self._members - known):
             self.transfers.submit(Meet(address))
+        for address in sorted(known - self._members - self._static):
+            self.transfers.submit(Part(address))
 
     def accept(self, request: AddRequest) -> AddRequest:
         """Check a request's part in a hand-over, so that no client makes us dial a stranger."""

@@ -19,6 +19,9 @@ PROTOCOL_VERSION = 2
 MIN_PROTOCOL_VERSION = 2
 
 
+MAX_SESSIONS_ASKED = 256
+
+
 class RankCard(Struct, frozen=True):
     """What one rank shows a peer.
 
@@ -56,10 +59,12 @@ class Message(Struct, frozen=True, tag_field="type", kw_only=True):
 
 
 class Hello(Message, frozen=True, tag="hello", kw_only=True):
-    """D opens a session with P. Answered by `Welcome` or `Refused`.
+    """D opens a session with P, or keeps it alive. Answered by `Welcome` or `Refused`.
 
     Attributes:
-        clean: no write of an earlier session can land in D any more: all were drained or fenced.
+        min_version: oldest protocol version that D speaks.
+        max_version: newest.
+        over: D's earlier sessions that have blocks in quarantine: can a write still land there?
     """
 
     sender: NodeId
@@ -69,11 +74,11 @@ class Hello(Message, frozen=True, tag="hello", kw_only=True):
     identity_record: dict[Name, Text]
     transport: Name
     ranks: tuple[RankCard, ...]
-    clean: bool = False
+    over: Annotated[tuple[Id128, ...], Meta(max_length=MAX_SESSIONS_ASKED)] = ()
 
 
 class Welcome(Message, frozen=True, tag="welcome", kw_only=True):
-    """P accepts a session; no write of an older session of this pair can land any more."""
+    """P accepts a session. It promises nothing about earlier ones."""
 
     sender: NodeId
     version: Count
@@ -113,7 +118,7 @@ class Refused(Message, frozen=True, tag="refused", kw_only=True):
     """A message can't be honoured; names why. Without `transfer_id` it refuses the session.
 
     Codes: ``unknown_session``, ``version``, ``identity``, ``transport``, ``layout``, ``prompt``,
-    ``conflict``, ``consumed``, ``draining``, ``too_many``, ``expired``, ``malformed``.
+    ``conflict``, ``consumed``, ``too_many``, ``expired``, ``malformed``.
     """
 
     code: Name
@@ -175,9 +180,16 @@ class Drained(TransferMessage, frozen=True, tag="drained", kw_only=True):
     """No write of this attempt can land any more."""
 
 
+class SessionDrained(Message, frozen=True, tag="session_drained", kw_only=True):
+    """No write of these earlier sessions can land any more; the answer to `Hello.over`."""
+
+    over: Annotated[tuple[Id128, ...], Meta(max_length=MAX_SESSIONS_ASKED)]
+
+
 Control = (
     Hello
     | Welcome
+    | SessionDrained
     | Reserve
     | Accepted
     | Refused

@@ -50,6 +50,7 @@ from kvbaton.messages.control import (
     Drained,
     Refused,
     Reserve,
+    SessionDrained,
     TransferMessage,
 )
 from kvbaton.testing.simulated_engine import kv_of
@@ -204,6 +205,10 @@ class SourceLaws(Laws):
                 if write.told.attempt == name and write.told.session == message.session:
                     if write.may_land and write.peer.near.node is self.node:
                         self.fail(f"Drained of {name}, and a write may still land")
+        elif isinstance(message, SessionDrained):
+            for write in self.world.writes:
+                if write.told.session in message.over and write.may_land:
+                    self.fail(f"{message}, and a write of {write.told.attempt} may still land")
         elif isinstance(message, Accepted):
             name = Attempt(message.transfer_id, message.attempt)
             self.accepted.setdefault(name, set()).add(message.session)

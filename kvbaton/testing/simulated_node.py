@@ -69,7 +69,6 @@ from kvbaton.types import Attempt, NodeId, TransferTimers
 MAX_MODEL_LEN = 48
 IDLE_S = 15.0
 TIMERS = TransferTimers(
-    session=1.5,
     resend=0.4,
     progress_period=0.4,
     progress_deadline=1.5,

@@ -295,9 +295,9 @@ class SimulatedChannel:
         got, self.inbox = self.inbox, []
         return got
 
-    def drop(self, link: Link) -> None:
-        """As `ControlChannel.drop`."""
-        self._dialled.pop(link.id[1:].decode(), None)
+    def hang_up(self, address: str) -> None:
+        """As `ControlChannel.hang_up`."""
+        self._dialled.pop(address, None)
 
     def close(self) -> None:
         """As `ControlChannel.close`."""

@@ -69,11 +69,11 @@ def test_question_and_answer_keep_their_links(key: str | None) -> None:
         assert receive(left) == [(link, b"answer")]
 
 
-def test_dialling_an_address_again_gives_the_same_link_until_it_is_dropped() -> None:
+def test_dialling_an_address_again_gives_the_same_link_until_it_is_hung_up() -> None:
     with channels(None, None) as (left, right):
         link = left.dial(right.address)
         assert left.dial(right.address) == link
-        left.drop(link)
+        left.hang_up(right.address)
         assert left.dial(right.address) != link
         assert not left.send(link, b"to a dropped link")
         assert left.dropped == 1
@@ -156,7 +156,7 @@ def test_sending_never_blocks_and_counts_what_it_drops() -> None:
         assert time.monotonic() - start < 2
         assert results.count(False) == channel.dropped == 50
         assert not channel.send(Link(b"iunknown"), b"x")
-        channel.drop(link)
+        channel.hang_up(f"tcp://{HOST}:{nobody.getsockname()[1]}")
         nobody.close()
 
 

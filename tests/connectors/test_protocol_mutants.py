@@ -12,29 +12,27 @@ from unittest import mock
 import msgspec
 import pytest
 
-from kvbaton.connectors.protocol import (
-    session,
-    source,
-    target_receiving,
-)
+from kvbaton.connectors.protocol import incoming, session, source, target
+from kvbaton.connectors.protocol.alarms import Tombstones
 from kvbaton.connectors.protocol.checks import is_extension
 from kvbaton.connectors.protocol.events import (
     Deliver,
     Fail,
     Fence,
     Fenced,
-    OpenPeer,
     Release,
     Unquarantine,
 )
+from kvbaton.connectors.protocol.incoming import Incoming
 from kvbaton.connectors.protocol.session import Session
 from kvbaton.connectors.protocol.source import Source
-from kvbaton.connectors.protocol.source_sessions import SessionState
+from kvbaton.connectors.protocol.source_sessions import SourceSessions
 from kvbaton.connectors.protocol.target import Target
+from kvbaton.connectors.protocol.target_sessions import TargetSessions
 from kvbaton.connectors.transfer.target_worker import TargetWorker
 from kvbaton.engine.handover import Handover
 from kvbaton.engine.kv_cache_manager import KVCacheManager
-from kvbaton.messages.control import Accepted, Ack, Drained
+from kvbaton.messages.control import Accepted, Ack, Drained, SessionDrained
 from kvbaton.prefill.source_connector import SourceConnector
 from kvbaton.testing.simulated_world import ViolationError
 from kvbaton.testing.simulator import simulate
@@ -71,6 +69,12 @@ def breaks(*places: tuple[Any, str], caught_by: str = "simulator") -> Callable[[
     return add
 
 
+def drop(machine: Any, kind: type) -> None:
+    """Take actions of a kind out of those decided on."""
+    actions = machine.context.actions
+    actions[:] = [action for action in actions if not isinstance(action, kind)]
+
+
 def nothing(*args: Any, **kwargs: Any) -> None:
     """In the place of what does something, or of a check that finds something."""
 
@@ -84,10 +88,14 @@ def off(name: str, *places: tuple[Any, str], caught_by: str = "simulator") -> No
 # --- D: when blocks are free, when they may be read ---
 
 
+real_give_up = Target._give_up
+
+
 @breaks((Target, "_give_up"))
 def frees_on_timeout(self: Any, record: Any, given: Any) -> None:
-    self._fail(record, "timeout")
-    self._end(record, "failed")
+    real_give_up(self, record, given)
+    if record.name in self.live:
+        self._end(record, "failed")
 
 
 real_drain = Target._drain
@@ -102,7 +110,7 @@ def frees_on_cancel(self: Any, record: Any, outcome: str) -> None:
 @breaks((Target, "_try_deliver"))
 def trusts_complete(self: Any, record: Any) -> None:
     if record.complete is not None:
-        self._do(Deliver(record.name, record.complete.choices, 0))
+        self.context.do(Deliver(record.name, record.complete.choices, 0))
         self._send(record, Ack, verdict="ok")
         self._end(record, "delivered")
 
@@ -122,7 +130,7 @@ def counts_one_notice_for_all(self: Any, record: Any, event: Any) -> None:
     arrival = record.arrivals.get(event.write)
     if arrival is not None and arrival.missing:
         arrival.missing.clear()
-        self._verify(record, event.write, arrival)
+        self._verify(record, event.write)
 
 
 @breaks((Target, "_landed"))
@@ -130,19 +138,28 @@ def counts_one_part_for_all(self: Any, record: Any, event: Any) -> None:
     real_landed(self, record, dataclasses.replace(event, parts=event.part + 1))
 
 
-@breaks((Target, "_valid_through"))
-def takes_all_for_valid(self: Any, record: Any) -> Any:
-    return record.order.num_tokens
+@breaks((Incoming, "valid_through"))
+def takes_all_for_valid(self: Any) -> Any:
+    return self.num_tokens
 
 
-real_lose = Target._lose
+real_lose = TargetSessions.lose
 
 
-@breaks((Target, "_lose"))
+@breaks((TargetSessions, "lose"))
 def takes_a_lost_peers_writes_for_gone(self: Any, node: Any) -> None:
     real_lose(self, node)
-    for other in [s for s in self._sessions.values() if s.node == node]:
+    for other in self._of(node):
         self._release_all(other)
+
+
+real_session_end = TargetSessions.end
+
+
+@breaks((TargetSessions, "end"))
+def ends_quarantine_with_the_session(self: Any, session: Any, why: str) -> None:
+    real_session_end(self, session, why)
+    self._release_all(session)
 
 
 @breaks((TargetWorker, "_fence"))
@@ -160,7 +177,7 @@ real_end = Target._end
 def keeps_delivered_blocks_in_quarantine(self: Any, record: Any, outcome: str) -> None:
     real_end(self, record, outcome)
     if outcome == "delivered":
-        self._out[:] = [a for a in self._out if not isinstance(a, Unquarantine)]
+        drop(self, Unquarantine)
 
 
 MUTANTS.append(
@@ -179,14 +196,14 @@ MUTANTS.append(
 @breaks((Target, "_fail"))
 def fails_twice(self: Any, record: Any, reason: str) -> None:
     for _ in range(2):
-        self._do(Fail(record.name, self._valid_through(record), reason))
-    self._drain(record, "failed")
+        self.context.do(Fail(record.name, record.valid_through(), reason))
+    self._leave(record, "failed")
 
 
-@breaks((Target, "_cancel_sent"))
+@breaks((Target, "_cancel_target"))
 def fails_after_cancel(self: Any, record: Any, event: Any) -> None:
-    self._do(Fail(record.name, record.start, "cancelled"))
-    self._drain(record, "cancelled")
+    self.context.do(Fail(record.name, record.start, "cancelled"))
+    self._leave(record, "cancelled")
 
 
 real_try_deliver = Target._try_deliver
@@ -195,8 +212,8 @@ real_try_deliver = Target._try_deliver
 @breaks((Target, "_try_deliver"))
 def delivers_and_fails(self: Any, record: Any) -> None:
     real_try_deliver(self, record)
-    if any(isinstance(action, Deliver) for action in self._out):
-        self._do(Fail(record.name, record.start, "a second outcome"))
+    if any(isinstance(action, Deliver) for action in self.context.actions):
+        self.context.do(Fail(record.name, record.start, "a second outcome"))
 
 
 # --- D: what it asks, and of whom ---
@@ -204,39 +221,42 @@ def delivers_and_fails(self: Any, record: Any) -> None:
 
 @breaks((Target, "_repeat_cancel"))
 def cancels_once(self: Any, record: Any, given: Any) -> None:
-    self._in("resend", record.name, self.timers.resend)
+    self._in("resend", record, self.timers.resend)
     if not any("> Cancel" in line for line in self.story(record.name)):
         self._cancel_again(record, None)
 
 
-@breaks((Target, "_unsettled"))
-def is_always_clean(self: Any, line: Any) -> bool:
+real_up = TargetSessions._up
+
+
+@breaks((TargetSessions, "_up"))
+def takes_welcome_for_drained(self: Any, line: Any, session: Any, message: Any) -> None:
+    real_up(self, line, session, message)
+    for other in self._of(message.sender):
+        if other.over:
+            self._release_all(other)
+
+
+@breaks((TargetSessions, "_may_answer"))
+def never_asks_what_has_drained(session: Any, over: Any) -> bool:
     return False
 
 
 @breaks((Target, "_keep_alive"))
 def keeps_nothing_alive(self: Any, record: Any, given: Any) -> None:
-    self._in("keepalive", record.name, self.timers.lease / 4)
+    self._in("keepalive", record, self.timers.lease / 4)
 
 
-off("ignores_a_source_that_is_gone", (Target, "_peer_gone"))
+off("ignores_a_source_that_is_gone", (TargetSessions, "peer_gone"))
 
 
-real_welcomed = Target._welcomed
+@breaks((TargetSessions, "_up"))
+def fences_a_healthy_peer(self: Any, line: Any, session: Any, message: Any) -> None:
+    real_up(self, line, session, message)
+    self.context.do(Fence(message.sender))
 
 
-@breaks((Target, "_welcomed"))
-def fences_a_healthy_peer(self: Any, event: Any, session: Any, message: Any) -> None:
-    real_welcomed(self, event, session, message)
-    self._do(Fence(message.sender))
-
-
-@breaks((Target, "_settle_earlier"))
-def waits_for_a_stale_generation(self: Any, line: Any, session: Any, node: Any) -> None:
-    self._lost.discard(node)
-    for other in [s for s in self._sessions.values() if s is not session and s.node == node]:
-        self._session_over(other, "a new session has begun")
-        self._release_all(other)
+off("waits_for_a_stale_generation", (TargetSessions, "_replaced"))
 
 
 # Only a peer that lies in the session of another one could show it.
@@ -245,8 +265,9 @@ def waits_for_a_stale_generation(self: Any, line: Any, session: Any, node: Any) 
     caught_by="test_protocol_target.py::test_an_answer_in_the_session_of_another_peer_moves_nothing",
 )
 def takes_foreign_answers(self: Any, session: Any, message: Any) -> None:
-    record = self._record(Attempt(message.transfer_id, message.attempt))
-    self._apply(type(message).__name__, record, message)
+    record = self.record(Attempt(message.transfer_id, message.attempt))
+    record.session = record.session or session
+    self._apply(type(message), record, message)
 
 
 # --- P: when blocks are free, when a drain is over ---
@@ -254,7 +275,7 @@ def takes_foreign_answers(self: Any, session: Any, message: Any) -> None:
 
 @breaks((Source, "_cancel_unknown"), (Source, "_cancel_over"))
 def drops_unknown_cancels(self: Any, record: Any, message: Any) -> None:
-    self._count("dropped")
+    self.context.count("dropped")
 
 
 @breaks((Source, "_cancel_unknown"))
@@ -262,7 +283,7 @@ def forgets_cancels(self: Any, record: Any, message: Any) -> None:
     self._cancel_over(record, message)
 
 
-@breaks((Source, "_cancel_engaged"))
+@breaks((Source, "_cancel"))
 def drains_early(self: Any, record: Any, message: Any) -> None:
     self._send(record, Drained)
     self._stop(record, "cancelled")
@@ -272,9 +293,9 @@ real_stop = Source._stop
 
 
 @breaks((Source, "_stop"))
-def releases_early(self: Any, record: Any, outcome: str, *, engine_knows: bool = False) -> None:
+def releases_early(self: Any, record: Any, outcome: str) -> None:
     record.flying.clear()
-    real_stop(self, record, outcome, engine_knows=engine_knows)
+    real_stop(self, record, outcome)
 
 
 real_source_end = Source._end
@@ -283,18 +304,23 @@ real_source_end = Source._end
 @breaks((Source, "_end"))
 def never_releases(self: Any, record: Any, outcome: str) -> None:
     real_source_end(self, record, outcome)
-    self._out[:] = [a for a in self._out if not isinstance(a, Release)]
+    drop(self, Release)
 
 
-real_closed = Source._closed
+real_closed = SourceSessions.closed
 
 
-@breaks((Source, "_closed"))
+@breaks((SourceSessions, "closed"))
 def takes_closed_for_drained(self: Any, event: Any) -> None:
-    for record in self._live.values():
-        if record.session is not None and record.session.id == event.session:
-            record.flying.clear()
     real_closed(self, event)
+    if event.session in self._over:
+        self._over[event.session].undrained.clear()
+
+
+@breaks((SourceSessions, "_tell_drained"))
+def says_drained_as_soon_as_it_is_asked(self: Any, session: Any, asked: Any) -> None:
+    if asked:
+        session.send(self.context, SessionDrained, over=tuple(asked))
 
 
 MUTANTS.append(
@@ -323,7 +349,8 @@ def reports_blocks_of_a_step_in_flight(self: Any, request_id: str) -> Any:
 def posts_again(self: Any, record: Any, event: Any) -> None:
     self._strike(record, event)
     if not event.ok and record.session is not None:
-        self._post(record, record.session, *record.writes[event.write])
+        record.posted = record.writes[event.write][0]
+        self._push(record)
 
 
 @breaks((SourceConnector, "_sums"))
@@ -346,7 +373,7 @@ def knows_no_common_block_border(self: Any, record: Any) -> None:
 def sends_a_wrong_first_token(self: Any, record: Any, event: Any) -> None:
     (first, *others) = event.choices
     record.choices = (msgspec.structs.replace(first, token=first.token + 1), *others)
-    self._try_complete(record)
+    self._push(record)
 
 
 off("never_evicts", (Source, "_evict"))
@@ -375,11 +402,11 @@ def lets_a_reserve_change(old: Any, new: Any) -> bool:
 
 
 @breaks((Source, "_foreign"))
-def takes_foreign_messages(self: Any, record: Any, session: Any, message: Any) -> None:
-    self._apply(type(message).__name__, record, message)
+def takes_foreign_messages(self: Any, session: Any, record: Any, message: Any) -> None:
+    self._apply(type(message), record, message)
 
 
-off("ignores_a_target_that_is_gone", (Source, "_peer_gone"))
+off("ignores_a_target_that_is_gone", (SourceSessions, "peer_gone"))
 
 
 @breaks((Source, "_reserve_again"))
@@ -391,7 +418,7 @@ def renews_no_lease(self: Any, record: Any, message: Any) -> None:
 
 @breaks((Source, "_tell_progress"))
 def tells_no_progress(self: Any, record: Any, given: Any) -> None:
-    self._in("progress", record.name, self.timers.progress_period)
+    self._in("progress", record, self.timers.progress_period)
 
 
 real_engage = Source._engage
@@ -400,51 +427,30 @@ real_engage = Source._engage
 @breaks((Source, "_engage"))
 def forgets_the_lease(self: Any, record: Any) -> None:
     real_engage(self, record)
-    self._alarms.clear("lease", record.name)
-    self._alarms.clear("total", record.name)
-
-
-@breaks((Source, "_try_open"))
-def welcomes_early(self: Any, session: Any) -> None:
-    for older in self._others(session):
-        self._close(older, force=True)
-    session.state = SessionState.UP
-    self._do(OpenPeer(session.id, session.peer, session.ranks))
-    self._welcome(session)
+    self.context.alarms.clear("lease", record.name)
+    self.context.alarms.clear("total", record.name)
 
 
 # No schedule of thousands has that order: a `Hello` must overtake a later session's messages.
 @breaks(
-    (Source, "_is_news"),
+    (SourceSessions, "is_news"),
     caught_by="test_protocol_source.py::test_an_overtaken_hello_ends_nothing",
 )
 def takes_a_stale_hello(self: Any, peer: Any, seq: int) -> bool:
     return True
 
 
-OLD_SESSIONS: dict[bytes, Any] = {}
-real_session_of, real_session_over = Source._session_of, Source._session_over
+real_admit = SourceSessions.admit
 
 
-def stale_session_of(self: Any, event: Any) -> Any:
-    known = self._sessions.get(event.message.session) or OLD_SESSIONS.get(event.message.session)
+@breaks((SourceSessions, "admit"))
+def takes_stale_sessions(self: Any, event: Any) -> Any:
+    name = event.message.session
+    known = self.known.get(name) or self._over.get(name)
     if known is None:
-        return real_session_of(self, event)
+        return real_admit(self, event)
     known.link = event.link
-    return self._sessions.setdefault(known.id, known)
-
-
-def stale_session_over(self: Any, session: Any) -> None:
-    OLD_SESSIONS[session.id] = session
-    real_session_over(self, session)
-
-
-MUTANTS.append(
-    Mutant(
-        "takes_stale_sessions",
-        ((Source, "_session_of", stale_session_of), (Source, "_session_over", stale_session_over)),
-    )
-)
+    return known
 
 
 # --- both sides: numbers, checks, memory ---
@@ -456,10 +462,14 @@ def admits_duplicate_numbers(self: Any, link: Any, seq: int) -> bool:
     return True
 
 
-off("forgets_no_tombstone", (Source, "_forget"), (Target, "_forget"))
+@breaks((Tombstones, "outcome"))
+def forgets_no_tombstone(self: Any, name: Any, now: float) -> Any:
+    return self._outcomes.get(name, (None, now))[0]
+
+
 off("checks_no_reserve", (source, "check_reserve"))
-off("checks_no_notice", (target_receiving, "check_landed"))
-off("checks_no_complete", (target_receiving, "check_complete"))
+off("checks_no_notice", (incoming, "check_landed"))
+off("checks_no_complete", (target, "check_complete"))
 off("checks_no_ack", (source, "check_ack"))
 
 
@@ -474,7 +484,6 @@ NUM_SEEDS = 300
 @contextmanager
 def broken(mutant: Mutant) -> Iterator[None]:
     """With a rule broken everywhere."""
-    OLD_SESSIONS.clear()
     with ExitStack() as stack:
         for owner, name, instead in mutant.patches:
             stack.enter_context(mock.patch.object(owner, name, instead))

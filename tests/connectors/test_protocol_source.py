@@ -8,7 +8,10 @@ import msgspec
 import pytest
 
 from kvbaton.connectors.layout import GroupKind, KVLayout
+from kvbaton.connectors.protocol import source
+from kvbaton.connectors.protocol.alarms import MAX_TOMBSTONES
 from kvbaton.connectors.protocol.events import (
+    Abandon,
     Announce,
     BlocksReady,
     Closed,
@@ -26,6 +29,7 @@ from kvbaton.connectors.protocol.events import (
     Release,
     Send,
     SourceFailed,
+    Stop,
     StopSource,
     Tick,
     WriteEnded,
@@ -45,6 +49,7 @@ from kvbaton.messages.control import (
     RankCard,
     Refused,
     Reserve,
+    SessionDrained,
     Welcome,
 )
 from kvbaton.types import Attempt, BlockSpan, ChoiceStart, NodeId, TransferTimers
@@ -68,9 +73,9 @@ def cards(*groups: KVLayout, ranks: int = 1) -> tuple[RankCard, ...]:
 class Rig:
     """A source with block size 4, and a target (block size 6) that is a script."""
 
-    def __init__(self, *, source: tuple[KVLayout, ...] = (layout(4),), **options: Any) -> None:
+    def __init__(self, *, groups: tuple[KVLayout, ...] = (layout(4),), **options: Any) -> None:
         node = NodeId("p", bytes(16))
-        identity = Identity(node, bytes(32), {"model": "a"}, "tcp", cards(*source, ranks=2))
+        identity = Identity(node, bytes(32), {"model": "a"}, "tcp", cards(*groups, ranks=2))
         options.setdefault("pairable", lambda a, b: None)
         self.machine = Source(identity, TIMERS, new_id=lambda: bytes(16), **options)
         self.now = 0.0
@@ -142,7 +147,7 @@ class Rig:
             self.do(FirstTokens(NAME, CHOICES))
         if state in ("stopping", "ended"):
             self.hear(Cancel)
-        record = self.machine._record(NAME)
+        record = self.machine.record(NAME)
         assert record.state.value == state
         return self
 
@@ -221,40 +226,91 @@ def test_a_number_not_above_the_last_is_dropped() -> None:
     assert rig.machine.counters.by_code["stale_seq"] == 1
 
 
-def test_a_new_session_waits_for_writes_of_the_old_one() -> None:
+OLD, NEW = b"s" * 16, b"n" * 16
+D = NodeId("d", b"1" * 16)
+
+
+def drained(actions: list[Any]) -> list[bytes]:
+    return [name for message in sent(actions, SessionDrained) for name in message.over]
+
+
+def test_a_new_session_begins_at_once_and_tells_when_the_old_one_has_drained() -> None:
     rig = Rig().until("completed")
-    actions = rig.hello(b"n" * 16)
-    assert refusals(actions) == ["draining"]
-    assert not of(actions, ClosePeer)
+    actions = rig.hello(NEW, over=(OLD,))
+    assert sent(actions, Welcome)
+    assert not of(actions, ClosePeer), "writes that are under way may end in peace"
+    assert drained(actions) == drained(rig.hello(NEW, over=(OLD,))) == []
     assert rig.ended(0, 0) == []
     actions = rig.ended(0, 1)
     assert of(actions, Release) == [Release(NAME, "lost")]
-    assert of(actions, ClosePeer) == [ClosePeer(b"s" * 16)]
-    assert sent(rig.do(Closed(b"s" * 16)), Welcome)
+    assert of(actions, ClosePeer) == [ClosePeer(OLD)]
+    assert drained(rig.do(Closed(OLD))) == [OLD]
+    assert drained(rig.hello(NEW, over=(OLD,))) == [OLD], "asked again, it says so again"
 
 
 def test_a_closed_peer_frees_our_blocks_but_drains_nothing() -> None:
     rig = Rig().until("completed")
-    actions = rig.do(PeerGone(NodeId("d", b"1" * 16)))
+    actions = rig.do(PeerGone(D))
     assert of(actions, ClosePeer)
     assert not of(actions, Release)
-    assert of(rig.do(Closed(b"s" * 16)), Release) == [Release(NAME, "lost")]
-    assert refusals(rig.hello(b"n" * 16)) == ["draining"]
+    assert of(rig.do(Closed(OLD)), Release) == [Release(NAME, "lost")]
+    assert drained(rig.hello(NEW, over=(OLD,))) == []
+    assert not sent(rig.hear(Cancel, NEW), Drained), "nor of the attempt"
     assert rig.ended(0, 0) == []
-    assert sent(rig.ended(0, 1), Welcome), "the last write of the closed session is terminal"
+    assert rig.machine.ledger()["writes_undrained"] == 1
+    assert drained(rig.ended(0, 1)) == [OLD], "the last write of the closed session is terminal"
 
 
-def test_a_clean_target_is_welcomed_at_once() -> None:
+def test_nothing_is_promised_of_sessions_that_are_unknown_up_or_of_others() -> None:
+    rig = Rig()
+    rig.hello(OLD, sender=NodeId("e", b"2" * 16))
+    rig.do(PeerGone(NodeId("e", b"2" * 16)))
+    rig.do(Closed(OLD))
+    assert drained(rig.hello(NEW, over=(OLD, NEW, b"?" * 16))) == []
+
+
+def test_writes_of_a_closed_session_are_abandoned_in_the_end() -> None:
     rig = Rig().until("completed")
-    rig.do(PeerGone(NodeId("d", b"1" * 16)))
-    rig.do(Closed(b"s" * 16))
-    assert sent(rig.hello(b"n" * 16, clean=True), Welcome)
+    rig.do(PeerGone(D))
+    rig.do(Closed(OLD))
+    assert of(rig.wait(2 * TIMERS.tombstone + 1), Abandon) == [Abandon(OLD)]
+    assert drained(rig.hello(NEW, over=(OLD,))) == []
+
+
+def test_two_lives_under_one_name_do_not_end_each_other() -> None:
+    rig = Rig().until("engaged")
+    assert sent(rig.hello(NEW, sender=NodeId("d", b"2" * 16)), Welcome)
+    assert sent(rig.reserve(), Accepted), "the session of the other one is up"
+
+
+def test_a_session_of_which_nothing_is_heard_ends() -> None:
+    rig = Rig()
+    rig.hello()
+    rig.wait(2 * TIMERS.lease - 1)
+    rig.hello()
+    assert not of(rig.wait(2 * TIMERS.lease - 1), ClosePeer)
+    actions = rig.wait(2.0)
+    assert of(actions, ClosePeer) == [ClosePeer(OLD)]
+    assert refusals(actions) == ["unknown_session"]
+
+
+def test_a_node_that_stops_fails_and_drains_what_is_left() -> None:
+    rig = Rig().until("completed")
+    actions = rig.do(Stop())
+    assert sent(actions, Failed)[0].reason == "the node stops"
+    assert not sent(actions, Drained)
+    assert sent(rig.land(0), Drained)
+    rig = Rig().until("reserved")
+    assert [type(m) for m in sent(rig.do(Stop()), object)] == [Failed, Drained]
+    rig = Rig().until("announced")
+    rig.do(Stop())
+    assert rig.machine.live == {}
 
 
 def test_an_overtaken_hello_ends_nothing() -> None:
     rig = Rig().until("engaged")
     rig.seq = 0
-    assert refusals(rig.hello(b"o" * 16, clean=True)) == ["unknown_session"]
+    assert refusals(rig.hello(b"o" * 16)) == ["unknown_session"]
     rig.seq = 100
     assert sent(rig.reserve(), Accepted)
 
@@ -319,14 +375,56 @@ def test_an_unclaimed_reserve_is_given_up() -> None:
 
 def test_an_unclaimed_request_is_forgotten_some_time_after_it_was_computed() -> None:
     rig = Rig().until("announced")
-    rig.wait(TIMERS.unclaimed + 1)
+    rig.wait(TIMERS.total - 1)
     rig.do(FirstTokens(NAME, CHOICES))
     rig.wait(TIMERS.unclaimed - 1)
-    assert sent(rig.reserve(), Accepted)
+    rig.hello(NEW)
+    assert sent(rig.reserve(session=NEW), Accepted)
     rig = Rig().until("announced")
     rig.do(FirstTokens(NAME, CHOICES))
-    assert rig.wait(TIMERS.unclaimed + 1) == []
-    assert refusals(rig.reserve()) == ["expired"]
+    rig.wait(TIMERS.unclaimed + 1)
+    rig.hello(NEW)
+    assert refusals(rig.reserve(session=NEW)) == ["expired"]
+
+
+def test_a_target_may_reserve_long_after_the_prompt_was_computed() -> None:
+    """Its request may have waited for a minute: the prompt is mostly in the cache still."""
+    rig = Rig().until("announced")
+    rig.do(FirstTokens(NAME, CHOICES))
+    rig.wait(50.0)
+    assert of(rig.reserve(), Engage)
+
+
+def test_of_too_many_unclaimed_prompts_the_oldest_is_forgotten(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(source, "MAX_IDLE", 2)
+    rig = Rig()
+    names = [Attempt(bytes([n]) * 16, 0) for n in range(3)]
+    for name in names:
+        rig.do(Announce(name, KEY, 16))
+        rig.do(FirstTokens(name, CHOICES))
+    assert list(rig.machine.live) == names[1:]
+
+
+def test_more_attempts_of_a_peer_than_allowed_are_refused_by_name() -> None:
+    rig = Rig(max_attempts=100, max_attempts_per_peer=1).until("engaged")
+    other: dict[str, Any] = {"transfer_id": b"u" * 16}
+    assert refusals(rig.reserve(**other)) == ["too_many"]
+    assert sent(rig.reserve(), Accepted), "what is reserved stays so"
+    rig.hello(NEW, sender=NodeId("e", b"2" * 16))
+    assert sent(rig.reserve(session=NEW, **other), Accepted)
+
+
+def test_tombstones_are_bounded() -> None:
+    rig = Rig()
+    rig.hello()
+    for number in range(MAX_TOMBSTONES + 10):
+        rig.hear(Cancel, transfer_id=number.to_bytes(16, "little"))
+    assert len(rig.machine.ended) == MAX_TOMBSTONES
+    rig.now += TIMERS.tombstone + 1
+    rig.hear(Cancel, transfer_id=b"x" * 16)
+    assert len(rig.machine.ended) == 1
 
 
 def test_more_attempts_than_allowed_are_refused_by_name() -> None:
@@ -399,7 +497,7 @@ def test_an_attempt_belongs_to_one_session() -> None:
 
 
 def test_posts_end_where_blocks_of_both_sides_begin() -> None:
-    rig = Rig(source=(layout(4),)).until("engaged")
+    rig = Rig(groups=(layout(4),)).until("engaged")
     assert rig.ready(0, 8, "a") == [], "12 is the first common border"
     (post,) = rig.ready(8, 12, "b")
     assert (post.write, post.start, post.end, post.sums) == (0, 0, 12, ("a", "b"))
@@ -421,7 +519,7 @@ def test_a_first_post_may_begin_inside_a_source_block() -> None:
 
 def test_window_and_state_groups_send_what_is_wanted_of_them() -> None:
     groups = (layout(4), layout(4, 1, GroupKind.WINDOW), layout(4, 2, GroupKind.STATE))
-    rig = Rig(source=groups)
+    rig = Rig(groups=groups)
     rig.hello(ranks=cards(*groups))
     rig.announce()
     full = (BlockSpan(0, (10, 11, 12, 13)),)
@@ -509,10 +607,11 @@ def test_cancel_is_answered_drained_at_once_where_nothing_was_posted(state: str)
 
 def test_cancel_is_answered_drained_only_when_every_write_is_terminal() -> None:
     rig = Rig().until("completed")
-    assert rig.hear(Cancel) == []
+    alive = [(Progress, "draining")]
+    assert [(type(m), m.state) for m in sent(rig.hear(Cancel), object)] == alive
     rig.ended(0, 0)
     assert rig.ended(0, 1, ok=False, drained=False) == []
-    assert rig.hear(Cancel) == []
+    assert [(type(m), m.state) for m in sent(rig.hear(Cancel), object)] == alive
     drained, release = rig.ended(0, 1, ok=False)
     assert isinstance(drained.message, Drained)
     assert release == Release(NAME, "cancelled")
@@ -535,7 +634,9 @@ def test_a_failed_write_ends_the_attempt_and_is_never_posted_again() -> None:
     assert of(actions, StopSource)
     assert rig.ready(12, 16) == []
     assert rig.ended(0, 1) == []
-    assert rig.ended(0, 0, ok=False) == [Release(NAME, "failed")]
+    drained, release = rig.ended(0, 0, ok=False)
+    assert isinstance(drained.message, Drained), "D need not ask"
+    assert release == Release(NAME, "failed")
 
 
 def test_an_aborted_prompt_fails_the_attempt() -> None:

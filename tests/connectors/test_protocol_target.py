@@ -17,10 +17,13 @@ from kvbaton.connectors.protocol.events import (
     Fail,
     Fence,
     Fenced,
+    ForgetPeer,
+    HangUp,
     Identity,
     Landed,
     Link,
     Meet,
+    Part,
     PeerGone,
     Received,
     Send,
@@ -33,6 +36,7 @@ from kvbaton.connectors.protocol.events import (
 )
 from kvbaton.connectors.protocol.source import Source
 from kvbaton.connectors.protocol.target import Target
+from kvbaton.connectors.protocol.target_sessions import MAX_LINES
 from kvbaton.errors import LocalProtocolError
 from kvbaton.messages.control import (
     PROTOCOL_VERSION,
@@ -50,6 +54,7 @@ from kvbaton.messages.control import (
     RankCard,
     Refused,
     Reserve,
+    SessionDrained,
     Welcome,
 )
 from kvbaton.types import Attempt, BlockSpan, ChoiceStart, NodeId, TransferTimers
@@ -96,7 +101,7 @@ class Rig:
     def hear(self, kind: type, /, session: bytes | None = None, **fields: Any) -> list[Any]:
         self.seq += 1
         named: dict[str, Any] = {"transfer_id": NAME.transfer_id, "attempt": NAME.number}
-        fields = ({} if kind is Welcome else named) | fields
+        fields = ({} if kind in (Welcome, SessionDrained) else named) | fields
         message = kind(session=session or self.session, seq=self.seq, **fields)
         return self.do(Received(LINK, message))
 
@@ -148,7 +153,7 @@ class Rig:
             self.do(CancelTarget(NAME))
         if state == "ended":
             self.hear(Drained)
-        assert self.machine._record(NAME).state.value == state
+        assert self.machine.record(NAME).state.value == state
         return self
 
 
@@ -167,16 +172,19 @@ def test_the_first_message_dials() -> None:
     (hello,) = Rig().start()
     assert (hello.address, hello.link) == (ADDRESS, None)
     assert isinstance(hello.message, Hello)
-    assert hello.message.clean
+    assert hello.message.over == ()
 
 
-def test_hello_is_repeated_until_the_session_timer_ends() -> None:
+def test_hello_is_repeated_while_somebody_waits() -> None:
     rig = Rig()
     rig.start()
-    actions = rig.wait(TIMERS.session - 0.1)
+    actions = rig.wait(TIMERS.progress_deadline - 0.1)
     assert len(sent(actions, Hello)) == 9
-    assert of(rig.wait(0.2), Fail) == [Fail(NAME, 4, f"no answer from {ADDRESS}")]
-    assert rig.wait(TIMERS.tombstone - 1) == [], "nobody waits any more"
+    actions = rig.wait(0.2)
+    assert of(actions, Fail) == [Fail(NAME, 4, f"nothing was heard of {ADDRESS} in time")]
+    assert of(actions, Unquarantine)
+    assert of(rig.wait(2 * TIMERS.lease), HangUp) == [HangUp(ADDRESS)]
+    assert rig.machine.next_deadline() is None, "nobody waits any more"
 
 
 def test_welcome_admits_the_peer_before_anything_is_reserved() -> None:
@@ -213,20 +221,51 @@ def test_not_needed_is_sent_once_there_is_a_session() -> None:
     assert len(sent(rig.do(Unneeded(NAME, ADDRESS)), NotNeeded)) == 1
 
 
-def test_a_session_that_the_peer_forgot_fails_its_attempts_and_asks_for_a_promise() -> None:
+def drained(rig: Rig, *over: bytes, session: bytes | None = None) -> list[Any]:
+    return rig.hear(SessionDrained, session, over=over)
+
+
+def test_a_session_that_the_peer_forgot_fails_its_attempts_and_the_next_one_asks() -> None:
     rig = Rig().until("engaged")
     old = rig.session
+    rig.wait(1.0)
     actions = rig.refuse_session("unknown_session")
     assert of(actions, Fail)
     assert not of(actions, Unquarantine)
     (hello,) = sent(actions, Hello)
     assert hello.session != old
-    assert not hello.clean
-    assert of(rig.welcome(), Unquarantine) == [Unquarantine(NAME)]
+    assert hello.over == (old,)
+    assert not of(rig.welcome(), Unquarantine), "a Welcome promises nothing"
+    assert sent(rig.start(1), Reserve), "and the new session is in use at once"
+    rig.hear(Accepted, attempt=1)
+    assert sent(rig.wait(TIMERS.resend), Hello)[0].over == (old,), "it asks again"
+    assert of(drained(rig, old), Unquarantine) == [Unquarantine(NAME)]
+    assert all(not hello.over for hello in sent(rig.wait(10.0), Hello))
 
 
-def test_another_generation_promises_nothing_for_the_old_one() -> None:
+def test_sessions_that_end_as_soon_as_they_are_up_are_not_opened_in_a_circle() -> None:
+    rig = Rig()
+    rig.do(Meet(ADDRESS))
+    rig.welcome()
+    assert not sent(rig.do(PeerGone(P)), Hello)
+    rig.do(Meet(ADDRESS))
+    assert len(sent(rig.wait(TIMERS.resend), Hello)) == 1
+
+
+def test_only_the_generation_itself_says_that_its_sessions_have_drained() -> None:
     rig = Rig().until("engaged")
+    old = rig.session
+    rig.wait(1.0)
+    rig.refuse_session("unknown_session")
+    rig.welcome(NodeId("p", b"2" * 16))
+    assert not of(drained(rig, old), Unquarantine)
+    rig = Rig().until("engaged")
+    assert not of(drained(rig, rig.session), Unquarantine), "and not of one that is up"
+
+
+def test_another_generation_at_an_address_has_the_old_one_fenced() -> None:
+    rig = Rig().until("engaged")
+    rig.wait(1.0)
     rig.refuse_session("unknown_session")
     actions = rig.welcome(NodeId("p", b"2" * 16))
     assert not of(actions, Unquarantine)
@@ -236,6 +275,15 @@ def test_another_generation_promises_nothing_for_the_old_one() -> None:
     assert not of(rig.wait(1.0), Fence)
 
 
+def test_another_generation_may_answer_in_a_session_that_is_up() -> None:
+    rig = Rig().until("engaged")
+    rig.wait(1.0)
+    actions = rig.welcome(NodeId("p", b"2" * 16))
+    assert of(actions, Fail)
+    assert of(actions, Fence) == [Fence(P)]
+    assert sent(actions, Hello)
+
+
 def test_a_peer_that_is_gone_is_fenced() -> None:
     rig = Rig().until("engaged")
     actions = rig.do(PeerGone(P))
@@ -243,38 +291,120 @@ def test_a_peer_that_is_gone_is_fenced() -> None:
     assert of(actions, Fence) == [Fence(P)]
     assert not of(actions, Unquarantine)
     assert rig.do(Fenced(NodeId("p", b"9" * 16))) == []
-    assert of(rig.do(Fenced(P)), Unquarantine)
-    (hello,) = sent(rig.start(1), Hello)
-    assert hello.clean, "what was fenced needs no promise"
+    actions = rig.do(Fenced(P))
+    assert of(actions, Unquarantine)
+    assert of(actions, ForgetPeer) == [ForgetPeer(P)]
+    assert of(actions, HangUp) == [HangUp(ADDRESS)], "it is no member, and gone"
+    assert sent(rig.start(1), Hello)[0].over == (), "what was fenced needs no promise"
+
+
+def test_a_healthy_peer_is_not_fenced_again_after_its_welcome() -> None:
+    rig = Rig().until("engaged")
+    rig.do(PeerGone(P))
+    assert of(rig.wait(0.5), Fence)
+    rig.welcome()
+    rig.start(1)
+    rig.hear(Accepted, attempt=1)
+    assert not of(rig.wait(2.0), Fence)
+    assert rig.do(Fenced(P)) == [Unquarantine(NAME)], "nor does one that held late cut its session"
+    assert rig.machine.ledger()["attempts"] == {"engaged": 1}
 
 
 def test_a_drained_of_a_session_that_is_over_counts() -> None:
     rig = Rig().until("engaged")
+    old = rig.session
     rig.do(PeerGone(P))
-    assert of(rig.hear(Drained), Unquarantine)
+    assert of(rig.hear(Drained, old), Unquarantine)
 
 
-def test_draining_that_lasts_is_fenced() -> None:
-    rig = Rig().until("engaged")
-    rig.refuse_session("unknown_session")
-    assert not of(rig.refuse_session("draining"), Fence)
-    rig.wait(3 * TIMERS.resend)
-    assert of(rig.refuse_session("draining"), Fence) == [Fence(P)]
-    rig.do(Fenced(P))
-    assert sent(rig.start(1) + rig.wait(1.0), Hello)[-1].clean
-
-
-def test_a_peer_that_leaves_blocks_in_quarantine_is_fenced_and_the_node_turns_unhealthy() -> None:
+def test_a_silent_peer_is_fenced_and_one_that_answers_is_not() -> None:
     rig = Rig().until("draining")
     actions = rig.wait(TIMERS.silence - 1)
     assert len(sent(actions, Cancel)) == 38
-    assert not of(actions, Fence)
-    assert of(rig.wait(2.0), Fence)
-    assert not rig.machine.unhealthy
-    rig.wait(TIMERS.quarantine_limit)
-    assert rig.machine.unhealthy
+    rig.hear(Progress, state="draining", tokens_pushed=0)
+    assert not of(rig.wait(TIMERS.silence - 1), Fence)
+    assert of(rig.wait(TIMERS.silence), Fence)
+    assert of(rig.do(Fenced(P)), Unquarantine)
+
+
+def test_a_few_quarantined_blocks_make_no_node_unhealthy_a_share_of_the_pool_does() -> None:
+    rig = Rig().until("draining")
+    rig.wait(3 * TIMERS.quarantine_limit)
+    assert rig.machine.unhealthy == ""
+    rig.do(PeerGone(P))
+    for number in range(1, 9):
+        rig.start(number)
+    rig.welcome()
+    for number in range(1, 9):
+        rig.do(CancelTarget(Attempt(NAME.transfer_id, number)))
+    rig.wait(TIMERS.quarantine_limit - 1)
+    assert rig.machine.unhealthy == ""
+    rig.wait(2.0)
+    assert rig.machine.unhealthy.startswith("27 of 100 blocks")
+    assert rig.machine.unhealthy.endswith("because of p")
+    fail, _ = rig.start(9)
+    assert "leaves 27 blocks in quarantine" in fail.reason
+    rig.do(PeerGone(P))
     rig.do(Fenced(P))
-    assert not rig.machine.unhealthy
+    assert rig.machine.unhealthy == ""
+
+
+def test_a_session_is_kept_alive_and_ends_when_nothing_is_heard() -> None:
+    rig = Rig()
+    rig.do(Meet(ADDRESS))
+    rig.welcome()
+    hellos = []
+    for _ in range(20):
+        hellos += sent(rig.wait(10.0), Hello)
+        assert {hello.session for hello in hellos} == {rig.session}
+        rig.welcome()
+    assert len(hellos) == 40
+    actions = rig.wait(TIMERS.silence + 5)
+    assert of(actions, ForgetPeer) == [ForgetPeer(P)]
+    assert sent(actions, Hello)[-1].session != hellos[0].session
+
+
+def test_a_member_that_parts_is_forgotten_when_nothing_needs_it() -> None:
+    rig = Rig()
+    rig.do(Meet(ADDRESS))
+    rig.welcome()
+    assert not of(rig.wait(0.1), HangUp)
+    actions = rig.do(Part(ADDRESS))
+    assert actions == [ForgetPeer(P), HangUp(ADDRESS)]
+    assert rig.machine.next_deadline() is None
+    rig.do(Meet(ADDRESS))
+    rig.welcome()
+    rig.start()
+    assert rig.do(Part(ADDRESS)) == []
+    rig.do(CancelTarget(NAME))
+    assert rig.hear(Drained) == [Unquarantine(NAME), ForgetPeer(P), HangUp(ADDRESS)]
+
+
+def test_lives_of_a_node_leave_nothing_behind() -> None:
+    rig = Rig()
+    for life in range(50):
+        rig.do(Meet(f"tcp://p:{life}"))
+        node = NodeId("p", life.to_bytes(16, "little"))
+        rig.welcome(node)
+        rig.do(PeerGone(node))
+        rig.do(Part(f"tcp://p:{life}"))
+    sessions = rig.machine.sessions
+    assert [sessions.lines, sessions.known, sessions.lost, sessions._peers] == [
+        {},
+        {},
+        set(),
+        set(),
+    ]
+    assert rig.machine.next_deadline() is None
+
+
+def test_addresses_that_nobody_vouches_for_are_bounded() -> None:
+    rig = Rig()
+    for number in range(MAX_LINES):
+        rig.do(Start(Attempt(NAME.transfer_id, number), f"tcp://x:{number}", KEY, 16, SPANS))
+    fail, free = rig.start(MAX_LINES)
+    assert "too many addresses" in fail.reason
+    assert isinstance(free, Unquarantine)
 
 
 # --- delivery ---
@@ -466,7 +596,6 @@ def test_an_unanswered_reserve_is_repeated_and_an_accepted_one_renews_the_lease(
     [
         (Failed, {"reason": "no"}, "no"),
         (Refused, {"code": "prompt", "message": "other"}, "prompt"),
-        (Drained, {}, "unasked"),
     ],
 )
 @pytest.mark.parametrize("state", ["reserved", "engaged", "completing"])
@@ -479,6 +608,13 @@ def test_a_peer_that_gives_up_is_still_asked_to_drain(
     assert sent(actions, Cancel)
     assert not of(actions, Unquarantine)
     assert of(rig.hear(Drained), Unquarantine)
+
+
+@pytest.mark.parametrize("state", ["reserved", "engaged", "completing"])
+def test_a_peer_that_gives_up_and_has_drained_needs_no_asking(state: str) -> None:
+    actions = Rig().until(state).hear(Drained)
+    assert "unasked" in of(actions, Fail)[0].reason
+    assert of(actions, Unquarantine) == [Unquarantine(NAME)]
 
 
 def test_cancel_before_the_session_frees_at_once() -> None:
@@ -607,7 +743,9 @@ junk: st.SearchStrategy[Control] = st.one_of(
         identity_record=st.just({}),
         transport=st.just("tcp"),
         ranks=st.sampled_from([cards(4, 1), cards(0, 1), ()]),
-        clean=st.booleans(),
+    ),
+    st.builds(
+        SessionDrained, **names, over=st.lists(st.binary(min_size=16, max_size=16)).map(tuple)
     ),
     st.builds(
         Welcome,

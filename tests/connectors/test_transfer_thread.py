@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import dataclasses
 import os
+import threading
+import time
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
@@ -12,13 +14,24 @@ import numpy as np
 import pytest
 
 from kvbaton.connectors.base import Capabilities, Notice, Peer, Ranges
-from kvbaton.connectors.protocol.events import Deliver, Fail, Landed, Meet, Unneeded
+from kvbaton.connectors.protocol.events import (
+    Deliver,
+    Engage,
+    Fail,
+    Landed,
+    Meet,
+    Part,
+    PeerGone,
+    Unneeded,
+)
 from kvbaton.connectors.protocol.notice import MIN_NOTICE_BYTES, pack_notice
 from kvbaton.connectors.transports.memory import MemoryHandle, MemoryHub, MemoryTransport
+from kvbaton.connectors.transports.tcp import TcpTransport
 from kvbaton.messages.control import DigestRun
-from kvbaton.types import Attempt
+from kvbaton.types import Attempt, TransferTimers
 from tests.connectors.transfer_rig import LAYOUT, Decode, Node, Prefill, hand_over, wait
 
+SHORT = TransferTimers(resend=0.1, progress_period=0.05, fence_retry=0.05)
 Make = Callable[..., Any]
 
 
@@ -227,3 +240,57 @@ def test_what_is_asked_of_the_thread_raises_at_the_asker(make: Make) -> None:
     with pytest.raises(ZeroDivisionError):
         d.thread.inspect(lambda: 1 / 0)
     assert d.thread.inspect(lambda: 5) == 5
+
+
+def test_lives_of_a_prefill_node_cost_a_decode_node_nothing(make: Make) -> None:
+    d = make(Decode, TcpTransport("d"), timers=SHORT)
+    held: list[tuple[int, int, int]] = []
+    for life in range(12):
+        p = make(Prefill, TcpTransport(f"p-{life}"), timers=SHORT)
+        d.thread.submit(Meet(p.channel.address))
+        assert isinstance(hand_over(p, d), Deliver)
+        address = p.channel.address
+        p.close()
+        d.thread.submit(Part(address))
+        wait(lambda: not d.thread.inspect(lambda: d.machine.sessions.lines), d)
+        wait(lambda: not d.thread.inspect(lambda: d.worker._peers), d)
+        sockets = len(d.thread.inspect(d.channel.sockets))
+        held.append((len(os.listdir("/proc/self/fd")), threading.active_count(), sockets))
+    first, last = held[1], held[-1]
+    assert last[0] <= first[0] + 3, held
+    assert last[1] <= first[1] + 2, held
+    assert last[2] == first[2] == 1
+
+
+def test_sessions_with_one_life_cost_one_connection(make: Make) -> None:
+    p = make(Prefill, TcpTransport("p"), timers=SHORT)
+    d = make(Decode, TcpTransport("d"), timers=SHORT)
+    threads = []
+    ended: set[str] = set()
+
+    def is_up_again() -> bool:
+        sessions = d.thread.inspect(d.machine.sessions.dump)
+        return any(s["state"] == "up" and s["session"] not in ended for s in sessions)
+
+    d.thread.submit(Meet(p.channel.address))
+    for _ in range(6):
+        wait(is_up_again, p, d)
+        assert isinstance(hand_over(p, d), Deliver)
+        threads.append(threading.active_count())
+        ended |= {s["session"] for s in d.thread.inspect(d.machine.sessions.dump)}
+        p.thread.inspect(lambda: p.worker.handle(PeerGone(d.id), time.monotonic()))
+    assert threads[-1] <= threads[0] + 1, threads
+
+
+def test_a_source_that_stops_fails_what_is_left_and_says_that_it_has_drained(make: Make) -> None:
+    p, d = make(Prefill), make(Decode)
+    p.push = lambda *_: None  # the prompt is never computed
+    attempt = Attempt(os.urandom(16), 0)
+    p.announce(attempt, 18)
+    d.begin(attempt, p.channel.address, 18)
+    wait(lambda: bool(p.of(Engage)), p, d)
+    p.close()
+    wait(lambda: d.outcome(attempt) is not None and d.freed(attempt), d)
+    ended = d.outcome(attempt)
+    assert isinstance(ended, Fail)
+    assert ended.reason == "the source failed: the node stops"

@@ -36,9 +36,7 @@ from kvbaton.messages.control import RankCard
 from kvbaton.types import Attempt, BlockSpan, ChoiceStart, NodeId, TransferTimers
 
 BLOCK_SIZE, NUM_BLOCKS, HEADS = 4, 64, 2
-TIMERS = TransferTimers(
-    resend=0.05, progress_period=0.05, progress_deadline=1.0, session=1.0, fence_retry=0.05
-)
+TIMERS = TransferTimers(resend=0.05, progress_period=0.05, progress_deadline=1.0, fence_retry=0.05)
 KEY = b"k" * 32
 _names = itertools.count()
 _PLANE = contiguous_plane(

@@ -14,7 +14,6 @@ from tests.handover.prompts import prompt_of
 
 PROMPT = prompt_of(100)
 SHORT = TransferTimers(
-    session=1.0,
     resend=0.1,
     progress_period=0.05,
     progress_deadline=0.5,

@@ -20,7 +20,6 @@ from tests.handover.pair import Pair, until
 from tests.handover.prompts import prompt_of
 
 SHORT = TransferTimers(
-    session=1.0,
     resend=0.1,
     progress_period=0.05,
     progress_deadline=0.4,

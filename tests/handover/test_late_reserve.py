@@ -104,7 +104,7 @@ def assert_at_rest(pair: Pair, expected: Expected) -> None:
 @pytest.fixture
 def brisk(make_pair: Callable[..., Pair]) -> Pair:
     """Deadlines that a test can wait for."""
-    return make_pair(timers=TransferTimers(session=1.0, unclaimed=1.0, unannounced=1.0))
+    return make_pair(timers=TransferTimers(progress_deadline=1.0, unclaimed=1.0, unannounced=1.0))
 
 
 def test_p_never_heard_of_it(brisk: Pair, expected: Expected) -> None:

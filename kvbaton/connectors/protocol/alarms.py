@@ -1,9 +1,9 @@
-"""Named alarms in a heap, and the bounded histories that a machine keeps for diagnosis."""
+"""What a machine remembers: alarms in a heap, and bounded histories of attempts."""
 
 from __future__ import annotations
 
 import heapq
-from collections import deque
+from collections import OrderedDict, deque
 from collections.abc import Hashable, Iterable
 
 Key = tuple[str, Hashable]
@@ -11,6 +11,7 @@ Key = tuple[str, Hashable]
 
 MAX_LINES = 64
 MAX_STORIES = 512
+MAX_TOMBSTONES = 16_384
 
 
 class Alarms:
@@ -93,3 +94,31 @@ class Stories:
     def subjects(self) -> list[Hashable]:
         """All subjects, oldest first."""
         return list(self._lines)
+
+
+class Tombstones:
+    """How the latest attempts ended, to answer late messages right.
+
+    Args:
+        seconds: how long each is remembered.
+        most: how many; the oldest are forgotten first.
+    """
+
+    def __init__(self, seconds: float, most: int = MAX_TOMBSTONES) -> None:
+        self._seconds = seconds
+        self._most = most
+        self._outcomes: OrderedDict[Hashable, tuple[str, float]] = OrderedDict()
+
+    def add(self, name: Hashable, outcome: str, now: float) -> None:
+        """Remember an end."""
+        self._outcomes[name] = outcome, now + self._seconds
+        while len(self._outcomes) > self._most or next(iter(self._outcomes.values()))[1] <= now:
+            self._outcomes.popitem(last=False)
+
+    def outcome(self, name: Hashable, now: float) -> str | None:
+        """How it ended; None if that is not known (any more)."""
+        outcome, until = self._outcomes.get(name, ("", now))
+        return outcome if until > now else None
+
+    def __len__(self) -> int:
+        return len(self._outcomes)

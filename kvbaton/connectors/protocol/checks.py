@@ -40,6 +40,16 @@ def covered_end(spans: Spans, groups: Sequence[Group], num_tokens: int) -> int:
     return min([*ends, num_tokens])
 
 
+def spans_slice(spans: Sequence[BlockSpan], cut: tuple[int, int]) -> tuple[BlockSpan, ...]:
+    """Cut logical blocks [first, last) out of spans."""
+    found = []
+    for span in spans:
+        low, high = max(cut[0], span.first), min(cut[1], span.first + len(span.blocks))
+        if low < high:
+            found.append(BlockSpan(low, span.blocks[low - span.first : high - span.first]))
+    return tuple(found)
+
+
 def flatten(spans: Sequence[BlockSpan]) -> list[tuple[int, int]]:
     """(logical, physical) of every block."""
     return [(span.first + i, block) for span in spans for i, block in enumerate(span.blocks)]

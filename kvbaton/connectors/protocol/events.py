@@ -13,12 +13,11 @@ A *transfer* is named by `Attempt` (transfer id and attempt number) within one s
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
 from kvbaton.messages.control import Control, DigestRun, RankCard
-from kvbaton.types import Attempt, BlockSpan, ChoiceStart, NodeId, Spans
+from kvbaton.types import Attempt, ChoiceStart, NodeId, Spans
 
 
 class Link(NamedTuple):
@@ -152,16 +151,22 @@ class Closed:
 
     It proves nothing about the far side: bytes that were read before may still land there, unless
     a `WriteEnded` with ``drained`` said otherwise. Writes that were not terminal are watched on:
-    their `WriteEnded` may follow, and lets the next session with that D begin.
+    their `WriteEnded` may follow, and is told D if it asks.
     """
 
     session: bytes
+
+
+@dataclass(frozen=True)
+class Stop:
+    """P stops: whatever is left over fails, and is drained as far as that still can be proven."""
 
 
 SourceEvent = (
     Received
     | PeerGone
     | Tick
+    | Stop
     | Announce
     | BlocksReady
     | FirstTokens
@@ -270,11 +275,19 @@ class Unreachable:
     reason: str
 
 
+@dataclass(frozen=True)
+class Part:
+    """The node at this address is no member any more: forget it once nothing needs it."""
+
+    address: str
+
+
 TargetEvent = (
     Received
     | PeerGone
     | Tick
     | Meet
+    | Part
     | Unreachable
     | Start
     | Unneeded
@@ -399,8 +412,16 @@ class EvictSource:
     bad: tuple[tuple[int, int], ...]
 
 
+@dataclass(frozen=True)
+class Abandon:
+    """Watch the writes of a closed session no longer: nobody will ask after them."""
+
+    session: bytes
+
+
 SourceAction = (
     Send
+    | Abandon
     | OpenPeer
     | ClosePeer
     | Engage
@@ -477,7 +498,23 @@ class Fence:
     node: NodeId
 
 
-TargetAction = Send | AdmitPeer | Verify | Deliver | Fail | Unquarantine | Fence
+@dataclass(frozen=True)
+class ForgetPeer:
+    """Nothing is reserved for a generation, and none will be: close the connections to it."""
+
+    node: NodeId
+
+
+@dataclass(frozen=True)
+class HangUp:
+    """Nothing is asked of an address any more: close the link to it."""
+
+    address: str
+
+
+TargetAction = (
+    Send | AdmitPeer | Verify | Deliver | Fail | Unquarantine | Fence | ForgetPeer | HangUp
+)
 
 
 @dataclass
@@ -492,13 +529,3 @@ class Counters:
     dropped_messages: int = 0
     mismatches: int = 0
     by_code: dict[str, int] = field(default_factory=dict)
-
-
-def spans_slice(spans: Sequence[BlockSpan], first: int, last: int) -> tuple[BlockSpan, ...]:
-    """Cut logical blocks [first, last) out of spans."""
-    cut = []
-    for span in spans:
-        low, high = max(first, span.first), min(last, span.first + len(span.blocks))
-        if low < high:
-            cut.append(BlockSpan(low, span.blocks[low - span.first : high - span.first]))
-    return tuple(cut)

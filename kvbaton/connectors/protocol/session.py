@@ -6,20 +6,25 @@ import itertools
 import math
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any
 
 import msgspec
 
 from kvbaton.connectors.layout import GroupKind, KVLayout
-from kvbaton.connectors.protocol.events import Identity, Link
+from kvbaton.connectors.protocol.events import Identity, Link, Send
 from kvbaton.messages.control import (
     MIN_PROTOCOL_VERSION,
     PROTOCOL_VERSION,
     Hello,
+    Message,
     RankCard,
     Refused,
     Welcome,
 )
 from kvbaton.types import NodeId, TransferTimers
+
+if TYPE_CHECKING:
+    from kvbaton.connectors.protocol.machine import Context
 
 Layouts = Sequence[Sequence[KVLayout]]
 """Per rank, one layout per group."""
@@ -63,6 +68,8 @@ class Session:
             tell a `Hello` that was overtaken by those of later sessions.
         groups: of the peer.
         num_ranks: of the peer.
+        address: of P, to dial while there is no link.
+        version: that both speak.
     """
 
     id: bytes
@@ -72,10 +79,14 @@ class Session:
     numbers: Iterator[int] = field(default_factory=itertools.count)
     groups: tuple[Group, ...] = ()
     num_ranks: int = 0
+    address: str | None = None
+    version: int = 0
 
-    def next_seq(self) -> int:
-        """Number of the next message to send."""
-        return next(self.numbers)
+    def send(self, context: Context, kind: type[Message], **fields: Any) -> None:
+        """Send to where the last message came from, else to the address."""
+        message: Any = kind(session=self.id, seq=next(self.numbers), **fields)
+        address = self.address if self.link is None else None
+        context.do(Send(message, link=self.link, address=address))
 
     def admit(self, link: Link, seq: int) -> bool:
         """Whether a message is newer than all before it; replies then go to its link."""

@@ -3,26 +3,24 @@
 Laws of this machine:
 
 1. Nothing is posted but into a frozen `Reserve` of a session that is up, and no token twice.
-2. `Drained`, `Welcome` and `Release` wait for every write to be terminal; only for `Release`, and
-   only of a session that ends, a closed peer will do.
+2. `Drained`, `SessionDrained` and `Release` wait for every write to be terminal; only for `Release`,
+   and only of a session that ends, a closed peer will do.
 3. Every `Engage` has one `Release`; nothing is posted after it.
 
-What happens when is in `table.SOURCE`; each rule there is a method here.
+What happens when is in `Source.table`, whose rules are methods here.
 """
+
+# ruff: noqa: E501
 
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any
+from typing import Any, ClassVar
 
-from kvbaton.connectors.protocol.checks import (
-    check_ack,
-    check_reserve,
-    first_token,
-    is_extension,
-)
+from kvbaton.connectors.protocol.checks import check_ack, check_reserve, first_token, is_extension
 from kvbaton.connectors.protocol.events import (
     Announce,
+    BlocksReady,
     Closed,
     Engage,
     EvictSource,
@@ -32,39 +30,48 @@ from kvbaton.connectors.protocol.events import (
     Received,
     RefuseAnnounce,
     Release,
+    SourceAction,
     SourceEvent,
     SourceFailed,
+    Stop,
     StopSource,
     Tick,
     WriteEnded,
 )
-from kvbaton.connectors.protocol.machine import reply
-from kvbaton.connectors.protocol.session import Pairable
-from kvbaton.connectors.protocol.source_pushing import SourcePushing
-from kvbaton.connectors.protocol.source_sessions import (
-    Outgoing,
-    SessionState,
-    SourceSession,
-)
-from kvbaton.connectors.protocol.table import SourceState
+from kvbaton.connectors.protocol.machine import Machine, Table
+from kvbaton.connectors.protocol.outgoing import Outgoing
+from kvbaton.connectors.protocol.session import Negotiator, Pairable
+from kvbaton.connectors.protocol.source_sessions import SourceSession, SourceSessions
+from kvbaton.connectors.protocol.table import SOURCE_ALARMS, SourceState
 from kvbaton.messages.control import (
     Accepted,
     Ack,
     Cancel,
+    Complete,
     Drained,
     Failed,
     Hello,
     NotNeeded,
+    Progress,
+    Refused,
     Reserve,
     TransferMessage,
 )
-from kvbaton.types import Attempt, TransferTimers
+from kvbaton.types import Attempt, TransferTimers, clip_text
 
 State = SourceState
-_OUTCOME_COUNTER = {"acked": "completed", "not_needed": "completed", "cancelled": "cancelled"}
+_COUNTER = {"acked": "completed", "not_needed": "completed", "cancelled": "cancelled"}
+_PROGRESS = {
+    State.RESERVED: "waiting",
+    State.ENGAGED: "computing",
+    State.COMPLETED: "writing",
+    State.STOPPING: "draining",
+}
+MAX_IDLE = 4096
+"""Prompts that are computed and not reserved; above it the oldest are forgotten."""
 
 
-class Source(SourcePushing):
+class Source(Machine[SourceEvent, SourceAction, SourceState, Outgoing]):
     """P's machine.
 
     Args:
@@ -73,8 +80,13 @@ class Source(SourcePushing):
         new_id: makes 16 random bytes.
         pairable: checks layouts, source first; raises `ValueError` naming both values.
         max_attempts: attempts that may be alive at once; more are refused by name.
+        max_attempts_per_peer: likewise for one D; a quarter of `max_attempts` if not given.
         max_notice_bytes: of the transport; a write's digests fit into its notice.
     """
+
+    alarms_of = SOURCE_ALARMS
+    states = SourceState
+    sessions_type: ClassVar[type[SourceSessions]] = SourceSessions
 
     def __init__(
         self,
@@ -84,27 +96,36 @@ class Source(SourcePushing):
         new_id: Callable[[], bytes],
         pairable: Pairable,
         max_attempts: int = 65_536,
+        max_attempts_per_peer: int | None = None,
         max_notice_bytes: int = 1 << 16,
     ) -> None:
-        super().__init__(
+        super().__init__(timers)
+        self.identity = identity
+        negotiator = Negotiator(identity, pairable)
+        self.groups = negotiator.groups
+        self.sessions = self.sessions_type(
+            self.context,
             identity,
             timers,
-            new_id=new_id,
-            pairable=pairable,
+            negotiator,
             max_notice_bytes=max_notice_bytes,
+            lose=self._lose,
+            settle=self._settle,
         )
         self._max_attempts = max_attempts
+        self._max_per_peer = max_attempts_per_peer or -(-max_attempts // 4)
+        self._idle: dict[Attempt, None] = {}
 
     def ledger(self) -> dict[str, Any]:
         """Attempts alive by state, leases, and writes that are not terminal."""
-        live = self._live.values()
+        live = self.live.values()
         return {
             "attempts": self._states(),
             "leases": sum(r.engaged for r in live),
-            "held_blocks": sum(len(blocks) for r in live for blocks in r.blocks),
+            "held_blocks": sum(int((blocks > 0).sum()) for r in live for blocks in r.blocks),
             "writes_in_flight": sum(len(r.flying) for r in live),
-            "writes_undrained": sum(len(writes) for writes in self._undrained.values()),
-            "sessions": self.sessions(),
+            "writes_undrained": self.sessions.num_undrained(),
+            "sessions": self.sessions.dump(),
         }
 
     # --- dispatch ---
@@ -116,144 +137,250 @@ class Source(SourcePushing):
             case Tick():
                 self._ring()
             case PeerGone():
-                self._peer_gone(event.node)
+                self.sessions.peer_gone(event.node)
             case Closed():
-                self._closed(event)
+                self.sessions.closed(event)
+            case Stop():
+                for record in list(self.live.values()):
+                    if record.session is None:
+                        self._fail_idle(record, None)
+                    elif record.state is not State.STOPPING:
+                        self._fail_engaged(record, SourceFailed(record.name, "the node stops"))
             case _:
-                self._apply(type(event).__name__, self._record(event.attempt), event)
+                self._apply(type(event), self.record(event.attempt), event)
 
     def _received(self, event: Received) -> None:
         message = event.message
         if isinstance(message, Hello):
-            self._hello(event.link, message)
+            self.sessions.hello(event.link, message)
         elif not isinstance(message, Reserve | Cancel | NotNeeded | Ack):
-            self._count_dropped("unexpected")
-        elif (session := self._session_of(event)) is not None:
-            record = self._record(Attempt(message.transfer_id, message.attempt))
-            self._tell(record, f"< {type(message).__name__} in {record.state.value}")
-            if record.name in self._live and record.session not in (None, session):
-                self._foreign(record, session, message)
+            self.context.count("unexpected", dropped=True)
+        elif (session := self.sessions.admit(event)) is not None:
+            record = self.record(Attempt(message.transfer_id, message.attempt))
+            self.context.tell(record.name, f"< {type(message).__name__} in {record.state.value}")
+            if record.name not in self.live or record.session is None:
+                record.session = session
+            if record.session is session:
+                self._apply(type(message), record, message)
+                if record.state is State.ANNOUNCED:
+                    record.session = None  # only a `Reserve` binds
             else:
-                self._apply(type(message).__name__, record, message)
+                self._foreign(session, record, message)
 
-    def _foreign(self, record: Outgoing, session: SourceSession, message: TransferMessage) -> None:
+    def _foreign(self, session: SourceSession, record: Outgoing, message: TransferMessage) -> None:
         """A message about an attempt that is bound to another session: it can't touch it."""
+        stranger = Outgoing(record.name, session=session)
         if isinstance(message, Reserve):
-            self._refuse(record, message, "conflict", "the attempt is bound to another session")
+            self._refuse(stranger, "conflict", "the attempt is bound to another session")
         elif isinstance(message, Cancel):
             # True for the asker: nothing was ever accepted from this session.
-            self._do(reply(session, self._message(Drained, session, record.name)))
+            self._send(stranger, Drained)
         else:
-            self._count_dropped("foreign")
+            self.context.count("foreign", dropped=True)
+
+    def _absent(self, name: Attempt, outcome: str | None) -> Outgoing:
+        if outcome is None:
+            return Outgoing(name)
+        return Outgoing(name, State.ENDED, outcome)
+
+    def _ring_session(self, name: str, owner: bytes) -> None:
+        self.sessions.ring(name, owner)
+
+    def _enter(self, record: Outgoing, state: SourceState) -> None:
+        if record.state is State.UNKNOWN:
+            self.live[record.name] = record
+            self.counters.started += 1
+        self._idle.pop(record.name, None)
+        self._set_state(record, state)
+
+    def _in(self, alarm: str, record: Outgoing, seconds: float) -> None:
+        self.context.ring_in(alarm, record.name, seconds)
+
+    def _send(
+        self, record: Outgoing, kind: type[TransferMessage] | type[Refused], **fields: Any
+    ) -> None:
+        assert record.session is not None, "nobody to send to"
+        self.context.tell(record.name, f"> {kind.__name__}")
+        name = record.name
+        fields |= {"transfer_id": name.transfer_id, "attempt": name.number}
+        record.session.send(self.context, kind, **fields)
+
+    def _refuse(self, record: Outgoing, code: str, why: str, *, retry: bool = False) -> None:
+        self.counters.refused += 1
+        self.context.count(code)
+        self.context.tell(record.name, f"refused, {code}: {why}")
+        self._send(record, Refused, code=code, message=clip_text(why), retryable=retry)
 
     # --- Reserve ---
 
     def _acceptable(self, record: Outgoing, message: Reserve) -> bool:
-        groups = self._sessions[message.session].groups
-        problem = check_reserve(message, groups)
+        session = record.session
+        assert session is not None, "it came in one"
+        problem = check_reserve(message, session.groups)
         if problem is not None:
-            self._refuse(record, message, "malformed", problem)
-        elif record.state is State.UNKNOWN and len(self._live) >= self._max_attempts:
-            self._refuse(record, message, "too_many", f"{len(self._live)} attempts", retry=True)
+            self._refuse(record, "malformed", problem)
             return False
-        return problem is None
+        peers, new = len(session.attempts), record.name not in session.attempts
+        crowded = record.state is State.UNKNOWN and len(self.live) >= self._max_attempts
+        if new and (crowded or peers >= self._max_per_peer):
+            why = f"{peers} of {len(self.live)} attempts are this target's"
+            self._refuse(record, "too_many", why, retry=True)
+            return False
+        return True
 
     def _bind(self, record: Outgoing, message: Reserve) -> None:
-        session = self._sessions[message.session]
-        record.session, record.reserve = session, message
+        assert record.session is not None
+        record.session.attempts[record.name] = record
+        record.reserve = message
         record.prompt_key, record.num_tokens = message.prompt_key, message.num_tokens
-        record.start = first_token(message.spans, session.groups)
-        self._in("total", record.name, message.remaining_ms / 1000)
+        record.start = first_token(message.spans, record.session.groups)
+        self._in("total", record, message.remaining_ms / 1000)
 
     def _reserve_first(self, record: Outgoing, message: Reserve) -> None:
+        """Check it, bind the attempt to the session, answer `Accepted`; wait for the request."""
         if self._acceptable(record, message):
             self._bind(record, message)
             self._enter(record, State.RESERVED)
-            self._in("unclaimed", record.name, self.timers.unannounced)
-            self._in("progress", record.name, self.timers.progress_period)
+            self._in("unclaimed", record, self.timers.unannounced)
+            self._in("progress", record, self.timers.progress_period)
             self._send(record, Accepted)
 
     def _reserve_announced(self, record: Outgoing, message: Reserve) -> None:
+        """Check it and compare the prompt; bind, answer `Accepted`, `Engage` the engine from the first token wanted."""
         if not self._acceptable(record, message):
             return
         if (message.prompt_key, message.num_tokens) != (record.prompt_key, record.num_tokens):
-            self._refuse(record, message, "prompt", _prompts(record, message))
+            self._refuse(record, "prompt", _prompts(record, message))
             return
         self._bind(record, message)
         self._send(record, Accepted)
         self._engage(record)
 
     def _reserve_again(self, record: Outgoing, message: Reserve) -> None:
+        """Equal, or longer by later blocks: answer `Accepted` and renew the lease. Other content or another session: `Refused(conflict)`."""
         assert record.reserve is not None
         if not self._acceptable(record, message):
             return
         if not is_extension(record.reserve, message):
-            self._refuse(record, message, "conflict", "a reservation is frozen once sent")
+            self._refuse(record, "conflict", "a reservation is frozen once sent")
             return
         record.reserve = message
         if record.state is not State.RESERVED:
-            self._in("lease", record.name, self.timers.lease)
+            self._in("lease", record, self.timers.lease)
         self._send(record, Accepted)
         if record.state is State.ENGAGED:
             self._push(record)
 
     def _reserve_over(self, record: Outgoing, message: Reserve) -> None:
+        """`Refused`, code after how it ended: `expired`, else `consumed`."""
         code = "expired" if record.outcome == "expired" else "consumed"
-        self._refuse(record, message, code, f"the attempt ended: {record.outcome}")
+        self._refuse(record, code, f"the attempt ended: {record.outcome}")
 
     def _engage(self, record: Outgoing) -> None:
-        record.engaged = True
-        record.ready = record.posted = record.start
-        record.blocks = [{} for _ in self._negotiator.groups]
+        record.engage(self.groups)
         self._enter(record, State.ENGAGED)
-        self._in("lease", record.name, self.timers.lease)
-        self._in("progress", record.name, self.timers.progress_period)
-        self._do(Engage(record.name, record.start))
+        self._in("lease", record, self.timers.lease)
+        self._in("progress", record, self.timers.progress_period)
+        self.context.do(Engage(record.name, record.start))
 
     # --- Announce ---
 
     def _announce_first(self, record: Outgoing, event: Announce) -> None:
-        if len(self._live) >= self._max_attempts:
-            self._do(RefuseAnnounce(record.name, "too_many"))
+        """Remember it; it pins nothing."""
+        if len(self.live) >= self._max_attempts:
+            self.context.do(RefuseAnnounce(record.name, "too_many"))
             return
         record.prompt_key, record.num_tokens = event.prompt_key, event.num_tokens
         self._enter(record, State.ANNOUNCED)
         # The queue may be long, and the entry pins nothing: `unclaimed` starts with the answer.
-        self._in("unclaimed", record.name, self.timers.total)
+        self._in("unclaimed", record, self.timers.total)
 
     def _announce_reserved(self, record: Outgoing, event: Announce) -> None:
+        """Compare the prompt: equal, `Engage`; else `Refused(prompt)` and the request goes on alone."""
         if (event.prompt_key, event.num_tokens) == (record.prompt_key, record.num_tokens):
             self._engage(record)
             return
-        assert record.reserve is not None
-        self._refuse(record, record.reserve, "prompt", _prompts(event, record))
+        self._refuse(record, "prompt", _prompts(event, record))
         self._end(record, "failed")
 
     def _announce_twice(self, record: Outgoing, event: Announce) -> None:
-        self._do(RefuseAnnounce(record.name, "conflict"))
+        """`RefuseAnnounce(conflict)`."""
+        self.context.do(RefuseAnnounce(record.name, "conflict"))
 
     def _announce_over(self, record: Outgoing, event: Announce) -> None:
+        """`RefuseAnnounce`, code after how it ended."""
         known = record.outcome in ("expired", "cancelled", "not_needed")
-        self._do(RefuseAnnounce(record.name, record.outcome if known else "consumed"))
+        self.context.do(RefuseAnnounce(record.name, record.outcome if known else "consumed"))
 
     def _finish_idle(self, record: Outgoing, event: FirstTokens) -> None:
-        self._in("unclaimed", record.name, self.timers.unclaimed)
+        """The prompt is computed: from now on `unclaimed` runs; of too many the oldest is forgotten."""
+        self._in("unclaimed", record, self.timers.unclaimed)
+        self._idle[record.name] = None
+        if len(self._idle) > MAX_IDLE:
+            self._end(self.live[next(iter(self._idle))], "expired")
+
+    # --- pushing ---
+
+    def _blocks_ready(self, record: Outgoing, event: BlocksReady) -> None:
+        """`Post` up to the last common block border, or the end of the prompt, in writes whose digests fit into a notice."""
+        record.take(event)
+        self._push(record)
+
+    def _push(self, record: Outgoing) -> None:
+        for post in record.posts(self.groups, len(self.identity.ranks)):
+            self.context.tell(
+                record.name, f"post write {post.write}: tokens {post.start} to {post.end}"
+            )
+            self.context.do(post)
+        if record.complete:
+            self._enter(record, State.COMPLETED)
+            self._repeat_complete(record, None)
+
+    def _first_tokens(self, record: Outgoing, event: FirstTokens) -> None:
+        """Keep them; `Complete` once all is posted."""
+        record.choices, record.cached_tokens = event.choices, event.cached_tokens
+        self._push(record)
+
+    def _repeat_complete(self, record: Outgoing, given: None) -> None:
+        """Send `Complete` again."""
+        self._in("complete", record, self.timers.resend)
+        self._send(
+            record,
+            Complete,
+            num_tokens=record.num_tokens,
+            num_writes=len(record.writes),
+            choices=record.choices,
+            cached_tokens=record.cached_tokens,
+        )
+
+    def _tell_progress(self, record: Outgoing, given: None) -> None:
+        """Send `Progress`, until all is posted and every write has ended."""
+        if record.state is not State.COMPLETED or record.flying:
+            self._in("progress", record, self.timers.progress_period)
+            self._send_progress(record)
+
+    def _send_progress(self, record: Outgoing) -> None:
+        tokens = max(record.posted - record.start, 0)
+        self._send(record, Progress, state=_PROGRESS[record.state], tokens_pushed=tokens)
 
     # --- writes ---
 
     def _write_ended(self, record: Outgoing, event: WriteEnded) -> None:
+        """Strike it off. If it failed: stop posting, send `Failed`; a range is never posted twice."""
         self._strike(record, event)
         if not event.ok:
             self._fail(record, f"write {event.write} failed: {event.error}")
 
     def _write_stopping(self, record: Outgoing, event: WriteEnded) -> None:
+        """Strike it off; when it was the last: `Drained`, `Release`."""
         self._strike(record, event)
         self._settle(record)
 
     def _write_late(self, record: Outgoing, event: WriteEnded) -> None:
+        """Strike it off the writes that outlived their session; it may let a `SessionDrained` go out."""
         if event.ok or event.drained:
             write = (event.write, event.source_rank, event.target_rank)
-            self._write_outlived(record.name, write)
+            self.sessions.write_outlived(record.name, write)
 
     def _strike(self, record: Outgoing, event: WriteEnded) -> None:
         if event.ok or event.drained:
@@ -262,29 +389,31 @@ class Source(SourcePushing):
     # --- the end ---
 
     def _ack(self, record: Outgoing, message: Ack) -> None:
-        if not self._check_ack(record, message):
-            return
-        if message.verdict == "ok":
-            self._stop(record, "acked")
-        else:
-            self._mismatch(record, message)
+        """`ok`: `Release` when every write is terminal, not before. `mismatch`: evict the ranges, stop."""
+        if self._check_ack(record, message):
+            if message.verdict == "ok":
+                self._stop(record, "acked")
+            else:
+                self._mismatch(record, message)
 
     def _ack_early(self, record: Outgoing, message: Ack) -> None:
+        """`mismatch`: evict the ranges, stop. Else `Refused(conflict)`: nothing was completed."""
         if not self._check_ack(record, message):
             return
-        if message.verdict == "ok" or record.session is None:
-            self._refuse(record, message, "conflict", "nothing was completed yet")
+        if message.verdict == "ok" or record.reserve is None:
+            self._refuse(record, "conflict", "nothing was completed yet")
         else:
             self._mismatch(record, message)
 
     def _ack_late(self, record: Outgoing, message: Ack) -> None:
+        """`mismatch`: evict the ranges, once. Else nothing."""
         if self._check_ack(record, message) and message.verdict == "mismatch":
             self._evict(record, message)
 
     def _check_ack(self, record: Outgoing, message: Ack) -> bool:
         problem = check_ack(message, record.num_tokens)
         if problem is not None:
-            self._refuse(record, message, "malformed", problem)
+            self._refuse(record, "malformed", problem)
         return problem is None
 
     def _mismatch(self, record: Outgoing, message: Ack) -> None:
@@ -295,129 +424,136 @@ class Source(SourcePushing):
         if not record.evicted and record.engaged:
             record.evicted = True
             self.counters.mismatches += 1
-            self._do(EvictSource(record.name, message.bad))
+            self.context.do(EvictSource(record.name, message.bad))
 
     def _cancel_unknown(self, record: Outgoing, message: Cancel) -> None:
-        record.session = self._sessions[message.session]
-        self._bury(record, "cancelled")
+        """Answer `Drained`; remember it, so that a late request is refused."""
+        self.ended.add(record.name, "cancelled", self.context.now)
         self._send(record, Drained)
 
-    def _cancel_idle(self, record: Outgoing, message: Cancel) -> None:
-        record.session = self._sessions[message.session]
-        record.drain_owed = True
+    def _cancel(self, record: Outgoing, message: Cancel) -> None:
+        """Stop posting; the engine stops the request. `Drained` as soon as every write is terminal, then `Release`."""
         self._stop(record, "cancelled")
-
-    def _cancel_engaged(self, record: Outgoing, message: Cancel) -> None:
-        record.drain_owed = True
-        self._stop(record, "cancelled")
+        self._cancel_late(record, message)
 
     def _cancel_late(self, record: Outgoing, message: Cancel) -> None:
-        record.drain_owed = True
+        """`Drained` follows when every write is terminal; until then `Progress`, as a sign of life."""
+        if record.state is State.STOPPING:
+            self._send_progress(record)
 
     def _cancel_over(self, record: Outgoing, message: Cancel) -> None:
-        session = self._sessions[message.session]
-        self._do(reply(session, self._message(Drained, session, record.name)))
+        """Answer `Drained`, unless a write of it outlived its session."""
+        if not self.sessions.has_undrained(record.name):
+            self._send(record, Drained)
 
     def _spare_unknown(self, record: Outgoing, message: NotNeeded) -> None:
-        self._bury(record, "not_needed")
+        """Remember it, so that a late request is refused."""
+        self.ended.add(record.name, "not_needed", self.context.now)
 
     def _spare(self, record: Outgoing, message: NotNeeded) -> None:
+        """Stop posting; the engine stops the request; `Release` when every write is terminal."""
         self._stop(record, "not_needed")
 
-    def _fail(self, record: Outgoing, reason: str) -> None:
-        self._send(record, Failed, reason=reason[:4000])
-        self._stop(record, "failed")
+    def _fail(self, record: Outgoing, reason: str, outcome: str = "failed") -> None:
+        self._send(record, Failed, reason=clip_text(reason))
+        self._stop(record, outcome)
 
-    def _fail_idle(self, record: Outgoing, event: SourceFailed) -> None:
+    def _fail_idle(self, record: Outgoing, event: SourceFailed | None) -> None:
+        """End it."""
         self._end(record, "failed")
 
+    def _fail_reserved(self, record: Outgoing, event: SourceFailed) -> None:
+        """End it, send `Failed`."""
+        self._fail(record, event.reason)
+
     def _fail_engaged(self, record: Outgoing, event: SourceFailed) -> None:
-        self._send(record, Failed, reason=event.reason[:4000])
-        self._stop(record, "failed", engine_knows=True)
+        """Stop posting, send `Failed`; `Drained` and `Release` when every write is terminal."""
+        record.choices = record.choices or ()  # the engine knows: it needs no `StopSource`
+        self._fail(record, event.reason)
 
     def _expire_idle(self, record: Outgoing, given: None) -> None:
+        """Forget it; nothing was pinned."""
         self._end(record, "expired")
 
     def _expire_reserved(self, record: Outgoing, given: None) -> None:
-        self._send(record, Failed, reason="the request did not come in time")
-        self._end(record, "expired")
+        """End it, send `Failed`."""
+        self._fail(record, "the request did not come in time", "expired")
 
     def _expire_engaged(self, record: Outgoing, given: None) -> None:
-        self._send(record, Failed, reason="the lease has expired")
-        self._stop(record, "expired")
+        """Stop posting, send `Failed`; `Drained` and `Release` when every write is terminal."""
+        self._fail(record, "the lease has expired", "expired")
 
-    def _abandon(self, record: Outgoing, why: str) -> None:
-        self._tell(record, f"session over: {why}")
+    def _lose(self, record: Outgoing, why: str) -> None:
+        """The session of an attempt ends."""
+        self.context.tell(record.name, f"session over: {why}")
         if record.state is not State.STOPPING:
             self._stop(record, "lost")
 
-    def _stop(self, record: Outgoing, outcome: str, *, engine_knows: bool = False) -> None:
+    def _stop(self, record: Outgoing, outcome: str) -> None:
         """Post nothing more; wait for what is in flight."""
         record.outcome = outcome
-        if record.state is not State.RESERVED and record.choices is None and not engine_knows:
-            self._do(StopSource(record.name, outcome))
+        if record.state is not State.RESERVED and record.choices is None:
+            self.context.do(StopSource(record.name, outcome))
         self._enter(record, State.STOPPING)
-        self._in("stuck", record.name, self.timers.lease)
+        self._in("stuck", record, self.timers.lease)
         self._settle(record)
 
     def _settle(self, record: Outgoing) -> None:
+        """End an attempt that is stopping, once no write is in flight; D need not have asked."""
         if record.flying or record.state is not State.STOPPING:
             return
-        if record.drain_owed:
-            self._send(record, Drained)
         session = record.session
+        if (
+            session is not None
+            and not session.closing
+            and record.outcome not in ("acked", "not_needed")
+        ):
+            self._send(record, Drained)
         self._end(record, record.outcome)
-        if session is not None and session.state is SessionState.CLOSING:
-            self._close(session, force=False)
+        if session is not None:
+            self.sessions.close_drained(session)
 
     def _force_close(self, record: Outgoing, given: None) -> None:
+        """A write does not end: close the session's peer. `Closed` frees P's blocks, but is no `Drained`."""
         assert record.session is not None
-        self._in("stuck", record.name, self.timers.lease)
-        self._end_session(record.session, "a write does not end")
+        self._in("stuck", record, self.timers.lease)
+        self.sessions.end(record.session, "a write does not end", now=True)
 
     def _end(self, record: Outgoing, outcome: str) -> None:
-        record.outcome = outcome
         if record.engaged:
-            self._do(Release(record.name, outcome))
-        del self._live[record.name]
-        counter = _OUTCOME_COUNTER.get(outcome, "failed")
-        setattr(self.counters, counter, getattr(self.counters, counter) + 1)
-        self._bury(record, outcome)
+            self.context.do(Release(record.name, outcome))
+        if record.session is not None:
+            record.session.attempts.pop(record.name, None)
+        self._count_end(record.name, outcome, _COUNTER.get(outcome, "failed"))
+        self._enter(record, State.ENDED)
 
-    def _bury(self, record: Outgoing, outcome: str) -> None:
-        """Remember only how an attempt ended."""
-        self._tell(record, f"{record.state.value} -> ended: {outcome}")
-        tomb = Outgoing(record.name, State.ENDED, outcome, num_tokens=record.num_tokens)
-        self._ended[record.name] = tomb
-        record.state = State.ENDED
-        self._keep_alarms(record)
-        self._in("tombstone", record.name, self.timers.tombstone)
+    # fmt: off
+    table: ClassVar[Table] = {
+        #             unknown          announced           reserved            engaged          completed         stopping         ended
+        Reserve:     (_reserve_first,  _reserve_announced, _reserve_again,     _reserve_again,  _reserve_again,   _reserve_over,   _reserve_over),
+        Cancel:      (_cancel_unknown, _cancel,            _cancel,            _cancel,         _cancel,          _cancel_late,    _cancel_over),
+        NotNeeded:   (_spare_unknown,  _spare,             _spare,             _spare,          _spare,           Machine._drop,   Machine._drop),
+        Ack:         (Machine._drop,   _ack_early,         _ack_early,         _ack_early,      _ack,             _ack_late,       Machine._drop),
+        Announce:    (_announce_first, _announce_twice,    _announce_reserved, _announce_twice, _announce_twice,  _announce_over,  _announce_over),
+        BlocksReady: (Machine._ignore, Machine._ignore,    Machine._ignore,    _blocks_ready,   Machine._ignore,  Machine._ignore, Machine._ignore),
+        FirstTokens: (Machine._ignore, _finish_idle,       Machine._ignore,    _first_tokens,   Machine._ignore,  Machine._ignore, Machine._ignore),
+        SourceFailed: (Machine._ignore, _fail_idle,        _fail_reserved,     _fail_engaged,   Machine._ignore,  Machine._ignore, Machine._ignore),
+        WriteEnded:  (_write_late,     Machine._ignore,    Machine._ignore,    _write_ended,    _write_ended,     _write_stopping, _write_late),
+        "unclaimed": (None,            _expire_idle,       _expire_reserved,   None,            None,             None,            None),
+        "lease":     (None,            None,               None,               _expire_engaged, _expire_engaged,  None,            None),
+        "total":     (None,            None,               _expire_reserved,   _expire_engaged, _expire_engaged,  None,            None),
+        "progress":  (None,            None,               _tell_progress,     _tell_progress,  _tell_progress,   None,            None),
+        "complete":  (None,            None,               None,               None,            _repeat_complete, None,            None),
+        "stuck":     (None,            None,               None,               None,            None,             _force_close,    None),
+    }
+    # fmt: on
 
     # --- checks ---
 
     def validate(self) -> None:
         """Check the machine's own invariants; raises `AssertionError` with the story."""
-        self._validate((r, problem) for r in self._live.values() if (problem := _wrong(r)))
-        for session in self._sessions.values():
-            if session.state is SessionState.CLOSING and not session.close_sent:
-                assert self._alarms.at("close", session.id) is not None, f"{session} waits for ever"
-
-
-def _wrong(record: Outgoing) -> str | None:
-    if record.engaged != (record.state in (State.ENGAGED, State.COMPLETED)) and (
-        record.state is not State.STOPPING
-    ):
-        return "engaged in a wrong state"
-    if record.flying and not record.engaged:
-        return "writes without a lease"
-    ends = [record.start, *(end for _, end in record.writes)]
-    if [start for start, _ in record.writes] != ends[:-1]:
-        return f"writes do not join: {record.writes}"
-    if record.state is State.STOPPING and not record.flying:
-        return "nothing is in flight and it has not ended"
-    if record.engaged and not record.posted <= record.ready <= record.num_tokens:
-        return f"posted {record.posted}, ready {record.ready} of {record.num_tokens}"
-    return None
+        self._validate((record, record.wrong()) for record in self.live.values())
+        self.sessions.validate()
 
 
 def _prompts(ours: Outgoing | Announce, theirs: Outgoing | Reserve) -> str:

@@ -1,15 +1,17 @@
-"""P's sessions: who may talk to us, and when an old session has truly ended.
+"""P's sessions: who may talk to us, and when nothing of an old session can land any more.
 
-A session is *up* from its `Welcome` until it is superseded, its peer is gone, or a write of it does
-not end. From then on it is *closing*: nothing is posted, and it lasts until its `ClosePeer` was
-carried out. `Welcome` promises that no write of an earlier session can land in D; a closed peer
-does not prove that (bytes may be on the wire), only the end of every write does, or D's own word
-that it needs no promise (`Hello.clean`). Writes that outlive their session stay in `_undrained`.
+A session is *up* from its `Welcome` until D opens another one, its peer is gone, nothing was heard
+of it for two leases, or a write of it does not end. From then on it is *ending*: nothing is posted;
+its connection is closed when its writes are terminal, or at once if they never will be. Then it is
+*over*, and remembered: D may ask in any later `Hello` whether its writes can still land, and is
+told `SessionDrained` once each of them is terminal. A closed connection is no proof of that: bytes
+may be on the wire.
 """
 
 from __future__ import annotations
 
 import math
+from collections import OrderedDict
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from enum import Enum
@@ -17,6 +19,7 @@ from typing import Any
 
 from kvbaton.connectors.layout import GroupKind
 from kvbaton.connectors.protocol.events import (
+    Abandon,
     Closed,
     ClosePeer,
     Identity,
@@ -24,35 +27,37 @@ from kvbaton.connectors.protocol.events import (
     OpenPeer,
     Received,
     Send,
-    SourceAction,
-    SourceEvent,
 )
-from kvbaton.connectors.protocol.machine import Machine, reply
+from kvbaton.connectors.protocol.machine import Context
 from kvbaton.connectors.protocol.notice import units_per_notice
+from kvbaton.connectors.protocol.outgoing import Outgoing, Write
 from kvbaton.connectors.protocol.session import (
     Group,
     NegotiationError,
-    Pairable,
+    Negotiator,
     Session,
     common_unit,
     groups_of,
     refuse_session,
 )
-from kvbaton.connectors.protocol.table import SOURCE, SOURCE_ALARMS, SourceState
-from kvbaton.messages.control import Control, Hello, RankCard, Reserve, Welcome
-from kvbaton.types import Attempt, ChoiceStart, NodeId, Spans, TransferTimers
+from kvbaton.messages.control import Control, Hello, SessionDrained, Welcome
+from kvbaton.types import Attempt, NodeId, TransferTimers
 
-Write = tuple[int, int, int]
-"""Number of a write, source rank, target rank."""
+MAX_OVER = 4096
+"""Sessions that are remembered after their end; of a forgotten one nothing is ever promised."""
+
+MAX_SESSIONS = 4096
+
+IDLE_LEASES = 2
+"""A session of which nothing was heard for so many leases ends: its attempts expire before."""
 
 
 class SessionState(Enum):
     """State of a session on P."""
 
-    OPENING = "opening"
-    """Waits until nothing of earlier sessions can land."""
     UP = "up"
-    CLOSING = "closing"
+    ENDING = "ending"
+    OVER = "over"
 
 
 @dataclass
@@ -62,86 +67,64 @@ class SourceSession(Session):
     Attributes:
         unit: tokens between two borders at which blocks of both sides begin.
         max_tokens: most tokens of a write, a multiple of `unit`: its digests fit into a notice.
+        attempts: alive and bound to the session.
+        undrained: writes that were not terminal when its connection was closed.
+        closing: `ClosePeer` was emitted.
+        deserted: it is over, and its D had no session that is up for `tombstone`.
     """
 
     peer: NodeId = field(kw_only=True)
-    ranks: tuple[RankCard, ...] = ()
-    version: int = 0
     unit: int = 1
     max_tokens: int = 1
-    clean: bool = False
-    state: SessionState = SessionState.OPENING
-    close_sent: bool = False
-
-
-@dataclass
-class Outgoing:
-    """One attempt on P.
-
-    Attributes:
-        reserve: what D asked for, extensions included.
-        engaged: `Engage` was emitted, so a `Release` is owed.
-        start: first token of the reservation.
-        ready: tokens below this are reported ready.
-        posted: tokens below this are posted; never goes back.
-        blocks: per group, source block behind each logical block.
-        sums: (start, end, sums) of each report.
-        writes: (start, end) of each write, by number.
-        flying: parts of writes that are not terminal.
-        drain_owed: D has sent `Cancel` and gets `Drained` once `flying` is empty.
-    """
-
-    name: Attempt
-    state: SourceState = SourceState.UNKNOWN
-    outcome: str = ""
-    prompt_key: bytes = b""
-    num_tokens: int = 0
-    session: SourceSession | None = None
-    reserve: Reserve | None = None
-    engaged: bool = False
-    start: int = 0
-    ready: int = 0
-    posted: int = 0
-    blocks: list[dict[int, int]] = field(default_factory=list)
-    sums: list[tuple[int, int, object]] = field(default_factory=list)
-    writes: list[tuple[int, int]] = field(default_factory=list)
-    flying: set[Write] = field(default_factory=set)
-    choices: tuple[ChoiceStart, ...] | None = None
-    cached_tokens: int = 0
-    drain_owed: bool = False
-    evicted: bool = False
+    state: SessionState = SessionState.UP
+    attempts: dict[Attempt, Outgoing] = field(default_factory=dict)
+    undrained: set[tuple[Attempt, Write]] = field(default_factory=set)
+    closing: bool = False
+    deserted: bool = False
 
     @property
-    def spans(self) -> Spans:
-        """Target blocks."""
-        assert self.reserve is not None
-        return self.reserve.spans
+    def drained(self) -> bool:
+        """Whether no write of it can land any more, nor ever will."""
+        flying = any(record.flying for record in self.attempts.values())
+        return self.state is not SessionState.UP and not flying and not self.undrained
 
 
-class SourceSessions(Machine[SourceEvent, SourceAction, SourceState, Outgoing]):
-    """The half of `Source` that knows sessions."""
+class SourceSessions:
+    """The part of `Source` that knows sessions.
 
-    table = SOURCE
-    alarms_of = SOURCE_ALARMS
-    states = SourceState
+    Args:
+        context: shared with the machine.
+        identity: what this side says of itself.
+        timers: of the protocol.
+        negotiator: decides who pairs.
+        max_notice_bytes: of the transport.
+        lose: ends an attempt whose session ends, told why.
+        settle: ends an attempt that is stopping, if it has no write in flight.
+    """
 
     def __init__(
         self,
+        context: Context,
         identity: Identity,
         timers: TransferTimers,
+        negotiator: Negotiator,
         *,
-        new_id: Callable[[], bytes],
-        pairable: Pairable,
         max_notice_bytes: int,
+        lose: Callable[[Outgoing, str], None],
+        settle: Callable[[Outgoing], None],
     ) -> None:
-        super().__init__(identity, timers, new_id=new_id, pairable=pairable)
-        self._max_notice_bytes = max_notice_bytes
-        self._sessions: dict[bytes, SourceSession] = {}
-        self._over: set[bytes] = set()
-        self._heard: dict[str, tuple[NodeId, int]] = {}
-        self._undrained: dict[NodeId, set[tuple[Attempt, Write]]] = {}
+        self.context = context
+        self.identity = identity
+        self.timers = timers
+        self.negotiator = negotiator
+        self.max_notice_bytes = max_notice_bytes
+        self.known: dict[bytes, SourceSession] = {}
+        self._over: OrderedDict[bytes, SourceSession] = OrderedDict()
+        self._heard: OrderedDict[NodeId, int] = OrderedDict()
+        self._lose = lose
+        self._settle = settle
 
-    def sessions(self) -> list[dict[str, Any]]:
+    def dump(self) -> list[dict[str, Any]]:
         """Sessions that are not over, for diagnosis."""
         return [
             {
@@ -149,233 +132,227 @@ class SourceSessions(Machine[SourceEvent, SourceAction, SourceState, Outgoing]):
                 "node": session.peer.node,
                 "generation": session.peer.generation.hex(),
                 "state": session.state.value,
-                "attempts": sum(r.session is session for r in self._live.values()),
-                "writes_in_flight": self._flying(session),
+                "attempts": len(session.attempts),
+                "writes_in_flight": sum(len(r.flying) for r in session.attempts.values()),
             }
-            for session in self._sessions.values()
+            for session in self.known.values()
         ]
+
+    def num_undrained(self) -> int:
+        """Writes that outlived their sessions."""
+        return sum(len(session.undrained) for session in self._over.values())
 
     # --- Hello ---
 
-    def _hello(self, link: Link, hello: Hello) -> None:
-        session = self._sessions.get(hello.session)
-        if session is None and hello.session not in self._over:
-            if self._is_news(hello.sender, hello.seq):
-                self._new_session(link, hello)
-            else:
-                self._refuse_session(link, hello, "unknown_session", "a later session has begun")
-        elif session is None or session.state is SessionState.CLOSING:
-            self._refuse_session(link, hello, "unknown_session", "the session is over")
-        elif session.admit(link, hello.seq):
-            self._is_news(hello.sender, hello.seq)
-            self._hello_again(session, hello)
+    def hello(self, link: Link, hello: Hello) -> None:
+        """Open a session, or say again that it is up; tell what has drained of earlier ones."""
+        session = self.known.get(hello.session)
+        if hello.session in self._over or (session and session.state is not SessionState.UP):
+            self._refuse(link, hello, "unknown_session", "the session is over")
+        elif session is not None:
+            if self._admit(session, link, hello.seq):
+                self._welcome(session)
+                self._tell_drained(session, hello.over)
+        elif self.is_news(hello.sender, hello.seq):
+            self._open(link, hello)
         else:
-            self._count_dropped("stale_seq")
+            self._refuse(link, hello, "unknown_session", "a later session has begun")
 
-    def _is_news(self, peer: NodeId, seq: int) -> bool:
-        """Whether a message is younger than all heard from that generation, in any session.
-
-        A `Hello` that was overtaken would end its successor, and its `clean` knows nothing of what
-        was reserved since.
-        """
-        known, last = self._heard.get(peer.node, (peer, -1))
-        if known == peer and seq <= last:
+    def _admit(self, session: SourceSession, link: Link, seq: int) -> bool:
+        if not session.admit(link, seq):
+            self.context.count("stale_seq", dropped=True)
             return False
-        self._heard[peer.node] = (peer, seq)
+        self.is_news(session.peer, seq)
+        self.context.ring_in("idle", session.id, IDLE_LEASES * self.timers.lease)
         return True
 
-    def _new_session(self, link: Link, hello: Hello) -> None:
+    def is_news(self, peer: NodeId, seq: int) -> bool:
+        """Whether a message is younger than all heard from that generation, in any session.
+
+        A `Hello` that was overtaken would end its successor.
+        """
+        if seq <= self._heard.get(peer, -1):
+            return False
+        self._heard[peer] = seq
+        self._heard.move_to_end(peer)
+        if len(self._heard) > MAX_OVER:
+            self._heard.popitem(last=False)
+        return True
+
+    def _open(self, link: Link, hello: Hello) -> None:
         try:
-            layouts = self._negotiator.check_hello(hello)
+            if len(self.known) >= MAX_SESSIONS:
+                raise NegotiationError("too_many", f"{MAX_SESSIONS} sessions are open")
+            layouts = self.negotiator.check_hello(hello)
             groups = groups_of(layouts)
-            unit = common_unit(self._negotiator.groups, groups)
-            max_tokens = self._max_tokens(unit, groups)
+            unit = common_unit(self.negotiator.groups, groups)
+            max_tokens = unit * self._max_units(unit, groups)
         except NegotiationError as error:
-            self._refuse_session(link, hello, error.code, str(error))
+            self._refuse(link, hello, error.code, str(error))
             return
+        for older in [s for s in self.known.values() if s.peer == hello.sender]:
+            self.end(older, "a new session has begun")
         session = SourceSession(
             hello.session,
+            link,
+            last_in=hello.seq,
             peer=hello.sender,
             node=hello.sender,
-            ranks=hello.ranks,
-            version=self._negotiator.version(hello),
             unit=unit,
             max_tokens=max_tokens,
             groups=groups,
             num_ranks=len(layouts),
+            version=self.negotiator.version(hello),
         )
-        session.admit(link, hello.seq)
-        self._sessions[session.id] = session
-        for older in self._others(session):
-            self._wind_down(older, "a new session has begun")
-        self._hello_again(session, hello)
+        self.known[session.id] = session
+        self.context.ring_in("idle", session.id, IDLE_LEASES * self.timers.lease)
+        self.context.do(OpenPeer(session.id, session.peer, hello.ranks))
+        self._welcome(session)
+        self._tell_drained(session, hello.over)
 
-    def _max_tokens(self, unit: int, theirs: Sequence[Group]) -> int:
-        """Most tokens of a write.
+    def _max_units(self, unit: int, theirs: Sequence[Group]) -> int:
+        """Most units of a write.
 
         Raises:
-            NegotiationError: the digests of not even one unit fit into a notice.
+            NegotiationError: the digests of not even one fit into a notice.
         """
-        pairs = zip(self._negotiator.groups, theirs, strict=True)
+        pairs = zip(self.negotiator.groups, theirs, strict=True)
         values = [
             1 if a.kind is GroupKind.STATE else unit // math.lcm(a.block_size, b.block_size)
             for a, b in pairs
         ]
-        units = units_per_notice(self._max_notice_bytes, values)
+        units = units_per_notice(self.max_notice_bytes, values)
         if not units:
             raise NegotiationError(
                 "layout",
-                f"notices of {self._max_notice_bytes} bytes don't hold the {sum(values)} digests "
+                f"notices of {self.max_notice_bytes} bytes don't hold the {sum(values)} digests "
                 f"of {unit} tokens",
             )
-        return units * unit
-
-    def _hello_again(self, session: SourceSession, hello: Hello) -> None:
-        if session.state is SessionState.UP:
-            self._welcome(session)
-            return
-        session.clean |= hello.clean
-        self._try_open(session)
-        if session.state is SessionState.OPENING:
-            self._do(
-                reply(
-                    session,
-                    refuse_session(
-                        session.id, "draining", "earlier writes may still land", retryable=True
-                    ),
-                )
-            )
-
-    def _try_open(self, session: SourceSession) -> None:
-        """Let a session go up once nothing of earlier ones can land."""
-        for older in self._others(session):
-            # Another generation's memory is gone; a clean D has nothing there that is in use.
-            self._close(older, force=session.clean or older.peer != session.peer)
-        if self._others(session) or (self._undrained.get(session.peer) and not session.clean):
-            return
-        self._undrained.pop(session.peer, None)
-        session.state = SessionState.UP
-        self._do(OpenPeer(session.id, session.peer, session.ranks))
-        self._welcome(session)
+        return units
 
     def _welcome(self, session: SourceSession) -> None:
-        message = Welcome(
-            session=session.id,
-            seq=session.next_seq(),
-            sender=self.identity.node,
-            version=session.version,
-            ranks=self.identity.ranks,
+        own = self.identity
+        session.send(
+            self.context, Welcome, sender=own.node, version=session.version, ranks=own.ranks
         )
-        self._do(reply(session, message))
 
-    def _others(self, session: SourceSession) -> list[SourceSession]:
-        return [
-            s
-            for s in self._sessions.values()
-            if s is not session and s.peer.node == session.peer.node
-        ]
+    def _tell_drained(self, session: SourceSession, asked: Sequence[bytes]) -> None:
+        """Say which of D's earlier sessions have drained. Of one not remembered nothing is said."""
+        over = []
+        for name in asked:
+            known = self._over.get(name) or self.known.get(name)
+            if known is not None and known.peer == session.peer and known.drained:
+                over.append(name)
+        if over:
+            session.send(self.context, SessionDrained, over=tuple(over))
 
-    def _refuse_session(self, link: Link, message: Control, code: str, why: str) -> None:
-        self.counters.refused += 1
-        self._count(code)
-        self._do(Send(refuse_session(message.session, code, why), link=link))
+    def _refuse(self, link: Link, message: Control, code: str, why: str) -> None:
+        self.context.counters.refused += 1
+        self.context.count(code)
+        self.context.do(Send(refuse_session(message.session, code, why), link=link))
 
     # --- messages of a session ---
 
-    def _session_of(self, event: Received) -> SourceSession | None:
+    def admit(self, event: Received) -> SourceSession | None:
         """The session that a message belongs to; otherwise it is refused or dropped here."""
-        session = self._sessions.get(event.message.session)
+        session = self.known.get(event.message.session)
         if session is None or session.state is not SessionState.UP:
-            self._refuse_session(
-                event.link, event.message, "unknown_session", "no such session is up"
-            )
+            self._refuse(event.link, event.message, "unknown_session", "no such session is up")
             return None
-        if not session.admit(event.link, event.message.seq):
-            self._count_dropped("stale_seq")
-            return None
-        self._is_news(session.peer, event.message.seq)
-        return session
+        return session if self._admit(session, event.link, event.message.seq) else None
 
     # --- the end of a session ---
 
-    def _wind_down(self, session: SourceSession, why: str) -> None:
-        """Post nothing more in a session."""
-        if session.state is SessionState.CLOSING:
-            return
-        opened = session.state is SessionState.UP
-        session.state = SessionState.CLOSING
-        if not opened:
-            self._session_over(session)
-            return
-        self._in("close", session.id, self.timers.lease)
-        for record in [r for r in self._live.values() if r.session is session]:
-            self._abandon(record, why)
-
-    def _close(self, session: SourceSession, *, force: bool) -> None:
-        """Close a closing session's peer, by force or once its writes are terminal."""
-        if session.close_sent or (self._flying(session) and not force):
-            return
-        session.close_sent = True
-        self._do(ClosePeer(session.id))
-
-    def _end_session(self, session: SourceSession, why: str) -> None:
-        """End a session without waiting for its writes, and let D know."""
+    def end(self, session: SourceSession, why: str, *, now: bool = False) -> None:
+        """Post nothing more; close the connection when its writes are terminal, or `now`."""
         if session.state is SessionState.UP:
-            self._do(reply(session, refuse_session(session.id, "unknown_session", why)))
-        self._wind_down(session, why)
-        if session.id in self._sessions:
-            self._close(session, force=True)
+            session.state = SessionState.ENDING
+            self.context.alarms.keep(session.id, ())
+            self.context.ring_in("close", session.id, self.timers.lease)
+            self.context.do(
+                Send(refuse_session(session.id, "unknown_session", why), link=session.link)
+            )
+            for record in list(session.attempts.values()):
+                self._lose(record, why)
+        self.close_drained(session, now=now)
 
-    def _peer_gone(self, node: NodeId) -> None:
-        for session in [s for s in self._sessions.values() if s.peer == node]:
-            self._end_session(session, "the peer is gone")
+    def close_drained(self, session: SourceSession, *, now: bool = False) -> None:
+        """Close an ending session's connection, once nothing of it is in flight."""
+        if session.state is SessionState.ENDING and (now or session.drained):
+            if not session.closing:
+                session.closing = True
+                self.context.do(ClosePeer(session.id))
 
-    def _closed(self, event: Closed) -> None:
-        session = self._sessions.get(event.session)
-        if session is None or not session.close_sent:
+    def closed(self, event: Closed) -> None:
+        """The connection is closed: our blocks are free, but what was read may still land."""
+        session = self.known.get(event.session)
+        if session is None or not session.closing:
             return
-        for record in [r for r in self._live.values() if r.session is session]:
-            if record.flying:
-                left = {(record.name, write) for write in record.flying}
-                self._undrained.setdefault(session.peer, set()).update(left)
-                record.flying.clear()
-                record.drain_owed = False
+        for record in list(session.attempts.values()):
+            session.undrained |= {(record.name, write) for write in record.flying}
+            record.flying.clear()
             self._settle(record)
-        self._session_over(session)
+        del self.known[session.id]
+        session.state = SessionState.OVER
+        self.context.alarms.keep(session.id, ())
+        self.context.ring_in("forget", session.id, self.timers.tombstone)
+        self._over[session.id] = session
+        if len(self._over) > MAX_OVER:
+            self._forget(next(iter(self._over)))
+        self._announce_drained(session)
 
-    def _session_over(self, session: SourceSession) -> None:
-        del self._sessions[session.id]
-        self._over.add(session.id)
-        self._alarms.clear("close", session.id)
-        self._in("over", session.id, self.timers.tombstone)
-        self._open_waiting()
+    def _announce_drained(self, session: SourceSession) -> None:
+        """Tell D, in the session that is up with it, that an earlier one has drained."""
+        for current in self._up_with(session.peer):
+            self._tell_drained(current, (session.id,))
 
-    def _open_waiting(self) -> None:
-        for session in list(self._sessions.values()):
-            if session.state is SessionState.OPENING:
-                self._try_open(session)
+    def _up_with(self, peer: NodeId) -> list[SourceSession]:
+        sessions = self.known.values()
+        return [s for s in sessions if s.peer == peer and s.state is SessionState.UP]
 
-    def _write_outlived(self, name: Attempt, write: Write) -> None:
+    def write_outlived(self, name: Attempt, write: Write) -> None:
         """A write ended whose session was closed before."""
-        for node, writes in list(self._undrained.items()):
-            writes.discard((name, write))
-            if not writes:
-                del self._undrained[node]
-        self._open_waiting()
+        for session in self._over.values():
+            if (name, write) in session.undrained:
+                session.undrained.discard((name, write))
+                if session.drained:
+                    self._announce_drained(session)
+                return
 
-    def _flying(self, session: SourceSession) -> int:
-        return sum(len(r.flying) for r in self._live.values() if r.session is session)
+    def has_undrained(self, name: Attempt) -> bool:
+        """Whether a write of an attempt that has ended may still land."""
+        return any(
+            name == attempt for session in self._over.values() for attempt, _ in session.undrained
+        )
 
-    def _ring_session(self, name: str, owner: bytes) -> None:
-        if name == "over":
-            self._over.discard(owner)
-        elif name == "close":
-            self._close(self._sessions[owner], force=True)
+    def _forget(self, name: bytes) -> None:
+        if self._over.pop(name).undrained:
+            self.context.do(Abandon(name))
+        self.context.alarms.keep(name, ())
 
-    # --- for the half that knows attempts ---
+    def peer_gone(self, node: NodeId) -> None:
+        """End the sessions of a generation whose process is gone."""
+        for session in [s for s in self.known.values() if s.peer == node]:
+            self.end(session, "the peer is gone", now=True)
 
-    def _abandon(self, record: Outgoing, why: str) -> None:
-        raise NotImplementedError
+    def ring(self, alarm: str, name: bytes) -> None:
+        """An alarm of a session."""
+        if alarm == "forget":
+            session = self._over[name]
+            there = bool(self._up_with(session.peer))
+            if session.deserted and not there:
+                self._forget(name)
+            else:
+                # Who is not there now is waited for once more: a clock may have jumped.
+                session.deserted = not there
+                self.context.ring_in("forget", name, self.timers.tombstone)
+        else:
+            why = "nothing was heard" if alarm == "idle" else "a write does not end"
+            self.end(self.known[name], why, now=alarm == "close")
 
-    def _settle(self, record: Outgoing) -> None:
-        raise NotImplementedError
+    def validate(self) -> None:
+        """Check the invariants; raises `AssertionError`."""
+        for session in self.known.values():
+            if not session.closing:
+                alarm = "idle" if session.state is SessionState.UP else "close"
+                assert self.context.alarms.at(alarm, session.id) is not None, f"{session} lasts"

@@ -4,46 +4,48 @@ Laws of this machine:
 
 1. The engine may read only after `Complete`, a notice of every rank pair of every write that
    `Complete` counts, and good digests of each.
-2. Blocks that P was told of are freed by `Drained`, a later `Welcome` or `Fenced` of the same
+2. Blocks that P was told of are freed by `Drained`, `SessionDrained` or `Fenced` of the same
    generation, or a delivery, since then nothing is in flight. A timeout never frees.
 3. Every `Start` has one `Unquarantine`, and one of `Deliver`, `Fail` and `CancelTarget`.
 
-What happens when is in `table.TARGET`; each rule there is a method here.
+What happens when is in `Target.table`, whose rules are methods here.
 """
+
+# ruff: noqa: E501
 
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any
+from typing import Any, ClassVar
 
-from kvbaton.connectors.protocol.checks import (
-    first_token,
-    flatten,
-)
+import msgspec
+
+from kvbaton.connectors.protocol.checks import check_complete, first_token
 from kvbaton.connectors.protocol.events import (
     CancelTarget,
+    Deliver,
     Fail,
     Fenced,
     Identity,
+    Landed,
     Meet,
+    Part,
     PeerGone,
     Received,
     Start,
+    TargetAction,
     TargetEvent,
     Tick,
     Unneeded,
     Unquarantine,
     Unreachable,
+    Verified,
 )
-from kvbaton.connectors.protocol.machine import reply
-from kvbaton.connectors.protocol.session import Pairable
-from kvbaton.connectors.protocol.table import TargetState
-from kvbaton.connectors.protocol.target_receiving import TargetReceiving
-from kvbaton.connectors.protocol.target_sessions import (
-    Incoming,
-    SessionState,
-    TargetSession,
-)
+from kvbaton.connectors.protocol.incoming import Incoming
+from kvbaton.connectors.protocol.machine import Machine, Table
+from kvbaton.connectors.protocol.session import Negotiator, Pairable
+from kvbaton.connectors.protocol.table import TARGET_ALARMS, TargetState
+from kvbaton.connectors.protocol.target_sessions import SessionState, TargetSession, TargetSessions
 from kvbaton.errors import LocalProtocolError
 from kvbaton.messages.control import (
     Accepted,
@@ -52,10 +54,10 @@ from kvbaton.messages.control import (
     Complete,
     Drained,
     Failed,
-    NotNeeded,
     Progress,
     Refused,
     Reserve,
+    SessionDrained,
     TransferMessage,
     Welcome,
 )
@@ -65,8 +67,11 @@ State = TargetState
 MAX_MISMATCHES = 3
 """Mismatches within `TransferTimers.put_out` after which a peer is asked nothing for as long."""
 
+UNHEALTHY_SHARE = 4
+"""A node is unhealthy while one block in so many waits in quarantine for too long."""
 
-class Target(TargetReceiving):
+
+class Target(Machine[TargetEvent, TargetAction, TargetState, Incoming]):
     """D's machine.
 
     Args:
@@ -75,8 +80,13 @@ class Target(TargetReceiving):
         new_id: makes 16 random bytes.
         pairable: checks layouts, source first; raises `ValueError` naming both values.
         max_blocks_per_peer: blocks that may be reserved or in quarantine for one address; None for
-            no limit.
+            no limit but the pool. For a peer that leaves more than a quarter of the pool in
+            quarantine nothing is reserved.
     """
+
+    alarms_of = TARGET_ALARMS
+    states = TargetState
+    sessions_type: ClassVar[type[TargetSessions]] = TargetSessions
 
     def __init__(
         self,
@@ -87,34 +97,62 @@ class Target(TargetReceiving):
         pairable: Pairable,
         max_blocks_per_peer: int | None = None,
     ) -> None:
-        super().__init__(identity, timers, new_id=new_id, pairable=pairable)
+        super().__init__(timers)
+        self.identity = identity
+        negotiator = Negotiator(identity, pairable)
+        self.groups = negotiator.groups
+        self.sessions = self.sessions_type(
+            self.context,
+            identity,
+            timers,
+            negotiator,
+            new_id=new_id,
+            reserve=self._reserve,
+            fail=self._fail_once,
+            release=lambda record: self._end(record, record.outcome),
+        )
         self._max_blocks = max_blocks_per_peer
+        self._num_blocks = sum(group.num_blocks for group in self.groups)
+        self._quarantine: dict[Attempt, Incoming] = {}
 
     @property
-    def unhealthy(self) -> bool:
-        """Whether blocks have been in quarantine for longer than `quarantine_limit`."""
-        limit = self._now - self.timers.quarantine_limit
-        return any(r.state is State.DRAINING and r.since <= limit for r in self._live.values())
+    def unhealthy(self) -> str:
+        """Why the node is: too many blocks wait in quarantine, and for whom; empty if it is well."""
+        limit = self.context.now - self.timers.quarantine_limit
+        old = [record for record in self._quarantine.values() if record.since <= limit]
+        blocks = sum(record.num_blocks for record in old)
+        if blocks * UNHEALTHY_SHARE < self._num_blocks:
+            return ""
+        peers = {r.session.node.node for r in old if r.session and r.session.node}
+        return (
+            f"{blocks} of {self._num_blocks} blocks are in quarantine for more than "
+            f"{self.timers.quarantine_limit:g} s because of {', '.join(sorted(peers))}"
+        )
+
+    def has_session(self, session: bytes) -> bool:
+        """Whether a session is in use, or has blocks in quarantine."""
+        return session in self.sessions.known
 
     def ledger(self) -> dict[str, Any]:
         """Attempts alive by state, blocks reserved, and quarantines with their ages in seconds."""
-        live = self._live.values()
-        draining = [r for r in live if r.state is State.DRAINING]
+        draining = self._quarantine.values()
+        quarantined = sum(r.num_blocks for r in draining)
         return {
             "attempts": self._states(),
-            "reserved_blocks": sum(r.num_blocks for r in live if r.state is not State.DRAINING),
-            "quarantined_blocks": sum(r.num_blocks for r in draining),
+            "reserved_blocks": sum(r.num_blocks for r in self.live.values()) - quarantined,
+            "quarantined_blocks": quarantined,
             "quarantined": [
                 {
                     "transfer_id": r.name.transfer_id.hex(),
                     "attempt": r.name.number,
                     "blocks": r.num_blocks,
-                    "age_s": self._now - r.since,
+                    "age_s": self.context.now - r.since,
                 }
                 for r in draining
             ],
-            "fencing": [node.node for node in self._lost],
-            "sessions": self.sessions(),
+            "unhealthy": self.unhealthy,
+            "fencing": [node.node for node in self.sessions.lost],
+            "sessions": self.sessions.dump(),
         }
 
     # --- dispatch ---
@@ -126,116 +164,151 @@ class Target(TargetReceiving):
             case Tick():
                 self._ring()
             case PeerGone():
-                self._peer_gone(event.node)
+                self.sessions.peer_gone(event.node)
             case Fenced():
-                self._fenced(event)
+                self.sessions.fenced(event)
             case Meet():
-                self._open(self._line(event.address))
+                self.sessions.meet(event.address)
+            case Part():
+                self.sessions.part(event.address)
             case Unreachable():
-                self._unreachable(event)
+                self.sessions.unreachable(event)
             case Unneeded():
-                self._unneeded(event)
+                self.sessions.unneeded(event)
             case _:
-                self._apply(type(event).__name__, self._record(event.attempt), event)
+                self._apply(type(event), self.record(event.attempt), event)
 
     def _received(self, event: Received) -> None:
         message = event.message
-        session = self._sessions.get(message.session)
+        session = self.sessions.known.get(message.session)
         if session is None:
-            self._count_dropped("unknown_session")
+            self.context.count("unknown_session", dropped=True)
         elif isinstance(message, Refused) and message.transfer_id is None:
-            self._refused_session(session, message)
+            session.heard = self.context.now
+            self.sessions.refused(session, message)
         elif not session.admit(event.link, message.seq):
-            self._count_dropped("stale_seq")
-        elif isinstance(message, Welcome):
-            self._welcomed(event, session, message)
-        elif isinstance(message, Accepted | Refused | Progress | Complete | Failed | Drained):
-            self._about_attempt(session, message)
+            self.context.count("stale_seq", dropped=True)
         else:
-            self._count_dropped("unexpected")
+            session.heard = self.context.now
+            match message:
+                case Welcome():
+                    self.sessions.welcomed(session, message)
+                case SessionDrained():
+                    self.sessions.drained(session, message)
+                case Accepted() | Refused() | Progress() | Complete() | Failed() | Drained():
+                    self._about_attempt(session, message)
+                case _:
+                    self.context.count("unexpected", dropped=True)
 
     def _about_attempt(self, session: TargetSession, message: TransferMessage | Refused) -> None:
-        assert message.transfer_id is not None
-        record = self._record(Attempt(message.transfer_id, message.attempt))
-        kind = type(message).__name__
+        assert message.transfer_id is not None, "else it is about the session"
+        record = self.record(Attempt(message.transfer_id, message.attempt))
         if record.state is not State.UNKNOWN:
-            self._tell(record, f"< {kind} in {record.state.value}")
-        if record.name in self._live and record.session is not session:
-            self._count_dropped("foreign")
-        elif session.state is not SessionState.UP and kind != "Drained":
-            self._count_dropped("session_over")
+            self.context.tell(record.name, f"< {type(message).__name__} in {record.state.value}")
+        if record.name in self.live and record.session is not session:
+            self.context.count("foreign", dropped=True)
+        elif session.state is not SessionState.UP and not isinstance(message, Drained):
+            self.context.count("session_over", dropped=True)
         else:
-            self._apply(kind, record, message)
+            if record.name not in self.live:
+                record.session = session
+            self._apply(type(message), record, message)
+
+    def _absent(self, name: Attempt, outcome: str | None) -> Incoming:
+        if outcome is None:
+            return Incoming(name)
+        return Incoming(name, State.ENDED, outcome)
+
+    def _ring_session(self, name: str, owner: Any) -> None:
+        self.sessions.ring(name, owner)
+
+    def _in(self, alarm: str, record: Incoming, seconds: float) -> None:
+        self.context.ring_in(alarm, record.name, seconds)
+
+    def _send(self, record: Incoming, kind: type[TransferMessage], **fields: Any) -> None:
+        assert record.session is not None, "nobody to send to"
+        self.context.tell(record.name, f"> {kind.__name__}")
+        name = record.name
+        fields |= {"transfer_id": name.transfer_id, "attempt": name.number}
+        record.session.send(self.context, kind, **fields)
 
     # --- Start ---
 
     def _start(self, record: Incoming, event: Start) -> None:
-        line = self._line(event.address)
-        record.order, record.line = event, line
-        record.start = first_token(event.spans, self._negotiator.groups)
-        record.num_blocks = sum(len(flatten(spans)) for spans in event.spans)
-        self._live[record.name] = record
+        """Wait for the session (open one if there is none), then send `Reserve`. Over the cap, or a peer that was put out: fail at once."""
+        if self.sessions.crowded(event.address):
+            self._turn_down(event, "too many addresses are in use")
+            return
+        line = record.line = self.sessions.line(event.address)
+        record.order = event
+        record.start = first_token(event.spans, self.groups)
+        record.num_blocks = sum(len(span.blocks) for spans in event.spans for span in spans)
+        line.num_attempts += 1
+        line.num_blocks += record.num_blocks
+        line.waiting[record.name] = self.live[record.name] = record
         self.counters.started += 1
         seconds = event.deadline_s or self.timers.total
-        record.deadline = self._now + seconds
-        self._enter(record, State.WAITING)
-        self._in("total", record.name, seconds)
+        record.deadline = self.context.now + seconds
+        self._set_state(record, State.WAITING)
+        self._in("total", record, seconds)
+        self._heard(record)
         reason = self._unwelcome(record)
         if reason is not None:
-            self._fail_unsent(record, reason)
+            self._fail(record, reason)
         elif line.session is not None and line.session.state is SessionState.UP:
+            del line.waiting[record.name]
             self._reserve(record, line.session)
         else:
-            line.waiting.append(record.name)
-            self._open(line)
+            self.sessions.open(line)
 
     def _unwelcome(self, record: Incoming) -> str | None:
         """Why P can't be asked now."""
         line = record.line
         assert line is not None
-        times = line.mismatches = [
-            at for at in line.mismatches if at > self._now - self.timers.put_out
+        line.mismatches = [
+            at for at in line.mismatches if at > self.context.now - self.timers.put_out
         ]
-        if len(times) >= MAX_MISMATCHES:
-            return f"{line.address} was put out after {len(times)} mismatches"
-        blocks = sum(r.num_blocks for r in self._live.values() if r.line is line)
+        if len(line.mismatches) >= MAX_MISMATCHES:
+            return f"{line.address} was put out after {len(line.mismatches)} mismatches"
+        blocks = line.num_blocks
         if self._max_blocks is not None and blocks > self._max_blocks:
             return f"{blocks} blocks would wait for {line.address}, at most {self._max_blocks} may"
+        left = sum(r.num_blocks for r in self._quarantine.values() if r.line is line)
+        if left * UNHEALTHY_SHARE > self._num_blocks:
+            return f"{line.address} leaves {left} blocks in quarantine"
         return None
 
     def _start_twice(self, record: Incoming, event: Start) -> None:
+        """A bug of ours: `LocalProtocolError`."""
         raise LocalProtocolError(f"{record.name} is started twice")
 
     def _start_consumed(self, record: Incoming, event: Start) -> None:
+        """Fail at once, nothing is sent."""
+        self._turn_down(event, "the attempt has ended already")
+
+    def _turn_down(self, event: Start, reason: str) -> None:
         self.counters.started += 1
         self.counters.failed += 1
-        start = first_token(event.spans, self._negotiator.groups)
-        self._do(Fail(record.name, start, "the attempt has ended already"))
-        self._do(Unquarantine(record.name))
-
-    def _unneeded(self, event: Unneeded) -> None:
-        line = self._line(event.address)
-        if line.session is not None and line.session.state is SessionState.UP:
-            message = self._message(NotNeeded, line.session, event.attempt)
-            self._do(reply(line.session, message, line.address))
-        else:
-            line.unneeded.append(event.attempt)
-            self._open(line)
+        start = first_token(event.spans, self.groups)
+        self.context.do(Fail(event.attempt, start, reason), Unquarantine(event.attempt))
 
     # --- Reserve and its answers ---
 
     def _reserve(self, record: Incoming, session: TargetSession) -> None:
         record.session = session
-        self._enter(record, State.RESERVED)
+        session.attempts[record.name] = record
+        self._set_state(record, State.RESERVED)
         self._heard(record)
         self._repeat_reserve(record, None)
 
     def _repeat_reserve(self, record: Incoming, given: None) -> None:
-        self._in("resend", record.name, self.timers.resend)
+        """Send `Reserve` again."""
+        self._in("resend", record, self.timers.resend)
         self._send_reserve(record)
 
     def _keep_alive(self, record: Incoming, given: None) -> None:
-        self._in("keepalive", record.name, self.timers.lease / 4)
+        """Send `Reserve` again: P renews its lease."""
+        self._in("keepalive", record, self.timers.lease / 4)
         self._send_reserve(record)
 
     def _send_reserve(self, record: Incoming) -> None:
@@ -244,136 +317,220 @@ class Target(TargetReceiving):
             record,
             Reserve,
             prompt_key=record.order.prompt_key,
-            num_tokens=record.order.num_tokens,
+            num_tokens=record.num_tokens,
             spans=record.order.spans,
-            remaining_ms=max(1, int((record.deadline - self._now) * 1000)),
+            remaining_ms=max(1, int((record.deadline - self.context.now) * 1000)),
         )
 
-    def _accepted(self, record: Incoming, message: Accepted) -> None:
-        self._answered(record)
+    def _heard(self, record: Incoming) -> None:
+        self._in("progress_deadline", record, self.timers.progress_deadline)
+
+    def _accepted(self, record: Incoming, message: object) -> None:
+        """P has it. From now on `Reserve` is repeated slowly, as a sign of life; the progress deadline starts anew."""
+        if record.state is State.RESERVED:
+            self._set_state(record, State.ENGAGED)
+            self._in("keepalive", record, self.timers.lease / 4)
+        self._heard(record)
 
     def _note(self, record: Incoming, message: Accepted) -> None:
-        """P's `Progress` moves the deadline; its answers to our repeats do not."""
-
-    def _progress(self, record: Incoming, message: Progress) -> None:
-        self._answered(record)
+        """P lives; no deadline moves: its `Progress` does that, not its answers to our repeats."""
 
     def _refused(self, record: Incoming, message: Refused) -> None:
-        self._count(message.code)
+        """Fail; `Cancel`."""
+        self.context.count(message.code)
         self._fail(record, f"refused ({message.code}): {message.message}")
 
-    def _peer_failed(self, record: Incoming, message: Failed | Drained) -> None:
-        reason = message.reason if isinstance(message, Failed) else "P stopped unasked"
-        self._fail(record, f"the source failed: {reason}")
+    def _peer_failed(self, record: Incoming, message: Failed) -> None:
+        """Fail; `Cancel`, since what was posted may still land."""
+        self._fail(record, f"the source failed: {message.reason}")
+
+    def _drained_unasked(self, record: Incoming, message: Drained) -> None:
+        """P has given up and nothing is in flight: fail, `Unquarantine`."""
+        self._fail(record, "the source failed: it stopped unasked")
+        self._end(record, record.outcome)
+
+    # --- bytes ---
+
+    def _landed(self, record: Incoming, event: Landed) -> None:
+        """Check it and note the rank pair; `Verify` the write if no pair is missing."""
+        session = record.session
+        assert session is not None
+        exists = event.source_rank < session.num_ranks
+        exists &= event.target_rank < len(self.identity.ranks)
+        if event.session != session.id or not exists:
+            self.context.count("junk_notice", dropped=True)
+            return
+        self._accepted(record, event)
+        try:
+            arrival = record.land(event, self.groups, len(self.identity.ranks))
+        except ValueError as error:
+            self._malformed(record, str(error))
+            return
+        if arrival is not None:
+            self._verify(record, event.write)
+
+    def _verify(self, record: Incoming, write: int) -> None:
+        self.context.do(record.verification(write, self.groups))
+
+    def _verified(self, record: Incoming, event: Verified) -> None:
+        """Good: deliver if everything is here. Bad: `Ack(mismatch)`, fail, `Cancel`."""
+        if event.error:
+            self._fail(record, f"write {event.write} can't be verified: {event.error}")
+            return
+        record.verified[event.write] = event.bad
+        self._heard(record)
+        if not event.bad:
+            self._try_deliver(record)
+            return
+        assert record.line is not None
+        self.counters.mismatches += 1
+        record.line.mismatches.append(self.context.now)
+        record.bad = event.bad
+        self._fail(record, f"tokens {event.bad} do not match their digests")
+
+    def _malformed(self, record: Incoming, problem: str) -> None:
+        self.context.count("malformed")
+        self._fail(record, f"the source sent nonsense: {problem}")
+
+    # --- Complete ---
+
+    def _complete(self, record: Incoming, message: Complete) -> None:
+        """Check it; deliver if everything is here."""
+        problem = check_complete(message, record.start, record.num_tokens)
+        if problem is not None:
+            self._malformed(record, problem)
+            return
+        record.complete = message
+        self._accepted(record, message)
+        self._set_state(record, State.COMPLETING)
+        self._try_deliver(record)
+
+    def _complete_again(self, record: Incoming, message: Complete) -> None:
+        """Must equal the first one; no deadline moves."""
+        assert record.complete is not None
+        if msgspec.structs.replace(message, seq=record.complete.seq) != record.complete:
+            self._malformed(record, "two Complete messages differ")
+
+    def _try_deliver(self, record: Incoming) -> None:
+        complete = record.complete
+        if complete is None or any(n not in record.verified for n in range(complete.num_writes)):
+            return
+        if record.valid_through() != record.num_tokens:
+            self._malformed(record, "its writes do not make up the prompt")
+            return
+        self.context.do(Deliver(record.name, complete.choices, complete.cached_tokens))
+        self._send(record, Ack, verdict="ok")
+        # All rank pairs of all writes have landed, and P posts no range twice: nothing of this
+        # attempt is in flight, so its blocks need no `Drained`.
+        self._end(record, "delivered")
 
     # --- late messages ---
 
     def _answer_complete(self, record: Incoming, message: Complete) -> None:
+        """Delivered: `Ack(ok)` again. Else `Cancel`."""
         if record.outcome == "delivered":
-            record.session = self._sessions[message.session]
             self._send(record, Ack, verdict="ok")
-            record.session = None
         else:
             self._disown(record, message)
 
     def _disown(self, record: Incoming, message: TransferMessage) -> None:
-        session = self._sessions[message.session]
-        self._do(reply(session, self._message(Cancel, session, record.name), session.address))
+        """Answer `Cancel`: nobody here waits for it."""
+        self._send(record, Cancel)
 
     # --- the end ---
 
     def _fail(self, record: Incoming, reason: str) -> None:
-        self._tell(record, f"failed: {reason}")
-        self._do(Fail(record.name, self._valid_through(record), reason))
-        self._drain(record, "failed")
+        self.context.tell(record.name, f"failed: {reason}")
+        self.context.do(Fail(record.name, record.valid_through(), reason))
+        self._leave(record, "failed")
 
-    def _fail_unsent(self, record: Incoming, reason: str) -> None:
-        self._tell(record, f"failed: {reason}")
-        self._do(Fail(record.name, record.start, reason))
-        self._end(record, "failed")
+    def _fail_once(self, record: Incoming, reason: str) -> None:
+        """Its session is over."""
+        if record.state is not State.DRAINING:
+            self._fail(record, reason)
 
     def _give_up(self, record: Incoming, given: None) -> None:
-        self._fail(record, "nothing was heard of the transfer in time")
+        """Fail; `Cancel`, or `Unquarantine` at once if P never heard of the blocks."""
+        assert record.line is not None
+        who = record.line.address if record.state is State.WAITING else "the transfer"
+        self._fail(record, f"nothing was heard of {who} in time")
 
-    def _give_up_unsent(self, record: Incoming, given: None) -> None:
-        self._fail_unsent(record, "no session in time")
+    def _cancel_target(self, record: Incoming, event: CancelTarget) -> None:
+        """`Cancel`, until `Drained` or a fence; `Unquarantine` at once if P never heard of the blocks."""
+        self._leave(record, "cancelled")
 
-    def _cancel_unsent(self, record: Incoming, event: CancelTarget) -> None:
-        self._end(record, "cancelled")
-
-    def _cancel_sent(self, record: Incoming, event: CancelTarget) -> None:
-        self._drain(record, "cancelled")
+    def _leave(self, record: Incoming, outcome: str) -> None:
+        """The engine is done with the attempt; its blocks wait until no byte can land."""
+        if record.session is None:
+            self._end(record, outcome)
+        else:
+            self._drain(record, outcome)
 
     def _drain(self, record: Incoming, outcome: str) -> None:
-        """The engine is done with the attempt; its blocks wait until no byte can land."""
-        record.outcome, record.since = outcome, self._now
-        self._enter(record, State.DRAINING)
-        self._in("silence", record.name, self.timers.silence)
+        record.outcome, record.since = outcome, self.context.now
+        self._quarantine[record.name] = record
+        self._set_state(record, State.DRAINING)
+        self._in("silence", record, self.timers.silence)
         self._repeat_cancel(record, None)
 
     def _repeat_cancel(self, record: Incoming, given: None) -> None:
-        self._in("resend", record.name, self.timers.resend)
+        """Send `Cancel` again (after `Ack(mismatch)` if that was the reason). Of a session that is over the next one's `Hello` asks."""
         assert record.session is not None
-        assert record.line is not None
-        if record.session.forgotten:
-            self._open(record.line)
-        else:
+        if not record.session.over:
+            self._in("resend", record, self.timers.resend)
             self._cancel_again(record, None)
 
     def _cancel_again(self, record: Incoming, message: Complete | None) -> None:
+        """Send `Cancel` again at once."""
         if record.bad:
             self._send(record, Ack, verdict="mismatch", bad=record.bad)
         self._send(record, Cancel)
 
     def _suspect(self, record: Incoming, given: None) -> None:
-        session = record.session
-        assert session is not None
-        assert session.node is not None
-        self._in("silence", record.name, self.timers.silence)
-        self._session_over(session, "the peer leaves blocks in quarantine")
-        self._lose(session.node)
+        """`Fence` its peer, if nothing was heard of that for so long; until that holds or it is heard of."""
+        self._in("silence", record, self.timers.silence)
+        node = record.session.node if record.session is not None else None
+        assert node is not None, "P was told of the blocks"
+        if self.sessions.is_silent(node):
+            self.sessions.peer_gone(node)
 
-    def _drained(self, record: Incoming, given: Any) -> None:
+    def _drained(self, record: Incoming, given: Drained) -> None:
+        """`Unquarantine`."""
         self._end(record, record.outcome)
 
     def _end(self, record: Incoming, outcome: str) -> None:
         """Nothing of the attempt can land any more."""
-        self._do(Unquarantine(record.name))
-        if record.line is not None and record.name in record.line.waiting:
-            record.line.waiting.remove(record.name)
+        self.context.do(Unquarantine(record.name))
+        self._quarantine.pop(record.name, None)
         counter = {"delivered": "completed", "cancelled": "cancelled"}.get(outcome, "failed")
-        setattr(self.counters, counter, getattr(self.counters, counter) + 1)
-        session = record.session
-        self._ended[record.name] = Incoming(record.name, State.ENDED, outcome)
-        del self._live[record.name]
-        self._enter(record, State.ENDED)
-        self._in("tombstone", record.name, self.timers.tombstone)
-        self._forget_session(session)
+        self._count_end(record.name, outcome, counter)
+        self._set_state(record, State.ENDED)
+        self.sessions.released(record)
+
+    # fmt: off
+    table: ClassVar[Table] = {
+        #              unknown          waiting          reserved          engaged           completing        draining         ended
+        Accepted:     (Machine._drop,   Machine._drop,   _accepted,        _note,            _note,            Machine._drop,   Machine._drop),
+        Refused:      (Machine._drop,   Machine._drop,   _refused,         _refused,         _refused,         Machine._drop,   Machine._drop),
+        Progress:     (_disown,         Machine._drop,   _accepted,        _accepted,        _accepted,        Machine._drop,   Machine._drop),
+        Complete:     (_disown,         Machine._drop,   _complete,        _complete,        _complete_again,  _cancel_again,   _answer_complete),
+        Failed:       (Machine._drop,   Machine._drop,   _peer_failed,     _peer_failed,     _peer_failed,     Machine._drop,   Machine._drop),
+        Drained:      (Machine._drop,   Machine._drop,   _drained_unasked, _drained_unasked, _drained_unasked, _drained,        Machine._drop),
+        Start:        (_start,          _start_twice,    _start_twice,     _start_twice,     _start_twice,     _start_twice,    _start_consumed),
+        Landed:       (Machine._ignore, Machine._ignore, _landed,          _landed,          _landed,          Machine._ignore, Machine._ignore),
+        Verified:     (Machine._ignore, Machine._ignore, _verified,        _verified,        _verified,        Machine._ignore, Machine._ignore),
+        CancelTarget: (Machine._ignore, _cancel_target,  _cancel_target,   _cancel_target,   _cancel_target,   Machine._ignore, Machine._ignore),
+        "resend":     (None,            None,            _repeat_reserve,  None,             None,             _repeat_cancel,  None),
+        "keepalive":  (None,            None,            None,             _keep_alive,      _keep_alive,      None,            None),
+        "progress_deadline": (None,     _give_up,        _give_up,         _give_up,         _give_up,         None,            None),
+        "total":      (None,            _give_up,        _give_up,         _give_up,         _give_up,         None,            None),
+        "silence":    (None,            None,            None,             None,             None,             _suspect,        None),
+    }
+    # fmt: on
 
     # --- checks ---
 
     def validate(self) -> None:
         """Check the machine's own invariants; raises `AssertionError` with the story."""
-        self._validate((r, problem) for r in self._live.values() if (problem := self._wrong(r)))
-        for line in self._lines.values():
-            if line.session is not None and line.session.state is SessionState.HELLO:
-                assert self._alarms.at("hello", line.address) is not None, f"{line} waits for ever"
-            if line.waiting:
-                assert line.session is not None, f"{line} has no session under way"
-        for node in self._lost:
-            assert self._alarms.at("fence", node) is not None, f"{node} is not being fenced"
-
-    def _wrong(self, record: Incoming) -> str | None:
-        if (record.session is None) != (record.state is State.WAITING):
-            return "a session in a wrong state"
-        if record.session is not None and record.session.id not in self._sessions:
-            return "its session was forgotten"
-        over = record.session is not None and record.session.state is SessionState.OVER
-        if over and record.state is not State.DRAINING:
-            return "alive in a session that is over"
-        if record.complete is None and record.state is State.COMPLETING:
-            return "completing without Complete"
-        landed = {number for number, arrival in record.arrivals.items() if not arrival.missing}
-        if not set(record.verified) <= landed:
-            return "verified before it has landed"
-        return None
+        self._validate((record, record.wrong()) for record in self.live.values())
+        self.sessions.validate()

@@ -1,14 +1,21 @@
 """D's sessions: one line per address of a P, and what becomes of quarantines when a session ends.
 
 A session is *hello* until `Welcome`, then *up*, and *over* for good once P does not know it, its
-peer is gone or suspect. Attempts of a session that is over fail; their blocks stay in quarantine
-until P says `Drained`, or `Welcome` to a later session, or its generation is fenced.
+peer is gone or silent, or another generation answers. It ends by one rule: stop using it, open the
+next at once. What P was told of in it stays in quarantine until P says `Drained` of the attempt or
+`SessionDrained` of the session (asked for in each `Hello`, which is repeated), or a fence of that
+generation holds.
+
+A line is kept while somebody needs it: its node is a member, something waits, or blocks are in
+quarantine. Then session, address and connections are forgotten.
 """
 
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable
+import math
+from collections import deque
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 from enum import Enum
 from typing import Any
@@ -17,27 +24,37 @@ from kvbaton.connectors.protocol.events import (
     AdmitPeer,
     Fence,
     Fenced,
+    ForgetPeer,
+    HangUp,
     Identity,
-    Received,
-    Start,
-    TargetAction,
-    TargetEvent,
+    Unneeded,
     Unreachable,
 )
-from kvbaton.connectors.protocol.machine import Machine, reply
-from kvbaton.connectors.protocol.session import NegotiationError, Pairable, Session, groups_of
-from kvbaton.connectors.protocol.table import TARGET, TARGET_ALARMS, TargetState
+from kvbaton.connectors.protocol.incoming import Incoming
+from kvbaton.connectors.protocol.machine import Context
+from kvbaton.connectors.protocol.session import (
+    NegotiationError,
+    Negotiator,
+    Session,
+    groups_of,
+)
 from kvbaton.messages.control import (
+    MAX_SESSIONS_ASKED,
     MIN_PROTOCOL_VERSION,
     PROTOCOL_VERSION,
-    Complete,
-    DigestRun,
     Hello,
     NotNeeded,
     Refused,
+    SessionDrained,
     Welcome,
 )
 from kvbaton.types import Attempt, NodeId, TransferTimers
+
+MAX_UNNEEDED = 1024
+"""Messages `NotNeeded` that may wait for a session; older ones are dropped: P forgets by itself."""
+
+MAX_LINES = 256
+"""Addresses in use beside those of members."""
 
 
 class SessionState(Enum):
@@ -53,98 +70,88 @@ class TargetSession(Session):
     """A session with one P.
 
     Attributes:
-        forgotten: P said that it does not know the session: it answers nothing in it any more.
+        since: when it was opened.
+        heard: when the last message of it came.
+        attempts: alive and bound to the session, those in quarantine included.
     """
 
     address: str = ""
     state: SessionState = SessionState.HELLO
     since: float = 0.0
-    forgotten: bool = False
+    heard: float = 0.0
+    attempts: dict[Attempt, Incoming] = field(default_factory=dict)
+
+    @property
+    def over(self) -> bool:
+        """Whether it has ended."""
+        return self.state is SessionState.OVER
 
 
 @dataclass
 class Line:
-    """An address of a P: the session in use, and what waits for it."""
+    """An address of a P: the session in use, and what waits for it.
+
+    Attributes:
+        member: router or operator vouch for the address: its session is kept open.
+        used: when something was last asked of it.
+        opened: when its last session was opened.
+        attempts: alive, by name, those in quarantine included.
+        num_blocks: reserved and in quarantine.
+    """
 
     address: str
+    member: bool = False
+    used: float = 0.0
+    opened: float = -math.inf
     session: TargetSession | None = None
-    node: NodeId | None = None
-    waiting: list[Attempt] = field(default_factory=list)
-    unneeded: list[Attempt] = field(default_factory=list)
+    waiting: dict[Attempt, Incoming] = field(default_factory=dict)
+    unneeded: deque[Attempt] = field(default_factory=lambda: deque(maxlen=MAX_UNNEEDED))
     mismatches: list[float] = field(default_factory=list)
-
-
-@dataclass
-class Arrival:
-    """What has landed of a write.
-
-    Attributes:
-        start: first token.
-        end: past the last token.
-        missing: rank pairs of which a part is missing.
-        parts: parts that are here, by rank pair.
-        digests: what P claims.
-    """
-
-    start: int
-    end: int
-    missing: set[tuple[int, int]]
-    parts: dict[tuple[int, int], set[int]] = field(default_factory=dict)
-    digests: list[DigestRun] = field(default_factory=list)
-
-
-@dataclass
-class Incoming:
-    """One attempt on D.
-
-    Attributes:
-        order: what the engine asked for.
-        start: first token of the reservation.
-        deadline: hard limit.
-        arrivals: what has landed, by write.
-        verified: ranges that do not match, by verified write; empty for a good one.
-        bad: ranges that do not match; told to P until it has drained.
-        since: when the quarantine began.
-    """
-
-    name: Attempt
-    state: TargetState = TargetState.UNKNOWN
-    outcome: str = ""
-    order: Start | None = None
-    start: int = 0
-    deadline: float = 0.0
+    num_attempts: int = 0
     num_blocks: int = 0
-    line: Line | None = None
-    session: TargetSession | None = None
-    arrivals: dict[int, Arrival] = field(default_factory=dict)
-    verified: dict[int, tuple[tuple[int, int], ...]] = field(default_factory=dict)
-    complete: Complete | None = None
-    bad: tuple[tuple[int, int], ...] = ()
-    since: float = 0.0
 
 
-class TargetSessions(Machine[TargetEvent, TargetAction, TargetState, Incoming]):
-    """The half of `Target` that knows sessions."""
+class TargetSessions:
+    """The part of `Target` that knows sessions.
 
-    table = TARGET
-    alarms_of = TARGET_ALARMS
-    states = TargetState
+    Args:
+        context: shared with the machine.
+        identity: what this side says of itself.
+        timers: of the protocol.
+        new_id: makes 16 random bytes.
+        negotiator: decides who pairs.
+        reserve: asks P for an attempt that has waited for its session.
+        fail: ends an attempt for the engine, told why; blocks that P knows go into quarantine.
+        release: ends an attempt's quarantine.
+    """
 
     def __init__(
         self,
+        context: Context,
         identity: Identity,
         timers: TransferTimers,
+        negotiator: Negotiator,
         *,
         new_id: Callable[[], bytes],
-        pairable: Pairable,
+        reserve: Callable[[Incoming, TargetSession], None],
+        fail: Callable[[Incoming, str], None],
+        release: Callable[[Incoming], None],
     ) -> None:
-        super().__init__(identity, timers, new_id=new_id, pairable=pairable)
-        self._lines: dict[str, Line] = {}
-        self._sessions: dict[bytes, TargetSession] = {}
-        self._lost: set[NodeId] = set()
+        self.context = context
+        self.identity = identity
+        self.timers = timers
+        self.negotiator = negotiator
+        self.lines: dict[str, Line] = {}
+        self.known: dict[bytes, TargetSession] = {}
+        self.lost: set[NodeId] = set()
+        self._peers: set[NodeId] = set()
+        self._new_id = new_id
         self._numbers = itertools.count()
+        self._reserve = reserve
+        self._fail = fail
+        self._release = release
 
-    def sessions(self) -> list[dict[str, Any]]:
+    def dump(self) -> list[dict[str, Any]]:
         """Sessions that are in use or have blocks in quarantine, for diagnosis."""
         return [
             {
@@ -153,44 +160,97 @@ class TargetSessions(Machine[TargetEvent, TargetAction, TargetState, Incoming]):
                 "node": session.node.node if session.node else None,
                 "generation": session.node.generation.hex() if session.node else None,
                 "state": session.state.value,
-                "attempts": sum(r.session is session for r in self._live.values()),
-                "fencing": session.node in self._lost,
+                "attempts": len(session.attempts),
+                "fencing": session.node in self.lost,
             }
-            for session in self._sessions.values()
+            for session in self.known.values()
         ]
 
-    def has_session(self, session: bytes) -> bool:
-        """Whether a session is in use, or has blocks in quarantine."""
-        return session in self._sessions
+    # --- lines ---
+
+    def line(self, address: str) -> Line:
+        """The line to an address, which is being used now."""
+        if address not in self.lines:
+            self.lines[address] = Line(address)
+            self.context.ring_in("hello", address, self.timers.lease)
+        line = self.lines[address]
+        line.used = self.context.now
+        return line
+
+    def crowded(self, address: str) -> bool:
+        """Whether there are too many lines for another one."""
+        return address not in self.lines and len(self.lines) >= MAX_LINES
+
+    def meet(self, address: str) -> None:
+        """A member: open a session before it is needed, and keep it."""
+        line = self.line(address)
+        line.member = True
+        self.open(line)
+
+    def part(self, address: str) -> None:
+        """A member no more."""
+        line = self.lines.get(address)
+        if line is not None:
+            line.member, line.used = False, -self.timers.lease
+            self._tidy(line)
+
+    def unreachable(self, event: Unreachable) -> None:
+        """The address is none."""
+        line = self.lines.get(event.address)
+        if line is not None:
+            line.member, line.used = False, -self.timers.lease
+            self._hang_up(line, event.reason)
+            self._tidy(line)
+
+    def unneeded(self, event: Unneeded) -> None:
+        """Tell P, now or when the session is up."""
+        line = self.line(event.address)
+        if line.session is not None and line.session.state is SessionState.UP:
+            self._not_needed(line.session, event.attempt)
+        else:
+            line.unneeded.append(event.attempt)
+            self.open(line)
+
+    def _not_needed(self, session: TargetSession, name: Attempt) -> None:
+        session.send(self.context, NotNeeded, transfer_id=name.transfer_id, attempt=name.number)
+
+    def _is_needed(self, line: Line) -> bool:
+        asked = line.member or line.waiting or line.unneeded or line.num_attempts
+        return bool(asked) or self.context.now - line.used < self.timers.lease
+
+    def _tidy(self, line: Line) -> None:
+        """Forget a line that nobody needs."""
+        if self.lines.get(line.address) is not line or self._is_needed(line):
+            return
+        del self.lines[line.address]
+        self.context.alarms.keep(line.address, ())
+        session, line.session = line.session, None
+        if session is not None:
+            session.state = SessionState.OVER
+            self.forget(session)
+        self.context.do(HangUp(line.address))
 
     # --- opening ---
 
-    def _line(self, address: str) -> Line:
-        return self._lines.setdefault(address, Line(address))
-
-    def _open(self, line: Line) -> None:
-        """Send `Hello` in a new session, if there is none."""
-        if line.session is not None:
-            if line.session.state is SessionState.HELLO:
-                self._bound_wait(line)
-            return
-        session = TargetSession(
-            self._new_id(), numbers=self._numbers, address=line.address, since=self._now
-        )
-        line.session = self._sessions[session.id] = session
-        self._bound_wait(line)
-        self._say_hello(line, session)
-
-    def _bound_wait(self, line: Line) -> None:
-        if self._alarms.at("session", line.address) is None:
-            self._in("session", line.address, self.timers.session)
+    def open(self, line: Line) -> None:
+        """Send `Hello` in a new session, if there is none; not twice within `resend`."""
+        now = self.context.now
+        if line.session is None and now - line.opened < self.timers.resend:
+            self.context.ring_in("hello", line.address, line.opened + self.timers.resend - now)
+        elif line.session is None:
+            line.opened = now
+            line.session = TargetSession(
+                self._new_id(), numbers=self._numbers, address=line.address, since=now, heard=now
+            )
+            self.known[line.session.id] = line.session
+            self._say_hello(line, line.session)
 
     def _say_hello(self, line: Line, session: TargetSession) -> None:
-        self._in("hello", line.address, self.timers.resend)
+        over = self._plan_hello(line, session)
         own = self.identity
-        message = Hello(
-            session=session.id,
-            seq=session.next_seq(),
+        session.send(
+            self.context,
+            Hello,
             sender=own.node,
             min_version=MIN_PROTOCOL_VERSION,
             max_version=PROTOCOL_VERSION,
@@ -198,225 +258,217 @@ class TargetSessions(Machine[TargetEvent, TargetAction, TargetState, Incoming]):
             identity_record=own.record,
             transport=own.transport,
             ranks=own.ranks,
-            clean=not self._unsettled(line),
-        )
-        self._do(reply(session, message, line.address))
-
-    def _unsettled(self, line: Line) -> bool:
-        """Whether a write of an earlier session with this P may still land in blocks in use.
-
-        While we do not know who answers at the address, every attempt counts.
-        """
-        return any(
-            record.session is not None
-            and (
-                line.node is None
-                or record.session.node is None
-                or record.session.address == line.address
-                or record.session.node.node == line.node.node
-            )
-            for record in self._live.values()
+            over=tuple(over[-MAX_SESSIONS_ASKED:]),
         )
 
-    def _needed(self, line: Line) -> bool:
-        """Whether somebody waits for the line's session, or needs its `Welcome` as a promise."""
-        return bool(line.waiting or line.unneeded) or any(
-            record.state is TargetState.DRAINING
-            and record.session is not None
-            and record.session.forgotten
-            and record.session.address == line.address
-            for record in self._live.values()
-        )
+    def _plan_hello(self, line: Line, session: TargetSession) -> list[bytes]:
+        """Set when to say `Hello` again; returns the sessions to ask about."""
+        over = [s.id for s in self.known.values() if s.over and self._may_answer(session, s)]
+        seconds = self.timers.resend
+        if session.state is SessionState.UP and not over:
+            seconds = min(self.timers.lease, self.timers.silence) / 4
+        elif self.context.now - session.since > self.timers.silence:
+            seconds = self.timers.progress_deadline
+        self.context.ring_in("hello", line.address, seconds)
+        return over
 
-    def _hang_up(self, line: Line) -> None:
-        """Give a session up that never came up."""
-        session, line.session = line.session, None
-        if session is not None:
-            self._sessions.pop(session.id, None)
-        self._alarms.keep(line.address, ())
-
-    def _fail_waiting(self, line: Line, reason: str) -> None:
-        line.unneeded.clear()
-        for name in line.waiting[:]:
-            self._fail_unsent(self._live[name], reason)
-
-    def _unreachable(self, event: Unreachable) -> None:
-        line = self._lines[event.address]
-        self._hang_up(line)
-        self._fail_waiting(line, event.reason)
+    @staticmethod
+    def _may_answer(session: TargetSession, over: TargetSession) -> bool:
+        """Whether the P of a session may be the one that an earlier session was with."""
+        if session.node is not None:
+            return session.node == over.node
+        return session.address == over.address
 
     # --- answers to Hello ---
 
-    def _welcomed(self, event: Received, session: TargetSession, message: Welcome) -> None:
-        line = self._lines[session.address]
-        if session.state is not SessionState.HELLO:
-            self._count_dropped("late_welcome")
-            return
+    def welcomed(self, session: TargetSession, message: Welcome) -> None:
+        """A session is up, or still is."""
+        line = self.lines[session.address]
+        if session.over:
+            self.context.count("late_welcome", dropped=True)
+        elif session.state is SessionState.HELLO:
+            self._up(line, session, message)
+        elif session.node != message.sender:
+            self._replaced(line, session.node)
+
+    def _up(self, line: Line, session: TargetSession, message: Welcome) -> None:
         try:
-            layouts = self._negotiator.check_welcome(message)
+            layouts = self.negotiator.check_welcome(message)
         except NegotiationError as error:
-            self._count(error.code)
-            self._hang_up(line)
-            self._fail_waiting(line, f"can't pair with {line.address}: {error}")
+            self.context.count(error.code)
+            self._hang_up(line, f"can't pair with {line.address}: {error}")
             return
-        session.node, session.state = message.sender, SessionState.UP
+        node = session.node = message.sender
+        session.state, session.version = SessionState.UP, message.version
         session.groups, session.num_ranks = groups_of(layouts), len(layouts)
-        self._settle_earlier(line, session, message.sender)
-        line.node = message.sender
-        self._alarms.keep(line.address, ())
-        self._do(AdmitPeer(session.id, message.sender, message.ranks))
-        self._send_waiting(line, session)
+        self.lost.discard(node)  # it lives, and answers for itself
+        self.context.alarms.clear("fence", node)
+        self._peers.add(node)
+        self.context.do(AdmitPeer(session.id, node, message.ranks))
+        for other in list(self.known.values()):
+            if other.address == line.address and other.node not in (None, node):
+                self._replaced(line, other.node)
+        self._plan_hello(line, session)
+        waiting, line.waiting = line.waiting, {}
+        for record in waiting.values():
+            self._reserve(record, session)
+        while line.unneeded:
+            self._not_needed(session, line.unneeded.popleft())
 
-    def _settle_earlier(self, line: Line, session: TargetSession, node: NodeId) -> None:
-        """`Welcome` is `Drained` for all earlier sessions with that generation, and no other."""
-        self._lost.discard(node)
-        self._alarms.clear("fence", node)
-        for other in [s for s in self._sessions.values() if s is not session]:
-            if other.node == node:
-                self._session_over(other, "a new session has begun")
-                self._release_all(other)
-            elif other.address == line.address and other.node is not None:
-                self._session_over(other, "another generation answers")
-                self._lose(other.node)
+    def _replaced(self, line: Line, node: NodeId | None) -> None:
+        """Another generation answers at an address."""
+        assert node is not None, "it was welcomed by one"
+        self._end_all(node, f"another generation answers at {line.address}")
+        self.lose(node)
 
-    def _send_waiting(self, line: Line, session: TargetSession) -> None:
-        waiting, line.waiting = line.waiting, []
-        for name in waiting:
-            self._reserve(self._live[name], session)
-        unneeded, line.unneeded = line.unneeded, []
-        for name in unneeded:
-            self._do(reply(session, self._message(NotNeeded, session, name)))
+    def drained(self, session: TargetSession, message: SessionDrained) -> None:
+        """The generation that an earlier session was with says that nothing of it can land."""
+        for name in message.over:
+            over = self.known.get(name)
+            if over is not None and over.over and over.node == session.node:
+                self._release_all(over)
 
-    def _refused_session(self, session: TargetSession, message: Refused) -> None:
-        self._count(message.code)
-        line = self._lines[session.address]
-        if session.state is not SessionState.HELLO:
-            if message.code == "unknown_session":
-                session.forgotten = True
-                self._session_over(session, "the peer does not know the session")
-                if self._needed(line):
-                    self._open(line)
-        elif message.code == "draining":
-            if self._now - session.since > 2 * self.timers.resend:
-                self._fence_unsettled(line)
-        elif message.code == "unknown_session":
-            self._new_hello(line, session)
+    def refused(self, session: TargetSession, message: Refused) -> None:
+        """P does not know a session, or will not have it."""
+        self.context.count(message.code)
+        line = self.lines.get(session.address)
+        if session.over or line is None:
+            return
+        if message.code == "unknown_session":
+            self.end(session, "the peer does not know the session")
         else:
-            self._hang_up(line)
-            self._fail_waiting(line, f"refused ({message.code}): {message.message}")
-            self._retry_later(line)
+            self._hang_up(line, f"refused ({message.code}): {message.message}")
 
-    def _new_hello(self, line: Line, session: TargetSession) -> None:
-        """P takes our session for one that has ended: say `Hello` under another name."""
-        del self._sessions[session.id]
-        line.session = TargetSession(
-            self._new_id(),
-            session.link,
-            numbers=self._numbers,
-            address=line.address,
-            since=session.since,
-        )
-        self._sessions[line.session.id] = line.session
-        self._in("hello", line.address, self.timers.resend)
-
-    def _retry_later(self, line: Line) -> None:
-        if self._needed(line):
-            self._in("reopen", line.address, self.timers.session)
+    def _hang_up(self, line: Line, reason: str) -> None:
+        """A session can't come up: fail what waits, and try again later if it is still needed."""
+        session, line.session = line.session, None
+        if session is not None:
+            session.state = SessionState.OVER
+            self.forget(session)
+        line.unneeded.clear()
+        for record in list(line.waiting.values()):
+            self._fail(record, reason)
+        self.context.ring_in("hello", line.address, self.timers.progress_deadline)
 
     # --- the end ---
 
-    def _session_over(self, session: TargetSession, why: str) -> None:
-        """Fail a session's attempts; it is kept while it has blocks in quarantine."""
-        if session.state is SessionState.OVER:
+    def end(self, session: TargetSession, why: str) -> None:
+        """Stop using a session, and open the next at once if that is needed."""
+        if session.over:
             return
         session.state = SessionState.OVER
-        line = self._lines[session.address]
+        line = self.lines[session.address]
         if line.session is session:
             line.session = None
-            self._alarms.keep(line.address, ())
-        for record in [r for r in self._live.values() if r.session is session]:
-            if record.state is not TargetState.DRAINING:
-                self._fail(record, why)
-        self._forget_session(session)
+            self.context.alarms.clear("hello", line.address)
+        for record in list(session.attempts.values()):
+            self._fail(record, why)
+        self.forget(session)
+        self._tidy(line)
+        if self.lines.get(line.address) is line:
+            self.open(line)
 
-    def _forget_session(self, session: TargetSession | None) -> None:
-        """Forget a session that is over and has no attempt left."""
-        if session is None or session.state is not SessionState.OVER:
+    def forget(self, session: TargetSession) -> None:
+        """Forget a session that is over and has no attempt left, and a peer that has no session."""
+        if not session.over or session.attempts or session.id not in self.known:
             return
-        if not any(record.session is session for record in self._live.values()):
-            self._sessions.pop(session.id, None)
+        del self.known[session.id]
+        node = session.node
+        if node in self._peers and all(s.node != node for s in self.known.values()):
+            assert node is not None
+            self._peers.discard(node)
+            self.lost.discard(node)
+            self.context.alarms.clear("fence", node)
+            self.context.do(ForgetPeer(node))
+
+    def released(self, record: Incoming) -> None:
+        """An attempt has ended, its blocks are free."""
+        line, session = record.line, record.session
+        assert line is not None
+        line.num_attempts -= 1
+        line.num_blocks -= record.num_blocks
+        line.waiting.pop(record.name, None)
+        if session is not None:
+            session.attempts.pop(record.name, None)
+            self.forget(session)
+        self._tidy(line)
 
     def _release_all(self, session: TargetSession) -> None:
-        for record in [r for r in self._live.values() if r.session is session]:
-            self._drained(record, None)
+        for record in list(session.attempts.values()):
+            self._release(record)
 
-    def _peer_gone(self, node: NodeId) -> None:
-        for session in [s for s in self._sessions.values() if s.node == node]:
-            self._session_over(session, "the peer is gone")
-        self._lose(node)
+    def _of(self, node: NodeId) -> Iterable[TargetSession]:
+        return [session for session in self.known.values() if session.node == node]
+
+    def _end_all(self, node: NodeId, why: str) -> None:
+        for session in self._of(node):
+            line = self.lines.get(session.address)
+            if line is not None and not line.member:
+                line.used = -self.timers.lease
+            self.end(session, why)
+
+    def peer_gone(self, node: NodeId) -> None:
+        """A transport has lost a generation."""
+        self._end_all(node, "the peer is gone")
+        self.lose(node)
 
     # --- fencing ---
 
-    def _lose(self, node: NodeId) -> None:
-        """Fence a generation until that holds, or nothing of it is in quarantine."""
-        if node not in self._lost:
-            self._lost.add(node)
+    def lose(self, node: NodeId) -> None:
+        """Fence a generation until that holds, it answers, or nothing of it is in quarantine."""
+        if node not in self.lost and self._is_quarantined(node):
+            self.lost.add(node)
             self._fence(node)
 
     def _fence(self, node: NodeId) -> None:
-        self._in("fence", node, self.timers.fence_retry)
-        self._do(Fence(node))
+        self.context.ring_in("fence", node, self.timers.fence_retry)
+        self.context.do(Fence(node))
 
-    def _fence_unsettled(self, line: Line) -> None:
-        for record in list(self._live.values()):
-            session = record.session
-            if session is not None and session is not line.session and session.node is not None:
-                if session.address == line.address:
-                    self._lose(session.node)
+    def fenced(self, event: Fenced) -> None:
+        """Nothing of a generation can land any more."""
+        self.lost.discard(event.node)
+        self.context.alarms.clear("fence", event.node)
+        for session in self._of(event.node):
+            if session.over:
+                self._release_all(session)
 
-    def _fenced(self, event: Fenced) -> None:
-        if event.node not in self._lost:
-            return
-        self._lost.discard(event.node)
-        self._alarms.clear("fence", event.node)
-        for session in [s for s in self._sessions.values() if s.node == event.node]:
-            self._session_over(session, "the peer is fenced")
-            self._release_all(session)
+    def _is_quarantined(self, node: NodeId) -> bool:
+        return any(session.over and session.attempts for session in self._of(node))
 
-    def _quarantined(self, node: NodeId) -> bool:
-        return any(r.session is not None and r.session.node == node for r in self._live.values())
+    def is_silent(self, node: NodeId) -> bool:
+        """Whether nothing was heard of a generation for `silence`."""
+        heard = max((session.heard for session in self._of(node)), default=0.0)
+        return self.context.now - heard >= self.timers.silence
 
     # --- alarms ---
 
-    def _ring_session(self, name: str, owner: Any) -> None:
-        if name == "fence":
-            if self._quarantined(owner):
+    def ring(self, alarm: str, owner: Any) -> None:
+        """An alarm of a line, or of a generation."""
+        if alarm == "fence":
+            if self._is_quarantined(owner):
                 self._fence(owner)
             else:
-                self._lost.discard(owner)
+                self.lost.discard(owner)
             return
-        line = self._lines[owner]
-        if name == "session":
-            self._fail_waiting(line, f"no answer from {line.address}")
-        if name == "reopen":
-            if self._needed(line):
-                self._open(line)
-        elif line.session is not None and self._needed(line):
-            if name == "hello":
-                self._say_hello(line, line.session)
+        line = self.lines[owner]
+        self._tidy(line)
+        if self.lines.get(owner) is not line:
+            return
+        session = line.session
+        if session is None:
+            self.open(line)
+        elif session.node is not None and self.is_silent(session.node):
+            self._end_all(session.node, f"nothing was heard for {self.timers.silence:g} s")
         else:
-            self._hang_up(line)
+            self._say_hello(line, session)
 
-    # --- for the half that knows attempts ---
-
-    def _reserve(self, record: Incoming, session: TargetSession) -> None:
-        raise NotImplementedError
-
-    def _fail(self, record: Incoming, reason: str) -> None:
-        raise NotImplementedError
-
-    def _fail_unsent(self, record: Incoming, reason: str) -> None:
-        raise NotImplementedError
-
-    def _drained(self, record: Incoming, given: Any) -> None:
-        raise NotImplementedError
+    def validate(self) -> None:
+        """Check the invariants; raises `AssertionError`."""
+        for line in self.lines.values():
+            alarm = self.context.alarms.at("hello", line.address)
+            assert alarm is not None, f"{line.address} has nothing that would wake it"
+        for node in self.lost:
+            assert self.context.alarms.at("fence", node) is not None, f"{node} is not being fenced"
+        for session in self.known.values():
+            used = not session.over and self.lines[session.address].session is session
+            assert used or session.attempts, f"{session} should be forgotten"

@@ -17,6 +17,7 @@ from kvbaton.connectors.digest import claims
 from kvbaton.connectors.layout import KVLayout
 from kvbaton.connectors.plan import plan, total_bytes
 from kvbaton.connectors.protocol.events import (
+    Abandon,
     Announce,
     BlocksReady,
     Closed,
@@ -87,6 +88,7 @@ class _Write:
         failed: its failure was reported; it is watched until it is terminal.
     """
 
+    session: bytes
     attempt: Attempt
     write: int
     pair: tuple[int, int]
@@ -104,6 +106,11 @@ class _Write:
         if states <= {Status.DONE, Status.DRAINED}:
             return Status.DRAINED
         return Status.PENDING if states <= {Status.DONE, Status.PENDING} else Status.ERROR
+
+    def release(self) -> None:
+        """Give its handles back: it is terminal, or its peer is closed for long."""
+        for handle in self.handles:
+            handle.release()
 
     def error(self) -> str:
         """Why it failed."""
@@ -139,6 +146,7 @@ class SourceWorker(TransferWorker[SourceEvent, SourceAction]):
             ClosePeer: self._close_peer,
             Post: self._post,
             Release: self._release,
+            Abandon: self._abandon,
         }
 
     # --- what goes in ---
@@ -244,6 +252,16 @@ class SourceWorker(TransferWorker[SourceEvent, SourceAction]):
             self.error("transport %s can't close a peer", transport.name)
             return False
 
+    def _abandon(self, action: Abandon, now: float) -> None:
+        """Nobody asks after the writes of a session any more."""
+        kept = []
+        for write in self._writes:
+            if write.session == action.session:
+                write.release()
+            else:
+                kept.append(write)
+        self._writes = kept
+
     def _post(self, action: Post, now: float) -> None:
         began = time.monotonic()
         links = self._peers[action.session].links
@@ -261,7 +279,9 @@ class SourceWorker(TransferWorker[SourceEvent, SourceAction]):
         self.counters["plan_seconds"] += time.monotonic() - began
         for pair in links:
             rows = ranges.get(pair, np.empty((0, 8), np.int64))
-            write = _Write(action.attempt, action.write, pair, total_bytes(rows), began)
+            write = _Write(
+                action.session, action.attempt, action.write, pair, total_bytes(rows), began
+            )
             self._writes.append(write)
             self._post_pair(action, write, rows, digests.get(pair, ()))
         self.timelines.mark(
@@ -355,8 +375,7 @@ class SourceWorker(TransferWorker[SourceEvent, SourceAction]):
             self.counters["write_seconds"] += time.monotonic() - write.posted_at
         if drained and write in self._writes:
             self._writes.remove(write)
-            for handle in write.handles:
-                handle.release()
+            write.release()
         write.failed = not ok
         self.handle(
             WriteEnded(

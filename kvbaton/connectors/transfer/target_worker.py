@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass, field
@@ -16,6 +17,8 @@ from kvbaton.connectors.protocol.events import (
     AdmitPeer,
     Fence,
     Fenced,
+    ForgetPeer,
+    HangUp,
     PeerGone,
     Send,
     Start,
@@ -32,6 +35,8 @@ from kvbaton.connectors.transfer.source_worker import PendingSums
 from kvbaton.connectors.transfer.worker import TransferWorker
 from kvbaton.messages.control import Reserve
 from kvbaton.types import Attempt, NodeId
+
+logger = logging.getLogger(__name__)
 
 HEALTH_PERIOD_S = 0.1
 
@@ -109,6 +114,8 @@ class TargetWorker(TransferWorker[TargetEvent, TargetAction]):
             Verify: self._verify,
             Fence: self._fence,
             Unquarantine: self._unquarantine,
+            ForgetPeer: self._forget_peer,
+            HangUp: self._hang_up,
         }
 
     def handle(self, event: TargetEvent, now: float) -> None:
@@ -133,7 +140,9 @@ class TargetWorker(TransferWorker[TargetEvent, TargetAction]):
         """Totals, and whether blocks were in quarantine for too long."""
         if now >= self._health_at:  # it looks at all attempts, and loops may turn each 0.1 ms
             self._health_at = now + HEALTH_PERIOD_S
-            self._unhealthy = float(self.target.unhealthy)
+            unhealthy, self._unhealthy = self._unhealthy, float(bool(self.target.unhealthy))
+            if self._unhealthy > unhealthy:
+                logger.error("unhealthy: %s", self.target.unhealthy)
         self.published = {**self.counters, "unhealthy": self._unhealthy}
 
     def busy(self) -> bool:
@@ -181,6 +190,7 @@ class TargetWorker(TransferWorker[TargetEvent, TargetAction]):
             msgspec.msgpack.decode(card.layouts, type=list[KVLayout]) for card in action.ranks
         ]
         peers = self._peers.setdefault(action.node, _Peers())
+        earlier, peers.links = peers.links, []
         try:
             for transport in self.transports:
                 for card in action.ranks:
@@ -189,6 +199,21 @@ class TargetWorker(TransferWorker[TargetEvent, TargetAction]):
             self.error("can't reach %s", action.node.node)
             peers.unreachable.add(action.session)
             self.handle(PeerGone(action.node), now)
+        self._close(earlier)
+
+    def _close(self, links: Sequence[tuple[Transport, Peer]]) -> None:
+        for transport, peer in links:
+            try:
+                transport.close(peer)
+            except Exception:
+                self.error("transport %s can't close a peer", transport.name)
+
+    def _forget_peer(self, action: ForgetPeer, now: float) -> None:
+        self._forget_layouts()
+        self._close(self._peers.pop(action.node, _Peers()).links)
+
+    def _hang_up(self, action: HangUp, now: float) -> None:
+        self.hang_up(action.address)
 
     def _forget_layouts(self) -> None:
         """Drop those of sessions that can have nothing to verify any more."""
@@ -202,13 +227,13 @@ class TargetWorker(TransferWorker[TargetEvent, TargetAction]):
     def _fence(self, action: Fence, now: float) -> None:
         peers = self._peers.get(action.node, _Peers())
         if all(transport.fence(peer) for transport, peer in peers.links):
-            for transport, peer in peers.links:
-                transport.close(peer)
+            self._close(peers.links)
             self._peers.pop(action.node, None)
             self.handle(Fenced(action.node), now)
 
     def _unquarantine(self, action: Unquarantine, now: float) -> None:
         self._live.discard(action.attempt)
+        self._forget_layouts()
         self.to_engine(action)
 
     # --- digests ---

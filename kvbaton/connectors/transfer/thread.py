@@ -29,11 +29,13 @@ from kvbaton.connectors.protocol.events import (
     Fail,
     FirstTokens,
     Meet,
+    Part,
     Received,
     RefuseAnnounce,
     Release,
     SourceFailed,
     Start,
+    Stop,
     StopSource,
     Unneeded,
     Unquarantine,
@@ -63,11 +65,22 @@ QUIET_PAUSE_MS = 2
 """Of a pause that control messages and the engine end; only a transport's news may wait for it."""
 
 Submission = (
-    Announce | BlocksReport | FirstTokens | SourceFailed | Meet | Start | Unneeded | CancelTarget
+    Announce
+    | BlocksReport
+    | FirstTokens
+    | SourceFailed
+    | Meet
+    | Part
+    | Start
+    | Unneeded
+    | CancelTarget
 )
 EngineAction = (
     Engage | Release | StopSource | EvictSource | RefuseAnnounce | Deliver | Fail | Unquarantine
 )
+
+STOP_S = 0.5
+"""Time for the writes that are in flight when the thread is closed."""
 
 MAX_FAILED_TURNS = 100
 """After so many in a row the thread gives up, and the node turns unhealthy."""
@@ -108,6 +121,7 @@ class TransferThread:
         for half in self._halves():
             half.to_engine = self._to_engine
             half.send = self._send
+            half.hang_up = self._hang_up
         self._thread = threading.Thread(target=self._run, name="kvbaton-transfers", daemon=True)
 
     def _halves(self) -> list[SourceWorker | TargetWorker]:
@@ -165,6 +179,8 @@ class TransferThread:
         """Stop the thread and give transports and channel back. Idempotent."""
         if self._stopping.is_set():
             return
+        if self.sender is not None:
+            self._stop_source(self.sender)
         self._stopping.set()
         os.eventfd_write(self._inbox_fd, 1)
         if self._thread.is_alive():
@@ -174,6 +190,16 @@ class TransferThread:
         self.channel.close()
         os.close(self._inbox_fd)
         os.close(self.outbox_fd)
+
+    def _stop_source(self, sender: SourceWorker) -> None:
+        """Fail what is left over, and say what has drained, as far as that takes little time."""
+        limit = time.monotonic() + STOP_S
+        try:
+            self.inspect(lambda: sender.handle(Stop(), time.monotonic()))
+            while time.monotonic() < limit and self.inspect(lambda: bool(sender.source.live)):
+                time.sleep(BUSY_PAUSE_S)
+        except Exception:
+            logger.exception("what is left over could not be ended in order")
 
     # --- the thread ---
 
@@ -229,7 +255,7 @@ class TransferThread:
             item = self._inbox.popleft()
             if callable(item):
                 item()
-            elif isinstance(item, Meet | Start | Unneeded | CancelTarget):
+            elif isinstance(item, Meet | Part | Start | Unneeded | CancelTarget):
                 assert self.receiver is not None, "only a target's role submits this"
                 self.receiver.handle(item, now)
             else:
@@ -258,6 +284,11 @@ class TransferThread:
     def _to_engine(self, action: EngineAction) -> None:
         self._outbox.append(action)
         os.eventfd_write(self.outbox_fd, 1)
+
+    def _hang_up(self, address: str) -> None:
+        socket = self.channel.hang_up(address)
+        if socket is not None and socket in self._poller:
+            self._poller.unregister(socket)
 
     def _send(self, action: Any) -> None:
         link = action.link if action.link is not None else self.channel.dial(action.address)

@@ -70,6 +70,7 @@ class TransferWorker(Generic[EventT, ActionT]):
 
     to_engine: Callable[[Any], None]
     send: Callable[[Send], None]
+    hang_up: Callable[[str], None]
 
     def __init__(
         self,
