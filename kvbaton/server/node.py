@@ -270,6 +270,8 @@ class Node:
             await asyncio.wait([self._registration])
         if self._registrar is not None:
             await self._registrar.leave()
+        if self._supervisor is not None:
+            self._supervisor.stop_replacing()
         if self.client is not None:
             await self.client.shutdown(self.config.grace_s)
         if self._supervisor is not None:

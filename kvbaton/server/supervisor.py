@@ -129,8 +129,6 @@ class Supervisor:
             finally:
                 del self._workers[index]
                 self._metrics.retire(index)
-                if worker.process.is_alive():
-                    worker.process.terminate()
             if self._stopping:
                 return
             how = f"worker {index} ended with status {await worker.join()}"
@@ -155,9 +153,13 @@ class Supervisor:
                 self._metrics.update(index, text)
         return self._metrics.text(own.decode()).encode()
 
+    def stop_replacing(self) -> None:
+        """Workers that end from now on are not replaced: what they need goes away."""
+        self._stopping = True
+
     async def stop(self, grace_s: float) -> None:
         """Tell workers to end; their open requests have `grace_s` seconds."""
-        self._stopping = True
+        self.stop_replacing()
         workers = tuple(self._workers.values())
         for worker in workers:
             if worker.process.is_alive():
@@ -344,7 +346,8 @@ class WorkerLink:
             registry: what is counted.
             grace_s: how long open requests may go on then.
         """
-        asyncio.get_running_loop().add_signal_handler(signal.SIGTERM, self._stop.set)
+        loop = asyncio.get_running_loop()
+        loop.add_signal_handler(signal.SIGTERM, self._stop.set)
         runner = web.AppRunner(
             app, handler_cancellation=True, shutdown_timeout=grace_s, access_log=None
         )
@@ -356,6 +359,9 @@ class WorkerLink:
             self._listener.listen(BACKLOG)
             self._send(WorkerStarted())
             await self._stop.wait()
+            # Told twice is told once, and the second time may come when the loop is closed.
+            loop.remove_signal_handler(signal.SIGTERM)
+            signal.signal(signal.SIGTERM, signal.SIG_IGN)
         finally:
             await runner.cleanup()
             listening.cancel()

@@ -243,6 +243,25 @@ def test_a_killed_worker_is_replaced(keyed: Node) -> None:
     assert keyed.post("/v1/completions", body)["usage"]["completion_tokens"] == 2
 
 
+def test_told_to_stop_a_node_with_workers_leaves_nothing(model: Path, tmp_path: Path) -> None:
+    cluster = Cluster(tmp_path, model)
+    node = cluster.start_node("decode", "stopped", {"workers": "2"})
+    try:
+        cluster.until_up(node)
+        socket = Path(node.info()["engine_address"].removeprefix("ipc://"))
+        assert socket.exists()
+        assert len(processes.group_of(node.pid)) >= 4, "a supervisor, a core, two workers"
+        node.ask_to_stop()
+        poll("all have ended", lambda: not processes.group_of(node.pid), PATIENCE_S, node.tail)
+        assert not socket.parent.exists()
+        said = node.log.read_text()
+        assert "Traceback" not in said
+        assert "starting another" not in said
+    finally:
+        node.kill()
+        cluster.stop()
+
+
 # --- the core dies: last, the nodes are of no use after it ---
 
 
