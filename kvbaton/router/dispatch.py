@@ -99,7 +99,7 @@ class Dispatcher:
                 elif running.over:
                     return
                 else:
-                    await running.wait()
+                    await running.news()
         finally:
             self._running.discard(running)
             running.close()
@@ -186,10 +186,10 @@ class _Running:
             self._metrics.first_token.observe(now - self._started_at)
         return ready if len(ready) == 1 else merged(ready)
 
-    async def wait(self) -> None:
-        """Until there is something to take, or the end."""
+    def news(self) -> asyncio.Future[None]:
+        """Done once there is something to take, or the end."""
         self._waiter = self._loop.create_future()
-        await self._waiter
+        return self._waiter
 
     def close(self) -> None:
         """The client has all it wanted, or has gone: end what is open at nodes."""

@@ -158,8 +158,7 @@ class StandIn:
         self.arrived.set()
         await self.gate.wait()
         if self.status is not None:
-            what = {"message": "no", "param": None, "code": None, **self.body, "type": None}
-            del what["type"]
+            what = {"message": "no", **self.body}
             frontends.send(Rejected(request_id=add.request_id, status=self.status, **what))  # type: ignore[arg-type]
             return
         for number, output in enumerate(self.outputs(body)):
