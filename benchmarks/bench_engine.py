@@ -24,7 +24,6 @@ import torch
 from benchmarks.workload import MAX_BATCHED_TOKENS, MAX_MODEL_LEN, llama_8b, publish, random_prompts
 from kvbaton.engine.build import build_engine
 from kvbaton.engine.config import EngineConfig
-from kvbaton.engine.solo import SoloFactory
 from kvbaton.messages.engine import AddRequest, FromCore, Outputs, Rejected, SamplingParams, ToCore
 from kvbaton.types import NodeId
 
@@ -63,7 +62,7 @@ class Bench:
 
     def __init__(self, config: EngineConfig) -> None:
         self.desk = Desk()
-        self.core = build_engine(config, NodeId("bench", bytes(16)), SoloFactory(), self.desk).core
+        self.core = build_engine(config, NodeId("bench", bytes(16)), (), self.desk).core
         self.spent: dict[str, float] = {}
         self._count = 0
 
@@ -85,7 +84,7 @@ class Bench:
         """Run requests that all come now; per request, seconds from then to each token."""
         names = self.submit(prompts, max_tokens)
         began = time.perf_counter()
-        self.spent = dict.fromkeys(("receive", "listen", "launch", "update"), 0.0)
+        self.spent = dict.fromkeys(("receive", "poll", "launch", "update"), 0.0)
         while self.desk.open:
             for name in self.spent:
                 before = time.perf_counter()

@@ -51,7 +51,7 @@ class SavingBench(Bench):
 
     def _turn(self) -> None:
         self.core.receive()
-        self.core.listen()
+        self.core.poll()
         self.core.launch()
         self.core.update()
 

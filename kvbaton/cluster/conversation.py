@@ -174,7 +174,8 @@ class Watcher:
             mark
             for state in states
             if state
-            for timeline in msgspec.json.decode(state)["role"]["timelines"].values()
+            for side in ("source", "target")
+            for timeline in msgspec.json.decode(state).get(side, {}).get("timelines", {}).values()
             for mark in timeline
         ]
 

@@ -22,14 +22,14 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class DecodeFactory:
-    """Makes the role inside the engine core's process."""
+    """Makes the connector inside the engine core's process."""
 
     handover: HandoverConfig
     sends_blocks: ClassVar[bool] = False
 
     @property
     def items(self) -> DecodeFactory:
-        """See `process.RoleFactory`; nobody dials who receives."""
+        """The same for encoder outputs; nobody dials who receives."""
         return replace(self, handover=replace(self.handover, control_port=0))
 
     def __call__(
@@ -73,4 +73,4 @@ def main(config: NodeConfig) -> int:
     """Run the node until it is told to stop; returns the exit status."""
     from kvbaton.server.node import run_node
 
-    return run_node(config, DecodeFactory(config.handover))
+    return run_node(config, (DecodeFactory(config.handover),))

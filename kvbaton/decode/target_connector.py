@@ -1,12 +1,16 @@
-"""The decode role: asks others for the prompts it admits, and gives them to the engine."""
+"""The target of hand-overs: asks others for the prompts it admits, and gives them to the engine."""
 
 from __future__ import annotations
 
 import ipaddress
+import logging
 from collections.abc import Callable, Sequence
-from typing import Any
-from urllib.parse import urlsplit
+from typing import Any, ClassVar
 
+from typing_extensions import override
+
+from kvbaton.connectors.address import host_of
+from kvbaton.connectors.keys import prompt_key
 from kvbaton.connectors.protocol.events import (
     CancelTarget,
     Deliver,
@@ -20,16 +24,33 @@ from kvbaton.connectors.protocol.events import (
 from kvbaton.connectors.transfer.target_worker import TargetWorker
 from kvbaton.connectors.transfer.thread import TransferThread
 from kvbaton.connectors.transfer.timeline import attempt_name
+from kvbaton.engine import request as requests
 from kvbaton.engine.executor import Executor
-from kvbaton.engine.request import Request
-from kvbaton.engine.scheduler import Admitted, Scheduler
+from kvbaton.engine.kv_connector import HeldBlocks, KVConnector, Load
+from kvbaton.engine.scheduler import Scheduler
 from kvbaton.errors import RequestError
 from kvbaton.messages.engine import AddRequest, Output, TransferSpec
 from kvbaton.types import Attempt, Spans
 
+logger = logging.getLogger(__name__)
 
-class TargetConnector:
-    """Receives prompts from other nodes; see `engine.role.Role` for the contract of each method.
+
+def attempt_of(transfer: TransferSpec) -> Attempt:
+    """The attempt that a request names."""
+    return Attempt(transfer.transfer_id, transfer.attempt)
+
+
+def target_of(request: AddRequest) -> TransferSpec | None:
+    """The hand-over that a request awaits, if it is a target."""
+    transfer = request.transfer
+    return transfer if transfer is not None and transfer.role == "target" else None
+
+
+class TargetConnector(KVConnector):
+    """Receives prompts from other nodes.
+
+    A hand-over is awaited from the request's arrival until its admission, then live until it is
+    delivered or fails; its blocks stay reserved until no write can land in them any more.
 
     Args:
         transfers: the transfer thread, with a receiver.
@@ -39,6 +60,13 @@ class TargetConnector:
         trust_loopback: any loopback address may be dialled (there is no cluster key).
         poison: fill blocks with NaN before they are reserved (debugging).
     """
+
+    name = "target"
+    transfer_role = "target"
+    medium = "transferred"
+    waits_for_room = True
+
+    OUTCOMES: ClassVar = ("delivered", "failed", "cancelled", "unneeded")
 
     def __init__(
         self,
@@ -57,17 +85,14 @@ class TargetConnector:
         self.scheduler = scheduler
         self.trust_loopback = trust_loopback
         self.poison = poison
-        self.delivered = 0
-        self.failed = 0
-        self.cancelled = 0
-        self.unneeded = 0
+        self.wake_fds = (transfers.outbox_fd,)
+        self.outcomes = dict.fromkeys(self.OUTCOMES, 0)
         self._static = frozenset(members)
         self._members: frozenset[str] = frozenset()
-        self._requests: dict[Attempt, str] = {}
-        self._attempts: dict[str, Attempt] = {}
+        self._awaited: dict[Attempt, str] = {}
+        self._live: dict[Attempt, Load] = {}
         self._reserved: dict[Attempt, Spans] = {}
-        self._outputs: list[Output] = []
-        self._on: dict[type, Callable[[Any], None]] = {
+        self._on: dict[type, Callable[[Any], list[Output]]] = {
             Deliver: self._deliver,
             Fail: self._fail,
             Unquarantine: self._unquarantine,
@@ -76,42 +101,35 @@ class TargetConnector:
         for address in members:
             transfers.submit(Meet(address))
 
-    # --- requests ---
+    # --- a request's way ---
 
-    @property
-    def control_address(self) -> str | None:
-        """Nobody needs to dial a target."""
-        return None
-
-    @property
-    def wake_fd(self) -> int:
-        """Readable when the transfer thread has something to say."""
-        return self.transfers.outbox_fd
-
+    @override
     def set_members(self, addresses: Sequence[str]) -> None:
-        """Control addresses that the router vouches for: sessions with new ones are opened now."""
         known, self._members = self._members, frozenset(addresses)
-        for address in sorted(self._members - known):
+        for address in sorted(self._members - known):  # sessions with new ones are opened now
             self.transfers.submit(Meet(address))
         for address in sorted(known - self._members - self._static):
             self.transfers.submit(Part(address))
 
+    @override
     def accept(self, request: AddRequest) -> AddRequest:
-        """Check a request's part in a hand-over, so that no client makes us dial a stranger."""
-        transfer = request.transfer
+        transfer = target_of(request)
         if transfer is None:
             return request
-        if transfer.role != "target" or transfer.peer is None:
-            raise RequestError(
-                "this node decodes; send do_remote_decode to a prefill node",
-                param="kv_transfer_params.do_remote_decode",
-            )
-        if not self._is_member(transfer.peer):
+        if transfer.peer is None or not self._is_member(transfer.peer):  # no client makes us dial
             raise RequestError(
                 f"{transfer.peer} is not a member of this cluster; members come from the router "
                 "or from --peer",
                 param="kv_transfer_params.remote_host",
                 code="not_a_member",
+            )
+        attempt = attempt_of(transfer)
+        if attempt in self._reserved or attempt in self._awaited:
+            raise RequestError(
+                f"transfer {transfer.transfer_id.hex()} attempt {transfer.attempt} is in use",
+                param="kv_transfer_params.transfer_id",
+                status=409,
+                code="transfer_consumed",
             )
         return request
 
@@ -119,149 +137,155 @@ class TargetConnector:
         if address in self._static or address in self._members:
             return True
         try:
-            host = urlsplit(address).hostname or ""
-            return self.trust_loopback and ipaddress.ip_address(host).is_loopback
+            return self.trust_loopback and ipaddress.ip_address(host_of(address)).is_loopback
         except ValueError:
             return False
 
-    def added(self, request: AddRequest) -> None:
-        """A target starts its hand-over at admission, not here."""
+    @override
+    def added(self, sequence: requests.Sequence) -> bool:
+        transfer = target_of(sequence.request.spec)
+        if transfer is not None:
+            self._awaited[attempt_of(transfer)] = sequence.request.request_id
+        return False
 
-    def progressed(self, request: Request) -> None:
-        """Nobody waits for what a target computes."""
+    def _awaits(self, request: requests.Request) -> TransferSpec | None:
+        """The hand-over that a request awaits still: it was not admitted yet."""
+        transfer = target_of(request.spec)
+        if transfer is None or self._awaited.get(attempt_of(transfer)) != request.request_id:
+            return None
+        return transfer
 
-    def emitted(self, outputs: Sequence[Output]) -> list[Output]:
-        """Outputs go out as they are."""
-        return list(outputs)
+    @override
+    def match(self, sequence: requests.Sequence, num_cached: int) -> int:
+        return 0 if self._awaits(sequence.request) is None else len(sequence.tokens) - num_cached
 
-    def ended(self, request_id: str) -> None:
-        """The request was aborted: stop its hand-over, keep its blocks until that is safe."""
-        attempt = self._attempts.pop(request_id, None)
-        if attempt is not None and self._requests.pop(attempt, None) is not None:
-            self.cancelled += 1
-            self.transfers.submit(CancelTarget(attempt))
+    @override
+    def started(self, sequence: requests.Sequence) -> None:
+        transfer = self._awaits(sequence.request)
+        if transfer is not None:  # everything is here
+            del self._awaited[attempt_of(transfer)]
+            self.outcomes["unneeded"] += 1
+            self.decline(transfer)
 
-    # --- hand-overs ---
-
+    @override
     def decline(self, transfer: TransferSpec) -> None:
-        """Tell a source that what it was to send is here already."""
         if transfer.peer is not None and self._is_member(transfer.peer):
-            attempt = Attempt(transfer.transfer_id, transfer.attempt)
-            self.transfers.submit(Unneeded(attempt, transfer.peer))
+            self.transfers.submit(Unneeded(attempt_of(transfer), transfer.peer))
 
-    def begin(self) -> None:
-        """Reserve blocks at the prefill node for what was just admitted."""
-        for admitted in self.scheduler.take_admitted():
-            self._start(admitted)
-
-    def _start(self, admitted: Admitted) -> None:
-        transfer = admitted.transfer
+    @override
+    def start_load(self, load: Load) -> None:
+        request, tokens = load.sequence.request, load.sequence.tokens
+        transfer = self._awaits(request)
+        assert transfer is not None, "only what `match` has offered is loaded"
         assert transfer.peer is not None, "checked in accept"
-        attempt = Attempt(transfer.transfer_id, transfer.attempt)
-        if admitted.full_hit:
-            self.unneeded += 1
-            self.transfers.submit(Unneeded(attempt, transfer.peer))
-            return
-        self._requests[attempt] = admitted.request_id
-        self._attempts[admitted.request_id] = attempt
-        self._reserved[attempt] = admitted.spans
+        attempt = attempt_of(transfer)
+        del self._awaited[attempt]
+        self._live[attempt] = load
+        self._reserved[attempt] = load.spans
         if self.poison:
-            for group, spans in enumerate(admitted.spans):
+            for group, spans in enumerate(load.spans):
                 self.executor.poison(group, [block for span in spans for block in span.blocks])
+        extras = requests.extras_of(request.spec.items)
+        key = prompt_key(request.root, tokens, extras=extras)
+        deadline_s = max(0.0, request.deadline - self.scheduler.clock())
         self.transfers.submit(
-            Start(
-                attempt,
-                transfer.peer,
-                admitted.prompt_key,
-                admitted.num_tokens,
-                admitted.spans,
-                admitted.deadline_s,
-            )
+            Start(attempt, transfer.peer, key, len(tokens), load.spans, deadline_s)
         )
 
-    def poll(self) -> list[Output]:
-        """Carry out what the machine decided."""
+    @override
+    def finished(self, request: requests.Request) -> None:
+        transfer = target_of(request.spec)
+        if transfer is None:
+            return
+        attempt = attempt_of(transfer)
+        if self._awaits(request) is not None:
+            del self._awaited[attempt]
+        load = self._live.get(attempt)
+        if load is not None and load.sequence.request is request:
+            del self._live[attempt]
+            self.outcomes["cancelled"] += 1
+            self.transfers.submit(CancelTarget(attempt))
+
+    # --- what the transfer thread says ---
+
+    @override
+    def poll(self, now: float) -> list[Output]:
+        outputs = []
         for action in self.transfers.take():
-            self._on[type(action)](action)
-        if self.transfers.failure is not None:
-            self._give_up(self.transfers.failure)
-        outputs, self._outputs = self._outputs, []
+            outputs += self._on[type(action)](action)
+        if self.transfers.failure is not None:  # nothing more arrives: serve what is left
+            reason = f"the transfer thread died: {self.transfers.failure}"
+            for attempt in list(self._live):
+                outputs += self._fail(Fail(attempt, 0, reason))
         return outputs
 
-    def _deliver(self, action: Deliver) -> None:
-        request_id = self._forget(action.attempt)
-        if request_id is None:
-            return
-        self.delivered += 1
-        self._outputs += self.scheduler.loaded(request_id, action.choices, action.cached_tokens)
+    def _deliver(self, action: Deliver) -> list[Output]:
+        load = self._live.pop(action.attempt, None)
+        if load is None:
+            return []
+        self.outcomes["delivered"] += 1
+        return self.scheduler.finish_load(
+            load, action.choices, cached_at_source=action.cached_tokens
+        )
 
-    def _fail(self, action: Fail) -> None:
-        request_id = self._forget(action.attempt)
-        if request_id is None:
-            return
-        self.failed += 1
-        self._outputs += self.scheduler.load_failed(request_id, action.valid_through, action.reason)
+    def _fail(self, action: Fail) -> list[Output]:
+        load = self._live.pop(action.attempt, None)
+        if load is None:
+            return []
+        self.outcomes["failed"] += 1
+        return self.scheduler.fail_load(load, action.valid_through, action.reason)
 
-    def _forget(self, attempt: Attempt) -> str | None:
-        request_id = self._requests.pop(attempt, None)
-        if request_id is not None:
-            self._attempts.pop(request_id, None)
-        return request_id
-
-    def _unquarantine(self, action: Unquarantine) -> None:
-        if self._reserved.pop(action.attempt, None) is not None:
-            self.scheduler.unquarantine(action.attempt)
-
-    def _give_up(self, reason: str) -> None:
-        """Without a transfer thread nothing more arrives: serve what is left without it."""
-        for attempt in list(self._requests):
-            self._fail(Fail(attempt, 0, f"the transfer thread died: {reason}"))
+    def _unquarantine(self, action: Unquarantine) -> list[Output]:
+        spans = self._reserved.pop(action.attempt, None)
+        if spans is not None:
+            self.scheduler.blocks.release_incoming(spans)
+        return []
 
     # --- accounts ---
 
+    @override
     def busy(self) -> bool:
-        """Whether somebody may still write here."""
         return bool(self._reserved)
 
-    def claims(self) -> tuple[list[Spans], list[Spans]]:
-        """Blocks reserved or in quarantine."""
-        return list(self._reserved.values()), []
+    @override
+    def held_blocks(self) -> HeldBlocks:
+        return HeldBlocks(incoming=self._reserved.values())
 
+    @override
     def counters(self) -> dict[str, float]:
-        """Totals."""
         totals = {
             f"kvbaton_transfer_{name}_total": value
             for name, value in self.receiver.published.items()
             if name != "unhealthy"
         }
-        for outcome in ("delivered", "failed", "cancelled", "unneeded"):
-            name = f'kvbaton_transfers_total{{role="target",outcome="{outcome}"}}'
-            totals[name] = float(getattr(self, outcome))
+        for outcome, count in self.outcomes.items():
+            totals[f'kvbaton_transfers_total{{role="target",outcome="{outcome}"}}'] = float(count)
         totals["kvbaton_control_junk_total"] = float(self.transfers.junk)
         return totals
 
+    @override
     def gauges(self) -> dict[str, float]:
-        """Values now."""
-        quarantined = len(self._reserved) - len(self._requests)
         failed = self.transfers.failure is not None
         unhealthy = failed or self.receiver.published.get("unhealthy", 0.0) > 0
         return {
-            "kvbaton_transfers_live": float(len(self._requests)),
-            "kvbaton_transfers_quarantined": float(quarantined),
+            "kvbaton_transfers_live": float(len(self._live)),
+            "kvbaton_transfers_quarantined": float(len(self._reserved) - len(self._live)),
             "kvbaton_unhealthy": float(unhealthy),
         }
 
+    @override
     def state(self) -> dict[str, Any]:
-        """The debugging dump."""
         return {
-            "role": "decode",
             "failure": self.transfers.failure,
             "members": sorted(self._static | self._members),
-            "live": {attempt_name(a): request_id for a, request_id in self._requests.items()},
-            "quarantined": [attempt_name(a) for a in self._reserved if a not in self._requests],
+            "live": {
+                attempt_name(attempt): load.sequence.request.request_id
+                for attempt, load in self._live.items()
+            },
+            "quarantined": [attempt_name(a) for a in self._reserved if a not in self._live],
             **self.transfers.inspect(self.receiver.state),
         }
 
+    @override
     def close(self) -> None:
-        """Stop the transfer thread."""
         self.transfers.close()

@@ -19,4 +19,4 @@ def main(config: NodeConfig) -> int:
     from kvbaton.server.encoder_app import encoder_face
     from kvbaton.server.node import run_node
 
-    return run_node(config, PrefillFactory(config.handover), encoder_face)
+    return run_node(config, (PrefillFactory(config.handover),), encoder_face)

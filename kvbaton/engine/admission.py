@@ -1,8 +1,8 @@
-"""The one rule of admission, as a decision without side effects.
+"""The one rule of admission: what to do with the first of the queue.
 
-The first of the queue gets all blocks that its known tokens need, beyond what running requests may
-claim at their next step, or it waits, and all others wait behind it. Blocks in quarantine are not
-free, hence count as absent.
+It gets all blocks that its known tokens need, beyond what running requests may claim at their next
+step, or it waits, and all others wait behind it. Blocks in quarantine are not free, hence count as
+absent.
 """
 
 from __future__ import annotations
@@ -11,10 +11,9 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from kvbaton.engine.encoder.cache_manager import EncoderCacheManager
 from kvbaton.engine.kv_cache_manager import Match, Need
+from kvbaton.engine.kv_connector import PENDING, KVConnector
 from kvbaton.engine.request import Sequence, State
-from kvbaton.engine.store_connector import StoreConnector
 
 if TYPE_CHECKING:
     from kvbaton.engine.scheduler import Scheduler
@@ -28,28 +27,21 @@ class Run:
 
 
 @dataclass(frozen=True)
-class Load:
-    """Reserve blocks for what a hand-over shall bring after this prefix."""
+class BeginLoad:
+    """Let a connector fill blocks after this prefix, up to `end`."""
 
+    connector: KVConnector
     match: Match
+    end: int
 
 
 @dataclass(frozen=True)
-class Fetch:
-    """Load what the store has after this prefix."""
-
-    match: Match
+class Park:
+    """Wait beside the queue for a connector's answer."""
 
 
 @dataclass(frozen=True)
-class Follow:
-    """Wait for what the store is loading for another one after this prefix."""
-
-    match: Match
-
-
-@dataclass(frozen=True)
-class Await:
+class AwaitItem:
     """Wait for the encoder output that the token at `start` stands for."""
 
     start: int
@@ -62,19 +54,18 @@ class Reject:
     error: str
 
 
+Decision = Run | BeginLoad | Park | AwaitItem | Reject
+
+
 class Admission:
     """Decides about the first of the queue."""
 
-    def __init__(
-        self, scheduler: Scheduler, stash: StoreConnector | None, items: EncoderCacheManager | None
-    ) -> None:
+    def __init__(self, scheduler: Scheduler) -> None:
         self._scheduler = scheduler
-        self._stash = stash
-        self._items = items
         self._blocks = scheduler.blocks
         self._config = scheduler.config
 
-    def decide(self, sequence: Sequence) -> Run | Load | Fetch | Follow | Await | Reject | None:
+    def decide(self, sequence: Sequence) -> Decision | None:
         """What to do with the first of the queue; None lets it wait."""
         if sequence.pending or not self._has_slot(sequence):
             return None
@@ -82,19 +73,20 @@ class Admission:
         if error is not None:
             return Reject(error)
         match = self._match(sequence)
-        if self._stash is not None and self._stash.offers(sequence, match):
-            if self._stash.is_coming(sequence, match):
-                return Follow(match)
-            if self._can_load(sequence, match):
-                return Fetch(match)
-            if self._scheduler.loading:  # room comes with the end of a load, which has a deadline
-                return None
-        if sequence.request.attempt is not None and match.num_tokens < len(sequence.tokens):
-            return Load(match) if self._can_load(sequence, match) else None
+        for connector in self._scheduler.connectors:
+            offer = connector.match(sequence, match.num_tokens)
+            if offer is PENDING:
+                return Park()
+            if offer:
+                if self._can_load(sequence, match):
+                    return BeginLoad(connector, match, match.num_tokens + offer)
+                # Room comes with the end of a load, which has a deadline.
+                if connector.waits_for_room or self._scheduler.loading:
+                    return None
         if self._is_forbidden(sequence, match):
             missing = len(sequence.request.prompt) - match.num_tokens
             return Reject(f"debug_forbid_prompt_compute: {missing} prompt tokens are not cached")
-        return self._await(sequence, match) or self._run(sequence, match)
+        return self._await_item(sequence, match) or self._run(sequence, match)
 
     def _has_slot(self, sequence: Sequence) -> bool:
         taken = sum(1 + s.unforked for s in self._holders())
@@ -102,29 +94,26 @@ class Admission:
 
     def _holders(self) -> Iterator[Sequence]:
         yield from self._scheduler.running
-        yield from self._scheduler.loading.values()
+        yield from (load.sequence for load in self._scheduler.loading.values())
 
     def _match(self, sequence: Sequence) -> Match:
         if not (self._config.enable_prefix_caching and sequence.request.reads_cache):
             return Match(0, self._blocks.empty())
-        return self._blocks.match(self._chains(sequence), len(sequence.tokens))
-
-    def _chains(self, sequence: Sequence) -> list[list[bytes]]:
-        return [sequence.chain(group.block_size) for group in self._blocks.groups]
+        return self._blocks.match(self._blocks.chains(sequence), len(sequence.tokens))
 
     def _is_forbidden(self, sequence: Sequence, match: Match) -> bool:
         last = len(sequence.request.prompt) - 1
         return self._config.debug_forbid_prompt_compute and match.num_tokens < last
 
-    def _await(self, sequence: Sequence, match: Match) -> Await | None:
+    def _await_item(self, sequence: Sequence, match: Match) -> AwaitItem | None:
         """Whether the first token after a prefix needs an item that is not here."""
         start = min(match.num_tokens, len(sequence.tokens) - 1)
-        lacks = self._items is not None and self._items.ready_until(sequence, start) <= start
-        return Await(start) if lacks else None
+        lacks = self._scheduler.items.ready_until(sequence, start) <= start
+        return AwaitItem(start) if lacks else None
 
-    def _run(self, sequence: Sequence, match: Match) -> Run | Await | None:
+    def _run(self, sequence: Sequence, match: Match) -> Run | AwaitItem | None:
         total = len(sequence.tokens)
-        beside = self._claims()
+        beside = self._reserved()
         copy_at = total - 1 if match.num_tokens == total else None
         need = self._blocks.need(match.tables, total, copy_at=copy_at)
         if self._blocks.fits(need, beside=beside, hits=match.tables):
@@ -132,30 +121,30 @@ class Admission:
         if copy_at is None:
             return None
         # The private copy of the last block has no room: compute that block instead.
-        match = self._blocks.shorten(self._chains(sequence), match)
+        match = self._blocks.shorten(self._blocks.chains(sequence), match)
         need = self._blocks.need(match.tables, total)
         fits = self._blocks.fits(need, beside=beside, hits=match.tables)
         if not fits or self._is_forbidden(sequence, match):
             return None
-        return self._await(sequence, match) or Run(match)
+        return self._await_item(sequence, match) or Run(match)
 
     def _can_load(self, sequence: Sequence, match: Match) -> bool:
         need = self._blocks.need(match.tables, len(sequence.tokens))
-        fits = self._blocks.fits(need, beside=self._claims(), hits=match.tables)
+        fits = self._blocks.fits(need, beside=self._reserved(), hits=match.tables)
         return fits and all(self._under_cap(g, wanted) for g, wanted in enumerate(need))
 
     def _under_cap(self, g: int, wanted: int) -> bool:
-        """Hand-overs that have not come in may not reserve everything, unless one is alone."""
-        reserved = self._blocks.num_incoming(g)
+        """Loads that have not come in may not reserve everything, unless one is alone."""
+        incoming = self._blocks.num_incoming(g)
         cap = self._config.max_loading_share * self._blocks.pools[g].usable
-        return reserved == 0 or reserved + wanted <= cap
+        return incoming == 0 or incoming + wanted <= cap
 
-    def _claims(self) -> Need:
+    def _reserved(self) -> Need:
         """Blocks that running and loading sequences may want at their next step."""
-        claims = [self._claim(sequence) for sequence in self._holders()]
-        return tuple(sum(claim[g] for claim in claims) for g in range(len(self._blocks.groups)))
+        wanted = [self._next_need(sequence) for sequence in self._holders()]
+        return tuple(sum(need[g] for need in wanted) for g in range(len(self._blocks.groups)))
 
-    def _claim(self, sequence: Sequence) -> Need:
+    def _next_need(self, sequence: Sequence) -> Need:
         if sequence.is_ending:
             return (0,) * len(sequence.tables)
         forks = sequence.unforked

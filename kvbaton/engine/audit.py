@@ -23,8 +23,7 @@ def audit(
 
     Args:
         scheduler: whose block tables say what requests hold, and whose `pinned` what others do.
-        incoming: spans of every attempt that a remote writer may still write. Those that the role
-            has not taken yet (`Scheduler.take_admitted`) are added here.
+        incoming: spans of every load that may still be written.
         outgoing: spans of every hold that a transfer has.
 
     Returns:
@@ -34,8 +33,7 @@ def audit(
         blocks and keys of the prefix cache that do not point at each other.
     """
     blocks = scheduler.blocks
-    untaken = [admitted.spans for admitted in scheduler.untaken()]
-    incoming, outgoing = [*incoming, *untaken], list(outgoing)
+    incoming, outgoing = list(incoming), list(outgoing)
     found = dict.fromkeys(("references", "incoming", "outgoing", "lists", "keys"), 0)
     for g, pool in enumerate(blocks.pools):
         held = {

@@ -1,4 +1,4 @@
-"""Puts an engine together from its settings: model, ranks, scheduler, role, loop."""
+"""Puts an engine together from its settings: model, ranks, scheduler, connectors, loop."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from kvbaton.connectors.keys import (
 from kvbaton.connectors.layout import KVLayout
 from kvbaton.connectors.objects import ObjectForm
 from kvbaton.connectors.registry import load_store
-from kvbaton.engine.config import EngineConfig
+from kvbaton.engine.config import EngineConfig, SchedulerConfig
 from kvbaton.engine.core import EngineCore, Mailbox
 from kvbaton.engine.cpu_worker import cpu_executor
 from kvbaton.engine.encoder.build import (
@@ -29,12 +29,13 @@ from kvbaton.engine.encoder.pool import EncoderPool
 from kvbaton.engine.encoder.side import Desk, EncoderSide
 from kvbaton.engine.executor import Executor
 from kvbaton.engine.kv_cache_manager import GroupSpec
+from kvbaton.engine.kv_connector import ConnectorFactory, KVConnector
 from kvbaton.engine.kv_event_publisher import KVEventPublisher
 from kvbaton.engine.kv_events import KVEventsConfig
 from kvbaton.engine.model_config import ModelConfig, load_model_config, resolve_max_model_len
-from kvbaton.engine.process import RoleFactory, Surroundings
-from kvbaton.engine.scheduler import Scheduler, SchedulerConfig
-from kvbaton.engine.store_connector import StoreConnectorConfig
+from kvbaton.engine.process import Surroundings
+from kvbaton.engine.scheduler import Scheduler
+from kvbaton.engine.store_connector import StoreConnector, StoreConnectorConfig
 from kvbaton.engine.store_worker import StoreWorker
 from kvbaton.engine.vision_config import processor_settings
 from kvbaton.engine.worker import choose_device
@@ -57,41 +58,41 @@ class Engine:
 
 
 def build_engine(
-    config: EngineConfig, node: NodeId, role_factory: RoleFactory, mailbox: Mailbox
+    config: EngineConfig, node: NodeId, factories: Sequence[ConnectorFactory], mailbox: Mailbox
 ) -> Engine:
-    """Load the model, allocate the pool, start the role.
+    """Load the model, allocate the pool, start the connectors.
+
+    Args:
+        config: the engine's settings.
+        node: this life of this node.
+        factories: make the connectors of hand-overs; store and KV events come from `config`.
+        mailbox: where requests come from and outputs go to.
 
     Raises:
         ConfigError: a setting or the model folder is wrong.
     """
     model = load_model_config(config.model, config.dtype)
     if config.encoder_only:
-        return build_encoder(config, model, node, role_factory, mailbox)
+        return build_encoder(config, model, node, factories, mailbox)
     identity = identity_record(config, model)
-    encoder = None if model.vision is None else build_side(config, model, node, role_factory.items)
-    track_sums = role_factory.sends_blocks or config.store is not None
-    executor = make_executor(config, model, track_sums=track_sums)
-    store = open_store(config, executor, identity.digest())
-    stash = None if store is None else stash_config(config, store)
-    outputs = None if encoder is None else encoder.core.scheduler
-    scheduler = make_scheduler(
-        config, model, executor.layouts[0], identity.digest(), stash=stash, outputs=outputs
-    )
-    if encoder is not None:
-        executor.attach_encoder(encoder.pool)
-    kv_events = open_kv_events(config, scheduler)
     surroundings = Surroundings(config, node, identity.digest(), identity.record())
-    role = role_factory(executor, scheduler, surroundings)
+    desk = Desk()
+    encoder = None if model.vision is None else beside(config, model, node, factories, desk)
+    track_sums = config.store is not None or any(f.sends_blocks for f in factories)
+    executor = make_executor(config, model, track_sums=track_sums)
+    outputs = None if encoder is None else encoder.scheduler
+    scheduler = make_scheduler(
+        config, model, executor.layouts[0], identity.digest(), outputs=outputs
+    )
+    connectors = make_connectors(executor, scheduler, factories, surroundings)
+    if encoder is not None:
+        (worker,) = encoder.executor.workers
+        assert isinstance(worker.cache, EncoderPool)
+        executor.attach_encoder(worker.cache)
+        connectors.append(EncoderSide(encoder, desk, worker.cache, scheduler))
     return Engine(
         core=EngineCore(
-            executor,
-            scheduler,
-            role,
-            mailbox,
-            depth=steps_in_flight(config),
-            store=store,
-            kv_events=kv_events,
-            encoder=encoder,
+            executor, scheduler, mailbox, connectors=connectors, depth=steps_in_flight(config)
         ),
         num_blocks=executor.layouts[0][0].num_blocks - 1,
         block_size=config.block_size,
@@ -103,28 +104,29 @@ def build_engine(
     )
 
 
-def build_side(
-    config: EngineConfig, model: ModelConfig, node: NodeId, role_factory: RoleFactory
-) -> EncoderSide:
-    """The encoder beside a language model, which is the same but for who asks it.
+def beside(
+    config: EngineConfig,
+    model: ModelConfig,
+    node: NodeId,
+    factories: Sequence[ConnectorFactory],
+    desk: Desk,
+) -> EngineCore:
+    """The encoder's core beside a language model, which is the same but for who asks it.
 
     Raises:
         ConfigError: a setting or the model folder is wrong.
     """
-    desk = Desk()
     alone = replace(config, kv_events_config=None, tensor_parallel_size=1)
-    beside = NodeId(f"{node.node}-items", node.generation)
-    core = build_encoder(alone, model, beside, role_factory, desk).core
-    (worker,) = core.executor.workers
-    assert isinstance(worker.cache, EncoderPool)
-    return EncoderSide(core, desk, worker.cache)
+    name = NodeId(f"{node.node}-items", node.generation)
+    receivers = [factory.items for factory in factories][:1]  # one receives for all of them
+    return build_encoder(alone, model, name, receivers, desk).core
 
 
 def build_encoder(
     config: EngineConfig,
     model: ModelConfig,
     node: NodeId,
-    role_factory: RoleFactory,
+    factories: Sequence[ConnectorFactory],
     mailbox: Mailbox,
 ) -> Engine:
     """`build_engine` for an encoder alone: its prompts are items, its blocks their outputs.
@@ -135,28 +137,44 @@ def build_encoder(
     if config.tensor_parallel_size != 1:
         raise ConfigError("--tensor-parallel-size", "an encoder has one rank")
     identity = encoder_identity(config, model)
-    digest = identity.digest()
+    surroundings = Surroundings(config, node, identity.digest(), identity.record())
     executor = make_encoder(config, model)
-    store = open_store(config, executor, digest)
     (layout,) = executor.layouts[0]
     scheduler = make_encoder_scheduler(
-        config,
-        layout,
-        lambda salt: root_key(digest, salt),
-        stash=None if store is None else stash_config(config, store),
+        config, layout, lambda salt: root_key(surroundings.identity, salt)
     )
-    kv_events = open_kv_events(config, scheduler)
-    role = role_factory(executor, scheduler, Surroundings(config, node, digest, identity.record()))
+    connectors = make_connectors(executor, scheduler, factories, surroundings)
     return Engine(
-        core=EngineCore(executor, scheduler, role, mailbox, store=store, kv_events=kv_events),
+        core=EngineCore(executor, scheduler, mailbox, connectors=connectors),
         num_blocks=layout.num_blocks - 1,
         block_size=layout.block_size,
         max_model_len=scheduler.config.max_model_len,
         eos_token_ids=(),
         vocab_size=1,
-        identity=digest,
-        encoder_identity=digest,
+        identity=surroundings.identity,
+        encoder_identity=surroundings.identity,
     )
+
+
+def make_connectors(
+    executor: Executor,
+    scheduler: Scheduler,
+    factories: Sequence[ConnectorFactory],
+    surroundings: Surroundings,
+) -> list[KVConnector]:
+    """The store, which is asked first, hand-overs, and KV events, as the settings want them.
+
+    Raises:
+        ConfigError: a setting is wrong, a store can't be opened, or an address is in use.
+    """
+    config, connectors = surroundings.config, list[KVConnector]()
+    if config.store is not None:
+        connectors.append(open_store(config, executor, scheduler, surroundings.identity))
+    connectors += [factory(executor, scheduler, surroundings) for factory in factories]
+    settings = KVEventsConfig.parse(config.kv_events_config)
+    if settings.enabled:
+        connectors.append(KVEventPublisher(settings, scheduler.blocks))
+    return connectors
 
 
 def make_executor(config: EngineConfig, model: ModelConfig, *, track_sums: bool) -> Executor:
@@ -172,44 +190,26 @@ def make_executor(config: EngineConfig, model: ModelConfig, *, track_sums: bool)
     return cpu_executor(config, model, track_sums=track_sums)
 
 
-def open_store(config: EngineConfig, executor: Executor, identity: bytes) -> StoreWorker | None:
-    """The store that the settings name, open; None if they name none.
+def open_store(
+    config: EngineConfig, executor: Executor, scheduler: Scheduler, identity: bytes
+) -> StoreConnector:
+    """The store that the settings name, open.
 
     Raises:
         ConfigError: it is unknown, can't be opened, or can't keep what this model computes.
     """
-    if config.store is None:
-        return None
+    assert config.store is not None
     groups = range(len(executor.layouts[0]))
     forms = tuple(ObjectForm([rank[group] for rank in executor.layouts]) for group in groups)
-    thread = StoreWorker(load_store(config.store), executor, forms, identity)
-    thread.start()
-    return thread
-
-
-def stash_config(config: EngineConfig, store: StoreWorker) -> StoreConnectorConfig:
-    """What the scheduler wants to know of a store."""
-    return StoreConnectorConfig(
-        store=store.store.name,
-        forms=store.forms,
+    worker = StoreWorker(load_store(config.store), executor, forms, identity)
+    worker.start()
+    settings = StoreConnectorConfig(
+        store=worker.store.name,
+        forms=forms,
         lookup_timeout_s=config.store_lookup_timeout,
         load_timeout_s=config.store_load_timeout,
     )
-
-
-def open_kv_events(config: EngineConfig, scheduler: Scheduler) -> KVEventPublisher | None:
-    """The publisher of KV events; None if the settings want none.
-
-    Raises:
-        ConfigError: the settings are wrong, or an address is in use.
-    """
-    settings = KVEventsConfig.parse(config.kv_events_config)
-    if not settings.enabled:
-        return None
-    publisher = KVEventPublisher(settings, scheduler.blocks)
-    if scheduler.stash is not None:
-        scheduler.stash.on_saved = publisher.log.saved
-    return publisher
+    return StoreConnector(settings, scheduler, worker)
 
 
 def steps_in_flight(config: EngineConfig) -> int:
@@ -274,7 +274,6 @@ def make_scheduler(
     layouts: Sequence[KVLayout],
     identity: bytes,
     *,
-    stash: StoreConnectorConfig | None = None,
     outputs: Scheduler | None = None,
 ) -> Scheduler:
     """A scheduler over pools with these layouts."""
@@ -295,6 +294,5 @@ def make_scheduler(
             debug_forbid_prompt_compute=config.debug_forbid_prompt_compute,
         ),
         root_key=lambda salt: root_key(identity, salt),
-        stash=stash,
         outputs=outputs,
     )

@@ -1,26 +1,25 @@
 """The engine core: one loop that receives, schedules, launches, updates and sends.
 
 It runs in its own process (`engine/process.py`) and is the only one that touches scheduler, pool
-and executor. Roles speak between steps (`engine/role.py`).
+and executor. Connectors are heard between steps (`engine/kv_connector.py`).
 """
 
 from __future__ import annotations
 
 import logging
+import math
 import select
 import time
 from collections import deque
 from collections.abc import Callable, Iterable, Sequence
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import Any, Protocol
 
 from kvbaton.engine.audit import audit
 from kvbaton.engine.executor import Executor
-from kvbaton.engine.kv_event_publisher import KVEventPublisher
+from kvbaton.engine.kv_connector import KVConnector, add_up
 from kvbaton.engine.pending import Pending
-from kvbaton.engine.role import Role
 from kvbaton.engine.scheduler import Scheduler
 from kvbaton.engine.step import StepResult
-from kvbaton.engine.store_worker import StoreWorker
 from kvbaton.errors import RequestError
 from kvbaton.messages.engine import (
     AbortRequest,
@@ -36,9 +35,6 @@ from kvbaton.messages.engine import (
     ToCore,
 )
 from kvbaton.types import clip_text
-
-if TYPE_CHECKING:
-    from kvbaton.engine.encoder.side import EncoderSide
 
 logger = logging.getLogger(__name__)
 
@@ -65,38 +61,29 @@ class EngineCore:
     Args:
         executor: the ranks.
         scheduler: decides what they compute.
-        role: what the node does with KV beyond computing it.
         mailbox: where requests come from and outputs go to.
+        connectors: what brings KV in or takes it out, in the order in which they are asked.
         depth: steps in flight; 2 overlaps scheduling with a device's work.
-        store: carries out what the scheduler's stash decides.
-        kv_events: tells indexers what the prefix cache holds.
-        encoder: computes and receives the encoder outputs of prompts with items.
     """
 
     def __init__(
         self,
         executor: Executor,
         scheduler: Scheduler,
-        role: Role,
         mailbox: Mailbox,
         *,
+        connectors: Sequence[KVConnector] = (),
         depth: int = 1,
-        store: StoreWorker | None = None,
-        kv_events: KVEventPublisher | None = None,
-        encoder: EncoderSide | None = None,
     ) -> None:
         self.executor = executor
         self.scheduler = scheduler
-        self.role = role
         self.mailbox = mailbox
+        self.connectors = scheduler.connectors = tuple(connectors)
         self.depth = depth
-        self.store = store
-        self.kv_events = kv_events
-        self.encoder = encoder
         self._waker = select.epoll()
-        for part in (role, executor, store, encoder):
-            if part is not None and part.wake_fd is not None:
-                self._waker.register(part.wake_fd, select.EPOLLIN)
+        own = () if executor.wake_fd is None else (executor.wake_fd,)
+        for fd in (*own, *(fd for connector in connectors for fd in connector.wake_fds)):
+            self._waker.register(fd, select.EPOLLIN)
         self.in_flight: deque[Pending[StepResult]] = deque()
         self.draining = False
         self.steps = 0
@@ -116,8 +103,14 @@ class EngineCore:
 
     @property
     def wake_fd(self) -> int:
-        """Readable when `listen` or `update` has something to do."""
+        """Readable when `poll` or `update` has something to do."""
         return self._waker.fileno()
+
+    @property
+    def control_address(self) -> str | None:
+        """Where peers reach this node; None if nobody dials it."""
+        addresses = (connector.control_address for connector in self.connectors)
+        return next(filter(None, addresses), None)
 
     # --- the loop ---
 
@@ -130,11 +123,11 @@ class EngineCore:
     def turn(self) -> None:
         """Go round the loop once."""
         self.receive()
-        self.listen()
+        self.poll()
         self.launch()
         self.update()
-        if self.kv_events is not None:
-            self.kv_events.publish()
+        for connector in self.connectors:
+            connector.flush()
         self.report()
 
     def finished(self) -> bool:
@@ -144,11 +137,9 @@ class EngineCore:
         return self.is_idle() or time.monotonic() >= self._stop_at
 
     def is_idle(self) -> bool:
-        """Whether nothing is left to do, for clients, peers or the store."""
-        stash = self.scheduler.stash
-        works = self.in_flight or self.scheduler.has_work() or self.role.busy()
-        works = works or (self.encoder is not None and not self.encoder.core.is_idle())
-        return not works and not (stash is not None and stash.busy())
+        """Whether nothing is left to do, for clients or a connector."""
+        works = self.in_flight or self.scheduler.has_work()
+        return not works and not any(connector.busy() for connector in self.connectors)
 
     def receive(self) -> None:
         """Take in what frontends sent; wait for it if there is nothing else to do."""
@@ -160,39 +151,18 @@ class EngineCore:
                 logger.exception("a message of a frontend could not be carried out")
                 self.fail_message(message, f"internal error: {type(error).__name__}: {error}")
 
-    def listen(self) -> None:
-        """Let the role speak, and end what has waited too long."""
-        self.send(self.role.poll())
-        ended = self.ask_store() + self.turn_encoder()
-        ended += self.scheduler.expire(time.monotonic())
-        for output in ended:
-            self.role.ended(output.request_id)
-        self.send(ended)
-
-    def ask_store(self) -> list[Output]:
-        """Take the store's answers, and give it what the scheduler wants of it."""
-        stash, outputs = self.scheduler.stash, list[Output]()
-        if stash is not None and self.store is not None:
-            for answer in self.store.take():
-                outputs += stash.answer(answer)
-            self.store.submit(stash.take_orders())
-        return outputs
-
-    def turn_encoder(self) -> list[Output]:
-        """Let the encoder work; returns what ended because an item can't be had."""
-        if self.encoder is None or self.scheduler.items is None:
-            return []
-        self.encoder.turn(self.scheduler.items)
-        return self.scheduler.end_failed()
+    def poll(self) -> None:
+        """Hear the connectors, and end what has waited too long."""
+        now = time.monotonic()
+        for connector in self.connectors:
+            self.send(connector.poll(now))
+        self.send(self.scheduler.expire(now))
 
     def launch(self) -> None:
         """Start the next step, if there is one and room for it."""
         self._applied = False
         while len(self.in_flight) < self.depth:
             plan = self.scheduler.plan()
-            self.role.begin()
-            if self.store is not None and self.scheduler.stash is not None:
-                self.store.submit(self.scheduler.stash.take_orders())
             if plan is None:
                 return
             self.steps += 1
@@ -208,7 +178,7 @@ class EngineCore:
             since, self._busy_since = self._busy_since, time.monotonic()
             self.step_seconds += self._busy_since - since
             # What peers asked for during the step comes first: it may want what the step computed.
-            self.listen()
+            self.poll()
             self.send(self.scheduler.update(result))
             self._applied = True
 
@@ -216,22 +186,16 @@ class EngineCore:
         """Seconds until there is something to do that nothing wakes us for."""
         if self._applied or (self.in_flight and self.executor.wake_fd is None):
             return 0.0
-        deadline = self.scheduler.next_deadline()
-        wait = IDLE_WAIT_S if deadline is None else deadline - time.monotonic()
-        if self.encoder is not None and self.scheduler.items is not None:
-            wait = min(wait, self.encoder.patience(self.scheduler.items))
+        heard = [self.scheduler.next_deadline(), *(c.next_deadline() for c in self.connectors)]
+        deadlines = [deadline for deadline in heard if deadline is not None]
+        wait = min(deadlines, default=math.inf) - time.monotonic()
         return min(max(wait, 0.0), 0.02 if self._stop_at is not None else IDLE_WAIT_S)
 
     def close(self) -> None:
         """Stop all that moves blocks, then the ranks."""
-        self.role.close()
-        if self.store is not None:
-            self.store.close()
-        if self.kv_events is not None:
-            self.kv_events.close()
+        for connector in self.connectors:
+            connector.close()
         self.executor.close()
-        if self.encoder is not None:
-            self.encoder.core.close()
 
     # --- messages ---
 
@@ -242,21 +206,18 @@ class EngineCore:
                 raise RequestError(
                     "This node is draining; retry elsewhere.", status=503, code="draining"
                 )
-            accepted = self.role.accept(request)
-            self.scheduler.add(accepted)
+            self.scheduler.add(request)
         except RequestError as error:
             self.mailbox.send(Rejected.of(request.request_id, error))
         else:
-            self.role.added(accepted)
-            if accepted.items and not self.scheduler.is_cached(accepted.request_id):
-                self.executor.expect(accepted)
+            if request.items and not self.scheduler.is_cached(request.request_id):
+                self.executor.expect(request)
 
     def fail_message(self, message: ToCore, reason: str) -> None:
         """End what a message that could not be carried out has begun, and say so."""
         if isinstance(message, Command):
             self.mailbox.send(Reply(command_id=message.command_id, error=clip_text(reason)))
         elif isinstance(message, AddRequest | AbortRequest):
-            self.role.ended(message.request_id)
             outputs = self.scheduler.abort(message.request_id, reason)
             self.send(outputs)
             if isinstance(message, AddRequest) and not outputs:
@@ -265,10 +226,7 @@ class EngineCore:
 
     def abort(self, message: AbortRequest) -> None:
         """Stop a request."""
-        outputs = self.scheduler.abort(message.request_id)
-        if outputs:
-            self.role.ended(message.request_id)
-        self.send(outputs)
+        self.send(self.scheduler.abort(message.request_id))
 
     def command(self, command: Command) -> None:
         """Answer a question."""
@@ -295,18 +253,13 @@ class EngineCore:
 
     def set_members(self, addresses: Sequence[str]) -> None:
         """Control addresses that the router vouches for."""
-        self.role.set_members(addresses)
-        if self.encoder is not None:
-            self.encoder.core.set_members(addresses)
+        for connector in self.connectors:
+            connector.set_members(addresses)
 
     def reset_prefix_cache(self) -> int:
         """Forget all cached prefixes and encoder outputs; returns how many blocks held any."""
         count = self.scheduler.reset_prefix_cache()
-        if self.encoder is not None:
-            count += self.encoder.core.reset_prefix_cache()
-        if self.kv_events is not None:
-            self.kv_events.log.cleared()
-        return count
+        return count + sum(connector.reset_prefix_cache() for connector in self.connectors)
 
     def drain(self) -> bool:
         """Refuse new requests from now on; True once nothing is left to do."""
@@ -322,7 +275,9 @@ class EngineCore:
 
     def send(self, outputs: Iterable[Output]) -> None:
         """Send outputs to their clients."""
-        outgoing = self.role.emitted(list(outputs))
+        outgoing = list(outputs)
+        for connector in self.connectors:
+            outgoing = connector.emitted(outgoing)
         if outgoing:
             self.mailbox.send(Outputs(outputs=tuple(outgoing)))
 
@@ -339,40 +294,28 @@ class EngineCore:
 
     def counters(self) -> dict[str, float]:
         """Monotonic totals by Prometheus name."""
-        counters = {
+        own = {
             "kvbaton_steps_total": float(self.steps),
             "kvbaton_step_tokens_total": float(self.step_tokens),
             "kvbaton_step_seconds_total": self.step_seconds,
             "kvbaton_messages_failed_total": float(self.refused),
-            **self.scheduler.counters(),
-            **self.executor.counters(),
-            **self.role.counters(),
         }
-        if self.kv_events is not None:
-            counters |= self.kv_events.counters()
-        if self.encoder is not None:
-            for name, value in self.encoder.counters().items():
-                counters[name] = counters.get(name, 0.0) + value
-        return counters
+        parts = [own, self.scheduler.counters(), self.executor.counters()]
+        return add_up(parts + [connector.counters() for connector in self.connectors])
 
     def gauges(self) -> dict[str, float]:
         """Values now by Prometheus name."""
-        gauges = {**self.scheduler.gauges(), **self.role.gauges()}
-        if self.store is not None:
-            gauges |= self.store.gauges()
-        gauges["kvbaton_ledger_imbalance"] = float(self.imbalance())
-        if self.encoder is not None:
-            gauges |= self.encoder.gauges()
-        return gauges
+        own = {"kvbaton_ledger_imbalance": float(self.imbalance())}
+        parts = [own, self.scheduler.gauges()]
+        return add_up(parts + [connector.gauges() for connector in self.connectors])
 
     def imbalance(self) -> int:
         """Discrepancies between the pools' marks and who says to hold blocks; always 0."""
-        incoming, outgoing = self.role.claims()
-        if self.scheduler.stash is not None:
-            written, read = self.scheduler.stash.claims()
-            incoming, outgoing = incoming + written, outgoing + read
+        held = [connector.held_blocks() for connector in self.connectors]
+        incoming = [spans for blocks in held for spans in blocks.incoming]
+        outgoing = [spans for blocks in held for spans in blocks.outgoing]
         own = sum(audit(self.scheduler, incoming=incoming, outgoing=outgoing).values())
-        return own + (0 if self.encoder is None else self.encoder.core.imbalance())
+        return own + sum(connector.imbalance() for connector in self.connectors)
 
     def state(self) -> dict[str, Any]:
         """The debugging dump."""
@@ -381,8 +324,5 @@ class EngineCore:
             "in_flight": len(self.in_flight),
             "draining": self.draining,
             "scheduler": self.scheduler.state(),
-            "role": self.role.state(),
-            "store": None if self.store is None else self.store.state(),
-            "kv_events": None if self.kv_events is None else self.kv_events.state(),
-            "encoder": None if self.encoder is None else self.encoder.state(),
+            **{connector.name: connector.state() for connector in self.connectors},
         }

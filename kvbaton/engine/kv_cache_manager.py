@@ -169,6 +169,10 @@ class KVCacheManager:
             length -= self.alignment
         return self._cut(hits, length, num_tokens)
 
+    def chains(self, sequence: request.Sequence) -> list[list[bytes]]:
+        """Per group, the keys of a sequence's full blocks."""
+        return [sequence.chain(group.block_size) for group in self.groups]
+
     def _hits(self, g: int, chain: Sequence[bytes]) -> list[int]:
         if self.groups[g].kind is GroupKind.FULL:
             return self.pools[g].match(chain)
@@ -254,6 +258,25 @@ class KVCacheManager:
         """The transfer reads these blocks no more."""
         for pool, blocks in self._by_pool(spans):
             pool.release_outgoing(blocks)
+
+    def spans(self, tables: Tables, start: int, end: int) -> Spans:
+        """Blocks of `tables` that hold tokens [start, end), without those that are not kept."""
+        found = []
+        for group, table in zip(self.groups, tables, strict=True):
+            first, past = start // group.block_size, group.blocks_for(end)
+            while first < past and table[first] == NULL_BLOCK:
+                first += 1
+            found.append((BlockSpan(first, tuple(table[first:past])),) if first < past else ())
+        return tuple(found)
+
+    def evict(self, spans: Spans, bad: Sequence[tuple[int, int]]) -> None:
+        """Take blocks that hold tokens of the ranges `bad` out of the prefix cache."""
+        for group, pool, group_spans in zip(self.groups, self.pools, spans, strict=True):
+            for span in group_spans:
+                for i, block in enumerate(span.blocks, start=span.first):
+                    start, end = i * group.block_size, (i + 1) * group.block_size
+                    if any(low < end and start < high for low, high in bad):
+                        pool.evict([block])
 
     def _by_pool(self, spans: Spans) -> Iterable[tuple[BlockPool, list[int]]]:
         for pool, group_spans in zip(self.pools, spans, strict=True):

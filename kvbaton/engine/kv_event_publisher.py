@@ -17,8 +17,10 @@ from typing import Any
 
 import msgspec
 import zmq
+from typing_extensions import override
 
 from kvbaton.engine.kv_cache_manager import KVCacheManager
+from kvbaton.engine.kv_connector import KVConnector
 from kvbaton.engine.kv_events import (
     FLAG,
     AllBlocksCleared,
@@ -44,7 +46,7 @@ _encode = msgspec.msgpack.Encoder().encode
 _BOUND = re.compile(r"(?:ipc|inproc)://|tcp://(?:127\.|localhost:|\[::1\]:)|.*(?:\*|::)")
 
 
-class KVEventPublisher:
+class KVEventPublisher(KVConnector):
     """Sends the events of an engine's prefix caches.
 
     Args:
@@ -61,6 +63,8 @@ class KVEventPublisher:
         published: batches that were given a number, dropped ones included.
         dropped: batches that found the queue full.
     """
+
+    name = "kv_events"
 
     def __init__(self, config: KVEventsConfig, blocks: KVCacheManager) -> None:
         self.log = KVEventLog(blocks, int_block_hashes=config.int_block_hashes)
@@ -95,7 +99,8 @@ class KVEventPublisher:
 
     # --- called by the core's thread ---
 
-    def publish(self) -> None:
+    @override
+    def flush(self) -> None:
         """Send what happened since the last call, if anything did; never waits."""
         events = self.log.take()
         if not events:
@@ -106,15 +111,25 @@ class KVEventPublisher:
         except zmq.Again:
             self.dropped += 1
 
+    @override
+    def reset_prefix_cache(self) -> int:
+        self.log.cleared()
+        return 0
+
+    @override
+    def saved(self, medium: str, g: int, keys: list[bytes]) -> None:
+        self.log.saved(medium, g, keys)
+
+    @override
     def counters(self) -> dict[str, float]:
-        """Totals by Prometheus name."""
         return {
             "kvbaton_kv_event_batches_total": float(self.published),
             "kvbaton_kv_event_batches_dropped_total": float(self.dropped),
         }
 
+    @override
     def state(self) -> dict[str, Any]:
-        """The debugging dump; indexers find the sockets here."""
+        """Indexers find the sockets here."""
         return {
             "endpoint": self.endpoint,
             "replay_endpoint": self.replay_endpoint,
@@ -123,9 +138,10 @@ class KVEventPublisher:
             "cached": [len(index) for index in self.log.index],
         }
 
+    @override
     def close(self) -> None:
         """Publish what is queued, for a few seconds at the most, and end."""
-        self.publish()
+        self.flush()
         self._feed.setsockopt(zmq.SNDTIMEO, LINGER_MS)
         try:
             self._feed.send(b"")

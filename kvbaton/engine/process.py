@@ -10,10 +10,11 @@ import multiprocessing.process
 import shutil
 import signal
 import tempfile
+from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from multiprocessing.connection import Connection
-from typing import TYPE_CHECKING, Protocol, Self
+from typing import TYPE_CHECKING, Self
 
 import msgspec
 
@@ -25,9 +26,7 @@ from kvbaton.messages.engine import Dead, Ready, Shutdown
 from kvbaton.types import NodeId, clip_text
 
 if TYPE_CHECKING:
-    from kvbaton.engine.executor import Executor
-    from kvbaton.engine.role import Role
-    from kvbaton.engine.scheduler import Scheduler
+    from kvbaton.engine.kv_connector import ConnectorFactory
 
 logger = logging.getLogger(__name__)
 
@@ -41,7 +40,7 @@ _reports = msgspec.msgpack.Decoder(Ready | Dead)
 
 @dataclass(frozen=True)
 class Surroundings:
-    """What a role may want to know of the engine beyond executor and scheduler.
+    """What a connector may want to know of the engine beyond executor and scheduler.
 
     Attributes:
         config: the engine's settings.
@@ -56,26 +55,6 @@ class Surroundings:
     record: dict[str, str]
 
 
-class RoleFactory(Protocol):
-    """Makes a role inside the core's process; crosses into it by pickle, from parent to child."""
-
-    @property
-    def sends_blocks(self) -> bool:
-        """Whether blocks are handed over from this node, so that their digests must be kept."""
-        ...
-
-    @property
-    def items(self) -> RoleFactory:
-        """Makes the role of the encoder beside a language model, which receives outputs."""
-        ...
-
-    def __call__(
-        self, executor: Executor, scheduler: Scheduler, surroundings: Surroundings
-    ) -> Role:
-        """Make the role and start what it needs."""
-        ...
-
-
 def die_with_parent() -> None:
     """Ask Linux to kill this process when its parent dies (prctl(2), PR_SET_PDEATHSIG)."""
     ctypes.CDLL(None, use_errno=True).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
@@ -84,7 +63,7 @@ def die_with_parent() -> None:
 def core_main(
     config: EngineConfig,
     node: NodeId,
-    role_factory: RoleFactory,
+    connectors: Sequence[ConnectorFactory],
     endpoints: EngineEndpoints,
     parent: Connection,
     log_level: str,
@@ -94,7 +73,7 @@ def core_main(
     Args:
         config: the engine's settings.
         node: this life of this node.
-        role_factory: makes its role.
+        connectors: make its connectors.
         endpoints: where frontends connect.
         parent: gets `Ready` when the core is up, or `Dead` when it can't come up or go on.
         log_level: of the log on standard error.
@@ -105,7 +84,7 @@ def core_main(
     frontends: FrontendServer | None = None
     try:
         frontends = FrontendServer(endpoints)
-        _serve(config, node, role_factory, frontends, parent)
+        _serve(config, node, connectors, frontends, parent)
     except ConfigError as error:
         text = str(error).removeprefix(f"{error.field}: ")
         _report(Dead(error=clip_text(text), field=error.field), parent)
@@ -129,18 +108,18 @@ def _report(message: Ready | Dead, parent: Connection) -> None:
 def _serve(
     config: EngineConfig,
     node: NodeId,
-    role_factory: RoleFactory,
+    connectors: Sequence[ConnectorFactory],
     frontends: FrontendServer,
     parent: Connection,
 ) -> None:
     # Torch comes in here, in the child, and nowhere else.
     from kvbaton.engine.build import build_engine
 
-    engine = build_engine(config, node, role_factory, frontends)
+    engine = build_engine(config, node, connectors, frontends)
     try:
         ready = Ready(
             node=node,
-            control_address=engine.core.role.control_address,
+            control_address=engine.core.control_address,
             num_blocks=engine.num_blocks,
             block_size=engine.block_size,
             max_model_len=engine.max_model_len,
@@ -179,7 +158,7 @@ class EngineProcess(EngineClient):
     async def start(
         cls,
         config: EngineConfig,
-        role_factory: RoleFactory,
+        connectors: Sequence[ConnectorFactory],
         *,
         node: NodeId,
         host: str | None = None,
@@ -191,7 +170,7 @@ class EngineProcess(EngineClient):
 
         Args:
             config: the engine's settings.
-            role_factory: makes its role, in the child.
+            connectors: make its connectors, in the child.
             node: this life of the node.
             host: address for remote frontends, see `EngineEndpoints`; None lets none in.
             port: for them; 0 takes a free one.
@@ -208,7 +187,7 @@ class EngineProcess(EngineClient):
         )
         client._process = multiprocessing.get_context("spawn").Process(
             target=core_main,
-            args=(config, node, role_factory, endpoints, client._child_end, log_level),
+            args=(config, node, connectors, endpoints, client._child_end, log_level),
             name=f"kvbaton-core-{node.node}",
             daemon=True,
         )

@@ -11,7 +11,7 @@ from typing import Any
 from kvbaton.connectors.keys import Extra, block_keys
 from kvbaton.engine.kv_cache_manager import KVCacheManager, Tables
 from kvbaton.messages.engine import AddRequest, Item, SamplingParams
-from kvbaton.types import Attempt, TokenLogprobs
+from kvbaton.types import TokenLogprobs
 
 
 class State(enum.Enum):
@@ -152,13 +152,12 @@ class Request:
         deadline: when it is ended, on the scheduler's clock.
         root: root of its block keys.
         source: it prefills for another node.
-        attempt: the hand-over that it still awaits as a target, or None.
+        items: multimodal items whose encoder outputs its prompt needs.
         spec: what the client sent.
         sequences: choices that exist; the others are forked when the prompt ends.
         cached_tokens: prompt tokens taken from the cache at its first admission; None before.
         transferred_tokens: prompt tokens received from another node.
         received: where the tokens end whose KV another node computed.
-        stored: tokens that a store holds beyond the local cache; empty once that was used.
         prompt_logprobs: what steps have reported so far; None once it was put out.
     """
 
@@ -172,13 +171,12 @@ class Request:
     deadline: float
     root: bytes
     source: bool
-    attempt: Attempt | None
+    items: tuple[Item, ...]
     spec: AddRequest
     sequences: list[Sequence] = field(default_factory=list)
     cached_tokens: int | None = None
     transferred_tokens: int = 0
     received: int = 0
-    stored: range = range(0)
     prompt_logprobs: list[TokenLogprobs] | None = None
 
     @property
@@ -186,6 +184,10 @@ class Request:
         """That of its first choice which is not over."""
         live = (sequence.state for sequence in self.sequences if not sequence.is_over)
         return next(live, State.FINISHED)
+
+    def final_tokens(self) -> int:
+        """Tokens known from the start whose KV is final."""
+        return min(self.sequences[0].num_computed, self.num_known)
 
     def take_prompt_logprobs(self) -> tuple[TokenLogprobs | None, ...] | None:
         """All of them with the first output, if the whole prompt was computed here."""

@@ -25,21 +25,18 @@ from collections.abc import Sequence as SequenceOf
 from dataclasses import dataclass, field
 from typing import Any
 
-from kvbaton.engine.admission import Admission, Await, Fetch, Follow, Load, Reject, Run
+from kvbaton.engine.admission import Admission, AwaitItem, BeginLoad, Park, Reject, Run
 from kvbaton.engine.config import SchedulerConfig
 from kvbaton.engine.encoder.cache_manager import EncoderCacheManager
-from kvbaton.engine.handover import Admitted, Handover
 from kvbaton.engine.kv_cache_manager import KVCacheManager, Match, Tables
+from kvbaton.engine.kv_connector import KVConnector, Load
 from kvbaton.engine.request import Request, Sequence, State, finish_of
 from kvbaton.engine.step import Sampled, StepPlan, StepResult
 from kvbaton.engine.step_draft import InFlightStep, ScheduledSequence, StepDraft
-from kvbaton.engine.store_connector import StoreConnector, StoreConnectorConfig
 from kvbaton.engine.validate import validate_request
 from kvbaton.errors import RequestError
 from kvbaton.messages.engine import AddRequest, Output
-from kvbaton.types import Attempt, ChoiceStart, Spans, TokenLogprobs, clip_text
-
-__all__ = ["Admitted", "Scheduler", "SchedulerConfig"]
+from kvbaton.types import ChoiceStart, TokenLogprobs, clip_text
 
 
 @dataclass
@@ -73,23 +70,20 @@ class Scheduler:
         config: its settings.
         root_key: root of the block keys of requests with a given cache salt.
         clock: monotonic seconds.
-        stash: settings of the store, if there is one.
-        outputs: where the encoder outputs of prompts come from; None if they have no items.
+        outputs: scheduler of the encoder whose outputs prompts need; None for prompts of text.
 
     Attributes:
         blocks: all block pools.
         requests: live ones by id.
         waiting: the queue, in order of service.
         running: sequences with blocks, in order of service.
-        parked: sequences beside the queue that wait for a store or for an item.
-        loading: sequences whose blocks are being filled, by request id.
+        parked: sequences beside the queue that wait for a connector or for an item.
+        loading: whose blocks are being filled by a connector, by request id.
         in_flight: plans handed out and not updated, oldest first.
         totals: what happened so far.
-        stash: decides what the store does; None without one.
-        items: decides which encoder outputs are asked for and kept; None without an encoder.
-        pinned: blocks that somebody else than requests and hand-overs refers to.
-        on_progress: called for a source request after each step that computed some of it, before
-            the blocks of a finished one are given back.
+        connectors: what brings KV in or takes it out, in the order in which they are asked.
+        items: decides which encoder outputs are asked for and kept.
+        pinned: blocks that somebody else than requests and connectors refers to.
     """
 
     def __init__(
@@ -98,8 +92,6 @@ class Scheduler:
         *,
         root_key: Callable[[str], bytes],
         clock: Callable[[], float] = time.monotonic,
-        on_progress: Callable[[Request], None] | None = None,
-        stash: StoreConnectorConfig | None = None,
         outputs: Scheduler | None = None,
     ) -> None:
         self.config = config
@@ -108,12 +100,12 @@ class Scheduler:
         self.waiting: list[Sequence] = []
         self.running: list[Sequence] = []
         self.parked: set[Sequence] = set()
-        self.loading: dict[str, Sequence] = {}
+        self.loading: dict[str, Load] = {}
         self.in_flight: deque[InFlightStep] = deque()
         self.totals = Totals()
-        self.on_progress = on_progress
+        self.connectors: SequenceOf[KVConnector] = ()
         self.root_key = root_key
-        self._clock = clock
+        self.clock = clock
         self._arrivals = itertools.count(1)
         self._deadlines: list[tuple[float, int, Request]] = []
         self._handles = itertools.count(1)
@@ -121,13 +113,13 @@ class Scheduler:
         self._moves = 0
         self._ended: list[int] = []  # handles that the runner has yet to forget
         self._outbox: list[Output] = []  # made while a step was planned
-        self._handover = Handover(self, clock)
-        self.stash = None if stash is None else StoreConnector(stash, self, clock)
-        self.items = (
-            None if outputs is None else EncoderCacheManager(self, outputs.blocks, outputs.root_key)
+        encoder_cache = KVCacheManager(()) if outputs is None else outputs.blocks
+        self.items = EncoderCacheManager(
+            self, encoder_cache, root_key if outputs is None else outputs.root_key
         )
         self.pinned: Callable[[], Iterable[Tables]] = tuple
-        self._admission = Admission(self, self.stash, self.items)
+        self._admission = Admission(self)
+        self.blocks.on_commit.append(self._committed)
 
     # --- requests ---
 
@@ -138,11 +130,15 @@ class Scheduler:
             RequestError: it can never be served here; names the field and the limit.
         """
         validate_request(request, self.config, self.blocks)
-        if self.items is not None:
+        if not self.config.whole_prompts:
             self.items.check(request)
-        elif request.items and not self.config.whole_prompts:
-            raise RequestError("this model takes text only", param="items")
-        attempt = self._check_names(request)
+        if request.request_id in self.requests:
+            raise RequestError(
+                f"request id {request.request_id!r} is in use", param="request_id", status=409
+            )
+        self._check_role(request)
+        for connector in self.connectors:
+            request = connector.accept(request)
         known = [*request.token_ids, *request.resume_ids]
         source = request.transfer is not None and request.transfer.role == "source"
         params = request.params
@@ -155,10 +151,10 @@ class Scheduler:
             limit=min(limit, self.config.max_model_len),
             priority=request.priority,
             arrival=next(self._arrivals),
-            deadline=self._clock() + request.deadline_s,
+            deadline=self.clock() + request.deadline_s,
             root=self.root_key(request.cache_salt),
             source=source,
-            attempt=attempt,
+            items=() if self.config.whole_prompts else request.items,
             spec=request,
             prompt_logprobs=None if params.prompt_logprobs is None else [],
         )
@@ -168,31 +164,27 @@ class Scheduler:
         sequence = self.new_sequence(entered, 0, known)
         entered.sequences.append(sequence)
         self._wait(sequence, State.WAITING)
-        if self.stash is not None and self.stash.ask(sequence):
+        waits = [connector.added(sequence) for connector in self.connectors]
+        if any(waits):
             self.park(sequence)
-        elif self.items is not None and attempt is None:
+        elif entered.items and (request.transfer is None or source):
             # The last token is computed in any case, and may be one of an item.
             cached = min(self._cached(sequence), len(known) - 1) if entered.reads_cache else 0
-            self.items.ask(sequence, cached)
+            self.items.request(sequence, cached)
 
-    def _check_names(self, request: AddRequest) -> Attempt | None:
-        """Refuse names in use; returns the attempt that a target awaits."""
-        if request.request_id in self.requests:
-            raise RequestError(
-                f"request id {request.request_id!r} is in use", param="request_id", status=409
-            )
-        attempt, transfer = None, request.transfer
-        if transfer is not None and transfer.role == "target":
-            attempt = Attempt(transfer.transfer_id, transfer.attempt)
-        awaited = {live.attempt for live in self.requests.values()}
-        if attempt is not None and (attempt in awaited or attempt in self._handover.reserved):
-            raise RequestError(
-                f"transfer {attempt.transfer_id.hex()} attempt {attempt.number} is in use",
-                param="kv_transfer_params.transfer_id",
-                status=409,
-                code="transfer_consumed",
-            )
-        return attempt
+    def _check_role(self, request: AddRequest) -> None:
+        """Refuse a part in a hand-over that no connector plays."""
+        transfer = request.transfer
+        if transfer is None or any(c.transfer_role == transfer.role for c in self.connectors):
+            return
+        field, other = {
+            "source": ("do_remote_decode", "prefill"),
+            "target": ("do_remote_prefill", "decode"),
+        }[transfer.role]
+        raise RequestError(
+            f"this node is no {transfer.role} of hand-overs; send {field} to a {other} node",
+            param=f"kv_transfer_params.{field}",
+        )
 
     def is_cached(self, request_id: str) -> bool:
         """Whether the prefix cache holds all tokens of a live request, in whole blocks."""
@@ -201,8 +193,7 @@ class Scheduler:
 
     def _cached(self, sequence: Sequence) -> int:
         """Tokens of the longest prefix in the prefix cache."""
-        chains = [sequence.chain(group.block_size) for group in self.blocks.groups]
-        return self.blocks.match(chains, len(sequence.tokens)).num_tokens
+        return self.blocks.match(self.blocks.chains(sequence), len(sequence.tokens)).num_tokens
 
     def sequences(self) -> Iterator[Sequence]:
         """All sequences that may hold blocks."""
@@ -227,15 +218,13 @@ class Scheduler:
     def end_failed(self) -> list[Output]:
         """End requests whose encoder outputs can't be had."""
         outputs: list[Output] = []
-        for request, error in () if self.items is None else self.items.take_failed():
+        for request, error in self.items.take_failed():
             outputs += self.end(request, "error", error)
         return outputs
 
     def expire(self, now: float) -> list[Output]:
         """End requests whose deadline has passed; with them come those that could never fit."""
         outputs = self._flush()
-        if self.stash is not None:
-            outputs += self.stash.expire(now)
         while self._deadlines and self._deadlines[0][0] <= now:
             request = heapq.heappop(self._deadlines)[2]
             if self._is_live(request):
@@ -246,12 +235,10 @@ class Scheduler:
     def next_deadline(self) -> float | None:
         """When `expire` has something to do, on the clock given."""
         if self._outbox:
-            return self._clock()
+            return self.clock()
         while self._deadlines and not self._is_live(self._deadlines[0][2]):
             heapq.heappop(self._deadlines)
-        deadlines = [self._deadlines[0][0]] if self._deadlines else []
-        stash = None if self.stash is None else self.stash.next_deadline()
-        return min([*deadlines, *(() if stash is None else (stash,))], default=None)
+        return self._deadlines[0][0] if self._deadlines else None
 
     def _is_live(self, request: Request) -> bool:
         return self.requests.get(request.request_id) is request
@@ -275,7 +262,7 @@ class Scheduler:
         insort(self.waiting, sequence, key=lambda s: s.rank)
 
     def park(self, sequence: Sequence) -> None:
-        """From now on a sequence waits for a store or for an item, beside the queue."""
+        """From now on a sequence waits for a connector or for an item, beside the queue."""
         self._leave(sequence)
         sequence.state = State.PARKED
         self.parked.add(sequence)
@@ -286,25 +273,13 @@ class Scheduler:
             self._leave(sequence)
             self._wait(sequence, State.WAITING)
 
-    def requeue(self, sequence: Sequence) -> None:
-        """Put a sequence that was loading back into the queue, without its blocks."""
-        self._leave(sequence)
-        sequence.clear(self.blocks)
-        self._wait(sequence, State.WAITING)
-
     def run(self, sequence: Sequence) -> None:
         """From now on a sequence takes part in steps."""
         self._leave(sequence)
-        sequence.request.stored = range(0)
         sequence.state = State.RUNNING
         insort(self.running, sequence, key=lambda s: s.rank)
-
-    def load(self, sequence: Sequence) -> None:
-        """From now on a hand-over or a store fills a sequence's blocks."""
-        self._leave(sequence)
-        sequence.request.stored = range(0)
-        sequence.state = State.LOADING
-        self.loading[sequence.request.request_id] = sequence
+        for connector in self.connectors:
+            connector.started(sequence)
 
     def _leave(self, sequence: Sequence) -> None:
         """Take a sequence out of the queue, or from those who run or load."""
@@ -397,12 +372,13 @@ class Scheduler:
         assert sequence.finish_reason is not None
         self._part(sequence)
         sequence.state = State.FINISHED
-        if self.items is not None:
-            self.items.retired(sequence)
+        self.items.retired(sequence)
         request = sequence.request
         if not sequence.unforked and request.state is State.FINISHED:
             self.totals.finished[sequence.finish_reason] += 1
             del self.requests[request.request_id]
+            for connector in self.connectors:
+                connector.finished(request)
 
     def end(self, request: Request, reason: str, error: str | None = None) -> list[Output]:
         """End all choices of a request, whatever state they are in."""
@@ -460,9 +436,9 @@ class Scheduler:
     def _fill(self, draft: StepDraft) -> None:
         """One pass over those who run, then over those who wait."""
         preemptions = self.totals.preemptions
-        if self.items is not None:
-            for sequence in self.running:
-                self.items.ask(sequence, sequence.num_scheduled)
+        for sequence in self.running:
+            if sequence.request.items:
+                self.items.request(sequence, sequence.num_scheduled)
         running = [(self._remaining(sequence), sequence) for sequence in self.running]
         for decoding in (True, False):
             for remaining, sequence in running:
@@ -482,7 +458,7 @@ class Scheduler:
 
     def _reach(self, sequence: Sequence) -> int:
         """How far it could be computed now: to its end, or to an item that is not here."""
-        if self.items is None or not sequence.request.spec.items:
+        if not sequence.request.items:
             return sequence.num_total
         return min(sequence.num_total, self.items.ready_until(sequence, sequence.num_scheduled))
 
@@ -525,21 +501,18 @@ class Scheduler:
             choices = range(len(request.sequences), request.params.n)
             forks = (self.new_sequence(request, c, list(sequence.tokens)) for c in choices)
             targets = [sequence, *forks]
-        rows = () if self.items is None else self.items.rows(sequence, start, end)
-        draft.compute(sequence, count, tuple(targets), rows)
+        draft.compute(sequence, count, tuple(targets), self.items.rows(sequence, start, end))
 
     def _admit(self, draft: StepDraft, sequence: Sequence) -> bool:
         """Act on the first of the queue; False if it has to wait, and all others with it."""
         match self._admission.decide(sequence):
             case Reject(error):
                 self._reject(sequence, error)
-            case Load(match):
-                self._handover.reserve(sequence, match)
-            case Fetch(match) if self.stash is not None:
-                self.stash.load(sequence, match)
-            case Follow(match) if self.stash is not None:
-                self.stash.follow(sequence, match)
-            case Await(start) if self.items is not None:
+            case BeginLoad(connector, match, end):
+                self._begin_load(connector, sequence, match, end)
+            case Park():
+                self.park(sequence)
+            case AwaitItem(start):
                 self.items.wait(sequence, start)
             case Run(match) if draft.room > 0 and self._has_budget(draft, sequence, match):
                 self._start(draft, sequence, match)
@@ -557,7 +530,6 @@ class Scheduler:
     def _start(self, draft: StepDraft, sequence: Sequence, match: Match) -> None:
         """Give a sequence its blocks and its first step."""
         total = len(sequence.tokens)
-        self._handover.skip(sequence)
         self.adopt(sequence, match)
         if match.num_tokens == total:
             sequence.num_computed = sequence.num_scheduled = total - 1
@@ -610,8 +582,9 @@ class Scheduler:
         if live:
             self._computed(scheduled, sampled)
         outputs = self._sampled(scheduled, sampled) if scheduled.targets else []
-        if live and sequence.request.source and self.on_progress is not None:
-            self.on_progress(sequence.request)
+        if live and sequence.request.source:
+            for connector in self.connectors:
+                connector.progressed(sequence.request)
         for target in scheduled.targets:
             if target.finish_reason is not None and not target.is_over:
                 self.retire(target)
@@ -621,8 +594,7 @@ class Scheduler:
         sequence, request = scheduled.sequence, scheduled.sequence.request
         sequence.num_computed = scheduled.end
         sequence.commit(self.blocks)
-        if self.items is not None:
-            self.items.computed(sequence)
+        self.items.computed(sequence)
         of_prompt = min(scheduled.end, len(request.prompt)) - scheduled.start
         self.totals.prompt_tokens["computed"] += max(0, of_prompt)
         if request.prompt_logprobs is not None and sampled is not None:
@@ -642,53 +614,122 @@ class Scheduler:
         """Forget all cached prefixes; returns how many blocks held one."""
         return self.blocks.reset_cache()
 
-    # --- hand-overs: what the roles use ---
+    # --- loads ---
 
-    @property
-    def reserved(self) -> dict[Attempt, Spans]:
-        """Blocks with an incoming mark, by attempt."""
-        return dict(self._handover.reserved)
+    def _begin_load(
+        self, connector: KVConnector, sequence: Sequence, match: Match, end: int
+    ) -> None:
+        """Take blocks for the tokens from a cached prefix to `end`; a connector fills them."""
+        self.adopt(sequence, match)
+        self.blocks.skip_unneeded(sequence.tables, end)
+        spans = self.blocks.reserve(sequence.tables, end)
+        self._leave(sequence)
+        sequence.state = State.LOADING
+        load = Load(sequence, match.num_tokens, end, spans, connector.medium)
+        self.loading[sequence.request.request_id] = load
+        connector.start_load(load)
 
-    def take_admitted(self) -> list[Admitted]:
-        """Targets admitted since the last call."""
-        admitted, self._handover.admitted = self._handover.admitted, []
-        return admitted
+    def is_loading(self, load: Load) -> bool:
+        """Whether the sequence still waits for a load."""
+        return self.loading.get(load.sequence.request.request_id) is load
 
-    def untaken(self) -> SequenceOf[Admitted]:
-        """Targets that `take_admitted` has yet to hand over."""
-        return tuple(self._handover.admitted)
-
-    def loaded(
-        self, request_id: str, choices: SequenceOf[ChoiceStart], cached_tokens: int
+    def finish_load(
+        self, load: Load, choices: SequenceOf[ChoiceStart] = (), *, cached_at_source: int = 0
     ) -> list[Output]:
-        """A target's KV is here and verified: emit the source's first tokens and go on from them.
+        """All of a load is here and verified. Loads that nobody waits for are ignored.
 
         Args:
-            request_id: unknown or late ones are ignored.
-            choices: one per choice.
-            cached_tokens: how many tokens the source had in its cache.
+            load: what was begun.
+            choices: what another node sampled first, one per choice: the sequence goes on from
+                there. Without any it goes back to the queue, and finds the blocks in the cache.
+            cached_at_source: how many of the tokens that node had in its cache.
         """
-        return self._handover.loaded(request_id, choices, cached_tokens)
+        if not self.is_loading(load):
+            return []
+        request = load.sequence.request
+        wrong = self._check_choices(request, choices)
+        if wrong is not None:
+            return self.fail_load(load, load.end, wrong)
+        self.totals.cached_at_source += cached_at_source
+        self._keep(load, load.end)
+        if not choices or any(self._is_too_early(load.sequence, c.token) for c in choices):
+            self._requeue(load)
+            return []
+        self.run(load.sequence)
+        for choice in range(1, request.params.n):
+            child = self.new_sequence(request, choice, list(load.sequence.tokens))
+            self.fork(load.sequence, child)
+            child.parent = None  # The runner does not know it; the child comes with its tokens.
+        outputs = []
+        for sequence, start in zip(request.sequences, choices, strict=True):
+            # The source was perhaps asked for one token only: its "length" is no limit of ours.
+            stops = start.finish_reason == "stop"
+            finish = (start.finish_reason, start.stop_reason) if stops else None
+            outputs.append(self.append(sequence, start.token, start.logprobs, finish))
+        for sequence in [s for s in request.sequences if s.finish_reason is not None]:
+            self.retire(sequence)
+        return outputs
 
-    def load_failed(self, request_id: str, valid_through: int, reason: str) -> list[Output]:
-        """A target's KV did not come, or only its tokens before `valid_through` are verified."""
-        return self._handover.load_failed(request_id, valid_through, reason)
+    def _check_choices(self, request: Request, choices: SequenceOf[ChoiceStart]) -> str | None:
+        """Why first tokens of another node can't be used; none at all are right, too."""
+        if choices and len(choices) != request.params.n:
+            return f"the source sent {len(choices)} first tokens for n={request.params.n}"
+        bad = [choice.token for choice in choices if choice.token >= self.config.vocab_size]
+        return f"the source sent token {bad[0]}, which the model does not have" if bad else None
 
-    def unquarantine(self, attempt: Attempt) -> None:
-        """No write of an attempt can land any more. Unknown attempts are ignored."""
-        self._handover.unquarantine(attempt)
+    def _is_too_early(self, sequence: Sequence, token: int) -> bool:
+        """Whether a token would end the text before `min_tokens`, and must be sampled anew here.
 
-    def computed(self, request_id: str) -> int | None:
-        """Prompt tokens of a live request whose KV is final."""
-        return self._handover.computed(request_id)
+        A proxy that asks the source for one token can't tell it of `min_tokens`.
+        """
+        params = sequence.request.params
+        ends = () if params.ignore_eos else self.config.eos_token_ids
+        is_end = token in params.stop_token_ids or token in ends
+        return is_end and sequence.num_generated < params.min_tokens
 
-    def spans(self, request_id: str, start: int, end: int) -> Spans:
-        """Blocks that hold tokens [start, end) of a live request, per group."""
-        return self._handover.spans(request_id, start, end)
+    def fail_load(self, load: Load, valid_through: int, reason: str) -> list[Output]:
+        """Apply the load-failure policy to a load of which only so many tokens are verified.
 
-    def evict(self, spans: Spans, bad: SequenceOf[tuple[int, int]]) -> None:
-        """Take blocks that hold tokens of the ranges `bad` out of the prefix cache."""
-        self._handover.evict(spans, bad)
+        Those, in whole blocks, go to the prefix cache; the request goes back to the queue and gets
+        fresh blocks for the rest when it is admitted. Loads that nobody waits for are ignored.
+        """
+        if not self.is_loading(load):
+            return []
+        self.totals.load_failures += 1
+        if self.config.kv_load_failure_policy == "fail":
+            whence = " from the store" if load.medium == "store" else ""
+            error = f"the KV cache could not be loaded{whence}: {reason}"
+            return self.end(load.sequence.request, "error", error)
+        valid = min(valid_through, load.end)
+        self._keep(load, valid - valid % self.blocks.alignment)
+        self._requeue(load)
+        return []
+
+    def _keep(self, load: Load, end: int) -> None:
+        """Tokens up to `end` have valid KV, from now on for everybody."""
+        sequence, request = load.sequence, load.sequence.request
+        sequence.num_computed = sequence.num_scheduled = max(load.start, end)
+        gained = sequence.num_computed - load.start
+        if load.medium == "transferred":
+            request.received = sequence.num_computed
+            request.transferred_tokens = gained
+        else:
+            usable = min(sequence.num_computed, len(request.prompt), len(sequence.tokens) - 1)
+            cached = request.cached_tokens or 0
+            gained = max(0, usable - cached)
+            request.cached_tokens = cached + gained
+        self.totals.prompt_tokens[load.medium] += gained
+        sequence.commit(self.blocks)
+
+    def _requeue(self, load: Load) -> None:
+        """Put a sequence that was loading back into the queue, without its blocks."""
+        self._leave(load.sequence)
+        load.sequence.clear(self.blocks)
+        self._wait(load.sequence, State.WAITING)
+
+    def _committed(self, sequence: Sequence, g: int, first: int, end: int) -> None:
+        for connector in self.connectors:
+            connector.committed(sequence, g, first, end)
 
     # --- accounts ---
 
@@ -703,8 +744,7 @@ class Scheduler:
             "kvbaton_generation_tokens_total": float(totals.generated),
             "kvbaton_preemptions_total": float(totals.preemptions),
             "kvbaton_load_failures_total": float(totals.load_failures),
-            **({} if self.stash is None else self.stash.counters()),
-            **({} if self.items is None else self.items.counters()),
+            **self.items.counters(),
         }
 
     def gauges(self) -> dict[str, float]:
@@ -717,7 +757,7 @@ class Scheduler:
         for g in range(len(self.blocks.groups)):
             for owner, count in self.blocks.owners(g).items():
                 values[f'kvbaton_blocks{{group="{g}",owner="{owner}"}}'] = float(count)
-        return values | ({} if self.stash is None else self.stash.gauges())
+        return values
 
     def state(self) -> dict[str, Any]:
         """All that a person who looks for a fault wants to see."""
@@ -725,8 +765,6 @@ class Scheduler:
         return {
             "blocks": [dict(counts) for counts in owners],
             "steps_in_flight": [step.number for step in self.in_flight],
-            "reserved": [f"{a.transfer_id.hex()}/{a.number}" for a in self._handover.reserved],
-            "stash": None if self.stash is None else self.stash.state(),
             "requests": [request.describe() for request in self.requests.values()],
         }
 

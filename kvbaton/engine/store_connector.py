@@ -1,6 +1,6 @@
-"""What the engine wants of its store, and what it makes of the answers: decisions, no I/O.
+"""Keeps blocks in a store and takes them from there: what is looked up, loaded and saved.
 
-A request that the local cache does not cover asks the store when it arrives. It is out of the queue
+A request that the local cache does not cover is looked up when it arrives. It is out of the queue
 until the answer or a deadline, so nobody waits behind it. What the store holds beyond the local
 prefix is loaded into blocks that are marked *incoming*, as those of a hand-over are; once it is
 verified it goes to the prefix cache, and the request goes back to the queue and finds it there.
@@ -10,20 +10,22 @@ without it, but the blocks stay incoming until the store is done with them.
 Blocks that enter the prefix cache are saved: held *outgoing*, a few batches at a time. A store that
 is too slow loses saves, never a step.
 
-`store_worker.py` carries the orders out (`store_requests.py`).
+This decides and does no I/O; `store_worker.py` carries the orders out (`store_requests.py`).
 """
 
 from __future__ import annotations
 
 import itertools
 from collections import Counter, OrderedDict, deque
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
+from typing_extensions import override
+
 from kvbaton.connectors.layout import GroupKind
 from kvbaton.connectors.objects import HEADER_BYTES, ObjectForm
-from kvbaton.engine.kv_cache_manager import Match
+from kvbaton.engine.kv_connector import PENDING, HeldBlocks, KVConnector, Load, Pending
 from kvbaton.engine.request import Request, Sequence, State
 from kvbaton.engine.store_requests import (
     Answer,
@@ -45,6 +47,7 @@ from kvbaton.types import BlockSpan, Spans
 
 if TYPE_CHECKING:
     from kvbaton.engine.scheduler import Scheduler
+    from kvbaton.engine.store_worker import StoreWorker
 
 BATCH_BLOCKS = 64
 """Saved with one call."""
@@ -63,7 +66,7 @@ RETRY_S = 5.0
 
 @dataclass(frozen=True, kw_only=True)
 class StoreConnectorConfig:
-    """What the stash needs to know.
+    """What it needs to know.
 
     Attributes:
         store: name of the store, for metrics.
@@ -79,7 +82,7 @@ class StoreConnectorConfig:
 
 
 @dataclass(eq=False)
-class _Ask:
+class _Lookup:
     """A lookup on its way: of tokens from `start` on, `counts` blocks per group."""
 
     sequence: Sequence
@@ -90,70 +93,67 @@ class _Ask:
 
 
 @dataclass(eq=False)
-class _Load:
-    """A load on its way, of tokens [start, end); `over` once the request goes on without it."""
+class _StoreLoad:
+    """A load on its way; `over` once the request goes on without it."""
 
-    sequence: Sequence
-    start: int
-    end: int
-    spans: Spans
+    load: Load
     parts: tuple[Part, ...]
     deadline: float
     over: bool = False
     followers: list[Sequence] = field(default_factory=list)
 
 
-class StoreConnector:
+class StoreConnector(KVConnector):
     """Decides what is looked up, loaded and saved.
 
     Args:
         config: its settings.
         scheduler: has the live requests.
-        clock: monotonic seconds.
-
-    Attributes:
-        on_saved: None, or called with the store, a group and the keys of blocks that it now has.
+        worker: carries orders out.
 
     Raises:
         ConfigError: a group's blocks can't be kept in a store.
     """
 
+    name = "store"
+    medium = "store"
+
     def __init__(
-        self, config: StoreConnectorConfig, scheduler: Scheduler, clock: Callable[[], float]
+        self, config: StoreConnectorConfig, scheduler: Scheduler, worker: StoreWorker
     ) -> None:
+        self.worker = worker
+        self.wake_fds = (worker.wake_fd,)
         self._config = config
         self._scheduler = scheduler
         self._blocks = scheduler.blocks
-        self._clock = clock
+        self._clock = scheduler.clock
         if any(group.kind is not GroupKind.FULL for group in self._blocks.groups):
             raise ConfigError("--store", "only models with full attention can use a store")
-        self._orders: list[Order] = []
         self._tickets = itertools.count(1)
-        self._asks: dict[int, _Ask] = {}
-        self._loads: dict[int, _Load] = {}
-        self._loading: dict[bytes, _Load] = {}
+        self._lookups: dict[int, _Lookup] = {}
+        self._stored: dict[Request, range] = {}  # tokens beyond the local cache, while unused
+        self._loads: dict[int, _StoreLoad] = {}
+        self._loading: dict[bytes, _StoreLoad] = {}
         self._pins: list[tuple[Request, tuple[int, ...]]] = []
         self._queue: deque[Save] = deque()
         self._saving: dict[int, tuple[Save, ...]] = {}
         self._unsaved: set[bytes] = set()
         self._known: OrderedDict[bytes, None] = OrderedDict()
         self._bad: dict[bytes, float] = {}
-        self._ask_from = 0.0
+        self._lookups_from = 0.0
         self._counts: Counter[str] = Counter()
         self._seconds = {"load": 0.0, "save": 0.0}
-        self._blocks.on_commit.append(self.committed)
-        self.on_saved: Callable[[str, int, list[bytes]], None] | None = None
 
     # --- lookups ---
 
-    def ask(self, sequence: Sequence) -> bool:
+    @override
+    def added(self, sequence: Sequence) -> bool:
         """Ask for what the local cache lacks of a new request; False if there is nothing to ask."""
         now = self._clock()
-        if not (self._blocks.caching and sequence.request.reads_cache) or now < self._ask_from:
+        if not (self._blocks.caching and sequence.request.reads_cache) or now < self._lookups_from:
             return False
         total = len(sequence.tokens)
-        chains = [sequence.chain(group.block_size) for group in self._blocks.groups]
-        start = self._blocks.match(chains, total).num_tokens
+        start = self._blocks.match(self._blocks.chains(sequence), total).num_tokens
         parts = self._parts(sequence, start, total - total % self._blocks.alignment)
         keys = tuple(key for part in parts for key in part.keys)
         if not keys:
@@ -161,8 +161,8 @@ class StoreConnector:
         ticket = next(self._tickets)
         deadline = now + self._config.lookup_timeout_s
         counts = [len(part.keys) for part in parts]
-        self._asks[ticket] = _Ask(sequence, start, keys, counts, deadline)
-        self._orders.append(LookUp(ticket, keys))
+        self._lookups[ticket] = _Lookup(sequence, start, keys, counts, deadline)
+        self._submit(LookUp(ticket, keys))
         return True
 
     def _parts(self, sequence: Sequence, start: int, end: int) -> tuple[Part, ...]:
@@ -178,9 +178,9 @@ class StoreConnector:
         return tuple(parts)
 
     def _looked_up(self, answer: LookedUp) -> list[Output]:
-        ask = self._asks.pop(answer.ticket, None)
+        ask = self._lookups.pop(answer.ticket, None)
         if ask is None or ask.sequence.state is not State.PARKED:
-            self._orders.append(ReleasePins(answer.pins))
+            self._submit(ReleasePins(answer.pins))
             return []
         if answer.error is not None:
             self._give_up_asking(ask, "failed")
@@ -188,13 +188,13 @@ class StoreConnector:
         self._note_known(zip(ask.keys, answer.present, strict=True))
         request, end = ask.sequence.request, self._end_of(ask, answer.present)
         self._counts["lookups hit" if end > ask.start else "lookups miss"] += 1
-        request.stored = range(ask.start, end)
+        self._stored[request] = range(ask.start, end)
         if answer.pins:
             self._pins.append((request, answer.pins))
         self._scheduler.unpark(ask.sequence)
         return []
 
-    def _end_of(self, ask: _Ask, present: tuple[bool, ...]) -> int:
+    def _end_of(self, ask: _Lookup, present: tuple[bool, ...]) -> int:
         """Where the prefix ends that the store has in all groups."""
         ends, at = [], 0
         for group, count in zip(self._blocks.groups, ask.counts, strict=True):
@@ -203,10 +203,10 @@ class StoreConnector:
             at += count
         return min(ends) - min(ends) % self._blocks.alignment
 
-    def _give_up_asking(self, ask: _Ask, outcome: str) -> None:
+    def _give_up_asking(self, ask: _Lookup, outcome: str) -> None:
         """The request goes on without the store, and so do others for a while."""
         self._counts[f"lookups {outcome}"] += 1
-        self._ask_from = self._clock() + PAUSE_S
+        self._lookups_from = self._clock() + PAUSE_S
         self._scheduler.unpark(ask.sequence)
 
     def _note_known(self, found: Iterable[tuple[bytes, bool]]) -> None:
@@ -219,46 +219,47 @@ class StoreConnector:
         while len(self._known) > KNOWN_KEYS:
             self._known.popitem(last=False)
 
-    # --- loads: what admission and planner use ---
+    # --- loads ---
 
-    def offers(self, sequence: Sequence, match: Match) -> bool:
-        """Whether the store holds more of a waiting sequence than the local cache."""
-        stored = sequence.request.stored
-        if not stored.start <= match.num_tokens < stored.stop:
-            return False
-        return self._bad.get(self._next_key(sequence, match), 0.0) <= self._clock()
-
-    def is_coming(self, sequence: Sequence, match: Match) -> bool:
-        """Whether the next block that a sequence lacks is being loaded for another one."""
-        return self._next_key(sequence, match) in self._loading
-
-    def _next_key(self, sequence: Sequence, match: Match) -> bytes:
+    @override
+    def match(self, sequence: Sequence, num_cached: int) -> int | Pending:
+        """What the store holds beyond a prefix; pending while it is loaded for another one."""
+        stored = self._stored.get(sequence.request, range(0))
+        if not stored.start <= num_cached < stored.stop:
+            return 0
         size = self._blocks.groups[0].block_size
-        return self._config.forms[0].key(sequence.chain(size)[match.num_tokens // size])
+        key = self._config.forms[0].key(sequence.chain(size)[num_cached // size])
+        if self._bad.get(key, 0.0) > self._clock():
+            return 0
+        if key in self._loading:
+            self._loading[key].followers.append(sequence)
+            return PENDING
+        return stored.stop - num_cached
 
-    def follow(self, sequence: Sequence, match: Match) -> None:
-        """Let a sequence wait, outside of the queue, for a load of another one."""
-        self._scheduler.park(sequence)
-        self._loading[self._next_key(sequence, match)].followers.append(sequence)
-
-    def load(self, sequence: Sequence, match: Match) -> None:
-        """Take blocks for what the store has beyond a local prefix, and have them filled."""
-        request, start, end = sequence.request, match.num_tokens, sequence.request.stored.stop
-        self._scheduler.adopt(sequence, match)
-        spans = self._blocks.reserve(sequence.tables, end)
-        self._scheduler.load(sequence)
-        parts = self._parts(sequence, start, end)
+    @override
+    def start_load(self, load: Load) -> None:
+        request = load.sequence.request
+        del self._stored[request]
+        parts = self._parts(load.sequence, load.start, load.end)
         deadline = min(request.deadline, self._clock() + self._config.load_timeout_s)
-        load = _Load(sequence, start, end, spans, parts, deadline)
+        begun = _StoreLoad(load, parts, deadline)
         ticket = next(self._tickets)
-        self._loads[ticket] = load
-        self._loading |= dict.fromkeys(parts[0].keys, load)
-        self._orders.append(LoadBlocks(ticket, parts))
+        self._loads[ticket] = begun
+        self._loading |= dict.fromkeys(parts[0].keys, begun)
+        self._submit(LoadBlocks(ticket, parts))
+
+    @override
+    def started(self, sequence: Sequence) -> None:
+        self._stored.pop(sequence.request, None)
+
+    @override
+    def finished(self, request: Request) -> None:
+        self._stored.pop(request, None)
 
     def _loaded(self, answer: Loaded) -> list[Output]:
         """The store touches the blocks no more: free them, and use what is right of them."""
         load = self._loads.pop(answer.ticket)
-        self._blocks.release_incoming(load.spans)
+        self._blocks.release_incoming(load.load.spans)
         keys = [key for part in load.parts for key in part.keys]
         self._note_known(zip(keys, answer.good, strict=True))
         good = sum(answer.good)
@@ -270,7 +271,7 @@ class StoreConnector:
         if load.over:
             return []
         valid = self._valid(load, answer.good)
-        failed = valid < load.end
+        failed = valid < load.load.end
         self._counts["loads failed" if failed else "loads ok"] += 1
         return self._finish(load, valid, answer.error or "blocks are missing or corrupt", failed)
 
@@ -278,16 +279,16 @@ class StoreConnector:
         forms = [self._config.forms[part.group] for part in parts for _ in part.keys]
         return (HEADER_BYTES + form.num_bytes for form, ok in zip(forms, good, strict=True) if ok)
 
-    def _valid(self, load: _Load, good: tuple[bool, ...]) -> int:
+    def _valid(self, load: _StoreLoad, good: tuple[bool, ...]) -> int:
         """Tokens of the prefix that is there, in whole blocks of all groups."""
         ends, at = [], 0
         for part, group in zip(load.parts, self._blocks.groups, strict=True):
             there = (*good[at : at + len(part.keys)], False).index(False)
-            ends.append(load.start + there * group.block_size)
+            ends.append(load.load.start + there * group.block_size)
             at += len(part.keys)
         return min(ends) - min(ends) % self._blocks.alignment
 
-    def _finish(self, load: _Load, valid: int, reason: str, failed: bool) -> list[Output]:
+    def _finish(self, load: _StoreLoad, valid: int, reason: str, failed: bool) -> list[Output]:
         """Let the request go on with `valid` tokens, and those who waited with it."""
         load.over = True
         for part in load.parts[:1]:
@@ -298,32 +299,14 @@ class StoreConnector:
                     self._bad[key] = self._clock() + RETRY_S
         for follower in load.followers:
             self._scheduler.unpark(follower)
-        if self._scheduler.loading.get(load.sequence.request.request_id) is not load.sequence:
-            return []  # it was aborted
         if failed:
-            self._scheduler.totals.load_failures += 1
-            if self._scheduler.config.kv_load_failure_policy == "fail":
-                error = f"the KV cache could not be loaded from the store: {reason}"
-                return self._scheduler.end(load.sequence.request, "error", error)
-        self._use(load, valid)
-        return []
-
-    def _use(self, load: _Load, valid: int) -> None:
-        """Put what is valid into the prefix cache; the request finds it there."""
-        sequence, request = load.sequence, load.sequence.request
-        sequence.num_computed = valid
-        sequence.commit(self._blocks)
-        assert request.cached_tokens is not None
-        usable = min(valid, len(request.prompt), len(sequence.tokens) - 1)
-        gained = max(0, usable - request.cached_tokens)
-        request.cached_tokens += gained
-        self._scheduler.totals.prompt_tokens["store"] += gained
-        self._scheduler.requeue(sequence)
+            return self._scheduler.fail_load(load.load, valid, reason)
+        return self._scheduler.finish_load(load.load)
 
     # --- saves ---
 
+    @override
     def committed(self, sequence: Sequence, g: int, first: int, end: int) -> None:
-        """Queue blocks [first, end) of a sequence that were offered to the prefix cache."""
         size, pool = self._blocks.groups[g].block_size, self._blocks.pools[g]
         chain, table = sequence.chain(size), sequence.tables[g]
         most = max(8, pool.usable // QUEUE_SHARE)
@@ -342,20 +325,20 @@ class StoreConnector:
     def _begin_saves(self) -> None:
         if any(pool.num_free < pool.usable // SCARCE_SHARE for pool in self._blocks.pools):
             self._counts["save blocks dropped"] += len(self._queue)
-            self._let_go(self._queue)
+            self._release_saves(self._queue)
             self._queue.clear()
         while self._queue and len(self._saving) < SAVES_IN_FLIGHT:
             count = min(BATCH_BLOCKS, len(self._queue))
             saves = tuple(self._queue.popleft() for _ in range(count))
             ticket = next(self._tickets)
             self._saving[ticket] = saves
-            self._orders.append(SaveBlocks(ticket, saves))
+            self._submit(SaveBlocks(ticket, saves))
 
     def _saved(self, answer: Saved) -> list[Output]:
         saves = self._saving.pop(answer.ticket)
         stored = [save for save, ok in zip(saves, answer.stored, strict=True) if ok]
-        self._tell(stored)
-        self._let_go(saves)
+        self._log_saved(stored)
+        self._release_saves(saves)
         self._note_known((save.key, True) for save in stored)
         outcome = "refused" if answer.error is None else "failed"
         self._counts["save blocks stored"] += len(stored)
@@ -367,86 +350,95 @@ class StoreConnector:
             self._bad.pop(save.key, None)
         return []
 
-    def _tell(self, stored: list[Save]) -> None:
+    def _log_saved(self, stored: list[Save]) -> None:
         """Name the blocks that were kept, as far as they are still in the prefix cache."""
-        if self.on_saved is None:
-            return
         for g, pool in enumerate(self._blocks.pools):
-            keys = (pool.keys[save.block] for save in stored if save.group == g)
-            self.on_saved(self._config.store, g, [key for key in keys if key is not None])
+            held = (pool.keys[save.block] for save in stored if save.group == g)
+            keys = [key for key in held if key is not None]
+            for connector in self._scheduler.connectors:
+                connector.saved(self._config.store, g, keys)
 
-    def _let_go(self, saves: Iterable[Save]) -> None:
+    def _release_saves(self, saves: Iterable[Save]) -> None:
         for save in saves:
             self._blocks.pools[save.group].release_outgoing([save.block])
             self._unsaved.discard(save.key)
 
-    # --- what the shell calls ---
+    # --- the core's loop ---
 
-    def take_orders(self) -> list[Order]:
-        """What shall be done since the last call."""
+    @override
+    def poll(self, now: float) -> list[Output]:
+        outputs = []
+        for answer in self.worker.take():
+            outputs += self._take(answer)
+        outputs += self._expire(now)
         self._begin_saves()
-        orders, self._orders = self._orders, []
-        return orders
+        return outputs
 
-    def answer(self, answer: Answer) -> list[Output]:
+    def _submit(self, order: Order) -> None:
+        self.worker.submit((order,))
+
+    def _take(self, answer: Answer) -> list[Output]:
         """Something was done."""
         if isinstance(answer, LookedUp):
             return self._looked_up(answer)
         return self._loaded(answer) if isinstance(answer, Loaded) else self._saved(answer)
 
-    def expire(self, now: float) -> list[Output]:
+    def _expire(self, now: float) -> list[Output]:
         """Go on without what is late; stop what nobody wants any more."""
-        for ticket in [t for t, ask in self._asks.items() if ask.deadline <= now]:
-            self._give_up_asking(self._asks.pop(ticket), "late")
-        outputs = []
+        for ticket in [t for t, ask in self._lookups.items() if ask.deadline <= now]:
+            self._give_up_asking(self._lookups.pop(ticket), "late")
+        outputs: list[Output] = []
         for ticket, load in self._loads.items():
-            wanted = self._scheduler.loading.get(load.sequence.request.request_id) is load.sequence
+            wanted = self._scheduler.is_loading(load.load)
             if load.over or (wanted and load.deadline > now):
                 continue
             self._counts["loads late" if wanted else "loads cancelled"] += 1
-            self._orders.append(CancelLoad(ticket))
+            self._submit(CancelLoad(ticket))
             reason = f"nothing came within {self._config.load_timeout_s:g} s"
-            outputs += self._finish(load, load.start, reason, failed=wanted)
+            outputs += self._finish(load, load.load.start, reason, failed=wanted)
         self._bad = {key: until for key, until in self._bad.items() if until > now}
         self._release_pins()
         return outputs
 
     def _release_pins(self) -> None:
         """Pins last until their request is loaded, runs, or is over."""
-        loading = {load.sequence.request.request_id for load in self._loads.values()}
+        loading = {load.load.sequence.request for load in self._loads.values()}
         kept = []
         for request, pins in self._pins:
-            is_live = self._scheduler.requests.get(request.request_id) is request
-            if (is_live and request.stored) or request.request_id in loading:
+            if self._stored.get(request) or request in loading:
                 kept.append((request, pins))
             else:
-                self._orders.append(ReleasePins(pins))
+                self._submit(ReleasePins(pins))
         self._pins = kept
 
+    @override
     def next_deadline(self) -> float | None:
-        """When `expire` has something to do."""
-        waits = [ask.deadline for ask in self._asks.values()]
+        waits = [ask.deadline for ask in self._lookups.values()]
         waits += [load.deadline for load in self._loads.values() if not load.over]
         return min(waits, default=None)
 
+    @override
     def busy(self) -> bool:
-        """Whether the store still has work that this process must see through."""
         return bool(self._queue or self._saving or self._loads)
+
+    @override
+    def close(self) -> None:
+        self.worker.close()
 
     # --- accounts ---
 
-    def claims(self) -> tuple[list[Spans], list[Spans]]:
-        """Blocks that the store may write, and those that it may read."""
+    @override
+    def held_blocks(self) -> HeldBlocks:
         saves = [*self._queue, *(save for batch in self._saving.values() for save in batch)]
         groups = range(len(self._blocks.groups))
         reads: list[Spans] = [
             tuple((BlockSpan(s.number, (s.block,)),) if g == s.group else () for g in groups)
             for s in saves
         ]
-        return [load.spans for load in self._loads.values()], reads
+        return HeldBlocks([load.load.spans for load in self._loads.values()], reads)
 
+    @override
     def counters(self) -> dict[str, float]:
-        """Totals by Prometheus name."""
         store, counts = self._config.store, self._counts
         totals = {}
         for kind, outcomes in (
@@ -465,29 +457,31 @@ class StoreConnector:
             totals[f"kvbaton_store_seconds_total{label}"] = self._seconds[way]
         return totals
 
+    @override
     def gauges(self) -> dict[str, float]:
-        """Values now by Prometheus name."""
         label = f'{{store="{self._config.store}"}}'
         saving = len(self._queue) + sum(map(len, self._saving.values()))
         return {
-            f"kvbaton_store_lookups_live{label}": float(len(self._asks)),
+            f"kvbaton_store_lookups_live{label}": float(len(self._lookups)),
             f"kvbaton_store_loads_live{label}": float(len(self._loads)),
             f"kvbaton_store_saves_queued{label}": float(saving),
+            **self.worker.gauges(),
         }
 
+    @override
     def state(self) -> dict[str, Any]:
-        """The debugging dump."""
         now = self._clock()
         return {
+            **self.worker.state(),
             "lookups": [
                 {"request_id": ask.sequence.request.request_id, "from": ask.start,
                  "blocks": len(ask.keys), "seconds_left": ask.deadline - now}
-                for ask in self._asks.values()
+                for ask in self._lookups.values()
             ],
             "loads": [
-                {"request_id": load.sequence.request.request_id, "tokens": [load.start, load.end],
-                 "seconds_left": load.deadline - now, "over": load.over,
-                 "followers": len(load.followers)}
+                {"request_id": load.load.sequence.request.request_id,
+                 "tokens": [load.load.start, load.load.end], "over": load.over,
+                 "seconds_left": load.deadline - now, "followers": len(load.followers)}
                 for load in self._loads.values()
             ],
             "saves_queued": len(self._queue),

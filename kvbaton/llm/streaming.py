@@ -13,7 +13,6 @@ from typing import Any, Self
 from kvbaton.engine.config import EngineConfig
 from kvbaton.engine.gguf import model_folder
 from kvbaton.engine.process import EngineProcess
-from kvbaton.engine.solo import SoloFactory
 from kvbaton.engine.validate import INT32, Range, check_range
 from kvbaton.errors import ConfigError
 from kvbaton.llm.params import CompletionOutput, RequestOutput, SamplingParams, named_logprobs
@@ -100,7 +99,7 @@ class AsyncLLM:
         defaults = sampling_defaults(folder, generation_config)
         client = await EngineProcess.start(
             EngineConfig(model=folder, **engine),
-            SoloFactory(),
+            (),
             node=NodeId("llm", os.urandom(16)),
             log_level=log_level,
         )

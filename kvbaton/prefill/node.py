@@ -23,14 +23,14 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class PrefillFactory:
-    """Makes the role inside the engine core's process."""
+    """Makes the connector inside the engine core's process."""
 
     handover: HandoverConfig
     sends_blocks: ClassVar[bool] = True
 
     @property
     def items(self) -> DecodeFactory:
-        """See `process.RoleFactory`: outputs are received as a decode node receives prompts."""
+        """Encoder outputs are received as a decode node receives prompts."""
         from kvbaton.decode.node import DecodeFactory
 
         return DecodeFactory(self.handover).items
@@ -69,7 +69,6 @@ class PrefillFactory:
             executor,
             scheduler,
             node,
-            surroundings.identity,
             unclaimed_s=self.handover.timers.unclaimed,
         )
 
@@ -78,4 +77,4 @@ def main(config: NodeConfig) -> int:
     """Run the node until it is told to stop; returns the exit status."""
     from kvbaton.server.node import run_node
 
-    return run_node(config, PrefillFactory(config.handover))
+    return run_node(config, (PrefillFactory(config.handover),))

@@ -1,18 +1,19 @@
-"""The prefill role: reports what the engine computes to those who have reserved it."""
+"""The source of hand-overs: reports what the engine computes to those who have reserved it."""
 
 from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
 
 import msgspec
 import numpy as np
 import numpy.typing as npt
+from typing_extensions import override
 
-from kvbaton.connectors.keys import prompt_key, root_key
+from kvbaton.connectors.keys import prompt_key
 from kvbaton.connectors.protocol.events import (
     Announce,
     Engage,
@@ -25,11 +26,12 @@ from kvbaton.connectors.protocol.events import (
 )
 from kvbaton.connectors.transfer.source_worker import BlocksReport, PendingSums, SourceWorker
 from kvbaton.connectors.transfer.thread import TransferThread
+from kvbaton.engine import request as requests
 from kvbaton.engine.executor import Executor
-from kvbaton.engine.request import Request, extras_of
+from kvbaton.engine.kv_connector import HeldBlocks, KVConnector
 from kvbaton.engine.scheduler import Scheduler
 from kvbaton.errors import RequestError
-from kvbaton.messages.engine import AddRequest, Output, TransferSpec
+from kvbaton.messages.engine import AddRequest, Output
 from kvbaton.server.transfer_params import source_params
 from kvbaton.types import Attempt, ChoiceStart, NodeId, Spans
 
@@ -90,8 +92,11 @@ class CutSums:
         return cut
 
 
-class SourceConnector:
-    """Prefills for other nodes; see `engine.role.Role` for the contract of each method."""
+class SourceConnector(KVConnector):
+    """Prefills for other nodes: holds what becomes final, and reports it to the transfer thread."""
+
+    name = "source"
+    transfer_role = "source"
 
     def __init__(
         self,
@@ -99,7 +104,6 @@ class SourceConnector:
         executor: Executor,
         scheduler: Scheduler,
         node: NodeId,
-        identity: bytes,
         *,
         unclaimed_s: float,
     ) -> None:
@@ -109,8 +113,9 @@ class SourceConnector:
         self.executor = executor
         self.scheduler = scheduler
         self.node = node
-        self.identity = identity
         self.unclaimed_s = unclaimed_s
+        self.control_address = transfers.channel.address
+        self.wake_fds = (transfers.outbox_fd,)
         self.revived = 0
         self.outcomes: dict[str, int] = {}
         self._sources: dict[Attempt, _Source] = {}
@@ -123,31 +128,15 @@ class SourceConnector:
             EvictSource: self._evict,
             RefuseAnnounce: self._refuse,
         }
-        scheduler.on_progress = self.progressed
         transfers.start()
 
     # --- requests ---
 
-    @property
-    def control_address(self) -> str | None:
-        """Where targets reach this node."""
-        return self.transfers.channel.address
-
-    @property
-    def wake_fd(self) -> int:
-        """Readable when the transfer thread has something to say."""
-        return self.transfers.outbox_fd
-
+    @override
     def accept(self, request: AddRequest) -> AddRequest:
-        """Check a request's part in a hand-over."""
         transfer = request.transfer
-        if transfer is None:
+        if transfer is None or transfer.role != "source" or self._is_again(request):
             return request
-        if transfer.role != "source":
-            raise RequestError(
-                "this node prefills; send do_remote_prefill to a decode node",
-                param="kv_transfer_params.do_remote_prefill",
-            )
         if Attempt(transfer.transfer_id, transfer.attempt) in self._sources:
             raise RequestError(
                 f"transfer {transfer.transfer_id.hex()} attempt {transfer.attempt} is in use",
@@ -157,22 +146,24 @@ class SourceConnector:
             )
         return request
 
-    def added(self, request: AddRequest) -> None:
-        """Announce a transfer to the machine."""
-        if request.transfer is None:
-            return
-        attempt = Attempt(request.transfer.transfer_id, request.transfer.attempt)
-        known = (*request.token_ids, *request.resume_ids)
-        source = _Source(attempt, request, request.request_id, len(known))
+    def _is_again(self, request: AddRequest) -> bool:
+        """Whether a request is our own run for a late reservation."""
+        return request.request_id in self._by_request
+
+    @override
+    def added(self, sequence: requests.Sequence) -> bool:
+        request = sequence.request.spec
+        transfer = request.transfer
+        if transfer is None or transfer.role != "source" or self._is_again(request):
+            return False
+        attempt = Attempt(transfer.transfer_id, transfer.attempt)
+        source = _Source(attempt, request, request.request_id, len(sequence.tokens))
         self._sources[attempt] = source
         self._by_request[request.request_id] = source
-        root, extras = root_key(self.identity, request.cache_salt), extras_of(request.items)
-        key = prompt_key(root, known, extras=extras)
-        self.transfers.submit(Announce(attempt, key, len(known)))
-
-    def ended(self, request_id: str) -> None:
-        """The run was aborted: the transfer fails."""
-        self._failed(request_id, "the prefill request was aborted")
+        extras = requests.extras_of(request.items)
+        key = prompt_key(sequence.request.root, sequence.tokens, extras=extras)
+        self.transfers.submit(Announce(attempt, key, len(sequence.tokens)))
+        return False
 
     def _failed(self, request_id: str, reason: str) -> None:
         source = self._by_request.pop(request_id, None)
@@ -183,7 +174,8 @@ class SourceConnector:
         if source.start is None:
             del self._sources[source.attempt]
 
-    def emitted(self, outputs: Sequence[Output]) -> list[Output]:
+    @override
+    def emitted(self, outputs: list[Output]) -> list[Output]:
         """Take note of first tokens; outputs of a run made for a late `Reserve` go nowhere."""
         sent = []
         # The first choice that fails ends the run; what its other choices put out is still its.
@@ -195,7 +187,14 @@ class SourceConnector:
             noted = self._note_first(source, output)
             if source.request_id == source.request.request_id:
                 sent.append(noted)
-            self._finish(source, output)
+            if output.finish_reason in ("abort", "error"):
+                reason = output.error or "the prefill request was aborted"
+                self._failed(output.request_id, reason)
+            elif len(source.first) == source.request.params.n:
+                self._by_request.pop(output.request_id, None)
+                source.running = False
+                if source.start is None:
+                    source.forget_at = time.monotonic() + 2 * self.unclaimed_s
         return sent
 
     def _note_first(self, source: _Source, output: Output) -> Output:
@@ -212,7 +211,7 @@ class SourceConnector:
         if output.token_ids and len(source.first) == source.request.params.n:
             choices = tuple(source.first[i] for i in range(source.request.params.n))
             self.transfers.submit(FirstTokens(source.attempt, choices, source.cached_tokens))
-        if output.finish_reason is None:
+        if output.finish_reason in (None, "abort", "error"):
             return output
         return msgspec.structs.replace(output, kv_transfer_params=self._params(source))
 
@@ -227,37 +226,22 @@ class SourceConnector:
             num_tokens=source.num_tokens,
         )
 
-    def _finish(self, source: _Source, output: Output) -> None:
-        if output.finish_reason in ("abort", "error"):
-            self._failed(output.request_id, output.error or "the prefill request was aborted")
-        elif len(source.first) == source.request.params.n:
-            self._by_request.pop(output.request_id, None)
-            source.running = False
-            if source.start is None:
-                source.forget_at = time.monotonic() + 2 * self.unclaimed_s
-
     # --- blocks ---
 
-    def decline(self, transfer: TransferSpec) -> None:
-        """A source receives nothing."""
-
-    def begin(self) -> None:
-        """Nothing waits for admission on a source."""
-
-    def progressed(self, request: Request) -> None:
-        """Report blocks that have become final, while the request still references them."""
+    @override
+    def progressed(self, request: requests.Request) -> None:
         source = self._by_request.get(request.request_id)
         if source is None or source.start is None:
             return
-        computed = self.scheduler.computed(request.request_id) or 0
+        computed = request.final_tokens()
         if computed < source.num_tokens:
             computed -= computed % self.scheduler.blocks.alignment
         if computed > source.reported:
-            self._report(source, computed)
+            self._report(source, request.sequences[0], computed)
 
-    def _report(self, source: _Source, end: int) -> None:
+    def _report(self, source: _Source, sequence: requests.Sequence, end: int) -> None:
         start, source.reported = source.reported, end
-        spans = self.scheduler.spans(source.request_id, start, end)
+        spans = self.scheduler.blocks.spans(sequence.tables, start, end)
         self.scheduler.blocks.hold_outgoing(spans)
         source.held.append(spans)
         sums = tuple(self._sums(group, spans, start, end) for group in range(len(spans)))
@@ -277,11 +261,10 @@ class SourceConnector:
 
     # --- what the transfer thread says ---
 
-    def poll(self) -> list[Output]:
-        """Carry out what the machine decided."""
+    @override
+    def poll(self, now: float) -> list[Output]:
         for action in self.transfers.take():
             self._on[type(action)](action)
-        now = time.monotonic()
         for source in list(self._sources.values()):
             if source.forget_at is not None and source.forget_at <= now:
                 del self._sources[source.attempt]
@@ -312,7 +295,7 @@ class SourceConnector:
         try:
             self.scheduler.add(again)
         except RequestError as error:
-            self.ended(source.request_id)
+            self._failed(source.request_id, error.message)
             logger.warning("can't prefill again for a late reservation: %s", error)
 
     def _release(self, action: Release) -> None:
@@ -348,7 +331,7 @@ class SourceConnector:
         if source is None:
             return
         for spans in source.held:
-            self.scheduler.evict(spans, action.bad)
+            self.scheduler.blocks.evict(spans, action.bad)
 
     def _refuse(self, action: RefuseAnnounce) -> None:
         source = self._sources.pop(action.attempt, None)
@@ -362,16 +345,18 @@ class SourceConnector:
 
     # --- accounts ---
 
+    @override
     def busy(self) -> bool:
-        """Whether a target still waits for us."""
         return any(source.start is not None for source in self._sources.values())
 
-    def claims(self) -> tuple[list[Spans], list[Spans]]:
-        """Blocks held for transfers."""
-        return [], [spans for source in self._sources.values() for spans in source.held]
+    @override
+    def held_blocks(self) -> HeldBlocks:
+        return HeldBlocks(
+            outgoing=[spans for source in self._sources.values() for spans in source.held]
+        )
 
+    @override
     def counters(self) -> dict[str, float]:
-        """Totals."""
         totals = {
             f"kvbaton_transfer_{name}_total": value for name, value in self.sender.published.items()
         }
@@ -381,8 +366,9 @@ class SourceConnector:
         totals["kvbaton_control_junk_total"] = float(self.transfers.junk)
         return totals
 
+    @override
     def gauges(self) -> dict[str, float]:
-        """Values now. An announced transfer holds nothing: nobody has reserved it yet."""
+        # An announced transfer holds nothing: nobody has reserved it yet.
         leases = sum(source.start is not None for source in self._sources.values())
         return {
             "kvbaton_transfers_live": float(leases),
@@ -391,10 +377,9 @@ class SourceConnector:
             "kvbaton_unhealthy": float(self.transfers.failure is not None),
         }
 
+    @override
     def state(self) -> dict[str, Any]:
-        """The debugging dump."""
         return {
-            "role": "prefill",
             "failure": self.transfers.failure,
             "live": [
                 {
@@ -411,9 +396,6 @@ class SourceConnector:
             **self.transfers.inspect(self.sender.state),
         }
 
-    def set_members(self, addresses: Sequence[str]) -> None:
-        """A source dials nobody."""
-
+    @override
     def close(self) -> None:
-        """Stop the transfer thread."""
         self.transfers.close()

@@ -7,7 +7,8 @@ import logging
 import os
 import signal
 import socket
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING
 
 import msgspec
 from aiohttp import web
@@ -15,7 +16,7 @@ from aiohttp.typedefs import Handler
 from prometheus_client import CollectorRegistry, generate_latest
 
 from kvbaton.engine.client import EngineClient
-from kvbaton.engine.process import EngineProcess, RoleFactory
+from kvbaton.engine.process import EngineProcess
 from kvbaton.messages.nodes import NodeInfo
 from kvbaton.server.app import serve_on
 from kvbaton.server.cluster_token import operator_token
@@ -31,6 +32,9 @@ from kvbaton.server.supervisor import Supervisor, WorkerLink
 from kvbaton.text.generation import sampling_defaults
 from kvbaton.text.tokenizer import Tokenizer
 from kvbaton.types import NodeId
+
+if TYPE_CHECKING:
+    from kvbaton.engine.kv_connector import ConnectorFactory
 
 logger = logging.getLogger(__name__)
 
@@ -50,12 +54,14 @@ def text_face(config: NodeConfig) -> MakeApp:
     return lambda client, edge, forward: make_node_app(client, tokenizer, edge, forward)
 
 
-def run_node(config: NodeConfig, role_factory: RoleFactory, face: Face = text_face) -> int:
+def run_node(
+    config: NodeConfig, connectors: Sequence[ConnectorFactory], face: Face = text_face
+) -> int:
     """Run a node until SIGINT or SIGTERM; returns the exit status, 1 if its engine died.
 
     Args:
         config: settings.
-        role_factory: makes its role.
+        connectors: make its connectors.
         face: makes its HTTP face.
 
     Raises:
@@ -64,17 +70,17 @@ def run_node(config: NodeConfig, role_factory: RoleFactory, face: Face = text_fa
     logging.basicConfig(
         level=config.log_level.upper(), format="%(levelname)s %(name)s: %(message)s"
     )
-    return asyncio.run(Node(config, role_factory, face).run())
+    return asyncio.run(Node(config, connectors, face).run())
 
 
 class Node:
     """One node. The four verbs of its life, in order: start, serve, drain, stop."""
 
     def __init__(
-        self, config: NodeConfig, role_factory: RoleFactory, face: Face = text_face
+        self, config: NodeConfig, connectors: Sequence[ConnectorFactory], face: Face = text_face
     ) -> None:
         self.config = config
-        self.role_factory = role_factory
+        self.connectors = connectors
         self.face = face
         self.id = NodeId(config.node_id, os.urandom(16))
         self.state = "loading"
@@ -136,7 +142,7 @@ class Node:
     async def _start_engine(self) -> EngineProcess:
         return await EngineProcess.start(
             self.config.engine,
-            self.role_factory,
+            self.connectors,
             node=self.id,
             host=self.config.host,
             port=self.config.engine_port,

@@ -35,10 +35,11 @@ from kvbaton.connectors.transfer.target_worker import TargetWorker
 from kvbaton.connectors.transfer.thread import TransferThread
 from kvbaton.decode.target_connector import TargetConnector
 from kvbaton.engine.block_pool import BlockPool
+from kvbaton.engine.config import SchedulerConfig
 from kvbaton.engine.core import EngineCore
 from kvbaton.engine.executor import Executor
 from kvbaton.engine.kv_cache_manager import GroupSpec
-from kvbaton.engine.scheduler import Scheduler, SchedulerConfig
+from kvbaton.engine.scheduler import Scheduler
 from kvbaton.errors import TransportError
 from kvbaton.messages.control import Complete, RankCard, Reserve
 from kvbaton.messages.engine import (
@@ -225,7 +226,11 @@ class SimulatedNode:
         )
         self.laws = SourceLaws(self) if shape.is_source else TargetLaws(self)
         self.core = EngineCore(
-            self._executor, self.scheduler, self._connect(), self, depth=shape.depth
+            self._executor,
+            self.scheduler,
+            self,
+            connectors=(self._connect(),),
+            depth=shape.depth,
         )
         world.nodes[name] = self
 
@@ -276,7 +281,6 @@ class SimulatedNode:
                 self._executor,
                 self.scheduler,
                 self.id,
-                self.identity,
                 unclaimed_s=self.timers.unclaimed,
             )
         return TargetConnector(

@@ -341,7 +341,7 @@ SETTINGS = {
         "pools",
         "prompt_tokens",
     ),
-    *("finished", "record", "ranks", "on_commit", "on_retire", "by_code", "ended"),
+    *("finished", "record", "ranks", "on_commit", "connectors", "by_code", "ended"),
     *("_do", "_on", "_rules", "_handlers", "actions", "Scheduler._ended", "SourceSessions._over"),
 }
 """What is set up once, counts, or is emptied by the next call."""

@@ -30,8 +30,8 @@ from kvbaton.connectors.protocol.source_sessions import SourceSessions
 from kvbaton.connectors.protocol.target import Target
 from kvbaton.connectors.protocol.target_sessions import TargetSessions
 from kvbaton.connectors.transfer.target_worker import TargetWorker
-from kvbaton.engine.handover import Handover
 from kvbaton.engine.kv_cache_manager import KVCacheManager
+from kvbaton.engine.request import Request
 from kvbaton.messages.control import Accepted, Ack, Drained, SessionDrained
 from kvbaton.prefill.source_connector import SourceConnector
 from kvbaton.testing.simulated_world import ViolationError
@@ -334,12 +334,9 @@ MUTANTS.append(
 )
 
 
-@breaks((Handover, "computed"))
-def reports_blocks_of_a_step_in_flight(self: Any, request_id: str) -> Any:
-    request = self._scheduler.requests.get(request_id)
-    if request is None:
-        return None
-    return min(request.sequences[0].num_scheduled, request.num_known)
+@breaks((Request, "final_tokens"))
+def reports_blocks_of_a_step_in_flight(self: Any) -> Any:
+    return min(self.sequences[0].num_scheduled, self.num_known)
 
 
 # --- P: what it posts ---

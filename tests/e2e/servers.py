@@ -234,8 +234,9 @@ class Node(Server):
         return answer
 
     def state(self) -> dict[str, Any]:
-        """What the node's role knows."""
-        answer: dict[str, Any] = self.get("/state")["role"]
+        """What the node's connector for hand-overs knows."""
+        whole: dict[str, Any] = self.get("/state")
+        answer: dict[str, Any] = whole["source"] if "source" in whole else whole["target"]
         return answer
 
     def forget(self) -> None:

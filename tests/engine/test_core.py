@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable, Iterator
+from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
@@ -12,9 +13,9 @@ from kvbaton.engine.build import build_engine
 from kvbaton.engine.config import EngineConfig
 from kvbaton.engine.core import EngineCore
 from kvbaton.engine.executor import Executor
+from kvbaton.engine.kv_connector import KVConnector
 from kvbaton.engine.process import Surroundings
 from kvbaton.engine.scheduler import Scheduler
-from kvbaton.engine.solo import SoloFactory, SoloRole
 from kvbaton.messages.engine import AddRequest, FromCore, Output
 from kvbaton.server.node_metrics import families
 from kvbaton.types import NodeId
@@ -23,20 +24,27 @@ from tests.handover.pair import ENGINE, QueueMailbox, greedy
 PROMPT = tuple(range(4, 14))
 
 
-class Listener(SoloRole):
+class Listener(KVConnector):
     """Notes how much of the only request is computed whenever it may speak."""
 
     def __init__(self, scheduler: Scheduler) -> None:
-        super().__init__()
         self.scheduler = scheduler
-        self.heard: list[int | None] = []
+        self.heard: list[int] = []
 
-    def poll(self) -> list[Output]:
-        self.heard.append(self.scheduler.computed("r"))
-        return super().poll()
+    def poll(self, now: float) -> list[Output]:
+        (sequence,) = self.scheduler.requests["r"].sequences
+        self.heard.append(sequence.num_computed)
+        return []
 
 
-class ListenerFactory(SoloFactory):
+@dataclass(frozen=True)
+class ListenerFactory:
+    sends_blocks = False
+
+    @property
+    def items(self) -> ListenerFactory:
+        return self
+
     def __call__(
         self, executor: Executor, scheduler: Scheduler, surroundings: Surroundings
     ) -> Listener:
@@ -53,7 +61,7 @@ def core(checkpoint: Callable[..., Path], sent: list[FromCore]) -> Iterator[Engi
     """A core with a request whose prompt takes one step, and room for more."""
     config = EngineConfig(model=str(checkpoint()), **ENGINE)
     mailbox = QueueMailbox(sent.append, lambda: None)
-    core = build_engine(config, NodeId("n", os.urandom(16)), ListenerFactory(), mailbox).core
+    core = build_engine(config, NodeId("n", os.urandom(16)), (ListenerFactory(),), mailbox).core
     core.add(AddRequest(request_id="r", token_ids=PROMPT, params=greedy({"max_tokens": 2})))
     yield core
     core.close()
@@ -62,15 +70,16 @@ def core(checkpoint: Callable[..., Path], sent: list[FromCore]) -> Iterator[Engi
 
 def test_peers_are_heard_before_a_step_counts(core: EngineCore) -> None:
     """What arrives during a step may want what the step has computed, before it is given back."""
-    assert isinstance(core.role, Listener)
+    (listener,) = core.connectors
+    assert isinstance(listener, Listener)
     core.launch()
     core.update()
-    assert core.role.heard == [0], "asked once while the step's result was there, but not applied"
-    assert core.scheduler.computed("r") == len(PROMPT)
+    assert listener.heard == [0], "asked once while the step's result was there, but not applied"
+    assert core.scheduler.requests["r"].sequences[0].num_computed == len(PROMPT)
     core.launch()
     core.update()
-    assert core.role.heard == [0, len(PROMPT)]
-    assert core.scheduler.computed("r") is None, "it has ended"
+    assert listener.heard == [0, len(PROMPT)]
+    assert "r" not in core.scheduler.requests, "it has ended"
 
 
 def imbalance(core: EngineCore) -> float:

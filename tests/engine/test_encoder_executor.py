@@ -21,7 +21,6 @@ from kvbaton.engine.encoder.pool import EncoderPool
 from kvbaton.engine.encoder.worker import NO_DATA, NO_TOWER
 from kvbaton.engine.executor import Executor
 from kvbaton.engine.model_config import load_model_config
-from kvbaton.engine.solo import SoloFactory
 from kvbaton.engine.step import BlockCopy, NewSequence, SequenceStep, StepPlan, StepResult
 from kvbaton.errors import ConfigError
 from kvbaton.messages.engine import FromCore, Item, Output, Outputs, Rejected
@@ -260,7 +259,7 @@ def test_without_a_tower_nothing_is_encoded(
 def test_a_model_of_text_has_no_encoder(checkpoint: Callable[..., Path]) -> None:
     mailbox = QueueMailbox(lambda message: None, lambda: None)
     with pytest.raises(ConfigError, match="no vision tower"):
-        build_engine(settings_of(checkpoint()), NodeId("n", bytes(16)), SoloFactory(), mailbox)
+        build_engine(settings_of(checkpoint()), NodeId("n", bytes(16)), (), mailbox)
     mailbox.close()
 
 
@@ -320,7 +319,7 @@ class Core:
         self.engine = build_engine(
             settings_of(folder, **settings),
             NodeId("e", os.urandom(16)),
-            SoloFactory(),
+            (),
             self.mailbox,
         )
 
@@ -339,7 +338,7 @@ class Core:
 
         def turn() -> bool:
             self.core.receive()
-            self.core.listen()
+            self.core.poll()
             self.core.launch()
             self.core.update()
             assert self.core.imbalance() == 0

@@ -14,7 +14,6 @@ from kvbaton.engine.encoder.build import make_encoder
 from kvbaton.engine.encoder.pool import EncoderPool
 from kvbaton.engine.executor import Executor
 from kvbaton.engine.model_config import load_model_config
-from kvbaton.engine.solo import SoloFactory
 from kvbaton.engine.step import BlockCopy, NewSequence, SequenceStep, StepPlan
 from kvbaton.kernels.digest import block_sums
 from tests.engine.encoder_items import (
@@ -112,7 +111,7 @@ def test_a_second_life_loads_what_the_first_encoded(folder: Path, tmp_path: Path
         "store_lookup_timeout": 20.0,
     }
     for life in range(2):
-        node = Node("e", folder, SoloFactory(), **settings)
+        node = Node("e", folder, **settings)
         for number, item in enumerate(items):
             assert node.add(request_for(item, f"r{number}")).result() == [0]
         until(lambda: node.ask("drain"), "everything is saved")  # noqa: B023

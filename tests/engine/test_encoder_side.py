@@ -19,7 +19,7 @@ import torch
 from kvbaton.engine.build import build_engine
 from kvbaton.engine.config import EngineConfig
 from kvbaton.engine.core import EngineCore
-from kvbaton.engine.solo import SoloFactory
+from kvbaton.engine.encoder.side import EncoderSide
 from kvbaton.messages.engine import (
     AbortRequest,
     AddRequest,
@@ -50,16 +50,14 @@ class Node:
         options: dict[str, Any] = {"device": "cpu", "block_size": 4, "num_blocks": 257}
         options |= {"max_num_seqs": 8} | settings
         config = EngineConfig(model=str(folder), **options)
-        self.core: EngineCore = build_engine(
-            config, NodeId("n", os.urandom(16)), SoloFactory(), mailbox
-        ).core
+        self.core: EngineCore = build_engine(config, NodeId("n", os.urandom(16)), (), mailbox).core
         self.outputs: dict[str, list[Output]] = {}
         self._mailbox = mailbox
 
     def turn(self) -> None:
         """One turn of the core's loop, and what it says."""
         self.core.receive()
-        self.core.listen()
+        self.core.poll()
         self.core.launch()
         self.core.update()
         for message in self.sent:
@@ -192,7 +190,8 @@ def test_a_cached_prefix_asks_for_no_image(
     prompt = prompt_of(folder, pictures, 3, SMALL, 21)
     node.add("first", prompt)
     (expected,) = node.finish("first")
-    node.core.encoder.core.reset_prefix_cache()  # type: ignore[union-attr]
+    (side,) = (c for c in node.core.connectors if isinstance(c, EncoderSide))
+    side.core.reset_prefix_cache()
     node.add("second", prompt)
     assert node.finish("second") == [expected]
     assert node.count(ENCODED) == 1
@@ -327,7 +326,7 @@ def test_the_loop_does_not_sleep_over_what_the_encoder_shall_do(
     node.core.launch()
     assert node.core.scheduler.parked, "it waits for the image at its very start"
     assert node.core.patience() == 0.0
-    node.core.listen()
+    node.core.poll()
     assert node.core.patience() > 0.0, "the encoder works, and wakes the loop when it is done"
     assert node.finish("r") == [pictures.generate(prompt, 6)]
     node.check_rest()

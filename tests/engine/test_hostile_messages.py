@@ -18,7 +18,7 @@ from kvbaton.engine.client import EngineClient
 from kvbaton.engine.config import EngineConfig
 from kvbaton.engine.core import EngineCore
 from kvbaton.engine.frontends import EngineEndpoints, FrontendServer
-from kvbaton.engine.solo import SoloFactory
+from kvbaton.engine.kv_connector import KVConnector
 from kvbaton.errors import EngineDeadError
 from kvbaton.messages.engine import (
     AbortRequest,
@@ -52,7 +52,9 @@ class Rig:
         self.mailbox = QueueMailbox(self.sent.append, lambda: None)
         config = EngineConfig(model=str(folder), **ENGINE)
         node = NodeId("n", os.urandom(16))
-        self.core: EngineCore = build_engine(config, node, SoloFactory(), self.mailbox).core
+        self.core: EngineCore = build_engine(config, node, (), self.mailbox).core
+        self.connector = KVConnector()
+        self.core.connectors = self.core.scheduler.connectors = (self.connector,)
 
     def tell(self, *messages: Any) -> list[FromCore]:
         """What the core says to messages at once; all of it can be read at the other end."""
@@ -208,7 +210,7 @@ def test_an_exception_fails_the_request_and_no_more(
         raise ZeroDivisionError("x" * 10_000)
 
     with monkeypatch.context() as patch:
-        patch.setattr(rig.core.role, place, broken)
+        patch.setattr(rig.connector, place, broken)
         (answer,) = rig.tell(request("bad"))
     if isinstance(answer, Rejected):
         assert (answer.request_id, answer.status, answer.code) == ("bad", 500, "internal_error")
@@ -225,7 +227,8 @@ def test_an_exception_in_an_abort_or_a_question_ends_nothing(
     rig.tell(request("r"))
     with monkeypatch.context() as patch:
         patch.setattr(rig.core, "state", lambda: 1 / 0)
-        patch.setattr(rig.core.role, "ended", lambda request_id: 1 / 0)
+        patch.setattr(rig.connector, "finished", lambda request: 1 / 0)
+        rig.tell(AbortRequest(request_id="r"))
         (answer,) = rig.tell(Command(command_id=1, name="state"))
         assert isinstance(answer, Reply)
         assert answer.error is not None

@@ -17,16 +17,18 @@ from hypothesis import event, given, settings
 from hypothesis import strategies as st
 
 from kvbaton.connectors.keys import root_key
+from kvbaton.connectors.protocol.events import Deliver, Fail, Start, Unneeded, Unquarantine
+from kvbaton.decode.target_connector import TargetConnector
+from kvbaton.engine.config import SchedulerConfig
 from kvbaton.engine.core import EngineCore
 from kvbaton.engine.encoder.side import Desk, EncoderSide
 from kvbaton.engine.kv_cache_manager import GroupSpec
-from kvbaton.engine.scheduler import Admitted, Scheduler, SchedulerConfig
-from kvbaton.engine.solo import SoloRole
+from kvbaton.engine.scheduler import Scheduler
 from kvbaton.engine.step import ItemRows, Sampled, StepPlan, StepResult
 from kvbaton.errors import RequestError
-from kvbaton.messages.engine import AddRequest, Item, Output, TransferSpec
-from kvbaton.types import Attempt, ChoiceStart, Spans
-from tests.engine.toy import Loop, ask, target
+from kvbaton.messages.engine import AddRequest, Item
+from kvbaton.types import ChoiceStart
+from tests.engine.toy import Loop, ToyTransfers, ask, target
 
 ROWS = 32
 MAX_LEN = 200
@@ -101,8 +103,8 @@ class ToyEncoder:
         os.close(self.wake_fd)
 
 
-class ToyRole(SoloRole):
-    """Receives outputs, or loses them.
+class ItemTransfers(ToyTransfers):
+    """Encoder nodes, as the target of their outputs sees them: they send them, or lose them.
 
     Attributes:
         lost: transfers that fail.
@@ -112,54 +114,31 @@ class ToyRole(SoloRole):
     def __init__(self, encoder: ToyEncoder) -> None:
         super().__init__()
         self.encoder = encoder
-        self.scheduler: Scheduler
+        self.target: TargetConnector
         self.lost: set[bytes] = set()
         self.used: Counter[bytes] = Counter()
-        self.reserved: dict[Attempt, Spans] = {}
-        self.pending: deque[Admitted] = deque()
-        self.cancelled: set[str] = set()
+        self.pending: deque[Start] = deque()
 
-    def accept(self, request: AddRequest) -> AddRequest:
-        if request.transfer is not None and request.transfer.peer is None:
-            raise RequestError("not a member")
-        return request
+    def submit(self, *items: Any) -> None:
+        for item in items:
+            if isinstance(item, Start | Unneeded):
+                self.used[item.attempt.transfer_id] += 1
+            if isinstance(item, Start):
+                self.pending.append(item)
 
-    def decline(self, transfer: TransferSpec) -> None:
-        self.used[transfer.transfer_id] += 1
-
-    def begin(self) -> None:
-        for admitted in self.scheduler.take_admitted():
-            transfer = admitted.transfer
-            self.used[transfer.transfer_id] += 1
-            if not admitted.full_hit:
-                attempt = Attempt(transfer.transfer_id, transfer.attempt)
-                self.reserved[attempt] = admitted.spans
-                self.pending.append(admitted)
-
-    def ended(self, request_id: str) -> None:
-        self.cancelled.add(request_id)
-
-    def poll(self) -> list[Output]:
+    def take(self) -> list[Any]:
         if not self.pending:
             return []
-        admitted = self.pending.popleft()
-        attempt = Attempt(admitted.transfer.transfer_id, admitted.transfer.attempt)
-        request, outputs = self.scheduler.requests.get(admitted.request_id), list[Output]()
-        if request is not None and admitted.request_id not in self.cancelled:
-            if attempt.transfer_id in self.lost:
-                outputs = self.scheduler.load_failed(admitted.request_id, 0, "lost")
-            else:
-                (item,), (spans,) = request.spec.items, admitted.spans
-                for span in spans:
-                    for i, block in enumerate(span.blocks, start=span.first):
-                        self.encoder.memory[block] = (item.digest, i)
-                outputs = self.scheduler.loaded(admitted.request_id, (ChoiceStart(0),), 0)
-        del self.reserved[attempt]
-        self.scheduler.unquarantine(attempt)
-        return outputs
-
-    def claims(self) -> tuple[list[Spans], list[Spans]]:
-        return list(self.reserved.values()), []
+        start = self.pending.popleft()
+        attempt, load = start.attempt, self.target._live.get(start.attempt)
+        if attempt.transfer_id in self.lost:
+            return [Fail(attempt, 0, "lost"), Unquarantine(attempt)]
+        if load is not None:  # else it was cancelled
+            (item,) = load.sequence.request.spec.items
+            for span in start.spans[0]:
+                for i, block in enumerate(span.blocks, start=span.first):
+                    self.encoder.memory[block] = (item.digest, i)
+        return [Deliver(attempt, (ChoiceStart(0),), 0), Unquarantine(attempt)]
 
 
 class House(Loop):
@@ -199,10 +178,17 @@ class House(Loop):
             clock=self.clock,
             outputs=outputs,
         )
-        self.role, desk = ToyRole(self.encoder), Desk()
-        self.role.scheduler = outputs
-        core = EngineCore(self.encoder, outputs, self.role, desk)  # type: ignore[arg-type]
-        self.side = EncoderSide(core, desk, None)  # type: ignore[arg-type]
+        self.scheduler.connectors = (self.make_target(self.scheduler, self.transfers),)
+        (self.target,) = self.scheduler.connectors
+        self.peers, desk = ItemTransfers(self.encoder), Desk()
+        self.peers.target = self.make_target(outputs, self.peers)
+        core = EngineCore(
+            self.encoder,  # type: ignore[arg-type]
+            outputs,
+            desk,
+            connectors=(self.peers.target,),
+        )
+        self.side = EncoderSide(core, desk, None, self.scheduler)  # type: ignore[arg-type]
         self.reading: deque[list[tuple[bytes, ItemRows]]] = deque()
 
     def close(self) -> None:
@@ -214,8 +200,7 @@ class House(Loop):
 
     def turn(self) -> None:
         """One turn of the encoder; what ended with it."""
-        self.side.turn(self.items)
-        self.emit(self.scheduler.end_failed())
+        self.emit(self.side.poll(self.clock()))
         assert self.side.core.imbalance() == 0
 
     def launch(self) -> bool:
@@ -330,7 +315,7 @@ def test_everybody_ends_with_the_right_rows(data: st.DataObject) -> None:
     )
     transfers = [i.transfer.transfer_id for r in requests for i in r.items if i.transfer]
     if transfers:
-        house.role.lost = data.draw(st.sets(st.sampled_from(transfers)))
+        house.peers.lost = data.draw(st.sets(st.sampled_from(transfers)))
     aborted = set()
     for request in requests:
         house.add(request)
@@ -351,7 +336,7 @@ def test_everybody_ends_with_the_right_rows(data: st.DataObject) -> None:
                 assert bad & {int.from_bytes(i.digest, "big") for i in request.items}
             elif request.request_id not in aborted:
                 assert stream.finish == "length"
-    assert max(house.role.used.values(), default=0) <= 1, "a transfer was used twice"
+    assert max(house.peers.used.values(), default=0) <= 1, "a transfer was used twice"
     house.close()
 
 
@@ -404,8 +389,8 @@ def test_a_handed_over_prompt_asks_for_no_items_until_it_must(house: House) -> N
     house.step()
     assert not house.encoder.encoded
     (admitted,) = house.admitted
-    house.emit(house.scheduler.load_failed("0", 0, "lost"))
-    house.scheduler.unquarantine(Attempt(admitted.transfer.transfer_id, 0))
+    house.emit(house.load_failed("0", 0, "lost"))
+    house.unquarantine(admitted.attempt)
     house.run()
     assert house.encoder.encoded == {digest_of(1): 1}
     house.check_stream("0")
@@ -416,13 +401,13 @@ def test_who_is_told_that_an_output_is_not_needed(house: House) -> None:
     house.run()
     house.add(prompt("1", 2, (1, 32), 3, transfers=True))
     house.run()
-    assert house.role.used == {target(1010).transfer_id: 1}
+    assert house.peers.used == {target(1010).transfer_id: 1}
     assert house.encoder.encoded == {digest_of(1): 1}
 
 
 def test_what_is_lost_is_an_error_where_it_must_be() -> None:
     house = House(4, policy="fail")
-    house.role.lost = {target(1000).transfer_id}
+    house.peers.lost = {target(1000).transfer_id}
     house.add(prompt("0", (1, 32), 3, transfers=True))
     house.add(prompt("1", (2, 33), 3))
     house.run()
@@ -503,8 +488,8 @@ def test_who_no_longer_needs_an_item_does_not_hold_it() -> None:
     house.add(prompt("1", 4, (1, 32), 4))
     (admitted,) = house.admitted
     house.ranks.receive(admitted.spans, list(house.requests["0"].token_ids), 40)
-    house.emit(house.scheduler.loaded("0", (ChoiceStart(5),), 0))
-    house.scheduler.unquarantine(Attempt(admitted.transfer.transfer_id, 0))
+    house.emit(house.loaded("0", (ChoiceStart(5),), 0))
+    house.unquarantine(admitted.attempt)
     house.run()
     assert house.streams["1", 0].finish == "length"
     house.check_stream("1")
@@ -536,14 +521,14 @@ def test_who_waits_with_a_transfer_of_its_own_declines_it(house: House) -> None:
     house.emit(house.scheduler.abort("0"))
     house.run()
     assert house.encoder.encoded == {digest_of(1): 1}
-    assert house.role.used == {target(1010).transfer_id: 1}
+    assert house.peers.used == {target(1010).transfer_id: 1}
 
 
 def test_who_brought_no_image_fails_alone() -> None:
     house = House(4, ToyEncoder(needs_data=True))
     bare = prompt("0", (1, 32), 3, transfers=True)
     item = msgspec.structs.replace(bare.items[0], data=b"")
-    house.role.lost = {target(1000).transfer_id}
+    house.peers.lost = {target(1000).transfer_id}
     house.add(msgspec.structs.replace(bare, items=(item,)))
     house.add(prompt("1", (1, 32), 3))
     house.run()

@@ -17,7 +17,6 @@ from hypothesis import strategies as st
 from kvbaton.engine.kv_cache_manager import GroupSpec, KVCacheManager
 from kvbaton.engine.kv_event_publisher import KVEventPublisher
 from kvbaton.engine.kv_events import EventBatch, KVEventLog, KVEventsConfig
-from kvbaton.engine.solo import SoloFactory
 from kvbaton.errors import ConfigError
 from kvbaton.types import ChoiceStart
 from tests.engine.kv_subscriber import Index, Subscriber
@@ -142,7 +141,7 @@ def test_blocks_behind_a_window_are_not_there() -> None:
     loop.run_until(lambda: bool(loop.admitted))
     (admitted,) = loop.admitted
     loop.ranks.receive(admitted.spans, prompt(0, 19), 19)
-    loop.emit(loop.scheduler.loaded("a", [ChoiceStart(5)], 0))
+    loop.emit(loop.loaded("a", [ChoiceStart(5)], 0))
     index = Index()
     index.apply(encode(log.take()))
     check(index, loop.scheduler.blocks)
@@ -212,7 +211,7 @@ def work(loop: Loop, publisher: KVEventPublisher, requests: int, start: int = 0)
     for number in range(start, start + requests):
         loop.add(ask(str(number), prompt(number, 13), max_tokens=1))
         loop.run()
-        publisher.publish()
+        publisher.flush()
 
 
 def connect(subscriber: Subscriber, publisher: KVEventPublisher) -> None:
@@ -221,7 +220,7 @@ def connect(subscriber: Subscriber, publisher: KVEventPublisher) -> None:
     while not subscriber.missed():
         assert time.monotonic() < limit
         publisher.log.cleared()
-        publisher.publish()
+        publisher.flush()
     subscriber.missed()
 
 
@@ -326,9 +325,8 @@ def test_off_by_default() -> None:
 def test_engine_tells_what_it_has(checkpoint: Callable[..., Path]) -> None:
     """A subscriber's view of a running engine, through evictions and a reset."""
     small = {"num_blocks": 25, "max_model_len": 64}
-    node = Node("node", checkpoint(), SoloFactory(), **small, kv_events_config=TOLD)
-    publisher = node.core.kv_events
-    assert publisher is not None
+    node = Node("node", checkpoint(), **small, kv_events_config=TOLD)
+    (publisher,) = (c for c in node.core.connectors if isinstance(c, KVEventPublisher))
     subscriber = Subscriber(publisher.endpoint, publisher.replay_endpoint)
     try:
         for seed in range(8):
@@ -361,9 +359,8 @@ def catch_up(subscriber: Subscriber, publisher: KVEventPublisher) -> None:
 
 
 def test_engine_tells_what_its_store_has(checkpoint: Callable[..., Path]) -> None:
-    node = Node("node", checkpoint(), SoloFactory(), store="memory", kv_events_config=TOLD)
-    publisher = node.core.kv_events
-    assert publisher is not None
+    node = Node("node", checkpoint(), store="memory", kv_events_config=TOLD)
+    (publisher,) = (c for c in node.core.connectors if isinstance(c, KVEventPublisher))
     subscriber = Subscriber(publisher.endpoint, publisher.replay_endpoint)
     try:
         node.generate(prompt(0, 40), max_tokens=1).result()

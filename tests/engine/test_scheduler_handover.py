@@ -10,11 +10,10 @@ from kvbaton.connectors.keys import prompt_key, root_key
 from kvbaton.engine.audit import audit
 from kvbaton.engine.kv_cache_manager import GroupSpec
 from kvbaton.engine.request import Request, State
-from kvbaton.engine.scheduler import Admitted
 from kvbaton.errors import RequestError
 from kvbaton.messages.engine import AddRequest
 from kvbaton.types import Attempt, ChoiceStart, Spans
-from tests.engine.toy import FULL, WINDOW, Loop, ask, direct, source, target
+from tests.engine.toy import FULL, WINDOW, Admitted, Loop, ToySource, ask, direct, source, target
 
 
 def prompt(length: int, start: int = 1) -> list[int]:
@@ -22,7 +21,7 @@ def prompt(length: int, start: int = 1) -> list[int]:
 
 
 def attempt_of(admitted: Admitted) -> Attempt:
-    return Attempt(admitted.transfer.transfer_id, admitted.transfer.attempt)
+    return admitted.attempt
 
 
 def known(request: AddRequest) -> list[int]:
@@ -44,7 +43,7 @@ def starts(loop: Loop, request: AddRequest) -> list[ChoiceStart]:
 def deliver(loop: Loop, admitted: Admitted) -> None:
     request = loop.requests[admitted.request_id]
     loop.ranks.receive(admitted.spans, known(request), admitted.num_tokens)
-    loop.emit(loop.scheduler.loaded(request.request_id, starts(loop, request), 5))
+    loop.emit(loop.loaded(request.request_id, starts(loop, request), 5))
 
 
 def load(loop: Loop, request: AddRequest) -> Admitted:
@@ -71,7 +70,7 @@ def test_a_target_computes_no_prompt_token(depth: int, length: int, groups: tupl
     deliver(loop, admitted)
     assert loop.outputs[0].index == 0
     assert loop.outputs[0].transferred_tokens == length
-    loop.scheduler.unquarantine(attempt_of(admitted))
+    loop.unquarantine(attempt_of(admitted))
     loop.run()
     loop.check_stream("a")
     loop.check_empty()
@@ -110,8 +109,8 @@ def test_a_full_hit_needs_no_hand_over(depth: int):
     admitted = load(loop, ask("b", prompt(8), max_tokens=4, transfer=target(1)))
     assert admitted.full_hit
     assert blocks_of(admitted.spans) == set()
-    assert not loop.scheduler.reserved
-    assert loop.scheduler.loaded("b", [ChoiceStart(1)], 0) == []
+    assert not loop.reserved
+    assert loop.loaded("b", [ChoiceStart(1)], 0) == []
     loop.run()
     loop.check_stream("b")
 
@@ -126,7 +125,7 @@ def test_choices_of_a_target_are_forked_from_what_arrived(depth: int, length: in
     loop.run()
     for choice in range(3):
         loop.check_stream("a", choice)
-    loop.scheduler.unquarantine(attempt_of(admitted))
+    loop.unquarantine(attempt_of(admitted))
     loop.check_empty()
 
 
@@ -153,16 +152,16 @@ def test_the_sources_finish_reason_is_respected_and_its_limit_is_ours():
     loop = Loop()
     admitted = load(loop, ask("a", prompt(5), transfer=target(1)))
     stop = ChoiceStart(9, finish_reason="stop", stop_reason=9)
-    (output,) = loop.emit(loop.scheduler.loaded("a", [stop], 0))
+    (output,) = loop.emit(loop.loaded("a", [stop], 0))
     assert (output.token_ids, output.finish_reason, output.stop_reason) == ((9,), "stop", 9)
-    loop.scheduler.unquarantine(attempt_of(admitted))
+    loop.unquarantine(attempt_of(admitted))
     loop.check_empty()
     admitted = load(loop, ask("b", prompt(6, 2), max_tokens=1, transfer=target(2)))
-    (output,) = loop.emit(loop.scheduler.loaded("b", [ChoiceStart(9)], 0))
+    (output,) = loop.emit(loop.loaded("b", [ChoiceStart(9)], 0))
     assert output.finish_reason == "length"
     load(loop, ask("c", prompt(7, 3), max_tokens=3, transfer=target(3)))
     theirs = ChoiceStart(9, finish_reason="length")  # a proxy asks a source for one token
-    (output,) = loop.emit(loop.scheduler.loaded("c", [theirs], 0))
+    (output,) = loop.emit(loop.loaded("c", [theirs], 0))
     assert output.finish_reason is None
 
 
@@ -183,7 +182,7 @@ def test_too_few_first_tokens_are_a_failed_load():
     loop = Loop()
     admitted = load(loop, ask("a", prompt(8), n=2, transfer=target(1)))
     loop.ranks.receive(admitted.spans, prompt(8), 8)
-    assert loop.scheduler.loaded("a", [ChoiceStart(1)], 0) == []
+    assert loop.loaded("a", [ChoiceStart(1)], 0) == []
     loop.run()
     for choice in range(2):
         loop.check_stream("a", choice)
@@ -195,8 +194,8 @@ def test_an_end_before_min_tokens_is_sampled_anew_here():
     request = ask("a", prompt(8), transfer=target(1), min_tokens=2, stop_token_ids=(3,))
     admitted = load(loop, request)
     loop.ranks.receive(admitted.spans, known(request), admitted.num_tokens)
-    assert loop.scheduler.loaded("a", [ChoiceStart(3, None, "stop", 3)], 0) == []
-    loop.scheduler.unquarantine(attempt_of(admitted))
+    assert loop.loaded("a", [ChoiceStart(3, None, "stop", 3)], 0) == []
+    loop.unquarantine(attempt_of(admitted))
     loop.run()
     tokens = [token for output in loop.outputs for token in output.token_ids]
     assert tokens[:1] == [starts(loop, request)[0].token]
@@ -215,7 +214,7 @@ def test_other_requests_run_while_one_loads_and_the_cap_holds_further_ones_back(
     loop.step()
     assert [a.request_id for a in loop.admitted] == ["a"]
     deliver(loop, first)
-    loop.scheduler.unquarantine(attempt_of(first))
+    loop.unquarantine(attempt_of(first))
     loop.run_until(lambda: len(loop.admitted) == 2)
     deliver(loop, loop.admitted[1])
     loop.run()
@@ -237,7 +236,7 @@ def test_recompute_keeps_what_was_verified_and_takes_fresh_blocks(depth: int, va
     loop = Loop(depth=depth)
     admitted = load(loop, ask("a", prompt(11), ignore_eos=True, transfer=target(1)))
     loop.ranks.receive(admitted.spans, prompt(11), valid)
-    assert loop.emit(loop.scheduler.load_failed("a", valid, "lost")) == []
+    assert loop.emit(loop.load_failed("a", valid, "lost")) == []
     loop.step()
     (row,) = loop.scheduler.sequences()
     reserved = [block for _, block in sorted(blocks_of(admitted.spans))]
@@ -248,31 +247,31 @@ def test_recompute_keeps_what_was_verified_and_takes_fresh_blocks(depth: int, va
     loop.run()
     assert loop.outputs[0].transferred_tokens == kept * 4
     loop.check_stream("a")
-    loop.scheduler.unquarantine(attempt_of(admitted))
+    loop.unquarantine(attempt_of(admitted))
     loop.check_empty()
 
 
 def test_policy_fail_ends_with_an_error():
     loop = Loop(kv_load_failure_policy="fail")
     admitted = load(loop, ask("a", prompt(11), n=2, transfer=target(1)))
-    outputs = loop.emit(loop.scheduler.load_failed("a", 4, "digest mismatch"))
+    outputs = loop.emit(loop.load_failed("a", 4, "digest mismatch"))
     assert [(o.choice, o.finish_reason) for o in outputs] == [(0, "error"), (1, "error")]
     assert "digest mismatch" in (outputs[0].error or "")
-    loop.scheduler.unquarantine(attempt_of(admitted))
+    loop.unquarantine(attempt_of(admitted))
     loop.check_empty()
 
 
 def test_quarantined_blocks_are_absent_until_unquarantine():
     loop = Loop((GroupSpec(block_size=4, num_blocks=5),))
     admitted = load(loop, ask("a", prompt(12), transfer=target(1)))
-    loop.scheduler.load_failed("a", 0, "lost")
+    loop.load_failed("a", 0, "lost")
     loop.check()
     loop.step()
     assert not loop.plans
     assert loop.scheduler.plan() is None
     assert loop.scheduler.blocks.owners(0)["incoming"] == 3
     loop.ranks.scribble(admitted.spans)
-    loop.scheduler.unquarantine(attempt_of(admitted))
+    loop.unquarantine(attempt_of(admitted))
     loop.run()
     loop.check_stream("a")
 
@@ -288,10 +287,10 @@ def test_a_loading_request_can_end_at_any_time(how: str):
         (output,) = loop.emit(loop.scheduler.expire(105.0))
         assert output.finish_reason == "error"
     assert loop.scheduler.blocks.owners(0)["incoming"] == 3
-    assert loop.scheduler.loaded("a", [ChoiceStart(1)], 0) == []
-    assert loop.scheduler.load_failed("a", 0, "late") == []
-    loop.scheduler.unquarantine(attempt_of(admitted))
-    loop.scheduler.unquarantine(attempt_of(admitted))
+    assert loop.loaded("a", [ChoiceStart(1)], 0) == []
+    assert loop.load_failed("a", 0, "late") == []
+    loop.unquarantine(attempt_of(admitted))
+    loop.unquarantine(attempt_of(admitted))
     loop.check_empty()
 
 
@@ -304,7 +303,7 @@ def test_an_attempt_is_used_once_at_a_time():
     loop.scheduler.abort("a")
     with pytest.raises(RequestError, match="in use"):
         loop.add(ask("b", prompt(9), transfer=target(1)))
-    loop.scheduler.unquarantine(attempt_of(loop.admitted[0]))
+    loop.unquarantine(attempt_of(loop.admitted[0]))
     loop.add(ask("b", prompt(9), transfer=target(1)))
 
 
@@ -321,25 +320,24 @@ def test_a_planted_early_free_is_caught_by_the_audit():
 # --- source ---
 
 
-class Reporter:
-    """A prefill role: holds what has become final, as it becomes final."""
+class Reporter(ToySource):
+    """Holds what has become final, as it becomes final."""
 
     def __init__(self, loop: Loop) -> None:
         self.loop = loop
         self.reports: dict[str, list[tuple[int, int, Spans]]] = {}
-        loop.scheduler.on_progress = self.progressed
+        loop.scheduler.connectors = (loop.target, self)
 
     def progressed(self, request: Request) -> None:
         assert request.state is not State.FINISHED
-        scheduler, name = self.loop.scheduler, request.request_id
-        reports = self.reports.setdefault(name, [])
-        computed = scheduler.computed(name)
-        assert computed is not None
+        blocks, (sequence, *_) = self.loop.scheduler.blocks, request.sequences
+        reports = self.reports.setdefault(request.request_id, [])
+        computed = min(sequence.num_computed, request.num_known)
         end = computed if computed == request.num_known else computed - computed % 4
         start = reports[-1][1] if reports else 0
         if end > start:
-            spans = scheduler.spans(name, start, end)
-            scheduler.blocks.hold_outgoing(spans)
+            spans = blocks.spans(sequence.tables, start, end)
+            blocks.hold_outgoing(spans)
             self.loop.outgoing.append(spans)
             reports.append((start, end, spans))
 
@@ -370,7 +368,7 @@ def test_a_source_stops_after_one_token_and_its_blocks_can_be_held(depth: int, n
     assert [len(loop.streams["a", c].tokens) for c in range(n)] == [1] * n
     assert {o.finish_reason for o in loop.outputs} == {"length"}
     assert loop.scheduler.blocks.owners(0)["outgoing"] == 3
-    assert loop.scheduler.computed("a") is None
+    assert "a" not in loop.scheduler.requests
     loop.add(ask("b", prompt(50, 2), max_tokens=2, ignore_eos=True))
     loop.run()
     again = Loop()
@@ -406,7 +404,7 @@ def test_evict_takes_only_the_blocks_of_bad_tokens_out_of_the_cache():
     loop.add(ask("a", prompt(12), max_tokens=1, transfer=source(1)))
     loop.run()
     for _, _, spans in reporter.reports["a"]:
-        loop.scheduler.evict(spans, [(5, 6)])
+        loop.scheduler.blocks.evict(spans, [(5, 6)])
     reporter.release("a")
     loop.check()
     loop.add(ask("b", prompt(12), max_tokens=1))
@@ -510,16 +508,16 @@ class Storm:
         valid = self.random.randrange(admitted.cached_tokens, admitted.num_tokens + 1)
         tokens = known(self.loop.requests[admitted.request_id])
         self.loop.ranks.receive(admitted.spans, tokens, valid)
-        self.loop.emit(self.loop.scheduler.load_failed(admitted.request_id, valid, "lost"))
+        self.loop.emit(self.loop.load_failed(admitted.request_id, valid, "lost"))
 
     def drain(self) -> None:
         """End the quarantine of an attempt; until then a late write may spoil its blocks."""
         live = {attempt_of(a) for a in self.loop.admitted if a.request_id in self._loading()}
-        over = sorted(set(self.loop.scheduler.reserved) - live)
+        over = sorted(set(self.loop.reserved) - live)
         if over:
             attempt = self.random.choice(over)
             self.spoil(attempt)
-            self.loop.scheduler.unquarantine(attempt)
+            self.loop.unquarantine(attempt)
             self.loop.check()
 
     def _loading(self) -> set[str]:
@@ -528,7 +526,7 @@ class Storm:
     def spoil(self, attempt: Attempt) -> None:
         """Spoil what no request uses: a write that comes after the target gave up."""
         blocks = self.loop.scheduler.blocks
-        for g, spans in enumerate(self.loop.scheduler.reserved[attempt]):
+        for g, spans in enumerate(self.loop.reserved[attempt]):
             pool = blocks.pools[g]
             for block in (block for span in spans for block in span.blocks):
                 if not pool.refs[block] and pool.keys[block] is None:
@@ -546,7 +544,7 @@ class Storm:
     def finish(self) -> None:
         """Let every hand-over end and every request with it."""
         for _ in range(600):
-            if not self.loop.scheduler.has_work() and not self.loop.scheduler.reserved:
+            if not self.loop.scheduler.has_work() and not self.loop.reserved:
                 break
             self.loop.step()
             self.random.choice((self.deliver, self.fail))()

@@ -6,20 +6,26 @@ through the block tables. So a wrong, stale, shared or early reused block change
 
 from __future__ import annotations
 
+import os
 from collections import defaultdict, deque
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
+from typing import Any
 
 import msgspec
 
 from kvbaton.connectors.keys import root_key
 from kvbaton.connectors.layout import GroupKind
+from kvbaton.connectors.protocol.events import Deliver, Fail, Start, Unneeded, Unquarantine
+from kvbaton.decode.target_connector import TargetConnector
 from kvbaton.engine.audit import audit
+from kvbaton.engine.config import SchedulerConfig
 from kvbaton.engine.kv_cache_manager import GroupSpec
-from kvbaton.engine.scheduler import Admitted, Scheduler, SchedulerConfig
+from kvbaton.engine.kv_connector import KVConnector
+from kvbaton.engine.scheduler import Scheduler
 from kvbaton.engine.step import Sampled, StepPlan, StepResult
 from kvbaton.messages.engine import AddRequest, Output, SamplingParams, TransferSpec
-from kvbaton.types import Spans
+from kvbaton.types import Attempt, ChoiceStart, Spans
 
 VOCAB = 23
 EOS = 3
@@ -186,6 +192,57 @@ def direct(
             return new, "length"
 
 
+class ToyTransfers:
+    """The transfer thread as a target sees it; what its peers do is up to a test.
+
+    Attributes:
+        told: what was submitted and nobody has looked at.
+        actions: what the target will hear next.
+    """
+
+    def __init__(self) -> None:
+        self.outbox_fd = os.eventfd(0)
+        self.failure: str | None = None
+        self.junk = 0
+        self.receiver = self
+        self.published: dict[str, float] = {}
+        self.told: list[Any] = []
+        self.actions: list[Any] = []
+
+    def start(self) -> None:
+        """There is no thread."""
+
+    def submit(self, *items: Any) -> None:
+        self.told += items
+
+    def take(self) -> list[Any]:
+        actions, self.actions = self.actions, []
+        return actions
+
+    def close(self) -> None:
+        os.close(self.outbox_fd)
+
+
+@dataclass(frozen=True)
+class Admitted:
+    """A target that asks its source for its prompt, or tells it that it needs nothing."""
+
+    request_id: str
+    attempt: Attempt
+    num_tokens: int
+    cached_tokens: int
+    prompt_key: bytes = b""
+    spans: Spans = ()
+    deadline_s: float = 0.0
+    full_hit: bool = False
+
+
+class ToySource(KVConnector):
+    """Lets requests prefill for others, and holds nothing."""
+
+    transfer_role = "source"
+
+
 @dataclass
 class Stream:
     tokens: list[int] = field(default_factory=list)
@@ -224,6 +281,9 @@ class Loop:
         self.scheduler = Scheduler(
             self.config, root_key=lambda salt: root_key(bytes(32), salt), clock=self.clock
         )
+        self.transfers = ToyTransfers()
+        self.target = self.make_target(self.scheduler, self.transfers)
+        self.scheduler.connectors = (self.target, ToySource())
         self.ranks = ToyRanks(groups)
         self.depth = depth
         self.in_flight: deque[StepResult] = deque()
@@ -234,6 +294,46 @@ class Loop:
         self.outputs: list[Output] = []
         self.admitted: list[Admitted] = []
         self.outgoing: list[Spans] = []
+
+    @staticmethod
+    def make_target(scheduler: Scheduler, transfers: ToyTransfers) -> TargetConnector:
+        return TargetConnector(
+            transfers,  # type: ignore[arg-type]
+            None,  # type: ignore[arg-type]
+            scheduler,
+            members=(),
+            trust_loopback=True,
+        )
+
+    # --- what sources do ---
+
+    def loaded(
+        self, request_id: str, choices: Sequence[ChoiceStart], cached_tokens: int
+    ) -> list[Output]:
+        """A hand-over is complete."""
+        return self.hear(Deliver(self.attempt(request_id), tuple(choices), cached_tokens))
+
+    def load_failed(self, request_id: str, valid_through: int, reason: str) -> list[Output]:
+        """A hand-over failed."""
+        return self.hear(Fail(self.attempt(request_id), valid_through, reason))
+
+    def unquarantine(self, attempt: Attempt) -> None:
+        """No write of an attempt can land any more."""
+        assert self.hear(Unquarantine(attempt)) == []
+
+    def hear(self, action: Any) -> list[Output]:
+        self.transfers.actions.append(action)
+        return self.target.poll(self.clock())
+
+    def attempt(self, request_id: str) -> Attempt:
+        transfer = self.requests[request_id].transfer
+        assert transfer is not None
+        return Attempt(transfer.transfer_id, transfer.attempt)
+
+    @property
+    def reserved(self) -> dict[Attempt, Spans]:
+        """Blocks that sources may write, by attempt."""
+        return dict(self.target._reserved)
 
     # --- doing ---
 
@@ -283,7 +383,21 @@ class Loop:
         return range(len(self.config.groups))
 
     def take(self) -> None:
-        self.admitted += self.scheduler.take_admitted()
+        """Read what the target tells its transfer thread."""
+        names = {self.attempt(name): name for name, r in self.requests.items() if r.transfer}
+        told, self.transfers.told = self.transfers.told, []
+        for item in told:
+            name = names[item.attempt]
+            if isinstance(item, Start):
+                start = self.scheduler.loading[name].start
+                admitted = Admitted(
+                    name, item.attempt, item.num_tokens, start, item.prompt_key, item.spans,
+                    item.deadline_s,
+                )  # fmt: skip
+                self.admitted.append(admitted)
+            elif isinstance(item, Unneeded):
+                known = len(self.requests[name].token_ids)
+                self.admitted.append(Admitted(name, item.attempt, known, known, full_hit=True))
 
     def update(self) -> None:
         if self.in_flight:
@@ -316,18 +430,14 @@ class Loop:
     # --- checking ---
 
     def check(self) -> None:
-        reserved = list(self.scheduler.reserved.values())
-        taken = [spans for spans in reserved if spans not in self.untaken()]
-        found = audit(self.scheduler, incoming=taken, outgoing=self.outgoing)
+        incoming = self.target.held_blocks().incoming
+        found = audit(self.scheduler, incoming=incoming, outgoing=self.outgoing)
         assert not any(found.values()), found
         for g, group in enumerate(self.config.groups):
             assert self.scheduler.blocks.owners(g).total() == group.num_blocks
             lists = self.scheduler.blocks.pools[g].lists()
             for touched in self.touched:
                 assert not touched[g] & {*lists["free"], *lists["cached"]}, "free before its step"
-
-    def untaken(self) -> list[Spans]:
-        return [admitted.spans for admitted in self.scheduler.untaken()]
 
     def check_immutable(self, plan: StepPlan) -> None:
         """No step writes a block that is in the prefix cache, or that a transfer still reads."""

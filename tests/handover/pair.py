@@ -28,7 +28,7 @@ from kvbaton.decode.target_connector import TargetConnector
 from kvbaton.engine.build import build_engine
 from kvbaton.engine.config import EngineConfig
 from kvbaton.engine.cpu_worker import CpuWorker
-from kvbaton.engine.process import RoleFactory
+from kvbaton.engine.kv_connector import ConnectorFactory
 from kvbaton.messages.engine import (
     AbortRequest,
     AddRequest,
@@ -225,7 +225,9 @@ class Node:
         failure: what ended the core's thread, other than `kill`.
     """
 
-    def __init__(self, name: str, folder: Path, factory: RoleFactory, **settings: Any) -> None:
+    def __init__(
+        self, name: str, folder: Path, *factories: ConnectorFactory, **settings: Any
+    ) -> None:
         config = EngineConfig(model=str(folder), **(dict(ENGINE) | settings))
         self.mailbox = QueueMailbox(self._deliver, self._each_loop)
         self.id = NodeId(name, os.urandom(16))
@@ -236,7 +238,7 @@ class Node:
         self._replies: dict[int, Reply] = {}
         self._numbers = itertools.count()
         self._buried = False
-        self.core = build_engine(config, self.id, factory, self.mailbox).core
+        self.core = build_engine(config, self.id, factories, self.mailbox).core
         self.scheduler = self.core.scheduler
         self._thread = threading.Thread(target=self._run, name=f"core-{name}")
         self._thread.start()
@@ -251,8 +253,12 @@ class Node:
     @property
     def transfers(self) -> TransferThread:
         """Its transfer thread."""
-        assert isinstance(self.core.role, SourceConnector | TargetConnector)
-        return self.core.role.transfers
+        (found,) = (
+            connector.transfers
+            for connector in self.core.connectors
+            if isinstance(connector, SourceConnector | TargetConnector)
+        )
+        return found
 
     @property
     def transport_name(self) -> str:
@@ -381,7 +387,7 @@ class Node:
         def die() -> None:
             raise Killed
 
-        with suppress(TimeoutError):  # the dead do not answer
+        with suppress(TimeoutError, Killed):
             self.transfers.inspect(die)
         HUB.leave(self.transport_name)
         self.mailbox.kill()
@@ -429,7 +435,7 @@ class Pair:
     def _config(self, transport: str, port: int = 0) -> HandoverConfig:
         return HandoverConfig(transport=transport, timers=self.timers, control_port=port)
 
-    def _start(self, side: str, factory: RoleFactory) -> Node:
+    def _start(self, side: str, factory: ConnectorFactory) -> Node:
         return Node(side, self.folder, factory, **self.settings[side])
 
     # --- requests ---
@@ -437,7 +443,7 @@ class Pair:
     @property
     def address(self) -> str:
         """P's control address."""
-        address = self.p.core.role.control_address
+        address = self.p.core.control_address
         assert address is not None
         return address
 

@@ -13,6 +13,7 @@ import pytest
 
 from kvbaton.connectors.protocol.events import Unquarantine
 from kvbaton.decode.target_connector import TargetConnector
+from kvbaton.engine.request import Request
 from kvbaton.messages.engine import AbortRequest
 from kvbaton.types import TransferTimers
 from tests.handover.conftest import Expected
@@ -242,15 +243,15 @@ def test_late_writes_change_nobodys_bytes(tight: Pair, expected: Expected) -> No
 def test_a_planted_early_free_is_caught(
     tight: Pair, expected: Expected, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    ended = TargetConnector.ended
+    finished = TargetConnector.finished
 
-    def free_at_once(role: TargetConnector, request_id: str) -> None:
-        attempt = role._attempts.get(request_id)
-        ended(role, request_id)
-        if attempt is not None:
-            role._unquarantine(Unquarantine(attempt))
+    def free_at_once(target: TargetConnector, request: Request) -> None:
+        live = list(target._live)
+        finished(target, request)
+        for attempt in set(live) - set(target._live):
+            target._unquarantine(Unquarantine(attempt))
 
-    monkeypatch.setattr(TargetConnector, "ended", free_at_once)
+    monkeypatch.setattr(TargetConnector, "finished", free_at_once)
     held = hold_abort_and_fill(tight)
     assert held.changed_by_release() != []
     tokens = [call.result() for call in held.others]

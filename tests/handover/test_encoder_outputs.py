@@ -18,7 +18,6 @@ from kvbaton.engine.build import encoder_identity
 from kvbaton.engine.config import EngineConfig
 from kvbaton.engine.model_config import load_model_config
 from kvbaton.engine.request import extras_of
-from kvbaton.engine.solo import SoloFactory
 from kvbaton.messages.engine import Item, TransferSpec
 from tests.engine.encoder_items import expected_rows, item_of, padded, png, request_for, worker_of
 from tests.handover.pair import Call, Hold, Node, Pair, until
@@ -165,7 +164,7 @@ def test_a_second_life_loads_what_the_first_encoded(
     settings = ENCODER | {"store": f'filesystem:{{"path": "{tmp_path}"}}'}
     kept: list[Tensor] = []
     for life in range(2):
-        node = Node("e", folder, SoloFactory(), **settings, store_lookup_timeout=20.0)
+        node = Node("e", folder, **settings, store_lookup_timeout=20.0)
         for number, item in enumerate(items):
             assert node.add(request_for(item, f"r{number}")).result() == [0]
         until(lambda: node.ask("drain"), "everything is saved")  # noqa: B023

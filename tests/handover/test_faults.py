@@ -46,8 +46,8 @@ def faulty(**options: Any) -> str:
 
 
 def injected(core: EngineCore) -> dict[str, int]:
-    assert isinstance(core.role, SourceConnector)
-    (transport,) = core.role.sender.transports
+    (source,) = (c for c in core.connectors if isinstance(c, SourceConnector))
+    (transport,) = source.sender.transports
     assert isinstance(transport, FaultyTransport)
     return dict(transport.injected)
 

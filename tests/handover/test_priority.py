@@ -8,7 +8,6 @@ from pathlib import Path
 import msgspec
 import pytest
 
-from kvbaton.engine.solo import SoloFactory
 from kvbaton.messages.engine import AddRequest, FromCore, Outputs
 from tests.handover.conftest import Expected
 from tests.handover.pair import Call, Node, Pair, greedy, until
@@ -51,7 +50,7 @@ def check(ended: list[str], calls: list[Call], expected: Expected) -> None:
 
 @pytest.fixture
 def alone(checkpoint: Callable[..., Path]) -> Iterator[Node]:
-    node = Node("node", checkpoint(), SoloFactory(), **ONE_BY_ONE)
+    node = Node("node", checkpoint(), **ONE_BY_ONE)
     yield node
     node.mailbox.kill()
     node.bury()

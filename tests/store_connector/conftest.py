@@ -9,8 +9,7 @@ from typing import Any
 
 import pytest
 
-from kvbaton.engine.process import RoleFactory
-from kvbaton.engine.solo import SoloFactory
+from kvbaton.engine.kv_connector import ConnectorFactory
 from tests.handover.conftest import Expected, expected, make_pair
 from tests.handover.pair import Node, until
 from tests.store_connector.held import BOXES, Box
@@ -27,10 +26,10 @@ class Nodes:
         self._folder = folder
         self._live: list[Node] = []
 
-    def start(self, store: str | None, factory: RoleFactory | None = None, **settings: Any) -> Node:
+    def start(self, store: str | None, *factories: ConnectorFactory, **settings: Any) -> Node:
         """A node; it stands alone unless told otherwise."""
         patient = {"store": store, "store_lookup_timeout": 60.0, "store_load_timeout": 60.0}
-        node = Node("node", self._folder, factory or SoloFactory(), **(patient | settings))
+        node = Node("node", self._folder, *factories, **(patient | settings))
         self._live.append(node)
         return node
 

@@ -9,6 +9,7 @@ import pytest
 
 from kvbaton.connectors.keys import block_keys, root_key
 from kvbaton.connectors.objects import HEADER_BYTES
+from kvbaton.engine.store_connector import StoreConnector
 from kvbaton.messages.engine import AddRequest
 from tests.handover.pair import Call, Node, greedy, until
 from tests.handover.prompts import prompt_of
@@ -63,11 +64,14 @@ def test_corrupt_objects(
     assert count(node, "prompt_tokens", source="store") - loaded == len(PROMPTS) * (LENGTH - 1)
 
 
+def store_of(node: Node) -> StoreConnector:
+    (found,) = (c for c in node.core.connectors if isinstance(c, StoreConnector))
+    return found
+
+
 def retried(node: Node) -> bool:
     """Whether no object is passed over any more."""
-    stash = node.scheduler.stash
-    assert stash is not None
-    return not stash._bad
+    return not store_of(node)._bad
 
 
 def test_only_the_tokens_from_the_bad_block_on_are_computed(
@@ -76,8 +80,7 @@ def test_only_the_tokens_from_the_bad_block_on_are_computed(
     node = nodes.start(spec)
     prompt = PROMPTS[0]
     fill(node, [prompt])
-    store = node.core.store
-    assert store is not None
+    store = store_of(node).worker
     tenth = block_keys(root_key(store.identity, ""), prompt, 4)[9]
     box.corrupt([store.forms[0].key(tenth)])
     computed = count(node, "prompt_tokens", source="computed")

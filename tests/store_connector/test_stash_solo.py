@@ -179,4 +179,4 @@ def test_metrics_tell_what_moved(nodes: Nodes, spec: str, box: Box) -> None:
     (objects,) = [v for k, v in gauges.items() if k.startswith("kvbaton_store_objects")]
     assert objects == len(box.objects)
     assert math.isclose(sum(v for k, v in gauges.items() if "store_saves_queued" in k), 0)
-    assert node.ask("state")["scheduler"]["stash"]["loads"] == []
+    assert node.ask("state")["store"]["loads"] == []

@@ -168,12 +168,17 @@ class TransferThread:
         def ask() -> None:
             try:
                 answer.set_result(question())
-            except Exception as error:
+            except BaseException as error:
                 answer.set_exception(error)
+                if not isinstance(error, Exception):
+                    raise
 
         self._inbox.append(ask)
         os.eventfd_write(self._inbox_fd, 1)
-        return answer.result(timeout)
+        try:
+            return answer.result(timeout)
+        except TimeoutError:
+            raise TimeoutError("the transfer thread did not answer") from None
 
     def close(self) -> None:
         """Stop the thread and give transports and channel back. Idempotent."""

@@ -7,14 +7,13 @@ from collections.abc import Callable
 import torch
 
 from kvbaton.connectors.layout import ITEM_SIZE, KVLayout
-from kvbaton.engine.config import EngineConfig
+from kvbaton.engine.config import EngineConfig, SchedulerConfig
 from kvbaton.engine.encoder.pool import EncoderPool
 from kvbaton.engine.encoder.worker import Encoder, encoder_executor
 from kvbaton.engine.executor import Executor
 from kvbaton.engine.kv_cache_manager import GroupSpec
 from kvbaton.engine.model_config import ModelConfig, resolve_max_model_len
-from kvbaton.engine.scheduler import Scheduler, SchedulerConfig
-from kvbaton.engine.store_connector import StoreConnectorConfig
+from kvbaton.engine.scheduler import Scheduler
 from kvbaton.engine.vision_config import VisionConfig, processor_settings
 from kvbaton.engine.worker import DEFAULT_CPU_BYTES, choose_device
 from kvbaton.errors import ConfigError
@@ -57,8 +56,6 @@ def make_encoder_scheduler(
     config: EngineConfig,
     layout: KVLayout,
     root_key: Callable[[str], bytes],
-    *,
-    stash: StoreConnectorConfig | None = None,
 ) -> Scheduler:
     """A scheduler of items over a pool with this layout."""
     return Scheduler(
@@ -73,7 +70,6 @@ def make_encoder_scheduler(
             whole_prompts=True,
         ),
         root_key=root_key,
-        stash=stash,
     )
 
 

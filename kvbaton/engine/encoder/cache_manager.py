@@ -119,7 +119,9 @@ class EncoderCacheManager:
         Raises:
             RequestError: they overlap, lie outside of the prompt, or one is too large.
         """
-        most, end = self._outputs.pools[0].usable * ENCODER_BLOCK_ROWS, 0
+        if request.items and not self._outputs.pools:
+            raise RequestError("this model takes text only", param="items")
+        most, end = sum(pool.usable for pool in self._outputs.pools) * ENCODER_BLOCK_ROWS, 0
         for number, item in enumerate(request.items):
             if item.start < end or item.start + item.length > len(request.token_ids):
                 raise RequestError(
@@ -135,9 +137,9 @@ class EncoderCacheManager:
 
     # --- what scheduler and planner use ---
 
-    def ask(self, sequence: Sequence, start: int) -> None:
+    def request(self, sequence: Sequence, start: int) -> None:
         """Ask for items with tokens from `start` on: for all, unless there was no room for them."""
-        items = sequence.request.spec.items
+        items = sequence.request.items
         needs = self._needs.setdefault(sequence, {})
         for item in items:
             if item.start + item.length <= start:
@@ -153,7 +155,7 @@ class EncoderCacheManager:
     def ready_until(self, sequence: Sequence, start: int) -> int:
         """Where the first item begins that is not here, at least `start`; beyond all if all are."""
         needs = self._needs.get(sequence, {})
-        for item in sequence.request.spec.items:
+        for item in sequence.request.items:
             if item.start + item.length > start:
                 need = needs.get(item.start)
                 if need is None or need.blocks is None:
@@ -162,7 +164,7 @@ class EncoderCacheManager:
 
     def wait(self, sequence: Sequence, start: int) -> None:
         """Let a sequence that lacks the item at `start` wait beside the queue."""
-        self.ask(sequence, start)
+        self.request(sequence, start)
         if self.ready_until(sequence, start) <= start:
             self._scheduler.park(sequence)
             self._beside[sequence] = start
@@ -363,7 +365,7 @@ class EncoderCacheManager:
         """Start of the item that a running sequence computes next; those before it, it may now."""
         if sequence.state is not State.RUNNING:
             return -1
-        items = sequence.request.spec.items
+        items = sequence.request.items
         ahead = (i.start for i in items if i.start + i.length > sequence.num_scheduled)
         return next(ahead, sys.maxsize)
 
@@ -376,6 +378,8 @@ class EncoderCacheManager:
 
     def counters(self) -> dict[str, float]:
         """Totals by Prometheus name; what is encoded here is counted where that is done."""
+        if not self._outputs.pools:
+            return {}
         name = "kvbaton_encoder_items_total"
         return {
             f'{name}{{source="{source}"}}': float(self._counts[source])
