@@ -500,6 +500,7 @@ async def test_static_nodes_are_found_and_found_again(make_rig: Any) -> None:
     urls = {name: node.info.url for name, node in other.nodes.items()}
     rig = await make_rig(prefill=0, decode=0, static=(urls["p0"], urls["d0"]))
     await until(lambda: set(rig.states().items()) == {("p0", "ready"), ("d0", "ready")})
+    other.nodes["d0"].pause = 0.01  # so that the prefill node is not called off unheard
     assert tokens(await collect(rig, request())) == expected(4)
     assert other.nodes["p0"].received
 
