@@ -201,7 +201,9 @@ class TransferThread:
         limit = time.monotonic() + STOP_S
         try:
             self.inspect(lambda: sender.handle(Stop(), time.monotonic()))
-            while time.monotonic() < limit and self.inspect(lambda: bool(sender.source.live)):
+            while self._thread.is_alive() and time.monotonic() < limit:
+                if not self.inspect(lambda: bool(sender.source.live)):
+                    return
                 time.sleep(BUSY_PAUSE_S)
         except Exception:
             logger.exception("what is left over could not be ended in order")
