@@ -464,7 +464,11 @@ def admits_duplicate_numbers(self: Any, link: Any, seq: int) -> bool:
     return True
 
 
-@breaks((Tombstones, "outcome"))
+# To remember for longer harms nobody in a schedule: ids are used once.
+@breaks(
+    (Tombstones, "outcome"),
+    caught_by="test_protocol_source.py::test_an_ended_attempt_is_forgotten_in_the_end",
+)
 def forgets_no_tombstone(self: Any, name: Any, now: float) -> Any:
     return self._outcomes.get(name, (None, now))[0]
 
