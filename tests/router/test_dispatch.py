@@ -99,7 +99,7 @@ async def test_a_decode_node_that_disagrees_is_asked_again_with_the_committed_to
     async with aclosing(rig.dispatcher.generate(request())) as stream:
         outputs = [await anext(stream)]
         d.gate.set()
-        await until(lambda: len(d.received) == 1)
+        await until(lambda: len(d.received) >= 1)
         async for output in stream:
             outputs.append(output)
     assert d.received[1].resume_token_ids == p.received[1].resume_token_ids == (expected(1)[0],)
@@ -226,7 +226,7 @@ async def test_tokens_that_wait_for_their_reader_become_one_output(make_rig: Any
         first = await asyncio.wait_for(anext(stream), 5)
         await until(lambda: rig.loads() == {})  # all was said
         rest = [output async for output in stream]
-    late = [output for output in rest if len(output.token_ids) > 1]
+    late = [output for output in (first, *rest) if len(output.token_ids) > 1]
     assert sorted((output.choice, output.finish_reason) for output in late) == [
         (0, "length"),
         (1, "length"),
