@@ -101,7 +101,8 @@ class Laws:
         if isinstance(message, Refused) and message.transfer_id is None:
             return True
         last = self._last.get(message.session, -1)
-        self._last[message.session] = max(last, message.seq)
+        if not any(_says_unknown(action) for action in actions):  # such a session has no last
+            self._last[message.session] = max(last, message.seq)
         if message.seq > last:
             return True
         self.stale += 1
@@ -549,3 +550,8 @@ class TargetLaws(Laws):
         for (g, block), name in self.owner.items():
             if not self.node.pools[g].incoming[block]:
                 self.fail(f"{name} may be written to block {block} of group {g}, which is free")
+
+
+def _says_unknown(action: Any) -> bool:
+    message = action.message if isinstance(action, Send) else None
+    return isinstance(message, Refused) and message.code == "unknown_session"

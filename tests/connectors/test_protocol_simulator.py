@@ -49,7 +49,7 @@ def test_the_command_reports_what_it_ran(capsys: pytest.CaptureFixture[str]) -> 
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("first", range(300, 10_300, 500))
+@pytest.mark.parametrize("first", range(300, 2_800, 500))
 def test_thousands_of_schedules(first: int) -> None:
     for seed in range(first, first + 500):
         simulate(seed)

@@ -15,6 +15,7 @@ import pytest
 
 from kvbaton.connectors.base import Capabilities, Notice, Peer, Ranges
 from kvbaton.connectors.protocol.events import (
+    AdmitPeer,
     Deliver,
     Engage,
     Fail,
@@ -25,8 +26,14 @@ from kvbaton.connectors.protocol.events import (
     Unneeded,
 )
 from kvbaton.connectors.protocol.notice import MIN_NOTICE_BYTES, pack_notice
-from kvbaton.connectors.transports.memory import MemoryHandle, MemoryHub, MemoryTransport
+from kvbaton.connectors.transports.memory import (
+    MemoryHandle,
+    MemoryHub,
+    MemoryPeer,
+    MemoryTransport,
+)
 from kvbaton.connectors.transports.tcp import TcpTransport
+from kvbaton.errors import TransportError
 from kvbaton.messages.control import DigestRun
 from kvbaton.types import Attempt, TransferTimers
 from tests.connectors.transfer_rig import LAYOUT, Decode, Node, Prefill, hand_over, wait
@@ -208,6 +215,43 @@ def test_a_fence_that_raises_is_tried_again(make: Make, hub: MemoryHub) -> None:
     assert not d.freed(attempt)
     hostile.broken = ""
     wait(lambda: d.freed(attempt), d)
+
+
+class Fickle(MemoryTransport):
+    """Connects only while it is told to; counts whom it was to fence."""
+
+    connects = True
+    fenced = 0
+
+    def connect(self, card: bytes) -> MemoryPeer:
+        if not self.connects:
+            raise TransportError("can't be reached")
+        return super().connect(card)
+
+    def fence(self, peer: Peer) -> bool:
+        self.fenced += 1
+        return super().fence(peer)
+
+
+def test_a_peer_that_could_write_is_fenced_though_it_cannot_be_reached_again(
+    make: Make, hub: MemoryHub
+) -> None:
+    transport = Fickle("fickle", hub=hub)
+    p, d = make(Prefill), make(Decode, transport)
+    p.push = lambda *_: None  # the prompt is never computed
+    attempt = Attempt(os.urandom(16), 0)
+    p.announce(attempt, 18)
+    d.begin(attempt, p.channel.address, 18)
+    wait(lambda: bool(p.of(Engage)), p, d)
+
+    def admit_again() -> None:
+        transport.connects = False
+        again = AdmitPeer(os.urandom(16), p.id, p.identity.ranks)
+        d.worker._do[AdmitPeer](again, time.monotonic())
+
+    d.thread.inspect(admit_again)
+    wait(lambda: d.freed(attempt), p, d)
+    assert transport.fenced, "the link of the session before lets it write still"
 
 
 def test_a_memory_that_cannot_be_summed_fails_its_attempt_only(

@@ -190,16 +190,20 @@ class TargetWorker(TransferWorker[TargetEvent, TargetAction]):
             msgspec.msgpack.decode(card.layouts, type=list[KVLayout]) for card in action.ranks
         ]
         peers = self._peers.setdefault(action.node, _Peers())
-        earlier, peers.links = peers.links, []
+        links: list[tuple[Transport, Peer]] = []
         try:
             for transport in self.transports:
                 for card in action.ranks:
-                    peers.links.append((transport, transport.connect(card.card)))
+                    links.append((transport, transport.connect(card.card)))
         except Exception:
+            # It learns of no block in this session; who could write in an earlier one may still.
             self.error("can't reach %s", action.node.node)
+            self._close(links)
             peers.unreachable.add(action.session)
             self.handle(PeerGone(action.node), now)
-        self._close(earlier)
+        else:
+            earlier, peers.links = peers.links, links
+            self._close(earlier)
 
     def _close(self, links: Sequence[tuple[Transport, Peer]]) -> None:
         for transport, peer in links:
