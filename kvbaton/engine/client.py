@@ -6,7 +6,7 @@ import asyncio
 import contextlib
 import itertools
 import logging
-from collections.abc import AsyncGenerator
+from collections.abc import AsyncGenerator, Sequence
 from typing import Any, Protocol, Self
 
 import msgspec
@@ -35,7 +35,7 @@ from kvbaton.messages.engine import (
     Reply,
     ToCore,
 )
-from kvbaton.types import MAX_MESSAGE_BYTES, TokenLogprobs
+from kvbaton.types import MAX_MESSAGE_BYTES
 
 logger = logging.getLogger(__name__)
 
@@ -394,7 +394,7 @@ class _OutputStream:
         if len(waiting) > 1:
             self._count_behind(output)
             if len(waiting) >= _MERGE_AT:
-                waiting[:] = [_merged(waiting)]
+                waiting[:] = [merge_outputs(waiting)]
         self._wake()
 
     def _count_behind(self, output: Output) -> None:
@@ -436,24 +436,25 @@ class _OutputStream:
         waiting = self._waiting.pop(choice)
         if not self._waiting:
             self._behind = 0
-        output = waiting[0] if len(waiting) == 1 else _merged(waiting)
+        output = merge_outputs(waiting)
         self.open_choices -= output.finish_reason is not None
         return output
 
 
-def _merged(outputs: list[Output]) -> Output:
-    """Consecutive outputs of one choice as one."""
+def merge_outputs(outputs: Sequence[Output]) -> Output:
+    """Consecutive outputs of one choice as one; that of a single one is itself."""
     first, last = outputs[0], outputs[-1]
-    logprobs: list[TokenLogprobs] | None = None
-    if any(output.logprobs is not None for output in outputs):
-        logprobs = [entry for output in outputs for entry in output.logprobs or ()]
+    if first is last:
+        return first
+    scored = any(output.logprobs is not None for output in outputs)
+    prompts = (output.prompt_logprobs for output in outputs)
     transfers = (output.kv_transfer_params for output in reversed(outputs))
     return replace(
         last,
         index=first.index,
         token_ids=tuple(token for output in outputs for token in output.token_ids),
-        logprobs=None if logprobs is None else tuple(logprobs),
-        prompt_logprobs=first.prompt_logprobs,
+        logprobs=tuple(p for output in outputs for p in output.logprobs or ()) if scored else None,
+        prompt_logprobs=next((scores for scores in prompts if scores is not None), None),
         cached_tokens=max(output.cached_tokens for output in outputs),
         transferred_tokens=max(output.transferred_tokens for output in outputs),
         kv_transfer_params=next((params for params in transfers if params is not None), None),

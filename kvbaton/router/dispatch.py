@@ -13,6 +13,7 @@ from functools import partial
 import aiohttp
 from msgspec.structs import replace
 
+from kvbaton.engine.client import merge_outputs
 from kvbaton.errors import RequestError
 from kvbaton.messages.engine import AddRequest, Item, Output
 from kvbaton.router.encoders import with_encoders
@@ -308,19 +309,7 @@ def merged(outputs: Sequence[Output]) -> list[Output]:
     by_choice: dict[int, list[Output]] = {}
     for output in outputs:
         by_choice.setdefault(output.choice, []).append(output)
-    return [_joined(mine) if len(mine) > 1 else mine[0] for mine in by_choice.values()]
-
-
-def _joined(outputs: Sequence[Output]) -> Output:
-    first, last = outputs[0], outputs[-1]
-    scored = any(output.logprobs is not None for output in outputs)
-    return replace(
-        last,
-        index=first.index,
-        token_ids=tuple(token for output in outputs for token in output.token_ids),
-        logprobs=tuple(p for output in outputs for p in output.logprobs or ()) if scored else None,
-        prompt_logprobs=next((o.prompt_logprobs for o in outputs if o.prompt_logprobs), None),
-    )
+    return [merge_outputs(mine) for mine in by_choice.values()]
 
 
 async def _end_soon(tasks: list[asyncio.Task[None]]) -> None:
