@@ -1,6 +1,6 @@
 """What the filesystem store reaches, next to plain sequential I/O in the same directory.
 
-Saves and loads: the same number of files of the same sizes, by the store (checksums, account and
+Saves and loads: the same number of files of the same sizes, by the store (headers, account and
 renames included) and by a loop of `os.open`, `os.write` or `os.read`, and `os.close`, like ``dd``.
 *dd* reads everything into one buffer, as ``dd`` does; *dd into targets* reads it where the store
 has to put it. The loops read the very files that the store wrote. Each round runs all of them, in
@@ -29,11 +29,9 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-import xxhash
 
 from kvbaton.bench.report import median, percentile, publish
-from kvbaton.connectors.stores.filesystem import FilesystemStore
-from kvbaton.connectors.stores.filesystem_entry import HEADER_BYTES, header
+from kvbaton.connectors.stores.filesystem import HEADER_BYTES, FilesystemStore, header
 
 Row = dict[str, Any]
 
@@ -269,7 +267,7 @@ def write_entries(root: Path, indices: range) -> None:
         name = key.hex()
         flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL
         file = os.open(f"{base}/{name[:2]}/{name}.safetensors", flags, 0o660)
-        os.write(file, header(key, len(body), xxhash.xxh3_128_digest(body)) + body)
+        os.write(file, header(key, len(body)) + body)
         os.close(file)
 
 

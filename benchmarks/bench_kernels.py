@@ -30,8 +30,7 @@ from kvbaton.kernels.rms_norm import rms_norm
 from kvbaton.kernels.rope_write import rope_write
 from kvbaton.kernels.running_sums import add_sums
 from kvbaton.kernels.silu_and_mul import silu_and_mul
-from kvbaton.kernels.skinny_linear import skinny_linear, wins
-from kvbaton.kernels.workspace import Workspace
+from kvbaton.kernels.skinny_linear import Workspace, skinny_linear, wins
 
 LAYERS, HIDDEN, HEADS, KV_HEADS, HEAD_DIM = 32, 4096, 32, 8, 128
 FFN, VOCABULARY, BLOCK_SIZE = 14336, 128256, 16

@@ -5,12 +5,16 @@ step, as an engine does. The bare proxy (aiohttp, no parsing) passes a client's 
 mock's OpenAI endpoint and the answer back; the router tokenizes, asks a prefill and a decode mock,
 relays and detokenizes. Three loads:
 
-- *full*: 32 clients at once, mocks as fast as they can: requests/s as a share of the proxy's.
+- *full*: as many clients at once as `--clients` says, mocks as fast as they can: requests/s as a
+  share of the proxy's, CPU time per request and per token, and for each further number in
+  `--workers` its requests/s as a multiple of the first one's.
 - *light*: one client, one request after the other: what the router adds to the proxy's latency.
-- *paced*: 32 clients that keep up, mocks with a step every `--pace` ms: CPU time of the router per
+- *paced*: clients that keep up, mocks with a step every `--pace` ms: CPU time of the router per
   request and per token (from requests of two lengths), and chunks per token, which must be 1.
 
-Everything shares this machine's cores, so only ratios and CPU times mean something.
+On two cores everything shares them, so only ratios and CPU times mean something. With cores to
+spare, the load must not be the limit: ``--workers 1 2 --mocks 4 --client-processes 4 --clients
+128``. The busiest mock's and client's share of a core are printed; near 1, use more of them.
 """
 
 from __future__ import annotations
@@ -18,6 +22,8 @@ from __future__ import annotations
 import argparse
 import asyncio
 import contextlib
+import dataclasses
+import itertools
 import json
 import os
 import random
@@ -29,9 +35,10 @@ import sys
 import tempfile
 import threading
 import time
+import urllib.error
 import urllib.request
-from collections.abc import Callable, Iterator
-from dataclasses import dataclass, field
+from collections.abc import AsyncIterator, Callable, Iterator, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 
 import aiohttp
@@ -43,12 +50,11 @@ from tokenizers import decoders, models, pre_tokenizers, trainers
 from kvbaton.bench.report import publish
 from kvbaton.engine.frontends import EngineEndpoints, FrontendServer
 from kvbaton.messages.engine import AbortRequest, AddRequest, Output, Outputs, Ready
-from kvbaton.messages.nodes import GenerateRequest, NodeInfo
+from kvbaton.messages.nodes import NodeInfo
 from kvbaton.types import NodeId
 
 MODEL = "mock"
 WORDS = 200
-CLIENTS = 32
 SHORT, LONG = 8, 200
 HEAD = b"HTTP/1.1 200 OK\r\nContent-Type: text/event-stream\r\nTransfer-Encoding: chunked\r\n\r\n"
 START_TIMEOUT_S = 60.0
@@ -63,11 +69,15 @@ def main() -> None:
     parser.add_argument("--seconds", type=float, default=8.0, help="of each load")
     parser.add_argument("--rounds", type=int, default=3, help="full loads, in turns; median")
     parser.add_argument("--pace", type=float, default=20.0, help="ms per step of a paced mock")
-    parser.add_argument("--workers", type=int, default=1, help="of the router")
-    parser.add_argument("--http", action="store_true", help="ask nodes over HTTP only")
+    parser.add_argument("--workers", type=int, nargs="+", default=[1], help="of the router")
+    parser.add_argument("--clients", type=int, default=32, help="at once")
+    parser.add_argument("--client-processes", type=int, default=1, help="which share the clients")
+    parser.add_argument("--mocks", type=int, default=1, help="pairs of nodes, a process each")
     parser.add_argument("--out", type=Path)
     parser.add_argument("--serve", help=argparse.SUPPRESS)
     parser.add_argument("--folder", help=argparse.SUPPRESS)
+    parser.add_argument("--ports", type=int, nargs="+", help=argparse.SUPPRESS)
+    parser.add_argument("--number", type=int, default=0, help=argparse.SUPPRESS)
     args = parser.parse_args()
     if args.serve is not None:
         asyncio.run(SERVERS[args.serve](args))
@@ -84,48 +94,104 @@ def main() -> None:
 
 async def measure(args: argparse.Namespace) -> list[dict[str, object]]:
     """All loads; one row per figure."""
-    with started("mock", args) as mock, started("proxy", args, mock) as proxy:
-        with started_router(args, mock) as router:
-            rows = await full_and_light(args, proxy, router)
-    with started("paced", args) as mock, started("proxy", args, mock) as proxy:
-        rows += await paced(args, "proxy", proxy)
-        with started_router(args, mock) as router:
-            return rows + await paced(args, "router", router)
+    async with Clients.started(args.client_processes) as clients:
+        with mocks("mock", args) as behind, started("proxy", args, behind) as proxy:
+            rows = await full_and_light(args, clients, proxy, behind)
+        with mocks("paced", args) as behind, started("proxy", args, behind) as proxy:
+            rows += await paced(args, clients, "proxy", proxy)
+            with started_router(args, behind, args.workers[0]) as router:
+                return rows + await paced(args, clients, "router", router)
 
 
 async def full_and_light(
-    args: argparse.Namespace, proxy: Server, router: Server
+    args: argparse.Namespace, clients: Clients, proxy: Server, behind: list[Server]
 ) -> list[dict[str, object]]:
-    """Requests/s of both at full load, and latency of single requests."""
+    """Requests/s of all at full load, and latency of single requests."""
     rows: list[dict[str, object]] = []
-    for tokens in (SHORT, LONG):
-        rates: dict[str, list[float]] = {"proxy": [], "router": []}
-        for server in (proxy, router):
-            await load(server, tokens, clients=CLIENTS, seconds=1.0)
-        for _ in range(args.rounds):
-            for name, server in (("proxy", proxy), ("router", router)):
-                done = await load(server, tokens, clients=CLIENTS, seconds=args.seconds)
-                rates[name].append(done.rate)
-        bare, ours = (statistics.median(rates[name]) for name in ("proxy", "router"))
-        rows.append(row(f"full, {tokens} tokens: bare proxy, requests/s", bare))
-        rows.append(row(f"full, {tokens} tokens: router, requests/s", ours))
-        rows.append(row(f"full, {tokens} tokens: share", ours / bare))
-    latency = {}
-    for name, server in (("proxy", proxy), ("router", router)):
-        done = await load(server, SHORT, clients=1, seconds=args.seconds)
-        latency[name] = statistics.median(done.seconds) * 1e3
-        rows.append(row(f"light, {SHORT} tokens: {name}, ms", latency[name]))
-    return [*rows, row("light: added by the router, ms", latency["router"] - latency["proxy"])]
+    with contextlib.ExitStack() as stack:
+        servers = {"bare proxy": proxy}
+        for workers in args.workers:
+            server = stack.enter_context(started_router(args, behind, workers))
+            servers[f"router of {workers}"] = server
+        first = f"router of {args.workers[0]}"
+        cost: dict[str, list[float]] = {name: [] for name in servers}
+        for tokens in (SHORT, LONG):
+            loads: dict[str, list[Full]] = {name: [] for name in servers}
+            for server in servers.values():
+                await clients.load(server, tokens, count=args.clients, seconds=1.0)
+            for _ in range(args.rounds):
+                for name, server in servers.items():
+                    loads[name].append(await full(args, clients, server, behind, tokens))
+            middle = {name: Full.median(of) for name, of in loads.items()}
+            for name, found in middle.items():
+                what = f"full, {tokens} tokens: {name}"
+                cost[name].append(found.cpu_s)
+                rows.append(row(f"{what}, requests/s", found.rate))
+                rows.append(row(f"{what}, CPU per request, ms", found.cpu_s * 1e3))
+                rows.append(row(f"{what}, busiest mock, cores", found.mock))
+                rows.append(row(f"{what}, busiest client process, cores", found.client))
+                if name != "bare proxy":
+                    share = found.rate / middle["bare proxy"].rate
+                    rows.append(row(f"{what}, share of the bare proxy", share))
+                if name not in ("bare proxy", first):
+                    rows.append(row(f"{what}, times {first}", found.rate / middle[first].rate))
+        for name, (short, long) in cost.items():
+            per_token = (long - short) / (LONG - SHORT)
+            rows.append(row(f"full: {name}, CPU per token, us", per_token * 1e6))
+        latency = {}
+        for name, server in (("bare proxy", proxy), (first, servers[first])):
+            done = await clients.load(server, SHORT, count=1, seconds=args.seconds)
+            latency[name] = statistics.median(done.seconds) * 1e3
+            rows.append(row(f"light, {SHORT} tokens: {name}, ms", latency[name]))
+    added = latency[first] - latency["bare proxy"]
+    return [*rows, row("light: added by the router, ms", added)]
 
 
-async def paced(args: argparse.Namespace, name: str, server: Server) -> list[dict[str, object]]:
+@dataclass(frozen=True)
+class Full:
+    """One full load.
+
+    Attributes:
+        rate: requests per second.
+        cpu_s: of the server per request.
+        mock: cores that the busiest mock used.
+        client: cores that the busiest client process used.
+    """
+
+    rate: float
+    cpu_s: float
+    mock: float
+    client: float
+
+    @classmethod
+    def median(cls, loads: Sequence[Full]) -> Full:
+        """Each figure by itself."""
+        columns = zip(*map(dataclasses.astuple, loads), strict=True)
+        return cls(*map(statistics.median, columns))
+
+
+async def full(
+    args: argparse.Namespace, clients: Clients, server: Server, behind: list[Server], tokens: int
+) -> Full:
+    """Load a server with all clients."""
+    watched = [server, *behind]
+    before, began = [one.cpu_s() for one in watched], time.monotonic()
+    done = await clients.load(server, tokens, count=args.clients, seconds=args.seconds)
+    took = time.monotonic() - began
+    used, *mocked = (one.cpu_s() - old for one, old in zip(watched, before, strict=True))
+    return Full(done.rate, used / len(done.seconds), max(mocked) / took, done.cores)
+
+
+async def paced(
+    args: argparse.Namespace, clients: Clients, name: str, server: Server
+) -> list[dict[str, object]]:
     """CPU time per request and per token, and chunks per token, of clients that keep up."""
     cost: dict[int, float] = {}
     chunks: dict[int, float] = {}
     for tokens in (SHORT, LONG):
-        await load(server, tokens, clients=CLIENTS, seconds=1.0)
+        await clients.load(server, tokens, count=args.clients, seconds=1.0)
         before = server.cpu_s()
-        done = await load(server, tokens, clients=CLIENTS, seconds=2 * args.seconds)
+        done = await clients.load(server, tokens, count=args.clients, seconds=2 * args.seconds)
         cost[tokens] = (server.cpu_s() - before) / len(done.seconds)
         chunks[tokens] = done.chunks / (tokens * len(done.seconds))
     per_token = (cost[LONG] - cost[SHORT]) / (LONG - SHORT)
@@ -141,51 +207,128 @@ def row(what: str, value: float) -> dict[str, object]:
     return {"what": what, "value": round(value, 3)}
 
 
-@dataclass
-class Done:
-    """What a load led to: seconds of each request, and chunks in all."""
+# --- clients, in processes of their own ---
 
-    started: float
-    seconds: list[float] = field(default_factory=list)
+
+class Load(msgspec.Struct):
+    """What one process of clients is to do, as a line of JSON."""
+
+    port: int
+    tokens: int
+    count: int
+    seconds: float
+
+
+class Done(msgspec.Struct):
+    """What a load led to.
+
+    Attributes:
+        seconds: of each request.
+        rate: requests per second.
+        cores: that the busiest process of clients used.
+        chunks: in all.
+    """
+
+    seconds: list[float] = []
+    rate: float = 0.0
+    cores: float = 0.0
     chunks: int = 0
-    ended: float = 0.0
-
-    @property
-    def rate(self) -> float:
-        """Requests per second."""
-        return len(self.seconds) / (self.ended - self.started)
 
 
-async def load(server: Server, tokens: int, *, clients: int, seconds: float) -> Done:
-    """Clients that ask one request after the other, for so long."""
+class Clients:
+    """Processes of clients, which share each load."""
+
+    def __init__(self, processes: list[asyncio.subprocess.Process]) -> None:
+        self._processes = processes
+
+    @classmethod
+    @contextlib.asynccontextmanager
+    async def started(cls, count: int) -> AsyncIterator[Clients]:
+        """So many processes; they end with the context."""
+        processes = [
+            await asyncio.create_subprocess_exec(
+                *(sys.executable, __file__, "--serve", "clients"),
+                stdin=asyncio.subprocess.PIPE,
+                stdout=asyncio.subprocess.PIPE,
+                limit=1 << 26,
+            )
+            for _ in range(count)
+        ]
+        try:
+            yield cls(processes)
+        finally:
+            for process in processes:
+                process.kill()
+                await process.wait()
+
+    async def load(self, server: Server, tokens: int, *, count: int, seconds: float) -> Done:
+        """So many clients ask one request after the other, for so long."""
+        shares = [count // len(self._processes)] * len(self._processes)
+        for index in range(count % len(shares)):
+            shares[index] += 1
+        asked = [
+            self._ask(process, Load(server.port, tokens, share, seconds))
+            for process, share in zip(self._processes, shares, strict=True)
+            if share
+        ]
+        async with asyncio.timeout(LOAD_TIMEOUT_S):
+            done = await asyncio.gather(*asked)
+        return Done(
+            [seconds for one in done for seconds in one.seconds],
+            sum(one.rate for one in done),
+            max(one.cores for one in done),
+            sum(one.chunks for one in done),
+        )
+
+    async def _ask(self, process: asyncio.subprocess.Process, load: Load) -> Done:
+        assert process.stdin is not None
+        assert process.stdout is not None
+        process.stdin.write(msgspec.json.encode(load) + b"\n")
+        line = await process.stdout.readline()
+        if not line:
+            raise RuntimeError("a process of clients ended; see above")
+        return msgspec.json.decode(line, type=Done)
+
+
+async def serve_clients(args: argparse.Namespace) -> None:
+    """Carry out loads that standard input names, for ever."""
+    loop = asyncio.get_running_loop()
+    while line := await loop.run_in_executor(None, sys.stdin.readline):
+        done = await carry_out(msgspec.json.decode(line, type=Load))
+        print(msgspec.json.encode(done).decode(), flush=True)
+
+
+async def carry_out(load: Load) -> Done:
+    """One process' part of a load."""
     body = json.dumps(
         {
             "model": MODEL,
             "prompt": PROMPT,
-            "max_tokens": tokens,
+            "max_tokens": load.tokens,
             "stream": True,
             "temperature": 0,
             "ignore_eos": True,
         }
     ).encode()
     head = (
-        f"POST /v1/completions HTTP/1.1\r\nHost: 127.0.0.1:{server.port}\r\n"
+        f"POST /v1/completions HTTP/1.1\r\nHost: 127.0.0.1:{load.port}\r\n"
         f"Content-Type: application/json\r\nContent-Length: {len(body)}\r\n\r\n"
     ).encode()
-    loop = asyncio.get_running_loop()
-    done = Done(loop.time())
-    until = done.started + seconds
-    async with asyncio.timeout(LOAD_TIMEOUT_S):
-        made = [
-            await loop.create_connection(
-                lambda: Client(head + body, until, done), "127.0.0.1", server.port
-            )
-            for _ in range(clients)
-        ]
-        await asyncio.gather(*(client.finished for _, client in made))
-    done.ended = loop.time()
+    loop, done = asyncio.get_running_loop(), Done()
+    began, used = loop.time(), time.process_time()
+    until = began + load.seconds
+    made = [
+        await loop.create_connection(
+            lambda: Client(head + body, until, done), "127.0.0.1", load.port
+        )
+        for _ in range(load.count)
+    ]
+    await asyncio.gather(*(client.finished for _, client in made))
+    took = loop.time() - began
     for transport, _ in made:
         transport.close()
+    done.rate = len(done.seconds) / took
+    done.cores = (time.process_time() - used) / took
     return done
 
 
@@ -268,24 +411,38 @@ def _cpu_s(pid: int) -> float:
 
 
 @contextlib.contextmanager
-def started(kind: str, args: argparse.Namespace, behind: Server | None = None) -> Iterator[Server]:
+def mocks(kind: str, args: argparse.Namespace) -> Iterator[list[Server]]:
+    """Pairs of nodes, each pair in a process."""
+    with contextlib.ExitStack() as stack:
+        numbers = range(args.mocks)
+        yield [stack.enter_context(started(kind, args, number=number)) for number in numbers]
+
+
+@contextlib.contextmanager
+def started(
+    kind: str, args: argparse.Namespace, behind: Sequence[Server] = (), number: int = 0
+) -> Iterator[Server]:
     """One of this file's own servers."""
     command = [sys.executable, __file__, "--serve", kind, "--pace", str(args.pace)]
-    command += ["--folder", str(behind.port if behind else args.folder)]
-    with _running([*command, *(["--http"] if args.http else [])], "port ") as server:
+    command += ["--folder", args.folder, "--number", str(number)]
+    command += ["--ports", *(str(server.port) for server in behind)] if behind else []
+    with _running(command, "port ") as server:
         yield server
 
 
 @contextlib.contextmanager
-def started_router(args: argparse.Namespace, mock: Server) -> Iterator[Server]:
-    """``kvbaton router`` with both mock nodes behind one port."""
+def started_router(
+    args: argparse.Namespace, behind: Sequence[Server], workers: int
+) -> Iterator[Server]:
+    """``kvbaton router`` with all mock nodes."""
     command = [sys.executable, "-m", "kvbaton", "router", "--port", "0", "--model", args.folder]
     command += ["--served-model-name", MODEL]
-    command += ["--workers", str(args.workers)] if args.workers > 1 else []
-    for role in ("prefill", "decode"):
-        command += [f"--{role}", f"http://127.0.0.1:{mock.port}/{role}"]
+    command += ["--workers", str(workers)] if workers > 1 else []
+    for mock in behind:
+        for role in ("prefill", "decode"):
+            command += [f"--{role}", f"http://127.0.0.1:{mock.port}/{role}"]
     with _running(command, "listening on http://127.0.0.1:") as server:
-        _wait_for_pair(server)
+        _wait_for_nodes(server, len(behind), workers)
         yield server
 
 
@@ -315,14 +472,23 @@ def _running(command: list[str], prefix: str) -> Iterator[Server]:
             process.wait()
 
 
-def _wait_for_pair(server: Server) -> None:
-    give_up = time.monotonic() + START_TIMEOUT_S
+def _wait_for_nodes(server: Server, mocks: int, workers: int) -> None:
+    """Until all workers, as far as one can see from outside, have reached all nodes."""
+    give_up, url = time.monotonic() + START_TIMEOUT_S, f"http://127.0.0.1:{server.port}"
+    healthy = 0
     while time.monotonic() < give_up:
-        with urllib.request.urlopen(f"http://127.0.0.1:{server.port}/nodes", timeout=5) as got:
-            if len(json.load(got)["pairs"]) == 1:
-                return
-        time.sleep(0.1)
-    raise TimeoutError("the router found no pair of nodes")
+        try:
+            with urllib.request.urlopen(f"{url}/nodes", timeout=5) as got:
+                paired = len(json.load(got)["pairs"]) == mocks**2
+            with urllib.request.urlopen(f"{url}/health", timeout=5) as got:
+                ready = json.load(got)["ready"] == 2 * mocks
+            healthy = healthy + 1 if paired and ready else 0
+        except urllib.error.HTTPError:  # a worker without any node
+            healthy = 0
+        if healthy == 10 * workers:
+            return
+        time.sleep(0.0 if healthy else 0.1)
+    raise TimeoutError("the router found no pairs of nodes")
 
 
 # --- the bare proxy ---
@@ -330,12 +496,12 @@ def _wait_for_pair(server: Server) -> None:
 
 async def serve_proxy(args: argparse.Namespace) -> None:
     """Pass requests on and answers back, as they come."""
-    url = f"http://127.0.0.1:{args.folder}/v1/completions"
+    urls = itertools.cycle(f"http://127.0.0.1:{port}/v1/completions" for port in args.ports)
     connector = aiohttp.TCPConnector(limit=0)
     async with aiohttp.ClientSession(connector=connector) as session:
 
         async def pass_on(request: web.Request) -> web.StreamResponse:
-            async with session.post(url, data=await request.read()) as upstream:
+            async with session.post(next(urls), data=await request.read()) as upstream:
                 response = web.StreamResponse(headers={"Content-Type": "text/event-stream"})
                 await response.prepare(request)
                 async for chunk in upstream.content.iter_any():
@@ -362,26 +528,26 @@ async def serve_mock(args: argparse.Namespace, kind: str, pace_s: float = 0.0) -
     server = await loop.create_server(lambda: MockHttp(steps), "127.0.0.1", 0)
     port = server.sockets[0].getsockname()[1]
     for role in ("prefill", "decode"):
-        info = node_info(role, port)
-        if not args.http:
-            engine = MockEngine(pace_s, f"{args.folder}/{kind}-{role}", alone=role == "prefill")
-            info = msgspec.structs.replace(info, engine_address=engine.address)
+        path = f"{args.folder}/{kind}-{role}-{args.number}"
+        engine = MockEngine(pace_s, path, alone=role == "prefill")
+        info = node_info(role, args.number, port, engine.address)
         MockHttp.pages[f"/{role}/node"] = msgspec.json.encode(info)
         MockHttp.pages[f"/{role}/health"] = b"{}"
     print(f"port {port}", file=sys.stderr, flush=True)
     await steps.run()
 
 
-def node_info(role: str, port: int) -> NodeInfo:
+def node_info(role: str, number: int, port: int, engine_address: str) -> NodeInfo:
     """What a mock says of itself."""
     return NodeInfo(
-        node_id=role,
+        node_id=f"{role}-{number}",
         generation="1",
         role=role,
         url=f"http://127.0.0.1:{port}/{role}",
         model=MODEL,
         control_address=f"tcp://127.0.0.1:{port}",
         max_model_len=8192,
+        engine_address=engine_address,
     )
 
 
@@ -504,7 +670,7 @@ class MockHttp(asyncio.Protocol):
             self._transport.write(page)
             return
         self._transport.write(HEAD)
-        events = _openai(body) if path == "/v1/completions" else _outputs(body, path)
+        events = _openai(body)
 
         def step() -> bool:
             event = next(events, None)
@@ -530,14 +696,6 @@ def _openai(body: bytes) -> Iterator[bytes]:
             b'"choices":[{"index":0,"text":"%b","logprobs":null,"finish_reason":null}]}'
             % (made, _word(index % 1000).encode())
         )
-
-
-def _outputs(body: bytes, path: str) -> Iterator[bytes]:
-    """What a node's token endpoint answers; a source stops after one token."""
-    asked = msgspec.json.decode(body, type=GenerateRequest)
-    count = 1 if path.startswith("/prefill") else asked.sampling_params.max_tokens
-    for index in range(count):
-        yield msgspec.json.encode(mock_output(asked.request_id or "", index, index == count - 1))
 
 
 def mock_output(request_id: str, index: int, last: bool) -> Output:
@@ -585,6 +743,7 @@ SERVERS = {
     "mock": lambda args: serve_mock(args, "full"),
     "paced": lambda args: serve_mock(args, "paced", args.pace / 1e3),
     "proxy": serve_proxy,
+    "clients": serve_clients,
 }
 
 if __name__ == "__main__":

@@ -22,6 +22,7 @@ them, as arguments or as fields of arguments.
 
 from __future__ import annotations
 
+import argparse
 import http.client
 import inspect
 import itertools
@@ -35,9 +36,10 @@ import sys
 import tempfile
 import threading
 import time
+from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from types import FrameType
 from typing import Any
@@ -118,7 +120,7 @@ def holds_ids(value: Any) -> bool:
 class Event:
     """A call, or another thing that happened."""
 
-    process: int
+    process: str
     at: int
     thread: str
     kind: str
@@ -165,7 +167,7 @@ def read(folder: Path) -> dict[str, Process]:
         head, *lines = path.read_text().splitlines()
         parent, words = head.split("\t")
         parts = (line.split("\t") for line in lines)
-        events = [Event(int(path.name), int(at), *rest) for at, *rest in parts if len(rest) == 5]
+        events = [Event(path.name, int(at), *rest) for at, *rest in parts if len(rest) == 5]
         found[int(path.name)] = (int(parent), words, sorted(events, key=lambda e: e.at))
 
     def kind_of(pid: int) -> str:
@@ -176,7 +178,11 @@ def read(folder: Path) -> dict[str, Process]:
         is_core = any(is_forward(event) for event in events)
         return f"{kind_of(parent)} core" if is_core and parent in found else words
 
-    return {kind_of(pid): Process(kind_of(pid), found[pid][2]) for pid in found}
+    kinds = {pid: kind_of(pid) for pid in found}
+    return {
+        kind: Process(kind, [replace(event, process=kind) for event in found[pid][2]])
+        for pid, kind in kinds.items()
+    }
 
 
 def is_forward(event: Event) -> bool:
@@ -205,7 +211,7 @@ class Way:
 
     def add_once(self, events: Sequence[Event]) -> None:
         """One more request, without what its threads repeat."""
-        threads: dict[tuple[int, str], list[Event]] = {}
+        threads: dict[tuple[str, str], list[Event]] = {}
         for event in events:
             threads.setdefault((event.process, event.thread), []).append(event)
         self.events.append([e for own in threads.values() for e in without_loops(own)])
@@ -213,6 +219,12 @@ class Way:
     def calls(self) -> int:
         """The median."""
         return round(statistics.median(len(events) for events in self.events))
+
+    def names(self) -> Iterator[str]:
+        """Calls by process and function, of a request or token that has the median of them."""
+        typical = min(self.events, key=lambda events: abs(len(events) - self.calls()))
+        for (process, name), count in Counter((e.process, on(e)) for e in typical).items():
+            yield f"{count:6,}  {process:14} {name}"
 
     def files(self) -> int:
         """Different files, the median."""
@@ -239,12 +251,15 @@ def moves_kv(event: Event) -> bool:
     return bool(re.match("kvbaton|tcp|digest", event.thread)) or event.file.startswith(rooms)
 
 
-def figures(processes: dict[str, Process], starts: Sequence[int]) -> list[tuple[str, int, int]]:
+def figures(
+    processes: dict[str, Process], starts: Sequence[int], *, names: bool
+) -> list[tuple[str, int, int]]:
     """Measure, value and goal of each line.
 
     Args:
         processes: what was recorded.
         starts: when each request was sent; the last one's prompt is `IDS`.
+        names: also print the calls on each way, function by function, in order of the first.
 
     Raises:
         LookupError: a point on a way was not found.
@@ -271,6 +286,9 @@ def figures(processes: dict[str, Process], starts: Sequence[int]) -> list[tuple[
             calls = [e for process in outside for e in process.between(this, after)]
             token.events.append(d_core.between(this, sent) + calls)
             frames.append(len({on(e) for e in router.between(this, after, "resume")}))
+    for title, way in (("prompt", prompt), ("block", block), ("token", token)):
+        if names:
+            print(f"{title}:", *way.names(), sep="\n")
     ids = {form for e in prompt.events[-1] for form in e.more.split()}
     return [
         ("prompt → forward, calls", prompt.calls(), 220),
@@ -365,6 +383,9 @@ def complete(host: str, port: int, model: str, prompt: str | list[int]) -> int:
 
 def main() -> int:
     """Print the table."""
+    parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
+    parser.add_argument("--names", action="store_true", help="print calls by function, too")
+    args = parser.parse_args()
     began = time.monotonic()
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
@@ -378,7 +399,7 @@ def main() -> int:
                 starts.append(complete(host, port, model, prompt))
             starts.append(complete(host, port, model, list(IDS)))
         try:
-            table = figures(read(folder), starts)
+            table = figures(read(folder), starts, names=args.names)
         except (LookupError, KeyError) as error:
             print(f"hops.py: can't follow the way: {error}", file=sys.stderr)
             return 1

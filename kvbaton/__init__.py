@@ -5,17 +5,19 @@ from __future__ import annotations
 import importlib
 from typing import TYPE_CHECKING, Any
 
+from kvbaton.version import __version__
+
 if TYPE_CHECKING:
     from kvbaton.llm.offline import LLM as LLM
-    from kvbaton.llm.params import SamplingParams as SamplingParams
+    from kvbaton.llm.params import TextSamplingParams as SamplingParams
     from kvbaton.llm.streaming import AsyncLLM as AsyncLLM
 
-__version__ = "0.1.0"
+__all__ = ["LLM", "AsyncLLM", "SamplingParams", "__version__"]
 
 _LAZY = {
-    "LLM": "kvbaton.llm.offline",
-    "AsyncLLM": "kvbaton.llm.streaming",
-    "SamplingParams": "kvbaton.llm.params",
+    "LLM": ("kvbaton.llm.offline", "LLM"),
+    "AsyncLLM": ("kvbaton.llm.streaming", "AsyncLLM"),
+    "SamplingParams": ("kvbaton.llm.params", "TextSamplingParams"),
 }
 """The Python API: its names are looked up when they are used, so that the commands start fast."""
 
@@ -23,4 +25,5 @@ _LAZY = {
 def __getattr__(name: str) -> Any:
     if name not in _LAZY:
         raise AttributeError(f"module 'kvbaton' has no attribute {name!r}")
-    return getattr(importlib.import_module(_LAZY[name]), name)
+    module, attribute = _LAZY[name]
+    return getattr(importlib.import_module(module), attribute)

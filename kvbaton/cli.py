@@ -19,7 +19,7 @@ from kvbaton.config import add_flags, from_args, human_int
 from kvbaton.errors import ConfigError, StoreError
 
 if TYPE_CHECKING:
-    from kvbaton.server.node_config import NodeConfig, NodeRole
+    from kvbaton.server.config import NodeConfig, NodeRole
 
 FillParser = Callable[[argparse.ArgumentParser], None]
 RunCommand = Callable[[argparse.Namespace], int]
@@ -99,7 +99,7 @@ def _decode_flags(parser: argparse.ArgumentParser) -> None:
 
 def _encode_flags(parser: argparse.ArgumentParser) -> None:
     from kvbaton.engine.config import ENCODER_SETTINGS, EngineConfig
-    from kvbaton.server.media import MediaConfig
+    from kvbaton.server.config import MediaConfig
 
     text = {"chat_template", "generation_config"} | {item.name for item in fields(MediaConfig)}
     other = {item.name for item in fields(EngineConfig)} - set(ENCODER_SETTINGS)
@@ -108,7 +108,7 @@ def _encode_flags(parser: argparse.ArgumentParser) -> None:
 
 
 def _node_flags(parser: argparse.ArgumentParser, port: int, *skip: str) -> None:
-    from kvbaton.server.node_config import NodeConfig
+    from kvbaton.server.config import NodeConfig
 
     order = ("node", None, "endpoint")
     add_flags(
@@ -148,7 +148,7 @@ def run_decode(args: argparse.Namespace) -> int:
 def run_encode(args: argparse.Namespace) -> int:
     """``kvbaton encode``."""
     config = node_config(args, "encode")
-    from kvbaton.encode.node import main as run
+    from kvbaton.prefill.node import main_encode as run
 
     return run(config)
 
@@ -193,7 +193,7 @@ def node_config(args: argparse.Namespace, role: NodeRole) -> NodeConfig:
     Raises:
         ConfigError: values that do not fit together, or a model that is not there.
     """
-    from kvbaton.server.node_config import NodeConfig
+    from kvbaton.server.config import NodeConfig
 
     find_model(args)
     if args.node_id is None:
@@ -264,7 +264,6 @@ def _connector_flags(parser: argparse.ArgumentParser) -> None:
         "--back-door", metavar="MODULE:CLASS", help="reaches a store's bytes without the store"
     )
     check.add_argument("--json", type=Path, metavar="FILE", help="write the report as JSON")
-    check.add_argument("--junit", type=Path, metavar="FILE", help="write it as JUnit XML")
     bench = jobs.add_parser("bench", help="measure one beside the machine's own figures")
     _add_spec(bench)
     add_connector_bench(bench)
@@ -305,7 +304,6 @@ def run_connectors_check(args: argparse.Namespace) -> int:
         depth=args.depth,
         seed=args.seed,
         json_path=args.json,
-        junit_path=args.junit,
     )
 
 

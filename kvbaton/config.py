@@ -129,12 +129,9 @@ class Flag:
         if not self.text or self.text == argparse.SUPPRESS:
             return self.text or None
         told = default is MISSING or default is None or isinstance(default, list)
-        shown = "" if told or self.text.endswith(")") or self._is_switch else f" ({default})"
+        told = told or self.text.endswith(")") or "action" in self.more
+        shown = "" if told else f" ({default})"
         return (self.text.rstrip(".") + shown).replace("%", "%%")
-
-    @property
-    def _is_switch(self) -> bool:
-        return "action" in self.more
 
     def words(self, value: Any) -> list[str]:
         """The command line that sets it."""

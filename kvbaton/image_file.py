@@ -1,4 +1,4 @@
-"""Image files from outside: which are read, and how large they may be.
+"""Image files from outside: which are read, and how large; and the settings of image processors.
 
 The endpoint looks whether a file can be decoded, a node with an encoder decodes it: by one rule.
 """
@@ -8,9 +8,12 @@ from __future__ import annotations
 from collections.abc import Iterator
 from contextlib import contextmanager
 from io import BytesIO
-from typing import TYPE_CHECKING
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
 
-from kvbaton.errors import RequestError
+import msgspec
+
+from kvbaton.errors import ConfigError, RequestError
 
 if TYPE_CHECKING:
     from PIL.ImageFile import ImageFile
@@ -43,3 +46,22 @@ def opened(data: bytes) -> Iterator[ImageFile]:
     except Exception as error:  # decoders meet hostile bytes with exceptions of every kind
         kinds = ", ".join(FORMATS)
         raise RequestError(f"can't decode the image (one of {kinds}): {error}") from error
+
+
+def processor_settings(folder: Path) -> dict[str, Any]:
+    """Settings of the image processor of a Hugging Face folder.
+
+    They lie in ``preprocessor_config.json``; folders that a whole processor of transformers 5 was
+    saved to have them in ``processor_config.json``.
+
+    Raises:
+        ConfigError: they are missing or broken.
+    """
+    path, joint = folder / "preprocessor_config.json", folder / "processor_config.json"
+    try:
+        if path.exists() or not joint.exists():
+            return msgspec.json.decode(path.read_bytes(), type=dict[str, Any])
+        content = msgspec.json.decode(joint.read_bytes(), type=dict[str, Any])
+        return msgspec.convert(content.get("image_processor"), dict[str, Any])
+    except (OSError, msgspec.MsgspecError) as error:
+        raise ConfigError("--model", f"can't read the settings of {path}: {error}") from error

@@ -92,32 +92,27 @@ class TransferTimers:
     """Every timer of the protocol, in seconds. `docs/protocol.md` says who owns which.
 
     Attributes:
-        resend: until an unanswered question is asked again.
-        progress_period: P sends `Progress` this often.
+        resend: until whatever is repeated is said or tried again.
         progress_deadline: D gives up when nothing was heard of a transfer, or of the node that it
             waits for, for this long.
-        total: D gives up after this long in any case, unless the request brought another value.
-        lease: P holds blocks of a transfer this long after its last sign of life from D, and
-            keeps a session twice as long.
-        unclaimed: P waits this long for the `Reserve` of a request that it has computed.
-        unannounced: P waits this long for the request of a `Reserve`; short, since D waits with it.
-        fence_retry: between two attempts to fence a lost peer.
-        quarantine_limit: a node with a quarter of its blocks in quarantine for longer is unhealthy.
+        total: D gives up after this long in any case, unless the request brought another value;
+            P remembers a prompt that nobody has reserved this long after it was computed.
+        lease: either side does without a sign of life of the other for this long. P holds blocks
+            until then, waits so long for the request of a `Reserve`, and keeps a session twice as
+            long; D ends its sessions, and tries to fence the peer if it left blocks in quarantine.
+        quarantine_limit: a node with a quarter of its blocks in quarantine for longer is unhealthy;
+            D asks nothing of a peer for this long after several mismatches.
         tombstone: ended attempts are remembered this long, to answer late messages right.
-        silence: D ends its sessions with a peer of which it heard nothing for this long, and tries
-            to fence it if it left blocks in quarantine.
-        put_out: D asks nothing of a peer for this long after several mismatches.
     """
 
     resend: float = 0.5
-    progress_period: float = 0.25
     progress_deadline: float = 5.0
     total: float = 300.0
-    lease: float = 30.0
-    unclaimed: float = 300.0
-    fence_retry: float = 0.2
+    lease: float = 20.0
     quarantine_limit: float = 60.0
     tombstone: float = 600.0
-    silence: float = 20.0
-    put_out: float = 60.0
-    unannounced: float = 15.0
+
+    def __post_init__(self) -> None:
+        for name, value in vars(self).items():
+            if not value > 0:
+                raise ValueError(f"timer {name} must be positive, not {value}")

@@ -12,30 +12,37 @@ import msgspec
 import numpy as np
 import numpy.typing as npt
 
+from kvbaton.connectors.base import Memory, Notice
+from kvbaton.testing.remote_worker import QUIET
+
 
 class BareNixl:
     """One agent with one registered array.
 
-    Args:
-        name: of the agent.
-        memory: any contiguous bytes.
+    It has as much of a `Transport` as a `remote_worker` needs to be written to.
     """
 
-    def __init__(self, name: str, memory: npt.NDArray[np.uint8]) -> None:
+    def __init__(self, name: str) -> None:
         api = importlib.import_module("nixl_cu13._api")
         self.agent: Any = api.nixl_agent(name, api.nixl_agent_config(enable_prog_thread=False))
-        self.name, self.memory = name, memory
-        self.agent.register_memory([(memory.ctypes.data, memory.nbytes, 0, "")], "DRAM")
+        self.name, self.address = name, 0
+
+    def register(self, memory: Memory) -> None:
+        """The array, in host memory."""
+        self.address = memory.address
+        self.agent.register_memory([(memory.address, memory.num_bytes, 0, "")], "DRAM")
 
     def card(self) -> bytes:
         """What `prepare` of the other side needs."""
-        return msgspec.msgpack.encode(
-            [self.name, self.agent.get_agent_metadata(), self.memory.ctypes.data]
-        )
+        return msgspec.msgpack.encode([self.name, self.agent.get_agent_metadata(), self.address])
 
-    def poll(self) -> list[bytes]:
-        """Notices that came; drives progress."""
-        return [notice for notices in self.agent.get_new_notifs().values() for notice in notices]
+    def notices(self) -> list[Notice]:
+        """Those that came; drives progress."""
+        found = self.agent.get_new_notifs().values()
+        return [Notice(payload) for payloads in found for payload in payloads]
+
+    def shutdown(self) -> None:
+        """Nothing: the process ends."""
 
     def prepare(self, card: bytes, size: int, targets: npt.NDArray[np.int64]) -> Any:
         """A write of all blocks of `size` bytes, block i to the far side's ``targets[i]``."""
@@ -46,9 +53,9 @@ class BareNixl:
             self.agent.prep_xfer_dlist(
                 owner, [(base + i * size, size, 0) for i in range(len(targets))], "DRAM"
             )
-            for owner, base in (("", self.memory.ctypes.data), (name, address))
+            for owner, base in (("", self.address), (name, address))
         )
-        return self.agent.make_prepped_xfer("WRITE", here, order, there, targets, b"done")
+        return self.agent.make_prepped_xfer("WRITE", here, order, there, targets, QUIET)
 
     def write(self, prepared: Any) -> None:
         """Do a prepared write and wait for it.
@@ -56,7 +63,7 @@ class BareNixl:
         Raises:
             RuntimeError: NIXL reports an error.
         """
-        state = self.agent.transfer(prepared, b"done")
+        state = self.agent.transfer(prepared, QUIET)
         while state == "PROC":
             state = self.agent.check_xfer_state(prepared)
         if state != "DONE":

@@ -7,8 +7,6 @@ from pathlib import Path
 
 from kvbaton.config import add_flags, from_args
 
-OBJECT_SIZES = (64 << 10, 512 << 10, 2 << 20)
-
 
 def add_benches(parser: argparse.ArgumentParser) -> None:
     """Add ``transfer`` and ``serve`` to ``kvbaton bench``."""
@@ -42,7 +40,7 @@ def _add_out(parser: argparse.ArgumentParser) -> None:
 
 def run_connector(args: argparse.Namespace) -> int:
     """``kvbaton connectors bench``."""
-    from kvbaton.testing.subject import make_subject
+    from kvbaton.testing.check import make_subject
 
     if make_subject(args.spec, args.kind).kind == "transport":
         from kvbaton.bench.transfer import TransferLoad

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import platform
+import re
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -27,20 +28,14 @@ def median(values: Sequence[float]) -> float:
 
 def machine() -> dict[str, Any]:
     """CPU, cores that we may use, and how busy they were: without it no number means anything."""
+    name = re.search(r"^model name\s*: (.*)$", Path("/proc/cpuinfo").read_text(), re.MULTILINE)
     return {
-        "cpu": _cpu_name(),
+        "cpu": name[1] if name else platform.machine(),
         "cores": len(os.sched_getaffinity(0)),
         "load_average": [round(load, 2) for load in os.getloadavg()],
         "python": platform.python_version(),
         "kernel": platform.release(),
     }
-
-
-def _cpu_name() -> str:
-    for line in Path("/proc/cpuinfo").read_text().splitlines():
-        if line.startswith("model name"):
-            return line.partition(":")[2].strip()
-    return platform.machine()
 
 
 def table(rows: Sequence[Mapping[str, Any]]) -> str:

@@ -18,10 +18,10 @@ import os
 import queue
 import tempfile
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future
-from contextlib import contextmanager
-from dataclasses import asdict, dataclass
+from contextlib import ExitStack
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -34,6 +34,8 @@ from kvbaton.connectors.registry import load_store
 from kvbaton.connectors.store import KEY_BYTES, Pieces, Store
 from kvbaton.errors import ConfigError, StoreError
 
+MARKERS = {"copy": "s", "disk write": "v", "disk read": "x", "disk read cold": "*"}
+"""Of the machine's own figures."""
 CALL_S = 60.0
 LOOKUP_KEYS = (1, 100, 1000)
 LOOKUPS = 100
@@ -89,38 +91,24 @@ class Timing:
 
 def run(load: StoreLoad, out: Path | None = None, plot: Path | None = None) -> int:
     """Measure, print, write, draw."""
-    if plot is not None:
-        from kvbaton.bench.store_plot import draw  # says at once if it can't
-    with _placed(load) as placed, _opened(placed.spec) as store:
+    figure = _figure() if plot is not None else None  # says at once if it can't
+    with ExitStack() as ending:
+        tmp = ending.enter_context(tempfile.TemporaryDirectory(prefix="kvbaton-bench-"))
+        folder = load.folder or (tmp if "{tmp}" in load.spec else None)
+        placed = replace(load, spec=load.spec.replace("{tmp}", tmp), folder=folder)
+        store = load_store(placed.spec)
+        store.open()
+        ending.callback(store.close)
         rows = [row for size in load.object_bytes for row in measure(store, placed, size)]
         lookups = [_lookup_row(store, count) for count in LOOKUP_KEYS]
     if os.getloadavg()[0] > len(os.sched_getaffinity(0)):
         print(f"warning: others are busy here, load average {os.getloadavg()[0]:.1f}")
-    if placed.folder is None:
+    if folder is None:
         print("loads were warm; with --folder they are measured cold, too")
     publish("store", asdict(load), rows, out, lookups=lookups)
     if plot is not None:
-        draw(load.spec, rows, plot)
+        draw(figure, load.spec, rows, plot)
     return 0
-
-
-@contextmanager
-def _placed(load: StoreLoad) -> Iterator[StoreLoad]:
-    """The load with a folder in place of ``{tmp}``."""
-    with tempfile.TemporaryDirectory(prefix="kvbaton-bench-") as tmp:
-        folder = load.folder or (tmp if "{tmp}" in load.spec else None)
-        settings = asdict(load) | {"spec": load.spec.replace("{tmp}", tmp), "folder": folder}
-        yield StoreLoad(**settings)
-
-
-@contextmanager
-def _opened(spec: str) -> Iterator[Store]:
-    store = load_store(spec)
-    store.open()
-    try:
-        yield store
-    finally:
-        store.close()
 
 
 def measure(store: Store, load: StoreLoad, size: int) -> list[dict[str, Any]]:
@@ -132,7 +120,12 @@ def measure(store: Store, load: StoreLoad, size: int) -> list[dict[str, Any]]:
     count = load.num_bytes // size
     source = np.random.default_rng(size).integers(0, 256, (count, size), np.uint8)
     target = np.zeros_like(source)
-    rows = [_row("copy", size, 1, _copy(source, target))]
+
+    def copy(i: int) -> None:
+        target[i] = source[i]
+
+    _timed(copy, count)  # touches every page
+    rows = [_row("copy", size, 1, _timed(copy, count))]
     rows += _disk_rows(load, source, target)
     copied = rows[0]["GiB/s"]
     for calls in load.concurrency:
@@ -248,14 +241,6 @@ def _timed(action: Callable[[int], object], count: int) -> Timing:
     return Timing(time.perf_counter() - first, each, [True] * count)
 
 
-def _copy(source: Bytes, target: Bytes) -> Timing:
-    def copy(i: int) -> None:
-        target[i] = source[i]
-
-    _timed(copy, len(source))  # touches every page
-    return _timed(copy, len(source))
-
-
 def _disk_rows(load: StoreLoad, source: Bytes, target: Bytes) -> list[dict[str, Any]]:
     size = source.shape[1]
     with tempfile.TemporaryDirectory(dir=load.folder, prefix="kvbaton-bench-") as folder:
@@ -281,3 +266,41 @@ def drop_pages(folder: Path) -> None:
                 os.posix_fadvise(descriptor, 0, 0, os.POSIX_FADV_DONTNEED)
             finally:
                 os.close(descriptor)
+
+
+# --- the picture ---
+
+
+def _figure() -> Any:
+    try:
+        from matplotlib.figure import Figure
+    except ImportError as error:
+        raise ConfigError("--plot", "needs matplotlib: pip install 'kvbaton[plots]'") from error
+    return Figure(figsize=(11, 5), layout="constrained")
+
+
+def draw(figure: Any, title: str, rows: Sequence[Mapping[str, Any]], out: Path) -> None:
+    """Speed and latency over the size of objects, a line per kind and concurrency, as PNG."""
+    figure.suptitle(title)
+    speed, latency = figure.subplots(1, 2)
+    lines = list(dict.fromkeys((row["what"], row["at once"]) for row in rows))
+    for what, calls in lines:
+        some = [row for row in rows if (row["what"], row["at once"]) == (what, calls)]
+        ours = what not in MARKERS
+        label, style = (f"{what}, {calls} at once", "o-") if ours else (what, "k:")
+        sizes = [row["object KiB"] for row in some]
+        marker = {} if ours else {"marker": MARKERS[what], "alpha": 0.5}
+        speed.plot(sizes, [row["GiB/s"] for row in some], style, label=label, **marker)
+        if ours:
+            points = latency.plot(sizes, [row["p50 ms"] for row in some], "o-", label=label)
+            p99 = [row["p99 ms"] for row in some]
+            latency.plot(sizes, p99, "^--", color=points[0].get_color(), alpha=0.4)
+    for axes, unit in ((speed, "GiB/s"), (latency, "ms (dashed: p99)")):
+        axes.set_xscale("log", base=2)
+        axes.set_yscale("log")
+        axes.set_xlabel("object, KiB")
+        axes.set_ylabel(unit)
+        axes.grid(alpha=0.3)
+    speed.legend(fontsize="x-small")
+    out.parent.mkdir(parents=True, exist_ok=True)
+    figure.savefig(out, format="png", dpi=120)

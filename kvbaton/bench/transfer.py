@@ -9,29 +9,32 @@ what landed; the source's own sums are told apart, since an engine's step makes 
 from __future__ import annotations
 
 import ctypes
-import sys
 import time
 from collections.abc import Callable
 from contextlib import ExitStack
 from dataclasses import asdict, dataclass
+from functools import partial
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 
 from kvbaton.bench.bare_nixl import BareNixl
-from kvbaton.bench.digests import LAYER_BYTES, target_blocks, total_sum
-from kvbaton.bench.far_side import BARE
 from kvbaton.bench.report import median, publish
 from kvbaton.config import flag
 from kvbaton.connectors.base import Memory
 from kvbaton.connectors.registry import load_transport
 from kvbaton.errors import ConfigError, TransportError
-from kvbaton.testing.far_process import FarProcess
+from kvbaton.testing.remote import RemoteProcess, start_worker
+from kvbaton.testing.remote_worker import QUIET
 from kvbaton.testing.timing import timed_write
 
 WRITE_TIMEOUT_S = 60.0
+BARE, BARE_SPEC = "bare-nixl", "kvbaton.bench.bare_nixl:BareNixl"
+TOKENS, FEATURES = 16, 64
+LAYER_BYTES = 2 * TOKENS * FEATURES * 4
+"""K and V of one layer and head in float32: a block is a multiple of it."""
 
 Bytes = npt.NDArray[np.uint8]
 
@@ -65,70 +68,6 @@ class TransferLoad:
                 )
 
 
-class Method(Protocol):
-    """One way to move all blocks."""
-
-    def write(self, notice: bytes) -> None:
-        """Move them, and wait until they are there."""
-        ...
-
-
-class Copy:
-    """Plain copies, block by block, within this process."""
-
-    def __init__(self, source: Bytes, targets: npt.NDArray[np.int64], size: int) -> None:
-        self._target = np.ones_like(source)
-        here, there = source.ctypes.data, self._target.ctypes.data
-        self._moves = [(there + int(t) * size, here + i * size) for i, t in enumerate(targets)]
-        self._size = size
-
-    def write(self, notice: bytes) -> None:
-        """See `Method`."""
-        for there, here in self._moves:
-            ctypes.memmove(there, here, self._size)
-
-
-def far_side(spec: str, num_bytes: int, block_bytes: int) -> FarProcess:
-    """The other process (`bench.far_side`)."""
-    words = [sys.executable, "-m", "kvbaton.bench.far_side", spec, str(num_bytes), str(block_bytes)]
-    return FarProcess(words, WRITE_TIMEOUT_S)
-
-
-class Bare:
-    """`BareNixl`, its write prepared."""
-
-    def __init__(self, far: FarProcess, source: Bytes, targets: npt.NDArray[np.int64]) -> None:
-        self._nixl = BareNixl(f"bench-near-{BARE}", source)
-        self._prepared = self._nixl.prepare(_card(far), len(source) // len(targets), targets)
-
-    def write(self, notice: bytes) -> None:
-        """See `Method`."""
-        self._nixl.write(self._prepared)
-
-
-class Ours:
-    """A transport, driven in a tight loop."""
-
-    def __init__(
-        self, spec: str, far: FarProcess, source: Bytes, targets: npt.NDArray[np.int64]
-    ) -> None:
-        self.transport = load_transport(spec, name=f"bench-near-{spec}")
-        self.transport.register(Memory(source.ctypes.data, source.nbytes, owner=source))
-        self._peer = self.transport.connect(_card(far))
-        size = len(source) // len(targets)
-        self._ranges = np.array(
-            [(0, i * size, 0, t * size, size, 1, 0, 0) for i, t in enumerate(targets)], np.int64
-        )
-
-    def write(self, notice: bytes) -> None:
-        """See `Method`."""
-        timed_write(self.transport, self._peer, self._ranges, notice, patience=WRITE_TIMEOUT_S)
-
-
-def _card(far: FarProcess) -> bytes:
-    return bytes.fromhex(far.started()[1])
-
-
 def run(load: TransferLoad, out: Path | None = None) -> int:
     """Measure, print, write."""
     rows = [row for size in load.block_bytes for row in measure(load, size)]
@@ -143,67 +82,104 @@ def measure(load: TransferLoad, size: int) -> list[dict[str, Any]]:
         TransportError: a write failed, or what landed is not what was sent.
     """
     source = np.random.default_rng(1).integers(0, 256, load.num_bytes, np.uint8)
-    targets = target_blocks(load.num_bytes // size)
     with ExitStack() as closing:
-        found = ways(load, size, source, targets, closing)
+        found = ways(load, size, source, closing)
         for way in found.values():
             way()  # connections are made by the first write
-        rounds = [{name: _seconds(way) for name, way in found.items()} for _ in range(load.repeats)]
-    return [_row(name, size, load.num_bytes, rounds) for name in found]
-
-
-def _row(name: str, size: int, num_bytes: int, rounds: list[dict[str, float]]) -> dict[str, Any]:
-    """Medians; the speed relative to bare NIXL is that of pairs within one round."""
-    seconds = median([taken[name] for taken in rounds])
-    return {
-        "block KiB": size // 1024,
-        "method": name,
-        "ms": 1000 * seconds,
-        "GiB/s": num_bytes / 2**30 / seconds,
-        "of bare NIXL": median([taken[BARE] / taken[name] for taken in rounds if BARE in taken]),
-    }
+        rounds: list[dict[str, float]] = []
+        for _ in range(load.repeats):
+            rounds.append({})
+            for name, way in found.items():
+                began = time.perf_counter()
+                way()
+                rounds[-1][name] = time.perf_counter() - began
+    rows = []
+    for name in found:
+        seconds = median([taken[name] for taken in rounds])
+        # Relative to bare NIXL is that of pairs within one round.
+        relative = median([taken[BARE] / taken[name] for taken in rounds if BARE in taken])
+        rows.append(
+            {
+                "block KiB": size // 1024,
+                "method": name,
+                "ms": 1000 * seconds,
+                "GiB/s": load.num_bytes / 2**30 / seconds,
+                "of bare NIXL": relative,
+            }
+        )
+    return rows
 
 
 def ways(
-    load: TransferLoad,
-    size: int,
-    source: Bytes,
-    targets: npt.NDArray[np.int64],
-    closing: ExitStack,
-) -> dict[str, Callable[[], None]]:
-    """Every method by name."""
-    order = np.arange(len(targets))
+    load: TransferLoad, size: int, source: Bytes, closing: ExitStack
+) -> dict[str, Callable[[], object]]:
+    """Every method by name: each moves all blocks, and waits until they are there."""
+    targets = target_blocks(load.num_bytes // size)
+    order, copied = np.arange(len(targets)), np.ones_like(source)
     expected = total_sum(source, size, order)
-    copy = Copy(source, targets, size)
-    found: dict[str, Callable[[], None]] = {"memcpy": lambda: copy.write(b"")}
-    found["source sums"] = lambda: _same(total_sum(source, size, order), expected)
+    here = source.ctypes.data
 
-    def far(spec: str) -> FarProcess:
-        return closing.enter_context(far_side(spec, load.num_bytes, size))
+    def copy() -> None:
+        there = copied.ctypes.data
+        for i, target in enumerate(targets.tolist()):
+            ctypes.memmove(there + target * size, here + i * size, size)
 
+    def expect(found: int) -> None:
+        if found != expected:
+            raise TransportError("what landed is not what was sent")
+
+    def remote(spec: str) -> RemoteProcess:
+        words = (load.num_bytes, "cpu", f"{__name__}:region_sum", size)
+        worker = start_worker("transport", spec, *words, patience=WRITE_TIMEOUT_S)
+        return closing.enter_context(worker)
+
+    found: dict[str, Callable[[], object]] = {"memcpy": copy}
+    found["source sums"] = lambda: expect(total_sum(source, size, order))
+    memory = Memory(here, source.nbytes, owner=source)
     if "nixl" in load.transports:
-        bare = Bare(far(BARE), source, targets)
-        found[BARE] = lambda: bare.write(b"")
+        bare, far = BareNixl(f"bench-near-{BARE}"), remote(BARE_SPEC)
+        bare.register(memory)
+        prepared = bare.prepare(far.card(), size, targets)
+        found[BARE] = partial(bare.write, prepared)
+    ranges = np.array(
+        [(0, i * size, 0, t * size, size, 1, 0, 0) for i, t in enumerate(targets)], np.int64
+    )
     for spec in load.transports:
-        side = far(spec)
-        ours = Ours(spec, side, source, targets)
-        closing.callback(ours.transport.shutdown)
-        found[spec] = lambda ours=ours: ours.write(b"quiet")  # type: ignore[misc]
-        found[f"{spec}+digests"] = lambda ours=ours, side=side: _summed(ours, side, expected)  # type: ignore[misc]
+        transport, far = load_transport(spec, name=f"bench-near-{spec}"), remote(spec)
+        closing.callback(transport.shutdown)
+        transport.register(memory)
+        peer = transport.connect(far.card())
+        write = partial(timed_write, transport, peer, ranges, patience=WRITE_TIMEOUT_S)
+
+        def summed(write: Callable[[bytes], object] = write, far: RemoteProcess = far) -> None:
+            write(b"sums")
+            expect(int(far.line("notice")[-1]))
+
+        found[spec] = partial(write, QUIET)
+        found[f"{spec}+digests"] = summed
     return found
 
 
-def _summed(ours: Ours, far: FarProcess, expected: int) -> None:
-    ours.write(b"sums")
-    _same(int(far.line("sum")[1]), expected)
+# --- digests of what is moved, by the same kernel as an engine's ---
 
 
-def _same(found: int, expected: int) -> None:
-    if found != expected:
-        raise TransportError("what landed is not what was sent")
+def target_blocks(count: int) -> npt.NDArray[np.int64]:
+    """Where each block goes: scattered, as block tables are after a while."""
+    return np.random.default_rng(0).permutation(count).astype(np.int64)
 
 
-def _seconds(way: Callable[[], None]) -> float:
-    began = time.perf_counter()
-    way()
-    return time.perf_counter() - began
+def total_sum(memory: Bytes, block_bytes: int, order: npt.NDArray[np.int64]) -> int:
+    """Wrapping sum of the digest sums of all blocks, in this order one sequence."""
+    import torch
+
+    from kvbaton.kernels.digest import block_sums
+
+    shape = (-1, 1, block_bytes // LAYER_BYTES, 2, TOKENS, FEATURES)
+    cache = torch.from_numpy(memory).view(torch.float32).view(shape)
+    sums = block_sums(cache, torch.from_numpy(order), 0, 0, len(order) * TOKENS)
+    return int(sums.sum()) % (1 << 64)
+
+
+def region_sum(memory: Bytes, block_bytes: int) -> int:
+    """Of the blocks that landed in a region, in the order of their source."""
+    return total_sum(memory, block_bytes, target_blocks(len(memory) // block_bytes))

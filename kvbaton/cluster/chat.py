@@ -18,7 +18,7 @@ from rich.text import Text
 
 from kvbaton.cluster.conversation import FAILURES, Answer, Served, Watcher, stream_answer
 from kvbaton.config import flag
-from kvbaton.server.cluster_token import registration_token
+from kvbaton.server.network import bearer, registration_token
 
 HELP = "/reset begins anew, /help says this, /exit or Ctrl-D leaves; Ctrl-C stops an answer"
 PROMPT = "> "
@@ -92,7 +92,7 @@ class Chat:
         self, config: ChatConfig, console: Console, session: aiohttp.ClientSession, model: str
     ) -> None:
         key = config.cluster_key
-        members = {"Authorization": f"Bearer {registration_token(key)}"} if key else {}
+        members = bearer(registration_token(key) if key else None)
         self._config, self._console, self._session, self._model = config, console, session, model
         self._watcher = Watcher(session, config.base_url, members)
         self._messages = self._beginning()
@@ -100,9 +100,8 @@ class Chat:
     @classmethod
     async def open(cls, config: ChatConfig, console: Console) -> Chat | None:
         """Find out what the endpoint serves, and say so; None if it does not answer."""
-        headers = {"Authorization": f"Bearer {config.api_key}"} if config.api_key else {}
         timeout = aiohttp.ClientTimeout(total=None, sock_connect=10.0)
-        session = aiohttp.ClientSession(headers=headers, timeout=timeout)
+        session = aiohttp.ClientSession(headers=bearer(config.api_key), timeout=timeout)
         try:
             async with session.get(f"{config.base_url}/v1/models") as response:
                 response.raise_for_status()

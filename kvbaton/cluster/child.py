@@ -94,14 +94,13 @@ class Child:
 
     async def _pass_on(self) -> None:
         assert self._process.stdout is not None
-        while line := await _read_line(self._process.stdout):
+        while True:
+            try:
+                line = await self._process.stdout.readline()
+            except ValueError:  # longer than the limit: readline has dropped it
+                line = b"(a line too long to show)\n"
+            if not line:
+                return
             text = line.decode(errors="replace").rstrip()
             self.tail.append(text)
             print(f"[{self.name}] {text}", file=sys.stderr, flush=True)
-
-
-async def _read_line(stream: asyncio.StreamReader) -> bytes:
-    try:
-        return await stream.readline()
-    except ValueError:  # longer than the limit: readline has dropped it
-        return b"(a line too long to show)\n"

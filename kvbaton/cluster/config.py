@@ -2,17 +2,18 @@
 
 from __future__ import annotations
 
+import itertools
 import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import ClassVar
 
-from kvbaton.config import Count, flag, words_of
+from kvbaton.config import Count, flag, flag_of, words_of
 from kvbaton.engine.config import ENCODER_SETTINGS, EngineConfig
 from kvbaton.errors import ConfigError
-from kvbaton.router.policy import RoutingPolicy
-from kvbaton.server.endpoint_config import EndpointConfig
+from kvbaton.router.config import RoutingPolicy
+from kvbaton.server.config import EndpointConfig
 
 NVIDIA_GPUS = Path("/proc/driver/nvidia/gpus")
 
@@ -103,10 +104,11 @@ class ClusterConfig(EndpointConfig):
         """Command line of a node, which takes free ports and registers itself."""
         encodes = role == "encode"
         engine = words_of(self.engine, ENCODER_SETTINGS if encodes else None)
+        known = [flag_of(name) for name in ENCODER_SETTINGS]
         return [
             role,
             *engine,
-            *(filter(_for_encoders, sharing) if encodes else sharing),
+            *(word for word in sharing if not encodes or word.partition("=")[0] in known),
             "--port=0",
             f"--router={router_url}",
             f"--node-id={name}",
@@ -128,25 +130,9 @@ class ClusterConfig(EndpointConfig):
         return {**os.environ, **secrets, "PYTHONUNBUFFERED": "1"}
 
 
-def _for_encoders(flag: str) -> bool:
-    """Whether an encoder node knows a flag of the engine."""
-    return flag.partition("=")[0][2:].replace("-", "_") in ENCODER_SETTINGS
-
-
-@dataclass(frozen=True)
-class Share:
-    """A node's part of this machine.
-
-    Attributes:
-        flags: for its command line.
-        env: for its environment.
-    """
-
-    flags: tuple[str, ...] = ()
-    env: Mapping[str, str] = field(default_factory=dict)
-
-
-def shares(engine: EngineConfig, num_nodes: int, gpus: Sequence[str], cores: int) -> list[Share]:
+def shares(
+    engine: EngineConfig, num_nodes: int, gpus: Sequence[str], cores: int
+) -> list[tuple[list[str], dict[str, str]]]:
     """Divide the machine among the nodes, as far as the user did not do so.
 
     Args:
@@ -154,24 +140,24 @@ def shares(engine: EngineConfig, num_nodes: int, gpus: Sequence[str], cores: int
         num_nodes: how many.
         gpus: as ``CUDA_VISIBLE_DEVICES`` names them.
         cores: that we may use.
+
+    Returns:
+        For each node, flags and environment variables to add.
     """
+    ranks = engine.tensor_parallel_size
     if engine.device == "cpu" or (engine.device == "auto" and not gpus):
         chosen = engine.num_threads is not None or bool(os.environ.get("OMP_NUM_THREADS"))
-        ranks = num_nodes * engine.tensor_parallel_size
-        threads = f"--num-threads={max(1, cores // ranks)}"
-        return [Share(() if chosen else (threads,))] * num_nodes
-    ranks = engine.tensor_parallel_size
+        threads = f"--num-threads={max(1, cores // (num_nodes * ranks))}"
+        return [([] if chosen else [threads], {})] * num_nodes
     if len(gpus) < ranks:
-        return [Share()] * num_nodes  # the engine says what is wrong
+        return [([], {})] * num_nodes  # the engine says what is wrong
     per_gpu = -(-num_nodes * ranks // len(gpus))
     chosen = engine.gpu_memory_utilization != EngineConfig.gpu_memory_utilization
     fraction = f"--gpu-memory-utilization={engine.gpu_memory_utilization / per_gpu:.4f}"
-    flags = () if chosen or per_gpu == 1 else (fraction,)
-    return [Share(flags, {"CUDA_VISIBLE_DEVICES": _take(gpus, i, ranks)}) for i in range(num_nodes)]
-
-
-def _take(gpus: Sequence[str], node: int, ranks: int) -> str:
-    return ",".join(gpus[(node * ranks + rank) % len(gpus)] for rank in range(ranks))
+    flags = [] if chosen or per_gpu == 1 else [fraction]
+    turns = itertools.cycle(gpus)
+    taken = (",".join(itertools.islice(turns, ranks)) for _ in range(num_nodes))
+    return [(flags, {"CUDA_VISIBLE_DEVICES": names}) for names in taken]
 
 
 def visible_gpus() -> list[str]:

@@ -1,9 +1,13 @@
-"""A client of an endpoint: streams answers, and tells who gave them and what crossed for it."""
+"""A client of an endpoint: streams answers, and tells who gave them and what crossed for it.
+
+`ask` asks one prompt and gives an account of how it was served; `kvbaton chat` asks many.
+"""
 
 from __future__ import annotations
 
 import asyncio
 import re
+import sys
 import time
 from collections import Counter
 from collections.abc import Callable, Mapping
@@ -13,11 +17,14 @@ from typing import Any
 import aiohttp
 import msgspec
 
+from kvbaton.cluster.config import ClusterConfig
 from kvbaton.messages.openai import ErrorBody
 from kvbaton.server.sse import DONE, read_events
 
-SENT_BYTES = "kvbaton_transfer_sent_bytes_total"
-RECEIVED_TOKENS = r'kvbaton_prompt_tokens_total\{source="transferred"\}'
+SENT_BYTES = re.compile(r"^kvbaton_transfer_sent_bytes_total (\S+)", re.MULTILINE)
+RECEIVED_TOKENS = re.compile(
+    r'^kvbaton_prompt_tokens_total\{source="transferred"\} (\S+)', re.MULTILINE
+)
 SERVED = re.compile(
     r'^kvbaton_router_node_requests_total\{node="([^"]*)",part="([^"]*)"\} (\S+)', re.MULTILINE
 )
@@ -149,7 +156,8 @@ class Watcher:
             *(self._text(f"{node['url']}/metrics") for node in await self.nodes())
         )
         sent, received = (
-            sum(_total(text, name) for text in texts) for name in (SENT_BYTES, RECEIVED_TOKENS)
+            sum(float(value) for text in texts for value in counter.findall(text))
+            for counter in (SENT_BYTES, RECEIVED_TOKENS)
         )
         return Served(parts, sent, received)
 
@@ -188,6 +196,47 @@ class Watcher:
             return ""
 
 
-def _total(exposition: str, metric: str) -> float:
-    """Sum of a counter (a pattern: name and labels) in Prometheus' text format."""
-    return sum(float(value) for value in re.findall(rf"^{metric} (\S+)", exposition, re.MULTILINE))
+async def ask(
+    url: str, config: ClusterConfig, headers: Mapping[str, str], member_headers: Mapping[str, str]
+) -> int:
+    """Print the answer to one prompt or chat as it comes, then a summary; returns the exit status.
+
+    Args:
+        url: of the router.
+        config: with the prompt.
+        headers: that open its endpoint.
+        member_headers: that open its list of nodes.
+    """
+    body = {"model": config.model_name, "max_tokens": config.max_tokens, "temperature": 0}
+    if config.chat is None:
+        body["prompt"] = config.prompt
+    else:
+        body["messages"] = [{"role": "user", "content": config.chat}]
+    timeout = aiohttp.ClientTimeout(total=600.0)
+    async with aiohttp.ClientSession(headers=headers, timeout=timeout) as session:
+        watcher = Watcher(session, url, member_headers)
+        before = await watcher.now()
+        print()
+        try:
+            answer = await stream_answer(
+                session, url, body, lambda text: print(text, end="", flush=True)
+            )
+        except FAILURES as error:
+            print(f"\nkvbaton: the prompt was not answered: {error}", file=sys.stderr)
+            return 1
+        served, marks = await watcher.since(before), await watcher.timelines()
+    # How many writes had landed on D before P's last chunk was computed (one machine's clock).
+    computed = [mark["time"] for mark in marks if mark["what"] == "computed"]
+    landed = [mark["time"] for mark in marks if mark["what"] == "landed"]
+    early = sum(time < max(computed, default=0.0) for time in landed)
+    usage = answer.usage
+    print(
+        f"\n\nserved by      {served.nodes()}\n"
+        f"tokens         {usage.get('prompt_tokens')} in, {usage.get('completion_tokens')} out\n"
+        f"first token    {(answer.first_s or answer.seconds) * 1000:.0f} ms\n"
+        f"KV handed over {served.sent_bytes:.0f} bytes, "
+        f"{served.received_tokens:.0f} prompt tokens\n"
+        f"overlap        {early} of {len(landed)} writes landed while the prefill still ran",
+        flush=True,
+    )
+    return 0

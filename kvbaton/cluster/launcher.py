@@ -9,15 +9,14 @@ import shlex
 import signal
 import sys
 import time
-from collections.abc import Coroutine, Mapping, Set
+from collections.abc import Mapping, Set
 from typing import Any
 
 import msgspec
 
 from kvbaton.cluster.child import Child
 from kvbaton.cluster.config import ClusterConfig, shares, visible_gpus
-from kvbaton.server.cluster_token import registration_token
-from kvbaton.server.listener import bind, url_of
+from kvbaton.server.network import bearer, bind, registration_token, url_of
 
 logger = logging.getLogger(__name__)
 
@@ -57,13 +56,24 @@ class Cluster:
 
     async def run(self) -> int:
         """Startup, serve, shutdown; returns the exit status."""
-        self._listen_to_signals()
+        loop = asyncio.get_running_loop()
+        for number in (signal.SIGINT, signal.SIGTERM):
+            loop.add_signal_handler(number, self._on_signal)
+        living = asyncio.create_task(self._live())
+        stopped = asyncio.create_task(self._stop.wait())
         try:
-            return await self._interruptible(self._live())
+            await asyncio.wait([living, stopped], return_when=asyncio.FIRST_COMPLETED)
+            if living.done():
+                return living.result()
+            print("\nstopping", file=sys.stderr, flush=True)
+            return 0
         except StartError as error:
             print(f"kvbaton: {error}", file=sys.stderr)
             return 1
         finally:
+            living.cancel()
+            stopped.cancel()
+            await asyncio.gather(living, stopped, return_exceptions=True)
             await self.shutdown()
 
     async def _live(self) -> int:
@@ -73,9 +83,10 @@ class Cluster:
             self._say_ready()
             await self.serve()
             return 1
-        from kvbaton.cluster.ask import ask
+        from kvbaton.cluster.conversation import ask
 
-        return await ask(self.url, self._client_headers(), self.config, self._member_headers())
+        key = next(iter(self.config.api_keys), None)
+        return await ask(self.url, self.config, bearer(key), self._member_headers())
 
     # --- startup ---
 
@@ -87,16 +98,18 @@ class Cluster:
         """
         config, env = self.config, self.config.environment()
         with bind(config.host, config.port) as listener:
-            self.url = _reachable(url_of(listener))
+            # Where the router listens on every address, it is reached by loopback.
+            url = url_of(listener).replace("//0.0.0.0:", "//127.0.0.1:")
+            self.url = url.replace("//[::]:", "//[::1]:")
             words = config.router_words(listener.fileno())
             fds = [listener.fileno()]
             self.router = await Child.start("router", words, env=env, pass_fds=fds)
         names, cores = config.node_names, len(os.sched_getaffinity(0))
         parts = shares(config.engine, len(names), visible_gpus(), cores)
-        for (role, name), share in zip(names, parts, strict=True):
+        for (role, name), (flags, own_env) in zip(names, parts, strict=True):
             self._show(name, "starting")
-            words = config.node_words(role, name, self.url, share.flags)
-            self.nodes.append(await Child.start(name, words, env={**env, **share.env}))
+            words = config.node_words(role, name, self.url, flags)
+            self.nodes.append(await Child.start(name, words, env={**env, **own_env}))
 
     async def until_ready(self) -> None:
         """Wait until every node is ready and every pair may hand over.
@@ -106,7 +119,9 @@ class Cluster:
         """
         give_up = time.monotonic() + self.config.start_timeout_s
         while True:
-            self._check_alive()
+            for child in self._children():
+                if child.exited.done():
+                    raise StartError(_obituary(child))
             answer = await self._nodes()
             for node in answer.get("nodes", ()):
                 self._show(node["node_id"], node["state"])
@@ -139,11 +154,7 @@ class Cluster:
 
     def _member_headers(self) -> Mapping[str, str]:
         key = self.config.cluster_key
-        return {"Authorization": f"Bearer {registration_token(key)}"} if key else {}
-
-    def _client_headers(self) -> Mapping[str, str]:
-        keys = self.config.api_keys
-        return {"Authorization": f"Bearer {keys[0]}"} if keys else {}
+        return bearer(registration_token(key) if key else None)
 
     def _show(self, name: str, state: str) -> None:
         if self._shown.get(name) == state:
@@ -186,36 +197,13 @@ class Cluster:
         assert self.router is not None
         return [c.exited for c in (self.router, *self.nodes) if c.name not in known]
 
-    def _check_alive(self) -> None:
-        assert self.router is not None
-        for child in (*self.nodes, self.router):
-            if child.exited.done():
-                raise StartError(_obituary(child))
-
     # --- shutdown ---
-
-    def _listen_to_signals(self) -> None:
-        loop = asyncio.get_running_loop()
-        for number in (signal.SIGINT, signal.SIGTERM):
-            loop.add_signal_handler(number, self._on_signal)
 
     def _on_signal(self) -> None:
         if self._stop.is_set():  # the second time: no more patience
             for child in self._children():
                 child.kill()
         self._stop.set()
-
-    async def _interruptible(self, work: Coroutine[Any, Any, int]) -> int:
-        task = asyncio.create_task(work)
-        stopped = asyncio.create_task(self._stop.wait())
-        await asyncio.wait([task, stopped], return_when=asyncio.FIRST_COMPLETED)
-        if task.done():
-            stopped.cancel()
-            return task.result()
-        print("\nstopping", file=sys.stderr, flush=True)
-        task.cancel()
-        await asyncio.gather(task, return_exceptions=True)
-        return 0
 
     def _children(self) -> list[Child]:
         return [*self.nodes, *([self.router] if self.router is not None else [])]
@@ -233,8 +221,3 @@ def _obituary(child: Child) -> str:
     lines = "\n".join(f"    {line}" for line in list(child.tail)[-SHOWN_LINES:])
     how = f"was killed by signal {-status}" if status < 0 else f"ended with status {status}"
     return f"{child.name} {how}" + (f"; its last lines:\n{lines}" if lines else "")
-
-
-def _reachable(url: str) -> str:
-    """How to reach ourselves where the router listens on every address."""
-    return url.replace("//0.0.0.0:", "//127.0.0.1:").replace("//[::]:", "//[::1]:")

@@ -1,4 +1,4 @@
-"""Addresses of control channels, ``tcp://host:port``, as clients and peers may name them."""
+"""Hosts, and addresses of control channels ``tcp://host:port``, as clients and peers name them."""
 
 from __future__ import annotations
 
@@ -35,6 +35,24 @@ def host_of(address: str) -> str:
     if address_of(host, parts.port or 0) != address.lower():
         raise ValueError(f"{address!r} is not of the form tcp://host:port")
     return host
+
+
+def is_loopback(host: str | None) -> bool:
+    """Whether only processes of this machine can reach `host`."""
+    if host == "localhost":
+        return True
+    try:
+        return ipaddress.ip_address(host or "").is_loopback
+    except ValueError:
+        return False
+
+
+def is_wildcard(host: str) -> bool:
+    """Whether `host` stands for every address of the machine, so that no peer can dial it."""
+    try:
+        return host in ("", "*") or ipaddress.ip_address(host).is_unspecified
+    except ValueError:
+        return False
 
 
 def _host(host: str) -> str:

@@ -2,8 +2,8 @@
 
 One ROUTER socket is bound for peers that dial us; one DEALER is opened per address that we dial.
 The channel may lose messages (a full queue, a peer that is gone, a reconnect): the protocol asks
-again. It never blocks and runs no thread of ours; one thread calls it, waits for `sockets` to be
-readable and then calls `receive`.
+again. It never blocks and runs no thread of ours; one thread calls it, waits with its `poller` and
+then calls `receive`.
 
 With a cluster key every connection is encrypted and authenticated (`connectors/curve.py`): whoever
 talks through a keyed channel holds the cluster key, on both ends. Without a key the
@@ -17,9 +17,8 @@ from urllib.parse import urlsplit
 
 import zmq
 
-from kvbaton.connectors.address import host_of
+from kvbaton.connectors.address import host_of, is_loopback, is_wildcard
 from kvbaton.connectors.curve import CurveAuthenticator, drain, secure_client
-from kvbaton.connectors.host import is_loopback, is_wildcard
 from kvbaton.connectors.protocol.events import Link
 from kvbaton.errors import ConfigError
 from kvbaton.types import MAX_MESSAGE_BYTES
@@ -40,6 +39,7 @@ class ControlChannel:
 
     Attributes:
         dropped: messages that could not be sent (full queue, unknown or vanished link).
+        poller: of all its sockets; who waits with it may add descriptors of its own.
     """
 
     def __init__(self, host: str, port: int = 0, *, cluster_key: str | None) -> None:
@@ -58,6 +58,7 @@ class ControlChannel:
         if not cluster_key and not is_loopback(host):
             raise ConfigError("--cluster-key", f"is needed to listen beyond loopback, on {host}")
         self.dropped = 0
+        self.poller = zmq.Poller()
         self._cluster_key = cluster_key
         self._context = zmq.Context()
         self._gate = CurveAuthenticator(self._context, cluster_key) if cluster_key else None
@@ -65,6 +66,9 @@ class ControlChannel:
         self._addresses: dict[str, Link] = {}
         self._router = self._new_socket(zmq.ROUTER)
         self._address = self._bind("127.0.0.1" if host == "localhost" else host, port)
+        self.poller.register(self._router, zmq.POLLIN)
+        if self._gate is not None:
+            self.poller.register(self._gate.socket, zmq.POLLIN)
 
     @property
     def refused(self) -> int:
@@ -75,11 +79,6 @@ class ControlChannel:
     def address(self) -> str:
         """What peers dial, ``tcp://host:port``."""
         return self._address
-
-    def sockets(self) -> list[zmq.Socket[bytes]]:
-        """Sockets to wait on for reading; the list changes with `dial` and `hang_up`."""
-        gate = [self._gate.socket] if self._gate is not None else []
-        return [*gate, self._router, *self._dealers.values()]
 
     def dial(self, address: str) -> Link:
         """Open a link to a peer's address; the same address gives the same link until `hang_up`.
@@ -107,6 +106,7 @@ class ControlChannel:
                 dealer.close()
             raise ValueError(f"can't dial {address!r}: {error}") from error
         link = Link(_DIALLED + secrets.token_bytes(16))
+        self.poller.register(dealer, zmq.POLLIN)
         self._dealers[link] = dealer
         self._addresses[address] = link
         return link
@@ -139,13 +139,13 @@ class ControlChannel:
             got += [(link, frames[0]) for frames in drain(dealer) if len(frames) == 1]
         return got
 
-    def hang_up(self, address: str) -> zmq.Socket[bytes] | None:
-        """Close the link to an address, if one is open; returns its socket, which is closed."""
+    def hang_up(self, address: str) -> None:
+        """Close the link to an address, if one is open."""
         link = self._addresses.pop(address, None)
-        dealer = self._dealers.pop(link, None) if link is not None else None
-        if dealer is not None:
+        if link is not None:
+            dealer = self._dealers.pop(link)
+            self.poller.unregister(dealer)
             dealer.close()
-        return dealer
 
     def close(self) -> None:
         """Close everything; what is queued gets `LINGER_MS` to leave. Idempotent."""

@@ -20,13 +20,13 @@ from __future__ import annotations
 import hashlib
 import math
 import struct
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Sequence
 
 import numpy as np
 import numpy.typing as npt
 
-from kvbaton.connectors.layout import KVLayout, Plane
-from kvbaton.connectors.pairing import Share, planes_named, shares
+from kvbaton.connectors.layout import HEAD, KV, KVLayout
+from kvbaton.connectors.pairing import Columns, GroupPairing, PlaneShare
 from kvbaton.messages.control import DigestRun
 
 Sums = npt.NDArray[np.uint64]
@@ -35,11 +35,6 @@ Sums = npt.NDArray[np.uint64]
 So [blocks, layers, kv, heads] where there is one plane; where there are more, all of a block's sums
 are flat, end to end.
 """
-
-
-def unit_tokens(source: KVLayout, target: KVLayout) -> int:
-    """Tokens of one unit: whole blocks of either side fit into it."""
-    return math.lcm(source.block_size, target.block_size)
 
 
 def unit_sums(sums: Sums, first_block: int, block_size: int, unit: int) -> tuple[int, Sums]:
@@ -93,8 +88,9 @@ def fold(
     """
     name = transfer_id + struct.pack("<QQ", attempt, group) + plane.encode()
     plane_seed, unit_seed = struct.unpack("<QQ", hashlib.blake2b(name, digest_size=16).digest())
-    units = _mix(_numbers(first_unit, len(sums)) + np.uint64(unit_seed))
-    return _folded(sums, plane_seed, layers, head_start) * (units | np.uint64(1))
+    numbers = np.arange(first_unit, first_unit + len(sums), dtype=np.uint64)
+    keys = _mix(numbers + np.uint64(unit_seed)) | np.uint64(1)
+    return _folded(sums, plane_seed, layers, head_start) * keys
 
 
 def _folded(
@@ -103,70 +99,68 @@ def _folded(
     """One value per unit, whatever its number: [units]."""
     _, _, planes, heads = sums.shape
     keys = _mix(np.asarray(layers, np.uint64) + np.uint64(seed))[:, None]
-    keys = _mix(keys + _numbers(0, planes))[..., None]
-    keys = _mix(keys + _numbers(head_start, heads)) | np.uint64(1)
+    kinds: Sums = np.arange(planes, dtype=np.uint64)
+    ids: Sums = np.arange(head_start, head_start + heads, dtype=np.uint64)
+    keys = _mix(_mix(keys + kinds)[..., None] + ids) | np.uint64(1)
     mixed = sums ^ (sums >> np.uint64(32))
     totals: npt.NDArray[np.uint64] = mixed.reshape(len(sums), -1) @ keys.ravel()
     return totals
 
 
-def whole_values(
-    sums: Sequence[Sums], layouts: Sequence[KVLayout], whole: KVLayout, seed: int
-) -> npt.NDArray[np.uint64]:
+def whole_values(pairing: GroupPairing, sums: Sequence[Sums], seed: int) -> npt.NDArray[np.uint64]:
     """One value per block over all planes, layers and heads, equal whatever the sharding.
 
     Args:
-        sums: per rank, of any blocks, [blocks, ...].
-        layouts: the group's layout on each rank.
-        whole: the layout of a rank that holds everything.
+        pairing: of the group, with a target rank that holds everything.
+        sums: per source rank, of any blocks, [blocks, ...].
         seed: tells the values of one purpose from those of another.
 
     Returns:
         [blocks] uint64.
     """
     total = np.zeros(len(sums[0]), np.uint64)
-    for name, share in _shares(layouts, [whole]):
-        key = hashlib.blake2b(struct.pack("<Q", seed) + name.encode(), digest_size=8).digest()
-        mine = _cut(sums[share.source_rank], layouts[share.source_rank], name, share)
-        total += _folded(mine, int.from_bytes(key, "little"), share.layers, share.head_start)
+    for (rank, _), shares in pairing.shares.items():
+        flat = _flat(sums[rank], pairing.sources[rank])
+        for share in shares:
+            name = struct.pack("<Q", seed) + share.source.name.encode()
+            key = hashlib.blake2b(name, digest_size=8).digest()
+            mine = _cut(flat, share, share.source_columns)
+            total += _folded(mine, int.from_bytes(key, "little"), share.layers, share.head_start)
     return total
 
 
 def claims(
+    pairing: GroupPairing,
     sums: Sequence[Sums],
-    sources: Sequence[KVLayout],
-    targets: Sequence[KVLayout],
     *,
     first_block: int,
     transfer_id: bytes,
     attempt: int,
-) -> tuple[DigestRun, ...]:
+) -> list[DigestRun]:
     """What the source says of a write in one group: a run for each pair of ranks that share heads.
 
     Args:
+        pairing: of the group.
         sums: per source rank, of consecutive blocks, [blocks, ...], counting exactly the tokens
             that the write moves.
-        sources: the group's layout on each source rank.
-        targets: likewise on each target rank.
         first_block: logical number of the first of the source's blocks.
         transfer_id: of the transfer.
         attempt: of the transfer.
     """
-    group, runs = sources[0].group, []
-    for (source, target), mine in _pairs(sources, targets).items():
-        unit = unit_tokens(sources[0], targets[0])
+    runs = []
+    for (source, target), shares in pairing.shares.items():
+        layout, parts = pairing.sources[source], [(s, s.source_columns) for s in shares]
         first_unit, values = _values(
-            sums[source], sources[source], mine, first_block, unit, transfer_id, attempt
+            sums[source], layout, parts, first_block, pairing.unit, transfer_id, attempt
         )
         data = values.astype("<u8").tobytes()
-        runs.append(DigestRun(source, target, group, first_unit, data))
-    return tuple(runs)
+        runs.append(DigestRun(source, target, layout.group, first_unit, data))
+    return runs
 
 
 def mismatches(
+    pairing: GroupPairing,
     sums: Sequence[Sums],
-    sources: Sequence[KVLayout],
-    targets: Sequence[KVLayout],
     runs: Iterable[DigestRun],
     *,
     first_block: int,
@@ -181,10 +175,9 @@ def mismatches(
     the target has no block are passed over.
 
     Args:
+        pairing: of the group.
         sums: per target rank, of consecutive blocks, recomputed from memory over the tokens that
             the write moved, [blocks, ...].
-        sources: the group's layout on each source rank.
-        targets: likewise on each target rank.
         runs: what the source claims; those of other groups are passed over.
         first_block: logical number of the first of the target's blocks.
         start: first token of the write.
@@ -195,60 +188,47 @@ def mismatches(
     Returns:
         Ranges [start, end), sorted and apart; empty if all is well.
     """
-    mine = [run for run in runs if run.group == targets[0].group]
+    mine = [run for run in runs if run.group == pairing.targets[0].group]
     claimed = {(run.source_rank, run.target_rank): run for run in mine}
-    expected = _pairs(sources, targets)
-    if len(mine) != len(claimed) or claimed.keys() != expected.keys():
+    if len(mine) != len(claimed) or claimed.keys() != pairing.shares.keys():
         return [(start, end)]
-    unit = unit_tokens(sources[0], targets[0])
-    bad: set[int] = set()
-    for pair, parts in expected.items():
-        rank = pair[1]
-        first_unit, values = _values(
-            sums[rank], targets[rank], parts, first_block, unit, transfer_id, attempt
+    bad = set[int]()
+    for pair, shares in pairing.shares.items():
+        layout, parts = pairing.targets[pair[1]], [(s, s.target_columns) for s in shares]
+        first, values = _values(
+            sums[pair[1]], layout, parts, first_block, pairing.unit, transfer_id, attempt
         )
-        bad |= _differing(claimed[pair], first_unit, values)
-    return _token_ranges(sorted(bad), unit, start, end)
-
-
-def _shares(
-    sources: Sequence[KVLayout], targets: Sequence[KVLayout]
-) -> Iterator[tuple[str, Share]]:
-    """Of each plane by its name, who shares what."""
-    for plane in sources[0].planes:
-        for share in shares(planes_named(plane.name, sources), planes_named(plane.name, targets)):
-            yield plane.name, share
-
-
-def _pairs(
-    sources: Sequence[KVLayout], targets: Sequence[KVLayout]
-) -> dict[tuple[int, int], list[tuple[str, Share]]]:
-    """What each source rank sends to each target rank: planes by name."""
-    pairs: dict[tuple[int, int], list[tuple[str, Share]]] = {}
-    for name, share in _shares(sources, targets):
-        pairs.setdefault((share.source_rank, share.target_rank), []).append((name, share))
-    return pairs
+        run = claimed[pair]
+        given = np.frombuffer(run.values[: len(run.values) // 8 * 8], "<u8")
+        differs = np.ones(len(values), np.bool_)  # what is not claimed at all does
+        low = max(first, run.first_unit)
+        past = min(first + len(values), run.first_unit + len(given))
+        if low < past:
+            theirs = given[low - run.first_unit : past - run.first_unit]
+            differs[low - first : past - first] = values[low - first : past - first] != theirs
+        bad.update((np.flatnonzero(differs) + first).tolist())
+    return _token_ranges(sorted(bad), pairing.unit, start, end) if bad else []
 
 
 def _values(
     sums: Sums,
     layout: KVLayout,
-    parts: Sequence[tuple[str, Share]],
+    parts: Sequence[tuple[PlaneShare, Columns]],
     first_block: int,
     unit: int,
     transfer_id: bytes,
     attempt: int,
 ) -> tuple[int, npt.NDArray[np.uint64]]:
     """The first unit and the values of a pair's parts, from one rank's sums of all it holds."""
-    first_unit, units = unit_sums(sums, first_block, layout.block_size, unit)
+    first_unit, units = unit_sums(_flat(sums, layout), first_block, layout.block_size, unit)
     total = np.zeros(len(units), np.uint64)
-    for name, share in parts:
+    for share, columns in parts:
         total += fold(
-            _cut(units, layout, name, share),
+            _cut(units, share, columns),
             transfer_id=transfer_id,
             attempt=attempt,
             group=layout.group,
-            plane=name,
+            plane=share.source.name,
             first_unit=first_unit,
             layers=share.layers,
             head_start=share.head_start,
@@ -256,34 +236,18 @@ def _values(
     return first_unit, total
 
 
-def _cut(sums: Sums, layout: KVLayout, name: str, share: Share) -> Sums:
+def _flat(sums: Sums, layout: KVLayout) -> Sums:
+    """All sums of a block in a row: [blocks, sums]."""
+    flat = sums.reshape(len(sums), -1)
+    width = sum(math.prod(plane.shape[HEAD : KV + 1]) for plane in layout.planes)
+    assert flat.shape[1] == width, f"{flat.shape[1]} sums a block, of planes of {width}"
+    return flat
+
+
+def _cut(flat: Sums, share: PlaneShare, columns: Columns) -> Sums:
     """A share of one plane's sums: [blocks or units, layers, kv, heads]."""
-    flat, start = sums.reshape(len(sums), -1), 0
-    widths = [_width(plane) for plane in layout.planes]
-    assert flat.shape[1] == sum(widths), f"{flat.shape[1]} sums a block, of planes of {widths}"
-    for plane, width in zip(layout.planes, widths, strict=True):
-        if plane.name == name:
-            break
-        start += width
-    mine = flat[:, start : start + width].reshape(len(sums), len(plane.layers), plane.shape[3], -1)
-    if share.layers != plane.layers:
-        mine = mine[:, [plane.layers.index(layer) for layer in share.layers]]
-    return mine[..., share.head_start - plane.head_start : share.head_end - plane.head_start]
-
-
-def _width(plane: Plane) -> int:
-    """Sums of one block in a plane: a value for each layer, K or V, and head."""
-    _, heads, layers, kv, _, _ = plane.shape
-    return heads * layers * kv
-
-
-def _differing(run: DigestRun, first_unit: int, values: npt.NDArray[np.uint64]) -> set[int]:
-    """Numbers of the units whose value is not the claimed one, or not claimed at all."""
-    whole = len(run.values) // 8 * 8
-    given = np.frombuffer(run.values[:whole], "<u8").tolist()
-    claimed = dict(enumerate(given, run.first_unit))
-    mine = dict(enumerate(values.tolist(), first_unit))
-    return {number for number, value in mine.items() if claimed.get(number) != value}
+    kv = share.source.shape[KV]
+    return flat[:, columns].reshape(len(flat), len(share.layers), kv, -1)
 
 
 def _token_ranges(units: list[int], unit: int, start: int, end: int) -> list[tuple[int, int]]:
@@ -294,10 +258,6 @@ def _token_ranges(units: list[int], unit: int, start: int, end: int) -> list[tup
             low = ranges.pop()[0]
         ranges.append((low, high))
     return ranges
-
-
-def _numbers(first: int, count: int) -> npt.NDArray[np.uint64]:
-    return np.arange(first, first + count, dtype=np.uint64)
 
 
 def _mix(x: npt.NDArray[np.uint64]) -> npt.NDArray[np.uint64]:

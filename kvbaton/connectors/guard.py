@@ -1,6 +1,7 @@
-"""Proof that another process has ended, also where no process table shows it.
+"""Proof that another process has ended: by the process table, or where that does not show it.
 
-Every process that uses a transport listens for *guard connections*. Whoever has its card dials one
+`is_gone` reads the process table of this machine. Of processes elsewhere a *guard* tells: every
+process that uses a transport listens for *guard connections*. Whoever has its card dials one
 and writes nothing into it; the process says once which life it is, and neither side sends anything
 more. So the connection ends in one of two ways:
 
@@ -35,6 +36,8 @@ import time
 import weakref
 from collections import Counter
 from collections.abc import Callable
+from functools import cache
+from pathlib import Path
 from typing import Annotated
 
 import msgspec
@@ -56,7 +59,24 @@ whatever its processes do."""
 _LIFE_BYTES = 16
 _RESET = struct.pack("ii", 1, 0)
 
+_PROC = Path("/proc")
+
 log = logging.getLogger(__name__)
+
+
+class ProcessCard(msgspec.Struct, frozen=True):
+    """One life of one process.
+
+    Attributes:
+        host: boot id, host name and process-id namespace: equal only where a process id means the
+            same process.
+        pid: process id.
+        start: clock ticks from boot to the start of the process, so that a reused pid differs.
+    """
+
+    host: str
+    pid: int
+    start: int
 
 
 class GuardCard(msgspec.Struct, frozen=True):
@@ -380,3 +400,45 @@ def _reset(sock: socket.socket) -> None:
     with contextlib.suppress(OSError):
         sock.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, _RESET)
     sock.close()
+
+
+# --- by the process table ---
+
+
+def this_process() -> ProcessCard:
+    """Describe the process that calls."""
+    pid = os.getpid()
+    _, start = _stat(pid)
+    return ProcessCard(_host_id(), pid, start)
+
+
+def is_gone(process: ProcessCard) -> bool:
+    """Whether it is proven that no thread of `process` runs any more.
+
+    False where that can't be seen from here: on another machine, or in another pid namespace.
+    """
+    if process.host != _host_id():
+        return False
+    try:
+        state, start = _stat(process.pid)
+        if start != process.start or state not in "ZX":
+            return start != process.start
+        # A zombie whose other threads still run is only a process whose main thread has ended.
+        return len(os.listdir(_PROC / str(process.pid) / "task")) <= 1
+    except (FileNotFoundError, ProcessLookupError):
+        return True
+
+
+@cache
+def _host_id() -> str:
+    """Read once: it can't change while we live, and peers are asked after many times a second."""
+    boot = (_PROC / "sys/kernel/random/boot_id").read_text().strip()
+    return f"{boot} {socket.gethostname()} {os.readlink(_PROC / 'self/ns/pid')}"
+
+
+def _stat(pid: int) -> tuple[str, int]:
+    """State letter and start time of a process (proc(5), fields 3 and 22)."""
+    with open(f"{_PROC}/{pid}/stat") as file:
+        text = file.read()
+    fields = text[text.rindex(")") + 2 :].split()
+    return fields[0], int(fields[19])

@@ -19,6 +19,8 @@ import msgspec
 Axis = Literal["block", "head", "layer", "kv", "token", "feature"]
 AXES: tuple[Axis, ...] = ("block", "head", "layer", "kv", "token", "feature")
 """Order of the default layout, outermost first."""
+BLOCK, HEAD, LAYER, KV, TOKEN, FEATURE = range(len(AXES))
+"""Places of the axes in `Plane.shape` and `Plane.strides`."""
 
 ALIGNMENT = 128
 """Bytes to which blocks and regions are aligned."""

@@ -25,7 +25,7 @@ import msgspec
 from kvbaton.connectors.base import RangeColumn, Ranges
 from kvbaton.connectors.digest import Sums, whole_values
 from kvbaton.connectors.layout import AXES, KVLayout, Plane, contiguous_plane
-from kvbaton.connectors.pairing import check_group, planes_named
+from kvbaton.connectors.pairing import GroupPairing, planes_named
 from kvbaton.connectors.plan import plan, swap
 from kvbaton.connectors.store import KEY_BYTES
 from kvbaton.errors import LayoutMismatchError
@@ -102,7 +102,7 @@ def _checksum(data: bytes) -> bytes:
     return hashlib.blake2b(data, digest_size=_CHECK_BYTES, person=b"kvbaton-header").digest()
 
 
-class Run(NamedTuple):
+class BlockBytes(NamedTuple):
     """Bytes of each block that lie in one piece: in block b at ``offset + b * stride``.
 
     Attributes:
@@ -144,12 +144,12 @@ class ObjectForm:
         self.group, self.block_size = first.group, first.block_size
         self._layouts = tuple(layouts)
         self._canonical = _canonical(layouts)
-        check_group(layouts, [self._canonical])
+        self._pairing = GroupPairing(layouts, [self._canonical])
         self.layout = _layout_digest(self._canonical)
         planes = self._canonical.planes
         self.num_bytes = sum(plane.strides[0] for plane in planes)
-        runs: list[Run] = []
-        replicas: list[tuple[Run, Run]] = []
+        runs: list[BlockBytes] = []
+        replicas: list[tuple[BlockBytes, BlockBytes]] = []
         for plane in planes:
             held, copies = self._plane_runs(plane)
             runs += held
@@ -170,26 +170,28 @@ class ObjectForm:
         Args:
             sums: per rank, of any full blocks, see `digest.Sums`.
         """
-        values: list[int] = whole_values(sums, self._layouts, self._canonical, VERSION).tolist()
+        values: list[int] = whole_values(self._pairing, sums, VERSION).tolist()
         return values
 
-    def _plane_runs(self, plane: Plane) -> tuple[list[Run], list[tuple[Run, Run]]]:
+    def _plane_runs(
+        self, plane: Plane
+    ) -> tuple[list[BlockBytes], list[tuple[BlockBytes, BlockBytes]]]:
         """Runs of a plane in canonical order, and those of its replicas."""
         name = plane.name
         ranks = [msgspec.structs.replace(x, planes=(_named(x, name),)) for x in self._layouts]
         whole = msgspec.structs.replace(self._canonical, planes=(plane,))
         block = (BlockSpan(0, (0,)),)
-        there = plan(ranks, block, [whole], block, 0, self.block_size)
-        back = plan([whole], block, ranks, block, 0, self.block_size)
+        there = plan(GroupPairing(ranks, [whole]), block, block, 0, self.block_size)
+        back = plan(GroupPairing([whole], ranks), block, block, 0, self.block_size)
         held = {
-            at: Run(rank, region, offset, _named(ranks[rank], name).strides[0], length)
+            at: BlockBytes(rank, region, offset, _named(ranks[rank], name).strides[0], length)
             for (rank, _), ranges in there.items()
             for at, region, offset, length in _spread(ranges)
         }
         copies = []
         for (_, rank), ranges in back.items():
             for at, region, offset, length in _spread(swap(ranges)):
-                run = Run(rank, region, offset, _named(ranks[rank], name).strides[0], length)
+                run = BlockBytes(rank, region, offset, _named(ranks[rank], name).strides[0], length)
                 if held.get(at, run).length != length or at not in held:
                     raise LayoutMismatchError(f"plane {name!r}: replicas must be laid out alike")
                 if held[at] != run:

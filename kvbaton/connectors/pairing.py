@@ -2,65 +2,129 @@
 
 Ranks of a side with equal layers and heads are replicas. Every target rank gets each layer and head
 that it holds from exactly one source rank; where replicas could send it, targets take turns among
-them. `connectors.plan` (bytes) and `connectors.digest` (what is checked) both ask this file.
+them. `connectors.plan` (bytes) and `connectors.digest` (what is checked) follow a `GroupPairing`.
 """
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
-from functools import lru_cache
 from typing import NamedTuple
 
-from kvbaton.connectors.layout import AXES, ITEM_SIZE, GroupKind, KVLayout, Plane
+import numpy as np
+import numpy.typing as npt
+
+from kvbaton.connectors.layout import AXES, HEAD, ITEM_SIZE, GroupKind, KVLayout, Plane
 from kvbaton.errors import LayoutMismatchError
 
+Columns = slice | npt.NDArray[np.int64]
+"""Where a share's digest sums lie among all sums of a block, in the order [layer, kv, head]."""
 
-class Share(NamedTuple):
+
+class PlaneShare(NamedTuple):
     """What one source rank sends to one target rank, of one plane.
 
     Attributes:
         source_rank: who sends.
         target_rank: who receives.
+        source: the plane on the source rank.
+        target: on the target rank.
         head_start: first global head.
         head_end: past the last global head.
         layers: global layer ids, in the target's order.
+        source_columns: its sums among those of a block on the source rank.
+        target_columns: likewise on the target rank.
     """
 
     source_rank: int
     target_rank: int
+    source: Plane
+    target: Plane
     head_start: int
     head_end: int
     layers: tuple[int, ...]
+    source_columns: Columns
+    target_columns: Columns
+
+
+class GroupPairing:
+    """How the ranks of two sides share one KV group; worked out once for a session.
+
+    Args:
+        sources: the group's layout on each source rank.
+        targets: likewise on each target rank.
+
+    Attributes:
+        unit: tokens of a digest unit: whole blocks of either side fit into it.
+        shares: of each pair of ranks (source, target) that shares bytes, by plane. What no source
+            holds, no share names.
+
+    Raises:
+        LayoutMismatchError: targets can't be filled from sources; the message names both values.
+    """
+
+    def __init__(self, sources: Sequence[KVLayout], targets: Sequence[KVLayout]) -> None:
+        self.sources, self.targets = tuple(sources), tuple(targets)
+        first = sources[0]
+        for side, layouts in (("source", sources), ("target", targets)):
+            for rank, layout in enumerate(layouts):
+                where = f"{side} rank {rank}"
+                _check_layout(f"{where}, group {layout.group}", layout)
+                _check_alike(where, first, layout)
+                _same("block size", where, layouts[0].block_size, layout.block_size)
+        self.unit = math.lcm(first.block_size, targets[0].block_size)
+        self.shares: dict[tuple[int, int], list[PlaneShare]] = {}
+        for plane in first.planes:
+            shares = self._shares(plane.name)
+            _check_covered(plane.name, shares, planes_named(plane.name, targets))
+            for share in shares:
+                self.shares.setdefault((share.source_rank, share.target_rank), []).append(share)
+
+    def _shares(self, name: str) -> list[PlaneShare]:
+        sources, targets = planes_named(name, self.sources), planes_named(name, self.targets)
+        replicas: dict[tuple[tuple[int, int], tuple[int, ...]], list[int]] = {}
+        for rank, plane in enumerate(sources):
+            replicas.setdefault((head_range(plane), plane.layers), []).append(rank)
+        found = []
+        for ((first, past), layers), ranks in replicas.items():
+            turn = 0
+            for target_rank, target in enumerate(targets):
+                low, high = max(first, head_range(target)[0]), min(past, head_range(target)[1])
+                common = tuple(layer for layer in target.layers if layer in layers)
+                if low < high and common:
+                    rank = ranks[turn % len(ranks)]
+                    source = sources[rank]
+                    columns = (
+                        _columns(self.sources[rank], source, common, low, high),
+                        _columns(self.targets[target_rank], target, common, low, high),
+                    )
+                    found.append(
+                        PlaneShare(rank, target_rank, source, target, low, high, common, *columns)
+                    )
+                    turn += 1
+        return found
+
+
+def _columns(
+    layout: KVLayout, plane: Plane, layers: Sequence[int], head_start: int, head_end: int
+) -> Columns:
+    """Where the sums of some layers and heads of a plane lie among all sums of a block."""
+    start = 0
+    for other in layout.planes:
+        _, heads, num_layers, kv, _, _ = other.shape
+        if other.name == plane.name:
+            break
+        start += heads * num_layers * kv
+    sums = np.arange(start, start + heads * num_layers * kv).reshape(num_layers, kv, heads)
+    rows = [plane.layers.index(layer) for layer in layers]
+    chosen = sums[rows, :, head_start - plane.head_start : head_end - plane.head_start].ravel()
+    whole = len(chosen) == sums.size and bool((np.diff(chosen) == 1).all())
+    return slice(start, start + sums.size) if whole else chosen
 
 
 def head_range(plane: Plane) -> tuple[int, int]:
     """Global heads [first, past the last) that a plane holds."""
-    return plane.head_start, plane.head_start + plane.shape[AXES.index("head")]
-
-
-def shares(sources: Sequence[Plane], targets: Sequence[Plane]) -> tuple[Share, ...]:
-    """Pair the ranks of two sides; element i of either is rank i's plane.
-
-    Pairs that share nothing are left out. What no source holds, no share names.
-    """
-    return _shares(tuple(sources), tuple(targets))
-
-
-@lru_cache(maxsize=64)
-def _shares(sources: tuple[Plane, ...], targets: tuple[Plane, ...]) -> tuple[Share, ...]:
-    replicas: dict[tuple[tuple[int, int], tuple[int, ...]], list[int]] = {}
-    for rank, plane in enumerate(sources):
-        replicas.setdefault((head_range(plane), plane.layers), []).append(rank)
-    found = []
-    for (heads, layers), ranks in replicas.items():
-        turn = 0
-        for target_rank, target in enumerate(targets):
-            low, high = max(heads[0], head_range(target)[0]), min(heads[1], head_range(target)[1])
-            common = tuple(layer for layer in target.layers if layer in layers)
-            if low < high and common:
-                found.append(Share(ranks[turn % len(ranks)], target_rank, low, high, common))
-                turn += 1
-    return tuple(found)
+    return plane.head_start, plane.head_start + plane.shape[HEAD]
 
 
 def check_pairable(
@@ -75,33 +139,23 @@ def check_pairable(
     Raises:
         LayoutMismatchError: they can't; the message names both values.
     """
+    pair_groups(sources, targets)
+
+
+def pair_groups(
+    sources: Sequence[Sequence[KVLayout]], targets: Sequence[Sequence[KVLayout]]
+) -> list[GroupPairing]:
+    """A pairing for each group; arguments and errors as of `check_pairable`."""
     counts = {len(rank) for rank in (*sources, *targets)}
     if not sources or not targets or len(counts) != 1:
         raise LayoutMismatchError(
             f"number of groups per rank: {[len(rank) for rank in sources]} at the source, "
             f"{[len(rank) for rank in targets]} at the target"
         )
-    for group in range(counts.pop()):
-        check_group([rank[group] for rank in sources], [rank[group] for rank in targets])
-
-
-def check_group(sources: Sequence[KVLayout], targets: Sequence[KVLayout]) -> None:
-    """`check_pairable` for one group; element i of either side is rank i's layout."""
-    _check_group(tuple(sources), tuple(targets))
-
-
-@lru_cache(maxsize=64)
-def _check_group(sources: tuple[KVLayout, ...], targets: tuple[KVLayout, ...]) -> None:
-    first = sources[0]
-    for side, layouts in (("source", sources), ("target", targets)):
-        for rank, layout in enumerate(layouts):
-            _check_layout(f"{side} rank {rank}, group {layout.group}", layout)
-            _check_alike(f"{side} rank {rank}", first, layout)
-            _same("block size", f"{side} rank {rank}", layouts[0].block_size, layout.block_size)
-    for plane in first.planes:
-        _check_covered(
-            plane.name, planes_named(plane.name, sources), planes_named(plane.name, targets)
-        )
+    return [
+        GroupPairing([rank[group] for rank in sources], [rank[group] for rank in targets])
+        for group in range(counts.pop())
+    ]
 
 
 def planes_named(name: str, layouts: Sequence[KVLayout]) -> list[Plane]:
@@ -135,30 +189,23 @@ def _same(what: str, rank: str, first: object, value: object) -> None:
         raise LayoutMismatchError(f"{what}: {first!r} on source rank 0, {value!r} on {rank}")
 
 
-def _check_covered(name: str, sources: Sequence[Plane], targets: Sequence[Plane]) -> None:
+def _check_covered(name: str, shares: Sequence[PlaneShare], targets: Sequence[Plane]) -> None:
     """Every head of every layer of a target comes from exactly one source rank."""
     given: dict[tuple[int, int], list[tuple[int, int]]] = {}
-    for share in shares(sources, targets):
+    for share in shares:
         for layer in share.layers:
             heads = (share.head_start, share.head_end)
             given.setdefault((share.target_rank, layer), []).append(heads)
     for rank, target in enumerate(targets):
+        low, high = head_range(target)
         for layer in target.layers:
-            _check_tiled(
-                f"plane {name!r}, layer {layer}: target rank {rank} holds heads",
-                head_range(target),
-                sorted(given.get((rank, layer), [])),
-            )
-
-
-def _check_tiled(where: str, wanted: tuple[int, int], given: list[tuple[int, int]]) -> None:
-    ends = [wanted[0], *(high for _, high in given)]
-    starts = [*(low for low, _ in given), wanted[1]]
-    if ends != starts:
-        raise LayoutMismatchError(
-            f"{where} [{wanted[0]}, {wanted[1]}), of which the source's ranks hold {given}; "
-            f"each must be held exactly once (or by replicas)"
-        )
+            held = sorted(given.get((rank, layer), []))
+            if [low, *(end for _, end in held)] != [*(start for start, _ in held), high]:
+                raise LayoutMismatchError(
+                    f"plane {name!r}, layer {layer}: target rank {rank} holds heads "
+                    f"[{low}, {high}), of which the source's ranks hold {held}; "
+                    f"each must be held exactly once (or by replicas)"
+                )
 
 
 def _check_layout(where: str, layout: KVLayout) -> None:

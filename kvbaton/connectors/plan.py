@@ -24,8 +24,8 @@ import numpy as np
 import numpy.typing as npt
 
 from kvbaton.connectors.base import RangeColumn
-from kvbaton.connectors.layout import AXES, KVLayout, Plane
-from kvbaton.connectors.pairing import Share, check_group, planes_named, shares
+from kvbaton.connectors.layout import BLOCK, FEATURE, HEAD, KV, LAYER, TOKEN, KVLayout, Plane
+from kvbaton.connectors.pairing import GroupPairing, PlaneShare
 from kvbaton.errors import LayoutMismatchError
 from kvbaton.types import BlockSpan
 
@@ -33,8 +33,6 @@ if TYPE_CHECKING:
     from kvbaton.connectors.base import Ranges
 
 Ints = npt.NDArray[np.int64]
-
-BLOCK, HEAD, LAYER, KV, TOKEN, FEATURE = range(len(AXES))
 
 
 class Step(NamedTuple):
@@ -45,7 +43,7 @@ class Step(NamedTuple):
     target: int
 
 
-class Segments(NamedTuple):
+class TokenSegments(NamedTuple):
     """Pieces of the token range that lie in one block of either side; int64 [n] each.
 
     `source_slot` and `target_slot` are the places of the first token in its blocks.
@@ -59,53 +57,39 @@ class Segments(NamedTuple):
 
 
 def plan(
-    sources: Sequence[KVLayout],
+    pairing: GroupPairing,
     source_spans: Sequence[BlockSpan],
-    targets: Sequence[KVLayout],
     target_spans: Sequence[BlockSpan],
     start: int,
     end: int,
-    *,
-    max_length: int = 0,
 ) -> dict[tuple[int, int], Ranges]:
     """Plan the copy of tokens [start, end) of one group.
 
     Tokens that either side's spans do not list are not moved.
 
     Args:
-        sources: the group's layout on each source rank.
+        pairing: of the group.
         source_spans: where the sequence's blocks are on the source, on every rank.
-        targets: the group's layout on each target rank.
         target_spans: likewise for the target.
         start: first token.
         end: past the last token.
-        max_length: most bytes of one copy; 0 for no limit.
 
     Returns:
         For each (source rank, target rank) that shares bytes the ranges to copy, int64 [n, 8]; no
         byte of a target is written twice by all of them together.
 
     Raises:
-        LayoutMismatchError: the layouts can't be paired, or a span names a block outside of a pool.
+        LayoutMismatchError: a span names a block outside of a pool.
     """
-    check_group(sources, targets)
     if start >= end:
         return {}
-    sizes = sources[0].block_size, targets[0].block_size
-    source_table = _block_table(source_spans, sources[0], start, end, "source")
-    target_table = _block_table(target_spans, targets[0], start, end, "target")
-    segments = _segments(source_table, target_table, sizes, start, end)
-    pieces: dict[tuple[int, int], list[Ranges]] = {}
+    segments = _segments(pairing, source_spans, target_spans, start, end)
     if not len(segments.tokens):
         return {}
-    for plane in sources[0].planes:
-        source_planes = planes_named(plane.name, sources)
-        target_planes = planes_named(plane.name, targets)
-        for share in shares(source_planes, target_planes):
-            source, target = source_planes[share.source_rank], target_planes[share.target_rank]
-            rows = _plane_rows(source, target, share, segments)
-            pieces.setdefault((share.source_rank, share.target_rank), []).extend(rows)
-    return {pair: _split(np.concatenate(rows), max_length) for pair, rows in pieces.items()}
+    return {
+        pair: np.concatenate([rows for share in shares for rows in _rows_of(share, segments)])
+        for pair, shares in pairing.shares.items()
+    }
 
 
 def total_bytes(ranges: Ranges) -> int:
@@ -151,8 +135,16 @@ def _block_table(
 
 
 def _segments(
-    source_table: Ints, target_table: Ints, sizes: tuple[int, int], start: int, end: int
-) -> Segments:
+    pairing: GroupPairing,
+    source_spans: Sequence[BlockSpan],
+    target_spans: Sequence[BlockSpan],
+    start: int,
+    end: int,
+) -> TokenSegments:
+    layouts = pairing.sources[0], pairing.targets[0]
+    sizes = layouts[0].block_size, layouts[1].block_size
+    source_table = _block_table(source_spans, layouts[0], start, end, "source")
+    target_table = _block_table(target_spans, layouts[1], start, end, "target")
     borders = [np.arange(start // size * size, end, size) for size in sizes]
     starts = np.unique(np.maximum(np.concatenate(borders), start))
     tokens = np.diff(starts, append=end)
@@ -160,8 +152,8 @@ def _segments(
     target = target_table[starts // sizes[1] - start // sizes[1]]
     listed = (source >= 0) & (target >= 0)
     slots = starts % sizes[0], starts % sizes[1]
-    whole = Segments(source, slots[0], target, slots[1], tokens)
-    return whole if listed.all() else Segments(*(column[listed] for column in whole))
+    whole = TokenSegments(source, slots[0], target, slots[1], tokens)
+    return whole if listed.all() else TokenSegments(*(column[listed] for column in whole))
 
 
 def _merge(
@@ -237,8 +229,9 @@ def _layer_steps(
 # --- rows ---
 
 
-def _plane_rows(source: Plane, target: Plane, share: Share, segments: Segments) -> list[Ranges]:
+def _rows_of(share: PlaneShare, segments: TokenSegments) -> list[Ranges]:
     """Rows that copy a share of a plane: tables of [n, 8], one per shape of box."""
+    source, target = share.source, share.target
     heads = share.head_end - share.head_start
     source_at = source.offset + (share.head_start - source.head_start) * source.strides[HEAD]
     target_at = target.offset + (share.head_start - target.head_start) * target.strides[HEAD]
@@ -310,18 +303,3 @@ def _rows(
     table[..., RangeColumn.SOURCE_STRIDE] = np.where(repeated > 1, counted.source, 0)
     table[..., RangeColumn.TARGET_STRIDE] = np.where(repeated > 1, counted.target, 0)
     return table.reshape(-1, len(RangeColumn))
-
-
-def _split(ranges: Ranges, max_length: int) -> Ranges:
-    """Cut copies that are longer than `max_length` bytes, unless it is 0."""
-    lengths = ranges[:, RangeColumn.LENGTH]
-    if not max_length or lengths.max() <= max_length:
-        return ranges
-    pieces = -(-lengths // max_length)
-    numbers = np.arange(pieces.sum()) - np.repeat(np.cumsum(pieces) - pieces, pieces)
-    cut = np.repeat(ranges, pieces, axis=0)
-    for column in (RangeColumn.SOURCE_OFFSET, RangeColumn.TARGET_OFFSET):
-        cut[:, column] += numbers * max_length
-    rest = cut[:, RangeColumn.LENGTH] - numbers * max_length
-    cut[:, RangeColumn.LENGTH] = np.minimum(rest, max_length)
-    return cut

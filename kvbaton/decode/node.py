@@ -14,10 +14,10 @@ from kvbaton.connectors.transfer.endpoint import HandoverConfig
 
 if TYPE_CHECKING:
     from kvbaton.decode.target_connector import TargetConnector
+    from kvbaton.engine.build import ConnectorContext
     from kvbaton.engine.executor import Executor
-    from kvbaton.engine.process import Surroundings
     from kvbaton.engine.scheduler import Scheduler
-    from kvbaton.server.node_config import NodeConfig
+    from kvbaton.server.config import NodeConfig
 
 
 @dataclass(frozen=True)
@@ -33,7 +33,7 @@ class DecodeFactory:
         return replace(self, handover=replace(self.handover, control_port=0))
 
     def __call__(
-        self, executor: Executor, scheduler: Scheduler, surroundings: Surroundings
+        self, executor: Executor, scheduler: Scheduler, surroundings: ConnectorContext
     ) -> TargetConnector:
         """Open transports and control channel, and start the transfer thread."""
         from kvbaton.connectors.pairing import check_pairable

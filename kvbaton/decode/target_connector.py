@@ -15,29 +15,23 @@ from kvbaton.connectors.protocol.events import (
     CancelTarget,
     Deliver,
     Fail,
-    Meet,
-    Part,
+    SetMembers,
     Start,
     Unneeded,
     Unquarantine,
 )
 from kvbaton.connectors.transfer.target_worker import TargetWorker
 from kvbaton.connectors.transfer.thread import TransferThread
-from kvbaton.connectors.transfer.timeline import attempt_name
+from kvbaton.connectors.transfer.worker import attempt_name
 from kvbaton.engine import request as requests
 from kvbaton.engine.executor import Executor
-from kvbaton.engine.kv_connector import HeldBlocks, KVConnector, Load
+from kvbaton.engine.kv_connector import HeldBlocks, KVConnector, Load, transfer_consumed
 from kvbaton.engine.scheduler import Scheduler
 from kvbaton.errors import RequestError
 from kvbaton.messages.engine import AddRequest, Output, TransferSpec
 from kvbaton.types import Attempt, Spans
 
 logger = logging.getLogger(__name__)
-
-
-def attempt_of(transfer: TransferSpec) -> Attempt:
-    """The attempt that a request names."""
-    return Attempt(transfer.transfer_id, transfer.attempt)
 
 
 def target_of(request: AddRequest) -> TransferSpec | None:
@@ -98,18 +92,16 @@ class TargetConnector(KVConnector):
             Unquarantine: self._unquarantine,
         }
         transfers.start()
-        for address in members:
-            transfers.submit(Meet(address))
+        self.set_members(())
 
     # --- a request's way ---
 
     @override
     def set_members(self, addresses: Sequence[str]) -> None:
-        known, self._members = self._members, frozenset(addresses)
-        for address in sorted(self._members - known):  # sessions with new ones are opened now
-            self.transfers.submit(Meet(address))
-        for address in sorted(known - self._members - self._static):
-            self.transfers.submit(Part(address))
+        members = self._static | frozenset(addresses)
+        if members != self._members:
+            self._members = members
+            self.transfers.submit(SetMembers(members))
 
     @override
     def accept(self, request: AddRequest) -> AddRequest:
@@ -123,18 +115,12 @@ class TargetConnector(KVConnector):
                 param="kv_transfer_params.remote_host",
                 code="not_a_member",
             )
-        attempt = attempt_of(transfer)
-        if attempt in self._reserved or attempt in self._awaited:
-            raise RequestError(
-                f"transfer {transfer.transfer_id.hex()} attempt {transfer.attempt} is in use",
-                param="kv_transfer_params.transfer_id",
-                status=409,
-                code="transfer_consumed",
-            )
+        if transfer.name in self._reserved or transfer.name in self._awaited:
+            raise transfer_consumed(transfer)
         return request
 
     def _is_member(self, address: str) -> bool:
-        if address in self._static or address in self._members:
+        if address in self._members:
             return True
         try:
             return self.trust_loopback and ipaddress.ip_address(host_of(address)).is_loopback
@@ -145,13 +131,13 @@ class TargetConnector(KVConnector):
     def added(self, sequence: requests.Sequence) -> bool:
         transfer = target_of(sequence.request.spec)
         if transfer is not None:
-            self._awaited[attempt_of(transfer)] = sequence.request.request_id
+            self._awaited[transfer.name] = sequence.request.request_id
         return False
 
     def _awaits(self, request: requests.Request) -> TransferSpec | None:
         """The hand-over that a request awaits still: it was not admitted yet."""
         transfer = target_of(request.spec)
-        if transfer is None or self._awaited.get(attempt_of(transfer)) != request.request_id:
+        if transfer is None or self._awaited.get(transfer.name) != request.request_id:
             return None
         return transfer
 
@@ -163,14 +149,14 @@ class TargetConnector(KVConnector):
     def started(self, sequence: requests.Sequence) -> None:
         transfer = self._awaits(sequence.request)
         if transfer is not None:  # everything is here
-            del self._awaited[attempt_of(transfer)]
+            del self._awaited[transfer.name]
             self.outcomes["unneeded"] += 1
             self.decline(transfer)
 
     @override
     def decline(self, transfer: TransferSpec) -> None:
         if transfer.peer is not None and self._is_member(transfer.peer):
-            self.transfers.submit(Unneeded(attempt_of(transfer), transfer.peer))
+            self.transfers.submit(Unneeded(transfer.name, transfer.peer))
 
     @override
     def start_load(self, load: Load) -> None:
@@ -178,7 +164,7 @@ class TargetConnector(KVConnector):
         transfer = self._awaits(request)
         assert transfer is not None, "only what `match` has offered is loaded"
         assert transfer.peer is not None, "checked in accept"
-        attempt = attempt_of(transfer)
+        attempt = transfer.name
         del self._awaited[attempt]
         self._live[attempt] = load
         self._reserved[attempt] = load.spans
@@ -197,7 +183,7 @@ class TargetConnector(KVConnector):
         transfer = target_of(request.spec)
         if transfer is None:
             return
-        attempt = attempt_of(transfer)
+        attempt = transfer.name
         if self._awaits(request) is not None:
             del self._awaited[attempt]
         load = self._live.get(attempt)
@@ -277,7 +263,7 @@ class TargetConnector(KVConnector):
     def state(self) -> dict[str, Any]:
         return {
             "failure": self.transfers.failure,
-            "members": sorted(self._static | self._members),
+            "members": sorted(self._members),
             "live": {
                 attempt_name(attempt): load.sequence.request.request_id
                 for attempt, load in self._live.items()

@@ -7,6 +7,7 @@ import json
 import re
 import sys
 from collections.abc import Sequence
+from contextlib import ExitStack
 from dataclasses import fields
 from typing import Any
 
@@ -77,42 +78,35 @@ def _look(kind: Kind, spec: str) -> Installed:
     where = list_connectors(kind).get(target, target)
     found = Installed(kind=kind.noun, name=spec, where=where)
     try:
-        found.options = _options(find_connector(kind, target))
+        parameters = _parameters(find_connector(kind, target))
+        found.options = [p.name + "*" * (p.default is p.empty) for p in parameters]
         if missing := [o[:-1] for o in found.options if o[-1] == "*" and o[:-1] not in given]:
             found.problem = f"it needs {', '.join(missing)}"
         else:
-            found.capabilities = _capabilities(kind, spec)
+            with ExitStack() as ending:
+                able: Any
+                if kind is STORES:
+                    able = load_store(spec).capabilities
+                else:
+                    transport = load_transport(spec, name=f"list-{spec}", host="127.0.0.1")
+                    ending.callback(transport.shutdown)
+                    able = transport.capabilities
+                values = {field.name: getattr(able, field.name) for field in fields(able)}
+            found.capabilities = {
+                name: sorted(value)
+                if isinstance(value, frozenset)
+                else getattr(value, "name", value)
+                for name, value in values.items()
+            }
     except (KvbatonError, OSError, RuntimeError) as error:
         found.problem = str(error)
     return found
-
-
-def _options(factory: Any) -> list[str]:
-    return [p.name + "*" * (p.default is p.empty) for p in _parameters(factory)]
 
 
 def _parameters(factory: Any) -> list[inspect.Parameter]:
     """Of a constructor, without those that are not the user's."""
     every = inspect.signature(factory).parameters.values()
     return [p for p in every if p.kind is not p.VAR_KEYWORD and p.name not in NOT_OPTIONS]
-
-
-def _capabilities(kind: Kind, spec: str) -> dict[str, Any]:
-    if kind is STORES:
-        return _plain(load_store(spec).capabilities)
-    transport = load_transport(spec, name=f"list-{spec}", host="127.0.0.1")
-    try:
-        return _plain(transport.capabilities)
-    finally:
-        transport.shutdown()
-
-
-def _plain(capabilities: Any) -> dict[str, Any]:
-    values = {field.name: getattr(capabilities, field.name) for field in fields(capabilities)}
-    return {
-        name: sorted(value) if isinstance(value, frozenset) else getattr(value, "name", value)
-        for name, value in values.items()
-    }
 
 
 def _markdown(kind: Kind, spec: str) -> str:
@@ -127,16 +121,13 @@ def _markdown(kind: Kind, spec: str) -> str:
     lines = [head, "", of_class.partition("\n")[0]]
     if parameters := _parameters(factory):
         lines += ["", "| option | default | |", "| --- | --- | --- |"]
-        lines += [_option_row(parameter, text) for parameter in parameters]
+    for parameter in parameters:
+        found = re.search(rf"^    {parameter.name}: (.*(?:\n {{5,}}.*)*)", text, re.MULTILINE)
+        meaning = re.sub(r"\s+", " ", found[1]).replace("|", "\\|") if found else ""
+        default = f"`{json.dumps(parameter.default, default=str)}`"
+        default = "required" if parameter.default is parameter.empty else default
+        lines += [f"| `{parameter.name}` | {default} | {meaning} |"]
     return "\n".join(lines)
-
-
-def _option_row(parameter: inspect.Parameter, text: str) -> str:
-    found = re.search(rf"^    {parameter.name}: (.*(?:\n {{5,}}.*)*)", text, re.MULTILINE)
-    meaning = re.sub(r"\s+", " ", found[1]).replace("|", "\\|") if found else ""
-    shown = json.dumps(parameter.default, default=str)
-    default = "required" if parameter.default is parameter.empty else f"`{shown}`"
-    return f"| `{parameter.name}` | {default} | {meaning} |"
 
 
 def _table(found: Sequence[Installed]) -> str:
@@ -144,19 +135,11 @@ def _table(found: Sequence[Installed]) -> str:
     lines = [f"{'kind':<11}{'name':<{width}}where and what it can do"]
     for one in found:
         lines.append(f"{one.kind:<11}{one.name:<{width}}{one.where}")
-        told = _told(one)
-        lines += [f"{'':<11}{'':<{width}}{text}" for text in told]
+        able = []
+        for name, value in (one.capabilities or {}).items():
+            shown = f"{name} {'+'.join(value) if isinstance(value, list) else value}"
+            able += [("" if value else "no ") + name if isinstance(value, bool) else shown]
+        parts = ("can: ", ", ".join(able)), ("options: ", " ".join(one.options))
+        for head, text in (*parts, ("not built: ", one.problem)):
+            lines += [f"{'':<11}{'':<{width}}{head}{text}"] if text else []
     return "\n".join(lines)
-
-
-def _told(one: Installed) -> list[str]:
-    able = ", ".join(_ability(name, value) for name, value in (one.capabilities or {}).items())
-    options = " ".join(one.options)
-    parts = (("can: ", able), ("options: ", options), ("not built: ", one.problem))
-    return [head + text for head, text in parts if text]
-
-
-def _ability(name: str, value: Any) -> str:
-    if isinstance(value, bool):
-        return name if value else f"no {name}"
-    return f"{name} {'+'.join(value) if isinstance(value, list) else value}"

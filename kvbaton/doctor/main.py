@@ -9,16 +9,15 @@ import msgspec
 from msgspec import Struct
 
 from kvbaton.connectors.base import Device
-from kvbaton.doctor.store_trial import StoreTrial, try_store
-from kvbaton.doctor.surroundings import Surroundings, look
-from kvbaton.doctor.trial import Trial, copy_rate, try_transport
+from kvbaton.doctor.system import SystemInfo, look
+from kvbaton.doctor.trials import StoreTrial, TransportTrial, copy_rate, try_store, try_transport
 
 TRANSPORTS = ("memory", "tcp", "nixl")
 SLOW = 0.2
 """A transport below this share of a plain copy is told of."""
 
 
-class Report(Struct, kw_only=True):
+class DoctorReport(Struct, kw_only=True):
     """All that ``kvbaton doctor --json`` prints.
 
     Attributes:
@@ -31,9 +30,9 @@ class Report(Struct, kw_only=True):
 
     healthy: bool
     copy_gib_per_s: float
-    trials: list[Trial]
+    trials: list[TransportTrial]
     stores: list[StoreTrial]
-    surroundings: Surroundings
+    surroundings: SystemInfo
 
 
 def run(
@@ -52,16 +51,21 @@ def run(
     return 0 if report.healthy else 1
 
 
-def examine(transports: Sequence[str], stores: Sequence[str] = ()) -> Report:
+def examine(transports: Sequence[str], stores: Sequence[str] = ()) -> DoctorReport:
     """Try stores, and transports on every kind of memory that this machine has and they take."""
     surroundings, rate = look(), copy_rate()
     devices: list[Device] = ["cpu", "cuda"] if surroundings.gpus else ["cpu"]
-    wanted = [(spec, device) for spec in transports for device in devices]
-    trials = [try_transport(spec, device) for spec, device in wanted if _takes(spec, device)]
+    # Memory works on host memory; whoever names another transport wants it all.
+    trials = [
+        try_transport(spec, device)
+        for spec in transports
+        for device in devices
+        if device == "cpu" or spec.partition(":")[0] != "memory"
+    ]
     kept = [try_store(spec) for spec in stores]
-    surroundings.warnings += [text for trial in trials if (text := _slow(trial, rate))]
+    surroundings.warnings += [text for trial in trials if (text := slow_path(trial, rate))]
     surroundings.warnings += [text for trial in kept for text in trial.warnings]
-    return Report(
+    return DoctorReport(
         healthy=all(trial.ok for trial in trials) and all(trial.ok for trial in kept),
         copy_gib_per_s=rate,
         trials=trials,
@@ -70,7 +74,7 @@ def examine(transports: Sequence[str], stores: Sequence[str] = ()) -> Report:
     )
 
 
-def _slow(trial: Trial, rate: float) -> str:
+def slow_path(trial: TransportTrial, rate: float) -> str:
     """How a trial that went well shows that bytes take a longer way than they should."""
     if trial.ok and trial.host_staged:
         how = "through the host, a slow path: use nixl where GPUs reach each other"
@@ -84,12 +88,7 @@ def _slow(trial: Trial, rate: float) -> str:
     return ""
 
 
-def _takes(spec: str, device: Device) -> bool:
-    """Memory works on host memory; whoever names another transport wants it all."""
-    return device == "cpu" or spec.partition(":")[0] != "memory"
-
-
-def render(report: Report) -> str:
+def render(report: DoctorReport) -> str:
     """The report for people."""
     found = report.surroundings
     lines = [f"{name:<14}{version}" for name, version in found.versions.items()]
@@ -97,29 +96,21 @@ def render(report: Report) -> str:
     lines += [f"{'RDMA devices':<14}{', '.join(found.rdma) or 'none'}"]
     lines += [f"{name:<14}{value}" for name, value in found.ucx_settings.items()]
     lines += ["", f"{'transport':<14}{'memory':<8}{'GiB/s':>8}{'4 KiB in us':>14}  result"]
-    lines += [_row(trial) for trial in report.trials]
+    for trial in report.trials:
+        figures = f"{trial.gib_per_s:>8.2f}{trial.small_us:>14.0f}  moved and verified"
+        if not trial.ok:
+            figures = f"{'-':>8}{'-':>14}  failed to {trial.failed_at}: {trial.error}"
+        lines += [f"{trial.transport:<14}{trial.device:<8}{figures}"]
     lines += [f"{'(plain copy)':<14}{'cpu':<8}{report.copy_gib_per_s:>8.2f}"]
     if report.stores:
-        lines += [
-            "",
-            f"{'store':<14}{'store GiB/s':>12}{'load GiB/s':>12}{'lookup us':>11}  result",
-        ]
-        lines += [_store_row(trial) for trial in report.stores]
+        heads = f"{'store GiB/s':>12}{'load GiB/s':>12}{'lookup us':>11}"
+        lines += ["", f"{'store':<14}{heads}  result"]
+    for kept in report.stores:
+        rates = f"{kept.store_gib_per_s:>12.2f}{kept.load_gib_per_s:>12.2f}"
+        figures = f"{rates}{kept.lookup_us:>11.0f}  kept and verified"
+        if not kept.ok:
+            figures = f"{'-':>12}{'-':>12}{'-':>11}  failed to {kept.failed_at}: {kept.error}"
+        lines += [f"{kept.store:<14}{figures}"]
     if found.warnings:
         lines += ["", *(f"warning: {text}" for text in found.warnings)]
     return "\n".join(lines)
-
-
-def _row(trial: Trial) -> str:
-    where = f"{trial.transport:<14}{trial.device:<8}"
-    if not trial.ok:
-        return f"{where}{'-':>8}{'-':>14}  failed to {trial.failed_at}: {trial.error}"
-    return f"{where}{trial.gib_per_s:>8.2f}{trial.small_us:>14.0f}  moved and verified"
-
-
-def _store_row(trial: StoreTrial) -> str:
-    if not trial.ok:
-        nothing = f"{'-':>12}{'-':>12}{'-':>11}"
-        return f"{trial.store:<14}{nothing}  failed to {trial.failed_at}: {trial.error}"
-    rates = f"{trial.store_gib_per_s:>12.2f}{trial.load_gib_per_s:>12.2f}{trial.lookup_us:>11.0f}"
-    return f"{trial.store:<14}{rates}  kept and verified"

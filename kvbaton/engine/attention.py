@@ -12,7 +12,6 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import Protocol
 
 import numpy as np
 import numpy.typing as npt
@@ -20,7 +19,7 @@ import torch
 from torch import Tensor
 from torch.nn.functional import scaled_dot_product_attention
 
-from kvbaton.engine.cache import KVCache, Slots
+from kvbaton.engine.cache import KVCache
 
 BUCKET_ELEMENTS = 1 << 26
 """Most elements of K that one bucket of decoding sequences gathers."""
@@ -29,47 +28,18 @@ TILE_ELEMENTS = 1 << 22
 """Most elements of a mask of one tile of a prompt's queries."""
 
 
-class AttentionContext(Protocol):
-    """What a model's attention layer needs of a batch; an implementation per kind of kernel."""
-
-    def attend(
-        self,
-        layer: int,
-        query: Tensor,
-        key: Tensor,
-        value: Tensor,
-        window: int,
-        rotary: tuple[Tensor, Tensor],
-    ) -> Tensor:
-        """Rotate query and key, store K and V, attend causally over all that the sequences have.
-
-        Args:
-            layer: number of the layer.
-            query: [tokens, query heads, head_dim]; may be overwritten.
-            key: [tokens, kv heads, head_dim]; may be overwritten.
-            value: as `key`.
-            window: tokens that a query sees, itself included; 0 for all.
-            rotary: cos and sin of each token's angles, each [tokens, 1, head_dim]; the same
-                tensors for all layers.
-
-        Returns:
-            As `query`.
-        """
-        ...
-
-
 @dataclass(frozen=True)
-class Batch:
+class PagedBatch:
     """The sequences of one step.
 
     Attributes:
-        slots: where the tokens go, sequence after sequence.
+        slots: [tokens] int64: block * block_size + offset, sequence after sequence.
         query_lens: [sequences] int64, tokens of each.
         context_lens: [sequences] int64, tokens of each with those of this step.
         block_tables: [sequences, blocks] int64, padded with 0.
     """
 
-    slots: Slots
+    slots: Tensor
     query_lens: npt.NDArray[np.int64]
     context_lens: npt.NDArray[np.int64]
     block_tables: npt.NDArray[np.int64]
@@ -78,7 +48,7 @@ class Batch:
 class PagedAttention:
     """`AttentionContext` in plain torch."""
 
-    def __init__(self, cache: KVCache, batch: Batch) -> None:
+    def __init__(self, cache: KVCache, batch: PagedBatch) -> None:
         self._cache = cache
         self._rows = cache.token_rows(batch.slots)
         self._parts: list[DecodeBucket | Prompt] = [
@@ -232,7 +202,7 @@ class Prompt:
         return scaled_dot_product_attention(query, key, value, attn_mask=seen, enable_gqa=True)
 
 
-def _decode_buckets(cache: KVCache, batch: Batch) -> Iterator[DecodeBucket]:
+def _decode_buckets(cache: KVCache, batch: PagedBatch) -> Iterator[DecodeBucket]:
     """Group the sequences with one token by the power of two of their blocks."""
     decoding = np.flatnonzero(batch.query_lens == 1)
     rows = np.cumsum(batch.query_lens) - batch.query_lens
@@ -253,7 +223,7 @@ def _decode_buckets(cache: KVCache, batch: Batch) -> Iterator[DecodeBucket]:
             )
 
 
-def _prompts(cache: KVCache, batch: Batch) -> Iterator[Prompt]:
+def _prompts(cache: KVCache, batch: PagedBatch) -> Iterator[Prompt]:
     rows = np.cumsum(batch.query_lens) - batch.query_lens
     for index in np.flatnonzero(batch.query_lens > 1):
         context_len = int(batch.context_lens[index])

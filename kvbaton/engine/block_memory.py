@@ -12,6 +12,7 @@ from torch import Tensor
 
 from kvbaton.connectors.base import Device, Memory
 from kvbaton.connectors.layout import ALIGNMENT, GroupKind, KVLayout, contiguous_plane
+from kvbaton.engine.upload import upload_ids
 from kvbaton.errors import ConfigError
 from kvbaton.kernels.digest import block_sums
 
@@ -71,20 +72,35 @@ class BlockMemory:
             else None
         )
         self.counted = np.zeros(num_blocks, np.int64)
-        self.memory = Memory(
-            self.data.data_ptr(), pool.numel(), _device_kind(device), device.index or 0, raw
+        where: Device = "cuda" if device.type == "cuda" else "cpu"
+        self.memory = Memory(self.data.data_ptr(), pool.numel(), where, device.index or 0, raw)
+        plane = contiguous_plane(
+            num_blocks=num_blocks,
+            block_size=block_size,
+            num_heads=heads,
+            head_dim=features,
+            layers=tuple(range(layers)),
+            dtype=dtype,
+            head_start=head_start,
+            head_total=head_total,
+            kv=planes,
         )
-        self.layout = _layout(shape, dtype, head_start, head_total)
+        self.layout = KVLayout(
+            group=0,
+            kind=GroupKind.FULL,
+            block_size=block_size,
+            num_blocks=num_blocks,
+            planes=(plane,),
+        )
 
     def copy(self, sources: Sequence[int], targets: Sequence[int]) -> None:
         """Copy blocks with their sums."""
         assert 0 not in targets, "the null block is never written"
-        source = torch.tensor(sources, device=self.data.device)
-        target = torch.tensor(targets, device=self.data.device)
-        self.data[target] = self.data[source]
+        source, target = (upload_ids(ids, self.data.device) for ids in (sources, targets))
+        self.data.index_copy_(0, target, self.data.index_select(0, source))
         self.counted[list(targets)] = self.counted[list(sources)]
         if self.sums is not None:
-            self.sums[target] = self.sums[source]
+            self.sums.index_copy_(0, target, self.sums.index_select(0, source))
 
     def poison(self, blocks: Sequence[int]) -> None:
         """Fill blocks with NaN."""
@@ -127,29 +143,3 @@ def _zeros(num_bytes: int, device: torch.device) -> Tensor:
 
 def _unsigned(sums: Tensor) -> npt.NDArray[np.uint64]:
     return sums.cpu().numpy().view(np.uint64)
-
-
-def _device_kind(device: torch.device) -> Device:
-    return "cuda" if device.type == "cuda" else "cpu"
-
-
-def _layout(shape: Shape, dtype: str, head_start: int, head_total: int) -> KVLayout:
-    num_blocks, heads, layers, planes, block_size, features = shape
-    plane = contiguous_plane(
-        num_blocks=num_blocks,
-        block_size=block_size,
-        num_heads=heads,
-        head_dim=features,
-        layers=tuple(range(layers)),
-        dtype=dtype,
-        head_start=head_start,
-        head_total=head_total,
-        kv=planes,
-    )
-    return KVLayout(
-        group=0,
-        kind=GroupKind.FULL,
-        block_size=block_size,
-        num_blocks=num_blocks,
-        planes=(plane,),
-    )

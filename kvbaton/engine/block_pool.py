@@ -94,17 +94,16 @@ class BlockPool:
     def allocate(self, count: int) -> list[int]:
         """Hand out `count` blocks, each with one reference; uncached ones first."""
         assert count <= self.num_free, f"asked for {count} blocks of {self.num_free} free ones"
-        blocks = [self._take() for _ in range(count)]
-        for block in blocks:
+        blocks = []
+        for _ in range(count):
+            if self._free:
+                block = self._free.popleft()
+            else:
+                block = self._cached.popitem(last=False)[0]
+                self._forget(block)
             self.refs[block] = 1
+            blocks.append(block)
         return blocks
-
-    def _take(self) -> int:
-        if self._free:
-            return self._free.popleft()
-        block, _ = self._cached.popitem(last=False)
-        self._forget(block)
-        return block
 
     def ref(self, blocks: Iterable[int]) -> None:
         """Refer to blocks once more: cached ones, or ones that another request refers to."""

@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, replace
+from typing import Protocol
 
 import msgspec
 
@@ -20,27 +21,58 @@ from kvbaton.connectors.registry import load_store
 from kvbaton.engine.config import EngineConfig, SchedulerConfig
 from kvbaton.engine.core import EngineCore, Mailbox
 from kvbaton.engine.cpu_worker import cpu_executor
-from kvbaton.engine.encoder.build import (
-    make_encoder,
-    make_encoder_scheduler,
-    vision_config,
-)
+from kvbaton.engine.encoder.cache_manager import Answers, EncoderCacheManager
 from kvbaton.engine.encoder.pool import EncoderPool
-from kvbaton.engine.encoder.side import Desk, EncoderSide
+from kvbaton.engine.encoder.worker import encoder_executor
 from kvbaton.engine.executor import Executor
 from kvbaton.engine.kv_cache_manager import GroupSpec
-from kvbaton.engine.kv_connector import ConnectorFactory, KVConnector
-from kvbaton.engine.kv_event_publisher import KVEventPublisher
-from kvbaton.engine.kv_events import KVEventsConfig
+from kvbaton.engine.kv_connector import KVConnector
+from kvbaton.engine.kv_events import KVEventPublisher, KVEventsConfig
 from kvbaton.engine.model_config import ModelConfig, load_model_config, resolve_max_model_len
-from kvbaton.engine.process import Surroundings
 from kvbaton.engine.scheduler import Scheduler
-from kvbaton.engine.store_connector import StoreConnector, StoreConnectorConfig
+from kvbaton.engine.store_connector import StoreConnector
 from kvbaton.engine.store_worker import StoreWorker
-from kvbaton.engine.vision_config import processor_settings
 from kvbaton.engine.worker import choose_device
 from kvbaton.errors import ConfigError
+from kvbaton.image_file import processor_settings
 from kvbaton.types import NodeId
+
+
+@dataclass(frozen=True)
+class ConnectorContext:
+    """What a connector may want to know of the engine beyond executor and scheduler.
+
+    Attributes:
+        config: the engine's settings.
+        node: this life of this node.
+        identity: digest of the identity record, 32 bytes.
+        record: the identity record, readable.
+    """
+
+    config: EngineConfig
+    node: NodeId
+    identity: bytes
+    record: dict[str, str]
+
+
+class ConnectorFactory(Protocol):
+    """Makes a connector in the core's process; crosses into it by pickle, from parent to child."""
+
+    @property
+    def sends_blocks(self) -> bool:
+        """Whether blocks are handed over from this node, so that their digests must be kept."""
+        ...
+
+    @property
+    def items(self) -> ConnectorFactory:
+        """Makes the connector of the encoder beside a language model, which receives outputs."""
+        ...
+
+    def __call__(
+        self, executor: Executor, scheduler: Scheduler, surroundings: ConnectorContext
+    ) -> KVConnector:
+        """Make it and start what it needs."""
+        ...
 
 
 @dataclass(frozen=True)
@@ -75,21 +107,19 @@ def build_engine(
     if config.encoder_only:
         return build_encoder(config, model, node, factories, mailbox)
     identity = identity_record(config, model)
-    surroundings = Surroundings(config, node, identity.digest(), identity.record())
-    desk = Desk()
-    encoder = None if model.vision is None else beside(config, model, node, factories, desk)
+    surroundings = ConnectorContext(config, node, identity.digest(), identity.record())
+    answers = Answers()
+    encoder = None if model.vision is None else beside(config, model, node, factories, answers)
     track_sums = config.store is not None or any(f.sends_blocks for f in factories)
     executor = make_executor(config, model, track_sums=track_sums)
-    outputs = None if encoder is None else encoder.scheduler
-    scheduler = make_scheduler(
-        config, model, executor.layouts[0], identity.digest(), outputs=outputs
-    )
+    scheduler = make_scheduler(config, model, executor.layouts[0], identity.digest())
     connectors = make_connectors(executor, scheduler, factories, surroundings)
     if encoder is not None:
         (worker,) = encoder.executor.workers
         assert isinstance(worker.cache, EncoderPool)
         executor.attach_encoder(worker.cache)
-        connectors.append(EncoderSide(encoder, desk, worker.cache, scheduler))
+        scheduler.items = items = EncoderCacheManager(encoder, answers, scheduler)
+        connectors.append(items)
     return Engine(
         core=EngineCore(
             executor, scheduler, mailbox, connectors=connectors, depth=steps_in_flight(config)
@@ -109,7 +139,7 @@ def beside(
     model: ModelConfig,
     node: NodeId,
     factories: Sequence[ConnectorFactory],
-    desk: Desk,
+    answers: Answers,
 ) -> EngineCore:
     """The encoder's core beside a language model, which is the same but for who asks it.
 
@@ -119,7 +149,7 @@ def beside(
     alone = replace(config, kv_events_config=None, tensor_parallel_size=1)
     name = NodeId(f"{node.node}-items", node.generation)
     receivers = [factory.items for factory in factories][:1]  # one receives for all of them
-    return build_encoder(alone, model, name, receivers, desk).core
+    return build_encoder(alone, model, name, receivers, answers).core
 
 
 def build_encoder(
@@ -137,11 +167,21 @@ def build_encoder(
     if config.tensor_parallel_size != 1:
         raise ConfigError("--tensor-parallel-size", "an encoder has one rank")
     identity = encoder_identity(config, model)
-    surroundings = Surroundings(config, node, identity.digest(), identity.record())
-    executor = make_encoder(config, model)
+    surroundings = ConnectorContext(config, node, identity.digest(), identity.record())
+    executor = encoder_executor(config, model)
     (layout,) = executor.layouts[0]
-    scheduler = make_encoder_scheduler(
-        config, layout, lambda salt: root_key(surroundings.identity, salt)
+    scheduler = Scheduler(
+        SchedulerConfig(
+            groups=(GroupSpec(layout.block_size, layout.num_blocks, layout.kind),),
+            max_model_len=(layout.num_blocks - 1) * layout.block_size + 1,
+            vocab_size=1,
+            max_num_seqs=config.max_num_seqs,
+            max_num_batched_tokens=config.max_num_encoder_tokens,
+            kv_load_failure_policy=config.kv_load_failure_policy,
+            debug_forbid_prompt_compute=config.debug_forbid_prompt_compute,
+            whole_prompts=True,
+        ),
+        root_key=lambda salt: root_key(surroundings.identity, salt),
     )
     connectors = make_connectors(executor, scheduler, factories, surroundings)
     return Engine(
@@ -160,7 +200,7 @@ def make_connectors(
     executor: Executor,
     scheduler: Scheduler,
     factories: Sequence[ConnectorFactory],
-    surroundings: Surroundings,
+    surroundings: ConnectorContext,
 ) -> list[KVConnector]:
     """The store, which is asked first, hand-overs, and KV events, as the settings want them.
 
@@ -203,13 +243,12 @@ def open_store(
     forms = tuple(ObjectForm([rank[group] for rank in executor.layouts]) for group in groups)
     worker = StoreWorker(load_store(config.store), executor, forms, identity)
     worker.start()
-    settings = StoreConnectorConfig(
-        store=worker.store.name,
-        forms=forms,
+    return StoreConnector(
+        scheduler,
+        worker,
         lookup_timeout_s=config.store_lookup_timeout,
         load_timeout_s=config.store_load_timeout,
     )
-    return StoreConnector(settings, scheduler, worker)
 
 
 def steps_in_flight(config: EngineConfig) -> int:
@@ -223,8 +262,12 @@ def identity_record(config: EngineConfig, model: ModelConfig) -> IdentityRecord:
     A field is empty where the engine has no such thing: no adapters, draft models or static scales
     yet, and a folder's revision is in the digest of its weights.
     """
+    if config.load_format == "dummy":
+        weights = dummy_model_digest((model.folder / "config.json").read_bytes(), config.seed)
+    else:
+        weights = model_digest(model.folder)
     return IdentityRecord(
-        weights=_weights_digest(config, model),
+        weights=weights,
         revision="",
         rope=msgspec.json.encode(asdict(model.rope), order="deterministic").decode(),
         dtype=model.dtype,
@@ -242,18 +285,8 @@ def encoder_identity(config: EngineConfig, model: ModelConfig) -> IdentityRecord
     Raises:
         ConfigError: the model has no encoder, or its folder is not whole.
     """
-    vision_config(model)
-    return IdentityRecord(
-        weights=_weights_digest(config, model),
-        revision="",
-        rope="",
-        dtype=model.dtype,
-        kv_dtype=model.dtype,
-        kv_scales="",
-        adapter="",
-        encoder=processor_digest(model),
-        draft="",
-    )
+    model.require_vision()
+    return msgspec.structs.replace(identity_record(config, model), rope="")
 
 
 def processor_digest(model: ModelConfig) -> str:
@@ -262,28 +295,16 @@ def processor_digest(model: ModelConfig) -> str:
     return hashlib.blake2b(data, digest_size=32, person=b"kvbaton-images").hexdigest()
 
 
-def _weights_digest(config: EngineConfig, model: ModelConfig) -> str:
-    if config.load_format == "dummy":
-        return dummy_model_digest((model.folder / "config.json").read_bytes(), config.seed)
-    return model_digest(model.folder)
-
-
 def make_scheduler(
     config: EngineConfig,
     model: ModelConfig,
     layouts: Sequence[KVLayout],
     identity: bytes,
-    *,
-    outputs: Scheduler | None = None,
 ) -> Scheduler:
     """A scheduler over pools with these layouts."""
-    groups = tuple(
-        GroupSpec(layout.block_size, layout.num_blocks, layout.kind, layout.window)
-        for layout in layouts
-    )
     return Scheduler(
         SchedulerConfig(
-            groups=groups,
+            groups=tuple(map(GroupSpec.of, layouts)),
             max_model_len=resolve_max_model_len(config.max_model_len, model),
             vocab_size=model.vocab_size,
             max_num_seqs=config.max_num_seqs,
@@ -294,5 +315,4 @@ def make_scheduler(
             debug_forbid_prompt_compute=config.debug_forbid_prompt_compute,
         ),
         root_key=lambda salt: root_key(identity, salt),
-        outputs=outputs,
     )

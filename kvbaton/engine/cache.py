@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Sequence
 from itertools import pairwise
 
 import numpy as np
@@ -12,31 +12,14 @@ from torch import Tensor
 
 from kvbaton.connectors.layout import ITEM_SIZE
 from kvbaton.engine.block_memory import BlockMemory
+from kvbaton.engine.collectives import Shard
 from kvbaton.engine.model_config import ModelConfig
-from kvbaton.engine.shard import Shard
-from kvbaton.kernels.digest import block_sums, token_sums
+from kvbaton.engine.upload import fetch, upload, upload_ids
+from kvbaton.kernels.digest import block_sums
+from kvbaton.kernels.running_sums import add_sums, start_sums
 
 LONG_RUN = 4
 """Tokens in a row from which on reading their blocks whole is cheaper than token by token."""
-
-
-@dataclass(frozen=True)
-class Slots:
-    """Where a batch's tokens go.
-
-    Attributes:
-        blocks: [tokens] int64, physical block of each token.
-        offsets: [tokens] int64, slot in the block.
-        positions: [tokens] int64, absolute positions.
-        host_blocks: `blocks` on the host.
-        host_offsets: `offsets` on the host.
-    """
-
-    blocks: Tensor
-    offsets: Tensor
-    positions: Tensor
-    host_blocks: npt.NDArray[np.int64]
-    host_offsets: npt.NDArray[np.int64]
 
 
 def block_bytes(model: ModelConfig, block_size: int, kv_heads: int) -> int:
@@ -49,7 +32,8 @@ class KVCache(BlockMemory):
     """Blocks of K and V of every layer.
 
     Writing slot 0 of a block starts its sum anew; writing another slot that is counted takes that
-    and all later ones out first.
+    and all later ones out first. On a GPU nothing but `kept_sums`, `digest` and `adopt` waits for
+    the device.
     """
 
     def __init__(
@@ -75,11 +59,15 @@ class KVCache(BlockMemory):
         self._pages = self.data.view(-1, block_size * model.head_dim)
         self._heads = torch.arange(heads, device=device)
 
-    def token_rows(self, slots: Slots) -> Tensor:
-        """Row of K of layer 0, in the pool as rows of one token and head: [tokens * heads]."""
+    def token_rows(self, slots: Tensor) -> Tensor:
+        """Row of K of layer 0, in the pool as rows of one token and head: [tokens * heads].
+
+        Args:
+            slots: [tokens] int64: block * block_size + offset.
+        """
         _, heads, layers, _, size, _ = self.shape
-        blocks = slots.blocks[:, None] * heads + self._heads
-        return (blocks * (layers * 2 * size) + slots.offsets[:, None]).flatten()
+        blocks = (slots // size)[:, None] * heads + self._heads
+        return (blocks * (layers * 2 * size) + (slots % size)[:, None]).flatten()
 
     def write(self, layer: int, rows: Tensor, key: Tensor, value: Tensor) -> None:
         """Store a layer's K and V, each [tokens, heads, head_dim], at `token_rows`."""
@@ -105,63 +93,89 @@ class KVCache(BlockMemory):
 
     # --- digest sums ---
 
-    def forget_overwritten(self, slots: Slots) -> None:
-        """Before a step writes: take out of the sums what is no longer part of its blocks."""
+    def note_writes(
+        self,
+        blocks: npt.NDArray[np.int64],
+        offsets: npt.NDArray[np.int64],
+        positions: npt.NDArray[np.int64],
+    ) -> None:
+        """Before a step writes tokens: account for them, and take out counted ones they replace.
+
+        Args:
+            blocks: [tokens], sequence after sequence.
+            offsets: [tokens], slot in the block.
+            positions: [tokens], absolute.
+        """
         if self.sums is None:
             return
-        first = np.flatnonzero(np.diff(slots.host_blocks, prepend=0))
-        blocks, offsets = slots.host_blocks[first], slots.host_offsets[first]
-        started = blocks[offsets == 0]
-        self.sums[torch.from_numpy(started).to(self.sums.device)] = 0
-        self.counted[started] = 0
-        for index in first[offsets < self.counted[blocks]]:
-            self._truncate(slots, index)
+        first = np.flatnonzero(np.diff(blocks, prepend=0))
+        self.counted[blocks[first][offsets[first] == 0]] = 0
+        for index in first[offsets[first] < self.counted[blocks[first]]]:
+            self._take_out(int(blocks[index]), int(offsets[index]), int(positions[index]))
+        np.maximum.at(self.counted, blocks, offsets + 1)
 
-    def _truncate(self, slots: Slots, index: np.intp) -> None:
-        """Take counted slots out of a block's sums, from that of token `index` on."""
-        block, offset = int(slots.host_blocks[index]), int(slots.host_offsets[index])
-        offsets = torch.arange(offset, int(self.counted[block]), device=self.data.device)
-        positions = offsets - offset + slots.positions[index]
-        self._accumulate(torch.full_like(offsets, block), offsets, positions, -1)
+    def _take_out(self, block: int, offset: int, position: int) -> None:
+        """Subtract a block's counted slots from `offset` on; that one's token is at `position`."""
+        assert self.sums is not None
+        offsets = np.arange(offset, int(self.counted[block]))
+        slots, positions = upload(
+            [block * self.block_size + offsets, offsets - offset + position], self.data.device
+        )
+        add_sums(self.sums, self.data, slots, positions, -1)
         self.counted[block] = offset
 
-    def count_written(self, slots: Slots) -> None:
-        """After a step wrote: add its tokens to the sums."""
+    def start_sums(self, slots: Tensor) -> None:
+        """Sums of blocks whose first slot is about to be written begin anew."""
+        if self.sums is not None:
+            start_sums(self.sums, slots, self.block_size)
+
+    def add_sums(self, slots: Tensor, positions: Tensor) -> None:
+        """Add the tokens that were just written.
+
+        Args:
+            slots: [tokens] int64: block * block_size + offset; on a GPU -1 for none.
+            positions: [tokens] int64, absolute.
+        """
         if self.sums is None:
             return
-        borders = self._run_borders(slots)
+        if self.data.is_cuda:
+            add_sums(self.sums, self.data, slots, positions)
+            return
+        borders = self._run_borders(slots.numpy(), positions.numpy())
         lengths = np.diff(borders)
-        for start, end in pairwise(borders):
+        for start, end in pairwise(borders.tolist()):
             if end - start >= LONG_RUN:
-                self._count_run(slots, int(start), int(end))
+                self._add_run(slots[start:end], int(positions[start]))
         apart = torch.from_numpy(np.flatnonzero(np.repeat(lengths < LONG_RUN, lengths)))
         if len(apart):
-            self._accumulate(slots.blocks[apart], slots.offsets[apart], slots.positions[apart], 1)
-        np.maximum.at(self.counted, slots.host_blocks, slots.host_offsets + 1)
+            add_sums(self.sums, self.data, slots[apart], positions[apart])
 
-    def _run_borders(self, slots: Slots) -> npt.NDArray[np.int64]:
+    def _run_borders(
+        self, slots: npt.NDArray[np.int64], positions: npt.NDArray[np.int64]
+    ) -> npt.NDArray[np.int64]:
         """Where tokens begin that do not follow their predecessor in its block or the next one."""
-        blocks, offsets = slots.host_blocks, slots.host_offsets
-        follows = np.diff(slots.positions.numpy(), prepend=-2) == 1
+        blocks, offsets = np.divmod(slots, self.block_size)
+        follows = np.diff(positions, prepend=-2) == 1
         follows &= (np.diff(blocks, prepend=-1) == 0) | (offsets == 0)
-        return np.append(np.flatnonzero(~follows), len(blocks))
+        return np.append(np.flatnonzero(~follows), len(slots))
 
-    def _count_run(self, slots: Slots, start: int, end: int) -> None:
-        """Add consecutive tokens of one sequence, whole blocks at a time."""
+    def _add_run(self, slots: Tensor, position: int) -> None:
+        """Add consecutive tokens of one sequence from `position` on, whole blocks at a time."""
         assert self.sums is not None
-        blocks = slots.host_blocks[start:end]
+        blocks = slots.numpy() // self.block_size
         ids = torch.from_numpy(blocks[np.flatnonzero(np.diff(blocks, prepend=-1))])
-        position = int(slots.positions[start])
-        first = position - int(slots.host_offsets[start])
-        sums = block_sums(self.data, ids, first, position, position + end - start)
+        first = position - int(slots[0]) % self.block_size
+        sums = block_sums(self.data, ids, first, position, position + len(slots))
         self.sums.index_add_(0, ids, sums)
 
-    def _accumulate(self, blocks: Tensor, offsets: Tensor, positions: Tensor, sign: int) -> None:
-        """Add (or subtract) the sums of single tokens as they are in memory now."""
-        assert self.sums is not None
-        _, heads, layers, _, _, _ = self.shape
-        data = self.data[blocks, :, :, :, offsets]
-        for kv in range(2):
-            sums = token_sums(data[:, :, :, kv].flatten(1, 2), positions, kv)
-            sums = sums.view(-1, heads, layers).transpose(1, 2)
-            self.sums[:, :, kv].index_add_(0, blocks, sums.contiguous(), alpha=sign)
+    def fetch_kept_sums(self, blocks: Sequence[int]) -> Tensor:
+        """Sums kept with blocks, on their way into host memory: [blocks, layers, kv, heads]."""
+        assert self.sums is not None, "this executor was started without digest sums"
+        return fetch(self.sums.index_select(0, upload_ids(blocks, self.data.device)))
+
+    def fetch_digest(
+        self, blocks: Sequence[int], first_position: int, start: int, end: int
+    ) -> Tensor:
+        """Sums recomputed from memory, on their way; see `Executor.digest`."""
+        ids = upload_ids(blocks, self.data.device)
+        return fetch(block_sums(self.data, ids, first_position, start, end))

@@ -392,24 +392,18 @@ class _OutputStream:
         waiting = self._waiting.setdefault(output.choice, [])
         waiting.append(output)
         if len(waiting) > 1:
-            self._count_behind(output)
+            self._behind += len(output.token_ids)
+            if output.logprobs is not None:
+                self._behind += sum(len(entry.top) for entry in output.logprobs)
             if len(waiting) >= _MERGE_AT:
                 waiting[:] = [merge_outputs(waiting)]
-        self._wake()
-
-    def _count_behind(self, output: Output) -> None:
-        self._behind += len(output.token_ids)
-        if output.logprobs is not None:
-            self._behind += sum(len(entry.top) for entry in output.logprobs)
-        if self._behind > MAX_BEHIND:
-            self._waiting.clear()
-            self.fail(
-                RequestError(
-                    f"the answer was not read: {self._behind} tokens and log probabilities wait",
-                    status=503,
-                    code="slow_reader",
+            if self._behind > MAX_BEHIND:
+                self._waiting.clear()
+                reason = (
+                    f"the answer was not read: {self._behind} tokens and log probabilities wait"
                 )
-            )
+                self.fail(RequestError(reason, status=503, code="slow_reader"))
+        self._wake()
 
     def fail(self, error: Exception, *, over: bool = False) -> None:
         """Nothing more will come; what has come is read first."""

@@ -16,7 +16,7 @@ from typing import Any, Protocol
 
 from kvbaton.engine.audit import audit
 from kvbaton.engine.executor import Executor
-from kvbaton.engine.kv_connector import KVConnector, add_up
+from kvbaton.engine.kv_connector import Connectors, KVConnector
 from kvbaton.engine.pending import Pending
 from kvbaton.engine.scheduler import Scheduler
 from kvbaton.engine.step import StepResult
@@ -78,10 +78,11 @@ class EngineCore:
         self.executor = executor
         self.scheduler = scheduler
         self.mailbox = mailbox
-        self.connectors = scheduler.connectors = tuple(connectors)
+        self.connectors = scheduler.connectors = Connectors(connectors)
         self.depth = depth
         self._waker = select.epoll()
-        own = () if executor.wake_fd is None else (executor.wake_fd,)
+        own = [fd for fd in (executor.wake_fd,) if fd is not None]
+        self._must_wait = not own  # for a step: it wakes nobody
         for fd in (*own, *(fd for connector in connectors for fd in connector.wake_fds)):
             self._waker.register(fd, select.EPOLLIN)
         self.in_flight: deque[Pending[StepResult]] = deque()
@@ -91,7 +92,7 @@ class EngineCore:
         self.step_seconds = 0.0
         self._busy_since = 0.0
         self._applied = False  # a result since the last plan, so that there may be another one
-        self._stop_at: float | None = None
+        self._stop_at = math.inf
         self._metrics_at = 0.0
         self.refused = 0
         self._handlers = {
@@ -126,20 +127,19 @@ class EngineCore:
         self.poll()
         self.launch()
         self.update()
-        for connector in self.connectors:
-            connector.flush()
+        self.connectors.call(KVConnector.flush)
         self.report()
 
     def finished(self) -> bool:
         """Whether a shutdown was asked for and nothing keeps us."""
-        if self._stop_at is None:
+        if self._stop_at == math.inf:
             return False
         return self.is_idle() or time.monotonic() >= self._stop_at
 
     def is_idle(self) -> bool:
         """Whether nothing is left to do, for clients or a connector."""
         works = self.in_flight or self.scheduler.has_work()
-        return not works and not any(connector.busy() for connector in self.connectors)
+        return not works and not any(self.connectors.call(KVConnector.busy))
 
     def receive(self) -> None:
         """Take in what frontends sent; wait for it if there is nothing else to do."""
@@ -153,10 +153,28 @@ class EngineCore:
 
     def poll(self) -> None:
         """Hear the connectors, and end what has waited too long."""
-        now = time.monotonic()
-        for connector in self.connectors:
-            self.send(connector.poll(now))
-        self.send(self.scheduler.expire(now))
+        now, failing = time.monotonic(), self.connectors.failing
+        for connector in self.connectors.all:
+            if connector in failing:
+                rests = now < failing[connector]
+                for fd in connector.wake_fds:  # what it does not take must not keep us awake
+                    self._waker.modify(fd, 0 if rests else select.EPOLLIN)
+                if rests:
+                    continue
+            try:
+                outputs = connector.poll(now)
+            except Exception as error:
+                failing.pop(connector, None)
+                self.connectors.contain(connector, error)
+            else:
+                failing.pop(connector, None)
+                if outputs:
+                    self.send(outputs)
+        raised, self.connectors.raised = self.connectors.raised, []
+        for failure in raised:
+            self.send(self.scheduler.fail_connector(*failure))
+        if outputs := self.scheduler.expire(now):
+            self.send(outputs)
 
     def launch(self) -> None:
         """Start the next step, if there is one and room for it."""
@@ -173,7 +191,7 @@ class EngineCore:
 
     def update(self) -> None:
         """Apply what the oldest step sampled; wait for it unless it wakes us."""
-        if self.in_flight and (self.executor.wake_fd is None or self.in_flight[0].ready()):
+        if self.in_flight and (self._must_wait or self.in_flight[0].ready()):
             result = self.in_flight.popleft().result()
             since, self._busy_since = self._busy_since, time.monotonic()
             self.step_seconds += self._busy_since - since
@@ -184,17 +202,18 @@ class EngineCore:
 
     def patience(self) -> float:
         """Seconds until there is something to do that nothing wakes us for."""
-        if self._applied or (self.in_flight and self.executor.wake_fd is None):
+        waits = self.in_flight and self._must_wait
+        if self._applied or waits or self.connectors.raised:
             return 0.0
-        heard = [self.scheduler.next_deadline(), *(c.next_deadline() for c in self.connectors)]
+        heard = self.connectors.call(KVConnector.next_deadline)
+        heard += [self.scheduler.next_deadline(), *self.connectors.failing.values()]
         deadlines = [deadline for deadline in heard if deadline is not None]
         wait = min(deadlines, default=math.inf) - time.monotonic()
-        return min(max(wait, 0.0), 0.02 if self._stop_at is not None else IDLE_WAIT_S)
+        return min(max(wait, 0.0), 0.02 if self._stop_at < math.inf else IDLE_WAIT_S)
 
     def close(self) -> None:
         """Stop all that moves blocks, then the ranks."""
-        for connector in self.connectors:
-            connector.close()
+        self.connectors.call(KVConnector.close)
         self.executor.close()
 
     # --- messages ---
@@ -253,13 +272,12 @@ class EngineCore:
 
     def set_members(self, addresses: Sequence[str]) -> None:
         """Control addresses that the router vouches for."""
-        for connector in self.connectors:
-            connector.set_members(addresses)
+        self.connectors.call(KVConnector.set_members, addresses)
 
     def reset_prefix_cache(self) -> int:
         """Forget all cached prefixes and encoder outputs; returns how many blocks held any."""
-        count = self.scheduler.reset_prefix_cache()
-        return count + sum(connector.reset_prefix_cache() for connector in self.connectors)
+        count = self.scheduler.blocks.reset_cache()
+        return count + sum(self.connectors.call(KVConnector.reset_prefix_cache))
 
     def drain(self) -> bool:
         """Refuse new requests from now on; True once nothing is left to do."""
@@ -276,8 +294,13 @@ class EngineCore:
     def send(self, outputs: Iterable[Output]) -> None:
         """Send outputs to their clients."""
         outgoing = list(outputs)
-        for connector in self.connectors:
-            outgoing = connector.emitted(outgoing)
+        if not outgoing:
+            return
+        for connector in self.connectors.all:
+            try:
+                outgoing = connector.emitted(outgoing)
+            except Exception as error:
+                self.connectors.contain(connector, error)
         if outgoing:
             self.mailbox.send(Outputs(outputs=tuple(outgoing)))
 
@@ -300,22 +323,24 @@ class EngineCore:
             "kvbaton_step_seconds_total": self.step_seconds,
             "kvbaton_messages_failed_total": float(self.refused),
         }
+        for name, count in self.connectors.failures.items():
+            own[f'kvbaton_connector_failures_total{{connector="{name}"}}'] = float(count)
         parts = [own, self.scheduler.counters(), self.executor.counters()]
-        return add_up(parts + [connector.counters() for connector in self.connectors])
+        return _add_up(parts + self.connectors.call(KVConnector.counters))
 
     def gauges(self) -> dict[str, float]:
         """Values now by Prometheus name."""
         own = {"kvbaton_ledger_imbalance": float(self.imbalance())}
-        parts = [own, self.scheduler.gauges()]
-        return add_up(parts + [connector.gauges() for connector in self.connectors])
+        parts = [own, self.scheduler.gauges(), *self.connectors.call(KVConnector.gauges)]
+        return _add_up([*parts, {"kvbaton_unhealthy": float(len(self.connectors.failing))}])
 
     def imbalance(self) -> int:
         """Discrepancies between the pools' marks and who says to hold blocks; always 0."""
-        held = [connector.held_blocks() for connector in self.connectors]
+        held = self.connectors.call(KVConnector.held_blocks)
         incoming = [spans for blocks in held for spans in blocks.incoming]
         outgoing = [spans for blocks in held for spans in blocks.outgoing]
         own = sum(audit(self.scheduler, incoming=incoming, outgoing=outgoing).values())
-        return own + sum(connector.imbalance() for connector in self.connectors)
+        return own + sum(self.connectors.call(KVConnector.imbalance))
 
     def state(self) -> dict[str, Any]:
         """The debugging dump."""
@@ -326,3 +351,12 @@ class EngineCore:
             "scheduler": self.scheduler.state(),
             **{connector.name: connector.state() for connector in self.connectors},
         }
+
+
+def _add_up(parts: Iterable[dict[str, float]]) -> dict[str, float]:
+    """Values by name, those of equal names added."""
+    total: dict[str, float] = {}
+    for part in parts:
+        for name, value in part.items():
+            total[name] = total.get(name, 0.0) + value
+    return total

@@ -13,21 +13,24 @@ from concurrent.futures import ThreadPoolExecutor
 
 import torch
 
-from kvbaton.engine.cache import KVCache
-from kvbaton.engine.collectives import Barrier, HostCollectives
+from kvbaton.engine.collectives import Barrier, HostCollectives, Shard
 from kvbaton.engine.config import EngineConfig
-from kvbaton.engine.encoder.pool import EncoderPool
 from kvbaton.engine.executor import Executor, WorkerGroup, rank_threads
 from kvbaton.engine.model_config import ModelConfig, resolve_max_model_len
 from kvbaton.engine.pending import Pending
 from kvbaton.engine.runner import Runner
-from kvbaton.engine.shard import Shard
-from kvbaton.engine.step import StepPlan, StepResult
-from kvbaton.engine.warmup import warm_up
-from kvbaton.engine.worker import Sums, Worker, WorkerSettings, choose_device, pool_blocks
+from kvbaton.engine.step import NewSequence, SequenceStep, StepPlan, StepResult
+from kvbaton.engine.worker import ModelWorker, Sums, WorkerSettings, choose_device, pool_blocks
+from kvbaton.messages.engine import SamplingParams
+
+HANDLE = 0
+"""Of the warm-up's sequence; a scheduler's handles begin at 1."""
+
+BLOCK = 1
+"""Belongs to nobody yet; what the warm-up leaves in it is overwritten like any free block's."""
 
 
-class CpuWorker(Worker):
+class CpuWorker(ModelWorker):
     """`Worker` on the CPU.
 
     Args:
@@ -35,44 +38,48 @@ class CpuWorker(Worker):
         steps: the thread in which it runs steps.
     """
 
-    cache: KVCache
-
     def __init__(self, settings: WorkerSettings, steps: Thread) -> None:
-        self._settings, self.steps = settings, steps
-        self.model = settings.load()
+        super().__init__(settings)
+        self.steps = steps
         self.digests = ThreadPoolExecutor(1, thread_name_prefix="digest")
 
     def fit(self) -> int:
         """See `Worker.fit`."""
-        return pool_blocks(self._settings)
+        return pool_blocks(self.settings)
 
-    def start(self, num_blocks: int) -> None:
-        """See `Worker.start`; torch's own setting-up is per thread in part."""
-        settings = self._settings
-        self.cache = KVCache(
-            settings.model,
-            num_blocks=num_blocks,
-            block_size=settings.config.block_size,
-            device=settings.device,
-            shard=settings.shard,
-            track_sums=settings.track_sums,
-        )
-        self._runner = Runner(
+    def make_runner(self) -> Runner:
+        """See `ModelWorker.make_runner`."""
+        return Runner(
             self.model,
             self.cache,
-            eos_token_ids=settings.model.eos_token_ids,
-            max_model_len=settings.max_model_len,
-            max_num_seqs=settings.config.max_num_seqs,
+            max_model_len=self.settings.max_model_len,
+            max_num_seqs=self.settings.config.max_num_seqs,
         )
-        warm_up(self._runner, settings.max_model_len)
 
-    def attach_encoder(self, pool: EncoderPool) -> None:
-        """See `Worker.attach_encoder`."""
-        self._runner.encoder = pool
+    def warm_up(self) -> None:
+        """Run all that a prompt, its hand-over and a token run, within one block.
+
+        Torch sets up a lot at first use (thread pools, kernels, code pages), in part per thread.
+        """
+        cache, max_model_len = self.cache, self.settings.max_model_len
+        tokens = min(cache.block_size, max_model_len)
+        prompt = max(1, tokens - 1)
+        new = NewSequence(HANDLE, (0,) * prompt, prompt, 0, SamplingParams(seed=0))
+        self.runner.run(
+            StepPlan(0, new=(new,), steps=(SequenceStep(HANDLE, 0, prompt, ((BLOCK,),), 1),))
+        ).result()
+        if tokens > prompt:
+            self.runner.run(
+                StepPlan(0, steps=(SequenceStep(HANDLE, prompt, 1, ((),), 1),))
+            ).result()
+        self.runner.run(StepPlan(0, ended=(HANDLE,)))
+        cache.digest([BLOCK], 0, 0, tokens)
+        if cache.sums is not None:
+            cache.kept_sums([BLOCK])
 
     def run(self, plan: StepPlan) -> Pending[StepResult]:
         """See `Worker.run`."""
-        return Pending.of(self._runner.run(plan).result())
+        return Pending.of(self.runner.run(plan).result())
 
     def sums(self, blocks: Sequence[int]) -> Pending[Sums]:
         """See `Worker.sums`."""

@@ -21,10 +21,10 @@ import numpy as np
 from kvbaton.connectors.base import Memory
 from kvbaton.connectors.layout import KVLayout
 from kvbaton.connectors.objects import ObjectForm
+from kvbaton.engine.block_staging import BlockStaging, CpuBlockStaging, PinnedBlockStaging
 from kvbaton.engine.collectives import AbortedError
 from kvbaton.engine.encoder.pool import EncoderPool
 from kvbaton.engine.pending import Pending, join
-from kvbaton.engine.staging import CpuBlockStaging, Staging
 from kvbaton.engine.step import StepPlan, StepResult
 from kvbaton.engine.worker import Sums, Worker
 from kvbaton.messages.engine import AddRequest
@@ -235,14 +235,12 @@ class Executor:
         for worker, of_rank in zip(self.workers, sums, strict=True):
             worker.cache.adopt(blocks, of_rank, counted)
 
-    def staging(self, forms: Sequence[ObjectForm]) -> Staging:
+    def staging(self, forms: Sequence[ObjectForm]) -> BlockStaging:
         """Bytes of blocks in host memory, for a store; `forms` are one per group."""
         pools = [worker.cache.data for worker in self.workers]
-        if not pools[0].is_cuda:
-            return CpuBlockStaging(forms, self.memories)
-        from kvbaton.engine.cuda.block_staging import CudaStaging
-
-        return CudaStaging(forms, pools)
+        if pools[0].is_cuda:
+            return PinnedBlockStaging(forms, pools)
+        return CpuBlockStaging(forms, self.memories)
 
     def poison(self, group: int, blocks: Sequence[int]) -> None:
         """Fill blocks with NaN (debugging); done when it returns."""

@@ -89,6 +89,7 @@ class _Peer:
     """One connected frontend.
 
     Attributes:
+        kind: ``local`` or ``remote``, for metrics.
         names: the core's ids of its live requests, by its own.
         backlog: encoded messages that ZMQ has no room for.
         lost: it gets nothing any more.
@@ -97,10 +98,14 @@ class _Peer:
     socket: zmq.Socket[bytes]
     identity: bytes
     local: bool
+    kind: str = field(init=False)
     names: dict[str, str] = field(default_factory=dict)
     backlog: deque[bytes] = field(default_factory=deque)
     backlog_bytes: int = 0
     lost: bool = False
+
+    def __post_init__(self) -> None:
+        self.kind = "local" if self.local else "remote"
 
 
 @dataclass(eq=False)
@@ -147,7 +152,8 @@ class FrontendServer:
         self._remote: zmq.Socket[bytes] | None = None
         self.address = ""
         try:
-            self._bind_local(endpoints.local)
+            _configure(self._local)
+            self._local.bind(endpoints.local)
             if endpoints.host is not None:
                 self._bind_remote(endpoints, endpoints.host)
         except BaseException:
@@ -159,10 +165,6 @@ class FrontendServer:
             if socket is not None:
                 self._poller.register(socket, zmq.POLLIN)
         self._wake_fd = -1
-
-    def _bind_local(self, address: str) -> None:
-        _configure(self._local)
-        self._local.bind(address)
 
     def _bind_remote(self, endpoints: EngineEndpoints, host: str) -> None:
         self._remote = self._context.socket(zmq.ROUTER)
@@ -292,7 +294,7 @@ class FrontendServer:
         peer.names[name] = key
         self._owned[key] = _Owned(peer, name, request.params.n)
         self._latencies.added(key, time.monotonic())
-        self._counts[f'kvbaton_frontend_requests_total{{frontend="{_kind(peer)}"}}'] += 1
+        self._counts[f'kvbaton_frontend_requests_total{{frontend="{peer.kind}"}}'] += 1
         yield request if key == name else replace(request, request_id=key)
 
     # --- what the core says ---
@@ -335,7 +337,7 @@ class FrontendServer:
             by_peer.setdefault(owned.peer, []).append(output)
         for peer, mine in by_peer.items():
             tokens = sum(len(output.token_ids) for output in mine)
-            self._counts[f'kvbaton_frontend_tokens_total{{frontend="{_kind(peer)}"}}'] += tokens
+            self._counts[f'kvbaton_frontend_tokens_total{{frontend="{peer.kind}"}}'] += tokens
             self._put(peer, Outputs(outputs=tuple(mine)))
 
     def _end(self, key: str) -> _Owned | None:
@@ -351,7 +353,7 @@ class FrontendServer:
         counters = {name: float(value) for name, value in self._counts.items()}
         connected = {kind: 0 for kind in ("local", "remote")}
         for peer in self._peers.values():
-            connected[_kind(peer)] += 1
+            connected[peer.kind] += 1
         return Metrics(
             counters={
                 **metrics.counters,
@@ -441,7 +443,3 @@ def _configure(socket: zmq.Socket[bytes]) -> None:
     }
     for option, value in options.items():
         socket.setsockopt(option, value)
-
-
-def _kind(peer: _Peer) -> str:
-    return "local" if peer.local else "remote"

@@ -185,30 +185,29 @@ class GGUFFile:
         for _ in range(num_fields):
             key = self._string()
             self.fields[key] = self._value(self._scalar("<I"))
-        infos = {self._string(): self._info() for _ in range(num_tensors)}
+        infos: dict[str, tuple[tuple[int, ...], int, int]] = {}
+        for _ in range(num_tensors):
+            name = self._string()
+            shape = tuple(self._scalar("<Q") for _ in range(self._scalar("<I")))
+            infos[name] = shape[::-1], self._scalar("<I"), self._scalar("<Q")
         self.header = self._data[: self._at]
         alignment = self.fields.get("general.alignment", 32)
         if not isinstance(alignment, int) or alignment < 1:
             raise self.refuse(f"general.alignment is {alignment!r}")
-        start = -(-self._at // alignment) * alignment
-        self.tensors = {
-            name: TensorInfo(info.shape, info.kind, start + info.start)
-            for name, info in infos.items()
-        }
-        for name, info in self.tensors.items():
-            self._check(name, info)
-
-    def _check(self, name: str, info: TensorInfo) -> None:
-        values, size = self._block(info.kind)
-        if not info.shape or info.shape[-1] % values:
-            raise self.refuse(f"tensor {name!r} has shape {list(info.shape)}")
-        end = info.start + math.prod(info.shape) // values * size
-        if end > len(self._data):
-            raise ConfigError(
-                "--model",
-                f"{self.path} is truncated: tensor {name!r} ends at byte {end:,} "
-                f"of {len(self._data):,}",
-            )
+        data = -(-self._at // alignment) * alignment
+        self.tensors: dict[str, TensorInfo] = {}
+        for name, (shape, kind, start) in infos.items():
+            values, size = self._block(kind)
+            if not shape or shape[-1] % values:
+                raise self.refuse(f"tensor {name!r} has shape {list(shape)}")
+            end = data + start + math.prod(shape) // values * size
+            if end > len(self._data):
+                raise ConfigError(
+                    "--model",
+                    f"{self.path} is truncated: tensor {name!r} ends at byte {end:,} "
+                    f"of {len(self._data):,}",
+                )
+            self.tensors[name] = TensorInfo(shape, kind, data + start)
 
     def _block(self, kind: int) -> tuple[int, int]:
         """Values and bytes of a block of a type."""
@@ -235,10 +234,7 @@ class GGUFFile:
         data = np.frombuffer(self._data[info.start : info.start + count], np.uint8)
         rows = data.reshape(*info.shape[:-1], info.shape[-1] // values * size)
         kind = GGMLQuantizationType(info.kind)
-        plain = {GGMLQuantizationType.F32: np.float32, GGMLQuantizationType.F16: np.float16}
         try:
-            if kind in plain:
-                return rows.view(plain[kind]).astype(np.float32)
             found: npt.NDArray[np.float32] = dequantize(rows, kind)
             return found
         except NotImplementedError as error:
@@ -289,34 +285,23 @@ class GGUFFile:
             raise self.refuse(f"an array of type {inner}")
         return [self._string() for _ in range(count)]
 
-    def _info(self) -> TensorInfo:
-        dimensions = self._scalar("<I")
-        shape = tuple(self._scalar("<Q") for _ in range(dimensions))
-        return TensorInfo(shape[::-1], self._scalar("<I"), self._scalar("<Q"))
-
 
 # --- its weights ---
 
 
-class GGUFTensors:
+class GGUFTensors(GGUFFile):
     """The tensors of a file under Hugging Face's names, as ``safetensors.safe_open`` gives them."""
 
     def __init__(self, path: Path) -> None:
-        self._file = GGUFFile(path)
-        self._names = {_hf_name(name): name for name in self._file.tensors}
-        architecture = self._file.field("general.architecture", str)
+        super().__init__(path)
+        self._names = {_hf_name(name): name for name in self.tensors}
+        architecture = self.field("general.architecture", str)
         self._heads = {
-            kind: self._file.field(f"{architecture}.attention.{key}", int, 0)
+            kind: self.field(f"{architecture}.attention.{key}", int, 0)
             for kind, key in (("attn_q", "head_count"), ("attn_k", "head_count_kv"))
         }
         # llama.cpp turns pairs of neighbours; Hugging Face the two halves of a head.
         self._permuted = architecture == "llama"
-
-    def __enter__(self) -> GGUFTensors:
-        return self
-
-    def __exit__(self, *exception: object) -> None:
-        self._file.close()
 
     def keys(self) -> Iterable[str]:
         """Names of all tensors that have one."""
@@ -326,13 +311,9 @@ class GGUFTensors:
         """A tensor that is read when it is indexed."""
         return GGUFSlice(self, self._names[name])
 
-    def shape(self, stored: str) -> tuple[int, ...]:
-        """Of a tensor by the file's name."""
-        return self._file.tensors[stored].shape
-
     def read(self, stored: str) -> npt.NDArray[np.float32]:
         """A tensor by the file's name, as Hugging Face has it."""
-        values = self._file.floats(stored)
+        values = self.floats(stored)
         heads = self._heads.get(stored.rpartition("blk.")[2].partition(".")[2].split(".")[0], 0)
         if not self._permuted or not heads:
             return values
@@ -343,17 +324,18 @@ class GGUFTensors:
 class GGUFSlice:
     """One tensor, not yet read."""
 
-    def __init__(self, tensors: GGUFTensors, stored: str) -> None:
-        self._tensors, self._stored = tensors, stored
+    def __init__(self, file: GGUFTensors, stored: str) -> None:
+        self._file, self._stored = file, stored
 
     def get_shape(self) -> list[int]:
         """Of the whole tensor."""
-        return list(self._tensors.shape(self._stored))
+        return list(self._file.tensors[self._stored].shape)
 
     def __getitem__(self, part: Any) -> Any:
         import torch
 
-        return torch.from_numpy(np.ascontiguousarray(self._tensors.read(self._stored)[part]))
+        values = self._file.read(self._stored)[part]
+        return torch.from_numpy(np.require(values, requirements=["C", "W"]))
 
 
 def _hf_name(stored: str) -> str:

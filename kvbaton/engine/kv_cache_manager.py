@@ -7,22 +7,20 @@ i of group g, or the null block where the group does not need it.
 from __future__ import annotations
 
 import math
+import sys
 from collections import Counter
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
 
 import numpy as np
 
 from kvbaton.connectors.layout import GroupKind, KVLayout
 from kvbaton.engine.block_pool import NULL_BLOCK, BlockPool
+from kvbaton.engine.request import Sequence as RequestSequence
+from kvbaton.engine.request import Tables
 from kvbaton.errors import ConfigError
 from kvbaton.types import BlockSpan, Spans
 
-if TYPE_CHECKING:
-    from kvbaton.engine import request
-
-Tables = list[list[int]]
 Need = tuple[int, ...]
 """Blocks wanted, per group."""
 
@@ -66,6 +64,12 @@ class GroupSpec:
             return 0
         return max(0, position - self.window + 1) // self.block_size
 
+    def first_whole(self, position: int) -> int:
+        """First logical block of which a token at `position` attends to each token."""
+        if self.kind is GroupKind.FULL:
+            return 0
+        return -(-max(0, position - self.window + 1) // self.block_size)
+
 
 @dataclass(frozen=True)
 class Match:
@@ -88,8 +92,6 @@ class KVCacheManager:
         caching: whether full blocks are kept for reuse.
         pools: one pool per group.
         alignment: tokens; a prefix that ends at a multiple ends no group inside a block.
-        on_commit: each is called with a sequence, a group and the logical blocks [first, end)
-            that were just offered to its prefix cache.
     """
 
     def __init__(self, groups: Sequence[GroupSpec], *, enable_caching: bool = True) -> None:
@@ -97,7 +99,6 @@ class KVCacheManager:
         self.caching = enable_caching
         self.pools = [BlockPool(group.num_blocks) for group in groups]
         self.alignment = math.lcm(*(group.block_size for group in groups))
-        self.on_commit: list[Callable[[request.Sequence, int, int, int], None]] = []
 
     # --- room ---
 
@@ -110,11 +111,12 @@ class KVCacheManager:
             copy_at: position that is about to be written; if its block is there, it is shared and
                 a private copy is needed too.
         """
-        return tuple(
-            max(0, group.blocks_for(num_tokens) - len(table))
-            + (copy_at is not None and copy_at // group.block_size < len(table))
-            for group, table in zip(self.groups, tables, strict=True)
-        )
+        need = []
+        for group, table in zip(self.groups, tables, strict=True):
+            lacking = max(0, -(-num_tokens // group.block_size) - len(table))
+            shared = copy_at is not None and copy_at // group.block_size < len(table)
+            need.append(lacking + shared)
+        return tuple(need)
 
     def covers(self, tables: Tables, num_tokens: int) -> bool:
         """Whether `tables` have a block for each of `num_tokens` tokens."""
@@ -125,11 +127,11 @@ class KVCacheManager:
 
     def fits(self, need: Need, *, beside: Need | None = None, hits: Tables | None = None) -> bool:
         """Whether `need` can be allocated now and leaves `beside`, without evicting `hits`."""
-        return all(
-            wanted + (beside[g] if beside else 0) + (pool.evictable(hits[g]) if hits else 0)
-            <= pool.num_free
-            for g, (wanted, pool) in enumerate(zip(need, self.pools, strict=True))
-        )
+        for g, (wanted, pool) in enumerate(zip(need, self.pools, strict=True)):
+            taken = wanted + (beside[g] if beside else 0)
+            if taken + (pool.evictable(hits[g]) if hits else 0) > pool.num_free:
+                return False
+        return True
 
     def fits_soon(self, need: Need) -> bool:
         """Whether `need` could be allocated once the steps in flight are over."""
@@ -140,12 +142,12 @@ class KVCacheManager:
 
     def too_large(self, num_tokens: int) -> str | None:
         """Why so many tokens can never fit, or None if they can."""
-        for group, pool in zip(self.groups, self.pools, strict=True):
-            wanted = group.blocks_for(num_tokens)
-            if wanted > pool.usable:
+        for group in self.groups:
+            wanted, usable = -(-num_tokens // group.block_size), group.num_blocks - 1
+            if wanted > usable:
                 return (
                     f"{num_tokens} tokens need {wanted} KV blocks of {group.block_size} tokens, "
-                    f"but the pool has {pool.usable}"
+                    f"but the pool has {usable}"
                 )
         return None
 
@@ -161,38 +163,34 @@ class KVCacheManager:
             chains: per group, the keys of the sequence's full blocks.
             num_tokens: length of the sequence.
         """
-        hits = [self._hits(g, chain) for g, chain in enumerate(chains)]
-        ends = [len(hit) * group.block_size for hit, group in zip(hits, self.groups, strict=True)]
-        length = min(ends, default=0)
+        hits, length = [], sys.maxsize if self.groups else 0
+        for group, pool, chain in zip(self.groups, self.pools, chains, strict=True):
+            if group.kind is GroupKind.FULL:
+                hit = pool.match(chain)
+            else:
+                hit = [pool.by_key.get(key, NULL_BLOCK) for key in chain]
+            hits.append(hit)
+            length = min(length, len(hit) * group.block_size)
         length -= length % self.alignment
-        while length and not self._usable(hits, length, num_tokens):
+        while True:
+            tables, usable = [], True
+            position = min(length, num_tokens - 1)
+            for group, hit in zip(self.groups, hits, strict=True):
+                end = length // group.block_size
+                first = min(group.first_needed(position), end)
+                tables.append([NULL_BLOCK] * first + hit[first:end])
+                usable = usable and NULL_BLOCK not in hit[first:end]
+            if usable:
+                return Match(length, tables)
             length -= self.alignment
-        return self._cut(hits, length, num_tokens)
 
-    def chains(self, sequence: request.Sequence) -> list[list[bytes]]:
+    def match_sequence(self, sequence: RequestSequence) -> Match:
+        """`match` of a sequence's own keys."""
+        return self.match(self.chains(sequence), len(sequence.tokens))
+
+    def chains(self, sequence: RequestSequence) -> list[list[bytes]]:
         """Per group, the keys of a sequence's full blocks."""
         return [sequence.chain(group.block_size) for group in self.groups]
-
-    def _hits(self, g: int, chain: Sequence[bytes]) -> list[int]:
-        if self.groups[g].kind is GroupKind.FULL:
-            return self.pools[g].match(chain)
-        return [self.pools[g].by_key.get(key, NULL_BLOCK) for key in chain]
-
-    def _usable(self, hits: Tables, length: int, num_tokens: int) -> bool:
-        position = min(length, num_tokens - 1)
-        return all(
-            all(hit[group.first_needed(position) : length // group.block_size])
-            for hit, group in zip(hits, self.groups, strict=True)
-        )
-
-    def _cut(self, hits: Tables, length: int, num_tokens: int) -> Match:
-        position = min(length, num_tokens - 1)
-        tables = []
-        for hit, group in zip(hits, self.groups, strict=True):
-            end = length // group.block_size
-            first = min(group.first_needed(position), end)
-            tables.append([NULL_BLOCK] * first + hit[first:end])
-        return Match(length, tables)
 
     def shorten(self, chains: Sequence[Sequence[bytes]], match: Match) -> Match:
         """The next shorter usable prefix: for when a private copy of the last block has no room."""
@@ -209,7 +207,9 @@ class KVCacheManager:
     def extend(self, tables: Tables, num_tokens: int) -> None:
         """Allocate what `tables` lack for `num_tokens` tokens; it must fit."""
         for group, pool, table in zip(self.groups, self.pools, tables, strict=True):
-            table += pool.allocate(max(0, group.blocks_for(num_tokens) - len(table)))
+            lacking = -(-num_tokens // group.block_size) - len(table)
+            if lacking > 0:
+                table += pool.allocate(lacking)
 
     def reserve(self, tables: Tables, num_tokens: int) -> Spans:
         """As `extend`, and mark the new blocks as incoming; returns them."""
@@ -236,6 +236,33 @@ class KVCacheManager:
         """Give a table set's references back."""
         for pool, table in zip(self.pools, tables, strict=True):
             pool.deref(table)
+
+    def clear(self, sequence: RequestSequence) -> None:
+        """Take all its blocks from a sequence, and with them what was computed."""
+        self.deref(sequence.tables)
+        sequence.tables = self.empty()
+        sequence.num_computed = sequence.num_scheduled = 0
+        sequence.committed = [0] * len(self.groups)
+        sequence.shares_tail = False
+
+    def commit(self, sequence: RequestSequence) -> list[tuple[int, int, int]]:
+        """Offer the blocks of a sequence that have become full and final to the prefix cache.
+
+        Returns:
+            what is new, as group and logical blocks [first, end).
+        """
+        offered: list[tuple[int, int, int]] = []
+        if not self.caching:
+            return offered
+        for g, (group, pool) in enumerate(zip(self.groups, self.pools, strict=True)):
+            first, end = sequence.committed[g], sequence.num_computed // group.block_size
+            if end > first:
+                chain, table = sequence.chain(group.block_size), sequence.tables[g]
+                for i in range(first, end):
+                    pool.commit(table[i], chain[i])
+                sequence.committed[g] = end
+                offered.append((g, first, end))
+        return offered
 
     # --- holds ---
 

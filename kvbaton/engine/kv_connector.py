@@ -6,28 +6,24 @@ prefix cache's events are connectors. A core has any number of them, in any comb
 
 from __future__ import annotations
 
-import enum
-from collections.abc import Collection, Iterable, Sequence
+import logging
+import time
+from collections.abc import Callable, Collection, Iterator, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, Literal, Protocol
+from typing import Any, Concatenate, Literal, ParamSpec, TypeVar
 
 from kvbaton.engine import request as requests
+from kvbaton.errors import RequestError
 from kvbaton.messages.engine import AddRequest, Output, TransferSpec
 from kvbaton.types import Spans
 
-if TYPE_CHECKING:
-    from kvbaton.engine.executor import Executor
-    from kvbaton.engine.process import Surroundings
-    from kvbaton.engine.scheduler import Scheduler
+P = ParamSpec("P")
+T = TypeVar("T")
 
+logger = logging.getLogger(__name__)
 
-class Pending(enum.Enum):
-    """An answer that is not known yet."""
-
-    PENDING = "pending"
-
-
-PENDING = Pending.PENDING
+REST_S = 0.5
+"""A connector that fails is left alone for so long, and each line in the log is so far apart."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -42,14 +38,14 @@ class Load:
         start: tokens that it has already.
         end: tokens that it shall have.
         spans: per group, the blocks to fill.
-        medium: where the KV comes from.
+        connector: who fills them.
     """
 
     sequence: requests.Sequence
     start: int
     end: int
     spans: Spans
-    medium: Literal["transferred", "store"]
+    connector: KVConnector
 
 
 @dataclass(frozen=True)
@@ -60,10 +56,21 @@ class HeldBlocks:
     outgoing: Collection[Spans] = ()
 
 
+def transfer_consumed(transfer: TransferSpec) -> RequestError:
+    """Why a request is refused whose transfer was begun before."""
+    return RequestError(
+        f"transfer {transfer.transfer_id.hex()} attempt {transfer.attempt} is in use",
+        param="kv_transfer_params.transfer_id",
+        status=409,
+        code="transfer_consumed",
+    )
+
+
 class KVConnector:
     """What happens around the KV cache, as one connector hears it. Every hook does nothing here.
 
-    All of them are called in the core's thread, between steps, and never block.
+    All of them are called in the core's thread, between steps, and never block. What one raises is
+    contained (`Connectors`).
 
     Attributes:
         name: of its part in the debugging dump.
@@ -73,6 +80,7 @@ class KVConnector:
             computed when nothing else loads.
         control_address: where peers reach it; None if nobody dials it.
         wake_fds: readable while `poll` has something to do.
+        contained: what it raises ends what it owes and no more; else it ends the core.
     """
 
     name = "connector"
@@ -81,6 +89,7 @@ class KVConnector:
     waits_for_room = False
     control_address: str | None = None
     wake_fds: Sequence[int] = ()
+    contained = True
 
     # --- a request's way ---
 
@@ -96,10 +105,10 @@ class KVConnector:
         """A new request is in the queue; True parks it until the connector calls `unpark`."""
         return False
 
-    def match(self, sequence: requests.Sequence, num_cached: int) -> int | Pending:
+    def match(self, sequence: requests.Sequence, num_cached: int) -> int | None:
         """How many tokens beyond a cached prefix it can bring to the first of the queue.
 
-        `PENDING` parks the sequence until the connector calls `unpark`.
+        None, if that is not known yet, parks the sequence until the connector calls `unpark`.
         """
         return 0
 
@@ -183,30 +192,62 @@ class KVConnector:
         return {}
 
 
-class ConnectorFactory(Protocol):
-    """Makes a connector in the core's process; crosses into it by pickle, from parent to child."""
+class Connectors:
+    """All connectors of a core, in the order in which they are asked.
 
-    @property
-    def sends_blocks(self) -> bool:
-        """Whether blocks are handed over from this node, so that their digests must be kept."""
-        ...
+    What one of them raises ends neither the core nor what the others do: it is logged, counted and
+    noted in `raised`. A connector is *failing* from an exception that was not about one
+    request until `poll` has raised none again.
 
-    @property
-    def items(self) -> ConnectorFactory:
-        """Makes the connector of the encoder beside a language model, which receives outputs."""
-        ...
+    Attributes:
+        all: the connectors.
+        failures: exceptions, by connector.
+        failing: until when those that fail are left alone, on the monotonic clock.
+        raised: what nobody has taken: by whom, about which request if any, and why.
+    """
 
-    def __call__(
-        self, executor: Executor, scheduler: Scheduler, surroundings: Surroundings
-    ) -> KVConnector:
-        """Make it and start what it needs."""
-        ...
+    def __init__(self, connectors: Sequence[KVConnector] = ()) -> None:
+        self.all = tuple(connectors)
+        self.failures = {connector.name: 0 for connector in connectors}
+        self.failing: dict[KVConnector, float] = {}
+        self.raised: list[tuple[KVConnector, requests.Request | None, str]] = []
+        self._log_at = 0.0
+        self._having = {
+            hook: [c for c in connectors if getattr(type(c), name) is not hook]
+            for name, hook in vars(KVConnector).items()
+            if callable(hook)
+        }
 
+    def __iter__(self) -> Iterator[KVConnector]:
+        return iter(self.all)
 
-def add_up(parts: Iterable[dict[str, float]]) -> dict[str, float]:
-    """Values by name, those of equal names added."""
-    total: dict[str, float] = {}
-    for part in parts:
-        for name, value in part.items():
-            total[name] = total.get(name, 0.0) + value
-    return total
+    def call(
+        self, hook: Callable[Concatenate[Any, P], T], *args: P.args, **kwargs: P.kwargs
+    ) -> list[T]:
+        """Call a hook of `KVConnector` of all that have one of their own; returns what they say."""
+        said = []
+        for connector in self._having[hook]:
+            try:
+                said.append(getattr(connector, hook.__name__)(*args, **kwargs))
+            except Exception as error:
+                self.contain(connector, error, *args)
+        return said
+
+    def contain(self, connector: KVConnector, error: Exception, *about: object) -> str:
+        """Take note of what a hook has raised that was called with `about`; returns it as text."""
+        if not connector.contained:
+            raise error
+        now, (first, *_) = time.monotonic(), (*about, None)
+        if isinstance(first, Load):
+            first = first.sequence
+        request = first.request if isinstance(first, requests.Sequence) else first
+        if not isinstance(request, requests.Request):
+            request = None
+            self.failing.setdefault(connector, now + REST_S)
+        self.failures[connector.name] += 1
+        reason = f"the {connector.name} connector failed: {type(error).__name__}: {error}"
+        self.raised.append((connector, request, reason))
+        if now >= self._log_at:
+            self._log_at = now + REST_S
+            logger.error("%s", reason, exc_info=error)
+        return reason

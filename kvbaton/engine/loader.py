@@ -15,13 +15,15 @@ from safetensors import SafetensorError, safe_open
 from torch import Tensor
 from torch.overrides import TorchFunctionMode
 
+from kvbaton.engine.collectives import Shard
 from kvbaton.engine.config import LoadFormat
 from kvbaton.engine.gguf import WEIGHTS, GGUFTensors
 from kvbaton.engine.model_config import ModelConfig
-from kvbaton.engine.models.layers import Piece
+from kvbaton.engine.models.layers import Piece, pieces_of
 from kvbaton.engine.models.llama import LlamaForCausalLM
-from kvbaton.engine.models.registry import model_class
-from kvbaton.engine.shard import Shard
+from kvbaton.engine.models.qwen2_5_vision import Qwen25VisionTower
+from kvbaton.engine.models.qwen3_vision import Qwen3VisionTower
+from kvbaton.engine.models.vision_layers import VisionTower
 from kvbaton.errors import ConfigError
 
 SINGLE = "model.safetensors"
@@ -31,6 +33,11 @@ DUMMY_SCALE = 0.02
 
 DUMMY_CHUNK = 1 << 24
 """Dummy weights made at a time: bounds the 64-bit intermediates."""
+
+TOWERS: dict[str, type[Qwen25VisionTower | Qwen3VisionTower]] = {
+    "Qwen2_5_VLForConditionalGeneration": Qwen25VisionTower,
+    "Qwen3VLForConditionalGeneration": Qwen3VisionTower,
+}
 
 
 def load_model(
@@ -56,9 +63,36 @@ def load_model(
     """
     shard = shard or Shard()
     _check_shard(config, shard)
-    model = _empty_model(config, device, shard)
-    fill_weights(model.pieces(), config.folder, load_format, seed)
+    with empty_weights(config.dtype, device):
+        model = LlamaForCausalLM(config, shard)
+    fill_weights(pieces_of(model), config.folder, load_format, seed)
     return model.eval()
+
+
+def load_vision(
+    config: ModelConfig,
+    *,
+    device: torch.device,
+    load_format: LoadFormat = "auto",
+    seed: int = 0,
+) -> VisionTower:
+    """Build the vision tower of a model, without its language model, and fill it.
+
+    Args:
+        config: the model that it belongs to; the tower has its dtype.
+        device: where its weights go.
+        load_format: see `load_model`.
+        seed: of dummy weights.
+
+    Raises:
+        ConfigError: the model has no tower, or a file or tensor is missing, broken or of the wrong
+            shape.
+    """
+    vision = config.require_vision()
+    with empty_weights(config.dtype, device):
+        tower = TOWERS[config.architecture](vision)
+    fill_weights(pieces_of(tower), config.folder, load_format, seed)
+    return tower.eval()
 
 
 def fill_weights(pieces: Iterable[Piece], folder: Path, load_format: LoadFormat, seed: int) -> None:
@@ -91,10 +125,16 @@ def shard_files(folder: Path) -> list[Path]:
         if not whole:
             raise ConfigError("--model", f"{folder} has neither {SINGLE} nor {INDEX}")
         return whole[:1]
-    files = [folder / name for name in sorted(set(_weight_map(folder).values()))]
+    path = folder / INDEX
+    try:
+        index = msgspec.json.decode(path.read_bytes(), type=dict[str, object])
+        weight_map = msgspec.convert(index.get("weight_map"), dict[str, str])
+    except msgspec.MsgspecError as error:
+        raise ConfigError("--model", f"{path} is broken: {error}") from error
+    files = [folder / name for name in sorted(set(weight_map.values()))]
     for file in files:
         if not file.exists():
-            raise ConfigError("--model", f"{folder / INDEX} names {file.name}, which is missing")
+            raise ConfigError("--model", f"{path} names {file.name}, which is missing")
     return files
 
 
@@ -137,21 +177,7 @@ def empty_weights(dtype: str, device: torch.device) -> Iterator[None]:
         yield
 
 
-def _empty_model(config: ModelConfig, device: torch.device, shard: Shard) -> LlamaForCausalLM:
-    with empty_weights(config.dtype, device):
-        return model_class(config.architecture)(config, shard)
-
-
 # --- from files ---
-
-
-def _weight_map(folder: Path) -> dict[str, str]:
-    path = folder / INDEX
-    try:
-        index = msgspec.json.decode(path.read_bytes(), type=dict[str, object])
-        return msgspec.convert(index.get("weight_map"), dict[str, str])
-    except msgspec.MsgspecError as error:
-        raise ConfigError("--model", f"{path} is broken: {error}") from error
 
 
 def _fill_from_files(pieces: Iterable[Piece], folder: Path) -> None:

@@ -12,8 +12,7 @@ from typing import Any
 
 import msgspec
 
-from kvbaton.engine.models.registry import check_architecture
-from kvbaton.engine.vision_config import VISION_FAMILIES, RawVision, VisionConfig, read_vision
+from kvbaton.engine.vision_config import VISION_FAMILIES, VisionConfig, VisionFamily, read_vision
 from kvbaton.errors import ConfigError
 
 __all__ = [
@@ -25,6 +24,31 @@ __all__ = [
 ]
 
 DTYPES = ("float32", "float16", "bfloat16")
+
+
+@dataclass(frozen=True)
+class Family:
+    """How the attention of an architecture departs from Llama's.
+
+    Attributes:
+        qkv_bias: whether query, key and value have a bias; None for whatever ``attention_bias``
+            says, of the output projection too.
+        qk_norm: every query and key head is normalised before the rotation.
+    """
+
+    qkv_bias: bool | None = None
+    qk_norm: bool = False
+
+
+ARCHITECTURES = {
+    "LlamaForCausalLM": Family(),
+    "MistralForCausalLM": Family(qkv_bias=False),
+    "Qwen2ForCausalLM": Family(qkv_bias=True),
+    "Qwen2_5_VLForConditionalGeneration": Family(qkv_bias=True),
+    "Qwen3ForCausalLM": Family(qk_norm=True),
+    "Qwen3VLForConditionalGeneration": Family(qk_norm=True),
+}
+"""What is supported, by the name that ``config.json`` gives."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -55,6 +79,9 @@ class ModelConfig:
         folder: where it lies.
         architecture: a key of `ARCHITECTURES`.
         dtype: of weights, activations and KV cache: one of `DTYPES`.
+        qkv_bias: query, key and value have a bias.
+        output_bias: the output projection of the attention has one.
+        qk_norm: see `Family`.
         windows: per layer, tokens of its sliding window; 0 attends to everything.
         eos_token_ids: tokens that end a text, ascending.
         vision: its vision tower; None for a model of text only.
@@ -74,11 +101,19 @@ class ModelConfig:
     rope: RopeConfig
     max_position_embeddings: int
     tie_word_embeddings: bool
-    attention_bias: bool
+    qkv_bias: bool
+    output_bias: bool
+    qk_norm: bool
     mlp_bias: bool
     windows: tuple[int, ...]
     eos_token_ids: tuple[int, ...]
     vision: VisionConfig | None = None
+
+    def require_vision(self) -> VisionConfig:
+        """Its vision tower. Raises `ConfigError` if it has none."""
+        if self.vision is None:
+            raise ConfigError("--model", f"{self.architecture} has no vision tower to encode with")
+        return self.vision
 
 
 class _Rope(msgspec.Struct):
@@ -124,7 +159,7 @@ class _Raw(msgspec.Struct):
     torch_dtype: str | None = None
     quantization_config: dict[str, Any] | None = None
     image_token_id: int = 151655
-    vision_config: RawVision | None = None
+    vision_config: VisionConfig | None = None
 
 
 def load_model_config(folder: str | Path, dtype: str = "auto") -> ModelConfig:
@@ -139,13 +174,17 @@ def load_model_config(folder: str | Path, dtype: str = "auto") -> ModelConfig:
     """
     folder = Path(folder)
     content = _read_json(folder, "config.json")
-    check_architecture(_architecture(content), own_code=content.get("auto_map"))
+    architecture = _check_architecture(content)
+    family = ARCHITECTURES[architecture]
     raw = _convert(_flat(content), folder)
     _refuse_unsupported(raw)
-    generation = _generation_config(folder)
+    has_generation = (folder / "generation_config.json").exists()
+    generation = _read_json(folder, "generation_config.json") if has_generation else {}
+    ends = (raw.eos_token_id, generation.get("eos_token_id"))
+    ids = {token for end in ends for token in (end if isinstance(end, list) else [end])}
     return ModelConfig(
         folder=folder,
-        architecture=raw.architectures[0],
+        architecture=architecture,
         dtype=_dtype(raw, dtype),
         vocab_size=raw.vocab_size,
         hidden_size=raw.hidden_size,
@@ -158,13 +197,13 @@ def load_model_config(folder: str | Path, dtype: str = "auto") -> ModelConfig:
         rope=_rope(raw),
         max_position_embeddings=raw.max_position_embeddings,
         tie_word_embeddings=raw.tie_word_embeddings,
-        attention_bias=raw.attention_bias,
+        qkv_bias=raw.attention_bias if family.qkv_bias is None else family.qkv_bias,
+        output_bias=raw.attention_bias and family.qkv_bias is None,
+        qk_norm=family.qk_norm,
         mlp_bias=raw.mlp_bias,
         windows=_windows(raw),
-        eos_token_ids=_eos(raw.eos_token_id, generation.get("eos_token_id")),
-        vision=read_vision(
-            raw.vision_config, raw.architectures[0], raw.hidden_size, raw.image_token_id
-        ),
+        eos_token_ids=tuple(sorted(token for token in ids if isinstance(token, int))),
+        vision=read_vision(raw.vision_config, architecture, raw.hidden_size, raw.image_token_id),
     )
 
 
@@ -196,15 +235,24 @@ def _read_json(folder: Path, name: str) -> dict[str, Any]:
         raise ConfigError("--model", f"{path} is not a JSON object: {error}") from error
 
 
-def _generation_config(folder: Path) -> dict[str, Any]:
-    name = "generation_config.json"
-    return _read_json(folder, name) if (folder / name).exists() else {}
+def _check_architecture(content: dict[str, Any]) -> str:
+    """The first one named; read before the fields that only supported ones must have.
 
-
-def _architecture(content: dict[str, Any]) -> str:
-    """The first one named; read before the fields that only supported ones must have."""
+    Raises:
+        ConfigError: it is not implemented; names those that are.
+    """
     named = content.get("architectures")
-    return str(named[0]) if isinstance(named, list) and named else ""
+    architecture = str(named[0]) if isinstance(named, list) and named else ""
+    supported = f"supported architectures: {', '.join(sorted(ARCHITECTURES))}"
+    if content.get("auto_map"):
+        raise ConfigError(
+            "--model",
+            f"{architecture!r} brings code of its own (auto_map, trust_remote_code), which is "
+            f"never run; {supported}",
+        )
+    if architecture not in ARCHITECTURES:
+        raise ConfigError("--model", f"architecture {architecture!r} is unknown; {supported}")
+    return architecture
 
 
 def _flat(content: dict[str, Any]) -> dict[str, Any]:
@@ -254,10 +302,11 @@ def _dtype(raw: _Raw, asked: str) -> str:
 
 def _rope(raw: _Raw) -> RopeConfig:
     rope = raw.rope_parameters or raw.rope_scaling or _Rope()
-    theta = rope.rope_theta or raw.rope_theta or _default_theta(raw)
+    family = VISION_FAMILIES.get(raw.architectures[0])
+    theta = rope.rope_theta or raw.rope_theta or (family.rope_theta if family else 10_000.0)
     kind = rope.rope_type or rope.type or "default"
-    if raw.architectures[0] in VISION_FAMILIES:
-        return _multimodal_rope(raw, rope.mrope_section, kind, theta)
+    if family is not None:
+        return _multimodal_rope(raw, family, rope.mrope_section, kind, theta)
     if (raw.partial_rotary_factor or rope.partial_rotary_factor) != 1.0:
         raise ConfigError("--model", "partial_rotary_factor is unsupported")
     if kind == "default":
@@ -281,13 +330,12 @@ def _rope(raw: _Raw) -> RopeConfig:
     )
 
 
-def _default_theta(raw: _Raw) -> float:
-    family = VISION_FAMILIES.get(raw.architectures[0])
-    return family.rope_theta if family else 10_000.0
-
-
 def _multimodal_rope(
-    raw: _Raw, section: tuple[int, int, int] | None, kind: str, theta: float
+    raw: _Raw,
+    family: VisionFamily,
+    section: tuple[int, int, int] | None,
+    kind: str,
+    theta: float,
 ) -> RopeConfig:
     if kind not in ("default", "mrope"):
         raise ConfigError(
@@ -296,8 +344,9 @@ def _multimodal_rope(
     half = (raw.head_dim or raw.hidden_size // raw.num_attention_heads) // 2
     if section is None or sum(section) != half or min(section) < 0:
         raise ConfigError("--model", f"mrope_section must be three numbers that add up to {half}")
-    interleaved = VISION_FAMILIES[raw.architectures[0]].mrope_interleaved
-    return RopeConfig(theta=theta, mrope_section=section, mrope_interleaved=interleaved)
+    return RopeConfig(
+        theta=theta, mrope_section=section, mrope_interleaved=family.mrope_interleaved
+    )
 
 
 def _windows(raw: _Raw) -> tuple[int, ...]:
@@ -313,10 +362,3 @@ def _windows(raw: _Raw) -> tuple[int, ...]:
     if len(raw.layer_types) != raw.num_hidden_layers:
         raise ConfigError("--model", "layer_types and num_hidden_layers differ in length")
     return tuple(window if kind == "sliding_attention" else 0 for kind in raw.layer_types)
-
-
-def _eos(*values: Any) -> tuple[int, ...]:
-    ids: set[int] = set()
-    for value in values:
-        ids.update(value if isinstance(value, list) else [value])
-    return tuple(sorted(token for token in ids if isinstance(token, int)))

@@ -55,14 +55,11 @@ def rotary_positions(items: Sequence[Item], merge_size: int) -> RotaryPositions:
     for item in items:
         text = np.arange(item.start - token) + base
         base += len(text)
-        parts += [np.tile(text, (3, 1)), _on_grid(item, merge_size) + base]
+        # Time, row and column of each of the item's rows.
+        height, width = (max(1, patches // merge_size) for patches in item.grid[1:])
+        row = np.arange(item.length)
+        grid = np.stack((row // (height * width), row // width % height, row % width))
+        parts += [np.tile(text, (3, 1)), grid + base]
         base = int(parts[-1].max()) + 1
         token = item.start + item.length
     return RotaryPositions(np.concatenate(parts, axis=1), base - token)
-
-
-def _on_grid(item: Item, merge_size: int) -> Ints:
-    """Time, row and column of each of the item's rows: [3, length]."""
-    height, width = (max(1, patches // merge_size) for patches in item.grid[1:])
-    row = np.arange(item.length)
-    return np.stack((row // (height * width), row // width % height, row % width))

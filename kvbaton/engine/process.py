@@ -12,7 +12,6 @@ import signal
 import tempfile
 from collections.abc import Sequence
 from contextlib import suppress
-from dataclasses import dataclass
 from multiprocessing.connection import Connection
 from typing import TYPE_CHECKING, Self
 
@@ -26,7 +25,7 @@ from kvbaton.messages.engine import Dead, Ready, Shutdown
 from kvbaton.types import NodeId, clip_text
 
 if TYPE_CHECKING:
-    from kvbaton.engine.kv_connector import ConnectorFactory
+    from kvbaton.engine.build import ConnectorFactory
 
 logger = logging.getLogger(__name__)
 
@@ -36,23 +35,6 @@ LAST_WORDS_S = 1.0
 """A lost connection to a child is told to its requests after this, if the child lives on."""
 
 _reports = msgspec.msgpack.Decoder(Ready | Dead)
-
-
-@dataclass(frozen=True)
-class Surroundings:
-    """What a connector may want to know of the engine beyond executor and scheduler.
-
-    Attributes:
-        config: the engine's settings.
-        node: this life of this node.
-        identity: digest of the identity record, 32 bytes.
-        record: the identity record, readable.
-    """
-
-    config: EngineConfig
-    node: NodeId
-    identity: bytes
-    record: dict[str, str]
 
 
 def die_with_parent() -> None:

@@ -9,12 +9,14 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from kvbaton.connectors.keys import Extra, block_keys
-from kvbaton.engine.kv_cache_manager import KVCacheManager, Tables
 from kvbaton.messages.engine import AddRequest, Item, SamplingParams
 from kvbaton.types import TokenLogprobs
 
+Tables = list[list[int]]
+"""One block table per KV group (see `kv_cache_manager`)."""
 
-class State(enum.Enum):
+
+class SequenceState(enum.Enum):
     """Where a sequence is in its life."""
 
     WAITING = "waiting"
@@ -40,8 +42,9 @@ class Sequence:
         choice: its number.
         tokens: all known tokens: prompt, resumed, generated.
         tables: block tables per group.
-        state: see `State`.
-        handle: its name at the runner; None while the runner does not know it. A preempted
+        rank: order of service: priority, then arrival, then choice.
+        state: see `SequenceState`.
+        handle: its name at the runner; 0 while the runner does not know it. A preempted
             sequence comes back under a new one.
         parent: the sequence to fork it from, until the runner was told.
         num_computed: positions whose KV is final.
@@ -58,27 +61,28 @@ class Sequence:
     choice: int
     tokens: list[int]
     tables: Tables
-    state: State = State.WAITING
-    handle: int | None = None
+    rank: tuple[int, int, int] = field(init=False)
+    state: SequenceState = SequenceState.WAITING
+    handle: int = 0
     parent: Sequence | None = None
     num_computed: int = 0
     num_scheduled: int = 0
     pending: int = 0
-    sent: list[int] = field(default_factory=list)
-    committed: list[int] = field(default_factory=list)
+    sent: list[int] = field(init=False)
+    committed: list[int] = field(init=False)
     shares_tail: bool = False
     chains: dict[int, list[bytes]] = field(default_factory=dict)
     finish_reason: str | None = None
 
+    def __post_init__(self) -> None:
+        self.rank = self.request.priority, self.request.arrival, self.choice
+        self.sent = [0] * len(self.tables)
+        self.committed = [0] * len(self.tables)
+
     @property
     def is_over(self) -> bool:
         """Whether it has ended and its blocks are given back."""
-        return self.state is State.FINISHED
-
-    @property
-    def rank(self) -> tuple[int, int, int]:
-        """Order of service: priority, then arrival, then choice."""
-        return self.request.priority, self.request.arrival, self.choice
+        return self.state is SequenceState.FINISHED
 
     @property
     def num_generated(self) -> int:
@@ -113,28 +117,6 @@ class Sequence:
             )
             self.chains[block_size] = known
         return known
-
-    def clear(self, blocks: KVCacheManager) -> None:
-        """Give all its blocks back, and with them what was computed."""
-        blocks.deref(self.tables)
-        self.tables = blocks.empty()
-        self.num_computed = self.num_scheduled = 0
-        self.committed = [0] * len(self.tables)
-        self.shares_tail = False
-
-    def commit(self, blocks: KVCacheManager) -> None:
-        """Offer the blocks that have become full and final to the prefix cache."""
-        if not blocks.caching:
-            return
-        for g, (group, pool) in enumerate(zip(blocks.groups, blocks.pools, strict=True)):
-            first, end = self.committed[g], self.num_computed // group.block_size
-            if end > first:
-                chain, table = self.chain(group.block_size), self.tables[g]
-                for i in range(first, end):
-                    pool.commit(table[i], chain[i])
-                self.committed[g] = end
-                for listener in blocks.on_commit:
-                    listener(self, g, first, end)
 
 
 @dataclass(slots=True, eq=False)
@@ -180,10 +162,10 @@ class Request:
     prompt_logprobs: list[TokenLogprobs] | None = None
 
     @property
-    def state(self) -> State:
+    def state(self) -> SequenceState:
         """That of its first choice which is not over."""
         live = (sequence.state for sequence in self.sequences if not sequence.is_over)
-        return next(live, State.FINISHED)
+        return next(live, SequenceState.FINISHED)
 
     def final_tokens(self) -> int:
         """Tokens known from the start whose KV is final."""
@@ -221,6 +203,33 @@ class Request:
     def reads_cache(self) -> bool:
         """Whether a cached prefix may be used: prompt logprobs need the prompt computed."""
         return self.prompt_logprobs is None or (self.spec.transfer is not None and not self.source)
+
+
+@dataclass(frozen=True)
+class ScheduledSequence:
+    """What a step in flight does for one sequence.
+
+    Attributes:
+        sequence: which.
+        handle: its name then; another one now means that it was preempted or is over.
+        start: first position computed.
+        end: past the last one.
+        targets: who gets the sampled tokens, in order.
+    """
+
+    sequence: Sequence
+    handle: int
+    start: int
+    end: int
+    targets: tuple[Sequence, ...]
+
+
+@dataclass(frozen=True)
+class InFlightStep:
+    """A plan that was handed out and whose result has not been applied."""
+
+    number: int
+    scheduled: tuple[ScheduledSequence, ...]
 
 
 def extras_of(items: Iterable[Item]) -> tuple[Extra, ...]:

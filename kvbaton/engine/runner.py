@@ -13,16 +13,19 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
-from kvbaton.engine.attention import Batch, PagedAttention
-from kvbaton.engine.cache import KVCache, Slots
-from kvbaton.engine.encoder.pool import EncoderPool
-from kvbaton.engine.item_tokens import item_tokens
+from kvbaton.engine.attention import PagedAttention, PagedBatch
+from kvbaton.engine.cache import KVCache
+from kvbaton.engine.encoder.pool import EncoderPool, item_tokens
+from kvbaton.engine.models.layers import AttentionContext
 from kvbaton.engine.models.llama import Encoded, LlamaForCausalLM
 from kvbaton.engine.mrope import merge_size
 from kvbaton.engine.sampler import Logprobs, SampleRows, has_penalty, logprobs_of, sample
 from kvbaton.engine.sequences import Sequences
 from kvbaton.engine.step import Sampled, SequenceStep, StepPlan, StepResult
+from kvbaton.engine.upload import upload
 from kvbaton.types import TokenLogprobs
+
+Ints = npt.NDArray[np.int64]
 
 LOGITS_ELEMENTS = 1 << 24
 """Logits of prompt tokens held at a time."""
@@ -48,7 +51,9 @@ class StepOutput:
     def result(self) -> StepResult:
         """Bring it to the host."""
         tokens = [] if self.tokens is None else self.tokens.tolist()
-        messages = self._messages()
+        asked = [count for count in self.logprob_counts if count is not None]
+        found = iter(self.logprobs.messages(asked) if self.logprobs is not None else ())
+        messages = [None if count is None else next(found) for count in self.logprob_counts]
         sampled, row = [], 0
         for number, step in enumerate(self.plan.steps):
             end = row + step.num_samples
@@ -66,11 +71,28 @@ class StepOutput:
             row = end
         return StepResult(self.plan.number, tuple(sampled))
 
-    def _messages(self) -> list[TokenLogprobs | None]:
-        """Per sampled token, its log probabilities if they were asked for."""
-        asked = [count for count in self.logprob_counts if count is not None]
-        found = iter(self.logprobs.messages(asked) if self.logprobs is not None else ())
-        return [None if count is None else next(found) for count in self.logprob_counts]
+
+@dataclass(frozen=True)
+class StepTokens:
+    """The tokens that a step computes, sequence after sequence; on the host.
+
+    Attributes:
+        starts: [sequences], position of the first token of each.
+        query_lens: [sequences], tokens of each.
+        context_lens: [sequences], tokens of each with those that are cached.
+        positions: [tokens], absolute.
+        rows: [tokens], their sequences' rows.
+        blocks: [tokens], where they go.
+        offsets: [tokens], slot in the block.
+    """
+
+    starts: Ints
+    query_lens: Ints
+    context_lens: Ints
+    positions: Ints
+    rows: Ints
+    blocks: Ints
+    offsets: Ints
 
 
 class Runner:
@@ -79,52 +101,38 @@ class Runner:
     Args:
         model: its weights.
         cache: its KV pool.
-        eos_token_ids: the model's own end tokens.
         max_model_len: longest sequence.
-        max_num_seqs: sequences expected at a time; more are fine.
+        max_num_seqs: most sequences in one step.
 
     Attributes:
         encoder: where the outputs lie that items' tokens stand for; set before a step has some.
     """
 
     encoder: EncoderPool | None = None
+    sequences_class: type[Sequences] = Sequences
 
     def __init__(
-        self,
-        model: LlamaForCausalLM,
-        cache: KVCache,
-        *,
-        eos_token_ids: tuple[int, ...],
-        max_model_len: int,
-        max_num_seqs: int,
+        self, model: LlamaForCausalLM, cache: KVCache, *, max_model_len: int, max_num_seqs: int
     ) -> None:
-        self.model, self.cache, self.eos_token_ids = model, cache, eos_token_ids
-        self.device = cache.data.device
-        # A step that was launched before an end of text was seen may run one token over.
-        self.sequences = Sequences(
-            rows=max_num_seqs,
+        self.model, self.cache, self.device = model, cache, cache.data.device
+        # A step that was launched before an end of text was seen may run one token over. Kernels
+        # are compiled for row lengths that are multiples of 16.
+        blocks = (max_model_len + 1) // cache.block_size + 1
+        self.sequences = self.sequences_class(
+            rows=2 * max_num_seqs,
             max_tokens=max_model_len + 2,
-            max_blocks=(max_model_len + 1) // cache.block_size + 1,
+            max_blocks=-(-blocks // 16) * 16,
             device=self.device,
             merge_size=merge_size(model.config),
         )
 
+    def attach_encoder(self, pool: EncoderPool) -> None:
+        """Take encoder outputs from here."""
+        self.encoder = pool
+
     @torch.inference_mode()
     def run(self, plan: StepPlan) -> StepOutput:
-        """Do what the plan says."""
-        self._prepare(plan)
-        output = StepOutput(plan)
-        if plan.steps:
-            rows = self.sequences.rows([step.handle for step in plan.steps])
-            for row, step in zip(rows, plan.steps, strict=True):
-                self.sequences.append_blocks(row, step.new_blocks[0])
-            hidden, batch = self._forward(plan.steps, rows)
-            ends = np.cumsum(batch.query_lens)
-            self._report_prompts(output, rows, hidden, ends)
-            self._sample(output, rows, hidden, ends)
-        return output
-
-    def _prepare(self, plan: StepPlan) -> None:
+        """Do what the plan says; on a device, enqueue it."""
         for fork in plan.forks:
             self.sequences.fork(fork)
         for handle in plan.ended:
@@ -133,43 +141,65 @@ class Runner:
             self.cache.copy([c.source for c in plan.copies], [c.target for c in plan.copies])
         for new in plan.new:
             self.sequences.add(new)
+        output = StepOutput(plan)
+        if plan.steps:
+            rows = self.sequences.rows([step.handle for step in plan.steps])
+            for row, step in zip(rows, plan.steps, strict=True):
+                self.sequences.append_blocks(row, step.new_blocks[0])
+            self._compute(output, rows)
+        return output
 
-    def _batch(
-        self, steps: Sequence[SequenceStep], rows: npt.NDArray[np.int64]
-    ) -> tuple[Batch, Tensor, Tensor]:
-        """The batch, its token ids and its rotary positions."""
+    def _compute(self, output: StepOutput, rows: Ints) -> None:
+        """Run the layers over the step's tokens, and sample."""
+        tokens = self._tokens(output.plan.steps, rows)
+        slots, positions = (
+            self._to_device(array)
+            for array in (tokens.blocks * self.cache.block_size + tokens.offsets, tokens.positions)
+        )
+        most = int(-(-tokens.context_lens.max() // self.cache.block_size))
+        tables = self.sequences.tables[rows, :most]
+        batch = PagedBatch(slots, tokens.query_lens, tokens.context_lens, tables)
+        hidden = self._layers(
+            self.sequences.tokens[self._to_device(tokens.rows), positions].long(),
+            positions,
+            self._to_device(
+                self.sequences.rotary_positions(rows, tokens.positions, tokens.query_lens)
+            ),
+            slots,
+            PagedAttention(self.cache, batch),
+            self._encoded(output.plan.steps),
+        )
+        ends = np.cumsum(tokens.query_lens)
+        self._report_prompts(output, rows, hidden, ends)
+        self._sample(output, rows, hidden, ends)
+
+    def _tokens(self, steps: Sequence[SequenceStep], rows: Ints) -> StepTokens:
+        """Which tokens the steps compute, and where they go; accounts for them in the cache."""
         starts = np.array([step.start for step in steps], np.int64)
         counts = np.array([step.count for step in steps], np.int64)
         context_lens = starts + counts
         assert (context_lens <= self.sequences.lengths[rows]).all(), "a step is ahead of its tokens"
-        first = np.cumsum(counts) - counts
-        positions = np.arange(counts.sum()) - np.repeat(first - starts, counts)
-        token_rows = np.repeat(rows, counts)
-        size = self.cache.block_size
-        blocks = self.sequences.tables[token_rows, positions // size]
+        positions = np.arange(counts.sum()) - np.repeat(np.cumsum(counts) - context_lens, counts)
+        token_rows, size = np.repeat(rows, counts), self.cache.block_size
+        blocks, offsets = self.sequences.tables[token_rows, positions // size], positions % size
         assert blocks.all(), "a step has no block for its tokens"
-        most = int(-(-context_lens.max() // size))
-        slots = Slots(
-            blocks=self._to_device(blocks),
-            offsets=self._to_device(positions % size),
-            positions=self._to_device(positions),
-            host_blocks=blocks,
-            host_offsets=positions % size,
-        )
-        tokens = self.sequences.tokens[self._to_device(token_rows), slots.positions].long()
-        rotary = self._to_device(self.sequences.rotary_positions(rows, positions, counts))
-        tables = self.sequences.tables[rows, :most]
-        return Batch(slots, counts, context_lens, tables), tokens, rotary
+        self.cache.note_writes(blocks, offsets, positions)
+        return StepTokens(starts, counts, context_lens, positions, token_rows, blocks, offsets)
 
-    def _forward(
-        self, steps: Sequence[SequenceStep], rows: npt.NDArray[np.int64]
-    ) -> tuple[Tensor, Batch]:
-        batch, token_ids, rotary = self._batch(steps, rows)
-        self.cache.forget_overwritten(batch.slots)
-        attention = PagedAttention(self.cache, batch)
-        hidden: Tensor = self.model(token_ids, rotary, attention, self._encoded(steps))
-        self.cache.count_written(batch.slots)
-        return hidden, batch
+    def _layers(
+        self,
+        token_ids: Tensor,
+        positions: Tensor,
+        rotary: Tensor,
+        slots: Tensor,
+        attention: AttentionContext,
+        encoded: Encoded | None = None,
+    ) -> Tensor:
+        """Run the model, and keep the digest sums of what it writes."""
+        self.cache.start_sums(slots)
+        hidden: Tensor = self.model(token_ids, rotary, attention, encoded)
+        self.cache.add_sums(slots, positions)
+        return hidden
 
     def _encoded(self, steps: Sequence[SequenceStep]) -> Encoded | None:
         """Rows of the items whose tokens the steps compute."""
@@ -179,17 +209,11 @@ class Runner:
         at, blocks, offsets = found
         return Encoded(self._to_device(at), self._gather(blocks, offsets))
 
-    def _gather(self, blocks: npt.NDArray[np.int64], offsets: npt.NDArray[np.int64]) -> Tensor:
+    def _gather(self, blocks: Ints, offsets: Ints) -> Tensor:
         assert self.encoder is not None, "items come after their pool was attached"
         return self.encoder.gather(self._to_device(blocks), self._to_device(offsets))
 
-    def _sample(
-        self,
-        output: StepOutput,
-        rows: npt.NDArray[np.int64],
-        hidden: Tensor,
-        ends: npt.NDArray[np.int64],
-    ) -> None:
+    def _sample(self, output: StepOutput, rows: Ints, hidden: Tensor, ends: Ints) -> None:
         """Sample for the steps that ask for it, and append what was sampled."""
         samples = np.array([step.num_samples for step in output.plan.steps], np.int64)
         sampling = np.flatnonzero(samples)
@@ -198,25 +222,23 @@ class Runner:
         logits = self.model.logits(hidden[self._to_device(ends[sampling] - 1)])
         if samples.max() > 1:
             logits = logits.repeat_interleave(self._to_device(samples[sampling]), dim=0)
-        sample_rows = self._sample_rows(np.repeat(rows, samples), self._choices(rows, samples))
-        raw = self._raw_logprobs(output, logits, sample_rows)
-        output.tokens = sample(logits, sample_rows, self.eos_token_ids)
+        sample_rows = self._sample_rows(rows, samples)
+        output.logprob_counts = [params.logprobs for params in sample_rows.params]
+        asked = [(i, n) for i, n in enumerate(output.logprob_counts) if n is not None]
+        index = torch.tensor([i for i, _ in asked], device=self.device)
+        raw = logits[index].log_softmax(dim=-1) if asked else None  # `sample` overwrites logits
+        output.tokens = sample(logits, sample_rows, self.model.config.eos_token_ids)
         if raw is not None:
-            index, logprobs, most = raw
-            output.logprobs = logprobs_of(logprobs, output.tokens[index], most)
+            most = max(n for _, n in asked)
+            output.logprobs = logprobs_of(raw, output.tokens[index], most)
         self._append(rows[sampling], samples[sampling], output.tokens)
 
-    def _choices(
-        self, rows: npt.NDArray[np.int64], samples: npt.NDArray[np.int64]
-    ) -> npt.NDArray[np.int64]:
-        """Choice of each sample: all of a request's, or the sequence's own."""
-        nth = np.arange(samples.sum()) - np.repeat(np.cumsum(samples) - samples, samples)
-        own = np.repeat(self.sequences.choices[rows], samples)
-        return np.where(np.repeat(samples, samples) > 1, nth, own)
-
-    def _sample_rows(
-        self, rows: npt.NDArray[np.int64], choices: npt.NDArray[np.int64]
-    ) -> SampleRows:
+    def _sample_rows(self, rows: Ints, samples: Ints) -> SampleRows:
+        """What the sampler must know of each sample."""
+        of = np.repeat(np.arange(len(rows)), samples)
+        nth = np.arange(len(of)) - (np.cumsum(samples) - samples)[of]
+        rows, many = rows[of], samples[of] > 1
+        choices = np.where(many, nth, self.sequences.choices[rows])
         params = [self.sequences.sampling(row) for row in rows]
         lengths = self.sequences.lengths[rows]
         tokens = None
@@ -224,20 +246,7 @@ class Runner:
             tokens = self.sequences.tokens[self._to_device(rows), : int(lengths.max())]
         return SampleRows(params, self.sequences.num_prompt[rows], lengths, choices, tokens)
 
-    def _raw_logprobs(
-        self, output: StepOutput, logits: Tensor, rows: SampleRows
-    ) -> tuple[Tensor, Tensor, int] | None:
-        """Rows that report log probabilities, these, and the most candidates of a row."""
-        output.logprob_counts = [params.logprobs for params in rows.params]
-        asked = [(i, n) for i, n in enumerate(output.logprob_counts) if n is not None]
-        if not asked:
-            return None
-        index = torch.tensor([i for i, _ in asked], device=self.device)
-        return index, logits[index].log_softmax(dim=-1), max(n for _, n in asked)
-
-    def _append(
-        self, rows: npt.NDArray[np.int64], samples: npt.NDArray[np.int64], tokens: Tensor
-    ) -> None:
+    def _append(self, rows: Ints, samples: Ints, tokens: Tensor) -> None:
         """Each sequence goes on with its own choice's token; the others are kept for forks."""
         first = np.cumsum(samples) - samples
         for row, start, count in zip(rows, first, samples, strict=True):
@@ -249,9 +258,9 @@ class Runner:
     def _report_prompts(
         self,
         output: StepOutput,
-        rows: npt.NDArray[np.int64],
+        rows: Ints,
         hidden: Tensor,
-        ends: npt.NDArray[np.int64],
+        ends: Ints,
     ) -> None:
         """Log probabilities of the prompt tokens that follow the positions computed now."""
         for number, (row, step) in enumerate(zip(rows, output.plan.steps, strict=True)):
@@ -263,18 +272,12 @@ class Runner:
             states = hidden[first : first + last - step.start]
             targets = self.sequences.tokens[row, step.start + 1 : last + 1].long()
             chunk = max(1, LOGITS_ELEMENTS // self.model.config.vocab_size)
-            output.prompt_logprobs[number] = [
-                self._prompt_piece(state, target, count)
-                for state, target in zip(
-                    torch.split(states, chunk), torch.split(targets, chunk), strict=True
-                )
-            ]
+            pieces = output.prompt_logprobs[number] = []
+            parts = torch.split(states, chunk), torch.split(targets, chunk)
+            for state, target in zip(*parts, strict=True):
+                logprobs = self.model.logits(state).log_softmax(dim=-1)
+                entries = logprobs_of(logprobs, target, count)
+                pieces.append(entries.messages([count] * len(target)))
 
-    def _prompt_piece(
-        self, hidden: Tensor, targets: Tensor, count: int
-    ) -> tuple[TokenLogprobs, ...]:
-        logprobs = self.model.logits(hidden).log_softmax(dim=-1)
-        return logprobs_of(logprobs, targets, count).messages([count] * len(targets))
-
-    def _to_device(self, array: npt.NDArray[np.int64]) -> Tensor:
-        return torch.from_numpy(array).to(self.device)
+    def _to_device(self, array: Ints) -> Tensor:
+        return upload([array], self.device)[0].view(array.shape)

@@ -12,7 +12,7 @@ are reported are those of the raw logits.
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -74,87 +74,69 @@ def sample(logits: Tensor, rows: SampleRows, eos_token_ids: tuple[int, ...]) -> 
         [rows] int64, on the device of `logits`.
     """
     process_logits(logits, rows, eos_token_ids)
-    _add_noise(logits, rows)
+    drawn = [row for row, p in enumerate(rows.params) if p.temperature >= GREEDY_BELOW]
+    if drawn:
+        _add_noise(logits, rows, drawn)
     return logits.argmax(dim=-1)
 
 
 def process_logits(logits: Tensor, rows: SampleRows, eos_token_ids: tuple[int, ...]) -> None:
     """Apply all but the noise, in place; the softmax is then what a row is drawn from."""
-    _add_bias(logits, rows.params)
-    _forbid_stops(logits, rows, eos_token_ids)
-    _penalize(logits, rows)
-    _divide_by_temperature(logits, rows.params)
-    _keep_top_k(logits, rows.params)
-    _keep_top_p(logits, rows.params)
-    _keep_min_p(logits, rows.params)
+    biases: list[tuple[int, int, float]] = []
+    by_step: dict[Step, list[int]] = {}
+    for row, p in enumerate(rows.params):  # once, since most rows want nothing of all this
+        if p.logit_bias:
+            biases += [(row, token, bias) for token, bias in p.logit_bias.items()]
+        if p.min_tokens and rows.lengths[row] - rows.num_prompt[row] < p.min_tokens:
+            # Tokens that would end the text are impossible until then.
+            stops = {*p.stop_token_ids, *(() if p.ignore_eos else eos_token_ids)}
+            biases += [(row, token, -math.inf) for token in stops]
+        if has_penalty(p):
+            by_step.setdefault(_penalize, []).append(row)
+        if p.temperature >= GREEDY_BELOW and p.temperature != 1.0:
+            by_step.setdefault(_divide_by_temperature, []).append(row)
+        if 0 < p.top_k < logits.shape[1]:
+            by_step.setdefault(_keep_top_k, []).append(row)
+        if p.top_p < 1.0:
+            by_step.setdefault(_keep_top_p, []).append(row)
+        if p.min_p > 0.0:
+            by_step.setdefault(_keep_min_p, []).append(row)
+    if biases:
+        # A token that does not exist can't be chosen anyway.
+        known = [bias for bias in biases if bias[1] < logits.shape[1]]
+        index = torch.tensor([bias[:2] for bias in known], device=logits.device).reshape(-1, 2).T
+        values = torch.tensor([bias[2] for bias in known], dtype=logits.dtype, device=logits.device)
+        logits.index_put_((index[0].long(), index[1].long()), values, accumulate=True)
+    for step in STEPS:
+        if chosen := by_step.get(step):
+            step(logits, rows, chosen)
 
 
-def _where(flags: Sequence[bool], device: torch.device) -> Tensor | None:
-    """Numbers of the rows that have a feature; None if there is none."""
-    found = [row for row, flag in enumerate(flags) if flag]
-    return torch.tensor(found, device=device) if found else None
+def _column(values: Sequence[float], device: torch.device) -> Tensor:
+    """[rows, 1] float32."""
+    return torch.tensor(values, dtype=torch.float32, device=device)[:, None]
 
 
-def _column(values: Sequence[float], index: Tensor) -> Tensor:
-    """The chosen rows' values, [chosen, 1] float32."""
-    return torch.tensor(values, dtype=torch.float32, device=index.device)[index][:, None]
+# --- the steps, each on the rows that want it ---
 
 
-# --- what comes before the temperature ---
-
-
-def _put(logits: Tensor, entries: list[tuple[int, int, float]]) -> None:
-    """Add a value to (row, token). A token that does not exist can't be chosen anyway."""
-    entries = [entry for entry in entries if entry[1] < logits.shape[1]]
-    if entries:
-        row, token, value = zip(*entries, strict=True)
-        index = torch.tensor([row, token], device=logits.device)
-        values = torch.tensor(value, dtype=logits.dtype, device=logits.device)
-        logits.index_put_((index[0], index[1]), values, accumulate=True)
-
-
-def _add_bias(logits: Tensor, params: Sequence[SamplingParams]) -> None:
-    _put(
-        logits,
-        [
-            (row, token, bias)
-            for row, param in enumerate(params)
-            for token, bias in param.logit_bias.items()
-        ],
-    )
-
-
-def _forbid_stops(logits: Tensor, rows: SampleRows, eos_token_ids: tuple[int, ...]) -> None:
-    """Tokens that would end the text are impossible before `min_tokens`."""
-    generated = rows.lengths - rows.num_prompt
-    entries: list[tuple[int, int, float]] = []
-    for row, params in enumerate(rows.params):
-        if generated[row] < params.min_tokens:
-            stops = {*params.stop_token_ids, *(() if params.ignore_eos else eos_token_ids)}
-            entries += [(row, token, -math.inf) for token in stops]
-    _put(logits, entries)
-
-
-def _penalize(logits: Tensor, rows: SampleRows) -> None:
+def _penalize(logits: Tensor, rows: SampleRows, chosen: list[int]) -> None:
     """Repetition (Keskar et al., arXiv 1909.05858) over all tokens; the others over generated."""
-    index = _where([has_penalty(params) for params in rows.params], logits.device)
-    if index is None:
-        return
-    assert rows.tokens is not None, "penalties need the tokens so far"
+    index, params = torch.tensor(chosen, device=logits.device), [rows.params[row] for row in chosen]
     part = logits[index]
     seen = _counts(rows, index, logits.shape[1], generated_only=False) > 0
-    repetition = _column([params.repetition_penalty for params in rows.params], index)
+    repetition = _column([p.repetition_penalty for p in params], logits.device)
     scaled = torch.where(part > 0, part / repetition, part * repetition)
     part = torch.where(seen, scaled, part)
     generated = _counts(rows, index, logits.shape[1], generated_only=True)
-    frequency = _column([params.frequency_penalty for params in rows.params], index)
-    presence = _column([params.presence_penalty for params in rows.params], index)
+    frequency = _column([p.frequency_penalty for p in params], logits.device)
+    presence = _column([p.presence_penalty for p in params], logits.device)
     logits[index] = part - frequency * generated - presence * (generated > 0)
 
 
 def _counts(rows: SampleRows, index: Tensor, vocab: int, *, generated_only: bool) -> Tensor:
     """How often each token occurs in the chosen rows, [chosen, vocab] float32."""
-    assert rows.tokens is not None
+    assert rows.tokens is not None, "penalties need the tokens so far"
     tokens = rows.tokens[index].long()
     position = torch.arange(tokens.shape[1], device=index.device)
     counted = position < torch.from_numpy(rows.lengths).to(index.device)[index][:, None]
@@ -164,55 +146,56 @@ def _counts(rows: SampleRows, index: Tensor, vocab: int, *, generated_only: bool
     return counts.scatter_add_(1, tokens.masked_fill(~counted, 0), counted.float())
 
 
-# --- temperature and truncation ---
+def _divide_by_temperature(logits: Tensor, rows: SampleRows, chosen: list[int]) -> None:
+    """All rows in place, which is faster than a copy of the chosen ones."""
+    values = [1.0] * len(rows.params)
+    for row in chosen:
+        values[row] = rows.params[row].temperature
+    logits.div_(_column(values, logits.device))
 
 
-def _divide_by_temperature(logits: Tensor, params: Sequence[SamplingParams]) -> None:
-    values = [p.temperature if p.temperature >= GREEDY_BELOW else 1.0 for p in params]
-    if any(value != 1.0 for value in values):
-        logits.div_(torch.tensor(values, device=logits.device)[:, None])
-
-
-def _keep_top_k(logits: Tensor, params: Sequence[SamplingParams]) -> None:
-    counts = [param.top_k for param in params]
-    index = _where([0 < count < logits.shape[1] for count in counts], logits.device)
-    if index is None:
-        return
+def _keep_top_k(logits: Tensor, rows: SampleRows, chosen: list[int]) -> None:
+    index = torch.tensor(chosen, device=logits.device)
+    kept = torch.tensor([rows.params[row].top_k for row in chosen], device=logits.device)
     part = logits[index]
-    kept = torch.tensor(counts, device=logits.device)[index]
-    best = part.topk(int(kept.max())).values
+    best = part.topk(max(rows.params[row].top_k for row in chosen)).values
     logits[index] = part.masked_fill_(part < best.gather(1, kept[:, None] - 1), -math.inf)
 
 
-def _keep_top_p(logits: Tensor, params: Sequence[SamplingParams]) -> None:
+def _keep_top_p(logits: Tensor, rows: SampleRows, chosen: list[int]) -> None:
     """Keep the smallest set of best tokens whose mass reaches `top_p` (arXiv 1904.09751)."""
-    index = _where([param.top_p < 1.0 for param in params], logits.device)
-    if index is None:
-        return
+    index = torch.tensor(chosen, device=logits.device)
     part = logits[index]
     ordered, order = part.sort(dim=-1, stable=True)
     mass = ordered.softmax(dim=-1).cumsum(dim=-1)
-    dropped = mass <= 1.0 - _column([param.top_p for param in params], index)
+    dropped = mass <= 1.0 - _column([rows.params[row].top_p for row in chosen], logits.device)
     dropped[:, -1] = False
     dropped = torch.empty_like(dropped).scatter_(1, order, dropped)
     logits[index] = part.masked_fill_(dropped, -math.inf)
 
 
-def _keep_min_p(logits: Tensor, params: Sequence[SamplingParams]) -> None:
+def _keep_min_p(logits: Tensor, rows: SampleRows, chosen: list[int]) -> None:
     """Keep tokens whose probability is at least `min_p` of the best one's (arXiv 2407.01082)."""
-    index = _where([param.min_p > 0.0 for param in params], logits.device)
-    if index is None:
-        return
+    index = torch.tensor(chosen, device=logits.device)
     part = logits[index]
-    least = part.amax(-1, keepdim=True) + _column([p.min_p for p in params], index).log()
+    least = _column([rows.params[row].min_p for row in chosen], logits.device).log()
+    least = part.amax(-1, keepdim=True) + least
     logits[index] = part.masked_fill_(part < least, -math.inf)
 
 
-def _add_noise(logits: Tensor, rows: SampleRows) -> None:
+Step = Callable[[Tensor, SampleRows, list[int]], None]
+STEPS: tuple[Step, ...] = (
+    _penalize,
+    _divide_by_temperature,
+    _keep_top_k,
+    _keep_top_p,
+    _keep_min_p,
+)
+
+
+def _add_noise(logits: Tensor, rows: SampleRows, chosen: list[int]) -> None:
     """Gumbel noise on the rows that are not greedy."""
-    index = _where([p.temperature >= GREEDY_BELOW for p in rows.params], logits.device)
-    if index is None:
-        return
+    index = torch.tensor(chosen, device=logits.device)
     seeds = torch.tensor([_signed_seed(param) for param in rows.params], device=logits.device)
     positions, choices = (
         torch.from_numpy(x).to(logits.device) for x in (rows.lengths, rows.choices)

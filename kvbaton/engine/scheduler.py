@@ -1,11 +1,9 @@
-"""Decides what the engine computes next; holds the requests and moves them through their states.
+"""Decides what the engine computes next: makes plans of steps, and applies their results.
 
-Sans-IO: requests and step results in, plans and outputs out, and an injected clock.
-
-A plan takes decoding sequences first, then running prompts, then who is admitted (`admission.py`).
-A sequence that needs a block when none is free takes those of the last in order of service, who is
-preempted and computes again later. Everybody whom a plan holds comes before its victims, so no plan
-loses a sequence that it already holds.
+A plan takes decoding sequences first, then running prompts, then who is admitted. A sequence that
+needs a block when none is free takes those of the last in order of service, who is preempted and
+computes again later. Everybody whom a plan holds comes before its victims, so no plan loses a
+sequence that it already holds.
 
 A plan may be made while an earlier one is still in flight. A decoding sequence is then scheduled
 for the token that is being sampled, unless that one is known to be its last. Blocks that a victim
@@ -15,75 +13,60 @@ out.
 
 from __future__ import annotations
 
-import heapq
 import itertools
 import time
-from bisect import insort
-from collections import Counter, deque
-from collections.abc import Callable, Iterable, Iterator
-from collections.abc import Sequence as SequenceOf
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Literal
 
-from kvbaton.engine.admission import Admission, AwaitItem, BeginLoad, Park, Reject, Run
 from kvbaton.engine.config import SchedulerConfig
-from kvbaton.engine.encoder.cache_manager import EncoderCacheManager
-from kvbaton.engine.kv_cache_manager import KVCacheManager, Match, Tables
-from kvbaton.engine.kv_connector import KVConnector, Load
-from kvbaton.engine.request import Request, Sequence, State, finish_of
-from kvbaton.engine.step import Sampled, StepPlan, StepResult
-from kvbaton.engine.step_draft import InFlightStep, ScheduledSequence, StepDraft
-from kvbaton.engine.validate import validate_request
-from kvbaton.errors import RequestError
-from kvbaton.messages.engine import AddRequest, Output
-from kvbaton.types import ChoiceStart, TokenLogprobs, clip_text
+from kvbaton.engine.kv_cache_manager import Match, Need
+from kvbaton.engine.kv_connector import KVConnector
+from kvbaton.engine.live_requests import LiveRequests
+from kvbaton.engine.request import InFlightStep, ScheduledSequence, Sequence, SequenceState
+from kvbaton.engine.step import (
+    BlockCopy,
+    Fork,
+    NewSequence,
+    Sampled,
+    SequenceStep,
+    StepPlan,
+    StepResult,
+)
+from kvbaton.messages.engine import Output
 
 
 @dataclass
-class Totals:
-    """Monotonic totals.
+class StepDraft:
+    """A plan in the making.
 
     Attributes:
-        received: requests taken.
-        finished: requests that are over, by finish reason of their last choice.
-        prompt_tokens: prompt tokens by source: ``computed``, ``local_cache``, ``transferred``,
-            ``store``.
-        cached_at_source: of the transferred ones, those that the source had in its cache.
-        generated: tokens put out.
-        preemptions: sequences whose blocks went to others.
-        load_failures: hand-overs and loads from a store that failed.
+        number: of the step.
+        budget: tokens that it may still take.
+        room: sequences that it may still take.
+        scheduled: what is in it so far, and with it `steps`, for the ranks.
+        new: sequences that the ranks do not know, but for copies of others.
+        forks: those.
+        copies: private copies of blocks; their sources are referenced until the step is numbered.
     """
 
-    received: int = 0
-    finished: Counter[str] = field(default_factory=Counter)
-    prompt_tokens: Counter[str] = field(default_factory=Counter)
-    cached_at_source: int = 0
-    generated: int = 0
-    preemptions: int = 0
-    load_failures: int = 0
+    number: int
+    budget: int
+    room: int
+    scheduled: list[ScheduledSequence] = field(default_factory=list)
+    steps: list[SequenceStep] = field(default_factory=list)
+    new: list[NewSequence] = field(default_factory=list)
+    forks: list[Fork] = field(default_factory=list)
+    copies: list[BlockCopy] = field(default_factory=list)
 
 
-class Scheduler:
+class Scheduler(LiveRequests):
     """Continuous batching with chunked prefill, prefix caching and preemption by recompute.
 
     Args:
         config: its settings.
         root_key: root of the block keys of requests with a given cache salt.
         clock: monotonic seconds.
-        outputs: scheduler of the encoder whose outputs prompts need; None for prompts of text.
-
-    Attributes:
-        blocks: all block pools.
-        requests: live ones by id.
-        waiting: the queue, in order of service.
-        running: sequences with blocks, in order of service.
-        parked: sequences beside the queue that wait for a connector or for an item.
-        loading: whose blocks are being filled by a connector, by request id.
-        in_flight: plans handed out and not updated, oldest first.
-        totals: what happened so far.
-        connectors: what brings KV in or takes it out, in the order in which they are asked.
-        items: decides which encoder outputs are asked for and kept.
-        pinned: blocks that somebody else than requests and connectors refers to.
     """
 
     def __init__(
@@ -92,324 +75,10 @@ class Scheduler:
         *,
         root_key: Callable[[str], bytes],
         clock: Callable[[], float] = time.monotonic,
-        outputs: Scheduler | None = None,
     ) -> None:
-        self.config = config
-        self.blocks = KVCacheManager(config.groups, enable_caching=config.enable_prefix_caching)
-        self.requests: dict[str, Request] = {}
-        self.waiting: list[Sequence] = []
-        self.running: list[Sequence] = []
-        self.parked: set[Sequence] = set()
-        self.loading: dict[str, Load] = {}
-        self.in_flight: deque[InFlightStep] = deque()
-        self.totals = Totals()
-        self.connectors: SequenceOf[KVConnector] = ()
-        self.root_key = root_key
-        self.clock = clock
-        self._arrivals = itertools.count(1)
-        self._deadlines: list[tuple[float, int, Request]] = []
+        super().__init__(config, root_key=root_key, clock=clock)
         self._handles = itertools.count(1)
         self._launched = 0
-        self._moves = 0
-        self._ended: list[int] = []  # handles that the runner has yet to forget
-        self._outbox: list[Output] = []  # made while a step was planned
-        encoder_cache = KVCacheManager(()) if outputs is None else outputs.blocks
-        self.items = EncoderCacheManager(
-            self, encoder_cache, root_key if outputs is None else outputs.root_key
-        )
-        self.pinned: Callable[[], Iterable[Tables]] = tuple
-        self._admission = Admission(self)
-        self.blocks.on_commit.append(self._committed)
-
-    # --- requests ---
-
-    def add(self, request: AddRequest) -> None:
-        """Take a request into the queue.
-
-        Raises:
-            RequestError: it can never be served here; names the field and the limit.
-        """
-        validate_request(request, self.config, self.blocks)
-        if not self.config.whole_prompts:
-            self.items.check(request)
-        if request.request_id in self.requests:
-            raise RequestError(
-                f"request id {request.request_id!r} is in use", param="request_id", status=409
-            )
-        self._check_role(request)
-        for connector in self.connectors:
-            request = connector.accept(request)
-        known = [*request.token_ids, *request.resume_ids]
-        source = request.transfer is not None and request.transfer.role == "source"
-        params = request.params
-        limit = len(known) + 1 if source else len(request.token_ids) + params.max_tokens
-        entered = Request(
-            request_id=request.request_id,
-            prompt=request.token_ids,
-            num_known=len(known),
-            params=params,
-            limit=min(limit, self.config.max_model_len),
-            priority=request.priority,
-            arrival=next(self._arrivals),
-            deadline=self.clock() + request.deadline_s,
-            root=self.root_key(request.cache_salt),
-            source=source,
-            items=() if self.config.whole_prompts else request.items,
-            spec=request,
-            prompt_logprobs=None if params.prompt_logprobs is None else [],
-        )
-        self.requests[entered.request_id] = entered
-        heapq.heappush(self._deadlines, (entered.deadline, entered.arrival, entered))
-        self.totals.received += 1
-        sequence = self.new_sequence(entered, 0, known)
-        entered.sequences.append(sequence)
-        self._wait(sequence, State.WAITING)
-        waits = [connector.added(sequence) for connector in self.connectors]
-        if any(waits):
-            self.park(sequence)
-        elif entered.items and (request.transfer is None or source):
-            # The last token is computed in any case, and may be one of an item.
-            cached = min(self._cached(sequence), len(known) - 1) if entered.reads_cache else 0
-            self.items.request(sequence, cached)
-
-    def _check_role(self, request: AddRequest) -> None:
-        """Refuse a part in a hand-over that no connector plays."""
-        transfer = request.transfer
-        if transfer is None or any(c.transfer_role == transfer.role for c in self.connectors):
-            return
-        field, other = {
-            "source": ("do_remote_decode", "prefill"),
-            "target": ("do_remote_prefill", "decode"),
-        }[transfer.role]
-        raise RequestError(
-            f"this node is no {transfer.role} of hand-overs; send {field} to a {other} node",
-            param=f"kv_transfer_params.{field}",
-        )
-
-    def is_cached(self, request_id: str) -> bool:
-        """Whether the prefix cache holds all tokens of a live request, in whole blocks."""
-        (sequence, *_) = self.requests[request_id].sequences
-        return self._cached(sequence) == len(sequence.tokens)
-
-    def _cached(self, sequence: Sequence) -> int:
-        """Tokens of the longest prefix in the prefix cache."""
-        return self.blocks.match(self.blocks.chains(sequence), len(sequence.tokens)).num_tokens
-
-    def sequences(self) -> Iterator[Sequence]:
-        """All sequences that may hold blocks."""
-        return (s for request in self.requests.values() for s in request.sequences)
-
-    def has_work(self) -> bool:
-        """Whether any request is live, any step in flight, or any output unsent."""
-        return bool(self.requests or self.in_flight or self._outbox)
-
-    def abort(self, request_id: str, reason: str = "abort") -> list[Output]:
-        """End a request now; unknown ids are ignored.
-
-        Any reason but ``abort`` makes it an error with that text.
-        """
-        request = self.requests.get(request_id)
-        if request is None:
-            return []
-        if reason == "abort":
-            return self.end(request, "abort")
-        return self.end(request, "error", reason)
-
-    def end_failed(self) -> list[Output]:
-        """End requests whose encoder outputs can't be had."""
-        outputs: list[Output] = []
-        for request, error in self.items.take_failed():
-            outputs += self.end(request, "error", error)
-        return outputs
-
-    def expire(self, now: float) -> list[Output]:
-        """End requests whose deadline has passed; with them come those that could never fit."""
-        outputs = self._flush()
-        while self._deadlines and self._deadlines[0][0] <= now:
-            request = heapq.heappop(self._deadlines)[2]
-            if self._is_live(request):
-                error = f"the request's deadline of {request.spec.deadline_s:g} s has passed"
-                outputs += self.end(request, "error", error)
-        return outputs
-
-    def next_deadline(self) -> float | None:
-        """When `expire` has something to do, on the clock given."""
-        if self._outbox:
-            return self.clock()
-        while self._deadlines and not self._is_live(self._deadlines[0][2]):
-            heapq.heappop(self._deadlines)
-        return self._deadlines[0][0] if self._deadlines else None
-
-    def _is_live(self, request: Request) -> bool:
-        return self.requests.get(request.request_id) is request
-
-    def _flush(self) -> list[Output]:
-        outputs, self._outbox = self._outbox, []
-        return outputs
-
-    # --- the queues ---
-
-    def new_sequence(self, request: Request, choice: int, tokens: list[int]) -> Sequence:
-        """A choice without blocks."""
-        sequence = Sequence(request, choice, tokens, self.blocks.empty())
-        sequence.sent = [0] * len(sequence.tables)
-        sequence.committed = [0] * len(sequence.tables)
-        return sequence
-
-    def _wait(self, sequence: Sequence, state: State) -> None:
-        """Put a sequence into the queue, where its priority and arrival belong."""
-        sequence.state = state
-        insort(self.waiting, sequence, key=lambda s: s.rank)
-
-    def park(self, sequence: Sequence) -> None:
-        """From now on a sequence waits for a connector or for an item, beside the queue."""
-        self._leave(sequence)
-        sequence.state = State.PARKED
-        self.parked.add(sequence)
-
-    def unpark(self, sequence: Sequence) -> None:
-        """Put a parked sequence back into the queue; others are left alone."""
-        if sequence.state is State.PARKED:
-            self._leave(sequence)
-            self._wait(sequence, State.WAITING)
-
-    def run(self, sequence: Sequence) -> None:
-        """From now on a sequence takes part in steps."""
-        self._leave(sequence)
-        sequence.state = State.RUNNING
-        insort(self.running, sequence, key=lambda s: s.rank)
-        for connector in self.connectors:
-            connector.started(sequence)
-
-    def _leave(self, sequence: Sequence) -> None:
-        """Take a sequence out of the queue, or from those who run or load."""
-        self._moves += 1
-        match sequence.state:
-            case State.RUNNING:
-                self.running.remove(sequence)
-            case State.PARKED:
-                self.parked.remove(sequence)
-            case State.LOADING:
-                del self.loading[sequence.request.request_id]
-            case State.WAITING | State.PREEMPTED if sequence in self.waiting:
-                self.waiting.remove(sequence)
-
-    def adopt(self, sequence: Sequence, match: Match) -> None:
-        """Give a sequence the blocks of a cached prefix."""
-        request = sequence.request
-        sequence.tables = [list(table) for table in match.tables]
-        self.blocks.ref(sequence.tables)
-        sequence.num_computed = sequence.num_scheduled = match.num_tokens
-        sequence.committed = [match.num_tokens // group.block_size for group in self.blocks.groups]
-        if request.cached_tokens is None:
-            # Of a prompt that is cached to its end the last token is computed again.
-            known = len(sequence.tokens)
-            request.cached_tokens = min(match.num_tokens, len(request.prompt), known - 1)
-            self.totals.prompt_tokens["local_cache"] += request.cached_tokens
-
-    def fork(self, parent: Sequence, child: Sequence) -> None:
-        """Let a new choice run on the blocks of another whose prompt is scheduled to its end."""
-        child.tables = [list(table) for table in parent.tables]
-        self.blocks.ref(child.tables)
-        child.num_computed = child.num_scheduled = parent.num_scheduled
-        child.committed = [child.num_computed // group.block_size for group in self.blocks.groups]
-        child.chains = dict(parent.chains)
-        child.shares_tail, child.parent = True, parent
-        child.request.sequences.append(child)
-        self.run(child)
-
-    def preempt(self, sequence: Sequence) -> None:
-        """Give a running sequence's blocks to others; it goes on from its tokens later."""
-        self.totals.preemptions += 1
-        if sequence.request.prompt_logprobs:
-            sequence.request.prompt_logprobs.clear()  # the prompt will be computed again
-        self._part(sequence)
-        self._wait(sequence, State.PREEMPTED)
-
-    def _part(self, sequence: Sequence) -> None:
-        """Take a sequence from the runner and from its blocks."""
-        self._leave(sequence)
-        if sequence.handle is not None:
-            self._ended.append(sequence.handle)
-        sequence.handle = sequence.parent = None
-        sequence.sent = [0] * len(sequence.tables)
-        sequence.clear(self.blocks)
-        for sibling in sequence.request.sequences:
-            if sibling.parent is sequence:
-                sibling.parent = None
-
-    # --- tokens and ends ---
-
-    def append(
-        self,
-        sequence: Sequence,
-        token: int,
-        logprobs: TokenLogprobs | None,
-        finish: tuple[str | None, int | str | None] | None = None,
-    ) -> Output:
-        """Append a sampled token; `finish` overrides our own stop rules."""
-        request, index = sequence.request, sequence.num_generated
-        sequence.tokens.append(token)
-        self.totals.generated += 1
-        sequence.finish_reason, stop_reason = finish or finish_of(
-            sequence, token, eos=self.config.eos_token_ids
-        )
-        return Output(
-            request_id=request.request_id,
-            choice=sequence.choice,
-            index=index,
-            token_ids=(token,),
-            logprobs=None if logprobs is None else (logprobs,),
-            prompt_logprobs=request.take_prompt_logprobs(),
-            finish_reason=sequence.finish_reason,
-            stop_reason=stop_reason,
-            cached_tokens=request.cached_tokens or 0,
-            transferred_tokens=request.transferred_tokens,
-        )
-
-    def retire(self, sequence: Sequence) -> None:
-        """A sequence has its finish reason: give its blocks back."""
-        assert sequence.finish_reason is not None
-        self._part(sequence)
-        sequence.state = State.FINISHED
-        self.items.retired(sequence)
-        request = sequence.request
-        if not sequence.unforked and request.state is State.FINISHED:
-            self.totals.finished[sequence.finish_reason] += 1
-            del self.requests[request.request_id]
-            for connector in self.connectors:
-                connector.finished(request)
-
-    def end(self, request: Request, reason: str, error: str | None = None) -> list[Output]:
-        """End all choices of a request, whatever state they are in."""
-        while request.sequences[0].unforked > 0:
-            known = request.sequences[0].tokens[: request.num_known]
-            choice = len(request.sequences)
-            request.sequences.append(self.new_sequence(request, choice, known))
-        live = [s for s in request.sequences if s.finish_reason is None]
-        return [self.end_choice(sequence, reason, error) for sequence in live]
-
-    def end_choice(self, sequence: Sequence, reason: str, error: str | None = None) -> Output:
-        """End one choice without a token."""
-        request, sequence.finish_reason = sequence.request, reason
-        output = Output(
-            request_id=request.request_id,
-            choice=sequence.choice,
-            index=sequence.num_generated,
-            finish_reason=reason,
-            error=None if error is None else clip_text(error),
-            cached_tokens=request.cached_tokens or 0,
-            transferred_tokens=request.transferred_tokens,
-        )
-        self.retire(sequence)
-        return output
-
-    def _reject(self, sequence: Sequence, error: str) -> None:
-        """End what can never fit; the outputs go out with the next ones."""
-        if sequence.unforked:
-            self._outbox += self.end(sequence.request, "error", error)
-        else:
-            self._outbox.append(self.end_choice(sequence, "error", error))
 
     # --- plans ---
 
@@ -418,14 +87,11 @@ class Scheduler:
 
         May be called again while one earlier plan has not been updated.
         """
+        config = self.config
         while True:
             moves = self._moves
             draft = StepDraft(
-                self._launched + 1,
-                self.config.max_num_batched_tokens,
-                self.config.max_num_seqs,
-                self.blocks,
-                self._handles,
+                self._launched + 1, config.max_num_batched_tokens, config.max_num_seqs
             )
             self._fill(draft)
             if draft.scheduled:
@@ -435,15 +101,20 @@ class Scheduler:
 
     def _fill(self, draft: StepDraft) -> None:
         """One pass over those who run, then over those who wait."""
-        preemptions = self.totals.preemptions
+        preemptions, running = self.totals.preemptions, []
         for sequence in self.running:
             if sequence.request.items:
                 self.items.request(sequence, sequence.num_scheduled)
-        running = [(self._remaining(sequence), sequence) for sequence in self.running]
+            running.append((self._remaining(sequence), sequence))
         for decoding in (True, False):
             for remaining, sequence in running:
-                if remaining and (remaining == 1) == decoding:
-                    self._continue(draft, sequence, remaining)
+                if not remaining or (remaining == 1) != decoding:
+                    continue
+                count = min(remaining, draft.budget)
+                if sequence.state is not SequenceState.RUNNING or count < 1 or draft.room < 1:
+                    continue
+                if self._secure(draft, sequence, sequence.num_scheduled + count):
+                    self._compute(draft, sequence, count)
         if self.totals.preemptions == preemptions:
             while self.waiting and self._admit(draft, self.waiting[0]):
                 pass
@@ -451,31 +122,23 @@ class Scheduler:
     def _remaining(self, sequence: Sequence) -> int:
         """Tokens that could be computed now; a sequence that only awaits its last one has none."""
         if sequence.pending:
-            unknown = sequence.handle is None and sequence.parent is None
+            unknown = not sequence.handle and sequence.parent is None
             if unknown or sequence.is_ending:
                 return 0
         return self._reach(sequence) - sequence.num_scheduled
 
     def _reach(self, sequence: Sequence) -> int:
         """How far it could be computed now: to its end, or to an item that is not here."""
+        end = len(sequence.tokens) + sequence.pending
         if not sequence.request.items:
-            return sequence.num_total
-        return min(sequence.num_total, self.items.ready_until(sequence, sequence.num_scheduled))
-
-    def _continue(self, draft: StepDraft, sequence: Sequence, remaining: int) -> None:
-        """Let a running sequence take part, if it still runs and there is room."""
-        count = min(remaining, draft.budget)
-        if sequence.state is not State.RUNNING or count < 1 or draft.room < 1:
-            return
-        if self._secure(draft, sequence, sequence.num_scheduled + count):
-            self._compute(draft, sequence, count)
+            return end
+        return min(end, self.items.ready_until(sequence, sequence.num_scheduled))
 
     def _secure(self, draft: StepDraft, sequence: Sequence, end: int) -> bool:
         """Get the blocks that a sequence needs up to `end`; preempt others for it if need be."""
         if not sequence.shares_tail and self.blocks.covers(sequence.tables, end):
             return True
-        error = self.blocks.too_large(end)
-        if error is not None:
+        if error := self.blocks.too_large(end):
             if not sequence.pending:  # else the token in flight may be its last
                 self._reject(sequence, error)
             return False
@@ -488,67 +151,76 @@ class Scheduler:
             self.preempt(last)
             if last is sequence:
                 return False
-        draft.extend(sequence, end)
+        self._extend(draft, sequence, end)
         return True
+
+    def _extend(self, draft: StepDraft, sequence: Sequence, end: int) -> None:
+        """Give a sequence the blocks that it lacks up to `end`; they must fit.
+
+        If the block that is written next is shared, a private copy replaces it.
+        """
+        if sequence.shares_tail:
+            sequence.shares_tail = False
+            for g, group in enumerate(self.blocks.groups):
+                i, table = sequence.num_scheduled // group.block_size, sequence.tables[g]
+                if i < len(table):
+                    source, (table[i],) = table[i], self.blocks.pools[g].allocate(1)
+                    draft.copies.append(BlockCopy(g, source, table[i]))
+        self.blocks.extend(sequence.tables, end)
 
     def _compute(self, draft: StepDraft, sequence: Sequence, count: int) -> None:
-        """Add a sequence that has its blocks to the plan."""
+        """Add the next `count` tokens of a sequence that has its blocks to the plan."""
+        request = sequence.request
         start, end = sequence.num_scheduled, sequence.num_scheduled + count
-        targets: list[Sequence] = []
-        if end == sequence.num_total:
+        targets: tuple[Sequence, ...] = ()
+        if end == len(sequence.tokens) + sequence.pending:
+            targets = (sequence,)
             # All choices yet to be forked get what it samples, too.
-            request = sequence.request
-            choices = range(len(request.sequences), request.params.n)
-            forks = (self.new_sequence(request, c, list(sequence.tokens)) for c in choices)
-            targets = [sequence, *forks]
-        draft.compute(sequence, count, tuple(targets), self.items.rows(sequence, start, end))
+            for choice in range(len(request.sequences), request.params.n):
+                targets += (self.new_sequence(request, choice, list(sequence.tokens)),)
+        if not sequence.handle:
+            self._introduce(draft, sequence)
+        handle = sequence.handle
+        unsent = []
+        for g, table in enumerate(sequence.tables):
+            unsent.append(tuple(table[sequence.sent[g] :]))
+            sequence.sent[g] = len(table)
+        rows = self.items.rows(sequence, start, end) if request.items else ()
+        draft.steps.append(SequenceStep(handle, start, count, tuple(unsent), len(targets), rows))
+        draft.scheduled.append(ScheduledSequence(sequence, handle, start, end, targets))
+        draft.budget -= count
+        draft.room -= 1
+        sequence.num_scheduled = end
 
-    def _admit(self, draft: StepDraft, sequence: Sequence) -> bool:
-        """Act on the first of the queue; False if it has to wait, and all others with it."""
-        match self._admission.decide(sequence):
-            case Reject(error):
-                self._reject(sequence, error)
-            case BeginLoad(connector, match, end):
-                self._begin_load(connector, sequence, match, end)
-            case Park():
-                self.park(sequence)
-            case AwaitItem(start):
-                self.items.wait(sequence, start)
-            case Run(match) if draft.room > 0 and self._has_budget(draft, sequence, match):
-                self._start(draft, sequence, match)
-            case _:
-                return False
-        return True
-
-    def _has_budget(self, draft: StepDraft, sequence: Sequence, match: Match) -> bool:
-        """Whether a step may take a sequence's next tokens; of whole prompts, all of them."""
-        if not self.config.whole_prompts:
-            return draft.budget > 0
-        missing = max(1, len(sequence.tokens) - match.num_tokens)
-        return missing <= draft.budget or not draft.scheduled
-
-    def _start(self, draft: StepDraft, sequence: Sequence, match: Match) -> None:
-        """Give a sequence its blocks and its first step."""
-        total = len(sequence.tokens)
-        self.adopt(sequence, match)
-        if match.num_tokens == total:
-            sequence.num_computed = sequence.num_scheduled = total - 1
-            sequence.shares_tail = True
-        draft.extend(sequence, total)
-        self.run(sequence)
-        missing = self._reach(sequence) - sequence.num_scheduled
-        whole = self.config.whole_prompts
-        self._compute(draft, sequence, missing if whole else min(missing, draft.budget))
+    def _introduce(self, draft: StepDraft, sequence: Sequence) -> None:
+        """Tell the runner of a sequence, as a copy of another one or with all its tokens."""
+        parent, sequence.parent = sequence.parent, None
+        sequence.handle = next(self._handles)
+        if parent is not None:
+            draft.forks.append(Fork(parent.handle, sequence.handle, sequence.choice))
+            return
+        assert not sequence.pending, "the runner can't be told of tokens that nobody knows yet"
+        request = sequence.request
+        new = NewSequence(
+            sequence.handle,
+            tuple(sequence.tokens),
+            len(request.prompt),
+            sequence.choice,
+            request.params,
+            request.spec.items,
+        )
+        draft.new.append(new)
 
     def _seal(self, draft: StepDraft) -> StepPlan:
-        """Hand the plan out."""
+        """Hand the plan out, steps of one token first."""
         for sequence in self.running:
-            if sequence.parent is not None and sequence.parent.handle is not None:
-                draft.introduce(sequence)  # A parent's copy is made before it moves on.
+            if sequence.parent is not None:
+                self._introduce(draft, sequence)  # A parent's copy is made before it moves on.
         self._launched = draft.number
-        self.blocks.launch(draft.number)
-        for g, source in draft.sources:
-            self.blocks.pools[g].deref([source])
+        for pool in self.blocks.pools:
+            pool.launch(draft.number)
+        for copy in draft.copies:
+            self.blocks.pools[copy.group].deref([copy.source])
         ended, self._ended = tuple(self._ended), []
         self.in_flight.append(InFlightStep(draft.number, tuple(draft.scheduled)))
         for scheduled in draft.scheduled:
@@ -556,7 +228,158 @@ class Scheduler:
                 target.pending += 1
             for child in scheduled.targets[1:]:
                 self.fork(scheduled.sequence, child)
-        return draft.plan(ended)
+        steps = draft.steps
+        if len(steps) > 1:
+            steps.sort(key=lambda step: step.count > 1)
+        return StepPlan(
+            draft.number,
+            ended,
+            tuple(draft.copies),
+            tuple(draft.forks),
+            tuple(draft.new),
+            tuple(steps),
+        )
+
+    # --- admission ---
+
+    def _admit(self, draft: StepDraft, sequence: Sequence) -> bool:
+        """Decide about the first of the queue; False if it has to wait, and all others with it.
+
+        It gets all blocks that its known tokens need, beyond what running requests may claim at
+        their next step. Blocks in quarantine are not free, hence count as absent.
+        """
+        request, total = sequence.request, len(sequence.tokens)
+        if sequence.pending or not self._has_slot(sequence):
+            return False
+        if error := self.blocks.too_large(total):
+            self._reject(sequence, error)
+            return True
+        if self.config.enable_prefix_caching and request.reads_cache:
+            match = self.blocks.match_sequence(sequence)
+        else:
+            match = Match(0, self.blocks.empty())
+        outcome = self._load(sequence, match)
+        if outcome != "compute":
+            return outcome == "done"
+        if self._is_forbidden(sequence, match):
+            missing = len(request.prompt) - match.num_tokens
+            error = f"debug_forbid_prompt_compute: {missing} prompt tokens are not cached"
+            self._reject(sequence, error)
+            return True
+        if request.items and self._awaits_item(sequence, match):
+            return True
+        fitting = self._fitting(sequence, match)
+        if fitting is None:
+            return False
+        if fitting is not match and request.items and self._awaits_item(sequence, fitting):
+            return True
+        whole = self.config.whole_prompts
+        enough = max(1, total - fitting.num_tokens) if whole else 1
+        if draft.room < 1 or (enough > draft.budget and (draft.scheduled or not whole)):
+            return False  # A whole prompt that is longer than a step has one for itself.
+        self.adopt(sequence, fitting)
+        if fitting.num_tokens == total:
+            sequence.num_computed = sequence.num_scheduled = total - 1
+            sequence.shares_tail = True
+        self._extend(draft, sequence, total)
+        self.run(sequence)
+        count = self._reach(sequence) - sequence.num_scheduled
+        self._compute(draft, sequence, count if whole else min(count, draft.budget))
+        return True
+
+    def _load(self, sequence: Sequence, match: Match) -> Literal["done", "wait", "compute"]:
+        """Let a connector bring what is beyond a cached prefix.
+
+        Returns:
+            ``done`` if one does, will tell later, or must and can't; ``wait`` if there has to be
+            room first; ``compute`` if none has anything to bring.
+        """
+        for connector in self.connectors.all:
+            if connector in self.connectors.failing:
+                continue
+            try:
+                offer = connector.match(sequence, match.num_tokens)
+            except Exception as raised:
+                reason = self.connectors.contain(connector, raised, sequence)
+                if self.must_not_compute(sequence.request, connector):
+                    self._reject(sequence, reason)
+                    return "done"
+                continue
+            if offer is None:
+                self.park(sequence)
+                return "done"
+            if not offer:
+                continue
+            if self._has_room_to_load(sequence, match):
+                self.begin_load(connector, sequence, match, match.num_tokens + offer)
+                return "done"
+            # Room comes with the end of a load, which has a deadline.
+            if connector.waits_for_room or self.loading:
+                return "wait"
+        return "compute"
+
+    def _has_slot(self, sequence: Sequence) -> bool:
+        taken = 1 + sequence.unforked
+        for other in self._holders():
+            taken += 1 + other.unforked
+        return taken <= self.config.max_num_seqs
+
+    def _holders(self) -> Iterable[Sequence]:
+        """Who has blocks, or is getting some."""
+        if not self.loading:
+            return self.running
+        return [*self.running, *(load.sequence for load in self.loading.values())]
+
+    def _is_forbidden(self, sequence: Sequence, match: Match) -> bool:
+        last = len(sequence.request.prompt) - 1
+        return self.config.debug_forbid_prompt_compute and match.num_tokens < last
+
+    def _awaits_item(self, sequence: Sequence, match: Match) -> bool:
+        """Whether the first token after a prefix needs an item that was not here; asks for it."""
+        start = min(match.num_tokens, len(sequence.tokens) - 1)
+        if self.items.ready_until(sequence, start) > start:
+            return False
+        self.items.wait(sequence, start)
+        return True
+
+    def _fitting(self, sequence: Sequence, match: Match) -> Match | None:
+        """The longest cached prefix after which there is room for the rest; None if none has."""
+        total, beside = len(sequence.tokens), self._claims()
+        copy_at = total - 1 if match.num_tokens == total else None
+        need = self.blocks.need(match.tables, total, copy_at=copy_at)
+        if self.blocks.fits(need, beside=beside, hits=match.tables):
+            return match
+        if copy_at is None:
+            return None
+        # The private copy of the last block has no room: compute that block instead.
+        match = self.blocks.shorten(self.blocks.chains(sequence), match)
+        need = self.blocks.need(match.tables, total)
+        fits = self.blocks.fits(need, beside=beside, hits=match.tables)
+        return match if fits and not self._is_forbidden(sequence, match) else None
+
+    def _has_room_to_load(self, sequence: Sequence, match: Match) -> bool:
+        """Loads that have not come in may not reserve everything, unless one is alone."""
+        need = self.blocks.need(match.tables, len(sequence.tokens))
+        for g, wanted in enumerate(need):
+            incoming = self.blocks.num_incoming(g)
+            cap = self.config.max_loading_share * self.blocks.pools[g].usable
+            if incoming and incoming + wanted > cap:
+                return False
+        return self.blocks.fits(need, beside=self._claims(), hits=match.tables)
+
+    def _claims(self) -> Need:
+        """Blocks that running and loading sequences may want at their next step, per group."""
+        claims = [0] * len(self.blocks.groups)
+        for sequence in self._holders():
+            if sequence.is_ending:
+                continue
+            forks = sequence.unforked
+            whole = forks or sequence.state is SequenceState.LOADING
+            scheduled = len(sequence.tokens) if whole else sequence.num_scheduled
+            copy_at = scheduled if sequence.shares_tail else None
+            need = self.blocks.need(sequence.tables, scheduled + 1, copy_at=copy_at)
+            claims = [claim + wanted + forks for claim, wanted in zip(claims, need, strict=True)]
+        return tuple(claims)
 
     # --- results ---
 
@@ -565,209 +388,43 @@ class Scheduler:
         step = self.in_flight.popleft()
         assert step.number == result.number, f"step {result.number} is not the oldest in flight"
         sampled = {sample.handle: sample for sample in result.sampled}
-        outputs = self._flush()
+        outputs, self._outbox = self._outbox, []
         for scheduled in step.scheduled:
-            outputs += self._apply(scheduled, sampled.get(scheduled.handle))
-        self.blocks.settle(step.number)
+            nothing = Sampled(scheduled.handle, ())
+            outputs += self._apply(scheduled, sampled.get(scheduled.handle, nothing))
+        for pool in self.blocks.pools:
+            pool.settle(step.number)
         return outputs
 
-    def _apply(self, scheduled: ScheduledSequence, sampled: Sampled | None) -> list[Output]:
+    def _apply(self, scheduled: ScheduledSequence, sampled: Sampled) -> list[Output]:
         """One sequence's part of a step. Of a preempted one only the sampled tokens count."""
-        sequence = scheduled.sequence
-        if sampled is not None and sampled.error is not None:
-            for target in scheduled.targets:
-                target.pending -= 1
-            return self.end(sequence.request, "error", sampled.error)
-        live = sequence.handle == scheduled.handle
-        if live:
-            self._computed(scheduled, sampled)
-        outputs = self._sampled(scheduled, sampled) if scheduled.targets else []
-        if live and sequence.request.source:
-            for connector in self.connectors:
-                connector.progressed(sequence.request)
+        sequence, request = scheduled.sequence, scheduled.sequence.request
+        error = sampled.error
+        if error is None and sequence.handle == scheduled.handle:
+            sequence.num_computed = scheduled.end
+            self.commit(sequence)
+            if request.items:
+                self.items.computed(sequence)
+            of_prompt = min(scheduled.end, len(request.prompt)) - scheduled.start
+            self.totals.prompt_tokens["computed"] += max(0, of_prompt)
+            if request.prompt_logprobs is not None:
+                request.prompt_logprobs += sampled.prompt_logprobs or ()
+            if request.source:
+                raised = len(self.connectors.raised)
+                self.connectors.call(KVConnector.progressed, request)
+                if len(self.connectors.raised) > raised:
+                    error = self.connectors.raised[-1][2]
         for target in scheduled.targets:
-            if target.finish_reason is not None and not target.is_over:
+            target.pending -= 1
+        if error is not None:
+            return self.end(request, "error", error)
+        assert len(sampled.token_ids) == len(scheduled.targets), f"sampled: {sampled}"
+        outputs = []
+        for i, target in enumerate(scheduled.targets):
+            if not target.finish_reason:
+                logprobs = sampled.logprobs[i] if sampled.logprobs else None
+                outputs.append(self.append(target, sampled.token_ids[i], logprobs))
+        for target in scheduled.targets:
+            if target.finish_reason and not target.is_over:
                 self.retire(target)
         return outputs
-
-    def _computed(self, scheduled: ScheduledSequence, sampled: Sampled | None) -> None:
-        sequence, request = scheduled.sequence, scheduled.sequence.request
-        sequence.num_computed = scheduled.end
-        sequence.commit(self.blocks)
-        self.items.computed(sequence)
-        of_prompt = min(scheduled.end, len(request.prompt)) - scheduled.start
-        self.totals.prompt_tokens["computed"] += max(0, of_prompt)
-        if request.prompt_logprobs is not None and sampled is not None:
-            request.prompt_logprobs += sampled.prompt_logprobs or ()
-
-    def _sampled(self, scheduled: ScheduledSequence, sampled: Sampled | None) -> list[Output]:
-        assert sampled is not None, f"the ranks sampled nothing for handle {scheduled.handle}"
-        outputs = []
-        for i, sequence in enumerate(scheduled.targets):
-            sequence.pending -= 1
-            if sequence.finish_reason is None:
-                logprobs = sampled.logprobs[i] if sampled.logprobs else None
-                outputs.append(self.append(sequence, sampled.token_ids[i], logprobs))
-        return outputs
-
-    def reset_prefix_cache(self) -> int:
-        """Forget all cached prefixes; returns how many blocks held one."""
-        return self.blocks.reset_cache()
-
-    # --- loads ---
-
-    def _begin_load(
-        self, connector: KVConnector, sequence: Sequence, match: Match, end: int
-    ) -> None:
-        """Take blocks for the tokens from a cached prefix to `end`; a connector fills them."""
-        self.adopt(sequence, match)
-        self.blocks.skip_unneeded(sequence.tables, end)
-        spans = self.blocks.reserve(sequence.tables, end)
-        self._leave(sequence)
-        sequence.state = State.LOADING
-        load = Load(sequence, match.num_tokens, end, spans, connector.medium)
-        self.loading[sequence.request.request_id] = load
-        connector.start_load(load)
-
-    def is_loading(self, load: Load) -> bool:
-        """Whether the sequence still waits for a load."""
-        return self.loading.get(load.sequence.request.request_id) is load
-
-    def finish_load(
-        self, load: Load, choices: SequenceOf[ChoiceStart] = (), *, cached_at_source: int = 0
-    ) -> list[Output]:
-        """All of a load is here and verified. Loads that nobody waits for are ignored.
-
-        Args:
-            load: what was begun.
-            choices: what another node sampled first, one per choice: the sequence goes on from
-                there. Without any it goes back to the queue, and finds the blocks in the cache.
-            cached_at_source: how many of the tokens that node had in its cache.
-        """
-        if not self.is_loading(load):
-            return []
-        request = load.sequence.request
-        wrong = self._check_choices(request, choices)
-        if wrong is not None:
-            return self.fail_load(load, load.end, wrong)
-        self.totals.cached_at_source += cached_at_source
-        self._keep(load, load.end)
-        if not choices or any(self._is_too_early(load.sequence, c.token) for c in choices):
-            self._requeue(load)
-            return []
-        self.run(load.sequence)
-        for choice in range(1, request.params.n):
-            child = self.new_sequence(request, choice, list(load.sequence.tokens))
-            self.fork(load.sequence, child)
-            child.parent = None  # The runner does not know it; the child comes with its tokens.
-        outputs = []
-        for sequence, start in zip(request.sequences, choices, strict=True):
-            # The source was perhaps asked for one token only: its "length" is no limit of ours.
-            stops = start.finish_reason == "stop"
-            finish = (start.finish_reason, start.stop_reason) if stops else None
-            outputs.append(self.append(sequence, start.token, start.logprobs, finish))
-        for sequence in [s for s in request.sequences if s.finish_reason is not None]:
-            self.retire(sequence)
-        return outputs
-
-    def _check_choices(self, request: Request, choices: SequenceOf[ChoiceStart]) -> str | None:
-        """Why first tokens of another node can't be used; none at all are right, too."""
-        if choices and len(choices) != request.params.n:
-            return f"the source sent {len(choices)} first tokens for n={request.params.n}"
-        bad = [choice.token for choice in choices if choice.token >= self.config.vocab_size]
-        return f"the source sent token {bad[0]}, which the model does not have" if bad else None
-
-    def _is_too_early(self, sequence: Sequence, token: int) -> bool:
-        """Whether a token would end the text before `min_tokens`, and must be sampled anew here.
-
-        A proxy that asks the source for one token can't tell it of `min_tokens`.
-        """
-        params = sequence.request.params
-        ends = () if params.ignore_eos else self.config.eos_token_ids
-        is_end = token in params.stop_token_ids or token in ends
-        return is_end and sequence.num_generated < params.min_tokens
-
-    def fail_load(self, load: Load, valid_through: int, reason: str) -> list[Output]:
-        """Apply the load-failure policy to a load of which only so many tokens are verified.
-
-        Those, in whole blocks, go to the prefix cache; the request goes back to the queue and gets
-        fresh blocks for the rest when it is admitted. Loads that nobody waits for are ignored.
-        """
-        if not self.is_loading(load):
-            return []
-        self.totals.load_failures += 1
-        if self.config.kv_load_failure_policy == "fail":
-            whence = " from the store" if load.medium == "store" else ""
-            error = f"the KV cache could not be loaded{whence}: {reason}"
-            return self.end(load.sequence.request, "error", error)
-        valid = min(valid_through, load.end)
-        self._keep(load, valid - valid % self.blocks.alignment)
-        self._requeue(load)
-        return []
-
-    def _keep(self, load: Load, end: int) -> None:
-        """Tokens up to `end` have valid KV, from now on for everybody."""
-        sequence, request = load.sequence, load.sequence.request
-        sequence.num_computed = sequence.num_scheduled = max(load.start, end)
-        gained = sequence.num_computed - load.start
-        if load.medium == "transferred":
-            request.received = sequence.num_computed
-            request.transferred_tokens = gained
-        else:
-            usable = min(sequence.num_computed, len(request.prompt), len(sequence.tokens) - 1)
-            cached = request.cached_tokens or 0
-            gained = max(0, usable - cached)
-            request.cached_tokens = cached + gained
-        self.totals.prompt_tokens[load.medium] += gained
-        sequence.commit(self.blocks)
-
-    def _requeue(self, load: Load) -> None:
-        """Put a sequence that was loading back into the queue, without its blocks."""
-        self._leave(load.sequence)
-        load.sequence.clear(self.blocks)
-        self._wait(load.sequence, State.WAITING)
-
-    def _committed(self, sequence: Sequence, g: int, first: int, end: int) -> None:
-        for connector in self.connectors:
-            connector.committed(sequence, g, first, end)
-
-    # --- accounts ---
-
-    def counters(self) -> dict[str, float]:
-        """Monotonic totals by Prometheus name."""
-        totals = self.totals
-        return {
-            "kvbaton_requests_received_total": float(totals.received),
-            **_labelled("kvbaton_requests_finished_total", "reason", totals.finished.items()),
-            **_labelled("kvbaton_prompt_tokens_total", "source", totals.prompt_tokens.items()),
-            "kvbaton_prompt_tokens_cached_at_source_total": float(totals.cached_at_source),
-            "kvbaton_generation_tokens_total": float(totals.generated),
-            "kvbaton_preemptions_total": float(totals.preemptions),
-            "kvbaton_load_failures_total": float(totals.load_failures),
-            **self.items.counters(),
-        }
-
-    def gauges(self) -> dict[str, float]:
-        """Values now by Prometheus name."""
-        values = {
-            "kvbaton_sequences_waiting": float(len(self.waiting) + len(self.parked)),
-            "kvbaton_sequences_running": float(len(self.running)),
-            "kvbaton_sequences_loading": float(len(self.loading)),
-        }
-        for g in range(len(self.blocks.groups)):
-            for owner, count in self.blocks.owners(g).items():
-                values[f'kvbaton_blocks{{group="{g}",owner="{owner}"}}'] = float(count)
-        return values
-
-    def state(self) -> dict[str, Any]:
-        """All that a person who looks for a fault wants to see."""
-        owners = [self.blocks.owners(g) for g in range(len(self.blocks.groups))]
-        return {
-            "blocks": [dict(counts) for counts in owners],
-            "steps_in_flight": [step.number for step in self.in_flight],
-            "requests": [request.describe() for request in self.requests.values()],
-        }
-
-
-def _labelled(name: str, label: str, counts: Iterable[tuple[str, int]]) -> dict[str, float]:
-    return {f'{name}{{{label}="{value}"}}': float(count) for value, count in counts}

@@ -12,6 +12,7 @@ from torch import Tensor
 
 from kvbaton.engine.mrope import RotaryPositions, rotary_positions
 from kvbaton.engine.step import Fork, NewSequence
+from kvbaton.engine.upload import upload
 from kvbaton.messages.engine import SamplingParams
 
 
@@ -32,7 +33,7 @@ class Sequences:
     """One row per sequence.
 
     Tokens live on the device, since a sampled one may be needed there before the host has seen it;
-    their number is known here without looking.
+    their number is known here without looking, and nothing waits for the device.
 
     Attributes:
         tokens: [rows, max_tokens] int32, on the device.
@@ -85,10 +86,12 @@ class Sequences:
     def add(self, new: NewSequence) -> None:
         """Start a sequence, or start it again."""
         self.end(new.handle)
-        ids = torch.tensor(new.token_ids, dtype=torch.int32)
+        ids = np.fromiter(new.token_ids, np.int64, len(new.token_ids))
         row = self._take(new.handle, len(ids), new.num_prompt, new.choice, new.params)
-        self.tokens[row, : len(ids)] = ids.to(self.tokens.device)
-        self._place_items(row, new)
+        self.tokens[row, : len(ids)] = upload([ids], self.tokens.device)[0]
+        if new.items:
+            self._rotary[row] = rotary_positions(new.items, self._merge_size)
+            self.deltas[row] = self._rotary[row].delta
 
     def fork(self, fork: Fork) -> None:
         """Start a sequence as a copy of another up to the token that was sampled for it."""
@@ -119,9 +122,7 @@ class Sequences:
 
     def append_tokens(self, rows: npt.NDArray[np.int64], tokens: Tensor) -> None:
         """Add one token to each of these rows."""
-        device = self.tokens.device
-        index = torch.from_numpy(rows).to(device), torch.from_numpy(self.lengths[rows]).to(device)
-        self.tokens[index] = tokens.int()
+        self.tokens[upload([rows, self.lengths[rows]], self.tokens.device)] = tokens.int()
         self.lengths[rows] += 1
 
     def rotary_positions(
@@ -161,11 +162,6 @@ class Sequences:
         self._table_lens[row] = 0
         self.params[row] = params
         return row
-
-    def _place_items(self, row: int, new: NewSequence) -> None:
-        if new.items:
-            self._rotary[row] = rotary_positions(new.items, self._merge_size)
-            self.deltas[row] = self._rotary[row].delta
 
     def _grow(self) -> None:
         """Twice the rows."""

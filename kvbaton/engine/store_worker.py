@@ -1,7 +1,8 @@
 """The thread that makes all calls on the store, and checks what comes from it.
 
-What an order takes is a generator that yields what it waits for; the thread goes on with those
-whose wait is over. It decides nothing: `stash.py` does.
+An order (`LookUp`, `LoadBlocks`, `SaveBlocks`) goes to the thread, which fills in what came of it,
+and comes back. What it takes is a generator that yields what it waits for; the thread goes on with
+those whose wait is over. It decides nothing: `store_connector.py` does.
 """
 
 from __future__ import annotations
@@ -14,27 +15,15 @@ import time
 from collections import deque
 from collections.abc import Callable, Generator, Sequence
 from concurrent.futures import Future
-from typing import Any, TypeVar
+from dataclasses import dataclass, field
+from functools import partial
+from typing import Any, NamedTuple, TypeVar
 
 from kvbaton.connectors.objects import HEADER_BYTES, ObjectForm
 from kvbaton.connectors.store import Store
+from kvbaton.engine.block_staging import StagedBlocks
 from kvbaton.engine.executor import Executor
 from kvbaton.engine.pending import Pending
-from kvbaton.engine.staging import Batch
-from kvbaton.engine.store_requests import (
-    Answer,
-    CancelLoad,
-    LoadBlocks,
-    Loaded,
-    LookedUp,
-    LookUp,
-    Order,
-    Part,
-    ReleasePins,
-    Save,
-    SaveBlocks,
-    Saved,
-)
 from kvbaton.engine.worker import Sums
 from kvbaton.errors import ConfigError, StoreError
 
@@ -53,6 +42,84 @@ MOST_LOOK_S = 0.02
 CLOSE_S = 10.0
 WARN_S = 10.0
 """Between two lines in the log about failures."""
+
+
+class BlockRun(NamedTuple):
+    """Consecutive blocks of one sequence in one group.
+
+    Attributes:
+        group: which.
+        first: logical number of the first block.
+        blocks: physical ones.
+        keys: of their objects.
+    """
+
+    group: int
+    first: int
+    blocks: tuple[int, ...]
+    keys: tuple[bytes, ...]
+
+
+class BlockSave(NamedTuple):
+    """One block to save.
+
+    Attributes:
+        group: which.
+        number: its logical number.
+        block: the physical one.
+        key: of its object.
+        summed: whether the step that wrote the block left sums; else they are made from memory.
+    """
+
+    group: int
+    number: int
+    block: int
+    key: bytes
+    summed: bool
+
+
+@dataclass(eq=False, kw_only=True)
+class LookUp:
+    """Ask which objects are there, and under which pins; `error` says why nothing is known."""
+
+    keys: tuple[bytes, ...]
+    present: list[bool] = field(default_factory=list)
+    pins: list[int] = field(default_factory=list)
+    error: str | None = None
+
+
+@dataclass(eq=False, kw_only=True)
+class LoadBlocks:
+    """Fill blocks and verify them. Once this is back, the store touches them no more.
+
+    Attributes:
+        runs: which.
+        cancelled: nobody wants it any more.
+        good: per block of all runs, whether it is there and verified.
+        corrupt: how many were there, but not what they should be.
+        seconds: that it took.
+        error: why nothing came.
+    """
+
+    runs: tuple[BlockRun, ...]
+    cancelled: bool = False
+    good: list[bool] = field(default_factory=list)
+    corrupt: int = 0
+    seconds: float = 0.0
+    error: str | None = None
+
+
+@dataclass(eq=False, kw_only=True)
+class SaveBlocks:
+    """Keep blocks; `stored` says per block whether the store has it."""
+
+    saves: tuple[BlockSave, ...]
+    stored: list[bool] = field(default_factory=list)
+    seconds: float = 0.0
+    error: str | None = None
+
+
+Order = LookUp | LoadBlocks | SaveBlocks
 
 
 class StoreWorker:
@@ -80,14 +147,13 @@ class StoreWorker:
         self.forms = forms
         self.identity = identity
         self._staging = executor.staging(forms)
-        self._inbox: deque[Order] = deque()
-        self._outbox: deque[Answer] = deque()
+        self._inbox: deque[Callable[[], object]] = deque()
+        self._outbox: deque[Order] = deque()
         self._wake = threading.Event()
         self._pause_s = LOOK_S
         self._stopping = False
         self._jobs: dict[Job[None], Wait] = {}
-        self._loads: dict[int, Future[list[bool]]] = {}
-        self._cancelled: set[int] = set()
+        self._loads: dict[LoadBlocks, Future[list[bool]]] = {}
         self._warn_at = 0.0
         self._thread = threading.Thread(target=self._run, name="kvbaton-store", daemon=True)
 
@@ -107,14 +173,33 @@ class StoreWorker:
         except StoreError as error:
             raise ConfigError("--store", f"can't open {self.name}: {error}") from error
 
-    def submit(self, orders: Sequence[Order]) -> None:
-        """Have orders carried out."""
-        if orders:
-            self._inbox.extend(orders)
-            self._wake.set()
+    def submit(self, order: Order) -> None:
+        """Have an order carried out; `take` gives it back."""
+        match order:
+            case LookUp():
+                job = self._look_up(order)
+            case LoadBlocks():
+                job = self._load(order)
+            case SaveBlocks():
+                job = self._save(order)
+        self._post(lambda: self._go_on(job))
 
-    def take(self) -> list[Answer]:
-        """Answers since the last call."""
+    def cancel(self, order: LoadBlocks) -> None:
+        """Nobody wants a load any more; it comes back all the same."""
+        order.cancelled = True
+        self._post(lambda: order in self._loads and self._loads[order].cancel())
+
+    def release(self, pins: Sequence[int]) -> None:
+        """Give pins of a lookup back."""
+        for pin in pins:
+            self._post(partial(self.store.release, pin))
+
+    def _post(self, call: Callable[[], object]) -> None:
+        self._inbox.append(call)
+        self._wake.set()
+
+    def take(self) -> list[Order]:
+        """Orders that were carried out since the last call."""
         try:
             os.eventfd_read(self.wake_fd)
         except BlockingIOError:
@@ -179,26 +264,14 @@ class StoreWorker:
         self._pause_s = LOOK_S if woken else min(self._pause_s * LOOK_GROWTH, MOST_LOOK_S)
         self._wake.clear()
         while self._inbox:
-            self._begin(self._inbox.popleft())
+            call = self._inbox.popleft()
+            try:
+                call()
+            except Exception as error:
+                self._warn("a call", error)
         for job, wait in list(self._jobs.items()):
             if wait.done() if isinstance(wait, Future) else wait():
                 self._go_on(job)
-
-    def _begin(self, order: Order) -> None:
-        match order:
-            case LookUp():
-                self._go_on(self._look_up(order))
-            case LoadBlocks():
-                self._go_on(self._load(order))
-            case SaveBlocks():
-                self._go_on(self._save(order))
-            case CancelLoad(ticket):
-                self._cancelled.add(ticket)
-                if ticket in self._loads:
-                    self._loads[ticket].cancel()
-            case ReleasePins(pins):
-                for pin in pins:
-                    self.store.release(pin)
 
     def _go_on(self, job: Job[None]) -> None:
         """Run a job up to the next thing that it really has to wait for."""
@@ -211,8 +284,8 @@ class StoreWorker:
                 wait.add_done_callback(lambda _: self._wake.set())
             return
 
-    def _answer(self, answer: Answer) -> None:
-        self._outbox.append(answer)
+    def _done(self, order: Order) -> None:
+        self._outbox.append(order)
         os.eventfd_write(self.wake_fd, 1)
 
     def _warn(self, what: str, error: Exception) -> str:
@@ -225,127 +298,111 @@ class StoreWorker:
     # --- lookups ---
 
     def _look_up(self, order: LookUp) -> Job[None]:
-        present: list[bool] = []
-        pins: list[int] = []
         abilities = self.store.capabilities
         try:
             for keys in _batched(order.keys, abilities.max_keys):
                 future = self.store.lookup(keys, pin=abilities.pins)
                 yield future
                 found = future.result()
-                present += found.present
+                order.present += found.present
                 if found.ticket is not None:
-                    pins.append(found.ticket)
+                    order.pins.append(found.ticket)
         except Exception as error:
-            for pin in pins:
+            for pin in order.pins:
                 self.store.release(pin)
-            self._answer(LookedUp(order.ticket, error=self._warn("a lookup", error)))
-            return
-        self._answer(LookedUp(order.ticket, tuple(present), tuple(pins)))
+            order.pins, order.error = [], self._warn("a lookup", error)
+        self._done(order)
 
     # --- loads ---
 
     def _load(self, order: LoadBlocks) -> Job[None]:
-        began, error = time.monotonic(), None
-        good: list[bool] = []
+        began = time.monotonic()
         corrupt: list[bytes] = []
-        for part in self._cut(order.parts):
-            right = [False] * len(part.keys)
-            if error is None and order.ticket not in self._cancelled:
-                try:
-                    right, bad = yield from self._load_part(order.ticket, part)
-                    corrupt += bad
-                except Exception as failure:
-                    error = self._warn("a load", failure)
-            good += right
-        self._cancelled.discard(order.ticket)
-        seconds = time.monotonic() - began
-        self._answer(Loaded(order.ticket, tuple(good), len(corrupt), seconds, error))
-        if corrupt and self.store.capabilities.deletes:
-            yield from self._delete(corrupt)
-
-    def _cut(self, parts: Sequence[Part]) -> Generator[Part]:
-        """Parts of as many blocks as one call may have."""
-        for part in parts:
+        for run in order.runs:
             start = 0
-            for keys in _batched(part.keys, self._most_blocks()):
-                blocks = part.blocks[start : start + len(keys)]
-                yield Part(part.group, part.first + start, blocks, keys)
+            for keys in _batched(run.keys, self._most_blocks()):
+                blocks = run.blocks[start : start + len(keys)]
+                some = BlockRun(run.group, run.first + start, blocks, keys)
+                right = [False] * len(keys)
+                if order.error is None and not order.cancelled:
+                    try:
+                        right, bad = yield from self._load_some(order, some)
+                        corrupt += bad
+                    except Exception as error:
+                        order.error = self._warn("a load", error)
+                order.good += right
                 start += len(keys)
+        order.corrupt, order.seconds = len(corrupt), time.monotonic() - began
+        self._done(order)
+        if self.store.capabilities.deletes:
+            try:
+                for bad_keys in _batched(tuple(corrupt), self.store.capabilities.max_keys):
+                    deletion = self.store.delete(bad_keys)
+                    yield deletion
+                    deletion.result()
+            except Exception as error:
+                self._warn("a deletion", error)
 
     def _most_blocks(self) -> int:
         return min(self.store.capabilities.max_keys, self._staging.max_blocks)
 
-    def _load_part(self, ticket: int, part: Part) -> Job[tuple[list[bool], list[bytes]]]:
+    def _load_some(self, order: LoadBlocks, run: BlockRun) -> Job[tuple[list[bool], list[bytes]]]:
         """Per block whether it is right; and keys of those that are there, but wrong."""
-        headers = [memoryview(bytearray(HEADER_BYTES)) for _ in part.keys]
-        batch = yield from _borrow(lambda: self._staging.lend(part.group, part.blocks))
+        headers = [memoryview(bytearray(HEADER_BYTES)) for _ in run.keys]
+        batch = yield from _borrow(lambda: self._staging.lend(run.group, run.blocks))
         try:
             targets = [[h, *pieces] for h, pieces in zip(headers, batch.pieces, strict=True)]
-            future = self._loads[ticket] = self.store.load(part.keys, targets)
+            future = self._loads[order] = self.store.load(run.keys, targets)
             yield future
             there = future.result()
-            batch.land()
+            batch.write_back()
             yield batch.ready
         finally:
-            self._loads.pop(ticket, None)
+            self._loads.pop(order, None)
             batch.release()
-        if ticket in self._cancelled or not any(there):
-            return [False] * len(part.keys), []
-        values = yield from self._values_of(part)
+        if order.cancelled or not any(there):
+            return [False] * len(run.keys), []
+        form = self.forms[run.group]
+        start, end = (form.block_size * (run.first + i) for i in (0, len(run.blocks)))
+        sums = self._executor.digest(run.group, run.blocks, start, start, end)
+        yield sums.ready
+        # They are kept with the blocks, as if a step had written these.
+        self._executor.adopt(run.group, run.blocks, sums.result(), end - start)
         if self.store.capabilities.synthetic:
             return there, []
-        form = self.forms[part.group]
         right, bad = [], []
-        for key, header, value, is_there in zip(part.keys, headers, values, there, strict=True):
+        values = form.digests(sums.result())
+        for key, header, value, is_there in zip(run.keys, headers, values, there, strict=True):
             claimed = form.header(self.identity, key).check(header)
             right.append(is_there and claimed == value)
             if is_there and claimed != value:
                 bad.append(key)
         return right, bad
 
-    def _values_of(self, part: Part) -> Job[list[int]]:
-        """Digests of what is in memory now; their sums are kept with the blocks."""
-        size = self.forms[part.group].block_size
-        start, end = part.first * size, (part.first + len(part.blocks)) * size
-        sums = self._executor.digest(part.group, part.blocks, start, start, end)
-        yield lambda: sums.poll() is not None
-        values = _there(sums)
-        self._executor.adopt(part.group, part.blocks, values, end - start)
-        return self.forms[part.group].digests(values)
-
-    def _delete(self, keys: Sequence[bytes]) -> Job[None]:
-        try:
-            for some in _batched(tuple(keys), self.store.capabilities.max_keys):
-                future = self.store.delete(some)
-                yield future
-                future.result()
-        except Exception as error:
-            self._warn("a deletion", error)
-
     # --- saves ---
 
     def _save(self, order: SaveBlocks) -> Job[None]:
-        began, error = time.monotonic(), None
+        began = time.monotonic()
         stored: dict[bytes, bool] = {}
         for group, saves in itertools.groupby(sorted(order.saves), key=lambda save: save.group):
             for some in _batched(tuple(saves), self._most_blocks()):
                 try:
                     answers = yield from self._save_some(group, some)
                     stored |= dict(zip((save.key for save in some), answers, strict=True))
-                except Exception as failure:
-                    error = self._warn("a save", failure)
-        answer = tuple(stored.get(save.key, False) for save in order.saves)
-        self._answer(Saved(order.ticket, answer, time.monotonic() - began, error))
+                except Exception as error:
+                    order.error = self._warn("a save", error)
+        order.stored = [stored.get(save.key, False) for save in order.saves]
+        order.seconds = time.monotonic() - began
+        self._done(order)
 
-    def _save_some(self, group: int, saves: Sequence[Save]) -> Job[list[bool]]:
+    def _save_some(self, group: int, saves: Sequence[BlockSave]) -> Job[list[bool]]:
         form = self.forms[group]
         blocks = [save.block for save in saves]
         batch = yield from _borrow(lambda: self._staging.fetch(group, blocks))
         try:
             sums = [self._sums(group, tuple(run)) for run in _runs(saves)]
-            yield lambda: batch.ready() and all(found.poll() is not None for found in sums)
-            values = [value for found in sums for value in form.digests(_there(found))]
+            yield lambda: batch.ready() and all(found.ready() for found in sums)
+            values = [value for found in sums for value in form.digests(found.result())]
             keys = [save.key for save in saves]
             sources = [
                 [memoryview(form.header(self.identity, key).pack(value)), *pieces]
@@ -357,7 +414,7 @@ class StoreWorker:
         finally:
             batch.release()
 
-    def _sums(self, group: int, run: Sequence[Save]) -> Pending[list[Sums]]:
+    def _sums(self, group: int, run: Sequence[BlockSave]) -> Pending[list[Sums]]:
         """Sums of saves that `_runs` has put together."""
         blocks = [save.block for save in run]
         if run[0].summed:
@@ -367,27 +424,26 @@ class StoreWorker:
         return self._executor.digest(group, blocks, start, start, start + len(run) * size)
 
 
-def _borrow(lend: Callable[[], Batch | None]) -> Job[Batch]:
+def _borrow(lend: Callable[[], StagedBlocks | None]) -> Job[StagedBlocks]:
     """Wait until there is memory."""
-    batch: list[Batch] = []
+    lent: list[StagedBlocks | None] = [None]
 
-    def try_again() -> bool:
-        lent = lend()
-        if lent is not None:
-            batch.append(lent)
-        return lent is not None
+    def is_lent() -> bool:
+        lent[0] = lend()
+        return lent[0] is not None
 
-    yield try_again
-    return batch[0]
+    while lent[0] is None:
+        yield is_lent
+    return lent[0]
 
 
-def _runs(saves: Sequence[Save]) -> list[list[Save]]:
+def _runs(saves: Sequence[BlockSave]) -> list[list[BlockSave]]:
     """Neighbours whose sums were kept; and those of which they are made, if they are consecutive.
 
     `number` and `key` tell no sequence, so two that happen to follow each other in number may be of
     different ones: their tokens' places in the sum, all that counts, are right all the same.
     """
-    runs: list[list[Save]] = []
+    runs: list[list[BlockSave]] = []
     for save in saves:
         last = runs[-1][-1] if runs else None
         follows = last is not None and last.summed == save.summed
@@ -396,12 +452,6 @@ def _runs(saves: Sequence[Save]) -> list[list[Save]]:
         else:
             runs.append([save])
     return runs
-
-
-def _there(sums: Pending[list[Sums]]) -> list[Sums]:
-    found = sums.poll()
-    assert found is not None, "asked for sums that are not there yet"
-    return found
 
 
 def _batched(items: tuple[T, ...], size: int) -> Generator[tuple[T, ...]]:

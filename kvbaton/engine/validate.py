@@ -29,10 +29,6 @@ class Range(NamedTuple):
     high: float
     open: bool = False
 
-    def __contains__(self, value: object) -> bool:
-        assert isinstance(value, (int, float))
-        return self.low <= value <= self.high and not (self.open and value == self.low)
-
     def __str__(self) -> str:
         return f"{'(' if self.open else '['}{self.low:g}, {self.high:g}]"
 
@@ -53,7 +49,8 @@ RANGES = {
 
 def check_range(name: str, value: float, limit: Range) -> None:
     """Raise `RequestError` if `value` is outside of `limit`."""
-    if value not in limit:
+    low, high, is_open = limit
+    if not low <= value <= high or (is_open and value == low):
         raise RequestError(f"{name} must be in {limit}, not {shown(value)}", param=name)
 
 
@@ -93,16 +90,20 @@ def check_params(
         RequestError: a field is out of its range, or fields do not go together.
     """
     for name, limit in limits.items():
+        low, high, is_open = limit
         value = getattr(params, name)
-        if value is not None:
-            check_range(prefix + name, value, limit)
+        if value is None or low < value <= high or (value == low and not is_open):
+            continue
+        check_range(prefix + name, value, limit)
     if params.min_tokens > params.max_tokens:
         raise RequestError(
             f"min_tokens must not exceed max_tokens ({params.max_tokens})",
             param=f"{prefix}min_tokens",
         )
-    check_ids(f"{prefix}stop_token_ids", params.stop_token_ids, vocab_size)
-    check_ids(f"{prefix}logit_bias", list(params.logit_bias), vocab_size)
+    if params.stop_token_ids:
+        check_ids(f"{prefix}stop_token_ids", params.stop_token_ids, vocab_size)
+    if params.logit_bias:
+        check_ids(f"{prefix}logit_bias", list(params.logit_bias), vocab_size)
     for value in params.logit_bias.values():
         check_range(f"{prefix}logit_bias", value, Range(-100, 100))
 
@@ -127,7 +128,8 @@ def validate_request(request: AddRequest, config: SchedulerConfig, blocks: KVCac
     if error is not None:
         raise RequestError(error, param="prompt", code="context_length_exceeded")
     check_ids("prompt", request.token_ids, config.vocab_size, most=INT32)
-    check_ids("resume_token_ids", request.resume_ids, config.vocab_size, most=INT32)
+    if request.resume_ids:
+        check_ids("resume_token_ids", request.resume_ids, config.vocab_size, most=INT32)
     candidates = Range(0, MAX_IDS)
     limits = {"n": Range(1, config.max_num_seqs), **RANGES}
     limits |= {"logprobs": candidates, "prompt_logprobs": candidates}
@@ -140,16 +142,16 @@ def validate_request(request: AddRequest, config: SchedulerConfig, blocks: KVCac
         )
     check_range("deadline_s", request.deadline_s, Range(0, MAX_DEADLINE_S, open=True))
     check_range("priority", request.priority, Range(-INT32, INT32))
-    _check_transfer(request.transfer, "kv_transfer_params")
+    if request.transfer is not None:
+        _check_transfer(request.transfer, "kv_transfer_params")
     for number, item in enumerate(request.items):
-        _check_transfer(item.transfer, f"items[{number}].transfer")
+        if item.transfer is not None:
+            _check_transfer(item.transfer, f"items[{number}].transfer")
         if 0 in item.grid or max(item.grid) > INT32:
             raise RequestError(f"{item.grid} is no grid of patches", param=f"items[{number}].grid")
 
 
-def _check_transfer(transfer: TransferSpec | None, param: str) -> None:
-    if transfer is None:
-        return
+def _check_transfer(transfer: TransferSpec, param: str) -> None:
     if transfer.role not in ("source", "target"):
         raise RequestError(
             f"transfer role {transfer.role[:20]!r} is neither 'source' nor 'target'", param=param

@@ -4,47 +4,58 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
-import msgspec
+from msgspec import Struct, field
+from msgspec.structs import replace
 
 from kvbaton.errors import ConfigError
 
 
-@dataclass(frozen=True, kw_only=True)
-class VisionConfig:
-    """The vision tower of a multimodal model, in our words.
+class _Axial(Struct, frozen=True):
+    rope_theta: float | None = None
+
+
+class VisionConfig(Struct, frozen=True, kw_only=True):
+    """The vision tower of a multimodal model: ``vision_config``, with the families' defaults.
 
     Attributes:
-        image_token_id: the placeholder that an image's rows replace.
         patch_size: side of a patch, in pixels.
-        temporal_patch_size: frames of a patch; an image is repeated.
-        merge_size: side of the square of patches that becomes one row.
         depth: layers.
         out_hidden_size: features of a row, the language model's.
+        temporal_patch_size: frames of a patch; an image is repeated.
+        merge_size: side of the square of patches that becomes one row.
         window_size: pixels of the side of a window that layers attend within; 0 for no windows.
         full_attention_layers: those that attend to the whole image all the same.
         num_position_embeddings: entries of the (square) table of learned positions; 0 for none.
         deepstack_layers: whose output also becomes rows, added after the first layers of the
             language model (Meng et al., arXiv 2406.04334).
+        image_token_id: the placeholder that an image's rows replace; the whole model's.
     """
 
-    image_token_id: int
     patch_size: int
-    temporal_patch_size: int
-    merge_size: int
-    in_channels: int
     depth: int
     hidden_size: int
     num_heads: int
     intermediate_size: int
     out_hidden_size: int
-    rope_theta: float = 10_000.0
-    window_size: int = 0
-    full_attention_layers: tuple[int, ...] = ()
-    num_position_embeddings: int = 0
-    deepstack_layers: tuple[int, ...] = ()
+    hidden_act: str
+    rope_parameters: _Axial | None = None
+    temporal_patch_size: int = 2
+    merge_size: int = field(name="spatial_merge_size", default=2)
+    in_channels: int = 3
+    window_size: int = 112
+    full_attention_layers: tuple[int, ...] = field(
+        name="fullatt_block_indexes", default=(7, 15, 23, 31)
+    )
+    num_position_embeddings: int = 2304
+    deepstack_layers: tuple[int, ...] = field(name="deepstack_visual_indexes", default=(8, 16, 24))
+    image_token_id: int = 0
+
+    @property
+    def rope_theta(self) -> float:
+        """Base of the rotary embedding of rows and columns."""
+        return (self.rope_parameters and self.rope_parameters.rope_theta) or 10_000.0
 
     @property
     def levels(self) -> int:
@@ -78,32 +89,8 @@ VISION_FAMILIES = {
 }
 
 
-class _Axial(msgspec.Struct):
-    rope_theta: float | None = None
-
-
-class RawVision(msgspec.Struct):
-    """The fields of ``vision_config`` that we read, with the defaults that both families share."""
-
-    patch_size: int
-    depth: int
-    hidden_size: int
-    num_heads: int
-    intermediate_size: int
-    out_hidden_size: int
-    hidden_act: str
-    rope_parameters: _Axial | None = None
-    temporal_patch_size: int = 2
-    spatial_merge_size: int = 2
-    in_channels: int = 3
-    window_size: int = 112
-    fullatt_block_indexes: tuple[int, ...] = (7, 15, 23, 31)
-    num_position_embeddings: int = 2304
-    deepstack_visual_indexes: tuple[int, ...] = (8, 16, 24)
-
-
 def read_vision(
-    vision: RawVision | None, architecture: str, hidden_size: int, image_token_id: int
+    vision: VisionConfig | None, architecture: str, hidden_size: int, image_token_id: int
 ) -> VisionConfig | None:
     """Translate the tower's configuration.
 
@@ -125,61 +112,38 @@ def read_vision(
     if vision is None:
         raise ConfigError("--model", f"{architecture} needs a vision_config")
     _refuse_unsupported(vision, family, hidden_size)
-    return VisionConfig(
+    if family.deepstack:
+        unused: dict[str, Any] = {"window_size": 0, "full_attention_layers": ()}
+    else:
+        unused = {"num_position_embeddings": 0, "deepstack_layers": ()}
+    return replace(
+        vision,
         image_token_id=image_token_id,
-        patch_size=vision.patch_size,
-        temporal_patch_size=vision.temporal_patch_size,
-        merge_size=vision.spatial_merge_size,
-        in_channels=vision.in_channels,
-        depth=vision.depth,
-        hidden_size=vision.hidden_size,
-        num_heads=vision.num_heads,
-        intermediate_size=vision.intermediate_size,
-        out_hidden_size=vision.out_hidden_size,
-        rope_theta=(vision.rope_parameters and vision.rope_parameters.rope_theta) or 10_000.0,
-        window_size=0 if family.deepstack else vision.window_size,
-        full_attention_layers=() if family.deepstack else vision.fullatt_block_indexes,
-        num_position_embeddings=vision.num_position_embeddings if family.deepstack else 0,
-        deepstack_layers=vision.deepstack_visual_indexes if family.deepstack else (),
+        rope_parameters=_Axial(
+            vision.rope_theta
+        ),  # equal, whether the file says the default or not
+        **unused,
     )
 
 
-def _refuse_unsupported(vision: RawVision, family: VisionFamily, hidden_size: int) -> None:
+def _refuse_unsupported(vision: VisionConfig, family: VisionFamily, hidden_size: int) -> None:
     where = "vision_config."
-    for name in ("patch_size", "temporal_patch_size", "spatial_merge_size", "in_channels", "depth"):
+    for name in ("patch_size", "temporal_patch_size", "merge_size", "in_channels", "depth"):
         if getattr(vision, name) < 1:
-            raise ConfigError("--model", f"{where}{name} must be positive")
+            said = "spatial_merge_size" if name == "merge_size" else name
+            raise ConfigError("--model", f"{where}{said} must be positive")
     if vision.hidden_act != family.hidden_act:
         raise ConfigError("--model", f"{where}hidden_act must be {family.hidden_act!r}")
     if vision.out_hidden_size != hidden_size:
         raise ConfigError("--model", f"{where}out_hidden_size must be hidden_size, {hidden_size}")
     if vision.num_heads < 1 or vision.hidden_size % (4 * vision.num_heads):
         raise ConfigError("--model", f"{where}hidden_size must be a multiple of 4 * num_heads")
-    if not family.deepstack and vision.window_size < vision.patch_size * vision.spatial_merge_size:
+    if not family.deepstack and vision.window_size < vision.patch_size * vision.merge_size:
         raise ConfigError("--model", f"{where}window_size must hold spatial_merge_size patches")
     if not family.deepstack:
         return
-    layers, entries = vision.deepstack_visual_indexes, vision.num_position_embeddings
+    layers, entries = vision.deepstack_layers, vision.num_position_embeddings
     if list(layers) != sorted(set(layers) & set(range(vision.depth))):
         raise ConfigError("--model", f"{where}deepstack_visual_indexes must ascend below depth")
     if entries < 1 or math.isqrt(entries) ** 2 != entries:
         raise ConfigError("--model", f"{where}num_position_embeddings must be a square")
-
-
-def processor_settings(folder: Path) -> dict[str, Any]:
-    """Settings of the image processor of a Hugging Face folder.
-
-    They lie in ``preprocessor_config.json``; folders that a whole processor of transformers 5 was
-    saved to have them in ``processor_config.json``.
-
-    Raises:
-        ConfigError: they are missing or broken.
-    """
-    path, joint = folder / "preprocessor_config.json", folder / "processor_config.json"
-    try:
-        if path.exists() or not joint.exists():
-            return msgspec.json.decode(path.read_bytes(), type=dict[str, Any])
-        content = msgspec.json.decode(joint.read_bytes(), type=dict[str, Any])
-        return msgspec.convert(content.get("image_processor"), dict[str, Any])
-    except (OSError, msgspec.MsgspecError) as error:
-        raise ConfigError("--model", f"can't read the settings of {path}: {error}") from error

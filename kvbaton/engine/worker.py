@@ -16,14 +16,14 @@ import numpy.typing as npt
 import torch
 
 from kvbaton.engine.block_memory import BlockMemory
-from kvbaton.engine.cache import block_bytes
+from kvbaton.engine.cache import KVCache, block_bytes
+from kvbaton.engine.collectives import Shard
 from kvbaton.engine.config import EngineConfig
 from kvbaton.engine.encoder.pool import EncoderPool
 from kvbaton.engine.loader import load_model
 from kvbaton.engine.model_config import ModelConfig
-from kvbaton.engine.models.llama import LlamaForCausalLM
 from kvbaton.engine.pending import Pending
-from kvbaton.engine.shard import Shard
+from kvbaton.engine.runner import Runner
 from kvbaton.engine.step import StepPlan, StepResult
 from kvbaton.errors import ConfigError
 from kvbaton.messages.engine import AddRequest
@@ -104,15 +104,56 @@ class WorkerSettings:
     max_model_len: int
     track_sums: bool
 
-    def load(self) -> LlamaForCausalLM:
-        """The rank's share of the model."""
-        return load_model(
+    def make_cache(self, num_blocks: int, *, track_sums: bool) -> KVCache:
+        """A pool for the rank's heads."""
+        return KVCache(
             self.model,
+            num_blocks=num_blocks,
+            block_size=self.config.block_size,
             device=self.device,
-            load_format=self.config.load_format,
-            seed=self.config.seed,
             shard=self.shard,
+            track_sums=track_sums,
         )
+
+
+class ModelWorker(Worker):
+    """`Worker` of a language model: the rank's share of the weights, its pool, and a runner.
+
+    Attributes:
+        model: the rank's share of the model.
+        runner: runs its steps; made by `start`.
+    """
+
+    cache: KVCache
+    runner: Runner
+
+    def __init__(self, settings: WorkerSettings) -> None:
+        self.settings = settings
+        self.model = load_model(
+            settings.model,
+            device=settings.device,
+            load_format=settings.config.load_format,
+            seed=settings.config.seed,
+            shard=settings.shard,
+        )
+
+    def start(self, num_blocks: int) -> None:
+        """See `Worker.start`."""
+        self.cache = self.settings.make_cache(num_blocks, track_sums=self.settings.track_sums)
+        self.runner = self.make_runner()
+        self.warm_up()
+
+    @abstractmethod
+    def make_runner(self) -> Runner:
+        """A runner over model and pool."""
+
+    @abstractmethod
+    def warm_up(self) -> None:
+        """Run what requests will need, so that the first one does not pay for it."""
+
+    def attach_encoder(self, pool: EncoderPool) -> None:
+        """See `Worker.attach_encoder`."""
+        self.runner.attach_encoder(pool)
 
 
 def choose_device(config: EngineConfig) -> torch.device:

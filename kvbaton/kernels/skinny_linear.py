@@ -1,8 +1,8 @@
 """Products of few rows with a weight: as fast as the weight can be read.
 
 A tile of the weight's rows is split along the columns until the programs fill the GPU; the last
-program of a tile adds the parts (see `workspace`). Source of the split: Osama et al., "Stream-K",
-arXiv 2301.03598.
+program of a tile adds the parts, in their order, whoever it is; so the result is deterministic.
+Source of the pattern: Osama et al., "Stream-K", arXiv 2301.03598, section 4.
 """
 
 from __future__ import annotations
@@ -17,12 +17,41 @@ from kvbaton.kernels.jit import (
     tl,
     use_triton,
 )
-from kvbaton.kernels.workspace import Workspace, is_last
 
 MAX_ROWS = 32
 """With more rows the library's product is faster."""
 
 BLOCK_N, BLOCK_K = 64, 128
+
+
+class Workspace:
+    """Counters, zero between launches, and fp32 scratch; for launches on one stream at a time.
+
+    Attributes:
+        counters: [n], int32.
+        scratch: [m], fp32; its content is never needed by the next launch.
+    """
+
+    def __init__(
+        self, device: torch.device, *, num_counters: int = 1 << 14, num_scratch: int = 1 << 22
+    ) -> None:
+        self.counters = torch.zeros(num_counters, dtype=torch.int32, device=device)
+        self.scratch = torch.empty(num_scratch, dtype=torch.float32, device=device)
+
+
+@jit()
+def is_last(counter: tl.tensor, parties: tl.tensor) -> tl.tensor:
+    """Count this program in, its stores before this call included; whether it is the last.
+
+    The last one resets the counter and sees what the others stored. Read that with
+    ``cache_modifier=".cg"``, past the multiprocessor's own cache.
+    """
+    tl.debug_barrier()
+    last = tl.atomic_add(counter, 1, sem="acq_rel") == parties - 1
+    if last:
+        tl.store(counter, 0)
+    tl.debug_barrier()
+    return last
 
 
 def skinny_linear(

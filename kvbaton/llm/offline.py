@@ -11,11 +11,11 @@ from typing import Any, Self, TypeVar, cast
 
 from tqdm import tqdm
 
-from kvbaton.llm.params import CompletionOutput, RequestOutput, SamplingParams
+from kvbaton.llm.params import CompletionOutput, RequestOutput, TextSamplingParams
 from kvbaton.llm.streaming import AsyncLLM, Message, Prepared, Prompt, Rendered
 
 T = TypeVar("T")
-Params = SamplingParams | Sequence[SamplingParams] | None
+Params = TextSamplingParams | Sequence[TextSamplingParams] | None
 
 STOP_S = 20.0
 
@@ -102,7 +102,7 @@ class LLM:
     async def _run(
         self,
         prompts: Sequence[Prompt],
-        params: Sequence[SamplingParams | None],
+        params: Sequence[TextSamplingParams | None],
         use_tqdm: bool,
         options: dict[str, Any],
     ) -> list[RequestOutput]:
@@ -158,8 +158,8 @@ def _as_list(prompts: Prompt | Sequence[Prompt]) -> list[Prompt]:
     return cast("list[Prompt]", [prompts] if ids else list(prompts))
 
 
-def _per_prompt(params: Params, prompts: Sequence[Prompt]) -> Sequence[SamplingParams | None]:
-    if params is None or isinstance(params, SamplingParams):
+def _per_prompt(params: Params, prompts: Sequence[Prompt]) -> Sequence[TextSamplingParams | None]:
+    if params is None or isinstance(params, TextSamplingParams):
         return [params] * len(prompts)
     if len(params) != len(prompts):
         raise ValueError(f"{len(params)} sampling_params for {len(prompts)} prompts")

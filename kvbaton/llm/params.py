@@ -8,13 +8,13 @@ from dataclasses import dataclass, field
 import msgspec
 
 from kvbaton.messages import engine as messages
-from kvbaton.server.sampling import check_stops
+from kvbaton.server.validation import check_stops
 from kvbaton.text.choice import TextOptions
 from kvbaton.text.tokenizer import Tokenizer
 from kvbaton.types import TokenLogprobs
 
 
-class SamplingParams(
+class TextSamplingParams(
     messages.SamplingParams, frozen=True, kw_only=True, forbid_unknown_fields=True
 ):
     """The engine's parameters (`messages.SamplingParams`), and how tokens become text.
@@ -77,18 +77,17 @@ def named_logprobs(
     entries: Sequence[TokenLogprobs | None],
 ) -> Logprobs:
     """Log probabilities of n tokens by candidate, from n entries."""
-    return [
-        None if entry is None else _candidates(tokenizer, token, entry)
-        for token, entry in zip(token_ids, entries, strict=True)
-    ]
-
-
-def _candidates(tokenizer: Tokenizer, token: int, entry: TokenLogprobs) -> dict[int, Logprob]:
-    named = {token: Logprob(entry.logprob, entry.rank, tokenizer.token_text(token))}
-    for rival in entry.top:
-        text = tokenizer.token_text(rival.token)
-        named.setdefault(rival.token, Logprob(rival.logprob, rival.rank, text))
-    return named
+    found: Logprobs = []
+    for token, entry in zip(token_ids, entries, strict=True):
+        if entry is None:
+            found.append(None)
+            continue
+        named = {token: Logprob(entry.logprob, entry.rank, tokenizer.token_text(token))}
+        for rival in entry.top:
+            text = tokenizer.token_text(rival.token)
+            named.setdefault(rival.token, Logprob(rival.logprob, rival.rank, text))
+        found.append(named)
+    return found
 
 
 @dataclass

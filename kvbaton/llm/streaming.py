@@ -15,21 +15,13 @@ from kvbaton.engine.gguf import model_folder
 from kvbaton.engine.process import EngineProcess
 from kvbaton.engine.validate import INT32, Range, check_range
 from kvbaton.errors import ConfigError
-from kvbaton.llm.params import CompletionOutput, RequestOutput, SamplingParams, named_logprobs
+from kvbaton.llm.params import CompletionOutput, RequestOutput, TextSamplingParams, named_logprobs
 from kvbaton.messages.engine import AddRequest, Item
 from kvbaton.messages.openai import ChatRequest
+from kvbaton.server.answer import run_prompts
 from kvbaton.server.chat import encode_chat
-from kvbaton.server.config import EdgeConfig, Frontend
-from kvbaton.server.prompt_request import (
-    Event,
-    PromptRequest,
-    check_prompt,
-    run_prompts,
-    unique,
-)
-from kvbaton.server.prompts import encode
-from kvbaton.server.sampling import checked
-from kvbaton.server.source import ModelFacts
+from kvbaton.server.frontend import Frontend, FrontendConfig, ModelFacts
+from kvbaton.server.validation import PromptRequest, check_prompt, checked, encode, unique
 from kvbaton.text.generation import GenerationConfigMode, sampling_defaults
 from kvbaton.text.tokenizer import Tokenizer
 from kvbaton.types import NodeId
@@ -105,7 +97,7 @@ class AsyncLLM:
         )
         ready = client.ready
         facts = ModelFacts(max_model_len=ready.max_model_len, vocab_size=ready.vocab_size)
-        config = EdgeConfig(model_name=str(model), sampling_defaults=defaults)
+        config = FrontendConfig(model_name=str(model), sampling_defaults=defaults)
         return cls(
             client,
             Frontend(source=client, tokenizer=tokenizer, config=config, facts=lambda: facts),
@@ -116,12 +108,12 @@ class AsyncLLM:
         """The model's."""
         return self._frontend.tokenizer
 
-    def default_params(self) -> SamplingParams:
+    def default_params(self) -> TextSamplingParams:
         """What a request without parameters gets: the model's recommendations."""
-        return SamplingParams(**self._frontend.config.sampling_defaults)
+        return TextSamplingParams(**self._frontend.config.sampling_defaults)
 
     async def generate(
-        self, prompt: Prompt, sampling_params: SamplingParams | None = None, **options: Any
+        self, prompt: Prompt, sampling_params: TextSamplingParams | None = None, **options: Any
     ) -> AsyncGenerator[RequestOutput]:
         """Continue a prompt.
 
@@ -145,7 +137,7 @@ class AsyncLLM:
     async def chat(
         self,
         messages: Sequence[Message],
-        sampling_params: SamplingParams | None = None,
+        sampling_params: TextSamplingParams | None = None,
         *,
         chat_template_kwargs: dict[str, Any] | None = None,
         **options: Any,
@@ -170,7 +162,7 @@ class AsyncLLM:
     async def prepare(
         self,
         prompt: Prompt,
-        sampling_params: SamplingParams | None = None,
+        sampling_params: TextSamplingParams | None = None,
         *,
         request_id: str | None = None,
         priority: int = 0,
@@ -180,9 +172,16 @@ class AsyncLLM:
         """Check a request; see `generate`."""
         frontend, given = self._frontend, sampling_params or self.default_params()
         text = prompt if isinstance(prompt, str) else None
-        ids, items = await self._encode(prompt)
-        params = checked(given.for_engine(), frontend.config, frontend.vocab_size)
-        check_prompt(frontend, ids, params.max_tokens, "prompt")
+        ids, items = list[int](), tuple[Item, ...]()
+        if isinstance(prompt, Rendered):
+            ids, items = prompt.token_ids, prompt.items
+        elif isinstance(prompt, str):
+            ids = await encode(frontend.tokenizer, prompt, add_special_tokens=True)
+        else:
+            ids = list(prompt)
+        facts = frontend.limits()
+        params = checked(given.for_engine(), frontend.config, facts.vocab_size)
+        check_prompt(facts, ids, params.max_tokens, "prompt")
         check_range("priority", priority, Range(-INT32, INT32))
         request = AddRequest(
             request_id=unique(request_id or secrets.token_hex(8)),
@@ -195,41 +194,31 @@ class AsyncLLM:
         )
         return Prepared(text, PromptRequest(index=0, request=request, options=given.for_text()))
 
-    async def _encode(self, prompt: Prompt) -> tuple[list[int], tuple[Item, ...]]:
-        if isinstance(prompt, Rendered):
-            return prompt.token_ids, prompt.items
-        if not isinstance(prompt, str):
-            return list(prompt), ()
-        return await encode(self._frontend.tokenizer, prompt, add_special_tokens=True), ()
-
     async def run(self, prepared: Prepared) -> AsyncGenerator[RequestOutput]:
         """Deltas of a request that `prepare` has checked."""
+        ids = list(prepared.asked.request.token_ids)
         async with aclosing(run_prompts(self._frontend, [prepared.asked])) as events:
             async for event in events:
-                yield self._delta(prepared, event)
-
-    def _delta(self, prepared: Prepared, event: Event) -> RequestOutput:
-        request, delta, scores = prepared.asked.request, event.delta, event.prompt_logprobs
-        logprobs = None
-        if delta.logprobs is not None:
-            logprobs = named_logprobs(self.tokenizer, delta.token_ids, delta.logprobs)
-        choice = CompletionOutput(
-            index=event.choice,
-            text=delta.text,
-            token_ids=delta.token_ids,
-            logprobs=logprobs,
-            finish_reason=delta.finish_reason,
-            stop_reason=delta.stop_reason,
-        )
-        ids = list(request.token_ids)
-        return RequestOutput(
-            request_id=request.request_id,
-            prompt=prepared.prompt,
-            prompt_token_ids=ids,
-            outputs=[choice],
-            prompt_logprobs=named_logprobs(self.tokenizer, ids, scores) if scores else None,
-            num_cached_tokens=event.cached_tokens,
-        )
+                delta, scores = event.delta, event.output.prompt_logprobs
+                logprobs = None
+                if delta.logprobs is not None:
+                    logprobs = named_logprobs(self.tokenizer, delta.token_ids, delta.logprobs)
+                choice = CompletionOutput(
+                    index=event.choice,
+                    text=delta.text,
+                    token_ids=delta.token_ids,
+                    logprobs=logprobs,
+                    finish_reason=delta.finish_reason,
+                    stop_reason=delta.stop_reason,
+                )
+                yield RequestOutput(
+                    request_id=prepared.asked.request.request_id,
+                    prompt=prepared.prompt,
+                    prompt_token_ids=ids,
+                    outputs=[choice],
+                    prompt_logprobs=named_logprobs(self.tokenizer, ids, scores) if scores else None,
+                    num_cached_tokens=event.output.cached_tokens,
+                )
 
     async def reset_prefix_cache(self) -> bool:
         """Forget cached prefixes; whether that could be done."""

@@ -11,7 +11,7 @@ from typing import Annotated
 import msgspec
 from msgspec import Meta, Struct
 
-from kvbaton.types import BlockSpan, ChoiceStart, Count, Id128, Key, Name, NodeId, Text
+from kvbaton.types import BlockSpan, ChoiceStart, Count, Id128, Key, Name, NodeId, Text, clip_text
 
 PROTOCOL_VERSION = 2
 """2: digests of another formula, which travel in the notices of writes."""
@@ -52,10 +52,16 @@ class DigestRun(Struct, frozen=True):
 
 
 class Message(Struct, frozen=True, tag_field="type", kw_only=True):
-    """What every control message carries: its session and its number there."""
+    """What every control message carries: its session and its number there.
+
+    Attributes:
+        receiver: of D's, the generation that the session is up with. Another one that lives at the
+            same address now must not take it for its own.
+    """
 
     session: Id128
     seq: Count
+    receiver: NodeId | None = None
 
 
 class Hello(Message, frozen=True, tag="hello", kw_only=True):
@@ -221,3 +227,38 @@ def decode_control(data: bytes) -> Control:
     """
     message: Control = _control_decoder.decode(data)
     return message
+
+
+class _Greeting(Struct, frozen=True, tag_field="type", tag="hello"):
+    """What the `Hello` of each version has."""
+
+    session: Id128
+    min_version: Count = 0
+    max_version: Count = 0
+
+
+def refuse_unreadable(data: bytes, error: msgspec.DecodeError) -> Refused | None:
+    """What to answer to a `Hello` that can't be decoded; None if it is not even that.
+
+    A later release may have given it another shape, and its sender must learn why it gets no
+    `Welcome`.
+
+    Args:
+        data: what has come.
+        error: what `decode_control` raised.
+    """
+    try:
+        hello = msgspec.msgpack.decode(data, type=_Greeting)
+    except msgspec.DecodeError:
+        return None
+    code, why = version_problem(hello) or ("malformed", clip_text(str(error)))
+    return Refused(session=hello.session, seq=0, code=code, message=why)
+
+
+def version_problem(hello: Hello | _Greeting) -> tuple[str, str] | None:
+    """Code and text to refuse a `Hello` with, if its sender speaks no version that we do."""
+    low, high = hello.min_version, hello.max_version
+    if low <= PROTOCOL_VERSION and MIN_PROTOCOL_VERSION <= high:
+        return None
+    spoken = f"{MIN_PROTOCOL_VERSION} to {PROTOCOL_VERSION}"
+    return "version", f"source speaks {spoken}, target {low} to {high}"

@@ -17,6 +17,7 @@ from kvbaton.errors import RequestError
 from kvbaton.types import (
     ENCODER_BLOCK_ROWS,
     MAX_NAME,
+    Attempt,
     Count,
     Id128,
     Key,
@@ -90,6 +91,11 @@ class TransferSpec(Struct, frozen=True, kw_only=True):
     attempt: Count = 0
     peer: Name | None = None
     peer_node: Name | None = None
+
+    @property
+    def name(self) -> Attempt:
+        """What the hand-over calls it."""
+        return Attempt(self.transfer_id, self.attempt)
 
 
 class Item(Struct, frozen=True, kw_only=True):
@@ -232,7 +238,7 @@ def _id_of(data: bytes) -> str | None:
     return name if isinstance(name, str) and len(name) <= MAX_NAME else None
 
 
-class Output(Struct, frozen=True, tag="output", kw_only=True, gc=False):
+class Output(Struct, frozen=True, tag="output", kw_only=True, gc=False, omit_defaults=True):
     """New tokens of one choice of a request.
 
     Attributes:

@@ -6,14 +6,14 @@ from typing import Any
 
 from msgspec import Struct
 
-from kvbaton.messages.engine import Item, SamplingParams
+from kvbaton.messages.engine import Item, Output, SamplingParams
 from kvbaton.types import Name, Text, TokenId, TokenLogprobs
 
 
 class GenerateRequest(Struct, frozen=True, kw_only=True):
     """Body of ``POST /inference/v1/generate``; field names as vLLM's where it has them.
 
-    Answered by a stream (SSE) of `Output` in JSON, ended by ``[DONE]``, or a `GenerateResponse`.
+    Answered by a stream (SSE) of `GenerateChunk`, ended by ``[DONE]``, or a `GenerateResponse`.
 
     Attributes:
         token_ids: the prompt.
@@ -33,6 +33,10 @@ class GenerateRequest(Struct, frozen=True, kw_only=True):
     deadline_s: float | None = None
     kv_transfer_params: dict[str, Any] | None = None
     items: tuple[Item, ...] = ()
+
+
+class GenerateChunk(Output, frozen=True, tag="output", kw_only=True, omit_defaults=False):
+    """An `Output` as a stream of JSON tells it, with every field."""
 
 
 class GenerateChoice(Struct, frozen=True, kw_only=True):
@@ -75,7 +79,7 @@ class NodeInfo(Struct, frozen=True, kw_only=True):
             item, and ``prompt_token_s``, seconds per token of a step.
         vocab_size: of the model; token ids are below it. 0 of a node that does not say.
         engine_address: where routers connect to its engine as frontends: ``tcp://host:port``, keyed
-            by the cluster key, or ``ipc:///...`` on one machine without one; empty for HTTP only.
+            by the cluster key, or ``ipc:///...`` on one machine without one; empty until ready.
     """
 
     node_id: Name

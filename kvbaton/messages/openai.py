@@ -2,7 +2,7 @@
 
 Field names and shapes are those of OpenAI's API reference; fields marked *extension* carry vLLM's
 names. Unknown fields of a request are ignored, since clients send extras; fields that we know and
-do not support are refused in `edge.sampling`. Every field that a client may send as ``null`` is
+do not support are refused in `server.validation`. Every field that a client may send as ``null`` is
 optional here; its default is filled in where the request is converted.
 """
 
@@ -145,7 +145,7 @@ class PromptTokensDetails(Struct):
     cached_tokens: int
 
 
-class Usage(Struct):
+class TokenUsage(Struct):
     """Tokens counted."""
 
     prompt_tokens: int
@@ -184,7 +184,7 @@ class Completion(Struct, kw_only=True):
     model: str
     choices: list[CompletionChoice]
     object: str = "text_completion"
-    usage: Usage | UnsetType = UNSET
+    usage: TokenUsage | UnsetType = UNSET
     kv_transfer_params: dict[str, Any] | UnsetType = UNSET
 
 
@@ -236,7 +236,7 @@ class ChatCompletion(Struct, kw_only=True):
     created: int
     model: str
     choices: list[ChatChoice]
-    usage: Usage
+    usage: TokenUsage
     object: str = "chat.completion"
     prompt_logprobs: list[dict[str, Any] | None] | UnsetType = UNSET
     prompt_token_ids: list[int] | UnsetType = UNSET
@@ -262,7 +262,7 @@ class ChatChunk(Struct, kw_only=True):
     model: str
     choices: list[ChatChunkChoice]
     object: str = "chat.completion.chunk"
-    usage: Usage | UnsetType = UNSET
+    usage: TokenUsage | UnsetType = UNSET
     prompt_token_ids: list[int] | UnsetType = UNSET
     kv_transfer_params: dict[str, Any] | UnsetType = UNSET
 

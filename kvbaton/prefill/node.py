@@ -1,4 +1,7 @@
-"""``kvbaton prefill``: a node that computes prompts and hands them over.
+"""``kvbaton prefill``: a node that computes prompts and hands them over; and ``kvbaton encode``.
+
+The engine of an encoder node has items for prompts, and encoder outputs in its blocks: so its role
+is that of a prefill node, and so is all that crosses.
 
 Two processes import this file, and a start-up is mostly imports; so each takes what it alone needs
 when it runs: the HTTP process in `main`, the core in the factory.
@@ -6,7 +9,6 @@ when it runs: the HTTP process in `main`, the core in the factory.
 
 from __future__ import annotations
 
-import os
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, ClassVar
 
@@ -14,11 +16,11 @@ from kvbaton.connectors.transfer.endpoint import HandoverConfig
 
 if TYPE_CHECKING:
     from kvbaton.decode.node import DecodeFactory
+    from kvbaton.engine.build import ConnectorContext
     from kvbaton.engine.executor import Executor
-    from kvbaton.engine.process import Surroundings
     from kvbaton.engine.scheduler import Scheduler
     from kvbaton.prefill.source_connector import SourceConnector
-    from kvbaton.server.node_config import NodeConfig
+    from kvbaton.server.config import NodeConfig
 
 
 @dataclass(frozen=True)
@@ -36,7 +38,7 @@ class PrefillFactory:
         return DecodeFactory(self.handover).items
 
     def __call__(
-        self, executor: Executor, scheduler: Scheduler, surroundings: Surroundings
+        self, executor: Executor, scheduler: Scheduler, surroundings: ConnectorContext
     ) -> SourceConnector:
         """Open transports and control channel, and start the transfer thread."""
         from kvbaton.connectors.pairing import check_pairable
@@ -58,7 +60,6 @@ class PrefillFactory:
         source = Source(
             endpoint.identity,
             self.handover.timers,
-            new_id=lambda: os.urandom(16),
             pairable=check_pairable,
             max_attempts=self.handover.max_transfers,
             max_notice_bytes=min(t.capabilities.max_notice_bytes for t in endpoint.transports),
@@ -69,7 +70,7 @@ class PrefillFactory:
             executor,
             scheduler,
             node,
-            unclaimed_s=self.handover.timers.unclaimed,
+            unclaimed_s=self.handover.timers.total,
         )
 
 
@@ -78,3 +79,11 @@ def main(config: NodeConfig) -> int:
     from kvbaton.server.node import run_node
 
     return run_node(config, (PrefillFactory(config.handover),))
+
+
+def main_encode(config: NodeConfig) -> int:
+    """Likewise for an encoder node."""
+    from kvbaton.server.node import run_node
+    from kvbaton.server.node_app import encoder_app
+
+    return run_node(config, (PrefillFactory(config.handover),), encoder_app)

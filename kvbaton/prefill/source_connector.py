@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -14,6 +14,7 @@ import numpy.typing as npt
 from typing_extensions import override
 
 from kvbaton.connectors.keys import prompt_key
+from kvbaton.connectors.protocol.checks import spans_slice
 from kvbaton.connectors.protocol.events import (
     Announce,
     Engage,
@@ -24,18 +25,22 @@ from kvbaton.connectors.protocol.events import (
     SourceFailed,
     StopSource,
 )
-from kvbaton.connectors.transfer.source_worker import BlocksReport, PendingSums, SourceWorker
+from kvbaton.connectors.transfer.source_worker import BlocksReport, SourceWorker
 from kvbaton.connectors.transfer.thread import TransferThread
+from kvbaton.connectors.transfer.worker import PendingSums
 from kvbaton.engine import request as requests
 from kvbaton.engine.executor import Executor
-from kvbaton.engine.kv_connector import HeldBlocks, KVConnector
+from kvbaton.engine.kv_connector import HeldBlocks, KVConnector, transfer_consumed
 from kvbaton.engine.scheduler import Scheduler
 from kvbaton.errors import RequestError
-from kvbaton.messages.engine import AddRequest, Output
+from kvbaton.messages.engine import AddRequest, Output, TransferSpec
 from kvbaton.server.transfer_params import source_params
 from kvbaton.types import Attempt, ChoiceStart, NodeId, Spans
 
 logger = logging.getLogger(__name__)
+
+MAX_UNCLAIMED_TOKENS = 1 << 23
+"""Of computed prompts that nobody has reserved; above it the oldest are forgotten."""
 
 
 @dataclass
@@ -47,11 +52,12 @@ class _Source:
         request_id: of the run that computes it now.
         num_tokens: prompt tokens to hand over.
         start: where the target's reservation begins; None while nobody has reserved.
+        counted: per group, the first token that digests count.
         reported: tokens reported ready.
         held: blocks held for the transfer.
         first: token 0 of each choice, as sampled.
         cached_tokens: prompt tokens that the first run did not compute.
-        forget_at: when an attempt that nobody reserved is dropped, on the monotonic clock.
+        forget_at: when a computed prompt that nobody reserved is dropped, on the monotonic clock.
     """
 
     attempt: Attempt
@@ -59,12 +65,13 @@ class _Source:
     request_id: str
     num_tokens: int
     start: int | None = None
+    counted: tuple[int, ...] = ()
     reported: int = 0
     held: list[Spans] = field(default_factory=list)
     first: dict[int, ChoiceStart] = field(default_factory=dict)
     cached_tokens: int = 0
     running: bool = True
-    forget_at: float | None = None
+    forget_at: float = 0.0
 
 
 class CutSums:
@@ -120,6 +127,8 @@ class SourceConnector(KVConnector):
         self.outcomes: dict[str, int] = {}
         self._sources: dict[Attempt, _Source] = {}
         self._by_request: dict[str, _Source] = {}
+        self._unclaimed: dict[Attempt, _Source] = {}
+        self._unclaimed_tokens = 0
         self._outputs: list[Output] = []
         self._on: dict[type, Callable[[Any], None]] = {
             Engage: self._engage,
@@ -134,29 +143,25 @@ class SourceConnector(KVConnector):
 
     @override
     def accept(self, request: AddRequest) -> AddRequest:
-        transfer = request.transfer
-        if transfer is None or transfer.role != "source" or self._is_again(request):
-            return request
-        if Attempt(transfer.transfer_id, transfer.attempt) in self._sources:
-            raise RequestError(
-                f"transfer {transfer.transfer_id.hex()} attempt {transfer.attempt} is in use",
-                param="kv_transfer_params.transfer_id",
-                status=409,
-                code="transfer_consumed",
-            )
+        transfer = self._asked(request)
+        if transfer is not None and transfer.name in self._sources:
+            raise transfer_consumed(transfer)
         return request
 
-    def _is_again(self, request: AddRequest) -> bool:
-        """Whether a request is our own run for a late reservation."""
-        return request.request_id in self._by_request
+    def _asked(self, request: AddRequest) -> TransferSpec | None:
+        """The hand-over that a client asks for; None for a run of ours for a late reservation."""
+        transfer = request.transfer
+        if transfer is None or transfer.role != "source" or request.request_id in self._by_request:
+            return None
+        return transfer
 
     @override
     def added(self, sequence: requests.Sequence) -> bool:
         request = sequence.request.spec
-        transfer = request.transfer
-        if transfer is None or transfer.role != "source" or self._is_again(request):
+        transfer = self._asked(request)
+        if transfer is None:
             return False
-        attempt = Attempt(transfer.transfer_id, transfer.attempt)
+        attempt = transfer.name
         source = _Source(attempt, request, request.request_id, len(sequence.tokens))
         self._sources[attempt] = source
         self._by_request[request.request_id] = source
@@ -172,7 +177,7 @@ class SourceConnector(KVConnector):
         source.running = False
         self.transfers.submit(SourceFailed(source.attempt, reason))
         if source.start is None:
-            del self._sources[source.attempt]
+            self._forget(source.attempt)
 
     @override
     def emitted(self, outputs: list[Output]) -> list[Output]:
@@ -194,8 +199,25 @@ class SourceConnector(KVConnector):
                 self._by_request.pop(output.request_id, None)
                 source.running = False
                 if source.start is None:
-                    source.forget_at = time.monotonic() + 2 * self.unclaimed_s
+                    self._keep_unclaimed(source)
         return sent
+
+    def _keep_unclaimed(self, source: _Source) -> None:
+        """Keep a prompt that is computed for a while, and the youngest of too many."""
+        source.forget_at = time.monotonic() + self.unclaimed_s
+        self._unclaimed[source.attempt] = source
+        self._unclaimed_tokens += source.num_tokens
+        while self._unclaimed_tokens > MAX_UNCLAIMED_TOKENS:
+            self._forget(next(iter(self._unclaimed)))
+
+    def _claim(self, attempt: Attempt) -> None:
+        """It is unclaimed no longer, if it was."""
+        if (source := self._unclaimed.pop(attempt, None)) is not None:
+            self._unclaimed_tokens -= source.num_tokens
+
+    def _forget(self, attempt: Attempt) -> _Source | None:
+        self._claim(attempt)
+        return self._sources.pop(attempt, None)
 
     def _note_first(self, source: _Source, output: Output) -> Output:
         if output.token_ids:
@@ -244,14 +266,20 @@ class SourceConnector(KVConnector):
         spans = self.scheduler.blocks.spans(sequence.tables, start, end)
         self.scheduler.blocks.hold_outgoing(spans)
         source.held.append(spans)
-        sums = tuple(self._sums(group, spans, start, end) for group in range(len(spans)))
-        self.transfers.submit(BlocksReport(source.attempt, start, end, spans, sums))
+        sums = []
+        for group, (counted, group_spans) in enumerate(zip(source.counted, spans, strict=True)):
+            size, begin = self.executor.layouts[0][group].block_size, max(start, counted)
+            held = spans_slice(group_spans, (begin // size, -(-end // size)))
+            first = held[0].first if held else 0
+            blocks = [block for span in held for block in span.blocks]
+            sums.append((first, self._sums(group, blocks, begin, end)))
+        self.transfers.submit(BlocksReport(source.attempt, start, end, spans, tuple(sums)))
 
-    def _sums(self, group: int, spans: Spans, start: int, end: int) -> PendingSums:
-        blocks = [block for span in spans[group] for block in span.blocks]
+    def _sums(self, group: int, blocks: Sequence[int], start: int, end: int) -> PendingSums:
+        """Sums of consecutive blocks, of which the first holds token `start`."""
         kept = self.executor.sums(group, blocks)
         block_size = self.executor.layouts[0][group].block_size
-        if start % block_size == 0:
+        if start % block_size == 0 or not blocks:
             return kept
         first = start - start % block_size
         past = min(first + block_size, end)  # the prompt may end in this very block
@@ -265,9 +293,8 @@ class SourceConnector(KVConnector):
     def poll(self, now: float) -> list[Output]:
         for action in self.transfers.take():
             self._on[type(action)](action)
-        for source in list(self._sources.values()):
-            if source.forget_at is not None and source.forget_at <= now:
-                del self._sources[source.attempt]
+        while self._unclaimed and next(iter(self._unclaimed.values())).forget_at <= now:
+            self._forget(next(iter(self._unclaimed)))
         outputs, self._outputs = self._outputs, []
         return outputs
 
@@ -277,7 +304,8 @@ class SourceConnector(KVConnector):
             self.transfers.submit(SourceFailed(action.attempt, "the prompt is gone"))
             return
         source.start = source.reported = action.start
-        source.forget_at = None
+        source.counted = action.counted
+        self._claim(source.attempt)
         if source.running:
             request = self.scheduler.requests.get(source.request_id)
             if request is not None:
@@ -299,7 +327,7 @@ class SourceConnector(KVConnector):
             logger.warning("can't prefill again for a late reservation: %s", error)
 
     def _release(self, action: Release) -> None:
-        source = self._sources.pop(action.attempt, None)
+        source = self._forget(action.attempt)
         self.outcomes[action.outcome] = self.outcomes.get(action.outcome, 0) + 1
         if source is None:
             return
@@ -314,7 +342,7 @@ class SourceConnector(KVConnector):
             return
         self._end_run(source)
         if source.start is None:
-            del self._sources[action.attempt]
+            self._forget(action.attempt)
 
     def _end_run(self, source: _Source) -> None:
         """Abort the run that computes an attempt's prompt, if one does."""
@@ -334,7 +362,7 @@ class SourceConnector(KVConnector):
             self.scheduler.blocks.evict(spans, action.bad)
 
     def _refuse(self, action: RefuseAnnounce) -> None:
-        source = self._sources.pop(action.attempt, None)
+        source = self._forget(action.attempt)
         if source is None:
             return
         self._by_request.pop(source.request_id, None)

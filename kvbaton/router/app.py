@@ -1,4 +1,4 @@
-"""Puts a router together and runs it: startup, serve, drain, shutdown."""
+"""The router's process: finds out which model is served, serves, drains, ends."""
 
 from __future__ import annotations
 
@@ -7,109 +7,31 @@ import logging
 import signal
 import socket
 import sys
+import time
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
+from pathlib import Path
 
 import aiohttp
+import msgspec
 from aiohttp import web
 
-from kvbaton.errors import RequestError
+from kvbaton.errors import ConfigError, RequestError
+from kvbaton.messages.nodes import NodeInfo
+from kvbaton.router.api import app_without_text, check_member, no_node_yet, router_app, routes
+from kvbaton.router.choose import NodeLoads
 from kvbaton.router.config import RouterConfig
-from kvbaton.router.dispatch import Dispatcher
-from kvbaton.router.loads import NodeLoads
 from kvbaton.router.membership import Membership
-from kvbaton.router.metrics import NodeCollector, RouterMetrics
-from kvbaton.router.model_lookup import find_model
-from kvbaton.router.node_http import CONNECT_TIMEOUT_S
+from kvbaton.router.metrics import NodeCollector
 from kvbaton.router.nodes import Nodes
-from kvbaton.router.nodes_api import app_keys, routes
-from kvbaton.server.app import make_app
-from kvbaton.server.config import EdgeConfig, Frontend
-from kvbaton.server.listener import bind, url_of
-from kvbaton.server.metrics import HttpMetrics
-from kvbaton.server.source import ModelFacts
-from kvbaton.text.generation import sampling_defaults
+from kvbaton.router.workers import workers
+from kvbaton.server.app import serve_on
+from kvbaton.server.bodies import read_body
+from kvbaton.server.frontend import FRONTEND, FrontendConfig
+from kvbaton.server.network import bind, registration_token, url_of
 from kvbaton.text.tokenizer import Tokenizer
 
 logger = logging.getLogger(__name__)
-
-UNKNOWN_LENGTH = 1 << 31
-"""Bound of a request while no node has said how much it takes."""
-
-
-@asynccontextmanager
-async def router_app(
-    config: RouterConfig, tokenizer: Tokenizer, edge: EdgeConfig
-) -> AsyncIterator[web.Application]:
-    """The application, its probes running, for as long as the context lasts.
-
-    Args:
-        config: settings.
-        tokenizer: of the model that the nodes serve.
-        edge: settings of the endpoint, with the model's name for clients and nodes.
-    """
-    async with make_session(config) as session:
-        membership = Membership(config.membership, config.cluster_key is None, edge.model_name)
-        nodes = Nodes(membership, session, cluster_key=config.cluster_key)
-        loads, metrics = NodeLoads(), HttpMetrics()
-        dispatcher = Dispatcher(
-            nodes, session, RouterMetrics(metrics.registry), loads, config.dispatch
-        )
-        members = membership.members
-        metrics.registry.register(NodeCollector(lambda: list(members.values()), loads))
-        app = make_app(
-            Frontend(
-                source=dispatcher,
-                tokenizer=tokenizer,
-                config=edge,
-                facts=lambda: facts(membership),
-                metrics=metrics,
-            ),
-            routes(),
-        )
-        app_keys(nodes, loads, config.cluster_key, app)
-        for url, role in config.static_nodes:
-            nodes.add_static(url, role)
-        watching = asyncio.create_task(nodes.watch())
-        try:
-            yield app
-        finally:
-            watching.cancel()
-            await asyncio.gather(watching, return_exceptions=True)
-            await dispatcher.close()
-            await nodes.close()
-
-
-def make_session(config: RouterConfig) -> aiohttp.ClientSession:
-    """The client side of the router: as many connections as there are legs."""
-    key = config.key_for_nodes
-    headers = {"Authorization": f"Bearer {key}"} if key else {}
-    return aiohttp.ClientSession(
-        connector=aiohttp.TCPConnector(limit=0),
-        timeout=aiohttp.ClientTimeout(total=None, sock_connect=CONNECT_TIMEOUT_S),
-        headers=headers,
-    )
-
-
-def facts(membership: Membership) -> ModelFacts:
-    """Bounds of a request that any ready node takes.
-
-    Raises:
-        RequestError: 503, there is no ready node.
-    """
-    if not membership.serving():
-        raise RequestError(
-            "No node is ready to serve this request; retry shortly.",
-            status=503,
-            code="no_node_ready",
-        )
-    return ModelFacts(
-        max_model_len=membership.max_model_len() or UNKNOWN_LENGTH,
-        vocab_size=membership.vocab_size(),
-    )
-
-
-# --- the process ---
 
 
 def main(config: RouterConfig) -> int:
@@ -126,45 +48,47 @@ def main(config: RouterConfig) -> int:
 
 async def run(config: RouterConfig) -> int:
     """Startup, serve, drain, shutdown."""
-    with listening_socket(config) as listener:
+    inherited = config.fd is not None
+    with (
+        socket.socket(fileno=config.fd) if inherited else bind(config.host, config.port) as listener
+    ):
         folder, name = await find_model(config, listener)
         tokenizer = Tokenizer.load(folder, config.chat_template)
-        edge = endpoint_config(config, folder, name)
+        edge = FrontendConfig.of(config, folder, name)
         if config.workers > 1:
-            from kvbaton.router.workers import run_workers
-
-            await run_workers(config, listener, folder, name)
-            return 0
-        async with router_app(config, tokenizer, edge) as app:
-            await serve(app, listener, config.grace_s)
+            serving = workers(config, listener, edge, folder)
+        else:
+            serving = one_process(config, listener, edge, tokenizer)
+        async with serving:
+            await told_to_stop(listener, config.grace_s)
     return 0
 
 
-def endpoint_config(config: RouterConfig, folder: str, name: str) -> EdgeConfig:
-    """Settings of the endpoint for a model.
+@asynccontextmanager
+async def one_process(
+    config: RouterConfig, listener: socket.socket, edge: FrontendConfig, tokenizer: Tokenizer
+) -> AsyncIterator[None]:
+    """Serve from this process for as long as the context lasts; what runs then may end."""
+    async with watched_app(config, edge, tokenizer) as app:
+        runner = await serve_on(listener, app, grace_s=config.grace_s)
+        try:
+            yield
+        finally:
+            await runner.cleanup()
 
-    Raises:
-        ConfigError: the model's recommendations can't be read.
-    """
-    return EdgeConfig(
-        model_name=name,
-        api_keys=config.api_keys,
-        sampling_defaults=sampling_defaults(folder, config.generation_config),
-        media=config.media,
-    )
 
-
-async def serve(app: web.Application, listener: socket.socket, grace_s: float) -> None:
-    """Answer until told to stop, then let open requests end."""
-    runner = web.AppRunner(
-        app, handler_cancellation=True, shutdown_timeout=grace_s, access_log=None
-    )
-    await runner.setup()
-    try:
-        await web.SockSite(runner, listener).start()
-        await told_to_stop(listener, grace_s)
-    finally:
-        await runner.cleanup()
+@asynccontextmanager
+async def watched_app(
+    config: RouterConfig, edge: FrontendConfig, tokenizer: Tokenizer
+) -> AsyncIterator[web.Application]:
+    """The application of a router, its nodes probed for as long as the context lasts."""
+    loads = NodeLoads()
+    async with Nodes.watched(config, edge.model_name) as nodes:
+        app = router_app(config, nodes, tokenizer, edge, loads, routes())
+        members = nodes.membership.members
+        collector = NodeCollector(lambda: list(members.values()), loads)
+        app[FRONTEND].metrics.registry.register(collector)
+        yield app
 
 
 async def told_to_stop(listener: socket.socket, grace_s: float) -> None:
@@ -183,12 +107,85 @@ async def told_to_stop(listener: socket.socket, grace_s: float) -> None:
     logger.info("stopping; open requests have %g s", grace_s)
 
 
-def listening_socket(config: RouterConfig) -> socket.socket:
-    """The socket to serve on.
+# --- which model: a flag says it, a node named by a flag, or the first to register ---
+
+
+async def find_model(config: RouterConfig, listener: socket.socket) -> tuple[str, str]:
+    """The folder with the tokenizer and the model's name.
+
+    Args:
+        config: settings.
+        listener: where nodes register; it stays open.
 
     Raises:
-        ConfigError: the address is taken or is not ours.
+        ConfigError: a static node could not be asked, or its model is not here.
     """
-    if config.fd is not None:
-        return socket.socket(fileno=config.fd)
-    return bind(config.host, config.port)
+    if config.model is not None:
+        return config.model, config.served_model_name or config.model
+    if not config.static_nodes:
+        info = await first_to_register(config, listener)
+    else:
+        info = await _ask_static_nodes(config)
+        if not _is_here(info):
+            raise ConfigError("--model", _elsewhere(info))
+    return info.model_path, config.served_model_name or info.model
+
+
+def _is_here(info: NodeInfo) -> bool:
+    return Path(info.model_path, "tokenizer.json").is_file()
+
+
+def _elsewhere(info: NodeInfo) -> str:
+    return f"{info.node_id} has its model at {info.model_path!r}, which is not here"
+
+
+async def first_to_register(config: RouterConfig, listener: socket.socket) -> NodeInfo:
+    """Wait until a node registers whose model's folder is also here.
+
+    It is told to come again, as all requests are until then: a node repeats its registration.
+    """
+    first: asyncio.Future[NodeInfo] = asyncio.get_running_loop().create_future()
+    token = registration_token(config.cluster_key) if config.cluster_key else ""
+
+    async def introduce(request: web.Request) -> web.Response:
+        check_member(request, token)
+        info = await read_body(request, NodeInfo)
+        Membership(loopback_only=config.cluster_key is None).register(info, time.monotonic())
+        if not _is_here(info):
+            raise RequestError(
+                f"{_elsewhere(info)}; start the router with --model", param="model_path", status=409
+            )
+        if not first.done():
+            first.set_result(info)
+        return await starting(request)
+
+    async def starting(request: web.Request) -> web.Response:
+        raise no_node_yet()
+
+    edge = FrontendConfig(model_name="", api_keys=config.api_keys)
+    own = [web.post("/nodes", introduce), web.route("*", "/{path:.*}", starting)]
+    runner = await serve_on(listener.dup(), app_without_text(edge, own), grace_s=1.0)
+    try:
+        logger.info("waiting at %s for the first node, which says what is served", url_of(listener))
+        info = await first
+    finally:
+        await runner.cleanup()
+    logger.info("%s serves %s from %s", info.node_id, info.model, info.model_path)
+    return info
+
+
+async def _ask_static_nodes(config: RouterConfig) -> NodeInfo:
+    give_up = time.monotonic() + config.start_timeout_s
+    timeout = aiohttp.ClientTimeout(total=2.0)
+    async with aiohttp.ClientSession(headers=config.node_headers, timeout=timeout) as session:
+        while True:
+            for url, _ in config.static_nodes:
+                try:
+                    async with session.get(f"{url.rstrip('/')}/node") as response:
+                        response.raise_for_status()
+                        return msgspec.json.decode(await response.read(), type=NodeInfo)
+                except (aiohttp.ClientError, OSError, TimeoutError, msgspec.DecodeError) as error:
+                    logger.info("waiting for %s: %s", url, error)
+            if time.monotonic() >= give_up:
+                raise ConfigError("--model", "no node answered what model it serves")
+            await asyncio.sleep(0.5)

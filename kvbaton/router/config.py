@@ -1,4 +1,4 @@
-"""The router's settings; command-line defaults are read from here."""
+"""The router's settings; light, since commands read them, too."""
 
 from __future__ import annotations
 
@@ -7,9 +7,81 @@ from dataclasses import dataclass, field
 from typing import Any, ClassVar
 
 from kvbaton.config import Count, flag
-from kvbaton.router.dispatch import DispatchConfig
-from kvbaton.router.membership import MembershipTimers
-from kvbaton.server.endpoint_config import EndpointConfig
+from kvbaton.server.config import EndpointConfig
+from kvbaton.server.network import bearer
+
+MAX_BEHIND = 16384
+"""A client that is so many tokens (and log probabilities) behind its nodes has left."""
+
+
+@dataclass(frozen=True)
+class MembershipTimers:
+    """Periods and limits.
+
+    Attributes:
+        heartbeat_s: a registered node calls this often.
+        missed: heartbeats missed until a node is unhealthy.
+        probe_period_s: every node's health is asked this often.
+        probe_timeout_s: and must be answered within this time.
+        failures: failed probes in a row until a node is unhealthy.
+        forget_s: a registered node that was silent for this long is forgotten.
+    """
+
+    heartbeat_s: float = 1.0
+    missed: int = 5
+    probe_period_s: float = 1.0
+    probe_timeout_s: float = 2.0
+    failures: int = 3
+    forget_s: float = 60.0
+
+
+@dataclass(frozen=True)
+class RelayTimers:
+    """Limits of one request.
+
+    Attributes:
+        idle_s: a target that says nothing for this long has failed.
+        finish_grace_s: how long the target may take to confirm an end that the source announced.
+        max_retries: attempts after the first.
+    """
+
+    idle_s: float = 120.0
+    finish_grace_s: float = 2.0
+    max_retries: int = 2
+
+
+@dataclass(frozen=True, kw_only=True)
+class RoutingPolicy:
+    """Which work is given to other nodes, as a user decides it.
+
+    Attributes:
+        min_handover_tokens: shorter prompts are served on one node.
+        min_encode_rows: of items that encoder nodes get; None lets the router estimate (see
+            `choose.with_encoders`).
+    """
+
+    min_handover_tokens: int = flag(
+        0, "serve shorter prompts on one node (0: hand over always)", metavar="N"
+    )
+    min_encode_rows: int | None = flag(
+        None,
+        "let encoder nodes encode images of at least so many tokens, and no others "
+        "(0: all; not given: each image where that is estimated to be faster)",
+        metavar="N",
+    )
+
+
+@dataclass(frozen=True)
+class DispatchConfig(RoutingPolicy):
+    """How requests are dispatched.
+
+    Attributes:
+        timers: of each request.
+        max_behind: tokens, and log probabilities, that may wait for one client.
+    """
+
+    timers: RelayTimers = field(default_factory=RelayTimers)
+    max_behind: int = MAX_BEHIND
 
 
 def _static(role: str) -> Any:
@@ -29,7 +101,8 @@ class RouterConfig(EndpointConfig):
         prefill: URLs of prefill nodes that do not register themselves.
         decode: URLs of decode nodes that do not register themselves.
         encode: URLs of encoder nodes that do not register themselves.
-        node_api_key: sent to the nodes; None takes the first of `api_keys`.
+        node_api_key: with which nodes' HTTP endpoints are asked; None takes the first of
+            `api_keys`.
         start_timeout_s: how long a static node may take to say what model it serves.
         grace_s: how long requests may go on after the router was told to stop.
         membership: timers.
@@ -61,9 +134,9 @@ class RouterConfig(EndpointConfig):
     dispatch: DispatchConfig = field(default_factory=DispatchConfig)
 
     @property
-    def key_for_nodes(self) -> str | None:
-        """The API key with which nodes are asked."""
-        return self.node_api_key or next(iter(self.api_keys), None)
+    def node_headers(self) -> dict[str, str]:
+        """With which nodes' HTTP endpoints are asked."""
+        return bearer(self.node_api_key or next(iter(self.api_keys), None))
 
     @property
     def static_nodes(self) -> list[tuple[str, str]]:

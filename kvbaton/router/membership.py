@@ -2,8 +2,9 @@
 
 Laws:
 
-1. A node is (node id, generation). A new generation replaces the old one; a removed generation
-   never comes back.
+1. A node is (node id, generation). A new generation replaces the old one where that one can't live
+   any more: at its address, or once it is unhealthy. Until then who comes with its id is put off by
+   name. A generation that was replaced or removed never comes back.
 2. Only a node in state ``ready`` gets new requests. It is ready once it has answered a probe, and
    until `failures` probes in a row failed, its heartbeats stopped, or it was drained.
 3. A node that registered itself and falls silent is forgotten; one named by a flag is probed for
@@ -14,23 +15,27 @@ The clock is an argument of every event, in seconds of a monotonic clock.
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import dataclass, field
 from enum import StrEnum
 from urllib.parse import urlsplit
 
 import msgspec
 
+from kvbaton.connectors.address import is_loopback
 from kvbaton.errors import RequestError
 from kvbaton.messages.nodes import Members, NodeInfo
-from kvbaton.server.cluster_token import is_loopback
+from kvbaton.router.config import MembershipTimers
 from kvbaton.server.transfer_params import tcp_host
 
 ROLES = ("prefill", "decode", "encode")
+MAX_LENGTH = 1 << 31
+"""More tokens than any node takes, and bound of a request while none has said how many."""
 MAX_REMOVED = 256
 """Removed generations that are remembered."""
 
 
-class State(StrEnum):
+class NodeState(StrEnum):
     """What a node is good for."""
 
     STARTING = "starting"
@@ -39,27 +44,6 @@ class State(StrEnum):
     UNHEALTHY = "unhealthy"
     DRAINING = "draining"
     GONE = "gone"
-
-
-@dataclass(frozen=True)
-class MembershipTimers:
-    """Periods and limits.
-
-    Attributes:
-        heartbeat_s: a registered node calls this often.
-        missed: heartbeats missed until a node is unhealthy.
-        probe_period_s: every node's health is asked this often.
-        probe_timeout_s: and must be answered within this time.
-        failures: failed probes in a row until a node is unhealthy.
-        forget_s: a registered node that was silent for this long is forgotten.
-    """
-
-    heartbeat_s: float = 1.0
-    missed: int = 5
-    probe_period_s: float = 1.0
-    probe_timeout_s: float = 2.0
-    failures: int = 3
-    forget_s: float = 60.0
 
 
 @dataclass
@@ -79,15 +63,68 @@ class Member:
     info: NodeInfo
     static: bool
     heard_at: float
-    state: State = State.STARTING
+    state: NodeState = NodeState.STARTING
     failed_probes: int = 0
     told: frozenset[str] | None = None
     reason: str = ""
 
-    @property
-    def serves_prompts(self) -> bool:
-        """Whether prompts may be sent there; an encoder node takes items only."""
-        return self.info.role != "encode"
+    def may_dial(self, source: NodeInfo) -> bool:
+        """Whether this node can get KV of another: one model, one transport, a known address.
+
+        A registered node dials only addresses that it was told of, and learns of a new node with
+        its next heartbeat; until then the two do not pair.
+        """
+        if (source.model, source.transport) != (self.info.model, self.info.transport):
+            return False
+        address = source.control_address
+        return address is not None and (self.told is None or address in self.told)
+
+
+class ReadyNodes:
+    """Who may get requests, and who may hand over to whom, until something changes.
+
+    Attributes:
+        nodes: all that are ready.
+        serving: those that take prompts; encoder nodes take items only.
+        pairs: (source, target) that can hand over prompts.
+        encoder_pairs: (encoder, node) that can hand over encoder outputs.
+        max_model_len: longest prompt plus output that every serving node takes, as they said.
+        vocab_size: token ids below it are known to all serving nodes; 0 if nobody said.
+    """
+
+    def __init__(self, members: Iterable[Member]) -> None:
+        self.nodes: list[NodeInfo] = []
+        self.serving: list[NodeInfo] = []
+        self.pairs: list[tuple[NodeInfo, NodeInfo]] = []
+        self.encoder_pairs: list[tuple[NodeInfo, NodeInfo]] = []
+        self.max_model_len = MAX_LENGTH
+        self.vocab_size = 0
+        targets: list[Member] = []
+        for member in members:
+            node = member.info
+            if member.state is not NodeState.READY:
+                continue
+            self.nodes.append(node)
+            if node.role == "encode":
+                continue
+            self.serving.append(node)
+            targets.append(member)
+            if node.max_model_len:
+                self.max_model_len = min(node.max_model_len, self.max_model_len)
+            if node.vocab_size:
+                self.vocab_size = min(node.vocab_size, self.vocab_size or MAX_LENGTH)
+        for source in self.nodes:
+            for member in targets:
+                node, roles = member.info, (source.role, member.info.role)
+                if roles == ("prefill", "decode"):
+                    found, alike = self.pairs, source.identity == node.identity
+                elif source.role == "encode":
+                    mine, theirs = source.encoder_identity, node.encoder_identity
+                    found, alike = self.encoder_pairs, mine == theirs != ""
+                else:
+                    continue
+                if alike and member.may_dial(source):
+                    found.append((source, node))
 
 
 @dataclass(frozen=True)
@@ -99,8 +136,8 @@ class Change:
     """
 
     node_id: str
-    old: State
-    new: State
+    old: NodeState
+    new: NodeState
     reason: str
     lost: bool = False
 
@@ -125,6 +162,7 @@ class Membership:
     model: str | None = None
     members: dict[str, Member] = field(default_factory=dict)
     _removed: dict[tuple[str, str], None] = field(default_factory=dict)
+    _ready: ReadyNodes | None = None
 
     # --- events ---
 
@@ -137,30 +175,38 @@ class Membership:
         """A node introduces itself or repeats its heartbeat.
 
         Raises:
-            RequestError: it can't be a member: malformed (400), another model or a name that a
-                flag has given to another node (409), or removed before (410).
+            RequestError: it can't be a member: malformed (400), another model or an id that a flag
+                has given to another node (409), removed or replaced before (410), or another node
+                lives under its id (503: it may try again).
         """
         self._check(info)
         if (info.node_id, info.generation) in self._removed:
             raise RequestError(
-                f"node {info.node_id} was removed; restart it to let it join again",
+                f"node {info.node_id} was removed, or replaced by another life of it; restart it "
+                "to let it join again",
                 status=410,
                 code="removed",
             )
         member = self.members.get(info.node_id)
         changes: list[Change] = []
         if member is None or member.info.generation != info.generation:
-            member, changes = self._join(info, static=False, now=now)
-        member.info, member.heard_at = info, now
+            if member is not None:
+                self._check_replaces(info, member, now)
+            member, changes = self._join(info, member, static=False, now=now)
+        member.info, member.heard_at, self._ready = info, now, None
         changes += self._follow_announced_state(member)
-        return self._tell(member), changes
+        others = [m.info.control_address for m in self.members.values() if m is not member]
+        addresses = tuple(sorted(address for address in others if address is not None))
+        member.told = frozenset(addresses)
+        return Members(control_addresses=addresses, heartbeat_s=self.timers.heartbeat_s), changes
 
     def identified(self, url: str, info: NodeInfo, now: float) -> list[Change]:
         """A static node said who it is.
 
         Its url stays the one the flag named: the node may know itself by another.
         """
-        known = self._static_at(url)
+        statics = (m for m in self.members.values() if m.static and m.info.url == url)
+        known = next(statics, None)
         if known is None:
             return []
         wanted, info = known.info.role, msgspec.structs.replace(info, url=url)
@@ -168,13 +214,17 @@ class Membership:
             self._check(info)
             if info.role != wanted:
                 raise RequestError(f"--{wanted} names {url}, which is a {info.role} node")
+            holder = self.members.get(info.node_id, known)
+            if holder is not known:
+                raise RequestError(f"node id {info.node_id!r} belongs to {holder.info.url}, too")
         except RequestError as error:
-            return self._move(known, State.UNHEALTHY, error.message)
+            return self._move(known, NodeState.UNHEALTHY, error.message)
         if known.info.generation == info.generation:
-            known.info = info
+            known.info, self._ready = info, None
             return self._follow_announced_state(known)
         del self.members[known.info.node_id]
-        member, changes = self._join(info, static=True, now=now)
+        old = known if known.info.generation else None
+        member, changes = self._join(info, old, static=True, now=now)
         return changes + self._follow_announced_state(member)
 
     def probed(
@@ -203,11 +253,13 @@ class Membership:
             if not member.info.generation:
                 member.reason = error  # it may still be starting
             elif member.failed_probes >= self.timers.failures:
-                return self._move(member, State.UNHEALTHY, error, lost=not answered)
+                return self._move(member, NodeState.UNHEALTHY, error, lost=not answered)
             return []
         member.failed_probes = 0
-        if member.state in (State.STARTING, State.UNHEALTHY) and not self._silent(member, now):
-            return self._move(member, State.READY, "")
+        if member.state in (NodeState.STARTING, NodeState.UNHEALTHY) and not self._silent(
+            member, now
+        ):
+            return self._move(member, NodeState.READY, "")
         return []
 
     def unreachable(self, node_id: str, generation: str, error: str) -> list[Change]:
@@ -216,7 +268,7 @@ class Membership:
         if member is None or member.info.generation != generation:
             return []
         member.failed_probes = self.timers.failures
-        return self._move(member, State.UNHEALTHY, error, lost=True)
+        return self._move(member, NodeState.UNHEALTHY, error, lost=True)
 
     def tick(self, now: float) -> list[Change]:
         """Time has passed: notice silence."""
@@ -225,10 +277,10 @@ class Membership:
             if member.static:
                 continue
             if now - member.heard_at >= self.timers.forget_s:
-                changes += self._move(member, State.GONE, "silent for too long")
+                changes += self._move(member, NodeState.GONE, "silent for too long")
                 del self.members[member.info.node_id]
             elif self._silent(member, now):
-                changes += self._move(member, State.UNHEALTHY, "heartbeats stopped")
+                changes += self._move(member, NodeState.UNHEALTHY, "heartbeats stopped")
         return changes
 
     def drain(self, node_id: str) -> list[Change]:
@@ -237,46 +289,56 @@ class Membership:
         Raises:
             RequestError: there is no such node (404).
         """
-        return self._move(self._require(node_id), State.DRAINING, "drained on request")
+        return self._move(self._require(node_id), NodeState.DRAINING, "drained on request")
 
-    def remove(self, node_id: str) -> list[Change]:
+    def remove(self, node_id: str, generation: str | None = None) -> list[Change]:
         """Forget a node for good; only a new generation of it may join again.
+
+        Args:
+            node_id: whom.
+            generation: which life of it; None is the one that is a member.
 
         Raises:
             RequestError: there is no such node (404).
         """
         member = self._require(node_id)
-        self._removed[node_id, member.info.generation] = None
-        while len(self._removed) > MAX_REMOVED:
-            del self._removed[next(iter(self._removed))]
-        changes = self._move(member, State.GONE, "removed")
+        if generation not in (None, member.info.generation):
+            raise RequestError(
+                f"node {node_id!r} has another generation than {generation!r}",
+                status=404,
+                code="no_node",
+            )
+        self._forget_for_good(member)
+        changes = self._move(member, NodeState.GONE, "removed")
         del self.members[node_id]
         return changes
 
     # --- questions ---
 
-    def ready(self) -> list[Member]:
-        """Members that may get new requests."""
-        return [m for m in self.members.values() if m.state is State.READY]
+    def ready(self) -> ReadyNodes:
+        """Nodes that may get new requests."""
+        if self._ready is None:
+            self._ready = ReadyNodes(self.members.values())
+        return self._ready
 
-    def serving(self) -> list[Member]:
-        """Members that may get new prompts."""
-        return [m for m in self.ready() if m.serves_prompts]
+    def show(self, members: Iterable[Member]) -> None:
+        """Take another table's members in place of all of ours."""
+        self.members = {member.info.node_id: member for member in members}
+        self._ready = None
 
     def probe_targets(self) -> list[Member]:
         """Members whose health is worth asking."""
-        return [m for m in self.members.values() if m.state is not State.LOADING]
-
-    def max_model_len(self) -> int | None:
-        """Longest prompt plus output that every such node takes; None if nobody said."""
-        lengths = (m.info.max_model_len for m in self.serving())
-        return min((length for length in lengths if length), default=None)
-
-    def vocab_size(self) -> int:
-        """Token ids below it are known to all serving nodes; 0 if nobody said."""
-        return min((m.info.vocab_size for m in self.serving() if m.info.vocab_size), default=0)
+        return [m for m in self.members.values() if m.state is not NodeState.LOADING]
 
     # --- inside ---
+
+    def _check_host(self, host: str, address: str, param: str) -> None:
+        if self.loopback_only and not is_loopback(host):
+            raise RequestError(
+                f"{address} is not on this machine; start router and nodes with --cluster-key",
+                param=param,
+                status=403,
+            )
 
     def _check(self, info: NodeInfo) -> None:
         if info.role not in ROLES:
@@ -286,13 +348,24 @@ class Membership:
         url = urlsplit(info.url)
         if url.scheme not in ("http", "https") or not url.hostname:
             raise RequestError(f"{info.url!r} is no http URL", param="url")
-        if self.loopback_only and not is_loopback(url.hostname):
+        self._check_host(url.hostname, info.url, "url")
+        # Members are told the one and dial it, routers dial the other.
+        for name in ("control_address", "engine_address"):
+            address: str | None = getattr(info, name)
+            local = name == "engine_address" and (not address or address.startswith("ipc:///"))
+            if address is None or local:
+                continue
+            host = tcp_host(address)
+            if host is None:
+                raise RequestError(f"{name} must be tcp://host:port, not {address!r}", param=name)
+            self._check_host(host, address, name)
+        if self.loopback_only and info.engine_address.startswith("tcp:"):
             raise RequestError(
-                f"{info.url} is not on this machine; start router and nodes with --cluster-key",
-                param="url",
+                "the node was started with a cluster key and the router without one, so it can't "
+                "reach the node's engine; start the router with the same --cluster-key",
+                param="engine_address",
                 status=403,
             )
-        self._check_address("control_address", info.control_address)
         if self.model is None:
             self.model = info.model
         elif info.model != self.model:
@@ -302,52 +375,57 @@ class Membership:
                 status=409,
             )
 
-    def _check_address(self, name: str, address: str | None) -> None:
-        """Members are told it and dial it, so nothing else may get in."""
-        if address is None:
-            return
-        host = tcp_host(address)
-        if host is None:
-            raise RequestError(f"{name} must be tcp://host:port, not {address!r}", param=name)
-        if self.loopback_only and not is_loopback(host):
+    def _check_replaces(self, info: NodeInfo, member: Member, now: float) -> None:
+        """Whether a node that registers may take the place of who has its id."""
+        where = f"node id {info.node_id!r} belongs to the node at {member.info.url}"
+        if member.static:
+            raise RequestError(f"{where}, which a flag names", param="node_id", status=409)
+        lives = member.state is not NodeState.UNHEALTHY and not self._silent(member, now)
+        if lives and member.info.url != info.url:
             raise RequestError(
-                f"{address} is not on this machine; start router and nodes with --cluster-key",
-                param=name,
-                status=403,
+                f"{where}, which is {member.state}; give one of the two another --node-id",
+                param="node_id",
+                status=503,
+                code="node_id_in_use",
             )
 
-    def _join(self, info: NodeInfo, *, static: bool, now: float) -> tuple[Member, list[Change]]:
-        old = self.members.get(info.node_id)
-        if old is not None and old.static != static:
-            raise RequestError(
-                f"node id {info.node_id!r} belongs to another node", param="node_id", status=409
-            )
-        changes = self._move(old, State.GONE, "restarted", lost=True) if old is not None else []
+    def _join(
+        self, info: NodeInfo, old: Member | None, *, static: bool, now: float
+    ) -> tuple[Member, list[Change]]:
+        """Let a node in, in the place of an old life of it."""
+        changes: list[Change] = []
+        if old is not None:
+            changes = self._move(old, NodeState.GONE, "restarted", lost=True)
+            self._forget_for_good(old)
         member = Member(info, static=static, heard_at=now, told=None if static else frozenset())
         self.members[info.node_id] = member
-        return member, [*changes, Change(info.node_id, State.GONE, State.STARTING, "joined")]
+        return member, [
+            *changes,
+            Change(info.node_id, NodeState.GONE, NodeState.STARTING, "joined"),
+        ]
+
+    def _forget_for_good(self, member: Member) -> None:
+        self._removed[member.info.node_id, member.info.generation] = None
+        while len(self._removed) > MAX_REMOVED:
+            del self._removed[next(iter(self._removed))]
 
     def _follow_announced_state(self, member: Member) -> list[Change]:
         """What a node says of itself counts, except that only a probe makes it ready."""
         announced = member.info.state
-        if announced == State.DRAINING:
-            return self._move(member, State.DRAINING, "the node is shutting down")
-        if announced == State.LOADING and member.state is State.STARTING:
-            return self._move(member, State.LOADING, "")
-        if announced == State.READY and member.state is State.LOADING:
-            return self._move(member, State.STARTING, "loaded")
+        if announced == NodeState.DRAINING:
+            return self._move(member, NodeState.DRAINING, "the node is shutting down")
+        if announced == NodeState.LOADING and member.state is NodeState.STARTING:
+            return self._move(member, NodeState.LOADING, "")
+        if announced == NodeState.READY and member.state is NodeState.LOADING:
+            return self._move(member, NodeState.STARTING, "loaded")
         return []
 
-    def _tell(self, member: Member) -> Members:
-        others = [m.info.control_address for m in self.members.values() if m is not member]
-        addresses = tuple(sorted(address for address in others if address is not None))
-        member.told = frozenset(addresses)
-        return Members(control_addresses=addresses, heartbeat_s=self.timers.heartbeat_s)
-
-    def _move(self, member: Member, new: State, reason: str, *, lost: bool = False) -> list[Change]:
-        old = member.state
+    def _move(
+        self, member: Member, new: NodeState, reason: str, *, lost: bool = False
+    ) -> list[Change]:
+        old, self._ready = member.state, None
         # Draining ends by leaving only: health changes nothing about it.
-        if old is new or (old is State.DRAINING and new is not State.GONE):
+        if old is new or (old is NodeState.DRAINING and new is not NodeState.GONE):
             return []
         member.state, member.reason = new, reason
         return [Change(member.info.node_id, old, new, reason, lost)]
@@ -355,10 +433,6 @@ class Membership:
     def _silent(self, member: Member, now: float) -> bool:
         limit = self.timers.missed * self.timers.heartbeat_s
         return not member.static and now - member.heard_at >= limit
-
-    def _static_at(self, url: str) -> Member | None:
-        statics = (m for m in self.members.values() if m.static and m.info.url == url)
-        return next(statics, None)
 
     def _require(self, node_id: str) -> Member:
         member = self.members.get(node_id)

@@ -8,7 +8,7 @@ from prometheus_client import CollectorRegistry, Counter
 from prometheus_client.core import GaugeMetricFamily
 from prometheus_client.registry import Collector
 
-from kvbaton.router.loads import NodeLoads
+from kvbaton.router.choose import NodeLoads
 from kvbaton.router.membership import Member
 from kvbaton.server.metrics import SecondsHistogram
 

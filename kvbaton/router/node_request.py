@@ -4,13 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Literal, Protocol
+from typing import Literal
 
 from msgspec.structs import replace
 
-from kvbaton.messages.engine import AddRequest, Item, Output, SamplingParams, TransferSpec
+from kvbaton.messages.engine import AddRequest, Item, SamplingParams, TransferSpec
 from kvbaton.messages.nodes import NodeInfo
-from kvbaton.router.pairing import Route
+from kvbaton.router.choose import NodeLoad, Route
 
 Side = Literal["source", "target", "encoder"]
 CLIENT_FAULTS = (400, 413, 422)
@@ -26,7 +26,10 @@ class NodeRequest:
         side: what the node does for it.
         node: who is asked.
         request: what it is asked.
+        load: what that is to the node.
         item: what an encoder encodes, by its index in the prompt; 0 for other sides.
+        num_items: different items that the node is to encode itself.
+        prefills: the node computes the prompt: a source, or a target that serves alone.
         open: the relay still heeds what the node says.
     """
 
@@ -34,29 +37,16 @@ class NodeRequest:
     side: Side
     node: NodeInfo
     request: AddRequest
+    load: NodeLoad
     item: int = 0
+    num_items: int = 0
+    prefills: bool = False
     open: bool = True
 
     @property
     def name(self) -> str:
         """For people."""
         return f"encoder of item {self.item}" if self.side == "encoder" else self.side
-
-    @property
-    def prefills(self) -> bool:
-        """Whether the node computes the prompt: a source, or a target that serves alone."""
-        alone = self.side == "target" and self.request.transfer is None
-        return alone or self.side == "source"
-
-    @property
-    def rows(self) -> list[int]:
-        """Rows of each different item that the node is to encode itself."""
-        if self.side == "target" and not self.prefills:
-            return []
-        items = self.request.items
-        handed = {item.digest for item in items if item.transfer is not None}
-        mine = {item.digest: item.length for item in items if item.digest not in handed}
-        return list(mine.values())
 
 
 @dataclass(frozen=True)
@@ -87,22 +77,6 @@ class NodeError:
         return self.status in CLIENT_FAULTS and not ours
 
 
-class Listener(Protocol):
-    """Who hears what a node says to a request."""
-
-    def output(self, asked: NodeRequest, output: Output) -> None:
-        """It made tokens."""
-        ...
-
-    def ended(self, asked: NodeRequest) -> None:
-        """It has said all, in good order."""
-        ...
-
-    def failed(self, asked: NodeRequest, error: NodeError, *, unreachable: bool = False) -> None:
-        """It refused, or broke off; `unreachable` says that nobody listens at its address."""
-        ...
-
-
 def node_requests(
     request: AddRequest,
     route: Route,
@@ -122,43 +96,51 @@ def node_requests(
     """
     # Ids of their own for each attempt: a node may not yet have buried the last one.
     request = replace(request, request_id=f"{request.request_id[:200]}.{attempt}")
-    items = _handed_over(request.items, route.encoders, item_ids, attempt)
+    tokens = len(request.token_ids) + len(request.resume_ids)
+    items, own_rows, encodings = request.items, dict[bytes, int](), list[NodeRequest]()
+    if items:
+        items, encodings = _handed_over(request, route.encoders, item_ids, attempt)
+        handed = {item.digest for item in items if item.transfer is not None}
+        own_rows = {item.digest: item.length for item in items if item.digest not in handed}
+    rows, num_items = sum(own_rows.values()), len(own_rows)
     if route.source is None:
-        asked = [NodeRequest(attempt, "target", route.target, replace(request, items=items))]
-    else:
-        transfer = _received_from(route.source, transfer_id, attempt)
-        pushed = TransferSpec(role="source", transfer_id=transfer_id, attempt=attempt)
-        # The target needs no items: the prompt's KV comes from the source.
-        asked = [
-            NodeRequest(attempt, "target", route.target, replace(request, transfer=transfer)),
-            NodeRequest(
-                attempt, "source", route.source, replace(request, transfer=pushed, items=items)
-            ),
-        ]
-    return asked + [
+        load = NodeLoad(tokens, sequences=1, tokens=tokens, rows=rows)
+        alone = replace(request, items=items) if items else request
+        asked = NodeRequest(attempt, "target", route.target, alone, load, 0, num_items, True)
+        return [asked, *encodings]
+    received = replace(request, transfer=_received_from(route.source, transfer_id, attempt))
+    transfer = TransferSpec(role="source", transfer_id=transfer_id, attempt=attempt)
+    pushed = replace(request, transfer=transfer, items=items)
+    load = NodeLoad(sequences=1, tokens=tokens)
+    return [
+        # The target is given the items as they came: the prompt's KV comes from the source.
+        NodeRequest(attempt, "target", route.target, received, load),
         NodeRequest(
-            attempt, "encoder", encoder, _encoding(request, index, item_ids[index], attempt), index
-        )
-        for index, encoder in enumerate(route.encoders)
-        if encoder is not None
+            attempt, "source", route.source, pushed, NodeLoad(tokens, rows=rows), 0, num_items, True
+        ),
+        *encodings,
     ]
 
 
 def _handed_over(
-    items: Sequence[Item],
+    request: AddRequest,
     encoders: Sequence[NodeInfo | None],
     item_ids: Sequence[bytes],
     attempt: int,
-) -> tuple[Item, ...]:
-    """Items for the node that prefills: which come from whom. All keep their data, in case."""
-    return tuple(
-        item
-        if encoder is None
-        else replace(item, transfer=_received_from(encoder, item_id, attempt))
-        for item, encoder, item_id in zip(
-            items, encoders or [None] * len(items), item_ids, strict=True
-        )
-    )
+) -> tuple[tuple[Item, ...], list[NodeRequest]]:
+    """Items for the node that prefills, with who hands them over, and what encoders are asked.
+
+    All items keep their data, in case.
+    """
+    items, encodings = list(request.items), []
+    for index, encoder in enumerate(encoders):
+        if encoder is not None:
+            item, item_id = items[index], item_ids[index]
+            asked = _encoding(request, index, item_id, attempt)
+            load = NodeLoad(rows=item.length)
+            encodings.append(NodeRequest(attempt, "encoder", encoder, asked, load, index, 1))
+            items[index] = replace(item, transfer=_received_from(encoder, item_id, attempt))
+    return tuple(items), encodings
 
 
 def _received_from(source: NodeInfo, transfer_id: bytes, attempt: int) -> TransferSpec:

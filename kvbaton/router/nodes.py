@@ -1,21 +1,26 @@
-"""The shell around `Membership`: its clock, its probes, and who wants to know of changes."""
+"""The shell around `Membership`: its clock, its probes, its connections to engines."""
 
 from __future__ import annotations
 
 import asyncio
 import logging
+import os
 import time
-from collections.abc import Callable
+from abc import ABC, abstractmethod
+from collections.abc import AsyncIterator, Callable
+from contextlib import asynccontextmanager
 from typing import Any
 
 import aiohttp
 import msgspec
+from typing_extensions import override
 
+from kvbaton.engine.client import EngineClient
 from kvbaton.errors import EngineDeadError
 from kvbaton.messages.nodes import Members, NodeInfo
-from kvbaton.router.engines import EngineClients
-from kvbaton.router.membership import Change, Member, Membership, State
-from kvbaton.server.cluster_token import operator_token
+from kvbaton.router.config import RouterConfig
+from kvbaton.router.membership import Change, Member, Membership, NodeState
+from kvbaton.server.network import bearer, operator_token
 
 logger = logging.getLogger(__name__)
 
@@ -25,42 +30,153 @@ MAX_INFO_BYTES = 1 << 20
 RESET_TIMEOUT_S = 10.0
 
 
-class Nodes:
-    """All nodes that this router knows.
+class EngineClients:
+    """Connections to engines, by the lives of their nodes.
+
+    They are over TCP with the cluster's key, or, on one machine without one, over a Unix socket.
+
+    Args:
+        cluster_key: of the cluster.
+        on_died: called with (node, reason) when a connection is lost, at once.
+    """
+
+    def __init__(self, cluster_key: str | None, on_died: Callable[[NodeInfo, str], None]) -> None:
+        self._cluster_key = cluster_key
+        self._on_died = on_died
+        self._clients: dict[str, tuple[NodeInfo, EngineClient]] = {}
+        self._retired: list[EngineClient] = []
+        self._watching: dict[EngineClient, asyncio.Task[None]] = {}
+
+    def get(self, node: NodeInfo) -> EngineClient | None:
+        """The connection to a node's engine, alive or lost; None if there is none."""
+        known, client = self._clients.get(node.node_id, (None, None))
+        return client if known is not None and known.generation == node.generation else None
+
+    def reached(self, node: NodeInfo) -> bool:
+        """Whether a node can be asked now."""
+        client = self.get(node)
+        return client is not None and client.dead is None
+
+    async def reach(self, node: NodeInfo) -> None:
+        """Connect to a node's engine, unless there is a connection that lives.
+
+        Raises:
+            EngineDeadError: it does not answer, or can't be reached from here.
+            ValueError: its address is none.
+        """
+        if self.reached(node):
+            return
+        address, path = node.engine_address, node.engine_address.removeprefix("ipc://")
+        if path != address and not os.path.exists(path):
+            raise EngineDeadError(
+                f"its socket {path} is not on this machine, or not for this user; start router and "
+                "nodes with the same --cluster-key"
+            )
+        key = self._cluster_key if path == address else None
+        client = await EngineClient.connect(address, cluster_key=key)
+        self.retire(node.node_id)
+        self._clients[node.node_id] = node, client
+        self._watching[client] = asyncio.create_task(self._watch(node, client))
+
+    async def _watch(self, node: NodeInfo, client: EngineClient) -> None:
+        await client.died.wait()
+        self._on_died(node, f"its engine: {client.dead}")
+
+    def retire(self, node_id: str) -> None:
+        """A node has left: its connection ends when the requests on it have."""
+        _, client = self._clients.pop(node_id, (None, None))
+        if client is not None:
+            self._retired.append(client)
+
+    async def sweep(self) -> None:
+        """End connections of nodes that have left and do nothing for us any more."""
+        for client in [c for c in self._retired if c.idle or c.dead is not None]:
+            self._retired.remove(client)
+            await self._close(client)
+
+    async def close(self) -> None:
+        """End all connections."""
+        for node_id in tuple(self._clients):
+            self.retire(node_id)
+        while self._retired:
+            await self._close(self._retired.pop())
+
+    async def _close(self, client: EngineClient) -> None:
+        self._watching.pop(client).cancel()
+        await client.close()
+
+
+class KnownNodes(ABC):
+    """Whom requests can be given to.
+
+    Args:
+        membership: the table.
+        cluster_key: of the cluster.
+
+    Attributes:
+        engines: connections to the nodes' engines.
+        on_lost: called with (node id, reason) when a node that may have requests of ours fails.
+    """
+
+    def __init__(self, membership: Membership, cluster_key: str | None) -> None:
+        self.membership = membership
+        self.engines = EngineClients(cluster_key, self.unreachable)
+        self.on_lost: Callable[[str, str], None] = lambda node_id, reason: None
+
+    @abstractmethod
+    def unreachable(self, node: NodeInfo, error: str) -> None:
+        """A node's engine could not be asked."""
+
+
+class Nodes(KnownNodes):
+    """All nodes that this router knows. Make one with `watched`.
 
     Args:
         membership: the table.
         session: for probes.
-        cluster_key: with which engines are reached over TCP.
+        cluster_key: of the cluster.
 
     Attributes:
-        engines: connections to the nodes' engines.
         on_change: called when something about a node may have changed.
-        on_lost: called with (node id, reason) when a node that may have requests of ours fails.
     """
 
     def __init__(
-        self,
-        membership: Membership,
-        session: aiohttp.ClientSession,
-        *,
-        cluster_key: str | None = None,
+        self, membership: Membership, session: aiohttp.ClientSession, cluster_key: str | None
     ) -> None:
-        self.membership = membership
-        self.engines = EngineClients(cluster_key, self.unreachable)
-        self.on_lost: Callable[[str, str], None] = lambda node_id, reason: None
+        super().__init__(membership, cluster_key)
         self.on_change: Callable[[], None] = lambda: None
         self._session = session
-        self._headers: dict[str, str] = {}
-        if cluster_key:
-            self._headers["Authorization"] = f"Bearer {operator_token(cluster_key)}"
+        self._headers = bearer(operator_token(cluster_key) if cluster_key else None)
         self._probes: set[asyncio.Task[None]] = set()
 
-    # --- events from elsewhere ---
+    @classmethod
+    @asynccontextmanager
+    async def watched(cls, config: RouterConfig, model: str) -> AsyncIterator[Nodes]:
+        """The nodes of a router, probed for as long as the context lasts.
 
-    def add_static(self, url: str, role: str) -> None:
-        """A flag names a node."""
-        self.membership.add_static(url, role, time.monotonic())
+        Args:
+            config: settings.
+            model: its name, for clients and nodes.
+        """
+        key = config.cluster_key
+        connector = aiohttp.TCPConnector(limit=0)  # as many as there are nodes
+        async with aiohttp.ClientSession(
+            connector=connector, headers=config.node_headers
+        ) as session:
+            nodes = cls(Membership(config.membership, key is None, model), session, key)
+            for url, role in config.static_nodes:
+                nodes.membership.add_static(url, role, time.monotonic())
+            watching = asyncio.create_task(nodes._watch())
+            try:
+                yield nodes
+            finally:
+                tasks = (watching, *nodes._probes)
+                for task in tasks:
+                    task.cancel()
+                await asyncio.gather(*tasks, return_exceptions=True)
+                await nodes.engines.close()
+
+    # --- events from elsewhere ---
 
     def register(self, info: NodeInfo) -> Members:
         """A node registers or repeats its heartbeat.
@@ -81,23 +197,23 @@ class Nodes:
         """
         self._announce(self.membership.drain(node_id))
 
-    def remove(self, node_id: str) -> None:
-        """Forget a node.
+    def remove(self, node_id: str, generation: str | None = None) -> None:
+        """Forget a node, or one life of it only.
 
         Raises:
             RequestError: no such node (404).
         """
-        self._announce(self.membership.remove(node_id))
+        self._announce(self.membership.remove(node_id, generation))
 
+    @override
     def unreachable(self, node: NodeInfo, error: str) -> None:
-        """A request could not connect to a node."""
         self._announce(self.membership.unreachable(node.node_id, node.generation, error))
 
     # --- asking ---
 
     async def reset_prefix_caches(self) -> dict[str, str | None]:
         """Let all ready nodes forget cached prefixes; by node id, None or why it did not."""
-        nodes = [member.info for member in self.membership.ready()]
+        nodes = self.membership.ready().nodes
         done = await asyncio.gather(*(self._reset(info.url) for info in nodes))
         return {info.node_id: error for info, error in zip(nodes, done, strict=True)}
 
@@ -121,7 +237,7 @@ class Nodes:
 
     # --- watching ---
 
-    async def watch(self) -> None:
+    async def _watch(self) -> None:
         """Probe all nodes for ever."""
         while True:
             self._announce(self.membership.tick(time.monotonic()))
@@ -144,8 +260,13 @@ class Nodes:
         try:
             async with asyncio.timeout(self.membership.timers.probe_timeout_s):
                 if member.static:
-                    asked = await self._identify(asked.url)
-                await self._get(asked.url, "/health")
+                    url = asked.url
+                    asked = _node_info.decode(await self._get(url, "/node"))
+                    self._announce(self.membership.identified(url, asked, time.monotonic()))
+                await self._get(member.info.url, "/health")
+                known = self.membership.members.get(asked.node_id)
+                if known is None or known.info.generation != asked.generation:
+                    return  # it was replaced meanwhile, or is not let in
                 await self.engines.reach(asked)
         except TimeoutError:
             error = "no answer to a probe in time"
@@ -163,11 +284,6 @@ class Nodes:
         )
         self._announce(changes)
 
-    async def _identify(self, url: str) -> NodeInfo:
-        info = _node_info.decode(await self._get(url, "/node"))
-        self._announce(self.membership.identified(url, info, time.monotonic()))
-        return info
-
     async def _get(self, url: str, path: str) -> bytes:
         async with self._session.get(url.rstrip("/") + path) as response:
             response.raise_for_status()
@@ -175,21 +291,14 @@ class Nodes:
 
     def _announce(self, changes: list[Change]) -> None:
         for change in changes:
-            level = logging.WARNING if change.new is State.UNHEALTHY else logging.INFO
+            level = logging.WARNING if change.new is NodeState.UNHEALTHY else logging.INFO
             logger.log(level, "%s", change.describe())
             if change.lost:
                 self.on_lost(change.node_id, change.reason)
-            if change.new is State.GONE:
+            if change.new is NodeState.GONE:
                 self.engines.retire(change.node_id)
             member = self.membership.members.get(change.node_id)
-            if change.new is State.STARTING and member is not None:
+            if change.new is NodeState.STARTING and member is not None:
                 self._probe_soon(member)
         if changes:
             self.on_change()
-
-    async def close(self) -> None:
-        """Stop the probes under way, and end the connections to engines."""
-        for task in self._probes:
-            task.cancel()
-        await asyncio.gather(*self._probes, return_exceptions=True)
-        await self.engines.close()

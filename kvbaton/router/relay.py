@@ -29,35 +29,21 @@ from dataclasses import dataclass, field
 from msgspec.structs import replace
 
 from kvbaton.errors import RequestError
-from kvbaton.messages.engine import AddRequest, Output
+from kvbaton.messages.engine import AddRequest, Item, Output
+from kvbaton.router.choose import Route, no_node_ready
+from kvbaton.router.config import RelayTimers
 from kvbaton.router.node_request import NodeError, NodeRequest, node_requests
-from kvbaton.router.pairing import Route
 
 
 @dataclass(frozen=True)
-class RelayTimers:
-    """Limits of one request.
-
-    Attributes:
-        idle_s: a target that says nothing for this long has failed.
-        finish_grace_s: how long the target may take to confirm an end that the source announced.
-        max_retries: attempts after the first.
-    """
-
-    idle_s: float = 120.0
-    finish_grace_s: float = 2.0
-    max_retries: int = 2
-
-
-@dataclass(frozen=True)
-class Send:
+class AskNode:
     """Ask a node, and report what it says."""
 
     asked: NodeRequest
 
 
 @dataclass(frozen=True)
-class Cancel:
+class CancelNode:
     """Nobody wants to hear what a node says any more: end its request at once."""
 
     asked: NodeRequest
@@ -68,13 +54,13 @@ class Finished:
     """All choices are complete. What is still open at nodes ends by itself."""
 
 
-Action = Send | Cancel | Output | Finished | RequestError
+Action = AskNode | CancelNode | Output | Finished | RequestError
 """An `Output` is for the client; a `RequestError` says that the request failed."""
 
 FINISHED = Finished()
 
-ChooseRoute = Callable[[int, frozenset[str]], Route | None]
-"""(tokens to prefill, node ids to avoid) -> nodes for an attempt, or None."""
+ChooseRoute = Callable[[int, Sequence[Item], frozenset[str]], Route | None]
+"""(tokens to prefill, items, node ids to avoid) -> nodes for an attempt, or None."""
 
 
 @dataclass(slots=True)
@@ -148,14 +134,7 @@ class RequestRelay:
 
     def start(self, now: float) -> list[Action]:
         """Dispatch the first attempt."""
-        return self._dispatch(
-            RequestError(
-                "No node is ready to serve this request; retry shortly.",
-                status=503,
-                code="no_node_ready",
-            ),
-            now,
-        )
+        return self._begin(now) or self._fail(no_node_ready())
 
     def output(self, asked: NodeRequest, output: Output, now: float) -> list[Action]:
         """A node says something."""
@@ -198,14 +177,15 @@ class RequestRelay:
         node_id = asked.node.node_id
         self.story.append(f"attempt {asked.attempt}: {asked.name} {node_id}: {error.message}")
         if asked.side == "encoder":
-            return [Cancel(asked), *self._without_encoder(asked, now)]
-        if error.blames_client and not self._has_relayed():
+            return [CancelNode(asked), *self._without_encoder(asked, now)]
+        relayed = any(len(c.tokens) > self._first_index or c.finished for c in self._choices)
+        if error.blames_client and not relayed:
             refusal = RequestError(
                 error.message, param=error.param, status=error.status or 400, code=error.code
             )
             return self._fail(refusal)
         if asked.side == "source" and self._target_spoke and not self._waiting:
-            return [Cancel(asked)]
+            return [CancelNode(asked)]
         # A target whose source is gone would find out by a timer of seconds; a new attempt is
         # faster, and with nobody else to prefill it is the target alone.
         self._avoid |= {node_id}
@@ -215,7 +195,7 @@ class RequestRelay:
             status=error.status if busy and error.status else 502,
             code=error.code if busy else "node_failed",
         )
-        return [Cancel(asked), *self._retry(failure, now)]
+        return [CancelNode(asked), *self._retry(failure, now)]
 
     def ended(self, asked: NodeRequest, now: float) -> list[Action]:
         """What a node had to say ended in good order."""
@@ -289,9 +269,9 @@ class RequestRelay:
         relayed = self._commit(output, new, reason, output.stop_reason)
         if reason is not None and all(choice.finished for choice in self._choices):
             self.done = True
-            closing = [Cancel(other) for other in self._open if other.side != "target"]
-            self._close(*self._open)
-            return [relayed, *closing, FINISHED]
+            others = [other for other in self._open if other.side != "target"]
+            self._cancel_open()
+            return [relayed, *map(CancelNode, others), FINISHED]
         return [relayed]
 
     def _contradicted(self, asked: NodeRequest, output: Output, now: float) -> list[Action]:
@@ -360,7 +340,7 @@ class RequestRelay:
             return closing + self._fail(self._expired())
         if self.attempt >= self._timers.max_retries:
             return closing + self._fail(error)
-        return closing + self._dispatch(error, now)
+        return closing + (self._begin(now) or self._fail(error))
 
     def _without_encoder(self, asked: NodeRequest, now: float) -> list[Action]:
         """The node that prefills waits for an output that will not come."""
@@ -369,25 +349,21 @@ class RequestRelay:
             return []
         # It would find out by a timer of seconds: a new attempt is faster, and what the first one
         # has computed, encoded and received is in caches.
-        route = self._find_route()
-        return [] if route is None else [*self._cancel_open(), *self._begin(route, now)]
+        before = self._open
+        begun = self._begin(now)
+        return [*self._cancel(before), *begun] if begun else []
 
-    def _dispatch(self, otherwise: RequestError, now: float) -> list[Action]:
-        route = self._find_route()
-        return self._fail(otherwise) if route is None else self._begin(route, now)
-
-    def _find_route(self) -> Route | None:
-        return self._route(len(self.request.token_ids) + len(self._resume_ids()), self._avoid)
-
-    def _resume_ids(self) -> tuple[int, ...]:
+    def _begin(self, now: float) -> list[Action]:
+        """Ask nodes for an attempt; no actions if there are none to ask."""
         # Several choices can't be forced to a prefix each: they are generated anew, compared with
         # what is committed, and go on from there.
         single = len(self._choices) == 1
-        return tuple(self._choices[0].tokens) if single else self.request.resume_ids
-
-    def _begin(self, route: Route, now: float) -> list[Action]:
+        resume_ids = tuple(self._choices[0].tokens) if single else self.request.resume_ids
+        num_tokens = len(self.request.token_ids) + len(resume_ids)
+        route = self._route(num_tokens, self.request.items, self._avoid)
+        if route is None:
+            return []
         self.attempt += 1
-        resume_ids = self._resume_ids()
         self._base, self._heard_at, self._confirm_by = len(resume_ids), now, None
         self._target_spoke = self._prefilled = False
         self._waiting.clear()
@@ -403,7 +379,7 @@ class RequestRelay:
         self._open = node_requests(
             request, route, self.attempt, transfer_id=self._transfer_id, item_ids=self._item_ids
         )
-        return [Send(asked) for asked in self._open]
+        return [AskNode(asked) for asked in self._open]
 
     # --- ends ---
 
@@ -426,14 +402,17 @@ class RequestRelay:
         return self._cancel_open()
 
     def _cancel_open(self) -> list[Action]:
-        asked = list(self._open)
-        self._close(*asked)
-        return [Cancel(one) for one in asked]
+        asked, self._open = self._open, []
+        return self._cancel(asked)
 
-    def _close(self, *asked: NodeRequest) -> None:
+    def _cancel(self, asked: list[NodeRequest]) -> list[Action]:
         for one in asked:
             one.open = False
-            self._open.remove(one)
+        return [CancelNode(one) for one in asked]
+
+    def _close(self, asked: NodeRequest) -> None:
+        asked.open = False
+        self._open.remove(asked)
 
     def _expired(self) -> RequestError:
         return RequestError(
@@ -441,6 +420,3 @@ class RequestRelay:
             status=504,
             code="deadline_exceeded",
         )
-
-    def _has_relayed(self) -> bool:
-        return any(len(c.tokens) > self._first_index or c.finished for c in self._choices)

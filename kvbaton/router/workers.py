@@ -3,109 +3,211 @@
 from __future__ import annotations
 
 import asyncio
+import logging
+import os
 import socket
-from collections.abc import AsyncIterator, Coroutine
+from collections.abc import AsyncIterator, Coroutine, Iterable, Mapping
 from contextlib import asynccontextmanager
+from dataclasses import replace
 
 import msgspec
 from aiohttp import web
+from msgspec import Struct
 from prometheus_client import CollectorRegistry, generate_latest
+from typing_extensions import override
 
-from kvbaton.router.app import endpoint_config, facts, make_session, told_to_stop
+from kvbaton.errors import EngineDeadError
+from kvbaton.messages.nodes import NodeInfo
+from kvbaton.router.api import (
+    ROUTER,
+    RouterState,
+    app_without_text,
+    router_app,
+    routes,
+)
+from kvbaton.router.choose import IDLE, NodeLoad, NodeLoads
 from kvbaton.router.config import RouterConfig
-from kvbaton.router.dispatch import Dispatcher
-from kvbaton.router.loads import NodeLoads
-from kvbaton.router.membership import Membership
-from kvbaton.router.metrics import NodeCollector, RouterMetrics
-from kvbaton.router.model_lookup import without_text
-from kvbaton.router.nodes import Nodes
-from kvbaton.router.nodes_api import TRUSTED, app_keys, routes, worker_routes
-from kvbaton.router.pairing import NodeLoad
-from kvbaton.router.worker_nodes import ClusterState, WorkerNews, WorkerNodes, news_decoder
-from kvbaton.server.app import make_app
-from kvbaton.server.config import EdgeConfig, Frontend
-from kvbaton.server.metrics import HttpMetrics
+from kvbaton.router.membership import Member, Membership, NodeState
+from kvbaton.router.metrics import NodeCollector
+from kvbaton.router.nodes import KnownNodes, Nodes
+from kvbaton.server.frontend import FRONTEND, FrontendConfig
+from kvbaton.server.metrics import exposition
 from kvbaton.server.supervisor import Supervisor, WorkerLink
 from kvbaton.text.tokenizer import Tokenizer
 
+logger = logging.getLogger(__name__)
+
 PUBLISH_S = 0.1
 """Changes that can wait (loads, heartbeats) are published so often."""
+REPORT_S = 0.1
+"""A worker tells its loads so often, if they changed."""
+RETRY_S = 1.0
+"""Between attempts to reach an engine."""
+
+
+class ClusterState(Struct, frozen=True):
+    """What the supervisor knows.
+
+    Attributes:
+        members: all nodes.
+        lost: (node id, reason) of those that were lost just now.
+        loads: by worker (its process id) and node id.
+    """
+
+    members: tuple[Member, ...]
+    lost: tuple[tuple[str, str], ...] = ()
+    loads: dict[int, dict[str, NodeLoad]] = {}
+
+
+class WorkerNews(Struct, frozen=True):
+    """What a worker tells.
+
+    Attributes:
+        worker: its process id.
+        loads: what it has in flight, by node id.
+        unreachable: (node id, generation, why) of a node that it could not reach.
+    """
+
+    worker: int
+    loads: dict[str, NodeLoad]
+    unreachable: tuple[str, str, str] | None = None
+
 
 _encoder = msgspec.msgpack.Encoder()
+_state = msgspec.msgpack.Decoder(ClusterState)
+_news = msgspec.msgpack.Decoder(WorkerNews)
+
+
+def _summed(loads: Iterable[Mapping[str, NodeLoad]]) -> dict[str, NodeLoad]:
+    total: dict[str, NodeLoad] = {}
+    for one in loads:
+        for node_id, load in one.items():
+            total[node_id] = total.get(node_id, IDLE).plus(load)
+    return total
 
 
 # --- a worker ---
 
 
-async def worker(link: WorkerLink, payload: tuple[RouterConfig, str, str]) -> None:
+async def worker(link: WorkerLink, payload: tuple[RouterConfig, FrontendConfig, str]) -> None:
     """What runs in each worker (`supervisor.WorkerMain`).
 
     Args:
         link: to the supervisor.
-        payload: settings, folder of the model, its name.
+        payload: settings of the router and of the endpoint, folder of the model.
     """
-    config, folder, name = payload
+    config, edge, folder = payload
     tokenizer = Tokenizer.load(folder, config.chat_template)
-    loads, counted = NodeLoads(), HttpMetrics()
+    loads = NodeLoads()
     nodes = WorkerNodes(link, loads, config.cluster_key)
-    async with make_session(config) as session:
-        dispatcher = Dispatcher(
-            nodes, session, RouterMetrics(counted.registry), loads, config.dispatch
+    app = router_app(config, nodes, tokenizer, edge, loads, routes(link))
+    registry = app[FRONTEND].metrics.registry
+    registry.register(NodeCollector(list, loads))
+    async with _running(nodes.watch(), nodes.report_loads()):
+        await link.serve(app, registry, grace_s=config.grace_s)
+    await nodes.engines.close()
+
+
+class WorkerNodes(KnownNodes):
+    """As `Nodes`, in a worker: what its supervisor publishes.
+
+    A node gets requests once its engine is reached from here, too.
+
+    Args:
+        link: to the supervisor.
+        loads: of this worker.
+        cluster_key: of the cluster.
+    """
+
+    def __init__(self, link: WorkerLink, loads: NodeLoads, cluster_key: str | None) -> None:
+        super().__init__(Membership(), cluster_key)
+        self._link = link
+        self._loads = loads
+        self._told: Mapping[str, NodeLoad] = {}
+        self._published: tuple[Member, ...] = ()
+        self._news = asyncio.Event()
+        link.on_state = self.take_state
+
+    def take_state(self, data: bytes) -> None:
+        """The supervisor says this."""
+        state = _state.decode(data)
+        self._published = state.members
+        others = (loads for worker, loads in state.loads.items() if worker != os.getpid())
+        self._loads.others = _summed(others)
+        known = {member.info.node_id for member in state.members}
+        for node_id in self.membership.members.keys() - known:
+            self.engines.retire(node_id)
+        self._show()
+        self._news.set()
+        for node_id, reason in state.lost:
+            self.on_lost(node_id, reason)
+
+    def _show(self) -> None:
+        """Requests go to ready nodes, as far as this worker can reach them."""
+        self.membership.show(
+            member
+            if self.engines.reached(member.info)
+            else replace(member, state=NodeState.STARTING)
+            for member in self._published
         )
-        counted.registry.register(NodeCollector(list, loads))
-        app = make_app(
-            Frontend(
-                source=dispatcher,
-                tokenizer=tokenizer,
-                config=endpoint_config(config, folder, name),
-                facts=lambda: facts(nodes.membership),
-                metrics=counted,
-            ),
-            worker_routes(link),
-        )
-        app_keys(nodes, loads, config.cluster_key, app)
-        working = [asyncio.create_task(nodes.watch()), asyncio.create_task(nodes.report_loads())]
-        try:
-            await link.serve(app, counted.registry, grace_s=config.grace_s)
-        finally:
-            for task in working:
-                task.cancel()
-            await asyncio.gather(*working, return_exceptions=True)
-            await dispatcher.close()
-            await nodes.close()
+
+    @override
+    def unreachable(self, node: NodeInfo, error: str) -> None:
+        self._show()  # the supervisor decides what it means
+        self._report((node.node_id, node.generation, error))
+
+    def _report(self, unreachable: tuple[str, str, str] | None = None) -> None:
+        self._told = dict(self._loads.own)
+        self._link.report(_encoder.encode(WorkerNews(os.getpid(), self._loads.own, unreachable)))
+
+    async def watch(self) -> None:
+        """Reach engines, for ever."""
+        while True:
+            self._news.clear()
+            for member in self._published:
+                if member.state is NodeState.READY and not self.engines.reached(member.info):
+                    try:
+                        await self.engines.reach(member.info)
+                    except (EngineDeadError, ValueError) as error:
+                        node_id = member.info.node_id
+                        logger.warning("can't reach the engine of %s: %s", node_id, error)
+                    self._show()
+            await self.engines.sweep()
+            try:
+                await asyncio.wait_for(self._news.wait(), RETRY_S)
+            except TimeoutError:
+                continue
+
+    async def report_loads(self) -> None:
+        """Tell what is in flight, for ever."""
+        self._report()  # this worker may be a new one, in the place of one that had some
+        while True:
+            await asyncio.sleep(REPORT_S)
+            if self._loads.own != self._told:
+                self._report()
 
 
 # --- the supervisor ---
 
 
-async def run_workers(
-    config: RouterConfig, listener: socket.socket, folder: str, name: str
-) -> None:
-    """Serve with `config.workers` processes until told to stop.
+@asynccontextmanager
+async def workers(
+    config: RouterConfig, listener: socket.socket, edge: FrontendConfig, folder: str
+) -> AsyncIterator[None]:
+    """Serve with `config.workers` processes for as long as the context lasts.
 
     Raises:
         ConfigError: a worker can't serve.
     """
-    async with make_session(config) as session:
-        membership = Membership(config.membership, config.cluster_key is None, name)
-        nodes = Nodes(membership, session, cluster_key=config.cluster_key)
-        cluster = _Cluster(config, nodes)
-        app = cluster.control_app(name)
-        payload = (config, folder, name)
-        cluster.supervisor = supervisor = Supervisor(
-            worker, payload, listener, app, count=config.workers, log_level=config.log_level
-        )
-        supervisor.on_report = cluster.take_report
-        for url, role in config.static_nodes:
-            nodes.add_static(url, role)
-        async with _running(nodes.watch(), cluster.publish_regularly()):
+    async with Nodes.watched(config, edge.model_name) as nodes:
+        cluster = _Cluster(config, nodes, listener, edge, folder)
+        async with _running(cluster.publish_regularly()):
             try:
                 cluster.publish()
-                await supervisor.start()
-                await told_to_stop(listener, config.grace_s)
+                await cluster.supervisor.start()
+                yield
             finally:
-                await supervisor.stop(config.grace_s)
-                await nodes.close()
+                await cluster.supervisor.stop(config.grace_s)
 
 
 @asynccontextmanager
@@ -123,13 +225,17 @@ class _Cluster:
     """The supervisor's knowledge, and how it reaches the workers.
 
     Attributes:
-        supervisor: of the workers; set before anything is published.
+        supervisor: of the workers.
     """
 
-    supervisor: Supervisor
-
-    def __init__(self, config: RouterConfig, nodes: Nodes) -> None:
-        self._config = config
+    def __init__(
+        self,
+        config: RouterConfig,
+        nodes: Nodes,
+        listener: socket.socket,
+        edge: FrontendConfig,
+        folder: str,
+    ) -> None:
         self._nodes = nodes
         self._loads = NodeLoads()
         self._by_worker: dict[int, tuple[int, dict[str, NodeLoad]]] = {}
@@ -137,34 +243,33 @@ class _Cluster:
         members = nodes.membership.members
         self._registry.register(NodeCollector(lambda: list(members.values()), self._loads))
         self._lost: list[tuple[str, str]] = []
-        self._news = False
+        self._is_news = False
         nodes.on_lost = lambda node_id, reason: self._lost.append((node_id, reason))
         nodes.on_change = self._changed
-
-    def control_app(self, name: str) -> web.Application:
-        """What workers pass on is answered by this."""
-        frontend = without_text(EdgeConfig(model_name=name))
+        # What workers pass on is answered by this.
         own = [route for route in routes() if route.path != "/metrics"]
-        app = make_app(frontend, [*own, web.get("/metrics", self._metrics)], text=False)
-        app_keys(self._nodes, self._loads, self._config.cluster_key, app)
-        app[TRUSTED] = True
-        return app
+        own.append(web.get("/metrics", self._metrics))
+        control = app_without_text(FrontendConfig(model_name=edge.model_name), own)
+        control[ROUTER] = RouterState(nodes, self._loads, config.cluster_key, trusted=True)
+        self.supervisor = Supervisor(
+            worker,
+            (config, edge, folder),
+            listener,
+            control,
+            count=config.workers,
+            log_level=config.log_level,
+        )
+        self.supervisor.on_report = self._take_report
 
     async def _metrics(self, request: web.Request) -> web.Response:
-        body = await self.supervisor.metrics(generate_latest(self._registry))
-        headers = {"Content-Type": "text/plain; version=0.0.4; charset=utf-8"}
-        return web.Response(body=body, headers=headers)
+        return exposition(await self.supervisor.metrics(generate_latest(self._registry)))
 
-    def take_report(self, index: int, data: bytes) -> None:
+    def _take_report(self, index: int, data: bytes) -> None:
         """A worker says this."""
-        news: WorkerNews = news_decoder.decode(data)
+        news = _news.decode(data)
         self._by_worker[index] = news.worker, news.loads
-        total: dict[str, NodeLoad] = {}
-        for _, loads in self._by_worker.values():
-            for node_id, load in loads.items():
-                total[node_id] = total.get(node_id, NodeLoad()) + load
-        self._loads.others = total
-        self._news = True
+        self._loads.others = _summed(loads for _, loads in self._by_worker.values())
+        self._is_news = True
         if news.unreachable is not None:
             node_id, generation, error = news.unreachable
             member = self._nodes.membership.members.get(node_id)
@@ -174,19 +279,18 @@ class _Cluster:
     def _changed(self) -> None:
         if self._lost:
             self.publish()
-        self._news = True
+        self._is_news = True
 
     def publish(self) -> None:
         """Tell all workers what is known now."""
-        lost, self._lost, self._news = tuple(self._lost), [], False
-        state = ClusterState(
-            tuple(self._nodes.membership.members.values()), lost, dict(self._by_worker.values())
-        )
+        lost, self._lost, self._is_news = tuple(self._lost), [], False
+        members = tuple(self._nodes.membership.members.values())
+        state = ClusterState(members, lost, dict(self._by_worker.values()))
         self.supervisor.publish(_encoder.encode(state))
 
     async def publish_regularly(self) -> None:
         """Tell workers of what is new, for ever."""
         while True:
             await asyncio.sleep(PUBLISH_S)
-            if self._news:
+            if self._is_news:
                 self.publish()

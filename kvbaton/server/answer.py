@@ -1,45 +1,251 @@
-"""How events become an answer, whole or streamed: what both generating endpoints share."""
+"""From the outputs of a client's prompts to its answer, whole or streamed."""
 
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Sequence
+import time
+from abc import ABC, abstractmethod
+from collections.abc import AsyncGenerator, Sequence
 from contextlib import aclosing
-from typing import Protocol
+from typing import Any, ClassVar, Generic, TypeVar
 
+import msgspec
 from aiohttp import web
 from msgspec import Struct
+from msgspec.structs import replace
 
-from kvbaton.messages.openai import SamplingFields, Usage
-from kvbaton.server.body import json_response
-from kvbaton.server.config import Frontend
-from kvbaton.server.prompt_request import Event, PromptRequest, fold, run_prompts
+from kvbaton.engine.client import merge_outputs
+from kvbaton.errors import EngineDeadError, RequestError
+from kvbaton.messages.engine import Output
+from kvbaton.messages.openai import (
+    ChatRequest,
+    CompletionRequest,
+    PromptTokensDetails,
+    StreamOptions,
+    TokenUsage,
+)
+from kvbaton.server.bodies import json_response
+from kvbaton.server.frontend import Frontend
 from kvbaton.server.sse import event, event_stream
-from kvbaton.server.usage import UsageCounter, wants_usage
+from kvbaton.server.validation import PromptRequest
+from kvbaton.text.choice import ChoiceText, TextDelta
+
+T = TypeVar("T")
+Body = TypeVar("Body", CompletionRequest, ChatRequest)
+
+_encoder = msgspec.json.Encoder()
 
 
-class ResponseFormatter(Protocol):
-    """Formats the events of one endpoint."""
+class Event(Struct, frozen=True, kw_only=True):
+    """What is new of one choice of one prompt.
 
-    def chunk(self, event: Event, usage: Usage | None) -> bytes:
-        """One server-sent event of a stream."""
-        ...
+    Attributes:
+        prompt: index of the prompt.
+        choice: index in the answer: prompt times n plus choice.
+        delta: new text and tokens.
+        first: whether it is the choice's first event.
+        output: what the source said; its tokens may be more than those of `delta`.
+    """
 
-    def usage_chunk(self, usage: Usage) -> Struct:
+    prompt: int
+    choice: int
+    delta: TextDelta
+    first: bool
+    output: Output
+
+
+# --- from the source to events ---
+
+
+def run_prompts(frontend: Frontend, prompts: Sequence[PromptRequest]) -> AsyncGenerator[Event]:
+    """Events of all prompts as they come; closing it cancels what still runs.
+
+    Raises:
+        RequestError, EngineDeadError: from the source, for any of the prompts.
+    """
+    streams = [_run(frontend, prompt) for prompt in prompts]
+    return streams[0] if len(streams) == 1 else merge(streams)
+
+
+async def _run(frontend: Frontend, prompt: PromptRequest) -> AsyncGenerator[Event]:
+    request, n = prompt.request, prompt.request.params.n
+    texts = [ChoiceText(frontend.tokenizer, request.token_ids, prompt.options) for _ in range(n)]
+    unseen, open_choices = set(range(n)), set(range(n))
+    with frontend.metrics.timed() as times:
+        async with aclosing(frontend.source.generate(request)) as outputs:
+            async for output in outputs:
+                times.output(output)
+                if output.finish_reason is not None:
+                    raise_if_failed(output, times.elapsed_s >= request.deadline_s)
+                choice = output.choice
+                if choice not in open_choices:
+                    continue
+                delta = texts[choice].push(output)
+                first = choice in unseen
+                if first:
+                    unseen.discard(choice)
+                if delta.finish_reason is not None:
+                    open_choices.discard(choice)
+                if prompt.echo_only:
+                    delta = TextDelta(finish_reason="length" if delta.finish_reason else None)
+                yield Event(
+                    prompt=prompt.index,
+                    choice=prompt.index * n + choice,
+                    delta=delta,
+                    first=first,
+                    output=output,
+                )
+                if not open_choices:
+                    return
+    raise EngineDeadError("the stream of tokens ended before the request was done")
+
+
+def raise_if_failed(output: Output, expired: bool) -> None:
+    """An output that says ``abort`` or ``error`` ends the whole request.
+
+    Raises:
+        RequestError: 504 after the deadline, else 503.
+    """
+    if output.finish_reason not in ("abort", "error"):
+        return
+    if expired:
+        raise RequestError("the request took longer than its timeout", status=504, code="timeout")
+    code = "aborted" if output.finish_reason == "abort" else "generation_failed"
+    reason = output.error or "it was aborted"
+    raise RequestError(f"the request did not complete: {reason}", status=503, code=code)
+
+
+async def merge(streams: Sequence[AsyncGenerator[T]]) -> AsyncGenerator[T]:
+    """Items of several generators as they come; one that fails ends them all."""
+    waiting = {asyncio.ensure_future(anext(stream)): stream for stream in streams}
+    try:
+        while waiting:
+            done, _ = await asyncio.wait(waiting, return_when=asyncio.FIRST_COMPLETED)
+            for task in done:
+                stream = waiting.pop(task)
+                if isinstance(task.exception(), StopAsyncIteration):
+                    continue
+                yield task.result()
+                waiting[asyncio.ensure_future(anext(stream))] = stream
+    finally:
+        for task in waiting:
+            task.cancel()
+        await asyncio.gather(*waiting, return_exceptions=True)
+        for stream in streams:
+            await stream.aclose()
+
+
+def fold(events: Sequence[Event]) -> list[Event]:
+    """The events of each choice as one, in order of choice."""
+    by_choice: dict[int, list[Event]] = {}
+    for new in events:
+        by_choice.setdefault(new.choice, []).append(new)
+    folded = []
+    for _, mine in sorted(by_choice.items()):
+        deltas = [new.delta for new in mine]
+        scored = any(delta.logprobs is not None for delta in deltas)
+        delta = replace(
+            deltas[-1],
+            text="".join(delta.text for delta in deltas),
+            token_ids=[token for delta in deltas for token in delta.token_ids],
+            logprobs=[p for delta in deltas for p in delta.logprobs or ()] if scored else None,
+        )
+        output = merge_outputs([new.output for new in mine])
+        folded.append(replace(mine[-1], delta=delta, first=mine[0].first, output=output))
+    return folded
+
+
+# --- from events to the answer ---
+
+
+class ResponseFormatter(ABC, Generic[Body]):
+    """Formats the answer to one client's request; each endpoint has its own.
+
+    Args:
+        frontend: for the tokenizer and the model's name.
+        body: the request.
+        request_id: of the answer.
+        prompts: token ids of each.
+
+    Attributes:
+        head: fields that the answer and all its chunks begin with.
+    """
+
+    EMPTY_TEXT: ClassVar[bytes]
+    """How a chunk's field for new text is encoded when there is none."""
+
+    def __init__(
+        self, frontend: Frontend, body: Body, request_id: str, prompts: Sequence[list[int]]
+    ) -> None:
+        self.tokenizer = frontend.tokenizer
+        self.body: Body = body
+        self.prompts = prompts
+        self.head: dict[str, Any] = {
+            "id": request_id,
+            "created": int(time.time()),
+            "model": frontend.config.model_name,
+        }
+        scored = body.logprobs is not None and body.logprobs is not False  # 0 candidates count
+        self._is_plain = not scored and not body.return_token_ids
+        self._frames: dict[int, tuple[bytes, bytes]] = {}
+
+    @abstractmethod
+    def chunk(self, new: Event, usage: TokenUsage | None) -> Struct:
+        """What a stream tells of an event."""
+
+    @abstractmethod
+    def usage_chunk(self, usage: TokenUsage) -> Struct:
         """The last event of a stream that reports usage."""
-        ...
 
-    def whole(self, events: Sequence[Event], usage: Usage) -> Struct:
+    @abstractmethod
+    def whole(self, events: Sequence[Event], usage: TokenUsage) -> Struct:
         """All choices at once."""
-        ...
+
+    def event(self, new: Event, usage: TokenUsage | None) -> bytes:
+        """A chunk as a server-sent event; where only the text is new, only that is encoded."""
+        delta = new.delta
+        if not self._is_plain or new.first or delta.finish_reason is not None or usage is not None:
+            return event(self.chunk(new, usage))
+        frame = self._frames.get(new.choice)
+        if frame is None:
+            blank = event(self.chunk(replace(new, delta=TextDelta()), None))
+            head, field, tail = blank.partition(self.EMPTY_TEXT)
+            frame = self._frames[new.choice] = head + field.removesuffix(b'""'), tail
+        return frame[0] + _encoder.encode(delta.text) + frame[1]
+
+
+class UsageCounter:
+    """Tokens of one client's request, as its events go by.
+
+    Args:
+        prompts: of the request.
+    """
+
+    def __init__(self, prompts: Sequence[PromptRequest]) -> None:
+        self._prompt_tokens = sum(len(prompt.request.token_ids) for prompt in prompts)
+        self._completion_tokens = 0
+        self._cached = [0] * len(prompts)
+
+    def add(self, new: Event) -> None:
+        """Count one event."""
+        self._completion_tokens += len(new.delta.token_ids)
+        self._cached[new.prompt] = max(self._cached[new.prompt], new.output.cached_tokens)
+
+    def usage(self) -> TokenUsage:
+        """All counted until now; a prompt with several choices counts once."""
+        return TokenUsage(
+            prompt_tokens=self._prompt_tokens,
+            completion_tokens=self._completion_tokens,
+            total_tokens=self._prompt_tokens + self._completion_tokens,
+            prompt_tokens_details=PromptTokensDetails(sum(self._cached)),
+        )
 
 
 async def respond(
     request: web.Request,
     frontend: Frontend,
-    body: SamplingFields,
     prompts: Sequence[PromptRequest],
-    formatter: ResponseFormatter,
+    formatter: ResponseFormatter[Any],
 ) -> web.StreamResponse:
     """Run the prompts and answer.
 
@@ -51,19 +257,22 @@ async def respond(
         TimeoutError: nothing was sent yet and the deadline is long over.
     """
     limit_s = prompts[0].request.deadline_s + frontend.config.deadline_grace_s
-    usage = UsageCounter(prompts)
+    counter = UsageCounter(prompts)
     events = run_prompts(frontend, prompts)
-    if not body.stream:
+    if not formatter.body.stream:
         async with asyncio.timeout(limit_s), aclosing(events):
             got = [new async for new in events]
         for new in got:
-            usage.add(new)
-        return json_response(formatter.whole(fold(got), usage.usage()))
-    at_end, always = wants_usage(body)
+            counter.add(new)
+        return json_response(formatter.whole(fold(got), counter.usage()))
+    options: StreamOptions = formatter.body.stream_options or StreamOptions()
+    at_end = bool(options.include_usage)
+    always = at_end and bool(options.continuous_usage_stats)
     async with event_stream(request, limit_s) as stream, aclosing(events):
         async for new in events:
-            usage.add(new)
-            await stream.send(formatter.chunk(new, usage.usage() if always else None))
+            if at_end:
+                counter.add(new)
+            await stream.send(formatter.event(new, counter.usage() if always else None))
         if at_end:
-            await stream.send(event(formatter.usage_chunk(usage.usage())))
+            await stream.send(event(formatter.usage_chunk(counter.usage())))
     return stream.response

@@ -8,19 +8,23 @@ from collections.abc import Sequence
 from aiohttp import web
 from aiohttp.typedefs import Handler
 
-import kvbaton
 from kvbaton.messages.openai import ModelCard, ModelList
 from kvbaton.server.auth import check_key
-from kvbaton.server.body import json_response
+from kvbaton.server.bodies import (
+    REQUEST_ID,
+    echo_request_id,
+    failure_response,
+    json_response,
+    request_id_of,
+)
 from kvbaton.server.chat import chat_completions
 from kvbaton.server.completions import completions
-from kvbaton.server.config import FRONTEND, Frontend
-from kvbaton.server.errors import failure_response
-from kvbaton.server.fields import check_model
-from kvbaton.server.listener import bind
+from kvbaton.server.frontend import FRONTEND, Frontend
+from kvbaton.server.network import bind
 from kvbaton.server.openapi import contract, openapi
-from kvbaton.server.request_id import REQUEST_ID, echo_request_id, request_id_of
 from kvbaton.server.tokenize import detokenize, tokenize
+from kvbaton.server.validation import check_model
+from kvbaton.version import __version__
 
 CLIENT_CLOSED_REQUEST = 499
 
@@ -42,26 +46,20 @@ def make_app(
     )
     app[FRONTEND] = frontend
     app.on_response_prepare.append(echo_request_id)
-    app.add_routes([*(_text_routes() if text else ()), *_routes(), *extra_routes])
+    if text:
+        app.add_routes(
+            [
+                web.post("/v1/completions", completions),
+                web.post("/v1/chat/completions", chat_completions),
+                web.get("/v1/models", models),
+                web.get("/v1/models/{model:.+}", model),
+                web.post("/tokenize", tokenize),
+                web.post("/detokenize", detokenize),
+            ]
+        )
+    app.add_routes([web.get("/version", version), web.get("/openapi.json", openapi)])
+    app.add_routes(extra_routes)
     return app
-
-
-def _text_routes() -> list[web.RouteDef]:
-    return [
-        web.post("/v1/completions", completions),
-        web.post("/v1/chat/completions", chat_completions),
-        web.get("/v1/models", models),
-        web.get("/v1/models/{model:.+}", model),
-        web.post("/tokenize", tokenize),
-        web.post("/detokenize", detokenize),
-    ]
-
-
-def _routes() -> list[web.RouteDef]:
-    return [
-        web.get("/version", version),
-        web.get("/openapi.json", openapi),
-    ]
 
 
 async def listen(
@@ -147,4 +145,4 @@ def _card(frontend: Frontend) -> ModelCard:
 
 async def version(request: web.Request) -> web.Response:
     """``GET /version``."""
-    return json_response({"version": kvbaton.__version__})
+    return json_response({"version": __version__})

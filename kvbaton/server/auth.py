@@ -7,9 +7,10 @@ from collections.abc import Sequence
 
 from aiohttp import web
 
+from kvbaton.connectors.address import is_loopback
 from kvbaton.errors import RequestError
-from kvbaton.server.cluster_token import carries_token, is_loopback
-from kvbaton.server.config import FRONTEND
+from kvbaton.server.frontend import FRONTEND
+from kvbaton.server.network import carries_token
 
 PROTECTED = ("/v1/", "/inference/", "/tokenize", "/detokenize")
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import time
 from collections.abc import Sequence
 from typing import Any
 
@@ -15,17 +14,19 @@ from kvbaton.messages.openai import (
     CompletionChoice,
     CompletionLogprobs,
     CompletionRequest,
-    Usage,
+    TokenUsage,
 )
-from kvbaton.server.answer import respond
-from kvbaton.server.body import read_body
-from kvbaton.server.config import FRONTEND, Frontend
-from kvbaton.server.fields import check_common, public_id, text_options, unset_unless
+from kvbaton.server.answer import Event, ResponseFormatter, respond
+from kvbaton.server.bodies import read_body
+from kvbaton.server.frontend import FRONTEND, Frontend
 from kvbaton.server.openapi import contract
-from kvbaton.server.prompt_request import Event, PromptRequest, check_prompt, make_request
-from kvbaton.server.prompts import encode, split_prompts
-from kvbaton.server.sampling import checked, sampling_params
-from kvbaton.server.sse import ChunkFrame, event
+from kvbaton.server.validation import (
+    check_common,
+    encode,
+    prompt_request,
+    public_id,
+    split_prompts,
+)
 from kvbaton.text.logprobs import completion_logprobs, prompt_logprobs
 from kvbaton.types import TokenLogprobs
 
@@ -38,14 +39,36 @@ async def completions(request: web.Request) -> web.StreamResponse:
     frontend = request.app[FRONTEND]
     body = await read_body(request, CompletionRequest)
     check_common(frontend, body)
-    prompts = await _prompts(frontend, body)
+    prompts = await encode_prompts(frontend, body)
     request_id = f"cmpl-{public_id(request, body)}"
-    asked = [_prompt_request(frontend, body, request_id, i, ids) for i, ids in enumerate(prompts)]
+    max_tokens = DEFAULT_MAX_TOKENS if body.max_tokens is None else body.max_tokens
+    echo_only = max_tokens == 0 and bool(body.echo)
+    scored = body.logprobs if body.echo and body.prompt_logprobs is None else body.prompt_logprobs
+    asked = [
+        prompt_request(
+            frontend,
+            body,
+            request_id,
+            token_ids,
+            name="prompt",
+            max_tokens=1 if echo_only else max_tokens,
+            logprobs=body.logprobs,
+            prompt_logprobs=scored,
+            index=index,
+            echo_only=echo_only,
+        )
+        for index, token_ids in enumerate(prompts)
+    ]
     formatter = CompletionFormatter(frontend, body, request_id, prompts)
-    return await respond(request, frontend, body, asked, formatter)
+    return await respond(request, frontend, asked, formatter)
 
 
-async def _prompts(frontend: Frontend, body: CompletionRequest) -> list[list[int]]:
+async def encode_prompts(frontend: Frontend, body: CompletionRequest) -> list[list[int]]:
+    """Token ids of each prompt.
+
+    Raises:
+        RequestError: they are none, or too many.
+    """
     config = frontend.config
     prompts = split_prompts(body.prompt, config.max_prompts)
     if len(prompts) * (body.n or 1) > config.max_choices:
@@ -61,40 +84,10 @@ async def _prompts(frontend: Frontend, body: CompletionRequest) -> list[list[int
     ]
 
 
-def _prompt_request(
-    frontend: Frontend, body: CompletionRequest, request_id: str, index: int, ids: list[int]
-) -> PromptRequest:
-    max_tokens = DEFAULT_MAX_TOKENS if body.max_tokens is None else body.max_tokens
-    echo_only = max_tokens == 0 and bool(body.echo)
-    max_tokens = 1 if echo_only else max_tokens
-    scored = body.logprobs if body.echo and body.prompt_logprobs is None else body.prompt_logprobs
-    params = sampling_params(
-        body,
-        frontend.config.sampling_defaults,
-        max_tokens=max_tokens,
-        logprobs=body.logprobs,
-        prompt_logprobs=scored,
-    )
-    params = checked(params, frontend.config, frontend.vocab_size)
-    check_prompt(frontend, ids, max_tokens, "prompt")
-    transfer = frontend.transfer(body.kv_transfer_params)
-    return PromptRequest(
-        index=index,
-        request=make_request(frontend, body, request_id, ids, params, transfer),
-        options=text_options(body),
-        echo_only=echo_only,
-    )
+class CompletionFormatter(ResponseFormatter[CompletionRequest]):
+    """Formats events for ``/v1/completions``, where a chunk has the shape of a whole answer."""
 
-
-class CompletionFormatter:
-    """Formats events for ``/v1/completions``; see `ResponseFormatter`.
-
-    Args:
-        frontend: for the tokenizer and the model's name.
-        body: the request.
-        request_id: of the answer.
-        prompts: token ids of each.
-    """
+    EMPTY_TEXT = b'"text":""'
 
     def __init__(
         self,
@@ -103,76 +96,65 @@ class CompletionFormatter:
         request_id: str,
         prompts: Sequence[list[int]],
     ) -> None:
-        self._tokenizer = frontend.tokenizer
-        self._model = frontend.config.model_name
-        self._body = body
-        self._id = request_id
-        self._prompts = prompts
-        self._created = int(time.time())
+        super().__init__(frontend, body, request_id, prompts)
         self._offsets: dict[int, int] = {}
         self._scores: dict[int, Sequence[TokenLogprobs | None]] = {}
-        self._frame = ChunkFrame(self._answer([], None))
 
-    def chunk(self, new: Event, usage: Usage | None) -> bytes:
-        """One event of a stream."""
-        plain = usage is None and new.kv_transfer_params is None and new.prompt_logprobs is None
-        return self._frame.event(self._choice(new)) if plain else event(self._answer([new], usage))
+    def chunk(self, new: Event, usage: TokenUsage | None) -> Completion:
+        """See `ResponseFormatter`."""
+        return self._answer([new], UNSET if usage is None else usage)
 
-    def usage_chunk(self, usage: Usage) -> Completion:
-        """No choices, only usage."""
+    def usage_chunk(self, usage: TokenUsage) -> Completion:
+        """See `ResponseFormatter`."""
         return self._answer([], usage)
 
-    def whole(self, events: Sequence[Event], usage: Usage) -> Completion:
-        """All choices at once."""
+    def whole(self, events: Sequence[Event], usage: TokenUsage) -> Completion:
+        """See `ResponseFormatter`."""
         return self._answer(events, usage)
 
-    def _answer(self, events: Sequence[Event], usage: Usage | None) -> Completion:
-        transfer = next((e.kv_transfer_params for e in events if e.kv_transfer_params), None)
-        scores = {e.prompt: e.prompt_logprobs for e in events if e.prompt_logprobs is not None}
-        self._scores.update(scores)  # they come once per prompt, and every choice shows them
+    def _answer(self, events: Sequence[Event], usage: TokenUsage | UnsetType) -> Completion:
+        transfers = (new.output.kv_transfer_params for new in events)
+        for new in events:  # they come once per prompt, and every choice shows them
+            if new.output.prompt_logprobs is not None:
+                self._scores[new.prompt] = new.output.prompt_logprobs
         return Completion(
-            id=self._id,
-            created=self._created,
-            model=self._model,
-            choices=[self._choice(event) for event in events],
-            usage=usage if usage is not None else UNSET,
-            kv_transfer_params=unset_unless(transfer),
+            **self.head,
+            choices=[self._choice(new) for new in events],
+            usage=usage,
+            kv_transfer_params=next((params for params in transfers if params), UNSET),
         )
 
-    def _choice(self, event: Event) -> CompletionChoice:
-        delta, body, first = event.delta, self._body, event.first
-        ids = body.return_token_ids
+    def _choice(self, new: Event) -> CompletionChoice:
+        delta, body, first, prompt = new.delta, self.body, new.first, self.prompts[new.prompt]
+        text, scores = delta.text, self._scores.get(new.prompt)
+        if first and body.echo:
+            skip = body.skip_special_tokens is not False
+            text = self.tokenizer.decode(prompt, skip_special_tokens=skip) + text
+        shown: list[dict[str, Any] | None] | UnsetType = UNSET
+        if first and body.prompt_logprobs is not None and scores is not None:
+            shown = prompt_logprobs(self.tokenizer, prompt, scores)
         return CompletionChoice(
-            index=event.choice,
-            text=self._echo(event) + delta.text if first and body.echo else delta.text,
-            logprobs=None if body.logprobs is None else self._logprobs(event),
+            index=new.choice,
+            text=text,
+            logprobs=None if body.logprobs is None else self._logprobs(new, scores),
             finish_reason=delta.finish_reason,
             stop_reason=delta.stop_reason,
-            prompt_logprobs=self._prompt_scores(event) if first else UNSET,
-            token_ids=delta.token_ids if ids else UNSET,
-            prompt_token_ids=self._prompts[event.prompt] if ids and first else UNSET,
+            prompt_logprobs=shown,
+            token_ids=delta.token_ids if body.return_token_ids else UNSET,
+            prompt_token_ids=prompt if body.return_token_ids and first else UNSET,
         )
 
-    def _prompt_scores(self, event: Event) -> list[dict[str, Any] | None] | UnsetType:
-        scores = self._scores.get(event.prompt)
-        if self._body.prompt_logprobs is None or scores is None:
-            return UNSET
-        return prompt_logprobs(self._tokenizer, self._prompts[event.prompt], scores)
-
-    def _echo(self, event: Event) -> str:
-        skip = self._body.skip_special_tokens is not False
-        return self._tokenizer.decode(self._prompts[event.prompt], skip_special_tokens=skip)
-
-    def _logprobs(self, event: Event) -> CompletionLogprobs:
-        ids = list(event.delta.token_ids)
-        entries: list[TokenLogprobs | None] = list(event.delta.logprobs or ())
-        scores = self._scores.get(event.prompt)
-        if self._body.echo and event.first and scores is not None:
-            ids = [*self._prompts[event.prompt], *ids]
+    def _logprobs(
+        self, new: Event, scores: Sequence[TokenLogprobs | None] | None
+    ) -> CompletionLogprobs:
+        """Of new tokens, behind those of an echoed prompt."""
+        ids = list(new.delta.token_ids)
+        entries: list[TokenLogprobs | None] = list(new.delta.logprobs or ())
+        if self.body.echo and new.first and scores is not None:
+            ids = [*self.prompts[new.prompt], *ids]
             entries = [*scores, *entries]
-        result = completion_logprobs(
-            self._tokenizer, ids, entries, offset=self._offsets.get(event.choice, 0)
-        )
+        offset = self._offsets.get(new.choice, 0)
+        result = completion_logprobs(self.tokenizer, ids, entries, offset=offset)
         if result.tokens:
-            self._offsets[event.choice] = result.text_offset[-1] + len(result.tokens[-1])
+            self._offsets[new.choice] = result.text_offset[-1] + len(result.tokens[-1])
         return result

@@ -1,109 +1,194 @@
-"""Settings of the endpoint, and what its handlers share."""
+"""Settings of endpoints and nodes, whose fields are flags; imports nothing heavy."""
 
 from __future__ import annotations
 
-import time
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
-from typing import Any
+from dataclasses import dataclass, field, fields
+from functools import cached_property
+from typing import ClassVar, Literal
+from urllib.parse import urlsplit
 
-from aiohttp import web
-from msgspec import Struct
-
-from kvbaton.errors import RequestError
-from kvbaton.messages.engine import TransferSpec
-from kvbaton.server.media import MediaConfig
-from kvbaton.server.metrics import HttpMetrics
-from kvbaton.server.source import ModelFacts, TokenSource
-from kvbaton.text.tokenizer import Tokenizer
+from kvbaton.config import Count, LogLevel, Port, flag
+from kvbaton.connectors.address import is_loopback, is_wildcard
+from kvbaton.connectors.transfer.endpoint import HandoverConfig
+from kvbaton.engine.config import EngineConfig
+from kvbaton.errors import ConfigError
+from kvbaton.text.generation import GenerationConfigMode
 
 
 @dataclass(frozen=True, kw_only=True)
-class EdgeConfig:
-    """Settings of the endpoint; command-line defaults are read from here.
+class MediaConfig:
+    """What images clients may bring.
 
     Attributes:
-        model_name: as clients name it.
-        api_keys: any of them opens the endpoint as ``Authorization: Bearer KEY``; none leaves it
-            open.
-        operator_token: opens what only operators may ask, as an API key does; empty for none.
-        timeout_s: after which a request is ended, if it names no `timeout`.
-        max_timeout_s: longest `timeout` that a request may name.
-        deadline_grace_s: the source ends a request at its timeout; if it does not, the endpoint
-            does so this much later.
-        max_body_bytes: a longer body is a 413.
-        body_timeout_s: a body must have arrived within this time.
-        max_prompts: of one request.
-        max_n: choices per prompt.
-        max_choices: prompts times n.
-        max_logprobs: candidates per token.
-        sampling_defaults: of the model, for fields that a request leaves out; see
-            `text.generation`.
-        media: what images clients may bring.
+        allowed_media_domains: hosts that images may be fetched from; a name also stands for those
+            below it, and ``*`` for all. None are visited by default.
+        allow_private_media: also visit addresses in private networks, and this machine.
+        max_images: of one request.
+        max_image_bytes: of all images of one request.
+        image_timeout_s: in which each must have been fetched.
     """
 
-    model_name: str
-    api_keys: tuple[str, ...] = ()
-    operator_token: str = field(default="", repr=False)
-    timeout_s: float = 600.0
-    max_timeout_s: float = 3600.0
-    deadline_grace_s: float = 10.0
-    max_body_bytes: int = 32 << 20
-    body_timeout_s: float = 60.0
-    max_prompts: int = 256
-    max_n: int = 128
-    max_choices: int = 512
-    max_logprobs: int = 20
-    sampling_defaults: Mapping[str, Any] = field(default_factory=dict)
+    GROUP: ClassVar[str | None] = "endpoint"
+
+    allowed_media_domains: tuple[str, ...] = flag(
+        (),
+        "hosts that images are fetched from, those below them too; * for all (none)",
+        nargs="+",
+        metavar="HOST",
+    )
+    allow_private_media: bool = flag(
+        False, "fetch images from private networks and this machine, too", action="store_true"
+    )
+    max_images: Count = flag(64, "of one request", name="--limit-images", metavar="N")
+    max_image_bytes: int = 16 << 20
+    image_timeout_s: float = 10.0
+
+
+@dataclass(frozen=True, kw_only=True)
+class EndpointConfig:
+    """Where an endpoint listens, whom it serves, and as what.
+
+    Attributes:
+        host: address to listen on.
+        port: 0 takes a free one.
+        served_model_name: as clients name the model; None takes its folder as given, or at the
+            router the nodes' own name.
+        chat_template: file with another chat template than the model's.
+        generation_config: whether the model recommends sampling defaults; see `text.generation`.
+        media: what images clients may bring.
+        api_keys: any of them opens the endpoint; none leaves it open.
+        cluster_key: secret shared by all nodes and the router; None restricts the cluster to this
+            machine.
+        log_level: of the log on standard error.
+    """
+
+    GROUP: ClassVar[str | None] = "endpoint"
+
+    host: str = flag("127.0.0.1", "address to listen on", metavar=None)
+    port: Port = flag(0, "0 takes a free one", metavar=None)
+    served_model_name: str | None = flag(None, "as clients name the model", metavar="NAME")
+    chat_template: str | None = flag(
+        None, "jinja template to use instead of the model's", metavar="FILE"
+    )
+    generation_config: GenerationConfigMode = flag(
+        "auto", "whether the model's generation_config.json gives sampling defaults"
+    )
     media: MediaConfig = field(default_factory=MediaConfig)
+    api_keys: tuple[str, ...] = flag(
+        (),
+        "asked of clients ($KVBATON_API_KEY)",
+        name="--api-key",
+        variable="KVBATON_API_KEY",
+        secret=True,
+        nargs="+",
+        metavar="KEY",
+    )
+    cluster_key: str | None = flag(
+        None,
+        "shared by all nodes and the router ($KVBATON_CLUSTER_KEY)",
+        variable="KVBATON_CLUSTER_KEY",
+        secret=True,
+        metavar="SECRET",
+    )
+    log_level: LogLevel = flag("info")
 
 
-TransferParser = Callable[[dict[str, Any] | None], TransferSpec | None]
+NodeRole = Literal["prefill", "decode", "encode"]
 
 
-def refuse_transfer(params: dict[str, Any] | None) -> TransferSpec | None:
-    """For an endpoint that pairs nodes itself.
+@dataclass(frozen=True, kw_only=True)
+class NodeConfig(EndpointConfig):
+    """All that a node needs to know.
+
+    Attributes:
+        engine: settings of its engine.
+        role: what it does for others.
+        node_id: its name, stable over its lives.
+        router: base URL of the router to register with; None for a node that stands alone or is
+            named by the router's flags.
+        peers: control addresses ``tcp://host:port`` that may be dialled beside those the router
+            vouches for.
+        transport: ``NAME[:JSON]``.
+        control_port: of the control channel; 0 takes a free one.
+        workers: processes that answer HTTP on the port.
+        engine_port: where the engine listens for routers, if there is a cluster key; 0 takes a free
+            one.
+        max_transfers: hand-overs that a prefill node has alive at once.
+        max_blocks_per_peer: blocks that a decode node has reserved or in quarantine for one prefill
+            node; None for no limit.
+        grace_s: how long requests and hand-overs may go on after the node was told to stop.
 
     Raises:
-        RequestError: the client brought ``kv_transfer_params``.
-    """
-    if params:
-        raise RequestError(
-            "kv_transfer_params is for nodes; this endpoint pairs them itself",
-            param="kv_transfer_params",
-        )
-    return None
-
-
-@dataclass(frozen=True, kw_only=True)
-class Frontend:
-    """What the handlers share.
-
-    Attributes:
-        source: makes the tokens.
-        tokenizer: the model's.
-        config: settings.
-        facts: bounds of a request now; may raise `RequestError` (503) or `EngineDeadError` while
-            nothing can be served.
-        transfer: turns ``kv_transfer_params`` into a part in a hand-over.
-        transfer_type: shape of ``kv_transfer_params`` for the description; None if it is refused.
-        metrics: what is counted.
-        created: start of this process, for answers that name it.
+        ConfigError: values that do not fit together.
     """
 
-    source: TokenSource
-    tokenizer: Tokenizer
-    config: EdgeConfig
-    facts: Callable[[], ModelFacts]
-    transfer: TransferParser = refuse_transfer
-    transfer_type: type[Struct] | None = None
-    metrics: HttpMetrics = field(default_factory=HttpMetrics)
-    created: int = field(default_factory=lambda: int(time.time()))
+    GROUP: ClassVar[str | None] = "node"
+
+    engine: EngineConfig
+    role: NodeRole
+    router: str | None = flag(None, "register with this router", metavar="URL")
+    peers: tuple[str, ...] = flag(
+        (),
+        "control address that may be dialled; may be given more than once",
+        name="--peer",
+        action="append",
+        metavar="tcp://HOST:PORT",
+    )
+    control_port: Port = flag(0, metavar="PORT")
+    engine_port: Port = flag(
+        0,
+        "where routers connect to the engine, if there is a cluster key (0: a free one)",
+        metavar="PORT",
+    )
+    workers: int = flag(1, "processes that answer HTTP on the port", metavar="N")
+    node_id: str = flag("", "stable name of this node", metavar="NAME")
+    max_transfers: int = flag(
+        HandoverConfig.max_transfers,
+        "hand-overs alive at once; those beyond are put off",
+        metavar="N",
+    )
+    max_blocks_per_peer: int | None = flag(
+        None, "blocks reserved or in quarantine for one prefill node (no limit)", metavar="N"
+    )
+    transport: str = flag("nixl", "moves the KV cache", metavar="NAME[:JSON]", group=None)
+    grace_s: float = 5.0
+
+    def __post_init__(self) -> None:
+        if is_wildcard(self.host):  # a node says where it is: to the router, and to its peers
+            raise ConfigError(
+                "--host", f"must be an address that others can dial, not {self.host!r}"
+            )
+        if self.cluster_key is None and not is_loopback(self.host):
+            raise ConfigError(
+                "--host", f"{self.host} is not loopback: that needs a --cluster-key of all nodes"
+            )
+        if not self.node_id or "/" in self.node_id:
+            raise ConfigError("--node-id", "must not be empty and not contain a slash")
+        for name, limit in (
+            ("--workers", self.workers),
+            ("--max-transfers", self.max_transfers),
+            ("--max-blocks-per-peer", self.max_blocks_per_peer),
+        ):
+            if limit is not None and limit < 1:
+                raise ConfigError(name, f"{limit} is not positive")
+        for peer in self.peers:
+            try:
+                parts = urlsplit(peer)
+                ok = parts.scheme == "tcp" and bool(parts.hostname) and bool(parts.port)
+            except ValueError:  # a port that is no number
+                ok = False
+            if not ok:
+                raise ConfigError("--peer", f"{peer!r} is not of the form tcp://host:port")
+        if self.router is not None and urlsplit(self.router).scheme not in ("http", "https"):
+            raise ConfigError("--router", f"{self.router!r} is no http URL")
 
     @property
-    def vocab_size(self) -> int:
-        """Token ids are below it."""
-        return self.facts().vocab_size or self.tokenizer.vocab_size
+    def model_name(self) -> str:
+        """As clients name the model."""
+        return self.served_model_name or self.engine.model
 
-
-FRONTEND = web.AppKey("frontend", Frontend)
+    @cached_property
+    def handover(self) -> HandoverConfig:
+        """What hand-overs need of it."""
+        mine = {item.name for item in fields(HandoverConfig)} & {item.name for item in fields(self)}
+        return HandoverConfig(**{name: getattr(self, name) for name in mine})

@@ -26,7 +26,7 @@ from yarl import URL
 
 from kvbaton.errors import RequestError
 from kvbaton.messages.engine import Item
-from kvbaton.server.media import MediaConfig
+from kvbaton.server.config import MediaConfig
 from kvbaton.text.chat import ImageUrl
 from kvbaton.text.vision import DECODERS, VisionText
 

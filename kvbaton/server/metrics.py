@@ -1,20 +1,23 @@
-"""What the endpoint counts, and how it is shown."""
+"""What endpoints count, what the engine core counts, and how it is shown."""
 
 from __future__ import annotations
 
 import itertools
+import re
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 
 from aiohttp import web
-from prometheus_client import CollectorRegistry, Counter, Gauge
+from prometheus_client import CollectorRegistry, Counter, Gauge, Metric, generate_latest
 from prometheus_client.core import HistogramMetricFamily
+from prometheus_client.parser import text_string_to_metric_families
 from prometheus_client.registry import Collector
+from prometheus_client.samples import Sample
 from prometheus_client.utils import floatToGoString
 
 from kvbaton.engine.latencies import E2E_BUCKETS, ITL_BUCKETS, TTFT_BUCKETS, LatencyHistogram
-from kvbaton.messages.engine import Output
+from kvbaton.messages.engine import HistogramCounts, Metrics, Output
 
 
 class SecondsHistogram(LatencyHistogram, Collector):
@@ -36,10 +39,7 @@ class SecondsHistogram(LatencyHistogram, Collector):
 
     def collect(self) -> Iterator[HistogramMetricFamily]:
         """See `Collector`."""
-        counts = self.counts()
-        bounds = [*map(floatToGoString, counts.bounds), "+Inf"]
-        buckets = list(zip(bounds, itertools.accumulate(counts.counts), strict=True))
-        yield HistogramMetricFamily(self._name, self._text, buckets=buckets, sum_value=counts.total)
+        yield histogram(self._name, self._text, self.counts())
 
 
 class HttpMetrics:
@@ -130,3 +130,128 @@ def exposition(text: bytes) -> web.Response:
         body=text,
         headers={"Content-Type": "text/plain; version=0.0.4; charset=utf-8"},
     )
+
+
+_NAME = re.compile(r"([a-zA-Z_:][a-zA-Z0-9_:]*)(?:\{(.*)\})?")
+_LABEL = re.compile(r'([a-zA-Z_][a-zA-Z0-9_]*)="((?:[^"\\]|\\.)*)"')
+_ESCAPE = re.compile(r"\\(.)")
+
+
+class CoreCollector(Collector):
+    """Shows the latest `messages.engine.Metrics` in a registry.
+
+    Args:
+        latest: gives them; None before the first.
+    """
+
+    def __init__(self, latest: Callable[[], Metrics | None]) -> None:
+        self._latest = latest
+
+    def collect(self) -> Iterable[Metric]:
+        """All metrics now; none before the core has sent any."""
+        metrics = self._latest()
+        if metrics is None:
+            return []
+        counters = families(metrics.counters, "counter")
+        histograms = [
+            histogram(name, f"{name} of the engine core.", found)
+            for name, found in metrics.histograms.items()
+        ]
+        return [*counters, *families(metrics.gauges, "gauge"), *histograms]
+
+
+def families(values: Mapping[str, float], kind: str) -> list[Metric]:
+    """Values by name with labels (``name{label="x"}``) as one `Metric` per name."""
+    found: dict[str, Metric] = {}
+    for key, value in values.items():
+        name, labels = split_name(key)
+        counter = kind == "counter" and name.endswith("_total")
+        family = name.removesuffix("_total") if counter else name
+        shown = kind if counter or kind == "gauge" else "unknown"
+        metric = found.setdefault(name, Metric(family, f"{family} of the engine core.", shown))
+        metric.add_sample(name, labels, value)
+    return list(found.values())
+
+
+def histogram(name: str, text: str, found: HistogramCounts) -> HistogramMetricFamily:
+    """Counts by bucket as Prometheus shows them, summed up."""
+    bounds = [*map(floatToGoString, found.bounds), "+Inf"]
+    buckets = list(zip(bounds, itertools.accumulate(found.counts), strict=True))
+    return HistogramMetricFamily(name, text, buckets=buckets, sum_value=found.total)
+
+
+def split_name(key: str) -> tuple[str, dict[str, str]]:
+    """``name{a="x"}`` as its name and labels.
+
+    Raises:
+        ValueError: it is no Prometheus name.
+    """
+    match = _NAME.fullmatch(key)
+    if match is None:
+        raise ValueError(f"not a Prometheus name: {key!r}")
+    labels = {
+        label: _ESCAPE.sub(lambda found: "\n" if found[1] == "n" else found[1], value)
+        for label, value in _LABEL.findall(match.group(2) or "")
+    }
+    return match.group(1), labels
+
+
+class MergedMetrics:
+    """Adds up what workers count, also those that have ended."""
+
+    def __init__(self) -> None:
+        self._latest: dict[int, str] = {}
+        self._retired = ""
+
+    def update(self, worker: int, text: str) -> None:
+        """A worker counts this by now."""
+        self._latest[worker] = text
+
+    def retire(self, worker: int) -> None:
+        """A worker has ended. What it counted stays in the sums, its gauges do not."""
+        text = self._latest.pop(worker, None)
+        if text is not None:
+            self._retired = merged([self._retired, text], gauges=False)
+
+    def text(self, own: str) -> str:
+        """All of it, and `own`."""
+        return merged([own, merged([self._retired], gauges=False), *self._latest.values()])
+
+
+def merged(texts: Iterable[str], *, gauges: bool = True) -> str:
+    """Sum samples of equal name and labels; of times of creation (``_created``) take the earliest.
+
+    Args:
+        texts: in Prometheus' text format 0.0.4, as `prometheus_client` writes it.
+        gauges: whether gauges are kept.
+    """
+    families: dict[str, Metric] = {}
+    samples: dict[str, dict[tuple[object, ...], Sample]] = {}
+    for family in itertools.chain.from_iterable(map(text_string_to_metric_families, texts)):
+        name, is_time = family.name, family.name.endswith("_created")
+        if family.type == "gauge" and not gauges and not is_time:
+            continue
+        families.setdefault(name, Metric(name, family.documentation, family.type))
+        known = samples.setdefault(name, {})
+        for sample in family.samples:
+            key = sample.name, *sorted(sample.labels.items())
+            old = known.setdefault(key, sample)
+            if old is not sample:
+                values = old.value, sample.value
+                known[key] = old._replace(value=min(values) if is_time else sum(values))
+    registry = CollectorRegistry()
+    for name, family in families.items():
+        family.samples = list(samples[name].values())
+    registry.register(_Families(families.values()))
+    return generate_latest(registry).decode()
+
+
+class _Families(Collector):
+    """Shows what was made elsewhere."""
+
+    def __init__(self, families: Iterable[Metric]) -> None:
+        self._families = families
+
+    def collect(self) -> Iterable[Metric]:
+        """See `Collector`."""
+        return self._families

@@ -1,4 +1,4 @@
-"""A node as a process: engine core, HTTP face and registration, from start to clean stop."""
+"""A node as a process: engine core, HTTP application and registration, from start to clean stop."""
 
 from __future__ import annotations
 
@@ -7,62 +7,54 @@ import logging
 import os
 import signal
 import socket
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
-import msgspec
 from aiohttp import web
-from aiohttp.typedefs import Handler
 from prometheus_client import CollectorRegistry, generate_latest
 
 from kvbaton.engine.client import EngineClient
 from kvbaton.engine.process import EngineProcess
+from kvbaton.messages.engine import Metrics
 from kvbaton.messages.nodes import NodeInfo
 from kvbaton.server.app import serve_on
-from kvbaton.server.cluster_token import operator_token
-from kvbaton.server.config import FRONTEND, EdgeConfig
-from kvbaton.server.listener import bind
-from kvbaton.server.load import LoadMeter
-from kvbaton.server.node_app import EXPOSITION, make_node_app, make_starting_app
-from kvbaton.server.node_client import NodeClient
-from kvbaton.server.node_config import NodeConfig
-from kvbaton.server.node_metrics import CoreCollector
+from kvbaton.server.bodies import json_response
+from kvbaton.server.config import NodeConfig
+from kvbaton.server.frontend import FRONTEND, FrontendConfig
+from kvbaton.server.metrics import CoreCollector
+from kvbaton.server.network import bind, operator_token
+from kvbaton.server.node_app import EXPOSITION, AppFactory, make_starting_app, text_app
 from kvbaton.server.registration import NodeRegistrar
 from kvbaton.server.supervisor import Supervisor, WorkerLink
-from kvbaton.text.generation import sampling_defaults
-from kvbaton.text.tokenizer import Tokenizer
 from kvbaton.types import NodeId
 
 if TYPE_CHECKING:
-    from kvbaton.engine.kv_connector import ConnectorFactory
+    from kvbaton.engine.build import ConnectorFactory
+
 
 logger = logging.getLogger(__name__)
 
-
-MakeApp = Callable[[NodeClient, EdgeConfig, Handler | None], web.Application]
-Face = Callable[[NodeConfig], MakeApp]
-"""What a node answers over HTTP: reads what it needs of the model before the engine is up."""
-
-
-def text_face(config: NodeConfig) -> MakeApp:
-    """The face of a node that serves prompts.
-
-    Raises:
-        ConfigError: the tokenizer or chat template can't be read.
-    """
-    tokenizer = Tokenizer.load(config.engine.model, config.chat_template)
-    return lambda client, edge, forward: make_node_app(client, tokenizer, edge, forward)
+RATES = {
+    "encoder_row_s": (
+        ("kvbaton_encoder_read_seconds_total", "kvbaton_encoder_encode_seconds_total"),
+        "kvbaton_encoder_rows_total",
+    ),
+    "prompt_token_s": (("kvbaton_step_seconds_total",), "kvbaton_step_tokens_total"),
+}
+"""By name: counters of seconds, and what was done in that time."""
+NEWEST = 0.5
+"""Share of the newest report in what is told."""
 
 
 def run_node(
-    config: NodeConfig, connectors: Sequence[ConnectorFactory], face: Face = text_face
+    config: NodeConfig, connectors: Sequence[ConnectorFactory], app_factory: AppFactory = text_app
 ) -> int:
     """Run a node until SIGINT or SIGTERM; returns the exit status, 1 if its engine died.
 
     Args:
         config: settings.
         connectors: make its connectors.
-        face: makes its HTTP face.
+        app_factory: makes what it answers over HTTP.
 
     Raises:
         ConfigError: a setting is wrong.
@@ -70,18 +62,21 @@ def run_node(
     logging.basicConfig(
         level=config.log_level.upper(), format="%(levelname)s %(name)s: %(message)s"
     )
-    return asyncio.run(Node(config, connectors, face).run())
+    return asyncio.run(Node(config, connectors, app_factory).run())
 
 
 class Node:
     """One node. The four verbs of its life, in order: start, serve, drain, stop."""
 
     def __init__(
-        self, config: NodeConfig, connectors: Sequence[ConnectorFactory], face: Face = text_face
+        self,
+        config: NodeConfig,
+        connectors: Sequence[ConnectorFactory],
+        app_factory: AppFactory = text_app,
     ) -> None:
         self.config = config
         self.connectors = connectors
-        self.face = face
+        self.app_factory = app_factory
         self.id = NodeId(config.node_id, os.urandom(16))
         self.state = "loading"
         self.client: EngineProcess | None = None
@@ -116,10 +111,31 @@ class Node:
 
     async def start(self) -> None:
         """Listen, register, bring the engine up, then answer for real."""
-        make_app, edge_config = self.face(self.config), self._edge_config()
+        config, key = self.config, self.config.cluster_key
+        make_app = self.app_factory(config)
+        edge_config = FrontendConfig.of(
+            config,
+            config.engine.model,
+            config.model_name,
+            operator_token=operator_token(key) if key else "",
+        )
         await self._listen(make_starting_app())
-        self._register()
-        starting = asyncio.create_task(self._start_engine())
+        if config.router is not None:
+            self._registrar = NodeRegistrar(
+                config.router, self.info, self._on_members, cluster_key=key
+            )
+            self._registration = asyncio.create_task(self._registrar.run(), name="registration")
+        starting = asyncio.create_task(
+            EngineProcess.start(
+                config.engine,
+                self.connectors,
+                node=self.id,
+                host=config.host,
+                port=config.engine_port,
+                cluster_key=key,
+                log_level=config.log_level,
+            )
+        )
         stopped = asyncio.create_task(self._stop.wait())
         await self._first_of(starting, stopped)
         if not starting.done():
@@ -128,8 +144,12 @@ class Node:
             return
         self.client = starting.result()
         app = make_app(self.client, edge_config, None)
-        app.router.add_get("/node", self._show_node)
-        if self.config.workers == 1:
+
+        async def show_node(request: web.Request) -> web.Response:
+            return json_response(self.info())
+
+        app.router.add_get("/node", show_node)
+        if config.workers == 1:
             await self._listen(app)
         else:
             await self._start_workers(app, edge_config)
@@ -138,17 +158,6 @@ class Node:
         if self._registrar is not None:
             self._registrar.nudge()
         logger.info("%s serves at %s", self.id.node, self.url)
-
-    async def _start_engine(self) -> EngineProcess:
-        return await EngineProcess.start(
-            self.config.engine,
-            self.connectors,
-            node=self.id,
-            host=self.config.host,
-            port=self.config.engine_port,
-            cluster_key=self.config.cluster_key,
-            log_level=self.config.log_level,
-        )
 
     async def _first_of(self, *tasks: asyncio.Task[object]) -> None:
         """Wait for any of these, or for the registration to fail."""
@@ -166,7 +175,7 @@ class Node:
         # Whoever calls between the two is answered by the second: the socket stays open.
         self._runner = await serve_on(self._listener.dup(), app, grace_s=self.config.grace_s)
 
-    async def _start_workers(self, control: web.Application, edge: EdgeConfig) -> None:
+    async def _start_workers(self, control: web.Application, edge: FrontendConfig) -> None:
         client, listener = self.client, self._listener
         assert client is not None, "workers need an engine"
         assert listener is not None, "it listened while the engine started"
@@ -174,7 +183,7 @@ class Node:
         core.register(CoreCollector(lambda: client.metrics))
         supervisor = self._supervisor = Supervisor(
             node_worker,
-            (self.config, self.face, edge, client.local_address),
+            (self.config, self.app_factory, edge, client.local_address),
             listener,
             control,
             count=self.config.workers,
@@ -189,16 +198,6 @@ class Node:
             await self._runner.cleanup()
             self._runner = None
         await supervisor.start()
-
-    def _edge_config(self) -> EdgeConfig:
-        config = self.config
-        return EdgeConfig(
-            model_name=config.model_name,
-            api_keys=config.api_keys,
-            operator_token=operator_token(config.cluster_key) if config.cluster_key else "",
-            sampling_defaults=sampling_defaults(config.engine.model, config.generation_config),
-            media=config.media,
-        )
 
     # --- membership ---
 
@@ -232,20 +231,6 @@ class Node:
             encodes=not self.config.engine.language_model_only,
             engine_address=ready.engine_address if ready else "",
         )
-
-    async def _show_node(self, request: web.Request) -> web.Response:
-        return web.Response(body=msgspec.json.encode(self.info()), content_type="application/json")
-
-    def _register(self) -> None:
-        if self.config.router is None:
-            return
-        self._registrar = NodeRegistrar(
-            self.config.router,
-            self.info,
-            self._on_members,
-            cluster_key=self.config.cluster_key,
-        )
-        self._registration = asyncio.create_task(self._registrar.run(), name="registration")
 
     async def _on_members(self, addresses: tuple[str, ...]) -> None:
         self._members = addresses
@@ -288,10 +273,12 @@ class Node:
             self._listener.close()
 
 
-async def node_worker(link: WorkerLink, payload: tuple[NodeConfig, Face, EdgeConfig, str]) -> None:
+async def node_worker(
+    link: WorkerLink, payload: tuple[NodeConfig, AppFactory, FrontendConfig, str]
+) -> None:
     """One of several processes that answer for a node: a local frontend of its engine."""
-    config, face, edge, address = payload
-    make_app = face(config)
+    config, app_factory, edge, address = payload
+    make_app = app_factory(config)
     client = await EngineClient.connect(address, local=True)
     app = make_app(client, edge, link.forward)
     died = asyncio.create_task(client.died.wait())
@@ -301,3 +288,24 @@ async def node_worker(link: WorkerLink, payload: tuple[NodeConfig, Face, EdgeCon
     finally:
         died.cancel()
         await client.close()
+
+
+class LoadMeter:
+    """What a node tells the router of its speed (`NodeInfo.load`): totals of the core as rates."""
+
+    def __init__(self) -> None:
+        self._rates: dict[str, float] = {}
+        self._before: dict[str, tuple[float, float]] = {}
+
+    def measure(self, metrics: Metrics | None) -> dict[str, float]:
+        """Take a report in; returns what is known by now."""
+        counters = {} if metrics is None else metrics.counters
+        for name, (timers, work) in RATES.items():
+            now = sum(counters.get(timer, 0.0) for timer in timers), counters.get(work, 0.0)
+            seconds, done = self._before.get(name, (0.0, 0.0))
+            if now[1] > done:
+                rate = (now[0] - seconds) / (now[1] - done)
+                old = self._rates.get(name, rate)
+                self._rates[name] = NEWEST * rate + (1 - NEWEST) * old
+                self._before[name] = now
+        return dict(self._rates)

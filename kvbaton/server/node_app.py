@@ -1,31 +1,88 @@
-"""A node's HTTP face: the endpoint over its engine, and what is only a node's."""
+"""What nodes answer over HTTP: the endpoint over their engine, and what is only a node's."""
 
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Awaitable, Callable
+from collections.abc import AsyncGenerator, Awaitable, Callable
 from contextlib import suppress
-from typing import Any
+from functools import partial
+from typing import TYPE_CHECKING, Any, Protocol
 
 import msgspec
+import tokenizers
 from aiohttp import web
 from aiohttp.typedefs import Handler
 from prometheus_client import generate_latest
+from tokenizers.models import WordLevel
 
-from kvbaton.errors import EngineDeadError, RequestError
+from kvbaton.engine.validate import INT32, Range, check_range
+from kvbaton.errors import ConfigError, EngineDeadError, RequestError
+from kvbaton.messages.engine import AddRequest, Item, Metrics, Output, Ready, SamplingParams
+from kvbaton.messages.nodes import GenerateRequest, GenerateResponse
 from kvbaton.server.app import make_app
 from kvbaton.server.auth import require_operator
-from kvbaton.server.body import json_response
-from kvbaton.server.config import FRONTEND, EdgeConfig, Frontend
-from kvbaton.server.errors import error_response
-from kvbaton.server.generate import generate
-from kvbaton.server.metrics import HttpMetrics, exposition
-from kvbaton.server.node_client import NodeClient
-from kvbaton.server.node_metrics import CoreCollector, split_name
+from kvbaton.server.bodies import error_response, json_response
+from kvbaton.server.config import NodeConfig
+from kvbaton.server.frontend import FRONTEND, Frontend, FrontendConfig, ModelFacts
+from kvbaton.server.generate import generate, respond
+from kvbaton.server.metrics import CoreCollector, HttpMetrics, exposition, split_name
 from kvbaton.server.openapi import contract
-from kvbaton.server.source import ModelFacts
 from kvbaton.server.transfer_params import KvTransferParams, parse_transfer
+from kvbaton.server.validation import deadline, unique
 from kvbaton.text.tokenizer import Tokenizer
+from kvbaton.text.vision import VisionText
+
+if TYPE_CHECKING:
+    pass
+
+
+class NodeClient(Protocol):
+    """An engine core as the HTTP process sees it."""
+
+    @property
+    def ready(self) -> Ready:
+        """What the core said of itself when it came up."""
+        ...
+
+    @property
+    def metrics(self) -> Metrics | None:
+        """The latest counters and gauges."""
+        ...
+
+    @property
+    def dead(self) -> str | None:
+        """Why the core is gone; None while it lives."""
+        ...
+
+    def generate(self, request: AddRequest) -> AsyncGenerator[Output]:
+        """See `TokenSource`."""
+        ...
+
+    async def command(self, name: str, argument: Any = None) -> Any:
+        """Ask the core something; see `messages.engine.Command`.
+
+        Raises:
+            EngineDeadError: it is gone.
+            TimeoutError: no answer in time.
+            ValueError: it does not know the command.
+        """
+        ...
+
+
+MakeApp = Callable[[NodeClient, FrontendConfig, Handler | None], web.Application]
+AppFactory = Callable[[NodeConfig], MakeApp]
+"""What a node answers over HTTP: reads what it needs of the model before the engine is up."""
+
+
+def text_app(config: NodeConfig) -> MakeApp:
+    """What a node answers that serves prompts.
+
+    Raises:
+        ConfigError: the tokenizer or chat template can't be read.
+    """
+    tokenizer = Tokenizer.load(config.engine.model, config.chat_template)
+    return lambda client, edge, forward: make_node_app(client, tokenizer, edge, forward)
+
 
 CLIENT = web.AppKey("client", NodeClient)
 Exposition = Callable[[], Awaitable[bytes]]
@@ -42,7 +99,7 @@ METRICS_PATIENCE_S = 1.0
 def make_node_app(
     client: NodeClient,
     tokenizer: Tokenizer,
-    config: EdgeConfig,
+    config: FrontendConfig,
     forward: Handler | None = None,
 ) -> web.Application:
     """Everything that a node answers.
@@ -93,13 +150,13 @@ def node_routes(forward: Handler | None = None) -> list[web.RouteDef]:
 
 def make_starting_app() -> web.Application:
     """What a node answers until its engine is up: 503, with the reason, to everything."""
+
+    async def starting(request: web.Request) -> web.Response:
+        return error_response(RequestError("the engine is starting", status=503, code="starting"))
+
     app = web.Application()
-    app.router.add_route("*", "/{path:.*}", _starting)
+    app.router.add_route("*", "/{path:.*}", starting)
     return app
-
-
-async def _starting(request: web.Request) -> web.Response:
-    return error_response(RequestError("the engine is starting", status=503, code="starting"))
 
 
 def node_facts(client: NodeClient) -> ModelFacts:
@@ -153,3 +210,122 @@ async def reset_prefix_cache(request: web.Request) -> web.Response:
     """``POST /reset_prefix_cache``: forget cached prefixes, for operators."""
     require_operator(request)
     return json_response({"result": await request.app[CLIENT].command("reset_prefix_cache")})
+
+
+# --- encoder nodes: items in, and nothing out but a sign that they are encoded ---
+
+VISION = web.AppKey("vision", VisionText)
+ENCODE = SamplingParams(temperature=0.0, max_tokens=1, ignore_eos=True, seed=0)
+"""How a "prompt" of rows is sampled: there is nothing to sample."""
+
+
+def encoder_app(config: NodeConfig) -> MakeApp:
+    """An `AppFactory`; an encoder node needs no tokenizer.
+
+    Raises:
+        ConfigError: the model takes no images.
+    """
+    vision = VisionText.load(config.engine.model)
+    if vision is None:
+        raise ConfigError("--model", f"{config.engine.model} takes no images: nothing to encode")
+    return partial(make_encoder_app, vision=vision)
+
+
+def make_encoder_app(
+    client: NodeClient, edge: FrontendConfig, forward: Handler | None = None, *, vision: VisionText
+) -> web.Application:
+    """Everything that an encoder node answers.
+
+    Args:
+        client: its engine, already up.
+        edge: settings of the endpoint.
+        forward: see `make_node_app`.
+        vision: checks what items say of themselves.
+    """
+    frontend = Frontend(
+        source=client,
+        tokenizer=Tokenizer(tokenizers.Tokenizer(WordLevel({}, unk_token=""))),  # no text here
+        config=edge,
+        facts=lambda: node_facts(client),
+        transfer=parse_transfer,
+        transfer_type=KvTransferParams,
+        metrics=HttpMetrics(latencies=False),
+    )
+    routes = [web.post("/inference/v1/generate", encode), *node_routes(forward)]
+    app = make_app(frontend, [*routes, web.route("*", "/v1/{path:.*}", no_text)], text=False)
+    attach_client(app, client, forward)
+    app[VISION] = vision
+    return app
+
+
+async def no_text(request: web.Request) -> web.Response:
+    """The OpenAI endpoints: not here."""
+    raise RequestError(
+        "this is an encoder node: it encodes images for nodes that serve prompts, one per POST "
+        "/inference/v1/generate; send prompts to the router, or to a prefill or decode node",
+        status=404,
+        code="encoder_node",
+    )
+
+
+@contract(body=GenerateRequest, answer=GenerateResponse, streams=True)
+async def encode(request: web.Request) -> web.StreamResponse:
+    """``POST /inference/v1/generate``: one item, as a prompt of as many zeros as it has rows.
+
+    The answer says that it is encoded; the rows are handed over as `kv_transfer_params` say.
+    """
+    return await respond(request, partial(item_request, request.app[VISION]))
+
+
+def item_request(
+    vision: VisionText, frontend: Frontend, body: GenerateRequest, request_id: str
+) -> AddRequest:
+    """What the engine is asked.
+
+    Raises:
+        RequestError: it is no single item, or does not fit.
+    """
+    check_range("priority", body.priority, Range(-INT32, INT32))
+    return AddRequest(
+        request_id=unique(request_id),
+        token_ids=body.token_ids,
+        params=ENCODE,
+        priority=body.priority,
+        cache_salt=body.cache_salt or "",
+        deadline_s=deadline(frontend, body.deadline_s, "deadline_s"),
+        transfer=frontend.transfer(body.kv_transfer_params),
+        items=(_only_item(vision, frontend, body),),
+    )
+
+
+def _only_item(vision: VisionText, frontend: Frontend, body: GenerateRequest) -> Item:
+    if len(body.items) != 1 or body.resume_token_ids:
+        raise RequestError(
+            f"an encoder node takes one item per request and no text; this has {len(body.items)} "
+            f"items and {len(body.resume_token_ids)} tokens to resume from",
+            param="items",
+            code="encoder_node",
+        )
+    (item,) = body.items
+    if item.start or not item.data or item.transfer is not None:
+        raise RequestError(
+            "to be encoded, an item needs start 0 and data, and no transfer of its own",
+            param="items[0]",
+        )
+    padded = item.padded_rows
+    if len(body.token_ids) != padded or any(body.token_ids):
+        raise RequestError(
+            f"token_ids must be {padded} zeros for an item of {item.length} rows", param="token_ids"
+        )
+    limit = frontend.facts().max_model_len
+    if padded >= limit:
+        raise RequestError(
+            f"an item of {item.length} rows does not fit into the encoder cache; raise "
+            "--encoder-cache-tokens",
+            param="items[0].length",
+            code="item_too_large",
+        )
+    error = vision.mismatch(item)
+    if error is not None:
+        raise RequestError(error, param="items[0]")
+    return item

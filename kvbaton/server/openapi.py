@@ -5,8 +5,9 @@ Source: OpenAPI 3.1; its schemas are JSON Schema 2020-12, which msgspec makes of
 
 from __future__ import annotations
 
+import inspect
 import re
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, TypeVar
 
@@ -15,10 +16,10 @@ from aiohttp import web
 from aiohttp.web_urldispatcher import AbstractRoute
 from msgspec import Struct
 
-import kvbaton
 from kvbaton.messages.openai import ErrorBody
-from kvbaton.server.body import json_response
-from kvbaton.server.config import FRONTEND
+from kvbaton.server.bodies import json_response
+from kvbaton.server.frontend import FRONTEND
+from kvbaton.version import __version__
 
 H = TypeVar("H", bound=Callable[..., Any])
 
@@ -73,19 +74,24 @@ def describe(app: web.Application) -> dict[str, Any]:
     """An application's routes as an OpenAPI document."""
     frontend = app[FRONTEND]
     routes = [route for route in app.router.routes() if route.method != "HEAD"]
-    named = [_contract_of(route) for route in routes]
+    named = [_contracts.get(inspect.unwrap(route.handler), Contract()) for route in routes]
     types = {t for c in named for t in (c.body, c.answer) if t is not None} | {ErrorBody}
-    if frontend.transfer_type is not None:
-        types.add(frontend.transfer_type)
-    _, schemas = msgspec.json.schema_components(sorted(types, key=_name), ref_template=REF)
-    if frontend.transfer_type is not None:
-        _type_transfers(schemas.values(), frontend.transfer_type)
+    transfer = frontend.transfer_type
+    if transfer is not None:
+        types.add(transfer)
+    ordered = sorted(types, key=lambda kind: kind.__name__)
+    _, schemas = msgspec.json.schema_components(ordered, ref_template=REF)
+    if transfer is not None:
+        for schema in schemas.values():  # the shared types leave open what this field holds
+            if "kv_transfer_params" in schema.get("properties", {}):
+                choice = [_ref(transfer), {"type": "null"}]
+                schema["properties"]["kv_transfer_params"] = {"anyOf": choice}
     paths: dict[str, Any] = {}
     for route, found in zip(routes, named, strict=True):
         paths.setdefault(_path(route), {})[route.method.lower()] = _operation(route, found)
     document: dict[str, Any] = {
         "openapi": "3.1.0",
-        "info": {"title": "kvbaton", "version": kvbaton.__version__},
+        "info": {"title": "kvbaton", "version": __version__},
         "paths": paths,
         "components": {"schemas": schemas},
     }
@@ -93,22 +99,6 @@ def describe(app: web.Application) -> dict[str, Any]:
         document["components"]["securitySchemes"] = {"key": {"type": "http", "scheme": "bearer"}}
         document["security"] = [{"key": []}]
     return document
-
-
-def _name(kind: type) -> str:
-    return kind.__name__
-
-
-def _type_transfers(schemas: Iterable[dict[str, Any]], kind: type) -> None:
-    """Say what ``kv_transfer_params`` holds, where the shared types leave it open."""
-    for schema in schemas:
-        if "kv_transfer_params" in schema.get("properties", {}):
-            choice = [_ref(kind), {"type": "null"}]
-            schema["properties"]["kv_transfer_params"] = {"anyOf": choice}
-
-
-def _contract_of(route: AbstractRoute) -> Contract:
-    return _contracts.get(route.handler, Contract())
 
 
 def _path(route: AbstractRoute) -> str:
@@ -129,21 +119,15 @@ def _operation(route: AbstractRoute, found: Contract) -> dict[str, Any]:
         },
     }
     if found.body is not None:
-        schema = {"application/json": {"schema": _ref(found.body)}}
-        operation["requestBody"] = {"required": True, "content": schema}
+        taken = {"application/json": {"schema": _ref(found.body)}}
+        operation["requestBody"] = {"required": True, "content": taken}
     if names := _VARIABLE.findall(_path(route)):
-        operation["parameters"] = [_parameter(name) for name in names]
+        schema = {"type": "string", "minLength": 1}
+        operation["parameters"] = [
+            {"name": name, "in": "path", "required": True, "schema": schema} for name in names
+        ]
     return operation
 
 
 def _ref(kind: type | None) -> dict[str, Any]:
     return {} if kind is None else {"$ref": REF.format(name=kind.__name__)}
-
-
-def _parameter(name: str) -> dict[str, Any]:
-    return {
-        "name": name,
-        "in": "path",
-        "required": True,
-        "schema": {"type": "string", "minLength": 1},
-    }

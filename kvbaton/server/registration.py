@@ -7,6 +7,7 @@ import logging
 import random
 import time
 from collections.abc import Awaitable, Callable
+from contextlib import suppress
 from urllib.parse import quote
 
 import aiohttp
@@ -15,7 +16,7 @@ import msgspec
 from kvbaton.errors import ConfigError
 from kvbaton.messages.nodes import Members, NodeInfo
 from kvbaton.messages.openai import ErrorBody
-from kvbaton.server.cluster_token import registration_token
+from kvbaton.server.network import registration_token
 
 logger = logging.getLogger(__name__)
 
@@ -61,7 +62,6 @@ class NodeRegistrar:
         self._timeout = aiohttp.ClientTimeout(total=timeout_s)
         self._max_backoff_s = max_backoff_s
         self._known: tuple[str, ...] | None = None
-        self._failures = 0
         self._news = asyncio.Event()
 
     def nudge(self) -> None:
@@ -74,7 +74,7 @@ class NodeRegistrar:
         Raises:
             ConfigError: ``--router`` can't be reached or refuses this node.
         """
-        give_up = time.monotonic() + self._first_deadline_s
+        give_up, failures = time.monotonic() + self._first_deadline_s, 0
         async with aiohttp.ClientSession(timeout=self._timeout) as session:
             while True:
                 try:
@@ -84,24 +84,31 @@ class NodeRegistrar:
                         raise ConfigError(
                             "--router", f"can't register at {self._url}: {error!r}"
                         ) from error
-                    await asyncio.sleep(self._backoff(error))
-                else:
-                    await self._registered(members)
-                    await self._pause(members.heartbeat_s)
-
-    async def _pause(self, seconds: float) -> None:
-        try:
-            await asyncio.wait_for(self._news.wait(), seconds)
-        except TimeoutError:
-            return
-        self._news.clear()
+                    if failures == 0:
+                        logger.warning(
+                            "can't reach the router at %s, trying on: %r", self._url, error
+                        )
+                    failures += 1
+                    longest = min(0.1 * 2**failures, self._max_backoff_s)
+                    await asyncio.sleep(random.uniform(0.05, longest))
+                    continue
+                if failures or self._known is None:
+                    logger.info("registered at %s", self._url)
+                failures = 0
+                if members.control_addresses != self._known:
+                    await self._on_members(members.control_addresses)
+                    self._known = members.control_addresses
+                with suppress(TimeoutError):
+                    await asyncio.wait_for(self._news.wait(), members.heartbeat_s)
+                    self._news.clear()
 
     async def leave(self) -> None:
         """Tell the router that this node goes away; what it is serving there goes on.
 
         A router that can't be told notices by itself.
         """
-        url = f"{self._url}/{quote(self._info().node_id)}"
+        info = self._info()
+        url = f"{self._url}/{quote(info.node_id)}?generation={quote(info.generation)}"
         try:
             async with (
                 aiohttp.ClientSession(timeout=self._timeout) as session,
@@ -115,29 +122,12 @@ class NodeRegistrar:
         body = msgspec.json.encode(self._info())
         async with session.post(self._url, data=body, headers=self._headers) as response:
             answer = await response.read()
+            if response.ok:
+                return msgspec.json.decode(answer, type=Members)
+            try:
+                reason = msgspec.json.decode(answer, type=ErrorBody).error.message
+            except msgspec.DecodeError:
+                reason = answer[:200].decode(errors="replace")
             if response.status in REFUSALS:
-                raise ConfigError("--router", f"it refused this node: {_reason(answer)}")
-            response.raise_for_status()
-            return msgspec.json.decode(answer, type=Members)
-
-    async def _registered(self, members: Members) -> None:
-        if self._failures or self._known is None:
-            logger.info("registered at %s", self._url)
-        self._failures = 0
-        if members.control_addresses != self._known:
-            await self._on_members(members.control_addresses)
-            self._known = members.control_addresses
-
-    def _backoff(self, error: Exception) -> float:
-        if self._failures == 0:
-            logger.warning("can't reach the router at %s, trying on: %r", self._url, error)
-        self._failures += 1
-        longest = min(0.1 * 2**self._failures, self._max_backoff_s)
-        return random.uniform(0.05, longest)
-
-
-def _reason(answer: bytes) -> str:
-    try:
-        return msgspec.json.decode(answer, type=ErrorBody).error.message
-    except msgspec.DecodeError:
-        return answer[:200].decode(errors="replace")
+                raise ConfigError("--router", f"it refused this node: {reason}")
+            raise aiohttp.ClientError(reason)  # later, perhaps

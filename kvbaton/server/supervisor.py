@@ -40,7 +40,7 @@ from kvbaton.messages.workers import (
     WorkerStarted,
 )
 from kvbaton.server.auth import PEER
-from kvbaton.server.merged_metrics import MergedMetrics
+from kvbaton.server.metrics import MergedMetrics
 
 logger = logging.getLogger(__name__)
 

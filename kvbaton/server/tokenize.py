@@ -12,12 +12,11 @@ from kvbaton.messages.openai import (
     TokenizeRequest,
     TokenizeResponse,
 )
-from kvbaton.server.body import json_response, read_body
+from kvbaton.server.bodies import json_response, read_body
 from kvbaton.server.chat import encode_chat
-from kvbaton.server.config import FRONTEND, Frontend
-from kvbaton.server.fields import check_model
+from kvbaton.server.frontend import FRONTEND
 from kvbaton.server.openapi import contract
-from kvbaton.server.prompts import encode
+from kvbaton.server.validation import check_model, encode
 
 
 @contract(body=TokenizeRequest, answer=TokenizeResponse)
@@ -26,7 +25,13 @@ async def tokenize(request: web.Request) -> web.Response:
     frontend = request.app[FRONTEND]
     body = await read_body(request, TokenizeRequest)
     check_model(frontend, body.model)
-    ids = await _encode(frontend, body)
+    if (body.prompt is None) == (body.messages is None):
+        raise RequestError("give either prompt or messages", param="prompt")
+    if body.prompt is None:
+        ids, _ = await encode_chat(frontend, body)
+    else:
+        special = body.add_special_tokens is not False
+        ids = await encode(frontend.tokenizer, body.prompt, add_special_tokens=special)
     texts = [frontend.tokenizer.token_text(i) for i in ids] if body.return_token_strs else None
     return json_response(
         TokenizeResponse(
@@ -38,22 +43,12 @@ async def tokenize(request: web.Request) -> web.Response:
     )
 
 
-async def _encode(frontend: Frontend, body: TokenizeRequest) -> list[int]:
-    if (body.prompt is None) == (body.messages is None):
-        raise RequestError("give either prompt or messages", param="prompt")
-    if body.prompt is None:
-        ids, _ = await encode_chat(frontend, body)
-        return ids
-    special = body.add_special_tokens is not False
-    return await encode(frontend.tokenizer, body.prompt, add_special_tokens=special)
-
-
 @contract(body=DetokenizeRequest, answer=DetokenizeResponse)
 async def detokenize(request: web.Request) -> web.Response:
     """Text of token ids, special tokens included."""
     frontend = request.app[FRONTEND]
     body = await read_body(request, DetokenizeRequest)
     check_model(frontend, body.model)
-    check_ids("tokens", body.tokens, frontend.vocab_size, most=INT32)
+    check_ids("tokens", body.tokens, frontend.limits().vocab_size, most=INT32)
     text = frontend.tokenizer.decode(body.tokens, skip_special_tokens=False)
     return json_response(DetokenizeResponse(prompt=text))

@@ -61,14 +61,27 @@ def parse_transfer(params: dict[str, Any] | None) -> TransferSpec | None:
     """
     if not params:
         return None
-    fields = _typed(params)
+    try:
+        fields = msgspec.convert(params, KvTransferParams)
+    except msgspec.ValidationError as error:
+        reason, _, where = str(error).partition(" - at ")
+        field = where.strip("`").removeprefix("$.")
+        raise RequestError(
+            f"{PARAM}: {reason} at {field or 'the top'}",
+            param=f"{PARAM}.{field}" if field else PARAM,
+        ) from error
     if fields.do_remote_decode and fields.do_remote_prefill:
         raise RequestError(
             "do_remote_decode and do_remote_prefill exclude each other",
             param=f"{PARAM}.do_remote_prefill",
         )
     if fields.do_remote_decode:
-        return _source(fields)
+        named = fields.transfer_id
+        return TransferSpec(
+            role="source",
+            transfer_id=secrets.token_bytes(16) if named is None else bytes.fromhex(named),
+            attempt=fields.attempt or 0,
+        )
     return _target(fields) if fields.do_remote_prefill else None
 
 
@@ -130,27 +143,6 @@ def source_params(
     }
 
 
-def _typed(params: dict[str, Any]) -> KvTransferParams:
-    try:
-        return msgspec.convert(params, KvTransferParams)
-    except msgspec.ValidationError as error:
-        reason, _, where = str(error).partition(" - at ")
-        field = where.strip("`").removeprefix("$.")
-        raise RequestError(
-            f"{PARAM}: {reason} at {field or 'the top'}",
-            param=f"{PARAM}.{field}" if field else PARAM,
-        ) from error
-
-
-def _source(fields: KvTransferParams) -> TransferSpec:
-    named = fields.transfer_id
-    return TransferSpec(
-        role="source",
-        transfer_id=secrets.token_bytes(16) if named is None else bytes.fromhex(named),
-        attempt=fields.attempt or 0,
-    )
-
-
 def _target(fields: KvTransferParams) -> TransferSpec:
     for name in ("remote_engine_id", "remote_host", "remote_port"):
         if getattr(fields, name) is None:
@@ -159,16 +151,6 @@ def _target(fields: KvTransferParams) -> TransferSpec:
         peer = address_of(fields.remote_host or "", fields.remote_port or 0)
     except ValueError as error:
         raise RequestError(f"remote_host: {error}", param=f"{PARAM}.remote_host") from None
-    return TransferSpec(
-        role="target",
-        transfer_id=_named_transfer(fields),
-        attempt=fields.attempt or 0,
-        peer=peer,
-        peer_node=fields.remote_engine_id,
-    )
-
-
-def _named_transfer(fields: KvTransferParams) -> bytes:
     named = fields.remote_request_id or fields.transfer_id
     if named is None:
         raise _missing("remote_request_id")
@@ -177,7 +159,13 @@ def _named_transfer(fields: KvTransferParams) -> bytes:
             "transfer_id and remote_request_id name different transfers",
             param=f"{PARAM}.transfer_id",
         )
-    return bytes.fromhex(named)
+    return TransferSpec(
+        role="target",
+        transfer_id=bytes.fromhex(named),
+        attempt=fields.attempt or 0,
+        peer=peer,
+        peer_node=fields.remote_engine_id,
+    )
 
 
 def _missing(name: str) -> RequestError:

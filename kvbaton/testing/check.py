@@ -2,16 +2,173 @@
 
 from __future__ import annotations
 
+import importlib
+import json
 import os
+import platform
 import sys
+from collections import Counter
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager
+from dataclasses import asdict, dataclass
 from pathlib import Path
+from typing import Any
 
-from kvbaton.testing.kit import LEVELS, Outcome, Verdict
-from kvbaton.testing.report import Report, print_outcome
-from kvbaton.testing.subject import Subject, make_subject
+import kvbaton
+from kvbaton.connectors.registry import STORES, TRANSPORTS, list_connectors, split_spec
+from kvbaton.errors import ConfigError, StoreError, TransportError
+from kvbaton.testing import (
+    store_basics,
+    store_crash,
+    store_load,
+    store_objects,
+    transport_cases,
+    transport_processes,
+)
+from kvbaton.testing.kit import LEVELS, Case, CaseVerdict, Outcome, run_case
+from kvbaton.testing.store_rig import STORE_KIT, BackDoor, StoreRig
+from kvbaton.testing.transport_rig import TRANSPORT_KIT, pair_of
 
-PASSED, FAILED, BROKE = 0, 1, 3
-"""Exit statuses; 2 is for a wrong setting."""
+CASES = (
+    *(store_basics, store_objects, store_load, store_crash),
+    *(transport_cases, transport_processes),
+)
+"""Whose functions are the cases in the kits."""
+
+SCHEMA = 1
+"""Of the JSON report."""
+
+_SHOWN = {
+    CaseVerdict.PASSED: "passed ",
+    CaseVerdict.FAILED: "FAILED ",
+    CaseVerdict.SKIPPED: "skipped",
+    CaseVerdict.BROKE: "KIT BROKE",
+}
+
+
+@dataclass(frozen=True)
+class Subject:
+    """A connector to check, and how hard to press.
+
+    Attributes:
+        spec: as ``--store`` or ``--transport`` takes it; ``{tmp}`` in it becomes an empty folder,
+            another one for each case.
+        kind: ``"store"`` or ``"transport"``.
+        back_door: makes a store's back door of the opened store; None if it has none.
+        depth: multiplies examples, repetitions and seconds.
+        seed: of everything random but the keys.
+        patience: seconds for which any one answer is waited for.
+        naming: names the objects of a `store_objects.Owner`; None for kvbaton's own way.
+    """
+
+    spec: str
+    kind: str
+    back_door: Callable[[Any], BackDoor] | None = None
+    depth: int = 1
+    seed: int = 0
+    patience: float = 20.0
+    naming: Callable[[Any], list[bytes]] | None = None
+
+    def cases(self, level: int = len(LEVELS) - 1) -> Sequence[Case[Any]]:
+        """The cases of this kind, up to a level."""
+        return STORE_KIT.cases(level) if self.kind == "store" else TRANSPORT_KIT.cases(level)
+
+    def rig(self) -> AbstractContextManager[Any]:
+        """A fresh rig, opened when it is entered."""
+        pressure: Any = {"seed": self.seed, "depth": self.depth, "patience": self.patience}
+        if self.kind == "store":
+            return StoreRig(self.spec, back_door=self.back_door, naming=self.naming, **pressure)
+        return pair_of(self.spec, **pressure)
+
+    def run(self, case: Case[Any], limit: float = 120.0) -> Outcome:
+        """Run one case over a fresh rig."""
+        return run_case(case, self.rig, limit)
+
+    def probe(self) -> None:
+        """See that it can be built and opened at all.
+
+        Raises:
+            ConfigError: it can't.
+        """
+        try:
+            with self.rig():
+                pass
+        except (StoreError, TransportError) as error:
+            raise ConfigError(f"--{self.kind}", f"{self.spec} can't be opened: {error}") from error
+
+
+def make_subject(
+    spec: str,
+    kind: str | None = None,
+    *,
+    back_door: str | None = None,
+    depth: int = 1,
+    seed: int = 0,
+) -> Subject:
+    """A subject as a command line names it.
+
+    Args:
+        spec: see `Subject`.
+        kind: ``"store"``, ``"transport"``, or None to find out.
+        back_door: ``package.module:Class`` or nothing.
+        depth: see `Subject`.
+        seed: see `Subject`.
+
+    Raises:
+        ConfigError: it can't be told which kind is meant; the back door can't be imported.
+    """
+    if kind is None:
+        target, _ = split_spec(spec, STORES)
+        if ":" in target:
+            kind = "store" if hasattr(_imported("SPEC", target), "lookup") else "transport"
+        else:
+            kinds = [kind.noun for kind in (STORES, TRANSPORTS) if target in list_connectors(kind)]
+            if len(kinds) != 1:
+                found = (
+                    "both a store and a transport" if kinds else "no connector that is installed"
+                )
+                told = f"{target!r} is {found}: say which kind, or ask for a known name"
+                raise ConfigError("--kind", told)
+            (kind,) = kinds
+    door = _imported("--back-door", back_door) if back_door else None
+    return Subject(spec, kind, door, max(1, depth), seed)
+
+
+def _imported(flag: str, path: str) -> Any:
+    module, _, name = path.partition(":")
+    try:
+        return getattr(importlib.import_module(module), name)
+    except (ImportError, AttributeError, ValueError) as error:
+        raise ConfigError(flag, f"can't load {path}: {error}") from error
+
+
+def print_outcome(outcome: Outcome) -> None:
+    """One line per case; more if there is more to say."""
+    line = f"  {_SHOWN[outcome.verdict]} {outcome.case:<40} {outcome.seconds:7.2f} s"
+    if outcome.verdict is CaseVerdict.SKIPPED:
+        line += f"  ({outcome.text})"
+    print(line, flush=True)
+    if outcome.verdict in (CaseVerdict.FAILED, CaseVerdict.BROKE):
+        told = [f"law: {outcome.law}", *outcome.text.splitlines()]
+        print("\n".join(f"          {text}" for text in told), flush=True)
+
+
+def write_json(subject: Subject, outcomes: Sequence[Outcome], path: Path) -> None:
+    """All outcomes of one run over one connector, for programs."""
+    counts = Counter(outcome.verdict for outcome in outcomes)
+    content: dict[str, Any] = {
+        "schema": SCHEMA,
+        "kind": subject.kind,
+        "spec": subject.spec,
+        "seed": subject.seed,
+        "depth": subject.depth,
+        "kvbaton": kvbaton.__version__,
+        "python": platform.python_version(),
+        "counts": {verdict.value: counts[verdict] for verdict in CaseVerdict},
+        "cases": [asdict(o) | {"verdict": o.verdict.value} for o in outcomes],
+    }
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text(json.dumps(content, indent=1) + "\n")
 
 
 def main(
@@ -24,13 +181,11 @@ def main(
     seed: int = 0,
     limit: float = 120.0,
     json_path: Path | None = None,
-    junit_path: Path | None = None,
 ) -> int:
-    """Check a connector, print the report and write it to files.
+    """Check a connector, print each outcome and write the report to a file.
 
     Args:
-        spec: as ``--store`` or ``--transport`` takes it; ``{tmp}`` in it becomes an empty folder,
-            another one for each case.
+        spec: see `Subject`.
         kind: ``"store"`` or ``"transport"``; None to find out.
         level: the highest level to check, 0 to 5.
         back_door: ``package.module:Class`` of a `BackDoor`, for stores.
@@ -38,7 +193,6 @@ def main(
         seed: of everything random but the keys, which are new in every run.
         limit: seconds after which a case has failed.
         json_path: where to write the report as JSON.
-        junit_path: where to write it as JUnit XML.
 
     Returns:
         0 if nothing failed, 1 if a case failed, 3 if none did but the kit broke.
@@ -49,34 +203,19 @@ def main(
     subject = make_subject(spec, kind, back_door=back_door, depth=depth, seed=seed)
     subject.probe()
     print(f"{subject.kind} {spec}", flush=True)
-    outcomes = run_cases(subject, level, limit)
-    report = Report(subject, tuple(outcomes))
-    print(report.summary(), flush=True)
+    outcomes = []
+    for case in subject.cases(level):
+        outcomes.append(subject.run(case, limit))
+        print_outcome(outcomes[-1])
+    counts = Counter(outcome.verdict for outcome in outcomes)
+    told = ", ".join(f"{counts[verdict]} {verdict.value}" for verdict in CaseVerdict)
+    print(f"{told} in {sum(outcome.seconds for outcome in outcomes):.1f} s", flush=True)
     if json_path is not None:
-        report.write_json(json_path)
-    if junit_path is not None:
-        report.write_junit(junit_path)
-    status = exit_status(outcomes)
+        write_json(subject, outcomes, json_path)
+    status = 1 if counts[CaseVerdict.FAILED] else 3 if counts[CaseVerdict.BROKE] else 0
     if any(outcome.hung for outcome in outcomes):
         # The interpreter would wait at its end for the threads of what hangs.
         sys.stdout.flush()
         sys.stderr.flush()
         os._exit(status)
     return status
-
-
-def exit_status(outcomes: list[Outcome]) -> int:
-    """See `main`."""
-    verdicts = {outcome.verdict for outcome in outcomes}
-    if Verdict.FAILED in verdicts:
-        return FAILED
-    return BROKE if Verdict.BROKE in verdicts else PASSED
-
-
-def run_cases(subject: Subject, level: int, limit: float) -> list[Outcome]:
-    """Run all cases up to a level, and print each outcome."""
-    outcomes = []
-    for case in subject.cases(level):
-        outcomes.append(subject.run(case, limit))
-        print_outcome(outcomes[-1])
-    return outcomes

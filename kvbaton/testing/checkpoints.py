@@ -2,7 +2,8 @@
 
 A folder holds ``config.json``, ``generation_config.json``, safetensors (one file, or several with
 an index), and a byte-level BPE ``tokenizer.json`` with ``tokenizer_config.json`` and chat template;
-of a multimodal model also ``preprocessor_config.json`` (see `vision_checkpoints`).
+of a multimodal model also ``preprocessor_config.json``; pixels are few there: a patch has 4 x 4, an
+image becomes 4 to 100 rows of 8 x 8.
 Equal arguments give equal files. The text is noise, but every part of the path to it is real.
 """
 
@@ -21,8 +22,6 @@ from safetensors.torch import save_file
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, processors, trainers
 from torch import Tensor
 
-from kvbaton.testing import vision_checkpoints as vision
-
 Family = Literal["llama", "mistral", "qwen2", "qwen3", "qwen2_5_vl", "qwen3_vl"]
 
 ARCHITECTURES: dict[Family, str] = {
@@ -33,6 +32,7 @@ ARCHITECTURES: dict[Family, str] = {
     "qwen2_5_vl": "Qwen2_5_VLForConditionalGeneration",
     "qwen3_vl": "Qwen3VLForConditionalGeneration",
 }
+VISION_FAMILIES = ("qwen2_5_vl", "qwen3_vl")
 BOS, EOS, TURN = "<|begin|>", "<|endoftext|>", "<|turn|>"
 TOKENIZER_SIZE = 384
 CORPUS = (
@@ -49,6 +49,52 @@ CHAT_TEMPLATE = (
     "<|turn|>{{ message['role'] }}\n{{ message['content'] }}<|turn|>\n{% endfor %}"
     "{% if add_generation_prompt %}<|turn|>assistant\n{% endif %}"
 )
+VISION_START, VISION_END, IMAGE, VIDEO = (
+    "<|vision_start|>",
+    "<|vision_end|>",
+    "<|image_pad|>",
+    "<|video_pad|>",
+)
+VISION_TOKENS = [VISION_START, VISION_END, IMAGE, VIDEO]
+VISION_CHAT_TEMPLATE = (
+    "{{ bos_token }}{% for message in messages %}<|turn|>{{ message['role'] }}\n"
+    "{% if message['content'] is string %}{{ message['content'] }}"
+    "{% else %}{% for part in message['content'] %}"
+    "{% if part['type'] == 'image' or 'image' in part or 'image_url' in part %}"
+    "<|vision_start|><|image_pad|><|vision_end|>"
+    "{% elif 'text' in part %}{{ part['text'] }}{% endif %}{% endfor %}{% endif %}"
+    "<|turn|>\n{% endfor %}"
+    "{% if add_generation_prompt %}<|turn|>assistant\n{% endif %}"
+)
+MIN_PIXELS, MAX_PIXELS = 4 * 64, 100 * 64
+_TOWER: dict[str, Any] = {
+    "hidden_size": 32,
+    "intermediate_size": 48,
+    "num_heads": 2,
+    "in_channels": 3,
+    "patch_size": 4,
+    "spatial_merge_size": 2,
+    "temporal_patch_size": 2,
+}
+_TOWERS: dict[str, dict[str, Any]] = {
+    "qwen2_5_vl": {
+        "model_type": "qwen2_5_vl_vision",
+        "hidden_act": "silu",
+        "depth": 3,
+        "fullatt_block_indexes": [1],
+        "window_size": 32,
+        "tokens_per_second": 2,
+    },
+    "qwen3_vl": {
+        "model_type": "qwen3_vl_vision",
+        "hidden_act": "gelu_pytorch_tanh",
+        "depth": 3,
+        "deepstack_visual_indexes": [0, 1],
+        "num_position_embeddings": 36,
+    },
+}
+_CLIP_MEAN = [0.48145466, 0.4578275, 0.40821073]
+_CLIP_STD = [0.26862954, 0.26130258, 0.27577711]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -91,10 +137,21 @@ def make_checkpoint(folder: str | Path, spec: CheckpointSpec | None = None) -> P
     tokenizer.save(str(folder / "tokenizer.json"))
     config = _config(spec, tokenizer)
     _write_json(folder / "config.json", config)
-    _write_json(folder / "generation_config.json", _generation_config(tokenizer))
-    _write_json(folder / "tokenizer_config.json", _tokenizer_config(spec))
+    ends = [tokenizer.token_to_id(token) for token in (EOS, TURN)]
+    generation = {"bos_token_id": tokenizer.token_to_id(BOS), "eos_token_id": ends}
+    _write_json(folder / "generation_config.json", generation)
+    template = VISION_CHAT_TEMPLATE if spec.family in VISION_FAMILIES else CHAT_TEMPLATE
+    tokenizer_config = {
+        "tokenizer_class": "PreTrainedTokenizerFast",
+        "bos_token": BOS,
+        "eos_token": EOS,
+        "clean_up_tokenization_spaces": False,
+        "model_max_length": spec.max_position_embeddings,
+        "chat_template": template,
+    }
+    _write_json(folder / "tokenizer_config.json", tokenizer_config)
     if "vision_config" in config:
-        preprocessor = vision.preprocessor_config(spec.family, config["vision_config"])
+        preprocessor = _preprocessor_config(spec.family, config["vision_config"])
         _write_json(folder / "preprocessor_config.json", preprocessor)
     _save_weights(folder, dict(_weights(spec, config)), spec.shards)
     return folder
@@ -104,18 +161,6 @@ def make_checkpoint(folder: str | Path, spec: CheckpointSpec | None = None) -> P
 
 
 def _config(spec: CheckpointSpec, tokenizer: Tokenizer) -> dict[str, Any]:
-    names = {"architectures": [ARCHITECTURES[spec.family]], "model_type": spec.family}
-    config = _text_config(spec, tokenizer)
-    if spec.family in vision.FAMILIES:
-        config = vision.nested_config(spec.family, config, tokenizer)
-    config |= names
-    for name, value in spec.config.items():
-        nested = isinstance(value, Mapping) and isinstance(config.get(name), dict)
-        config[name] = config[name] | dict(value) if nested else value
-    return config
-
-
-def _text_config(spec: CheckpointSpec, tokenizer: Tokenizer) -> dict[str, Any]:
     config: dict[str, Any] = {
         "vocab_size": spec.vocab_size,
         "hidden_size": spec.hidden_size,
@@ -135,12 +180,68 @@ def _text_config(spec: CheckpointSpec, tokenizer: Tokenizer) -> dict[str, Any]:
     }
     if spec.family == "mistral":
         config["sliding_window"] = None
+    if spec.family in VISION_FAMILIES:
+        config = _nested_config(spec.family, config, tokenizer)
+    config |= {"architectures": [ARCHITECTURES[spec.family]], "model_type": spec.family}
+    for name, value in spec.config.items():
+        nested = isinstance(value, Mapping) and isinstance(config.get(name), dict)
+        config[name] = config[name] | dict(value) if nested else value
     return config
 
 
-def _generation_config(tokenizer: Tokenizer) -> dict[str, Any]:
-    ids = [tokenizer.token_to_id(token) for token in (EOS, TURN)]
-    return {"bos_token_id": tokenizer.token_to_id(BOS), "eos_token_id": ids}
+def _nested_config(family: str, text: dict[str, Any], tokenizer: Tokenizer) -> dict[str, Any]:
+    """``config.json`` as transformers saves it, around the language model's part.
+
+    Args:
+        family: one of `VISION_FAMILIES`.
+        text: fields of the language model.
+        tokenizer: gives the ids of `VISION_TOKENS`.
+    """
+    text = text | {"model_type": f"{family}_text", "dtype": text.pop("torch_dtype")}
+    # Shares of the frequencies as in the published models, 64 there.
+    half = text["head_dim"] // 2
+    space = half * 5 // 16 if family == "qwen3_vl" else half * 3 // 8
+    text["rope_parameters"] = {
+        "rope_type": "default",
+        "rope_theta": text.pop("rope_theta"),
+        "mrope_section": [half - 2 * space, space, space],
+        **({"mrope_interleaved": True} if family == "qwen3_vl" else {}),
+    }
+    return {
+        "image_token_id": tokenizer.token_to_id(IMAGE),
+        "video_token_id": tokenizer.token_to_id(VIDEO),
+        "vision_start_token_id": tokenizer.token_to_id(VISION_START),
+        "vision_end_token_id": tokenizer.token_to_id(VISION_END),
+        "tie_word_embeddings": text.pop("tie_word_embeddings"),
+        "dtype": text["dtype"],
+        "text_config": text,
+        "vision_config": _TOWER | _TOWERS[family] | {"out_hidden_size": text["hidden_size"]},
+    }
+
+
+def _preprocessor_config(family: str, tower: dict[str, Any]) -> dict[str, Any]:
+    """``preprocessor_config.json``, in the form that the family's published models have."""
+    shared = {
+        "patch_size": tower["patch_size"],
+        "temporal_patch_size": tower["temporal_patch_size"],
+        "merge_size": tower["spatial_merge_size"],
+    }
+    if family == "qwen2_5_vl":
+        return shared | {
+            "image_processor_type": "Qwen2VLImageProcessor",
+            "processor_class": "Qwen2_5_VLProcessor",
+            "min_pixels": MIN_PIXELS,
+            "max_pixels": MAX_PIXELS,
+            "image_mean": _CLIP_MEAN,
+            "image_std": _CLIP_STD,
+        }
+    return shared | {
+        "image_processor_type": "Qwen2VLImageProcessorFast",
+        "processor_class": "Qwen3VLProcessor",
+        "size": {"shortest_edge": MIN_PIXELS, "longest_edge": MAX_PIXELS},
+        "image_mean": [0.5, 0.5, 0.5],
+        "image_std": [0.5, 0.5, 0.5],
+    }
 
 
 def _write_json(path: Path, content: dict[str, Any]) -> None:
@@ -153,8 +254,8 @@ def _write_json(path: Path, content: dict[str, Any]) -> None:
 def _tokenizer(spec: CheckpointSpec) -> Tokenizer:
     """A byte-level BPE trained on `CORPUS`; puts `BOS` before a text."""
     special = [BOS, EOS, TURN]
-    if spec.family in vision.FAMILIES:
-        special += vision.TOKENS
+    if spec.family in VISION_FAMILIES:
+        special += VISION_TOKENS
     tokenizer = Tokenizer(models.BPE())
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     tokenizer.decoder = decoders.ByteLevel()
@@ -173,26 +274,13 @@ def _tokenizer(spec: CheckpointSpec) -> Tokenizer:
     return tokenizer
 
 
-def _tokenizer_config(spec: CheckpointSpec) -> dict[str, Any]:
-    return {
-        "tokenizer_class": "PreTrainedTokenizerFast",
-        "bos_token": BOS,
-        "eos_token": EOS,
-        "clean_up_tokenization_spaces": False,
-        "model_max_length": spec.max_position_embeddings,
-        "chat_template": (
-            vision.CHAT_TEMPLATE if spec.family in vision.FAMILIES else CHAT_TEMPLATE
-        ),
-    }
-
-
 # --- weights ---
 
 
 def _shapes(spec: CheckpointSpec, config: dict[str, Any]) -> Iterator[tuple[str, tuple[int, ...]]]:
     """Names and shapes of all tensors, as published checkpoints have them."""
     if "vision_config" in config:
-        yield from vision.shapes(spec.family, config["vision_config"])
+        yield from _tower_shapes(spec.family, config["vision_config"])
     head = "model.language_model" if spec.family == "qwen3_vl" else "model"
     hidden, middle, dim = spec.hidden_size, spec.intermediate_size, spec.head_dim
     yield f"{head}.embed_tokens.weight", (spec.vocab_size, hidden)
@@ -222,6 +310,47 @@ def _shapes(spec: CheckpointSpec, config: dict[str, Any]) -> Iterator[tuple[str,
     yield f"{head}.norm.weight", (hidden,)
     if not spec.tied:
         yield "lm_head.weight", (spec.vocab_size, hidden)
+
+
+def _tower_shapes(family: str, tower: dict[str, Any]) -> Iterator[tuple[str, tuple[int, ...]]]:
+    """Names and shapes of the tower's tensors, as published checkpoints have them."""
+    head = "model.visual" if family == "qwen3_vl" else "visual"
+    norm = ["weight", "bias"] if family == "qwen3_vl" else ["weight"]
+    hidden, patch = tower["hidden_size"], tower["patch_size"]
+    filters = (hidden, tower["in_channels"], tower["temporal_patch_size"], patch, patch)
+    yield f"{head}.patch_embed.proj.weight", filters
+    if family == "qwen3_vl":
+        yield f"{head}.patch_embed.proj.bias", (hidden,)
+        yield f"{head}.pos_embed.weight", (tower["num_position_embeddings"], hidden)
+    for layer in range(tower["depth"]):
+        name = f"{head}.blocks.{layer}"
+        for part in ("norm1", "norm2"):
+            yield from ((f"{name}.{part}.{kind}", (hidden,)) for kind in norm)
+        yield from _linear(f"{name}.attn.qkv", hidden, 3 * hidden)
+        yield from _linear(f"{name}.attn.proj", hidden, hidden)
+        parts = ["linear_fc1"] if family == "qwen3_vl" else ["gate_proj", "up_proj"]
+        for part in parts:
+            yield from _linear(f"{name}.mlp.{part}", hidden, tower["intermediate_size"])
+        last = "linear_fc2" if family == "qwen3_vl" else "down_proj"
+        yield from _linear(f"{name}.mlp.{last}", tower["intermediate_size"], hidden)
+    out, wide = tower["out_hidden_size"], hidden * tower["spatial_merge_size"] ** 2
+    if family == "qwen2_5_vl":
+        yield f"{head}.merger.ln_q.weight", (hidden,)
+        yield from _linear(f"{head}.merger.mlp.0", wide, wide)
+        yield from _linear(f"{head}.merger.mlp.2", wide, out)
+        return
+    deep = [f"deepstack_merger_list.{i}" for i in range(len(tower["deepstack_visual_indexes"]))]
+    for part in ("merger", *deep):
+        size = hidden if part == "merger" else wide
+        yield f"{head}.{part}.norm.weight", (size,)
+        yield f"{head}.{part}.norm.bias", (size,)
+        yield from _linear(f"{head}.{part}.linear_fc1", wide, wide)
+        yield from _linear(f"{head}.{part}.linear_fc2", wide, out)
+
+
+def _linear(name: str, size_in: int, size_out: int) -> Iterator[tuple[str, tuple[int, ...]]]:
+    yield f"{name}.weight", (size_out, size_in)
+    yield f"{name}.bias", (size_out,)
 
 
 def _weights(spec: CheckpointSpec, config: dict[str, Any]) -> Iterator[tuple[str, Tensor]]:

@@ -22,16 +22,16 @@ from __future__ import annotations
 import enum
 import inspect
 import logging
+import os
 import sys
 import threading
 import time
 import traceback
 from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import AbstractContextManager, contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
-from types import TracebackType
-from typing import Generic, Protocol, TypeVar
+from typing import Generic, Protocol, Self, TypeVar
 
 LEVELS = ("API", "data", "concurrency", "crash", "identity", "soak")
 """What each level is about."""
@@ -103,7 +103,7 @@ class Kit(Generic[AnyRig]):
         return sorted(chosen, key=lambda case: case.level)
 
 
-class Verdict(enum.Enum):
+class CaseVerdict(enum.Enum):
     """How a case ended."""
 
     PASSED = "passed"
@@ -127,7 +127,7 @@ class Outcome:
 
     case: str
     law: str
-    verdict: Verdict
+    verdict: CaseVerdict
     text: str = ""
     seconds: float = 0.0
     hung: bool = False
@@ -143,13 +143,14 @@ def run_case(
     case: Case[AnyRig], make_rig: Callable[[], AbstractContextManager[AnyRig]], limit: float
 ) -> Outcome:
     """Run a case over a fresh rig, in a thread of its own, for at most `limit` seconds."""
-    answers: list[tuple[Verdict, str]] = []
+    answers: list[tuple[CaseVerdict, str]] = []
 
     def work() -> None:
         with _stray_errors() as strays:
             verdict, text = _attempt(case, make_rig)
-        if strays and verdict is Verdict.PASSED:
-            verdict, text = Verdict.FAILED, f"an error in a thread that nobody sees: {strays[0]}"
+        if strays and verdict is CaseVerdict.PASSED:
+            verdict = CaseVerdict.FAILED
+            text = f"an error in a thread that nobody sees: {strays[0]}"
         answers.append((verdict, text))
 
     start = time.monotonic()
@@ -158,39 +159,31 @@ def run_case(
     thread.join(limit)
     hung = thread.is_alive()
     if hung:
-        where = _stack_of(thread)
-        answers = [(Verdict.FAILED, f"not over within {limit:g} s; it hangs in\n{where}")]
+        frame = sys._current_frames().get(thread.ident or 0)
+        where = "".join(traceback.format_stack(frame)[-4:]) if frame else "(it just ended)"
+        answers = [(CaseVerdict.FAILED, f"not over within {limit:g} s; it hangs in\n{where}")]
     verdict, text = answers[0]
     return Outcome(case.id, case.law, verdict, text, time.monotonic() - start, hung)
 
 
 def _attempt(
     case: Case[AnyRig], make_rig: Callable[[], AbstractContextManager[AnyRig]]
-) -> tuple[Verdict, str]:
+) -> tuple[CaseVerdict, str]:
     try:
         with make_rig() as rig:
             for need in case.needs:
                 if (reason := rig.lacks(need)) is not None:
-                    return Verdict.SKIPPED, reason
+                    return CaseVerdict.SKIPPED, reason
             case.check(rig)
     except CaseFailure as failure:
-        return Verdict.FAILED, "\n".join([str(failure), *getattr(failure, "__notes__", ())])
+        text = "\n".join([str(failure), *getattr(failure, "__notes__", ())])
+        return CaseVerdict.FAILED, text
     except BaseException as error:
-        ours = isinstance(error, KitBroke) or _is_ours(error.__traceback__)
-        return Verdict.BROKE if ours else Verdict.FAILED, traceback.format_exc()
-    return Verdict.PASSED, ""
-
-
-def _is_ours(trace: TracebackType | None) -> bool:
-    """Whether the kit itself raised it, and not something that it had called."""
-    frames = traceback.extract_tb(trace)
-    path = Path(frames[-1].filename) if frames else HERE
-    return path.parent == HERE and not path.name.startswith("broken_")
-
-
-def _stack_of(thread: threading.Thread) -> str:
-    frame = sys._current_frames().get(thread.ident or 0)
-    return "".join(traceback.format_stack(frame)[-4:]) if frame is not None else "(it just ended)"
+        # Ours is what the kit itself raised, and not something that it had called.
+        frames = traceback.extract_tb(error.__traceback__)
+        ours = isinstance(error, KitBroke) or Path(frames[-1].filename).parent == HERE
+        return CaseVerdict.BROKE if ours else CaseVerdict.FAILED, traceback.format_exc()
+    return CaseVerdict.PASSED, ""
 
 
 @contextmanager
@@ -213,3 +206,44 @@ def _stray_errors() -> Iterator[list[str]]:
     finally:
         logger.removeHandler(collector)
         threading.excepthook = before
+
+
+# --- what must be given back ---
+
+
+@dataclass(frozen=True)
+class Accounts:
+    """What this process holds at one moment.
+
+    Attributes:
+        file_descriptors: open ones.
+        threads: those of the operating system, so also those that Python does not know.
+        children: processes started by this one and not waited for.
+    """
+
+    file_descriptors: int
+    threads: int
+    children: int
+
+    @classmethod
+    def now(cls) -> Self:
+        """Count."""
+        tasks, children = list(Path("/proc/self/task").iterdir()), 0
+        for task in tasks:
+            with suppress(OSError):  # the thread has just ended, or the kernel does not tell
+                children += len((task / "children").read_text().split())
+        return cls(len(os.listdir("/proc/self/fd")), len(tasks), children)
+
+    def above(self, before: Accounts, rounds: int) -> str:
+        """What has grown by one or more in each of so many rounds; empty if nothing has.
+
+        Pools that libraries keep and fill once do not count as leaks.
+        """
+        grown = {name: now - getattr(before, name) for name, now in vars(self).items()}
+        more = [f"{count} more {name}" for name, count in grown.items() if count >= rounds]
+        return ", ".join(more).replace("_", " ")
+
+
+def resident_bytes() -> int:
+    """Memory of this process that is in RAM."""
+    return int(Path("/proc/self/statm").read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE")

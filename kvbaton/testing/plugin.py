@@ -15,8 +15,8 @@ from typing import TYPE_CHECKING, Any
 import pytest
 
 if TYPE_CHECKING:
+    from kvbaton.testing.check import Subject
     from kvbaton.testing.kit import Case
-    from kvbaton.testing.subject import Subject
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
@@ -58,25 +58,19 @@ def pytest_collection_modifyitems(
     """Add the cases of each connector that was named."""
     for kind in ("store", "transport"):
         for spec in config.getoption(f"--kvbaton-{kind}"):
-            items += _cases(session, config, kind, spec)
+            from kvbaton.errors import ConfigError
+            from kvbaton.testing.check import make_subject
 
-
-def _cases(
-    session: pytest.Session, config: pytest.Config, kind: str, spec: str
-) -> list[pytest.Item]:
-    from kvbaton.errors import ConfigError
-    from kvbaton.testing.subject import make_subject
-
-    door, depth = config.getoption("--kvbaton-back-door"), config.getoption("--kvbaton-depth")
-    try:
-        subject = make_subject(spec, kind, back_door=door, depth=depth)
-        subject.probe()
-    except ConfigError as error:
-        raise pytest.UsageError(str(error)) from error
-    return [
-        CaseItem.from_parent(session, name=f"{kind} {spec}::{case.id}", subject=subject, case=case)
-        for case in subject.cases(level=5)
-    ]
+            door = config.getoption("--kvbaton-back-door")
+            try:
+                depth = config.getoption("--kvbaton-depth")
+                subject = make_subject(spec, kind, back_door=door, depth=depth)
+                subject.probe()
+            except ConfigError as error:
+                raise pytest.UsageError(str(error)) from error
+            for case in subject.cases():
+                name = f"{kind} {spec}::{case.id}"
+                items.append(CaseItem.from_parent(session, name=name, subject=subject, case=case))
 
 
 @pytest.hookimpl(trylast=True)

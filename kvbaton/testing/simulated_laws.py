@@ -9,7 +9,7 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import msgspec
 import numpy as np
@@ -17,7 +17,6 @@ import numpy as np
 from kvbaton.connectors.layout import KVLayout
 from kvbaton.connectors.protocol.checks import first_token
 from kvbaton.connectors.protocol.events import (
-    AdmitPeer,
     Announce,
     BlocksReady,
     CancelTarget,
@@ -35,17 +34,15 @@ from kvbaton.connectors.protocol.events import (
     Received,
     RefuseAnnounce,
     Release,
-    Send,
+    SendMessage,
     Start,
     StopSource,
     Unquarantine,
     Verified,
 )
-from kvbaton.connectors.protocol.session import groups_of
 from kvbaton.messages.control import (
     Accepted,
     Ack,
-    Cancel,
     Complete,
     Drained,
     Refused,
@@ -53,18 +50,21 @@ from kvbaton.messages.control import (
     SessionDrained,
     TransferMessage,
 )
-from kvbaton.testing.simulated_engine import kv_of
+from kvbaton.testing.simulated_executor import kv_of
+from kvbaton.testing.simulated_node import NodeWatcher, SimulatedNode
+from kvbaton.testing.simulated_world import ByteRun, SimulatedWrite
 from kvbaton.types import Attempt, NodeId
-
-if TYPE_CHECKING:
-    from kvbaton.testing.simulated_node import SimulatedNode
-    from kvbaton.testing.simulated_world import Copy, SimulatedWrite
 
 Block = tuple[int, int]
 """Group and physical number."""
 
 
-class Laws:
+def attempt_of(message: TransferMessage) -> Attempt:
+    """What a message is about."""
+    return Attempt(message.transfer_id, message.attempt)
+
+
+class Laws(NodeWatcher):
     """What holds on either side.
 
     Args:
@@ -72,53 +72,48 @@ class Laws:
     """
 
     def __init__(self, node: SimulatedNode) -> None:
-        self.node, self.world = node, node.world
+        self.node, self.world, self.fail = node, node.world, node.fail
         self.stale = 0
         self._last: dict[bytes, int] = {}
 
-    def fail(self, what: str) -> None:
-        """ScheduleReport a violation."""
-        self.world.fail(f"{self.node.name}: {what}")
-
     def saw(self, event: Any, actions: Sequence[Any]) -> None:
-        """The machine has answered an event."""
-        if not isinstance(event, Received):
+        """See `NodeWatcher.saw`."""
+        message = event.message if isinstance(event, Received) else None
+        if message is None:
             self.world.note(self.node.name, event)
         self.comes(event)
-        if isinstance(event, Received) and self._is_fresh(event, actions):
-            if self.world.garbled.get((event.message.session, event.message.seq)) == event.message:
-                self.check_refusal(event.message, actions)
+        if message is not None and self._is_fresh(message, actions):
+            if self.world.garbled.get((message.session, message.seq)) == message:
+                self.check_refusal(message, actions)
         for action in actions:
-            if isinstance(action, Send):
-                self.world.note(self.node.name, action.message)
-                self.sent(action.message)
-                self._check_answer(event, action.message)
+            if isinstance(action, SendMessage):
+                answer = action.message
+                self.world.note(self.node.name, answer)
+                self.sent(answer)
+                # What is said of an attempt because of a message goes to who sent it.
+                if isinstance(message, TransferMessage) and isinstance(
+                    answer, TransferMessage | Refused
+                ):
+                    same = attempt_of(message) == (answer.transfer_id, answer.attempt)
+                    if same and message.session != answer.session:
+                        self.fail(f"{message} of one session leads to {answer} in another")
         self.happened(event, actions)
 
-    def _is_fresh(self, event: Received, actions: Sequence[Any]) -> bool:
+    def _is_fresh(self, message: Any, actions: Sequence[Any]) -> bool:
         """Whether a message is newer than all of its session before; else it may move nothing."""
-        message = event.message
+        answers = [a.message for a in actions if isinstance(a, SendMessage)]
+        refusals = [answer for answer in answers if isinstance(answer, Refused)]
         if isinstance(message, Refused) and message.transfer_id is None:
             return True
         last = self._last.get(message.session, -1)
-        if not any(_says_unknown(action) for action in actions):  # such a session has no last
-            self._last[message.session] = max(last, message.seq)
+        if not any(refusal.code == "unknown_session" for refusal in refusals):
+            self._last[message.session] = max(last, message.seq)  # an unknown one has no last
         if message.seq > last:
             return True
         self.stale += 1
-        for action in actions:
-            if not (isinstance(action, Send) and isinstance(action.message, Refused)):
-                self.fail(f"{message} is stale, and was answered by {action}")
+        if len(refusals) < len(actions):
+            self.fail(f"{message} is stale, and was answered by {actions}")
         return False
-
-    def _check_answer(self, event: Any, answer: Any) -> None:
-        """What is said of an attempt because of a message goes to who sent it."""
-        if not isinstance(event, Received) or not isinstance(answer, TransferMessage):
-            return
-        asked = event.message
-        if isinstance(asked, TransferMessage) and asked.session != answer.session:
-            if (asked.transfer_id, asked.attempt) == (answer.transfer_id, answer.attempt):
-                self.fail(f"{asked} of one session leads to {answer} in another")
 
     def check_refusal(self, message: Any, actions: Sequence[Any]) -> None:
         """Nonsense has come."""
@@ -141,11 +136,11 @@ class Laws:
         plane = self.node.executor.layouts[0][region].planes[0]
         return region, offset // plane.strides[0]
 
-    def read(self, write: SimulatedWrite, copy: Copy) -> None:
+    def read(self, write: SimulatedWrite, run: ByteRun) -> None:
         """A write reads our memory."""
         self.fail(f"{write.told} reads a target's memory")
 
-    def landed(self, write: SimulatedWrite, rank: int, copy: Copy) -> None:
+    def landed(self, write: SimulatedWrite, rank: int, run: ByteRun) -> None:
         """Bytes land in our memory."""
         self.fail(f"{write.told} lands in a source's memory")
 
@@ -186,7 +181,7 @@ class SourceLaws(Laws):
         message = event.message if isinstance(event, Received) else None
         self._asked = None
         if isinstance(message, Ack | Reserve):
-            name = Attempt(message.transfer_id, message.attempt)
+            name = attempt_of(message)
             self._asked = self.live.get(name)
             if isinstance(message, Reserve) and message.session not in self.accepted.get(name, ()):
                 self.reserved[message.session, name] = message  # perhaps
@@ -195,33 +190,38 @@ class SourceLaws(Laws):
         """See `Laws.check_refusal`."""
         if isinstance(message, Ack) and self._asked is None:
             return
-        if not any(isinstance(a, Send) and isinstance(a.message, Refused) for a in actions):
+        if not any(isinstance(a, SendMessage) and isinstance(a.message, Refused) for a in actions):
             self.fail(f"{message} is nonsense, and was not refused")
 
     def sent(self, message: Any) -> None:
         """See `Laws.sent`."""
         if isinstance(message, Drained):
-            name = Attempt(message.transfer_id, message.attempt)
+            name = attempt_of(message)
             for write in self.world.writes:
                 if write.told.attempt == name and write.told.session == message.session:
                     if write.may_land and write.peer.near.node is self.node:
                         self.fail(f"Drained of {name}, and a write may still land")
         elif isinstance(message, SessionDrained):
             for write in self.world.writes:
-                if write.told.session in message.over and write.may_land:
+                ours = write.peer.near.node is self.node
+                if write.told.session in message.over and write.may_land and ours:
                     self.fail(f"{message}, and a write of {write.told.attempt} may still land")
         elif isinstance(message, Accepted):
-            name = Attempt(message.transfer_id, message.attempt)
+            name = attempt_of(message)
             self.accepted.setdefault(name, set()).add(message.session)
+            self.world.heard.add((message.session, name))
         elif isinstance(message, Complete):
             self.node.check_first_tokens(message)
 
     def happened(self, event: Any, actions: Sequence[Any]) -> None:
         """See `Laws.happened`."""
+        refused = [a.attempt for a in actions if isinstance(a, RefuseAnnounce)]
         for action in actions:
             match action:
-                case Engage():
-                    self._engage(action.attempt)
+                case Engage(attempt=attempt):
+                    if attempt in self.live or self._is_remembered(attempt):
+                        self.fail(f"{attempt} lives twice")
+                    self.live[attempt] = SourceAccount()
                 case Post():
                     self._post(action)
                 case StopSource():
@@ -229,31 +229,34 @@ class SourceLaws(Laws):
                         self.live[action.attempt].stopped = True
                 case Release():
                     self._release(action.attempt)
+                case SendMessage(message=Drained() as drained):
+                    self._drained(drained)
                 case EvictSource():
                     if action.attempt in self.live:
                         self.to_evict.append((self.live[action.attempt].spans, action.bad))
                 case OpenPeer():
-                    if self.world.nodes[action.node.node].identity != self.node.identity:
+                    if self.world.processes[action.node.node].identity != self.node.identity:
                         self.fail(f"{action.node.node} serves another model")
                     self.open[action.session] = action.node
-                    self._units[action.session] = self._common_unit(action)
+                    # Tokens between two borders at which blocks of both sides begin.
+                    theirs = msgspec.msgpack.decode(action.ranks[0].layouts, type=list[KVLayout])
+                    both = (*self.node.executor.layouts[0], *theirs)
+                    self._units[action.session] = math.lcm(*(one.block_size for one in both))
                 case ClosePeer():
                     self.open.pop(action.session, None)
         match event:
             case BlocksReady():
-                self._ready(event)
+                if (record := self.live.get(event.attempt)) is not None:
+                    record.held += self.blocks_of(event.spans)
+                    record.spans.append(event.spans)
             case Received():
-                self._received(event, actions)
+                self._received(event.message, actions)
             case PeerGone():
                 if event.node in self.open.values():
                     self.fail(f"{event.node.node} is gone, and a session with it stays open")
             case Announce():
-                self._announced(event, actions)
-
-    def _engage(self, name: Attempt) -> None:
-        if name in self.live or self._is_remembered(name):
-            self.fail(f"{name} lives twice")
-        self.live[name] = SourceAccount()
+                if self._is_remembered(event.attempt) and not refused:
+                    self.fail(f"{event.attempt} is over, and is taken again")
 
     def _is_remembered(self, name: Attempt) -> bool:
         ended = self.over.get(name)
@@ -273,19 +276,6 @@ class SourceLaws(Laws):
             if action.end % self._units[action.session] and action.end < reserve.num_tokens:
                 self.fail(f"{action.attempt} posts up to {action.end}, inside a block")
 
-    def _common_unit(self, action: OpenPeer) -> int:
-        """Tokens between two borders at which blocks of both sides begin, in all groups."""
-        theirs = msgspec.msgpack.decode(action.ranks[0].layouts, type=list[KVLayout])
-        ours = self.node.executor.layouts[0]
-        return math.lcm(*(layout.block_size for layout in (*ours, *theirs)))
-
-    def _ready(self, event: BlocksReady) -> None:
-        record = self.live.get(event.attempt)
-        if record is None:
-            return
-        record.held += self.blocks_of(event.spans)
-        record.spans.append(event.spans)
-
     def _release(self, name: Attempt) -> None:
         record = self.live.pop(name, None)
         if record is None:
@@ -295,32 +285,24 @@ class SourceLaws(Laws):
             if write.told.attempt == name and write.peer.near.node is self.node and write.reads:
                 self.fail(f"{name} is released, and a write still reads it")
 
-    def _received(self, event: Received, actions: Sequence[Any]) -> None:
-        message = event.message
-        if isinstance(message, Cancel):
-            name = Attempt(message.transfer_id, message.attempt)
-            if any(isinstance(a, Send) and isinstance(a.message, Drained) for a in actions):
-                others = self.accepted.get(name, set()) - {message.session}
-                if name not in self.live and not others:
-                    self.over.setdefault(name, self.node.clock)
-        elif isinstance(message, Ack) and message.verdict == "mismatch":
-            refused = any(isinstance(a, Send) for a in actions)
-            if self._asked is not None and not self._asked.evicted and not refused:
-                self._must_evict(self._asked, message, actions)
+    def _drained(self, message: Drained) -> None:
+        """One that was never engaged is over as soon as that is said, asked for or not."""
+        name = attempt_of(message)
+        if name not in self.live and not self.accepted.get(name, set()) - {message.session}:
+            self.over.setdefault(name, self.node.clock)
 
-    def _must_evict(self, record: SourceAccount, message: Ack, actions: Sequence[Any]) -> None:
-        record.evicted = any(isinstance(a, EvictSource) for a in actions)
-        if not record.evicted and actions:  # without any action it was dropped
-            self.fail(f"{message} evicts nothing")
+    def _received(self, message: Any, actions: Sequence[Any]) -> None:
+        if isinstance(message, Ack) and message.verdict == "mismatch":
+            answers = [a.message for a in actions if isinstance(a, SendMessage)]
+            record = self._asked
+            if record is not None and not record.evicted and not answers:
+                record.evicted = any(isinstance(a, EvictSource) for a in actions)
+                if not record.evicted and actions:  # without any action it was dropped
+                    self.fail(f"{message} evicts nothing")
 
-    def _announced(self, event: Announce, actions: Sequence[Any]) -> None:
-        refused = any(isinstance(a, RefuseAnnounce) for a in actions)
-        if self._is_remembered(event.attempt) and not refused:
-            self.fail(f"{event.attempt} is over, and is taken again")
-
-    def read(self, write: SimulatedWrite, copy: Copy) -> None:
+    def read(self, write: SimulatedWrite, run: ByteRun) -> None:
         """See `Laws.read`."""
-        g, block = self.block_at(copy.source_region, copy.source_offset)
+        g, block = self.block_at(run.source_region, run.source_offset)
         if self.node.alive and not self.node.pools[g].outgoing[block]:
             self.fail(f"{write.told} reads block {block} of group {g}, which nobody holds")
 
@@ -331,18 +313,14 @@ class SourceLaws(Laws):
                 if not self.node.pools[g].outgoing[block]:
                     self.fail(f"{name} may read block {block} of group {g}, which nobody holds")
         for all_spans, bad in self.to_evict:
-            for spans in all_spans:
-                self._check_evicted(spans, bad)
+            for g, group in ((g, group) for spans in all_spans for g, group in enumerate(spans)):
+                size = self.node.executor.layouts[0][g].block_size
+                for span in group:
+                    for n, block in enumerate(span.blocks, span.first):
+                        hit = any(low < (n + 1) * size and n * size < high for low, high in bad)
+                        if hit and self.node.pools[g].keys[block] is not None:
+                            self.fail(f"block {block} of group {g} is bad, and stays in the cache")
         self.to_evict.clear()
-
-    def _check_evicted(self, spans: Any, bad: Sequence[tuple[int, int]]) -> None:
-        for g, group in enumerate(spans):
-            size = self.node.executor.layouts[0][g].block_size
-            for span in group:
-                for number, block in enumerate(span.blocks, span.first):
-                    hit = any(low < (number + 1) * size and number * size < hi for low, hi in bad)
-                    if hit and self.node.pools[g].keys[block] is not None:
-                        self.fail(f"block {block} of group {g} is bad, and stays in the cache")
 
 
 # --- D ---
@@ -381,7 +359,7 @@ class TargetLaws(Laws):
 
     def check_refusal(self, message: Any, actions: Sequence[Any]) -> None:
         """See `Laws.check_refusal`."""
-        record = self.live.get(Attempt(message.transfer_id, message.attempt))
+        record = self.live.get(attempt_of(message))
         if record is None or record.outcome or record.session != message.session:
             return
         if not any(isinstance(action, Fail) for action in actions):
@@ -389,18 +367,33 @@ class TargetLaws(Laws):
 
     def comes(self, event: Any) -> None:
         """See `Laws.comes`."""
-        if isinstance(event, Start):
-            self._start(event)
-        elif isinstance(event, CancelTarget) and event.attempt in self.live:
-            self._cancelled(self.live[event.attempt])
-        elif isinstance(event, Verified) and event.bad:
-            self._mismatch(event)
+        record = self.live.get(event.attempt) if hasattr(event, "attempt") else None
+        match event:
+            case Start():
+                if record is not None:
+                    self.fail(f"{event.attempt} is started twice")
+                self.started += 1
+                record = TargetAccount(event, self.started, blocks=self.blocks_of(event.spans))
+                self.live[event.attempt] = record
+                for block in record.blocks:
+                    if block in self.owner:
+                        self.fail(f"block {block} is reserved for two")
+                    self.owner[block] = event.attempt
+            case CancelTarget():
+                if record is not None and not record.outcome:
+                    record.outcome = "cancelled"
+                    self.outcomes["cancelled"] += 1
+            case Verified() if event.bad:
+                self.mismatches += 1
+                expected = self.world.weather.rot or self.world.weather.nonsense
+                if not expected and record is not None and not record.outcome:
+                    self.fail(f"digests of {event.attempt} differ, and nothing rots")
 
     def sent(self, message: Any) -> None:
         """See `Laws.sent`."""
         if not isinstance(message, Reserve):
             return
-        record = self.live.get(Attempt(message.transfer_id, message.attempt))
+        record = self.live.get(attempt_of(message))
         if record is None or record.outcome:
             self.fail(f"{message} reserves what is not wanted")
             return
@@ -422,47 +415,35 @@ class TargetLaws(Laws):
                         self.fail(f"{action} in calm weather")
                 case Unquarantine():
                     self._unquarantine(action.attempt)
-                case AdmitPeer():
+                case OpenPeer():
                     self.sessions[action.session] = action.node
                 case Fence():
                     self.fences += 1
-                    known = {s for s, node in self.sessions.items() if node == action.node}
-                    self.fencing.setdefault(action.node, known)
+                    sessions = {s for s, node in self.sessions.items() if node == action.node}
+                    self.fencing.setdefault(action.node, sessions)
                     if self.world.weather.calm:
                         self.fail(f"{action.node} is fenced in calm weather")
         for action in actions:
-            if isinstance(action, AdmitPeer):
+            if isinstance(action, OpenPeer):
                 self._check_superseded(action.node)
-        if isinstance(event, Landed):
-            self._check_notice(event, actions)
-        if isinstance(event, PeerGone):
-            self._check_gone(event.node)
-        elif isinstance(event, Fenced):
-            self._check_fenced(event.node, self.fencing.pop(event.node))
-
-    def _check_notice(self, event: Landed, actions: Sequence[Any]) -> None:
-        record = self.live.get(event.attempt)
-        if record is None or record.outcome == "cancelled" or record.session != event.session:
-            return
-        name = (event.attempt, event.write, event.start, event.end)
-        if name in self.world.garbled_notices and record.outcome != "failed":
-            self.fail(f"{event} is nonsense, and its attempt goes on")
-
-    def _start(self, event: Start) -> None:
-        if event.attempt in self.live:
-            self.fail(f"{event.attempt} is started twice")
-        self.started += 1
-        record = TargetAccount(event, self.started, blocks=self.blocks_of(event.spans))
-        self.live[event.attempt] = record
-        for block in record.blocks:
-            if block in self.owner:
-                self.fail(f"block {block} is reserved for two")
-            self.owner[block] = event.attempt
-
-    def _cancelled(self, record: TargetAccount) -> None:
-        if not record.outcome:
-            record.outcome = "cancelled"
-            self.outcomes["cancelled"] += 1
+        match event:
+            case Landed():
+                known = self.live.get(event.attempt)
+                name = (event.attempt, event.write, event.start, event.end)
+                if known is not None and name in self.world.garbled_notices:
+                    over = known.outcome in ("cancelled", "failed")
+                    if known.session == event.session and not over:
+                        self.fail(f"{event} is nonsense, and its attempt goes on")
+            case PeerGone():
+                for attempt, record in self.live.items():
+                    if not record.outcome and self.sessions.get(record.session) == event.node:
+                        self.fail(f"{event.node.node} is gone, and {attempt} waits for it")
+            case Fenced():
+                # What was known of a peer when its fence began is free once that has held.
+                sessions = self.fencing.pop(event.node)
+                for attempt, record in self.live.items():
+                    if record.session in sessions:
+                        self.fail(f"{event.node.node} is fenced, and {attempt} stays")
 
     def _settle(self, name: Attempt, outcome: str) -> TargetAccount:
         record = self.live.get(name)
@@ -478,20 +459,13 @@ class TargetLaws(Laws):
         order = record.order
         executor, tokens = self.node.executor, self.world.prompts[order.prompt_key]
         kv = kv_of(tokens, self.node.shape.model)[:end]
-        first = first_token(order.spans, groups_of(executor.layouts))
+        first = first_token(order.spans, executor.layouts[0])
         for g, spans in enumerate(order.spans):
             needed = max(first, executor.first_needed(g, order.num_tokens))
             for span in spans:
                 wrong = executor.differs(g, list(enumerate(span.blocks, span.first)), kv, needed)
                 if wrong is not None:
                     self.fail(f"{order.attempt} {what}, but group {g} holds wrong bytes: {wrong}")
-
-    def _mismatch(self, event: Verified) -> None:
-        self.mismatches += 1
-        weather = self.world.weather
-        record = self.live.get(event.attempt)
-        if not weather.rot and not weather.nonsense and record is not None and not record.outcome:
-            self.fail(f"digests of {event.attempt} differ, and nothing rots")
 
     def _unquarantine(self, name: Attempt) -> None:
         record = self.live.pop(name, None)
@@ -506,14 +480,9 @@ class TargetLaws(Laws):
         for block in record.blocks:
             del self.owner[block]
 
-    def _check_gone(self, node: NodeId) -> None:
-        for name, record in self.live.items():
-            if not record.outcome and self.sessions.get(record.session) == node:
-                self.fail(f"{node.node} is gone, and {name} waits for it")
-
     def _check_superseded(self, node: NodeId) -> None:
         """Who answers at an address ends the former life of the node there."""
-        present = self.world.nodes[node.node]
+        present = self.world.processes[node.node]
         for name, record in self.live.items():
             peer = self.sessions.get(record.session, node)
             if peer == node or peer.node != node.node or peer in self.fencing:
@@ -521,16 +490,10 @@ class TargetLaws(Laws):
             if present.id == node and present.address == record.order.address:
                 self.fail(f"{node.node} lives anew, and {name} waits for its former life")
 
-    def _check_fenced(self, node: NodeId, sessions: set[bytes]) -> None:
-        """What was known of a peer when its fence began is free once that has held."""
-        for name, record in self.live.items():
-            if record.session in sessions:
-                self.fail(f"{node.node} is fenced, and {name} stays in quarantine")
-
-    def landed(self, write: SimulatedWrite, rank: int, copy: Copy) -> None:
+    def landed(self, write: SimulatedWrite, rank: int, run: ByteRun) -> None:
         """See `Laws.landed`."""
         told = write.told
-        block = self.block_at(copy.target_region, copy.target_offset)
+        block = self.block_at(run.target_region, run.target_offset)
         record = self.live.get(told.attempt)
         if record is None or self.owner.get(block) != told.attempt:
             self.fail(f"a byte of {told.attempt} lands in block {block}, which is not its own")
@@ -539,8 +502,8 @@ class TargetLaws(Laws):
             self.fail(f"a byte of another session lands in block {block} of {told.attempt}")
         if not self.node.pools[block[0]].incoming[block[1]]:
             self.fail(f"a byte of {told.attempt} lands in block {block}, which awaits none")
-        marks = self._marks[rank][copy.target_region]
-        words = slice(copy.target_offset // 8, (copy.target_offset + copy.length) // 8)
+        marks = self._marks[rank][run.target_region]
+        words = slice(run.target_offset // 8, (run.target_offset + run.length) // 8)
         if (marks[words] == record.serial).any():
             self.fail(f"block {block} is written twice for {told.attempt}")
         marks[words] = record.serial
@@ -550,8 +513,3 @@ class TargetLaws(Laws):
         for (g, block), name in self.owner.items():
             if not self.node.pools[g].incoming[block]:
                 self.fail(f"{name} may be written to block {block} of group {g}, which is free")
-
-
-def _says_unknown(action: Any) -> bool:
-    message = action.message if isinstance(action, Send) else None
-    return isinstance(message, Refused) and message.code == "unknown_session"

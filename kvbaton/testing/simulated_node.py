@@ -6,8 +6,9 @@ HTTP process, and the threads, whose turns the world calls for when something ha
 
 from __future__ import annotations
 
+import math
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, cast
 
@@ -41,7 +42,7 @@ from kvbaton.engine.executor import Executor
 from kvbaton.engine.kv_cache_manager import GroupSpec
 from kvbaton.engine.scheduler import Scheduler
 from kvbaton.errors import TransportError
-from kvbaton.messages.control import Complete, RankCard, Reserve
+from kvbaton.messages.control import Complete, RankCard
 from kvbaton.messages.engine import (
     AbortRequest,
     AddRequest,
@@ -57,32 +58,29 @@ from kvbaton.messages.engine import (
     TransferSpec,
 )
 from kvbaton.prefill.source_connector import SourceConnector
-from kvbaton.testing.simulated_engine import VOCABULARY, SimulatedExecutor, next_token
-from kvbaton.testing.simulated_laws import SourceLaws, TargetLaws
+from kvbaton.testing.simulated_executor import VOCABULARY, SimulatedExecutor, next_token
 from kvbaton.testing.simulated_world import (
+    MemoryWatcher,
     SimulatedChannel,
+    SimulatedProcess,
     SimulatedTransport,
     SimulatedWorld,
     ViolationError,
 )
-from kvbaton.types import Attempt, NodeId, TransferTimers
+from kvbaton.types import Attempt, TransferTimers
 
 MAX_MODEL_LEN = 48
 IDLE_S = 15.0
 TIMERS = TransferTimers(
     resend=0.4,
-    progress_period=0.4,
     progress_deadline=1.5,
     total=8.0,
     lease=2.0,
-    unclaimed=3.0,
-    unannounced=3.0,
-    fence_retry=0.8,
-    quarantine_limit=6.0,
+    quarantine_limit=2.0,
     tombstone=8.0,
-    silence=3.0,
-    put_out=2.0,
 )
+CALM_TIMERS = replace(TIMERS, total=60.0, lease=6.0)
+"""Those of calm weather: however slow a source is, its target waits."""
 
 FOR_ENGINE = (
     Engage,
@@ -172,30 +170,63 @@ class SimulatedTransferThread(TransferThread):
         self.wake()
 
 
-class SimulatedNode:
+class Turns:
+    """When a thread of a node has its next turn: the world has it when something happens."""
+
+    def __init__(self, node: SimulatedProcess, turn: Callable[[], None]) -> None:
+        self._node, self._turn, self._at = node, turn, math.inf
+
+    def call(self, seconds: float = 0.0) -> None:
+        """Let it have one by then."""
+        world = self._node.world
+        at = world.now + seconds + world.rng.uniform(0.0, 0.003)
+        if at < self._at:
+            self._at = at
+            world.after(at - world.now, lambda: self._take(at))
+
+    def forget(self) -> None:
+        """The one that it waits for is called anew."""
+        self._at = math.inf
+
+    def _take(self, at: float) -> None:
+        if at == self._at and self._node.alive and not self._node.stopped:
+            self._at = math.inf
+            self._node.world.offset = self._node.offset
+            self._turn()
+
+
+class NodeWatcher(MemoryWatcher):
+    """Is told of all that a node decides."""
+
+    def saw(self, event: Any, actions: Sequence[Any]) -> None:
+        """Its machine has answered an event."""
+        raise NotImplementedError
+
+    def check_pools(self) -> None:
+        """Its core has had a turn."""
+        raise NotImplementedError
+
+
+class SimulatedNode(SimulatedProcess):
     """One life of a node.
 
     Attributes:
-        address: of its control channel.
-        offset: by which its clock is off.
         laws: what is held of it after every event.
         requests: what its clients asked, by request id.
     """
 
+    laws: NodeWatcher
+
     def __init__(self, world: SimulatedWorld, name: str, generation: int, shape: NodeShape) -> None:
-        self.world, self.name, self.generation, self.shape = world, name, generation, shape
-        self.id = NodeId(name, generation.to_bytes(16, "little"))
-        self.identity = identity_of(shape.model)
-        patience = 60.0 if world.weather.calm else TIMERS.unclaimed
-        self.timers = replace(
-            TIMERS, unclaimed=patience, unannounced=patience, total=max(patience, TIMERS.total)
-        )
-        self.alive, self.stopped, self.offset = True, False, 0.0
+        super().__init__(world, name, generation, identity_of(shape.model))
+        self.shape = shape
+        self.timers = CALM_TIMERS if world.weather.calm else TIMERS
         self.requests: dict[str, ClientRequest] = {}
         self._mail: list[ToCore] = []
         self._count = 0
-        self._asleep: list[Callable[[], None]] = []
-        self._core_at = self._transfers_at = float("inf")
+        self._core_turns = Turns(self, self._turn_core)
+        self._transfer_turns = Turns(self, self._turn_transfers)
+        self.wake_core = self._core_turns.call
         self.executor = SimulatedExecutor(
             world,
             model=shape.model,
@@ -224,7 +255,6 @@ class SimulatedNode:
             root_key=lambda salt: root_key(self.identity, salt),
             clock=world.monotonic,
         )
-        self.laws = SourceLaws(self) if shape.is_source else TargetLaws(self)
         self.core = EngineCore(
             self._executor,
             self.scheduler,
@@ -232,7 +262,8 @@ class SimulatedNode:
             connectors=(self._connect(),),
             depth=shape.depth,
         )
-        world.nodes[name] = self
+        for connector in self.core.connectors:
+            connector.contained = False  # a core goes on; here each exception is one too many
 
     # --- how it is put together ---
 
@@ -253,10 +284,6 @@ class SimulatedNode:
             )
         )
         identity = Identity(self.id, self.identity, {}, "simulated", cards)
-        settings: dict[str, Any] = {
-            "new_id": lambda: self.world.rng.randbytes(16),
-            "pairable": check_pairable,
-        }
         transports, layouts = cast(list[Transport], self.transports), self.executor.layouts
         channel = cast(ControlChannel, self.channel)
         self.machine: Source | Target
@@ -264,36 +291,19 @@ class SimulatedNode:
             self.machine = Source(
                 identity,
                 self.timers,
+                pairable=check_pairable,
                 max_notice_bytes=min(t.capabilities.max_notice_bytes for t in transports),
-                **settings,
             )
             sender = SourceWorker(self.machine, transports, layouts)
             self.transfers = SimulatedTransferThread(channel, sender=sender)
         else:
-            self.machine = Target(identity, self.timers, **settings)
+            new_id: Callable[[], bytes] = lambda: self.world.rng.randbytes(16)  # noqa: E731
+            self.machine = Target(identity, self.timers, new_id=new_id, pairable=check_pairable)
             receiver = TargetWorker(self.machine, transports, layouts, self.executor)
             self.transfers = SimulatedTransferThread(channel, receiver=receiver)
         self.transfers.wake = self.wake_transfers
-        self._listen_in()
-        if self.shape.is_source:
-            return SourceConnector(
-                self.transfers,
-                self._executor,
-                self.scheduler,
-                self.id,
-                unclaimed_s=self.timers.unclaimed,
-            )
-        return TargetConnector(
-            self.transfers,
-            self._executor,
-            self.scheduler,
-            members=(),
-            trust_loopback=False,
-            poison=True,
-        )
-
-    def _listen_in(self) -> None:
         machine: Any = self.machine
+        worker: Any = self.transfers.sender or self.transfers.receiver
         handle = machine.handle
 
         def handle_and_check(event: Any, now: float) -> Any:
@@ -304,46 +314,40 @@ class SimulatedNode:
                 self.wake_core()
             return actions
 
-        machine.handle = handle_and_check
-        worker: Any = self.transfers.sender or self.transfers.receiver
-        worker.error = self._raised
-
-    def _raised(self, what: str, *args: object) -> None:
-        """A worker counts an exception and goes on; here each is one too many, but this."""
-        error = sys.exc_info()[1]
-        if isinstance(error, ViolationError):
-            raise error
-        if isinstance(error, TransportError):  # whoever is to be reached may be dead
+        def raised(what: str, *args: object) -> None:
+            """A worker counts an exception and goes on; here each is one too many, but this."""
+            error = sys.exc_info()[1]
+            if isinstance(error, ViolationError):
+                raise error
+            if not isinstance(error, TransportError):  # whoever is to be reached may be dead
+                self.fail(f"{what % args}: {error!r}")
             self.world.note(self.name, error)
-            return
-        self.laws.fail(f"{what % args}: {error!r}")
+
+        machine.handle, worker.error = handle_and_check, raised
+        if self.shape.is_source:
+            return SourceConnector(
+                self.transfers,
+                self._executor,
+                self.scheduler,
+                self.id,
+                unclaimed_s=self.timers.total,
+            )
+        return TargetConnector(
+            self.transfers,
+            self._executor,
+            self.scheduler,
+            members=(),
+            trust_loopback=False,
+            poison=True,
+        )
 
     # --- turns ---
 
-    @property
-    def clock(self) -> float:
-        """What its clock shows."""
-        return self.world.monotonic() - self.world.offset + self.offset
-
-    def wake_core(self, seconds: float = 0.0) -> None:
-        """Let the core have a turn by then."""
-        at = self.world.now + seconds + self.world.rng.uniform(0.0, 0.003)
-        if at < self._core_at:
-            self._core_at = at
-            self.world.after(at - self.world.now, lambda: self._turn_core(at))
-
     def wake_transfers(self, seconds: float = 0.0) -> None:
         """Let the transfer thread have a turn by then."""
-        at = self.world.now + seconds + self.world.rng.uniform(0.0, 0.003)
-        if at < self._transfers_at:
-            self._transfers_at = at
-            self.world.after(at - self.world.now, lambda: self._turn_transfers(at))
+        self._transfer_turns.call(seconds)
 
-    def _turn_core(self, at: float) -> None:
-        if at != self._core_at or not self._runs():
-            return
-        self._core_at = float("inf")
-        self.world.offset = self.offset
+    def _turn_core(self) -> None:
         self.core.turn()
         self.laws.check_pools()
         if self.core.finished():
@@ -353,38 +357,22 @@ class SimulatedNode:
         patience = self.core.patience()
         self.wake_core(patience if patience < 0.5 else IDLE_S)
 
-    def _turn_transfers(self, at: float) -> None:
-        if at != self._transfers_at or not self._runs():
-            return
-        self._transfers_at = float("inf")
-        self.world.offset = self.offset
+    def _turn_transfers(self) -> None:
         self.transfers.turn()
-        deadline = self.machine.next_deadline()
+        (worker,) = self.transfers.workers
+        deadline = worker.settle()
         if deadline is not None:
             self.wake_transfers(max(0.0, deadline - self.clock))
 
-    def _runs(self) -> bool:
-        return self.alive and not self.stopped
-
     # --- violence ---
 
-    def stop(self) -> None:
-        """SIGSTOP."""
-        self.stopped = True
-
-    def when_continued(self, do: Callable[[], None]) -> None:
-        """Do something as soon as the process runs again."""
-        self._asleep.append(do)
-
     def resume(self) -> None:
-        """SIGCONT."""
-        self.stopped = False
-        self._core_at = self._transfers_at = float("inf")
+        """As `SimulatedProcess.resume`."""
+        self._core_turns.forget()
+        self._transfer_turns.forget()
         self.wake_core()
         self.wake_transfers()
-        asleep, self._asleep = self._asleep, []
-        for do in asleep:
-            do()
+        super().resume()
 
     def jump(self, seconds: float) -> None:
         """The node's clock jumps."""
@@ -411,15 +399,6 @@ class SimulatedNode:
             if transport.alive:
                 transport.die()
         self.channel.close()
-
-    def reserve_was_heard(self, message: Reserve) -> bool:
-        """Whether the source of a session has heard of an attempt of ours in it."""
-        name = Attempt(message.transfer_id, message.attempt)
-        return any(
-            isinstance(node.laws, SourceLaws)
-            and message.session in node.laws.accepted.get(name, ())
-            for node in self.world.nodes.values()
-        )
 
     # --- the HTTP process ---
 
@@ -476,27 +455,27 @@ class SimulatedNode:
                 self.world.note(self.name, message)
                 self.requests[message.request_id].rejected = True
                 if self.world.weather.calm:
-                    self.laws.fail(f"{message} in calm weather")
+                    self.fail(f"{message} in calm weather")
             case Metrics():
                 wrong = message.gauges["kvbaton_ledger_imbalance"]
                 if wrong:
-                    self.laws.fail(f"{wrong} blocks are not whose the pool thinks they are")
+                    self.fail(f"{wrong} blocks are not whose the pool thinks they are")
 
     def _answer(self, output: Output) -> None:
         request = self.requests[output.request_id]
         got, job = request.got[output.choice], request.job
         if request.rejected or request.finished[output.choice] is not None:
-            self.laws.fail(f"{output} comes after the end")
+            self.fail(f"{output} comes after the end")
         for token in output.token_ids:
             wanted = next_token((*job.tokens, *got), output.choice, self.shape.model)
             if token != wanted:
-                self.laws.fail(f"{output.request_id} goes on with token {token}, not {wanted}")
+                self.fail(f"{output.request_id} goes on with token {token}, not {wanted}")
             got.append(token)
         request.finished[output.choice] = output.finish_reason
         if output.finish_reason == "error":
             self.world.note(self.name, output)
             if self.world.weather.calm:
-                self.laws.fail(f"{output} in calm weather")
+                self.fail(f"{output} in calm weather")
 
     def check_first_tokens(self, message: Complete) -> None:
         """Hold what a source says that it sampled against what it must sample."""
@@ -506,4 +485,4 @@ class SimulatedNode:
         model, choices = self.shape.model, range(len(told))
         right = [tuple(next_token(p, c, model) for c in choices) for p in prompts]
         if told not in right:
-            self.laws.fail(f"{message} names the wrong first tokens")
+            self.fail(f"{message} names the wrong first tokens")

@@ -9,14 +9,16 @@ owns its block.
 from __future__ import annotations
 
 import heapq
+import math
 import random
 import re
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
-from typing import TYPE_CHECKING, NamedTuple
+from typing import Any, NamedTuple
 
-import msgspec
 import numpy as np
+import zmq
+from msgspec import structs
 
 from kvbaton.connectors.base import (
     Capabilities,
@@ -38,12 +40,7 @@ from kvbaton.messages.control import (
     decode_control,
     encode_control,
 )
-from kvbaton.types import Attempt
-
-if TYPE_CHECKING:
-    import zmq
-
-    from kvbaton.testing.simulated_node import SimulatedNode
+from kvbaton.types import Attempt, NodeId
 
 
 class ViolationError(AssertionError):
@@ -83,18 +80,71 @@ class Weather:
     @property
     def calm(self) -> bool:
         """Whether nothing at all goes wrong: then every hand-over must end well."""
-        return not any(
-            (
-                self.loss,
-                self.duplicate,
-                self.stall,
-                self.nonsense,
-                self.bad_write,
-                self.rot,
-                self.violence,
-                self.misdirection,
-            )
-        )
+        return self == Weather(fence=self.fence, offload=self.offload, heal_at=self.heal_at)
+
+
+class MemoryWatcher:
+    """Is told what happens to the memory of a process, when it happens; see `simulated_laws`."""
+
+    def read(self, write: SimulatedWrite, run: ByteRun) -> None:
+        """A write reads it."""
+        raise NotImplementedError
+
+    def landed(self, write: SimulatedWrite, rank: int, run: ByteRun) -> None:
+        """Bytes land in it."""
+        raise NotImplementedError
+
+
+class SimulatedProcess:
+    """One life of a process in the world, as its transports and its channel know it.
+
+    Attributes:
+        name: of the node in all of its lives.
+        generation: of this life.
+        address: of its control channel.
+        identity: what it computes.
+        offset: by which its clock is off.
+        laws: watches it.
+    """
+
+    address: str
+    laws: MemoryWatcher
+
+    def __init__(self, world: SimulatedWorld, name: str, generation: int, identity: bytes) -> None:
+        self.world, self.name, self.generation = world, name, generation
+        self.id = NodeId(name, generation.to_bytes(16, "little"))
+        self.identity = identity
+        self.alive, self.stopped, self.offset = True, False, 0.0
+        self._asleep: list[Callable[[], None]] = []
+        world.processes[name] = self
+
+    @property
+    def clock(self) -> float:
+        """What its clock shows."""
+        return self.world.monotonic() - self.world.offset + self.offset
+
+    def fail(self, what: str) -> None:
+        """Report a violation."""
+        self.world.fail(f"{self.name}: {what}")
+
+    def wake_transfers(self, seconds: float = 0.0) -> None:
+        """Let whoever drives its transports and its channel have a turn by then."""
+        raise NotImplementedError
+
+    def stop(self) -> None:
+        """SIGSTOP."""
+        self.stopped = True
+
+    def when_continued(self, do: Callable[[], None]) -> None:
+        """Do something as soon as the process runs again."""
+        self._asleep.append(do)
+
+    def resume(self) -> None:
+        """SIGCONT."""
+        self.stopped = False
+        asleep, self._asleep = self._asleep, []
+        for do in asleep:
+            do()
 
 
 class SimulatedWorld:
@@ -103,13 +153,14 @@ class SimulatedWorld:
     Attributes:
         now: seconds.
         offset: how far the clock of whoever acts now is off.
-        nodes: the present life of each node, by name.
+        processes: the present life of each node, by name.
         channels: who listens, by address.
         links: whom a channel's incoming link leads back to.
         transports: of ranks that live, by card.
         writes: those that may still land or are still watched.
         garbled: messages that are nonsense, by session and number.
         garbled_notices: attempt, write, start and end of notices that are.
+        heard: what a source has accepted, by session and attempt.
         prompts: tokens by prompt key.
     """
 
@@ -118,7 +169,7 @@ class SimulatedWorld:
         self.weather = weather
         self.now = 0.0
         self.offset = 0.0
-        self.nodes: dict[str, SimulatedNode] = {}
+        self.processes: dict[str, SimulatedProcess] = {}
         self.channels: dict[str, SimulatedChannel] = {}
         self.links: dict[bytes, SimulatedChannel] = {}
         self.transports: dict[bytes, SimulatedTransport] = {}
@@ -126,6 +177,7 @@ class SimulatedWorld:
         self.cut_until: dict[frozenset[str], float] = {}
         self.garbled: dict[tuple[bytes, int], Control] = {}
         self.garbled_notices: set[tuple[Attempt, int, int, int]] = set()
+        self.heard: set[tuple[bytes, Attempt]] = set()
         self.prompts: dict[bytes, tuple[int, ...]] = {}
         self.log: list[tuple[float, str, object]] = []
         self.events = 0
@@ -146,9 +198,9 @@ class SimulatedWorld:
         self.events += 1
         heapq.heappush(self._heap, (self.now + max(seconds, 0.0), self.events, do))
 
-    def soon(self, do: Callable[[], None], mean: float = 0.02) -> None:
-        """Do something after a random while."""
-        self.after(self.rng.expovariate(1 / mean), do)
+    def soon(self, do: Callable[[], None], mean: float = 0.02, most: float = math.inf) -> None:
+        """Do something after a random while, of `most` seconds."""
+        self.after(min(self.rng.expovariate(1 / mean), most), do)
 
     def run(self, until: float) -> None:
         """Let time pass."""
@@ -164,8 +216,14 @@ class SimulatedWorld:
         self.log.append((self.now, who, what))
 
     def fail(self, what: str) -> None:
-        """ScheduleReport a violation, with the last of the log."""
-        lines = [f"{at:.3f} {who}: {_short(it)}" for at, who, it in self.log[-120:]]
+        """Raise a `ViolationError` that tells the last of the log."""
+        lines = []
+        for at, who, event in self.log[-120:]:
+            # Names of 16 and more bytes are cut.
+            line = re.sub(r"""b(['"])((?:\\x..|[^'\\]){1,2}).*?\1(?=[,)])""", r"\2~", str(event))
+            line = re.sub(r", logprobs=None, finish_reason=None, stop_reason=None", "", line)
+            line = re.sub(r"transfer_id=|ranks=.*|prompt_key=|sums=.*|attempt=Attempt", "", line)
+            lines.append(f"{at:.3f} {who}: {line[:230]}")
         raise ViolationError("\n".join([*lines, what]))
 
     # --- network ---
@@ -176,7 +234,7 @@ class SimulatedWorld:
             self.note(sender.node.name, ("lost", decode_control(data)))
             return
         if self.chance(self.weather.nonsense):
-            garbled = garble(self.rng, sender.node, decode_control(data))
+            garbled = garble(self, decode_control(data))
             if garbled is not None:
                 self.garbled[garbled.session, garbled.seq] = garbled
                 data = encode_control(garbled)
@@ -193,60 +251,37 @@ class SimulatedWorld:
         if channel is None or not channel.node.alive:
             return
         pair = frozenset((sender.node.name, channel.node.name))
-        if self.cut_until.get(pair, 0.0) > self.now:
-            return
-        channel.inbox.append((channel.link_of(sender), data))
-        channel.node.wake_transfers()
+        if self.cut_until.get(pair, 0.0) <= self.now:
+            channel.inbox.append((channel.link_of(sender), data))
+            channel.node.wake_transfers()
 
 
-def _short(what: object) -> str:
-    """A line of the log: names of 16 and more bytes are cut."""
-    line = re.sub(r"""b(['"])((?:\\x..|[^'\\]){1,2}).*?\1(?=[,)])""", r"\2~", str(what))
-    line = re.sub(r", logprobs=None, finish_reason=None, stop_reason=None", "", line)
-    return re.sub(r"transfer_id=|ranks=.*|prompt_key=|sums=.*|attempt=Attempt", "", line)[:230]
-
-
-def garble(rng: random.Random, sender: SimulatedNode, message: Control) -> Control | None:
+def garble(world: SimulatedWorld, message: Control) -> Control | None:
     """A message as only a peer with a defect would send it, or None."""
     if isinstance(message, Reserve):
         spans = message.spans
-        if sender.reserve_was_heard(message):
+        if (message.session, Attempt(message.transfer_id, message.attempt)) in world.heard:
             # Known by now, so other blocks are no first word but a change of mind.
             other = tuple(
-                tuple(replace_struct(span, blocks=span.blocks[::-1]) for span in group)
+                tuple(structs.replace(span, blocks=span.blocks[::-1]) for span in group)
                 for group in spans
             )
-            return None if other == spans else replace_struct(message, spans=other)
+            return None if other == spans else structs.replace(message, spans=other)
         first = next(group for group in spans if group)[0]
-        bad = (replace_struct(first, blocks=(*first.blocks[:-1], 1 << 20)),)
-        return rng.choice(
-            [
-                replace_struct(message, spans=()),
-                replace_struct(message, num_tokens=0),
-                replace_struct(message, spans=(bad, *spans[1:])),
-                replace_struct(message, spans=tuple(() for _ in spans)),
-            ]
-        )
-    if isinstance(message, Complete):
-        return rng.choice(
-            [
-                replace_struct(message, num_tokens=message.num_tokens + 1),
-                replace_struct(message, num_writes=0),
-                replace_struct(message, choices=()),
-            ]
-        )
-    if isinstance(message, Ack):
-        return rng.choice(
-            [
-                replace_struct(message, verdict="perhaps"),
-                replace_struct(message, bad=((5, 5),)),
-                replace_struct(message, bad=((0, 1 << 20),)),
-            ]
-        )
-    return None
-
-
-replace_struct = msgspec.structs.replace
+        bad = (structs.replace(first, blocks=(*first.blocks[:-1], 1 << 20)),)
+        wrong: list[dict[str, Any]] = [
+            {"spans": ()},
+            {"num_tokens": 0},
+            {"spans": (bad, *spans[1:])},
+            {"spans": tuple(() for _ in spans)},
+        ]
+    elif isinstance(message, Complete):
+        wrong = [{"num_tokens": message.num_tokens + 1}, {"num_writes": 0}, {"choices": ()}]
+    elif isinstance(message, Ack):
+        wrong = [{"verdict": "perhaps"}, {"bad": ((5, 5),)}, {"bad": ((0, 1 << 20),)}]
+    else:
+        return None
+    return structs.replace(message, **world.rng.choice(wrong))
 
 
 class SimulatedChannel:
@@ -259,9 +294,10 @@ class SimulatedChannel:
 
     dropped = 0
 
-    def __init__(self, world: SimulatedWorld, node: SimulatedNode, address: str) -> None:
+    def __init__(self, world: SimulatedWorld, node: SimulatedProcess, address: str) -> None:
         self.world, self.node, self._address = world, node, address
         self.inbox: list[tuple[Link, bytes]] = []
+        self.poller = zmq.Poller()  # of nothing: the world wakes its node
         self._id = f"{node.name}#{node.generation}"
         self.arrivals: dict[str, float] = {}
         self._dialled: dict[str, Link] = {}
@@ -271,10 +307,6 @@ class SimulatedChannel:
     def address(self) -> str:
         """What peers dial."""
         return self._address
-
-    def sockets(self) -> list[zmq.Socket[bytes]]:
-        """None: the world wakes its node."""
-        return []
 
     def dial(self, address: str) -> Link:
         """As `ControlChannel.dial`."""
@@ -309,7 +341,7 @@ class SimulatedChannel:
 # --- transports ---
 
 
-class Copy(NamedTuple):
+class ByteRun(NamedTuple):
     """One run of bytes on its way."""
 
     source_region: int
@@ -317,13 +349,6 @@ class Copy(NamedTuple):
     target_region: int
     target_offset: int
     length: int
-
-
-def copies_of(ranges: Ranges) -> Iterator[Copy]:
-    """The runs that ranges stand for."""
-    for source, start, target, end, length, count, step, stride in ranges.tolist():
-        for i in range(count):
-            yield Copy(source, start + i * step, target, end + i * stride, length)
 
 
 @dataclass(eq=False)
@@ -343,7 +368,7 @@ class SimulatedPeer:
 class SimulatedTransport:
     """One rank's `Transport` in the world; memory is numpy arrays, which their `Memory` owns."""
 
-    def __init__(self, world: SimulatedWorld, node: SimulatedNode, rank: int) -> None:
+    def __init__(self, world: SimulatedWorld, node: SimulatedProcess, rank: int) -> None:
         self.world, self.node, self.rank = world, node, rank
         self.name = f"{node.name}-{node.generation}-{rank}"
         self.capabilities = Capabilities(
@@ -414,8 +439,13 @@ class SimulatedTransport:
 
     def write(self, peer: SimulatedPeer, ranges: Ranges, notice: bytes) -> SimulatedWrite:
         """As `Transport.write`."""
-        self.node.world.note(self.name, ("write", unpack_notice(notice)))
-        write = SimulatedWrite(self.world, peer, list(copies_of(ranges)), notice)
+        self.world.note(self.name, ("write", unpack_notice(notice)))
+        runs = [
+            ByteRun(source, start + i * step, target, end + i * stride, length)
+            for source, start, target, end, length, count, step, stride in ranges.tolist()
+            for i in range(count)
+        ]
+        write = SimulatedWrite(self.world, peer, runs, notice)
         self.world.writes.append(write)
         write.begin()
         return write
@@ -483,7 +513,7 @@ class SimulatedWrite:
 
     world: SimulatedWorld
     peer: SimulatedPeer
-    left: list[Copy]
+    left: list[ByteRun]
     notice: bytes
     wire: list[np.ndarray[tuple[int], np.dtype[np.uint8]]] | None = None
     void: bool = False
@@ -519,23 +549,17 @@ class SimulatedWrite:
         elif not world.chance(world.weather.bad_write):
             self._land_in_parts(rng.choice([1, 1, 2]), rng.uniform(0.001, 0.03), self._good)
         else:
-            rng.choice([self._fail, self._fail_late, self._stick])()
-
-    def _fail(self) -> None:
-        """A part lands; then it is terminal with an error."""
-        self.left = self.left[: len(self.left) // 2]
-        self._land_in_parts(1, 0.02, lambda: self._become(Status.DRAINED))
-
-    def _fail_late(self) -> None:
-        """It is in error while it still lands, and terminal later."""
-        self.world.after(0.01, lambda: self._become(Status.ERROR))
-        seconds = self.world.rng.uniform(0.1, 3.0)
-        self._land_in_parts(3, seconds, lambda: self._become(Status.DRAINED))
-
-    def _stick(self) -> None:
-        """A part lands; the rest only after long, perhaps after every timer."""
-        self._land(len(self.left) // 2)
-        self._land_in_parts(1, self.world.rng.uniform(1.0, 20.0), self._good)
+            match rng.choice(("fails", "fails late", "sticks")):
+                case "fails":
+                    self.left = self.left[: len(self.left) // 2]
+                    self._land_in_parts(1, 0.02, lambda: self._become(Status.DRAINED))
+                case "fails late":  # in error while it still lands, and terminal later
+                    world.after(0.01, lambda: self._become(Status.ERROR))
+                    seconds = rng.uniform(0.1, 3.0)
+                    self._land_in_parts(3, seconds, lambda: self._become(Status.DRAINED))
+                case "sticks":  # the rest lands only after long, perhaps after every timer
+                    self._land(len(self.left) // 2)
+                    self._land_in_parts(1, rng.uniform(1.0, 20.0), self._good)
 
     def _land_in_parts(self, parts: int, seconds: float, then: Callable[[], None]) -> None:
         size = -(-len(self.left) // parts)
@@ -556,28 +580,28 @@ class SimulatedWrite:
     def _land(self, count: int) -> None:
         near, far = self.peer.near, self.peer.far
         for _ in range(min(count, len(self.left))):
-            copy = self.left.pop()
+            run = self.left.pop()
             if self.wire is not None:
                 data = self.wire.pop()
             else:
-                near.node.laws.read(self, copy)
-                data = self._read(copy)
+                near.node.laws.read(self, run)
+                data = self._read(run)
             if self.void or not far.node.alive:
                 continue
-            far.node.laws.landed(self, far.rank, copy)
-            low = copy.target_offset
-            far.regions[copy.target_region][low : low + copy.length] = data
+            far.node.laws.landed(self, far.rank, run)
+            low = run.target_offset
+            far.regions[run.target_region][low : low + run.length] = data
 
-    def _read(self, copy: Copy) -> np.ndarray[tuple[int], np.dtype[np.uint8]]:
-        low = copy.source_offset
-        data = self.peer.near.regions[copy.source_region][low : low + copy.length].copy()
-        assert len(data) == copy.length, f"{copy} reads beyond its region"
+    def _read(self, run: ByteRun) -> np.ndarray[tuple[int], np.dtype[np.uint8]]:
+        low = run.source_offset
+        data = self.peer.near.regions[run.source_region][low : low + run.length].copy()
+        assert len(data) == run.length, f"{run} reads beyond its region"
         return data
 
     def detach(self) -> None:
         """The source is read no more: what is left was read by now and is on the wire."""
         if self.wire is None:
-            self.wire = [self._read(copy) for copy in self.left]
+            self.wire = [self._read(run) for run in self.left]
 
     def cut(self) -> None:
         """A fence: nothing lands any more; the source sees an error that says so little."""
@@ -592,22 +616,17 @@ class SimulatedWrite:
         far = self.peer.far
         notice = self.notice
         if self.world.chance(self.world.weather.nonsense):
-            told = self._garbled()
+            # What only a source with a defect would tell of the write.
+            wrong: list[dict[str, Any]] = [
+                {"write": 1 << 20},
+                {"end": self.told.end + 100},
+                {"end": self.told.start},
+            ]
+            told = replace(self.told, **self.world.rng.choice(wrong))
             self.world.garbled_notices.add((told.attempt, told.write, told.start, told.end))
             notice = pack_notice(told)
         self.world.soon(lambda: far.notify(notice), 0.003)
         self._become(Status.DONE)
-
-    def _garbled(self) -> Landed:
-        """What only a source with a defect would tell of the write."""
-        told = self.told
-        return self.world.rng.choice(
-            [
-                replace(told, write=1 << 20),
-                replace(told, end=told.end + 100),
-                replace(told, end=told.start),
-            ]
-        )
 
     def _become(self, state: Status) -> None:
         if self.state in (Status.DONE, Status.DRAINED):

@@ -14,32 +14,47 @@ request has its answer, and nothing is left in any dict but what a peer keeps th
 be fenced. In a schedule without any fault every hand-over must end well. A `ViolationError` tells
 the story.
 
-    python -m kvbaton.testing.simulator 1000        # seeds 0 to 999
-    python -m kvbaton.testing.simulator 5000 6000   # seeds 5000 to 5999
+    python -m kvbaton.testing.simulator 1000 --first 5000 --processes 8   # seeds 5000 to 5999
 """
 
 from __future__ import annotations
 
+import argparse
 import gc
 import logging
+import math
 import random
 import sys
 import time
 from collections import Counter, deque
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
+from multiprocessing import get_context
 from typing import Any
 
 from kvbaton.connectors.base import FenceScope
 from kvbaton.connectors.keys import prompt_key, root_key
-from kvbaton.testing.simulated_laws import TargetAccount, TargetLaws
-from kvbaton.testing.simulated_node import NodeShape, SimulatedNode, SimulatedPrompt, identity_of
+from kvbaton.testing.simulated_laws import SourceLaws, TargetLaws
+from kvbaton.testing.simulated_node import (
+    CALM_TIMERS,
+    NodeShape,
+    SimulatedNode,
+    SimulatedPrompt,
+    identity_of,
+)
 from kvbaton.testing.simulated_world import SimulatedWorld, ViolationError, Weather
 from kvbaton.types import Attempt
 
 REST_S = 40.0
 """Virtual seconds after the weather has healed in which everything must come to rest."""
+
+PROGRESS_S = 15.0
+"""Between two lines of progress."""
+
+LATEST_S = CALM_TIMERS.lease - 2.0
+"""In calm weather the router has sent a prompt to both sides by then: a `Reserve` waits for its
+request no longer than a lease."""
 
 WINDOW = 6
 """Tokens that the second group attends to, if there is one."""
@@ -76,11 +91,11 @@ class Simulation:
         self.rng = rng = random.Random(seed)
         self.world = SimulatedWorld(rng, draw_weather(rng))
         self._shapes: dict[str, NodeShape] = {}
+        self._nodes: dict[str, SimulatedNode] = {}
         self._lives: list[SimulatedNode] = []
+        self._laws: list[SourceLaws | TargetLaws] = []
         num_groups = rng.choice([1, 1, 2])
-        # A window's blocks are of one size everywhere: digests of a unit of several blocks can't be
-        # compared where only some of them are wanted.
-        self._window_size = rng.choice([2, 3, 4])
+        self._window_size = rng.choice([2, 3, 4])  # of most nodes: equal shapes meet often
         for i in range(rng.choice([1, 1, 2])):
             self._shapes[f"p{i}"] = self._draw_shape(True, num_groups)
         for i in range(rng.choice([1, 1, 2])):
@@ -94,7 +109,7 @@ class Simulation:
         tokens = rng.choice([50, 50, 70, 120])
         groups = []
         for window in (0, WINDOW)[:num_groups]:
-            size = self._window_size if window else rng.choice([2, 3, 4])
+            size = rng.choice([self._window_size, 2, 3, 4] if window else [2, 3, 4])
             groups.append((size, 1 + tokens // size, window))
         odd = not is_source and self.world.weather.misdirection and rng.random() < 0.1
         return NodeShape(
@@ -134,88 +149,91 @@ class Simulation:
 
     def _birth(self, name: str) -> None:
         node = SimulatedNode(self.world, name, len(self._lives), self._shapes[name])
+        laws = SourceLaws(node) if node.shape.is_source else TargetLaws(node)
+        node.laws = laws
+        self._nodes[name] = node
         self._lives.append(node)
+        self._laws.append(laws)
         self.world.note(name, "is born")
         self._tell_members()
 
     def _tell_members(self, missing: str | None = None) -> None:
-        addresses = [self.world.nodes[n].address for n in self._sources if n in self.world.nodes]
+        addresses = [self._nodes[n].address for n in self._sources if n in self._nodes]
         for name in self._targets:
-            node = self.world.nodes.get(name)
+            node = self._nodes.get(name)
             if node is not None and node.alive:
                 node.set_members([address for address in addresses if address != missing])
 
     # --- what the router does ---
 
     def _plan(self) -> None:
-        weather = self.world.weather
-        bursts = [self.rng.uniform(0.0, weather.heal_at * 0.8) for _ in range(3)]
-        for number in range(self.rng.randint(3, 9)):
-            at = self.rng.choice(bursts)
-            for attempt in range(1 + (self.rng.random() < 0.2 and not weather.calm)):
-                job = self._draw_job(Attempt(bytes([number + 1]) * 16, attempt))
+        rng, weather = self.rng, self.world.weather
+        bursts = [rng.uniform(0.0, weather.heal_at * 0.8) for _ in range(3)]
+        for number in range(rng.randint(3, 9)):
+            at = rng.choice(bursts)
+            for attempt in range(1 + (rng.random() < 0.2 and not weather.calm)):
+                shared = rng.choice(self._bases)[: rng.choice([0, 6, 12, 24])]
+                tokens = shared + self._draw_tokens(rng.randint(0 if shared else 1, 8))
+                deadline = 120.0 if weather.calm else rng.choice([3.0, 8.0])
+                name = Attempt(bytes([number + 1]) * 16, attempt)
+                sizes = rng.randint(1, 9), rng.choice([1, 1, 1, 2])
+                job = SimulatedPrompt(name, tokens, *sizes, deadline)
                 self.world.after(at, lambda job=job: self._dispatch(job))  # type: ignore[misc]
         at = 0.0
         while weather.violence and at < weather.heal_at:
-            at += self.rng.expovariate(weather.violence)
+            at += rng.expovariate(weather.violence)
             self.world.after(min(at, weather.heal_at), self._strike)
         self.world.after(weather.heal_at, self._heal)
 
     def _draw_tokens(self, count: int) -> tuple[int, ...]:
+        """A prompt, or a part of one."""
         return tuple(self.rng.randrange(50) for _ in range(count))
-
-    def _draw_job(self, name: Attempt) -> SimulatedPrompt:
-        rng = self.rng
-        shared = rng.choice(self._bases)[: rng.choice([0, 6, 12, 24])]
-        tokens = shared + self._draw_tokens(rng.randint(0 if shared else 1, 8))
-        deadline = 120.0 if self.world.weather.calm else rng.choice([3.0, 8.0])
-        return SimulatedPrompt(name, tokens, rng.randint(1, 9), rng.choice([1, 1, 1, 2]), deadline)
 
     def _dispatch(self, job: SimulatedPrompt) -> None:
         """Send a prompt to both sides, in any order; a foolish router, otherwise."""
-        rng, world = self.rng, self.world
-        self._know(job)
+        rng, world, nodes = self.rng, self.world, self._nodes
         source, target = rng.choice(self._sources), rng.choice(self._targets)
-        peer = world.nodes[source].address
-        to_source, to_target = job, job
+        peer, to_source = nodes[source].address, job
         folly = rng.choice(FOLLIES) if world.chance(world.weather.misdirection) else ""
         if folly == "other prompt":
-            to_source = SimulatedPrompt(
-                job.attempt, self._draw_tokens(len(job.tokens)), 2, job.choices
-            )
-            self._know(to_source)
+            other_tokens = self._draw_tokens(len(job.tokens))
+            to_source = SimulatedPrompt(job.attempt, other_tokens, 2, job.choices)
+        for tokens in (job.tokens, to_source.tokens):
+            for model in MODELS:
+                world.prompts[prompt_key(root_key(identity_of(model), ""), tokens)] = tokens
+
+        def to(name: str, mean: float | None = None) -> None:
+            prompt, where = (to_source, None) if name in self._sources else (job, peer)
+            seconds = mean or rng.choice([0.01, 0.01, 0.3, 1.0])
+            most = LATEST_S if world.weather.calm else math.inf
+            world.soon(lambda: nodes[name].add(prompt, where), seconds, most)
+
+        def leave(name: str, mean: float) -> None:
+            world.soon(lambda: nodes[name].abort(job.attempt), mean)
+
         if folly not in ("no source", "late source", "target leaves at once"):
-            self._later(lambda: world.nodes[source].add(to_source))
+            to(source)
         if folly != "no target":
-            self._later(lambda: world.nodes[target].add(to_target, peer))
-        if folly == "two targets":
-            other = next((n for n in self._targets if n != target), target)
-            self._later(lambda: world.nodes[other].add(to_target, peer))
-        if folly == "source again":
-            self._later(lambda: world.nodes[source].add(to_source))
-        if folly == "target leaves at once":
-            world.soon(lambda: world.nodes[target].abort(job.attempt), 0.02)
-            world.soon(lambda: world.nodes[source].add(to_source), 2.0)
-        if folly == "late source":
-            world.soon(lambda: world.nodes[source].add(to_source), 3.0)
-        if folly == "target leaves":
-            world.soon(lambda: world.nodes[target].abort(job.attempt), 0.5)
-        if folly == "source leaves":
-            world.soon(lambda: world.nodes[source].abort(job.attempt), 0.3)
-
-    def _know(self, job: SimulatedPrompt) -> None:
-        for model in MODELS:
-            key = prompt_key(root_key(identity_of(model), ""), job.tokens)
-            self.world.prompts[key] = job.tokens
-
-    def _later(self, do: object) -> None:
-        assert callable(do)
-        self.world.soon(do, self.rng.choice([0.01, 0.01, 0.3, 1.0]))
+            to(target)
+        match folly:
+            case "two targets":
+                to(next((name for name in self._targets if name != target), target))
+            case "source again":
+                to(source)
+            case "late source":
+                to(source, 3.0)
+            case "target leaves at once":
+                leave(target, 0.02)
+                to(source, 2.0)
+            case "target leaves":
+                leave(target, 0.5)
+            case "source leaves":
+                leave(source, 0.3)
 
     # --- violence ---
 
     def _strike(self) -> None:
-        node = self.world.nodes[self.rng.choice(list(self._shapes))]
+        node = self._nodes[self.rng.choice(list(self._shapes))]
         kind = self.rng.choice(BLOWS)
         self.world.note(node.name, kind)
         if not node.alive or self.world.now >= self.world.weather.heal_at:
@@ -243,7 +261,7 @@ class Simulation:
 
     def _rebirth(self, node: SimulatedNode) -> None:
         node.kill()  # whoever still shuts down
-        if self.world.nodes[node.name] is node:
+        if self._nodes[node.name] is node:
             self._birth(node.name)
 
     def _continue(self, node: SimulatedNode) -> None:
@@ -254,7 +272,7 @@ class Simulation:
     def _heal(self) -> None:
         self.world.note("weather", "heals")
         self.world.cut_until.clear()
-        for node in self.world.nodes.values():
+        for node in self._nodes.values():
             self._continue(node)
         self._tell_members()
 
@@ -262,53 +280,40 @@ class Simulation:
 
     def _check_rest(self) -> ScheduleReport:
         report = ScheduleReport(self.seed, self.world.events)
-        for node in self._lives:
-            self._add_up(node, report)
+        for node, laws in zip(self._lives, self._laws, strict=True):
+            side = "source" if node.shape.is_source else "target"
+            for name, count in vars(node.machine.counters).items():
+                if isinstance(count, int):
+                    report.totals[f"{side} {name}"] += count
+            report.totals["preemptions"] += node.scheduler.totals.preemptions
+            report.totals["stale messages"] += laws.stale
+            if isinstance(laws, TargetLaws):
+                report.totals["fences"] += laws.fences
+                report.totals["mismatches"] += laws.mismatches
+                report.totals.update(laws.outcomes)
             if node.alive:
-                self._check_node(node, report)
+                report.left += self._check_end(node, laws)
         return report
 
-    def _add_up(self, node: SimulatedNode, report: ScheduleReport) -> None:
-        totals, laws = report.totals, node.laws
-        side = "source" if node.shape.is_source else "target"
-        for name, count in vars(node.machine.counters).items():
-            if isinstance(count, int):
-                totals[f"{side} {name}"] += count
-        totals["preemptions"] += node.scheduler.totals.preemptions
-        totals["stale messages"] += laws.stale
-        if isinstance(laws, TargetLaws):
-            totals["fences"] += laws.fences
-            totals["mismatches"] += laws.mismatches
-            totals.update(laws.outcomes)
-
-    def _check_node(self, node: SimulatedNode, report: ScheduleReport) -> None:
-        fail = node.laws.fail
+    def _check_end(self, node: SimulatedNode, laws: SourceLaws | TargetLaws) -> int:
+        """Returns how many quarantines remain, on peers that are dead and can't be fenced."""
         node.core.turn()
         unanswered = [name for name, request in node.requests.items() if not request.over]
         if unanswered:
-            fail(f"requests without an answer: {unanswered}")
+            node.fail(f"requests without an answer: {unanswered}")
         if node.core.imbalance():
-            fail("the pool's account differs from its owners'")
+            node.fail("the pool's account differs from its owners'")
         excused = 0
-        for attempt, record in node.laws.live.items():
-            if isinstance(record, TargetAccount) and self._excused(node, record.session):
-                excused += 1
-            else:
-                fail(f"{attempt} is not over: {record}")
-        report.left += excused
+        if isinstance(laws, TargetLaws) and self.world.weather.fence is FenceScope.NONE:
+            living = {other.id for other in self._lives if other.alive}
+            excused = sum(laws.sessions.get(r.session) not in living for r in laws.live.values())
+        if len(laws.live) > excused:
+            node.fail(f"attempts that are not over: {laws.live}")
         for place, size in leftovers(node):
             most = len(self._shapes) if place in PER_PEER else 0
-            most = len(self._lives) if place in PER_LIFE else most
             if size > most and not excused:
-                fail(f"{size} things are left in {place}")
-
-    def _excused(self, node: SimulatedNode, session: bytes) -> bool:
-        """Whether a quarantine waits for a peer that is dead and can't be fenced."""
-        assert isinstance(node.laws, TargetLaws)
-        if self.world.weather.fence is not FenceScope.NONE:
-            return False
-        peer = node.laws.sessions.get(session)
-        return not any(n.alive and n.id == peer for n in self._lives)
+                node.fail(f"{size} things are left in {place}")
+        return excused
 
 
 def leftovers(node: SimulatedNode) -> Iterator[tuple[str, int]]:
@@ -341,8 +346,19 @@ SETTINGS = {
         "pools",
         "prompt_tokens",
     ),
-    *("finished", "record", "ranks", "on_commit", "connectors", "by_code", "ended"),
-    *("_do", "_on", "_rules", "_handlers", "actions", "Scheduler._ended", "SourceSessions._over"),
+    *(
+        "workers",
+        "_timelines",
+        "finished",
+        "record",
+        "ranks",
+        "connectors",
+        "by_code",
+        "ended",
+    ),
+    *("Connectors.failures", "_having"),
+    *("_do", "_on", "_rules", "_alarms", "_handlers", "actions"),
+    *("Scheduler._ended", "SourceSessions._over"),
 }
 """What is set up once, counts, or is emptied by the next call."""
 
@@ -351,8 +367,7 @@ BOUNDED = {
         "SimulatedExecutor",
         "SimulatedChannel",
         "SimulatedNode",
-        "Stories",
-        "Timelines",
+        "Context",
         "BlockPool",
         "Tombstones",
         "Alarms",
@@ -362,13 +377,10 @@ BOUNDED = {
 
 PER_PEER = {
     *("SourceSessions.known", "SourceWorker._peers", "TargetSessions.known"),
-    *("TargetSessions.lines", "TargetSessions._peers", "TargetWorker._peers"),
-    *("TargetWorker._rank_layouts", "TargetConnector._members"),
+    *("TargetSessions.lines", "TargetWorker._peers"),
+    *("TargetWorker._pairings", "TargetConnector._members"),
 }
 """What holds one thing for each peer that lives."""
-
-PER_LIFE = {"SourceSessions._heard"}
-"""What holds one thing for each life that a peer ever had; bounded."""
 
 BLOWS = [
     *("stop", "stop", "jump", "cut off", "members"),
@@ -435,24 +447,47 @@ def simulate(seed: int) -> ScheduleReport:
     return Simulation(seed).run()
 
 
+def simulate_or_tell(seed: int) -> ScheduleReport | str:
+    """Run one schedule; the story of its violation if there is one."""
+    try:
+        return simulate(seed)
+    except ViolationError as error:
+        return f"{error}\nviolated by: python -m kvbaton.testing.simulator 1 --first {seed}"
+
+
 def main(arguments: Sequence[str]) -> int:
-    """Run as many seeds as the arguments say; returns the exit status."""
-    numbers = [int(argument) for argument in arguments] or [100]
-    seeds = range(*numbers)
-    totals: Counter[str] = Counter()
-    events = 0
-    for seed in seeds:
-        try:
-            report = simulate(seed)
-        except ViolationError as error:
-            print(f"{error}\nseed {seed}")
-            return 1
-        totals.update(report.totals)
-        events += report.events
-    print(f"{len(seeds)} schedules, {events} events, no violation")
+    """Run as many seeds as the arguments say; returns the exit status: 1 if a law was violated."""
+    parser = argparse.ArgumentParser(description="Run schedules of the hand-over's simulator.")
+    parser.add_argument("count", nargs="?", type=int, default=100, help="schedules (100)")
+    parser.add_argument("--first", type=int, default=0, metavar="SEED", help="the first seed (0)")
+    parser.add_argument("--processes", type=int, default=1, metavar="N", help="at a time (1)")
+    args = parser.parse_args(arguments)
+    seeds = range(args.first, args.first + args.count)
+    began = told = time.monotonic()
+    totals, events, done, violations = Counter[str](), 0, 0, 0
+    with ExitStack() as closing:
+        found: Iterable[ScheduleReport | str] = map(simulate_or_tell, seeds)
+        if args.processes > 1:
+            pool = closing.enter_context(get_context("spawn").Pool(args.processes))
+            found = pool.imap_unordered(simulate_or_tell, seeds, chunksize=8)
+        for report in found:
+            done += 1
+            if isinstance(report, str):
+                violations += 1
+                print(report, flush=True)
+            else:
+                totals.update(report.totals)
+                events += report.events
+            if time.monotonic() - told > PROGRESS_S:
+                told = time.monotonic()
+                print(f"{done} of {args.count} after {told - began:.0f} s", flush=True)
     for name, count in sorted(totals.items()):
         print(f"  {count:9} {name}")
-    return 0
+    print(
+        f"{done} schedules from seed {args.first} in {time.monotonic() - began:.0f} s, "
+        f"{events} events, {violations or 'no'} violation{'s' * (violations > 1)}"
+    )
+    return 1 if violations else 0
 
 
 if __name__ == "__main__":

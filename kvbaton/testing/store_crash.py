@@ -5,9 +5,9 @@ from __future__ import annotations
 import time
 from contextlib import ExitStack
 
-from kvbaton.testing.far_process import FarProcess
-from kvbaton.testing.far_store import far_objects
 from kvbaton.testing.kit import KitBroke, require
+from kvbaton.testing.remote import start_worker
+from kvbaton.testing.remote_worker import remote_objects
 from kvbaton.testing.store_rig import BackDoor, StoreRig, case
 
 SIZE = 2 << 20
@@ -16,14 +16,14 @@ FRACTIONS = (0.0, 0.1, 0.3, 0.5, 0.7, 0.9, 1.0)
 """Of the time that storing one object takes: when its writer is killed."""
 
 
-class _Far:
-    """A far process over the same store, and what it works on."""
+class _Remote:
+    """Another process over the same store, and what it works on."""
 
     def __init__(self, rig: StoreRig, job: str, size: int = SIZE, count: int = COUNT) -> None:
         nonce = int.from_bytes(rig.key()[:6], "little")
-        words = [job, str(nonce), str(size), str(count)]
-        self.objects = far_objects(nonce, size, count)
-        self.process = FarProcess(rig.command("far_store", *words), rig.patience)
+        self.objects = remote_objects(nonce, size, count)
+        words = (job, nonce, size, count)
+        self.process = start_worker("store", rig.spec, *words, patience=rig.patience)
 
     def known_done(self) -> dict[bytes, bytes]:
         """What the process had said to be stored before it was killed."""
@@ -31,9 +31,9 @@ class _Far:
         return {k: d for i, (k, d) in enumerate(self.objects.items()) if i in done}
 
 
-def _writers(rig: StoreRig, stack: ExitStack, count: int) -> list[_Far]:
+def _writers(rig: StoreRig, stack: ExitStack, count: int) -> list[_Remote]:
     """Writers that are ready to begin; they start side by side."""
-    writers = [_Far(rig, "write") for _ in range(count)]
+    writers = [_Remote(rig, "write") for _ in range(count)]
     for writer in writers:
         stack.enter_context(writer.process)
     for writer in writers:
@@ -41,7 +41,7 @@ def _writers(rig: StoreRig, stack: ExitStack, count: int) -> list[_Far]:
     return writers
 
 
-def _seconds_of_one(writer: _Far) -> float:
+def _seconds_of_one(writer: _Remote) -> float:
     """Let a writer do all its work; how long one object takes."""
     writer.process.tell("go")
     writer.process.line("begin")
@@ -92,11 +92,11 @@ def what_a_killed_writer_leaves(rig: StoreRig) -> None:
 @case(3, "shared")
 def others_see_whole_objects(rig: StoreRig) -> None:
     """While another process stores an object, this one gets all of it or a miss; then all of it."""
-    far = _Far(rig, "write", size=4 << 20, count=6)
-    with far.process as process:
+    remote = _Remote(rig, "write", size=4 << 20, count=6)
+    with remote.process as process:
         process.started()
         process.tell("go")
-        for key, data in far.objects.items():
+        for key, data in remote.objects.items():
             process.line("begin")
             rig.expect_whole({key: data}, "while another process stored it")
             if rig.found([key]) == (True,):
@@ -110,19 +110,19 @@ def others_see_whole_objects(rig: StoreRig) -> None:
 @case(3, "shared")
 def a_killed_reader(rig: StoreRig) -> None:
     """A reader that is killed takes nothing with it: its objects stay, and can be deleted."""
-    far = _Far(rig, "read", size=500_000, count=4)
-    rig.put(far.objects)
-    with far.process as process:
+    remote = _Remote(rig, "read", size=500_000, count=4)
+    rig.put(remote.objects)
+    with remote.process as process:
         process.started()
         process.tell("go")
         process.line("round")
         process.kill()
-    rig.expect(far.objects, "after a reader was killed")
+    rig.expect(remote.objects, "after a reader was killed")
     if rig.lacks("deletes") is None:
-        rig.wait(rig.store.delete(list(far.objects)), "delete")
-        require(not any(rig.found(list(far.objects))), "a dead reader keeps objects alive")
-    rig.put(far.objects)
-    rig.expect(far.objects, "stored again after a reader was killed")
+        rig.wait(rig.store.delete(list(remote.objects)), "delete")
+        require(not any(rig.found(list(remote.objects))), "a dead reader keeps objects alive")
+    rig.put(remote.objects)
+    rig.expect(remote.objects, "stored again after a reader was killed")
 
 
 @case(3, "door.cut")

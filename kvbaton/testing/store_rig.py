@@ -5,7 +5,6 @@ from __future__ import annotations
 import hashlib
 import itertools
 import os
-import sys
 import tempfile
 import threading
 import time
@@ -13,7 +12,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent.futures import CancelledError, Future
 from importlib.util import find_spec
 from pathlib import Path
-from typing import Protocol, Self, TypeVar
+from typing import Any, Protocol, Self, TypeVar
 
 import numpy as np
 
@@ -21,8 +20,6 @@ from kvbaton.connectors.registry import load_store
 from kvbaton.connectors.store import Pieces, Store
 from kvbaton.errors import StoreError
 from kvbaton.testing.kit import CaseFailure, Kit, require
-from kvbaton.testing.naming import Owner
-from kvbaton.testing.subject import Subject
 
 T = TypeVar("T")
 STORE_KIT = Kit["StoreRig"]()
@@ -59,19 +56,33 @@ class BackDoor(Protocol):
 class StoreRig:
     """One opened store with a folder of its own.
 
+    Args:
+        spec: of the store; ``{tmp}`` in it becomes the folder.
+        back_door: makes the back door of the opened store; None if it has none.
+        naming: names the objects of a `store_objects.Owner`; None for kvbaton's own way.
+        seed: of `random`.
+        depth: multiplies examples, repetitions and seconds.
+        patience: seconds for which any one answer is waited for.
+
     Attributes:
-        subject: what is checked, and how hard.
-        random: seeded.
         folder: what ``{tmp}`` in the spec stands for.
-        spec: the spec with it filled in: who opens it again has the same store.
+        spec: with it filled in: who opens it again has the same store.
         store: opened, named ``kit``.
     """
 
-    def __init__(self, subject: Subject) -> None:
-        self.subject = subject
-        self.random = np.random.default_rng(subject.seed)
-        self.patience = subject.patience
-        self.depth = subject.depth
+    def __init__(
+        self,
+        spec: str,
+        *,
+        back_door: Callable[[Any], BackDoor] | None = None,
+        naming: Callable[[Any], list[bytes]] | None = None,
+        seed: int = 0,
+        depth: int = 1,
+        patience: float = 20.0,
+    ) -> None:
+        self.spec, self.depth, self.patience = spec, depth, patience
+        self.naming, self._back_door = naming, back_door
+        self.random = np.random.default_rng(seed)
         self._nonce = os.urandom(16)
         self._numbers = itertools.count()
         self._opened: list[Store] = []
@@ -79,7 +90,7 @@ class StoreRig:
     def __enter__(self) -> Self:
         self._temporary = tempfile.TemporaryDirectory(prefix="kvbaton-kit-")
         self.folder = Path(self._temporary.name)
-        self.spec = self.subject.spec.replace("{tmp}", str(self.folder))
+        self.spec = self.spec.replace("{tmp}", str(self.folder))
         try:
             self.store = self.open("kit")
         except BaseException:
@@ -122,7 +133,8 @@ class StoreRig:
             return None if ready else "hypothesis is missing: pip install 'kvbaton[testing]'"
         if need == "small":
             capacity = self.store.usage().capacity
-            return None if _is_small(capacity) else f"no small capacity (it is {capacity})"
+            small = capacity is not None and capacity <= SMALL_CAPACITY
+            return None if small else f"no small capacity (it is {capacity})"
         if need.startswith("door."):
             method = need.removeprefix("door.")
             return None if hasattr(self.door, method) else "no back door"
@@ -131,7 +143,7 @@ class StoreRig:
     @property
     def door(self) -> BackDoor | None:
         """The back door of the store, if it has one."""
-        return self.subject.back_door(self.store) if self.subject.back_door is not None else None
+        return self._back_door(self.store) if self._back_door is not None else None
 
     # --- keys and bytes ---
 
@@ -139,10 +151,6 @@ class StoreRig:
         """A key that nobody has used."""
         number = next(self._numbers).to_bytes(8, "little")
         return hashlib.blake2b(self._nonce + number, digest_size=32).digest()
-
-    def names(self, owner: Owner) -> list[bytes]:
-        """Keys of somebody's objects."""
-        return (self.subject.naming or Owner.keys)(owner)
 
     def noise(self, num_bytes: int) -> bytes:
         """Noise."""
@@ -243,15 +251,7 @@ class StoreRig:
             time.sleep(0.01)
         return True
 
-    def command(self, module: str, *words: str) -> list[str]:
-        """How to run one of the kit's modules over the same store in another process."""
-        return [sys.executable, "-m", f"kvbaton.testing.{module}", self.spec, *words]
-
 
 def views(buffers: Iterable[bytearray | bytes]) -> list[Pieces]:
     """Each buffer as an object in one piece."""
     return [[memoryview(buffer)] for buffer in buffers]
-
-
-def _is_small(capacity: int | None) -> bool:
-    return capacity is not None and capacity <= SMALL_CAPACITY

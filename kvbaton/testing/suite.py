@@ -14,10 +14,8 @@ from typing import Any, ClassVar
 
 import pytest
 
-from kvbaton.testing.kit import Case, KitBroke, Outcome, Verdict
-from kvbaton.testing.store_cases import STORE_KIT
-from kvbaton.testing.subject import Subject
-from kvbaton.testing.transport_cases import TRANSPORT_KIT
+from kvbaton.testing.check import Subject
+from kvbaton.testing.kit import Case, CaseVerdict, KitBroke, Outcome
 
 
 class _Suite:
@@ -48,7 +46,7 @@ class _Suite:
 class StoreTests(_Suite):
     """Every case of a store."""
 
-    @pytest.mark.parametrize("case", STORE_KIT.cases(), ids=lambda case: case.id)
+    @pytest.mark.parametrize("case", Subject("", "store").cases(), ids=lambda case: case.id)
     def test_store(self, spec: str, case: Case[Any]) -> None:
         """One case."""
         self.check(spec, "store", case)
@@ -57,7 +55,7 @@ class StoreTests(_Suite):
 class TransportTests(_Suite):
     """Every case of a transport."""
 
-    @pytest.mark.parametrize("case", TRANSPORT_KIT.cases(), ids=lambda case: case.id)
+    @pytest.mark.parametrize("case", Subject("", "transport").cases(), ids=lambda case: case.id)
     def test_transport(self, spec: str, case: Case[Any]) -> None:
         """One case."""
         self.check(spec, "transport", case)
@@ -65,9 +63,9 @@ class TransportTests(_Suite):
 
 def tell_pytest(outcome: Outcome) -> None:
     """Pass, skip or fail the running test; raise `KitBroke` if the kit broke."""
-    if outcome.verdict is Verdict.SKIPPED:
+    if outcome.verdict is CaseVerdict.SKIPPED:
         pytest.skip(outcome.text)
-    if outcome.verdict is Verdict.FAILED:
+    if outcome.verdict is CaseVerdict.FAILED:
         pytest.fail(f"{outcome.case}: {outcome.law}\n{outcome.text}", pytrace=False)
-    if outcome.verdict is Verdict.BROKE:
+    if outcome.verdict is CaseVerdict.BROKE:
         raise KitBroke(outcome.text)

@@ -15,16 +15,14 @@ import numpy as np
 
 from kvbaton.connectors.base import FenceScope, Peer, Status, Transport
 from kvbaton.connectors.layout import GroupKind, KVLayout, contiguous_plane
+from kvbaton.connectors.pairing import GroupPairing
 from kvbaton.connectors.plan import plan
 from kvbaton.connectors.protocol.notice import MIN_NOTICE_BYTES
 from kvbaton.errors import TransportError
-from kvbaton.testing import transport_processes
-from kvbaton.testing.accounts import Accounts
-from kvbaton.testing.kit import CaseFailure, require
-from kvbaton.testing.pairs import (
+from kvbaton.testing.kit import Accounts, CaseFailure, require
+from kvbaton.testing.transport_rig import (
     SOURCE_SIZES,
     TARGET_SIZES,
-    TRANSPORT_KIT,
     Pair,
     case,
     memory_of,
@@ -34,10 +32,7 @@ from kvbaton.testing.pairs import (
 from kvbaton.types import BlockSpan
 
 if TYPE_CHECKING:
-    from kvbaton.connectors.base import Ranges
-    from kvbaton.testing.pairs import Row
-
-__all__ = ["TRANSPORT_KIT", "transport_processes"]
+    from kvbaton.testing.transport_rig import Row
 
 ROUNDS = 4
 
@@ -229,8 +224,9 @@ def encoder_outputs(pair: Pair) -> None:
     """An encoder's output, several levels wide, moves by plan into scattered blocks elsewhere."""
     source, target = _rows_layout(5), _rows_layout(9)
     spans = [BlockSpan(0, (3, 4, 1))], [BlockSpan(0, (7, 2, 5))]
-    (ranges,) = plan([source], spans[0], [target], spans[1], 0, 3 * source.block_size).values()
-    rows = [_row(ranges, number) for number in range(len(ranges))]
+    pairing = GroupPairing([source], [target])
+    (ranges,) = plan(pairing, *spans, 0, 3 * source.block_size).values()
+    rows: list[Row] = [tuple(row) for row in ranges.tolist()]
     for start in range(0, len(rows), pair.most_ranges):
         pair.complete(pair.write(rows[start : start + pair.most_ranges], b"rows"))
     pair.compare("an encoder's output")
@@ -252,11 +248,6 @@ def _rows_layout(num_blocks: int) -> KVLayout:
         kv=1,
     )
     return KVLayout(0, GroupKind.FULL, 32, num_blocks, (plane,))
-
-
-def _row(ranges: Ranges, number: int) -> Row:
-    source, start, target, end, length, count, near, far = (int(x) for x in ranges[number])
-    return source, start, target, end, length, count, near, far
 
 
 @case(2)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import signal
-import sys
 import time
 from collections.abc import Callable
 from typing import Self
@@ -12,11 +11,10 @@ import numpy as np
 
 from kvbaton.connectors.base import FenceScope, Handle, Peer, Status
 from kvbaton.connectors.registry import load_transport
-from kvbaton.testing.buffers import digest_of
-from kvbaton.testing.far_process import FarProcess
-from kvbaton.testing.far_transport import FILLED, NOTICE
 from kvbaton.testing.kit import require
-from kvbaton.testing.pairs import Pair, case, fresh_name, memory_of, pack
+from kvbaton.testing.remote import start_worker
+from kvbaton.testing.remote_worker import FILLED, NOTICE
+from kvbaton.testing.transport_rig import Pair, case, digest_of, fresh_name, memory_of, pack
 
 NUM_BYTES = 48 << 20
 FRACTIONS = (0.0, 0.1, 0.5, 0.9, 1.0)
@@ -33,8 +31,7 @@ class _Sides:
     def __init__(self, pair: Pair) -> None:
         spec = pair.spec or ""
         self.patience = pair.patience
-        words = [sys.executable, "-m", "kvbaton.testing.far_transport", spec, str(NUM_BYTES)]
-        self.far = FarProcess(words, pair.patience)
+        self.remote = start_worker("transport", spec, NUM_BYTES, "cpu", patience=pair.patience)
         self.transport = load_transport(spec, name=fresh_name())
         self.memory = np.arange(NUM_BYTES, dtype=np.uint32).astype(np.uint8)
         self.transport.register(memory_of(self.memory))
@@ -42,11 +39,11 @@ class _Sides:
         self.lost: list[Peer] = []
 
     def __enter__(self) -> Self:
-        self.peer = self.transport.connect(bytes.fromhex(self.far.started()[1]))
+        self.peer = self.transport.connect(self.remote.card())
         return self
 
     def __exit__(self, *exception: object) -> None:
-        self.far.__exit__(*exception)
+        self.remote.__exit__(*exception)
         self.transport.shutdown()
 
     def write(self, notice: bytes) -> Handle:
@@ -96,7 +93,7 @@ def bytes_are_there_when_their_notice_is(pair: Pair) -> None:
         for number in range(3):
             sides.memory += 1
             sides.finish(sides.write(bytes([number])))
-            _, payload, digest = sides.far.line("notice")
+            _, payload, digest = sides.remote.line("notice")
             require(bytes.fromhex(payload) == bytes([number]), "a notice was changed")
             right = digest == digest_of(sides.memory)
             require(right, "at the notice, the bytes in the other process are wrong")
@@ -112,21 +109,18 @@ def a_killed_target(pair: Pair) -> None:
             seconds = time.monotonic() - start
             handles = [sides.write(b"more") for _ in range(4)]
             time.sleep(seconds * fraction)
-            sides.far.signal(signal.SIGKILL)
-            _expect_ends(sides, handles)
+            sides.remote.signal(signal.SIGKILL)
+            for handle in handles:
+                _wait_for_end(sides, handle)
+            last = handles[-1]
+            require(last.status() is not Status.DONE, "a write to a killed process can't be done")
+            require(bool(last.error()), "a failed write must say why")
+            sides.expect_lost()
+            drained = "drained after a fence"
+            sides.wait(lambda: last.status() is Status.DRAINED, drained, FOUND_WITHIN_S)  # noqa: B023
             late = sides.write(b"late")
             _wait_for_end(sides, late)
             require(late.status() is not Status.DONE, "a write to the dead can't be done")
-
-
-def _expect_ends(sides: _Sides, handles: list[Handle]) -> None:
-    for handle in handles:
-        _wait_for_end(sides, handle)
-    last = handles[-1]
-    require(last.status() is not Status.DONE, "a write to a killed process can't be done")
-    require(bool(last.error()), "a failed write must say why")
-    sides.expect_lost()
-    sides.wait(lambda: last.status() is Status.DRAINED, "drained after a fence", FOUND_WITHIN_S)
 
 
 def _wait_for_end(sides: _Sides, handle: Handle) -> None:
@@ -141,9 +135,10 @@ def a_killed_writer(pair: Pair) -> None:
         with _Sides(pair) as sides:
             sides.memory[:] = UNTOUCHED
             watched = max(0, int(fraction * NUM_BYTES) - 1)
-            sides.far.tell(f"write {sides.transport.card().hex()}")
-            sides.wait(_landed(sides, watched), f"the first {fraction:.0%} of a write")
-            sides.far.signal(signal.SIGKILL)
+            sides.remote.tell(f"write {sides.transport.card().hex()}")
+            landed = lambda: sides.memory[watched] == FILLED  # noqa: E731, B023
+            sides.wait(landed, f"the first {fraction:.0%} of a write")
+            sides.remote.signal(signal.SIGKILL)
             sides.expect_lost()
             whole = bool((sides.memory == FILLED).all())
             require(whole or not sides.notices, "a notice came for a part of the bytes")
@@ -151,26 +146,22 @@ def a_killed_writer(pair: Pair) -> None:
             sides.expect_untouched()
 
 
-def _landed(sides: _Sides, place: int) -> Callable[[], bool]:
-    return lambda: sides.memory[place] == FILLED
-
-
 @case(3, "processes")
 def a_stopped_writer(pair: Pair) -> None:
     """A writer that is stopped is fenced truly, or not until it is dead."""
     with _Sides(pair) as sides:
-        sides.far.tell(f"write {sides.transport.card().hex()}")
+        sides.remote.tell(f"write {sides.transport.card().hex()}")
         sides.wait(lambda: len(sides.notices) >= 2, "notices of a writer")
-        sides.far.signal(signal.SIGSTOP)
+        sides.remote.signal(signal.SIGSTOP)
         if sides.transport.capabilities.fence is FenceScope.PEER:
             fenced = sides.transport.fence(sides.peer)
             require(fenced, "a transport of fence scope PEER must be able to fence the stopped")
         else:
             fenced = sides.transport.fence(sides.peer)
             require(not fenced, "this fence claims what it can't know: the peer may go on")
-            sides.far.signal(signal.SIGKILL)
+            sides.remote.signal(signal.SIGKILL)
             sides.wait(lambda: sides.transport.fence(sides.peer), "a fence of the dead")
-        sides.far.signal(signal.SIGCONT)
+        sides.remote.signal(signal.SIGCONT)
         sides.expect_untouched(WATCH_S)
 
 
@@ -179,7 +170,7 @@ def a_stopped_target(pair: Pair) -> None:
     """A write to a process that is stopped stays pending, and `close` does not wait for it."""
     with _Sides(pair) as sides:
         sides.finish(sides.write(b"first"))
-        sides.far.signal(signal.SIGSTOP)
+        sides.remote.signal(signal.SIGSTOP)
         handle = sides.write(b"stuck")
         limit = time.monotonic() + WATCH_S
         while time.monotonic() < limit:
@@ -190,5 +181,5 @@ def a_stopped_target(pair: Pair) -> None:
         seconds = time.monotonic() - start
         require(seconds < 3.0, f"close took {seconds:.1f} s")
         require(handle.status() is not Status.DONE, "a write that was given up can't be done")
-        sides.far.signal(signal.SIGKILL)
+        sides.remote.signal(signal.SIGKILL)
         sides.wait(lambda: handle.status() is Status.DRAINED, "drained", FOUND_WITHIN_S)

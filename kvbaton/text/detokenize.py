@@ -1,8 +1,13 @@
-"""Incremental detokenizing: text as far as it can't change any more."""
+"""Incremental detokenizing: text as far as it can't change any more.
+
+Not by `tokenizers.decoders.DecodeStream`: it can't give what is left at the end, keeps broken bytes
+for ever, and raises where a token changes the text before it.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import partial
 
 from kvbaton.text.tokenizer import Tokenizer
 
@@ -37,39 +42,33 @@ class Detokenizer:
         *,
         skip_special_tokens: bool = True,
     ) -> None:
-        self._tokenizer = tokenizer
-        self._skip = skip_special_tokens
+        self._decode = partial(tokenizer.decode, skip_special_tokens=skip_special_tokens)
         self._window = list(prompt[-PRIMING_TOKENS:])
         self._clean = len(self._window)
-        text = self._decode()
+        text = self._decode(self._window)
         self._emitted = text[: _stable(text)]
 
     def push(self, token: int) -> str:
         """New text after one more token; empty while a character is incomplete."""
         self._window.append(token)
-        text = self._decode()
+        text = self._decode(self._window)
         full = len(self._window) >= MAX_WINDOW
         if not (text.startswith(self._emitted) or full):
             return ""
-        stable = len(text) if full else _stable(text)
+        ends_clean = full or not text.endswith(REPLACEMENT)
+        stable = len(text) if ends_clean else _stable(text)
         delta = text[len(self._emitted) : stable]
         self._emitted += delta
-        if stable == len(text):
-            self._slide()
+        if ends_clean:
+            if len(self._window) >= SLIDE_AT:
+                self._window = self._window[self._clean :]
+                self._emitted = self._decode(self._window)
+            self._clean = len(self._window)
         return delta
 
     def flush(self) -> str:
         """What is left at the end: incomplete characters as U+FFFD."""
-        return self._decode()[len(self._emitted) :]
-
-    def _decode(self) -> str:
-        return self._tokenizer.decode(self._window, skip_special_tokens=self._skip)
-
-    def _slide(self) -> None:
-        if len(self._window) >= SLIDE_AT:
-            self._window = self._window[self._clean :]
-            self._emitted = self._decode()
-        self._clean = len(self._window)
+        return self._decode(self._window)[len(self._emitted) :]
 
 
 def _stable(text: str) -> int:

@@ -52,12 +52,11 @@ def chat_logprobs(
     tokenizer: Tokenizer, token_ids: Sequence[int], logprobs: Sequence[TokenLogprobs]
 ) -> ChatLogprobs:
     """Shape of ``/v1/chat/completions``: n tokens and their n entries."""
-    return ChatLogprobs(
-        [
-            _chat_entry(tokenizer, token, entry)
-            for token, entry in zip(token_ids, logprobs, strict=True)
-        ]
-    )
+    entries = []
+    for token, entry in zip(token_ids, logprobs, strict=True):
+        tops = [TopLogprobEntry(*_named(tokenizer, top.token, top.logprob)) for top in entry.top]
+        entries.append(LogprobEntry(*_named(tokenizer, token, entry.logprob), tops))
+    return ChatLogprobs(entries)
 
 
 def prompt_logprobs(
@@ -90,11 +89,6 @@ def _candidates(tokenizer: Tokenizer, token: str, entry: TokenLogprobs) -> dict[
     for top in entry.top:
         result.setdefault(tokenizer.token_text(top.token), _finite(top.logprob))
     return result
-
-
-def _chat_entry(tokenizer: Tokenizer, token: int, entry: TokenLogprobs) -> LogprobEntry:
-    tops = [TopLogprobEntry(*_named(tokenizer, top.token, top.logprob)) for top in entry.top]
-    return LogprobEntry(*_named(tokenizer, token, entry.logprob), tops)
 
 
 def _named(tokenizer: Tokenizer, token: int, logprob: float) -> tuple[str, float, list[int]]:

@@ -35,25 +35,19 @@ class StopStrings:
         self._held += text
         if not active:
             return self.flush(), None
-        found = min(self._matches(), default=None)
-        if found is None:
-            return self._release(), None
-        end, start, stop = found
-        return self._held[: end if self._include else start], stop
+        starts = ((self._held.find(stop), stop) for stop in self._stops)
+        matches = [(start + len(stop), start, stop) for start, stop in starts if start >= 0]
+        if matches:
+            end, start, stop = min(matches)
+            return self._held[: end if self._include else start], stop
+        cut = len(self._held) - max(map(self._overlap, self._stops), default=0)
+        shown, self._held = self._held[:cut], self._held[cut:]
+        return shown, None
 
     def flush(self) -> str:
         """What is held back, at the end of the text."""
         held, self._held = self._held, ""
         return held
-
-    def _matches(self) -> list[tuple[int, int, str]]:
-        found = ((self._held.find(stop), stop) for stop in self._stops)
-        return [(start + len(stop), start, stop) for start, stop in found if start >= 0]
-
-    def _release(self) -> str:
-        cut = len(self._held) - max(map(self._overlap, self._stops), default=0)
-        shown, self._held = self._held[:cut], self._held[cut:]
-        return shown
 
     def _overlap(self, stop: str) -> int:
         """Length of the longest end of the held text that begins `stop`."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from pathlib import Path
 from typing import Any
 
@@ -21,6 +22,8 @@ SPECIAL_NAMES = (
     "cls_token",
     "mask_token",
 )
+
+BYTE_TOKEN = re.compile(r"<0x[0-9A-Fa-f]{2}>")
 
 
 class Tokenizer:
@@ -70,7 +73,8 @@ class Tokenizer:
         config = _read_config(folder / "tokenizer_config.json")
         special = _special_tokens(folder, config)
         backend = _read_backend(folder / "tokenizer.json")
-        _register_special(backend, special)
+        known = {token.content for token in backend.get_added_tokens_decoder().values()}
+        backend.add_special_tokens([token for token in special.values() if token not in known])
         template = _template_of(folder, config) if chat_template is None else _read(chat_template)
         compiled = None if template is None else ChatTemplate(template, special)
         return cls(backend, special, compiled, VisionText.load(folder))
@@ -97,12 +101,11 @@ class Tokenizer:
         if token is None or token_id in self._added:
             return (token or "").encode()
         if "ByteLevel" in self._decoder_types:
-            return _byte_level(token)
-        if "ByteFallback" in self._decoder_types and _is_byte_token(token):
+            return bytes(_BYTE_OF_CHAR[c] for c in token if c in _BYTE_OF_CHAR)
+        if "ByteFallback" in self._decoder_types and BYTE_TOKEN.fullmatch(token):
             return bytes([int(token[3:5], 16)])
-        return token.replace("▁", " ").encode() if "▁" in token else self._single(token_id)
-
-    def _single(self, token_id: int) -> bytes:
+        if "▁" in token:
+            return token.replace("▁", " ").encode()
         return self.decode([token_id], skip_special_tokens=False).encode()
 
 
@@ -145,12 +148,6 @@ def _special_tokens(folder: Path, config: dict[str, Any]) -> dict[str, str]:
     return special
 
 
-def _register_special(backend: tokenizers.Tokenizer, special: dict[str, str]) -> None:
-    known = {token.content for token in backend.get_added_tokens_decoder().values()}
-    missing = [token for token in special.values() if token not in known]
-    backend.add_special_tokens(missing)
-
-
 def _read(path: str | Path) -> str:
     try:
         return Path(path).read_text(encoding="utf-8")
@@ -175,14 +172,6 @@ def _decoder_types(backend: tokenizers.Tokenizer) -> frozenset[str]:
     decoder = json.loads(backend.to_str()).get("decoder") or {}
     parts = [decoder, *decoder.get("decoders", [])]
     return frozenset(part["type"] for part in parts if "type" in part)
-
-
-def _is_byte_token(token: str) -> bool:
-    return len(token) == 6 and token.startswith("<0x") and token.endswith(">")
-
-
-def _byte_level(token: str) -> bytes:
-    return bytes(_BYTE_OF_CHAR[c] for c in token if c in _BYTE_OF_CHAR)
 
 
 def _byte_of_char() -> dict[str, int]:

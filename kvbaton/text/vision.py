@@ -16,6 +16,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+import msgspec
 from msgspec.structs import replace
 
 from kvbaton import image_file
@@ -30,6 +31,11 @@ DECODERS = 2
 ORIENTATION, SIDEWAYS = 0x0112, (5, 6, 7, 8)
 
 Grid = tuple[int, int, int]
+
+
+class _Config(msgspec.Struct):
+    image_token_id: int | None = None
+    vision_config: dict[str, Any] | None = None
 
 
 class VisionText:
@@ -66,15 +72,15 @@ class VisionText:
         Raises:
             ConfigError: it takes some, and its image processor's settings can't be used.
         """
-        folder = Path(folder)
-        path = folder / "config.json"
-        config = _read(path) if path.exists() else {}
-        if "vision_config" not in config or "image_token_id" not in config:
+        path, config = Path(folder) / "config.json", _Config()
+        try:
+            if path.exists():
+                config = msgspec.json.decode(path.read_bytes(), type=_Config)
+        except (OSError, msgspec.MsgspecError) as error:
+            raise ConfigError(str(path), f"can't be read: {error}") from error
+        if config.vision_config is None or config.image_token_id is None:
             return None
-        alone, joint = folder / "preprocessor_config.json", folder / "processor_config.json"
-        if alone.exists() or not joint.exists():
-            return cls(config["image_token_id"], _read(alone))
-        return cls(config["image_token_id"], _read(joint).get("image_processor", {}))
+        return cls(config.image_token_id, image_file.processor_settings(Path(folder)))
 
     # --- one image ---
 
@@ -211,13 +217,3 @@ def _decode(data: bytes) -> tuple[int, int]:
         image.load()
         sideways = image.getexif().get(ORIENTATION) in SIDEWAYS
     return (height, width) if sideways else (width, height)
-
-
-def _read(path: Path) -> dict[str, Any]:
-    try:
-        value = json.loads(path.read_text(encoding="utf-8"))
-    except (OSError, ValueError) as error:
-        raise ConfigError(str(path), f"can't be read as JSON: {error}") from error
-    if not isinstance(value, dict):
-        raise ConfigError(str(path), "must hold a JSON object")
-    return value

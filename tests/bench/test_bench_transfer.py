@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from kvbaton.bench import transfer
-from kvbaton.bench.digests import target_blocks, total_sum
+from kvbaton.bench.transfer import total_sum
 from kvbaton.cli import main
 from kvbaton.errors import TransportError
 
@@ -37,9 +37,8 @@ def test_blocks_that_do_not_fit_are_refused(capsys: pytest.CaptureFixture[str]) 
 def test_wrong_bytes_are_noticed() -> None:
     load = transfer.TransferLoad(transports=("tcp",), block_bytes=(8192,), num_bytes=65536)
     source = np.arange(65536, dtype=np.uint8)
-    targets = target_blocks(8)
     with ExitStack() as closing:
-        ways = transfer.ways(load, 8192, source, targets, closing)
+        ways = transfer.ways(load, 8192, source, closing)
         ways["tcp+digests"]()
         source[5] += 1
         with pytest.raises(TransportError, match="not what was sent"):

@@ -15,11 +15,11 @@ from pathlib import Path
 from typing import Any
 
 from kvbaton.connectors.registry import STORES, split_spec
-from kvbaton.testing.kit import LEVELS, Verdict
+from kvbaton.testing.kit import LEVELS, CaseVerdict
 
 BEGIN, END = "<!-- conformance:begin -->", "<!-- conformance:end -->"
 
-Results = Iterable[tuple[str, Verdict, str]]
+Results = Iterable[tuple[str, CaseVerdict, str]]
 """Case, how it ended, and why."""
 
 
@@ -38,7 +38,7 @@ def table(reports: Sequence[dict[str, Any]], old: Sequence[str] = ()) -> list[st
     heads = [f"L{number} {about}" for number, about in enumerate(LEVELS)]
     rows = [line for line in old if line.startswith(("| store `", "| transport `"))]
     for report in reports:
-        results = [(c["case"], Verdict(c["verdict"]), c["text"]) for c in report["cases"]]
+        results = [(c["case"], CaseVerdict(c["verdict"]), c["text"]) for c in report["cases"]]
         new = row(report["kind"], report["spec"], results)
         rows = [line for line in rows if line.split("|")[1] != new.split("|")[1]] + [new]
     return [
@@ -54,9 +54,9 @@ def row(kind: str, spec: str, results: Results) -> str:
     passed, reasons = Counter[int](), Counter[str]()
     for case, verdict, text in results:
         level = int(case[1])
-        if verdict is Verdict.PASSED:
+        if verdict is CaseVerdict.PASSED:
             passed[level] += 1
-        elif verdict is Verdict.SKIPPED:
+        elif verdict is CaseVerdict.SKIPPED:
             reasons[text.removeprefix("not declared: ").partition(" (")[0]] += 1
         else:
             cells[level].append(f"**{case} {verdict.value}**")

@@ -4,7 +4,7 @@ from dataclasses import replace
 
 import pytest
 
-from kvbaton.testing.subject import Subject
+from kvbaton.testing.check import Subject
 from tests.conformance.broken_support import expect_caught, expect_first_failure, first_failure
 from tests.connectors_broken.files import BROKEN_FILES, BrokenFilesystem
 from tests.connectors_broken.stores import BROKEN, BROKEN_NAMES, BrokenMemory

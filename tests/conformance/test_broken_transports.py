@@ -6,9 +6,9 @@ import pytest
 
 from kvbaton.connectors.base import Capabilities, Peer, Ranges, Transport
 from kvbaton.connectors.transports.memory import MemoryHandle, MemoryHub, MemoryTransport
-from kvbaton.testing.kit import Outcome, Verdict, run_case
-from kvbaton.testing.pairs import Pair, fresh_name
-from kvbaton.testing.transport_cases import TRANSPORT_KIT
+from kvbaton.testing.check import Subject
+from kvbaton.testing.kit import CaseVerdict, Outcome, run_case
+from kvbaton.testing.transport_rig import Pair, fresh_name
 from tests.connectors_broken.transports import BROKEN
 
 
@@ -21,9 +21,9 @@ def first_failure(broken: type[MemoryTransport]) -> Outcome | None:
 
         return Pair(make, patience=0.3)
 
-    for case in TRANSPORT_KIT.cases():
+    for case in Subject("memory", "transport").cases():
         outcome = run_case(case, make_rig, limit=10.0)
-        if outcome.verdict in (Verdict.FAILED, Verdict.BROKE):
+        if outcome.verdict in (CaseVerdict.FAILED, CaseVerdict.BROKE):
             return outcome
     return None
 
@@ -32,7 +32,7 @@ def first_failure(broken: type[MemoryTransport]) -> Outcome | None:
 def test_the_first_case_to_fail_is_the_one_for_it(broken: type[MemoryTransport]) -> None:
     failure = first_failure(broken)
     assert failure is not None
-    assert (failure.case, failure.verdict) == (BROKEN[broken], Verdict.FAILED), failure.text
+    assert (failure.case, failure.verdict) == (BROKEN[broken], CaseVerdict.FAILED), failure.text
 
 
 def test_the_transport_that_they_mutate_passes() -> None:

@@ -16,9 +16,8 @@ from xml.etree import ElementTree
 import pytest
 
 from kvbaton.errors import ConfigError, StoreError
-from kvbaton.testing.check import main
-from kvbaton.testing.kit import Case, Kit, KitBroke, Outcome, Verdict, require, run_case
-from kvbaton.testing.subject import make_subject
+from kvbaton.testing.check import main, make_subject
+from kvbaton.testing.kit import Case, CaseVerdict, Kit, KitBroke, Outcome, require, run_case
 
 BROKEN = "tests.connectors_broken.stores:FindsEverything"
 
@@ -45,25 +44,25 @@ def raise_it(error: BaseException) -> None:
 
 
 def test_a_case_that_returns_has_passed() -> None:
-    assert run(lambda bench: None, "air").verdict is Verdict.PASSED
+    assert run(lambda bench: None, "air").verdict is CaseVerdict.PASSED
 
 
 def test_a_lack_skips_by_name() -> None:
     outcome = run(lambda bench: require(False, "never"), "air", "water")
-    assert (outcome.verdict, outcome.text) == (Verdict.SKIPPED, "there is no water")
+    assert (outcome.verdict, outcome.text) == (CaseVerdict.SKIPPED, "there is no water")
 
 
 def test_what_a_connector_raises_is_its_failure() -> None:
     outcome = run(lambda bench: raise_it(StoreError("out of order")))
-    assert outcome.verdict is Verdict.FAILED
+    assert outcome.verdict is CaseVerdict.FAILED
     assert "out of order" in outcome.text
 
 
 def test_what_the_kit_raises_says_nothing_about_the_connector() -> None:
-    assert run(lambda bench: raise_it(KitBroke("no process"))).verdict is Verdict.BROKE
+    assert run(lambda bench: raise_it(KitBroke("no process"))).verdict is CaseVerdict.BROKE
 
     bug = Kit[Bench]().case(0)
-    assert run(lambda bench: bug(None)).verdict is Verdict.BROKE  # type: ignore[arg-type]
+    assert run(lambda bench: bug(None)).verdict is CaseVerdict.BROKE  # type: ignore[arg-type]
 
 
 def test_a_hanging_case_fails_in_time_and_says_where() -> None:
@@ -72,7 +71,7 @@ def test_a_hanging_case_fails_in_time_and_says_where() -> None:
     outcome = run(lambda bench: never.wait(), limit=0.2)
     never.set()
     assert time.monotonic() - start < 5.0
-    assert (outcome.verdict, outcome.hung) == (Verdict.FAILED, True)
+    assert (outcome.verdict, outcome.hung) == (CaseVerdict.FAILED, True)
     assert "self._cond.wait" in outcome.text
 
 
@@ -83,7 +82,7 @@ def test_an_error_in_a_thread_fails_the_case() -> None:
         thread.join()
 
     outcome = run(stumble)
-    assert outcome.verdict is Verdict.FAILED
+    assert outcome.verdict is CaseVerdict.FAILED
     assert "unheard" in outcome.text
 
 
@@ -116,11 +115,11 @@ def test_a_wrong_setting_is_named(spec: str, options: dict[str, str], says: str)
         main(spec, **options)  # type: ignore[arg-type]
 
 
-def test_check_reports_on_screen_as_json_and_as_junit(
+def test_check_reports_on_screen_and_as_json(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    json_path, junit_path = tmp_path / "deep" / "report.json", tmp_path / "report.xml"
-    assert main(BROKEN, level=1, json_path=json_path, junit_path=junit_path) == 1
+    json_path = tmp_path / "deep" / "report.json"
+    assert main(BROKEN, level=1, json_path=json_path) == 1
     shown = capsys.readouterr().out
     assert "FAILED  L0.a-miss-is-no-error" in shown
     assert "law: For keys that nobody stored" in shown
@@ -131,13 +130,6 @@ def test_check_reports_on_screen_as_json_and_as_junit(
     assert verdicts["L0.a-miss-is-no-error"] == "failed"
     assert verdicts["L1.outlives-close"] == "skipped"
     assert report["counts"]["failed"] == list(verdicts.values()).count("failed")
-    suite = ElementTree.parse(junit_path).getroot()
-    assert (
-        int(suite.attrib["failures"])
-        == report["counts"]["failed"]
-        == len(suite.findall(".//failure"))
-    )
-    assert int(suite.attrib["tests"]) == len(verdicts)
 
 
 def test_check_is_content_with_a_good_store() -> None:
@@ -177,9 +169,14 @@ def pytest_run(folder: Path, *words: str) -> str:
 
 def test_the_plugin_runs_the_cases_beside_the_tests_of_a_project(tmp_path: Path) -> None:
     (tmp_path / "test_own.py").write_text("def test_own():\n    pass\n")
-    said = pytest_run(tmp_path, "--kvbaton-store", BROKEN, "-k", "own or L0")
+    words = ("--kvbaton-store", BROKEN, "-k", "own or L0", "--junitxml", "report.xml")
+    said = pytest_run(tmp_path, *words)
     assert "FAILED ::store tests.connectors_broken.stores:FindsEverything::L0.a-miss" in said
     assert "1 failed, 12 passed" in said, said
+    (suite,) = ElementTree.parse(tmp_path / "report.xml").getroot()
+    assert (suite.attrib["tests"], suite.attrib["failures"]) == ("13", "1")
+    (failure,) = suite.findall(".//failure")
+    assert "For keys that nobody stored" in (failure.text or "")
 
 
 def test_the_plugin_refuses_a_wrong_spec(tmp_path: Path) -> None:

@@ -90,5 +90,6 @@ class TestLMCache(RemoteTests):
     store = "lmcache"
 
 
+@pytest.mark.filterwarnings("ignore:.*LoggingHandler.*:DeprecationWarning")
 class TestLMCacheServer(RemoteTests):
     store = "lmcache_server"

@@ -1,9 +1,11 @@
 """Every built-in store that needs no server passes the kit."""
 
+from typing import Any, ClassVar
+
 import pytest
 
-from kvbaton.testing.back_doors import FilesystemBackDoor
 from kvbaton.testing.suite import StoreTests
+from tests.conformance.back_doors import FilesystemBackDoor
 
 MEMORY = 'memory:{"max_bytes": 67108864}'
 
@@ -14,7 +16,7 @@ class TestMemory(StoreTests):
 
 class TestFilesystem(StoreTests):
     spec = 'filesystem:{"path": "{tmp}/objects", "max_bytes": 67108864}'
-    back_door = FilesystemBackDoor
+    back_door: ClassVar[Any] = FilesystemBackDoor
 
 
 class TestTiered(StoreTests):

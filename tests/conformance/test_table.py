@@ -8,9 +8,8 @@ from pathlib import Path
 
 import pytest
 
-from kvbaton.testing.check import main
-from kvbaton.testing.kit import Verdict
-from kvbaton.testing.subject import Subject
+from kvbaton.testing.check import Subject, main
+from kvbaton.testing.kit import CaseVerdict
 from tests.conformance.table import BEGIN, END, row, table
 from tests.conformance.table import main as write_table
 from tests.conformance.test_remote_stores_conform import LIMITS, REMOTE
@@ -24,7 +23,7 @@ def planned_row(subject: Subject, limits: Mapping[str, str]) -> str:
         for case in subject.cases(level=5):
             reasons = [reason for need in case.needs if (reason := rig.lacks(need)) is not None]
             reasons = [limits[case.id]] if case.id in limits else reasons
-            verdict = Verdict.SKIPPED if reasons else Verdict.PASSED
+            verdict = CaseVerdict.SKIPPED if reasons else CaseVerdict.PASSED
             results.append((case.id, verdict, "".join(reasons[:1])))
     return row(subject.kind, subject.spec, results)
 

@@ -8,14 +8,13 @@ from __future__ import annotations
 
 import sys
 import tempfile
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from pathlib import Path
 
 import pytest
 
-from kvbaton.testing.kit import Outcome, Verdict
-from kvbaton.testing.report import Report, print_outcome
-from kvbaton.testing.subject import Subject
+from kvbaton.testing.check import Subject, print_outcome, write_json
+from kvbaton.testing.kit import CaseVerdict, Outcome
 from tests.conformance import test_stores_conform as stores
 from tests.conformance import test_transports_conform as transports
 from tests.conformance.table import main as write_table
@@ -32,37 +31,36 @@ def main(names: list[str]) -> None:
     """See the module."""
     with tempfile.TemporaryDirectory() as folder:
         reports = list[Path]()
-        for report in _reports(names, Path(folder)):
+
+        def report(subject: Subject, limits: Mapping[str, str]) -> None:
             reports.append(Path(folder, f"{len(reports)}.json"))
-            report.write_json(reports[-1])
+            write_json(subject, _outcomes(subject, limits), reports[-1])
+
+        for subject in SUBJECTS:
+            if not names or subject.spec.partition(":")[0] in names:
+                report(subject, {})
+        for name, serve in REMOTE.items():
+            if names and name not in names:
+                continue
+            try:
+                with serve(Path(folder)) as spec:
+                    report(Subject(spec, "store"), LIMITS.get(name, {}))
+            except pytest.skip.Exception as reason:
+                print(f"{name} keeps its row: {reason}")
         write_table([str(PAGE), *map(str, reports)])
 
 
-def _reports(names: list[str], folder: Path) -> Iterator[Report]:
-    for subject in SUBJECTS:
-        if not names or subject.spec.partition(":")[0] in names:
-            yield _report(subject, {})
-    for name, serve in REMOTE.items():
-        if names and name not in names:
-            continue
-        try:
-            with serve(folder) as spec:
-                yield _report(Subject(spec, "store"), LIMITS.get(name, {}))
-        except pytest.skip.Exception as reason:
-            print(f"{name} keeps its row: {reason}")
-
-
-def _report(subject: Subject, limits: Mapping[str, str]) -> Report:
+def _outcomes(subject: Subject, limits: Mapping[str, str]) -> list[Outcome]:
     print(f"{subject.kind} {subject.spec}")
     outcomes = []
-    for case in subject.cases(level=5):
+    for case in subject.cases():
         reason = limits.get(case.id)
         if reason is None:
             outcomes.append(subject.run(case))
         else:
-            outcomes.append(Outcome(case.id, case.law, Verdict.SKIPPED, reason))
+            outcomes.append(Outcome(case.id, case.law, CaseVerdict.SKIPPED, reason))
         print_outcome(outcomes[-1])
-    return Report(subject, tuple(outcomes))
+    return outcomes
 
 
 if __name__ == "__main__":

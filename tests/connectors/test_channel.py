@@ -36,15 +36,12 @@ def receive(
 ) -> list[tuple[Link, bytes]]:
     """Messages of `channel`, waiting for `count`; `helping` answers its handshakes meanwhile."""
     got: list[tuple[Link, bytes]] = []
-    poller = zmq.Poller()
-    for side in filter(None, (channel, helping)):
-        for each in side.sockets():
-            poller.register(each, zmq.POLLIN)
     limit = time.monotonic() + within
     while len(got) < count and time.monotonic() < limit:
-        poller.poll(20)
+        channel.poller.poll(20)
         got += channel.receive()
         if helping is not None:
+            helping.poller.poll(0)
             helping.receive()
     return got
 

@@ -20,6 +20,7 @@ from torch import Tensor
 
 from kvbaton.connectors.digest import claims, fold, mismatches, unit_sums
 from kvbaton.connectors.layout import GroupKind, KVLayout, Plane, contiguous_plane
+from kvbaton.connectors.pairing import GroupPairing
 from kvbaton.connectors.plan import plan
 from kvbaton.kernels.digest import block_sums_reference
 from kvbaton.messages.control import DigestRun
@@ -119,7 +120,8 @@ def fill(node: Node, tokens: Tensor) -> None:
 
 
 def push(source: Node, target: Node, start: int, end: int) -> None:
-    planned = plan(source.layouts, source.spans, target.layouts, target.spans, start, end)
+    pairing = GroupPairing(source.layouts, target.layouts)
+    planned = plan(pairing, source.spans, target.spans, start, end)
     for (s, t), ranges in planned.items():
         for s_region, s_at, t_region, t_at, length, count, s_step, t_step in ranges.tolist():
             read, write = source.region(s, s_region), target.region(t, t_region)
@@ -130,9 +132,8 @@ def push(source: Node, target: Node, start: int, end: int) -> None:
 
 def claim(source: Node, target: Node, start: int, end: int) -> tuple[DigestRun, ...]:
     first, sums = source.sums(start, end)
-    return claims(
-        sums, source.layouts, target.layouts, first_block=first, transfer_id=TRANSFER, attempt=1
-    )
+    pairing = GroupPairing(source.layouts, target.layouts)
+    return tuple(claims(pairing, sums, first_block=first, transfer_id=TRANSFER, attempt=1))
 
 
 def verify(
@@ -147,7 +148,7 @@ def verify(
 ) -> list[tuple[int, int]]:
     first, sums = target.sums(start, end)
     return mismatches(
-        sums, source.layouts, target.layouts, runs,
+        GroupPairing(source.layouts, target.layouts), sums, runs,
         first_block=first, start=start, end=end, transfer_id=transfer_id, attempt=attempt,
     )  # fmt: skip
 
@@ -334,7 +335,7 @@ def test_sums_of_some_planes_only_are_no_sums_of_a_group() -> None:
     sums = [block_sums_reference(node.pools[0], torch.tensor(node.blocks), 0, 0, 8)]
     with pytest.raises(AssertionError, match="planes"):
         claims(
-            [x.numpy().view(np.uint64) for x in sums], node.layouts, node.layouts,
+            GroupPairing(node.layouts, node.layouts), [x.numpy().view(np.uint64) for x in sums],
             first_block=0, transfer_id=TRANSFER, attempt=1,
         )  # fmt: skip
 

@@ -11,7 +11,7 @@ import pytest
 from kvbaton.connectors.base import Status
 from kvbaton.connectors.transports.faulty import FaultyTransport
 from kvbaton.errors import ConfigError
-from kvbaton.testing.pairs import Pair, pack, random_rows
+from kvbaton.testing.transport_rig import Pair, pack, random_rows
 
 INNER = ["memory", "tcp", "nixl"]
 ROW = (0, 5, 0, 11, 1_000, 3, 2_000, 1_500)

@@ -17,7 +17,7 @@ import pytest
 from kvbaton.connectors import guard
 from kvbaton.connectors.guard import GuardCard, Watch, guard_card, watch
 from kvbaton.errors import ConfigError, TransportError
-from kvbaton.testing.far_process import FarProcess
+from kvbaton.testing.remote import RemoteProcess
 
 LISTENS = """
 import sys, time
@@ -46,8 +46,8 @@ def until(done: Callable[[], Any], what: str, within: float = 10.0) -> None:
 
 
 @contextlib.contextmanager
-def process(code: str = LISTENS) -> Iterator[tuple[FarProcess, Watch]]:
-    with FarProcess([sys.executable, "-c", code], 20.0) as far:
+def process(code: str = LISTENS) -> Iterator[tuple[RemoteProcess, Watch]]:
+    with RemoteProcess([sys.executable, "-c", code], 20.0) as far:
         card = msgspec.msgpack.decode(bytes.fromhex(far.started()[1]), type=GuardCard)
         watched = watch(card)
         try:

@@ -8,7 +8,8 @@ from pathlib import Path
 import msgspec
 import pytest
 
-from kvbaton.connectors.host import ProcessCard, is_gone, is_loopback, is_wildcard, this_process
+from kvbaton.connectors.address import is_loopback, is_wildcard
+from kvbaton.connectors.guard import ProcessCard, is_gone, this_process
 
 # The main thread ends here while another still runs: the process shows as a zombie and is none.
 LEADER_EXITS = """

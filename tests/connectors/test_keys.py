@@ -23,7 +23,7 @@ from kvbaton.connectors.keys import (
     root_key,
 )
 from kvbaton.errors import ConfigError
-from kvbaton.testing.naming import make_owner
+from kvbaton.testing.store_objects import make_owner
 
 RECORD = make_owner("ab" * 32).record
 ROOT = root_key(RECORD.digest(), "salt")

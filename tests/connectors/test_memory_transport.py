@@ -7,7 +7,7 @@ import pytest
 from kvbaton.connectors.base import Handle, Status
 from kvbaton.connectors.transports.memory import MemoryHub, MemoryTransport
 from kvbaton.errors import TransportError
-from kvbaton.testing.pairs import Pair, pack
+from kvbaton.testing.transport_rig import Pair, pack
 
 ROW = (0, 0, 0, 0, 64, 1, 0, 0)
 

@@ -29,8 +29,8 @@ from kvbaton.connectors.transports.nixl_parts import (
 )
 from kvbaton.connectors.transports.regions import Copies
 from kvbaton.errors import TransportError
-from kvbaton.testing.far_process import FarProcess
-from kvbaton.testing.pairs import Pair, memory_of, pack
+from kvbaton.testing.remote import RemoteProcess
+from kvbaton.testing.transport_rig import Pair, memory_of, pack
 
 OURS = [Memory(1 << 40, 1 << 34), Memory(1 << 41, 1 << 34, "cuda", 1), None]
 THEIRS = [RemoteRegion(1 << 42, 1 << 34, "cpu", 0), RemoteRegion(1 << 43, 1 << 34, "cuda", 2), None]
@@ -149,7 +149,7 @@ TARGET = """
 import sys
 import numpy as np
 from kvbaton.connectors.transports.nixl import NixlTransport
-from kvbaton.testing.pairs import memory_of
+from kvbaton.testing.transport_rig import memory_of
 transport, memory = NixlTransport("target"), np.zeros(int(sys.argv[1]), np.uint8)
 transport.register(memory_of(memory))
 print("card", transport.card().hex(), flush=True)
@@ -165,10 +165,10 @@ while True:
 
 
 @pytest.fixture
-def target(monkeypatch: pytest.MonkeyPatch) -> Iterator[FarProcess]:
+def target(monkeypatch: pytest.MonkeyPatch) -> Iterator[RemoteProcess]:
     """Another process, reached through sockets only."""
     monkeypatch.setenv("UCX_TLS", "tcp")
-    with FarProcess([sys.executable, "-c", TARGET, str(STUCK_BYTES)], 20.0) as far:
+    with RemoteProcess([sys.executable, "-c", TARGET, str(STUCK_BYTES)], 20.0) as far:
         yield far
 
 
@@ -179,7 +179,7 @@ def drive(transport: NixlTransport, done: Callable[[], bool], what: str, within:
         assert time.monotonic() < limit, what
 
 
-def stuck_write(far: FarProcess) -> tuple[NixlTransport, Peer, Bytes, NixlHandle]:
+def stuck_write(far: RemoteProcess) -> tuple[NixlTransport, Peer, Bytes, NixlHandle]:
     """A write to a process that is stopped before it has taken in all of it."""
     source = NixlTransport(f"n{next(_names)}")
     memory = np.full(STUCK_BYTES, 7, np.uint8)
@@ -195,7 +195,7 @@ def stuck_write(far: FarProcess) -> tuple[NixlTransport, Peer, Bytes, NixlHandle
     return source, peer, memory, handle
 
 
-def test_nothing_is_read_any_more_once_close_says_so(target: FarProcess) -> None:
+def test_nothing_is_read_any_more_once_close_says_so(target: RemoteProcess) -> None:
     """A transfer can't be called off: what `close` promises, it must wait for."""
     source, peer, memory, handle = stuck_write(target)
     if not source.close(peer):
@@ -209,7 +209,7 @@ def test_nothing_is_read_any_more_once_close_says_so(target: FarProcess) -> None
     source.shutdown()
 
 
-def test_the_death_of_a_stuck_target_ends_reading_and_drains(target: FarProcess) -> None:
+def test_the_death_of_a_stuck_target_ends_reading_and_drains(target: RemoteProcess) -> None:
     source, peer, _, handle = stuck_write(target)
     assert not source.close(peer)
     target.kill()
@@ -239,7 +239,7 @@ import sys
 import numpy as np
 from kvbaton.connectors.base import Status
 from kvbaton.connectors.transports.nixl import NixlTransport
-from kvbaton.testing.pairs import memory_of, pack
+from kvbaton.testing.transport_rig import memory_of, pack
 size = int(sys.argv[1])
 transport, memory = NixlTransport("writer"), np.full(size, 7, np.uint8)
 transport.register(memory_of(memory))
@@ -278,7 +278,7 @@ def test_a_fence_over_sockets_stops_a_living_writer_for_good(
     other.register(memory_of(bystander))
     target_at_other = other.connect(target.card())
     other_at_target = target.connect(other.card())
-    with FarProcess([sys.executable, "-c", WRITER, str(LARGE)], 30.0) as far:
+    with RemoteProcess([sys.executable, "-c", WRITER, str(LARGE)], 30.0) as far:
         writer = target.connect(bytes.fromhex(far.started()[1]))
         far.tell(target.card().hex())
         drive(target, lambda: bool((memory[::4096] == 7).any()), "some of a write", 30)

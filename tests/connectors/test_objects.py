@@ -17,7 +17,7 @@ from kvbaton.connectors import objects
 from kvbaton.connectors.base import Memory
 from kvbaton.connectors.layout import AXES, Axis, GroupKind, KVLayout, contiguous_plane
 from kvbaton.connectors.objects import HEADER_BYTES, ObjectForm, ObjectHeader, object_key
-from kvbaton.engine.staging import CpuBlockStaging
+from kvbaton.engine.block_staging import CpuBlockStaging
 from kvbaton.kernels.digest import block_sums
 
 HEADS, LAYERS, DIM, SIZE, BLOCKS = 4, 3, 8, 4, 6
@@ -96,7 +96,7 @@ class Side:
             piece[:] = data[at : at + len(piece)]
             at += len(piece)
         assert at == len(data)
-        batch.land()
+        batch.write_back()
 
 
 def whole_pool(seed: int, dtype: str = "float32", heads: int = HEADS) -> torch.Tensor:

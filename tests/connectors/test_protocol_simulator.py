@@ -8,6 +8,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from kvbaton.connectors.protocol.source import Source
+from kvbaton.testing.simulated_world import ViolationError
 from kvbaton.testing.simulator import main, simulate
 
 OFTEN = {
@@ -44,8 +46,23 @@ def test_a_seed_repeats() -> None:
 
 
 def test_the_command_reports_what_it_ran(capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["3"]) == 0
-    assert capsys.readouterr().out.startswith("3 schedules, ")
+    assert main(["3", "--first", "7"]) == 0
+    last = capsys.readouterr().out.splitlines()[-1]
+    assert last.startswith("3 schedules from seed 7 in ")
+    assert last.endswith(" events, no violation")
+
+
+def test_the_command_names_the_seed_of_each_violation(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(Source, "_push", lambda self, record: None)
+    assert main(["4"]) == 1
+    *story, last = capsys.readouterr().out.splitlines()
+    told = [line.rpartition(" ")[2] for line in story if line.startswith("violated by: ")]
+    assert told
+    assert f" {len(told)} violation" in last
+    with pytest.raises(ViolationError):
+        simulate(int(told[0]))
 
 
 @pytest.mark.slow

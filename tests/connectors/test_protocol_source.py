@@ -9,7 +9,6 @@ import pytest
 
 from kvbaton.connectors.layout import GroupKind, KVLayout
 from kvbaton.connectors.protocol import source
-from kvbaton.connectors.protocol.alarms import MAX_TOMBSTONES
 from kvbaton.connectors.protocol.events import (
     Abandon,
     Announce,
@@ -27,13 +26,14 @@ from kvbaton.connectors.protocol.events import (
     Received,
     RefuseAnnounce,
     Release,
-    Send,
+    SendMessage,
     SourceFailed,
     Stop,
     StopSource,
     Tick,
     WriteEnded,
 )
+from kvbaton.connectors.protocol.machine import MAX_TOMBSTONES
 from kvbaton.connectors.protocol.source import Source
 from kvbaton.errors import LayoutMismatchError
 from kvbaton.messages.control import (
@@ -77,7 +77,7 @@ class Rig:
         node = NodeId("p", bytes(16))
         identity = Identity(node, bytes(32), {"model": "a"}, "tcp", cards(*groups, ranks=2))
         options.setdefault("pairable", lambda a, b: None)
-        self.machine = Source(identity, TIMERS, new_id=lambda: bytes(16), **options)
+        self.machine = Source(identity, TIMERS, **options)
         self.now = 0.0
         self.seq = 0
 
@@ -153,7 +153,9 @@ class Rig:
 
 
 def sent(actions: list[Any], kind: type) -> list[Any]:
-    return [a.message for a in actions if isinstance(a, Send) and isinstance(a.message, kind)]
+    return [
+        a.message for a in actions if isinstance(a, SendMessage) and isinstance(a.message, kind)
+    ]
 
 
 def refusals(actions: list[Any]) -> list[str]:
@@ -232,6 +234,26 @@ D = NodeId("d", b"1" * 16)
 
 def drained(actions: list[Any]) -> list[bytes]:
     return [name for message in sent(actions, SessionDrained) for name in message.over]
+
+
+EARLIER = NodeId("p", b"e" * 16)
+
+
+def test_a_session_with_an_earlier_generation_is_not_taken_up() -> None:
+    rig = Rig()
+    assert refusals(actions := rig.hello(receiver=EARLIER)) == ["unknown_session"]
+    assert not sent(actions, Welcome)
+    assert not of(actions, OpenPeer)
+
+
+@pytest.mark.parametrize("kind", [Reserve, Cancel])
+def test_what_is_meant_for_an_earlier_generation_is_refused(kind: type) -> None:
+    """D may have been welcomed by it in a session that both have opened."""
+    rig = Rig().until("announced")
+    actions = rig.reserve(receiver=EARLIER) if kind is Reserve else rig.hear(kind, receiver=EARLIER)
+    assert refusals(actions) == ["unknown_session"]
+    assert not sent(actions, Drained)
+    assert not of(actions, Engage)
 
 
 def test_a_new_session_begins_at_once_and_tells_when_the_old_one_has_drained() -> None:
@@ -333,7 +355,7 @@ def test_reserve_and_request_in_either_order(reserve_first: bool) -> None:
     rig.hello()
     actions = rig.reserve() if reserve_first else rig.announce()
     actions += rig.announce() if reserve_first else rig.reserve()
-    assert of(actions, Engage) == [Engage(NAME, 0)]
+    assert of(actions, Engage) == [Engage(NAME, 0, (0,))]
     assert len(sent(actions, Accepted)) == 1
 
 
@@ -341,7 +363,7 @@ def test_the_reservation_says_where_to_begin() -> None:
     rig = Rig()
     rig.hello()
     rig.announce()
-    assert of(rig.reserve(first=1), Engage) == [Engage(NAME, 6)]
+    assert of(rig.reserve(first=1), Engage) == [Engage(NAME, 6, (6,))]
 
 
 @pytest.mark.parametrize("reserve_first", [False, True])
@@ -368,7 +390,7 @@ def test_a_second_request_of_the_same_name_is_refused(state: str, code: str) -> 
 
 def test_an_unclaimed_reserve_is_given_up() -> None:
     rig = Rig().until("reserved")
-    assert sent(rig.wait(TIMERS.unannounced), Failed)
+    assert sent(rig.wait(TIMERS.lease), Failed)
     assert rig.announce() == [RefuseAnnounce(NAME, "expired")]
     assert refusals(rig.reserve()) == ["expired"]
 
@@ -377,12 +399,12 @@ def test_an_unclaimed_request_is_forgotten_some_time_after_it_was_computed() -> 
     rig = Rig().until("announced")
     rig.wait(TIMERS.total - 1)
     rig.do(FirstTokens(NAME, CHOICES))
-    rig.wait(TIMERS.unclaimed - 1)
+    rig.wait(TIMERS.total - 1)
     rig.hello(NEW)
     assert sent(rig.reserve(session=NEW), Accepted)
     rig = Rig().until("announced")
     rig.do(FirstTokens(NAME, CHOICES))
-    rig.wait(TIMERS.unclaimed + 1)
+    rig.wait(TIMERS.total + 1)
     rig.hello(NEW)
     assert refusals(rig.reserve(session=NEW)) == ["expired"]
 
@@ -392,7 +414,8 @@ def test_a_target_may_reserve_long_after_the_prompt_was_computed() -> None:
     rig = Rig().until("announced")
     rig.do(FirstTokens(NAME, CHOICES))
     rig.wait(50.0)
-    assert of(rig.reserve(), Engage)
+    rig.hello(NEW)
+    assert of(rig.reserve(session=NEW), Engage)
 
 
 def test_of_too_many_unclaimed_prompts_the_oldest_is_forgotten(
@@ -563,7 +586,7 @@ def test_notices_that_hold_no_digest_are_refused_in_the_beginning() -> None:
 
 def test_progress_is_told_until_every_write_has_ended() -> None:
     rig = Rig().until("engaged")
-    (progress,) = sent(rig.wait(TIMERS.progress_period), Progress)
+    (progress,) = sent(rig.wait(TIMERS.resend), Progress)
     assert (progress.state, progress.tokens_pushed) == ("computing", 0)
     rig.ready(0, 16)
     rig.do(FirstTokens(NAME, CHOICES))

@@ -11,7 +11,6 @@ from hypothesis import strategies as st
 
 from kvbaton.connectors.layout import GroupKind, KVLayout
 from kvbaton.connectors.protocol.events import (
-    AdmitPeer,
     CancelTarget,
     Deliver,
     Fail,
@@ -22,11 +21,11 @@ from kvbaton.connectors.protocol.events import (
     Identity,
     Landed,
     Link,
-    Meet,
-    Part,
+    OpenPeer,
     PeerGone,
     Received,
-    Send,
+    SendMessage,
+    SetMembers,
     Start,
     Tick,
     Unneeded,
@@ -158,7 +157,9 @@ class Rig:
 
 
 def sent(actions: list[Any], kind: type) -> list[Any]:
-    return [a.message for a in actions if isinstance(a, Send) and isinstance(a.message, kind)]
+    return [
+        a.message for a in actions if isinstance(a, SendMessage) and isinstance(a.message, kind)
+    ]
 
 
 def of(actions: list[Any], kind: type) -> list[Any]:
@@ -192,10 +193,21 @@ def test_welcome_admits_the_peer_before_anything_is_reserved() -> None:
     rig.start()
     rig.start(1)
     admit, *reserves = rig.welcome()
-    assert admit == AdmitPeer(rig.session, P, cards(6, 2))
+    assert admit == OpenPeer(rig.session, P, cards(6, 2))
     assert [r.message.attempt for r in reserves] == [0, 1]
     assert all(r.link == LINK for r in reserves)
     assert sent(rig.start(2), Reserve), "the session is up"
+
+
+def test_messages_name_the_generation_that_the_session_is_with() -> None:
+    rig = Rig()
+    (hello,) = sent(rig.start(), Hello)
+    assert hello.receiver is None
+    (reserve,) = sent(rig.welcome(), Reserve)
+    (cancel,) = sent(rig.do(CancelTarget(NAME)), Cancel)
+    (again, *_) = sent(rig.wait(TIMERS.lease), Hello)
+    assert again.session == hello.session
+    assert {m.receiver for m in (reserve, cancel, again)} == {P}
 
 
 def test_a_refused_session_fails_what_waits_at_once() -> None:
@@ -245,10 +257,10 @@ def test_a_session_that_the_peer_forgot_fails_its_attempts_and_the_next_one_asks
 
 def test_sessions_that_end_as_soon_as_they_are_up_are_not_opened_in_a_circle() -> None:
     rig = Rig()
-    rig.do(Meet(ADDRESS))
+    rig.do(SetMembers(frozenset({ADDRESS})))
     rig.welcome()
     assert not sent(rig.do(PeerGone(P)), Hello)
-    rig.do(Meet(ADDRESS))
+    rig.do(SetMembers(frozenset({ADDRESS})))
     assert len(sent(rig.wait(TIMERS.resend), Hello)) == 1
 
 
@@ -270,7 +282,7 @@ def test_another_generation_at_an_address_has_the_old_one_fenced() -> None:
     actions = rig.welcome(NodeId("p", b"2" * 16))
     assert not of(actions, Unquarantine)
     assert of(actions, Fence) == [Fence(P)]
-    assert len(of(rig.wait(1.0), Fence)) == 5
+    assert len(of(rig.wait(4 * TIMERS.resend), Fence)) == 4
     assert of(rig.do(Fenced(P)), Unquarantine) == [Unquarantine(NAME)]
     assert not of(rig.wait(1.0), Fence)
 
@@ -298,6 +310,20 @@ def test_a_peer_that_is_gone_is_fenced() -> None:
     assert sent(rig.start(1), Hello)[0].over == (), "what was fenced needs no promise"
 
 
+def test_a_session_greeted_before_a_fence_held_gives_way_to_another() -> None:
+    rig = Rig().until("engaged")
+    rig.do(PeerGone(P))
+    rig.start(1)
+    assert sent(rig.wait(TIMERS.resend), Hello)
+    early = rig.session
+    actions = rig.do(Fenced(P)) + rig.wait(2 * TIMERS.resend)
+    assert of(actions, Unquarantine) == [Unquarantine(NAME)]
+    assert rig.session != early, "the fence may have cut what P connected for it"
+    late = rig.hear(Welcome, early, sender=P, version=PROTOCOL_VERSION, ranks=cards(6, 2))
+    assert not of(late, OpenPeer)
+    assert [message.attempt for message in sent(rig.welcome(), Reserve)] == [1]
+
+
 def test_a_healthy_peer_is_not_fenced_again_after_its_welcome() -> None:
     rig = Rig().until("engaged")
     rig.do(PeerGone(P))
@@ -319,11 +345,11 @@ def test_a_drained_of_a_session_that_is_over_counts() -> None:
 
 def test_a_silent_peer_is_fenced_and_one_that_answers_is_not() -> None:
     rig = Rig().until("draining")
-    actions = rig.wait(TIMERS.silence - 1)
+    actions = rig.wait(TIMERS.lease - 1)
     assert len(sent(actions, Cancel)) == 38
     rig.hear(Progress, state="draining", tokens_pushed=0)
-    assert not of(rig.wait(TIMERS.silence - 1), Fence)
-    assert of(rig.wait(TIMERS.silence), Fence)
+    assert not of(rig.wait(TIMERS.lease - 1), Fence)
+    assert of(rig.wait(TIMERS.lease), Fence)
     assert of(rig.do(Fenced(P)), Unquarantine)
 
 
@@ -351,7 +377,7 @@ def test_a_few_quarantined_blocks_make_no_node_unhealthy_a_share_of_the_pool_doe
 
 def test_a_session_is_kept_alive_and_ends_when_nothing_is_heard() -> None:
     rig = Rig()
-    rig.do(Meet(ADDRESS))
+    rig.do(SetMembers(frozenset({ADDRESS})))
     rig.welcome()
     hellos = []
     for _ in range(20):
@@ -359,42 +385,49 @@ def test_a_session_is_kept_alive_and_ends_when_nothing_is_heard() -> None:
         assert {hello.session for hello in hellos} == {rig.session}
         rig.welcome()
     assert len(hellos) == 40
-    actions = rig.wait(TIMERS.silence + 5)
+    actions = rig.wait(TIMERS.lease + 5)
     assert of(actions, ForgetPeer) == [ForgetPeer(P)]
     assert sent(actions, Hello)[-1].session != hellos[0].session
 
 
 def test_a_member_that_parts_is_forgotten_when_nothing_needs_it() -> None:
     rig = Rig()
-    rig.do(Meet(ADDRESS))
+    rig.do(SetMembers(frozenset({ADDRESS})))
     rig.welcome()
     assert not of(rig.wait(0.1), HangUp)
-    actions = rig.do(Part(ADDRESS))
+    actions = rig.do(SetMembers(frozenset()))
     assert actions == [ForgetPeer(P), HangUp(ADDRESS)]
     assert rig.machine.next_deadline() is None
-    rig.do(Meet(ADDRESS))
+    rig.do(SetMembers(frozenset({ADDRESS})))
     rig.welcome()
     rig.start()
-    assert rig.do(Part(ADDRESS)) == []
+    assert rig.do(SetMembers(frozenset())) == []
     rig.do(CancelTarget(NAME))
     assert rig.hear(Drained) == [Unquarantine(NAME), ForgetPeer(P), HangUp(ADDRESS)]
+
+
+def test_a_member_that_parts_and_then_refuses_is_forgotten_with_its_alarm() -> None:
+    rig = Rig()
+    rig.do(SetMembers(frozenset({ADDRESS})))
+    rig.start()
+    assert rig.do(SetMembers(frozenset())) == [], "somebody waits for it"
+    actions = rig.refuse_session("identity")
+    assert of(actions, Fail) == [Fail(NAME, 4, "refused (identity): why")]
+    assert of(actions, HangUp) == [HangUp(ADDRESS)]
+    assert rig.machine.next_deadline() is None
+    assert rig.wait(2 * TIMERS.lease) == []
 
 
 def test_lives_of_a_node_leave_nothing_behind() -> None:
     rig = Rig()
     for life in range(50):
-        rig.do(Meet(f"tcp://p:{life}"))
+        rig.do(SetMembers(frozenset({f"tcp://p:{life}"})))
         node = NodeId("p", life.to_bytes(16, "little"))
         rig.welcome(node)
         rig.do(PeerGone(node))
-        rig.do(Part(f"tcp://p:{life}"))
+        rig.do(SetMembers(frozenset()))
     sessions = rig.machine.sessions
-    assert [sessions.lines, sessions.known, sessions.lost, sessions._peers] == [
-        {},
-        {},
-        set(),
-        set(),
-    ]
+    assert (sessions.lines, sessions.known, sessions.fencing()) == ({}, {}, [])
     assert rig.machine.next_deadline() is None
 
 
@@ -416,7 +449,7 @@ def test_delivery_needs_complete_and_all_notices_and_all_digests() -> None:
     assert rig.landed(0, 4, 12, 0, digests=runs[:1]) == []
     (verify,) = rig.landed(0, 4, 12, 1, digests=runs[1:])
     span = (BlockSpan(1, (10, 11)),)
-    assert verify == Verify(rig.session, NAME, 0, 4, 12, (span,), runs)
+    assert verify == Verify(rig.session, NAME, 0, 4, 12, (span,), (4,), runs)
     assert rig.do(Verified(NAME, 0)) == []
     assert rig.complete(cached_tokens=5) == []
     assert of(rig.land(1, 12, 16), Verify)
@@ -464,7 +497,7 @@ def test_a_peer_with_several_mismatches_is_put_out_for_a_while() -> None:
     fail, free = rig.start(3)
     assert "put out" in fail.reason
     assert isinstance(free, Unquarantine)
-    rig.now += TIMERS.put_out + 1
+    rig.now += TIMERS.quarantine_limit + 1
     assert sent(rig.start(4), Reserve)
 
 
@@ -640,7 +673,7 @@ def test_an_answer_in_the_session_of_another_peer_moves_nothing() -> None:
     rig.start()
     rig.welcome()
     session = rig.session
-    rig.do(Meet("tcp://q:1"))
+    rig.do(SetMembers(frozenset({"tcp://q:1"})))
     rig.welcome(NodeId("q", b"1" * 16))
     assert rig.hear(Failed, reason="it is not mine") == []
     assert of(rig.hear(Failed, session=session, reason="it is mine"), Fail)
@@ -762,7 +795,7 @@ junk: st.SearchStrategy[Control] = st.one_of(
 def test_no_message_of_a_peer_breaks_a_machine(messages: list[Control]) -> None:
     target = Rig()
     target.start()
-    source = Source(target.machine.identity, TIMERS, new_id=bytes, pairable=lambda a, b: None)
+    source = Source(target.machine.identity, TIMERS, pairable=lambda a, b: None)
     for message in messages:
         target.do(Received(LINK, message))
         source.handle(Received(LINK, message), 0.0)
@@ -771,7 +804,7 @@ def test_no_message_of_a_peer_breaks_a_machine(messages: list[Control]) -> None:
 
 def test_a_session_may_be_opened_before_it_is_needed() -> None:
     rig = Rig()
-    [hello] = sent(rig.do(Meet(ADDRESS)), Hello)
-    assert rig.do(Meet(ADDRESS)) == []
+    [hello] = sent(rig.do(SetMembers(frozenset({ADDRESS}))), Hello)
+    assert rig.do(SetMembers(frozenset({ADDRESS}))) == []
     assert sent(rig.start(), Hello) == []
     assert hello.sender == rig.machine.identity.node

@@ -15,8 +15,7 @@ from pathlib import Path
 
 import pytest
 
-from kvbaton.connectors.stores.filesystem import FilesystemStore
-from kvbaton.connectors.stores.filesystem_entry import HEADER_BYTES
+from kvbaton.connectors.stores.filesystem import HEADER_BYTES, FilesystemStore
 from tests.connectors.stores_support import WAIT_S, find, make_objects, read, save, wait
 
 SIZE = 1_000_000
@@ -72,9 +71,9 @@ def leftovers(path: Path) -> list[str]:
     return os.listdir(path / "kvbaton-1" / "tmp")
 
 
-@pytest.mark.parametrize("call", [0, 1, "rename"])
+@pytest.mark.parametrize("call", [0, 1, 2, "rename"])
 def test_a_writer_killed_in_a_put_leaves_nothing_to_see(tmp_path: Path, call: object) -> None:
-    """It is stopped before a write, before the header (the last one), or before the rename."""
+    """It is stopped before the header, before or in the middle of the bytes, before the rename."""
     code = f"""
         store, calls, write, rename = open_store(), 0, os.pwritev, os.rename
         def stop():
@@ -84,7 +83,7 @@ def test_a_writer_killed_in_a_put_leaves_nothing_to_see(tmp_path: Path, call: ob
             global calls
             if calls == {call!r}: stop()
             calls += 1
-            return write(*args)
+            return write(args[0], [args[1][0][:{SIZE} // 2]], args[2])
         def rename_or_stop(*args):
             if {call!r} == "rename": stop()
             return rename(*args)

@@ -4,14 +4,13 @@ from __future__ import annotations
 
 import errno
 import os
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 
 import pytest
 
-from kvbaton.connectors.stores import filesystem_entry, filesystem_space
-from kvbaton.connectors.stores.filesystem import FilesystemStore
-from kvbaton.connectors.stores.filesystem_entry import HEADER_BYTES, Verdict
+from kvbaton.connectors.stores import filesystem_space
+from kvbaton.connectors.stores.filesystem import HEADER_BYTES, FilesystemStore
 from tests.connectors.stores_support import find, make_objects, read, save
 
 SIZE = 1000
@@ -135,6 +134,7 @@ def test_a_full_disk_finds_room_although_the_account_is_wrong(
 
 
 @pytest.mark.parametrize("stored_again", [False, True])
+@pytest.mark.parametrize("after_reads", [0, 1])
 def test_what_is_written_over_while_it_is_read_is_a_miss(
     full: FilesystemStore,
     open_store: Open,
@@ -142,27 +142,32 @@ def test_what_is_written_over_while_it_is_read_is_a_miss(
     caplog: pytest.LogCaptureFixture,
     tmp_path: Path,
     stored_again: bool,
+    after_reads: int,
 ) -> None:
+    """Before its header was read, and in the middle of its bytes."""
     objects = make_objects(COUNT, SIZE)
     victim = dict(list(objects.items())[:1])
     (key,) = victim
     inode = file_of(tmp_path, key).stat().st_ino
     others = make_objects(2, SIZE, seed=1)
-    other, reads = open_store(), filesystem_entry.read
-    verdicts = []
+    other, reads, calls = open_store(), os.preadv, list[int]()
 
-    def late(*words: object) -> Verdict:
-        monkeypatch.undo()
-        save_one_by_one(other, others)
-        assert inode in {file_of(tmp_path, k).stat().st_ino for k in others}
-        if stored_again:
-            save_one_by_one(other, victim)
-        verdicts.append(reads(*words))  # type: ignore[arg-type]
-        return verdicts[0]
+    def late(file: int, pieces: Sequence[memoryview], at: int) -> int:
+        if os.fstat(file).st_ino != inode:
+            return reads(file, pieces, at)
+        calls.append(file)
+        if len(calls) == after_reads + 1:
+            monkeypatch.undo()
+            save_one_by_one(other, others)
+            assert inode in {file_of(tmp_path, k).stat().st_ino for k in others}
+            if stored_again:
+                save_one_by_one(other, victim)
+        first = [pieces[0]] if len(pieces) > 1 else [pieces[0][: SIZE // 2]]
+        return reads(file, first, at)
 
-    monkeypatch.setattr(filesystem_entry, "read", late)
+    monkeypatch.setattr(os, "preadv", late)
     assert read(full, victim) == [None]
-    assert verdicts == [Verdict.CORRUPT]
+    assert len(calls) > after_reads, "it was not read meanwhile"
     assert not caplog.messages
     assert find(full, [key]).present == (stored_again,)
     assert read(full, others) == list(others.values())

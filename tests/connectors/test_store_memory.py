@@ -13,8 +13,7 @@ from hypothesis import strategies as st
 from kvbaton.connectors.registry import load_store
 from kvbaton.connectors.store import Evicting, Pieces, Store
 from kvbaton.connectors.stores import memory
-from kvbaton.connectors.stores.free_list import FreeList
-from kvbaton.connectors.stores.memory import LARGE_BYTES, MemoryStore, copy
+from kvbaton.connectors.stores.memory import LARGE_BYTES, FreeList, MemoryStore, copy
 from kvbaton.errors import ConfigError, StoreError
 
 TIMEOUT_S = 30.0

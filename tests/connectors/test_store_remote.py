@@ -21,6 +21,8 @@ from tests.connectors.store_servers import (
 )
 from tests.connectors.stores_support import find, make_objects, pieces, read, save, wait
 
+pytestmark = pytest.mark.filterwarnings("ignore:.*LoggingHandler.*:DeprecationWarning")
+
 HASTY: dict[str, dict[str, Any]] = {
     "redis": {"timeout_s": 0.5, "retries": 1},
     "s3": {"timeout_s": 0.5, "retry_s": 0.5},

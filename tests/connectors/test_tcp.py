@@ -14,11 +14,10 @@ import pytest
 from kvbaton.connectors.base import Peer, Status
 from kvbaton.connectors.transports import tcp_wire
 from kvbaton.connectors.transports.tcp import TcpTransport
-from kvbaton.connectors.transports.tcp_incoming import MAX_STRANGERS
-from kvbaton.connectors.transports.tcp_outgoing import TcpCard
+from kvbaton.connectors.transports.tcp_connections import MAX_STRANGERS, TcpCard
 from kvbaton.connectors.transports.tcp_wire import FrameKind, Header
 from kvbaton.errors import ConfigError, TransportError
-from kvbaton.testing.pairs import TARGET_SIZES, Pair, pack, random_rows
+from kvbaton.testing.transport_rig import TARGET_SIZES, Pair, memory_of, pack, random_rows
 
 _names = itertools.count()
 LAST = FrameKind.LAST
@@ -99,7 +98,7 @@ def test_a_listener_without_the_token_gets_no_byte(pair: Pair) -> None:
 
 
 def test_a_slow_handshake_has_a_deadline(pair: Pair, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("kvbaton.connectors.transports.tcp_incoming.HANDSHAKE_S", 0.2)
+    monkeypatch.setattr("kvbaton.connectors.transports.tcp_connections.HANDSHAKE_S", 0.2)
     with dial(pair) as sock:
         sock.sendall(tcp_wire.MAGIC[:3])
         start = time.monotonic()
@@ -249,3 +248,32 @@ def test_a_host_that_is_none_loses_its_peer_only(pair: Pair, host: str) -> None:
     pair.wait(report, "lost")
     assert lost == [peer]
     pair.complete(pair.write(random_rows(pair.random, 3), b"x"))
+
+
+def test_closing_peers_that_hang_stops_nobody(pair: Pair) -> None:
+    """The transfer thread closes each of them: they take as long as one, and no call waits."""
+    size, names = 32 << 20, [f"hung-{number}" for number in range(8)]
+    pair.source.register(memory_of(np.zeros(size, np.uint8)))
+    region = len(pair.source_memory)
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        port, socks, peers = server.getsockname()[1], [], []
+        for name in names:
+            fields = card_of(pair)
+            card = msgspec.structs.replace(fields, name=name, port=port, sizes=(size,))
+            peers.append(pair.source.connect(msgspec.msgpack.encode(card)))
+            socks.append(server.accept()[0])
+            tcp_wire.greet(socks[-1], fields.token, time.monotonic() + 5, lambda _: None)
+        handles = [
+            pair.source.write(p, pack([(region, 0, 0, 0, size, 1, 0, 0)]), b"") for p in peers
+        ]
+        for sock in socks:  # it reads a header, and hangs: the frame fills both kernels' buffers
+            assert tcp_wire.receive_header(sock).payload_bytes == size
+        began = time.monotonic()
+        ended = [pair.source.close(peer) for peer in peers]
+        assert time.monotonic() - began < 0.1
+        assert not any(ended), "they are in a frame: a goodbye may still be possible"
+        pair.wait(lambda: all(pair.source.close(peer) for peer in peers), "closed")
+        assert time.monotonic() - began < 2.0
+        assert all(handle.status() is Status.ERROR for handle in handles), "it may still land there"
+        for sock in socks:
+            sock.close()

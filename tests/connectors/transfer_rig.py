@@ -36,7 +36,7 @@ from kvbaton.messages.control import RankCard
 from kvbaton.types import Attempt, BlockSpan, ChoiceStart, NodeId, TransferTimers
 
 BLOCK_SIZE, NUM_BLOCKS, HEADS = 4, 64, 2
-TIMERS = TransferTimers(resend=0.05, progress_period=0.05, progress_deadline=1.0, fence_retry=0.05)
+TIMERS = TransferTimers(resend=0.05, progress_deadline=1.0)
 KEY = b"k" * 32
 _names = itertools.count()
 _PLANE = contiguous_plane(
@@ -104,10 +104,7 @@ class Node:
         self.layouts = [[layout]]
         card = RankCard(0, self.transport.card(), msgspec.msgpack.encode([layout]))
         self.identity = Identity(self.id, bytes(32), {}, "memory", (card,))
-        self.options: dict[str, Any] = {
-            "new_id": lambda: os.urandom(16),
-            "pairable": check_pairable,
-        }
+        self.options: dict[str, Any] = {"pairable": check_pairable}
         self.timers = timers
         self.channel = ControlChannel("127.0.0.1", cluster_key=None)
         self.thread = self.make()
@@ -158,7 +155,7 @@ class Prefill(Node):
         first, last = start // BLOCK_SIZE, -(-end // BLOCK_SIZE)
         blocks = tuple(1 + number * (1 + self.spread) for number in range(first, last))
         sums = self.pool.digest(0, blocks, first * BLOCK_SIZE, start, end)
-        report = BlocksReport(attempt, start, end, ((BlockSpan(first, blocks),),), (sums,))
+        report = BlocksReport(attempt, start, end, ((BlockSpan(first, blocks),),), ((first, sums),))
         self.thread.submit(report, FirstTokens(attempt, (ChoiceStart(7),)))
 
 
@@ -166,7 +163,9 @@ class Decode(Node):
     """Wants every prompt whole, in the blocks that the test names."""
 
     def make(self) -> TransferThread:
-        self.machine = Target(self.identity, self.timers, **self.options)
+        self.machine = Target(
+            self.identity, self.timers, new_id=lambda: os.urandom(16), **self.options
+        )
         self.worker = TargetWorker(self.machine, [self.transport], self.layouts, self.pool)
         return TransferThread(self.channel, receiver=self.worker)
 

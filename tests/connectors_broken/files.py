@@ -10,14 +10,10 @@ from collections.abc import Callable, Sequence
 from contextlib import suppress
 from typing import Any, ClassVar
 
-import xxhash
-
 from kvbaton.connectors.store import Pieces
-from kvbaton.connectors.stores import filesystem_entry
-from kvbaton.connectors.stores.filesystem import Files, FilesystemStore
-from kvbaton.connectors.stores.filesystem_entry import HEADER_BYTES
+from kvbaton.connectors.stores.filesystem import HEADER_BYTES, Files, FilesystemStore, header
 from kvbaton.connectors.stores.threaded import ThreadedStore
-from kvbaton.testing.back_doors import FilesystemBackDoor
+from tests.conformance.back_doors import FilesystemBackDoor
 from tests.connectors_broken.stores import fill
 
 SLOW_BYTES = 1 << 20
@@ -128,8 +124,7 @@ class WritesInPlace(BrokenFilesystem):
             path = self._path(key)
             os.makedirs(os.path.dirname(path), exist_ok=True)
             with open(path, "wb", buffering=0) as file:
-                digest = xxhash.xxh3_128(data).digest()
-                file.write(filesystem_entry.header(key, len(data), digest))
+                file.write(header(key, len(data)))
                 file.truncate(HEADER_BYTES + len(data))
                 for start in range(0, len(data), 128 << 10):
                     time.sleep(0.004 if len(data) >= SLOW_BYTES else 0.0)
@@ -195,14 +190,16 @@ class TakesCutFiles(BrokenFilesystem):
 
 
 class TakesSpoiledFiles(BrokenFilesystem):
-    """Looks at the length of a file, not at its checksum."""
+    """Claims, by its back door, to notice a changed byte, and has no checksum."""
 
-    class Broken(Files):
-        def get(self, key: bytes, target: Pieces) -> bool:
-            with suppress(FileNotFoundError):
-                whole = os.stat(self._path(key)).st_size == HEADER_BYTES + sum(map(len, target))
-                return whole and _read_unchecked(self._path(key), target)
-            return False
+
+class SpoilingBackDoor(FilesystemBackDoor):
+    """Changes a byte of what is kept, too."""
+
+    def spoil(self, key: bytes) -> None:
+        path = self._path(key)
+        data = path.read_bytes()
+        path.write_bytes(data[:-1] + bytes([data[-1] ^ 1]))
 
 
 def _read_unchecked(path: str, target: Pieces) -> bool:
@@ -225,7 +222,7 @@ def _create(path: str) -> bool:
     return True
 
 
-Door = Callable[[Any], FilesystemBackDoor] | None
+Door = Callable[[Any], Any] | None
 
 BROKEN_FILES: dict[type[BrokenFilesystem], tuple[str, Door]] = {
     LosesAllAtClose: ("L1.outlives-close", None),
@@ -235,6 +232,6 @@ BROKEN_FILES: dict[type[BrokenFilesystem], tuple[str, Door]] = {
     WritesLater: ("L3.a-killed-writer", None),
     WaitsForTheDead: ("L3.what-a-killed-writer-leaves", FilesystemBackDoor),
     TakesCutFiles: ("L3.cut-objects", FilesystemBackDoor),
-    TakesSpoiledFiles: ("L3.spoiled-objects", FilesystemBackDoor),
+    TakesSpoiledFiles: ("L3.spoiled-objects", SpoilingBackDoor),
 }
 """Each broken store, the case that must catch it before any other does, and its back door."""

@@ -23,7 +23,7 @@ from msgspec import structs
 from kvbaton.connectors.store import Found, Pieces
 from kvbaton.connectors.stores.memory import Arena, MemoryStore
 from kvbaton.errors import StoreError
-from kvbaton.testing.naming import Owner, make_layout
+from kvbaton.testing.store_objects import Owner, make_layout
 
 CAPACITY = 32 << 20
 _LEAKED: list[bytes] = []

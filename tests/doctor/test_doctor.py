@@ -9,9 +9,9 @@ from typing import Any
 import pytest
 
 from kvbaton.cli import main
-from kvbaton.doctor.main import _slow
-from kvbaton.doctor.surroundings import look
-from kvbaton.doctor.trial import Trial, try_transport
+from kvbaton.doctor.main import slow_path
+from kvbaton.doctor.system import look
+from kvbaton.doctor.trials import TransportTrial, try_transport
 
 
 def test_healthy_transports(capsys: pytest.CaptureFixture[str]) -> None:
@@ -45,8 +45,8 @@ def test_the_step_that_fails_is_named(spec: str, step: str, told: str) -> None:
 
 
 def test_a_path_through_the_host_is_told() -> None:
-    trial = Trial(transport="tcp", device="cuda", gib_per_s=50.0, host_staged=True)
-    assert "through the host, a slow path" in _slow(trial, 10.0)
+    trial = TransportTrial(transport="tcp", device="cuda", gib_per_s=50.0, host_staged=True)
+    assert "through the host, a slow path" in slow_path(trial, 10.0)
 
 
 def test_failure_is_the_exit_status(capsys: pytest.CaptureFixture[str]) -> None:

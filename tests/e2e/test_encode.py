@@ -256,15 +256,10 @@ def test_an_encoder_node_answers_for_an_item_of_its_own(house: House, model: Pat
 
 
 @pytest.fixture
-def doomed(
-    cluster: Cluster, house: House, request: pytest.FixtureRequest
-) -> Iterator[tuple[Node, Router]]:
+def doomed(cluster: Cluster, house: House) -> Iterator[tuple[Node, Router]]:
     """An encoder node that may be harmed, and a router that knows it, P and D."""
-    flags = {"transport": "tcp", **getattr(request, "param", {})}
-    encoder = cluster.start_node("encode", "doomed", flags)
+    encoder = cluster.start_node("encode", "doomed", {"transport": "tcp"})
     cluster.until_up(encoder)
-    if "api-key" in flags:  # which only HTTP asks for
-        Path(encoder.info()["engine_address"].removeprefix("ipc://")).unlink()
     router = house.behind("bereft", encoder)
     yield encoder, router
     encoder.kill()
@@ -287,19 +282,6 @@ def test_a_dead_encoder_node_costs_next_to_nothing(
         assert tokens_of(router.post(CHAT, body)) == tokens
         assert time.monotonic() - began < GONE_S
     assert count() == [2], "P encodes what nobody else does"
-
-
-@pytest.mark.parametrize("doomed", [{"api-key": "which the router does not have"}], indirect=True)
-def test_an_encoder_node_that_refuses_costs_next_to_nothing(
-    house: House, doomed: tuple[Node, Router]
-) -> None:
-    _, router = doomed
-    body = talk("b", picture(70))
-    expected = house.expected(body)
-    count, began = Count(house.p), time.monotonic()
-    assert tokens_of(router.post(CHAT, body)) == expected
-    assert time.monotonic() - began < GONE_S
-    assert count() == [1]
 
 
 def test_an_encoder_node_that_stands_still_does_not_stop_others(

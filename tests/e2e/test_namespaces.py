@@ -264,7 +264,7 @@ def test_p_is_cut_off(nodes: Nodes, oracle: Oracle) -> None:
         cut = time.monotonic()
         try:
             assert tokens() == oracle.greedy(ids, 4)
-            left = cut + TransferTimers().silence + BACK_S - time.monotonic()
+            left = cut + TransferTimers().lease + BACK_S - time.monotonic()
             nodes.until_back(left, "its blocks are back")
         finally:
             nodes.link.mend()

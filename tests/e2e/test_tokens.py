@@ -52,7 +52,7 @@ def test_streaming(pair: Pair, oracle: Oracle, prompt: Prompt) -> None:
     choices = [event["choices"][0] for event in events]
     streamed = [token for choice in choices for token in choice.get("token_ids") or ()]
     assert streamed == oracle.greedy(ids, 12)
-    assert len(choices) > 6, "it came in one piece"
+    assert len(choices) > 1, "it came in one piece"  # how many pieces depends on the load
     assert [c["finish_reason"] for c in choices if c["finish_reason"]] == ["length"]
     assert (usage["choices"], usage["usage"]["prompt_tokens"]) == ([], 50)
     whole = pair.router.complete(ids, max_tokens=12)

@@ -12,11 +12,10 @@ from PIL import Image
 from torch import Tensor
 
 from kvbaton.engine.encoder.images import ImageReader
-from kvbaton.engine.encoder.reading import pixel_values
-from kvbaton.engine.encoder.worker import EncoderWorker
+from kvbaton.engine.encoder.worker import EncoderWorker, pixel_values
 from kvbaton.engine.executor import Executor
+from kvbaton.engine.loader import load_vision
 from kvbaton.engine.model_config import load_model_config
-from kvbaton.engine.models.vision import load_vision
 from kvbaton.messages.engine import AddRequest, Item, SamplingParams, TransferSpec
 from kvbaton.types import ENCODER_BLOCK_ROWS
 

@@ -9,15 +9,14 @@ from pathlib import Path
 
 import pytest
 
-from kvbaton.engine.build import build_engine
+from kvbaton.engine.build import ConnectorContext, build_engine
 from kvbaton.engine.config import EngineConfig
 from kvbaton.engine.core import EngineCore
 from kvbaton.engine.executor import Executor
 from kvbaton.engine.kv_connector import KVConnector
-from kvbaton.engine.process import Surroundings
 from kvbaton.engine.scheduler import Scheduler
 from kvbaton.messages.engine import AddRequest, FromCore, Output
-from kvbaton.server.node_metrics import families
+from kvbaton.server.metrics import families
 from kvbaton.types import NodeId
 from tests.handover.pair import ENGINE, QueueMailbox, greedy
 
@@ -46,7 +45,7 @@ class ListenerFactory:
         return self
 
     def __call__(
-        self, executor: Executor, scheduler: Scheduler, surroundings: Surroundings
+        self, executor: Executor, scheduler: Scheduler, surroundings: ConnectorContext
     ) -> Listener:
         return Listener(scheduler)
 

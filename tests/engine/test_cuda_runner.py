@@ -10,13 +10,13 @@ import numpy as np
 import pytest
 import torch
 
-from kvbaton.engine.cuda.cache import CudaKVCache
+from kvbaton.engine.cache import KVCache
+from kvbaton.engine.collectives import Shard
 from kvbaton.engine.cuda.graphs import graph_sizes
 from kvbaton.engine.cuda.runner import CudaRunner
 from kvbaton.engine.encoder.pool import EncoderPool
 from kvbaton.engine.loader import load_model
 from kvbaton.engine.model_config import load_model_config
-from kvbaton.engine.shard import Shard
 from kvbaton.engine.step import BlockCopy, StepPlan, StepResult
 from kvbaton.kernels.digest import block_sums
 from kvbaton.kernels.running_sums import add_sums, start_sums
@@ -45,13 +45,12 @@ class CpuExecutor:
 
     def __init__(self, folder: Path) -> None:
         config = load_model_config(folder)
-        self.cache = CudaKVCache(
+        self.cache = KVCache(
             config, num_blocks=256, block_size=16, device=CPU, shard=Shard(), track_sums=True
         )
         self.runner = CudaRunner(
             load_model(config, device=CPU),
             self.cache,
-            eos_token_ids=config.eos_token_ids,
             max_model_len=128,
             max_num_seqs=2,
             use_graphs=False,

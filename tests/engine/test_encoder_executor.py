@@ -16,9 +16,8 @@ from torch import Tensor
 from kvbaton.engine.build import build_engine
 from kvbaton.engine.config import EngineConfig
 from kvbaton.engine.core import EngineCore
-from kvbaton.engine.encoder.build import make_encoder
 from kvbaton.engine.encoder.pool import EncoderPool
-from kvbaton.engine.encoder.worker import NO_DATA, NO_TOWER
+from kvbaton.engine.encoder.worker import NO_DATA, NO_TOWER, encoder_executor
 from kvbaton.engine.executor import Executor
 from kvbaton.engine.model_config import load_model_config
 from kvbaton.engine.step import BlockCopy, NewSequence, SequenceStep, StepPlan, StepResult
@@ -61,7 +60,7 @@ def make(folder: Path) -> Iterator[Callable[..., Executor]]:
 
     def make(of: Path = folder, **settings: object) -> Executor:
         config = settings_of(of, **settings)
-        made.append(make_encoder(config, load_model_config(of, config.dtype)))
+        made.append(encoder_executor(config, load_model_config(of, config.dtype)))
         return made[-1]
 
     yield make

@@ -10,8 +10,8 @@ import pytest
 import torch
 
 from kvbaton.engine.config import EngineConfig
-from kvbaton.engine.encoder.build import make_encoder
 from kvbaton.engine.encoder.pool import EncoderPool
+from kvbaton.engine.encoder.worker import encoder_executor
 from kvbaton.engine.executor import Executor
 from kvbaton.engine.model_config import load_model_config
 from kvbaton.engine.step import BlockCopy, NewSequence, SequenceStep, StepPlan
@@ -45,7 +45,7 @@ def folder(checkpoint: Callable[..., Path]) -> Path:
 def executor(folder: Path) -> Iterator[Executor]:
     torch.backends.cuda.matmul.allow_tf32 = False
     config = EngineConfig(model=str(folder), device="cuda", encoder_only=True)
-    made = make_encoder(config, load_model_config(folder))
+    made = encoder_executor(config, load_model_config(folder))
     yield made
     made.close()
 

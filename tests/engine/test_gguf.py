@@ -15,10 +15,10 @@ from gguf.constants import GGMLQuantizationType as Kind
 from safetensors.numpy import save_file
 
 from kvbaton.connectors.keys import model_digest
+from kvbaton.engine.collectives import Shard
 from kvbaton.engine.gguf import model_folder
 from kvbaton.engine.loader import load_model
 from kvbaton.engine.model_config import load_model_config
-from kvbaton.engine.shard import Shard
 from kvbaton.errors import ConfigError
 from kvbaton.text.tokenizer import Tokenizer
 from tests.engine.gguf_files import write_gguf

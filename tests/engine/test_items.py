@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 import torch
 
-from kvbaton.engine.cuda.trial import Trial
+from kvbaton.engine.cuda.warm_up import TrialSteps
 from kvbaton.engine.step import BlockCopy, Fork, SequenceStep, StepPlan
 from kvbaton.messages.engine import SamplingParams
 from tests.engine.pictures import FAMILIES, GREEDY, Pictures, Prompt
@@ -95,7 +95,7 @@ def test_short_chunks(chunk: int, driver: Any, pictures: Pictures) -> None:
 def test_logits_are_those_of_transformers(
     plain: Any, pictures: Pictures, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    model = plain.executor.workers[0]._runner.model
+    model = plain.executor.workers[0].model
     seen: list[torch.Tensor] = []
     logits = model.logits
 
@@ -179,7 +179,7 @@ def test_trials_of_a_multimodal_model_are_all_image(
     folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     runner = CpuExecutor(folder).runner
-    trial, gathered = Trial(runner), []
+    trial, gathered = TrialSteps(runner), []
     assert runner.encoder is not None
     gather = runner.encoder.gather
 

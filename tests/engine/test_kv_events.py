@@ -15,8 +15,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from kvbaton.engine.kv_cache_manager import GroupSpec, KVCacheManager
-from kvbaton.engine.kv_event_publisher import KVEventPublisher
-from kvbaton.engine.kv_events import EventBatch, KVEventLog, KVEventsConfig
+from kvbaton.engine.kv_connector import Connectors
+from kvbaton.engine.kv_events import EventBatch, KVEventLog, KVEventPublisher, KVEventsConfig
 from kvbaton.errors import ConfigError
 from kvbaton.types import ChoiceStart
 from tests.engine.kv_subscriber import Index, Subscriber
@@ -47,6 +47,13 @@ def prompt(seed: int, length: int) -> list[int]:
 # --- the log, as a model ---
 
 
+def log_of(loop: Loop, ints: bool = True) -> KVEventLog:
+    """Hears a loop's scheduler from now on."""
+    log = KVEventLog(loop.scheduler.blocks, int_block_hashes=ints)
+    loop.scheduler.connectors = Connectors((*loop.scheduler.connectors, log))
+    return log
+
+
 @settings(deadline=None, max_examples=60)
 @given(data=st.data(), groups=st.sampled_from([(FULL,), (FULL, WINDOW)]), ints=st.booleans())
 def test_follows_pools_through_everything(
@@ -55,7 +62,7 @@ def test_follows_pools_through_everything(
     """Shared prefixes, evictions, preemptions, aborts, resets; a snapshot may come at any time."""
     loop = Loop(groups, max_num_batched_tokens=16)
     blocks = loop.scheduler.blocks
-    log = KVEventLog(blocks, int_block_hashes=ints)
+    log = log_of(loop, ints)
     index, late = Index(), list[Index]()
     for number in range(data.draw(st.integers(3, 10))):
         tokens = prompt(data.draw(st.integers(0, 2)), data.draw(st.integers(1, 40)))
@@ -67,8 +74,8 @@ def test_follows_pools_through_everything(
                 late.append(Index(strict=False))
                 late[-1].apply(encode(list(log.contents())))
         if data.draw(st.integers(0, 9)) == 0:
-            loop.scheduler.reset_prefix_cache()
-            log.cleared()
+            loop.scheduler.blocks.reset_cache()
+            log.reset_prefix_cache()
         follow(log, blocks, index, *late, ints=ints)
     loop.run()
     follow(log, blocks, index, *late, ints=ints)
@@ -87,7 +94,7 @@ def follow(log: KVEventLog, blocks: KVCacheManager, *followers: Index, ints: boo
 
 def test_names_parents_and_tokens() -> None:
     loop = Loop((FULL,))
-    log = KVEventLog(loop.scheduler.blocks)
+    log = log_of(loop)
     tokens = prompt(0, 12)
     loop.add(ask("a", tokens, max_tokens=1, cache_salt="s"))
     loop.run()
@@ -111,7 +118,7 @@ def test_names_parents_and_tokens() -> None:
 def test_equal_prompts_are_told_once() -> None:
     """Two that are computed at the same time end in one cached block each."""
     loop = Loop((FULL,))
-    log = KVEventLog(loop.scheduler.blocks)
+    log = log_of(loop)
     for name in "ab":
         loop.add(ask(name, prompt(0, 12), max_tokens=1))
     loop.run()
@@ -124,7 +131,7 @@ def test_equal_prompts_are_told_once() -> None:
 def test_snapshot_is_few_events() -> None:
     """Blocks of one sequence are told in one piece, however they came."""
     loop = Loop((FULL,))
-    log = KVEventLog(loop.scheduler.blocks)
+    log = log_of(loop)
     for length in (8, 16, 24):
         loop.add(ask(str(length), prompt(0, length), max_tokens=1))
         loop.run()
@@ -136,30 +143,30 @@ def test_snapshot_is_few_events() -> None:
 def test_blocks_behind_a_window_are_not_there() -> None:
     """A target gets only the last window of a prompt: what it lacks is not told."""
     loop = Loop((FULL, WINDOW))
-    log = KVEventLog(loop.scheduler.blocks)
-    loop.add(ask("a", prompt(0, 19), transfer=target(1)))
+    log = log_of(loop)
+    loop.add(ask("a", prompt(0, 21), transfer=target(1)))
     loop.run_until(lambda: bool(loop.admitted))
     (admitted,) = loop.admitted
-    loop.ranks.receive(admitted.spans, prompt(0, 19), 19)
+    loop.ranks.receive(admitted.spans, prompt(0, 21), 21)
     loop.emit(loop.loaded("a", [ChoiceStart(5)], 0))
     index = Index()
     index.apply(encode(log.take()))
     check(index, loop.scheduler.blocks)
-    assert [len(index.hashes(g)) for g in (0, 1)] == [4, 1]
+    assert [len(index.hashes(g)) for g in (0, 1)] == [5, 1]
 
 
 def test_store_keeps_blocks() -> None:
     """What a store has is told beside what the pool has, and survives that the pool is emptied."""
     loop = Loop((FULL,))
-    log = KVEventLog(loop.scheduler.blocks)
+    log = log_of(loop)
     loop.add(ask("a", prompt(0, 12), max_tokens=1))
     loop.run()
     keys = list(loop.scheduler.blocks.pools[0].by_key)
     log.saved("filesystem", 0, [keys[0], keys[2], b"?" * 32])
     index = Index()
     index.apply(encode(log.take()))
-    loop.scheduler.reset_prefix_cache()
-    log.cleared()
+    loop.scheduler.blocks.reset_cache()
+    log.reset_prefix_cache()
     index.apply(encode(log.take()))
     assert index.hashes() == set()
     kept = {int.from_bytes(key[-8:], "big") for key in (keys[0], keys[2])}
@@ -184,6 +191,7 @@ def publish(loop: Loop) -> Iterator[Publish]:
     def make(**fields: Any) -> KVEventPublisher:
         known: dict[str, Any] = {"endpoint": LOOPBACK, "replay_endpoint": LOOPBACK, **fields}
         made.append(KVEventPublisher(KVEventsConfig(**known), loop.scheduler.blocks))
+        loop.scheduler.connectors = Connectors((*loop.scheduler.connectors, made[-1]))
         return made[-1]
 
     yield make
@@ -219,7 +227,7 @@ def connect(subscriber: Subscriber, publisher: KVEventPublisher) -> None:
     limit = time.monotonic() + 20.0
     while not subscriber.missed():
         assert time.monotonic() < limit
-        publisher.log.cleared()
+        publisher.reset_prefix_cache()
         publisher.flush()
     subscriber.missed()
 

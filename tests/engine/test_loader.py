@@ -17,12 +17,10 @@ from torch import Tensor
 from torch.nn.functional import scaled_dot_product_attention
 
 from kvbaton.engine.attention import rotate
-from kvbaton.engine.collectives import Barrier, HostCollectives
+from kvbaton.engine.collectives import Barrier, HostCollectives, Shard
 from kvbaton.engine.loader import INDEX, SINGLE, load_model
-from kvbaton.engine.model_config import load_model_config
+from kvbaton.engine.model_config import ModelConfig, load_model_config
 from kvbaton.engine.models.llama import LlamaForCausalLM
-from kvbaton.engine.models.registry import model_class
-from kvbaton.engine.shard import Shard
 from kvbaton.errors import ConfigError
 from kvbaton.testing.checkpoints import CheckpointSpec, make_checkpoint
 
@@ -79,11 +77,11 @@ def test_models_of_several_threads_keep_their_dtypes(
     """They are built at the same time, and torch's default dtype belongs to the process."""
     both_are_building = threading.Barrier(2, timeout=20)
 
-    def build(architecture: str) -> Any:
+    def build(config: ModelConfig, shard: Shard) -> LlamaForCausalLM:
         both_are_building.wait()
-        return model_class(architecture)
+        return LlamaForCausalLM(config, shard)
 
-    monkeypatch.setattr("kvbaton.engine.loader.model_class", build)
+    monkeypatch.setattr("kvbaton.engine.loader.LlamaForCausalLM", build)
     found: dict[str, set[torch.dtype]] = {}
 
     def load(dtype: str) -> None:

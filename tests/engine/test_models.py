@@ -148,7 +148,7 @@ def test_logits_are_close_in_every_dtype(
     folder = checkpoint(family=family)
     ids = random_tokens(np.random.default_rng(6), 30)
     driver = drive(folder, dtype=dtype)
-    model = driver.executor.workers[0]._runner.model
+    model = driver.executor.workers[0].model
     seen: list[torch.Tensor] = []
     logits = model.logits
 

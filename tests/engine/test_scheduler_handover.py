@@ -7,9 +7,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from kvbaton.connectors.keys import prompt_key, root_key
+from kvbaton.connectors.layout import GroupKind
 from kvbaton.engine.audit import audit
 from kvbaton.engine.kv_cache_manager import GroupSpec
-from kvbaton.engine.request import Request, State
+from kvbaton.engine.kv_connector import Connectors
+from kvbaton.engine.request import Request, SequenceState
 from kvbaton.errors import RequestError
 from kvbaton.messages.engine import AddRequest
 from kvbaton.types import Attempt, ChoiceStart, Spans
@@ -54,6 +56,18 @@ def load(loop: Loop, request: AddRequest) -> Admitted:
 
 
 # --- target ---
+
+
+def test_a_block_that_a_window_cuts_is_not_cached() -> None:
+    """Digests count what is needed; where block sizes differ, a source may hold nothing before."""
+    loop = Loop((GroupSpec(4, 40), GroupSpec(3, 40, GroupKind.WINDOW, 6)))
+    first = load(loop, ask("a", prompt(13), transfer=target(1)))
+    assert first.spans[1][0].first == 2, "with tokens 6 and 7, and with 8, the first one needed"
+    deliver(loop, first)
+    loop.unquarantine(attempt_of(first))
+    loop.run()
+    second = load(loop, ask("b", [*prompt(12), 22, 22, 22, 22], transfer=target(2)))
+    assert second.cached_tokens == 0, "after 12 tokens, token 7 is needed too"
 
 
 @pytest.mark.parametrize("depth", [1, 2])
@@ -171,7 +185,7 @@ def test_blocks_are_in_the_prefix_cache_only_once_they_are_verified():
     loop.add(ask("b", prompt(9), max_tokens=1))
     loop.step()
     assert loop.outputs[-1].cached_tokens == 0
-    loop.scheduler.reset_prefix_cache()
+    loop.scheduler.blocks.reset_cache()
     deliver(loop, admitted)
     loop.add(ask("c", prompt(9), max_tokens=1))
     loop.step()
@@ -326,10 +340,10 @@ class Reporter(ToySource):
     def __init__(self, loop: Loop) -> None:
         self.loop = loop
         self.reports: dict[str, list[tuple[int, int, Spans]]] = {}
-        loop.scheduler.connectors = (loop.target, self)
+        loop.scheduler.connectors = Connectors((loop.target, self))
 
     def progressed(self, request: Request) -> None:
-        assert request.state is not State.FINISHED
+        assert request.state is not SequenceState.FINISHED
         blocks, (sequence, *_) = self.loop.scheduler.blocks, request.sequences
         reports = self.reports.setdefault(request.request_id, [])
         computed = min(sequence.num_computed, request.num_known)

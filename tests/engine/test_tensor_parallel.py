@@ -15,10 +15,10 @@ import torch
 from kvbaton.engine.build import make_executor, make_scheduler
 from kvbaton.engine.collectives import AbortedError, Barrier, HostCollectives, Lockstep
 from kvbaton.engine.config import EngineConfig
+from kvbaton.engine.cpu_worker import CpuWorker
 from kvbaton.engine.executor import WorkerGroup, rank_threads
 from kvbaton.engine.model_config import load_model_config
 from kvbaton.engine.step import NewSequence, SequenceStep, StepPlan
-from kvbaton.engine.warmup import warm_up
 from kvbaton.errors import ConfigError
 from kvbaton.messages.engine import AddRequest, Output, SamplingParams
 
@@ -266,12 +266,14 @@ def test_what_one_rank_raises_ends_the_step_and_the_ranks(
 def test_a_rank_that_can_not_start_ends_the_others(
     checkpoint: Checkpoint, served: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    def broken(runner: Any, max_model_len: int) -> None:
-        if runner.model.shard.rank == 1:
-            raise ArithmeticError("no warm-up")
-        warm_up(runner, max_model_len)
+    warm_up = CpuWorker.warm_up
 
-    monkeypatch.setattr("kvbaton.engine.cpu_worker.warm_up", broken)
+    def broken(worker: CpuWorker) -> None:
+        if worker.settings.shard.rank == 1:
+            raise ArithmeticError("no warm-up")
+        warm_up(worker)
+
+    monkeypatch.setattr(CpuWorker, "warm_up", broken)
     with pytest.raises(ArithmeticError, match="no warm-up"):
         served(checkpoint(), 2)
     assert not any(thread.name.startswith("rank") for thread in threading.enumerate())

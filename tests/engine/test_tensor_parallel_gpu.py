@@ -52,7 +52,7 @@ def test_mixed_batches_generate_what_transformers_does(
     for handle, prompt in zip(handles, prompts, strict=True):
         got = driver.tokens[handle][len(prompt) :]
         check_greedy(reference(folder, dtype), prompt, got, TOLERANCE[dtype])
-    first, second = (rank._runner.sequences.tokens.cpu() for rank in driver.executor.workers)
+    first, second = (rank.runner.sequences.tokens.cpu() for rank in driver.executor.workers)
     assert torch.equal(first, second), "ranks sampled different tokens"
 
 
@@ -100,7 +100,7 @@ def test_what_one_rank_raises_ends_both(
     def broken(hidden: torch.Tensor) -> torch.Tensor:
         raise ArithmeticError("rank 1 broke")
 
-    model = driver.executor.workers[1]._runner.model
+    model = driver.executor.workers[1].model
     layer = model.embed_tokens if when == "before a collective" else model.layers[1].mlp
     monkeypatch.setattr(layer, "forward", broken)
     new = (NewSequence(77, (5, 6, 7), 3, 0, GREEDY),)
@@ -122,7 +122,7 @@ def test_a_rank_that_lags_by_more_launches_than_a_driver_takes(
     driver = drive(folder, enforce_eager=True, **TWO)
     prompt = random_tokens(np.random.default_rng(7), 40)
     expected = driver.generate(driver.add(prompt), 1)
-    late = driver.executor.workers[1]._runner
+    late = driver.executor.workers[1].runner
     run = late.run
 
     def lag(plan: StepPlan) -> Any:

@@ -17,9 +17,9 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 from torch.testing import assert_close
 
+from kvbaton.engine.loader import load_vision
 from kvbaton.engine.model_config import load_model_config
-from kvbaton.engine.models.vision import VisionTower, load_vision
-from kvbaton.engine.models.vision_layers import KEPT_PLANS
+from kvbaton.engine.models.vision_layers import KEPT_PLANS, VisionTower
 from kvbaton.errors import ConfigError
 from tests.engine.sync_debug import waiting_is_an_error
 

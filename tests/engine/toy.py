@@ -21,7 +21,7 @@ from kvbaton.decode.target_connector import TargetConnector
 from kvbaton.engine.audit import audit
 from kvbaton.engine.config import SchedulerConfig
 from kvbaton.engine.kv_cache_manager import GroupSpec
-from kvbaton.engine.kv_connector import KVConnector
+from kvbaton.engine.kv_connector import Connectors, KVConnector
 from kvbaton.engine.scheduler import Scheduler
 from kvbaton.engine.step import Sampled, StepPlan, StepResult
 from kvbaton.messages.engine import AddRequest, Output, SamplingParams, TransferSpec
@@ -283,7 +283,7 @@ class Loop:
         )
         self.transfers = ToyTransfers()
         self.target = self.make_target(self.scheduler, self.transfers)
-        self.scheduler.connectors = (self.target, ToySource())
+        self.scheduler.connectors = Connectors((self.target, ToySource()))
         self.ranks = ToyRanks(groups)
         self.depth = depth
         self.in_flight: deque[StepResult] = deque()

@@ -25,10 +25,9 @@ from kvbaton.connectors.transfer.thread import TransferThread
 from kvbaton.connectors.transports.memory import PROCESS_HUB
 from kvbaton.decode.node import DecodeFactory
 from kvbaton.decode.target_connector import TargetConnector
-from kvbaton.engine.build import build_engine
+from kvbaton.engine.build import ConnectorFactory, build_engine
 from kvbaton.engine.config import EngineConfig
 from kvbaton.engine.cpu_worker import CpuWorker
-from kvbaton.engine.kv_connector import ConnectorFactory
 from kvbaton.messages.engine import (
     AbortRequest,
     AddRequest,
@@ -61,9 +60,7 @@ ENGINE: Mapping[str, Any] = {
     "max_num_batched_tokens": 16,
     "max_num_seqs": 64,
 }
-QUICK = TransferTimers(
-    resend=0.1, progress_period=0.05, unclaimed=5.0, unannounced=5.0, fence_retry=0.05
-)
+QUICK = TransferTimers(resend=0.1, total=5.0, lease=5.0)
 """Answers come within milliseconds here, so questions may be repeated early."""
 
 
@@ -324,8 +321,8 @@ class Node:
         return found
 
     def _transfer_state(self) -> Any:
-        (half,) = self.transfers._halves()
-        return self.transfers.inspect(half.state)["ledger"]
+        (worker,) = self.transfers.workers
+        return self.transfers.inspect(worker.state)["ledger"]
 
     def gauges(self) -> dict[str, float]:
         """All gauges now."""

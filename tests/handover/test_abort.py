@@ -131,7 +131,7 @@ def test_before_admission(pair: Pair, expected: Expected, sides: str) -> None:
     until(at_p.over, "P's end")
     tokens = at_d.result()
     assert tokens == (expected(PROMPT) if sides == "p" else [])
-    pair.settle(QUICK.unclaimed + PROMISE_S)
+    pair.settle(QUICK.total + PROMISE_S)
     assert_serves(pair, expected)
 
 
@@ -175,9 +175,7 @@ def test_a_storm_of_aborts(make_pair: Callable[..., Pair], expected: Expected, s
 
 # --- none is reused early ---
 
-PATIENT = TransferTimers(
-    resend=0.1, progress_period=0.05, fence_retry=0.05, progress_deadline=60.0, silence=60.0
-)
+PATIENT = TransferTimers(resend=0.1, progress_deadline=60.0, lease=60.0)
 
 
 @dataclass

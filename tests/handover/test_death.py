@@ -15,13 +15,9 @@ from tests.handover.prompts import prompt_of
 PROMPT = prompt_of(100)
 SHORT = TransferTimers(
     resend=0.1,
-    progress_period=0.05,
     progress_deadline=0.5,
+    total=1.0,
     lease=0.5,
-    unclaimed=1.0,
-    unannounced=1.0,
-    fence_retry=0.05,
-    silence=0.5,
 )
 """Deadlines that a test can wait for."""
 
@@ -147,7 +143,7 @@ def test_p_stands_still(brisk: Pair, expected: Expected, wakes_up: str) -> None:
             until(lambda: not brisk.d.leftovers(), "D's blocks are free by its fence")
     HUB.release()
     until(at_p.over, "P's end")
-    brisk.settle(SHORT.lease + SHORT.silence + 2.0)
+    brisk.settle(2 * SHORT.lease + 2.0)
     prompt = prompt_of(30, seed=60)
     assert brisk.hand_over(prompt)[1].result() == expected(prompt)
     brisk.settle()
@@ -162,7 +158,7 @@ def test_d_stands_still(brisk: Pair, expected: Expected) -> None:
         until(at_p.over, "P's end")
         until(lambda: not brisk.p.leftovers(), "P's blocks are free", SHORT.lease + 3.0)
     assert at_d.result() == expected(PROMPT)
-    brisk.settle(SHORT.unclaimed + 2.0)
+    brisk.settle(SHORT.total + 2.0)
 
 
 def test_d_stands_still_after_reserving(brisk: Pair, expected: Expected) -> None:
@@ -187,7 +183,7 @@ def test_d_forgets_what_lives_of_p_have_said(brisk: Pair, expected: Expected) ->
         prompt = prompt_of(20, seed=seed)
         _, at_d = brisk.hand_over(prompt)
         assert at_d.result() == expected(prompt)
-        kept = set(receiver._rank_layouts)
+        kept = set(receiver._pairings)
         seen |= kept
         assert len(kept) <= 2, "the session in use, and one that has ended since it began"
         brisk.kill("p")

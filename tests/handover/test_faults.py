@@ -21,14 +21,10 @@ from tests.handover.prompts import prompt_of
 
 SHORT = TransferTimers(
     resend=0.1,
-    progress_period=0.05,
     progress_deadline=0.4,
+    total=2.0,
     lease=0.6,
-    unclaimed=2.0,
-    unannounced=2.0,
-    fence_retry=0.05,
-    silence=0.3,
-    put_out=0.2,
+    quarantine_limit=0.2,
 )
 RATES = {
     "delay": 0.15,
@@ -67,7 +63,7 @@ def crowd(pair: Pair, expected: Expected, order: random.Random) -> None:
 def test_any_mix(make_pair: Callable[..., Pair], expected: Expected, seed: int) -> None:
     pair = make_pair(timers=SHORT, transport=faulty(seed=seed, delay_polls=30, **RATES))
     crowd(pair, expected, random.Random(seed))
-    pair.settle(SHORT.lease + SHORT.unclaimed + 2.0)
+    pair.settle(SHORT.lease + SHORT.total + 2.0)
 
 
 @pytest.mark.parametrize("fault", sorted(RATES))
@@ -100,13 +96,13 @@ def test_a_flipped_byte_is_seen(make_pair: Callable[..., Pair], expected: Expect
 
 def test_wrong_bytes_again_and_again(make_pair: Callable[..., Pair], expected: Expected) -> None:
     """A peer that lies is put out; requests are answered all the same."""
-    timers = dataclasses.replace(SHORT, put_out=30.0)
+    timers = dataclasses.replace(SHORT, quarantine_limit=30.0)
     pair = make_pair(timers=timers, transport=faulty(corrupt=1.0))
     for seed in range(8):
         prompt = prompt_of(20, seed=seed)
         assert pair.hand_over(prompt)[1].result() == expected(prompt)
     assert pair.d.counters()["kvbaton_transfer_digests_failed_total"] < 8, "nobody was put out"
-    pair.settle(SHORT.lease + SHORT.unclaimed)
+    pair.settle(SHORT.lease + SHORT.total)
 
 
 @pytest.mark.parametrize("fault", ["error", "partial", "corrupt", "lose_notice"])

@@ -9,6 +9,7 @@ import msgspec
 import pytest
 
 from kvbaton.messages.engine import AddRequest, Command, TransferSpec
+from kvbaton.prefill import source_connector
 from kvbaton.types import TransferTimers
 from tests.handover.conftest import Expected
 from tests.handover.pair import Call, Node, Pair, until
@@ -43,6 +44,25 @@ def test_first_p_then_d(pair: Pair, expected: Expected, meanwhile: object) -> No
     meanwhile(pair.p)
     assert pair.d.add(of_d).result() == expected(PROMPT)
     assert pair.d.counters()[TRANSFERRED] == len(PROMPT)
+    pair.settle()
+
+
+def test_p_remembers_so_many_prompts_only_that_nobody_has_claimed(
+    pair: Pair, expected: Expected, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The oldest is forgotten; who claims it late computes it himself."""
+    monkeypatch.setattr(source_connector, "MAX_UNCLAIMED_TOKENS", 3 * len(PROMPT))
+    late = []
+    for seed in range(5):
+        of_p, of_d = pair.requests(prompt_of(len(PROMPT), seed))
+        pair.p.add(of_p).result()
+        late.append(of_d)
+    pair.settle()
+    gauges = pair.p.gauges()
+    assert gauges["kvbaton_transfers_announced"] == 3
+    for seed in (4, 0):
+        assert pair.d.add(late[seed]).result() == expected(prompt_of(len(PROMPT), seed))
+    assert pair.d.counters()[TRANSFERRED] == len(PROMPT), "only the younger one was there"
     pair.settle()
 
 
@@ -104,11 +124,11 @@ def assert_at_rest(pair: Pair, expected: Expected) -> None:
 @pytest.fixture
 def brisk(make_pair: Callable[..., Pair]) -> Pair:
     """Deadlines that a test can wait for."""
-    return make_pair(timers=TransferTimers(progress_deadline=1.0, unclaimed=1.0, unannounced=1.0))
+    return make_pair(timers=TransferTimers(progress_deadline=1.0, total=1.0, lease=1.0))
 
 
 def test_p_never_heard_of_it(brisk: Pair, expected: Expected) -> None:
-    """P waits `unannounced` for the request; then D computes by itself."""
+    """P waits a `lease` for the request; then D computes by itself."""
     _, of_d = brisk.requests(PROMPT)
     assert brisk.d.add(of_d).result() == expected(PROMPT)
     assert brisk.d.counters()[TRANSFERRED] == 0

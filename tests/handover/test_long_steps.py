@@ -15,11 +15,9 @@ from tests.handover.prompts import prompt_of
 PROMPT = prompt_of(30)
 SHORT = TransferTimers(
     resend=0.1,
-    progress_period=0.05,
     progress_deadline=0.5,
     lease=0.5,
-    unclaimed=1.0,
-    unannounced=1.0,
+    total=1.0,
 )
 OUTLAST_S = 3 * SHORT.progress_deadline
 

@@ -3,8 +3,7 @@ from typing import Any
 import pytest
 import torch
 
-from kvbaton.kernels.skinny_linear import skinny_linear, wins
-from kvbaton.kernels.workspace import Workspace
+from kvbaton.kernels.skinny_linear import Workspace, skinny_linear, wins
 
 
 @pytest.mark.parametrize(("rows", "size", "depth"), [(1, 64, 256), (5, 128, 512), (32, 192, 128)])

@@ -7,7 +7,7 @@ import pytest
 from aiohttp import ClientSession
 
 from kvbaton.server.app import listen
-from kvbaton.server.config import EdgeConfig
+from kvbaton.server.frontend import FrontendConfig
 from kvbaton.server.node_app import make_node_app
 from kvbaton.text.tokenizer import Tokenizer
 from tests.server_support import ScriptedClient, write_tokenizer
@@ -39,7 +39,7 @@ class Node:
 async def served(tokenizer: Tokenizer, answer: str) -> AsyncIterator[Node]:
     """A node that always answers the same."""
     client = ScriptedClient(tokenizer, answer)
-    app = make_node_app(client, tokenizer, EdgeConfig(model_name="tiny"))
+    app = make_node_app(client, tokenizer, FrontendConfig(model_name="tiny"))
     runner, port = await listen(app, "127.0.0.1", 0, grace_s=1.0)
     async with ClientSession(f"http://127.0.0.1:{port}") as session:
         yield Node(client, session)

@@ -13,9 +13,9 @@ from aiohttp import ClientSession
 from kvbaton.engine.config import EngineConfig
 from kvbaton.errors import ConfigError
 from kvbaton.server.app import listen
-from kvbaton.server.config import EdgeConfig
-from kvbaton.server.encoder_app import encoder_face, make_encoder_app
-from kvbaton.server.node_config import NodeConfig
+from kvbaton.server.config import NodeConfig
+from kvbaton.server.frontend import FrontendConfig
+from kvbaton.server.node_app import encoder_app, make_encoder_app
 from kvbaton.text.tokenizer import Tokenizer
 from kvbaton.text.vision import VisionText
 from tests.node_server.conftest import Node
@@ -44,7 +44,7 @@ BODY = {
 @pytest.fixture
 async def encoder(tokenizer: Tokenizer) -> AsyncIterator[Node]:
     client = ScriptedClient(tokenizer)
-    app = make_encoder_app(client, EdgeConfig(model_name="tiny"), vision=VISION)
+    app = make_encoder_app(client, FrontendConfig(model_name="tiny"), vision=VISION)
     runner, port = await listen(app, "127.0.0.1", 0, grace_s=1.0)
     async with ClientSession(f"http://127.0.0.1:{port}") as session:
         yield Node(client, session)
@@ -93,7 +93,7 @@ async def test_what_is_no_item_is_refused_by_name(
 def test_a_model_without_images_has_nothing_to_encode(checkpoint: Callable[..., Path]) -> None:
     engine = EngineConfig(model=str(checkpoint()), encoder_only=True)
     with pytest.raises(ConfigError, match="takes no images"):
-        encoder_face(NodeConfig(engine=engine, role="encode", node_id="e"))
+        encoder_app(NodeConfig(engine=engine, role="encode", node_id="e"))
 
 
 @pytest.mark.parametrize("path", ["/v1/chat/completions", "/v1/completions"])

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from kvbaton.messages.engine import Metrics
-from kvbaton.server.load import LoadMeter
+from kvbaton.server.node import LoadMeter
 
 
 def report(**totals: float) -> Metrics:

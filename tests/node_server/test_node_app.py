@@ -13,10 +13,10 @@ from kvbaton.messages.engine import HistogramCounts, Metrics, Output
 from kvbaton.messages.nodes import GenerateResponse
 from kvbaton.server.app import listen
 from kvbaton.server.auth import require_operator
-from kvbaton.server.cluster_token import operator_token, registration_token
-from kvbaton.server.config import EdgeConfig
+from kvbaton.server.frontend import FrontendConfig
+from kvbaton.server.metrics import split_name
+from kvbaton.server.network import operator_token, registration_token
 from kvbaton.server.node_app import make_node_app, make_starting_app
-from kvbaton.server.node_metrics import split_name
 from kvbaton.text.tokenizer import Tokenizer
 from tests.server_support import EOS, MAX_MODEL_LEN, VOCAB, ScriptedClient
 
@@ -305,7 +305,7 @@ def test_who_may_ask_what_operators_may(
 ) -> None:
     """From elsewhere an API key, or what the router makes of the cluster key."""
     token = operator_token("secret") if clustered else ""
-    config = EdgeConfig(model_name="tiny", api_keys=("key",), operator_token=token)
+    config = FrontendConfig(model_name="tiny", api_keys=("key",), operator_token=token)
     app = make_node_app(ScriptedClient(tokenizer, "Hi."), tokenizer, config)
     headers = {} if header is None else {"Authorization": header}
     request = make_mocked_request("POST", "/reset_prefix_cache", headers, app=app)

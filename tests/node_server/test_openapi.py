@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from kvbaton.server.app import listen
-from kvbaton.server.config import EdgeConfig
+from kvbaton.server.frontend import FrontendConfig
 from kvbaton.server.node_app import make_node_app
 from kvbaton.text.tokenizer import Tokenizer
 from tests.fuzzing import Background, described, fuzz
@@ -24,7 +24,7 @@ def api(checkpoint: Callable[..., Path]) -> Iterator[Any]:
     client = ScriptedClient(tokenizer, "Hello wide world.")
 
     async def start(stack: AsyncExitStack) -> str:
-        app = make_node_app(client, tokenizer, EdgeConfig(model_name="tiny"))
+        app = make_node_app(client, tokenizer, FrontendConfig(model_name="tiny"))
         runner, port = await listen(app, "127.0.0.1", 0, grace_s=1.0)
         stack.push_async_callback(runner.cleanup)
         return f"http://127.0.0.1:{port}"

@@ -1,11 +1,11 @@
-"""Stand-ins for remote nodes: small servers that speak the public token-level protocol."""
+"""Stand-ins for nodes: an HTTP endpoint for probes, and an engine's socket for requests."""
 
 from __future__ import annotations
 
 import asyncio
 import contextlib
 import dataclasses
-import functools
+import itertools
 import os
 import tempfile
 from collections.abc import AsyncIterator, Awaitable, Callable
@@ -30,15 +30,13 @@ from kvbaton.messages.engine import (
     Ready,
     Rejected,
 )
-from kvbaton.messages.nodes import GenerateRequest, NodeInfo
-from kvbaton.router.app import router_app
-from kvbaton.router.config import RouterConfig
-from kvbaton.router.dispatch import DispatchConfig, Dispatcher
-from kvbaton.router.membership import MembershipTimers
-from kvbaton.router.node_http import generate_request
+from kvbaton.messages.nodes import NodeInfo
+from kvbaton.router.api import ROUTER
+from kvbaton.router.app import watched_app
+from kvbaton.router.config import DispatchConfig, MembershipTimers, RouterConfig
+from kvbaton.router.dispatch import Dispatcher
 from kvbaton.router.nodes import Nodes
-from kvbaton.router.nodes_api import LOADS, NODES
-from kvbaton.server.config import FRONTEND, EdgeConfig
+from kvbaton.server.frontend import FRONTEND, FrontendConfig
 from kvbaton.text.tokenizer import Tokenizer
 from kvbaton.types import NodeId
 
@@ -60,17 +58,18 @@ class StandIn:
         received: requests, in order.
         arrived: set when a request came.
         gate: while clear, nothing is answered.
-        cancelled: connections that the router closed before the end.
+        cancelled: requests that the router ended before their end.
         status: answer this error instead.
-        die_after: cut the connection after so many outputs.
+        die_after: its engine dies after so many outputs.
         shift: added to every token of first attempts: a node that disagrees.
         pause: seconds between outputs.
-        body: of the error answer.
+        body: of that error.
+        headers: of HTTP requests, names in small letters.
         friend: the only ``Authorization`` with which it resets its prefix cache.
     """
 
     info: NodeInfo
-    received: list[GenerateRequest] = field(default_factory=list)
+    received: list[AddRequest] = field(default_factory=list)
     arrived: asyncio.Event = field(default_factory=asyncio.Event)
     gate: asyncio.Event = field(default_factory=asyncio.Event)
     cancelled: int = 0
@@ -88,7 +87,6 @@ class StandIn:
 
     async def start(self) -> None:
         app = web.Application()
-        app.router.add_post("/inference/v1/generate", self.generate)
         app.router.add_get("/health", self.health)
         app.router.add_post("/reset_prefix_cache", self.reset)
         app.router.add_get("/node", self.node)
@@ -115,6 +113,7 @@ class StandIn:
         return web.Response(status=200 if self.healthy else 503)
 
     async def reset(self, request: web.Request) -> web.Response:
+        self.headers.append({name.lower(): value for name, value in request.headers.items()})
         if self.friend is not None and request.headers.get("Authorization") != self.friend:
             return web.Response(status=403)
         self.resets += 1
@@ -123,71 +122,37 @@ class StandIn:
     async def node(self, request: web.Request) -> web.Response:
         return web.Response(body=msgspec.json.encode(self.info))
 
-    async def generate(self, request: web.Request) -> web.StreamResponse:
-        body = msgspec.json.decode(await request.read(), type=GenerateRequest)
-        self.received.append(body)
-        self.headers.append({name.lower(): value for name, value in request.headers.items()})
-        self.arrived.set()
-        try:
-            await self.gate.wait()
-            return await self._answer(request, body)
-        except (asyncio.CancelledError, ConnectionResetError):
-            self.cancelled += 1
-            raise
-
-    async def _answer(self, request: web.Request, body: GenerateRequest) -> web.StreamResponse:
-        if self.status is not None:
-            error = {"message": "no", "type": "x", "param": None, "code": None, **self.body}
-            return web.json_response({"error": error}, status=self.status)
-        response = web.StreamResponse(headers={"Content-Type": "text/event-stream"})
-        await response.prepare(request)
-        for number, output in enumerate(self.outputs(body)):
-            if number == self.die_after:
-                assert request.transport is not None
-                request.transport.abort()
-                return response
-            await response.write(b"data: " + msgspec.json.encode(output) + b"\n\n")
-            await asyncio.sleep(self.pause)
-        await response.write(b"data: [DONE]\n\n")
-        return response
-
-    async def answer_add(self, add: AddRequest, frontends: FrontendServer) -> None:
-        """The same over the engine's socket."""
-        body = generate_request(add)
-        self.received.append(body)
-        self.arrived.set()
+    async def answer(self, add: AddRequest, frontends: FrontendServer) -> None:
+        """What its engine says to a request."""
         await self.gate.wait()
         if self.status is not None:
             what = {"message": "no", **self.body}
             frontends.send(Rejected(request_id=add.request_id, status=self.status, **what))  # type: ignore[arg-type]
             return
-        for number, output in enumerate(self.outputs(body)):
+        for number, output in enumerate(self.outputs(add)):
             if number == self.die_after and self.engine is not None:
                 self.engine.die()
                 return
-            mine = msgspec.structs.replace(output, request_id=add.request_id)
-            frontends.send(Outputs(outputs=(mine,)))
+            frontends.send(Outputs(outputs=(output,)))
             await asyncio.sleep(self.pause)
 
-    def outputs(self, body: GenerateRequest) -> list[Output]:
+    def outputs(self, add: AddRequest) -> list[Output]:
         """One token per output; a source stops after its first."""
-        params = body.kv_transfer_params or {}
-        source, shift = bool(params.get("do_remote_decode")), self.shift
-        if params.get("attempt"):
-            shift = 0
-        base, limit = len(body.resume_token_ids), body.sampling_params.max_tokens
+        source = add.transfer is not None and add.transfer.role == "source"
+        shift = self.shift if add.transfer is None or not add.transfer.attempt else 0
+        base, limit = len(add.resume_ids), add.params.max_tokens
         end = base + 1 if source else limit
         return [
             Output(
-                request_id=body.request_id or "",
+                request_id=add.request_id,
                 choice=choice,
                 index=index,
-                token_ids=((token_at(body.token_ids, index, choice) + shift) % VOCAB_SIZE,),
+                token_ids=((token_at(add.token_ids, index, choice) + shift) % VOCAB_SIZE,),
                 finish_reason="length" if index == end - 1 else None,
                 cached_tokens=2 if source else 1,
             )
             for index in range(base, end)
-            for choice in range(body.sampling_params.n)
+            for choice in range(add.params.n)
         ]
 
 
@@ -219,7 +184,9 @@ class EngineSocket:
             for message in self._frontends.receive(0.0, self._wake):
                 match message:
                     case AddRequest(request_id=name):
-                        work = self._node.answer_add(message, self._frontends)
+                        self._node.received.append(message)
+                        self._node.arrived.set()
+                        work = self._node.answer(message, self._frontends)
                         self._running[name] = asyncio.create_task(work)
                     case AbortRequest(request_id=name) if name in self._running:
                         task = self._running.pop(name)
@@ -249,7 +216,7 @@ class Rig:
     app: web.Application
     session: aiohttp.ClientSession
     nodes: dict[str, StandIn]
-    sockets: Path | None = None
+    sockets: Path
 
     @property
     def dispatcher(self) -> Dispatcher:
@@ -259,21 +226,23 @@ class Rig:
 
     @property
     def directory(self) -> Nodes:
-        return self.app[NODES]
+        nodes = self.app[ROUTER].nodes
+        assert isinstance(nodes, Nodes)
+        return nodes
 
     def states(self) -> dict[str, str]:
-        members = self.app[NODES].membership.members
+        members = self.directory.membership.members
         return {node_id: str(member.state) for node_id, member in members.items()}
 
     def loads(self) -> dict[str, object]:
-        return {node: self.app[LOADS][node] for node in self.app[LOADS]}
+        return dict(self.app[ROUTER].loads)
 
     async def register(self, node_id: str) -> None:
         """Introduce a node, again so that all know of all, and wait until it is ready."""
         for _ in range(2):
             for node in self.nodes.values():
                 if node.runner is not None:
-                    self.app[NODES].register(node.info)
+                    self.directory.register(node.info)
         await until(lambda: self.states().get(node_id) == "ready")
 
 
@@ -297,16 +266,16 @@ def tiny_tokenizer() -> Tokenizer:
 
 async def build_rig(
     stack: contextlib.AsyncExitStack,
+    sockets: Path,
     prefill: int = 1,
     decode: int = 1,
     encode: int = 0,
     static: tuple[str, ...] = (),
-    sockets: Path | None = None,
     **settings: object,
 ) -> Rig:
     """A router and nodes ``p0..``, ``d0..``, ``e0..``; all are ended with the stack.
 
-    With `sockets`, a folder, the nodes offer their engines' sockets there; else only HTTP.
+    The nodes offer their engines' sockets in a folder, `sockets`.
     """
     timers = MembershipTimers(heartbeat_s=60.0, probe_period_s=0.05, probe_timeout_s=0.5)
     default = RouterConfig(membership=timers, dispatch=DispatchConfig())
@@ -317,11 +286,10 @@ async def build_rig(
     nodes += [stand_in("encode", f"e{i}") for i in range(encode)]
     for node in nodes:  # first, so that they outlive the router and its probes
         await node.start()
-        if sockets is not None:
-            node.offer_socket(sockets)
+        node.offer_socket(sockets)
         stack.push_async_callback(node.stop)
-    edge = EdgeConfig(model_name=MODEL, api_keys=config.api_keys)
-    app = await stack.enter_async_context(router_app(config, tiny_tokenizer(), edge))
+    edge = FrontendConfig(model_name=MODEL, api_keys=config.api_keys)
+    app = await stack.enter_async_context(watched_app(config, edge, tiny_tokenizer()))
     runner = web.AppRunner(app, handler_cancellation=True, shutdown_timeout=0.1)
     await runner.setup()
     stack.push_async_callback(runner.cleanup)
@@ -335,21 +303,16 @@ async def build_rig(
 
 
 @pytest.fixture
-async def make_rig(request: pytest.FixtureRequest) -> AsyncIterator[MakeRig]:
-    """See `build_rig`; all are ended with the test. The parameter says how nodes are asked."""
+async def make_rig() -> AsyncIterator[MakeRig]:
+    """See `build_rig`; all are ended with the test."""
     async with contextlib.AsyncExitStack() as stack:
         folder = Path(stack.enter_context(tempfile.TemporaryDirectory()))
-        build = functools.partial(build_rig, stack)
-        made = 0
+        numbers = itertools.count()
 
         async def make(**options: Any) -> Rig:
-            nonlocal made
-            made += 1
-            sockets = folder / str(made)
+            sockets = folder / str(next(numbers))
             sockets.mkdir()
-            if getattr(request, "param", "http") == "socket":
-                options["sockets"] = sockets
-            return await build(**options)
+            return await build_rig(stack, sockets, **options)
 
         yield make
 

@@ -18,8 +18,7 @@ from kvbaton.cluster.config import ClusterConfig, shares
 from kvbaton.config import attribute_docs, from_args, human_int, words_of
 from kvbaton.connectors.transfer.endpoint import HandoverConfig
 from kvbaton.engine.config import EngineConfig
-from kvbaton.server.media import MediaConfig
-from kvbaton.server.node_config import NodeConfig
+from kvbaton.server.config import MediaConfig, NodeConfig
 
 
 def kvbaton(*words: str, timeout: float = 60) -> subprocess.CompletedProcess[str]:
@@ -76,7 +75,10 @@ def test_node_settings_that_do_not_fit_are_named(
     capsys: pytest.CaptureFixture[str], broken_model: str
 ) -> None:
     node = ["decode", "--model", broken_model]
-    assert "--host: 0.0.0.0 is not loopback" in failure(capsys, *node, "--host", "0.0.0.0")
+    assert "--host: 10.1.2.3 is not loopback" in failure(capsys, *node, "--host", "10.1.2.3")
+    for host in ("0.0.0.0", "::", ""):
+        line = failure(capsys, *node, "--host", host, "--cluster-key", "k" * 40)
+        assert "--host: must be an address that others can dial" in line
     assert "--peer: 'tcp://x' is not of the form" in failure(capsys, *node, "--peer", "tcp://x")
     assert "--router: 'here' is no http URL" in failure(capsys, *node, "--router", "here")
 
@@ -164,16 +166,16 @@ def test_numbers_with_units(text: str, value: int) -> None:
 def test_the_machine_is_divided(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("OMP_NUM_THREADS", raising=False)
     cpu = EngineConfig(model="m", device="cpu")
-    assert [share.flags for share in shares(cpu, 3, [], 8)] == [("--num-threads=2",)] * 3
-    assert shares(cpu, 4, [], 2)[0].flags == ("--num-threads=1",)
+    assert shares(cpu, 3, [], 8) == [(["--num-threads=2"], {})] * 3
+    assert shares(cpu, 4, [], 2)[0] == (["--num-threads=1"], {})
     ranks = EngineConfig(model="m", device="cpu", tensor_parallel_size=2)
-    assert shares(ranks, 2, [], 8)[0].flags == ("--num-threads=2",)
+    assert shares(ranks, 2, [], 8)[0] == (["--num-threads=2"], {})
     chosen = EngineConfig(model="m", device="cpu", num_threads=5)
-    assert shares(chosen, 3, [], 8)[0].flags == ()
+    assert shares(chosen, 3, [], 8)[0] == ([], {})
     gpu = EngineConfig(model="m", tensor_parallel_size=2)
     four = shares(gpu, 3, ["0", "1", "2", "3"], 8)
-    assert [share.env["CUDA_VISIBLE_DEVICES"] for share in four] == ["0,1", "2,3", "0,1"]
-    assert {share.flags for share in four} == {("--gpu-memory-utilization=0.4500",)}
+    assert [env["CUDA_VISIBLE_DEVICES"] for _, env in four] == ["0,1", "2,3", "0,1"]
+    assert [flags for flags, _ in four] == [["--gpu-memory-utilization=0.4500"]] * 3
 
 
 def test_keys_do_not_show() -> None:

@@ -16,13 +16,10 @@ import pytest
 from kvbaton.errors import RequestError
 from kvbaton.messages.engine import AddRequest, Item, Output, SamplingParams
 from kvbaton.messages.nodes import Members, NodeInfo
-from kvbaton.router.dispatch import DispatchConfig
-from kvbaton.router.membership import MembershipTimers
-from kvbaton.router.pairing import NodeLoad
-from kvbaton.router.relay import RelayTimers
-from kvbaton.server.cluster_token import registration_token
-
-pytestmark = pytest.mark.parametrize("make_rig", ["http", "socket"], indirect=True)
+from kvbaton.router.choose import NodeLoad
+from kvbaton.router.config import DispatchConfig, MembershipTimers, RelayTimers
+from kvbaton.server.network import registration_token
+from tests.router.conftest import stand_in
 
 PROMPT = (1, 2, 3, 4)
 ids = itertools.count()
@@ -60,14 +57,14 @@ async def test_both_legs_get_their_parts_at_once(make_rig: Any) -> None:
     d.gate.clear()
     running = asyncio.create_task(collect(rig, request()))
     await asyncio.wait_for(asyncio.gather(p.arrived.wait(), d.arrived.wait()), 5)
-    source, target = (node.received[0].kv_transfer_params or {} for node in (p, d))
-    assert (source["do_remote_decode"], source["do_remote_prefill"]) == (True, False)
-    assert (target["do_remote_decode"], target["do_remote_prefill"]) == (False, True)
-    assert source["transfer_id"] == target["transfer_id"] == target["remote_request_id"]
-    assert len(bytes.fromhex(source["transfer_id"])) == 16
-    assert target["remote_engine_id"] == "p0"
-    assert (target["remote_host"], target["remote_port"]) == ("127.0.0.1", 7048)
-    assert p.received[0].sampling_params.seed == d.received[0].sampling_params.seed is not None
+    source, target = (node.received[0].transfer for node in (p, d))
+    assert source is not None
+    assert target is not None
+    assert (source.role, target.role) == ("source", "target")
+    assert source.transfer_id == target.transfer_id
+    assert len(source.transfer_id) == 16
+    assert (target.peer_node, target.peer) == ("p0", "tcp://127.0.0.1:7048")
+    assert p.received[0].params.seed == d.received[0].params.seed is not None
     p.gate.set()
     d.gate.set()
     assert tokens(await running) == expected(4)
@@ -102,8 +99,8 @@ async def test_a_decode_node_that_disagrees_is_asked_again_with_the_committed_to
         await until(lambda: len(d.received) >= 1)
         async for output in stream:
             outputs.append(output)
-    assert d.received[1].resume_token_ids == p.received[1].resume_token_ids == (expected(1)[0],)
-    assert (d.received[1].kv_transfer_params or {})["attempt"] == 1
+    assert d.received[1].resume_ids == p.received[1].resume_ids == (expected(1)[0],)
+    assert d.received[1].transfer.attempt == 1
     assert tokens(outputs) == expected(4)
 
 
@@ -114,7 +111,7 @@ async def test_a_dead_prefill_node_costs_no_request(make_rig: Any) -> None:
     await until(lambda: rig.states()["p0"] == "unhealthy")
     outputs = await collect(rig, request())
     assert tokens(outputs) == expected(4)
-    assert rig.nodes["d0"].received[-1].kv_transfer_params is None, "decode serves it alone"
+    assert rig.nodes["d0"].received[-1].transfer is None, "decode serves it alone"
 
 
 @pytest.mark.parametrize("status", [500, 503])
@@ -130,7 +127,7 @@ async def test_a_decode_node_that_dies_mid_stream_is_replaced(make_rig: Any) -> 
     outputs = await collect(rig, request(max_tokens=6))
     assert tokens(outputs) == expected(6)
     assert [o.finish_reason for o in outputs if o.finish_reason] == ["length"]
-    assert rig.nodes["d1"].received[0].resume_token_ids == tuple(expected(3))
+    assert rig.nodes["d1"].received[0].resume_ids == tuple(expected(3))
     metrics = await (await rig.session.get("/metrics")).text()
     assert "kvbaton_router_retries_total 1.0" in metrics
 
@@ -150,7 +147,7 @@ async def test_without_any_decode_node_left_prefill_serves_alone(make_rig: Any) 
     rig = await make_rig()
     rig.nodes["d0"].die_after = 2
     assert tokens(await collect(rig, request())) == expected(4)
-    assert rig.nodes["p0"].received[-1].kv_transfer_params is None
+    assert rig.nodes["p0"].received[-1].transfer is None
 
 
 @pytest.mark.parametrize("when", ["before the first token", "after it"])
@@ -222,6 +219,7 @@ async def test_a_silent_decode_node_is_given_up(make_rig: Any) -> None:
 
 async def test_tokens_that_wait_for_their_reader_become_one_output(make_rig: Any) -> None:
     rig = await make_rig()
+    rig.nodes["d0"].pause = 0.005  # so that the first is read before others come
     async with aclosing(rig.dispatcher.generate(request(40, n=2))) as stream:
         first = await asyncio.wait_for(anext(stream), 5)
         await until(lambda: rig.loads() == {})  # all was said
@@ -269,8 +267,6 @@ async def test_an_engine_that_dies_is_noticed_at_once_and_found_again(make_rig: 
     slow = MembershipTimers(heartbeat_s=60.0, probe_period_s=30.0, failures=100)
     rig = await make_rig(membership=slow)
     d = rig.nodes["d0"]
-    if d.engine is None:
-        pytest.skip("over HTTP nobody notices before a request or a probe does")
     d.engine.die()
     await until(lambda: rig.states()["d0"] == "unhealthy", 2.0)
     assert tokens(await collect(rig, request())) == expected(4), "the prefill node serves alone"
@@ -279,6 +275,50 @@ async def test_an_engine_that_dies_is_noticed_at_once_and_found_again(make_rig: 
     await rig.register("d0")
     assert tokens(await collect(rig, request())) == expected(4)
     assert len(d.received) == 1
+
+
+async def test_two_living_nodes_with_one_id_do_not_displace_each_other(make_rig: Any) -> None:
+    rig = await make_rig()
+    d = rig.nodes["d0"]
+    d.gate.clear()
+    running = asyncio.create_task(collect(rig, request()))
+    await asyncio.wait_for(d.arrived.wait(), 5)
+    other = stand_in("decode", "d0")
+    await other.start()
+    other.info = msgspec.structs.replace(other.info, generation="2")
+    try:
+        for _ in range(3):
+            status, answer = await post_node(rig, other.info)
+            assert (status, json.loads(answer)["error"]["code"]) == (503, "node_id_in_use")
+            assert d.info.url in json.loads(answer)["error"]["message"]
+            assert (await post_node(rig, d.info))[0] == 200
+        d.gate.set()
+        assert tokens(await running) == expected(4)
+        assert (d.cancelled, len(d.received)) == (0, 1)
+        assert rig.states()["d0"] == "ready"
+    finally:
+        await other.stop()
+
+
+async def test_a_node_whose_socket_is_not_here_says_why_it_is_not_used(make_rig: Any) -> None:
+    rig = await make_rig(decode=0)
+    d = stand_in("decode", "d0")
+    d.info = msgspec.structs.replace(d.info, engine_address="ipc:///nowhere/at/all")
+    await d.start()
+    try:
+        assert (await post_node(rig, d.info))[0] == 200
+        failures = rig.directory.membership.timers.failures
+
+        async def shown() -> str:
+            listed = await (await rig.session.get("/nodes")).json()
+            return str(next(n["reason"] for n in listed["nodes"] if n["node_id"] == "d0"))
+
+        await until(lambda: rig.directory.membership.members["d0"].failed_probes >= failures)
+        assert "/nowhere/at/all" in await shown()
+        assert "--cluster-key" in await shown()
+        assert tokens(await collect(rig, request())) == expected(4), "the prefill node serves alone"
+    finally:
+        await d.stop()
 
 
 async def test_load_spreads(make_rig: Any) -> None:
@@ -315,11 +355,11 @@ async def test_all_legs_get_their_parts_of_an_item_at_once(make_rig: Any) -> Non
     assert rig.loads()["p0"] == NodeLoad(prompt_tokens=4)
     [item] = p.received[0].items
     assert (item.transfer.peer, item.transfer.peer_node) == ("tcp://127.0.0.1:8048", "e0")
-    told = e.received[0].kv_transfer_params
-    assert (told["transfer_id"], told["attempt"]) == (item.transfer.transfer_id.hex(), 0)
+    told = e.received[0].transfer
+    assert (told.transfer_id, told.attempt) == (item.transfer.transfer_id, 0)
     assert e.received[0].items == items()
     assert d.received[0].items == items()
-    assert told["transfer_id"] != (p.received[0].kv_transfer_params or {})["transfer_id"]
+    assert told.transfer_id != p.received[0].transfer.transfer_id
     for node in (p, d, e):
         node.gate.set()
     assert tokens(await running) == expected(4)

@@ -9,9 +9,8 @@ from msgspec.structs import replace
 
 from kvbaton.messages.engine import Item
 from kvbaton.messages.nodes import NodeInfo
-from kvbaton.router.encoders import HANDOVER_S, UNMEASURED_ROWS, with_encoders
-from kvbaton.router.membership import Member, State
-from kvbaton.router.pairing import NodeLoad, Route
+from kvbaton.router.choose import HANDOVER_S, UNMEASURED_ROWS, NodeLoad, Route, with_encoders
+from kvbaton.router.membership import Member, NodeState, ReadyNodes
 
 IDENTITY = "ee"
 
@@ -28,7 +27,7 @@ def member(node_id: str, role: str, encodes: bool = True, **load: float) -> Memb
         encodes=encodes,
         load=load,
     )
-    return Member(info, static=True, heard_at=0.0, state=State.READY)
+    return Member(info, static=True, heard_at=0.0, state=NodeState.READY)
 
 
 P, D = member("p0", "prefill"), member("d0", "decode")
@@ -48,14 +47,14 @@ def chosen(
 ) -> list[str | None]:
     """Node ids of who encodes each item."""
     route = Route(D.info, p.info)
-    found = with_encoders(route, items, [p, D, *encoders], loads or {}, **how)  # type: ignore[arg-type]
+    found = with_encoders(route, items, ReadyNodes([p, D, *encoders]), loads or {}, **how)  # type: ignore[arg-type]
     assert (found.target, found.source) == (D.info, p.info)
     return [None if encoder is None else encoder.node_id for encoder in found.encoders]
 
 
 def test_without_encoder_nodes_all_is_encoded_where_it_is_needed() -> None:
     assert chosen([item(1), item(2)], []) == [None, None]
-    assert chosen([item(1)], ENCODERS[:1], exclude={"e0"}) == [None]
+    assert chosen([item(1)], ENCODERS[:1], avoid={"e0"}) == [None]
 
 
 def test_equal_items_of_different_prompts_go_to_the_same_node_and_others_spread() -> None:
@@ -69,7 +68,7 @@ def test_equal_items_of_different_prompts_go_to_the_same_node_and_others_spread(
 def test_items_that_a_node_can_not_keep_go_elsewhere() -> None:
     def sized(node_id: str, rows: int) -> Member:
         base = member(node_id, "encode")
-        return Member(replace(base.info, max_model_len=rows + 1), True, 0.0, State.READY)
+        return Member(replace(base.info, max_model_len=rows + 1), True, 0.0, NodeState.READY)
 
     small, large = sized("e0", 992), sized("e1", 1024)
     assert {*chosen([item(n, 993) for n in range(20)], [small, large])} == {"e1"}

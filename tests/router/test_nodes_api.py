@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from kvbaton.server.cluster_token import operator_token
+from kvbaton.server.network import operator_token
 from kvbaton.server.openapi import describe
 
 
@@ -20,9 +20,9 @@ async def test_both_legs_carry_the_clients_request_id(make_rig: Any) -> None:
     rig = await make_rig()
     status, headers, _ = await complete(rig, **{"X-Request-Id": "order-66"})
     assert (status, headers["X-Request-Id"]) == (200, "order-66")
-    (p,), (d,) = (rig.nodes[name].headers for name in ("p0", "d0"))
-    assert p["x-request-id"] == d["x-request-id"]
-    assert "order-66" in p["x-request-id"]
+    (p,), (d,) = (rig.nodes[name].received for name in ("p0", "d0"))
+    assert p.request_id == d.request_id
+    assert "order-66" in p.request_id
 
 
 async def test_both_legs_carry_the_priority(make_rig: Any) -> None:
@@ -49,6 +49,8 @@ async def test_nodes_are_asked_with_their_key(
     if "api_keys" in settings:
         assert (await complete(rig))[0] == 401
     assert (await complete(rig, Authorization="Bearer front"))[0] == 200
+    async with rig.session.post("/reset_prefix_cache") as response:
+        assert response.status == 200
     for name in ("p0", "d0"):
         assert [headers.get("authorization") for headers in rig.nodes[name].headers] == [sent]
 
@@ -64,7 +66,7 @@ async def test_all_nodes_forget_their_caches(make_rig: Any) -> None:
 
 async def test_a_node_that_does_not_forget_is_named(make_rig: Any) -> None:
     rig = await make_rig()
-    await rig.nodes["d0"].stop()
+    await rig.nodes["d0"].runner.cleanup()
     async with rig.session.post("/reset_prefix_cache") as response:
         answer = await response.json()
     assert (response.status, answer["nodes"]) == (503, {"p0": True, "d0": False})

@@ -5,16 +5,10 @@ from __future__ import annotations
 from typing import Any
 
 from kvbaton.messages.nodes import NodeInfo
-from kvbaton.router.membership import Member, State
-from kvbaton.router.pairing import (
-    NodeLoad,
-    Route,
-    can_encode_for,
-    choose,
-    compatible,
-    encoder_pairs,
-    pairs,
-)
+from kvbaton.router.choose import NodeLoad, Route
+from kvbaton.router.choose import choose as choose_of
+from kvbaton.router.config import RoutingPolicy
+from kvbaton.router.membership import Member, NodeState, ReadyNodes
 
 
 def member(node_id: str, role: str, *, told: bool = True, **fields: object) -> Member:
@@ -26,11 +20,31 @@ def member(node_id: str, role: str, *, told: bool = True, **fields: object) -> M
         "identity": "aa",
     }
     info = NodeInfo(node_id=node_id, role=role, **{**defaults, **fields})  # type: ignore[arg-type]
-    return Member(info, static=told, heard_at=0.0, state=State.READY, told=None)
+    return Member(info, static=told, heard_at=0.0, state=NodeState.READY, told=None)
 
 
 P0, P1 = member("p0", "prefill"), member("p1", "prefill")
 D0, D1 = member("d0", "decode"), member("d1", "decode")
+
+
+def choose(
+    members: list[Member],
+    loads: dict[str, NodeLoad],
+    num_tokens: int,
+    *,
+    avoid: frozenset[str] = frozenset(),
+    min_handover_tokens: int = 0,
+) -> Route | None:
+    policy = RoutingPolicy(min_handover_tokens=min_handover_tokens)
+    return choose_of(ReadyNodes(members), loads, num_tokens, avoid=avoid, policy=policy)
+
+
+def pairs(*members: Member) -> list[tuple[str, str]]:
+    return [(p.node_id, d.node_id) for p, d in ReadyNodes(members).pairs]
+
+
+def encoder_pairs(*members: Member) -> list[tuple[str, str]]:
+    return [(e.node_id, n.node_id) for e, n in ReadyNodes(members).encoder_pairs]
 
 
 def ids(route: Route | None) -> tuple[str | None, str] | None:
@@ -70,46 +84,47 @@ def test_short_prompts_stay_on_one_node() -> None:
 
 
 def test_excluded_nodes_are_avoided_as_long_as_anyone_is_left() -> None:
-    assert ids(choose([P0, D0, D1], {}, 10, exclude={"d0"})) == ("p0", "d1")
-    assert ids(choose([P0, D0], {}, 10, exclude={"d0"})) == (None, "p0")
-    assert choose([P0, D0], {}, 10, exclude={"d0", "p0"}) is None
+    assert ids(choose([P0, D0, D1], {}, 10, avoid=frozenset({"d0"}))) == ("p0", "d1")
+    assert ids(choose([P0, D0], {}, 10, avoid=frozenset({"d0"}))) == (None, "p0")
+    assert choose([P0, D0], {}, 10, avoid=frozenset({"d0", "p0"})) is None
 
 
 def test_other_models_never_pair() -> None:
     for change in ({"identity": "bb"}, {"model": "n"}, {"transport": "tcp"}):
         other = member("d9", "decode", **dict[str, Any](change))
-        assert not compatible(P0, other)
+        assert pairs(P0, other) == []
         assert ids(choose([P0, other], {}, 10)) == (None, "d9")
-    assert not compatible(member("p9", "prefill", control_address=None), D0)
+    assert pairs(member("p9", "prefill", control_address=None), D0) == []
 
 
 def test_encoder_nodes_never_serve_prompts() -> None:
     encoder = member("a0", "encode", encoder_identity="ee")
     assert choose([encoder], {}, 10) is None
     assert ids(choose([encoder, P0, D0], {}, 10)) == ("p0", "d0")
-    assert pairs([encoder, P0, D0]) == [(P0, D0)]
+    assert pairs(encoder, P0, D0) == [("p0", "d0")]
 
 
 def test_encoders_pair_with_nodes_of_an_equal_encoder_that_know_them() -> None:
     encoder = member("e0", "encode", identity="ee", encoder_identity="ee", transport="tcp")
     here: dict[str, Any] = {"transport": "tcp", "encoder_identity": "ee"}
     p, d = member("p5", "prefill", **here), member("d5", "decode", **here)
-    assert encoder_pairs([encoder, p, d]) == [(encoder, p), (encoder, d)]
+    assert encoder_pairs(encoder, p, d) == [("e0", "p5"), ("e0", "d5")]
     for change in ({"encoder_identity": "ef"}, {"transport": "nixl"}, {"model": "n"}):
         other = member("p6", "prefill", **{**here, **dict[str, Any](change)})
-        assert not can_encode_for(encoder, other)
-    assert not can_encode_for(member("e1", "encode", **{**here, "encoder_identity": ""}), P0)
+        assert encoder_pairs(encoder, other) == []
+    nobody = {**here, "encoder_identity": ""}
+    assert encoder_pairs(member("e1", "encode", **nobody), member("p7", "prefill", **nobody)) == []
     p.told = frozenset()
-    assert not can_encode_for(encoder, p)
+    assert encoder_pairs(encoder, p) == []
     assert encoder.info.control_address is not None
     p.told = frozenset({encoder.info.control_address})
-    assert can_encode_for(encoder, p)
+    assert encoder_pairs(encoder, p) == [("e0", "p5")]
 
 
 def test_a_target_pairs_only_with_sources_it_was_told_of() -> None:
     target = member("d7", "decode")
     target.told = frozenset()
-    assert pairs([P0, target]) == []
+    assert pairs(P0, target) == []
     assert P0.info.control_address is not None
     target.told = frozenset({P0.info.control_address})
-    assert pairs([P0, P1, target]) == [(P0, target)]
+    assert pairs(P0, P1, target) == [("p0", "d7")]

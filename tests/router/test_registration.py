@@ -11,7 +11,7 @@ import pytest
 
 from kvbaton.errors import ConfigError
 from kvbaton.messages.nodes import NodeInfo
-from kvbaton.router.membership import MembershipTimers
+from kvbaton.router.config import MembershipTimers
 from kvbaton.server.registration import NodeRegistrar
 
 Start = Callable[..., tuple[NodeRegistrar, "asyncio.Task[None]", list[tuple[str, ...]]]]
@@ -91,3 +91,21 @@ async def test_a_refusal_ends_it_with_the_routers_reason(
         await asyncio.wait_for(task, 5)
     _, _, told = start(rig.url, lambda: other.nodes["d0"].info, cluster_key="right")
     await until(lambda: told == [()])
+
+
+async def test_a_node_whose_id_is_in_use_waits_is_told_whose_it_is_and_removes_nobody(
+    make_rig: Any, start: Start
+) -> None:
+    rig = await make_rig(prefill=0)
+    other = await make_rig(prefill=0)
+    info = msgspec.structs.replace(other.nodes["d0"].info, generation="2")
+    registrar, task, told = start(rig.url, lambda: info, first_deadline_s=0.2)
+    where = rig.nodes["d0"].info.url
+    with pytest.raises(ConfigError, match=rf"'d0' belongs to the node at {where}.*--node-id"):
+        await asyncio.wait_for(task, 5)
+    await registrar.leave()
+    assert (rig.states(), told) == ({"d0": "ready"}, [])
+    _, _, told = start(rig.url, lambda: info)
+    await rig.nodes["d0"].stop()
+    await until(lambda: told == [()])
+    assert rig.directory.membership.members["d0"].info.generation == "2"

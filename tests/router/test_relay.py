@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 import msgspec
@@ -12,9 +13,10 @@ from hypothesis import strategies as st
 from kvbaton.errors import RequestError
 from kvbaton.messages.engine import AddRequest, Item, Output, SamplingParams, TransferSpec
 from kvbaton.messages.nodes import NodeInfo
+from kvbaton.router.choose import Route
+from kvbaton.router.config import RelayTimers
 from kvbaton.router.node_request import NodeError, NodeRequest
-from kvbaton.router.pairing import Route
-from kvbaton.router.relay import Action, Cancel, Finished, RelayTimers, RequestRelay, Send
+from kvbaton.router.relay import Action, AskNode, CancelNode, Finished, RequestRelay
 from kvbaton.types import TokenLogprobs
 
 TRANSFER = bytes(range(16))
@@ -69,23 +71,22 @@ class Bench:
             now=self.now,
         )
 
-    def route(self, num_tokens: int, avoid: frozenset[str]) -> Route | None:
+    def route(self, num_tokens: int, items: Sequence[Item], avoid: frozenset[str]) -> Route | None:
         self.routed.append((num_tokens, avoid))
         left = [d for d in (D0, D1, D2) if d.node_id not in avoid]
         if not left:
             return None
         encoders = [e for e in self.encoders if e.node_id not in avoid]
-        items = range(len(self.relay.request.items))
-        chosen = tuple(encoders[i % len(encoders)] if encoders else None for i in items)
+        chosen = tuple(encoders[i % len(encoders)] if encoders else None for i in range(len(items)))
         return Route(left[0], P if self.sources and P.node_id not in avoid else None, chosen)
 
     def do(self, actions: list[Action]) -> None:
         for action in actions:
             assert self.end is None, f"{action} after {self.end}"
             match action:
-                case Send(asked):
+                case AskNode(asked):
                     self.started.append(asked)
-                case Cancel(asked):
+                case CancelNode(asked):
                     self.cancelled.append(asked)
                 case Output():
                     self.emitted.append(action)
@@ -263,7 +264,7 @@ def test_retries_are_bounded() -> None:
 
 def test_no_node_at_all_is_a_503() -> None:
     bench = Bench(request())
-    bench.route = lambda num_tokens, avoid: None  # type: ignore[method-assign]
+    bench.route = lambda num_tokens, items, avoid: None  # type: ignore[method-assign]
     bench.relay._route = bench.route
     bench.start()
     assert (bench.error().status, bench.error().code) == (503, "no_node_ready")
@@ -474,7 +475,7 @@ def test_encoders_end_no_request_even_after_the_last_attempt() -> None:
 
 def test_an_encoder_that_fails_while_nobody_else_is_left_ends_no_request() -> None:
     bench = Bench(pictured(max_tokens=2)).start()
-    bench.relay._route = lambda num_tokens, avoid: None
+    bench.relay._route = lambda num_tokens, items, avoid: None
     bench.fail("encoder")
     assert (bench.end, bench.cancelled) == (None, [bench.asked("encoder")])
     bench.say("target", 0, 10, 11, finish_reason="length")

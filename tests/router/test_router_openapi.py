@@ -4,10 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import AsyncExitStack
+from pathlib import Path
+from tempfile import TemporaryDirectory
 
 import pytest
 
-from kvbaton.router.pairing import NodeLoad
+from kvbaton.router.choose import NodeLoad
 from tests.fuzzing import Background, described, fuzz
 from tests.router.conftest import MODEL, Rig, build_rig
 
@@ -39,7 +41,8 @@ class Served:
         self.api = self.background.description()
 
     async def _start(self, stack: AsyncExitStack) -> str:
-        self.rigs.append(await build_rig(stack))
+        sockets = stack.enter_context(TemporaryDirectory())
+        self.rigs.append(await build_rig(stack, Path(sockets)))
         return self.rigs[0].url
 
     def renew(self) -> None:

@@ -6,8 +6,7 @@ import pytest
 from aiohttp import ClientSession, web
 
 from kvbaton.server.app import listen, make_app
-from kvbaton.server.config import EdgeConfig, Frontend
-from kvbaton.server.source import ModelFacts, TokenSource
+from kvbaton.server.frontend import Frontend, FrontendConfig, ModelFacts, TokenSource
 from kvbaton.text.tokenizer import Tokenizer
 from tests.server_support import MAX_MODEL_LEN, VOCAB, ScriptedSource, write_tokenizer
 
@@ -40,7 +39,7 @@ def make_frontend(source: TokenSource, tokenizer: Tokenizer, **config: Any) -> F
     return Frontend(
         source=source,
         tokenizer=tokenizer,
-        config=EdgeConfig(model_name="tiny", **config),
+        config=FrontendConfig(model_name="tiny", **config),
         facts=lambda: ModelFacts(max_model_len=MAX_MODEL_LEN, vocab_size=VOCAB),
     )
 

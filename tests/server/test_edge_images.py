@@ -19,8 +19,8 @@ from PIL import Image
 
 from kvbaton.errors import RequestError
 from kvbaton.server import images
+from kvbaton.server.config import MediaConfig
 from kvbaton.server.images import load_images
-from kvbaton.server.media import MediaConfig
 from kvbaton.text.chat import ImageUrl
 from kvbaton.text.tokenizer import Tokenizer
 from kvbaton.text.vision import VisionText

@@ -16,8 +16,8 @@ from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram
 
 from kvbaton.errors import ConfigError
 from kvbaton.server.auth import PEER
-from kvbaton.server.listener import bind, url_of
-from kvbaton.server.merged_metrics import MergedMetrics, merged
+from kvbaton.server.metrics import MergedMetrics, merged
+from kvbaton.server.network import bind, url_of
 from kvbaton.server.supervisor import Supervisor, WorkerLink
 
 PATIENCE_S = 60.0

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from kvbaton.engine.kv_connector import ConnectorFactory
+from kvbaton.engine.build import ConnectorFactory
 from tests.handover.conftest import Expected, expected, make_pair
 from tests.handover.pair import Node, until
 from tests.store_connector.held import BOXES, Box

@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-import itertools
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 
-from kvbaton.connectors.layout import GroupKind
+from kvbaton.connectors.layout import GroupKind, KVLayout
 from kvbaton.connectors.protocol.events import Landed
-from kvbaton.connectors.protocol.session import Group
 from kvbaton.messages.control import Ack, Complete, Reserve
 from kvbaton.types import BlockSpan, Spans
 
@@ -20,7 +18,7 @@ def ceil_div(a: int, b: int) -> int:
     return -(-a // b)
 
 
-def first_token(spans: Spans, groups: Sequence[Group]) -> int:
+def first_token(spans: Spans, groups: Sequence[KVLayout]) -> int:
     """First token of a reservation."""
     firsts = [
         group_spans[0].first * group.block_size
@@ -30,7 +28,29 @@ def first_token(spans: Spans, groups: Sequence[Group]) -> int:
     return min(firsts, default=0)
 
 
-def covered_end(spans: Spans, groups: Sequence[Group], num_tokens: int) -> int:
+def counted_from(
+    ours: Sequence[KVLayout], theirs: Sequence[KVLayout], start: int, num_tokens: int
+) -> tuple[int, ...]:
+    """Per group, the first token of a hand-over that digests count.
+
+    Of a window only the last tokens are needed; both sides hold them, but where their blocks differ
+    in size the first blocks of one side begin before those of the other.
+
+    Args:
+        ours: groups of one side.
+        theirs: of the other.
+        start: first token of the reservation.
+        num_tokens: of the prompt.
+    """
+    firsts = []
+    for mine, other in zip(ours, theirs, strict=True):
+        needed = max(0, num_tokens - mine.window + 1) if mine.kind is GroupKind.WINDOW else 0
+        sizes = mine.block_size, other.block_size
+        firsts.append(max(start, *(needed - needed % size for size in sizes)))
+    return tuple(firsts)
+
+
+def covered_end(spans: Spans, groups: Sequence[KVLayout], num_tokens: int) -> int:
     """Tokens below this have a target block in every full group."""
     ends = [
         (group_spans[-1].first + len(group_spans[-1].blocks)) * group.block_size
@@ -38,6 +58,17 @@ def covered_end(spans: Spans, groups: Sequence[Group], num_tokens: int) -> int:
         if group_spans and group.kind is GroupKind.FULL
     ]
     return min([*ends, num_tokens])
+
+
+def blocks_between(
+    groups: Sequence[KVLayout], start: int, end: int, num_tokens: int
+) -> Iterator[tuple[int, int]]:
+    """Per group, the logical blocks [first, last) that hold tokens [start, end) of a prompt."""
+    for group in groups:
+        if group.kind is not GroupKind.STATE:
+            yield start // group.block_size, ceil_div(end, group.block_size)
+        else:  # it goes with the last tokens
+            yield (0, 1 << 62) if end == num_tokens else (0, 0)
 
 
 def spans_slice(spans: Sequence[BlockSpan], cut: tuple[int, int]) -> tuple[BlockSpan, ...]:
@@ -55,7 +86,7 @@ def flatten(spans: Sequence[BlockSpan]) -> list[tuple[int, int]]:
     return [(span.first + i, block) for span in spans for i, block in enumerate(span.blocks)]
 
 
-def check_reserve(reserve: Reserve, groups: Sequence[Group]) -> str | None:
+def check_reserve(reserve: Reserve, groups: Sequence[KVLayout]) -> str | None:
     """Check D's reservation against D's own pools."""
     if len(reserve.spans) != len(groups):
         return f"spans of {len(reserve.spans)} groups, expected {len(groups)}"
@@ -64,38 +95,29 @@ def check_reserve(reserve: Reserve, groups: Sequence[Group]) -> str | None:
     if not any(span.blocks for spans in reserve.spans for span in spans):
         return "no block is named"
     for number, (spans, group) in enumerate(zip(reserve.spans, groups, strict=True)):
-        problem = _check_spans(spans, group, reserve.num_tokens)
-        if problem is None and group.kind is GroupKind.FULL:
-            problem = _check_full(spans, group, reserve)
+        problem = _check_spans(spans, group, reserve)
         if problem is not None:
             return f"group {number}: {problem}"
     return None
 
 
-def _check_spans(spans: Sequence[BlockSpan], group: Group, num_tokens: int) -> str | None:
+def _check_spans(spans: Sequence[BlockSpan], group: KVLayout, reserve: Reserve) -> str | None:
     blocks = [block for span in spans for block in span.blocks]
     if any(not 0 < block < group.num_blocks for block in blocks):
         return f"block ids must lie in [1, {group.num_blocks})"
     if len(set(blocks)) != len(blocks):
         return "a block is named twice"
-    end = 0
+    full, end = group.kind is GroupKind.FULL, spans[0].first if spans else 0
     for span in spans:
         if not span.blocks or span.first < end:
             return "spans must be in order, without overlap, and not empty"
-        end = span.first + len(span.blocks)
-    limit = 1 if group.kind is GroupKind.STATE else ceil_div(num_tokens, group.block_size)
-    if group.kind is not GroupKind.STATE and end > limit:
-        return f"blocks up to {end} are named, {limit} hold the prompt"
-    return None
-
-
-def _check_full(spans: Sequence[BlockSpan], group: Group, reserve: Reserve) -> str | None:
-    if not spans:
-        return "no block is named"
-    for before, after in itertools.pairwise(spans):
-        if before.first + len(before.blocks) != after.first:
+        if full and span.first > end:
             return "blocks are missing between two spans"
-    if not reserve.more and covered_end((tuple(spans),), (group,), 1 << 62) < reserve.num_tokens:
+        end = span.first + len(span.blocks)
+    needed = ceil_div(reserve.num_tokens, group.block_size)
+    if group.kind is not GroupKind.STATE and end > needed:
+        return f"blocks up to {end} are named, {needed} hold the prompt"
+    if full and end < needed and not (spans and reserve.more):
         return "the prompt's last blocks are missing"
     return None
 

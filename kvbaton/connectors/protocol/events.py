@@ -13,7 +13,7 @@ A *transfer* is named by `Attempt` (transfer id and attempt number) within one s
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import NamedTuple
 
 from kvbaton.messages.control import Control, DigestRun, RankCard
@@ -45,11 +45,34 @@ class Identity:
     ranks: tuple[RankCard, ...]
 
 
+class SourceEvent:
+    """What P's machine takes."""
+
+
+class TargetEvent:
+    """What D's machine takes."""
+
+
+class SourceAction:
+    """What P's machine answers with."""
+
+
+class TargetAction:
+    """What D's machine answers with."""
+
+
+@dataclass(frozen=True)
+class AboutAttempt:
+    """An event or action that is about one attempt of one transfer."""
+
+    attempt: Attempt
+
+
 # --- events that both sides take ---
 
 
 @dataclass(frozen=True)
-class Received:
+class Received(SourceEvent, TargetEvent):
     """A control message arrived."""
 
     link: Link
@@ -57,14 +80,14 @@ class Received:
 
 
 @dataclass(frozen=True)
-class PeerGone:
+class PeerGone(SourceEvent, TargetEvent):
     """The transport or the channel found a peer's process to be gone."""
 
     node: NodeId
 
 
 @dataclass(frozen=True)
-class Tick:
+class Tick(SourceEvent, TargetEvent):
     """Time has passed; nothing else happened."""
 
 
@@ -72,22 +95,20 @@ class Tick:
 
 
 @dataclass(frozen=True)
-class Announce:
-    """The request of a transfer has arrived on P.
+class Announce(AboutAttempt, SourceEvent):
+    """The request of a transfer has arrived on P. A second one of the same attempt is refused.
 
     Attributes:
-        attempt: its name. A second announcement of the same attempt is refused.
         prompt_key: chained key over all prompt tokens.
         num_tokens: prompt length.
     """
 
-    attempt: Attempt
     prompt_key: bytes
     num_tokens: int
 
 
 @dataclass(frozen=True)
-class BlocksReady:
+class BlocksReady(AboutAttempt, SourceEvent):
     """Tokens [start, end) of a reserved transfer are final in these blocks, and the step is over.
 
     Ranges of one attempt arrive in order and without gaps, from the `start` that `Engage` named.
@@ -98,7 +119,6 @@ class BlocksReady:
         sums: opaque to the machine; the transfer thread makes `DigestRun`s of it when it posts.
     """
 
-    attempt: Attempt
     start: int
     end: int
     spans: Spans
@@ -106,24 +126,22 @@ class BlocksReady:
 
 
 @dataclass(frozen=True)
-class FirstTokens:
+class FirstTokens(AboutAttempt, SourceEvent):
     """P sampled token 0 of every choice; all blocks of the prompt have been reported ready."""
 
-    attempt: Attempt
     choices: tuple[ChoiceStart, ...]
     cached_tokens: int = 0
 
 
 @dataclass(frozen=True)
-class SourceFailed:
+class SourceFailed(AboutAttempt, SourceEvent):
     """P's engine can't finish this prompt (aborted by its client, error, shutting down)."""
 
-    attempt: Attempt
     reason: str
 
 
 @dataclass(frozen=True)
-class WriteEnded:
+class WriteEnded(AboutAttempt, SourceEvent):
     """One rank pair's part of a write ended.
 
     Attributes:
@@ -136,7 +154,6 @@ class WriteEnded:
         error: why it failed.
     """
 
-    attempt: Attempt
     write: int
     source_rank: int
     target_rank: int
@@ -146,7 +163,7 @@ class WriteEnded:
 
 
 @dataclass(frozen=True)
-class Closed:
+class Closed(SourceEvent):
     """`ClosePeer` was carried out: nothing reads our memory for that session any more.
 
     It proves nothing about the far side: bytes that were read before may still land there, unless
@@ -158,33 +175,18 @@ class Closed:
 
 
 @dataclass(frozen=True)
-class Stop:
+class Stop(SourceEvent):
     """P stops: whatever is left over fails, and is drained as far as that still can be proven."""
-
-
-SourceEvent = (
-    Received
-    | PeerGone
-    | Tick
-    | Stop
-    | Announce
-    | BlocksReady
-    | FirstTokens
-    | SourceFailed
-    | WriteEnded
-    | Closed
-)
 
 
 # --- events of the target (D) ---
 
 
 @dataclass(frozen=True)
-class Start:
+class Start(AboutAttempt, TargetEvent):
     """D's engine has reserved blocks and wants them filled.
 
     Attributes:
-        attempt: its name.
         address: P's control address, already checked to be a member.
         prompt_key: chained key over all prompt tokens.
         num_tokens: prompt length.
@@ -192,7 +194,6 @@ class Start:
         deadline_s: hard limit in seconds from now; 0 takes `TransferTimers.total`.
     """
 
-    attempt: Attempt
     address: str
     prompt_key: bytes
     num_tokens: int
@@ -201,15 +202,14 @@ class Start:
 
 
 @dataclass(frozen=True)
-class Unneeded:
+class Unneeded(AboutAttempt, TargetEvent):
     """D has the whole prompt in its own cache: P may stop. Nothing is awaited."""
 
-    attempt: Attempt
     address: str
 
 
 @dataclass(frozen=True)
-class Landed:
+class Landed(AboutAttempt, TargetEvent):
     """A notice arrived at one of D's ranks: a part of a rank pair's share of a write has landed.
 
     Attributes:
@@ -220,7 +220,6 @@ class Landed:
     """
 
     session: bytes
-    attempt: Attempt
     write: int
     start: int
     end: int
@@ -232,7 +231,7 @@ class Landed:
 
 
 @dataclass(frozen=True)
-class Verified:
+class Verified(AboutAttempt, TargetEvent):
     """The digests of one write were compared, on all of D's ranks.
 
     Attributes:
@@ -240,35 +239,25 @@ class Verified:
         error: why they could not be compared; empty if they were.
     """
 
-    attempt: Attempt
     write: int
     bad: tuple[tuple[int, int], ...] = ()
     error: str = ""
 
 
 @dataclass(frozen=True)
-class CancelTarget:
+class CancelTarget(AboutAttempt, TargetEvent):
     """D's engine does not want the transfer any more (client gone, deadline, shutdown)."""
-
-    attempt: Attempt
 
 
 @dataclass(frozen=True)
-class Fenced:
+class Fenced(TargetEvent):
     """`Fence` succeeded: no byte of that peer generation can land here any more."""
 
     node: NodeId
 
 
 @dataclass(frozen=True)
-class Meet:
-    """D will likely hand over with the P at this address: open the session before it is needed."""
-
-    address: str
-
-
-@dataclass(frozen=True)
-class Unreachable:
+class Unreachable(TargetEvent):
     """An address can't be dialled at all: it is none."""
 
     address: str
@@ -276,33 +265,20 @@ class Unreachable:
 
 
 @dataclass(frozen=True)
-class Part:
-    """The node at this address is no member any more: forget it once nothing needs it."""
+class SetMembers(TargetEvent):
+    """D may hand over with the Ps at these addresses: open sessions before they are needed.
 
-    address: str
+    An address that is no longer among them is forgotten once nothing needs it.
+    """
 
-
-TargetEvent = (
-    Received
-    | PeerGone
-    | Tick
-    | Meet
-    | Part
-    | Unreachable
-    | Start
-    | Unneeded
-    | Landed
-    | Verified
-    | CancelTarget
-    | Fenced
-)
+    addresses: frozenset[str]
 
 
 # --- actions of both sides ---
 
 
 @dataclass(frozen=True)
-class Send:
+class SendMessage(SourceAction, TargetAction):
     """Send a control message. `link` is None for D's own first message: then `address` dials."""
 
     message: Control
@@ -310,39 +286,45 @@ class Send:
     address: str | None = None
 
 
-# --- actions of the source ---
-
-
 @dataclass(frozen=True)
-class OpenPeer:
-    """Connect the transport to the ranks of a new session's D, before any `Post` for it."""
+class OpenPeer(SourceAction, TargetAction):
+    """A session is up: connect the transport to the peer's ranks.
+
+    On P this comes before any `Post` of the session; D needs it to fence the peer later.
+    """
 
     session: bytes
     node: NodeId
     ranks: tuple[RankCard, ...]
 
 
+# --- actions of the source ---
+
+
 @dataclass(frozen=True)
-class ClosePeer:
+class ClosePeer(SourceAction):
     """Close the transport's connections of a session; answer with `Closed`."""
 
     session: bytes
 
 
 @dataclass(frozen=True)
-class Engage:
+class Engage(AboutAttempt, SourceAction):
     """A `Reserve` was accepted: the engine shall report `BlocksReady` from `start` on.
 
     It holds (pins) the blocks that it reports until `Release`. If the request has already ended, it
     is run again: its blocks are cache hits mostly.
+
+    Attributes:
+        counted: per group, the first token that digests count; see `checks.counted_from`.
     """
 
-    attempt: Attempt
     start: int
+    counted: tuple[int, ...]
 
 
 @dataclass(frozen=True)
-class Post:
+class Post(SourceAction):
     """Write tokens [start, end) to the target; the digests go in the notices.
 
     The transfer thread plans and posts a write for every (source rank, target rank) pair that
@@ -367,7 +349,7 @@ class Post:
 
 
 @dataclass(frozen=True)
-class RefuseAnnounce:
+class RefuseAnnounce(AboutAttempt, SourceAction):
     """The request of an `Announce` may not be used for a hand-over: the engine ends it.
 
     Attributes:
@@ -375,12 +357,11 @@ class RefuseAnnounce:
             ``cancelled`` or ``not_needed`` (it was, and ended so), ``too_many``.
     """
 
-    attempt: Attempt
     code: str
 
 
 @dataclass(frozen=True)
-class Release:
+class Release(AboutAttempt, SourceAction):
     """The attempt is over and no write reads its blocks any more: the engine drops its holds.
 
     Emitted exactly once for each `Engage`.
@@ -389,65 +370,43 @@ class Release:
         outcome: ``acked``, ``not_needed``, ``cancelled``, ``expired``, ``failed``, ``lost``.
     """
 
-    attempt: Attempt
     outcome: str
 
 
 @dataclass(frozen=True)
-class StopSource:
+class StopSource(AboutAttempt, SourceAction):
     """Nobody wants the prompt any more: the engine aborts the request if it still computes.
 
     Comes before `Release`, for every attempt that ends before its `FirstTokens`.
     """
 
-    attempt: Attempt
     reason: str
 
 
 @dataclass(frozen=True)
-class EvictSource:
+class EvictSource(AboutAttempt, SourceAction):
     """D found bytes that do not match: blocks holding these token ranges leave P's prefix cache."""
 
-    attempt: Attempt
     bad: tuple[tuple[int, int], ...]
 
 
 @dataclass(frozen=True)
-class Abandon:
+class Abandon(SourceAction):
     """Watch the writes of a closed session no longer: nobody will ask after them."""
 
     session: bytes
-
-
-SourceAction = (
-    Send
-    | Abandon
-    | OpenPeer
-    | ClosePeer
-    | Engage
-    | Post
-    | Release
-    | RefuseAnnounce
-    | StopSource
-    | EvictSource
-)
 
 
 # --- actions of the target ---
 
 
 @dataclass(frozen=True)
-class AdmitPeer:
-    """A session is up: connect the transport to P's ranks, so that it can be fenced later."""
+class Verify(TargetAction):
+    """Compare the digests of a write that has landed; answer with `Verified`.
 
-    session: bytes
-    node: NodeId
-    ranks: tuple[RankCard, ...]
-
-
-@dataclass(frozen=True)
-class Verify:
-    """Compare the digests of a write that has landed; answer with `Verified`."""
+    Attributes:
+        counted: per group, the first token that digests count; see `checks.counted_from`.
+    """
 
     session: bytes
     attempt: Attempt
@@ -455,20 +414,20 @@ class Verify:
     start: int
     end: int
     target: Spans
+    counted: tuple[int, ...]
     digests: tuple[DigestRun, ...]
 
 
 @dataclass(frozen=True)
-class Deliver:
+class Deliver(AboutAttempt, TargetAction):
     """All bytes are here and verified: the engine may use the blocks. Ends the attempt."""
 
-    attempt: Attempt
     choices: tuple[ChoiceStart, ...]
     cached_tokens: int
 
 
 @dataclass(frozen=True)
-class Fail:
+class Fail(AboutAttempt, TargetAction):
     """The hand-over failed: the engine applies its load-failure policy. Ends the attempt for it.
 
     Attributes:
@@ -476,56 +435,34 @@ class Fail:
         reason: for the log and for the policy ``fail``.
     """
 
-    attempt: Attempt
     valid_through: int
     reason: str
 
 
 @dataclass(frozen=True)
-class Unquarantine:
+class Unquarantine(AboutAttempt, TargetAction):
     """No write of the attempt can land any more: its reserved blocks may be freed.
 
     Emitted exactly once for each `Start`, also after `Deliver`.
     """
 
-    attempt: Attempt
-
 
 @dataclass(frozen=True)
-class Fence:
+class Fence(TargetAction):
     """Ask the transport to fence a peer generation; on success answer with `Fenced`."""
 
     node: NodeId
 
 
 @dataclass(frozen=True)
-class ForgetPeer:
+class ForgetPeer(TargetAction):
     """Nothing is reserved for a generation, and none will be: close the connections to it."""
 
     node: NodeId
 
 
 @dataclass(frozen=True)
-class HangUp:
+class HangUp(TargetAction):
     """Nothing is asked of an address any more: close the link to it."""
 
     address: str
-
-
-TargetAction = (
-    Send | AdmitPeer | Verify | Deliver | Fail | Unquarantine | Fence | ForgetPeer | HangUp
-)
-
-
-@dataclass
-class Counters:
-    """Totals that a machine keeps; ``started == completed + failed + cancelled + live``."""
-
-    started: int = 0
-    completed: int = 0
-    failed: int = 0
-    cancelled: int = 0
-    refused: int = 0
-    dropped_messages: int = 0
-    mismatches: int = 0
-    by_code: dict[str, int] = field(default_factory=dict)

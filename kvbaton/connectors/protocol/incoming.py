@@ -1,21 +1,100 @@
-"""One attempt on D: what was asked for, what has landed, what is verified."""
+"""What D keeps of an attempt (what was asked for, has landed, is verified), a session, and a P."""
 
 from __future__ import annotations
 
+import itertools
+import math
+from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING
+from enum import Enum
+from typing import Any
 
-from kvbaton.connectors.layout import GroupKind
-from kvbaton.connectors.protocol.checks import ceil_div, check_landed, spans_slice
+from typing_extensions import override
+
+from kvbaton.connectors.layout import KVLayout
+from kvbaton.connectors.protocol.checks import (
+    blocks_between,
+    check_landed,
+    counted_from,
+    spans_slice,
+)
 from kvbaton.connectors.protocol.events import Landed, Start, Verify
-from kvbaton.connectors.protocol.session import Group
-from kvbaton.connectors.protocol.table import TargetState
-from kvbaton.messages.control import Complete, DigestRun
-from kvbaton.types import Attempt, Spans
+from kvbaton.connectors.protocol.machine import Context, Record
+from kvbaton.connectors.protocol.session import Session, SessionState
+from kvbaton.messages.control import Complete, DigestRun, Message
+from kvbaton.types import Attempt
 
-if TYPE_CHECKING:
-    from kvbaton.connectors.protocol.target_sessions import Line, TargetSession
+MAX_UNNEEDED = 1024
+"""Messages `NotNeeded` that may wait for a session; older ones are dropped: P forgets by itself."""
+
+
+class TargetState(Enum):
+    """State of an attempt on D."""
+
+    UNKNOWN = "unknown"
+    WAITING = "waiting"
+    """There is no session yet; P was told nothing."""
+    RESERVED = "reserved"
+    """`Reserve` is sent and unanswered."""
+    ENGAGED = "engaged"
+    """P has answered."""
+    COMPLETING = "completing"
+    """`Complete` is here; notices are missing, or not verified."""
+    DRAINING = "draining"
+    """Over for the engine; the blocks are in quarantine."""
+    ENDED = "ended"
+    """Over; remembered to answer late messages."""
+
+
+@dataclass
+class TargetSession(Session):
+    """A session with one P.
+
+    Attributes:
+        since: when it was opened.
+        heard: when the last message of it came.
+    """
+
+    address: str = ""
+    since: float = 0.0
+    heard: float = 0.0
+
+    @override
+    def send(self, context: Context, kind: type[Message], **fields: Any) -> None:
+        super().send(context, kind, receiver=self.node, **fields)
+
+    @property
+    def over(self) -> bool:
+        """Whether it has ended."""
+        return self.state is SessionState.OVER
+
+
+@dataclass
+class Line:
+    """An address of a P: the session in use, and what waits for it.
+
+    Attributes:
+        member: router or operator vouch for the address: its session is kept open.
+        used: when something was last asked of it.
+        opened: when its last session was opened.
+        waiting: attempts that wait for a session.
+        unneeded: what P is told when there is one.
+        mismatches: when digests did not match.
+        num_attempts: alive, those in quarantine included.
+        num_blocks: reserved and in quarantine.
+    """
+
+    address: str
+    member: bool = False
+    used: float = 0.0
+    opened: float = -math.inf
+    session: TargetSession | None = None
+    waiting: dict[Attempt, Incoming] = field(default_factory=dict)
+    unneeded: deque[Attempt] = field(default_factory=lambda: deque(maxlen=MAX_UNNEEDED))
+    mismatches: list[float] = field(default_factory=list)
+    num_attempts: int = 0
+    num_blocks: int = 0
 
 
 @dataclass
@@ -38,30 +117,29 @@ class Arrival:
 
 
 @dataclass
-class Incoming:
+class Incoming(Record):
     """One attempt on D.
 
     Attributes:
-        order: what the engine asked for.
+        session: the one that its blocks were told P in; None before.
+        order: what the engine asked for; order and line are set when it is started.
         start: first token of the reservation.
-        deadline: hard limit.
+        until: hard limit.
         num_blocks: reserved.
-        line: to P; None once it has ended.
+        line: to P.
         arrivals: what has landed, by write.
         verified: ranges that do not match, by verified write; empty for a good one.
         bad: ranges that do not match; told to P until it has drained.
         since: when the quarantine began.
     """
 
-    name: Attempt
     state: TargetState = TargetState.UNKNOWN
-    outcome: str = ""
-    order: Start | None = None
-    start: int = 0
-    deadline: float = 0.0
-    num_blocks: int = 0
-    line: Line | None = None
     session: TargetSession | None = None
+    order: Start = field(init=False, repr=False)
+    start: int = 0
+    until: float = 0.0
+    num_blocks: int = 0
+    line: Line = field(init=False, repr=False)
     arrivals: dict[int, Arrival] = field(default_factory=dict)
     verified: dict[int, tuple[tuple[int, int], ...]] = field(default_factory=dict)
     complete: Complete | None = None
@@ -71,10 +149,9 @@ class Incoming:
     @property
     def num_tokens(self) -> int:
         """Prompt length."""
-        assert self.order is not None, "only of an attempt that was started"
         return self.order.num_tokens
 
-    def land(self, event: Landed, groups: Sequence[Group], num_ranks: int) -> Arrival | None:
+    def land(self, event: Landed, groups: Sequence[KVLayout], num_ranks: int) -> Arrival | None:
         """Take in a notice; the write if that was its last one.
 
         Args:
@@ -89,8 +166,7 @@ class Incoming:
         problem = check_landed(event, self.start, self.num_tokens, len(groups))
         if problem is not None:
             raise ValueError(problem)
-        ranks = range(self.session.num_ranks), range(num_ranks)
-        pairs = {(source, target) for source in ranks[0] for target in ranks[1]}
+        pairs = set(itertools.product(range(self.session.num_ranks), range(num_ranks)))
         arrival = self.arrivals.setdefault(event.write, Arrival(event.start, event.end, pairs))
         if (arrival.start, arrival.end) != (event.start, event.end):
             raise ValueError(f"write {event.write} is told of differently")
@@ -104,7 +180,7 @@ class Incoming:
             arrival.missing.discard(pair)
         return None if arrival.missing else arrival
 
-    def verification(self, write: int, groups: Sequence[Group]) -> Verify:
+    def verification(self, write: int, groups: Sequence[KVLayout]) -> Verify:
         """The order to compare the digests of a write.
 
         Args:
@@ -113,19 +189,18 @@ class Incoming:
         """
         assert self.session is not None
         arrival = self.arrivals[write]
-        start, end = arrival.start, arrival.end
-        target, digests = self._cut(groups, start, end), tuple(arrival.digests)
-        return Verify(self.session.id, self.name, write, start, end, target, digests)
-
-    def _cut(self, groups: Sequence[Group], start: int, end: int) -> Spans:
-        assert self.order is not None
-        cut = []
-        for group, spans in zip(groups, self.order.spans, strict=True):
-            blocks = start // group.block_size, ceil_div(end, group.block_size)
-            if group.kind is GroupKind.STATE:
-                blocks = (0, 1 << 62) if end == self.num_tokens else (0, 0)
-            cut.append(spans_slice(spans, blocks))
-        return tuple(cut)
+        cuts = blocks_between(groups, arrival.start, arrival.end, self.num_tokens)
+        counted = counted_from(groups, self.session.groups, self.start, self.num_tokens)
+        return Verify(
+            self.session.id,
+            self.name,
+            write,
+            arrival.start,
+            arrival.end,
+            tuple(map(spans_slice, self.order.spans, cuts)),
+            counted,
+            tuple(arrival.digests),
+        )
 
     def valid_through(self) -> int:
         """End of the verified tokens that follow each other from the start of the reservation."""

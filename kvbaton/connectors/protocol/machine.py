@@ -2,41 +2,109 @@
 
 from __future__ import annotations
 
-from collections import Counter
-from collections.abc import Callable, Iterable, Mapping
+import heapq
+import itertools
+from collections import Counter, OrderedDict, deque
+from collections.abc import Callable, Collection, Hashable, Mapping
+from dataclasses import dataclass, field
 from enum import Enum
-from typing import Any, ClassVar, Generic, Protocol, TypeVar
+from typing import Any, ClassVar, Generic, TypeVar
 
-from kvbaton.connectors.protocol.alarms import Alarms, Stories, Tombstones
-from kvbaton.connectors.protocol.events import Counters
-from kvbaton.connectors.protocol.session import check_timers
+from kvbaton.messages.control import Refused, TransferMessage
 from kvbaton.types import Attempt, TransferTimers
 
-EventT = TypeVar("EventT")
-ActionT = TypeVar("ActionT")
-StateT = TypeVar("StateT", bound=Enum)
-StateT_co = TypeVar("StateT_co", bound=Enum, covariant=True)
-
-Rule = Callable[..., None]
-"""A method of a machine: it takes the record and what has come; its docstring is its text."""
-
-Table = Mapping["type | str", tuple[Rule | None, ...]]
-"""By kind of event or name of alarm, a rule per state, in their order; None can't happen."""
+MAX_STORIES = 512
+MAX_STORY_LINES = 64
+MAX_TOMBSTONES = 16_384
 
 
-class Record(Protocol[StateT_co]):
-    """An attempt, as one side knows it."""
+class Alarms:
+    """At most one alarm of a name per owner; setting it again moves it."""
 
-    name: Attempt
-    outcome: str
+    def __init__(self) -> None:
+        self._at: dict[Hashable, dict[str, float]] = {}
+        self._heap: list[tuple[float, int, str, Hashable]] = []
+        self._numbers = itertools.count()
 
-    @property
-    def state(self) -> StateT_co:
-        """Its state."""
-        ...
+    def set(self, name: str, owner: Hashable, at: float) -> None:
+        """Ring at a time."""
+        self._at.setdefault(owner, {})[name] = at
+        heapq.heappush(self._heap, (at, next(self._numbers), name, owner))
+        if len(self._heap) > 8 * len(self._at) + 64:  # most of them were moved or cleared
+            self._heap = [
+                (at, next(self._numbers), name, owner)
+                for owner, alarms in self._at.items()
+                for name, at in alarms.items()
+            ]
+            heapq.heapify(self._heap)
+
+    def keep(self, owner: Hashable, names: Collection[str] = ()) -> None:
+        """Clear all alarms of an owner but these."""
+        kept = {name: at for name, at in self._at.pop(owner, {}).items() if name in names}
+        if kept:
+            self._at[owner] = kept
+
+    def at(self, name: str, owner: Hashable) -> float | None:
+        """When an alarm rings; None if it is not set."""
+        return self._at.get(owner, {}).get(name)
+
+    def next(self) -> float | None:
+        """When the earliest alarm rings."""
+        while self._heap:
+            at, _, name, owner = self._heap[0]
+            if self.at(name, owner) == at:
+                return at
+            heapq.heappop(self._heap)
+        return None
+
+    def take(self, now: float) -> tuple[str, Hashable] | None:
+        """Take out the earliest alarm that rings until now; only one, as it may clear others."""
+        at = self.next()
+        if at is None or at > now:
+            return None
+        _, _, name, owner = heapq.heappop(self._heap)
+        self.keep(owner, self._at[owner].keys() - {name})
+        return name, owner
 
 
-RecordT = TypeVar("RecordT", bound=Record[Any])
+class Tombstones:
+    """How the latest attempts ended, to answer late messages right.
+
+    Args:
+        seconds: how long each is remembered.
+    """
+
+    def __init__(self, seconds: float) -> None:
+        self._seconds = seconds
+        self._outcomes: OrderedDict[Attempt, tuple[str, float]] = OrderedDict()
+
+    def add(self, name: Attempt, outcome: str, now: float) -> None:
+        """Remember an end; of more than `MAX_TOMBSTONES` the oldest are forgotten."""
+        self._outcomes[name] = outcome, now + self._seconds
+        while len(self) > MAX_TOMBSTONES or next(iter(self._outcomes.values()))[1] <= now:
+            self._outcomes.popitem(last=False)
+
+    def outcome(self, name: Attempt, now: float) -> str | None:
+        """How it ended; None if that is not known (any more)."""
+        outcome, until = self._outcomes.get(name, ("", now))
+        return outcome if until > now else None
+
+    def __len__(self) -> int:
+        return len(self._outcomes)
+
+
+@dataclass
+class Counters:
+    """Totals that a machine keeps; ``started == completed + failed + cancelled + live``."""
+
+    started: int = 0
+    completed: int = 0
+    failed: int = 0
+    cancelled: int = 0
+    refused: int = 0
+    dropped_messages: int = 0
+    mismatches: int = 0
+    by_code: dict[str, int] = field(default_factory=dict)
 
 
 class Context:
@@ -45,26 +113,31 @@ class Context:
     Attributes:
         now: time of the event, in seconds.
         actions: decided so far.
+        stories: what happened to the latest attempts, the oldest first: the latest lines of each.
     """
 
     def __init__(self) -> None:
         self.now = 0.0
         self.actions: list[Any] = []
         self.alarms = Alarms()
-        self.stories = Stories()
         self.counters = Counters()
+        self.stories: dict[Attempt, deque[str]] = {}
 
     def do(self, *actions: Any) -> None:
         """Decide on actions."""
         self.actions += actions
 
-    def ring_in(self, name: str, owner: Any, seconds: float) -> None:
+    def ring_in(self, name: str, owner: Hashable, seconds: float) -> None:
         """Set an alarm."""
         self.alarms.set(name, owner, self.now + seconds)
 
     def tell(self, name: Attempt, line: str) -> None:
         """Add to an attempt's story."""
-        self.stories.note(name, self.now, line)
+        if name not in self.stories:
+            while len(self.stories) >= MAX_STORIES:
+                del self.stories[next(iter(self.stories))]
+            self.stories[name] = deque(maxlen=MAX_STORY_LINES)
+        self.stories[name].append(f"{self.now:.3f} {line}")
 
     def count(self, code: str, *, dropped: bool = False) -> None:
         """Count something by its name; `dropped` messages are counted together as well."""
@@ -72,29 +145,69 @@ class Context:
         self.counters.by_code[code] = self.counters.by_code.get(code, 0) + 1
 
 
-class Machine(Generic[EventT, ActionT, StateT, RecordT]):
+Rule = Callable[..., None]
+"""A method of a machine: it takes the record and what has come; its docstring is its text."""
+
+Table = Mapping["type | str", tuple[Rule | None, ...]]
+"""By kind of event or name of alarm, a rule per state, in their order; None can't happen."""
+
+
+@dataclass
+class Record:
+    """An attempt, as one side knows it.
+
+    Attributes:
+        state: one of the side's; the first is that of an attempt that is not known, the last that
+            of one that has ended.
+        outcome: how it ends, once that is known.
+        session: the one that it is bound to.
+    """
+
+    name: Attempt
+    state: Any = None
+    outcome: str = ""
+    session: Any = None
+
+    def wrong(self) -> str | None:
+        """What is wrong with it, if anything."""
+        raise NotImplementedError
+
+
+EventT = TypeVar("EventT")
+ActionT = TypeVar("ActionT")
+RecordT = TypeVar("RecordT", bound=Record)
+
+
+class Machine(Generic[EventT, ActionT, RecordT]):
     """One side of the protocol.
+
+    An attempt has two alarms: *deadline*, which every live one has, and *resend*. They run in the
+    states for which the table has a rule.
 
     Args:
         timers: of the protocol.
     """
 
     table: ClassVar[Table]
-    alarms_of: ClassVar[Mapping[Any, tuple[str, ...]]]
     states: ClassVar[type[Enum]]
+    record_type: type[RecordT]
+    sessions: Any
+    """The side's `Sessions`."""
 
     def __init__(self, timers: TransferTimers) -> None:
-        check_timers(timers)
         self.timers = timers
         self.context = Context()
         self.counters = self.context.counters
         self.live: dict[Attempt, RecordT] = {}
         self.ended = Tombstones(timers.tombstone)
-        self._rules: dict[tuple[type | str, Any], Callable[[RecordT, Any], None]] = {
-            (row, state): getattr(self, rule.__name__ if rule is not None else "_never")
-            for row, rules in self.table.items()
-            for state, rule in zip(self.states, rules, strict=True)
-        }
+        self._rules: dict[tuple[type | str, Any], Callable[[RecordT, Any], None]] = {}
+        self._alarms: dict[Any, list[str]] = {state: [] for state in self.states}
+        for row, rules in self.table.items():
+            for state, rule in zip(self.states, rules, strict=True):
+                if rule is not None:
+                    self._rules[row, state] = getattr(self, rule.__name__)
+                    if isinstance(row, str):
+                        self._alarms[state].append(row)
 
     def handle(self, event: EventT, now: float) -> list[ActionT]:
         """Take in an event at a time in seconds; returns what to do, in order."""
@@ -113,36 +226,66 @@ class Machine(Generic[EventT, ActionT, StateT, RecordT]):
 
     def story(self, attempt: Attempt) -> list[str]:
         """What happened to an attempt, oldest line first, each with its time."""
-        return self.context.stories.of(attempt)
+        return list(self.context.stories.get(attempt, ()))
 
     def stories(self) -> dict[Attempt, list[str]]:
         """What happened to the latest attempts."""
-        return {
-            subject: self.story(subject)
-            for subject in self.context.stories.subjects()
-            if isinstance(subject, Attempt)
-        }
+        return {name: list(lines) for name, lines in self.context.stories.items()}
+
+    def record(self, name: Attempt) -> RecordT:
+        """The attempt of that name, or one that is not known or has ended, and is not kept."""
+        if name in self.live:
+            return self.live[name]
+        outcome = self.ended.outcome(name, self.context.now)
+        unknown, *_, ended = self.states
+        return self.record_type(name, unknown if outcome is None else ended, outcome or "")
+
+    def validate(self) -> None:
+        """Check the invariants; raises `AssertionError`, with the story of what is wrong."""
+        for record in self.live.values():
+            problem = record.wrong()
+            if problem is None and self.context.alarms.at("deadline", record.name) is None:
+                problem = f"no deadline in state {record.state.value}"
+            if problem is not None:
+                story = self.story(record.name)
+                raise AssertionError("\n".join([f"{record.name}: {problem}", *story]))
+        counters = self.counters
+        done = counters.completed + counters.failed + counters.cancelled
+        assert counters.started == done + len(self.live), f"{counters}, {len(self.live)} live"
+        self.sessions.validate()
 
     # --- for the sides ---
 
     def _react(self, event: EventT) -> None:
         raise NotImplementedError
 
-    def record(self, name: Attempt) -> RecordT:
-        """The attempt of that name, or one that is not known or has ended, and is not kept."""
-        return self.live.get(name) or self._absent(name, self.ended.outcome(name, self.context.now))
-
-    def _absent(self, name: Attempt, outcome: str | None) -> RecordT:
-        raise NotImplementedError
-
     def _apply(self, row: type | str, record: RecordT, given: Any) -> None:
         """Follow the rule for an event in the attempt's state."""
         self._rules[row, record.state](record, given)
 
-    def _set_state(self, record: Any, state: StateT) -> None:
+    def _ring(self) -> None:
+        """Time has passed."""
+        while (alarm := self.context.alarms.take(self.context.now)) is not None:
+            name, owner = alarm
+            if isinstance(owner, Attempt):
+                self._apply(name, self.record(owner), None)
+            else:
+                self.sessions.ring(owner)
+
+    def _in(self, alarm: str, record: RecordT, seconds: float) -> None:
+        self.context.ring_in(alarm, record.name, seconds)
+
+    def _send(
+        self, record: RecordT, kind: type[TransferMessage] | type[Refused], **fields: Any
+    ) -> None:
+        self.context.tell(record.name, f"> {kind.__name__}")
+        fields |= {"transfer_id": record.name.transfer_id, "attempt": record.name.number}
+        record.session.send(self.context, kind, **fields)
+
+    def _set_state(self, record: RecordT, state: Enum) -> None:
         self.context.tell(record.name, f"{record.state.value} -> {state.value}")
         record.state = state
-        self.context.alarms.keep(record.name, self.alarms_of.get(state, ()))
+        self.context.alarms.keep(record.name, self._alarms[state])
 
     def _count_end(self, name: Attempt, outcome: str, counter: str) -> None:
         """An attempt is over: remember how it ended."""
@@ -150,16 +293,8 @@ class Machine(Generic[EventT, ActionT, StateT, RecordT]):
         del self.live[name]
         self.ended.add(name, outcome, self.context.now)
 
-    def _ring(self) -> None:
-        while (key := self.context.alarms.take(self.context.now)) is not None:
-            name, owner = key
-            if isinstance(owner, Attempt):
-                self._apply(name, self.record(owner), None)
-            else:
-                self._ring_session(name, owner)
-
-    def _ring_session(self, name: str, owner: Any) -> None:
-        raise NotImplementedError
+    def _num_by_state(self) -> dict[str, int]:
+        return dict(Counter(record.state.value for record in self.live.values()))
 
     # --- rules that both tables name ---
 
@@ -168,26 +303,4 @@ class Machine(Generic[EventT, ActionT, StateT, RecordT]):
         self.context.count(f"late_{type(given).__name__.lower()}", dropped=True)
 
     def _ignore(self, record: RecordT, given: Any) -> None:
-        """The engine or transport has not heard yet that it is over."""
-
-    def _never(self, record: RecordT, given: Any) -> None:
-        story = "\n".join(self.story(record.name))
-        raise AssertionError(f"an alarm rang in state {record.state.value}:\n{story}")
-
-    # --- checks ---
-
-    def _states(self) -> dict[str, int]:
-        return dict(Counter(record.state.value for record in self.live.values()))
-
-    def _validate(self, wrong: Iterable[tuple[RecordT, str | None]]) -> None:
-        """Raise `AssertionError`, with the story, for the first thing that is wrong."""
-        for record, problem in wrong:
-            must = self.alarms_of[record.state][0]
-            if problem is None and self.context.alarms.at(must, record.name) is None:
-                problem = f"no alarm {must!r} in state {record.state.value}"
-            if problem is not None:
-                story = self.story(record.name)
-                raise AssertionError("\n".join([f"{record.name}: {problem}", *story]))
-        counters = self.counters
-        done = counters.completed + counters.failed + counters.cancelled
-        assert counters.started == done + len(self.live), f"{counters}, {len(self.live)} live"
+        """Nothing: it says nothing new, or engine or transport did not know yet that it is over."""

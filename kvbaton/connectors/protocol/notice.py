@@ -80,8 +80,8 @@ def unpack_notice(payload: bytes) -> Landed | None:
     if part >= parts:
         return None
     return Landed(
-        session,
         Attempt(transfer_id, number),
+        session,
         write,
         start,
         end,

@@ -1,35 +1,76 @@
-"""One attempt on P: what of it is ready, wanted and posted."""
+"""What P keeps of an attempt (what of it is ready, wanted and posted) and of a session."""
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING
+from enum import Enum
 
 import numpy as np
 import numpy.typing as npt
 
-from kvbaton.connectors.layout import GroupKind
-from kvbaton.connectors.protocol.checks import ceil_div, covered_end, spans_slice
+from kvbaton.connectors.layout import KVLayout
+from kvbaton.connectors.protocol.checks import blocks_between, ceil_div, covered_end, spans_slice
 from kvbaton.connectors.protocol.events import BlocksReady, Post
-from kvbaton.connectors.protocol.session import Group
-from kvbaton.connectors.protocol.table import SourceState
+from kvbaton.connectors.protocol.machine import Record
+from kvbaton.connectors.protocol.session import Session, SessionState
+from kvbaton.messages.control import Reserve
 from kvbaton.types import Attempt, BlockSpan, ChoiceStart
-
-if TYPE_CHECKING:
-    from kvbaton.connectors.protocol.source_sessions import SourceSession
-    from kvbaton.messages.control import Reserve
 
 Write = tuple[int, int, int]
 """Number of a write, source rank, target rank."""
 
 
+class SourceState(Enum):
+    """State of an attempt on P."""
+
+    UNKNOWN = "unknown"
+    ANNOUNCED = "announced"
+    """The request is here, nobody has reserved; nothing is pinned."""
+    RESERVED = "reserved"
+    """D has reserved, the request has not come."""
+    ENGAGED = "engaged"
+    """Both are here; P pushes what the engine reports."""
+    COMPLETED = "completed"
+    """All is posted and the first tokens are known; P repeats `Complete`."""
+    STOPPING = "stopping"
+    """Over, but a write may still read P's blocks or land at D."""
+    ENDED = "ended"
+    """Over; remembered to answer late messages."""
+
+
 @dataclass
-class Outgoing:
+class SourceSession(Session):
+    """A session with one D.
+
+    Attributes:
+        unit: tokens between two borders at which blocks of both sides begin.
+        max_tokens: most tokens of a write, a multiple of `unit`: its digests fit into a notice.
+        undrained: writes that were not terminal when its connection was closed.
+        asked: it is over, and D has asked after it in the last `tombstone`.
+    """
+
+    unit: int = 1
+    max_tokens: int = 1
+    undrained: set[tuple[Attempt, Write]] = field(default_factory=set)
+    asked: bool = True
+
+    @property
+    def drained(self) -> bool:
+        """Whether no write of it can land any more, nor ever will."""
+        flying = any(record.flying for record in self.attempts.values())
+        return self.state is not SessionState.UP and not flying and not self.undrained
+
+
+@dataclass
+class Outgoing(Record):
     """One attempt on P.
 
     Attributes:
-        reserve: what D asked for, extensions included.
+        session: the one whose `Reserve` was accepted; None before.
+        reserve: what D asked for, extensions included; set with the session.
+        until: when D will have given up in any case.
         engaged: `Engage` was emitted, so a `Release` is owed.
         start: first token of the reservation.
         ready: tokens below this are reported ready.
@@ -40,13 +81,12 @@ class Outgoing:
         flying: parts of writes that are not terminal.
     """
 
-    name: Attempt
     state: SourceState = SourceState.UNKNOWN
-    outcome: str = ""
+    session: SourceSession | None = None
     prompt_key: bytes = b""
     num_tokens: int = 0
-    session: SourceSession | None = None
-    reserve: Reserve | None = None
+    reserve: Reserve = field(init=False, repr=False)
+    until: float = 0.0
     engaged: bool = False
     start: int = 0
     ready: int = 0
@@ -64,7 +104,7 @@ class Outgoing:
         """Whether all is posted and the first tokens are known."""
         return self.choices is not None and self.posted == self.num_tokens
 
-    def engage(self, groups: Sequence[Group]) -> None:
+    def engage(self, groups: Sequence[KVLayout]) -> None:
         """The engine starts to report, from the first token wanted on."""
         self.engaged = True
         self.ready = self.posted = self.start
@@ -85,7 +125,7 @@ class Outgoing:
         self.sums.append((report.start, report.end, report.sums))
         self.ready = report.end
 
-    def posts(self, groups: Sequence[Group], num_ranks: int) -> Iterator[Post]:
+    def posts(self, groups: Sequence[KVLayout], num_ranks: int) -> Iterator[Post]:
         """Writes of what is ready and wanted, up to a border at which blocks of both sides begin.
 
         Args:
@@ -94,7 +134,6 @@ class Outgoing:
         """
         session, reserve = self.session, self.reserve
         assert session is not None
-        assert reserve is not None, "a session and a reservation come together"
         end = min(self.ready, covered_end(reserve.spans, session.groups, self.num_tokens))
         if end < self.num_tokens:
             end -= end % session.unit
@@ -104,25 +143,19 @@ class Outgoing:
             number = len(self.writes)
             self.writes.append((start, self.posted))
             ranks = range(num_ranks), range(session.num_ranks)
-            self.flying |= {(number, source, target) for source in ranks[0] for target in ranks[1]}
+            self.flying.update(itertools.product((number,), *ranks))
+            ours = blocks_between(groups, start, self.posted, self.num_tokens)
+            theirs = blocks_between(session.groups, start, self.posted, self.num_tokens)
             yield Post(
                 session.id,
                 self.name,
                 number,
                 start,
                 self.posted,
-                tuple(map(_spans, self._cuts(groups, start), self.blocks)),
-                tuple(map(spans_slice, reserve.spans, self._cuts(session.groups, start))),
+                tuple(map(_spans, self.blocks, ours)),
+                tuple(map(spans_slice, reserve.spans, theirs)),
                 tuple(s for low, high, s in self.sums if low < self.posted and start < high),
             )
-
-    def _cuts(self, groups: Sequence[Group], start: int) -> Iterator[tuple[int, int]]:
-        """Per group, the logical blocks that hold tokens from `start` to what is posted."""
-        for group in groups:
-            if group.kind is not GroupKind.STATE:
-                yield start // group.block_size, ceil_div(self.posted, group.block_size)
-            else:
-                yield (0, 1 << 62) if self.posted == self.num_tokens else (0, 0)
 
     def wrong(self) -> str | None:
         """What is wrong with it, if anything."""
@@ -140,7 +173,7 @@ class Outgoing:
         return None
 
 
-def _spans(cut: tuple[int, int], blocks: npt.NDArray[np.int64]) -> tuple[BlockSpan, ...]:
+def _spans(blocks: npt.NDArray[np.int64], cut: tuple[int, int]) -> tuple[BlockSpan, ...]:
     """The blocks of a cut as spans of logical blocks that follow each other."""
     there = np.flatnonzero(blocks[cut[0] : cut[1]]) + cut[0]
     runs = np.split(there, np.flatnonzero(np.diff(there) != 1) + 1) if len(there) else []

@@ -1,30 +1,20 @@
-"""What both sides share of a session: numbering, filtering and negotiation."""
+"""What both sides share of sessions: numbering, filtering and negotiation."""
 
 from __future__ import annotations
 
 import itertools
-import math
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any
+from enum import Enum
+from typing import Any, Generic, TypeVar
 
 import msgspec
 
 from kvbaton.connectors.layout import GroupKind, KVLayout
-from kvbaton.connectors.protocol.events import Identity, Link, Send
-from kvbaton.messages.control import (
-    MIN_PROTOCOL_VERSION,
-    PROTOCOL_VERSION,
-    Hello,
-    Message,
-    RankCard,
-    Refused,
-    Welcome,
-)
-from kvbaton.types import NodeId, TransferTimers
-
-if TYPE_CHECKING:
-    from kvbaton.connectors.protocol.machine import Context
+from kvbaton.connectors.protocol.events import Identity, Link, SendMessage
+from kvbaton.connectors.protocol.machine import Context
+from kvbaton.messages.control import Message, RankCard
+from kvbaton.types import Attempt, NodeId, TransferTimers
 
 Layouts = Sequence[Sequence[KVLayout]]
 """Per rank, one layout per group."""
@@ -38,21 +28,16 @@ MAX_BLOCK_SIZE = 1 << 16
 MAX_BLOCKS = 1 << 40
 
 
-class NegotiationError(Exception):
-    """Two sides can't pair; `code` is that of the `Refused` to send."""
+class SessionState(Enum):
+    """State of a session. D's goes from hello to up to over, P's from up to over."""
 
-    def __init__(self, code: str, message: str) -> None:
-        super().__init__(message)
-        self.code = code
-
-
-@dataclass(frozen=True)
-class Group:
-    """What the machines need to know of one KV group of one side."""
-
-    kind: GroupKind
-    block_size: int
-    num_blocks: int
+    HELLO = "hello"
+    UP = "up"
+    ENDING = "ending"
+    """Nothing is posted any more; writes may be under way."""
+    CLOSING = "closing"
+    """Its connection is being closed."""
+    OVER = "over"
 
 
 @dataclass
@@ -63,37 +48,48 @@ class Session:
         id: random, minted by D.
         link: where the last message of it came from; replies go there.
         node: the peer; None until D knows.
+        address: of P, to dial while there is no link.
         last_in: highest number received.
         numbers: counts the messages sent; D has one counter for all of its sessions, so that P can
             tell a `Hello` that was overtaken by those of later sessions.
-        groups: of the peer.
+        groups: of the peer: the layouts of its rank 0, which say of the others as much as the
+            machines use.
         num_ranks: of the peer.
-        address: of P, to dial while there is no link.
-        version: that both speak.
+        attempts: alive and bound to the session; on D those in quarantine included.
     """
 
     id: bytes
+    state: SessionState
     link: Link | None = None
     node: NodeId | None = None
+    address: str | None = None
     last_in: int = -1
     numbers: Iterator[int] = field(default_factory=itertools.count)
-    groups: tuple[Group, ...] = ()
+    groups: Sequence[KVLayout] = ()
     num_ranks: int = 0
-    address: str | None = None
-    version: int = 0
+    attempts: dict[Attempt, Any] = field(default_factory=dict)
 
     def send(self, context: Context, kind: type[Message], **fields: Any) -> None:
         """Send to where the last message came from, else to the address."""
         message: Any = kind(session=self.id, seq=next(self.numbers), **fields)
         address = self.address if self.link is None else None
-        context.do(Send(message, link=self.link, address=address))
+        context.do(SendMessage(message, link=self.link, address=address))
 
-    def admit(self, link: Link, seq: int) -> bool:
+    def admit(self, context: Context, link: Link, seq: int) -> bool:
         """Whether a message is newer than all before it; replies then go to its link."""
         if seq <= self.last_in:
+            context.count("stale_seq", dropped=True)
             return False
         self.last_in, self.link = seq, link
         return True
+
+
+class NegotiationError(Exception):
+    """Two sides can't pair; `code` is that of the `Refused` to send."""
+
+    def __init__(self, code: str, message: str) -> None:
+        super().__init__(message)
+        self.code = code
 
 
 def decode_layouts(ranks: Sequence[RankCard]) -> list[list[KVLayout]]:
@@ -108,94 +104,64 @@ def decode_layouts(ranks: Sequence[RankCard]) -> list[list[KVLayout]]:
         layouts = [msgspec.msgpack.decode(card.layouts, type=list[KVLayout]) for card in ranks]
     except msgspec.DecodeError as error:
         raise NegotiationError("malformed", f"layouts can't be read: {error}") from error
+    first = layouts[0]
     for rank, groups in enumerate(layouts):
-        _check_groups(rank, groups, layouts[0])
+        if not 1 <= len(groups) <= MAX_GROUPS or len(groups) != len(first):
+            why = f"rank {rank} has {len(groups)} groups, rank 0 has {len(first)}"
+            raise NegotiationError("malformed", why)
+        for number, (layout, other) in enumerate(zip(groups, first, strict=True)):
+            if layout.group != number or _shape(layout) != _shape(other):
+                why = f"rank {rank}, group {number} differs from rank 0"
+                raise NegotiationError("malformed", why)
+            size, count = layout.block_size, layout.num_blocks
+            if not (0 < size <= MAX_BLOCK_SIZE and 1 < count <= MAX_BLOCKS):
+                why = f"group {number} has {count} blocks of {size} tokens"
+                raise NegotiationError("malformed", why)
     return layouts
 
 
-def _check_groups(rank: int, groups: list[KVLayout], first: list[KVLayout]) -> None:
-    if not 1 <= len(groups) <= MAX_GROUPS or len(groups) != len(first):
-        raise NegotiationError(
-            "malformed", f"rank {rank} has {len(groups)} groups, rank 0 has {len(first)}"
-        )
-    for number, (layout, other) in enumerate(zip(groups, first, strict=True)):
-        if layout.group != number or group_of(layout) != group_of(other):
-            raise NegotiationError("malformed", f"rank {rank}, group {number} differs from rank 0")
-        if not (0 < layout.block_size <= MAX_BLOCK_SIZE and 1 < layout.num_blocks <= MAX_BLOCKS):
-            raise NegotiationError(
-                "malformed",
-                f"group {number} has {layout.num_blocks} blocks of {layout.block_size} tokens",
-            )
+def _shape(layout: KVLayout) -> tuple[GroupKind, int, int]:
+    """What the machines look at."""
+    return layout.kind, layout.block_size, layout.num_blocks
 
 
-def group_of(layout: KVLayout) -> Group:
-    """The part of a layout that the machines look at."""
-    return Group(layout.kind, layout.block_size, layout.num_blocks)
+SessionT = TypeVar("SessionT", bound=Session)
 
 
-def groups_of(layouts: Layouts) -> tuple[Group, ...]:
-    """Groups of one side; equal on all of its ranks."""
-    return tuple(group_of(layout) for layout in layouts[0])
-
-
-def common_unit(ours: Sequence[Group], theirs: Sequence[Group]) -> int:
-    """Tokens between two borders at which blocks of both sides begin, in all groups."""
-    sizes = [g.block_size for g in (*ours, *theirs) if g.kind is not GroupKind.STATE]
-    return math.lcm(*sizes) if sizes else 1
-
-
-class Negotiator:
-    """Decides whether two sides pair.
+class Sessions(Generic[SessionT]):
+    """A side's sessions.
 
     Args:
+        context: shared with the machine.
         identity: what this side says of itself.
+        timers: of the protocol.
         pairable: checks layouts, source first.
+
+    Attributes:
+        layouts: of this side.
+        known: by id.
     """
 
-    def __init__(self, identity: Identity, pairable: Pairable) -> None:
+    def __init__(
+        self, context: Context, identity: Identity, timers: TransferTimers, pairable: Pairable
+    ) -> None:
+        self.context = context
         self.identity = identity
+        self.timers = timers
         self.layouts = decode_layouts(identity.ranks)
-        self.groups = groups_of(self.layouts)
+        self.known: dict[bytes, SessionT] = {}
         self._pairable = pairable
 
-    def check_hello(self, hello: Hello) -> list[list[KVLayout]]:
-        """Layouts of D's ranks.
+    def of(self, node: NodeId | None) -> list[SessionT]:
+        """The sessions with a generation."""
+        return [session for session in self.known.values() if session.node == node]
+
+    def check_layouts(self, source: Layouts, target: Layouts) -> None:
+        """Check that blocks can cross.
 
         Raises:
-            NegotiationError: it can't pair with us; the message names both values.
+            NegotiationError: they can't; the message names both values.
         """
-        ours = self.identity
-        low, high = hello.min_version, hello.max_version
-        if not (low <= PROTOCOL_VERSION and MIN_PROTOCOL_VERSION <= high):
-            spoken = f"{MIN_PROTOCOL_VERSION} to {PROTOCOL_VERSION}"
-            raise NegotiationError("version", f"source speaks {spoken}, target {low} to {high}")
-        if hello.identity != ours.digest:
-            raise NegotiationError("identity", _differences(ours, hello.identity_record))
-        if hello.transport != ours.transport:
-            raise NegotiationError(
-                "transport", f"source uses {ours.transport!r}, target {hello.transport!r}"
-            )
-        theirs = decode_layouts(hello.ranks)
-        self._check_layouts(self.layouts, theirs)
-        return theirs
-
-    def check_welcome(self, welcome: Welcome) -> list[list[KVLayout]]:
-        """Layouts of P's ranks.
-
-        Raises:
-            NegotiationError: it can't pair with us; the message names both values.
-        """
-        if not MIN_PROTOCOL_VERSION <= welcome.version <= PROTOCOL_VERSION:
-            raise NegotiationError("version", f"source chose version {welcome.version}")
-        theirs = decode_layouts(welcome.ranks)
-        self._check_layouts(theirs, self.layouts)
-        return theirs
-
-    def version(self, hello: Hello) -> int:
-        """The version to speak with a D that `check_hello` let pass."""
-        return min(PROTOCOL_VERSION, hello.max_version)
-
-    def _check_layouts(self, source: Layouts, target: Layouts) -> None:
         if len(source[0]) != len(target[0]):
             raise NegotiationError(
                 "layout", f"source has {len(source[0])} groups, target {len(target[0])}"
@@ -206,24 +172,16 @@ class Negotiator:
             # A peer's layouts may be wrong in ways that no check of ours foresaw.
             raise NegotiationError("layout", str(error) or type(error).__name__) from error
 
-
-def _differences(ours: Identity, theirs: dict[str, str]) -> str:
-    fields = sorted(set(ours.record) | set(theirs))
-    differing = [
-        f"{name}: source {ours.record.get(name)!r}, target {theirs.get(name)!r}"
-        for name in fields
-        if ours.record.get(name) != theirs.get(name)
-    ]
-    return ("; ".join(differing) or "identity digests differ, records do not")[:4000]
-
-
-def refuse_session(session: bytes, code: str, why: str, *, retryable: bool = False) -> Refused:
-    """Refuse a whole session. Not numbered: it is true whenever it arrives."""
-    return Refused(session=session, seq=0, code=code, message=why[:4000], retryable=retryable)
-
-
-def check_timers(timers: TransferTimers) -> None:
-    """Raise `ValueError` if a timer is not positive."""
-    for name in timers.__dataclass_fields__:
-        if not getattr(timers, name) > 0:
-            raise ValueError(f"timer {name} must be positive, not {getattr(timers, name)}")
+    def dump(self) -> list[dict[str, Any]]:
+        """Sessions that are in use or whose writes may still land, for diagnosis."""
+        return [
+            {
+                "session": session.id.hex(),
+                "address": session.address,
+                "node": session.node.node if session.node else None,
+                "generation": session.node.generation.hex() if session.node else None,
+                "state": session.state.value,
+                "attempts": len(session.attempts),
+            }
+            for session in self.known.values()
+        ]

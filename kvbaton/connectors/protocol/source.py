@@ -14,11 +14,17 @@ What happens when is in `Source.table`, whose rules are methods here.
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import Any, ClassVar
 
-from kvbaton.connectors.protocol.checks import check_ack, check_reserve, first_token, is_extension
+from kvbaton.connectors.protocol.checks import (
+    check_ack,
+    check_reserve,
+    counted_from,
+    first_token,
+    is_extension,
+)
 from kvbaton.connectors.protocol.events import (
+    AboutAttempt,
     Announce,
     BlocksReady,
     Closed,
@@ -39,10 +45,10 @@ from kvbaton.connectors.protocol.events import (
     WriteEnded,
 )
 from kvbaton.connectors.protocol.machine import Machine, Table
-from kvbaton.connectors.protocol.outgoing import Outgoing
-from kvbaton.connectors.protocol.session import Negotiator, Pairable
-from kvbaton.connectors.protocol.source_sessions import SourceSession, SourceSessions
-from kvbaton.connectors.protocol.table import SOURCE_ALARMS, SourceState
+from kvbaton.connectors.protocol.outgoing import Outgoing, SourceSession
+from kvbaton.connectors.protocol.outgoing import SourceState as State
+from kvbaton.connectors.protocol.session import Pairable, SessionState
+from kvbaton.connectors.protocol.source_sessions import SourceSessions
 from kvbaton.messages.control import (
     Accepted,
     Ack,
@@ -59,7 +65,6 @@ from kvbaton.messages.control import (
 )
 from kvbaton.types import Attempt, TransferTimers, clip_text
 
-State = SourceState
 _COUNTER = {"acked": "completed", "not_needed": "completed", "cancelled": "cancelled"}
 _PROGRESS = {
     State.RESERVED: "waiting",
@@ -71,29 +76,27 @@ MAX_IDLE = 4096
 """Prompts that are computed and not reserved; above it the oldest are forgotten."""
 
 
-class Source(Machine[SourceEvent, SourceAction, SourceState, Outgoing]):
+class Source(Machine[SourceEvent, SourceAction, Outgoing]):
     """P's machine.
 
     Args:
         identity: what this side says of itself.
         timers: of the protocol.
-        new_id: makes 16 random bytes.
         pairable: checks layouts, source first; raises `ValueError` naming both values.
         max_attempts: attempts that may be alive at once; more are refused by name.
         max_attempts_per_peer: likewise for one D; a quarter of `max_attempts` if not given.
         max_notice_bytes: of the transport; a write's digests fit into its notice.
     """
 
-    alarms_of = SOURCE_ALARMS
-    states = SourceState
-    sessions_type: ClassVar[type[SourceSessions]] = SourceSessions
+    states = State
+    record_type = Outgoing
+    sessions: SourceSessions
 
     def __init__(
         self,
         identity: Identity,
         timers: TransferTimers,
         *,
-        new_id: Callable[[], bytes],
         pairable: Pairable,
         max_attempts: int = 65_536,
         max_attempts_per_peer: int | None = None,
@@ -101,17 +104,16 @@ class Source(Machine[SourceEvent, SourceAction, SourceState, Outgoing]):
     ) -> None:
         super().__init__(timers)
         self.identity = identity
-        negotiator = Negotiator(identity, pairable)
-        self.groups = negotiator.groups
-        self.sessions = self.sessions_type(
+        self.sessions = SourceSessions(
             self.context,
             identity,
             timers,
-            negotiator,
+            pairable,
             max_notice_bytes=max_notice_bytes,
             lose=self._lose,
             settle=self._settle,
         )
+        self.groups = self.sessions.layouts[0]
         self._max_attempts = max_attempts
         self._max_per_peer = max_attempts_per_peer or -(-max_attempts // 4)
         self._idle: dict[Attempt, None] = {}
@@ -120,7 +122,7 @@ class Source(Machine[SourceEvent, SourceAction, SourceState, Outgoing]):
         """Attempts alive by state, leases, and writes that are not terminal."""
         live = self.live.values()
         return {
-            "attempts": self._states(),
+            "attempts": self._num_by_state(),
             "leases": sum(r.engaged for r in live),
             "held_blocks": sum(int((blocks > 0).sum()) for r in live for blocks in r.blocks),
             "writes_in_flight": sum(len(r.flying) for r in live),
@@ -142,11 +144,9 @@ class Source(Machine[SourceEvent, SourceAction, SourceState, Outgoing]):
                 self.sessions.closed(event)
             case Stop():
                 for record in list(self.live.values()):
-                    if record.session is None:
-                        self._fail_idle(record, None)
-                    elif record.state is not State.STOPPING:
-                        self._fail_engaged(record, SourceFailed(record.name, "the node stops"))
-            case _:
+                    if record.state is not State.STOPPING:
+                        self._fail_request(record, SourceFailed(record.name, "the node stops"))
+            case AboutAttempt():
                 self._apply(type(event), self.record(event.attempt), event)
 
     def _received(self, event: Received) -> None:
@@ -158,7 +158,7 @@ class Source(Machine[SourceEvent, SourceAction, SourceState, Outgoing]):
         elif (session := self.sessions.admit(event)) is not None:
             record = self.record(Attempt(message.transfer_id, message.attempt))
             self.context.tell(record.name, f"< {type(message).__name__} in {record.state.value}")
-            if record.name not in self.live or record.session is None:
+            if record.session is None:
                 record.session = session
             if record.session is session:
                 self._apply(type(message), record, message)
@@ -178,32 +178,12 @@ class Source(Machine[SourceEvent, SourceAction, SourceState, Outgoing]):
         else:
             self.context.count("foreign", dropped=True)
 
-    def _absent(self, name: Attempt, outcome: str | None) -> Outgoing:
-        if outcome is None:
-            return Outgoing(name)
-        return Outgoing(name, State.ENDED, outcome)
-
-    def _ring_session(self, name: str, owner: bytes) -> None:
-        self.sessions.ring(name, owner)
-
-    def _enter(self, record: Outgoing, state: SourceState) -> None:
+    def _enter(self, record: Outgoing, state: State) -> None:
         if record.state is State.UNKNOWN:
             self.live[record.name] = record
             self.counters.started += 1
         self._idle.pop(record.name, None)
         self._set_state(record, state)
-
-    def _in(self, alarm: str, record: Outgoing, seconds: float) -> None:
-        self.context.ring_in(alarm, record.name, seconds)
-
-    def _send(
-        self, record: Outgoing, kind: type[TransferMessage] | type[Refused], **fields: Any
-    ) -> None:
-        assert record.session is not None, "nobody to send to"
-        self.context.tell(record.name, f"> {kind.__name__}")
-        name = record.name
-        fields |= {"transfer_id": name.transfer_id, "attempt": name.number}
-        record.session.send(self.context, kind, **fields)
 
     def _refuse(self, record: Outgoing, code: str, why: str, *, retry: bool = False) -> None:
         self.counters.refused += 1
@@ -213,52 +193,24 @@ class Source(Machine[SourceEvent, SourceAction, SourceState, Outgoing]):
 
     # --- Reserve ---
 
-    def _acceptable(self, record: Outgoing, message: Reserve) -> bool:
-        session = record.session
-        assert session is not None, "it came in one"
-        problem = check_reserve(message, session.groups)
-        if problem is not None:
-            self._refuse(record, "malformed", problem)
-            return False
-        peers, new = len(session.attempts), record.name not in session.attempts
-        crowded = record.state is State.UNKNOWN and len(self.live) >= self._max_attempts
-        if new and (crowded or peers >= self._max_per_peer):
-            why = f"{peers} of {len(self.live)} attempts are this target's"
-            self._refuse(record, "too_many", why, retry=True)
-            return False
-        return True
-
-    def _bind(self, record: Outgoing, message: Reserve) -> None:
-        assert record.session is not None
-        record.session.attempts[record.name] = record
-        record.reserve = message
-        record.prompt_key, record.num_tokens = message.prompt_key, message.num_tokens
-        record.start = first_token(message.spans, record.session.groups)
-        self._in("total", record, message.remaining_ms / 1000)
-
     def _reserve_first(self, record: Outgoing, message: Reserve) -> None:
         """Check it, bind the attempt to the session, answer `Accepted`; wait for the request."""
         if self._acceptable(record, message):
             self._bind(record, message)
             self._enter(record, State.RESERVED)
-            self._in("unclaimed", record, self.timers.unannounced)
-            self._in("progress", record, self.timers.progress_period)
+            self._renew(record)
+            self._in("resend", record, self.timers.resend)
             self._send(record, Accepted)
 
     def _reserve_announced(self, record: Outgoing, message: Reserve) -> None:
         """Check it and compare the prompt; bind, answer `Accepted`, `Engage` the engine from the first token wanted."""
-        if not self._acceptable(record, message):
-            return
-        if (message.prompt_key, message.num_tokens) != (record.prompt_key, record.num_tokens):
-            self._refuse(record, "prompt", _prompts(record, message))
-            return
-        self._bind(record, message)
-        self._send(record, Accepted)
-        self._engage(record)
+        if self._acceptable(record, message) and self._is_same_prompt(record, record, message):
+            self._bind(record, message)
+            self._send(record, Accepted)
+            self._engage(record)
 
     def _reserve_again(self, record: Outgoing, message: Reserve) -> None:
         """Equal, or longer by later blocks: answer `Accepted` and renew the lease. Other content or another session: `Refused(conflict)`."""
-        assert record.reserve is not None
         if not self._acceptable(record, message):
             return
         if not is_extension(record.reserve, message):
@@ -266,7 +218,7 @@ class Source(Machine[SourceEvent, SourceAction, SourceState, Outgoing]):
             return
         record.reserve = message
         if record.state is not State.RESERVED:
-            self._in("lease", record, self.timers.lease)
+            self._renew(record)
         self._send(record, Accepted)
         if record.state is State.ENGAGED:
             self._push(record)
@@ -276,12 +228,54 @@ class Source(Machine[SourceEvent, SourceAction, SourceState, Outgoing]):
         code = "expired" if record.outcome == "expired" else "consumed"
         self._refuse(record, code, f"the attempt ended: {record.outcome}")
 
+    def _acceptable(self, record: Outgoing, message: Reserve) -> bool:
+        assert record.session is not None, "it came in one"
+        attempts = record.session.attempts
+        crowded = record.state is State.UNKNOWN and len(self.live) >= self._max_attempts
+        problem = check_reserve(message, record.session.groups)
+        if problem is not None:
+            self._refuse(record, "malformed", problem)
+        elif record.name not in attempts and (crowded or len(attempts) >= self._max_per_peer):
+            why = f"{len(attempts)} of {len(self.live)} attempts are this target's"
+            self._refuse(record, "too_many", why, retry=True)
+        else:
+            return True
+        return False
+
+    def _is_same_prompt(
+        self, record: Outgoing, ours: Outgoing | Announce, theirs: Outgoing | Reserve
+    ) -> bool:
+        """Compare prompts; other ones are refused."""
+        if (ours.prompt_key, ours.num_tokens) == (theirs.prompt_key, theirs.num_tokens):
+            return True
+        why = (
+            f"source has {ours.num_tokens} tokens with key {ours.prompt_key.hex()[:16]}, "
+            f"target {theirs.num_tokens} with {theirs.prompt_key.hex()[:16]}"
+        )
+        self._refuse(record, "prompt", why)
+        return False
+
+    def _bind(self, record: Outgoing, message: Reserve) -> None:
+        assert record.session is not None
+        record.session.attempts[record.name] = record
+        record.reserve = message
+        record.prompt_key, record.num_tokens = message.prompt_key, message.num_tokens
+        record.start = first_token(message.spans, record.session.groups)
+        record.until = self.context.now + message.remaining_ms / 1000
+
+    def _renew(self, record: Outgoing) -> None:
+        """The lease begins anew; how long D will wait bounds it."""
+        self._in("deadline", record, min(self.timers.lease, record.until - self.context.now))
+
     def _engage(self, record: Outgoing) -> None:
         record.engage(self.groups)
         self._enter(record, State.ENGAGED)
-        self._in("lease", record, self.timers.lease)
-        self._in("progress", record, self.timers.progress_period)
-        self.context.do(Engage(record.name, record.start))
+        self._renew(record)
+        self._in("resend", record, self.timers.resend)
+        assert record.session is not None, "it has reserved"
+        theirs = record.session.groups
+        counted = counted_from(self.groups, theirs, record.start, record.num_tokens)
+        self.context.do(Engage(record.name, record.start, counted))
 
     # --- Announce ---
 
@@ -292,29 +286,23 @@ class Source(Machine[SourceEvent, SourceAction, SourceState, Outgoing]):
             return
         record.prompt_key, record.num_tokens = event.prompt_key, event.num_tokens
         self._enter(record, State.ANNOUNCED)
-        # The queue may be long, and the entry pins nothing: `unclaimed` starts with the answer.
-        self._in("unclaimed", record, self.timers.total)
+        self._in("deadline", record, self.timers.total)
 
     def _announce_reserved(self, record: Outgoing, event: Announce) -> None:
         """Compare the prompt: equal, `Engage`; else `Refused(prompt)` and the request goes on alone."""
-        if (event.prompt_key, event.num_tokens) == (record.prompt_key, record.num_tokens):
+        if self._is_same_prompt(record, event, record):
             self._engage(record)
-            return
-        self._refuse(record, "prompt", _prompts(event, record))
-        self._end(record, "failed")
+        else:
+            self._end(record, "failed")
 
-    def _announce_twice(self, record: Outgoing, event: Announce) -> None:
-        """`RefuseAnnounce(conflict)`."""
-        self.context.do(RefuseAnnounce(record.name, "conflict"))
-
-    def _announce_over(self, record: Outgoing, event: Announce) -> None:
-        """`RefuseAnnounce`, code after how it ended."""
-        known = record.outcome in ("expired", "cancelled", "not_needed")
-        self.context.do(RefuseAnnounce(record.name, record.outcome if known else "consumed"))
+    def _announce_again(self, record: Outgoing, event: Announce) -> None:
+        """`RefuseAnnounce(conflict)`; if it is over, code after how it ended."""
+        codes = {name: name for name in ("expired", "cancelled", "not_needed")} | {"": "conflict"}
+        self.context.do(RefuseAnnounce(record.name, codes.get(record.outcome, "consumed")))
 
     def _finish_idle(self, record: Outgoing, event: FirstTokens) -> None:
-        """The prompt is computed: from now on `unclaimed` runs; of too many the oldest is forgotten."""
-        self._in("unclaimed", record, self.timers.unclaimed)
+        """The prompt is computed: its deadline begins anew, as the queue may have been long; of too many the oldest is forgotten."""
+        self._in("deadline", record, self.timers.total)
         self._idle[record.name] = None
         if len(self._idle) > MAX_IDLE:
             self._end(self.live[next(iter(self._idle))], "expired")
@@ -326,24 +314,22 @@ class Source(Machine[SourceEvent, SourceAction, SourceState, Outgoing]):
         record.take(event)
         self._push(record)
 
-    def _push(self, record: Outgoing) -> None:
-        for post in record.posts(self.groups, len(self.identity.ranks)):
-            self.context.tell(
-                record.name, f"post write {post.write}: tokens {post.start} to {post.end}"
-            )
-            self.context.do(post)
-        if record.complete:
-            self._enter(record, State.COMPLETED)
-            self._repeat_complete(record, None)
-
     def _first_tokens(self, record: Outgoing, event: FirstTokens) -> None:
         """Keep them; `Complete` once all is posted."""
         record.choices, record.cached_tokens = event.choices, event.cached_tokens
         self._push(record)
 
-    def _repeat_complete(self, record: Outgoing, given: None) -> None:
-        """Send `Complete` again."""
-        self._in("complete", record, self.timers.resend)
+    def _push(self, record: Outgoing) -> None:
+        for post in record.posts(self.groups, len(self.identity.ranks)):
+            line = f"post write {post.write}: tokens {post.start} to {post.end}"
+            self.context.tell(record.name, line)
+            self.context.do(post)
+        if record.complete:
+            self._enter(record, State.COMPLETED)
+            self._in("resend", record, self.timers.resend)
+            self._send_complete(record)
+
+    def _send_complete(self, record: Outgoing) -> None:
         self._send(
             record,
             Complete,
@@ -353,28 +339,28 @@ class Source(Machine[SourceEvent, SourceAction, SourceState, Outgoing]):
             cached_tokens=record.cached_tokens,
         )
 
-    def _tell_progress(self, record: Outgoing, given: None) -> None:
-        """Send `Progress`, until all is posted and every write has ended."""
-        if record.state is not State.COMPLETED or record.flying:
-            self._in("progress", record, self.timers.progress_period)
-            self._send_progress(record)
-
     def _send_progress(self, record: Outgoing) -> None:
         tokens = max(record.posted - record.start, 0)
         self._send(record, Progress, state=_PROGRESS[record.state], tokens_pushed=tokens)
 
+    def _repeat(self, record: Outgoing, given: None) -> None:
+        """Send `Progress`, until all is posted and every write has ended; from `completed` on `Complete` again."""
+        self._in("resend", record, self.timers.resend)
+        if record.state is not State.COMPLETED or record.flying:
+            self._send_progress(record)
+        if record.state is State.COMPLETED:
+            self._send_complete(record)
+
     # --- writes ---
 
     def _write_ended(self, record: Outgoing, event: WriteEnded) -> None:
-        """Strike it off. If it failed: stop posting, send `Failed`; a range is never posted twice."""
-        self._strike(record, event)
-        if not event.ok:
+        """Strike it off. If it failed: stop posting, send `Failed`; a range is never posted twice. When stopping and it was the last: `Drained`, `Release`."""
+        if event.ok or event.drained:
+            record.flying.discard((event.write, event.source_rank, event.target_rank))
+        if not event.ok and record.state is not State.STOPPING:
             self._fail(record, f"write {event.write} failed: {event.error}")
-
-    def _write_stopping(self, record: Outgoing, event: WriteEnded) -> None:
-        """Strike it off; when it was the last: `Drained`, `Release`."""
-        self._strike(record, event)
-        self._settle(record)
+        else:
+            self._settle(record)
 
     def _write_late(self, record: Outgoing, event: WriteEnded) -> None:
         """Strike it off the writes that outlived their session; it may let a `SessionDrained` go out."""
@@ -382,106 +368,65 @@ class Source(Machine[SourceEvent, SourceAction, SourceState, Outgoing]):
             write = (event.write, event.source_rank, event.target_rank)
             self.sessions.write_outlived(record.name, write)
 
-    def _strike(self, record: Outgoing, event: WriteEnded) -> None:
-        if event.ok or event.drained:
-            record.flying.discard((event.write, event.source_rank, event.target_rank))
-
     # --- the end ---
 
     def _ack(self, record: Outgoing, message: Ack) -> None:
-        """`ok`: `Release` when every write is terminal, not before. `mismatch`: evict the ranges, stop."""
-        if self._check_ack(record, message):
-            if message.verdict == "ok":
-                self._stop(record, "acked")
-            else:
-                self._mismatch(record, message)
-
-    def _ack_early(self, record: Outgoing, message: Ack) -> None:
-        """`mismatch`: evict the ranges, stop. Else `Refused(conflict)`: nothing was completed."""
-        if not self._check_ack(record, message):
-            return
-        if message.verdict == "ok" or record.reserve is None:
-            self._refuse(record, "conflict", "nothing was completed yet")
-        else:
-            self._mismatch(record, message)
-
-    def _ack_late(self, record: Outgoing, message: Ack) -> None:
-        """`mismatch`: evict the ranges, once. Else nothing."""
-        if self._check_ack(record, message) and message.verdict == "mismatch":
-            self._evict(record, message)
-
-    def _check_ack(self, record: Outgoing, message: Ack) -> bool:
+        """`ok`: `Release` when every write is terminal, not before. `mismatch`: evict the ranges, once; stop. Before anything was pushed or completed: `Refused(conflict)`."""
         problem = check_ack(message, record.num_tokens)
         if problem is not None:
             self._refuse(record, "malformed", problem)
-        return problem is None
-
-    def _mismatch(self, record: Outgoing, message: Ack) -> None:
-        self._evict(record, message)
-        self._stop(record, "failed")
+        elif message.verdict == "mismatch" and record.engaged:
+            self._evict(record, message)
+            if record.state is not State.STOPPING:
+                self._stop(record, "failed")
+        elif record.state is State.COMPLETED:
+            self._stop(record, "acked")
+        elif record.state is not State.STOPPING:
+            self._refuse(record, "conflict", "nothing was completed yet")
 
     def _evict(self, record: Outgoing, message: Ack) -> None:
-        if not record.evicted and record.engaged:
+        if not record.evicted:
             record.evicted = True
             self.counters.mismatches += 1
             self.context.do(EvictSource(record.name, message.bad))
 
-    def _cancel_unknown(self, record: Outgoing, message: Cancel) -> None:
-        """Answer `Drained`; remember it, so that a late request is refused."""
-        self.ended.add(record.name, "cancelled", self.context.now)
-        self._send(record, Drained)
-
     def _cancel(self, record: Outgoing, message: Cancel) -> None:
-        """Stop posting; the engine stops the request. `Drained` as soon as every write is terminal, then `Release`."""
-        self._stop(record, "cancelled")
-        self._cancel_late(record, message)
-
-    def _cancel_late(self, record: Outgoing, message: Cancel) -> None:
-        """`Drained` follows when every write is terminal; until then `Progress`, as a sign of life."""
+        """Stop posting; the engine stops the request. `Drained` as soon as every write is terminal, then `Release`; until then `Progress`, as a sign of life."""
+        if record.state is not State.STOPPING:
+            self._stop(record, "cancelled")
         if record.state is State.STOPPING:
             self._send_progress(record)
 
     def _cancel_over(self, record: Outgoing, message: Cancel) -> None:
-        """Answer `Drained`, unless a write of it outlived its session."""
+        """Answer `Drained`, unless a write of it outlived its session; remember it, so that a late request is refused."""
+        if record.state is State.UNKNOWN:
+            self.ended.add(record.name, "cancelled", self.context.now)
         if not self.sessions.has_undrained(record.name):
             self._send(record, Drained)
 
-    def _spare_unknown(self, record: Outgoing, message: NotNeeded) -> None:
-        """Remember it, so that a late request is refused."""
-        self.ended.add(record.name, "not_needed", self.context.now)
-
     def _spare(self, record: Outgoing, message: NotNeeded) -> None:
-        """Stop posting; the engine stops the request; `Release` when every write is terminal."""
-        self._stop(record, "not_needed")
+        """Stop posting; the engine stops the request; `Release` when every write is terminal. Remember it, so that a late request is refused."""
+        if record.state is State.UNKNOWN:
+            self.ended.add(record.name, "not_needed", self.context.now)
+        else:
+            self._stop(record, "not_needed")
 
-    def _fail(self, record: Outgoing, reason: str, outcome: str = "failed") -> None:
-        self._send(record, Failed, reason=clip_text(reason))
-        self._stop(record, outcome)
-
-    def _fail_idle(self, record: Outgoing, event: SourceFailed | None) -> None:
-        """End it."""
-        self._end(record, "failed")
-
-    def _fail_reserved(self, record: Outgoing, event: SourceFailed) -> None:
-        """End it, send `Failed`."""
-        self._fail(record, event.reason)
-
-    def _fail_engaged(self, record: Outgoing, event: SourceFailed) -> None:
-        """Stop posting, send `Failed`; `Drained` and `Release` when every write is terminal."""
+    def _fail_request(self, record: Outgoing, event: SourceFailed) -> None:
+        """Stop posting, send `Failed` if D has reserved; `Drained` and `Release` when every write is terminal."""
         record.choices = record.choices or ()  # the engine knows: it needs no `StopSource`
         self._fail(record, event.reason)
 
-    def _expire_idle(self, record: Outgoing, given: None) -> None:
-        """Forget it; nothing was pinned."""
-        self._end(record, "expired")
+    def _expire(self, record: Outgoing, given: None) -> None:
+        """As if the request had failed; the engine stops it if it pushes."""
+        early = record.state is State.RESERVED
+        why = "the request did not come in time" if early else "the lease has expired"
+        self._fail(record, why, "expired")
 
-    def _expire_reserved(self, record: Outgoing, given: None) -> None:
-        """End it, send `Failed`."""
-        self._fail(record, "the request did not come in time", "expired")
-
-    def _expire_engaged(self, record: Outgoing, given: None) -> None:
-        """Stop posting, send `Failed`; `Drained` and `Release` when every write is terminal."""
-        self._fail(record, "the lease has expired", "expired")
+    def _force_close(self, record: Outgoing, given: None) -> None:
+        """A write does not end: close the session's peer. `Closed` frees P's blocks, but is no `Drained`."""
+        assert record.session is not None
+        self._in("deadline", record, self.timers.lease)
+        self.sessions.end(record.session, "a write does not end", now=True)
 
     def _lose(self, record: Outgoing, why: str) -> None:
         """The session of an attempt ends."""
@@ -489,35 +434,32 @@ class Source(Machine[SourceEvent, SourceAction, SourceState, Outgoing]):
         if record.state is not State.STOPPING:
             self._stop(record, "lost")
 
+    def _fail(self, record: Outgoing, reason: str, outcome: str = "failed") -> None:
+        if record.session is None:  # only announced: nothing was pinned, and nobody waits
+            self._end(record, outcome)
+        else:
+            self._send(record, Failed, reason=clip_text(reason))
+            self._stop(record, outcome)
+
     def _stop(self, record: Outgoing, outcome: str) -> None:
         """Post nothing more; wait for what is in flight."""
         record.outcome = outcome
         if record.state is not State.RESERVED and record.choices is None:
             self.context.do(StopSource(record.name, outcome))
         self._enter(record, State.STOPPING)
-        self._in("stuck", record, self.timers.lease)
+        self._in("deadline", record, self.timers.lease)
         self._settle(record)
 
     def _settle(self, record: Outgoing) -> None:
         """End an attempt that is stopping, once no write is in flight; D need not have asked."""
-        if record.flying or record.state is not State.STOPPING:
-            return
         session = record.session
-        if (
-            session is not None
-            and not session.closing
-            and record.outcome not in ("acked", "not_needed")
-        ):
+        if record.flying or record.state is not State.STOPPING or session is None:
+            return
+        closing = session.state is SessionState.CLOSING
+        if not closing and record.outcome not in ("acked", "not_needed"):
             self._send(record, Drained)
         self._end(record, record.outcome)
-        if session is not None:
-            self.sessions.close_drained(session)
-
-    def _force_close(self, record: Outgoing, given: None) -> None:
-        """A write does not end: close the session's peer. `Closed` frees P's blocks, but is no `Drained`."""
-        assert record.session is not None
-        self._in("stuck", record, self.timers.lease)
-        self.sessions.end(record.session, "a write does not end", now=True)
+        self.sessions.close_drained(session)
 
     def _end(self, record: Outgoing, outcome: str) -> None:
         if record.engaged:
@@ -527,37 +469,20 @@ class Source(Machine[SourceEvent, SourceAction, SourceState, Outgoing]):
         self._count_end(record.name, outcome, _COUNTER.get(outcome, "failed"))
         self._enter(record, State.ENDED)
 
+    _drop, _ignore = Machine._drop, Machine._ignore
     # fmt: off
     table: ClassVar[Table] = {
-        #             unknown          announced           reserved            engaged          completed         stopping         ended
-        Reserve:     (_reserve_first,  _reserve_announced, _reserve_again,     _reserve_again,  _reserve_again,   _reserve_over,   _reserve_over),
-        Cancel:      (_cancel_unknown, _cancel,            _cancel,            _cancel,         _cancel,          _cancel_late,    _cancel_over),
-        NotNeeded:   (_spare_unknown,  _spare,             _spare,             _spare,          _spare,           Machine._drop,   Machine._drop),
-        Ack:         (Machine._drop,   _ack_early,         _ack_early,         _ack_early,      _ack,             _ack_late,       Machine._drop),
-        Announce:    (_announce_first, _announce_twice,    _announce_reserved, _announce_twice, _announce_twice,  _announce_over,  _announce_over),
-        BlocksReady: (Machine._ignore, Machine._ignore,    Machine._ignore,    _blocks_ready,   Machine._ignore,  Machine._ignore, Machine._ignore),
-        FirstTokens: (Machine._ignore, _finish_idle,       Machine._ignore,    _first_tokens,   Machine._ignore,  Machine._ignore, Machine._ignore),
-        SourceFailed: (Machine._ignore, _fail_idle,        _fail_reserved,     _fail_engaged,   Machine._ignore,  Machine._ignore, Machine._ignore),
-        WriteEnded:  (_write_late,     Machine._ignore,    Machine._ignore,    _write_ended,    _write_ended,     _write_stopping, _write_late),
-        "unclaimed": (None,            _expire_idle,       _expire_reserved,   None,            None,             None,            None),
-        "lease":     (None,            None,               None,               _expire_engaged, _expire_engaged,  None,            None),
-        "total":     (None,            None,               _expire_reserved,   _expire_engaged, _expire_engaged,  None,            None),
-        "progress":  (None,            None,               _tell_progress,     _tell_progress,  _tell_progress,   None,            None),
-        "complete":  (None,            None,               None,               None,            _repeat_complete, None,            None),
-        "stuck":     (None,            None,               None,               None,            None,             _force_close,    None),
+        #              unknown          announced           reserved            engaged          completed        stopping         ended
+        Reserve:      (_reserve_first,  _reserve_announced, _reserve_again,     _reserve_again,  _reserve_again,  _reserve_over,   _reserve_over),
+        Cancel:       (_cancel_over,    _cancel,            _cancel,            _cancel,         _cancel,         _cancel,         _cancel_over),
+        NotNeeded:    (_spare,          _spare,             _spare,             _spare,          _spare,          _drop,           _drop),
+        Ack:          (_drop,           _ack,               _ack,               _ack,            _ack,            _ack,            _drop),
+        Announce:     (_announce_first, _announce_again,    _announce_reserved, _announce_again, _announce_again, _announce_again, _announce_again),
+        BlocksReady:  (_ignore,         _ignore,            _ignore,            _blocks_ready,   _ignore,         _ignore,         _ignore),
+        FirstTokens:  (_ignore,         _finish_idle,       _ignore,            _first_tokens,   _ignore,         _ignore,         _ignore),
+        SourceFailed: (_ignore,         _fail_request,      _fail_request,      _fail_request,   _ignore,         _ignore,         _ignore),
+        WriteEnded:   (_write_late,     _ignore,            _ignore,            _write_ended,    _write_ended,    _write_ended,    _write_late),
+        "resend":     (None,            None,               _repeat,            _repeat,         _repeat,         None,            None),
+        "deadline":   (None,            _expire,            _expire,            _expire,         _expire,         _force_close,    None),
     }
     # fmt: on
-
-    # --- checks ---
-
-    def validate(self) -> None:
-        """Check the machine's own invariants; raises `AssertionError` with the story."""
-        self._validate((record, record.wrong()) for record in self.live.values())
-        self.sessions.validate()
-
-
-def _prompts(ours: Outgoing | Announce, theirs: Outgoing | Reserve) -> str:
-    return (
-        f"source has {ours.num_tokens} tokens with key {ours.prompt_key.hex()[:16]}, "
-        f"target {theirs.num_tokens} with {theirs.prompt_key.hex()[:16]}"
-    )

@@ -22,16 +22,16 @@ import msgspec
 
 from kvbaton.connectors.protocol.checks import check_complete, first_token
 from kvbaton.connectors.protocol.events import (
+    AboutAttempt,
     CancelTarget,
     Deliver,
     Fail,
     Fenced,
     Identity,
     Landed,
-    Meet,
-    Part,
     PeerGone,
     Received,
+    SetMembers,
     Start,
     TargetAction,
     TargetEvent,
@@ -41,11 +41,11 @@ from kvbaton.connectors.protocol.events import (
     Unreachable,
     Verified,
 )
-from kvbaton.connectors.protocol.incoming import Incoming
+from kvbaton.connectors.protocol.incoming import Incoming, TargetSession
+from kvbaton.connectors.protocol.incoming import TargetState as State
 from kvbaton.connectors.protocol.machine import Machine, Table
-from kvbaton.connectors.protocol.session import Negotiator, Pairable
-from kvbaton.connectors.protocol.table import TARGET_ALARMS, TargetState
-from kvbaton.connectors.protocol.target_sessions import SessionState, TargetSession, TargetSessions
+from kvbaton.connectors.protocol.session import Pairable, SessionState
+from kvbaton.connectors.protocol.target_sessions import TargetSessions
 from kvbaton.errors import LocalProtocolError
 from kvbaton.messages.control import (
     Accepted,
@@ -63,15 +63,14 @@ from kvbaton.messages.control import (
 )
 from kvbaton.types import Attempt, TransferTimers
 
-State = TargetState
 MAX_MISMATCHES = 3
-"""Mismatches within `TransferTimers.put_out` after which a peer is asked nothing for as long."""
+"""Mismatches within `quarantine_limit` after which a peer is asked nothing for as long."""
 
 UNHEALTHY_SHARE = 4
 """A node is unhealthy while one block in so many waits in quarantine for too long."""
 
 
-class Target(Machine[TargetEvent, TargetAction, TargetState, Incoming]):
+class Target(Machine[TargetEvent, TargetAction, Incoming]):
     """D's machine.
 
     Args:
@@ -84,9 +83,9 @@ class Target(Machine[TargetEvent, TargetAction, TargetState, Incoming]):
             quarantine nothing is reserved.
     """
 
-    alarms_of = TARGET_ALARMS
-    states = TargetState
-    sessions_type: ClassVar[type[TargetSessions]] = TargetSessions
+    states = State
+    record_type = Incoming
+    sessions: TargetSessions
 
     def __init__(
         self,
@@ -99,18 +98,17 @@ class Target(Machine[TargetEvent, TargetAction, TargetState, Incoming]):
     ) -> None:
         super().__init__(timers)
         self.identity = identity
-        negotiator = Negotiator(identity, pairable)
-        self.groups = negotiator.groups
-        self.sessions = self.sessions_type(
+        self.sessions = TargetSessions(
             self.context,
             identity,
             timers,
-            negotiator,
+            pairable,
             new_id=new_id,
             reserve=self._reserve,
-            fail=self._fail_once,
-            release=lambda record: self._end(record, record.outcome),
+            fail=self._fail,
+            release=self._end,
         )
+        self.groups = self.sessions.layouts[0]
         self._max_blocks = max_blocks_per_peer
         self._num_blocks = sum(group.num_blocks for group in self.groups)
         self._quarantine: dict[Attempt, Incoming] = {}
@@ -138,7 +136,7 @@ class Target(Machine[TargetEvent, TargetAction, TargetState, Incoming]):
         draining = self._quarantine.values()
         quarantined = sum(r.num_blocks for r in draining)
         return {
-            "attempts": self._states(),
+            "attempts": self._num_by_state(),
             "reserved_blocks": sum(r.num_blocks for r in self.live.values()) - quarantined,
             "quarantined_blocks": quarantined,
             "quarantined": [
@@ -151,7 +149,7 @@ class Target(Machine[TargetEvent, TargetAction, TargetState, Incoming]):
                 for r in draining
             ],
             "unhealthy": self.unhealthy,
-            "fencing": [node.node for node in self.sessions.lost],
+            "fencing": [node.node for node in self.sessions.fencing()],
             "sessions": self.sessions.dump(),
         }
 
@@ -167,15 +165,13 @@ class Target(Machine[TargetEvent, TargetAction, TargetState, Incoming]):
                 self.sessions.peer_gone(event.node)
             case Fenced():
                 self.sessions.fenced(event)
-            case Meet():
-                self.sessions.meet(event.address)
-            case Part():
-                self.sessions.part(event.address)
+            case SetMembers():
+                self.sessions.set_members(event.addresses)
             case Unreachable():
                 self.sessions.unreachable(event)
             case Unneeded():
                 self.sessions.unneeded(event)
-            case _:
+            case AboutAttempt():
                 self._apply(type(event), self.record(event.attempt), event)
 
     def _received(self, event: Received) -> None:
@@ -183,22 +179,22 @@ class Target(Machine[TargetEvent, TargetAction, TargetState, Incoming]):
         session = self.sessions.known.get(message.session)
         if session is None:
             self.context.count("unknown_session", dropped=True)
-        elif isinstance(message, Refused) and message.transfer_id is None:
-            session.heard = self.context.now
-            self.sessions.refused(session, message)
-        elif not session.admit(event.link, message.seq):
-            self.context.count("stale_seq", dropped=True)
-        else:
-            session.heard = self.context.now
-            match message:
-                case Welcome():
-                    self.sessions.welcomed(session, message)
-                case SessionDrained():
-                    self.sessions.drained(session, message)
-                case Accepted() | Refused() | Progress() | Complete() | Failed() | Drained():
-                    self._about_attempt(session, message)
-                case _:
-                    self.context.count("unexpected", dropped=True)
+            return
+        of_session = isinstance(message, Refused) and message.transfer_id is None  # not numbered
+        if not of_session and not session.admit(self.context, event.link, message.seq):
+            return
+        session.heard = self.context.now
+        match message:
+            case Welcome():
+                self.sessions.welcomed(session, message)
+            case SessionDrained():
+                self.sessions.drained(session, message)
+            case Refused() if of_session:
+                self.sessions.refused(session, message)
+            case Accepted() | Refused() | Progress() | Complete() | Failed() | Drained():
+                self._about_attempt(session, message)
+            case _:
+                self.context.count("unexpected", dropped=True)
 
     def _about_attempt(self, session: TargetSession, message: TransferMessage | Refused) -> None:
         assert message.transfer_id is not None, "else it is about the session"
@@ -210,27 +206,8 @@ class Target(Machine[TargetEvent, TargetAction, TargetState, Incoming]):
         elif session.state is not SessionState.UP and not isinstance(message, Drained):
             self.context.count("session_over", dropped=True)
         else:
-            if record.name not in self.live:
-                record.session = session
+            record.session = session
             self._apply(type(message), record, message)
-
-    def _absent(self, name: Attempt, outcome: str | None) -> Incoming:
-        if outcome is None:
-            return Incoming(name)
-        return Incoming(name, State.ENDED, outcome)
-
-    def _ring_session(self, name: str, owner: Any) -> None:
-        self.sessions.ring(name, owner)
-
-    def _in(self, alarm: str, record: Incoming, seconds: float) -> None:
-        self.context.ring_in(alarm, record.name, seconds)
-
-    def _send(self, record: Incoming, kind: type[TransferMessage], **fields: Any) -> None:
-        assert record.session is not None, "nobody to send to"
-        self.context.tell(record.name, f"> {kind.__name__}")
-        name = record.name
-        fields |= {"transfer_id": name.transfer_id, "attempt": name.number}
-        record.session.send(self.context, kind, **fields)
 
     # --- Start ---
 
@@ -243,14 +220,12 @@ class Target(Machine[TargetEvent, TargetAction, TargetState, Incoming]):
         record.order = event
         record.start = first_token(event.spans, self.groups)
         record.num_blocks = sum(len(span.blocks) for spans in event.spans for span in spans)
+        record.until = self.context.now + (event.deadline_s or self.timers.total)
         line.num_attempts += 1
         line.num_blocks += record.num_blocks
         line.waiting[record.name] = self.live[record.name] = record
         self.counters.started += 1
-        seconds = event.deadline_s or self.timers.total
-        record.deadline = self.context.now + seconds
         self._set_state(record, State.WAITING)
-        self._in("total", record, seconds)
         self._heard(record)
         reason = self._unwelcome(record)
         if reason is not None:
@@ -264,10 +239,8 @@ class Target(Machine[TargetEvent, TargetAction, TargetState, Incoming]):
     def _unwelcome(self, record: Incoming) -> str | None:
         """Why P can't be asked now."""
         line = record.line
-        assert line is not None
-        line.mismatches = [
-            at for at in line.mismatches if at > self.context.now - self.timers.put_out
-        ]
+        since = self.context.now - self.timers.quarantine_limit
+        line.mismatches = [at for at in line.mismatches if at > since]
         if len(line.mismatches) >= MAX_MISMATCHES:
             return f"{line.address} was put out after {len(line.mismatches)} mismatches"
         blocks = line.num_blocks
@@ -302,52 +275,36 @@ class Target(Machine[TargetEvent, TargetAction, TargetState, Incoming]):
         self._repeat_reserve(record, None)
 
     def _repeat_reserve(self, record: Incoming, given: None) -> None:
-        """Send `Reserve` again."""
-        self._in("resend", record, self.timers.resend)
-        self._send_reserve(record)
-
-    def _keep_alive(self, record: Incoming, given: None) -> None:
-        """Send `Reserve` again: P renews its lease."""
-        self._in("keepalive", record, self.timers.lease / 4)
-        self._send_reserve(record)
-
-    def _send_reserve(self, record: Incoming) -> None:
-        assert record.order is not None
+        """Send `Reserve` again: until it is answered; then slowly, by which P renews its lease."""
+        unanswered = record.state is State.RESERVED
+        self._in("resend", record, self.timers.resend if unanswered else self.timers.lease / 4)
         self._send(
             record,
             Reserve,
             prompt_key=record.order.prompt_key,
             num_tokens=record.num_tokens,
             spans=record.order.spans,
-            remaining_ms=max(1, int((record.deadline - self.context.now) * 1000)),
+            remaining_ms=max(1, int((record.until - self.context.now) * 1000)),
         )
 
     def _heard(self, record: Incoming) -> None:
-        self._in("progress_deadline", record, self.timers.progress_deadline)
+        left = record.until - self.context.now
+        self._in("deadline", record, min(self.timers.progress_deadline, left))
 
     def _accepted(self, record: Incoming, message: object) -> None:
-        """P has it. From now on `Reserve` is repeated slowly, as a sign of life; the progress deadline starts anew."""
+        """P has it, and is at work: the deadline starts anew. `Reserve` is repeated slowly."""
         if record.state is State.RESERVED:
             self._set_state(record, State.ENGAGED)
-            self._in("keepalive", record, self.timers.lease / 4)
+            self._in("resend", record, self.timers.lease / 4)
         self._heard(record)
 
-    def _note(self, record: Incoming, message: Accepted) -> None:
-        """P lives; no deadline moves: its `Progress` does that, not its answers to our repeats."""
-
-    def _refused(self, record: Incoming, message: Refused) -> None:
-        """Fail; `Cancel`."""
-        self.context.count(message.code)
-        self._fail(record, f"refused ({message.code}): {message.message}")
-
-    def _peer_failed(self, record: Incoming, message: Failed) -> None:
+    def _peer_failed(self, record: Incoming, message: Failed | Refused) -> None:
         """Fail; `Cancel`, since what was posted may still land."""
-        self._fail(record, f"the source failed: {message.reason}")
-
-    def _drained_unasked(self, record: Incoming, message: Drained) -> None:
-        """P has given up and nothing is in flight: fail, `Unquarantine`."""
-        self._fail(record, "the source failed: it stopped unasked")
-        self._end(record, record.outcome)
+        if isinstance(message, Failed):
+            self._fail(record, f"the source failed: {message.reason}")
+        else:
+            self.context.count(message.code)
+            self._fail(record, f"refused ({message.code}): {message.message}")
 
     # --- bytes ---
 
@@ -367,10 +324,7 @@ class Target(Machine[TargetEvent, TargetAction, TargetState, Incoming]):
             self._malformed(record, str(error))
             return
         if arrival is not None:
-            self._verify(record, event.write)
-
-    def _verify(self, record: Incoming, write: int) -> None:
-        self.context.do(record.verification(write, self.groups))
+            self.context.do(record.verification(event.write, self.groups))
 
     def _verified(self, record: Incoming, event: Verified) -> None:
         """Good: deliver if everything is here. Bad: `Ack(mismatch)`, fail, `Cancel`."""
@@ -379,14 +333,13 @@ class Target(Machine[TargetEvent, TargetAction, TargetState, Incoming]):
             return
         record.verified[event.write] = event.bad
         self._heard(record)
-        if not event.bad:
+        if event.bad:
+            self.counters.mismatches += 1
+            record.line.mismatches.append(self.context.now)
+            record.bad = event.bad
+            self._fail(record, f"tokens {event.bad} do not match their digests")
+        else:
             self._try_deliver(record)
-            return
-        assert record.line is not None
-        self.counters.mismatches += 1
-        record.line.mismatches.append(self.context.now)
-        record.bad = event.bad
-        self._fail(record, f"tokens {event.bad} do not match their digests")
 
     def _malformed(self, record: Incoming, problem: str) -> None:
         self.context.count("malformed")
@@ -419,39 +372,25 @@ class Target(Machine[TargetEvent, TargetAction, TargetState, Incoming]):
             self._malformed(record, "its writes do not make up the prompt")
             return
         self.context.do(Deliver(record.name, complete.choices, complete.cached_tokens))
-        self._send(record, Ack, verdict="ok")
+        record.outcome = "delivered"
+        self._answer_late(record, complete)
         # All rank pairs of all writes have landed, and P posts no range twice: nothing of this
         # attempt is in flight, so its blocks need no `Drained`.
-        self._end(record, "delivered")
-
-    # --- late messages ---
-
-    def _answer_complete(self, record: Incoming, message: Complete) -> None:
-        """Delivered: `Ack(ok)` again. Else `Cancel`."""
-        if record.outcome == "delivered":
-            self._send(record, Ack, verdict="ok")
-        else:
-            self._disown(record, message)
-
-    def _disown(self, record: Incoming, message: TransferMessage) -> None:
-        """Answer `Cancel`: nobody here waits for it."""
-        self._send(record, Cancel)
+        self._end(record)
 
     # --- the end ---
 
-    def _fail(self, record: Incoming, reason: str) -> None:
-        self.context.tell(record.name, f"failed: {reason}")
-        self.context.do(Fail(record.name, record.valid_through(), reason))
-        self._leave(record, "failed")
-
-    def _fail_once(self, record: Incoming, reason: str) -> None:
-        """Its session is over."""
-        if record.state is not State.DRAINING:
-            self._fail(record, reason)
+    def _answer_late(self, record: Incoming, message: TransferMessage | None) -> None:
+        """Delivered: `Ack(ok)`. Else `Cancel`, after `Ack(mismatch)` if that was the reason: nobody here waits for it."""
+        if record.outcome == "delivered":
+            self._send(record, Ack, verdict="ok")
+            return
+        if record.bad:
+            self._send(record, Ack, verdict="mismatch", bad=record.bad)
+        self._send(record, Cancel)
 
     def _give_up(self, record: Incoming, given: None) -> None:
         """Fail; `Cancel`, or `Unquarantine` at once if P never heard of the blocks."""
-        assert record.line is not None
         who = record.line.address if record.state is State.WAITING else "the transfer"
         self._fail(record, f"nothing was heard of {who} in time")
 
@@ -459,18 +398,20 @@ class Target(Machine[TargetEvent, TargetAction, TargetState, Incoming]):
         """`Cancel`, until `Drained` or a fence; `Unquarantine` at once if P never heard of the blocks."""
         self._leave(record, "cancelled")
 
+    def _fail(self, record: Incoming, reason: str) -> None:
+        self.context.tell(record.name, f"failed: {reason}")
+        self.context.do(Fail(record.name, record.valid_through(), reason))
+        self._leave(record, "failed")
+
     def _leave(self, record: Incoming, outcome: str) -> None:
         """The engine is done with the attempt; its blocks wait until no byte can land."""
-        if record.session is None:
-            self._end(record, outcome)
-        else:
-            self._drain(record, outcome)
-
-    def _drain(self, record: Incoming, outcome: str) -> None:
         record.outcome, record.since = outcome, self.context.now
+        if record.session is None:  # P never heard of them
+            self._end(record)
+            return
         self._quarantine[record.name] = record
         self._set_state(record, State.DRAINING)
-        self._in("silence", record, self.timers.silence)
+        self._in("deadline", record, self.timers.lease)
         self._repeat_cancel(record, None)
 
     def _repeat_cancel(self, record: Incoming, given: None) -> None:
@@ -478,59 +419,46 @@ class Target(Machine[TargetEvent, TargetAction, TargetState, Incoming]):
         assert record.session is not None
         if not record.session.over:
             self._in("resend", record, self.timers.resend)
-            self._cancel_again(record, None)
-
-    def _cancel_again(self, record: Incoming, message: Complete | None) -> None:
-        """Send `Cancel` again at once."""
-        if record.bad:
-            self._send(record, Ack, verdict="mismatch", bad=record.bad)
-        self._send(record, Cancel)
+            self._answer_late(record, None)
 
     def _suspect(self, record: Incoming, given: None) -> None:
-        """`Fence` its peer, if nothing was heard of that for so long; until that holds or it is heard of."""
-        self._in("silence", record, self.timers.silence)
+        """`Fence` its peer, if nothing was heard of that for a `lease`; until that holds or it is heard of."""
+        self._in("deadline", record, self.timers.lease)
         node = record.session.node if record.session is not None else None
         assert node is not None, "P was told of the blocks"
         if self.sessions.is_silent(node):
             self.sessions.peer_gone(node)
 
-    def _drained(self, record: Incoming, given: Drained) -> None:
-        """`Unquarantine`."""
-        self._end(record, record.outcome)
+    def _drained(self, record: Incoming, message: Drained) -> None:
+        """`Unquarantine`; if P gives up unasked, fail first."""
+        if record.state is not State.DRAINING:
+            self._fail(record, "the source failed: it stopped unasked")
+        self._end(record)
 
-    def _end(self, record: Incoming, outcome: str) -> None:
+    def _end(self, record: Incoming) -> None:
         """Nothing of the attempt can land any more."""
         self.context.do(Unquarantine(record.name))
         self._quarantine.pop(record.name, None)
-        counter = {"delivered": "completed", "cancelled": "cancelled"}.get(outcome, "failed")
-        self._count_end(record.name, outcome, counter)
+        counters = {"delivered": "completed", "cancelled": "cancelled"}
+        self._count_end(record.name, record.outcome, counters.get(record.outcome, "failed"))
         self._set_state(record, State.ENDED)
         self.sessions.released(record)
 
+    _drop, _ignore = Machine._drop, Machine._ignore
     # fmt: off
     table: ClassVar[Table] = {
-        #              unknown          waiting          reserved          engaged           completing        draining         ended
-        Accepted:     (Machine._drop,   Machine._drop,   _accepted,        _note,            _note,            Machine._drop,   Machine._drop),
-        Refused:      (Machine._drop,   Machine._drop,   _refused,         _refused,         _refused,         Machine._drop,   Machine._drop),
-        Progress:     (_disown,         Machine._drop,   _accepted,        _accepted,        _accepted,        Machine._drop,   Machine._drop),
-        Complete:     (_disown,         Machine._drop,   _complete,        _complete,        _complete_again,  _cancel_again,   _answer_complete),
-        Failed:       (Machine._drop,   Machine._drop,   _peer_failed,     _peer_failed,     _peer_failed,     Machine._drop,   Machine._drop),
-        Drained:      (Machine._drop,   Machine._drop,   _drained_unasked, _drained_unasked, _drained_unasked, _drained,        Machine._drop),
-        Start:        (_start,          _start_twice,    _start_twice,     _start_twice,     _start_twice,     _start_twice,    _start_consumed),
-        Landed:       (Machine._ignore, Machine._ignore, _landed,          _landed,          _landed,          Machine._ignore, Machine._ignore),
-        Verified:     (Machine._ignore, Machine._ignore, _verified,        _verified,        _verified,        Machine._ignore, Machine._ignore),
-        CancelTarget: (Machine._ignore, _cancel_target,  _cancel_target,   _cancel_target,   _cancel_target,   Machine._ignore, Machine._ignore),
-        "resend":     (None,            None,            _repeat_reserve,  None,             None,             _repeat_cancel,  None),
-        "keepalive":  (None,            None,            None,             _keep_alive,      _keep_alive,      None,            None),
-        "progress_deadline": (None,     _give_up,        _give_up,         _give_up,         _give_up,         None,            None),
-        "total":      (None,            _give_up,        _give_up,         _give_up,         _give_up,         None,            None),
-        "silence":    (None,            None,            None,             None,             None,             _suspect,        None),
+        #              unknown       waiting         reserved         engaged          completing       draining        ended
+        Accepted:     (_drop,        _drop,          _accepted,       _ignore,         _ignore,         _drop,          _drop),
+        Refused:      (_drop,        _drop,          _peer_failed,    _peer_failed,    _peer_failed,    _drop,          _drop),
+        Progress:     (_answer_late, _drop,          _accepted,       _accepted,       _accepted,       _drop,          _drop),
+        Complete:     (_answer_late, _drop,          _complete,       _complete,       _complete_again, _answer_late,   _answer_late),
+        Failed:       (_drop,        _drop,          _peer_failed,    _peer_failed,    _peer_failed,    _drop,          _drop),
+        Drained:      (_drop,        _drop,          _drained,        _drained,        _drained,        _drained,       _drop),
+        Start:        (_start,       _start_twice,   _start_twice,    _start_twice,    _start_twice,    _start_twice,   _start_consumed),
+        Landed:       (_ignore,      _ignore,        _landed,         _landed,         _landed,         _ignore,        _ignore),
+        Verified:     (_ignore,      _ignore,        _verified,       _verified,       _verified,       _ignore,        _ignore),
+        CancelTarget: (_ignore,      _cancel_target, _cancel_target,  _cancel_target,  _cancel_target,  _ignore,        _ignore),
+        "resend":     (None,         None,           _repeat_reserve, _repeat_reserve, _repeat_reserve, _repeat_cancel, None),
+        "deadline":   (None,         _give_up,       _give_up,        _give_up,        _give_up,        _suspect,       None),
     }
     # fmt: on
-
-    # --- checks ---
-
-    def validate(self) -> None:
-        """Check the machine's own invariants; raises `AssertionError` with the story."""
-        self._validate((record, record.wrong()) for record in self.live.values())
-        self.sessions.validate()

@@ -13,30 +13,27 @@ quarantine. Then session, address and connections are forgotten.
 from __future__ import annotations
 
 import itertools
-import math
-from collections import deque
-from collections.abc import Callable, Iterable
-from dataclasses import dataclass, field
-from enum import Enum
-from typing import Any
+from collections.abc import Callable
 
 from kvbaton.connectors.protocol.events import (
-    AdmitPeer,
     Fence,
     Fenced,
     ForgetPeer,
     HangUp,
     Identity,
+    OpenPeer,
     Unneeded,
     Unreachable,
 )
-from kvbaton.connectors.protocol.incoming import Incoming
+from kvbaton.connectors.protocol.incoming import Incoming, Line, TargetSession, TargetState
 from kvbaton.connectors.protocol.machine import Context
 from kvbaton.connectors.protocol.session import (
+    Layouts,
     NegotiationError,
-    Negotiator,
-    Session,
-    groups_of,
+    Pairable,
+    Sessions,
+    SessionState,
+    decode_layouts,
 )
 from kvbaton.messages.control import (
     MAX_SESSIONS_ASKED,
@@ -50,79 +47,24 @@ from kvbaton.messages.control import (
 )
 from kvbaton.types import Attempt, NodeId, TransferTimers
 
-MAX_UNNEEDED = 1024
-"""Messages `NotNeeded` that may wait for a session; older ones are dropped: P forgets by itself."""
-
 MAX_LINES = 256
 """Addresses in use beside those of members."""
 
 
-class SessionState(Enum):
-    """State of a session on D."""
-
-    HELLO = "hello"
-    UP = "up"
-    OVER = "over"
-
-
-@dataclass
-class TargetSession(Session):
-    """A session with one P.
-
-    Attributes:
-        since: when it was opened.
-        heard: when the last message of it came.
-        attempts: alive and bound to the session, those in quarantine included.
-    """
-
-    address: str = ""
-    state: SessionState = SessionState.HELLO
-    since: float = 0.0
-    heard: float = 0.0
-    attempts: dict[Attempt, Incoming] = field(default_factory=dict)
-
-    @property
-    def over(self) -> bool:
-        """Whether it has ended."""
-        return self.state is SessionState.OVER
-
-
-@dataclass
-class Line:
-    """An address of a P: the session in use, and what waits for it.
-
-    Attributes:
-        member: router or operator vouch for the address: its session is kept open.
-        used: when something was last asked of it.
-        opened: when its last session was opened.
-        attempts: alive, by name, those in quarantine included.
-        num_blocks: reserved and in quarantine.
-    """
-
-    address: str
-    member: bool = False
-    used: float = 0.0
-    opened: float = -math.inf
-    session: TargetSession | None = None
-    waiting: dict[Attempt, Incoming] = field(default_factory=dict)
-    unneeded: deque[Attempt] = field(default_factory=lambda: deque(maxlen=MAX_UNNEEDED))
-    mismatches: list[float] = field(default_factory=list)
-    num_attempts: int = 0
-    num_blocks: int = 0
-
-
-class TargetSessions:
+class TargetSessions(Sessions[TargetSession]):
     """The part of `Target` that knows sessions.
 
+    Each line has an alarm *resend*, when it says `Hello` again, and so has each generation that is
+    being fenced.
+
     Args:
-        context: shared with the machine.
-        identity: what this side says of itself.
-        timers: of the protocol.
         new_id: makes 16 random bytes.
-        negotiator: decides who pairs.
         reserve: asks P for an attempt that has waited for its session.
         fail: ends an attempt for the engine, told why; blocks that P knows go into quarantine.
         release: ends an attempt's quarantine.
+
+    Attributes:
+        lines: by address.
     """
 
     def __init__(
@@ -130,41 +72,20 @@ class TargetSessions:
         context: Context,
         identity: Identity,
         timers: TransferTimers,
-        negotiator: Negotiator,
+        pairable: Pairable,
         *,
         new_id: Callable[[], bytes],
         reserve: Callable[[Incoming, TargetSession], None],
         fail: Callable[[Incoming, str], None],
         release: Callable[[Incoming], None],
     ) -> None:
-        self.context = context
-        self.identity = identity
-        self.timers = timers
-        self.negotiator = negotiator
+        super().__init__(context, identity, timers, pairable)
         self.lines: dict[str, Line] = {}
-        self.known: dict[bytes, TargetSession] = {}
-        self.lost: set[NodeId] = set()
-        self._peers: set[NodeId] = set()
         self._new_id = new_id
         self._numbers = itertools.count()
         self._reserve = reserve
         self._fail = fail
         self._release = release
-
-    def dump(self) -> list[dict[str, Any]]:
-        """Sessions that are in use or have blocks in quarantine, for diagnosis."""
-        return [
-            {
-                "session": session.id.hex(),
-                "address": session.address,
-                "node": session.node.node if session.node else None,
-                "generation": session.node.generation.hex() if session.node else None,
-                "state": session.state.value,
-                "attempts": len(session.attempts),
-                "fencing": session.node in self.lost,
-            }
-            for session in self.known.values()
-        ]
 
     # --- lines ---
 
@@ -172,7 +93,7 @@ class TargetSessions:
         """The line to an address, which is being used now."""
         if address not in self.lines:
             self.lines[address] = Line(address)
-            self.context.ring_in("hello", address, self.timers.lease)
+            self.context.ring_in("resend", address, self.timers.lease)
         line = self.lines[address]
         line.used = self.context.now
         return line
@@ -181,26 +102,44 @@ class TargetSessions:
         """Whether there are too many lines for another one."""
         return address not in self.lines and len(self.lines) >= MAX_LINES
 
-    def meet(self, address: str) -> None:
-        """A member: open a session before it is needed, and keep it."""
-        line = self.line(address)
-        line.member = True
-        self.open(line)
-
-    def part(self, address: str) -> None:
-        """A member no more."""
-        line = self.lines.get(address)
-        if line is not None:
-            line.member, line.used = False, -self.timers.lease
-            self._tidy(line)
+    def set_members(self, addresses: frozenset[str]) -> None:
+        """Open sessions with new members before they are needed, and let go of former ones."""
+        for line in list(self.lines.values()):
+            if line.member and line.address not in addresses:
+                self._let_go(line)
+        for address in sorted(addresses):
+            line = self.line(address)
+            line.member = True
+            self.open(line)
 
     def unreachable(self, event: Unreachable) -> None:
         """The address is none."""
         line = self.lines.get(event.address)
         if line is not None:
-            line.member, line.used = False, -self.timers.lease
             self._hang_up(line, event.reason)
-            self._tidy(line)
+            self._let_go(line)
+
+    def _let_go(self, line: Line) -> None:
+        line.member, line.used = False, -self.timers.lease
+        self._tidy(line)
+
+    def _tidy(self, line: Line) -> None:
+        """Forget a line that nobody needs."""
+        asked = line.member or line.waiting or line.unneeded or line.num_attempts
+        if asked or self.context.now - line.used < self.timers.lease:
+            return
+        if self.lines.get(line.address) is line:
+            del self.lines[line.address]
+            self.context.alarms.keep(line.address)
+            self._drop(line)
+            self.context.do(HangUp(line.address))
+
+    def _drop(self, line: Line) -> None:
+        """Of a line that has no attempt in its session."""
+        session, line.session = line.session, None
+        if session is not None:
+            session.state = SessionState.OVER
+            self.forget(session)
 
     def unneeded(self, event: Unneeded) -> None:
         """Tell P, now or when the session is up."""
@@ -214,33 +153,22 @@ class TargetSessions:
     def _not_needed(self, session: TargetSession, name: Attempt) -> None:
         session.send(self.context, NotNeeded, transfer_id=name.transfer_id, attempt=name.number)
 
-    def _is_needed(self, line: Line) -> bool:
-        asked = line.member or line.waiting or line.unneeded or line.num_attempts
-        return bool(asked) or self.context.now - line.used < self.timers.lease
-
-    def _tidy(self, line: Line) -> None:
-        """Forget a line that nobody needs."""
-        if self.lines.get(line.address) is not line or self._is_needed(line):
-            return
-        del self.lines[line.address]
-        self.context.alarms.keep(line.address, ())
-        session, line.session = line.session, None
-        if session is not None:
-            session.state = SessionState.OVER
-            self.forget(session)
-        self.context.do(HangUp(line.address))
-
     # --- opening ---
 
     def open(self, line: Line) -> None:
         """Send `Hello` in a new session, if there is none; not twice within `resend`."""
         now = self.context.now
         if line.session is None and now - line.opened < self.timers.resend:
-            self.context.ring_in("hello", line.address, line.opened + self.timers.resend - now)
+            self.context.ring_in("resend", line.address, line.opened + self.timers.resend - now)
         elif line.session is None:
             line.opened = now
             line.session = TargetSession(
-                self._new_id(), numbers=self._numbers, address=line.address, since=now, heard=now
+                self._new_id(),
+                SessionState.HELLO,
+                numbers=self._numbers,
+                address=line.address,
+                since=now,
+                heard=now,
             )
             self.known[line.session.id] = line.session
             self._say_hello(line, line.session)
@@ -266,10 +194,10 @@ class TargetSessions:
         over = [s.id for s in self.known.values() if s.over and self._may_answer(session, s)]
         seconds = self.timers.resend
         if session.state is SessionState.UP and not over:
-            seconds = min(self.timers.lease, self.timers.silence) / 4
-        elif self.context.now - session.since > self.timers.silence:
+            seconds = self.timers.lease / 4
+        elif self.context.now - session.since > self.timers.lease:
             seconds = self.timers.progress_deadline
-        self.context.ring_in("hello", line.address, seconds)
+        self.context.ring_in("resend", line.address, seconds)
         return over
 
     @staticmethod
@@ -293,18 +221,16 @@ class TargetSessions:
 
     def _up(self, line: Line, session: TargetSession, message: Welcome) -> None:
         try:
-            layouts = self.negotiator.check_welcome(message)
+            layouts = self.check_welcome(message)
         except NegotiationError as error:
             self.context.count(error.code)
             self._hang_up(line, f"can't pair with {line.address}: {error}")
             return
         node = session.node = message.sender
-        session.state, session.version = SessionState.UP, message.version
-        session.groups, session.num_ranks = groups_of(layouts), len(layouts)
-        self.lost.discard(node)  # it lives, and answers for itself
-        self.context.alarms.clear("fence", node)
-        self._peers.add(node)
-        self.context.do(AdmitPeer(session.id, node, message.ranks))
+        session.state = SessionState.UP
+        session.groups, session.num_ranks = layouts[0], len(layouts)
+        self.context.alarms.keep(node)  # it lives, and answers for itself: it is not fenced
+        self.context.do(OpenPeer(session.id, node, message.ranks))
         for other in list(self.known.values()):
             if other.address == line.address and other.node not in (None, node):
                 self._replaced(line, other.node)
@@ -314,6 +240,18 @@ class TargetSessions:
             self._reserve(record, session)
         while line.unneeded:
             self._not_needed(session, line.unneeded.popleft())
+
+    def check_welcome(self, welcome: Welcome) -> Layouts:
+        """Layouts of P's ranks.
+
+        Raises:
+            NegotiationError: it can't pair with us; the message names both values.
+        """
+        if not MIN_PROTOCOL_VERSION <= welcome.version <= PROTOCOL_VERSION:
+            raise NegotiationError("version", f"source chose version {welcome.version}")
+        theirs = decode_layouts(welcome.ranks)
+        self.check_layouts(theirs, self.layouts)
+        return theirs
 
     def _replaced(self, line: Line, node: NodeId | None) -> None:
         """Another generation answers at an address."""
@@ -341,14 +279,12 @@ class TargetSessions:
 
     def _hang_up(self, line: Line, reason: str) -> None:
         """A session can't come up: fail what waits, and try again later if it is still needed."""
-        session, line.session = line.session, None
-        if session is not None:
-            session.state = SessionState.OVER
-            self.forget(session)
+        self._drop(line)
         line.unneeded.clear()
+        # Before the last one fails: with that a line that nobody needs goes, and its alarm.
+        self.context.ring_in("resend", line.address, self.timers.progress_deadline)
         for record in list(line.waiting.values()):
             self._fail(record, reason)
-        self.context.ring_in("hello", line.address, self.timers.progress_deadline)
 
     # --- the end ---
 
@@ -360,9 +296,10 @@ class TargetSessions:
         line = self.lines[session.address]
         if line.session is session:
             line.session = None
-            self.context.alarms.clear("hello", line.address)
+            self.context.alarms.keep(line.address)
         for record in list(session.attempts.values()):
-            self._fail(record, why)
+            if record.state is not TargetState.DRAINING:
+                self._fail(record, why)
         self.forget(session)
         self._tidy(line)
         if self.lines.get(line.address) is line:
@@ -373,18 +310,13 @@ class TargetSessions:
         if not session.over or session.attempts or session.id not in self.known:
             return
         del self.known[session.id]
-        node = session.node
-        if node in self._peers and all(s.node != node for s in self.known.values()):
-            assert node is not None
-            self._peers.discard(node)
-            self.lost.discard(node)
-            self.context.alarms.clear("fence", node)
-            self.context.do(ForgetPeer(node))
+        if session.node is not None and not self.of(session.node):
+            self.context.alarms.keep(session.node)
+            self.context.do(ForgetPeer(session.node))
 
     def released(self, record: Incoming) -> None:
         """An attempt has ended, its blocks are free."""
         line, session = record.line, record.session
-        assert line is not None
         line.num_attempts -= 1
         line.num_blocks -= record.num_blocks
         line.waiting.pop(record.name, None)
@@ -397,11 +329,8 @@ class TargetSessions:
         for record in list(session.attempts.values()):
             self._release(record)
 
-    def _of(self, node: NodeId) -> Iterable[TargetSession]:
-        return [session for session in self.known.values() if session.node == node]
-
     def _end_all(self, node: NodeId, why: str) -> None:
-        for session in self._of(node):
+        for session in self.of(node):
             line = self.lines.get(session.address)
             if line is not None and not line.member:
                 line.used = -self.timers.lease
@@ -416,39 +345,43 @@ class TargetSessions:
 
     def lose(self, node: NodeId) -> None:
         """Fence a generation until that holds, it answers, or nothing of it is in quarantine."""
-        if node not in self.lost and self._is_quarantined(node):
-            self.lost.add(node)
+        if self.context.alarms.at("resend", node) is None:
             self._fence(node)
 
     def _fence(self, node: NodeId) -> None:
-        self.context.ring_in("fence", node, self.timers.fence_retry)
-        self.context.do(Fence(node))
+        if any(session.over and session.attempts for session in self.of(node)):
+            self.context.ring_in("resend", node, self.timers.resend)
+            self.context.do(Fence(node))
+
+    def fencing(self) -> list[NodeId]:
+        """Generations that are being fenced."""
+        nodes = {session.node for session in self.known.values() if session.node is not None}
+        return [node for node in nodes if self.context.alarms.at("resend", node) is not None]
 
     def fenced(self, event: Fenced) -> None:
         """Nothing of a generation can land any more."""
-        self.lost.discard(event.node)
-        self.context.alarms.clear("fence", event.node)
-        for session in self._of(event.node):
-            if session.over:
-                self._release_all(session)
-
-    def _is_quarantined(self, node: NodeId) -> bool:
-        return any(session.over and session.attempts for session in self._of(node))
+        self.context.alarms.keep(event.node)
+        over = [session for session in self.of(event.node) if session.over]
+        for session in over:
+            self._release_all(session)
+        for address in dict.fromkeys(session.address for session in over):
+            line = self.lines.get(address)
+            if line and line.session and line.session.state is SessionState.HELLO:
+                # P may have connected for it already, and the fence has cut that.
+                self._drop(line)
+                self.open(line)
 
     def is_silent(self, node: NodeId) -> bool:
-        """Whether nothing was heard of a generation for `silence`."""
-        heard = max((session.heard for session in self._of(node)), default=0.0)
-        return self.context.now - heard >= self.timers.silence
+        """Whether nothing was heard of a generation for a `lease`."""
+        heard = max((session.heard for session in self.of(node)), default=0.0)
+        return self.context.now - heard >= self.timers.lease
 
     # --- alarms ---
 
-    def ring(self, alarm: str, owner: Any) -> None:
-        """An alarm of a line, or of a generation."""
-        if alarm == "fence":
-            if self._is_quarantined(owner):
-                self._fence(owner)
-            else:
-                self.lost.discard(owner)
+    def ring(self, owner: str | NodeId) -> None:
+        """It is time to fence a generation again, or to say `Hello` again on a line."""
+        if isinstance(owner, NodeId):
+            self._fence(owner)
             return
         line = self.lines[owner]
         self._tidy(line)
@@ -458,17 +391,15 @@ class TargetSessions:
         if session is None:
             self.open(line)
         elif session.node is not None and self.is_silent(session.node):
-            self._end_all(session.node, f"nothing was heard for {self.timers.silence:g} s")
+            self._end_all(session.node, f"nothing was heard for {self.timers.lease:g} s")
         else:
             self._say_hello(line, session)
 
     def validate(self) -> None:
         """Check the invariants; raises `AssertionError`."""
         for line in self.lines.values():
-            alarm = self.context.alarms.at("hello", line.address)
-            assert alarm is not None, f"{line.address} has nothing that would wake it"
-        for node in self.lost:
-            assert self.context.alarms.at("fence", node) is not None, f"{node} is not being fenced"
+            alarm = self.context.alarms.at("resend", line.address)
+            assert alarm is not None, f"nothing would wake {line}"
         for session in self.known.values():
             used = not session.over and self.lines[session.address].session is session
             assert used or session.attempts, f"{session} should be forgotten"

@@ -63,7 +63,12 @@ class Numbers:
         mean, std, dtype, seed = self._options
         draw = np.random.default_rng(seed)
         numbers = draw.normal(mean, std, TEMPLATE_BYTES // 4).astype(np.float32)
-        self._template = _as_bytes(numbers, dtype)
+        if dtype == "float16":
+            self._template = numbers.astype(np.float16).view(np.uint8)
+        elif dtype == "bfloat16":  # the upper half of a float32, in little-endian order
+            self._template = numbers.view(np.uint16)[1::2].copy().view(np.uint8)
+        else:
+            self._template = numbers.view(np.uint8)
 
     def close(self) -> None:
         """Forget them."""
@@ -98,11 +103,3 @@ class Numbers:
     def remove(self, keys: Sequence[bytes]) -> int:
         """Nothing can be removed."""
         return 0
-
-
-def _as_bytes(numbers: npt.NDArray[np.float32], dtype: str) -> npt.NDArray[np.uint8]:
-    if dtype == "float16":
-        return numbers.astype(np.float16).view(np.uint8)
-    if dtype == "bfloat16":  # the upper half of a float32, in little-endian order
-        return numbers.view(np.uint16)[1::2].copy().view(np.uint8)
-    return numbers.view(np.uint8)

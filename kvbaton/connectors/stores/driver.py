@@ -36,7 +36,21 @@ class Driver:
         """Run a coroutine; those submitted first begin first."""
         answer: Future[T] = Future()
         answer.set_running_or_notify_cancel()
-        self._loop.call_soon_threadsafe(self._start, work, answer)
+
+        async def settle() -> None:
+            try:
+                answer.set_result(await work)
+            except asyncio.CancelledError:
+                answer.set_exception(StoreError("the store was closed"))
+            except Exception as error:
+                answer.set_exception(error)
+
+        def start() -> None:
+            task = self._loop.create_task(settle())
+            self._tasks.add(task)
+            task.add_done_callback(self._tasks.discard)
+
+        self._loop.call_soon_threadsafe(start)
         return answer
 
     def call(self, action: Callable[[], T]) -> T:
@@ -71,17 +85,3 @@ class Driver:
             self._loop.call_soon_threadsafe(self._loop.stop)
             self._thread.join()
             self._loop.close()
-
-    def _start(self, work: Coroutine[Any, Any, Any], answer: Future[Any]) -> None:
-        task = self._loop.create_task(_settle(work, answer))
-        self._tasks.add(task)
-        task.add_done_callback(self._tasks.discard)
-
-
-async def _settle(work: Coroutine[Any, Any, T], answer: Future[T]) -> None:
-    try:
-        answer.set_result(await work)
-    except asyncio.CancelledError:
-        answer.set_exception(StoreError("the store was closed"))
-    except Exception as error:
-        answer.set_exception(error)

@@ -228,7 +228,11 @@ class FaultyStore:
             _flip(target, key)
         if "partial" in hit:
             self.injected["partial"] += 1
-            _overwrite_second_half(target)
+            start = sum(map(len, target)) // 2
+            for piece in target:
+                kept = min(start, len(piece))
+                piece[kept:] = b"\xff" * (len(piece) - kept)  # no number, in most floats
+                start -= kept
         return "partial" not in hit
 
     def _spoil_source(self, hit: set[str], key: bytes, source: Pieces) -> Pieces:
@@ -258,12 +262,3 @@ def _flip(pieces: Pieces, key: bytes) -> None:
             piece[index] ^= 0x40
             left -= 1
         place = max(place - len(piece), 0)
-
-
-def _overwrite_second_half(pieces: Pieces) -> None:
-    """Fill it with ones: no number, in most floats."""
-    start = sum(map(len, pieces)) // 2
-    for piece in pieces:
-        kept = min(start, len(piece))
-        piece[kept:] = b"\xff" * (len(piece) - kept)
-        start -= kept

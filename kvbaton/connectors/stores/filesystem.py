@@ -1,11 +1,16 @@
 """Objects as safetensors files in a directory that many processes and hosts may share.
 
-``PATH/kvbaton-1/ab/abcd...safetensors``: one file per object (`filesystem_entry.py`), in the folder
-of its key's first byte. `filesystem_space.py` keeps the account and evicts.
+``PATH/kvbaton-1/ab/abcd...safetensors``: one file per object, in the folder of its key's first
+byte. `filesystem_space.py` keeps the account and evicts.
 
 - An entry is written beside the others and renamed when it is whole, so a reader sees all of it or
-  nothing, whoever is killed and whatever is full. Without `fsync`, a loss of power can leave an
-  entry whose bytes never reached the disk: its checksum says so, it is a miss and removed.
+  nothing, whoever is killed and whatever is full.
+- Its header (safetensors', padded with spaces to a fixed size as that format allows) follows from
+  key and length alone, so a cut file, another object's and a foreign one are told by it. The bytes
+  have no checksum of their own: the engine verifies a digest of all that it loads before use, and
+  deletes what is wrong. That finds what a loss of power leaves without `fsync`, too: an entry whose
+  bytes never reached the disk.
+- Evicted files are written over, so what was read counts only if its path still names the file.
 - The directory is the only truth: an entry that another process removed is a miss, and one that it
   stored a hit, from the next call on. A network file system may show either a little later.
 - A full disk evicts what was used least recently, then stores after all, or says False.
@@ -16,30 +21,44 @@ from __future__ import annotations
 import errno
 import logging
 import os
+import struct
+import threading
 import time
-from collections.abc import Sequence
+from binascii import hexlify
+from collections import deque
+from collections.abc import Callable, Sequence
 from concurrent.futures import Future
-from contextlib import suppress
+from contextlib import AbstractContextManager, suppress
+from itertools import islice
 
-from kvbaton.connectors.store import Pieces, StoreCapabilities, Usage
-from kvbaton.connectors.stores import filesystem_entry
-from kvbaton.connectors.stores.filesystem_entry import HEADER_BYTES, Verdict
-from kvbaton.connectors.stores.filesystem_index import EntryIndex
-from kvbaton.connectors.stores.filesystem_space import SUFFIX, SpaceManager, Written, status_of
-from kvbaton.connectors.stores.threaded import ONE, Share, ThreadedStore
-from kvbaton.errors import ConfigError, StoreError
+from kvbaton.connectors.store import KEY_BYTES, Pieces, StoreCapabilities, Usage
+from kvbaton.connectors.stores.filesystem_space import (
+    FOLDERS,
+    SUFFIX,
+    SpaceManager,
+    Written,
+    status_of,
+)
+from kvbaton.connectors.stores.threaded import ONE, BatchLimit, LastCall, ThreadedStore
+from kvbaton.errors import ConfigError
 
 logger = logging.getLogger(__name__)
 
-SHARE = Share(64, 16 << 20)
+HEADER_BYTES = 512
+TOGETHER = BatchLimit(64, 16 << 20)
 """Objects that are stored together."""
 MAKE_ROOM_SECONDS = 5.0
 """The longest that one object waits for others to be evicted."""
 LOOK_SECONDS = 1.0
 """How old `usage` may get while there are only lookups."""
 
+_LENGTH = struct.Struct("<Q")
+_MAX_PIECES = 1024
+"""IOV_MAX."""
 _GONE = (errno.ENOENT, errno.ESTALE)
 _NO_ROOM = (errno.ENOSPC, errno.EDQUOT)
+_NO_FOLDER = -1
+"""Stands for the descriptor of a folder that is not there: nothing is found in it."""
 
 
 class FilesystemStore(ThreadedStore):
@@ -68,14 +87,14 @@ class FilesystemStore(ThreadedStore):
     ) -> None:
         backend = Files(path, max_bytes, fsync=fsync, touch_seconds=touch_seconds)
         super().__init__(name, backend, threads=threads)
-        self._files, self._share = backend, ONE if fsync else SHARE
+        self._files, self._limit = backend, ONE if fsync else TOGETHER
 
     def store(self, keys: Sequence[bytes], sources: Sequence[Pieces]) -> Future[list[bool]]:
         """See `Store.store`; a thread takes several objects, unless each is waited for."""
-        return self._move("store", self._files.put_some, keys, sources, self._share)
+        return self._move("store", self._files.put_some, keys, sources, self._limit)
 
 
-class Files:
+class Files(LastCall):
     """The backend of `FilesystemStore`."""
 
     capabilities = StoreCapabilities(persistent=True, shared=True, pins=False)
@@ -90,7 +109,6 @@ class Files:
         self._space = SpaceManager(self._root, max_bytes)
         self._index = EntryIndex(self._root)
         self._looked = 0.0
-        self._trouble: str | None = "not open"
 
     def open(self) -> None:
         """Make the directory, remove what dead writers left, make the limit hold.
@@ -103,21 +121,14 @@ class Files:
             raise ConfigError(
                 "max_bytes", f"must be at least {HEADER_BYTES}, not {self._max_bytes}"
             )
-        try:
+        with self._accessing("open"):
             self._space.open()
-        except OSError as error:
-            raise self._failed("open", error) from error
-        self._trouble = None
 
     def close(self) -> None:
         """Close what lookups keep open."""
+        super().close()
         self._index.close()
         self._space.close()
-        self._trouble = "not open"
-
-    def health(self) -> str | None:
-        """The error of the last call, if it had one."""
-        return self._trouble
 
     def usage(self) -> Usage:
         """What all processes hold there, as this one last read."""
@@ -125,28 +136,24 @@ class Files:
 
     def contains(self, keys: Sequence[bytes]) -> list[bool]:
         """See `Backend.contains`."""
-        try:
-            if time.monotonic() > self._looked + LOOK_SECONDS:
-                self._space.look()
-                self._looked = time.monotonic()
-            present = self._index.find(keys)
-        except FileNotFoundError:  # somebody took the whole directory away
-            return [False] * len(keys)
-        except OSError as error:
-            raise self._failed("look into", error) from error
-        self._trouble = None
-        return present
+        with self._accessing("look into"):
+            try:
+                if time.monotonic() > self._looked + LOOK_SECONDS:
+                    self._space.look()
+                    self._looked = time.monotonic()
+                return self._index.find(keys)
+            except FileNotFoundError:  # somebody took the whole directory away
+                return [False] * len(keys)
 
     def get(self, key: bytes, target: Pieces) -> bool:
         """See `Backend.get`; an entry that is not what it should be is removed."""
-        try:
-            right = self._read(self._path(key), key, target)
-        except OSError as error:
-            if error.errno in _GONE:
+        with self._accessing("read"):
+            try:
+                return self._read(self._path(key), key, target)
+            except OSError as error:
+                if error.errno not in _GONE:
+                    raise
                 return False
-            raise self._failed("read", error) from error
-        self._trouble = None
-        return right
 
     def put(self, key: bytes, source: Pieces) -> bool:
         """See `Backend.put`."""
@@ -154,52 +161,50 @@ class Files:
 
     def put_some(self, items: Sequence[tuple[bytes, Pieces]]) -> list[bool]:
         """Keep objects, each as by `put`; they appear, and are counted, under one lock."""
-        try:
-            stored = self._store(items)
-        except OSError as error:
-            if error.errno not in (*_NO_ROOM, *_GONE, errno.EFBIG):
-                raise self._failed("write to", error) from error
-            return [False] if len(items) == 1 else [self.put(*item) for item in items]
-        self._trouble = None
-        return stored
+        with self._accessing("write to"):
+            try:
+                return self._store(items)
+            except OSError as error:
+                if error.errno not in (*_NO_ROOM, *_GONE, errno.EFBIG):
+                    raise
+        return [False] if len(items) == 1 else [self.put(*item) for item in items]
 
     def remove(self, keys: Sequence[bytes]) -> int:
         """See `Backend.remove`."""
-        try:
-            count, _ = self._space.remove([self._path(key) for key in dict.fromkeys(keys)])
-        except OSError as error:
-            raise self._failed("delete from", error) from error
-        return count
+        with self._accessing("delete from"):
+            return self._space.remove([self._path(key) for key in dict.fromkeys(keys)])[0]
 
     def _read(self, path: str, key: bytes, target: Pieces) -> bool:
         file = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
         try:
             status = os.fstat(file)
-            verdict = filesystem_entry.read(file, status.st_size, key, target)
-            if verdict is Verdict.RIGHT:
-                self._touch(file, status.st_mtime)
-            # Evicted meanwhile, it may be another object's by now, or about to be.
-            elif verdict is Verdict.CORRUPT and os.path.samestat(status, os.stat(path)):
+            num_bytes = status.st_size - HEADER_BYTES
+            fits = num_bytes == sum(map(len, target))
+            head = memoryview(bytearray(HEADER_BYTES))
+            whole = _move_all(os.preadv, file, [head, *target] if fits else [head])
+            if not os.path.samestat(status, os.stat(path)):
+                return False
+            if not whole or head != header(key, num_bytes):
                 logger.warning("%s is not what was stored: removed", path)
                 self._space.remove([path])
-            return verdict is Verdict.RIGHT
+                return False
+            if fits:
+                self._touch(file, status.st_mtime)
+            return fits
         finally:
             os.close(file)
-
-    def _is_stored(self, key: bytes, num_bytes: int) -> bool:
-        path = self._path(key)
-        status = status_of(path)
-        if status is None or status.st_size != num_bytes:
-            return False
-        self._touch(path, status.st_mtime)
-        return True
 
     def _store(self, items: Sequence[tuple[bytes, Pieces]]) -> list[bool]:
         """Write entries; when one alone finds the disk full, evict and try once more."""
         deadline = time.monotonic() + MAKE_ROOM_SECONDS
         sizes = [HEADER_BYTES + sum(map(len, source)) for _, source in items]
         most = self._max_bytes or sum(sizes)
-        stored = [self._is_stored(key, n) for (key, _), n in zip(items, sizes, strict=True)]
+        stored = []
+        for (key, _), num_bytes in zip(items, sizes, strict=True):
+            status = status_of(path := self._path(key))
+            stored.append(status is not None and status.st_size == num_bytes)
+            if status is not None and stored[-1]:
+                self._touch(path, status.st_mtime)
         new = [n for n, there in enumerate(stored) if not there and sizes[n] <= most]
         if not new or not self._space.make(min(sum(sizes[n] for n in new), most), deadline):
             return stored
@@ -219,25 +224,30 @@ class Files:
         files, done = list[Written](), 0
         try:
             for key, source, num_bytes in items:
-                temporary, descriptor = self._space.begin(num_bytes)
+                temporary, file = self._space.begin(num_bytes)
                 files.append(Written(temporary, self._path(key), num_bytes))
-                self._write_whole(descriptor, key, source)
+                try:
+                    top = memoryview(header(key, num_bytes - HEADER_BYTES))
+                    if not _move_all(os.pwritev, file, [top, *source]):
+                        raise OSError(errno.EIO, f"{temporary} takes no more bytes")
+                    if self._fsync:
+                        os.fsync(file)
+                finally:
+                    os.close(file)
             done = self._space.publish(files, deadline)
         finally:
-            for file in files[done:]:
+            for written in files[done:]:
                 with suppress(FileNotFoundError):
-                    os.unlink(file.temporary)
-        if self._fsync:
-            _sync_folders({os.path.dirname(file.path) for file in files[:done]})
+                    os.unlink(written.temporary)
+        if self._fsync:  # makes names durable, the folders' own included
+            folders = {os.path.dirname(written.path) for written in files[:done]}
+            for folder in (*folders, *{os.path.dirname(path) for path in folders}):
+                file = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+                try:
+                    os.fsync(file)
+                finally:
+                    os.close(file)
         return done
-
-    def _write_whole(self, file: int, key: bytes, source: Pieces) -> None:
-        try:
-            filesystem_entry.write(file, key, source)
-            if self._fsync:
-                os.fsync(file)
-        finally:
-            os.close(file)
 
     def _touch(self, file: int | str, mtime: float) -> None:
         if time.time() - mtime >= self._touch_seconds:
@@ -249,16 +259,104 @@ class Files:
         name = key.hex()
         return f"{self._root}/{name[:2]}/{name}{SUFFIX}"
 
-    def _failed(self, doing: str, error: OSError) -> StoreError:
-        self._trouble = f"can't {doing} {self._root}: {error}"
-        return StoreError(self._trouble)
+    def _accessing(self, what: str) -> AbstractContextManager[None]:
+        return self._calling(f"can't {what} {self._root}", OSError)
 
 
-def _sync_folders(paths: set[str]) -> None:
-    """Make names durable, the folders' own included."""
-    for folder in (*paths, *{os.path.dirname(path) for path in paths}):
-        file = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
-        try:
-            os.fsync(file)
-        finally:
-            os.close(file)
+class EntryIndex:
+    """Looks for entries of one directory: one ``access(2)`` each, with little around it.
+
+    Among a million entries, time goes into the kernel's walk along the path. So the folders are
+    kept open and each walk is one step long: a fifth faster than from ``/`` on. What is kept is
+    where to look, never what is there; folders that somebody removed or replaced are noticed and
+    opened anew.
+
+    Args:
+        root: the directory, absolute.
+    """
+
+    def __init__(self, root: str) -> None:
+        self._root = root
+        self._root_id: tuple[int, int] | None = None
+        self._folders = [_NO_FOLDER] * FOLDERS
+        self._lock = threading.Lock()
+
+    def find(self, keys: Sequence[bytes]) -> list[bool]:
+        """Which entries are there.
+
+        Raises:
+            OSError: the directory can't be looked into.
+        """
+        with self._lock:
+            status = os.stat(self._root)
+            if self._root_id != (status.st_dev, status.st_ino):
+                self._forget()
+                self._root_id = (status.st_dev, status.st_ino)
+            present = self._ask(keys)
+            if all(present):
+                return present
+            missed = {key[0] for key, there in zip(keys, present, strict=True) if not there}
+            if any([self._reopen(folder) for folder in missed]):
+                present = self._ask(keys)
+            return present
+
+    def close(self) -> None:
+        """Close the folders."""
+        with self._lock:
+            self._forget()
+
+    def _ask(self, keys: Sequence[bytes]) -> list[bool]:
+        names = hexlify(b"".join(keys), b"/", KEY_BYTES).split(b"/")
+        folders, access, exists, suffix = self._folders, os.access, os.F_OK, SUFFIX.encode()
+        return [
+            access(name + suffix, exists, dir_fd=folders[key[0]])
+            for name, key in zip(names, keys, strict=False)
+        ]
+
+    def _reopen(self, folder: int) -> bool:
+        """Open a folder that was not there, or was removed; whether there is one now."""
+        with suppress(OSError):  # a network file system's word for removed
+            if self._folders[folder] != _NO_FOLDER and os.fstat(self._folders[folder]).st_nlink:
+                return False
+        self._close(folder)
+        flags = os.O_PATH | os.O_DIRECTORY | os.O_CLOEXEC
+        with suppress(FileNotFoundError):
+            self._folders[folder] = os.open(f"{self._root}/{folder:02x}", flags)
+        return self._folders[folder] != _NO_FOLDER
+
+    def _forget(self) -> None:
+        self._root_id = None
+        for folder in range(FOLDERS):
+            self._close(folder)
+
+    def _close(self, folder: int) -> None:
+        if self._folders[folder] != _NO_FOLDER:
+            os.close(self._folders[folder])
+            self._folders[folder] = _NO_FOLDER
+
+
+def header(key: bytes, num_bytes: int) -> bytes:
+    """The first `HEADER_BYTES` of a file: safetensors', of one tensor ``object`` of U8."""
+    about = f'{{"format":"kvbaton-object-2","key":"{key.hex()}"}}'
+    tensor = f'{{"dtype":"U8","shape":[{num_bytes}],"data_offsets":[0,{num_bytes}]}}'
+    text = f'{{"__metadata__":{about},"object":{tensor}}}'.encode()
+    room = HEADER_BYTES - _LENGTH.size
+    return _LENGTH.pack(room) + text.ljust(room)
+
+
+def _move_all(
+    move: Callable[[int, Sequence[memoryview], int], int], file: int, pieces: Pieces
+) -> bool:
+    """Read or write pieces from the start of a file on; False if it ends before."""
+    left, offset = deque(piece for piece in pieces if piece), 0
+    while left:
+        done = move(file, list(islice(left, _MAX_PIECES)), offset)
+        if not done:
+            return False
+        offset += done
+        while done:
+            piece = left.popleft()
+            if done < len(piece):
+                left.appendleft(piece[done:])
+            done -= min(done, len(piece))
+    return True

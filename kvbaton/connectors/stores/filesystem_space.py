@@ -4,8 +4,8 @@
 
     usage        objects and bytes of each folder, 256 rows of two int64; changed under `flock`
     evicting     locked by the one process that evicts
-    tmp/         files that are being written, or will be (`filesystem_recycled.py`), named after
-                 their writers
+    tmp/         files that are being written, or will be (`RecycledFiles`), named after their
+                 writers
     00/ .. ff/   entries, by the first byte of their keys
 
 Nothing of this is kept in memory, so any number of processes on any number of hosts agree. Entries
@@ -34,15 +34,13 @@ import time
 from collections import deque
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
-from dataclasses import dataclass
 from typing import NamedTuple
 
 import numpy as np
 import numpy.typing as npt
 
-from kvbaton.connectors.host import ProcessCard, is_gone, this_process
+from kvbaton.connectors.guard import ProcessCard, is_gone, this_process
 from kvbaton.connectors.store import Usage
-from kvbaton.connectors.stores.filesystem_recycled import RecycledFiles
 
 FOLDERS = 256
 SUFFIX = ".safetensors"
@@ -72,8 +70,9 @@ class Written(NamedTuple):
     num_bytes: int
 
 
-@dataclass(frozen=True, order=True)
-class _Entry:
+class LastUse(NamedTuple):
+    """When an entry was used, and what it would free."""
+
     mtime_ns: int
     path: str
     num_bytes: int
@@ -93,7 +92,7 @@ class SpaceManager:
         self._writer = ""
         self._lock = threading.Lock()
         self._recycled = RecycledFiles((max_bytes or 0) // SPARE_PART)
-        self._oldest = deque[_Entry]()
+        self._oldest = deque[LastUse]()
         self._hand = random.randrange(FOLDERS)  # the folder that was read last; processes differ
         self.usage = Usage(capacity=max_bytes)
         """As last read from the directory."""
@@ -154,7 +153,9 @@ class SpaceManager:
                     with suppress(FileNotFoundError):  # somebody else was faster
                         change = (1, os.stat(path).st_size)
                         if spare:
-                            self._keep(path, change[1])
+                            os.rename(path, kept := self._temporary())
+                            os.utime(kept)  # or it would look like a dead writer's
+                            self._recycled.add(kept, change[1])
                         else:
                             os.unlink(path)
                         rows[_folder_of(path)] -= change
@@ -176,8 +177,12 @@ class SpaceManager:
             if stuck or late or num_bytes > self._max_bytes:
                 return False
             with self._locked("evicting"):
-                # Whoever held the lock may have made room for us, too.
-                stuck = self._missing(num_bytes) > 0 and not self._make_some(num_bytes)
+                missing = self._missing(num_bytes)  # who held the lock may have made room for us
+                if missing > 0 and not self._remove_oldest(missing, spare=True):
+                    if self._sample():
+                        self._oldest.clear()  # other rows may be wrong, too: first look at them
+                    else:
+                        stuck = not self._remove_oldest(self._missing(num_bytes), spare=True)
         return True
 
     def evict(self, num_bytes: int) -> bool:
@@ -191,15 +196,6 @@ class SpaceManager:
             self._sample()
             return self._remove_oldest(num_bytes, spare=False)
 
-    def _make_some(self, num_bytes: int) -> bool:
-        """Whether it made a difference; a new sample that puts the account right is enough."""
-        if self._remove_oldest(self._missing(num_bytes), spare=True):
-            return True
-        if self._sample():
-            self._oldest.clear()  # other rows may be wrong, too: first look at them
-            return True
-        return self._remove_oldest(self._missing(num_bytes), spare=True)
-
     def _missing(self, num_bytes: int) -> int:
         """Bytes by which a new entry would break the limit."""
         assert self._max_bytes is not None
@@ -209,7 +205,7 @@ class SpaceManager:
     def _sample(self) -> bool:
         """Find entries that may go; whether rows were found wrong."""
         self._sweep()
-        entries, corrected = list[_Entry](), False
+        entries, corrected = list[LastUse](), False
         for _ in range(FOLDERS):
             self._hand = (self._hand + 1) % FOLDERS
             found, wrong = self._visit(self._hand)
@@ -236,12 +232,6 @@ class SpaceManager:
                 goal -= entry.num_bytes
         return self.remove(victims, spare=spare)[1] > 0
 
-    def _keep(self, path: str, num_bytes: int) -> None:
-        spare = self._temporary()
-        os.rename(path, spare)
-        os.utime(spare)  # or it would look like a dead writer's
-        self._recycled.add(spare, num_bytes)
-
     def _temporary(self) -> str:
         return f"{self._root}/tmp/{self._writer}.{self._run}-{next(self._numbers)}"
 
@@ -263,11 +253,18 @@ class SpaceManager:
                 room -= change[1]
         return len(files)
 
-    def _visit(self, folder: int) -> tuple[list[_Entry], bool]:
+    def _visit(self, folder: int) -> tuple[list[LastUse], bool]:
         """All entries of a folder; puts its row right, if nothing changed meanwhile."""
         with self._open("usage") as file:
             before = _read_rows(file)[folder]
-        entries = list(self._entries(folder))
+        entries = list[LastUse]()
+        with suppress(FileNotFoundError), os.scandir(self._in(f"{folder:02x}")) as found:
+            for item in found:
+                if not item.name.endswith(SUFFIX):  # a file server's own, say
+                    continue
+                with suppress(FileNotFoundError):  # evicted by another process
+                    status = item.stat(follow_symlinks=False)
+                    entries.append(LastUse(status.st_mtime_ns, item.path, status.st_size))
         seen = np.array([len(entries), sum(entry.num_bytes for entry in entries)])
         wrong = bool((seen != before).any())
         if wrong:
@@ -276,18 +273,6 @@ class SpaceManager:
                 if wrong:
                     rows[folder] = seen
         return entries, wrong
-
-    def _entries(self, folder: int) -> Iterator[_Entry]:
-        try:
-            with os.scandir(self._in(f"{folder:02x}")) as found:
-                for item in found:
-                    if not item.name.endswith(SUFFIX):  # a file server's own, say
-                        continue
-                    with suppress(FileNotFoundError):  # evicted by another process
-                        status = item.stat(follow_symlinks=False)
-                        yield _Entry(status.st_mtime_ns, item.path, status.st_size)
-        except FileNotFoundError:
-            return
 
     def _sweep(self) -> None:
         """Remove what dead writers left. A live one that loses its file only fails to store."""
@@ -321,7 +306,13 @@ class SpaceManager:
         mine = lock is not None and lock.acquire(timeout=LOCK_SECONDS)
         try:
             with self._open(name) as file:
-                while not _try_lock(file) and time.monotonic() < deadline:
+                while True:
+                    try:
+                        fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                        break
+                    except BlockingIOError:
+                        if time.monotonic() > deadline:
+                            break
                     time.sleep(0.0005)
                 yield file
         finally:
@@ -342,6 +333,66 @@ class SpaceManager:
 
     def _in(self, name: str) -> str:
         return f"{self._root}/{name}"
+
+
+class RecycledFiles:
+    """Evicted files of one process, kept to be written over: a full store needs no new ones.
+
+    To write over a file of the right size takes a fifth of what it takes to remove it and to make
+    another: its inode, its blocks and often its pages are there already (docs/performance.md).
+
+    Args:
+        max_bytes: most bytes of them all.
+    """
+
+    def __init__(self, max_bytes: int) -> None:
+        self._room = max_bytes
+        self._lock = threading.Lock()
+        self._by_size: dict[int, list[str]] = {}
+
+    def add(self, path: str, num_bytes: int) -> None:
+        """Keep a file, or remove it if there are enough."""
+        with self._lock:
+            if num_bytes <= self._room:
+                self._room -= num_bytes
+                self._by_size.setdefault(num_bytes, []).append(path)
+                return
+        _unlink(path)
+
+    def take(self, num_bytes: int) -> str | None:
+        """A file of that size; if there is none, as many bytes of others go, since one is made."""
+        with self._lock:
+            if num_bytes in self._by_size:
+                return self._pop(num_bytes)
+            others = list[str]()
+            while self._by_size and num_bytes > 0:
+                size = next(iter(self._by_size))
+                others.append(self._pop(size))
+                num_bytes -= size
+        for path in others:
+            _unlink(path)
+        return None
+
+    def clear(self) -> None:
+        """Remove them all."""
+        with self._lock:
+            spares, self._by_size = self._by_size, {}
+            self._room += sum(size * len(paths) for size, paths in spares.items())
+        for paths in spares.values():
+            for path in paths:
+                _unlink(path)
+
+    def _pop(self, size: int) -> str:
+        path = self._by_size[size].pop()
+        self._room += size
+        if not self._by_size[size]:
+            del self._by_size[size]
+        return path
+
+
+def _unlink(path: str) -> None:
+    with suppress(FileNotFoundError):  # swept by another process
+        os.unlink(path)
 
 
 def open_file(path: str, flags: int) -> int:
@@ -374,14 +425,6 @@ def _folder_of(path: str) -> int:
 def _total(rows: Rows) -> tuple[int, int]:
     objects, num_bytes = rows.clip(0).sum(0).tolist()
     return objects, num_bytes
-
-
-def _try_lock(file: int) -> bool:
-    try:
-        fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except BlockingIOError:
-        return False
-    return True
 
 
 def _writer_name(process: ProcessCard) -> str:

@@ -1,31 +1,44 @@
-"""Objects in an LMCache engine inside this process, with whatever tiers it is configured to have.
+"""Objects as chunks of tokens, which is what LMCache keeps; and its engine, inside this process.
 
-`lmcache_server.py` talks to LMCache's server instead.
+The key's 32 bytes, read as 16 numbers, are the tokens of a chunk, repeated up to its length. An
+object takes as many chunks of a fixed number of bytes as it needs: LMCache chains their hashes, so
+they can all have the same tokens. In front of the bytes stand their length and checksum; behind
+them, up to the end of the last chunk, stands anything.
+
+The engine has whatever tiers it is configured to have. `lmcache_server.py` talks to LMCache's
+server instead.
 """
 
 from __future__ import annotations
 
+import multiprocessing
+import os
+import struct
 import threading
+import uuid
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from importlib.util import find_spec
 from typing import Any
 
-from kvbaton.connectors.store import Pieces, StoreCapabilities, Usage
-from kvbaton.connectors.stores.lmcache_chunks import (
-    KEY_TOKENS,
-    Verdict,
-    check_chunk_bytes,
-    chunks_of,
-    fill,
-    take,
-    tokens_of,
-)
-from kvbaton.connectors.stores.threaded import ThreadedStore
-from kvbaton.errors import ConfigError, StoreError
+from kvbaton.connectors.store import KEY_BYTES, Pieces, StoreCapabilities, Usage
+from kvbaton.connectors.stores.memory import copy
+from kvbaton.connectors.stores.seal import SEAL_BYTES, seal
+from kvbaton.connectors.stores.threaded import LastCall, ThreadedStore
+from kvbaton.errors import ConfigError
 
 if find_spec("lmcache") is None:
     raise ImportError("lmcache is not installed: pip install 'kvbaton[lmcache]'")
+
+# Before its import: unless told otherwise, it reports its use to its makers.
+os.environ.setdefault("LMCACHE_TRACK_USAGE", "false")
+os.environ.setdefault("LMCACHE_LOG_LEVEL", "ERROR")
+
+KEY_TOKENS = KEY_BYTES // 2
+"""Fewest tokens of a chunk, and what an engine's chunks have."""
+
+_WORDS = struct.Struct(f"<{KEY_TOKENS}H")
+_HEAD = struct.Struct(f"<Q{SEAL_BYTES}s")
 
 
 class LMCacheStore(ThreadedStore):
@@ -51,10 +64,10 @@ class LMCacheStore(ThreadedStore):
         options: Mapping[str, Any] | None = None,
     ) -> None:
         check_chunk_bytes(chunk_bytes)
-        super().__init__(name, Chunks(max_bytes, chunk_bytes, options or {}), threads=1)
+        super().__init__(name, LMCacheBackend(max_bytes, chunk_bytes, options or {}), threads=1)
 
 
-class Chunks:
+class LMCacheBackend(LastCall):
     """The backend of `LMCacheStore`; LMCache itself is imported when it is opened."""
 
     def __init__(self, max_bytes: int, chunk_bytes: int, options: Mapping[str, Any]) -> None:
@@ -65,7 +78,6 @@ class Chunks:
         self._options = options
         self._turn = threading.Lock()
         self._give_back: Callable[[], None] | None = None
-        self._trouble: str | None = "not open"
 
     def open(self) -> None:
         """Import LMCache, which takes seconds, and make an engine.
@@ -74,23 +86,17 @@ class Chunks:
             ConfigError: LMCache does not take these options.
             StoreError: the engine can't be made.
         """
-        from kvbaton.connectors.stores.lmcache_engine import make_engine
-
-        with self._calling():
-            self._engine, self._give_back = make_engine(
+        with self._engine_turn():
+            self._engine, self._give_back = _make_engine(
                 self._max_bytes, self._chunk_bytes, self._options
             )
 
     def close(self) -> None:
         """Give the engine's memory back."""
+        super().close()
         if self._give_back is not None:
             self._give_back()
         self._engine = self._give_back = None
-        self._trouble = "not open"
-
-    def health(self) -> str | None:
-        """The error of the last call, if it had one."""
-        return self._trouble
 
     def usage(self) -> Usage:
         """Only the limit."""
@@ -98,31 +104,32 @@ class Chunks:
 
     def contains(self, keys: Sequence[bytes]) -> list[bool]:
         """See `Backend.contains`; of an object, only its first chunk is looked for."""
-        with self._calling():
-            return [self._engine.lookup(_tokens(key)) == KEY_TOKENS for key in keys]
+        with self._engine_turn():
+            return [self._engine.lookup(tokens_of(key)) == KEY_TOKENS for key in keys]
 
     def get(self, key: bytes, target: Pieces) -> bool:
         """See `Backend.get`; an object that is not what it should be is removed."""
-        tokens, verdict = _tokens(key, chunks_of(target, self._chunk_bytes)), Verdict.OTHER_LENGTH
+        tokens = tokens_of(key, KEY_TOKENS, chunks_of(target, self._chunk_bytes))
+        right: bool | None = None
 
         def move(slots: list[memoryview]) -> None:
-            nonlocal verdict
+            nonlocal right
             if len(slots) * KEY_TOKENS == len(tokens):
-                verdict = take(slots, key, target)
+                right = take(slots, key, target)
 
-        with self._calling():
+        with self._engine_turn():
             self._engine.retrieve(tokens, move=move)
-            if verdict is Verdict.CORRUPT:
+            if right is False:
                 self._engine.clear(tokens)
-        return verdict is Verdict.RIGHT
+        return bool(right)
 
     def put(self, key: bytes, source: Pieces) -> bool:
         """See `Backend.put`."""
         chunks = chunks_of(source, self._chunk_bytes)
         if chunks * self._chunk_bytes > self._max_bytes:
             return False
-        tokens = _tokens(key, chunks)
-        with self._calling():
+        tokens = tokens_of(key, KEY_TOKENS, chunks)
+        with self._engine_turn():
             found = self._engine.lookup(tokens)
             if 0 < found < len(tokens):  # the rest was evicted, or was never there
                 self._engine.clear(tokens)
@@ -134,22 +141,139 @@ class Chunks:
 
     def remove(self, keys: Sequence[bytes]) -> int:
         """See `Backend.remove`; of an object, its first chunk: without it there is no other."""
-        with self._calling():
-            return sum(self._engine.clear(_tokens(key)) > 0 for key in dict.fromkeys(keys))
+        with self._engine_turn():
+            return sum(self._engine.clear(tokens_of(key)) > 0 for key in dict.fromkeys(keys))
 
     @contextmanager
-    def _calling(self) -> Iterator[None]:
+    def _engine_turn(self) -> Iterator[None]:
         """A turn at the engine; what it raises is `StoreError`."""
-        with self._turn:
-            try:
-                yield
-            except (ConfigError, StoreError):
-                raise
-            except Exception as error:
-                self._trouble = f"LMCache: {type(error).__name__}: {error}"
-                raise StoreError(self._trouble) from error
-            self._trouble = None
+        with self._turn, self._calling("LMCache", Exception):
+            yield
 
 
-def _tokens(key: bytes, chunks: int = 1) -> list[int]:
-    return tokens_of(key, KEY_TOKENS, chunks)
+def check_chunk_bytes(chunk_bytes: int) -> None:
+    """Raise `ConfigError` unless chunks can have so many bytes."""
+    if chunk_bytes < 1024 or chunk_bytes % 1024:
+        raise ConfigError("chunk_bytes", f"must be a multiple of 1024, not {chunk_bytes}")
+
+
+def tokens_of(key: bytes, chunk_tokens: int = KEY_TOKENS, chunks: int = 1) -> list[int]:
+    """Tokens of an object: `chunks` times `chunk_tokens` of them."""
+    words = _WORDS.unpack(key) * (chunk_tokens // KEY_TOKENS + 1)
+    return list(words[:chunk_tokens]) * chunks
+
+
+def chunks_of(pieces: Pieces, chunk_bytes: int) -> int:
+    """How many chunks an object takes."""
+    return -(-(_HEAD.size + sum(map(len, pieces))) // chunk_bytes)
+
+
+def fill(slots: Sequence[memoryview], numbers: Sequence[int], key: bytes, source: Pieces) -> None:
+    """Write some chunks of an object.
+
+    Args:
+        slots: memory of these chunks, all of one length.
+        numbers: which chunks of the object they are.
+        key: of the object.
+        source: all its bytes.
+    """
+    head = _HEAD.pack(sum(map(len, source)), seal(key, source))
+    for slot, number in zip(slots, numbers, strict=True):
+        part = _cut([memoryview(head), *source], number * len(slot), len(slot))
+        copy([slot[: sum(map(len, part))]], part)
+
+
+def take(slots: Sequence[memoryview], key: bytes, target: Pieces) -> bool | None:
+    """Fill `target` from all chunks of an object.
+
+    Returns:
+        Whether the bytes are right; None if they are not as many.
+    """
+    num_bytes, digest = _HEAD.unpack(slots[0][: _HEAD.size])
+    if num_bytes != sum(map(len, target)):
+        return None
+    copy(target, _cut(slots, _HEAD.size, num_bytes))
+    return bool(seal(key, target) == digest)
+
+
+def _cut(pieces: Pieces, start: int, num_bytes: int) -> list[memoryview]:
+    """A run of the bytes of some pieces; what is beyond their end is left out."""
+    parts = []
+    for piece in pieces:
+        part = piece[min(start, len(piece)) : start + num_bytes]
+        start = max(start - len(piece), 0)
+        num_bytes -= len(part)
+        parts.append(part)
+    return parts
+
+
+Move = Callable[[list[memoryview]], None]
+"""Fills or reads the memory of some chunks, in their order."""
+
+
+def _make_engine(
+    max_bytes: int, chunk_bytes: int, options: Mapping[str, Any]
+) -> tuple[Any, Callable[[], None]]:
+    """Make an engine with chunks of `KEY_TOKENS` tokens, each of them a row of bytes.
+
+    Its ``store`` and ``retrieve`` take a `Move` named ``move``.
+
+    Returns:
+        The engine, and what gives it back.
+
+    Raises:
+        ConfigError: LMCache does not take these options.
+    """
+    import torch
+    from lmcache.v1.cache_engine import LMCacheEngineBuilder
+    from lmcache.v1.config import LMCacheEngineConfig
+    from lmcache.v1.metadata import LMCacheMetadata
+
+    known = LMCacheEngineConfig.from_defaults()
+    if unknown := [name for name in options if not hasattr(known, name)]:
+        raise ConfigError("options", f"LMCache has no settings {unknown}")
+    settings = {
+        "chunk_size": KEY_TOKENS,
+        "local_cpu": True,
+        "max_local_cpu_size": max_bytes / (1 << 30),
+        "py_enable_gc": True,  # as its default is now; False stops the whole process's collector
+    }
+    shape = (1, 1, KEY_TOKENS, 1, chunk_bytes // KEY_TOKENS)
+    model = f"kvbaton-{chunk_bytes}"
+    name, start_method = f"kvbaton-{uuid.uuid4()}", multiprocessing.get_start_method(True)
+    try:
+        engine = LMCacheEngineBuilder.get_or_create(
+            name,
+            LMCacheEngineConfig.from_defaults(**settings | dict(options)),
+            LMCacheMetadata(model, 1, 1, 0, 0, torch.uint8, shape, chunk_size=KEY_TOKENS),
+            ChunkMover(),
+            lambda tensor, source: None,
+            lambda thing, source: thing,
+        )
+    finally:
+        # It sets one for the whole process.
+        multiprocessing.set_start_method(start_method, force=True)
+    engine.post_init()
+
+    def give_back() -> None:
+        LMCacheEngineBuilder.destroy(name)
+        if not engine.storage_manager.loop.is_running():
+            engine.storage_manager.loop.close()  # it only stops it
+
+    return engine, give_back
+
+
+class ChunkMover:
+    """Hands the memory of chunks to whoever called the engine.
+
+    It is what an engine that works chunk by chunk calls of LMCache's `GPUConnectorInterface`.
+    """
+
+    def batched_from_gpu(
+        self, memory_objs: Sequence[Any], starts: Any, ends: Any, *, move: Move, **_: Any
+    ) -> None:
+        """Called by ``store``."""
+        move([chunk.byte_array.cast("B") for chunk in memory_objs])
+
+    batched_to_gpu = batched_from_gpu
+    """Called by ``retrieve``."""

@@ -17,6 +17,7 @@ from __future__ import annotations
 import mmap
 import threading
 import time
+from bisect import bisect_left, insort
 from collections import OrderedDict
 from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import Future
@@ -27,12 +28,15 @@ import numpy.typing as npt
 
 from kvbaton.connectors.base import Memory
 from kvbaton.connectors.store import Found, Pieces, StoreCapabilities, Usage
-from kvbaton.connectors.stores.free_list import Extent, FreeList
 from kvbaton.connectors.stores.threaded import ThreadedStore
 from kvbaton.errors import ConfigError, StoreError
 
 LARGE_BYTES = 256 << 10
 """From here on a copy gives other threads the interpreter; below, that costs more than it saves."""
+
+
+Extent = tuple[int, int]
+"""First byte and length."""
 
 
 class MemoryStore(ThreadedStore):
@@ -82,7 +86,7 @@ class MemoryStore(ThreadedStore):
 
 
 @dataclass(slots=True, eq=False)
-class _Entry:
+class ArenaEntry:
     """An object: where its bytes are, and how many pins and copies hold them."""
 
     extents: list[Extent]
@@ -201,7 +205,7 @@ class Arena:
                 return True
             if not self._make_room(num_bytes):
                 return False
-            entry = _Entry(self._free.take(num_bytes), num_bytes)
+            entry = ArenaEntry(self._free.take(num_bytes), num_bytes)
             self._hold(entry)
             self._entries[key] = entry
         copy(self._views(entry), source)
@@ -222,11 +226,11 @@ class Arena:
 
     def _clear(self) -> None:
         self._free = FreeList(self._max_bytes)
-        self._entries: OrderedDict[bytes, _Entry] = OrderedDict()
+        self._entries: OrderedDict[bytes, ArenaEntry] = OrderedDict()
         self._held_bytes = 0
-        self._pins: dict[int, tuple[float, list[_Entry]]] = {}
+        self._pins: dict[int, tuple[float, list[ArenaEntry]]] = {}
 
-    def _written(self, key: bytes) -> _Entry | None:
+    def _written(self, key: bytes) -> ArenaEntry | None:
         entry = self._entries.get(key)
         return entry if entry is not None and entry.written else None
 
@@ -257,11 +261,11 @@ class Arena:
         for entry in entries:
             self._let_go(entry)
 
-    def _hold(self, entry: _Entry) -> None:
+    def _hold(self, entry: ArenaEntry) -> None:
         self._held_bytes += 0 if entry.holds else entry.num_bytes
         entry.holds += 1
 
-    def _let_go(self, entry: _Entry) -> None:
+    def _let_go(self, entry: ArenaEntry) -> None:
         entry.holds -= 1
         self._held_bytes -= 0 if entry.holds else entry.num_bytes
         if entry.forgotten and not entry.holds:
@@ -273,9 +277,67 @@ class Arena:
         if not entry.holds:
             self._free.give(entry.extents)
 
-    def _views(self, entry: _Entry) -> list[memoryview]:
+    def _views(self, entry: ArenaEntry) -> list[memoryview]:
         assert self._bytes is not None, "the memory store is not open"
         return [self._bytes[start : start + length].data for start, length in entry.extents]
+
+
+class FreeList:
+    """Free bytes, all of which can be taken, in one run where there is one and else in several.
+
+    So an arena is never too fragmented for an object that fits. Objects of one size always get one
+    run. Best fit, coalescing; the cost grows with the number of holes, not of objects.
+
+    Args:
+        num_bytes: all of them free.
+    """
+
+    def __init__(self, num_bytes: int) -> None:
+        self.num_bytes = 0
+        self._by_length: list[Extent] = []
+        """Length and first byte of each hole, ascending."""
+        self._lengths: dict[int, int] = {}
+        self._starts: dict[int, int] = {}
+        """First byte of the hole that ends before a byte."""
+        self.give([(0, num_bytes)])
+
+    def take(self, num_bytes: int) -> list[Extent]:
+        """Take that many bytes, of those that are free."""
+        assert num_bytes <= self.num_bytes, f"{num_bytes} bytes of {self.num_bytes} free ones"
+        taken = []
+        while num_bytes:
+            fits = bisect_left(self._by_length, (num_bytes, 0))
+            length, start = self._by_length[min(fits, len(self._by_length) - 1)]
+            self._remove(start, length)
+            used = min(length, num_bytes)
+            self._add(start + used, length - used)
+            taken.append((start, used))
+            num_bytes -= used
+        return taken
+
+    def give(self, extents: list[Extent]) -> None:
+        """Give bytes back that were taken."""
+        for start, length in extents:
+            end = start + length
+            if (after := self._lengths.get(end)) is not None:
+                self._remove(end, after)
+                end += after
+            if (before := self._starts.get(start)) is not None:
+                self._remove(before, start - before)
+                start = before
+            self._add(start, end - start)
+
+    def _add(self, start: int, length: int) -> None:
+        if length:
+            insort(self._by_length, (length, start))
+            self._lengths[start] = length
+            self._starts[start + length] = start
+            self.num_bytes += length
+
+    def _remove(self, start: int, length: int) -> None:
+        del self._by_length[bisect_left(self._by_length, (length, start))]
+        del self._lengths[start], self._starts[start + length]
+        self.num_bytes -= length
 
 
 def copy(targets: Iterable[memoryview], sources: Iterable[memoryview]) -> None:
@@ -286,12 +348,10 @@ def copy(targets: Iterable[memoryview], sources: Iterable[memoryview]) -> None:
             while not source:
                 source = next(rest)
             run = min(len(target), len(source))
-            _copy_run(target[:run], source[:run])
+            if run < LARGE_BYTES:
+                target[:run] = source[:run]
+            else:
+                np.copyto(
+                    np.frombuffer(target[:run], np.uint8), np.frombuffer(source[:run], np.uint8)
+                )
             target, source = target[run:], source[run:]
-
-
-def _copy_run(target: memoryview, source: memoryview) -> None:
-    if len(target) < LARGE_BYTES:
-        target[:] = source
-    else:
-        np.copyto(np.frombuffer(target, np.uint8), np.frombuffer(source, np.uint8))

@@ -7,14 +7,15 @@ restart, is up to its own configuration; without eviction a full server refuses,
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from typing import Any, TypeVar
+from collections.abc import Sequence
+from contextlib import AbstractContextManager
+from typing import Any
 
 from kvbaton.connectors.store import Pieces, StoreCapabilities, Usage
 from kvbaton.connectors.stores.memory import copy
 from kvbaton.connectors.stores.seal import SEAL_BYTES, seal, unseal
-from kvbaton.connectors.stores.threaded import ThreadedStore
-from kvbaton.errors import ConfigError, StoreError
+from kvbaton.connectors.stores.threaded import LastCall, ThreadedStore
+from kvbaton.errors import ConfigError
 
 try:
     from redis import Redis
@@ -24,8 +25,6 @@ try:
     from redis.retry import Retry
 except ImportError as error:
     raise ImportError(f"{error}: pip install 'kvbaton[redis]'") from error
-
-T = TypeVar("T")
 
 _LOST = (ConnectionError,)
 """What is tried again: a lost connection, but not a server that is silent."""
@@ -56,10 +55,10 @@ class RedisStore(ThreadedStore):
         timeout_s: float = 5.0,
         retries: int = 2,
     ) -> None:
-        super().__init__(name, Values(url, prefix, ttl_s, timeout_s, retries), threads=threads)
+        super().__init__(name, RedisValues(url, prefix, ttl_s, timeout_s, retries), threads=threads)
 
 
-class Values:
+class RedisValues(LastCall):
     """The backend of `RedisStore`."""
 
     capabilities = StoreCapabilities(persistent=True, shared=True, pins=False)
@@ -71,10 +70,17 @@ class Values:
             raise ConfigError("ttl_s", f"must be at least 0.001, not {ttl_s}")
         self._prefix = prefix.encode()
         self._ttl_ms = None if ttl_s is None else round(ttl_s * 1000)
-        self._pool = _pool(url, timeout_s, Retry(ExponentialBackoff(1.0, 0.05), retries, _LOST))
+        retry = Retry(ExponentialBackoff(1.0, 0.05), retries, _LOST)
+        try:
+            self._pool = ConnectionPool.from_url(
+                url, socket_timeout=timeout_s, socket_connect_timeout=timeout_s, retry=retry
+            )
+        except ValueError as error:
+            raise ConfigError("url", f"is not one of a Redis server: {error}") from error
         self._redis = Redis(connection_pool=self._pool)
-        self._where = _address(self._pool.connection_kwargs)
-        self._trouble: str | None = "not open"
+        where = self._pool.connection_kwargs  # without what the URL says besides
+        server = f"{where.get('host', 'localhost')}:{where.get('port', 6379)}"
+        self._where = str(where.get("path") or server)
         self._capacity: int | None = None
 
     def open(self) -> None:
@@ -83,17 +89,14 @@ class Values:
         Raises:
             StoreError: it can't be reached, or refuses us.
         """
-        memory: Any = self._ask("reach", lambda: self._redis.info("memory"))
+        with self._asking("reach"):
+            memory: Any = self._redis.info("memory")
         self._capacity = int(memory["maxmemory"]) or None
 
     def close(self) -> None:
         """Close the connections."""
+        super().close()
         self._pool.disconnect()
-        self._trouble = "not open"
-
-    def health(self) -> str | None:
-        """The error of the last call, if it had one."""
-        return self._trouble
 
     def usage(self) -> Usage:
         """Only the server's limit: it counts neither values nor bytes by prefix."""
@@ -104,12 +107,14 @@ class Values:
         pipeline = self._redis.pipeline(transaction=False)
         for name in map(self._name, keys):
             pipeline.exists(name)
-        return [bool(found) for found in self._ask("look into", pipeline.execute)]
+        with self._asking("look into"):
+            return [bool(found) for found in pipeline.execute()]
 
     def get(self, key: bytes, target: Pieces) -> bool:
         """See `Backend.get`; a value that is not what it should be is removed."""
         name, num_bytes = self._name(key), sum(map(len, target))
-        value: Any = self._ask("read", lambda: self._redis.getex(name, px=self._ttl_ms))
+        with self._asking("read"):
+            value: Any = self._redis.getex(name, px=self._ttl_ms)
         if value is None:
             return False
         body = unseal(key, memoryview(value))
@@ -123,17 +128,21 @@ class Values:
     def put(self, key: bytes, source: Pieces) -> bool:
         """See `Backend.put`: the bytes are sent only if they are not there yet."""
         name, num_bytes = self._name(key), SEAL_BYTES + sum(map(len, source))
-        held = self._ask("look into", lambda: self._held(name))
+        with self._asking("look into"):
+            pipeline = self._redis.pipeline(transaction=False)
+            pipeline.strlen(name)
+            if self._ttl_ms is not None:
+                pipeline.pexpire(name, self._ttl_ms)  # its time starts anew
+            held: int = pipeline.execute()[0]
         if held == num_bytes:
             return True
         # A value of another length is wrong for whoever asks now, so it is replaced.
         value = b"".join([seal(key, source), *source])
-        try:
-            self._ask(
-                "write to", lambda: self._redis.set(name, value, px=self._ttl_ms, nx=not held)
-            )
-        except OutOfMemoryError:
-            return False
+        with self._asking("write to"):
+            try:
+                self._redis.set(name, value, px=self._ttl_ms, nx=not held)
+            except OutOfMemoryError:
+                return False
         return True
 
     def remove(self, keys: Sequence[bytes]) -> int:
@@ -141,49 +150,12 @@ class Values:
         names = list(map(self._name, dict.fromkeys(keys)))
         if not names:
             return 0
-        count: Any = self._ask("delete from", lambda: self._redis.unlink(*names))
+        with self._asking("delete from"):
+            count: Any = self._redis.unlink(*names)
         return int(count)
 
     def _name(self, key: bytes) -> bytes:
         return self._prefix + key.hex().encode()
 
-    def _held(self, name: bytes) -> int:
-        """Length of a value, 0 without one; its time starts anew."""
-        pipeline = self._redis.pipeline(transaction=False)
-        pipeline.strlen(name)
-        if self._ttl_ms is not None:
-            pipeline.pexpire(name, self._ttl_ms)
-        length: int = pipeline.execute()[0]
-        return length
-
-    def _ask(self, what: str, call: Callable[[], T]) -> T:
-        """Call the server; a full one is the caller's business.
-
-        Raises:
-            StoreError: it failed.
-        """
-        try:
-            answer = call()
-        except OutOfMemoryError:
-            self._trouble = None
-            raise
-        except (RedisError, OSError) as error:
-            self._trouble = f"can't {what} redis at {self._where}: {error}"
-            raise StoreError(self._trouble) from error
-        self._trouble = None
-        return answer
-
-
-def _pool(url: str, timeout_s: float, retry: Retry) -> ConnectionPool:
-    try:
-        return ConnectionPool.from_url(
-            url, socket_timeout=timeout_s, socket_connect_timeout=timeout_s, retry=retry
-        )
-    except ValueError as error:
-        raise ConfigError("url", f"is not one of a Redis server: {error}") from error
-
-
-def _address(options: dict[str, Any]) -> str:
-    """Where the server is, without what the URL says besides."""
-    port = options.get("port", 6379)
-    return str(options.get("path") or f"{options.get('host', 'localhost')}:{port}")
+    def _asking(self, what: str) -> AbstractContextManager[None]:
+        return self._calling(f"can't {what} redis at {self._where}", RedisError, OSError)

@@ -10,16 +10,17 @@ Credentials and region come from `options` or from the usual variables (``AWS_AC
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
+from contextlib import AbstractContextManager, suppress
 from datetime import timedelta
-from typing import Any, TypeVar
+from typing import Any
 from urllib.parse import urlsplit
 
 from kvbaton.connectors.store import Pieces, StoreCapabilities, Usage
 from kvbaton.connectors.stores.memory import copy
 from kvbaton.connectors.stores.seal import SEAL_BYTES, seal, unseal
-from kvbaton.connectors.stores.threaded import ThreadedStore
-from kvbaton.errors import ConfigError, StoreError
+from kvbaton.connectors.stores.threaded import LastCall, ThreadedStore
+from kvbaton.errors import ConfigError
 
 try:
     import obstore
@@ -27,8 +28,6 @@ try:
     from obstore.store import S3Store as Bucket
 except ImportError as error:
     raise ImportError(f"{error}: pip install 'kvbaton[s3]'") from error
-
-T = TypeVar("T")
 
 
 class S3Store(ThreadedStore):
@@ -63,10 +62,10 @@ class S3Store(ThreadedStore):
     ) -> None:
         config = dict(options or {}) | ({"endpoint": endpoint} if endpoint else {})
         bucket = _bucket(url, config, timeout_s, retry_s)
-        super().__init__(name, Objects(url, bucket, conditional, lookups), threads=threads)
+        super().__init__(name, S3Objects(url, bucket, conditional, lookups), threads=threads)
 
 
-class Objects:
+class S3Objects(LastCall):
     """The backend of `S3Store`."""
 
     capabilities = StoreCapabilities(persistent=True, shared=True, pins=False, max_keys=256)
@@ -76,7 +75,6 @@ class Objects:
         self._bucket = bucket
         self._conditional = conditional
         self._lookups = lookups
-        self._trouble: str | None = "not open"
 
     def open(self) -> None:
         """List the bucket's first objects.
@@ -84,15 +82,8 @@ class Objects:
         Raises:
             StoreError: there is no such bucket, or it refuses us.
         """
-        self._ask("list", lambda: next(iter(obstore.list(self._bucket)), None))
-
-    def close(self) -> None:
-        """Connections close by themselves."""
-        self._trouble = "not open"
-
-    def health(self) -> str | None:
-        """The error of the last call, if it had one."""
-        return self._trouble
+        with self._asking("list"):
+            next(iter(obstore.list(self._bucket)), None)
 
     def usage(self) -> Usage:
         """Unknown: S3 does not count."""
@@ -104,9 +95,11 @@ class Objects:
 
     def get(self, key: bytes, target: Pieces) -> bool:
         """See `Backend.get`; an object that is not what it should be is removed."""
-        value = self._ask("read", lambda: self._read(key))
-        if value is None:
-            return False
+        with self._asking("read"):
+            try:
+                value = memoryview(obstore.get(self._bucket, _path(key)).bytes())
+            except FileNotFoundError:
+                return False
         body = unseal(key, value)
         if body is None:
             self.remove([key])
@@ -121,7 +114,15 @@ class Objects:
         if held != SEAL_BYTES + sum(map(len, source)):
             # An object of another length is wrong for whoever asks now, so it is replaced.
             create = self._conditional and held is None
-            self._ask("write to", lambda: self._write(key, source, create))
+            # Another one was faster, or our own first try that lost its answer.
+            with self._asking("write to"), suppress(AlreadyExistsError):
+                obstore.put(
+                    self._bucket,
+                    _path(key),
+                    [seal(key, source), *source],
+                    mode="create" if create else "overwrite",
+                    use_multipart=False,
+                )
         return True
 
     def remove(self, keys: Sequence[bytes]) -> int:
@@ -129,56 +130,29 @@ class Objects:
         unique = list(dict.fromkeys(keys))
         paths = [_path(k) for k, found in zip(unique, self.contains(unique), strict=True) if found]
         if paths:
-            self._ask("delete from", lambda: obstore.delete(self._bucket, paths))
+            with self._asking("delete from"):
+                obstore.delete(self._bucket, paths)
         return len(paths)
 
     def _sizes(self, keys: Sequence[bytes]) -> list[int | None]:
         """Bytes of the objects with their checksums, None for those that are not there."""
 
-        async def ask_all() -> list[int | None]:
+        async def size(key: bytes, turns: asyncio.Semaphore) -> int | None:
+            async with turns:
+                try:
+                    return (await obstore.head_async(self._bucket, _path(key)))["size"]
+                except FileNotFoundError:
+                    return None
+
+        async def all_sizes() -> list[int | None]:
             turns = asyncio.Semaphore(self._lookups)
-            return await asyncio.gather(*(self._size(key, turns) for key in keys))
+            return await asyncio.gather(*(size(key, turns) for key in keys))
 
-        return self._ask("look into", lambda: asyncio.run(ask_all()))
+        with self._asking("look into"):
+            return asyncio.run(all_sizes())
 
-    async def _size(self, key: bytes, turns: asyncio.Semaphore) -> int | None:
-        async with turns:
-            try:
-                return (await obstore.head_async(self._bucket, _path(key)))["size"]
-            except FileNotFoundError:
-                return None
-
-    def _read(self, key: bytes) -> memoryview | None:
-        try:
-            return memoryview(obstore.get(self._bucket, _path(key)).bytes())
-        except FileNotFoundError:
-            return None
-
-    def _write(self, key: bytes, source: Pieces, create: bool) -> None:
-        try:
-            obstore.put(
-                self._bucket,
-                _path(key),
-                [seal(key, source), *source],
-                mode="create" if create else "overwrite",
-                use_multipart=False,
-            )
-        except AlreadyExistsError:
-            pass  # another one was faster, or our own first try that lost its answer
-
-    def _ask(self, what: str, call: Callable[[], T]) -> T:
-        """Call the service.
-
-        Raises:
-            StoreError: it failed.
-        """
-        try:
-            answer = call()
-        except (BaseError, OSError) as error:
-            self._trouble = f"can't {what} {self._url}: {_first_line(error)}"
-            raise StoreError(self._trouble) from error
-        self._trouble = None
-        return answer
+    def _asking(self, what: str) -> AbstractContextManager[None]:
+        return self._calling(f"can't {what} {self._url}", BaseError, OSError)
 
 
 def _bucket(url: str, config: dict[str, Any], timeout_s: float, retry_s: float) -> Bucket:
@@ -197,14 +171,9 @@ def _bucket(url: str, config: dict[str, Any], timeout_s: float, retry_s: float) 
             retry_config={"max_retries": 10, "retry_timeout": timedelta(seconds=retry_s)},
         )
     except (BaseError, ValueError, TypeError) as error:
-        raise ConfigError("options", _first_line(error)) from error
+        raise ConfigError("options", str(error).partition("\n")[0]) from error
 
 
 def _path(key: bytes) -> str:
     name = key.hex()
     return f"{name[:2]}/{name}"
-
-
-def _first_line(error: Exception) -> str:
-    """The library's errors go on with all that led to them."""
-    return str(error).partition("\n")[0]

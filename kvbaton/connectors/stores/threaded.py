@@ -6,6 +6,7 @@ import threading
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import contextmanager
 from typing import NamedTuple, Protocol
 from weakref import WeakSet
 
@@ -13,14 +14,14 @@ from kvbaton.connectors.store import Found, Pieces, StoreCapabilities, Usage
 from kvbaton.errors import ConfigError, StoreError
 
 
-class Share(NamedTuple):
+class BatchLimit(NamedTuple):
     """What a thread takes at a time: so many objects at most, none after so many bytes."""
 
     objects: int
     num_bytes: int
 
 
-ONE = Share(1, 1)
+ONE = BatchLimit(1, 1)
 
 
 class Backend(Protocol):
@@ -65,6 +66,37 @@ class Backend(Protocol):
     def close(self) -> None:
         """Give everything back; no other call is running."""
         ...
+
+
+class LastCall:
+    """The health of a backend: how its last call went. Backends inherit it."""
+
+    _trouble: str | None = "not open"
+
+    def health(self) -> str | None:
+        """See `Store.health`: the error of the last call, if it had one."""
+        return self._trouble
+
+    def close(self) -> None:
+        """See `Store.close`."""
+        self._trouble = "not open"
+
+    @contextmanager
+    def _calling(self, what: str, *errors: type[Exception]) -> Iterator[None]:
+        """These errors of a call are `StoreError`, and the health until a call works.
+
+        Args:
+            what: begins the message, "can't read X", say.
+            errors: of the client; of their texts the first line is told.
+        """
+        try:
+            yield
+        except ConfigError:
+            raise
+        except errors as error:
+            self._trouble = f"{what}: {str(error).partition(chr(10))[0]}"
+            raise StoreError(self._trouble) from error
+        self._trouble = None
 
 
 class ThreadedStore:
@@ -139,10 +171,10 @@ class ThreadedStore:
         action: Action,
         keys: Sequence[bytes],
         many: Sequence[Pieces],
-        share: Share = ONE,
+        limit: BatchLimit = ONE,
     ) -> Moves:
         items = list(zip(keys, many, strict=True))
-        moves = Moves(self._pool(job), self._threads, action, items, share)
+        moves = Moves(self._pool(job), self._threads, action, items, limit)
         self._moves.add(moves)
         return moves
 
@@ -172,7 +204,7 @@ class Moves(Future[list[bool]]):
         threads: how many of them, at most.
         action: moves a few objects.
         items: keys and pieces.
-        share: what a thread takes at a time.
+        limit: of what a thread takes at a time.
     """
 
     def __init__(
@@ -181,12 +213,20 @@ class Moves(Future[list[bool]]):
         threads: int,
         action: Action,
         items: Sequence[tuple[bytes, Pieces]],
-        share: Share,
+        limit: BatchLimit,
     ) -> None:
         super().__init__()
         self.set_running_or_notify_cancel()
         self._action, self._items = action, items
-        self._waiting = deque(_shares(items, share))
+        self._waiting = deque[slice]()
+        """What no thread has taken yet."""
+        start = num_bytes = 0
+        for end, (_, pieces) in enumerate(items, 1):
+            num_bytes += sum(map(len, pieces))
+            full = end - start == limit.objects or num_bytes >= limit.num_bytes
+            if full or end == len(items):
+                self._waiting.append(slice(start, end))
+                start, num_bytes = end, 0
         self._answers = [False] * len(items)
         self._lock = threading.Lock()
         self._error: BaseException | None = None
@@ -225,12 +265,3 @@ class Moves(Future[list[bool]]):
             self.set_exception(self._error)
         else:
             self.set_result(self._answers)
-
-
-def _shares(items: Sequence[tuple[bytes, Pieces]], share: Share) -> Iterator[slice]:
-    start = num_bytes = 0
-    for end, (_, pieces) in enumerate(items, 1):
-        num_bytes += sum(map(len, pieces))
-        if end - start == share.objects or num_bytes >= share.num_bytes or end == len(items):
-            yield slice(start, end)
-            start, num_bytes = end, 0

@@ -18,6 +18,8 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import threading
+import time
 from collections import Counter
 from collections.abc import Awaitable, Callable, Coroutine, Iterable, Sequence
 from concurrent.futures import Future
@@ -27,7 +29,6 @@ from typing import Any, TypeVar
 from kvbaton.connectors.registry import Spec, load_store
 from kvbaton.connectors.store import Evicting, Found, Pieces, Store, StoreCapabilities, Usage
 from kvbaton.connectors.stores.driver import Driver
-from kvbaton.connectors.stores.tier import Allowance, Tier
 from kvbaton.errors import ConfigError, StoreError
 
 T = TypeVar("T")
@@ -37,6 +38,80 @@ LENGTHS = 4
 """Different lengths of objects that are remembered."""
 
 logger = logging.getLogger(__name__)
+
+
+class Tier:
+    """One of the stores, and how it does.
+
+    Attributes:
+        store: the store.
+        name: its name, made unique among the tiers.
+        hits: objects that were loaded from it.
+        failures: calls that failed.
+    """
+
+    def __init__(self, store: Store, name: str, retry_s: float) -> None:
+        self.store = store
+        self.name = name
+        self.hits = 0
+        self.failures = 0
+        self._retry_s = retry_s
+        self._error = ""
+        self._again_at = 0.0
+
+    def outage(self) -> str | None:
+        """Why it is passed over now; None if it is not."""
+        return self._error if time.monotonic() < self._again_at else self.store.health()
+
+    async def ask(
+        self,
+        call: Callable[[], Future[T]],
+        within: float | None = None,
+        late: Callable[[Future[T]], None] | None = None,
+    ) -> T | None:
+        """The answer to a call; None if there is none.
+
+        Args:
+            call: asks the store.
+            within: seconds to wait, for calls that borrow no buffers.
+            late: is given the future that was not waited for any longer, once it is done.
+        """
+        if self.outage() is not None:
+            return None
+        try:
+            future = call()
+            waiting = asyncio.wrap_future(future)
+            if not (await asyncio.wait((waiting,), timeout=within))[0]:
+                waiting.cancel()
+                if late is not None:
+                    future.add_done_callback(late)
+                raise StoreError(f"no answer within {within:g} s")
+            return waiting.result()
+        except StoreError as error:
+            self.failures += 1
+            self._error = str(error)
+            self._again_at = time.monotonic() + self._retry_s
+            return None
+
+
+class Allowance:
+    """Bytes that may be held at a time; any thread takes and gives."""
+
+    def __init__(self, num_bytes: int) -> None:
+        self._left = num_bytes
+        self._lock = threading.Lock()
+
+    def take(self, num_bytes: int) -> bool:
+        """Whether there were as many."""
+        with self._lock:
+            enough = num_bytes <= self._left
+            self._left -= num_bytes if enough else 0
+        return enough
+
+    def give(self, num_bytes: int) -> None:
+        """Give some back."""
+        with self._lock:
+            self._left += num_bytes
 
 
 class TieredStore:
@@ -78,10 +153,11 @@ class TieredStore:
         if write not in ("through", "on_eviction"):
             raise ConfigError("--store", f"write must be through or on_eviction, not {write!r}")
         self.name = name
-        self.tiers = [
-            Tier(store, f"{store.name}-{i}" if taken else store.name, retry_s)
-            for i, (store, taken) in enumerate(_named([load_store(spec) for spec in tiers]))
-        ]
+        self.tiers: list[Tier] = []
+        for depth, store in enumerate(map(load_store, tiers)):
+            taken = store.name in [tier.store.name for tier in self.tiers]
+            name = f"{store.name}-{depth}" if taken else store.name
+            self.tiers.append(Tier(store, name, retry_s))
         self.counts: Counter[str] = Counter()
         self._write = write
         self._promotes = promote
@@ -97,8 +173,11 @@ class TieredStore:
         self._dropped: set[bytes] = set()
         self._to_prefetch: set[bytes] = set()
         self._moving: dict[bytes, asyncio.Task[Any]] = {}
-        if write == "on_eviction":
-            self._listen()
+        for depth, tier in enumerate(self.tiers[:-1] if write == "on_eviction" else ()):
+            if not isinstance(tier.store, Evicting):
+                problem = f"tier {tier.name} does not tell what it evicts: write must be through"
+                raise ConfigError("--store", problem)
+            tier.store.on_evict = partial(self._evicted, depth)
 
     @property
     def capabilities(self) -> StoreCapabilities:
@@ -277,24 +356,21 @@ class TieredStore:
         try:
             self._to_prefetch.difference_update(keys)
             await self._settled(keys)
-            return await self._delete_now(keys)
+            depths = await self._find(keys)
+
+            async def delete(tier: Tier) -> int:
+                return await asyncio.wrap_future(tier.store.delete(keys))
+
+            for answer in await asyncio.gather(*map(delete, self.tiers), return_exceptions=True):
+                if isinstance(answer, BaseException):
+                    raise answer
+            there = {key for key, depth in zip(keys, depths, strict=True) if depth is not None}
+            there |= self._dropped.intersection(keys)
+            self._dropped -= there
+            return len(there)
         finally:
             self._deletes += 1
             self._deleting -= Counter(keys)
-
-    async def _delete_now(self, keys: list[bytes]) -> int:
-        depths = await self._find(keys)
-
-        async def delete(tier: Tier) -> int:
-            return await asyncio.wrap_future(tier.store.delete(keys))
-
-        for answer in await asyncio.gather(*map(delete, self.tiers), return_exceptions=True):
-            if isinstance(answer, BaseException):
-                raise answer
-        there = {key for key, depth in zip(keys, depths, strict=True) if depth is not None}
-        there |= self._dropped.intersection(keys)
-        self._dropped -= there
-        return len(there)
 
     async def _in_turn(
         self,
@@ -307,31 +383,26 @@ class TieredStore:
             StoreError: no tier answered.
         """
         depths: list[int | None] = [None] * len(keys)
-        demoted = self.counts["demoted"]
-        await self._ask_all(depths, ask)
-        missed = [key for key, depth in zip(keys, depths, strict=True) if depth is None]
-        moving = self.counts["demoted"] != demoted or not self._moving.keys().isdisjoint(missed)
-        if missed and moving:
+        demoted, asked_again = self.counts["demoted"], False
+        while True:
+            answered = False
+            for depth, tier in enumerate(self.tiers):
+                left = [i for i, found in enumerate(depths) if found is None]
+                answer = await ask(tier, left) if left else ()
+                if answer is not None:
+                    answered = True
+                    for i, yes in zip(left, answer, strict=True):
+                        depths[i] = depth if yes else None
+            if not answered:
+                raise self._no_tier()
+            missed = [key for key, depth in zip(keys, depths, strict=True) if depth is None]
+            moved = self.counts["demoted"] != demoted
+            moved = moved or not self._moving.keys().isdisjoint(missed)
+            if asked_again or not (missed and moved):
+                return depths
             # What went down meanwhile was nowhere: not above any more, not yet below.
+            asked_again = True
             await self._settled(missed)
-            await self._ask_all(depths, ask)
-        return depths
-
-    async def _ask_all(
-        self,
-        depths: list[int | None],
-        ask: Callable[[Tier, list[int]], Awaitable[Sequence[bool] | None]],
-    ) -> None:
-        answered = False
-        for depth, tier in enumerate(self.tiers):
-            left = [i for i, found in enumerate(depths) if found is None]
-            answer = await ask(tier, left) if left else ()
-            if answer is not None:
-                answered = True
-                for i, yes in zip(left, answer, strict=True):
-                    depths[i] = depth if yes else None
-        if not answered:
-            raise self._no_tier()
 
     def _no_tier(self) -> StoreError:
         return StoreError(f"no tier of {self.name} can serve: {_told(self.outages())}")
@@ -376,33 +447,24 @@ class TieredStore:
                 await asyncio.wait((self._move(some, self._fetch(depth, some)),))
 
     async def _fetch(self, depth: int, keys: list[bytes]) -> None:
-        """Bring objects of one tier into those before it."""
+        """Bring objects of one tier into those before it; each length that was seen is tried."""
+        tier = self.tiers[depth]
         for num_bytes in reversed(list(self._lengths)):
             if not keys:
                 return
             if not self._allowance.take(num_bytes * len(keys)):
                 self.counts["left"] += len(keys)
                 return
-            work = self._fetch_of_length(depth, keys, num_bytes)
-            await self._spend(num_bytes * len(keys), work)
-
-    async def _fetch_of_length(self, depth: int, keys: list[bytes], num_bytes: int) -> None:
-        """Bring those of so many bytes, and take them out of `keys`."""
-        room = memoryview(bytearray(num_bytes * len(keys)))
-        parts = [[room[i * num_bytes :][:num_bytes]] for i in range(len(keys))]
-        tier = self.tiers[depth]
-        found = await tier.ask(partial(tier.store.load, list(keys), parts)) or []
-        got = {key: part for key, part, ok in zip(keys, parts, found, strict=False) if ok}
-        if got:
-            await self._raise("prefetched", depth, got)
-        keys[:] = [key for key in keys if key not in got]
-
-    def _listen(self) -> None:
-        for depth, tier in enumerate(self.tiers[:-1]):
-            if not isinstance(tier.store, Evicting):
-                problem = f"tier {tier.name} does not tell what it evicts: write must be through"
-                raise ConfigError("--store", problem)
-            tier.store.on_evict = partial(self._evicted, depth)
+            room = memoryview(bytearray(num_bytes * len(keys)))
+            try:
+                parts = [[room[i * num_bytes :][:num_bytes]] for i in range(len(keys))]
+                found = await tier.ask(partial(tier.store.load, list(keys), parts)) or []
+                got = {key: part for key, part, ok in zip(keys, parts, found, strict=False) if ok}
+                if got:
+                    await self._raise("prefetched", depth, got)
+            finally:
+                self._allowance.give(len(room))
+            keys = [key for key in keys if key not in got]
 
     def _evicted(self, depth: int, key: bytes, pieces: Pieces) -> None:
         """Take a copy of what a tier evicts, on whatever thread."""
@@ -424,15 +486,14 @@ class TieredStore:
         if self._drop(key):
             self._allowance.give(len(data))
             return
-        work = self._lower(self.tiers[depth + 1 :], key, data)
-        self._move([key], self._spend(len(data), work))
 
-    async def _lower(self, tiers: Sequence[Tier], key: bytes, data: memoryview) -> None:
-        """Store an object in the first of some tiers that takes it."""
-        for tier in tiers:
-            if await tier.ask(partial(tier.store.store, [key], [[data]])) == [True]:
-                self.counts["demoted"] += 1
-                return
+        async def lower() -> None:
+            for tier in self.tiers[depth + 1 :]:
+                if await tier.ask(partial(tier.store.store, [key], [[data]])) == [True]:
+                    self.counts["demoted"] += 1
+                    return
+
+        self._move([key], self._spend(len(data), lower()))
 
     def _copy(self, pieces: Pieces) -> memoryview | None:
         if self._allowance.take(_length(pieces)):
@@ -442,7 +503,7 @@ class TieredStore:
 
     def _move(self, keys: Sequence[bytes], work: Coroutine[Any, Any, None]) -> asyncio.Task[None]:
         """Run what moves objects; meanwhile who wants one of them waits for it."""
-        task = asyncio.get_running_loop().create_task(_logged(work))
+        task = asyncio.get_running_loop().create_task(work)
         self._moving.update(dict.fromkeys(keys, task))
         task.add_done_callback(partial(self._moved, keys))
         return task
@@ -451,6 +512,11 @@ class TieredStore:
         for key in keys:
             if self._moving.get(key) is task:
                 del self._moving[key]
+        error = None if task.cancelled() else task.exception()
+        if isinstance(error, StoreError):
+            logger.debug("objects were not moved: %s", error)
+        elif error is not None:  # nobody waits for the result: a store breaks its contract
+            logger.error("objects were not moved", exc_info=error)
 
     async def _settled(self, keys: Iterable[bytes]) -> None:
         if tasks := {self._moving[key] for key in keys if key in self._moving}:
@@ -462,11 +528,6 @@ class TieredStore:
             self._lengths[num_bytes] = None
         for old in list(self._lengths)[:-LENGTHS]:
             del self._lengths[old]
-
-
-def _named(stores: Sequence[Store]) -> list[tuple[Store, bool]]:
-    """The stores, and whether one before has the same name."""
-    return [(s, s.name in [o.name for o in stores[:i]]) for i, s in enumerate(stores)]
 
 
 def _check_lengths(keys: list[bytes], objects: list[Pieces]) -> None:
@@ -490,13 +551,3 @@ def _told(outages: dict[str, str]) -> str:
 def _close(stores: Iterable[Store]) -> None:
     for store in stores:
         store.close()
-
-
-async def _logged(work: Coroutine[Any, Any, None]) -> None:
-    """Nobody waits for the result, so a store that breaks its contract is told of here."""
-    try:
-        await work
-    except StoreError as error:
-        logger.debug("objects were not moved: %s", error)
-    except Exception:
-        logger.exception("objects were not moved")

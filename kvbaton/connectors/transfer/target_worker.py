@@ -10,20 +10,25 @@ from typing import Any, Protocol
 
 import msgspec
 
-from kvbaton.connectors.base import Peer, Transport
+from kvbaton.connectors.base import Transport
 from kvbaton.connectors.digest import mismatches
 from kvbaton.connectors.layout import KVLayout
+from kvbaton.connectors.pairing import GroupPairing, pair_groups
+from kvbaton.connectors.protocol.checks import spans_slice
 from kvbaton.connectors.protocol.events import (
-    AdmitPeer,
+    CancelTarget,
     Fence,
     Fenced,
     ForgetPeer,
     HangUp,
+    OpenPeer,
     PeerGone,
-    Send,
+    SendMessage,
+    SetMembers,
     Start,
     TargetAction,
     TargetEvent,
+    Unneeded,
     Unquarantine,
     Unreachable,
     Verified,
@@ -31,8 +36,7 @@ from kvbaton.connectors.protocol.events import (
 )
 from kvbaton.connectors.protocol.notice import unpack_notice
 from kvbaton.connectors.protocol.target import Target
-from kvbaton.connectors.transfer.source_worker import PendingSums
-from kvbaton.connectors.transfer.worker import TransferWorker
+from kvbaton.connectors.transfer.worker import Links, PendingSums, TransferWorker
 from kvbaton.messages.control import Reserve
 from kvbaton.types import Attempt, NodeId
 
@@ -53,25 +57,23 @@ class TargetMemory(Protocol):
 
 @dataclass
 class _Check:
-    """One `Verify` whose sums are on their way."""
+    """One `Verify` whose sums are on their way: by group, the first block and its sums."""
 
     order: Verify
-    groups: list[int]
-    sums: list[PendingSums]
-    first_blocks: list[int]
     began: float
+    sums: dict[int, tuple[int, PendingSums]] = field(default_factory=dict)
 
 
 @dataclass
-class _Peers:
-    """The transports' connections to one life of a node.
+class _SourceLinks:
+    """Connections to one life of a node.
 
     Attributes:
         links: what has to be fenced.
         unreachable: sessions whose ranks could not all be connected.
     """
 
-    links: list[tuple[Transport, Peer]] = field(default_factory=list)
+    links: Links = field(default_factory=dict)
     unreachable: set[bytes] = field(default_factory=set)
 
 
@@ -92,58 +94,52 @@ class TargetWorker(TransferWorker[TargetEvent, TargetAction]):
         layouts: Sequence[Sequence[KVLayout]],
         memory: TargetMemory,
     ) -> None:
-        counters = (
-            "notices",
-            "junk_notices",
-            "digests_checked",
-            "digests_failed",
-            "verify_seconds",
-        )
-        super().__init__(target, transports, layouts, counters)
+        totals = ("notices", "junk_notices", "digests_checked", "digests_failed", "verify_seconds")
+        super().__init__(target, transports, layouts, (*totals, "unhealthy"))
         self.target = target
         self.memory = memory
         self._live: set[Attempt] = set()
-        self._unhealthy = 0.0
         self._health_at = 0.0
-        self._peers: dict[NodeId, _Peers] = {}
-        self._rank_layouts: dict[bytes, list[list[KVLayout]]] = {}
+        self._peers: dict[NodeId, _SourceLinks] = {}
+        self._pairings: dict[bytes, list[GroupPairing]] = {}
         self._checks: list[_Check] = []
-        self._do = {
-            Send: self._send,
-            AdmitPeer: self._admit_peer,
+        self._do |= {
+            OpenPeer: self._open_peer,
             Verify: self._verify,
             Fence: self._fence,
             Unquarantine: self._unquarantine,
             ForgetPeer: self._forget_peer,
-            HangUp: self._hang_up,
+            HangUp: lambda action, now: self.channel.hang_up(action.address),
         }
 
-    def handle(self, event: TargetEvent, now: float) -> None:
-        """See `TransferWorker.handle`."""
-        if isinstance(event, Start):
-            self._live.add(event.attempt)
-        super().handle(event, now)
+    def submit(self, item: SetMembers | Start | Unneeded | CancelTarget, now: float) -> None:
+        """Take in what the engine wants."""
+        if isinstance(item, Start):
+            self._live.add(item.attempt)
+        self.handle(item, now)
 
     def _look(self, now: float) -> None:
         for transport in self.transports:
             try:
                 for notice in transport.notices():
                     self._landed(notice.payload, now)
-                for peer in transport.lost():
-                    self._lost(peer, now)
             except Exception:
                 self.error("transport %s can't be looked at", transport.name)
         for check in list(self._checks):
-            self._poll_check(check, now)
+            self._look_at_check(check, now)
 
-    def publish(self, now: float) -> None:
-        """Totals, and whether blocks were in quarantine for too long."""
-        if now >= self._health_at:  # it looks at all attempts, and loops may turn each 0.1 ms
+    def _look_around(self, now: float) -> None:
+        super()._look_around(now)
+        self._forget_pairings()
+        if now >= self._health_at:  # it looks at all attempts
             self._health_at = now + HEALTH_PERIOD_S
-            unhealthy, self._unhealthy = self._unhealthy, float(bool(self.target.unhealthy))
-            if self._unhealthy > unhealthy:
-                logger.error("unhealthy: %s", self.target.unhealthy)
-        self.published = {**self.counters, "unhealthy": self._unhealthy}
+            reason = self.target.unhealthy
+            if reason and not self.counters["unhealthy"]:
+                logger.error("unhealthy: %s", reason)
+            self.counters["unhealthy"] = float(bool(reason))
+
+    def _linked(self) -> list[tuple[NodeId, Links]]:
+        return [(node, peer.links) for node, peer in self._peers.items()]
 
     def busy(self) -> bool:
         """Whether bytes may be on their way here."""
@@ -151,9 +147,7 @@ class TargetWorker(TransferWorker[TargetEvent, TargetAction]):
 
     def state(self) -> dict[str, Any]:
         """What the machine and this thread know, for diagnosis."""
-        return {**super().state(), "live": len(self._live), "layouts": len(self._rank_layouts)}
-
-    # --- notices and peers ---
+        return {**super().state(), "live": len(self._live), "pairings": len(self._pairings)}
 
     def _landed(self, payload: bytes, now: float) -> None:
         event = unpack_notice(payload)
@@ -161,164 +155,126 @@ class TargetWorker(TransferWorker[TargetEvent, TargetAction]):
             self.counters["junk_notices"] += 1
             return
         self.counters["notices"] += 1
-        self.timelines.mark(event.attempt, "landed", write=event.write)
+        self.mark(event.attempt, "landed", write=event.write)
         self.handle(event, now)
 
-    def _lost(self, peer: Peer, now: float) -> None:
-        for node, peers in list(self._peers.items()):
-            if any(link is peer for _, link in peers.links):
-                self.handle(PeerGone(node), now)
+    # --- sessions ---
 
-    # --- actions ---
-
-    def _send(self, action: Send, now: float) -> None:
+    def _send(self, action: SendMessage, now: float) -> None:
+        message = action.message
         # Whom we can't fence must not learn where our blocks are: to it this message gets lost.
-        if isinstance(action.message, Reserve) and self._is_unreachable(action.message.session):
+        if isinstance(message, Reserve) and any(
+            message.session in peer.unreachable for peer in self._peers.values()
+        ):
             return
         try:
-            self.send(self.with_cards(action))
+            super()._send(action, now)
         except ValueError as error:
             assert action.address is not None, "only an address can be wrong"
             self.handle(Unreachable(action.address, str(error)), now)
 
-    def _is_unreachable(self, session: bytes) -> bool:
-        return any(session in peers.unreachable for peers in self._peers.values())
-
-    def _admit_peer(self, action: AdmitPeer, now: float) -> None:
-        self._forget_layouts()
-        self._rank_layouts[action.session] = [
-            msgspec.msgpack.decode(card.layouts, type=list[KVLayout]) for card in action.ranks
-        ]
-        peers = self._peers.setdefault(action.node, _Peers())
-        links: list[tuple[Transport, Peer]] = []
+    def _open_peer(self, action: OpenPeer, now: float) -> None:
+        peer = self._peers.setdefault(action.node, _SourceLinks())
+        links: Links = {}
         try:
-            for transport in self.transports:
-                for card in action.ranks:
-                    links.append((transport, transport.connect(card.card)))
+            theirs = [msgspec.msgpack.decode(c.layouts, type=list[KVLayout]) for c in action.ranks]
+            self._pairings[action.session] = pair_groups(theirs, self.layouts)
+            self._connect(action.ranks, links)
         except Exception:
             # It learns of no block in this session; who could write in an earlier one may still.
             self.error("can't reach %s", action.node.node)
             self._close(links)
-            peers.unreachable.add(action.session)
+            peer.unreachable.add(action.session)
             self.handle(PeerGone(action.node), now)
         else:
-            earlier, peers.links = peers.links, links
+            earlier, peer.links = peer.links, links
             self._close(earlier)
 
-    def _close(self, links: Sequence[tuple[Transport, Peer]]) -> None:
-        for transport, peer in links:
+    def _close(self, links: Links) -> None:
+        for (own, _), link in links.items():
             try:
-                transport.close(peer)
+                self.transports[own].close(link)
             except Exception:
-                self.error("transport %s can't close a peer", transport.name)
+                self.error("transport %s can't close a peer", self.transports[own].name)
 
     def _forget_peer(self, action: ForgetPeer, now: float) -> None:
-        self._forget_layouts()
-        self._close(self._peers.pop(action.node, _Peers()).links)
+        self._close(self._peers.pop(action.node, _SourceLinks()).links)
 
-    def _hang_up(self, action: HangUp, now: float) -> None:
-        self.hang_up(action.address)
-
-    def _forget_layouts(self) -> None:
+    def _forget_pairings(self) -> None:
         """Drop those of sessions that can have nothing to verify any more."""
         checked = {check.order.session for check in self._checks}
-        self._rank_layouts = {
-            session: layouts
-            for session, layouts in self._rank_layouts.items()
+        self._pairings = {
+            session: pairings
+            for session, pairings in self._pairings.items()
             if session in checked or self.target.has_session(session)
         }
 
     def _fence(self, action: Fence, now: float) -> None:
-        peers = self._peers.get(action.node, _Peers())
-        if all(transport.fence(peer) for transport, peer in peers.links):
-            self._close(peers.links)
+        links = self._peers.get(action.node, _SourceLinks()).links
+        if all(self.transports[own].fence(link) for (own, _), link in links.items()):
+            self._close(links)
             self._peers.pop(action.node, None)
             self.handle(Fenced(action.node), now)
 
     def _unquarantine(self, action: Unquarantine, now: float) -> None:
         self._live.discard(action.attempt)
-        self._forget_layouts()
         self.to_engine(action)
 
     # --- digests ---
 
     def _verify(self, action: Verify, now: float) -> None:
+        check = _Check(action, time.monotonic())
         try:
-            check = self._sum_up(action)
+            for group, spans in enumerate(action.target):
+                size = self.layouts[0][group].block_size
+                start = max(action.start, action.counted[group])
+                wanted = spans_slice(spans, (start // size, -(-action.end // size)))
+                blocks = [block for span in wanted for block in span.blocks]
+                if blocks and start < action.end:
+                    first = wanted[0].first
+                    sums = self.memory.digest(group, blocks, first * size, start, action.end)
+                    check.sums[group] = first, sums
         except Exception as error:
             self.error("what has landed can't be summed")
             self._not_verified(action, error, now)
             return
         self._checks.append(check)
-        self._poll_check(check, now)
+        self._look_at_check(check, now)
 
     def _not_verified(self, order: Verify, error: Exception, now: float) -> None:
         why = f"{type(error).__name__}: {error}"
         self.handle(Verified(order.attempt, order.write, error=why), now)
 
-    def _sum_up(self, action: Verify) -> _Check:
-        groups, sums, first_blocks = [], [], []
-        for group, spans in enumerate(action.target):
-            block_size = self.layouts[0][group].block_size
-            first, last = action.start // block_size, -(-action.end // block_size)
-            by_number = {
-                span.first + i: block for span in spans for i, block in enumerate(span.blocks)
-            }
-            numbers = [n for n in range(first, last) if n in by_number]
-            if not numbers:
-                continue
-            groups.append(group)
-            first_blocks.append(numbers[0])
-            sums.append(
-                self.memory.digest(
-                    group,
-                    [by_number[n] for n in numbers],
-                    numbers[0] * block_size,
-                    action.start,
-                    action.end,
-                )
-            )
-        return _Check(action, groups, sums, first_blocks, time.monotonic())
-
-    def _poll_check(self, check: _Check, now: float) -> None:
-        order = check.order
+    def _look_at_check(self, check: _Check, now: float) -> None:
+        """Compare a write's digests, once the sums of all groups are there."""
+        order, bad = check.order, set[tuple[int, int]]()
         try:
-            bad = self._compare(check)
+            found = []
+            for group, (first_block, pending) in check.sums.items():
+                if (sums := pending.poll()) is None:
+                    return
+                found.append((group, first_block, sums))
+            for group, first_block, sums in found:
+                bad.update(
+                    mismatches(
+                        self._pairings[order.session][group],
+                        sums,
+                        order.digests,
+                        first_block=first_block,
+                        start=order.start,
+                        end=order.end,
+                        transfer_id=order.attempt.transfer_id,
+                        attempt=order.attempt.number,
+                    )
+                )
         except Exception as error:
             self.error("what has landed can't be compared")
             self._checks.remove(check)
             self._not_verified(order, error, now)
             return
-        if bad is None:
-            return
         self._checks.remove(check)
         self.counters["digests_checked"] += 1
         self.counters["digests_failed"] += bool(bad)
         self.counters["verify_seconds"] += time.monotonic() - check.began
-        self.timelines.mark(
-            order.attempt, "verified", write=order.write, start=order.start, end=order.end
-        )
-        self.handle(Verified(order.attempt, order.write, tuple(sorted(set(bad)))), now)
-
-    def _compare(self, check: _Check) -> list[tuple[int, int]] | None:
-        """Ranges that do not match; None while sums are on their way."""
-        ready = [pending.poll() for pending in check.sums]
-        if any(sums is None for sums in ready):
-            return None
-        order = check.order
-        sources = self._rank_layouts[order.session]
-        bad: list[tuple[int, int]] = []
-        for group, first_block, sums in zip(check.groups, check.first_blocks, ready, strict=True):
-            assert sums is not None
-            bad += mismatches(
-                sums,
-                [rank[group] for rank in sources],
-                [rank[group] for rank in self.layouts],
-                [run for run in order.digests if run.group == group],
-                first_block=first_block,
-                start=order.start,
-                end=order.end,
-                transfer_id=order.attempt.transfer_id,
-                attempt=order.attempt.number,
-            )
-        return bad
+        self.mark(order.attempt, "verified", write=order.write, start=order.start, end=order.end)
+        self.handle(Verified(order.attempt, order.write, tuple(sorted(bad))), now)

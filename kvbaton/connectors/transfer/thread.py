@@ -28,11 +28,10 @@ from kvbaton.connectors.protocol.events import (
     EvictSource,
     Fail,
     FirstTokens,
-    Meet,
-    Part,
     Received,
     RefuseAnnounce,
     Release,
+    SetMembers,
     SourceFailed,
     Start,
     Stop,
@@ -50,6 +49,7 @@ from kvbaton.messages.control import (
     Reserve,
     decode_control,
     encode_control,
+    refuse_unreadable,
 )
 from kvbaton.types import MAX_MESSAGE_BYTES
 
@@ -69,8 +69,7 @@ Submission = (
     | BlocksReport
     | FirstTokens
     | SourceFailed
-    | Meet
-    | Part
+    | SetMembers
     | Start
     | Unneeded
     | CancelTarget
@@ -110,27 +109,23 @@ class TransferThread:
         self.junk = 0
         self._own_errors = 0
         self.failure: str | None = None
+        self.workers = [worker for worker in (sender, receiver) if worker is not None]
+        self._busy = False
         self._looks = 0
         self._inbox: deque[Submission | Callable[[], None]] = deque()
         self._outbox: deque[EngineAction] = deque()
         self._inbox_fd = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
         self.outbox_fd = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
         self._stopping = threading.Event()
-        self._poller = zmq.Poller()
-        self._poller.register(self._inbox_fd, zmq.POLLIN)
-        for half in self._halves():
-            half.to_engine = self._to_engine
-            half.send = self._send
-            half.hang_up = self._hang_up
+        channel.poller.register(self._inbox_fd, zmq.POLLIN)
+        for worker in self.workers:
+            worker.to_engine, worker.channel = self._to_engine, channel
         self._thread = threading.Thread(target=self._run, name="kvbaton-transfers", daemon=True)
-
-    def _halves(self) -> list[SourceWorker | TargetWorker]:
-        return [half for half in (self.sender, self.receiver) if half is not None]
 
     @property
     def errors(self) -> int:
         """Exceptions that cost an event, an action or a turn."""
-        return self._own_errors + sum(int(half.counters["errors"]) for half in self._halves())
+        return self._own_errors + sum(int(worker.counters["errors"]) for worker in self.workers)
 
     # --- called by the engine's thread ---
 
@@ -190,8 +185,9 @@ class TransferThread:
         os.eventfd_write(self._inbox_fd, 1)
         if self._thread.is_alive():
             self._thread.join(10.0)
-        for half in self._halves():
-            half.close()
+        for worker in self.workers:
+            worker.close()
+        self.channel.poller.unregister(self._inbox_fd)
         self.channel.close()
         os.close(self._inbox_fd)
         os.close(self.outbox_fd)
@@ -214,7 +210,7 @@ class TransferThread:
         failed_in_a_row = 0
         while not self._stopping.is_set():
             try:
-                self.turn(news=self._wait())
+                self.turn(*self._wait())
                 failed_in_a_row = 0
             except BaseException as error:
                 # A worker has its own boundary around each event: what comes here is no event's.
@@ -228,29 +224,37 @@ class TransferThread:
                     return
                 time.sleep(BUSY_PAUSE_S * failed_in_a_row)
 
-    def turn(self, *, news: bool = True) -> None:
-        """Take in what has come, if there is any, and look at all that moves; never waits."""
-        now = time.monotonic()
-        if news:
-            self._take_submissions(now)
-            self._take_messages(now)
-        for half in self._halves():
-            half.poll(now)
+    def turn(self, told: bool = True, heard: bool = True) -> None:
+        """Take in what has come, and look at all that moves; never waits.
 
-    def _wait(self) -> bool:
-        """Pause; True if the engine or a peer has something to say."""
-        for socket in self.channel.sockets():
-            if socket not in self._poller:
-                self._poller.register(socket, zmq.POLLIN)
-        if any(half.busy() for half in self._halves()):
+        Args:
+            told: the engine may have submitted something.
+            heard: peers may have sent something.
+        """
+        now = time.monotonic()
+        if told:
+            self._take_submissions(now)
+        if heard:
+            self._take_messages(now)
+        self._busy = False
+        for worker in self.workers:
+            self._busy |= worker.poll(now)
+
+    def _wait(self) -> tuple[bool, bool]:
+        """Pause, for as long as there is nothing to do; the arguments of `turn`."""
+        if not self._busy:
+            deadlines = [d for worker in self.workers if (d := worker.settle()) is not None]
+            seconds = min([1.0, *(deadline - time.monotonic() for deadline in deadlines)])
+            pause_ms = max(0, int(seconds * 1000) + 1)
+        elif self._looks < QUICK_LOOKS:
             self._looks += 1
-            if self._looks > QUICK_LOOKS:
-                return bool(self._poller.poll(QUIET_PAUSE_MS))
             time.sleep(BUSY_PAUSE_S)
-            return bool(self._poller.poll(0))
-        deadlines = [d for half in self._halves() if (d := half.next_deadline()) is not None]
-        timeout = min([1.0, *(d - time.monotonic() for d in deadlines)])
-        return bool(self._poller.poll(max(0, int(timeout * 1000) + 1)))
+            pause_ms = 0
+        else:
+            pause_ms = QUIET_PAUSE_MS
+        readable = dict(self.channel.poller.poll(pause_ms))
+        told = readable.pop(self._inbox_fd, 0) != 0
+        return told, bool(readable)
 
     def _take_submissions(self, now: float) -> None:
         try:
@@ -262,11 +266,11 @@ class TransferThread:
             item = self._inbox.popleft()
             if callable(item):
                 item()
-            elif isinstance(item, Meet | Part | Start | Unneeded | CancelTarget):
-                assert self.receiver is not None, "only a target's role submits this"
-                self.receiver.handle(item, now)
+            elif isinstance(item, SetMembers | Start | Unneeded | CancelTarget):
+                assert self.receiver is not None, "only a target's connector submits this"
+                self.receiver.submit(item, now)
             else:
-                assert self.sender is not None, "only a source's role submits this"
+                assert self.sender is not None, "only a source's connector submits this"
                 self.sender.submit(item, now)
 
     def _take_messages(self, now: float) -> None:
@@ -279,24 +283,17 @@ class TransferThread:
             except msgspec.DecodeError as error:
                 self.junk += 1
                 logger.warning("dropped a control message that can't be read: %s", error)
+                refusal = refuse_unreadable(data, error)
+                if refusal is not None and self.sender is not None:
+                    self.channel.send(link, encode_control(refusal))
                 continue
-            half = self.sender if isinstance(message, FOR_SOURCE) else self.receiver
-            if half is None:
+            worker = self.sender if isinstance(message, FOR_SOURCE) else self.receiver
+            if worker is None:
                 self.junk += 1
             else:
-                half.handle(Received(link, message), now)
-
-    # --- what the halves call ---
+                worker.handle(Received(link, message), now)
 
     def _to_engine(self, action: EngineAction) -> None:
+        """Called by the workers."""
         self._outbox.append(action)
         os.eventfd_write(self.outbox_fd, 1)
-
-    def _hang_up(self, address: str) -> None:
-        socket = self.channel.hang_up(address)
-        if socket is not None and socket in self._poller:
-            self._poller.unregister(socket)
-
-    def _send(self, action: Any) -> None:
-        link = action.link if action.link is not None else self.channel.dial(action.address)
-        self.channel.send(link, encode_control(action.message))

@@ -2,37 +2,55 @@
 
 from __future__ import annotations
 
-import dataclasses
 import logging
 import sys
+import time
 from collections import deque
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any, Generic, Protocol, TypeVar
 
-from msgspec.structs import replace
+import msgspec
+import numpy as np
+import numpy.typing as npt
 
-from kvbaton.connectors.base import Transport
+from kvbaton.connectors.base import Peer, Transport
+from kvbaton.connectors.channel import ControlChannel
 from kvbaton.connectors.layout import KVLayout
-from kvbaton.connectors.protocol.events import Send, Tick
-from kvbaton.connectors.transfer.timeline import Timelines, attempt_name
-from kvbaton.messages.control import Hello, Welcome
-from kvbaton.types import Attempt
+from kvbaton.connectors.protocol.events import PeerGone, SendMessage, Tick
+from kvbaton.messages.control import Hello, RankCard, Welcome, encode_control
+from kvbaton.types import Attempt, NodeId
 
 logger = logging.getLogger(__name__)
 
-EventT = TypeVar("EventT")
-ActionT = TypeVar("ActionT")
 MAX_LOGGED_ERRORS = 100
 """After so many only every hundredth is logged: a broken plug-in raises in every look."""
 
+MAX_TIMELINES = 256
+
+PERIOD_S = 0.05
+"""Between two looks for lost peers, totals for other threads, and timers while bytes move."""
+
+Links = dict[tuple[int, int], Peer]
+"""Connections of one peer, by our rank and its rank."""
+
+EventT = TypeVar("EventT")
+ActionT = TypeVar("ActionT")
 EventT_contra = TypeVar("EventT_contra", contravariant=True)
 ActionT_co = TypeVar("ActionT_co", covariant=True)
+
+
+class PendingSums(Protocol):
+    """Digest sums on their way from a device; there once the blocks are final."""
+
+    def poll(self) -> list[npt.NDArray[np.uint64]] | None:
+        """Per rank, sums of the blocks asked for, see `digest.Sums`; None while on their way."""
+        ...
 
 
 class Side(Protocol[EventT_contra, ActionT_co]):
     """A machine of the protocol, `Source` or `Target`."""
 
-    def handle(self, event: EventT_contra | Tick, now: float) -> Sequence[ActionT_co]:
+    def handle(self, event: EventT_contra | Tick | PeerGone, now: float) -> Sequence[ActionT_co]:
         """Take in an event; returns what to do, in order."""
         ...
 
@@ -69,8 +87,7 @@ class TransferWorker(Generic[EventT, ActionT]):
     """
 
     to_engine: Callable[[Any], None]
-    send: Callable[[Send], None]
-    hang_up: Callable[[str], None]
+    channel: ControlChannel
 
     def __init__(
         self,
@@ -83,12 +100,14 @@ class TransferWorker(Generic[EventT, ActionT]):
         self.layouts = layouts
         self.counters = dict.fromkeys((*counters, "errors"), 0.0)
         self.published = dict(self.counters)
-        self.timelines = Timelines()
         self._machine = machine
-        self._events: deque[EventT | Tick] = deque()
-        self._do: dict[type, Callable[[Any, float], None]] = {}
+        self._events: deque[EventT | Tick | PeerGone] = deque()
+        self._do: dict[type, Callable[[Any, float], None]] = {SendMessage: self._send}
+        self._timelines: dict[Attempt, list[dict[str, Any]]] = {}
+        self._deadline: float | None = None
+        self._period_ends = 0.0
 
-    def handle(self, event: EventT | Tick, now: float) -> None:
+    def handle(self, event: EventT | Tick | PeerGone, now: float) -> None:
         """Give the machine an event and carry out what it answers.
 
         What an action causes waits until all actions of the event are carried out. An exception
@@ -98,23 +117,22 @@ class TransferWorker(Generic[EventT, ActionT]):
         if len(self._events) > 1:
             return
         while self._events:
-            for action in self._decide(self._events[0], now):
+            try:
+                actions = self._machine.handle(self._events[0], now)
+            except Exception:
+                self.error("%s could not be handled", type(self._events[0]).__name__)
+                actions = self._machine.take_actions()
+            for action in actions:
+                do = self._do.get(type(action))
                 try:
-                    self._do.get(type(action), self._tell_engine)(action, now)
+                    if do is not None:
+                        do(action, now)
+                    else:  # who acts on it and then asks sees what led to it
+                        self.published = dict(self.counters)
+                        self.to_engine(action)
                 except Exception:
                     self.error("%s could not be carried out", type(action).__name__)
             self._events.popleft()
-
-    def _decide(self, event: EventT | Tick, now: float) -> Sequence[ActionT]:
-        try:
-            return self._machine.handle(event, now)
-        except Exception:
-            self.error("%s could not be handled", type(event).__name__)
-            return self._machine.take_actions()
-
-    def _tell_engine(self, action: ActionT, now: float) -> None:
-        self.publish(now)  # who acts on it and then asks sees what led to it
-        self.to_engine(action)
 
     def error(self, what: str, *args: object) -> None:
         """Count the exception being handled, and log it while it is no flood."""
@@ -123,41 +141,79 @@ class TransferWorker(Generic[EventT, ActionT]):
         if count <= MAX_LOGGED_ERRORS or count % MAX_LOGGED_ERRORS == 0:
             logger.error(what, *args, exc_info=sys.exc_info()[1])
 
-    def poll(self, now: float) -> None:
-        """Look at all that moves by itself, and at timers."""
+    def poll(self, now: float) -> bool:
+        """Look at all that moves by itself, and at timers; whether to look again at once."""
         self._look(now)
-        deadline = self._machine.next_deadline()
-        if deadline is not None and deadline <= now:
+        if self._deadline is not None and self._deadline <= now:
             self.handle(Tick(), now)
-        self.publish(now)
-
-    def publish(self, now: float) -> None:
-        """Let other threads read how things stand."""
-        self.published = dict(self.counters)
+        if now >= self._period_ends:
+            self._period_ends = now + PERIOD_S
+            self._look_around(now)
+            self.settle()
+        return self.busy()
 
     def _look(self, now: float) -> None:
+        """At transfers on their way."""
+        raise NotImplementedError
+
+    def _look_around(self, now: float) -> None:
+        """At what no transfer waits for."""
+        for transport in self.transports:
+            try:
+                for peer in transport.lost():
+                    for node, links in self._linked():
+                        if any(link is peer for link in links.values()):
+                            self.handle(PeerGone(node), now)
+            except Exception:
+                self.error("transport %s can't tell who is lost", transport.name)
+
+    def _linked(self) -> list[tuple[NodeId, Links]]:
+        """Connections by peer."""
         raise NotImplementedError
 
     def busy(self) -> bool:
         """Whether something is on its way that only looking at it moves on."""
         raise NotImplementedError
 
-    def next_deadline(self) -> float | None:
-        """When the machine wants to be called again."""
-        return self._machine.next_deadline()
+    def settle(self) -> float | None:
+        """Publish totals, before a pause; when the machine wants to be called again."""
+        self.published = dict(self.counters)
+        self._deadline = self._machine.next_deadline()
+        return self._deadline
 
-    def with_cards(self, action: Send) -> Send:
-        """Put in the cards of now: a transport that had to fence may have a new one.
+    def _connect(self, ranks: Sequence[RankCard], links: Links) -> None:
+        """Connect our ranks with all of a peer's; what was done before an error is in `links`."""
+        for own, transport in enumerate(self.transports):
+            for card in ranks:
+                links[own, card.rank] = transport.connect(card.card)
+
+    def _send(self, action: SendMessage, now: float) -> None:
+        """Send a message; with the cards of now, since a transport that fenced may have a new one.
 
         Raises:
             TransportError: it has none at the moment.
+            ValueError: the address is none.
         """
         message = action.message
-        if not isinstance(message, Hello | Welcome):
-            return action
-        ranks = zip(message.ranks, self.transports, strict=True)
-        cards = tuple(replace(rank, card=transport.card()) for rank, transport in ranks)
-        return dataclasses.replace(action, message=replace(message, ranks=cards))
+        if isinstance(message, Hello | Welcome):
+            cards = [transport.card() for transport in self.transports]
+            ranks = [
+                msgspec.structs.replace(rank, card=card)
+                for rank, card in zip(message.ranks, cards, strict=True)
+            ]
+            message = msgspec.structs.replace(message, ranks=tuple(ranks))
+        link = action.link
+        if link is None:
+            assert action.address is not None, "a message has one of the two"
+            link = self.channel.dial(action.address)
+        self.channel.send(link, encode_control(message))
+
+    def mark(self, attempt: Attempt, what: str, **detail: int) -> None:
+        """Note what happens to an attempt, on the machine-wide clock; the oldest is forgotten."""
+        marks = self._timelines.setdefault(attempt, [])
+        marks.append({"what": what, "time": time.monotonic(), **detail})
+        if len(self._timelines) > MAX_TIMELINES:
+            del self._timelines[next(iter(self._timelines))]
 
     def close(self) -> None:
         """Close all peers and shut the transports down."""
@@ -170,5 +226,10 @@ class TransferWorker(Generic[EventT, ActionT]):
         return {
             "ledger": self._machine.ledger(),
             "stories": {attempt_name(attempt): list(lines) for attempt, lines in stories.items()},
-            "timelines": self.timelines.dump(),
+            "timelines": {attempt_name(a): list(marks) for a, marks in self._timelines.items()},
         }
+
+
+def attempt_name(attempt: Attempt) -> str:
+    """An attempt for people: ``transfer_id/attempt``, the id in hex."""
+    return f"{attempt.transfer_id.hex()}/{attempt.number}"

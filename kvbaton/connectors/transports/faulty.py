@@ -112,7 +112,7 @@ class Scratch:
         self._index = transport.register(memory).index
         self._next = 0
 
-    def put(self, data: bytes) -> tuple[int, int]:
+    def put(self, data: bytearray) -> tuple[int, int]:
         """Store up to 8 bytes, until 4,096 further calls; returns region and offset."""
         offset = self._next % _SCRATCH_SLOTS * _SPOILED_BYTES
         self._next += 1
@@ -253,29 +253,36 @@ class FaultyTransport:
             self.injected["partial"] += 1
             part = self._inner.write(peer, _first_half(ranges), _LOST)
             return BrokenHandle("injected error after a part", part)
-        if "corrupt" in faults and self._readable(ranges):
-            self.injected["corrupt"] += 1
+        if "corrupt" in faults:
             ranges = self._spoil(ranges)
         if "lose_notice" in faults:
             self.injected["lose_notice"] += 1
             notice = _LOST
         return self._inner.write(peer, ranges, notice)
 
-    def _readable(self, ranges: Ranges) -> bool:
-        """Whether the first range lies in our memory; if not, the inner transport refuses it."""
-        if ranges.ndim != 2 or ranges.shape[0] == 0 or ranges.shape[1] != len(RangeColumn):
-            return False
-        region, offset, length = (int(ranges[0, column]) for column in (0, 1, RangeColumn.LENGTH))
-        memory = self._memories.get(region)
-        return memory is not None and offset >= 0 and 0 < length <= memory.num_bytes - offset
-
     def _spoil(self, ranges: Ranges) -> Ranges:
-        """Take the first bytes of the first range from scratch memory, where they are wrong."""
+        """Take the first bytes of the first range from scratch memory, where they are wrong.
+
+        One bit of the last of them is flipped; off the CPU they are random. In memory of
+        little-endian floats it is the highest bit of an exponent, so that whoever uses the number
+        notices. A range that is not in our memory stays: the inner transport refuses it.
+        """
+        if ranges.ndim != 2 or ranges.shape[0] == 0 or ranges.shape[1] != len(RangeColumn):
+            return ranges
+        source, start, target, end, length, count, step, target_step = ranges[0].tolist()
+        memory = self._memories.get(source)
+        if memory is None or start < 0 or not 0 < length <= memory.num_bytes - start:
+            return ranges
+        self.injected["corrupt"] += 1
+        head = min(length, _SPOILED_BYTES)
+        if memory.device == "cpu":
+            wrong = bytearray(ctypes.string_at(memory.address + start, head))
+            wrong[-1] ^= 0x40
+        else:
+            wrong = bytearray(self._schedules.random.randbytes(head))
         if self._scratch is None:
             self._scratch = Scratch(self._inner)
-        source, start, target, end, length, count, step, target_step = ranges[0].tolist()
-        head = min(length, _SPOILED_BYTES)
-        region, offset = self._scratch.put(self._wrong_bytes(source, start, head))
+        region, offset = self._scratch.put(wrong)
         rows = [(region, offset, target, end, head, 1, 0, 0)]
         if length > head:
             rows.append((source, start + head, target, end + head, length - head, 1, 0, 0))
@@ -283,18 +290,6 @@ class FaultyTransport:
             rest = (source, start + step, target, end + target_step, length, count - 1)
             rows.append((*rest, step, target_step))
         return np.concatenate([np.array(rows, dtype=np.int64), ranges[1:]])
-
-    def _wrong_bytes(self, region: int, offset: int, length: int) -> bytes:
-        """The real bytes with one bit of the last one flipped; random ones off the CPU.
-
-        In memory of little-endian floats it is the highest bit of an exponent, so that whoever
-        uses the number notices.
-        """
-        memory = self._memories[region]
-        if memory.device != "cpu":
-            return self._schedules.random.randbytes(length)
-        real = ctypes.string_at(memory.address + offset, length)
-        return real[:-1] + bytes([real[-1] ^ 0x40])
 
 
 def _first_half(ranges: Ranges) -> Ranges:

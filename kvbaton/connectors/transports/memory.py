@@ -38,7 +38,9 @@ if TYPE_CHECKING:
 MAX_NOTICE_BYTES = 1 << 16
 
 
-class _Card(msgspec.Struct, frozen=True):
+class MemoryCard(msgspec.Struct, frozen=True):
+    """What `connect` needs: the name on the hub, and the bytes of each region."""
+
     name: str
     sizes: tuple[int, ...]
 
@@ -111,7 +113,7 @@ PROCESS_HUB = MemoryHub()
 class MemoryPeer:
     """A connection from one transport to another of the same hub."""
 
-    def __init__(self, card: _Card) -> None:
+    def __init__(self, card: MemoryCard) -> None:
         self.name = card.name
         self.sizes = card.sizes
         self.open = True
@@ -205,7 +207,7 @@ class MemoryTransport:
 
     def card(self) -> bytes:
         """Name and sizes of the regions."""
-        return msgspec.msgpack.encode(_Card(self._name, self._regions.sizes()))
+        return msgspec.msgpack.encode(MemoryCard(self._name, self._regions.sizes()))
 
     def connect(self, card: bytes) -> MemoryPeer:
         """Reach the owner of a card; lifts an earlier fence against it.
@@ -214,7 +216,7 @@ class MemoryTransport:
             TransportError: the card is not one, or its owner is gone.
         """
         try:
-            decoded = msgspec.msgpack.decode(card, type=_Card)
+            decoded = msgspec.msgpack.decode(card, type=MemoryCard)
         except msgspec.MsgspecError as error:
             raise TransportError(f"not a card of the memory transport: {error}") from error
         with self.hub.lock:
@@ -257,7 +259,10 @@ class MemoryTransport:
         named = np.unique(copies.target_region).tolist()
         if writer.name in self._fenced or not all(targets[index] for index in named):
             return False
-        _copy(writer._regions.addresses(), targets, copies)
+        sources = writer._regions.addresses()
+        columns = (column.tolist() for column in copies)
+        for source, source_offset, target, target_offset, length in zip(*columns, strict=True):
+            ctypes.memmove(targets[target] + target_offset, sources[source] + source_offset, length)
         self._inbox.append(Notice(notice))
         return True
 
@@ -287,9 +292,3 @@ class MemoryTransport:
         if not isinstance(peer, MemoryPeer):
             raise ValueError(f"{peer!r} is not a peer of the memory transport")
         return peer
-
-
-def _copy(sources: Sequence[int], targets: Sequence[int], copies: Copies) -> None:
-    columns = (column.tolist() for column in copies)
-    for source, source_offset, target, target_offset, length in zip(*columns, strict=True):
-        ctypes.memmove(targets[target] + target_offset, sources[source] + source_offset, length)

@@ -1,36 +1,190 @@
 """Transport over NCCL between GPUs; the same code runs over gloo on CPUs.
 
 A writer announces each frame over an authenticated socket as the TCP transport's does; the
-target's thread checks its ranges and then posts the matching receive (`nccl_group`). Each direction
-of a pair has a group of its own, so both may be busy. Two GPUs are needed: NCCL refuses one twice.
+target's thread checks its ranges and then posts the matching receive. Each direction of a pair has
+a process group of two of its own, so both may be busy; the default group is not used. Two GPUs are
+needed: NCCL refuses one twice.
 
-Fence scope is PEER, for the same reason as over TCP: only our own thread writes to our regions.
+Both sides pass all bytes through a buffer of their own of `CHUNK_BYTES`: many small pieces cross as
+one message, and nothing but our own threads ever reads or writes registered memory, so what a
+library does after an abort can't touch it. So the fence scope is PEER, as over TCP.
+
+The rendezvous store listens on the transport's host only, but does not authenticate.
 """
 
 from __future__ import annotations
 
-import ctypes
+import importlib
 import socket
+import struct
+import threading
+import time
+from collections.abc import Callable, Iterator, Sequence
+from datetime import timedelta
 from typing import TYPE_CHECKING, Any
 
 from kvbaton.connectors.base import Capabilities, FenceScope, Memory, Region
-from kvbaton.connectors.transports import nccl_group, tcp_wire
+from kvbaton.connectors.transports import tcp_wire
 from kvbaton.connectors.transports.tcp import TcpTransport
-from kvbaton.connectors.transports.tcp_incoming import Incoming, Landing, Listener
-from kvbaton.connectors.transports.tcp_outgoing import TcpCard, TcpPeer
+from kvbaton.connectors.transports.tcp_connections import (
+    AcceptedConnection,
+    TcpCard,
+    TcpListener,
+    TcpPeer,
+)
+from kvbaton.connectors.transports.tcp_staging import tensor_of
 from kvbaton.connectors.transports.tcp_wire import MAX_NOTICE_BYTES
-from kvbaton.errors import TransportError
+from kvbaton.errors import ConfigError, RemoteProtocolError, TransportError
 
 if TYPE_CHECKING:
-    from kvbaton.connectors.transports.nccl_group import Group, Library
+    from kvbaton.connectors.transports.tcp_staging import Run
+
+CHUNK_BYTES = 16 << 20
+OPEN_S = 5.0
+"""Deadline of the rendezvous."""
+STALL_S = 20.0
+"""Deadline of one chunk."""
+POLL_S = 0.00005
+LOOK_S = 0.02
+_OFFER = struct.Struct("<4sH")
+
+
+class NcclLibrary:
+    """Torch, loaded once somebody builds the transport; which library moves bytes, and where.
+
+    Attributes:
+        backend: ``nccl`` or ``gloo``.
+        device: of the buffers that bytes pass through.
+        reaches_gpus: whether memory of GPUs may be registered.
+    """
+
+    def __init__(self, backend: str) -> None:
+        try:
+            self.torch: Any = importlib.import_module("torch")
+            self.distributed: Any = importlib.import_module("torch.distributed")
+        except ImportError as error:
+            raise ConfigError("--transport", f"nccl needs torch: {error}") from error
+        if backend not in ("auto", "nccl", "gloo"):
+            raise ConfigError("backend", f"must be auto, nccl or gloo, not {backend!r}")
+        gpu = self.torch.cuda.is_available() and self.distributed.is_nccl_available()
+        if backend == "nccl" and not gpu:
+            raise ConfigError("backend", "nccl needs a GPU and a torch with NCCL; gloo does not")
+        self._asked = backend
+        self.reaches_gpus = gpu and backend != "gloo"
+        self.settle("cpu", 0)
+
+    def settle(self, kind: str, index: int) -> None:
+        """Serve memory of this device, where the choice is ours: bytes pass through its buffers."""
+        auto = "nccl" if kind == "cuda" else "gloo"
+        self.backend = auto if self._asked == "auto" else self._asked
+        on_gpu = self.backend == "nccl"
+        self.device: Any = self.torch.device(f"cuda:{index}" if on_gpu else "cpu")
+
+
+class PairGroup:
+    """The two ends of one connection; rank 0 accepted it and receives, rank 1 sends."""
+
+    def __init__(self, library: NcclLibrary, host: str, port: int, listener: int | None) -> None:
+        self._library = library
+        self._rank = 1 if listener is None else 0
+        self._aborted = False
+        torch, distributed = library.torch, library.distributed
+        extra = {} if listener is None else {"master_listen_fd": listener}
+        limit = timedelta(seconds=OPEN_S)
+        store = distributed.TCPStore(
+            host, port, 2, not self._rank, limit, wait_for_workers=False, **extra
+        )
+        if library.backend == "gloo":
+            options = distributed.ProcessGroupGloo._Options()
+            options._timeout = limit
+            options._devices = [distributed.ProcessGroupGloo.create_device(hostname=host)]
+            self._group = distributed.ProcessGroupGloo(store, self._rank, 2, options)
+        else:
+            options = distributed.ProcessGroupNCCL.Options()
+            options._timeout = timedelta(seconds=STALL_S)
+            self._group = distributed.ProcessGroupNCCL(store, self._rank, 2, options)
+            self._stream = torch.cuda.Stream(library.device)
+        self._buffer = torch.empty(CHUNK_BYTES, dtype=torch.uint8, device=library.device)
+
+    def send(self, views: Sequence[Any], alive: Callable[[], bool]) -> None:
+        """Send pieces, uint8 tensors [n]. Raises `ConnectionError`."""
+        with self._on_stream():
+            for pieces in chunks(views):
+                mine = self._buffer[: sum(map(len, pieces))]
+                self._library.torch._foreach_copy_(_split(mine, pieces), pieces)
+                self._cross(lambda data=mine: self._group.send([data], 0, 0), alive)  # type: ignore[misc]
+
+    def receive(self, views: Sequence[Any], alive: Callable[[], bool]) -> None:
+        """Fill pieces, uint8 tensors [n]; they are whole on return. Raises `ConnectionError`."""
+        with self._on_stream():
+            for pieces in chunks(views):
+                mine = self._buffer[: sum(map(len, pieces))]
+                self._cross(lambda data=mine: self._group.recv([data], 1, 0), alive)  # type: ignore[misc]
+                if not alive():
+                    raise ConnectionAbortedError("fenced")
+                self._library.torch._foreach_copy_(list(pieces), _split(mine, pieces))
+                self._synchronize()
+
+    def abort(self) -> None:
+        """End what is in flight; from any thread; idempotent."""
+        if not self._aborted:
+            self._aborted = True
+            self._group.abort()
+
+    def _on_stream(self) -> Any:
+        cuda = self._library.torch.cuda
+        return cuda.stream(self._stream if self._library.backend == "nccl" else None)
+
+    def _synchronize(self) -> None:
+        if self._library.backend == "nccl":
+            self._stream.synchronize()
+
+    def _cross(self, start: Callable[[], Any], alive: Callable[[], bool]) -> None:
+        try:
+            work = start()
+            if self._library.backend == "gloo":
+                self._wait_aside(work, alive)
+                return
+            limit = time.monotonic() + STALL_S
+            while not work.is_completed():
+                if not alive() or time.monotonic() > limit:
+                    self.abort()
+                    raise ConnectionAbortedError("the other side is gone or stalled")
+                time.sleep(POLL_S)
+            work.wait()
+            self._synchronize()
+        except RuntimeError as error:
+            raise ConnectionAbortedError(str(error).partition("\n")[0]) from error
+
+    def _wait_aside(self, work: Any, alive: Callable[[], bool]) -> None:
+        """Wait in a thread: gloo's wait does not end by an abort, so it may be left behind.
+
+        What is left behind holds our buffer, never registered memory, for at most `STALL_S`.
+        """
+        ended = threading.Event()
+        failed: list[RuntimeError] = []
+
+        def wait() -> None:
+            try:
+                work.wait(timedelta(seconds=STALL_S))
+            except RuntimeError as error:
+                failed.append(error)
+            ended.set()
+
+        threading.Thread(target=wait, name="gloo wait", daemon=True).start()
+        while not ended.wait(LOOK_S):
+            if not alive():
+                raise ConnectionAbortedError("the other side is gone, or we have hung up")
+        if failed:
+            raise failed[0]
 
 
 class NcclPeer(TcpPeer):
     """The sending end: announcements over the socket, bytes through the group."""
 
-    def __init__(self, card: TcpCard, own_name: str, library: Library) -> None:
+    def __init__(self, card: TcpCard, own_name: str, library: NcclLibrary) -> None:
         self._library = library
-        self._group: Group | None = None
+        self._group: PairGroup | None = None
         super().__init__(card, own_name)
 
     def hang_up(self, reason: str) -> None:
@@ -39,43 +193,45 @@ class NcclPeer(TcpPeer):
         if self._group is not None:
             self._group.abort()
 
-    def _prepare(self) -> None:
-        self._group = nccl_group.meet(self._library, self._socket, self.card.host)
+    def _introduced(self, sock: socket.socket) -> None:
+        self._group = _meet(self._library, sock, self.card.host)
 
     def _run(self) -> None:
         super()._run()
         self._group = None
 
-    def _send_frame(self, head: bytes, pieces: Any) -> None:
+    def _send_frame(self, sock: socket.socket, head: bytes, runs: Sequence[Run]) -> None:
         assert self._group is not None
-        tcp_wire.send_all(self._socket, [head])
-        self._group.send(pieces, lambda: self.broken is None and _connected(self._socket))
+        tcp_wire.send_all(sock, [head])
+        for pieces in runs:
+            self._group.send(pieces, lambda: self.broken is None and _connected(sock))
 
 
-class NcclListener(Listener):
+class NcclListener(TcpListener):
     """The receiving end."""
 
-    def __init__(self, host: str, token: bytes, landing: Landing, library: Library) -> None:
-        self._host, self._library = host, library
-        self._groups: dict[Incoming, Group] = {}
-        super().__init__(host, token, landing)
+    def __init__(self, library: NcclLibrary, host: str, *words: Any) -> None:
+        self._library, self._host = library, host
+        self._groups: dict[AcceptedConnection, PairGroup] = {}
+        super().__init__(host, *words)
 
-    def _greet(self, connection: Incoming) -> None:
+    def _greet(self, connection: AcceptedConnection) -> None:
         super()._greet(connection)
-        group = nccl_group.accept(self._library, connection.socket, self._host)
+        group = _accept(self._library, connection.socket, self._host)
         self._groups[connection] = group
         connection.on_cut = group.abort
 
-    def _run(self, connection: Incoming) -> None:
+    def _run(self, connection: AcceptedConnection) -> None:
         super()._run(connection)
         connection.on_cut = None
         self._groups.pop(connection, None)
 
-    def _fill(self, connection: Incoming, targets: Any) -> None:
+    def _fill(self, connection: AcceptedConnection, runs: Sequence[Run]) -> None:
         def alive() -> bool:
             return not connection.cut and _connected(connection.socket)
 
-        self._groups[connection].receive(targets, alive)
+        for pieces in runs:
+            self._groups[connection].receive(pieces, alive)
 
 
 class NcclTransport(TcpTransport):
@@ -92,7 +248,7 @@ class NcclTransport(TcpTransport):
         Raises:
             ConfigError: bad host or backend, or no torch.
         """
-        self._library = nccl_group.Library(backend)
+        self._library = NcclLibrary(backend)
         super().__init__(name, host=host)
 
     @property
@@ -111,34 +267,59 @@ class NcclTransport(TcpTransport):
             raise TransportError(f"{self._library.backend} can't reach {memory.device} memory")
         if not self._views:
             self._library.settle(memory.device, memory.device_index)
-        self._views.append(_tensor(self._library.torch, memory))
+        self._views.append(tensor_of(self._library.torch, memory))
         return self._regions.add(memory)
 
-    def _listen(self, host: str) -> Listener:
-        return NcclListener(host, self._token, self, self._library)
+    def _listen(self, host: str) -> TcpListener:
+        return NcclListener(self._library, host, self._token, self._regions, self._views)
 
     def _dial(self, card: TcpCard) -> TcpPeer:
         return NcclPeer(card, self._name, self._library)
 
 
-class _CudaBytes:
-    """Memory of a GPU as torch takes it in without a copy."""
+def _accept(library: NcclLibrary, sock: socket.socket, host: str) -> PairGroup:
+    """Open a store, tell the dialling side where, and meet it there. Raises `ConnectionError`."""
+    family = socket.AF_INET6 if ":" in host else socket.AF_INET
+    with socket.socket(family, socket.SOCK_STREAM) as listener:
+        listener.bind((host, 0))
+        listener.listen(4)
+        port = listener.getsockname()[1]
+        sock.sendall(_OFFER.pack(library.backend.encode(), port))
+        try:
+            return PairGroup(library, host, port, listener.detach())
+        except RuntimeError as error:
+            raise ConnectionAbortedError(f"no process group: {error}") from error
 
-    def __init__(self, memory: Memory) -> None:
-        self.__cuda_array_interface__ = {
-            "shape": (memory.num_bytes,),
-            "typestr": "|u1",
-            "data": (memory.address, False),
-            "version": 3,
-        }
+
+def _meet(library: NcclLibrary, sock: socket.socket, host: str) -> PairGroup:
+    """The dialling side of `_accept`."""
+    data = sock.recv(_OFFER.size, socket.MSG_WAITALL)
+    if len(data) < _OFFER.size:
+        raise ConnectionResetError("the connection was closed during the rendezvous")
+    backend, port = _OFFER.unpack(data)
+    if backend != library.backend.encode():
+        raise RemoteProtocolError(f"they use {backend!r}, we {library.backend}")
+    return PairGroup(library, host, port, None)
 
 
-def _tensor(torch: Any, memory: Memory) -> Any:
-    """Memory as a uint8 tensor [num_bytes] that shares it."""
-    if memory.device == "cuda":
-        return torch.as_tensor(_CudaBytes(memory), device=f"cuda:{memory.device_index}")
-    array = (ctypes.c_ubyte * memory.num_bytes).from_address(memory.address)
-    return torch.frombuffer(array, dtype=torch.uint8)
+def chunks(views: Sequence[Any]) -> Iterator[list[Any]]:
+    """Pieces in groups of at most `CHUNK_BYTES`, cut alike on both sides."""
+    batch: list[Any] = []
+    room = CHUNK_BYTES
+    for view in views:
+        while len(view):
+            batch.append(view[:room])
+            view = view[room:]
+            room -= len(batch[-1])
+            if not room:
+                yield batch
+                batch, room = [], CHUNK_BYTES
+    if batch:
+        yield batch
+
+
+def _split(buffer: Any, pieces: Sequence[Any]) -> list[Any]:
+    return list(buffer.split([len(piece) for piece in pieces]))
 
 
 def _connected(sock: socket.socket) -> bool:

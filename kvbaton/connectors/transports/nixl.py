@@ -43,6 +43,7 @@ from typing import TYPE_CHECKING, Any
 
 import msgspec
 
+from kvbaton.connectors.address import is_loopback
 from kvbaton.connectors.base import (
     Capabilities,
     Device,
@@ -54,9 +55,8 @@ from kvbaton.connectors.base import (
     Status,
 )
 from kvbaton.connectors.guard import GuardCard, guard_card, watch
-from kvbaton.connectors.host import is_loopback
 from kvbaton.connectors.transports.nixl_lanes import Place, UcxLane, choose_lane, this_place
-from kvbaton.connectors.transports.nixl_parts import Part, RemoteRegion, cut
+from kvbaton.connectors.transports.nixl_parts import RemoteRegion, WritePart, cut
 from kvbaton.connectors.transports.regions import RegionTable, expand
 from kvbaton.errors import ConfigError, TransportError
 
@@ -81,8 +81,10 @@ _MARK = b"N"
 """Leads every notice, since NIXL takes an empty one for none."""
 _MEMORY_TYPE: dict[Device, str] = {"cpu": "DRAM", "cuda": "VRAM"}
 
+log = logging.getLogger(__name__)
 
-class _Card(msgspec.Struct, frozen=True):
+
+class NixlCard(msgspec.Struct, frozen=True):
     """What `connect` needs.
 
     Attributes:
@@ -120,7 +122,7 @@ class NixlPeer:
         asked_since: when a fence, or the end of reading, was first asked for.
     """
 
-    def __init__(self, card: _Card, made_of: _Agent, lane: UcxLane, *, near: bool) -> None:
+    def __init__(self, card: NixlCard, made_of: NixlAgent, lane: UcxLane, *, near: bool) -> None:
         self.name = card.name
         self.agent_name, self.agent_number = card.agent, card.number
         self.regions = card.regions
@@ -159,7 +161,9 @@ class NixlHandle:
     was read and sent once it went on).
     """
 
-    def __init__(self, agent: _Agent, peer: NixlPeer, parts: list[Part], notice: bytes) -> None:
+    def __init__(
+        self, agent: NixlAgent, peer: NixlPeer, parts: list[WritePart], notice: bytes
+    ) -> None:
         self.peer = peer
         self._agent = agent
         self._parts = parts[::-1]
@@ -211,29 +215,24 @@ class NixlHandle:
         self._active.clear()
 
     def _advance(self) -> None:
+        """Poll what is in flight, post more until the budget is spent, and send a late notice."""
+        api = self._agent.api
         try:
-            self._poll()
-            self._post()
+            for transfer in tuple(self._active):
+                self._take_state(transfer, api.check_xfer_state)
+            limit = time.monotonic() + POST_BUDGET_S
+            notice = self._notice if self._rides_along else b""
+            while self._parts and time.monotonic() < limit:
+                transfer = self._agent.prepare(self.peer.agent_name, self._parts.pop())
+                self._active.append(transfer)
+                self._take_state(transfer, lambda of: api.transfer(of, notice))
             if not self._parts and not self._active:
                 if not self._rides_along:
-                    self._agent.api.send_notif(self.peer.agent_name, self._notice)
+                    api.send_notif(self.peer.agent_name, self._notice)
                 self._status = Status.DONE
         except self._agent.errors as error:
             self.peer.lost |= isinstance(error, self._agent.disconnect)
             self.fail(f"peer {self.peer.name}: {error}")
-
-    def _poll(self) -> None:
-        for transfer in tuple(self._active):
-            self._take_state(transfer, self._agent.api.check_xfer_state)
-
-    def _post(self) -> None:
-        limit = time.monotonic() + POST_BUDGET_S
-        while self._parts and time.monotonic() < limit:
-            part = self._parts.pop()
-            transfer = self._agent.prepare(self.peer.agent_name, part)
-            self._active.append(transfer)
-            notice = self._notice if self._rides_along else b""
-            self._take_state(transfer, lambda of, with_=notice: self._agent.api.transfer(of, with_))  # type: ignore[misc]
 
     def _take_state(self, transfer: Any, ask: Callable[[Any], str]) -> None:
         """Ask for a transfer's state; one that has ended, well or not, is given back."""
@@ -265,7 +264,7 @@ class NixlHandle:
             self._status = Status.DRAINED
 
 
-class _Agent:
+class NixlAgent:
     """A NIXL agent and the names of its module that the transport uses."""
 
     def __init__(self, name: str) -> None:
@@ -291,7 +290,7 @@ class _Agent:
         """Destroy it, although handles that failed still hold this object."""
         self.api = None
 
-    def prepare(self, peer: str, part: Part) -> Any:
+    def prepare(self, peer: str, part: WritePart) -> Any:
         """Make a transfer of a part; the notice is given when it is posted."""
         local = self.api.get_xfer_descs(part.source, _MEMORY_TYPE[part.source_device])
         remote = self.api.get_xfer_descs(part.target, _MEMORY_TYPE[part.target_device])
@@ -315,7 +314,7 @@ class NixlTransport:
         self._name = name
         self._host = host
         self._number = 0
-        self._agent: _Agent | None = self._make_agent()
+        self._agent: NixlAgent | None = self._make_agent()
         self._next_try = 0.0
         self._closed = False
         self._guard = guard_card(host)
@@ -366,7 +365,7 @@ class NixlTransport:
         agent = self._running()
         metadata = agent.api.get_agent_metadata()
         return msgspec.msgpack.encode(
-            _Card(self._name, self._number, metadata, self._guard, self._place, regions)
+            NixlCard(self._name, self._number, metadata, self._guard, self._place, regions)
         )
 
     def connect(self, card: bytes) -> NixlPeer:
@@ -379,7 +378,7 @@ class NixlTransport:
             TransportError: it is no card, NIXL refuses it, or the guard does not answer.
         """
         try:
-            decoded = msgspec.msgpack.decode(card, type=_Card)
+            decoded = msgspec.msgpack.decode(card, type=NixlCard)
         except msgspec.MsgspecError as error:
             raise TransportError(f"not a card of the NIXL transport: {error}") from error
         agent = self._running()
@@ -389,7 +388,13 @@ class NixlTransport:
         if not peer.watch.wait(DIAL_S):
             raise TransportError(f"the guard of {decoded.name} does not answer")
         if self._metadata.get(decoded.agent) != decoded.metadata:
-            self._load(decoded)
+            try:
+                name = agent.api.add_remote_agent(decoded.metadata)
+            except agent.errors as error:
+                raise TransportError(f"NIXL refuses the card of {decoded.name}: {error}") from error
+            if name != decoded.agent.encode():
+                raise TransportError(f"a card of {decoded.agent} holds the metadata of {name!r}")
+            self._metadata[decoded.agent] = decoded.metadata
         for other in self._peers:
             other.replaced |= other.name == peer.name and other.agent_number < peer.agent_number
         self._peers.append(peer)
@@ -470,11 +475,11 @@ class NixlTransport:
             self._destroy_agent(f"transport {self._name} is shut down")
         self._peers.clear()
 
-    def _make_agent(self) -> _Agent:
+    def _make_agent(self) -> NixlAgent:
         """An agent of a name that nobody has had."""
         self._number += 1
         with _net_devices(self._host):
-            return _Agent(f"{self._name}/{self._number}")
+            return NixlAgent(f"{self._name}/{self._number}")
 
     def _destroy_agent(self, reason: str) -> None:
         agent = self._running()
@@ -495,7 +500,7 @@ class NixlTransport:
 
         All peers are lost by that.
         """
-        logging.getLogger(__name__).warning("making the NIXL agent anew: %s", reason)
+        log.warning("making the NIXL agent anew: %s", reason)
         affected = [peer for peer in self._peers if peer.open]
         self._destroy_agent("the agent that it went through was destroyed")
         for peer in affected:
@@ -515,25 +520,15 @@ class NixlTransport:
                     self._registered[index] = agent.register(memory)
         except Exception as error:  # whatever NIXL says: until it can, nothing crosses
             self._registered.clear()
-            logging.getLogger(__name__).warning("no NIXL agent for now: %s", error)
+            log.warning("no NIXL agent for now: %s", error)
             return
         self._agent = agent
 
-    def _running(self) -> _Agent:
+    def _running(self) -> NixlAgent:
         if self._agent is None:
             state = "shut down" if self._closed else "without an agent for now"
             raise TransportError(f"transport {self._name} is {state}")
         return self._agent
-
-    def _load(self, card: _Card) -> None:
-        agent = self._running()
-        try:
-            name = agent.api.add_remote_agent(card.metadata)
-        except agent.errors as error:
-            raise TransportError(f"NIXL refuses the card of {card.name}: {error}") from error
-        if name != card.agent.encode():
-            raise TransportError(f"a card of {card.agent} holds the metadata of {name!r}")
-        self._metadata[card.agent] = card.metadata
 
     def _reads(self, peer: NixlPeer) -> bool:
         return any(handle.reads for handle in self._live if handle.peer is peer)
@@ -558,7 +553,7 @@ class NixlTransport:
         try:
             self._agent.api.remove_remote_agent(name)
         except self._agent.errors as error:
-            logging.getLogger(__name__).info("NIXL had already dropped %s: %s", name, error)
+            log.info("NIXL had already dropped %s: %s", name, error)
 
     def _settle(self) -> None:
         """Let UCX finish closing its end points: else it aborts the process."""
@@ -583,7 +578,7 @@ def _give_back(transfer: Any) -> None:
     try:
         transfer.release()
     except Exception as error:  # of a transfer that has ended: nothing depends on it
-        logging.getLogger(__name__).info("NIXL does not take a transfer back: %s", error)
+        log.info("NIXL does not take a transfer back: %s", error)
 
 
 def _load_nixl() -> ModuleType:

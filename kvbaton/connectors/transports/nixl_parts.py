@@ -35,7 +35,7 @@ class RemoteRegion(msgspec.Struct, frozen=True):
     device_index: int
 
 
-class Part(NamedTuple):
+class WritePart(NamedTuple):
     """Descriptors of one post: uint64 of shape [n, 3] (address, bytes, device index) each."""
 
     source: Descriptors
@@ -48,7 +48,7 @@ def cut(
     copies: Copies,
     ours: Sequence[Memory | None],
     theirs: Sequence[RemoteRegion | None],
-) -> list[Part]:
+) -> list[WritePart]:
     """Cut checked copies between our regions and theirs into parts."""
     parts = []
     for source_device, target_device, whole in _by_device(copies, ours, theirs):
@@ -57,7 +57,8 @@ def cut(
         source = _describe(chosen.source_region, chosen.source_offset, chosen.length, ours)
         target = _describe(chosen.target_region, chosen.target_offset, chosen.length, theirs)
         for start, stop in _spans(chosen, GPU_PART_BYTES if direct else PART_BYTES):
-            parts.append(Part(source[start:stop], source_device, target[start:stop], target_device))
+            sides = source[start:stop], source_device, target[start:stop], target_device
+            parts.append(WritePart(*sides))
     return parts
 
 

@@ -33,6 +33,11 @@ class Copies(NamedTuple):
         """Copies [start, stop)."""
         return Copies(*(column[start:stop] for column in self))
 
+    def by_region(self) -> Copies:
+        """Ordered by source region, then by target region; within both as they were."""
+        order = np.lexsort((self.target_region, self.source_region))
+        return Copies(*(column[order] for column in self))
+
 
 class RegionTable:
     """Regions of one transport, numbered in order of registration."""
@@ -82,13 +87,29 @@ def expand(ranges: Ranges, source_sizes: Sequence[int], target_sizes: Sequence[i
     """
     if ranges.ndim != 2 or ranges.shape[1] != len(RangeColumn) or ranges.dtype != np.int64:
         raise ValueError(f"ranges must be int64 of shape [n, 8], not {ranges.dtype}{ranges.shape}")
-    rows = np.ascontiguousarray(ranges)
+    rows = ranges.copy()
     _refuse(rows, np.any(rows < 0, axis=1), "has a negative number")
     _refuse(rows, (rows[:, RangeColumn.LENGTH] < 1), "has length 0")
     _refuse(rows, (rows[:, RangeColumn.COUNT] < 1), "has count 0")
     _check_side(rows, source_sizes, "source", RangeColumn.SOURCE_REGION, RangeColumn.SOURCE_STRIDE)
     _check_side(rows, target_sizes, "target", RangeColumn.TARGET_REGION, RangeColumn.TARGET_STRIDE)
-    return _single_copies(_join_dense(rows))
+    count = rows[:, RangeColumn.COUNT]
+    strides = rows[:, [RangeColumn.SOURCE_STRIDE, RangeColumn.TARGET_STRIDE]]
+    dense = np.all(strides == rows[:, [RangeColumn.LENGTH]], axis=1)  # pieces touch on both sides
+    rows[dense, RangeColumn.LENGTH] *= count[dense]
+    rows[dense, RangeColumn.COUNT] = 1
+    if int(np.minimum(count, MAX_COPIES + 1).sum()) > MAX_COPIES:
+        raise ValueError(f"ranges come to more than {MAX_COPIES} copies; split the write")
+    ends = np.cumsum(count)
+    piece = np.arange(int(count.sum())) - np.repeat(ends - count, count)
+    each = np.repeat(rows, count, axis=0)
+    return Copies(
+        each[:, RangeColumn.SOURCE_REGION],
+        each[:, RangeColumn.SOURCE_OFFSET] + piece * each[:, RangeColumn.SOURCE_STRIDE],
+        each[:, RangeColumn.TARGET_REGION],
+        each[:, RangeColumn.TARGET_OFFSET] + piece * each[:, RangeColumn.TARGET_STRIDE],
+        each[:, RangeColumn.LENGTH],
+    )
 
 
 def _refuse(rows: Ranges, bad: npt.NDArray[np.bool_], what: str) -> None:
@@ -111,31 +132,3 @@ def _check_side(
     strided = (count > 1) & (rows[:, stride] > 0)
     outside = strided & (count - 1 > (room - offset) // step)
     _refuse(rows, outside, f"leaves its {side} region by its stride")
-
-
-def _join_dense(rows: Ranges) -> Ranges:
-    """Make one piece of rows whose pieces touch on both sides."""
-    length, count = rows[:, RangeColumn.LENGTH], rows[:, RangeColumn.COUNT]
-    dense = (count > 1) & (rows[:, 6] == length) & (rows[:, 7] == length)
-    if not dense.any():
-        return rows
-    joined = rows.copy()
-    joined[dense, RangeColumn.LENGTH] = (length * count)[dense]
-    joined[dense, RangeColumn.COUNT] = 1
-    return joined
-
-
-def _single_copies(rows: Ranges) -> Copies:
-    count = rows[:, RangeColumn.COUNT]
-    if int(np.minimum(count, MAX_COPIES + 1).sum()) > MAX_COPIES:
-        raise ValueError(f"ranges come to more than {MAX_COPIES} copies; split the write")
-    ends = np.cumsum(count)
-    piece = np.arange(int(ends[-1]) if len(ends) else 0) - np.repeat(ends - count, count)
-    each = np.repeat(rows, count, axis=0)
-    return Copies(
-        each[:, RangeColumn.SOURCE_REGION],
-        each[:, RangeColumn.SOURCE_OFFSET] + piece * each[:, RangeColumn.SOURCE_STRIDE],
-        each[:, RangeColumn.TARGET_REGION],
-        each[:, RangeColumn.TARGET_OFFSET] + piece * each[:, RangeColumn.TARGET_STRIDE],
-        each[:, RangeColumn.LENGTH],
-    )

@@ -1,9 +1,9 @@
 """Transport over plain sockets: needs nothing but Python, and its fence always holds.
 
-Each connected peer has one connection and one sending thread here (`tcp_outgoing`), and one
-receiving thread over there (`tcp_incoming`), which reads payloads straight into registered memory
-at offsets that it has checked. `tcp_wire` describes the bytes. Memory of a GPU passes through
-pinned memory of the host (`tcp_staging`).
+Each connected peer has one connection with one sending thread here, and one receiving thread over
+there, which reads payloads straight into registered memory at offsets that it has checked
+(`tcp_connections`). `tcp_wire` describes the bytes. Memory of a GPU passes through pinned memory of
+the host (`tcp_staging`).
 
 Fence scope is PEER: only our own receiving thread ever writes here, so once it has ended, no byte
 of that peer can land, whatever its process does.
@@ -14,27 +14,22 @@ from __future__ import annotations
 import ctypes
 import secrets
 import time
-from collections import deque
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 import msgspec
 
-from kvbaton.connectors.base import (
-    Capabilities,
-    FenceScope,
-    Memory,
-    Notice,
-    Peer,
-    Region,
-)
+from kvbaton.connectors.address import is_wildcard
+from kvbaton.connectors.base import Capabilities, FenceScope, Memory, Notice, Peer, Region
 from kvbaton.connectors.guard import guard_card
-from kvbaton.connectors.host import is_wildcard
-from kvbaton.connectors.transports.cuda_driver import CudaDriver, load_library
 from kvbaton.connectors.transports.regions import RegionTable, expand
-from kvbaton.connectors.transports.tcp_incoming import Listener
-from kvbaton.connectors.transports.tcp_outgoing import TcpCard, TcpHandle, TcpPeer
-from kvbaton.connectors.transports.tcp_staging import LANE_BYTES, PinnedBounceBuffer, Span
+from kvbaton.connectors.transports.tcp_connections import TcpCard, TcpHandle, TcpListener, TcpPeer
+from kvbaton.connectors.transports.tcp_staging import (
+    LANE_BYTES,
+    GpuCopies,
+    GpuRegion,
+    PinnedBounceBuffer,
+)
 from kvbaton.connectors.transports.tcp_wire import MAX_NAME_BYTES, MAX_NOTICE_BYTES
 from kvbaton.errors import ConfigError, TransportError
 
@@ -70,13 +65,11 @@ class TcpTransport:
         self._host = host
         self._token = secrets.token_bytes(32)
         self._regions = RegionTable()
-        self._views: list[memoryview | Span] = []
+        self._views: list[memoryview | GpuRegion] = []
         self._pinned_bytes = pinned_mib << 20
         self._staging: PinnedBounceBuffer | None = None
         self._device_index = 0
-        self._inbox: deque[Notice] = deque()
         self._peers: list[TcpPeer] = []
-        self._vanished: deque[str] = deque()
         self._closing: list[TcpPeer] = []
         self._guard = guard_card(host)
         self._listener = self._listen(host)
@@ -103,7 +96,7 @@ class TcpTransport:
         Raises:
             TransportError: it is memory of a GPU that can't be used, or of a second one.
         """
-        self._views.append(self._span(memory) if memory.device == "cuda" else _view(memory))
+        self._views.append(self._view(memory))
         return self._regions.add(memory)
 
     def deregister(self, region: Region) -> None:
@@ -162,11 +155,13 @@ class TcpTransport:
 
     def notices(self) -> Sequence[Notice]:
         """Writes that have landed here since the last call."""
-        return tuple(self._inbox.popleft() for _ in range(len(self._inbox)))
+        inbox = self._listener.inbox
+        return tuple(inbox.popleft() for _ in range(len(inbox)))
 
     def lost(self) -> Sequence[TcpPeer]:
         """Peers whose connection broke, in either direction, without a goodbye."""
-        vanished = {self._vanished.popleft() for _ in range(len(self._vanished))}
+        names = self._listener.vanished
+        vanished = {names.popleft() for _ in range(len(names))}
         for peer in tuple(self._closing):
             self._close(peer)
         for peer in self._peers:
@@ -200,47 +195,26 @@ class TcpTransport:
             self._closing.remove(peer)
         return ended
 
-    def _span(self, memory: Memory) -> Span:
+    def _view(self, memory: Memory) -> memoryview | GpuRegion:
+        if memory.device == "cpu":
+            array = (ctypes.c_ubyte * memory.num_bytes).from_address(memory.address)
+            return memoryview(array).cast("B")
         if self._staging is None:
+            gpu = self._copies_of(memory.device_index)
             self._device_index = memory.device_index
-            self._staging = PinnedBounceBuffer(
-                self._driver(memory.device_index), self._pinned_bytes
-            )
+            self._staging = PinnedBounceBuffer(gpu, self._pinned_bytes)
         if memory.device_index != self._device_index:
             raise TransportError("a TCP transport reaches one GPU: use one transport for each")
-        return Span(memory.address, self._staging)
+        return GpuRegion(self._staging, self._staging.gpu.region(memory))
 
-    def _driver(self, device_index: int) -> CudaDriver:
-        return CudaDriver(device_index, load_library())
+    def _copies_of(self, device_index: int) -> GpuCopies:
+        return GpuCopies(device_index)
 
-    def _listen(self, host: str) -> Listener:
-        return Listener(host, self._token, self)
+    def _listen(self, host: str) -> TcpListener:
+        return TcpListener(host, self._token, self._regions, self._views)
 
     def _dial(self, card: TcpCard) -> TcpPeer:
         return TcpPeer(card, self._name)
-
-    # --- called by the threads of connections ---
-
-    def sizes(self) -> Sequence[int]:
-        """Bytes of each region."""
-        return self._regions.sizes()
-
-    def views(self) -> Sequence[memoryview | Span]:
-        """Each region as bytes that can be written, or copied to."""
-        return self._views
-
-    def deliver(self, notice: bytes) -> None:
-        """A write has landed."""
-        self._inbox.append(Notice(notice))
-
-    def vanished(self, name: str) -> None:
-        """A peer's connection ended without a goodbye."""
-        self._vanished.append(name)
-
-
-def _view(memory: Memory) -> memoryview:
-    array = (ctypes.c_ubyte * memory.num_bytes).from_address(memory.address)
-    return memoryview(array).cast("B")
 
 
 def _own(peer: Peer) -> TcpPeer:

@@ -1,10 +1,11 @@
 """Host staging: how memory of a GPU crosses a socket, where GPUs can't reach each other.
 
-A connection's thread copies pieces into a pinned buffer and sends that, or receives into it and
-copies from there, many pieces with one call. Two buffers take turns, so that a copy and the socket
-work at the same time. All pinned memory is in *lanes* of two buffers, and a thread has a lane for
-one frame; where all are lent, it waits. A sender takes its lane before the first byte of a frame
-leaves, so whoever has a lane to receive waits for nobody who still needs one.
+A connection's thread gathers pieces on the GPU, copies them into a pinned buffer and sends that, or
+receives into it and scatters from there: one index and one copy for a whole buffer, however many
+pieces. Two buffers take turns, so that a copy and the socket work at the same time. All pinned
+memory is in *lanes* of two buffers, and a thread has a lane for one frame; where all are lent, it
+waits. A sender takes its lane before the first byte of a frame leaves, so whoever has a lane to
+receive waits for nobody who still needs one.
 
 A lane goes back only when its copies are over, so a thread that has ended touches nothing any more:
 what a fence and `close` promise holds as for memory of the host.
@@ -13,22 +14,24 @@ what a fence and `close` promise holds as for memory of the host.
 from __future__ import annotations
 
 import ctypes
+import importlib
 import threading
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from itertools import cycle
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 
 from kvbaton.connectors.transports import tcp_wire
+from kvbaton.errors import TransportError
 
 if TYPE_CHECKING:
     import socket
 
     import numpy.typing as npt
 
-    from kvbaton.connectors.transports.cuda_driver import CudaDriver
+    from kvbaton.connectors.base import Memory
 
     Int64s = npt.NDArray[np.int64]
 
@@ -37,170 +40,234 @@ LANE_BYTES = 2 * BUFFER_BYTES
 LOOK_S = 0.02
 """Between two looks at whether the connection of a thread that waits for a lane still lives."""
 
-Alive = Callable[[], bool]
 
-
-class Span(NamedTuple):
-    """A region in memory of a GPU."""
-
-    address: int
-    staging: PinnedBounceBuffer
-
-
-class Pieces(NamedTuple):
-    """A frame's payload where a GPU is concerned: three arrays of shape [n].
+class GpuRegion(NamedTuple):
+    """A region in memory of a GPU.
 
     Attributes:
-        staging: what it has to pass through.
-        address: first byte of each piece in this process.
-        size: bytes, none of them 0.
-        on_gpu: where each lies.
+        staging: what its bytes pass through.
+        data: all of it, a uint8 tensor [num_bytes].
     """
 
     staging: PinnedBounceBuffer
-    address: Int64s
-    size: Int64s
-    on_gpu: npt.NDArray[np.bool_]
+    data: Any
 
-    def batches(self) -> Iterator[tuple[int, Batch]]:
-        """Cut into as much as a buffer holds: bytes in it, and the pieces."""
+
+class GpuPieces(NamedTuple):
+    """Pieces of one region, in the order in which they cross; none is empty."""
+
+    region: GpuRegion
+    offset: Int64s
+    size: Int64s
+
+    def batches(self) -> Iterator[tuple[int, Int64s, Int64s]]:
+        """Cut into as much as a buffer holds: its bytes, and offsets and sizes of the pieces."""
         ends = np.cumsum(self.size)
         starts, total = ends - self.size, int(ends[-1])
         for low in range(0, total, BUFFER_BYTES):
             high = min(low + BUFFER_BYTES, total)
             part = slice(np.searchsorted(ends, low, "right"), np.searchsorted(starts, high))
             begin = np.maximum(starts[part], low)
-            address = self.address[part] + begin - starts[part]
-            size = np.minimum(ends[part], high) - begin
-            yield high - low, Batch(address, size, begin - low, self.on_gpu[part])
+            offset = self.offset[part] + begin - starts[part]
+            yield high - low, offset, np.minimum(ends[part], high) - begin
 
 
-class Batch(NamedTuple):
-    """Pieces that share a buffer; `at` is where in it."""
-
-    address: Int64s
-    size: Int64s
-    at: Int64s
-    on_gpu: npt.NDArray[np.bool_]
+Run = Sequence[memoryview] | GpuPieces
+"""A part of a frame's payload that lies on one side."""
 
 
-def pieces_of(
-    views: Sequence[memoryview | Span], region: Int64s, offset: Int64s, length: Int64s
-) -> list[memoryview] | Pieces:
-    """Checked pieces of regions: views where all regions are host memory, else `Pieces`."""
-    staging = next((view.staging for view in views if isinstance(view, Span)), None)
-    if staging is None:
+def runs_of(
+    views: Sequence[memoryview | GpuRegion], region: Int64s, offset: Int64s, length: Int64s
+) -> list[Run]:
+    """Checked pieces of regions in their order: one run where there is no GPU, else by region."""
+    if not any(isinstance(view, GpuRegion) for view in views):
         columns = zip(region.tolist(), offset.tolist(), length.tolist(), strict=True)
-        return [views[r][low : low + size] for r, low, size in columns]
-    base = np.array([_address(view) for view in views], np.int64)
-    on_gpu = np.array([isinstance(view, Span) for view in views])
-    return Pieces(staging, base[region] + offset, length, on_gpu[region])
+        return [[views[r][low : low + size] for r, low, size in columns]]
+    runs: list[Run] = []
+    ends = [*(np.flatnonzero(np.diff(region)) + 1).tolist(), len(region)]
+    for first, end in zip([0, *ends], ends, strict=False):
+        view, low, size = views[int(region[first])], offset[first:end], length[first:end]
+        if isinstance(view, GpuRegion):
+            runs.append(GpuPieces(view, low, size))
+        else:
+            pairs = zip(low.tolist(), (low + size).tolist(), strict=True)
+            runs.append([view[start:stop] for start, stop in pairs])
+    return runs
 
 
-def _address(view: memoryview | Span) -> int:
-    if isinstance(view, Span):
-        return view.address
-    return ctypes.addressof(ctypes.c_ubyte.from_buffer(view)) if len(view) else 0
+def staging_of(runs: Sequence[Run]) -> PinnedBounceBuffer | None:
+    """What a frame has to pass through, if anything."""
+    return next((run.region.staging for run in runs if isinstance(run, GpuPieces)), None)
 
 
-class _Buffer:
-    """Pinned memory, and the event after the latest copies from or to it."""
+class GpuCopies:
+    """Copies between pieces of one GPU's memory and pinned buffers, by torch.
 
-    def __init__(self, driver: CudaDriver) -> None:
-        self.event = driver.open_event()
-        self.address = driver.pin(BUFFER_BYTES)
-        array = (ctypes.c_ubyte * BUFFER_BYTES).from_address(self.address)
-        self.view = memoryview(array).cast("B")
+    Where CUDA fails, torch raises `RuntimeError`.
+
+    Args:
+        device_index: as CUDA numbers the devices that this process sees.
+
+    Raises:
+        TransportError: torch is missing, or sees no such device.
+    """
+
+    def __init__(self, device_index: int) -> None:
+        try:
+            self._torch: Any = importlib.import_module("torch")
+        except ImportError as error:
+            raise TransportError(f"memory of a GPU needs torch: {error}") from error
+        if device_index >= self._torch.cuda.device_count():
+            raise TransportError(f"torch sees no CUDA device {device_index}")
+        self._device = self._torch.device("cuda", device_index)
+
+    def region(self, memory: Memory) -> Any:
+        """Memory of the GPU as a uint8 tensor [num_bytes] that shares it.
+
+        Raises:
+            TransportError: it is none.
+        """
+        try:
+            return tensor_of(self._torch, memory)
+        except RuntimeError as error:
+            raise TransportError(f"torch can't reach {memory}: {error}") from error
+
+    def pinned(self) -> Any:
+        """A new buffer: a uint8 tensor [`BUFFER_BYTES`]."""
+        with self._torch.cuda.device(self._device):
+            return self._torch.empty(BUFFER_BYTES, dtype=self._torch.uint8, pin_memory=True)
+
+    def stream(self) -> Any:
+        """A stream that neither waits for the default stream nor is waited for by it."""
+        return self._torch.cuda.Stream(self._device)
+
+    def event(self) -> Any:
+        """An event whose waiters sleep; never recorded, it has happened."""
+        return self._torch.cuda.Event(blocking=True)
+
+    def on(self, stream: Any) -> AbstractContextManager[Any]:
+        """Copies of the calling thread go to this stream."""
+        context: AbstractContextManager[Any] = self._torch.cuda.stream(stream)
+        return context
+
+    def gather(self, data: Any, offset: Int64s, size: Int64s, buffer: Any) -> None:
+        """Begin to fill a pinned buffer, uint8 [sum of sizes], with pieces of a region."""
+        rows, index = self._rows(data, offset, size)
+        found = rows.index_select(0, index)
+        buffer.copy_(found.view(-1), non_blocking=True)
+
+    def scatter(self, data: Any, offset: Int64s, size: Int64s, buffer: Any) -> None:
+        """Begin to fill pieces of a region from a pinned buffer, uint8 [sum of sizes]."""
+        rows, index = self._rows(data, offset, size)
+        rows.index_copy_(0, index, buffer.to(data.device, non_blocking=True).view(len(index), -1))
+
+    def _rows(self, data: Any, offset: Int64s, size: Int64s) -> tuple[Any, Any]:
+        """A region in rows of the largest unit that divides all pieces, and which rows they are."""
+        unit = int(np.gcd.reduce(np.concatenate([offset, size])))
+        count = size // unit
+        ends = np.cumsum(count)
+        index = np.repeat(offset // unit - ends + count, count) + np.arange(ends[-1])
+        rows = data[: len(data) // unit * unit].view(-1, unit)
+        return rows, self._torch.from_numpy(index).to(data.device)
 
 
-class Lane:
+class _PinnedBuffer:
+    """Pinned memory, and the event after the latest copy from or to it."""
+
+    def __init__(self, gpu: GpuCopies) -> None:
+        self.data = gpu.pinned()
+        self.view = memoryview(self.data.numpy())
+        self.copied = gpu.event()
+
+
+class StagingLane:
     """Two pinned buffers and a stream; for one thread at a time."""
 
-    def __init__(self, driver: CudaDriver) -> None:
-        self._driver = driver
-        self._stream = driver.open_stream()
-        self._buffers = [_Buffer(driver) for _ in range(2)]
+    def __init__(self, gpu: GpuCopies) -> None:
+        self._gpu = gpu
+        self._stream = gpu.stream()
+        self._buffers = [_PinnedBuffer(gpu) for _ in range(2)]
 
-    def send(self, sock: socket.socket, head: bytes | memoryview, pieces: Pieces) -> None:
-        """Send a frame: its head, then pieces. Raises `OSError`."""
-        ready = head
-        for buffer, (size, batch) in zip(cycle(self._buffers), pieces.batches(), strict=False):
-            self._copy(buffer, batch, to_device=False)
-            tcp_wire.send_all(sock, [ready])
-            self._driver.wait(buffer.event)
-            ready = buffer.view[:size]
-        tcp_wire.send_all(sock, [ready])
+    def send(self, sock: socket.socket, head: bytes, runs: Sequence[Run]) -> None:
+        """Send a frame: its head, then its payload. Raises `OSError`."""
+        ready: list[bytes | memoryview] = [head]
+        turns = cycle(self._buffers)
+        for run in runs:
+            if not isinstance(run, GpuPieces):
+                ready += run
+                continue
+            for num_bytes, offset, size in run.batches():
+                buffer = next(turns)
+                with self._gpu.on(self._stream):
+                    self._gpu.gather(run.region.data, offset, size, buffer.data[:num_bytes])
+                    buffer.copied.record(self._stream)
+                tcp_wire.send_all(sock, ready)
+                buffer.copied.synchronize()
+                ready = [buffer.view[:num_bytes]]
+        tcp_wire.send_all(sock, ready)
 
-    def receive(self, sock: socket.socket, pieces: Pieces) -> None:
-        """Fill pieces, which are whole once the lane has settled. Raises `OSError`."""
-        for buffer, (size, batch) in zip(cycle(self._buffers), pieces.batches(), strict=False):
-            self._driver.wait(buffer.event)
-            tcp_wire.receive_all(sock, [buffer.view[:size]])
-            self._copy(buffer, batch, to_device=True)
+    def receive(self, sock: socket.socket, runs: Sequence[Run]) -> None:
+        """Fill a frame's pieces, which are whole once the lane has settled. Raises `OSError`."""
+        turns = cycle(self._buffers)
+        for run in runs:
+            if not isinstance(run, GpuPieces):
+                tcp_wire.receive_all(sock, run)
+                continue
+            for num_bytes, offset, size in run.batches():
+                buffer = next(turns)
+                buffer.copied.synchronize()
+                tcp_wire.receive_all(sock, [buffer.view[:num_bytes]])
+                with self._gpu.on(self._stream):
+                    self._gpu.scatter(run.region.data, offset, size, buffer.data[:num_bytes])
+                    buffer.copied.record(self._stream)
 
     def settle(self) -> None:
         """Wait until all copies are over."""
         for buffer in self._buffers:
-            self._driver.wait(buffer.event)
-
-    def close(self) -> None:
-        """Give everything back."""
-        for buffer in self._buffers:
-            self._driver.close_event(buffer.event)
-            self._driver.unpin(buffer.address)
-        self._driver.close_stream(self._stream)
-
-    def _copy(self, buffer: _Buffer, batch: Batch, *, to_device: bool) -> None:
-        """Begin to copy pieces from or to a buffer."""
-        sides = [buffer.address + batch.at, batch.address]
-        target, source = sides[::-1] if to_device else sides
-        gpu, size = batch.on_gpu, batch.size
-        for copy in np.stack([target, source, size], 1)[~gpu].tolist():
-            ctypes.memmove(*copy)
-        if gpu.any():
-            self._driver.copy(target[gpu], source[gpu], size[gpu], self._stream)
-        self._driver.record(buffer.event, self._stream)
+            buffer.copied.synchronize()
 
 
-class Lanes:
+class LanePool:
     """Lanes of one direction, made when they are first needed.
 
     Args:
-        driver: of the GPU.
+        gpu: whose memory they reach.
         limit: most of them.
     """
 
-    def __init__(self, driver: CudaDriver, limit: int) -> None:
-        self._driver, self._left = driver, limit
-        self._idle: list[Lane] = []
+    def __init__(self, gpu: GpuCopies, limit: int) -> None:
+        self._gpu, self._left = gpu, limit
+        self._idle: list[StagingLane] = []
         self._changed = threading.Condition()
         self._closed = False
 
     @contextmanager
-    def lend(self, alive: Alive) -> Iterator[Lane]:
+    def lend(self, alive: Callable[[], bool]) -> Iterator[StagingLane]:
         """A lane for the calling thread; its copies are over when it goes back.
 
         Raises:
             ConnectionAbortedError: not `alive` any more while waiting for one, or CUDA fails.
         """
-        self._driver.use()
-        lane = self._take(alive)
         try:
-            yield lane
-        finally:
-            lane.settle()
-            self._give(lane)
+            lane = self._take(alive)
+            try:
+                yield lane
+            finally:
+                lane.settle()
+                with self._changed:
+                    if not self._closed:
+                        self._idle.append(lane)
+                    self._changed.notify()
+        except RuntimeError as error:
+            raise ConnectionAbortedError(str(error).partition("\n")[0]) from error
 
     def close(self) -> None:
-        """Give back what is not lent, and later what is."""
-        self._driver.use()
+        """Give back what is not lent; what is, goes with its thread."""
         with self._changed:
             self._closed = True
-            for lane in self._idle:
-                lane.close()
             self._idle.clear()
 
-    def _take(self, alive: Alive) -> Lane:
+    def _take(self, alive: Callable[[], bool]) -> StagingLane:
         with self._changed:
             while not self._idle and not self._left:
                 if not alive():
@@ -208,34 +275,45 @@ class Lanes:
                 self._changed.wait(LOOK_S)
             if self._idle:
                 return self._idle.pop()
-            lane = Lane(self._driver)
+            lane = StagingLane(self._gpu)
             self._left -= 1
             return lane
-
-    def _give(self, lane: Lane) -> None:
-        with self._changed:
-            if self._closed:
-                lane.close()
-                return
-            self._idle.append(lane)
-            self._changed.notify()
 
 
 class PinnedBounceBuffer:
     """What one transport has to reach the memory of its GPU.
 
     Args:
-        driver: of the GPU.
+        gpu: whose memory it reaches.
         num_bytes: most pinned memory, at least two lanes; each direction has half of it.
     """
 
-    def __init__(self, driver: CudaDriver, num_bytes: int) -> None:
-        self._driver = driver
+    def __init__(self, gpu: GpuCopies, num_bytes: int) -> None:
+        self.gpu = gpu
         limit = num_bytes // 2 // LANE_BYTES
-        self.outgoing, self.incoming = Lanes(driver, limit), Lanes(driver, limit)
+        self.outgoing, self.incoming = LanePool(gpu, limit), LanePool(gpu, limit)
 
     def close(self) -> None:
-        """Give everything back."""
+        """Give the pinned memory back to torch."""
         self.outgoing.close()
         self.incoming.close()
-        self._driver.close()
+
+
+class _CudaBytes:
+    """Memory of a GPU as torch takes it in without a copy."""
+
+    def __init__(self, memory: Memory) -> None:
+        self.__cuda_array_interface__ = {
+            "shape": (memory.num_bytes,),
+            "typestr": "|u1",
+            "data": (memory.address, False),
+            "version": 3,
+        }
+
+
+def tensor_of(torch: Any, memory: Memory) -> Any:
+    """Memory as a uint8 tensor [num_bytes] that shares it."""
+    if memory.device == "cuda":
+        return torch.as_tensor(_CudaBytes(memory), device=f"cuda:{memory.device_index}")
+    array = (ctypes.c_ubyte * memory.num_bytes).from_address(memory.address)
+    return torch.frombuffer(array, dtype=torch.uint8)

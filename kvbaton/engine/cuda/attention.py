@@ -7,7 +7,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from kvbaton.engine.cuda.cache import CudaKVCache
+from kvbaton.engine.cache import KVCache
 from kvbaton.kernels.decode_attention import decode_attention
 from kvbaton.kernels.prefill_attention import PrefillBatch, prefill_attention
 from kvbaton.kernels.rope_write import rope_write
@@ -38,7 +38,7 @@ class KernelAttention:
 
     def __init__(
         self,
-        cache: CudaKVCache,
+        cache: KVCache,
         slot_mapping: Tensor,
         decode: DecodeBatch | None,
         prefill: PrefillBatch | None,

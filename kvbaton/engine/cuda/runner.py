@@ -8,75 +8,23 @@ probabilities) runs through the plain sampler, which may wait for the device.
 
 from __future__ import annotations
 
-import time
-from collections.abc import Callable
-from dataclasses import fields
-from typing import TypeVar, cast
-
 import numpy as np
-import numpy.typing as npt
 import torch
 from torch import Tensor
 
+from kvbaton.engine.cache import KVCache
 from kvbaton.engine.cuda.attention import DecodeBatch, KernelAttention
-from kvbaton.engine.cuda.cache import CudaKVCache
 from kvbaton.engine.cuda.graphs import DecodeGraphs
 from kvbaton.engine.cuda.sequences import CudaSequences
-from kvbaton.engine.cuda.staging import fetch, upload
 from kvbaton.engine.encoder.pool import EncoderPool
-from kvbaton.engine.models.llama import Encoded, LlamaForCausalLM
-from kvbaton.engine.mrope import merge_size
-from kvbaton.engine.pending import Pending
-from kvbaton.engine.runner import Runner, StepOutput
-from kvbaton.engine.sampler import Logprobs
-from kvbaton.engine.step import StepPlan
+from kvbaton.engine.models.llama import LlamaForCausalLM
+from kvbaton.engine.runner import Ints, Runner, StepOutput
+from kvbaton.engine.upload import upload
 from kvbaton.kernels.prefill_attention import PrefillBatch
 from kvbaton.kernels.sample_tokens import sample_tokens
 
-T = TypeVar("T")
-Ints = npt.NDArray[np.int64]
-
-LOOK_S = 20e-6
-"""Pause between two looks at a step of several ranks."""
-
 SHORT_CONTEXT = 2048
 """Shorter tables make the prefill kernel take smaller tiles."""
-
-
-def enqueued(take: Callable[[], T], *, patience_s: float | None = None) -> Pending[T]:
-    """What is there once the current stream has come as far as it is filled now.
-
-    Args:
-        take: gives it then.
-        patience_s: for `wait`; None waits as the driver does, without a limit.
-    """
-    over = torch.cuda.Event()  # type: ignore[no-untyped-call]
-    over.record()
-
-    def ready() -> bool:
-        return bool(over.query())  # type: ignore[no-untyped-call]
-
-    def wait() -> None:
-        if patience_s is None:
-            over.synchronize()
-            return
-        deadline = time.monotonic() + patience_s
-        while not ready():
-            if time.monotonic() > deadline:
-                raise TimeoutError(f"a step took longer than {patience_s:g} s")
-            time.sleep(LOOK_S)
-
-    return Pending(ready, take, wait)
-
-
-def fetched(output: StepOutput) -> StepOutput:
-    """Set an output on its way into pinned memory."""
-    if output.tokens is not None:
-        output.tokens = fetch(output.tokens)
-    if output.logprobs is not None:
-        columns = (getattr(output.logprobs, field.name) for field in fields(Logprobs))
-        output.logprobs = Logprobs(*(fetch(column) for column in columns))
-    return output
 
 
 class CudaRunner(Runner):
@@ -85,38 +33,25 @@ class CudaRunner(Runner):
     Args:
         model: its weights.
         cache: its KV pool.
-        eos_token_ids: the model's own end tokens.
         max_model_len: longest sequence.
         max_num_seqs: most sequences in one step.
         use_graphs: decode in CUDA graphs.
     """
 
-    cache: CudaKVCache
     sequences: CudaSequences
+    sequences_class = CudaSequences
     _far_stream: torch.cuda.Stream | None = None
 
     def __init__(
         self,
         model: LlamaForCausalLM,
-        cache: CudaKVCache,
+        cache: KVCache,
         *,
-        eos_token_ids: tuple[int, ...],
         max_model_len: int,
         max_num_seqs: int,
         use_graphs: bool,
     ) -> None:
-        self.model, self.cache, self.eos_token_ids = model, cache, eos_token_ids
-        self.device = cache.data.device
-        # A step that was launched before an end of text was seen may run one token over. Kernels
-        # are compiled for row lengths that are multiples of 16.
-        blocks = (max_model_len + 1) // cache.block_size + 1
-        self.sequences = CudaSequences(
-            rows=2 * max_num_seqs,
-            max_tokens=max_model_len + 2,
-            max_blocks=-(-blocks // 16) * 16,
-            device=self.device,
-            merge_size=merge_size(model.config),
-        )
+        super().__init__(model, cache, max_model_len=max_model_len, max_num_seqs=max_num_seqs)
         self.graphs = (
             DecodeGraphs(self._decode_step, self.sequences, max_num_seqs) if use_graphs else None
         )
@@ -127,27 +62,22 @@ class CudaRunner(Runner):
         On that device's default stream they would wait for its rank's step, which waits for ours.
         One row is taken now: what the driver sets up for it, it may not while a rank waits.
         """
-        self.encoder = pool
+        super().attach_encoder(pool)
         if pool.data.device != self.device:
             self._far_stream = torch.cuda.Stream(pool.data.device)  # type: ignore[no-untyped-call]
         with torch.inference_mode():
             self._gather(np.zeros(1, np.int64), np.zeros(1, np.int64))
 
-    @torch.inference_mode()
-    def run(self, plan: StepPlan) -> StepOutput:
-        """Enqueue what the plan says."""
-        self._prepare(plan)
-        output = StepOutput(plan)
-        if plan.steps:
-            rows = self.sequences.rows([step.handle for step in plan.steps])
-            for row, step in zip(rows, plan.steps, strict=True):
-                self.sequences.append_blocks(row, step.new_blocks[0])
-            self.sequences.flush()
-            if _all_decode(plan, self.sequences.have_items):
-                self._decode(output, rows)
-            else:
-                self._mixed(output, rows)
-        return output
+    def _compute(self, output: StepOutput, rows: Ints) -> None:
+        """Enqueue the layers and the sampling; see `Runner._compute`."""
+        self.sequences.flush()
+        steps = output.plan.steps
+        # An image that ends with the last token of its prompt is none of a graph's inputs.
+        images = self.sequences.have_items and any(step.items for step in steps)
+        if not images and all(step.count == 1 and step.num_samples == 1 for step in steps):
+            self._decode(output, rows)
+        else:
+            self._mixed(output, rows)
 
     # --- all sequences decode ---
 
@@ -211,34 +141,15 @@ class CudaRunner(Runner):
     # --- prompts, and whoever decodes beside them ---
 
     def _mixed(self, output: StepOutput, rows: Ints) -> None:
-        starts = np.array([step.start for step in output.plan.steps], np.int64)
-        counts = np.array([step.count for step in output.plan.steps], np.int64)
-        hidden = self._forward_mixed(rows, starts, counts, self._encoded(output.plan.steps))
-        ends = np.cumsum(counts)
-        self._report_prompts(output, rows, hidden, ends)
-        samples = np.array([step.num_samples for step in output.plan.steps], np.int64)
-        sampling = np.flatnonzero(samples)
-        if samples.max() == 1 and self.sequences.plain[rows[sampling]].all():
-            self._sample_plainly(output, rows[sampling], hidden, ends[sampling])
-        else:
-            self._sample(output, rows, hidden, ends)
-
-    def _forward_mixed(
-        self, rows: Ints, starts: Ints, counts: Ints, encoded: Encoded | None
-    ) -> Tensor:
-        size, context_lens = self.cache.block_size, starts + counts
-        assert (context_lens <= self.sequences.lengths[rows]).all(), "a step is ahead of its tokens"
-        positions = np.arange(counts.sum()) - np.repeat(np.cumsum(counts) - context_lens, counts)
-        token_rows = np.repeat(rows, counts)
-        blocks = self.sequences.tables[token_rows, positions // size]
-        assert blocks.all(), "a step has no block for its tokens"
-        self.cache.note_writes(blocks, positions % size, positions)
+        steps = output.plan.steps
+        tokens, encoded = self._tokens(steps, rows), self._encoded(steps)
+        counts, context_lens = tokens.query_lens, tokens.context_lens
         leading = int(np.argmax(counts > 1)) if (counts > 1).any() else len(counts)
         bounds = np.concatenate(([0], np.cumsum(counts[leading:])))
-        slots = blocks * size + positions % size
-        turned = self.sequences.rotary_positions(rows, positions, counts)
+        slots = tokens.blocks * self.cache.block_size + tokens.offsets
+        turned = self.sequences.rotary_positions(rows, tokens.positions, counts)
         at, of, slot_mapping, seq_rows, lens, cu, rotary = upload(
-            [positions, token_rows, slots, rows, context_lens, bounds, turned], self.device
+            [tokens.positions, tokens.rows, slots, rows, context_lens, bounds, turned], self.device
         )
         tables, lens = self.sequences.device_tables.index_select(0, seq_rows), lens.int()
         decode = DecodeBatch(tables[:leading], lens[:leading]) if leading else None
@@ -250,11 +161,19 @@ class CudaRunner(Runner):
                 cu_seqlens=cu.int(),
                 context_lens=lens[leading:].clone(),
                 query_lens=tuple(counts[leading:].tolist()),
-                prefix_lens=tuple(starts[leading:].tolist()),
+                prefix_lens=tuple(tokens.starts[leading:].tolist()),
             )
         attention = KernelAttention(self.cache, slot_mapping, decode, prefill)
-        tokens, rotary = self.sequences.tokens[of, at].long(), rotary.view(turned.shape)
-        return self._layers(tokens, at, rotary, slot_mapping, attention, encoded)
+        token_ids, turned_at = self.sequences.tokens[of, at].long(), rotary.view(turned.shape)
+        hidden = self._layers(token_ids, at, turned_at, slot_mapping, attention, encoded)
+        ends = np.cumsum(counts)
+        self._report_prompts(output, rows, hidden, ends)
+        samples = np.array([step.num_samples for step in steps], np.int64)
+        sampling = np.flatnonzero(samples)
+        if samples.max() == 1 and self.sequences.plain[rows[sampling]].all():
+            self._sample_plainly(output, rows[sampling], hidden, ends[sampling])
+        else:
+            self._sample(output, rows, hidden, ends)
 
     def _width(self, context_len: int) -> int:
         """Blocks to show the prefill kernel: one of two numbers, since it is compiled for each."""
@@ -278,36 +197,9 @@ class CudaRunner(Runner):
         output.logprob_counts = [None] * len(rows)
         output.tokens = tokens
 
-    # --- both ---
-
-    def _layers(
-        self,
-        token_ids: Tensor,
-        positions: Tensor,
-        rotary: Tensor,
-        slots: Tensor,
-        attention: KernelAttention,
-        encoded: Encoded | None = None,
-    ) -> Tensor:
-        """Run the model, and keep the digest sums of what it writes."""
-        self.cache.start_sums(slots)
-        hidden = cast(Tensor, self.model(token_ids, rotary, attention, encoded))
-        self.cache.add_sums(slots, positions)
-        return hidden
-
     def _gather(self, blocks: Ints, offsets: Ints) -> Tensor:
         if self._far_stream is None or self.encoder is None:
             return super()._gather(blocks, offsets)
         with torch.cuda.stream(self._far_stream):
             rows = self.encoder.gather(*upload([blocks, offsets], self.encoder.data.device))
             return rows.to(self.device, non_blocking=True)
-
-    def _to_device(self, array: Ints) -> Tensor:
-        return upload([array], self.device)[0].view(array.shape)
-
-
-def _all_decode(plan: StepPlan, have_items: bool) -> bool:
-    """Whether all steps are the last token of their sequence, and no image ends with it."""
-    if have_items and any(step.items for step in plan.steps):
-        return False
-    return all(step.count == 1 and step.num_samples == 1 for step in plan.steps)

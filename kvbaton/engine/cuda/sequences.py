@@ -5,19 +5,16 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 import numpy as np
-import numpy.typing as npt
 import torch
-from torch import Tensor
 
-from kvbaton.engine.cuda.staging import upload
 from kvbaton.engine.sampler import GREEDY_BELOW, SEED_MASK, has_penalty
 from kvbaton.engine.sequences import Sequences
-from kvbaton.engine.step import NewSequence
+from kvbaton.engine.upload import upload
 from kvbaton.messages.engine import SamplingParams
 
 
 class CudaSequences(Sequences):
-    """As `Sequences`; nothing waits for the device.
+    """`Sequences` as kernels and graphs need them.
 
     Attributes:
         device_tables: [rows, max_blocks] int32: `tables`, once `flush` was called. Entries beyond
@@ -54,14 +51,6 @@ class CudaSequences(Sequences):
         self._free.remove(rows)
         self._new_blocks: list[tuple[int, Sequence[int]]] = []
 
-    def add(self, new: NewSequence) -> None:
-        """Start a sequence, or start it again."""
-        self.end(new.handle)
-        ids = np.fromiter(new.token_ids, np.int64, len(new.token_ids))
-        row = self._take(new.handle, len(ids), new.num_prompt, new.choice, new.params)
-        self.tokens[row, : len(ids)] = upload([ids], self.tokens.device)[0]
-        self._place_items(row, new)
-
     def append_blocks(self, row: int, blocks: Sequence[int]) -> None:
         """Extend a block table; the device's by the next `flush`."""
         if blocks:
@@ -78,11 +67,6 @@ class CudaSequences(Sequences):
         where, what = upload([np.concatenate(places), np.concatenate(blocks)], self.tokens.device)
         self.device_tables.view(-1).index_copy_(0, where, what.int())
         self._new_blocks = []
-
-    def append_tokens(self, rows: npt.NDArray[np.int64], tokens: Tensor) -> None:
-        """Add one token to each of these rows."""
-        self.tokens[upload([rows, self.lengths[rows]], self.tokens.device)] = tokens.int()
-        self.lengths[rows] += 1
 
     def _take(
         self, handle: int, length: int, num_prompt: int, choice: int, params: SamplingParams

@@ -1,19 +1,31 @@
-"""Compiles kernels, builds attention plans and captures graphs before a node says it is ready."""
+"""Steps of made-up prompts before any request is there: to measure memory, compile and capture."""
 
 from __future__ import annotations
 
 import logging
 import time
+from collections.abc import Sequence
 
 import torch
 
 from kvbaton.engine.config import EngineConfig
 from kvbaton.engine.cuda.runner import SHORT_CONTEXT, CudaRunner
-from kvbaton.engine.cuda.trial import Trial
+from kvbaton.engine.encoder.pool import EncoderPool
+from kvbaton.engine.models.llama import LlamaForCausalLM
+from kvbaton.engine.step import ItemRows, NewSequence, SequenceStep, StepPlan
+from kvbaton.engine.worker import WorkerSettings
 from kvbaton.kernels.prefill_attention import GRANULE, MIN_QUERIES, cudnn_fits
-from kvbaton.messages.engine import SamplingParams
+from kvbaton.messages.engine import Item, SamplingParams
+from kvbaton.types import ENCODER_BLOCK_ROWS
 
 log = logging.getLogger(__name__)
+
+GREEDY = SamplingParams(temperature=0.0)
+
+EVERYTHING = SamplingParams(temperature=1.0, top_p=0.9, top_k=50, repetition_penalty=1.1)
+
+GRAPHS_AND_LIBRARIES = 2 << 30
+"""Bytes left for CUDA graphs, attention plans, and what transports map."""
 
 SHORT_PROMPTS = (2, 3, 9, 17, 32, 65, 128, 1040)
 """One of each kind for which some kernel is compiled on its own."""
@@ -22,11 +34,99 @@ SHORT_CHUNKS = (2, 9, 32, 128)
 """Likewise after a long prefix, where the attention of chunks takes other tiles."""
 
 
+class TrialSteps:
+    """Runs steps on a runner whose pool nobody uses; takes its first blocks.
+
+    Prompts of a multimodal model are all image, of one block of encoder outputs again and again.
+    """
+
+    def __init__(self, runner: CudaRunner) -> None:
+        self._runner, config = runner, runner.model.config
+        self._vision = config.vision
+        if self._vision is not None:
+            levels, device = self._vision.levels, runner.device
+            pool = EncoderPool(2, levels, config.hidden_size, config.dtype, device)
+            runner.attach_encoder(pool)
+
+    def run(
+        self,
+        counts: Sequence[int],
+        params: SamplingParams = GREEDY,
+        *,
+        prefixes: Sequence[int] | None = None,
+    ) -> None:
+        """One step of sequences with so many new tokens each, after prefixes that lie about.
+
+        Args:
+            counts: tokens to compute of each; ones first.
+            params: of all.
+            prefixes: tokens before them; their KV is whatever the pool holds.
+        """
+        before = prefixes or [0] * len(counts)
+        new, steps, first = [], [], 1
+        for handle, (count, prefix) in enumerate(zip(counts, before, strict=True)):
+            total = prefix + count
+            blocks = -(-total // self._runner.cache.block_size)
+            table = tuple(range(first, first + blocks))
+            first += blocks
+            items, rows = self._image(total) if count > 1 else ((), ())
+            new.append(NewSequence(~handle, (1,) * total, total, 0, params, items))
+            steps.append(SequenceStep(~handle, prefix, count, (table,), 1, rows))
+        self._runner.run(StepPlan(0, new=tuple(new), steps=tuple(steps)))
+        self._runner.run(StepPlan(0, ended=tuple(step.handle for step in steps)))
+
+    def _image(self, tokens: int) -> tuple[tuple[Item, ...], tuple[ItemRows, ...]]:
+        """One row of so many squares."""
+        if self._vision is None:
+            return (), ()
+        side = self._vision.merge_size
+        grid = (1, side, side * tokens)
+        blocks = (1,) * -(-tokens // ENCODER_BLOCK_ROWS)
+        item = Item(start=0, length=tokens, digest=bytes(32), grid=grid)
+        return (item,), (ItemRows(0, tokens, blocks),)
+
+    def fits(self, tokens: int) -> bool:
+        """Whether the pool and the longest sequence hold so many."""
+        cache, most = self._runner.cache, self._runner.sequences.tokens.shape[1] - 2
+        return tokens <= min(most, (cache.num_blocks - 2) * cache.block_size)
+
+
+def measure_reserve(settings: WorkerSettings, model: LlamaForCausalLM) -> int:
+    """Bytes to leave free beside weights and pool.
+
+    Runs a step of `max_num_batched_tokens` in one prompt, and one in `max_num_seqs` prompts that
+    all ask for the sampler's most expensive options.
+    """
+    config, device = settings.config, settings.device
+    budget = config.max_num_batched_tokens
+    longest = min(settings.max_model_len, budget)
+    num_blocks = budget // config.block_size + config.max_num_seqs + 2
+    runner = CudaRunner(
+        model,
+        settings.make_cache(num_blocks, track_sums=False),
+        max_model_len=settings.max_model_len,
+        max_num_seqs=config.max_num_seqs,
+        use_graphs=False,
+    )
+    torch.cuda.synchronize(device)
+    torch.cuda.reset_peak_memory_stats(device)
+    before = torch.cuda.memory_allocated(device)
+    trial = TrialSteps(runner)
+    trial.run([longest])
+    each = max(1, min(budget // config.max_num_seqs, settings.max_model_len))
+    trial.run([each] * min(config.max_num_seqs, budget), EVERYTHING)
+    torch.cuda.synchronize(device)
+    peak = torch.cuda.max_memory_allocated(device) - before
+    log.info("activations take up to %.2f GiB", peak / 2**30)
+    # Sequences' own tables stay, twice for a moment when they grow.
+    return peak + GRAPHS_AND_LIBRARIES
+
+
 @torch.inference_mode()
 def warm_up(runner: CudaRunner, config: EngineConfig) -> None:
     """Run one step of every kind that serving will need."""
     began = time.monotonic()
-    trial = Trial(runner)
+    trial = TrialSteps(runner)
     for count in SHORT_PROMPTS:
         if trial.fits(count) and count <= config.max_num_batched_tokens:
             trial.run([count], SamplingParams(temperature=1.0, seed=1))
@@ -48,7 +148,7 @@ def warm_up(runner: CudaRunner, config: EngineConfig) -> None:
     )  # fmt: skip
 
 
-def _prompts_beside_decodes(trial: Trial, config: EngineConfig) -> None:
+def _prompts_beside_decodes(trial: TrialSteps, config: EngineConfig) -> None:
     """Batches of each power of two, and the largest: kernels are compiled for classes of them."""
     if config.max_num_seqs == 1:
         return
@@ -59,7 +159,7 @@ def _prompts_beside_decodes(trial: Trial, config: EngineConfig) -> None:
             trial.run(counts)
 
 
-def _attention_plans(trial: Trial, runner: CudaRunner, config: EngineConfig) -> None:
+def _attention_plans(trial: TrialSteps, runner: CudaRunner, config: EngineConfig) -> None:
     """One chunk of each padded length, and full chunks after each number of full chunks."""
     heads, dim = runner.model.config.num_heads, runner.model.config.head_dim
     dtype = runner.cache.data.dtype

@@ -6,82 +6,112 @@ their own, beside the steps: the blocks they are about are final when they are a
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import fields
+from typing import TypeVar
 
 import numpy as np
 import torch
 
+from kvbaton.engine.collectives import Shard
 from kvbaton.engine.config import EngineConfig
-from kvbaton.engine.cuda.cache import CudaKVCache
-from kvbaton.engine.cuda.memory import measure_reserve
 from kvbaton.engine.cuda.nccl import Communicators, NcclCollectives
-from kvbaton.engine.cuda.runner import CudaRunner, enqueued, fetched
-from kvbaton.engine.cuda.warm_up import warm_up
-from kvbaton.engine.encoder.pool import EncoderPool
+from kvbaton.engine.cuda.runner import CudaRunner
+from kvbaton.engine.cuda.warm_up import measure_reserve, warm_up
 from kvbaton.engine.executor import CallerThread, Executor, WorkerGroup, rank_threads
 from kvbaton.engine.model_config import ModelConfig, resolve_max_model_len
 from kvbaton.engine.pending import Pending
-from kvbaton.engine.shard import Shard
+from kvbaton.engine.runner import StepOutput
+from kvbaton.engine.sampler import Logprobs
 from kvbaton.engine.step import StepPlan, StepResult
-from kvbaton.engine.worker import Sums, Worker, WorkerSettings, choose_device, pool_blocks
+from kvbaton.engine.upload import fetch
+from kvbaton.engine.worker import ModelWorker, Sums, WorkerSettings, choose_device, pool_blocks
 from kvbaton.errors import ConfigError
+
+T = TypeVar("T")
+
+LOOK_S = 20e-6
+"""Pause between two looks at a step of several ranks."""
 
 PATIENCE_S = 60.0
 """For one step of several ranks: far beyond any, but not for ever if a device does not come."""
 
 
-class CudaWorker(Worker):
+def enqueued(take: Callable[[], T], *, patience_s: float | None = None) -> Pending[T]:
+    """What is there once the current stream has come as far as it is filled now.
+
+    Args:
+        take: gives it then.
+        patience_s: for `wait`; None waits as the driver does, without a limit.
+    """
+    over = torch.cuda.Event()  # type: ignore[no-untyped-call]
+    over.record()
+
+    def ready() -> bool:
+        return bool(over.query())  # type: ignore[no-untyped-call]
+
+    def wait() -> None:
+        if patience_s is None:
+            over.synchronize()
+            return
+        deadline = time.monotonic() + patience_s
+        while not ready():
+            if time.monotonic() > deadline:
+                raise TimeoutError(f"a step took longer than {patience_s:g} s")
+            time.sleep(LOOK_S)
+
+    return Pending(ready, take, wait)
+
+
+def fetched(output: StepOutput) -> StepOutput:
+    """Set an output on its way into pinned memory."""
+    if output.tokens is not None:
+        output.tokens = fetch(output.tokens)
+    if output.logprobs is not None:
+        columns = (getattr(output.logprobs, field.name) for field in fields(Logprobs))
+        output.logprobs = Logprobs(*(fetch(column) for column in columns))
+    return output
+
+
+class CudaWorker(ModelWorker):
     """`Worker` on a GPU."""
 
-    cache: CudaKVCache
+    runner: CudaRunner
 
     def __init__(self, settings: WorkerSettings) -> None:
-        self._settings, self._device = settings, settings.device
-        torch.cuda.set_device(self._device)
-        self._model = settings.load()
-        self._runner: CudaRunner | None = None
-        self._sums_stream = _urgent_stream(self._device)
-        self._digest_stream = _urgent_stream(self._device)
+        torch.cuda.set_device(settings.device)
+        super().__init__(settings)
+        self._sums_stream = _urgent_stream(settings.device)
+        self._digest_stream = _urgent_stream(settings.device)
 
     def fit(self) -> int:
         """See `Worker.fit`."""
-        reserve = measure_reserve(self._settings, self._model)
+        reserve = measure_reserve(self.settings, self.model)
         torch.cuda.empty_cache()
-        return pool_blocks(self._settings, reserve=reserve)
+        return pool_blocks(self.settings, reserve=reserve)
 
-    def start(self, num_blocks: int) -> None:
-        """See `Worker.start`."""
-        settings = self._settings
-        self.cache = CudaKVCache(
-            settings.model,
-            num_blocks=num_blocks,
-            block_size=settings.config.block_size,
-            device=self._device,
-            shard=settings.shard,
-            track_sums=settings.track_sums,
-        )
-        self._runner = CudaRunner(
-            self._model,
+    def make_runner(self) -> CudaRunner:
+        """See `ModelWorker.make_runner`."""
+        config = self.settings.config
+        return CudaRunner(
+            self.model,
             self.cache,
-            eos_token_ids=settings.model.eos_token_ids,
-            max_model_len=settings.max_model_len,
-            max_num_seqs=settings.config.max_num_seqs,
-            use_graphs=not settings.config.enforce_eager,
+            max_model_len=self.settings.max_model_len,
+            max_num_seqs=config.max_num_seqs,
+            use_graphs=not config.enforce_eager,
         )
-        warm_up(self._runner, settings.config)
-        self.cache.fetch_digest([1], 0, 0, settings.config.block_size)
-        torch.cuda.synchronize(self._device)
 
-    def attach_encoder(self, pool: EncoderPool) -> None:
-        """See `Worker.attach_encoder`."""
-        assert self._runner is not None, "the runner comes with the start"
-        self._runner.attach_encoder(pool)
+    def warm_up(self) -> None:
+        """See `ModelWorker.warm_up`."""
+        warm_up(self.runner, self.settings.config)
+        self.cache.fetch_digest([1], 0, 0, self.settings.config.block_size)
+        torch.cuda.synchronize(self.settings.device)
 
     def run(self, plan: StepPlan) -> Pending[StepResult]:
         """See `Worker.run`; returns when the step is enqueued."""
-        assert self._runner is not None, "steps come after the start"
-        output = fetched(self._runner.run(plan))
-        alone = self._settings.shard.size == 1
+        output = fetched(self.runner.run(plan))
+        alone = self.settings.shard.size == 1
         return enqueued(output.result, patience_s=None if alone else PATIENCE_S)
 
     def sums(self, blocks: Sequence[int]) -> Pending[Sums]:
@@ -100,9 +130,9 @@ class CudaWorker(Worker):
 
     def close(self) -> None:
         """See `Worker.close`; waits for the steps in flight."""
-        torch.cuda.synchronize(self._device)
-        if self._runner is not None:
-            self._runner.graphs = None  # NCCL must not go before the graphs that call it
+        torch.cuda.synchronize(self.settings.device)
+        if hasattr(self, "runner"):  # a start that failed early has made none
+            self.runner.graphs = None  # NCCL must not go before the graphs that call it
 
 
 def cuda_executor(

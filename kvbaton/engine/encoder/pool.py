@@ -4,11 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+import numpy as np
+import numpy.typing as npt
 import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
 from kvbaton.engine.block_memory import BlockMemory
+from kvbaton.engine.step import SequenceStep
 from kvbaton.kernels.digest import block_sums
 from kvbaton.types import ENCODER_BLOCK_ROWS
 
@@ -54,3 +57,24 @@ class EncoderPool(BlockMemory):
         start, end = first * size, (first + num_blocks) * size
         self.sums.index_copy_(0, ids, block_sums(self.data, ids, start, start, end))
         self.counted[list(blocks)] = size
+
+
+def item_tokens(steps: Sequence[SequenceStep]) -> npt.NDArray[np.int64] | None:
+    """Per placeholder its token in the batch, its row's block, and the row in that: [3, n].
+
+    None if there is none.
+    """
+    if not any(step.items for step in steps):
+        return None
+    parts, first = [], 0
+    for step in steps:
+        for item in step.items:
+            start = max(step.start, item.start)
+            positions = np.arange(start, min(step.start + step.count, item.start + item.length))
+            rows = positions - item.start
+            blocks = np.array(item.blocks, np.int64)[rows // ENCODER_BLOCK_ROWS]
+            assert blocks.all(), "an encoder output has no block"
+            at = positions - step.start + first
+            parts.append(np.stack((at, blocks, rows % ENCODER_BLOCK_ROWS)))
+        first += step.count
+    return np.concatenate(parts, axis=1)

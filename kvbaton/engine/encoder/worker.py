@@ -13,19 +13,33 @@ import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import AbstractContextManager, nullcontext
-from typing import Protocol
+from typing import TYPE_CHECKING, Protocol
 
 import torch
 from torch import Tensor
 
+from kvbaton.connectors.layout import ITEM_SIZE
+from kvbaton.engine.config import EngineConfig
 from kvbaton.engine.encoder.pool import EncoderPool
-from kvbaton.engine.encoder.reading import Read, Readings, pixel_values
 from kvbaton.engine.executor import Executor, WorkerGroup
+from kvbaton.engine.loader import load_vision
+from kvbaton.engine.model_config import ModelConfig, resolve_max_model_len
 from kvbaton.engine.pending import Pending
-from kvbaton.engine.step import NewSequence, Sampled, SequenceStep, StepPlan, StepResult
+from kvbaton.engine.step import NewSequence, Sampled, StepPlan, StepResult
 from kvbaton.engine.vision_config import VisionConfig
-from kvbaton.engine.worker import Sums, Worker
+from kvbaton.engine.worker import DEFAULT_CPU_BYTES, Sums, Worker, choose_device
+from kvbaton.errors import ConfigError
+from kvbaton.image_file import processor_settings
 from kvbaton.messages.engine import AddRequest, Item
+from kvbaton.types import ENCODER_BLOCK_ROWS
+
+if TYPE_CHECKING:
+    from kvbaton.engine.encoder.images import Readings
+
+ITEMS = 16
+"""An encoder node keeps so many of the largest items, unless told otherwise."""
+DEFAULT_PIXELS = 1280 * 28 * 28
+"""Largest image of a processor that does not say."""
 
 Kind = tuple[bytes, tuple[int, int, int], int]
 """All that a client says of an item: who says something else does not share its fate."""
@@ -35,7 +49,7 @@ NO_DATA = "the encoder's output did not arrive, and this node was not given the 
 
 
 class Tower(Protocol):
-    """A vision tower, as `models.vision.load_vision` makes them."""
+    """A vision tower, as `loader.load_vision` makes them."""
 
     def __call__(self, patches: Tensor, grids: Sequence[tuple[int, int, int]]) -> Tensor:
         """Rows of some images, one after the other.
@@ -89,39 +103,55 @@ class Encoder:
         side = math.isqrt(self._most - 1) + 1
         grid = (1, side * self._vision.merge_size, side * self._vision.merge_size)
         shape = (math.prod(grid), self._vision.in_channels, self._vision.patch_size**2)
-        self._rows(torch.zeros(shape, dtype=torch.uint8, device=self._device), [grid])
+        self._run(torch.zeros(shape, dtype=torch.uint8, device=self._device), [grid])
 
     def encode(self, items: Sequence[Item]) -> list[Tensor | str]:
         """Of each item its rows, [length, levels, hidden], or what is wrong with it."""
         taken = [self.readings.take(item) for item in items]
         reads = [future.result() for future in taken]
         start = time.monotonic()
-        errors = [self._check(item, read) for item, read in zip(items, reads, strict=True)]
-        good = [read for read, error in zip(reads, errors, strict=True) if error is None]
-        rows = iter(self._run(good) if good else ())
-        outputs = [next(rows) if error is None else error for error in errors]
+        outputs: list[Tensor | str] = []
+        good = []
+        for item, read in zip(items, reads, strict=True):
+            error, rows = read.error, math.prod(read.grid) // self._merged
+            if error is None and (rows, read.grid) != (item.length, item.grid):
+                said = f"{item.length} rows in a grid of {item.grid}"
+                error = f"the image has {rows} rows in a grid of {read.grid}, and the prompt {said}"
+            if error is None:
+                good.append((len(outputs), read))
+            outputs.append(error or "")
+        if good:
+            parts = [read.pixels.to(self._device, non_blocking=True) for _, read in good]
+            rows_of_all = self._run(torch.cat(parts), [read.grid for _, read in good])
+            if self._device.type == "cuda":
+                torch.cuda.current_stream(self._device).synchronize()
+            self.items += len(good)
+            self.rows += len(rows_of_all)
+            split = torch.split(rows_of_all, [len(part) // self._merged for part in parts])
+            for (place, _), output in zip(good, split, strict=True):
+                outputs[place] = output
         self.seconds += time.monotonic() - start
         return outputs
 
-    def _check(self, item: Item, read: Read) -> str | None:
-        """Whether an image became what the prompt says."""
-        rows = math.prod(read.grid) // self._merged
-        if read.error is None and (rows, read.grid) != (item.length, item.grid):
-            said = f"{item.length} rows in a grid of {item.grid}"
-            return f"the image has {rows} rows in a grid of {read.grid}, and the prompt {said}"
-        return read.error
-
-    def _run(self, reads: Sequence[Read]) -> Sequence[Tensor]:
-        parts = [read.pixels.to(self._device, non_blocking=True) for read in reads]
-        rows = self._rows(torch.cat(parts), [read.grid for read in reads])
-        if self._device.type == "cuda":
-            torch.cuda.current_stream(self._device).synchronize()
-        self.items += len(reads)
-        self.rows += len(rows)
-        return torch.split(rows, [len(part) // self._merged for part in parts])
-
-    def _rows(self, pixels: Tensor, grids: Sequence[tuple[int, int, int]]) -> Tensor:
+    def _run(self, pixels: Tensor, grids: Sequence[tuple[int, int, int]]) -> Tensor:
         return self._tower(pixel_values(pixels, self._levels, self.readings.frames), grids)
+
+
+def pixel_values(pixels: Tensor, levels: Tensor, frames: int) -> Tensor:
+    """What the tower takes.
+
+    Args:
+        pixels: [patches, channels, n] uint8, see `images.Patches`.
+        levels: [channels, 256], see `images.ImageReader`; the result has its dtype.
+        frames: see `images.ImageReader`.
+
+    Returns:
+        [patches, channels * frames * n].
+    """
+    first = 256 * torch.arange(len(levels), device=pixels.device, dtype=torch.int32)
+    places = pixels.int() + first[:, None]
+    values = levels.flatten().index_select(0, places.flatten()).view(pixels.shape)
+    return values[:, :, None].expand(-1, -1, frames, -1).flatten(1)
 
 
 class EncoderWorker(Worker):
@@ -189,8 +219,10 @@ class EncoderWorker(Worker):
         for step in lacking:
             item = items[step.handle]
             output = rows[_kind(item)] if isinstance(item, Item) else item
-            if isinstance(output, Tensor):
-                self._write(step, output)
+            if isinstance(output, Tensor):  # fill the blocks from the first that lacks rows on
+                first = step.start // self.cache.block_size
+                output = output[first * self.cache.block_size :]
+                self.cache.write(step.new_blocks[0][first:], output, first=first)
             else:
                 errors[step.handle] = output
         return tuple(
@@ -206,12 +238,6 @@ class EncoderWorker(Worker):
         rows: dict[Kind, Tensor | str] = {_kind(item): NO_DATA for item in items}
         rows.update(zip(known, self.encoder.encode(list(known.values())), strict=True))
         return rows
-
-    def _write(self, step: SequenceStep, rows: Tensor) -> None:
-        """Fill the blocks from the first one that lacks rows on."""
-        first = step.start // self.cache.block_size
-        blocks = step.new_blocks[0][first:]
-        self.cache.write(blocks, rows[first * self.cache.block_size :], first=first)
 
     def sums(self, blocks: Sequence[int]) -> Pending[Sums]:
         """See `Worker.sums`."""
@@ -269,12 +295,66 @@ def _item_of(sequence: NewSequence) -> Item | str:
     return "a prompt for an encoder must be one item that starts at 0"
 
 
-def encoder_executor(pool: EncoderPool, encoder: Encoder | None) -> Executor:
-    """One rank over a pool of encoder outputs.
+def encoder_executor(config: EngineConfig, model: ModelConfig) -> Executor:
+    """The executor of a model's encoder outputs; without a tower for `language_model_only`.
 
-    Args:
-        pool: where rows go; a language model's runner on the same device may read it.
-        encoder: makes rows; None where they only come from elsewhere.
+    It has one rank, whose pool a language model's runner on the same device may read.
+
+    Raises:
+        ConfigError: the model has no encoder, or a setting, a file or the pool's size is wrong.
     """
+    vision, device = model.require_vision(), choose_device(config)
+    pool = EncoderPool(
+        pool_blocks(config, model, device), vision.levels, model.hidden_size, model.dtype, device
+    )
+    encoder = None
+    if not config.language_model_only:
+        # Images come in through libraries that take a second to import.
+        from kvbaton.engine.encoder.images import ImageReader, Readings
+
+        if config.num_threads is not None:
+            torch.set_num_threads(config.num_threads)
+        tower = load_vision(model, device=device, load_format=config.load_format, seed=config.seed)
+        most = 1
+        if device.type == "cuda":
+            most = max(largest_item(model), config.max_num_encoder_tokens)
+        readings = Readings(ImageReader(model.folder), pin=device.type == "cuda")
+        encoder = Encoder(tower, readings, vision, device, pool.data.dtype, most=most)
     thread = ThreadPoolExecutor(1, thread_name_prefix="encoder")
     return Executor(WorkerGroup([thread]), lambda _: EncoderWorker(pool, encoder))
+
+
+def largest_item(model: ModelConfig) -> int:
+    """Rows of the largest image that the model's processor makes.
+
+    Raises:
+        ConfigError: the processor's settings can't be read.
+    """
+    settings, vision = processor_settings(model.folder), model.require_vision()
+    size = settings.get("size") or {}
+    pixels = settings.get("max_pixels") or size.get("longest_edge") or DEFAULT_PIXELS
+    return max(1, int(pixels) // (vision.patch_size * vision.merge_size) ** 2)
+
+
+def pool_blocks(config: EngineConfig, model: ModelConfig, device: torch.device) -> int:
+    """Blocks of the pool, the null block included.
+
+    An encoder node holds `ITEMS` of the largest items if they take at most half of the memory; a
+    node with a language model holds what the longest prompt can have.
+
+    Raises:
+        ConfigError: there is no room for a block.
+    """
+    rows = config.encoder_cache_tokens
+    if rows is None:
+        wanted = ITEMS * largest_item(model)
+        if not config.encoder_only:
+            # Items end in the middle of their last block: one of 33 rows takes two.
+            wanted = 2 * resolve_max_model_len(config.max_model_len, model)
+        row_bytes = model.require_vision().levels * model.hidden_size * ITEM_SIZE[model.dtype]
+        cuda = device.type == "cuda"
+        most = torch.cuda.mem_get_info(device)[0] // 2 if cuda else DEFAULT_CPU_BYTES
+        rows = min(wanted, most // row_bytes)
+    if rows < 1:
+        raise ConfigError("--encoder-cache-tokens", f"{rows} is too small; at least 1")
+    return -(-rows // ENCODER_BLOCK_ROWS) + 1

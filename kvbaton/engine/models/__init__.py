@@ -1,1 +1,1 @@
-"""One readable file per model family."""
+"""Models: the decoders' one frame, and a readable file for each family of vision towers."""

@@ -7,21 +7,21 @@ tensors of the checkpoint fill them, so that two may be fused into one and a ran
 from __future__ import annotations
 
 import math
+from abc import ABC, abstractmethod
 from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import cache
+from typing import Protocol
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from kvbaton.engine.attention import AttentionContext
+from kvbaton.engine.collectives import Shard
 from kvbaton.engine.model_config import ModelConfig, RopeConfig
-from kvbaton.engine.shard import Shard
 from kvbaton.kernels.rms_norm import rms_norm
 from kvbaton.kernels.silu_and_mul import silu_and_mul
-from kvbaton.kernels.skinny_linear import skinny_linear
-from kvbaton.kernels.workspace import Workspace
+from kvbaton.kernels.skinny_linear import Workspace, skinny_linear
 
 
 @dataclass(frozen=True)
@@ -46,12 +46,27 @@ class Piece:
     norm: bool = False
 
 
+class WeightedModule(nn.Module, ABC):
+    """A module with weights of its own."""
+
+    @abstractmethod
+    def pieces(self) -> Iterator[Piece]:
+        """The tensors of the checkpoint that fill them."""
+
+
+def pieces_of(model: nn.Module) -> Iterator[Piece]:
+    """Every tensor of the checkpoint that a model, or this rank's share of it, needs."""
+    for module in model.modules():
+        if isinstance(module, WeightedModule):
+            yield from module.pieces()
+
+
 def new_weight(*shape: int) -> nn.Parameter:
     """A weight to be filled, of the dtype and on the device that the loader sets."""
     return nn.Parameter(torch.empty(shape), requires_grad=False)
 
 
-class RMSNorm(nn.Module):
+class RMSNorm(WeightedModule):
     """``y = weight * x / sqrt(mean(x^2) + eps)``, in float32 up to the product with the weight."""
 
     def __init__(self, name: str, size: int, eps: float) -> None:
@@ -84,7 +99,7 @@ def product(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
     return F.linear(x, weight, bias)
 
 
-class ColumnLinear(nn.Module):
+class ColumnLinear(WeightedModule):
     """Several projections of one input as one matrix, each split by output rows over the ranks.
 
     Args:
@@ -117,7 +132,7 @@ class ColumnLinear(nn.Module):
             row += number
 
 
-class RowLinear(nn.Module):
+class RowLinear(WeightedModule):
     """A projection split by input columns over the ranks, whose results are summed."""
 
     def __init__(self, name: str, size_in: int, size_out: int, shard: Shard, *, bias: bool) -> None:
@@ -142,7 +157,7 @@ class RowLinear(nn.Module):
             yield Piece(f"{self.name}.bias", shape[:1], self.bias)
 
 
-class Embedding(nn.Module):
+class Embedding(WeightedModule):
     """A vector per token, split by tokens over the ranks: to look up, or to compare with."""
 
     def __init__(self, name: str, vocab_size: int, size: int, shard: Shard) -> None:
@@ -234,6 +249,35 @@ class RotaryEmbedding(nn.Module):
         return angles.cos().to(dtype), angles.sin().to(dtype)
 
 
+class AttentionContext(Protocol):
+    """What a model's attention layer needs of a batch; an implementation per kind of kernel."""
+
+    def attend(
+        self,
+        layer: int,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        window: int,
+        rotary: tuple[Tensor, Tensor],
+    ) -> Tensor:
+        """Rotate query and key, store K and V, attend causally over all that the sequences have.
+
+        Args:
+            layer: number of the layer.
+            query: [tokens, query heads, head_dim]; may be overwritten.
+            key: [tokens, kv heads, head_dim]; may be overwritten.
+            value: as `key`.
+            window: tokens that a query sees, itself included; 0 for all.
+            rotary: cos and sin of each token's angles, each [tokens, 1, head_dim]; the same
+                tensors for all layers.
+
+        Returns:
+            As `query`.
+        """
+        ...
+
+
 class SelfAttention(nn.Module):
     """Grouped-query attention over the paged cache.
 
@@ -241,21 +285,9 @@ class SelfAttention(nn.Module):
         config: the model.
         layer: its number.
         shard: this rank's share.
-        qkv_bias: whether the input projections have a bias.
-        output_bias: whether the output projection has one.
-        qk_norm: normalise every query and key head before the rotation.
     """
 
-    def __init__(
-        self,
-        config: ModelConfig,
-        layer: int,
-        shard: Shard,
-        *,
-        qkv_bias: bool = False,
-        output_bias: bool = False,
-        qk_norm: bool = False,
-    ) -> None:
+    def __init__(self, config: ModelConfig, layer: int, shard: Shard) -> None:
         super().__init__()
         name, dim = f"model.layers.{layer}.self_attn", config.head_dim
         self.layer, self.head_dim, self.window = layer, dim, config.windows[layer]
@@ -270,14 +302,13 @@ class SelfAttention(nn.Module):
                 (f"{name}.{part}", total * dim, (first * dim, number * dim))
                 for part, total, (first, number) in parts
             ],
-            bias=qkv_bias,
+            bias=config.qkv_bias,
         )
-        self.o_proj = RowLinear(
-            f"{name}.o_proj", config.num_heads * dim, config.hidden_size, shard, bias=output_bias
-        )
+        size_in, bias = config.num_heads * dim, config.output_bias
+        self.o_proj = RowLinear(f"{name}.o_proj", size_in, config.hidden_size, shard, bias=bias)
         eps = config.rms_norm_eps
-        self.q_norm = RMSNorm(f"{name}.q_norm", dim, eps) if qk_norm else None
-        self.k_norm = RMSNorm(f"{name}.k_norm", dim, eps) if qk_norm else None
+        self.q_norm = RMSNorm(f"{name}.q_norm", dim, eps) if config.qk_norm else None
+        self.k_norm = RMSNorm(f"{name}.k_norm", dim, eps) if config.qk_norm else None
 
     def forward(
         self, hidden: Tensor, rotary: tuple[Tensor, Tensor], attention: AttentionContext
@@ -294,16 +325,12 @@ class SelfAttention(nn.Module):
 class GatedMLP(nn.Module):
     """``down(silu(gate(x)) * up(x))``."""
 
-    def __init__(self, config: ModelConfig, layer: int, shard: Shard, *, bias: bool) -> None:
+    def __init__(self, name: str, size: int, middle: int, shard: Shard, *, bias: bool) -> None:
         super().__init__()
-        name, size = f"model.layers.{layer}.mlp", config.intermediate_size
-        self.gate_up_proj = ColumnLinear(
-            config.hidden_size,
-            [(f"{name}.{part}", size, shard.span(size)) for part in ("gate_proj", "up_proj")],
-            bias=bias,
-        )
-        self.down_proj = RowLinear(f"{name}.down_proj", size, config.hidden_size, shard, bias=bias)
+        parts = [(f"{name}.{part}_proj", middle, shard.span(middle)) for part in ("gate", "up")]
+        self.gate_up_proj = ColumnLinear(size, parts, bias=bias)
+        self.down_proj = RowLinear(f"{name}.down_proj", middle, size, shard, bias=bias)
 
     def forward(self, x: Tensor) -> Tensor:
-        """[tokens, hidden] to [tokens, hidden]."""
+        """[tokens, size] to [tokens, size]."""
         return self.down_proj(silu_and_mul(self.gate_up_proj(x)))  # type: ignore[no-any-return]

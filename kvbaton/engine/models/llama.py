@@ -1,25 +1,25 @@
-"""Llama 2, 3, 3.1, 3.2, and the frame that its relatives share."""
+"""Llama 2, 3, 3.1 and 3.2, and their relatives: Mistral, Qwen2, Qwen2.5, Qwen3 and the VL ones.
+
+They differ in which projections have a bias and which heads are normalised (`Family`), in windows,
+and in what turns their heads (`RopeConfig`); all of that is in `ModelConfig`.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from dataclasses import dataclass
 
 from torch import Tensor, nn
 
-from kvbaton.engine.attention import AttentionContext
+from kvbaton.engine.collectives import Shard
 from kvbaton.engine.model_config import ModelConfig
 from kvbaton.engine.models.layers import (
-    ColumnLinear,
+    AttentionContext,
     Embedding,
     GatedMLP,
-    Piece,
     RMSNorm,
     RotaryEmbedding,
-    RowLinear,
     SelfAttention,
 )
-from kvbaton.engine.shard import Shard
 
 
 @dataclass(frozen=True)
@@ -39,15 +39,14 @@ class Encoded:
 class DecoderLayer(nn.Module):
     """Attention and MLP, each on the normalised stream and added back to it (pre-norm)."""
 
-    def __init__(
-        self, config: ModelConfig, layer: int, shard: Shard, attention: SelfAttention
-    ) -> None:
+    def __init__(self, config: ModelConfig, layer: int, shard: Shard) -> None:
         super().__init__()
         name, size, eps = f"model.layers.{layer}", config.hidden_size, config.rms_norm_eps
         self.input_norm = RMSNorm(f"{name}.input_layernorm", size, eps)
-        self.self_attn = attention
+        self.self_attn = SelfAttention(config, layer, shard)
         self.post_norm = RMSNorm(f"{name}.post_attention_layernorm", size, eps)
-        self.mlp = GatedMLP(config, layer, shard, bias=config.mlp_bias)
+        middle, bias = config.intermediate_size, config.mlp_bias
+        self.mlp = GatedMLP(f"{name}.mlp", size, middle, shard, bias=bias)
 
     def forward(
         self,
@@ -66,7 +65,7 @@ class DecoderLayer(nn.Module):
 
 
 class LlamaForCausalLM(nn.Module):
-    """The whole model; a relative overrides `attention_layer`."""
+    """The whole model, but for its vision tower."""
 
     def __init__(self, config: ModelConfig, shard: Shard) -> None:
         super().__init__()
@@ -74,17 +73,11 @@ class LlamaForCausalLM(nn.Module):
         vocab = config.vocab_size, config.hidden_size, shard
         self.embed_tokens = Embedding("model.embed_tokens", *vocab)
         self.layers = nn.ModuleList(
-            DecoderLayer(config, layer, shard, self.attention_layer(layer))
-            for layer in range(config.num_layers)
+            DecoderLayer(config, layer, shard) for layer in range(config.num_layers)
         )
         self.norm = RMSNorm("model.norm", config.hidden_size, config.rms_norm_eps)
         self.rotary = RotaryEmbedding(config.rope, config.head_dim)
         self.lm_head = None if config.tie_word_embeddings else Embedding("lm_head", *vocab)
-
-    def attention_layer(self, layer: int) -> SelfAttention:
-        """The attention of one layer."""
-        bias = self.config.attention_bias
-        return SelfAttention(self.config, layer, self.shard, qkv_bias=bias, output_bias=bias)
 
     def forward(
         self,
@@ -124,9 +117,3 @@ class LlamaForCausalLM(nn.Module):
     def narrow_logits(self, hidden: Tensor) -> Tensor:
         """[rows, hidden_size] to [rows, vocab_size] in the model's dtype."""
         return (self.lm_head or self.embed_tokens).logits(hidden)
-
-    def pieces(self) -> Iterator[Piece]:
-        """Every tensor of the checkpoint that this rank needs."""
-        for module in self.modules():
-            if isinstance(module, (RMSNorm, ColumnLinear, RowLinear, Embedding)):
-                yield from module.pieces()

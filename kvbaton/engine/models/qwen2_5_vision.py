@@ -6,34 +6,19 @@ Source: Bai et al., "Qwen2.5-VL Technical Report", arXiv 2502.13923, section 2.1
 from __future__ import annotations
 
 import torch.nn.functional as F
-from torch import Tensor, nn
+from torch import Tensor
 
-from kvbaton.engine.models.layers import ColumnLinear, RMSNorm
+from kvbaton.engine.collectives import Shard
+from kvbaton.engine.models.layers import GatedMLP, RMSNorm
 from kvbaton.engine.models.vision_layers import (
     EPS,
+    PatchPlan,
     VisionAttention,
     VisionBlock,
     VisionTower,
     linear,
 )
-from kvbaton.engine.models.vision_plan import Plan
 from kvbaton.engine.vision_config import VisionConfig
-from kvbaton.kernels.silu_and_mul import silu_and_mul
-
-
-class GatedMLP(nn.Module):
-    """``down(silu(gate(x)) * up(x))``, with biases."""
-
-    def __init__(self, name: str, config: VisionConfig) -> None:
-        super().__init__()
-        size, middle = config.hidden_size, config.intermediate_size
-        parts = [(f"{name}.{part}_proj", middle, (0, middle)) for part in ("gate", "up")]
-        self.gate_up_proj = ColumnLinear(size, parts, bias=True)
-        self.down_proj = linear(f"{name}.down_proj", middle, size)
-
-    def forward(self, x: Tensor) -> Tensor:
-        """[patches, hidden] to [patches, hidden]."""
-        return self.down_proj(silu_and_mul(self.gate_up_proj(x)))  # type: ignore[no-any-return]
 
 
 class Qwen25VisionTower(VisionTower):
@@ -49,14 +34,15 @@ class Qwen25VisionTower(VisionTower):
     def block(self, layer: int) -> VisionBlock:
         """One layer."""
         name, size = f"visual.blocks.{layer}", self.config.hidden_size
+        middle = self.config.intermediate_size
         return VisionBlock(
             RMSNorm(f"{name}.norm1", size, EPS),
             VisionAttention(f"{name}.attn", self.config),
             RMSNorm(f"{name}.norm2", size, EPS),
-            GatedMLP(f"{name}.mlp", self.config),
+            GatedMLP(f"{name}.mlp", size, middle, Shard(), bias=True),
         )
 
-    def run(self, x: Tensor, plan: Plan) -> list[Tensor]:
+    def run(self, x: Tensor, plan: PatchPlan) -> list[Tensor]:
         """See `VisionTower.run`."""
         rotary, full = self.rotary(plan.positions), self.config.full_attention_layers
         for number, block in enumerate(self.blocks):

@@ -12,19 +12,19 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from kvbaton.engine.models.layers import Piece, new_weight
+from kvbaton.engine.models.layers import Piece, WeightedModule, new_weight
 from kvbaton.engine.models.vision_layers import (
     LayerNorm,
+    PatchPlan,
     VisionAttention,
     VisionBlock,
     VisionTower,
     linear,
 )
-from kvbaton.engine.models.vision_plan import Plan
 from kvbaton.engine.vision_config import VisionConfig
 
 
-class MLP(nn.Module):
+class GeluMLP(nn.Module):
     """``fc2(gelu(fc1(x)))``, gelu by tanh."""
 
     def __init__(self, name: str, config: VisionConfig) -> None:
@@ -55,7 +55,7 @@ class PatchMerger(nn.Module):
         return self.fc2(F.gelu(self.fc1(normed)))  # type: ignore[no-any-return]
 
 
-class LearnedPositions(nn.Module):
+class LearnedPositions(WeightedModule):
     """A square table of vectors, stretched over each frame by bilinear interpolation."""
 
     def __init__(self, config: VisionConfig) -> None:
@@ -100,10 +100,10 @@ class Qwen3VisionTower(VisionTower):
             LayerNorm(f"{name}.norm1", size),
             VisionAttention(f"{name}.attn", self.config),
             LayerNorm(f"{name}.norm2", size),
-            MLP(f"{name}.mlp", self.config),
+            GeluMLP(f"{name}.mlp", self.config),
         )
 
-    def run(self, x: Tensor, plan: Plan) -> list[Tensor]:
+    def run(self, x: Tensor, plan: PatchPlan) -> list[Tensor]:
         """See `VisionTower.run`."""
         x = x + self.pos_embed(plan.positions, plan.sizes).to(x.dtype)
         rotary, mergers = self.rotary(plan.positions), iter(self.deep_mergers)
@@ -113,8 +113,3 @@ class Qwen3VisionTower(VisionTower):
             if number in self.config.deepstack_layers:
                 deep.append(next(mergers)(x))
         return [self.merger(x), *deep]
-
-    def pieces(self) -> Iterator[Piece]:
-        """See `VisionTower.pieces`."""
-        yield from self.pos_embed.pieces()
-        yield from super().pieces()

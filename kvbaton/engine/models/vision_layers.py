@@ -1,6 +1,10 @@
 """The parts that vision towers are made of: patches of several images one after the other.
 
-Tensors are ``[patches, features]``, in the order of a `Plan`.
+Tensors are ``[patches, features]``, in the order of a `PatchPlan`, which follows from the sizes of
+the images alone. Patches come in *units*: the square of patches that becomes one row. A unit is the
+smallest thing that is put in another place. Attention runs within *segments* (windows, or whole
+frames), and units are ordered so that segments of equal length lie side by side and can be computed
+as one batch.
 """
 
 from __future__ import annotations
@@ -8,13 +12,17 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections import OrderedDict
 from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any
 
+import numpy as np
+import numpy.typing as npt
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from kvbaton.engine.models.layers import ColumnLinear, Piece, RMSNorm, new_weight
-from kvbaton.engine.models.vision_plan import Grid, Plan, Segments, make_plan
+from kvbaton.engine.models.layers import ColumnLinear, Piece, WeightedModule, new_weight
+from kvbaton.engine.upload import upload
 from kvbaton.engine.vision_config import VisionConfig
 
 EPS = 1e-6
@@ -22,7 +30,49 @@ KEPT_PLANS = 64
 """Plans kept for images of the same sizes; of 16k patches, each is about half a MiB."""
 
 
-class LayerNorm(nn.Module):
+Array = npt.NDArray[Any]
+Grid = tuple[int, int, int]
+"""Frames, rows and columns of patches of an item."""
+
+
+@dataclass(frozen=True)
+class PatchSegments:
+    """Attention within consecutive segments of patches.
+
+    Attributes:
+        runs: number and length, in patches, of the segments of each length.
+        order: [units] int64, the units as the segments need them, by their place in the plan's
+            order; None if that is the same.
+        inverse: the way back.
+    """
+
+    runs: tuple[tuple[int, int], ...]
+    order: Tensor | None = None
+    inverse: Tensor | None = None
+
+
+@dataclass(frozen=True)
+class PatchPlan:
+    """How a tower runs over some images.
+
+    Attributes:
+        order: [units] int64: which unit of the input is at each place; None if nothing moves.
+        inverse: [units] int64, the way back; None likewise.
+        positions: [patches, 2] int64, row and column of the patch at each place, in its frame.
+        sizes: [patches, 2] int64, rows and columns of that frame.
+        frames: attention within whole frames.
+        windows: attention within windows; as `frames` if the tower has none.
+    """
+
+    order: Tensor | None
+    inverse: Tensor | None
+    positions: Tensor
+    sizes: Tensor
+    frames: PatchSegments
+    windows: PatchSegments
+
+
+class LayerNorm(WeightedModule):
     """Normalise the last axis to mean 0 and variance 1, then scale and shift it."""
 
     def __init__(self, name: str, size: int) -> None:
@@ -46,7 +96,7 @@ def linear(name: str, size_in: int, size_out: int) -> ColumnLinear:
     return ColumnLinear(size_in, [(name, size_out, (0, size_out))], bias=True)
 
 
-class PatchEmbedding(nn.Module):
+class PatchEmbedding(WeightedModule):
     """A vector per patch: a convolution that takes each patch once, so a matrix product."""
 
     def __init__(self, config: VisionConfig, *, bias: bool) -> None:
@@ -109,7 +159,7 @@ class VisionAttention(nn.Module):
         self.qkv = linear(f"{name}.qkv", size, 3 * size)
         self.proj = linear(f"{name}.proj", size, size)
 
-    def forward(self, x: Tensor, rotary: tuple[Tensor, Tensor], segments: Segments) -> Tensor:
+    def forward(self, x: Tensor, rotary: tuple[Tensor, Tensor], segments: PatchSegments) -> Tensor:
         """[patches, hidden] to [patches, hidden]."""
         qkv = self.qkv(x).view(len(x), 3, self.heads, -1)
         query, key = _rotate(qkv[:, :2], rotary).unbind(1)
@@ -146,7 +196,7 @@ class VisionBlock(nn.Module):
         super().__init__()
         self.norm1, self.attn, self.norm2, self.mlp = norm1, attn, norm2, mlp
 
-    def forward(self, x: Tensor, rotary: tuple[Tensor, Tensor], segments: Segments) -> Tensor:
+    def forward(self, x: Tensor, rotary: tuple[Tensor, Tensor], segments: PatchSegments) -> Tensor:
         """[patches, hidden], changed in place and returned."""
         x += self.attn(self.norm1(x), rotary, segments)
         x += self.mlp(self.norm2(x))
@@ -167,14 +217,14 @@ class VisionTower(nn.Module, ABC):
         self.patch_embed = PatchEmbedding(config, bias=patch_bias)
         self.rotary = VisionRotary(config)
         self.blocks = nn.ModuleList(self.block(layer) for layer in range(config.depth))
-        self._plans: OrderedDict[tuple[Grid, ...], Plan] = OrderedDict()
+        self._plans: OrderedDict[tuple[Grid, ...], PatchPlan] = OrderedDict()
 
     @abstractmethod
     def block(self, layer: int) -> VisionBlock:
         """One layer."""
 
     @abstractmethod
-    def run(self, x: Tensor, plan: Plan) -> list[Tensor]:
+    def run(self, x: Tensor, plan: PatchPlan) -> list[Tensor]:
         """Embedded patches through all layers: per level, [rows, out_hidden_size]."""
 
     def forward(self, patches: Tensor, grids: Sequence[Grid]) -> Tensor:
@@ -197,7 +247,7 @@ class VisionTower(nn.Module, ABC):
         levels = self.run(_moved(embedded, plan.order), plan)
         return _moved(torch.stack(levels, dim=1), plan.inverse)
 
-    def _plan(self, grids: tuple[Grid, ...]) -> Plan:
+    def _plan(self, grids: tuple[Grid, ...]) -> PatchPlan:
         plan = self._plans.pop(grids, None)
         if plan is None:
             plan = make_plan(self.config, grids, self.patch_embed.weight.device)
@@ -206,8 +256,69 @@ class VisionTower(nn.Module, ABC):
             self._plans.popitem(last=False)
         return plan
 
-    def pieces(self) -> Iterator[Piece]:
-        """Every tensor of the checkpoint that the tower needs."""
-        for module in self.modules():
-            if isinstance(module, (PatchEmbedding, LayerNorm, RMSNorm, ColumnLinear)):
-                yield from module.pieces()
+
+# --- what follows from the sizes of images ---
+
+
+def make_plan(config: VisionConfig, grids: Sequence[Grid], device: torch.device) -> PatchPlan:
+    """PatchPlan a call over the items of these grids, on `device`, without waiting for it."""
+    merge, area = config.merge_size, config.merge_size**2
+    frames = [(rows, columns) for frames, rows, columns in grids for _ in range(frames)]
+    sizes, places, frame = _units(frames, merge)
+    window = _windows(config, sizes, places, frame) if config.window_size else frame
+    order, window_runs = _sorted(window, area)
+    by_frame, frame_runs = _sorted(frame[order], area)
+    step = np.stack(np.divmod(np.arange(area), merge), axis=1)
+    positions = (places[order][:, None] * merge + step).reshape(-1, 2)
+    arrays = [*_both(order), *_both(by_frame), positions, np.repeat(sizes[order], area, axis=0)]
+    out, back, out_frames, back_frames, *rest = _upload(arrays, device)
+    return PatchPlan(
+        order=out,
+        inverse=back,
+        positions=rest[0].view(-1, 2),
+        sizes=rest[1].view(-1, 2),
+        frames=PatchSegments(frame_runs, out_frames, back_frames),
+        windows=PatchSegments(window_runs),
+    )
+
+
+def _units(frames: Sequence[tuple[int, int]], merge: int) -> tuple[Array, Array, Array]:
+    """Per unit the size of its frame in patches, its row and column, its frame's number."""
+    counts = [rows * columns // merge**2 for rows, columns in frames]
+    sizes = np.repeat(np.array(frames), counts, axis=0)
+    number = np.concatenate([np.arange(count) for count in counts])
+    places = np.stack(np.divmod(number, sizes[:, 1] // merge), axis=1)
+    return sizes, places, np.repeat(np.arange(len(frames)), counts)
+
+
+def _windows(config: VisionConfig, sizes: Array, places: Array, frame: Array) -> Array:
+    """Per unit a number that the units of its window share; ascending by frame, row, column."""
+    side = config.window_size // (config.merge_size * config.patch_size)
+    most = int(sizes.max()) // config.merge_size // side + 1
+    row, column = (places // side).T
+    window: Array = (frame * most + row) * most + column
+    return window
+
+
+def _sorted(segment: Array, area: int) -> tuple[Array, tuple[tuple[int, int], ...]]:
+    """Order units by the length of their segment, longest first; runs as in `PatchSegments`.
+
+    Units of one segment keep their order, so that nothing moves if there is but one.
+    """
+    _, index, lengths = np.unique(segment, return_inverse=True, return_counts=True)
+    order = np.lexsort((index, -lengths[index]))
+    numbers = zip(*np.unique(lengths, return_counts=True), strict=True)
+    return order, tuple((int(count), int(length) * area) for length, count in numbers)[::-1]
+
+
+def _both(order: Array) -> tuple[Array | None, Array | None]:
+    """A permutation and its inverse; nothing for one that moves nothing."""
+    if np.array_equal(order, np.arange(len(order))):
+        return None, None
+    return order, np.argsort(order)
+
+
+def _upload(arrays: Sequence[Array | None], device: torch.device) -> list[Any]:
+    """Each on the device, flat; None stays None."""
+    sent = iter(upload([array for array in arrays if array is not None], device))
+    return [None if array is None else next(sent) for array in arrays]

@@ -1,0 +1,420 @@
+"""The two ends of TCP connections, each with its thread.
+
+`TcpPeer` writes: its thread dials and sends, its caller reads the acks. `TcpListener` reads: one
+thread accepts, and one per connection lands bytes.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import queue
+import socket
+import threading
+import time
+from collections import deque
+from collections.abc import Callable, Iterator, Sequence
+from typing import Annotated, Any
+
+import msgspec
+import numpy as np
+
+from kvbaton.connectors.base import Notice, Status
+from kvbaton.connectors.guard import GuardCard, watch
+from kvbaton.connectors.transports import tcp_wire
+from kvbaton.connectors.transports.regions import Copies, RegionTable
+from kvbaton.connectors.transports.tcp_staging import GpuRegion, Run, runs_of, staging_of
+from kvbaton.errors import ConfigError, RemoteProtocolError
+
+DIAL_S = 5.0
+"""Deadline of connecting and the handshake."""
+GOODBYE_S = 0.2
+"""After `close`, so long for a frame in progress to end, so that the peer can be told; then not."""
+HANDSHAKE_S = 5.0
+MAX_STRANGERS = 64
+"""Connections that may be in the handshake at once; further ones are closed."""
+JOIN_S = 1.0
+
+log = logging.getLogger(__name__)
+
+
+class TcpCard(msgspec.Struct, frozen=True):
+    """What a peer needs to dial."""
+
+    name: Annotated[str, msgspec.Meta(max_length=tcp_wire.MAX_NAME_BYTES)]
+    host: Annotated[str, msgspec.Meta(min_length=1, max_length=255)]
+    port: Annotated[int, msgspec.Meta(ge=1, le=65535)]
+    token: bytes
+    guard: GuardCard
+    sizes: tuple[Annotated[int, msgspec.Meta(ge=0, le=(1 << 63) - 1)], ...]
+
+
+class TcpHandle:
+    """One write: queued, being sent, or waiting for its ack."""
+
+    def __init__(
+        self,
+        peer: TcpPeer,
+        write: int,
+        copies: Copies,
+        views: Sequence[memoryview | GpuRegion],
+        notice: bytes,
+    ) -> None:
+        self.write = write
+        self.started = False
+        self._peer = peer
+        self._copies = copies
+        self._views = views
+        self._notice = notice
+        self._status = Status.PENDING
+        self._error: str | None = None
+
+    def status(self) -> Status:
+        """State now; reads acks that have come in. DRAINED if its bytes provably can't land."""
+        if self._status in (Status.PENDING, Status.ERROR):
+            self._peer.read_acks()
+        if self._status in (Status.PENDING, Status.ERROR) and self._peer.broken is not None:
+            self._status, self._error = Status.ERROR, self._peer.broken
+            if self._peer.stopped and (not self.started or self._peer.watch.dead):
+                self._status = Status.DRAINED
+        return self._status
+
+    def error(self) -> str | None:
+        """Why it failed."""
+        return self._error
+
+    def release(self) -> None:
+        """Nothing to give back."""
+
+    def land(self) -> None:
+        """The ack has come."""
+        self._status = Status.DONE
+
+    def frames(self) -> Iterator[tuple[bytes, list[Run]]]:
+        """Head and payload of each frame; a region's copies follow each other, on either side."""
+        copies = self._copies.by_region()
+        total = len(copies.length)
+        for start in range(0, max(total, 1), tcp_wire.MAX_FRAME_COPIES):
+            part = copies.take(start, start + tcp_wire.MAX_FRAME_COPIES)
+            last = start + tcp_wire.MAX_FRAME_COPIES >= total
+            kind = tcp_wire.FrameKind.LAST if last else tcp_wire.FrameKind.PART
+            notice = self._notice if last else b""
+            count, size = len(part.length), int(part.length.sum())
+            header = tcp_wire.Header(kind, count, len(notice), self.write, size)
+            targets = np.stack([part.target_region, part.target_offset, part.length], axis=1)
+            head = header.pack() + targets.astype("<i8").tobytes() + notice
+            sources = part.source_region, part.source_offset, part.length
+            yield head, runs_of(self._views, *sources) if count else []
+
+
+class TcpPeer:
+    """A connection to a peer's listener.
+
+    The thread owns dialling and sending; everything else runs in the transport's calling thread.
+    `broken` goes from None to a reason once; the thread ends soon after.
+    """
+
+    def __init__(self, card: TcpCard, own_name: str) -> None:
+        self.card = card
+        self.watch = watch(card.guard)
+        self.watch.close_with(self)
+        self.broken: str | None = None
+        self.closing = False
+        self._goodbye_until = 0.0
+        self.reported = False
+        self._own_name = own_name
+        family = socket.AF_INET6 if ":" in card.host else socket.AF_INET
+        self._socket = socket.socket(family, socket.SOCK_STREAM)
+        self._greeted = False
+        self._pending: dict[int, TcpHandle] = {}
+        self._next_write = 0
+        self._acks = b""
+        self._queue: queue.SimpleQueue[TcpHandle | None] = queue.SimpleQueue()
+        self._thread = threading.Thread(target=self._run, name=f"tcp to {card.name}", daemon=True)
+        self._thread.start()
+
+    @property
+    def name(self) -> str:
+        """The remote transport's name."""
+        return self.card.name
+
+    @property
+    def stopped(self) -> bool:
+        """The thread has ended: nothing of ours is read or sent any more."""
+        return not self._thread.is_alive()
+
+    def post(
+        self, copies: Copies, views: Sequence[memoryview | GpuRegion], notice: bytes
+    ) -> TcpHandle:
+        """Queue a write."""
+        handle = TcpHandle(self, self._next_write, copies, views, notice)
+        self._next_write += 1
+        if self.broken is None:
+            self._pending[handle.write] = handle
+            self._queue.put(handle)
+        return handle
+
+    def read_acks(self) -> None:
+        """Take in what the peer has acknowledged; never blocks."""
+        while self._greeted and self.broken is None:
+            try:
+                data = self._socket.recv(1 << 16, socket.MSG_DONTWAIT)
+            except BlockingIOError:
+                break
+            except OSError as error:
+                self.hang_up(f"connection to {self.name}: {error}")
+                break
+            if not data:
+                self.hang_up(f"peer {self.name} closed the connection")
+            self._acks += data
+            whole = len(self._acks) // tcp_wire.ACK.size * tcp_wire.ACK.size
+            for (write,) in tcp_wire.ACK.iter_unpack(self._acks[:whole]):
+                handle = self._pending.pop(write, None)
+                if handle is None:
+                    reason = f"acknowledged write {write}, which is not in flight"
+                    self.hang_up(f"peer {self.name} {reason}")
+                    break
+                handle.land()
+            self._acks = self._acks[whole:]
+
+    def close(self) -> bool:
+        """Say goodbye between two frames if that is soon possible, else just hang up; never blocks.
+
+        Returns whether the thread has ended; to be called again until then.
+        """
+        now = time.monotonic()
+        if not self.closing:
+            self.closing, self._goodbye_until = True, now + GOODBYE_S
+            self._queue.put(None)
+        if self.stopped or now >= self._goodbye_until:
+            self.hang_up(f"the connection to {self.name} is closed")
+        if self.stopped:
+            self._socket.close()
+        return self.stopped
+
+    def join(self, until: float) -> None:
+        """Wait for the thread of a connection that is being closed, until a monotonic time."""
+        while not self.close() and (left := until - time.monotonic()) > 0:
+            self._thread.join(min(left, GOODBYE_S))
+
+    def hang_up(self, reason: str) -> None:
+        """End the connection at once; the thread ends soon after."""
+        if self.broken is None:
+            self.broken = reason
+        with contextlib.suppress(OSError):  # it may not be connected yet, or not any more
+            self._socket.shutdown(socket.SHUT_RDWR)
+        self._queue.put(None)
+
+    # --- the thread ---
+
+    def _run(self) -> None:
+        try:
+            deadline = time.monotonic() + DIAL_S
+            tcp_wire.enlarge_buffers(self._socket)
+            self._socket.settimeout(DIAL_S)
+            self._socket.connect((self.card.host, self.card.port))
+            tcp_wire.tune(self._socket)
+            tcp_wire.introduce(self._socket, self.card.token, self._own_name, deadline)
+            self._introduced(self._socket)
+            self._socket.settimeout(None)
+            self._greeted = True
+            while (handle := self._queue.get()) is not None and not self.closing:
+                for head, runs in handle.frames():
+                    if self.broken is not None or self.closing:
+                        break
+                    handle.started = True
+                    self._send_frame(self._socket, head, runs)
+            if self.broken is None:
+                bye = tcp_wire.Header(tcp_wire.FrameKind.BYE, 0, 0, 0, 0)
+                tcp_wire.send_all(self._socket, [bye.pack()])
+        except Exception as error:  # also what a host that is none makes `connect` raise
+            self.hang_up(f"connection to {self.name}: {error}")
+
+    def _introduced(self, sock: socket.socket) -> None:
+        """What a kind of connection does once each side knows the other."""
+
+    def _send_frame(self, sock: socket.socket, head: bytes, runs: Sequence[Run]) -> None:
+        staging = staging_of(runs)
+        if staging is None:
+            tcp_wire.send_all(sock, [head, *(piece for run in runs for piece in run)])
+            return
+        with staging.outgoing.lend(lambda: self.broken is None) as lane:
+            lane.send(sock, head, runs)
+
+
+class AcceptedConnection:
+    """One accepted connection; `name` is None until the handshake is done."""
+
+    def __init__(self, sock: socket.socket, run: Callable[[AcceptedConnection], None]) -> None:
+        self.socket = sock
+        self.name: str | None = None
+        self.cut = False
+        self.on_cut: Callable[[], None] | None = None
+        self.thread = threading.Thread(target=run, args=(self,), name="tcp from", daemon=True)
+
+    def hang_up(self) -> None:
+        """Make the thread end; nothing that is still in the socket's buffer lands."""
+        self.cut = True
+        with contextlib.suppress(OSError):  # the peer may have closed already
+            self.socket.shutdown(socket.SHUT_RDWR)
+        if (on_cut := self.on_cut) is not None:
+            on_cut()
+
+
+class TcpListener:
+    """Accepts connections of those who hold our card, and lands their frames.
+
+    Attributes:
+        port: where it listens.
+        inbox: notices of writes that have landed, in order.
+        vanished: names of peers whose connection ended without a goodbye.
+    """
+
+    def __init__(
+        self, host: str, token: bytes, table: RegionTable, views: Sequence[memoryview | GpuRegion]
+    ) -> None:
+        """Listen on a free port of `host`.
+
+        Args:
+            host: address.
+            token: of our card.
+            table: the regions that may be written, as they come and go.
+            views: each of them.
+
+        Raises:
+            ConfigError: the host can't be listened on.
+        """
+        self.inbox: deque[Notice] = deque()
+        self.vanished: deque[str] = deque()
+        self._token = token
+        self._table, self._views = table, views
+        self._lock = threading.Lock()
+        self._connections: list[AcceptedConnection] = []
+        self._fenced: set[str] = set()
+        self._closed = False
+        family = socket.AF_INET6 if ":" in host else socket.AF_INET
+        self._socket = socket.socket(family, socket.SOCK_STREAM)
+        try:
+            tcp_wire.enlarge_buffers(self._socket)
+            self._socket.bind((host, 0))
+            self._socket.listen(128)
+        except OSError as error:
+            self._socket.close()
+            raise ConfigError("--host", f"can't listen on {host!r}: {error}") from error
+        self.port: int = self._socket.getsockname()[1]
+        self._thread = threading.Thread(target=self._accept, name="tcp accept", daemon=True)
+        self._thread.start()
+
+    def admit(self, name: str) -> None:
+        """Lift an earlier fence."""
+        with self._lock:
+            self._fenced.discard(name)
+
+    def fence(self, name: str) -> bool:
+        """Cut every connection of `name`, and those of strangers; refuse new ones of `name`."""
+        with self._lock:
+            self._fenced.add(name)
+            doomed = [c for c in self._connections if c.name in (name, None)]
+        return _end(doomed)
+
+    def close(self) -> None:
+        """Stop listening and cut every connection."""
+        with self._lock:
+            self._closed = True
+        with contextlib.suppress(OSError):  # not every platform can shut a listener down
+            self._socket.shutdown(socket.SHUT_RDWR)
+        self._socket.close()
+        self._thread.join(JOIN_S)
+        with self._lock:
+            doomed = list(self._connections)
+        _end(doomed)
+
+    # --- the accepting thread ---
+
+    def _accept(self) -> None:
+        while True:
+            try:
+                sock, _ = self._socket.accept()
+            except OSError as error:
+                if self._closed:
+                    return
+                log.warning("accepting a connection failed: %s", error)
+                time.sleep(0.05)  # out of file descriptors, say: do not spin
+                continue
+            connection = AcceptedConnection(sock, self._run)
+            with self._lock:
+                strangers = sum(c.name is None for c in self._connections)
+                if self._closed or strangers >= MAX_STRANGERS:
+                    sock.close()
+                    continue
+                self._connections.append(connection)
+                connection.thread.start()
+
+    # --- the thread of a connection ---
+
+    def _run(self, connection: AcceptedConnection) -> None:
+        try:
+            self._greet(connection)
+            polite = False
+            try:
+                while not polite:
+                    polite = self._land_frame(connection)
+            finally:
+                if not polite and not connection.cut:
+                    self.vanished.append(connection.name or "")
+        except RemoteProtocolError as error:
+            log.warning("closing the connection of %s: %s", connection.name, error)
+        except OSError as error:
+            log.info("connection of %s ended: %s", connection.name, error)
+        finally:
+            connection.socket.close()
+            with self._lock:
+                self._connections.remove(connection)
+
+    def _greet(self, connection: AcceptedConnection) -> None:
+        def admit(name: str) -> None:
+            with self._lock:
+                if name in self._fenced or connection.cut:
+                    raise RemoteProtocolError(f"{name} is fenced")
+                connection.name = name
+
+        sock = connection.socket
+        tcp_wire.tune(sock)
+        tcp_wire.greet(sock, self._token, time.monotonic() + HANDSHAKE_S, admit)
+        sock.settimeout(None)
+
+    def _land_frame(self, connection: AcceptedConnection) -> bool:
+        """Land one frame; True if it was a goodbye."""
+        sock = connection.socket
+        header = tcp_wire.receive_header(sock)
+        if header.kind is tcp_wire.FrameKind.BYE:
+            return True
+        copies = tcp_wire.receive_copies(sock, header, self._table.sizes())
+        notice = tcp_wire.receive(sock, header.notice_bytes)
+        if len(copies):
+            self._fill(connection, runs_of(self._views, *copies.T))
+        if header.kind is tcp_wire.FrameKind.LAST:
+            if connection.cut:
+                raise ConnectionAbortedError("fenced")
+            self.inbox.append(Notice(notice))
+            with contextlib.suppress(OSError):  # the next read tells why, or reads a goodbye
+                sock.sendall(tcp_wire.ACK.pack(header.write))
+        return False
+
+    def _fill(self, connection: AcceptedConnection, runs: list[Any]) -> None:
+        staging = staging_of(runs)
+        if staging is None:
+            tcp_wire.receive_all(connection.socket, [piece for run in runs for piece in run])
+            return
+        with staging.incoming.lend(lambda: not connection.cut) as lane:
+            lane.receive(connection.socket, runs)
+
+
+def _end(connections: Sequence[AcceptedConnection]) -> bool:
+    """Hang up and wait for the threads, all within `JOIN_S`; True if all have ended."""
+    for connection in connections:
+        connection.hang_up()
+    limit = time.monotonic() + JOIN_S
+    for connection in connections:
+        connection.thread.join(max(limit - time.monotonic(), 0))
+    return not any(connection.thread.is_alive() for connection in connections)

@@ -1,0 +1,594 @@
+"""The live requests: where each one is in its life, what it holds, and how it goes on and ends.
+
+No I/O: requests, loads and tokens in, outputs out, and an injected clock. `scheduler.py` decides
+which of them are computed next; connectors (`kv_connector.py`) load the KV of some.
+"""
+
+from __future__ import annotations
+
+import heapq
+import itertools
+import time
+from bisect import insort
+from collections import Counter, deque
+from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Sequence as SequenceOf
+from dataclasses import dataclass, field
+from operator import attrgetter
+from typing import Any
+
+from kvbaton.engine.config import SchedulerConfig
+from kvbaton.engine.items import ItemOutputs
+from kvbaton.engine.kv_cache_manager import KVCacheManager, Match
+from kvbaton.engine.kv_connector import Connectors, KVConnector, Load
+from kvbaton.engine.request import (
+    InFlightStep,
+    Request,
+    Sequence,
+    SequenceState,
+    Tables,
+    finish_of,
+)
+from kvbaton.engine.validate import validate_request
+from kvbaton.errors import RequestError
+from kvbaton.messages.engine import AddRequest, Output, TransferSpec
+from kvbaton.types import ChoiceStart, TokenLogprobs, clip_text
+
+_rank = attrgetter("rank")
+
+
+@dataclass
+class Totals:
+    """Monotonic totals.
+
+    Attributes:
+        received: requests taken.
+        finished: requests that are over, by finish reason of their last choice.
+        prompt_tokens: prompt tokens by source: ``computed``, ``local_cache``, ``transferred``,
+            ``store``.
+        cached_at_source: of the transferred ones, those that the source had in its cache.
+        generated: tokens put out.
+        preemptions: sequences whose blocks went to others.
+        load_failures: hand-overs and loads from a store that failed.
+    """
+
+    received: int = 0
+    finished: Counter[str] = field(default_factory=Counter)
+    prompt_tokens: Counter[str] = field(default_factory=Counter)
+    cached_at_source: int = 0
+    generated: int = 0
+    preemptions: int = 0
+    load_failures: int = 0
+
+
+class LiveRequests:
+    """Requests from their arrival to their end.
+
+    Args:
+        config: settings of the scheduler.
+        root_key: root of the block keys of requests with a given cache salt.
+        clock: monotonic seconds.
+
+    Attributes:
+        blocks: all block pools.
+        requests: live ones by id.
+        waiting: the queue, in order of service.
+        running: sequences with blocks, in order of service.
+        parked: sequences beside the queue that wait for a connector or for an item.
+        loading: whose blocks are being filled by a connector, by request id.
+        in_flight: plans handed out and not updated, oldest first.
+        totals: what happened so far.
+        connectors: what brings KV in or takes it out, in the order in which they are asked.
+        items: decides which encoder outputs are asked for and kept.
+        pinned: blocks that somebody else than requests and connectors refers to.
+    """
+
+    def __init__(
+        self,
+        config: SchedulerConfig,
+        *,
+        root_key: Callable[[str], bytes],
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        self.config = config
+        self.blocks = KVCacheManager(config.groups, enable_caching=config.enable_prefix_caching)
+        self.requests: dict[str, Request] = {}
+        self.waiting: list[Sequence] = []
+        self.running: list[Sequence] = []
+        self.parked: set[Sequence] = set()
+        self.loading: dict[str, Load] = {}
+        self.in_flight: deque[InFlightStep] = deque()
+        self.totals = Totals()
+        self.connectors = Connectors()
+        self.root_key = root_key
+        self.clock = clock
+        self._arrivals = itertools.count(1)
+        self._deadlines: list[tuple[float, int, Request]] = []
+        self._moves = 0
+        self._ended: list[int] = []  # handles that the runner has yet to forget
+        self._outbox: list[Output] = []  # made while a step was planned
+        self.items = ItemOutputs()
+        self.pinned: Callable[[], Iterable[Tables]] = tuple
+
+    # --- requests ---
+
+    def add(self, request: AddRequest) -> None:
+        """Take a request into the queue.
+
+        Raises:
+            RequestError: it can never be served here; names the field and the limit.
+        """
+        validate_request(request, self.config, self.blocks)
+        if request.items and not self.config.whole_prompts:
+            self.items.check(request)
+        if request.request_id in self.requests:
+            raise RequestError(
+                f"request id {request.request_id!r} is in use", param="request_id", status=409
+            )
+        if request.transfer is not None:
+            self._check_role(request.transfer)
+        for connector in self.connectors.all:
+            request = connector.accept(request)
+        known = [*request.token_ids, *request.resume_ids]
+        source = request.transfer is not None and request.transfer.role == "source"
+        params = request.params
+        limit = len(known) + 1 if source else len(request.token_ids) + params.max_tokens
+        entered = Request(
+            request_id=request.request_id,
+            prompt=request.token_ids,
+            num_known=len(known),
+            params=params,
+            limit=min(limit, self.config.max_model_len),
+            priority=request.priority,
+            arrival=next(self._arrivals),
+            deadline=self.clock() + request.deadline_s,
+            root=self.root_key(request.cache_salt),
+            source=source,
+            items=() if self.config.whole_prompts else request.items,
+            spec=request,
+            prompt_logprobs=None if params.prompt_logprobs is None else [],
+        )
+        self.requests[entered.request_id] = entered
+        heapq.heappush(self._deadlines, (entered.deadline, entered.arrival, entered))
+        self.totals.received += 1
+        sequence = self.new_sequence(entered, 0, known)
+        entered.sequences.append(sequence)
+        self._wait(sequence, SequenceState.WAITING)
+        waits = False
+        for connector in self.connectors.all:
+            # Not contained: what is raised about a request that comes fails it, and no more.
+            waits |= connector.added(sequence)
+        if waits:
+            self.park(sequence)
+        elif entered.items and (request.transfer is None or source):
+            # The last token is computed in any case, and may be one of an item.
+            cached = min(self._cached(sequence), len(known) - 1) if entered.reads_cache else 0
+            self.items.request(sequence, cached)
+
+    def _check_role(self, transfer: TransferSpec) -> None:
+        """Refuse a part in a hand-over that no connector plays, or only one that fails."""
+        for connector in self.connectors.all:
+            if connector.transfer_role != transfer.role:
+                continue
+            if connector not in self.connectors.failing:
+                return
+            raise RequestError(
+                f"the {connector.name} connector of this node is failing; retry elsewhere",
+                status=503,
+                code="unhealthy",
+            )
+        field, other = {
+            "source": ("do_remote_decode", "prefill"),
+            "target": ("do_remote_prefill", "decode"),
+        }[transfer.role]
+        raise RequestError(
+            f"this node is no {transfer.role} of hand-overs; send {field} to a {other} node",
+            param=f"kv_transfer_params.{field}",
+        )
+
+    def is_cached(self, request_id: str) -> bool:
+        """Whether the prefix cache holds all tokens of a live request, in whole blocks."""
+        (sequence, *_) = self.requests[request_id].sequences
+        return self._cached(sequence) == len(sequence.tokens)
+
+    def _cached(self, sequence: Sequence) -> int:
+        """Tokens of the longest prefix in the prefix cache."""
+        return self.blocks.match_sequence(sequence).num_tokens
+
+    def sequences(self) -> Iterator[Sequence]:
+        """All sequences that may hold blocks."""
+        return (s for request in self.requests.values() for s in request.sequences)
+
+    def has_work(self) -> bool:
+        """Whether any request is live, any step in flight, or any output unsent."""
+        return bool(self.requests or self.in_flight or self._outbox)
+
+    def abort(self, request_id: str, reason: str = "abort") -> list[Output]:
+        """End a request now; unknown ids are ignored.
+
+        Any reason but ``abort`` makes it an error with that text.
+        """
+        request = self.requests.get(request_id)
+        if request is None:
+            return []
+        if reason == "abort":
+            return self.end(request, "abort")
+        return self.end(request, "error", reason)
+
+    def expire(self, now: float) -> list[Output]:
+        """End requests whose deadline has passed; with them come those that could never fit."""
+        outputs, self._outbox = self._outbox, []
+        while self._deadlines and self._deadlines[0][0] <= now:
+            request = heapq.heappop(self._deadlines)[2]
+            if self._is_live(request):
+                error = f"the request's deadline of {request.spec.deadline_s:g} s has passed"
+                outputs += self.end(request, "error", error)
+        return outputs
+
+    def next_deadline(self) -> float | None:
+        """When `expire` has something to do, on the clock given."""
+        if self._outbox:
+            return self.clock()
+        while self._deadlines and not self._is_live(self._deadlines[0][2]):
+            heapq.heappop(self._deadlines)
+        return self._deadlines[0][0] if self._deadlines else None
+
+    def _is_live(self, request: Request) -> bool:
+        return self.requests.get(request.request_id) is request
+
+    # --- the queues ---
+
+    def new_sequence(self, request: Request, choice: int, tokens: list[int]) -> Sequence:
+        """A choice without blocks."""
+        return Sequence(request, choice, tokens, self.blocks.empty())
+
+    def left_in_flight(self) -> set[Sequence]:
+        """Sequences that steps in flight compute though they were preempted or are over."""
+        return {
+            item.sequence
+            for step in self.in_flight
+            for item in step.scheduled
+            if item.sequence.handle != item.handle
+        }
+
+    def _wait(self, sequence: Sequence, state: SequenceState) -> None:
+        """Put a sequence into the queue, where its priority and arrival belong."""
+        sequence.state = state
+        insort(self.waiting, sequence, key=_rank)
+
+    def park(self, sequence: Sequence) -> None:
+        """From now on a sequence waits for a connector or for an item, beside the queue."""
+        self._leave(sequence)
+        sequence.state = SequenceState.PARKED
+        self.parked.add(sequence)
+
+    def unpark(self, sequence: Sequence) -> None:
+        """Put a parked sequence back into the queue; others are left alone."""
+        if sequence.state is SequenceState.PARKED:
+            self._leave(sequence)
+            self._wait(sequence, SequenceState.WAITING)
+
+    def run(self, sequence: Sequence) -> None:
+        """From now on a sequence takes part in steps."""
+        self._leave(sequence)
+        sequence.state = SequenceState.RUNNING
+        insort(self.running, sequence, key=_rank)
+        self.connectors.call(KVConnector.started, sequence)
+
+    def _leave(self, sequence: Sequence) -> None:
+        """Take a sequence out of the queue, or from those who run or load."""
+        self._moves += 1
+        match sequence.state:
+            case SequenceState.RUNNING:
+                self.running.remove(sequence)
+            case SequenceState.PARKED:
+                self.parked.remove(sequence)
+            case SequenceState.LOADING:
+                del self.loading[sequence.request.request_id]
+            case SequenceState.WAITING | SequenceState.PREEMPTED if sequence in self.waiting:
+                self.waiting.remove(sequence)
+
+    def adopt(self, sequence: Sequence, match: Match) -> None:
+        """Give a sequence the blocks of a cached prefix."""
+        request = sequence.request
+        sequence.tables = [list(table) for table in match.tables]
+        self.blocks.ref(sequence.tables)
+        sequence.num_computed = sequence.num_scheduled = match.num_tokens
+        sequence.committed = [match.num_tokens // group.block_size for group in self.blocks.groups]
+        if request.cached_tokens is None:
+            # Of a prompt that is cached to its end the last token is computed again.
+            known = len(sequence.tokens)
+            request.cached_tokens = min(match.num_tokens, len(request.prompt), known - 1)
+            self.totals.prompt_tokens["local_cache"] += request.cached_tokens
+
+    def fork(self, parent: Sequence, child: Sequence) -> None:
+        """Let a new choice run on the blocks of another whose prompt is scheduled to its end."""
+        child.tables = [list(table) for table in parent.tables]
+        self.blocks.ref(child.tables)
+        child.num_computed = child.num_scheduled = parent.num_scheduled
+        child.committed = [child.num_computed // group.block_size for group in self.blocks.groups]
+        child.chains = dict(parent.chains)
+        child.shares_tail, child.parent = True, parent
+        child.request.sequences.append(child)
+        self.run(child)
+
+    def preempt(self, sequence: Sequence) -> None:
+        """Give a running sequence's blocks to others; it goes on from its tokens later."""
+        self.totals.preemptions += 1
+        if sequence.request.prompt_logprobs:
+            sequence.request.prompt_logprobs.clear()  # the prompt will be computed again
+        self._part(sequence)
+        self._wait(sequence, SequenceState.PREEMPTED)
+
+    def _part(self, sequence: Sequence) -> None:
+        """Take a sequence from the runner and from its blocks."""
+        self._leave(sequence)
+        if sequence.handle:
+            self._ended.append(sequence.handle)
+        sequence.handle, sequence.parent = 0, None
+        sequence.sent = [0] * len(sequence.tables)
+        self.blocks.clear(sequence)
+        for sibling in sequence.request.sequences:
+            if sibling.parent is sequence:
+                sibling.parent = None
+
+    # --- tokens and ends ---
+
+    def append(
+        self,
+        sequence: Sequence,
+        token: int,
+        logprobs: TokenLogprobs | None,
+        finish: tuple[str | None, int | str | None] | None = None,
+    ) -> Output:
+        """Append a sampled token; `finish` overrides our own stop rules."""
+        request, index = sequence.request, sequence.num_generated
+        sequence.tokens.append(token)
+        self.totals.generated += 1
+        sequence.finish_reason, stop_reason = finish or finish_of(
+            sequence, token, eos=self.config.eos_token_ids
+        )
+        return Output(
+            request_id=request.request_id,
+            choice=sequence.choice,
+            index=index,
+            token_ids=(token,),
+            logprobs=None if logprobs is None else (logprobs,),
+            prompt_logprobs=request.take_prompt_logprobs(),
+            finish_reason=sequence.finish_reason,
+            stop_reason=stop_reason,
+            cached_tokens=request.cached_tokens or 0,
+            transferred_tokens=request.transferred_tokens,
+        )
+
+    def retire(self, sequence: Sequence) -> None:
+        """A sequence has its finish reason: give its blocks back."""
+        assert sequence.finish_reason is not None
+        self._part(sequence)
+        sequence.state = SequenceState.FINISHED
+        if sequence.request.items:
+            self.items.retired(sequence)
+        request = sequence.request
+        if not sequence.unforked and request.state is SequenceState.FINISHED:
+            self.totals.finished[sequence.finish_reason] += 1
+            del self.requests[request.request_id]
+            self.connectors.call(KVConnector.finished, request)
+
+    def end(self, request: Request, reason: str, error: str | None = None) -> list[Output]:
+        """End all choices of a request, whatever state they are in."""
+        while request.sequences[0].unforked > 0:
+            known = request.sequences[0].tokens[: request.num_known]
+            choice = len(request.sequences)
+            request.sequences.append(self.new_sequence(request, choice, known))
+        live = [s for s in request.sequences if s.finish_reason is None]
+        return [self.end_choice(sequence, reason, error) for sequence in live]
+
+    def end_choice(self, sequence: Sequence, reason: str, error: str | None = None) -> Output:
+        """End one choice without a token."""
+        request, sequence.finish_reason = sequence.request, reason
+        output = Output(
+            request_id=request.request_id,
+            choice=sequence.choice,
+            index=sequence.num_generated,
+            finish_reason=reason,
+            error=None if error is None else clip_text(error),
+            cached_tokens=request.cached_tokens or 0,
+            transferred_tokens=request.transferred_tokens,
+        )
+        self.retire(sequence)
+        return output
+
+    def _reject(self, sequence: Sequence, error: str) -> None:
+        """End what can never fit; the outputs go out with the next ones."""
+        if sequence.unforked:
+            self._outbox += self.end(sequence.request, "error", error)
+        else:
+            self._outbox.append(self.end_choice(sequence, "error", error))
+
+    # --- loads ---
+
+    def begin_load(
+        self, connector: KVConnector, sequence: Sequence, match: Match, end: int
+    ) -> None:
+        """Take blocks for the tokens from a cached prefix to `end`; a connector fills them."""
+        self.adopt(sequence, match)
+        self.blocks.skip_unneeded(sequence.tables, end)
+        if connector.medium == "transferred":  # only what is needed was verified, or came at all
+            wholes = [group.first_whole(end) for group in self.blocks.groups]
+            sequence.committed = list(map(max, sequence.committed, wholes))
+        spans = self.blocks.reserve(sequence.tables, end)
+        self._leave(sequence)
+        sequence.state = SequenceState.LOADING
+        load = Load(sequence, match.num_tokens, end, spans, connector)
+        self.loading[sequence.request.request_id] = load
+        try:
+            connector.start_load(load)
+        except Exception as error:
+            self.connectors.contain(connector, error, load)
+
+    def is_loading(self, load: Load) -> bool:
+        """Whether the sequence still waits for a load."""
+        return self.loading.get(load.sequence.request.request_id) is load
+
+    def finish_load(
+        self, load: Load, choices: SequenceOf[ChoiceStart] = (), *, cached_at_source: int = 0
+    ) -> list[Output]:
+        """All of a load is here and verified. Loads that nobody waits for are ignored.
+
+        Args:
+            load: what was begun.
+            choices: what another node sampled first, one per choice: the sequence goes on from
+                there. Without any it goes back to the queue, and finds the blocks in the cache.
+            cached_at_source: how many of the tokens that node had in its cache.
+        """
+        if not self.is_loading(load):
+            return []
+        request = load.sequence.request
+        bad = [choice.token for choice in choices if choice.token >= self.config.vocab_size]
+        if choices and len(choices) != request.params.n:
+            wrong = f"the source sent {len(choices)} first tokens for n={request.params.n}"
+            return self.fail_load(load, load.end, wrong)
+        if bad:
+            wrong = f"the source sent token {bad[0]}, which the model does not have"
+            return self.fail_load(load, load.end, wrong)
+        self.totals.cached_at_source += cached_at_source
+        self._keep(load, load.end)
+        if not choices or any(self._is_too_early(load.sequence, c.token) for c in choices):
+            self._requeue(load)
+            return []
+        self.run(load.sequence)
+        for choice in range(1, request.params.n):
+            child = self.new_sequence(request, choice, list(load.sequence.tokens))
+            self.fork(load.sequence, child)
+            child.parent = None  # The runner does not know it; the child comes with its tokens.
+        outputs = []
+        for sequence, start in zip(request.sequences, choices, strict=True):
+            # The source was perhaps asked for one token only: its "length" is no limit of ours.
+            stops = start.finish_reason == "stop"
+            finish = (start.finish_reason, start.stop_reason) if stops else None
+            outputs.append(self.append(sequence, start.token, start.logprobs, finish))
+        for sequence in [s for s in request.sequences if s.finish_reason is not None]:
+            self.retire(sequence)
+        return outputs
+
+    def _is_too_early(self, sequence: Sequence, token: int) -> bool:
+        """Whether a token would end the text before `min_tokens`, and must be sampled anew here.
+
+        A proxy that asks the source for one token can't tell it of `min_tokens`.
+        """
+        params = sequence.request.params
+        ends = () if params.ignore_eos else self.config.eos_token_ids
+        is_end = token in params.stop_token_ids or token in ends
+        return is_end and sequence.num_generated < params.min_tokens
+
+    def fail_load(self, load: Load, valid_through: int, reason: str) -> list[Output]:
+        """Apply the load-failure policy to a load of which only so many tokens are verified.
+
+        Those, in whole blocks, go to the prefix cache; the request goes back to the queue and gets
+        fresh blocks for the rest when it is admitted. Loads that nobody waits for are ignored.
+        """
+        if not self.is_loading(load):
+            return []
+        self.totals.load_failures += 1
+        if self.config.kv_load_failure_policy == "fail":
+            whence = " from the store" if load.connector.medium == "store" else ""
+            error = f"the KV cache could not be loaded{whence}: {reason}"
+            return self.end(load.sequence.request, "error", error)
+        valid = min(valid_through, load.end)
+        self._keep(load, valid - valid % self.blocks.alignment)
+        self._requeue(load)
+        return []
+
+    def fail_connector(
+        self, connector: KVConnector, request: Request | None, reason: str
+    ) -> list[Output]:
+        """Fail what a connector that has raised owes: to one request, or to all of them.
+
+        Loads fail by the load-failure policy. Hand-overs that it was to serve end with an error.
+        """
+        outputs: list[Output] = []
+        for one in [*self.requests.values()] if request is None else [request]:
+            load = self.loading.get(one.request_id)
+            if load is not None and load.connector is connector:
+                outputs += self.fail_load(load, load.start, reason)
+            elif self._is_live(one) and self.must_not_compute(one, connector):
+                outputs += self.end(one, "error", reason)
+        if request is None:
+            for sequence in list(self.parked):  # it may be what they wait for
+                self.unpark(sequence)
+        return outputs
+
+    def must_not_compute(self, request: Request, connector: KVConnector) -> bool:
+        """Whether a request is of no use without a connector that plays a part in its hand-over."""
+        transfer = request.spec.transfer
+        if transfer is None or transfer.role != connector.transfer_role:
+            return False
+        waits = request.cached_tokens is None and self.config.kv_load_failure_policy == "fail"
+        return request.source or waits
+
+    def _keep(self, load: Load, end: int) -> None:
+        """Tokens up to `end` have valid KV, from now on for everybody."""
+        sequence, request = load.sequence, load.sequence.request
+        sequence.num_computed = sequence.num_scheduled = max(load.start, end)
+        gained = sequence.num_computed - load.start
+        if load.connector.medium == "transferred":
+            request.received = sequence.num_computed
+            request.transferred_tokens = gained
+        else:
+            usable = min(sequence.num_computed, len(request.prompt), len(sequence.tokens) - 1)
+            cached = request.cached_tokens or 0
+            gained = max(0, usable - cached)
+            request.cached_tokens = cached + gained
+        self.totals.prompt_tokens[load.connector.medium] += gained
+        self.commit(sequence)
+
+    def commit(self, sequence: Sequence) -> None:
+        """Offer the blocks that have become full and final to the prefix cache."""
+        for g, first, end in self.blocks.commit(sequence):
+            self.connectors.call(KVConnector.committed, sequence, g, first, end)
+
+    def _requeue(self, load: Load) -> None:
+        """Put a sequence that was loading back into the queue, without its blocks."""
+        self._leave(load.sequence)
+        self.blocks.clear(load.sequence)
+        self._wait(load.sequence, SequenceState.WAITING)
+
+    # --- accounts ---
+
+    def counters(self) -> dict[str, float]:
+        """Monotonic totals by Prometheus name."""
+        totals = self.totals
+        return {
+            "kvbaton_requests_received_total": float(totals.received),
+            **_labelled("kvbaton_requests_finished_total", "reason", totals.finished.items()),
+            **_labelled("kvbaton_prompt_tokens_total", "source", totals.prompt_tokens.items()),
+            "kvbaton_prompt_tokens_cached_at_source_total": float(totals.cached_at_source),
+            "kvbaton_generation_tokens_total": float(totals.generated),
+            "kvbaton_preemptions_total": float(totals.preemptions),
+            "kvbaton_load_failures_total": float(totals.load_failures),
+        }
+
+    def gauges(self) -> dict[str, float]:
+        """Values now by Prometheus name."""
+        values = {
+            "kvbaton_sequences_waiting": float(len(self.waiting) + len(self.parked)),
+            "kvbaton_sequences_running": float(len(self.running)),
+            "kvbaton_sequences_loading": float(len(self.loading)),
+        }
+        for g in range(len(self.blocks.groups)):
+            for owner, count in self.blocks.owners(g).items():
+                values[f'kvbaton_blocks{{group="{g}",owner="{owner}"}}'] = float(count)
+        return values
+
+    def state(self) -> dict[str, Any]:
+        """All that a person who looks for a fault wants to see."""
+        owners = [self.blocks.owners(g) for g in range(len(self.blocks.groups))]
+        return {
+            "blocks": [dict(counts) for counts in owners],
+            "steps_in_flight": [step.number for step in self.in_flight],
+            "requests": [request.describe() for request in self.requests.values()],
+        }
+
+
+def _labelled(name: str, label: str, counts: Iterable[tuple[str, int]]) -> dict[str, float]:
+    return {f'{name}{{{label}="{value}"}}': float(count) for value, count in counts}

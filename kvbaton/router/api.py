@@ -1,0 +1,363 @@
+"""The router's application: the OpenAI endpoints over the dispatcher, ``/nodes`` and a page."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import AsyncGenerator, Callable, Iterable, Sequence
+from html import escape
+
+import tokenizers
+from aiohttp import web
+from aiohttp.typedefs import Handler
+from msgspec import Struct
+from prometheus_client import generate_latest
+from tokenizers.models import WordLevel
+
+from kvbaton.errors import RequestError
+from kvbaton.messages.engine import AddRequest, Output
+from kvbaton.messages.nodes import Members, NodeInfo
+from kvbaton.router.choose import IDLE, NodeLoads, no_node_ready
+from kvbaton.router.config import RouterConfig
+from kvbaton.router.dispatch import Dispatcher
+from kvbaton.router.metrics import RouterMetrics
+from kvbaton.router.nodes import KnownNodes, Nodes
+from kvbaton.server.app import make_app
+from kvbaton.server.auth import from_loopback, require_operator
+from kvbaton.server.bodies import json_response, read_body
+from kvbaton.server.frontend import FRONTEND, Frontend, FrontendConfig, ModelFacts
+from kvbaton.server.metrics import HttpMetrics, exposition
+from kvbaton.server.network import carries_token, registration_token
+from kvbaton.server.openapi import contract
+from kvbaton.server.supervisor import WorkerLink
+from kvbaton.text.tokenizer import Tokenizer
+
+COLUMNS = ("Node", "Role", "State", "URL", "Requests", "Prompt tokens in prefill", "Rows to encode")
+
+PAGE = """<!doctype html>
+<html lang="en">
+<head>
+<meta charset="utf-8">
+<meta http-equiv="refresh" content="2">
+<title>kvbaton: {model}</title>
+<style>
+body {{ font: 15px/1.5 system-ui, sans-serif; margin: 2rem auto; max-width: 60rem; }}
+table {{ border-collapse: collapse; width: 100%; }}
+th, td {{ text-align: left; padding: .3rem .8rem .3rem 0; border-bottom: 1px solid #ccc; }}
+</style>
+</head>
+<body>
+<h1>{model}</h1>
+<table>
+<thead><tr>{head}</tr></thead>
+<tbody>
+{rows}
+</tbody>
+</table>
+<p><a href="/metrics">metrics</a> <a href="/nodes">nodes as JSON</a></p>
+</body>
+</html>
+"""
+
+
+class RouterState:
+    """What the router's handlers work on.
+
+    Args:
+        nodes: all of them; a worker's handlers only look at its membership.
+        loads: what they have in flight.
+        cluster_key: of the cluster.
+        trusted: whoever asks was let in by somebody else: a worker, who asks its supervisor.
+
+    Attributes:
+        token: expected of who registers; empty without a cluster key.
+    """
+
+    def __init__(
+        self, nodes: KnownNodes, loads: NodeLoads, cluster_key: str | None, *, trusted: bool = False
+    ) -> None:
+        self.nodes, self.loads, self.trusted = nodes, loads, trusted
+        self.token = registration_token(cluster_key) if cluster_key else ""
+
+
+ROUTER = web.AppKey("router", RouterState)
+
+
+def router_app(
+    config: RouterConfig,
+    nodes: KnownNodes,
+    tokenizer: Tokenizer,
+    edge: FrontendConfig,
+    loads: NodeLoads,
+    own_routes: list[web.RouteDef],
+) -> web.Application:
+    """What a router, or one worker of it, answers clients with.
+
+    Args:
+        config: settings.
+        nodes: who serves.
+        tokenizer: of the model that they serve.
+        edge: settings of the endpoint, with the model's name for clients and nodes.
+        loads: what they have in flight.
+        own_routes: beside those of the OpenAI endpoints.
+    """
+
+    def facts() -> ModelFacts:
+        ready = nodes.membership.ready()
+        if not ready.serving:
+            raise no_node_ready()
+        return ModelFacts(max_model_len=ready.max_model_len, vocab_size=ready.vocab_size)
+
+    metrics = HttpMetrics()
+    dispatcher = Dispatcher(nodes, RouterMetrics(metrics.registry), loads, config.dispatch)
+    frontend = Frontend(
+        source=dispatcher, tokenizer=tokenizer, config=edge, facts=facts, metrics=metrics
+    )
+    app = make_app(frontend, own_routes)
+    app[ROUTER] = RouterState(nodes, loads, config.cluster_key)
+    return app
+
+
+class NodeView(Struct, kw_only=True):
+    """One node in the answer of ``GET /nodes``."""
+
+    node_id: str
+    generation: str
+    role: str
+    url: str
+    state: str
+    reason: str
+    model: str
+    control_address: str | None
+    requests: int
+    prompt_tokens: int
+    item_rows: int
+
+
+class NodesView(Struct, kw_only=True):
+    """Answer of ``GET /nodes``.
+
+    Attributes:
+        nodes: all of them.
+        pairs: (prefill node id, decode node id) that can hand over now.
+        encoder_pairs: (encoder node id, other node id), too.
+    """
+
+    nodes: list[NodeView]
+    pairs: list[tuple[str, str]]
+    encoder_pairs: list[tuple[str, str]]
+
+
+@contract(body=NodeInfo, answer=Members)
+async def register(request: web.Request) -> web.Response:
+    """``POST /nodes``: registration and heartbeat."""
+    info = await read_body(request, NodeInfo)
+    return json_response(_nodes(request).register(info))
+
+
+@contract(answer=NodesView)
+async def list_nodes(request: web.Request) -> web.Response:
+    """``GET /nodes``."""
+    return json_response(view(request.app))
+
+
+async def remove(request: web.Request) -> web.Response:
+    """``DELETE /nodes/{id}?generation=...``: forget a node; what it is serving goes on.
+
+    A node that leaves names its generation: another one may have its id by now.
+    """
+    node_id = request.match_info["node_id"]
+    _nodes(request).remove(node_id, request.query.get("generation"))
+    return json_response({"removed": node_id})
+
+
+async def drain(request: web.Request) -> web.Response:
+    """``POST /nodes/{id}/drain``: no new requests; answers how many still run there."""
+    node_id = request.match_info["node_id"]
+    _nodes(request).drain(node_id)
+    load = request.app[ROUTER].loads.get(node_id, IDLE)
+    return json_response({"draining": node_id, "requests": load.sequences})
+
+
+async def reset_prefix_cache(request: web.Request) -> web.Response:
+    """``POST /reset_prefix_cache``: let all nodes forget cached prefixes; 503 if one does not."""
+    errors = await _nodes(request).reset_prefix_caches()
+    done = {node_id: error is None for node_id, error in errors.items()}
+    ok = bool(done) and all(done.values())
+    answer = {
+        "result": ok,
+        "nodes": done,
+        "errors": {node_id: error for node_id, error in errors.items() if error is not None},
+    }
+    return json_response(answer, status=200 if ok else 503)
+
+
+async def health(request: web.Request) -> web.Response:
+    """``GET /health``: 200 when a request could be served now."""
+    ready = request.app[ROUTER].nodes.membership.ready().serving
+    if not ready:
+        raise no_node_ready()
+    return json_response({"status": "ok", "ready": len(ready)})
+
+
+@contract(content_type="text/plain")
+async def metrics(request: web.Request) -> web.Response:
+    """``GET /metrics``."""
+    return exposition(generate_latest(request.app[FRONTEND].metrics.registry))
+
+
+@contract(content_type="text/html")
+async def page(request: web.Request) -> web.Response:
+    """``GET /``: the state of the cluster, for people."""
+    rows = []
+    for node in view(request.app).nodes:
+        state = f"{node.state} ({node.reason})" if node.reason else node.state
+        loads = (node.requests, node.prompt_tokens, node.item_rows)
+        rows.append([node.node_id, node.role, state, node.url, *map(str, loads)])
+    body = render(request.app[FRONTEND].config.model_name, rows)
+    return web.Response(text=body, content_type="text/html")
+
+
+def view(app: web.Application) -> NodesView:
+    """All nodes as they are now."""
+    membership, loads = app[ROUTER].nodes.membership, app[ROUTER].loads
+    members = sorted(membership.members.values(), key=lambda m: (m.info.role, m.info.node_id))
+    ready, nodes = membership.ready(), []
+    for member in members:
+        info, load = member.info, loads.get(member.info.node_id, IDLE)
+        nodes.append(
+            NodeView(
+                node_id=info.node_id,
+                generation=info.generation,
+                role=info.role,
+                url=info.url,
+                state=member.state,
+                reason=member.reason,
+                model=info.model,
+                control_address=info.control_address,
+                requests=load.sequences,
+                prompt_tokens=load.prompt_tokens,
+                item_rows=load.rows,
+            )
+        )
+    return NodesView(
+        nodes=nodes,
+        pairs=[(source.node_id, target.node_id) for source, target in ready.pairs],
+        encoder_pairs=[(encoder.node_id, node.node_id) for encoder, node in ready.encoder_pairs],
+    )
+
+
+def render(model: str, rows: Iterable[Sequence[str]]) -> str:
+    """HTML of the page; every value is escaped."""
+
+    def cells(values: Iterable[str], tag: str) -> str:
+        return "".join(f"<{tag}>{escape(value)}</{tag}>" for value in values)
+
+    body = "\n".join(f"<tr>{cells(row, 'td')}</tr>" for row in rows)
+    empty = f'<tr><td colspan="{len(COLUMNS)}">no nodes yet</td></tr>'
+    return PAGE.format(model=escape(model), head=cells(COLUMNS, "th"), rows=body or empty)
+
+
+# --- without nodes ---
+
+
+class NoNodes:
+    """A `TokenSource` where nothing of texts and tokens is answered."""
+
+    def generate(self, request: AddRequest) -> AsyncGenerator[Output]:
+        """There are no routes that ask for any.
+
+        Raises:
+            RequestError: 503.
+        """
+        raise no_node_yet()
+
+    def facts(self) -> ModelFacts:
+        """The same."""
+        raise no_node_yet()
+
+
+def no_node_yet() -> RequestError:
+    """For who comes too early."""
+    return RequestError("no node has registered yet; retry shortly", status=503, code="starting")
+
+
+def app_without_text(edge: FrontendConfig, own_routes: list[web.RouteDef]) -> web.Application:
+    """An application that answers nothing of texts and tokens."""
+    nobody = NoNodes()
+    tokenizer = Tokenizer(tokenizers.Tokenizer(WordLevel({}, unk_token="")))
+    frontend = Frontend(source=nobody, tokenizer=tokenizer, config=edge, facts=nobody.facts)
+    return make_app(frontend, own_routes, text=False)
+
+
+# --- which there are, and who may ask ---
+
+
+def routes(link: WorkerLink | None = None) -> list[web.RouteDef]:
+    """What a router answers beside the OpenAI endpoints.
+
+    Args:
+        link: of a worker, which checks who asks, and passes on what only its supervisor knows.
+    """
+
+    def guarded(handler: Handler, guard: Callable[[web.Request], None]) -> Handler:
+        @functools.wraps(handler)
+        async def answer(request: web.Request) -> web.StreamResponse:
+            guard(request)
+            return await (handler if link is None else link.forward)(request)
+
+        return answer
+
+    return [
+        web.get("/nodes", guarded(list_nodes, _require_member_or_operator)),
+        web.post("/nodes", guarded(register, _require_member)),
+        web.delete("/nodes/{node_id:.+}", guarded(remove, _require_member_or_operator)),
+        web.post("/nodes/{node_id:.+}/drain", guarded(drain, _require_member_or_operator)),
+        web.post("/reset_prefix_cache", guarded(reset_prefix_cache, _require_operator)),
+        web.get("/health", health),
+        web.get("/metrics", metrics if link is None else guarded(metrics, lambda request: None)),
+        web.get("/", guarded(page, _require_member_or_operator)),
+    ]
+
+
+def _nodes(request: web.Request) -> Nodes:
+    """All nodes, in handlers that run where they are known."""
+    nodes = request.app[ROUTER].nodes
+    assert isinstance(nodes, Nodes), "workers pass on what only their supervisor can answer"
+    return nodes
+
+
+def check_member(request: web.Request, token: str) -> None:
+    """Only who holds the cluster key may register; without one, only this machine.
+
+    Raises:
+        RequestError: 401 or 403.
+    """
+    if token and not carries_token(request.headers.get("Authorization"), token):
+        raise RequestError(
+            "registration needs the token of this cluster; start the node with the same "
+            "--cluster-key as the router",
+            status=401,
+            code="invalid_cluster_key",
+        )
+    if not token and not from_loopback(request):
+        raise RequestError(
+            "without a cluster key only nodes on the router's machine may register; start "
+            "router and nodes with --cluster-key",
+            status=403,
+        )
+
+
+def _require_member(request: web.Request) -> None:
+    if not request.app[ROUTER].trusted:
+        check_member(request, request.app[ROUTER].token)
+
+
+def _require_member_or_operator(request: web.Request) -> None:
+    token = request.app[ROUTER].token
+    if not token or not carries_token(request.headers.get("Authorization"), token):
+        _require_operator(request)
+
+
+def _require_operator(request: web.Request) -> None:
+    if not request.app[ROUTER].trusted:
+        require_operator(request)

@@ -1,0 +1,145 @@
+"""Bodies as JSON: requests, answers, and every failure in OpenAI's shape; request ids."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import random
+import re
+from http import HTTPStatus
+from typing import TypeVar
+
+import msgspec
+from aiohttp import web
+
+from kvbaton.errors import EngineDeadError, RequestError
+from kvbaton.messages.openai import ErrorBody, ErrorInfo
+from kvbaton.server.frontend import FRONTEND
+
+HEADER = "X-Request-Id"
+MAX_LENGTH = 128
+REQUEST_ID = web.RequestKey("request_id", str)
+
+_UNWANTED = re.compile(r"[^A-Za-z0-9._:@+=/-]")
+
+
+def clean(request_id: str | None) -> str | None:
+    """An id that is safe in logs, headers and names; None if nothing is left of it."""
+    return _UNWANTED.sub("", request_id or "")[:MAX_LENGTH] or None
+
+
+def request_id_of(request: web.Request) -> str:
+    """The id that a request brings, or a new one."""
+    named = request.headers.get(HEADER)
+    return (clean(named) if named else None) or f"{random.getrandbits(128):032x}"
+
+
+async def echo_request_id(request: web.Request, response: web.StreamResponse) -> None:
+    """Signal ``on_response_prepare``: also works for streams."""
+    response.headers[HEADER] = request[REQUEST_ID]
+
+
+logger = logging.getLogger(__name__)
+
+RETRY_AFTER_S = "1"
+TYPES = {
+    401: "authentication_error",
+    403: "permission_error",
+    404: "not_found_error",
+    429: "rate_limit_error",
+}
+
+_LOCATION = re.compile(r" - at (?:`[^`$]*` in )?`\$\.?([^`]*)`$")
+_MISSING = re.compile(r"missing required field `([^`]*)`")
+
+
+def malformed(error: Exception) -> RequestError:
+    """What msgspec says about a body, as a `RequestError` that names the field."""
+    text = str(error)
+    location = _LOCATION.search(text)
+    where = location.group(1) if location else ""
+    if missing := _MISSING.search(text):
+        where = f"{where}.{missing.group(1)}".lstrip(".")
+    reason = _LOCATION.sub("", text)
+    if isinstance(error, msgspec.ValidationError):
+        return RequestError(f"{where}: {reason}" if where else reason, param=where or None)
+    return RequestError(f"the body is not valid JSON: {reason}")
+
+
+def describe(error: BaseException) -> RequestError:
+    """Any failure as what to tell the client; 500 only for what we did not foresee."""
+    if isinstance(error, RequestError):
+        return error
+    if isinstance(error, EngineDeadError):
+        return RequestError(f"the engine is down: {error}", status=503, code="engine_dead")
+    if isinstance(error, TimeoutError):
+        return RequestError("the request took longer than its timeout", status=504, code="timeout")
+    if isinstance(error, web.HTTPException):
+        text = f"{error.reason}: {error.text}" if error.status == 413 else error.reason
+        return RequestError(text, status=error.status)
+    logger.error("unforeseen error while serving a request", exc_info=error)
+    return RequestError("internal error; the server's log has the details", status=500)
+
+
+def error_body(error: RequestError) -> bytes:
+    """The JSON of an error answer or event."""
+    kind = TYPES.get(error.status)
+    if kind is None:
+        kind = "invalid_request_error" if error.status < 500 else "server_error"
+    info = ErrorInfo(
+        message=error.message, type=kind, param=error.param, code=error.code or error.status
+    )
+    return msgspec.json.encode(ErrorBody(error=info))
+
+
+def error_response(error: RequestError) -> web.Response:
+    """The answer for a failure before anything was sent."""
+    headers = {}
+    if error.status in (HTTPStatus.TOO_MANY_REQUESTS, HTTPStatus.SERVICE_UNAVAILABLE):
+        headers["Retry-After"] = RETRY_AFTER_S
+    if error.status == HTTPStatus.UNAUTHORIZED:
+        headers["WWW-Authenticate"] = "Bearer"
+    return web.Response(
+        status=error.status,
+        body=error_body(error),
+        content_type="application/json",
+        headers=headers,
+    )
+
+
+def failure_response(request: web.Request, error: Exception) -> web.Response:
+    """The answer for what a handler raised."""
+    failure = describe(error)
+    logger.info("request %s: %d %s", request[REQUEST_ID], failure.status, failure.message)
+    response = error_response(failure)
+    if isinstance(error, web.HTTPMethodNotAllowed):
+        response.headers["Allow"] = error.headers["Allow"]
+    return response
+
+
+T = TypeVar("T")
+
+
+async def read_body(request: web.Request, kind: type[T]) -> T:
+    """The request's JSON body as a struct.
+
+    Raises:
+        RequestError: it is no JSON, has a field of a wrong type (named), or does not arrive.
+        web.HTTPRequestEntityTooLarge: it is longer than the limit.
+    """
+    timeout = request.app[FRONTEND].config.body_timeout_s
+    try:
+        data = await asyncio.wait_for(request.read(), timeout)
+    except TimeoutError:
+        raise RequestError(f"the body did not arrive within {timeout} s", status=408) from None
+    try:
+        return msgspec.json.decode(data, type=kind)
+    except (msgspec.MsgspecError, ValueError, RecursionError) as error:
+        raise malformed(error) from error
+
+
+def json_response(value: object, status: int = 200) -> web.Response:
+    """Anything that msgspec encodes, as an answer."""
+    return web.Response(
+        status=status, body=msgspec.json.encode(value), content_type="application/json"
+    )

@@ -1,0 +1,156 @@
+"""What handlers of an endpoint share: the source of tokens, the tokenizer, settings and limits."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import AsyncGenerator, Callable, Mapping
+from dataclasses import dataclass, field, replace
+from typing import Any, Protocol
+
+from aiohttp import web
+from msgspec import Struct
+
+from kvbaton.errors import RequestError
+from kvbaton.messages.engine import AddRequest, Output, TransferSpec
+from kvbaton.server.config import EndpointConfig, MediaConfig
+from kvbaton.server.metrics import HttpMetrics
+from kvbaton.text.generation import sampling_defaults
+from kvbaton.text.tokenizer import Tokenizer
+
+
+class TokenSource(Protocol):
+    """Tokens in, tokens out."""
+
+    def generate(self, request: AddRequest) -> AsyncGenerator[Output]:
+        """Run a request until every choice has a `finish_reason`.
+
+        Closing the generator early (``aclose``) cancels the request everywhere.
+
+        Raises:
+            RequestError: the request can't be served as sent.
+            EngineDeadError: nothing can be served.
+        """
+        ...
+
+
+@dataclass(frozen=True, kw_only=True)
+class ModelFacts:
+    """What bounds a request.
+
+    Attributes:
+        max_model_len: longest prompt plus output, in tokens.
+        vocab_size: token ids are below it; 0 takes the tokenizer's.
+    """
+
+    max_model_len: int
+    vocab_size: int = 0
+
+
+@dataclass(frozen=True, kw_only=True)
+class FrontendConfig:
+    """Settings of the endpoint; command-line defaults are read from here.
+
+    Attributes:
+        model_name: as clients name it.
+        api_keys: any of them opens the endpoint as ``Authorization: Bearer KEY``; none leaves it
+            open.
+        operator_token: opens what only operators may ask, as an API key does; empty for none.
+        timeout_s: after which a request is ended, if it names no `timeout`.
+        max_timeout_s: longest `timeout` that a request may name.
+        deadline_grace_s: the source ends a request at its timeout; if it does not, the endpoint
+            does so this much later.
+        max_body_bytes: a longer body is a 413.
+        body_timeout_s: a body must have arrived within this time.
+        max_prompts: of one request.
+        max_n: choices per prompt.
+        max_choices: prompts times n.
+        max_logprobs: candidates per token.
+        sampling_defaults: of the model, for fields that a request leaves out; see
+            `text.generation`.
+        media: what images clients may bring.
+    """
+
+    model_name: str
+    api_keys: tuple[str, ...] = ()
+    operator_token: str = field(default="", repr=False)
+    timeout_s: float = 600.0
+    max_timeout_s: float = 3600.0
+    deadline_grace_s: float = 10.0
+    max_body_bytes: int = 32 << 20
+    body_timeout_s: float = 60.0
+    max_prompts: int = 256
+    max_n: int = 128
+    max_choices: int = 512
+    max_logprobs: int = 20
+    sampling_defaults: Mapping[str, Any] = field(default_factory=dict)
+    media: MediaConfig = field(default_factory=MediaConfig)
+
+    @classmethod
+    def of(
+        cls, config: EndpointConfig, folder: str, name: str, *, operator_token: str = ""
+    ) -> FrontendConfig:
+        """What the flags say of an endpoint that serves the model in a folder under a name.
+
+        Raises:
+            ConfigError: the model's recommendations can't be read.
+        """
+        return cls(
+            model_name=name,
+            api_keys=config.api_keys,
+            operator_token=operator_token,
+            sampling_defaults=sampling_defaults(folder, config.generation_config),
+            media=config.media,
+        )
+
+
+TransferParser = Callable[[dict[str, Any] | None], TransferSpec | None]
+
+
+def refuse_transfer(params: dict[str, Any] | None) -> TransferSpec | None:
+    """For an endpoint that pairs nodes itself.
+
+    Raises:
+        RequestError: the client brought ``kv_transfer_params``.
+    """
+    if params:
+        raise RequestError(
+            "kv_transfer_params is for nodes; this endpoint pairs them itself",
+            param="kv_transfer_params",
+        )
+    return None
+
+
+@dataclass(frozen=True, kw_only=True)
+class Frontend:
+    """What the handlers share.
+
+    Attributes:
+        source: makes the tokens.
+        tokenizer: the model's.
+        config: settings.
+        facts: bounds of a request now; may raise `RequestError` (503) or `EngineDeadError` while
+            nothing can be served.
+        transfer: turns ``kv_transfer_params`` into a part in a hand-over.
+        transfer_type: shape of ``kv_transfer_params`` for the description; None if it is refused.
+        metrics: what is counted.
+        created: start of this process, for answers that name it.
+    """
+
+    source: TokenSource
+    tokenizer: Tokenizer
+    config: FrontendConfig
+    facts: Callable[[], ModelFacts]
+    transfer: TransferParser = refuse_transfer
+    transfer_type: type[Struct] | None = None
+    metrics: HttpMetrics = field(default_factory=HttpMetrics)
+    created: int = field(default_factory=lambda: int(time.time()))
+
+    def limits(self) -> ModelFacts:
+        """The facts now, with the tokenizer's size where the model's is not known."""
+        facts = self.facts()
+        if facts.vocab_size:
+            return facts
+        return replace(facts, vocab_size=self.tokenizer.vocab_size)
+
+
+FRONTEND = web.AppKey("frontend", Frontend)

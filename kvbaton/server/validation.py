@@ -1,0 +1,318 @@
+"""From a request's fields to what the source of tokens is asked: defaults, ranges, refusals."""
+
+from __future__ import annotations
+
+import asyncio
+import secrets
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from aiohttp import web
+from msgspec.structs import replace
+
+from kvbaton.engine.validate import INT32, RANGES, Range, check_ids, check_params, check_range
+from kvbaton.errors import RequestError
+from kvbaton.messages.engine import AddRequest, Item, SamplingParams
+from kvbaton.messages.openai import SamplingFields
+from kvbaton.server.bodies import HEADER, REQUEST_ID, clean
+from kvbaton.server.frontend import Frontend, FrontendConfig, ModelFacts
+from kvbaton.text.choice import TextOptions
+from kvbaton.text.tokenizer import Tokenizer
+
+SEED_MASK = 2**63 - 1
+MAX_STOPS = 16
+MAX_STOP_LENGTH = 256
+MAX_SALT = 4096
+INLINE_CHARACTERS = 4096
+"""A longer text is encoded in a thread, so that it does not hold up the other streams."""
+
+UNSUPPORTED = (
+    "response_format",
+    "structured_outputs",
+    "guided_json",
+    "guided_regex",
+    "guided_choice",
+    "guided_grammar",
+    "suffix",
+    "prompt_embeds",
+    "use_beam_search",
+    "audio",
+    "functions",
+    "function_call",
+    "web_search_options",
+    "chat_template",
+    "continue_final_message",
+)
+COPIED = (
+    "temperature",
+    "top_p",
+    "top_k",
+    "min_p",
+    "presence_penalty",
+    "frequency_penalty",
+    "repetition_penalty",
+    "logit_bias",
+    "n",
+    "min_tokens",
+    "ignore_eos",
+)
+
+Prompt = str | list[int]
+
+
+@dataclass(frozen=True, kw_only=True)
+class PromptRequest:
+    """One prompt of a client's request.
+
+    Attributes:
+        index: of the prompt in the request.
+        request: what the source is asked.
+        options: how its tokens become text.
+        echo_only: only the prompt is wanted; the token that the source must make is dropped.
+    """
+
+    index: int
+    request: AddRequest
+    options: TextOptions
+    echo_only: bool = False
+
+
+# --- the request ---
+
+
+def check_common(frontend: Frontend, body: SamplingFields) -> None:
+    """Refuse what no prompt could make right, rather than ignore it.
+
+    Raises:
+        RequestError: another model, something unsupported, or options that exclude each other.
+    """
+    check_model(frontend, body.model)
+    for name in UNSUPPORTED:
+        value = getattr(body, name, None)
+        harmless = name == "response_format" and value == {"type": "text"}
+        if value not in (None, False, "") and not harmless:
+            raise RequestError(f"{name} is not supported", param=name, code="unsupported")
+    if body.best_of is not None and body.best_of != (body.n or 1):
+        raise RequestError("best_of must equal n", param="best_of", code="unsupported")
+    if body.stream_options is not None and not body.stream:
+        raise RequestError("stream_options needs stream=true", param="stream_options")
+    if body.stream and body.prompt_logprobs is not None:
+        raise RequestError("prompt_logprobs can't be streamed", param="prompt_logprobs")
+
+
+def check_model(frontend: Frontend, model: str | None) -> None:
+    """Raise `RequestError` (404) for any model but the one that is served."""
+    served = frontend.config.model_name
+    if model is not None and model != served:
+        raise RequestError(
+            f"the model {model[:256]!r} does not exist; this endpoint serves {served!r}",
+            param="model",
+            status=404,
+            code="model_not_found",
+        )
+
+
+def public_id(request: web.Request, body: SamplingFields) -> str:
+    """The header's id, else the body's, else the one that was made."""
+    if body.request_id is not None and HEADER not in request.headers:
+        request[REQUEST_ID] = clean(body.request_id) or request[REQUEST_ID]
+    return request[REQUEST_ID]
+
+
+def unique(request_id: str) -> str:
+    """Clients may repeat an id; a source may not see one twice."""
+    return f"{request_id}-{secrets.token_hex(4)}"
+
+
+def deadline(frontend: Frontend, timeout: float | None, name: str = "timeout") -> float:
+    """Seconds that a request may take.
+
+    Raises:
+        RequestError: the client asked for none or for too many.
+    """
+    if timeout is None:
+        return frontend.config.timeout_s
+    check_range(name, timeout, Range(0, frontend.config.max_timeout_s, open=True))
+    return timeout
+
+
+# --- its prompts ---
+
+
+def split_prompts(prompt: str | Sequence[str | int | list[int]], most: int) -> list[Prompt]:
+    """The field `prompt` as a list of prompts: a text, texts, token ids, or lists of token ids.
+
+    Raises:
+        RequestError: it is empty, too long, or a mixture that means nothing.
+    """
+    if isinstance(prompt, str):
+        return [prompt]
+    kinds = set(map(type, prompt))
+    if kinds == {int}:
+        return [list(prompt)]  # type: ignore[arg-type]
+    prompts = [item for item in prompt if not isinstance(item, int)]
+    if int in kinds or not prompts:
+        raise RequestError(
+            "prompt must be a text, a list of texts, a list of token ids or a list of such lists",
+            param="prompt",
+        )
+    if len(prompts) > most:
+        raise RequestError(f"prompt may hold at most {most} prompts", param="prompt")
+    return prompts
+
+
+async def encode(tokenizer: Tokenizer, text: str, *, add_special_tokens: bool) -> list[int]:
+    """Token ids of a text."""
+    if len(text) <= INLINE_CHARACTERS:
+        return tokenizer.encode(text, add_special_tokens=add_special_tokens)
+    return await asyncio.to_thread(tokenizer.encode, text, add_special_tokens=add_special_tokens)
+
+
+def check_prompt(facts: ModelFacts, ids: Sequence[int], max_tokens: int, name: str) -> None:
+    """Check a prompt against the model.
+
+    Raises:
+        RequestError: it is empty, holds unknown ids, or is too long together with `max_tokens`.
+    """
+    if not ids:
+        raise RequestError(f"{name} has no tokens", param=name)
+    check_ids(name, ids, facts.vocab_size, most=INT32)
+    if len(ids) + max_tokens > facts.max_model_len:
+        raise RequestError(
+            f"this model's context is {facts.max_model_len} tokens; the prompt has {len(ids)} and "
+            f"{max_tokens} are to be generated",
+            param=name,
+            code="context_length_exceeded",
+        )
+
+
+def prompt_request(
+    frontend: Frontend,
+    body: SamplingFields,
+    request_id: str,
+    token_ids: Sequence[int],
+    *,
+    name: str,
+    max_tokens: int | None,
+    logprobs: int | None,
+    prompt_logprobs: int | None,
+    index: int = 0,
+    items: tuple[Item, ...] = (),
+    echo_only: bool = False,
+) -> PromptRequest:
+    """What the source is asked for one prompt: fields that were given, over the model's defaults.
+
+    Args:
+        frontend: asked by the client.
+        body: the request.
+        request_id: of the answer.
+        token_ids: the prompt.
+        name: of the field that it came in.
+        max_tokens: to generate; None takes what the model recommends, or as many as fit.
+        logprobs: candidates per token; None for none at all.
+        prompt_logprobs: the same for prompt tokens.
+        index: of the prompt in the request.
+        items: its images.
+        echo_only: see `PromptRequest`.
+
+    Raises:
+        RequestError: a field is out of range, or the prompt does not fit the model.
+    """
+    facts, defaults = frontend.limits(), frontend.config.sampling_defaults
+    if max_tokens is None:
+        room = max(1, facts.max_model_len - len(token_ids))
+        max_tokens = min(room, defaults.get("max_tokens", room))
+    params = sampling_params(
+        body, defaults, max_tokens=max_tokens, logprobs=logprobs, prompt_logprobs=prompt_logprobs
+    )
+    params = checked(params, frontend.config, facts.vocab_size)
+    check_prompt(facts, token_ids, max_tokens, name)
+    check_range("priority", body.priority or 0, Range(-INT32, INT32))
+    if len(body.cache_salt or "") > MAX_SALT:
+        raise RequestError(f"cache_salt may have at most {MAX_SALT} characters", param="cache_salt")
+    return PromptRequest(
+        index=index,
+        request=AddRequest(
+            request_id=unique(request_id),
+            token_ids=tuple(token_ids),
+            params=params,
+            priority=body.priority or 0,
+            cache_salt=body.cache_salt or "",
+            deadline_s=deadline(frontend, body.timeout),
+            transfer=frontend.transfer(body.kv_transfer_params),
+            items=items,
+        ),
+        options=TextOptions(
+            stop=check_stops(body.stop),
+            include_stop=bool(body.include_stop_str_in_output),
+            skip_special_tokens=body.skip_special_tokens is not False,
+            min_tokens=body.min_tokens or 0,
+        ),
+        echo_only=echo_only,
+    )
+
+
+def sampling_params(
+    body: SamplingFields,
+    defaults: Mapping[str, Any],
+    *,
+    max_tokens: int,
+    logprobs: int | None,
+    prompt_logprobs: int | None,
+) -> SamplingParams:
+    """The fields that were given, over `defaults`, over those of `SamplingParams`; not checked."""
+    named = {}
+    for name in COPIED:
+        value = getattr(body, name)
+        if value is None:
+            value = defaults.get(name)
+        if value is not None:
+            named[name] = value
+    return SamplingParams(
+        **named,
+        seed=body.seed,
+        max_tokens=max_tokens,
+        stop_token_ids=tuple(body.stop_token_ids or ()),
+        logprobs=logprobs,
+        prompt_logprobs=prompt_logprobs,
+    )
+
+
+def checked(
+    params: SamplingParams, config: FrontendConfig, vocab_size: int, *, prefix: str = ""
+) -> SamplingParams:
+    """Check every value; turns a `top_k` of -1 into 0 and mints a missing seed (63 bits).
+
+    Args:
+        params: as sent.
+        config: its limits.
+        vocab_size: token ids are below it.
+        prefix: of the field names in messages (``sampling_params.``).
+
+    Raises:
+        RequestError: naming the field and its range.
+    """
+    seed = secrets.randbits(63) if params.seed is None else params.seed & SEED_MASK
+    params = replace(params, seed=seed, top_k=max(params.top_k, 0) if params.top_k >= -1 else -1)
+    limits = dict(RANGES, n=Range(1, config.max_n))
+    for name in ("logprobs", "prompt_logprobs"):
+        limits[name] = Range(0, config.max_logprobs)
+    check_params(params, vocab_size, prefix=prefix, limits=limits)
+    return params
+
+
+def check_stops(stop: str | Sequence[str] | None) -> tuple[str, ...]:
+    """The `stop` field as a tuple.
+
+    Raises:
+        RequestError: too many, too long, or empty.
+    """
+    stops = (stop,) if isinstance(stop, str) else tuple(stop or ())
+    if len(stops) > MAX_STOPS:
+        raise RequestError(f"stop may hold at most {MAX_STOPS} strings", param="stop")
+    if not all(0 < len(stop) <= MAX_STOP_LENGTH for stop in stops):
+        raise RequestError(
+            f"stop strings must have 1 to {MAX_STOP_LENGTH} characters", param="stop"
+        )
+    return stops

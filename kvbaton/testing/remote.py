@@ -1,0 +1,126 @@
+"""A hold on another process that works with a connector: lines out, lines in, signals."""
+
+from __future__ import annotations
+
+import os
+import select
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Sequence
+from typing import Self
+
+from kvbaton.testing.kit import CaseFailure, KitBroke, require
+
+STARTS_WITHIN_S = 60.0
+
+
+class RemoteProcess:
+    """A process that is surely gone at the end of the block.
+
+    Args:
+        command: what to run.
+        patience: seconds for which a line is waited for.
+    """
+
+    def __init__(self, command: Sequence[str], patience: float) -> None:
+        self._patience = patience
+        self._rest = b""
+        self._lines: list[str] = []
+        self._errors = tempfile.TemporaryFile()
+        pipe = subprocess.PIPE
+        try:
+            self._process = subprocess.Popen(
+                command, stdin=pipe, stdout=pipe, stderr=self._errors, bufsize=0
+            )
+        except OSError as error:
+            raise KitBroke(f"can't start {command[:3]}: {error}") from error
+        assert self._process.stdin is not None
+        assert self._process.stdout is not None
+        self._in, self._out = self._process.stdin, self._process.stdout
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *exception: object) -> None:
+        self.kill()
+        for file in (self._in, self._out, self._errors):
+            file.close()
+
+    def line(
+        self, *wanted: str, within: float | None = None, idle: Callable[[], object] | None = None
+    ) -> list[str]:
+        """The words of the next line whose first word is one of those wanted; others are skipped.
+
+        Args:
+            wanted: first words.
+            within: seconds; None takes the process's patience.
+            idle: called about every millisecond until then.
+
+        Raises:
+            CaseFailure: it does not come in time, or the process ends first.
+        """
+        deadline = time.monotonic() + (within or self._patience)
+        ready = select.poll()  # `select` takes no descriptor above 1,023
+        ready.register(self._out, select.POLLIN)
+        while True:
+            while b"\n" not in self._rest:
+                while not ready.poll(1.0 if idle else 1e3 * max(0.0, deadline - time.monotonic())):
+                    late = f"the remote process did not say {' or '.join(wanted)} in time"
+                    require(time.monotonic() < deadline, late)
+                    if idle is not None:
+                        idle()
+                chunk = os.read(self._out.fileno(), 1 << 16)
+                if not chunk:
+                    self._errors.seek(0)
+                    last_words = self._errors.read().decode(errors="replace")[-2000:]
+                    raise CaseFailure(f"the remote process has ended: {last_words}")
+                self._rest += chunk
+            line, _, self._rest = self._rest.partition(b"\n")
+            self._lines.append(line.decode())
+            words = line.decode().split()
+            if words and words[0] in wanted:
+                return words
+
+    def all_lines(self) -> list[list[str]]:
+        """The words of each line of a process that is dead, those that `line` skipped included."""
+        self._rest += self._out.read()
+        *rest, self._rest = self._rest.split(b"\n")
+        self._lines += [line.decode() for line in rest]
+        return [line.split() for line in self._lines]
+
+    def started(self) -> list[str]:
+        """Wait for ``ready`` or a card, as long as starting Python may take."""
+        return self.line("ready", "card", within=STARTS_WITHIN_S)
+
+    def card(self) -> bytes:
+        """Of the transport of a remote worker that was just started."""
+        return bytes.fromhex(self.started()[1])
+
+    def tell(self, words: str) -> None:
+        """Send a line."""
+        self._in.write(words.encode() + b"\n")
+
+    def signal(self, number: signal.Signals) -> None:
+        """Send a signal."""
+        self._process.send_signal(number)
+
+    def kill(self) -> None:
+        """``SIGKILL`` and wait."""
+        self._process.kill()
+        self._process.wait()
+
+
+def start_worker(kind: str, spec: str, *words: object, patience: float) -> RemoteProcess:
+    """A `remote_worker` over a connector; started, perhaps not ready.
+
+    Args:
+        kind: ``store`` or ``transport``.
+        spec: of the connector.
+        words: further arguments of the worker.
+        patience: as of `RemoteProcess`.
+    """
+    worker = [sys.executable, "-m", "kvbaton.testing.remote_worker", kind, spec]
+    return RemoteProcess([*worker, *map(str, words)], patience)

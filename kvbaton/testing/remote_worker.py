@@ -1,0 +1,116 @@
+"""A process with one connector, so that it can be written to, measured, stopped and killed.
+
+``python -m kvbaton.testing.remote_worker transport SPEC NUM_BYTES DEVICE [FUNCTION [NUMBER...]]``.
+The only region of its transport is filled with `FILLED`. It prints ``card HEX`` and, for every
+notice but `QUIET`, ``notice HEX DIGEST``: what FUNCTION, a ``package.module:name``, says of the
+region's bytes and the numbers, BLAKE2b if there is none. On a line ``write HEX`` it connects to
+that card and writes its region over the peer's region 0, again and again. It ends with its input.
+
+``python -m kvbaton.testing.remote_worker store SPEC JOB NONCE SIZE COUNT``. It opens the store,
+prints ``ready`` and waits for a line. Then ``write`` stores objects 0 to COUNT - 1 one by one, and
+prints ``begin I`` before and ``done I`` after each; ``read`` pins and loads them all, again and
+again, and prints ``round`` after each time. The objects follow from NONCE, I and SIZE.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import importlib
+import select
+import sys
+import time
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
+import numpy as np
+
+from kvbaton.connectors.base import Device, Handle, Peer, Status
+from kvbaton.connectors.registry import TRANSPORTS, find_connector, load_store, split_spec
+from kvbaton.errors import KvbatonError
+from kvbaton.testing.store_rig import views
+from kvbaton.testing.transport_rig import Buffer, fresh_name, pack
+
+FILLED = 7
+NOTICE = b"again"
+QUIET = b"quiet"
+"""Notice of a write that is only timed."""
+PAUSE_S = 0.0002
+"""Between two looks at the transport, as in a node's transfer thread."""
+PATIENCE_S = 60.0
+
+
+def serve_transport(
+    spec: str, num_bytes: int, device: Device, function: str = "", *numbers: str
+) -> None:
+    """See the module."""
+    buffer = Buffer(device, num_bytes, FILLED)
+    digest: Callable[[], object] = buffer.digest
+    if function:
+        module, _, name = function.partition(":")
+        of_bytes = getattr(importlib.import_module(module), name)
+        digest = partial(of_bytes, buffer.memory.owner, *map(int, numbers))
+    # Whoever started this has built one like it, by `load_transport`, which checks more.
+    target, options = split_spec(spec, TRANSPORTS)
+    transport: Any = find_connector(TRANSPORTS, target)(**({"name": fresh_name()} | options))
+    transport.register(buffer.memory)
+    _say("card", transport.card().hex())
+    whole = pack([(0, 0, 0, 0, num_bytes, 1, 0, 0)])
+    peer: Peer | None = None
+    handle: Handle | None = None
+    while True:
+        for notice in transport.notices():
+            if notice.payload != QUIET:
+                _say("notice", notice.payload.hex(), digest())
+        if select.select([sys.stdin], [], [], 0)[0]:
+            words = sys.stdin.readline().split()
+            if not words:
+                break
+            peer = transport.connect(bytes.fromhex(words[1]))
+        if peer is not None and (handle is None or handle.status() is Status.DONE):
+            handle = transport.write(peer, whole, NOTICE)
+        time.sleep(PAUSE_S)
+    transport.shutdown()
+
+
+def remote_objects(nonce: int, size: int, count: int) -> dict[bytes, bytes]:
+    """The objects of a process, by key, in order."""
+    noise = np.random.default_rng(nonce)
+    names = (f"remote {nonce} {number}".encode() for number in range(count))
+    return {hashlib.blake2b(name, digest_size=32).digest(): noise.bytes(size) for name in names}
+
+
+def use_store(spec: str, job: str, nonce: int, size: int, count: int) -> None:
+    """See the module."""
+    store = load_store(spec, name="remote")
+    store.open()
+    objects = remote_objects(nonce, size, count)
+    _say("ready")
+    sys.stdin.readline()
+    if job == "write":
+        for number, (key, data) in enumerate(objects.items()):
+            _say("begin", number)
+            if store.store([key], views([data])).result(PATIENCE_S) != [True]:
+                raise RuntimeError(f"object {number} was not kept")
+            _say("done", number)
+    while job == "read":
+        store.lookup(list(objects), pin=True).result(PATIENCE_S)
+        targets = [bytearray(len(data)) for data in objects.values()]
+        store.load(list(objects), views(targets)).result(PATIENCE_S)
+        _say("round")
+    store.close()
+
+
+def _say(*words: object) -> None:
+    print(*words, flush=True)
+
+
+if __name__ == "__main__":
+    try:
+        if sys.argv[1] == "transport":
+            where: Device = "cuda" if sys.argv[4] == "cuda" else "cpu"
+            serve_transport(sys.argv[2], int(sys.argv[3]), where, *sys.argv[5:])
+        else:
+            use_store(sys.argv[2], sys.argv[3], *map(int, sys.argv[4:7]))
+    except KvbatonError as error:
+        sys.exit(str(error))

@@ -1,0 +1,349 @@
+"""The ranks of a simulated node: memory in numpy, and steps whose result every node can foretell.
+
+The KV of a token is 64 bits per layer, K or V, and head, that follow from all tokens up to it; so
+is the token sampled next. What a step reads is held against that, so wrong bytes are found by
+whoever reads them first. Digest sums are kept by the step that wrote a block, as on a device.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from functools import cache, lru_cache
+
+import numpy as np
+import numpy.typing as npt
+
+from kvbaton.connectors.base import Memory
+from kvbaton.connectors.layout import GroupKind, KVLayout, contiguous_plane
+from kvbaton.connectors.transfer.worker import PendingSums
+from kvbaton.engine.step import Sampled, StepPlan, StepResult
+from kvbaton.messages.engine import AddRequest
+from kvbaton.testing.simulated_world import SimulatedWorld
+
+HEADS = 4
+VOCABULARY = 97
+Words = npt.NDArray[np.uint64]
+
+_MASK = (1 << 64) - 1
+_ONE = np.uint64(1)
+
+
+def _mix(x: Words) -> Words:
+    x = (x ^ (x >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
+    x = (x ^ (x >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
+    return x ^ (x >> np.uint64(31))
+
+
+_PLACES = _mix(np.arange(1, 2 * HEADS + 1, dtype=np.uint64)).reshape(HEADS, 1, 2)
+
+
+@lru_cache(maxsize=4096)
+def _prefixes(tokens: tuple[int, ...], model: int) -> tuple[int, ...]:
+    """Fingerprint of each prefix."""
+    prefixes, prefix = [], model
+    for token in tokens:
+        x = (prefix ^ (token + 1) * 0x9E3779B97F4A7C15) & _MASK
+        prefix = (x ^ (x >> 29)) * 0xBF58476D1CE4E5B9 & _MASK
+        prefixes.append(prefix)
+    return tuple(prefixes)
+
+
+@lru_cache(maxsize=4096)
+def kv_of(tokens: tuple[int, ...], model: int) -> Words:
+    """What a model makes of each token: [tokens, heads, 1 layer, kv]."""
+    prefixes = np.array(_prefixes(tokens, model), np.uint64)
+    return _mix(prefixes[:, None, None, None] + _PLACES)
+
+
+def next_token(tokens: tuple[int, ...], choice: int, model: int) -> int:
+    """What a model samples after some tokens."""
+    return (_prefixes(tokens, model)[-1] >> 20) % (VOCABULARY - choice)
+
+
+_WEIGHTS = _mix(np.arange(1, 257, dtype=np.uint64)).reshape(128, 1, 1, 2) | _ONE
+"""Per position and K or V, odd: [positions, 1 head, 1 layer, kv]."""
+
+
+@dataclass
+class _Sequence:
+    """A sequence, as the ranks know it."""
+
+    tokens: list[int]
+    choice: int
+    tables: list[list[int]]
+    sampled: tuple[int, ...] = ()
+
+
+class SimulatedStep:
+    """A `PendingStep` that is over when the world says so."""
+
+    def __init__(self) -> None:
+        self.outcome: StepResult | None = None
+
+    def ready(self) -> bool:
+        """As `PendingStep.ready`."""
+        return self.outcome is not None
+
+    def result(self) -> StepResult:
+        """As `PendingStep.result`."""
+        assert self.outcome is not None, "the core waits for a step that is not over"
+        return self.outcome
+
+
+@dataclass
+class SimulatedSums:
+    """Sums on their way; there from a certain time on."""
+
+    world: SimulatedWorld
+    at: float
+    ask: Callable[[], list[Words]]
+    _found: list[Words] | None = field(default=None)
+
+    def poll(self) -> list[Words] | None:
+        """As `PendingSums.poll`."""
+        if self._found is None and self.world.now >= self.at:
+            self._found = self.ask()
+        return self._found
+
+
+class SimulatedExecutor:
+    """The ranks of one node, as `engine.executor.Executor` has them.
+
+    Args:
+        world: its time and its luck.
+        model: its number; another one computes something else.
+        rots: bits may flip in what its steps have written.
+        ranks: a divisor of `HEADS`.
+        groups: per group, block size, blocks, and window (0 for full attention).
+        step_s: how long a step takes about.
+        wake_core: called when a step is over.
+        wake_transfers: called when sums are there.
+    """
+
+    def __init__(
+        self,
+        world: SimulatedWorld,
+        *,
+        model: int,
+        rots: bool,
+        ranks: int,
+        groups: Sequence[tuple[int, int, int]],
+        step_s: float,
+        wake_core: Callable[[], None],
+        wake_transfers: Callable[[], None],
+    ) -> None:
+        self.world, self.model, self.step_s = world, model, step_s
+        self.rots = rots
+        self.wake_core, self.wake_transfers = wake_core, wake_transfers
+        heads = HEADS // ranks
+        self.layouts = [
+            [
+                KVLayout(
+                    g,
+                    GroupKind.WINDOW if window else GroupKind.FULL,
+                    size,
+                    blocks,
+                    (
+                        contiguous_plane(
+                            num_blocks=blocks,
+                            block_size=size,
+                            num_heads=heads,
+                            head_dim=2,
+                            layers=(0,),
+                            dtype="float32",
+                            region=g,
+                            head_start=rank * heads,
+                            head_total=HEADS,
+                        ),
+                    ),
+                    window,
+                )
+                for g, (size, blocks, window) in enumerate(groups)
+            ]
+            for rank in range(ranks)
+        ]
+        shapes = [(blocks, heads, 1, 2, size) for size, blocks, _ in groups]
+        self.words = [[np.zeros(shape, np.uint64) for shape in shapes] for _ in range(ranks)]
+        self.kept = [[np.zeros(shape, np.uint64) for shape in shapes] for _ in range(ranks)]
+        bytes_of = [[words.reshape(-1).view(np.uint8) for words in rank] for rank in self.words]
+        self.memories = [
+            [Memory(data.ctypes.data, data.nbytes, owner=data) for data in rank]
+            for rank in bytes_of
+        ]
+        self.rotten: set[tuple[int, int]] = set()
+        self.steps_in_flight = 0
+        self._busy_until = 0.0
+        self._sequences: dict[int, _Sequence] = {}
+
+    @property
+    def wake_fd(self) -> int:
+        """Never readable: the world wakes the core."""
+        return _wake_fd()
+
+    # --- steps ---
+
+    def launch(self, plan: StepPlan) -> SimulatedStep:
+        """As `Executor.launch`: all of a step happens when it is over, in order."""
+        step = SimulatedStep()
+        self.steps_in_flight += 1
+        seconds = self.step_s * self.world.rng.uniform(0.5, 1.5)
+        self._busy_until = max(self._busy_until, self.world.now) + seconds
+
+        def end() -> None:
+            step.outcome = self._run(plan)
+            self.steps_in_flight -= 1
+            self.wake_core()
+
+        self.world.after(self._busy_until - self.world.now, end)
+        return step
+
+    def _run(self, plan: StepPlan) -> StepResult:
+        for fork in plan.forks:
+            parent = self._sequences[fork.parent]
+            known = [*parent.tokens[:-1], parent.sampled[fork.choice]]
+            tables: list[list[int]] = [[] for _ in self.layouts[0]]
+            self._sequences[fork.child] = _Sequence(known, fork.choice, tables)
+        for handle in plan.ended:
+            self._sequences.pop(handle, None)
+        for copy in plan.copies:
+            for pools in (*self.words, *self.kept):
+                pools[copy.group][copy.target] = pools[copy.group][copy.source]
+            if (copy.group, copy.source) in self.rotten:
+                self.rotten.add((copy.group, copy.target))
+        for new in plan.new:
+            tables = [[] for _ in self.layouts[0]]
+            self._sequences[new.handle] = _Sequence(list(new.token_ids), new.choice, tables)
+        sampled = []
+        for step in plan.steps:
+            sequence = self._sequences[step.handle]
+            for table, more in zip(sequence.tables, step.new_blocks, strict=True):
+                table += more
+            tokens = tuple(sequence.tokens[: step.start + step.count])
+            assert len(tokens) == step.start + step.count, "a step is ahead of its tokens"
+            self._compute(sequence, tokens, step.start)
+            if step.num_samples:
+                choices = range(step.num_samples) if step.num_samples > 1 else [sequence.choice]
+                found = tuple(next_token(tokens, choice, self.model) for choice in choices)
+                sequence.sampled = found
+                sequence.tokens.append(found[0])
+                sampled.append(Sampled(step.handle, found))
+            if self.rots and self.world.chance(self.world.weather.rot):
+                # A bit of a token flips after its sums were made.
+                rng, position = self.world.rng, self.world.rng.randrange(step.start, len(tokens))
+                g, rank = rng.randrange(len(sequence.tables)), rng.randrange(len(self.words))
+                number, slot = divmod(position, self.layouts[0][g].block_size)
+                block = sequence.tables[g][number]
+                self.words[rank][g][block, 0, 0, 0, slot] ^= np.uint64(1 << 40)
+                self.rotten.add((g, block))
+        return StepResult(plan.number, tuple(sampled))
+
+    def _compute(self, sequence: _Sequence, tokens: tuple[int, ...], start: int) -> None:
+        """Read the KV of all tokens before `start`, and write that of those from it on."""
+        kv, end = kv_of(tokens, self.model), len(tokens)
+        weighted = (kv[start:] + _ONE) * _WEIGHTS[start:end]
+        for g, table in enumerate(sequence.tables):
+            wrong = self.differs(g, enumerate(table), kv[:start], self.first_needed(g, start))
+            if wrong is not None:
+                self.world.fail(f"a step reads wrong bytes of group {g}: {wrong}")
+            size = self.layouts[0][g].block_size
+            numbers, slots = np.divmod(np.arange(start, end), size)
+            blocks = np.array(table)[numbers]
+            assert blocks.all(), "a step has no block for its tokens"
+            self.rotten -= {(g, b) for b in blocks[slots == 0].tolist()}
+            for rank, (words, kept) in enumerate(zip(self.words, self.kept, strict=True)):
+                mine = self._heads(rank)
+                words[g][blocks, ..., slots] = kv[start:, mine]
+                kept[g][blocks, ..., slots] = weighted[:, mine]
+                kept[g][blocks[-1], ..., slots[-1] + 1 :] = 0
+
+    def first_needed(self, g: int, position: int) -> int:
+        """First token that one at `position` attends to."""
+        window = self.layouts[0][g].window
+        return max(0, position - window + 1) if window else 0
+
+    def _heads(self, rank: int) -> slice:
+        heads = HEADS // len(self.words)
+        return slice(rank * heads, (rank + 1) * heads)
+
+    def differs(
+        self, g: int, table: Sequence[tuple[int, int]] | enumerate[int], kv: Words, first: int
+    ) -> str | None:
+        """The first block, rotten ones aside, that does not hold the KV of the tokens from `first`.
+
+        Args:
+            g: group.
+            table: logical and physical number of each block.
+            kv: of all tokens, as `kv_of` has it.
+            first: tokens before it are not looked at.
+        """
+        size = self.layouts[0][g].block_size
+        whole = {n: b for n, b in table if (g, b) not in self.rotten}
+        positions = [
+            p for n in whole for p in range(max(first, n * size), min(len(kv), (n + 1) * size))
+        ]
+        if not positions:
+            return None
+        numbers, slots = np.divmod(positions, size)
+        blocks = np.array([whole[n] for n in numbers.tolist()])
+        for rank, words in enumerate(self.words):
+            same = words[g][blocks, ..., slots] == kv[positions, self._heads(rank)]
+            if not same.all():
+                wrong = int(np.argmin(same.all((1, 2, 3))))
+                return f"token {positions[wrong]} in block {blocks[wrong]} on rank {rank}"
+        return None
+
+    # --- sums ---
+
+    def sums(self, group: int, blocks: Sequence[int]) -> PendingSums:
+        """As `Executor.sums`."""
+        found = [_by_layer(kept[group][list(blocks)]) for kept in self.kept]
+        return self._soon(lambda: found)
+
+    def digest(
+        self, group: int, blocks: Sequence[int], first_position: int, start: int, end: int
+    ) -> PendingSums:
+        """As `Executor.digest`."""
+        size, ids = self.layouts[0][group].block_size, list(blocks)
+        positions = np.arange(first_position, first_position + size * len(ids))
+        counted = (positions >= start) & (positions < end)
+        weights = _WEIGHTS[positions, 0, 0] * counted[:, None]
+        weights = weights.reshape(len(ids), 1, 1, size, 2).transpose(0, 1, 2, 4, 3)
+        return self._soon(
+            lambda: [_by_layer((words[group][ids] + _ONE) * weights) for words in self.words]
+        )
+
+    def _soon(self, ask: Callable[[], list[Words]]) -> SimulatedSums:
+        delay = self.world.rng.choice([0.0, 0.0, 0.005])
+        if delay:
+            self.world.after(delay, self.wake_transfers)
+        return SimulatedSums(self.world, self.world.now + delay, ask)
+
+    # --- what no schedule needs, or is nothing here ---
+
+    def poison(self, group: int, blocks: Sequence[int]) -> None:
+        """As `Executor.poison`."""
+        for words in self.words:
+            words[group][list(blocks)] = np.uint64(0x7FF8DEAD7FF8DEAD)
+
+    def expect(self, request: AddRequest) -> None:
+        """As `Executor.expect`."""
+
+    def counters(self) -> dict[str, float]:
+        """As `Executor.counters`."""
+        return {}
+
+    def close(self) -> None:
+        """As `Executor.close`."""
+
+
+def _by_layer(weighted: Words) -> Words:
+    """Sums over tokens: [blocks, heads, layers, kv, tokens] to [blocks, layers, kv, heads]."""
+    sums: Words = weighted.sum(-1, dtype=np.uint64).transpose(0, 2, 3, 1)
+    return sums
+
+
+@cache
+def _wake_fd() -> int:
+    return os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)

@@ -1,0 +1,476 @@
+"""L0 and L1 of stores: each call does what it says, and every byte comes back under its own key."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable
+from concurrent.futures import CancelledError, Future
+from typing import TYPE_CHECKING, Any
+
+from kvbaton.connectors.store import Found, Store, StoreCapabilities, Usage
+from kvbaton.errors import StoreError
+from kvbaton.testing.kit import Accounts, require
+from kvbaton.testing.store_rig import StoreRig, case, views
+
+if TYPE_CHECKING:
+    from hypothesis.strategies import DataObject
+
+SIZES = (0, 1, 2, 3, 7, 127, 128, 129, 4095, 4096, 4097, 65_537, 262_144, 1_000_003)
+LARGE = 24 << 20
+GUARD = 64
+
+# --- L0 ---
+
+CALLS: dict[str, tuple[tuple[Any, ...], dict[str, Any]]] = {
+    "open": ((), {}),
+    "health": ((), {}),
+    "lookup": (([],), {"pin": True}),
+    "release": ((1,), {}),
+    "load": (([], []), {}),
+    "store": (([], []), {}),
+    "delete": (([],), {}),
+    "usage": ((), {}),
+    "close": ((), {}),
+}
+"""How each method is called."""
+
+
+@case(0)
+def has_every_method(rig: StoreRig) -> None:
+    """A store has every member of `Store`, and its methods take what callers give them."""
+    require(isinstance(rig.store, Store), "it lacks a member of Store")
+    for name, (words, options) in CALLS.items():
+        method = getattr(rig.store, name)
+        try:
+            inspect.signature(method).bind(*words, **options)
+        except TypeError as error:
+            require(False, f"{name} must take {words} and {options}: {error}")
+
+
+@case(0)
+def says_who_it_is(rig: StoreRig) -> None:
+    """`name` is the one it was given; `capabilities` are what they are declared to be."""
+    require(rig.store.name == "kit", f"it was named 'kit' but calls itself {rig.store.name!r}")
+    able = rig.store.capabilities
+    require(isinstance(able, StoreCapabilities), f"capabilities are {type(able).__name__}")
+    require(able.max_keys >= 1, f"max_keys is {able.max_keys}")
+
+
+@case(0)
+def constructor_does_nothing(rig: StoreRig) -> None:
+    """The constructor does no I/O: no file, socket, thread or folder before `open`."""
+    rig.make()
+    files, before = sorted(rig.folder.rglob("*")), Accounts.now()
+    made = [rig.make() for _ in range(4)]
+    grown = Accounts.now().above(before, rounds=len(made))
+    require(not grown, f"{len(made)} stores that nobody opened have {grown}")
+    require(sorted(rig.folder.rglob("*")) == files, "the constructor made a file or folder")
+
+
+@case(0)
+def answers_are_futures(rig: StoreRig) -> None:
+    """Every call but `release` returns a `concurrent.futures.Future` of the type declared."""
+    (key,) = objects = rig.objects([100])
+    sources, targets = views(objects.values()), views([bytearray(100)])
+    calls: dict[str, Callable[[], Future[Any]]] = {
+        "lookup": lambda: rig.store.lookup([key]),
+        "store": lambda: rig.store.store([key], sources),
+        "load": lambda: rig.store.load([key], targets),
+        "delete": lambda: rig.store.delete([key]),
+    }
+    for name, call in calls.items():
+        future = call()
+        require(isinstance(future, Future), f"{name} returned {type(future).__name__}")
+        answer = rig.wait(future, name)
+        require(_is_right_type(name, answer), f"{name} answered {answer!r}")
+    rig.store.release(0)
+
+
+def _is_right_type(name: str, answer: object) -> bool:
+    if isinstance(answer, Found):
+        present = answer.present
+        typed = isinstance(present, tuple) and [type(p) for p in present] == [bool]
+        return name == "lookup" and typed and answer.ticket is None
+    if name == "delete":
+        return type(answer) is int
+    return isinstance(answer, list) and [type(part) for part in answer] == [bool]
+
+
+@case(0)
+def a_miss_is_no_error(rig: StoreRig) -> None:
+    """For keys that nobody stored, every call has an answer, and none is an error."""
+    keys = [rig.key(), rig.key()]
+    require(rig.found(keys) == (False, False), "lookup found keys that nobody stored")
+    loaded = rig.wait(rig.store.load(keys, views([bytearray(10), bytearray(10)])), "load")
+    require(loaded == [False, False], f"load of keys that nobody stored said {loaded}")
+    if rig.lacks("deletes") is None:
+        deleted = rig.wait(rig.store.delete(keys), "delete")
+        require(deleted == 0, f"delete of keys that nobody stored counted {deleted}")
+
+
+@case(0)
+def empty_calls(rig: StoreRig) -> None:
+    """Calls without keys are answered."""
+    found = rig.wait(rig.store.lookup([]), "lookup")
+    require(found.present == (), f"lookup of nothing found {found.present}")
+    require(rig.wait(rig.store.load([], []), "load") == [], "load of nothing is []")
+    require(rig.wait(rig.store.store([], []), "store") == [], "store of nothing is []")
+    require(rig.wait(rig.store.delete([]), "delete") == 0, "delete of nothing is 0")
+
+
+@case(0)
+def lists_of_unequal_lengths(rig: StoreRig) -> None:
+    """As many keys as objects, else `ValueError`, from the call or from its future."""
+    buffers = views([bytearray(8)])
+    for name, call in {"load": rig.store.load, "store": rig.store.store}.items():
+        for keys in ([], [rig.key(), rig.key()]):
+            try:
+                rig.wait(call(keys, buffers), name)
+            except ValueError:
+                continue
+            require(False, f"{name} took {len(keys)} keys and one object")
+
+
+@case(0)
+def unknown_tickets(rig: StoreRig) -> None:
+    """`release` ignores tickets that are unknown or were released."""
+    (key,) = objects = rig.objects([10])
+    rig.put(objects)
+    ticket = rig.wait(rig.store.lookup([key], pin=True), "lookup").ticket
+    for unknown in (-1, 0, 1 << 40):
+        if unknown != ticket:
+            rig.store.release(unknown)
+    if ticket is not None:
+        rig.store.release(ticket)
+        rig.store.release(ticket)
+    rig.expect(objects, "after tickets were released twice")
+
+
+@case(0)
+def tickets_for_pins_only(rig: StoreRig) -> None:
+    """`lookup` gives a ticket only if it was asked to pin, can pin, and found something."""
+    (key,) = objects = rig.objects([10])
+    rig.put(objects)
+    pins = rig.store.capabilities.pins
+    plain = rig.wait(rig.store.lookup([key]), "lookup").ticket
+    nothing = rig.wait(rig.store.lookup([rig.key()], pin=True), "lookup").ticket
+    pinned = rig.wait(rig.store.lookup([key], pin=True), "lookup").ticket
+    require(plain is None, "a ticket although nothing was to be pinned")
+    require(nothing is None, "a ticket although nothing was found")
+    require((pinned is not None) == pins, f"pins is {pins}, the ticket of a hit {pinned}")
+    if pinned is not None:
+        rig.store.release(pinned)
+
+
+@case(0)
+def health_and_usage(rig: StoreRig) -> None:
+    """An open store is healthy; what it holds is counted in whole numbers, within its capacity."""
+    require(rig.store.health() is None, f"an open store says {rig.store.health()!r}")
+    usage = rig.store.usage()
+    require(isinstance(usage, Usage), f"usage is {type(usage).__name__}")
+    counts = (usage.objects, usage.num_bytes, usage.capacity)
+    good = all(count is None or (type(count) is int and count >= 0) for count in counts)
+    require(good, f"usage is {usage}")
+    full = usage.num_bytes is not None and usage.num_bytes > (usage.capacity or usage.num_bytes)
+    require(not full, f"more bytes than fit: {usage}")
+
+
+@case(0)
+def close_twice(rig: StoreRig) -> None:
+    """`close` may be repeated."""
+    rig.put(rig.objects([1000]))
+    rig.store.close()
+    rig.store.close()
+
+
+@case(0)
+def not_open(rig: StoreRig) -> None:
+    """Before `open` and after `close` a call is a miss or a `StoreError`, and never hangs."""
+    closed = rig.open()
+    closed.close()
+    for when, store in (("before open", rig.make()), ("after close", closed)):
+        target = bytearray(10)
+        try:
+            answer = rig.wait(store.load([rig.key()], views([target])), f"load {when}")
+        except (StoreError, CancelledError):
+            continue
+        require(answer == [False], f"load {when} answered {answer}")
+
+
+# --- L1 ---
+
+
+@case(1)
+def sizes(rig: StoreRig) -> None:
+    """Objects of any length come back whole, the empty one included."""
+    objects = rig.objects(SIZES)
+    rig.put(objects)
+    rig.expect(objects, "after store")
+    require(all(rig.found(list(objects))), "lookup does not find what load finds")
+
+
+@case(1)
+def a_large_object(rig: StoreRig) -> None:
+    """One object of tens of megabytes comes back whole."""
+    objects = rig.objects([LARGE + 13])
+    rig.put(objects)
+    rig.expect(objects, "after store")
+
+
+@case(1)
+def pieces(rig: StoreRig) -> None:
+    """How sources and targets are cut into pieces, empty ones among them, changes nothing."""
+    for size in (10, 4096, 100_003):
+        for cuts in (1, 2, 3, 17, 300):
+            key, data, target = rig.key(), rig.noise(size), bytearray(size)
+            rig.wait(rig.store.store([key], [rig.cut(data, cuts)]), "store")
+            loaded = rig.wait(rig.store.load([key], [rig.cut(target, 301 - cuts)]), "load")
+            rig.compare(bytes(target) if loaded[0] else None, data, f"{cuts} pieces")
+
+
+@case(1)
+def only_the_target(rig: StoreRig) -> None:
+    """A load writes its targets and nothing beside them."""
+    objects = rig.objects([1, 63, 5000])
+    rig.put(objects)
+    for key, data in objects.items():
+        memory = bytearray(b"\xa5" * (len(data) + 2 * GUARD))
+        middle = memoryview(memory)[GUARD : GUARD + len(data)]
+        half = len(data) // 2
+        rig.wait(rig.store.load([key], [[middle[:half], middle[half:]]]), "load")
+        rig.compare(bytes(middle), data, "between guards")
+        beside = bytes(memory[:GUARD]) + bytes(memory[-GUARD:])
+        require(beside == b"\xa5" * (2 * GUARD), "bytes beside the target were written")
+
+
+@case(1)
+def sources_stay(rig: StoreRig) -> None:
+    """A store reads its sources, which may be read-only, and never writes them."""
+    data = bytearray(rig.noise(70_000))
+    before, key = bytes(data), rig.key()
+    rig.wait(rig.store.store([key], [[memoryview(data).toreadonly()]]), "store")
+    require(bytes(data) == before, "the source was changed")
+    rig.expect({key: before}, "from a read-only source")
+
+
+@case(1)
+def sources_are_free_once_done(rig: StoreRig) -> None:
+    """Once `store` is done its sources belong to the caller again: overwriting them is harmless."""
+    for _ in range(4):
+        objects = rig.objects([100, 200_000])
+        buffers = [bytearray(data) for data in objects.values()]
+        rig.wait(rig.store.store(list(objects), views(buffers)), "store")
+        for buffer in buffers:
+            buffer[:] = b"\xee" * len(buffer)
+        rig.expect(objects, "after the source was overwritten")
+
+
+@case(1)
+def another_length_is_a_miss(rig: StoreRig) -> None:
+    """A target of another length than the object is a miss, and the object stays."""
+    objects = rig.objects([1000])
+    (key,) = objects
+    rig.put(objects)
+    for other in (0, 1, 999, 1001, 2000):
+        require(rig.get(key, other) is None, f"1000 bytes were loaded into a target of {other}")
+    rig.expect(objects, "after loads of other lengths")
+
+
+@case(1)
+def every_byte_of_a_key_counts(rig: StoreRig) -> None:
+    """Keys that differ in one byte, or in their order of bytes, name different objects."""
+    first = rig.key()
+    near = [first[:i] + bytes([first[i] ^ 1]) + first[i + 1 :] for i in range(len(first))]
+    near += [first[::-1], first[16:] + first[:16]]
+    rig.put({first: b"first"})
+    found = rig.found(near)
+    wrong = [i for i, there in enumerate(found) if there]
+    require(not wrong, f"lookup of one key finds those that differ at {wrong}")
+    loaded = [rig.get(key, 5) for key in near]
+    require(loaded == [None] * len(near), "load of one key gives the object of another")
+    rig.put({key: bytes([number]) for number, key in enumerate(near)})
+    rig.expect({first: b"first"}, "after objects under nearly equal keys")
+
+
+@case(1)
+def keys_of_any_bytes(rig: StoreRig) -> None:
+    """A key is 32 bytes of any value: zeros, newlines, slashes, bytes above 127."""
+    endings = (
+        bytes(16),
+        b"\xff" * 16,
+        b"/../" * 4,
+        b"\r\n\0 " * 4,
+        b"*?[]{}'\"" * 2,
+        b"%00:~%0a" * 2,
+    )
+    objects = {rig.key()[:16] + ending: rig.noise(50) for ending in endings}
+    rig.put(objects)
+    rig.expect(objects, "under unusual keys")
+
+
+@case(1)
+def storing_again_does_nothing(rig: StoreRig) -> None:
+    """A key that is there keeps its object; storing it again says True."""
+    objects = rig.objects([3000])
+    (key,) = objects
+    rig.put(objects)
+    rig.put({key: bytes(3000)})
+    rig.expect(objects, "after other bytes were stored under its key")
+
+
+@case(1)
+def answers_are_in_order(rig: StoreRig) -> None:
+    """In one call, each key has its own answer at its own place, and each target its own bytes."""
+    objects = rig.objects(range(100, 140))
+    there = dict(list(objects.items())[::3])
+    rig.put(there)
+    wanted = [key in there for key in objects]
+    require(list(rig.found(list(objects))) == wanted, "lookup mixes its answers up")
+    targets = [bytearray(len(data)) for data in objects.values()]
+    loaded = rig.wait(rig.store.load(list(objects), views(targets)), "load")
+    require(loaded == wanted, "load mixes its answers up")
+    for key, target in zip(objects, targets, strict=True):
+        if key in there:
+            rig.compare(bytes(target), objects[key], "in a call with misses")
+
+
+@case(1)
+def one_key_twice(rig: StoreRig) -> None:
+    """One call may name a key twice."""
+    key, data = rig.key(), rig.noise(9000)
+    stored = rig.wait(rig.store.store([key, key], views([data, data])), "store")
+    require(stored == [True, True], f"store of a key twice said {stored}")
+    targets = [bytearray(9000), bytearray(9000)]
+    loaded = rig.wait(rig.store.load([key, key], views(targets)), "load")
+    require(loaded == [True, True], f"load of a key twice said {loaded}")
+    for target in targets:
+        rig.compare(bytes(target), data, "loaded twice in one call")
+
+
+@case(1)
+def as_many_keys_as_declared(rig: StoreRig) -> None:
+    """A call may have `max_keys` keys."""
+    objects = rig.objects([33] * min(rig.store.capabilities.max_keys, 1024))
+    rig.put(objects)
+    targets = [bytearray(33) for _ in objects]
+    loaded = rig.wait(rig.store.load(list(objects), views(targets)), "load")
+    require(all(loaded) and all(rig.found(list(objects))), "not all objects are there")
+    same = [bytes(target) for target in targets] == list(objects.values())
+    require(same, "a call with as many keys as declared has wrong bytes")
+
+
+@case(1, "deletes")
+def deleted_is_gone(rig: StoreRig) -> None:
+    """`delete` counts and forgets what was there; its key is then free for another object."""
+    objects = rig.objects([10, 20_000])
+    rig.put(objects)
+    keys = list(objects)
+    count = rig.wait(rig.store.delete([*keys, rig.key()]), "delete")
+    require(count == 2, f"two objects and an unknown key were deleted, the answer is {count}")
+    require(rig.found(keys) == (False, False), "lookup finds deleted objects")
+    require(rig.get(keys[0], 10) is None, "a deleted object was loaded")
+    others = {key: rig.noise(300) for key in keys}
+    rig.put(others)
+    rig.expect(others, "stored under a deleted key")
+
+
+@case(1, "small")
+def a_full_store_says_no(rig: StoreRig) -> None:
+    """An object that can't fit is refused with False and no error, and nothing else suffers."""
+    small = rig.objects([1000])
+    rig.put(small)
+    huge = rig.objects([(rig.store.usage().capacity or 0) + 1])
+    answers = rig.ask_store(huge)
+    require(answers == [False], f"an object larger than the store: {answers}")
+    require(rig.found(list(huge)) == (False,), "lookup finds an object that was refused")
+    rig.expect_whole(small, "beside a refused object")
+    rig.put(rig.objects([1000]))
+
+
+@case(1, "small")
+def a_full_store_stays_right(rig: StoreRig) -> None:
+    """However much is stored, what is found is right and what is held stays within capacity."""
+    capacity = rig.store.usage().capacity or 0
+    objects: dict[bytes, bytes] = {}
+    for _ in range(14):
+        more = rig.objects((rig.random.integers(1, capacity // 24, 4)).tolist())
+        rig.ask_store(more)
+        objects |= more
+        held = rig.store.usage().num_bytes
+        require(held is None or held <= capacity, f"{held} bytes are held, {capacity} are allowed")
+    require(sum(map(len, objects.values())) > 0, "nothing was stored")
+    rig.expect_whole(objects, "after more was stored than fits")
+
+
+@case(1, "persistent")
+def outlives_close(rig: StoreRig) -> None:
+    """What was stored is there when the store is opened again."""
+    objects = rig.objects([1, 5000, 300_000])
+    rig.put(objects)
+    rig.reopen()
+    rig.expect(objects, "after the store was opened again")
+    require(all(rig.found(list(objects))), "lookup does not find what an earlier life stored")
+
+
+@case(1, "shared")
+def others_see_it(rig: StoreRig) -> None:
+    """Whoever else opens the store sees what is stored, at once, and what is deleted as well."""
+    other, objects = rig.open("other"), rig.objects([1, 5000])
+    rig.put(objects)
+    rig.expect(objects, "seen through the store that took it")
+    rig.expect(objects, "seen through another opened store", other)
+    require(rig.found(list(objects), other) == (True, True), "another opened store finds nothing")
+    if rig.lacks("deletes") is None:
+        rig.wait(other.delete(list(objects)), "delete")
+        gone = [rig.get(key, len(data)) is None for key, data in objects.items()]
+        require(all(gone), "what another opened store deleted was loaded")
+
+
+@case(1, "door.get")
+def what_is_kept_is_what_was_stored(rig: StoreRig) -> None:
+    """Through the back door, the store really keeps the bytes that it was given."""
+    objects = rig.objects([1, 5000])
+    rig.put(objects)
+    for key, data in objects.items():
+        rig.compare(rig.door.get(key) if rig.door else None, data, "through the back door")
+
+
+@case(1, "door.put")
+def what_is_kept_is_what_is_loaded(rig: StoreRig) -> None:
+    """An object that came in by the back door is found and loaded."""
+    objects = rig.objects([1, 5000])
+    for key, data in objects.items():
+        if rig.door:
+            rig.door.put(key, data)
+    rig.expect(objects, "put in by the back door")
+
+
+@case(1, "hypothesis")
+def any_objects(rig: StoreRig) -> None:
+    """Any number of objects, of any lengths, cut in any way, stored and loaded in any grouping."""
+    from hypothesis import HealthCheck, given, settings
+    from hypothesis import strategies as st
+
+    @settings(
+        max_examples=25 * rig.depth,
+        deadline=None,
+        database=None,
+        derandomize=True,
+        suppress_health_check=list(HealthCheck),
+    )
+    @given(st.lists(st.tuples(st.integers(0, 5000), st.integers(1, 9)), max_size=9), st.data())
+    def check(shapes: list[tuple[int, int]], draw: DataObject) -> None:
+        objects = rig.objects([size for size, _ in shapes])
+        cuts = [pieces for _, pieces in shapes]
+        sources = [rig.cut(data, n) for data, n in zip(objects.values(), cuts, strict=True)]
+        targets = [bytearray(len(data)) for data in objects.values()]
+        order = draw.draw(st.permutations(range(len(shapes))))
+        keys = list(objects)
+        stored = rig.wait(rig.store.store(keys, sources), "store")
+        require(stored == [True] * len(keys), f"store said {stored}")
+        wanted = [rig.cut(targets[i], cuts[-1 - i]) for i in order]
+        loaded = rig.wait(rig.store.load([keys[i] for i in order], wanted), "load")
+        for i, there in zip(order, loaded, strict=True):
+            rig.compare(bytes(targets[i]) if there else None, objects[keys[i]], f"object {i}")
+
+    check()

@@ -1,0 +1,443 @@
+"""L2 and L5 of stores: much at once, a long random life, and an account of what was given back.
+
+Answers come once, buffers are left alone when done, and what is used is returned.
+"""
+
+from __future__ import annotations
+
+import tempfile
+import threading
+import time
+from collections.abc import Callable
+from concurrent.futures import Future
+from typing import Any
+
+from kvbaton.testing.kit import Accounts, require, resident_bytes
+from kvbaton.testing.store_rig import StoreRig, case, views
+
+DELAYS = (0.0, 0.0, 0.0002, 0.001, 0.003, 0.01)
+"""Seconds between a call and its cancellation."""
+WATCH_S = 0.03
+"""How long a buffer is watched for a late touch."""
+STARVED_S = 0.2
+"""So long a lookup waits for bytes only, not for its turn on a busy machine."""
+MARK = 0xA5
+ROUNDS = 5
+MOST_BYTES = 8 << 20
+"""Of the objects that live at one time in the random schedule."""
+
+
+@case(2)
+def many_at_once(rig: StoreRig) -> None:
+    """Hundreds of calls in flight are all answered, each with its own bytes."""
+    objects = rig.objects(rig.random.integers(0, 3000, 200).tolist())
+    calls = [rig.store.store([k], views([d])) for k, d in objects.items()]
+    rig.settle(calls, "many stores")
+    require(all(call.result() == [True] for call in calls), "not all objects were kept")
+    targets = [bytearray(len(data)) for data in objects.values()]
+    loads = [rig.store.load([k], views([t])) for k, t in zip(objects, targets, strict=True)]
+    rig.settle(loads, "many loads")
+    for load, target, data in zip(loads, targets, objects.values(), strict=True):
+        rig.compare(bytes(target) if load.result()[0] else None, data, "among many loads")
+
+
+@case(2)
+def done_once(rig: StoreRig) -> None:
+    """A future is done exactly once, and says so to each of its callbacks exactly once."""
+    objects = rig.objects([1, 300_000, 5])
+    told: list[str] = []
+    keys, targets = list(objects), views([bytearray(len(data)) for data in objects.values()])
+    calls: dict[str, Callable[[], Future[Any]]] = {
+        "store": lambda: rig.store.store(keys, views(objects.values())),
+        "load": lambda: rig.store.load(keys, targets),
+        "lookup": lambda: rig.store.lookup(keys),
+        "delete": lambda: rig.store.delete(keys),
+    }
+    for name, call in calls.items():
+        future = call()
+        future.add_done_callback(lambda _, name=name: told.append(name))  # type: ignore[misc]
+        first = rig.wait(future, name)
+        rig.eventually(lambda name=name: name in told)  # type: ignore[misc]
+        time.sleep(WATCH_S)
+        require(told.count(name) == 1, f"{name} called back {told.count(name)} times")
+        require(future.result() is first, f"the answer of {name} has changed")
+
+
+@case(2)
+def calls_return_at_once(rig: StoreRig) -> None:
+    """A call hands its work over and returns; it never waits for bytes."""
+    told = []
+    for _ in range(3):
+        objects = rig.objects([2 << 20] * 8)
+        start = time.monotonic()
+        future = rig.store.store(list(objects), views(objects.values()))
+        called = time.monotonic() - start
+        rig.settle([future], "store")
+        whole = time.monotonic() - start
+        if called < max(0.1, whole / 2):
+            return
+        told.append(f"{called:.2f} of {whole:.2f} s")
+    require(False, f"until it was done, the call alone took {', '.join(told)}")
+
+
+@case(2)
+def lookups_overtake_bytes(rig: StoreRig) -> None:
+    """A lookup does not wait behind the bytes of loads and stores that came before it."""
+    # A fast store may be done with few bytes before its lookup had a chance to run: press harder.
+    for times in (1, 4, 16):
+        there, new = rig.objects([256 << 10] * 24), rig.objects([256 << 10] * 24)
+        rig.put(there)
+        moves = [rig.store.store([k], views([d])) for k, d in new.items()]
+        moves += [
+            rig.store.load([k], views([bytearray(len(d))]))
+            for k, d in there.items()
+            for _ in range(times)
+        ]
+        (key, *_), start = there, time.monotonic()
+        require(rig.found([key]) == (True,), "a lookup behind bytes")
+        last = all(move.done() for move in moves) and time.monotonic() - start > STARVED_S
+        rig.settle(moves, "the bytes before a lookup")
+        if rig.lacks("deletes") is None:
+            rig.wait(rig.store.delete([*there, *new]), "delete")
+        if not last:
+            return
+    require(False, "each time, a lookup was answered after all the bytes before it")
+
+
+@case(2)
+def overlapping_stores(rig: StoreRig) -> None:
+    """The same object stored many times at once is kept once, whole, and each call says True."""
+    objects = rig.objects([500_000, 7])
+    calls = [rig.store.store(list(objects), views(objects.values())) for _ in range(12)]
+    rig.settle(calls, "overlapping stores")
+    answers = [call.result() for call in calls]
+    require(answers == [[True, True]] * 12, f"overlapping stores of one object said {answers}")
+    rig.expect(objects, "after overlapping stores")
+
+
+@case(2)
+def readers_see_whole_objects(rig: StoreRig) -> None:
+    """While an object is being stored, a reader gets all of it or a miss."""
+    for _ in range(4 * rig.depth):
+        objects = rig.objects([3_000_000])
+        call = rig.store.store(list(objects), views(objects.values()))
+        while not call.done():
+            rig.expect_whole(objects, "while it was being stored")
+        require(rig.wait(call, "store") == [True], "an object that was read was not kept")
+        rig.expect(objects, "once it was stored")
+
+
+@case(2)
+def what_lookup_promises(rig: StoreRig) -> None:
+    """What a lookup has found, a load then finds: also while it is being stored."""
+    for _ in range(4 * rig.depth):
+        objects = rig.objects([2_000_000])
+        call = rig.store.store(list(objects), views(objects.values()))
+        while not call.done():
+            if all(rig.found(list(objects))):
+                rig.expect(objects, "after a lookup had found it")
+        rig.settle([call], "store")
+
+
+@case(2)
+def cancel_leaves_targets(rig: StoreRig) -> None:
+    """Once the future of a load is done, cancelled or not, nobody writes its targets any more."""
+    objects = rig.objects([200_000] * 12)
+    rig.put(objects)
+    for delay in DELAYS * rig.depth:
+        targets = [bytearray(len(data)) for data in objects.values()]
+        future = rig.store.load(list(objects), views(targets))
+        time.sleep(delay)
+        future.cancel()
+        rig.settle([future], "a cancelled load")
+        answers = [] if future.cancelled() else future.result()
+        for there, target, data in zip(answers, targets, objects.values(), strict=False):
+            if there:
+                rig.compare(bytes(target), data, "said to be loaded, though cancelled")
+        _watch(targets, "a target was written after the future of its load was done")
+    rig.expect(objects, "after cancelled loads")
+
+
+@case(2)
+def cancel_leaves_sources(rig: StoreRig) -> None:
+    """Once the future of a store is done, cancelled or not, nobody reads its sources any more."""
+    for delay in DELAYS * rig.depth:
+        objects = rig.objects([200_000] * 12)
+        buffers = [bytearray(data) for data in objects.values()]
+        future = rig.store.store(list(objects), views(buffers))
+        time.sleep(delay)
+        future.cancel()
+        rig.settle([future], "a cancelled store")
+        for buffer in buffers:
+            buffer[:] = b"\xee" * len(buffer)
+        time.sleep(WATCH_S)
+        rig.expect_whole(objects, "after its store was cancelled and its source overwritten")
+        rig.put(objects)
+        rig.expect(objects, "stored again after a cancellation")
+
+
+@case(2)
+def cancelled_in_the_queue(rig: StoreRig) -> None:
+    """Calls that are cancelled behind many others end, and the others are not harmed."""
+    objects = rig.objects([300_000] * 24)
+    stores = [rig.store.store([k], views([d])) for k, d in objects.items()]
+    rig.settle(stores, "stores")
+    targets = [bytearray(300_000) for _ in objects]
+    loads = [rig.store.load([k], views([t])) for k, t in zip(objects, targets, strict=True)]
+    for load in loads[1::2]:
+        load.cancel()
+    rig.settle(loads, "loads of which every other was cancelled")
+    _watch(targets[1::2], "the target of a cancelled load was written late")
+    kept = zip(loads[::2], targets[::2], list(objects.values())[::2], strict=True)
+    for load, target, data in kept:
+        rig.compare(bytes(target) if load.result()[0] else None, data, "beside cancelled loads")
+
+
+def _watch(buffers: list[bytearray], otherwise: str) -> None:
+    """Overwrite buffers and see that they stay like that."""
+    for buffer in buffers:
+        buffer[:] = bytes([MARK]) * len(buffer)
+    time.sleep(WATCH_S)
+    require(all(buffer.count(MARK) == len(buffer) for buffer in buffers), otherwise)
+
+
+@case(2, "deletes")
+def delete_during_load(rig: StoreRig) -> None:
+    """An object that is deleted while it is loaded arrives whole, or is a miss."""
+    for _ in range(6 * rig.depth):
+        objects, others = rig.objects([400_000] * 6), rig.objects([400_000] * 6)
+        rig.put(objects)
+        targets = [bytearray(len(data)) for data in objects.values()]
+        load = rig.store.load(list(objects), views(targets))
+        delete = rig.store.delete(list(objects))
+        rig.put(others)
+        answers = rig.wait(load, "a load of what is being deleted")
+        for there, target, data in zip(answers, targets, objects.values(), strict=True):
+            if there:
+                rig.compare(bytes(target), data, "loaded while it was deleted")
+        count = rig.wait(delete, "delete")
+        require(count == len(objects), f"6 objects were deleted, the answer is {count}")
+        rig.wait(rig.store.delete(list(others)), "delete")
+
+
+@case(2, "small")
+def eviction_during_load(rig: StoreRig) -> None:
+    """An object that makes room for others while it is loaded arrives whole, or is a miss."""
+    size = max(1, (rig.store.usage().capacity or 0) // 12)
+    for _ in range(3 * rig.depth):
+        objects, others = rig.objects([size] * 4), rig.objects([size] * 12)
+        rig.ask_store(objects)
+        targets = [bytearray(size) for _ in objects]
+        load = rig.store.load(list(objects), views(targets))
+        rig.ask_store(others)
+        answers = rig.wait(load, "a load of what is being evicted")
+        for there, target, data in zip(answers, targets, objects.values(), strict=True):
+            if there:
+                rig.compare(bytes(target), data, "loaded while others were stored")
+
+
+@case(2, "pins", "small")
+def pinned_objects_stay(rig: StoreRig) -> None:
+    """What a lookup has pinned stays until `release`, however much is stored meanwhile."""
+    capacity = rig.store.usage().capacity or 0
+    pinned = rig.objects([max(1, capacity // 8)] * 2)
+    rig.put(pinned)
+    found = rig.wait(rig.store.lookup(list(pinned), pin=True), "lookup")
+    for _ in range(20):
+        rig.ask_store(rig.objects([max(1, capacity // 10)]))
+    rig.expect(pinned, "pinned, while more was stored than fits")
+    rig.store.release(found.ticket or 0)
+    for _ in range(3):
+        rig.put(rig.objects([max(1, capacity // 2)]))
+
+
+@case(2)
+def close_ends_everything(rig: StoreRig) -> None:
+    """`close` amid work returns, every future is done by then, and buffers are left alone."""
+    objects, more = rig.objects([400_000] * 16), rig.objects([400_000] * 16)
+    rig.put(objects)
+    store = rig.store
+    targets = [bytearray(400_000) for _ in objects]
+    calls: list[Future[Any]] = [
+        store.load([k], views([t])) for k, t in zip(objects, targets, strict=True)
+    ]
+    calls += [store.store([k], views([d])) for k, d in more.items()]
+    calls += [store.lookup(list(objects))]
+    closing = threading.Thread(target=store.close, daemon=True)
+    closing.start()
+    closing.join(rig.patience)
+    require(not closing.is_alive(), f"close did not return within {rig.patience:g} s")
+    late = [call for call in calls if not call.done()]
+    require(not late, f"{len(late)} of {len(calls)} futures are not done after close")
+    _watch(targets, "a target was written after close")
+
+
+# --- L5 ---
+
+
+@case(5)
+def random_schedule(rig: StoreRig) -> None:
+    """After any sequence of calls the store holds what a dictionary would."""
+    life = _Life(rig)
+    end = time.monotonic() + 1.0 * rig.depth
+    while time.monotonic() < end:
+        for _ in range(20):
+            life.step()
+    rig.expect(life.there, "at the end of a random schedule")
+
+
+class _Life:
+    """A random sequence of calls, each compared with a dictionary."""
+
+    def __init__(self, rig: StoreRig) -> None:
+        self.rig = rig
+        self.there: dict[bytes, bytes] = {}
+        self.gone: list[bytes] = []
+        capacity = rig.store.usage().capacity
+        self.most_bytes = MOST_BYTES if capacity is None else min(MOST_BYTES, capacity // 3)
+        steps = [self.store, self.store_again, self.load, self.lookup, self.cancel]
+        deletes = rig.lacks("deletes") is None
+        self.steps = [*steps, self.delete] if deletes else steps
+
+    def step(self) -> None:
+        """Do one thing."""
+        self.steps[int(self.rig.random.integers(len(self.steps)))]()
+
+    def store(self) -> None:
+        """Some new objects."""
+        held = sum(map(len, self.there.values()))
+        most = min(60_000, (self.most_bytes - held) // 4)
+        if most > 0:
+            objects = self.rig.objects(self.rig.random.integers(0, most, 4).tolist())
+            self.rig.put(objects)
+            self.there |= objects
+
+    def store_again(self) -> None:
+        """One that is there."""
+        for key in self.some(1):
+            self.rig.put({key: self.there[key]})
+
+    def load(self) -> None:
+        """Some that are there."""
+        self.rig.expect({key: self.there[key] for key in self.some(5)}, "in a random schedule")
+
+    def lookup(self) -> None:
+        """Some that are there and some that are gone, perhaps pinned for a moment."""
+        there, gone = self.some(8), self.gone[-4:]
+        pin = bool(self.rig.random.integers(2))
+        found = self.rig.wait(self.rig.store.lookup([*there, *gone], pin=pin), "lookup")
+        wanted = (True,) * len(there) + (False,) * len(gone)
+        require(found.present == wanted, f"lookup said {found.present}, right is {wanted}")
+        if found.ticket is not None:
+            self.rig.store.release(found.ticket)
+
+    def cancel(self) -> None:
+        """A load that is given up."""
+        keys = self.some(4)
+        targets = views([bytearray(len(self.there[key])) for key in keys])
+        future = self.rig.store.load(keys, targets)
+        future.cancel()
+        self.rig.settle([future], "a cancelled load")
+
+    def delete(self) -> None:
+        """Some that are there."""
+        keys = self.some(3)
+        count = self.rig.wait(self.rig.store.delete(keys), "delete")
+        require(count == len(keys), f"{len(keys)} objects were deleted, the answer is {count}")
+        for key in keys:
+            del self.there[key]
+        self.gone += keys
+
+    def some(self, most: int) -> list[bytes]:
+        """Keys that are there."""
+        keys = list(self.there)
+        count = min(len(keys), int(self.rig.random.integers(1, most + 1)))
+        return [keys[i] for i in self.rig.random.permutation(len(keys))[:count]]
+
+
+@case(5)
+def gives_everything_back(rig: StoreRig) -> None:
+    """A store that was used and closed leaves no descriptor, thread, process or temporary file."""
+    folder = rig.folder / "kit-temporary"
+    folder.mkdir()
+    usual, tempfile.tempdir = tempfile.tempdir, str(folder)
+    try:
+        for _ in range(2):
+            _live(rig)
+        before = Accounts.now()
+        for _ in range(ROUNDS):
+            _live(rig)
+    finally:
+        tempfile.tempdir = usual
+    rig.eventually(lambda: not Accounts.now().above(before, ROUNDS))
+    grown = Accounts.now().above(before, ROUNDS)
+    require(not grown, f"after {ROUNDS} lives of a store there are {grown}")
+    left = [path.name for path in folder.iterdir()]
+    require(not left, f"temporary files are left: {left[:3]}")
+
+
+def _live(rig: StoreRig) -> None:
+    store = rig.open("short-lived")
+    objects = rig.objects([10, 100_000])
+    rig.put(objects, store)
+    rig.expect(objects, "in a short life", store)
+    rig.found(list(objects), store)
+    if rig.lacks("deletes") is None:
+        rig.wait(store.delete(list(objects)), "delete")
+    rig.close(store)
+
+
+@case(5)
+def calls_leave_nothing(rig: StoreRig) -> None:
+    """Calls on an open store, also misses and cancelled ones, keep no descriptor or thread."""
+    rounds = 20
+    for number in range(1 + rounds):
+        objects = rig.objects([50_000, 10])
+        rig.put(objects)
+        rig.expect(objects, "among many calls")
+        (key, _) = objects
+        rig.get(key, 49_999)
+        rig.get(rig.key(), 10)
+        cancelled = rig.store.load([key], views([bytearray(50_000)]))
+        cancelled.cancel()
+        rig.settle([cancelled], "a cancelled load")
+        if rig.lacks("deletes") is None:
+            rig.wait(rig.store.delete(list(objects)), "delete")
+        if number == 0:
+            before = Accounts.now()
+    rig.eventually(lambda: not Accounts.now().above(before, rounds))
+    grown = Accounts.now().above(before, rounds)
+    require(not grown, f"after {rounds} rounds of calls there are {grown}")
+
+
+@case(5, "deletes")
+def memory_stays_level(rig: StoreRig) -> None:
+    """What is stored, loaded and deleted leaves no memory behind."""
+    size, rounds = 1 << 20, 96 * rig.depth  # far more than what the process may give back
+    for half in (0, 1):
+        for _ in range(rounds):
+            objects = rig.objects([size])
+            rig.put(objects)
+            rig.expect(objects, "in a churn")
+            rig.wait(rig.store.delete(list(objects)), "delete")
+        if not half:
+            before = resident_bytes()
+    grown = resident_bytes() - before
+    require(grown < rounds * size // 2, f"{rounds} MiB passed through, {grown >> 20} MiB are kept")
+
+
+@case(5, "pins", "small")
+def pins_are_given_back(rig: StoreRig) -> None:
+    """After any use of pins, all released, the whole store can be filled again."""
+    size = max(1, (rig.store.usage().capacity or 0) // 10)
+    for _ in range(3):
+        objects = rig.objects([size] * 6)
+        rig.put(objects)
+        found = [rig.wait(rig.store.lookup(list(objects), pin=True), "lookup") for _ in range(3)]
+        rig.expect(objects, "pinned three times")
+        rig.wait(rig.store.delete(list(objects)[:2]), "delete of what is pinned")
+        for answer in found:
+            rig.store.release(answer.ticket or 0)
+    objects = rig.objects([size] * 8)
+    rig.put(objects)
+    require(all(rig.found(list(objects))), "what was pinned once still takes the room of others")

@@ -1,0 +1,338 @@
+"""L1 and L4 of stores: what an engine keeps in one, as it is laid out and as it is named.
+
+Objects have real KV layouts, and go from the memory of one sharding into that of another. A store
+sees keys only, so who may share is checked of names and store together: objects are named by the
+identity of an engine, by a request's salt and adapter, and by the layout of their bytes.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+
+import numpy as np
+from msgspec import structs
+
+from kvbaton.connectors.keys import Extra, IdentityRecord, block_keys, root_key
+from kvbaton.connectors.layout import AXES, ITEM_SIZE, Axis, GroupKind, KVLayout, contiguous_plane
+from kvbaton.connectors.objects import HEADER_BYTES, ObjectForm
+from kvbaton.connectors.store import Pieces
+from kvbaton.testing.kit import require
+from kvbaton.testing.store_rig import StoreRig, case
+
+NUM_BLOCKS = 4
+TOKEN_FIRST: tuple[Axis, ...] = ("layer", "kv", "block", "token", "head", "feature")
+"""An order in which a block is many short runs."""
+
+
+@dataclass(frozen=True)
+class Shape:
+    """One form of KV.
+
+    Attributes:
+        dtype: of the data.
+        kind: of the group.
+        ranks: how many ranks share the heads.
+        order: of the axes in memory.
+        kv: 2, or 1 for a latent row.
+        scales: whether a plane of scales goes with it.
+        heads: of all ranks.
+        tokens: of a block; 1 for a state.
+        width: elements of a head.
+    """
+
+    dtype: str
+    kind: GroupKind = GroupKind.FULL
+    ranks: int = 1
+    order: tuple[Axis, ...] = AXES
+    kv: int = 2
+    scales: bool = False
+    heads: int = 4
+    tokens: int = 16
+    width: int = 24
+
+
+class _Pool:
+    """The KV memory of an engine's ranks, filled with noise."""
+
+    def __init__(self, rig: StoreRig, shape: Shape) -> None:
+        self.layouts = [_layout(shape, rank) for rank in range(shape.ranks)]
+        self.form = ObjectForm(self.layouts)
+        self.memory = [
+            [rig.random.integers(0, 256, math.prod(plane.shape) * plane.item_size, dtype=np.uint8)
+             for plane in layout.planes]
+            for layout in self.layouts
+        ]  # fmt: skip
+
+    def pieces(self, header: bytearray, block: int) -> Pieces:
+        """The object of a block, in the memory where it lies."""
+        views = [memoryview(header)]
+        for run in self.form.runs:
+            start = run.offset + block * run.stride
+            views.append(self.memory[run.rank][run.region].data[start : start + run.length])
+        return views
+
+    def elements(self, block: int) -> list[bytes]:
+        """What a block holds by plane, ranks side by side: read element by element by strides."""
+        found = []
+        for number in range(len(self.layouts[0].planes)):
+            parts = []
+            for rank, layout in enumerate(self.layouts):
+                of = layout.planes[number]
+                kind = np.dtype((np.void, of.item_size))
+                buffer = self.memory[rank][number].data
+                parts.append(np.ndarray(of.shape, kind, buffer, 0, of.strides)[block])
+            found.append(np.concatenate(parts, axis=0).tobytes())
+        return found
+
+
+def _layout(shape: Shape, rank: int) -> KVLayout:
+    heads = shape.heads // shape.ranks
+    tokens = 1 if shape.kind is GroupKind.STATE else shape.tokens
+    planes = [("data", shape.dtype, shape.width)] + [("scales", "float32", 1)] * shape.scales
+    return KVLayout(
+        group=0,
+        kind=shape.kind,
+        block_size=tokens,
+        num_blocks=NUM_BLOCKS,
+        window=32 if shape.kind is GroupKind.WINDOW else 0,
+        planes=tuple(
+            contiguous_plane(
+                num_blocks=NUM_BLOCKS,
+                block_size=tokens,
+                num_heads=heads,
+                head_dim=width,
+                layers=(0, 1, 2),
+                dtype=dtype,
+                region=region,
+                head_start=rank * heads,
+                head_total=shape.heads,
+                kv=shape.kv,
+                order=shape.order,
+                name=name,
+            )
+            for region, (name, dtype, width) in enumerate(planes)
+        ),
+    )
+
+
+def _move(rig: StoreRig, source: _Pool, target: _Pool, what: str) -> None:
+    """Store every block of one pool and load it into another block of the other one."""
+    require(source.form.layout == target.form.layout, f"{what}: shardings have other names")
+    length = HEADER_BYTES + source.form.num_bytes
+    for block in range(1, NUM_BLOCKS):
+        key, there = rig.key(), NUM_BLOCKS - block
+        sent = bytearray(source.form.header(bytes(32), key).pack(block))
+        stored = rig.wait(rig.store.store([key], [source.pieces(sent, block)]), "store")
+        header = bytearray(HEADER_BYTES)
+        loaded = rig.wait(rig.store.load([key], [target.pieces(header, there)]), "load")
+        require(stored == loaded == [True], f"{what}: {length} bytes: {stored}, {loaded}")
+        require(header == sent, f"{what}: the header is wrong")
+        same = source.elements(block) == target.elements(there)
+        require(same, f"{what}: elements of block {block} are wrong")
+
+
+@case(1)
+def dtypes(rig: StoreRig) -> None:
+    """Blocks of every dtype, with scales beside them or not, come back element by element."""
+    for dtype in ITEM_SIZE:
+        for scales in (False, True):
+            shape = Shape(dtype, scales=scales)
+            _move(rig, _Pool(rig, shape), _Pool(rig, shape), f"{dtype}, scales: {scales}")
+
+
+@case(1)
+def group_kinds(rig: StoreRig) -> None:
+    """Blocks of full attention, windows, states and latent rows come back element by element."""
+    for kind in GroupKind:
+        for kv in (1, 2):
+            shape = Shape("bfloat16", kind, kv=kv)
+            _move(rig, _Pool(rig, shape), _Pool(rig, shape), f"{kind.value}, kv {kv}")
+
+
+@case(1)
+def encoder_outputs(rig: StoreRig) -> None:
+    """Rows of an encoder with its levels come back element by element."""
+    for dtype in ("bfloat16", "float32"):
+        shape = Shape(dtype, kv=1, heads=1, tokens=32, width=72)
+        _move(rig, _Pool(rig, shape), _Pool(rig, shape), f"encoder output, {dtype}")
+
+
+@case(1)
+def layouts(rig: StoreRig) -> None:
+    """What one sharding and order of memory has stored, every other one can load."""
+    shapes = [Shape("float16", ranks=n, order=o) for n in (1, 2, 4) for o in (AXES, TOKEN_FIRST)]
+    for source in shapes:
+        for target in shapes:
+            what = f"TP {source.ranks} to TP {target.ranks}"
+            _move(rig, _Pool(rig, source), _Pool(rig, target), what)
+
+
+# --- L4: who shares ---
+
+
+TOKENS = tuple(range(100, 164))
+
+
+@dataclass(frozen=True)
+class Owner:
+    """All that decides which objects a request may use; its tokens are always `TOKENS`.
+
+    Attributes:
+        record: of the engine.
+        salt: of the request.
+        adapter: of the request.
+        layouts: of the engine's ranks.
+        items: multimodal items among the tokens.
+    """
+
+    record: IdentityRecord
+    salt: str
+    adapter: bytes
+    layouts: tuple[KVLayout, ...]
+    items: tuple[Extra, ...] = ()
+
+    def keys(self) -> list[bytes]:
+        """The objects of a prompt of `TOKENS`."""
+        form = ObjectForm(self.layouts)
+        root = root_key(self.record.digest(), self.salt, self.adapter)
+        keys = block_keys(root, TOKENS, form.block_size, extras=self.items)
+        return [form.key(key) for key in keys]
+
+
+def make_owner(weights: str) -> Owner:
+    """Somebody, who differs from others in the weights only."""
+    record = IdentityRecord(
+        weights=weights,
+        revision="main",
+        rope="",
+        dtype="bfloat16",
+        kv_dtype="bfloat16",
+        kv_scales="",
+        adapter="",
+        encoder="",
+        draft="",
+    )
+    return Owner(record, "", b"", (make_layout(),))
+
+
+def make_layout(
+    *,
+    dtype: str = "bfloat16",
+    block_size: int = 16,
+    layers: tuple[int, ...] = (0, 1),
+    heads: int = 4,
+    head_start: int = 0,
+    head_dim: int = 8,
+) -> KVLayout:
+    """A small layout: one of `heads` of four heads."""
+    plane = contiguous_plane(
+        num_blocks=2,
+        block_size=block_size,
+        num_heads=heads,
+        head_dim=head_dim,
+        layers=layers,
+        dtype=dtype,
+        head_start=head_start,
+        head_total=4,
+    )
+    return KVLayout(0, GroupKind.FULL, block_size, 2, (plane,))
+
+
+SIZE = 3000
+
+
+def _keys(rig: StoreRig, owner: Owner) -> list[bytes]:
+    return (rig.naming or Owner.keys)(owner)
+
+
+def _owner(rig: StoreRig) -> Owner:
+    return make_owner(weights=rig.key().hex())
+
+
+@case(4)
+def equals_share(rig: StoreRig) -> None:
+    """Equal identity, salt, adapter and layout share objects, also when they shard differently."""
+    owner = _owner(rig)
+    objects = {key: rig.noise(SIZE) for key in _keys(rig, owner)}
+    rig.put(objects)
+    if rig.store.capabilities.persistent:
+        rig.reopen()
+    twin = make_owner(weights=owner.record.weights)
+    halves = tuple(make_layout(heads=2, head_start=start) for start in (0, 2))
+    for other in (twin, replace(twin, layouts=halves)):
+        keys = _keys(rig, other)
+        require(all(rig.found(keys)), "equals do not find each other's objects")
+        rig.expect(dict(zip(keys, objects.values(), strict=True)), "stored by an equal")
+
+
+def _must_be_apart(rig: StoreRig, change: Callable[[Owner], Owner]) -> None:
+    """Whoever differs in one thing sees nothing, and both can keep objects of the same tokens."""
+    owner = _owner(rig)
+    ours = {key: rig.noise(SIZE) for key in _keys(rig, owner)}
+    rig.put(ours)
+    keys = _keys(rig, change(owner))
+    require(not any(rig.found(keys)), "lookup finds the objects of another")
+    loaded = [rig.get(key, SIZE) for key in keys]
+    require(loaded == [None] * len(keys), "load gives the objects of another")
+    theirs = {key: rig.noise(SIZE) for key in keys}
+    rig.put(theirs)
+    rig.expect(ours, "beside the objects of another")
+    rig.expect(theirs, "beside the objects of another")
+
+
+@case(4)
+def another_salt(rig: StoreRig) -> None:
+    """Requests with different cache salts never share."""
+    for salt in ("a", " ", "\0"):
+        _must_be_apart(rig, lambda owner, salt=salt: replace(owner, salt=salt))  # type: ignore[misc]
+
+
+@case(4)
+def another_adapter(rig: StoreRig) -> None:
+    """Requests with different adapters never share, nor do engines with another one merged in."""
+    _must_be_apart(rig, lambda owner: replace(owner, adapter=b"\1" * 32))
+    _must_be_apart(rig, _record(adapter="merged"))
+
+
+@case(4)
+def another_model(rig: StoreRig) -> None:
+    """Engines with other weights, or another revision of them, never share."""
+    _must_be_apart(rig, lambda owner: make_owner(owner.record.weights + "0"))
+    _must_be_apart(rig, _record(revision="v2"))
+
+
+@case(4)
+def another_item(rig: StoreRig) -> None:
+    """Prompts of equal tokens share only if their images are equal too, and stand in one place.
+
+    Nor do outputs of other encoders or processors.
+    """
+    image, other = Extra(0, 60, rig.key()), Extra(0, 60, rig.key())
+    for items in ((image,), (other, Extra(60, 4, image.digest)), (image._replace(length=61),)):
+        _must_be_apart(rig, lambda owner, items=items: replace(owner, items=items))  # type: ignore[misc]
+    _must_be_apart(rig, _record(encoder="another"))
+
+
+@case(4)
+def another_dtype(rig: StoreRig) -> None:
+    """Engines that compute or keep KV in another type never share."""
+    _must_be_apart(rig, _record(dtype="float16"))
+    _must_be_apart(rig, _record(kv_dtype="float8_e4m3fn"))
+
+
+@case(4)
+def another_layout(rig: StoreRig) -> None:
+    """Objects of another layout (dtype, block size, layers, width) are other objects."""
+    for layout in (
+        make_layout(dtype="float16"),
+        make_layout(block_size=32),
+        make_layout(layers=(0, 1, 2)),
+        make_layout(head_dim=16),
+    ):
+        _must_be_apart(rig, lambda owner, layout=layout: replace(owner, layouts=(layout,)))  # type: ignore[misc]
+
+
+def _record(**changes: str) -> Callable[[Owner], Owner]:
+    return lambda owner: replace(owner, record=structs.replace(owner.record, **changes))

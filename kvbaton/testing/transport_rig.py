@@ -1,0 +1,221 @@
+"""What a transport's cases drive: two connected transports, and what the target should hold.
+
+Expected memory is kept by copying byte by byte in plain Python loops over rows, so a transport is
+never compared with its own arithmetic.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import itertools
+import os
+import time
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING, Any, Self
+
+import numpy as np
+
+from kvbaton.connectors.base import Device, Handle, Memory, Status, Transport
+from kvbaton.connectors.registry import load_transport
+from kvbaton.testing.kit import CaseFailure, Kit, require
+
+if TYPE_CHECKING:
+    import numpy.typing as npt
+
+    from kvbaton.connectors.base import Ranges
+
+    Bytes = npt.NDArray[np.uint8]
+    Row = tuple[int, int, int, int, int, int, int, int]
+
+MakePair = Callable[[], tuple[Transport, Transport]]
+SOURCE_SIZES = (300_037, 65_536)
+TARGET_SIZES = (262_144, 99_991, 4_096)
+
+TRANSPORT_KIT = Kit["Pair"]()
+case = TRANSPORT_KIT.case
+_numbers = itertools.count()
+
+
+class Pair:
+    """Two transports of one kind, both driven by one thread.
+
+    Attributes:
+        source: the writer.
+        target: whose memory is written.
+        peer: the target, as the source sees it.
+        back: the source, as the target sees it.
+        notices: payloads that arrived at the target, in order.
+        spec: how to build such a transport in another process; None if nobody can.
+    """
+
+    def __init__(
+        self,
+        make_pair: MakePair,
+        seed: int = 0,
+        *,
+        patience: float = 20.0,
+        depth: int = 1,
+        spec: str | None = None,
+    ) -> None:
+        self.random = np.random.default_rng(seed)
+        self.make_pair, self.patience, self.depth, self.spec = make_pair, patience, depth, spec
+        self.source, self.target = make_pair()
+        self.source_memory = [self._noise(size) for size in SOURCE_SIZES]
+        self.target_memory = [self._noise(size) for size in TARGET_SIZES]
+        self.expected = [memory.copy() for memory in self.target_memory]
+        self.source_regions = [self.source.register(memory_of(m)) for m in self.source_memory]
+        self.target_regions = [self.target.register(memory_of(m)) for m in self.target_memory]
+        self.peer = self.source.connect(self.target.card())
+        self.back = self.target.connect(self.source.card())
+        self.notices: list[bytes] = []
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *exception: object) -> None:
+        self.close()
+
+    def lacks(self, need: str) -> str | None:
+        """See `Rig`. The only need is ``processes``."""
+        assert need == "processes", need
+        if self.spec is None or not self.source.capabilities.processes:
+            return "not declared: processes"
+        return None
+
+    @property
+    def most_ranges(self) -> int:
+        """Most rows of one write."""
+        return self.source.capabilities.max_ranges
+
+    def rows(self, count: int, largest: int = 2_000) -> list[Row]:
+        """Random rows of one write; fewer where it takes fewer."""
+        return random_rows(self.random, min(count, self.most_ranges), largest)
+
+    def write(self, rows: Sequence[Row], notice: bytes = b"") -> Handle:
+        """Post rows and note what they should do to the target."""
+        handle = self.source.write(self.peer, pack(rows), notice)
+        for source, start, target, end, length, count, step, stride in rows:
+            for piece in range(count):
+                low, high = start + piece * step, end + piece * stride
+                data = self.source_memory[source][low : low + length]
+                self.expected[target][high : high + length] = data
+        return handle
+
+    def poll(self) -> None:
+        """Let both sides make progress and collect notices."""
+        self.notices += [notice.payload for notice in self.target.notices()]
+        self.source.notices()
+
+    def wait(self, done: Callable[[], bool], what: str) -> None:
+        """Poll until `done`, within a deadline."""
+        limit = time.monotonic() + self.patience
+        while not done():
+            self.poll()
+            if time.monotonic() > limit:
+                raise CaseFailure(f"{what}: not within {self.patience:g} s")
+
+    def finish(self, handle: Handle) -> Status:
+        """Poll until a write is no longer pending."""
+        self.wait(lambda: handle.status() is not Status.PENDING, "a write must end")
+        return handle.status()
+
+    def complete(self, handle: Handle) -> None:
+        """Poll until a write is done; any other end is a failure."""
+        status = self.finish(handle)
+        require(status is Status.DONE, f"a write ended {status.name}: {handle.error()}")
+        handle.release()
+
+    def compare(self, what: str) -> None:
+        """Compare all of the target's memory with what should be there."""
+        for index, (found, wanted) in enumerate(
+            zip(self.target_memory, self.expected, strict=True)
+        ):
+            wrong = np.flatnonzero(found != wanted)
+            require(
+                not len(wrong),
+                f"{what}: {len(wrong)} wrong bytes in region {index}, first at {wrong[:1]}",
+            )
+
+    def close(self) -> None:
+        """Shut both sides down."""
+        self.source.shutdown()
+        self.target.shutdown()
+
+    def _noise(self, size: int) -> Bytes:
+        return self.random.integers(0, 256, size, dtype=np.uint8)
+
+
+def pair_of(spec: str, *, seed: int = 0, depth: int = 1, patience: float = 20.0) -> Pair:
+    """A pair of the transport that a spec names."""
+
+    def make() -> tuple[Transport, Transport]:
+        one, two = (load_transport(spec, name=fresh_name()) for _ in range(2))
+        return one, two
+
+    return Pair(make, seed, patience=patience, depth=depth, spec=spec)
+
+
+def fresh_name() -> str:
+    """A transport's name that nobody has had."""
+    return f"kit-{os.getpid()}-{next(_numbers)}"
+
+
+def memory_of(array: Bytes) -> Memory:
+    """Describe a numpy array as transport memory."""
+    return Memory(array.ctypes.data, array.nbytes, owner=array)
+
+
+def pack(rows: Sequence[Row]) -> Ranges:
+    """Make packed ranges of rows."""
+    return np.array(rows, dtype=np.int64).reshape(len(rows), 8)
+
+
+def random_rows(random: np.random.Generator, count: int, largest: int = 2_000) -> list[Row]:
+    """Draw rows whose targets do not overlap: target region 0 is dealt out in slots."""
+    slot = TARGET_SIZES[0] // count
+    rows: list[Row] = []
+    for number in range(count):
+        pieces = int(random.integers(1, 5))
+        stride = slot // pieces
+        length = int(random.integers(1, min(stride, largest) + 1))
+        source = int(random.integers(0, len(SOURCE_SIZES)))
+        step = int(random.integers(0, 3 * length))
+        span = length + (pieces - 1) * step
+        offset = int(random.integers(0, SOURCE_SIZES[source] - span + 1))
+        rows.append((source, offset, 0, number * slot, length, pieces, step, stride))
+    return rows
+
+
+class Buffer:
+    """Bytes that a transport may be given.
+
+    Args:
+        device: where; ``cuda`` takes GPU 0 and needs torch.
+        num_bytes: how many.
+        filled: with which byte; None fills it with noise, always the same.
+    """
+
+    def __init__(self, device: Device, num_bytes: int, filled: int | None) -> None:
+        if filled is None:
+            noise = np.frombuffer(bytearray(np.random.default_rng(1).bytes(num_bytes)), np.uint8)
+        else:
+            noise = np.full(num_bytes, filled, np.uint8)
+        self._held: Any = noise
+        address = noise.ctypes.data
+        if device == "cuda":
+            import torch
+
+            self._held = torch.from_numpy(noise).cuda()
+            torch.cuda.synchronize()
+            address = self._held.data_ptr()
+        self.memory = Memory(address, num_bytes, device, owner=self._held)
+
+    def digest(self) -> str:
+        """Of all bytes."""
+        held = self._held
+        return digest_of(held if isinstance(held, np.ndarray) else held.cpu().numpy())
+
+
+def digest_of(array: np.ndarray[Any, Any]) -> str:
+    """BLAKE2b of an array's bytes, hex."""
+    return hashlib.blake2b(array.data, digest_size=16).hexdigest()
