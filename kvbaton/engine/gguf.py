@@ -331,6 +331,10 @@ class GGUFSlice:
         """Of the whole tensor."""
         return list(self._file.tensors[self._stored].shape)
 
+    def get_dtype(self) -> str:
+        """Of what it is read as."""
+        return "F32"
+
     def __getitem__(self, part: Any) -> Any:
         import torch
 

@@ -24,6 +24,8 @@ from kvbaton.engine.models.llama import LlamaForCausalLM
 from kvbaton.engine.models.qwen2_5_vision import Qwen25VisionTower
 from kvbaton.engine.models.qwen3_vision import Qwen3VisionTower
 from kvbaton.engine.models.vision_layers import VisionTower
+from kvbaton.engine.quantization.config import Quantization
+from kvbaton.engine.quantization.tensors import Stored, find_tensor
 from kvbaton.errors import ConfigError
 
 SINGLE = "model.safetensors"
@@ -65,7 +67,7 @@ def load_model(
     _check_shard(config, shard)
     with empty_weights(config.dtype, device):
         model = LlamaForCausalLM(config, shard)
-    fill_weights(pieces_of(model), config.folder, load_format, seed)
+    fill_weights(pieces_of(model), config, load_format, seed)
     return model.eval()
 
 
@@ -91,16 +93,18 @@ def load_vision(
     vision = config.require_vision()
     with empty_weights(config.dtype, device):
         tower = TOWERS[config.architecture](vision)
-    fill_weights(pieces_of(tower), config.folder, load_format, seed)
+    fill_weights(pieces_of(tower), config, load_format, seed)
     return tower.eval()
 
 
-def fill_weights(pieces: Iterable[Piece], folder: Path, load_format: LoadFormat, seed: int) -> None:
+def fill_weights(
+    pieces: Iterable[Piece], config: ModelConfig, load_format: LoadFormat, seed: int
+) -> None:
     """Fill the weights of a model, or of a part of it.
 
     Args:
         pieces: what to fill; other tensors of the folder are not read.
-        folder: a Hugging Face folder.
+        config: the model whose folder has them, quantised or not.
         load_format: where from.
         seed: of dummy weights.
 
@@ -108,7 +112,7 @@ def fill_weights(pieces: Iterable[Piece], folder: Path, load_format: LoadFormat,
         ConfigError: a file or tensor is missing, broken or of the wrong shape.
     """
     if load_format != "dummy":
-        _fill_from_files(pieces, folder)
+        _fill_from_files(pieces, config.folder, config.quantization)
         return
     for piece in pieces:
         _fill_dummy(piece, seed)
@@ -180,16 +184,34 @@ def empty_weights(dtype: str, device: torch.device) -> Iterator[None]:
 # --- from files ---
 
 
-def _fill_from_files(pieces: Iterable[Piece], folder: Path) -> None:
+class FileTensor:
+    """`Stored` in a file."""
+
+    def __init__(self, name: str, file: Path, handle: safe_open | GGUFTensors) -> None:
+        self.where, self._slice = f"tensor {name!r} in {file}", handle.get_slice(name)
+        self.shape = tuple(self._slice.get_shape())
+
+    @property
+    def dtype(self) -> str:
+        """See `Stored.dtype`."""
+        return str(self._slice.get_dtype())
+
+    def read(self, *index: slice) -> Tensor:
+        """See `Stored.read`."""
+        part: Tensor = self._slice[index]
+        return part
+
+
+def _fill_from_files(
+    pieces: Iterable[Piece], folder: Path, quantization: Quantization | None
+) -> None:
     with ExitStack() as stack:
-        where: dict[str, tuple[str, Path, safe_open | GGUFTensors]] = {}
+        tensors: dict[str, Stored] = {}
         for file in shard_files(folder):
             handle = stack.enter_context(_open(file))
-            where.update((_our_name(name), (name, file, handle)) for name in handle.keys())
+            tensors.update((_our_name(x), FileTensor(x, file, handle)) for x in handle.keys())
         for piece in pieces:
-            if piece.name not in where:
-                raise ConfigError("--model", f"{folder} has no tensor {piece.name!r}")
-            _fill(piece, *where[piece.name])
+            _fill(piece, find_tensor(tensors, piece.name, quantization))
 
 
 def _our_name(stored: str) -> str:
@@ -209,17 +231,15 @@ def _open(file: Path) -> safe_open | GGUFTensors:
         raise ConfigError("--model", f"{file} is broken or truncated: {error}") from error
 
 
-def _fill(piece: Piece, name: str, file: Path, handle: safe_open | GGUFTensors) -> None:
-    stored: Any = handle.get_slice(name)
-    if tuple(stored.get_shape()) != piece.shape:
+def _fill(piece: Piece, stored: Stored) -> None:
+    if stored.shape != piece.shape:
         raise ConfigError(
             "--model",
-            f"tensor {name!r} in {file} has shape {list(stored.get_shape())}, "
+            f"{stored.where} has shape {list(stored.shape)}, "
             f"config.json asks for {list(piece.shape)}",
         )
-    end = piece.start + piece.target.shape[piece.dim]
-    part = stored[piece.start : end] if piece.dim == 0 else stored[:, piece.start : end]
-    piece.target.copy_(part)
+    part = slice(piece.start, piece.start + piece.target.shape[piece.dim])
+    piece.target.copy_(stored.read(*(slice(None),) * piece.dim, part))
 
 
 # --- dummy ---

@@ -12,6 +12,7 @@ from typing import Any
 
 import msgspec
 
+from kvbaton.engine.quantization.config import Quantization, read_quantization
 from kvbaton.engine.vision_config import VISION_FAMILIES, VisionConfig, VisionFamily, read_vision
 from kvbaton.errors import ConfigError
 
@@ -85,6 +86,7 @@ class ModelConfig:
         windows: per layer, tokens of its sliding window; 0 attends to everything.
         eos_token_ids: tokens that end a text, ascending.
         vision: its vision tower; None for a model of text only.
+        quantization: how its weights are stored; None for floats.
     """
 
     folder: Path
@@ -108,6 +110,7 @@ class ModelConfig:
     windows: tuple[int, ...]
     eos_token_ids: tuple[int, ...]
     vision: VisionConfig | None = None
+    quantization: Quantization | None = None
 
     def require_vision(self) -> VisionConfig:
         """Its vision tower. Raises `ConfigError` if it has none."""
@@ -204,6 +207,7 @@ def load_model_config(folder: str | Path, dtype: str = "auto") -> ModelConfig:
         windows=_windows(raw),
         eos_token_ids=tuple(sorted(token for token in ids if isinstance(token, int))),
         vision=read_vision(raw.vision_config, architecture, raw.hidden_size, raw.image_token_id),
+        quantization=read_quantization(raw.quantization_config),
     )
 
 
@@ -279,8 +283,6 @@ def _convert(content: dict[str, Any], folder: Path) -> _Raw:
 
 
 def _refuse_unsupported(raw: _Raw) -> None:
-    if raw.quantization_config:
-        raise ConfigError("--model", "quantized checkpoints (quantization_config) are unsupported")
     if raw.hidden_act != "silu":
         raise ConfigError("--model", f"hidden_act {raw.hidden_act!r} is unsupported; need 'silu'")
     kv_heads = raw.num_key_value_heads or raw.num_attention_heads

@@ -1,0 +1,223 @@
+"""What ``quantization_config`` of ``config.json`` says of the stored weights; needs no torch.
+
+Formats: ``fp8`` of DeepSeek, Qwen and Mistral, ``compressed-tensors`` of llm-compressor, ``awq`` of
+AutoAWQ, ``gptq`` of AutoGPTQ and GPTQModel, ``mxfp4`` of gpt-oss.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any, Literal, TypeVar
+
+import msgspec
+
+from kvbaton.errors import ConfigError
+
+Layout = Literal["scaled", "awq", "gptq", "packed", "mxfp4"]
+T = TypeVar("T")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Quantization:
+    """How a checkpoint stores the weights of its linear layers.
+
+    Attributes:
+        layout: ``scaled`` are 8-bit numbers (FP8 e4m3 or int8) beside their scales, ``packed`` is
+            compressed-tensors' ``pack-quantized``, the others are the formats of that name.
+        bits: of a number.
+        block: rows and columns of the weight that share a scale of ``scaled``; None for one scale
+            a row, or one for all.
+        group_size: inputs that share a scale of ``awq``, ``gptq`` and ``packed``; None for all.
+        zero_offset: what is added to stored zero points: 1 for GPTQ's first format.
+        ignored: modules that are stored as they are; ``re:`` begins a pattern.
+    """
+
+    layout: Layout
+    bits: int
+    block: tuple[int, int] | None = None
+    group_size: int | None = None
+    zero_offset: int = 0
+    ignored: tuple[str, ...] = ()
+
+    def ignores(self, module: str) -> bool:
+        """Whether a module, like ``model.layers.0.mlp.down_proj``, is stored as it is."""
+        return any(_names(name, module) for name in self.ignored)
+
+
+def _names(name: str, module: str) -> bool:
+    """A module, all below it, or (as in AutoAWQ) all that have a part of that name."""
+    if name.startswith("re:"):
+        return re.match(name.removeprefix("re:"), module) is not None
+    return f".{name}." in f".{module}."
+
+
+class _FP8(msgspec.Struct):
+    fmt: str = "e4m3"
+    weight_block_size: tuple[int, int] | None = None
+    activation_scheme: Literal["dynamic", "static"] = "dynamic"
+    modules_to_not_convert: list[str] | None = None
+    ignored_layers: list[str] | None = None
+
+
+class _AWQ(msgspec.Struct):
+    bits: int
+    group_size: int
+    version: str = "gemm"
+    modules_to_not_convert: list[str] | None = None
+
+
+class _GPTQ(msgspec.Struct):
+    bits: int
+    group_size: int
+    checkpoint_format: str = "gptq"
+    dynamic: dict[str, Any] | None = None
+
+
+class _Weights(msgspec.Struct):
+    num_bits: int
+    type: str
+    strategy: str
+    group_size: int | None = None
+    block_structure: tuple[int, int] | None = None
+
+
+class _Group(msgspec.Struct):
+    weights: _Weights | None = None
+    targets: list[str] = []
+
+
+class _CompressedTensors(msgspec.Struct):
+    config_groups: dict[str, _Group]
+    format: str = "dense"
+    ignore: list[str] = []
+
+
+class _MXFP4(msgspec.Struct):
+    modules_to_not_convert: list[str] | None = None
+
+
+def read_quantization(content: Mapping[str, Any] | None) -> Quantization | None:
+    """What the entry says; None if there is none.
+
+    Raises:
+        ConfigError: it is broken, or a format that is not supported.
+    """
+    if not content:
+        return None
+    method = content.get("quant_method")
+    if method not in READERS:
+        raise _refusal(f"quant_method {method!r} is unsupported; supported: {', '.join(READERS)}")
+    return READERS[method](content)
+
+
+def _refusal(what: str) -> ConfigError:
+    return ConfigError("--model", f"config.json: quantization_config: {what}")
+
+
+def _convert(content: Mapping[str, Any], form: type[T]) -> T:
+    try:
+        return msgspec.convert(content, form)
+    except msgspec.ValidationError as error:
+        raise _refusal(str(error)) from error
+
+
+def _read_fp8(content: Mapping[str, Any]) -> Quantization:
+    raw = _convert(content, _FP8)
+    if raw.fmt not in ("e4m3", "float8_e4m3fn"):
+        raise _refusal(f"fmt {raw.fmt!r} is unsupported; need 'e4m3'")
+    ignored = (*(raw.modules_to_not_convert or ()), *(raw.ignored_layers or ()))
+    block = _checked_block(raw.weight_block_size, "weight_block_size")
+    return Quantization(layout="scaled", bits=8, block=block, ignored=ignored)
+
+
+def _read_awq(content: Mapping[str, Any]) -> Quantization:
+    raw = _convert(content, _AWQ)
+    if raw.bits != 4 or raw.version.lower() != "gemm":
+        raise _refusal(
+            f"awq of {raw.bits} bits, version {raw.version!r} is unsupported; need 4 and 'gemm'"
+        )
+    ignored = tuple(raw.modules_to_not_convert or ())
+    size = _checked_group(raw.group_size)
+    return Quantization(layout="awq", bits=4, group_size=size, ignored=ignored)
+
+
+def _read_gptq(content: Mapping[str, Any]) -> Quantization:
+    raw = _convert(content, _GPTQ)
+    _check_bits(raw.bits, "bits")
+    if raw.checkpoint_format not in ("gptq", "gptq_v2"):
+        raise _refusal(
+            f"checkpoint_format {raw.checkpoint_format!r} is unsupported; need 'gptq' or 'gptq_v2'"
+        )
+    if raw.dynamic:
+        raise _refusal("dynamic (other settings for some modules) is unsupported")
+    return Quantization(
+        layout="gptq",
+        bits=raw.bits,
+        group_size=_checked_group(raw.group_size),
+        zero_offset=int(raw.checkpoint_format == "gptq"),
+    )
+
+
+def _read_compressed_tensors(content: Mapping[str, Any]) -> Quantization:
+    raw = _convert(content, _CompressedTensors)
+    kinds = [group.weights for group in raw.config_groups.values()]
+    if not kinds or kinds[0] is None or any(kind != kinds[0] for kind in kinds):
+        raise _refusal("config_groups must say one and the same of all weights")
+    weights, ignored = kinds[0], tuple(raw.ignore)
+    if raw.format == "pack-quantized" and weights.type == "int":
+        _check_bits(weights.num_bits, "num_bits")
+        if weights.strategy not in ("channel", "group"):
+            raise _refusal(f"strategy {weights.strategy!r} of packed weights is unsupported")
+        size = _checked_group(weights.group_size or -1)
+        return Quantization(
+            layout="packed", bits=weights.num_bits, group_size=size, ignored=ignored
+        )
+    known = {"float-quantized": "float", "int-quantized": "int", "naive-quantized": weights.type}
+    if known.get(raw.format) != weights.type or weights.num_bits != 8:
+        raise _refusal(
+            f"format {raw.format!r} of {weights.type} with {weights.num_bits} bits is unsupported; "
+            "supported: float-quantized and int-quantized of 8, pack-quantized of 2, 4 or 8"
+        )
+    if weights.strategy not in ("tensor", "channel", "block"):
+        raise _refusal(f"strategy {weights.strategy!r} of 8-bit weights is unsupported")
+    block = _checked_block(weights.block_structure, "block_structure")
+    if (weights.strategy == "block") != (block is not None):
+        raise _refusal(f"strategy {weights.strategy!r} with block_structure {block}")
+    return Quantization(layout="scaled", bits=8, block=block, ignored=ignored)
+
+
+def _read_mxfp4(content: Mapping[str, Any]) -> Quantization:
+    raw = _convert(content, _MXFP4)
+    ignored = tuple(raw.modules_to_not_convert or ())
+    return Quantization(layout="mxfp4", bits=4, group_size=32, ignored=ignored)
+
+
+def _checked_block(block: tuple[int, int] | None, field: str) -> tuple[int, int] | None:
+    if block is not None and min(block) < 1:
+        raise _refusal(f"{field} {list(block)} must be positive")
+    return block
+
+
+def _checked_group(size: int) -> int | None:
+    """-1 is one group."""
+    if size == -1:
+        return None
+    if size < 1:
+        raise _refusal(f"group_size {size} must be positive, or -1")
+    return size
+
+
+def _check_bits(bits: int, field: str) -> None:
+    if bits not in (2, 4, 8):
+        raise _refusal(f"{field} {bits} is unsupported; need 2, 4 or 8")
+
+
+READERS = {
+    "fp8": _read_fp8,
+    "compressed-tensors": _read_compressed_tensors,
+    "awq": _read_awq,
+    "gptq": _read_gptq,
+    "mxfp4": _read_mxfp4,
+}

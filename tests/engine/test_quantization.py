@@ -1,0 +1,226 @@
+"""Quantised checkpoints serve as the same weights in floats would; broken ones are told by name."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+from torch import Tensor
+
+from kvbaton.engine.collectives import Shard
+from kvbaton.engine.loader import load_model
+from kvbaton.engine.model_config import load_model_config
+from kvbaton.engine.quantization.config import Quantization, read_quantization
+from kvbaton.engine.quantization.tensors import MXFP4Tensor, dequantize_mxfp4, find_tensor
+from kvbaton.errors import ConfigError
+from tests.engine.quantized_files import CONFIGS, compressed, quantized_folders
+from tests.engine.test_loader import CPU, logits
+
+Checkpoint = Callable[..., Path]
+LAYER = "model.layers.1.mlp.down_proj"
+
+
+@pytest.mark.parametrize("kind", CONFIGS)
+def test_logits_are_those_of_the_same_floats(
+    checkpoint: Checkpoint, tmp_path: Path, kind: str
+) -> None:
+    folders = quantized_folders(checkpoint(), tmp_path, kind)
+    found, wanted = (logits(load_model(load_model_config(x), device=CPU)) for x in folders)
+    assert torch.equal(found, wanted)
+    assert not torch.equal(found, logits(load_model(load_model_config(checkpoint()), device=CPU)))
+
+
+@pytest.mark.parametrize(
+    "kind", ["fp8-tensor", "fp8-channel", "fp8-uneven", "awq", "gptq-act-order", "packed-act-order"]
+)
+def test_ranks_take_their_parts(checkpoint: Checkpoint, tmp_path: Path, kind: str) -> None:
+    folders = quantized_folders(checkpoint(), tmp_path, kind)
+    for rank in range(2):
+        found, wanted = (
+            load_model(load_model_config(x), device=CPU, shard=Shard(rank, 2)).state_dict()
+            for x in folders
+        )
+        assert found.keys() == wanted.keys()
+        assert all(torch.equal(found[name], wanted[name]) for name in wanted)
+
+
+# --- parts that begin and end anywhere ---
+
+
+class InMemory:
+    """`Stored` of a tensor that is there."""
+
+    DTYPES = {torch.float32: "F32", torch.float8_e4m3fn: "F8_E4M3", torch.uint8: "U8"} | {
+        torch.float16: "F16",
+        torch.int32: "I32",
+        torch.int64: "I64",
+    }
+
+    def __init__(self, tensor: Tensor) -> None:
+        self._tensor, self.shape = tensor, tuple(tensor.shape)
+        self.where, self.dtype = "tensor in memory", self.DTYPES[tensor.dtype]
+
+    def read(self, *index: slice) -> Tensor:
+        return self._tensor[index]
+
+
+@pytest.mark.parametrize(
+    "kind", ["fp8-channel", "fp8-uneven", "awq", "gptq-2", "gptq-act-order", "packed-asymmetric"]
+)
+def test_any_part_can_be_read(checkpoint: Checkpoint, tmp_path: Path, kind: str) -> None:
+    quantized, plain = quantized_folders(checkpoint(), tmp_path, kind)
+    stored = load_file(quantized / "model.safetensors")
+    tensors = {name: InMemory(x) for name, x in stored.items() if name.startswith(LAYER)}
+    how = load_model_config(quantized).quantization
+    wanted = load_file(plain / "model.safetensors")[f"{LAYER}.weight"]
+    found = find_tensor(tensors, f"{LAYER}.weight", how)
+    assert found.shape == tuple(wanted.shape)
+    for rows, columns in ((slice(None), slice(5, 99)), (slice(3, 30), slice(33, 34))):
+        assert torch.equal(found.read(rows, columns), wanted[rows, columns])
+
+
+# --- MXFP4 ---
+
+
+def test_mxfp4_is_that_of_transformers() -> None:
+    from transformers.integrations.mxfp4 import convert_moe_packed_tensors
+
+    generator = torch.Generator().manual_seed(3)
+    blocks = torch.randint(0, 256, (2, 6, 3, 16), dtype=torch.uint8, generator=generator)
+    scales = torch.randint(110, 135, (2, 6, 3), dtype=torch.uint8, generator=generator)
+    wanted = convert_moe_packed_tensors(blocks, scales, dtype=torch.float32)
+    assert torch.equal(dequantize_mxfp4(blocks, scales).transpose(1, 2), wanted)
+    name = "model.layers.0.mlp.experts.gate_up_proj"
+    tensors = {f"{name}_blocks": InMemory(blocks), f"{name}_scales": InMemory(scales)}
+    stored = find_tensor(tensors, name, read_quantization({"quant_method": "mxfp4"}))
+    assert isinstance(stored, MXFP4Tensor)
+    assert stored.shape == (2, 96, 6)
+    assert torch.equal(stored.read(), wanted)
+    part = (slice(1, 2), slice(7, 70), slice(2, 5))
+    assert torch.equal(stored.read(*part), wanted[part])
+
+
+# --- what is wrong ---
+
+
+def broken(folder: Path, change: Callable[[dict[str, Tensor]], Any]) -> None:
+    weights = load_file(folder / "model.safetensors")
+    change(weights)
+    save_file(weights, folder / "model.safetensors")
+
+
+@pytest.mark.parametrize(
+    ("kind", "part"),
+    [
+        ("fp8-tensor", "weight_scale"),
+        ("fp8-block", "weight_scale_inv"),
+        ("fp8-block", "weight"),
+        ("awq", "qweight"),
+        ("awq", "qzeros"),
+        ("gptq", "scales"),
+        ("packed", "weight_scale"),
+    ],
+)
+def test_a_missing_part_is_named(
+    checkpoint: Checkpoint, tmp_path: Path, kind: str, part: str
+) -> None:
+    folder, _ = quantized_folders(checkpoint(), tmp_path, kind)
+    broken(folder, lambda weights: weights.pop(f"{LAYER}.{part}"))
+    part = "weight" if part == "qweight" else part
+    with pytest.raises(ConfigError, match=rf"no tensor '{LAYER}\.{part}'"):
+        load_model(load_model_config(folder), device=CPU)
+
+
+@pytest.mark.parametrize(
+    ("kind", "part", "value", "told"),
+    [
+        ("fp8-block", "weight", torch.zeros(64, 128, dtype=torch.float8_e5m2), "dtype F8_E5M2"),
+        ("fp8-block", "weight_scale_inv", torch.ones(4, 5), r"shape \[4, 5\].* needs \[4, 4\]"),
+        ("fp8-channel", "weight_scale", torch.ones(7), r"shape \[7\].* \[64, 1\] or \[1, 1\]"),
+        ("fp8-tensor", "weight_scale", torch.ones(1, dtype=torch.int32), "dtype I32"),
+        ("awq", "qweight", torch.zeros(128, 8), "dtype F32; need I32"),
+        ("awq", "qweight", torch.zeros(128, dtype=torch.int32), r"shape \[128\]"),
+        ("awq", "qweight", torch.zeros(128, 7, dtype=torch.int32), r"shape .*; need \[4, 7\]"),
+        ("gptq", "qzeros", torch.zeros(5, 8, dtype=torch.int32), r"shape \[5, 8\]; need \[4, 8\]"),
+        ("gptq", "g_idx", torch.full((128,), 4, dtype=torch.int32), "beyond the 4"),
+        ("packed", "weight_shape", torch.tensor([64, 999]), r"shape \[64, 16\]; need \[64, 125\]"),
+    ],
+)
+def test_a_foreign_part_is_named(
+    checkpoint: Checkpoint, tmp_path: Path, kind: str, part: str, value: Tensor, told: str
+) -> None:
+    folder, _ = quantized_folders(checkpoint(), tmp_path, kind)
+    broken(folder, lambda weights: weights.update({f"{LAYER}.{part}": value}))
+    with pytest.raises(ConfigError, match=rf"'{LAYER}\.\w+'.*{told}"):
+        load_model(load_model_config(folder), device=CPU)
+
+
+@pytest.mark.parametrize("dtype", [torch.float8_e4m3fn, torch.int32])
+def test_numbers_that_the_configuration_does_not_tell_of(
+    checkpoint: Checkpoint, tmp_path: Path, dtype: torch.dtype
+) -> None:
+    _, folder = quantized_folders(checkpoint(), tmp_path, "fp8-block")
+    broken(
+        folder, lambda weights: weights.update({f"{LAYER}.weight": torch.ones(64, 128).to(dtype)})
+    )
+    with pytest.raises(ConfigError, match=rf"'{LAYER}\.weight'.*does not account for"):
+        load_model(load_model_config(folder), device=CPU)
+
+
+@pytest.mark.parametrize(
+    ("content", "told"),
+    [
+        ({"bits": 4}, "quant_method None.*supported: fp8, compressed-tensors, awq"),
+        ({"quant_method": "bitsandbytes"}, "'bitsandbytes' is unsupported"),
+        ({"quant_method": "fp8", "fmt": "e5m2"}, "e5m2"),
+        ({"quant_method": "fp8", "weight_block_size": [128]}, "weight_block_size"),
+        ({"quant_method": "fp8", "weight_block_size": [128, 0]}, "must be positive"),
+        ({"quant_method": "awq", "bits": 4}, "group_size"),
+        ({"quant_method": "awq", "bits": 4, "group_size": 128, "version": "gemv"}, "gemv"),
+        ({"quant_method": "gptq", "bits": 3, "group_size": 128}, "bits 3"),
+        ({"quant_method": "gptq", "bits": 4, "group_size": 0}, "group_size 0"),
+        ({"quant_method": "gptq", "bits": 4, "group_size": 8, "dynamic": {"-:x": {}}}, "dynamic"),
+        (
+            {"quant_method": "gptq", "bits": 4, "group_size": 8, "checkpoint_format": "marlin"},
+            "mar",
+        ),
+        (
+            compressed("nvfp4-pack-quantized", 4, "float", "x"),
+            "nv",
+        ),
+        (
+            compressed("float-quantized", 8, "float", "token"),
+            "tok",
+        ),
+        (
+            compressed("float-quantized", 8, "float", "block"),
+            "blo",
+        ),
+        (
+            compressed("pack-quantized", 3, "int", "group"),
+            "bits 3",
+        ),
+    ],
+)
+def test_what_is_not_supported_is_refused_by_name(
+    checkpoint: Checkpoint, tmp_path: Path, content: dict[str, Any], told: str
+) -> None:
+    config = json.loads((checkpoint() / "config.json").read_text())
+    (tmp_path / "config.json").write_text(json.dumps(config | {"quantization_config": content}))
+    with pytest.raises(ConfigError, match=f"quantization_config: .*{told}") as raised:
+        load_model_config(tmp_path)
+    assert raised.value.field == "--model"
+
+
+def test_modules_that_are_left_alone() -> None:
+    names = ("lm_head", "model.layers.0.mlp.gate", "re:.*experts.*")
+    how = Quantization(layout="scaled", bits=8, ignored=names)
+    assert how.ignores("lm_head")
+    assert how.ignores("model.layers.0.mlp.gate")
+    assert how.ignores("model.layers.3.mlp.experts.7.up_proj")
+    assert not how.ignores("model.layers.0.mlp.gate_proj")
