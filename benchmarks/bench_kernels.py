@@ -23,6 +23,7 @@ from torch.nn.functional import linear
 from kvbaton.kernels.copy_tokens import copy_tokens
 from kvbaton.kernels.decode_attention import decode_attention
 from kvbaton.kernels.digest import block_sums
+from kvbaton.kernels.fused_moe import fused_moe, fused_moe_reference
 from kvbaton.kernels.merge_attention_states import merge_attention_states
 from kvbaton.kernels.paged_prefill_attention import paged_prefill_attention
 from kvbaton.kernels.prefill_attention import PrefillBatch, prefill_attention
@@ -31,6 +32,7 @@ from kvbaton.kernels.rope_write import rope_write
 from kvbaton.kernels.running_sums import add_sums
 from kvbaton.kernels.silu_and_mul import silu_and_mul
 from kvbaton.kernels.skinny_linear import Workspace, skinny_linear, wins
+from kvbaton.kernels.topk_softmax import topk_softmax
 
 LAYERS, HIDDEN, HEADS, KV_HEADS, HEAD_DIM = 32, 4096, 32, 8, 128
 FFN, VOCABULARY, BLOCK_SIZE = 14336, 128256, 16
@@ -43,6 +45,8 @@ GEMMS = {
     "down": (4096, 14336),
     "lm_head": (128256, 4096),
 }
+MIXTURES = {"Qwen3-30B-A3B": (128, 8, 2048, 768), "Mixtral-8x7B": (8, 2, 4096, 14336)}
+"""Experts, of a token, hidden size, intermediate size."""
 
 
 @dataclass(frozen=True)
@@ -114,6 +118,32 @@ def bench_rows() -> Iterator[Row]:
         us = time_calls([partial(silu_and_mul, gate) for gate in gates])
         moved = tokens * FFN * 2 * 3
         yield Row("silu_and_mul", f"{tokens} tokens", us, moved / us / 1e6, "TB/s")
+
+
+def bench_experts() -> Iterator[Row]:
+    """Experts of one layer, and their router; and as a loop over those that are hit.
+
+    The loop asks the device which experts have tokens, so it is timed without a graph.
+    """
+    for name, (experts, top_k, size, middle) in MIXTURES.items():
+        gate_up = randn(experts, 2 * middle, size, std=0.02)
+        down = randn(experts, size, middle, std=0.02)
+        for tokens in (1, 8, 32, 128, 512, 2048, 8192):
+            logits, x = randn(tokens, experts), randn(tokens, size)
+            route = partial(topk_softmax, logits, top_k, renormalize=True, dtype=x.dtype)
+            weights, ids = route()
+            hit = int(torch.bincount(ids.flatten()).count_nonzero())
+            case = f"{name} {tokens} tokens"
+            moved, work = 6 * hit * size * middle, 6 * tokens * top_k * size * middle
+            yield Row("topk_softmax", case, time_calls([route] * COPIES))
+            grouped = time_calls([partial(fused_moe, x, gate_up, down, weights, ids)])
+            loop = partial(fused_moe_reference, x, gate_up, down, weights, ids)
+            loop()
+            for op, us in (
+                ("fused_moe", grouped),
+                ("loop of experts", statistics.median(time_once(loop) for _ in range(10))),
+            ):
+                yield Row(op, case, us, moved / us / 1e6, f"TB/s {work / us / 1e6:.0f} TFLOP/s")
 
 
 def make_cache(num_blocks: int, layers: int) -> Tensor:
@@ -328,6 +358,7 @@ def bench_decode_step() -> Iterator[Row]:
 BENCHES: dict[str, Callable[[], Iterator[Row]]] = {
     "gemms": bench_gemms,
     "rows": bench_rows,
+    "experts": bench_experts,
     "rope_write": bench_rope_write,
     "decode_attention": bench_decode_attention,
     "prefill_attention": bench_prefill_attention,

@@ -51,11 +51,13 @@ class Shard:
         rank: ours.
         size: ranks in all; 1 holds everything.
         collectives: joins this rank with the others.
+        expert_parallel: of experts a rank holds a range, instead of a part of each.
     """
 
     rank: int = 0
     size: int = 1
     collectives: Collectives = field(default_factory=Alone)
+    expert_parallel: bool = False
 
     def span(self, total: int) -> tuple[int, int]:
         """First index and number of this rank's part of `total`, which `size` must divide."""

@@ -51,6 +51,7 @@ class EngineConfig:
         enable_prefix_caching: reuse blocks of equal prefixes.
         enforce_eager: no CUDA graphs.
         tensor_parallel_size: ranks of this node, each on a GPU of its own or a thread of the CPU.
+        enable_expert_parallel: ranks hold whole experts instead of a part of each.
         kv_load_failure_policy: what to do when handed-over or stored bytes do not arrive.
         num_threads: of torch on the CPU, for each rank; None takes torch's own choice for all.
         store: where KV is kept for later, ``NAME[:JSON]`` or a dotted path; None keeps none.
@@ -88,6 +89,7 @@ class EngineConfig:
     enable_prefix_caching: bool = True
     enforce_eager: bool = False
     tensor_parallel_size: int = 1
+    enable_expert_parallel: bool = False
     kv_load_failure_policy: LoadFailurePolicy = "recompute"
     num_threads: int | None = None
     store: str | None = None

@@ -13,7 +13,7 @@ from concurrent.futures import ThreadPoolExecutor
 
 import torch
 
-from kvbaton.engine.collectives import Barrier, HostCollectives, Shard
+from kvbaton.engine.collectives import Alone, Barrier, HostCollectives, Shard
 from kvbaton.engine.config import EngineConfig
 from kvbaton.engine.executor import Executor, WorkerGroup, rank_threads
 from kvbaton.engine.model_config import ModelConfig, resolve_max_model_len
@@ -113,7 +113,8 @@ def cpu_executor(
     threads = rank_threads(size)
 
     def make(rank: int) -> CpuWorker:
-        shard = Shard(rank, size, HostCollectives(barrier, rank)) if size > 1 else Shard()
+        collectives = HostCollectives(barrier, rank) if size > 1 else Alone()
+        shard = Shard(rank, size, collectives, config.enable_expert_parallel)
         settings = WorkerSettings(config, model_config, shard, device, max_model_len, track_sums)
         return CpuWorker(settings, threads[rank])
 

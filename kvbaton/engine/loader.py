@@ -143,21 +143,31 @@ def shard_files(folder: Path) -> list[Path]:
 
 
 def _check_shard(config: ModelConfig, shard: Shard) -> None:
-    if _fits(config, shard.size):
+    """Ranks get equal parts; with fewer KV heads than ranks, as many share each."""
+    split = {"heads": config.num_heads}
+    moe = config.moe
+    if moe is None or not all(moe.layers):
+        split["intermediate size"] = config.intermediate_size
+    if moe is not None and shard.expert_parallel:
+        split["experts"] = moe.num_experts
+    elif moe is not None:
+        split["experts' intermediate size"] = moe.intermediate_size
+    elif shard.expert_parallel:
+        raise ConfigError("--enable-expert-parallel", f"{config.architecture} has no experts")
+
+    def fits(size: int) -> bool:
+        fewer, more = sorted((config.num_kv_heads, size))
+        return not (more % fewer or any(number % size for number in split.values()))
+
+    if fits(shard.size):
         return
-    sizes = [size for size in range(1, config.num_heads + 1) if _fits(config, size)]
+    sizes = [size for size in range(1, config.num_heads + 1) if fits(size)]
+    numbers = ", ".join(f"{name} {number}" for name, number in split.items())
     raise ConfigError(
         "--tensor-parallel-size",
-        f"{shard.size} does not divide the model's {config.num_heads} heads, "
-        f"{config.num_kv_heads} KV heads and intermediate size {config.intermediate_size}; "
+        f"{shard.size} does not divide the model's {numbers} and KV heads {config.num_kv_heads}; "
         f"give one of {', '.join(map(str, sizes))}",
     )
-
-
-def _fits(config: ModelConfig, size: int) -> bool:
-    """Whether ranks get equal parts; with fewer KV heads than ranks, as many share each."""
-    fewer, more = sorted((config.num_kv_heads, size))
-    return not (config.num_heads % size or config.intermediate_size % size or more % fewer)
 
 
 class _Floats(TorchFunctionMode):

@@ -12,12 +12,14 @@ from typing import Any
 
 import msgspec
 
+from kvbaton.engine.moe_config import MoeConfig, read_moe
 from kvbaton.engine.quantization.config import Quantization, read_quantization
 from kvbaton.engine.vision_config import VISION_FAMILIES, VisionConfig, VisionFamily, read_vision
 from kvbaton.errors import ConfigError
 
 __all__ = [
     "ModelConfig",
+    "MoeConfig",
     "RopeConfig",
     "VisionConfig",
     "load_model_config",
@@ -35,18 +37,22 @@ class Family:
         qkv_bias: whether query, key and value have a bias; None for whatever ``attention_bias``
             says, of the output projection too.
         qk_norm: every query and key head is normalised before the rotation.
+        rope_theta: the rotation's base where ``config.json`` names none.
     """
 
     qkv_bias: bool | None = None
     qk_norm: bool = False
+    rope_theta: float = 10_000.0
 
 
 ARCHITECTURES = {
     "LlamaForCausalLM": Family(),
     "MistralForCausalLM": Family(qkv_bias=False),
+    "MixtralForCausalLM": Family(qkv_bias=False, rope_theta=1_000_000.0),
     "Qwen2ForCausalLM": Family(qkv_bias=True),
     "Qwen2_5_VLForConditionalGeneration": Family(qkv_bias=True),
     "Qwen3ForCausalLM": Family(qk_norm=True),
+    "Qwen3MoeForCausalLM": Family(qk_norm=True),
     "Qwen3VLForConditionalGeneration": Family(qk_norm=True),
 }
 """What is supported, by the name that ``config.json`` gives."""
@@ -87,6 +93,7 @@ class ModelConfig:
         eos_token_ids: tokens that end a text, ascending.
         vision: its vision tower; None for a model of text only.
         quantization: how its weights are stored; None for floats.
+        moe: its mixtures of experts; None for a model without.
     """
 
     folder: Path
@@ -111,6 +118,7 @@ class ModelConfig:
     eos_token_ids: tuple[int, ...]
     vision: VisionConfig | None = None
     quantization: Quantization | None = None
+    moe: MoeConfig | None = None
 
     def require_vision(self) -> VisionConfig:
         """Its vision tower. Raises `ConfigError` if it has none."""
@@ -208,6 +216,7 @@ def load_model_config(folder: str | Path, dtype: str = "auto") -> ModelConfig:
         eos_token_ids=tuple(sorted(token for token in ids if isinstance(token, int))),
         vision=read_vision(raw.vision_config, architecture, raw.hidden_size, raw.image_token_id),
         quantization=read_quantization(raw.quantization_config),
+        moe=read_moe(content, architecture),
     )
 
 
@@ -305,7 +314,8 @@ def _dtype(raw: _Raw, asked: str) -> str:
 def _rope(raw: _Raw) -> RopeConfig:
     rope = raw.rope_parameters or raw.rope_scaling or _Rope()
     family = VISION_FAMILIES.get(raw.architectures[0])
-    theta = rope.rope_theta or raw.rope_theta or (family.rope_theta if family else 10_000.0)
+    default = (family or ARCHITECTURES[raw.architectures[0]]).rope_theta
+    theta = rope.rope_theta or raw.rope_theta or default
     kind = rope.rope_type or rope.type or "default"
     if family is not None:
         return _multimodal_rope(raw, family, rope.mrope_section, kind, theta)
@@ -352,13 +362,18 @@ def _multimodal_rope(
 
 
 def _windows(raw: _Raw) -> tuple[int, ...]:
-    """Mistral slides in every layer; Qwen in the layers that it names, or the upper ones."""
+    """Mistral slides in every layer; Qwen in the layers that it names, or the upper ones.
+
+    Qwen's mixtures slide in every layer, if at all.
+    """
     layers = range(raw.num_hidden_layers)
     window = raw.sliding_window or 0
-    if raw.architectures[0] == "MistralForCausalLM":
+    if raw.architectures[0] in ("MistralForCausalLM", "MixtralForCausalLM"):
         return tuple(window for _ in layers)
     if raw.architectures[0] == "LlamaForCausalLM" or not raw.use_sliding_window:
         return tuple(0 for _ in layers)
+    if raw.architectures[0] == "Qwen3MoeForCausalLM":
+        return tuple(window for _ in layers)
     if raw.layer_types is None:
         return tuple(window if layer >= raw.max_window_layers else 0 for layer in layers)
     if len(raw.layer_types) != raw.num_hidden_layers:

@@ -12,7 +12,7 @@ from __future__ import annotations
 import argparse
 import json
 import math
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal
@@ -22,17 +22,32 @@ from safetensors.torch import save_file
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, processors, trainers
 from torch import Tensor
 
-Family = Literal["llama", "mistral", "qwen2", "qwen3", "qwen2_5_vl", "qwen3_vl"]
+Family = Literal[
+    "llama", "mistral", "mixtral", "qwen2", "qwen3", "qwen3_moe", "qwen2_5_vl", "qwen3_vl"
+]
 
 ARCHITECTURES: dict[Family, str] = {
     "llama": "LlamaForCausalLM",
     "mistral": "MistralForCausalLM",
+    "mixtral": "MixtralForCausalLM",
     "qwen2": "Qwen2ForCausalLM",
     "qwen3": "Qwen3ForCausalLM",
+    "qwen3_moe": "Qwen3MoeForCausalLM",
     "qwen2_5_vl": "Qwen2_5_VLForConditionalGeneration",
     "qwen3_vl": "Qwen3VLForConditionalGeneration",
 }
 VISION_FAMILIES = ("qwen2_5_vl", "qwen3_vl")
+_EXPERTS: dict[str, dict[str, Any]] = {
+    "mixtral": {"num_local_experts": 8, "num_experts_per_tok": 2},
+    "qwen3_moe": {
+        "num_experts": 8,
+        "num_experts_per_tok": 3,
+        "moe_intermediate_size": 32,
+        "norm_topk_prob": True,
+        "decoder_sparse_step": 1,
+        "mlp_only_layers": [],
+    },
+}
 BOS, EOS, TURN = "<|begin|>", "<|endoftext|>", "<|turn|>"
 TOKENIZER_SIZE = 384
 CORPUS = (
@@ -93,6 +108,7 @@ _TOWERS: dict[str, dict[str, Any]] = {
         "num_position_embeddings": 36,
     },
 }
+_PROJECTIONS = ("gate_proj", "up_proj", "down_proj")
 _CLIP_MEAN = [0.48145466, 0.4578275, 0.40821073]
 _CLIP_STD = [0.26862954, 0.26130258, 0.27577711]
 
@@ -178,8 +194,9 @@ def _config(spec: CheckpointSpec, tokenizer: Tokenizer) -> dict[str, Any]:
         "eos_token_id": tokenizer.token_to_id(EOS),
         "torch_dtype": spec.dtype,
     }
-    if spec.family == "mistral":
+    if spec.family in ("mistral", "mixtral"):
         config["sliding_window"] = None
+    config |= _EXPERTS.get(spec.family, {})
     if spec.family in VISION_FAMILIES:
         config = _nested_config(spec.family, config, tokenizer)
     config |= {"architectures": [ARCHITECTURES[spec.family]], "model_type": spec.family}
@@ -295,21 +312,41 @@ def _shapes(spec: CheckpointSpec, config: dict[str, Any]) -> Iterator[tuple[str,
         yield f"{name}.self_attn.o_proj.weight", (hidden, rows["q"])
         if config.get("attention_bias"):
             yield f"{name}.self_attn.o_proj.bias", (hidden,)
-        if spec.family in ("qwen3", "qwen3_vl"):
+        if spec.family in ("qwen3", "qwen3_moe", "qwen3_vl"):
             yield f"{name}.self_attn.q_norm.weight", (dim,)
             yield f"{name}.self_attn.k_norm.weight", (dim,)
-        for part, shape in (("gate", (middle, hidden)), ("up", (middle, hidden))):
-            yield f"{name}.mlp.{part}_proj.weight", shape
-            if config.get("mlp_bias"):
-                yield f"{name}.mlp.{part}_proj.bias", shape[:1]
-        yield f"{name}.mlp.down_proj.weight", (hidden, middle)
-        if config.get("mlp_bias"):
-            yield f"{name}.mlp.down_proj.bias", (hidden,)
+        if spec.family == "mixtral":
+            block = f"{name}.block_sparse_moe"
+            yield f"{block}.gate.weight", (config["num_local_experts"], hidden)
+            for expert in range(config["num_local_experts"]):
+                yield from _mlp(f"{block}.experts.{expert}", ("w1", "w3", "w2"), hidden, middle)
+        elif (
+            spec.family == "qwen3_moe"
+            and layer not in config["mlp_only_layers"]
+            and (layer + 1) % config["decoder_sparse_step"] == 0
+        ):
+            yield f"{name}.mlp.gate.weight", (config["num_experts"], hidden)
+            for expert in range(config["num_experts"]):
+                size = config["moe_intermediate_size"]
+                yield from _mlp(f"{name}.mlp.experts.{expert}", _PROJECTIONS, hidden, size)
+        else:
+            bias = bool(config.get("mlp_bias"))
+            yield from _mlp(f"{name}.mlp", _PROJECTIONS, hidden, middle, bias=bias)
         yield f"{name}.input_layernorm.weight", (hidden,)
         yield f"{name}.post_attention_layernorm.weight", (hidden,)
     yield f"{head}.norm.weight", (hidden,)
     if not spec.tied:
         yield "lm_head.weight", (spec.vocab_size, hidden)
+
+
+def _mlp(
+    name: str, parts: Sequence[str], hidden: int, middle: int, *, bias: bool = False
+) -> Iterator[tuple[str, tuple[int, ...]]]:
+    """Gate, up and down."""
+    for part, shape in zip(parts, (*[(middle, hidden)] * 2, (hidden, middle)), strict=True):
+        yield f"{name}.{part}.weight", shape
+        if bias:
+            yield f"{name}.{part}.bias", shape[:1]
 
 
 def _tower_shapes(family: str, tower: dict[str, Any]) -> Iterator[tuple[str, tuple[int, ...]]]:

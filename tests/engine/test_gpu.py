@@ -39,7 +39,10 @@ MODELS: dict[str, dict[str, Any]] = {
     "mistral-window": {"family": "mistral", "config": {"sliding_window": 11}},
     "qwen2-windows": {"family": "qwen2", "config": WINDOWS},
     "qwen3": {"family": "qwen3", **SMALL},
+    "mixtral": {"family": "mixtral", **SMALL},
+    "qwen3-moe": {"family": "qwen3_moe", **SMALL},
 }
+MIXTURES = ("mixtral", "qwen3-moe")
 GPU: dict[str, Any] = {
     "device": "cuda", "max_num_seqs": 8, "max_model_len": 512, "max_num_batched_tokens": 512,
 }  # fmt: skip
@@ -85,6 +88,8 @@ def test_mixed_batches_generate_what_transformers_does(
 ) -> None:
     if eager and dtype == "float16":
         pytest.skip("float32 and bfloat16 show it")
+    if name in MIXTURES and dtype != "float32":
+        pytest.skip("two experts that a router rates almost alike change places")
     folder = checkpoint(**MODELS[name])
     driver = drive(folder, dtype=dtype, enforce_eager=eager, **GPU)
     rng = np.random.default_rng(1)

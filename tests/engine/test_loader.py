@@ -168,10 +168,11 @@ def test_dummy_weights_follow_the_seed_and_need_no_files(
 
 @pytest.mark.parametrize("size", [2, 4])
 @pytest.mark.parametrize("load_format", ["auto", "dummy"])
-@pytest.mark.parametrize("family", ["llama", "qwen2"])
+@pytest.mark.parametrize("family", ["llama", "qwen2", "mixtral", "qwen3_moe", "qwen3_moe-experts"])
 def test_ranks_together_are_the_whole_model(
     family: str, load_format: str, size: int, checkpoint: Checkpoint
 ) -> None:
+    family, _, whole_experts = family.partition("-")
     biases = {"config": {"attention_bias": True, "mlp_bias": True}} if family == "llama" else {}
     config = load_model_config(checkpoint(family=family, **biases))
     whole = load_model(config, device=CPU, load_format=load_format)  # type: ignore[arg-type]
@@ -179,7 +180,7 @@ def test_ranks_together_are_the_whole_model(
     found: dict[int, Tensor] = {}
 
     def run(rank: int) -> None:
-        shard = Shard(rank, size, HostCollectives(barrier, rank))
+        shard = Shard(rank, size, HostCollectives(barrier, rank), bool(whole_experts))
         part = load_model(config, device=CPU, load_format=load_format, shard=shard)  # type: ignore[arg-type]
         found[rank] = logits(part)
 
@@ -210,7 +211,7 @@ def test_equal_specs_give_equal_folders(tmp_path: Path) -> None:
         assert path.read_bytes() == (second / path.name).read_bytes(), path.name
 
 
-@pytest.mark.parametrize("family", ["llama", "mistral", "qwen2", "qwen3"])
+@pytest.mark.parametrize("family", ["llama", "mistral", "qwen2", "qwen3", "qwen3_moe"])
 def test_transformers_reads_the_tokenizer(family: str, checkpoint: Checkpoint) -> None:
     from transformers import AutoTokenizer
 

@@ -34,6 +34,24 @@ MODELS: dict[str, dict[str, Any]] = {
     "qwen2": {"family": "qwen2"},
     "qwen2-windows": {"family": "qwen2", "config": QWEN_WINDOWS},
     "qwen3": {"family": "qwen3"},
+    "mixtral": {"family": "mixtral", "shards": 2},
+    "mixtral-window": {"family": "mixtral", "config": {"sliding_window": 11}},
+    "qwen3-moe": {"family": "qwen3_moe"},
+    "qwen3-moe-dense-layers": {
+        "family": "qwen3_moe",
+        "num_layers": 5,
+        "config": {"mlp_only_layers": [1], "decoder_sparse_step": 2, "norm_topk_prob": False},
+    },
+    "qwen3-moe-window": {
+        "family": "qwen3_moe",
+        "config": {"use_sliding_window": True, "sliding_window": 12, "attention_bias": True},
+    },
+}
+MOE = {
+    "architectures": ["Qwen3MoeForCausalLM"],
+    "num_experts": 8,
+    "num_experts_per_tok": 2,
+    "moe_intermediate_size": 32,
 }
 DTYPES = {"float32": 1e-4, "bfloat16": 0.1, "float16": 0.02}
 
@@ -198,6 +216,12 @@ def edit(folder: Path, tmp_path: Path, **changes: Any) -> Path:
         ({"num_key_value_heads": 3}, "num_key_value_heads"),
         ({"num_hidden_layers": 0}, "num_hidden_layers"),
         ({"torch_dtype": "int8"}, "int8"),
+        ({"architectures": ["MixtralForCausalLM"]}, "num_experts_per_tok"),
+        ({"architectures": ["MixtralForCausalLM"], "num_experts_per_tok": 2}, "num_experts 0"),
+        (MOE | {"num_experts_per_tok": 9}, "num_experts_per_tok 9 is not within 1 and 8"),
+        (MOE | {"moe_intermediate_size": 0}, "moe_intermediate_size 0"),
+        (MOE | {"decoder_sparse_step": 0}, "decoder_sparse_step 0"),
+        (MOE | {"mlp_only_layers": 3}, "mlp_only_layers"),
     ],
 )
 def test_what_is_not_supported_is_refused_by_name(

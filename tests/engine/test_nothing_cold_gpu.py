@@ -93,10 +93,11 @@ class Mix:
         return tuple(done)
 
 
+@pytest.mark.parametrize("name", ["llama", "qwen3-moe"])
 def test_no_mix_compiles_or_captures(
-    checkpoint: Callable[..., Path], drive: Any, monkeypatch: pytest.MonkeyPatch
+    name: str, checkpoint: Callable[..., Path], drive: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    spec = MODELS["llama"] | {"max_position_embeddings": 8192}
+    spec = MODELS[name] | {"max_position_embeddings": 8192}
     driver = drive(checkpoint(**spec), **SETTINGS)
     captured: list[int] = []
     capture = DecodeGraphs.capture

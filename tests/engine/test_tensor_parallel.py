@@ -33,7 +33,10 @@ MODELS: dict[str, dict[str, Any]] = {
     "mistral-window": {"family": "mistral", "config": {"sliding_window": 11}},
     "qwen2": {"family": "qwen2"},
     "qwen3": {"family": "qwen3"},
+    "mixtral": {"family": "mixtral"},
+    "qwen3-moe": {"family": "qwen3_moe", "config": {"mlp_only_layers": [0]}},
 }
+WHOLE_EXPERTS = ("mixtral", "qwen3-moe")
 GREEDY = SamplingParams(temperature=0.0, max_tokens=12, ignore_eos=True)
 rng = np.random.default_rng(3)
 SHARED = rng.integers(3, 384, 40).tolist()
@@ -98,6 +101,21 @@ def test_greedy_tokens_are_those_of_one_rank(
     requests = [(prompt, GREEDY) for prompt in PROMPTS]
     one, many = (tokens(served(folder, n).run(requests)) for n in (1, size))
     assert many == one
+
+
+@pytest.mark.parametrize("name", WHOLE_EXPERTS)
+def test_ranks_that_hold_whole_experts_give_the_same(
+    name: str, checkpoint: Checkpoint, served: Any
+) -> None:
+    folder = checkpoint(**MODELS[name])
+    requests = [(prompt, GREEDY) for prompt in PROMPTS]
+    one = tokens(served(folder, 1).run(requests))
+    engine = served(folder, 2, enable_expert_parallel=True)
+    assert tokens(engine.run(requests)) == one
+    for rank, worker in enumerate(engine.executor.workers):
+        experts = worker.model.layers[1].mlp.experts
+        assert experts.first == 4 * rank
+        assert len(experts.gate_up_proj) == len(experts.down_proj) == 4
 
 
 @pytest.mark.parametrize("size", [2, 4])
@@ -223,9 +241,9 @@ def test_the_pools_are_as_large_as_the_smallest_fits(
 @pytest.mark.parametrize(
     ("spec", "size", "told"),
     [
-        ({}, 3, "3 does not divide .* 4 heads, 2 KV heads .* one of 1, 2, 4"),
+        ({}, 3, "3 does not divide .* heads 4, .* KV heads 2; give one of 1, 2, 4"),
         ({"num_heads": 6, "num_kv_heads": 2}, 3, "one of 1, 2$"),
-        ({"intermediate_size": 129}, 2, "intermediate size 129; give one of 1$"),
+        ({"intermediate_size": 129}, 2, "intermediate size 129 .* one of 1$"),
     ],
 )
 def test_a_size_that_does_not_divide_is_refused(
@@ -234,6 +252,35 @@ def test_a_size_that_does_not_divide_is_refused(
     with pytest.raises(ConfigError, match=told) as raised:
         served(checkpoint(**spec), size)
     assert raised.value.field == "--tensor-parallel-size"
+
+
+@pytest.mark.parametrize(
+    ("config", "experts", "told"),
+    [
+        ({"moe_intermediate_size": 33}, False, "experts' intermediate size 33 .* one of 1$"),
+        ({"moe_intermediate_size": 33, "num_experts": 6}, True, None),
+        ({"num_experts": 5}, True, "experts 5 and .* one of 1$"),
+    ],
+)
+def test_what_ranks_split_of_experts_must_be_whole(
+    config: dict[str, Any], experts: bool, told: str | None, checkpoint: Checkpoint, served: Any
+) -> None:
+    folder = checkpoint(family="qwen3_moe", intermediate_size=129, config=config)  # dense: none
+    if told is None:
+        served(folder, 2, enable_expert_parallel=experts)
+        return
+    with pytest.raises(ConfigError, match=told) as raised:
+        served(folder, 2, enable_expert_parallel=experts)
+    assert raised.value.field == "--tensor-parallel-size"
+
+
+@pytest.mark.parametrize("size", [1, 2])
+def test_experts_can_not_be_split_where_there_are_none(
+    size: int, checkpoint: Checkpoint, served: Any
+) -> None:
+    with pytest.raises(ConfigError, match="LlamaForCausalLM has no experts") as raised:
+        served(checkpoint(), size, enable_expert_parallel=True)
+    assert raised.value.field == "--enable-expert-parallel"
 
 
 # --- when one fails ---

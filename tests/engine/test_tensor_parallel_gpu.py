@@ -14,7 +14,7 @@ import torch
 from kvbaton.engine.collectives import AbortedError
 from kvbaton.engine.step import NewSequence, SequenceStep, StepPlan
 from kvbaton.messages.engine import SamplingParams
-from tests.engine.test_gpu import GPU, MODELS, TOLERANCE, check_greedy, random_tokens
+from tests.engine.test_gpu import GPU, MIXTURES, MODELS, TOLERANCE, check_greedy, random_tokens
 from tests.engine.test_tensor_parallel import GREEDY, PROMPTS, Served, tokens
 
 pytestmark = [
@@ -54,6 +54,20 @@ def test_mixed_batches_generate_what_transformers_does(
         check_greedy(reference(folder, dtype), prompt, got, TOLERANCE[dtype])
     first, second = (rank.runner.sequences.tokens.cpu() for rank in driver.executor.workers)
     assert torch.equal(first, second), "ranks sampled different tokens"
+
+
+@pytest.mark.parametrize("whole", [False, True], ids=["split", "whole"])
+@pytest.mark.parametrize("name", MIXTURES)
+def test_experts_generate_what_transformers_does(
+    name: str, whole: bool, checkpoint: Checkpoint, reference: Any, drive: Any
+) -> None:
+    folder = checkpoint(**MODELS[name])
+    driver = drive(folder, dtype="float32", enable_expert_parallel=whole, **TWO)
+    rng = np.random.default_rng(1)
+    for count in (1, 40, 300):
+        prompt = random_tokens(rng, count)
+        got = driver.generate(driver.add(prompt), 12)
+        check_greedy(reference(folder), prompt, got, TOLERANCE["float32"])
 
 
 def test_requests_give_the_tokens_of_one_gpu(checkpoint: Checkpoint) -> None:

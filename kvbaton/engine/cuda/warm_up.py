@@ -14,6 +14,8 @@ from kvbaton.engine.encoder.pool import EncoderPool
 from kvbaton.engine.models.llama import LlamaForCausalLM
 from kvbaton.engine.step import ItemRows, NewSequence, SequenceStep, StepPlan
 from kvbaton.engine.worker import WorkerSettings
+from kvbaton.kernels.fused_moe import token_counts
+from kvbaton.kernels.jit import cdiv
 from kvbaton.kernels.prefill_attention import GRANULE, MIN_QUERIES, cudnn_fits
 from kvbaton.messages.engine import Item, SamplingParams
 from kvbaton.types import ENCODER_BLOCK_ROWS
@@ -87,8 +89,22 @@ class TrialSteps:
 
     def fits(self, tokens: int) -> bool:
         """Whether the pool and the longest sequence hold so many."""
-        cache, most = self._runner.cache, self._runner.sequences.tokens.shape[1] - 2
-        return tokens <= min(most, (cache.num_blocks - 2) * cache.block_size)
+        return tokens <= self._longest and self._held([tokens])
+
+    def split(self, tokens: int) -> list[int]:
+        """So many new tokens, in as few prompts as can be; none if the pool does not hold them."""
+        prompts = cdiv(tokens, self._longest)
+        each, more = divmod(tokens, prompts)
+        counts = [each] * (prompts - more) + [each + 1] * more
+        return counts if self._held(counts) else []
+
+    @property
+    def _longest(self) -> int:
+        return self._runner.sequences.tokens.shape[1] - 2
+
+    def _held(self, counts: Sequence[int]) -> bool:
+        cache = self._runner.cache
+        return sum(cdiv(count, cache.block_size) for count in counts) <= cache.num_blocks - 2
 
 
 def measure_reserve(settings: WorkerSettings, model: LlamaForCausalLM) -> int:
@@ -134,6 +150,7 @@ def warm_up(runner: CudaRunner, config: EngineConfig) -> None:
         if trial.fits(SHORT_CONTEXT + count) and count <= config.max_num_batched_tokens:
             trial.run([count], prefixes=[SHORT_CONTEXT])
     _prompts_beside_decodes(trial, config)
+    _expert_tiles(trial, runner, config)
     _attention_plans(trial, runner, config)
     torch.cuda.synchronize()
     compiled = time.monotonic()
@@ -156,6 +173,15 @@ def _prompts_beside_decodes(trial: TrialSteps, config: EngineConfig) -> None:
     for size in dict.fromkeys((*(1 << power for power in range(most.bit_length())), most)):
         counts = [1] * size + [2, 32]
         if trial.fits(16 * len(counts)) and sum(counts) <= config.max_num_batched_tokens:
+            trial.run(counts)
+
+
+def _expert_tiles(trial: TrialSteps, runner: CudaRunner, config: EngineConfig) -> None:
+    """A step of as many tokens as each form of the experts' products begins with."""
+    moe = runner.model.config.moe
+    for tokens in () if moe is None else token_counts(moe.top_k, moe.num_experts):
+        counts = trial.split(tokens)
+        if 0 < len(counts) <= config.max_num_seqs and tokens <= config.max_num_batched_tokens:
             trial.run(counts)
 
 

@@ -146,11 +146,14 @@ def cuda_executor(
     size = config.tensor_parallel_size
     devices = _devices(config)
     max_model_len = resolve_max_model_len(config.max_model_len, model_config)
-    shards, group = [Shard()], WorkerGroup([CallerThread()])
+    experts = config.enable_expert_parallel
+    shards = [Shard(expert_parallel=experts)]
+    group = WorkerGroup([CallerThread()])
     if size > 1:
         communicators = Communicators(size)
         shards = [
-            Shard(rank, size, NcclCollectives(communicators, rank, size)) for rank in range(size)
+            Shard(rank, size, NcclCollectives(communicators, rank, size), experts)
+            for rank in range(size)
         ]
         group = WorkerGroup(
             rank_threads(size),

@@ -1,7 +1,8 @@
-"""Llama 2, 3, 3.1 and 3.2, and their relatives: Mistral, Qwen2, Qwen2.5, Qwen3 and the VL ones.
+"""Llama 2, 3, 3.1, 3.2 and relatives: Mistral, Mixtral, Qwen2, Qwen2.5, Qwen3, Qwen3-MoE, Qwen-VL.
 
 They differ in which projections have a bias and which heads are normalised (`Family`), in windows,
-and in what turns their heads (`RopeConfig`); all of that is in `ModelConfig`.
+in what turns their heads (`RopeConfig`), and in which layers have experts (`MoeConfig`): all of
+that is in `ModelConfig`.
 """
 
 from __future__ import annotations
@@ -20,6 +21,7 @@ from kvbaton.engine.models.layers import (
     RotaryEmbedding,
     SelfAttention,
 )
+from kvbaton.engine.models.moe import MoE
 
 
 @dataclass(frozen=True)
@@ -45,8 +47,12 @@ class DecoderLayer(nn.Module):
         self.input_norm = RMSNorm(f"{name}.input_layernorm", size, eps)
         self.self_attn = SelfAttention(config, layer, shard)
         self.post_norm = RMSNorm(f"{name}.post_attention_layernorm", size, eps)
-        middle, bias = config.intermediate_size, config.mlp_bias
-        self.mlp = GatedMLP(f"{name}.mlp", size, middle, shard, bias=bias)
+        self.mlp: GatedMLP | MoE
+        if config.moe is not None and config.moe.layers[layer]:
+            self.mlp = MoE(name, size, config.moe, shard)
+        else:
+            middle, bias = config.intermediate_size, config.mlp_bias
+            self.mlp = GatedMLP(f"{name}.mlp", size, middle, shard, bias=bias)
 
     def forward(
         self,

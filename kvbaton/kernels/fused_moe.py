@@ -1,0 +1,324 @@
+"""The experts of a mixture, each over the tokens that its router sent there, as two grouped GEMMs.
+
+An *entry* is a token with one of its experts. Entries are sorted by expert, and each expert's are
+padded to whole blocks of rows, so that every block meets the weights of one expert, whatever the
+balance. Sorting happens on the device, and grids depend on shapes alone, so that a CUDA graph can
+hold all of it. Sources: Gale et al., "MegaBlocks", arXiv 2211.15841; vLLM's ``fused_moe``.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from itertools import pairwise
+
+import torch
+from torch.nn.functional import linear
+
+from kvbaton.kernels.jit import cdiv, jit, next_power_of_2, tl, use_triton
+from kvbaton.kernels.silu_and_mul import silu_and_mul_reference
+
+GROUP = 16
+"""Blocks of rows that walk through the weights together, so that a tile is read once for them."""
+
+COUNT = 1024
+"""Entries that a program of the sort looks at together."""
+
+
+@dataclass(frozen=True)
+class Tile:
+    """How a product is cut into programs.
+
+    Attributes:
+        rows: entries of a block.
+        columns: rows of the weight; half of each of gate and up.
+        depth_bytes: of a row of the weight at a time.
+        warps: of a program.
+        stages: loads in flight.
+    """
+
+    rows: int
+    columns: int
+    depth_bytes: int
+    warps: int
+    stages: int
+
+
+TILES = {
+    16: Tile(16, 64, 256, 4, 4),
+    128: Tile(64, 128, 128, 4, 3),
+    1 << 31: Tile(128, 128, 128, 8, 3),
+}
+"""By the most entries that an expert has on average."""
+
+
+def tile_of(tokens: int, top_k: int, num_experts: int) -> Tile:
+    """The tile for so many tokens."""
+    return next(tile for most, tile in TILES.items() if tokens * top_k <= most * num_experts)
+
+
+def token_counts(top_k: int, num_experts: int) -> list[int]:
+    """Fewest tokens for which each tile is taken: kernels are compiled for each."""
+    return [1, *(most * num_experts // top_k + 1 for most in list(TILES)[:-1])]
+
+
+def fused_moe(
+    x: torch.Tensor,
+    gate_up: torch.Tensor,
+    down: torch.Tensor,
+    weights: torch.Tensor,
+    ids: torch.Tensor,
+    *,
+    first_expert: int = 0,
+    num_experts: int | None = None,
+) -> torch.Tensor:
+    """Compute out[t] = sum over k of weights[t, k] * mlp(ids[t, k], x[t]), held experts only.
+
+    mlp(e, x) = down[e] @ (silu(gate) * up), where [gate, up] = gate_up[e] @ x.
+
+    Args:
+        x: [T, H], contiguous.
+        gate_up: [E, 2 * M, H], contiguous: the experts held.
+        down: [E, H, M], contiguous.
+        weights: [T, K], of any float dtype, contiguous.
+        ids: [T, K] int32, contiguous: numbers of experts, different ones for each token.
+        first_expert: number of the first expert held; what others would compute is left out.
+        num_experts: how many `ids` tells apart; None for those held.
+
+    Returns:
+        [T, H], dtype of `x`.
+    """
+    if not use_triton(x):
+        return fused_moe_reference(x, gate_up, down, weights, ids, first_expert=first_expert)
+    out = torch.empty_like(x)
+    tokens, top_k = ids.shape
+    if not tokens:
+        return out
+    held, size, middle = down.shape
+    tile = tile_of(tokens, top_k, num_experts or held)
+    rows = _sort(ids, first_expert, held, tile.rows)
+    hidden = torch.empty((tokens * top_k, middle), dtype=x.dtype, device=x.device)
+    _product(x, gate_up, hidden, rows, tile, top_k, gated=True)
+    parts = torch.empty((tokens * top_k, size), dtype=x.dtype, device=x.device)
+    _product(hidden, down, parts, rows, tile, 1, gated=False)
+    block = min(1024, next_power_of_2(size))
+    _sum_kernel[(tokens, cdiv(size, block))](
+        parts, weights, ids, out, first_expert, held,
+        SIZE=size, TOP_K=top_k, BLOCK=block, num_warps=4,
+    )  # fmt: skip
+    return out
+
+
+def fused_moe_reference(
+    x: torch.Tensor,
+    gate_up: torch.Tensor,
+    down: torch.Tensor,
+    weights: torch.Tensor,
+    ids: torch.Tensor,
+    *,
+    first_expert: int = 0,
+) -> torch.Tensor:
+    """Plain torch for `fused_moe`: one product per expert that has tokens; ids of any integer."""
+    out = torch.zeros_like(x)
+    experts, order = (ids.flatten() - first_expert).sort(stable=True)
+    numbers = torch.arange(len(down) + 1, dtype=experts.dtype, device=x.device)
+    bounds = torch.searchsorted(experts, numbers).tolist()
+    for expert, (begin, end) in enumerate(pairwise(bounds)):
+        if begin == end:
+            continue
+        entries = order[begin:end]
+        tokens = entries // ids.shape[1]
+        hidden = silu_and_mul_reference(linear(x[tokens], gate_up[expert]))
+        parts = linear(hidden, down[expert]) * weights.flatten()[entries, None]
+        out.index_add_(0, tokens, parts.to(x.dtype))
+    return out
+
+
+@dataclass(frozen=True)
+class _Rows:
+    """Entries in the order of their experts.
+
+    Attributes:
+        entries: [blocks * rows of a block] int32; the number of all entries where there is none.
+        experts: [blocks] int32, which of the experts held.
+        used: [1] int32: how many of `entries` there are.
+    """
+
+    entries: torch.Tensor
+    experts: torch.Tensor
+    used: torch.Tensor
+
+
+def _sort(ids: torch.Tensor, first: int, held: int, rows: int) -> _Rows:
+    entries = ids.numel()
+    # No more experts than entries have any, and each wastes less than a block.
+    blocks = cdiv(entries + min(entries, held) * (rows - 1), rows)
+    scratch = torch.empty(blocks * (rows + 1) + held + 1, dtype=torch.int32, device=ids.device)
+    counts, used = scratch[:held], scratch[held : held + 1]
+    experts = scratch[held + 1 : held + 1 + blocks]
+    order = scratch[held + 1 + blocks :]
+    _count_kernel[(held,)](ids, counts, entries, first, COUNT=COUNT, num_warps=4)
+    _place_kernel[(held,)](
+        ids, counts, order, experts, used, entries, first,
+        HELD=held, BLOCK_E=next_power_of_2(held), ROWS=rows, COUNT=COUNT, num_warps=4,
+    )  # fmt: skip
+    return _Rows(order, experts, used)
+
+
+def _product(
+    x: torch.Tensor,
+    weight: torch.Tensor,
+    out: torch.Tensor,
+    rows: _Rows,
+    tile: Tile,
+    top_k: int,
+    *,
+    gated: bool,
+) -> None:
+    """out[entry] = weight[its expert] @ x[entry // top_k], or the gated form of it."""
+    size, depth = out.shape[1], x.shape[1]
+    columns = tile.columns // 2 if gated else tile.columns
+    blocks = len(rows.experts)
+    _gemm_kernel[(blocks * cdiv(size, columns),)](
+        x, weight, out, rows.entries, rows.experts, rows.used, len(out), blocks,
+        SIZE=size, DEPTH=depth, TOP_K=top_k, GATED=gated,
+        BLOCK_M=tile.rows, BLOCK_N=columns, BLOCK_K=tile.depth_bytes // x.itemsize, GROUP=GROUP,
+        num_warps=tile.warps, num_stages=tile.stages,
+    )  # fmt: skip
+
+
+@jit("entries", "first")
+def _count_kernel(
+    ids: tl.tensor,
+    counts: tl.tensor,
+    entries: tl.tensor,
+    first: tl.tensor,
+    COUNT: tl.constexpr,
+) -> None:
+    """One program per expert held: how many entries it has."""
+    expert = tl.program_id(0)
+    found = tl.zeros([COUNT], tl.int32)
+    for start in tl.range(0, entries, COUNT):
+        entry = start + tl.arange(0, COUNT)
+        chosen = tl.load(ids + entry, mask=entry < entries, other=-1)
+        found += (chosen == expert + first).to(tl.int32)
+    tl.store(counts + expert, tl.sum(found, axis=0))
+
+
+@jit("order", "experts", "used", "entries", "first")
+def _place_kernel(
+    ids: tl.tensor,
+    counts: tl.tensor,
+    order: tl.tensor,
+    experts: tl.tensor,
+    used: tl.tensor,
+    entries: tl.tensor,
+    first: tl.tensor,
+    HELD: tl.constexpr,
+    BLOCK_E: tl.constexpr,
+    ROWS: tl.constexpr,
+    COUNT: tl.constexpr,
+) -> None:
+    """One program per expert held: lists its entries, in their order, behind those before it."""
+    expert = tl.program_id(0)
+    other = tl.arange(0, BLOCK_E)
+    padded = tl.load(counts + other, mask=other < HELD, other=0)
+    padded = (padded + ROWS - 1) // ROWS * ROWS
+    begin = tl.sum(tl.where(other < expert, padded, 0), axis=0)
+    end = begin + tl.sum(tl.where(other == expert, padded, 0), axis=0)
+    if expert == 0:
+        tl.store(used, tl.sum(padded, axis=0))
+    for block in tl.range(begin // ROWS, end // ROWS):
+        tl.store(experts + block, expert)
+    place = begin
+    for start in tl.range(0, entries, COUNT):
+        entry = start + tl.arange(0, COUNT)
+        chosen = tl.load(ids + entry, mask=entry < entries, other=-1)
+        mine = (chosen == expert + first).to(tl.int32)
+        tl.store(order + place + tl.cumsum(mine, axis=0) - 1, entry, mask=mine > 0)
+        place += tl.sum(mine, axis=0)
+    rest = place + tl.arange(0, ROWS)
+    tl.store(order + rest, rest * 0 + entries, mask=rest < end)
+
+
+@jit("order", "experts", "used", "entries", "blocks")
+def _gemm_kernel(
+    x: tl.tensor,
+    weight: tl.tensor,
+    out: tl.tensor,
+    order: tl.tensor,
+    experts: tl.tensor,
+    used: tl.tensor,
+    entries: tl.tensor,
+    blocks: tl.tensor,
+    SIZE: tl.constexpr,
+    DEPTH: tl.constexpr,
+    TOP_K: tl.constexpr,
+    GATED: tl.constexpr,
+    BLOCK_M: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    BLOCK_K: tl.constexpr,
+    GROUP: tl.constexpr,
+) -> None:
+    """One program: a block of entries times BLOCK_N rows of its expert's weight.
+
+    With GATED these are rows of gate and as many of up, and silu(gate) * up is what it writes,
+    rounded as by `silu_and_mul`.
+    """
+    tiles: tl.constexpr = (SIZE + BLOCK_N - 1) // BLOCK_N
+    program = tl.program_id(0)
+    leader = program // (GROUP * tiles) * GROUP
+    together = tl.minimum(blocks - leader, GROUP)
+    turn = program % (GROUP * tiles)
+    block = leader + turn % together
+    if block * BLOCK_M < tl.load(used):
+        entry = tl.load(order + block * BLOCK_M + tl.arange(0, BLOCK_M))
+        column = turn // together * BLOCK_N + tl.arange(0, BLOCK_N)
+        inner = tl.arange(0, BLOCK_K)
+        there, inside = (entry < entries)[:, None], (column < SIZE)[:, None]
+        inputs = x + (entry // TOP_K).to(tl.int64)[:, None] * DEPTH + inner[None, :]
+        expert = tl.load(experts + block).to(tl.int64)
+        first_row = expert * (2 * SIZE if GATED else SIZE)
+        weights = weight + (first_row + column)[:, None] * DEPTH + inner[None, :]
+        acc = tl.zeros([BLOCK_M, BLOCK_N], tl.float32)
+        up = tl.zeros([BLOCK_M, BLOCK_N], tl.float32)
+        for k in tl.range(0, DEPTH, BLOCK_K):
+            left = (inner < DEPTH - k)[None, :]
+            a = tl.load(inputs + k, mask=there & left, other=0.0)
+            w = tl.load(weights + k, mask=inside & left, other=0.0)
+            acc = tl.dot(a, tl.trans(w), acc, input_precision="ieee")
+            if GATED:
+                w = tl.load(weights + SIZE * DEPTH + k, mask=inside & left, other=0.0)
+                up = tl.dot(a, tl.trans(w), up, input_precision="ieee")
+        result = acc.to(out.dtype.element_ty)
+        if GATED:
+            wide = result.to(tl.float32)
+            wide = (wide / (1.0 + tl.exp(-wide))).to(result.dtype).to(tl.float32)
+            result = (wide * up.to(result.dtype).to(tl.float32)).to(result.dtype)
+        target = out + entry.to(tl.int64)[:, None] * SIZE + column[None, :]
+        tl.store(target, result, mask=there & (column < SIZE)[None, :])
+
+
+@jit("first")
+def _sum_kernel(
+    parts: tl.tensor,
+    weights: tl.tensor,
+    ids: tl.tensor,
+    out: tl.tensor,
+    first: tl.tensor,
+    held: tl.tensor,
+    SIZE: tl.constexpr,
+    TOP_K: tl.constexpr,
+    BLOCK: tl.constexpr,
+) -> None:
+    """One program per token and BLOCK columns; what other ranks' experts left is not read."""
+    token = tl.program_id(0).to(tl.int64)
+    column = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+    inside = column < SIZE
+    acc = tl.zeros([BLOCK], tl.float32)
+    for choice in tl.static_range(TOP_K):
+        entry = token * TOP_K + choice
+        expert = tl.load(ids + entry) - first
+        here = (expert >= 0) & (expert < held)
+        part = tl.load(parts + entry * SIZE + column, mask=inside & here, other=0.0)
+        acc += tl.load(weights + entry).to(tl.float32) * part.to(tl.float32)
+    tl.store(out + token * SIZE + column, acc.to(out.dtype.element_ty), mask=inside)

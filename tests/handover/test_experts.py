@@ -1,0 +1,47 @@
+"""Mixtures of experts through P and D: the tokens of transformers, however the ranks split them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.engine.test_models import generate
+from tests.handover.pair import Pair
+from tests.handover.prompts import prompt_of
+
+TWO: dict[str, Any] = {"tensor_parallel_size": 2}
+EXPERTS: dict[str, Any] = TWO | {"enable_expert_parallel": True}
+
+
+@pytest.mark.parametrize(
+    ("family", "p", "d"),
+    [
+        ("mixtral", {}, {}),
+        ("mixtral", EXPERTS, TWO),
+        ("qwen3_moe", {}, EXPERTS),
+        ("qwen3_moe", TWO, {}),
+    ],
+    ids=["mixtral", "mixtral-experts-to-two", "qwen3_moe-one-to-experts", "qwen3_moe-two-to-one"],
+)
+def test_tokens_are_those_of_transformers(
+    family: str,
+    p: dict[str, Any],
+    d: dict[str, Any],
+    checkpoint: Callable[..., Path],
+    reference: Any,
+) -> None:
+    folder = checkpoint(family=family)
+    pair = Pair(folder, p=p, d=d)
+    try:
+        for length in (1, 5, 50):
+            prompt = prompt_of(length)
+            _, at_d = pair.hand_over(prompt, max_tokens=12)
+            assert at_d.result() == generate(reference(folder), list(prompt), 12)
+        pair.settle()
+        transferred = pair.d.counters()['kvbaton_prompt_tokens_total{source="transferred"}']
+        assert transferred == 56
+    finally:
+        pair.close()

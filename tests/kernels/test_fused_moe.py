@@ -1,0 +1,139 @@
+"""Experts and their router against plain torch in fp64, whatever the balance."""
+
+from typing import Any
+
+import pytest
+import torch
+
+from kvbaton.kernels import fused_moe as module
+from kvbaton.kernels.fused_moe import fused_moe, fused_moe_reference, tile_of, token_counts
+from kvbaton.kernels.topk_softmax import topk_softmax, topk_softmax_reference
+
+
+def make_experts(
+    place: Any, experts: int, size: int, middle: int
+) -> tuple[torch.Tensor, torch.Tensor]:
+    gate_up = place.randn(experts, 2 * middle, size) * size**-0.5
+    return gate_up, place.randn(experts, size, middle) * middle**-0.5
+
+
+def make_routes(place: Any, tokens: int, experts: int, top_k: int, skew: float) -> Any:
+    """Weights and ids; with `skew` most tokens choose the same experts, and some nobody."""
+    scores = torch.randn(tokens, experts) + skew * torch.randn(experts)
+    weights, ids = scores.softmax(-1).topk(top_k)
+    return weights.to(place.device, place.dtype), ids.int().to(place.device)
+
+
+def wide(*tensors: torch.Tensor) -> list[torch.Tensor]:
+    return [x.cpu().double() if x.is_floating_point() else x.cpu() for x in tensors]
+
+
+@pytest.mark.parametrize("seed", range(8))
+def test_any_shape_and_balance(place: Any, seed: int) -> None:
+    draw = torch.Generator().manual_seed(seed)
+
+    def one_of(first: int, last: int) -> int:
+        return int(torch.randint(first, last + 1, (), generator=draw))
+
+    tokens, experts = one_of(1, 70), one_of(4, 16)
+    top_k = one_of(1, min(8, experts))
+    size, middle = 8 * one_of(1, 20), 8 * one_of(1, 10)
+    x, (gate_up, down) = place.randn(tokens, size), make_experts(place, experts, size, middle)
+    routes = make_routes(place, tokens, experts, top_k, skew=float(seed % 4))
+    expected = fused_moe_reference(*wide(x, gate_up, down, *routes))
+    place.close(fused_moe(x, gate_up, down, *routes), expected)
+
+
+def test_experts_without_tokens_and_one_with_all(place: Any) -> None:
+    x, (gate_up, down) = place.randn(40, 32), make_experts(place, 6, 32, 16)
+    gate_up[[0, 2, 5]] = torch.nan  # nobody goes there
+    weights = place.randn(40, 2)
+    ids = torch.tensor([[4, 1]] * 39 + [[3, 4]], dtype=torch.int32, device=place.device)
+    expected = fused_moe_reference(*wide(x, gate_up, down, weights, ids))
+    place.close(fused_moe(x, gate_up, down, weights, ids), expected)
+
+
+@pytest.mark.parametrize("size", [2, 4])
+def test_ranges_of_experts_add_up(place: Any, size: int) -> None:
+    x, (gate_up, down) = place.randn(33, 48), make_experts(place, 8, 48, 24)
+    weights, ids = make_routes(place, 33, 8, 3, skew=2.0)
+    total = torch.zeros(33, 48, dtype=torch.float64)
+    for first in range(0, 8, 8 // size):
+        held = slice(first, first + 8 // size)
+        share: dict[str, Any] = {"first_expert": first, "num_experts": 8}
+        total += fused_moe(x, gate_up[held], down[held], weights, ids, **share).double().cpu()
+    place.close(total, fused_moe_reference(*wide(x, gate_up, down, weights, ids)))
+
+
+@pytest.mark.parametrize("tokens", token_counts(2, 4))
+def test_every_tile(place: Any, tokens: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    if place.device.type == "cpu":  # products of fewer rows, which the interpreter can do
+        monkeypatch.setattr(module, "TILES", dict(zip((4, 8, 99), module.TILES.values())))  # noqa: B905
+        tokens = {33: 9, 257: 17}.get(tokens, tokens)
+    x, (gate_up, down) = place.randn(tokens, 160), make_experts(place, 4, 160, 72)
+    routes = make_routes(place, tokens, 4, 2, skew=1.0)
+    expected = fused_moe_reference(*wide(x, gate_up, down, *routes))
+    place.close(fused_moe(x, gate_up, down, *routes), expected)
+
+
+def test_no_tokens(place: Any) -> None:
+    gate_up, down = make_experts(place, 4, 16, 8)
+    x, weights = place.randn(0, 16), place.randn(0, 2)
+    ids = torch.zeros((0, 2), dtype=torch.int32, device=place.device)
+    assert fused_moe(x, gate_up, down, weights, ids).shape == (0, 16)
+    assert topk_softmax(weights, 1, renormalize=True, dtype=place.dtype)[1].shape == (0, 1)
+
+
+def test_token_counts_reach_every_tile() -> None:
+    for top_k, experts in ((2, 8), (8, 128), (8, 256), (3, 7)):
+        tiles = [tile_of(tokens, top_k, experts) for tokens in token_counts(top_k, experts)]
+        assert tiles == list(module.TILES.values())
+
+
+@pytest.mark.parametrize("renormalize", [True, False])
+@pytest.mark.parametrize(("experts", "top_k"), [(4, 1), (8, 2), (60, 4), (128, 8), (16, 16)])
+def test_routes_are_those_of_torch(place: Any, experts: int, top_k: int, renormalize: bool) -> None:
+    logits = torch.stack([torch.randperm(experts) for _ in range(20)])  # no two are equal
+    logits = (logits * 0.25 - 3).to(place.device, place.dtype)
+    options: dict[str, Any] = {"renormalize": renormalize, "dtype": torch.float32}
+    weights, ids = topk_softmax(logits, top_k, **options)
+    expected, where = topk_softmax_reference(logits.cpu(), top_k, **options)
+    assert ids.dtype == torch.int32
+    assert torch.equal(ids.cpu(), where)
+    torch.testing.assert_close(weights.cpu(), expected)
+    narrow = topk_softmax(logits, top_k, renormalize=renormalize, dtype=place.dtype)[0]
+    assert torch.equal(narrow, weights.to(place.dtype))
+
+
+def test_experts_stay_in_range_whatever_the_logits(place: Any) -> None:
+    logits = torch.tensor([[torch.nan] * 5, [-torch.inf] * 5, [torch.inf, torch.nan, 0, 1, 2]])
+    _, ids = topk_softmax(
+        logits.to(place.device, place.dtype), 5, renormalize=True, dtype=place.dtype
+    )
+    assert [sorted(row) for row in ids.tolist()] == [list(range(5))] * 3
+
+
+@pytest.mark.gpu
+def test_a_graph_follows_what_the_router_chooses() -> None:
+    """Captured once, replayed with other tokens and another balance; no step waits for the host."""
+    if not torch.cuda.is_available():
+        pytest.skip("no CUDA device")
+    torch.manual_seed(5)
+    x, logits = (torch.randn(24, size, device="cuda").bfloat16() for size in (256, 16))
+    gate_up = (torch.randn(16, 256, 256, device="cuda") / 16).bfloat16()
+    down = (torch.randn(16, 256, 128, device="cuda") / 16).bfloat16()
+
+    def layer() -> torch.Tensor:
+        routes = topk_softmax(logits, 4, renormalize=True, dtype=torch.bfloat16)
+        return fused_moe(x, gate_up, down, *routes)
+
+    layer()
+    torch.cuda.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        out = layer()
+    for skew in (0.0, 3.0, 9.0):
+        x.normal_()
+        logits.normal_().add_(skew * torch.randn(16, device="cuda").bfloat16())
+        graph.replay()
+        assert torch.equal(out, layer())
