@@ -306,6 +306,24 @@ def test_a_peer_that_could_write_is_fenced_though_it_cannot_be_reached_again(
     assert transport.fenced, "the link of the session before lets it write still"
 
 
+@pytest.mark.parametrize("expected", [True, False])
+@pytest.mark.parametrize("side", [Prefill, Decode])
+def test_a_peer_that_is_gone_already_is_told_in_one_line(
+    make: Make, hub: MemoryHub, side: type[Node], expected: bool, caplog: pytest.LogCaptureFixture
+) -> None:
+    """A peer's failure is expected and needs no traceback; an error of ours keeps its own."""
+    fickle, hostile = Fickle("fickle", hub=hub), Hostile("hostile", hub)
+    fickle.connects, hostile.broken = False, "connect"
+    transport = fickle if expected else hostile
+    p = make(Prefill, transport if side is Prefill else None)
+    d = make(Decode, transport if side is Decode else None)
+    d.thread.submit(SetMembers(frozenset({p.channel.address})))
+    wait(lambda: bool(caplog.records), p, d)
+    told, name = caplog.records[0], "d" if side is Prefill else "p"
+    assert told.getMessage() == f"can't reach {name}" + ": can't be reached" * expected
+    assert bool(told.exc_info) is not expected
+
+
 def test_a_memory_that_cannot_be_summed_fails_its_attempt_only(
     make: Make, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -17,6 +17,7 @@ from kvbaton.connectors.base import Peer, Transport
 from kvbaton.connectors.channel import ControlChannel
 from kvbaton.connectors.layout import KVLayout
 from kvbaton.connectors.protocol.events import PeerGone, SendMessage, Tick
+from kvbaton.errors import LocalProtocolError, TransferError
 from kvbaton.messages.control import Hello, RankCard, Welcome, encode_control
 from kvbaton.types import Attempt, NodeId
 
@@ -135,11 +136,19 @@ class TransferWorker(Generic[EventT, ActionT]):
             self._events.popleft()
 
     def error(self, what: str, *args: object) -> None:
-        """Count the exception being handled, and log it while it is no flood."""
+        """Count the exception being handled, and log it while it is no flood.
+
+        What a peer or the way to it causes takes one line; a traceback means a fault of ours.
+        """
         self.counters["errors"] += 1
         count = int(self.counters["errors"])
-        if count <= MAX_LOGGED_ERRORS or count % MAX_LOGGED_ERRORS == 0:
-            logger.error(what, *args, exc_info=sys.exc_info()[1])
+        if count > MAX_LOGGED_ERRORS and count % MAX_LOGGED_ERRORS:
+            return
+        error = sys.exc_info()[1]
+        if isinstance(error, TransferError) and not isinstance(error, LocalProtocolError):
+            logger.warning(f"{what}: %s", *args, error)  # noqa: G004
+        else:
+            logger.error(what, *args, exc_info=error)
 
     def poll(self, now: float) -> bool:
         """Look at all that moves by itself, and at timers; whether to look again at once."""
