@@ -106,13 +106,19 @@ def test_a_pair_whose_prefill_node_has_a_store(fresh: Cluster, tmp_path: Path) -
     pair = Pair(p, d, fresh.model)
     said = [pair.tokens(prompt, max_tokens=12) for prompt in PROMPTS]
     pair.forget()
-    before, at_d = pair.at_p(), pair.at_d()
-    assert [pair.tokens(prompt, max_tokens=12) for prompt in PROMPTS] == said
-    moved, got = pair.at_p() - before, pair.at_d() - at_d
-    total = sum(map(len, PROMPTS))
-    assert moved("kvbaton_prompt_tokens_total", source="store") >= len(PROMPTS) * BLOCKS * 16
-    assert moved("kvbaton_prompt_tokens_total", source="computed") <= len(PROMPTS) * 16
-    assert got("kvbaton_prompt_tokens_total", source="transferred") == total
+    at_d = pair.at_d()
+    for prompt, answer in zip(PROMPTS, said, strict=True):
+        before = pair.at_p()
+        assert pair.tokens(prompt, max_tokens=12) == answer
+        settle(p, d)
+        moved = pair.at_p() - before
+        # If P is done before D's reservation arrives, it runs the prompt again, out of its cache
+        # but for the tail, which fills no block.
+        runs = 1 + moved("kvbaton_transfers_revived_total")
+        assert moved("kvbaton_prompt_tokens_total", source="store") == BLOCKS * 16
+        assert moved("kvbaton_prompt_tokens_total", source="computed") == runs * (len(prompt) % 16)
+    got = pair.at_d() - at_d
+    assert got("kvbaton_prompt_tokens_total", source="transferred") == sum(map(len, PROMPTS))
     assert got("kvbaton_prompt_tokens_total", source="computed") == 0
     pair.close_books()
 
