@@ -432,6 +432,25 @@ def test_an_abort_stops_what_nobody_else_wants(house: House) -> None:
     assert house.encoder.encoded == {digest_of(1): 1}
 
 
+def test_what_is_being_encoded_when_its_request_is_aborted_is_kept(house: House) -> None:
+    """Whoever asks for it next, be it while it is made or later, finds it."""
+    house.add(prompt("0", (1, 32), 3, (2, 40)))
+    house.turn()
+    assert house.items.core.in_flight
+    house.emit(house.scheduler.abort("0"))
+    house.add(prompt("1", (1, 32), 5))
+    house.run()
+    assert house.encoder.encoded == {digest_of(1): 1}, "and what was not begun is not made"
+    house.check_stream("1")
+    house.add(prompt("2", (3, 33), 3))
+    house.turn()
+    house.emit(house.scheduler.abort("2"))
+    house.run()
+    house.add(prompt("3", (3, 33), 3))
+    house.run()
+    assert house.encoder.encoded[digest_of(3)] == 1
+
+
 def test_both_choices_wait_for_what_both_lack() -> None:
     house = House(2, ToyEncoder(delays=(6,)), num_blocks=200)
     house.add(prompt("0", (1, 33), 3, n=2, max_tokens=30))

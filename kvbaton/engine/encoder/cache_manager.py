@@ -102,7 +102,7 @@ class PendingEncode:
         key: of the output.
         transfer: the hand-over that may bring it.
         has_data: whether it can be encoded there.
-        needs: who wait for it.
+        needs: who wait for it; nobody, if they left while a step computed it.
     """
 
     request_id: str
@@ -221,10 +221,19 @@ class EncoderCacheManager(ItemOutputs, KVConnector):
         pending = self._pending.get(need.key)
         if pending is not None and need in pending.needs:
             pending.needs.remove(need)
-            if not pending.needs:
+            # What a step computes already becomes cache: who asks again (a router's next attempt
+            # does) must find it.
+            if not pending.needs and not self._is_computing(pending):
                 self._finish(pending.request_id)
                 self._asked = True
                 self.core.abort(AbortRequest(request_id=pending.request_id))
+
+    def _is_computing(self, pending: PendingEncode) -> bool:
+        return any(
+            scheduled.sequence.request.request_id == pending.request_id
+            for step in self.core.scheduler.in_flight
+            for scheduled in step.scheduled
+        )
 
     # --- pending outputs ---
 
@@ -293,7 +302,7 @@ class EncoderCacheManager(ItemOutputs, KVConnector):
     def _ended(self, output: Output) -> None:
         """A request of the core is over. If all went well, its blocks are in the cache now."""
         pending = self._finish(output.request_id)
-        if pending is None:
+        if pending is None or not pending.needs:
             return
         if output.finish_reason != "length":
             self._fail(pending, output.error or f"it ended with {output.finish_reason}")
