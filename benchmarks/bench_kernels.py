@@ -24,6 +24,7 @@ from kvbaton.kernels.copy_tokens import copy_tokens
 from kvbaton.kernels.decode_attention import decode_attention
 from kvbaton.kernels.digest import block_sums
 from kvbaton.kernels.fused_moe import fused_moe, fused_moe_reference
+from kvbaton.kernels.fused_topk import fused_topk
 from kvbaton.kernels.merge_attention_states import merge_attention_states
 from kvbaton.kernels.paged_prefill_attention import paged_prefill_attention
 from kvbaton.kernels.prefill_attention import PrefillBatch, prefill_attention
@@ -32,7 +33,6 @@ from kvbaton.kernels.rope_write import rope_write
 from kvbaton.kernels.running_sums import add_sums
 from kvbaton.kernels.silu_and_mul import silu_and_mul
 from kvbaton.kernels.skinny_linear import Workspace, skinny_linear, wins
-from kvbaton.kernels.topk_softmax import topk_softmax
 
 LAYERS, HIDDEN, HEADS, KV_HEADS, HEAD_DIM = 32, 4096, 32, 8, 128
 FFN, VOCABULARY, BLOCK_SIZE = 14336, 128256, 16
@@ -130,12 +130,12 @@ def bench_experts() -> Iterator[Row]:
         down = randn(experts, size, middle, std=0.02)
         for tokens in (1, 8, 32, 128, 512, 2048, 8192):
             logits, x = randn(tokens, experts), randn(tokens, size)
-            route = partial(topk_softmax, logits, top_k, renormalize=True, dtype=x.dtype)
+            route = partial(fused_topk, logits, top_k, renormalize=True, dtype=x.dtype)
             weights, ids = route()
             hit = int(torch.bincount(ids.flatten()).count_nonzero())
             case = f"{name} {tokens} tokens"
             moved, work = 6 * hit * size * middle, 6 * tokens * top_k * size * middle
-            yield Row("topk_softmax", case, time_calls([route] * COPIES))
+            yield Row("fused_topk", case, time_calls([route] * COPIES))
             grouped = time_calls([partial(fused_moe, x, gate_up, down, weights, ids)])
             loop = partial(fused_moe_reference, x, gate_up, down, weights, ids)
             loop()

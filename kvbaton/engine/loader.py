@@ -144,8 +144,7 @@ def shard_files(folder: Path) -> list[Path]:
 
 def _check_shard(config: ModelConfig, shard: Shard) -> None:
     """Ranks get equal parts; with fewer KV heads than ranks, as many share each."""
-    split = {"heads": config.num_heads}
-    moe = config.moe
+    moe, split = config.moe, {"heads": config.num_heads}
     if moe is None or not all(moe.layers):
         split["intermediate size"] = config.intermediate_size
     if moe is not None and shard.expert_parallel:
@@ -154,6 +153,8 @@ def _check_shard(config: ModelConfig, shard: Shard) -> None:
         split["experts' intermediate size"] = moe.intermediate_size
     elif shard.expert_parallel:
         raise ConfigError("--enable-expert-parallel", f"{config.architecture} has no experts")
+    if moe is not None and moe.shared_intermediate_size:
+        split["shared experts' intermediate size"] = moe.shared_intermediate_size
 
     def fits(size: int) -> bool:
         fewer, more = sorted((config.num_kv_heads, size))

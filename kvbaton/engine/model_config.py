@@ -6,9 +6,9 @@ Needs neither torch nor transformers, so that the HTTP process may read it too.
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import msgspec
 
@@ -38,22 +38,33 @@ class Family:
             says, of the output projection too.
         qk_norm: every query and key head is normalised before the rotation.
         rope_theta: the rotation's base where ``config.json`` names none.
+        windows: which layers have the sliding window: all; those that ``layer_types`` names, else
+            the ``upper`` ones, from ``max_window_layers`` on; or those that it names and no others.
+        window_switch: and only with ``use_sliding_window``.
+        max_window_layers: where ``config.json`` names none.
     """
 
     qkv_bias: bool | None = None
     qk_norm: bool = False
     rope_theta: float = 10_000.0
+    windows: Literal["none", "all", "upper", "listed"] = "none"
+    window_switch: bool = False
+    max_window_layers: int = 28
 
 
+_QWEN2 = Family(qkv_bias=True, windows="upper", window_switch=True)
+_QWEN3 = Family(qk_norm=True, windows="upper", window_switch=True)
 ARCHITECTURES = {
+    "Dots1ForCausalLM": Family(qk_norm=True, windows="upper", max_window_layers=62),
     "LlamaForCausalLM": Family(),
-    "MistralForCausalLM": Family(qkv_bias=False),
-    "MixtralForCausalLM": Family(qkv_bias=False, rope_theta=1_000_000.0),
-    "Qwen2ForCausalLM": Family(qkv_bias=True),
-    "Qwen2_5_VLForConditionalGeneration": Family(qkv_bias=True),
-    "Qwen3ForCausalLM": Family(qk_norm=True),
-    "Qwen3MoeForCausalLM": Family(qk_norm=True),
-    "Qwen3VLForConditionalGeneration": Family(qk_norm=True),
+    "MistralForCausalLM": Family(qkv_bias=False, windows="all"),
+    "MixtralForCausalLM": Family(qkv_bias=False, windows="all", rope_theta=1_000_000.0),
+    "Qwen2ForCausalLM": _QWEN2,
+    "Qwen2MoeForCausalLM": replace(_QWEN2, windows="listed"),
+    "Qwen2_5_VLForConditionalGeneration": _QWEN2,
+    "Qwen3ForCausalLM": _QWEN3,
+    "Qwen3MoeForCausalLM": replace(_QWEN3, windows="all"),
+    "Qwen3VLForConditionalGeneration": _QWEN3,
 }
 """What is supported, by the name that ``config.json`` gives."""
 
@@ -163,7 +174,7 @@ class _Raw(msgspec.Struct):
     partial_rotary_factor: float | None = None
     sliding_window: int | None = None
     use_sliding_window: bool = False
-    max_window_layers: int = 28
+    max_window_layers: int | None = None
     layer_types: list[str] | None = None
     eos_token_id: int | list[int] | None = None
     dtype: str | None = None
@@ -212,7 +223,7 @@ def load_model_config(folder: str | Path, dtype: str = "auto") -> ModelConfig:
         output_bias=raw.attention_bias and family.qkv_bias is None,
         qk_norm=family.qk_norm,
         mlp_bias=raw.mlp_bias,
-        windows=_windows(raw),
+        windows=_windows(raw, family),
         eos_token_ids=tuple(sorted(token for token in ids if isinstance(token, int))),
         vision=read_vision(raw.vision_config, architecture, raw.hidden_size, raw.image_token_id),
         quantization=read_quantization(raw.quantization_config),
@@ -361,21 +372,18 @@ def _multimodal_rope(
     )
 
 
-def _windows(raw: _Raw) -> tuple[int, ...]:
-    """Mistral slides in every layer; Qwen in the layers that it names, or the upper ones.
-
-    Qwen's mixtures slide in every layer, if at all.
-    """
-    layers = range(raw.num_hidden_layers)
-    window = raw.sliding_window or 0
-    if raw.architectures[0] in ("MistralForCausalLM", "MixtralForCausalLM"):
-        return tuple(window for _ in layers)
-    if raw.architectures[0] == "LlamaForCausalLM" or not raw.use_sliding_window:
-        return tuple(0 for _ in layers)
-    if raw.architectures[0] == "Qwen3MoeForCausalLM":
-        return tuple(window for _ in layers)
+def _windows(raw: _Raw, family: Family) -> tuple[int, ...]:
+    """Of each layer; see `Family.windows`."""
+    count, window = raw.num_hidden_layers, raw.sliding_window or 0
+    if family.windows == "none" or (family.window_switch and not raw.use_sliding_window):
+        return (0,) * count
+    if family.windows == "all":
+        return (window,) * count
+    if raw.layer_types is None and family.windows == "listed":
+        raise ConfigError("--model", "sliding_window needs layer_types, which says what it is for")
     if raw.layer_types is None:
-        return tuple(window if layer >= raw.max_window_layers else 0 for layer in layers)
-    if len(raw.layer_types) != raw.num_hidden_layers:
+        first = family.max_window_layers if raw.max_window_layers is None else raw.max_window_layers
+        return tuple(window if layer >= first else 0 for layer in range(count))
+    if len(raw.layer_types) != count:
         raise ConfigError("--model", "layer_types and num_hidden_layers differ in length")
     return tuple(window if kind == "sliding_attention" else 0 for kind in raw.layer_types)

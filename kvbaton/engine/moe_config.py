@@ -20,25 +20,37 @@ class MoeFamily:
     Attributes:
         block: name of a mixture within its layer, in checkpoints.
         projections: names of an expert's gate, up and down projection there.
+        shared_experts: name of the MLP that all tokens go through there.
+        shared_gate: name of what gates it, by the sigmoid of a product with each token; if any.
         intermediate_size: the field with the experts' intermediate size.
         norm_topk_prob: as in `MoeConfig`; None for whatever ``norm_topk_prob`` says.
-        float32_weights: see `MoeConfig`.
+        float32_weights: the experts' weights stay float32; else they are rounded to the model's
+            dtype.
+        sigmoid: experts are rated by sigmoids of logits in float32, and chosen by these plus a
+            bias, from the best groups; else by a softmax of logits.
     """
 
     block: str = "mlp"
     projections: tuple[str, str, str] = ("gate_proj", "up_proj", "down_proj")
+    shared_experts: str = "shared_experts"
+    shared_gate: str | None = None
     intermediate_size: str = "moe_intermediate_size"
     norm_topk_prob: bool | None = None
     float32_weights: bool = False
+    sigmoid: bool = False
 
 
 MOE_FAMILIES = {
+    "Dots1ForCausalLM": MoeFamily(float32_weights=True, sigmoid=True),
     "MixtralForCausalLM": MoeFamily(
         block="block_sparse_moe",
         projections=("w1", "w3", "w2"),
         intermediate_size="intermediate_size",
         norm_topk_prob=True,
         float32_weights=True,
+    ),
+    "Qwen2MoeForCausalLM": MoeFamily(
+        shared_experts="shared_expert", shared_gate="shared_expert_gate"
     ),
     "Qwen3MoeForCausalLM": MoeFamily(),
 }
@@ -50,13 +62,16 @@ class MoeConfig:
     """The mixtures of experts of a model.
 
     Attributes:
-        family: its names in checkpoints.
+        family: what its architecture says.
         layers: of each layer, whether it has a mixture instead of one MLP.
-        num_experts: experts of a layer.
+        num_experts: experts of a layer, shared ones aside.
         top_k: experts that a token goes through.
         intermediate_size: of each expert.
+        shared_intermediate_size: of the MLP that all tokens go through; 0 for none.
         norm_topk_prob: the weights of a token's experts are scaled to add up to 1.
-        float32_weights: these weights stay float32; else they are rounded to the model's dtype.
+        routed_scaling_factor: times this.
+        num_groups: equal parts of the experts.
+        top_groups: groups that a token may choose from.
     """
 
     family: MoeFamily
@@ -64,22 +79,32 @@ class MoeConfig:
     num_experts: int
     top_k: int
     intermediate_size: int
+    shared_intermediate_size: int = 0
     norm_topk_prob: bool
-    float32_weights: bool
+    routed_scaling_factor: float = 1.0
+    num_groups: int = 1
+    top_groups: int = 1
 
 
-class _Raw(msgspec.Struct):
+class _RawMoe(msgspec.Struct):
     """The fields of ``config.json`` that we read, under their own names."""
 
     num_hidden_layers: int
     num_experts_per_tok: int
     num_experts: int | None = None
     num_local_experts: int | None = None
+    n_routed_experts: int | None = None
+    n_shared_experts: int | None = None
+    shared_expert_intermediate_size: int | None = None
     intermediate_size: int = 0
     moe_intermediate_size: int = 0
-    norm_topk_prob: bool = False
+    norm_topk_prob: bool | None = None
+    routed_scaling_factor: float = 1.0
+    n_group: int | None = None
+    topk_group: int | None = None
     decoder_sparse_step: int = 1
     mlp_only_layers: list[int] | None = None
+    first_k_dense_replace: int | None = None
 
 
 def read_moe(content: Mapping[str, Any], architecture: str) -> MoeConfig | None:
@@ -96,29 +121,41 @@ def read_moe(content: Mapping[str, Any], architecture: str) -> MoeConfig | None:
     if family is None:
         return None
     try:
-        raw = msgspec.convert(content, _Raw)
+        raw = msgspec.convert(content, _RawMoe)
     except msgspec.ValidationError as error:
         raise ConfigError("--model", f"config.json of {architecture}: {error}") from error
-    experts, top_k = raw.num_experts or raw.num_local_experts or 0, raw.num_experts_per_tok
-    intermediate_size: int = getattr(raw, family.intermediate_size)
-    for name, value, most in (
+    experts = raw.num_experts or raw.num_local_experts or raw.n_routed_experts or 0
+    groups, top_groups = raw.n_group or 1, raw.topk_group or 1
+    middle: int = getattr(raw, family.intermediate_size)
+    shared = raw.shared_expert_intermediate_size or (raw.n_shared_experts or 0) * middle
+    sizes = [
         ("num_experts", experts, 1 << 15),
-        ("num_experts_per_tok", top_k, experts),
-        (family.intermediate_size, intermediate_size, 1 << 31),
+        (family.intermediate_size, middle, 1 << 31),
         ("decoder_sparse_step", raw.decoder_sparse_step, 1 << 31),
-    ):
+        ("n_group", groups, experts // 2 if groups > 1 else 1),
+        ("topk_group", top_groups, groups),
+        ("num_experts_per_tok", raw.num_experts_per_tok, experts // max(1, groups) * top_groups),
+    ]
+    for name, value, most in sizes:
         if not 1 <= value <= most:
             raise ConfigError("--model", f"config.json: {name} {value} is not within 1 and {most}")
+    if experts % groups:
+        raise ConfigError("--model", f"config.json: n_group {groups} does not divide {experts}")
     dense, step = raw.mlp_only_layers or (), raw.decoder_sparse_step
+    first = raw.first_k_dense_replace or 0
     norm = raw.norm_topk_prob if family.norm_topk_prob is None else family.norm_topk_prob
     return MoeConfig(
         family=family,
         layers=tuple(
-            layer not in dense and (layer + 1) % step == 0 for layer in range(raw.num_hidden_layers)
+            layer >= first and layer not in dense and (layer + 1) % step == 0
+            for layer in range(raw.num_hidden_layers)
         ),
         num_experts=experts,
-        top_k=top_k,
-        intermediate_size=intermediate_size,
-        norm_topk_prob=norm,
-        float32_weights=family.float32_weights,
+        top_k=raw.num_experts_per_tok,
+        intermediate_size=middle,
+        shared_intermediate_size=shared,
+        norm_topk_prob=bool(norm),
+        routed_scaling_factor=raw.routed_scaling_factor,
+        num_groups=groups,
+        top_groups=top_groups,
     )

@@ -23,14 +23,25 @@ from tokenizers import Tokenizer, decoders, models, pre_tokenizers, processors, 
 from torch import Tensor
 
 Family = Literal[
-    "llama", "mistral", "mixtral", "qwen2", "qwen3", "qwen3_moe", "qwen2_5_vl", "qwen3_vl"
+    "dots1",
+    "llama",
+    "mistral",
+    "mixtral",
+    "qwen2",
+    "qwen2_moe",
+    "qwen3",
+    "qwen3_moe",
+    "qwen2_5_vl",
+    "qwen3_vl",
 ]
 
 ARCHITECTURES: dict[Family, str] = {
+    "dots1": "Dots1ForCausalLM",
     "llama": "LlamaForCausalLM",
     "mistral": "MistralForCausalLM",
     "mixtral": "MixtralForCausalLM",
     "qwen2": "Qwen2ForCausalLM",
+    "qwen2_moe": "Qwen2MoeForCausalLM",
     "qwen3": "Qwen3ForCausalLM",
     "qwen3_moe": "Qwen3MoeForCausalLM",
     "qwen2_5_vl": "Qwen2_5_VLForConditionalGeneration",
@@ -38,7 +49,29 @@ ARCHITECTURES: dict[Family, str] = {
 }
 VISION_FAMILIES = ("qwen2_5_vl", "qwen3_vl")
 _EXPERTS: dict[str, dict[str, Any]] = {
+    "dots1": {
+        "n_routed_experts": 8,
+        "n_shared_experts": 2,
+        "num_experts_per_tok": 3,
+        "moe_intermediate_size": 32,
+        "first_k_dense_replace": 1,
+        "norm_topk_prob": True,
+        "routed_scaling_factor": 2.5,
+        "n_group": 4,
+        "topk_group": 2,
+        "sliding_window": None,
+        "max_window_layers": 62,
+    },
     "mixtral": {"num_local_experts": 8, "num_experts_per_tok": 2},
+    "qwen2_moe": {
+        "num_experts": 8,
+        "num_experts_per_tok": 3,
+        "moe_intermediate_size": 32,
+        "shared_expert_intermediate_size": 48,
+        "norm_topk_prob": False,
+        "decoder_sparse_step": 1,
+        "mlp_only_layers": [],
+    },
     "qwen3_moe": {
         "num_experts": 8,
         "num_experts_per_tok": 3,
@@ -307,28 +340,16 @@ def _shapes(spec: CheckpointSpec, config: dict[str, Any]) -> Iterator[tuple[str,
         rows["v"] = rows["k"]
         for part, size in rows.items():
             yield f"{name}.self_attn.{part}_proj.weight", (size, hidden)
-            if spec.family in ("qwen2", "qwen2_5_vl") or config.get("attention_bias"):
+            if spec.family in ("qwen2", "qwen2_moe", "qwen2_5_vl") or config.get("attention_bias"):
                 yield f"{name}.self_attn.{part}_proj.bias", (size,)
         yield f"{name}.self_attn.o_proj.weight", (hidden, rows["q"])
         if config.get("attention_bias"):
             yield f"{name}.self_attn.o_proj.bias", (hidden,)
-        if spec.family in ("qwen3", "qwen3_moe", "qwen3_vl"):
+        if spec.family in ("dots1", "qwen3", "qwen3_moe", "qwen3_vl"):
             yield f"{name}.self_attn.q_norm.weight", (dim,)
             yield f"{name}.self_attn.k_norm.weight", (dim,)
-        if spec.family == "mixtral":
-            block = f"{name}.block_sparse_moe"
-            yield f"{block}.gate.weight", (config["num_local_experts"], hidden)
-            for expert in range(config["num_local_experts"]):
-                yield from _mlp(f"{block}.experts.{expert}", ("w1", "w3", "w2"), hidden, middle)
-        elif (
-            spec.family == "qwen3_moe"
-            and layer not in config["mlp_only_layers"]
-            and (layer + 1) % config["decoder_sparse_step"] == 0
-        ):
-            yield f"{name}.mlp.gate.weight", (config["num_experts"], hidden)
-            for expert in range(config["num_experts"]):
-                size = config["moe_intermediate_size"]
-                yield from _mlp(f"{name}.mlp.experts.{expert}", _PROJECTIONS, hidden, size)
+        if layer in _layers_of_experts(spec, config):
+            yield from _expert_shapes(spec.family, name, config)
         else:
             bias = bool(config.get("mlp_bias"))
             yield from _mlp(f"{name}.mlp", _PROJECTIONS, hidden, middle, bias=bias)
@@ -337,6 +358,39 @@ def _shapes(spec: CheckpointSpec, config: dict[str, Any]) -> Iterator[tuple[str,
     yield f"{head}.norm.weight", (hidden,)
     if not spec.tied:
         yield "lm_head.weight", (spec.vocab_size, hidden)
+
+
+def _layers_of_experts(spec: CheckpointSpec, config: dict[str, Any]) -> list[int]:
+    if spec.family not in _EXPERTS:
+        return []
+    step, dense = config.get("decoder_sparse_step", 1), config.get("mlp_only_layers", [])
+    first = config.get("first_k_dense_replace", 0)
+    return [i for i in range(first, spec.num_layers) if i not in dense and (i + 1) % step == 0]
+
+
+def _expert_shapes(
+    family: str, layer: str, config: dict[str, Any]
+) -> Iterator[tuple[str, tuple[int, ...]]]:
+    """Router, experts and shared experts of a layer."""
+    block, parts = f"{layer}.mlp", _PROJECTIONS
+    if family == "mixtral":
+        block, parts = f"{layer}.block_sparse_moe", ("w1", "w3", "w2")
+    hidden = config["hidden_size"]
+    middle = config.get("moe_intermediate_size", config["intermediate_size"])
+    counts = ("num_experts", "num_local_experts", "n_routed_experts")
+    experts = next(config[name] for name in counts if name in config)
+    yield f"{block}.gate.weight", (experts, hidden)
+    if family == "dots1":
+        yield f"{block}.gate.e_score_correction_bias", (experts,)
+    for expert in range(experts):
+        yield from _mlp(f"{block}.experts.{expert}", parts, hidden, middle)
+    if family == "dots1":
+        shared = config["n_shared_experts"] * middle
+        yield from _mlp(f"{block}.shared_experts", parts, hidden, shared)
+    if family == "qwen2_moe":
+        shared = config["shared_expert_intermediate_size"]
+        yield from _mlp(f"{block}.shared_expert", parts, hidden, shared)
+        yield f"{block}.shared_expert_gate.weight", (1, hidden)
 
 
 def _mlp(
@@ -397,7 +451,7 @@ def _weights(spec: CheckpointSpec, config: dict[str, Any]) -> Iterator[tuple[str
         noise = torch.randn(shape, generator=generator)
         if len(shape) == 1 and name.endswith(".weight"):
             value = 1 + 0.2 * noise
-        elif name.endswith(".bias"):
+        elif name.endswith("bias"):
             value = 0.2 * noise
         elif name.endswith("embed_tokens.weight"):
             value = noise * (0.3 if spec.tied else 1.0)

@@ -39,10 +39,12 @@ MODELS: dict[str, dict[str, Any]] = {
     "mistral-window": {"family": "mistral", "config": {"sliding_window": 11}},
     "qwen2-windows": {"family": "qwen2", "config": WINDOWS},
     "qwen3": {"family": "qwen3", **SMALL},
+    "dots1": {"family": "dots1", **SMALL},
     "mixtral": {"family": "mixtral", **SMALL},
+    "qwen2-moe": {"family": "qwen2_moe", **SMALL},
     "qwen3-moe": {"family": "qwen3_moe", **SMALL},
 }
-MIXTURES = ("mixtral", "qwen3-moe")
+MIXTURES = ("dots1", "mixtral", "qwen2-moe", "qwen3-moe")
 GPU: dict[str, Any] = {
     "device": "cuda", "max_num_seqs": 8, "max_model_len": 512, "max_num_batched_tokens": 512,
 }  # fmt: skip

@@ -36,6 +36,12 @@ MODELS: dict[str, dict[str, Any]] = {
     "qwen3": {"family": "qwen3"},
     "mixtral": {"family": "mixtral", "shards": 2},
     "mixtral-window": {"family": "mixtral", "config": {"sliding_window": 11}},
+    "dots1": {"family": "dots1", "num_layers": 3},
+    "dots1-windows": {
+        "family": "dots1",
+        "config": {"sliding_window": 11, "max_window_layers": 1, "n_group": 1, "topk_group": 1},
+    },
+    "qwen2-moe": {"family": "qwen2_moe"},
     "qwen3-moe": {"family": "qwen3_moe"},
     "qwen3-moe-dense-layers": {
         "family": "qwen3_moe",
@@ -53,6 +59,7 @@ MOE = {
     "num_experts_per_tok": 2,
     "moe_intermediate_size": 32,
 }
+SLIDING = {"use_sliding_window": True, "sliding_window": 8}
 DTYPES = {"float32": 1e-4, "bfloat16": 0.1, "float16": 0.02}
 
 
@@ -222,6 +229,14 @@ def edit(folder: Path, tmp_path: Path, **changes: Any) -> Path:
         (MOE | {"moe_intermediate_size": 0}, "moe_intermediate_size 0"),
         (MOE | {"decoder_sparse_step": 0}, "decoder_sparse_step 0"),
         (MOE | {"mlp_only_layers": 3}, "mlp_only_layers"),
+        (MOE | {"n_group": 3, "topk_group": 3}, "n_group 3 does not divide 8"),
+        (MOE | {"n_group": 8}, "n_group 8 is not within 1 and 4"),
+        (MOE | {"n_group": 2, "topk_group": 3}, "topk_group 3 is not within 1 and 2"),
+        (MOE | {"n_group": 4, "num_experts_per_tok": 3}, "num_experts_per_tok 3"),
+        (
+            MOE | SLIDING | {"architectures": ["Qwen2MoeForCausalLM"]},
+            "sliding_window needs layer_types",
+        ),
     ],
 )
 def test_what_is_not_supported_is_refused_by_name(

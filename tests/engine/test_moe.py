@@ -9,33 +9,96 @@ from typing import Any
 import pytest
 import torch
 
+from kvbaton.engine.collectives import Shard
 from kvbaton.engine.loader import load_model
 from kvbaton.engine.model_config import load_model_config
-from kvbaton.engine.moe_config import read_moe
+from kvbaton.engine.models.layers import pieces_of
+from kvbaton.engine.models.moe import MoE
+from kvbaton.engine.moe_config import MoeConfig, MoeFamily, read_moe
+from tests.engine.quantized_files import quantized_folders
 
 CLOSE = {"float32": 1e-5, "float16": 4e-3, "bfloat16": 3e-2}
 CPU = torch.device("cpu")
 
 
 @pytest.mark.parametrize("dtype", CLOSE)
-@pytest.mark.parametrize("family", ["mixtral", "qwen3_moe"])
+@pytest.mark.parametrize("family", ["dots1", "mixtral", "qwen2_moe", "qwen3_moe"])
 def test_a_layer_is_that_of_transformers(
     family: str, dtype: str, checkpoint: Callable[..., Path], reference: Any
 ) -> None:
-    folder = checkpoint(family=family)
-    ours: Any = load_model(load_model_config(folder, dtype), device=CPU).layers
+    folder = checkpoint(family=family, dtype=dtype)
+    ours: Any = load_model(load_model_config(folder), device=CPU).layers
     theirs = reference(folder, dtype).model.layers
-    for layer in range(2):
+    for layer in range(family == "dots1", 2):  # its first is dense
         x = torch.randn(50, 64, generator=torch.Generator().manual_seed(layer))
         x = x.to(getattr(torch, dtype))
         with torch.inference_mode():
             weights, ids = ours[layer].mlp.gate(x)
             _, their_weights, their_ids = theirs[layer].mlp.gate(x)
             out, expected = ours[layer].mlp(x), theirs[layer].mlp(x[None])[0]
-        assert torch.equal(ids, their_ids.int())
         assert weights.dtype == their_weights.dtype
-        assert torch.equal(weights, their_weights)
+        at, their_at = ids.argsort(-1), their_ids.argsort(-1)  # theirs come in any order
+        assert torch.equal(ids.gather(1, at), their_ids.gather(1, their_at).int())
+        torch.testing.assert_close(weights.gather(1, at), their_weights.gather(1, their_at))
         torch.testing.assert_close(out, expected, atol=CLOSE[dtype], rtol=CLOSE[dtype])
+
+
+def test_a_mixture_of_deepseek_v3_is_that_of_transformers() -> None:
+    from transformers import DeepseekV3Config
+    from transformers.models.deepseek_v3.modeling_deepseek_v3 import DeepseekV3MoE
+
+    config = DeepseekV3Config(
+        hidden_size=48,
+        moe_intermediate_size=16,
+        n_routed_experts=32,
+        num_experts_per_tok=6,
+        n_group=8,
+        topk_group=3,
+    )
+    family = MoeFamily(float32_weights=True, sigmoid=True)
+    moe = MoeConfig(
+        family=family,
+        layers=(True,),
+        num_experts=32,
+        top_k=6,
+        intermediate_size=16,
+        shared_intermediate_size=16,
+        norm_topk_prob=True,
+        routed_scaling_factor=2.5,
+        num_groups=8,
+        top_groups=3,
+    )
+    torch.manual_seed(3)
+    theirs: Any = DeepseekV3MoE(config)
+    ours: Any = MoE("layer", 48, moe, Shard())
+    for piece in pieces_of(ours):
+        piece.target.normal_(0, 0.2)
+    with torch.inference_mode():
+        theirs.gate.weight.copy_(ours.gate.weight)
+        theirs.gate.e_score_correction_bias.copy_(ours.gate.bias)
+        theirs.experts.gate_up_proj.copy_(ours.experts.gate_up_proj)
+        theirs.experts.down_proj.copy_(ours.experts.down_proj)
+        gate, up = ours.shared_experts.mlp.gate_up_proj.weight.chunk(2)
+        theirs.shared_experts.gate_proj.weight.copy_(gate)
+        theirs.shared_experts.up_proj.weight.copy_(up)
+        theirs.shared_experts.down_proj.weight.copy_(ours.shared_experts.mlp.down_proj.weight)
+        x = torch.randn(70, 48)
+        torch.testing.assert_close(ours(x), theirs(x[None])[0], atol=1e-5, rtol=1e-4)
+
+
+@pytest.mark.parametrize("kind", ["fp8-block", "packed"])
+def test_ranks_take_whole_quantised_experts(
+    kind: str, checkpoint: Callable[..., Path], tmp_path: Path
+) -> None:
+    source = checkpoint(family="qwen3_moe", config={"norm_topk_prob": False})
+    folders = quantized_folders(source, tmp_path, kind)
+    for rank in range(2):
+        shard = Shard(rank, 2, expert_parallel=True)
+        found, wanted = (
+            load_model(load_model_config(x), device=CPU, shard=shard).state_dict() for x in folders
+        )
+        assert found.keys() == wanted.keys()
+        assert all(torch.equal(found[name], wanted[name]) for name in wanted)
 
 
 def test_which_layers_have_experts() -> None:

@@ -21,10 +21,11 @@ EXPERTS: dict[str, Any] = TWO | {"enable_expert_parallel": True}
     [
         ("mixtral", {}, {}),
         ("mixtral", EXPERTS, TWO),
+        ("dots1", EXPERTS, {}),
         ("qwen3_moe", {}, EXPERTS),
         ("qwen3_moe", TWO, {}),
     ],
-    ids=["mixtral", "mixtral-experts-to-two", "qwen3_moe-one-to-experts", "qwen3_moe-two-to-one"],
+    ids=["one-one", "experts-two", "experts-one", "one-experts", "two-one"],
 )
 def test_tokens_are_those_of_transformers(
     family: str,

@@ -7,7 +7,7 @@ import torch
 
 from kvbaton.kernels import fused_moe as module
 from kvbaton.kernels.fused_moe import fused_moe, fused_moe_reference, tile_of, token_counts
-from kvbaton.kernels.topk_softmax import topk_softmax, topk_softmax_reference
+from kvbaton.kernels.fused_topk import fused_topk, fused_topk_reference
 
 
 def make_experts(
@@ -81,7 +81,7 @@ def test_no_tokens(place: Any) -> None:
     x, weights = place.randn(0, 16), place.randn(0, 2)
     ids = torch.zeros((0, 2), dtype=torch.int32, device=place.device)
     assert fused_moe(x, gate_up, down, weights, ids).shape == (0, 16)
-    assert topk_softmax(weights, 1, renormalize=True, dtype=place.dtype)[1].shape == (0, 1)
+    assert fused_topk(weights, 1, renormalize=True, dtype=place.dtype)[1].shape == (0, 1)
 
 
 def test_token_counts_reach_every_tile() -> None:
@@ -96,21 +96,44 @@ def test_routes_are_those_of_torch(place: Any, experts: int, top_k: int, renorma
     logits = torch.stack([torch.randperm(experts) for _ in range(20)])  # no two are equal
     logits = (logits * 0.25 - 3).to(place.device, place.dtype)
     options: dict[str, Any] = {"renormalize": renormalize, "dtype": torch.float32}
-    weights, ids = topk_softmax(logits, top_k, **options)
-    expected, where = topk_softmax_reference(logits.cpu(), top_k, **options)
+    weights, ids = fused_topk(logits, top_k, **options)
+    expected, where = fused_topk_reference(logits.cpu(), top_k, **options)
     assert ids.dtype == torch.int32
     assert torch.equal(ids.cpu(), where)
     torch.testing.assert_close(weights.cpu(), expected)
-    narrow = topk_softmax(logits, top_k, renormalize=renormalize, dtype=place.dtype)[0]
+    narrow = fused_topk(logits, top_k, renormalize=renormalize, dtype=place.dtype)[0]
     assert torch.equal(narrow, weights.to(place.dtype))
+
+
+@pytest.mark.parametrize(
+    ("experts", "groups", "top_groups", "top_k"), [(256, 8, 4, 8), (12, 3, 2, 4), (16, 1, 1, 6)]
+)
+def test_routes_of_groups_are_those_of_torch(
+    place: Any, experts: int, groups: int, top_groups: int, top_k: int
+) -> None:
+    logits, bias = place.randn(30, experts), torch.randn(experts, device=place.device)
+    options: dict[str, Any] = {
+        "renormalize": True,
+        "dtype": torch.float32,
+        "num_groups": groups,
+        "top_groups": top_groups,
+        "scale": 2.5,
+    }
+    weights, ids = fused_topk(logits, top_k, bias=bias, **options)
+    expected, where = fused_topk_reference(logits.cpu(), top_k, bias=bias.cpu(), **options)
+    assert torch.equal(ids.cpu(), where)
+    torch.testing.assert_close(weights.cpu(), expected)
 
 
 def test_experts_stay_in_range_whatever_the_logits(place: Any) -> None:
     logits = torch.tensor([[torch.nan] * 5, [-torch.inf] * 5, [torch.inf, torch.nan, 0, 1, 2]])
-    _, ids = topk_softmax(
-        logits.to(place.device, place.dtype), 5, renormalize=True, dtype=place.dtype
-    )
+    options: dict[str, Any] = {"renormalize": True, "dtype": place.dtype}
+    _, ids = fused_topk(logits.to(place.device, place.dtype), 5, **options)
     assert [sorted(row) for row in ids.tolist()] == [list(range(5))] * 3
+    bias = torch.zeros(6, device=place.device)
+    logits = torch.full((1, 6), torch.nan, device=place.device)
+    _, ids = fused_topk(logits, 4, bias=bias, num_groups=3, top_groups=2, **options)
+    assert sorted(ids[0].tolist()) == [0, 1, 2, 3]
 
 
 @pytest.mark.gpu
@@ -124,7 +147,7 @@ def test_a_graph_follows_what_the_router_chooses() -> None:
     down = (torch.randn(16, 256, 128, device="cuda") / 16).bfloat16()
 
     def layer() -> torch.Tensor:
-        routes = topk_softmax(logits, 4, renormalize=True, dtype=torch.bfloat16)
+        routes = fused_topk(logits, 4, renormalize=True, dtype=torch.bfloat16)
         return fused_moe(x, gate_up, down, *routes)
 
     layer()

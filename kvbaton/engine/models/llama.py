@@ -1,4 +1,4 @@
-"""Llama 2, 3, 3.1, 3.2 and relatives: Mistral, Mixtral, Qwen2, Qwen2.5, Qwen3, Qwen3-MoE, Qwen-VL.
+"""Llama 2 and 3, Mistral, Mixtral, Qwen2, Qwen2.5, Qwen3, the MoE and VL ones of these, dots.llm1.
 
 They differ in which projections have a bias and which heads are normalised (`Family`), in windows,
 in what turns their heads (`RopeConfig`), and in which layers have experts (`MoeConfig`): all of

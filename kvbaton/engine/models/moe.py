@@ -3,40 +3,65 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from dataclasses import replace
 
 import torch
 from torch import Tensor, nn
 
-from kvbaton.engine.collectives import Shard
-from kvbaton.engine.models.layers import Piece, WeightedModule, new_weight, product
+from kvbaton.engine.collectives import Alone, Shard
+from kvbaton.engine.models.layers import (
+    ColumnLinear,
+    GatedMLP,
+    Piece,
+    WeightedModule,
+    new_weight,
+    product,
+)
 from kvbaton.engine.moe_config import MoeConfig
 from kvbaton.kernels.fused_moe import fused_moe
-from kvbaton.kernels.topk_softmax import topk_softmax
+from kvbaton.kernels.fused_topk import fused_topk
 
 
 class Router(WeightedModule):
     """Chooses the experts of each token; every rank holds all of it and chooses the same.
 
-    Source: Shazeer et al., "Outrageously Large Neural Networks", arXiv 1701.06538.
+    Attributes:
+        weight: [experts, size]; float32 if logits are.
+        bias: [experts] float32: steers the choice alone; see `fused_topk`.
     """
 
     def __init__(self, name: str, size: int, moe: MoeConfig) -> None:
         super().__init__()
         self.name, self.moe = name, moe
         self.weight = new_weight(moe.num_experts, size)
+        self.bias: nn.Parameter | None = None
+        if moe.family.sigmoid:
+            shapes = (moe.num_experts, size), (moe.num_experts,)
+            self.weight, self.bias = (
+                nn.Parameter(torch.empty(shape, dtype=torch.float32), requires_grad=False)
+                for shape in shapes
+            )
 
     def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
-        """[tokens, size] to weights and numbers of experts, each [tokens, top_k].
-
-        Probabilities are a softmax in float32 over all experts.
-        """
-        moe, logits = self.moe, product(x, self.weight, None)
-        dtype = torch.float32 if moe.float32_weights else logits.dtype
-        return topk_softmax(logits, moe.top_k, renormalize=moe.norm_topk_prob, dtype=dtype)
+        """[tokens, size] to weights and numbers of experts, each [tokens, top_k]."""
+        moe = self.moe
+        return fused_topk(
+            product(x.to(self.weight.dtype), self.weight, None),
+            moe.top_k,
+            renormalize=moe.norm_topk_prob,
+            dtype=torch.float32 if moe.family.float32_weights else x.dtype,
+            bias=self.bias,
+            num_groups=moe.num_groups,
+            top_groups=moe.top_groups,
+            scale=moe.routed_scaling_factor,
+        )
 
     def pieces(self) -> Iterator[Piece]:
-        """Its weight."""
+        """Its weight, and its bias if it has one."""
         yield Piece(f"{self.name}.weight", tuple(self.weight.shape), self.weight)
+        if self.bias is not None:
+            shape = tuple(self.bias.shape)
+            yield Piece(f"{self.name}.e_score_correction_bias", shape, self.bias)
 
 
 class Experts(WeightedModule):
@@ -87,8 +112,27 @@ class Experts(WeightedModule):
             yield Piece(f"{name}.{down}.weight", (size, total), target, 1, self.start)
 
 
+class SharedExperts(nn.Module):
+    """The MLP that all tokens go through; a rank's part of it, which is not summed yet."""
+
+    def __init__(self, name: str, size: int, moe: MoeConfig, shard: Shard) -> None:
+        super().__init__()
+        family, middle = moe.family, moe.shared_intermediate_size
+        unsummed = replace(shard, collectives=Alone())
+        self.mlp = GatedMLP(f"{name}.{family.shared_experts}", size, middle, unsummed, bias=False)
+        self.gate: ColumnLinear | None = None
+        if family.shared_gate is not None:
+            parts = [(f"{name}.{family.shared_gate}", 1, (0, 1))]
+            self.gate = ColumnLinear(size, parts, bias=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """[tokens, size] to [tokens, size]."""
+        out: Tensor = self.mlp(x)
+        return out if self.gate is None else out.mul_(self.gate(x).sigmoid_())
+
+
 class MoE(nn.Module):
-    """Router and experts, in the place of an MLP.
+    """Router, experts and shared experts, in the place of an MLP.
 
     Args:
         layer: the layer's name in checkpoints.
@@ -103,7 +147,12 @@ class MoE(nn.Module):
         self.shard = shard
         self.gate = Router(f"{name}.gate", size, moe)
         self.experts = Experts(f"{name}.experts", size, moe, shard)
+        shared = moe.shared_intermediate_size > 0
+        self.shared_experts = SharedExperts(name, size, moe, shard) if shared else None
 
     def forward(self, x: Tensor) -> Tensor:
         """[tokens, size] to [tokens, size]."""
-        return self.shard.collectives.all_reduce(self.experts(x, *self.gate(x)))
+        out: Tensor = self.experts(x, *self.gate(x))
+        if self.shared_experts is not None:
+            out += self.shared_experts(x)
+        return self.shard.collectives.all_reduce(out)

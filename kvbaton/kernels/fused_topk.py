@@ -1,0 +1,153 @@
+"""Which experts a router chooses, from its logits.
+
+Sources: Shazeer et al., "Outrageously Large Neural Networks", arXiv 1701.06538, with the softmax
+before the choice; DeepSeek-AI, "DeepSeek-V3", arXiv 2412.19437, section 2.1.2, for sigmoids, a bias
+that balances the choice, and groups.
+"""
+
+from __future__ import annotations
+
+import torch
+
+from kvbaton.kernels.jit import jit, next_power_of_2, tl, use_triton
+
+
+def fused_topk(
+    logits: torch.Tensor,
+    top_k: int,
+    *,
+    renormalize: bool,
+    dtype: torch.dtype,
+    bias: torch.Tensor | None = None,
+    num_groups: int = 1,
+    top_groups: int = 1,
+    scale: float = 1.0,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """The `top_k` best experts of each token, best first, and their weights, computed in fp32.
+
+    An expert's score is its part of softmax(logits). With `bias` it is sigmoid(logit), and experts
+    are compared by score + bias; those of the `top_groups` groups alone whose two best add up to
+    most. Weights are scores: renormalised, then scaled.
+
+    Args:
+        logits: [T, E], contiguous.
+        top_k: at most the experts of `top_groups` groups.
+        renormalize: divide the weights of a token by their sum.
+        dtype: to round the weights to.
+        bias: [E] fp32.
+        num_groups: equal parts of the experts, of two at least; more than one only with `bias`.
+        top_groups: groups to choose from.
+        scale: of all weights.
+
+    Returns:
+        Weights [T, top_k] of `dtype`, and numbers of experts [T, top_k], int32, always within E,
+        even where logits are NaN.
+    """
+    if not use_triton(logits):
+        return fused_topk_reference(
+            logits, top_k, renormalize=renormalize, dtype=dtype, bias=bias,
+            num_groups=num_groups, top_groups=top_groups, scale=scale,
+        )  # fmt: skip
+    tokens, experts = logits.shape
+    weights = torch.empty((tokens, top_k), dtype=dtype, device=logits.device)
+    ids = torch.empty((tokens, top_k), dtype=torch.int32, device=logits.device)
+    if tokens:
+        _kernel[(tokens,)](
+            logits, logits if bias is None else bias, weights, ids,
+            EXPERTS=experts, TOP_K=top_k, GROUPS=num_groups, TOP_GROUPS=top_groups,
+            SIGMOID=bias is not None, RENORMALIZE=renormalize, SCALE=scale,
+            BLOCK=next_power_of_2(experts), BLOCK_K=next_power_of_2(top_k),
+            BLOCK_G=next_power_of_2(num_groups), num_warps=1,
+        )  # fmt: skip
+    return weights, ids
+
+
+def fused_topk_reference(
+    logits: torch.Tensor,
+    top_k: int,
+    *,
+    renormalize: bool,
+    dtype: torch.dtype,
+    bias: torch.Tensor | None = None,
+    num_groups: int = 1,
+    top_groups: int = 1,
+    scale: float = 1.0,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Plain torch for `fused_topk`."""
+    if bias is None:
+        weights, ids = torch.softmax(logits, dim=-1, dtype=torch.float32).topk(top_k, dim=-1)
+    else:
+        scores = logits.float().sigmoid()
+        groups = (scores + bias).view(len(scores), num_groups, -1)
+        best = groups.topk(2, dim=-1).values.sum(dim=-1).topk(top_groups, dim=-1).indices
+        barred = torch.ones_like(groups[..., 0]).scatter_(1, best, 0.0).bool()
+        choice = groups.masked_fill(barred[..., None], -torch.inf).flatten(1)
+        ids = choice.topk(top_k, dim=-1).indices
+        weights = scores.gather(1, ids)
+    if renormalize:
+        weights /= weights.sum(dim=-1, keepdim=True)
+    return (weights * scale).to(dtype), ids.int()
+
+
+@jit()
+def _kernel(
+    logits: tl.tensor,
+    bias: tl.tensor,
+    weights: tl.tensor,
+    ids: tl.tensor,
+    EXPERTS: tl.constexpr,
+    TOP_K: tl.constexpr,
+    GROUPS: tl.constexpr,
+    TOP_GROUPS: tl.constexpr,
+    SIGMOID: tl.constexpr,
+    RENORMALIZE: tl.constexpr,
+    SCALE: tl.constexpr,
+    BLOCK: tl.constexpr,
+    BLOCK_K: tl.constexpr,
+    BLOCK_G: tl.constexpr,
+) -> None:
+    """One program per token."""
+    token = tl.program_id(0).to(tl.int64)
+    expert = tl.arange(0, BLOCK)
+    place = tl.arange(0, BLOCK_K)
+    there = expert < EXPERTS
+    logit = tl.load(logits + token * EXPERTS + expert, mask=there, other=-float("inf"))
+    logit = logit.to(tl.float32)
+    if SIGMOID:
+        score = 1.0 / (1.0 + tl.exp(-logit))
+        rank = score + tl.load(bias + expert, mask=there, other=0.0)
+    else:
+        powers = tl.exp(logit - tl.max(logit, axis=0))
+        score = powers / tl.sum(powers, axis=0)
+        rank = logit
+    # NaN and -inf before what may not be chosen: what is no expert, barred, or chosen already.
+    rank = tl.where(rank > -1e30, rank, -1e30)
+    rank = tl.where(there, rank, -float("inf"))
+    if GROUPS > 1:
+        group_of = expert // (EXPERTS // GROUPS)
+        group = tl.arange(0, BLOCK_G)
+        totals = tl.full([BLOCK_G], -float("inf"), tl.float32)
+        for number in tl.static_range(GROUPS):
+            own = tl.where(group_of == number, rank, -float("inf"))
+            best = tl.argmax(own, axis=0)
+            second = tl.max(tl.where(expert == best, -float("inf"), own), axis=0)
+            totals = tl.where(group == number, tl.max(own, axis=0) + second, totals)
+        open_ = expert < 0
+        for _ in tl.static_range(TOP_GROUPS):
+            best = tl.argmax(totals, axis=0)
+            open_ = open_ | (group_of == best)
+            totals = tl.where(group == best, -float("inf"), totals)
+        rank = tl.where(open_, rank, -float("inf"))
+    chosen = tl.zeros([BLOCK_K], tl.float32)
+    numbers = tl.zeros([BLOCK_K], tl.int32)
+    for turn in tl.static_range(TOP_K):
+        best = tl.argmax(rank, axis=0)
+        value = tl.sum(tl.where(expert == best, score, 0.0), axis=0)
+        chosen = tl.where(place == turn, value, chosen)
+        numbers = tl.where(place == turn, best.to(tl.int32), numbers)
+        rank = tl.where(expert == best, -float("inf"), rank)
+    if RENORMALIZE:
+        chosen = chosen / tl.sum(chosen, axis=0)
+    target = token * TOP_K + place
+    tl.store(weights + target, (chosen * SCALE).to(weights.dtype.element_ty), mask=place < TOP_K)
+    tl.store(ids + target, numbers, mask=place < TOP_K)
