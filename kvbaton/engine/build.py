@@ -103,7 +103,7 @@ def build_engine(
     Raises:
         ConfigError: a setting or the model folder is wrong.
     """
-    model = load_model_config(config.model, config.dtype)
+    model = load_model_config(config.model, config.dtype, config.quantization)
     if config.encoder_only:
         return build_encoder(config, model, node, factories, mailbox)
     identity = identity_record(config, model)
@@ -270,7 +270,7 @@ def identity_record(config: EngineConfig, model: ModelConfig) -> IdentityRecord:
         weights=weights,
         revision="",
         rope=msgspec.json.encode(asdict(model.rope), order="deterministic").decode(),
-        dtype=model.dtype,
+        dtype="/".join(filter(None, (model.dtype, config.quantization))),
         kv_dtype=model.dtype,
         kv_scales="",
         adapter="",
@@ -286,7 +286,7 @@ def encoder_identity(config: EngineConfig, model: ModelConfig) -> IdentityRecord
         ConfigError: the model has no encoder, or its folder is not whole.
     """
     model.require_vision()
-    return msgspec.structs.replace(identity_record(config, model), rope="")
+    return msgspec.structs.replace(identity_record(config, model), rope="", dtype=model.dtype)
 
 
 def processor_digest(model: ModelConfig) -> str:

@@ -12,6 +12,7 @@ if TYPE_CHECKING:
 
 DType = Literal["auto", "float32", "float16", "bfloat16"]
 LoadFormat = Literal["auto", "dummy"]
+OnlineQuantization = Literal["fp8"]
 LoadFailurePolicy = Literal["recompute", "fail"]
 
 ENCODER_SETTINGS = (
@@ -38,6 +39,8 @@ class EngineConfig:
     Attributes:
         model: a Hugging Face folder, or a GGUF file of Llama or Qwen.
         dtype: of weights and activations; ``auto`` takes the checkpoint's.
+        quantization: ``fp8`` quantises weights that are stored as floats as they are loaded, a
+            scale a row, for a GPU that multiplies FP8. A quantised checkpoint needs no flag.
         load_format: ``dummy`` makes random weights from `seed` and reads no tensor.
         device: ``cpu`` or ``cuda``; ``auto`` takes CUDA where there is one.
         seed: of dummy weights.
@@ -76,6 +79,7 @@ class EngineConfig:
 
     model: str
     dtype: DType = "auto"
+    quantization: OnlineQuantization | None = None
     load_format: LoadFormat = "auto"
     device: Literal["auto", "cpu", "cuda"] = "auto"
     seed: int = 0

@@ -25,8 +25,9 @@ from kvbaton.engine.models.qwen2_5_vision import Qwen25VisionTower
 from kvbaton.engine.models.qwen3_vision import Qwen3VisionTower
 from kvbaton.engine.models.vision_layers import VisionTower
 from kvbaton.engine.quantization.config import Quantization
-from kvbaton.engine.quantization.tensors import Stored, find_tensor
+from kvbaton.engine.quantization.tensors import ScaledTensor, Stored, find_tensor
 from kvbaton.errors import ConfigError
+from kvbaton.kernels.quantize_fp8 import quantize_fp8
 
 SINGLE = "model.safetensors"
 INDEX = "model.safetensors.index.json"
@@ -222,7 +223,8 @@ def _fill_from_files(
             handle = stack.enter_context(_open(file))
             tensors.update((_our_name(x), FileTensor(x, file, handle)) for x in handle.keys())
         for piece in pieces:
-            _fill(piece, find_tensor(tensors, piece.name, quantization))
+            stored = find_tensor(tensors, piece.name, quantization)
+            _fill(piece, stored, online=quantization is not None and quantization.online)
 
 
 def _our_name(stored: str) -> str:
@@ -242,7 +244,8 @@ def _open(file: Path) -> safe_open | GGUFTensors:
         raise ConfigError("--model", f"{file} is broken or truncated: {error}") from error
 
 
-def _fill(piece: Piece, stored: Stored) -> None:
+def _fill(piece: Piece, stored: Stored, *, online: bool) -> None:
+    """Fill a piece; `online`: FP8 targets are quantised here, from floats."""
     if stored.shape != piece.shape:
         raise ConfigError(
             "--model",
@@ -250,7 +253,23 @@ def _fill(piece: Piece, stored: Stored) -> None:
             f"config.json asks for {list(piece.shape)}",
         )
     part = slice(piece.start, piece.start + piece.target.shape[piece.dim])
-    piece.target.copy_(stored.read(*(slice(None),) * piece.dim, part))
+    index = (*(slice(None),) * piece.dim, part)
+    if piece.scales is None:
+        piece.target.copy_(stored.read(*index))
+        return
+    if isinstance(stored, ScaledTensor):
+        numbers, scales = stored.read_parts(*index)
+    elif online:
+        wide = stored.read(*index).to(piece.target.device)
+        numbers, scales = quantize_fp8(wide, wide.shape[1])
+    else:
+        raise ConfigError(
+            "--model",
+            f"{stored.where} has dtype {stored.dtype}; need F8_E4M3, or its module among those "
+            "that quantization_config leaves alone",
+        )
+    piece.target.copy_(numbers)
+    piece.scales.copy_(scales)
 
 
 # --- dummy ---
@@ -258,6 +277,8 @@ def _fill(piece: Piece, stored: Stored) -> None:
 
 def _fill_dummy(piece: Piece, seed: int) -> None:
     """Ones for scales; else uniform of `DUMMY_SCALE`, by element of the whole tensor."""
+    if piece.scales is not None:
+        piece.scales.fill_(1.0)
     if piece.norm:
         piece.target.fill_(1.0)
         return

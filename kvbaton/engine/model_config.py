@@ -184,12 +184,15 @@ class _Raw(msgspec.Struct):
     vision_config: VisionConfig | None = None
 
 
-def load_model_config(folder: str | Path, dtype: str = "auto") -> ModelConfig:
+def load_model_config(
+    folder: str | Path, dtype: str = "auto", quantization: Literal["fp8"] | None = None
+) -> ModelConfig:
     """Read a model folder's configuration.
 
     Args:
         folder: a Hugging Face folder.
         dtype: one of `DTYPES`, or ``auto`` for the checkpoint's own.
+        quantization: what to make of weights that are stored as floats.
 
     Raises:
         ConfigError: the folder or its files are missing or broken, or the model is not supported.
@@ -226,7 +229,7 @@ def load_model_config(folder: str | Path, dtype: str = "auto") -> ModelConfig:
         windows=_windows(raw, family),
         eos_token_ids=tuple(sorted(token for token in ids if isinstance(token, int))),
         vision=read_vision(raw.vision_config, architecture, raw.hidden_size, raw.image_token_id),
-        quantization=read_quantization(raw.quantization_config),
+        quantization=read_quantization(raw.quantization_config, quantization),
         moe=read_moe(content, architecture),
     )
 

@@ -141,6 +141,7 @@ CONFIGS: dict[str, dict[str, Any]] = {
     "fp8-channel": _fp8_config(modules_to_not_convert=["lm_head"]),
     "fp8-block": _fp8_config(weight_block_size=[16, 32]),
     "fp8-uneven": _fp8_config(weight_block_size=[24, 48]),
+    "fp8-block-64": _fp8_config(weight_block_size=[48, 64]),
     "ct-tensor": compressed("float-quantized", 8, "float", "tensor"),
     "ct-channel": compressed("float-quantized", 8, "float", "channel"),
     "ct-block": compressed("float-quantized", 8, "float", "block", block_structure=[16, 32]),
@@ -173,6 +174,7 @@ def quantized_module(kind: str, weight: Tensor, seed: int) -> Parts:
         "fp8-channel": ((1, columns), "weight_scale"),
         "fp8-block": ((16, 32), "weight_scale_inv"),
         "fp8-uneven": ((24, 48), "weight_scale_inv"),
+        "fp8-block-64": ((48, 64), "weight_scale_inv"),
         "ct-tensor": ((rows, columns), "weight_scale"),
         "ct-channel": ((1, columns), "weight_scale"),
         "ct-block": ((16, 32), "weight_scale"),
@@ -216,6 +218,7 @@ def quantized_folders(folder: Path, target: Path, kind: str) -> tuple[Path, Path
         stored[name] = plain[name] = weight
         if ".layers." in name and weight.dim() == 2 and "visual" not in name:
             parts, plain[name] = quantized_module(kind, weight.float(), seed)
+            plain[name] = plain[name].to(weight.dtype)
             del stored[name]
             module = name.removesuffix("weight")
             stored |= {f"{module}{part}": x.contiguous() for part, x in parts.items()}

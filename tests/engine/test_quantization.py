@@ -14,7 +14,7 @@ from torch import Tensor
 
 from kvbaton.engine.collectives import Shard
 from kvbaton.engine.loader import load_model
-from kvbaton.engine.model_config import load_model_config
+from kvbaton.engine.model_config import ModelConfig, load_model_config
 from kvbaton.engine.quantization.config import Quantization, read_quantization
 from kvbaton.engine.quantization.tensors import MXFP4Tensor, dequantize_mxfp4, find_tensor
 from kvbaton.errors import ConfigError
@@ -47,6 +47,16 @@ def test_ranks_take_their_parts(checkpoint: Checkpoint, tmp_path: Path, kind: st
         )
         assert found.keys() == wanted.keys()
         assert all(torch.equal(found[name], wanted[name]) for name in wanted)
+
+
+@pytest.mark.parametrize("kind", ["fp8-block", "awq"])
+def test_experts_are_dequantised(checkpoint: Checkpoint, tmp_path: Path, kind: str) -> None:
+    folders = quantized_folders(checkpoint(family="qwen3_moe"), tmp_path, kind)
+    found, wanted = (
+        load_model(load_model_config(x), device=CPU, shard=Shard(1, 2)).state_dict()
+        for x in folders
+    )
+    assert all(torch.equal(found[name], wanted[name]) for name in wanted)
 
 
 # --- parts that begin and end anywhere ---
@@ -219,8 +229,92 @@ def test_what_is_not_supported_is_refused_by_name(
 
 def test_modules_that_are_left_alone() -> None:
     names = ("lm_head", "model.layers.0.mlp.gate", "re:.*experts.*")
-    how = Quantization(layout="scaled", bits=8, ignored=names)
+    how = Quantization(layout="fp8", bits=8, ignored=names)
     assert how.ignores("lm_head")
     assert how.ignores("model.layers.0.mlp.gate")
     assert how.ignores("model.layers.3.mlp.experts.7.up_proj")
     assert not how.ignores("model.layers.0.mlp.gate_proj")
+
+
+# --- FP8 kept, and multiplied as such ---
+
+
+@pytest.fixture
+def fp8_products(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The CPU does what a GPU does, by the references of the kernels."""
+    monkeypatch.setattr("kvbaton.engine.models.linear.has_fp8_products", lambda: True)
+
+
+WIDE = {"hidden_size": 128, "intermediate_size": 256, "num_heads": 8, "dtype": "bfloat16"}
+
+
+def layers_of(config: ModelConfig, shard: Shard | None = None) -> Any:
+    return load_model(config, device=CPU, shard=shard).layers
+
+
+@pytest.mark.parametrize("kind", ["fp8-tensor", "fp8-channel", "ct-channel", "fp8-block-64"])
+@pytest.mark.parametrize("size", [1, 2])
+def test_fp8_weights_are_kept(
+    fp8_products: None, checkpoint: Checkpoint, tmp_path: Path, kind: str, size: int
+) -> None:
+    kept, plain = (
+        load_model_config(x) for x in quantized_folders(checkpoint(**WIDE), tmp_path, kind)
+    )
+    for rank in range(size):
+        found, wanted = (layers_of(x, Shard(rank, size))[1] for x in (kept, plain))
+        x = torch.randn(9, 128 // size, generator=torch.Generator().manual_seed(1)).bfloat16()
+        layers = (found.self_attn.o_proj, wanted.self_attn.o_proj)
+        assert layers[0].weight.dtype == torch.float8_e4m3fn
+        groups = layers[0].scales.shape[1]
+        wide = layers[0].scales.repeat_interleave(x.shape[1] // groups, 1)
+        dequantised = layers[0].weight.float() * wide
+        torch.testing.assert_close(dequantised.bfloat16(), layers[1].weight, atol=0, rtol=0)
+        out, exact = (layer.method.product(x, layer.weight, layer.scales, None) for layer in layers)
+        assert (out.float() - exact.float()).norm() < 0.05 * exact.float().norm()
+
+
+def test_layers_that_are_left_alone_stay_floats(
+    fp8_products: None, checkpoint: Checkpoint, tmp_path: Path
+) -> None:
+    folder, plain = quantized_folders(checkpoint(**WIDE), tmp_path, "fp8-channel")
+    weights = load_file(plain / "model.safetensors")
+    broken(folder, lambda stored: stored.update({f"{LAYER}.weight": weights[f"{LAYER}.weight"]}))
+    with pytest.raises(ConfigError, match=rf"'{LAYER}\.weight'.*BF16; need F8_E4M3, or its module"):
+        load_model(load_model_config(folder), device=CPU)
+    config = json.loads((folder / "config.json").read_text())
+    config["quantization_config"]["modules_to_not_convert"].append(LAYER)
+    (folder / "config.json").write_text(json.dumps(config))
+    layer = layers_of(load_model_config(folder))[1]
+    assert torch.equal(layer.mlp.down_proj.weight, weights[f"{LAYER}.weight"])
+    assert layer.mlp.gate_up_proj.weight.dtype == torch.float8_e4m3fn
+
+
+def test_ranks_that_split_a_block_are_refused(
+    fp8_products: None, checkpoint: Checkpoint, tmp_path: Path
+) -> None:
+    folder, _ = quantized_folders(checkpoint(**WIDE), tmp_path, "fp8-block-64")
+    told = r"4 ranks split the 128 inputs of 'model\.layers\.0\.self_attn\.o_proj'.*divides 2"
+    with pytest.raises(ConfigError, match=told) as raised:
+        load_model(load_model_config(folder), device=CPU, shard=Shard(1, 4))
+    assert raised.value.field == "--tensor-parallel-size"
+
+
+def test_floats_are_quantised_online(fp8_products: None, checkpoint: Checkpoint) -> None:
+    folder = checkpoint(**WIDE)
+    configs = (load_model_config(folder, quantization="fp8"), load_model_config(folder))
+    found, wanted = (layers_of(config)[0].mlp.down_proj for config in configs)
+    assert found.weight.dtype == torch.float8_e4m3fn
+    assert found.weight.float().abs().amax(1).eq(448).all()
+    error = found.weight.float() * found.scales - wanted.weight.float()
+    assert error.norm() < 0.04 * wanted.weight.float().norm()
+    quantised, plain = (logits(load_model(config, device=CPU)) for config in configs)
+    assert (quantised - plain).norm() < 0.2 * plain.norm()
+
+
+def test_online_quantisation_needs_a_gpu_and_floats(checkpoint: Checkpoint, tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match=r"capability 8\.9") as raised:
+        load_model(load_model_config(checkpoint(), quantization="fp8"), device=CPU)
+    assert raised.value.field == "--quantization"
+    folder, _ = quantized_folders(checkpoint(), tmp_path, "awq")
+    with pytest.raises(ConfigError, match="quantised as awq already"):
+        load_model_config(folder, quantization="fp8")

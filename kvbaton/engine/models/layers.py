@@ -10,7 +10,6 @@ import math
 from abc import ABC, abstractmethod
 from collections.abc import Iterator
 from dataclasses import dataclass
-from functools import cache
 from typing import Protocol
 
 import torch
@@ -19,9 +18,10 @@ from torch import Tensor, nn
 
 from kvbaton.engine.collectives import Shard
 from kvbaton.engine.model_config import ModelConfig, RopeConfig
+from kvbaton.engine.models.linear import linear_method, product
+from kvbaton.engine.quantization.config import Quantization
 from kvbaton.kernels.rms_norm import rms_norm
 from kvbaton.kernels.silu_and_mul import silu_and_mul
-from kvbaton.kernels.skinny_linear import Workspace, skinny_linear
 
 
 @dataclass(frozen=True)
@@ -36,6 +36,7 @@ class Piece:
         dim: the axis that is sliced.
         start: first index of the slice; its length is the target's.
         norm: a scale that starts at 1, for dummy weights.
+        scales: [target rows, groups of target columns] float32, of an FP8 target; to fill too.
     """
 
     name: str
@@ -44,6 +45,7 @@ class Piece:
     dim: int = 0
     start: int = 0
     norm: bool = False
+    scales: Tensor | None = None
 
 
 class WeightedModule(nn.Module, ABC):
@@ -83,22 +85,6 @@ class RMSNorm(WeightedModule):
         yield Piece(f"{self.name}.weight", tuple(self.weight.shape), self.weight, norm=True)
 
 
-@cache
-def _workspace(device: torch.device) -> Workspace:
-    """Scratch of all products on the stream on which models run."""
-    return Workspace(device)
-
-
-def product(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
-    """``x @ weight.T + bias``."""
-    if bias is None and x.is_cuda:
-        return skinny_linear(x, weight, _workspace(x.device))
-    if bias is None and x.dtype == torch.float32 and 8 <= len(x) <= 64:
-        # The CPU's BLAS takes a third less time for few rows when they are its columns.
-        return torch.mm(weight, x.t()).t().contiguous()
-    return F.linear(x, weight, bias)
-
-
 class ColumnLinear(WeightedModule):
     """Several projections of one input as one matrix, each split by output rows over the ranks.
 
@@ -106,27 +92,37 @@ class ColumnLinear(WeightedModule):
         size_in: features of the input.
         parts: per projection its checkpoint name, rows in all, and this rank's (first, number).
         bias: whether they have one.
+        quantization: of the checkpoint.
     """
 
     def __init__(
-        self, size_in: int, parts: list[tuple[str, int, tuple[int, int]]], *, bias: bool
+        self,
+        size_in: int,
+        parts: list[tuple[str, int, tuple[int, int]]],
+        *,
+        bias: bool,
+        quantization: Quantization | None = None,
     ) -> None:
         super().__init__()
         self.parts = parts
         rows = sum(number for _, _, (_, number) in parts)
-        self.weight = new_weight(rows, size_in)
+        names = [name for name, _, _ in parts]
+        self.method = linear_method(quantization, names, rows, size_in, size_in)
+        self.weight, self.scales = self.method.new_weight(rows, size_in)
         self.bias = new_weight(rows) if bias else None
 
     def forward(self, x: Tensor) -> Tensor:
         """[tokens, size_in] to [tokens, this rank's rows of all parts]."""
-        return product(x, self.weight, self.bias)
+        return self.method.product(x, self.weight, self.scales, self.bias)
 
     def pieces(self) -> Iterator[Piece]:
         """Weight, and bias if there is one, of each part."""
         row = 0
         for name, total, (start, number) in self.parts:
             target = self.weight[row : row + number]
-            yield Piece(f"{name}.weight", (total, target.shape[1]), target, 0, start)
+            scales = None if self.scales is None else self.scales[row : row + number]
+            shape = (total, target.shape[1])
+            yield Piece(f"{name}.weight", shape, target, 0, start, scales=scales)
             if self.bias is not None:
                 yield Piece(f"{name}.bias", (total,), self.bias[row : row + number], 0, start)
             row += number
@@ -135,24 +131,35 @@ class ColumnLinear(WeightedModule):
 class RowLinear(WeightedModule):
     """A projection split by input columns over the ranks, whose results are summed."""
 
-    def __init__(self, name: str, size_in: int, size_out: int, shard: Shard, *, bias: bool) -> None:
+    def __init__(
+        self,
+        name: str,
+        size_in: int,
+        size_out: int,
+        shard: Shard,
+        *,
+        bias: bool,
+        quantization: Quantization | None = None,
+    ) -> None:
         super().__init__()
         self.name, self.size_in, self.shard = name, size_in, shard
         self.start, columns = shard.span(size_in)
-        self.weight = new_weight(size_out, columns)
+        self.method = linear_method(quantization, [name], size_out, columns, size_in)
+        self.weight, self.scales = self.method.new_weight(size_out, columns)
         self.bias = new_weight(size_out) if bias else None
 
     def forward(self, x: Tensor) -> Tensor:
         """[tokens, this rank's columns] to [tokens, size_out]."""
         if self.shard.size == 1:
-            return product(x, self.weight, self.bias)
-        total = self.shard.collectives.all_reduce(product(x, self.weight, None))
+            return self.method.product(x, self.weight, self.scales, self.bias)
+        part = self.method.product(x, self.weight, self.scales, None)
+        total = self.shard.collectives.all_reduce(part)
         return total if self.bias is None else total + self.bias
 
     def pieces(self) -> Iterator[Piece]:
         """Weight, and bias if there is one."""
         shape = (self.weight.shape[0], self.size_in)
-        yield Piece(f"{self.name}.weight", shape, self.weight, 1, self.start)
+        yield Piece(f"{self.name}.weight", shape, self.weight, 1, self.start, scales=self.scales)
         if self.bias is not None:
             yield Piece(f"{self.name}.bias", shape[:1], self.bias)
 
@@ -303,9 +310,16 @@ class SelfAttention(nn.Module):
                 for part, total, (first, number) in parts
             ],
             bias=config.qkv_bias,
+            quantization=config.quantization,
         )
-        size_in, bias = config.num_heads * dim, config.output_bias
-        self.o_proj = RowLinear(f"{name}.o_proj", size_in, config.hidden_size, shard, bias=bias)
+        self.o_proj = RowLinear(
+            f"{name}.o_proj",
+            config.num_heads * dim,
+            config.hidden_size,
+            shard,
+            bias=config.output_bias,
+            quantization=config.quantization,
+        )
         eps = config.rms_norm_eps
         self.q_norm = RMSNorm(f"{name}.q_norm", dim, eps) if config.qk_norm else None
         self.k_norm = RMSNorm(f"{name}.k_norm", dim, eps) if config.qk_norm else None
@@ -325,11 +339,22 @@ class SelfAttention(nn.Module):
 class GatedMLP(nn.Module):
     """``down(silu(gate(x)) * up(x))``."""
 
-    def __init__(self, name: str, size: int, middle: int, shard: Shard, *, bias: bool) -> None:
+    def __init__(
+        self,
+        name: str,
+        size: int,
+        middle: int,
+        shard: Shard,
+        *,
+        bias: bool,
+        quantization: Quantization | None = None,
+    ) -> None:
         super().__init__()
         parts = [(f"{name}.{part}_proj", middle, shard.span(middle)) for part in ("gate", "up")]
-        self.gate_up_proj = ColumnLinear(size, parts, bias=bias)
-        self.down_proj = RowLinear(f"{name}.down_proj", middle, size, shard, bias=bias)
+        self.gate_up_proj = ColumnLinear(size, parts, bias=bias, quantization=quantization)
+        self.down_proj = RowLinear(
+            f"{name}.down_proj", middle, size, shard, bias=bias, quantization=quantization
+        )
 
     def forward(self, x: Tensor) -> Tensor:
         """[tokens, size] to [tokens, size]."""

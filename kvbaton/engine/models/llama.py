@@ -51,8 +51,14 @@ class DecoderLayer(nn.Module):
         if config.moe is not None and config.moe.layers[layer]:
             self.mlp = MoE(name, size, config.moe, shard)
         else:
-            middle, bias = config.intermediate_size, config.mlp_bias
-            self.mlp = GatedMLP(f"{name}.mlp", size, middle, shard, bias=bias)
+            self.mlp = GatedMLP(
+                f"{name}.mlp",
+                size,
+                config.intermediate_size,
+                shard,
+                bias=config.mlp_bias,
+                quantization=config.quantization,
+            )
 
     def forward(
         self,

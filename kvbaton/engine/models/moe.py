@@ -9,14 +9,8 @@ import torch
 from torch import Tensor, nn
 
 from kvbaton.engine.collectives import Alone, Shard
-from kvbaton.engine.models.layers import (
-    ColumnLinear,
-    GatedMLP,
-    Piece,
-    WeightedModule,
-    new_weight,
-    product,
-)
+from kvbaton.engine.models.layers import ColumnLinear, GatedMLP, Piece, WeightedModule, new_weight
+from kvbaton.engine.models.linear import product
 from kvbaton.engine.moe_config import MoeConfig
 from kvbaton.kernels.fused_moe import fused_moe
 from kvbaton.kernels.fused_topk import fused_topk

@@ -15,7 +15,7 @@ import msgspec
 
 from kvbaton.errors import ConfigError
 
-Layout = Literal["scaled", "awq", "gptq", "packed", "mxfp4"]
+Layout = Literal["fp8", "int8", "awq", "gptq", "packed", "mxfp4"]
 T = TypeVar("T")
 
 
@@ -24,14 +24,15 @@ class Quantization:
     """How a checkpoint stores the weights of its linear layers.
 
     Attributes:
-        layout: ``scaled`` are 8-bit numbers (FP8 e4m3 or int8) beside their scales, ``packed`` is
+        layout: ``fp8`` (e4m3) and ``int8`` are 8-bit numbers beside their scales, ``packed`` is
             compressed-tensors' ``pack-quantized``, the others are the formats of that name.
         bits: of a number.
-        block: rows and columns of the weight that share a scale of ``scaled``; None for one scale
-            a row, or one for all.
+        block: rows and columns of the weight that share a scale of 8-bit numbers; None for one
+            scale a row, or one for all.
         group_size: inputs that share a scale of ``awq``, ``gptq`` and ``packed``; None for all.
         zero_offset: what is added to stored zero points: 1 for GPTQ's first format.
         ignored: modules that are stored as they are; ``re:`` begins a pattern.
+        online: floats are stored, and quantised as they are loaded.
     """
 
     layout: Layout
@@ -40,6 +41,7 @@ class Quantization:
     group_size: int | None = None
     zero_offset: int = 0
     ignored: tuple[str, ...] = ()
+    online: bool = False
 
     def ignores(self, module: str) -> bool:
         """Whether a module, like ``model.layers.0.mlp.down_proj``, is stored as it is."""
@@ -47,10 +49,14 @@ class Quantization:
 
 
 def _names(name: str, module: str) -> bool:
-    """A module, all below it, or (as in AutoAWQ) all that have a part of that name."""
+    """A module, all below it, or (as in AutoAWQ) all that have a part of that name.
+
+    Of a multimodal checkpoint's language model, we leave out its name.
+    """
+    stored = (module, module.replace("model.", "model.language_model.", 1))
     if name.startswith("re:"):
-        return re.match(name.removeprefix("re:"), module) is not None
-    return f".{name}." in f".{module}."
+        return any(re.match(name.removeprefix("re:"), each) for each in stored)
+    return any(f".{name}." in f".{each}." for each in stored)
 
 
 class _FP8(msgspec.Struct):
@@ -98,14 +104,34 @@ class _MXFP4(msgspec.Struct):
     modules_to_not_convert: list[str] | None = None
 
 
-def read_quantization(content: Mapping[str, Any] | None) -> Quantization | None:
+ONLINE = Quantization(layout="fp8", bits=8, online=True)
+"""What ``--quantization fp8`` makes of floats: a scale for each row."""
+
+
+def read_quantization(
+    content: Mapping[str, Any] | None, asked: Literal["fp8"] | None = None
+) -> Quantization | None:
     """What the entry says; None if there is none.
 
+    Args:
+        content: ``quantization_config``.
+        asked: of ``--quantization``: what to make of floats.
+
     Raises:
-        ConfigError: it is broken, or a format that is not supported.
+        ConfigError: it is broken, a format that is not supported, or another than was asked for.
     """
     if not content:
-        return None
+        return ONLINE if asked else None
+    found = _read(content)
+    if asked not in (None, found.layout):
+        raise ConfigError(
+            "--quantization",
+            f"the checkpoint is quantised as {found.layout} already; leave it out",
+        )
+    return found
+
+
+def _read(content: Mapping[str, Any]) -> Quantization:
     method = content.get("quant_method")
     if method not in READERS:
         raise _refusal(f"quant_method {method!r} is unsupported; supported: {', '.join(READERS)}")
@@ -129,7 +155,7 @@ def _read_fp8(content: Mapping[str, Any]) -> Quantization:
         raise _refusal(f"fmt {raw.fmt!r} is unsupported; need 'e4m3'")
     ignored = (*(raw.modules_to_not_convert or ()), *(raw.ignored_layers or ()))
     block = _checked_block(raw.weight_block_size, "weight_block_size")
-    return Quantization(layout="scaled", bits=8, block=block, ignored=ignored)
+    return Quantization(layout="fp8", bits=8, block=block, ignored=ignored)
 
 
 def _read_awq(content: Mapping[str, Any]) -> Quantization:
@@ -185,7 +211,8 @@ def _read_compressed_tensors(content: Mapping[str, Any]) -> Quantization:
     block = _checked_block(weights.block_structure, "block_structure")
     if (weights.strategy == "block") != (block is not None):
         raise _refusal(f"strategy {weights.strategy!r} with block_structure {block}")
-    return Quantization(layout="scaled", bits=8, block=block, ignored=ignored)
+    layout: Layout = "fp8" if weights.type == "float" else "int8"
+    return Quantization(layout=layout, bits=8, block=block, ignored=ignored)
 
 
 def _read_mxfp4(content: Mapping[str, Any]) -> Quantization:

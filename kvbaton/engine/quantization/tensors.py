@@ -5,7 +5,7 @@ it; only the part that is asked for is read and computed. All is float32 until i
 
 | layout | stored | a weight |
 | --- | --- | --- |
-| ``scaled`` | ``weight`` 8-bit [rows, columns], ``weight_scale`` or ``weight_scale_inv``: one, | |
+| ``fp8``, ``int8`` | ``weight`` [rows, columns], ``weight_scale`` or ``weight_scale_inv``: one, | |
 | | one a row, or one a block | ``w * scale`` |
 | ``awq`` | ``qweight`` [columns, rows / 8], ``qzeros`` [groups, rows / 8], int32; | |
 | | ``scales`` [groups, rows] | ``(q - zero) * scale`` |
@@ -33,7 +33,7 @@ from kvbaton.errors import ConfigError
 FLOATS = ("F32", "F16", "BF16")
 """What weights that are not quantised may be stored as, by safetensors' names."""
 
-SCALED = ("F8_E4M3", "I8")
+SCALED = {"fp8": "F8_E4M3", "int8": "I8"}
 SCALES = ("weight_scale", "weight_scale_inv")
 AWQ_ORDER = (0, 4, 1, 5, 2, 6, 3, 7)
 """Where in an int32 AWQ keeps its 8 numbers."""
@@ -80,17 +80,16 @@ def find_tensor(
             than its format has; told by name.
     """
     stored = tensors.get(name)
-    layout = quantization.layout if quantization else None
+    layout = quantization.layout if quantization else ""
     if stored is not None and stored.dtype in FLOATS:
         return stored
     if stored is not None:
-        if layout != "scaled" or stored.dtype not in SCALED:
+        if quantization is None or SCALED.get(layout) != stored.dtype:
             raise ConfigError(
                 "--model",
                 f"{stored.where} has dtype {stored.dtype}, which config.json's "
                 f"quantization_config does not account for; need {', '.join(FLOATS)}",
             )
-        assert quantization is not None
         return ScaledTensor(stored, scales_of(tensors, name, quantization))
     if quantization is not None and layout == "mxfp4" and f"{name}_blocks" in tensors:
         return MXFP4Tensor(tensors, name)
@@ -159,23 +158,6 @@ def _spread(x: Tensor, dim: int, size: int, start: int, end: int) -> Tensor:
 # --- 8 bits beside scales ---
 
 
-class Scales:
-    """Scales of a weight of 8-bit numbers.
-
-    Attributes:
-        block: rows and columns that share one.
-        stored: their tensor, of any of the shapes in use.
-    """
-
-    def __init__(self, stored: Stored, shape: tuple[int, ...], block: tuple[int, int]) -> None:
-        self.stored, self.block = stored, block
-        self.shape = tuple(-(-size // per) for size, per in zip(shape, block, strict=True))
-
-    def read(self, rows: slice, columns: slice) -> Tensor:
-        """Scales of some rows and columns of blocks: a part of [row blocks, column blocks]."""
-        return self.stored.read().float().reshape(self.shape)[rows, columns]
-
-
 def scales_of(tensors: Mapping[str, Stored], name: str, quantization: Quantization) -> Scales:
     """The scales of a weight ``X.weight``.
 
@@ -190,19 +172,37 @@ def scales_of(tensors: Mapping[str, Stored], name: str, quantization: Quantizati
     if stored.dtype not in (*FLOATS, "F8_E8M0"):
         raise ConfigError("--model", f"{stored.where} has dtype {stored.dtype}; need F32")
     rows, columns = shape
-    blocks = [quantization.block or (1, columns)]
-    if quantization.block is None:
-        blocks.append((rows, columns))
-    for block in blocks:
-        scales = Scales(stored, shape, block)
-        plain = tuple(size for size in scales.shape if size > 1)
-        if tuple(size for size in stored.shape if size > 1) == plain:
+    blocks = [quantization.block] if quantization.block else [(1, columns), (rows, columns)]
+    candidates = [Scales(stored, shape, block) for block in blocks]
+    for scales in candidates:
+        # One for all is stored as [], [1] or [1, 1], one a row as [rows] or [rows, 1].
+        if [x for x in stored.shape if x > 1] == [x for x in scales.grid if x > 1]:
             return scales
-    asked = " or ".join(str(list(Scales(stored, shape, block).shape)) for block in blocks)
+    asked = " or ".join(str(list(scales.grid)) for scales in candidates)
     raise ConfigError(
         "--model",
         f"{stored.where} has shape {list(stored.shape)}; a weight of {list(shape)} needs {asked}",
     )
+
+
+class Scales:
+    """Scales of a weight of 8-bit numbers.
+
+    Attributes:
+        block: rows and columns that share one.
+        grid: rows and columns of blocks.
+    """
+
+    def __init__(self, stored: Stored, shape: tuple[int, ...], block: tuple[int, int]) -> None:
+        self._stored, self.block = stored, block
+        self.grid = tuple(-(-size // per) for size, per in zip(shape, block, strict=True))
+
+    def read(self, rows: tuple[int, int], columns: tuple[int, int]) -> Tensor:
+        """Those of a range of the weight: float32 [rows, column blocks]."""
+        height, width = self.block
+        grid = self._stored.read().float().reshape(self.grid)
+        part = grid[_blocks(*rows, height), _blocks(*columns, width)]
+        return _spread(part, 0, height, *rows).expand(rows[1] - rows[0], -1)
 
 
 class ScaledTensor:
@@ -214,11 +214,14 @@ class ScaledTensor:
 
     def read(self, *index: slice) -> Tensor:
         """See `Stored.read`."""
+        _, columns = _bounds(self.shape, index)
+        numbers, scales = self.read_parts(*index)
+        return numbers.float() * _spread(scales, 1, self._scales.block[1], *columns)
+
+    def read_parts(self, *index: slice) -> tuple[Tensor, Tensor]:
+        """Numbers as they are stored, and their scales: float32 [rows, column blocks]."""
         rows, columns = _bounds(self.shape, index)
-        height, width = self._scales.block
-        scales = self._scales.read(_blocks(*rows, height), _blocks(*columns, width))
-        scales = _spread(_spread(scales, 0, height, *rows), 1, width, *columns)
-        return self._stored.read(slice(*rows), slice(*columns)).float() * scales
+        return self._stored.read(*index), self._scales.read(rows, columns)
 
 
 # --- several numbers in an int32 ---
@@ -363,7 +366,7 @@ def _group_of(order: Stored | None, size: int, groups: int, columns: tuple[int, 
     return found
 
 
-PACKED: dict[str | None, type[AWQTensor | GPTQTensor | PackedTensor]] = {
+PACKED: dict[str, type[AWQTensor | GPTQTensor | PackedTensor]] = {
     "awq": AWQTensor,
     "gptq": GPTQTensor,
     "packed": PackedTensor,

@@ -1,0 +1,148 @@
+"""How the weight of a linear layer is held, and inputs are multiplied with it."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Sequence
+from functools import cache
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from typing_extensions import override
+
+from kvbaton.engine.quantization.config import Quantization
+from kvbaton.errors import ConfigError
+from kvbaton.kernels.block_scaled_linear import GROUPS, block_scaled_linear
+from kvbaton.kernels.quantize_fp8 import quantize_fp8
+from kvbaton.kernels.skinny_linear import Workspace, skinny_linear
+
+FP8 = torch.float8_e4m3fn
+
+
+@cache
+def _workspace(device: torch.device) -> Workspace:
+    """Scratch of all products on the stream on which models run."""
+    return Workspace(device)
+
+
+def product(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+    """``x @ weight.T + bias``."""
+    if bias is None and x.is_cuda:
+        return skinny_linear(x, weight, _workspace(x.device))
+    if bias is None and x.dtype == torch.float32 and 8 <= len(x) <= 64:
+        # The CPU's BLAS takes a third less time for few rows when they are its columns.
+        return torch.mm(weight, x.t()).t().contiguous()
+    return F.linear(x, weight, bias)
+
+
+class LinearMethod(ABC):
+    """What a linear layer does with its weight, [rows, columns]; as vLLM's of that name."""
+
+    @abstractmethod
+    def new_weight(self, rows: int, columns: int) -> tuple[nn.Parameter, nn.Parameter | None]:
+        """A weight to be filled, and its scales, [rows, groups of columns], if it has any."""
+
+    @abstractmethod
+    def product(
+        self, x: Tensor, weight: Tensor, scales: Tensor | None, bias: Tensor | None
+    ) -> Tensor:
+        """[tokens, columns] to [tokens, rows]."""
+
+
+class FloatMethod(LinearMethod):
+    """A weight in the model's dtype."""
+
+    @override
+    def new_weight(self, rows: int, columns: int) -> tuple[nn.Parameter, nn.Parameter | None]:
+        return nn.Parameter(torch.empty(rows, columns), requires_grad=False), None
+
+    @override
+    def product(
+        self, x: Tensor, weight: Tensor, scales: Tensor | None, bias: Tensor | None
+    ) -> Tensor:
+        return product(x, weight, bias)
+
+
+class FP8Method(LinearMethod):
+    """A weight in FP8 with a scale for each row, or for each run of `group` columns of a row.
+
+    Inputs are quantised likewise, a scale a token or for each of its runs, from their own maximum.
+    """
+
+    def __init__(self, group: int | None) -> None:
+        self.group = group
+
+    @override
+    def new_weight(self, rows: int, columns: int) -> tuple[nn.Parameter, nn.Parameter | None]:
+        groups = -(-columns // (self.group or columns))
+        weight = torch.empty(rows, columns, dtype=FP8)
+        scales = torch.empty(rows, groups, dtype=torch.float32)
+        return nn.Parameter(weight, requires_grad=False), nn.Parameter(scales, requires_grad=False)
+
+    @override
+    def product(
+        self, x: Tensor, weight: Tensor, scales: Tensor | None, bias: Tensor | None
+    ) -> Tensor:
+        assert scales is not None
+        numbers, x_scales = quantize_fp8(x, self.group or x.shape[1])
+        if self.group is not None:
+            out = block_scaled_linear(numbers, x_scales, weight, scales, self.group, x.dtype)
+        else:
+            # With scales of rows and columns it gives bfloat16 only.
+            out = torch._scaled_mm(
+                numbers, weight.t(), x_scales, scales.t(), out_dtype=torch.bfloat16
+            ).to(x.dtype)
+        return out if bias is None else out + bias
+
+
+def has_fp8_products() -> bool:
+    """Whether where new weights go FP8 can be multiplied, for activations of 16 bits."""
+    where = torch.empty(0)
+    if where.dtype not in (torch.bfloat16, torch.float16) or where.device.type != "cuda":
+        return False
+    return torch.cuda.get_device_capability(where.device) >= (8, 9)
+
+
+def linear_method(
+    quantization: Quantization | None,
+    names: Sequence[str],
+    rows: int,
+    columns: int,
+    total_columns: int,
+) -> LinearMethod:
+    """The method of a layer: FP8 where the weights are and this device multiplies it.
+
+    Args:
+        quantization: of the checkpoint.
+        names: the checkpoint's modules that the layer is made of.
+        rows: of the weight that this rank holds.
+        columns: likewise.
+        total_columns: of the whole weight.
+
+    Raises:
+        ConfigError: ranks split the columns inside of blocks that share a scale, or FP8 is asked
+            for where it can't be.
+    """
+    if quantization is None or quantization.layout != "fp8":
+        return FloatMethod()
+    if not has_fp8_products():
+        if quantization.online:
+            raise ConfigError(
+                "--quantization",
+                "'fp8' needs a GPU of compute capability 8.9 or more, and --dtype bfloat16 or "
+                "float16; leave it out",
+            )
+        return FloatMethod()
+    group = None if quantization.block is None else quantization.block[1]
+    whole = rows % 16 == 0 and columns % 16 == 0  # what FP8 products take
+    if any(map(quantization.ignores, names)) or not whole or group not in (None, *GROUPS):
+        return FloatMethod()
+    if group is not None and columns != total_columns and columns % group:
+        raise ConfigError(
+            "--tensor-parallel-size",
+            f"{total_columns // columns} ranks split the {total_columns} inputs of {names[0]!r} "
+            f"inside of blocks of {group}, which share a scale; "
+            f"give a number that divides {total_columns // group}",
+        )
+    return FP8Method(group)
