@@ -9,6 +9,7 @@ import sys
 from collections import deque
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
+from functools import partial
 
 from kvbaton.engine.process import die_with_parent
 
@@ -56,7 +57,7 @@ class Child:
             stderr=asyncio.subprocess.STDOUT,
             limit=MAX_LINE,
             start_new_session=True,
-            preexec_fn=die_with_parent,
+            preexec_fn=partial(die_with_parent, os.getpid()),
         )
         return cls(name, process)
 

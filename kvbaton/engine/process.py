@@ -7,6 +7,7 @@ import ctypes
 import logging
 import multiprocessing
 import multiprocessing.process
+import os
 import shutil
 import signal
 import tempfile
@@ -37,9 +38,20 @@ LAST_WORDS_S = 1.0
 _reports = msgspec.msgpack.Decoder(Ready | Dead)
 
 
-def die_with_parent() -> None:
-    """Ask Linux to kill this process when its parent dies (prctl(2), PR_SET_PDEATHSIG)."""
+def die_with_parent(parent: int | None = None) -> None:
+    """Ask Linux to kill this process when its parent dies (prctl(2), PR_SET_PDEATHSIG).
+
+    Args:
+        parent: its process id; None for whom multiprocessing names. If that one has died already,
+            this process ends now.
+    """
+    if parent is None:
+        process = multiprocessing.parent_process()
+        assert process is not None, "no child of multiprocessing"
+        parent = process.pid
     ctypes.CDLL(None, use_errno=True).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
+    if os.getppid() != parent:
+        os.kill(os.getpid(), signal.SIGKILL)
 
 
 def core_main(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -15,6 +16,13 @@ from tests.e2e.pair import Pair
 from tests.e2e.servers import Node, Router
 
 MakePair = Callable[..., Pair]
+KV_EVENTS = {
+    "enable_kv_cache_events": True,
+    "endpoint": "tcp://127.0.0.1:*",
+    "replay_endpoint": "tcp://127.0.0.1:*",
+    "topic": "kv@d-small@tiny",
+    "int_block_hashes": False,
+}
 
 
 @pytest.fixture(scope="session")
@@ -55,8 +63,11 @@ def odd_nodes(cluster: Cluster) -> tuple[Node, Node]:
 
 @pytest.fixture(scope="session")
 def small(cluster: Cluster) -> Node:
-    """D with 32 blocks of 16 tokens, who may compute prompts."""
-    flags = {"num-blocks": "33", "max-num-batched-tokens": "64", "debug-poison": None}
+    """D with 32 blocks of 16 tokens, who may compute prompts; it publishes what it caches."""
+    flags = {
+        **{"num-blocks": "33", "max-num-batched-tokens": "64", "debug-poison": None},
+        "kv-events-config": json.dumps(KV_EVENTS),
+    }
     d = cluster.start_node("decode", "d-small", flags)
     cluster.until_up(d)
     return d

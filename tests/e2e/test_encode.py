@@ -27,7 +27,6 @@ from kvbaton.types import ENCODER_BLOCK_ROWS
 from tests.e2e.cluster import Cluster
 from tests.e2e.images import picture, streamed_tokens, talk, tokens_of
 from tests.e2e.pair import settle
-from tests.e2e.processes import group_of
 from tests.e2e.servers import HttpFailure, Node, Router, poll
 
 pytestmark = pytest.mark.e2e
@@ -255,46 +254,31 @@ def test_an_encoder_node_answers_for_an_item_of_its_own(house: House, model: Pat
         house.e.post(CHAT, talk("x"))
 
 
-@pytest.fixture
-def doomed(cluster: Cluster, house: House) -> Iterator[tuple[Node, Router]]:
-    """An encoder node that may be harmed, and a router that knows it, P and D."""
+def test_an_encoder_node_that_stands_still_or_dies_stops_nobody(
+    cluster: Cluster, house: House
+) -> None:
+    """A node that stands still costs what the timers say, a dead one next to nothing."""
     encoder = cluster.start_node("encode", "doomed", {"transport": "tcp"})
     cluster.until_up(encoder)
     router = house.behind("bereft", encoder)
-    yield encoder, router
-    encoder.kill()
-    cluster.stop([router, encoder])
-    for server in (router, encoder):
-        server.log.unlink()
-
-
-def test_a_dead_encoder_node_costs_next_to_nothing(
-    house: House, doomed: tuple[Node, Router]
-) -> None:
-    encoder, router = doomed
-    bodies = [talk(f"{i} ", picture(50 + i)) for i in range(3)]
+    bodies = [talk(f"{i} ", picture(50 + i)) for i in range(4)]
     expected = [house.expected(body) for body in bodies]
     assert tokens_of(router.post(CHAT, bodies[0])) == expected[0]
     count = Count(house.p)
+    os.killpg(encoder.pid, signal.SIGSTOP)
+    try:
+        assert tokens_of(router.post(CHAT, bodies[1])) == expected[1]
+    finally:
+        os.killpg(encoder.pid, signal.SIGCONT)
+    assert count() == [1]
+    house.until_paired(router, 2)
     encoder.kill()
-    for body, tokens in zip(bodies[1:], expected[1:], strict=True):
+    for body, tokens in zip(bodies[2:], expected[2:], strict=True):
         began = time.monotonic()
         assert tokens_of(router.post(CHAT, body)) == tokens
         assert time.monotonic() - began < GONE_S
-    assert count() == [2], "P encodes what nobody else does"
-
-
-def test_an_encoder_node_that_stands_still_does_not_stop_others(
-    house: House, doomed: tuple[Node, Router]
-) -> None:
-    encoder, router = doomed
-    body = talk("a", picture(60))
-    expected = house.expected(body)
-    count = Count(house.p)
-    for pid in group_of(encoder.pid):
-        os.kill(pid, signal.SIGSTOP)
-    assert tokens_of(router.post(CHAT, body)) == expected
-    assert count() == [1]
+    assert count() == [3], "P encodes what nobody else does"
+    cluster.stop([router, encoder])
 
 
 def test_the_example_runs(checkpoint: Callable[..., Path]) -> None:

@@ -41,12 +41,13 @@ LONG = 480
 
 @pytest.fixture(scope="module")
 def nodes(model: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[Node, Node]]:
-    """One with a cluster key and two HTTP processes, one without and alone."""
+    """One with a cluster key, one without, each with two HTTP processes."""
     cluster = Cluster(tmp_path_factory.mktemp("frontends"), model)
     keyed = cluster.start_node("decode", "keyed", {"cluster-key": KEY, "workers": "2"})
-    plain = cluster.start_node("decode", "plain")
+    plain = cluster.start_node("decode", "plain", {"workers": "2"})
     cluster.until_up(keyed, plain)
     yield keyed, plain
+    keyed.kill()  # its core may have been killed
     cluster.stop()
 
 
@@ -243,49 +244,36 @@ def test_a_killed_worker_is_replaced(keyed: Node) -> None:
     assert keyed.post("/v1/completions", body)["usage"]["completion_tokens"] == 2
 
 
-def test_told_to_stop_a_node_with_workers_leaves_nothing(model: Path, tmp_path: Path) -> None:
-    cluster = Cluster(tmp_path, model)
-    node = cluster.start_node("decode", "stopped", {"workers": "2"})
-    try:
-        cluster.until_up(node)
-        socket = Path(node.info()["engine_address"].removeprefix("ipc://"))
-        assert socket.exists()
-        assert len(processes.group_of(node.pid)) >= 4, "a supervisor, a core, two workers"
-        node.ask_to_stop()
-        poll("all have ended", lambda: not processes.group_of(node.pid), PATIENCE_S, node.tail)
-        assert not socket.parent.exists()
-        said = node.log.read_text()
-        assert "Traceback" not in said
-        assert "starting another" not in said
-    finally:
-        node.kill()
-        cluster.stop()
+# --- the end of a node: last, each is of no use after it ---
 
 
-# --- the core dies: last, the nodes are of no use after it ---
+def test_told_to_stop_a_node_with_workers_leaves_nothing(nodes: tuple[Node, Node]) -> None:
+    _, plain = nodes
+    socket = Path(plain.info()["engine_address"].removeprefix("ipc://"))
+    assert socket.exists()
+    assert len(processes.group_of(plain.pid)) >= 4, "a supervisor, a core, two workers"
+    plain.ask_to_stop()
+    poll("all have ended", lambda: not processes.group_of(plain.pid), PATIENCE_S, plain.tail)
+    assert not socket.parent.exists()
+    said = plain.log.read_text()
+    assert "Traceback" not in said
+    assert "starting another" not in said
 
 
-@pytest.mark.parametrize("stop", [signal.SIGKILL, signal.SIGSTOP])
-async def test_a_core_that_dies_or_stands_still_is_noticed(
-    model: Path, tmp_path: Path, stop: signal.Signals
-) -> None:
-    cluster = Cluster(tmp_path, model)
-    node = cluster.start_node("decode", "victim", {"cluster-key": KEY})
-    try:
-        cluster.until_up(node)
-        (core,) = processes.descendants_of(node.pid) - frozenset(
-            pid
-            for pid in processes.descendants_of(node.pid)
-            if "libtorch" not in _read(pid, "maps")
-        )
-        client = await EngineClient.connect(node.info()["engine_address"], cluster_key=KEY)
+async def test_a_core_that_stands_still_or_dies_is_noticed(keyed: Node) -> None:
+    """A process that stands still is one that its clients can't tell from a dead machine."""
+    (core,) = (
+        pid for pid in processes.descendants_of(keyed.pid) if "libtorch" in _read(pid, "maps")
+    )
+    for stop in (signal.SIGSTOP, signal.SIGKILL):
+        await asyncio.to_thread(poll, "idle", lambda: not live(keyed), PATIENCE_S, keyed.tail)
+        client = await EngineClient.connect(keyed.info()["engine_address"], cluster_key=KEY)
         asked = asyncio.create_task(tokens_of(client, asking("r", LONG)))
-        await asyncio.to_thread(poll, "it runs", lambda: live(node) > 0, PATIENCE_S, node.tail)
+        await asyncio.to_thread(poll, "it runs", lambda: live(keyed) > 0, PATIENCE_S, keyed.tail)
         os.kill(core, stop)
         async with asyncio.timeout(WITHIN_S):
             with pytest.raises(EngineDeadError):
                 await asked
         await client.close()
-    finally:
-        node.kill()
-        cluster.stop()
+        if stop == signal.SIGSTOP:
+            os.kill(core, signal.SIGCONT)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
 import json
 import random
 from collections.abc import Callable, Iterator, Sequence
@@ -13,8 +12,10 @@ import numpy as np
 import pytest
 
 from tests.e2e.cluster import Cluster
-from tests.e2e.pair import POOL, Pair, settle
-from tests.e2e.servers import Metrics, Node
+from tests.e2e.conftest import MakePair
+from tests.e2e.oracle import Oracle
+from tests.e2e.pair import POOL, settle
+from tests.e2e.servers import Metrics, Node, Router
 
 pytestmark = pytest.mark.e2e
 
@@ -23,24 +24,11 @@ PROMPTS: list[list[int]] = [
     np.random.default_rng(seed).integers(3, 384, 200 + seed).tolist() for seed in range(5)
 ]
 BLOCKS = 200 // 16
-_lives = itertools.count()
-
-
-@pytest.fixture
-def fresh(model: Path, tmp_path: Path) -> Iterator[Cluster]:
-    """A cluster of this test only."""
-    cluster = Cluster(tmp_path, model)
-    yield cluster
-    cluster.stop()
+STORED = "kvbaton_prompt_tokens_total"
 
 
 def files(path: Path) -> list[Path]:
     return sorted(path.rglob("*.safetensors"))
-
-
-def spec(path: Path, **options: Any) -> str:
-    inner = {"path": str(path), **options}
-    return f"filesystem:{json.dumps(inner)}"
 
 
 def tokens_of(node: Node) -> list[list[int]]:
@@ -49,78 +37,74 @@ def tokens_of(node: Node) -> list[list[int]]:
     return [list(answer.result().choices[0].token_ids) for answer in answers]
 
 
-class Crew:
-    """P and D over one filesystem store, asked one after the other."""
+class Heirs:
+    """P and D over a store that a node of an earlier life has filled.
 
-    def __init__(self, cluster: Cluster, store: str, **flags: str) -> None:
-        self.cluster = cluster
-        wanted = {**PATIENT, **flags, "store": store}
-        life = next(_lives)
-        self.p = cluster.start_node("prefill", f"p{life}", wanted)
-        self.d = cluster.start_node("decode", f"d{life}", wanted)
+    Attributes:
+        said: what that one answered.
+    """
+
+    def __init__(self, cluster: Cluster, folder: Path) -> None:
+        self.folder = folder
+        flags = {**PATIENT, "store": f"filesystem:{json.dumps({'path': str(folder)})}"}
+        first = cluster.start_node("prefill", "p-first-life", flags)
+        self.said = tokens_of(first)
+        settle(first)
+        assert first.metrics()(STORED, source="store") == 0
+        cluster.stop([first])
+        self.p = cluster.start_node("prefill", "p-heir", flags)
+        self.d = cluster.start_node("decode", "d-heir", flags)
         cluster.until_up(self.p, self.d)
-        self._before = {node: node.metrics() for node in (self.p, self.d)}
-
-    def settle(self) -> None:
-        settle(self.p, self.d)
-
-    def forget(self) -> None:
-        self.settle()
-        self.p.forget()
-        self.d.forget()
-
-    def count(self, node: Node, name: str, **labels: str) -> float:
-        """A counter since the start."""
-        metrics: Metrics = node.metrics() - self._before[node]
-        return metrics(f"kvbaton_{name}_total", **labels)
-
-    def stop(self) -> None:
-        self.settle()
-        self.cluster.stop()
 
 
-def test_all_nodes_restart_and_load_what_was_saved(
-    fresh: Cluster, tmp_path: Path, oracle: Any
+@pytest.fixture(scope="module")
+def shared_heirs(cluster: Cluster, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Heirs]:
+    heirs = Heirs(cluster, tmp_path_factory.mktemp("store"))
+    yield heirs
+    cluster.stop([heirs.p, heirs.d])
+
+
+@pytest.fixture
+def heirs(shared_heirs: Heirs) -> Iterator[Heirs]:
+    """Caches empty before the test, books balanced after it."""
+    for node in (shared_heirs.p, shared_heirs.d):
+        settle(node)
+        node.forget()
+    yield shared_heirs
+    settle(shared_heirs.p, shared_heirs.d)
+
+
+def test_all_nodes_restart_and_load_what_was_saved(heirs: Heirs, oracle: Oracle) -> None:
+    assert heirs.said == [oracle.greedy(prompt, 12) for prompt in PROMPTS]
+    assert len(files(heirs.folder)) >= len(PROMPTS) * BLOCKS
+    for node in (heirs.p, heirs.d):
+        before = node.metrics()
+        assert tokens_of(node) == heirs.said
+        count: Metrics = node.metrics() - before
+        assert count(STORED, source="store") >= len(PROMPTS) * BLOCKS * 16
+        assert count(STORED, source="computed") <= len(PROMPTS) * 16
+        assert count("kvbaton_store_load_blocks_total", outcome="corrupt") == 0
+
+
+def test_a_pair_whose_prefill_node_has_a_store(
+    heirs: Heirs, main_nodes: tuple[Node, Node, Router], make_pair: MakePair
 ) -> None:
-    store = spec(tmp_path / "kv")
-    first = Crew(fresh, store)
-    said = tokens_of(first.p)
-    assert said == [oracle.greedy(prompt, 12) for prompt in PROMPTS]
-    assert first.count(first.p, "prompt_tokens", source="store") == 0
-    first.stop()
-    assert len(files(tmp_path / "kv")) >= len(PROMPTS) * BLOCKS
-    second = Crew(fresh, store)
-    for node in (second.p, second.d):
-        assert tokens_of(node) == said
-        assert second.count(node, "prompt_tokens", source="store") >= len(PROMPTS) * BLOCKS * 16
-        assert second.count(node, "prompt_tokens", source="computed") <= len(PROMPTS) * 16
-        assert second.count(node, "store_load_blocks", outcome="corrupt") == 0
-    second.stop()
-
-
-def test_a_pair_whose_prefill_node_has_a_store(fresh: Cluster, tmp_path: Path) -> None:
-    """P does not compute what its store holds, and D gets it once."""
-    p = fresh.start_node("prefill", "p", {**PATIENT, "store": spec(tmp_path / "kv")})
-    d = fresh.start_node("decode", "d", {"debug-forbid-prompt-compute": None})
-    fresh.until_up(p, d)
-    pair = Pair(p, d, fresh.model)
-    said = [pair.tokens(prompt, max_tokens=12) for prompt in PROMPTS]
+    """P does not compute what its store holds, and D, who may compute nothing, gets it once."""
+    pair = make_pair(heirs.p, main_nodes[1])
     pair.forget()
-    at_d = pair.at_d()
-    for prompt, answer in zip(PROMPTS, said, strict=True):
+    for prompt, answer in zip(PROMPTS, heirs.said, strict=True):
         before = pair.at_p()
         assert pair.tokens(prompt, max_tokens=12) == answer
-        settle(p, d)
+        settle(pair.p, pair.d)
         moved = pair.at_p() - before
         # If P is done before D's reservation arrives, it runs the prompt again, out of its cache
         # but for the tail, which fills no block.
         runs = 1 + moved("kvbaton_transfers_revived_total")
-        assert moved("kvbaton_prompt_tokens_total", source="store") == BLOCKS * 16
-        assert moved("kvbaton_prompt_tokens_total", source="computed") == runs * (len(prompt) % 16)
-    got = pair.at_d() - at_d
-    assert got("kvbaton_prompt_tokens_total", source="transferred") == sum(map(len, PROMPTS))
-    assert got("kvbaton_prompt_tokens_total", source="computed") == 0
-    pair.close_books()
+        assert moved(STORED, source="store") == BLOCKS * 16
+        assert moved(STORED, source="computed") == runs * (len(prompt) % 16)
+    got = pair.at_d()
+    assert got(STORED, source="transferred") == sum(map(len, PROMPTS))
+    assert got(STORED, source="computed") == 0
 
 
 def corrupt(paths: Sequence[Path]) -> None:
@@ -135,47 +119,35 @@ def remove(paths: Sequence[Path]) -> None:
         path.unlink()
 
 
-def test_damaged_files_change_no_token(fresh: Cluster, tmp_path: Path) -> None:
-    folder = tmp_path / "kv"
-    crew = Crew(fresh, spec(folder))
-    said = tokens_of(crew.p)
+def test_damaged_files_change_no_token(heirs: Heirs) -> None:
     damages: tuple[Callable[[Sequence[Path]], None], ...] = (corrupt, remove)
     for damage in damages:
         for share in (0.01, 0.1, 1.0):
-            crew.forget()
-            there = files(folder)
+            settle(heirs.p)
+            heirs.p.forget()
+            there = files(heirs.folder)
             assert len(there) >= len(PROMPTS) * BLOCKS, "what was computed anew is saved anew"
             damage(random.Random(0).sample(there, max(1, round(share * len(there)))))
-            assert tokens_of(crew.p) == said, (damage.__name__, share)
-            crew.settle()
-    crew.forget()
-    assert tokens_of(crew.d) == said
-    crew.stop()
+            assert tokens_of(heirs.p) == heirs.said, (damage.__name__, share)
+    settle(heirs.p)
+    assert tokens_of(heirs.d) == heirs.said
 
 
-@pytest.mark.parametrize(
-    "faults",
-    [
-        {"delay": 0.01, "delay_s": 1.0},
-        {"delay": 0.1, "delay_s": 1.0},
-        {"delay": 1.0, "delay_s": 1.0, "on": ["lookup", "load"]},
-        {"error": 0.1, "on": ["lookup", "load", "store"]},
-        {"corrupt": 0.1, "partial": 0.1, "lose": 0.1, "on": ["lookup", "load", "store"]},
-        {"corrupt": 1.0},
-        {"disconnect": 0.05, "outage_s": 0.3, "on": ["lookup", "load", "store"]},
-    ],
-    ids=["slow-1", "slow-10", "slow-100", "errors", "damage", "corrupt-100", "disconnects"],
-)
-def test_a_faulty_store_changes_no_token(
-    fresh: Cluster, tmp_path: Path, faults: dict[str, Any]
+def test_a_store_that_fails_in_every_way_changes_no_token(
+    cluster: Cluster, tmp_path: Path, oracle: Oracle
 ) -> None:
+    """Each way by itself, and more often: `tests/store_connector/test_store_faults.py`."""
     inner = {"filesystem": {"path": str(tmp_path / "kv")}}
+    faults: dict[str, Any] = {
+        **{"delay": 0.05, "delay_s": 1.0, "error": 0.05, "corrupt": 0.1, "partial": 0.1},
+        **{"lose": 0.1, "disconnect": 0.05, "outage_s": 0.3, "on": ["lookup", "load", "store"]},
+    }
     store = f"faulty:{json.dumps({'inner': inner, **faults})}"
     quick = {"store-lookup-timeout": "0.3", "store-load-timeout": "0.4"}
-    node = fresh.start_node("prefill", "p", {**quick, "store": store})
-    said = tokens_of(node)
-    for _ in range(3):
+    node = cluster.start_node("prefill", "p-faulty-store", {**quick, "store": store})
+    said = [oracle.greedy(prompt, 12) for prompt in PROMPTS]
+    for _ in range(4):
+        assert tokens_of(node) == said
         settle(node)
         node.forget()
-        assert tokens_of(node) == said
-    settle(node)
+    cluster.stop([node])

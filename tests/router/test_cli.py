@@ -211,6 +211,15 @@ def test_killing_up_kills_its_children(broken_model: str) -> None:
     wait_for(lambda: processes_with(broken_model) == [])
 
 
+def test_a_child_whose_parent_died_before_it_asked_ends_at_once() -> None:
+    ask = f"from kvbaton.engine.process import die_with_parent; die_with_parent({os.getpid()} + %d)"
+    ends = [
+        subprocess.run([sys.executable, "-c", ask % more], timeout=60, check=False).returncode
+        for more in (0, 1)
+    ]
+    assert ends == [0, -signal.SIGKILL]
+
+
 def wait_for(condition: object, seconds: float = 20.0) -> None:
     assert callable(condition)
     give_up = time.monotonic() + seconds

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import json
 import random
 from collections.abc import Sequence
+from pathlib import Path
 
 import pytest
 
@@ -248,3 +250,26 @@ def test_the_policy_fail_ends_a_request_whose_load_fails(
     rest(node)
     assert node.generate(PROMPTS[0]).result() == expected(PROMPTS[0])  # by now it was deleted
     rest(node)
+
+
+FAULTS: dict[str, dict[str, object]] = {
+    "slow-1": {"delay": 0.01, "delay_s": 1.0},
+    "slow-10": {"delay": 0.1, "delay_s": 1.0},
+    "slow-100": {"delay": 1.0, "delay_s": 1.0, "on": ["lookup", "load"]},
+    "errors": {"error": 0.1, "on": ["lookup", "load", "store"]},
+    "damage": {"corrupt": 0.1, "partial": 0.1, "lose": 0.1, "on": ["lookup", "load", "store"]},
+    "corrupt-100": {"corrupt": 1.0},
+    "disconnects": {"disconnect": 0.05, "outage_s": 0.3, "on": ["lookup", "load", "store"]},
+}
+
+
+@pytest.mark.parametrize("faults", FAULTS.values(), ids=FAULTS)
+def test_a_faulty_store_over_files(
+    nodes: Nodes, expected: Expected, tmp_path: Path, faults: dict[str, object]
+) -> None:
+    inner = {"filesystem": {"path": str(tmp_path / "kv")}}
+    store = f"faulty:{json.dumps({'inner': inner, **faults})}"
+    node = nodes.start(store, store_lookup_timeout=0.3, store_load_timeout=0.4)
+    for _ in range(4):
+        check_all(node, expected)
+        node.ask("reset_prefix_cache")
