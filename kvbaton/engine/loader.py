@@ -68,7 +68,7 @@ def load_model(
     _check_shard(config, shard)
     with empty_weights(config.dtype, device):
         model = LlamaForCausalLM(config, shard)
-    fill_weights(pieces_of(model), config, load_format, seed)
+    fill_weights(pieces_of(model), config, load_format, seed, device)
     return model.eval()
 
 
@@ -94,12 +94,16 @@ def load_vision(
     vision = config.require_vision()
     with empty_weights(config.dtype, device):
         tower = TOWERS[config.architecture](vision)
-    fill_weights(pieces_of(tower), config, load_format, seed)
+    fill_weights(pieces_of(tower), config, load_format, seed, device)
     return tower.eval()
 
 
 def fill_weights(
-    pieces: Iterable[Piece], config: ModelConfig, load_format: LoadFormat, seed: int
+    pieces: Iterable[Piece],
+    config: ModelConfig,
+    load_format: LoadFormat,
+    seed: int,
+    device: torch.device,
 ) -> None:
     """Fill the weights of a model, or of a part of it.
 
@@ -108,12 +112,13 @@ def fill_weights(
         config: the model whose folder has them, quantised or not.
         load_format: where from.
         seed: of dummy weights.
+        device: where the weights are.
 
     Raises:
         ConfigError: a file or tensor is missing, broken or of the wrong shape.
     """
     if load_format != "dummy":
-        _fill_from_files(pieces, config.folder, config.quantization)
+        _fill_from_files(pieces, config.folder, config.quantization, device)
         return
     for piece in pieces:
         _fill_dummy(piece, seed)
@@ -197,10 +202,13 @@ def empty_weights(dtype: str, device: torch.device) -> Iterator[None]:
 
 
 class FileTensor:
-    """`Stored` in a file."""
+    """`Stored` in a file; what is read goes to a device, where it may be dequantised."""
 
-    def __init__(self, name: str, file: Path, handle: safe_open | GGUFTensors) -> None:
+    def __init__(
+        self, name: str, file: Path, handle: safe_open | GGUFTensors, device: torch.device
+    ) -> None:
         self.where, self._slice = f"tensor {name!r} in {file}", handle.get_slice(name)
+        self._device = device
         self.shape = tuple(self._slice.get_shape())
 
     @property
@@ -211,17 +219,22 @@ class FileTensor:
     def read(self, *index: slice) -> Tensor:
         """See `Stored.read`."""
         part: Tensor = self._slice[index]
-        return part
+        return part.to(self._device)
 
 
 def _fill_from_files(
-    pieces: Iterable[Piece], folder: Path, quantization: Quantization | None
+    pieces: Iterable[Piece],
+    folder: Path,
+    quantization: Quantization | None,
+    device: torch.device,
 ) -> None:
     with ExitStack() as stack:
         tensors: dict[str, Stored] = {}
         for file in shard_files(folder):
             handle = stack.enter_context(_open(file))
-            tensors.update((_our_name(x), FileTensor(x, file, handle)) for x in handle.keys())
+            tensors.update(
+                (_our_name(x), FileTensor(x, file, handle, device)) for x in handle.keys()
+            )
         for piece in pieces:
             stored = find_tensor(tensors, piece.name, quantization)
             _fill(piece, stored, online=quantization is not None and quantization.online)
@@ -260,7 +273,7 @@ def _fill(piece: Piece, stored: Stored, *, online: bool) -> None:
     if isinstance(stored, ScaledTensor):
         numbers, scales = stored.read_parts(*index)
     elif online:
-        wide = stored.read(*index).to(piece.target.device)
+        wide = stored.read(*index)
         numbers, scales = quantize_fp8(wide, wide.shape[1])
     else:
         raise ConfigError(

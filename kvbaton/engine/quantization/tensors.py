@@ -230,7 +230,7 @@ class ScaledTensor:
 def unpack(packed: Tensor, bits: int, dim: int) -> Tensor:
     """Numbers of so many bits out of int32s, 32 / bits times as many along an axis; int32."""
     dim %= packed.dim()
-    shifts = torch.arange(0, 32, bits, dtype=torch.int32)
+    shifts = torch.arange(0, 32, bits, dtype=torch.int32, device=packed.device)
     shifts = shifts.view(-1, *(1,) * (packed.dim() - dim - 1))
     return ((packed.unsqueeze(dim + 1) >> shifts) & (1 << bits) - 1).flatten(dim, dim + 1)
 
@@ -310,7 +310,7 @@ class GPTQTensor:
         groups = self._scales.shape[0]
         zeros = _unpacked(self._zeros, self._bits, 1, (0, groups), rows) + self._offset
         scales = self._scales.read(slice(None), slice(*rows)).float()
-        group = _group_of(self._order, self._group, groups, columns)
+        group = _group_of(self._order, self._group, groups, columns).to(codes.device)
         return ((codes - zeros[group]) * scales[group]).t()
 
 
@@ -349,7 +349,7 @@ class PackedTensor:
         codes = _unpacked(self._codes, self._bits, 1, rows, columns)
         scales = self._scales.read(slice(*rows)).float()
         groups = scales.shape[1]
-        group = _group_of(self._order, self._group, groups, columns)
+        group = _group_of(self._order, self._group, groups, columns).to(codes.device)
         if self._zeros is None:
             return (codes - (1 << self._bits - 1)) * scales[:, group]
         zeros = _unpacked(self._zeros, self._bits, 0, rows, (0, groups))
