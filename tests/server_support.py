@@ -4,13 +4,15 @@ from __future__ import annotations
 
 import asyncio
 import json
-from collections.abc import AsyncGenerator, Callable, Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
 import tokenizers
 from tokenizers import decoders, models, pre_tokenizers, processors, trainers
 
+from kvbaton.engine.client import EngineClient
+from kvbaton.engine.outputs import OutputReceiver, TokenSource
 from kvbaton.messages.engine import AddRequest, Metrics, Output, Ready
 from kvbaton.text.tokenizer import Tokenizer
 from kvbaton.types import NodeId, TokenLogprobs, TopLogprob
@@ -28,6 +30,8 @@ TEMPLATE = (
 )
 EOS = 1
 VOCAB = 400
+TURNS = 5
+"""Of the event loop, in which a reader that keeps up has read an output."""
 MAX_MODEL_LEN = 256
 
 
@@ -63,7 +67,7 @@ def write_tokenizer(folder: Path, **config: Any) -> Path:
     return folder
 
 
-class ScriptedSource:
+class ScriptedSource(TokenSource):
     """A token source that answers every request with the tokens of one text, one at a time.
 
     Each choice gets the text, then the end token; `max_tokens` is respected, and log probabilities
@@ -86,7 +90,7 @@ class ScriptedSource:
         self.gate = gate
         self.script: list[int] | None = None
         self.requests: list[AddRequest] = []
-        self.streams: list[AsyncGenerator[Output]] = []
+        self.tasks: dict[str, asyncio.Task[None]] = {}
         self.running = 0
         self.cancelled: list[str] = []
         self.cancellation = asyncio.Event()
@@ -95,16 +99,21 @@ class ScriptedSource:
         self.final: dict[str, Any] = {}
         self.end = "stop"
 
-    def generate(self, request: AddRequest) -> AsyncGenerator[Output]:
+    def submit(self, request: AddRequest, receiver: OutputReceiver) -> None:
         """See `TokenSource`."""
-        stream = self._generate(request)
-        self.streams.append(stream)  # kept, so that no garbage collector closes it for the caller
-        return stream
+        task = asyncio.create_task(self._run(request, receiver))
+        self.tasks[request.request_id] = task
 
-    async def _generate(self, request: AddRequest) -> AsyncGenerator[Output]:
+    def cancel(self, request_id: str) -> None:
+        """See `TokenSource`."""
+        task = self.tasks.pop(request_id, None)
+        if task is not None:
+            task.cancel()
+
+    async def _run(self, request: AddRequest, receiver: OutputReceiver) -> None:
         self.requests.append(request)
         self.running += 1
-        finished = False
+        finished, error = False, None
         try:
             tokens = self._tokens(request)
             for index in range(len(tokens)):
@@ -115,12 +124,19 @@ class ScriptedSource:
                 for choice in range(request.params.n):
                     last = index == len(tokens) - 1
                     finished = last and choice == request.params.n - 1
-                    yield self._output(request, choice, index, tokens, last)
+                    receiver.put(self._output(request, choice, index, tokens, last))
+                receiver.flush()
+                for _ in range(TURNS):
+                    await asyncio.sleep(0)
+        except Exception as failure:
+            error = failure
         finally:
             self.running -= 1
             if not finished:
                 self.cancelled.append(request.request_id)
                 self.cancellation.set()
+        receiver.end(error)
+        receiver.flush()
 
     def _tokens(self, request: AddRequest) -> list[int]:
         if self.script is not None:
@@ -164,8 +180,8 @@ def fake_logprobs(token: int, top: int | None) -> TokenLogprobs:
     return TokenLogprobs(-0.5, 1, tuple(rivals))
 
 
-class ScriptedClient(ScriptedSource):
-    """A `NodeClient` over a `ScriptedSource`."""
+class ScriptedClient(ScriptedSource, EngineClient):
+    """An `EngineClient` without an engine."""
 
     def __init__(self, tokenizer: Tokenizer, text: str | None = None) -> None:
         super().__init__(tokenizer, text)

@@ -6,16 +6,16 @@ import asyncio
 import contextlib
 import itertools
 import logging
-from collections.abc import AsyncGenerator, Sequence
-from typing import Any, Protocol, Self
+from typing import Any, Self
 
 import msgspec
 import zmq
-from msgspec.structs import replace
+from typing_extensions import override
 from zmq.utils.monitor import recv_monitor_message
 
 from kvbaton.connectors.curve import secure_client
 from kvbaton.engine.frontends import HEARTBEAT_MS, HEARTBEAT_TIMEOUT_MS
+from kvbaton.engine.outputs import OutputReceiver, TokenSource
 from kvbaton.errors import EngineDeadError, RequestError
 from kvbaton.messages.engine import (
     AbortRequest,
@@ -26,7 +26,6 @@ from kvbaton.messages.engine import (
     Disconnected,
     FromCore,
     Metrics,
-    Output,
     Outputs,
     Ping,
     Pong,
@@ -40,12 +39,8 @@ from kvbaton.types import MAX_MESSAGE_BYTES
 logger = logging.getLogger(__name__)
 
 COMMAND_TIMEOUT_S = 30.0
-MAX_BEHIND = 1 << 16
-"""Tokens, and candidates of their log probabilities, that may wait for a request's reader."""
-_MERGE_AT = 32
-"""Outputs of one choice that wait before they are merged into one."""
 _MAX_BATCH = 256
-"""Messages taken in before readers get their turn."""
+"""Messages taken in before receivers are to act on them."""
 _HIGH_WATER_MARK = 10_000
 _LINGER_MS = 500
 
@@ -53,19 +48,7 @@ _encoder = msgspec.msgpack.Encoder()
 _from_core = msgspec.msgpack.Decoder(FromCore)
 
 
-class OutputReceiver(Protocol):
-    """Who is told what the core says to one request."""
-
-    def put(self, output: Output) -> None:
-        """The core says this."""
-        ...
-
-    def fail(self, error: Exception, *, over: bool = False) -> None:
-        """Nothing more will come: the core refuses it (`over`), or is gone."""
-        ...
-
-
-class EngineClient:
+class EngineClient(TokenSource):
     """A connection to an engine core. Make one with `connect`.
 
     A connection that is lost stays lost, and its requests are over: connect anew.
@@ -84,7 +67,9 @@ class EngineClient:
         self.dead: str | None = None
         self.died = asyncio.Event()
         self._loop = asyncio.get_running_loop()
-        self._streams: dict[str, OutputReceiver] = {}
+        self._receivers: dict[str, OutputReceiver] = {}
+        self._open_choices: dict[str, int] = {}
+        self._unflushed: dict[OutputReceiver, None] = {}
         self._answers: dict[int, asyncio.Future[Any]] = {}
         self._numbers = itertools.count(1)
         self._connected: asyncio.Future[Ready] = self._loop.create_future()
@@ -177,61 +162,39 @@ class EngineClient:
         if not self._connected.done():
             self._connected.set_exception(error)
             self._connected.exception()  # perhaps nobody awaits it any more
-        for stream in tuple(self._streams.values()):
-            stream.fail(error)
+        for receiver in tuple(self._receivers.values()):
+            receiver.end(error)
+            receiver.flush()
+        self._receivers.clear()
         for answer in self._answers.values():
             if not answer.done():
                 answer.set_exception(error)
 
     # --- ask ---
 
-    async def generate(self, request: AddRequest) -> AsyncGenerator[Output]:
-        """Run a request; yields its outputs. Closing the generator early aborts the request.
-
-        While the reader is behind, the outputs of one choice are merged into one.
-
-        Raises:
-            RequestError: the core does not take it, or its reader is too far behind.
-            EngineDeadError: the core is gone.
-        """
-        stream = _OutputStream(self._loop, request.params.n)
-        self.submit(request, stream)
-        try:
-            while stream.open_choices:
-                yield await stream.get()
-        finally:
-            self.forget(request.request_id, over=stream.is_over)
-
+    @override
     def submit(self, request: AddRequest, receiver: OutputReceiver) -> None:
-        """Run a request; `receiver` is told all about it, in this loop's thread, until `forget`.
-
-        Raises:
-            RequestError: its id is in use.
-            EngineDeadError: the core is gone.
-        """
         self._check_alive()
-        if request.request_id in self._streams:
-            raise RequestError(
-                f"request id {request.request_id!r} is in use", param="request_id", status=409
-            )
-        self._streams[request.request_id] = receiver
-        try:
-            self._send(request)
-        except BaseException:
-            self._streams.pop(request.request_id, None)
-            raise
+        name = request.request_id
+        if name in self._receivers:
+            raise RequestError(f"request id {name!r} is in use", param="request_id", status=409)
+        self._send(request)
+        self._receivers[name], self._open_choices[name] = receiver, request.params.n
 
-    def forget(self, request_id: str, *, over: bool) -> None:
-        """Forget a request; if it is not over, the core is told to end it. Never fails."""
-        if self._streams.pop(request_id, None) is None or over or self.dead is not None:
-            return
-        with contextlib.suppress(EngineDeadError):
-            self._send(AbortRequest(request_id=request_id))
+    @override
+    def cancel(self, request_id: str) -> None:
+        if self._release(request_id) is not None and self.dead is None:
+            with contextlib.suppress(EngineDeadError):
+                self._send(AbortRequest(request_id=request_id))
+
+    def _release(self, request_id: str) -> OutputReceiver | None:
+        self._open_choices.pop(request_id, None)
+        return self._receivers.pop(request_id, None)
 
     @property
     def idle(self) -> bool:
         """Whether no request runs."""
-        return not self._streams
+        return not self._receivers
 
     async def ping(self, timeout_s: float) -> None:
         """Wait until the core has answered between two steps.
@@ -285,36 +248,41 @@ class EngineClient:
         """Take in what has come; ZMQ's descriptor speaks up again only after all was read."""
         for _ in range(_MAX_BATCH):
             if self._socket is None:
-                return
+                break
             try:
                 data = self._socket.recv(zmq.NOBLOCK)
             except zmq.Again:
-                return
+                break
             try:
                 self._take(_from_core.decode(data))
             except Exception as error:  # some outputs would never come
                 logger.exception("what the engine core says can't be read")
                 self._fail(f"the engine's answers can't be read: {type(error).__name__}: {error}")
-        self._loop.call_soon(self._read)
+        else:
+            self._loop.call_soon(self._read)
+        unflushed, self._unflushed = self._unflushed, {}
+        for receiver in unflushed:
+            receiver.flush()
 
     def _take(self, message: FromCore) -> None:
         match message:
             case Outputs():
-                streams = self._streams
                 for output in message.outputs:
-                    stream = streams.get(output.request_id)
-                    if stream is not None:  # else it was closed, and the abort is on its way
-                        stream.put(output)
+                    name = output.request_id
+                    receiver = self._receivers.get(name)
+                    if receiver is None:  # it was cancelled, and the core will hear of it
+                        continue
+                    self._unflushed[receiver] = None
+                    receiver.put(output)
+                    if output.finish_reason is not None and name in self._open_choices:
+                        self._open_choices[name] -= 1
+                        if not self._open_choices[name]:
+                            self._end(name, None)
             case Rejected():
-                stream = self._streams.get(message.request_id)
-                if stream is not None:
-                    error = RequestError(
-                        message.message,
-                        param=message.param,
-                        status=message.status,
-                        code=message.code,
-                    )
-                    stream.fail(error, over=True)
+                refusal = RequestError(
+                    message.message, param=message.param, status=message.status, code=message.code
+                )
+                self._end(message.request_id, refusal)
             case Metrics():
                 self.metrics = message
             case Reply():
@@ -328,6 +296,12 @@ class EngineClient:
                 self._fail(message.reason)
             case Dead():
                 self._fail(message.error)
+
+    def _end(self, request_id: str, error: RequestError | None) -> None:
+        receiver = self._release(request_id)
+        if receiver is not None:
+            self._unflushed[receiver] = None
+            receiver.end(error)
 
     def _answer(self, number: int, result: Any, error: str | None) -> None:
         answer = self._answers.get(number)
@@ -358,98 +332,3 @@ class EngineClient:
     def _lost(self) -> None:
         """The connection is gone."""
         self._fail("the connection to the engine was lost")
-
-
-class _OutputStream:
-    """Outputs of one request that have come and are yet to be read.
-
-    Args:
-        loop: the reader's.
-        num_choices: of the request.
-
-    Attributes:
-        open_choices: whose last output was not read yet.
-        is_over: the core has nothing more to say.
-    """
-
-    def __init__(self, loop: asyncio.AbstractEventLoop, num_choices: int) -> None:
-        self.open_choices = num_choices
-        self.is_over = False
-        self._unfinished = num_choices
-        self._loop = loop
-        self._waiting: dict[int, list[Output]] = {}
-        self._behind = 0
-        self._reader: asyncio.Future[None] | None = None
-        self._error: Exception | None = None
-
-    def put(self, output: Output) -> None:
-        """The core says this."""
-        if self._error is not None:
-            return
-        if output.finish_reason is not None:
-            self._unfinished -= 1
-            self.is_over = not self._unfinished
-        waiting = self._waiting.setdefault(output.choice, [])
-        waiting.append(output)
-        if len(waiting) > 1:
-            self._behind += len(output.token_ids)
-            if output.logprobs is not None:
-                self._behind += sum(len(entry.top) for entry in output.logprobs)
-            if len(waiting) >= _MERGE_AT:
-                waiting[:] = [merge_outputs(waiting)]
-            if self._behind > MAX_BEHIND:
-                self._waiting.clear()
-                reason = (
-                    f"the answer was not read: {self._behind} tokens and log probabilities wait"
-                )
-                self.fail(RequestError(reason, status=503, code="slow_reader"))
-        self._wake()
-
-    def fail(self, error: Exception, *, over: bool = False) -> None:
-        """Nothing more will come; what has come is read first."""
-        if self._error is None:
-            self._error, self.is_over = error, self.is_over or over
-            self._wake()
-
-    def _wake(self) -> None:
-        if self._reader is not None and not self._reader.done():
-            self._reader.set_result(None)
-
-    async def get(self) -> Output:
-        """The next output.
-
-        Raises:
-            RequestError, EngineDeadError: what `fail` was called with.
-        """
-        while not self._waiting:
-            if self._error is not None:
-                raise self._error
-            self._reader = self._loop.create_future()
-            await self._reader
-        choice = next(iter(self._waiting))
-        waiting = self._waiting.pop(choice)
-        if not self._waiting:
-            self._behind = 0
-        output = merge_outputs(waiting)
-        self.open_choices -= output.finish_reason is not None
-        return output
-
-
-def merge_outputs(outputs: Sequence[Output]) -> Output:
-    """Consecutive outputs of one choice as one; that of a single one is itself."""
-    first, last = outputs[0], outputs[-1]
-    if first is last:
-        return first
-    scored = any(output.logprobs is not None for output in outputs)
-    prompts = (output.prompt_logprobs for output in outputs)
-    transfers = (output.kv_transfer_params for output in reversed(outputs))
-    return replace(
-        last,
-        index=first.index,
-        token_ids=tuple(token for output in outputs for token in output.token_ids),
-        logprobs=tuple(p for output in outputs for p in output.logprobs or ()) if scored else None,
-        prompt_logprobs=next((scores for scores in prompts if scores is not None), None),
-        cached_tokens=max(output.cached_tokens for output in outputs),
-        transferred_tokens=max(output.transferred_tokens for output in outputs),
-        kv_transfer_params=next((params for params in transfers if params is not None), None),
-    )

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import AsyncGenerator, Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from html import escape
 
 import tokenizers
@@ -12,9 +12,11 @@ from aiohttp.typedefs import Handler
 from msgspec import Struct
 from prometheus_client import generate_latest
 from tokenizers.models import WordLevel
+from typing_extensions import override
 
+from kvbaton.engine.outputs import OutputReceiver, TokenSource
 from kvbaton.errors import RequestError
-from kvbaton.messages.engine import AddRequest, Output
+from kvbaton.messages.engine import AddRequest
 from kvbaton.messages.nodes import Members, NodeInfo
 from kvbaton.router.choose import IDLE, NodeLoads, no_node_ready
 from kvbaton.router.config import RouterConfig
@@ -260,19 +262,18 @@ def render(model: str, rows: Iterable[Sequence[str]]) -> str:
 # --- without nodes ---
 
 
-class NoNodes:
-    """A `TokenSource` where nothing of texts and tokens is answered."""
+class NoNodes(TokenSource):
+    """Where nothing of texts and tokens is answered: there are no routes that ask for any."""
 
-    def generate(self, request: AddRequest) -> AsyncGenerator[Output]:
-        """There are no routes that ask for any.
-
-        Raises:
-            RequestError: 503.
-        """
+    @override
+    def submit(self, request: AddRequest, receiver: OutputReceiver) -> None:
         raise no_node_yet()
 
+    @override
+    def cancel(self, request_id: str) -> None: ...
+
     def facts(self) -> ModelFacts:
-        """The same."""
+        """Not known yet."""
         raise no_node_yet()
 
 

@@ -10,9 +10,6 @@ from kvbaton.config import Count, flag
 from kvbaton.server.config import EndpointConfig
 from kvbaton.server.network import bearer
 
-MAX_BEHIND = 16384
-"""A client that is so many tokens (and log probabilities) behind its nodes has left."""
-
 
 @dataclass(frozen=True)
 class MembershipTimers:
@@ -77,11 +74,9 @@ class DispatchConfig(RoutingPolicy):
 
     Attributes:
         timers: of each request.
-        max_behind: tokens, and log probabilities, that may wait for one client.
     """
 
     timers: RelayTimers = field(default_factory=RelayTimers)
-    max_behind: int = MAX_BEHIND
 
 
 def _static(role: str) -> Any:

@@ -1,4 +1,4 @@
-"""The driver of `RequestRelay`: its clock, its requests to nodes, and who waits for its tokens."""
+"""The driver of `RequestRelay`: its clock, its requests to nodes, and who is told its tokens."""
 
 from __future__ import annotations
 
@@ -6,11 +6,13 @@ import asyncio
 import logging
 import os
 import secrets
-from collections.abc import AsyncGenerator, Sequence
+from collections.abc import Sequence
 
 from msgspec.structs import replace
+from typing_extensions import override
 
-from kvbaton.engine.client import EngineClient, merge_outputs
+from kvbaton.engine.client import EngineClient
+from kvbaton.engine.outputs import OutputReceiver, TokenSource
 from kvbaton.errors import EngineDeadError, RequestError
 from kvbaton.messages.engine import AddRequest, Item, Output
 from kvbaton.router.choose import IDLE, NodeLoad, NodeLoads, Route, choose
@@ -23,8 +25,8 @@ from kvbaton.router.relay import Action, AskNode, CancelNode, Finished, RequestR
 logger = logging.getLogger(__name__)
 
 
-class Dispatcher:
-    """A `TokenSource` over all nodes.
+class Dispatcher(TokenSource):
+    """All nodes as one source.
 
     Args:
         nodes: who there is.
@@ -44,37 +46,26 @@ class Dispatcher:
         self.metrics = metrics
         self.loads = loads
         self.config = config
-        self._running: set[_Running] = set()
+        self.running: dict[str, _Running] = {}
         nodes.on_lost = self.node_lost
 
-    async def generate(self, request: AddRequest) -> AsyncGenerator[Output]:
-        """Run a request on the nodes; see `TokenSource`.
-
-        While the consumer is behind, outputs of one choice become one.
-
-        Raises:
-            RequestError: it is wrong, or nobody could serve it.
-        """
+    @override
+    def submit(self, request: AddRequest, receiver: OutputReceiver) -> None:
         if request.params.seed is None:  # all nodes must sample alike
             seeded = replace(request.params, seed=secrets.randbits(63))
             request = replace(request, params=seeded)
-        running = _Running(self, request)
-        self._running.add(running)
-        try:
-            running.start()
-            while True:
-                if running.ready:
-                    for output in running.take():
-                        yield output
-                elif running.error is not None:
-                    raise running.error
-                elif running.over:
-                    return
-                else:
-                    await running.news()
-        finally:
-            self._running.discard(running)
-            running.close()
+        name = request.request_id
+        if name in self.running:
+            raise RequestError(f"request id {name!r} is in use", param="request_id", status=409)
+        running = self.running[name] = _Running(self, request, receiver)
+        running.start()
+
+    @override
+    def cancel(self, request_id: str) -> None:
+        running = self.running.get(request_id)
+        if running is not None:
+            running.perform(running.relay.client_gone())
+            running.close("cancelled")
 
     def route(self, num_tokens: int, items: Sequence[Item], avoid: frozenset[str]) -> Route | None:
         """Choose nodes by what is known now."""
@@ -83,7 +74,7 @@ class Dispatcher:
 
     def node_lost(self, node_id: str, reason: str) -> None:
         """A node is of no use any more: its requests go elsewhere now, not at a timeout."""
-        for running in list(self._running):
+        for running in list(self.running.values()):
             running.node_lost(node_id, reason)
 
 
@@ -92,13 +83,13 @@ class _Running:
 
     Attributes:
         relay: decides what becomes of it.
-        ready: outputs for the client, in the order in which they came.
-        over: nothing more will become ready.
-        error: why it has failed, if it has.
-        read_at: when the first of those that are ready came.
+        receiver: is told what the relay says.
+        read_at: when the first output that it is yet to act on was read; 0 if there is none.
     """
 
-    def __init__(self, dispatcher: Dispatcher, request: AddRequest) -> None:
+    def __init__(
+        self, dispatcher: Dispatcher, request: AddRequest, receiver: OutputReceiver
+    ) -> None:
         self.dispatcher = dispatcher
         self.loop = asyncio.get_running_loop()
         self._started_at = self.loop.time()
@@ -110,47 +101,26 @@ class _Running:
             timers=dispatcher.config.timers,
             now=self._started_at,
         )
-        self.ready: list[Output] = []
-        self.over = False
-        self.error: RequestError | None = None
+        self.receiver = receiver
         self.read_at = 0.0
         self._calls: dict[NodeRequest, _NodeCall] = {}
-        self._behind = 0
-        self._waiter: asyncio.Future[None] | None = None
         self._timer: asyncio.TimerHandle | None = None
-        self._outcome = "cancelled"
         self._first = True
-
-    # --- the consumer's side ---
 
     def start(self) -> None:
         """Ask the first nodes."""
         self.perform(self.relay.start(self._started_at))
         self.tick()
 
-    def take(self) -> Sequence[Output]:
-        """All that is ready, one output per choice."""
-        ready, self.ready, self._behind = self.ready, [], 0
-        now, metrics = self.loop.time(), self.dispatcher.metrics
-        metrics.overhead.observe(now - self.read_at)
-        if self._first and any(output.token_ids for output in ready):
-            self._first = False
-            metrics.first_token.observe(now - self._started_at)
-        return ready if len(ready) == 1 else merged(ready)
-
-    def news(self) -> asyncio.Future[None]:
-        """Done once something is ready, or all is over."""
-        self._waiter = self.loop.create_future()
-        return self._waiter
-
-    def close(self) -> None:
-        """The client has all it wanted, or has gone: end what is open at nodes."""
-        self.perform(self.relay.client_gone())
+    def close(self, outcome: str) -> None:
+        """The relay is done."""
         if self._timer is not None:
             self._timer.cancel()
-        self.dispatcher.metrics.requests.labels(self._outcome).inc()
+        request_id = self.relay.request.request_id
+        del self.dispatcher.running[request_id]
+        self.dispatcher.metrics.requests.labels(outcome).inc()
         for line in self.relay.story:
-            logger.warning("request %s: %s", self.relay.request.request_id, line)
+            logger.warning("request %s: %s", request_id, line)
 
     # --- the nodes' side ---
 
@@ -159,6 +129,7 @@ class _Running:
         failures = self.dispatcher.metrics.node_request_failures
         failures.labels(asked.node.node_id, asked.side).inc()
         self.perform(self.relay.failed(asked, error, self.loop.time()))
+        self.receiver.flush()
 
     def node_lost(self, node_id: str, reason: str) -> None:
         """One of the nodes is gone."""
@@ -169,35 +140,33 @@ class _Running:
     # --- carrying out ---
 
     def perform(self, actions: list[Action]) -> None:
-        """Do what the relay wants, and wake the consumer."""
-        late: list[NodeRequest] = []
+        """Do what the relay wants."""
+        late: NodeRequest | None = None
         for action in actions:
             match action:
                 case Output():
-                    self.ready.append(action)
-                    self._behind += len(action.token_ids)
-                    if action.logprobs is not None:
-                        self._behind += sum(len(entry.top) for entry in action.logprobs)
+                    self.receiver.put(action)
+                    if self._first and action.token_ids:
+                        self._first = False
+                        first_token = self.dispatcher.metrics.first_token
+                        first_token.observe(self.loop.time() - self._started_at)
                 case AskNode(asked):
                     # The target has time until the prompt is computed: asking it is not to hold up
                     # the source.
-                    late.append(asked) if asked.side == "target" else self._ask(asked)
+                    if asked.side == "target":
+                        late = asked
+                    else:
+                        self._ask(asked)
                 case CancelNode(asked):
                     self._calls[asked].cancel()
                 case Finished():
-                    self._outcome, self.over = "finished", True
+                    self.close("finished")
+                    self.receiver.end(None)
                 case RequestError():
-                    self._outcome, self.over, self.error = "failed", True, action
-        for asked in late:
-            self._ask(asked)
-        if self._behind > self.dispatcher.config.max_behind and not self.relay.done:
-            self.perform(self.relay.client_gone())
-            self._outcome, self.over = "failed", True
-            self.error = RequestError(
-                "the client reads more slowly than its tokens are made", status=503, code="too_slow"
-            )
-        if actions and self._waiter is not None and not self._waiter.done():
-            self._waiter.set_result(None)
+                    self.close("failed")
+                    self.receiver.end(action)
+        if late is not None:
+            self._ask(late)
 
     def _ask(self, asked: NodeRequest) -> None:
         metrics, side = self.dispatcher.metrics, asked.side
@@ -213,6 +182,7 @@ class _Running:
     def tick(self) -> None:
         """Tell the relay the time, and come again when it next wants to know."""
         self.perform(self.relay.tick(self.loop.time()))
+        self.receiver.flush()
         if self._timer is not None:
             self._timer.cancel()
         if not self.relay.done:
@@ -226,13 +196,12 @@ class _NodeCall:
         done: nothing more will come.
     """
 
-    __slots__ = ("_asked", "_client", "_load", "_open_choices", "_running", "done")
+    __slots__ = ("_asked", "_client", "_load", "_running", "done")
 
     def __init__(self, running: _Running, asked: NodeRequest) -> None:
         self._running = running
         self._asked = asked
         self._load = IDLE
-        self._open_choices = asked.request.params.n
         self._client: EngineClient | None = running.dispatcher.nodes.engines.get(asked.node)
         self.done = False
         self._set_load(asked.load)
@@ -242,62 +211,56 @@ class _NodeCall:
             self._client.submit(asked.request, self)
         except (EngineDeadError, RequestError) as error:
             # The relay is not to be told before all was done that it wanted.
-            running.loop.call_soon(self.fail, error)
+            running.loop.call_soon(self.end, error)
 
     def put(self, output: Output) -> None:
         """The node says this."""
         asked, running = self._asked, self._running
-        if output.finish_reason is not None:
-            self._open_choices -= 1
         if self._load.prompt_tokens:  # not any more, if it has a token
             self._set_load(NodeLoad(0, self._load.sequences, self._load.tokens))
         now = running.loop.time()
-        if not running.ready:
-            running.read_at = now
+        running.read_at = running.read_at or now
         try:
             running.perform(running.relay.output(asked, output, now))
             if asked.side == "source":
                 running.tick()  # an end that it announced has its own deadline
         except Exception as error:
             logger.exception("unforeseen failure of a request to %s", asked.node.node_id)
-            self.fail(RequestError(f"the router failed: {error!r}", status=500))
-            return
-        if not self._open_choices and not self.done:
-            self._end(over=True)
-            running.perform(running.relay.ended(asked, now))
+            self.end(RequestError(f"the router failed: {error!r}", status=500))
 
-    def fail(self, error: Exception, *, over: bool = False) -> None:
+    def flush(self) -> None:
+        """What a step brought was put."""
+        running = self._running
+        running.receiver.flush()
+        if running.read_at:
+            running.dispatcher.metrics.overhead.observe(running.loop.time() - running.read_at)
+            running.read_at = 0.0
+
+    def end(self, error: Exception | None) -> None:
         """Nothing more will come."""
         if self.done:
             return
-        self._end(over=over)
-        if isinstance(error, RequestError):
+        self.cancel()
+        running, asked = self._running, self._asked
+        if error is None:
+            running.perform(running.relay.ended(asked, running.loop.time()))
+        elif isinstance(error, RequestError):
             why = NodeError(error.message, error.status, error.param, error.code)
-            self._running.failed(self._asked, why)
+            running.failed(asked, why)
         else:
-            self._running.failed(self._asked, NodeError(str(error)))
-            self._running.dispatcher.nodes.unreachable(self._asked.node, str(error))
+            running.failed(asked, NodeError(str(error)))
+            running.dispatcher.nodes.unreachable(asked.node, str(error))
 
     def cancel(self) -> None:
         """Nobody listens any more."""
-        if not self.done:
-            self._end(over=False)
-
-    def _end(self, *, over: bool) -> None:
+        if self.done:
+            return
         self.done = True
         self._set_load(IDLE)
         if self._client is not None:
-            self._client.forget(self._asked.request.request_id, over=over)
+            self._client.cancel(self._asked.request.request_id)
 
     def _set_load(self, load: NodeLoad) -> None:
         """What the request is to the node now."""
         self._running.dispatcher.loads.change(self._asked.node.node_id, self._load, load)
         self._load = load
-
-
-def merged(outputs: Sequence[Output]) -> list[Output]:
-    """Outputs in the order in which they came, as one per choice."""
-    by_choice: dict[int, list[Output]] = {}
-    for output in outputs:
-        by_choice.setdefault(output.choice, []).append(output)
-    return [merge_outputs(mine) for mine in by_choice.values()]

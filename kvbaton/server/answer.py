@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import time
 from abc import ABC, abstractmethod
-from collections.abc import AsyncGenerator, Sequence
+from collections.abc import AsyncGenerator, Callable, Sequence
 from contextlib import aclosing
 from typing import Any, ClassVar, Generic, TypeVar
 
@@ -14,7 +14,7 @@ from aiohttp import web
 from msgspec import Struct
 from msgspec.structs import replace
 
-from kvbaton.engine.client import merge_outputs
+from kvbaton.engine.outputs import OutputCollector, merge_outputs
 from kvbaton.errors import EngineDeadError, RequestError
 from kvbaton.messages.engine import Output
 from kvbaton.messages.openai import (
@@ -57,47 +57,83 @@ class Event(Struct, frozen=True, kw_only=True):
 # --- from the source to events ---
 
 
-def run_prompts(frontend: Frontend, prompts: Sequence[PromptRequest]) -> AsyncGenerator[Event]:
+def run_prompts(
+    frontend: Frontend,
+    prompts: Sequence[PromptRequest],
+    take: Callable[[Event], None] = lambda new: None,
+    is_free: Callable[[], bool] = lambda: False,
+) -> AsyncGenerator[Event]:
     """Events of all prompts as they come; closing it cancels what still runs.
+
+    Args:
+        frontend: whose source is asked.
+        prompts: to run.
+        take: while the generator is waited for, gets events in the callback in which their tokens
+            came; those are not yielded.
+        is_free: whether `take` may be called.
 
     Raises:
         RequestError, EngineDeadError: from the source, for any of the prompts.
     """
-    streams = [_run(frontend, prompt) for prompt in prompts]
+    streams = [_run(frontend, prompt, take, is_free) for prompt in prompts]
     return streams[0] if len(streams) == 1 else merge(streams)
 
 
-async def _run(frontend: Frontend, prompt: PromptRequest) -> AsyncGenerator[Event]:
+async def _run(
+    frontend: Frontend,
+    prompt: PromptRequest,
+    take: Callable[[Event], None],
+    is_free: Callable[[], bool],
+) -> AsyncGenerator[Event]:
     request, n = prompt.request, prompt.request.params.n
     texts = [ChoiceText(frontend.tokenizer, request.token_ids, prompt.options) for _ in range(n)]
     unseen, open_choices = set(range(n)), set(range(n))
-    with frontend.metrics.timed() as times:
-        async with aclosing(frontend.source.generate(request)) as outputs:
-            async for output in outputs:
-                times.output(output)
-                if output.finish_reason is not None:
-                    raise_if_failed(output, times.elapsed_s >= request.deadline_s)
-                choice = output.choice
-                if choice not in open_choices:
-                    continue
-                delta = texts[choice].push(output)
-                first = choice in unseen
-                if first:
-                    unseen.discard(choice)
-                if delta.finish_reason is not None:
-                    open_choices.discard(choice)
-                if prompt.echo_only:
-                    delta = TextDelta(finish_reason="length" if delta.finish_reason else None)
-                yield Event(
-                    prompt=prompt.index,
-                    choice=prompt.index * n + choice,
-                    delta=delta,
-                    first=first,
-                    output=output,
-                )
-                if not open_choices:
-                    return
-    raise EngineDeadError("the stream of tokens ended before the request was done")
+
+    def event_of(output: Output) -> Event | None:
+        times.output(output)
+        if output.finish_reason is not None:
+            raise_if_failed(output, times.elapsed_s >= request.deadline_s)
+        choice = output.choice
+        if choice not in open_choices:
+            return None
+        delta = texts[choice].push(output)
+        first = choice in unseen
+        if first:
+            unseen.discard(choice)
+        if delta.finish_reason is not None:
+            open_choices.discard(choice)
+        if prompt.echo_only:
+            delta = TextDelta(finish_reason="length" if delta.finish_reason else None)
+        return Event(
+            prompt=prompt.index,
+            choice=prompt.index * n + choice,
+            delta=delta,
+            first=first,
+            output=output,
+        )
+
+    def sink(output: Output) -> bool:
+        if not is_free():
+            return False
+        new = event_of(output)
+        if new is not None:
+            take(new)
+            if not open_choices:
+                outputs.end()
+        return True
+
+    with (
+        frontend.metrics.timed() as times,
+        OutputCollector(frontend.source, request, sink) as outputs,
+    ):
+        async for output in outputs:
+            new = event_of(output)
+            if new is not None:
+                yield new
+            if not open_choices:
+                break
+    if open_choices:
+        raise EngineDeadError("the stream of tokens ended before the request was done")
 
 
 def raise_if_failed(output: Output, expired: bool) -> None:
@@ -258,21 +294,31 @@ async def respond(
     """
     limit_s = prompts[0].request.deadline_s + frontend.config.deadline_grace_s
     counter = UsageCounter(prompts)
-    events = run_prompts(frontend, prompts)
     if not formatter.body.stream:
+        got: list[Event] = []
+        events = run_prompts(frontend, prompts, got.append, lambda: True)
         async with asyncio.timeout(limit_s), aclosing(events):
-            got = [new async for new in events]
+            async for new in events:
+                got.append(new)
         for new in got:
             counter.add(new)
         return json_response(formatter.whole(fold(got), counter.usage()))
     options: StreamOptions = formatter.body.stream_options or StreamOptions()
     at_end = bool(options.include_usage)
     always = at_end and bool(options.continuous_usage_stats)
-    async with event_stream(request, limit_s) as stream, aclosing(events):
-        async for new in events:
-            if at_end:
-                counter.add(new)
-            await stream.send(formatter.event(new, counter.usage() if always else None))
+
+    def encoded(new: Event) -> bytes:
+        if at_end:
+            counter.add(new)
+        return formatter.event(new, counter.usage() if always else None)
+
+    async with event_stream(request, limit_s) as stream:
+        events = run_prompts(
+            frontend, prompts, lambda new: stream.write(encoded(new)), stream.is_free
+        )
+        async with aclosing(events):
+            async for new in events:
+                await stream.send(encoded(new))
         if at_end:
             await stream.send(event(formatter.usage_chunk(counter.usage())))
     return stream.response

@@ -3,34 +3,20 @@
 from __future__ import annotations
 
 import time
-from collections.abc import AsyncGenerator, Callable, Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
-from typing import Any, Protocol
+from typing import Any
 
 from aiohttp import web
 from msgspec import Struct
 
+from kvbaton.engine.outputs import TokenSource
 from kvbaton.errors import RequestError
-from kvbaton.messages.engine import AddRequest, Output, TransferSpec
+from kvbaton.messages.engine import TransferSpec
 from kvbaton.server.config import EndpointConfig, MediaConfig
 from kvbaton.server.metrics import HttpMetrics
 from kvbaton.text.generation import sampling_defaults
 from kvbaton.text.tokenizer import Tokenizer
-
-
-class TokenSource(Protocol):
-    """Tokens in, tokens out."""
-
-    def generate(self, request: AddRequest) -> AsyncGenerator[Output]:
-        """Run a request until every choice has a `finish_reason`.
-
-        Closing the generator early (``aclose``) cancels the request everywhere.
-
-        Raises:
-            RequestError: the request can't be served as sent.
-            EngineDeadError: nothing can be served.
-        """
-        ...
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -11,7 +11,7 @@ import msgspec
 from aiohttp import web
 from msgspec.structs import asdict
 
-from kvbaton.engine.client import merge_outputs
+from kvbaton.engine.outputs import merge_outputs
 from kvbaton.engine.validate import INT32, Range, check_ids, check_range
 from kvbaton.errors import RequestError
 from kvbaton.messages.engine import AddRequest, Output

@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncGenerator, Awaitable, Callable
+from collections.abc import Awaitable, Callable
 from contextlib import suppress
 from functools import partial
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import Any
 
 import msgspec
 import tokenizers
@@ -15,9 +15,10 @@ from aiohttp.typedefs import Handler
 from prometheus_client import generate_latest
 from tokenizers.models import WordLevel
 
+from kvbaton.engine.client import EngineClient
 from kvbaton.engine.validate import INT32, Range, check_range
 from kvbaton.errors import ConfigError, EngineDeadError, RequestError
-from kvbaton.messages.engine import AddRequest, Item, Metrics, Output, Ready, SamplingParams
+from kvbaton.messages.engine import AddRequest, Item, SamplingParams
 from kvbaton.messages.nodes import GenerateRequest, GenerateResponse
 from kvbaton.server.app import make_app
 from kvbaton.server.auth import require_operator
@@ -32,44 +33,7 @@ from kvbaton.server.validation import deadline, unique
 from kvbaton.text.tokenizer import Tokenizer
 from kvbaton.text.vision import VisionText
 
-if TYPE_CHECKING:
-    pass
-
-
-class NodeClient(Protocol):
-    """An engine core as the HTTP process sees it."""
-
-    @property
-    def ready(self) -> Ready:
-        """What the core said of itself when it came up."""
-        ...
-
-    @property
-    def metrics(self) -> Metrics | None:
-        """The latest counters and gauges."""
-        ...
-
-    @property
-    def dead(self) -> str | None:
-        """Why the core is gone; None while it lives."""
-        ...
-
-    def generate(self, request: AddRequest) -> AsyncGenerator[Output]:
-        """See `TokenSource`."""
-        ...
-
-    async def command(self, name: str, argument: Any = None) -> Any:
-        """Ask the core something; see `messages.engine.Command`.
-
-        Raises:
-            EngineDeadError: it is gone.
-            TimeoutError: no answer in time.
-            ValueError: it does not know the command.
-        """
-        ...
-
-
-MakeApp = Callable[[NodeClient, FrontendConfig, Handler | None], web.Application]
+MakeApp = Callable[[EngineClient, FrontendConfig, Handler | None], web.Application]
 AppFactory = Callable[[NodeConfig], MakeApp]
 """What a node answers over HTTP: reads what it needs of the model before the engine is up."""
 
@@ -84,7 +48,7 @@ def text_app(config: NodeConfig) -> MakeApp:
     return lambda client, edge, forward: make_node_app(client, tokenizer, edge, forward)
 
 
-CLIENT = web.AppKey("client", NodeClient)
+CLIENT = web.AppKey("client", EngineClient)
 Exposition = Callable[[], Awaitable[bytes]]
 EXPOSITION: web.AppKey[Exposition] = web.AppKey("exposition")
 """What ``/metrics`` shows, in Prometheus' text format."""
@@ -97,7 +61,7 @@ METRICS_PATIENCE_S = 1.0
 
 
 def make_node_app(
-    client: NodeClient,
+    client: EngineClient,
     tokenizer: Tokenizer,
     config: FrontendConfig,
     forward: Handler | None = None,
@@ -124,7 +88,7 @@ def make_node_app(
     return app
 
 
-def attach_client(app: web.Application, client: NodeClient, forward: Handler | None) -> None:
+def attach_client(app: web.Application, client: EngineClient, forward: Handler | None) -> None:
     """Let the handlers of `node_routes` find the engine, and ``/metrics`` show what it counts."""
     app[CLIENT] = client
     registry = app[FRONTEND].metrics.registry
@@ -159,7 +123,7 @@ def make_starting_app() -> web.Application:
     return app
 
 
-def node_facts(client: NodeClient) -> ModelFacts:
+def node_facts(client: EngineClient) -> ModelFacts:
     """Bounds of a request on this node.
 
     Raises:
@@ -171,7 +135,7 @@ def node_facts(client: NodeClient) -> ModelFacts:
     return ModelFacts(max_model_len=ready.max_model_len, vocab_size=ready.vocab_size)
 
 
-def complaint(client: NodeClient) -> str | None:
+def complaint(client: EngineClient) -> str | None:
     """Why the node is not healthy; None if it is."""
     if client.dead is not None:
         return f"the engine is down: {client.dead}"
@@ -232,7 +196,11 @@ def encoder_app(config: NodeConfig) -> MakeApp:
 
 
 def make_encoder_app(
-    client: NodeClient, edge: FrontendConfig, forward: Handler | None = None, *, vision: VisionText
+    client: EngineClient,
+    edge: FrontendConfig,
+    forward: Handler | None = None,
+    *,
+    vision: VisionText,
 ) -> web.Application:
     """Everything that an encoder node answers.
 

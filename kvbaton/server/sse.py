@@ -42,22 +42,30 @@ class EventStream:
         self._request = request
         self._chunks: asyncio.Transport | None = None
 
-    async def send(self, events: bytes) -> None:
-        """Send whole events, in one write; waits for a reader that is far behind.
+    def is_free(self) -> bool:
+        """Whether the answer has begun, and its reader keeps up: `write` may be called."""
+        chunks = self._chunks
+        return chunks is not None and not chunks.get_write_buffer_size() and not chunks.is_closing()
 
-        Every token is one. So to a client that keeps up they go to the socket itself, which takes
-        half the time of aiohttp's writer: that one has the first, and those for which there is no
-        room.
+    def write(self, events: bytes) -> None:
+        """Send whole events at once, in one write.
+
+        Every token is one. So they go to the socket itself, which takes half the time of aiohttp's
+        writer: that one has the first, and those for which there is no room.
         """
-        direct = self._chunks
-        if direct is None or direct.get_write_buffer_size() or direct.is_closing():
-            if not self.response.prepared:
-                await self.response.prepare(self._request)
-            await self.response.write(events)
-            if self.response.headers.get("Transfer-Encoding") == "chunked":
-                self._chunks = self._request.transport
-        else:
-            direct.write(b"%x\r\n%b\r\n" % (len(events), events))
+        assert self._chunks is not None, "is_free() was asked"
+        self._chunks.write(b"%x\r\n%b\r\n" % (len(events), events))
+
+    async def send(self, events: bytes) -> None:
+        """Send whole events, in one write; waits for a reader that is far behind."""
+        if self.is_free():
+            self.write(events)
+            return
+        if not self.response.prepared:
+            await self.response.prepare(self._request)
+        await self.response.write(events)
+        if self.response.headers.get("Transfer-Encoding") == "chunked":
+            self._chunks = self._request.transport
 
 
 @asynccontextmanager

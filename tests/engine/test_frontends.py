@@ -302,15 +302,15 @@ async def test_outputs_merge_while_the_reader_is_behind(core: ScriptedCore) -> N
 async def test_a_reader_too_far_behind_loses_its_request_alone(
     core: ScriptedCore, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("kvbaton.engine.client.MAX_BEHIND", 100)
+    monkeypatch.setattr("kvbaton.engine.outputs.MAX_BEHIND", 100)
     async with connected(core) as client:
         slow = client.generate(request("slow", max_tokens=10**6))
         await anext(slow)
         assert await tokens_of(client, request("quick", max_tokens=200)) == list(range(200))
-        with pytest.raises(RequestError, match="not read") as caught:
+        with pytest.raises(RequestError, match="slowly") as caught:
             async for _ in slow:
                 pass
-        assert caught.value.code == "slow_reader"
+        assert caught.value.code == "too_slow"
         await until(lambda: not core.live)
 
 

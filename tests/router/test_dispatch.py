@@ -234,8 +234,11 @@ async def test_tokens_that_wait_for_their_reader_become_one_output(make_rig: Any
         assert tokens([first, *rest], choice) == expected(40, choice)
 
 
-async def test_a_reader_that_is_too_slow_hurts_only_itself(make_rig: Any) -> None:
-    rig = await make_rig(dispatch=DispatchConfig(max_behind=20))
+async def test_a_reader_that_is_too_slow_hurts_only_itself(
+    make_rig: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("kvbaton.engine.outputs.MAX_BEHIND", 20)
+    rig = await make_rig()
     rig.nodes["d0"].pause = 0.005
     async with aclosing(rig.dispatcher.generate(request(100))) as stream:
         first = await asyncio.wait_for(anext(stream), 5)

@@ -5,8 +5,9 @@ from typing import Any
 import pytest
 from aiohttp import ClientSession, web
 
+from kvbaton.engine.outputs import TokenSource
 from kvbaton.server.app import listen, make_app
-from kvbaton.server.frontend import Frontend, FrontendConfig, ModelFacts, TokenSource
+from kvbaton.server.frontend import Frontend, FrontendConfig, ModelFacts
 from kvbaton.text.tokenizer import Tokenizer
 from tests.server_support import MAX_MODEL_LEN, VOCAB, ScriptedSource, write_tokenizer
 
