@@ -266,9 +266,12 @@ def _fill(piece: Piece, stored: Stored, *, online: bool) -> None:
             f"config.json asks for {list(piece.shape)}",
         )
     part = slice(piece.start, piece.start + piece.target.shape[piece.dim])
-    index = (*(slice(None),) * piece.dim, part)
+    index: tuple[slice, ...] = (*(slice(None),) * piece.dim, part)
+    if piece.index is not None:
+        index = (slice(piece.index, piece.index + 1), *index)
     if piece.scales is None:
-        piece.target.copy_(stored.read(*index))
+        wide = stored.read(*index)
+        piece.target.copy_(wide if piece.index is None else wide[0])
         return
     if isinstance(stored, ScaledTensor):
         numbers, scales = stored.read_parts(*index)
@@ -303,14 +306,22 @@ def _fill_dummy(piece: Piece, seed: int) -> None:
 
 def _element_numbers(piece: Piece) -> Iterator[tuple[Tensor, Tensor]]:
     """Chunks of rows of the target, and the elements' numbers in the whole tensor."""
-    target = piece.target.view(piece.target.shape[0], -1)
-    row_length = math.prod(piece.shape[1:])
-    first_row, first_column = (piece.start, 0) if piece.dim == 0 else (0, piece.start)
-    columns = torch.arange(target.shape[1], device=target.device) + first_column
-    rows = torch.arange(target.shape[0], device=target.device) + first_row
-    step = max(1, DUMMY_CHUNK // target.shape[1])
-    for part, numbers in zip(torch.split(target, step), torch.split(rows, step), strict=True):
-        yield part, numbers[:, None] * row_length + columns
+    shape = piece.shape if piece.index is None else piece.shape[1:]
+    strides = [math.prod(shape[axis + 1 :]) for axis in range(len(shape))]
+    rest = torch.full((), (piece.index or 0) * math.prod(shape), device=piece.target.device)
+    rows = rest
+    for axis, (size, stride) in enumerate(zip(piece.target.shape, strides, strict=True)):
+        first = piece.start if axis == piece.dim else 0
+        numbers = torch.arange(first, first + size, device=piece.target.device) * stride
+        if axis == 0:
+            rows = numbers
+        else:
+            rest = rest[..., None] + numbers
+    step = max(1, DUMMY_CHUNK // rest.numel())
+    for part, first_numbers in zip(
+        torch.split(piece.target, step), torch.split(rows, step), strict=True
+    ):
+        yield part, first_numbers.view(-1, *(1,) * rest.dim()) + rest
 
 
 def _mix(x: Tensor) -> Tensor:

@@ -26,11 +26,15 @@ class MoeFamily:
         norm_topk_prob: as in `MoeConfig`; None for whatever ``norm_topk_prob`` says.
         float32_weights: the experts' weights stay float32; else they are rounded to the model's
             dtype.
+        router: name of the router there.
+        stacked: experts are stored as gpt-oss does: stacked, transposed, the columns of gate and up
+            taking turns, all with biases; and the router has a bias.
         sigmoid: experts are rated by sigmoids of logits in float32, and chosen by these plus a
             bias, from the best groups; else by a softmax of logits.
     """
 
     block: str = "mlp"
+    router: str = "gate"
     projections: tuple[str, str, str] = ("gate_proj", "up_proj", "down_proj")
     shared_experts: str = "shared_experts"
     shared_gate: str | None = None
@@ -38,10 +42,14 @@ class MoeFamily:
     norm_topk_prob: bool | None = None
     float32_weights: bool = False
     sigmoid: bool = False
+    stacked: bool = False
 
 
 MOE_FAMILIES = {
     "Dots1ForCausalLM": MoeFamily(float32_weights=True, sigmoid=True),
+    "GptOssForCausalLM": MoeFamily(
+        router="router", intermediate_size="intermediate_size", norm_topk_prob=True, stacked=True
+    ),
     "MixtralForCausalLM": MoeFamily(
         block="block_sparse_moe",
         projections=("w1", "w3", "w2"),
@@ -54,7 +62,7 @@ MOE_FAMILIES = {
     ),
     "Qwen3MoeForCausalLM": MoeFamily(),
 }
-"""Architectures with experts."""
+"""Architectures with experts; which are served, `model_config.ARCHITECTURES` says."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -72,6 +80,8 @@ class MoeConfig:
         routed_scaling_factor: times this.
         num_groups: equal parts of the experts.
         top_groups: groups that a token may choose from.
+        swiglu: alpha and limit of gpt-oss's activation (`kernels.fused_moe.ClampedSwiGLU`); None
+            for silu(gate) * up.
     """
 
     family: MoeFamily
@@ -84,6 +94,7 @@ class MoeConfig:
     routed_scaling_factor: float = 1.0
     num_groups: int = 1
     top_groups: int = 1
+    swiglu: tuple[float, float] | None = None
 
 
 class _RawMoe(msgspec.Struct):
@@ -105,6 +116,8 @@ class _RawMoe(msgspec.Struct):
     decoder_sparse_step: int = 1
     mlp_only_layers: list[int] | None = None
     first_k_dense_replace: int | None = None
+    swiglu_alpha: float = 1.702
+    swiglu_limit: float = 7.0
 
 
 def read_moe(content: Mapping[str, Any], architecture: str) -> MoeConfig | None:
@@ -158,4 +171,5 @@ def read_moe(content: Mapping[str, Any], architecture: str) -> MoeConfig | None:
         routed_scaling_factor=raw.routed_scaling_factor,
         num_groups=groups,
         top_groups=top_groups,
+        swiglu=(raw.swiglu_alpha, raw.swiglu_limit) if family.stacked else None,
     )

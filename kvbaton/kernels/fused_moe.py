@@ -61,6 +61,24 @@ def token_counts(top_k: int, num_experts: int) -> list[int]:
     return [1, *(most * num_experts // top_k + 1 for most in list(TILES)[:-1])]
 
 
+@dataclass(frozen=True)
+class ClampedSwiGLU:
+    """gpt-oss's activation: (up + 1) * gate * sigmoid(alpha * gate).
+
+    Where gate is at most `limit`, and up within +-`limit`. Source: OpenAI, "gpt-oss-120b &
+    gpt-oss-20b Model Card", arXiv 2508.10925, and its code.
+    """
+
+    alpha: float
+    limit: float
+
+    def __call__(self, gate_up: torch.Tensor) -> torch.Tensor:
+        """[T, 2 * N], gate and up taking turns, to [T, N]."""
+        gate = gate_up[..., ::2].clamp(max=self.limit)
+        up = gate_up[..., 1::2].clamp(-self.limit, self.limit)
+        return (up + 1) * (gate * torch.sigmoid(gate * self.alpha))
+
+
 def fused_moe(
     x: torch.Tensor,
     gate_up: torch.Tensor,
@@ -70,6 +88,9 @@ def fused_moe(
     *,
     first_expert: int = 0,
     num_experts: int | None = None,
+    gate_up_bias: torch.Tensor | None = None,
+    down_bias: torch.Tensor | None = None,
+    swiglu: ClampedSwiGLU | None = None,
 ) -> torch.Tensor:
     """Compute out[t] = sum over k of weights[t, k] * mlp(ids[t, k], x[t]), held experts only.
 
@@ -83,12 +104,18 @@ def fused_moe(
         ids: [T, K] int32, contiguous: numbers of experts, different ones for each token.
         first_expert: number of the first expert held; what others would compute is left out.
         num_experts: how many `ids` tells apart; None for those held.
+        gate_up_bias: [E, 2 * M], added to the first product.
+        down_bias: [E, H], added to the second.
+        swiglu: instead of silu(gate) * up; rows of gate and up then take turns in `gate_up`.
 
     Returns:
         [T, H], dtype of `x`.
     """
     if not use_triton(x):
-        return fused_moe_reference(x, gate_up, down, weights, ids, first_expert=first_expert)
+        return fused_moe_reference(
+            x, gate_up, down, weights, ids, first_expert=first_expert,
+            gate_up_bias=gate_up_bias, down_bias=down_bias, swiglu=swiglu,
+        )  # fmt: skip
     out = torch.empty_like(x)
     tokens, top_k = ids.shape
     if not tokens:
@@ -97,9 +124,9 @@ def fused_moe(
     tile = tile_of(tokens, top_k, num_experts or held)
     rows = _sort(ids, first_expert, held, tile.rows)
     hidden = torch.empty((tokens * top_k, middle), dtype=x.dtype, device=x.device)
-    _product(x, gate_up, hidden, rows, tile, top_k, gated=True)
+    _product(x, gate_up, gate_up_bias, hidden, rows, tile, top_k, gated=True, swiglu=swiglu)
     parts = torch.empty((tokens * top_k, size), dtype=x.dtype, device=x.device)
-    _product(hidden, down, parts, rows, tile, 1, gated=False)
+    _product(hidden, down, down_bias, parts, rows, tile, 1)
     block = min(1024, next_power_of_2(size))
     _sum_kernel[(tokens, cdiv(size, block))](
         parts, weights, ids, out, first_expert, held,
@@ -116,6 +143,9 @@ def fused_moe_reference(
     ids: torch.Tensor,
     *,
     first_expert: int = 0,
+    gate_up_bias: torch.Tensor | None = None,
+    down_bias: torch.Tensor | None = None,
+    swiglu: ClampedSwiGLU | None = None,
 ) -> torch.Tensor:
     """Plain torch for `fused_moe`: one product per expert that has tokens; ids of any integer."""
     out = torch.zeros_like(x)
@@ -127,8 +157,11 @@ def fused_moe_reference(
             continue
         entries = order[begin:end]
         tokens = entries // ids.shape[1]
-        hidden = silu_and_mul_reference(linear(x[tokens], gate_up[expert]))
-        parts = linear(hidden, down[expert]) * weights.flatten()[entries, None]
+        bias = None if gate_up_bias is None else gate_up_bias[expert]
+        both = linear(x[tokens], gate_up[expert], bias)
+        hidden = silu_and_mul_reference(both) if swiglu is None else swiglu(both)
+        bias = None if down_bias is None else down_bias[expert]
+        parts = linear(hidden, down[expert], bias) * weights.flatten()[entries, None]
         out.index_add_(0, tokens, parts.to(x.dtype))
     return out
 
@@ -167,20 +200,25 @@ def _sort(ids: torch.Tensor, first: int, held: int, rows: int) -> _Rows:
 def _product(
     x: torch.Tensor,
     weight: torch.Tensor,
+    bias: torch.Tensor | None,
     out: torch.Tensor,
     rows: _Rows,
     tile: Tile,
     top_k: int,
     *,
-    gated: bool,
+    gated: bool = False,
+    swiglu: ClampedSwiGLU | None = None,
 ) -> None:
     """out[entry] = weight[its expert] @ x[entry // top_k], or the gated form of it."""
     size, depth = out.shape[1], x.shape[1]
     columns = tile.columns // 2 if gated else tile.columns
     blocks = len(rows.experts)
     _gemm_kernel[(blocks * cdiv(size, columns),)](
-        x, weight, out, rows.entries, rows.experts, rows.used, len(out), blocks,
-        SIZE=size, DEPTH=depth, TOP_K=top_k, GATED=gated,
+        x, weight, weight if bias is None else bias, out,
+        rows.entries, rows.experts, rows.used, len(out), blocks,
+        SIZE=size, DEPTH=depth, TOP_K=top_k, BIASED=bias is not None, GATED=gated,
+        CLAMPED=swiglu is not None, ALPHA=swiglu.alpha if swiglu else 0.0,
+        LIMIT=swiglu.limit if swiglu else 0.0,
         BLOCK_M=tile.rows, BLOCK_N=columns, BLOCK_K=tile.depth_bytes // x.itemsize, GROUP=GROUP,
         num_warps=tile.warps, num_stages=tile.stages,
     )  # fmt: skip
@@ -244,6 +282,7 @@ def _place_kernel(
 def _gemm_kernel(
     x: tl.tensor,
     weight: tl.tensor,
+    bias: tl.tensor,
     out: tl.tensor,
     order: tl.tensor,
     experts: tl.tensor,
@@ -253,7 +292,11 @@ def _gemm_kernel(
     SIZE: tl.constexpr,
     DEPTH: tl.constexpr,
     TOP_K: tl.constexpr,
+    BIASED: tl.constexpr,
     GATED: tl.constexpr,
+    CLAMPED: tl.constexpr,
+    ALPHA: tl.constexpr,
+    LIMIT: tl.constexpr,
     BLOCK_M: tl.constexpr,
     BLOCK_N: tl.constexpr,
     BLOCK_K: tl.constexpr,
@@ -262,8 +305,11 @@ def _gemm_kernel(
     """One program: a block of entries times BLOCK_N rows of its expert's weight.
 
     With GATED these are rows of gate and as many of up, and silu(gate) * up is what it writes,
-    rounded as by `silu_and_mul`.
+    rounded as by `silu_and_mul`, or with CLAMPED what `ClampedSwiGLU` says.
     """
+    # In a weight with gate and up: how far the rows of each are apart, and up's from gate's.
+    step: tl.constexpr = 2 if CLAMPED else 1
+    to_up: tl.constexpr = 1 if CLAMPED else SIZE
     tiles: tl.constexpr = (SIZE + BLOCK_N - 1) // BLOCK_N
     program = tl.program_id(0)
     leader = program // (GROUP * tiles) * GROUP
@@ -277,8 +323,8 @@ def _gemm_kernel(
         there, inside = (entry < entries)[:, None], (column < SIZE)[:, None]
         inputs = x + (entry // TOP_K).to(tl.int64)[:, None] * DEPTH + inner[None, :]
         expert = tl.load(experts + block).to(tl.int64)
-        first_row = expert * (2 * SIZE if GATED else SIZE)
-        weights = weight + (first_row + column)[:, None] * DEPTH + inner[None, :]
+        row = expert * (2 * SIZE if GATED else SIZE) + column * step
+        weights = weight + row[:, None] * DEPTH + inner[None, :]
         acc = tl.zeros([BLOCK_M, BLOCK_N], tl.float32)
         up = tl.zeros([BLOCK_M, BLOCK_N], tl.float32)
         for k in tl.range(0, DEPTH, BLOCK_K):
@@ -287,10 +333,19 @@ def _gemm_kernel(
             w = tl.load(weights + k, mask=inside & left, other=0.0)
             acc = tl.dot(a, tl.trans(w), acc, input_precision="ieee")
             if GATED:
-                w = tl.load(weights + SIZE * DEPTH + k, mask=inside & left, other=0.0)
+                w = tl.load(weights + to_up * DEPTH + k, mask=inside & left, other=0.0)
                 up = tl.dot(a, tl.trans(w), up, input_precision="ieee")
+        if BIASED:
+            acc += tl.load(bias + row, mask=column < SIZE, other=0.0).to(tl.float32)[None, :]
+            if GATED:
+                row += to_up
+                up += tl.load(bias + row, mask=column < SIZE, other=0.0).to(tl.float32)[None, :]
         result = acc.to(out.dtype.element_ty)
-        if GATED:
+        if CLAMPED:
+            gate = tl.minimum(acc, LIMIT)
+            wide = gate / (1.0 + tl.exp(-ALPHA * gate))
+            result = (wide * (tl.clamp(up, -LIMIT, LIMIT) + 1.0)).to(result.dtype)
+        elif GATED:
             wide = result.to(tl.float32)
             wide = (wide / (1.0 + tl.exp(-wide))).to(result.dtype).to(tl.float32)
             result = (wide * up.to(result.dtype).to(tl.float32)).to(result.dtype)

@@ -4,13 +4,15 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
+from safetensors.torch import save_file
 
 from kvbaton.engine.collectives import Shard
-from kvbaton.engine.loader import load_model
+from kvbaton.engine.loader import fill_weights, load_model
 from kvbaton.engine.model_config import load_model_config
 from kvbaton.engine.models.layers import pieces_of
 from kvbaton.engine.models.moe import MoE
@@ -75,7 +77,7 @@ def test_a_mixture_of_deepseek_v3_is_that_of_transformers() -> None:
         piece.target.normal_(0, 0.2)
     with torch.inference_mode():
         theirs.gate.weight.copy_(ours.gate.weight)
-        theirs.gate.e_score_correction_bias.copy_(ours.gate.bias)
+        theirs.gate.e_score_correction_bias.copy_(ours.gate.choice_bias)
         theirs.experts.gate_up_proj.copy_(ours.experts.gate_up_proj)
         theirs.experts.down_proj.copy_(ours.experts.down_proj)
         gate, up = ours.shared_experts.mlp.gate_up_proj.weight.chunk(2)
@@ -84,6 +86,62 @@ def test_a_mixture_of_deepseek_v3_is_that_of_transformers() -> None:
         theirs.shared_experts.down_proj.weight.copy_(ours.shared_experts.mlp.down_proj.weight)
         x = torch.randn(70, 48)
         torch.testing.assert_close(ours(x), theirs(x[None])[0], atol=1e-5, rtol=1e-4)
+
+
+GPT_OSS: dict[str, Any] = {
+    "num_hidden_layers": 1,
+    "hidden_size": 64,
+    "intermediate_size": 32,
+    "num_local_experts": 8,
+    "num_experts_per_tok": 3,
+    "swiglu_limit": 1.5,
+}
+
+
+def gpt_oss(folder: Path, shard: Shard, load_format: Any = "auto") -> Any:
+    """Our mixture, filled from a folder; and dummy weights from another one."""
+    moe = read_moe(GPT_OSS, "GptOssForCausalLM")
+    assert moe is not None
+    ours = MoE("model.layers.0", 64, moe, shard)
+    config: Any = SimpleNamespace(folder=folder, quantization=None)
+    fill_weights(pieces_of(ours), config, load_format, 0, CPU)
+    return ours
+
+
+@pytest.mark.parametrize("experts", [False, True])
+def test_a_mixture_of_gpt_oss_is_that_of_transformers(experts: bool, tmp_path: Path) -> None:
+    from transformers import GptOssConfig
+    from transformers.models.gpt_oss.modeling_gpt_oss import GptOssMLP
+
+    make: Any = GptOssMLP
+    theirs = make(GptOssConfig(**GPT_OSS))
+    x = torch.randn(50, 64, generator=torch.Generator().manual_seed(1)) * 2
+    torch.manual_seed(2)
+    with torch.inference_mode():
+        for weight in theirs.parameters():
+            weight.normal_(0, 0.3)
+        expected = theirs(x[None])[0][0]
+    state = {f"model.layers.0.mlp.{name}": part for name, part in theirs.state_dict().items()}
+    save_file(state, tmp_path / "model.safetensors")
+    with torch.inference_mode():
+        whole = gpt_oss(tmp_path, Shard())(x)
+        parts = [gpt_oss(tmp_path, Shard(rank, 2, expert_parallel=experts))(x) for rank in (0, 1)]
+    torch.testing.assert_close(whole, expected, atol=1e-5, rtol=1e-4)
+    torch.testing.assert_close(sum(parts), expected, atol=1e-5, rtol=1e-4)
+
+
+def test_stacks_of_dummy_experts_are_equal_however_they_are_split(tmp_path: Path) -> None:
+    whole = gpt_oss(tmp_path, Shard(), "dummy").experts
+    for shard in (Shard(1, 2), Shard(1, 2, expert_parallel=True)):
+        part = gpt_oss(tmp_path, shard, "dummy").experts
+        held, rows = (slice(4, 8), slice(0, 64)) if shard.expert_parallel else (slice(0, 8),) * 2
+        if not shard.expert_parallel:
+            rows = slice(32, 64)
+        assert torch.equal(part.gate_up_proj, whole.gate_up_proj[held, rows])
+        assert torch.equal(part.gate_up_bias, whole.gate_up_bias[held, rows])
+        columns = slice(rows.start // 2, rows.stop // 2)
+        assert torch.equal(part.down_proj, whole.down_proj[held, :, columns])
+    assert len(whole.gate_up_proj.unique()) > 30_000  # of 32,768, in steps of 2^-23 of their range
 
 
 @pytest.mark.parametrize("kind", ["fp8-block", "packed"])

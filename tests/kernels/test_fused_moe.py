@@ -6,7 +6,13 @@ import pytest
 import torch
 
 from kvbaton.kernels import fused_moe as module
-from kvbaton.kernels.fused_moe import fused_moe, fused_moe_reference, tile_of, token_counts
+from kvbaton.kernels.fused_moe import (
+    ClampedSwiGLU,
+    fused_moe,
+    fused_moe_reference,
+    tile_of,
+    token_counts,
+)
 from kvbaton.kernels.fused_topk import fused_topk, fused_topk_reference
 
 
@@ -51,6 +57,19 @@ def test_experts_without_tokens_and_one_with_all(place: Any) -> None:
     ids = torch.tensor([[4, 1]] * 39 + [[3, 4]], dtype=torch.int32, device=place.device)
     expected = fused_moe_reference(*wide(x, gate_up, down, weights, ids))
     place.close(fused_moe(x, gate_up, down, weights, ids), expected)
+
+
+@pytest.mark.parametrize("clamped", [False, True])
+def test_biases_and_a_clamped_activation(place: Any, clamped: bool) -> None:
+    x, (gate_up, down) = place.randn(30, 40) * 3, make_experts(place, 5, 40, 24)
+    weights, ids = make_routes(place, 30, 5, 2, skew=1.0)
+    biases: dict[str, Any] = {"gate_up_bias": place.randn(5, 48), "down_bias": place.randn(5, 40)}
+    swiglu = ClampedSwiGLU(alpha=1.702, limit=2.5) if clamped else None
+    wide_biases: dict[str, Any] = dict(zip(biases, wide(*biases.values()), strict=True))
+    expected = fused_moe_reference(
+        *wide(x, gate_up, down, weights, ids), **wide_biases, swiglu=swiglu
+    )
+    place.close(fused_moe(x, gate_up, down, weights, ids, **biases, swiglu=swiglu), expected)
 
 
 @pytest.mark.parametrize("size", [2, 4])

@@ -37,6 +37,8 @@ class Piece:
         start: first index of the slice; its length is the target's.
         norm: a scale that starts at 1, for dummy weights.
         scales: [target rows, groups of target columns] float32, of an FP8 target; to fill too.
+        index: of a stack of tensors, along the first axis of `shape`, which one; `target`, `dim`
+            and `start` are within it. None if it is no stack.
     """
 
     name: str
@@ -46,6 +48,7 @@ class Piece:
     start: int = 0
     norm: bool = False
     scales: Tensor | None = None
+    index: int | None = None
 
 
 class WeightedModule(nn.Module, ABC):

@@ -12,7 +12,7 @@ from kvbaton.engine.collectives import Alone, Shard
 from kvbaton.engine.models.layers import ColumnLinear, GatedMLP, Piece, WeightedModule, new_weight
 from kvbaton.engine.models.linear import product
 from kvbaton.engine.moe_config import MoeConfig
-from kvbaton.kernels.fused_moe import fused_moe
+from kvbaton.kernels.fused_moe import ClampedSwiGLU, fused_moe
 from kvbaton.kernels.fused_topk import fused_topk
 
 
@@ -21,17 +21,19 @@ class Router(WeightedModule):
 
     Attributes:
         weight: [experts, size]; float32 if logits are.
-        bias: [experts] float32: steers the choice alone; see `fused_topk`.
+        choice_bias: [experts] float32: steers the choice alone; see `fused_topk`.
+        bias: [experts], of the logits.
     """
 
     def __init__(self, name: str, size: int, moe: MoeConfig) -> None:
         super().__init__()
         self.name, self.moe = name, moe
         self.weight = new_weight(moe.num_experts, size)
-        self.bias: nn.Parameter | None = None
+        self.bias = new_weight(moe.num_experts) if moe.family.stacked else None
+        self.choice_bias: nn.Parameter | None = None
         if moe.family.sigmoid:
             shapes = (moe.num_experts, size), (moe.num_experts,)
-            self.weight, self.bias = (
+            self.weight, self.choice_bias = (
                 nn.Parameter(torch.empty(shape, dtype=torch.float32), requires_grad=False)
                 for shape in shapes
             )
@@ -40,22 +42,23 @@ class Router(WeightedModule):
         """[tokens, size] to weights and numbers of experts, each [tokens, top_k]."""
         moe = self.moe
         return fused_topk(
-            product(x.to(self.weight.dtype), self.weight, None),
+            product(x.to(self.weight.dtype), self.weight, self.bias),
             moe.top_k,
             renormalize=moe.norm_topk_prob,
             dtype=torch.float32 if moe.family.float32_weights else x.dtype,
-            bias=self.bias,
+            bias=self.choice_bias,
             num_groups=moe.num_groups,
             top_groups=moe.top_groups,
             scale=moe.routed_scaling_factor,
         )
 
     def pieces(self) -> Iterator[Piece]:
-        """Its weight, and its bias if it has one."""
-        yield Piece(f"{self.name}.weight", tuple(self.weight.shape), self.weight)
-        if self.bias is not None:
-            shape = tuple(self.bias.shape)
-            yield Piece(f"{self.name}.e_score_correction_bias", shape, self.bias)
+        """Its weight, and the biases that it has."""
+        names = ("weight", "bias", "e_score_correction_bias")
+        parts = (self.weight, self.bias, self.choice_bias)
+        for name, part in zip(names, parts, strict=True):
+            if part is not None:
+                yield Piece(f"{self.name}.{name}", tuple(part.shape), part)
 
 
 class Experts(WeightedModule):
@@ -66,8 +69,11 @@ class Experts(WeightedModule):
 
     Attributes:
         first: number of the first expert held.
-        gate_up_proj: [experts held, 2 * intermediate size held, size].
+        gate_up_proj: [experts held, 2 * intermediate size held, size]; rows of gate before those of
+            up, or taking turns with them (`MoeFamily.stacked`).
         down_proj: [experts held, size, intermediate size held].
+        gate_up_bias: [experts held, 2 * intermediate size held], if there is one.
+        down_bias: [experts held, size], on the rank that adds it.
     """
 
     def __init__(self, name: str, size: int, moe: MoeConfig, shard: Shard) -> None:
@@ -81,6 +87,10 @@ class Experts(WeightedModule):
             self.start, middle = shard.span(middle)
         self.gate_up_proj = new_weight(held, 2 * middle, size)
         self.down_proj = new_weight(held, size, middle)
+        self.gate_up_bias = new_weight(held, 2 * middle) if moe.family.stacked else None
+        adds = moe.family.stacked and (shard.expert_parallel or shard.rank == 0)
+        self.down_bias = new_weight(held, size) if adds else None
+        self.swiglu = None if moe.swiglu is None else ClampedSwiGLU(*moe.swiglu)
 
     def forward(self, x: Tensor, weights: Tensor, ids: Tensor) -> Tensor:
         """[tokens, size] to the weighted sum of what this rank computes, [tokens, size].
@@ -90,11 +100,24 @@ class Experts(WeightedModule):
             weights: [tokens, top_k].
             ids: [tokens, top_k], which experts.
         """
-        shared = {"first_expert": self.first, "num_experts": self.moe.num_experts}
-        return fused_moe(x, self.gate_up_proj, self.down_proj, weights, ids, **shared)
+        return fused_moe(
+            x,
+            self.gate_up_proj,
+            self.down_proj,
+            weights,
+            ids,
+            first_expert=self.first,
+            num_experts=self.moe.num_experts,
+            gate_up_bias=self.gate_up_bias,
+            down_bias=self.down_bias,
+            swiglu=self.swiglu,
+        )
 
     def pieces(self) -> Iterator[Piece]:
-        """Three tensors per expert."""
+        """Three tensors per expert, or stacks of all."""
+        if self.moe.family.stacked:
+            yield from self._stacks()
+            return
         held, size, middle = self.down_proj.shape
         gate, up, down = self.moe.family.projections
         total = self.moe.intermediate_size
@@ -104,6 +127,23 @@ class Experts(WeightedModule):
             yield Piece(f"{name}.{up}.weight", (total, size), both[middle:], 0, self.start)
             target = self.down_proj[index]
             yield Piece(f"{name}.{down}.weight", (size, total), target, 1, self.start)
+
+    def _stacks(self) -> Iterator[Piece]:
+        moe, (held, size, _) = self.moe, self.down_proj.shape
+        experts, total, start = moe.num_experts, moe.intermediate_size, self.start
+        stacks: list[tuple[str, tuple[int, ...], Tensor | None, int, int]] = [
+            ("gate_up_proj", (size, 2 * total), self.gate_up_proj.transpose(1, 2), 1, 2 * start),
+            ("gate_up_proj_bias", (2 * total,), self.gate_up_bias, 0, 2 * start),
+            ("down_proj", (total, size), self.down_proj.transpose(1, 2), 0, start),
+            ("down_proj_bias", (size,), self.down_bias, 0, 0),
+        ]
+        for name, shape, targets, dim, first in stacks:
+            for index in range(held if targets is not None else 0):
+                assert targets is not None
+                yield Piece(
+                    f"{self.name}.{name}", (experts, *shape), targets[index], dim, first,
+                    index=self.first + index,
+                )  # fmt: skip
 
 
 class SharedExperts(nn.Module):
@@ -139,7 +179,7 @@ class MoE(nn.Module):
         super().__init__()
         name = f"{layer}.{moe.family.block}"
         self.shard = shard
-        self.gate = Router(f"{name}.gate", size, moe)
+        self.gate = Router(f"{name}.{moe.family.router}", size, moe)
         self.experts = Experts(f"{name}.experts", size, moe, shard)
         shared = moe.shared_intermediate_size > 0
         self.shared_experts = SharedExperts(name, size, moe, shard) if shared else None
