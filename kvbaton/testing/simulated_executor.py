@@ -36,25 +36,24 @@ def _mix(x: Words) -> Words:
     return x ^ (x >> np.uint64(31))
 
 
-_PLACES = _mix(np.arange(1, 2 * HEADS + 1, dtype=np.uint64)).reshape(HEADS, 1, 2)
+_PLACES = _mix(np.arange(1, 2 * HEADS + 1, dtype=np.uint64)).reshape(HEADS, 2)
 
 
-@lru_cache(maxsize=4096)
+@lru_cache(maxsize=1 << 14)
 def _prefixes(tokens: tuple[int, ...], model: int) -> tuple[int, ...]:
     """Fingerprint of each prefix."""
-    prefixes, prefix = [], model
-    for token in tokens:
-        x = (prefix ^ (token + 1) * 0x9E3779B97F4A7C15) & _MASK
-        prefix = (x ^ (x >> 29)) * 0xBF58476D1CE4E5B9 & _MASK
-        prefixes.append(prefix)
-    return tuple(prefixes)
+    if not tokens:
+        return ()
+    before = _prefixes(tokens[:-1], model)
+    x = ((before[-1] if before else model) ^ (tokens[-1] + 1) * 0x9E3779B97F4A7C15) & _MASK
+    return *before, (x ^ (x >> 29)) * 0xBF58476D1CE4E5B9 & _MASK
 
 
 @lru_cache(maxsize=4096)
 def kv_of(tokens: tuple[int, ...], model: int) -> Words:
-    """What a model makes of each token: [tokens, heads, 1 layer, kv]."""
+    """What a model makes of each token in its one layer: [tokens, heads, kv]."""
     prefixes = np.array(_prefixes(tokens, model), np.uint64)
-    return _mix(prefixes[:, None, None, None] + _PLACES)
+    return _mix(prefixes[:, None, None] + _PLACES)
 
 
 def next_token(tokens: tuple[int, ...], choice: int, model: int) -> int:
@@ -62,8 +61,14 @@ def next_token(tokens: tuple[int, ...], choice: int, model: int) -> int:
     return (_prefixes(tokens, model)[-1] >> 20) % (VOCABULARY - choice)
 
 
-_WEIGHTS = _mix(np.arange(1, 257, dtype=np.uint64)).reshape(128, 1, 1, 2) | _ONE
-"""Per position and K or V, odd: [positions, 1 head, 1 layer, kv]."""
+_WEIGHTS = _mix(np.arange(1, 257, dtype=np.uint64)).reshape(128, 2) | _ONE
+"""Per position and K or V, odd: [positions, kv]."""
+
+
+@cache
+def _slots(size: int) -> tuple[npt.NDArray[np.int64], npt.NDArray[np.int64]]:
+    """Logical block of each position, and its place in there."""
+    return np.divmod(np.arange(128), size)
 
 
 @dataclass
@@ -137,7 +142,7 @@ class SimulatedExecutor:
         self.world, self.model, self.step_s = world, model, step_s
         self.rots = rots
         self.wake_core, self.wake_transfers = wake_core, wake_transfers
-        heads = HEADS // ranks
+        self.heads = HEADS // ranks
         self.layouts = [
             [
                 KVLayout(
@@ -149,12 +154,12 @@ class SimulatedExecutor:
                         contiguous_plane(
                             num_blocks=blocks,
                             block_size=size,
-                            num_heads=heads,
+                            num_heads=self.heads,
                             head_dim=2,
                             layers=(0,),
                             dtype="float32",
                             region=g,
-                            head_start=rank * heads,
+                            head_start=rank * self.heads,
                             head_total=HEADS,
                         ),
                     ),
@@ -164,17 +169,20 @@ class SimulatedExecutor:
             ]
             for rank in range(ranks)
         ]
-        shapes = [(blocks, heads, 1, 2, size) for size, blocks, _ in groups]
-        self.words = [[np.zeros(shape, np.uint64) for shape in shapes] for _ in range(ranks)]
-        self.kept = [[np.zeros(shape, np.uint64) for shape in shapes] for _ in range(ranks)]
-        bytes_of = [[words.reshape(-1).view(np.uint8) for words in rank] for rank in self.words]
+        shapes = [(ranks, blocks, self.heads, 2, size) for size, blocks, _ in groups]
+        self.words = [np.zeros(shape, np.uint64) for shape in shapes]
+        self.kept = [np.zeros(shape, np.uint64) for shape in shapes]
         self.memories = [
-            [Memory(data.ctypes.data, data.nbytes, owner=data) for data in rank]
-            for rank in bytes_of
+            [
+                Memory(data.ctypes.data, data.nbytes, owner=data)
+                for data in (words[rank].reshape(-1).view(np.uint8) for words in self.words)
+            ]
+            for rank in range(ranks)
         ]
         self.rotten: set[tuple[int, int]] = set()
         self.steps_in_flight = 0
         self._busy_until = 0.0
+        self._slots = [_slots(size) for size, _, _ in groups]
         self._sequences: dict[int, _Sequence] = {}
 
     @property
@@ -208,8 +216,8 @@ class SimulatedExecutor:
         for handle in plan.ended:
             self._sequences.pop(handle, None)
         for copy in plan.copies:
-            for pools in (*self.words, *self.kept):
-                pools[copy.group][copy.target] = pools[copy.group][copy.source]
+            for pools in (self.words, self.kept):
+                pools[copy.group][:, copy.target] = pools[copy.group][:, copy.source]
             if (copy.group, copy.source) in self.rotten:
                 self.rotten.add((copy.group, copy.target))
         for new in plan.new:
@@ -232,73 +240,70 @@ class SimulatedExecutor:
             if self.rots and self.world.chance(self.world.weather.rot):
                 # A bit of a token flips after its sums were made.
                 rng, position = self.world.rng, self.world.rng.randrange(step.start, len(tokens))
-                g, rank = rng.randrange(len(sequence.tables)), rng.randrange(len(self.words))
+                g, rank = rng.randrange(len(sequence.tables)), rng.randrange(len(self.layouts))
                 number, slot = divmod(position, self.layouts[0][g].block_size)
                 block = sequence.tables[g][number]
-                self.words[rank][g][block, 0, 0, 0, slot] ^= np.uint64(1 << 40)
+                self.words[g][rank, block, 0, 0, slot] ^= np.uint64(1 << 40)
                 self.rotten.add((g, block))
         return StepResult(plan.number, tuple(sampled))
 
     def _compute(self, sequence: _Sequence, tokens: tuple[int, ...], start: int) -> None:
         """Read the KV of all tokens before `start`, and write that of those from it on."""
         kv, end = kv_of(tokens, self.model), len(tokens)
-        weighted = (kv[start:] + _ONE) * _WEIGHTS[start:end]
+        new = kv[start:].reshape(end - start, -1, self.heads, 2)
+        weighted = (new + _ONE) * _WEIGHTS[start:end, None, None]
         for g, table in enumerate(sequence.tables):
-            wrong = self.differs(g, enumerate(table), kv[:start], self.first_needed(g, start))
+            wrong = self.differs(g, 0, table, kv[:start], self.first_needed(g, start))
             if wrong is not None:
                 self.world.fail(f"a step reads wrong bytes of group {g}: {wrong}")
-            size = self.layouts[0][g].block_size
-            numbers, slots = np.divmod(np.arange(start, end), size)
+            numbers, slots = (places[start:end] for places in self._slots[g])
             blocks = np.array(table)[numbers]
             assert blocks.all(), "a step has no block for its tokens"
-            self.rotten -= {(g, b) for b in blocks[slots == 0].tolist()}
-            for rank, (words, kept) in enumerate(zip(self.words, self.kept, strict=True)):
-                mine = self._heads(rank)
-                words[g][blocks, ..., slots] = kv[start:, mine]
-                kept[g][blocks, ..., slots] = weighted[:, mine]
-                kept[g][blocks[-1], ..., slots[-1] + 1 :] = 0
+            if self.rotten:
+                self.rotten -= {(g, b) for b in blocks[slots == 0].tolist()}
+            self.words[g][:, blocks, ..., slots] = new
+            self.kept[g][:, blocks, ..., slots] = weighted
+            self.kept[g][:, blocks[-1], ..., slots[-1] + 1 :] = 0
 
     def first_needed(self, g: int, position: int) -> int:
         """First token that one at `position` attends to."""
         window = self.layouts[0][g].window
         return max(0, position - window + 1) if window else 0
 
-    def _heads(self, rank: int) -> slice:
-        heads = HEADS // len(self.words)
-        return slice(rank * heads, (rank + 1) * heads)
-
     def differs(
-        self, g: int, table: Sequence[tuple[int, int]] | enumerate[int], kv: Words, first: int
+        self, g: int, first_block: int, blocks: Sequence[int], kv: Words, first: int
     ) -> str | None:
-        """The first block, rotten ones aside, that does not hold the KV of the tokens from `first`.
+        """The first token, those in rotten blocks aside, whose KV is not what it must be.
 
         Args:
             g: group.
-            table: logical and physical number of each block.
+            first_block: logical number of the first block.
+            blocks: physical numbers from it on.
             kv: of all tokens, as `kv_of` has it.
             first: tokens before it are not looked at.
         """
         size = self.layouts[0][g].block_size
-        whole = {n: b for n, b in table if (g, b) not in self.rotten}
-        positions = [
-            p for n in whole for p in range(max(first, n * size), min(len(kv), (n + 1) * size))
-        ]
-        if not positions:
+        low = max(first, first_block * size)
+        high = min(len(kv), (first_block + len(blocks)) * size)
+        if low >= high:
             return None
-        numbers, slots = np.divmod(positions, size)
-        blocks = np.array([whole[n] for n in numbers.tolist()])
-        for rank, words in enumerate(self.words):
-            same = words[g][blocks, ..., slots] == kv[positions, self._heads(rank)]
-            if not same.all():
-                wrong = int(np.argmin(same.all((1, 2, 3))))
-                return f"token {positions[wrong]} in block {blocks[wrong]} on rank {rank}"
+        numbers, slots = (places[low:high] for places in self._slots[g])
+        held = np.array(blocks)[numbers - first_block]
+        same = self.words[g][:, held, ..., slots] == kv[low:high].reshape(
+            high - low, -1, self.heads, 2
+        )
+        if same.all():
+            return None
+        for wrong, rank in np.argwhere(~same.all((2, 3))).tolist():
+            if (g, int(held[wrong])) not in self.rotten:
+                return f"token {low + wrong} in block {held[wrong]} on rank {rank}"
         return None
 
     # --- sums ---
 
     def sums(self, group: int, blocks: Sequence[int]) -> PendingSums:
         """As `Executor.sums`."""
-        found = [_by_layer(kept[group][list(blocks)]) for kept in self.kept]
+        found = _sums(self.kept[group][:, list(blocks)])
         return self._soon(lambda: found)
 
     def digest(
@@ -308,11 +313,9 @@ class SimulatedExecutor:
         size, ids = self.layouts[0][group].block_size, list(blocks)
         positions = np.arange(first_position, first_position + size * len(ids))
         counted = (positions >= start) & (positions < end)
-        weights = _WEIGHTS[positions, 0, 0] * counted[:, None]
-        weights = weights.reshape(len(ids), 1, 1, size, 2).transpose(0, 1, 2, 4, 3)
-        return self._soon(
-            lambda: [_by_layer((words[group][ids] + _ONE) * weights) for words in self.words]
-        )
+        weights = (_WEIGHTS[positions] * counted[:, None]).reshape(len(ids), 1, size, 2)
+        weights = weights.swapaxes(2, 3)
+        return self._soon(lambda: _sums((self.words[group][:, ids] + _ONE) * weights))
 
     def _soon(self, ask: Callable[[], list[Words]]) -> SimulatedSums:
         delay = self.world.rng.choice([0.0, 0.0, 0.005])
@@ -324,8 +327,7 @@ class SimulatedExecutor:
 
     def poison(self, group: int, blocks: Sequence[int]) -> None:
         """As `Executor.poison`."""
-        for words in self.words:
-            words[group][list(blocks)] = np.uint64(0x7FF8DEAD7FF8DEAD)
+        self.words[group][:, list(blocks)] = np.uint64(0x7FF8DEAD7FF8DEAD)
 
     def expect(self, request: AddRequest) -> None:
         """As `Executor.expect`."""
@@ -338,10 +340,9 @@ class SimulatedExecutor:
         """As `Executor.close`."""
 
 
-def _by_layer(weighted: Words) -> Words:
-    """Sums over tokens: [blocks, heads, layers, kv, tokens] to [blocks, layers, kv, heads]."""
-    sums: Words = weighted.sum(-1, dtype=np.uint64).transpose(0, 2, 3, 1)
-    return sums
+def _sums(weighted: Words) -> list[Words]:
+    """Over tokens: [ranks, blocks, heads, kv, tokens] to [blocks, 1 layer, kv, heads] per rank."""
+    return list(weighted.sum(-1, dtype=np.uint64).swapaxes(2, 3)[:, :, None])
 
 
 @cache

@@ -351,10 +351,9 @@ class TargetLaws(Laws):
         self.fences = 0
         self.fencing: dict[NodeId, set[bytes]] = {}
         self.mismatches = 0
-        layouts = node.executor.layouts
         self._marks = [
-            [np.zeros(words[g].size, np.int64) for g in range(len(layouts[0]))]
-            for words in node.executor.words
+            [np.zeros(words[rank].size, np.int64) for words in node.executor.words]
+            for rank in range(node.shape.ranks)
         ]
 
     def check_refusal(self, message: Any, actions: Sequence[Any]) -> None:
@@ -463,7 +462,7 @@ class TargetLaws(Laws):
         for g, spans in enumerate(order.spans):
             needed = max(first, executor.first_needed(g, order.num_tokens))
             for span in spans:
-                wrong = executor.differs(g, list(enumerate(span.blocks, span.first)), kv, needed)
+                wrong = executor.differs(g, span.first, span.blocks, kv, needed)
                 if wrong is not None:
                     self.fail(f"{order.attempt} {what}, but group {g} holds wrong bytes: {wrong}")
 

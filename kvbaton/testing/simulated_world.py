@@ -12,6 +12,7 @@ import heapq
 import math
 import random
 import re
+from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, NamedTuple
@@ -179,7 +180,7 @@ class SimulatedWorld:
         self.garbled_notices: set[tuple[Attempt, int, int, int]] = set()
         self.heard: set[tuple[bytes, Attempt]] = set()
         self.prompts: dict[bytes, tuple[int, ...]] = {}
-        self.log: list[tuple[float, str, object]] = []
+        self.log: deque[tuple[float, str, object]] = deque(maxlen=120)
         self.events = 0
         self._heap: list[tuple[float, int, Callable[[], None]]] = []
 
@@ -218,7 +219,7 @@ class SimulatedWorld:
     def fail(self, what: str) -> None:
         """Raise a `ViolationError` that tells the last of the log."""
         lines = []
-        for at, who, event in self.log[-120:]:
+        for at, who, event in self.log:
             # Names of 16 and more bytes are cut.
             line = re.sub(r"""b(['"])((?:\\x..|[^'\\]){1,2}).*?\1(?=[,)])""", r"\2~", str(event))
             line = re.sub(r", logprobs=None, finish_reason=None, stop_reason=None", "", line)
