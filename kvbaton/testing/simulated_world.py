@@ -194,10 +194,14 @@ class SimulatedWorld:
             probability > 0 and self.now < self.weather.heal_at and self.rng.random() < probability
         )
 
+    def at(self, time: float, do: Callable[[], None]) -> None:
+        """Do something at a time."""
+        self.events += 1
+        heapq.heappush(self._heap, (time, self.events, do))
+
     def after(self, seconds: float, do: Callable[[], None]) -> None:
         """Do something later."""
-        self.events += 1
-        heapq.heappush(self._heap, (self.now + max(seconds, 0.0), self.events, do))
+        self.at(self.now + max(seconds, 0.0), do)
 
     def soon(self, do: Callable[[], None], mean: float = 0.02, most: float = math.inf) -> None:
         """Do something after a random while, of `most` seconds."""
@@ -205,8 +209,9 @@ class SimulatedWorld:
 
     def run(self, until: float) -> None:
         """Let time pass."""
-        while self._heap and self._heap[0][0] <= until:
-            self.now, _, do = heapq.heappop(self._heap)
+        heap = self._heap
+        while heap and heap[0][0] <= until:
+            self.now, _, do = heapq.heappop(heap)
             do()
             if self.events > 200_000:
                 self.fail("somebody turns in circles")

@@ -164,8 +164,10 @@ class Simulation:
         """Whether nothing is left to happen."""
         if self._to_come or any(write.may_land for write in self.world.writes):
             return False
-        lives = zip(self._lives, self._laws, strict=True)
-        return not any(node.alive and any(self._unrest(node, laws)) for node, laws in lives)
+        lives = [pair for pair in zip(self._lives, self._laws, strict=True) if pair[0].alive]
+        if not all(request.over for node, _ in lives for request in node.requests.values()):
+            return False
+        return not any(any(self._unrest(node, laws)) for node, laws in lives)
 
     def _birth(self, name: str) -> None:
         node = SimulatedNode(self.world, name, len(self._lives), self._shapes[name])
@@ -329,6 +331,7 @@ class Simulation:
     def _check_end(self, node: SimulatedNode, laws: SourceLaws | TargetLaws) -> int:
         """Returns how many quarantines remain, on peers that are dead and can't be fenced."""
         node.core.turn()
+        node.machine.validate()
         for what in self._unrest(node, laws):
             node.fail(what)
         if node.core.imbalance():

@@ -324,16 +324,21 @@ def test_a_session_greeted_before_a_fence_held_gives_way_to_another() -> None:
     assert [message.attempt for message in sent(rig.welcome(), Reserve)] == [1]
 
 
-def test_a_healthy_peer_is_not_fenced_again_after_its_welcome() -> None:
+def test_a_peer_that_answers_while_it_is_fenced_is_asked_for_another_session() -> None:
     rig = Rig().until("engaged")
     rig.do(PeerGone(P))
-    assert of(rig.wait(0.5), Fence)
-    rig.welcome()
+    assert of(rig.wait(TIMERS.resend), Fence)
+    early = rig.session
     rig.start(1)
+    actions = rig.welcome() + rig.wait(2 * TIMERS.resend)
+    assert not of(actions, OpenPeer), "the fence may have held for some of the session's ranks"
+    assert not of(actions, Fence), "it lives, and answers for itself"
+    assert rig.session != early
+    assert [message.attempt for message in sent(rig.welcome(), Reserve)] == [1]
     rig.hear(Accepted, attempt=1)
     assert not of(rig.wait(2.0), Fence)
-    assert rig.do(Fenced(P)) == [Unquarantine(NAME)], "nor does one that held late cut its session"
-    assert rig.machine.ledger()["attempts"] == {"engaged": 1}
+    assert rig.machine.ledger()["attempts"] == {"draining": 1, "engaged": 1}
+    assert of(rig.hear(SessionDrained, over=(b"\1" + bytes(15),)), Unquarantine)
 
 
 def test_a_drained_of_a_session_that_is_over_counts() -> None:
@@ -360,6 +365,8 @@ def test_a_few_quarantined_blocks_make_no_node_unhealthy_a_share_of_the_pool_doe
     rig.do(PeerGone(P))
     for number in range(1, 9):
         rig.start(number)
+    rig.welcome()
+    rig.wait(TIMERS.resend)
     rig.welcome()
     for number in range(1, 9):
         rig.do(CancelTarget(Attempt(NAME.transfer_id, number)))

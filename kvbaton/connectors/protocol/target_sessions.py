@@ -226,10 +226,17 @@ class TargetSessions(Sessions[TargetSession]):
             self.context.count(error.code)
             self._hang_up(line, f"can't pair with {line.address}: {error}")
             return
-        node = session.node = message.sender
+        node = message.sender
+        if self.context.alarms.at("resend", node) is not None:
+            # It lives, and answers for itself. But its fence may have held for some ranks, and have
+            # cut what P has connected for this session.
+            self.context.alarms.keep(node)
+            self._drop(line)
+            self.open(line)
+            return
+        session.node = node
         session.state = SessionState.UP
         session.groups, session.num_ranks = layouts[0], len(layouts)
-        self.context.alarms.keep(node)  # it lives, and answers for itself: it is not fenced
         self.context.do(OpenPeer(session.id, node, message.ranks))
         for other in list(self.known.values()):
             if other.address == line.address and other.node not in (None, node):
