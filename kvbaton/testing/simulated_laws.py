@@ -294,8 +294,9 @@ class SourceLaws(Laws):
     def _received(self, message: Any, actions: Sequence[Any]) -> None:
         if isinstance(message, Ack) and message.verdict == "mismatch":
             answers = [a.message for a in actions if isinstance(a, SendMessage)]
+            refused = any(isinstance(answer, Refused) for answer in answers)
             record = self._asked
-            if record is not None and not record.evicted and not answers:
+            if record is not None and not record.evicted and not refused:
                 record.evicted = any(isinstance(a, EvictSource) for a in actions)
                 if not record.evicted and actions:  # without any action it was dropped
                     self.fail(f"{message} evicts nothing")
