@@ -356,6 +356,27 @@ def test_what_is_asked_of_the_thread_raises_at_the_asker(make: Make) -> None:
     assert d.thread.inspect(lambda: 5) == 5
 
 
+def test_who_asks_a_thread_that_is_ending_need_not_wait(make: Make) -> None:
+    d = make(Decode)
+    began, asked, answers = threading.Event(), threading.Event(), list[int]()
+
+    def end() -> None:
+        began.set()
+        asked.wait(10)
+        raise SystemExit
+
+    last = threading.Thread(target=lambda: pytest.raises(SystemExit, d.thread.inspect, end, 20.0))
+    second = threading.Thread(target=lambda: answers.append(d.thread.inspect(lambda: 5, 20.0)))
+    last.start()
+    assert began.wait(10)
+    second.start()
+    wait(lambda: bool(d.thread._inbox))
+    asked.set()
+    second.join(10)
+    last.join(10)
+    assert answers == [5]
+
+
 def test_lives_of_a_prefill_node_cost_a_decode_node_nothing(make: Make) -> None:
     d = make(Decode, TcpTransport("d"), timers=SHORT)
     held: list[tuple[int, int, int]] = []

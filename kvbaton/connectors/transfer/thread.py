@@ -14,6 +14,7 @@ import time
 from collections import deque
 from collections.abc import Callable
 from concurrent.futures import Future
+from contextlib import suppress
 from typing import Any
 
 import msgspec
@@ -117,6 +118,7 @@ class TransferThread:
         self._inbox_fd = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
         self.outbox_fd = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
         self._stopping = threading.Event()
+        self._ended = False
         channel.poller.register(self._inbox_fd, zmq.POLLIN)
         for worker in self.workers:
             worker.to_engine, worker.channel = self._to_engine, channel
@@ -150,7 +152,7 @@ class TransferThread:
         return actions
 
     def inspect(self, question: Callable[[], Any], timeout: float = 5.0) -> Any:
-        """Run a function in the transfer thread and return what it returns.
+        """Run a function in the transfer thread, or here if that does not run; its result.
 
         Raises:
             TimeoutError: the thread did not answer in time.
@@ -170,6 +172,8 @@ class TransferThread:
 
         self._inbox.append(ask)
         os.eventfd_write(self._inbox_fd, 1)
+        if self._ended:
+            self._answer_left_over()
         try:
             return answer.result(timeout)
         except TimeoutError:
@@ -207,6 +211,21 @@ class TransferThread:
     # --- the thread ---
 
     def _run(self) -> None:
+        try:
+            self._turns()
+        finally:
+            self._ended = True
+            self._answer_left_over()
+
+    def _answer_left_over(self) -> None:
+        """Answer who asked a thread that ends, or has ended; else they would wait in vain."""
+        while self._inbox:
+            with suppress(IndexError):  # the other thread was faster
+                item = self._inbox.popleft()
+                if callable(item):
+                    item()
+
+    def _turns(self) -> None:
         failed_in_a_row = 0
         while not self._stopping.is_set():
             try:
