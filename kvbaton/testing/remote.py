@@ -6,40 +6,50 @@ import os
 import select
 import signal
 import subprocess
-import sys
 import tempfile
 import time
 from collections.abc import Callable, Sequence
 from typing import Self
 
+from kvbaton.connectors.registry import STORES, TRANSPORTS, find_connector, split_spec
+from kvbaton.testing.fork_server import ForkedProcess, fork_server
 from kvbaton.testing.kit import CaseFailure, KitBroke, require
 
 STARTS_WITHIN_S = 60.0
+WORKER = "kvbaton.testing.remote_worker"
 
 
 class RemoteProcess:
     """A process that is surely gone at the end of the block.
 
     Args:
-        command: what to run.
+        start: what to run, or a function that starts it with these standard streams.
         patience: seconds for which a line is waited for.
     """
 
-    def __init__(self, command: Sequence[str], patience: float) -> None:
+    def __init__(
+        self, start: Sequence[str] | Callable[[list[int]], ForkedProcess], patience: float
+    ) -> None:
         self._patience = patience
         self._rest = b""
         self._lines: list[str] = []
         self._errors = tempfile.TemporaryFile()
-        pipe = subprocess.PIPE
+        (theirs_in, ours_in), (ours_out, theirs_out) = os.pipe(), os.pipe()
+        streams = [theirs_in, theirs_out, self._errors.fileno()]
+        self._in, self._out = open(ours_in, "wb", 0), open(ours_out, "rb", 0)
+        self._process: subprocess.Popen[bytes] | ForkedProcess
         try:
-            self._process = subprocess.Popen(
-                command, stdin=pipe, stdout=pipe, stderr=self._errors, bufsize=0
-            )
+            if callable(start):
+                self._process = start(streams)
+            else:
+                self._process = subprocess.Popen(
+                    start, stdin=theirs_in, stdout=theirs_out, stderr=self._errors
+                )
         except OSError as error:
-            raise KitBroke(f"can't start {command[:3]}: {error}") from error
-        assert self._process.stdin is not None
-        assert self._process.stdout is not None
-        self._in, self._out = self._process.stdin, self._process.stdout
+            raise KitBroke(f"can't start a process: {error}") from error
+        finally:
+            os.close(theirs_in)
+            os.close(theirs_out)
 
     def __enter__(self) -> Self:
         return self
@@ -121,6 +131,14 @@ def start_worker(kind: str, spec: str, *words: object, patience: float) -> Remot
         spec: of the connector.
         words: further arguments of the worker.
         patience: as of `RemoteProcess`.
+
+    Raises:
+        ConfigError: the spec names no connector.
     """
-    worker = [sys.executable, "-m", "kvbaton.testing.remote_worker", kind, spec]
-    return RemoteProcess([*worker, *map(str, words)], patience)
+    of = STORES if kind == "store" else TRANSPORTS
+    module = find_connector(of, split_spec(spec, of)[0]).__module__
+
+    def start(streams: list[int]) -> ForkedProcess:
+        return fork_server().start(WORKER, [kind, spec, *map(str, words)], streams, [module])
+
+    return RemoteProcess(start, patience)

@@ -19,7 +19,7 @@ import importlib
 import select
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any
 
@@ -105,12 +105,20 @@ def _say(*words: object) -> None:
     print(*words, flush=True)
 
 
-if __name__ == "__main__":
+def main(words: Sequence[str]) -> None:
+    """See the module."""
+    kind, spec, *rest = words
     try:
-        if sys.argv[1] == "transport":
-            where: Device = "cuda" if sys.argv[4] == "cuda" else "cpu"
-            serve_transport(sys.argv[2], int(sys.argv[3]), where, *sys.argv[5:])
+        if kind == "transport":
+            num_bytes, device, *function = rest
+            where: Device = "cuda" if device == "cuda" else "cpu"
+            serve_transport(spec, int(num_bytes), where, *function)
         else:
-            use_store(sys.argv[2], sys.argv[3], *map(int, sys.argv[4:7]))
+            job, nonce, size, count = rest
+            use_store(spec, job, int(nonce), int(size), int(count))
     except KvbatonError as error:
         sys.exit(str(error))
+
+
+if __name__ == "__main__":
+    main(sys.argv[1:])

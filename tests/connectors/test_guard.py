@@ -148,8 +148,9 @@ def test_who_waits_for_one_that_is_down_need_not_wait_for_its_turn(
 
 
 def test_who_can_t_be_dialled_again_is_cut_off_but_not_dead(
-    server: tuple[socket.socket, GuardCard],
+    server: tuple[socket.socket, GuardCard], monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    monkeypatch.setattr(guard, "CUT_S", 0.2)
     listener, card = server
     watched = watch(card)
     sock = accept(listener, card)
@@ -164,9 +165,10 @@ def test_who_can_t_be_dialled_again_is_cut_off_but_not_dead(
 
 @pytest.mark.parametrize("says", [b"", b"no", bytes(16), "life and more"])
 def test_an_end_of_who_did_not_say_that_life_proves_nothing(
-    server: tuple[socket.socket, GuardCard], says: bytes | str
+    server: tuple[socket.socket, GuardCard], says: bytes | str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Another process has the port now, or a machine between answered."""
+    monkeypatch.setattr(guard, "DIAL_S", 0.2)
     listener, card = server
     watched = watch(card)
     sock, _ = listener.accept()

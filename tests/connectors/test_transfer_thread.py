@@ -365,7 +365,11 @@ def test_who_asks_a_thread_that_is_ending_need_not_wait(make: Make) -> None:
         asked.wait(10)
         raise SystemExit
 
-    last = threading.Thread(target=lambda: pytest.raises(SystemExit, d.thread.inspect, end, 20.0))
+    def ask_for_the_end() -> None:
+        with pytest.raises(SystemExit):
+            d.thread.inspect(end, 20.0)
+
+    last = threading.Thread(target=ask_for_the_end)
     second = threading.Thread(target=lambda: answers.append(d.thread.inspect(lambda: 5, 20.0)))
     last.start()
     assert began.wait(10)
@@ -379,8 +383,12 @@ def test_who_asks_a_thread_that_is_ending_need_not_wait(make: Make) -> None:
 
 def test_lives_of_a_prefill_node_cost_a_decode_node_nothing(make: Make) -> None:
     d = make(Decode, TcpTransport("d"), timers=SHORT)
-    held: list[tuple[int, int, int]] = []
-    for life in range(12):
+
+    def held() -> tuple[int, int]:
+        return len(os.listdir("/proc/self/fd")), threading.active_count()
+
+    first = (0, 0)
+    for life in range(8):
         p = make(Prefill, TcpTransport(f"p-{life}"), timers=SHORT)
         d.thread.submit(SetMembers(frozenset({p.channel.address})))
         assert isinstance(hand_over(p, d), Deliver)
@@ -388,12 +396,10 @@ def test_lives_of_a_prefill_node_cost_a_decode_node_nothing(make: Make) -> None:
         d.thread.submit(SetMembers(frozenset()))
         wait(lambda: not d.thread.inspect(lambda: d.machine.sessions.lines), d)
         wait(lambda: not d.thread.inspect(lambda: d.worker._peers), d)
-        sockets = len(d.channel.poller.sockets)
-        held.append((len(os.listdir("/proc/self/fd")), threading.active_count(), sockets))
-    first, last = held[1], held[-1]
-    assert last[0] <= first[0] + 3, held
-    assert last[1] <= first[1] + 2, held
-    assert last[2] == first[2] == 2, "the channel's own, and what wakes the thread"
+        assert len(d.channel.poller.sockets) == 2, "the channel's own, and what wakes the thread"
+        first = held() if life == 1 else first
+    # ZeroMQ and TCP close in threads of their own.
+    wait(lambda: held()[0] <= first[0] + 3 and held()[1] <= first[1] + 2, d)
 
 
 def test_sessions_with_one_life_cost_one_connection(make: Make) -> None:

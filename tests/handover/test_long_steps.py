@@ -7,6 +7,7 @@ from collections.abc import Callable
 
 import pytest
 
+from kvbaton.connectors.transfer import thread
 from kvbaton.types import TransferTimers
 from tests.handover.conftest import Expected
 from tests.handover.pair import HUB, Pair, until
@@ -74,7 +75,10 @@ def test_on_d_while_it_cancels(brisk: Pair) -> None:
     brisk.settle()
 
 
-def test_a_question_about_a_stuck_courier_harms_nobody(brisk: Pair, expected: Expected) -> None:
+def test_a_question_about_a_stuck_transfer_thread_harms_nobody(
+    brisk: Pair, expected: Expected, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(thread, "ANSWER_S", 0.2)
     with brisk.p.frozen_transfers(), pytest.raises(AssertionError, match="did not answer"):
         brisk.p.ask("state")
     assert brisk.hand_over(PROMPT)[1].result() == expected(PROMPT)

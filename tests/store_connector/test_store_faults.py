@@ -11,6 +11,7 @@ import pytest
 
 from kvbaton.connectors.keys import block_keys, root_key
 from kvbaton.connectors.objects import HEADER_BYTES
+from kvbaton.engine import store_connector
 from kvbaton.engine.store_connector import StoreConnector
 from kvbaton.messages.engine import AddRequest
 from tests.handover.pair import Call, Node, greedy, until
@@ -43,11 +44,20 @@ def check_all(node: Node, expected: Expected, **params: object) -> list[Call]:
     return calls
 
 
-@pytest.mark.parametrize("share", [0.01, 0.1, 1.0])
-@pytest.mark.parametrize("place", [3, HEADER_BYTES - 1, HEADER_BYTES, -1])
+@pytest.mark.parametrize(
+    ("share", "place"),
+    [(0.1, 3), (0.1, HEADER_BYTES - 1), (0.1, HEADER_BYTES), (0.01, -1), (0.1, -1), (1.0, -1)],
+)
 def test_corrupt_objects(
-    nodes: Nodes, expected: Expected, spec: str, box: Box, share: float, place: int
+    nodes: Nodes,
+    expected: Expected,
+    spec: str,
+    box: Box,
+    share: float,
+    place: int,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
+    monkeypatch.setattr(store_connector, "RETRY_S", 0.5)
     node = nodes.start(spec)
     fill(node)
     bad = chosen(box, share)

@@ -82,6 +82,9 @@ EngineAction = (
 STOP_S = 0.5
 """Time for the writes that are in flight when the thread is closed."""
 
+ANSWER_S = 5.0
+"""Time for the thread to answer a question."""
+
 MAX_FAILED_TURNS = 100
 """After so many in a row the thread gives up, and the node turns unhealthy."""
 
@@ -151,8 +154,12 @@ class TransferThread:
             actions.append(self._outbox.popleft())
         return actions
 
-    def inspect(self, question: Callable[[], Any], timeout: float = 5.0) -> Any:
+    def inspect(self, question: Callable[[], Any], timeout: float | None = None) -> Any:
         """Run a function in the transfer thread, or here if that does not run; its result.
+
+        Args:
+            question: the function.
+            timeout: seconds; None is `ANSWER_S`.
 
         Raises:
             TimeoutError: the thread did not answer in time.
@@ -175,7 +182,7 @@ class TransferThread:
         if self._ended:
             self._answer_left_over()
         try:
-            return answer.result(timeout)
+            return answer.result(timeout or ANSWER_S)
         except TimeoutError:
             raise TimeoutError("the transfer thread did not answer") from None
 

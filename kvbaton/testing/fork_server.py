@@ -1,0 +1,167 @@
+"""Processes that need not import all anew: forked off one that has imported what they need.
+
+`fork_server` starts ``python -m kvbaton.testing.fork_server FD`` once; each request over that
+socket brings a `_Start` and the new process's three standard streams, and is answered with a pidfd
+of it. What the server imports must not start threads, which a fork would lose; where it has any,
+the new process executes Python afresh.
+"""
+
+from __future__ import annotations
+
+import atexit
+import functools
+import importlib
+import os
+import select
+import signal
+import socket
+import subprocess
+import sys
+import threading
+from collections.abc import Sequence
+from contextlib import suppress
+
+import msgspec
+
+SHARED = ("torch",)
+"""Takes seconds to import: the server has it once whoever asks has it."""
+_MAX_BYTES = 1 << 20
+
+
+class _Start(msgspec.Struct):
+    module: str
+    words: list[str]
+    environ: dict[str, str]
+    imports: list[str]
+
+
+class ForkedProcess:
+    """Another process, of which only a pidfd is known."""
+
+    def __init__(self, pidfd: int) -> None:
+        self._pidfd = pidfd
+
+    def send_signal(self, number: signal.Signals) -> None:
+        """Send a signal; nothing if it has ended."""
+        with suppress(ProcessLookupError):
+            signal.pidfd_send_signal(self._pidfd, number)
+
+    def kill(self) -> None:
+        """``SIGKILL``."""
+        self.send_signal(signal.SIGKILL)
+
+    def wait(self) -> None:
+        """Wait until it has ended."""
+        ended = select.poll()
+        ended.register(self._pidfd, select.POLLIN)
+        ended.poll()
+
+    def __del__(self) -> None:
+        os.close(self._pidfd)
+
+
+class ForkServer:
+    """The side of whoever wants processes; threads may share it."""
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._socket, remote = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+        self._socket.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, _MAX_BYTES)
+        command = [sys.executable, "-m", __spec__.name, str(remote.fileno())]
+        quiet = os.environ | {"OPENBLAS_NUM_THREADS": "1"}  # numpy's import starts threads else
+        null, pass_fds = subprocess.DEVNULL, [remote.fileno()]
+        self._process = subprocess.Popen(command, stdin=null, env=quiet, pass_fds=pass_fds)
+        remote.close()
+        atexit.register(self.close)
+
+    def start(
+        self, module: str, words: Sequence[str], streams: Sequence[int], imports: Sequence[str]
+    ) -> ForkedProcess:
+        """Start ``python -m MODULE WORDS...``, which runs that module's `main` with the words.
+
+        Args:
+            module: whose main to call.
+            words: its arguments.
+            streams: descriptors of its standard input, output and error.
+            imports: modules that it will need; those that can't be had are passed over.
+
+        Raises:
+            OSError: the server has ended.
+        """
+        imports = [*imports, *(name for name in SHARED if name in sys.modules)]
+        request = _Start(module, list(words), dict(os.environ), imports)
+        with self._lock:
+            socket.send_fds(self._socket, [msgspec.msgpack.encode(request)], streams)
+            data, pidfds, _, _ = socket.recv_fds(self._socket, 1, 1)
+        if not data:
+            raise ConnectionResetError("the fork server has ended")
+        return ForkedProcess(pidfds[0])
+
+    def close(self) -> None:
+        """End the server; what it has started lives on."""
+        self._socket.close()
+        self._process.wait()
+
+
+def fork_server() -> ForkServer:
+    """The one of this process and folder."""
+    return _fork_server(os.getpid(), os.getcwd())
+
+
+@functools.cache
+def _fork_server(pid: int, folder: str) -> ForkServer:
+    return ForkServer()
+
+
+def _serve(requests: socket.socket) -> None:
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    signal.signal(signal.SIGCHLD, signal.SIG_IGN)  # the kernel then forgets whoever has ended
+    while True:
+        data, streams, _, _ = socket.recv_fds(requests, _MAX_BYTES, 3)
+        if not data:
+            return
+        start = msgspec.msgpack.decode(data, type=_Start)
+        for name in [*start.imports, start.module]:
+            with suppress(Exception):  # the new process will fail with it, and say so
+                importlib.import_module(name)
+        alone = len(os.listdir("/proc/self/task")) == 1
+        pid = os.fork()
+        if not pid:
+            requests.close()
+            _become(start, streams, alone)
+        pidfd = os.pidfd_open(pid)
+        socket.send_fds(requests, [b"+"], [pidfd])
+        for descriptor in (pidfd, *streams):
+            os.close(descriptor)
+
+
+def _become(start: _Start, streams: Sequence[int], alone: bool) -> None:
+    """In the new process; never returns."""
+    status = 1
+    try:
+        signal.signal(signal.SIGCHLD, signal.SIG_DFL)
+        signal.signal(signal.SIGINT, signal.default_int_handler)
+        for number, descriptor in enumerate(streams):
+            os.dup2(descriptor, number)
+            os.close(descriptor)
+        os.environ.clear()
+        os.environ.update(start.environ)
+        if not alone:
+            os.execv(sys.executable, [sys.executable, "-m", start.module, *start.words])
+        sys.argv = [start.module, *start.words]
+        importlib.import_module(start.module).main(start.words)
+        status = 0
+    except SystemExit as end:
+        if isinstance(end.code, str):
+            print(end.code, file=sys.stderr)
+        status = end.code if isinstance(end.code, int) else int(end.code is not None)
+    except BaseException:
+        sys.excepthook(*sys.exc_info())
+    finally:
+        sys.stdout.flush()
+        sys.stderr.flush()
+        os._exit(status)
+
+
+if __name__ == "__main__":
+    _serve(socket.socket(fileno=int(sys.argv[1])))
