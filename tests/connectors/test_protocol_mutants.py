@@ -506,7 +506,9 @@ def checks_no_hello(self: Any, hello: Any) -> Any:
     return decode_layouts(hello.ranks)
 
 
-NUM_SEEDS = 300
+TELLING = (24, 20, 53, 62, 50, 21, 13, 12, 7)
+"""Schedules that catch what few others do; they come first."""
+SEEDS = (*TELLING, *(seed for seed in range(300) if seed not in TELLING))
 
 
 @contextmanager
@@ -518,10 +520,10 @@ def broken(mutant: Mutant) -> Iterator[None]:
         yield
 
 
-def first_caught(mutant: Mutant, seeds: range) -> int | None:
+def first_caught(mutant: Mutant) -> int | None:
     """The first seed whose schedule tells a mutant."""
     with broken(mutant):
-        for seed in seeds:
+        for seed in SEEDS:
             try:
                 simulate(seed)
             except ViolationError as violation:
@@ -539,7 +541,7 @@ UNSEEN = [mutant for mutant in MUTANTS if mutant.caught_by != "simulator"]
 
 @pytest.mark.parametrize("mutant", SEEN, ids=lambda m: m.name)
 def test_the_simulator_catches(mutant: Mutant) -> None:
-    assert first_caught(mutant, range(NUM_SEEDS)) is not None, f"it survived {NUM_SEEDS} schedules"
+    assert first_caught(mutant) is not None, f"it survived {len(SEEDS)} schedules"
 
 
 @pytest.mark.parametrize("mutant", UNSEEN, ids=lambda m: m.name)

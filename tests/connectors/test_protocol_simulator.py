@@ -13,22 +13,22 @@ from kvbaton.testing.simulated_world import ViolationError
 from kvbaton.testing.simulator import main, simulate
 
 OFTEN = {
-    "delivered": 500,
-    "failed": 300,
-    "cancelled": 20,
-    "mismatches": 20,
-    "fences": 100,
-    "preemptions": 20,
-    "stale messages": 100,
-    "source cancelled": 50,
-    "source failed": 100,
-    "source refused": 50,
+    "delivered": 250,
+    "failed": 150,
+    "cancelled": 10,
+    "mismatches": 10,
+    "fences": 50,
+    "preemptions": 10,
+    "stale messages": 50,
+    "source cancelled": 25,
+    "source failed": 50,
+    "source refused": 25,
 }
-"""What must happen at least so often in 300 schedules, or the weather shows too little."""
+"""What must happen at least so often in 150 schedules, or the weather shows too little."""
 
 
-def test_three_hundred_schedules_hold_all_laws() -> None:
-    reports = [simulate(seed) for seed in range(300)]
+def test_schedules_hold_all_laws() -> None:
+    reports = [simulate(seed) for seed in range(150)]
     totals = sum((report.totals for report in reports), Counter[str]())
     for name, count in OFTEN.items():
         assert totals[name] >= count, f"too few {name}: {totals}"
@@ -36,7 +36,7 @@ def test_three_hundred_schedules_hold_all_laws() -> None:
 
 
 @given(st.integers(min_value=1 << 20, max_value=1 << 40))
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=30, deadline=None)
 def test_any_seed_holds_all_laws(seed: int) -> None:
     simulate(seed)
 
@@ -66,7 +66,7 @@ def test_the_command_names_the_seed_of_each_violation(
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("first", range(300, 2_800, 500))
+@pytest.mark.parametrize("first", range(150, 2_800, 530))
 def test_thousands_of_schedules(first: int) -> None:
-    for seed in range(first, first + 500):
+    for seed in range(first, first + 530):
         simulate(seed)
