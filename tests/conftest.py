@@ -33,7 +33,13 @@ def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
 
 
 class Driver:
-    """Plays scheduler: hands out blocks in a scrambled order, builds plans, keeps all tokens."""
+    """Plays scheduler: hands out blocks in a scrambled order, builds plans, keeps all tokens.
+
+    `tables` are those of the first KV group, `others` those of the other ones. With `poisons`,
+    blocks that a window has passed are filled with NaN: who reads them fails.
+    """
+
+    poisons = False
 
     def __init__(self, folder: Path, *, track_sums: bool = True, **settings: Any) -> None:
         from kvbaton.engine.build import make_executor
@@ -44,12 +50,14 @@ class Driver:
         settings = defaults | settings
         config = EngineConfig(model=str(folder), **settings)
         model = load_model_config(folder, config.dtype)
+        self.groups = model.kv_groups()
         self.executor = make_executor(config, model, track_sums=track_sums)
         self.block_size = config.block_size
         order = np.random.default_rng(0).permutation(np.arange(1, settings["num_blocks"]))
         self.free: list[int] = order.tolist()
         self.tokens: dict[int, list[int]] = {}
         self.tables: dict[int, list[int]] = {}
+        self.others: dict[int, list[list[int]]] = {}
         self.computed: dict[int, int] = {}
         self.item_rows: dict[int, tuple[Any, ...]] = {}
         self._new: dict[int, Any] = {}
@@ -72,6 +80,8 @@ class Driver:
         handle = len(self.tokens) + 1
         self.tokens[handle] = list(token_ids)
         self.tables[handle] = []
+        self.others[handle] = [[] for _ in self.groups[1:]]
+        assert not cached or len(self.groups) == 1
         self.computed[handle] = len(cached) * self.block_size
         prompt = len(token_ids) if num_prompt is None else num_prompt
         new = NewSequence(handle, tuple(token_ids), prompt, choice, params, tuple(items))
@@ -98,7 +108,12 @@ class Driver:
                 for r in self.item_rows.get(handle, ())
                 if r.start < end and start < r.start + r.length
             )
-            new_blocks = (tuple(blocks),)
+            new_blocks: Any = [tuple(blocks)]
+            for other in self.others.get(handle, ()):
+                more_blocks = [self.free.pop() for _ in range(len(table) - len(other))]
+                other += more_blocks
+                new_blocks.append(tuple(more_blocks))
+            new_blocks = tuple(new_blocks)
             steps.append(SequenceStep(handle, start, count, new_blocks, samples, tuple(rows)))
             self.computed[handle] = end
         plan = StepPlan(self._number, new=new, steps=tuple(steps), **more)
@@ -107,6 +122,12 @@ class Driver:
         for sampled in result.sampled:
             if sampled.token_ids:
                 self.tokens[sampled.handle].append(sampled.token_ids[0])
+        for handle, _, _ in work if self.poisons else ():
+            tables = [self.tables[handle], *self.others[handle]]
+            for g, (group, table) in enumerate(zip(self.groups, tables, strict=True)):
+                behind = max(0, self.computed[handle] - group.window + 1) // self.block_size
+                if group.window:
+                    self.executor.poison(g, table[:behind])
         return {sampled.handle: sampled for sampled in result.sampled}
 
     def left(self, handle: int) -> int:

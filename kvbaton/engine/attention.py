@@ -4,8 +4,11 @@ Sequences that decode are gathered from their pages and padded into a few bucket
 Prompts go one by one: straight from their fresh K and V if nothing of them is cached, else from
 their pages, a tile of queries at a time. All index tensors and masks are made once per step.
 
+Layers that share a block table (a KV group) share its tensors. Behind a group's window nothing is
+read: blocks there may be another sequence's by now.
+
 A pool's unwritten slots may hold anything, NaN too, and 0 times NaN is NaN; so K and V past a
-sequence's end are cut off or set to zero, never only masked.
+sequence's end or behind its window are cut off or set to zero, never only masked.
 """
 
 from __future__ import annotations
@@ -33,10 +36,10 @@ class PagedBatch:
     """The sequences of one step.
 
     Attributes:
-        slots: [tokens] int64: block * block_size + offset, sequence after sequence.
+        slots: [groups, tokens] int64: block * block_size + offset, sequence after sequence.
         query_lens: [sequences] int64, tokens of each.
         context_lens: [sequences] int64, tokens of each with those of this step.
-        block_tables: [sequences, blocks] int64, padded with 0.
+        block_tables: [sequences, groups, blocks] int64, padded with 0.
     """
 
     slots: Tensor
@@ -50,10 +53,10 @@ class PagedAttention:
 
     def __init__(self, cache: KVCache, batch: PagedBatch) -> None:
         self._cache = cache
-        self._rows = cache.token_rows(batch.slots)
-        self._parts: list[DecodeBucket | Prompt] = [
-            *_decode_buckets(cache, batch),
-            *_prompts(cache, batch),
+        self._rows = [cache.token_rows(slots) for slots in batch.slots]
+        self._parts = [
+            _parts(cache, _GroupBatch.of(batch, g, group.window, cache.block_size))
+            for g, group in enumerate(cache.groups)
         ]
 
     def attend(
@@ -62,16 +65,47 @@ class PagedAttention:
         query: Tensor,
         key: Tensor,
         value: Tensor,
-        window: int,
         rotary: tuple[Tensor, Tensor],
+        scale: float | None = None,
     ) -> Tensor:
         """See `AttentionContext.attend`."""
+        group, place = self._cache.places[layer]
         query, key = rotate(query, rotary), rotate(key, rotary)
-        self._cache.write(layer, self._rows, key, value)
+        self._cache.write(place, self._rows[group], key, value)
         out = torch.empty_like(query)
-        for part in self._parts:
-            part.attend(layer, query, key, value, window, out)
+        for part in self._parts[group]:
+            part.attend(place, query, key, value, scale, out)
         return out
+
+
+@dataclass(frozen=True)
+class _GroupBatch:
+    """What one group sees of a step: sequences without the blocks behind its window.
+
+    Attributes:
+        window: of the group; 0 for none.
+        query_lens: [sequences] int64, tokens of each.
+        context_lens: [sequences] int64, tokens in the blocks of each.
+        block_tables: [sequences, blocks] int64, padded with 0.
+    """
+
+    window: int
+    query_lens: npt.NDArray[np.int64]
+    context_lens: npt.NDArray[np.int64]
+    block_tables: npt.NDArray[np.int64]
+
+    @classmethod
+    def of(cls, batch: PagedBatch, group: int, window: int, block_size: int) -> _GroupBatch:
+        """That of one group."""
+        lens, tables = batch.context_lens, batch.block_tables[:, group]
+        if not window:
+            return cls(window, batch.query_lens, lens, tables)
+        behind = np.maximum(lens - batch.query_lens - window + 1, 0) // block_size
+        left = -(-lens // block_size) - behind
+        columns = np.arange(left.max())
+        at = np.minimum(behind[:, None] + columns, tables.shape[1] - 1)
+        tables = np.where(columns < left[:, None], np.take_along_axis(tables, at, 1), 0)
+        return cls(window, batch.query_lens, lens - behind * block_size, tables)
 
 
 def rotate(x: Tensor, rotary: tuple[Tensor, Tensor]) -> Tensor:
@@ -94,34 +128,45 @@ class DecodeBucket:
         rows: [sequences] int64, their rows in the batch.
         context_lens: [sequences] int64.
         tables: [sequences, blocks] int64.
+        window: tokens that a query sees, itself included; 0 for all.
     """
 
-    def __init__(self, cache: KVCache, rows: Tensor, context_lens: Tensor, tables: Tensor) -> None:
+    def __init__(
+        self, cache: KVCache, rows: Tensor, context_lens: Tensor, tables: Tensor, window: int
+    ) -> None:
         self._cache, self._rows, self._lens = cache, rows, context_lens
         self._pages = cache.page_rows(tables)
         position = torch.arange(tables.shape[1] * cache.block_size, device=rows.device)
-        self._key_position = position
-        self._past_end = position >= context_lens[:, None]
-        self._tail = self._unwritten(tables)
-        self._masks: dict[int, Tensor] = {}
+        self._hidden = position >= context_lens[:, None]
+        if window:
+            self._hidden |= position < context_lens[:, None] - window
+        self._unseen = self._rows_unseen(tables)
+        mask = torch.zeros(self._hidden.shape, dtype=cache.data.dtype, device=rows.device)
+        self._mask = mask.masked_fill_(self._hidden, -torch.inf)[:, None, None]
 
     def attend(
-        self, layer: int, query: Tensor, key: Tensor, value: Tensor, window: int, out: Tensor
+        self,
+        place: int,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        scale: float | None,
+        out: Tensor,
     ) -> None:
         """Fill the rows of `out`; the bucket's K and V are in the cache already."""
-        keys, values = self._cache.read(layer, self._pages)
-        if len(self._tail):
+        keys, values = self._cache.read(place, self._pages)
+        if len(self._unseen):
             for x in (keys, values):
-                x.view(-1, x.shape[-1]).index_fill_(0, self._tail, 0)
+                x.view(-1, x.shape[-1]).index_fill_(0, self._unseen, 0)
         # The query heads of one KV head share it, as if they were consecutive queries.
         grouped = query[self._rows].view(len(keys), keys.shape[1], -1, query.shape[-1])
         found = scaled_dot_product_attention(
-            grouped, keys, values, attn_mask=self._mask(window, query.dtype)
+            grouped, keys, values, attn_mask=self._mask, scale=scale
         )
         out[self._rows] = found.flatten(1, 2)
 
-    def _unwritten(self, tables: Tensor) -> Tensor:
-        """Rows of what `KVCache.read` gives that may hold anything: ends of last blocks.
+    def _rows_unseen(self, tables: Tensor) -> Tensor:
+        """Rows of what `KVCache.read` gives that may hold anything: in first and last blocks.
 
         Past them comes the null block, which is zero; so they are few, and setting only them to
         zero costs nothing beside the reading.
@@ -130,19 +175,9 @@ class DecodeBucket:
         inside = torch.arange(tables.shape[1] * size, device=tables.device) < (
             (self._lens[:, None] + size - 1) // size * size
         )
-        sequence, position = (self._past_end & inside).nonzero(as_tuple=True)
+        sequence, position = (self._hidden & inside).nonzero(as_tuple=True)
         row = sequence[:, None] * heads + torch.arange(heads, device=tables.device)
         return (row * inside.shape[1] + position[:, None]).flatten()
-
-    def _mask(self, window: int, dtype: torch.dtype) -> Tensor:
-        """0 where a key is seen, -inf elsewhere: [sequences, 1, 1, keys]."""
-        if window not in self._masks:
-            hidden = self._past_end
-            if window:
-                hidden = hidden | (self._key_position < self._lens[:, None] - window)
-            mask = torch.zeros(hidden.shape, dtype=dtype, device=hidden.device)
-            self._masks[window] = mask.masked_fill_(hidden, -torch.inf)[:, None, None]
-        return self._masks[window]
 
 
 class Prompt:
@@ -154,42 +189,55 @@ class Prompt:
         count: its tokens.
         context_len: its tokens with those already in the cache.
         table: [1, blocks] int64.
+        window: tokens that a query sees, itself included; 0 for all.
     """
 
     def __init__(
-        self, cache: KVCache, first: int, count: int, context_len: int, table: Tensor
+        self, cache: KVCache, first: int, count: int, context_len: int, table: Tensor, window: int
     ) -> None:
         self._cache, self._count, self._context_len = cache, count, context_len
+        self._window = window
         self._rows = slice(first, first + count)
         self._pages = cache.page_rows(table) if context_len > count else None
 
     def attend(
-        self, layer: int, query: Tensor, key: Tensor, value: Tensor, window: int, out: Tensor
+        self,
+        place: int,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        scale: float | None,
+        out: Tensor,
     ) -> None:
         """Fill its rows of `out`."""
         if self._pages is None:
             keys, values = (x[self._rows].transpose(0, 1)[None] for x in (key, value))
         else:
-            keys, values = self._cache.read(layer, self._pages)
+            keys, values = self._cache.read(place, self._pages)
             keys, values = keys[:, :, : self._context_len], values[:, :, : self._context_len]
         queries = query[self._rows].transpose(0, 1)[None]
-        found = self._causal(queries, keys, values, window)
+        found = self._causal(queries, keys, values, scale)
         out[self._rows] = found[0].transpose(0, 1)
 
-    def _causal(self, query: Tensor, key: Tensor, value: Tensor, window: int) -> Tensor:
-        if self._pages is None and (not window or window >= self._count):
-            return scaled_dot_product_attention(query, key, value, is_causal=True, enable_gqa=True)
+    def _causal(self, query: Tensor, key: Tensor, value: Tensor, scale: float | None) -> Tensor:
+        if self._pages is None and (not self._window or self._window >= self._count):
+            return scaled_dot_product_attention(
+                query, key, value, is_causal=True, scale=scale, enable_gqa=True
+            )
         tile = max(1, TILE_ELEMENTS // self._context_len)
         outs = [
-            self._tile(query, key, value, window, start)
+            self._tile(query, key, value, scale, start)
             for start, query in zip(
                 range(0, self._count, tile), torch.split(query, tile, dim=2), strict=True
             )
         ]
         return torch.cat(outs, dim=2)
 
-    def _tile(self, query: Tensor, key: Tensor, value: Tensor, window: int, start: int) -> Tensor:
-        """Attention of the queries from `start` on, over the keys that the last of them sees."""
+    def _tile(
+        self, query: Tensor, key: Tensor, value: Tensor, scale: float | None, start: int
+    ) -> Tensor:
+        """Attention of the queries from `start` on, over the keys that one of them sees."""
+        window = self._window
         first = self._context_len - self._count + start
         end = first + query.shape[2]
         begin = max(0, first - window + 1) if window else 0
@@ -199,10 +247,16 @@ class Prompt:
         if window:
             seen &= key_at > at - window
         key, value = key[:, :, begin:end], value[:, :, begin:end]
-        return scaled_dot_product_attention(query, key, value, attn_mask=seen, enable_gqa=True)
+        return scaled_dot_product_attention(
+            query, key, value, attn_mask=seen, scale=scale, enable_gqa=True
+        )
 
 
-def _decode_buckets(cache: KVCache, batch: PagedBatch) -> Iterator[DecodeBucket]:
+def _parts(cache: KVCache, batch: _GroupBatch) -> list[DecodeBucket | Prompt]:
+    return [*_decode_buckets(cache, batch), *_prompts(cache, batch)]
+
+
+def _decode_buckets(cache: KVCache, batch: _GroupBatch) -> Iterator[DecodeBucket]:
     """Group the sequences with one token by the power of two of their blocks."""
     decoding = np.flatnonzero(batch.query_lens == 1)
     rows = np.cumsum(batch.query_lens) - batch.query_lens
@@ -220,16 +274,17 @@ def _decode_buckets(cache: KVCache, batch: PagedBatch) -> Iterator[DecodeBucket]
                 _to_device(rows[part], cache),
                 _to_device(batch.context_lens[part], cache),
                 _to_device(batch.block_tables[part, :blocks], cache),
+                batch.window,
             )
 
 
-def _prompts(cache: KVCache, batch: PagedBatch) -> Iterator[Prompt]:
+def _prompts(cache: KVCache, batch: _GroupBatch) -> Iterator[Prompt]:
     rows = np.cumsum(batch.query_lens) - batch.query_lens
     for index in np.flatnonzero(batch.query_lens > 1):
         context_len = int(batch.context_lens[index])
         table = batch.block_tables[index : index + 1, : -(-context_len // cache.block_size)]
         first, count = int(rows[index]), int(batch.query_lens[index])
-        yield Prompt(cache, first, count, context_len, _to_device(table, cache))
+        yield Prompt(cache, first, count, context_len, _to_device(table, cache), batch.window)
 
 
 def _to_device(array: npt.NDArray[np.int64], cache: KVCache) -> Tensor:

@@ -8,6 +8,7 @@ import numpy as np
 import numpy.typing as npt
 
 from kvbaton.engine.block_pool import NULL_BLOCK, BlockPool
+from kvbaton.engine.kv_cache_manager import blocks_of
 from kvbaton.engine.live_requests import LiveRequests
 from kvbaton.types import Spans
 
@@ -15,7 +16,7 @@ from kvbaton.types import Spans
 def audit(
     scheduler: LiveRequests, *, incoming: Iterable[Spans] = (), outgoing: Iterable[Spans] = ()
 ) -> dict[str, int]:
-    """Compare the pools with what requests and hand-overs say they hold.
+    """Compare the pool with what requests and hand-overs say they hold.
 
     Args:
         scheduler: whose block tables say what requests hold, and whose `pinned` what others do.
@@ -24,46 +25,55 @@ def audit(
 
     Returns:
         discrepancies by kind, all zero when the ledger balances: ``references``, ``incoming`` and
-        ``outgoing`` count blocks whose counter is not what the holders sum up to; ``lists`` counts
-        blocks that are not on exactly the one list where an unowned block belongs; ``keys`` counts
-        blocks and keys of the prefix cache that do not point at each other.
+        ``outgoing`` count blocks whose counter is not what the holders sum up to; ``groups`` counts
+        blocks in a table of another group than they were handed out for; ``lists`` counts blocks
+        that are not on exactly the one list where an unowned block belongs; ``keys`` counts blocks
+        and keys of the prefix cache that do not point at each other.
     """
-    found = dict.fromkeys(("references", "incoming", "outgoing", "lists", "keys"), 0)
+    kinds = ("references", "incoming", "outgoing", "groups", "lists", "keys")
+    found = dict.fromkeys(kinds, 0)
     incoming, outgoing = list(incoming), list(outgoing)
-    for g, pool in enumerate(scheduler.blocks.pools):
-        tables = [sequence.tables[g] for sequence in scheduler.sequences()]
-        tables += [pinned[g] for pinned in scheduler.pinned()]
-        references = _times(pool, (block for table in tables for block in table))
-        references[NULL_BLOCK] = 0
-        marks = {
-            "references": (references, pool.refs),
-            "incoming": (_times(pool, _blocks(incoming, g)), pool.incoming),
-            "outgoing": (_times(pool, _blocks(outgoing, g)), pool.outgoing),
-        }
-        owned = np.zeros(pool.num_blocks, np.bool_)
-        for kind, (held, counter) in marks.items():
-            found[kind] += int(np.count_nonzero(held != np.frombuffer(counter, np.int64)))
-            owned |= held > 0
-        owned[NULL_BLOCK] = True  # on no list either
-        keyed = _times(pool, pool.by_key.values()) > 0
-        waiting = np.frombuffer(pool.fences, np.int64) > pool.updated
-        wanted = {
-            "free": ~owned & ~waiting & ~keyed,
-            "cached": ~owned & ~waiting & keyed,
-            "fenced": ~owned & waiting,
-        }
-        wrong = np.zeros(pool.num_blocks, np.bool_)
-        for name, listed in pool.lists().items():
-            wrong |= _times(pool, listed) != wanted[name]
-        found["lists"] += int(np.count_nonzero(wrong))
-        one_way = sum(pool.keys[block] != key for key, block in pool.by_key.items())
-        named = sum(key is not None for key in pool.keys)
-        found["keys"] += one_way + abs(named - len(pool.by_key))
+    pool = scheduler.blocks.pool
+    held_tables = [sequence.tables for sequence in scheduler.sequences()]
+    held_tables += scheduler.pinned()
+    references = np.zeros(pool.num_blocks, np.int64)
+    strangers = np.zeros(pool.num_blocks, np.bool_)
+    for g in range(len(scheduler.blocks.groups)):
+        held = _times(pool, (block for tables in held_tables for block in tables[g]))
+        references += held
+        strangers |= (held > 0) & (np.frombuffer(pool.group, np.int64) != g)
+    references[NULL_BLOCK] = strangers[NULL_BLOCK] = 0
+    found["groups"] += int(np.count_nonzero(strangers))
+    marks = {
+        "references": (references, pool.refs),
+        "incoming": (_times(pool, _blocks(incoming)), pool.incoming),
+        "outgoing": (_times(pool, _blocks(outgoing)), pool.outgoing),
+    }
+    owned = np.zeros(pool.num_blocks, np.bool_)
+    for kind, (held, counter) in marks.items():
+        found[kind] += int(np.count_nonzero(held != np.frombuffer(counter, np.int64)))
+        owned |= held > 0
+    owned[NULL_BLOCK] = True  # on no list either
+    cached = [(key, block) for by_key in pool.by_key for key, block in by_key.items()]
+    keyed = _times(pool, (block for _, block in cached)) > 0
+    waiting = np.frombuffer(pool.fences, np.int64) > pool.updated
+    wanted = {
+        "free": ~owned & ~waiting & ~keyed,
+        "cached": ~owned & ~waiting & keyed,
+        "fenced": ~owned & waiting,
+    }
+    wrong = np.zeros(pool.num_blocks, np.bool_)
+    for name, listed in pool.lists().items():
+        wrong |= _times(pool, listed) != wanted[name]
+    found["lists"] += int(np.count_nonzero(wrong))
+    one_way = sum(pool.keys[block] != key for key, block in cached)
+    named = sum(key is not None for key in pool.keys)
+    found["keys"] += one_way + abs(named - len(cached))
     return found
 
 
-def _blocks(holds: Iterable[Spans], g: int) -> Iterator[int]:
-    return (block for spans in holds for span in spans[g] for block in span.blocks)
+def _blocks(holds: Iterable[Spans]) -> Iterator[int]:
+    return (block for spans in holds for block in blocks_of(spans))
 
 
 def _times(pool: BlockPool, blocks: Iterable[int]) -> npt.NDArray[np.int64]:

@@ -24,7 +24,7 @@ Shape = tuple[int, int, int, int, int, int]
 
 
 class BlockMemory:
-    """Blocks of one group on one rank, ``[block, head, layer, kv, token, feature]``.
+    """Blocks of one rank, ``[block, head, layer, kv, token, feature]``.
 
     Block 0 is the null block: all zeros, never written; it pads block tables.
 
@@ -38,6 +38,9 @@ class BlockMemory:
         head_start: global id of the first head.
         head_total: heads of the whole model.
         track_sums: keep digest sums.
+
+    Attributes:
+        layouts: per KV group, what its blocks hold: here one group of all layers.
 
     Raises:
         ConfigError: a block's bytes can't be aligned.
@@ -85,13 +88,19 @@ class BlockMemory:
             head_total=head_total,
             kv=planes,
         )
-        self.layout = KVLayout(
-            group=0,
-            kind=GroupKind.FULL,
-            block_size=block_size,
-            num_blocks=num_blocks,
-            planes=(plane,),
-        )
+        self.layouts = [
+            KVLayout(
+                group=0,
+                kind=GroupKind.FULL,
+                block_size=block_size,
+                num_blocks=num_blocks,
+                planes=(plane,),
+            )
+        ]
+
+    def num_layers(self, group: int) -> int:
+        """Layers of a group: the first ones of its blocks."""
+        return len(self.layouts[group].planes[0].layers)
 
     def copy(self, sources: Sequence[int], targets: Sequence[int]) -> None:
         """Copy blocks with their sums."""
@@ -105,30 +114,37 @@ class BlockMemory:
     def poison(self, blocks: Sequence[int]) -> None:
         """Fill blocks with NaN."""
         assert 0 not in blocks, "the null block is never written"
-        self.data[torch.tensor(blocks, device=self.data.device)] = torch.nan
+        self.data[torch.tensor(blocks, dtype=torch.int64, device=self.data.device)] = torch.nan
         if self.data.is_cuda:
             torch.cuda.synchronize(self.data.device)
 
-    def kept_sums(self, blocks: Sequence[int]) -> npt.NDArray[np.uint64]:
-        """Sums kept with blocks, [blocks, layers, kv, heads]."""
+    def kept_sums(self, group: int, blocks: Sequence[int]) -> npt.NDArray[np.uint64]:
+        """Sums kept with blocks of a group, [blocks, layers, kv, heads]."""
         assert self.sums is not None, "this executor was started without digest sums"
-        return _unsigned(self.sums[torch.tensor(blocks, device=self.sums.device)])
+        ids = torch.tensor(blocks, dtype=torch.int64, device=self.sums.device)
+        return _unsigned(self.sums[ids, : self.num_layers(group)])
 
     def digest(
-        self, blocks: Sequence[int], first_position: int, start: int, end: int
+        self, group: int, blocks: Sequence[int], first_position: int, start: int, end: int
     ) -> npt.NDArray[np.uint64]:
         """Sums recomputed from memory, [blocks, layers, kv, heads]; see `Executor.digest`."""
-        ids = torch.tensor(blocks, device=self.data.device)
-        return _unsigned(block_sums(self.data, ids, first_position, start, end))
+        ids = torch.tensor(blocks, dtype=torch.int64, device=self.data.device)
+        data = self.data[:, :, : self.num_layers(group)]
+        return _unsigned(block_sums(data, ids, first_position, start, end))
 
     def adopt(
-        self, blocks: Sequence[int], sums: npt.NDArray[np.uint64], counted: npt.NDArray[np.int64]
+        self,
+        group: int,
+        blocks: Sequence[int],
+        sums: npt.NDArray[np.uint64],
+        counted: npt.NDArray[np.int64],
     ) -> None:
         """Keep sums computed elsewhere, of the first `counted` slots of each block."""
         if self.sums is None:
             return
-        ids = torch.tensor(blocks, device=self.sums.device)
-        self.sums[ids] = torch.from_numpy(sums.view(np.int64)).to(self.sums.device)
+        ids = torch.tensor(blocks, dtype=torch.int64, device=self.sums.device)
+        kept = torch.from_numpy(sums.view(np.int64)).to(self.sums.device)
+        self.sums[ids, : self.num_layers(group)] = kept
         self.counted[list(blocks)] = counted
 
 

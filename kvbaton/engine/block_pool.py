@@ -1,4 +1,8 @@
-"""The blocks of one KV group: who owns each one, and which may be handed out.
+"""The blocks that all KV groups of an engine share: who owns each one, and which may be handed out.
+
+Blocks of all groups are equal in bytes (`engine.kv_groups`), so any block may serve any group: what
+one group does not need, the others have. It belongs to the group that it was handed out for until
+it is handed out again.
 
 Laws of this file:
 
@@ -19,33 +23,35 @@ NULL_BLOCK = 0
 
 
 class BlockPool:
-    """Counts and lists of one group's blocks.
+    """Counts and lists of blocks.
 
     Attributes:
         num_blocks: blocks in memory, the null block included.
+        group: per block, the group that it was handed out for last.
         refs: per block, references from block tables of requests.
         incoming: per block, hand-overs that may still write it.
         outgoing: per block, transfers that may still read it.
         fences: per block, number of the last step that may touch it.
         keys: per block, its key in the prefix cache, or None.
-        by_key: the block of each key.
+        by_key: per group, the block of each key.
         launched: number of the last step planned.
         updated: number of the last step that is over.
-        on_forget: None, or called with each key that leaves the prefix cache.
+        on_forget: None, or called with each group and key that leaves the prefix cache.
     """
 
-    def __init__(self, num_blocks: int) -> None:
+    def __init__(self, num_blocks: int, num_groups: int = 1) -> None:
         assert num_blocks > 1, "a pool needs a block beside the null block"
         self.num_blocks = num_blocks
+        self.group = array("q", bytes(8 * num_blocks))
         self.refs = array("q", bytes(8 * num_blocks))
         self.incoming = array("q", bytes(8 * num_blocks))
         self.outgoing = array("q", bytes(8 * num_blocks))
         self.fences = array("q", bytes(8 * num_blocks))
         self.keys: list[bytes | None] = [None] * num_blocks
-        self.by_key: dict[bytes, int] = {}
+        self.by_key: list[dict[bytes, int]] = [{} for _ in range(num_groups)]
         self.launched = 0
         self.updated = 0
-        self.on_forget: Callable[[bytes], None] | None = None
+        self.on_forget: Callable[[int, bytes], None] | None = None
         self._free = deque(range(1, num_blocks))
         self._cached: OrderedDict[int, None] = OrderedDict()
         self._fenced: dict[int, None] = {}
@@ -75,11 +81,11 @@ class BlockPool:
             "fenced": list(self._fenced),
         }
 
-    def match(self, keys: Iterable[bytes]) -> list[int]:
-        """Blocks of the longest prefix of `keys` that is cached."""
-        blocks = []
+    def match(self, keys: Iterable[bytes], group: int = 0) -> list[int]:
+        """Blocks of the longest prefix of `keys` that a group has cached."""
+        blocks, by_key = [], self.by_key[group]
         for key in keys:
-            block = self.by_key.get(key)
+            block = by_key.get(key)
             if block is None:
                 break
             blocks.append(block)
@@ -91,8 +97,8 @@ class BlockPool:
 
     # --- references of requests ---
 
-    def allocate(self, count: int) -> list[int]:
-        """Hand out `count` blocks, each with one reference; uncached ones first."""
+    def allocate(self, count: int, group: int = 0) -> list[int]:
+        """Hand out `count` blocks to a group, each with one reference; uncached ones first."""
         assert count <= self.num_free, f"asked for {count} blocks of {self.num_free} free ones"
         blocks = []
         for _ in range(count):
@@ -101,7 +107,7 @@ class BlockPool:
             else:
                 block = self._cached.popitem(last=False)[0]
                 self._forget(block)
-            self.refs[block] = 1
+            self.refs[block], self.group[block] = 1, group
             blocks.append(block)
         return blocks
 
@@ -156,10 +162,11 @@ class BlockPool:
 
     def commit(self, block: int, key: bytes) -> None:
         """Put a full, final block into the prefix cache. A key that is there keeps its block."""
-        if block != NULL_BLOCK and key not in self.by_key:
+        by_key = self.by_key[self.group[block]]
+        if block != NULL_BLOCK and key not in by_key:
             assert self.refs[block] > 0, f"block {block} belongs to no request"
             assert self.keys[block] is None, f"block {block} is cached under another key"
-            self.by_key[key] = block
+            by_key[key] = block
             self.keys[block] = key
 
     def evict(self, blocks: Iterable[int]) -> int:
@@ -177,15 +184,16 @@ class BlockPool:
 
     def reset_cache(self) -> int:
         """Take all blocks out of the prefix cache; returns how many there were."""
-        return self.evict(list(self.by_key.values()))
+        return self.evict([block for by_key in self.by_key for block in by_key.values()])
 
     def _forget(self, block: int) -> None:
         key = self.keys[block]
         assert key is not None, f"block {block} has no key"
-        del self.by_key[key]
+        group = self.group[block]
+        del self.by_key[group][key]
         self.keys[block] = None
         if self.on_forget is not None:
-            self.on_forget(key)
+            self.on_forget(group, key)
 
     # --- steps ---
 

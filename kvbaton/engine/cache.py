@@ -5,15 +5,16 @@ from __future__ import annotations
 from collections.abc import Sequence
 from itertools import pairwise
 
+import msgspec
 import numpy as np
 import numpy.typing as npt
 import torch
 from torch import Tensor
 
-from kvbaton.connectors.layout import ITEM_SIZE
+from kvbaton.connectors.layout import LAYER, KVLayout
 from kvbaton.engine.block_memory import BlockMemory
 from kvbaton.engine.collectives import Shard
-from kvbaton.engine.model_config import ModelConfig
+from kvbaton.engine.kv_groups import KVGroup, block_layers
 from kvbaton.engine.upload import fetch, upload, upload_ids
 from kvbaton.kernels.digest import block_sums
 from kvbaton.kernels.running_sums import add_sums, start_sums
@@ -22,45 +23,62 @@ LONG_RUN = 4
 """Tokens in a row from which on reading their blocks whole is cheaper than token by token."""
 
 
-def block_bytes(model: ModelConfig, block_size: int, kv_heads: int) -> int:
-    """Bytes of one block on one rank."""
-    tokens = kv_heads * model.num_layers * 2 * block_size
-    return tokens * model.head_dim * ITEM_SIZE[model.dtype]
-
-
 class KVCache(BlockMemory):
-    """Blocks of K and V of every layer.
+    """Blocks of K and V, each of one KV group at a time: block tables say of which.
 
     Writing slot 0 of a block starts its sum anew; writing another slot that is counted takes that
     and all later ones out first. On a GPU nothing but `kept_sums`, `digest` and `adopt` waits for
     the device.
+
+    Args:
+        groups: all of equal heads, head_dim and planes.
+        dtype: of K and V.
+        num_blocks: of the pool, the null block included.
+        block_size: tokens per block.
+        device: where it lies.
+        shard: the rank's share.
+        track_sums: keep digest sums.
+
+    Attributes:
+        groups: those.
+        places: per layer its group, and its place among the layers of a block.
     """
 
     def __init__(
         self,
-        model: ModelConfig,
+        groups: Sequence[KVGroup],
         *,
+        dtype: str,
         num_blocks: int,
         block_size: int,
         device: torch.device,
         shard: Shard,
         track_sums: bool,
     ) -> None:
-        head_start, heads = shard.kv_heads(model.num_kv_heads)
+        ((total, head_dim, planes),) = {(g.heads, g.head_dim, g.planes) for g in groups}
+        head_start, heads = shard.kv_heads(total)
         super().__init__(
-            (num_blocks, heads, model.num_layers, 2, block_size, model.head_dim),
-            dtype=model.dtype,
+            (num_blocks, heads, block_layers(groups), planes, block_size, head_dim),
+            dtype=dtype,
             device=device,
             head_start=head_start,
-            head_total=model.num_kv_heads,
+            head_total=total,
             track_sums=track_sums,
         )
-        self._tokens = self.data.view(-1, model.head_dim)
-        self._pages = self.data.view(-1, block_size * model.head_dim)
+        self.groups = tuple(groups)
+        self.places = {
+            layer: (g, place)
+            for g, group in enumerate(groups)
+            for place, layer in enumerate(group.layers)
+        }
+        (layout,) = self.layouts
+        self.layouts = [_layout_of(layout, g, group) for g, group in enumerate(groups)]
+        self._tokens = self.data.view(-1, head_dim)
+        self._pages = self.data.view(-1, block_size * head_dim)
         self._heads = torch.arange(heads, device=device)
 
     def token_rows(self, slots: Tensor) -> Tensor:
-        """Row of K of layer 0, in the pool as rows of one token and head: [tokens * heads].
+        """Row of K of place 0, in the pool as rows of one token and head: [tokens * heads].
 
         Args:
             slots: [tokens] int64: block * block_size + offset.
@@ -69,14 +87,14 @@ class KVCache(BlockMemory):
         blocks = (slots // size)[:, None] * heads + self._heads
         return (blocks * (layers * 2 * size) + (slots % size)[:, None]).flatten()
 
-    def write(self, layer: int, rows: Tensor, key: Tensor, value: Tensor) -> None:
+    def write(self, place: int, rows: Tensor, key: Tensor, value: Tensor) -> None:
         """Store a layer's K and V, each [tokens, heads, head_dim], at `token_rows`."""
         for kv, x in enumerate((key, value)):
-            step = (layer * 2 + kv) * self.block_size
+            step = (place * 2 + kv) * self.block_size
             self._tokens.index_copy_(0, rows + step, x.reshape(-1, x.shape[-1]))
 
     def page_rows(self, tables: Tensor) -> Tensor:
-        """Row of K of layer 0, as rows of one block and head: [sequences, heads, blocks].
+        """Row of K of place 0, as rows of one block and head: [sequences, heads, blocks].
 
         Args:
             tables: [sequences, blocks] int64, padded with 0.
@@ -84,11 +102,11 @@ class KVCache(BlockMemory):
         _, heads, layers, _, _, _ = self.shape
         return (tables[:, None] * heads + self._heads[:, None]) * (layers * 2)
 
-    def read(self, layer: int, rows: Tensor) -> tuple[Tensor, Tensor]:
+    def read(self, place: int, rows: Tensor) -> tuple[Tensor, Tensor]:
         """K and V at `page_rows`, copied: each [sequences, heads, blocks * size, head_dim]."""
         flat, shape = rows.flatten(), (*rows.shape[:2], -1, self.shape[-1])
-        key = self._pages.index_select(0, flat + layer * 2)
-        value = self._pages.index_select(0, flat + (layer * 2 + 1))
+        key = self._pages.index_select(0, flat + place * 2)
+        value = self._pages.index_select(0, flat + (place * 2 + 1))
         return key.view(shape), value.view(shape)
 
     # --- digest sums ---
@@ -102,7 +120,7 @@ class KVCache(BlockMemory):
         """Before a step writes tokens: account for them, and take out counted ones they replace.
 
         Args:
-            blocks: [tokens], sequence after sequence.
+            blocks: [tokens], group after group, sequence after sequence.
             offsets: [tokens], slot in the block.
             positions: [tokens], absolute.
         """
@@ -168,14 +186,26 @@ class KVCache(BlockMemory):
         sums = block_sums(self.data, ids, first, position, position + len(slots))
         self.sums.index_add_(0, ids, sums)
 
-    def fetch_kept_sums(self, blocks: Sequence[int]) -> Tensor:
+    def fetch_kept_sums(self, group: int, blocks: Sequence[int]) -> Tensor:
         """Sums kept with blocks, on their way into host memory: [blocks, layers, kv, heads]."""
         assert self.sums is not None, "this executor was started without digest sums"
-        return fetch(self.sums.index_select(0, upload_ids(blocks, self.data.device)))
+        sums = self.sums.index_select(0, upload_ids(blocks, self.data.device))
+        return fetch(sums[:, : self.num_layers(group)].contiguous())
 
     def fetch_digest(
-        self, blocks: Sequence[int], first_position: int, start: int, end: int
+        self, group: int, blocks: Sequence[int], first_position: int, start: int, end: int
     ) -> Tensor:
         """Sums recomputed from memory, on their way; see `Executor.digest`."""
         ids = upload_ids(blocks, self.data.device)
-        return fetch(block_sums(self.data, ids, first_position, start, end))
+        data = self.data[:, :, : self.num_layers(group)]
+        return fetch(block_sums(data, ids, first_position, start, end))
+
+
+def _layout_of(whole: KVLayout, number: int, group: KVGroup) -> KVLayout:
+    """What a group's blocks hold, of the layout of whole blocks."""
+    (plane,) = whole.planes
+    shape = (*plane.shape[:LAYER], len(group.layers), *plane.shape[LAYER + 1 :])
+    plane = msgspec.structs.replace(plane, shape=shape, layers=group.layers)
+    return msgspec.structs.replace(
+        whole, group=number, kind=group.kind, window=group.window, planes=(plane,)
+    )

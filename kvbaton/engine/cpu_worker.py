@@ -27,7 +27,7 @@ HANDLE = 0
 """Of the warm-up's sequence; a scheduler's handles begin at 1."""
 
 BLOCK = 1
-"""Belongs to nobody yet; what the warm-up leaves in it is overwritten like any free block's."""
+"""It and the next belong to nobody yet; what the warm-up leaves there is overwritten as ever."""
 
 
 class CpuWorker(ModelWorker):
@@ -57,7 +57,7 @@ class CpuWorker(ModelWorker):
         )
 
     def warm_up(self) -> None:
-        """Run all that a prompt, its hand-over and a token run, within one block.
+        """Run all that a prompt, its hand-over and a token run, within one block of each group.
 
         Torch sets up a lot at first use (thread pools, kernels, code pages), in part per thread.
         """
@@ -65,32 +65,32 @@ class CpuWorker(ModelWorker):
         tokens = min(cache.block_size, max_model_len)
         prompt = max(1, tokens - 1)
         new = NewSequence(HANDLE, (0,) * prompt, prompt, 0, SamplingParams(seed=0))
-        self.runner.run(
-            StepPlan(0, new=(new,), steps=(SequenceStep(HANDLE, 0, prompt, ((BLOCK,),), 1),))
-        ).result()
+        blocks = tuple((BLOCK + g,) for g in range(len(cache.groups)))
+        first = SequenceStep(HANDLE, 0, prompt, blocks, 1)
+        self.runner.run(StepPlan(0, new=(new,), steps=(first,))).result()
         if tokens > prompt:
-            self.runner.run(
-                StepPlan(0, steps=(SequenceStep(HANDLE, prompt, 1, ((),), 1),))
-            ).result()
+            second = SequenceStep(HANDLE, prompt, 1, ((),) * len(blocks), 1)
+            self.runner.run(StepPlan(0, steps=(second,))).result()
         self.runner.run(StepPlan(0, ended=(HANDLE,)))
-        cache.digest([BLOCK], 0, 0, tokens)
+        cache.digest(0, [BLOCK], 0, 0, tokens)
         if cache.sums is not None:
-            cache.kept_sums([BLOCK])
+            cache.kept_sums(0, [BLOCK])
 
     def run(self, plan: StepPlan) -> Pending[StepResult]:
         """See `Worker.run`."""
         return Pending.of(self.runner.run(plan).result())
 
-    def sums(self, blocks: Sequence[int]) -> Pending[Sums]:
+    def sums(self, group: int, blocks: Sequence[int]) -> Pending[Sums]:
         """See `Worker.sums`."""
-        return Pending.of_future(self.steps.submit(self.cache.kept_sums, blocks))
+        return Pending.of_future(self.steps.submit(self.cache.kept_sums, group, blocks))
 
     def digest(
-        self, blocks: Sequence[int], first_position: int, start: int, end: int
+        self, group: int, blocks: Sequence[int], first_position: int, start: int, end: int
     ) -> Pending[Sums]:
         """See `Worker.digest`."""
         digest = self.cache.digest
-        return Pending.of_future(self.digests.submit(digest, blocks, first_position, start, end))
+        pending = self.digests.submit(digest, group, blocks, first_position, start, end)
+        return Pending.of_future(pending)
 
     def close(self) -> None:
         """See `Worker.close`."""

@@ -146,11 +146,11 @@ class Executor:
     @property
     def layouts(self) -> list[list[KVLayout]]:
         """Per rank, one layout per group; `Plane.region` indexes the rank's `memories`."""
-        return [[worker.cache.layout] for worker in self.workers]
+        return [worker.cache.layouts for worker in self.workers]
 
     @property
     def memories(self) -> list[list[Memory]]:
-        """Per rank, the memory of its pools."""
+        """Per rank, the memory of its pool, which all groups share."""
         return [[worker.cache.memory] for worker in self.workers]
 
     def attach_encoder(self, pool: EncoderPool) -> None:
@@ -196,7 +196,7 @@ class Executor:
         Returns:
             Per rank, what `connectors.digest.Sums` says.
         """
-        return join([worker.sums(blocks) for worker in self.workers])
+        return join([worker.sums(group, blocks) for worker in self.workers])
 
     def digest(
         self, group: int, blocks: Sequence[int], first_position: int, start: int, end: int
@@ -215,7 +215,9 @@ class Executor:
         Returns:
             As `sums`.
         """
-        return join([worker.digest(blocks, first_position, start, end) for worker in self.workers])
+        return join(
+            [worker.digest(group, blocks, first_position, start, end) for worker in self.workers]
+        )
 
     def adopt(
         self, group: int, blocks: Sequence[int], sums: Sequence[Sums], num_tokens: int
@@ -233,7 +235,7 @@ class Executor:
         size = self.workers[0].cache.block_size
         counted = np.clip(num_tokens - size * np.arange(len(blocks)), 0, size)
         for worker, of_rank in zip(self.workers, sums, strict=True):
-            worker.cache.adopt(blocks, of_rank, counted)
+            worker.cache.adopt(group, blocks, of_rank, counted)
 
     def staging(self, forms: Sequence[ObjectForm]) -> BlockStaging:
         """Bytes of blocks in host memory, for a store; `forms` are one per group."""
@@ -243,7 +245,7 @@ class Executor:
         return CpuBlockStaging(forms, self.memories)
 
     def poison(self, group: int, blocks: Sequence[int]) -> None:
-        """Fill blocks with NaN (debugging); done when it returns."""
+        """Fill blocks of a group with NaN (debugging); done when it returns."""
         for worker in self.workers:
             worker.cache.poison(blocks)
 

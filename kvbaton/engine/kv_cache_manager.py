@@ -1,7 +1,11 @@
-"""The pools of all KV groups as one: matching, block tables, and what they still need.
+"""The block tables of all KV groups over one pool: matching, and what sequences still need.
 
 A *table set* is one block table per group: ``tables[g][i]`` is the physical block of logical block
 i of group g, or the null block where the group does not need it.
+
+A group with a sliding window holds the blocks that the next token, and what a step computes with
+it, attend to: others are not allocated, not loaded, and given back while a sequence runs (`trim`).
+vLLM's hybrid KV cache manager does the same.
 """
 
 from __future__ import annotations
@@ -9,7 +13,7 @@ from __future__ import annotations
 import math
 import sys
 from collections import Counter
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -21,9 +25,6 @@ from kvbaton.engine.request import Tables
 from kvbaton.errors import ConfigError
 from kvbaton.types import BlockSpan, Spans
 
-Need = tuple[int, ...]
-"""Blocks wanted, per group."""
-
 
 @dataclass(frozen=True)
 class GroupSpec:
@@ -31,7 +32,7 @@ class GroupSpec:
 
     Attributes:
         block_size: tokens per block.
-        num_blocks: blocks of its pool, the null block included.
+        num_blocks: blocks of the pool that all groups share, the null block included.
         kind: FULL or WINDOW.
         window: tokens that a token attends to, itself included; 0 for FULL.
     """
@@ -64,6 +65,19 @@ class GroupSpec:
             return 0
         return max(0, position - self.window + 1) // self.block_size
 
+    def most_blocks(self, num_tokens: int, step_tokens: int) -> int:
+        """Most blocks that a sequence of `num_tokens` holds while a step computes some of them.
+
+        Args:
+            num_tokens: in all.
+            step_tokens: most tokens of one step.
+        """
+        blocks = self.blocks_for(num_tokens)
+        if self.kind is GroupKind.FULL:
+            return blocks
+        seen = self.window - 1 + min(step_tokens, num_tokens)
+        return min(blocks, -(-(seen - 1) // self.block_size) + 1)
+
     def first_whole(self, position: int) -> int:
         """First logical block of which a token at `position` attends to each token."""
         if self.kind is GroupKind.FULL:
@@ -85,71 +99,87 @@ class Match:
 
 
 class KVCacheManager:
-    """All block pools of an engine.
+    """All blocks of an engine.
+
+    Args:
+        groups: one spec per group.
+        enable_caching: keep full blocks for reuse.
+        step_tokens: most tokens that a step computes.
 
     Attributes:
         groups: one spec per group.
         caching: whether full blocks are kept for reuse.
-        pools: one pool per group.
+        pool: the blocks of all groups.
         alignment: tokens; a prefix that ends at a multiple ends no group inside a block.
     """
 
-    def __init__(self, groups: Sequence[GroupSpec], *, enable_caching: bool = True) -> None:
+    def __init__(
+        self,
+        groups: Sequence[GroupSpec],
+        *,
+        enable_caching: bool = True,
+        step_tokens: int = sys.maxsize,
+    ) -> None:
+        (num_blocks,) = {group.num_blocks for group in groups}
         self.groups = tuple(groups)
         self.caching = enable_caching
-        self.pools = [BlockPool(group.num_blocks) for group in groups]
+        self.pool = BlockPool(num_blocks, len(groups))
         self.alignment = math.lcm(*(group.block_size for group in groups))
+        self._step_tokens = step_tokens
+        self._windows = tuple((g, group) for g, group in enumerate(groups) if group.window)
 
     # --- room ---
 
-    def need(self, tables: Tables, num_tokens: int, *, copy_at: int | None = None) -> Need:
-        """Blocks that `tables` lack for `num_tokens` tokens.
+    def need(
+        self, tables: Tables, num_tokens: int, *, start: int = 0, copy_at: int | None = None
+    ) -> int:
+        """Blocks that `tables` lack to compute tokens [start, num_tokens), in as many steps.
 
         Args:
             tables: a table set.
             num_tokens: how long the sequence shall be.
+            start: the next token.
             copy_at: position that is about to be written; if its block is there, it is shared and
                 a private copy is needed too.
         """
-        need = []
+        need = 0
         for group, table in zip(self.groups, tables, strict=True):
-            lacking = max(0, -(-num_tokens // group.block_size) - len(table))
+            behind = group.first_needed(start)
+            lacking = max(0, group.blocks_for(num_tokens) - max(len(table), behind))
+            if group.window:
+                most = group.most_blocks(num_tokens, self._step_tokens)
+                lacking = min(lacking, max(0, most - max(0, len(table) - behind)))
             shared = copy_at is not None and copy_at // group.block_size < len(table)
-            need.append(lacking + shared)
-        return tuple(need)
+            need += lacking + shared
+        return need
 
     def covers(self, tables: Tables, num_tokens: int) -> bool:
-        """Whether `tables` have a block for each of `num_tokens` tokens."""
+        """Whether `tables` reach as far as `num_tokens` tokens."""
         for group, table in zip(self.groups, tables, strict=True):
             if len(table) * group.block_size < num_tokens:
                 return False
         return True
 
-    def fits(self, need: Need, *, beside: Need | None = None, hits: Tables | None = None) -> bool:
+    def fits(self, need: int, *, beside: int = 0, hits: Tables | None = None) -> bool:
         """Whether `need` can be allocated now and leaves `beside`, without evicting `hits`."""
-        for g, (wanted, pool) in enumerate(zip(need, self.pools, strict=True)):
-            taken = wanted + (beside[g] if beside else 0)
-            if taken + (pool.evictable(hits[g]) if hits else 0) > pool.num_free:
-                return False
-        return True
+        evictable = sum(map(self.pool.evictable, hits)) if hits else 0
+        return need + beside + evictable <= self.pool.num_free
 
-    def fits_soon(self, need: Need) -> bool:
+    def fits_soon(self, need: int) -> bool:
         """Whether `need` could be allocated once the steps in flight are over."""
-        return all(
-            wanted <= pool.num_free + pool.num_fenced
-            for wanted, pool in zip(need, self.pools, strict=True)
-        )
+        return need <= self.pool.num_free + self.pool.num_fenced
 
     def too_large(self, num_tokens: int) -> str | None:
         """Why so many tokens can never fit, or None if they can."""
-        for group in self.groups:
-            wanted, usable = -(-num_tokens // group.block_size), group.num_blocks - 1
-            if wanted > usable:
-                return (
-                    f"{num_tokens} tokens need {wanted} KV blocks of {group.block_size} tokens, "
-                    f"but the pool has {usable}"
-                )
-        return None
+        most = [group.most_blocks(num_tokens, self._step_tokens) for group in self.groups]
+        wanted, usable = sum(most), self.pool.usable
+        if wanted <= usable:
+            return None
+        sizes = " and ".join(str(size) for size in sorted({g.block_size for g in self.groups}))
+        return (
+            f"{num_tokens} tokens need {wanted} KV blocks of {sizes} tokens, "
+            f"but the pool has {usable}"
+        )
 
     # --- matching ---
 
@@ -163,26 +193,42 @@ class KVCacheManager:
             chains: per group, the keys of the sequence's full blocks.
             num_tokens: length of the sequence.
         """
-        hits, length = [], sys.maxsize if self.groups else 0
-        for group, pool, chain in zip(self.groups, self.pools, chains, strict=True):
+        hits = list[list[int]]()
+        for g, (group, chain) in enumerate(zip(self.groups, chains, strict=True)):
             if group.kind is GroupKind.FULL:
-                hit = pool.match(chain)
+                hits.append(self.pool.match(chain, g))
             else:
-                hit = [pool.by_key.get(key, NULL_BLOCK) for key in chain]
-            hits.append(hit)
-            length = min(length, len(hit) * group.block_size)
+                by_key = self.pool.by_key[g]
+                hits.append([by_key.get(key, NULL_BLOCK) for key in chain])
+        tables, length = Tables(), self.usable(hits, num_tokens)
+        for group, hit in zip(self.groups, hits, strict=True):
+            end = length // group.block_size
+            first = min(group.first_needed(min(length, num_tokens - 1)), end)
+            tables.append([NULL_BLOCK] * first + hit[first:end])
+        return Match(length, tables)
+
+    def usable(self, hits: Sequence[Sequence[int]], num_tokens: int) -> int:
+        """Tokens of the longest prefix that is usable in all groups.
+
+        Args:
+            hits: per group, for each logical block 0 if it is not there. Of full groups all are.
+            num_tokens: length of the sequence.
+        """
+        sizes = [group.block_size for group in self.groups]
+        length = min(len(hit) * size for hit, size in zip(hits, sizes, strict=True))
         length -= length % self.alignment
+        holes = [(group, _last_holes(hits[g])) for g, group in self._windows]
         while True:
-            tables, usable = [], True
             position = min(length, num_tokens - 1)
-            for group, hit in zip(self.groups, hits, strict=True):
-                end = length // group.block_size
-                first = min(group.first_needed(position), end)
-                tables.append([NULL_BLOCK] * first + hit[first:end])
-                usable = usable and NULL_BLOCK not in hit[first:end]
-            if usable:
-                return Match(length, tables)
-            length -= self.alignment
+            hole, size = -1, 1
+            for group, last_hole in holes:
+                hole, size = last_hole[length // group.block_size], group.block_size
+                if group.first_needed(position) <= hole:
+                    break
+            else:
+                return length
+            # No prefix with this hole in it is usable: shorter ones look back as far or farther.
+            length = hole * size // self.alignment * self.alignment
 
     def match_sequence(self, sequence: RequestSequence) -> Match:
         """`match` of a sequence's own keys."""
@@ -204,12 +250,23 @@ class KVCacheManager:
         """A table set without blocks."""
         return [[] for _ in self.groups]
 
-    def extend(self, tables: Tables, num_tokens: int) -> None:
-        """Allocate what `tables` lack for `num_tokens` tokens; it must fit."""
-        for group, pool, table in zip(self.groups, self.pools, tables, strict=True):
-            lacking = -(-num_tokens // group.block_size) - len(table)
+    def extend(
+        self, tables: Tables, num_tokens: int, *, start: int = 0, end: int | None = None
+    ) -> None:
+        """Allocate what `tables` lack for `num_tokens` tokens; it must fit.
+
+        Args:
+            tables: a table set.
+            num_tokens: how long the sequence shall be.
+            start: the next token to be computed.
+            end: where the step with that token ends: groups with windows get blocks up to there.
+        """
+        self.skip_unneeded(tables, start)
+        for g, (group, table) in enumerate(zip(self.groups, tables, strict=True)):
+            past = num_tokens if end is None or not group.window else end
+            lacking = group.blocks_for(past) - len(table)
             if lacking > 0:
-                table += pool.allocate(lacking)
+                table += self.pool.allocate(lacking, g)
 
     def reserve(self, tables: Tables, num_tokens: int) -> Spans:
         """As `extend`, and mark the new blocks as incoming; returns them."""
@@ -222,6 +279,20 @@ class KVCacheManager:
         self.hold_incoming(spans)
         return spans
 
+    def trim(self, sequence: RequestSequence, position: int) -> None:
+        """Give back blocks behind the windows of the tokens from `position` on.
+
+        After a step, with its end as the position, no step in flight reads them; and they were
+        offered to the prefix cache, since all of their tokens are computed.
+        """
+        for g, group in self._windows:
+            first, behind = sequence.trimmed[g], group.first_needed(position)
+            if first < behind:
+                table = sequence.tables[g]
+                self.pool.deref(table[first:behind])
+                table[first:behind] = [NULL_BLOCK] * (behind - first)
+                sequence.trimmed[g] = behind
+
     def skip_unneeded(self, tables: Tables, position: int) -> None:
         """Pad tables with the null block where the token at `position` will not attend to."""
         for group, table in zip(self.groups, tables, strict=True):
@@ -229,13 +300,13 @@ class KVCacheManager:
 
     def ref(self, tables: Tables) -> None:
         """Refer to all blocks of a table set once more."""
-        for pool, table in zip(self.pools, tables, strict=True):
-            pool.ref(table)
+        for table in tables:
+            self.pool.ref(table)
 
     def deref(self, tables: Tables) -> None:
         """Give a table set's references back."""
-        for pool, table in zip(self.pools, tables, strict=True):
-            pool.deref(table)
+        for table in tables:
+            self.pool.deref(table)
 
     def clear(self, sequence: RequestSequence) -> None:
         """Take all its blocks from a sequence, and with them what was computed."""
@@ -243,6 +314,7 @@ class KVCacheManager:
         sequence.tables = self.empty()
         sequence.num_computed = sequence.num_scheduled = 0
         sequence.committed = [0] * len(self.groups)
+        sequence.trimmed = [0] * len(self.groups)
         sequence.shares_tail = False
 
     def commit(self, sequence: RequestSequence) -> list[tuple[int, int, int]]:
@@ -254,12 +326,12 @@ class KVCacheManager:
         offered: list[tuple[int, int, int]] = []
         if not self.caching:
             return offered
-        for g, (group, pool) in enumerate(zip(self.groups, self.pools, strict=True)):
+        for g, group in enumerate(self.groups):
             first, end = sequence.committed[g], sequence.num_computed // group.block_size
             if end > first:
                 chain, table = sequence.chain(group.block_size), sequence.tables[g]
                 for i in range(first, end):
-                    pool.commit(table[i], chain[i])
+                    self.pool.commit(table[i], chain[i])
                 sequence.committed[g] = end
                 offered.append((g, first, end))
         return offered
@@ -268,23 +340,19 @@ class KVCacheManager:
 
     def hold_incoming(self, spans: Spans) -> None:
         """A remote writer may write these blocks."""
-        for pool, blocks in self._by_pool(spans):
-            pool.hold_incoming(blocks)
+        self.pool.hold_incoming(blocks_of(spans))
 
     def release_incoming(self, spans: Spans) -> None:
         """No write can land in these blocks any more."""
-        for pool, blocks in self._by_pool(spans):
-            pool.release_incoming(blocks)
+        self.pool.release_incoming(blocks_of(spans))
 
     def hold_outgoing(self, spans: Spans) -> None:
         """A transfer may read these blocks."""
-        for pool, blocks in self._by_pool(spans):
-            pool.hold_outgoing(blocks)
+        self.pool.hold_outgoing(blocks_of(spans))
 
     def release_outgoing(self, spans: Spans) -> None:
         """The transfer reads these blocks no more."""
-        for pool, blocks in self._by_pool(spans):
-            pool.release_outgoing(blocks)
+        self.pool.release_outgoing(blocks_of(spans))
 
     def spans(self, tables: Tables, start: int, end: int) -> Spans:
         """Blocks of `tables` that hold tokens [start, end), without those that are not kept."""
@@ -298,47 +366,57 @@ class KVCacheManager:
 
     def evict(self, spans: Spans, bad: Sequence[tuple[int, int]]) -> None:
         """Take blocks that hold tokens of the ranges `bad` out of the prefix cache."""
-        for group, pool, group_spans in zip(self.groups, self.pools, spans, strict=True):
+        for group, group_spans in zip(self.groups, spans, strict=True):
             for span in group_spans:
                 for i, block in enumerate(span.blocks, start=span.first):
                     start, end = i * group.block_size, (i + 1) * group.block_size
                     if any(low < end and start < high for low, high in bad):
-                        pool.evict([block])
-
-    def _by_pool(self, spans: Spans) -> Iterable[tuple[BlockPool, list[int]]]:
-        for pool, group_spans in zip(self.pools, spans, strict=True):
-            yield pool, [block for span in group_spans for block in span.blocks]
+                        self.pool.evict([block])
 
     # --- steps, cache, accounts ---
 
-    def launch(self, number: int) -> None:
-        """A step was planned."""
-        for pool in self.pools:
-            pool.launch(number)
-
-    def settle(self, number: int) -> None:
-        """A step is over."""
-        for pool in self.pools:
-            pool.settle(number)
-
     def reset_cache(self) -> int:
-        """Empty the prefix caches; returns how many blocks left them."""
-        return sum(pool.reset_cache() for pool in self.pools)
+        """Empty the prefix cache; returns how many blocks left it."""
+        return self.pool.reset_cache()
 
-    def num_incoming(self, g: int) -> int:
-        """Blocks of group `g` that a remote writer may write."""
-        return int(np.count_nonzero(np.frombuffer(self.pools[g].incoming, np.int64)))
+    def num_incoming(self) -> int:
+        """Blocks that a remote writer may write."""
+        return int(np.count_nonzero(np.frombuffer(self.pool.incoming, np.int64)))
 
-    def owners(self, g: int) -> Counter[str]:
-        """Blocks of group `g` by owner; the sum is all blocks. The first that applies counts."""
-        pool = self.pools[g]
+    def owners(self, g: int | None = None) -> Counter[str]:
+        """Blocks by owner; the first that applies counts.
+
+        Args:
+            g: only of this group, to which neither free blocks nor the null block belong; without
+                it the sum is all blocks.
+        """
+        pool = self.pool
+        mine = np.ones(pool.num_blocks, np.bool_)
+        lists = pool.lists()
+        if g is not None:
+            mine = np.frombuffer(pool.group, np.int64) == g
+            del lists["free"]
         refs, incoming, outgoing = (
-            np.frombuffer(counts, np.int64) > 0
+            mine & (np.frombuffer(counts, np.int64) > 0)
             for counts in (pool.refs, pool.incoming, pool.outgoing)
         )
-        counts: Counter[str] = Counter({name: len(part) for name, part in pool.lists().items()})
-        counts["null"] = 1
+        counts = Counter({name: int(mine[part].sum()) for name, part in lists.items()})
+        if g is None:
+            counts["null"] = 1
         counts["request"] = int(np.count_nonzero(refs))
         counts["incoming"] = int(np.count_nonzero(incoming & ~refs))
         counts["outgoing"] = int(np.count_nonzero(outgoing & ~incoming & ~refs))
         return counts
+
+
+def blocks_of(spans: Spans) -> list[int]:
+    """All blocks that spans name."""
+    return [block for group_spans in spans for span in group_spans for block in span.blocks]
+
+
+def _last_holes(hit: Sequence[int]) -> list[int]:
+    """Per number of blocks n, the last null block among the first n; -1 if there is none."""
+    found = [-1]
+    for i, block in enumerate(hit):
+        found.append(i if block == NULL_BLOCK else found[-1])
+    return found

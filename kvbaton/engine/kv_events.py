@@ -16,7 +16,6 @@ import time
 from array import array
 from collections import deque
 from collections.abc import Iterator, Mapping, Sequence
-from functools import partial
 from itertools import groupby, islice
 from typing import Any, Literal, NamedTuple
 
@@ -189,16 +188,16 @@ class KVEventLog(KVConnector):
         self._ints = int_block_hashes
         self._events: list[Event] = []
         self._elsewhere = False
-        for g, pool in enumerate(blocks.pools):
-            pool.on_forget = partial(self.forgotten, g)
+        blocks.pool.on_forget = self.forgotten
 
     # --- what happens ---
 
     @override
     def committed(self, sequence: RequestSequence, g: int, first: int, end: int) -> None:
-        size, index, pool = self._blocks.groups[g].block_size, self.index[g], self._blocks.pools[g]
+        size, index = self._blocks.groups[g].block_size, self.index[g]
+        by_key = self._blocks.pool.by_key[g]
         chain, salt = sequence.chain(size), sequence.request.spec.cache_salt
-        fresh = [i for i in range(first, end) if chain[i] in pool.by_key and chain[i] not in index]
+        fresh = [i for i in range(first, end) if chain[i] in by_key and chain[i] not in index]
         for i in fresh:
             tokens = array("I", sequence.tokens[i * size : (i + 1) * size])
             index[chain[i]] = Cached(chain[i - 1] if i else None, tokens, "" if i else salt)

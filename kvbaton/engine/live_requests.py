@@ -91,7 +91,11 @@ class LiveRequests:
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self.config = config
-        self.blocks = KVCacheManager(config.groups, enable_caching=config.enable_prefix_caching)
+        self.blocks = KVCacheManager(
+            config.groups,
+            enable_caching=config.enable_prefix_caching,
+            step_tokens=config.max_num_batched_tokens,
+        )
         self.requests: dict[str, Request] = {}
         self.waiting: list[Sequence] = []
         self.running: list[Sequence] = []
@@ -307,8 +311,10 @@ class LiveRequests:
         self.blocks.ref(child.tables)
         child.num_computed = child.num_scheduled = parent.num_scheduled
         child.committed = [child.num_computed // group.block_size for group in self.blocks.groups]
+        child.trimmed = list(parent.trimmed)
         child.chains = dict(parent.chains)
         child.shares_tail, child.parent = True, parent
+        self.blocks.trim(child, child.num_computed)
         child.request.sequences.append(child)
         self.run(child)
 
@@ -412,7 +418,9 @@ class LiveRequests:
     ) -> None:
         """Take blocks for the tokens from a cached prefix to `end`; a connector fills them."""
         self.adopt(sequence, match)
-        self.blocks.skip_unneeded(sequence.tables, end)
+        following = next_after(connector, sequence, end)
+        self.blocks.skip_unneeded(sequence.tables, following)
+        self.blocks.trim(sequence, following)
         if connector.medium == "transferred":  # only what is needed was verified, or came at all
             wholes = [group.first_whole(end) for group in self.blocks.groups]
             sequence.committed = list(map(max, sequence.committed, wholes))
@@ -578,6 +586,8 @@ class LiveRequests:
         for g in range(len(self.blocks.groups)):
             for owner, count in self.blocks.owners(g).items():
                 values[f'kvbaton_blocks{{group="{g}",owner="{owner}"}}'] = float(count)
+        values['kvbaton_blocks{owner="free"}'] = float(len(self.blocks.pool.lists()["free"]))
+        values['kvbaton_blocks{owner="null"}'] = 1.0
         return values
 
     def state(self) -> dict[str, Any]:
@@ -588,6 +598,14 @@ class LiveRequests:
             "steps_in_flight": [step.number for step in self.in_flight],
             "requests": [request.describe() for request in self.requests.values()],
         }
+
+
+def next_after(connector: KVConnector, sequence: Sequence, end: int) -> int:
+    """The first token that is computed after a load up to `end`.
+
+    A source has sampled what follows a prompt; of one that a store has the last token is computed.
+    """
+    return end if connector.medium == "transferred" else min(end, len(sequence.tokens) - 1)
 
 
 def _labelled(name: str, label: str, counts: Iterable[tuple[str, int]]) -> dict[str, float]:

@@ -12,6 +12,7 @@ from typing import Any, Literal
 
 import msgspec
 
+from kvbaton.engine.kv_groups import KVGroup, kv_groups
 from kvbaton.engine.moe_config import MoeConfig, read_moe
 from kvbaton.engine.quantization.config import Quantization, read_quantization
 from kvbaton.engine.vision_config import VISION_FAMILIES, VisionConfig, VisionFamily, read_vision
@@ -130,6 +131,10 @@ class ModelConfig:
     vision: VisionConfig | None = None
     quantization: Quantization | None = None
     moe: MoeConfig | None = None
+
+    def kv_groups(self) -> tuple[KVGroup, ...]:
+        """Its layers, by the block tables that they share."""
+        return kv_groups(self.windows, heads=self.num_kv_heads, head_dim=self.head_dim)
 
     def require_vision(self) -> VisionConfig:
         """Its vision tower. Raises `ConfigError` if it has none."""

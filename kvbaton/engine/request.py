@@ -52,6 +52,7 @@ class Sequence:
         pending: tokens being sampled by steps in flight.
         sent: per group, blocks of its table that the runner knows.
         committed: per group, blocks that were offered to the prefix cache.
+        trimmed: per group, blocks that its window has passed: given back, if it had them.
         shares_tail: the block that it writes next is not its own: it needs a private copy.
         chains: keys of its full blocks, by block size.
         finish_reason: why it ended.
@@ -70,6 +71,7 @@ class Sequence:
     pending: int = 0
     sent: list[int] = field(init=False)
     committed: list[int] = field(init=False)
+    trimmed: list[int] = field(init=False)
     shares_tail: bool = False
     chains: dict[int, list[bytes]] = field(default_factory=dict)
     finish_reason: str | None = None
@@ -78,6 +80,7 @@ class Sequence:
         self.rank = self.request.priority, self.request.arrival, self.choice
         self.sent = [0] * len(self.tables)
         self.committed = [0] * len(self.tables)
+        self.trimmed = [0] * len(self.tables)
 
     @property
     def is_over(self) -> bool:

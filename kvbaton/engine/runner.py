@@ -82,7 +82,7 @@ class StepTokens:
         context_lens: [sequences], tokens of each with those that are cached.
         positions: [tokens], absolute.
         rows: [tokens], their sequences' rows.
-        blocks: [tokens], where they go.
+        blocks: [groups, tokens], where they go.
         offsets: [tokens], slot in the block.
     """
 
@@ -124,6 +124,7 @@ class Runner:
             max_blocks=-(-blocks // 16) * 16,
             device=self.device,
             merge_size=merge_size(model.config),
+            groups=len(cache.groups),
         )
 
     def attach_encoder(self, pool: EncoderPool) -> None:
@@ -145,7 +146,8 @@ class Runner:
         if plan.steps:
             rows = self.sequences.rows([step.handle for step in plan.steps])
             for row, step in zip(rows, plan.steps, strict=True):
-                self.sequences.append_blocks(row, step.new_blocks[0])
+                for group, blocks in enumerate(step.new_blocks):
+                    self.sequences.append_blocks(row, group, blocks)
             self._compute(output, rows)
         return output
 
@@ -157,7 +159,7 @@ class Runner:
             for array in (tokens.blocks * self.cache.block_size + tokens.offsets, tokens.positions)
         )
         most = int(-(-tokens.context_lens.max() // self.cache.block_size))
-        tables = self.sequences.tables[rows, :most]
+        tables = self.sequences.tables[rows, :, :most]
         batch = PagedBatch(slots, tokens.query_lens, tokens.context_lens, tables)
         hidden = self._layers(
             self.sequences.tokens[self._to_device(tokens.rows), positions].long(),
@@ -180,11 +182,18 @@ class Runner:
         context_lens = starts + counts
         assert (context_lens <= self.sequences.lengths[rows]).all(), "a step is ahead of its tokens"
         positions = np.arange(counts.sum()) - np.repeat(np.cumsum(counts) - context_lens, counts)
-        token_rows, size = np.repeat(rows, counts), self.cache.block_size
-        blocks, offsets = self.sequences.tables[token_rows, positions // size], positions % size
-        assert blocks.all(), "a step has no block for its tokens"
-        self.cache.note_writes(blocks, offsets, positions)
+        token_rows = np.repeat(rows, counts)
+        blocks, offsets = self._places(token_rows, positions)
         return StepTokens(starts, counts, context_lens, positions, token_rows, blocks, offsets)
+
+    def _places(self, rows: Ints, positions: Ints) -> tuple[Ints, Ints]:
+        """Blocks of tokens [groups, tokens], and slots in them; accounts for writing there."""
+        size = self.cache.block_size
+        blocks, offsets = self.sequences.tables[rows, :, positions // size].T, positions % size
+        assert blocks.all(), "a step has no block for its tokens"
+        everywhere = (np.tile(x, len(blocks)) for x in (offsets, positions))
+        self.cache.note_writes(blocks.ravel(), *everywhere)
+        return blocks, offsets
 
     def _layers(
         self,
@@ -195,10 +204,20 @@ class Runner:
         attention: AttentionContext,
         encoded: Encoded | None = None,
     ) -> Tensor:
-        """Run the model, and keep the digest sums of what it writes."""
-        self.cache.start_sums(slots)
+        """Run the model, and keep the digest sums of what it writes.
+
+        Args:
+            token_ids: [tokens] int64.
+            positions: [tokens] int64, absolute.
+            rotary: see the model.
+            slots: [groups, tokens] int64.
+            attention: over the same.
+            encoded: see the model.
+        """
+        everywhere = slots.flatten()
+        self.cache.start_sums(everywhere)
         hidden: Tensor = self.model(token_ids, rotary, attention, encoded)
-        self.cache.add_sums(slots, positions)
+        self.cache.add_sums(everywhere, positions.repeat(len(slots)))
         return hidden
 
     def _encoded(self, steps: Sequence[SequenceStep]) -> Encoded | None:

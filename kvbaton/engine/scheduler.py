@@ -2,8 +2,8 @@
 
 A plan takes decoding sequences first, then running prompts, then who is admitted. A sequence that
 needs a block when none is free takes those of the last in order of service, who is preempted and
-computes again later. Everybody whom a plan holds comes before its victims, so no plan loses a
-sequence that it already holds.
+computes again later. No plan loses a sequence that it already holds: a prompt that wants blocks for
+its next chunk, behind a window, waits for decoding sequences that come after it.
 
 A plan may be made while an earlier one is still in flight. A decoding sequence is then scheduled
 for the token that is being sampled, unless that one is known to be its last. Blocks that a victim
@@ -20,9 +20,9 @@ from dataclasses import dataclass, field
 from typing import Literal
 
 from kvbaton.engine.config import SchedulerConfig
-from kvbaton.engine.kv_cache_manager import Match, Need
+from kvbaton.engine.kv_cache_manager import Match
 from kvbaton.engine.kv_connector import KVConnector
-from kvbaton.engine.live_requests import LiveRequests
+from kvbaton.engine.live_requests import LiveRequests, next_after
 from kvbaton.engine.request import InFlightStep, ScheduledSequence, Sequence, SequenceState
 from kvbaton.engine.step import (
     BlockCopy,
@@ -58,6 +58,10 @@ class StepDraft:
     new: list[NewSequence] = field(default_factory=list)
     forks: list[Fork] = field(default_factory=list)
     copies: list[BlockCopy] = field(default_factory=list)
+
+    def holds(self, sequence: Sequence) -> bool:
+        """Whether a sequence is in it."""
+        return any(item.sequence is sequence for item in self.scheduled)
 
 
 class Scheduler(LiveRequests):
@@ -143,10 +147,11 @@ class Scheduler(LiveRequests):
                 self._reject(sequence, error)
             return False
         copy_at = sequence.num_scheduled if sequence.shares_tail else None
-        need = self.blocks.need(sequence.tables, end, copy_at=copy_at)
+        start = sequence.num_scheduled
+        need = self.blocks.need(sequence.tables, end, start=start, copy_at=copy_at)
         while not self.blocks.fits(need):
             last = self.running[-1]
-            if self.blocks.fits_soon(need) or last is self.running[0]:
+            if self.blocks.fits_soon(need) or last is self.running[0] or draft.holds(last):
                 return False  # Alone, it waits for blocks that transfers or steps still hold.
             self.preempt(last)
             if last is sequence:
@@ -154,8 +159,10 @@ class Scheduler(LiveRequests):
         self._extend(draft, sequence, end)
         return True
 
-    def _extend(self, draft: StepDraft, sequence: Sequence, end: int) -> None:
-        """Give a sequence the blocks that it lacks up to `end`; they must fit.
+    def _extend(
+        self, draft: StepDraft, sequence: Sequence, num_tokens: int, end: int | None = None
+    ) -> None:
+        """Give a sequence the blocks that it lacks, see `KVCacheManager.extend`; they must fit.
 
         If the block that is written next is shared, a private copy replaces it.
         """
@@ -164,9 +171,10 @@ class Scheduler(LiveRequests):
             for g, group in enumerate(self.blocks.groups):
                 i, table = sequence.num_scheduled // group.block_size, sequence.tables[g]
                 if i < len(table):
-                    source, (table[i],) = table[i], self.blocks.pools[g].allocate(1)
+                    source, (table[i],) = table[i], self.blocks.pool.allocate(1, g)
                     draft.copies.append(BlockCopy(g, source, table[i]))
-        self.blocks.extend(sequence.tables, end)
+        start = sequence.num_scheduled
+        self.blocks.extend(sequence.tables, num_tokens, start=start, end=end)
 
     def _compute(self, draft: StepDraft, sequence: Sequence, count: int) -> None:
         """Add the next `count` tokens of a sequence that has its blocks to the plan."""
@@ -217,10 +225,8 @@ class Scheduler(LiveRequests):
             if sequence.parent is not None:
                 self._introduce(draft, sequence)  # A parent's copy is made before it moves on.
         self._launched = draft.number
-        for pool in self.blocks.pools:
-            pool.launch(draft.number)
-        for copy in draft.copies:
-            self.blocks.pools[copy.group].deref([copy.source])
+        self.blocks.pool.launch(draft.number)
+        self.blocks.pool.deref([copy.source for copy in draft.copies])
         ended, self._ended = tuple(self._ended), []
         self.in_flight.append(InFlightStep(draft.number, tuple(draft.scheduled)))
         for scheduled in draft.scheduled:
@@ -281,10 +287,11 @@ class Scheduler(LiveRequests):
         if fitting.num_tokens == total:
             sequence.num_computed = sequence.num_scheduled = total - 1
             sequence.shares_tail = True
-        self._extend(draft, sequence, total)
         self.run(sequence)
         count = self._reach(sequence) - sequence.num_scheduled
-        self._compute(draft, sequence, count if whole else min(count, draft.budget))
+        count = count if whole else min(count, draft.budget)
+        self._extend(draft, sequence, total, sequence.num_scheduled + count)
+        self._compute(draft, sequence, count)
         return True
 
     def _load(self, sequence: Sequence, match: Match) -> Literal["done", "wait", "compute"]:
@@ -310,8 +317,9 @@ class Scheduler(LiveRequests):
                 return "done"
             if not offer:
                 continue
-            if self._has_room_to_load(sequence, match):
-                self.begin_load(connector, sequence, match, match.num_tokens + offer)
+            end = match.num_tokens + offer
+            if self._has_room_to_load(sequence, match, next_after(connector, sequence, end)):
+                self.begin_load(connector, sequence, match, end)
                 return "done"
             # Room comes with the end of a load, which has a deadline.
             if connector.waits_for_room or self.loading:
@@ -346,40 +354,44 @@ class Scheduler(LiveRequests):
         """The longest cached prefix after which there is room for the rest; None if none has."""
         total, beside = len(sequence.tokens), self._claims()
         copy_at = total - 1 if match.num_tokens == total else None
-        need = self.blocks.need(match.tables, total, copy_at=copy_at)
+        start = min(match.num_tokens, total - 1)
+        need = self.blocks.need(match.tables, total, start=start, copy_at=copy_at)
         if self.blocks.fits(need, beside=beside, hits=match.tables):
             return match
         if copy_at is None:
             return None
         # The private copy of the last block has no room: compute that block instead.
         match = self.blocks.shorten(self.blocks.chains(sequence), match)
-        need = self.blocks.need(match.tables, total)
+        need = self.blocks.need(match.tables, total, start=match.num_tokens)
         fits = self.blocks.fits(need, beside=beside, hits=match.tables)
         return match if fits and not self._is_forbidden(sequence, match) else None
 
-    def _has_room_to_load(self, sequence: Sequence, match: Match) -> bool:
+    def _has_room_to_load(self, sequence: Sequence, match: Match, start: int) -> bool:
         """Loads that have not come in may not reserve everything, unless one is alone."""
-        need = self.blocks.need(match.tables, len(sequence.tokens))
-        for g, wanted in enumerate(need):
-            incoming = self.blocks.num_incoming(g)
-            cap = self.config.max_loading_share * self.blocks.pools[g].usable
-            if incoming and incoming + wanted > cap:
-                return False
+        need = self.blocks.need(match.tables, len(sequence.tokens), start=start)
+        incoming = self.blocks.num_incoming()
+        if incoming and incoming + need > self.config.max_loading_share * self.blocks.pool.usable:
+            return False
         return self.blocks.fits(need, beside=self._claims(), hits=match.tables)
 
-    def _claims(self) -> Need:
-        """Blocks that running and loading sequences may want at their next step, per group."""
-        claims = [0] * len(self.blocks.groups)
+    def _claims(self) -> int:
+        """Blocks that running and loading sequences may want at their next step.
+
+        Behind a window it is all steps of a prompt: what they give back they want again.
+        """
+        claims = 0
         for sequence in self._holders():
             if sequence.is_ending:
                 continue
-            forks = sequence.unforked
-            whole = forks or sequence.state is SequenceState.LOADING
-            scheduled = len(sequence.tokens) if whole else sequence.num_scheduled
+            forks, known = sequence.unforked, len(sequence.tokens)
+            loading = sequence.state is SequenceState.LOADING
+            scheduled = known if forks or loading else sequence.num_scheduled
+            start = known if loading else sequence.num_scheduled
             copy_at = scheduled if sequence.shares_tail else None
-            need = self.blocks.need(sequence.tables, scheduled + 1, copy_at=copy_at)
-            claims = [claim + wanted + forks for claim, wanted in zip(claims, need, strict=True)]
-        return tuple(claims)
+            end = max(scheduled + 1, known)
+            claims += self.blocks.need(sequence.tables, end, start=start, copy_at=copy_at)
+            claims += forks * len(self.blocks.groups)
+        return claims
 
     # --- results ---
 
@@ -392,8 +404,7 @@ class Scheduler(LiveRequests):
         for scheduled in step.scheduled:
             nothing = Sampled(scheduled.handle, ())
             outputs += self._apply(scheduled, sampled.get(scheduled.handle, nothing))
-        for pool in self.blocks.pools:
-            pool.settle(step.number)
+        self.blocks.pool.settle(step.number)
         return outputs
 
     def _apply(self, scheduled: ScheduledSequence, sampled: Sampled) -> list[Output]:
@@ -414,6 +425,9 @@ class Scheduler(LiveRequests):
                 self.connectors.call(KVConnector.progressed, request)
                 if len(self.connectors.raised) > raised:
                     error = self.connectors.raised[-1][2]
+            self.blocks.trim(
+                sequence, scheduled.end
+            )  # after connectors took hold of what they need
         for target in scheduled.targets:
             target.pending -= 1
         if error is not None:

@@ -40,7 +40,8 @@ class Sequences:
         lengths: [rows] int64, tokens of each row.
         num_prompt: [rows] int64, how many of them are the prompt.
         choices: [rows] int64.
-        tables: [rows, max_blocks] int64, block tables, 0 beyond their ends.
+        tables: [rows, groups, max_blocks] int64, block tables, 0 beyond their ends. Blocks behind a
+            group's window may be of others by now: nobody reads them.
         params: per row, None if it is free.
         deltas: [rows] int64, what generated tokens' rotary positions are ahead of their own.
     """
@@ -53,17 +54,18 @@ class Sequences:
         max_blocks: int,
         device: torch.device,
         merge_size: int = 1,
+        groups: int = 1,
     ) -> None:
         self.tokens = torch.zeros((rows, max_tokens), dtype=torch.int32, device=device)
         self.lengths = np.zeros(rows, np.int64)
         self.num_prompt = np.zeros(rows, np.int64)
         self.choices = np.zeros(rows, np.int64)
-        self.tables = np.zeros((rows, max_blocks), np.int64)
+        self.tables = np.zeros((rows, groups, max_blocks), np.int64)
         self.params: list[SamplingParams | None] = [None] * rows
         self.deltas = np.zeros(rows, np.int64)
         self._merge_size = merge_size
         self._rotary: dict[int, RotaryPositions] = {}
-        self._table_lens = np.zeros(rows, np.int64)
+        self._table_lens = np.zeros((rows, groups), np.int64)
         self._branches: dict[int, Branches] = {}
         self._row: dict[int, int] = {}
         self._free = list(range(rows - 1, -1, -1))
@@ -114,11 +116,11 @@ class Sequences:
             self.deltas[row] = 0
             self._free.append(row)
 
-    def append_blocks(self, row: int, blocks: Sequence[int]) -> None:
+    def append_blocks(self, row: int, group: int, blocks: Sequence[int]) -> None:
         """Extend a block table."""
-        end = self._table_lens[row] + len(blocks)
-        self.tables[row, self._table_lens[row] : end] = blocks
-        self._table_lens[row] = end
+        start = self._table_lens[row, group]
+        self.tables[row, group, start : start + len(blocks)] = blocks
+        self._table_lens[row, group] += len(blocks)
 
     def append_tokens(self, rows: npt.NDArray[np.int64], tokens: Tensor) -> None:
         """Add one token to each of these rows."""

@@ -17,6 +17,7 @@ from __future__ import annotations
 
 from collections import Counter, OrderedDict, deque
 from collections.abc import Iterable
+from collections.abc import Sequence as SequenceOf
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -25,7 +26,7 @@ from typing_extensions import override
 from kvbaton.connectors.layout import GroupKind
 from kvbaton.connectors.objects import HEADER_BYTES
 from kvbaton.engine.kv_connector import HeldBlocks, KVConnector, Load
-from kvbaton.engine.live_requests import LiveRequests
+from kvbaton.engine.live_requests import LiveRequests, next_after
 from kvbaton.engine.request import Request, Sequence, SequenceState
 from kvbaton.engine.store_worker import (
     BlockRun,
@@ -35,7 +36,6 @@ from kvbaton.engine.store_worker import (
     SaveBlocks,
     StoreWorker,
 )
-from kvbaton.errors import ConfigError
 from kvbaton.messages.engine import Output
 from kvbaton.types import BlockSpan, Spans
 
@@ -56,19 +56,23 @@ RETRY_S = 5.0
 
 @dataclass(eq=False, kw_only=True)
 class _Lookup(LookUp):
-    """A lookup on its way: of tokens from `start` on, `counts` blocks per group."""
+    """A lookup on its way: of tokens from `start` on."""
 
     sequence: Sequence
     start: int
-    counts: list[int]
+    runs: tuple[BlockRun, ...]
     deadline: float
 
 
 @dataclass(eq=False, kw_only=True)
 class _StoreLoad(LoadBlocks):
-    """A load on its way; `over` once the request goes on without it."""
+    """A load on its way; `over` once the request goes on without it.
+
+    `marks` are the keys of group 0 of all tokens that it is about, whether they are loaded or not.
+    """
 
     load: Load
+    marks: tuple[bytes, ...]
     deadline: float
     over: bool = False
     followers: list[Sequence] = field(default_factory=list)
@@ -82,9 +86,6 @@ class StoreConnector(KVConnector):
         worker: carries orders out.
         lookup_timeout_s: how long a request waits for a lookup.
         load_timeout_s: how long it waits for a load.
-
-    Raises:
-        ConfigError: a group's blocks can't be kept in a store.
     """
 
     name = "store"
@@ -104,8 +105,6 @@ class StoreConnector(KVConnector):
         self._scheduler = scheduler
         self._blocks = scheduler.blocks
         self._clock = scheduler.clock
-        if any(group.kind is not GroupKind.FULL for group in self._blocks.groups):
-            raise ConfigError("--store", "only models with full attention can use a store")
         self._lookups: set[_Lookup] = set()
         self._stored: dict[Request, range] = {}  # tokens beyond the local cache, while unused
         self._loads: set[_StoreLoad] = set()
@@ -138,18 +137,24 @@ class StoreConnector(KVConnector):
             keys=keys,
             sequence=sequence,
             start=start,
-            counts=[len(run.keys) for run in runs],
+            runs=runs,
             deadline=now + self._lookup_timeout_s,
         )
         self._lookups.add(lookup)
         self.worker.submit(lookup)
         return True
 
-    def _runs(self, sequence: Sequence, start: int, end: int) -> tuple[BlockRun, ...]:
-        """Blocks of tokens [start, end), per group; physical ones as far as there are any."""
+    def _runs(
+        self, sequence: Sequence, start: int, end: int, position: int = 0
+    ) -> tuple[BlockRun, ...]:
+        """Blocks of tokens [start, end), per group; physical ones as far as there are any.
+
+        Left out is what the token at `position` does not attend to.
+        """
         runs = []
         for g, group in enumerate(self._blocks.groups):
-            first, past = start // group.block_size, end // group.block_size
+            past = end // group.block_size
+            first = min(past, max(start // group.block_size, group.first_needed(position)))
             chain = sequence.chain(group.block_size)[first:past]
             blocks = tuple(sequence.tables[g][first:past])
             runs.append(BlockRun(g, first, blocks, tuple(map(self.worker.forms[g].key, chain))))
@@ -166,27 +171,33 @@ class StoreConnector(KVConnector):
         self._lookups.remove(lookup)
         self._note_known(zip(lookup.keys, lookup.present, strict=True))
         request = lookup.sequence.request
-        end = self._prefix_end(lookup.start, lookup.counts, lookup.present)
+        end = self._prefix_end(lookup.sequence, lookup.start, lookup.runs, lookup.present)
         self._counts["lookups hit" if end > lookup.start else "lookups miss"] += 1
         self._stored[request] = range(lookup.start, end)
         if lookup.pins:
             self._pins.append((request, lookup.pins))
         self._scheduler.unpark(lookup.sequence)
 
-    def _prefix_end(self, start: int, counts: Iterable[int], good: list[bool]) -> int:
-        """Where the tokens from `start` on end of which all groups have all blocks.
+    def _prefix_end(
+        self, sequence: Sequence, start: int, runs: SequenceOf[BlockRun], good: list[bool]
+    ) -> int:
+        """Where the tokens end that are usable with what a store has.
 
         Args:
-            start: in tokens.
-            counts: blocks per group.
-            good: whether each is there, group after group.
+            sequence: whose.
+            start: its tokens up to there are here.
+            runs: what a store was asked for, one run per group.
+            good: whether each of their blocks is there, group after group.
         """
-        ends, at = [], 0
-        for group, count in zip(self._blocks.groups, counts, strict=True):
-            there = (*good[at : at + count], False).index(False)
-            ends.append(start + there * group.block_size)
-            at += count
-        return min(ends) - min(ends) % self._blocks.alignment
+        hits, at = list[list[int]](), 0
+        for group, run in zip(self._blocks.groups, runs, strict=True):
+            there = [*map(int, good[at : at + len(run.keys)])]
+            at += len(there)
+            if group.kind is GroupKind.FULL:
+                there = there[: [*there, 0].index(0)]
+            here = start // group.block_size
+            hits.append([1] * here + [0] * (run.first - here) + there)
+        return self._blocks.usable(hits, len(sequence.tokens))
 
     def _give_up_asking(self, lookup: _Lookup, outcome: str) -> None:
         """The request goes on without the store, and so do others for a while."""
@@ -224,15 +235,18 @@ class StoreConnector(KVConnector):
 
     @override
     def start_load(self, load: Load) -> None:
-        request = load.sequence.request
-        del self._stored[request]
+        sequence, size = load.sequence, self._blocks.groups[0].block_size
+        del self._stored[sequence.request]
+        position = next_after(self, sequence, load.end)
+        chain = sequence.chain(size)[load.start // size : load.end // size]
         begun = _StoreLoad(
-            runs=self._runs(load.sequence, load.start, load.end),
+            runs=self._runs(sequence, load.start, load.end, position),
             load=load,
-            deadline=min(request.deadline, self._clock() + self._load_timeout_s),
+            marks=tuple(map(self.worker.forms[0].key, chain)),
+            deadline=min(sequence.request.deadline, self._clock() + self._load_timeout_s),
         )
         self._loads.add(begun)
-        self._loading |= dict.fromkeys(begun.runs[0].keys, begun)
+        self._loading |= dict.fromkeys(begun.marks, begun)
         self.worker.submit(begun)
 
     @override
@@ -256,8 +270,7 @@ class StoreConnector(KVConnector):
         self._count_bytes("load", there, load.seconds)
         if load.over:
             return []
-        counts = (len(run.keys) for run in load.runs)
-        valid = self._prefix_end(load.load.start, counts, load.good)
+        valid = self._prefix_end(load.load.sequence, load.load.start, load.runs, load.good)
         failed = valid < load.load.end
         self._counts["loads failed" if failed else "loads ok"] += 1
         return self._finish(load, valid, load.error or "blocks are missing or corrupt", failed)
@@ -271,11 +284,11 @@ class StoreConnector(KVConnector):
     def _finish(self, load: _StoreLoad, valid: int, reason: str, failed: bool) -> list[Output]:
         """Let the request go on with `valid` tokens, and those who waited with it."""
         load.over = True
-        first = load.runs[0]
-        for i, key in enumerate(first.keys, start=first.first):
+        size = self._blocks.groups[0].block_size
+        for end, key in enumerate(load.marks, start=load.load.start // size + 1):
             if self._loading.get(key) is load:
                 del self._loading[key]
-            if failed and i * self._blocks.groups[0].block_size >= valid:
+            if failed and end * size > valid:
                 self._bad[key] = self._clock() + RETRY_S
         for follower in load.followers:
             self._scheduler.unpark(follower)
@@ -287,12 +300,12 @@ class StoreConnector(KVConnector):
 
     @override
     def committed(self, sequence: Sequence, g: int, first: int, end: int) -> None:
-        size, pool = self._blocks.groups[g].block_size, self._blocks.pools[g]
-        chain, table = sequence.chain(size), sequence.tables[g]
+        size, pool = self._blocks.groups[g].block_size, self._blocks.pool
+        chain, table, by_key = sequence.chain(size), sequence.tables[g], pool.by_key[g]
         most = max(8, pool.usable // QUEUE_SHARE)
         for i in range(first, end):
             key = self.worker.forms[g].key(chain[i])
-            if pool.by_key.get(chain[i]) != table[i] or key in self._known or key in self._unsaved:
+            if by_key.get(chain[i]) != table[i] or key in self._known or key in self._unsaved:
                 continue
             if len(self._queue) >= most:
                 self._counts["save blocks dropped"] += end - i
@@ -303,7 +316,7 @@ class StoreConnector(KVConnector):
             self._queue.append(BlockSave(g, i, table[i], key, summed))
 
     def _begin_saves(self) -> None:
-        if any(pool.num_free < pool.usable // SCARCE_SHARE for pool in self._blocks.pools):
+        if self._blocks.pool.num_free < self._blocks.pool.usable // SCARCE_SHARE:
             self._counts["save blocks dropped"] += len(self._queue)
             self._release_saves(self._queue)
             self._queue.clear()
@@ -316,9 +329,9 @@ class StoreConnector(KVConnector):
     def _saved(self, order: SaveBlocks) -> None:
         self._saving.remove(order)
         stored = [save for save, ok in zip(order.saves, order.stored, strict=True) if ok]
-        for g, pool in enumerate(self._blocks.pools):
+        for g in range(len(self._blocks.groups)):
             # Named are the blocks that were kept, as far as they are still in the prefix cache.
-            held = (pool.keys[save.block] for save in stored if save.group == g)
+            held = (self._blocks.pool.keys[save.block] for save in stored if save.group == g)
             keys = [key for key in held if key is not None]
             self._scheduler.connectors.call(KVConnector.saved, self.worker.name, g, keys)
         self._release_saves(order.saves)
@@ -332,7 +345,7 @@ class StoreConnector(KVConnector):
 
     def _release_saves(self, saves: Iterable[BlockSave]) -> None:
         for save in saves:
-            self._blocks.pools[save.group].release_outgoing([save.block])
+            self._blocks.pool.release_outgoing([save.block])
             self._unsaved.discard(save.key)
 
     # --- the core's loop ---

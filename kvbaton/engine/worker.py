@@ -16,10 +16,12 @@ import numpy.typing as npt
 import torch
 
 from kvbaton.engine.block_memory import BlockMemory
-from kvbaton.engine.cache import KVCache, block_bytes
+from kvbaton.engine.cache import KVCache
 from kvbaton.engine.collectives import Shard
 from kvbaton.engine.config import EngineConfig
 from kvbaton.engine.encoder.pool import EncoderPool
+from kvbaton.engine.kv_cache_manager import GroupSpec
+from kvbaton.engine.kv_groups import block_bytes
 from kvbaton.engine.loader import load_model
 from kvbaton.engine.model_config import ModelConfig
 from kvbaton.engine.pending import Pending
@@ -66,12 +68,12 @@ class Worker(ABC):
         """Run a step, or enqueue it."""
 
     @abstractmethod
-    def sums(self, blocks: Sequence[int]) -> Pending[Sums]:
+    def sums(self, group: int, blocks: Sequence[int]) -> Pending[Sums]:
         """See `Executor.sums`."""
 
     @abstractmethod
     def digest(
-        self, blocks: Sequence[int], first_position: int, start: int, end: int
+        self, group: int, blocks: Sequence[int], first_position: int, start: int, end: int
     ) -> Pending[Sums]:
         """See `Executor.digest`."""
 
@@ -107,7 +109,8 @@ class WorkerSettings:
     def make_cache(self, num_blocks: int, *, track_sums: bool) -> KVCache:
         """A pool for the rank's heads."""
         return KVCache(
-            self.model,
+            self.model.kv_groups(),
+            dtype=self.model.dtype,
             num_blocks=num_blocks,
             block_size=self.config.block_size,
             device=self.device,
@@ -175,9 +178,12 @@ def pool_blocks(settings: WorkerSettings, *, reserve: int = 0) -> int:
         ConfigError: it can't hold one sequence of the longest length.
     """
     config, max_model_len = settings.config, settings.max_model_len
-    heads = settings.shard.kv_heads(settings.model.num_kv_heads)[1]
-    per_block = block_bytes(settings.model, config.block_size, heads)
-    per_sequence = -(-max_model_len // config.block_size)
+    groups = settings.model.kv_groups()
+    heads = settings.shard.kv_heads(groups[0].heads)[1]
+    per_block = block_bytes(groups, config.block_size, heads, settings.model.dtype)
+    specs = [GroupSpec(config.block_size, 2, group.kind, group.window) for group in groups]
+    step_tokens = config.max_num_batched_tokens
+    per_sequence = sum(spec.most_blocks(max_model_len, step_tokens) for spec in specs)
     blocks, field = _asked_blocks(settings, per_block, per_sequence, reserve)
     if blocks < per_sequence + 1:
         need = per_sequence + 1
@@ -187,8 +193,8 @@ def pool_blocks(settings: WorkerSettings, *, reserve: int = 0) -> int:
             f"({need * per_block} bytes): give --num-blocks {need} or a smaller --max-model-len",
         )
     log.info(
-        "KV pool: %d blocks of %d tokens, %.1f MiB on %s, for %.1f sequences of %d tokens",
-        blocks, config.block_size, blocks * per_block / 2**20, settings.device,
+        "KV pool: %d blocks of %d tokens for %d groups, %.1f MiB on %s, for %.1f sequences of %d",
+        blocks, config.block_size, len(groups), blocks * per_block / 2**20, settings.device,
         (blocks - 1) / per_sequence, max_model_len,
     )  # fmt: skip
     return blocks

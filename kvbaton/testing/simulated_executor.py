@@ -121,7 +121,8 @@ class SimulatedExecutor:
         model: its number; another one computes something else.
         rots: bits may flip in what its steps have written.
         ranks: a divisor of `HEADS`.
-        groups: per group, block size, blocks, and window (0 for full attention).
+        groups: per group, block size, blocks of the pool that all share (each group has memory for
+            all of them), and window (0 for full attention).
         step_s: how long a step takes about.
         wake_core: called when a step is over.
         wake_transfers: called when sums are there.

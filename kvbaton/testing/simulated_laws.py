@@ -304,14 +304,14 @@ class SourceLaws(Laws):
     def read(self, write: SimulatedWrite, run: ByteRun) -> None:
         """See `Laws.read`."""
         g, block = self.block_at(run.source_region, run.source_offset)
-        if self.node.alive and not self.node.pools[g].outgoing[block]:
+        if self.node.alive and not self.node.pool.outgoing[block]:
             self.fail(f"{write.told} reads block {block} of group {g}, which nobody holds")
 
     def check_pools(self) -> None:
         """See `Laws.check_pools`."""
         for name, record in self.live.items():
             for g, block in record.held:
-                if not self.node.pools[g].outgoing[block]:
+                if not self.node.pool.outgoing[block]:
                     self.fail(f"{name} may read block {block} of group {g}, which nobody holds")
         for all_spans, bad in self.to_evict:
             for g, group in ((g, group) for spans in all_spans for g, group in enumerate(spans)):
@@ -319,7 +319,7 @@ class SourceLaws(Laws):
                 for span in group:
                     for n, block in enumerate(span.blocks, span.first):
                         hit = any(low < (n + 1) * size and n * size < high for low, high in bad)
-                        if hit and self.node.pools[g].keys[block] is not None:
+                        if hit and self.node.pool.keys[block] is not None:
                             self.fail(f"block {block} of group {g} is bad, and stays in the cache")
         self.to_evict.clear()
 
@@ -500,7 +500,7 @@ class TargetLaws(Laws):
             return
         if record.session != told.session:
             self.fail(f"a byte of another session lands in block {block} of {told.attempt}")
-        if not self.node.pools[block[0]].incoming[block[1]]:
+        if not self.node.pool.incoming[block[1]]:
             self.fail(f"a byte of {told.attempt} lands in block {block}, which awaits none")
         marks = self._marks[rank][run.target_region]
         words = slice(run.target_offset // 8, (run.target_offset + run.length) // 8)
@@ -511,5 +511,5 @@ class TargetLaws(Laws):
     def check_pools(self) -> None:
         """See `Laws.check_pools`."""
         for (g, block), name in self.owner.items():
-            if not self.node.pools[g].incoming[block]:
+            if not self.node.pool.incoming[block]:
                 self.fail(f"{name} may be written to block {block} of group {g}, which is free")

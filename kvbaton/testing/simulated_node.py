@@ -121,7 +121,7 @@ class NodeShape:
     Attributes:
         is_source: it prefills; else it decodes.
         model: that it serves.
-        groups: per KV group, block size, blocks and window.
+        groups: per KV group, block size, blocks of the pool that all share, and window.
         step_s: seconds that a step takes about.
         batch: most tokens of a step.
         depth: steps in flight.
@@ -281,9 +281,9 @@ class SimulatedNode(SimulatedProcess):
         return cast(Executor, self.executor)
 
     @property
-    def pools(self) -> list[BlockPool]:
-        """Its block pools."""
-        return self.scheduler.blocks.pools
+    def pool(self) -> BlockPool:
+        """Its block pool."""
+        return self.scheduler.blocks.pool
 
     def _connect(self) -> SourceConnector | TargetConnector:
         cards = tuple(

@@ -108,16 +108,17 @@ class Simulation:
     def _draw_shape(self, is_source: bool, num_groups: int) -> NodeShape:
         rng = self.rng
         tokens = rng.choice([50, 50, 70, 120])
-        groups = []
+        groups, blocks = [], 1
         for window in (0, WINDOW)[:num_groups]:
             size = rng.choice([self._window_size, 2, 3, 4] if window else [2, 3, 4])
-            groups.append((size, 1 + tokens // size, window))
+            groups.append((size, window))
+            blocks += tokens // size
         odd = not is_source and self.world.weather.misdirection and rng.random() < 0.1
         return NodeShape(
             is_source=is_source,
             model=MODELS[bool(odd)],
             ranks=rng.choice([1, 1, 1, 2, 2, 4]),
-            groups=tuple(groups),
+            groups=tuple((size, blocks, window) for size, window in groups),
             step_s=rng.choice([0.01, 0.01, 0.05, 0.7]) if is_source else rng.choice([0.01, 0.1]),
             batch=rng.choice([4, 8, 16]) if is_source else 16,
             depth=rng.choice([1, 2]),
@@ -386,7 +387,6 @@ SETTINGS = {
         "published",
         "outcomes",
         "groups",
-        "pools",
         "prompt_tokens",
     ),
     *(

@@ -94,14 +94,14 @@ def imbalance(core: EngineCore) -> float:
 
 def lose_reference(core: EngineCore) -> Callable[[], None]:
     """As a request that ends and forgets to give a block back."""
-    pool = core.scheduler.blocks.pools[0]
+    pool = core.scheduler.blocks.pool
     blocks = pool.allocate(1)
     return lambda: pool.deref(blocks)
 
 
 def lose_outgoing_hold(core: EngineCore) -> Callable[[], None]:
     """As a transfer that ends and forgets what it read."""
-    pool = core.scheduler.blocks.pools[0]
+    pool = core.scheduler.blocks.pool
     (block, *_) = core.scheduler.requests["r"].sequences[0].tables[0]
     pool.hold_outgoing([block])
     return lambda: pool.release_outgoing([block])
@@ -109,7 +109,7 @@ def lose_outgoing_hold(core: EngineCore) -> Callable[[], None]:
 
 def lose_incoming_mark(core: EngineCore) -> Callable[[], None]:
     """As a reservation that nobody remembers."""
-    pool = core.scheduler.blocks.pools[0]
+    pool = core.scheduler.blocks.pool
     (*_, block) = core.scheduler.requests["r"].sequences[0].tables[0]
     pool.hold_incoming([block])
     return lambda: pool.release_incoming([block])
@@ -117,7 +117,7 @@ def lose_incoming_mark(core: EngineCore) -> Callable[[], None]:
 
 def lose_key(core: EngineCore) -> Callable[[], None]:
     """As a cached block that no prompt finds."""
-    by_key = core.scheduler.blocks.pools[0].by_key
+    (by_key,) = core.scheduler.blocks.pool.by_key
     key, block = next(iter(by_key.items()))
     del by_key[key]
     return lambda: by_key.update({key: block})

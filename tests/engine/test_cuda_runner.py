@@ -46,7 +46,13 @@ class CpuExecutor:
     def __init__(self, folder: Path) -> None:
         config = load_model_config(folder)
         self.cache = KVCache(
-            config, num_blocks=256, block_size=16, device=CPU, shard=Shard(), track_sums=True
+            config.kv_groups(),
+            dtype=config.dtype,
+            num_blocks=256,
+            block_size=16,
+            device=CPU,
+            shard=Shard(),
+            track_sums=True,
         )
         self.runner = CudaRunner(
             load_model(config, device=CPU),
@@ -108,18 +114,18 @@ def test_sums_of_written_copied_and_rewritten_blocks(drivers: tuple[Any, Any]) -
     def check(length: int) -> None:
         ids = torch.tensor(blocks)
         expected = block_sums(cache.data, ids, 0, 0, length)
-        assert torch.equal(cache.fetch_kept_sums(blocks), expected)
+        assert torch.equal(cache.fetch_kept_sums(0, blocks), expected)
 
     check(driver.computed[handle])
     cache.copy([blocks[0]], [250])
-    assert torch.equal(cache.fetch_kept_sums([250]), cache.fetch_kept_sums(blocks[:1]))
+    assert torch.equal(cache.fetch_kept_sums(0, [250]), cache.fetch_kept_sums(0, blocks[:1]))
     driver.computed[handle] = 60  # the last 14 tokens are computed again, from inside a block on
     driver.executor.runner.sequences.lengths[:] = 61
     driver.tokens[handle] = driver.tokens[handle][:61]
     driver.step((handle, 1, 1))
     assert cache.counted[blocks[3]] == 61 - 48
     ids = torch.tensor(blocks[:4])
-    assert torch.equal(cache.fetch_kept_sums(blocks[:4]), block_sums(cache.data, ids, 0, 0, 61))
+    assert torch.equal(cache.fetch_kept_sums(0, blocks[:4]), block_sums(cache.data, ids, 0, 0, 61))
 
 
 def test_copies_come_before_the_step(drivers: tuple[Any, Any]) -> None:

@@ -35,8 +35,8 @@ def encode(events: list[Any]) -> bytes:
 
 def check(index: Index, blocks: KVCacheManager, ints: bool = True) -> None:
     """An indexer's view equals the pools'."""
-    for g, pool in enumerate(blocks.pools):
-        keys = {int.from_bytes(key[-8:], "big") if ints else key for key in pool.by_key}
+    for g, by_key in enumerate(blocks.pool.by_key):
+        keys = {int.from_bytes(key[-8:], "big") if ints else key for key in by_key}
         assert index.hashes(g) == keys
 
 
@@ -161,7 +161,7 @@ def test_store_keeps_blocks() -> None:
     log = log_of(loop)
     loop.add(ask("a", prompt(0, 12), max_tokens=1))
     loop.run()
-    keys = list(loop.scheduler.blocks.pools[0].by_key)
+    keys = list(loop.scheduler.blocks.pool.by_key[0])
     log.saved("filesystem", 0, [keys[0], keys[2], b"?" * 32])
     index = Index()
     index.apply(encode(log.take()))

@@ -26,7 +26,7 @@ def imbalance(loop: Loop) -> dict[str, int]:
 
 
 def leak_reference(loop: Loop) -> None:
-    loop.scheduler.blocks.pools[0].allocate(1)
+    loop.scheduler.blocks.pool.allocate(1)
 
 
 def lose_reference(loop: Loop) -> None:
@@ -43,29 +43,30 @@ def leak_hold(loop: Loop) -> None:
 
 
 def free_twice(loop: Loop) -> None:
-    pool = loop.scheduler.blocks.pools[0]
+    pool = loop.scheduler.blocks.pool
     pool._free.append(pool._free[0])
 
 
 def free_in_use(loop: Loop) -> None:
     block = loop.scheduler.running[0].tables[0][0]
-    loop.scheduler.blocks.pools[0]._free.append(block)
+    loop.scheduler.blocks.pool._free.append(block)
 
 
 def lose_block(loop: Loop) -> None:
-    loop.scheduler.blocks.pools[0]._free.pop()
+    loop.scheduler.blocks.pool._free.pop()
 
 
 def cross_keys(loop: Loop) -> None:
-    pool = loop.scheduler.blocks.pools[0]
-    one, two = list(pool.by_key)[:2]
-    pool.by_key[one], pool.by_key[two] = pool.by_key[two], pool.by_key[one]
+    pool = loop.scheduler.blocks.pool
+    (by_key,) = pool.by_key
+    one, two = list(by_key)[:2]
+    by_key[one], by_key[two] = by_key[two], by_key[one]
 
 
 def test_a_busy_engine_balances_and_its_blocks_have_owners():
     loop = busy()
     assert imbalance(loop) == {}
-    owners = loop.scheduler.blocks.owners(0)
+    owners = loop.scheduler.blocks.owners()
     assert +owners == {"null": 1, "request": 5, "cached": 2, "free": 9}
     assert owners.total() == 17
     gauges = loop.scheduler.gauges()

@@ -251,7 +251,7 @@ class House(Loop):
             raise AssertionError(f"nothing moves: {self.scheduler.state()} {self.items.state()}")
         self.check_empty()
         assert list(self.items.pins()) == []
-        owners = self.items.core.scheduler.blocks.owners(0)
+        owners = self.items.core.scheduler.blocks.owners()
         assert not owners["request"] + owners["incoming"] + owners["fenced"], owners
 
 
@@ -487,8 +487,8 @@ def test_a_reset_while_an_item_is_made_again_in_part() -> None:
     house.add(prompt("0", (1, 64), 3))
     house.run()
     house.scheduler.blocks.reset_cache()
-    (pool,) = house.items.core.scheduler.blocks.pools
-    pool.evict([max(pool.by_key.values())])
+    pool = house.items.core.scheduler.blocks.pool
+    pool.evict([max(pool.by_key[0].values())])
     house.add(prompt("1", (1, 64), 3))
     house.turn()
     assert house.items.core.in_flight

@@ -1,5 +1,7 @@
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -61,7 +63,7 @@ def test_a_stop_drops_what_the_next_step_computes_and_keeps_its_blocks_until_the
     assert loop.launch()
     loop.update()
     assert loop.streams["a", 0].finish == "stop"
-    assert loop.scheduler.blocks.owners(0)["fenced"] == 2
+    assert loop.scheduler.blocks.owners()["fenced"] == 2
     loop.update()
     assert loop.streams["a", 0].tokens == tokens[:1]
     loop.check_empty()
@@ -239,7 +241,7 @@ def test_without_caching_nothing_is_reused():
         loop.run()
         loop.check_stream(name)
     assert loop.scheduler.counters()['kvbaton_prompt_tokens_total{source="computed"}'] == 18
-    assert loop.scheduler.blocks.owners(0)["cached"] == 0
+    assert loop.scheduler.blocks.owners()["cached"] == 0
 
 
 def test_reset_prefix_cache_forgets():
@@ -383,8 +385,10 @@ GROUPS = st.sampled_from(
     [
         (FULL,),
         (GroupSpec(block_size=4, num_blocks=8),),
-        (GroupSpec(block_size=2, num_blocks=14), GroupSpec(block_size=4, num_blocks=9)),
-        (GroupSpec(block_size=4, num_blocks=9), WINDOW),
+        (GroupSpec(block_size=2, num_blocks=20), GroupSpec(block_size=4, num_blocks=20)),
+        (replace(FULL, num_blocks=13), replace(WINDOW, num_blocks=13)),
+        (replace(WINDOW, num_blocks=8),),
+        (FULL, WINDOW, replace(WINDOW, window=1)),
     ]
 )
 

@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import random
+from dataclasses import replace
 
 import pytest
 from hypothesis import given, settings
@@ -60,7 +61,7 @@ def load(loop: Loop, request: AddRequest) -> Admitted:
 
 def test_a_block_that_a_window_cuts_is_not_cached() -> None:
     """Digests count what is needed; where block sizes differ, a source may hold nothing before."""
-    loop = Loop((GroupSpec(4, 40), GroupSpec(3, 40, GroupKind.WINDOW, 6)))
+    loop = Loop((GroupSpec(4, 80), GroupSpec(3, 80, GroupKind.WINDOW, 6)))
     first = load(loop, ask("a", prompt(13), transfer=target(1)))
     assert first.spans[1][0].first == 2, "with tokens 6 and 7, and with 8, the first one needed"
     deliver(loop, first)
@@ -283,7 +284,7 @@ def test_quarantined_blocks_are_absent_until_unquarantine():
     loop.step()
     assert not loop.plans
     assert loop.scheduler.plan() is None
-    assert loop.scheduler.blocks.owners(0)["incoming"] == 3
+    assert loop.scheduler.blocks.owners()["incoming"] == 3
     loop.ranks.scribble(admitted.spans)
     loop.unquarantine(attempt_of(admitted))
     loop.run()
@@ -300,7 +301,7 @@ def test_a_loading_request_can_end_at_any_time(how: str):
     else:
         (output,) = loop.emit(loop.scheduler.expire(105.0))
         assert output.finish_reason == "error"
-    assert loop.scheduler.blocks.owners(0)["incoming"] == 3
+    assert loop.scheduler.blocks.owners()["incoming"] == 3
     assert loop.loaded("a", [ChoiceStart(1)], 0) == []
     assert loop.load_failed("a", 0, "late") == []
     loop.unquarantine(attempt_of(admitted))
@@ -367,7 +368,7 @@ class Reporter(ToySource):
             for span in spans[0]:
                 for i, block in enumerate(span.blocks, start=span.first):
                     for position in range(max(start, 4 * i), min(end, 4 * i + 4)):
-                        seen[position] = self.loop.ranks.memory[0][block, position % 4]
+                        seen[position] = self.loop.ranks.memory[block, position % 4]
         return seen
 
 
@@ -381,14 +382,14 @@ def test_a_source_stops_after_one_token_and_its_blocks_can_be_held(depth: int, n
     assert [(start, end) for start, end, _ in reporter.reports["a"]] == [(0, 4), (4, 8), (8, 11)]
     assert [len(loop.streams["a", c].tokens) for c in range(n)] == [1] * n
     assert {o.finish_reason for o in loop.outputs} == {"length"}
-    assert loop.scheduler.blocks.owners(0)["outgoing"] == 3
+    assert loop.scheduler.blocks.owners()["outgoing"] == 3
     assert "a" not in loop.scheduler.requests
     loop.add(ask("b", prompt(50, 2), max_tokens=2, ignore_eos=True))
     loop.run()
     again = Loop()
     again.add(ask("a", prompt(11), max_tokens=1))
     again.run()
-    fresh = [again.ranks.memory[0][1 + i // 4, i % 4] for i in range(11)]
+    fresh = [again.ranks.memory[1 + i // 4, i % 4] for i in range(11)]
     assert [reporter.sent("a")[i] for i in range(11)] == fresh
     reporter.release("a")
     loop.check_empty()
@@ -469,7 +470,8 @@ GROUPS = st.sampled_from(
     [
         (FULL,),
         (GroupSpec(block_size=4, num_blocks=9),),
-        (GroupSpec(block_size=4, num_blocks=9), WINDOW),
+        (replace(FULL, num_blocks=13), replace(WINDOW, num_blocks=13)),
+        (FULL, WINDOW, WINDOW),
     ]
 )
 
@@ -540,12 +542,12 @@ class Storm:
     def spoil(self, attempt: Attempt) -> None:
         """Spoil what no request uses: a write that comes after the target gave up."""
         blocks = self.loop.scheduler.blocks
+        pool = blocks.pool
         for g, spans in enumerate(self.loop.reserved[attempt]):
-            pool = blocks.pools[g]
             for block in (block for span in spans for block in span.blocks):
                 if not pool.refs[block] and pool.keys[block] is None:
                     for slot in range(blocks.groups[g].block_size):
-                        self.loop.ranks.memory[g][block, slot] = -1
+                        self.loop.ranks.memory[block, slot] = -1
 
     def abort(self) -> None:
         name = f"r{self.random.randint(1, self.number or 1)}"

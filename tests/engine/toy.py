@@ -22,6 +22,8 @@ from kvbaton.engine.audit import audit
 from kvbaton.engine.config import SchedulerConfig
 from kvbaton.engine.kv_cache_manager import GroupSpec
 from kvbaton.engine.kv_connector import Connectors, KVConnector
+from kvbaton.engine.request import Sequence as Sequence_
+from kvbaton.engine.request import SequenceState
 from kvbaton.engine.scheduler import Scheduler
 from kvbaton.engine.step import Sampled, StepPlan, StepResult
 from kvbaton.messages.engine import AddRequest, Output, SamplingParams, TransferSpec
@@ -73,16 +75,15 @@ class ToyRanks:
 
     def __init__(self, groups: tuple[GroupSpec, ...]) -> None:
         self.groups = groups
-        self.memory: list[dict[tuple[int, int], int]] = [{} for _ in groups]
+        self.memory: dict[tuple[int, int], int] = {}  # of all groups: blocks may change hands
         self.rows: dict[int, Row] = {}
 
     def run(self, plan: StepPlan) -> StepResult:
         for handle in plan.ended:
             del self.rows[handle]
         for copy in plan.copies:
-            memory, size = self.memory[copy.group], self.groups[copy.group].block_size
-            for slot in range(size):
-                memory[copy.target, slot] = memory.get((copy.source, slot), 0)
+            for slot in range(self.groups[copy.group].block_size):
+                self.memory[copy.target, slot] = self.memory.get((copy.source, slot), 0)
         for fork in plan.forks:
             parent = self.rows[fork.parent]
             assert parent.branches is not None
@@ -129,7 +130,7 @@ class ToyRanks:
                 value = mix(g, position, row.tokens[position], *before)
                 block = row.tables[g][position // group.block_size]
                 assert block != 0, "the null block is never written"
-                self.memory[g][block, position % group.block_size] = value
+                self.memory[block, position % group.block_size] = value
             attended.append([*before, value])
         if not num_samples:
             return None
@@ -143,7 +144,7 @@ class ToyRanks:
 
     def _read(self, g: int, row: Row, position: int) -> int:
         size = self.groups[g].block_size
-        return self.memory[g][row.tables[g][position // size], position % size]
+        return self.memory[row.tables[g][position // size], position % size]
 
     def receive(self, spans: Spans, tokens: list[int], end: int) -> None:
         """A source writes the KV of tokens before `end` into the blocks of `spans`."""
@@ -154,7 +155,7 @@ class ToyRanks:
                     for slot in range(group.block_size):
                         position = i * group.block_size + slot
                         if position < min(end, len(tokens)):
-                            self.memory[g][block, slot] = kv[position]
+                            self.memory[block, slot] = kv[position]
 
     def scribble(self, spans: Spans) -> None:
         """A late write spoils everything in the blocks of `spans`."""
@@ -162,7 +163,7 @@ class ToyRanks:
             for span in spans[g]:
                 for block in span.blocks:
                     for slot in range(group.block_size):
-                        self.memory[g][block, slot] = -1
+                        self.memory[block, slot] = -1
 
 
 def direct(
@@ -287,7 +288,7 @@ class Loop:
         self.ranks = ToyRanks(groups)
         self.depth = depth
         self.in_flight: deque[StepResult] = deque()
-        self.touched: deque[list[set[int]]] = deque()
+        self.touched: deque[set[int]] = deque()
         self.plans: list[StepPlan] = []
         self.streams: dict[tuple[str, int], Stream] = defaultdict(Stream)
         self.requests: dict[str, AddRequest] = {}
@@ -371,16 +372,14 @@ class Loop:
         self.check()
         return True
 
-    def touched_by(self, plan: StepPlan) -> list[set[int]]:
-        """Per group, blocks that a step may read or write."""
-        touched = [{copy.source for copy in plan.copies if copy.group == g} for g in self.groups()]
+    def touched_by(self, plan: StepPlan) -> set[int]:
+        """Blocks that a step may read or write."""
+        touched = {copy.source for copy in plan.copies}
         for step in plan.steps:
-            for g, table in enumerate(self.ranks.rows[step.handle].tables):
-                touched[g].update(table)
+            tables = self.ranks.rows[step.handle].tables
+            for group, table in zip(self.config.groups, tables, strict=True):
+                touched.update(table[group.first_needed(step.start) :])
         return touched
-
-    def groups(self) -> range:
-        return range(len(self.config.groups))
 
     def take(self) -> None:
         """Read what the target tells its transfer thread."""
@@ -433,18 +432,32 @@ class Loop:
         incoming = self.target.held_blocks().incoming
         found = audit(self.scheduler, incoming=incoming, outgoing=self.outgoing)
         assert not any(found.values()), found
-        for g, group in enumerate(self.config.groups):
-            assert self.scheduler.blocks.owners(g).total() == group.num_blocks
-            lists = self.scheduler.blocks.pools[g].lists()
-            for touched in self.touched:
-                assert not touched[g] & {*lists["free"], *lists["cached"]}, "free before its step"
+        blocks = self.scheduler.blocks
+        assert blocks.owners().total() == blocks.pool.num_blocks
+        lists = blocks.pool.lists()
+        for touched in self.touched:
+            assert not touched & {*lists["free"], *lists["cached"]}, "free before its step"
+        for sequence in self.scheduler.sequences():
+            self.check_windows(sequence)
+
+    def check_windows(self, sequence: Sequence_) -> None:
+        """A sequence holds what its window and a step or two need, and no more."""
+        steps = self.depth * self.config.max_num_batched_tokens
+        for group, table in zip(self.config.groups, sequence.tables, strict=True):
+            if not group.window:
+                continue
+            behind = lowest(group, sequence.num_computed) // group.block_size
+            if sequence.num_computed and sequence.state is SequenceState.RUNNING:
+                assert not any(table[:behind]), "kept behind its window"
+            held = sum(block != 0 for block in table)
+            assert held <= -(-(group.window + steps) // group.block_size) + 1, "more than a window"
 
     def check_immutable(self, plan: StepPlan) -> None:
         """No step writes a block that is in the prefix cache, or that a transfer still reads."""
         tables = {s.handle: s.tables for s in self.scheduler.sequences()}
         for step in plan.steps:
             for g, group in enumerate(self.config.groups):
-                pool = self.scheduler.blocks.pools[g]
+                pool = self.scheduler.blocks.pool
                 first = step.start // group.block_size
                 past = group.blocks_for(step.start + step.count)
                 for block in tables[step.handle][g][first:past]:
@@ -452,9 +465,8 @@ class Loop:
                     assert pool.refs[block] == 1 or step.num_samples, "a shared block is written"
 
     def check_empty(self) -> None:
-        for g, group in enumerate(self.config.groups):
-            owners = self.scheduler.blocks.owners(g)
-            assert owners["free"] + owners["cached"] == group.num_blocks - 1, owners
+        owners = self.scheduler.blocks.owners()
+        assert owners["free"] + owners["cached"] == self.config.groups[0].num_blocks - 1, owners
         assert not self.scheduler.requests
 
     def expected(self, request_id: str, choice: int = 0) -> tuple[list[int], str]:

@@ -64,7 +64,7 @@ def rows_in(node: Node, folder: Path, item: Item) -> Tensor:
     identity = encoder_identity(EngineConfig(model=str(folder)), model)
     root = root_key(identity.digest(), "")
     chain = block_keys(root, (0,) * padded(item), 32, extras=extras_of((item,)))
-    blocks = torch.tensor(node.scheduler.blocks.pools[0].match(chain))
+    blocks = torch.tensor(node.scheduler.blocks.pool.match(chain))
     assert len(blocks) == len(chain), "not all of it is cached"
     offsets = torch.arange(32).repeat(len(blocks))
     return worker_of(node.core.executor).cache.gather(blocks.repeat_interleave(32), offsets)

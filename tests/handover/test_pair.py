@@ -20,7 +20,7 @@ def test_tokens_are_those_of_one_node(pair: Pair, expected: Expected, length: in
 
 
 def test_a_leak_is_seen(pair: Pair) -> None:
-    pool: BlockPool = pair.d.scheduler.blocks.pools[0]
+    pool: BlockPool = pair.d.scheduler.blocks.pool
     pool.refs[5] += 1
     pair.d.ask("metrics")
     with pytest.raises(AssertionError, match="ledger was off"):

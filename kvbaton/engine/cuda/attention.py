@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
@@ -18,7 +19,8 @@ class DecodeBatch:
     """The leading sequences of a step, with one token each.
 
     Attributes:
-        block_tables: [sequences, blocks] int32.
+        block_tables: [sequences, groups, blocks] int32. Behind a group's window they may name
+            blocks of others by now, which no kernel reads.
         context_lens: [sequences] int32, the token itself included; 0 for padding.
     """
 
@@ -31,9 +33,9 @@ class KernelAttention:
 
     Args:
         cache: the pool.
-        slot_mapping: [tokens] int64: block * block_size + offset, or -1: not written.
+        slot_mapping: [groups, tokens] int64: block * block_size + offset, or -1: not written.
         decode: the leading tokens' sequences, if there are any.
-        prefill: the others, if there are any.
+        prefill: the others, if there are any, as each group has them.
     """
 
     def __init__(
@@ -41,13 +43,13 @@ class KernelAttention:
         cache: KVCache,
         slot_mapping: Tensor,
         decode: DecodeBatch | None,
-        prefill: PrefillBatch | None,
+        prefill: Sequence[PrefillBatch] = (),
     ) -> None:
         self._cache, self._slots = cache, slot_mapping
         self._decode, self._prefill = decode, prefill
         self._num_decode = 0 if decode is None else len(decode.context_lens)
-        self._rows = torch.arange(len(slot_mapping), device=slot_mapping.device)
-        self._cos_sin: Tensor | None = None
+        self._rows = torch.arange(slot_mapping.shape[1], device=slot_mapping.device)
+        self._cos_sin: dict[Tensor, Tensor] = {}
 
     def attend(
         self,
@@ -55,25 +57,33 @@ class KernelAttention:
         query: Tensor,
         key: Tensor,
         value: Tensor,
-        window: int,
         rotary: tuple[Tensor, Tensor],
+        scale: float | None = None,
     ) -> Tensor:
         """See `AttentionContext.attend`."""
-        if self._cos_sin is None:
-            half = rotary[0].shape[-1] // 2
-            self._cos_sin = torch.cat([x[:, 0, :half].float() for x in rotary], dim=-1)
-        keys, values = self._cache.data[:, :, layer, 0], self._cache.data[:, :, layer, 1]
-        rope_write(query, key, value, self._rows, self._cos_sin, keys, values, self._slots)
+        group, place = self._cache.places[layer]
+        window, slots = self._cache.groups[group].window, self._slots[group]
+        keys, values = self._cache.data[:, :, place, 0], self._cache.data[:, :, place, 1]
+        rope_write(query, key, value, self._rows, self._angles(rotary), keys, values, slots)
         out = torch.empty(query.shape, dtype=query.dtype, device=query.device)
-        scale, n = query.shape[-1] ** -0.5, self._num_decode
+        scale, n = query.shape[-1] ** -0.5 if scale is None else scale, self._num_decode
         if self._decode is not None:
-            tables, lens = self._decode.block_tables, self._decode.context_lens
+            tables, lens = self._decode.block_tables[:, group], self._decode.context_lens
             decode_attention(
                 query[:n], keys, values, tables, lens, scale=scale, window=window, out=out[:n]
             )
-        if self._prefill is not None:
+        if self._prefill:
             prefill_attention(
-                query[n:], key[n:], value[n:], keys, values, self._prefill,
+                query[n:], key[n:], value[n:], keys, values, self._prefill[group],
                 scale=scale, window=window, out=out[n:],
             )  # fmt: skip
         return out
+
+    def _angles(self, rotary: tuple[Tensor, Tensor]) -> Tensor:
+        """Cos and sin of half the features, side by side; made once for each pair of tensors."""
+        found = self._cos_sin.get(rotary[0])
+        if found is None:
+            half = rotary[0].shape[-1] // 2
+            found = torch.cat([x[:, 0, :half].float() for x in rotary], dim=-1)
+            self._cos_sin[rotary[0]] = found
+        return found

@@ -84,10 +84,7 @@ class CudaRunner(Runner):
     def _decode(self, output: StepOutput, rows: Ints) -> None:
         starts = self.sequences.lengths[rows] - 1
         assert [step.start for step in output.plan.steps] == starts.tolist(), "not the last token"
-        size = self.cache.block_size
-        blocks = self.sequences.tables[rows, starts // size]
-        assert blocks.all(), "a step has no block for its tokens"
-        self.cache.note_writes(blocks, starts % size, starts)
+        self._places(rows, starts)
         columns = self._columns(rows, starts)
         if self.graphs is not None:
             hidden, tokens = self.graphs.run(columns)
@@ -125,11 +122,10 @@ class CudaRunner(Runner):
         size, sequences = self.cache.block_size, self.sequences
         at = positions.clamp(min=0)
         tables = sequences.device_tables.index_select(0, rows)
-        blocks = tables.gather(1, (at // size)[:, None])[:, 0]
+        number = (at // size)[:, None, None].expand(-1, tables.shape[1], 1)
+        blocks = tables.gather(2, number)[:, :, 0].t()
         slots = torch.where(positions >= 0, blocks * size + at % size, -1)
-        attention = KernelAttention(
-            self.cache, slots, DecodeBatch(tables, (positions + 1).int()), None
-        )
+        attention = KernelAttention(self.cache, slots, DecodeBatch(tables, (positions + 1).int()))
         hidden = self._layers(sequences.tokens[rows, at].long(), at, rotary, slots, attention)
         tokens = sample_tokens(
             self.model.narrow_logits(hidden),
@@ -153,16 +149,21 @@ class CudaRunner(Runner):
         )
         tables, lens = self.sequences.device_tables.index_select(0, seq_rows), lens.int()
         decode = DecodeBatch(tables[:leading], lens[:leading]) if leading else None
-        prefill = None
+        prefill = []
         if leading < len(counts):
             width = self._width(int(context_lens[leading:].max()))
-            prefill = PrefillBatch(
-                block_tables=tables[leading:, :width].contiguous(),
-                cu_seqlens=cu.int(),
-                context_lens=lens[leading:].clone(),
-                query_lens=tuple(counts[leading:].tolist()),
-                prefix_lens=tuple(tokens.starts[leading:].tolist()),
-            )
+            cu_seqlens, rest = cu.int(), lens[leading:].clone()
+            prefill = [
+                PrefillBatch(
+                    block_tables=table[leading:, :width].contiguous(),
+                    cu_seqlens=cu_seqlens,
+                    context_lens=rest,
+                    query_lens=tuple(counts[leading:].tolist()),
+                    prefix_lens=tuple(tokens.starts[leading:].tolist()),
+                )
+                for table in tables.unbind(1)
+            ]
+        slot_mapping = slot_mapping.view(slots.shape)
         attention = KernelAttention(self.cache, slot_mapping, decode, prefill)
         token_ids, turned_at = self.sequences.tokens[of, at].long(), rotary.view(turned.shape)
         hidden = self._layers(token_ids, at, turned_at, slot_mapping, attention, encoded)
@@ -177,7 +178,7 @@ class CudaRunner(Runner):
 
     def _width(self, context_len: int) -> int:
         """Blocks to show the prefill kernel: one of two numbers, since it is compiled for each."""
-        size, most = self.cache.block_size, self.sequences.tables.shape[1]
+        size, most = self.cache.block_size, self.sequences.tables.shape[-1]
         short = (SHORT_CONTEXT // size - 1) // 16 * 16
         return short if context_len <= short * size and short < most else most
 

@@ -17,8 +17,8 @@ class CudaSequences(Sequences):
     """`Sequences` as kernels and graphs need them.
 
     Attributes:
-        device_tables: [rows, max_blocks] int32: `tables`, once `flush` was called. Entries beyond
-            a sequence's blocks may be of an earlier one.
+        device_tables: [rows, groups, max_blocks] int32: `tables`, once `flush` was called. Entries
+            beyond a sequence's blocks may be of an earlier one.
         spare_row: belongs to no sequence, for padding.
         plain: [rows], whether a row is sampled by temperature and seed alone.
         temperatures: [rows] float64, 0 for greedy.
@@ -34,6 +34,7 @@ class CudaSequences(Sequences):
         max_blocks: int,
         device: torch.device,
         merge_size: int = 1,
+        groups: int = 1,
     ) -> None:
         super().__init__(
             rows=rows + 1,
@@ -41,8 +42,9 @@ class CudaSequences(Sequences):
             max_blocks=max_blocks,
             device=device,
             merge_size=merge_size,
+            groups=groups,
         )
-        self.device_tables = torch.zeros((rows + 1, max_blocks), dtype=torch.int32, device=device)
+        self.device_tables = torch.zeros(self.tables.shape, dtype=torch.int32, device=device)
         self.plain = np.zeros(rows + 1, np.bool_)
         self.temperatures = np.zeros(rows + 1, np.float64)
         self.seeds = np.zeros(rows + 1, np.int64)
@@ -51,12 +53,13 @@ class CudaSequences(Sequences):
         self._free.remove(rows)
         self._new_blocks: list[tuple[int, Sequence[int]]] = []
 
-    def append_blocks(self, row: int, blocks: Sequence[int]) -> None:
+    def append_blocks(self, row: int, group: int, blocks: Sequence[int]) -> None:
         """Extend a block table; the device's by the next `flush`."""
         if blocks:
-            place = row * self.tables.shape[1] + int(self._table_lens[row])
+            _, groups, most = self.tables.shape
+            place = (row * groups + group) * most + int(self._table_lens[row, group])
             self._new_blocks.append((place, blocks))
-            super().append_blocks(row, blocks)
+            super().append_blocks(row, group, blocks)
 
     def flush(self) -> None:
         """Send new blocks to the device."""

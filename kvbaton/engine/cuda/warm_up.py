@@ -69,11 +69,12 @@ class TrialSteps:
         for handle, (count, prefix) in enumerate(zip(counts, before, strict=True)):
             total = prefix + count
             blocks = -(-total // self._runner.cache.block_size)
-            table = tuple(range(first, first + blocks))
-            first += blocks
+            starts = (first + g * blocks for g in range(len(self._runner.cache.groups)))
+            tables = tuple(tuple(range(start, start + blocks)) for start in starts)
+            first += blocks * len(tables)
             items, rows = self._image(total) if count > 1 else ((), ())
             new.append(NewSequence(~handle, (1,) * total, total, 0, params, items))
-            steps.append(SequenceStep(~handle, prefix, count, (table,), 1, rows))
+            steps.append(SequenceStep(~handle, prefix, count, tables, 1, rows))
         self._runner.run(StepPlan(0, new=tuple(new), steps=tuple(steps)))
         self._runner.run(StepPlan(0, ended=tuple(step.handle for step in steps)))
 
@@ -104,7 +105,8 @@ class TrialSteps:
 
     def _held(self, counts: Sequence[int]) -> bool:
         cache = self._runner.cache
-        return sum(cdiv(count, cache.block_size) for count in counts) <= cache.num_blocks - 2
+        blocks = sum(cdiv(count, cache.block_size) for count in counts)
+        return len(cache.groups) * blocks <= cache.num_blocks - 2
 
 
 def measure_reserve(settings: WorkerSettings, model: LlamaForCausalLM) -> int:
@@ -116,7 +118,8 @@ def measure_reserve(settings: WorkerSettings, model: LlamaForCausalLM) -> int:
     config, device = settings.config, settings.device
     budget = config.max_num_batched_tokens
     longest = min(settings.max_model_len, budget)
-    num_blocks = budget // config.block_size + config.max_num_seqs + 2
+    num_groups = len(settings.model.kv_groups())
+    num_blocks = num_groups * (budget // config.block_size + config.max_num_seqs + 1) + 1
     runner = CudaRunner(
         model,
         settings.make_cache(num_blocks, track_sums=False),

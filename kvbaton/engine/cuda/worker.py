@@ -105,7 +105,7 @@ class CudaWorker(ModelWorker):
     def warm_up(self) -> None:
         """See `ModelWorker.warm_up`."""
         warm_up(self.runner, self.settings.config)
-        self.cache.fetch_digest([1], 0, 0, self.settings.config.block_size)
+        self.cache.fetch_digest(0, [1], 0, 0, self.settings.config.block_size)
         torch.cuda.synchronize(self.settings.device)
 
     def run(self, plan: StepPlan) -> Pending[StepResult]:
@@ -114,18 +114,18 @@ class CudaWorker(ModelWorker):
         alone = self.settings.shard.size == 1
         return enqueued(output.result, patience_s=None if alone else PATIENCE_S)
 
-    def sums(self, blocks: Sequence[int]) -> Pending[Sums]:
+    def sums(self, group: int, blocks: Sequence[int]) -> Pending[Sums]:
         """See `Worker.sums`."""
         with torch.cuda.stream(self._sums_stream), torch.inference_mode():
-            sums = self.cache.fetch_kept_sums(blocks)
+            sums = self.cache.fetch_kept_sums(group, blocks)
             return enqueued(lambda: sums.numpy().view(np.uint64))
 
     def digest(
-        self, blocks: Sequence[int], first_position: int, start: int, end: int
+        self, group: int, blocks: Sequence[int], first_position: int, start: int, end: int
     ) -> Pending[Sums]:
         """See `Worker.digest`."""
         with torch.cuda.stream(self._digest_stream), torch.inference_mode():
-            sums = self.cache.fetch_digest(blocks, first_position, start, end)
+            sums = self.cache.fetch_digest(group, blocks, first_position, start, end)
             return enqueued(lambda: sums.numpy().view(np.uint64))
 
     def close(self) -> None:

@@ -144,7 +144,7 @@ class EncoderCacheManager(ItemOutputs, KVConnector):
 
     @override
     def check(self, request: AddRequest) -> None:
-        most, end = sum(pool.usable for pool in self._outputs.pools) * ENCODER_BLOCK_ROWS, 0
+        most, end = self._outputs.pool.usable * ENCODER_BLOCK_ROWS, 0
         for number, item in enumerate(request.items):
             if item.start < end or item.start + item.length > len(request.token_ids):
                 raise RequestError(

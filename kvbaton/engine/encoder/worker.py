@@ -185,8 +185,8 @@ class EncoderWorker(Worker):
             self.cache.write([1], self.cache.data[:0, 0, :, 0, 0])
             # The first use of a kernel loads it, which waits for all that runs on the device.
             self.cache.copy([1], [1])
-            self.cache.digest([1], 0, 0, self.cache.block_size)
-            self.cache.kept_sums([1])
+            self.cache.digest(0, [1], 0, 0, self.cache.block_size)
+            self.cache.kept_sums(0, [1])
 
     def expect(self, request: AddRequest) -> None:
         """See `Worker.expect`: begin to read images."""
@@ -239,15 +239,15 @@ class EncoderWorker(Worker):
         rows.update(zip(known, self.encoder.encode(list(known.values())), strict=True))
         return rows
 
-    def sums(self, blocks: Sequence[int]) -> Pending[Sums]:
+    def sums(self, group: int, blocks: Sequence[int]) -> Pending[Sums]:
         """See `Worker.sums`."""
-        return self._beside(lambda: self.cache.kept_sums(blocks))
+        return self._beside(lambda: self.cache.kept_sums(group, blocks))
 
     def digest(
-        self, blocks: Sequence[int], first_position: int, start: int, end: int
+        self, group: int, blocks: Sequence[int], first_position: int, start: int, end: int
     ) -> Pending[Sums]:
         """See `Worker.digest`."""
-        return self._beside(lambda: self.cache.digest(blocks, first_position, start, end))
+        return self._beside(lambda: self.cache.digest(group, blocks, first_position, start, end))
 
     def _beside(self, work: Callable[[], Sums]) -> Pending[Sums]:
         """Read the pool beside the steps; what was adopted came by the default stream."""

@@ -268,19 +268,19 @@ class AttentionContext(Protocol):
         query: Tensor,
         key: Tensor,
         value: Tensor,
-        window: int,
         rotary: tuple[Tensor, Tensor],
+        scale: float | None = None,
     ) -> Tensor:
-        """Rotate query and key, store K and V, attend causally over all that the sequences have.
+        """Rotate query and key, store K and V, attend causally over what the layer's group sees.
 
         Args:
             layer: number of the layer.
             query: [tokens, query heads, head_dim]; may be overwritten.
             key: [tokens, kv heads, head_dim]; may be overwritten.
             value: as `key`.
-            window: tokens that a query sees, itself included; 0 for all.
             rotary: cos and sin of each token's angles, each [tokens, 1, head_dim]; the same
-                tensors for all layers.
+                tensors for all layers that turn alike.
+            scale: of the logits; None for ``head_dim ** -0.5``.
 
         Returns:
             As `query`.
@@ -300,7 +300,7 @@ class SelfAttention(nn.Module):
     def __init__(self, config: ModelConfig, layer: int, shard: Shard) -> None:
         super().__init__()
         name, dim = f"model.layers.{layer}.self_attn", config.head_dim
-        self.layer, self.head_dim, self.window = layer, dim, config.windows[layer]
+        self.layer, self.head_dim = layer, dim
         query = shard.span(config.num_heads)
         kv = shard.kv_heads(config.num_kv_heads)
         self.heads, self.kv_heads = query[1], kv[1]
@@ -335,7 +335,7 @@ class SelfAttention(nn.Module):
         query, key, value = heads.split((self.heads, self.kv_heads, self.kv_heads), dim=1)
         if self.q_norm is not None and self.k_norm is not None:
             query, key = self.q_norm(query), self.k_norm(key)
-        out = attention.attend(self.layer, query, key, value, self.window, rotary)
+        out = attention.attend(self.layer, query, key, value, rotary)
         return self.o_proj(out.flatten(1))  # type: ignore[no-any-return]
 
 
