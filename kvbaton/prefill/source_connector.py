@@ -263,13 +263,20 @@ class SourceConnector(KVConnector):
 
     def _report(self, source: _Source, sequence: requests.Sequence, end: int) -> None:
         start, source.reported = source.reported, end
-        spans = self.scheduler.blocks.spans(sequence.tables, start, end)
-        self.scheduler.blocks.hold_outgoing(spans)
+        manager, counted = self.scheduler.blocks, source.counted
+        sizes = [group.block_size for group in manager.groups]
+        # Of a window only the last blocks are wanted; the others go back to the pool at once.
+        spans = tuple(
+            spans_slice(held, (first // size, -(-end // size)))
+            for held, first, size in zip(
+                manager.spans(sequence.tables, start, end), counted, sizes, strict=True
+            )
+        )
+        manager.hold_outgoing(spans)
         source.held.append(spans)
         sums = []
-        for group, (counted, group_spans) in enumerate(zip(source.counted, spans, strict=True)):
-            size, begin = self.executor.layouts[0][group].block_size, max(start, counted)
-            held = spans_slice(group_spans, (begin // size, -(-end // size)))
+        for group, held in enumerate(spans):
+            begin = max(start, counted[group])
             first = held[0].first if held else 0
             blocks = [block for span in held for block in span.blocks]
             sums.append((first, self._sums(group, blocks, begin, end)))
