@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
-from typing import Any
+from dataclasses import dataclass, replace
+from typing import Any, Literal
 
 import msgspec
 
@@ -29,8 +29,9 @@ class MoeFamily:
         router: name of the router there.
         stacked: experts are stored as gpt-oss does: stacked, transposed, the columns of gate and up
             taking turns, all with biases; and the router has a bias.
-        sigmoid: experts are rated by sigmoids of logits in float32, and chosen by these plus a
-            bias, from the best groups; else by a softmax of logits.
+        float32_router: logits are computed in float32.
+        sigmoid: experts are rated by sigmoids of logits, and chosen by these plus a bias; else by a
+            softmax.
     """
 
     block: str = "mlp"
@@ -41,12 +42,17 @@ class MoeFamily:
     intermediate_size: str = "moe_intermediate_size"
     norm_topk_prob: bool | None = None
     float32_weights: bool = False
+    float32_router: bool = False
     sigmoid: bool = False
     stacked: bool = False
 
 
+_DEEPSEEK_V2 = MoeFamily(float32_weights=True, float32_router=True)
+_DEEPSEEK_V3 = replace(_DEEPSEEK_V2, sigmoid=True)
 MOE_FAMILIES = {
-    "Dots1ForCausalLM": MoeFamily(float32_weights=True, sigmoid=True),
+    "DeepseekV2ForCausalLM": _DEEPSEEK_V2,
+    "DeepseekV3ForCausalLM": _DEEPSEEK_V3,
+    "Dots1ForCausalLM": _DEEPSEEK_V3,
     "GptOssForCausalLM": MoeFamily(
         router="router", intermediate_size="intermediate_size", norm_topk_prob=True, stacked=True
     ),
@@ -113,6 +119,7 @@ class _RawMoe(msgspec.Struct):
     routed_scaling_factor: float = 1.0
     n_group: int | None = None
     topk_group: int | None = None
+    topk_method: Literal["greedy", "group_limited_greedy", "noaux_tc"] | None = None
     decoder_sparse_step: int = 1
     mlp_only_layers: list[int] | None = None
     first_k_dense_replace: int | None = None
@@ -139,6 +146,8 @@ def read_moe(content: Mapping[str, Any], architecture: str) -> MoeConfig | None:
         raise ConfigError("--model", f"config.json of {architecture}: {error}") from error
     experts = raw.num_experts or raw.num_local_experts or raw.n_routed_experts or 0
     groups, top_groups = raw.n_group or 1, raw.topk_group or 1
+    if raw.topk_method == "greedy":
+        groups = top_groups = 1
     middle: int = getattr(raw, family.intermediate_size)
     shared = raw.shared_expert_intermediate_size or (raw.n_shared_experts or 0) * middle
     sizes = [

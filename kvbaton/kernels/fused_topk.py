@@ -1,8 +1,8 @@
 """Which experts a router chooses, from its logits.
 
 Sources: Shazeer et al., "Outrageously Large Neural Networks", arXiv 1701.06538, with the softmax
-before the choice; DeepSeek-AI, "DeepSeek-V3", arXiv 2412.19437, section 2.1.2, for sigmoids, a bias
-that balances the choice, and groups.
+before the choice; DeepSeek-AI, "DeepSeek-V2", arXiv 2405.04434, section 2.2.2, for groups, and
+"DeepSeek-V3", arXiv 2412.19437, section 2.1.2, for sigmoids and a bias that balances the choice.
 """
 
 from __future__ import annotations
@@ -26,8 +26,8 @@ def fused_topk(
     """The `top_k` best experts of each token, best first, and their weights, computed in fp32.
 
     An expert's score is its part of softmax(logits). With `bias` it is sigmoid(logit), and experts
-    are compared by score + bias; those of the `top_groups` groups alone whose two best add up to
-    most. Weights are scores: renormalised, then scaled.
+    are compared by score + bias. Only those of the `top_groups` best groups are: by a group's best
+    expert, with `bias` by the sum of its two best. Weights are scores: renormalised, then scaled.
 
     Args:
         logits: [T, E], contiguous.
@@ -35,7 +35,7 @@ def fused_topk(
         renormalize: divide the weights of a token by their sum.
         dtype: to round the weights to.
         bias: [E] fp32.
-        num_groups: equal parts of the experts, of two at least; more than one only with `bias`.
+        num_groups: equal parts of the experts, of two at least.
         top_groups: groups to choose from.
         scale: of all weights.
 
@@ -75,15 +75,18 @@ def fused_topk_reference(
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Plain torch for `fused_topk`."""
     if bias is None:
-        weights, ids = torch.softmax(logits, dim=-1, dtype=torch.float32).topk(top_k, dim=-1)
+        scores = choice = torch.softmax(logits, dim=-1, dtype=torch.float32)
     else:
         scores = logits.float().sigmoid()
-        groups = (scores + bias).view(len(scores), num_groups, -1)
-        best = groups.topk(2, dim=-1).values.sum(dim=-1).topk(top_groups, dim=-1).indices
-        barred = torch.ones_like(groups[..., 0]).scatter_(1, best, 0.0).bool()
+        choice = scores + bias
+    if num_groups > 1:
+        groups = choice.view(len(choice), num_groups, -1)
+        rating = groups.topk(1 if bias is None else 2, dim=-1).values.sum(dim=-1)
+        best = rating.topk(top_groups, dim=-1).indices
+        barred = torch.ones_like(rating).scatter_(1, best, 0.0).bool()
         choice = groups.masked_fill(barred[..., None], -torch.inf).flatten(1)
-        ids = choice.topk(top_k, dim=-1).indices
-        weights = scores.gather(1, ids)
+    ids = choice.topk(top_k, dim=-1).indices
+    weights = scores.gather(1, ids)
     if renormalize:
         weights /= weights.sum(dim=-1, keepdim=True)
     return (weights * scale).to(dtype), ids.int()
@@ -129,9 +132,11 @@ def _kernel(
         totals = tl.full([BLOCK_G], -float("inf"), tl.float32)
         for number in tl.static_range(GROUPS):
             own = tl.where(group_of == number, rank, -float("inf"))
-            best = tl.argmax(own, axis=0)
-            second = tl.max(tl.where(expert == best, -float("inf"), own), axis=0)
-            totals = tl.where(group == number, tl.max(own, axis=0) + second, totals)
+            total = tl.max(own, axis=0)
+            if SIGMOID:
+                best = tl.argmax(own, axis=0)
+                total += tl.max(tl.where(expert == best, -float("inf"), own), axis=0)
+            totals = tl.where(group == number, total, totals)
         open_ = expert < 0
         for _ in tl.static_range(TOP_GROUPS):
             best = tl.argmax(totals, axis=0)

@@ -16,7 +16,7 @@ from kvbaton.engine.loader import fill_weights, load_model
 from kvbaton.engine.model_config import load_model_config
 from kvbaton.engine.models.layers import pieces_of
 from kvbaton.engine.models.moe import MoE
-from kvbaton.engine.moe_config import MoeConfig, MoeFamily, read_moe
+from kvbaton.engine.moe_config import read_moe
 from tests.engine.quantized_files import quantized_folders
 
 CLOSE = {"float32": 1e-5, "float16": 4e-3, "bfloat16": 3e-2}
@@ -45,39 +45,39 @@ def test_a_layer_is_that_of_transformers(
         torch.testing.assert_close(out, expected, atol=CLOSE[dtype], rtol=CLOSE[dtype])
 
 
-def test_a_mixture_of_deepseek_v3_is_that_of_transformers() -> None:
-    from transformers import DeepseekV3Config
+@pytest.mark.parametrize("method", ["greedy", "group_limited_greedy", "noaux_tc"])
+def test_a_mixture_of_deepseek_is_that_of_transformers(method: str) -> None:
+    from transformers import DeepseekV2Config, DeepseekV3Config
+    from transformers.models.deepseek_v2.modeling_deepseek_v2 import DeepseekV2Moe
     from transformers.models.deepseek_v3.modeling_deepseek_v3 import DeepseekV3MoE
 
-    config = DeepseekV3Config(
-        hidden_size=48,
-        moe_intermediate_size=16,
-        n_routed_experts=32,
-        num_experts_per_tok=6,
-        n_group=8,
-        topk_group=3,
-    )
-    family = MoeFamily(float32_weights=True, sigmoid=True)
-    moe = MoeConfig(
-        family=family,
-        layers=(True,),
-        num_experts=32,
-        top_k=6,
-        intermediate_size=16,
-        shared_intermediate_size=16,
-        norm_topk_prob=True,
-        routed_scaling_factor=2.5,
-        num_groups=8,
-        top_groups=3,
-    )
+    settings: dict[str, Any] = {
+        "hidden_size": 48,
+        "moe_intermediate_size": 16,
+        "num_hidden_layers": 5,
+        "num_attention_heads": 4,
+        "first_k_dense_replace": 2,
+        "n_routed_experts": 32,
+        "num_experts_per_tok": 6,
+        "n_group": 8,
+        "topk_group": 3,
+        "routed_scaling_factor": 2.5,
+        "topk_method": method,
+    }
+    v3 = method == "noaux_tc"
+    config: Any = (DeepseekV3Config if v3 else DeepseekV2Config)(**settings)
+    theirs: Any = (DeepseekV3MoE if v3 else DeepseekV2Moe)(config)
+    moe = read_moe(config.to_dict(), f"DeepseekV{3 if v3 else 2}ForCausalLM")
+    assert moe is not None
+    assert moe.layers == (False, False, True, True, True)
     torch.manual_seed(3)
-    theirs: Any = DeepseekV3MoE(config)
     ours: Any = MoE("layer", 48, moe, Shard())
     for piece in pieces_of(ours):
         piece.target.normal_(0, 0.2)
     with torch.inference_mode():
         theirs.gate.weight.copy_(ours.gate.weight)
-        theirs.gate.e_score_correction_bias.copy_(ours.gate.choice_bias)
+        if v3:
+            theirs.gate.e_score_correction_bias.copy_(ours.gate.choice_bias)
         theirs.experts.gate_up_proj.copy_(ours.experts.gate_up_proj)
         theirs.experts.down_proj.copy_(ours.experts.down_proj)
         gate, up = ours.shared_experts.mlp.gate_up_proj.weight.chunk(2)

@@ -124,13 +124,16 @@ def test_routes_are_those_of_torch(place: Any, experts: int, top_k: int, renorma
     assert torch.equal(narrow, weights.to(place.dtype))
 
 
+@pytest.mark.parametrize("sigmoid", [False, True])
 @pytest.mark.parametrize(
     ("experts", "groups", "top_groups", "top_k"), [(256, 8, 4, 8), (12, 3, 2, 4), (16, 1, 1, 6)]
 )
 def test_routes_of_groups_are_those_of_torch(
-    place: Any, experts: int, groups: int, top_groups: int, top_k: int
+    place: Any, experts: int, groups: int, top_groups: int, top_k: int, sigmoid: bool
 ) -> None:
-    logits, bias = place.randn(30, experts), torch.randn(experts, device=place.device)
+    logits = torch.stack([torch.randperm(experts) for _ in range(30)]) / 16 - 3  # all different
+    logits = logits.to(place.device, place.dtype)
+    bias = torch.randn(experts, device=place.device) if sigmoid else None
     options: dict[str, Any] = {
         "renormalize": True,
         "dtype": torch.float32,
@@ -139,7 +142,8 @@ def test_routes_of_groups_are_those_of_torch(
         "scale": 2.5,
     }
     weights, ids = fused_topk(logits, top_k, bias=bias, **options)
-    expected, where = fused_topk_reference(logits.cpu(), top_k, bias=bias.cpu(), **options)
+    of_cpu = None if bias is None else bias.cpu()
+    expected, where = fused_topk_reference(logits.cpu(), top_k, bias=of_cpu, **options)
     assert torch.equal(ids.cpu(), where)
     torch.testing.assert_close(weights.cpu(), expected)
 

@@ -28,15 +28,14 @@ class Router(WeightedModule):
     def __init__(self, name: str, size: int, moe: MoeConfig) -> None:
         super().__init__()
         self.name, self.moe = name, moe
-        self.weight = new_weight(moe.num_experts, size)
+        self.weight = self._new(moe.num_experts, size)
         self.bias = new_weight(moe.num_experts) if moe.family.stacked else None
-        self.choice_bias: nn.Parameter | None = None
-        if moe.family.sigmoid:
-            shapes = (moe.num_experts, size), (moe.num_experts,)
-            self.weight, self.choice_bias = (
-                nn.Parameter(torch.empty(shape, dtype=torch.float32), requires_grad=False)
-                for shape in shapes
-            )
+        self.choice_bias = self._new(moe.num_experts) if moe.family.sigmoid else None
+
+    def _new(self, *shape: int) -> nn.Parameter:
+        if not self.moe.family.float32_router:
+            return new_weight(*shape)
+        return nn.Parameter(torch.empty(shape, dtype=torch.float32), requires_grad=False)
 
     def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
         """[tokens, size] to weights and numbers of experts, each [tokens, top_k]."""
