@@ -10,12 +10,12 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 
-from tests.e2e.servers import poll
+from tests.e2e.pair import Pair
 from tests.e2e.test_commands import STOP_S, UP, start
 from tests.engine.gguf_files import write_gguf
 
@@ -27,22 +27,6 @@ FIGURES = re.compile(
     r"first token \d+ ms · [\d.]+ tokens/s · (?P<nodes>[^·]+) · (?P<crossed>\d[^·]*) handed over"
     r" · (?P<cached>\d+) of\s+(?P<prompt>\d+)\s+prompt\s+tokens\s+cached"
 )
-
-
-@pytest.fixture
-def serving(checkpoint: Callable[..., Path], tmp_path: Path) -> Iterator[str]:
-    """The address of a cluster."""
-    log = tmp_path / "log"
-    process = start(["up", f"--model={checkpoint()}", "--transport=tcp", *UP], log)
-    try:
-        poll("a cluster", lambda: "ready: http" in log.read_text(), 120.0, log.read_text)
-        yield re.findall(r"ready: (\S+)", log.read_text())[0]
-        process.send_signal(signal.SIGINT)
-        process.wait(STOP_S)
-    finally:
-        if process.poll() is None:
-            os.killpg(process.pid, signal.SIGKILL)
-            process.wait()
 
 
 class Terminal:
@@ -82,15 +66,15 @@ class Terminal:
         os.close(self._near)
 
 
-def test_a_conversation_at_a_terminal(serving: str, tmp_path: Path) -> None:
-    terminal = Terminal(["chat", serving, "--max-tokens=12"], tmp_path)
+def test_a_conversation_at_a_terminal(pair: Pair, tmp_path: Path) -> None:
+    terminal = Terminal(["chat", pair.router.url, "--max-tokens=12"], tmp_path)
     try:
-        terminal.until(r"decode-0, prefill-0|prefill-0, decode-0")
+        terminal.until(r"d16, p16|p16, d16")
         terminal.until("> ")
         terminal.type("Tell me how a baton is handed over in a relay race.")
         first = terminal.until(FIGURES)
-        assert "prefill-0 (prefill)" in first["nodes"]
-        assert "decode-0 (decode)" in first["nodes"]
+        assert "p16 (prefill)" in first["nodes"]
+        assert "d16 (decode)" in first["nodes"]
         terminal.until("> ")
         terminal.type("And who runs last?")
         second = terminal.until(FIGURES)

@@ -6,6 +6,7 @@ The oracle of every answer is one node that encodes, prefills and decodes by its
 from __future__ import annotations
 
 import http.client
+import json
 import os
 import signal
 import subprocess
@@ -27,7 +28,7 @@ from kvbaton.types import ENCODER_BLOCK_ROWS
 from tests.e2e.cluster import Cluster
 from tests.e2e.images import picture, streamed_tokens, talk, tokens_of
 from tests.e2e.pair import settle
-from tests.e2e.servers import HttpFailure, Node, Router, poll
+from tests.e2e.servers import HttpFailure, Metrics, Node, Router, poll
 
 pytestmark = pytest.mark.e2e
 
@@ -279,6 +280,49 @@ def test_an_encoder_node_that_stands_still_or_dies_stops_nobody(
         assert time.monotonic() - began < GONE_S
     assert count() == [3], "P encodes what nobody else does"
     cluster.stop([router, encoder])
+
+
+def test_a_store_keeps_outputs(cluster: Cluster, house: House, tmp_path: Path) -> None:
+    """What one life of a node encoded, the next one loads; what is damaged is encoded again."""
+
+    def count(of: Metrics, source: str) -> float:
+        return of("kvbaton_encoder_items_total", source=source)
+
+    folder, image = tmp_path / "objects", picture(40, 64, 64)
+    flags = {"transport": "tcp", "store": "filesystem:" + json.dumps({"path": str(folder)})}
+    flags |= {"store-lookup-timeout": "20", "store-load-timeout": "20"}
+    bodies = [talk(text, image, " then?") for text in ("Once ", "Another text: ", "Third: ")]
+    expected = [house.expected(body) for body in bodies]
+    first = cluster.start_node("encode", "e-first-life", flags)
+    urls = (f"--encode={first.url}", f"--decode={house.one.url}")
+    router = cluster.start_router("before", "--min-encode-rows=0", *urls)
+    house.until_paired(router, 1)
+    assert tokens_of(router.post(CHAT, bodies[0])) == expected[0]
+    settle(first, house.one)
+    assert count(first.metrics(), "encoded") == 1
+    cluster.stop([router, first])
+    outputs = sorted(folder.rglob("*.safetensors"))
+    assert outputs
+
+    node = cluster.start_node("prefill", "p-heir", {**flags, "max-model-len": "1024"})
+    cluster.until_up(node)
+    assert tokens_of(node.post(CHAT, bodies[1])) == expected[1]
+    settle(node)
+    assert [count(node.metrics(), source) for source in ("store", "encoded")] == [1, 0]
+
+    data = bytearray(outputs[0].read_bytes())
+    data[-9] ^= 0x40
+    outputs[0].write_bytes(data)
+    node.forget()
+    before = node.metrics()
+    assert tokens_of(node.post(CHAT, bodies[2])) == expected[2]
+    settle(node)
+    found = node.metrics() - before
+    assert count(found, "encoded") == 1
+    assert found("kvbaton_encoder_store_loads_total", outcome="failed") == 1
+    assert found("kvbaton_encoder_store_load_blocks_total") == len(outputs)
+    assert found("kvbaton_encoder_store_load_blocks_total", outcome="ok") == len(outputs) - 1
+    cluster.stop([node])
 
 
 def test_the_example_runs(checkpoint: Callable[..., Path]) -> None:

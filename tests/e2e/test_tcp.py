@@ -82,24 +82,22 @@ def test_keys(tcp_nodes: tuple[Node, Node, Router], key: str | None) -> None:
 
 
 def test_other_transports_are_refused_and_both_named(
-    cluster: Cluster,
-    main_nodes: tuple[Node, Node, Router],
+    tcp_nodes: tuple[Node, Node, Router],
+    small: Node,
     oracle: Oracle,
     prompt: Prompt,
     model: Path,
 ) -> None:
-    """P on NIXL, D on TCP: D serves alone."""
-    d = cluster.start_node("decode", "d-alone", TCP)
-    cluster.until_up(d)
-    pair = Pair(main_nodes[0], d, model)
+    """P on TCP, D on NIXL: D serves alone."""
+    pair = Pair(tcp_nodes[0], small, model)
+    small.forget()
     ids, transfer = prompt(50), os.urandom(16)
-    (choice,) = pair.d.generate(ids, pair.target_params(transfer), max_tokens=4).choices
+    (choice,) = small.generate(ids, pair.target_params(transfer), max_tokens=4).choices
     assert list(choice.token_ids) == oracle.greedy(ids, 4)
-    settle(d)
+    settle(small)
     assert pair.at_p()("kvbaton_transfer_posted_bytes_total") == 0
     assert pair.at_d()("kvbaton_prompt_tokens_total", source="computed") == 50
-    story: list[str] = d.state()["stories"][f"{transfer.hex()}/0"]
+    story: list[str] = small.state()["stories"][f"{transfer.hex()}/0"]
     refusal = next(line for line in story if "transport" in line)
     assert "nixl" in refusal
     assert "tcp" in refusal
-    cluster.stop([d])
