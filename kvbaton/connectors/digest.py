@@ -21,6 +21,7 @@ import hashlib
 import math
 import struct
 from collections.abc import Iterable, Sequence
+from typing import Protocol
 
 import numpy as np
 import numpy.typing as npt
@@ -35,6 +36,14 @@ Sums = npt.NDArray[np.uint64]
 So [blocks, layers, kv, heads] where there is one plane; where there are more, all of a block's sums
 are flat, end to end.
 """
+
+
+class PendingSums(Protocol):
+    """Digest sums on their way from a device; there once the blocks are final."""
+
+    def poll(self) -> list[npt.NDArray[np.uint64]] | None:
+        """Per rank, sums of the blocks asked for, see `Sums`; None while on their way."""
+        ...
 
 
 def unit_sums(sums: Sums, first_block: int, block_size: int, unit: int) -> tuple[int, Sums]:

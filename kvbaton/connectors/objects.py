@@ -21,6 +21,7 @@ from dataclasses import dataclass
 from typing import NamedTuple
 
 import msgspec
+import numpy as np
 
 from kvbaton.connectors.base import RangeColumn, Ranges
 from kvbaton.connectors.digest import Sums, whole_values
@@ -29,7 +30,6 @@ from kvbaton.connectors.pairing import GroupPairing, planes_named
 from kvbaton.connectors.plan import plan, swap
 from kvbaton.connectors.store import KEY_BYTES
 from kvbaton.errors import LayoutMismatchError
-from kvbaton.types import BlockSpan
 
 HEADER_BYTES = 128
 MAGIC = b"kvbaton\0"
@@ -180,7 +180,7 @@ class ObjectForm:
         name = plane.name
         ranks = [msgspec.structs.replace(x, planes=(_named(x, name),)) for x in self._layouts]
         whole = msgspec.structs.replace(self._canonical, planes=(plane,))
-        block = (BlockSpan(0, (0,)),)
+        block = np.zeros(1, np.int64)
         there = plan(GroupPairing(ranks, [whole]), block, block, 0, self.block_size)
         back = plan(GroupPairing([whole], ranks), block, block, 0, self.block_size)
         held = {

@@ -127,25 +127,18 @@ def head_range(plane: Plane) -> tuple[int, int]:
     return plane.head_start, plane.head_start + plane.shape[HEAD]
 
 
-def check_pairable(
+def pair_groups(
     sources: Sequence[Sequence[KVLayout]], targets: Sequence[Sequence[KVLayout]]
-) -> None:
-    """Check at the start of a session that targets can be filled from sources, byte for byte.
+) -> list[GroupPairing]:
+    """How the ranks of two sides share each group; checks that each byte can cross.
 
     Args:
         sources: per rank, one layout per group.
         targets: likewise.
 
     Raises:
-        LayoutMismatchError: they can't; the message names both values.
+        LayoutMismatchError: targets can't be filled from sources; the message names both values.
     """
-    pair_groups(sources, targets)
-
-
-def pair_groups(
-    sources: Sequence[Sequence[KVLayout]], targets: Sequence[Sequence[KVLayout]]
-) -> list[GroupPairing]:
-    """A pairing for each group; arguments and errors as of `check_pairable`."""
     counts = {len(rank) for rank in (*sources, *targets)}
     if not sources or not targets or len(counts) != 1:
         raise LayoutMismatchError(

@@ -27,12 +27,15 @@ from kvbaton.connectors.base import RangeColumn
 from kvbaton.connectors.layout import BLOCK, FEATURE, HEAD, KV, LAYER, TOKEN, KVLayout, Plane
 from kvbaton.connectors.pairing import GroupPairing, PlaneShare
 from kvbaton.errors import LayoutMismatchError
-from kvbaton.types import BlockSpan
+from kvbaton.types import Spans
 
 if TYPE_CHECKING:
     from kvbaton.connectors.base import Ranges
 
 Ints = npt.NDArray[np.int64]
+
+BlockTable = Ints
+"""Physical block of each logical block of a prompt; -1 where there is none."""
 
 
 class Step(NamedTuple):
@@ -56,21 +59,33 @@ class TokenSegments(NamedTuple):
     tokens: Ints
 
 
+def block_tables(spans: Spans, groups: Sequence[KVLayout], num_tokens: int) -> list[BlockTable]:
+    """Per group, the table of a prompt's blocks; what spans name beyond its end is left out."""
+    tables = []
+    for group, group_spans in zip(groups, spans, strict=True):
+        table = np.full(-(-num_tokens // group.block_size), -1, np.int64)
+        for span in group_spans:
+            size = max(0, min(len(span.blocks), len(table) - span.first))
+            table[span.first : span.first + size] = span.blocks[:size]
+        tables.append(table)
+    return tables
+
+
 def plan(
     pairing: GroupPairing,
-    source_spans: Sequence[BlockSpan],
-    target_spans: Sequence[BlockSpan],
+    source_table: BlockTable,
+    target_table: BlockTable,
     start: int,
     end: int,
 ) -> dict[tuple[int, int], Ranges]:
     """Plan the copy of tokens [start, end) of one group.
 
-    Tokens that either side's spans do not list are not moved.
+    Tokens of which either side has no block are not moved.
 
     Args:
         pairing: of the group.
-        source_spans: where the sequence's blocks are on the source, on every rank.
-        target_spans: likewise for the target.
+        source_table: where the sequence's blocks are on the source, on every rank.
+        target_table: likewise for the target.
         start: first token.
         end: past the last token.
 
@@ -79,11 +94,11 @@ def plan(
         byte of a target is written twice by all of them together.
 
     Raises:
-        LayoutMismatchError: a span names a block outside of a pool.
+        LayoutMismatchError: a table names a block outside of a pool.
     """
     if start >= end:
         return {}
-    segments = _segments(pairing, source_spans, target_spans, start, end)
+    segments = _segments(pairing, (source_table, target_table), start, end)
     if not len(segments.tokens):
         return {}
     return {
@@ -116,40 +131,21 @@ def swap(ranges: Ranges) -> Ranges:
 # --- segments ---
 
 
-def _block_table(
-    spans: Sequence[BlockSpan], layout: KVLayout, start: int, end: int, side: str
-) -> Ints:
-    """Physical block of each logical block that tokens [start, end) touch; -1 where none is."""
-    first, last = start // layout.block_size, -(-end // layout.block_size)
-    table = np.full(last - first, -1, np.int64)
-    for span in spans:
-        low, high = max(first, span.first), min(last, span.first + len(span.blocks))
-        if low < high:
-            table[low - first : high - first] = span.blocks[low - span.first : high - span.first]
-    if table.max() >= layout.num_blocks:
-        raise LayoutMismatchError(
-            f"group {layout.group}: the {side} names block {table.max()}, its pool has "
-            f"{layout.num_blocks} blocks"
-        )
-    return table
-
-
 def _segments(
-    pairing: GroupPairing,
-    source_spans: Sequence[BlockSpan],
-    target_spans: Sequence[BlockSpan],
-    start: int,
-    end: int,
+    pairing: GroupPairing, tables: tuple[BlockTable, BlockTable], start: int, end: int
 ) -> TokenSegments:
     layouts = pairing.sources[0], pairing.targets[0]
     sizes = layouts[0].block_size, layouts[1].block_size
-    source_table = _block_table(source_spans, layouts[0], start, end, "source")
-    target_table = _block_table(target_spans, layouts[1], start, end, "target")
     borders = [np.arange(start // size * size, end, size) for size in sizes]
     starts = np.unique(np.maximum(np.concatenate(borders), start))
     tokens = np.diff(starts, append=end)
-    source = source_table[starts // sizes[0] - start // sizes[0]]
-    target = target_table[starts // sizes[1] - start // sizes[1]]
+    source, target = tables[0][starts // sizes[0]], tables[1][starts // sizes[1]]
+    for side, blocks, layout in zip(("source", "target"), (source, target), layouts, strict=True):
+        if blocks.max() >= layout.num_blocks:
+            raise LayoutMismatchError(
+                f"group {layout.group}: the {side} names block {blocks.max()}, its pool has "
+                f"{layout.num_blocks} blocks"
+            )
     listed = (source >= 0) & (target >= 0)
     slots = starts % sizes[0], starts % sizes[1]
     whole = TokenSegments(source, slots[0], target, slots[1], tokens)

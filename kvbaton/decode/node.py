@@ -36,7 +36,6 @@ class DecodeFactory:
         self, executor: Executor, scheduler: Scheduler, surroundings: ConnectorContext
     ) -> TargetConnector:
         """Open transports and control channel, and start the transfer thread."""
-        from kvbaton.connectors.pairing import check_pairable
         from kvbaton.connectors.protocol.target import Target
         from kvbaton.connectors.transfer.endpoint import open_endpoint
         from kvbaton.connectors.transfer.target_worker import TargetWorker
@@ -55,7 +54,6 @@ class DecodeFactory:
             endpoint.identity,
             self.handover.timers,
             new_id=lambda: os.urandom(16),
-            pairable=check_pairable,
             max_blocks_per_peer=self.handover.max_blocks_per_peer,
         )
         receiver = TargetWorker(target, endpoint.transports, executor.layouts, executor)

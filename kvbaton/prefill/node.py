@@ -41,7 +41,6 @@ class PrefillFactory:
         self, executor: Executor, scheduler: Scheduler, surroundings: ConnectorContext
     ) -> SourceConnector:
         """Open transports and control channel, and start the transfer thread."""
-        from kvbaton.connectors.pairing import check_pairable
         from kvbaton.connectors.protocol.source import Source
         from kvbaton.connectors.transfer.endpoint import open_endpoint
         from kvbaton.connectors.transfer.source_worker import SourceWorker
@@ -60,7 +59,6 @@ class PrefillFactory:
         source = Source(
             endpoint.identity,
             self.handover.timers,
-            pairable=check_pairable,
             max_attempts=self.handover.max_transfers,
             max_notice_bytes=min(t.capabilities.max_notice_bytes for t in endpoint.transports),
         )

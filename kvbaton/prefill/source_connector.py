@@ -13,10 +13,12 @@ import numpy as np
 import numpy.typing as npt
 from typing_extensions import override
 
+from kvbaton.connectors.digest import PendingSums
 from kvbaton.connectors.keys import prompt_key
 from kvbaton.connectors.protocol.checks import spans_slice
 from kvbaton.connectors.protocol.events import (
     Announce,
+    BlocksReady,
     Engage,
     EvictSource,
     FirstTokens,
@@ -25,9 +27,8 @@ from kvbaton.connectors.protocol.events import (
     SourceFailed,
     StopSource,
 )
-from kvbaton.connectors.transfer.source_worker import BlocksReport, SourceWorker
+from kvbaton.connectors.transfer.source_worker import SourceWorker
 from kvbaton.connectors.transfer.thread import TransferThread
-from kvbaton.connectors.transfer.worker import PendingSums
 from kvbaton.engine import request as requests
 from kvbaton.engine.executor import Executor
 from kvbaton.engine.kv_connector import HeldBlocks, KVConnector, transfer_consumed
@@ -280,7 +281,7 @@ class SourceConnector(KVConnector):
             first = held[0].first if held else 0
             blocks = [block for span in held for block in span.blocks]
             sums.append((first, self._sums(group, blocks, begin, end)))
-        self.transfers.submit(BlocksReport(source.attempt, start, end, spans, tuple(sums)))
+        self.transfers.submit(BlocksReady(source.attempt, start, end, spans, tuple(sums)))
 
     def _sums(self, group: int, blocks: Sequence[int], start: int, end: int) -> PendingSums:
         """Sums of consecutive blocks, of which the first holds token `start`."""

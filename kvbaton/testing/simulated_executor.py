@@ -16,8 +16,8 @@ import numpy as np
 import numpy.typing as npt
 
 from kvbaton.connectors.base import Memory
+from kvbaton.connectors.digest import PendingSums
 from kvbaton.connectors.layout import GroupKind, KVLayout, contiguous_plane
-from kvbaton.connectors.transfer.worker import PendingSums
 from kvbaton.engine.step import Sampled, StepPlan, StepResult
 from kvbaton.messages.engine import AddRequest
 from kvbaton.testing.simulated_world import SimulatedWorld

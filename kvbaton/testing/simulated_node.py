@@ -17,7 +17,6 @@ import msgspec
 from kvbaton.connectors.base import Transport
 from kvbaton.connectors.channel import ControlChannel
 from kvbaton.connectors.keys import root_key
-from kvbaton.connectors.pairing import check_pairable
 from kvbaton.connectors.protocol.events import (
     Deliver,
     Engage,
@@ -300,14 +299,13 @@ class SimulatedNode(SimulatedProcess):
             self.machine = Source(
                 identity,
                 self.timers,
-                pairable=check_pairable,
                 max_notice_bytes=min(t.capabilities.max_notice_bytes for t in transports),
             )
             sender = SourceWorker(self.machine, transports, layouts)
             self.transfers = SimulatedTransferThread(channel, sender=sender)
         else:
             new_id: Callable[[], bytes] = lambda: self.world.rng.randbytes(16)  # noqa: E731
-            self.machine = Target(identity, self.timers, new_id=new_id, pairable=check_pairable)
+            self.machine = Target(identity, self.timers, new_id=new_id)
             receiver = TargetWorker(self.machine, transports, layouts, self.executor)
             self.transfers = SimulatedTransferThread(channel, receiver=receiver)
         self.transfers.wake = self.wake_transfers

@@ -29,7 +29,6 @@ from kvbaton.testing.transport_rig import (
     pack,
     random_rows,
 )
-from kvbaton.types import BlockSpan
 
 if TYPE_CHECKING:
     from kvbaton.testing.transport_rig import Row
@@ -223,9 +222,9 @@ def deregistered_region(pair: Pair) -> None:
 def encoder_outputs(pair: Pair) -> None:
     """An encoder's output, several levels wide, moves by plan into scattered blocks elsewhere."""
     source, target = _rows_layout(5), _rows_layout(9)
-    spans = [BlockSpan(0, (3, 4, 1))], [BlockSpan(0, (7, 2, 5))]
+    tables = np.array([3, 4, 1]), np.array([7, 2, 5])
     pairing = GroupPairing([source], [target])
-    (ranges,) = plan(pairing, *spans, 0, 3 * source.block_size).values()
+    (ranges,) = plan(pairing, *tables, 0, 3 * source.block_size).values()
     rows: list[Row] = [tuple(row) for row in ranges.tolist()]
     for start in range(0, len(rows), pair.most_ranges):
         pair.complete(pair.write(rows[start : start + pair.most_ranges], b"rows"))

@@ -24,7 +24,6 @@ from kvbaton.connectors.pairing import GroupPairing
 from kvbaton.connectors.plan import plan
 from kvbaton.kernels.digest import block_sums_reference
 from kvbaton.messages.control import DigestRun
-from kvbaton.types import BlockSpan
 
 LAYERS, DIM = (4, 5, 9), 4
 TRANSFER = bytes(range(16))
@@ -42,10 +41,6 @@ class Node:
     layouts: list[KVLayout]
     blocks: list[int]
     block_size: int
-
-    @property
-    def spans(self) -> tuple[BlockSpan, ...]:
-        return (BlockSpan(0, tuple(self.blocks)),)
 
     def sums(self, start: int, end: int) -> tuple[int, list[np.ndarray]]:
         """Number of the first block that holds tokens of the range, and sums per rank."""
@@ -121,7 +116,7 @@ def fill(node: Node, tokens: Tensor) -> None:
 
 def push(source: Node, target: Node, start: int, end: int) -> None:
     pairing = GroupPairing(source.layouts, target.layouts)
-    planned = plan(pairing, source.spans, target.spans, start, end)
+    planned = plan(pairing, np.array(source.blocks), np.array(target.blocks), start, end)
     for (s, t), ranges in planned.items():
         for s_region, s_at, t_region, t_at, length, count, s_step, t_step in ranges.tolist():
             read, write = source.region(s, s_region), target.region(t, t_region)

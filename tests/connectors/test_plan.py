@@ -16,8 +16,8 @@ from hypothesis import strategies as st
 
 from kvbaton.connectors.base import RangeColumn
 from kvbaton.connectors.layout import AXES, Axis, GroupKind, KVLayout, Plane, contiguous_plane
-from kvbaton.connectors.pairing import GroupPairing, check_pairable
-from kvbaton.connectors.plan import plan, swap, total_bytes
+from kvbaton.connectors.pairing import GroupPairing, pair_groups
+from kvbaton.connectors.plan import BlockTable, block_tables, plan, swap, total_bytes
 from kvbaton.errors import LayoutMismatchError
 from kvbaton.types import BlockSpan
 
@@ -53,13 +53,8 @@ class Side:
     layer_shuffle: int = 0
 
     @property
-    def spans(self) -> tuple[BlockSpan, ...]:
-        """One span per listed block, so that gaps need no thought."""
-        return tuple(
-            BlockSpan(i, (block,))
-            for i, (block, listed) in enumerate(zip(self.blocks, self.listed, strict=True))
-            if listed
-        )
+    def table(self) -> BlockTable:
+        return np.where(self.listed, self.blocks, -1)
 
     def holds(self, token: int) -> bool:
         return self.listed[token // self.block_size]
@@ -172,7 +167,7 @@ def check_plan(
 ) -> dict[tuple[int, int], npt.NDArray[np.int64]]:
     """Execute a plan on memory and compare every byte."""
     mine, theirs = layouts(model, source), layouts(model, target)
-    planned = plan(GroupPairing(mine, theirs), source.spans, target.spans, start, end)
+    planned = plan(GroupPairing(mine, theirs), source.table, target.table, start, end)
     sent = [fill_source(layout, source, end) for layout in mine]
     tokens = [t for t in range(start, end) if source.holds(t) and target.holds(t)]
     for rank, layout in enumerate(theirs):
@@ -346,7 +341,7 @@ def test_replicated_heads_share_the_work() -> None:
 
 def test_nothing_to_move() -> None:
     pairing = GroupPairing(layouts(PLAIN, side([1])), layouts(PLAIN, side([2])))
-    one, none = (BlockSpan(0, (1,)),), ()
+    one, none = np.array([1]), np.array([-1])
     assert plan(pairing, one, none, 0, 4) == {}
     assert plan(pairing, one, one, 3, 3) == {}
 
@@ -355,7 +350,8 @@ def test_a_state_moves_with_its_token() -> None:
     """The snapshot after 10 tokens is logical block 9; only the push that ends there has it."""
     state = dataclasses.replace(PLAIN, kind=GroupKind.STATE)
     pairing = GroupPairing(*(layouts(state, side([0], block_size=1)) for _ in range(2)))
-    here, there = (BlockSpan(9, (5,)),), (BlockSpan(9, (7,)),)
+    spans = [((BlockSpan(9, (block,)),),) for block in (5, 7)]
+    here, there = (block_tables(one, [pairing.sources[0]], 10)[0] for one in spans)
     assert plan(pairing, here, there, 0, 8) == {}
     planned = plan(pairing, here, there, 8, 10)
     assert total_bytes(planned[0, 0]) == BLOCK_BYTES // 4
@@ -369,7 +365,7 @@ def test_offsets_are_64_bits_wide() -> None:
     )  # fmt: skip
     layout = KVLayout(0, GroupKind.FULL, 16, 80_000, (plane,))
     pairing = GroupPairing([layout], [layout])
-    ranges = plan(pairing, [BlockSpan(0, (70_000,))], [BlockSpan(0, (1,))], 0, 16)[0, 0]
+    ranges = plan(pairing, np.array([70_000]), np.array([1]), 0, 16)[0, 0]
     assert ranges[0, RangeColumn.SOURCE_OFFSET] == 70_000 * (2 << 20)
 
 
@@ -417,39 +413,39 @@ def mismatches() -> list[Any]:
 @pytest.mark.parametrize(("other", "message"), mismatches())
 def test_what_differs_is_named(other: KVLayout, message: str) -> None:
     good = layouts(PLAIN, side([1]))
-    check_pairable([good], [good])
+    pair_groups([good], [good])
     with pytest.raises(LayoutMismatchError, match=message):
-        check_pairable([good], [[other]])
+        pair_groups([good], [[other]])
 
 
 def test_groups_must_be_as_many() -> None:
     good = layouts(PLAIN, side([1]))
     with pytest.raises(LayoutMismatchError, match=r"\[1\].*\[2\]"):
-        check_pairable([good], [good * 2])
+        pair_groups([good], [good * 2])
     with pytest.raises(LayoutMismatchError, match="groups"):
-        check_pairable([], [good])
+        pair_groups([], [good])
 
 
 def test_ranks_of_a_side_must_tile_the_heads() -> None:
     first, second = layouts(PLAIN, side([1], tp=2))
-    check_pairable([[first], [second]], [[second]])
+    pair_groups([[first], [second]], [[second]])
     with pytest.raises(LayoutMismatchError, match=r"\[2, 4\)"):
-        check_pairable([[first]], [[second]])
+        pair_groups([[first]], [[second]])
     whole = layouts(PLAIN, side([1]))[0]
     with pytest.raises(LayoutMismatchError, match="exactly once"):
-        check_pairable([[whole], [first]], [[second], [first]])
+        pair_groups([[whole], [first]], [[second], [first]])
 
 
 def test_block_sizes_of_one_side_must_agree() -> None:
     first, second = layouts(PLAIN, side([1], tp=2))
     other = layouts(PLAIN, side([1], tp=2, block_size=8))[1]
     with pytest.raises(LayoutMismatchError, match=r"block size.*4.*8"):
-        check_pairable([[first], [second]], [[first], [other]])
+        pair_groups([[first], [second]], [[first], [other]])
 
 
 def test_a_block_outside_of_its_pool_is_refused() -> None:
     good = layouts(PLAIN, side([1]))
-    inside, outside = [BlockSpan(0, (63,))], [BlockSpan(0, (64,))]
+    inside, outside = np.array([63]), np.array([64])
     pairing = GroupPairing(good, good)
     plan(pairing, inside, inside, 0, 4)
     with pytest.raises(LayoutMismatchError, match="target names block 64"):

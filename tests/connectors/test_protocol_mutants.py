@@ -224,7 +224,7 @@ def delivers_and_fails(self: Any, record: Any) -> None:
 
 @breaks((Target, "_repeat_cancel"))
 def cancels_once(self: Any, record: Any, given: Any) -> None:
-    self._in("resend", record, self.timers.resend)
+    self.context.ring_in("resend", record.name, self.timers.resend)
     if not any("> Cancel" in line for line in self.story(record.name)):
         self._answer_late(record, None)
 
@@ -253,7 +253,7 @@ def keeps_nothing_alive(self: Any, record: Any, given: Any) -> None:
     if record.state is TargetState.RESERVED:
         real_repeat_reserve(self, record, given)
     else:
-        self._in("resend", record, self.timers.lease / 4)
+        self.context.ring_in("resend", record.name, self.timers.lease / 4)
 
 
 off("ignores_a_source_that_is_gone", (TargetSessions, "peer_gone"))
@@ -441,7 +441,7 @@ def renews_no_lease(self: Any, record: Any, message: Any) -> None:
 
 @breaks((Source, "_repeat"))
 def tells_no_progress(self: Any, record: Any, given: Any) -> None:
-    self._in("resend", record, self.timers.resend)
+    self.context.ring_in("resend", record.name, self.timers.resend)
     if record.state is SourceState.COMPLETED:
         self._send_complete(record)
 
@@ -452,7 +452,7 @@ real_engage = Source._engage
 @breaks((Source, "_engage"))
 def forgets_the_lease(self: Any, record: Any) -> None:
     real_engage(self, record)
-    self.context.alarms.keep(record.name, ["resend"])
+    self.context.clear("deadline", record.name)
 
 
 # No schedule of thousands has that order: a `Hello` must overtake a later session's messages.

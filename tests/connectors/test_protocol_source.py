@@ -76,7 +76,7 @@ class Rig:
     def __init__(self, *, groups: tuple[KVLayout, ...] = (layout(4),), **options: Any) -> None:
         node = NodeId("p", bytes(16))
         identity = Identity(node, bytes(32), {"model": "a"}, "tcp", cards(*groups, ranks=2))
-        options.setdefault("pairable", lambda a, b: None)
+        options.setdefault("pair", lambda a, b: ())
         self.machine = Source(identity, TIMERS, **options)
         self.now = 0.0
         self.seq = 0
@@ -114,10 +114,10 @@ class Rig:
     def announce(self, num_tokens: int = 16, key: bytes = KEY) -> list[Any]:
         return self.do(Announce(NAME, key, num_tokens))
 
-    def ready(self, start: int, end: int, sums: object = None) -> list[Any]:
+    def ready(self, start: int, end: int) -> list[Any]:
         first = start // 4
         blocks = tuple(50 + n for n in range(first, -(-end // 4)))
-        return self.do(BlocksReady(NAME, start, end, ((BlockSpan(first, blocks),),), sums))
+        return self.do(BlocksReady(NAME, start, end, ((BlockSpan(first, blocks),),)))
 
     def ended(self, write: int, rank: int, *, ok: bool = True, drained: bool = True) -> list[Any]:
         return self.do(WriteEnded(NAME, write, rank, 0, ok=ok, drained=drained, error="broken"))
@@ -150,6 +150,10 @@ class Rig:
         record = self.machine.record(NAME)
         assert record.state.value == state
         return self
+
+
+def lists(tables: Any) -> list[list[int]]:
+    return [table.tolist() for table in tables]
 
 
 def sent(actions: list[Any], kind: type) -> list[Any]:
@@ -213,7 +217,7 @@ def test_layouts_that_do_not_pair_are_refused() -> None:
     def never(source: object, target: object) -> None:
         raise LayoutMismatchError("heads: 4 and 5")
 
-    (refused,) = sent(Rig(pairable=never).hello(), Refused)
+    (refused,) = sent(Rig(pair=never).hello(), Refused)
     assert (refused.code, refused.message) == ("layout", "heads: 4 and 5")
 
 
@@ -501,9 +505,9 @@ def test_a_reservation_may_be_extended_by_later_blocks() -> None:
     rig.announce()
     rig.reserve(spans=((BlockSpan(0, (10, 11)),),), more=True)
     (post,) = of(rig.ready(0, 16), Post)
-    assert (post.start, post.end, post.target) == (0, 12, ((BlockSpan(0, (10, 11)),),))
+    assert (post.start, post.end, lists(post.target)) == (0, 12, [[10, 11, -1]])
     (post,) = of(rig.reserve(), Post)
-    assert (post.start, post.end, post.target) == (12, 16, ((BlockSpan(2, (12,)),),))
+    assert (post.start, post.end, lists(post.target)) == (12, 16, [[10, 11, 12]])
 
 
 def test_an_attempt_belongs_to_one_session() -> None:
@@ -521,13 +525,13 @@ def test_an_attempt_belongs_to_one_session() -> None:
 
 def test_posts_end_where_blocks_of_both_sides_begin() -> None:
     rig = Rig(groups=(layout(4),)).until("engaged")
-    assert rig.ready(0, 8, "a") == [], "12 is the first common border"
-    (post,) = rig.ready(8, 12, "b")
-    assert (post.write, post.start, post.end, post.sums) == (0, 0, 12, ("a", "b"))
-    assert post.source == ((BlockSpan(0, (50, 51, 52)),),)
-    assert post.target == ((BlockSpan(0, (10, 11)),),)
-    (post,) = rig.ready(12, 16, "c")
-    assert (post.write, post.start, post.end, post.sums) == (1, 12, 16, ("c",))
+    assert rig.ready(0, 8) == [], "12 is the first common border"
+    (post,) = rig.ready(8, 12)
+    assert (post.write, post.start, post.end) == (0, 0, 12)
+    assert lists(post.source) == [[50, 51, 52, -1]]
+    assert lists(post.target) == [[10, 11, 12]]
+    (post,) = rig.ready(12, 16)
+    assert (post.write, post.start, post.end) == (1, 12, 16)
 
 
 def test_a_first_post_may_begin_inside_a_source_block() -> None:
@@ -537,24 +541,24 @@ def test_a_first_post_may_begin_inside_a_source_block() -> None:
     rig.reserve(first=1)
     (post,) = rig.ready(6, 12)
     assert (post.start, post.end) == (6, 12)
-    assert post.source == ((BlockSpan(1, (51, 52)),),)
+    assert lists(post.source) == [[-1, 51, 52, -1]]
 
 
 def test_window_and_state_groups_send_what_is_wanted_of_them() -> None:
-    groups = (layout(4), layout(4, 1, GroupKind.WINDOW), layout(4, 2, GroupKind.STATE))
+    groups = (layout(4), layout(4, 1, GroupKind.WINDOW), layout(1, 2, GroupKind.STATE))
     rig = Rig(groups=groups)
     rig.hello(ranks=cards(*groups))
     rig.announce()
     full = (BlockSpan(0, (10, 11, 12, 13)),)
-    window, state = (BlockSpan(2, (20, 21)),), (BlockSpan(0, (30,)),)
+    window, state = (BlockSpan(2, (20, 21)),), (BlockSpan(15, (30,)),)
     assert sent(rig.reserve(spans=(full, window, state)), Accepted)
     spans = (BlockSpan(0, (50, 51)),)
     (first,) = rig.do(BlocksReady(NAME, 0, 8, (spans, (), ())))
-    assert first.target == ((BlockSpan(0, (10, 11)),), (), ())
-    rest = ((BlockSpan(2, (52, 53)),), (BlockSpan(2, (60, 61)),), (BlockSpan(0, (70,)),))
+    assert (first.start, first.end) == (0, 8)
+    rest = ((BlockSpan(2, (52, 53)),), (BlockSpan(2, (60, 61)),), (BlockSpan(15, (70,)),))
     (last,) = rig.do(BlocksReady(NAME, 8, 16, rest))
-    assert last.target == ((BlockSpan(2, (12, 13)),), window, state)
-    assert last.source == rest
+    assert lists(last.target) == [[10, 11, 12, 13], [-1, -1, 20, 21], [-1] * 15 + [30]]
+    assert lists(last.source) == [[50, 51, 52, 53], [-1, -1, 60, 61], [-1] * 15 + [70]]
 
 
 def test_complete_waits_for_the_posts_and_is_repeated() -> None:

@@ -63,22 +63,14 @@ def test_the_page_is_up_to_date() -> None:
 def test_alarms_ring_in_order_and_only_once() -> None:
     alarms = Alarms()
     for i in range(200):
-        alarms.set("a", i, 200.0 - i)
-        alarms.set("a", i, 100.0 - i)
-    alarms.keep(199)
-    assert alarms.next() == -98.0
+        alarms.ring_in("a", i, 200.0 - i)
+        alarms.ring_in("a", i, 100.0 - i)
+    alarms.clear("a", 199)
+    alarms.clear("b", 198)
+    assert alarms.next_alarm() == -98.0
     rung = []
-    while (key := alarms.take(0.0)) is not None:
+    while (key := alarms.take_alarm()) is not None:
         rung.append(key[1])
     assert rung == list(range(198, 99, -1))
-    assert alarms.take(0.0) is None
-    assert alarms.at("a", 5) == 95.0
-
-
-def test_alarms_of_an_owner_can_be_cut_to_a_few() -> None:
-    alarms = Alarms()
-    for name in "abc":
-        alarms.set(name, "x", 1.0)
-    alarms.keep("x", ["b", "z"])
-    assert alarms.take(2.0) == ("b", "x")
-    assert alarms.take(2.0) is None
+    assert alarms.take_alarm() is None
+    assert alarms.rings_at("a", 5) == 95.0

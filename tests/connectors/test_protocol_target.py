@@ -80,7 +80,7 @@ class Rig:
     def __init__(self, **options: Any) -> None:
         identity = Identity(NodeId("d", bytes(16)), bytes(32), {}, "tcp", cards(4, 1))
         self.ids = 0
-        options.setdefault("pairable", lambda a, b: None)
+        options.setdefault("pair", lambda a, b: ())
         self.machine = Target(identity, TIMERS, new_id=self.new_id, **options)
         self.now = 0.0
         self.seq = 0
@@ -455,8 +455,8 @@ def test_delivery_needs_complete_and_all_notices_and_all_digests() -> None:
     runs = tuple(DigestRun(rank, 0, 0, 0, bytes(8)) for rank in range(2))
     assert rig.landed(0, 4, 12, 0, digests=runs[:1]) == []
     (verify,) = rig.landed(0, 4, 12, 1, digests=runs[1:])
-    span = (BlockSpan(1, (10, 11)),)
-    assert verify == Verify(rig.session, NAME, 0, 4, 12, (span,), (4,), runs)
+    assert [table.tolist() for table in verify.target] == [[-1, 10, 11, 12]]
+    assert verify == Verify(NAME, 0, 4, 12, (), verify.target, (4,), runs)
     assert rig.do(Verified(NAME, 0)) == []
     assert rig.complete(cached_tokens=5) == []
     assert of(rig.land(1, 12, 16), Verify)
@@ -802,7 +802,7 @@ junk: st.SearchStrategy[Control] = st.one_of(
 def test_no_message_of_a_peer_breaks_a_machine(messages: list[Control]) -> None:
     target = Rig()
     target.start()
-    source = Source(target.machine.identity, TIMERS, pairable=lambda a, b: None)
+    source = Source(target.machine.identity, TIMERS, pair=lambda a, b: ())
     for message in messages:
         target.do(Received(LINK, message))
         source.handle(Received(LINK, message), 0.0)

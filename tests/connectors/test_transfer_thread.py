@@ -241,7 +241,7 @@ def test_a_fence_that_raises_is_tried_again(make: Make, hub: MemoryHub) -> None:
     attempt = Attempt(os.urandom(16), 0)
     p.announce(attempt, 18)
     d.begin(attempt, p.channel.address, 18)
-    wait(lambda: bool(p.worker.busy()) and p.machine.counters.started == 2, p, d)
+    wait(lambda: bool(p.worker._writes) and p.machine.counters.started == 2, p, d)
     hostile.broken = "fence"
     p.close()
     wait(lambda: d.thread.errors > 2, d)

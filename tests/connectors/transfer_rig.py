@@ -15,9 +15,9 @@ import numpy.typing as npt
 from kvbaton.connectors.base import Memory, Transport
 from kvbaton.connectors.channel import ControlChannel
 from kvbaton.connectors.layout import GroupKind, KVLayout, contiguous_plane
-from kvbaton.connectors.pairing import check_pairable
 from kvbaton.connectors.protocol.events import (
     Announce,
+    BlocksReady,
     Deliver,
     Engage,
     Fail,
@@ -28,7 +28,7 @@ from kvbaton.connectors.protocol.events import (
 )
 from kvbaton.connectors.protocol.source import Source
 from kvbaton.connectors.protocol.target import Target
-from kvbaton.connectors.transfer.source_worker import BlocksReport, SourceWorker
+from kvbaton.connectors.transfer.source_worker import SourceWorker
 from kvbaton.connectors.transfer.target_worker import TargetWorker
 from kvbaton.connectors.transfer.thread import TransferThread
 from kvbaton.connectors.transports.memory import MemoryHub, MemoryTransport
@@ -104,7 +104,7 @@ class Node:
         self.layouts = [[layout]]
         card = RankCard(0, self.transport.card(), msgspec.msgpack.encode([layout]))
         self.identity = Identity(self.id, bytes(32), {}, "memory", (card,))
-        self.options: dict[str, Any] = {"pairable": check_pairable}
+        self.options: dict[str, Any] = {}
         self.timers = timers
         self.channel = ControlChannel("127.0.0.1", cluster_key=None)
         self.thread = self.make()
@@ -155,7 +155,7 @@ class Prefill(Node):
         first, last = start // BLOCK_SIZE, -(-end // BLOCK_SIZE)
         blocks = tuple(1 + number * (1 + self.spread) for number in range(first, last))
         sums = self.pool.digest(0, blocks, first * BLOCK_SIZE, start, end)
-        report = BlocksReport(attempt, start, end, ((BlockSpan(first, blocks),),), ((first, sums),))
+        report = BlocksReady(attempt, start, end, ((BlockSpan(first, blocks),),), ((first, sums),))
         self.thread.submit(report, FirstTokens(attempt, (ChoiceStart(7),)))
 
 

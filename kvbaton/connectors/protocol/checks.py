@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 
 from kvbaton.connectors.layout import GroupKind, KVLayout
 from kvbaton.connectors.protocol.events import Landed
@@ -58,17 +58,6 @@ def covered_end(spans: Spans, groups: Sequence[KVLayout], num_tokens: int) -> in
         if group_spans and group.kind is GroupKind.FULL
     ]
     return min([*ends, num_tokens])
-
-
-def blocks_between(
-    groups: Sequence[KVLayout], start: int, end: int, num_tokens: int
-) -> Iterator[tuple[int, int]]:
-    """Per group, the logical blocks [first, last) that hold tokens [start, end) of a prompt."""
-    for group in groups:
-        if group.kind is not GroupKind.STATE:
-            yield start // group.block_size, ceil_div(end, group.block_size)
-        else:  # it goes with the last tokens
-            yield (0, 1 << 62) if end == num_tokens else (0, 0)
 
 
 def spans_slice(spans: Sequence[BlockSpan], cut: tuple[int, int]) -> tuple[BlockSpan, ...]:

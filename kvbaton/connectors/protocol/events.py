@@ -13,11 +13,17 @@ A *transfer* is named by `Attempt` (transfer id and attempt number) within one s
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-from typing import NamedTuple
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, NamedTuple
 
 from kvbaton.messages.control import Control, DigestRun, RankCard
 from kvbaton.types import Attempt, ChoiceStart, NodeId, Spans
+
+if TYPE_CHECKING:  # the HTTP process reads `Identity`, and wants no numpy
+    from kvbaton.connectors.digest import PendingSums
+    from kvbaton.connectors.pairing import GroupPairing
+    from kvbaton.connectors.plan import BlockTable
 
 
 class Link(NamedTuple):
@@ -109,20 +115,24 @@ class Announce(AboutAttempt, SourceEvent):
 
 @dataclass(frozen=True)
 class BlocksReady(AboutAttempt, SourceEvent):
-    """Tokens [start, end) of a reserved transfer are final in these blocks, and the step is over.
+    """Tokens [start, end) of a reserved transfer are final in these blocks.
 
     Ranges of one attempt arrive in order and without gaps, from the `start` that `Engage` named.
     `end` is a multiple of the source's block size unless it is the end of the prompt.
 
+    The engine submits it once a step has computed them; the transfer thread hands it in when all
+    `sums` are there, which proves that the step is over.
+
     Attributes:
         spans: source blocks that hold at least [start, end), per group.
-        sums: opaque to the machine; the transfer thread makes `DigestRun`s of it when it posts.
+        sums: per group, the first block whose digest counts, and the sums of the blocks from it on;
+            opaque to the machine.
     """
 
     start: int
     end: int
     spans: Spans
-    sums: object = None
+    sums: tuple[tuple[int, PendingSums], ...] = field(default=(), repr=False)
 
 
 @dataclass(frozen=True)
@@ -202,9 +212,10 @@ class Start(AboutAttempt, TargetEvent):
 
 
 @dataclass(frozen=True)
-class Unneeded(AboutAttempt, TargetEvent):
+class Unneeded(TargetEvent):
     """D has the whole prompt in its own cache: P may stop. Nothing is awaited."""
 
+    attempt: Attempt
     address: str
 
 
@@ -335,7 +346,9 @@ class Post(SourceAction):
         start: multiple of the least common multiple of both block sizes, or where the reservation
             begins.
         end: multiple of the same, or the end of the prompt.
-        sums: `BlocksReady.sums` of the reports that overlap [start, end), in order.
+        pairings: of the groups.
+        source: per group, the block table of the whole prompt, see `plan.block_tables`.
+        target: likewise.
     """
 
     session: bytes
@@ -343,9 +356,9 @@ class Post(SourceAction):
     write: int
     start: int
     end: int
-    source: Spans
-    target: Spans
-    sums: tuple[object, ...] = ()
+    pairings: Sequence[GroupPairing] = field(repr=False)
+    source: Sequence[BlockTable]
+    target: Sequence[BlockTable]
 
 
 @dataclass(frozen=True)
@@ -405,15 +418,17 @@ class Verify(TargetAction):
     """Compare the digests of a write that has landed; answer with `Verified`.
 
     Attributes:
+        pairings: of the groups.
+        target: per group, the block table of the whole prompt, see `plan.block_tables`.
         counted: per group, the first token that digests count; see `checks.counted_from`.
     """
 
-    session: bytes
     attempt: Attempt
     write: int
     start: int
     end: int
-    target: Spans
+    pairings: Sequence[GroupPairing] = field(repr=False)
+    target: Sequence[BlockTable]
     counted: tuple[int, ...]
     digests: tuple[DigestRun, ...]
 

@@ -8,21 +8,14 @@ from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from enum import Enum
-from typing import Any
-
-from typing_extensions import override
 
 from kvbaton.connectors.layout import KVLayout
-from kvbaton.connectors.protocol.checks import (
-    blocks_between,
-    check_landed,
-    counted_from,
-    spans_slice,
-)
+from kvbaton.connectors.plan import BlockTable
+from kvbaton.connectors.protocol.checks import check_landed, counted_from
 from kvbaton.connectors.protocol.events import Landed, Start, Verify
-from kvbaton.connectors.protocol.machine import Context, Record
+from kvbaton.connectors.protocol.machine import Record
 from kvbaton.connectors.protocol.session import Session, SessionState
-from kvbaton.messages.control import Complete, DigestRun, Message
+from kvbaton.messages.control import Complete, DigestRun
 from kvbaton.types import Attempt
 
 MAX_UNNEEDED = 1024
@@ -59,10 +52,6 @@ class TargetSession(Session):
     address: str = ""
     since: float = 0.0
     heard: float = 0.0
-
-    @override
-    def send(self, context: Context, kind: type[Message], **fields: Any) -> None:
-        super().send(context, kind, receiver=self.node, **fields)
 
     @property
     def over(self) -> bool:
@@ -122,7 +111,9 @@ class Incoming(Record):
 
     Attributes:
         session: the one that its blocks were told P in; None before.
-        order: what the engine asked for; order and line are set when it is started.
+        order: what the engine asked for; order, targets and line are set when it is started.
+        targets: per group, the block table of the prompt, see `plan.block_tables`.
+        num_tokens: prompt length.
         start: first token of the reservation.
         until: hard limit.
         num_blocks: reserved.
@@ -136,6 +127,8 @@ class Incoming(Record):
     state: TargetState = TargetState.UNKNOWN
     session: TargetSession | None = None
     order: Start = field(init=False, repr=False)
+    targets: list[BlockTable] = field(init=False, repr=False)
+    num_tokens: int = 0
     start: int = 0
     until: float = 0.0
     num_blocks: int = 0
@@ -145,11 +138,6 @@ class Incoming(Record):
     complete: Complete | None = None
     bad: tuple[tuple[int, int], ...] = ()
     since: float = 0.0
-
-    @property
-    def num_tokens(self) -> int:
-        """Prompt length."""
-        return self.order.num_tokens
 
     def land(self, event: Landed, groups: Sequence[KVLayout], num_ranks: int) -> Arrival | None:
         """Take in a notice; the write if that was its last one.
@@ -189,15 +177,14 @@ class Incoming(Record):
         """
         assert self.session is not None
         arrival = self.arrivals[write]
-        cuts = blocks_between(groups, arrival.start, arrival.end, self.num_tokens)
         counted = counted_from(groups, self.session.groups, self.start, self.num_tokens)
         return Verify(
-            self.session.id,
             self.name,
             write,
             arrival.start,
             arrival.end,
-            tuple(map(spans_slice, self.order.spans, cuts)),
+            self.session.pairings,
+            self.targets,
             counted,
             tuple(arrival.digests),
         )

@@ -5,65 +5,66 @@ from __future__ import annotations
 import heapq
 import itertools
 from collections import Counter, OrderedDict, deque
-from collections.abc import Callable, Collection, Hashable, Mapping
+from collections.abc import Callable, Hashable, Mapping
 from dataclasses import dataclass, field
 from enum import Enum
 from typing import Any, ClassVar, Generic, TypeVar
 
+from kvbaton.connectors.protocol.events import AboutAttempt, Tick
 from kvbaton.messages.control import Refused, TransferMessage
 from kvbaton.types import Attempt, TransferTimers
 
 MAX_STORIES = 512
 MAX_STORY_LINES = 64
 MAX_TOMBSTONES = 16_384
+ALARMS = ("deadline", "resend")
 
 
 class Alarms:
-    """At most one alarm of a name per owner; setting it again moves it."""
+    """At most one alarm of a name per owner; setting it again moves it.
+
+    Attributes:
+        now: the time, in seconds.
+    """
 
     def __init__(self) -> None:
-        self._at: dict[Hashable, dict[str, float]] = {}
+        self.now = 0.0
+        self._at: dict[tuple[str, Hashable], float] = {}
         self._heap: list[tuple[float, int, str, Hashable]] = []
         self._numbers = itertools.count()
 
-    def set(self, name: str, owner: Hashable, at: float) -> None:
-        """Ring at a time."""
-        self._at.setdefault(owner, {})[name] = at
+    def ring_in(self, name: str, owner: Hashable, seconds: float) -> None:
+        """Ring some seconds from now."""
+        at = self._at[name, owner] = self.now + seconds
         heapq.heappush(self._heap, (at, next(self._numbers), name, owner))
         if len(self._heap) > 8 * len(self._at) + 64:  # most of them were moved or cleared
-            self._heap = [
-                (at, next(self._numbers), name, owner)
-                for owner, alarms in self._at.items()
-                for name, at in alarms.items()
-            ]
+            self._heap = [(at, next(self._numbers), *key) for key, at in self._at.items()]
             heapq.heapify(self._heap)
 
-    def keep(self, owner: Hashable, names: Collection[str] = ()) -> None:
-        """Clear all alarms of an owner but these."""
-        kept = {name: at for name, at in self._at.pop(owner, {}).items() if name in names}
-        if kept:
-            self._at[owner] = kept
+    def clear(self, name: str, owner: Hashable) -> None:
+        """Do not ring, if it was set."""
+        self._at.pop((name, owner), None)
 
-    def at(self, name: str, owner: Hashable) -> float | None:
+    def rings_at(self, name: str, owner: Hashable) -> float | None:
         """When an alarm rings; None if it is not set."""
-        return self._at.get(owner, {}).get(name)
+        return self._at.get((name, owner))
 
-    def next(self) -> float | None:
+    def next_alarm(self) -> float | None:
         """When the earliest alarm rings."""
         while self._heap:
             at, _, name, owner = self._heap[0]
-            if self.at(name, owner) == at:
+            if self._at.get((name, owner)) == at:
                 return at
             heapq.heappop(self._heap)
         return None
 
-    def take(self, now: float) -> tuple[str, Hashable] | None:
+    def take_alarm(self) -> tuple[str, Hashable] | None:
         """Take out the earliest alarm that rings until now; only one, as it may clear others."""
-        at = self.next()
-        if at is None or at > now:
+        at = self.next_alarm()
+        if at is None or at > self.now:
             return None
         _, _, name, owner = heapq.heappop(self._heap)
-        self.keep(owner, self._at[owner].keys() - {name})
+        self.clear(name, owner)
         return name, owner
 
 
@@ -107,34 +108,34 @@ class Counters:
     by_code: dict[str, int] = field(default_factory=dict)
 
 
-class Context:
-    """What the parts of a machine share while it handles an event.
+class Context(Alarms):
+    """What the parts of a machine share while it handles an event, and its alarms.
 
     Attributes:
         now: time of the event, in seconds.
         actions: decided so far.
+        do: decides on an action.
         stories: what happened to the latest attempts, the oldest first: the latest lines of each.
     """
 
+    actions: list[Any]
+    do: Callable[[Any], None]
+
     def __init__(self) -> None:
-        self.now = 0.0
-        self.actions: list[Any] = []
-        self.alarms = Alarms()
+        super().__init__()
         self.counters = Counters()
         self.stories: dict[Attempt, deque[str]] = {}
+        self.begin(0.0)
 
-    def do(self, *actions: Any) -> None:
-        """Decide on actions."""
-        self.actions += actions
-
-    def ring_in(self, name: str, owner: Hashable, seconds: float) -> None:
-        """Set an alarm."""
-        self.alarms.set(name, owner, self.now + seconds)
+    def begin(self, now: float) -> None:
+        """Another event is handled."""
+        self.now, self.actions = now, []
+        self.do = self.actions.append
 
     def tell(self, name: Attempt, line: str) -> None:
         """Add to an attempt's story."""
         if name not in self.stories:
-            while len(self.stories) >= MAX_STORIES:
+            if len(self.stories) >= MAX_STORIES:
                 del self.stories[next(iter(self.stories))]
             self.stories[name] = deque(maxlen=MAX_STORY_LINES)
         self.stories[name].append(f"{self.now:.3f} {line}")
@@ -201,28 +202,34 @@ class Machine(Generic[EventT, ActionT, RecordT]):
         self.live: dict[Attempt, RecordT] = {}
         self.ended = Tombstones(timers.tombstone)
         self._rules: dict[tuple[type | str, Any], Callable[[RecordT, Any], None]] = {}
-        self._alarms: dict[Any, list[str]] = {state: [] for state in self.states}
         for row, rules in self.table.items():
             for state, rule in zip(self.states, rules, strict=True):
                 if rule is not None:
                     self._rules[row, state] = getattr(self, rule.__name__)
-                    if isinstance(row, str):
-                        self._alarms[state].append(row)
 
     def handle(self, event: EventT, now: float) -> list[ActionT]:
         """Take in an event at a time in seconds; returns what to do, in order."""
-        self.context.now = now
-        self.context.actions = []
-        self._react(event)
+        self.context.begin(now)
+        if isinstance(event, AboutAttempt):
+            record = self.record(event.attempt)
+            self._rules[type(event), record.state](record, event)
+        elif isinstance(event, Tick):
+            self._ring()
+        else:
+            self._react(event)
         return self.context.actions
 
     def take_actions(self) -> list[ActionT]:
         """What a `handle` that raised had decided until then, in order."""
         return self.context.actions
 
+    def ledger(self) -> dict[str, Any]:
+        """Attempts alive and what they hold."""
+        raise NotImplementedError
+
     def next_deadline(self) -> float | None:
         """When `Tick` is due, in seconds; None for never."""
-        return self.context.alarms.next()
+        return self.context.next_alarm()
 
     def story(self, attempt: Attempt) -> list[str]:
         """What happened to an attempt, oldest line first, each with its time."""
@@ -244,7 +251,7 @@ class Machine(Generic[EventT, ActionT, RecordT]):
         """Check the invariants; raises `AssertionError`, with the story of what is wrong."""
         for record in self.live.values():
             problem = record.wrong()
-            if problem is None and self.context.alarms.at("deadline", record.name) is None:
+            if problem is None and self.context.rings_at("deadline", record.name) is None:
                 problem = f"no deadline in state {record.state.value}"
             if problem is not None:
                 story = self.story(record.name)
@@ -257,6 +264,7 @@ class Machine(Generic[EventT, ActionT, RecordT]):
     # --- for the sides ---
 
     def _react(self, event: EventT) -> None:
+        """Take in an event that is about no single attempt."""
         raise NotImplementedError
 
     def _apply(self, row: type | str, record: RecordT, given: Any) -> None:
@@ -265,15 +273,12 @@ class Machine(Generic[EventT, ActionT, RecordT]):
 
     def _ring(self) -> None:
         """Time has passed."""
-        while (alarm := self.context.alarms.take(self.context.now)) is not None:
+        while (alarm := self.context.take_alarm()) is not None:
             name, owner = alarm
             if isinstance(owner, Attempt):
                 self._apply(name, self.record(owner), None)
             else:
                 self.sessions.ring(owner)
-
-    def _in(self, alarm: str, record: RecordT, seconds: float) -> None:
-        self.context.ring_in(alarm, record.name, seconds)
 
     def _send(
         self, record: RecordT, kind: type[TransferMessage] | type[Refused], **fields: Any
@@ -285,7 +290,9 @@ class Machine(Generic[EventT, ActionT, RecordT]):
     def _set_state(self, record: RecordT, state: Enum) -> None:
         self.context.tell(record.name, f"{record.state.value} -> {state.value}")
         record.state = state
-        self.context.alarms.keep(record.name, self._alarms[state])
+        for alarm in ALARMS:
+            if (alarm, state) not in self._rules:
+                self.context.clear(alarm, record.name)
 
     def _count_end(self, name: Attempt, outcome: str, counter: str) -> None:
         """An attempt is over: remember how it ended."""

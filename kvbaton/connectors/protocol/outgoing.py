@@ -7,16 +7,14 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from enum import Enum
 
-import numpy as np
-import numpy.typing as npt
-
 from kvbaton.connectors.layout import KVLayout
-from kvbaton.connectors.protocol.checks import blocks_between, ceil_div, covered_end, spans_slice
+from kvbaton.connectors.plan import BlockTable, block_tables
+from kvbaton.connectors.protocol.checks import covered_end
 from kvbaton.connectors.protocol.events import BlocksReady, Post
 from kvbaton.connectors.protocol.machine import Record
 from kvbaton.connectors.protocol.session import Session, SessionState
 from kvbaton.messages.control import Reserve
-from kvbaton.types import Attempt, BlockSpan, ChoiceStart
+from kvbaton.types import Attempt, ChoiceStart
 
 Write = tuple[int, int, int]
 """Number of a write, source rank, target rank."""
@@ -75,8 +73,8 @@ class Outgoing(Record):
         start: first token of the reservation.
         ready: tokens below this are reported ready.
         posted: tokens below this are posted; never goes back.
-        blocks: per group, the source block behind each logical block, 0 where there is none; int64.
-        sums: (start, end, sums) of each report.
+        blocks: per group, the source block behind each logical block, see `plan.block_tables`.
+        targets: likewise the target's.
         writes: (start, end) of each write, by number.
         flying: parts of writes that are not terminal.
     """
@@ -91,8 +89,8 @@ class Outgoing(Record):
     start: int = 0
     ready: int = 0
     posted: int = 0
-    blocks: list[npt.NDArray[np.int64]] = field(default_factory=list)
-    sums: list[tuple[int, int, object]] = field(default_factory=list)
+    blocks: list[BlockTable] = field(default_factory=list)
+    targets: list[BlockTable] = field(default_factory=list)
     writes: list[tuple[int, int]] = field(default_factory=list)
     flying: set[Write] = field(default_factory=set)
     choices: tuple[ChoiceStart, ...] | None = None
@@ -108,8 +106,13 @@ class Outgoing(Record):
         """The engine starts to report, from the first token wanted on."""
         self.engaged = True
         self.ready = self.posted = self.start
-        sizes = [ceil_div(self.num_tokens, group.block_size) for group in groups]
-        self.blocks = [np.zeros(size, np.int64) for size in sizes]
+        self.blocks = block_tables(((),) * len(groups), groups, self.num_tokens)
+        self.aim()
+
+    def aim(self) -> None:
+        """D has reserved, or has extended its reservation."""
+        assert self.session is not None
+        self.targets = block_tables(self.reserve.spans, self.session.groups, self.num_tokens)
 
     def take(self, report: BlocksReady) -> None:
         """Take in which blocks have become final.
@@ -122,14 +125,12 @@ class Outgoing(Record):
         for known, spans in zip(self.blocks, report.spans, strict=True):
             for span in spans:
                 known[span.first : span.first + len(span.blocks)] = span.blocks
-        self.sums.append((report.start, report.end, report.sums))
         self.ready = report.end
 
-    def posts(self, groups: Sequence[KVLayout], num_ranks: int) -> Iterator[Post]:
+    def posts(self, num_ranks: int) -> Iterator[Post]:
         """Writes of what is ready and wanted, up to a border at which blocks of both sides begin.
 
         Args:
-            groups: of this side.
             num_ranks: of this side.
         """
         session, reserve = self.session, self.reserve
@@ -144,18 +145,8 @@ class Outgoing(Record):
             self.writes.append((start, self.posted))
             ranks = range(num_ranks), range(session.num_ranks)
             self.flying.update(itertools.product((number,), *ranks))
-            ours = blocks_between(groups, start, self.posted, self.num_tokens)
-            theirs = blocks_between(session.groups, start, self.posted, self.num_tokens)
-            yield Post(
-                session.id,
-                self.name,
-                number,
-                start,
-                self.posted,
-                tuple(map(_spans, self.blocks, ours)),
-                tuple(map(spans_slice, reserve.spans, theirs)),
-                tuple(s for low, high, s in self.sums if low < self.posted and start < high),
-            )
+            tables = self.blocks, self.targets
+            yield Post(session.id, self.name, number, start, self.posted, session.pairings, *tables)
 
     def wrong(self) -> str | None:
         """What is wrong with it, if anything."""
@@ -171,10 +162,3 @@ class Outgoing(Record):
         if self.engaged and not self.posted <= self.ready <= self.num_tokens:
             return f"posted {self.posted}, ready {self.ready} of {self.num_tokens}"
         return None
-
-
-def _spans(blocks: npt.NDArray[np.int64], cut: tuple[int, int]) -> tuple[BlockSpan, ...]:
-    """The blocks of a cut as spans of logical blocks that follow each other."""
-    there = np.flatnonzero(blocks[cut[0] : cut[1]]) + cut[0]
-    runs = np.split(there, np.flatnonzero(np.diff(there) != 1) + 1) if len(there) else []
-    return tuple(BlockSpan(int(run[0]), tuple(blocks[run].tolist())) for run in runs)

@@ -11,6 +11,7 @@ from typing import Any, Generic, TypeVar
 import msgspec
 
 from kvbaton.connectors.layout import GroupKind, KVLayout
+from kvbaton.connectors.pairing import GroupPairing
 from kvbaton.connectors.protocol.events import Identity, Link, SendMessage
 from kvbaton.connectors.protocol.machine import Context
 from kvbaton.messages.control import Message, RankCard
@@ -19,8 +20,8 @@ from kvbaton.types import Attempt, NodeId, TransferTimers
 Layouts = Sequence[Sequence[KVLayout]]
 """Per rank, one layout per group."""
 
-Pairable = Callable[[Layouts, Layouts], None]
-"""Raises `ValueError` (`LayoutMismatchError`), naming both values, if two sides can't pair."""
+Pair = Callable[[Layouts, Layouts], Sequence[GroupPairing]]
+"""Pairs groups; raises `ValueError` (`LayoutMismatchError`), naming both values, if it can't."""
 
 MAX_RANKS = 1024
 MAX_GROUPS = 64
@@ -55,6 +56,8 @@ class Session:
         groups: of the peer: the layouts of its rank 0, which say of the others as much as the
             machines use.
         num_ranks: of the peer.
+        pairings: of the groups of both sides.
+        receiver: whom its messages name as such.
         attempts: alive and bound to the session; on D those in quarantine included.
     """
 
@@ -67,11 +70,14 @@ class Session:
     numbers: Iterator[int] = field(default_factory=itertools.count)
     groups: Sequence[KVLayout] = ()
     num_ranks: int = 0
+    pairings: Sequence[GroupPairing] = ()
+    receiver: NodeId | None = None
     attempts: dict[Attempt, Any] = field(default_factory=dict)
 
     def send(self, context: Context, kind: type[Message], **fields: Any) -> None:
         """Send to where the last message came from, else to the address."""
-        message: Any = kind(session=self.id, seq=next(self.numbers), **fields)
+        fields |= {"session": self.id, "seq": next(self.numbers), "receiver": self.receiver}
+        message: Any = kind(**fields)
         address = self.address if self.link is None else None
         context.do(SendMessage(message, link=self.link, address=address))
 
@@ -135,7 +141,7 @@ class Sessions(Generic[SessionT]):
         context: shared with the machine.
         identity: what this side says of itself.
         timers: of the protocol.
-        pairable: checks layouts, source first.
+        pair: pairs the groups of layouts, source first.
 
     Attributes:
         layouts: of this side.
@@ -143,21 +149,21 @@ class Sessions(Generic[SessionT]):
     """
 
     def __init__(
-        self, context: Context, identity: Identity, timers: TransferTimers, pairable: Pairable
+        self, context: Context, identity: Identity, timers: TransferTimers, pair: Pair
     ) -> None:
         self.context = context
         self.identity = identity
         self.timers = timers
         self.layouts = decode_layouts(identity.ranks)
         self.known: dict[bytes, SessionT] = {}
-        self._pairable = pairable
+        self._pair = pair
 
     def of(self, node: NodeId | None) -> list[SessionT]:
         """The sessions with a generation."""
         return [session for session in self.known.values() if session.node == node]
 
-    def check_layouts(self, source: Layouts, target: Layouts) -> None:
-        """Check that blocks can cross.
+    def pair(self, source: Layouts, target: Layouts) -> Sequence[GroupPairing]:
+        """How blocks can cross.
 
         Raises:
             NegotiationError: they can't; the message names both values.
@@ -167,7 +173,7 @@ class Sessions(Generic[SessionT]):
                 "layout", f"source has {len(source[0])} groups, target {len(target[0])}"
             )
         try:
-            self._pairable(source, target)
+            return self._pair(source, target)
         except (ValueError, ArithmeticError, LookupError, TypeError) as error:
             # A peer's layouts may be wrong in ways that no check of ours foresaw.
             raise NegotiationError("layout", str(error) or type(error).__name__) from error

@@ -16,6 +16,7 @@ from __future__ import annotations
 
 from typing import Any, ClassVar
 
+from kvbaton.connectors.pairing import pair_groups
 from kvbaton.connectors.protocol.checks import (
     check_ack,
     check_reserve,
@@ -24,7 +25,6 @@ from kvbaton.connectors.protocol.checks import (
     is_extension,
 )
 from kvbaton.connectors.protocol.events import (
-    AboutAttempt,
     Announce,
     BlocksReady,
     Closed,
@@ -41,13 +41,12 @@ from kvbaton.connectors.protocol.events import (
     SourceFailed,
     Stop,
     StopSource,
-    Tick,
     WriteEnded,
 )
 from kvbaton.connectors.protocol.machine import Machine, Table
 from kvbaton.connectors.protocol.outgoing import Outgoing, SourceSession
 from kvbaton.connectors.protocol.outgoing import SourceState as State
-from kvbaton.connectors.protocol.session import Pairable, SessionState
+from kvbaton.connectors.protocol.session import Pair, SessionState
 from kvbaton.connectors.protocol.source_sessions import SourceSessions
 from kvbaton.messages.control import (
     Accepted,
@@ -82,7 +81,7 @@ class Source(Machine[SourceEvent, SourceAction, Outgoing]):
     Args:
         identity: what this side says of itself.
         timers: of the protocol.
-        pairable: checks layouts, source first; raises `ValueError` naming both values.
+        pair: pairs the groups of layouts, source first; raises `ValueError` naming both values.
         max_attempts: attempts that may be alive at once; more are refused by name.
         max_attempts_per_peer: likewise for one D; a quarter of `max_attempts` if not given.
         max_notice_bytes: of the transport; a write's digests fit into its notice.
@@ -97,7 +96,7 @@ class Source(Machine[SourceEvent, SourceAction, Outgoing]):
         identity: Identity,
         timers: TransferTimers,
         *,
-        pairable: Pairable,
+        pair: Pair = pair_groups,
         max_attempts: int = 65_536,
         max_attempts_per_peer: int | None = None,
         max_notice_bytes: int = 1 << 16,
@@ -108,7 +107,7 @@ class Source(Machine[SourceEvent, SourceAction, Outgoing]):
             self.context,
             identity,
             timers,
-            pairable,
+            pair,
             max_notice_bytes=max_notice_bytes,
             lose=self._lose,
             settle=self._settle,
@@ -124,7 +123,7 @@ class Source(Machine[SourceEvent, SourceAction, Outgoing]):
         return {
             "attempts": self._num_by_state(),
             "leases": sum(r.engaged for r in live),
-            "held_blocks": sum(int((blocks > 0).sum()) for r in live for blocks in r.blocks),
+            "held_blocks": sum(int((blocks >= 0).sum()) for r in live for blocks in r.blocks),
             "writes_in_flight": sum(len(r.flying) for r in live),
             "writes_undrained": self.sessions.num_undrained(),
             "sessions": self.sessions.dump(),
@@ -136,8 +135,6 @@ class Source(Machine[SourceEvent, SourceAction, Outgoing]):
         match event:
             case Received():
                 self._received(event)
-            case Tick():
-                self._ring()
             case PeerGone():
                 self.sessions.peer_gone(event.node)
             case Closed():
@@ -146,8 +143,6 @@ class Source(Machine[SourceEvent, SourceAction, Outgoing]):
                 for record in list(self.live.values()):
                     if record.state is not State.STOPPING:
                         self._fail_request(record, SourceFailed(record.name, "the node stops"))
-            case AboutAttempt():
-                self._apply(type(event), self.record(event.attempt), event)
 
     def _received(self, event: Received) -> None:
         message = event.message
@@ -199,7 +194,7 @@ class Source(Machine[SourceEvent, SourceAction, Outgoing]):
             self._bind(record, message)
             self._enter(record, State.RESERVED)
             self._renew(record)
-            self._in("resend", record, self.timers.resend)
+            self.context.ring_in("resend", record.name, self.timers.resend)
             self._send(record, Accepted)
 
     def _reserve_announced(self, record: Outgoing, message: Reserve) -> None:
@@ -218,6 +213,7 @@ class Source(Machine[SourceEvent, SourceAction, Outgoing]):
             return
         record.reserve = message
         if record.state is not State.RESERVED:
+            record.aim()
             self._renew(record)
         self._send(record, Accepted)
         if record.state is State.ENGAGED:
@@ -265,13 +261,15 @@ class Source(Machine[SourceEvent, SourceAction, Outgoing]):
 
     def _renew(self, record: Outgoing) -> None:
         """The lease begins anew; how long D will wait bounds it."""
-        self._in("deadline", record, min(self.timers.lease, record.until - self.context.now))
+        self.context.ring_in(
+            "deadline", record.name, min(self.timers.lease, record.until - self.context.now)
+        )
 
     def _engage(self, record: Outgoing) -> None:
         record.engage(self.groups)
         self._enter(record, State.ENGAGED)
         self._renew(record)
-        self._in("resend", record, self.timers.resend)
+        self.context.ring_in("resend", record.name, self.timers.resend)
         assert record.session is not None, "it has reserved"
         theirs = record.session.groups
         counted = counted_from(self.groups, theirs, record.start, record.num_tokens)
@@ -286,7 +284,7 @@ class Source(Machine[SourceEvent, SourceAction, Outgoing]):
             return
         record.prompt_key, record.num_tokens = event.prompt_key, event.num_tokens
         self._enter(record, State.ANNOUNCED)
-        self._in("deadline", record, self.timers.total)
+        self.context.ring_in("deadline", record.name, self.timers.total)
 
     def _announce_reserved(self, record: Outgoing, event: Announce) -> None:
         """Compare the prompt: equal, `Engage`; else `Refused(prompt)` and the request goes on alone."""
@@ -302,7 +300,7 @@ class Source(Machine[SourceEvent, SourceAction, Outgoing]):
 
     def _finish_idle(self, record: Outgoing, event: FirstTokens) -> None:
         """The prompt is computed: its deadline begins anew, as the queue may have been long; of too many the oldest is forgotten."""
-        self._in("deadline", record, self.timers.total)
+        self.context.ring_in("deadline", record.name, self.timers.total)
         self._idle[record.name] = None
         if len(self._idle) > MAX_IDLE:
             self._end(self.live[next(iter(self._idle))], "expired")
@@ -320,13 +318,13 @@ class Source(Machine[SourceEvent, SourceAction, Outgoing]):
         self._push(record)
 
     def _push(self, record: Outgoing) -> None:
-        for post in record.posts(self.groups, len(self.identity.ranks)):
+        for post in record.posts(len(self.identity.ranks)):
             line = f"post write {post.write}: tokens {post.start} to {post.end}"
             self.context.tell(record.name, line)
             self.context.do(post)
         if record.complete:
             self._enter(record, State.COMPLETED)
-            self._in("resend", record, self.timers.resend)
+            self.context.ring_in("resend", record.name, self.timers.resend)
             self._send_complete(record)
 
     def _send_complete(self, record: Outgoing) -> None:
@@ -345,7 +343,7 @@ class Source(Machine[SourceEvent, SourceAction, Outgoing]):
 
     def _repeat(self, record: Outgoing, given: None) -> None:
         """Send `Progress`, until all is posted and every write has ended; from `completed` on `Complete` again."""
-        self._in("resend", record, self.timers.resend)
+        self.context.ring_in("resend", record.name, self.timers.resend)
         if record.state is not State.COMPLETED or record.flying:
             self._send_progress(record)
         if record.state is State.COMPLETED:
@@ -425,7 +423,7 @@ class Source(Machine[SourceEvent, SourceAction, Outgoing]):
     def _force_close(self, record: Outgoing, given: None) -> None:
         """A write does not end: close the session's peer. `Closed` frees P's blocks, but is no `Drained`."""
         assert record.session is not None
-        self._in("deadline", record, self.timers.lease)
+        self.context.ring_in("deadline", record.name, self.timers.lease)
         self.sessions.end(record.session, "a write does not end", now=True)
 
     def _lose(self, record: Outgoing, why: str) -> None:
@@ -447,7 +445,7 @@ class Source(Machine[SourceEvent, SourceAction, Outgoing]):
         if record.state is not State.RESERVED and record.choices is None:
             self.context.do(StopSource(record.name, outcome))
         self._enter(record, State.STOPPING)
-        self._in("deadline", record, self.timers.lease)
+        self.context.ring_in("deadline", record.name, self.timers.lease)
         self._settle(record)
 
     def _settle(self, record: Outgoing) -> None:

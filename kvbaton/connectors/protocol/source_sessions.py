@@ -15,6 +15,7 @@ from collections import OrderedDict
 from collections.abc import Callable, Sequence
 
 from kvbaton.connectors.layout import GroupKind, KVLayout
+from kvbaton.connectors.pairing import GroupPairing
 from kvbaton.connectors.protocol.events import (
     Abandon,
     Closed,
@@ -31,7 +32,7 @@ from kvbaton.connectors.protocol.outgoing import Outgoing, SourceSession, Write
 from kvbaton.connectors.protocol.session import (
     Layouts,
     NegotiationError,
-    Pairable,
+    Pair,
     Sessions,
     SessionState,
     decode_layouts,
@@ -70,13 +71,13 @@ class SourceSessions(Sessions[SourceSession]):
         context: Context,
         identity: Identity,
         timers: TransferTimers,
-        pairable: Pairable,
+        pair: Pair,
         *,
         max_notice_bytes: int,
         lose: Callable[[Outgoing, str], None],
         settle: Callable[[Outgoing], None],
     ) -> None:
-        super().__init__(context, identity, timers, pairable)
+        super().__init__(context, identity, timers, pair)
         self.max_notice_bytes = max_notice_bytes
         self._over: OrderedDict[bytes, SourceSession] = OrderedDict()
         self._lose = lose
@@ -118,7 +119,7 @@ class SourceSessions(Sessions[SourceSession]):
         try:
             if len(self.known) >= MAX_SESSIONS:
                 raise NegotiationError("too_many", f"{MAX_SESSIONS} sessions are open")
-            layouts = self.check_hello(hello)
+            layouts, pairings = self.check_hello(hello)
             groups = (*self.layouts[0], *layouts[0])
             unit = math.lcm(*(g.block_size for g in groups if g.kind is not GroupKind.STATE))
             max_tokens = unit * self._max_units(unit, layouts[0])
@@ -135,6 +136,7 @@ class SourceSessions(Sessions[SourceSession]):
             last_in=hello.seq,
             groups=layouts[0],
             num_ranks=len(layouts),
+            pairings=pairings,
             unit=unit,
             max_tokens=max_tokens,
         )
@@ -143,8 +145,8 @@ class SourceSessions(Sessions[SourceSession]):
         self.context.do(OpenPeer(session.id, hello.sender, hello.ranks))
         self._welcome(session, hello)
 
-    def check_hello(self, hello: Hello) -> Layouts:
-        """Layouts of D's ranks.
+    def check_hello(self, hello: Hello) -> tuple[Layouts, Sequence[GroupPairing]]:
+        """Layouts of D's ranks, and how their groups pair with ours.
 
         Raises:
             NegotiationError: it can't pair with us; the message names both values.
@@ -167,8 +169,7 @@ class SourceSessions(Sessions[SourceSession]):
                 "transport", f"source uses {ours.transport!r}, target {hello.transport!r}"
             )
         layouts = decode_layouts(hello.ranks)
-        self.check_layouts(self.layouts, layouts)
-        return layouts
+        return layouts, self.pair(self.layouts, layouts)
 
     def _max_units(self, unit: int, theirs: Sequence[KVLayout]) -> int:
         """Most units of a write.
@@ -248,7 +249,7 @@ class SourceSessions(Sessions[SourceSession]):
         """Close an ending session's connection, once nothing of it is in flight."""
         if session.state is SessionState.ENDING and (now or session.drained):
             session.state = SessionState.CLOSING
-            self.context.alarms.keep(session.id)
+            self.context.clear("deadline", session.id)
             self.context.do(ClosePeer(session.id))
 
     def closed(self, event: Closed) -> None:
@@ -291,7 +292,7 @@ class SourceSessions(Sessions[SourceSession]):
     def _forget(self, name: bytes) -> None:
         if self._over.pop(name).undrained:
             self.context.do(Abandon(name))
-        self.context.alarms.keep(name)
+        self.context.clear("deadline", name)
 
     def peer_gone(self, node: NodeId) -> None:
         """End the sessions of a generation whose process is gone."""
@@ -316,4 +317,4 @@ class SourceSessions(Sessions[SourceSession]):
         """Check the invariants; raises `AssertionError`."""
         for session in (*self.known.values(), *self._over.values()):
             if session.state is not SessionState.CLOSING:
-                assert self.context.alarms.at("deadline", session.id) is not None, f"{session}"
+                assert self.context.rings_at("deadline", session.id) is not None, f"{session}"

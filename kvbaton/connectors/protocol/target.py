@@ -20,9 +20,10 @@ from typing import Any, ClassVar
 
 import msgspec
 
+from kvbaton.connectors.pairing import pair_groups
+from kvbaton.connectors.plan import block_tables
 from kvbaton.connectors.protocol.checks import check_complete, first_token
 from kvbaton.connectors.protocol.events import (
-    AboutAttempt,
     CancelTarget,
     Deliver,
     Fail,
@@ -35,7 +36,6 @@ from kvbaton.connectors.protocol.events import (
     Start,
     TargetAction,
     TargetEvent,
-    Tick,
     Unneeded,
     Unquarantine,
     Unreachable,
@@ -44,7 +44,7 @@ from kvbaton.connectors.protocol.events import (
 from kvbaton.connectors.protocol.incoming import Incoming, TargetSession
 from kvbaton.connectors.protocol.incoming import TargetState as State
 from kvbaton.connectors.protocol.machine import Machine, Table
-from kvbaton.connectors.protocol.session import Pairable, SessionState
+from kvbaton.connectors.protocol.session import Pair, SessionState
 from kvbaton.connectors.protocol.target_sessions import TargetSessions
 from kvbaton.errors import LocalProtocolError
 from kvbaton.messages.control import (
@@ -77,7 +77,7 @@ class Target(Machine[TargetEvent, TargetAction, Incoming]):
         identity: what this side says of itself.
         timers: of the protocol.
         new_id: makes 16 random bytes.
-        pairable: checks layouts, source first; raises `ValueError` naming both values.
+        pair: pairs the groups of layouts, source first; raises `ValueError` naming both values.
         max_blocks_per_peer: blocks that may be reserved or in quarantine for one address; None for
             no limit but the pool. For a peer that leaves more than a quarter of the pool in
             quarantine nothing is reserved.
@@ -93,7 +93,7 @@ class Target(Machine[TargetEvent, TargetAction, Incoming]):
         timers: TransferTimers,
         *,
         new_id: Callable[[], bytes],
-        pairable: Pairable,
+        pair: Pair = pair_groups,
         max_blocks_per_peer: int | None = None,
     ) -> None:
         super().__init__(timers)
@@ -102,7 +102,7 @@ class Target(Machine[TargetEvent, TargetAction, Incoming]):
             self.context,
             identity,
             timers,
-            pairable,
+            pair,
             new_id=new_id,
             reserve=self._reserve,
             fail=self._fail,
@@ -126,10 +126,6 @@ class Target(Machine[TargetEvent, TargetAction, Incoming]):
             f"{blocks} of {self._num_blocks} blocks are in quarantine for more than "
             f"{self.timers.quarantine_limit:g} s because of {', '.join(sorted(peers))}"
         )
-
-    def has_session(self, session: bytes) -> bool:
-        """Whether a session is in use, or has blocks in quarantine."""
-        return session in self.sessions.known
 
     def ledger(self) -> dict[str, Any]:
         """Attempts alive by state, blocks reserved, and quarantines with their ages in seconds."""
@@ -159,8 +155,6 @@ class Target(Machine[TargetEvent, TargetAction, Incoming]):
         match event:
             case Received():
                 self._received(event)
-            case Tick():
-                self._ring()
             case PeerGone():
                 self.sessions.peer_gone(event.node)
             case Fenced():
@@ -171,8 +165,6 @@ class Target(Machine[TargetEvent, TargetAction, Incoming]):
                 self.sessions.unreachable(event)
             case Unneeded():
                 self.sessions.unneeded(event)
-            case AboutAttempt():
-                self._apply(type(event), self.record(event.attempt), event)
 
     def _received(self, event: Received) -> None:
         message = event.message
@@ -217,7 +209,8 @@ class Target(Machine[TargetEvent, TargetAction, Incoming]):
             self._turn_down(event, "too many addresses are in use")
             return
         line = record.line = self.sessions.line(event.address)
-        record.order = event
+        record.order, record.num_tokens = event, event.num_tokens
+        record.targets = block_tables(event.spans, self.groups, event.num_tokens)
         record.start = first_token(event.spans, self.groups)
         record.num_blocks = sum(len(span.blocks) for spans in event.spans for span in spans)
         record.until = self.context.now + (event.deadline_s or self.timers.total)
@@ -263,7 +256,8 @@ class Target(Machine[TargetEvent, TargetAction, Incoming]):
         self.counters.started += 1
         self.counters.failed += 1
         start = first_token(event.spans, self.groups)
-        self.context.do(Fail(event.attempt, start, reason), Unquarantine(event.attempt))
+        self.context.do(Fail(event.attempt, start, reason))
+        self.context.do(Unquarantine(event.attempt))
 
     # --- Reserve and its answers ---
 
@@ -277,7 +271,9 @@ class Target(Machine[TargetEvent, TargetAction, Incoming]):
     def _repeat_reserve(self, record: Incoming, given: None) -> None:
         """Send `Reserve` again: until it is answered; then slowly, by which P renews its lease."""
         unanswered = record.state is State.RESERVED
-        self._in("resend", record, self.timers.resend if unanswered else self.timers.lease / 4)
+        self.context.ring_in(
+            "resend", record.name, self.timers.resend if unanswered else self.timers.lease / 4
+        )
         self._send(
             record,
             Reserve,
@@ -289,13 +285,13 @@ class Target(Machine[TargetEvent, TargetAction, Incoming]):
 
     def _heard(self, record: Incoming) -> None:
         left = record.until - self.context.now
-        self._in("deadline", record, min(self.timers.progress_deadline, left))
+        self.context.ring_in("deadline", record.name, min(self.timers.progress_deadline, left))
 
     def _accepted(self, record: Incoming, message: object) -> None:
         """P has it, and is at work: the deadline starts anew. `Reserve` is repeated slowly."""
         if record.state is State.RESERVED:
             self._set_state(record, State.ENGAGED)
-            self._in("resend", record, self.timers.lease / 4)
+            self.context.ring_in("resend", record.name, self.timers.lease / 4)
         self._heard(record)
 
     def _peer_failed(self, record: Incoming, message: Failed | Refused) -> None:
@@ -411,19 +407,19 @@ class Target(Machine[TargetEvent, TargetAction, Incoming]):
             return
         self._quarantine[record.name] = record
         self._set_state(record, State.DRAINING)
-        self._in("deadline", record, self.timers.lease)
+        self.context.ring_in("deadline", record.name, self.timers.lease)
         self._repeat_cancel(record, None)
 
     def _repeat_cancel(self, record: Incoming, given: None) -> None:
         """Send `Cancel` again (after `Ack(mismatch)` if that was the reason). Of a session that is over the next one's `Hello` asks."""
         assert record.session is not None
         if not record.session.over:
-            self._in("resend", record, self.timers.resend)
+            self.context.ring_in("resend", record.name, self.timers.resend)
             self._answer_late(record, None)
 
     def _suspect(self, record: Incoming, given: None) -> None:
         """`Fence` its peer, if nothing was heard of that for a `lease`; until that holds or it is heard of."""
-        self._in("deadline", record, self.timers.lease)
+        self.context.ring_in("deadline", record.name, self.timers.lease)
         node = record.session.node if record.session is not None else None
         assert node is not None, "P was told of the blocks"
         if self.sessions.is_silent(node):

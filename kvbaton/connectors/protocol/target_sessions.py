@@ -30,7 +30,7 @@ from kvbaton.connectors.protocol.machine import Context
 from kvbaton.connectors.protocol.session import (
     Layouts,
     NegotiationError,
-    Pairable,
+    Pair,
     Sessions,
     SessionState,
     decode_layouts,
@@ -72,14 +72,14 @@ class TargetSessions(Sessions[TargetSession]):
         context: Context,
         identity: Identity,
         timers: TransferTimers,
-        pairable: Pairable,
+        pair: Pair,
         *,
         new_id: Callable[[], bytes],
         reserve: Callable[[Incoming, TargetSession], None],
         fail: Callable[[Incoming, str], None],
         release: Callable[[Incoming], None],
     ) -> None:
-        super().__init__(context, identity, timers, pairable)
+        super().__init__(context, identity, timers, pair)
         self.lines: dict[str, Line] = {}
         self._new_id = new_id
         self._numbers = itertools.count()
@@ -130,7 +130,7 @@ class TargetSessions(Sessions[TargetSession]):
             return
         if self.lines.get(line.address) is line:
             del self.lines[line.address]
-            self.context.alarms.keep(line.address)
+            self.context.clear("resend", line.address)
             self._drop(line)
             self.context.do(HangUp(line.address))
 
@@ -222,19 +222,20 @@ class TargetSessions(Sessions[TargetSession]):
     def _up(self, line: Line, session: TargetSession, message: Welcome) -> None:
         try:
             layouts = self.check_welcome(message)
+            session.pairings = self.pair(layouts, self.layouts)
         except NegotiationError as error:
             self.context.count(error.code)
             self._hang_up(line, f"can't pair with {line.address}: {error}")
             return
         node = message.sender
-        if self.context.alarms.at("resend", node) is not None:
+        if self.context.rings_at("resend", node) is not None:
             # It lives, and answers for itself. But its fence may have held for some ranks, and have
             # cut what P has connected for this session.
-            self.context.alarms.keep(node)
+            self.context.clear("resend", node)
             self._drop(line)
             self.open(line)
             return
-        session.node = node
+        session.node = session.receiver = node
         session.state = SessionState.UP
         session.groups, session.num_ranks = layouts[0], len(layouts)
         self.context.do(OpenPeer(session.id, node, message.ranks))
@@ -256,9 +257,7 @@ class TargetSessions(Sessions[TargetSession]):
         """
         if not MIN_PROTOCOL_VERSION <= welcome.version <= PROTOCOL_VERSION:
             raise NegotiationError("version", f"source chose version {welcome.version}")
-        theirs = decode_layouts(welcome.ranks)
-        self.check_layouts(theirs, self.layouts)
-        return theirs
+        return decode_layouts(welcome.ranks)
 
     def _replaced(self, line: Line, node: NodeId | None) -> None:
         """Another generation answers at an address."""
@@ -303,7 +302,7 @@ class TargetSessions(Sessions[TargetSession]):
         line = self.lines[session.address]
         if line.session is session:
             line.session = None
-            self.context.alarms.keep(line.address)
+            self.context.clear("resend", line.address)
         for record in list(session.attempts.values()):
             if record.state is not TargetState.DRAINING:
                 self._fail(record, why)
@@ -318,7 +317,7 @@ class TargetSessions(Sessions[TargetSession]):
             return
         del self.known[session.id]
         if session.node is not None and not self.of(session.node):
-            self.context.alarms.keep(session.node)
+            self.context.clear("resend", session.node)
             self.context.do(ForgetPeer(session.node))
 
     def released(self, record: Incoming) -> None:
@@ -352,7 +351,7 @@ class TargetSessions(Sessions[TargetSession]):
 
     def lose(self, node: NodeId) -> None:
         """Fence a generation until that holds, it answers, or nothing of it is in quarantine."""
-        if self.context.alarms.at("resend", node) is None:
+        if self.context.rings_at("resend", node) is None:
             self._fence(node)
 
     def _fence(self, node: NodeId) -> None:
@@ -363,11 +362,11 @@ class TargetSessions(Sessions[TargetSession]):
     def fencing(self) -> list[NodeId]:
         """Generations that are being fenced."""
         nodes = {session.node for session in self.known.values() if session.node is not None}
-        return [node for node in nodes if self.context.alarms.at("resend", node) is not None]
+        return [node for node in nodes if self.context.rings_at("resend", node) is not None]
 
     def fenced(self, event: Fenced) -> None:
         """Nothing of a generation can land any more."""
-        self.context.alarms.keep(event.node)
+        self.context.clear("resend", event.node)
         over = [session for session in self.of(event.node) if session.over]
         for session in over:
             self._release_all(session)
@@ -405,7 +404,7 @@ class TargetSessions(Sessions[TargetSession]):
     def validate(self) -> None:
         """Check the invariants; raises `AssertionError`."""
         for line in self.lines.values():
-            alarm = self.context.alarms.at("resend", line.address)
+            alarm = self.context.rings_at("resend", line.address)
             assert alarm is not None, f"nothing would wake {line}"
         for session in self.known.values():
             used = not session.over and self.lines[session.address].session is session

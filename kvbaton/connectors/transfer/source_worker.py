@@ -6,19 +6,17 @@ import time
 from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import Any, NamedTuple, cast
+from typing import Any, NamedTuple
 
-import msgspec
 import numpy as np
 
 from kvbaton.connectors.base import Handle, Peer, Ranges, Status, Transport
 from kvbaton.connectors.digest import Sums, claims
 from kvbaton.connectors.layout import KVLayout
-from kvbaton.connectors.pairing import GroupPairing, pair_groups
+from kvbaton.connectors.pairing import GroupPairing
 from kvbaton.connectors.plan import plan, total_bytes
 from kvbaton.connectors.protocol.events import (
     Abandon,
-    Announce,
     BlocksReady,
     Closed,
     ClosePeer,
@@ -28,33 +26,14 @@ from kvbaton.connectors.protocol.events import (
     PeerGone,
     Post,
     Release,
-    SourceAction,
     SourceEvent,
-    SourceFailed,
     WriteEnded,
 )
 from kvbaton.connectors.protocol.notice import pack_notice
 from kvbaton.connectors.protocol.source import Source
-from kvbaton.connectors.transfer.worker import Links, PendingSums, TransferWorker
+from kvbaton.connectors.transfer.worker import Links, TransferWorker
 from kvbaton.messages.control import DigestRun
-from kvbaton.types import Attempt, NodeId, Spans
-
-
-@dataclass(frozen=True)
-class BlocksReport:
-    """Tokens [start, end) of a transfer were computed; they are final once all `sums` are there.
-
-    Attributes:
-        spans: source blocks that hold the range, per group.
-        sums: per group, the first block whose digest counts, and the pending sums of the blocks
-            from it on.
-    """
-
-    attempt: Attempt
-    start: int
-    end: int
-    spans: Spans
-    sums: tuple[tuple[int, PendingSums], ...]
+from kvbaton.types import Attempt, NodeId
 
 
 class GroupSums(NamedTuple):
@@ -62,21 +41,6 @@ class GroupSums(NamedTuple):
 
     first_block: int
     of_ranks: list[Sums]
-
-    def cut(self, first: int, last: int) -> GroupSums:
-        """Those of logical blocks [first, last)."""
-        low = max(0, first - self.first_block)
-        high = max(low, last - self.first_block)
-        return GroupSums(self.first_block + low, [sums[low:high] for sums in self.of_ranks])
-
-
-@dataclass
-class _TargetLinks:
-    """Connections of one session, and how its KV groups pair with ours."""
-
-    node: NodeId
-    pairings: list[GroupPairing] = field(default_factory=list)
-    links: Links = field(default_factory=dict)
 
 
 @dataclass
@@ -119,7 +83,7 @@ class _Write:
         return self.broken or next(filter(None, told), "unknown error")
 
 
-class SourceWorker(TransferWorker[SourceEvent, SourceAction]):
+class SourceWorker(TransferWorker):
     """Carries out a `Source`'s actions on transports; only the transfer thread calls it.
 
     Args:
@@ -137,10 +101,11 @@ class SourceWorker(TransferWorker[SourceEvent, SourceAction]):
         counters = ("posted_bytes", "sent_bytes", "writes", "write_seconds", "plan_seconds")
         super().__init__(source, transports, layouts, counters)
         self.source = source
-        self._peers: dict[bytes, _TargetLinks] = {}
+        self._peers: dict[bytes, tuple[NodeId, Links]] = {}
         self._closing: dict[bytes, list[tuple[Transport, Peer]]] = {}
         self._writes: list[_Write] = []
-        self._reports: dict[Attempt, deque[BlocksReport | FirstTokens]] = {}
+        self._reports: dict[Attempt, deque[BlocksReady | FirstTokens]] = {}
+        self._sums: dict[Attempt, list[GroupSums]] = {}
         self._do |= {
             OpenPeer: self._open_peer,
             ClosePeer: self._close_peer,
@@ -149,20 +114,17 @@ class SourceWorker(TransferWorker[SourceEvent, SourceAction]):
             Abandon: self._abandon,
         }
 
-    def submit(
-        self, item: Announce | BlocksReport | FirstTokens | SourceFailed, now: float
-    ) -> None:
+    def submit(self, event: SourceEvent, now: float) -> None:
         """Take in what the engine reports; reports of one attempt keep their order."""
-        if isinstance(item, BlocksReport | FirstTokens):
-            self._reports.setdefault(item.attempt, deque()).append(item)
+        if isinstance(event, BlocksReady | FirstTokens):
+            self._reports.setdefault(event.attempt, deque()).append(event)
         else:
-            self.handle(item, now)
+            self.handle(event, now)
 
-    def _look(self, now: float) -> None:
+    def _look(self, now: float) -> bool:
         for attempt, queue in list(self._reports.items()):
-            while queue and (event := self._ready_event(queue[0])) is not None:
-                queue.popleft()
-                self.handle(event, now)
+            while queue and self._is_final(queue[0]):
+                self.handle(queue.popleft(), now)
             if not queue:
                 self._reports.pop(attempt, None)
         for write in list(self._writes):
@@ -174,49 +136,51 @@ class SourceWorker(TransferWorker[SourceEvent, SourceAction]):
                 transport.notices()  # nobody writes to a source; this drives transport's progress
             except Exception:
                 self.error("transport %s can't be looked at", transport.name)
+        writing = any(not write.failed for write in self._writes)
+        return bool(self._reports or self._closing or writing)
 
     def _linked(self) -> list[tuple[NodeId, Links]]:
-        return [(peer.node, peer.links) for peer in self._peers.values()]
-
-    def busy(self) -> bool:
-        """Whether blocks are about to be sent, or on their way."""
-        return bool(self._reports or self._closing) or any(
-            not write.failed for write in self._writes
-        )
+        return list(self._peers.values())
 
     def state(self) -> dict[str, Any]:
         """What the machine and this thread know, for diagnosis."""
         return {**super().state(), "writes_in_flight": len(self._writes)}
 
-    def _ready_event(self, item: BlocksReport | FirstTokens) -> BlocksReady | FirstTokens | None:
-        """The event for a report, once the blocks are final."""
-        if isinstance(item, FirstTokens):
-            return item
-        by_group = []
-        for first_block, pending in item.sums:
-            sums = pending.poll()
-            if sums is None:
-                return None
-            by_group.append(GroupSums(first_block, sums))
-        self.mark(item.attempt, "computed", start=item.start, end=item.end)
-        return BlocksReady(item.attempt, item.start, item.end, item.spans, by_group)
+    def _is_final(self, event: BlocksReady | FirstTokens) -> bool:
+        """Whether the blocks of a report are; their sums are kept until they are posted."""
+        if isinstance(event, FirstTokens):
+            return True
+        found = [pending.poll() for _, pending in event.sums]
+        if any(sums is None for sums in found):
+            return False
+        if event.attempt not in self.source.live:
+            return True
+        kept = self._sums.setdefault(event.attempt, [GroupSums(0, [])] * len(found))
+        for group, ((first_block, _), sums) in enumerate(zip(event.sums, found, strict=True)):
+            assert sums is not None
+            first, before = kept[group]
+            if any(map(len, before)):
+                sums = [np.concatenate(both) for both in zip(before, sums, strict=True)]
+            else:
+                first = first_block
+            kept[group] = GroupSums(first, sums)
+        self.mark(event.attempt, "computed", start=event.start, end=event.end)
+        return True
 
     # --- sessions ---
 
     def _open_peer(self, action: OpenPeer, now: float) -> None:
-        peer = self._peers[action.session] = _TargetLinks(action.node)
+        links: Links = {}
+        self._peers[action.session] = action.node, links
         try:
-            theirs = [msgspec.msgpack.decode(c.layouts, type=list[KVLayout]) for c in action.ranks]
-            peer.pairings = pair_groups(self.layouts, theirs)
-            self._connect(action.ranks, peer.links)
+            self._connect(action.ranks, links)
         except Exception:
             self.error("can't reach %s", action.node.node)
             self.handle(PeerGone(action.node), now)
 
     def _close_peer(self, action: ClosePeer, now: float) -> None:
-        peer = self._peers.pop(action.session, None)
-        links = peer.links.items() if peer is not None else ()
-        closing = [(self.transports[own], link) for (own, _), link in links]
+        _, links = self._peers.pop(action.session, (None, {}))
+        closing = [(self.transports[own], link) for (own, _), link in links.items()]
         self._closing[action.session] = closing
         self._look_at_closing(action.session, closing, now)
 
@@ -246,19 +210,20 @@ class SourceWorker(TransferWorker[SourceEvent, SourceAction]):
 
     def _release(self, action: Release, now: float) -> None:
         self._reports.pop(action.attempt, None)
+        self._sums.pop(action.attempt, None)
         self.to_engine(action)
 
     # --- writes ---
 
     def _post(self, action: Post, now: float) -> None:
         began = time.monotonic()
-        peer = self._peers[action.session]
-        ranges: dict[tuple[int, int], list[Ranges]] = {pair: [] for pair in peer.links}
-        digests: dict[tuple[int, int], list[DigestRun]] = {pair: [] for pair in peer.links}
+        _, links = self._peers[action.session]
+        ranges: dict[tuple[int, int], list[Ranges]] = {pair: [] for pair in links}
+        digests: dict[tuple[int, int], list[DigestRun]] = {pair: [] for pair in links}
         try:
-            for group, pairing in enumerate(peer.pairings):
-                spans = action.source[group], action.target[group]
-                for pair, rows in plan(pairing, *spans, action.start, action.end).items():
+            for group, pairing in enumerate(action.pairings):
+                tables = action.source[group], action.target[group]
+                for pair, rows in plan(pairing, *tables, action.start, action.end).items():
                     ranges[pair].append(rows)
                 for run in self._claims(action, group, pairing):
                     digests[run.source_rank, run.target_rank].append(run)
@@ -266,32 +231,31 @@ class SourceWorker(TransferWorker[SourceEvent, SourceAction]):
             # The layouts and the reservation are the peer's word: nothing was posted.
             self.error("write %d of %s can't be planned", action.write, action.attempt)
             why = f"{type(error).__name__}: {error}"
-            for pair in peer.links:
+            for pair in links:
                 self.handle(
                     WriteEnded(action.attempt, action.write, *pair, ok=False, error=why), now
                 )
             return
         self.counters["plan_seconds"] += time.monotonic() - began
-        for pair, link in peer.links.items():
+        for pair, link in links.items():
             rows = np.concatenate(ranges[pair] or [np.empty((0, 8), np.int64)])
             self._post_pair(action, pair, link, rows, tuple(digests[pair]))
         self.mark(action.attempt, "posted", write=action.write, start=action.start, end=action.end)
 
     def _claims(self, action: Post, group: int, pairing: GroupPairing) -> list[DigestRun]:
         """Digests of a write in one group, made of the sums that came with the blocks."""
-        size = pairing.sources[0].block_size
-        reports = cast("tuple[list[GroupSums], ...]", action.sums)
-        cuts = [r[group].cut(action.start // size, -(-action.end // size)) for r in reports]
-        parts = [part for part in cuts if len(part.of_ranks[0])]
-        if not parts:
+        kept, size = self._sums[action.attempt], pairing.sources[0].block_size
+        first, sums = kept[group]
+        low = max(0, action.start // size - first)
+        high = max(low, -(-action.end // size) - first)
+        cut = [rank[low:high] for rank in sums]
+        kept[group] = GroupSums(first + high, [rank[high:] for rank in sums])
+        if not cut or not len(cut[0]):
             return []
-        sums = parts[0].of_ranks
-        if len(parts) > 1:
-            sums = [np.concatenate(rank) for rank in zip(*(p.of_ranks for p in parts), strict=True)]
         return claims(
             pairing,
-            sums,
-            first_block=parts[0].first_block,
+            cut,
+            first_block=first + low,
             transfer_id=action.attempt.transfer_id,
             attempt=action.attempt.number,
         )

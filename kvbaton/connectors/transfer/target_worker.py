@@ -8,15 +8,12 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
-import msgspec
+import numpy as np
 
 from kvbaton.connectors.base import Transport
-from kvbaton.connectors.digest import mismatches
+from kvbaton.connectors.digest import PendingSums, mismatches
 from kvbaton.connectors.layout import KVLayout
-from kvbaton.connectors.pairing import GroupPairing, pair_groups
-from kvbaton.connectors.protocol.checks import spans_slice
 from kvbaton.connectors.protocol.events import (
-    CancelTarget,
     Fence,
     Fenced,
     ForgetPeer,
@@ -24,11 +21,8 @@ from kvbaton.connectors.protocol.events import (
     OpenPeer,
     PeerGone,
     SendMessage,
-    SetMembers,
     Start,
-    TargetAction,
     TargetEvent,
-    Unneeded,
     Unquarantine,
     Unreachable,
     Verified,
@@ -36,7 +30,7 @@ from kvbaton.connectors.protocol.events import (
 )
 from kvbaton.connectors.protocol.notice import unpack_notice
 from kvbaton.connectors.protocol.target import Target
-from kvbaton.connectors.transfer.worker import Links, PendingSums, TransferWorker
+from kvbaton.connectors.transfer.worker import Links, TransferWorker
 from kvbaton.messages.control import Reserve
 from kvbaton.types import Attempt, NodeId
 
@@ -77,7 +71,7 @@ class _SourceLinks:
     unreachable: set[bytes] = field(default_factory=set)
 
 
-class TargetWorker(TransferWorker[TargetEvent, TargetAction]):
+class TargetWorker(TransferWorker):
     """Carries out a `Target`'s actions on transports; only the transfer thread calls it.
 
     Args:
@@ -101,7 +95,6 @@ class TargetWorker(TransferWorker[TargetEvent, TargetAction]):
         self._live: set[Attempt] = set()
         self._health_at = 0.0
         self._peers: dict[NodeId, _SourceLinks] = {}
-        self._pairings: dict[bytes, list[GroupPairing]] = {}
         self._checks: list[_Check] = []
         self._do |= {
             OpenPeer: self._open_peer,
@@ -112,13 +105,13 @@ class TargetWorker(TransferWorker[TargetEvent, TargetAction]):
             HangUp: lambda action, now: self.channel.hang_up(action.address),
         }
 
-    def submit(self, item: SetMembers | Start | Unneeded | CancelTarget, now: float) -> None:
+    def submit(self, event: TargetEvent, now: float) -> None:
         """Take in what the engine wants."""
-        if isinstance(item, Start):
-            self._live.add(item.attempt)
-        self.handle(item, now)
+        if isinstance(event, Start):
+            self._live.add(event.attempt)
+        self.handle(event, now)
 
-    def _look(self, now: float) -> None:
+    def _look(self, now: float) -> bool:
         for transport in self.transports:
             try:
                 for notice in transport.notices():
@@ -127,10 +120,10 @@ class TargetWorker(TransferWorker[TargetEvent, TargetAction]):
                 self.error("transport %s can't be looked at", transport.name)
         for check in list(self._checks):
             self._look_at_check(check, now)
+        return bool(self._live)
 
     def _look_around(self, now: float) -> None:
         super()._look_around(now)
-        self._forget_pairings()
         if now >= self._health_at:  # it looks at all attempts
             self._health_at = now + HEALTH_PERIOD_S
             reason = self.target.unhealthy
@@ -141,13 +134,9 @@ class TargetWorker(TransferWorker[TargetEvent, TargetAction]):
     def _linked(self) -> list[tuple[NodeId, Links]]:
         return [(node, peer.links) for node, peer in self._peers.items()]
 
-    def busy(self) -> bool:
-        """Whether bytes may be on their way here."""
-        return bool(self._live)
-
     def state(self) -> dict[str, Any]:
         """What the machine and this thread know, for diagnosis."""
-        return {**super().state(), "live": len(self._live), "pairings": len(self._pairings)}
+        return {**super().state(), "live": len(self._live)}
 
     def _landed(self, payload: bytes, now: float) -> None:
         event = unpack_notice(payload)
@@ -177,8 +166,6 @@ class TargetWorker(TransferWorker[TargetEvent, TargetAction]):
         peer = self._peers.setdefault(action.node, _SourceLinks())
         links: Links = {}
         try:
-            theirs = [msgspec.msgpack.decode(c.layouts, type=list[KVLayout]) for c in action.ranks]
-            self._pairings[action.session] = pair_groups(theirs, self.layouts)
             self._connect(action.ranks, links)
         except Exception:
             # It learns of no block in this session; who could write in an earlier one may still.
@@ -200,15 +187,6 @@ class TargetWorker(TransferWorker[TargetEvent, TargetAction]):
     def _forget_peer(self, action: ForgetPeer, now: float) -> None:
         self._close(self._peers.pop(action.node, _SourceLinks()).links)
 
-    def _forget_pairings(self) -> None:
-        """Drop those of sessions that can have nothing to verify any more."""
-        checked = {check.order.session for check in self._checks}
-        self._pairings = {
-            session: pairings
-            for session, pairings in self._pairings.items()
-            if session in checked or self.target.has_session(session)
-        }
-
     def _fence(self, action: Fence, now: float) -> None:
         links = self._peers.get(action.node, _SourceLinks()).links
         if all(self.transports[own].fence(link) for (own, _), link in links.items()):
@@ -225,13 +203,13 @@ class TargetWorker(TransferWorker[TargetEvent, TargetAction]):
     def _verify(self, action: Verify, now: float) -> None:
         check = _Check(action, time.monotonic())
         try:
-            for group, spans in enumerate(action.target):
+            for group, table in enumerate(action.target):
                 size = self.layouts[0][group].block_size
                 start = max(action.start, action.counted[group])
-                wanted = spans_slice(spans, (start // size, -(-action.end // size)))
-                blocks = [block for span in wanted for block in span.blocks]
-                if blocks and start < action.end:
-                    first = wanted[0].first
+                wanted = table[start // size : -(-action.end // size)]
+                there = np.flatnonzero(wanted >= 0)
+                if len(there) and start < action.end:
+                    first, blocks = start // size + int(there[0]), wanted[there].tolist()
                     sums = self.memory.digest(group, blocks, first * size, start, action.end)
                     check.sums[group] = first, sums
         except Exception as error:
@@ -257,7 +235,7 @@ class TargetWorker(TransferWorker[TargetEvent, TargetAction]):
             for group, first_block, sums in found:
                 bad.update(
                     mismatches(
-                        self._pairings[order.session][group],
+                        order.pairings[group],
                         sums,
                         order.digests,
                         first_block=first_block,

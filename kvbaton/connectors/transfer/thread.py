@@ -22,25 +22,14 @@ import zmq
 
 from kvbaton.connectors.channel import ControlChannel
 from kvbaton.connectors.protocol.events import (
-    Announce,
-    CancelTarget,
-    Deliver,
-    Engage,
-    EvictSource,
-    Fail,
-    FirstTokens,
     Received,
-    RefuseAnnounce,
-    Release,
-    SetMembers,
-    SourceFailed,
-    Start,
+    SourceAction,
+    SourceEvent,
     Stop,
-    StopSource,
-    Unneeded,
-    Unquarantine,
+    TargetAction,
+    TargetEvent,
 )
-from kvbaton.connectors.transfer.source_worker import BlocksReport, SourceWorker
+from kvbaton.connectors.transfer.source_worker import SourceWorker
 from kvbaton.connectors.transfer.target_worker import TargetWorker
 from kvbaton.messages.control import (
     Ack,
@@ -64,20 +53,6 @@ QUICK_LOOKS = 50
 
 QUIET_PAUSE_MS = 2
 """Of a pause that control messages and the engine end; only a transport's news may wait for it."""
-
-Submission = (
-    Announce
-    | BlocksReport
-    | FirstTokens
-    | SourceFailed
-    | SetMembers
-    | Start
-    | Unneeded
-    | CancelTarget
-)
-EngineAction = (
-    Engage | Release | StopSource | EvictSource | RefuseAnnounce | Deliver | Fail | Unquarantine
-)
 
 STOP_S = 0.5
 """Time for the writes that are in flight when the thread is closed."""
@@ -116,8 +91,8 @@ class TransferThread:
         self.workers = [worker for worker in (sender, receiver) if worker is not None]
         self._busy = False
         self._looks = 0
-        self._inbox: deque[Submission | Callable[[], None]] = deque()
-        self._outbox: deque[EngineAction] = deque()
+        self._inbox: deque[SourceEvent | TargetEvent | Callable[[], None]] = deque()
+        self._outbox: deque[SourceAction | TargetAction] = deque()
         self._inbox_fd = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
         self.outbox_fd = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
         self._stopping = threading.Event()
@@ -138,12 +113,12 @@ class TransferThread:
         """Start the thread."""
         self._thread.start()
 
-    def submit(self, *items: Submission) -> None:
+    def submit(self, *events: SourceEvent | TargetEvent) -> None:
         """Hand something to the machines; returns at once."""
-        self._inbox.extend(items)
+        self._inbox.extend(events)
         os.eventfd_write(self._inbox_fd, 1)
 
-    def take(self) -> list[EngineAction]:
+    def take(self) -> list[SourceAction | TargetAction]:
         """What the machines want of the engine, in order; never blocks."""
         try:
             os.eventfd_read(self.outbox_fd)
@@ -292,7 +267,7 @@ class TransferThread:
             item = self._inbox.popleft()
             if callable(item):
                 item()
-            elif isinstance(item, SetMembers | Start | Unneeded | CancelTarget):
+            elif isinstance(item, TargetEvent):
                 assert self.receiver is not None, "only a target's connector submits this"
                 self.receiver.submit(item, now)
             else:
@@ -319,7 +294,7 @@ class TransferThread:
             else:
                 worker.handle(Received(link, message), now)
 
-    def _to_engine(self, action: EngineAction) -> None:
+    def _to_engine(self, action: SourceAction | TargetAction) -> None:
         """Called by the workers."""
         self._outbox.append(action)
         os.eventfd_write(self.outbox_fd, 1)

@@ -7,16 +7,21 @@ import sys
 import time
 from collections import deque
 from collections.abc import Callable, Iterable, Sequence
-from typing import Any, Generic, Protocol, TypeVar
+from typing import Any
 
 import msgspec
-import numpy as np
-import numpy.typing as npt
 
 from kvbaton.connectors.base import Peer, Transport
 from kvbaton.connectors.channel import ControlChannel
 from kvbaton.connectors.layout import KVLayout
-from kvbaton.connectors.protocol.events import PeerGone, SendMessage, Tick
+from kvbaton.connectors.protocol.events import (
+    PeerGone,
+    SendMessage,
+    SourceEvent,
+    TargetEvent,
+    Tick,
+)
+from kvbaton.connectors.protocol.machine import Machine
 from kvbaton.errors import LocalProtocolError, TransferError
 from kvbaton.messages.control import Hello, RankCard, Welcome, encode_control
 from kvbaton.types import Attempt, NodeId
@@ -34,45 +39,8 @@ PERIOD_S = 0.05
 Links = dict[tuple[int, int], Peer]
 """Connections of one peer, by our rank and its rank."""
 
-EventT = TypeVar("EventT")
-ActionT = TypeVar("ActionT")
-EventT_contra = TypeVar("EventT_contra", contravariant=True)
-ActionT_co = TypeVar("ActionT_co", covariant=True)
 
-
-class PendingSums(Protocol):
-    """Digest sums on their way from a device; there once the blocks are final."""
-
-    def poll(self) -> list[npt.NDArray[np.uint64]] | None:
-        """Per rank, sums of the blocks asked for, see `digest.Sums`; None while on their way."""
-        ...
-
-
-class Side(Protocol[EventT_contra, ActionT_co]):
-    """A machine of the protocol, `Source` or `Target`."""
-
-    def handle(self, event: EventT_contra | Tick | PeerGone, now: float) -> Sequence[ActionT_co]:
-        """Take in an event; returns what to do, in order."""
-        ...
-
-    def take_actions(self) -> Sequence[ActionT_co]:
-        """What a `handle` that raised had decided until then, in order."""
-        ...
-
-    def next_deadline(self) -> float | None:
-        """When `Tick` is due, in seconds; None for never."""
-        ...
-
-    def ledger(self) -> dict[str, Any]:
-        """Attempts alive and what they hold."""
-        ...
-
-    def stories(self) -> dict[Attempt, list[str]]:
-        """What happened to the latest attempts."""
-        ...
-
-
-class TransferWorker(Generic[EventT, ActionT]):
+class TransferWorker:
     """Carries out a machine's actions on transports; only the transfer thread calls it.
 
     What `_do` does not name is for the engine.
@@ -92,7 +60,7 @@ class TransferWorker(Generic[EventT, ActionT]):
 
     def __init__(
         self,
-        machine: Side[EventT, ActionT],
+        machine: Machine[Any, Any, Any],
         transports: Sequence[Transport],
         layouts: Sequence[Sequence[KVLayout]],
         counters: Iterable[str],
@@ -102,13 +70,13 @@ class TransferWorker(Generic[EventT, ActionT]):
         self.counters = dict.fromkeys((*counters, "errors"), 0.0)
         self.published = dict(self.counters)
         self._machine = machine
-        self._events: deque[EventT | Tick | PeerGone] = deque()
+        self._events: deque[SourceEvent | TargetEvent] = deque()
         self._do: dict[type, Callable[[Any, float], None]] = {SendMessage: self._send}
         self._timelines: dict[Attempt, list[dict[str, Any]]] = {}
         self._deadline: float | None = None
         self._period_ends = 0.0
 
-    def handle(self, event: EventT | Tick | PeerGone, now: float) -> None:
+    def handle(self, event: SourceEvent | TargetEvent, now: float) -> None:
         """Give the machine an event and carry out what it answers.
 
         What an action causes waits until all actions of the event are carried out. An exception
@@ -152,17 +120,16 @@ class TransferWorker(Generic[EventT, ActionT]):
 
     def poll(self, now: float) -> bool:
         """Look at all that moves by itself, and at timers; whether to look again at once."""
-        self._look(now)
         if self._deadline is not None and self._deadline <= now:
             self.handle(Tick(), now)
         if now >= self._period_ends:
             self._period_ends = now + PERIOD_S
             self._look_around(now)
             self.settle()
-        return self.busy()
+        return self._look(now)
 
-    def _look(self, now: float) -> None:
-        """At transfers on their way."""
+    def _look(self, now: float) -> bool:
+        """At transfers on their way; whether one is that only looking at it moves on."""
         raise NotImplementedError
 
     def _look_around(self, now: float) -> None:
@@ -178,10 +145,6 @@ class TransferWorker(Generic[EventT, ActionT]):
 
     def _linked(self) -> list[tuple[NodeId, Links]]:
         """Connections by peer."""
-        raise NotImplementedError
-
-    def busy(self) -> bool:
-        """Whether something is on its way that only looking at it moves on."""
         raise NotImplementedError
 
     def settle(self) -> float | None:
