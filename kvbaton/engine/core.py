@@ -149,7 +149,10 @@ class EngineCore:
             except Exception as error:  # whatever it was, it came from outside: the loop goes on
                 self.refused += 1
                 logger.exception("a message of a frontend could not be carried out")
-                self.fail_message(message, f"internal error: {type(error).__name__}: {error}")
+                try:
+                    self.fail_message(message, f"internal error: {type(error).__name__}: {error}")
+                except Exception:
+                    logger.exception("what it has begun could not be ended")
 
     def poll(self) -> None:
         """Hear the connectors, and end what has waited too long."""

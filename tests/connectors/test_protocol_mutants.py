@@ -503,7 +503,7 @@ off("checks_no_ack", (source, "check_ack"))
 
 @breaks((SourceSessions, "check_hello"))
 def checks_no_hello(self: Any, hello: Any) -> Any:
-    return decode_layouts(hello.ranks)
+    return decode_layouts(hello.ranks), ()
 
 
 TELLING = (24, 20, 53, 62, 50, 21, 13, 12, 7)

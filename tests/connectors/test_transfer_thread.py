@@ -269,6 +269,18 @@ def test_a_source_holds_its_blocks_while_a_transport_cannot_close(
     wait(lambda: bool(p.of(Release)), p, d)
 
 
+def test_a_transport_that_never_closes_keeps_no_session_that_writes_nothing(
+    make: Make, hub: MemoryHub
+) -> None:
+    hostile = Hostile("hostile", hub)
+    p, d = make(Prefill, hostile), make(Decode)
+    assert isinstance(hand_over(p, d), Deliver)
+    hostile.broken = "close"
+    p.thread.inspect(lambda: p.worker.handle(PeerGone(d.id), time.monotonic()))
+    assert not p.thread.inspect(lambda: p.worker._closing)
+    assert not p.machine.sessions.of(d.id)
+
+
 class Fickle(MemoryTransport):
     """Connects only while it is told to; counts whom it was to fence."""
 

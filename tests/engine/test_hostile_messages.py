@@ -229,6 +229,8 @@ def test_an_exception_in_an_abort_or_a_question_ends_nothing(
         patch.setattr(rig.core, "state", lambda: 1 / 0)
         patch.setattr(rig.core.scheduler, "abort", lambda _, *why: [] if why else 1 / 0)
         rig.tell(AbortRequest(request_id="r"))
+        patch.setattr(rig.core.scheduler, "abort", lambda *_: 1 / 0)  # nor can it be failed
+        rig.tell(AbortRequest(request_id="r"))
         (answer,) = rig.tell(Command(command_id=1, name="state"))
         assert isinstance(answer, Reply)
         assert answer.error is not None

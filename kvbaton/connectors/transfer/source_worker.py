@@ -195,8 +195,11 @@ class SourceWorker(TransferWorker):
             try:
                 if transport.close(link):
                     links.remove((transport, link))
-            except Exception:  # its writes may read our memory still: nothing is proven
+            except Exception:
                 self.error("transport %s can't close a peer", transport.name)
+                # Writes may read our memory still; where there is none nothing is left to prove.
+                if not any(write.session == session for write in self._writes):
+                    links.remove((transport, link))
         if not links:
             del self._closing[session]
             self.handle(Closed(session), now)
