@@ -13,8 +13,15 @@ import pytest
 from kvbaton.messages.engine import SamplingParams
 
 GREEDY = SamplingParams(temperature=0.0, max_tokens=64)
-SHARED = "tests/e2e/"
-"""Tests below this folder share servers, so they run in one worker."""
+SHARED = (
+    "tests/e2e/",
+    "tests/llm/test_llm.py",
+    "tests/conformance/test_remote_stores_conform.py::TestS3",
+)
+"""Tests below one of these share servers that take long to start, so they run in one worker.
+
+The largest group starts first.
+"""
 
 
 @pytest.hookimpl(optionalhook=True)
@@ -27,7 +34,7 @@ def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
 
     class Scheduling(LoadScopeScheduling):  # type: ignore[misc]
         def _split_scope(self, nodeid: str) -> str:
-            return SHARED if nodeid.startswith(SHARED) else nodeid
+            return next((group for group in SHARED if nodeid.startswith(group)), nodeid)
 
     return Scheduling(config, log)
 

@@ -72,7 +72,7 @@ def fuzz(api: Any, method: str, path: str, model: str) -> None:
     if has_body:
         requests |= operation.as_strategy(generation_mode=GenerationMode.NEGATIVE)
 
-    @settings(max_examples=60 if has_body else 5, deadline=None, derandomize=True)
+    @settings(max_examples=30 if has_body else 5, deadline=None, derandomize=True)
     @given(requests)
     def ask(case: Any) -> None:
         if isinstance(case.body, dict) and isinstance(case.body.get("model"), str):

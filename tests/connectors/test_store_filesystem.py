@@ -668,7 +668,7 @@ STEP = st.one_of(
 )
 
 
-@settings(deadline=None, max_examples=60)
+@settings(deadline=None, max_examples=30)
 @given(st.lists(STEP, min_size=5, max_size=40), st.integers(1, 400_000))
 def test_it_behaves_like_a_dict(
     tmp_path_factory: pytest.TempPathFactory, steps: list[tuple[str, int]], size: int

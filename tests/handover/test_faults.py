@@ -59,7 +59,9 @@ def crowd(pair: Pair, expected: Expected, order: random.Random) -> None:
             node.ask("reset_prefix_cache")
 
 
-@pytest.mark.parametrize("seed", range(24))
+@pytest.mark.parametrize(
+    "seed", [*range(10), *(pytest.param(seed, marks=pytest.mark.slow) for seed in range(10, 24))]
+)
 def test_any_mix(make_pair: Callable[..., Pair], expected: Expected, seed: int) -> None:
     pair = make_pair(timers=SHORT, transport=faulty(seed=seed, delay_polls=30, **RATES))
     crowd(pair, expected, random.Random(seed))
