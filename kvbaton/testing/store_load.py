@@ -413,7 +413,7 @@ def calls_leave_nothing(rig: StoreRig) -> None:
 @case(5, "deletes")
 def memory_stays_level(rig: StoreRig) -> None:
     """What is stored, loaded and deleted leaves no memory behind."""
-    size, rounds = 1 << 20, 96 * rig.depth  # far more than what the process may give back
+    size, rounds = 4 << 20, 24 * rig.depth  # far more than what the process may give back
     for half in (0, 1):
         for _ in range(rounds):
             objects = rig.objects([size])
@@ -423,7 +423,8 @@ def memory_stays_level(rig: StoreRig) -> None:
         if not half:
             before = resident_bytes()
     grown = resident_bytes() - before
-    require(grown < rounds * size // 2, f"{rounds} MiB passed through, {grown >> 20} MiB are kept")
+    passed = rounds * size
+    require(grown < passed // 2, f"{passed >> 20} MiB passed through, {grown >> 20} MiB are kept")
 
 
 @case(5, "pins", "small")

@@ -138,18 +138,6 @@ def test_files_are_safetensors_that_name_their_key(make: Make, tmp_path: Path) -
     assert about == {"format": "kvbaton-object-2", "key": key.hex()}
 
 
-def test_another_store_of_the_directory_sees_all_at_once(make: Make) -> None:
-    a, b, objects = make(), make(), make_objects(5)
-    assert held(b, objects) == []
-    save(a, objects)
-    assert held(b, objects) == [0, 1, 2, 3, 4]
-    assert read(b, objects) == list(objects.values())
-    assert wait(b.delete(list(objects)[:2])) == 2
-    assert held(a, objects) == [2, 3, 4]
-    assert read(a, objects)[:2] == [None, None]
-    assert wait(a.delete(list(objects) * 2)) == 3
-
-
 def test_storing_again_writes_nothing(make: Make, tmp_path: Path) -> None:
     store, objects = make(), one()
     save(store, objects)
@@ -172,14 +160,6 @@ def test_two_that_store_one_key_at_once_count_it_once(make: Make, tmp_path: Path
         assert counted(make()) == (1, HEADER_BYTES + 300_000)
         wait(stores[0].delete(list(objects)))
     assert leftovers(tmp_path) == []
-
-
-def test_another_length_is_a_miss_and_the_entry_stays(make: Make) -> None:
-    store, objects = make(), one()
-    save(store, objects)
-    for size in (0, 999, 1001, 5000):
-        assert read(store, {key: bytes(size) for key in objects}) == [None]
-    assert read(store, objects) == list(objects.values())
 
 
 def cut_to(size: int) -> Callable[[Path], None]:

@@ -96,13 +96,6 @@ def test_bytes_come_back_however_either_side_is_cut(size: int) -> None:
     store.close()
 
 
-def test_another_length_is_a_miss(store: MemoryStore) -> None:
-    fill(store)
-    assert load(store, 0, 99) is None
-    assert load(store, 0, 101) is None
-    assert load(store, 0, 100) == body(0, 100)
-
-
 def test_the_least_recently_used_leaves_first(store: MemoryStore) -> None:
     fill(store)
     assert load(store, 0, 100) is not None  # use: to load,
@@ -143,10 +136,6 @@ def test_what_is_pinned_stays_until_it_is_released(store: MemoryStore) -> None:
     store.release(again.ticket)
     assert save(store, (9, body(9, 400))) == [True]
     assert store.usage().num_bytes == 400
-
-
-def test_nothing_found_gives_no_ticket(store: MemoryStore) -> None:
-    assert store.lookup([key(1)], pin=True).result(TIMEOUT_S).ticket is None
 
 
 def test_a_pin_that_nobody_releases_ends(store: MemoryStore, clock: Clock) -> None:

@@ -19,7 +19,7 @@ from tests.connectors.store_servers import (
     running,
     s3_server,
 )
-from tests.connectors.stores_support import find, make_objects, pieces, read, save, wait
+from tests.connectors.stores_support import make_objects, pieces, read, save
 
 pytestmark = pytest.mark.filterwarnings("ignore:.*LoggingHandler.*:DeprecationWarning")
 
@@ -64,34 +64,6 @@ def test_objects_come_back(store: Store) -> None:
     assert save(store, objects) == [True] * len(SIZES), "a second time"
     assert read(store, objects) == list(objects.values())
     assert store.health() is None
-
-
-def test_lookup_tells_each_key(store: Store) -> None:
-    there, absent = make_objects(300, 10, 2), make_objects(300, 10, 3)
-    assert all(save(store, there))
-    mixed = [key for pair in zip(there, absent, strict=True) for key in pair]
-    assert find(store, mixed).present == (True, False) * 300
-
-
-def test_another_length_is_a_miss(store: Store) -> None:
-    objects = make_objects(1, 1_000, 4)
-    [(key, data)] = objects.items()
-    assert save(store, objects) == [True]
-    for length in (0, 999, 1_001, 100_000):
-        assert read(store, {key: bytes(length)}) == [None], length
-    assert read(store, objects) == [data], "after the misses"
-
-
-def test_clients_see_each_other(server: Server) -> None:
-    objects = objects_of((10, 100_000), 5)
-    with server.store() as one, server.store() as other:
-        assert all(save(one, objects))
-        assert find(other, list(objects)).present == (True, True)
-        assert read(other, objects) == list(objects.values())
-        if one.capabilities.deletes:
-            assert wait(other.delete([*objects, bytes(32)])) == 2
-            assert find(one, list(objects)).present == (False, False)
-            assert read(one, objects) == [None, None]
 
 
 def calls_of(store: Store, objects: dict[bytes, bytes]) -> dict[str, Future[Any]]:
