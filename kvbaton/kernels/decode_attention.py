@@ -54,7 +54,8 @@ def decode_attention(
 
     Args:
         query: [B, heads, D]; last axis contiguous, D at least 16.
-        key_cache: [num_blocks, kv_heads, block_size, D]; any strides before the last axis.
+        key_cache: [num_blocks, kv_heads, block_size, D], of the query's dtype or float8_e4m3fn; any
+            strides before the last axis.
         value_cache: as `key_cache`, with the same strides.
         block_tables: [B, max_blocks], int32.
         context_lens: [B], int32: tokens of each sequence, the query's own included; 0 is padding.
@@ -263,6 +264,7 @@ def _kernel(
             value_head, block, token, valid, stride_block, stride_token,
             HEAD_DIM, BLOCK_D, BLOCK_SIZE,
         )  # fmt: skip
+        k, v = k.to(q.dtype), v.to(q.dtype)
         logits = cap_logits(tl.dot(q, tl.trans(k), input_precision="ieee"), scale, SOFTCAP)
         logits = tl.where(valid[None, :], logits, float("-inf"))
         # Every tile holds a valid key, so `higher` is finite.

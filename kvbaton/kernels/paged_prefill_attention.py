@@ -35,7 +35,8 @@ def paged_prefill_attention(
 
     Args:
         query: [T, heads, D], the sequences one after the other; last axis contiguous, D >= 16.
-        key_cache: [num_blocks, kv_heads, block_size, D]; any strides before the last axis.
+        key_cache: [num_blocks, kv_heads, block_size, D], of the query's dtype or float8_e4m3fn; any
+            strides before the last axis.
         value_cache: as `key_cache`, with the same strides.
         block_tables: [N, max_blocks], int32.
         cu_seqlens: [N + 1], int32: where each sequence's queries start, and T.
@@ -295,7 +296,9 @@ def _attend(
             key_head, block, token, valid, stride_block, stride_token,
             HEAD_DIM, BLOCK_D, BLOCK_SIZE,
         )  # fmt: skip
-        logits = cap_logits(tl.dot(q, tl.trans(k), input_precision="ieee"), scale, SOFTCAP)
+        logits = cap_logits(
+            tl.dot(q, tl.trans(k.to(q.dtype)), input_precision="ieee"), scale, SOFTCAP
+        )
         if MASKED:
             visible = valid[None, :]
             if CAUSAL:
@@ -315,6 +318,7 @@ def _attend(
             value_head, block, token, valid, stride_block, stride_token,
             HEAD_DIM, BLOCK_D, BLOCK_SIZE,
         )  # fmt: skip
+        v = v.to(q.dtype)
         acc = acc * fade[:, None]
         acc = tl.dot(weight.to(v.dtype), v, acc, input_precision="ieee")
         top = higher

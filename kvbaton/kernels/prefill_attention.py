@@ -65,7 +65,7 @@ def prefill_attention(
         query: [T, heads, D], the sequences one after the other; last axis contiguous.
         key: [T, kv_heads, D].
         value: [T, kv_heads, D].
-        key_cache: [num_blocks, kv_heads, block_size, D].
+        key_cache: [num_blocks, kv_heads, block_size, D], of the query's dtype or float8_e4m3fn.
         value_cache: as `key_cache`, with the same strides.
         batch: lengths and block tables.
         scale: of the logits.
@@ -185,7 +185,7 @@ def _chunk(
     own = -(-(rest + tokens) // granule) * granule
     padded = pad(query, (0, 0, 0, 0, rest, own - rest - tokens))
     key, value = (
-        _gather(cache, block_table, whole + own, prefix + tokens)
+        _gather(cache, block_table, whole + own, prefix + tokens).to(query.dtype)
         for cache in (key_cache, value_cache)
     )
     span = slice(rest, rest + tokens)

@@ -40,7 +40,8 @@ def rope_write(
         value: [T, kv_heads, D].
         positions: [T], int64.
         cos_sin: [max_position, R], fp32: R / 2 cosines, then R / 2 sines; None: no rotation.
-        key_cache: [num_blocks, kv_heads, block_size, D], any strides before the last axis.
+        key_cache: [num_blocks, kv_heads, block_size, D], any strides before the last axis; of the
+            dtype of `key`, or float8_e4m3fn, which saturates.
         value_cache: as `key_cache`, with the same strides.
         slot_mapping: [T], int64: block * block_size + offset, or -1: not written.
     """
@@ -70,8 +71,13 @@ def rope_write_reference(
     wanted = slot_mapping >= 0
     slots = slot_mapping[wanted]
     block_size = key_cache.shape[2]
-    key_cache[slots // block_size, :, slots % block_size] = key[wanted]
-    value_cache[slots // block_size, :, slots % block_size] = value[wanted]
+    for cache, x in ((key_cache, key), (value_cache, value)):
+        cache[slots // block_size, :, slots % block_size] = narrow(x[wanted], cache.dtype)
+
+
+def narrow(x: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+    """`x` in the dtype of a cache; e4m3 has no infinity, so it saturates."""
+    return x.clamp(-448, 448).to(dtype) if dtype == torch.float8_e4m3fn else x.to(dtype)
 
 
 def _rotate(x: torch.Tensor, table: torch.Tensor) -> torch.Tensor:
@@ -182,15 +188,25 @@ def _kernel(
         first, second = _rotate_rows(key_row, table[:, None], inside[:, None], HALF, BLOCK_HALF)
         half = tl.arange(0, BLOCK_HALF)[None, :]
         mask = written & (half < HALF)
-        tl.store(key_cache + place + half, first, mask=mask)
-        tl.store(key_cache + place + HALF + half, second, mask=mask)
+        tl.store(key_cache + place + half, _narrow(first, key_cache), mask=mask)
+        tl.store(key_cache + place + HALF + half, _narrow(second, key_cache), mask=mask)
     column = tl.arange(0, BLOCK_D)[None, :]
     if 2 * HALF < HEAD_DIM:
         mask = written & (column >= 2 * HALF) & (column < HEAD_DIM)
-        tl.store(key_cache + place + column, tl.load(key_row + column, mask=mask), mask=mask)
+        rest = _narrow(tl.load(key_row + column, mask=mask), key_cache)
+        tl.store(key_cache + place + column, rest, mask=mask)
     value_row = value + (token.to(tl.int64) * stride_v_token + head * stride_v_head)[:, None]
     mask = written & (column < HEAD_DIM)
-    tl.store(value_cache + place + column, tl.load(value_row + column, mask=mask), mask=mask)
+    row = _narrow(tl.load(value_row + column, mask=mask), value_cache)
+    tl.store(value_cache + place + column, row, mask=mask)
+
+
+@jit()
+def _narrow(x: tl.tensor, cache: tl.tensor) -> Any:
+    """`narrow` in Triton."""
+    if cache.dtype.element_ty == tl.float8e4nv:
+        x = tl.minimum(tl.maximum(x.to(tl.float32), -448.0), 448.0)
+    return x.to(cache.dtype.element_ty)
 
 
 @jit()

@@ -139,3 +139,10 @@ def test_pool_past_31_bits(place: Any) -> None:
         query.cpu().double(), low[0], low[1], tables.cpu() - 2100, lens.cpu(), scale=0.1
     )
     place.close(out, expected)
+
+
+@pytest.mark.parametrize("splits", [1, 2])
+def test_keys_and_values_in_fp8(place: Any, make_paged: Any, splits: int) -> None:
+    paged = make_paged([1, 37, 0, 150], 2, 64)
+    paged.cache = paged.cache.to(torch.float8_e4m3fn)
+    check(place, paged, place.randn(4, 8, 64), scale=0.125, num_splits=splits)

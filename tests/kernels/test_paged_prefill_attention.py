@@ -102,3 +102,9 @@ def test_pool_past_31_bits(place: Any) -> None:
         query.cpu().double(), low[0], low[1], tables.cpu() - 2100, cu.cpu(), lens.cpu(), scale=0.1
     )
     place.close(out, expected)
+
+
+def test_keys_and_values_in_fp8(place: Any, make_paged: Any) -> None:
+    paged = make_paged([5, 37, 150, 1], 2, 64)
+    paged.cache = paged.cache.to(torch.float8_e4m3fn)
+    check(place, paged, [5, 20, 70, 1], 8, 64)

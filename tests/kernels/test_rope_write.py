@@ -117,3 +117,16 @@ def test_pool_past_31_bits(place: Any) -> None:
     assert torch.equal(cache[2299, :, 31, 0, 5], key[0])
     assert torch.equal(cache[2299, :, 31, 1, 5], value[0])
     assert int(cache.count_nonzero()) == int(key.count_nonzero() + value.count_nonzero())
+
+
+def test_an_fp8_cache_saturates(place: Any) -> None:
+    """Numbers that e4m3 has: Triton's interpreter loses carries when it rounds."""
+    x = torch.tensor([1.0, -0.875, 448.0, 1e4, -3e3, 0.0, 2**-9, 26.0]).repeat(2).view(1, 1, 16)
+    x = x.to(place.device, place.dtype)
+    cache = torch.zeros(2, 1, 4, 16, device=place.device, dtype=torch.float8_e4m3fn)
+    at = torch.tensor([6], device=place.device)
+    rope_write(x, x, -x, at, None, cache, values := cache.clone(), at)
+    written = x[0, 0].float().clamp(-448, 448)
+    assert torch.equal(cache[1, 0, 2].float(), written)
+    assert torch.equal(values[1, 0, 2].float(), -written)
+    assert (cache[0].float() == 0).all()
