@@ -56,7 +56,7 @@ class Driver:
         defaults: dict[str, Any] = {"num_blocks": 256, "device": "cpu", "max_model_len": 128}
         settings = defaults | settings
         config = EngineConfig(model=str(folder), **settings)
-        model = load_model_config(folder, config.dtype)
+        model = load_model_config(folder, config.dtype, config.quantization, config.kv_cache_dtype)
         self.groups = model.kv_groups()
         self.executor = make_executor(config, model, track_sums=track_sums)
         self.block_size = config.block_size

@@ -71,11 +71,18 @@ class PagedAttention:
         """See `AttentionContext.attend`."""
         group, place = self._cache.places[layer]
         query, key = rotate(query, rotary), rotate(key, rotary)
+        of_key, of_value = self._cache.scales(layer)
+        if of_key != 1.0:
+            key = key / of_key
+            scale = (query.shape[-1] ** -0.5 if scale is None else scale) * of_key
+        if of_value != 1.0:
+            value = value / of_value
         self._cache.write(place, self._rows[group], key, value)
+        key, value = self._cache.kept(key), self._cache.kept(value)
         out = torch.empty_like(query)
         for part in self._parts[group]:
             part.attend(place, query, key, value, scale, out)
-        return out
+        return out if of_value == 1.0 else out.mul_(of_value)
 
 
 @dataclass(frozen=True)
@@ -141,7 +148,7 @@ class DecodeBucket:
         if window:
             self._hidden |= position < context_lens[:, None] - window
         self._unseen = self._rows_unseen(tables)
-        mask = torch.zeros(self._hidden.shape, dtype=cache.data.dtype, device=rows.device)
+        mask = torch.zeros(self._hidden.shape, dtype=cache.compute_dtype, device=rows.device)
         self._mask = mask.masked_fill_(self._hidden, -torch.inf)[:, None, None]
 
     def attend(

@@ -106,7 +106,8 @@ class BlockMemory:
         """Copy blocks with their sums."""
         assert 0 not in targets, "the null block is never written"
         source, target = (upload_ids(ids, self.data.device) for ids in (sources, targets))
-        self.data.index_copy_(0, target, self.data.index_select(0, source))
+        data = self.data.view(torch.uint8)  # torch indexes float8 in part of its functions only
+        data.index_copy_(0, target, data.index_select(0, source))
         self.counted[list(targets)] = self.counted[list(sources)]
         if self.sums is not None:
             self.sums.index_copy_(0, target, self.sums.index_select(0, source))
@@ -114,7 +115,8 @@ class BlockMemory:
     def poison(self, blocks: Sequence[int]) -> None:
         """Fill blocks with NaN."""
         assert 0 not in blocks, "the null block is never written"
-        self.data[torch.tensor(blocks, dtype=torch.int64, device=self.data.device)] = torch.nan
+        ids = torch.tensor(blocks, dtype=torch.int64, device=self.data.device)
+        self.data.view(torch.uint8)[ids] = 0xFF  # a NaN of every dtype
         if self.data.is_cuda:
             torch.cuda.synchronize(self.data.device)
 

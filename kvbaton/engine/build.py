@@ -28,6 +28,7 @@ from kvbaton.engine.executor import Executor
 from kvbaton.engine.kv_cache_manager import GroupSpec
 from kvbaton.engine.kv_connector import KVConnector
 from kvbaton.engine.kv_events import KVEventPublisher, KVEventsConfig
+from kvbaton.engine.loader import load_kv_scales
 from kvbaton.engine.model_config import ModelConfig, load_model_config, resolve_max_model_len
 from kvbaton.engine.scheduler import Scheduler
 from kvbaton.engine.store_connector import StoreConnector
@@ -103,7 +104,9 @@ def build_engine(
     Raises:
         ConfigError: a setting or the model folder is wrong.
     """
-    model = load_model_config(config.model, config.dtype, config.quantization)
+    model = load_model_config(
+        config.model, config.dtype, config.quantization, config.kv_cache_dtype
+    )
     if config.encoder_only:
         return build_encoder(config, model, node, factories, mailbox)
     identity = identity_record(config, model)
@@ -259,9 +262,11 @@ def steps_in_flight(config: EngineConfig) -> int:
 def identity_record(config: EngineConfig, model: ModelConfig) -> IdentityRecord:
     """All that decides what a token's KV is on this engine.
 
-    A field is empty where the engine has no such thing: no adapters, draft models or static scales
-    yet, and a folder's revision is in the digest of its weights.
+    A field is empty where the engine has no such thing: no adapters or draft models yet, and a
+    folder's revision is in the digest of its weights.
     """
+    scales = load_kv_scales(model, config.load_format)
+    kv_scales = hashlib.blake2b(msgspec.json.encode(scales), digest_size=32).hexdigest()
     if config.load_format == "dummy":
         weights = dummy_model_digest((model.folder / "config.json").read_bytes(), config.seed)
     else:
@@ -271,8 +276,8 @@ def identity_record(config: EngineConfig, model: ModelConfig) -> IdentityRecord:
         revision="",
         rope=msgspec.json.encode(asdict(model.rope), order="deterministic").decode(),
         dtype="/".join(filter(None, (model.dtype, config.quantization))),
-        kv_dtype=model.dtype,
-        kv_scales="",
+        kv_dtype=model.kv_dtype,
+        kv_scales=kv_scales if scales else "",
         adapter="",
         encoder="" if model.vision is None else processor_digest(model),
         draft="",
@@ -286,7 +291,13 @@ def encoder_identity(config: EngineConfig, model: ModelConfig) -> IdentityRecord
         ConfigError: the model has no encoder, or its folder is not whole.
     """
     model.require_vision()
-    return msgspec.structs.replace(identity_record(config, model), rope="", dtype=model.dtype)
+    return msgspec.structs.replace(
+        identity_record(config, model),
+        rope="",
+        dtype=model.dtype,
+        kv_dtype=model.dtype,
+        kv_scales="",
+    )
 
 
 def processor_digest(model: ModelConfig) -> str:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from itertools import pairwise
 
 import msgspec
@@ -17,6 +17,7 @@ from kvbaton.engine.collectives import Shard
 from kvbaton.engine.kv_groups import KVGroup, block_layers
 from kvbaton.engine.upload import fetch, upload, upload_ids
 from kvbaton.kernels.digest import block_sums
+from kvbaton.kernels.rope_write import narrow
 from kvbaton.kernels.running_sums import add_sums, start_sums
 
 LONG_RUN = 4
@@ -32,7 +33,9 @@ class KVCache(BlockMemory):
 
     Args:
         groups: all of equal heads, head_dim and planes.
-        dtype: of K and V.
+        dtype: of K and V as they lie there, float8_e4m3fn too.
+        compute_dtype: of K and V as they are read; None for `dtype`.
+        scales: per layer those of K and V, for FP8; 1 where there are none.
         num_blocks: of the pool, the null block included.
         block_size: tokens per block.
         device: where it lies.
@@ -42,6 +45,7 @@ class KVCache(BlockMemory):
     Attributes:
         groups: those.
         places: per layer its group, and its place among the layers of a block.
+        compute_dtype: of K and V as they are read.
     """
 
     def __init__(
@@ -54,6 +58,8 @@ class KVCache(BlockMemory):
         device: torch.device,
         shard: Shard,
         track_sums: bool,
+        compute_dtype: str | None = None,
+        scales: Mapping[int, tuple[float, float]] | None = None,
     ) -> None:
         ((total, head_dim, planes),) = {(g.heads, g.head_dim, g.planes) for g in groups}
         head_start, heads = shard.kv_heads(total)
@@ -73,8 +79,12 @@ class KVCache(BlockMemory):
         }
         (layout,) = self.layouts
         self.layouts = [_layout_of(layout, g, group) for g, group in enumerate(groups)]
-        self._tokens = self.data.view(-1, head_dim)
-        self._pages = self.data.view(-1, block_size * head_dim)
+        self.compute_dtype: torch.dtype = getattr(torch, compute_dtype or dtype)
+        self._scales = scales or {}
+        # Torch indexes float8 in part of its functions only.
+        data = self.data.view(torch.uint8) if self.data.element_size() == 1 else self.data
+        self._tokens = data.view(-1, head_dim)
+        self._pages = data.view(-1, block_size * head_dim)
         self._heads = torch.arange(heads, device=device)
 
     def token_rows(self, slots: Tensor) -> Tensor:
@@ -87,11 +97,20 @@ class KVCache(BlockMemory):
         blocks = (slots // size)[:, None] * heads + self._heads
         return (blocks * (layers * 2 * size) + (slots % size)[:, None]).flatten()
 
+    def scales(self, layer: int) -> tuple[float, float]:
+        """What K and V of a layer are divided by before they are kept."""
+        return self._scales.get(layer, (1.0, 1.0))
+
+    def kept(self, x: Tensor) -> Tensor:
+        """Scaled K or V as it will be read: rounded to the cache's dtype."""
+        return x if x.dtype == self.data.dtype else narrow(x, self.data.dtype).to(x.dtype)
+
     def write(self, place: int, rows: Tensor, key: Tensor, value: Tensor) -> None:
-        """Store a layer's K and V, each [tokens, heads, head_dim], at `token_rows`."""
+        """Store a layer's scaled K and V, each [tokens, heads, head_dim], at `token_rows`."""
         for kv, x in enumerate((key, value)):
             step = (place * 2 + kv) * self.block_size
-            self._tokens.index_copy_(0, rows + step, x.reshape(-1, x.shape[-1]))
+            kept = narrow(x, self.data.dtype).reshape(-1, x.shape[-1])
+            self._tokens.index_copy_(0, rows + step, kept.view(self._tokens.dtype))
 
     def page_rows(self, tables: Tensor) -> Tensor:
         """Row of K of place 0, as rows of one block and head: [sequences, heads, blocks].
@@ -107,6 +126,7 @@ class KVCache(BlockMemory):
         flat, shape = rows.flatten(), (*rows.shape[:2], -1, self.shape[-1])
         key = self._pages.index_select(0, flat + place * 2)
         value = self._pages.index_select(0, flat + (place * 2 + 1))
+        key, value = (x.view(self.data.dtype).to(self.compute_dtype) for x in (key, value))
         return key.view(shape), value.view(shape)
 
     # --- digest sums ---

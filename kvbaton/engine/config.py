@@ -13,6 +13,7 @@ if TYPE_CHECKING:
 DType = Literal["auto", "float32", "float16", "bfloat16"]
 LoadFormat = Literal["auto", "dummy"]
 OnlineQuantization = Literal["fp8"]
+KVCacheDType = Literal["auto", "fp8"]
 LoadFailurePolicy = Literal["recompute", "fail"]
 
 ENCODER_SETTINGS = (
@@ -41,6 +42,8 @@ class EngineConfig:
         dtype: of weights and activations; ``auto`` takes the checkpoint's.
         quantization: ``fp8`` quantises weights that are stored as floats as they are loaded, a
             scale a row, for a GPU that multiplies FP8. A quantised checkpoint needs no flag.
+        kv_cache_dtype: ``fp8`` keeps K and V as e4m3, divided by the checkpoint's ``k_scale`` and
+            ``v_scale`` if it has any; ``auto`` in the dtype of activations.
         load_format: ``dummy`` makes random weights from `seed` and reads no tensor.
         device: ``cpu`` or ``cuda``; ``auto`` takes CUDA where there is one.
         seed: of dummy weights.
@@ -80,6 +83,7 @@ class EngineConfig:
     model: str
     dtype: DType = "auto"
     quantization: OnlineQuantization | None = None
+    kv_cache_dtype: KVCacheDType = "auto"
     load_format: LoadFormat = "auto"
     device: Literal["auto", "cpu", "cuda"] = "auto"
     seed: int = 0

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import math
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import Any
@@ -228,6 +228,19 @@ def _fill_from_files(
     quantization: Quantization | None,
     device: torch.device,
 ) -> None:
+    with stored_tensors(folder, device) as tensors:
+        for piece in pieces:
+            stored = find_tensor(tensors, piece.name, quantization)
+            _fill(piece, stored, online=quantization is not None and quantization.online)
+
+
+@contextmanager
+def stored_tensors(folder: Path, device: torch.device) -> Iterator[dict[str, Stored]]:
+    """The tensors of a folder by our names, while its files are open.
+
+    Raises:
+        ConfigError: a file is missing or broken.
+    """
     with ExitStack() as stack:
         tensors: dict[str, Stored] = {}
         for file in shard_files(folder):
@@ -235,9 +248,36 @@ def _fill_from_files(
             tensors.update(
                 (_our_name(x), FileTensor(x, file, handle, device)) for x in handle.keys()
             )
-        for piece in pieces:
-            stored = find_tensor(tensors, piece.name, quantization)
-            _fill(piece, stored, online=quantization is not None and quantization.online)
+        yield tensors
+
+
+def load_kv_scales(config: ModelConfig, load_format: LoadFormat) -> dict[int, tuple[float, float]]:
+    """Scales of K and V for an FP8 cache, of each layer for which the checkpoint has any.
+
+    Raises:
+        ConfigError: a file is missing or broken, or a scale is no positive number.
+    """
+    if config.kv_dtype == config.dtype or load_format == "dummy":
+        return {}
+    with stored_tensors(config.folder, torch.device("cpu")) as tensors:
+        found = {
+            layer: (_kv_scale(tensors, layer, "k"), _kv_scale(tensors, layer, "v"))
+            for layer in range(config.num_layers)
+        }
+    return {layer: scales for layer, scales in found.items() if scales != (1.0, 1.0)}
+
+
+def _kv_scale(tensors: Mapping[str, Stored], layer: int, kind: str) -> float:
+    """A layer's scale of K or V under any of its names; 1 if there is none."""
+    name = f"model.layers.{layer}.self_attn"
+    for each in (f"{kind}_scale", f"{kind}_proj.{kind}_scale", f"{kind}_proj.output_scale"):
+        stored = tensors.get(f"{name}.{each}")
+        if stored is not None:
+            scale = float(stored.read()) if math.prod(stored.shape) == 1 else math.nan
+            if not 0 < scale < math.inf:
+                raise ConfigError("--model", f"{stored.where} must be one positive number")
+            return scale
+    return 1.0
 
 
 def _our_name(stored: str) -> str:

@@ -97,7 +97,8 @@ class ModelConfig:
     Attributes:
         folder: where it lies.
         architecture: a key of `ARCHITECTURES`.
-        dtype: of weights, activations and KV cache: one of `DTYPES`.
+        dtype: of weights and activations: one of `DTYPES`.
+        kv_dtype: of the KV cache: that, or ``float8_e4m3fn``.
         qkv_bias: query, key and value have a bias.
         output_bias: the output projection of the attention has one.
         qk_norm: see `Family`.
@@ -111,6 +112,7 @@ class ModelConfig:
     folder: Path
     architecture: str
     dtype: str
+    kv_dtype: str
     vocab_size: int
     hidden_size: int
     intermediate_size: int
@@ -190,7 +192,10 @@ class _Raw(msgspec.Struct):
 
 
 def load_model_config(
-    folder: str | Path, dtype: str = "auto", quantization: Literal["fp8"] | None = None
+    folder: str | Path,
+    dtype: str = "auto",
+    quantization: Literal["fp8"] | None = None,
+    kv_cache_dtype: Literal["auto", "fp8"] = "auto",
 ) -> ModelConfig:
     """Read a model folder's configuration.
 
@@ -198,6 +203,7 @@ def load_model_config(
         folder: a Hugging Face folder.
         dtype: one of `DTYPES`, or ``auto`` for the checkpoint's own.
         quantization: what to make of weights that are stored as floats.
+        kv_cache_dtype: ``auto`` for that of activations.
 
     Raises:
         ConfigError: the folder or its files are missing or broken, or the model is not supported.
@@ -216,6 +222,7 @@ def load_model_config(
         folder=folder,
         architecture=architecture,
         dtype=_dtype(raw, dtype),
+        kv_dtype=_dtype(raw, dtype) if kv_cache_dtype == "auto" else "float8_e4m3fn",
         vocab_size=raw.vocab_size,
         hidden_size=raw.hidden_size,
         intermediate_size=raw.intermediate_size,

@@ -22,7 +22,7 @@ from kvbaton.engine.config import EngineConfig
 from kvbaton.engine.encoder.pool import EncoderPool
 from kvbaton.engine.kv_cache_manager import GroupSpec
 from kvbaton.engine.kv_groups import block_bytes
-from kvbaton.engine.loader import load_model
+from kvbaton.engine.loader import load_kv_scales, load_model
 from kvbaton.engine.model_config import ModelConfig
 from kvbaton.engine.pending import Pending
 from kvbaton.engine.runner import Runner
@@ -107,10 +107,25 @@ class WorkerSettings:
     track_sums: bool
 
     def make_cache(self, num_blocks: int, *, track_sums: bool) -> KVCache:
-        """A pool for the rank's heads."""
+        """A pool for the rank's heads.
+
+        Raises:
+            ConfigError: the device can't compute with its dtype, or a scale is no number.
+        """
+        fp8 = self.model.kv_dtype != self.model.dtype
+        if fp8 and self.device.type == "cuda":
+            capability = torch.cuda.get_device_capability(self.device)
+            if capability < (8, 9):
+                raise ConfigError(
+                    "--kv-cache-dtype",
+                    "'fp8' needs a GPU of compute capability 8.9 or more, not "
+                    f"{capability[0]}.{capability[1]}; leave it out",
+                )
         return KVCache(
             self.model.kv_groups(),
-            dtype=self.model.dtype,
+            dtype=self.model.kv_dtype,
+            compute_dtype=self.model.dtype,
+            scales=load_kv_scales(self.model, self.config.load_format),
             num_blocks=num_blocks,
             block_size=self.config.block_size,
             device=self.device,
@@ -180,7 +195,7 @@ def pool_blocks(settings: WorkerSettings, *, reserve: int = 0) -> int:
     config, max_model_len = settings.config, settings.max_model_len
     groups = settings.model.kv_groups()
     heads = settings.shard.kv_heads(groups[0].heads)[1]
-    per_block = block_bytes(groups, config.block_size, heads, settings.model.dtype)
+    per_block = block_bytes(groups, config.block_size, heads, settings.model.kv_dtype)
     specs = [GroupSpec(config.block_size, 2, group.kind, group.window) for group in groups]
     step_tokens = config.max_num_batched_tokens
     per_sequence = sum(spec.most_blocks(max_model_len, step_tokens) for spec in specs)

@@ -64,20 +64,27 @@ class KernelAttention:
         group, place = self._cache.places[layer]
         window, slots = self._cache.groups[group].window, self._slots[group]
         keys, values = self._cache.data[:, :, place, 0], self._cache.data[:, :, place, 1]
+        of_key, of_value = self._cache.scales(layer)
+        scale = (query.shape[-1] ** -0.5 if scale is None else scale) * of_key
+        if of_key != 1.0:
+            key.div_(of_key)
+        if of_value != 1.0:
+            value.div_(of_value)
         rope_write(query, key, value, self._rows, self._angles(rotary), keys, values, slots)
         out = torch.empty(query.shape, dtype=query.dtype, device=query.device)
-        scale, n = query.shape[-1] ** -0.5 if scale is None else scale, self._num_decode
+        n = self._num_decode
         if self._decode is not None:
             tables, lens = self._decode.block_tables[:, group], self._decode.context_lens
             decode_attention(
                 query[:n], keys, values, tables, lens, scale=scale, window=window, out=out[:n]
             )
         if self._prefill:
+            fresh_key, fresh_value = (self._cache.kept(x[n:]) for x in (key, value))
             prefill_attention(
-                query[n:], key[n:], value[n:], keys, values, self._prefill[group],
+                query[n:], fresh_key, fresh_value, keys, values, self._prefill[group],
                 scale=scale, window=window, out=out[n:],
             )  # fmt: skip
-        return out
+        return out if of_value == 1.0 else out.mul_(of_value)
 
     def _angles(self, rotary: tuple[Tensor, Tensor]) -> Tensor:
         """Cos and sin of half the features, side by side; made once for each pair of tensors."""

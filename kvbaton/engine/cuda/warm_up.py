@@ -191,7 +191,7 @@ def _expert_tiles(trial: TrialSteps, runner: CudaRunner, config: EngineConfig) -
 def _attention_plans(trial: TrialSteps, runner: CudaRunner, config: EngineConfig) -> None:
     """One chunk of each padded length, and full chunks after each number of full chunks."""
     heads, dim = runner.model.config.num_heads, runner.model.config.head_dim
-    dtype = runner.cache.data.dtype
+    dtype = runner.cache.compute_dtype
     query = torch.empty((1, heads, dim), dtype=dtype, device=runner.device)
     if not cudnn_fits(query, runner.cache.block_size):
         return
