@@ -13,7 +13,7 @@ FP8 = {"kv_cache_dtype": "fp8"}
 
 
 def test_blocks_cross(make_pair: Callable[..., Pair]) -> None:
-    plain, pair = make_pair(), make_pair(p=FP8, d=FP8 | {"tensor_parallel_size": 2})
+    plain, pair = make_pair(), make_pair(p=FP8, d=FP8)
     prompt, sent = prompt_of(50), []
     for each in (plain, pair):
         _, at_d = each.hand_over(prompt, max_tokens=12)

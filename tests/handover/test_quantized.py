@@ -18,8 +18,8 @@ def test_tokens_are_those_of_the_floats(
 ) -> None:
     folders = quantized_folders(checkpoint(), tmp_path, kind)
     prompt, answers = prompt_of(50), []
-    for folder, ranks in zip(folders, (2, 1), strict=True):
-        pair = Pair(folder, d={"tensor_parallel_size": ranks})
+    for folder in folders:
+        pair = Pair(folder)
         try:
             _, at_d = pair.hand_over(prompt, max_tokens=12)
             answers.append(at_d.result())
