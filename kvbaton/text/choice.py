@@ -62,7 +62,7 @@ class ChoiceText:
 
     def __init__(self, tokenizer: Tokenizer, prompt: Sequence[int], options: TextOptions) -> None:
         self._options = options
-        self._detokenizer = Detokenizer(
+        self._detokenizer = Detokenizer.of(
             tokenizer, prompt, skip_special_tokens=options.skip_special_tokens
         )
         self._stops = (

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import re
+from collections.abc import Set
 from pathlib import Path
 from typing import Any
 
@@ -34,6 +35,11 @@ class Tokenizer:
         special_tokens: by name (``bos_token``), as the chat template sees them.
         chat_template: None if the model has none.
         vision: places images in prompts; None if the model takes none.
+
+    Attributes:
+        decodes_bytes: a text is the bytes of its tokens, joined, as UTF-8.
+        all_bytes: of each token, if so.
+        text_bytes: the same with nothing for special tokens.
     """
 
     def __init__(
@@ -54,6 +60,10 @@ class Tokenizer:
         )
         self._added = backend.get_added_tokens_decoder()
         self._decoder_types = _decoder_types(backend)
+        self.decodes_bytes = self._decoder_types - {"Sequence"} == {"ByteLevel"}
+        self.all_bytes = TokenBytes(backend, frozenset())
+        special = frozenset(number for number, token in self._added.items() if token.special)
+        self.text_bytes = TokenBytes(backend, special)
 
     @classmethod
     def load(cls, folder: str | Path, chat_template: str | Path | None = None) -> Tokenizer:
@@ -107,6 +117,28 @@ class Tokenizer:
         if "▁" in token:
             return token.replace("▁", " ").encode()
         return self.decode([token_id], skip_special_tokens=False).encode()
+
+
+class TokenBytes(dict[int, bytes]):
+    """The bytes of each token of a byte-level tokenizer, made when first asked for.
+
+    Args:
+        backend: the tokenizer.
+        hidden: tokens that stand for nothing, as unknown ones do.
+    """
+
+    def __init__(self, backend: tokenizers.Tokenizer, hidden: Set[int]) -> None:
+        super().__init__(dict.fromkeys(hidden, b""))
+        self._backend = backend
+
+    def __missing__(self, token_id: int) -> bytes:
+        token = self._backend.id_to_token(token_id) or ""
+        try:
+            found = bytes(_BYTE_OF_CHAR[character] for character in token)
+        except KeyError:  # an added token with other characters is taken as it is
+            found = token.encode()
+        self[token_id] = found
+        return found
 
 
 def _read_json(path: Path) -> dict[str, Any]:
