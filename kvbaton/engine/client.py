@@ -239,7 +239,7 @@ class EngineClient(TokenSource):
             self._fail("the engine does not read what it is sent")
             raise EngineDeadError(self.dead) from None
         # Sending may have taken the descriptor's signal that something came; see zmq_getsockopt(3).
-        if self._socket.poll(0):
+        if int(self._socket.getsockopt(zmq.EVENTS)) & zmq.POLLIN:
             self._loop.call_soon(self._read)
 
     # --- listen ---

@@ -12,6 +12,8 @@ import hashlib
 from collections.abc import Iterator, Mapping, Sequence, Set
 from dataclasses import dataclass
 
+from msgspec import Struct
+
 from kvbaton.errors import RequestError
 from kvbaton.messages.engine import Item
 from kvbaton.messages.nodes import NodeInfo
@@ -30,8 +32,7 @@ ROW_S, TOKEN_S = "encoder_row_s", "prompt_token_s"
 """Entries of `NodeInfo.load`."""
 
 
-@dataclass(frozen=True)
-class NodeLoad:
+class NodeLoad(Struct, frozen=True):
     """What the router has in flight at a node.
 
     Attributes:

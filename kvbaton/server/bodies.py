@@ -129,7 +129,8 @@ async def read_body(request: web.Request, kind: type[T]) -> T:
     """
     timeout = request.app[FRONTEND].config.body_timeout_s
     try:
-        data = await asyncio.wait_for(request.read(), timeout)
+        async with asyncio.timeout(timeout):
+            data = await request.read()
     except TimeoutError:
         raise RequestError(f"the body did not arrive within {timeout} s", status=408) from None
     try:

@@ -30,6 +30,12 @@ HEADERS = {
 }
 
 
+class _EventResponse(web.StreamResponse):
+    """Its head leaves with the first event, in one write."""
+
+    _send_headers_immediately = False  # as of `web.Response`
+
+
 class EventStream:
     """An answer of server-sent events, begun with the first of them.
 
@@ -38,7 +44,7 @@ class EventStream:
     """
 
     def __init__(self, request: web.Request) -> None:
-        self.response = web.StreamResponse(headers=HEADERS)
+        self.response = _EventResponse(headers=HEADERS)
         self._request = request
         self._chunks: asyncio.Transport | None = None
 
@@ -87,8 +93,9 @@ async def event_stream(request: web.Request, limit_s: float) -> AsyncIterator[Ev
     try:
         async with asyncio.timeout(limit_s):
             yield stream
-            await stream.send(_DONE_EVENT)
-            await response.write_eof()
+            if not response.prepared:
+                await response.prepare(request)
+            await response.write_eof(_DONE_EVENT)
     except Exception as error:
         if not response.prepared:
             raise
