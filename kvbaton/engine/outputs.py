@@ -129,8 +129,8 @@ class OutputCollector:
         try:
             while waiting:
                 choice = next(iter(waiting))
-                output = merge_outputs(waiting[choice])
-                if not self._sink(output):
+                outputs = waiting[choice]
+                if not self._sink(outputs[0] if len(outputs) == 1 else merge_outputs(outputs)):
                     break
                 del waiting[choice]
             else:

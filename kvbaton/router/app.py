@@ -25,7 +25,7 @@ from kvbaton.router.membership import Membership
 from kvbaton.router.metrics import NodeCollector
 from kvbaton.router.nodes import Nodes
 from kvbaton.router.workers import workers
-from kvbaton.server.app import serve_on
+from kvbaton.server.app import freeze_startup, serve_on
 from kvbaton.server.bodies import read_body
 from kvbaton.server.frontend import FRONTEND, FrontendConfig
 from kvbaton.server.network import bind, registration_token, url_of
@@ -93,6 +93,7 @@ async def watched_app(
 
 async def told_to_stop(listener: socket.socket, grace_s: float) -> None:
     """Say that we serve, and wait for SIGINT or SIGTERM; a second one ends the process at once."""
+    freeze_startup()
     logger.info("listening on %s", url_of(listener))
     loop, stop = asyncio.get_running_loop(), asyncio.Event()
 

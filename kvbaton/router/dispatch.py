@@ -116,6 +116,7 @@ class _Running:
         """The relay is done."""
         if self._timer is not None:
             self._timer.cancel()
+        self._calls.clear()  # which know us: nothing is left for the garbage collector
         request_id = self.relay.request.request_id
         del self.dispatcher.running[request_id]
         self.dispatcher.metrics.requests.labels(outcome).inc()

@@ -205,6 +205,7 @@ class ResponseFormatter(ABC, Generic[Body]):
 
     Attributes:
         head: fields that the answer and all its chunks begin with.
+        usage: counts the tokens of a stream that tells of them; None of others.
     """
 
     EMPTY_TEXT: ClassVar[bytes]
@@ -224,6 +225,9 @@ class ResponseFormatter(ABC, Generic[Body]):
         scored = body.logprobs is not None and body.logprobs is not False  # 0 candidates count
         self._is_plain = not scored and not body.return_token_ids
         self._frames: dict[int, tuple[bytes, bytes]] = {}
+        options: StreamOptions = body.stream_options or StreamOptions()
+        self.usage = UsageCounter(prompts) if options.include_usage else None
+        self._usage_always = bool(options.continuous_usage_stats)
 
     @abstractmethod
     def chunk(self, new: Event, usage: TokenUsage | None) -> Struct:
@@ -237,9 +241,12 @@ class ResponseFormatter(ABC, Generic[Body]):
     def whole(self, events: Sequence[Event], usage: TokenUsage) -> Struct:
         """All choices at once."""
 
-    def event(self, new: Event, usage: TokenUsage | None) -> bytes:
+    def event(self, new: Event) -> bytes:
         """A chunk as a server-sent event; where only the text is new, only that is encoded."""
-        delta = new.delta
+        delta, usage = new.delta, None
+        if self.usage is not None:
+            self.usage.add(new)
+            usage = self.usage.usage() if self._usage_always else None
         if not self._is_plain or new.first or delta.finish_reason is not None or usage is not None:
             return event(self.chunk(new, usage))
         frame = self._frames.get(new.choice)
@@ -254,11 +261,11 @@ class UsageCounter:
     """Tokens of one client's request, as its events go by.
 
     Args:
-        prompts: of the request.
+        prompts: token ids of each.
     """
 
-    def __init__(self, prompts: Sequence[PromptRequest]) -> None:
-        self._prompt_tokens = sum(len(prompt.request.token_ids) for prompt in prompts)
+    def __init__(self, prompts: Sequence[Sequence[int]]) -> None:
+        self._prompt_tokens = sum(map(len, prompts))
         self._completion_tokens = 0
         self._cached = [0] * len(prompts)
 
@@ -293,32 +300,23 @@ async def respond(
         TimeoutError: nothing was sent yet and the deadline is long over.
     """
     limit_s = prompts[0].request.deadline_s + frontend.config.deadline_grace_s
-    counter = UsageCounter(prompts)
     if not formatter.body.stream:
         got: list[Event] = []
         events = run_prompts(frontend, prompts, got.append, lambda: True)
         async with asyncio.timeout(limit_s), aclosing(events):
             async for new in events:
                 got.append(new)
+        counter = UsageCounter(formatter.prompts)
         for new in got:
             counter.add(new)
         return json_response(formatter.whole(fold(got), counter.usage()))
-    options: StreamOptions = formatter.body.stream_options or StreamOptions()
-    at_end = bool(options.include_usage)
-    always = at_end and bool(options.continuous_usage_stats)
-
-    def encoded(new: Event) -> bytes:
-        if at_end:
-            counter.add(new)
-        return formatter.event(new, counter.usage() if always else None)
-
     async with event_stream(request, limit_s) as stream:
         events = run_prompts(
-            frontend, prompts, lambda new: stream.write(encoded(new)), stream.is_free
+            frontend, prompts, lambda new: stream.write(formatter.event(new)), stream.is_free
         )
         async with aclosing(events):
             async for new in events:
-                await stream.send(encoded(new))
-        if at_end:
-            await stream.send(event(formatter.usage_chunk(counter.usage())))
+                await stream.send(formatter.event(new))
+        if formatter.usage is not None:
+            await stream.send(event(formatter.usage_chunk(formatter.usage.usage())))
     return stream.response

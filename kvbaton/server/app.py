@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import socket
 from collections.abc import Sequence
 
@@ -93,6 +94,12 @@ async def serve_on(
     await runner.setup()
     await web.SockSite(runner, listener).start()
     return runner
+
+
+def freeze_startup() -> None:
+    """Keep the garbage collector from looking again and again at what was made until now."""
+    gc.collect()
+    gc.freeze()
 
 
 @web.middleware

@@ -17,7 +17,7 @@ from kvbaton.engine.client import EngineClient
 from kvbaton.engine.process import EngineProcess
 from kvbaton.messages.engine import Metrics
 from kvbaton.messages.nodes import NodeInfo
-from kvbaton.server.app import serve_on
+from kvbaton.server.app import freeze_startup, serve_on
 from kvbaton.server.bodies import json_response
 from kvbaton.server.config import NodeConfig
 from kvbaton.server.frontend import FRONTEND, FrontendConfig
@@ -243,6 +243,7 @@ class Node:
         """Serve until told to stop; then let what runs finish."""
         if self.client is None:
             return 0
+        freeze_startup()
         died = asyncio.create_task(self.client.died.wait())
         stopped = asyncio.create_task(self._stop.wait())
         await self._first_of(died, stopped)

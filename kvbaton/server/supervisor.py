@@ -39,6 +39,7 @@ from kvbaton.messages.workers import (
     WorkerReport,
     WorkerStarted,
 )
+from kvbaton.server.app import freeze_startup
 from kvbaton.server.auth import PEER
 from kvbaton.server.metrics import MergedMetrics
 
@@ -357,6 +358,7 @@ class WorkerLink:
             # asyncio accepts as many at once as its backlog says: one leaves the rest to others.
             await web.SockSite(runner, self._listener, backlog=1).start()
             self._listener.listen(BACKLOG)
+            freeze_startup()
             self._send(WorkerStarted())
             await self._stop.wait()
             # Told twice is told once, and the second time may come when the loop is closed.

@@ -67,9 +67,8 @@ class ByteDetokenizer(Detokenizer):
         self, tokenizer: Tokenizer, prompt: Sequence[int] = (), *, skip_special_tokens: bool = True
     ) -> None:
         self._bytes = tokenizer.text_bytes if skip_special_tokens else tokenizer.all_bytes
-        self._rest = b""
-        for token in prompt[-PRIMING_TOKENS:]:
-            self.push(token)
+        before = b"".join([self._bytes[token] for token in prompt[-PRIMING_TOKENS:]])
+        self._rest = before[utf_8_decode(before, "replace", False)[1] :]
 
     @override
     def push(self, token: int) -> str:
