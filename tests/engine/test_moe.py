@@ -99,7 +99,7 @@ GPT_OSS: dict[str, Any] = {
 
 
 def gpt_oss(folder: Path, shard: Shard, load_format: Any = "auto") -> Any:
-    """Our mixture, filled from a folder; and dummy weights from another one."""
+    """Our mixture, filled from a folder, or with dummy weights."""
     moe = read_moe(GPT_OSS, "GptOssForCausalLM")
     assert moe is not None
     ours = MoE("model.layers.0", 64, moe, shard)
@@ -142,6 +142,30 @@ def test_stacks_of_dummy_experts_are_equal_however_they_are_split(tmp_path: Path
         columns = slice(rows.start // 2, rows.stop // 2)
         assert torch.equal(part.down_proj, whole.down_proj[held, :, columns])
     assert len(whole.gate_up_proj.unique()) > 30_000  # of 32,768, in steps of 2^-23 of their range
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")
+@pytest.mark.parametrize("tokens", [0, 1, 40, 700])
+@pytest.mark.parametrize("name", ["DeepseekV2", "DeepseekV3", "GptOss", "Mixtral", "Qwen2Moe"])
+def test_a_mixture_on_a_gpu_is_that_on_the_cpu(name: str, tokens: int) -> None:
+    groups = {"n_group": 4, "topk_group": 2} if name.startswith("Deepseek") else {}
+    shared = {"n_shared_experts": 1} if groups else {}
+    sizes = {"moe_intermediate_size": 32, "shared_expert_intermediate_size": 0}
+    if name == "Qwen2Moe":
+        sizes["shared_expert_intermediate_size"] = 48
+    moe = read_moe(GPT_OSS | sizes | groups | shared, f"{name}ForCausalLM")
+    assert moe is not None
+    torch.manual_seed(4)
+    ours = MoE("layer", 64, moe, Shard())
+    for piece in pieces_of(ours):
+        piece.target.normal_(0, 0.2)
+    x = torch.randn(tokens, 64)
+    torch.backends.cuda.matmul.allow_tf32 = False
+    with torch.inference_mode():
+        expected = ours(x)
+        found = ours.cuda()(x.cuda()).cpu()
+    torch.testing.assert_close(found, expected, atol=1e-4, rtol=1e-3)
 
 
 @pytest.mark.parametrize("kind", ["fp8-block", "packed"])
