@@ -38,7 +38,7 @@ demo: $(VENV)/.runtime  ## 1 prefill + 1 decode + router on this machine, answer
 servers:  ## what some tests start, from Debian or Ubuntu (as root); without it they skip
 	apt-get update -qq && DEBIAN_FRONTEND=noninteractive apt-get install -y -qq redis-server iproute2
 
-test: $(VENV)/.dev  ## the test suite: 15 to 20 minutes on 2 cores
+test: $(VENV)/.dev  ## the test suite: minutes on 2 cores
 	$(BIN)/pytest -q -n $(JOBS) --dist loadgroup -m "not slow and not gpu and not multigpu"
 
 test-all: test test-slow test-kernels test-lmcache  ## everything that needs no GPU

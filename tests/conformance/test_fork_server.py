@@ -1,0 +1,61 @@
+"""Processes that are forked off one with their imports act as those that Python starts afresh."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from kvbaton.testing.fork_server import ForkedProcess, fork_server
+from kvbaton.testing.kit import CaseFailure
+from kvbaton.testing.remote import RemoteProcess
+
+SAYS = """
+import os, sys, threading
+if THREAD:
+    threading.Thread(target=threading.Event().wait, daemon=True).start()
+def main(words):
+    heard, threads = sys.stdin.readline(), threading.active_count()
+    print("said", os.environ["TOLD"], threads, *words, heard, flush=True)
+    sys.exit("no more to say")
+if __name__ == "__main__":
+    main(sys.argv[1:])
+"""
+
+
+@pytest.mark.parametrize("thread", [False, True], ids=["forked", "afresh-where-a-thread-ran"])
+def test_a_process_has_its_words_streams_environment_and_threads(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, thread: bool
+) -> None:
+    (tmp_path / "says.py").write_text(SAYS.replace("THREAD", str(thread)))
+    monkeypatch.chdir(tmp_path)
+    server = fork_server()
+    monkeypatch.setenv("TOLD", "later")  # than the server was started
+
+    def start(streams: list[int]) -> ForkedProcess:
+        return server.start("says", ["one", "two"], streams, ["no_such_module"])
+
+    try:
+        for number in range(2):
+            with RemoteProcess(start, 20.0) as process:
+                process.tell(f"number-{number}")
+                threads = "2" if thread else "1"
+                wanted = ["said", "later", threads, "one", "two", f"number-{number}"]
+                assert process.line("said") == wanted
+                with pytest.raises(CaseFailure, match="no more to say"):
+                    process.line("said")
+    finally:
+        server.close()
+
+
+def test_what_was_killed_has_ended_and_may_be_killed_again() -> None:
+    words = ["transport", "tcp", "8", "cpu"]
+
+    def start(streams: list[int]) -> ForkedProcess:
+        return fork_server().start("kvbaton.testing.remote_worker", words, streams, [])
+
+    with RemoteProcess(start, 20.0) as process:
+        process.started()
+        process.kill()
+        assert process.all_lines()[0][0] == "card", "its end of the stream is closed"
+        process.kill()
