@@ -19,6 +19,7 @@ from kvbaton.engine.collectives import Shard
 from kvbaton.engine.config import LoadFormat
 from kvbaton.engine.gguf import WEIGHTS, GGUFTensors
 from kvbaton.engine.model_config import ModelConfig
+from kvbaton.engine.models.gemma3 import Gemma3ForCausalLM
 from kvbaton.engine.models.layers import Piece, pieces_of
 from kvbaton.engine.models.llama import LlamaForCausalLM
 from kvbaton.engine.models.qwen2_5_vision import Qwen25VisionTower
@@ -36,6 +37,9 @@ DUMMY_SCALE = 0.02
 
 DUMMY_CHUNK = 1 << 24
 """Dummy weights made at a time: bounds the 64-bit intermediates."""
+
+DECODERS: dict[str, type[LlamaForCausalLM]] = {"Gemma3ForCausalLM": Gemma3ForCausalLM}
+"""Those that are no Llama with other settings."""
 
 TOWERS: dict[str, type[Qwen25VisionTower | Qwen3VisionTower]] = {
     "Qwen2_5_VLForConditionalGeneration": Qwen25VisionTower,
@@ -67,7 +71,7 @@ def load_model(
     shard = shard or Shard()
     _check_shard(config, shard)
     with empty_weights(config.dtype, device):
-        model = LlamaForCausalLM(config, shard)
+        model = DECODERS.get(config.architecture, LlamaForCausalLM)(config, shard)
     fill_weights(pieces_of(model), config, load_format, seed, device)
     return model.eval()
 

@@ -40,23 +40,30 @@ class Family:
         qk_norm: every query and key head is normalised before the rotation.
         rope_theta: the rotation's base where ``config.json`` names none.
         windows: which layers have the sliding window: all; those that ``layer_types`` names, else
-            the ``upper`` ones, from ``max_window_layers`` on; or those that it names and no others.
+            the ``upper`` ones, from ``max_window_layers`` on, or all but every sixth (``pattern``);
+            or those that it names and no others.
         window_switch: and only with ``use_sliding_window``.
         max_window_layers: where ``config.json`` names none.
+        gemma: norms store what their scales are above 1, windows turn with a base of their own, the
+            logits' scale is in ``config.json``, and the MLP has the GELU.
     """
 
     qkv_bias: bool | None = None
     qk_norm: bool = False
     rope_theta: float = 10_000.0
-    windows: Literal["none", "all", "upper", "listed"] = "none"
+    windows: Literal["none", "all", "upper", "pattern", "listed"] = "none"
     window_switch: bool = False
     max_window_layers: int = 28
+    gemma: bool = False
 
 
 _QWEN2 = Family(qkv_bias=True, windows="upper", window_switch=True)
 _QWEN3 = Family(qk_norm=True, windows="upper", window_switch=True)
 ARCHITECTURES = {
     "Dots1ForCausalLM": Family(qk_norm=True, windows="upper", max_window_layers=62),
+    "Gemma3ForCausalLM": Family(
+        qk_norm=True, windows="pattern", rope_theta=1_000_000.0, gemma=True
+    ),
     "LlamaForCausalLM": Family(),
     "MistralForCausalLM": Family(qkv_bias=False, windows="all"),
     "MixtralForCausalLM": Family(qkv_bias=False, windows="all", rope_theta=1_000_000.0),
@@ -75,6 +82,7 @@ class RopeConfig:
     """Rotary embedding: base, and Llama 3's stretching of low frequencies if `factor` is not 1.
 
     Attributes:
+        linear: all frequencies are divided by `factor` (Chen et al., arXiv 2306.15595).
         mrope_section: of multimodal models, how many of the ``head_dim / 2`` frequencies turn with
             the temporal, the vertical and the horizontal position (Wang et al., arXiv 2409.12191).
         mrope_interleaved: the three take turns (t, h, w, t, h, w, ...) instead of following one
@@ -83,6 +91,7 @@ class RopeConfig:
 
     theta: float = 10_000.0
     factor: float = 1.0
+    linear: bool = False
     low_freq_factor: float = 1.0
     high_freq_factor: float = 4.0
     original_max_position: int = 8192
@@ -107,6 +116,10 @@ class ModelConfig:
         vision: its vision tower; None for a model of text only.
         quantization: how its weights are stored; None for floats.
         moe: its mixtures of experts; None for a model without.
+        local_rope: what turns heads of layers with a window; None for `rope`.
+        attention_scale: of the logits; None for ``head_dim ** -0.5``.
+        norm_offset: what is added to the scale of a norm as it is stored.
+        activation: of the MLPs' gates.
     """
 
     folder: Path
@@ -133,6 +146,10 @@ class ModelConfig:
     vision: VisionConfig | None = None
     quantization: Quantization | None = None
     moe: MoeConfig | None = None
+    local_rope: RopeConfig | None = None
+    attention_scale: float | None = None
+    norm_offset: float = 0.0
+    activation: Literal["silu", "gelu_tanh"] = "silu"
 
     def kv_groups(self) -> tuple[KVGroup, ...]:
         """Its layers, by the block tables that they share."""
@@ -155,6 +172,8 @@ class _Rope(msgspec.Struct):
     original_max_position_embeddings: int | None = None
     partial_rotary_factor: float = 1.0
     mrope_section: tuple[int, int, int] | None = None
+    full_attention: _Rope | None = None
+    sliding_attention: _Rope | None = None
 
 
 class _Raw(msgspec.Struct):
@@ -169,15 +188,22 @@ class _Raw(msgspec.Struct):
     num_key_value_heads: int | None = None
     head_dim: int | None = None
     rms_norm_eps: float = 1e-6
-    hidden_act: str = "silu"
+    hidden_act: str | None = None
+    hidden_activation: str | None = None
     max_position_embeddings: int = 2048
     original_max_position_embeddings: int | None = None
-    tie_word_embeddings: bool = False
+    tie_word_embeddings: bool | None = None
     attention_bias: bool = False
     mlp_bias: bool = False
     rope_theta: float | None = None
     rope_scaling: _Rope | None = None
     rope_parameters: _Rope | None = None
+    rope_local_base_freq: float = 10_000.0
+    query_pre_attn_scalar: float | None = None
+    attn_logit_softcapping: float | None = None
+    final_logit_softcapping: float | None = None
+    use_bidirectional_attention: bool = False
+    sliding_window_pattern: int = 6
     partial_rotary_factor: float | None = None
     sliding_window: int | None = None
     use_sliding_window: bool = False
@@ -213,7 +239,7 @@ def load_model_config(
     architecture = _check_architecture(content)
     family = ARCHITECTURES[architecture]
     raw = _convert(_flat(content), folder)
-    _refuse_unsupported(raw)
+    _refuse_unsupported(raw, family)
     has_generation = (folder / "generation_config.json").exists()
     generation = _read_json(folder, "generation_config.json") if has_generation else {}
     ends = (raw.eos_token_id, generation.get("eos_token_id"))
@@ -233,7 +259,9 @@ def load_model_config(
         rms_norm_eps=raw.rms_norm_eps,
         rope=_rope(raw),
         max_position_embeddings=raw.max_position_embeddings,
-        tie_word_embeddings=raw.tie_word_embeddings,
+        tie_word_embeddings=family.gemma
+        if raw.tie_word_embeddings is None
+        else raw.tie_word_embeddings,
         qkv_bias=raw.attention_bias if family.qkv_bias is None else family.qkv_bias,
         output_bias=raw.attention_bias and family.qkv_bias is None,
         qk_norm=family.qk_norm,
@@ -243,6 +271,10 @@ def load_model_config(
         vision=read_vision(raw.vision_config, architecture, raw.hidden_size, raw.image_token_id),
         quantization=read_quantization(raw.quantization_config, quantization),
         moe=read_moe(content, architecture),
+        local_rope=_local_rope(raw) if family.gemma else None,
+        attention_scale=(raw.query_pre_attn_scalar or 256) ** -0.5 if family.gemma else None,
+        norm_offset=1.0 if family.gemma else 0.0,
+        activation="gelu_tanh" if family.gemma else "silu",
     )
 
 
@@ -317,9 +349,18 @@ def _convert(content: dict[str, Any], folder: Path) -> _Raw:
     return raw
 
 
-def _refuse_unsupported(raw: _Raw) -> None:
-    if raw.hidden_act != "silu":
-        raise ConfigError("--model", f"hidden_act {raw.hidden_act!r} is unsupported; need 'silu'")
+def _refuse_unsupported(raw: _Raw, family: Family) -> None:
+    wanted = "gelu_pytorch_tanh" if family.gemma else "silu"
+    found = (raw.hidden_activation if family.gemma else None) or raw.hidden_act or wanted
+    if found != wanted:
+        raise ConfigError("--model", f"hidden_act {found!r} is unsupported; need {wanted!r}")
+    for name in (
+        "attn_logit_softcapping",
+        "final_logit_softcapping",
+        "use_bidirectional_attention",
+    ):
+        if family.gemma and getattr(raw, name):
+            raise ConfigError("--model", f"{name} is unsupported")
     kv_heads = raw.num_key_value_heads or raw.num_attention_heads
     if kv_heads < 1 or raw.num_attention_heads % kv_heads:
         raise ConfigError(
@@ -339,6 +380,7 @@ def _dtype(raw: _Raw, asked: str) -> str:
 
 def _rope(raw: _Raw) -> RopeConfig:
     rope = raw.rope_parameters or raw.rope_scaling or _Rope()
+    rope = rope.full_attention or rope
     family = VISION_FAMILIES.get(raw.architectures[0])
     default = (family or ARCHITECTURES[raw.architectures[0]]).rope_theta
     theta = rope.rope_theta or raw.rope_theta or default
@@ -349,10 +391,11 @@ def _rope(raw: _Raw) -> RopeConfig:
         raise ConfigError("--model", "partial_rotary_factor is unsupported")
     if kind == "default":
         return RopeConfig(theta=theta)
+    if kind == "linear" and rope.factor is not None:
+        return RopeConfig(theta=theta, factor=rope.factor, linear=True)
     if kind != "llama3":
-        raise ConfigError(
-            "--model", f"rope_type {kind!r} is unsupported; supported: 'default', 'llama3'"
-        )
+        known = "'default', 'linear', 'llama3'"
+        raise ConfigError("--model", f"rope_type {kind!r} is unsupported; supported: {known}")
     if rope.factor is None or rope.low_freq_factor is None or rope.high_freq_factor is None:
         raise ConfigError(
             "--model", "rope_type 'llama3' needs factor, low_freq_factor and high_freq_factor"
@@ -366,6 +409,15 @@ def _rope(raw: _Raw) -> RopeConfig:
         or rope.original_max_position_embeddings
         or raw.max_position_embeddings,
     )
+
+
+def _local_rope(raw: _Raw) -> RopeConfig:
+    """Of Gemma's layers with a window."""
+    rope = raw.rope_parameters.sliding_attention if raw.rope_parameters else None
+    if rope is not None and (rope.rope_type or "default") != "default":
+        raise ConfigError("--model", f"rope_type {rope.rope_type!r} of windows is unsupported")
+    theta = (rope.rope_theta if rope else None) or raw.rope_local_base_freq
+    return RopeConfig(theta=theta)
 
 
 def _multimodal_rope(
@@ -396,6 +448,9 @@ def _windows(raw: _Raw, family: Family) -> tuple[int, ...]:
         return (window,) * count
     if raw.layer_types is None and family.windows == "listed":
         raise ConfigError("--model", "sliding_window needs layer_types, which says what it is for")
+    if raw.layer_types is None and family.windows == "pattern":
+        every = raw.sliding_window_pattern
+        return tuple(window if (layer + 1) % every else 0 for layer in range(count))
     if raw.layer_types is None:
         first = family.max_window_layers if raw.max_window_layers is None else raw.max_window_layers
         return tuple(window if layer >= first else 0 for layer in range(count))

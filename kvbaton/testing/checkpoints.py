@@ -24,6 +24,7 @@ from torch import Tensor
 
 Family = Literal[
     "dots1",
+    "gemma3",
     "llama",
     "mistral",
     "mixtral",
@@ -37,6 +38,7 @@ Family = Literal[
 
 ARCHITECTURES: dict[Family, str] = {
     "dots1": "Dots1ForCausalLM",
+    "gemma3": "Gemma3ForCausalLM",
     "llama": "LlamaForCausalLM",
     "mistral": "MistralForCausalLM",
     "mixtral": "MixtralForCausalLM",
@@ -80,6 +82,15 @@ _EXPERTS: dict[str, dict[str, Any]] = {
         "decoder_sparse_step": 1,
         "mlp_only_layers": [],
     },
+}
+_GEMMA3: dict[str, Any] = {
+    "model_type": "gemma3_text",
+    "hidden_activation": "gelu_pytorch_tanh",
+    "query_pre_attn_scalar": 24,
+    "sliding_window": 11,
+    "rope_theta": 1_000_000.0,
+    "rope_local_base_freq": 10_000.0,
+    "rope_scaling": {"rope_type": "linear", "factor": 8.0},
 }
 BOS, EOS, TURN = "<|begin|>", "<|endoftext|>", "<|turn|>"
 TOKENIZER_SIZE = 384
@@ -233,6 +244,9 @@ def _config(spec: CheckpointSpec, tokenizer: Tokenizer) -> dict[str, Any]:
     if spec.family in VISION_FAMILIES:
         config = _nested_config(spec.family, config, tokenizer)
     config |= {"architectures": [ARCHITECTURES[spec.family]], "model_type": spec.family}
+    if spec.family == "gemma3":
+        config |= _GEMMA3
+        del config["hidden_act"]
     for name, value in spec.config.items():
         nested = isinstance(value, Mapping) and isinstance(config.get(name), dict)
         config[name] = config[name] | dict(value) if nested else value
@@ -345,7 +359,7 @@ def _shapes(spec: CheckpointSpec, config: dict[str, Any]) -> Iterator[tuple[str,
         yield f"{name}.self_attn.o_proj.weight", (hidden, rows["q"])
         if config.get("attention_bias"):
             yield f"{name}.self_attn.o_proj.bias", (hidden,)
-        if spec.family in ("dots1", "qwen3", "qwen3_moe", "qwen3_vl"):
+        if spec.family in ("dots1", "gemma3", "qwen3", "qwen3_moe", "qwen3_vl"):
             yield f"{name}.self_attn.q_norm.weight", (dim,)
             yield f"{name}.self_attn.k_norm.weight", (dim,)
         if layer in _layers_of_experts(spec, config):
@@ -355,6 +369,9 @@ def _shapes(spec: CheckpointSpec, config: dict[str, Any]) -> Iterator[tuple[str,
             yield from _mlp(f"{name}.mlp", _PROJECTIONS, hidden, middle, bias=bias)
         yield f"{name}.input_layernorm.weight", (hidden,)
         yield f"{name}.post_attention_layernorm.weight", (hidden,)
+        if spec.family == "gemma3":
+            yield f"{name}.pre_feedforward_layernorm.weight", (hidden,)
+            yield f"{name}.post_feedforward_layernorm.weight", (hidden,)
     yield f"{head}.norm.weight", (hidden,)
     if not spec.tied:
         yield "lm_head.weight", (spec.vocab_size, hidden)
@@ -450,7 +467,7 @@ def _weights(spec: CheckpointSpec, config: dict[str, Any]) -> Iterator[tuple[str
     for name, shape in _shapes(spec, config):
         noise = torch.randn(shape, generator=generator)
         if len(shape) == 1 and name.endswith(".weight"):
-            value = 1 + 0.2 * noise
+            value = 0.2 * noise + (spec.family != "gemma3")  # where 1 is added when it is read
         elif name.endswith("bias"):
             value = 0.2 * noise
         elif name.endswith("embed_tokens.weight"):

@@ -48,7 +48,7 @@ class CpuExecutor:
         self.cache = KVCache(
             config.kv_groups(),
             dtype=config.dtype,
-            num_blocks=256,
+            num_blocks=1024,
             block_size=16,
             device=CPU,
             shard=Shard(),
@@ -80,6 +80,20 @@ def drivers(checkpoint: Callable[..., Path], drive: Any) -> tuple[Any, Any]:
     other.executor.close()
     other.executor = CpuExecutor(folder)
     return plain, other
+
+
+@pytest.mark.parametrize("chunk", [7, 1000])
+def test_groups_with_windows(chunk: int, checkpoint: Callable[..., Path], drive: Any) -> None:
+    folder = checkpoint(family="gemma3", num_layers=7, tied=True)
+    plain, other = (drive(folder, num_blocks=1024) for _ in range(2))
+    other.executor.close()
+    other.executor = CpuExecutor(folder)
+    assert play(plain, chunk) == play(other, chunk)
+    cache, (handle, *_) = other.executor.cache, other.tokens
+    length = other.computed[handle]
+    for g, table in enumerate([other.tables[handle], *other.others[handle]]):
+        kept = cache.fetch_kept_sums(g, table)
+        assert torch.equal(kept, cache.fetch_digest(g, table, 0, 0, length)), f"group {g}"
 
 
 def play(driver: Any, chunk: int) -> list[list[int]]:

@@ -29,6 +29,7 @@ MODELS: dict[str, dict[str, Any]] = {
     "llama3-rope": {"family": "llama", "config": {"rope_scaling": LLAMA3_ROPE}},
     "llama-biases": {"family": "llama", "config": {"attention_bias": True, "mlp_bias": True}},
     "llama-no-gqa": {"family": "llama", "num_kv_heads": 4, "head_dim": 32},
+    "gemma3": {"family": "gemma3", "num_layers": 7, "tied": True},
     "mistral": {"family": "mistral"},
     "mistral-window": {"family": "mistral", "config": {"sliding_window": 11}},
     "qwen2": {"family": "qwen2"},
@@ -88,7 +89,7 @@ def test_a_mixed_batch_generates_what_transformers_does(
     name: str, checkpoint: Callable[..., Path], reference: Any, drive: Any
 ) -> None:
     folder = checkpoint(**MODELS[name])
-    driver = drive(folder, block_size=16 if name == "qwen3" else 4)
+    driver = drive(folder, block_size=16 if name == "qwen3" else 4, num_blocks=1024)
     driver.poisons = True
     rng = np.random.default_rng(1)
     prompts = [random_tokens(rng, count) for count in (1, 2, 5, 17, 33, 64)]

@@ -1,7 +1,7 @@
 from __future__ import annotations
 
 import pytest
-from hypothesis import settings
+from hypothesis import given, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
@@ -9,6 +9,7 @@ from kvbaton.connectors.layout import GroupKind, contiguous_plane
 from kvbaton.connectors.layout import KVLayout as Layout
 from kvbaton.engine.block_pool import BlockPool
 from kvbaton.engine.kv_cache_manager import GroupSpec, KVCacheManager, Match
+from kvbaton.engine.kv_groups import kv_groups
 from kvbaton.errors import ConfigError
 
 
@@ -290,6 +291,62 @@ def test_a_full_hit_needs_the_window_of_the_last_token():
     blocks = blocks_with([exact], [[2]])
     assert lengths(blocks.match([keys_of(3)], 13)) == (12, [1])
     assert lengths(blocks.match([keys_of(3)], 12)) == (0, [0])
+
+
+@settings(deadline=None, max_examples=300)
+@given(
+    windows=st.lists(st.integers(0, 11), min_size=1, max_size=3),
+    sizes=st.lists(st.sampled_from([1, 2, 3, 4]), min_size=3, max_size=3),
+    num_tokens=st.integers(1, 40),
+    data=st.data(),
+)
+def test_a_match_is_the_longest_prefix_whose_next_token_finds_all_that_it_attends_to(
+    windows: list[int], sizes: list[int], num_tokens: int, data: st.DataObject
+) -> None:
+    groups = [
+        GroupSpec(size, 200, GroupKind.WINDOW if window else GroupKind.FULL, window)
+        for size, window in zip(sizes, windows, strict=False)
+    ]
+    blocks = KVCacheManager(groups)
+    there = []
+    for g, group in enumerate(groups):
+        count = num_tokens // group.block_size
+        numbers = data.draw(st.sets(st.integers(0, count - 1)) if count else st.just(set[int]()))
+        cached(blocks.pool, [number + 1 for number in sorted(numbers)], g)
+        there.append(numbers)
+
+    def sees(length: int) -> bool:
+        """Whether all that the next token attends to before itself is cached."""
+        at = min(length, num_tokens - 1)
+        for group, numbers in zip(groups, there, strict=True):
+            low = max(0, at - group.window + 1) if group.window else 0
+            if any(p // group.block_size not in numbers for p in range(low, length)):
+                return False
+            if length % group.block_size:
+                return False
+        return True
+
+    match = blocks.match([keys_of(num_tokens // group.block_size) for group in groups], num_tokens)
+    assert match.num_tokens == max(length for length in range(num_tokens + 1) if sees(length))
+    for g, table in enumerate(match.tables):
+        for i, block in enumerate(table):
+            assert block in (0, blocks.pool.by_key[g].get(key(i + 1)))
+
+
+def test_layers_of_one_window_share_a_group_and_large_kinds_are_split() -> None:
+    def sizes(windows: list[int]) -> list[tuple[int, int]]:
+        groups = kv_groups(windows, heads=1, head_dim=8)
+        layers = [layer for group in groups for layer in group.layers]
+        assert sorted(layers) == list(range(len(windows)))
+        assert all(windows[layer] == group.window for group in groups for layer in group.layers)
+        return [(group.window, len(group.layers)) for group in groups]
+
+    assert sizes([0] * 32) == [(0, 32)]
+    assert sizes([4096] * 32) == [(4096, 32)]
+    assert sizes([128, 0] * 12) == [(0, 12), (128, 12)]
+    gemma = [0 if layer % 6 == 5 else 1024 for layer in range(62)]
+    assert sizes(gemma) == [(0, 10), *[(1024, n) for n in (10, 10, 11, 10, 11)]]
+    assert len(sizes([0] * 27 + [8])) == 8, "few groups, though one of them wastes room"
 
 
 def test_room_counts_what_a_hit_would_take_from_the_evictable():

@@ -15,6 +15,23 @@ def prompt(length: int, start: int = 1) -> list[int]:
     return [(start + 7 * i) % 23 for i in range(length)]
 
 
+# --- windows ---
+
+
+@pytest.mark.parametrize("depth", [1, 2])
+def test_a_long_prompt_holds_its_window_only(depth: int):
+    groups = replace(FULL, num_blocks=24), replace(WINDOW, num_blocks=24)
+    loop = Loop(groups, depth=depth, max_num_batched_tokens=4)
+    loop.add(ask("a", prompt(50), max_tokens=9, ignore_eos=True))
+    loop.run()  # the loop checks after each step what is held and what is read
+    loop.check_stream("a")
+    assert loop.streams["a", 0].finish == "length"
+    loop.add(ask("b", prompt(50), max_tokens=1))
+    loop.run()
+    loop.check_stream("b")
+    assert loop.outputs[-1].cached_tokens > 40, "blocks behind the window were cached first"
+
+
 # --- one request ---
 
 

@@ -18,6 +18,7 @@ WINDOW = 11
 MIXED = {"use_sliding_window": True, "sliding_window": WINDOW, "max_window_layers": 2}
 MODELS: dict[str, dict[str, Any]] = {
     "mistral": {"family": "mistral", "config": {"sliding_window": WINDOW}},
+    "gemma3": {"family": "gemma3", "num_layers": 7, "tied": True},
     "qwen2": {"family": "qwen2", "num_layers": 5, "config": MIXED},
 }
 

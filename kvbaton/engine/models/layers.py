@@ -10,7 +10,7 @@ import math
 from abc import ABC, abstractmethod
 from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import Protocol
+from typing import Literal, Protocol
 
 import torch
 import torch.nn.functional as F
@@ -74,14 +74,14 @@ def new_weight(*shape: int) -> nn.Parameter:
 class RMSNorm(WeightedModule):
     """``y = weight * x / sqrt(mean(x^2) + eps)``, in float32 up to the product with the weight."""
 
-    def __init__(self, name: str, size: int, eps: float) -> None:
+    def __init__(self, name: str, size: int, eps: float, offset: float = 0.0) -> None:
         super().__init__()
-        self.name, self.eps = name, eps
+        self.name, self.eps, self.offset = name, eps, offset
         self.weight = new_weight(size)
 
     def forward(self, x: Tensor, residual: Tensor | None = None) -> Tensor:
         """Normalise the last axis; with `residual`, of ``residual += x`` (in place)."""
-        return rms_norm(x, self.weight, self.eps, residual=residual)
+        return rms_norm(x, self.weight, self.eps, residual=residual, weight_offset=self.offset)
 
     def pieces(self) -> Iterator[Piece]:
         """Its scale."""
@@ -207,6 +207,8 @@ def inverse_frequencies(rope: RopeConfig, head_dim: int) -> Tensor:
     """
     exponent = torch.arange(0, head_dim, 2, dtype=torch.float32) / head_dim
     frequency: Tensor = 1.0 / (rope.theta**exponent)
+    if rope.linear:
+        return frequency / rope.factor
     if rope.factor == 1.0:
         return frequency
     original = rope.original_max_position
@@ -323,9 +325,10 @@ class SelfAttention(nn.Module):
             bias=config.output_bias,
             quantization=config.quantization,
         )
-        eps = config.rms_norm_eps
-        self.q_norm = RMSNorm(f"{name}.q_norm", dim, eps) if config.qk_norm else None
-        self.k_norm = RMSNorm(f"{name}.k_norm", dim, eps) if config.qk_norm else None
+        norm = dim, config.rms_norm_eps, config.norm_offset
+        self.q_norm = RMSNorm(f"{name}.q_norm", *norm) if config.qk_norm else None
+        self.k_norm = RMSNorm(f"{name}.k_norm", *norm) if config.qk_norm else None
+        self.scale = config.attention_scale
 
     def forward(
         self, hidden: Tensor, rotary: tuple[Tensor, Tensor], attention: AttentionContext
@@ -335,12 +338,12 @@ class SelfAttention(nn.Module):
         query, key, value = heads.split((self.heads, self.kv_heads, self.kv_heads), dim=1)
         if self.q_norm is not None and self.k_norm is not None:
             query, key = self.q_norm(query), self.k_norm(key)
-        out = attention.attend(self.layer, query, key, value, rotary)
+        out = attention.attend(self.layer, query, key, value, rotary, self.scale)
         return self.o_proj(out.flatten(1))  # type: ignore[no-any-return]
 
 
 class GatedMLP(nn.Module):
-    """``down(silu(gate(x)) * up(x))``."""
+    """``down(activation(gate(x)) * up(x))``."""
 
     def __init__(
         self,
@@ -351,8 +354,10 @@ class GatedMLP(nn.Module):
         *,
         bias: bool,
         quantization: Quantization | None = None,
+        activation: Literal["silu", "gelu_tanh"] = "silu",
     ) -> None:
         super().__init__()
+        self.activation = activation
         parts = [(f"{name}.{part}_proj", middle, shard.span(middle)) for part in ("gate", "up")]
         self.gate_up_proj = ColumnLinear(size, parts, bias=bias, quantization=quantization)
         self.down_proj = RowLinear(
@@ -361,4 +366,8 @@ class GatedMLP(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         """[tokens, size] to [tokens, size]."""
-        return self.down_proj(silu_and_mul(self.gate_up_proj(x)))  # type: ignore[no-any-return]
+        both = self.gate_up_proj(x)
+        if self.activation == "silu":
+            return self.down_proj(silu_and_mul(both))  # type: ignore[no-any-return]
+        gate, up = both.chunk(2, dim=-1)
+        return self.down_proj(F.gelu(gate, approximate="tanh") * up)  # type: ignore[no-any-return]

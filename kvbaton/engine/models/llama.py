@@ -79,15 +79,19 @@ class DecoderLayer(nn.Module):
 class LlamaForCausalLM(nn.Module):
     """The whole model, but for its vision tower."""
 
+    layer_class: type[nn.Module] = DecoderLayer
+
     def __init__(self, config: ModelConfig, shard: Shard) -> None:
         super().__init__()
         self.config, self.shard = config, shard
         vocab = config.vocab_size, config.hidden_size, shard
         self.embed_tokens = Embedding("model.embed_tokens", *vocab)
         self.layers = nn.ModuleList(
-            DecoderLayer(config, layer, shard) for layer in range(config.num_layers)
+            self.layer_class(config, layer, shard) for layer in range(config.num_layers)
         )
-        self.norm = RMSNorm("model.norm", config.hidden_size, config.rms_norm_eps)
+        self.norm = RMSNorm(
+            "model.norm", config.hidden_size, config.rms_norm_eps, config.norm_offset
+        )
         self.rotary = RotaryEmbedding(config.rope, config.head_dim)
         self.lm_head = None if config.tie_word_embeddings else Embedding("lm_head", *vocab)
 
