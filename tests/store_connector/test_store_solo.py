@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -180,3 +181,28 @@ def test_metrics_tell_what_moved(nodes: Nodes, spec: str, box: Box) -> None:
     assert objects == len(box.objects)
     assert math.isclose(sum(v for k, v in gauges.items() if "store_saves_queued" in k), 0)
     assert node.ask("state")["store"]["loads"] == []
+
+
+@pytest.mark.parametrize("family", ["mistral", "gemma3"])
+@pytest.mark.parametrize("length", [48, 50])
+def test_of_a_window_only_the_last_blocks_are_loaded(
+    checkpoint: Callable[..., Path], tmp_path: Path, family: str, length: int
+) -> None:
+    layers = 7 if family == "gemma3" else 2
+    folder = checkpoint(family=family, num_layers=layers, config={"sliding_window": 11}, tied=True)
+    nodes, store = Nodes(folder), f'filesystem:{{"path": "{tmp_path}"}}'
+    prompt = prompt_of(length)
+    try:
+        first = nodes.start(store, num_blocks=512)
+        answer = first.generate(prompt).result()
+        rest(first)
+        second = nodes.start(store, num_blocks=512)
+        assert second.generate(prompt).result() == answer
+        assert count(second, "prompt_tokens", source="store") == min(48, length - 1)
+        # All of the full layers; of a window what the next token sees, from token 37 or 38 on.
+        groups = second.scheduler.blocks.groups
+        wanted = sum(12 - 37 // 4 if group.window else 12 for group in groups)
+        assert count(second, "store_load_blocks", outcome="ok") == wanted
+        rest(second)
+    finally:
+        nodes.end_all()
