@@ -1,4 +1,4 @@
-"""The kernels of experts compile for a GPU of compute capability 9.0, which none need be here for.
+"""Kernels of experts and of FP8 compile for compute capability 9.0; no GPU need be here for it.
 
 The interpreter shows what a kernel computes, not whether Triton takes it, and what it asks of a
 multiprocessor.
@@ -12,10 +12,9 @@ import pytest
 
 from kvbaton.kernels.jit import HAS_TRITON
 
-SCRIPT = """
+CHECK = """
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource, compile
-from kvbaton.kernels import fused_moe, fused_topk
 
 def check(kernel, types, constants, **options):
     names = kernel.arg_names
@@ -31,6 +30,10 @@ def check(kernel, types, constants, **options):
     made = compile(source, target=GPUTarget("cuda", 90, 32), options=options)
     assert made.metadata.shared <= 227 << 10, made.metadata.shared
     return made.asm["ptx"]
+"""
+
+EXPERTS = """
+from kvbaton.kernels import fused_moe, fused_topk
 
 lists = dict.fromkeys(("ids", "counts", "order", "experts", "used"), "*i32")
 numbers = dict.fromkeys(("entries", "blocks", "first", "held"), "i32")
@@ -65,11 +68,63 @@ for dtype, itemsize in (("bf16", 2), ("fp32", 4)):
 """
 
 
+FP8 = """
+from kvbaton.kernels import (
+    block_scaled_linear, decode_attention, paged_prefill_attention, quantize_fp8, rope_write
+)
+
+def run(kernel, pointers, constants, floats=(), **options):
+    given = pointers | dict.fromkeys(floats, "fp32")
+    upper = {name for name in kernel.arg_names if name.isupper()}
+    rest = [name for name in kernel.arg_names if name not in upper | set(given) | set(constants)]
+    return check(kernel, given | dict.fromkeys(rest, "i32"), constants, **options)
+
+for group, warps in ((128, 1), (28672, 8)):
+    ptx = run(
+        quantize_fp8._kernel, {"x": "*bf16", "out": "*fp8e4nv", "scales": "*fp32"},
+        dict(GROUP=group, BLOCK=1 << (group - 1).bit_length(), LEAST=1e-12, MAX=448.0),
+        num_warps=warps,
+    )
+    assert "cvt.rn.satfinite.e4m3x2" in ptx
+for rows, columns, warps in ((16, 32, 4), (32, 32, 4), (64, 128, 4), (128, 128, 8)):
+    ptx = run(
+        block_scaled_linear._kernel,
+        {"x": "*fp8e4nv", "weight": "*fp8e4nv", "x_scales": "*fp32", "scales": "*fp32",
+         "out": "*bf16"},
+        dict(BLOCK_M=rows, BLOCK_N=columns, BLOCK_K=128), num_warps=warps, num_stages=3,
+    )
+    # Few rows are widened to fp16: the reading of the weight is all the work.
+    assert ("wgmma" in ptx and "e4m3.e4m3" in ptx) == (rows >= 64), (rows, columns)
+shape = dict(HEAD_DIM=128, BLOCK_D=128, BLOCK_SIZE=16, GROUP=4, BLOCK_G=4)
+caches = {"query": "*bf16", "key_cache": "*fp8e4nv", "value_cache": "*fp8e4nv"}
+tokens = {"key": "*bf16", "value": "*bf16", "positions": "*i64", "cos_sin": "*fp32",
+          "slot_mapping": "*i64"}
+ptx = run(rope_write._kernel, caches | tokens, shape | dict(BLOCK_T=1, HALF=64, BLOCK_HALF=64),
+          num_warps=2)
+assert "cvt.rn.satfinite.e4m3x2" in ptx
+tables = {"block_tables": "*i32", "context_lens": "*i32", "out": "*bf16", "lse": "*fp32"}
+options = dict(WINDOW=0, SOFTCAP=0.0, HAS_SINKS=False, sinks=None)
+block_n, launch = decode_attention._tile(128, 2)
+run(
+    decode_attention._kernel, caches | tables | {"parts": "*fp32"},
+    shape | options | dict(BLOCK_G=16, BLOCK_N=block_n, SPLITS=4, MIN_TILES=2), ["scale"], **launch,
+)
+for rows, context in ((16, 8192), (4096, 8192)):
+    tile = paged_prefill_attention._tile(128, 2, rows, context)
+    run(
+        paged_prefill_attention._kernel, caches | tables | {"cu_seqlens": "*i32"},
+        shape | options | dict(BLOCK_M=tile["BLOCK_M"], BLOCK_N=tile["BLOCK_N"], CAUSAL=True),
+        ["scale"], num_stages=tile["num_stages"], num_warps=tile["num_warps"],
+    )
+"""
+
+
 @pytest.mark.skipif(not HAS_TRITON, reason="triton is not installed")
-def test_kernels_of_experts_compile_for_hopper() -> None:
+@pytest.mark.parametrize("script", [EXPERTS, FP8], ids=["experts", "fp8"])
+def test_kernels_compile_for_hopper(script: str) -> None:
     surroundings = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
     ran = subprocess.run(
-        [sys.executable, "-c", SCRIPT],
+        [sys.executable, "-c", CHECK + script],
         env=surroundings,
         capture_output=True,
         text=True,
