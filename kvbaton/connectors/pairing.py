@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
+from functools import lru_cache
 from typing import NamedTuple
 
 import numpy as np
@@ -146,9 +147,13 @@ def pair_groups(
             f"{[len(rank) for rank in targets]} at the target"
         )
     return [
-        GroupPairing([rank[group] for rank in sources], [rank[group] for rank in targets])
+        _paired(tuple(rank[group] for rank in sources), tuple(rank[group] for rank in targets))
         for group in range(counts.pop())
     ]
+
+
+_paired = lru_cache(maxsize=64)(GroupPairing)
+"""Sessions with peers of the same shape share their pairings."""
 
 
 def planes_named(name: str, layouts: Sequence[KVLayout]) -> list[Plane]:

@@ -15,51 +15,19 @@ import msgspec
 import numpy as np
 
 from kvbaton.connectors.layout import KVLayout
+from kvbaton.connectors.protocol import events
 from kvbaton.connectors.protocol.checks import first_token
-from kvbaton.connectors.protocol.events import (
-    Announce,
-    BlocksReady,
-    CancelTarget,
-    ClosePeer,
-    Deliver,
-    Engage,
-    EvictSource,
-    Fail,
-    Fence,
-    Fenced,
-    Landed,
-    OpenPeer,
-    PeerGone,
-    Post,
-    Received,
-    RefuseAnnounce,
-    Release,
-    SendMessage,
-    Start,
-    StopSource,
-    Unquarantine,
-    Verified,
-)
-from kvbaton.messages.control import (
-    Accepted,
-    Ack,
-    Complete,
-    Drained,
-    Refused,
-    Reserve,
-    SessionDrained,
-    TransferMessage,
-)
+from kvbaton.messages import control
 from kvbaton.testing.simulated_executor import kv_of
-from kvbaton.testing.simulated_node import NodeWatcher, SimulatedNode
-from kvbaton.testing.simulated_world import ByteRun, SimulatedWrite
+from kvbaton.testing.simulated_node import SimulatedNode
+from kvbaton.testing.simulated_world import ByteRun, NodeWatcher, SimulatedWrite
 from kvbaton.types import Attempt, NodeId
 
 Block = tuple[int, int]
 """Group and physical number."""
 
 
-def attempt_of(message: TransferMessage) -> Attempt:
+def attempt_of(message: control.TransferMessage) -> Attempt:
     """What a message is about."""
     return Attempt(message.transfer_id, message.attempt)
 
@@ -78,7 +46,7 @@ class Laws(NodeWatcher):
 
     def saw(self, event: Any, actions: Sequence[Any]) -> None:
         """See `NodeWatcher.saw`."""
-        message = event.message if isinstance(event, Received) else None
+        message = event.message if isinstance(event, events.Received) else None
         if message is None:
             self.world.note(self.node.name, event)
         self.comes(event)
@@ -86,13 +54,13 @@ class Laws(NodeWatcher):
             if self.world.garbled.get((message.session, message.seq)) == message:
                 self.check_refusal(message, actions)
         for action in actions:
-            if isinstance(action, SendMessage):
+            if isinstance(action, events.SendMessage):
                 answer = action.message
                 self.world.note(self.node.name, answer)
                 self.sent(answer)
                 # What is said of an attempt because of a message goes to who sent it.
-                if isinstance(message, TransferMessage) and isinstance(
-                    answer, TransferMessage | Refused
+                if isinstance(message, control.TransferMessage) and isinstance(
+                    answer, control.TransferMessage | control.Refused
                 ):
                     same = attempt_of(message) == (answer.transfer_id, answer.attempt)
                     if same and message.session != answer.session:
@@ -101,9 +69,9 @@ class Laws(NodeWatcher):
 
     def _is_fresh(self, message: Any, actions: Sequence[Any]) -> bool:
         """Whether a message is newer than all of its session before; else it may move nothing."""
-        answers = [a.message for a in actions if isinstance(a, SendMessage)]
-        refusals = [answer for answer in answers if isinstance(answer, Refused)]
-        if isinstance(message, Refused) and message.transfer_id is None:
+        answers = [a.message for a in actions if isinstance(a, events.SendMessage)]
+        refusals = [answer for answer in answers if isinstance(answer, control.Refused)]
+        if isinstance(message, control.Refused) and message.transfer_id is None:
             return True
         last = self._last.get(message.session, -1)
         if not any(refusal.code == "unknown_session" for refusal in refusals):
@@ -169,7 +137,7 @@ class SourceLaws(Laws):
         super().__init__(node)
         self.live: dict[Attempt, SourceAccount] = {}
         self.over: dict[Attempt, float] = {}
-        self.reserved: dict[tuple[bytes, Attempt], Reserve] = {}
+        self.reserved: dict[tuple[bytes, Attempt], control.Reserve] = {}
         self.accepted: dict[Attempt, set[bytes]] = {}
         self.open: dict[bytes, NodeId] = {}
         self._units: dict[bytes, int] = {}
@@ -178,63 +146,68 @@ class SourceLaws(Laws):
 
     def comes(self, event: Any) -> None:
         """See `Laws.comes`."""
-        message = event.message if isinstance(event, Received) else None
+        message = event.message if isinstance(event, events.Received) else None
         self._asked = None
-        if isinstance(message, Ack | Reserve):
+        if isinstance(message, control.Ack | control.Reserve):
             name = attempt_of(message)
             self._asked = self.live.get(name)
-            if isinstance(message, Reserve) and message.session not in self.accepted.get(name, ()):
+            if isinstance(message, control.Reserve) and message.session not in self.accepted.get(
+                name, ()
+            ):
                 self.reserved[message.session, name] = message  # perhaps
 
     def check_refusal(self, message: Any, actions: Sequence[Any]) -> None:
         """See `Laws.check_refusal`."""
-        if isinstance(message, Ack) and self._asked is None:
+        if isinstance(message, control.Ack) and self._asked is None:
             return
-        if not any(isinstance(a, SendMessage) and isinstance(a.message, Refused) for a in actions):
+        if not any(
+            isinstance(a, events.SendMessage) and isinstance(a.message, control.Refused)
+            for a in actions
+        ):
             self.fail(f"{message} is nonsense, and was not refused")
 
     def sent(self, message: Any) -> None:
         """See `Laws.sent`."""
-        if isinstance(message, Drained):
+        if isinstance(message, control.Drained):
             name = attempt_of(message)
             for write in self.world.writes:
                 if write.told.attempt == name and write.told.session == message.session:
                     if write.may_land and write.peer.near.node is self.node:
                         self.fail(f"Drained of {name}, and a write may still land")
-        elif isinstance(message, SessionDrained):
+        elif isinstance(message, control.SessionDrained):
             for write in self.world.writes:
                 ours = write.peer.near.node is self.node
                 if write.told.session in message.over and write.may_land and ours:
                     self.fail(f"{message}, and a write of {write.told.attempt} may still land")
-        elif isinstance(message, Accepted):
+        elif isinstance(message, control.Accepted):
             name = attempt_of(message)
             self.accepted.setdefault(name, set()).add(message.session)
             self.world.heard.add((message.session, name))
-        elif isinstance(message, Complete):
+        elif isinstance(message, control.Complete):
             self.node.check_first_tokens(message)
 
     def happened(self, event: Any, actions: Sequence[Any]) -> None:
         """See `Laws.happened`."""
-        refused = [a.attempt for a in actions if isinstance(a, RefuseAnnounce)]
+        refused = [a.attempt for a in actions if isinstance(a, events.RefuseAnnounce)]
         for action in actions:
             match action:
-                case Engage(attempt=attempt):
+                case events.Engage(attempt=attempt):
                     if attempt in self.live or self._is_remembered(attempt):
                         self.fail(f"{attempt} lives twice")
                     self.live[attempt] = SourceAccount()
-                case Post():
+                case events.Post():
                     self._post(action)
-                case StopSource():
+                case events.StopSource():
                     if action.attempt in self.live:
                         self.live[action.attempt].stopped = True
-                case Release():
+                case events.Release():
                     self._release(action.attempt)
-                case SendMessage(message=Drained() as drained):
+                case events.SendMessage(message=control.Drained() as drained):
                     self._drained(drained)
-                case EvictSource():
+                case events.EvictSource():
                     if action.attempt in self.live:
                         self.to_evict.append((self.live[action.attempt].spans, action.bad))
-                case OpenPeer():
+                case events.OpenPeer():
                     if self.world.processes[action.node.node].identity != self.node.identity:
                         self.fail(f"{action.node.node} serves another model")
                     self.open[action.session] = action.node
@@ -242,19 +215,19 @@ class SourceLaws(Laws):
                     theirs = msgspec.msgpack.decode(action.ranks[0].layouts, type=list[KVLayout])
                     both = (*self.node.executor.layouts[0], *theirs)
                     self._units[action.session] = math.lcm(*(one.block_size for one in both))
-                case ClosePeer():
+                case events.ClosePeer():
                     self.open.pop(action.session, None)
         match event:
-            case BlocksReady():
+            case events.BlocksReady():
                 if (record := self.live.get(event.attempt)) is not None:
                     record.held += self.blocks_of(event.spans)
                     record.spans.append(event.spans)
-            case Received():
+            case events.Received():
                 self._received(event.message, actions)
-            case PeerGone():
+            case events.PeerGone():
                 if event.node in self.open.values():
                     self.fail(f"{event.node.node} is gone, and a session with it stays open")
-            case Announce():
+            case events.Announce():
                 if self._is_remembered(event.attempt) and not refused:
                     self.fail(f"{event.attempt} is over, and is taken again")
 
@@ -262,7 +235,7 @@ class SourceLaws(Laws):
         ended = self.over.get(name)
         return ended is not None and self.node.clock < ended + self.node.timers.tombstone
 
-    def _post(self, action: Post) -> None:
+    def _post(self, action: events.Post) -> None:
         record = self.live.get(action.attempt)
         if record is None or record.stopped:
             self.fail(f"{action.attempt} is over, and posts")
@@ -285,19 +258,19 @@ class SourceLaws(Laws):
             if write.told.attempt == name and write.peer.near.node is self.node and write.reads:
                 self.fail(f"{name} is released, and a write still reads it")
 
-    def _drained(self, message: Drained) -> None:
+    def _drained(self, message: control.Drained) -> None:
         """One that was never engaged is over as soon as that is said, asked for or not."""
         name = attempt_of(message)
         if name not in self.live and not self.accepted.get(name, set()) - {message.session}:
             self.over.setdefault(name, self.node.clock)
 
     def _received(self, message: Any, actions: Sequence[Any]) -> None:
-        if isinstance(message, Ack) and message.verdict == "mismatch":
-            answers = [a.message for a in actions if isinstance(a, SendMessage)]
-            refused = any(isinstance(answer, Refused) for answer in answers)
+        if isinstance(message, control.Ack) and message.verdict == "mismatch":
+            answers = [a.message for a in actions if isinstance(a, events.SendMessage)]
+            refused = any(isinstance(answer, control.Refused) for answer in answers)
             record = self._asked
             if record is not None and not record.evicted and not refused:
-                record.evicted = any(isinstance(a, EvictSource) for a in actions)
+                record.evicted = any(isinstance(a, events.EvictSource) for a in actions)
                 if not record.evicted and actions:  # without any action it was dropped
                     self.fail(f"{message} evicts nothing")
 
@@ -331,11 +304,11 @@ class SourceLaws(Laws):
 class TargetAccount:
     """An attempt on D, from `Start` to `Unquarantine`."""
 
-    order: Start
+    order: events.Start
     serial: int
     outcome: str = ""
     session: bytes = b""
-    told: Reserve | None = None
+    told: control.Reserve | None = None
     blocks: list[Block] = field(default_factory=list)
 
 
@@ -362,14 +335,14 @@ class TargetLaws(Laws):
         record = self.live.get(attempt_of(message))
         if record is None or record.outcome or record.session != message.session:
             return
-        if not any(isinstance(action, Fail) for action in actions):
+        if not any(isinstance(action, events.Fail) for action in actions):
             self.fail(f"{message} is nonsense, and {record.order.attempt} goes on")
 
     def comes(self, event: Any) -> None:
         """See `Laws.comes`."""
         record = self.live.get(event.attempt) if hasattr(event, "attempt") else None
         match event:
-            case Start():
+            case events.Start():
                 if record is not None:
                     self.fail(f"{event.attempt} is started twice")
                 self.started += 1
@@ -379,11 +352,11 @@ class TargetLaws(Laws):
                     if block in self.owner:
                         self.fail(f"block {block} is reserved for two")
                     self.owner[block] = event.attempt
-            case CancelTarget():
+            case events.CancelTarget():
                 if record is not None and not record.outcome:
                     record.outcome = "cancelled"
                     self.outcomes["cancelled"] += 1
-            case Verified() if event.bad:
+            case events.Verified() if event.bad:
                 self.mismatches += 1
                 expected = self.world.weather.rot or self.world.weather.nonsense
                 if not expected and record is not None and not record.outcome:
@@ -391,7 +364,7 @@ class TargetLaws(Laws):
 
     def sent(self, message: Any) -> None:
         """See `Laws.sent`."""
-        if not isinstance(message, Reserve):
+        if not isinstance(message, control.Reserve):
             return
         record = self.live.get(attempt_of(message))
         if record is None or record.outcome:
@@ -405,40 +378,40 @@ class TargetLaws(Laws):
         """See `Laws.happened`."""
         for action in actions:
             match action:
-                case Deliver():
+                case events.Deliver():
                     record = self._settle(action.attempt, "delivered")
                     self._check_bytes(record, record.order.num_tokens, "is delivered")
-                case Fail():
+                case events.Fail():
                     record = self._settle(action.attempt, "failed")
                     self._check_bytes(record, action.valid_through, "has failed")
                     if self.world.weather.calm:
                         self.fail(f"{action} in calm weather")
-                case Unquarantine():
+                case events.Unquarantine():
                     self._unquarantine(action.attempt)
-                case OpenPeer():
+                case events.OpenPeer():
                     self.sessions[action.session] = action.node
-                case Fence():
+                case events.Fence():
                     self.fences += 1
                     sessions = {s for s, node in self.sessions.items() if node == action.node}
                     self.fencing.setdefault(action.node, sessions)
                     if self.world.weather.calm:
                         self.fail(f"{action.node} is fenced in calm weather")
         for action in actions:
-            if isinstance(action, OpenPeer):
+            if isinstance(action, events.OpenPeer):
                 self._check_superseded(action.node)
         match event:
-            case Landed():
+            case events.Landed():
                 known = self.live.get(event.attempt)
                 name = (event.attempt, event.write, event.start, event.end)
                 if known is not None and name in self.world.garbled_notices:
                     over = known.outcome in ("cancelled", "failed")
                     if known.session == event.session and not over:
                         self.fail(f"{event} is nonsense, and its attempt goes on")
-            case PeerGone():
+            case events.PeerGone():
                 for attempt, record in self.live.items():
                     if not record.outcome and self.sessions.get(record.session) == event.node:
                         self.fail(f"{event.node.node} is gone, and {attempt} waits for it")
-            case Fenced():
+            case events.Fenced():
                 # What was known of a peer when its fence began is free once that has held.
                 sessions = self.fencing.pop(event.node)
                 for attempt, record in self.live.items():

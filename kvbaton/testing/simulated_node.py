@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from typing import Any, cast
 
@@ -17,17 +17,7 @@ import msgspec
 from kvbaton.connectors.base import Transport
 from kvbaton.connectors.channel import ControlChannel
 from kvbaton.connectors.keys import root_key
-from kvbaton.connectors.protocol.events import (
-    Deliver,
-    Engage,
-    EvictSource,
-    Fail,
-    Identity,
-    RefuseAnnounce,
-    Release,
-    StopSource,
-    Unquarantine,
-)
+from kvbaton.connectors.protocol import events
 from kvbaton.connectors.protocol.source import Source
 from kvbaton.connectors.protocol.target import Target
 from kvbaton.connectors.transfer.source_worker import SourceWorker
@@ -59,7 +49,6 @@ from kvbaton.messages.engine import (
 from kvbaton.prefill.source_connector import SourceConnector
 from kvbaton.testing.simulated_executor import VOCABULARY, SimulatedExecutor, next_token
 from kvbaton.testing.simulated_world import (
-    MemoryWatcher,
     SimulatedChannel,
     SimulatedProcess,
     SimulatedTransport,
@@ -82,8 +71,8 @@ CALM_TIMERS = replace(TIMERS, total=60.0, lease=6.0)
 """Those of calm weather: however slow a source is, its target waits."""
 
 FOR_ENGINE = {
-    *(Engage, Release, StopSource, EvictSource, RefuseAnnounce),
-    *(Deliver, Fail, Unquarantine),
+    *(events.Engage, events.Release, events.StopSource, events.EvictSource),
+    *(events.RefuseAnnounce, events.Deliver, events.Fail, events.Unquarantine),
 }
 
 VALIDATE_EVERY = 4
@@ -202,27 +191,12 @@ class Turns:
             self._turn()
 
 
-class NodeWatcher(MemoryWatcher):
-    """Is told of all that a node decides."""
-
-    def saw(self, event: Any, actions: Sequence[Any]) -> None:
-        """Its machine has answered an event."""
-        raise NotImplementedError
-
-    def check_pools(self) -> None:
-        """Its core has had a turn."""
-        raise NotImplementedError
-
-
 class SimulatedNode(SimulatedProcess):
     """One life of a node.
 
     Attributes:
-        laws: what is held of it after every event.
         requests: what its clients asked, by request id.
     """
-
-    laws: NodeWatcher
 
     def __init__(self, world: SimulatedWorld, name: str, generation: int, shape: NodeShape) -> None:
         super().__init__(world, name, generation, identity_of(shape.model))
@@ -291,7 +265,7 @@ class SimulatedNode(SimulatedProcess):
                 zip(self.transports, self.executor.layouts, strict=True)
             )
         )
-        identity = Identity(self.id, self.identity, {}, "simulated", cards)
+        identity = events.Identity(self.id, self.identity, {}, "simulated", cards)
         transports, layouts = cast(list[Transport], self.transports), self.executor.layouts
         channel = cast(ControlChannel, self.channel)
         self.machine: Source | Target

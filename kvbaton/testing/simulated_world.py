@@ -9,13 +9,12 @@ owns its block.
 from __future__ import annotations
 
 import heapq
-import math
 import random
 import re
 from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, Protocol
 
 import numpy as np
 import zmq
@@ -84,16 +83,20 @@ class Weather:
         return self == Weather(fence=self.fence, offload=self.offload, heal_at=self.heal_at)
 
 
-class MemoryWatcher:
-    """Is told what happens to the memory of a process, when it happens; see `simulated_laws`."""
+class NodeWatcher(Protocol):
+    """Is told of all that a node decides, and what happens to its memory; see `simulated_laws`."""
+
+    def saw(self, event: Any, actions: Sequence[Any]) -> None:
+        """Its machine has answered an event."""
+
+    def check_pools(self) -> None:
+        """Its core has had a turn."""
 
     def read(self, write: SimulatedWrite, run: ByteRun) -> None:
-        """A write reads it."""
-        raise NotImplementedError
+        """A write reads its memory."""
 
     def landed(self, write: SimulatedWrite, rank: int, run: ByteRun) -> None:
-        """Bytes land in it."""
-        raise NotImplementedError
+        """Bytes land in its memory."""
 
 
 class SimulatedProcess:
@@ -105,11 +108,11 @@ class SimulatedProcess:
         address: of its control channel.
         identity: what it computes.
         offset: by which its clock is off.
-        laws: watches it.
+        laws: what is held of it after every event.
     """
 
     address: str
-    laws: MemoryWatcher
+    laws: NodeWatcher
 
     def __init__(self, world: SimulatedWorld, name: str, generation: int, identity: bytes) -> None:
         self.world, self.name, self.generation = world, name, generation
@@ -203,9 +206,9 @@ class SimulatedWorld:
         """Do something later."""
         self.at(self.now + max(seconds, 0.0), do)
 
-    def soon(self, do: Callable[[], None], mean: float = 0.02, most: float = math.inf) -> None:
-        """Do something after a random while, of `most` seconds."""
-        self.after(min(self.rng.expovariate(1 / mean), most), do)
+    def soon(self, do: Callable[[], None], mean: float) -> None:
+        """Do something after a random while, in seconds."""
+        self.after(self.rng.expovariate(1 / mean), do)
 
     def run(self, until: float) -> None:
         """Let time pass."""

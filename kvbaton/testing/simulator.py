@@ -159,7 +159,7 @@ class Simulation:
         world.run(world.weather.heal_at)
         while world.now < end and (self.seed % 8 == 0 or not self._rests()):
             world.run(world.now + 1.0)
-        world.run(min(end, world.now + 2.5 * self._lives[0].timers.lease))
+        world.run(min(end, world.now + 1.25 * self._lives[0].timers.lease))
 
     def _rests(self) -> bool:
         """Whether nothing is left to happen."""
@@ -379,71 +379,30 @@ def leftovers(node: SimulatedNode) -> Iterator[tuple[str, int]]:
                     ahead.append(value)
 
 
-SETTINGS = {
-    *(
-        "transports",
-        "layouts",
-        "counters",
-        "published",
-        "outcomes",
-        "groups",
-        "prompt_tokens",
-    ),
-    *(
-        "workers",
-        "_timelines",
-        "finished",
-        "record",
-        "ranks",
-        "connectors",
-        "by_code",
-        "ended",
-    ),
-    *("Connectors.failures", "_having"),
-    *("_do", "_on", "_rules", "_alarms", "_handlers", "actions"),
-    *("Scheduler._ended", "SourceSessions._over"),
-}
+SETTINGS = set(
+    "transports layouts counters published outcomes groups prompt_tokens workers _timelines "
+    "finished record ranks connectors by_code ended Connectors.failures _having _do _on _rules "
+    "_alarms _handlers actions Scheduler._ended SourceSessions._over".split()
+)
 """What is set up once, counts, or is emptied by the next call."""
 
-BOUNDED = {
-    *(
-        "SimulatedExecutor",
-        "SimulatedChannel",
-        "SimulatedNode",
-        "Context",
-        "BlockPool",
-        "Tombstones",
-        "Alarms",
-    ),
-}
+BOUNDED = set(
+    "SimulatedExecutor SimulatedChannel SimulatedNode Context BlockPool Tombstones Alarms".split()
+)
 """What holds a bounded number of things, or has an audit of its own."""
 
-PER_PEER = {
-    *("SourceSessions.known", "SourceWorker._peers", "TargetSessions.known"),
-    *("TargetSessions.lines", "TargetWorker._peers"),
-    *("TargetWorker._pairings", "TargetConnector._members"),
-}
+PER_PEER = set(
+    "SourceSessions.known SourceWorker._peers TargetSessions.known TargetSessions.lines "
+    "TargetWorker._peers TargetWorker._pairings TargetConnector._members".split()
+)
 """What holds one thing for each peer that lives."""
 
-BLOWS = [
-    *("stop", "stop", "jump", "cut off", "members"),
-    *("kill", "kill a rank", "kill by a shutdown"),
-]
+BLOWS = "stop,stop,jump,cut off,members,kill,kill a rank,kill by a shutdown".split(",")
 
-FOLLIES = [
-    "other prompt",
-    "other prompt",
-    "no source",
-    "no target",
-    "two targets",
-    "two targets",
-    "source again",
-    "late source",
-    "target leaves at once",
-    "target leaves",
-    "target leaves",
-    "source leaves",
-]
+FOLLIES = (
+    "other prompt,other prompt,no source,no target,two targets,two targets,source again,"
+    "late source,target leaves at once,target leaves,target leaves,source leaves"
+).split(",")
 
 
 def draw_weather(rng: random.Random) -> Weather:
