@@ -1,12 +1,15 @@
 """Image files from outside: which are read, and how large; and the settings of image processors.
 
-The endpoint looks whether a file can be decoded, a node with an encoder decodes it: by one rule.
+The endpoint looks whether a file can be decoded and how many rows it will have, a node with an
+encoder decodes and resizes it: by one rule.
 """
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import dataclass
 from io import BytesIO
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -22,6 +25,65 @@ FORMATS = ("JPEG", "PNG", "WEBP", "GIF", "BMP")
 """What is decoded: formats whose decoders start no other program."""
 MAX_PIXELS = 1 << 26
 """Larger images are refused unread; 192 MiB of RGB."""
+MAX_ASPECT = 200
+
+
+@dataclass(frozen=True)
+class Resizing:
+    """How large an image is made, as by ``smart_resize`` of Qwen2-VL in ``transformers``.
+
+    Attributes:
+        patch_size: pixels of a patch's side.
+        merge_size: patches of the side of the square that becomes one row.
+        least: pixels of the result, if its sides allow that.
+        most: likewise.
+    """
+
+    patch_size: int
+    merge_size: int
+    least: int
+    most: int
+
+    @classmethod
+    def of(cls, settings: dict[str, Any]) -> Resizing:
+        """Read settings as in ``preprocessor_config.json``.
+
+        Raises:
+            ConfigError: they are of a processor whose rule is not known.
+        """
+        kind = str(settings.get("image_processor_type", ""))
+        if not kind.startswith("Qwen2VLImageProcessor"):
+            raise ConfigError("--model", f"image_processor_type {kind!r} is unsupported")
+        size = settings.get("size") or {}
+        return cls(
+            settings.get("patch_size", 14),
+            settings.get("merge_size", 2),
+            settings.get("min_pixels") or size.get("shortest_edge", 56 * 56),
+            settings.get("max_pixels") or size.get("longest_edge", 28 * 28 * 1280),
+        )
+
+    def grid(self, width: int, height: int) -> tuple[int, int]:
+        """Patches in height and in width of an upright image.
+
+        Raises:
+            RequestError: it is empty, or too narrow for the model.
+        """
+        if min(width, height) < 1:
+            raise RequestError(f"the image has {width} x {height} pixels; it needs at least one")
+        if max(width, height) > MAX_ASPECT * min(width, height):
+            raise RequestError(
+                f"the image has {width} x {height} pixels; its sides may differ {MAX_ASPECT}-fold"
+            )
+        factor = self.patch_size * self.merge_size
+        rows, columns = (max(round(side / factor), 0) for side in (height, width))
+        pixels = rows * columns * factor**2
+        if pixels > self.most:
+            scale = math.sqrt(height * width / self.most)
+            rows, columns = (max(1, math.floor(s / scale / factor)) for s in (height, width))
+        elif pixels < self.least:
+            scale = math.sqrt(self.least / (height * width))
+            rows, columns = (math.ceil(side * scale / factor) for side in (height, width))
+        return rows * self.merge_size, columns * self.merge_size
 
 
 @contextmanager

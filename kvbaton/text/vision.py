@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import hashlib
 import json
-import math
 import threading
 from collections import OrderedDict
 from collections.abc import Sequence
@@ -23,7 +22,6 @@ from kvbaton import image_file
 from kvbaton.errors import ConfigError, RequestError
 from kvbaton.messages.engine import Item
 
-MAX_ASPECT = 200
 KNOWN_IMAGES = 4096
 """Images whose bytes were found good are remembered by digest, so many."""
 DECODERS = 2
@@ -50,15 +48,9 @@ class VisionText:
     """
 
     def __init__(self, image_token_id: int, settings: dict[str, Any]) -> None:
-        kind = str(settings.get("image_processor_type", ""))
-        if not kind.startswith("Qwen2VLImageProcessor"):
-            raise ConfigError("--model", f"image_processor_type {kind!r} is unsupported")
+        self._resizing = image_file.Resizing.of(settings)
         self.image_token_id = image_token_id
-        self.merge_size: int = settings.get("merge_size", 2)
-        self._patch: int = settings.get("patch_size", 14)
-        size = settings.get("size") or {}
-        self._least: int = settings.get("min_pixels") or size.get("shortest_edge", 56 * 56)
-        self._most: int = settings.get("max_pixels") or size.get("longest_edge", 28 * 28 * 1280)
+        self.merge_size = self._resizing.merge_size
         canonical = json.dumps(settings, sort_keys=True).encode()
         self._settings = hashlib.blake2b(canonical, digest_size=32).digest()
         self._known: OrderedDict[bytes, tuple[int, int]] = OrderedDict()
@@ -96,22 +88,8 @@ class VisionText:
         Raises:
             RequestError: it is empty, or too narrow for the model.
         """
-        if min(width, height) < 1:
-            raise RequestError(f"the image has {width} x {height} pixels; it needs at least one")
-        if max(width, height) > MAX_ASPECT * min(width, height):
-            raise RequestError(
-                f"the image has {width} x {height} pixels; its sides may differ {MAX_ASPECT}-fold"
-            )
-        factor = self._patch * self.merge_size
-        rows, columns = (max(round(side / factor), 0) for side in (height, width))
-        pixels = rows * columns * factor**2
-        if pixels > self._most:
-            scale = math.sqrt(height * width / self._most)
-            rows, columns = (max(1, math.floor(s / scale / factor)) for s in (height, width))
-        elif pixels < self._least:
-            scale = math.sqrt(self._least / (height * width))
-            rows, columns = (math.ceil(side * scale / factor) for side in (height, width))
-        return (1, rows * self.merge_size, columns * self.merge_size), rows * columns
+        rows, columns = self._resizing.grid(width, height)
+        return (1, rows, columns), rows * columns // self.merge_size**2
 
     def item(self, data: bytes) -> Item:
         """An image as an item at position 0. Decodes it unless that was done before; may block.

@@ -1,15 +1,14 @@
 """From the bytes of an image to the patches that a vision tower takes.
 
 All that needs the CPU is done with bytes: decode, resize, cut. What becomes of a byte is looked up
-where the tower is, in a table that the model's own processor has filled; so an eighth of the bytes
-is kept and moved, and the result is the same. Images are read side by side, and ahead of the steps
-that want them.
+where the tower is, in a table; so an eighth of the bytes is kept and moved, and the result is the
+same, bit for bit, as that of the model's processor in ``transformers``, whose import alone takes
+two seconds of CPU. Images are read side by side, and ahead of the steps that want them.
 """
 
 from __future__ import annotations
 
 import logging
-import sys
 import threading
 import time
 from collections.abc import Callable
@@ -35,6 +34,8 @@ AHEAD_ROWS = 1 << 17
 """Rows of images that are read before a step wants them; one of Qwen2.5-VL takes 2.4 kB then."""
 AHEAD_S = 60.0
 """An image that no step has wanted for so long is not waited for any more."""
+CLIP_MEAN, CLIP_STD = (0.48145466, 0.4578275, 0.40821073), (0.26862954, 0.26130258, 0.27577711)
+"""What processors use that name none of their own."""
 
 
 @dataclass(frozen=True)
@@ -61,22 +62,18 @@ class ImageReader:
         frames: how often a patch holds the only frame of an image.
 
     Raises:
-        ConfigError: it has no image processor, or one that ``transformers``
-            does not have for Pillow, or that does not resize.
+        ConfigError: it has no image processor, or an unknown one, or one that does not resize.
     """
 
     def __init__(self, folder: str | Path) -> None:
-        folder = Path(folder)
-        name = str(image_file.processor_settings(folder).get("image_processor_type", ""))
-        kind = _processor_class(name)
-        process = kind.from_pretrained(folder)
-        if not process.do_resize:
+        settings = image_file.processor_settings(Path(folder))
+        self._resizing = image_file.Resizing.of(settings)
+        if not settings.get("do_resize", True):
             raise ConfigError("--model", "an image processor with do_resize false is unsupported")
-        self._fit = sys.modules[kind.__module__].smart_resize
-        self._size, self._resample = process.size, process.resample
-        self._patch, self._merge = process.patch_size, process.merge_size
-        self.frames: int = process.temporal_patch_size
-        self.levels = _levels(process)
+        self._resample = settings.get("resample", Image.Resampling.BICUBIC)
+        self._patch, self._merge = self._resizing.patch_size, self._resizing.merge_size
+        self.frames: int = settings.get("temporal_patch_size", 2)
+        self.levels = _levels(settings)
 
     def read(self, data: bytes) -> Patches:
         """Decode, turn upright, resize and cut.
@@ -84,14 +81,9 @@ class ImageReader:
         Raises:
             RequestError: this is no image, a broken one, or one that the model does not take.
         """
-        image, side = decode(data), self._patch * self._merge
-        limits = {
-            "min_pixels": self._size["shortest_edge"], "max_pixels": self._size["longest_edge"]
-        }  # fmt: skip
-        try:
-            height, width = self._fit(image.height, image.width, factor=side, **limits)
-        except ValueError as error:
-            raise RequestError(f"the model does not take this image: {error}") from error
+        image = decode(data)
+        rows, columns = self._resizing.grid(image.width, image.height)
+        width, height = columns * self._patch, rows * self._patch
         if (width, height) != image.size:
             image = image.resize((width, height), resample=self._resample)
         return self._cut(np.asarray(image))
@@ -106,21 +98,19 @@ class ImageReader:
         return Patches(pixels.reshape(rows * columns, channels, patch**2), (1, rows, columns))
 
 
-def _levels(process: Any) -> npt.NDArray[np.float32]:
-    """Let a processor show what it makes of each value, by an image that has them all."""
-    side = process.patch_size * process.merge_size
-    tiles = -(-256 // side**2)
-    ramp = np.resize(np.arange(256, dtype=np.uint8), (side, tiles * side))
-    image = Image.fromarray(ramp).convert("RGB")
-    options = {"images": image, "return_tensors": "np", "do_resize": False}
-    raw = process(**options, do_rescale=False, do_normalize=False)["pixel_values"]
-    done = process(**options)["pixel_values"]
-    by_channel = (len(raw), 3, -1)
-    levels = np.zeros((3, 256), np.float32)
-    for channel in range(3):
-        values = raw.reshape(by_channel)[:, channel].astype(np.int64)
-        levels[channel, values] = done.reshape(by_channel)[:, channel]
-    return levels
+def _levels(settings: dict[str, Any]) -> npt.NDArray[np.float32]:
+    """What ``rescale`` and ``normalize`` of ``transformers`` make of each value, per channel."""
+    levels = np.arange(256.0)
+    if settings.get("do_rescale", True):
+        levels = levels * settings.get("rescale_factor", 1 / 255)
+    values = np.tile(levels.astype(np.float32), (3, 1))
+    if settings.get("do_normalize", True):
+        mean, std = (
+            np.broadcast_to(np.array(settings.get(name, clip), np.float32), 3)[:, None]
+            for name, clip in (("image_mean", CLIP_MEAN), ("image_std", CLIP_STD))
+        )
+        values = (values - mean) / std
+    return values
 
 
 def decode(data: bytes) -> Image.Image:
@@ -131,16 +121,6 @@ def decode(data: bytes) -> Image.Image:
     """
     with image_file.opened(data) as image:
         return ImageOps.exif_transpose(image).convert("RGB")
-
-
-def _processor_class(name: str) -> Any:
-    """The class of ``transformers`` that does with Pillow what the named one does."""
-    import transformers  # takes a second; only nodes that encode need it
-
-    wanted = name.removesuffix("Fast") + "Pil"
-    if not wanted.endswith("ImageProcessorPil") or not hasattr(transformers, wanted):
-        raise ConfigError("--model", f"image_processor_type {name!r} is unsupported")
-    return getattr(transformers, wanted)
 
 
 @dataclass(frozen=True)

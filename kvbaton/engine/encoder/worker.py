@@ -309,7 +309,7 @@ def encoder_executor(config: EngineConfig, model: ModelConfig) -> Executor:
     )
     encoder = None
     if not config.language_model_only:
-        # Images come in through libraries that take a second to import.
+        # Only nodes that encode need Pillow.
         from kvbaton.engine.encoder.images import ImageReader, Readings
 
         if config.num_threads is not None:
