@@ -37,12 +37,14 @@ class FreshAttention:
         query: Tensor,
         key: Tensor,
         value: Tensor,
-        window: int,
         rotary: tuple[Tensor, Tensor],
+        scale: float | None = None,
     ) -> Tensor:
         query, key = rotate(query, rotary), rotate(key, rotary)
         query, key, value = (x.transpose(0, 1)[None] for x in (query, key, value))
-        out = scaled_dot_product_attention(query, key, value, is_causal=True, enable_gqa=True)
+        out = scaled_dot_product_attention(
+            query, key, value, is_causal=True, scale=scale, enable_gqa=True
+        )
         return out[0].transpose(0, 1)
 
 
