@@ -291,6 +291,7 @@ def test_experts_can_not_be_split_where_there_are_none(
 def test_what_one_rank_raises_ends_the_step_and_the_ranks(
     checkpoint: Checkpoint, drive: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    others = set(threading.enumerate())
     driver = drive(checkpoint(), tensor_parallel_size=4)
     driver.generate(driver.add(PROMPTS[2]), 2)
 
@@ -309,12 +310,14 @@ def test_what_one_rank_raises_ends_the_step_and_the_ranks(
     assert all(step.ready() for step in pending)
     driver.executor.close()
     assert time.monotonic() - began < 10
-    assert not any(thread.name.startswith("rank") for thread in threading.enumerate())
+    ranks = {thread for thread in threading.enumerate() if thread.name.startswith("rank")}
+    assert not ranks - others
 
 
 def test_a_rank_that_can_not_start_ends_the_others(
     checkpoint: Checkpoint, served: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    others = set(threading.enumerate())
     warm_up = CpuWorker.warm_up
 
     def broken(worker: CpuWorker) -> None:
@@ -325,7 +328,8 @@ def test_a_rank_that_can_not_start_ends_the_others(
     monkeypatch.setattr(CpuWorker, "warm_up", broken)
     with pytest.raises(ArithmeticError, match="no warm-up"):
         served(checkpoint(), 2)
-    assert not any(thread.name.startswith("rank") for thread in threading.enumerate())
+    ranks = {thread for thread in threading.enumerate() if thread.name.startswith("rank")}
+    assert not ranks - others
 
 
 def test_a_rank_that_does_not_come_is_waited_for_so_long() -> None:
