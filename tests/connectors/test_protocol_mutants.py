@@ -506,7 +506,7 @@ def checks_no_hello(self: Any, hello: Any) -> Any:
     return decode_layouts(hello.ranks), ()
 
 
-TELLING = (24, 20, 53, 62, 50, 21, 13, 12, 7)
+TELLING = (24, 20, 158, 53, 62, 50, 21, 13, 12, 7)
 """Schedules that catch what few others do; they come first."""
 SEEDS = (*TELLING, *(seed for seed in range(300) if seed not in TELLING))
 
