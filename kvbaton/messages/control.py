@@ -6,6 +6,7 @@ keeps neighbouring releases able to talk; anything else raises `PROTOCOL_VERSION
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Annotated
 
 import msgspec
@@ -208,14 +209,10 @@ Control = (
     | Drained
 )
 
-_control_encoder = msgspec.msgpack.Encoder()
+encode_control: Callable[[Control], bytes] = msgspec.msgpack.Encoder().encode
+"""Encode a control message."""
 
 _control_decoder = msgspec.msgpack.Decoder(Control)
-
-
-def encode_control(message: Control) -> bytes:
-    """Encode a control message."""
-    return _control_encoder.encode(message)
 
 
 def decode_control(data: bytes) -> Control:

@@ -13,7 +13,7 @@ import random
 import re
 from collections import deque
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from typing import Any, NamedTuple, Protocol
 
 import numpy as np
@@ -631,7 +631,7 @@ class SimulatedWrite:
                 {"end": self.told.end + 100},
                 {"end": self.told.start},
             ]
-            told = replace(self.told, **self.world.rng.choice(wrong))
+            told = structs.replace(self.told, **self.world.rng.choice(wrong))
             self.world.garbled_notices.add((told.attempt, told.write, told.start, told.end))
             notice = pack_notice(told)
         self.world.soon(lambda: far.notify(notice), 0.003)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import importlib
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
@@ -138,7 +137,7 @@ def counts_one_notice_for_all(self: Any, record: Any, event: Any) -> None:
 
 @breaks((Target, "_landed"))
 def counts_one_part_for_all(self: Any, record: Any, event: Any) -> None:
-    real_landed(self, record, dataclasses.replace(event, parts=event.part + 1))
+    real_landed(self, record, msgspec.structs.replace(event, parts=event.part + 1))
 
 
 @breaks((Incoming, "valid_through"))

@@ -14,8 +14,10 @@ A *transfer* is named by `Attempt` (transfer id and attempt number) within one s
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, NamedTuple
+
+from msgspec import Struct
 
 from kvbaton.messages.control import Control, DigestRun, RankCard
 from kvbaton.types import Attempt, ChoiceStart, NodeId, Spans
@@ -67,8 +69,7 @@ class TargetAction:
     """What D's machine answers with."""
 
 
-@dataclass(frozen=True)
-class AboutAttempt:
+class AboutAttempt(Struct, frozen=True):
     """An event or action that is about one attempt of one transfer."""
 
     attempt: Attempt
@@ -77,31 +78,27 @@ class AboutAttempt:
 # --- events that both sides take ---
 
 
-@dataclass(frozen=True)
-class Received(SourceEvent, TargetEvent):
+class Received(Struct, SourceEvent, TargetEvent, frozen=True):
     """A control message arrived."""
 
     link: Link
     message: Control
 
 
-@dataclass(frozen=True)
-class PeerGone(SourceEvent, TargetEvent):
+class PeerGone(Struct, SourceEvent, TargetEvent, frozen=True):
     """The transport or the channel found a peer's process to be gone."""
 
     node: NodeId
 
 
-@dataclass(frozen=True)
-class Tick(SourceEvent, TargetEvent):
+class Tick(Struct, SourceEvent, TargetEvent, frozen=True):
     """Time has passed; nothing else happened."""
 
 
 # --- events of the source (P) ---
 
 
-@dataclass(frozen=True)
-class Announce(AboutAttempt, SourceEvent):
+class Announce(AboutAttempt, SourceEvent, frozen=True):
     """The request of a transfer has arrived on P. A second one of the same attempt is refused.
 
     Attributes:
@@ -113,8 +110,7 @@ class Announce(AboutAttempt, SourceEvent):
     num_tokens: int
 
 
-@dataclass(frozen=True)
-class BlocksReady(AboutAttempt, SourceEvent):
+class BlocksReady(AboutAttempt, SourceEvent, frozen=True):
     """Tokens [start, end) of a reserved transfer are final in these blocks.
 
     Ranges of one attempt arrive in order and without gaps, from the `start` that `Engage` named.
@@ -132,26 +128,23 @@ class BlocksReady(AboutAttempt, SourceEvent):
     start: int
     end: int
     spans: Spans
-    sums: tuple[tuple[int, PendingSums], ...] = field(default=(), repr=False)
+    sums: tuple[tuple[int, PendingSums], ...] = ()
 
 
-@dataclass(frozen=True)
-class FirstTokens(AboutAttempt, SourceEvent):
+class FirstTokens(AboutAttempt, SourceEvent, frozen=True):
     """P sampled token 0 of every choice; all blocks of the prompt have been reported ready."""
 
     choices: tuple[ChoiceStart, ...]
     cached_tokens: int = 0
 
 
-@dataclass(frozen=True)
-class SourceFailed(AboutAttempt, SourceEvent):
+class SourceFailed(AboutAttempt, SourceEvent, frozen=True):
     """P's engine can't finish this prompt (aborted by its client, error, shutting down)."""
 
     reason: str
 
 
-@dataclass(frozen=True)
-class WriteEnded(AboutAttempt, SourceEvent):
+class WriteEnded(AboutAttempt, SourceEvent, frozen=True):
     """One rank pair's part of a write ended.
 
     Attributes:
@@ -172,8 +165,7 @@ class WriteEnded(AboutAttempt, SourceEvent):
     error: str = ""
 
 
-@dataclass(frozen=True)
-class Closed(SourceEvent):
+class Closed(Struct, SourceEvent, frozen=True):
     """`ClosePeer` was carried out: nothing reads our memory for that session any more.
 
     It proves nothing about the far side: bytes that were read before may still land there, unless
@@ -184,16 +176,14 @@ class Closed(SourceEvent):
     session: bytes
 
 
-@dataclass(frozen=True)
-class Stop(SourceEvent):
+class Stop(Struct, SourceEvent, frozen=True):
     """P stops: whatever is left over fails, and is drained as far as that still can be proven."""
 
 
 # --- events of the target (D) ---
 
 
-@dataclass(frozen=True)
-class Start(AboutAttempt, TargetEvent):
+class Start(AboutAttempt, TargetEvent, frozen=True):
     """D's engine has reserved blocks and wants them filled.
 
     Attributes:
@@ -211,16 +201,14 @@ class Start(AboutAttempt, TargetEvent):
     deadline_s: float = 0.0
 
 
-@dataclass(frozen=True)
-class Unneeded(TargetEvent):
+class Unneeded(Struct, TargetEvent, frozen=True):
     """D has the whole prompt in its own cache: P may stop. Nothing is awaited."""
 
     attempt: Attempt
     address: str
 
 
-@dataclass(frozen=True)
-class Landed(AboutAttempt, TargetEvent):
+class Landed(AboutAttempt, TargetEvent, frozen=True):
     """A notice arrived at one of D's ranks: a part of a rank pair's share of a write has landed.
 
     Attributes:
@@ -241,8 +229,7 @@ class Landed(AboutAttempt, TargetEvent):
     digests: tuple[DigestRun, ...] = ()
 
 
-@dataclass(frozen=True)
-class Verified(AboutAttempt, TargetEvent):
+class Verified(AboutAttempt, TargetEvent, frozen=True):
     """The digests of one write were compared, on all of D's ranks.
 
     Attributes:
@@ -255,28 +242,24 @@ class Verified(AboutAttempt, TargetEvent):
     error: str = ""
 
 
-@dataclass(frozen=True)
-class CancelTarget(AboutAttempt, TargetEvent):
+class CancelTarget(AboutAttempt, TargetEvent, frozen=True):
     """D's engine does not want the transfer any more (client gone, deadline, shutdown)."""
 
 
-@dataclass(frozen=True)
-class Fenced(TargetEvent):
+class Fenced(Struct, TargetEvent, frozen=True):
     """`Fence` succeeded: no byte of that peer generation can land here any more."""
 
     node: NodeId
 
 
-@dataclass(frozen=True)
-class Unreachable(TargetEvent):
+class Unreachable(Struct, TargetEvent, frozen=True):
     """An address can't be dialled at all: it is none."""
 
     address: str
     reason: str
 
 
-@dataclass(frozen=True)
-class SetMembers(TargetEvent):
+class SetMembers(Struct, TargetEvent, frozen=True):
     """D may hand over with the Ps at these addresses: open sessions before they are needed.
 
     An address that is no longer among them is forgotten once nothing needs it.
@@ -288,8 +271,7 @@ class SetMembers(TargetEvent):
 # --- actions of both sides ---
 
 
-@dataclass(frozen=True)
-class SendMessage(SourceAction, TargetAction):
+class SendMessage(Struct, SourceAction, TargetAction, frozen=True):
     """Send a control message. `link` is None for D's own first message: then `address` dials."""
 
     message: Control
@@ -297,8 +279,7 @@ class SendMessage(SourceAction, TargetAction):
     address: str | None = None
 
 
-@dataclass(frozen=True)
-class OpenPeer(SourceAction, TargetAction):
+class OpenPeer(Struct, SourceAction, TargetAction, frozen=True):
     """A session is up: connect the transport to the peer's ranks.
 
     On P this comes before any `Post` of the session; D needs it to fence the peer later.
@@ -312,15 +293,13 @@ class OpenPeer(SourceAction, TargetAction):
 # --- actions of the source ---
 
 
-@dataclass(frozen=True)
-class ClosePeer(SourceAction):
+class ClosePeer(Struct, SourceAction, frozen=True):
     """Close the transport's connections of a session; answer with `Closed`."""
 
     session: bytes
 
 
-@dataclass(frozen=True)
-class Engage(AboutAttempt, SourceAction):
+class Engage(AboutAttempt, SourceAction, frozen=True):
     """A `Reserve` was accepted: the engine shall report `BlocksReady` from `start` on.
 
     It holds (pins) the blocks that it reports until `Release`. If the request has already ended, it
@@ -334,8 +313,7 @@ class Engage(AboutAttempt, SourceAction):
     counted: tuple[int, ...]
 
 
-@dataclass(frozen=True)
-class Post(SourceAction):
+class Post(Struct, SourceAction, frozen=True):
     """Write tokens [start, end) to the target; the digests go in the notices.
 
     The transfer thread plans and posts a write for every (source rank, target rank) pair that
@@ -356,13 +334,12 @@ class Post(SourceAction):
     write: int
     start: int
     end: int
-    pairings: Sequence[GroupPairing] = field(repr=False)
+    pairings: Sequence[GroupPairing]
     source: Sequence[BlockTable]
     target: Sequence[BlockTable]
 
 
-@dataclass(frozen=True)
-class RefuseAnnounce(AboutAttempt, SourceAction):
+class RefuseAnnounce(AboutAttempt, SourceAction, frozen=True):
     """The request of an `Announce` may not be used for a hand-over: the engine ends it.
 
     Attributes:
@@ -373,8 +350,7 @@ class RefuseAnnounce(AboutAttempt, SourceAction):
     code: str
 
 
-@dataclass(frozen=True)
-class Release(AboutAttempt, SourceAction):
+class Release(AboutAttempt, SourceAction, frozen=True):
     """The attempt is over and no write reads its blocks any more: the engine drops its holds.
 
     Emitted exactly once for each `Engage`.
@@ -386,8 +362,7 @@ class Release(AboutAttempt, SourceAction):
     outcome: str
 
 
-@dataclass(frozen=True)
-class StopSource(AboutAttempt, SourceAction):
+class StopSource(AboutAttempt, SourceAction, frozen=True):
     """Nobody wants the prompt any more: the engine aborts the request if it still computes.
 
     Comes before `Release`, for every attempt that ends before its `FirstTokens`.
@@ -396,15 +371,13 @@ class StopSource(AboutAttempt, SourceAction):
     reason: str
 
 
-@dataclass(frozen=True)
-class EvictSource(AboutAttempt, SourceAction):
+class EvictSource(AboutAttempt, SourceAction, frozen=True):
     """D found bytes that do not match: blocks holding these token ranges leave P's prefix cache."""
 
     bad: tuple[tuple[int, int], ...]
 
 
-@dataclass(frozen=True)
-class Abandon(SourceAction):
+class Abandon(Struct, SourceAction, frozen=True):
     """Watch the writes of a closed session no longer: nobody will ask after them."""
 
     session: bytes
@@ -413,8 +386,7 @@ class Abandon(SourceAction):
 # --- actions of the target ---
 
 
-@dataclass(frozen=True)
-class Verify(TargetAction):
+class Verify(Struct, TargetAction, frozen=True):
     """Compare the digests of a write that has landed; answer with `Verified`.
 
     Attributes:
@@ -427,22 +399,20 @@ class Verify(TargetAction):
     write: int
     start: int
     end: int
-    pairings: Sequence[GroupPairing] = field(repr=False)
+    pairings: Sequence[GroupPairing]
     target: Sequence[BlockTable]
     counted: tuple[int, ...]
     digests: tuple[DigestRun, ...]
 
 
-@dataclass(frozen=True)
-class Deliver(AboutAttempt, TargetAction):
+class Deliver(AboutAttempt, TargetAction, frozen=True):
     """All bytes are here and verified: the engine may use the blocks. Ends the attempt."""
 
     choices: tuple[ChoiceStart, ...]
     cached_tokens: int
 
 
-@dataclass(frozen=True)
-class Fail(AboutAttempt, TargetAction):
+class Fail(AboutAttempt, TargetAction, frozen=True):
     """The hand-over failed: the engine applies its load-failure policy. Ends the attempt for it.
 
     Attributes:
@@ -454,30 +424,26 @@ class Fail(AboutAttempt, TargetAction):
     reason: str
 
 
-@dataclass(frozen=True)
-class Unquarantine(AboutAttempt, TargetAction):
+class Unquarantine(AboutAttempt, TargetAction, frozen=True):
     """No write of the attempt can land any more: its reserved blocks may be freed.
 
     Emitted exactly once for each `Start`, also after `Deliver`.
     """
 
 
-@dataclass(frozen=True)
-class Fence(TargetAction):
+class Fence(Struct, TargetAction, frozen=True):
     """Ask the transport to fence a peer generation; on success answer with `Fenced`."""
 
     node: NodeId
 
 
-@dataclass(frozen=True)
-class ForgetPeer(TargetAction):
+class ForgetPeer(Struct, TargetAction, frozen=True):
     """Nothing is reserved for a generation, and none will be: close the connections to it."""
 
     node: NodeId
 
 
-@dataclass(frozen=True)
-class HangUp(TargetAction):
+class HangUp(Struct, TargetAction, frozen=True):
     """Nothing is asked of an address any more: close the link to it."""
 
     address: str

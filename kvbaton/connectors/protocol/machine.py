@@ -211,7 +211,7 @@ class Machine(Generic[EventT, ActionT, RecordT]):
         """Take in an event at a time in seconds; returns what to do, in order."""
         self.context.begin(now)
         if isinstance(event, AboutAttempt):
-            record = self.record(event.attempt)
+            record = self.live.get(event.attempt) or self.record(event.attempt)
             self._rules[type(event), record.state](record, event)
         elif isinstance(event, Tick):
             self._ring()

@@ -10,7 +10,7 @@ from typing import Any, Generic, TypeVar
 
 import msgspec
 
-from kvbaton.connectors.layout import GroupKind, KVLayout
+from kvbaton.connectors.layout import KVLayout
 from kvbaton.connectors.pairing import GroupPairing
 from kvbaton.connectors.protocol.events import Identity, Link, SendMessage
 from kvbaton.connectors.protocol.machine import Context
@@ -110,25 +110,18 @@ def decode_layouts(ranks: Sequence[RankCard]) -> list[list[KVLayout]]:
         layouts = [msgspec.msgpack.decode(card.layouts, type=list[KVLayout]) for card in ranks]
     except msgspec.DecodeError as error:
         raise NegotiationError("malformed", f"layouts can't be read: {error}") from error
-    first = layouts[0]
-    for rank, groups in enumerate(layouts):
-        if not 1 <= len(groups) <= MAX_GROUPS or len(groups) != len(first):
-            why = f"rank {rank} has {len(groups)} groups, rank 0 has {len(first)}"
+    # What the machines look at; `pair_groups` looks at the rest.
+    shapes = [[(g.group, g.kind, g.block_size, g.num_blocks) for g in of] for of in layouts]
+    for rank, shape in enumerate(shapes):
+        if shape != shapes[0]:
+            raise NegotiationError("malformed", f"rank {rank} has {shape}, rank 0 {shapes[0]}")
+    if not 1 <= len(shapes[0]) <= MAX_GROUPS:
+        raise NegotiationError("malformed", f"{len(shapes[0])} groups, at most {MAX_GROUPS} may be")
+    for number, (group, _, size, count) in enumerate(shapes[0]):
+        if group != number or not (0 < size <= MAX_BLOCK_SIZE and 1 < count <= MAX_BLOCKS):
+            why = f"group {number} is called {group}, and has {count} blocks of {size} tokens"
             raise NegotiationError("malformed", why)
-        for number, (layout, other) in enumerate(zip(groups, first, strict=True)):
-            if layout.group != number or _shape(layout) != _shape(other):
-                why = f"rank {rank}, group {number} differs from rank 0"
-                raise NegotiationError("malformed", why)
-            size, count = layout.block_size, layout.num_blocks
-            if not (0 < size <= MAX_BLOCK_SIZE and 1 < count <= MAX_BLOCKS):
-                why = f"group {number} has {count} blocks of {size} tokens"
-                raise NegotiationError("malformed", why)
     return layouts
-
-
-def _shape(layout: KVLayout) -> tuple[GroupKind, int, int]:
-    """What the machines look at."""
-    return layout.kind, layout.block_size, layout.num_blocks
 
 
 SessionT = TypeVar("SessionT", bound=Session)
