@@ -67,6 +67,7 @@ class PagedAttention:
         value: Tensor,
         rotary: tuple[Tensor, Tensor],
         scale: float | None = None,
+        sinks: Tensor | None = None,
     ) -> Tensor:
         """See `AttentionContext.attend`."""
         group, place = self._cache.places[layer]
@@ -81,7 +82,7 @@ class PagedAttention:
         key, value = self._cache.kept(key), self._cache.kept(value)
         out = torch.empty_like(query)
         for part in self._parts[group]:
-            part.attend(place, query, key, value, scale, out)
+            part.attend(place, query, key, value, scale, sinks, out)
         return out if of_value == 1.0 else out.mul_(of_value)
 
 
@@ -127,6 +128,26 @@ def rotate(x: Tensor, rotary: tuple[Tensor, Tensor]) -> Tensor:
     return out
 
 
+def attention_with_sinks(
+    query: Tensor, key: Tensor, value: Tensor, hidden: Tensor, scale: float | None, sinks: Tensor
+) -> Tensor:
+    """Attention whose softmax, in float32, counts a sink: a logit without a value.
+
+    Args:
+        query: [..., heads, queries, head_dim].
+        key: [..., heads, keys, head_dim].
+        value: as `key`.
+        hidden: what a query does not see, broadcast to [..., heads, queries, keys].
+        scale: of the logits; None for ``head_dim ** -0.5``.
+        sinks: float32, broadcast to [..., heads, queries, 1].
+    """
+    scale = query.shape[-1] ** -0.5 if scale is None else scale
+    logits = (query @ key.transpose(-1, -2)).float() * scale
+    logits.masked_fill_(hidden, -torch.inf)
+    logits = torch.cat((logits, sinks.expand(*logits.shape[:-1], 1)), dim=-1)
+    return logits.softmax(-1)[..., :-1].to(value.dtype) @ value
+
+
 class DecodeBucket:
     """Sequences of similar length with one token each.
 
@@ -158,6 +179,7 @@ class DecodeBucket:
         key: Tensor,
         value: Tensor,
         scale: float | None,
+        sinks: Tensor | None,
         out: Tensor,
     ) -> None:
         """Fill the rows of `out`; the bucket's K and V are in the cache already."""
@@ -167,9 +189,14 @@ class DecodeBucket:
                 x.view(-1, x.shape[-1]).index_fill_(0, self._unseen, 0)
         # The query heads of one KV head share it, as if they were consecutive queries.
         grouped = query[self._rows].view(len(keys), keys.shape[1], -1, query.shape[-1])
-        found = scaled_dot_product_attention(
-            grouped, keys, values, attn_mask=self._mask, scale=scale
-        )
+        if sinks is None:
+            found = scaled_dot_product_attention(
+                grouped, keys, values, attn_mask=self._mask, scale=scale
+            )
+        else:
+            of_heads = sinks.view(keys.shape[1], -1, 1)
+            hidden = self._hidden[:, None, None]
+            found = attention_with_sinks(grouped, keys, values, hidden, scale, of_heads)
         out[self._rows] = found.flatten(1, 2)
 
     def _rows_unseen(self, tables: Tensor) -> Tensor:
@@ -214,6 +241,7 @@ class Prompt:
         key: Tensor,
         value: Tensor,
         scale: float | None,
+        sinks: Tensor | None,
         out: Tensor,
     ) -> None:
         """Fill its rows of `out`."""
@@ -223,17 +251,26 @@ class Prompt:
             keys, values = self._cache.read(place, self._pages)
             keys, values = keys[:, :, : self._context_len], values[:, :, : self._context_len]
         queries = query[self._rows].transpose(0, 1)[None]
-        found = self._causal(queries, keys, values, scale)
+        found = self._causal(queries, keys, values, scale, sinks)
         out[self._rows] = found[0].transpose(0, 1)
 
-    def _causal(self, query: Tensor, key: Tensor, value: Tensor, scale: float | None) -> Tensor:
-        if self._pages is None and (not self._window or self._window >= self._count):
+    def _causal(
+        self,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        scale: float | None,
+        sinks: Tensor | None,
+    ) -> Tensor:
+        sees_all = not self._window or self._window >= self._count
+        if self._pages is None and sees_all and sinks is None:
             return scaled_dot_product_attention(
                 query, key, value, is_causal=True, scale=scale, enable_gqa=True
             )
-        tile = max(1, TILE_ELEMENTS // self._context_len)
+        masks = 1 if sinks is None else len(sinks)  # with sinks, logits of all heads are made
+        tile = max(1, TILE_ELEMENTS // (self._context_len * masks))
         outs = [
-            self._tile(query, key, value, scale, start)
+            self._tile(query, key, value, scale, sinks, start)
             for start, query in zip(
                 range(0, self._count, tile), torch.split(query, tile, dim=2), strict=True
             )
@@ -241,7 +278,13 @@ class Prompt:
         return torch.cat(outs, dim=2)
 
     def _tile(
-        self, query: Tensor, key: Tensor, value: Tensor, scale: float | None, start: int
+        self,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        scale: float | None,
+        sinks: Tensor | None,
+        start: int,
     ) -> Tensor:
         """Attention of the queries from `start` on, over the keys that one of them sees."""
         window = self._window
@@ -254,6 +297,10 @@ class Prompt:
         if window:
             seen &= key_at > at - window
         key, value = key[:, :, begin:end], value[:, :, begin:end]
+        if sinks is not None:
+            group = len(sinks) // key.shape[1]
+            key, value = (x.repeat_interleave(group, 1) for x in (key, value))
+            return attention_with_sinks(query, key, value, ~seen, scale, sinks[:, None, None])
         return scaled_dot_product_attention(
             query, key, value, attn_mask=seen, scale=scale, enable_gqa=True
         )

@@ -5,6 +5,7 @@ Needs neither torch nor transformers, so that the HTTP process may read it too.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -44,6 +45,8 @@ class Family:
             or those that it names and no others.
         window_switch: and only with ``use_sliding_window``.
         max_window_layers: where ``config.json`` names none.
+        sinks: every query head has a sink (`AttentionContext.attend`), and projections of the
+            attention have biases unless ``attention_bias`` says otherwise.
         gemma: norms store what their scales are above 1, windows turn with a base of their own, the
             logits' scale is in ``config.json``, and the MLP has the GELU.
     """
@@ -54,6 +57,7 @@ class Family:
     windows: Literal["none", "all", "upper", "pattern", "listed"] = "none"
     window_switch: bool = False
     max_window_layers: int = 28
+    sinks: bool = False
     gemma: bool = False
 
 
@@ -64,6 +68,7 @@ ARCHITECTURES = {
     "Gemma3ForCausalLM": Family(
         qk_norm=True, windows="pattern", rope_theta=1_000_000.0, gemma=True
     ),
+    "GptOssForCausalLM": Family(rope_theta=150_000.0, windows="listed", sinks=True),
     "LlamaForCausalLM": Family(),
     "MistralForCausalLM": Family(qkv_bias=False, windows="all"),
     "MixtralForCausalLM": Family(qkv_bias=False, windows="all", rope_theta=1_000_000.0),
@@ -83,6 +88,11 @@ class RopeConfig:
 
     Attributes:
         linear: all frequencies are divided by `factor` (Chen et al., arXiv 2306.15595).
+        yarn: frequencies that turn at most `beta_slow` times within the original positions are
+            divided, those that turn at least `beta_fast` times stay, and what is between is
+            interpolated (Peng et al., arXiv 2309.00071).
+        truncate: YaRN's interpolation begins and ends at whole numbers of frequencies.
+        attention_factor: cosines and sines are multiplied by it.
         mrope_section: of multimodal models, how many of the ``head_dim / 2`` frequencies turn with
             the temporal, the vertical and the horizontal position (Wang et al., arXiv 2409.12191).
         mrope_interleaved: the three take turns (t, h, w, t, h, w, ...) instead of following one
@@ -92,6 +102,11 @@ class RopeConfig:
     theta: float = 10_000.0
     factor: float = 1.0
     linear: bool = False
+    yarn: bool = False
+    beta_fast: float = 32.0
+    beta_slow: float = 1.0
+    truncate: bool = True
+    attention_factor: float = 1.0
     low_freq_factor: float = 1.0
     high_freq_factor: float = 4.0
     original_max_position: int = 8192
@@ -111,6 +126,7 @@ class ModelConfig:
         qkv_bias: query, key and value have a bias.
         output_bias: the output projection of the attention has one.
         qk_norm: see `Family`.
+        sinks: see `Family`.
         windows: per layer, tokens of its sliding window; 0 attends to everything.
         eos_token_ids: tokens that end a text, ascending.
         vision: its vision tower; None for a model of text only.
@@ -146,6 +162,7 @@ class ModelConfig:
     vision: VisionConfig | None = None
     quantization: Quantization | None = None
     moe: MoeConfig | None = None
+    sinks: bool = False
     local_rope: RopeConfig | None = None
     attention_scale: float | None = None
     norm_offset: float = 0.0
@@ -170,6 +187,12 @@ class _Rope(msgspec.Struct):
     low_freq_factor: float | None = None
     high_freq_factor: float | None = None
     original_max_position_embeddings: int | None = None
+    beta_fast: float | None = None
+    beta_slow: float | None = None
+    truncate: bool = True
+    attention_factor: float | None = None
+    mscale: float | None = None
+    mscale_all_dim: float | None = None
     partial_rotary_factor: float = 1.0
     mrope_section: tuple[int, int, int] | None = None
     full_attention: _Rope | None = None
@@ -193,7 +216,7 @@ class _Raw(msgspec.Struct):
     max_position_embeddings: int = 2048
     original_max_position_embeddings: int | None = None
     tie_word_embeddings: bool | None = None
-    attention_bias: bool = False
+    attention_bias: bool | None = None
     mlp_bias: bool = False
     rope_theta: float | None = None
     rope_scaling: _Rope | None = None
@@ -244,11 +267,14 @@ def load_model_config(
     generation = _read_json(folder, "generation_config.json") if has_generation else {}
     ends = (raw.eos_token_id, generation.get("eos_token_id"))
     ids = {token for end in ends for token in (end if isinstance(end, list) else [end])}
+    bias = family.sinks if raw.attention_bias is None else raw.attention_bias
+    rope = _rope(raw)
+    positions = int(rope.factor * rope.original_max_position) if rope.yarn else 0
     return ModelConfig(
         folder=folder,
         architecture=architecture,
-        dtype=_dtype(raw, dtype),
-        kv_dtype=_dtype(raw, dtype) if kv_cache_dtype == "auto" else "float8_e4m3fn",
+        dtype=_dtype(raw, family, dtype),
+        kv_dtype=_dtype(raw, family, dtype) if kv_cache_dtype == "auto" else "float8_e4m3fn",
         vocab_size=raw.vocab_size,
         hidden_size=raw.hidden_size,
         intermediate_size=raw.intermediate_size,
@@ -257,13 +283,13 @@ def load_model_config(
         num_kv_heads=raw.num_key_value_heads or raw.num_attention_heads,
         head_dim=raw.head_dim or raw.hidden_size // raw.num_attention_heads,
         rms_norm_eps=raw.rms_norm_eps,
-        rope=_rope(raw),
-        max_position_embeddings=raw.max_position_embeddings,
+        rope=rope,
+        max_position_embeddings=max(positions, raw.max_position_embeddings),
         tie_word_embeddings=family.gemma
         if raw.tie_word_embeddings is None
         else raw.tie_word_embeddings,
-        qkv_bias=raw.attention_bias if family.qkv_bias is None else family.qkv_bias,
-        output_bias=raw.attention_bias and family.qkv_bias is None,
+        qkv_bias=bias if family.qkv_bias is None else family.qkv_bias,
+        output_bias=bias and family.qkv_bias is None,
         qk_norm=family.qk_norm,
         mlp_bias=raw.mlp_bias,
         windows=_windows(raw, family),
@@ -271,6 +297,7 @@ def load_model_config(
         vision=read_vision(raw.vision_config, architecture, raw.hidden_size, raw.image_token_id),
         quantization=read_quantization(raw.quantization_config, quantization),
         moe=read_moe(content, architecture),
+        sinks=family.sinks,
         local_rope=_local_rope(raw) if family.gemma else None,
         attention_scale=(raw.query_pre_attn_scalar or 256) ** -0.5 if family.gemma else None,
         norm_offset=1.0 if family.gemma else 0.0,
@@ -370,8 +397,9 @@ def _refuse_unsupported(raw: _Raw, family: Family) -> None:
         )
 
 
-def _dtype(raw: _Raw, asked: str) -> str:
-    name = (raw.dtype or raw.torch_dtype or "float32") if asked == "auto" else asked
+def _dtype(raw: _Raw, family: Family, asked: str) -> str:
+    default = "bfloat16" if family.sinks else "float32"  # gpt-oss as published names none
+    name = (raw.dtype or raw.torch_dtype or default) if asked == "auto" else asked
     name = name.removeprefix("torch.")
     if name not in DTYPES:
         raise ConfigError("--dtype", f"{name!r} is unsupported; choose one of {list(DTYPES)}")
@@ -391,10 +419,20 @@ def _rope(raw: _Raw) -> RopeConfig:
         raise ConfigError("--model", "partial_rotary_factor is unsupported")
     if kind == "default":
         return RopeConfig(theta=theta)
-    if kind == "linear" and rope.factor is not None:
-        return RopeConfig(theta=theta, factor=rope.factor, linear=True)
+    factor = rope.factor or 0.0
+    if kind in ("linear", "yarn") and factor < 1:
+        raise ConfigError("--model", f"rope_type {kind!r} needs a factor from 1 on, not {factor:g}")
+    if kind == "linear":
+        return RopeConfig(theta=theta, factor=factor, linear=True)
+    original = (
+        raw.original_max_position_embeddings
+        or rope.original_max_position_embeddings
+        or raw.max_position_embeddings
+    )
+    if kind == "yarn":
+        return _yarn(rope, theta, factor, original)
     if kind != "llama3":
-        known = "'default', 'linear', 'llama3'"
+        known = "'default', 'linear', 'llama3', 'yarn'"
         raise ConfigError("--model", f"rope_type {kind!r} is unsupported; supported: {known}")
     if rope.factor is None or rope.low_freq_factor is None or rope.high_freq_factor is None:
         raise ConfigError(
@@ -405,9 +443,33 @@ def _rope(raw: _Raw) -> RopeConfig:
         factor=rope.factor,
         low_freq_factor=rope.low_freq_factor,
         high_freq_factor=rope.high_freq_factor,
-        original_max_position=raw.original_max_position_embeddings
-        or rope.original_max_position_embeddings
-        or raw.max_position_embeddings,
+        original_max_position=original,
+    )
+
+
+def _yarn(rope: _Rope, theta: float, factor: float, original: int) -> RopeConfig:
+    fast, slow = rope.beta_fast or 32.0, rope.beta_slow or 1.0
+    if not 0 < slow < fast:
+        raise ConfigError(
+            "--model", f"rope_type 'yarn' needs beta_fast {fast:g} above beta_slow {slow:g} above 0"
+        )
+    attention_factor = rope.attention_factor
+    if attention_factor is None:
+        both = rope.mscale and rope.mscale_all_dim
+        scales = (rope.mscale, rope.mscale_all_dim) if both else (1.0, 0.0)
+        above, below = (0.1 * (scale or 0.0) * math.log(factor) + 1.0 for scale in scales)
+        attention_factor = above / below
+    if not 0 < attention_factor < math.inf:
+        raise ConfigError("--model", f"attention_factor {attention_factor} must be positive")
+    return RopeConfig(
+        theta=theta,
+        factor=factor,
+        yarn=True,
+        beta_fast=fast,
+        beta_slow=slow,
+        truncate=rope.truncate,
+        attention_factor=attention_factor,
+        original_max_position=original,
     )
 
 
@@ -456,4 +518,8 @@ def _windows(raw: _Raw, family: Family) -> tuple[int, ...]:
         return tuple(window if layer >= first else 0 for layer in range(count))
     if len(raw.layer_types) != count:
         raise ConfigError("--model", "layer_types and num_hidden_layers differ in length")
+    if "sliding_attention" in raw.layer_types and not window:
+        raise ConfigError(
+            "--model", "layer_types has 'sliding_attention': sliding_window is missing"
+        )
     return tuple(window if kind == "sliding_attention" else 0 for kind in raw.layer_types)

@@ -25,6 +25,7 @@ from torch import Tensor
 Family = Literal[
     "dots1",
     "gemma3",
+    "gpt_oss",
     "llama",
     "mistral",
     "mixtral",
@@ -39,6 +40,7 @@ Family = Literal[
 ARCHITECTURES: dict[Family, str] = {
     "dots1": "Dots1ForCausalLM",
     "gemma3": "Gemma3ForCausalLM",
+    "gpt_oss": "GptOssForCausalLM",
     "llama": "LlamaForCausalLM",
     "mistral": "MistralForCausalLM",
     "mixtral": "MixtralForCausalLM",
@@ -63,6 +65,21 @@ _EXPERTS: dict[str, dict[str, Any]] = {
         "topk_group": 2,
         "sliding_window": None,
         "max_window_layers": 62,
+    },
+    "gpt_oss": {
+        "attention_bias": True,
+        "num_local_experts": 8,
+        "num_experts_per_tok": 3,
+        "swiglu_limit": 1.5,
+        "sliding_window": 11,
+        "rope_scaling": {
+            "rope_type": "yarn",
+            "factor": 8.0,
+            "beta_fast": 4.0,
+            "beta_slow": 1.0,
+            "truncate": False,
+            "original_max_position_embeddings": 64,
+        },
     },
     "mixtral": {"num_local_experts": 8, "num_experts_per_tok": 2},
     "qwen2_moe": {
@@ -241,6 +258,9 @@ def _config(spec: CheckpointSpec, tokenizer: Tokenizer) -> dict[str, Any]:
     if spec.family in ("mistral", "mixtral"):
         config["sliding_window"] = None
     config |= _EXPERTS.get(spec.family, {})
+    if spec.family == "gpt_oss":
+        kinds = ("sliding_attention", "full_attention")
+        config["layer_types"] = [kinds[layer % 2] for layer in range(spec.num_layers)]
     if spec.family in VISION_FAMILIES:
         config = _nested_config(spec.family, config, tokenizer)
     config |= {"architectures": [ARCHITECTURES[spec.family]], "model_type": spec.family}
@@ -359,6 +379,8 @@ def _shapes(spec: CheckpointSpec, config: dict[str, Any]) -> Iterator[tuple[str,
         yield f"{name}.self_attn.o_proj.weight", (hidden, rows["q"])
         if config.get("attention_bias"):
             yield f"{name}.self_attn.o_proj.bias", (hidden,)
+        if spec.family == "gpt_oss":
+            yield f"{name}.self_attn.sinks", (spec.num_heads,)
         if spec.family in ("dots1", "gemma3", "qwen3", "qwen3_moe", "qwen3_vl"):
             yield f"{name}.self_attn.q_norm.weight", (dim,)
             yield f"{name}.self_attn.k_norm.weight", (dim,)
@@ -396,6 +418,13 @@ def _expert_shapes(
     middle = config.get("moe_intermediate_size", config["intermediate_size"])
     counts = ("num_experts", "num_local_experts", "n_routed_experts")
     experts = next(config[name] for name in counts if name in config)
+    if family == "gpt_oss":
+        yield f"{block}.router.weight", (experts, hidden)
+        yield f"{block}.router.bias", (experts,)
+        for part, size_in, size_out in (("gate_up", hidden, 2 * middle), ("down", middle, hidden)):
+            yield f"{block}.experts.{part}_proj", (experts, size_in, size_out)
+            yield f"{block}.experts.{part}_proj_bias", (experts, size_out)
+        return
     yield f"{block}.gate.weight", (experts, hidden)
     if family == "dots1":
         yield f"{block}.gate.e_score_correction_bias", (experts,)
@@ -473,7 +502,8 @@ def _weights(spec: CheckpointSpec, config: dict[str, Any]) -> Iterator[tuple[str
         elif name.endswith("embed_tokens.weight"):
             value = noise * (0.3 if spec.tied else 1.0)
         else:
-            value = noise * 1.5 * math.prod(shape[1:]) ** -0.5
+            inputs = shape[1] if name.endswith("_proj") else math.prod(shape[1:])
+            value = noise * 1.5 * inputs**-0.5
         yield name, value.to(getattr(torch, spec.dtype))
 
 

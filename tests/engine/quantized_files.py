@@ -18,6 +18,9 @@ from torch import Tensor
 AWQ_ORDER = (0, 2, 4, 6, 1, 3, 5, 7)
 """The column, of 8, of each 4 bits of an int32, from the lowest on."""
 
+MXFP4 = (0, 0.5, 1, 1.5, 2, 3, 4, 6, 0, -0.5, -1, -1.5, -2, -3, -4, -6)
+"""The 16 numbers of e2m1."""
+
 Parts = tuple[dict[str, Tensor], Tensor]
 """Tensors by what follows the module's name, and the weight that they mean."""
 
@@ -115,6 +118,37 @@ def packed(
     if act_order:
         parts["weight_g_idx"] = group_of.int()
     return parts, (codes - zeros[:, group_of]) * scales.float()[:, group_of]
+
+
+def mxfp4_folders(folder: Path, target: Path) -> tuple[Path, Path]:
+    """A folder of gpt-oss with its experts as OpenAI stores them, and one with them as floats."""
+    stored = load_file(folder / "model.safetensors")
+    plain = dict(stored)
+    for name in [name for name in stored if name.endswith("experts.gate_up_proj")]:
+        for stack in (name, name.replace("gate_up", "down")):
+            columns = stored.pop(stack).float().transpose(1, 2)
+            wide = columns.reshape(*columns.shape[:2], -1, 32)
+            exponents = torch.log2(wide.abs().amax(-1) / 6).ceil()
+            scaled = wide / torch.exp2(exponents)[..., None]
+            codes = (scaled[..., None] - torch.tensor(MXFP4)).abs().argmin(-1)
+            stored[f"{stack}_blocks"] = (codes[..., ::2] + 16 * codes[..., 1::2]).byte()
+            stored[f"{stack}_scales"] = (exponents + 127).byte()
+            numbers = torch.tensor(MXFP4)[codes] * torch.exp2(exponents)[..., None]
+            plain[stack] = numbers.flatten(2).transpose(1, 2).contiguous()
+    made = target / "mxfp4", target / "plain"
+    for path, weights in zip(made, (stored, plain), strict=True):
+        shutil.copytree(folder, path)
+        save_file(weights, path / "model.safetensors", {"format": "pt"})
+    config = json.loads((folder / "config.json").read_text())
+    kept = [
+        "model.layers.*.self_attn",
+        "model.layers.*.mlp.router",
+        "model.embed_tokens",
+        "lm_head",
+    ]
+    said = {"quant_method": "mxfp4", "modules_to_not_convert": kept}
+    (made[0] / "config.json").write_text(json.dumps(config | {"quantization_config": said}))
+    return made
 
 
 def compressed(form: str, bits: int, kind: str, strategy: str, **more: Any) -> dict[str, Any]:

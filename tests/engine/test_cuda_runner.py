@@ -83,8 +83,11 @@ def drivers(checkpoint: Callable[..., Path], drive: Any) -> tuple[Any, Any]:
 
 
 @pytest.mark.parametrize("chunk", [7, 1000])
-def test_groups_with_windows(chunk: int, checkpoint: Callable[..., Path], drive: Any) -> None:
-    folder = checkpoint(family="gemma3", num_layers=7, tied=True)
+@pytest.mark.parametrize("family", ["gemma3", "gpt_oss"])
+def test_groups_with_windows(
+    family: str, chunk: int, checkpoint: Callable[..., Path], drive: Any
+) -> None:
+    folder = checkpoint(family=family, num_layers=7, tied=family == "gemma3")
     plain, other = (drive(folder, num_blocks=1024) for _ in range(2))
     other.executor.close()
     other.executor = CpuExecutor(folder)

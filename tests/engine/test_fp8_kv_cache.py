@@ -40,6 +40,7 @@ class RoundedAttention:
         value: Tensor,
         rotary: tuple[Tensor, Tensor],
         scale: float | None = None,
+        sinks: Tensor | None = None,
     ) -> Tensor:
         of_key, of_value = self._scales[layer]
         query, key, value = (

@@ -40,11 +40,12 @@ MODELS: dict[str, dict[str, Any]] = {
     "qwen2-windows": {"family": "qwen2", "config": WINDOWS},
     "qwen3": {"family": "qwen3", **SMALL},
     "dots1": {"family": "dots1", **SMALL},
+    "gpt-oss": {"family": "gpt_oss", **SMALL},
     "mixtral": {"family": "mixtral", **SMALL},
     "qwen2-moe": {"family": "qwen2_moe", **SMALL},
     "qwen3-moe": {"family": "qwen3_moe", **SMALL},
 }
-MIXTURES = ("dots1", "mixtral", "qwen2-moe", "qwen3-moe")
+MIXTURES = ("dots1", "gpt-oss", "mixtral", "qwen2-moe", "qwen3-moe")
 GPU: dict[str, Any] = {
     "device": "cuda", "max_num_seqs": 8, "max_model_len": 512, "max_num_batched_tokens": 512,
 }  # fmt: skip

@@ -16,7 +16,7 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 from torch.nn.functional import scaled_dot_product_attention
 
-from kvbaton.engine.attention import rotate
+from kvbaton.engine.attention import attention_with_sinks, rotate
 from kvbaton.engine.collectives import Barrier, HostCollectives, Shard
 from kvbaton.engine.loader import INDEX, SINGLE, load_model
 from kvbaton.engine.model_config import ModelConfig, load_model_config
@@ -39,9 +39,16 @@ class FreshAttention:
         value: Tensor,
         rotary: tuple[Tensor, Tensor],
         scale: float | None = None,
+        sinks: Tensor | None = None,
     ) -> Tensor:
         query, key = rotate(query, rotary), rotate(key, rotary)
         query, key, value = (x.transpose(0, 1)[None] for x in (query, key, value))
+        if sinks is not None:
+            heads, count, _ = query.shape[1:]
+            key, value = (x.repeat_interleave(heads // x.shape[1], 1) for x in (key, value))
+            hidden = torch.ones(count, count, dtype=torch.bool).triu(1)
+            out = attention_with_sinks(query, key, value, hidden, scale, sinks[:, None, None])
+            return out[0].transpose(0, 1)
         out = scaled_dot_product_attention(
             query, key, value, is_causal=True, scale=scale, enable_gqa=True
         )

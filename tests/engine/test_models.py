@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable
+from itertools import product
 from pathlib import Path
 from typing import Any
 
@@ -22,6 +23,7 @@ LLAMA3_ROPE = {
     "high_freq_factor": 4.0,
     "original_max_position_embeddings": 64,
 }
+YARN: dict[str, Any] = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 64}
 QWEN_WINDOWS = {"use_sliding_window": True, "sliding_window": 12, "max_window_layers": 1}
 MODELS: dict[str, dict[str, Any]] = {
     "llama": {"family": "llama"},
@@ -30,6 +32,8 @@ MODELS: dict[str, dict[str, Any]] = {
     "llama-biases": {"family": "llama", "config": {"attention_bias": True, "mlp_bias": True}},
     "llama-no-gqa": {"family": "llama", "num_kv_heads": 4, "head_dim": 32},
     "gemma3": {"family": "gemma3", "num_layers": 7, "tied": True},
+    "llama-yarn": {"family": "llama", "config": {"rope_scaling": YARN}},
+    "gpt-oss": {"family": "gpt_oss", "num_layers": 3},
     "mistral": {"family": "mistral"},
     "mistral-window": {"family": "mistral", "config": {"sliding_window": 11}},
     "qwen2": {"family": "qwen2"},
@@ -60,7 +64,15 @@ MOE = {
     "num_experts_per_tok": 2,
     "moe_intermediate_size": 32,
 }
+GPT_OSS = {
+    "architectures": ["GptOssForCausalLM"],
+    "num_local_experts": 8,
+    "num_experts_per_tok": 2,
+    "layer_types": ["sliding_attention", "full_attention"],
+    "sliding_window": 8,
+}
 SLIDING = {"use_sliding_window": True, "sliding_window": 8}
+CPU = torch.device("cpu")
 DTYPES = {"float32": 1e-4, "bfloat16": 0.1, "float16": 0.02}
 
 
@@ -162,8 +174,11 @@ def test_decoding_sequences_of_any_lengths_share_a_step(
         assert driver.tokens[handle][len(prompt) :] == expected
 
 
-@pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize("family", ["llama", "mistral", "qwen2", "qwen3"])
+@pytest.mark.parametrize(
+    ("family", "dtype"),
+    # Of mixtures float32 only: two experts that a router rates almost alike change places.
+    [*product(["llama", "mistral", "qwen2", "qwen3"], DTYPES), ("gpt_oss", "float32")],
+)
 def test_logits_are_close_in_every_dtype(
     family: str,
     dtype: str,
@@ -202,6 +217,34 @@ def test_llama3_frequencies_equal_those_of_transformers(
     assert not torch.equal(expected, reference(plain).model.rotary_emb.inv_freq)
 
 
+@pytest.mark.parametrize("family", ["llama", "qwen3", "gpt_oss"])
+@pytest.mark.parametrize(
+    "more",
+    [
+        {},
+        {"truncate": False, "beta_fast": 8.0, "beta_slow": 2.0},
+        {"attention_factor": 0.8},
+        {"factor": 40.0, "mscale": 0.7, "mscale_all_dim": 1.3},
+        {"original_max_position_embeddings": None},
+    ],
+)
+def test_yarn_is_that_of_transformers(
+    family: str, more: dict[str, Any], checkpoint: Callable[..., Path], tmp_path: Path
+) -> None:
+    from transformers import AutoConfig
+    from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
+
+    scaling = {name: x for name, x in (YARN | more).items() if x is not None}
+    folder = edit(checkpoint(family=family, head_dim=64), tmp_path, rope_scaling=scaling)
+    expected, factor = ROPE_INIT_FUNCTIONS["yarn"](AutoConfig.from_pretrained(folder), CPU)
+    config = load_model_config(folder)
+    found = inverse_frequencies(config.rope, config.head_dim)
+    torch.testing.assert_close(found, expected, rtol=1e-6, atol=0)
+    assert config.rope.attention_factor == factor
+    reached = scaling["factor"] * scaling.get("original_max_position_embeddings", 512)
+    assert config.max_position_embeddings == max(512, reached)
+
+
 def edit(folder: Path, tmp_path: Path, **changes: Any) -> Path:
     """A folder whose config.json is another folder's with changes."""
     config = json.loads((folder / "config.json").read_text()) | changes
@@ -216,8 +259,16 @@ def edit(folder: Path, tmp_path: Path, **changes: Any) -> Path:
         ({"architectures": []}, "supported"),
         ({"auto_map": {"AutoModel": "x.Y"}}, "trust_remote_code.* Qwen3ForCausalLM"),
         ({"architectures": ["GPT2LMHeadModel"], "hidden_size": None}, "Qwen3ForCausalLM"),
-        ({"rope_scaling": {"type": "yarn", "factor": 4.0}}, "yarn"),
-        ({"rope_scaling": {"rope_type": "linear", "factor": 4.0}}, "linear"),
+        ({"rope_scaling": {"type": "longrope", "factor": 4.0}}, "longrope"),
+        ({"rope_scaling": {"type": "yarn"}}, "'yarn' needs a factor"),
+        ({"rope_scaling": {"type": "yarn", "factor": 0.5}}, "a factor from 1 on, not 0.5"),
+        ({"rope_scaling": YARN | {"beta_fast": 1}}, "beta_fast 1 above beta_slow 1"),
+        ({"rope_scaling": YARN | {"attention_factor": 0}}, "attention_factor 0"),
+        (GPT_OSS | {"sliding_window": None}, "sliding_window is missing"),
+        (GPT_OSS | {"layer_types": None}, "sliding_window needs layer_types"),
+        (GPT_OSS | {"num_experts_per_tok": 9}, "num_experts_per_tok 9"),
+        (GPT_OSS | {"hidden_act": "gelu"}, "gelu"),
+        ({"rope_scaling": {"rope_type": "linear"}}, "'linear' needs a factor"),
         ({"rope_scaling": {"rope_type": "llama3", "factor": 4.0}}, "low_freq_factor"),
         ({"quantization_config": {"bits": 4}}, "quantization_config"),
         ({"hidden_act": "gelu"}, "gelu"),
@@ -246,6 +297,17 @@ def test_what_is_not_supported_is_refused_by_name(
 ) -> None:
     with pytest.raises(ConfigError, match=told):
         load_model_config(edit(checkpoint(), tmp_path, **changes))
+
+
+def test_gpt_oss_as_published_names_no_dtype(
+    checkpoint: Callable[..., Path], tmp_path: Path
+) -> None:
+    unsaid = dict.fromkeys(("torch_dtype", "attention_bias", "rope_theta"))
+    config = load_model_config(edit(checkpoint(family="gpt_oss"), tmp_path, **unsaid))
+    assert (config.dtype, config.rope.theta) == ("bfloat16", 150_000.0)
+    assert config.qkv_bias
+    assert config.output_bias
+    assert config.windows == (11, 0)
 
 
 def test_missing_and_broken_configuration(tmp_path: Path) -> None:

@@ -18,7 +18,7 @@ from kvbaton.engine.model_config import ModelConfig, load_model_config
 from kvbaton.engine.quantization.config import Quantization, read_quantization
 from kvbaton.engine.quantization.tensors import MXFP4Tensor, dequantize_mxfp4, find_tensor
 from kvbaton.errors import ConfigError
-from tests.engine.quantized_files import CONFIGS, compressed, quantized_folders
+from tests.engine.quantized_files import CONFIGS, compressed, mxfp4_folders, quantized_folders
 from tests.engine.test_loader import CPU, logits
 
 Checkpoint = Callable[..., Path]
@@ -113,6 +113,31 @@ def test_mxfp4_is_that_of_transformers() -> None:
     assert torch.equal(stored.read(), wanted)
     part = (slice(1, 2), slice(7, 70), slice(2, 5))
     assert torch.equal(stored.read(*part), wanted[part])
+
+
+@pytest.mark.parametrize("shard", [Shard(), Shard(1, 2), Shard(0, 2, expert_parallel=True)])
+def test_gpt_oss_as_published_is_its_floats(
+    checkpoint: Checkpoint, tmp_path: Path, shard: Shard
+) -> None:
+    source = checkpoint(family="gpt_oss", intermediate_size=96)
+    folders = mxfp4_folders(source, tmp_path)
+    found, wanted, other = (
+        load_model(load_model_config(x), device=CPU, shard=shard).state_dict()
+        for x in (*folders, source)
+    )
+    assert found.keys() == wanted.keys()
+    assert all(torch.equal(found[name], wanted[name]) for name in wanted)
+    name = "layers.1.mlp.experts.down_proj"
+    assert not torch.equal(found[name], other[name])
+    torch.testing.assert_close(found[name], other[name], atol=0.1, rtol=0.34)
+
+
+def test_a_part_of_mxfp4_that_is_missing_is_named(checkpoint: Checkpoint, tmp_path: Path) -> None:
+    folder, _ = mxfp4_folders(checkpoint(family="gpt_oss"), tmp_path)
+    name = "model.layers.0.mlp.experts.down_proj_scales"
+    broken(folder, lambda weights: weights.pop(name))
+    with pytest.raises(ConfigError, match=name):
+        load_model(load_model_config(folder), device=CPU)
 
 
 # --- what is wrong ---

@@ -19,6 +19,7 @@ MIXED = {"use_sliding_window": True, "sliding_window": WINDOW, "max_window_layer
 MODELS: dict[str, dict[str, Any]] = {
     "mistral": {"family": "mistral", "config": {"sliding_window": WINDOW}},
     "gemma3": {"family": "gemma3", "num_layers": 7, "tied": True},
+    "gpt-oss": {"family": "gpt_oss", "num_layers": 5},
     "qwen2": {"family": "qwen2", "num_layers": 5, "config": MIXED},
 }
 

@@ -59,6 +59,7 @@ class KernelAttention:
         value: Tensor,
         rotary: tuple[Tensor, Tensor],
         scale: float | None = None,
+        sinks: Tensor | None = None,
     ) -> Tensor:
         """See `AttentionContext.attend`."""
         group, place = self._cache.places[layer]
@@ -76,13 +77,14 @@ class KernelAttention:
         if self._decode is not None:
             tables, lens = self._decode.block_tables[:, group], self._decode.context_lens
             decode_attention(
-                query[:n], keys, values, tables, lens, scale=scale, window=window, out=out[:n]
-            )
+                query[:n], keys, values, tables, lens,
+                scale=scale, window=window, sinks=sinks, out=out[:n],
+            )  # fmt: skip
         if self._prefill:
             fresh_key, fresh_value = (self._cache.kept(x[n:]) for x in (key, value))
             prefill_attention(
                 query[n:], fresh_key, fresh_value, keys, values, self._prefill[group],
-                scale=scale, window=window, out=out[n:],
+                scale=scale, window=window, sinks=sinks, out=out[n:],
             )  # fmt: skip
         return out if of_value == 1.0 else out.mul_(of_value)
 

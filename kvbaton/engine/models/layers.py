@@ -209,6 +209,8 @@ def inverse_frequencies(rope: RopeConfig, head_dim: int) -> Tensor:
     frequency: Tensor = 1.0 / (rope.theta**exponent)
     if rope.linear:
         return frequency / rope.factor
+    if rope.yarn:
+        return _yarn_frequencies(rope, head_dim, frequency)
     if rope.factor == 1.0:
         return frequency
     original = rope.original_max_position
@@ -221,6 +223,21 @@ def inverse_frequencies(rope: RopeConfig, head_dim: int) -> Tensor:
         wavelength > original / rope.low_freq_factor, frequency / rope.factor, between
     )
     return torch.where(wavelength < original / rope.high_freq_factor, frequency, stretched)
+
+
+def _yarn_frequencies(rope: RopeConfig, head_dim: int, frequency: Tensor) -> Tensor:
+    """See `RopeConfig.yarn`; between the two kinds, a share that falls linearly is divided."""
+    turns = (
+        rope.original_max_position / (beta * 2 * math.pi)
+        for beta in (rope.beta_fast, rope.beta_slow)
+    )
+    low, high = (head_dim * math.log(turn) / (2 * math.log(rope.theta)) for turn in turns)
+    if rope.truncate:
+        low, high = math.floor(low), math.ceil(high)
+    low, high = max(low, 0), min(high, head_dim - 1)
+    ramp = (torch.arange(head_dim // 2) - low) / (high - low if high != low else 0.001)
+    kept = 1 - ramp.clamp(0, 1)
+    return frequency / rope.factor * (1 - kept) + frequency * kept
 
 
 def frequency_axes(rope: RopeConfig, head_dim: int) -> Tensor:
@@ -245,6 +262,7 @@ class RotaryEmbedding(nn.Module):
     def __init__(self, rope: RopeConfig, head_dim: int) -> None:
         super().__init__()
         frequencies = inverse_frequencies(rope, head_dim)
+        self.factor = rope.attention_factor
         self.register_buffer("frequencies", frequencies, persistent=False)
         self.register_buffer("axes", frequency_axes(rope, head_dim), persistent=False)
 
@@ -258,7 +276,7 @@ class RotaryEmbedding(nn.Module):
         turns = positions[:, None] if positions.dim() == 1 else positions[self.axes].t()
         angles = turns.float() * self.frequencies
         angles = torch.cat((angles, angles), dim=-1)[:, None]
-        return angles.cos().to(dtype), angles.sin().to(dtype)
+        return (angles.cos() * self.factor).to(dtype), (angles.sin() * self.factor).to(dtype)
 
 
 class AttentionContext(Protocol):
@@ -272,6 +290,7 @@ class AttentionContext(Protocol):
         value: Tensor,
         rotary: tuple[Tensor, Tensor],
         scale: float | None = None,
+        sinks: Tensor | None = None,
     ) -> Tensor:
         """Rotate query and key, store K and V, attend causally over what the layer's group sees.
 
@@ -283,6 +302,8 @@ class AttentionContext(Protocol):
             rotary: cos and sin of each token's angles, each [tokens, 1, head_dim]; the same
                 tensors for all layers that turn alike.
             scale: of the logits; None for ``head_dim ** -0.5``.
+            sinks: [query heads] float32: a logit without a value that joins each head's softmax
+                (Xiao et al., arXiv 2309.17453); None for none.
 
         Returns:
             As `query`.
@@ -290,7 +311,7 @@ class AttentionContext(Protocol):
         ...
 
 
-class SelfAttention(nn.Module):
+class SelfAttention(WeightedModule):
     """Grouped-query attention over the paged cache.
 
     Args:
@@ -302,10 +323,10 @@ class SelfAttention(nn.Module):
     def __init__(self, config: ModelConfig, layer: int, shard: Shard) -> None:
         super().__init__()
         name, dim = f"model.layers.{layer}.self_attn", config.head_dim
-        self.layer, self.head_dim = layer, dim
+        self.name, self.layer, self.head_dim, self.num_heads = name, layer, dim, config.num_heads
         query = shard.span(config.num_heads)
         kv = shard.kv_heads(config.num_kv_heads)
-        self.heads, self.kv_heads = query[1], kv[1]
+        self.first_head, self.heads, self.kv_heads = *query, kv[1]
         parts = [("q_proj", config.num_heads, query)]
         parts += [(part, config.num_kv_heads, kv) for part in ("k_proj", "v_proj")]
         self.qkv_proj = ColumnLinear(
@@ -329,6 +350,10 @@ class SelfAttention(nn.Module):
         self.q_norm = RMSNorm(f"{name}.q_norm", *norm) if config.qk_norm else None
         self.k_norm = RMSNorm(f"{name}.k_norm", *norm) if config.qk_norm else None
         self.scale = config.attention_scale
+        self.sinks: nn.Parameter | None = None
+        if config.sinks:
+            empty = torch.empty(self.heads, dtype=torch.float32)
+            self.sinks = nn.Parameter(empty, requires_grad=False)
 
     def forward(
         self, hidden: Tensor, rotary: tuple[Tensor, Tensor], attention: AttentionContext
@@ -338,8 +363,13 @@ class SelfAttention(nn.Module):
         query, key, value = heads.split((self.heads, self.kv_heads, self.kv_heads), dim=1)
         if self.q_norm is not None and self.k_norm is not None:
             query, key = self.q_norm(query), self.k_norm(key)
-        out = attention.attend(self.layer, query, key, value, rotary, self.scale)
+        out = attention.attend(self.layer, query, key, value, rotary, self.scale, self.sinks)
         return self.o_proj(out.flatten(1))  # type: ignore[no-any-return]
+
+    def pieces(self) -> Iterator[Piece]:
+        """Its sinks, if there are any."""
+        if self.sinks is not None:
+            yield Piece(f"{self.name}.sinks", (self.num_heads,), self.sinks, 0, self.first_head)
 
 
 class GatedMLP(nn.Module):
