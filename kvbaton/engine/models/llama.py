@@ -1,8 +1,8 @@
-"""Llama 2 and 3, Mistral, Mixtral, Qwen2, Qwen2.5, Qwen3, the MoE and VL ones of these, dots.llm1.
+"""Llama, Mistral, Mixtral, Qwen2, Qwen2.5, Qwen3, their MoE and VL ones, dots.llm1, gpt-oss.
 
-They differ in which projections have a bias and which heads are normalised (`Family`), in windows,
-in what turns their heads (`RopeConfig`), and in which layers have experts (`MoeConfig`): all of
-that is in `ModelConfig`.
+They differ in which projections have a bias and which heads are normalised or have a sink
+(`Family`), in windows, in what turns their heads (`RopeConfig`), and in which layers have experts
+(`MoeConfig`): all of that is in `ModelConfig`.
 """
 
 from __future__ import annotations
