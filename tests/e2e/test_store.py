@@ -14,8 +14,8 @@ import pytest
 from tests.e2e.cluster import Cluster
 from tests.e2e.conftest import MakePair
 from tests.e2e.oracle import Oracle
-from tests.e2e.pair import POOL, settle
-from tests.e2e.servers import Metrics, Node, Router
+from tests.e2e.pair import POOL, SETTLE_S, settle
+from tests.e2e.servers import Metrics, Node, Router, poll
 
 pytestmark = pytest.mark.e2e
 
@@ -37,6 +37,12 @@ def tokens_of(node: Node) -> list[list[int]]:
     return [list(answer.result().choices[0].token_ids) for answer in answers]
 
 
+def until_saved(node: Node, folder: Path) -> None:
+    """Wait until all blocks of the prompts lie in the folder."""
+    wanted = len(PROMPTS) * BLOCKS
+    poll("all is saved", lambda: len(files(folder)) >= wanted, SETTLE_S, node.tail)
+
+
 class Heirs:
     """P and D over a store that a node of an earlier life has filled.
 
@@ -49,6 +55,7 @@ class Heirs:
         flags = {**PATIENT, "store": f"filesystem:{json.dumps({'path': str(folder)})}"}
         first = cluster.start_node("prefill", "p-first-life", flags)
         self.said = tokens_of(first)
+        until_saved(first, folder)
         settle(first)
         assert first.metrics()(STORED, source="store") == 0
         cluster.stop([first])
@@ -123,10 +130,10 @@ def test_damaged_files_change_no_token(heirs: Heirs) -> None:
     damages: tuple[Callable[[Sequence[Path]], None], ...] = (corrupt, remove)
     for damage in damages:
         for share in (0.01, 0.1, 1.0):
+            until_saved(heirs.p, heirs.folder)  # what was computed anew is saved anew
             settle(heirs.p)
             heirs.p.forget()
             there = files(heirs.folder)
-            assert len(there) >= len(PROMPTS) * BLOCKS, "what was computed anew is saved anew"
             damage(random.Random(0).sample(there, max(1, round(share * len(there)))))
             assert tokens_of(heirs.p) == heirs.said, (damage.__name__, share)
     settle(heirs.p)
