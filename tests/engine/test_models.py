@@ -32,6 +32,10 @@ MODELS: dict[str, dict[str, Any]] = {
     "llama-biases": {"family": "llama", "config": {"attention_bias": True, "mlp_bias": True}},
     "llama-no-gqa": {"family": "llama", "num_kv_heads": 4, "head_dim": 32},
     "gemma3": {"family": "gemma3", "num_layers": 7, "tied": True},
+    "llama-linear-rope": {
+        "family": "llama",
+        "config": {"rope_scaling": {"rope_type": "linear", "factor": 4.0}},
+    },
     "llama-yarn": {"family": "llama", "config": {"rope_scaling": YARN}},
     "gpt-oss": {"family": "gpt_oss", "num_layers": 3},
     "mistral": {"family": "mistral"},
@@ -269,6 +273,7 @@ def edit(folder: Path, tmp_path: Path, **changes: Any) -> Path:
         (GPT_OSS | {"num_experts_per_tok": 9}, "num_experts_per_tok 9"),
         (GPT_OSS | {"hidden_act": "gelu"}, "gelu"),
         ({"rope_scaling": {"rope_type": "linear"}}, "'linear' needs a factor"),
+        ({"rope_scaling": {"rope_type": "dynamic", "factor": 4.0}}, "dynamic"),
         ({"rope_scaling": {"rope_type": "llama3", "factor": 4.0}}, "low_freq_factor"),
         ({"quantization_config": {"bits": 4}}, "quantization_config"),
         ({"hidden_act": "gelu"}, "gelu"),
