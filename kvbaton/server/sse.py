@@ -20,6 +20,8 @@ logger = logging.getLogger(__name__)
 
 _encoder = msgspec.json.Encoder()
 
+LAST_WORDS_S = 2.0
+"""For a client that is behind to make room for why its stream ends."""
 DONE = b"[DONE]"
 DATA = b"data:"
 _DONE_EVENT = b"data: [DONE]\n\n"
@@ -108,8 +110,12 @@ def event(message: Struct) -> bytes:
 
 
 async def _end_badly(request: web.Request, response: web.StreamResponse, error: Exception) -> None:
-    """Say why, if the client is still there and takes it; else hang up."""
+    """Say why, if the client is still there and takes it in time; else hang up."""
     name, transport = request[REQUEST_ID], request.transport
+    loop = asyncio.get_running_loop()
+    deadline = loop.time() + LAST_WORDS_S
+    while transport is not None and _is_stuck(transport) and loop.time() < deadline:
+        await asyncio.sleep(0.01)
     if transport is None or transport.is_closing():
         logger.info("request %s: the client went away", name)
     elif _is_stuck(transport):
