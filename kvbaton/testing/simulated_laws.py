@@ -79,9 +79,18 @@ class Laws(NodeWatcher):
         if message.seq > last:
             return True
         self.stale += 1
+        if isinstance(message, control.Hello) and self._is_of_the_dead(message.sender):
+            # Held up for longer than P remembers a dead generation's sessions, it opens one that
+            # nobody uses; idle, it ends by itself. A living generation's is refused: it has begun
+            # a later session.
+            return False
         if len(refusals) < len(actions):
             self.fail(f"{message} is stale, and was answered by {actions}")
         return False
+
+    def _is_of_the_dead(self, node: NodeId) -> bool:
+        lives = self.world.processes.get(node.node)
+        return lives is None or lives.id != node or not lives.alive
 
     def check_refusal(self, message: Any, actions: Sequence[Any]) -> None:
         """Nonsense has come."""
@@ -155,6 +164,10 @@ class SourceLaws(Laws):
                 name, ()
             ):
                 self.reserved[message.session, name] = message  # perhaps
+
+    def _is_of_the_dead(self, node: NodeId) -> bool:
+        lives = self.world.processes.get(node.node)
+        return lives is None or lives.id != node or not lives.alive
 
     def check_refusal(self, message: Any, actions: Sequence[Any]) -> None:
         """See `Laws.check_refusal`."""
@@ -329,6 +342,10 @@ class TargetLaws(Laws):
             [np.zeros(words[rank].size, np.int64) for words in node.executor.words]
             for rank in range(node.shape.ranks)
         ]
+
+    def _is_of_the_dead(self, node: NodeId) -> bool:
+        lives = self.world.processes.get(node.node)
+        return lives is None or lives.id != node or not lives.alive
 
     def check_refusal(self, message: Any, actions: Sequence[Any]) -> None:
         """See `Laws.check_refusal`."""
