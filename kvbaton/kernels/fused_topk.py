@@ -80,7 +80,7 @@ def fused_topk_reference(
         scores = logits.float().sigmoid()
         choice = scores + bias
     if num_groups > 1:
-        groups = choice.view(len(choice), num_groups, -1)
+        groups = choice.view(len(choice), num_groups, choice.shape[1] // num_groups)
         rating = groups.topk(1 if bias is None else 2, dim=-1).values.sum(dim=-1)
         best = rating.topk(top_groups, dim=-1).indices
         barred = torch.ones_like(rating).scatter_(1, best, 0.0).bool()

@@ -43,8 +43,9 @@ def rope_write(
         key_cache: [num_blocks, kv_heads, block_size, D], any strides before the last axis; of the
             dtype of `key`, or float8_e4m3fn, which saturates.
         value_cache: as `key_cache`, with the same strides.
-        slot_mapping: [T], int64: block * block_size + offset, or -1: not written.
+        slot_mapping: [T], contiguous, int64: block * block_size + offset, or -1: not written.
     """
+    assert slot_mapping.is_contiguous(), "the kernel reads neighbours"
     if use_triton(query):
         _launch(query, key, value, positions, cos_sin, key_cache, value_cache, slot_mapping)
         return

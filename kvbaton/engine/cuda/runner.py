@@ -123,7 +123,7 @@ class CudaRunner(Runner):
         at = positions.clamp(min=0)
         tables = sequences.device_tables.index_select(0, rows)
         number = (at // size)[:, None, None].expand(-1, tables.shape[1], 1)
-        blocks = tables.gather(2, number)[:, :, 0].t()
+        blocks = tables.gather(2, number)[:, :, 0].t().contiguous()
         slots = torch.where(positions >= 0, blocks * size + at % size, -1)
         attention = KernelAttention(self.cache, slots, DecodeBatch(tables, (positions + 1).int()))
         hidden = self._layers(sequences.tokens[rows, at].long(), at, rotary, slots, attention)
