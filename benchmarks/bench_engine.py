@@ -95,9 +95,9 @@ class Bench:
         return [[t - began for t in self.desk.times[name]] for name in names]
 
 
-def decode_step(bench: Bench, batch: int) -> float:
+def decode_step(bench: Bench, batch: int, steps: int = DECODE_STEPS) -> float:
     """Milliseconds between tokens once all sequences decode."""
-    times = bench.run(random_prompts(batch, 512, batch), DECODE_STEPS)
+    times = bench.run(random_prompts(batch, 512, batch), steps)
     began = max(row[0] for row in times)
     ends = sorted({t for row in times for t in row if t > began})
     ends = [t for t in ends if t <= min(row[-1] for row in times)]
@@ -134,14 +134,19 @@ def profile(bench: Bench) -> None:
         "48 requests of 1024, 32 out": lambda: bench.run(random_prompts(48, 1024, 1), 32),
     }
     for name, case in cases.items():
-        with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as found:
-            case()
-            torch.cuda.synchronize()
-        print(f"--- {name}")
-        for event in sorted(found.key_averages(), key=lambda e: -e.self_device_time_total)[:16]:
-            total = event.self_device_time_total
-            print(f"{total / 1e3:10.2f} ms {event.count:7d} x {total / event.count:9.1f} us  "
-                  f"{event.key[:90]}")  # fmt: skip
+        profile_case(name, case)
+
+
+def profile_case(name: str, case: Callable[[], Any], rows: int = 16) -> None:
+    """Print the kernels of a case that take most of the device's time."""
+    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as found:
+        case()
+        torch.cuda.synchronize()
+    print(f"--- {name}")
+    for event in sorted(found.key_averages(), key=lambda e: -e.self_device_time_total)[:rows]:
+        total = event.self_device_time_total
+        print(f"{total / 1e3:10.2f} ms {event.count:7d} x {total / event.count:9.1f} us  "
+              f"{event.key[:90]}")  # fmt: skip
 
 
 def main() -> None:

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Mapping
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 
@@ -45,11 +47,16 @@ MAX_BATCHED_TOKENS = 8192
 
 
 def llama_8b(folder: Path) -> Path:
-    """A folder with the configuration and a small tokenizer; for ``--load-format dummy``."""
+    """`dummy_folder` of the 8B model."""
+    return dummy_folder(folder, LLAMA_8B)
+
+
+def dummy_folder(folder: Path, config: Mapping[str, Any]) -> Path:
+    """A folder with a configuration and a small tokenizer; for ``--load-format dummy``."""
     make_checkpoint(folder)
     for file in folder.glob("*.safetensors*"):
         file.unlink()
-    (folder / "config.json").write_text(json.dumps(LLAMA_8B))
+    (folder / "config.json").write_text(json.dumps(config))
     return folder
 
 

@@ -148,6 +148,15 @@ def test_routes_of_groups_are_those_of_torch(
     torch.testing.assert_close(weights.cpu(), expected)
 
 
+def test_no_tokens_choose_none() -> None:
+    options: dict[str, Any] = {"renormalize": True, "dtype": torch.float32}
+    bias = torch.zeros(8)
+    weights, ids = fused_topk_reference(
+        torch.empty(0, 8), 3, bias=bias, num_groups=4, top_groups=2, **options
+    )
+    assert weights.shape == ids.shape == (0, 3)
+
+
 def test_experts_stay_in_range_whatever_the_logits(place: Any) -> None:
     logits = torch.tensor([[torch.nan] * 5, [-torch.inf] * 5, [torch.inf, torch.nan, 0, 1, 2]])
     options: dict[str, Any] = {"renormalize": True, "dtype": place.dtype}
