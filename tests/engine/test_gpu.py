@@ -39,6 +39,7 @@ MODELS: dict[str, dict[str, Any]] = {
     "mistral-window": {"family": "mistral", "config": {"sliding_window": 11}},
     "qwen2-windows": {"family": "qwen2", "config": WINDOWS},
     "qwen3": {"family": "qwen3", **SMALL},
+    "gemma3": {"family": "gemma3", "num_layers": 7, "tied": True, **SMALL},
     "dots1": {"family": "dots1", **SMALL},
     "gpt-oss": {"family": "gpt_oss", **SMALL},
     "mixtral": {"family": "mixtral", **SMALL},

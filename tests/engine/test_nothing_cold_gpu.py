@@ -1,8 +1,10 @@
-"""After the warm-up, no mix of requests compiles a kernel or captures a graph."""
+"""After the warm-up, no mix of requests compiles, captures, allocates, or stalls."""
 
 from __future__ import annotations
 
+import gc
 import pkgutil
+import time
 from collections.abc import Callable
 from importlib import import_module
 from pathlib import Path
@@ -26,6 +28,16 @@ SETTINGS: dict[str, Any] = {
     "device": "cuda", "dtype": "bfloat16", "max_num_seqs": 16, "max_model_len": 6000,
     "max_num_batched_tokens": 2048, "num_blocks": 40_000,
 }  # fmt: skip
+CASES: dict[str, tuple[str, dict[str, Any]]] = {
+    "llama": ("llama", {}),
+    "llama-fp8": ("llama", {"quantization": "fp8", "kv_cache_dtype": "fp8"}),
+    "gemma3": ("gemma3", {"num_blocks": 100_000}),
+    "gpt-oss": ("gpt-oss", {"num_blocks": 100_000}),
+    "qwen3-moe": ("qwen3-moe", {}),
+}
+ROUNDS = 150
+SLOWER, SLACK_S = 3.0, 0.01
+"""A step may take so many times what it takes when all is played again, and so much more."""
 LENGTHS = (1, 2, 3, 15, 16, 17, 31, 100, 129, 500, 1000, 1023, 1024, 1500, 2048, 3001, 5000)
 SAMPLED = SamplingParams(temperature=0.9, seed=5)
 
@@ -50,6 +62,7 @@ class Mix:
         self.driver, self.rng = driver, np.random.default_rng(seed)
         self.live: list[int] = []
         self.finished: list[tuple[list[int], list[int]]] = []
+        self.seconds: list[float] = []
 
     def round(self) -> None:
         """One step, with prompts and chunks behind decoding sequences; then digests as pushed."""
@@ -63,7 +76,9 @@ class Mix:
             if count and (count > 1 or left == 1):
                 work.append((handle, count, int(count == left)))
                 budget -= count
+        began = time.perf_counter()
         self.driver.step(*sorted(work, key=lambda item: item[1] > 1), ended=ended)
+        self.seconds.append(time.perf_counter() - began)
         handle = int(self.rng.choice(self.live))
         table, length = self.driver.tables[handle], self.driver.computed[handle]
         start = int(self.rng.integers(0, max(length, 1)))
@@ -76,7 +91,7 @@ class Mix:
     def _come(self) -> None:
         count = int(self.rng.choice(LENGTHS))
         tokens, cached = random_tokens(self.rng, count), list[int]()
-        if self.finished and self.rng.random() < 0.4:
+        if self.finished and len(self.driver.groups) == 1 and self.rng.random() < 0.4:
             known, table = self.finished[int(self.rng.integers(len(self.finished)))]
             hit = int(self.rng.integers(0, min(len(known), 4000) // self.driver.block_size + 1))
             cached = table[:hit]
@@ -93,12 +108,19 @@ class Mix:
         return tuple(done)
 
 
-@pytest.mark.parametrize("name", ["llama", "qwen3-moe"])
-def test_no_mix_compiles_or_captures(
-    name: str, checkpoint: Callable[..., Path], drive: Any, monkeypatch: pytest.MonkeyPatch
+def driver_calls() -> tuple[int, int]:
+    """Allocations that torch asked the driver for so far, of device and of pinned host memory."""
+    host = torch.cuda.host_memory_stats()
+    return torch.cuda.memory_stats()["num_device_alloc"], host["num_host_alloc"]
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_no_mix_compiles_captures_allocates_or_stalls(
+    case: str, checkpoint: Callable[..., Path], drive: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    name, settings = CASES[case]
     spec = MODELS[name] | {"max_position_embeddings": 8192}
-    driver = drive(checkpoint(**spec), **SETTINGS)
+    driver = drive(checkpoint(**spec), **SETTINGS | settings)
     captured: list[int] = []
     capture = DecodeGraphs.capture
 
@@ -107,12 +129,28 @@ def test_no_mix_compiles_or_captures(
         return capture(graphs, size)
 
     monkeypatch.setattr(DecodeGraphs, "capture", counted)
-    before, cold = compiled(), list[str]()
+    before, allocated, cold = compiled(), driver_calls(), list[str]()
     mix = Mix(driver, seed=0)
-    for number in range(150):
-        mix.round()
-        now = compiled()
-        cold += [f"{name} in step {number}" for name in now if now[name] != before.get(name, 0)]
-        before = now
+    gc.collect()
+    gc.disable()
+    try:
+        for number in range(ROUNDS):
+            mix.round()
+            now, asked = compiled(), driver_calls()
+            cold += [f"{name} in step {number}" for name in now if now[name] != before.get(name, 0)]
+            if asked != allocated:
+                cold.append(f"allocations {allocated} to {asked} in step {number}")
+            before, allocated = now, asked
+        again = Mix(driver, seed=0)
+        for _ in range(ROUNDS):
+            again.round()
+    finally:
+        gc.enable()
     assert cold == []
     assert captured == []
+    slow = [
+        f"step {number}: {1e3 * first:.1f} ms, then {1e3 * second:.1f}"
+        for number, (first, second) in enumerate(zip(mix.seconds, again.seconds, strict=True))
+        if first > SLOWER * second + SLACK_S
+    ]
+    assert slow == []

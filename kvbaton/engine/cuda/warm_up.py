@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 
 import torch
+from torch import nn
 
 from kvbaton.engine.config import EngineConfig
 from kvbaton.engine.cuda.runner import SHORT_CONTEXT, CudaRunner
@@ -28,6 +30,18 @@ EVERYTHING = SamplingParams(temperature=1.0, top_p=0.9, top_k=50, repetition_pen
 
 GRAPHS_AND_LIBRARIES = 2 << 30
 """Bytes left for CUDA graphs, attention plans, and what transports map."""
+
+SMALL_BYTES, SMALL_BUFFERS = 1 << 20, 64
+"""Largest request that torch's allocator serves from its small segments, and how many to hold."""
+
+SIDE_STREAM_BYTES = 32 << 20
+"""For digests of a long prompt; an allocator's memory belongs to the stream that asked for it."""
+
+PINNED_SIZES = [1 << power for power in range(6, 22)]
+"""Torch pins host memory by powers of two: from a few numbers to those of the largest step."""
+
+PINNED_BUFFERS = 4
+"""Of each size: steps in flight, and what comes back from them."""
 
 SHORT_PROMPTS = (2, 3, 9, 17, 32, 65, 128, 1040)
 """One of each kind for which some kernel is compiled on its own."""
@@ -109,8 +123,8 @@ class TrialSteps:
         return len(cache.groups) * blocks <= cache.num_blocks - 2
 
 
-def measure_reserve(settings: WorkerSettings, model: LlamaForCausalLM) -> int:
-    """Bytes to leave free beside weights and pool.
+def measure_activations(settings: WorkerSettings, model: LlamaForCausalLM) -> int:
+    """Bytes that a step takes beside weights and pool, at most.
 
     Runs a step of `max_num_batched_tokens` in one prompt, and one in `max_num_seqs` prompts that
     all ask for the sampler's most expensive options.
@@ -131,14 +145,57 @@ def measure_reserve(settings: WorkerSettings, model: LlamaForCausalLM) -> int:
     torch.cuda.reset_peak_memory_stats(device)
     before = torch.cuda.memory_allocated(device)
     trial = TrialSteps(runner)
-    trial.run([longest])
     each = max(1, min(budget // config.max_num_seqs, settings.max_model_len))
-    trial.run([each] * min(config.max_num_seqs, budget), EVERYTHING)
+    with layers_of_each_kind(model):
+        trial.run([longest])
+        trial.run([each] * min(config.max_num_seqs, budget), EVERYTHING)
     torch.cuda.synchronize(device)
+    # Sequences' own tables stay, twice for a moment when they grow.
     peak = torch.cuda.max_memory_allocated(device) - before
     log.info("activations take up to %.2f GiB", peak / 2**30)
-    # Sequences' own tables stay, twice for a moment when they grow.
-    return peak + GRAPHS_AND_LIBRARIES
+    return peak
+
+
+@contextmanager
+def layers_of_each_kind(model: LlamaForCausalLM) -> Iterator[None]:
+    """Let a model have one layer of each kind: kernels and memory depend on shapes alone."""
+    layers = model.layers
+    kinds: dict[tuple[object, ...], nn.Module] = {}
+    for layer, window in zip(layers, model.config.windows, strict=True):
+        shapes = tuple((name, p.shape, p.dtype) for name, p in layer.named_parameters())
+        kinds.setdefault((window, shapes), layer)
+    model.layers = nn.ModuleList(kinds.values())
+    try:
+        yield
+    finally:
+        model.layers = layers
+
+
+def fill_allocators(activations: int, side_streams: Sequence[torch.cuda.Stream]) -> None:
+    """Take from the driver what steps will need, and give it to torch's allocators to cut up.
+
+    Else a step that is larger than those before it, or whose tensors do not fit into what they
+    left, asks the driver, which may wait for the device.
+
+    Args:
+        activations: bytes that a step takes at most.
+        side_streams: streams that only small kernels run on.
+    """
+    of_steps = torch.empty(activations + activations // 8, dtype=torch.uint8, device="cuda")
+    small = [
+        torch.empty(SMALL_BYTES, dtype=torch.uint8, device="cuda") for _ in range(SMALL_BUFFERS)
+    ]
+    del of_steps, small
+    for stream in side_streams:
+        with torch.cuda.stream(stream):
+            torch.empty(SIDE_STREAM_BYTES, dtype=torch.uint8, device="cuda")
+            torch.empty(SMALL_BYTES, dtype=torch.uint8, device="cuda")
+    pinned = [
+        torch.empty(size, dtype=torch.uint8, pin_memory=True)
+        for size in PINNED_SIZES
+        for _ in range(PINNED_BUFFERS)
+    ]
+    del pinned
 
 
 @torch.inference_mode()
@@ -146,15 +203,16 @@ def warm_up(runner: CudaRunner, config: EngineConfig) -> None:
     """Run one step of every kind that serving will need."""
     began = time.monotonic()
     trial = TrialSteps(runner)
-    for count in SHORT_PROMPTS:
-        if trial.fits(count) and count <= config.max_num_batched_tokens:
-            trial.run([count], SamplingParams(temperature=1.0, seed=1))
-    for count in SHORT_CHUNKS:
-        if trial.fits(SHORT_CONTEXT + count) and count <= config.max_num_batched_tokens:
-            trial.run([count], prefixes=[SHORT_CONTEXT])
-    _prompts_beside_decodes(trial, config)
-    _expert_tiles(trial, runner, config)
-    _attention_plans(trial, runner, config)
+    with layers_of_each_kind(runner.model):
+        for count in SHORT_PROMPTS:
+            if trial.fits(count) and count <= config.max_num_batched_tokens:
+                trial.run([count], SamplingParams(temperature=1.0, seed=1))
+        for count in SHORT_CHUNKS:
+            if trial.fits(SHORT_CONTEXT + count) and count <= config.max_num_batched_tokens:
+                trial.run([count], prefixes=[SHORT_CONTEXT])
+        _prompts_beside_decodes(trial, config)
+        _expert_tiles(trial, runner, config)
+        _attention_plans(trial, runner, config)
     torch.cuda.synchronize()
     compiled = time.monotonic()
     if runner.graphs is not None:

@@ -6,6 +6,7 @@ their own, beside the steps: the blocks they are about are final when they are a
 
 from __future__ import annotations
 
+import logging
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import fields
@@ -18,7 +19,12 @@ from kvbaton.engine.collectives import Shard
 from kvbaton.engine.config import EngineConfig
 from kvbaton.engine.cuda.nccl import Communicators, NcclCollectives
 from kvbaton.engine.cuda.runner import CudaRunner
-from kvbaton.engine.cuda.warm_up import measure_reserve, warm_up
+from kvbaton.engine.cuda.warm_up import (
+    GRAPHS_AND_LIBRARIES,
+    fill_allocators,
+    measure_activations,
+    warm_up,
+)
 from kvbaton.engine.executor import CallerThread, Executor, WorkerGroup, rank_threads
 from kvbaton.engine.model_config import ModelConfig, resolve_max_model_len
 from kvbaton.engine.pending import Pending
@@ -28,6 +34,8 @@ from kvbaton.engine.step import StepPlan, StepResult
 from kvbaton.engine.upload import fetch
 from kvbaton.engine.worker import ModelWorker, Sums, WorkerSettings, choose_device, pool_blocks
 from kvbaton.errors import ConfigError
+
+log = logging.getLogger(__name__)
 
 T = TypeVar("T")
 
@@ -81,15 +89,19 @@ class CudaWorker(ModelWorker):
 
     def __init__(self, settings: WorkerSettings) -> None:
         torch.cuda.set_device(settings.device)
+        began = time.monotonic()
         super().__init__(settings)
+        log.info("weights: loaded in %.1f s", time.monotonic() - began)
         self._sums_stream = _urgent_stream(settings.device)
         self._digest_stream = _urgent_stream(settings.device)
 
     def fit(self) -> int:
         """See `Worker.fit`."""
-        reserve = measure_reserve(self.settings, self.model)
+        began = time.monotonic()
+        self._activations = measure_activations(self.settings, self.model)
         torch.cuda.empty_cache()
-        return pool_blocks(self.settings, reserve=reserve)
+        log.info("memory: measured in %.1f s", time.monotonic() - began)
+        return pool_blocks(self.settings, reserve=self._activations + GRAPHS_AND_LIBRARIES)
 
     def make_runner(self) -> CudaRunner:
         """See `ModelWorker.make_runner`."""
@@ -104,6 +116,7 @@ class CudaWorker(ModelWorker):
 
     def warm_up(self) -> None:
         """See `ModelWorker.warm_up`."""
+        fill_allocators(self._activations, (self._sums_stream, self._digest_stream))
         warm_up(self.runner, self.settings.config)
         self.cache.fetch_digest(0, [1], 0, 0, self.settings.config.block_size)
         torch.cuda.synchronize(self.settings.device)

@@ -28,6 +28,7 @@ class Gemma3DecoderLayer(nn.Module):
         super().__init__()
         name, middle = f"model.layers.{layer}", config.intermediate_size
         norm = config.hidden_size, config.rms_norm_eps, config.norm_offset
+        self.has_window = bool(config.windows[layer])
         self.input_norm = RMSNorm(f"{name}.input_layernorm", *norm)
         self.self_attn = SelfAttention(config, layer, shard)
         self.post_attention_norm = RMSNorm(f"{name}.post_attention_layernorm", *norm)
@@ -81,6 +82,7 @@ class Gemma3ForCausalLM(LlamaForCausalLM):
         of_all = self.rotary(positions, stream.dtype)
         of_windows = self.local_rotary(positions, stream.dtype)
         delta = None
-        for layer, window in zip(self.layers, self.config.windows, strict=True):
-            delta = layer(delta, stream, of_windows if window else of_all, attention)
+        for layer in self.layers:
+            rotary = of_windows if layer.has_window else of_all
+            delta = layer(delta, stream, rotary, attention)
         return self.norm(delta, stream)  # type: ignore[no-any-return]
