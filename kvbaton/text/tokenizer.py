@@ -13,6 +13,7 @@ import tokenizers
 from kvbaton.errors import ConfigError
 from kvbaton.text.chat import ChatTemplate
 from kvbaton.text.vision import VisionText
+from kvbaton.text.words import WordCache
 
 SPECIAL_NAMES = (
     "bos_token",
@@ -59,7 +60,9 @@ class Tokenizer:
             backend.get_vocab(with_added_tokens=True).values(), default=-1
         )
         self._added = backend.get_added_tokens_decoder()
-        self._decoder_types = _decoder_types(backend)
+        pipeline = json.loads(backend.to_str())
+        self._decoder_types = _decoder_types(pipeline)
+        self._words = WordCache.of(backend, pipeline)
         self.decodes_bytes = self._decoder_types - {"Sequence"} == {"ByteLevel"}
         self.all_bytes = TokenBytes(backend, frozenset())
         special = frozenset(number for number, token in self._added.items() if token.special)
@@ -91,6 +94,10 @@ class Tokenizer:
 
     def encode(self, text: str, *, add_special_tokens: bool = True) -> list[int]:
         """Token ids of a text; with the model's own start and end tokens unless told not to."""
+        if self._words is not None:
+            known = self._words.encode(text, add_special_tokens=add_special_tokens)
+            if known is not None:
+                return known
         # The same ids as of `encode`, in three quarters of the time: no offsets are made.
         (found,) = self._backend.encode_batch_fast([text], add_special_tokens=add_special_tokens)
         ids: list[int] = found.ids
@@ -200,8 +207,8 @@ def _template_of(folder: Path, config: dict[str, Any]) -> str | None:
     return template
 
 
-def _decoder_types(backend: tokenizers.Tokenizer) -> frozenset[str]:
-    decoder = json.loads(backend.to_str()).get("decoder") or {}
+def _decoder_types(pipeline: dict[str, Any]) -> frozenset[str]:
+    decoder = pipeline.get("decoder") or {}
     parts = [decoder, *decoder.get("decoders", [])]
     return frozenset(part["type"] for part in parts if "type" in part)
 
