@@ -23,6 +23,7 @@ from torch import Tensor
 from torch.nn.functional import scaled_dot_product_attention
 
 from kvbaton.engine.cache import KVCache
+from kvbaton.engine.models.layers import LatentProjection
 
 BUCKET_ELEMENTS = 1 << 26
 """Most elements of K that one bucket of decoding sequences gathers."""
@@ -70,8 +71,39 @@ class PagedAttention:
         sinks: Tensor | None = None,
     ) -> Tensor:
         """See `AttentionContext.attend`."""
-        group, place = self._cache.places[layer]
         query, key = rotate(query, rotary), rotate(key, rotary)
+        return self._attend(layer, query, key, value, scale, sinks)
+
+    def attend_latent(
+        self,
+        layer: int,
+        query: Tensor,
+        latent: Tensor,
+        key_rope: Tensor,
+        rotary: tuple[Tensor, Tensor],
+        projection: LatentProjection,
+    ) -> Tensor:
+        """See `AttentionContext.attend_latent`; computed among latents, which all heads share."""
+        mla = projection.mla
+        turned, key_rope = query[..., mla.nope_dim :], key_rope[:, None]
+        if mla.interleaved:
+            turned, key_rope = pairs_apart(turned), pairs_apart(key_rope)
+        absorbed = projection.absorb(query).transpose(0, 1)
+        query = torch.cat((absorbed, rotate(turned, rotary)), dim=-1)
+        key = torch.cat((latent[:, None], rotate(key_rope, rotary)), dim=-1)
+        value = key[..., : mla.kv_rank]
+        return projection.values(self._attend(layer, query, key, value, mla.scale, None))
+
+    def _attend(
+        self,
+        layer: int,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        scale: float | None,
+        sinks: Tensor | None,
+    ) -> Tensor:
+        group, place = self._cache.places[layer]
         of_key, of_value = self._cache.scales(layer)
         if of_key != 1.0:
             key = key / of_key
@@ -80,7 +112,7 @@ class PagedAttention:
             value = value / of_value
         self._cache.write(place, self._rows[group], key, value)
         key, value = self._cache.kept(key), self._cache.kept(value)
-        out = torch.empty_like(query)
+        out = query.new_empty(*query.shape[:2], value.shape[-1])
         for part in self._parts[group]:
             part.attend(place, query, key, value, scale, sinks, out)
         return out if of_value == 1.0 else out.mul_(of_value)
@@ -126,6 +158,11 @@ def rotate(x: Tensor, rotary: tuple[Tensor, Tensor]) -> Tensor:
     out_first.addcmul_(second, sin_first, value=-1)
     out_second.addcmul_(first, sin_second)
     return out
+
+
+def pairs_apart(x: Tensor) -> Tensor:
+    """Features 2i and 2i + 1 become i and i + half, as `rotate` pairs them."""
+    return torch.cat((x[..., ::2], x[..., 1::2]), dim=-1)
 
 
 def attention_with_sinks(

@@ -25,17 +25,19 @@ LONG_RUN = 4
 
 
 class KVCache(BlockMemory):
-    """Blocks of K and V, each of one KV group at a time: block tables say of which.
+    """Blocks of K and V, or of latent rows, each of one KV group at a time, as block tables say.
+
+    The key of a latent row is all of it, its value the first features (`KVGroup.value_dim`).
 
     Writing slot 0 of a block starts its sum anew; writing another slot that is counted takes that
     and all later ones out first. On a GPU nothing but `kept_sums`, `digest` and `adopt` waits for
     the device.
 
     Args:
-        groups: all of equal heads, head_dim and planes.
+        groups: all of equal heads, head_dim and value_dim.
         dtype: of K and V as they lie there, float8_e4m3fn too.
         compute_dtype: of K and V as they are read; None for `dtype`.
-        scales: per layer those of K and V, for FP8; 1 where there are none.
+        scales: per layer those of K and V, for FP8, of a latent row equal; 1 where there are none.
         num_blocks: of the pool, the null block included.
         block_size: tokens per block.
         device: where it lies.
@@ -61,7 +63,8 @@ class KVCache(BlockMemory):
         compute_dtype: str | None = None,
         scales: Mapping[int, tuple[float, float]] | None = None,
     ) -> None:
-        ((total, head_dim, planes),) = {(g.heads, g.head_dim, g.planes) for g in groups}
+        ((total, head_dim, self._value_dim),) = {(g.heads, g.head_dim, g.value_dim) for g in groups}
+        planes = self._planes = groups[0].planes
         head_start, heads = shard.kv_heads(total)
         super().__init__(
             (num_blocks, heads, block_layers(groups), planes, block_size, head_dim),
@@ -95,7 +98,7 @@ class KVCache(BlockMemory):
         """
         _, heads, layers, _, size, _ = self.shape
         blocks = (slots // size)[:, None] * heads + self._heads
-        return (blocks * (layers * 2 * size) + (slots % size)[:, None]).flatten()
+        return (blocks * (layers * self._planes * size) + (slots % size)[:, None]).flatten()
 
     def scales(self, layer: int) -> tuple[float, float]:
         """What K and V of a layer are divided by before they are kept."""
@@ -106,9 +109,12 @@ class KVCache(BlockMemory):
         return x if x.dtype == self.data.dtype else narrow(x, self.data.dtype).to(x.dtype)
 
     def write(self, place: int, rows: Tensor, key: Tensor, value: Tensor) -> None:
-        """Store a layer's scaled K and V, each [tokens, heads, head_dim], at `token_rows`."""
-        for kv, x in enumerate((key, value)):
-            step = (place * 2 + kv) * self.block_size
+        """Store a layer's scaled K and V, each [tokens, heads, head_dim], at `token_rows`.
+
+        Of latent rows only `key` is looked at.
+        """
+        for kv, x in enumerate((key, value)[: self._planes]):
+            step = (place * self._planes + kv) * self.block_size
             kept = narrow(x, self.data.dtype).reshape(-1, x.shape[-1])
             self._tokens.index_copy_(0, rows + step, kept.view(self._tokens.dtype))
 
@@ -119,15 +125,27 @@ class KVCache(BlockMemory):
             tables: [sequences, blocks] int64, padded with 0.
         """
         _, heads, layers, _, _, _ = self.shape
-        return (tables[:, None] * heads + self._heads[:, None]) * (layers * 2)
+        return (tables[:, None] * heads + self._heads[:, None]) * (layers * self._planes)
 
     def read(self, place: int, rows: Tensor) -> tuple[Tensor, Tensor]:
-        """K and V at `page_rows`, copied: each [sequences, heads, blocks * size, head_dim]."""
+        """K and V at `page_rows`, copied: each [sequences, heads, blocks * size, head_dim].
+
+        V of latent rows is a view of K.
+        """
         flat, shape = rows.flatten(), (*rows.shape[:2], -1, self.shape[-1])
-        key = self._pages.index_select(0, flat + place * 2)
-        value = self._pages.index_select(0, flat + (place * 2 + 1))
-        key, value = (x.view(self.data.dtype).to(self.compute_dtype) for x in (key, value))
-        return key.view(shape), value.view(shape)
+        key, *values = (
+            self._pages.index_select(0, flat + (place * self._planes + kv))
+            .view(self.data.dtype)
+            .to(self.compute_dtype)
+            .view(shape)
+            for kv in range(self._planes)
+        )
+        return key, values[0] if values else key[..., : self._value_dim]
+
+    def read_rows(self, place: int, rows: Tensor) -> Tensor:
+        """K at `token_rows`, copied: [rows, head_dim]."""
+        found = self._tokens.index_select(0, rows + place * self._planes * self.block_size)
+        return found.view(self.data.dtype).to(self.compute_dtype)
 
     # --- digest sums ---
 

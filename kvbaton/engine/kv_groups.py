@@ -27,14 +27,20 @@ class KVGroup:
         window: tokens that a token attends to, itself included; 0 for all.
         heads: KV heads of the whole model; ranks share them, or replicate one.
         head_dim: elements per head.
-        planes: 2 for K and V, 1 for a latent row.
+        value_dim: of a latent row, which is key and value in one (multi-head latent attention), its
+            first features, which are the value; 0 for K and V apart.
     """
 
     layers: tuple[int, ...]
     window: int = 0
     heads: int
     head_dim: int
-    planes: int = 2
+    value_dim: int = 0
+
+    @property
+    def planes(self) -> int:
+        """2 for K and V, 1 for a latent row."""
+        return 1 if self.value_dim else 2
 
     @property
     def kind(self) -> GroupKind:
@@ -43,7 +49,7 @@ class KVGroup:
 
 
 def kv_groups(
-    windows: Sequence[int], *, heads: int, head_dim: int, planes: int = 2
+    windows: Sequence[int], *, heads: int, head_dim: int, value_dim: int = 0
 ) -> tuple[KVGroup, ...]:
     """The groups of a model whose layers differ in their windows only.
 
@@ -51,7 +57,7 @@ def kv_groups(
         windows: per layer, as `KVGroup.window`.
         heads: see `KVGroup`.
         head_dim: see `KVGroup`.
-        planes: see `KVGroup`.
+        value_dim: see `KVGroup`.
     """
     kinds: dict[int, list[int]] = {}
     for layer, window in enumerate(windows):
@@ -64,7 +70,7 @@ def kv_groups(
             first, past = (len(layers) * n // count for n in (i, i + 1))
             part = tuple(layers[first:past])
             group = KVGroup(
-                layers=part, window=window, heads=heads, head_dim=head_dim, planes=planes
+                layers=part, window=window, heads=heads, head_dim=head_dim, value_dim=value_dim
             )
             groups.append(group)
     return tuple(groups)

@@ -19,6 +19,7 @@ from kvbaton.engine.collectives import Shard
 from kvbaton.engine.config import LoadFormat
 from kvbaton.engine.gguf import WEIGHTS, GGUFTensors
 from kvbaton.engine.model_config import ModelConfig
+from kvbaton.engine.models.deepseek import DeepseekForCausalLM
 from kvbaton.engine.models.gemma3 import Gemma3ForCausalLM
 from kvbaton.engine.models.layers import Piece, pieces_of
 from kvbaton.engine.models.llama import LlamaForCausalLM
@@ -38,7 +39,11 @@ DUMMY_SCALE = 0.02
 DUMMY_CHUNK = 1 << 24
 """Dummy weights made at a time: bounds the 64-bit intermediates."""
 
-DECODERS: dict[str, type[LlamaForCausalLM]] = {"Gemma3ForCausalLM": Gemma3ForCausalLM}
+DECODERS: dict[str, type[LlamaForCausalLM]] = {
+    "DeepseekV2ForCausalLM": DeepseekForCausalLM,
+    "DeepseekV3ForCausalLM": DeepseekForCausalLM,
+    "Gemma3ForCausalLM": Gemma3ForCausalLM,
+}
 """Those that are no Llama with other settings."""
 
 TOWERS: dict[str, type[Qwen25VisionTower | Qwen3VisionTower]] = {
@@ -258,6 +263,8 @@ def stored_tensors(folder: Path, device: torch.device) -> Iterator[dict[str, Sto
 def load_kv_scales(config: ModelConfig, load_format: LoadFormat) -> dict[int, tuple[float, float]]:
     """Scales of K and V for an FP8 cache, of each layer for which the checkpoint has any.
 
+    A latent row, which is both, has that of K.
+
     Raises:
         ConfigError: a file is missing or broken, or a scale is no positive number.
     """
@@ -265,7 +272,10 @@ def load_kv_scales(config: ModelConfig, load_format: LoadFormat) -> dict[int, tu
         return {}
     with stored_tensors(config.folder, torch.device("cpu")) as tensors:
         found = {
-            layer: (_kv_scale(tensors, layer, "k"), _kv_scale(tensors, layer, "v"))
+            layer: (
+                _kv_scale(tensors, layer, "k"),
+                _kv_scale(tensors, layer, "k" if config.mla else "v"),
+            )
             for layer in range(config.num_layers)
         }
     return {layer: scales for layer, scales in found.items() if scales != (1.0, 1.0)}

@@ -14,6 +14,7 @@ from typing import Any, Literal
 import msgspec
 
 from kvbaton.engine.kv_groups import KVGroup, kv_groups
+from kvbaton.engine.mla_config import MLA_ARCHITECTURES, MlaConfig, read_mla
 from kvbaton.engine.moe_config import MoeConfig, read_moe
 from kvbaton.engine.quantization.config import Quantization, read_quantization
 from kvbaton.engine.vision_config import VISION_FAMILIES, VisionConfig, VisionFamily, read_vision
@@ -64,6 +65,8 @@ class Family:
 _QWEN2 = Family(qkv_bias=True, windows="upper", window_switch=True)
 _QWEN3 = Family(qk_norm=True, windows="upper", window_switch=True)
 ARCHITECTURES = {
+    "DeepseekV2ForCausalLM": Family(qkv_bias=False),
+    "DeepseekV3ForCausalLM": Family(qkv_bias=False),
     "Dots1ForCausalLM": Family(qk_norm=True, windows="upper", max_window_layers=62),
     "Gemma3ForCausalLM": Family(
         qk_norm=True, windows="pattern", rope_theta=1_000_000.0, gemma=True
@@ -136,6 +139,7 @@ class ModelConfig:
         attention_scale: of the logits; None for ``head_dim ** -0.5``.
         norm_offset: what is added to the scale of a norm as it is stored.
         activation: of the MLPs' gates.
+        mla: its latent attention, then `num_kv_heads` is 1; None for a model without.
     """
 
     folder: Path
@@ -167,9 +171,18 @@ class ModelConfig:
     attention_scale: float | None = None
     norm_offset: float = 0.0
     activation: Literal["silu", "gelu_tanh"] = "silu"
+    mla: MlaConfig | None = None
+
+    @property
+    def rotary_dim(self) -> int:
+        """Features of a head that are turned."""
+        return self.head_dim if self.mla is None else self.mla.rope_dim
 
     def kv_groups(self) -> tuple[KVGroup, ...]:
         """Its layers, by the block tables that they share."""
+        if self.mla is not None:
+            rank = self.mla.kv_rank
+            return kv_groups(self.windows, heads=1, head_dim=self.mla.row_dim, value_dim=rank)
         return kv_groups(self.windows, heads=self.num_kv_heads, head_dim=self.head_dim)
 
     def require_vision(self) -> VisionConfig:
@@ -268,7 +281,8 @@ def load_model_config(
     ends = (raw.eos_token_id, generation.get("eos_token_id"))
     ids = {token for end in ends for token in (end if isinstance(end, list) else [end])}
     bias = family.sinks if raw.attention_bias is None else raw.attention_bias
-    rope = _rope(raw)
+    rope, mla = _rope(raw), read_mla(content, architecture)
+    own_scale = (raw.query_pre_attn_scalar or 256) ** -0.5 if family.gemma else None
     positions = int(rope.factor * rope.original_max_position) if rope.yarn else 0
     return ModelConfig(
         folder=folder,
@@ -280,8 +294,10 @@ def load_model_config(
         intermediate_size=raw.intermediate_size,
         num_layers=raw.num_hidden_layers,
         num_heads=raw.num_attention_heads,
-        num_kv_heads=raw.num_key_value_heads or raw.num_attention_heads,
-        head_dim=raw.head_dim or raw.hidden_size // raw.num_attention_heads,
+        num_kv_heads=1 if mla else raw.num_key_value_heads or raw.num_attention_heads,
+        head_dim=mla.head_dim
+        if mla
+        else raw.head_dim or raw.hidden_size // raw.num_attention_heads,
         rms_norm_eps=raw.rms_norm_eps,
         rope=rope,
         max_position_embeddings=max(positions, raw.max_position_embeddings),
@@ -299,9 +315,10 @@ def load_model_config(
         moe=read_moe(content, architecture),
         sinks=family.sinks,
         local_rope=_local_rope(raw) if family.gemma else None,
-        attention_scale=(raw.query_pre_attn_scalar or 256) ** -0.5 if family.gemma else None,
+        attention_scale=mla.scale if mla else own_scale,
         norm_offset=1.0 if family.gemma else 0.0,
         activation="gelu_tanh" if family.gemma else "silu",
+        mla=mla,
     )
 
 
@@ -342,7 +359,8 @@ def _check_architecture(content: dict[str, Any]) -> str:
     named = content.get("architectures")
     architecture = str(named[0]) if isinstance(named, list) and named else ""
     supported = f"supported architectures: {', '.join(sorted(ARCHITECTURES))}"
-    if content.get("auto_map"):
+    # DeepSeek's folders name code of their own, as they are older than that of transformers.
+    if content.get("auto_map") and architecture not in MLA_ARCHITECTURES:
         raise ConfigError(
             "--model",
             f"{architecture!r} brings code of its own (auto_map, trust_remote_code), which is "

@@ -68,7 +68,7 @@ MOE_FAMILIES = {
     ),
     "Qwen3MoeForCausalLM": MoeFamily(),
 }
-"""Architectures with experts; which are served, `model_config.ARCHITECTURES` says."""
+"""Architectures with experts."""
 
 
 @dataclass(frozen=True, kw_only=True)

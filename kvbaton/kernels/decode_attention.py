@@ -103,7 +103,8 @@ def decode_attention_reference(
     sinks: torch.Tensor | None = None,
 ) -> torch.Tensor:
     """Plain torch for `decode_attention`."""
-    out = torch.zeros(query.shape, dtype=query.dtype, device=query.device)
+    shape = (*query.shape[:2], value_cache.shape[-1])
+    out = torch.zeros(shape, dtype=query.dtype, device=query.device)
     for row, context_len in enumerate(context_lens.tolist()):
         if context_len:
             out[row] = paged_attention_reference(
@@ -149,7 +150,7 @@ def _launch(
         "BLOCK_D": next_power_of_2(head_dim),
         "SPLITS": splits,
         "BLOCK_N": block_n,
-        "MIN_TILES": _min_tiles(batch * kv_heads, block_n),
+        "MIN_TILES": min_tiles(batch * kv_heads, block_n),
         "WINDOW": window,
     }
     _kernel[(kv_heads, batch, splits)](
@@ -178,11 +179,11 @@ def _launch(
         **options,
     )
     if splits > 1:
-        _merge_kernel[(batch, heads)](parts, lse, out, context_lens, **shape, num_warps=4)
+        merge_kernel[(batch, heads, 1)](parts, lse, out, context_lens, **shape, num_warps=4)
     return out
 
 
-def _min_tiles(programs: int, block_n: int) -> int:
+def min_tiles(programs: int, block_n: int) -> int:
     """Least tiles of a part: the more (sequence, head) pairs there are, the less parts pay."""
     return max(min(max(next_power_of_2(2 * programs), MIN_PART), 4096) // block_n, 1)
 
@@ -229,7 +230,7 @@ def _kernel(
     sequence = tl.program_id(1).to(tl.int64)
     split = tl.program_id(2)
     length = tl.load(context_lens + sequence)
-    first, tile_first, tiles, share, used = _share(length, SPLITS, MIN_TILES, BLOCK_N, WINDOW)
+    first, tile_first, tiles, share, used = share_keys(length, SPLITS, MIN_TILES, BLOCK_N, WINDOW)
     if split >= used:
         return
     begin = tile_first + split * share
@@ -288,7 +289,7 @@ def _kernel(
 
 
 @jit()
-def _share(
+def share_keys(
     length: tl.tensor,
     SPLITS: tl.constexpr,
     MIN_TILES: tl.constexpr,
@@ -307,7 +308,7 @@ def _share(
 
 
 @jit()
-def _merge_kernel(
+def merge_kernel(
     parts: tl.tensor,
     lse: tl.tensor,
     out: tl.tensor,
@@ -319,14 +320,16 @@ def _merge_kernel(
     MIN_TILES: tl.constexpr,
     WINDOW: tl.constexpr,
 ) -> None:
-    """One program merges the parts of one head of one sequence; lse is to base 2."""
+    """One program merges the parts of BLOCK_D features of a sequence's head; lse is to base 2."""
     length = tl.load(context_lens + tl.program_id(0))
-    _first, _tile_first, _tiles, _part, used = _share(length, SPLITS, MIN_TILES, BLOCK_N, WINDOW)
+    _first, _tile_first, _tiles, _part, used = share_keys(
+        length, SPLITS, MIN_TILES, BLOCK_N, WINDOW
+    )
     if used == 1:
         return
     place = tl.program_id(0).to(tl.int64) * tl.num_programs(1) + tl.program_id(1)
     split = tl.arange(0, SPLITS)
-    column = tl.arange(0, BLOCK_D)
+    column = tl.program_id(2) * BLOCK_D + tl.arange(0, BLOCK_D)
     part = tl.load(lse + place * SPLITS + split, mask=split < used, other=float("-inf"))
     weight = tl.exp2(part - tl.max(part, 0))
     mask = (split < used)[:, None] & (column < HEAD_DIM)[None, :]

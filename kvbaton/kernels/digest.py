@@ -33,7 +33,7 @@ WORD_TYPES = {4: torch.uint32, 2: torch.uint16, 1: torch.uint8}
 ROWS_PER_PROGRAM = 16
 TOKENS_PER_PROGRAM = 16
 WORDS_PER_PROGRAM = 4096
-"""Of the tokens that a program looks at together: rows of encoder outputs are long."""
+"""Of the tokens that a program looks at together: rows of latents and encoder outputs are long."""
 
 
 def token_sums(x: Tensor, positions: Tensor, kv: int) -> Tensor:
@@ -222,13 +222,14 @@ def _launch_block_sums(
             *words.stride()[:5],
             BLOCK_SIZE=block_size,
             NUM_WORDS=num_words,
-            BLOCK_T=_tokens_together(block_size, num_words),
+            BLOCK_T=tokens_together(block_size, num_words),
             BLOCK_W=next_power_of_2(num_words),
         )
     return sums
 
 
-def _tokens_together(block_size: int, num_words: int) -> int:
+def tokens_together(block_size: int, num_words: int) -> int:
+    """Tokens that a program looks at together: a power of two."""
     most = max(1, WORDS_PER_PROGRAM // next_power_of_2(num_words))
     return min(TOKENS_PER_PROGRAM, next_power_of_2(block_size), most)
 

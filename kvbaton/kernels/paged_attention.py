@@ -34,7 +34,7 @@ def paged_attention_reference(
     Args:
         query: [T, heads, D]: the last T of the sequence's tokens.
         key_cache: [num_blocks, kv_heads, block_size, D].
-        value_cache: as `key_cache`.
+        value_cache: as `key_cache`, or of another width.
         block_table: block ids of the sequence, in order.
         context_len: tokens of the sequence to look at.
         scale: of the logits.
@@ -44,7 +44,7 @@ def paged_attention_reference(
         sinks: [heads].
 
     Returns:
-        out [T, heads, D], dtype of `query`, and lse [T, heads] (natural, fp32 or wider).
+        out [T, heads, value's D], dtype of `query`, and lse [T, heads] (natural, fp32 or wider).
     """
     num_blocks = -(-context_len // key_cache.shape[2])
     blocks = block_table[:num_blocks].long()
@@ -66,7 +66,7 @@ def paged_attention_reference(
     lse = logits.logsumexp(-1)
     share = torch.exp(logits - lse.masked_fill(lse == -INFINITY, 0.0)[..., None])[..., :context_len]
     share = share.view(key.shape[1], -1, tokens, context_len)
-    out = torch.einsum("kgtn,nkd->tkgd", share, value).reshape(tokens, heads, head_dim)
+    out = torch.einsum("kgtn,nkd->tkgd", share, value).reshape(tokens, heads, -1)
     return out.to(query.dtype), lse.transpose(0, 1)
 
 

@@ -28,30 +28,38 @@ def rope_write(
     key_cache: torch.Tensor,
     value_cache: torch.Tensor,
     slot_mapping: torch.Tensor,
+    *,
+    interleaved: bool = False,
 ) -> None:
     """Rotate `query` and `key` in place, then write `key` and `value` to their slots.
 
     With c, s = cos_sin[position].chunk(2) and x1, x2 the halves of the first R features of a
-    head: x1' = x1 * c - x2 * s and x2' = x2 * c + x1 * s, in fp32. Features past R stay.
+    head: x1' = x1 * c - x2 * s and x2' = x2 * c + x1 * s, in fp32. Features past R stay. If
+    `interleaved`, x1 are the even ones of the first R features and x2 the odd ones, and x1' and x2'
+    become halves.
 
     Args:
         query: [T, heads, D]; last axis contiguous, as in all tensors here.
         key: [T, kv_heads, D].
-        value: [T, kv_heads, D].
+        value: [T, kv_heads, D], or of another width.
         positions: [T], int64.
         cos_sin: [max_position, R], fp32: R / 2 cosines, then R / 2 sines; None: no rotation.
         key_cache: [num_blocks, kv_heads, block_size, D], any strides before the last axis; of the
             dtype of `key`, or float8_e4m3fn, which saturates.
-        value_cache: as `key_cache`, with the same strides.
+        value_cache: as `key_cache`, with the same strides, as wide as `value`.
         slot_mapping: [T], contiguous, int64: block * block_size + offset, or -1: not written.
+        interleaved: which features make a pair.
     """
     assert slot_mapping.is_contiguous(), "the kernel reads neighbours"
     if use_triton(query):
-        _launch(query, key, value, positions, cos_sin, key_cache, value_cache, slot_mapping)
+        _launch(
+            query, key, value, positions, cos_sin, key_cache, value_cache, slot_mapping, interleaved
+        )
         return
     rope_write_reference(
-        query, key, value, positions, cos_sin, key_cache, value_cache, slot_mapping
-    )
+        query, key, value, positions, cos_sin, key_cache, value_cache, slot_mapping,
+        interleaved=interleaved,
+    )  # fmt: skip
 
 
 def rope_write_reference(
@@ -63,12 +71,17 @@ def rope_write_reference(
     key_cache: torch.Tensor,
     value_cache: torch.Tensor,
     slot_mapping: torch.Tensor,
+    *,
+    interleaved: bool = False,
 ) -> None:
     """Plain torch for `rope_write`."""
     if cos_sin is not None:
         table = cos_sin[positions].unsqueeze(1)
         for tensor in (query, key):
-            tensor[..., : table.shape[-1]] = _rotate(tensor[..., : table.shape[-1]], table)
+            turned = tensor[..., : table.shape[-1]]
+            if interleaved:
+                turned = torch.cat((turned[..., ::2], turned[..., 1::2]), dim=-1)
+            tensor[..., : table.shape[-1]] = _rotate(turned, table)
     wanted = slot_mapping >= 0
     slots = slot_mapping[wanted]
     block_size = key_cache.shape[2]
@@ -97,6 +110,7 @@ def _launch(
     key_cache: torch.Tensor,
     value_cache: torch.Tensor,
     slot_mapping: torch.Tensor,
+    interleaved: bool,
 ) -> None:
     tokens, heads, head_dim = query.shape
     kv_heads = key.shape[1]
@@ -130,6 +144,9 @@ def _launch(
         BLOCK_T=block_t,
         HEAD_DIM=head_dim,
         BLOCK_D=next_power_of_2(head_dim),
+        VALUE_DIM=value.shape[2],
+        BLOCK_V=next_power_of_2(value.shape[2]),
+        INTERLEAVED=interleaved,
         HALF=rotary_dim // 2,
         BLOCK_HALF=next_power_of_2(max(rotary_dim // 2, 1)),
         BLOCK_SIZE=key_cache.shape[2],
@@ -163,6 +180,9 @@ def _kernel(
     BLOCK_T: tl.constexpr,
     HEAD_DIM: tl.constexpr,
     BLOCK_D: tl.constexpr,
+    VALUE_DIM: tl.constexpr,
+    BLOCK_V: tl.constexpr,
+    INTERLEAVED: tl.constexpr,
     HALF: tl.constexpr,
     BLOCK_HALF: tl.constexpr,
     BLOCK_SIZE: tl.constexpr,
@@ -184,9 +204,13 @@ def _kernel(
         query_head = head * GROUP + row % BLOCK_G
         query_row = query + row_token.to(tl.int64) * stride_q_token + query_head * stride_q_head
         table = cos_sin + _position(positions, row_token, row_inside) * stride_table
-        _rotate_rows(query_row[:, None], table[:, None], row_inside[:, None], HALF, BLOCK_HALF)
+        _rotate_rows(
+            query_row[:, None], table[:, None], row_inside[:, None], HALF, BLOCK_HALF, INTERLEAVED
+        )
         table = cos_sin + _position(positions, token, inside) * stride_table
-        first, second = _rotate_rows(key_row, table[:, None], inside[:, None], HALF, BLOCK_HALF)
+        first, second = _rotate_rows(
+            key_row, table[:, None], inside[:, None], HALF, BLOCK_HALF, INTERLEAVED
+        )
         half = tl.arange(0, BLOCK_HALF)[None, :]
         mask = written & (half < HALF)
         tl.store(key_cache + place + half, _narrow(first, key_cache), mask=mask)
@@ -197,7 +221,8 @@ def _kernel(
         rest = _narrow(tl.load(key_row + column, mask=mask), key_cache)
         tl.store(key_cache + place + column, rest, mask=mask)
     value_row = value + (token.to(tl.int64) * stride_v_token + head * stride_v_head)[:, None]
-    mask = written & (column < HEAD_DIM)
+    column = tl.arange(0, BLOCK_V)[None, :]
+    mask = written & (column < VALUE_DIM)
     row = _narrow(tl.load(value_row + column, mask=mask), value_cache)
     tl.store(value_cache + place + column, row, mask=mask)
 
@@ -222,13 +247,19 @@ def _rotate_rows(
     inside: tl.tensor,
     HALF: tl.constexpr,
     BLOCK_HALF: tl.constexpr,
+    INTERLEAVED: tl.constexpr,
 ) -> Any:
     half = tl.arange(0, BLOCK_HALF)[None, :]
     mask = inside & (half < HALF)
     cos = tl.load(table + half, mask=mask, other=0.0).to(tl.float32)
     sin = tl.load(table + HALF + half, mask=mask, other=0.0).to(tl.float32)
-    first = tl.load(rows + half, mask=mask, other=0.0)
-    second = tl.load(rows + HALF + half, mask=mask, other=0.0)
+    if INTERLEAVED:
+        first = tl.load(rows + 2 * half, mask=mask, other=0.0)
+        second = tl.load(rows + 2 * half + 1, mask=mask, other=0.0)
+        tl.debug_barrier()  # what is stored goes where other threads have loaded
+    else:
+        first = tl.load(rows + half, mask=mask, other=0.0)
+        second = tl.load(rows + HALF + half, mask=mask, other=0.0)
     wide1 = first.to(tl.float32)
     wide2 = second.to(tl.float32)
     first = (wide1 * cos - wide2 * sin).to(first.dtype)

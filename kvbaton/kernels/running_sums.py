@@ -10,6 +10,7 @@ from torch import Tensor
 
 from kvbaton.kernels.digest import (
     position_weight,
+    tokens_together,
     token_sums_reference,
     word_view,
     word_weights,
@@ -78,7 +79,8 @@ def _launch(
     if not tokens:
         return
     weights = [word_weights(num_words, kv, cache.device) for kv in range(planes)]
-    _kernel[(cdiv(tokens, BLOCK_T), heads * layers * planes)](
+    block_t = tokens_together(BLOCK_T, num_words)
+    _kernel[(cdiv(tokens, block_t), heads * layers * planes)](
         words,
         torch.stack(weights),
         sums,
@@ -92,7 +94,7 @@ def _launch(
         *words.stride()[:5],
         BLOCK_SIZE=block_size,
         NUM_WORDS=num_words,
-        BLOCK_T=BLOCK_T,
+        BLOCK_T=block_t,
         BLOCK_W=next_power_of_2(num_words),
     )
 

@@ -23,6 +23,8 @@ from tokenizers import Tokenizer, decoders, models, pre_tokenizers, processors, 
 from torch import Tensor
 
 Family = Literal[
+    "deepseek_v2",
+    "deepseek_v3",
     "dots1",
     "gemma3",
     "gpt_oss",
@@ -38,6 +40,8 @@ Family = Literal[
 ]
 
 ARCHITECTURES: dict[Family, str] = {
+    "deepseek_v2": "DeepseekV2ForCausalLM",
+    "deepseek_v3": "DeepseekV3ForCausalLM",
     "dots1": "Dots1ForCausalLM",
     "gemma3": "Gemma3ForCausalLM",
     "gpt_oss": "GptOssForCausalLM",
@@ -52,7 +56,33 @@ ARCHITECTURES: dict[Family, str] = {
     "qwen3_vl": "Qwen3VLForConditionalGeneration",
 }
 VISION_FAMILIES = ("qwen2_5_vl", "qwen3_vl")
+_DEEPSEEK: dict[str, Any] = {
+    "kv_lora_rank": 48,
+    "q_lora_rank": 40,
+    "qk_nope_head_dim": 16,
+    "qk_rope_head_dim": 16,
+    "v_head_dim": 24,
+    "n_routed_experts": 8,
+    "n_shared_experts": 2,
+    "num_experts_per_tok": 3,
+    "moe_intermediate_size": 32,
+    "first_k_dense_replace": 1,
+    "routed_scaling_factor": 2.5,
+    "n_group": 4,
+    "topk_group": 2,
+    "rope_scaling": {
+        "type": "yarn",
+        "factor": 8.0,
+        "beta_fast": 4,
+        "beta_slow": 1,
+        "mscale": 0.7,
+        "mscale_all_dim": 1.3,
+        "original_max_position_embeddings": 64,
+    },
+}
 _EXPERTS: dict[str, dict[str, Any]] = {
+    "deepseek_v2": _DEEPSEEK | {"topk_method": "group_limited_greedy", "norm_topk_prob": False},
+    "deepseek_v3": _DEEPSEEK | {"topk_method": "noaux_tc", "norm_topk_prob": True},
     "dots1": {
         "n_routed_experts": 8,
         "n_shared_experts": 2,
@@ -169,6 +199,7 @@ _TOWERS: dict[str, dict[str, Any]] = {
         "num_position_embeddings": 36,
     },
 }
+_LATENT = ("deepseek_v2", "deepseek_v3")
 _PROJECTIONS = ("gate_proj", "up_proj", "down_proj")
 _CLIP_MEAN = [0.48145466, 0.4578275, 0.40821073]
 _CLIP_STD = [0.26862954, 0.26130258, 0.27577711]
@@ -257,6 +288,9 @@ def _config(spec: CheckpointSpec, tokenizer: Tokenizer) -> dict[str, Any]:
     }
     if spec.family in ("mistral", "mixtral"):
         config["sliding_window"] = None
+    if spec.family in _LATENT:
+        config["num_key_value_heads"] = spec.num_heads
+        del config["head_dim"]
     config |= _EXPERTS.get(spec.family, {})
     if spec.family == "gpt_oss":
         kinds = ("sliding_attention", "full_attention")
@@ -366,24 +400,14 @@ def _shapes(spec: CheckpointSpec, config: dict[str, Any]) -> Iterator[tuple[str,
     if "vision_config" in config:
         yield from _tower_shapes(spec.family, config["vision_config"])
     head = "model.language_model" if spec.family == "qwen3_vl" else "model"
-    hidden, middle, dim = spec.hidden_size, spec.intermediate_size, spec.head_dim
+    hidden, middle = spec.hidden_size, spec.intermediate_size
     yield f"{head}.embed_tokens.weight", (spec.vocab_size, hidden)
     for layer in range(spec.num_layers):
         name = f"{head}.layers.{layer}"
-        rows = {"q": spec.num_heads * dim, "k": spec.num_kv_heads * dim}
-        rows["v"] = rows["k"]
-        for part, size in rows.items():
-            yield f"{name}.self_attn.{part}_proj.weight", (size, hidden)
-            if spec.family in ("qwen2", "qwen2_moe", "qwen2_5_vl") or config.get("attention_bias"):
-                yield f"{name}.self_attn.{part}_proj.bias", (size,)
-        yield f"{name}.self_attn.o_proj.weight", (hidden, rows["q"])
-        if config.get("attention_bias"):
-            yield f"{name}.self_attn.o_proj.bias", (hidden,)
-        if spec.family == "gpt_oss":
-            yield f"{name}.self_attn.sinks", (spec.num_heads,)
-        if spec.family in ("dots1", "gemma3", "qwen3", "qwen3_moe", "qwen3_vl"):
-            yield f"{name}.self_attn.q_norm.weight", (dim,)
-            yield f"{name}.self_attn.k_norm.weight", (dim,)
+        if spec.family in _LATENT:
+            yield from _latent_shapes(f"{name}.self_attn", config)
+        else:
+            yield from _attention_shapes(spec, f"{name}.self_attn", config)
         if layer in _layers_of_experts(spec, config):
             yield from _expert_shapes(spec.family, name, config)
         else:
@@ -397,6 +421,44 @@ def _shapes(spec: CheckpointSpec, config: dict[str, Any]) -> Iterator[tuple[str,
     yield f"{head}.norm.weight", (hidden,)
     if not spec.tied:
         yield "lm_head.weight", (spec.vocab_size, hidden)
+
+
+def _attention_shapes(
+    spec: CheckpointSpec, name: str, config: dict[str, Any]
+) -> Iterator[tuple[str, tuple[int, ...]]]:
+    """Projections of heads, and what else some families have."""
+    hidden, dim = spec.hidden_size, spec.head_dim
+    rows = {"q": spec.num_heads * dim, "k": spec.num_kv_heads * dim}
+    rows["v"] = rows["k"]
+    for part, size in rows.items():
+        yield f"{name}.{part}_proj.weight", (size, hidden)
+        if spec.family in ("qwen2", "qwen2_moe", "qwen2_5_vl") or config.get("attention_bias"):
+            yield f"{name}.{part}_proj.bias", (size,)
+    yield f"{name}.o_proj.weight", (hidden, rows["q"])
+    if config.get("attention_bias"):
+        yield f"{name}.o_proj.bias", (hidden,)
+    if spec.family == "gpt_oss":
+        yield f"{name}.sinks", (spec.num_heads,)
+    if spec.family in ("dots1", "gemma3", "qwen3", "qwen3_moe", "qwen3_vl"):
+        yield f"{name}.q_norm.weight", (dim,)
+        yield f"{name}.k_norm.weight", (dim,)
+
+
+def _latent_shapes(name: str, config: dict[str, Any]) -> Iterator[tuple[str, tuple[int, ...]]]:
+    """Projections to latents and from them."""
+    hidden, heads = config["hidden_size"], config["num_attention_heads"]
+    nope, rope = config["qk_nope_head_dim"], config["qk_rope_head_dim"]
+    rank, query, value = config["kv_lora_rank"], config["q_lora_rank"], config["v_head_dim"]
+    if query is None:
+        yield f"{name}.q_proj.weight", (heads * (nope + rope), hidden)
+    else:
+        yield f"{name}.q_a_proj.weight", (query, hidden)
+        yield f"{name}.q_a_layernorm.weight", (query,)
+        yield f"{name}.q_b_proj.weight", (heads * (nope + rope), query)
+    yield f"{name}.kv_a_proj_with_mqa.weight", (rank + rope, hidden)
+    yield f"{name}.kv_a_layernorm.weight", (rank,)
+    yield f"{name}.kv_b_proj.weight", (heads * (nope + value), rank)
+    yield f"{name}.o_proj.weight", (hidden, heads * value)
 
 
 def _layers_of_experts(spec: CheckpointSpec, config: dict[str, Any]) -> list[int]:
@@ -426,11 +488,11 @@ def _expert_shapes(
             yield f"{block}.experts.{part}_proj_bias", (experts, size_out)
         return
     yield f"{block}.gate.weight", (experts, hidden)
-    if family == "dots1":
+    if family in ("dots1", "deepseek_v3"):
         yield f"{block}.gate.e_score_correction_bias", (experts,)
     for expert in range(experts):
         yield from _mlp(f"{block}.experts.{expert}", parts, hidden, middle)
-    if family == "dots1":
+    if family in ("dots1", *_LATENT):
         shared = config["n_shared_experts"] * middle
         yield from _mlp(f"{block}.shared_experts", parts, hidden, shared)
     if family == "qwen2_moe":

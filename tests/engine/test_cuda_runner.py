@@ -83,8 +83,8 @@ def drivers(checkpoint: Callable[..., Path], drive: Any) -> tuple[Any, Any]:
 
 
 @pytest.mark.parametrize("chunk", [7, 1000])
-@pytest.mark.parametrize("family", ["gemma3", "gpt_oss"])
-def test_groups_with_windows(
+@pytest.mark.parametrize("family", ["deepseek_v3", "gemma3", "gpt_oss"])
+def test_groups_of_every_kind(
     family: str, chunk: int, checkpoint: Callable[..., Path], drive: Any
 ) -> None:
     folder = checkpoint(family=family, num_layers=7, tied=family == "gemma3")

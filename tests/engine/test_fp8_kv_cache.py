@@ -106,6 +106,22 @@ def test_scales_of_the_checkpoint(
     assert driver.generate(driver.add(PROMPT), 10, chunk=17) == expected(checkpoint(), scales, 10)
 
 
+def test_a_latent_has_the_scale_of_keys(checkpoint: Checkpoint, drive: Any, tmp_path: Path) -> None:
+    """Of powers of two nothing but the range is seen: tokens are those of a scale of one."""
+    plain = checkpoint(family="deepseek_v3")
+    stored = {"0.self_attn.k_scale": 0.5, "1.self_attn.k_scale": 2.0, "1.self_attn.v_scale": 7.0}
+    folder = scaled(plain, tmp_path / "scaled", stored)
+    scales = load_kv_scales(load_model_config(folder, kv_cache_dtype="fp8"), "auto")
+    assert scales == {0: (0.5, 0.5), 1: (2.0, 2.0)}
+    found, wanted = (drive(x, kv_cache_dtype="fp8") for x in (folder, plain))
+    tokens = found.generate(found.add(PROMPT), 10, chunk=17)
+    assert tokens == wanted.generate(wanted.add(PROMPT), 10, chunk=17)
+    ratio = found.executor.workers[0].cache.data.float()
+    ratio /= wanted.executor.workers[0].cache.data.float()
+    assert ratio[:, :, 0].nanmedian() == 2.0
+    assert ratio[:, :, 1].nanmedian() == 0.5
+
+
 @pytest.mark.parametrize("value", [0.0, -1.0, float("nan"), [1.0, 2.0]])
 def test_a_scale_that_is_no_positive_number(
     checkpoint: Checkpoint, tmp_path: Path, value: Any

@@ -25,6 +25,7 @@ LLAMA3_ROPE = {
 }
 YARN: dict[str, Any] = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 64}
 QWEN_WINDOWS = {"use_sliding_window": True, "sliding_window": 12, "max_window_layers": 1}
+LITE = {"q_lora_rank": None, "topk_method": "greedy", "n_group": 1, "topk_group": 1}
 MODELS: dict[str, dict[str, Any]] = {
     "llama": {"family": "llama"},
     "llama-tied-sharded": {"family": "llama", "tied": True, "shards": 3},
@@ -45,6 +46,13 @@ MODELS: dict[str, dict[str, Any]] = {
     "qwen3": {"family": "qwen3"},
     "mixtral": {"family": "mixtral", "shards": 2},
     "mixtral-window": {"family": "mixtral", "config": {"sliding_window": 11}},
+    "deepseek-v2": {"family": "deepseek_v2"},
+    "deepseek-v2-lite": {"family": "deepseek_v2", "num_layers": 3, "config": LITE},
+    "deepseek-v3": {"family": "deepseek_v3", "num_layers": 3, "shards": 2},
+    "deepseek-v3-halves": {
+        "family": "deepseek_v3",
+        "config": {"rope_interleave": False, "n_group": 1, "topk_group": 1},
+    },
     "dots1": {"family": "dots1", "num_layers": 3},
     "dots1-windows": {
         "family": "dots1",
@@ -75,8 +83,15 @@ GPT_OSS = {
     "layer_types": ["sliding_attention", "full_attention"],
     "sliding_window": 8,
 }
+DEEPSEEK = {
+    "architectures": ["DeepseekV3ForCausalLM"],
+    "n_routed_experts": 8,
+    "num_experts_per_tok": 2,
+    "moe_intermediate_size": 32,
+}
 SLIDING = {"use_sliding_window": True, "sliding_window": 8}
 CPU = torch.device("cpu")
+MIXTURES = [(name, "float32") for name in ("deepseek_v2", "deepseek_v3", "gpt_oss")]
 DTYPES = {"float32": 1e-4, "bfloat16": 0.1, "float16": 0.02}
 
 
@@ -181,7 +196,7 @@ def test_decoding_sequences_of_any_lengths_share_a_step(
 @pytest.mark.parametrize(
     ("family", "dtype"),
     # Of mixtures float32 only: two experts that a router rates almost alike change places.
-    [*product(["llama", "mistral", "qwen2", "qwen3"], DTYPES), ("gpt_oss", "float32")],
+    [*product(["llama", "mistral", "qwen2", "qwen3"], DTYPES), *MIXTURES],
 )
 def test_logits_are_close_in_every_dtype(
     family: str,
@@ -272,6 +287,11 @@ def edit(folder: Path, tmp_path: Path, **changes: Any) -> Path:
         (GPT_OSS | {"layer_types": None}, "sliding_window needs layer_types"),
         (GPT_OSS | {"num_experts_per_tok": 9}, "num_experts_per_tok 9"),
         (GPT_OSS | {"hidden_act": "gelu"}, "gelu"),
+        (DEEPSEEK | {"attention_bias": True}, "attention_bias of DeepseekV3ForCausalLM"),
+        (DEEPSEEK | {"kv_lora_rank": 0}, "kv_lora_rank 0 is not within"),
+        (DEEPSEEK | {"v_head_dim": 193}, "v_head_dim 193 is not within 1 and 192"),
+        (DEEPSEEK | {"qk_rope_head_dim": 31}, "qk_rope_head_dim 31 must be even"),
+        (DEEPSEEK | {"q_lora_rank": "much"}, "q_lora_rank"),
         ({"rope_scaling": {"rope_type": "linear"}}, "'linear' needs a factor"),
         ({"rope_scaling": {"rope_type": "dynamic", "factor": 4.0}}, "dynamic"),
         ({"rope_scaling": {"rope_type": "llama3", "factor": 4.0}}, "low_freq_factor"),
@@ -313,6 +333,15 @@ def test_gpt_oss_as_published_names_no_dtype(
     assert config.qkv_bias
     assert config.output_bias
     assert config.windows == (11, 0)
+
+
+def test_deepseek_as_published_names_code_that_is_not_needed(
+    checkpoint: Callable[..., Path], tmp_path: Path
+) -> None:
+    code = {"AutoModelForCausalLM": "modeling_deepseek.DeepseekV3ForCausalLM"}
+    config = load_model_config(edit(checkpoint(family="deepseek_v3"), tmp_path, auto_map=code))
+    (group,) = config.kv_groups()
+    assert (group.heads, group.head_dim, group.planes) == (1, 64, 1)
 
 
 def test_missing_and_broken_configuration(tmp_path: Path) -> None:

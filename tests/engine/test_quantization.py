@@ -49,9 +49,14 @@ def test_ranks_take_their_parts(checkpoint: Checkpoint, tmp_path: Path, kind: st
         assert all(torch.equal(found[name], wanted[name]) for name in wanted)
 
 
-@pytest.mark.parametrize("kind", ["fp8-block", "awq"])
-def test_experts_are_dequantised(checkpoint: Checkpoint, tmp_path: Path, kind: str) -> None:
-    folders = quantized_folders(checkpoint(family="qwen3_moe"), tmp_path, kind)
+@pytest.mark.parametrize(
+    ("family", "kind"),
+    [("qwen3_moe", "fp8-block"), ("qwen3_moe", "awq"), ("deepseek_v3", "fp8-uneven")],
+)
+def test_experts_and_latents_are_dequantised(
+    checkpoint: Checkpoint, tmp_path: Path, family: str, kind: str
+) -> None:
+    folders = quantized_folders(checkpoint(family=family), tmp_path, kind)
     found, wanted = (
         load_model(load_model_config(x), device=CPU, shard=Shard(1, 2)).state_dict()
         for x in folders
@@ -268,6 +273,20 @@ def test_modules_that_are_left_alone() -> None:
 def fp8_products(monkeypatch: pytest.MonkeyPatch) -> None:
     """The CPU does what a GPU does, by the references of the kernels."""
     monkeypatch.setattr("kvbaton.engine.models.linear.has_fp8_products", lambda: True)
+
+
+def test_projections_that_queries_absorb_are_floats(
+    fp8_products: None, checkpoint: Checkpoint, tmp_path: Path
+) -> None:
+    folder = checkpoint(**WIDE, family="deepseek_v2", config={"q_lora_rank": 48})
+    found, wanted = (
+        layers_of(load_model_config(x))[0].self_attn
+        for x in quantized_folders(folder, tmp_path, "fp8-channel")
+    )
+    for layer in (found.down_proj, found.q_b_proj, found.o_proj):
+        assert layer.weight.dtype == torch.float8_e4m3fn
+    assert found.kv_b_proj.weight.dtype == torch.bfloat16
+    assert torch.equal(found.kv_b_proj.weight, wanted.kv_b_proj.weight)
 
 
 WIDE = {"hidden_size": 128, "intermediate_size": 256, "num_heads": 8, "dtype": "bfloat16"}

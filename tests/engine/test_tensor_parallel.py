@@ -33,13 +33,15 @@ MODELS: dict[str, dict[str, Any]] = {
     "mistral-window": {"family": "mistral", "config": {"sliding_window": 11}},
     "qwen2": {"family": "qwen2"},
     "qwen3": {"family": "qwen3"},
+    "deepseek-v2": {"family": "deepseek_v2"},
+    "deepseek-v3": {"family": "deepseek_v3", "config": {"q_lora_rank": None}},
     "dots1": {"family": "dots1"},
     "gpt-oss": {"family": "gpt_oss"},
     "mixtral": {"family": "mixtral"},
     "qwen2-moe": {"family": "qwen2_moe"},
     "qwen3-moe": {"family": "qwen3_moe", "config": {"mlp_only_layers": [0]}},
 }
-WHOLE_EXPERTS = ("dots1", "gpt-oss", "qwen2-moe", "qwen3-moe")
+WHOLE_EXPERTS = ("deepseek-v2", "dots1", "gpt-oss", "qwen2-moe", "qwen3-moe")
 GREEDY = SamplingParams(temperature=0.0, max_tokens=12, ignore_eos=True)
 rng = np.random.default_rng(3)
 SHARED = rng.integers(3, 384, 40).tolist()

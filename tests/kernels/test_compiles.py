@@ -1,4 +1,4 @@
-"""Kernels of experts and of FP8 compile for compute capability 9.0; no GPU need be here for it.
+"""Kernels of experts, FP8 and latents compile for compute capability 9.0, without a GPU.
 
 The interpreter shows what a kernel computes, not whether Triton takes it, and what it asks of a
 multiprocessor.
@@ -96,11 +96,12 @@ for rows, columns, warps in ((16, 32, 4), (32, 32, 4), (64, 128, 4), (128, 128, 
     # Few rows are widened to fp16: the reading of the weight is all the work.
     assert ("wgmma" in ptx and "e4m3.e4m3" in ptx) == (rows >= 64), (rows, columns)
 shape = dict(HEAD_DIM=128, BLOCK_D=128, BLOCK_SIZE=16, GROUP=4, BLOCK_G=4)
+values = dict(VALUE_DIM=128, BLOCK_V=128, INTERLEAVED=False)
 caches = {"query": "*bf16", "key_cache": "*fp8e4nv", "value_cache": "*fp8e4nv"}
 tokens = {"key": "*bf16", "value": "*bf16", "positions": "*i64", "cos_sin": "*fp32",
           "slot_mapping": "*i64"}
-ptx = run(rope_write._kernel, caches | tokens, shape | dict(BLOCK_T=1, HALF=64, BLOCK_HALF=64),
-          num_warps=2)
+ptx = run(rope_write._kernel, caches | tokens,
+          shape | values | dict(BLOCK_T=1, HALF=64, BLOCK_HALF=64), num_warps=2)
 assert "cvt.rn.satfinite.e4m3x2" in ptx
 tables = {"block_tables": "*i32", "context_lens": "*i32", "out": "*bf16", "lse": "*fp32"}
 options = dict(WINDOW=0, SOFTCAP=0.0, HAS_SINKS=False, sinks=None)
@@ -119,8 +120,44 @@ for rows, context in ((16, 8192), (4096, 8192)):
 """
 
 
+LATENT = """
+from kvbaton.kernels import decode_attention, latent_decode_attention, rope_write
+
+def run(kernel, pointers, constants, **options):
+    upper = {name for name in kernel.arg_names if name.isupper()}
+    rest = [name for name in kernel.arg_names if name not in upper | set(pointers)]
+    return check(kernel, pointers | dict.fromkeys(rest, "i32"), constants, **options)
+
+for dtype, size in (("bf16", 2), ("fp32", 4)):
+    block_n, tile = latent_decode_attention.tile(size)
+    for cache in (dtype, "fp8e4nv"):
+        pointers = dict.fromkeys(("query", "query_rope", "out"), "*" + dtype)
+        pointers |= {"cache": "*" + cache, "block_tables": "*i32", "context_lens": "*i32",
+                     "parts": "*fp32", "lse": "*fp32", "scale": "fp32"}
+        run(
+            latent_decode_attention._kernel, pointers,
+            dict(RANK=512, BLOCK_R=512, ROPE=64, BLOCK_P=64, BLOCK_H=16, BLOCK_SIZE=16,
+                 BLOCK_N=block_n, SPLITS=8, MIN_TILES=1),
+            **tile,
+        )
+run(
+    decode_attention.merge_kernel,
+    {"parts": "*fp32", "lse": "*fp32", "out": "*bf16", "context_lens": "*i32"},
+    dict(HEAD_DIM=512, BLOCK_D=128, SPLITS=64, BLOCK_N=64, MIN_TILES=1, WINDOW=0), num_warps=4,
+)
+run(
+    rope_write._kernel,
+    {"query": "*bf16", "key": "*bf16", "value": "*bf16", "positions": "*i64", "cos_sin": "*fp32",
+     "key_cache": "*bf16", "value_cache": "*bf16", "slot_mapping": "*i64"},
+    dict(GROUP=16, BLOCK_G=16, BLOCK_T=1, HEAD_DIM=64, BLOCK_D=64, VALUE_DIM=512, BLOCK_V=512,
+         INTERLEAVED=True, HALF=32, BLOCK_HALF=32, BLOCK_SIZE=16),
+    num_warps=2,
+)
+"""
+
+
 @pytest.mark.skipif(not HAS_TRITON, reason="triton is not installed")
-@pytest.mark.parametrize("script", [EXPERTS, FP8], ids=["experts", "fp8"])
+@pytest.mark.parametrize("script", [EXPERTS, FP8, LATENT], ids=["experts", "fp8", "latent"])
 def test_kernels_compile_for_hopper(script: str) -> None:
     surroundings = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
     ran = subprocess.run(

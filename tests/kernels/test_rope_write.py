@@ -74,6 +74,37 @@ def test_matches_fp64(
     run(place, tokens, heads, kv_heads, head_dim, rotary_dim)
 
 
+@pytest.mark.parametrize("interleaved", [False, True])
+@pytest.mark.parametrize(("heads", "rope", "rank"), [(16, 64, 512), (5, 16, 48)])
+def test_rows_of_latent_and_key(
+    place: Any, heads: int, rope: int, rank: int, interleaved: bool
+) -> None:
+    tokens, size = 19, 16
+    query = place.randn(tokens, heads, rope + 32)
+    fused = place.randn(tokens, rank + rope)
+    slots, positions = torch.randperm(3 * size)[:tokens], torch.randint(0, 64, (tokens,))
+    slots[::7] = -1
+    cache = torch.full((3, 2, size, rank + rope), torch.nan, device=place.device, dtype=place.dtype)
+    wide = [x.cpu().double() for x in (query, fused, cache)]
+    angles = table(rope)
+    both: list[Any] = [
+        (rope_write, query, fused, cache, angles.float()),
+        (rope_write_reference, *wide, angles),
+    ]
+    for run, q, x, rows, cos_sin in both:
+        row = rows[:, 1][:, None]
+        run(
+            q[..., 32:], x[:, None, rank:], x[:, None, :rank], positions.to(q.device),
+            cos_sin.to(q.device), row[..., rank:], row[..., :rank], slots.to(q.device),
+            interleaved=interleaved,
+        )  # fmt: skip
+    place.close(query, wide[0])
+    written = ~wide[2].isnan()
+    assert torch.equal(~cache.isnan().cpu(), written)
+    assert written.sum() == (slots >= 0).sum() * (rank + rope)
+    place.close(cache.cpu()[written], wide[2][written])
+
+
 def test_many_tokens_take_several_per_program(place: Any) -> None:
     run(place, 1027, 2, 1, 16, 16)
 

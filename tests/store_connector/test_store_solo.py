@@ -183,9 +183,9 @@ def test_metrics_tell_what_moved(nodes: Nodes, spec: str, box: Box) -> None:
     assert node.ask("state")["store"]["loads"] == []
 
 
-@pytest.mark.parametrize("family", ["mistral", "gemma3"])
+@pytest.mark.parametrize("family", ["deepseek_v3", "mistral", "gemma3"])
 @pytest.mark.parametrize("length", [48, 50])
-def test_of_a_window_only_the_last_blocks_are_loaded(
+def test_of_each_group_what_the_next_token_sees_is_loaded(
     checkpoint: Callable[..., Path], tmp_path: Path, family: str, length: int
 ) -> None:
     layers = 7 if family == "gemma3" else 2

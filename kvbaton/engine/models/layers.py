@@ -17,6 +17,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from kvbaton.engine.collectives import Shard
+from kvbaton.engine.mla_config import MlaConfig
 from kvbaton.engine.model_config import ModelConfig, RopeConfig
 from kvbaton.engine.models.linear import linear_method, product
 from kvbaton.engine.quantization.config import Quantization
@@ -279,6 +280,59 @@ class RotaryEmbedding(nn.Module):
         return (angles.cos() * self.factor).to(dtype), (angles.sin() * self.factor).to(dtype)
 
 
+class LatentProjection(WeightedModule):
+    """``kv_b_proj`` of multi-head latent attention: from a latent to keys and values of all heads.
+
+    It is linear, so attention may as well be computed among latents: the projection of keys is
+    absorbed by queries, and that of values comes after (arXiv 2405.04434, section 2.1.2).
+
+    Attributes:
+        weight: [heads, 2 * head_dim, kv_rank], the rows of a head: those of its key, zeros where
+            the key's turned features go, those of its value, zeros up to the key's width.
+    """
+
+    def __init__(self, name: str, mla: MlaConfig, num_heads: int, shard: Shard) -> None:
+        super().__init__()
+        self.name, self.mla, self.num_heads = name, mla, num_heads
+        self.first_head, heads = shard.span(num_heads)
+        self.weight = new_weight(heads, 2 * mla.head_dim, mla.kv_rank)
+        self.weight.zero_()
+
+    def absorb(self, query: Tensor) -> Tensor:
+        """[tokens, heads, head_dim] to what meets latents, [heads, tokens, kv_rank]."""
+        nope = self.mla.nope_dim
+        return torch.bmm(query[..., :nope].transpose(0, 1), self.weight[:, :nope])
+
+    def values(self, latents: Tensor) -> Tensor:
+        """Sums of latents, [tokens, heads, kv_rank], to those of values, [..., value_dim]."""
+        first, count = self.mla.head_dim, self.mla.value_dim
+        of_values = self.weight[:, first : first + count].transpose(1, 2)
+        return torch.bmm(latents.transpose(0, 1), of_values).transpose(0, 1)
+
+    def expand(self, latent: Tensor, key_rope: Tensor, heads: slice) -> tuple[Tensor, Tensor]:
+        """Keys and values of some heads, each [tokens, heads, head_dim]: values end with zeros.
+
+        Args:
+            latent: [tokens, kv_rank].
+            key_rope: [tokens, rope_dim].
+            heads: of this rank.
+        """
+        both = F.linear(latent, self.weight[heads].flatten(0, 1))
+        key, value = both.view(len(latent), -1, 2, self.mla.head_dim).unbind(2)
+        key[..., self.mla.nope_dim :] = key_rope[:, None]
+        return key, value
+
+    def pieces(self) -> Iterator[Piece]:
+        """The rows of each head's key and value."""
+        mla, name = self.mla, f"{self.name}.weight"
+        per_head = mla.nope_dim + mla.value_dim
+        shape = (self.num_heads * per_head, mla.kv_rank)
+        for head, both in enumerate(self.weight, self.first_head):
+            row, value = head * per_head, both[mla.head_dim : mla.head_dim + mla.value_dim]
+            yield Piece(name, shape, both[: mla.nope_dim], 0, row)
+            yield Piece(name, shape, value, 0, row + mla.nope_dim)
+
+
 class AttentionContext(Protocol):
     """What a model's attention layer needs of a batch; an implementation per kind of kernel."""
 
@@ -307,6 +361,31 @@ class AttentionContext(Protocol):
 
         Returns:
             As `query`.
+        """
+        ...
+
+    def attend_latent(
+        self,
+        layer: int,
+        query: Tensor,
+        latent: Tensor,
+        key_rope: Tensor,
+        rotary: tuple[Tensor, Tensor],
+        projection: LatentProjection,
+    ) -> Tensor:
+        """Multi-head latent attention: turn, store rows of latent and `key_rope`, attend causally.
+
+        Args:
+            layer: number of the layer.
+            query: [tokens, query heads, head_dim], its last `rope_dim` features not turned yet; may
+                be overwritten.
+            latent: [tokens, kv_rank], normalised; may be overwritten.
+            key_rope: [tokens, rope_dim], not turned yet; may be overwritten.
+            rotary: see `attend`, of `rope_dim` features.
+            projection: of this layer.
+
+        Returns:
+            [tokens, query heads, value_dim].
         """
         ...
 

@@ -7,6 +7,7 @@ They differ in which projections have a bias and which heads are normalised or h
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 
 from torch import Tensor, nn
@@ -41,11 +42,13 @@ class Encoded:
 class DecoderLayer(nn.Module):
     """Attention and MLP, each on the normalised stream and added back to it (pre-norm)."""
 
+    attention_class: Callable[[ModelConfig, int, Shard], nn.Module] = SelfAttention
+
     def __init__(self, config: ModelConfig, layer: int, shard: Shard) -> None:
         super().__init__()
         name, size, eps = f"model.layers.{layer}", config.hidden_size, config.rms_norm_eps
         self.input_norm = RMSNorm(f"{name}.input_layernorm", size, eps)
-        self.self_attn = SelfAttention(config, layer, shard)
+        self.self_attn = self.attention_class(config, layer, shard)
         self.post_norm = RMSNorm(f"{name}.post_attention_layernorm", size, eps)
         self.mlp: GatedMLP | MoE
         if config.moe is not None and config.moe.layers[layer]:
@@ -92,7 +95,7 @@ class LlamaForCausalLM(nn.Module):
         self.norm = RMSNorm(
             "model.norm", config.hidden_size, config.rms_norm_eps, config.norm_offset
         )
-        self.rotary = RotaryEmbedding(config.rope, config.head_dim)
+        self.rotary = RotaryEmbedding(config.rope, config.rotary_dim)
         self.lm_head = None if config.tie_word_embeddings else Embedding("lm_head", *vocab)
 
     def forward(

@@ -1,0 +1,92 @@
+"""DeepSeek-V2 and V3 (arXiv 2405.04434, 2412.19437), and who shares their form, as Kimi K2.
+
+Beside Llama's: multi-head latent attention. A token's keys and values are projections of one latent
+row, which is what the cache keeps; its queries too come from a latent, but for the Lite ones. The
+first layers have an MLP, the others experts (`moe_config` says how they are chosen).
+"""
+
+from __future__ import annotations
+
+from torch import Tensor, nn
+
+from kvbaton.engine.collectives import Shard
+from kvbaton.engine.model_config import ModelConfig
+from kvbaton.engine.models.layers import (
+    AttentionContext,
+    ColumnLinear,
+    LatentProjection,
+    RMSNorm,
+    RowLinear,
+)
+from kvbaton.engine.models.llama import DecoderLayer, LlamaForCausalLM
+
+LATENT_EPS = 1e-6
+"""Of the latents' norms, whatever ``rms_norm_eps`` says."""
+
+
+class LatentAttention(nn.Module):
+    """Multi-head latent attention over the paged cache; ranks share heads, and all keep latents.
+
+    Args:
+        config: the model.
+        layer: its number.
+        shard: this rank's share.
+    """
+
+    def __init__(self, config: ModelConfig, layer: int, shard: Shard) -> None:
+        super().__init__()
+        mla, name, total = config.mla, f"model.layers.{layer}.self_attn", config.num_heads
+        assert mla is not None
+        self.layer, self.mla = layer, mla
+        (first, heads), dim = shard.span(total), mla.head_dim
+        rows = total * dim, (first * dim, heads * dim)
+        query = ("q_a_proj", mla.q_rank, (0, mla.q_rank)) if mla.q_rank else ("q_proj", *rows)
+        row = mla.row_dim, (0, mla.row_dim)
+        self.widths = query[2][1], mla.kv_rank, mla.rope_dim
+        quantization = config.quantization
+        self.down_proj = ColumnLinear(
+            config.hidden_size,
+            [(f"{name}.{query[0]}", *query[1:]), (f"{name}.kv_a_proj_with_mqa", *row)],
+            bias=False,
+            quantization=quantization,
+        )
+        self.q_norm: RMSNorm | None = None
+        if mla.q_rank:
+            self.q_norm = RMSNorm(f"{name}.q_a_layernorm", mla.q_rank, LATENT_EPS)
+            own = [(f"{name}.q_b_proj", *rows)]
+            self.q_b_proj = ColumnLinear(mla.q_rank, own, bias=False, quantization=quantization)
+        self.kv_norm = RMSNorm(f"{name}.kv_a_layernorm", mla.kv_rank, LATENT_EPS)
+        self.kv_b_proj = LatentProjection(f"{name}.kv_b_proj", mla, total, shard)
+        width, size = total * mla.value_dim, config.hidden_size
+        self.o_proj = RowLinear(
+            f"{name}.o_proj", width, size, shard, bias=False, quantization=quantization
+        )
+
+    def forward(
+        self, hidden: Tensor, rotary: tuple[Tensor, Tensor], attention: AttentionContext
+    ) -> Tensor:
+        """[tokens, hidden] to [tokens, hidden]; writes this layer's latents into the cache."""
+        query, latent, key_rope = self.down_proj(hidden).split(self.widths, dim=-1)
+        if self.q_norm is not None:
+            query = self.q_b_proj(self.q_norm(query))
+        out = attention.attend_latent(
+            self.layer,
+            query.unflatten(-1, (-1, self.mla.head_dim)),
+            self.kv_norm(latent),
+            key_rope,
+            rotary,
+            self.kv_b_proj,
+        )
+        return self.o_proj(out.flatten(1))  # type: ignore[no-any-return]
+
+
+class DeepseekDecoderLayer(DecoderLayer):
+    """Latent attention, and MLP or experts."""
+
+    attention_class = LatentAttention
+
+
+class DeepseekForCausalLM(LlamaForCausalLM):
+    """The whole model, but for what predicts more than one token."""
+
+    layer_class = DeepseekDecoderLayer

@@ -1,0 +1,240 @@
+"""Attention of one query per sequence over pages of latent rows, split over the keys.
+
+A row is a latent, which is the value of all heads and most of their key, and then what is turned of
+that key; heads share rows as those of one KV head do (DeepSeek-AI, "DeepSeek-V2", arXiv 2405.04434,
+section 2.1; `decode_attention` for the split). Each tile of rows is loaded once, for both products.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+from kvbaton.kernels.decode_attention import (
+    decode_attention_reference,
+    decode_splits,
+    merge_kernel,
+    min_tiles,
+    share_keys,
+)
+from kvbaton.kernels.jit import cdiv, jit, next_power_of_2, tl, use_triton
+
+BLOCK_H = 16
+"""Heads of a program."""
+
+MERGED = 128
+"""Features that a program merges the parts of."""
+
+
+def latent_decode_attention(
+    query: torch.Tensor,
+    query_rope: torch.Tensor,
+    cache: torch.Tensor,
+    block_tables: torch.Tensor,
+    context_lens: torch.Tensor,
+    *,
+    scale: float,
+    num_splits: int | None = None,
+) -> torch.Tensor:
+    """Compute softmax(scale * q k^T) v; k are a sequence's rows, v their first `rank` features.
+
+    Nothing is read on the host, and the grid depends on shapes and `num_splits` only, so a CUDA
+    graph may capture it and replay it with other lengths.
+
+    Args:
+        query: [B, heads, rank], what meets latents; any strides before the last axis.
+        query_rope: [B, heads, rope], what meets the other features; likewise.
+        cache: [num_blocks, block_size, rank + rope], of the query's dtype or float8_e4m3fn; any
+            strides before the last axis.
+        block_tables: [B, max_blocks], int32; any stride between rows.
+        context_lens: [B], int32: tokens of each sequence, the query's own included; 0 is padding.
+        scale: of the logits.
+        num_splits: most parts of a sequence, a power of two; None takes `decode_splits`.
+
+    Returns:
+        [B, heads, rank], contiguous; 0 in padding.
+    """
+    if not use_triton(query):
+        return latent_decode_attention_reference(
+            query, query_rope, cache, block_tables, context_lens, scale=scale
+        )
+    batch, heads, _ = query.shape
+    programs = max(batch, 1) * cdiv(heads, BLOCK_H)
+    max_context = block_tables.shape[1] * cache.shape[1]
+    splits = num_splits or decode_splits(programs, 1, max_context)
+    return _launch(query, query_rope, cache, block_tables, context_lens, scale, splits)
+
+
+def latent_decode_attention_reference(
+    query: torch.Tensor,
+    query_rope: torch.Tensor,
+    cache: torch.Tensor,
+    block_tables: torch.Tensor,
+    context_lens: torch.Tensor,
+    *,
+    scale: float,
+) -> torch.Tensor:
+    """Plain torch for `latent_decode_attention`."""
+    rank, whole, keys = query.shape[2], torch.cat((query, query_rope), dim=-1), cache[:, None]
+    return decode_attention_reference(
+        whole, keys, keys[..., :rank], block_tables, context_lens, scale=scale
+    )
+
+
+def _launch(
+    query: torch.Tensor,
+    query_rope: torch.Tensor,
+    cache: torch.Tensor,
+    block_tables: torch.Tensor,
+    context_lens: torch.Tensor,
+    scale: float,
+    splits: int,
+) -> torch.Tensor:
+    (batch, heads, rank), rope = query.shape, query_rope.shape[2]
+    out = torch.empty(batch, heads, rank, dtype=query.dtype, device=query.device)
+    if not batch:
+        return out
+    parts, lse = out, out
+    if splits > 1:
+        parts = torch.empty(batch, heads, splits, rank, dtype=torch.float32, device=out.device)
+        lse = torch.empty(batch, heads, splits, dtype=torch.float32, device=out.device)
+    programs = cdiv(heads, BLOCK_H)
+    block_n, options = tile(query.element_size())
+    shape = {
+        "SPLITS": splits,
+        "BLOCK_N": block_n,
+        "MIN_TILES": min_tiles(batch * programs, block_n),
+    }
+    _kernel[(programs, batch, splits)](
+        query,
+        query_rope,
+        cache,
+        block_tables,
+        context_lens,
+        out,
+        parts,
+        lse,
+        scale,
+        heads,
+        query.stride(0),
+        query.stride(1),
+        query_rope.stride(0),
+        query_rope.stride(1),
+        cache.stride(0),
+        cache.stride(1),
+        block_tables.stride(0),
+        RANK=rank,
+        BLOCK_R=next_power_of_2(rank),
+        ROPE=rope,
+        BLOCK_P=max(16, next_power_of_2(rope)),
+        BLOCK_H=BLOCK_H,
+        BLOCK_SIZE=cache.shape[1],
+        **shape,
+        **options,
+    )
+    if splits > 1:
+        merge_kernel[(batch, heads, cdiv(rank, MERGED))](
+            parts, lse, out, context_lens,
+            HEAD_DIM=rank, BLOCK_D=MERGED, WINDOW=0, **shape, num_warps=4,
+        )  # fmt: skip
+    return out
+
+
+def tile(element_size: int) -> tuple[int, dict[str, int]]:
+    """Rows per tile, and launch options: two tiles of 576 features fit into shared memory."""
+    if element_size > 2:
+        return 16, {"num_stages": 1, "num_warps": 8}
+    return 64, {"num_stages": 2, "num_warps": 8}
+
+
+@jit()
+def _kernel(
+    query: tl.tensor,
+    query_rope: tl.tensor,
+    cache: tl.tensor,
+    block_tables: tl.tensor,
+    context_lens: tl.tensor,
+    out: tl.tensor,
+    parts: tl.tensor,
+    lse: tl.tensor,
+    scale: tl.tensor,
+    heads: tl.tensor,
+    stride_q_token: tl.tensor,
+    stride_q_head: tl.tensor,
+    stride_p_token: tl.tensor,
+    stride_p_head: tl.tensor,
+    stride_block: tl.tensor,
+    stride_row: tl.tensor,
+    stride_table: tl.tensor,
+    RANK: tl.constexpr,
+    BLOCK_R: tl.constexpr,
+    ROPE: tl.constexpr,
+    BLOCK_P: tl.constexpr,
+    BLOCK_H: tl.constexpr,
+    BLOCK_SIZE: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    SPLITS: tl.constexpr,
+    MIN_TILES: tl.constexpr,
+) -> None:
+    """One program: one split of one sequence for BLOCK_H heads."""
+    sequence = tl.program_id(1).to(tl.int64)
+    split = tl.program_id(2)
+    length = tl.load(context_lens + sequence)
+    _first, _tile_first, tiles, share, used = share_keys(length, SPLITS, MIN_TILES, BLOCK_N, 0)
+    if split >= used:
+        return
+    begin = split * share
+    end = tl.minimum(begin + share, tiles)
+
+    head = tl.program_id(0) * BLOCK_H + tl.arange(0, BLOCK_H)
+    inside = head < heads
+    place = sequence * stride_q_token + head * stride_q_head
+    q = _row(query + place[:, None], inside, RANK, BLOCK_R)
+    place = sequence * stride_p_token + head * stride_p_head
+    p = _row(query_rope + place[:, None], inside, ROPE, BLOCK_P)
+    top = tl.full([BLOCK_H], float("-inf"), tl.float32)
+    total = tl.zeros([BLOCK_H], tl.float32)
+    acc = tl.zeros([BLOCK_H, BLOCK_R], tl.float32)
+    table = block_tables + sequence * stride_table
+    for number in tl.range(begin, end):
+        token = number * BLOCK_N + tl.arange(0, BLOCK_N)
+        valid = token < length
+        block = tl.load(table + token // BLOCK_SIZE, mask=valid, other=0).to(tl.int64)
+        row = cache + (block * stride_block + token % BLOCK_SIZE * stride_row)[:, None]
+        latent = _row(row, valid, RANK, BLOCK_R).to(q.dtype)
+        turned = _row(row + RANK, valid, ROPE, BLOCK_P).to(q.dtype)
+        logits = tl.dot(q, tl.trans(latent), input_precision="ieee")
+        logits = tl.dot(p, tl.trans(turned), logits, input_precision="ieee")
+        logits = logits * (scale * 1.4426950408889634)
+        logits = tl.where(valid[None, :], logits, float("-inf"))
+        # Every tile holds a valid key, so `higher` is finite.
+        higher = tl.maximum(top, tl.max(logits, 1))
+        weight = tl.exp2(logits - higher[:, None])
+        fade = tl.exp2(top - higher)
+        total = total * fade + tl.sum(weight, 1)
+        acc = acc * fade[:, None]
+        acc = tl.dot(weight.to(latent.dtype), latent, acc, input_precision="ieee")
+        top = higher
+
+    acc = acc / tl.where(total > 0, total, 1.0)[:, None]
+    column = tl.arange(0, BLOCK_R)
+    mask = inside[:, None] & (column < RANK)[None, :]
+    place = sequence * heads + head
+    if SPLITS == 1 or used == 1:
+        target = out + place[:, None] * RANK + column[None, :]
+        tl.store(target, acc.to(out.dtype.element_ty), mask=mask)
+    else:
+        place = place * SPLITS + split
+        tl.store(lse + place, top + tl.log2(total), mask=inside)
+        tl.store(parts + place[:, None] * RANK + column[None, :], acc, mask=mask)
+
+
+@jit()
+def _row(rows: tl.tensor, valid: tl.tensor, SIZE: tl.constexpr, BLOCK: tl.constexpr) -> Any:
+    """[n, BLOCK] of rows that begin at `rows`; zero where not valid: slots may hold NaN."""
+    column = tl.arange(0, BLOCK)
+    mask = valid[:, None]
+    if SIZE != BLOCK:
+        mask = mask & (column < SIZE)[None, :]
+    return tl.load(rows + column[None, :], mask=mask, other=0.0)
