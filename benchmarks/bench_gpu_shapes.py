@@ -35,7 +35,7 @@ from benchmarks.bench_kernels import time_calls, time_once
 from benchmarks.workload import LLAMA_8B, dummy_folder, random_prompts
 from kvbaton.engine.config import EngineConfig
 from kvbaton.engine.cuda.runner import CudaRunner
-from kvbaton.engine.models.layers import ColumnLinear, RowLinear
+from kvbaton.engine.models.layers import ColumnLinear, LatentProjection, RowLinear
 from kvbaton.engine.models.llama import LlamaForCausalLM
 from kvbaton.engine.models.moe import Experts, Router
 from kvbaton.errors import ConfigError
@@ -162,6 +162,8 @@ class BareReads:
         for module in model.layers.modules():
             if isinstance(module, ColumnLinear | RowLinear | Router):
                 self._add(module.weight, 1)
+            elif isinstance(module, LatentProjection):
+                self._add(stored_rows(module), 1)
             elif isinstance(module, Experts):
                 for name, weight in module.named_parameters():
                     if "bias" not in name and "scale" not in name:
@@ -183,6 +185,12 @@ class BareReads:
     def seconds(self) -> float:
         """For all of them, as one CUDA graph."""
         return time_calls(self.calls, replays=8) * len(self.calls) / 1e6
+
+
+def stored_rows(projection: LatentProjection) -> Tensor:
+    """As many rows as the checkpoint has, without those that make keys and values equally wide."""
+    count = projection.mla.nope_dim + projection.mla.value_dim
+    return projection.weight[:, :count].flatten(0, 1)
 
 
 def kv_bytes(bench: Bench, batch: int) -> int:
@@ -247,6 +255,11 @@ def bare_products(model: LlamaForCausalLM, tokens: int) -> list[Callable[[], obj
                 )  # fmt: skip
             else:
                 calls.append(partial(linear, x, weight))
+        elif isinstance(module, LatentProjection):
+            stored = stored_rows(module)
+            calls.append(
+                partial(linear, given(tokens, stored.shape[1], dtype=stored.dtype), stored)
+            )
         elif isinstance(module, Experts):
             rows = tokens * module.moe.top_k // module.moe.num_experts
             for weight in (module.gate_up_proj, module.down_proj):

@@ -10,8 +10,8 @@ from torch import Tensor
 
 from kvbaton.kernels.digest import (
     position_weight,
-    tokens_together,
     token_sums_reference,
+    tokens_together,
     word_view,
     word_weights,
 )

@@ -1,4 +1,4 @@
-"""DeepSeek-V2 and V3 (arXiv 2405.04434, 2412.19437), and who shares their form, as Kimi K2.
+"""DeepSeek-V2 and V3 (arXiv 2405.04434, 2412.19437), and who shares their form, as R1.
 
 Beside Llama's: multi-head latent attention. A token's keys and values are projections of one latent
 row, which is what the cache keeps; its queries too come from a latent, but for the Lite ones. The
