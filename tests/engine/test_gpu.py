@@ -31,6 +31,13 @@ ROPE = {
     "original_max_position_embeddings": 64,
 }
 WINDOWS = {"use_sliding_window": True, "sliding_window": 12, "max_window_layers": 1}
+LATENTS = {
+    "first_k_dense_replace": 2,
+    "kv_lora_rank": 512,
+    "qk_nope_head_dim": 128,
+    "qk_rope_head_dim": 64,
+    "v_head_dim": 128,
+}
 MODELS: dict[str, dict[str, Any]] = {
     "llama": {"family": "llama", **SMALL},
     "llama-tiny-heads": {"family": "llama"},
@@ -40,13 +47,24 @@ MODELS: dict[str, dict[str, Any]] = {
     "qwen2-windows": {"family": "qwen2", "config": WINDOWS},
     "qwen3": {"family": "qwen3", **SMALL},
     "gemma3": {"family": "gemma3", "num_layers": 7, "tied": True, **SMALL},
+    "deepseek-v2-lite": {"family": "deepseek_v2", **SMALL, "config": {"q_lora_rank": None}},
+    "deepseek-v3": {"family": "deepseek_v3", **SMALL},
+    "latents": {"family": "deepseek_v3", **SMALL, "config": LATENTS},
     "dots1": {"family": "dots1", **SMALL},
     "gpt-oss": {"family": "gpt_oss", **SMALL},
     "mixtral": {"family": "mixtral", **SMALL},
     "qwen2-moe": {"family": "qwen2_moe", **SMALL},
     "qwen3-moe": {"family": "qwen3_moe", **SMALL},
 }
-MIXTURES = ("dots1", "gpt-oss", "mixtral", "qwen2-moe", "qwen3-moe")
+MIXTURES = (
+    "deepseek-v2-lite",
+    "deepseek-v3",
+    "dots1",
+    "gpt-oss",
+    "mixtral",
+    "qwen2-moe",
+    "qwen3-moe",
+)
 GPU: dict[str, Any] = {
     "device": "cuda", "max_num_seqs": 8, "max_model_len": 512, "max_num_batched_tokens": 512,
 }  # fmt: skip
@@ -112,10 +130,11 @@ def test_mixed_batches_generate_what_transformers_does(
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize("name", ["latents", "llama"])
 def test_long_prompts_in_chunks_and_from_a_cached_prefix(
-    dtype: str, checkpoint: Callable[..., Path], reference: Any, drive: Any
+    name: str, dtype: str, checkpoint: Callable[..., Path], reference: Any, drive: Any
 ) -> None:
-    folder = checkpoint(**MODELS["llama"])
+    folder = checkpoint(**MODELS[name])
     settings = GPU | {"max_model_len": 6000, "max_num_batched_tokens": 2300, "num_blocks": 1024}
     driver = drive(folder, dtype=dtype, **settings)
     rng = np.random.default_rng(2)
