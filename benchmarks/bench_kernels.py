@@ -14,6 +14,7 @@ import statistics
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, dataclass
 from functools import partial
+from itertools import product
 from pathlib import Path
 
 import torch
@@ -25,6 +26,7 @@ from kvbaton.kernels.decode_attention import decode_attention
 from kvbaton.kernels.digest import block_sums
 from kvbaton.kernels.fused_moe import fused_moe, fused_moe_reference
 from kvbaton.kernels.fused_topk import fused_topk
+from kvbaton.kernels.latent_decode_attention import latent_decode_attention
 from kvbaton.kernels.merge_attention_states import merge_attention_states
 from kvbaton.kernels.paged_prefill_attention import paged_prefill_attention
 from kvbaton.kernels.prefill_attention import PrefillBatch, prefill_attention
@@ -33,7 +35,9 @@ from kvbaton.kernels.rope_write import rope_write
 from kvbaton.kernels.running_sums import add_sums
 from kvbaton.kernels.silu_and_mul import silu_and_mul
 from kvbaton.kernels.skinny_linear import Workspace, skinny_linear, wins
+from kvbaton.kernels.varlen_attention import varlen_attention
 
+RANK, ROPE = 512, 64
 LAYERS, HIDDEN, HEADS, KV_HEADS, HEAD_DIM = 32, 4096, 32, 8, 128
 FFN, VOCABULARY, BLOCK_SIZE = 14336, 128256, 16
 SCALE = HEAD_DIM**-0.5
@@ -212,6 +216,36 @@ def bench_decode_attention() -> Iterator[Row]:
         del cache
 
 
+def bench_latent_attention() -> Iterator[Row]:
+    """Decode attention among latents, by heads, batch and context; prompts over expanded ones."""
+    cases = [(1, 512), (1, 16384), (1, 131072), (32, 512), (32, 8192), (128, 512), (128, 2048)]
+    for heads, (batch, context) in product((16, 128), cases):
+        tables, lengths, blocks = make_tables(batch, context)
+        cache = randn(blocks, COPIES, BLOCK_SIZE, RANK + ROPE)
+        queries = randn(heads, batch, RANK).transpose(0, 1), randn(batch, heads, ROPE)
+        attend = partial(latent_decode_attention, *queries, scale=SCALE)
+        us = time_calls([partial(attend, x, tables, lengths) for x in cache.unbind(1)])
+        moved = batch * context * (RANK + ROPE) * 2
+        rate = 2 * batch * heads * context * (2 * RANK + ROPE) / us / 1e6
+        case = f"{heads} heads, {batch} x {context}"
+        yield Row("latent_decode_attention", case, us, moved / us / 1e6, f"TB/s {rate:.0f} TFLOP/s")
+        del cache
+    for batch, fresh, prefix in ((1, 1024, 0), (4, 4096, 0), (1, 2048, 14336)):
+        heads, width = 16, 192
+        query = randn(batch * fresh, heads, width)
+        key, value = randn(batch * (fresh + prefix), heads, 2, width).unbind(2)
+        numbers = torch.arange(batch + 1, dtype=torch.int32, device="cuda")
+        attend = partial(
+            varlen_attention, query, key, value, numbers * fresh, numbers * (fresh + prefix),
+            (fresh,) * batch, (fresh + prefix,) * batch, scale=SCALE,
+        )  # fmt: skip
+        us = time_calls([attend])
+        pairs = batch * (fresh * prefix + fresh * fresh / 2)
+        work = 2 * pairs * heads * (192 + 128)
+        case = f"{batch} x {fresh} after {prefix}"
+        yield Row("varlen_attention", case, us, work / us / 1e6, "TFLOP/s, padding apart")
+
+
 def bench_prefill_attention() -> Iterator[Row]:
     """Prefill attention: fresh prompts, and chunks with a cached prefix."""
     cases = [
@@ -361,6 +395,7 @@ BENCHES: dict[str, Callable[[], Iterator[Row]]] = {
     "experts": bench_experts,
     "rope_write": bench_rope_write,
     "decode_attention": bench_decode_attention,
+    "latent_attention": bench_latent_attention,
     "prefill_attention": bench_prefill_attention,
     "moves": bench_moves,
     "digests": bench_digests,
