@@ -21,6 +21,7 @@ import torch
 from torch import Tensor
 from torch.nn.functional import linear
 
+from kvbaton.engine.models.linear import FP8Method
 from kvbaton.kernels.copy_tokens import copy_tokens
 from kvbaton.kernels.decode_attention import decode_attention
 from kvbaton.kernels.digest import block_sums
@@ -108,6 +109,40 @@ def bench_gemms() -> Iterator[Row]:
                 us = time_calls([partial(op, x, weight, *more) for weight in weights])
                 rate = 2 * rows * columns / us / 1e6
                 yield Row(op.__name__, f"{name} batch {batch}", us, rate, "TB/s")
+
+
+def bench_fp8() -> Iterator[Row]:
+    """Products through weights in FP8 as layers do them, quantising included, and the bare ones."""
+    one = torch.ones((), device="cuda")
+    for name, (rows, columns) in GEMMS.items():
+        if name == "lm_head":
+            continue
+        weights = [randn(rows, columns).to(torch.float8_e4m3fn) for _ in range(COPIES)]
+        kinds = {
+            "rows": FP8Method(None),
+            "runs": FP8Method(128),
+            "squares": FP8Method(128, square=True),
+            "bare": None,
+        }
+        for batch in (1, 16, 32, 64, 128, 256, 8192):
+            x = randn(batch, columns)
+            work, small = 2 * batch * rows * columns, batch <= 256
+            numbers = x.to(torch.float8_e4m3fn)
+            for kind, method in kinds.items():
+                groups = 1 if method is None or method.group is None else columns // 128
+                scales = torch.ones(rows, groups, device="cuda")
+                if method is None:
+                    parts = [
+                        partial(torch._scaled_mm, numbers, weight.t(), one, one,
+                                out_dtype=torch.bfloat16, use_fast_accum=True)
+                        for weight in weights
+                    ]  # fmt: skip
+                else:
+                    parts = [partial(method.product, x, w, scales, None) for w in weights]
+                us = time_calls(parts)
+                rate = rows * columns / us / 1e6 if small else work / us / 1e6
+                unit = "TB/s" if small else "TFLOP/s"
+                yield Row(f"fp8 {kind}", f"{name} batch {batch}", us, rate, unit)
 
 
 def bench_rows() -> Iterator[Row]:
@@ -391,6 +426,7 @@ def bench_decode_step() -> Iterator[Row]:
 
 BENCHES: dict[str, Callable[[], Iterator[Row]]] = {
     "gemms": bench_gemms,
+    "fp8": bench_fp8,
     "rows": bench_rows,
     "experts": bench_experts,
     "rope_write": bench_rope_write,

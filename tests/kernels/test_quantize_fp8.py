@@ -28,6 +28,18 @@ def test_every_number_is_within_a_step(place: Any, group: int) -> None:
     assert (wide - x.float()).abs().max() <= x.abs().max() / 448 * 32
 
 
+@pytest.mark.parametrize("tokens", [1, 4, 6])
+def test_for_blocks(place: Any, tokens: int) -> None:
+    x = place.randn(tokens, 256)
+    wanted, wanted_scales = quantize_fp8(x, 128)
+    numbers, scales = quantize_fp8(x, 128, for_blocks=True)
+    assert numbers.shape == (-(-tokens // 4) * 4, 256)
+    assert scales.shape == (len(numbers), 2)
+    assert scales.stride() == (1, len(numbers))
+    assert torch.equal(numbers[:tokens].float(), wanted.float())
+    assert torch.equal(scales[:tokens], wanted_scales)
+
+
 def test_zeros_and_the_largest(place: Any) -> None:
     x = torch.zeros(2, 64)
     x[1, 7] = -3e4

@@ -111,7 +111,8 @@ class ColumnLinear(WeightedModule):
         self.parts = parts
         rows = sum(number for _, _, (_, number) in parts)
         names = [name for name, _, _ in parts]
-        self.method = linear_method(quantization, names, rows, size_in, size_in)
+        spans = [span for _, _, span in parts]
+        self.method = linear_method(quantization, names, rows, size_in, size_in, spans=spans)
         self.weight, self.scales = self.method.new_weight(rows, size_in)
         self.bias = new_weight(rows) if bias else None
 
@@ -148,7 +149,8 @@ class RowLinear(WeightedModule):
         super().__init__()
         self.name, self.size_in, self.shard = name, size_in, shard
         self.start, columns = shard.span(size_in)
-        self.method = linear_method(quantization, [name], size_out, columns, size_in)
+        spans = [(0, size_out)]
+        self.method = linear_method(quantization, [name], size_out, columns, size_in, spans=spans)
         self.weight, self.scales = self.method.new_weight(size_out, columns)
         self.bias = new_weight(size_out) if bias else None
 

@@ -14,10 +14,13 @@ from typing_extensions import override
 from kvbaton.engine.quantization.config import Quantization
 from kvbaton.errors import ConfigError
 from kvbaton.kernels.block_scaled_linear import GROUPS, block_scaled_linear
+from kvbaton.kernels.fp8_skinny_linear import fits, fp8_skinny_linear
 from kvbaton.kernels.quantize_fp8 import quantize_fp8
 from kvbaton.kernels.skinny_linear import Workspace, skinny_linear
 
 FP8 = torch.float8_e4m3fn
+SQUARE = 128
+"""Side of the blocks of a weight that share a scale for which the library has a product."""
 
 
 @cache
@@ -67,11 +70,17 @@ class FloatMethod(LinearMethod):
 class FP8Method(LinearMethod):
     """A weight in FP8 with a scale for each row, or for each run of `group` columns of a row.
 
-    Inputs are quantised likewise, a scale a token or for each of its runs, from their own maximum.
+    Inputs are quantised likewise, a scale a token or for each of its runs, from their own maximum;
+    few tokens always by runs (see `fp8_skinny_linear`).
+
+    Args:
+        group: see above.
+        square: all rows of each `SQUARE` times `SQUARE` block of the weight have the same scale.
     """
 
-    def __init__(self, group: int | None) -> None:
-        self.group = group
+    def __init__(self, group: int | None, *, square: bool = False) -> None:
+        self.group, self._square = group, square
+        self._block_scales: Tensor | None = None
 
     @override
     def new_weight(self, rows: int, columns: int) -> tuple[nn.Parameter, nn.Parameter | None]:
@@ -85,15 +94,36 @@ class FP8Method(LinearMethod):
         self, x: Tensor, weight: Tensor, scales: Tensor | None, bias: Tensor | None
     ) -> Tensor:
         assert scales is not None
-        numbers, x_scales = quantize_fp8(x, self.group or x.shape[1])
-        if self.group is not None:
-            out = block_scaled_linear(numbers, x_scales, weight, scales, self.group, x.dtype)
-        else:
-            # With scales of rows and columns it gives bfloat16 only.
+        if fits(len(x), weight, scales):
+            out = fp8_skinny_linear(x, weight, scales, _workspace(x.device))
+        elif self.group is None:
+            numbers, x_scales = quantize_fp8(x, x.shape[1])
+            # With scales of rows and columns it gives bfloat16 only. Sums of 14 bits within the
+            # tensor cores are what others serve FP8 with; exact ones cost a fifth of its speed.
             out = torch._scaled_mm(
-                numbers, weight.t(), x_scales, scales.t(), out_dtype=torch.bfloat16
-            ).to(x.dtype)
+                numbers, weight.t(), x_scales, scales.t(),
+                out_dtype=torch.bfloat16, use_fast_accum=True,
+            ).to(x.dtype)  # fmt: skip
+        elif self._square:
+            numbers, x_scales = quantize_fp8(x, self.group, for_blocks=True)
+            out = F.scaled_mm(
+                numbers, weight.t(),
+                x_scales, F.ScalingType.BlockWise1x128,
+                self._scales_of_blocks(scales), F.ScalingType.BlockWise128x128,
+                output_dtype=x.dtype,
+            )[: len(x)]  # fmt: skip
+        else:
+            numbers, x_scales = quantize_fp8(x, self.group)
+            out = block_scaled_linear(numbers, x_scales, weight, scales, self.group, x.dtype)
         return out if bias is None else out + bias
+
+    def _scales_of_blocks(self, scales: Tensor) -> Tensor:
+        """One for each block, [groups, blocks of rows], as `scaled_mm` takes them."""
+        if self._block_scales is None:
+            of_blocks = scales[::SQUARE]
+            padded = F.pad(of_blocks, (0, -of_blocks.shape[1] % 4))  # groups in fours
+            self._block_scales = padded.contiguous().t()
+        return self._block_scales
 
 
 def has_fp8_products() -> bool:
@@ -110,6 +140,8 @@ def linear_method(
     rows: int,
     columns: int,
     total_columns: int,
+    *,
+    spans: Sequence[tuple[int, int]],
 ) -> LinearMethod:
     """The method of a layer: FP8 where the weights are and this device multiplies it.
 
@@ -119,6 +151,7 @@ def linear_method(
         rows: of the weight that this rank holds.
         columns: likewise.
         total_columns: of the whole weight.
+        spans: first row, and number of rows, that this rank holds of each module.
 
     Raises:
         ConfigError: ranks split the columns inside of blocks that share a scale, or FP8 is asked
@@ -145,4 +178,8 @@ def linear_method(
             f"inside of blocks of {group}, which share a scale; "
             f"give a number that divides {total_columns // group}",
         )
-    return FP8Method(group)
+    even = all(number % SQUARE == 0 for span in spans for number in span)
+    square = even and columns % SQUARE == 0 and quantization.block == (SQUARE, SQUARE)
+    where = torch.empty(0).device  # the library has it for Hopper only
+    hopper = where.type == "cuda" and torch.cuda.get_device_capability(where) == (9, 0)
+    return FP8Method(group, square=square and hopper)
