@@ -24,6 +24,7 @@ from torch.nn.functional import scaled_dot_product_attention
 
 from kvbaton.engine.cache import KVCache
 from kvbaton.engine.models.layers import LatentProjection
+from kvbaton.engine.state_blocks import StateBatch
 
 BUCKET_ELEMENTS = 1 << 26
 """Most elements of K that one bucket of decoding sequences gathers."""
@@ -37,7 +38,8 @@ class PagedBatch:
     """The sequences of one step.
 
     Attributes:
-        slots: [groups, tokens] int64: block * block_size + offset, sequence after sequence.
+        slots: [groups of K and V, tokens] int64: block * block_size + offset, sequence after
+            sequence.
         query_lens: [sequences] int64, tokens of each.
         context_lens: [sequences] int64, tokens of each with those of this step.
         block_tables: [sequences, groups, blocks] int64, padded with 0.
@@ -52,12 +54,12 @@ class PagedBatch:
 class PagedAttention:
     """`AttentionContext` in plain torch."""
 
-    def __init__(self, cache: KVCache, batch: PagedBatch) -> None:
-        self._cache = cache
+    def __init__(self, cache: KVCache, batch: PagedBatch, states: StateBatch | None = None) -> None:
+        self._cache, self.states = cache, states
         self._rows = [cache.token_rows(slots) for slots in batch.slots]
         self._parts = [
             _parts(cache, _GroupBatch.of(batch, g, group.window, cache.block_size))
-            for g, group in enumerate(cache.groups)
+            for g, group in enumerate(cache.groups[: cache.num_kv_groups])
         ]
 
     def attend(

@@ -10,6 +10,7 @@ import numpy.typing as npt
 from kvbaton.engine.block_pool import NULL_BLOCK, BlockPool
 from kvbaton.engine.kv_cache_manager import blocks_of
 from kvbaton.engine.live_requests import LiveRequests
+from kvbaton.engine.request import Tables
 from kvbaton.types import Spans
 
 
@@ -36,6 +37,10 @@ def audit(
     pool = scheduler.blocks.pool
     held_tables = [sequence.tables for sequence in scheduler.sequences()]
     held_tables += scheduler.pinned()
+    for copy in scheduler.forked_states:
+        tables: Tables = scheduler.blocks.empty()
+        tables[copy.group] += [copy.source, copy.target]
+        held_tables.append(tables)
     references = np.zeros(pool.num_blocks, np.int64)
     strangers = np.zeros(pool.num_blocks, np.bool_)
     for g in range(len(scheduler.blocks.groups)):

@@ -102,6 +102,15 @@ class BlockMemory:
         """Layers of a group: the first ones of its blocks."""
         return len(self.layouts[group].planes[0].layers)
 
+    def group_data(self, group: int) -> Tensor:
+        """What blocks hold for a group."""
+        return self.data[:, :, : self.num_layers(group)]
+
+    def group_sums(self, group: int) -> Tensor:
+        """The sums that are kept of it: [blocks, layers, kv, heads] int64."""
+        assert self.sums is not None, "this executor was started without digest sums"
+        return self.sums[:, : self.num_layers(group)]
+
     def copy(self, sources: Sequence[int], targets: Sequence[int]) -> None:
         """Copy blocks with their sums."""
         assert 0 not in targets, "the null block is never written"
@@ -122,17 +131,15 @@ class BlockMemory:
 
     def kept_sums(self, group: int, blocks: Sequence[int]) -> npt.NDArray[np.uint64]:
         """Sums kept with blocks of a group, [blocks, layers, kv, heads]."""
-        assert self.sums is not None, "this executor was started without digest sums"
-        ids = torch.tensor(blocks, dtype=torch.int64, device=self.sums.device)
-        return _unsigned(self.sums[ids, : self.num_layers(group)])
+        sums = self.group_sums(group)
+        return _unsigned(sums[torch.tensor(blocks, dtype=torch.int64, device=sums.device)])
 
     def digest(
         self, group: int, blocks: Sequence[int], first_position: int, start: int, end: int
     ) -> npt.NDArray[np.uint64]:
         """Sums recomputed from memory, [blocks, layers, kv, heads]; see `Executor.digest`."""
         ids = torch.tensor(blocks, dtype=torch.int64, device=self.data.device)
-        data = self.data[:, :, : self.num_layers(group)]
-        return _unsigned(block_sums(data, ids, first_position, start, end))
+        return _unsigned(block_sums(self.group_data(group), ids, first_position, start, end))
 
     def adopt(
         self,
@@ -146,7 +153,7 @@ class BlockMemory:
             return
         ids = torch.tensor(blocks, dtype=torch.int64, device=self.sums.device)
         kept = torch.from_numpy(sums.view(np.int64)).to(self.sums.device)
-        self.sums[ids, : self.num_layers(group)] = kept
+        self.group_sums(group)[ids] = kept
         self.counted[list(blocks)] = counted
 
 

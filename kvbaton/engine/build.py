@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import logging
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, replace
 from typing import Protocol
@@ -28,6 +29,7 @@ from kvbaton.engine.executor import Executor
 from kvbaton.engine.kv_cache_manager import GroupSpec
 from kvbaton.engine.kv_connector import KVConnector
 from kvbaton.engine.kv_events import KVEventPublisher, KVEventsConfig
+from kvbaton.engine.kv_groups import least_block_size
 from kvbaton.engine.loader import load_kv_scales
 from kvbaton.engine.model_config import ModelConfig, load_model_config, resolve_max_model_len
 from kvbaton.engine.scheduler import Scheduler
@@ -37,6 +39,11 @@ from kvbaton.engine.worker import choose_device
 from kvbaton.errors import ConfigError
 from kvbaton.image_file import processor_settings
 from kvbaton.types import NodeId
+
+log = logging.getLogger(__name__)
+
+BLOCK_GRANULE = 16
+"""Of block sizes that the model decides."""
 
 
 @dataclass(frozen=True)
@@ -109,6 +116,7 @@ def build_engine(
     )
     if config.encoder_only:
         return build_encoder(config, model, node, factories, mailbox)
+    config = replace(config, block_size=enough_tokens(config.block_size, model))
     identity = identity_record(config, model)
     surroundings = ConnectorContext(config, node, identity.digest(), identity.record())
     answers = Answers()
@@ -199,6 +207,16 @@ def build_encoder(
     )
 
 
+def enough_tokens(block_size: int, model: ModelConfig) -> int:
+    """A block size with room for the model's states: the one asked for, or one as vLLM's."""
+    least = least_block_size(model.kv_groups(), model.kv_dtype)
+    if block_size >= least:
+        return block_size
+    enough = -(-least // BLOCK_GRANULE) * BLOCK_GRANULE
+    log.info("--block-size %d raised to %d: a block holds a state", block_size, enough)
+    return enough
+
+
 def make_connectors(
     executor: Executor,
     scheduler: Scheduler,
@@ -242,6 +260,8 @@ def open_store(
         ConfigError: it is unknown, can't be opened, or can't keep what this model computes.
     """
     assert config.store is not None
+    if scheduler.blocks.has_states:
+        raise ConfigError("--store", "keeps K and V only, and this model has states; leave it out")
     groups = range(len(executor.layouts[0]))
     forms = tuple(ObjectForm([rank[group] for rank in executor.layouts]) for group in groups)
     worker = StoreWorker(load_store(config.store), executor, forms, identity)
@@ -315,7 +335,7 @@ def make_scheduler(
     """A scheduler over pools with these layouts."""
     return Scheduler(
         SchedulerConfig(
-            groups=tuple(map(GroupSpec.of, layouts)),
+            groups=tuple(GroupSpec.of(layout, config.block_size) for layout in layouts),
             max_model_len=resolve_max_model_len(config.max_model_len, model),
             vocab_size=model.vocab_size,
             max_num_seqs=config.max_num_seqs,

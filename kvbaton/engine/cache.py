@@ -10,11 +10,13 @@ import numpy as np
 import numpy.typing as npt
 import torch
 from torch import Tensor
+from typing_extensions import override
 
 from kvbaton.connectors.layout import LAYER, KVLayout
 from kvbaton.engine.block_memory import BlockMemory
 from kvbaton.engine.collectives import Shard
 from kvbaton.engine.kv_groups import KVGroup, block_layers
+from kvbaton.engine.state_blocks import StateBlocks
 from kvbaton.engine.upload import fetch, upload, upload_ids
 from kvbaton.kernels.digest import block_sums
 from kvbaton.kernels.rope_write import narrow
@@ -34,7 +36,8 @@ class KVCache(BlockMemory):
     the device.
 
     Args:
-        groups: all of equal heads, head_dim and value_dim.
+        groups: all of equal heads, head_dim and value_dim, but for those of states, which come
+            last.
         dtype: of K and V as they lie there, float8_e4m3fn too.
         compute_dtype: of K and V as they are read; None for `dtype`.
         scales: per layer those of K and V, for FP8, of a latent row equal; 1 where there are none.
@@ -46,7 +49,10 @@ class KVCache(BlockMemory):
 
     Attributes:
         groups: those.
-        places: per layer its group, and its place among the layers of a block.
+        num_kv_groups: how many of them have K and V.
+        states: the others' states; None if there are none.
+        places: per layer its group, among those of K and V or of states, and its place among the
+            layers of a block.
         compute_dtype: of K and V as they are read.
     """
 
@@ -63,7 +69,10 @@ class KVCache(BlockMemory):
         compute_dtype: str | None = None,
         scales: Mapping[int, tuple[float, float]] | None = None,
     ) -> None:
-        ((total, head_dim, self._value_dim),) = {(g.heads, g.head_dim, g.value_dim) for g in groups}
+        of_states = [group for group in groups if group.state_rows]
+        ((total, head_dim, self._value_dim),) = {
+            (g.heads, g.head_dim, g.value_dim) for g in groups if not g.state_rows
+        }
         planes = self._planes = groups[0].planes
         head_start, heads = shard.kv_heads(total)
         super().__init__(
@@ -75,13 +84,18 @@ class KVCache(BlockMemory):
             track_sums=track_sums,
         )
         self.groups = tuple(groups)
+        self.num_kv_groups = len(groups) - len(of_states)
         self.places = {
-            layer: (g, place)
+            layer: (g if g < self.num_kv_groups else g - self.num_kv_groups, place)
             for g, group in enumerate(groups)
             for place, layer in enumerate(group.layers)
         }
         (layout,) = self.layouts
-        self.layouts = [_layout_of(layout, g, group) for g, group in enumerate(groups)]
+        self.states = StateBlocks(self.data, of_states, shard, track_sums) if of_states else None
+        self.layouts = [
+            _layout_of(self.states.layout if group.state_rows and self.states else layout, g, group)
+            for g, group in enumerate(groups)
+        ]
         self.compute_dtype: torch.dtype = getattr(torch, compute_dtype or dtype)
         self._scales = scales or {}
         # Torch indexes float8 in part of its functions only.
@@ -89,6 +103,26 @@ class KVCache(BlockMemory):
         self._tokens = data.view(-1, head_dim)
         self._pages = data.view(-1, block_size * head_dim)
         self._heads = torch.arange(heads, device=device)
+
+    @override
+    def group_data(self, group: int) -> Tensor:
+        if self.states is None or group < self.num_kv_groups:
+            return super().group_data(group)
+        data: Tensor = self.states.data[:, :, : self.num_layers(group)]
+        return data
+
+    @override
+    def group_sums(self, group: int) -> Tensor:
+        if self.states is None or group < self.num_kv_groups:
+            return super().group_sums(group)
+        assert self.states.sums is not None, "this executor was started without digest sums"
+        return self.states.sums[:, : self.num_layers(group)]
+
+    @override
+    def copy(self, sources: Sequence[int], targets: Sequence[int]) -> None:
+        super().copy(sources, targets)
+        if self.states is not None:
+            self.states.copy_sums(sources, targets)
 
     def token_rows(self, slots: Tensor) -> Tensor:
         """Row of K of place 0, in the pool as rows of one token and head: [tokens * heads].
@@ -226,21 +260,19 @@ class KVCache(BlockMemory):
 
     def fetch_kept_sums(self, group: int, blocks: Sequence[int]) -> Tensor:
         """Sums kept with blocks, on their way into host memory: [blocks, layers, kv, heads]."""
-        assert self.sums is not None, "this executor was started without digest sums"
-        sums = self.sums.index_select(0, upload_ids(blocks, self.data.device))
-        return fetch(sums[:, : self.num_layers(group)].contiguous())
+        sums = self.group_sums(group).index_select(0, upload_ids(blocks, self.data.device))
+        return fetch(sums.contiguous())
 
     def fetch_digest(
         self, group: int, blocks: Sequence[int], first_position: int, start: int, end: int
     ) -> Tensor:
         """Sums recomputed from memory, on their way; see `Executor.digest`."""
         ids = upload_ids(blocks, self.data.device)
-        data = self.data[:, :, : self.num_layers(group)]
-        return fetch(block_sums(data, ids, first_position, start, end))
+        return fetch(block_sums(self.group_data(group), ids, first_position, start, end))
 
 
 def _layout_of(whole: KVLayout, number: int, group: KVGroup) -> KVLayout:
-    """What a group's blocks hold, of the layout of whole blocks."""
+    """What a group's blocks hold, of the layout of whole ones."""
     (plane,) = whole.planes
     shape = (*plane.shape[:LAYER], len(group.layers), *plane.shape[LAYER + 1 :])
     plane = msgspec.structs.replace(plane, shape=shape, layers=group.layers)

@@ -6,6 +6,13 @@ i of group g, or the null block where the group does not need it.
 A group with a sliding window holds the blocks that the next token, and what a step computes with
 it, attend to: others are not allocated, not loaded, and given back while a sequence runs (`trim`).
 vLLM's hybrid KV cache manager does the same.
+
+In a group of states, block i holds the state after its last token that is computed: it is written
+over until the block is full, and is then a snapshot of the prefix that ends there. The next token
+needs the block of the token before it, as with a window of two. A step is given two blocks at most,
+one for where it ends, one for a snapshot at the last border of blocks that it passes; prefixes are
+reused from snapshots only. That is what vLLM's ``align`` mode keeps, but steps need not end at
+borders for it.
 """
 
 from __future__ import annotations
@@ -31,10 +38,10 @@ class GroupSpec:
     """What the scheduler knows of a KV group.
 
     Attributes:
-        block_size: tokens per block.
+        block_size: tokens per block; of states, from snapshot to snapshot.
         num_blocks: blocks of the pool that all groups share, the null block included.
-        kind: FULL or WINDOW.
-        window: tokens that a token attends to, itself included; 0 for FULL.
+        kind: what a block means.
+        window: tokens that a token attends to, itself included; 0 unless `kind` is WINDOW.
     """
 
     block_size: int
@@ -43,17 +50,25 @@ class GroupSpec:
     window: int = 0
 
     def __post_init__(self) -> None:
-        if self.kind is GroupKind.STATE:
-            raise ConfigError("--model", "state-space groups are unsupported")
         if self.kind is GroupKind.WINDOW and self.window < 1:
             raise ConfigError("--model", f"a window group needs a window, not {self.window}")
         if self.num_blocks < 2:
             raise ConfigError("--num-blocks", f"{self.num_blocks} is too few; at least 2")
 
     @classmethod
-    def of(cls, layout: KVLayout) -> GroupSpec:
-        """The group that a layout describes."""
-        return cls(layout.block_size, layout.num_blocks, layout.kind, layout.window)
+    def of(cls, layout: KVLayout, block_size: int) -> GroupSpec:
+        """The group that a layout describes, with tables of blocks of so many tokens."""
+        return cls(block_size, layout.num_blocks, layout.kind, layout.window)
+
+    @property
+    def span_tokens(self) -> int:
+        """Tokens of a logical block in `Spans`: there, a state is named by its last token."""
+        return 1 if self.kind is GroupKind.STATE else self.block_size
+
+    @property
+    def reach(self) -> int:
+        """Tokens, itself included, whose blocks a token needs; 0 for all."""
+        return 2 if self.kind is GroupKind.STATE else self.window
 
     def blocks_for(self, num_tokens: int) -> int:
         """Logical blocks that `num_tokens` tokens take."""
@@ -63,7 +78,7 @@ class GroupSpec:
         """First logical block that a token at `position` attends to."""
         if self.kind is GroupKind.FULL:
             return 0
-        return max(0, position - self.window + 1) // self.block_size
+        return max(0, position - self.reach + 1) // self.block_size
 
     def most_blocks(self, num_tokens: int, step_tokens: int) -> int:
         """Most blocks that a sequence of `num_tokens` holds while a step computes some of them.
@@ -75,13 +90,15 @@ class GroupSpec:
         blocks = self.blocks_for(num_tokens)
         if self.kind is GroupKind.FULL:
             return blocks
+        if self.kind is GroupKind.STATE:
+            return min(blocks, 3)  # where the step before has ended, a snapshot, where it ends
         seen = self.window - 1 + min(step_tokens, num_tokens)
         return min(blocks, -(-(seen - 1) // self.block_size) + 1)
 
     def first_whole(self, position: int) -> int:
         """First logical block of which a token at `position` attends to each token."""
-        if self.kind is GroupKind.FULL:
-            return 0
+        if self.kind is not GroupKind.WINDOW:
+            return self.first_needed(position)
         return -(-max(0, position - self.window + 1) // self.block_size)
 
 
@@ -111,6 +128,7 @@ class KVCacheManager:
         caching: whether full blocks are kept for reuse.
         pool: the blocks of all groups.
         alignment: tokens; a prefix that ends at a multiple ends no group inside a block.
+        has_states: whether a group's blocks are states.
     """
 
     def __init__(
@@ -126,7 +144,8 @@ class KVCacheManager:
         self.pool = BlockPool(num_blocks, len(groups))
         self.alignment = math.lcm(*(group.block_size for group in groups))
         self._step_tokens = step_tokens
-        self._windows = tuple((g, group) for g, group in enumerate(groups) if group.window)
+        self._windows = tuple((g, group) for g, group in enumerate(groups) if group.reach)
+        self.has_states = any(group.kind is GroupKind.STATE for group in groups)
 
     # --- room ---
 
@@ -146,11 +165,12 @@ class KVCacheManager:
         for group, table in zip(self.groups, tables, strict=True):
             behind = group.first_needed(start)
             lacking = max(0, group.blocks_for(num_tokens) - max(len(table), behind))
-            if group.window:
+            if group.reach:
                 most = group.most_blocks(num_tokens, self._step_tokens)
                 lacking = min(lacking, max(0, most - max(0, len(table) - behind)))
-            shared = copy_at is not None and copy_at // group.block_size < len(table)
-            need += lacking + shared
+            need += lacking
+            if copy_at is not None and group.kind is not GroupKind.STATE:  # a fork has its states
+                need += copy_at // group.block_size < len(table)
         return need
 
     def covers(self, tables: Tables, num_tokens: int) -> bool:
@@ -187,7 +207,8 @@ class KVCacheManager:
         """The longest cached prefix that is usable in all groups.
 
         A prefix of p tokens is usable if the token computed next (p, or the last one if all are
-        cached) finds every block that it attends to.
+        cached) finds every block that it attends to. With states all are never: the last token
+        can't be taken out of a state.
 
         Args:
             chains: per group, the keys of the sequence's full blocks.
@@ -216,6 +237,8 @@ class KVCacheManager:
         """
         sizes = [group.block_size for group in self.groups]
         length = min(len(hit) * size for hit, size in zip(hits, sizes, strict=True))
+        if self.has_states:
+            length = min(length, num_tokens - 1)
         length -= length % self.alignment
         holes = [(group, _last_holes(hits[g])) for g, group in self._windows]
         while True:
@@ -259,22 +282,30 @@ class KVCacheManager:
             tables: a table set.
             num_tokens: how long the sequence shall be.
             start: the next token to be computed.
-            end: where the step with that token ends: groups with windows get blocks up to there.
+            end: where the step with that token ends: groups that don't keep all blocks get theirs
+                up to there.
         """
         self.skip_unneeded(tables, start)
         for g, (group, table) in enumerate(zip(self.groups, tables, strict=True)):
-            past = num_tokens if end is None or not group.window else end
+            past = num_tokens if end is None or not group.reach else end
             lacking = group.blocks_for(past) - len(table)
-            if lacking > 0:
+            if lacking > 0 and group.kind is GroupKind.STATE:
+                border = past // group.block_size - 1  # the last block that will be full
+                table += [NULL_BLOCK] * lacking
+                for i in {border, len(table) - 1} if self.caching else {len(table) - 1}:
+                    if i >= len(table) - lacking:
+                        (table[i],) = self.pool.allocate(1, g)
+            elif lacking > 0:
                 table += self.pool.allocate(lacking, g)
 
     def reserve(self, tables: Tables, num_tokens: int) -> Spans:
         """As `extend`, and mark the new blocks as incoming; returns them."""
         first = [len(table) for table in tables]
         self.extend(tables, num_tokens)
+        starts = [at * group.block_size for at, group in zip(first, self.groups, strict=True)]
         spans = tuple(
-            (BlockSpan(start, tuple(table[start:])),) if start < len(table) else ()
-            for start, table in zip(first, tables, strict=True)
+            () if start >= num_tokens else self._spans(group, table, start, num_tokens)
+            for group, table, start in zip(self.groups, tables, starts, strict=True)
         )
         self.hold_incoming(spans)
         return spans
@@ -329,6 +360,8 @@ class KVCacheManager:
         for g, group in enumerate(self.groups):
             first, end = sequence.committed[g], sequence.num_computed // group.block_size
             if end > first:
+                if group.kind is GroupKind.STATE:  # of the others, a later one was written over
+                    first = end - 1
                 chain, table = sequence.chain(group.block_size), sequence.tables[g]
                 for i in range(first, end):
                     self.pool.commit(table[i], chain[i])
@@ -355,21 +388,31 @@ class KVCacheManager:
         self.pool.release_outgoing(blocks_of(spans))
 
     def spans(self, tables: Tables, start: int, end: int) -> Spans:
-        """Blocks of `tables` that hold tokens [start, end), without those that are not kept."""
-        found = []
-        for group, table in zip(self.groups, tables, strict=True):
-            first, past = start // group.block_size, group.blocks_for(end)
-            while first < past and table[first] == NULL_BLOCK:
-                first += 1
-            found.append((BlockSpan(first, tuple(table[first:past])),) if first < past else ())
-        return tuple(found)
+        """Blocks of `tables` that hold tokens [start, end), without those that are not kept.
+
+        Of states it is the one after token ``end - 1``, which must be the last one computed.
+        """
+        groups = zip(self.groups, tables, strict=True)
+        return tuple(self._spans(group, table, start, end) for group, table in groups)
+
+    def _spans(
+        self, group: GroupSpec, table: Sequence[int], start: int, end: int
+    ) -> tuple[BlockSpan, ...]:
+        past = group.blocks_for(end)
+        first = past - 1 if group.kind is GroupKind.STATE else start // group.block_size
+        while first < past and table[first] == NULL_BLOCK:
+            first += 1
+        if first >= past:
+            return ()
+        at = end - 1 if group.kind is GroupKind.STATE else first
+        return (BlockSpan(at, tuple(table[first:past])),)
 
     def evict(self, spans: Spans, bad: Sequence[tuple[int, int]]) -> None:
         """Take blocks that hold tokens of the ranges `bad` out of the prefix cache."""
         for group, group_spans in zip(self.groups, spans, strict=True):
             for span in group_spans:
                 for i, block in enumerate(span.blocks, start=span.first):
-                    start, end = i * group.block_size, (i + 1) * group.block_size
+                    start, end = i * group.span_tokens, (i + 1) * group.span_tokens
                     if any(low < end and start < high for low, high in bad):
                         self.pool.evict([block])
 

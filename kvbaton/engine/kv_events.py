@@ -47,7 +47,11 @@ CLOSE_S = 5.0
 _encode = msgspec.msgpack.Encoder().encode
 _BOUND = re.compile(r"(?:ipc|inproc)://|tcp://(?:127\.|localhost:|\[::1\]:)|.*(?:\*|::)")
 
-KINDS = {GroupKind.FULL: "full_attention", GroupKind.WINDOW: "sliding_window"}
+KINDS = {
+    GroupKind.FULL: "full_attention",
+    GroupKind.WINDOW: "sliding_window",
+    GroupKind.STATE: "mamba",  # vLLM's word for any state
+}
 """What vLLM calls groups."""
 
 BlockHash = int | bytes
@@ -268,9 +272,7 @@ class KVEventLog(KVConnector):
             lora_name=None,
             extra_keys=[(b.salt,) if b.salt else None for b in blocks] if salted else None,
             group_idx=g,
-            kv_cache_spec_kind="full_attention"
-            if group.kind is GroupKind.FULL
-            else "sliding_window",
+            kv_cache_spec_kind=KINDS[group.kind],
             kv_cache_spec_sliding_window=group.window or None,
         )
 

@@ -5,6 +5,11 @@ free blocks: what short windows leave, long prompts take, whatever the load. (A 
 each group must be cut to some guess of how long prompts are.) vLLM's hybrid KV cache manager makes
 groups in the same way. To be equal, a kind of layers that is more numerous is split into several
 groups; a group that has fewer layers than the largest leaves a part of its blocks unused.
+
+A block of a group of states holds one state of each of its layers, whatever the number of tokens.
+It fits where blocks have tokens enough (`least_block_size`), as in vLLM; pools of their own, cut to
+a guess of how many states are wanted, would be the other way. Groups are those of the model alone,
+never of block size or ranks, so that both sides of a hand-over have the same.
 """
 
 from __future__ import annotations
@@ -13,6 +18,9 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from kvbaton.connectors.layout import ITEM_SIZE, GroupKind
+
+STATE_DTYPE = "float32"
+"""Of states: rounded to fewer bits at every token, they would drift."""
 
 MAX_GROUPS = 8
 """More would use memory a little better; each one costs tables and launches in every step."""
@@ -29,6 +37,8 @@ class KVGroup:
         head_dim: elements per head.
         value_dim: of a latent row, which is key and value in one (multi-head latent attention), its
             first features, which are the value; 0 for K and V apart.
+        state_rows: a block holds one state of each layer instead of tokens: so many rows of
+            `head_dim` float32 per head, whose heads ranks share; 0 for tokens.
     """
 
     layers: tuple[int, ...]
@@ -36,6 +46,7 @@ class KVGroup:
     heads: int
     head_dim: int
     value_dim: int = 0
+    state_rows: int = 0
 
     @property
     def planes(self) -> int:
@@ -45,33 +56,62 @@ class KVGroup:
     @property
     def kind(self) -> GroupKind:
         """What a block of it means."""
+        if self.state_rows:
+            return GroupKind.STATE
         return GroupKind.WINDOW if self.window else GroupKind.FULL
 
 
+@dataclass(frozen=True)
+class StateShape:
+    """The state of one layer: float32 [heads, rows, features], of the whole model."""
+
+    heads: int
+    rows: int
+    features: int
+
+
 def kv_groups(
-    windows: Sequence[int], *, heads: int, head_dim: int, value_dim: int = 0
+    windows: Sequence[int | None],
+    *,
+    heads: int,
+    head_dim: int,
+    value_dim: int = 0,
+    state: StateShape | None = None,
 ) -> tuple[KVGroup, ...]:
-    """The groups of a model whose layers differ in their windows only.
+    """The groups of a model whose layers differ in their windows, or have a state; those last.
 
     Args:
-        windows: per layer, as `KVGroup.window`.
+        windows: per layer, as `KVGroup.window`; None for one with a state.
         heads: see `KVGroup`.
         head_dim: see `KVGroup`.
         value_dim: see `KVGroup`.
+        state: of those layers.
     """
-    kinds: dict[int, list[int]] = {}
+    kinds: dict[int | None, list[int]] = {}
     for layer, window in enumerate(windows):
         kinds.setdefault(window, []).append(layer)
     size = _layers_per_group([len(layers) for layers in kinds.values()])
     groups = []
-    for window, layers in sorted(kinds.items()):
+    for window, layers in sorted(kinds.items(), key=lambda kind: (kind[0] is None, kind[0])):
         count = -(-len(layers) // size)
         for i in range(count):
             first, past = (len(layers) * n // count for n in (i, i + 1))
             part = tuple(layers[first:past])
             group = KVGroup(
-                layers=part, window=window, heads=heads, head_dim=head_dim, value_dim=value_dim
+                layers=part,
+                window=window or 0,
+                heads=heads,
+                head_dim=head_dim,
+                value_dim=value_dim,
             )
+            if window is None:
+                assert state is not None, "layers with a state come with its shape"
+                group = KVGroup(
+                    layers=part,
+                    heads=state.heads,
+                    head_dim=state.features,
+                    state_rows=state.rows,
+                )
             groups.append(group)
     return tuple(groups)
 
@@ -94,8 +134,24 @@ def _layers_per_group(counts: Sequence[int]) -> int:
 
 
 def block_layers(groups: Sequence[KVGroup]) -> int:
-    """Layers for which a block has room."""
-    return max(len(group.layers) for group in groups)
+    """Layers of K and V for which a block has room."""
+    return max(len(group.layers) for group in groups if not group.state_rows)
+
+
+def least_block_size(groups: Sequence[KVGroup], dtype: str) -> int:
+    """Fewest tokens of a block that has room for a state; 1 where there are none.
+
+    Args:
+        groups: of a model; more ranks than KV heads would need no more.
+        dtype: of K and V.
+    """
+    states = [
+        len(group.layers) * group.heads * group.state_rows * group.head_dim for group in groups
+    ]
+    return max(
+        1,
+        -(-max(states) * ITEM_SIZE[STATE_DTYPE] // block_bytes(groups, 1, groups[0].heads, dtype)),
+    )
 
 
 def block_bytes(groups: Sequence[KVGroup], block_size: int, heads: int, dtype: str) -> int:

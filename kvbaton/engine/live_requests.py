@@ -17,6 +17,7 @@ from dataclasses import dataclass, field
 from operator import attrgetter
 from typing import Any
 
+from kvbaton.connectors.layout import GroupKind
 from kvbaton.engine.config import SchedulerConfig
 from kvbaton.engine.items import ItemOutputs
 from kvbaton.engine.kv_cache_manager import KVCacheManager, Match
@@ -29,6 +30,7 @@ from kvbaton.engine.request import (
     Tables,
     finish_of,
 )
+from kvbaton.engine.step import BlockCopy
 from kvbaton.engine.validate import validate_request
 from kvbaton.errors import RequestError
 from kvbaton.messages.engine import AddRequest, Output, TransferSpec
@@ -80,6 +82,7 @@ class LiveRequests:
         totals: what happened so far.
         connectors: what brings KV in or takes it out, in the order in which they are asked.
         items: decides which encoder outputs are asked for and kept.
+        forked_states: copies for the next step; it refers to their sources and targets.
         pinned: blocks that somebody else than requests and connectors refers to.
     """
 
@@ -111,6 +114,7 @@ class LiveRequests:
         self._moves = 0
         self._ended: list[int] = []  # handles that the runner has yet to forget
         self._outbox: list[Output] = []  # made while a step was planned
+        self.forked_states: list[BlockCopy] = []
         self.items = ItemOutputs()
         self.pinned: Callable[[], Iterable[Tables]] = tuple
 
@@ -317,6 +321,27 @@ class LiveRequests:
         self.blocks.trim(child, child.num_computed)
         child.request.sequences.append(child)
         self.run(child)
+        self._fork_states(child)
+
+    def _fork_states(self, child: Sequence) -> None:
+        """Let a fork have states of its own, before its parent writes over those that they share.
+
+        Without room for them it waits, and is computed from its tokens.
+        """
+        pool, position = self.blocks.pool, child.num_scheduled
+        shared = [
+            (g, position // group.block_size)
+            for g, group in enumerate(self.blocks.groups)
+            if group.kind is GroupKind.STATE and position % group.block_size
+        ]
+        if not self.blocks.fits(len(shared)):
+            self.preempt(child)
+            return
+        for g, i in shared:
+            source, (target,) = child.tables[g][i], pool.allocate(1, g)
+            child.tables[g][i] = target
+            pool.ref([target])  # and the source: the reference that the child had
+            self.forked_states.append(BlockCopy(g, source, target))
 
     def preempt(self, sequence: Sequence) -> None:
         """Give a running sequence's blocks to others; it goes on from its tokens later."""

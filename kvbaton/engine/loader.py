@@ -24,6 +24,7 @@ from kvbaton.engine.models.gemma3 import Gemma3ForCausalLM
 from kvbaton.engine.models.layers import Piece, pieces_of
 from kvbaton.engine.models.llama import LlamaForCausalLM
 from kvbaton.engine.models.qwen2_5_vision import Qwen25VisionTower
+from kvbaton.engine.models.qwen3_next import Qwen3NextForCausalLM
 from kvbaton.engine.models.qwen3_vision import Qwen3VisionTower
 from kvbaton.engine.models.vision_layers import VisionTower
 from kvbaton.engine.quantization.config import Quantization
@@ -43,6 +44,7 @@ DECODERS: dict[str, type[LlamaForCausalLM]] = {
     "DeepseekV2ForCausalLM": DeepseekForCausalLM,
     "DeepseekV3ForCausalLM": DeepseekForCausalLM,
     "Gemma3ForCausalLM": Gemma3ForCausalLM,
+    "Qwen3NextForCausalLM": Qwen3NextForCausalLM,
 }
 """Those that are no Llama with other settings."""
 
@@ -168,6 +170,8 @@ def _check_shard(config: ModelConfig, shard: Shard) -> None:
         split["experts' intermediate size"] = moe.intermediate_size
     elif shard.expert_parallel:
         raise ConfigError("--enable-expert-parallel", f"{config.architecture} has no experts")
+    if config.linear_attention is not None:
+        split["linear_num_key_heads"] = config.linear_attention.num_key_heads
     if moe is not None and moe.shared_intermediate_size:
         split["shared experts' intermediate size"] = moe.shared_intermediate_size
 

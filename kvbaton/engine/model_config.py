@@ -14,6 +14,7 @@ from typing import Any, Literal
 import msgspec
 
 from kvbaton.engine.kv_groups import KVGroup, kv_groups
+from kvbaton.engine.linear_attention_config import LinearAttentionConfig, read_linear_attention
 from kvbaton.engine.mla_config import MLA_ARCHITECTURES, MlaConfig, read_mla
 from kvbaton.engine.moe_config import MoeConfig, read_moe
 from kvbaton.engine.quantization.config import Quantization, read_quantization
@@ -48,8 +49,11 @@ class Family:
         max_window_layers: where ``config.json`` names none.
         sinks: every query head has a sink (`AttentionContext.attend`), and projections of the
             attention have biases unless ``attention_bias`` says otherwise.
-        gemma: norms store what their scales are above 1, windows turn with a base of their own, the
-            logits' scale is in ``config.json``, and the MLP has the GELU.
+        norm_offset: norms store how far their scales are above it.
+        rotary_share: of a head's features that turn, where ``config.json`` names none; None for
+            families that turn all.
+        gemma: windows turn with a base of their own, the logits' scale is in ``config.json``, and
+            the MLP has the GELU.
     """
 
     qkv_bias: bool | None = None
@@ -59,6 +63,8 @@ class Family:
     window_switch: bool = False
     max_window_layers: int = 28
     sinks: bool = False
+    norm_offset: float = 0.0
+    rotary_share: float | None = None
     gemma: bool = False
 
 
@@ -69,7 +75,11 @@ ARCHITECTURES = {
     "DeepseekV3ForCausalLM": Family(qkv_bias=False),
     "Dots1ForCausalLM": Family(qk_norm=True, windows="upper", max_window_layers=62),
     "Gemma3ForCausalLM": Family(
-        qk_norm=True, windows="pattern", rope_theta=1_000_000.0, gemma=True
+        qk_norm=True,
+        windows="pattern",
+        rope_theta=1_000_000.0,
+        norm_offset=1.0,
+        gemma=True,
     ),
     "GptOssForCausalLM": Family(rope_theta=150_000.0, windows="listed", sinks=True),
     "LlamaForCausalLM": Family(),
@@ -80,6 +90,7 @@ ARCHITECTURES = {
     "Qwen2_5_VLForConditionalGeneration": _QWEN2,
     "Qwen3ForCausalLM": _QWEN3,
     "Qwen3MoeForCausalLM": replace(_QWEN3, windows="all"),
+    "Qwen3NextForCausalLM": Family(qk_norm=True, norm_offset=1.0, rotary_share=0.25),
     "Qwen3VLForConditionalGeneration": _QWEN3,
 }
 """What is supported, by the name that ``config.json`` gives."""
@@ -100,6 +111,7 @@ class RopeConfig:
             the temporal, the vertical and the horizontal position (Wang et al., arXiv 2409.12191).
         mrope_interleaved: the three take turns (t, h, w, t, h, w, ...) instead of following one
             another; what is left over is temporal.
+        share: of a head's features that turn, the first ones.
     """
 
     theta: float = 10_000.0
@@ -115,6 +127,11 @@ class RopeConfig:
     original_max_position: int = 8192
     mrope_section: tuple[int, ...] = ()
     mrope_interleaved: bool = False
+    share: float = 1.0
+
+    def rotary_dim(self, head_dim: int) -> int:
+        """Features of a head that turn."""
+        return int(head_dim * self.share)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -140,6 +157,7 @@ class ModelConfig:
         norm_offset: what is added to the scale of a norm as it is stored.
         activation: of the MLPs' gates.
         mla: its latent attention, then `num_kv_heads` is 1; None for a model without.
+        linear_attention: its layers with a state instead of K and V; None for a model without.
     """
 
     folder: Path
@@ -172,10 +190,11 @@ class ModelConfig:
     norm_offset: float = 0.0
     activation: Literal["silu", "gelu_tanh"] = "silu"
     mla: MlaConfig | None = None
+    linear_attention: LinearAttentionConfig | None = None
 
     @property
     def rotary_dim(self) -> int:
-        """Features of a head that are turned."""
+        """Features of a head that turned ones lie in."""
         return self.head_dim if self.mla is None else self.mla.rope_dim
 
     def kv_groups(self) -> tuple[KVGroup, ...]:
@@ -183,7 +202,16 @@ class ModelConfig:
         if self.mla is not None:
             rank = self.mla.kv_rank
             return kv_groups(self.windows, heads=1, head_dim=self.mla.row_dim, value_dim=rank)
-        return kv_groups(self.windows, heads=self.num_kv_heads, head_dim=self.head_dim)
+        windows: tuple[int | None, ...] = self.windows
+        linear = self.linear_attention
+        if linear is not None:
+            windows = tuple(None if state else 0 for state in linear.layers)
+        return kv_groups(
+            windows,
+            heads=self.num_kv_heads,
+            head_dim=self.head_dim,
+            state=None if linear is None else linear.state,
+        )
 
     def require_vision(self) -> VisionConfig:
         """Its vision tower. Raises `ConfigError` if it has none."""
@@ -206,7 +234,7 @@ class _Rope(msgspec.Struct):
     attention_factor: float | None = None
     mscale: float | None = None
     mscale_all_dim: float | None = None
-    partial_rotary_factor: float = 1.0
+    partial_rotary_factor: float | None = None
     mrope_section: tuple[int, int, int] | None = None
     full_attention: _Rope | None = None
     sliding_attention: _Rope | None = None
@@ -295,9 +323,7 @@ def load_model_config(
         num_layers=raw.num_hidden_layers,
         num_heads=raw.num_attention_heads,
         num_kv_heads=1 if mla else raw.num_key_value_heads or raw.num_attention_heads,
-        head_dim=mla.head_dim
-        if mla
-        else raw.head_dim or raw.hidden_size // raw.num_attention_heads,
+        head_dim=mla.head_dim if mla else _head_dim(raw),
         rms_norm_eps=raw.rms_norm_eps,
         rope=rope,
         max_position_embeddings=max(positions, raw.max_position_embeddings),
@@ -316,9 +342,10 @@ def load_model_config(
         sinks=family.sinks,
         local_rope=_local_rope(raw) if family.gemma else None,
         attention_scale=mla.scale if mla else own_scale,
-        norm_offset=1.0 if family.gemma else 0.0,
+        norm_offset=family.norm_offset,
         activation="gelu_tanh" if family.gemma else "silu",
         mla=mla,
+        linear_attention=read_linear_attention(content, architecture),
     )
 
 
@@ -424,6 +451,10 @@ def _dtype(raw: _Raw, family: Family, asked: str) -> str:
     return name
 
 
+def _head_dim(raw: _Raw) -> int:
+    return raw.head_dim or raw.hidden_size // raw.num_attention_heads
+
+
 def _rope(raw: _Raw) -> RopeConfig:
     rope = raw.rope_parameters or raw.rope_scaling or _Rope()
     rope = rope.full_attention or rope
@@ -433,10 +464,17 @@ def _rope(raw: _Raw) -> RopeConfig:
     kind = rope.rope_type or rope.type or "default"
     if family is not None:
         return _multimodal_rope(raw, family, rope.mrope_section, kind, theta)
-    if (raw.partial_rotary_factor or rope.partial_rotary_factor) != 1.0:
-        raise ConfigError("--model", "partial_rotary_factor is unsupported")
+    own = ARCHITECTURES[raw.architectures[0]].rotary_share
+    share = raw.partial_rotary_factor or rope.partial_rotary_factor or own or 1.0
+    if share != 1.0 and (own is None or kind != "default"):
+        raise ConfigError("--model", f"partial_rotary_factor {share:g} is unsupported")
     if kind == "default":
-        return RopeConfig(theta=theta)
+        half, turned = _head_dim(raw) // 2, _head_dim(raw) * share / 2
+        if share != 1.0 and not (0 < turned < half and turned == int(turned)):
+            raise ConfigError(
+                "--model", f"partial_rotary_factor {share:g} must give an even part of {2 * half}"
+            )
+        return RopeConfig(theta=theta, share=share)
     factor = rope.factor or 0.0
     if kind in ("linear", "yarn") and factor < 1:
         raise ConfigError("--model", f"rope_type {kind!r} needs a factor from 1 on, not {factor:g}")
@@ -511,7 +549,7 @@ def _multimodal_rope(
         raise ConfigError(
             "--model", f"rope_type {kind!r} is unsupported; need 'default' or 'mrope'"
         )
-    half = (raw.head_dim or raw.hidden_size // raw.num_attention_heads) // 2
+    half = _head_dim(raw) // 2
     if section is None or sum(section) != half or min(section) < 0:
         raise ConfigError("--model", f"mrope_section must be three numbers that add up to {half}")
     return RopeConfig(

@@ -67,6 +67,9 @@ MOE_FAMILIES = {
         shared_experts="shared_expert", shared_gate="shared_expert_gate"
     ),
     "Qwen3MoeForCausalLM": MoeFamily(),
+    "Qwen3NextForCausalLM": MoeFamily(
+        shared_experts="shared_expert", shared_gate="shared_expert_gate"
+    ),
 }
 """Architectures with experts."""
 

@@ -21,6 +21,7 @@ from kvbaton.engine.models.llama import Encoded, LlamaForCausalLM
 from kvbaton.engine.mrope import merge_size
 from kvbaton.engine.sampler import Logprobs, SampleRows, has_penalty, logprobs_of, sample
 from kvbaton.engine.sequences import Sequences
+from kvbaton.engine.state_blocks import StateBatch, step_states
 from kvbaton.engine.step import Sampled, SequenceStep, StepPlan, StepResult
 from kvbaton.engine.upload import upload
 from kvbaton.types import TokenLogprobs
@@ -82,7 +83,7 @@ class StepTokens:
         context_lens: [sequences], tokens of each with those that are cached.
         positions: [tokens], absolute.
         rows: [tokens], their sequences' rows.
-        blocks: [groups, tokens], where they go.
+        blocks: [groups of K and V, tokens], where they go.
         offsets: [tokens], slot in the block.
     """
 
@@ -168,12 +169,22 @@ class Runner:
                 self.sequences.rotary_positions(rows, tokens.positions, tokens.query_lens)
             ),
             slots,
-            PagedAttention(self.cache, batch),
+            PagedAttention(self.cache, batch, self._states(tokens, rows)),
             self._encoded(output.plan.steps),
         )
         ends = np.cumsum(tokens.query_lens)
         self._report_prompts(output, rows, hidden, ends)
         self._sample(output, rows, hidden, ends)
+
+    def _states(self, tokens: StepTokens, rows: Ints) -> StateBatch | None:
+        """The states that a step moves on, for a model that has some."""
+        cache = self.cache
+        if cache.states is None:
+            return None
+        tables = self.sequences.tables[rows, cache.num_kv_groups :]
+        return step_states(
+            cache.states, cache.places, cache.block_size, tokens.starts, tokens.query_lens, tables
+        )
 
     def _tokens(self, steps: Sequence[SequenceStep], rows: Ints) -> StepTokens:
         """Which tokens the steps compute, and where they go; accounts for them in the cache."""
@@ -188,8 +199,9 @@ class Runner:
 
     def _places(self, rows: Ints, positions: Ints) -> tuple[Ints, Ints]:
         """Blocks of tokens [groups, tokens], and slots in them; accounts for writing there."""
-        size = self.cache.block_size
-        blocks, offsets = self.sequences.tables[rows, :, positions // size].T, positions % size
+        size, groups = self.cache.block_size, self.cache.num_kv_groups
+        at = positions // size
+        blocks, offsets = self.sequences.tables[rows, :groups, at].T, positions % size
         assert blocks.all(), "a step has no block for its tokens"
         everywhere = (np.tile(x, len(blocks)) for x in (offsets, positions))
         self.cache.note_writes(blocks.ravel(), *everywhere)
@@ -210,7 +222,7 @@ class Runner:
             token_ids: [tokens] int64.
             positions: [tokens] int64, absolute.
             rotary: see the model.
-            slots: [groups, tokens] int64.
+            slots: [groups of K and V, tokens] int64.
             attention: over the same.
             encoded: see the model.
         """
@@ -218,6 +230,8 @@ class Runner:
         self.cache.start_sums(everywhere)
         hidden: Tensor = self.model(token_ids, rotary, attention, encoded)
         self.cache.add_sums(everywhere, positions.repeat(len(slots)))
+        if attention.states is not None:
+            attention.states.sign()
         return hidden
 
     def _encoded(self, steps: Sequence[SequenceStep]) -> Encoded | None:

@@ -19,6 +19,7 @@ from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 from typing import Literal
 
+from kvbaton.connectors.layout import GroupKind
 from kvbaton.engine.config import SchedulerConfig
 from kvbaton.engine.kv_cache_manager import Match
 from kvbaton.engine.kv_connector import KVConnector
@@ -170,7 +171,7 @@ class Scheduler(LiveRequests):
             sequence.shares_tail = False
             for g, group in enumerate(self.blocks.groups):
                 i, table = sequence.num_scheduled // group.block_size, sequence.tables[g]
-                if i < len(table):
+                if i < len(table) and group.kind is not GroupKind.STATE:
                     source, (table[i],) = table[i], self.blocks.pool.allocate(1, g)
                     draft.copies.append(BlockCopy(g, source, table[i]))
         start = sequence.num_scheduled
@@ -226,7 +227,10 @@ class Scheduler(LiveRequests):
                 self._introduce(draft, sequence)  # A parent's copy is made before it moves on.
         self._launched = draft.number
         self.blocks.pool.launch(draft.number)
-        self.blocks.pool.deref([copy.source for copy in draft.copies])
+        forked, self.forked_states = self.forked_states, []
+        draft.copies += forked
+        held = [copy.source for copy in draft.copies] + [copy.target for copy in forked]
+        self.blocks.pool.deref(held)
         ended, self._ended = tuple(self._ended), []
         self.in_flight.append(InFlightStep(draft.number, tuple(draft.scheduled)))
         for scheduled in draft.scheduled:

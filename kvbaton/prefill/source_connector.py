@@ -265,8 +265,8 @@ class SourceConnector(KVConnector):
     def _report(self, source: _Source, sequence: requests.Sequence, end: int) -> None:
         start, source.reported = source.reported, end
         manager, counted = self.scheduler.blocks, source.counted
-        sizes = [group.block_size for group in manager.groups]
-        # Of a window only the last blocks are wanted; the others go back to the pool at once.
+        sizes = [group.span_tokens for group in manager.groups]
+        # Of a window only the last blocks are wanted, and the last state; others go back at once.
         spans = tuple(
             spans_slice(held, (first // size, -(-end // size)))
             for held, first, size in zip(

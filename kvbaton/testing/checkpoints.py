@@ -35,6 +35,7 @@ Family = Literal[
     "qwen2_moe",
     "qwen3",
     "qwen3_moe",
+    "qwen3_next",
     "qwen2_5_vl",
     "qwen3_vl",
 ]
@@ -52,6 +53,7 @@ ARCHITECTURES: dict[Family, str] = {
     "qwen2_moe": "Qwen2MoeForCausalLM",
     "qwen3": "Qwen3ForCausalLM",
     "qwen3_moe": "Qwen3MoeForCausalLM",
+    "qwen3_next": "Qwen3NextForCausalLM",
     "qwen2_5_vl": "Qwen2_5_VLForConditionalGeneration",
     "qwen3_vl": "Qwen3VLForConditionalGeneration",
 }
@@ -129,6 +131,22 @@ _EXPERTS: dict[str, dict[str, Any]] = {
         "decoder_sparse_step": 1,
         "mlp_only_layers": [],
     },
+    "qwen3_next": {
+        "num_experts": 8,
+        "num_experts_per_tok": 3,
+        "moe_intermediate_size": 32,
+        "shared_expert_intermediate_size": 48,
+        "norm_topk_prob": True,
+        "decoder_sparse_step": 1,
+        "mlp_only_layers": [],
+        "partial_rotary_factor": 0.25,
+        "full_attention_interval": 4,
+        "linear_conv_kernel_dim": 4,
+        "linear_key_head_dim": 5,
+        "linear_value_head_dim": 4,
+        "linear_num_key_heads": 4,
+        "linear_num_value_heads": 8,
+    },
 }
 _GEMMA3: dict[str, Any] = {
     "model_type": "gemma3_text",
@@ -200,6 +218,8 @@ _TOWERS: dict[str, dict[str, Any]] = {
     },
 }
 _LATENT = ("deepseek_v2", "deepseek_v3")
+_NORMED_HEADS = ("dots1", "gemma3", "qwen3", "qwen3_moe", "qwen3_next", "qwen3_vl")
+_OFFSET_NORMS = ("gemma3", "qwen3_next")
 _PROJECTIONS = ("gate_proj", "up_proj", "down_proj")
 _CLIP_MEAN = [0.48145466, 0.4578275, 0.40821073]
 _CLIP_STD = [0.26862954, 0.26130258, 0.27577711]
@@ -406,6 +426,8 @@ def _shapes(spec: CheckpointSpec, config: dict[str, Any]) -> Iterator[tuple[str,
         name = f"{head}.layers.{layer}"
         if spec.family in _LATENT:
             yield from _latent_shapes(f"{name}.self_attn", config)
+        elif spec.family == "qwen3_next" and _has_state(config, layer):
+            yield from _linear_attention_shapes(name, config)
         else:
             yield from _attention_shapes(spec, f"{name}.self_attn", config)
         if layer in _layers_of_experts(spec, config):
@@ -431,15 +453,16 @@ def _attention_shapes(
     rows = {"q": spec.num_heads * dim, "k": spec.num_kv_heads * dim}
     rows["v"] = rows["k"]
     for part, size in rows.items():
-        yield f"{name}.{part}_proj.weight", (size, hidden)
+        gates = size if spec.family == "qwen3_next" and part == "q" else 0
+        yield f"{name}.{part}_proj.weight", (size + gates, hidden)
         if spec.family in ("qwen2", "qwen2_moe", "qwen2_5_vl") or config.get("attention_bias"):
-            yield f"{name}.{part}_proj.bias", (size,)
+            yield f"{name}.{part}_proj.bias", (size + gates,)
     yield f"{name}.o_proj.weight", (hidden, rows["q"])
     if config.get("attention_bias"):
         yield f"{name}.o_proj.bias", (hidden,)
     if spec.family == "gpt_oss":
         yield f"{name}.sinks", (spec.num_heads,)
-    if spec.family in ("dots1", "gemma3", "qwen3", "qwen3_moe", "qwen3_vl"):
+    if spec.family in _NORMED_HEADS:
         yield f"{name}.q_norm.weight", (dim,)
         yield f"{name}.k_norm.weight", (dim,)
 
@@ -459,6 +482,30 @@ def _latent_shapes(name: str, config: dict[str, Any]) -> Iterator[tuple[str, tup
     yield f"{name}.kv_a_layernorm.weight", (rank,)
     yield f"{name}.kv_b_proj.weight", (heads * (nope + value), rank)
     yield f"{name}.o_proj.weight", (hidden, heads * value)
+
+
+def _has_state(config: dict[str, Any], layer: int) -> bool:
+    if "layer_types" in config:
+        return bool(config["layer_types"][layer] == "linear_attention")
+    interval: int = config["full_attention_interval"]
+    return (layer + 1) % interval > 0
+
+
+def _linear_attention_shapes(
+    layer: str, config: dict[str, Any]
+) -> Iterator[tuple[str, tuple[int, ...]]]:
+    """The gated delta rule of a layer, in the place of attention."""
+    name, hidden = f"{layer}.linear_attn", config["hidden_size"]
+    heads, value_heads = config["linear_num_key_heads"], config["linear_num_value_heads"]
+    keys = heads * config["linear_key_head_dim"]
+    values = value_heads * config["linear_value_head_dim"]
+    yield f"{name}.in_proj_qkvz.weight", (2 * keys + 2 * values, hidden)
+    yield f"{name}.in_proj_ba.weight", (2 * value_heads, hidden)
+    yield f"{name}.conv1d.weight", (2 * keys + values, 1, config["linear_conv_kernel_dim"])
+    yield f"{name}.A_log", (value_heads,)
+    yield f"{name}.dt_bias", (value_heads,)
+    yield f"{name}.norm.weight", (config["linear_value_head_dim"],)
+    yield f"{name}.out_proj.weight", (hidden, values)
 
 
 def _layers_of_experts(spec: CheckpointSpec, config: dict[str, Any]) -> list[int]:
@@ -495,7 +542,7 @@ def _expert_shapes(
     if family in ("dots1", *_LATENT):
         shared = config["n_shared_experts"] * middle
         yield from _mlp(f"{block}.shared_experts", parts, hidden, shared)
-    if family == "qwen2_moe":
+    if family in ("qwen2_moe", "qwen3_next"):
         shared = config["shared_expert_intermediate_size"]
         yield from _mlp(f"{block}.shared_expert", parts, hidden, shared)
         yield f"{block}.shared_expert_gate.weight", (1, hidden)
@@ -558,7 +605,10 @@ def _weights(spec: CheckpointSpec, config: dict[str, Any]) -> Iterator[tuple[str
     for name, shape in _shapes(spec, config):
         noise = torch.randn(shape, generator=generator)
         if len(shape) == 1 and name.endswith(".weight"):
-            value = 0.2 * noise + (spec.family != "gemma3")  # where 1 is added when it is read
+            # Of some families 1 is added when it is read.
+            value = 0.2 * noise + (spec.family not in _OFFSET_NORMS or "linear_attn" in name)
+        elif name.endswith("A_log"):
+            value = noise - 3  # keeps something of the last hundred tokens
         elif name.endswith("bias"):
             value = 0.2 * noise
         elif name.endswith("embed_tokens.weight"):

@@ -225,7 +225,8 @@ class SimulatedNode(SimulatedProcess):
                 transport.register(memory)
         self.address = f"tcp://{name}:{1000 + generation * world.rng.choice([0, 0, 1])}"
         self.channel = SimulatedChannel(world, self, self.address)
-        groups = tuple(GroupSpec.of(layout) for layout in self.executor.layouts[0])
+        layouts = self.executor.layouts[0]
+        groups = tuple(GroupSpec.of(layout, layout.block_size) for layout in layouts)
         self.scheduler = Scheduler(
             SchedulerConfig(
                 groups=groups,

@@ -29,6 +29,8 @@ NAMES = ("self_attn.{0}_scale", "self_attn.{0}_proj.{0}_scale", "self_attn.{0}_p
 class RoundedAttention:
     """Attention of one sequence without a cache, over K and V as an FP8 cache keeps them."""
 
+    states = None
+
     def __init__(self, scales: dict[int, tuple[float, float]]) -> None:
         self._scales = scales
 

@@ -55,6 +55,7 @@ MODELS: dict[str, dict[str, Any]] = {
     "mixtral": {"family": "mixtral", **SMALL},
     "qwen2-moe": {"family": "qwen2_moe", **SMALL},
     "qwen3-moe": {"family": "qwen3_moe", **SMALL},
+    "qwen3-next": {"family": "qwen3_next", "num_layers": 4, **SMALL},
 }
 MIXTURES = (
     "deepseek-v2-lite",
@@ -64,6 +65,7 @@ MIXTURES = (
     "mixtral",
     "qwen2-moe",
     "qwen3-moe",
+    "qwen3-next",
 )
 GPU: dict[str, Any] = {
     "device": "cuda", "max_num_seqs": 8, "max_model_len": 512, "max_num_batched_tokens": 512,

@@ -31,6 +31,8 @@ CPU = torch.device("cpu")
 class FreshAttention:
     """Attention of one sequence without a cache."""
 
+    states = None
+
     def attend(
         self,
         layer: int,

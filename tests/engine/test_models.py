@@ -65,6 +65,19 @@ MODELS: dict[str, dict[str, Any]] = {
         "num_layers": 5,
         "config": {"mlp_only_layers": [1], "decoder_sparse_step": 2, "norm_topk_prob": False},
     },
+    "qwen3-next": {"family": "qwen3_next", "num_layers": 4, "head_dim": 32},
+    "qwen3-next-other-sizes": {
+        "family": "qwen3_next",
+        "num_layers": 3,
+        "head_dim": 64,
+        "config": {
+            "layer_types": ["full_attention", "linear_attention", "full_attention"],
+            "attention_bias": True,
+            "partial_rotary_factor": 0.5,
+            "linear_num_key_heads": 1,
+            "linear_conv_kernel_dim": 3,
+        },
+    },
     "qwen3-moe-window": {
         "family": "qwen3_moe",
         "config": {"use_sliding_window": True, "sliding_window": 12, "attention_bias": True},
@@ -89,6 +102,7 @@ DEEPSEEK = {
     "num_experts_per_tok": 2,
     "moe_intermediate_size": 32,
 }
+QWEN3_NEXT = MOE | {"architectures": ["Qwen3NextForCausalLM"]}
 SLIDING = {"use_sliding_window": True, "sliding_window": 8}
 CPU = torch.device("cpu")
 MIXTURES = [(name, "float32") for name in ("deepseek_v2", "deepseek_v3", "gpt_oss")]
@@ -311,6 +325,13 @@ def edit(folder: Path, tmp_path: Path, **changes: Any) -> Path:
         (MOE | {"n_group": 8}, "n_group 8 is not within 1 and 4"),
         (MOE | {"n_group": 2, "topk_group": 3}, "topk_group 3 is not within 1 and 2"),
         (MOE | {"n_group": 4, "num_experts_per_tok": 3}, "num_experts_per_tok 3"),
+        (QWEN3_NEXT | {"linear_num_value_heads": 6}, "linear_num_value_heads 6 is no multiple"),
+        (QWEN3_NEXT | {"linear_conv_kernel_dim": 1}, "linear_conv_kernel_dim must be at least 2"),
+        (QWEN3_NEXT | {"layer_types": ["linear_attention"]}, "layer_types and num_hidden_layers"),
+        (QWEN3_NEXT | {"layer_types": ["linear_attention"] * 2}, "a layer of 'full_attention'"),
+        (QWEN3_NEXT | {"layer_types": ["full_attention", "mamba"]}, "mamba"),
+        (QWEN3_NEXT | {"partial_rotary_factor": 0.3}, "partial_rotary_factor 0.3"),
+        ({"partial_rotary_factor": 0.5}, "partial_rotary_factor 0.5 is unsupported"),
         (
             MOE | SLIDING | {"architectures": ["Qwen2MoeForCausalLM"]},
             "sliding_window needs layer_types",

@@ -11,6 +11,7 @@ from kvbaton.engine.block_pool import BlockPool
 from kvbaton.engine.kv_cache_manager import GroupSpec, KVCacheManager, Match
 from kvbaton.engine.kv_groups import kv_groups
 from kvbaton.errors import ConfigError
+from kvbaton.types import BlockSpan
 
 
 def key(number: int) -> bytes:
@@ -260,6 +261,8 @@ def lengths(match: Match) -> tuple[int, list[int]]:
 FULL4 = GroupSpec(block_size=4, num_blocks=20)
 FULL8 = GroupSpec(block_size=8, num_blocks=20)
 WINDOW = GroupSpec(block_size=4, num_blocks=20, kind=GroupKind.WINDOW, window=6)
+STATE = GroupSpec(block_size=4, num_blocks=20, kind=GroupKind.STATE)
+KINDS = {-1: GroupKind.STATE, 0: GroupKind.FULL, 1: GroupKind.WINDOW}
 
 
 def test_the_usable_prefix_is_valid_in_all_groups():
@@ -293,9 +296,30 @@ def test_a_full_hit_needs_the_window_of_the_last_token():
     assert lengths(blocks.match([keys_of(3)], 12)) == (0, [0])
 
 
+def test_a_prefix_ends_where_a_snapshot_of_the_state_is_kept():
+    blocks = blocks_with([FULL4, STATE], [[0, 1, 2, 3], [0, 2]])
+    match = blocks.match([keys_of(4), keys_of(4)], 18)
+    assert lengths(match) == (12, [3, 1])
+    assert match.tables[1][:2] == [0, 0]
+    assert lengths(blocks.match([keys_of(4)] * 2, 12)) == (4, [1, 1]), "the last token is computed"
+
+
+def test_a_step_gets_a_block_for_its_last_border_and_one_for_its_end():
+    for caching, kept in ((True, [2, 3]), (False, [3])):
+        blocks = KVCacheManager([FULL4, STATE], enable_caching=caching)
+        tables = blocks.empty()
+        blocks.extend(tables, 30, start=0, end=14)
+        assert [i for i, block in enumerate(tables[1]) if block] == kept
+        assert blocks.spans(tables, 0, 14)[1] == (BlockSpan(13, (tables[1][3],)),)
+        blocks.extend(tables, 30, start=14, end=16)
+        assert len(tables[1]) == 4, "a block is written over until it is full"
+        blocks.extend(tables, 30, start=16, end=17)
+        assert len(tables[1]) == 5
+
+
 @settings(deadline=None, max_examples=300)
 @given(
-    windows=st.lists(st.integers(0, 11), min_size=1, max_size=3),
+    windows=st.lists(st.integers(-1, 11), min_size=1, max_size=3),
     sizes=st.lists(st.sampled_from([1, 2, 3, 4]), min_size=3, max_size=3),
     num_tokens=st.integers(1, 40),
     data=st.data(),
@@ -304,7 +328,7 @@ def test_a_match_is_the_longest_prefix_whose_next_token_finds_all_that_it_attend
     windows: list[int], sizes: list[int], num_tokens: int, data: st.DataObject
 ) -> None:
     groups = [
-        GroupSpec(size, 200, GroupKind.WINDOW if window else GroupKind.FULL, window)
+        GroupSpec(size, 200, KINDS[min(window, 1)], max(0, window))
         for size, window in zip(sizes, windows, strict=False)
     ]
     blocks = KVCacheManager(groups)
@@ -319,6 +343,11 @@ def test_a_match_is_the_longest_prefix_whose_next_token_finds_all_that_it_attend
         """Whether all that the next token attends to before itself is cached."""
         at = min(length, num_tokens - 1)
         for group, numbers in zip(groups, there, strict=True):
+            if group.kind is GroupKind.STATE:
+                snapshot = length // group.block_size - 1
+                if length and (at < length or length % group.block_size or snapshot not in numbers):
+                    return False
+                continue
             low = max(0, at - group.window + 1) if group.window else 0
             if any(p // group.block_size not in numbers for p in range(low, length)):
                 return False
@@ -363,8 +392,8 @@ def test_group_specs_come_from_layouts_and_refuse_what_is_unsupported():
     )
     layout = Layout(0, GroupKind.WINDOW, 4, 7, (plane,), window=9)
     spec = GroupSpec(block_size=4, num_blocks=7, kind=GroupKind.WINDOW, window=9)
-    assert GroupSpec.of(layout) == spec
-    with pytest.raises(ConfigError, match="state-space"):
-        GroupSpec(block_size=4, num_blocks=7, kind=GroupKind.STATE)
+    assert GroupSpec.of(layout, 4) == spec
+    state = Layout(1, GroupKind.STATE, 1, 7, (plane,))
+    assert GroupSpec.of(state, 16) == GroupSpec(16, 7, GroupKind.STATE)
     with pytest.raises(ConfigError, match="--num-blocks"):
         GroupSpec(block_size=4, num_blocks=1)

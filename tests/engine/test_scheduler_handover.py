@@ -16,7 +16,18 @@ from kvbaton.engine.request import Request, SequenceState
 from kvbaton.errors import RequestError
 from kvbaton.messages.engine import AddRequest
 from kvbaton.types import Attempt, ChoiceStart, Spans
-from tests.engine.toy import FULL, WINDOW, Admitted, Loop, ToySource, ask, direct, source, target
+from tests.engine.toy import (
+    FULL,
+    STATE,
+    WINDOW,
+    Admitted,
+    Loop,
+    ToySource,
+    ask,
+    direct,
+    source,
+    target,
+)
 
 
 def prompt(length: int, start: int = 1) -> list[int]:
@@ -472,6 +483,7 @@ GROUPS = st.sampled_from(
         (GroupSpec(block_size=4, num_blocks=9),),
         (replace(FULL, num_blocks=13), replace(WINDOW, num_blocks=13)),
         (FULL, WINDOW, WINDOW),
+        (replace(FULL, num_blocks=15), replace(STATE, num_blocks=15)),
     ]
 )
 

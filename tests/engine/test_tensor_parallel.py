@@ -39,6 +39,7 @@ MODELS: dict[str, dict[str, Any]] = {
     "gpt-oss": {"family": "gpt_oss"},
     "mixtral": {"family": "mixtral"},
     "qwen2-moe": {"family": "qwen2_moe"},
+    "qwen3-next": {"family": "qwen3_next", "num_layers": 4, "head_dim": 32},
     "qwen3-moe": {"family": "qwen3_moe", "config": {"mlp_only_layers": [0]}},
 }
 WHOLE_EXPERTS = ("deepseek-v2", "dots1", "gpt-oss", "qwen2-moe", "qwen3-moe")

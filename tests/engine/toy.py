@@ -34,6 +34,7 @@ EOS = 3
 MASK = (1 << 61) - 1
 FULL = GroupSpec(block_size=4, num_blocks=17)
 WINDOW = GroupSpec(block_size=4, num_blocks=17, kind=GroupKind.WINDOW, window=6)
+STATE = GroupSpec(block_size=4, num_blocks=17, kind=GroupKind.STATE)
 
 
 def mix(*parts: int) -> int:
@@ -45,8 +46,8 @@ def mix(*parts: int) -> int:
 
 
 def lowest(group: GroupSpec, position: int) -> int:
-    """First position that `position` attends to."""
-    return max(0, position - group.window + 1) if group.kind is GroupKind.WINDOW else 0
+    """First position that `position` attends to; a state is made of the one before it."""
+    return max(0, position - group.reach + 1) if group.reach else 0
 
 
 def kv_of(g: int, group: GroupSpec, tokens: list[int]) -> list[int]:
@@ -124,6 +125,9 @@ class ToyRanks:
         assert start + count <= len(row.tokens), "the runner does not have that token"
         attended: list[list[int]] = []
         for g, group in enumerate(self.groups):
+            if group.kind is GroupKind.STATE:
+                attended.append(self._scan(g, row, start, start + count))
+                continue
             for position in range(start, start + count):
                 low = lowest(group, position)
                 before = [self._read(g, row, i) for i in range(low, position)]
@@ -142,6 +146,19 @@ class ToyRanks:
         row.tokens.append(tokens[0])
         return Sampled(handle, tokens)
 
+    def _scan(self, g: int, row: Row, start: int, end: int) -> list[int]:
+        """Carry a state over tokens [start, end); the last two values."""
+        size, table = self.groups[g].block_size, row.tables[g]
+        values = [self.memory[table[(start - 1) // size], 0]] if start else []
+        border = end - end % size
+        for position in range(start, end):
+            values.append(mix(g, position, row.tokens[position], *values[-1:]))
+            kept = position + 1 == border and table[position // size]
+            if kept or position + 1 == end:
+                assert table[position // size] != 0, "the null block is never written"
+                self.memory[table[position // size], 0] = values[-1]
+        return values[-2:]
+
     def _read(self, g: int, row: Row, position: int) -> int:
         size = self.groups[g].block_size
         return self.memory[row.tables[g][position // size], position % size]
@@ -152,8 +169,8 @@ class ToyRanks:
             kv = kv_of(g, group, tokens)
             for span in spans[g]:
                 for i, block in enumerate(span.blocks, start=span.first):
-                    for slot in range(group.block_size):
-                        position = i * group.block_size + slot
+                    for slot in range(group.span_tokens):
+                        position = i * group.span_tokens + slot
                         if position < min(end, len(tokens)):
                             self.memory[block, slot] = kv[position]
 
@@ -460,7 +477,7 @@ class Loop:
                 pool = self.scheduler.blocks.pool
                 first = step.start // group.block_size
                 past = group.blocks_for(step.start + step.count)
-                for block in tables[step.handle][g][first:past]:
+                for block in filter(None, tables[step.handle][g][first:past]):
                     assert pool.keys[block] is None, "a cached block is written"
                     assert pool.refs[block] == 1 or step.num_samples, "a shared block is written"
 

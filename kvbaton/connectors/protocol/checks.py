@@ -34,7 +34,7 @@ def counted_from(
     """Per group, the first token of a hand-over that digests count.
 
     Of a window only the last tokens are needed; both sides hold them, but where their blocks differ
-    in size the first blocks of one side begin before those of the other.
+    in size the first blocks of one side begin before those of the other. Of states it is the last.
 
     Args:
         ours: groups of one side.
@@ -44,7 +44,8 @@ def counted_from(
     """
     firsts = []
     for mine, other in zip(ours, theirs, strict=True):
-        needed = max(0, num_tokens - mine.window + 1) if mine.kind is GroupKind.WINDOW else 0
+        behind = {GroupKind.WINDOW: mine.window - 1, GroupKind.STATE: 1}.get(mine.kind, num_tokens)
+        needed = max(0, num_tokens - behind)
         sizes = mine.block_size, other.block_size
         firsts.append(max(start, *(needed - needed % size for size in sizes)))
     return tuple(firsts)

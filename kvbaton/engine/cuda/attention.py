@@ -11,6 +11,7 @@ from torch import Tensor
 
 from kvbaton.engine.cache import KVCache
 from kvbaton.engine.models.layers import LatentProjection
+from kvbaton.engine.state_blocks import StateBatch
 from kvbaton.engine.upload import upload
 from kvbaton.kernels.decode_attention import decode_attention
 from kvbaton.kernels.latent_decode_attention import latent_decode_attention
@@ -41,9 +42,11 @@ class KernelAttention:
 
     Args:
         cache: the pool.
-        slot_mapping: [groups, tokens] int64: block * block_size + offset, or -1: not written.
+        slot_mapping: [groups of K and V, tokens] int64: block * block_size + offset, or -1: not
+            written.
         decode: the leading tokens' sequences, if there are any.
         prefill: the others, if there are any, as each group has them.
+        states: what layers with a state need; None for a model without.
     """
 
     def __init__(
@@ -52,8 +55,9 @@ class KernelAttention:
         slot_mapping: Tensor,
         decode: DecodeBatch | None,
         prefill: Sequence[PrefillBatch] = (),
+        states: StateBatch | None = None,
     ) -> None:
-        self._cache, self._slots = cache, slot_mapping
+        self._cache, self._slots, self.states = cache, slot_mapping, states
         self._decode, self._prefill = decode, prefill
         self._num_decode = 0 if decode is None else len(decode.context_lens)
         self._rows = torch.arange(slot_mapping.shape[1], device=slot_mapping.device)

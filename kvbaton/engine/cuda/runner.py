@@ -19,6 +19,7 @@ from kvbaton.engine.cuda.sequences import CudaSequences
 from kvbaton.engine.encoder.pool import EncoderPool
 from kvbaton.engine.models.llama import LlamaForCausalLM
 from kvbaton.engine.runner import Ints, Runner, StepOutput
+from kvbaton.engine.state_blocks import StateBatch
 from kvbaton.engine.upload import upload
 from kvbaton.kernels.prefill_attention import PrefillBatch
 from kvbaton.kernels.sample_tokens import sample_tokens
@@ -122,10 +123,22 @@ class CudaRunner(Runner):
         size, sequences = self.cache.block_size, self.sequences
         at = positions.clamp(min=0)
         tables = sequences.device_tables.index_select(0, rows)
-        number = (at // size)[:, None, None].expand(-1, tables.shape[1], 1)
-        blocks = tables.gather(2, number)[:, :, 0].t().contiguous()
-        slots = torch.where(positions >= 0, blocks * size + at % size, -1)
-        attention = KernelAttention(self.cache, slots, DecodeBatch(tables, (positions + 1).int()))
+        blocks, groups = _blocks_at(tables, at // size), self.cache.num_kv_groups
+        slots = torch.where(positions >= 0, blocks[:groups] * size + at % size, -1)
+        states = None
+        if self.cache.states is not None:
+            before = _blocks_at(tables, (at - 1).clamp(min=0) // size)
+            states = StateBatch(
+                self.cache.states,
+                self.cache.places,
+                reads=torch.where(positions > 0, before[groups:].long(), 0),
+                writes=torch.where(positions >= 0, blocks[groups:].long(), 0),
+                ends=at,
+                num_decodes=len(rows),
+                live=positions >= 0,
+            )
+        decode = DecodeBatch(tables, (positions + 1).int())
+        attention = KernelAttention(self.cache, slots, decode, states=states)
         hidden = self._layers(sequences.tokens[rows, at].long(), at, rotary, slots, attention)
         tokens = sample_tokens(
             self.model.narrow_logits(hidden),
@@ -161,10 +174,11 @@ class CudaRunner(Runner):
                     query_lens=tuple(counts[leading:].tolist()),
                     prefix_lens=tuple(tokens.starts[leading:].tolist()),
                 )
-                for table in tables.unbind(1)
+                for table in tables[:, : self.cache.num_kv_groups].unbind(1)
             ]
         slot_mapping = slot_mapping.view(slots.shape)
-        attention = KernelAttention(self.cache, slot_mapping, decode, prefill)
+        states = self._states(tokens, rows)
+        attention = KernelAttention(self.cache, slot_mapping, decode, prefill, states)
         token_ids, turned_at = self.sequences.tokens[of, at].long(), rotary.view(turned.shape)
         hidden = self._layers(token_ids, at, turned_at, slot_mapping, attention, encoded)
         ends = np.cumsum(counts)
@@ -204,3 +218,17 @@ class CudaRunner(Runner):
         with torch.cuda.stream(self._far_stream):
             rows = self.encoder.gather(*upload([blocks, offsets], self.encoder.data.device))
             return rows.to(self.device, non_blocking=True)
+
+
+def _blocks_at(tables: Tensor, number: Tensor) -> Tensor:
+    """Physical block of a logical one of each sequence: [groups, sequences].
+
+    Args:
+        tables: [sequences, groups, blocks].
+        number: [sequences] int64.
+    """
+    return (
+        tables.gather(2, number[:, None, None].expand(-1, tables.shape[1], 1))[:, :, 0]
+        .t()
+        .contiguous()
+    )

@@ -21,6 +21,7 @@ from kvbaton.engine.mla_config import MlaConfig
 from kvbaton.engine.model_config import ModelConfig, RopeConfig
 from kvbaton.engine.models.linear import linear_method, product
 from kvbaton.engine.quantization.config import Quantization
+from kvbaton.engine.state_blocks import StateBatch
 from kvbaton.kernels.rms_norm import rms_norm
 from kvbaton.kernels.silu_and_mul import silu_and_mul
 
@@ -264,7 +265,9 @@ class RotaryEmbedding(nn.Module):
 
     def __init__(self, rope: RopeConfig, head_dim: int) -> None:
         super().__init__()
-        frequencies = inverse_frequencies(rope, head_dim)
+        turned = rope.rotary_dim(head_dim)
+        still = torch.zeros((head_dim - turned) // 2)
+        frequencies = torch.cat((inverse_frequencies(rope, turned), still))
         self.factor = rope.attention_factor
         self.register_buffer("frequencies", frequencies, persistent=False)
         self.register_buffer("axes", frequency_axes(rope, head_dim), persistent=False)
@@ -336,7 +339,13 @@ class LatentProjection(WeightedModule):
 
 
 class AttentionContext(Protocol):
-    """What a model's attention layer needs of a batch; an implementation per kind of kernel."""
+    """What a model's attention layer needs of a batch; an implementation per kind of kernel.
+
+    Attributes:
+        states: what layers with a state need; None for a model without.
+    """
+
+    states: StateBatch | None
 
     def attend(
         self,

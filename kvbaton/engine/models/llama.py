@@ -46,10 +46,11 @@ class DecoderLayer(nn.Module):
 
     def __init__(self, config: ModelConfig, layer: int, shard: Shard) -> None:
         super().__init__()
-        name, size, eps = f"model.layers.{layer}", config.hidden_size, config.rms_norm_eps
-        self.input_norm = RMSNorm(f"{name}.input_layernorm", size, eps)
+        name, size = f"model.layers.{layer}", config.hidden_size
+        norm = size, config.rms_norm_eps, config.norm_offset
+        self.input_norm = RMSNorm(f"{name}.input_layernorm", *norm)
         self.self_attn = self.attention_class(config, layer, shard)
-        self.post_norm = RMSNorm(f"{name}.post_attention_layernorm", size, eps)
+        self.post_norm = RMSNorm(f"{name}.post_attention_layernorm", *norm)
         self.mlp: GatedMLP | MoE
         if config.moe is not None and config.moe.layers[layer]:
             self.mlp = MoE(name, size, config.moe, shard)

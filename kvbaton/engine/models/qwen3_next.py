@@ -1,0 +1,354 @@
+"""Qwen3-Next: three layers with a gated delta rule to one with gated attention, and experts.
+
+The rule (Gated DeltaNet: Yang, Kautz, Hatamizadeh, arXiv 2412.06464) keeps of all tokens before one
+matrix per head, S [keys, values], which each token decays, corrects and reads:
+
+    S = exp(g) S;  S = S + k (b (v - k S));  out = q S
+
+Several tokens at once are a triangular system instead (`chunk_delta_rule`). Before it, a short
+causal convolution mixes each channel with its last tokens, which are part of the state too.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from typing_extensions import override
+
+from kvbaton.engine.collectives import Shard
+from kvbaton.engine.model_config import ModelConfig
+from kvbaton.engine.models.layers import (
+    AttentionContext,
+    ColumnLinear,
+    Piece,
+    RMSNorm,
+    RowLinear,
+    WeightedModule,
+    new_weight,
+)
+from kvbaton.engine.models.llama import DecoderLayer, LlamaForCausalLM
+from kvbaton.engine.state_blocks import StateBatch
+
+CHUNK = 64
+"""Tokens whose triangular system is solved at once."""
+
+
+class GatedDeltaNet(WeightedModule):
+    """Linear attention: projections, convolution, the gated delta rule, a gated norm.
+
+    Everything is ordered by key heads, as in the checkpoint's projections: of each its query, its
+    key, its values. So ranks that share the heads share states as well, by their head axis.
+    """
+
+    def __init__(self, config: ModelConfig, layer: int, shard: Shard) -> None:
+        super().__init__()
+        linear = config.linear_attention
+        assert linear is not None
+        self.linear, self.layer, self.name = linear, layer, f"model.layers.{layer}.linear_attn"
+        self.first, self.heads = shard.span(linear.num_key_heads)
+        self.value_heads = self.heads * linear.values_per_key
+        values = linear.values_per_key * linear.value_head_dim
+
+        def projection(name: str, rows: int) -> ColumnLinear:
+            span = self.first * rows, self.heads * rows
+            parts = [(f"{self.name}.{name}", linear.num_key_heads * rows, span)]
+            quantization = config.quantization
+            return ColumnLinear(config.hidden_size, parts, bias=False, quantization=quantization)
+
+        self.in_proj_qkvz = projection("in_proj_qkvz", linear.channels + values)
+        self.in_proj_ba = projection("in_proj_ba", 2 * linear.values_per_key)
+        self.conv = new_weight(self.heads, linear.channels, linear.conv_kernel)
+        # In float32 whatever the model's dtype: the logarithm of a decay.
+        empty = torch.empty(2, self.value_heads, dtype=torch.float32)
+        self.decays = nn.Parameter(empty, requires_grad=False)
+        self.norm = RMSNorm(f"{self.name}.norm", linear.value_head_dim, config.rms_norm_eps)
+        self.out_proj = RowLinear(
+            f"{self.name}.out_proj",
+            linear.num_value_heads * linear.value_head_dim,
+            config.hidden_size,
+            shard,
+            bias=False,
+            quantization=config.quantization,
+        )
+
+    def forward(
+        self, hidden: Tensor, rotary: tuple[Tensor, Tensor], attention: AttentionContext
+    ) -> Tensor:
+        """[tokens, hidden] to [tokens, hidden]; moves this layer's states on."""
+        states, linear = attention.states, self.linear
+        assert states is not None, "the cache has groups for all layers"
+        mixed = self.in_proj_qkvz(hidden).unflatten(-1, (self.heads, -1))
+        inputs, gate = mixed.split((linear.channels, mixed.shape[-1] - linear.channels), dim=-1)
+        both = self.in_proj_ba(hidden).unflatten(-1, (self.heads, 2, linear.values_per_key))
+        beta, step = (x.flatten(1) for x in both.unbind(2))
+        decay = -self.decays[0].exp() * F.softplus(step.float() + self.decays[1])
+        out = self._recur(states, inputs, decay, beta.sigmoid().float())
+        gate = gate.reshape(out.shape).float()
+        out = (self.norm(out) * F.silu(gate)).to(hidden.dtype)
+        return self.out_proj(out.flatten(1))  # type: ignore[no-any-return]
+
+    def _recur(self, states: StateBatch, inputs: Tensor, decay: Tensor, beta: Tensor) -> Tensor:
+        """Convolution and rule over a batch: [tokens, value heads, value_head_dim].
+
+        Args:
+            states: the batch.
+            inputs: [tokens, key heads, channels].
+            decay: [tokens, value heads] float32, as its logarithm.
+            beta: likewise.
+        """
+        shape = (len(inputs), self.value_heads, self.linear.value_head_dim)
+        out = torch.empty(shape, dtype=inputs.dtype, device=inputs.device)
+        n = states.num_decodes
+        if n:
+            window, state = self._unpack(states.read(self.layer, slice(0, n)))
+            window = torch.cat((window, inputs[:n, :, :, None].float()), dim=-1)
+            query, key, value = self._heads(self._convolve(window, out.dtype))
+            rule = (query[..., 0], key[..., 0], value[..., 0], decay[:n], beta[:n])
+            out[:n], state = delta_rule_step(*rule, state)
+            states.write(self.layer, slice(0, n), self._pack(window, state))
+        for row, tokens in enumerate(states.stretches, n):
+            window, state = self._unpack(states.read(self.layer, slice(row, row + 1)))
+            fresh = inputs[tokens].permute(1, 2, 0)[None].float()
+            window = torch.cat((window, fresh), dim=-1)
+            heads = self._heads(self._convolve(window, out.dtype))
+            query, key, value = (x[0].mT for x in heads)
+            found, after = chunk_delta_rule(
+                query, key, value, decay[tokens].t(), beta[tokens].t(), state[0]
+            )
+            out[tokens] = found.transpose(0, 1).to(out.dtype)
+            states.write(self.layer, slice(row, row + 1), self._pack(window, after[None]))
+        return out
+
+    def _convolve(self, window: Tensor, dtype: torch.dtype) -> Tensor:
+        """[..., channels, kernel - 1 + tokens] to [..., channels, tokens]."""
+        tokens = window.shape[-1] - self.linear.conv_kernel + 1
+        taps = self.conv.float().unbind(-1)
+        total = sum(tap[..., None] * window[..., i : i + tokens] for i, tap in enumerate(taps))
+        assert isinstance(total, Tensor)
+        return F.silu(total.to(dtype))
+
+    def _heads(self, mixed: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """Query, key and value of each value head, in float32: [..., value heads, dim, tokens].
+
+        Queries and keys have length 1, and queries the scale of attention.
+        """
+        linear, keys = self.linear, self.linear.key_head_dim
+        rest = linear.channels - 2 * keys
+        query, key, value = torch.split(mixed.float(), [keys, keys, rest], dim=-2)
+        query, key = (
+            (x * torch.rsqrt((x * x).sum(-2, keepdim=True) + 1e-6)).repeat_interleave(
+                linear.values_per_key, dim=-3
+            )
+            for x in (query, key)
+        )
+        value = value.reshape(*query.shape[:-2], -1, query.shape[-1])
+        return query * keys**-0.5, key, value
+
+    def _unpack(self, packed: Tensor) -> tuple[Tensor, Tensor]:
+        """States as `StateBatch` has them, apart.
+
+        Returns:
+            The last inputs of the convolution [n, key heads, channels, kernel - 1], and what the
+            rule keeps, [n, value heads, key_head_dim, value_head_dim].
+        """
+        linear, before = self.linear, self.linear.conv_kernel - 1
+        inputs = packed[:, :, : linear.conv_rows].flatten(2)[..., : linear.channels * before]
+        kept = packed[:, :, linear.conv_rows :]
+        return (
+            inputs.reshape(*packed.shape[:2], linear.channels, before),
+            kept.reshape(len(packed), self.value_heads, -1, linear.value_head_dim),
+        )
+
+    def _pack(self, window: Tensor, state: Tensor) -> Tensor:
+        """The last inputs of a window, and what the rule keeps, as `_unpack` takes them apart."""
+        linear = self.linear
+        inputs = window[..., 1 - linear.conv_kernel :].flatten(2)
+        room = linear.conv_rows * linear.value_head_dim
+        inputs = F.pad(inputs, (0, room - inputs.shape[-1]))
+        shape = (len(state), self.heads, -1, linear.value_head_dim)
+        return torch.cat((inputs.reshape(shape), state.reshape(shape)), dim=2)
+
+    def pieces(self) -> Iterator[Piece]:
+        """The convolution, head by head, since the checkpoint has all queries first; the decays."""
+        linear = self.linear
+        keys, values = linear.key_head_dim, linear.values_per_key * linear.value_head_dim
+        of_keys = linear.num_key_heads * keys
+        channels = 2 * of_keys + linear.num_key_heads * values
+        parts = ((0, 0, keys), (of_keys, keys, keys), (2 * of_keys, 2 * keys, values))
+        for head in range(self.heads):
+            for start, place, number in parts:
+                target = self.conv[head, place : place + number, None]
+                first = start + (self.first + head) * number
+                shape = (channels, 1, linear.conv_kernel)
+                yield Piece(f"{self.name}.conv1d.weight", shape, target, 0, first)
+        total, first = linear.num_value_heads, self.first * linear.values_per_key
+        for name, target in zip(("A_log", "dt_bias"), self.decays, strict=True):
+            yield Piece(f"{self.name}.{name}", (total,), target, 0, first)
+
+
+def delta_rule_step(
+    query: Tensor, key: Tensor, value: Tensor, decay: Tensor, beta: Tensor, state: Tensor
+) -> tuple[Tensor, Tensor]:
+    """One token of each sequence.
+
+    Args:
+        query: [n, heads, keys] float32.
+        key: likewise.
+        value: [n, heads, values] float32.
+        decay: [n, heads] float32: g.
+        beta: [n, heads] float32: b.
+        state: [n, heads, keys, values] float32.
+
+    Returns:
+        What it reads, as `value`, and the state after it.
+    """
+    state = state * decay.exp()[..., None, None]
+    known = (key[..., None, :] @ state)[..., 0, :]
+    fresh = (value - known) * beta[..., None]
+    state = state + key[..., None] * fresh[..., None, :]
+    return (query[..., None, :] @ state)[..., 0, :], state
+
+
+def chunk_delta_rule(
+    query: Tensor, key: Tensor, value: Tensor, decay: Tensor, beta: Tensor, state: Tensor
+) -> tuple[Tensor, Tensor]:
+    """Consecutive tokens of one sequence, chunk by chunk (section 3.3 of the paper).
+
+    Within a chunk, what each token adds to the state depends on what those before it have added:
+    a triangular system with ones on its diagonal. Solved for values and for keys, it gives all that
+    is added as values less what the state before the chunk already has for the keys.
+
+    Args:
+        query: [heads, tokens, keys] float32.
+        key: likewise.
+        value: [heads, tokens, values] float32.
+        decay: [heads, tokens] float32: g.
+        beta: [heads, tokens] float32: b.
+        state: [heads, keys, values] float32.
+
+    Returns:
+        What they read, as `value`, and the state after them.
+    """
+    tokens = key.shape[1]
+    size = min(CHUNK, tokens)
+    chunks = (len(key), -1, size)
+    # Padding decays nothing and adds nothing.
+    query, key, value = (
+        F.pad(x, (0, 0, 0, -tokens % size)).reshape(*chunks, x.shape[-1])
+        for x in (query, key, value)
+    )
+    decay, beta = (F.pad(x, (0, -tokens % size)).reshape(chunks) for x in (decay, beta))
+    total = decay.cumsum(-1)
+    later = torch.ones(size, size, dtype=torch.bool, device=key.device).triu(1)
+    between = (total[..., :, None] - total[..., None, :]).masked_fill(later, -torch.inf).exp()
+    scaled = key * beta[..., None]
+    system = (scaled @ key.mT) * between
+    sides = torch.cat((value * beta[..., None], scaled * total.exp()[..., None]), dim=-1)
+    solved = torch.linalg.solve_triangular(system, sides, upper=False, unitriangular=True)
+    added, erased = solved.split((value.shape[-1], key.shape[-1]), dim=-1)
+    within = (query @ key.mT) * between
+    query = query * total.exp()[..., None]
+    key = key * (total[..., -1:] - total).exp()[..., None]
+    left = total[..., -1].exp()[..., None, None]
+    outs = []
+    for i in range(key.shape[1]):
+        fresh = added[:, i] - erased[:, i] @ state
+        outs.append(query[:, i] @ state + within[:, i] @ fresh)
+        state = state * left[:, i] + key[:, i].mT @ fresh
+    return torch.cat(outs, dim=1)[:, :tokens], state
+
+
+def rotary_order(head_dim: int, rotary_dim: int) -> list[tuple[int, int]]:
+    """Order in which a head's features are held, as ranges (first, number) of the checkpoint's.
+
+    Only the first `rotary_dim` turn, feature i with i + rotary_dim / 2. Attention turns i with i +
+    head_dim / 2; so queries and keys are held in another order, which no product notices.
+    """
+    half, turned = head_dim // 2, rotary_dim // 2
+    rest = half - turned
+    return [(0, turned), (rotary_dim, rest), (turned, turned), (rotary_dim + rest, rest)]
+
+
+class HeadNorm(RMSNorm):
+    """Norm of heads whose features are in `rotary_order`."""
+
+    def __init__(self, name: str, config: ModelConfig) -> None:
+        super().__init__(name, config.head_dim, config.rms_norm_eps, config.norm_offset)
+        self.order = rotary_order(config.head_dim, config.rope.rotary_dim(config.head_dim))
+
+    @override
+    def pieces(self) -> Iterator[Piece]:
+        """Its scale, in that order."""
+        at = 0
+        for first, number in self.order:
+            target = self.weight[at : at + number]
+            yield Piece(f"{self.name}.weight", self.weight.shape, target, 0, first, norm=True)
+            at += number
+
+
+class GatedAttention(nn.Module):
+    """Attention whose output passes through a sigmoid gate of each feature."""
+
+    def __init__(self, config: ModelConfig, layer: int, shard: Shard) -> None:
+        super().__init__()
+        name, dim = f"model.layers.{layer}.self_attn", config.head_dim
+        self.layer, self.head_dim = layer, dim
+        self.q_norm, self.k_norm = (HeadNorm(f"{name}.{x}_norm", config) for x in "qk")
+        first, self.heads = shard.span(config.num_heads)
+        first_kv, self.kv_heads = shard.kv_heads(config.num_kv_heads)
+        queries, keys = range(first, first + self.heads), range(first_kv, first_kv + self.kv_heads)
+        order = self.q_norm.order
+        # The checkpoint has each query head's gate beside it.
+        rows = [("q", head * 2 * dim + at, number) for head in queries for at, number in order]
+        rows += [("k", head * dim + at, number) for head in keys for at, number in order]
+        rows += [("v", first_kv * dim, self.kv_heads * dim)]
+        rows += [("q", (head * 2 + 1) * dim, dim) for head in queries]
+        kv = config.num_kv_heads * dim
+        totals = {"q": config.num_heads * 2 * dim, "k": kv, "v": kv}
+        self.qkv_proj = ColumnLinear(
+            config.hidden_size,
+            [(f"{name}.{x}_proj", totals[x], (start, number)) for x, start, number in rows],
+            bias=config.qkv_bias,
+            quantization=config.quantization,
+        )
+        self.o_proj = RowLinear(
+            f"{name}.o_proj",
+            config.num_heads * dim,
+            config.hidden_size,
+            shard,
+            bias=config.output_bias,
+            quantization=config.quantization,
+        )
+
+    def forward(
+        self, hidden: Tensor, rotary: tuple[Tensor, Tensor], attention: AttentionContext
+    ) -> Tensor:
+        """[tokens, hidden] to [tokens, hidden]; writes this layer's K and V into the cache."""
+        heads = self.qkv_proj(hidden).unflatten(-1, (-1, self.head_dim))
+        query, key, value, gate = heads.split(
+            (self.heads, self.kv_heads, self.kv_heads, self.heads), dim=1
+        )
+        out = attention.attend(self.layer, self.q_norm(query), self.k_norm(key), value, rotary)
+        return self.o_proj((out * gate.sigmoid()).flatten(1))  # type: ignore[no-any-return]
+
+
+def _attention(config: ModelConfig, layer: int, shard: Shard) -> GatedDeltaNet | GatedAttention:
+    linear = config.linear_attention
+    assert linear is not None
+    kind = GatedDeltaNet if linear.layers[layer] else GatedAttention
+    return kind(config, layer, shard)
+
+
+class Qwen3NextDecoderLayer(DecoderLayer):
+    """Either kind of attention, then experts."""
+
+    attention_class = staticmethod(_attention)
+
+
+class Qwen3NextForCausalLM(LlamaForCausalLM):
+    """The whole model, but for its layers that predict further tokens (MTP)."""
+
+    layer_class = Qwen3NextDecoderLayer

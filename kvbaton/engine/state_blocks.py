@@ -1,0 +1,177 @@
+"""States of layers without K and V, one in each block: where they lie, and which a step moves on.
+
+A state is what a recurrent layer has left of all tokens before. Block i of a sequence is written
+over by each token of it; once it is full, it stays as a snapshot (`kv_cache_manager`). So a step
+reads the state of the block where the last token was computed, and writes that where its own last
+token lies; on the way it leaves a snapshot in the last block that it fills, if there is one for it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from itertools import pairwise
+
+import msgspec
+import numpy as np
+import numpy.typing as npt
+import torch
+from torch import Tensor
+
+from kvbaton.connectors.layout import BLOCK, GroupKind, KVLayout, contiguous_plane
+from kvbaton.engine.collectives import Shard
+from kvbaton.engine.kv_groups import STATE_DTYPE, KVGroup
+from kvbaton.engine.upload import upload, upload_ids
+from kvbaton.kernels.running_sums import add_sums, start_sums
+
+
+class StateBlocks:
+    """The blocks of a pool, seen as states; the null block is the state before all tokens: zeros.
+
+    Args:
+        pool: [blocks, ...], contiguous; a block holds a state of the largest group.
+        groups: of states, all of equal shape.
+        shard: this rank's share.
+        track_sums: keep digest sums.
+
+    Attributes:
+        data: [blocks, heads, layers, rows, 1, features], float32; of smaller groups only the first
+            layers count.
+        sums: of each block, as of one token: the last one that the state has seen; or None.
+        layout: of blocks with all these layers.
+    """
+
+    def __init__(
+        self, pool: Tensor, groups: Sequence[KVGroup], shard: Shard, track_sums: bool
+    ) -> None:
+        ((total, rows, features),) = {(g.heads, g.state_rows, g.head_dim) for g in groups}
+        layers = max(len(group.layers) for group in groups)
+        head_start, heads = shard.span(total)
+        floats = pool.flatten(1).view(getattr(torch, STATE_DTYPE))
+        size = heads * layers * rows * features
+        assert size <= floats.shape[1], "see least_block_size"
+        self.data = floats[:, :size].view(-1, heads, layers, rows, 1, features)
+        self.sums: Tensor | None = None
+        if track_sums:
+            shape = (len(pool), layers, rows, heads)
+            self.sums = torch.zeros(shape, dtype=torch.int64, device=pool.device)
+        plane = contiguous_plane(
+            name="state",
+            num_blocks=len(pool),
+            block_size=1,
+            num_heads=heads,
+            head_dim=features,
+            layers=tuple(range(layers)),
+            dtype=STATE_DTYPE,
+            head_start=head_start,
+            head_total=total,
+            kv=rows,
+        )
+        strides = (floats.stride(0) * floats.element_size(), *plane.strides[BLOCK + 1 :])
+        self.layout = KVLayout(
+            group=0,
+            kind=GroupKind.STATE,
+            block_size=1,
+            num_blocks=len(pool),
+            planes=(msgspec.structs.replace(plane, strides=strides),),
+        )
+
+    def copy_sums(self, sources: Sequence[int], targets: Sequence[int]) -> None:
+        """After blocks were copied."""
+        if self.sums is not None:
+            source, target = (upload_ids(ids, self.sums.device) for ids in (sources, targets))
+            self.sums.index_copy_(0, target, self.sums.index_select(0, source))
+
+
+@dataclass(frozen=True)
+class StateBatch:
+    """The states that a step moves on, one row each: decoding sequences, then stretches of prompts.
+
+    Attributes:
+        states: the pool.
+        places: per layer its group, of those of states, and its place among the layers of a block.
+        reads: [groups, rows] int64, the block with the state before a row's tokens.
+        writes: [groups, rows] int64, the block for the state after them.
+        ends: [rows] int64, positions of their last tokens.
+        num_decodes: rows of one token each, which come first, in the batch too.
+        stretches: of each other row, its tokens in the batch; rows in turn, where one reads what
+            another has written.
+        live: [rows], which of them are no padding; None for all.
+    """
+
+    states: StateBlocks
+    places: Mapping[int, tuple[int, int]]
+    reads: Tensor
+    writes: Tensor
+    ends: Tensor
+    num_decodes: int
+    stretches: tuple[slice, ...] = ()
+    live: Tensor | None = None
+
+    def read(self, layer: int, rows: slice) -> Tensor:
+        """States of a layer before its tokens, copied: [rows, heads, state rows, features]."""
+        group, place = self.places[layer]
+        of_layer: Tensor = self.states.data[:, :, place, :, 0]
+        return of_layer.index_select(0, self.reads[group, rows])
+
+    def write(self, layer: int, rows: slice, after: Tensor) -> None:
+        """States of a layer after its tokens, as `read` gives them."""
+        if self.live is not None:  # padding has the null block, which stays zero
+            after = torch.where(self.live[rows, None, None, None], after, 0.0)
+        group, place = self.places[layer]
+        self.states.data[:, :, place, :, 0].index_copy_(0, self.writes[group, rows], after)
+
+    def sign(self) -> None:
+        """Once all layers are through: keep the sums of what was written."""
+        if self.states.sums is None:
+            return
+        for writes in self.writes:
+            slots = writes if self.live is None else torch.where(self.live, writes, -1)
+            start_sums(self.states.sums, slots, 1)
+            add_sums(self.states.sums, self.states.data, slots, self.ends)
+
+
+def step_states(
+    states: StateBlocks,
+    places: Mapping[int, tuple[int, int]],
+    block_size: int,
+    starts: npt.NDArray[np.int64],
+    counts: npt.NDArray[np.int64],
+    tables: npt.NDArray[np.int64],
+) -> StateBatch:
+    """Which states a step moves on.
+
+    Args:
+        states: the pool.
+        places: see `StateBatch`.
+        block_size: tokens of a block.
+        starts: [sequences], position of the first token of each.
+        counts: [sequences], tokens of each.
+        tables: [sequences, groups of states, blocks].
+    """
+    num_decodes = int(np.argmax(counts > 1)) if (counts > 1).any() else len(counts)
+    ends, first = starts + counts, np.cumsum(counts) - counts
+    rows, stretches = list[tuple[int, int, int]](), list[slice]()
+    for i, (start, end, at) in enumerate(np.stack((starts, ends, first), 1).tolist()):
+        border, cuts = end - end % block_size, [start, end]
+        if start < border < end and tables[i, :, border // block_size - 1].all():
+            cuts = [start, border, end]
+        for low, high in pairwise(cuts):
+            rows.append((i, low, high))
+            if i >= num_decodes:
+                stretches.append(slice(at + low - start, at + high - start))
+    of, low, high = np.array(rows, np.int64).T
+    reads = np.where(low > 0, tables[of, :, np.maximum(low - 1, 0) // block_size].T, 0)
+    writes = tables[of, :, (high - 1) // block_size].T
+    assert writes.all(), "a step has no block for its states"
+    device = states.data.device
+    read, write, last = upload([reads, writes, high - 1], device)
+    return StateBatch(
+        states,
+        places,
+        read.view(reads.shape),
+        write.view(writes.shape),
+        last,
+        num_decodes,
+        tuple(stretches),
+    )
