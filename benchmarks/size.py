@@ -75,15 +75,14 @@ class Source:
         """All, at any depth."""
         return [node for node in ast.walk(self.tree) if isinstance(node, FUNCTION)]
 
-    def called_once(self) -> list[str]:
-        """Names of private functions that the file names in one place but their definition."""
+    def called_once(self) -> list[ast.FunctionDef | ast.AsyncFunctionDef]:
+        """Private functions that the file names in one place but their definition."""
         used = Counter(
             node.id if isinstance(node, ast.Name) else node.attr
             for node in ast.walk(self.tree)
             if isinstance(node, ast.Name | ast.Attribute)
         )
-        private = [f.name for f in self.functions() if is_private(f.name)]
-        return [name for name in private if used[name] == 1]
+        return [f for f in self.functions() if is_private(f.name) and used[f.name] == 1]
 
     def none_checks(self) -> int:
         """How often ``is None`` or ``is not None`` stands in it."""
@@ -156,9 +155,13 @@ def rooms(files: list[Source]) -> Counter[str]:
 
 
 def details(files: list[Source]) -> Iterator[str]:
-    """What stands behind the figures."""
-    once = sorted(f"{file.name}:{name}" for file in files for name in file.called_once())
-    yield from (f"called once: {name}" for name in once)
+    """What stands behind the figures: the files with most functions that are called once first."""
+    once = {file.name: file.called_once() for file in files}
+    for name, functions in sorted(once.items(), key=lambda item: -len(item[1])):
+        lines = [(f.end_lineno or f.lineno) - f.lineno + 1 for f in functions]
+        told = ", ".join(f"{f.name} {n}" for f, n in zip(functions, lines, strict=True))
+        if told:
+            yield f"called once, and their lines: {name} {len(functions)}: {told}"
 
 
 def main() -> int:

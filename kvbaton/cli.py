@@ -6,6 +6,7 @@ Flags are made from the fields of settings (`kvbaton.config`).
 from __future__ import annotations
 
 import argparse
+import importlib
 import os
 import socket
 import sys
@@ -69,11 +70,32 @@ def make_parser() -> argparse.ArgumentParser:
     )
     commands = parser.add_subparsers(title="commands", required=True, metavar="COMMAND")
     for name, fill, run, text in (
-        ("up", _up_flags, run_up, "Start a whole cluster on this machine."),
-        ("prefill", _prefill_flags, run_prefill, "Start a node that computes prompts."),
-        ("decode", _decode_flags, run_decode, "Start a node that generates."),
+        (
+            "up",
+            _flags_of(
+                "kvbaton.cluster.config:ClusterConfig",
+                order=("cluster", "endpoint", None),
+                skip={"encoder_only"},
+                port=8000,
+                log_level="warning",
+            ),
+            run_up,
+            "Start a whole cluster on this machine.",
+        ),
+        (
+            "prefill",
+            _node_flags(8100, "max_blocks_per_peer"),
+            run_prefill,
+            "Start a node that computes prompts.",
+        ),
+        ("decode", _node_flags(8200, "max_transfers"), run_decode, "Start a node that generates."),
         ("encode", _encode_flags, run_encode, "Start a node that encodes images for others."),
-        ("router", _router_flags, run_router, "Start the endpoint in front of all nodes."),
+        (
+            "router",
+            _flags_of("kvbaton.router.config:RouterConfig", order=("nodes", None), port=8000),
+            run_router,
+            "Start the endpoint in front of all nodes.",
+        ),
         ("chat", _chat_flags, run_chat, "Talk to a model in the terminal."),
         ("bench", _bench_flags, None, "Measure transports and endpoints."),
         ("connectors", _connector_flags, None, "List, check and measure transports and stores."),
@@ -89,14 +111,6 @@ def make_parser() -> argparse.ArgumentParser:
 # --- nodes, router, cluster ---
 
 
-def _prefill_flags(parser: argparse.ArgumentParser) -> None:
-    _node_flags(parser, 8100, "max_blocks_per_peer")
-
-
-def _decode_flags(parser: argparse.ArgumentParser) -> None:
-    _node_flags(parser, 8200, "max_transfers")
-
-
 def _encode_flags(parser: argparse.ArgumentParser) -> None:
     from kvbaton.engine.config import ENCODER_SETTINGS, EngineConfig
     from kvbaton.server.config import MediaConfig
@@ -104,29 +118,27 @@ def _encode_flags(parser: argparse.ArgumentParser) -> None:
     text = {"chat_template", "generation_config"} | {item.name for item in fields(MediaConfig)}
     other = {item.name for item in fields(EngineConfig)} - set(ENCODER_SETTINGS)
     parser.set_defaults(encoder_only=True, limit_images=0)
-    _node_flags(parser, 8300, "max_blocks_per_peer", "peers", *text, *other)
+    _node_flags(8300, "max_blocks_per_peer", "peers", *text, *other)(parser)
 
 
-def _node_flags(parser: argparse.ArgumentParser, port: int, *skip: str) -> None:
-    from kvbaton.server.config import NodeConfig
-
-    order = ("node", None, "endpoint")
-    add_flags(
-        parser, NodeConfig, order=order, skip={"encoder_only", *skip}, port=port, node_id=None
+def _node_flags(port: int, *skip: str) -> FillParser:
+    return _flags_of(
+        "kvbaton.server.config:NodeConfig",
+        order=("node", None, "endpoint"),
+        skip={"encoder_only", *skip},
+        port=port,
+        node_id=None,
     )
 
 
-def _router_flags(parser: argparse.ArgumentParser) -> None:
-    from kvbaton.router.config import RouterConfig
+def _flags_of(path: str, **settings: Any) -> FillParser:
+    """Adds the flags of a configuration, which is imported then; `settings` as of `add_flags`."""
 
-    add_flags(parser, RouterConfig, order=("nodes", None), port=8000)
+    def fill(parser: argparse.ArgumentParser) -> None:
+        module, _, name = path.partition(":")
+        add_flags(parser, getattr(importlib.import_module(module), name), **settings)
 
-
-def _up_flags(parser: argparse.ArgumentParser) -> None:
-    from kvbaton.cluster.config import ClusterConfig
-
-    order, skip = ("cluster", "endpoint", None), {"encoder_only"}
-    add_flags(parser, ClusterConfig, order=order, skip=skip, port=8000, log_level="warning")
+    return fill
 
 
 def run_prefill(args: argparse.Namespace) -> int:
@@ -222,9 +234,33 @@ def find_model(args: argparse.Namespace) -> None:
 
 
 def _bench_flags(parser: argparse.ArgumentParser) -> None:
-    from kvbaton.bench.flags import add_benches
+    benches = parser.add_subparsers(title="benchmarks", required=True, metavar="WHAT")
+    for name, config, run, text in (
+        ("transfer", "transfer:TransferLoad", run_transfer, "move blocks between two processes"),
+        ("serve", "serve:ServeLoad", run_serve, "load on any OpenAI endpoint"),
+    ):
+        bench = benches.add_parser(name, help=text)
+        bench.set_defaults(run=run)
+        _flags_of(f"kvbaton.bench.{config}")(bench)
+        _add_out(bench)
 
-    add_benches(parser)
+
+def _add_out(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("--out", type=Path, metavar="FILE", help="write the result as JSON")
+
+
+def run_transfer(args: argparse.Namespace) -> int:
+    """``kvbaton bench transfer``."""
+    from kvbaton.bench.transfer import TransferLoad, run
+
+    return run(from_args(TransferLoad, args), args.out)
+
+
+def run_serve(args: argparse.Namespace) -> int:
+    """``kvbaton bench serve``."""
+    from kvbaton.bench.serve import ServeLoad, run
+
+    return run(from_args(ServeLoad, args), args.out)
 
 
 def _doctor_flags(parser: argparse.ArgumentParser) -> None:
@@ -246,8 +282,6 @@ def _doctor_flags(parser: argparse.ArgumentParser) -> None:
 
 
 def _connector_flags(parser: argparse.ArgumentParser) -> None:
-    from kvbaton.bench.flags import add_connector_bench
-
     jobs = parser.add_subparsers(title="what to do", required=True, metavar="WHAT")
     listing = jobs.add_parser("list", help="which are installed, and what they can do")
     listing.set_defaults(run=run_connectors_list)
@@ -266,7 +300,10 @@ def _connector_flags(parser: argparse.ArgumentParser) -> None:
     check.add_argument("--json", type=Path, metavar="FILE", help="write the report as JSON")
     bench = jobs.add_parser("bench", help="measure one beside the machine's own figures")
     _add_spec(bench)
-    add_connector_bench(bench)
+    bench.set_defaults(run=run_connectors_bench)
+    _flags_of("kvbaton.bench.store:StoreLoad")(bench)
+    _add_out(bench)
+    bench.add_argument("--plot", type=Path, metavar="FILE", help="draw a store's result as PNG")
 
 
 def _add_spec(parser: argparse.ArgumentParser) -> None:
@@ -305,6 +342,22 @@ def run_connectors_check(args: argparse.Namespace) -> int:
         seed=args.seed,
         json_path=args.json,
     )
+
+
+def run_connectors_bench(args: argparse.Namespace) -> int:
+    """``kvbaton connectors bench``."""
+    from kvbaton.testing.check import make_subject
+
+    if make_subject(args.spec, args.kind).kind == "transport":
+        from kvbaton.bench.transfer import TransferLoad
+        from kvbaton.bench.transfer import run as run_transport
+
+        blocks = tuple(args.object_bytes)
+        load = TransferLoad(transports=(args.spec,), block_bytes=blocks, num_bytes=args.bytes)
+        return run_transport(load, args.out)
+    from kvbaton.bench.store import StoreLoad, run
+
+    return run(from_args(StoreLoad, args), args.out, args.plot)
 
 
 def run_version(args: argparse.Namespace) -> int:

@@ -143,9 +143,14 @@ class Chat:
         body["max_tokens"] = self._config.max_tokens
         if self._config.temperature is not None:
             body["temperature"] = self._config.temperature
+
+        def show(text: str) -> None:
+            self._console.print(text, end="", markup=False, soft_wrap=True)
+            self._console.file.flush()
+
         before = await self._watcher.now()
         try:
-            answer = await stream_answer(self._session, self._config.base_url, body, self._show)
+            answer = await stream_answer(self._session, self._config.base_url, body, show)
         except FAILURES as error:
             self._console.print(f"\n{error}", style="red", markup=False)
             return
@@ -153,10 +158,6 @@ class Chat:
         self._console.print()
         line = figures(answer, await self._watcher.since(before))
         self._console.print(line, style="dim", markup=False)
-
-    def _show(self, text: str) -> None:
-        self._console.print(text, end="", markup=False, soft_wrap=True)
-        self._console.file.flush()
 
 
 def figures(answer: Answer, served: Served) -> str:

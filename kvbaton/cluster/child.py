@@ -32,8 +32,7 @@ class Child:
         self.name = name
         self.tail: deque[str] = deque(maxlen=TAIL_LINES)
         self._process = process
-        self._reader = asyncio.create_task(self._pass_on())
-        self.exited = asyncio.create_task(self._wait(), name=f"exit of {name}")
+        self.exited = asyncio.create_task(self._run(), name=f"exit of {name}")
 
     @classmethod
     async def start(
@@ -86,22 +85,25 @@ class Child:
         self.kill()
         await self.exited
 
-    async def _wait(self) -> int:
+    async def _run(self) -> int:
+        assert self._process.stdout is not None
+        output = self._process.stdout
+
+        async def pass_on() -> None:
+            while True:
+                try:
+                    line = await output.readline()
+                except ValueError:  # longer than the limit: readline has dropped it
+                    line = b"(a line too long to show)\n"
+                if not line:
+                    return
+                text = line.decode(errors="replace").rstrip()
+                self.tail.append(text)
+                print(f"[{self.name}] {text}", file=sys.stderr, flush=True)
+
+        reader = asyncio.create_task(pass_on())
         status = await self._process.wait()
         # Its last words are read before anybody is told; a grandchild may hold the pipe open.
-        await asyncio.wait([self._reader], timeout=1.0)
-        self._reader.cancel()
+        await asyncio.wait([reader], timeout=1.0)
+        reader.cancel()
         return status
-
-    async def _pass_on(self) -> None:
-        assert self._process.stdout is not None
-        while True:
-            try:
-                line = await self._process.stdout.readline()
-            except ValueError:  # longer than the limit: readline has dropped it
-                line = b"(a line too long to show)\n"
-            if not line:
-                return
-            text = line.decode(errors="replace").rstrip()
-            self.tail.append(text)
-            print(f"[{self.name}] {text}", file=sys.stderr, flush=True)

@@ -56,9 +56,16 @@ class Cluster:
 
     async def run(self) -> int:
         """Startup, serve, shutdown; returns the exit status."""
+
+        def on_signal() -> None:
+            if self._stop.is_set():  # the second time: no more patience
+                for child in self._children():
+                    child.kill()
+            self._stop.set()
+
         loop = asyncio.get_running_loop()
         for number in (signal.SIGINT, signal.SIGTERM):
-            loop.add_signal_handler(number, self._on_signal)
+            loop.add_signal_handler(number, on_signal)
         living = asyncio.create_task(self._live())
         stopped = asyncio.create_task(self._stop.wait())
         try:
@@ -77,16 +84,23 @@ class Cluster:
             await self.shutdown()
 
     async def _live(self) -> int:
+        config = self.config
         await self.start()
         await self.until_ready()
-        if self.config.prompt is None and self.config.chat is None:
-            self._say_ready()
+        if config.prompt is None and config.chat is None:
+            body = {"model": config.model_name, "prompt": "Hello", "max_tokens": 16}
+            data = shlex.quote(msgspec.json.encode(body).decode())
+            header = "-H 'Content-Type: application/json'"
+            if config.api_keys:
+                header += " -H 'Authorization: Bearer YOUR_API_KEY'"
+            print(f"\nready: {self.url}/v1\n")
+            print(f"curl {self.url}/v1/completions {header} -d {data}\n", flush=True)
             await self.serve()
             return 1
         from kvbaton.cluster.conversation import ask
 
-        key = next(iter(self.config.api_keys), None)
-        return await ask(self.url, self.config, bearer(key), self._member_headers())
+        key = next(iter(config.api_keys), None)
+        return await ask(self.url, config, bearer(key), self._member_headers())
 
     # --- startup ---
 
@@ -163,16 +177,6 @@ class Cluster:
         took = f" in {time.monotonic() - self._began:.1f} s" if state == "ready" else ""
         print(f"{name}: {state}{took}", flush=True)
 
-    def _say_ready(self) -> None:
-        body = {"model": self.config.model_name, "prompt": "Hello", "max_tokens": 16}
-        key = " -H 'Authorization: Bearer YOUR_API_KEY'" if self.config.api_keys else ""
-        data = shlex.quote(msgspec.json.encode(body).decode())
-        print(f"\nready: {self.url}/v1\n")
-        print(
-            f"curl {self.url}/v1/completions -H 'Content-Type: application/json'{key} -d {data}\n",
-            flush=True,
-        )
-
     # --- serve ---
 
     async def serve(self) -> None:
@@ -198,12 +202,6 @@ class Cluster:
         return [c.exited for c in (self.router, *self.nodes) if c.name not in known]
 
     # --- shutdown ---
-
-    def _on_signal(self) -> None:
-        if self._stop.is_set():  # the second time: no more patience
-            for child in self._children():
-                child.kill()
-        self._stop.set()
 
     def _children(self) -> list[Child]:
         return [*self.nodes, *([self.router] if self.router is not None else [])]

@@ -65,7 +65,15 @@ class ControlChannel:
         self._dealers: dict[Link, zmq.Socket[bytes]] = {}
         self._addresses: dict[str, Link] = {}
         self._router = self._new_socket(zmq.ROUTER)
-        self._address = self._bind("127.0.0.1" if host == "localhost" else host, port)
+        host = "127.0.0.1" if host == "localhost" else host
+        shown = f"[{host}]" if ":" in host else host
+        try:
+            self._router.bind(f"tcp://{shown}:{port or '*'}")
+        except zmq.ZMQError as error:
+            self.close()
+            raise ConfigError("--host", f"can't listen on {host}:{port}: {error}") from error
+        bound = urlsplit(self._router.getsockopt_string(zmq.LAST_ENDPOINT))
+        self._address = f"tcp://{shown}:{bound.port}"
         self.poller.register(self._router, zmq.POLLIN)
         if self._gate is not None:
             self.poller.register(self._gate.socket, zmq.POLLIN)
@@ -179,13 +187,3 @@ class ControlChannel:
         elif self._cluster_key:
             secure_client(socket, self._cluster_key)
         return socket
-
-    def _bind(self, host: str, port: int) -> str:
-        shown = f"[{host}]" if ":" in host else host
-        try:
-            self._router.bind(f"tcp://{shown}:{port or '*'}")
-        except zmq.ZMQError as error:
-            self.close()
-            raise ConfigError("--host", f"can't listen on {host}:{port}: {error}") from error
-        bound = urlsplit(self._router.getsockopt_string(zmq.LAST_ENDPOINT))
-        return f"tcp://{shown}:{bound.port}"

@@ -133,7 +133,8 @@ def whole_values(pairing: GroupPairing, sums: Sequence[Sums], seed: int) -> npt.
         for share in shares:
             name = struct.pack("<Q", seed) + share.source.name.encode()
             key = hashlib.blake2b(name, digest_size=8).digest()
-            mine = _cut(flat, share, share.source_columns)
+            kinds = share.source.shape[KV]
+            mine = flat[:, share.source_columns].reshape(len(flat), len(share.layers), kinds, -1)
             total += _folded(mine, int.from_bytes(key, "little"), share.layers, share.head_start)
     return total
 
@@ -216,7 +217,13 @@ def mismatches(
             theirs = given[low - run.first_unit : past - run.first_unit]
             differs[low - first : past - first] = values[low - first : past - first] != theirs
         bad.update((np.flatnonzero(differs) + first).tolist())
-    return _token_ranges(sorted(bad), pairing.unit, start, end) if bad else []
+    ranges: list[tuple[int, int]] = []
+    for unit in sorted(bad):
+        low, high = max(start, unit * pairing.unit), min(end, (unit + 1) * pairing.unit)
+        if ranges and ranges[-1][1] == low:
+            low = ranges.pop()[0]
+        ranges.append((low, high))
+    return ranges
 
 
 def _values(
@@ -232,8 +239,9 @@ def _values(
     first_unit, units = unit_sums(_flat(sums, layout), first_block, layout.block_size, unit)
     total = np.zeros(len(units), np.uint64)
     for share, columns in parts:
+        mine = units[:, columns]
         total += fold(
-            _cut(units, share, columns),
+            mine.reshape(len(mine), len(share.layers), share.source.shape[KV], -1),
             transfer_id=transfer_id,
             attempt=attempt,
             group=layout.group,
@@ -251,22 +259,6 @@ def _flat(sums: Sums, layout: KVLayout) -> Sums:
     width = sum(math.prod(plane.shape[HEAD : KV + 1]) for plane in layout.planes)
     assert flat.shape[1] == width, f"{flat.shape[1]} sums a block, of planes of {width}"
     return flat
-
-
-def _cut(flat: Sums, share: PlaneShare, columns: Columns) -> Sums:
-    """A share of one plane's sums: [blocks or units, layers, kv, heads]."""
-    kv = share.source.shape[KV]
-    return flat[:, columns].reshape(len(flat), len(share.layers), kv, -1)
-
-
-def _token_ranges(units: list[int], unit: int, start: int, end: int) -> list[tuple[int, int]]:
-    ranges: list[tuple[int, int]] = []
-    for number in units:
-        low, high = max(start, number * unit), min(end, (number + 1) * unit)
-        if ranges and ranges[-1][1] == low:
-            low = ranges.pop()[0]
-        ranges.append((low, high))
-    return ranges
 
 
 def _mix(x: npt.NDArray[np.uint64]) -> npt.NDArray[np.uint64]:

@@ -25,7 +25,13 @@ class Schedules:
 
     def __init__(self, flag: str, seed: int, by_fault: Mapping[str, Schedule]) -> None:
         for fault, schedule in by_fault.items():
-            if not _valid(schedule):
+            if isinstance(schedule, int | float):
+                valid = 0 <= schedule <= 1
+            else:
+                valid = isinstance(schedule, list | tuple) and all(
+                    isinstance(number, int) for number in schedule
+                )
+            if not valid:
                 right = "a probability or a list of operations' numbers"
                 raise ConfigError(flag, f"{fault} must be {right}, not {schedule!r}")
         self._by_fault = dict(by_fault)
@@ -36,17 +42,9 @@ class Schedules:
         """Faults of the next operation."""
         number = self._next
         self._next += 1
-        draws = [(fault, when, self.random.random()) for fault, when in self._by_fault.items()]
-        return {fault for fault, when, draw in draws if _hits(when, number, draw)}
-
-
-def _valid(schedule: Schedule) -> bool:
-    if isinstance(schedule, int | float):
-        return 0 <= schedule <= 1
-    return isinstance(schedule, list | tuple) and all(isinstance(n, int) for n in schedule)
-
-
-def _hits(schedule: Schedule, number: int, draw: float) -> bool:
-    if isinstance(schedule, int | float):
-        return draw < schedule
-    return number in schedule
+        faults = set()
+        for fault, when in self._by_fault.items():
+            draw = self.random.random()  # also where it decides nothing: draws stay in step
+            if draw < when if isinstance(when, int | float) else number in when:
+                faults.add(fault)
+        return faults

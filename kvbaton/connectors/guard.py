@@ -206,8 +206,12 @@ class Watch:
         except OSError as error:
             self._lose(str(error))
             return
-        if not data:
-            self._ended()
+        if not data:  # the other side closed in order: death, if we knew who it was
+            if self._state is not _State.HELD:
+                self._lose("closed before it said who it is")
+                return
+            self._state, self._since = _State.ENDED, time.monotonic()
+            self.drop()
             return
         self._said += data
         if self._said == self.card.life:
@@ -215,14 +219,6 @@ class Watch:
             self._known.set()
         elif not self.card.life.startswith(self._said):
             self._lose("another process answers")
-
-    def _ended(self) -> None:
-        """The other side closed in order: death, if we knew who it was."""
-        if self._state is not _State.HELD:
-            self._lose("closed before it said who it is")
-            return
-        self._state, self._since = _State.ENDED, time.monotonic()
-        self.drop()
 
     def _lose(self, why: str) -> None:
         log.debug("guard connection to %s:%d: %s", self.card.host, self.card.port, why)
@@ -342,13 +338,14 @@ class _Guard:
             _reset(sock)
             return
         self._accepted[sock.fileno()] = host
-        self.register(sock, select.EPOLLIN | select.EPOLLRDHUP, lambda: self._leave(sock))
 
-    def _leave(self, sock: socket.socket) -> None:
-        """The dialler has gone, or it sends, which nobody does who knows what this is for."""
-        self._accepted.pop(sock.fileno(), None)
-        self.unregister(sock)
-        _reset(sock)
+        def leave() -> None:
+            """The dialler has gone, or it sends, which nobody does who knows what this is for."""
+            self._accepted.pop(sock.fileno(), None)
+            self.unregister(sock)
+            _reset(sock)
+
+        self.register(sock, select.EPOLLIN | select.EPOLLRDHUP, leave)
 
 
 _guard: _Guard | None = None

@@ -182,18 +182,14 @@ def _shard_digest(path: Path) -> bytes:
         if len(prefix) < 8 or data_start > size:
             raise ConfigError("--model", f"{path} is no safetensors file: its header is cut off")
         parts = [struct.pack("<q", size), file.read(data_start - 8)]
-        for offset, length in _samples(size - data_start):
-            file.seek(data_start + offset)
-            parts.append(file.read(length))
+        left = size - data_start
+        if left <= SAMPLES * SAMPLE_BYTES:
+            parts.append(file.read())
+        else:  # samples, among them the first and the last bytes
+            for number in range(SAMPLES):
+                file.seek(data_start + (left - SAMPLE_BYTES) * number // (SAMPLES - 1))
+                parts.append(file.read(SAMPLE_BYTES))
     return _hash(b"kvbaton-shard", parts)
-
-
-def _samples(size: int) -> list[tuple[int, int]]:
-    """Offset and length of the samples of `size` bytes; the first and last bytes are covered."""
-    if size <= SAMPLES * SAMPLE_BYTES:
-        return [(0, size)]
-    last = size - SAMPLE_BYTES
-    return [(last * i // (SAMPLES - 1), SAMPLE_BYTES) for i in range(SAMPLES)]
 
 
 def _hash(person: bytes, fields: Iterable[bytes]) -> bytes:

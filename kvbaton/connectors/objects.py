@@ -83,7 +83,8 @@ class ObjectHeader:
         data = _FIELDS.pack(
             MAGIC, VERSION, self.tokens, self.identity, self.key, self.num_bytes, digest
         )
-        return data + _checksum(data)
+        check = hashlib.blake2b(data, digest_size=_CHECK_BYTES, person=b"kvbaton-header")
+        return data + check.digest()
 
     def check(self, data: bytes | bytearray | memoryview) -> int | None:
         """The digest that a header claims; None if it is torn or another object's.
@@ -96,10 +97,6 @@ class ObjectHeader:
         raw = bytes(data)
         digest: int = _FIELDS.unpack(raw[: _FIELDS.size])[-1]
         return digest if raw == self.pack(digest) else None
-
-
-def _checksum(data: bytes) -> bytes:
-    return hashlib.blake2b(data, digest_size=_CHECK_BYTES, person=b"kvbaton-header").digest()
 
 
 class BlockBytes(NamedTuple):
@@ -145,7 +142,9 @@ class ObjectForm:
         self._layouts = tuple(layouts)
         self._canonical = _canonical(layouts)
         self._pairing = GroupPairing(layouts, [self._canonical])
-        self.layout = _layout_digest(self._canonical)
+        said = msgspec.json.encode(self._canonical, order="deterministic")
+        digest = hashlib.blake2b(said, digest_size=KEY_BYTES, person=b"kvbaton-layout")
+        self.layout = digest.digest()
         planes = self._canonical.planes
         self.num_bytes = sum(plane.strides[0] for plane in planes)
         runs: list[BlockBytes] = []
@@ -238,9 +237,3 @@ def _canonical(layouts: Sequence[KVLayout]) -> KVLayout:
         offset += plane.strides[0]
         planes.append(plane)
     return msgspec.structs.replace(layouts[0], num_blocks=1, planes=tuple(planes))
-
-
-def _layout_digest(canonical: KVLayout) -> bytes:
-    """Of the canonical layout, which says all that an object's bytes depend on."""
-    data = msgspec.json.encode(canonical, order="deterministic")
-    return hashlib.blake2b(data, digest_size=KEY_BYTES, person=b"kvbaton-layout").digest()

@@ -171,15 +171,12 @@ def _check_alike(rank: str, first: KVLayout, layout: KVLayout) -> None:
     _same(where + "planes", rank, *names)
     for plane in first.planes:
         mine, theirs = planes_named(plane.name, (first, layout))
-        _check_planes_alike(f"{where}plane {plane.name!r}: ", rank, mine, theirs)
-
-
-def _check_planes_alike(where: str, rank: str, first: Plane, plane: Plane) -> None:
-    _same(where + "dtype", rank, first.dtype, plane.dtype)
-    _same(where + "heads of the model", rank, first.head_total, plane.head_total)
-    for axis in ("kv", "feature"):
-        index = AXES.index(axis)
-        _same(f"{where}size of axis {axis!r}", rank, first.shape[index], plane.shape[index])
+        named = f"{where}plane {plane.name!r}: "
+        _same(named + "dtype", rank, mine.dtype, theirs.dtype)
+        _same(named + "heads of the model", rank, mine.head_total, theirs.head_total)
+        for axis in ("kv", "feature"):
+            index = AXES.index(axis)
+            _same(f"{named}size of axis {axis!r}", rank, mine.shape[index], theirs.shape[index])
 
 
 def _same(what: str, rank: str, first: object, value: object) -> None:

@@ -108,19 +108,14 @@ def load_store(spec: Spec, **context: Any) -> Store:
     Raises:
         ConfigError: as `load_transport`.
     """
-    spec = _as_text(spec)
+    if not isinstance(spec, str):
+        if not isinstance(spec, Mapping) or len(spec) != 1:
+            raise ConfigError(STORES.flag, f"{spec!r} is neither a spec nor {{NAME: OPTIONS}}")
+        [(name, options)] = spec.items()
+        spec = f"{name}:{json.dumps(options)}"
     target, _ = split_spec(spec, STORES)
     store: Store = _build(STORES, spec, {"name": target.rpartition(":")[2]} | context)
     return store
-
-
-def _as_text(spec: Spec) -> str:
-    if isinstance(spec, str):
-        return spec
-    if not isinstance(spec, Mapping) or len(spec) != 1:
-        raise ConfigError(STORES.flag, f"{spec!r} is neither a spec nor {{NAME: OPTIONS}}")
-    [(target, options)] = spec.items()
-    return f"{target}:{json.dumps(options)}"
 
 
 def split_spec(spec: str, kind: Kind) -> tuple[str, dict[str, Any]]:
@@ -177,14 +172,13 @@ def find_connector(kind: Kind, target: str) -> Any:
         known = ", ".join(sorted(named))
         raise ConfigError(kind.flag, f"unknown {kind.noun} {target!r}; known are {known}")
     try:
-        factory = _import(target) if ":" in target else named[target].load()
+        if ":" in target:
+            module, _, name = target.partition(":")
+            factory = getattr(importlib.import_module(module), name)
+        else:
+            factory = named[target].load()
     except (ImportError, AttributeError) as error:
         raise ConfigError(kind.flag, f"can't load {target}: {error}") from error
     if not callable(factory):
         raise ConfigError(kind.flag, f"{target} is not a class")
     return factory
-
-
-def _import(path: str) -> Any:
-    module, _, name = path.partition(":")
-    return getattr(importlib.import_module(module), name)

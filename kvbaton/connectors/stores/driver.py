@@ -1,13 +1,15 @@
-"""A thread for stores that are made of other stores."""
+"""Stores that are made of other stores, and the thread that they run on."""
 
 from __future__ import annotations
 
 import asyncio
 import threading
-from collections.abc import Callable, Coroutine
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Coroutine, Sequence
 from concurrent.futures import Future
 from typing import Any, TypeVar
 
+from kvbaton.connectors.store import Found, Pieces
 from kvbaton.errors import StoreError
 
 T = TypeVar("T")
@@ -85,3 +87,96 @@ class Driver:
             self._loop.call_soon_threadsafe(self._loop.stop)
             self._thread.join()
             self._loop.close()
+
+
+class ComposedStore(ABC):
+    """A store whose calls are coroutines on a `Driver`, in which they await the inner stores.
+
+    Args:
+        name: see `Store.name`.
+    """
+
+    def __init__(self, name: str) -> None:
+        self.name = name
+        self.driver: Driver | None = None
+
+    def open(self) -> None:
+        """See `Store.open`."""
+        driver = Driver(self.name)
+        try:
+            driver.call(self.open_inner)
+        except BaseException:
+            driver.close(lambda: None)
+            raise
+        self.driver = driver
+
+    def lookup(self, keys: Sequence[bytes], *, pin: bool = False) -> Future[Found]:
+        """See `Store.lookup`."""
+        return self.submit(self.on_lookup(list(keys), pin))
+
+    def release(self, ticket: int) -> None:
+        """See `Store.release`."""
+        if self.driver is not None:
+            self.driver.post(self.on_release, ticket)
+
+    def load(self, keys: Sequence[bytes], targets: Sequence[Pieces]) -> Future[list[bool]]:
+        """See `Store.load`."""
+        _check_lengths(keys, targets)
+        return self.submit(self.on_load(list(keys), list(targets)))
+
+    def store(self, keys: Sequence[bytes], sources: Sequence[Pieces]) -> Future[list[bool]]:
+        """See `Store.store`."""
+        _check_lengths(keys, sources)
+        return self.submit(self.on_store(list(keys), list(sources)))
+
+    def delete(self, keys: Sequence[bytes]) -> Future[int]:
+        """See `Store.delete`."""
+        return self.submit(self.on_delete(list(keys)))
+
+    def close(self) -> None:
+        """See `Store.close`; what still waits fails."""
+        driver, self.driver = self.driver, None
+        if driver is not None:
+            driver.close(self.close_inner)
+
+    def submit(self, work: Coroutine[Any, Any, T]) -> Future[T]:
+        """Run a coroutine on the driver. Raises `StoreError` if the store is not open."""
+        if self.driver is None:
+            work.close()
+            raise StoreError(f"store {self.name} is not open")
+        return self.driver.submit(work)
+
+    # --- on the driver's thread ---
+
+    @abstractmethod
+    def open_inner(self) -> None:
+        """Open the inner stores: all of them, or none."""
+
+    @abstractmethod
+    def close_inner(self) -> None:
+        """Close the inner stores."""
+
+    @abstractmethod
+    async def on_lookup(self, keys: list[bytes], pin: bool) -> Found:
+        """Answer `lookup`."""
+
+    @abstractmethod
+    def on_release(self, ticket: int) -> None:
+        """Carry out `release`."""
+
+    @abstractmethod
+    async def on_load(self, keys: list[bytes], targets: list[Pieces]) -> list[bool]:
+        """Answer `load`."""
+
+    @abstractmethod
+    async def on_store(self, keys: list[bytes], sources: list[Pieces]) -> list[bool]:
+        """Answer `store`."""
+
+    @abstractmethod
+    async def on_delete(self, keys: list[bytes]) -> int:
+        """Answer `delete`."""
+
+
+def _check_lengths(keys: Sequence[bytes], objects: Sequence[Pieces]) -> None:
+    if len(keys) != len(objects):
+        raise ValueError(f"{len(keys)} keys and {len(objects)} objects")

@@ -26,14 +26,16 @@ from __future__ import annotations
 import asyncio
 import time
 from collections import Counter
-from collections.abc import Callable, Coroutine, Sequence
+from collections.abc import Callable, Sequence
 from concurrent.futures import Future
-from typing import Any, TypeVar
+from typing import TypeVar
+
+from typing_extensions import override
 
 from kvbaton.connectors.faults import Schedule, Schedules
 from kvbaton.connectors.registry import Spec, load_store
 from kvbaton.connectors.store import Found, Pieces, StoreCapabilities, Usage
-from kvbaton.connectors.stores.driver import Driver
+from kvbaton.connectors.stores.driver import ComposedStore
 from kvbaton.errors import ConfigError, StoreError
 
 T = TypeVar("T")
@@ -45,7 +47,7 @@ FAULTS = ("delay", "error", "disconnect", "lose", "partial", "corrupt")
 _SPOILED_BYTES = 8
 
 
-class FaultyStore:
+class FaultyStore(ComposedStore):
     """Injects faults into another store.
 
     Attributes:
@@ -97,8 +99,7 @@ class FaultyStore:
         self._delay_s = delay_s
         self._outage_s = outage_s
         self._back_at = 0.0
-        self._driver: Driver | None = None
-        self.name = name
+        super().__init__(name)
         self.inner = load_store(inner)
         self.injected: Counter[str] = Counter()
 
@@ -107,63 +108,13 @@ class FaultyStore:
         """As the inner store's."""
         return self.inner.capabilities
 
-    def open(self) -> None:
-        """Pass on."""
-        driver = Driver(self.name)
-        try:
-            driver.call(self.inner.open)
-        except BaseException:
-            driver.close(lambda: None)
-            raise
-        self._driver = driver
-
     def health(self) -> str | None:
         """The injected outage, or what the inner store says."""
         return "injected disconnect" if self._is_gone() else self.inner.health()
 
-    def lookup(self, keys: Sequence[bytes], *, pin: bool = False) -> Future[Found]:
-        """Pass on, with the faults that the schedule has for it."""
-        hits, keys = self._draw("lookup", keys), list(keys)
-        return self._submit(self._lookup(hits, keys, pin))
-
-    def release(self, ticket: int) -> None:
-        """Pass on."""
-        if self._driver is not None:
-            self._driver.post(self.inner.release, ticket)
-
-    def load(self, keys: Sequence[bytes], targets: Sequence[Pieces]) -> Future[list[bool]]:
-        """Pass on, with the faults that the schedule has for it."""
-        hits, keys = self._draw("load", keys), list(keys)
-        return self._submit(self._load(hits, keys, list(targets)))
-
-    def store(self, keys: Sequence[bytes], sources: Sequence[Pieces]) -> Future[list[bool]]:
-        """Pass on, with the faults that the schedule has for it."""
-        hits, keys = self._draw("store", keys), list(keys)
-        return self._submit(self._store(hits, keys, list(sources)))
-
-    def delete(self, keys: Sequence[bytes]) -> Future[int]:
-        """Pass on, with the faults that the schedule has for it."""
-        hits, keys = self._draw("delete", keys), list(keys)
-        return self._submit(self._call(hits, lambda: self.inner.delete(keys)))
-
     def usage(self) -> Usage:
         """Pass on."""
         return self.inner.usage()
-
-    def close(self) -> None:
-        """Pass on; what is delayed fails."""
-        driver, self._driver = self._driver, None
-        if driver is not None:
-            driver.close(self.inner.close)
-
-    def _submit(self, work: Coroutine[Any, Any, T]) -> Future[T]:
-        if self._driver is None:
-            work.close()
-            raise StoreError(f"store {self.name} is not open")
-        return self._driver.submit(work)
-
-    def _draw(self, call: str, keys: Sequence[bytes]) -> Hits:
-        return [self._schedules.draw() if call in self._on else set() for _ in keys]
 
     def _is_gone(self) -> bool:
         return time.monotonic() < self._back_at
@@ -184,69 +135,81 @@ class FaultyStore:
             await asyncio.sleep(self._delay_s)
         return await asyncio.wrap_future(post())
 
-    async def _lookup(self, hits: Hits, keys: list[bytes], pin: bool) -> Found:
+    def _draw(self, call: str, keys: list[bytes]) -> Hits:
+        return [self._schedules.draw() if call in self._on else set() for _ in keys]
+
+    def _escapes(self, hit: set[str]) -> bool:
+        """Whether an object escapes ``lose``."""
+        if "lose" in hit:
+            self.injected["lose"] += 1
+        return "lose" not in hit
+
+    @override
+    def open_inner(self) -> None:
+        self.inner.open()
+
+    @override
+    def close_inner(self) -> None:
+        self.inner.close()
+
+    @override
+    async def on_lookup(self, keys: list[bytes], pin: bool) -> Found:
+        hits = self._draw("lookup", keys)
         found = await self._call(hits, lambda: self.inner.lookup(keys, pin=pin))
         pairs = zip(hits, found.present, strict=True)
-        return Found(tuple(self._is_left(hit, there) for hit, there in pairs), found.ticket)
+        return Found(tuple(there and self._escapes(hit) for hit, there in pairs), found.ticket)
 
-    async def _load(self, hits: Hits, keys: list[bytes], targets: list[Pieces]) -> list[bool]:
-        left = [self._is_left(hit) for hit in hits]
-        moves = [move for move, ok in zip(zip(keys, targets, strict=True), left, strict=True) if ok]
+    @override
+    def on_release(self, ticket: int) -> None:
+        self.inner.release(ticket)
+
+    @override
+    async def on_load(self, keys: list[bytes], targets: list[Pieces]) -> list[bool]:
+        hits = self._draw("load", keys)
+        left = [place for place, hit in enumerate(hits) if self._escapes(hit)]
         answer = await self._call(
-            hits, lambda: self.inner.load([key for key, _ in moves], [to for _, to in moves])
+            hits, lambda: self.inner.load([keys[i] for i in left], [targets[i] for i in left])
         )
-        answers = iter(answer)
-        return [
-            ok and next(answers) and self._spoil_target(hit, key, target)
-            for ok, hit, key, target in zip(left, hits, keys, targets, strict=True)
-        ]
+        loaded = [False] * len(keys)
+        for place, ok in zip(left, answer, strict=True):
+            hit, target = hits[place], targets[place]
+            if ok and "corrupt" in hit:
+                self.injected["corrupt"] += 1
+                _flip(target, keys[place])
+            if ok and "partial" in hit:
+                self.injected["partial"] += 1
+                start = sum(map(len, target)) // 2
+                for piece in target:
+                    kept = min(start, len(piece))
+                    piece[kept:] = b"\xff" * (len(piece) - kept)  # no number, in most floats
+                    start -= kept
+            loaded[place] = ok and "partial" not in hit
+        return loaded
 
-    async def _store(self, hits: Hits, keys: list[bytes], sources: list[Pieces]) -> list[bool]:
-        left = [self._is_left(hit) for hit in hits]
-        moves = [
-            (key, self._spoil_source(hit, key, source))
-            for ok, hit, key, source in zip(left, hits, keys, sources, strict=True)
-            if ok
-        ]
-        answer = await self._call(
-            hits, lambda: self.inner.store([key for key, _ in moves], [data for _, data in moves])
-        )
-        answers = iter(answer)
-        return [next(answers) if ok else True for ok in left]
+    @override
+    async def on_store(self, keys: list[bytes], sources: list[Pieces]) -> list[bool]:
+        hits = self._draw("store", keys)
+        left = [place for place, hit in enumerate(hits) if self._escapes(hit)]
+        data = []
+        for place in left:
+            hit, source = hits[place], sources[place]
+            if hit & {"corrupt", "partial"}:  # a damaged copy
+                copied = memoryview(bytearray().join(source))
+                if "corrupt" in hit:
+                    self.injected["corrupt"] += 1
+                    _flip([copied], keys[place])
+                if "partial" in hit:
+                    self.injected["partial"] += 1
+                    copied = copied[: len(copied) // 2]
+                source = [copied]
+            data.append(source)
+        answer = await self._call(hits, lambda: self.inner.store([keys[i] for i in left], data))
+        kept = dict(zip(left, answer, strict=True))
+        return [kept.get(place, True) for place in range(len(keys))]
 
-    def _is_left(self, hit: set[str], there: bool = True) -> bool:
-        """Whether an object escapes ``lose``."""
-        if there and "lose" in hit:
-            self.injected["lose"] += 1
-            return False
-        return there
-
-    def _spoil_target(self, hit: set[str], key: bytes, target: Pieces) -> bool:
-        """Damage an object that was loaded; False if it is to be a miss."""
-        if "corrupt" in hit:
-            self.injected["corrupt"] += 1
-            _flip(target, key)
-        if "partial" in hit:
-            self.injected["partial"] += 1
-            start = sum(map(len, target)) // 2
-            for piece in target:
-                kept = min(start, len(piece))
-                piece[kept:] = b"\xff" * (len(piece) - kept)  # no number, in most floats
-                start -= kept
-        return "partial" not in hit
-
-    def _spoil_source(self, hit: set[str], key: bytes, source: Pieces) -> Pieces:
-        """The bytes to keep: a damaged copy, if a fault says so."""
-        if not hit & {"corrupt", "partial"}:
-            return source
-        copied = memoryview(bytearray().join(source))
-        if "corrupt" in hit:
-            self.injected["corrupt"] += 1
-            _flip([copied], key)
-        if "partial" in hit:
-            self.injected["partial"] += 1
-            copied = copied[: len(copied) // 2]
-        return [copied]
+    @override
+    async def on_delete(self, keys: list[bytes]) -> int:
+        return await self._call(self._draw("delete", keys), lambda: self.inner.delete(keys))
 
 
 def _flip(pieces: Pieces, key: bytes) -> None:

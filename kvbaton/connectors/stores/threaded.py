@@ -217,7 +217,6 @@ class Moves(Future[list[bool]]):
     ) -> None:
         super().__init__()
         self.set_running_or_notify_cancel()
-        self._action, self._items = action, items
         self._waiting = deque[slice]()
         """What no thread has taken yet."""
         start = num_bytes = 0
@@ -231,7 +230,16 @@ class Moves(Future[list[bool]]):
         self._lock = threading.Lock()
         self._error: BaseException | None = None
         self._left = count = min(threads, len(self._waiting))
-        self._workers = [pool.submit(self._work) for _ in range(count)]
+
+        def work() -> None:
+            while True:
+                try:
+                    share = self._waiting.popleft()
+                except IndexError:
+                    return
+                self._answers[share] = action(items[share])
+
+        self._workers = [pool.submit(work) for _ in range(count)]
         for worker in self._workers:
             worker.add_done_callback(self._worker_done)
         if not count:
@@ -243,14 +251,6 @@ class Moves(Future[list[bool]]):
         for worker in self._workers:
             worker.cancel()
         return False
-
-    def _work(self) -> None:
-        while True:
-            try:
-                share = self._waiting.popleft()
-            except IndexError:
-                return
-            self._answers[share] = self._action(self._items[share])
 
     def _worker_done(self, worker: Future[None]) -> None:
         error = None if worker.cancelled() else worker.exception()

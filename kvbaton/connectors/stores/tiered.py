@@ -23,12 +23,15 @@ import time
 from collections import Counter
 from collections.abc import Awaitable, Callable, Coroutine, Iterable, Sequence
 from concurrent.futures import Future
+from contextlib import ExitStack
 from functools import partial
 from typing import Any, TypeVar
 
+from typing_extensions import override
+
 from kvbaton.connectors.registry import Spec, load_store
 from kvbaton.connectors.store import Evicting, Found, Pieces, Store, StoreCapabilities, Usage
-from kvbaton.connectors.stores.driver import Driver
+from kvbaton.connectors.stores.driver import ComposedStore
 from kvbaton.errors import ConfigError, StoreError
 
 T = TypeVar("T")
@@ -114,7 +117,7 @@ class Allowance:
             self._left += num_bytes
 
 
-class TieredStore:
+class TieredStore(ComposedStore):
     """Makes one store of several; see the module.
 
     Args:
@@ -152,7 +155,7 @@ class TieredStore:
             raise ConfigError("--store", f"tiers must be a list of specs, not {tiers!r}")
         if write not in ("through", "on_eviction"):
             raise ConfigError("--store", f"write must be through or on_eviction, not {write!r}")
-        self.name = name
+        super().__init__(name)
         self.tiers: list[Tier] = []
         for depth, store in enumerate(map(load_store, tiers)):
             taken = store.name in [tier.store.name for tier in self.tiers]
@@ -164,7 +167,6 @@ class TieredStore:
         self._prefetches = prefetch
         self._lookup_s = lookup_s
         self._allowance = Allowance(copy_bytes)
-        self._driver: Driver | None = None
         self._tickets: dict[int, list[tuple[Store, int]]] = {}
         self._last_ticket = 0
         self._lengths: dict[int, None] = {}
@@ -197,18 +199,6 @@ class TieredStore:
             synthetic=any(one.synthetic for one in every),
         )
 
-    def open(self) -> None:
-        """See `Store.open`: every tier must open."""
-        driver, opened = Driver(self.name), list[Store]()
-        try:
-            for tier in self.tiers:
-                driver.call(tier.store.open)
-                opened.append(tier.store)
-        except BaseException:
-            driver.close(lambda: _close(opened))
-            raise
-        self._driver = driver
-
     def health(self) -> str | None:
         """See `Store.health`: one tier is enough."""
         outages = self.outages()
@@ -219,27 +209,6 @@ class TieredStore:
         every = {tier.name: tier.outage() for tier in self.tiers}
         return {name: reason for name, reason in every.items() if reason is not None}
 
-    def lookup(self, keys: Sequence[bytes], *, pin: bool = False) -> Future[Found]:
-        """See `Store.lookup`."""
-        return self._submit(self._lookup(list(keys), pin and self.capabilities.pins))
-
-    def release(self, ticket: int) -> None:
-        """See `Store.release`."""
-        if self._driver is not None:
-            self._driver.post(self._release, ticket)
-
-    def load(self, keys: Sequence[bytes], targets: Sequence[Pieces]) -> Future[list[bool]]:
-        """See `Store.load`."""
-        return self._submit(self._load(list(keys), list(targets)))
-
-    def store(self, keys: Sequence[bytes], sources: Sequence[Pieces]) -> Future[list[bool]]:
-        """See `Store.store`: True if one tier has it."""
-        return self._submit(self._store(list(keys), list(sources)))
-
-    def delete(self, keys: Sequence[bytes]) -> Future[int]:
-        """See `Store.delete`: fails if one tier does."""
-        return self._submit(self._delete(list(keys)))
-
     def usage(self) -> Usage:
         """See `Store.usage`: copies of an object in several tiers count as many times."""
         every = [tier.store.usage() for tier in self.tiers]
@@ -249,33 +218,43 @@ class TieredStore:
             capacity=_sum(one.capacity for one in every),
         )
 
-    def close(self) -> None:
-        """See `Store.close`."""
-        driver, self._driver = self._driver, None
-        if driver is not None:
-            driver.close(lambda: _close([tier.store for tier in self.tiers]))
+    # --- what follows runs on the driver's thread, but for `_evicted` ---
 
-    # --- what follows runs on the driver's thread, but for `_submit` and `_evicted` ---
+    @override
+    def open_inner(self) -> None:
+        with ExitStack() as opened:
+            for tier in self.tiers:
+                tier.store.open()
+                opened.callback(tier.store.close)
+            opened.pop_all()
 
-    def _submit(self, work: Coroutine[Any, Any, T]) -> Future[T]:
-        if self._driver is None:
-            work.close()
-            raise StoreError(f"store {self.name} is not open")
-        return self._driver.submit(work)
+    @override
+    def close_inner(self) -> None:
+        for tier in self.tiers:
+            tier.store.close()
 
-    async def _lookup(self, keys: list[bytes], pin: bool) -> Found:
+    @override
+    async def on_lookup(self, keys: list[bytes], pin: bool) -> Found:
+        pin = pin and self.capabilities.pins
         tickets: list[tuple[Store, int]] = []
         deletes = self._deletes
         depths = await self._find(keys, tickets if pin else None)
         if self._prefetches and self._lengths and self._deletes == deletes:
-            self._prefetch(keys, depths)
+            busy = self._to_prefetch | self._moving.keys() | self._deleting.keys()
+            for depth in range(1, len(self.tiers)):
+                pairs = zip(keys, depths, strict=True)
+                wanted = [key for key, found in pairs if found == depth and key not in busy]
+                if wanted:
+                    self._to_prefetch.update(wanted)
+                    self.submit(self._prefetch(depth, wanted))
         ticket = None
         if tickets:
             ticket = self._last_ticket = self._last_ticket + 1
             self._tickets[ticket] = tickets
         return Found(tuple(depth is not None for depth in depths), ticket)
 
-    def _release(self, ticket: int) -> None:
+    @override
+    def on_release(self, ticket: int) -> None:
         for store, inner in self._tickets.pop(ticket, ()):
             store.release(inner)
 
@@ -284,9 +263,15 @@ class TieredStore:
     ) -> list[int | None]:
         """Per key the first tier that has it; pins it if the pins are wanted."""
 
+        def late(store: Store, future: Future[Found]) -> None:
+            """Give back pins that came after we stopped to wait."""
+            ticket = None if future.cancelled() or future.exception() else future.result().ticket
+            if ticket is not None and self.driver is not None:
+                self.driver.post(store.release, ticket)
+
         async def look(tier: Tier, left: list[int]) -> Sequence[bool] | None:
             call = partial(tier.store.lookup, [keys[i] for i in left], pin=tickets is not None)
-            found = await tier.ask(call, self._lookup_s, partial(self._late, tier.store))
+            found = await tier.ask(call, self._lookup_s, partial(late, tier.store))
             if found is None:
                 return None
             if found.ticket is not None and tickets is not None:
@@ -295,14 +280,8 @@ class TieredStore:
 
         return await self._in_turn(keys, look)
 
-    def _late(self, store: Store, future: Future[Found]) -> None:
-        """Give back pins that came after we stopped to wait."""
-        late = None if future.cancelled() or future.exception() else future.result().ticket
-        if late is not None and self._driver is not None:
-            self._driver.post(store.release, late)
-
-    async def _load(self, keys: list[bytes], targets: list[Pieces]) -> list[bool]:
-        _check_lengths(keys, targets)
+    @override
+    async def on_load(self, keys: list[bytes], targets: list[Pieces]) -> list[bool]:
         self._to_prefetch.difference_update(keys)
         await self._settled(keys)
         deletes = self._deletes
@@ -317,11 +296,16 @@ class TieredStore:
             tier.hits += len(came)
             self._remember(targets[i] for i in came)
             if depth and self._promotes and self._deletes == deletes:
-                self._promote(depth, [(keys[i], targets[i]) for i in came])
+                busy = self._moving.keys() | self._deleting.keys()
+                copies = [(keys[i], self._copy(targets[i])) for i in came if keys[i] not in busy]
+                kept = {key: [data] for key, data in copies if data is not None}
+                if kept:
+                    raising = self._raise("promoted", depth, kept)
+                    self._move(list(kept), self._spend(sum(map(_length, kept.values())), raising))
         return [depth is not None for depth in depths]
 
-    async def _store(self, keys: list[bytes], sources: list[Pieces]) -> list[bool]:
-        _check_lengths(keys, sources)
+    @override
+    async def on_store(self, keys: list[bytes], sources: list[Pieces]) -> list[bool]:
         self._remember(sources)
         if self._write == "through":
             return await self._store_in(self.tiers, keys, sources)
@@ -349,7 +333,8 @@ class TieredStore:
             raise self._no_tier()
         return [any(of_one) for of_one in zip(*answers, strict=True)]
 
-    async def _delete(self, keys: list[bytes]) -> int:
+    @override
+    async def on_delete(self, keys: list[bytes]) -> int:
         # What is on its way arrives before; what is found meanwhile must not set out after it.
         self._deletes += 1
         self._deleting += Counter(keys)
@@ -409,14 +394,6 @@ class TieredStore:
 
     # --- behind the caller's back ---
 
-    def _promote(self, depth: int, objects: Sequence[tuple[bytes, Pieces]]) -> None:
-        busy = self._moving.keys() | self._deleting.keys()
-        copies = [(key, self._copy(pieces)) for key, pieces in objects if key not in busy]
-        kept = {key: [data] for key, data in copies if data is not None}
-        if kept:
-            num_bytes = sum(map(_length, kept.values()))
-            self._move(list(kept), self._spend(num_bytes, self._raise("promoted", depth, kept)))
-
     async def _raise(self, what: str, depth: int, objects: dict[bytes, list[memoryview]]) -> None:
         """Store objects in the tiers before one."""
         stored = await self._store_in(self.tiers[:depth], list(objects), list(objects.values()))
@@ -429,16 +406,7 @@ class TieredStore:
         finally:
             self._allowance.give(num_bytes)
 
-    def _prefetch(self, keys: list[bytes], depths: list[int | None]) -> None:
-        busy = self._to_prefetch | self._moving.keys() | self._deleting.keys()
-        for depth in range(1, len(self.tiers)):
-            pairs = zip(keys, depths, strict=True)
-            wanted = [key for key, found in pairs if found == depth and key not in busy]
-            if wanted:
-                self._to_prefetch.update(wanted)
-                self._submit(self._prefetch_all(depth, wanted))
-
-    async def _prefetch_all(self, depth: int, keys: list[bytes]) -> None:
+    async def _prefetch(self, depth: int, keys: list[bytes]) -> None:
         for first in range(0, len(keys), PREFETCH_OBJECTS):
             # Those that were loaded meanwhile are promoted anyway.
             some = [k for k in keys[first : first + PREFETCH_OBJECTS] if k in self._to_prefetch]
@@ -468,7 +436,7 @@ class TieredStore:
 
     def _evicted(self, depth: int, key: bytes, pieces: Pieces) -> None:
         """Take a copy of what a tier evicts, on whatever thread."""
-        driver = self._driver
+        driver = self.driver
         if driver is None or self._drop(key):
             return
         data = self._copy(pieces)
@@ -505,18 +473,19 @@ class TieredStore:
         """Run what moves objects; meanwhile who wants one of them waits for it."""
         task = asyncio.get_running_loop().create_task(work)
         self._moving.update(dict.fromkeys(keys, task))
-        task.add_done_callback(partial(self._moved, keys))
-        return task
 
-    def _moved(self, keys: Sequence[bytes], task: asyncio.Task[None]) -> None:
-        for key in keys:
-            if self._moving.get(key) is task:
-                del self._moving[key]
-        error = None if task.cancelled() else task.exception()
-        if isinstance(error, StoreError):
-            logger.debug("objects were not moved: %s", error)
-        elif error is not None:  # nobody waits for the result: a store breaks its contract
-            logger.error("objects were not moved", exc_info=error)
+        def moved(task: asyncio.Task[None]) -> None:
+            for key in keys:
+                if self._moving.get(key) is task:
+                    del self._moving[key]
+            error = None if task.cancelled() else task.exception()
+            if isinstance(error, StoreError):
+                logger.debug("objects were not moved: %s", error)
+            elif error is not None:  # nobody waits for the result: a store breaks its contract
+                logger.error("objects were not moved", exc_info=error)
+
+        task.add_done_callback(moved)
+        return task
 
     async def _settled(self, keys: Iterable[bytes]) -> None:
         if tasks := {self._moving[key] for key in keys if key in self._moving}:
@@ -530,11 +499,6 @@ class TieredStore:
             del self._lengths[old]
 
 
-def _check_lengths(keys: list[bytes], objects: list[Pieces]) -> None:
-    if len(keys) != len(objects):
-        raise ValueError(f"{len(keys)} keys and {len(objects)} objects")
-
-
 def _length(pieces: Pieces) -> int:
     return sum(map(len, pieces))
 
@@ -546,8 +510,3 @@ def _sum(values: Iterable[int | None]) -> int | None:
 
 def _told(outages: dict[str, str]) -> str:
     return "; ".join(f"{name}: {reason}" for name, reason in outages.items())
-
-
-def _close(stores: Iterable[Store]) -> None:
-    for store in stores:
-        store.close()
