@@ -32,7 +32,7 @@ from PIL import Image
 from benchmarks.bench_gpu_handover import cluster, get_json
 from benchmarks.workload import publish
 from kvbaton.bench.report import percentile
-from kvbaton.bench.shot import Shot, served_model, stream
+from kvbaton.bench.serve import Shot, served_model, stream
 from kvbaton.testing.checkpoints import CheckpointSpec, make_checkpoint
 
 Row = tuple[str, float, float | None]

@@ -29,7 +29,7 @@ import aiohttp
 
 from benchmarks.workload import MAX_MODEL_LEN, llama_8b, publish, random_prompts
 from kvbaton.bench.report import percentile
-from kvbaton.bench.shot import Shot, served_model, shoot
+from kvbaton.bench.serve import Shot, served_model, shoot
 
 ADDED = {1024: 22.5, 4096: 44.6, 16384: 143.9}
 LOADS = [  # requests, prompt, at once, and vLLM's req/s, TTFT p50, p99, ITL p50, p99

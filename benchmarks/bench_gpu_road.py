@@ -35,7 +35,7 @@ import msgspec
 
 from benchmarks.workload import SMALL, llama_8b, random_prompts
 from kvbaton.bench.report import percentile
-from kvbaton.bench.shot import Shot, served_model, shoot
+from kvbaton.bench.serve import Shot, served_model, shoot
 from kvbaton.testing.checkpoints import make_checkpoint
 
 PROMPT = 32

@@ -27,7 +27,7 @@ from typing import Any
 import aiohttp
 
 from kvbaton.bench.report import median, percentile, publish
-from kvbaton.bench.shot import Shot, served_model, shoot
+from kvbaton.bench.serve import Shot, served_model, shoot
 from kvbaton.testing.checkpoints import CheckpointSpec, make_checkpoint
 
 MODEL = CheckpointSpec(

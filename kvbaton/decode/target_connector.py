@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import ipaddress
 import logging
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any, ClassVar
 
 from typing_extensions import override
@@ -86,11 +86,6 @@ class TargetConnector(KVConnector):
         self._awaited: dict[Attempt, str] = {}
         self._live: dict[Attempt, Load] = {}
         self._reserved: dict[Attempt, Spans] = {}
-        self._on: dict[type, Callable[[Any], list[Output]]] = {
-            Deliver: self._deliver,
-            Fail: self._fail,
-            Unquarantine: self._unquarantine,
-        }
         transfers.start()
         self.set_members(())
 
@@ -198,21 +193,25 @@ class TargetConnector(KVConnector):
     def poll(self, now: float) -> list[Output]:
         outputs = []
         for action in self.transfers.take():
-            outputs += self._on[type(action)](action)
+            match action:
+                case Deliver():
+                    load = self._live.pop(action.attempt, None)
+                    if load is not None:
+                        self.outcomes["delivered"] += 1
+                        outputs += self.scheduler.finish_load(
+                            load, action.choices, cached_at_source=action.cached_tokens
+                        )
+                case Fail():
+                    outputs += self._fail(action)
+                case Unquarantine():
+                    spans = self._reserved.pop(action.attempt, None)
+                    if spans is not None:
+                        self.scheduler.blocks.release_incoming(spans)
         if self.transfers.failure is not None:  # nothing more arrives: serve what is left
             reason = f"the transfer thread died: {self.transfers.failure}"
             for attempt in list(self._live):
                 outputs += self._fail(Fail(attempt, 0, reason))
         return outputs
-
-    def _deliver(self, action: Deliver) -> list[Output]:
-        load = self._live.pop(action.attempt, None)
-        if load is None:
-            return []
-        self.outcomes["delivered"] += 1
-        return self.scheduler.finish_load(
-            load, action.choices, cached_at_source=action.cached_tokens
-        )
 
     def _fail(self, action: Fail) -> list[Output]:
         load = self._live.pop(action.attempt, None)
@@ -220,12 +219,6 @@ class TargetConnector(KVConnector):
             return []
         self.outcomes["failed"] += 1
         return self.scheduler.fail_load(load, action.valid_through, action.reason)
-
-    def _unquarantine(self, action: Unquarantine) -> list[Output]:
-        spans = self._reserved.pop(action.attempt, None)
-        if spans is not None:
-            self.scheduler.blocks.release_incoming(spans)
-        return []
 
     # --- accounts ---
 

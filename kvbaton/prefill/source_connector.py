@@ -4,9 +4,8 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, cast
 
 import msgspec
 import numpy as np
@@ -40,6 +39,7 @@ from kvbaton.types import Attempt, ChoiceStart, NodeId, Spans
 
 logger = logging.getLogger(__name__)
 
+ToSource = Engage | Release | StopSource | EvictSource | RefuseAnnounce
 MAX_UNCLAIMED_TOKENS = 1 << 23
 """Of computed prompts that nobody has reserved; above it the oldest are forgotten."""
 
@@ -131,13 +131,6 @@ class SourceConnector(KVConnector):
         self._unclaimed: dict[Attempt, _Source] = {}
         self._unclaimed_tokens = 0
         self._outputs: list[Output] = []
-        self._on: dict[type, Callable[[Any], None]] = {
-            Engage: self._engage,
-            Release: self._release,
-            StopSource: self._stop,
-            EvictSource: self._evict,
-            RefuseAnnounce: self._refuse,
-        }
         transfers.start()
 
     # --- requests ---
@@ -190,9 +183,23 @@ class SourceConnector(KVConnector):
             if source is None:
                 sent.append(output)
                 continue
-            noted = self._note_first(source, output)
-            if source.request_id == source.request.request_id:
-                sent.append(noted)
+            asked_for = source.request_id == source.request.request_id
+            if output.token_ids:
+                logprobs = output.logprobs[0] if output.logprobs else None
+                # P stops after one token: "length" is no statement about the target's request.
+                reason = None if output.finish_reason == "length" else output.finish_reason
+                source.first[output.choice] = ChoiceStart(
+                    output.token_ids[0], logprobs, reason, output.stop_reason
+                )
+                if asked_for:  # a run for a late reservation finds what this one left in the cache
+                    source.cached_tokens = output.cached_tokens
+                if len(source.first) == source.request.params.n:
+                    choices = tuple(source.first[i] for i in range(source.request.params.n))
+                    self.transfers.submit(
+                        FirstTokens(source.attempt, choices, source.cached_tokens)
+                    )
+            if asked_for:
+                sent.append(self._with_params(output, source))
             if output.finish_reason in ("abort", "error"):
                 reason = output.error or "the prefill request was aborted"
                 self._failed(output.request_id, reason)
@@ -200,16 +207,28 @@ class SourceConnector(KVConnector):
                 self._by_request.pop(output.request_id, None)
                 source.running = False
                 if source.start is None:
-                    self._keep_unclaimed(source)
+                    # Kept for a while, and the youngest of too many.
+                    source.forget_at = time.monotonic() + self.unclaimed_s
+                    self._unclaimed[source.attempt] = source
+                    self._unclaimed_tokens += source.num_tokens
+                    while self._unclaimed_tokens > MAX_UNCLAIMED_TOKENS:
+                        self._forget(next(iter(self._unclaimed)))
         return sent
 
-    def _keep_unclaimed(self, source: _Source) -> None:
-        """Keep a prompt that is computed for a while, and the youngest of too many."""
-        source.forget_at = time.monotonic() + self.unclaimed_s
-        self._unclaimed[source.attempt] = source
-        self._unclaimed_tokens += source.num_tokens
-        while self._unclaimed_tokens > MAX_UNCLAIMED_TOKENS:
-            self._forget(next(iter(self._unclaimed)))
+    def _with_params(self, output: Output, source: _Source) -> Output:
+        """The last output of a choice tells where its blocks are."""
+        if output.finish_reason in (None, "abort", "error"):
+            return output
+        assert self.control_address is not None
+        params = source_params(
+            source.attempt.transfer_id,
+            source.attempt.number,
+            node_id=self.node.node,
+            control_address=self.control_address,
+            tp_size=len(self.executor.layouts),
+            num_tokens=source.num_tokens,
+        )
+        return msgspec.structs.replace(output, kv_transfer_params=params)
 
     def _claim(self, attempt: Attempt) -> None:
         """It is unclaimed no longer, if it was."""
@@ -219,35 +238,6 @@ class SourceConnector(KVConnector):
     def _forget(self, attempt: Attempt) -> _Source | None:
         self._claim(attempt)
         return self._sources.pop(attempt, None)
-
-    def _note_first(self, source: _Source, output: Output) -> Output:
-        if output.token_ids:
-            logprobs = output.logprobs[0] if output.logprobs else None
-            # P stops after one token: "length" is no statement about the target's request.
-            reason = None if output.finish_reason == "length" else output.finish_reason
-            source.first[output.choice] = ChoiceStart(
-                output.token_ids[0], logprobs, reason, output.stop_reason
-            )
-            if source.request_id == source.request.request_id:
-                # A run for a late reservation finds what this one has left in the cache.
-                source.cached_tokens = output.cached_tokens
-        if output.token_ids and len(source.first) == source.request.params.n:
-            choices = tuple(source.first[i] for i in range(source.request.params.n))
-            self.transfers.submit(FirstTokens(source.attempt, choices, source.cached_tokens))
-        if output.finish_reason in (None, "abort", "error"):
-            return output
-        return msgspec.structs.replace(output, kv_transfer_params=self._params(source))
-
-    def _params(self, source: _Source) -> dict[str, Any]:
-        assert self.control_address is not None
-        return source_params(
-            source.attempt.transfer_id,
-            source.attempt.number,
-            node_id=self.node.node,
-            control_address=self.control_address,
-            tp_size=len(self.executor.layouts),
-            num_tokens=source.num_tokens,
-        )
 
     # --- blocks ---
 
@@ -277,37 +267,57 @@ class SourceConnector(KVConnector):
         source.held.append(spans)
         sums = []
         for group, held in enumerate(spans):
-            begin = max(start, counted[group])
-            first = held[0].first if held else 0
+            begin, size = max(start, counted[group]), sizes[group]
             blocks = [block for span in held for block in span.blocks]
-            sums.append((first, self._sums(group, blocks, begin, end)))
+            pending: PendingSums = self.executor.sums(group, blocks)
+            if begin % size and blocks:  # the first block counts in part
+                first = begin - begin % size
+                past = min(first + size, end)  # the prompt may end in this very block
+                whole = self.executor.digest(group, blocks[:1], first, first, past)
+                part = self.executor.digest(group, blocks[:1], first, begin, past)
+                pending = CutSums(pending, whole, part)
+            sums.append((held[0].first if held else 0, pending))
         self.transfers.submit(BlocksReady(source.attempt, start, end, spans, tuple(sums)))
-
-    def _sums(self, group: int, blocks: Sequence[int], start: int, end: int) -> PendingSums:
-        """Sums of consecutive blocks, of which the first holds token `start`."""
-        kept = self.executor.sums(group, blocks)
-        block_size = self.executor.layouts[0][group].block_size
-        if start % block_size == 0 or not blocks:
-            return kept
-        first = start - start % block_size
-        past = min(first + block_size, end)  # the prompt may end in this very block
-        whole = self.executor.digest(group, blocks[:1], first, first, past)
-        part = self.executor.digest(group, blocks[:1], first, start, past)
-        return CutSums(kept, whole, part)
 
     # --- what the transfer thread says ---
 
     @override
     def poll(self, now: float) -> list[Output]:
-        for action in self.transfers.take():
-            self._on[type(action)](action)
+        for action in cast("list[ToSource]", self.transfers.take()):
+            source = self._sources.get(action.attempt)
+            match action:
+                case Engage():
+                    self._engage(source, action)
+                case Release():
+                    self.outcomes[action.outcome] = self.outcomes.get(action.outcome, 0) + 1
+                    if source is not None:
+                        self._forget(action.attempt)
+                        # A run for a late reservation has its first tokens before it is over.
+                        self._end_run(source)
+                        for spans in source.held:
+                            self.scheduler.blocks.release_outgoing(spans)
+                case StopSource() if source is not None:
+                    self._end_run(source)
+                    if source.start is None:
+                        self._forget(action.attempt)
+                case EvictSource() if source is not None:
+                    for spans in source.held:
+                        self.scheduler.blocks.evict(spans, action.bad)
+                case RefuseAnnounce() if source is not None:
+                    self._forget(action.attempt)
+                    self._by_request.pop(source.request_id, None)
+                    # A target that was faster than the request, and wants nothing of it, is no
+                    # failure.
+                    called_off = action.code in ("not_needed", "cancelled")
+                    reason = "abort" if called_off else f"transfer refused: {action.code}"
+                    self._outputs += self.scheduler.abort(source.request_id, reason)
         while self._unclaimed and next(iter(self._unclaimed.values())).forget_at <= now:
             self._forget(next(iter(self._unclaimed)))
         outputs, self._outputs = self._outputs, []
         return outputs
 
-    def _engage(self, action: Engage) -> None:
-        source = self._sources.get(action.attempt)
+    def _engage(self, source: _Source | None, action: Engage) -> None:
+        """A target has reserved: report what is computed, or compute it again if it came late."""
         if source is None:
             self.transfers.submit(SourceFailed(action.attempt, "the prompt is gone"))
             return
@@ -319,10 +329,7 @@ class SourceConnector(KVConnector):
             if request is not None:
                 self.progressed(request)
             return
-        self._revive(source)
-
-    def _revive(self, source: _Source) -> None:
-        """Run a prompt again whose target came late: mostly hits, and the same first token."""
+        # Run again: mostly hits, and the same first token.
         self.revived += 1
         source.request_id = f"{source.request.request_id}#{self.revived}"
         source.first, source.running = {}, True
@@ -334,24 +341,6 @@ class SourceConnector(KVConnector):
             self._failed(source.request_id, error.message)
             logger.warning("can't prefill again for a late reservation: %s", error)
 
-    def _release(self, action: Release) -> None:
-        source = self._forget(action.attempt)
-        self.outcomes[action.outcome] = self.outcomes.get(action.outcome, 0) + 1
-        if source is None:
-            return
-        # A run made for a late reservation has its first tokens before it is over.
-        self._end_run(source)
-        for spans in source.held:
-            self.scheduler.blocks.release_outgoing(spans)
-
-    def _stop(self, action: StopSource) -> None:
-        source = self._sources.get(action.attempt)
-        if source is None:
-            return
-        self._end_run(source)
-        if source.start is None:
-            self._forget(action.attempt)
-
     def _end_run(self, source: _Source) -> None:
         """Abort the run that computes an attempt's prompt, if one does."""
         if not source.running:
@@ -361,23 +350,6 @@ class SourceConnector(KVConnector):
         outputs = self.scheduler.abort(source.request_id)
         if source.request_id == source.request.request_id:
             self._outputs += outputs
-
-    def _evict(self, action: EvictSource) -> None:
-        source = self._sources.get(action.attempt)
-        if source is None:
-            return
-        for spans in source.held:
-            self.scheduler.blocks.evict(spans, action.bad)
-
-    def _refuse(self, action: RefuseAnnounce) -> None:
-        source = self._forget(action.attempt)
-        if source is None:
-            return
-        self._by_request.pop(source.request_id, None)
-        # A target that was faster than the request, and wants nothing of it, is no failure.
-        called_off = action.code in ("not_needed", "cancelled")
-        reason = "abort" if called_off else f"transfer refused: {action.code}"
-        self._outputs += self.scheduler.abort(source.request_id, reason)
 
     # --- accounts ---
 

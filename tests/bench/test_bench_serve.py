@@ -11,8 +11,7 @@ import pytest
 from aiohttp import web
 
 from kvbaton.bench.report import percentile
-from kvbaton.bench.serve import ServeLoad, make_prompts, measure, summary
-from kvbaton.bench.shot import Shot, tokens_of
+from kvbaton.bench.serve import ServeLoad, Shot, make_prompts, measure, summary, tokens_of
 from kvbaton.cli import main
 
 

@@ -104,7 +104,7 @@ class StagedTcp(TcpTransport):
     def register(self, memory: Memory) -> Region:
         return super().register(replace(memory, device="cuda", device_index=self.device_index))
 
-    def _copies_of(self, device_index: int) -> GpuCopies:
+    def gpu_copies(self, device_index: int) -> GpuCopies:
         self.gpu = self.gpu or FakeGpu()
         return self.gpu
 
@@ -139,5 +139,5 @@ class VramTcp(TcpTransport):
     def register(self, memory: Memory) -> Region:
         return super().register(replace(memory, device="cuda"))
 
-    def _copies_of(self, device_index: int) -> GpuCopies:
+    def gpu_copies(self, device_index: int) -> GpuCopies:
         return _ThroughVram()

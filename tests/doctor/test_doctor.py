@@ -9,8 +9,7 @@ from typing import Any
 import pytest
 
 from kvbaton.cli import main
-from kvbaton.doctor.main import slow_path
-from kvbaton.doctor.system import look
+from kvbaton.doctor.main import look, slow_path
 from kvbaton.doctor.trials import TransportTrial, try_transport
 
 

@@ -11,7 +11,6 @@ from dataclasses import dataclass
 import numpy as np
 import pytest
 
-from kvbaton.connectors.protocol.events import Unquarantine
 from kvbaton.decode.target_connector import TargetConnector
 from kvbaton.engine.request import Request
 from kvbaton.messages.engine import AbortRequest
@@ -247,7 +246,7 @@ def test_a_planted_early_free_is_caught(
         live = list(target._live)
         finished(target, request)
         for attempt in set(live) - set(target._live):
-            target._unquarantine(Unquarantine(attempt))
+            target.scheduler.blocks.release_incoming(target._reserved.pop(attempt))
 
     monkeypatch.setattr(TargetConnector, "finished", free_at_once)
     held = hold_abort_and_fill(tight)

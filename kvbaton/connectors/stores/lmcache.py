@@ -23,8 +23,7 @@ from typing import Any
 
 from kvbaton.connectors.store import KEY_BYTES, Pieces, StoreCapabilities, Usage
 from kvbaton.connectors.stores.memory import copy
-from kvbaton.connectors.stores.seal import SEAL_BYTES, seal
-from kvbaton.connectors.stores.threaded import LastCall, ThreadedStore
+from kvbaton.connectors.stores.threaded import SEAL_BYTES, LastCall, ThreadedStore, seal
 from kvbaton.errors import ConfigError
 
 if find_spec("lmcache") is None:

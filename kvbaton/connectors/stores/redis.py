@@ -13,8 +13,7 @@ from typing import Any
 
 from kvbaton.connectors.store import Pieces, StoreCapabilities, Usage
 from kvbaton.connectors.stores.memory import copy
-from kvbaton.connectors.stores.seal import SEAL_BYTES, seal, unseal
-from kvbaton.connectors.stores.threaded import LastCall, ThreadedStore
+from kvbaton.connectors.stores.threaded import SEAL_BYTES, LastCall, ThreadedStore, seal, unseal
 from kvbaton.errors import ConfigError
 
 try:

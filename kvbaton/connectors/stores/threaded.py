@@ -10,6 +10,8 @@ from contextlib import contextmanager
 from typing import NamedTuple, Protocol
 from weakref import WeakSet
 
+import xxhash
+
 from kvbaton.connectors.store import Found, Pieces, StoreCapabilities, Usage
 from kvbaton.errors import ConfigError, StoreError
 
@@ -265,3 +267,20 @@ class Moves(Future[list[bool]]):
             self.set_exception(self._error)
         else:
             self.set_result(self._answers)
+
+
+SEAL_BYTES = 16
+
+
+def seal(key: bytes, pieces: Pieces) -> bytes:
+    """The checksum of an object: `SEAL_BYTES` bytes."""
+    checksum = xxhash.xxh3_128(key)
+    for piece in pieces:
+        checksum.update(piece)
+    return checksum.digest()
+
+
+def unseal(key: bytes, sealed: memoryview) -> memoryview | None:
+    """The bytes behind a checksum, None if they are not the right ones."""
+    body = sealed[SEAL_BYTES:]
+    return body if seal(key, [body]) == sealed[:SEAL_BYTES] else None

@@ -23,6 +23,8 @@ from collections.abc import Callable, Iterator, Sequence
 from datetime import timedelta
 from typing import TYPE_CHECKING, Any
 
+from typing_extensions import override
+
 from kvbaton.connectors.base import Capabilities, FenceScope, Memory, Region
 from kvbaton.connectors.transports import tcp_wire
 from kvbaton.connectors.transports.tcp import TcpTransport
@@ -193,14 +195,22 @@ class NcclPeer(TcpPeer):
         if self._group is not None:
             self._group.abort()
 
-    def _introduced(self, sock: socket.socket) -> None:
-        self._group = _meet(self._library, sock, self.card.host)
+    @override
+    def introduced(self, sock: socket.socket) -> None:
+        data = sock.recv(_OFFER.size, socket.MSG_WAITALL)
+        if len(data) < _OFFER.size:
+            raise ConnectionResetError("the connection was closed during the rendezvous")
+        backend, port = _OFFER.unpack(data)
+        if backend != self._library.backend.encode():
+            raise RemoteProtocolError(f"they use {backend!r}, we {self._library.backend}")
+        self._group = PairGroup(self._library, self.card.host, port, None)
 
     def _run(self) -> None:
         super()._run()
         self._group = None
 
-    def _send_frame(self, sock: socket.socket, head: bytes, runs: Sequence[Run]) -> None:
+    @override
+    def send_frame(self, sock: socket.socket, head: bytes, runs: Sequence[Run]) -> None:
         assert self._group is not None
         tcp_wire.send_all(sock, [head])
         for pieces in runs:
@@ -215,9 +225,19 @@ class NcclListener(TcpListener):
         self._groups: dict[AcceptedConnection, PairGroup] = {}
         super().__init__(host, *words)
 
-    def _greet(self, connection: AcceptedConnection) -> None:
-        super()._greet(connection)
-        group = _accept(self._library, connection.socket, self._host)
+    @override
+    def greet(self, connection: AcceptedConnection) -> None:
+        super().greet(connection)
+        family = socket.AF_INET6 if ":" in self._host else socket.AF_INET
+        with socket.socket(family, socket.SOCK_STREAM) as listener:
+            listener.bind((self._host, 0))
+            listener.listen(4)
+            port = listener.getsockname()[1]
+            connection.socket.sendall(_OFFER.pack(self._library.backend.encode(), port))
+            try:
+                group = PairGroup(self._library, self._host, port, listener.detach())
+            except RuntimeError as error:
+                raise ConnectionAbortedError(f"no process group: {error}") from error
         self._groups[connection] = group
         connection.on_cut = group.abort
 
@@ -226,7 +246,8 @@ class NcclListener(TcpListener):
         connection.on_cut = None
         self._groups.pop(connection, None)
 
-    def _fill(self, connection: AcceptedConnection, runs: Sequence[Run]) -> None:
+    @override
+    def receive_payload(self, connection: AcceptedConnection, runs: Sequence[Run]) -> None:
         def alive() -> bool:
             return not connection.cut and _connected(connection.socket)
 
@@ -270,36 +291,13 @@ class NcclTransport(TcpTransport):
         self._views.append(tensor_of(self._library.torch, memory))
         return self._regions.add(memory)
 
-    def _listen(self, host: str) -> TcpListener:
+    @override
+    def listen(self, host: str) -> TcpListener:
         return NcclListener(self._library, host, self._token, self._regions, self._views)
 
-    def _dial(self, card: TcpCard) -> TcpPeer:
+    @override
+    def dial(self, card: TcpCard) -> TcpPeer:
         return NcclPeer(card, self._name, self._library)
-
-
-def _accept(library: NcclLibrary, sock: socket.socket, host: str) -> PairGroup:
-    """Open a store, tell the dialling side where, and meet it there. Raises `ConnectionError`."""
-    family = socket.AF_INET6 if ":" in host else socket.AF_INET
-    with socket.socket(family, socket.SOCK_STREAM) as listener:
-        listener.bind((host, 0))
-        listener.listen(4)
-        port = listener.getsockname()[1]
-        sock.sendall(_OFFER.pack(library.backend.encode(), port))
-        try:
-            return PairGroup(library, host, port, listener.detach())
-        except RuntimeError as error:
-            raise ConnectionAbortedError(f"no process group: {error}") from error
-
-
-def _meet(library: NcclLibrary, sock: socket.socket, host: str) -> PairGroup:
-    """The dialling side of `_accept`."""
-    data = sock.recv(_OFFER.size, socket.MSG_WAITALL)
-    if len(data) < _OFFER.size:
-        raise ConnectionResetError("the connection was closed during the rendezvous")
-    backend, port = _OFFER.unpack(data)
-    if backend != library.backend.encode():
-        raise RemoteProtocolError(f"they use {backend!r}, we {library.backend}")
-    return PairGroup(library, host, port, None)
 
 
 def chunks(views: Sequence[Any]) -> Iterator[list[Any]]:

@@ -72,7 +72,7 @@ class TcpTransport:
         self._peers: list[TcpPeer] = []
         self._closing: list[TcpPeer] = []
         self._guard = guard_card(host)
-        self._listener = self._listen(host)
+        self._listener = self.listen(host)
         self._closed = False
 
     @property
@@ -96,7 +96,19 @@ class TcpTransport:
         Raises:
             TransportError: it is memory of a GPU that can't be used, or of a second one.
         """
-        self._views.append(self._view(memory))
+        view: memoryview | GpuRegion
+        if memory.device == "cpu":
+            array = (ctypes.c_ubyte * memory.num_bytes).from_address(memory.address)
+            view = memoryview(array).cast("B")
+        else:
+            if self._staging is None:
+                gpu = self.gpu_copies(memory.device_index)
+                self._device_index = memory.device_index
+                self._staging = PinnedBounceBuffer(gpu, self._pinned_bytes)
+            if memory.device_index != self._device_index:
+                raise TransportError("a TCP transport reaches one GPU: use one transport for each")
+            view = GpuRegion(self._staging, self._staging.gpu.region(memory))
+        self._views.append(view)
         return self._regions.add(memory)
 
     def deregister(self, region: Region) -> None:
@@ -129,7 +141,7 @@ class TcpTransport:
         except msgspec.MsgspecError as error:
             raise TransportError(f"not a card of the TCP transport: {error}") from error
         self._listener.admit(decoded.name)
-        peer = self._dial(decoded)
+        peer = self.dial(decoded)
         self._peers.append(peer)
         return peer
 
@@ -195,25 +207,18 @@ class TcpTransport:
             self._closing.remove(peer)
         return ended
 
-    def _view(self, memory: Memory) -> memoryview | GpuRegion:
-        if memory.device == "cpu":
-            array = (ctypes.c_ubyte * memory.num_bytes).from_address(memory.address)
-            return memoryview(array).cast("B")
-        if self._staging is None:
-            gpu = self._copies_of(memory.device_index)
-            self._device_index = memory.device_index
-            self._staging = PinnedBounceBuffer(gpu, self._pinned_bytes)
-        if memory.device_index != self._device_index:
-            raise TransportError("a TCP transport reaches one GPU: use one transport for each")
-        return GpuRegion(self._staging, self._staging.gpu.region(memory))
+    # --- what another kind of transport does otherwise ---
 
-    def _copies_of(self, device_index: int) -> GpuCopies:
+    def gpu_copies(self, device_index: int) -> GpuCopies:
+        """Copies from and to a GPU."""
         return GpuCopies(device_index)
 
-    def _listen(self, host: str) -> TcpListener:
+    def listen(self, host: str) -> TcpListener:
+        """The receiving end."""
         return TcpListener(host, self._token, self._regions, self._views)
 
-    def _dial(self, card: TcpCard) -> TcpPeer:
+    def dial(self, card: TcpCard) -> TcpPeer:
+        """A sending end."""
         return TcpPeer(card, self._name)
 
 

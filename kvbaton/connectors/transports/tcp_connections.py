@@ -215,7 +215,7 @@ class TcpPeer:
             self._socket.connect((self.card.host, self.card.port))
             tcp_wire.tune(self._socket)
             tcp_wire.introduce(self._socket, self.card.token, self._own_name, deadline)
-            self._introduced(self._socket)
+            self.introduced(self._socket)
             self._socket.settimeout(None)
             self._greeted = True
             while (handle := self._queue.get()) is not None and not self.closing:
@@ -223,17 +223,20 @@ class TcpPeer:
                     if self.broken is not None or self.closing:
                         break
                     handle.started = True
-                    self._send_frame(self._socket, head, runs)
+                    self.send_frame(self._socket, head, runs)
             if self.broken is None:
                 bye = tcp_wire.Header(tcp_wire.FrameKind.BYE, 0, 0, 0, 0)
                 tcp_wire.send_all(self._socket, [bye.pack()])
         except Exception as error:  # also what a host that is none makes `connect` raise
             self.hang_up(f"connection to {self.name}: {error}")
 
-    def _introduced(self, sock: socket.socket) -> None:
-        """What a kind of connection does once each side knows the other."""
+    # --- what another kind of connection does otherwise ---
 
-    def _send_frame(self, sock: socket.socket, head: bytes, runs: Sequence[Run]) -> None:
+    def introduced(self, sock: socket.socket) -> None:
+        """Each side knows the other now."""
+
+    def send_frame(self, sock: socket.socket, head: bytes, runs: Sequence[Run]) -> None:
+        """Send a frame's head and its payload."""
         staging = staging_of(runs)
         if staging is None:
             tcp_wire.send_all(sock, [head, *(piece for run in runs for piece in run)])
@@ -354,7 +357,7 @@ class TcpListener:
 
     def _run(self, connection: AcceptedConnection) -> None:
         try:
-            self._greet(connection)
+            self.greet(connection)
             polite = False
             try:
                 while not polite:
@@ -371,7 +374,9 @@ class TcpListener:
             with self._lock:
                 self._connections.remove(connection)
 
-    def _greet(self, connection: AcceptedConnection) -> None:
+    def greet(self, connection: AcceptedConnection) -> None:
+        """The handshake; raises to refuse the dialler."""
+
         def admit(name: str) -> None:
             with self._lock:
                 if name in self._fenced or connection.cut:
@@ -392,7 +397,7 @@ class TcpListener:
         copies = tcp_wire.receive_copies(sock, header, self._table.sizes())
         notice = tcp_wire.receive(sock, header.notice_bytes)
         if len(copies):
-            self._fill(connection, runs_of(self._views, *copies.T))
+            self.receive_payload(connection, runs_of(self._views, *copies.T))
         if header.kind is tcp_wire.FrameKind.LAST:
             if connection.cut:
                 raise ConnectionAbortedError("fenced")
@@ -401,7 +406,8 @@ class TcpListener:
                 sock.sendall(tcp_wire.ACK.pack(header.write))
         return False
 
-    def _fill(self, connection: AcceptedConnection, runs: list[Any]) -> None:
+    def receive_payload(self, connection: AcceptedConnection, runs: list[Any]) -> None:
+        """Fill what a frame writes from its payload."""
         staging = staging_of(runs)
         if staging is None:
             tcp_wire.receive_all(connection.socket, [piece for run in runs for piece in run])

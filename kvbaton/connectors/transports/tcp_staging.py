@@ -249,7 +249,16 @@ class LanePool:
             ConnectionAbortedError: not `alive` any more while waiting for one, or CUDA fails.
         """
         try:
-            lane = self._take(alive)
+            with self._changed:
+                while not self._idle and not self._left:
+                    if not alive():
+                        raise ConnectionAbortedError("ended while it waited for pinned memory")
+                    self._changed.wait(LOOK_S)
+                if self._idle:
+                    lane = self._idle.pop()
+                else:
+                    lane = StagingLane(self._gpu)
+                    self._left -= 1
             try:
                 yield lane
             finally:
@@ -266,18 +275,6 @@ class LanePool:
         with self._changed:
             self._closed = True
             self._idle.clear()
-
-    def _take(self, alive: Callable[[], bool]) -> StagingLane:
-        with self._changed:
-            while not self._idle and not self._left:
-                if not alive():
-                    raise ConnectionAbortedError("ended while it waited for pinned memory")
-                self._changed.wait(LOOK_S)
-            if self._idle:
-                return self._idle.pop()
-            lane = StagingLane(self._gpu)
-            self._left -= 1
-            return lane
 
 
 class PinnedBounceBuffer:
