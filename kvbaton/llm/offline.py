@@ -70,10 +70,15 @@ class LLM:
             RequestError: something is wrong with any of them; none is run then.
             EngineDeadError: the engine is gone.
         """
-        listed = _as_list(prompts)
-        return self._wait(
-            self._run(listed, _per_prompt(sampling_params, listed), use_tqdm, options)
+        single = isinstance(prompts, str | Rendered) or (
+            bool(prompts) and all(isinstance(item, int) for item in prompts)
         )
+        listed = cast("Sequence[Prompt]", [prompts] if single else prompts)
+        if sampling_params is None or isinstance(sampling_params, TextSamplingParams):
+            sampling_params = [sampling_params] * len(listed)  # type: ignore[list-item]
+        if len(sampling_params) != len(listed):
+            raise ValueError(f"{len(sampling_params)} sampling_params for {len(listed)} prompts")
+        return self._wait(self._run(listed, sampling_params, use_tqdm, options))
 
     def chat(
         self,
@@ -149,21 +154,6 @@ class LLM:
 
     def __exit__(self, *exc_info: object) -> None:
         self.close()
-
-
-def _as_list(prompts: Prompt | Sequence[Prompt]) -> list[Prompt]:
-    if isinstance(prompts, str | Rendered):
-        return [prompts]
-    ids = bool(prompts) and all(isinstance(item, int) for item in prompts)
-    return cast("list[Prompt]", [prompts] if ids else list(prompts))
-
-
-def _per_prompt(params: Params, prompts: Sequence[Prompt]) -> Sequence[TextSamplingParams | None]:
-    if params is None or isinstance(params, TextSamplingParams):
-        return [params] * len(prompts)
-    if len(params) != len(prompts):
-        raise ValueError(f"{len(params)} sampling_params for {len(prompts)} prompts")
-    return params
 
 
 def _stop(

@@ -13,10 +13,9 @@ import binascii
 import errno
 import ipaddress
 import socket
-from collections.abc import Coroutine, Sequence
+from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
-from typing import Any
 from urllib.parse import unquote_to_bytes
 
 import aiohttp
@@ -52,15 +51,11 @@ async def load_images(
             f"a request may have at most {config.max_images} images", param="messages"
         )
     room = _Room(config.max_image_bytes)
-    return await _all([_load(image, vision, config, room) for image in images])
-
-
-async def _all(loads: Sequence[Coroutine[Any, Any, Item]]) -> list[Item]:
-    """All at once; if one fails, the others end."""
+    loads = (_load(image, vision, config, room) for image in images)
     tasks = [asyncio.ensure_future(load) for load in loads]
     try:
         return list(await asyncio.gather(*tasks))
-    finally:
+    finally:  # if one fails, the others end
         for task in tasks:
             task.cancel()
         await asyncio.gather(*tasks, return_exceptions=True)

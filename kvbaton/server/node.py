@@ -92,20 +92,21 @@ class Node:
 
     async def run(self) -> int:
         """All of it; returns the exit status."""
+
+        def stop() -> None:
+            if self._stop.is_set():
+                logger.warning("told to stop twice: not waiting for requests")
+                os._exit(130)
+            self._stop.set()
+
         loop = asyncio.get_running_loop()
         for number in (signal.SIGINT, signal.SIGTERM):
-            loop.add_signal_handler(number, self._signalled)
+            loop.add_signal_handler(number, stop)
         try:
             await self.start()
             return await self.serve()
         finally:
             await self.stop()
-
-    def _signalled(self) -> None:
-        if self._stop.is_set():
-            logger.warning("told to stop twice: not waiting for requests")
-            os._exit(130)
-        self._stop.set()
 
     # --- start ---
 

@@ -125,8 +125,12 @@ def _normalize(message: Message, where: str, images: list[ImageUrl] | None) -> M
     reasoning = message.get("reasoning_content", message.get("reasoning"))
     if reasoning is not None:
         result["reasoning_content"] = reasoning
-    if message.get("tool_calls") is not None:
-        result["tool_calls"] = _tool_calls(message["tool_calls"], f"{where}.tool_calls")
+    if (calls := message.get("tool_calls")) is not None:
+        if not isinstance(calls, list):
+            raise RequestError("tool_calls must be a list", param=f"{where}.tool_calls")
+        result["tool_calls"] = [
+            _tool_call(call, f"{where}.tool_calls[{i}]") for i, call in enumerate(calls)
+        ]
     elif message.get("content") is None:
         raise RequestError("content is missing", param=f"{where}.content")
     return result
@@ -154,7 +158,14 @@ def _part(part: Any, where: str, images: list[ImageUrl] | None) -> str | ImageUr
         return part
     kind = part.get("type") if isinstance(part, dict) else part
     if kind == "image_url":
-        return _image(part["image_url"] if "image_url" in part else None, where, images)
+        if images is None:
+            raise RequestError("this model takes text only, no images", param=where)
+        url = part.get("image_url")
+        url = url.get("url") if isinstance(url, dict) else url
+        if not isinstance(url, str) or not url:
+            raise RequestError("image_url needs a url", param=f"{where}.image_url")
+        images.append(ImageUrl(url, f"{where}.image_url"))
+        return images[-1]
     if kind not in ("text", "refusal"):
         raise RequestError(
             f"only parts of type text and image_url are supported, not {kind!r}", param=where
@@ -163,22 +174,6 @@ def _part(part: Any, where: str, images: list[ImageUrl] | None) -> str | ImageUr
     if not isinstance(text, str):
         raise RequestError("text must be a string", param=f"{where}.text")
     return text
-
-
-def _image(value: Any, where: str, images: list[ImageUrl] | None) -> ImageUrl:
-    if images is None:
-        raise RequestError("this model takes text only, no images", param=where)
-    url = value.get("url") if isinstance(value, dict) else value
-    if not isinstance(url, str) or not url:
-        raise RequestError("image_url needs a url", param=f"{where}.image_url")
-    images.append(ImageUrl(url, f"{where}.image_url"))
-    return images[-1]
-
-
-def _tool_calls(calls: Any, where: str) -> list[dict[str, Any]]:
-    if not isinstance(calls, list):
-        raise RequestError("tool_calls must be a list", param=where)
-    return [_tool_call(call, f"{where}[{i}]") for i, call in enumerate(calls)]
 
 
 def _tool_call(call: Any, where: str) -> dict[str, Any]:

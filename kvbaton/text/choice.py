@@ -161,7 +161,12 @@ class StopStrings:
         if matches:
             end, start, stop = min(matches)
             return self._held[: end if self._include else start], stop
-        cut = len(self._held) - max(map(self._overlap, self._stops), default=0)
+        held = len(self._held)
+        cut = held
+        for stop in self._stops:  # the longest end of the held text that begins a stop string
+            longest = min(held, len(stop) - 1)
+            ends = (n for n in range(longest, 0, -1) if stop.startswith(self._held[-n:]))
+            cut = min(cut, held - next(ends, 0))
         shown, self._held = self._held[:cut], self._held[cut:]
         return shown, None
 
@@ -169,9 +174,3 @@ class StopStrings:
         """What is held back, at the end of the text."""
         held, self._held = self._held, ""
         return held
-
-    def _overlap(self, stop: str) -> int:
-        """Length of the longest end of the held text that begins `stop`."""
-        longest = min(len(self._held), len(stop) - 1)
-        ends = (n for n in range(longest, 0, -1) if stop.startswith(self._held[-n:]))
-        return next(ends, 0)

@@ -85,10 +85,28 @@ class Tokenizer:
         folder = Path(folder)
         config = _read_config(folder / "tokenizer_config.json")
         special = _special_tokens(folder, config)
-        backend = _read_backend(folder / "tokenizer.json")
+        path = folder / "tokenizer.json"
+        if not path.is_file():
+            raise ConfigError(
+                str(path), "is missing; a model folder needs its fast tokenizer there"
+            )
+        try:
+            backend = tokenizers.Tokenizer.from_file(str(path))
+        except Exception as error:  # the library raises bare Exception
+            raise ConfigError(str(path), f"is no tokenizer: {error}") from error
         known = {token.content for token in backend.get_added_tokens_decoder().values()}
         backend.add_special_tokens([token for token in special.values() if token not in known])
-        template = _template_of(folder, config) if chat_template is None else _read(chat_template)
+        template: Any = config.get("chat_template")
+        if chat_template is None and (folder / "chat_template.jinja").exists():
+            chat_template = folder / "chat_template.jinja"
+        if chat_template is not None:
+            template = _read(chat_template)
+        elif isinstance(template, list):  # several, by name
+            named = {t.get("name"): t.get("template") for t in template if isinstance(t, dict)}
+            template = named.get("default")
+        if template is not None and not isinstance(template, str):
+            problem = "chat_template must be a string"
+            raise ConfigError(str(folder / "tokenizer_config.json"), problem)
         compiled = None if template is None else ChatTemplate(template, special)
         return cls(backend, special, compiled, VisionText.load(folder))
 
@@ -148,7 +166,9 @@ class TokenBytes(dict[int, bytes]):
         return found
 
 
-def _read_json(path: Path) -> dict[str, Any]:
+def _read_config(path: Path) -> dict[str, Any]:
+    if not path.exists():
+        return {}
     try:
         value = json.loads(path.read_text(encoding="utf-8"))
     except (OSError, ValueError) as error:
@@ -156,19 +176,6 @@ def _read_json(path: Path) -> dict[str, Any]:
     if not isinstance(value, dict):
         raise ConfigError(str(path), "must hold a JSON object")
     return value
-
-
-def _read_config(path: Path) -> dict[str, Any]:
-    return _read_json(path) if path.exists() else {}
-
-
-def _read_backend(path: Path) -> tokenizers.Tokenizer:
-    if not path.is_file():
-        raise ConfigError(str(path), "is missing; a model folder needs its fast tokenizer there")
-    try:
-        return tokenizers.Tokenizer.from_file(str(path))
-    except Exception as error:  # the library raises bare Exception
-        raise ConfigError(str(path), f"is no tokenizer: {error}") from error
 
 
 def _special_tokens(folder: Path, config: dict[str, Any]) -> dict[str, str]:
@@ -194,32 +201,14 @@ def _read(path: str | Path) -> str:
         raise ConfigError(str(path), f"can't be read: {error}") from error
 
 
-def _template_of(folder: Path, config: dict[str, Any]) -> str | None:
-    path = folder / "chat_template.jinja"
-    if path.exists():
-        return _read(path)
-    template = config.get("chat_template")
-    if isinstance(template, list):  # several, by name
-        named = {t.get("name"): t.get("template") for t in template if isinstance(t, dict)}
-        template = named.get("default")
-    if template is not None and not isinstance(template, str):
-        raise ConfigError(str(folder / "tokenizer_config.json"), "chat_template must be a string")
-    return template
-
-
 def _decoder_types(pipeline: dict[str, Any]) -> frozenset[str]:
     decoder = pipeline.get("decoder") or {}
     parts = [decoder, *decoder.get("decoders", [])]
     return frozenset(part["type"] for part in parts if "type" in part)
 
 
-def _byte_of_char() -> dict[str, int]:
-    """Inverse of GPT-2's alphabet: printable bytes stand for themselves, others for U+0100+."""
-    printable = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
-    others = [byte for byte in range(256) if byte not in printable]
-    table = {chr(byte): byte for byte in printable}
-    table.update({chr(0x100 + i): byte for i, byte in enumerate(others)})
-    return table
-
-
-_BYTE_OF_CHAR = _byte_of_char()
+_PRINTABLE = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
+_BYTE_OF_CHAR = {chr(byte): byte for byte in _PRINTABLE} | {
+    chr(0x100 + i): byte for i, byte in enumerate(b for b in range(256) if b not in _PRINTABLE)
+}
+"""Inverse of GPT-2's alphabet: printable bytes stand for themselves, others for U+0100+."""

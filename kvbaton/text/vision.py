@@ -157,22 +157,19 @@ class VisionText:
         """
         end = 0
         for number, item in enumerate(items):
-            error = self._wrong(token_ids, item, end)
+            error: str | None
+            start, end = end, item.start + item.length
+            if item.start < start or end > len(token_ids):
+                error = "items must be in order, must not overlap, and must lie within the prompt"
+            elif any(token != self.image_token_id for token in token_ids[item.start : end]):
+                token = self.image_token_id
+                error = f"tokens {item.start} to {end - 1} must be {token}, the placeholder"
+            elif not item.data and item.transfer is None:
+                error = "an item needs its data, or a transfer that brings its encoder output"
+            else:
+                error = self.mismatch(item)
             if error is not None:
                 raise RequestError(error, param=f"items[{number}]")
-            end = item.start + item.length
-
-    def _wrong(self, token_ids: Sequence[int], item: Item, start: int) -> str | None:
-        end = item.start + item.length
-        if item.start < start or end > len(token_ids):
-            return "items must be in order, must not overlap, and must lie within the prompt"
-        if any(token != self.image_token_id for token in token_ids[item.start : end]):
-            return (
-                f"tokens {item.start} to {end - 1} must be {self.image_token_id}, the placeholder"
-            )
-        if not item.data and item.transfer is None:
-            return "an item needs its data, or a transfer that brings its encoder output"
-        return self.mismatch(item)
 
     def mismatch(self, item: Item) -> str | None:
         """What an item says of itself that is not so; None if all fits."""
