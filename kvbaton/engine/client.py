@@ -313,21 +313,17 @@ class EngineClient(TokenSource):
             answer.set_exception(ValueError(error))
 
     def _read_monitor(self) -> None:
-        while self._monitor is not None and self._monitor.poll(0):
+        while self._monitor is not None and self._socket is not None and self._monitor.poll(0):
             recv_monitor_message(self._monitor, zmq.NOBLOCK)
             self._read()  # its last words may be in the socket
             if self._connected.done():
                 self._lost()
             elif self.dead is None:
-                self._connect_again()
-
-    def _connect_again(self) -> None:
-        """Before the core has answered: ZMQ tries again, and what we said may have been lost."""
-        assert self._socket is not None
-        try:
-            self._socket.send(_encoder.encode(Connect()), zmq.NOBLOCK)
-        except zmq.Again:  # ZMQ tries no more: the handshake itself failed
-            self._fail("the engine refused the connection; are the cluster keys the same?")
+                # Before the core has answered: ZMQ tries again, and what we said may be lost.
+                try:
+                    self._socket.send(_encoder.encode(Connect()), zmq.NOBLOCK)
+                except zmq.Again:  # ZMQ tries no more: the handshake itself failed
+                    self._fail("the engine refused the connection; are the cluster keys the same?")
 
     def _lost(self) -> None:
         """The connection is gone."""

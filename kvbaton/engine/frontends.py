@@ -14,7 +14,7 @@ import itertools
 import logging
 import time
 from collections import deque
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from dataclasses import dataclass, field
 from urllib.parse import urlsplit
 
@@ -198,7 +198,10 @@ class FrontendServer:
         if wake_fd != self._wake_fd:
             self._poller.register(wake_fd, zmq.POLLIN)
             self._wake_fd = wake_fd
-        readable = dict(self._poller.poll(int(self._patience(timeout) * 1000)))
+        if any(peer.backlog for peer in self._peers.values()):
+            timeout = min(timeout, _RETRY_S)
+        timeout = 0.0 if self._lost else max(0.0, min(timeout, self._probe_at - time.monotonic()))
+        readable = dict(self._poller.poll(int(timeout * 1000)))
         if self._gate is not None and self._gate.socket in readable:
             self._gate.answer()
         for socket in (self._local, self._remote):
@@ -210,13 +213,6 @@ class FrontendServer:
             for request_id in tuple(self._lost.pop().names.values()):
                 yield AbortRequest(request_id=request_id)
 
-    def _patience(self, timeout: float) -> float:
-        if self._lost:
-            return 0.0
-        if any(peer.backlog for peer in self._peers.values()):
-            timeout = min(timeout, _RETRY_S)
-        return max(0.0, min(timeout, self._probe_at - time.monotonic()))
-
     def _take(self, socket: zmq.Socket[bytes], frames: list[bytes]) -> Iterator[ToCore]:
         """What the core is to do about a message; nothing if it is answered here."""
         identity, *data = frames
@@ -227,7 +223,11 @@ class FrontendServer:
             return
         message = decode_to_core(data[0])
         if isinstance(message, Undecodable):
-            self._refuse(peer, message)
+            self._count_drop()
+            logger.warning("dropped a message of a frontend that can't be read: %s", message.error)
+            if peer is not None and message.request_id is not None:  # who asked is told
+                error = RequestError(f"the request can't be read: {message.error}")
+                self._put(peer, Rejected.of(message.request_id, error))
             return
         if isinstance(message, Connect):
             self._connect(peer or _Peer(socket, identity, local), message)
@@ -255,14 +255,6 @@ class FrontendServer:
 
     def _count_drop(self) -> None:
         self._counts["kvbaton_frontend_messages_dropped_total"] += 1
-
-    def _refuse(self, peer: _Peer | None, message: Undecodable) -> None:
-        """Count what can't be read; who asked for something is told."""
-        self._count_drop()
-        logger.warning("dropped a message of a frontend that can't be read: %s", message.error)
-        if peer is not None and message.request_id is not None:
-            error = RequestError(f"the request can't be read: {message.error}")
-            self._put(peer, Rejected.of(message.request_id, error))
 
     def _connect(self, peer: _Peer, message: Connect) -> None:
         if self._ready is None:  # only a core that serves reads its messages
@@ -303,7 +295,25 @@ class FrontendServer:
         """Send to whom it concerns. What nobody waits for any more is left out."""
         match message:
             case Outputs():
-                self._send_outputs(message.outputs)
+                by_peer: dict[_Peer, list[Output]] = {}
+                now = time.monotonic()
+                for output in message.outputs:
+                    key = output.request_id
+                    owner = self._owned.get(key)
+                    if owner is None:
+                        continue
+                    self._latencies.output(key, output, now)
+                    if output.finish_reason is not None:
+                        owner.open_choices -= 1
+                        if not owner.open_choices:
+                            self._end(key)
+                    own = output if owner.name == key else replace(output, request_id=owner.name)
+                    by_peer.setdefault(owner.peer, []).append(own)
+                for of_peer, mine in by_peer.items():
+                    tokens = sum(len(output.token_ids) for output in mine)
+                    kind = f'kvbaton_frontend_tokens_total{{frontend="{of_peer.kind}"}}'
+                    self._counts[kind] += tokens
+                    self._put(of_peer, Outputs(outputs=tuple(mine)))
             case Rejected():
                 owned = self._end(message.request_id)
                 if owned is not None:
@@ -318,27 +328,6 @@ class FrontendServer:
                 self._send_to_all(self.completed(message), local_only=True)
             case _:
                 self._send_to_all(message)
-
-    def _send_outputs(self, outputs: Sequence[Output]) -> None:
-        by_peer: dict[_Peer, list[Output]] = {}
-        now = time.monotonic()
-        for output in outputs:
-            key = output.request_id
-            owned = self._owned.get(key)
-            if owned is None:
-                continue
-            self._latencies.output(key, output, now)
-            if output.finish_reason is not None:
-                owned.open_choices -= 1
-                if not owned.open_choices:
-                    self._end(key)
-            if owned.name != key:
-                output = replace(output, request_id=owned.name)
-            by_peer.setdefault(owned.peer, []).append(output)
-        for peer, mine in by_peer.items():
-            tokens = sum(len(output.token_ids) for output in mine)
-            self._counts[f'kvbaton_frontend_tokens_total{{frontend="{peer.kind}"}}'] += tokens
-            self._put(peer, Outputs(outputs=tuple(mine)))
 
     def _end(self, key: str) -> _Owned | None:
         owned = self._owned.pop(key, None)

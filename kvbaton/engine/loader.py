@@ -27,7 +27,6 @@ from kvbaton.engine.models.qwen2_5_vision import Qwen25VisionTower
 from kvbaton.engine.models.qwen3_next import Qwen3NextForCausalLM
 from kvbaton.engine.models.qwen3_vision import Qwen3VisionTower
 from kvbaton.engine.models.vision_layers import VisionTower
-from kvbaton.engine.quantization.config import Quantization
 from kvbaton.engine.quantization.tensors import ScaledTensor, Stored, find_tensor
 from kvbaton.errors import ConfigError
 from kvbaton.kernels.quantize_fp8 import quantize_fp8
@@ -128,11 +127,15 @@ def fill_weights(
     Raises:
         ConfigError: a file or tensor is missing, broken or of the wrong shape.
     """
-    if load_format != "dummy":
-        _fill_from_files(pieces, config.folder, config.quantization, device)
+    if load_format == "dummy":
+        for piece in pieces:
+            _fill_dummy(piece, seed)
         return
-    for piece in pieces:
-        _fill_dummy(piece, seed)
+    quantization = config.quantization
+    with stored_tensors(config.folder, device) as tensors:
+        for piece in pieces:
+            stored = find_tensor(tensors, piece.name, quantization)
+            _fill(piece, stored, online=quantization is not None and quantization.online)
 
 
 def shard_files(folder: Path) -> list[Path]:
@@ -235,18 +238,6 @@ class FileTensor:
         return part.to(self._device)
 
 
-def _fill_from_files(
-    pieces: Iterable[Piece],
-    folder: Path,
-    quantization: Quantization | None,
-    device: torch.device,
-) -> None:
-    with stored_tensors(folder, device) as tensors:
-        for piece in pieces:
-            stored = find_tensor(tensors, piece.name, quantization)
-            _fill(piece, stored, online=quantization is not None and quantization.online)
-
-
 @contextmanager
 def stored_tensors(folder: Path, device: torch.device) -> Iterator[dict[str, Stored]]:
     """The tensors of a folder by our names, while its files are open.
@@ -257,10 +248,20 @@ def stored_tensors(folder: Path, device: torch.device) -> Iterator[dict[str, Sto
     with ExitStack() as stack:
         tensors: dict[str, Stored] = {}
         for file in shard_files(folder):
-            handle = stack.enter_context(_open(file))
-            tensors.update(
-                (_our_name(x), FileTensor(x, file, handle, device)) for x in handle.keys()
-            )
+            handle: safe_open | GGUFTensors
+            try:
+                if file.name == WEIGHTS:
+                    handle = GGUFTensors(file.resolve())
+                else:
+                    handle = safe_open(file, framework="pt", device="cpu")
+            except (SafetensorError, OSError) as error:
+                raise ConfigError("--model", f"{file} is broken or truncated: {error}") from error
+            stack.enter_context(handle)
+            for name in handle.keys():
+                # Multimodal checkpoints differ in where their parts hang: one name for each.
+                ours = name.removeprefix("model.") if name.startswith("model.visual.") else name
+                ours = ours.replace("model.language_model.", "model.", 1)
+                tensors[ours] = FileTensor(name, file, handle, device)
         yield tensors
 
 
@@ -296,23 +297,6 @@ def _kv_scale(tensors: Mapping[str, Stored], layer: int, kind: str) -> float:
                 raise ConfigError("--model", f"{stored.where} must be one positive number")
             return scale
     return 1.0
-
-
-def _our_name(stored: str) -> str:
-    """Multimodal checkpoints differ in where their parts hang; a `Piece` has one name for each."""
-    for theirs, ours in (("model.visual.", "visual."), ("model.language_model.", "model.")):
-        if stored.startswith(theirs):
-            return ours + stored.removeprefix(theirs)
-    return stored
-
-
-def _open(file: Path) -> safe_open | GGUFTensors:
-    if file.name == WEIGHTS:
-        return GGUFTensors(file.resolve())
-    try:
-        return safe_open(file, framework="pt", device="cpu")
-    except (SafetensorError, OSError) as error:
-        raise ConfigError("--model", f"{file} is broken or truncated: {error}") from error
 
 
 def _fill(piece: Piece, stored: Stored, *, online: bool) -> None:

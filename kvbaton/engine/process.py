@@ -243,21 +243,18 @@ class EngineProcess(EngineClient):
         if self._closing:
             return
         self._closing = True
-        if self._process.pid is not None:
-            await self._stop_process(grace_s)
+        process = self._process
+        if process.pid is not None:
+            if process.is_alive() and self.dead is None and self._socket is not None:
+                self._send(Shutdown(grace_s=grace_s))
+                await self._loop.run_in_executor(None, process.join, grace_s + 5.0)
+            if process.is_alive():
+                logger.warning("engine core did not stop in time; killing it")
+                process.kill()
+                await self._loop.run_in_executor(None, process.join, 5.0)
+            self._loop.remove_reader(process.sentinel)
         self._loop.remove_reader(self._reports.fileno())
         self._fail("the engine was shut down")
         await self.close()
         self._reports.close()
         shutil.rmtree(self._folder, ignore_errors=True)
-
-    async def _stop_process(self, grace_s: float) -> None:
-        process = self._process
-        if process.is_alive() and self.dead is None and self._socket is not None:
-            self._send(Shutdown(grace_s=grace_s))
-            await self._loop.run_in_executor(None, process.join, grace_s + 5.0)
-        if process.is_alive():
-            logger.warning("engine core did not stop in time; killing it")
-            process.kill()
-            await self._loop.run_in_executor(None, process.join, 5.0)
-        self._loop.remove_reader(process.sentinel)

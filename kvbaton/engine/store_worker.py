@@ -23,8 +23,6 @@ from kvbaton.connectors.objects import HEADER_BYTES, ObjectForm
 from kvbaton.connectors.store import Store
 from kvbaton.engine.block_staging import StagedBlocks
 from kvbaton.engine.executor import Executor
-from kvbaton.engine.pending import Pending
-from kvbaton.engine.worker import Sums
 from kvbaton.errors import ConfigError, StoreError
 
 logger = logging.getLogger(__name__)
@@ -251,27 +249,24 @@ class StoreWorker:
             logger.warning("%s makes KV up: answers are noise, good for benchmarks only", self.name)
         try:
             while not self._stopping:
-                self._turn()
+                asked = any(not isinstance(wait, Future) for wait in self._jobs.values())
+                woken = self._wake.wait(self._pause_s if asked else None)
+                self._pause_s = LOOK_S if woken else min(self._pause_s * LOOK_GROWTH, MOST_LOOK_S)
+                self._wake.clear()
+                while self._inbox:
+                    call = self._inbox.popleft()
+                    try:
+                        call()
+                    except Exception as error:
+                        self._warn("a call", error)
+                for job, wait in list(self._jobs.items()):
+                    if wait.done() if isinstance(wait, Future) else wait():
+                        self._go_on(job)
         except BaseException as error:
             logger.exception("the store's thread has ended")
             self.failure = f"{type(error).__name__}: {error}"
         finally:
             self.store.close()
-
-    def _turn(self) -> None:
-        asked = any(not isinstance(wait, Future) for wait in self._jobs.values())
-        woken = self._wake.wait(self._pause_s if asked else None)
-        self._pause_s = LOOK_S if woken else min(self._pause_s * LOOK_GROWTH, MOST_LOOK_S)
-        self._wake.clear()
-        while self._inbox:
-            call = self._inbox.popleft()
-            try:
-                call()
-            except Exception as error:
-                self._warn("a call", error)
-        for job, wait in list(self._jobs.items()):
-            if wait.done() if isinstance(wait, Future) else wait():
-                self._go_on(job)
 
     def _go_on(self, job: Job[None]) -> None:
         """Run a job up to the next thing that it really has to wait for."""
@@ -400,7 +395,15 @@ class StoreWorker:
         blocks = [save.block for save in saves]
         batch = yield from _borrow(lambda: self._staging.fetch(group, blocks))
         try:
-            sums = [self._sums(group, tuple(run)) for run in _runs(saves)]
+            sums = []
+            for run in _runs(saves):
+                held = [save.block for save in run]
+                if run[0].summed:
+                    sums.append(self._executor.sums(group, held))
+                else:
+                    start = run[0].number * form.block_size
+                    end = start + len(run) * form.block_size
+                    sums.append(self._executor.digest(group, held, start, start, end))
             yield lambda: batch.ready() and all(found.ready() for found in sums)
             values = [value for found in sums for value in form.digests(found.result())]
             keys = [save.key for save in saves]
@@ -413,15 +416,6 @@ class StoreWorker:
             return future.result()
         finally:
             batch.release()
-
-    def _sums(self, group: int, run: Sequence[BlockSave]) -> Pending[list[Sums]]:
-        """Sums of saves that `_runs` has put together."""
-        blocks = [save.block for save in run]
-        if run[0].summed:
-            return self._executor.sums(group, blocks)
-        size = self.forms[group].block_size
-        start = run[0].number * size
-        return self._executor.digest(group, blocks, start, start, start + len(run) * size)
 
 
 def _borrow(lend: Callable[[], StagedBlocks | None]) -> Job[StagedBlocks]:

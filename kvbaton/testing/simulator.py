@@ -135,7 +135,14 @@ class Simulation:
                 for name in self._shapes:
                     self._birth(name)
                 self._plan()
-                self._run_to_rest()
+                # Until all is over, and stays so for longer than any lease. Every eighth schedule
+                # goes on to the end: to be at rest for long must do no harm either.
+                world = self.world
+                end = world.weather.heal_at + REST_S
+                world.run(world.weather.heal_at)
+                while world.now < end and (self.seed % 8 == 0 or not self._rests()):
+                    world.run(world.now + 1.0)
+                world.run(min(end, world.now + 1.25 * self._lives[0].timers.lease))
                 return self._check_rest()
             except Exception as error:
                 if not isinstance(error, ViolationError):
@@ -148,18 +155,6 @@ class Simulation:
             finally:
                 for node in self._lives:
                     node.transfers.close()
-
-    def _run_to_rest(self) -> None:
-        """Let time pass until all is over, and stays so for longer than any lease.
-
-        Every eighth schedule goes on to the end: to be at rest for long must do no harm either.
-        """
-        world = self.world
-        end = world.weather.heal_at + REST_S
-        world.run(world.weather.heal_at)
-        while world.now < end and (self.seed % 8 == 0 or not self._rests()):
-            world.run(world.now + 1.0)
-        world.run(min(end, world.now + 1.25 * self._lives[0].timers.lease))
 
     def _rests(self) -> bool:
         """Whether nothing is left to happen."""
@@ -206,7 +201,15 @@ class Simulation:
         while weather.violence and at < weather.heal_at:
             at += rng.expovariate(weather.violence)
             self.world.after(min(at, weather.heal_at), self._strike)
-        self.world.after(weather.heal_at, self._heal)
+
+        def heal() -> None:
+            self.world.note("weather", "heals")
+            self.world.cut_until.clear()
+            for node in self._nodes.values():
+                self._continue(node)
+            self._tell_members()
+
+        self.world.after(weather.heal_at, heal)
 
     def _later(self, seconds: float, do: Callable[[], None]) -> None:
         """Do something to a node later; there is no rest before."""
@@ -291,24 +294,18 @@ class Simulation:
             self._tell_members(missing=node.address)
             self.world.soon(self._tell_members, 1.0)
         if "kill" in kind and (not node.shape.is_source or self.rng.random() < 0.8):
-            self._later(self.rng.uniform(0.3, 2.0), lambda: self._rebirth(node))
 
-    def _rebirth(self, node: SimulatedNode) -> None:
-        node.kill()  # whoever still shuts down
-        if self._nodes[node.name] is node:
-            self._birth(node.name)
+            def rebirth() -> None:
+                node.kill()  # whoever still shuts down
+                if self._nodes[node.name] is node:
+                    self._birth(node.name)
+
+            self._later(self.rng.uniform(0.3, 2.0), rebirth)
 
     def _continue(self, node: SimulatedNode) -> None:
         if node.alive and node.stopped:
             self.world.note(node.name, "continues")
             node.resume()
-
-    def _heal(self) -> None:
-        self.world.note("weather", "heals")
-        self.world.cut_until.clear()
-        for node in self._nodes.values():
-            self._continue(node)
-        self._tell_members()
 
     # --- the end ---
 
@@ -326,18 +323,15 @@ class Simulation:
                 report.totals["mismatches"] += laws.mismatches
                 report.totals.update(laws.outcomes)
             if node.alive:
-                report.left += self._check_end(node, laws)
+                node.core.turn()
+                node.machine.validate()
+                for what in self._unrest(node, laws):
+                    node.fail(what)
+                if node.core.imbalance():
+                    node.fail("the pool's account differs from its owners'")
+                # Quarantines may remain on peers that are dead and can't be fenced.
+                report.left += self._num_excused(laws)
         return report
-
-    def _check_end(self, node: SimulatedNode, laws: SourceLaws | TargetLaws) -> int:
-        """Returns how many quarantines remain, on peers that are dead and can't be fenced."""
-        node.core.turn()
-        node.machine.validate()
-        for what in self._unrest(node, laws):
-            node.fail(what)
-        if node.core.imbalance():
-            node.fail("the pool's account differs from its owners'")
-        return self._num_excused(laws)
 
     def _unrest(self, node: SimulatedNode, laws: SourceLaws | TargetLaws) -> Iterator[str]:
         """What is left to happen on a node, by its clients, its laws and its containers."""

@@ -45,18 +45,16 @@ class Quantization:
 
     def ignores(self, module: str) -> bool:
         """Whether a module, like ``model.layers.0.mlp.down_proj``, is stored as it is."""
-        return any(_names(name, module) for name in self.ignored)
-
-
-def _names(name: str, module: str) -> bool:
-    """A module, all below it, or (as in AutoAWQ) all that have a part of that name.
-
-    Of a multimodal checkpoint's language model, we leave out its name.
-    """
-    stored = (module, module.replace("model.", "model.language_model.", 1))
-    if name.startswith("re:"):
-        return any(re.match(name.removeprefix("re:"), each) for each in stored)
-    return any(f".{name}." in f".{each}." for each in stored)
+        # Of a multimodal checkpoint's language model, we leave out its name.
+        stored = (module, module.replace("model.", "model.language_model.", 1))
+        for name in self.ignored:
+            # A module, all below it, or (as in AutoAWQ) all that have a part of that name.
+            if name.startswith("re:"):
+                if any(re.match(name.removeprefix("re:"), each) for each in stored):
+                    return True
+            elif any(f".{name}." in f".{each}." for each in stored):
+                return True
+        return False
 
 
 class _FP8(msgspec.Struct):
@@ -122,20 +120,16 @@ def read_quantization(
     """
     if not content:
         return ONLINE if asked else None
-    found = _read(content)
+    method = content.get("quant_method")
+    if method not in READERS:
+        raise _refusal(f"quant_method {method!r} is unsupported; supported: {', '.join(READERS)}")
+    found = READERS[method](content)
     if asked not in (None, found.layout):
         raise ConfigError(
             "--quantization",
             f"the checkpoint is quantised as {found.layout} already; leave it out",
         )
     return found
-
-
-def _read(content: Mapping[str, Any]) -> Quantization:
-    method = content.get("quant_method")
-    if method not in READERS:
-        raise _refusal(f"quant_method {method!r} is unsupported; supported: {', '.join(READERS)}")
-    return READERS[method](content)
 
 
 def _refusal(what: str) -> ConfigError:
