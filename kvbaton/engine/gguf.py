@@ -294,7 +294,15 @@ class GGUFTensors(GGUFFile):
 
     def __init__(self, path: Path) -> None:
         super().__init__(path)
-        self._names = {_hf_name(name): name for name in self.tensors}
+        self._names: dict[str, str] = {}
+        for stored in self.tensors:
+            # ``blk.3.attn_q.weight`` is ``model.layers.3.self_attn.q_proj.weight``; others stay.
+            match = re.fullmatch(r"(?:blk\.(\d+)\.)?(\w+)\.(weight|bias)", stored)
+            name = stored
+            if match is not None and match[2] in NAMES:
+                layer = "" if match[1] is None else f"model.layers.{match[1]}."
+                name = f"{layer}{NAMES[match[2]]}.{match[3]}"
+            self._names[name] = stored
         architecture = self.field("general.architecture", str)
         self._heads = {
             kind: self.field(f"{architecture}.attention.{key}", int, 0)
@@ -340,15 +348,6 @@ class GGUFSlice:
 
         values = self._file.read(self._stored)[part]
         return torch.from_numpy(np.require(values, requirements=["C", "W"]))
-
-
-def _hf_name(stored: str) -> str:
-    """``blk.3.attn_q.weight`` is ``model.layers.3.self_attn.q_proj.weight``; others stay."""
-    match = re.fullmatch(r"(?:blk\.(\d+)\.)?(\w+)\.(weight|bias)", stored)
-    if match is None or match[2] not in NAMES:
-        return stored
-    layer = "" if match[1] is None else f"model.layers.{match[1]}."
-    return f"{layer}{NAMES[match[2]]}.{match[3]}"
 
 
 # --- what it says ---
@@ -452,7 +451,11 @@ def _tokenizer(file: GGUFFile) -> dict[str, Any]:
     tokens = file.field("tokenizer.ggml.tokens", list)
     if not all(isinstance(token, str) for token in tokens):
         raise file.refuse("a token is no string")
-    split = _split(file)
+    model = file.field("tokenizer.ggml.model", str)
+    pre = file.field("tokenizer.ggml.pre", str, "default")
+    if model != "gpt2" or pre not in SPLITS:  # unknown, or no byte-level BPE
+        raise file.refuse(f"its tokenizer ({model}, {pre}) is not supported")
+    split = SPLITS[pre]
     backend = _backend(file, tokens, split)
 
     def token_of(name: str) -> str | None:
@@ -474,19 +477,6 @@ def _tokenizer(file: GGUFFile) -> dict[str, Any]:
     if "tokenizer.chat_template" in file.fields:
         config["chat_template"] = file.field("tokenizer.chat_template", str)
     return {"tokenizer.json": json.loads(backend.to_str()), "tokenizer_config.json": config}
-
-
-def _split(file: GGUFFile) -> str:
-    """How its tokenizer splits texts; see `SPLITS`.
-
-    Raises:
-        ConfigError: in a way that we do not know, or it is no byte-level BPE.
-    """
-    model = file.field("tokenizer.ggml.model", str)
-    pre = file.field("tokenizer.ggml.pre", str, "default")
-    if model != "gpt2" or pre not in SPLITS:
-        raise file.refuse(f"its tokenizer ({model}, {pre}) is not supported")
-    return SPLITS[pre]
 
 
 def _backend(file: GGUFFile, tokens: list[str], split: str) -> tokenizers.Tokenizer:

@@ -402,7 +402,16 @@ class KVEventPublisher(KVEventLog):
                     continue
                 if not self._forward():  # what was published before it was asked for is in it
                     return
-                self._answer(self._replay.recv_multipart())
+                frames = self._replay.recv_multipart()
+                if len(frames) != 3 or len(frames[2]) != 8:
+                    logger.warning("a KV replay request has %d frames", len(frames))
+                    continue
+                # Its sender misses replies that it does not make room for.
+                client, delimiter, wanted = frames
+                later = (batch for batch in self._buffer if batch[0] >= wanted)
+                for reply in self._snapshot() if wanted == SNAPSHOT else later:
+                    self._replay.send_multipart((client, delimiter, *reply))
+                self._replay.send_multipart((client, delimiter, END, b""))
         finally:
             for socket in (self._queue, self._replay, self._pub):
                 socket.close()
@@ -416,17 +425,6 @@ class KVEventPublisher(KVEventLog):
             self._pub.send_multipart((self._topic, *batch))
             self._buffer.append((batch[0], batch[1]))
         return True
-
-    def _answer(self, frames: list[bytes]) -> None:
-        """Serve a request; its sender misses replies that it does not make room for."""
-        if len(frames) != 3 or len(frames[2]) != 8:
-            logger.warning("a KV replay request has %d frames", len(frames))
-            return
-        client, delimiter, wanted = frames
-        later = (batch for batch in self._buffer if batch[0] >= wanted)
-        for reply in self._snapshot() if wanted == SNAPSHOT else later:
-            self._replay.send_multipart((client, delimiter, *reply))
-        self._replay.send_multipart((client, delimiter, END, b""))
 
     def _snapshot(self) -> Iterator[tuple[bytes, bytes]]:
         """All that is cached, under the number of the last batch that is in it."""

@@ -37,14 +37,19 @@ def completion_logprobs(
     for token in tokens:
         offsets.append(offset)
         offset += len(token)
+    tops: list[dict[str, float] | None] = []
+    for token, entry in zip(tokens, logprobs, strict=True):
+        # The chosen token is always among them, so there may be one more than asked for.
+        found = None if entry is None else {token: _finite(entry.logprob)}
+        if entry is not None and found is not None:
+            for top in entry.top:
+                found.setdefault(tokenizer.token_text(top.token), _finite(top.logprob))
+        tops.append(found)
     return CompletionLogprobs(
         text_offset=offsets,
         token_logprobs=[None if entry is None else _finite(entry.logprob) for entry in logprobs],
         tokens=tokens,
-        top_logprobs=[
-            None if entry is None else _candidates(tokenizer, token, entry)
-            for token, entry in zip(tokens, logprobs, strict=True)
-        ],
+        top_logprobs=tops,
     )
 
 
@@ -65,10 +70,24 @@ def prompt_logprobs(
     logprobs: Sequence[TokenLogprobs | None],
 ) -> list[dict[str, Any] | None]:
     """The shape of vLLM: per prompt token None, or entries by token id, the prompt's own first."""
-    return [
-        None if entry is None else _by_id(tokenizer, token, entry)
-        for token, entry in zip(token_ids, logprobs, strict=True)
-    ]
+    entries: list[dict[str, Any] | None] = []
+    for token, entry in zip(token_ids, logprobs, strict=True):
+        if entry is None:
+            entries.append(None)
+            continue
+        ranked = [(token, entry.logprob, entry.rank)]
+        ranked += [(top.token, top.logprob, top.rank) for top in entry.top if top.token != token]
+        entries.append(
+            {
+                str(token_id): {
+                    "logprob": _finite(logprob),
+                    "rank": rank,
+                    "decoded_token": tokenizer.token_text(token_id),
+                }
+                for token_id, logprob, rank in ranked
+            }
+        )
+    return entries
 
 
 def floored(entry: Entry) -> Entry:
@@ -83,27 +102,6 @@ def _finite(logprob: float) -> float:
     return max(logprob, FLOOR)
 
 
-def _candidates(tokenizer: Tokenizer, token: str, entry: TokenLogprobs) -> dict[str, float]:
-    """The chosen token is always among them, so there may be one more than asked for."""
-    result = {token: _finite(entry.logprob)}
-    for top in entry.top:
-        result.setdefault(tokenizer.token_text(top.token), _finite(top.logprob))
-    return result
-
-
 def _named(tokenizer: Tokenizer, token: int, logprob: float) -> tuple[str, float, list[int]]:
     data = tokenizer.token_bytes(token)
     return data.decode("utf-8", errors="replace"), _finite(logprob), list(data)
-
-
-def _by_id(tokenizer: Tokenizer, token: int, entry: TokenLogprobs) -> dict[str, Any]:
-    ranked = [(token, entry.logprob, entry.rank)]
-    ranked += [(top.token, top.logprob, top.rank) for top in entry.top if top.token != token]
-    return {
-        str(token_id): {
-            "logprob": _finite(logprob),
-            "rank": rank,
-            "decoded_token": tokenizer.token_text(token_id),
-        }
-        for token_id, logprob, rank in ranked
-    }

@@ -31,6 +31,8 @@ class Copies(NamedTuple):
 
     def take(self, start: int, stop: int) -> Copies:
         """Copies [start, stop)."""
+        if start == 0 and stop >= len(self.length):
+            return self
         return Copies(*(column[start:stop] for column in self))
 
     def by_region(self) -> Copies:

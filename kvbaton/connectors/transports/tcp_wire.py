@@ -167,7 +167,12 @@ def send_all(sock: socket.socket, views: Sequence[bytes | memoryview]) -> None:
     rest = [memoryview(view) for view in views]
     position = 0
     while position < len(rest):
-        position = _advance(rest, position, sock.sendmsg(rest[position : position + _IOV]))
+        batch = rest[position : position + _IOV]
+        count = sock.sendmsg(batch)
+        if count == sum(map(len, batch)):
+            position += len(batch)
+        else:
+            position = _advance(rest, position, count)
 
 
 def receive_all(sock: socket.socket, views: Sequence[memoryview]) -> None:
@@ -183,14 +188,20 @@ def receive_all(sock: socket.socket, views: Sequence[memoryview]) -> None:
         count, _, _, _ = sock.recvmsg_into(batch, 0, socket.MSG_WAITALL)
         if count == 0:
             raise ConnectionResetError("the connection was closed")
-        position = _advance(rest, position, count)
+        if count == sum(map(len, batch)):
+            position += len(batch)
+        else:
+            position = _advance(rest, position, count)
 
 
 def receive(sock: socket.socket, size: int) -> bytes:
     """Read exactly `size` bytes."""
-    data = bytearray(size)
-    receive_all(sock, [memoryview(data)] if size else [])
-    return bytes(data)
+    data = sock.recv(size, socket.MSG_WAITALL) if size else b""
+    if len(data) < size:  # closed, or a signal came
+        rest = bytearray(size - len(data))
+        receive_all(sock, [memoryview(rest)])
+        data += rest
+    return data
 
 
 def _advance(views: list[memoryview], position: int, count: int) -> int:
