@@ -115,23 +115,22 @@ class Flag:
         if words:
             default = words.split() if isinstance(default, list) else words
         required = default is MISSING
+        text: str | None = self.text
+        if not text or text == argparse.SUPPRESS:
+            text = text or None
+        else:
+            told = required or default is None or isinstance(default, list)
+            told = told or text.endswith(")") or "action" in self.more
+            text = (text.rstrip(".") + ("" if told else f" ({default})")).replace("%", "%%")
         parser.add_argument(
             self.name,
             **{
                 **_argument(self.kind, self.more),
                 "required": required,
                 "default": None if required else default,
-                "help": self._help(default),
+                "help": text,
             },
         )
-
-    def _help(self, default: Any) -> str | None:
-        if not self.text or self.text == argparse.SUPPRESS:
-            return self.text or None
-        told = default is MISSING or default is None or isinstance(default, list)
-        told = told or self.text.endswith(")") or "action" in self.more
-        shown = "" if told else f" ({default})"
-        return (self.text.rstrip(".") + shown).replace("%", "%%")
 
     def words(self, value: Any) -> list[str]:
         """The command line that sets it."""

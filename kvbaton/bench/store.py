@@ -91,7 +91,13 @@ class Timing:
 
 def run(load: StoreLoad, out: Path | None = None, plot: Path | None = None) -> int:
     """Measure, print, write, draw."""
-    figure = _figure() if plot is not None else None  # says at once if it can't
+    figure = None
+    if plot is not None:  # says at once if it can't
+        try:
+            from matplotlib.figure import Figure
+        except ImportError as error:
+            raise ConfigError("--plot", "needs matplotlib: pip install 'kvbaton[plots]'") from error
+        figure = Figure(figsize=(11, 5), layout="constrained")
     with ExitStack() as ending:
         tmp = ending.enter_context(tempfile.TemporaryDirectory(prefix="kvbaton-bench-"))
         folder = load.folder or (tmp if "{tmp}" in load.spec else None)
@@ -269,14 +275,6 @@ def drop_pages(folder: Path) -> None:
 
 
 # --- the picture ---
-
-
-def _figure() -> Any:
-    try:
-        from matplotlib.figure import Figure
-    except ImportError as error:
-        raise ConfigError("--plot", "needs matplotlib: pip install 'kvbaton[plots]'") from error
-    return Figure(figsize=(11, 5), layout="constrained")
 
 
 def draw(figure: Any, title: str, rows: Sequence[Mapping[str, Any]], out: Path) -> None:

@@ -132,12 +132,12 @@ class Chat:
             if line == "/reset":
                 self._messages = self._beginning()
             self._console.print("(a new conversation)" if line == "/reset" else HELP, style="dim")
-        elif line.startswith("/"):
+            return
+        if line.startswith("/"):
             self._console.print(f"{line} is no command: {HELP}", style="red", markup=False)
-        elif line:
-            await self._ask(line)
-
-    async def _ask(self, line: str) -> None:
+            return
+        if not line:
+            return
         messages = [*self._messages, {"role": "user", "content": line}]
         body: dict[str, Any] = {"model": self._model, "messages": messages}
         body["max_tokens"] = self._config.max_tokens
@@ -156,8 +156,8 @@ class Chat:
             return
         self._messages = [*messages, {"role": "assistant", "content": answer.text}]
         self._console.print()
-        line = figures(answer, await self._watcher.since(before))
-        self._console.print(line, style="dim", markup=False)
+        told = figures(answer, await self._watcher.since(before))
+        self._console.print(told, style="dim", markup=False)
 
 
 def figures(answer: Answer, served: Served) -> str:

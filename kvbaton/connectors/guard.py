@@ -153,17 +153,24 @@ class Watch:
         self._since, self._said = time.monotonic(), b""
         family = socket.AF_INET6 if ":" in self.card.host else socket.AF_INET
         try:
-            self._socket = socket.socket(family, socket.SOCK_STREAM)
-            self._socket.setblocking(False)
-            _keep_alive(self._socket)
-            self._socket.connect((self.card.host, self.card.port))
+            sock = self._socket = socket.socket(family, socket.SOCK_STREAM)
+            sock.setblocking(False)
+            _keep_alive(sock)
+            sock.connect((self.card.host, self.card.port))
         except BlockingIOError:
             pass
         except OSError as error:
             self._lose(f"can't be dialled: {error}")
             return
-        assert self._socket is not None
-        self._guard.register(self._socket, select.EPOLLOUT, self._connected)
+
+        def connected() -> None:
+            if error := sock.getsockopt(socket.SOL_SOCKET, socket.SO_ERROR):
+                self._lose(os.strerror(error))
+                return
+            self._guard.unregister(sock)
+            self._guard.register(sock, select.EPOLLIN | select.EPOLLRDHUP, self._readable)
+
+        self._guard.register(sock, select.EPOLLOUT, connected)
 
     def dial_again(self) -> None:
         """Begin anew if the connection is down."""
@@ -187,14 +194,6 @@ class Watch:
             self._guard.unregister(self._socket)
             self._socket.close()
             self._socket = None
-
-    def _connected(self) -> None:
-        assert self._socket is not None
-        if error := self._socket.getsockopt(socket.SOL_SOCKET, socket.SO_ERROR):
-            self._lose(os.strerror(error))
-            return
-        self._guard.unregister(self._socket)
-        self._guard.register(self._socket, select.EPOLLIN | select.EPOLLRDHUP, self._readable)
 
     def _readable(self) -> None:
         """Who it is, then nothing until the end."""

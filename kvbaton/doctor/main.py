@@ -180,18 +180,14 @@ def versions() -> dict[str, str]:
             # The UCX that NIXL brings with it.
             for file in importlib.metadata.files(package) or []:
                 if re.fullmatch(r"libucp[-.].*", file.name):
-                    ucx = _ask_ucx(str(file.locate()))
+                    try:
+                        library = ctypes.CDLL(str(file.locate()))
+                    except OSError as error:
+                        ucx = f"unknown ({error})"
+                        continue
+                    library.ucp_get_version_string.restype = ctypes.c_char_p
+                    ucx = library.ucp_get_version_string().decode()
     return found | {"ucx": ucx}
-
-
-def _ask_ucx(path: str) -> str:
-    try:
-        library = ctypes.CDLL(path)
-    except OSError as error:
-        return f"unknown ({error})"
-    library.ucp_get_version_string.restype = ctypes.c_char_p
-    text: bytes = library.ucp_get_version_string()
-    return text.decode()
 
 
 def _warnings(found: SystemInfo, root: Path) -> list[str]:

@@ -99,7 +99,12 @@ class CpuBlockStaging:
 
     def __init__(self, forms: Sequence[ObjectForm], memories: Sequence[Sequence[Memory]]) -> None:
         self._forms = forms
-        self._views = [[_view(memory) for memory in rank] for rank in memories]
+        self._views: list[list[memoryview]] = []
+        for rank in memories:
+            arrays = [(ctypes.c_ubyte * m.num_bytes).from_address(m.address) for m in rank]
+            for array, memory in zip(arrays, rank, strict=True):
+                array.owner = memory.owner  # type: ignore[attr-defined]  # lives as long as a view
+            self._views.append([memoryview(array).cast("B") for array in arrays])
 
     def fetch(self, group: int, blocks: Sequence[int]) -> CpuStagedBlocks:
         """See `BlockStaging.fetch`."""
@@ -214,9 +219,3 @@ def _places(runs: Sequence[BlockBytes]) -> list[tuple[BlockBytes, int]]:
         places.append((run, at))
         at += run.length
     return places
-
-
-def _view(memory: Memory) -> memoryview:
-    array = (ctypes.c_ubyte * memory.num_bytes).from_address(memory.address)
-    array.owner = memory.owner  # type: ignore[attr-defined]  # lives as long as any view of it
-    return memoryview(array).cast("B")

@@ -76,7 +76,15 @@ class WorkerGroup:
 
     def start(self, work: Callable[[int], T]) -> list[Future[T]]:
         """Let every rank begin the same."""
-        return [thread.submit(self._guard, work, rank) for rank, thread in enumerate(self.threads)]
+
+        def guarded(rank: int) -> T:
+            try:
+                return work(rank)
+            except BaseException:
+                self.abort()
+                raise
+
+        return [thread.submit(guarded, rank) for rank, thread in enumerate(self.threads)]
 
     def call(self, work: Callable[[int], T]) -> list[T]:
         """Let every rank do the same, and wait for all."""
@@ -107,13 +115,6 @@ class WorkerGroup:
         for worker in workers:
             worker.close()
         self._release()
-
-    def _guard(self, work: Callable[[int], T], rank: int) -> T:
-        try:
-            return work(rank)
-        except BaseException:
-            self.abort()
-            raise
 
 
 class Executor:

@@ -196,7 +196,9 @@ STEPS: tuple[Step, ...] = (
 def _add_noise(logits: Tensor, rows: SampleRows, chosen: list[int]) -> None:
     """Gumbel noise on the rows that are not greedy."""
     index = torch.tensor(chosen, device=logits.device)
-    seeds = torch.tensor([_signed_seed(param) for param in rows.params], device=logits.device)
+    # The int64 with the same 64 bits; greedy rows may come without a seed.
+    bits = np.array([(param.seed or 0) & SEED_MASK for param in rows.params], np.uint64)
+    seeds = torch.from_numpy(bits.view(np.int64)).to(logits.device)
     positions, choices = (
         torch.from_numpy(x).to(logits.device) for x in (rows.lengths, rows.choices)
     )
@@ -205,12 +207,6 @@ def _add_noise(logits: Tensor, rows: SampleRows, chosen: list[int]) -> None:
         logits[part] += gumbel_noise(
             seeds[part], positions[part], choices[part], vocab, PURPOSE_SAMPLE
         )
-
-
-def _signed_seed(params: SamplingParams) -> int:
-    """The seed's 64 bits as the int64 with the same bits; greedy rows may come without."""
-    seed = (params.seed or 0) & SEED_MASK
-    return seed - (1 << 64) if seed >> 63 else seed
 
 
 # --- log probabilities ---

@@ -247,22 +247,23 @@ class SimulatedWorld:
             if garbled is not None:
                 self.garbled[garbled.session, garbled.seq] = garbled
                 data = encode_control(garbled)
+
+        def arrive() -> None:
+            channel = self.channels.get(to) or self.links.get(to.encode())
+            if channel is None or not channel.node.alive:
+                return
+            pair = frozenset((sender.node.name, channel.node.name))
+            if self.cut_until.get(pair, 0.0) <= self.now:
+                channel.inbox.append((channel.link_of(sender), data))
+                channel.node.wake_transfers()
+
         for _ in range(1 + self.chance(self.weather.duplicate)):
             at = self.now + self.rng.expovariate(500.0)
             if self.chance(self.weather.stall):
                 at += self.rng.expovariate(0.7)  # later ones overtake it
             else:
                 at = sender.arrivals[to] = max(at, sender.arrivals.get(to, 0.0))
-            self.after(at - self.now, lambda: self._arrive(sender, to, data))
-
-    def _arrive(self, sender: SimulatedChannel, to: str, data: bytes) -> None:
-        channel = self.channels.get(to) or self.links.get(to.encode())
-        if channel is None or not channel.node.alive:
-            return
-        pair = frozenset((sender.node.name, channel.node.name))
-        if self.cut_until.get(pair, 0.0) <= self.now:
-            channel.inbox.append((channel.link_of(sender), data))
-            channel.node.wake_transfers()
+            self.after(at - self.now, arrive)
 
 
 def garble(world: SimulatedWorld, message: Control) -> Control | None:

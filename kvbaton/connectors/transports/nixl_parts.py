@@ -51,7 +51,14 @@ def cut(
 ) -> list[WritePart]:
     """Cut checked copies between our regions and theirs into parts."""
     parts = []
-    for source_device, target_device, whole in _by_device(copies, ours, theirs):
+    # A NIXL transfer has one kind of memory per side.
+    from_cuda = np.array([bool(m and m.device == "cuda") for m in ours] + [False])
+    to_cuda = np.array([bool(m and m.device == "cuda") for m in theirs] + [False])
+    kind = from_cuda[copies.source_region] * 2 + to_cuda[copies.target_region]
+    for value in np.unique(kind).tolist():
+        source_device: Device = "cuda" if value & 2 else "cpu"
+        target_device: Device = "cuda" if value & 1 else "cpu"
+        whole = Copies(*(column[kind == value] for column in copies))
         direct = source_device == target_device == "cuda"
         chosen = _bounded(whole, GPU_PIECE_BYTES if direct else PART_BYTES)
         source = _describe(chosen.source_region, chosen.source_offset, chosen.length, ours)
@@ -75,18 +82,6 @@ def _bounded(copies: Copies, most: int) -> Copies:
         target_offset=each.target_offset + start,
         length=np.minimum(each.length - start, most),
     )
-
-
-def _by_device(
-    copies: Copies, ours: Sequence[Memory | None], theirs: Sequence[RemoteRegion | None]
-) -> Iterator[tuple[Device, Device, Copies]]:
-    """Group copies by the kinds of memory that they join: a NIXL transfer has one kind per side."""
-    from_cuda = np.array([bool(m and m.device == "cuda") for m in ours] + [False])
-    to_cuda = np.array([bool(m and m.device == "cuda") for m in theirs] + [False])
-    kind = from_cuda[copies.source_region] * 2 + to_cuda[copies.target_region]
-    for value in np.unique(kind).tolist():
-        chosen = Copies(*(column[kind == value] for column in copies))
-        yield "cuda" if value & 2 else "cpu", "cuda" if value & 1 else "cpu", chosen
 
 
 def _describe(

@@ -15,7 +15,6 @@ from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import numpy.typing as npt
@@ -73,7 +72,17 @@ class ImageReader:
         self._resample = settings.get("resample", Image.Resampling.BICUBIC)
         self._patch, self._merge = self._resizing.patch_size, self._resizing.merge_size
         self.frames: int = settings.get("temporal_patch_size", 2)
-        self.levels = _levels(settings)
+        # What ``rescale`` and ``normalize`` of ``transformers`` make of each value, per channel.
+        levels = np.arange(256.0)
+        if settings.get("do_rescale", True):
+            levels = levels * settings.get("rescale_factor", 1 / 255)
+        self.levels = np.tile(levels.astype(np.float32), (3, 1))
+        if settings.get("do_normalize", True):
+            mean, std = (
+                np.broadcast_to(np.array(settings.get(name, clip), np.float32), 3)[:, None]
+                for name, clip in (("image_mean", CLIP_MEAN), ("image_std", CLIP_STD))
+            )
+            self.levels = (self.levels - mean) / std
 
     def read(self, data: bytes) -> Patches:
         """Decode, turn upright, resize and cut.
@@ -86,31 +95,11 @@ class ImageReader:
         width, height = columns * self._patch, rows * self._patch
         if (width, height) != image.size:
             image = image.resize((width, height), resample=self._resample)
-        return self._cut(np.asarray(image))
-
-    def _cut(self, image: npt.NDArray[np.uint8]) -> Patches:
-        """Patches in the order of the rows that they will be merged into."""
-        height, width, channels = image.shape
-        patch, merge = self._patch, self._merge
-        rows, columns = height // patch, width // patch
+        # Patches in the order of the rows that they will be merged into.
+        patch, merge, channels = self._patch, self._merge, 3
         shape = (rows // merge, merge, patch, columns // merge, merge, patch, channels)
-        pixels = image.reshape(shape).transpose(0, 3, 1, 4, 6, 2, 5)
+        pixels = np.asarray(image).reshape(shape).transpose(0, 3, 1, 4, 6, 2, 5)
         return Patches(pixels.reshape(rows * columns, channels, patch**2), (1, rows, columns))
-
-
-def _levels(settings: dict[str, Any]) -> npt.NDArray[np.float32]:
-    """What ``rescale`` and ``normalize`` of ``transformers`` make of each value, per channel."""
-    levels = np.arange(256.0)
-    if settings.get("do_rescale", True):
-        levels = levels * settings.get("rescale_factor", 1 / 255)
-    values = np.tile(levels.astype(np.float32), (3, 1))
-    if settings.get("do_normalize", True):
-        mean, std = (
-            np.broadcast_to(np.array(settings.get(name, clip), np.float32), 3)[:, None]
-            for name, clip in (("image_mean", CLIP_MEAN), ("image_std", CLIP_STD))
-        )
-        values = (values - mean) / std
-    return values
 
 
 def decode(data: bytes) -> Image.Image:

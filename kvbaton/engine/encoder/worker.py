@@ -25,7 +25,7 @@ from kvbaton.engine.executor import Executor, WorkerGroup
 from kvbaton.engine.loader import load_vision
 from kvbaton.engine.model_config import ModelConfig, resolve_max_model_len
 from kvbaton.engine.pending import Pending
-from kvbaton.engine.step import NewSequence, Sampled, StepPlan, StepResult
+from kvbaton.engine.step import Sampled, StepPlan, StepResult
 from kvbaton.engine.vision_config import VisionConfig
 from kvbaton.engine.worker import DEFAULT_CPU_BYTES, Sums, Worker, choose_device
 from kvbaton.errors import ConfigError
@@ -45,6 +45,7 @@ Kind = tuple[bytes, tuple[int, int, int], int]
 """All that a client says of an item: who says something else does not share its fate."""
 
 NO_TOWER = "the encoder's output did not arrive, and this node has no encoder of its own"
+NO_ITEM = "a prompt for an encoder must be one item that starts at 0"
 NO_DATA = "the encoder's output did not arrive, and this node was not given the image"
 
 
@@ -213,12 +214,21 @@ class EncoderWorker(Worker):
         new = {sequence.handle: sequence for sequence in plan.new}
         # One token is the last of an item that was cached, in a block that was just copied.
         lacking = [step for step in plan.steps if step.count > 1]
-        items = {step.handle: _item_of(new[step.handle]) for step in lacking}
-        rows = self._encode([item for item in items.values() if isinstance(item, Item)])
+        items: dict[int, Item] = {}
+        for step in lacking:
+            match new[step.handle].items:
+                case (item,) if item.start == 0 and item.length <= len(new[step.handle].token_ids):
+                    items[step.handle] = item
+        known = {_kind(item): item for item in items.values() if item.data}
+        rows: dict[Kind, Tensor | str] = {}
+        if self.encoder is not None:
+            rows = dict(zip(known, self.encoder.encode(list(known.values())), strict=True))
+        missing = NO_TOWER if self.encoder is None else NO_DATA
         errors = {}
         for step in lacking:
-            item = items[step.handle]
-            output = rows[_kind(item)] if isinstance(item, Item) else item
+            output: Tensor | str = NO_ITEM
+            if step.handle in items:
+                output = rows.get(_kind(items[step.handle]), missing)
             if isinstance(output, Tensor):  # fill the blocks from the first that lacks rows on
                 first = step.start // self.cache.block_size
                 output = output[first * self.cache.block_size :]
@@ -229,15 +239,6 @@ class EncoderWorker(Worker):
             Sampled(step.handle, (0,) * step.num_samples, error=errors.get(step.handle))
             for step in plan.steps
         )
-
-    def _encode(self, items: Sequence[Item]) -> dict[Kind, Tensor | str]:
-        """Rows of each different item, or what is wrong."""
-        if self.encoder is None:
-            return {_kind(item): NO_TOWER for item in items}
-        known = {_kind(item): item for item in items if item.data}
-        rows: dict[Kind, Tensor | str] = {_kind(item): NO_DATA for item in items}
-        rows.update(zip(known, self.encoder.encode(list(known.values())), strict=True))
-        return rows
 
     def sums(self, group: int, blocks: Sequence[int]) -> Pending[Sums]:
         """See `Worker.sums`."""
@@ -285,14 +286,6 @@ class EncoderWorker(Worker):
 
 def _kind(item: Item) -> Kind:
     return item.digest, item.grid, item.length
-
-
-def _item_of(sequence: NewSequence) -> Item | str:
-    """The item that a prompt is, or what is wrong with the prompt."""
-    match sequence.items:
-        case (item,) if item.start == 0 and item.length <= len(sequence.token_ids):
-            return item
-    return "a prompt for an encoder must be one item that starts at 0"
 
 
 def encoder_executor(config: EngineConfig, model: ModelConfig) -> Executor:
