@@ -6,7 +6,7 @@ import asyncio
 import contextlib
 import itertools
 import logging
-from typing import Any, Self
+from typing import Any, ClassVar, Self
 
 import msgspec
 import zmq
@@ -61,6 +61,8 @@ class EngineClient(TokenSource):
     """
 
     ready: Ready
+    last_words_s: ClassVar[float] = 0.0
+    """Between the loss of the connection and the end of all requests."""
 
     def __init__(self) -> None:
         self.metrics: Metrics | None = None
@@ -317,14 +319,12 @@ class EngineClient(TokenSource):
             recv_monitor_message(self._monitor, zmq.NOBLOCK)
             self._read()  # its last words may be in the socket
             if self._connected.done():
-                self._lost()
+                # A core's process tells better why it has died.
+                words = "the connection to the engine was lost"
+                self._loop.call_later(self.last_words_s, self._fail, words)
             elif self.dead is None:
                 # Before the core has answered: ZMQ tries again, and what we said may be lost.
                 try:
                     self._socket.send(_encoder.encode(Connect()), zmq.NOBLOCK)
                 except zmq.Again:  # ZMQ tries no more: the handshake itself failed
                     self._fail("the engine refused the connection; are the cluster keys the same?")
-
-    def _lost(self) -> None:
-        """The connection is gone."""
-        self._fail("the connection to the engine was lost")

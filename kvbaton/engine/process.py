@@ -33,7 +33,7 @@ logger = logging.getLogger(__name__)
 PR_SET_PDEATHSIG = 1
 START_TIMEOUT_S = 600.0
 LAST_WORDS_S = 1.0
-"""A lost connection to a child is told to its requests after this, if the child lives on."""
+"""A child that dies tells why: a lost connection to it ends its requests only after this."""
 
 _reports = msgspec.msgpack.Decoder(Ready | Dead)
 
@@ -138,6 +138,7 @@ class EngineProcess(EngineClient):
         local_address: where further processes of the node connect, as local frontends.
     """
 
+    last_words_s = LAST_WORDS_S
     _process: multiprocessing.process.BaseProcess
 
     def __init__(self) -> None:
@@ -221,10 +222,6 @@ class EngineProcess(EngineClient):
             self._first_report.set_exception(error)
             self._first_report.exception()  # shutdown may come before anybody awaits it
         self._fail(reason)
-
-    def _lost(self) -> None:
-        """The process has died, most likely, and tells better why."""
-        self._loop.call_later(LAST_WORDS_S, super()._lost)
 
     def _ended(self) -> None:
         self._loop.remove_reader(self._process.sentinel)

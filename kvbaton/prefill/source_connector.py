@@ -249,11 +249,10 @@ class SourceConnector(KVConnector):
         computed = request.final_tokens()
         if computed < source.num_tokens:
             computed -= computed % self.scheduler.blocks.alignment
-        if computed > source.reported:
-            self._report(source, request.sequences[0], computed)
-
-    def _report(self, source: _Source, sequence: requests.Sequence, end: int) -> None:
-        start, source.reported = source.reported, end
+        if computed <= source.reported:
+            return
+        start, end = source.reported, computed
+        source.reported, sequence = end, request.sequences[0]
         manager, counted = self.scheduler.blocks, source.counted
         sizes = [group.span_tokens for group in manager.groups]
         # Of a window only the last blocks are wanted, and the last state; others go back at once.

@@ -159,7 +159,14 @@ def _covers(domain: str, host: str) -> bool:
 
 def _is_private(host: str) -> bool:
     """Whether a host is an address outside of the public internet; names are judged later."""
-    address = _address(host)
+    address: ipaddress.IPv4Address | ipaddress.IPv6Address
+    try:
+        if ":" in host:
+            address = ipaddress.IPv6Address(host.partition("%")[0])
+        else:  # in the old short forms (127.1), too
+            address = ipaddress.IPv4Address(socket.inet_aton(host))
+    except (OSError, ValueError):
+        return False
     if isinstance(address, ipaddress.IPv6Address):
         inner = address.ipv4_mapped or address.sixtofour or (address.teredo or (None, None))[1]
         if inner is None and address in NAT64:
@@ -168,19 +175,7 @@ def _is_private(host: str) -> bool:
             return _is_private(str(inner))
         if address.is_site_local:
             return True
-    return address is not None and (
-        not address.is_global or address.is_multicast or address.is_reserved
-    )
-
-
-def _address(host: str) -> ipaddress.IPv4Address | ipaddress.IPv6Address | None:
-    """What a host stands for if it is an address, in the old short forms of IPv4 (127.1), too."""
-    try:
-        if ":" in host:
-            return ipaddress.IPv6Address(host.partition("%")[0])
-        return ipaddress.IPv4Address(socket.inet_aton(host))
-    except (OSError, ValueError):
-        return None
+    return not address.is_global or address.is_multicast or address.is_reserved
 
 
 class _Resolver(AbstractResolver):

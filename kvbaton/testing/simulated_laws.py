@@ -79,18 +79,17 @@ class Laws(NodeWatcher):
         if message.seq > last:
             return True
         self.stale += 1
-        if isinstance(message, control.Hello) and self._is_of_the_dead(message.sender):
+        if isinstance(message, control.Hello):
+            lives = self.world.processes.get(message.sender.node)
+            dead = lives is None or lives.id != message.sender or not lives.alive
             # Held up for longer than P remembers a dead generation's sessions, it opens one that
             # nobody uses; idle, it ends by itself. A living generation's is refused: it has begun
             # a later session.
-            return False
+            if dead:
+                return False
         if len(refusals) < len(actions):
             self.fail(f"{message} is stale, and was answered by {actions}")
         return False
-
-    def _is_of_the_dead(self, node: NodeId) -> bool:
-        lives = self.world.processes.get(node.node)
-        return lives is None or lives.id != node or not lives.alive
 
     def check_refusal(self, message: Any, actions: Sequence[Any]) -> None:
         """Nonsense has come."""
@@ -165,10 +164,6 @@ class SourceLaws(Laws):
             ):
                 self.reserved[message.session, name] = message  # perhaps
 
-    def _is_of_the_dead(self, node: NodeId) -> bool:
-        lives = self.world.processes.get(node.node)
-        return lives is None or lives.id != node or not lives.alive
-
     def check_refusal(self, message: Any, actions: Sequence[Any]) -> None:
         """See `Laws.check_refusal`."""
         if isinstance(message, control.Ack) and self._asked is None:
@@ -216,7 +211,11 @@ class SourceLaws(Laws):
                 case events.Release():
                     self._release(action.attempt)
                 case events.SendMessage(message=control.Drained() as drained):
-                    self._drained(drained)
+                    # One that was never engaged is over as soon as that is said, asked for or not.
+                    name = attempt_of(drained)
+                    elsewhere = self.accepted.get(name, set()) - {drained.session}
+                    if name not in self.live and not elsewhere:
+                        self.over.setdefault(name, self.node.clock)
                 case events.EvictSource():
                     if action.attempt in self.live:
                         self.to_evict.append((self.live[action.attempt].spans, action.bad))
@@ -270,12 +269,6 @@ class SourceLaws(Laws):
         for write in self.world.writes:
             if write.told.attempt == name and write.peer.near.node is self.node and write.reads:
                 self.fail(f"{name} is released, and a write still reads it")
-
-    def _drained(self, message: control.Drained) -> None:
-        """One that was never engaged is over as soon as that is said, asked for or not."""
-        name = attempt_of(message)
-        if name not in self.live and not self.accepted.get(name, set()) - {message.session}:
-            self.over.setdefault(name, self.node.clock)
 
     def _received(self, message: Any, actions: Sequence[Any]) -> None:
         if isinstance(message, control.Ack) and message.verdict == "mismatch":
@@ -342,10 +335,6 @@ class TargetLaws(Laws):
             [np.zeros(words[rank].size, np.int64) for words in node.executor.words]
             for rank in range(node.shape.ranks)
         ]
-
-    def _is_of_the_dead(self, node: NodeId) -> bool:
-        lives = self.world.processes.get(node.node)
-        return lives is None or lives.id != node or not lives.alive
 
     def check_refusal(self, message: Any, actions: Sequence[Any]) -> None:
         """See `Laws.check_refusal`."""

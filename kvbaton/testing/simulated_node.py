@@ -177,18 +177,19 @@ class Turns:
             at += world.rng.random() * 0.003
             if at < self._at:
                 self._at = at
-                world.at(at, self._take)
+
+                def take() -> None:
+                    node = self._node
+                    if node.world.now == self._at and node.alive and not node.stopped:
+                        self._at = math.inf
+                        node.world.offset = node.offset
+                        self._turn()
+
+                world.at(at, take)
 
     def forget(self) -> None:
         """The one that it waits for is called anew."""
         self._at = math.inf
-
-    def _take(self) -> None:
-        node = self._node
-        if node.world.now == self._at and node.alive and not node.stopped:
-            self._at = math.inf
-            node.world.offset = node.offset
-            self._turn()
 
 
 class SimulatedNode(SimulatedProcess):

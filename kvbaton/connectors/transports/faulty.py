@@ -251,7 +251,14 @@ class FaultyTransport:
             return BrokenHandle("injected error")
         if "partial" in faults and len(ranges):
             self.injected["partial"] += 1
-            part = self._inner.write(peer, _first_half(ranges), _LOST)
+            half = ranges[: max(1, len(ranges) // 2)]
+            if len(ranges) == 1:  # the first half of its pieces or bytes
+                column = RangeColumn.LENGTH
+                if ranges[0, RangeColumn.COUNT] > 1:
+                    column = RangeColumn.COUNT
+                half = ranges.copy()
+                half[0, column] = max(int(ranges[0, column]) // 2, 1)
+            part = self._inner.write(peer, half, _LOST)
             return BrokenHandle("injected error after a part", part)
         if "corrupt" in faults:
             ranges = self._spoil(ranges)
@@ -290,13 +297,3 @@ class FaultyTransport:
             rest = (source, start + step, target, end + target_step, length, count - 1)
             rows.append((*rest, step, target_step))
         return np.concatenate([np.array(rows, dtype=np.int64), ranges[1:]])
-
-
-def _first_half(ranges: Ranges) -> Ranges:
-    """The first half of the rows; of a single row, the first half of its pieces or bytes."""
-    if len(ranges) > 1:
-        return ranges[: len(ranges) // 2]
-    column = RangeColumn.COUNT if ranges[0, RangeColumn.COUNT] > 1 else RangeColumn.LENGTH
-    half = ranges.copy()
-    half[0, column] = max(int(ranges[0, column]) // 2, 1)
-    return half

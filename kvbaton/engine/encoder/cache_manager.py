@@ -223,17 +223,15 @@ class EncoderCacheManager(ItemOutputs, KVConnector):
             pending.needs.remove(need)
             # What a step computes already becomes cache: who asks again (a router's next attempt
             # does) must find it.
-            if not pending.needs and not self._is_computing(pending):
+            computing = {
+                scheduled.sequence.request.request_id
+                for step in self.core.scheduler.in_flight
+                for scheduled in step.scheduled
+            }
+            if not pending.needs and pending.request_id not in computing:
                 self._finish(pending.request_id)
                 self._asked = True
                 self.core.abort(AbortRequest(request_id=pending.request_id))
-
-    def _is_computing(self, pending: PendingEncode) -> bool:
-        return any(
-            scheduled.sequence.request.request_id == pending.request_id
-            for step in self.core.scheduler.in_flight
-            for scheduled in step.scheduled
-        )
 
     # --- pending outputs ---
 

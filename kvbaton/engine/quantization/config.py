@@ -64,6 +64,13 @@ class _FP8(msgspec.Struct):
     modules_to_not_convert: list[str] | None = None
     ignored_layers: list[str] | None = None
 
+    def read(self) -> Quantization:
+        if self.fmt not in ("e4m3", "float8_e4m3fn"):
+            raise _refusal(f"fmt {self.fmt!r} is unsupported; need 'e4m3'")
+        ignored = (*(self.modules_to_not_convert or ()), *(self.ignored_layers or ()))
+        block = _checked_block(self.weight_block_size, "weight_block_size")
+        return Quantization(layout="fp8", bits=8, block=block, ignored=ignored)
+
 
 class _AWQ(msgspec.Struct):
     bits: int
@@ -71,12 +78,38 @@ class _AWQ(msgspec.Struct):
     version: str = "gemm"
     modules_to_not_convert: list[str] | None = None
 
+    def read(self) -> Quantization:
+        if self.bits != 4 or self.version.lower() != "gemm":
+            raise _refusal(
+                f"awq of {self.bits} bits, version {self.version!r} is unsupported; "
+                "need 4 and 'gemm'"
+            )
+        ignored = tuple(self.modules_to_not_convert or ())
+        size = _checked_group(self.group_size)
+        return Quantization(layout="awq", bits=4, group_size=size, ignored=ignored)
+
 
 class _GPTQ(msgspec.Struct):
     bits: int
     group_size: int
     checkpoint_format: str = "gptq"
     dynamic: dict[str, Any] | None = None
+
+    def read(self) -> Quantization:
+        _check_bits(self.bits, "bits")
+        if self.checkpoint_format not in ("gptq", "gptq_v2"):
+            raise _refusal(
+                f"checkpoint_format {self.checkpoint_format!r} is unsupported; "
+                "need 'gptq' or 'gptq_v2'"
+            )
+        if self.dynamic:
+            raise _refusal("dynamic (other settings for some modules) is unsupported")
+        return Quantization(
+            layout="gptq",
+            bits=self.bits,
+            group_size=_checked_group(self.group_size),
+            zero_offset=int(self.checkpoint_format == "gptq"),
+        )
 
 
 class _Weights(msgspec.Struct):
@@ -97,11 +130,53 @@ class _CompressedTensors(msgspec.Struct):
     format: str = "dense"
     ignore: list[str] = []
 
+    def read(self) -> Quantization:
+        kinds = [group.weights for group in self.config_groups.values()]
+        if not kinds or kinds[0] is None or any(kind != kinds[0] for kind in kinds):
+            raise _refusal("config_groups must say one and the same of all weights")
+        weights, ignored = kinds[0], tuple(self.ignore)
+        if self.format == "pack-quantized" and weights.type == "int":
+            _check_bits(weights.num_bits, "num_bits")
+            if weights.strategy not in ("channel", "group"):
+                raise _refusal(f"strategy {weights.strategy!r} of packed weights is unsupported")
+            size = _checked_group(weights.group_size or -1)
+            return Quantization(
+                layout="packed", bits=weights.num_bits, group_size=size, ignored=ignored
+            )
+        known = {
+            "float-quantized": "float",
+            "int-quantized": "int",
+            "naive-quantized": weights.type,
+        }
+        if known.get(self.format) != weights.type or weights.num_bits != 8:
+            raise _refusal(
+                f"format {self.format!r} of {weights.type} with {weights.num_bits} bits is "
+                "unsupported; supported: float-quantized and int-quantized of 8, pack-quantized of 2, 4 or 8"
+            )
+        if weights.strategy not in ("tensor", "channel", "block"):
+            raise _refusal(f"strategy {weights.strategy!r} of 8-bit weights is unsupported")
+        block = _checked_block(weights.block_structure, "block_structure")
+        if (weights.strategy == "block") != (block is not None):
+            raise _refusal(f"strategy {weights.strategy!r} with block_structure {block}")
+        layout: Layout = "fp8" if weights.type == "float" else "int8"
+        return Quantization(layout=layout, bits=8, block=block, ignored=ignored)
+
 
 class _MXFP4(msgspec.Struct):
     modules_to_not_convert: list[str] | None = None
 
+    def read(self) -> Quantization:
+        ignored = tuple(self.modules_to_not_convert or ())
+        return Quantization(layout="mxfp4", bits=4, group_size=32, ignored=ignored)
 
+
+FORMATS: Mapping[str, type[_FP8 | _CompressedTensors | _AWQ | _GPTQ | _MXFP4]] = {
+    "fp8": _FP8,
+    "compressed-tensors": _CompressedTensors,
+    "awq": _AWQ,
+    "gptq": _GPTQ,
+    "mxfp4": _MXFP4,
+}
 ONLINE = Quantization(layout="fp8", bits=8, online=True)
 """What ``--quantization fp8`` makes of floats: a scale for each row."""
 
@@ -121,9 +196,12 @@ def read_quantization(
     if not content:
         return ONLINE if asked else None
     method = content.get("quant_method")
-    if method not in READERS:
-        raise _refusal(f"quant_method {method!r} is unsupported; supported: {', '.join(READERS)}")
-    found = READERS[method](content)
+    if method not in FORMATS:
+        raise _refusal(f"quant_method {method!r} is unsupported; supported: {', '.join(FORMATS)}")
+    try:
+        found = msgspec.convert(content, FORMATS[method]).read()
+    except msgspec.ValidationError as error:
+        raise _refusal(str(error)) from error
     if asked not in (None, found.layout):
         raise ConfigError(
             "--quantization",
@@ -134,85 +212,6 @@ def read_quantization(
 
 def _refusal(what: str) -> ConfigError:
     return ConfigError("--model", f"config.json: quantization_config: {what}")
-
-
-def _convert(content: Mapping[str, Any], form: type[T]) -> T:
-    try:
-        return msgspec.convert(content, form)
-    except msgspec.ValidationError as error:
-        raise _refusal(str(error)) from error
-
-
-def _read_fp8(content: Mapping[str, Any]) -> Quantization:
-    raw = _convert(content, _FP8)
-    if raw.fmt not in ("e4m3", "float8_e4m3fn"):
-        raise _refusal(f"fmt {raw.fmt!r} is unsupported; need 'e4m3'")
-    ignored = (*(raw.modules_to_not_convert or ()), *(raw.ignored_layers or ()))
-    block = _checked_block(raw.weight_block_size, "weight_block_size")
-    return Quantization(layout="fp8", bits=8, block=block, ignored=ignored)
-
-
-def _read_awq(content: Mapping[str, Any]) -> Quantization:
-    raw = _convert(content, _AWQ)
-    if raw.bits != 4 or raw.version.lower() != "gemm":
-        raise _refusal(
-            f"awq of {raw.bits} bits, version {raw.version!r} is unsupported; need 4 and 'gemm'"
-        )
-    ignored = tuple(raw.modules_to_not_convert or ())
-    size = _checked_group(raw.group_size)
-    return Quantization(layout="awq", bits=4, group_size=size, ignored=ignored)
-
-
-def _read_gptq(content: Mapping[str, Any]) -> Quantization:
-    raw = _convert(content, _GPTQ)
-    _check_bits(raw.bits, "bits")
-    if raw.checkpoint_format not in ("gptq", "gptq_v2"):
-        raise _refusal(
-            f"checkpoint_format {raw.checkpoint_format!r} is unsupported; need 'gptq' or 'gptq_v2'"
-        )
-    if raw.dynamic:
-        raise _refusal("dynamic (other settings for some modules) is unsupported")
-    return Quantization(
-        layout="gptq",
-        bits=raw.bits,
-        group_size=_checked_group(raw.group_size),
-        zero_offset=int(raw.checkpoint_format == "gptq"),
-    )
-
-
-def _read_compressed_tensors(content: Mapping[str, Any]) -> Quantization:
-    raw = _convert(content, _CompressedTensors)
-    kinds = [group.weights for group in raw.config_groups.values()]
-    if not kinds or kinds[0] is None or any(kind != kinds[0] for kind in kinds):
-        raise _refusal("config_groups must say one and the same of all weights")
-    weights, ignored = kinds[0], tuple(raw.ignore)
-    if raw.format == "pack-quantized" and weights.type == "int":
-        _check_bits(weights.num_bits, "num_bits")
-        if weights.strategy not in ("channel", "group"):
-            raise _refusal(f"strategy {weights.strategy!r} of packed weights is unsupported")
-        size = _checked_group(weights.group_size or -1)
-        return Quantization(
-            layout="packed", bits=weights.num_bits, group_size=size, ignored=ignored
-        )
-    known = {"float-quantized": "float", "int-quantized": "int", "naive-quantized": weights.type}
-    if known.get(raw.format) != weights.type or weights.num_bits != 8:
-        raise _refusal(
-            f"format {raw.format!r} of {weights.type} with {weights.num_bits} bits is unsupported; "
-            "supported: float-quantized and int-quantized of 8, pack-quantized of 2, 4 or 8"
-        )
-    if weights.strategy not in ("tensor", "channel", "block"):
-        raise _refusal(f"strategy {weights.strategy!r} of 8-bit weights is unsupported")
-    block = _checked_block(weights.block_structure, "block_structure")
-    if (weights.strategy == "block") != (block is not None):
-        raise _refusal(f"strategy {weights.strategy!r} with block_structure {block}")
-    layout: Layout = "fp8" if weights.type == "float" else "int8"
-    return Quantization(layout=layout, bits=8, block=block, ignored=ignored)
-
-
-def _read_mxfp4(content: Mapping[str, Any]) -> Quantization:
-    raw = _convert(content, _MXFP4)
-    ignored = tuple(raw.modules_to_not_convert or ())
-    return Quantization(layout="mxfp4", bits=4, group_size=32, ignored=ignored)
 
 
 def _checked_block(block: tuple[int, int] | None, field: str) -> tuple[int, int] | None:
@@ -233,12 +232,3 @@ def _checked_group(size: int) -> int | None:
 def _check_bits(bits: int, field: str) -> None:
     if bits not in (2, 4, 8):
         raise _refusal(f"{field} {bits} is unsupported; need 2, 4 or 8")
-
-
-READERS = {
-    "fp8": _read_fp8,
-    "compressed-tensors": _read_compressed_tensors,
-    "awq": _read_awq,
-    "gptq": _read_gptq,
-    "mxfp4": _read_mxfp4,
-}
