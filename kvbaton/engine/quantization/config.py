@@ -151,7 +151,8 @@ class _CompressedTensors(msgspec.Struct):
         if known.get(self.format) != weights.type or weights.num_bits != 8:
             raise _refusal(
                 f"format {self.format!r} of {weights.type} with {weights.num_bits} bits is "
-                "unsupported; supported: float-quantized and int-quantized of 8, pack-quantized of 2, 4 or 8"
+                "unsupported; supported: float-quantized and int-quantized of 8, pack-quantized "
+                "of 2, 4 or 8"
             )
         if weights.strategy not in ("tensor", "channel", "block"):
             raise _refusal(f"strategy {weights.strategy!r} of 8-bit weights is unsupported")
@@ -195,7 +196,7 @@ def read_quantization(
     """
     if not content:
         return ONLINE if asked else None
-    method = content.get("quant_method")
+    method: Any = content.get("quant_method")
     if method not in FORMATS:
         raise _refusal(f"quant_method {method!r} is unsupported; supported: {', '.join(FORMATS)}")
     try:
