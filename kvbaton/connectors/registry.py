@@ -10,7 +10,6 @@ The JSON object holds keyword arguments of the constructor. A transport is writt
 
 from __future__ import annotations
 
-import importlib
 import inspect
 import json
 import re
@@ -161,22 +160,29 @@ def _entry_points(kind: Kind) -> list[EntryPoint]:
     return [*found, *(EntryPoint(n, path, kind.group) for n, path in ours if n not in known)]
 
 
+def find_entry(kind: Kind, target: str) -> EntryPoint:
+    """Where the class lives that a name or a dotted path means; nothing is imported.
+
+    Raises:
+        ConfigError: unknown name.
+    """
+    if ":" in target:
+        return EntryPoint(target, target, kind.group)
+    named = {point.name: point for point in _entry_points(kind)}
+    if target not in named:
+        known = ", ".join(sorted(named))
+        raise ConfigError(kind.flag, f"unknown {kind.noun} {target!r}; known are {known}")
+    return named[target]
+
+
 def find_connector(kind: Kind, target: str) -> Any:
     """Import the class that a name or a dotted path means.
 
     Raises:
         ConfigError: unknown name, a missing dependency, no class.
     """
-    named = {point.name: point for point in _entry_points(kind)}
-    if ":" not in target and target not in named:
-        known = ", ".join(sorted(named))
-        raise ConfigError(kind.flag, f"unknown {kind.noun} {target!r}; known are {known}")
     try:
-        if ":" in target:
-            module, _, name = target.partition(":")
-            factory = getattr(importlib.import_module(module), name)
-        else:
-            factory = named[target].load()
+        factory = find_entry(kind, target).load()
     except (ImportError, AttributeError) as error:
         raise ConfigError(kind.flag, f"can't load {target}: {error}") from error
     if not callable(factory):

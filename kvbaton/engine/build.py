@@ -123,8 +123,12 @@ def build_engine(
     encoder = None if model.vision is None else beside(config, model, node, factories, answers)
     track_sums = config.store is not None or any(f.sends_blocks for f in factories)
     executor = make_executor(config, model, track_sums=track_sums)
-    scheduler = make_scheduler(config, model, executor.layouts[0], identity.digest())
-    connectors = make_connectors(executor, scheduler, factories, surroundings)
+    try:
+        scheduler = make_scheduler(config, model, executor.layouts[0], identity.digest())
+        connectors = make_connectors(executor, scheduler, factories, surroundings)
+    except BaseException:
+        executor.close()
+        raise
     if encoder is not None:
         (worker,) = encoder.executor.workers
         assert isinstance(worker.cache, EncoderPool)

@@ -111,6 +111,13 @@ class EngineConfig:
     debug_poison: bool = False
     debug_forbid_prompt_compute: bool = False
 
+    def __post_init__(self) -> None:
+        if self.store is not None:  # an engine that starts in vain takes long
+            from kvbaton.connectors.registry import STORES, find_entry, split_spec
+
+            target, _ = split_spec(self.store, STORES)
+            find_entry(STORES, target)
+
 
 @dataclass(frozen=True, kw_only=True)
 class SchedulerConfig:

@@ -217,12 +217,12 @@ class Accounts:
 
     Attributes:
         file_descriptors: open ones.
-        threads: those of the operating system, so also those that Python does not know.
+        threads: ids of those of the operating system, so also of those that Python does not know.
         children: processes started by this one and not waited for.
     """
 
     file_descriptors: int
-    threads: int
+    threads: frozenset[str]
     children: int
 
     @classmethod
@@ -232,14 +232,19 @@ class Accounts:
         for task in tasks:
             with suppress(OSError):  # the thread has just ended, or the kernel does not tell
                 children += len((task / "children").read_text().split())
-        return cls(len(os.listdir("/proc/self/fd")), len(tasks), children)
+        threads = frozenset(task.name for task in tasks)
+        return cls(len(os.listdir("/proc/self/fd")), threads, children)
 
     def above(self, before: Accounts, rounds: int) -> str:
         """What has grown by one or more in each of so many rounds; empty if nothing has.
 
         Pools that libraries keep and fill once do not count as leaks.
         """
-        grown = {name: now - getattr(before, name) for name, now in vars(self).items()}
+        grown = {
+            "file_descriptors": self.file_descriptors - before.file_descriptors,
+            "threads": len(self.threads - before.threads),  # others' may end meanwhile
+            "children": self.children - before.children,
+        }
         more = [f"{count} more {name}" for name, count in grown.items() if count >= rounds]
         return ", ".join(more).replace("_", " ")
 

@@ -192,7 +192,7 @@ class LeavesThreads(MemoryTransport):
 
     def register(self, memory: Memory) -> Region:
         """Register, and leave a thread behind."""
-        threading.Thread(target=threading.Event().wait, args=(2.0,), daemon=True).start()
+        threading.Thread(target=threading.Event().wait, args=(30.0,), daemon=True).start()
         return super().register(memory)
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import select
+import threading
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -17,6 +18,7 @@ from kvbaton.engine.executor import Executor
 from kvbaton.engine.kv_connector import HeldBlocks, KVConnector, Load
 from kvbaton.engine.request import Request, Sequence
 from kvbaton.engine.scheduler import Scheduler
+from kvbaton.errors import ConfigError
 from kvbaton.messages.engine import AddRequest, Metrics, Output, Outputs, Rejected, TransferSpec
 from kvbaton.types import NodeId
 from tests.handover.pair import ENGINE, QueueMailbox, greedy, until
@@ -278,3 +280,16 @@ def test_a_part_of_the_engine_ends_the_core(rig: Callable[..., Rig]) -> None:
     broken.connector.contained = False
     with pytest.raises(ZeroDivisionError):
         broken.core.turn()
+
+
+def test_an_engine_whose_store_does_not_open_leaves_no_thread(
+    checkpoint: Callable[..., Path],
+) -> None:
+    store = 'filesystem:{"path": "/dev/null/store"}'
+    config = EngineConfig(model=str(checkpoint()), **(dict(ENGINE) | {"store": store}))
+    mailbox = QueueMailbox(lambda message: None, lambda: None)
+    before = set(threading.enumerate())
+    with pytest.raises(ConfigError, match="store"):
+        build_engine(config, NodeId("lone", os.urandom(16)), (), mailbox)
+    mailbox.close()
+    assert set(threading.enumerate()) <= before

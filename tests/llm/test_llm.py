@@ -13,6 +13,7 @@ import torch
 
 import kvbaton
 from kvbaton import LLM, AsyncLLM, SamplingParams
+from kvbaton.engine.process import EngineProcess
 from kvbaton.errors import ConfigError, RequestError
 from kvbaton.llm.params import CompletionOutput
 
@@ -157,6 +158,9 @@ def test_a_store_outlives_the_engine(model: Path, tmp_path: Path) -> None:
     assert [answer.num_cached_tokens for answer in answers] == [0, 64]
 
 
-def test_a_store_that_is_none_is_refused(model: Path) -> None:
+def test_a_store_that_is_none_is_refused_before_an_engine_starts(
+    model: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(EngineProcess, "start", None)
     with pytest.raises(ConfigError, match="unknown store 'nowhere'"):
         LLM(model, **SETTINGS, store="nowhere")
