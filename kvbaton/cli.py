@@ -144,7 +144,7 @@ def _flags_of(path: str, **settings: Any) -> FillParser:
 def run_prefill(args: argparse.Namespace) -> int:
     """``kvbaton prefill``."""
     config = node_config(args, "prefill")
-    from kvbaton.prefill.node import main as run
+    from kvbaton.prefill import main as run
 
     return run(config)
 
@@ -152,7 +152,7 @@ def run_prefill(args: argparse.Namespace) -> int:
 def run_decode(args: argparse.Namespace) -> int:
     """``kvbaton decode``."""
     config = node_config(args, "decode")
-    from kvbaton.decode.node import main as run
+    from kvbaton.decode import main as run
 
     return run(config)
 
@@ -160,7 +160,7 @@ def run_decode(args: argparse.Namespace) -> int:
 def run_encode(args: argparse.Namespace) -> int:
     """``kvbaton encode``."""
     config = node_config(args, "encode")
-    from kvbaton.prefill.node import main_encode as run
+    from kvbaton.prefill import main_encode as run
 
     return run(config)
 

@@ -29,7 +29,7 @@ from kvbaton.connectors.registry import load_transport
 from kvbaton.errors import ConfigError, TransportError
 from kvbaton.testing.remote import RemoteProcess, start_worker
 from kvbaton.testing.remote_worker import QUIET
-from kvbaton.testing.timing import timed_write
+from kvbaton.testing.transport_rig import timed_write
 
 WRITE_TIMEOUT_S = 60.0
 BARE, BARE_SPEC = "bare-nixl", "kvbaton.bench.transfer:BareNixl"

@@ -24,8 +24,7 @@ from kvbaton.errors import KvbatonError, StoreError, TransportError
 from kvbaton.testing.kit import CaseFailure
 from kvbaton.testing.remote import start_worker
 from kvbaton.testing.remote_worker import QUIET
-from kvbaton.testing.timing import timed_write
-from kvbaton.testing.transport_rig import Buffer, fresh_name
+from kvbaton.testing.transport_rig import Buffer, fresh_name, timed_write
 
 NUM_BYTES = 64 << 20
 RUN_BYTES = 64 << 10

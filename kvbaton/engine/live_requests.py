@@ -19,11 +19,11 @@ from typing import Any
 
 from kvbaton.connectors.layout import GroupKind
 from kvbaton.engine.config import SchedulerConfig
-from kvbaton.engine.items import ItemOutputs
 from kvbaton.engine.kv_cache_manager import KVCacheManager, Match
 from kvbaton.engine.kv_connector import Connectors, KVConnector, Load
 from kvbaton.engine.request import (
     InFlightStep,
+    ItemOutputs,
     Request,
     Sequence,
     SequenceState,

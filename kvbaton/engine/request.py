@@ -4,11 +4,14 @@ from __future__ import annotations
 
 import enum
 import struct
+import sys
 from collections.abc import Collection, Iterable
 from dataclasses import dataclass, field
 from typing import Any
 
 from kvbaton.connectors.keys import Extra, block_keys
+from kvbaton.engine.step import ItemRows
+from kvbaton.errors import RequestError
 from kvbaton.messages.engine import AddRequest, Item, SamplingParams
 from kvbaton.types import TokenLogprobs
 
@@ -257,3 +260,37 @@ def finish_of(
         if token in params.stop_token_ids:
             return "stop", token
     return ("length", None) if len(sequence.tokens) >= sequence.request.limit else (None, None)
+
+
+class ItemOutputs:
+    """Of a model that takes text only. `EncoderCacheManager` is that of a model that sees."""
+
+    def check(self, request: AddRequest) -> None:
+        """Refuse items that can never be encoded.
+
+        Raises:
+            RequestError: they overlap, lie outside of the prompt, or one is too large; or the model
+                takes none.
+        """
+        if request.items:
+            raise RequestError("this model takes text only", param="items")
+
+    def request(self, sequence: Sequence, start: int) -> None:
+        """Ask for items with tokens from `start` on: for all, unless there was no room for them."""
+
+    def ready_until(self, sequence: Sequence, start: int) -> int:
+        """Where the first item begins that is not here, at least `start`; beyond all if all are."""
+        return sys.maxsize
+
+    def wait(self, sequence: Sequence, start: int) -> None:
+        """Let a sequence that lacks the item at `start` wait beside the queue."""
+
+    def rows(self, sequence: Sequence, start: int, end: int) -> tuple[ItemRows, ...]:
+        """Where the outputs are that tokens [start, end) need."""
+        return ()
+
+    def computed(self, sequence: Sequence) -> None:
+        """Let go of outputs whose tokens are computed."""
+
+    def retired(self, sequence: Sequence) -> None:
+        """A sequence is over."""

@@ -15,8 +15,9 @@ from typing import TYPE_CHECKING, Any, Self
 
 import numpy as np
 
-from kvbaton.connectors.base import Device, Handle, Memory, Status, Transport
+from kvbaton.connectors.base import Device, Handle, Memory, Peer, Ranges, Status, Transport
 from kvbaton.connectors.registry import load_transport
+from kvbaton.errors import TransportError
 from kvbaton.testing.kit import CaseFailure, Kit, require
 
 if TYPE_CHECKING:
@@ -219,3 +220,40 @@ class Buffer:
 def digest_of(array: np.ndarray[Any, Any]) -> str:
     """BLAKE2b of an array's bytes, hex."""
     return hashlib.blake2b(array.data, digest_size=16).hexdigest()
+
+
+def timed_write(
+    transport: Transport,
+    peer: Peer,
+    ranges: Ranges,
+    notice: bytes,
+    *,
+    poll: Callable[[], object] | None = None,
+    patience: float = 60.0,
+) -> float:
+    """Write, and poll in a tight loop until it is done; returns the seconds.
+
+    Args:
+        transport: which writes.
+        peer: to whom.
+        ranges: what.
+        notice: what the peer is told.
+        poll: lets the peer make progress where it lives in this process.
+        patience: seconds after which the write has failed.
+
+    Raises:
+        TransportError: the write failed or took too long.
+    """
+    start = time.perf_counter()
+    handle = transport.write(peer, ranges, notice)
+    while (status := handle.status()) is Status.PENDING:
+        transport.notices()
+        if poll is not None:
+            poll()
+        if time.perf_counter() - start > patience:
+            raise TransportError(f"a write is not done within {patience:g} s")
+    if status is not Status.DONE:
+        raise TransportError(handle.error() or f"a write ended as {status}")
+    seconds = time.perf_counter() - start
+    handle.release()
+    return seconds

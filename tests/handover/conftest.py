@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from kvbaton.connectors.transfer.endpoint import HandoverConfig
-from kvbaton.decode.node import DecodeFactory
+from kvbaton.decode import DecodeFactory
 from tests.handover.pair import Node, Pair
 
 Expected = Callable[..., list[int]]

@@ -23,7 +23,7 @@ from typing import Any
 from kvbaton.connectors.transfer.endpoint import HandoverConfig
 from kvbaton.connectors.transfer.thread import TransferThread
 from kvbaton.connectors.transports.memory import PROCESS_HUB
-from kvbaton.decode.node import DecodeFactory
+from kvbaton.decode import DecodeFactory
 from kvbaton.decode.target_connector import TargetConnector
 from kvbaton.engine.build import ConnectorFactory, build_engine
 from kvbaton.engine.config import EngineConfig
@@ -42,7 +42,7 @@ from kvbaton.messages.engine import (
     ToCore,
     TransferSpec,
 )
-from kvbaton.prefill.node import PrefillFactory
+from kvbaton.prefill import PrefillFactory
 from kvbaton.prefill.source_connector import SourceConnector
 from kvbaton.types import NodeId, TransferTimers
 

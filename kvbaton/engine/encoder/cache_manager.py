@@ -32,9 +32,8 @@ from typing_extensions import override
 
 from kvbaton.connectors.keys import block_keys
 from kvbaton.engine.core import EngineCore
-from kvbaton.engine.items import ItemOutputs
 from kvbaton.engine.kv_connector import KVConnector
-from kvbaton.engine.request import Request, Sequence, SequenceState, Tables, extras_of
+from kvbaton.engine.request import ItemOutputs, Request, Sequence, SequenceState, Tables, extras_of
 from kvbaton.engine.scheduler import Scheduler
 from kvbaton.engine.step import ItemRows
 from kvbaton.errors import RequestError
