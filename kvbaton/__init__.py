@@ -5,13 +5,12 @@ from __future__ import annotations
 import importlib
 from typing import TYPE_CHECKING, Any
 
+from kvbaton.version import __version__
+
 if TYPE_CHECKING:
     from kvbaton.llm.offline import LLM as LLM
     from kvbaton.llm.params import TextSamplingParams as SamplingParams
     from kvbaton.llm.streaming import AsyncLLM as AsyncLLM
-
-__version__ = "0.1.0"
-"""Known without an installed package: a folder on the path is enough to run."""
 
 __all__ = ["LLM", "AsyncLLM", "SamplingParams", "__version__"]
 

@@ -21,7 +21,19 @@ def address_of(host: str, port: int) -> str:
     """
     if not 0 < port < 1 << 16:
         raise ValueError(f"port {port} is not in [1, 65535]")
-    return f"tcp://{_host(host)}:{port}"
+    if len(host) > MAX_HOST:
+        raise ValueError(f"a host has at most {MAX_HOST} characters")
+    try:
+        address = ipaddress.ip_address(host.removeprefix("[").removesuffix("]"))
+    except ValueError:
+        if not _HOST_NAME.fullmatch(host):
+            raise ValueError("a host is a host name or an IP address") from None
+        return f"tcp://{host}:{port}"
+    if isinstance(address, ipaddress.IPv4Address):
+        return f"tcp://{address}:{port}"
+    if address.scope_id is not None and not _SCOPE.fullmatch(address.scope_id):
+        raise ValueError("the scope of an IPv6 address is the name of an interface")
+    return f"tcp://[{address}]:{port}"
 
 
 def host_of(address: str) -> str:
@@ -53,19 +65,3 @@ def is_wildcard(host: str) -> bool:
         return host in ("", "*") or ipaddress.ip_address(host).is_unspecified
     except ValueError:
         return False
-
-
-def _host(host: str) -> str:
-    if len(host) > MAX_HOST:
-        raise ValueError(f"a host has at most {MAX_HOST} characters")
-    try:
-        address = ipaddress.ip_address(host.removeprefix("[").removesuffix("]"))
-    except ValueError:
-        if _HOST_NAME.fullmatch(host):
-            return host
-        raise ValueError("a host is a host name or an IP address") from None
-    if isinstance(address, ipaddress.IPv4Address):
-        return str(address)
-    if address.scope_id is not None and not _SCOPE.fullmatch(address.scope_id):
-        raise ValueError("the scope of an IPv6 address is the name of an interface")
-    return f"[{address}]"

@@ -70,8 +70,7 @@ class GroupPairing:
         for side, layouts in (("source", sources), ("target", targets)):
             for rank, layout in enumerate(layouts):
                 where = f"{side} rank {rank}"
-                _check_layout(f"{where}, group {layout.group}", layout)
-                _check_alike(where, first, layout)
+                _check_layout(where, layout, first)
                 _same("block size", where, layouts[0].block_size, layout.block_size)
         self.unit = math.lcm(first.block_size, targets[0].block_size)
         self.shares: dict[tuple[int, int], list[PlaneShare]] = {}
@@ -161,24 +160,6 @@ def planes_named(name: str, layouts: Sequence[KVLayout]) -> list[Plane]:
     return [next(plane for plane in layout.planes if plane.name == name) for layout in layouts]
 
 
-def _check_alike(rank: str, first: KVLayout, layout: KVLayout) -> None:
-    """What must be equal on every rank of both sides."""
-    _same("group", rank, first.group, layout.group)
-    where = f"group {first.group}: "
-    _same(where + "kind", rank, first.kind.value, layout.kind.value)
-    _same(where + "window", rank, first.window, layout.window)
-    names = [sorted(plane.name for plane in each.planes) for each in (first, layout)]
-    _same(where + "planes", rank, *names)
-    for plane in first.planes:
-        mine, theirs = planes_named(plane.name, (first, layout))
-        named = f"{where}plane {plane.name!r}: "
-        _same(named + "dtype", rank, mine.dtype, theirs.dtype)
-        _same(named + "heads of the model", rank, mine.head_total, theirs.head_total)
-        for axis in ("kv", "feature"):
-            index = AXES.index(axis)
-            _same(f"{named}size of axis {axis!r}", rank, mine.shape[index], theirs.shape[index])
-
-
 def _same(what: str, rank: str, first: object, value: object) -> None:
     if first != value:
         raise LayoutMismatchError(f"{what}: {first!r} on source rank 0, {value!r} on {rank}")
@@ -203,8 +184,9 @@ def _check_covered(name: str, shares: Sequence[PlaneShare], targets: Sequence[Pl
                 )
 
 
-def _check_layout(where: str, layout: KVLayout) -> None:
-    """A layout comes from a peer: it must at least agree with itself."""
+def _check_layout(rank: str, layout: KVLayout, first: KVLayout) -> None:
+    """A layout comes from a peer: it must agree with itself, and with the other ranks'."""
+    where = f"{rank}, group {layout.group}"
     if layout.block_size < 1 or layout.num_blocks < 1 or not layout.planes:
         raise LayoutMismatchError(
             f"{where}: {layout.block_size} tokens per block, {layout.num_blocks} blocks, "
@@ -216,6 +198,19 @@ def _check_layout(where: str, layout: KVLayout) -> None:
     _agree(where, "number of different plane names", len(names), len(layout.planes))
     for plane in layout.planes:
         _check_plane(f"{where}, plane {plane.name!r}", layout, plane)
+    _same("group", rank, first.group, layout.group)
+    where = f"group {first.group}: "
+    _same(where + "kind", rank, first.kind.value, layout.kind.value)
+    _same(where + "window", rank, first.window, layout.window)
+    _same(where + "planes", rank, *(sorted(p.name for p in x.planes) for x in (first, layout)))
+    for plane in first.planes:
+        mine, theirs = planes_named(plane.name, (first, layout))
+        named = f"{where}plane {plane.name!r}: "
+        _same(named + "dtype", rank, mine.dtype, theirs.dtype)
+        _same(named + "heads of the model", rank, mine.head_total, theirs.head_total)
+        for axis in ("kv", "feature"):
+            index = AXES.index(axis)
+            _same(f"{named}size of axis {axis!r}", rank, mine.shape[index], theirs.shape[index])
 
 
 def _check_plane(where: str, layout: KVLayout, plane: Plane) -> None:

@@ -152,19 +152,6 @@ def _segments(
     return whole if listed.all() else TokenSegments(*(column[listed] for column in whole))
 
 
-def _merge(
-    source: Ints, target: Ints, tokens: Ints, source_step: int, target_step: int
-) -> tuple[Ints, Ints, Ints]:
-    """Join neighbours whose tokens follow each other in memory on both sides."""
-    joined = (np.diff(source) == tokens[:-1] * source_step) & (
-        np.diff(target) == tokens[:-1] * target_step
-    )
-    if not joined.any():
-        return source, target, tokens
-    firsts = np.flatnonzero(np.concatenate(([True], ~joined)))
-    return source[firsts], target[firsts], np.add.reduceat(tokens, firsts)
-
-
 # --- runs ---
 
 
@@ -231,15 +218,16 @@ def _rows_of(share: PlaneShare, segments: TokenSegments) -> list[Ranges]:
     heads = share.head_end - share.head_start
     source_at = source.offset + (share.head_start - source.head_start) * source.strides[HEAD]
     target_at = target.offset + (share.head_start - target.head_start) * target.strides[HEAD]
-    source_base, target_base, tokens = _merge(
-        segments.source_block * source.strides[BLOCK]
-        + segments.source_slot * source.strides[TOKEN],
-        segments.target_block * target.strides[BLOCK]
-        + segments.target_slot * target.strides[TOKEN],
-        segments.tokens,
-        source.strides[TOKEN],
-        target.strides[TOKEN],
+    tokens, steps = segments.tokens, (source.strides[TOKEN], target.strides[TOKEN])
+    source_base = segments.source_block * source.strides[BLOCK] + segments.source_slot * steps[0]
+    target_base = segments.target_block * target.strides[BLOCK] + segments.target_slot * steps[1]
+    joined = (np.diff(source_base) == tokens[:-1] * steps[0]) & (
+        np.diff(target_base) == tokens[:-1] * steps[1]
     )
+    if joined.any():  # neighbours whose tokens follow each other in memory on both sides
+        firsts = np.flatnonzero(np.concatenate(([True], ~joined)))
+        tokens = np.add.reduceat(tokens, firsts)
+        source_base, target_base = source_base[firsts], target_base[firsts]
     fixed = tuple(
         Step(size, source.strides[axis], target.strides[axis])
         for axis, size in ((HEAD, heads), (KV, source.shape[KV]), (FEATURE, source.shape[FEATURE]))

@@ -315,17 +315,6 @@ class StoreConnector(KVConnector):
             summed = i * size >= sequence.request.received
             self._queue.append(BlockSave(g, i, table[i], key, summed))
 
-    def _begin_saves(self) -> None:
-        if self._blocks.pool.num_free < self._blocks.pool.usable // SCARCE_SHARE:
-            self._counts["save blocks dropped"] += len(self._queue)
-            self._release_saves(self._queue)
-            self._queue.clear()
-        while self._queue and len(self._saving) < SAVES_IN_FLIGHT:
-            count = min(BATCH_BLOCKS, len(self._queue))
-            order = SaveBlocks(saves=tuple(self._queue.popleft() for _ in range(count)))
-            self._saving.add(order)
-            self.worker.submit(order)
-
     def _saved(self, order: SaveBlocks) -> None:
         self._saving.remove(order)
         stored = [save for save, ok in zip(order.saves, order.stored, strict=True) if ok]
@@ -362,7 +351,15 @@ class StoreConnector(KVConnector):
                 case SaveBlocks():
                     self._saved(order)
         outputs += self._expire(now)
-        self._begin_saves()
+        if self._blocks.pool.num_free < self._blocks.pool.usable // SCARCE_SHARE:
+            self._counts["save blocks dropped"] += len(self._queue)
+            self._release_saves(self._queue)
+            self._queue.clear()
+        while self._queue and len(self._saving) < SAVES_IN_FLIGHT:
+            count = min(BATCH_BLOCKS, len(self._queue))
+            saves = SaveBlocks(saves=tuple(self._queue.popleft() for _ in range(count)))
+            self._saving.add(saves)
+            self.worker.submit(saves)
         return outputs
 
     def _expire(self, now: float) -> list[Output]:

@@ -9,7 +9,6 @@ from collections.abc import Sequence
 from aiohttp import web
 from aiohttp.typedefs import Handler
 
-from kvbaton import __version__
 from kvbaton.engine.validate import INT32, check_ids
 from kvbaton.errors import RequestError
 from kvbaton.messages.openai import (
@@ -35,6 +34,7 @@ from kvbaton.server.frontend import FRONTEND, Frontend
 from kvbaton.server.network import bind
 from kvbaton.server.openapi import contract, openapi
 from kvbaton.server.validation import check_model, encode
+from kvbaton.version import __version__
 
 CLIENT_CLOSED_REQUEST = 499
 

@@ -51,22 +51,21 @@ async def load_images(
             f"a request may have at most {config.max_images} images", param="messages"
         )
     room = _Room(config.max_image_bytes)
-    loads = (_load(image, vision, config, room) for image in images)
-    tasks = [asyncio.ensure_future(load) for load in loads]
+
+    async def load(image: ImageUrl) -> Item:
+        try:
+            data = await _data(image.url, config, room)
+            return await asyncio.get_running_loop().run_in_executor(_decoders, vision.item, data)
+        except RequestError as error:
+            raise RequestError(error.message, param=image.where, code="invalid_image") from error
+
+    tasks = [asyncio.ensure_future(load(image)) for image in images]
     try:
         return list(await asyncio.gather(*tasks))
     finally:  # if one fails, the others end
         for task in tasks:
             task.cancel()
         await asyncio.gather(*tasks, return_exceptions=True)
-
-
-async def _load(image: ImageUrl, vision: VisionText, config: MediaConfig, room: _Room) -> Item:
-    try:
-        data = await _data(image.url, config, room)
-        return await asyncio.get_running_loop().run_in_executor(_decoders, vision.item, data)
-    except RequestError as error:
-        raise RequestError(error.message, param=image.where, code="invalid_image") from error
 
 
 @dataclass

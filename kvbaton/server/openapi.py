@@ -16,10 +16,10 @@ from aiohttp import web
 from aiohttp.web_urldispatcher import AbstractRoute
 from msgspec import Struct
 
-from kvbaton import __version__
 from kvbaton.messages.openai import ErrorBody
 from kvbaton.server.bodies import json_response
 from kvbaton.server.frontend import FRONTEND
+from kvbaton.version import __version__
 
 H = TypeVar("H", bound=Callable[..., Any])
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from typing import TYPE_CHECKING, NamedTuple
 
 import msgspec
@@ -63,9 +63,15 @@ def cut(
         chosen = _bounded(whole, GPU_PIECE_BYTES if direct else PART_BYTES)
         source = _describe(chosen.source_region, chosen.source_offset, chosen.length, ours)
         target = _describe(chosen.target_region, chosen.target_offset, chosen.length, theirs)
-        for start, stop in _spans(chosen, GPU_PART_BYTES if direct else PART_BYTES):
+        ends, start = np.cumsum(chosen.length), 0
+        while start < len(ends):  # consecutive copies that make a part
+            room = int(ends[start] - chosen.length[start])
+            room += GPU_PART_BYTES if direct else PART_BYTES
+            stop = int(np.searchsorted(ends, room, side="right"))
+            stop = min(max(stop, start + 1), start + PART_COPIES)
             sides = source[start:stop], source_device, target[start:stop], target_device
             parts.append(WritePart(*sides))
+            start = stop
     return parts
 
 
@@ -94,15 +100,3 @@ def _describe(
     device = np.array([m.device_index if m else 0 for m in memories], dtype=np.uint64)
     columns = (address[region] + offset.astype(np.uint64), length, device[region])
     return np.ascontiguousarray(np.stack([c.astype(np.uint64) for c in columns], axis=1))
-
-
-def _spans(copies: Copies, most: int) -> Iterator[tuple[int, int]]:
-    """Consecutive copies that make a part of at most so many bytes."""
-    ends = np.cumsum(copies.length)
-    start = 0
-    while start < len(ends):
-        room = int(ends[start] - copies.length[start]) + most
-        stop = int(np.searchsorted(ends, room, side="right"))
-        stop = min(max(stop, start + 1), start + PART_COPIES)
-        yield start, stop
-        start = stop
