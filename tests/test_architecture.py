@@ -134,7 +134,7 @@ def test_light_modules_import_nothing_heavy(module: str) -> None:
     assert heavy_imports(module, ("torch", "transformers", "triton")) == "[]"
 
 
-@pytest.mark.parametrize("module", ["prefill.node", "decode.node", "cluster.launcher"])
+@pytest.mark.parametrize("module", ["prefill", "decode", "cluster.launcher"])
 def test_what_starts_others_is_up_at_once(module: str) -> None:
     """The first two are imported by both processes of a node."""
     assert heavy_imports(module, ("torch", "numpy", "aiohttp", "jinja2")) == "[]"
