@@ -172,26 +172,30 @@ class _Rows:
 
     Attributes:
         entries: [blocks * rows of a block] int32; the number of all entries where there is none.
-        experts: [blocks] int32, which of the experts held.
+        experts: [blocks] int32, which of the experts held; of a lone token `ids` as they are.
         used: [1] int32: how many of `entries` there are.
+        first: what to take off `experts`.
+        lone: each entry is alone in its block, since there is but one token; `entries` and `used`
+            are not read.
     """
 
     entries: torch.Tensor
     experts: torch.Tensor
     used: torch.Tensor
+    first: int = 0
+    lone: bool = False
 
 
 def _sort(ids: torch.Tensor, first: int, held: int, rows: int) -> _Rows:
     entries = ids.numel()
+    if len(ids) == 1:
+        return _Rows(ids, ids, ids, first, lone=True)
     # No more experts than entries have any, and each wastes less than a block.
     blocks = cdiv(entries + min(entries, held) * (rows - 1), rows)
-    scratch = torch.empty(blocks * (rows + 1) + held + 1, dtype=torch.int32, device=ids.device)
-    counts, used = scratch[:held], scratch[held : held + 1]
-    experts = scratch[held + 1 : held + 1 + blocks]
-    order = scratch[held + 1 + blocks :]
-    _count_kernel[(held,)](ids, counts, entries, first, COUNT=COUNT, num_warps=4)
-    _place_kernel[(held,)](
-        ids, counts, order, experts, used, entries, first,
+    scratch = torch.empty(blocks * (rows + 1) + 1, dtype=torch.int32, device=ids.device)
+    used, experts, order = scratch[:1], scratch[1 : 1 + blocks], scratch[1 + blocks :]
+    _sort_kernel[(held,)](
+        ids, order, experts, used, entries, first,
         HELD=held, BLOCK_E=next_power_of_2(held), ROWS=rows, COUNT=COUNT, num_warps=4,
     )  # fmt: skip
     return _Rows(order, experts, used)
@@ -212,11 +216,11 @@ def _product(
     """out[entry] = weight[its expert] @ x[entry // top_k], or the gated form of it."""
     size, depth = out.shape[1], x.shape[1]
     columns = tile.columns // 2 if gated else tile.columns
-    blocks = len(rows.experts)
+    blocks = rows.experts.numel()
     _gemm_kernel[(blocks * cdiv(size, columns),)](
         x, weight, weight if bias is None else bias, out,
-        rows.entries, rows.experts, rows.used, len(out), blocks,
-        SIZE=size, DEPTH=depth, TOP_K=top_k, BIASED=bias is not None, GATED=gated,
+        rows.entries, rows.experts, rows.used, len(out), blocks, rows.first, len(weight),
+        LONE=rows.lone, SIZE=size, DEPTH=depth, TOP_K=top_k, BIASED=bias is not None, GATED=gated,
         CLAMPED=swiglu is not None, ALPHA=swiglu.alpha if swiglu else 0.0,
         LIMIT=swiglu.limit if swiglu else 0.0,
         BLOCK_M=tile.rows, BLOCK_N=columns, BLOCK_K=tile.depth_bytes // x.itemsize, GROUP=GROUP,
@@ -224,28 +228,9 @@ def _product(
     )  # fmt: skip
 
 
-@jit("entries", "first")
-def _count_kernel(
-    ids: tl.tensor,
-    counts: tl.tensor,
-    entries: tl.tensor,
-    first: tl.tensor,
-    COUNT: tl.constexpr,
-) -> None:
-    """One program per expert held: how many entries it has."""
-    expert = tl.program_id(0)
-    found = tl.zeros([COUNT], tl.int32)
-    for start in tl.range(0, entries, COUNT):
-        entry = start + tl.arange(0, COUNT)
-        chosen = tl.load(ids + entry, mask=entry < entries, other=-1)
-        found += (chosen == expert + first).to(tl.int32)
-    tl.store(counts + expert, tl.sum(found, axis=0))
-
-
 @jit("order", "experts", "used", "entries", "first")
-def _place_kernel(
+def _sort_kernel(
     ids: tl.tensor,
-    counts: tl.tensor,
     order: tl.tensor,
     experts: tl.tensor,
     used: tl.tensor,
@@ -256,11 +241,19 @@ def _place_kernel(
     ROWS: tl.constexpr,
     COUNT: tl.constexpr,
 ) -> None:
-    """One program per expert held: lists its entries, in their order, behind those before it."""
+    """One program per expert held: lists its entries, in their order, behind those before it.
+
+    Each counts those of all, which takes less than a launch that counts them once.
+    """
     expert = tl.program_id(0)
     other = tl.arange(0, BLOCK_E)
-    padded = tl.load(counts + other, mask=other < HELD, other=0)
-    padded = (padded + ROWS - 1) // ROWS * ROWS
+    counts = tl.zeros([BLOCK_E], tl.int32)
+    for start in tl.range(0, entries, COUNT):
+        entry = start + tl.arange(0, COUNT)
+        chosen = tl.load(ids + entry, mask=entry < entries, other=-1) - first
+        here = (entry < entries) & (chosen >= 0) & (chosen < HELD)
+        counts += tl.histogram(tl.where(here, chosen, 0), BLOCK_E, mask=here)
+    padded = (counts + ROWS - 1) // ROWS * ROWS
     begin = tl.sum(tl.where(other < expert, padded, 0), axis=0)
     end = begin + tl.sum(tl.where(other == expert, padded, 0), axis=0)
     if expert == 0:
@@ -278,7 +271,7 @@ def _place_kernel(
     tl.store(order + rest, rest * 0 + entries, mask=rest < end)
 
 
-@jit("order", "experts", "used", "entries", "blocks")
+@jit("order", "experts", "used", "entries", "blocks", "first", "held")
 def _gemm_kernel(
     x: tl.tensor,
     weight: tl.tensor,
@@ -289,6 +282,9 @@ def _gemm_kernel(
     used: tl.tensor,
     entries: tl.tensor,
     blocks: tl.tensor,
+    first: tl.tensor,
+    held: tl.tensor,
+    LONE: tl.constexpr,
     SIZE: tl.constexpr,
     DEPTH: tl.constexpr,
     TOP_K: tl.constexpr,
@@ -316,13 +312,21 @@ def _gemm_kernel(
     together = tl.minimum(blocks - leader, GROUP)
     turn = program % (GROUP * tiles)
     block = leader + turn % together
-    if block * BLOCK_M < tl.load(used):
-        entry = tl.load(order + block * BLOCK_M + tl.arange(0, BLOCK_M))
+    expert = tl.load(experts + block).to(tl.int64) - first
+    if LONE:
+        some = (expert >= 0) & (expert < held)
+    else:
+        some = block * BLOCK_M < tl.load(used)
+    if some:
+        row_of_block = tl.arange(0, BLOCK_M)
+        if LONE:
+            entry = tl.where(row_of_block == 0, block, entries)
+        else:
+            entry = tl.load(order + block * BLOCK_M + row_of_block)
         column = turn // together * BLOCK_N + tl.arange(0, BLOCK_N)
         inner = tl.arange(0, BLOCK_K)
         there, inside = (entry < entries)[:, None], (column < SIZE)[:, None]
         inputs = x + (entry // TOP_K).to(tl.int64)[:, None] * DEPTH + inner[None, :]
-        expert = tl.load(experts + block).to(tl.int64)
         row = expert * (2 * SIZE if GATED else SIZE) + column * step
         weights = weight + row[:, None] * DEPTH + inner[None, :]
         acc = tl.zeros([BLOCK_M, BLOCK_N], tl.float32)

@@ -36,13 +36,14 @@ def check(kernel, types, constants, **options):
 EXPERTS = """
 from kvbaton.kernels import fused_moe, fused_topk
 
-lists = dict.fromkeys(("ids", "counts", "order", "experts", "used"), "*i32")
+lists = dict.fromkeys(("ids", "order", "experts", "used"), "*i32")
 numbers = dict.fromkeys(("entries", "blocks", "first", "held"), "i32")
 for dtype, itemsize in (("bf16", 2), ("fp32", 4)):
     tensors = dict.fromkeys(("x", "weight", "bias", "out", "parts"), "*" + dtype) | lists | numbers
     for tile in list(fused_moe.TILES.values())[: 3 if dtype == "bf16" else 1]:
         for gated in (True, False):
             sizes = dict(SIZE=768, DEPTH=2880, TOP_K=8, BIASED=gated, GATED=gated, CLAMPED=gated)
+            sizes |= dict(LONE=gated and tile.rows == 16)
             sizes |= dict(ALPHA=1.7, LIMIT=7.0, GROUP=16, BLOCK_M=tile.rows)
             sizes |= dict(BLOCK_N=tile.columns // (1 + gated), BLOCK_K=tile.depth_bytes // itemsize)
             used = {name: kind for name, kind in tensors.items()
@@ -52,8 +53,7 @@ for dtype, itemsize in (("bf16", 2), ("fp32", 4)):
             assert ("wgmma" in ptx) == (dtype == "bf16" and tile.rows >= 64), tile
     kinds = tensors | {"weights": "*fp32"}
     for kernel, sizes in (
-        (fused_moe._count_kernel, dict(COUNT=1024)),
-        (fused_moe._place_kernel, dict(HELD=60, BLOCK_E=64, ROWS=16, COUNT=1024)),
+        (fused_moe._sort_kernel, dict(HELD=60, BLOCK_E=64, ROWS=16, COUNT=1024)),
         (fused_moe._sum_kernel, dict(SIZE=768, TOP_K=8, BLOCK=1024)),
     ):
         check(kernel, {name: kinds[name] for name in kernel.arg_names if name in kinds}, sizes)

@@ -59,6 +59,21 @@ def test_experts_without_tokens_and_one_with_all(place: Any) -> None:
     place.close(fused_moe(x, gate_up, down, weights, ids), expected)
 
 
+@pytest.mark.parametrize("tokens", [1, 2])
+def test_few_tokens_over_ranks_with_whole_experts(place: Any, tokens: int) -> None:
+    x, (gate_up, down) = place.randn(tokens, 40), make_experts(place, 8, 40, 24)
+    weights, ids = make_routes(place, tokens, 8, 3, skew=0.0)
+    expected = fused_moe_reference(*wide(x, gate_up, down, weights, ids))
+    parts = [
+        fused_moe(
+            x, gate_up[first : first + 2], down[first : first + 2], weights, ids,
+            first_expert=first, num_experts=8,
+        )
+        for first in range(0, 8, 2)
+    ]  # fmt: skip
+    place.close(sum(part.double() for part in parts), expected)
+
+
 @pytest.mark.parametrize("clamped", [False, True])
 def test_biases_and_a_clamped_activation(place: Any, clamped: bool) -> None:
     x, (gate_up, down) = place.randn(30, 40) * 3, make_experts(place, 5, 40, 24)

@@ -203,6 +203,7 @@ def warm_up(runner: CudaRunner, config: EngineConfig) -> None:
     """Run one step of every kind that serving will need."""
     began = time.monotonic()
     trial = TrialSteps(runner)
+    graphs, runner.graphs = runner.graphs, None  # else they would have those layers only
     with layers_of_each_kind(runner.model):
         for count in SHORT_PROMPTS:
             if trial.fits(count) and count <= config.max_num_batched_tokens:
@@ -215,6 +216,7 @@ def warm_up(runner: CudaRunner, config: EngineConfig) -> None:
         _attention_plans(trial, runner, config)
     torch.cuda.synchronize()
     compiled = time.monotonic()
+    runner.graphs = graphs
     if runner.graphs is not None:
         for size in reversed(runner.graphs.sizes):  # the largest first: the others share its pool
             runner.graphs.capture(size)
