@@ -42,7 +42,7 @@ from kvbaton.errors import ConfigError
 from kvbaton.kernels.jit import cdiv, jit, tl
 
 BATCHES = (1, 32, 128)
-PROMPT, STEPS, COUNTED_STEPS = 512, 50, 6
+PROMPT, STEPS, COUNTED_STEPS = 512, 50, 4
 PREFILL_LENGTH = 4096
 CHUNK = 8192
 WORDS = 16384
@@ -160,7 +160,7 @@ class BareReads:
         head = model.lm_head or model.embed_tokens
         self._add(head.weight, 1)
         for module in model.layers.modules():
-            if isinstance(module, ColumnLinear | RowLinear | Router):
+            if isinstance(module, ColumnLinear | RowLinear | Router | LatentProjection):
                 self._add(module.weight, 1)
             elif isinstance(module, LatentProjection):
                 self._add(stored_rows(module), 1)
@@ -199,7 +199,7 @@ def kv_bytes(bench: Bench, batch: int) -> int:
     runner: CudaRunner = worker.runner  # type: ignore[attr-defined]
     cache, total = runner.cache, 0
     heads, planes, head_dim = cache.shape[1], cache.shape[3], cache.shape[5]
-    for group in cache.groups:
+    for group in cache.groups[: cache.num_kv_groups]:
         seen = PROMPT + STEPS // 2
         seen = min(seen, group.window) if group.window else seen
         total += seen * heads * planes * head_dim * len(group.layers)
@@ -223,7 +223,8 @@ def experts_hit(bench: Bench, batch: int) -> float:
     routers = [module for module in runner.model.modules() if isinstance(module, Router)]
     hooks = [router.register_forward_hook(count) for router in routers]
     runner.graphs = None
-    bench.run(random_prompts(batch, PROMPT, batch), COUNTED_STEPS)
+    steps = COUNTED_STEPS + cdiv(batch * PROMPT, CHUNK - batch)  # until all of them decode
+    bench.run(random_prompts(batch, PROMPT, batch), steps)
     runner.graphs = graphs
     for hook in hooks:
         hook.remove()

@@ -26,13 +26,13 @@ pytestmark = [
 
 SETTINGS: dict[str, Any] = {
     "device": "cuda", "dtype": "bfloat16", "max_num_seqs": 16, "max_model_len": 6000,
-    "max_num_batched_tokens": 2048, "num_blocks": 40_000,
+    "max_num_batched_tokens": 2048, "num_blocks": 80_000,
 }  # fmt: skip
 CASES: dict[str, tuple[str, dict[str, Any]]] = {
     "llama": ("llama", {}),
     "llama-fp8": ("llama", {"quantization": "fp8", "kv_cache_dtype": "fp8"}),
-    "gemma3": ("gemma3", {"num_blocks": 100_000}),
-    "gpt-oss": ("gpt-oss", {"num_blocks": 100_000}),
+    "gemma3": ("gemma3", {"num_blocks": 400_000}),
+    "gpt-oss": ("gpt-oss", {"num_blocks": 200_000}),
     "qwen3-moe": ("qwen3-moe", {}),
 }
 ROUNDS = 150
@@ -153,4 +153,4 @@ def test_no_mix_compiles_captures_allocates_or_stalls(
         for number, (first, second) in enumerate(zip(mix.seconds, again.seconds, strict=True))
         if first > SLOWER * second + SLACK_S
     ]
-    assert slow == []
+    assert not slow, "\n".join(slow)

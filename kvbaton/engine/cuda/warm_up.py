@@ -211,6 +211,7 @@ def warm_up(runner: CudaRunner, config: EngineConfig) -> None:
         for count in SHORT_CHUNKS:
             if trial.fits(SHORT_CONTEXT + count) and count <= config.max_num_batched_tokens:
                 trial.run([count], prefixes=[SHORT_CONTEXT])
+        _products(trial, config)
         _prompts_beside_decodes(trial, config)
         _expert_tiles(trial, runner, config)
         _attention_plans(trial, runner, config)
@@ -228,12 +229,21 @@ def warm_up(runner: CudaRunner, config: EngineConfig) -> None:
     )  # fmt: skip
 
 
+def _products(trial: TrialSteps, config: EngineConfig) -> None:
+    """Steps of many sizes: libraries choose a kernel by it, and CUDA loads it when first called."""
+    for tokens in (*range(48, 1024, 32), *range(1024, config.max_num_batched_tokens + 1, 512)):
+        counts = trial.split(tokens)
+        if 0 < len(counts) <= config.max_num_seqs and tokens <= config.max_num_batched_tokens:
+            trial.run(counts)
+
+
 def _prompts_beside_decodes(trial: TrialSteps, config: EngineConfig) -> None:
-    """Batches of each power of two, and the largest: kernels are compiled for classes of them."""
+    """Batches of each power of two, of sixteens, and the largest: kernels are for classes."""
     if config.max_num_seqs == 1:
         return
     most = max(1, config.max_num_seqs - 2)
-    for size in dict.fromkeys((*(1 << power for power in range(most.bit_length())), most)):
+    powers = (1 << power for power in range(most.bit_length()))
+    for size in dict.fromkeys((*powers, *range(16, most, 16), most)):
         counts = [1] * size + [2, 32]
         if trial.fits(16 * len(counts)) and sum(counts) <= config.max_num_batched_tokens:
             trial.run(counts)
