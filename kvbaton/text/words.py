@@ -71,7 +71,8 @@ class WordCache:
             backend: the tokenizer, without truncation and padding.
             pipeline: its ``tokenizer.json``.
         """
-        words, around = _words_of(pipeline), _around(backend)
+        words = _words_of(pipeline)
+        around = None if words is None else _around(backend)
         if words is None or around is None:
             return None
         pieces = tokenizers.Tokenizer(backend.model)

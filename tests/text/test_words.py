@@ -4,7 +4,7 @@ from typing import Any
 
 import pytest
 import tokenizers
-from tokenizers import AddedToken, Regex, normalizers, pre_tokenizers, processors
+from tokenizers import AddedToken, Regex, models, normalizers, pre_tokenizers, processors
 
 from kvbaton.text import words
 from kvbaton.text.tokenizer import Tokenizer
@@ -106,6 +106,7 @@ def test_it_forgets_before_it_holds_too_many_words(monkeypatch: pytest.MonkeyPat
 @pytest.mark.parametrize(
     "change",
     [
+        {"model": models.WordLevel({}, unk_token="")},
         {"normalizer": normalizers.Lowercase()},
         {"pre_tokenizer": pre_tokenizers.ByteLevel(add_prefix_space=True)},
         {"pre_tokenizer": pre_tokenizers.Metaspace()},
