@@ -13,8 +13,9 @@ relays and detokenizes. Three loads:
   request and per token (from requests of two lengths), and chunks per token, which must be 1.
 
 On two cores everything shares them, so only ratios and CPU times mean something. With cores to
-spare, the load must not be the limit: ``--workers 1 2 --mocks 4 --client-processes 4 --clients
-128``. The busiest mock's and client's share of a core are printed; near 1, use more of them.
+spare, the load must not be the limit: ``--workers 1 2 --mocks 8 --client-processes 8 --clients
+128``, which takes less than two minutes. The busiest mock's and client's share of a core are
+printed; near 1, use more of them.
 """
 
 from __future__ import annotations
@@ -66,8 +67,8 @@ LOAD_TIMEOUT_S = 300.0
 def main() -> None:
     """Run it."""
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
-    parser.add_argument("--seconds", type=float, default=8.0, help="of each load")
-    parser.add_argument("--rounds", type=int, default=3, help="full loads, in turns; median")
+    parser.add_argument("--seconds", type=float, default=3.0, help="of each load")
+    parser.add_argument("--rounds", type=int, default=2, help="full loads, in turns; median")
     parser.add_argument("--pace", type=float, default=20.0, help="ms per step of a paced mock")
     parser.add_argument("--workers", type=int, nargs="+", default=[1], help="of the router")
     parser.add_argument("--clients", type=int, default=32, help="at once")

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import itertools
 import logging
 from typing import Any, ClassVar, Self
@@ -41,6 +40,7 @@ logger = logging.getLogger(__name__)
 COMMAND_TIMEOUT_S = 30.0
 _MAX_BATCH = 256
 """Messages taken in before receivers are to act on them."""
+_SEND_AT = 8
 _HIGH_WATER_MARK = 10_000
 _LINGER_MS = 500
 
@@ -72,6 +72,7 @@ class EngineClient(TokenSource):
         self._receivers: dict[str, OutputReceiver] = {}
         self._open_choices: dict[str, int] = {}
         self._unflushed: dict[OutputReceiver, None] = {}
+        self._unsent: list[bytes] = []
         self._answers: dict[int, asyncio.Future[Any]] = {}
         self._numbers = itertools.count(1)
         self._connected: asyncio.Future[Ready] = self._loop.create_future()
@@ -144,6 +145,7 @@ class EngineClient(TokenSource):
 
     async def close(self) -> None:
         """End all requests and the connection. Idempotent."""
+        self._send_all()
         self._fail("the connection to the engine was closed")
         socket, monitor = self._socket, self._monitor
         self._socket = self._monitor = None
@@ -186,8 +188,7 @@ class EngineClient(TokenSource):
     @override
     def cancel(self, request_id: str) -> None:
         if self._release(request_id) is not None and self.dead is None:
-            with contextlib.suppress(EngineDeadError):
-                self._send(AbortRequest(request_id=request_id))
+            self._send(AbortRequest(request_id=request_id))
 
     def _release(self, request_id: str) -> OutputReceiver | None:
         self._open_choices.pop(request_id, None)
@@ -234,12 +235,23 @@ class EngineClient(TokenSource):
             raise EngineDeadError(self.dead)
 
     def _send(self, message: ToCore) -> None:
-        assert self._socket is not None, "checked by callers: not closed"
+        """Send at the end of this turn of the loop: all of its messages wake ZMQ once."""
+        if not self._unsent:
+            self._loop.call_soon(self._send_all)
+        self._unsent.append(_encoder.encode(message))
+        if len(self._unsent) >= _SEND_AT:  # requests of a burst are not to wait for each other
+            self._send_all()
+
+    def _send_all(self) -> None:
+        unsent, self._unsent = self._unsent, []
+        if self._socket is None:
+            return
         try:
-            self._socket.send(_encoder.encode(message), zmq.NOBLOCK)
+            for data in unsent:
+                self._socket.send(data, zmq.NOBLOCK)
         except zmq.Again:  # so many messages wait that nobody reads them
             self._fail("the engine does not read what it is sent")
-            raise EngineDeadError(self.dead) from None
+            return
         # Sending may have taken the descriptor's signal that something came; see zmq_getsockopt(3).
         if int(self._socket.getsockopt(zmq.EVENTS)) & zmq.POLLIN:
             self._loop.call_soon(self._read)

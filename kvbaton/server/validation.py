@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-import secrets
+import random
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -121,7 +121,7 @@ def public_id(request: web.Request, body: SamplingFields) -> str:
 
 def unique(request_id: str) -> str:
     """Clients may repeat an id; a source may not see one twice."""
-    return f"{request_id}-{secrets.token_hex(4)}"
+    return f"{request_id}-{random.getrandbits(32):08x}"
 
 
 def deadline(frontend: Frontend, timeout: float | None, name: str = "timeout") -> float:
@@ -292,7 +292,7 @@ def checked(
     Raises:
         RequestError: naming the field and its range.
     """
-    seed = secrets.randbits(63) if params.seed is None else params.seed & SEED_MASK
+    seed = random.getrandbits(63) if params.seed is None else params.seed & SEED_MASK
     params = replace(params, seed=seed, top_k=max(params.top_k, 0) if params.top_k >= -1 else -1)
     limits = dict(RANGES, n=Range(1, config.max_n))
     for name in ("logprobs", "prompt_logprobs"):
