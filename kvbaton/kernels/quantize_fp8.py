@@ -5,6 +5,7 @@ from __future__ import annotations
 import torch
 
 from kvbaton.kernels.jit import INTERPRETED, cdiv, jit, next_power_of_2, tl, use_triton
+from kvbaton.kernels.silu_and_mul import silu_and_mul, silu_and_mul_reference
 
 MAX = 448.0
 """Largest number of e4m3."""
@@ -17,24 +18,34 @@ FOURS = 4
 """The library's product by blocks takes tokens in fours."""
 
 
+PROGRAM = 1024
+"""Features of a token that a program quantises, of several groups if they are smaller."""
+
+MOST_GATED = 1 << 14
+"""Largest group for which the activation is computed on the way: it is held twice as wide."""
+
+
 def quantize_fp8(
-    x: torch.Tensor, group: int, *, for_blocks: bool = False
+    x: torch.Tensor, group: int, *, for_blocks: bool = False, gated: bool = False
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Compute scale = max |x| / 448 of each group, and x / scale rounded to e4m3.
 
     Args:
-        x: [T, K], rows contiguous.
+        x: [T, K], rows contiguous; with `gated` [T, 2 * K], and `silu_and_mul` of it is taken.
         group: features that share a scale; the last group may be shorter.
         for_blocks: as `torch.nn.functional.scaled_mm` takes them with a scale for each 128: T
             rounded up to a multiple of 4, with anything in the rows that are added, and the tokens'
             scales of a group side by side.
+        gated: see `x`.
 
     Returns:
         [T, K] float8_e4m3fn, and [T, ceil(K / group)] float32.
     """
     if use_triton(x):
-        return _launch(x, group, for_blocks)
-    numbers, scales = quantize_fp8_reference(x, group)
+        if gated and group > MOST_GATED:
+            x, gated = silu_and_mul(x), False
+        return _launch(x, group, for_blocks, gated)
+    numbers, scales = quantize_fp8_reference(silu_and_mul_reference(x) if gated else x, group)
     if for_blocks:
         extra = -len(x) % FOURS
         numbers = torch.nn.functional.pad(numbers.view(torch.uint8), (0, 0, 0, extra))
@@ -52,8 +63,10 @@ def quantize_fp8_reference(x: torch.Tensor, group: int) -> tuple[torch.Tensor, t
     return numbers.to(torch.float8_e4m3fn), scales
 
 
-def _launch(x: torch.Tensor, group: int, for_blocks: bool) -> tuple[torch.Tensor, torch.Tensor]:
-    tokens, size = x.shape
+def _launch(
+    x: torch.Tensor, group: int, for_blocks: bool, gated: bool
+) -> tuple[torch.Tensor, torch.Tensor]:
+    tokens, size = len(x), x.shape[1] // 2 if gated else x.shape[1]
     groups = cdiv(size, group)
     rows = cdiv(tokens, FOURS) * FOURS if for_blocks else tokens
     # Triton's interpreter loses carries when it rounds to e4m3, so torch rounds there.
@@ -64,7 +77,8 @@ def _launch(x: torch.Tensor, group: int, for_blocks: bool) -> tuple[torch.Tensor
     scales = scales.t() if for_blocks else scales
     if tokens:
         block = next_power_of_2(min(group, size))
-        _kernel[(tokens, groups)](
+        together = max(1, min(PROGRAM // block, next_power_of_2(groups)))
+        _kernel[(tokens, cdiv(groups, together))](
             x,
             out,
             scales,
@@ -73,10 +87,12 @@ def _launch(x: torch.Tensor, group: int, for_blocks: bool) -> tuple[torch.Tensor
             scales.stride(0),
             scales.stride(1),
             GROUP=group,
+            GROUPS=together,
             BLOCK=block,
+            GATED=gated,
             LEAST=LEAST,
             MAX=MAX,
-            num_warps=1 if block <= 512 else 8,
+            num_warps=max(1, min(16 if gated else 8, block * together // 256)),
         )
     return out.to(torch.float8_e4m3fn), scales
 
@@ -91,17 +107,26 @@ def _kernel(
     stride_token: tl.tensor,
     stride_group: tl.tensor,
     GROUP: tl.constexpr,
+    GROUPS: tl.constexpr,
     BLOCK: tl.constexpr,
+    GATED: tl.constexpr,
     LEAST: tl.constexpr,
     MAX: tl.constexpr,
 ) -> None:
-    """One program: one group of a token."""
-    row, group = tl.program_id(0).to(tl.int64), tl.program_id(1)
+    """One program: GROUPS groups of a token."""
+    row = tl.program_id(0).to(tl.int64)
+    group = tl.program_id(1) * GROUPS + tl.arange(0, GROUPS)
     inner = tl.arange(0, BLOCK)
-    column = group * GROUP + inner
-    inside = (inner < GROUP) & (column < size)
-    wide = tl.load(x + row * stride + column, mask=inside, other=0.0).to(tl.float32)
-    scale = tl.maximum(tl.max(tl.abs(wide)), LEAST) / MAX
-    number = tl.minimum(tl.maximum(wide / scale, -MAX), MAX)
+    column = group[:, None] * GROUP + inner[None, :]
+    inside = (inner < GROUP)[None, :] & (column < size)
+    value = tl.load(x + row * stride + column, mask=inside, other=0.0)
+    wide = value.to(tl.float32)
+    if GATED:
+        up = tl.load(x + row * stride + size + column, mask=inside, other=0.0)
+        wide = (wide / (1.0 + tl.exp(-wide))).to(value.dtype).to(tl.float32)
+        wide = (wide * up.to(tl.float32)).to(value.dtype).to(tl.float32)
+    scale = tl.maximum(tl.max(tl.abs(wide), axis=1), LEAST) / MAX
+    number = tl.minimum(tl.maximum(wide / scale[:, None], -MAX), MAX)
     tl.store(out + row * size + column, number.to(out.dtype.element_ty), mask=inside)
-    tl.store(scales + row * stride_token + group.to(tl.int64) * stride_group, scale)
+    place = scales + row * stride_token + group.to(tl.int64) * stride_group
+    tl.store(place, scale, mask=group * GROUP < size)

@@ -12,6 +12,7 @@ import torch
 
 from kvbaton.engine.models.linear import FP8Method
 from kvbaton.kernels.quantize_fp8 import quantize_fp8_reference
+from kvbaton.kernels.silu_and_mul import silu_and_mul_reference
 from tests.engine.test_gpu import GPU, MODELS, expected_logits, random_tokens
 
 pytestmark = [
@@ -41,6 +42,20 @@ def test_products_are_those_of_the_numbers_that_are_stored(
     found = method.product(x.bfloat16().cuda(), weight.cuda(), scales.cuda(), None)
     error = (found.float().cpu() - expected).norm(dim=1) / expected.norm(dim=1)
     assert error.max() < 0.04, f"relative error {error.max():.3f}"  # e4m3 has 3 bits
+
+
+@pytest.mark.parametrize("rows", [5, 100])
+@pytest.mark.parametrize(("block", "square"), [(None, False), (128, False), (128, True)])
+def test_gated_products(rows: int, block: int | None, square: bool) -> None:
+    torch.manual_seed(rows)
+    weight, scales = quantize_fp8_reference(torch.randn(256, 1408) / 50, block or 1408)
+    scales = torch.ones_like(scales)
+    gate_up = torch.randn(rows, 2 * 1408).bfloat16()
+    expected = silu_and_mul_reference(gate_up).float() @ weight.float().t()
+    method = FP8Method(block, square=square)
+    found = method.gated_product(gate_up.cuda(), weight.cuda(), scales.cuda(), None)
+    error = (found.float().cpu() - expected).norm() / expected.norm()
+    assert error < 0.04, f"relative error {error:.3f}"
 
 
 @pytest.mark.parametrize("chunk", [7, 1000])

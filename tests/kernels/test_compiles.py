@@ -81,10 +81,13 @@ def run(kernel, pointers, constants, floats=(), **options):
     rest = [name for name in kernel.arg_names if name not in upper | set(given) | set(constants)]
     return check(kernel, given | dict.fromkeys(rest, "i32"), constants, **options)
 
-for group, warps in ((128, 1), (28672, 8)):
+for group, groups, warps, gated in (
+    (128, 8, 4, False), (128, 8, 4, True), (28672, 1, 8, False), (14336, 1, 16, True)
+):
+    block = 1 << (group - 1).bit_length()
     ptx = run(
         quantize_fp8._kernel, {"x": "*bf16", "out": "*fp8e4nv", "scales": "*fp32"},
-        dict(GROUP=group, BLOCK=1 << (group - 1).bit_length(), LEAST=1e-12, MAX=448.0),
+        dict(GROUP=group, GROUPS=groups, BLOCK=block, GATED=gated, LEAST=1e-12, MAX=448.0),
         num_warps=warps,
     )
     assert "cvt.rn.satfinite.e4m3x2" in ptx

@@ -4,6 +4,7 @@ import pytest
 import torch
 
 from kvbaton.kernels.quantize_fp8 import quantize_fp8, quantize_fp8_reference
+from kvbaton.kernels.silu_and_mul import silu_and_mul_reference
 
 
 @pytest.mark.parametrize(
@@ -26,6 +27,17 @@ def test_every_number_is_within_a_step(place: Any, group: int) -> None:
     numbers, scales = quantize_fp8(x, group)
     wide = numbers.float() * scales.repeat_interleave(group, 1)
     assert (wide - x.float()).abs().max() <= x.abs().max() / 448 * 32
+
+
+@pytest.mark.parametrize(
+    ("tokens", "size", "group"), [(1, 128, 128), (5, 1408, 128), (3, 200, 200), (2, 17000, 17000)]
+)
+def test_of_a_gated_activation(place: Any, tokens: int, size: int, group: int) -> None:
+    x = place.randn(tokens, 2 * size)
+    numbers, scales = quantize_fp8(x, group, gated=True)
+    wanted, wanted_scales = quantize_fp8_reference(silu_and_mul_reference(x.cpu()), group)
+    torch.testing.assert_close(scales.cpu(), wanted_scales, atol=0, rtol=1e-2)
+    torch.testing.assert_close(numbers.cpu().float(), wanted.float(), atol=2**-9, rtol=0.125)
 
 
 @pytest.mark.parametrize("tokens", [1, 4, 6])

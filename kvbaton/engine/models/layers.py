@@ -23,7 +23,6 @@ from kvbaton.engine.models.linear import linear_method, product
 from kvbaton.engine.quantization.config import Quantization
 from kvbaton.engine.state_blocks import StateBatch
 from kvbaton.kernels.rms_norm import rms_norm
-from kvbaton.kernels.silu_and_mul import silu_and_mul
 
 
 @dataclass(frozen=True)
@@ -155,11 +154,15 @@ class RowLinear(WeightedModule):
         self.weight, self.scales = self.method.new_weight(size_out, columns)
         self.bias = new_weight(size_out) if bias else None
 
-    def forward(self, x: Tensor) -> Tensor:
-        """[tokens, this rank's columns] to [tokens, size_out]."""
+    def forward(self, x: Tensor, *, gated: bool = False) -> Tensor:
+        """[tokens, this rank's columns] to [tokens, size_out].
+
+        With `gated` of [tokens, 2 * columns], gate and up, whose silu(gate) * up is the input.
+        """
+        product = self.method.gated_product if gated else self.method.product
         if self.shard.size == 1:
-            return self.method.product(x, self.weight, self.scales, self.bias)
-        part = self.method.product(x, self.weight, self.scales, None)
+            return product(x, self.weight, self.scales, self.bias)
+        part = product(x, self.weight, self.scales, None)
         total = self.shard.collectives.all_reduce(part)
         return total if self.bias is None else total + self.bias
 
@@ -488,6 +491,6 @@ class GatedMLP(nn.Module):
         """[tokens, size] to [tokens, size]."""
         both = self.gate_up_proj(x)
         if self.activation == "silu":
-            return self.down_proj(silu_and_mul(both))  # type: ignore[no-any-return]
+            return self.down_proj(both, gated=True)  # type: ignore[no-any-return]
         gate, up = both.chunk(2, dim=-1)
         return self.down_proj(F.gelu(gate, approximate="tanh") * up)  # type: ignore[no-any-return]

@@ -16,6 +16,7 @@ from kvbaton.errors import ConfigError
 from kvbaton.kernels.block_scaled_linear import GROUPS, block_scaled_linear
 from kvbaton.kernels.fp8_skinny_linear import fits, fp8_skinny_linear
 from kvbaton.kernels.quantize_fp8 import quantize_fp8
+from kvbaton.kernels.silu_and_mul import silu_and_mul
 from kvbaton.kernels.skinny_linear import Workspace, skinny_linear
 
 FP8 = torch.float8_e4m3fn
@@ -51,6 +52,12 @@ class LinearMethod(ABC):
         self, x: Tensor, weight: Tensor, scales: Tensor | None, bias: Tensor | None
     ) -> Tensor:
         """[tokens, columns] to [tokens, rows]."""
+
+    def gated_product(
+        self, gate_up: Tensor, weight: Tensor, scales: Tensor | None, bias: Tensor | None
+    ) -> Tensor:
+        """The product of silu(gate) * up: [tokens, 2 * columns] to [tokens, rows]."""
+        return self.product(silu_and_mul(gate_up), weight, scales, bias)
 
 
 class FloatMethod(LinearMethod):
@@ -96,25 +103,39 @@ class FP8Method(LinearMethod):
         assert scales is not None
         if fits(len(x), weight, scales):
             out = fp8_skinny_linear(x, weight, scales, _workspace(x.device))
-        elif self.group is None:
-            numbers, x_scales = quantize_fp8(x, x.shape[1])
-            # With scales of rows and columns it gives bfloat16 only. Sums of 14 bits within the
-            # tensor cores are what others serve FP8 with; exact ones cost a fifth of its speed.
-            out = torch._scaled_mm(
-                numbers, weight.t(), x_scales, scales.t(),
-                out_dtype=torch.bfloat16, use_fast_accum=True,
-            ).to(x.dtype)  # fmt: skip
-        elif self._square:
-            numbers, x_scales = quantize_fp8(x, self.group, for_blocks=True)
+            return out if bias is None else out + bias
+        return self._quantised_product(x, weight, scales, bias, gated=False)
+
+    @override
+    def gated_product(
+        self, gate_up: Tensor, weight: Tensor, scales: Tensor | None, bias: Tensor | None
+    ) -> Tensor:
+        assert scales is not None
+        if fits(len(gate_up), weight, scales):
+            return super().gated_product(gate_up, weight, scales, bias)
+        return self._quantised_product(gate_up, weight, scales, bias, gated=True)
+
+    def _quantised_product(
+        self, x: Tensor, weight: Tensor, scales: Tensor, bias: Tensor | None, *, gated: bool
+    ) -> Tensor:
+        group = self.group or weight.shape[1]
+        numbers, x_scales = quantize_fp8(x, group, for_blocks=self._square, gated=gated)
+        if self._square:
             out = F.scaled_mm(
                 numbers, weight.t(),
                 x_scales, F.ScalingType.BlockWise1x128,
                 self._scales_of_blocks(scales), F.ScalingType.BlockWise128x128,
                 output_dtype=x.dtype,
             )[: len(x)]  # fmt: skip
+        elif self.group is None:
+            # With scales of rows and columns it gives bfloat16 only. Sums of 14 bits within the
+            # tensor cores are what others serve FP8 with, too.
+            out = torch._scaled_mm(
+                numbers, weight.t(), x_scales, scales.t(),
+                out_dtype=torch.bfloat16, use_fast_accum=True,
+            ).to(x.dtype)  # fmt: skip
         else:
-            numbers, x_scales = quantize_fp8(x, self.group)
-            out = block_scaled_linear(numbers, x_scales, weight, scales, self.group, x.dtype)
+            out = block_scaled_linear(numbers, x_scales, weight, scales, group, x.dtype)
         return out if bias is None else out + bias
 
     def _scales_of_blocks(self, scales: Tensor) -> Tensor:
