@@ -25,6 +25,7 @@ from torch.nn.functional import scaled_dot_product_attention
 from kvbaton.engine.cache import KVCache
 from kvbaton.engine.models.layers import LatentProjection
 from kvbaton.engine.state_blocks import StateBatch
+from kvbaton.kernels.rope_write import HeadNorms
 
 BUCKET_ELEMENTS = 1 << 26
 """Most elements of K that one bucket of decoding sequences gathers."""
@@ -71,8 +72,11 @@ class PagedAttention:
         rotary: tuple[Tensor, Tensor],
         scale: float | None = None,
         sinks: Tensor | None = None,
+        norms: HeadNorms | None = None,
     ) -> Tensor:
         """See `AttentionContext.attend`."""
+        if norms is not None:
+            query, key = norms.apply(query, key)
         query, key = rotate(query, rotary), rotate(key, rotary)
         return self._attend(layer, query, key, value, scale, sinks)
 

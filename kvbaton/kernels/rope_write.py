@@ -6,6 +6,7 @@ cache and slot mapping: Kwon et al., "PagedAttention", arXiv 2309.06180.
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -17,6 +18,31 @@ from kvbaton.kernels.jit import (
     tl,
     use_triton,
 )
+from kvbaton.kernels.rms_norm import rms_norm
+
+
+@dataclass(frozen=True)
+class HeadNorms:
+    """Root mean square norms of query and key heads, as `rms_norm` computes them.
+
+    Attributes:
+        query: [D], weight for queries.
+        key: [D], weight for keys.
+        eps: added to the mean square.
+        offset: added to weights.
+    """
+
+    query: torch.Tensor
+    key: torch.Tensor
+    eps: float
+    offset: float
+
+    def apply(self, query: torch.Tensor, key: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """Both normalised, contiguous."""
+        return (
+            rms_norm(query, self.query, self.eps, weight_offset=self.offset),
+            rms_norm(key, self.key, self.eps, weight_offset=self.offset),
+        )
 
 
 def rope_write(
@@ -30,8 +56,9 @@ def rope_write(
     slot_mapping: torch.Tensor,
     *,
     interleaved: bool = False,
+    norms: HeadNorms | None = None,
 ) -> None:
-    """Rotate `query` and `key` in place, then write `key` and `value` to their slots.
+    """Normalise and rotate `query` and `key` in place, then write `key` and `value` to their slots.
 
     With c, s = cos_sin[position].chunk(2) and x1, x2 the halves of the first R features of a
     head: x1' = x1 * c - x2 * s and x2' = x2 * c + x1 * s, in fp32. Features past R stay. If
@@ -49,12 +76,19 @@ def rope_write(
         value_cache: as `key_cache`, with the same strides, as wide as `value`.
         slot_mapping: [T], contiguous, int64: block * block_size + offset, or -1: not written.
         interleaved: which features make a pair.
+        norms: of the heads before they are turned; None for none.
     """
     assert slot_mapping.is_contiguous(), "the kernel reads neighbours"
+    whole = cos_sin is not None and cos_sin.shape[1] == query.shape[2]
+    if norms is not None and not (whole and use_triton(query)):
+        for tensor, normed in zip((query, key), norms.apply(query, key), strict=True):
+            tensor.copy_(normed)
+        norms = None
     if use_triton(query):
         _launch(
-            query, key, value, positions, cos_sin, key_cache, value_cache, slot_mapping, interleaved
-        )
+            query, key, value, positions, cos_sin, key_cache, value_cache, slot_mapping,
+            interleaved, norms,
+        )  # fmt: skip
         return
     rope_write_reference(
         query, key, value, positions, cos_sin, key_cache, value_cache, slot_mapping,
@@ -111,6 +145,7 @@ def _launch(
     value_cache: torch.Tensor,
     slot_mapping: torch.Tensor,
     interleaved: bool,
+    norms: HeadNorms | None,
 ) -> None:
     tokens, heads, head_dim = query.shape
     kv_heads = key.shape[1]
@@ -128,6 +163,9 @@ def _launch(
         key_cache,
         value_cache,
         slot_mapping,
+        None if norms is None else norms.query,
+        None if norms is None else norms.key,
+        0.0 if norms is None else norms.eps,
         tokens,
         query.stride(0),
         query.stride(1),
@@ -147,6 +185,8 @@ def _launch(
         VALUE_DIM=value.shape[2],
         BLOCK_V=next_power_of_2(value.shape[2]),
         INTERLEAVED=interleaved,
+        NORMED=norms is not None,
+        OFFSET=0.0 if norms is None else norms.offset,
         HALF=rotary_dim // 2,
         BLOCK_HALF=next_power_of_2(max(rotary_dim // 2, 1)),
         BLOCK_SIZE=key_cache.shape[2],
@@ -164,6 +204,9 @@ def _kernel(
     key_cache: tl.tensor,
     value_cache: tl.tensor,
     slot_mapping: tl.tensor,
+    query_norm: tl.tensor,
+    key_norm: tl.tensor,
+    eps: tl.tensor,
     tokens: tl.tensor,
     stride_q_token: tl.tensor,
     stride_q_head: tl.tensor,
@@ -183,6 +226,8 @@ def _kernel(
     VALUE_DIM: tl.constexpr,
     BLOCK_V: tl.constexpr,
     INTERLEAVED: tl.constexpr,
+    NORMED: tl.constexpr,
+    OFFSET: tl.constexpr,
     HALF: tl.constexpr,
     BLOCK_HALF: tl.constexpr,
     BLOCK_SIZE: tl.constexpr,
@@ -205,12 +250,14 @@ def _kernel(
         query_row = query + row_token.to(tl.int64) * stride_q_token + query_head * stride_q_head
         table = cos_sin + _position(positions, row_token, row_inside) * stride_table
         _rotate_rows(
-            query_row[:, None], table[:, None], row_inside[:, None], HALF, BLOCK_HALF, INTERLEAVED
-        )
+            query_row[:, None], table[:, None], row_inside[:, None], query_norm, eps,
+            HALF, BLOCK_HALF, INTERLEAVED, NORMED, OFFSET,
+        )  # fmt: skip
         table = cos_sin + _position(positions, token, inside) * stride_table
         first, second = _rotate_rows(
-            key_row, table[:, None], inside[:, None], HALF, BLOCK_HALF, INTERLEAVED
-        )
+            key_row, table[:, None], inside[:, None], key_norm, eps,
+            HALF, BLOCK_HALF, INTERLEAVED, NORMED, OFFSET,
+        )  # fmt: skip
         half = tl.arange(0, BLOCK_HALF)[None, :]
         mask = written & (half < HALF)
         tl.store(key_cache + place + half, _narrow(first, key_cache), mask=mask)
@@ -245,23 +292,40 @@ def _rotate_rows(
     rows: tl.tensor,
     table: tl.tensor,
     inside: tl.tensor,
+    norm: tl.tensor,
+    eps: tl.tensor,
     HALF: tl.constexpr,
     BLOCK_HALF: tl.constexpr,
     INTERLEAVED: tl.constexpr,
+    NORMED: tl.constexpr,
+    OFFSET: tl.constexpr,
 ) -> Any:
     half = tl.arange(0, BLOCK_HALF)[None, :]
     mask = inside & (half < HALF)
     cos = tl.load(table + half, mask=mask, other=0.0).to(tl.float32)
     sin = tl.load(table + HALF + half, mask=mask, other=0.0).to(tl.float32)
     if INTERLEAVED:
-        first = tl.load(rows + 2 * half, mask=mask, other=0.0)
-        second = tl.load(rows + 2 * half + 1, mask=mask, other=0.0)
-        tl.debug_barrier()  # what is stored goes where other threads have loaded
+        at1, at2 = 2 * half, 2 * half + 1
     else:
-        first = tl.load(rows + half, mask=mask, other=0.0)
-        second = tl.load(rows + HALF + half, mask=mask, other=0.0)
+        at1, at2 = half, HALF + half
+    first = tl.load(rows + at1, mask=mask, other=0.0)
+    second = tl.load(rows + at2, mask=mask, other=0.0)
+    if INTERLEAVED:
+        tl.debug_barrier()  # what is stored goes where other threads have loaded
     wide1 = first.to(tl.float32)
     wide2 = second.to(tl.float32)
+    if NORMED:
+        squares = tl.sum(wide1 * wide1, axis=1) + tl.sum(wide2 * wide2, axis=1)
+        factor = tl.rsqrt(squares / (2 * HALF) + eps)[:, None]
+        weight1 = tl.load(norm + at1, mask=half < HALF, other=0.0).to(tl.float32)
+        weight2 = tl.load(norm + at2, mask=half < HALF, other=0.0).to(tl.float32)
+        wide1 *= factor
+        wide2 *= factor
+        if OFFSET == 0.0:
+            wide1 = wide1.to(first.dtype).to(tl.float32)
+            wide2 = wide2.to(first.dtype).to(tl.float32)
+        wide1 = (wide1 * (weight1 + OFFSET)).to(first.dtype).to(tl.float32)
+        wide2 = (wide2 * (weight2 + OFFSET)).to(first.dtype).to(tl.float32)
     first = (wide1 * cos - wide2 * sin).to(first.dtype)
     second = (wide2 * cos + wide1 * sin).to(second.dtype)
     tl.store(rows + half, first, mask=mask)

@@ -19,6 +19,7 @@ from kvbaton.engine.config import EngineConfig
 from kvbaton.engine.loader import load_kv_scales, load_model
 from kvbaton.engine.model_config import load_model_config
 from kvbaton.errors import ConfigError
+from kvbaton.kernels.rope_write import HeadNorms
 from tests.engine.test_loader import CPU
 
 Checkpoint = Callable[..., Path]
@@ -43,7 +44,10 @@ class RoundedAttention:
         rotary: tuple[Tensor, Tensor],
         scale: float | None = None,
         sinks: Tensor | None = None,
+        norms: HeadNorms | None = None,
     ) -> Tensor:
+        if norms is not None:
+            query, key = norms.apply(query, key)
         of_key, of_value = self._scales[layer]
         query, key, value = (
             x.transpose(0, 1)[None]

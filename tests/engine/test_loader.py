@@ -22,6 +22,7 @@ from kvbaton.engine.loader import INDEX, SINGLE, load_model
 from kvbaton.engine.model_config import ModelConfig, load_model_config
 from kvbaton.engine.models.llama import LlamaForCausalLM
 from kvbaton.errors import ConfigError
+from kvbaton.kernels.rope_write import HeadNorms
 from kvbaton.testing.checkpoints import CheckpointSpec, make_checkpoint
 
 Checkpoint = Callable[..., Path]
@@ -42,7 +43,10 @@ class FreshAttention:
         rotary: tuple[Tensor, Tensor],
         scale: float | None = None,
         sinks: Tensor | None = None,
+        norms: HeadNorms | None = None,
     ) -> Tensor:
+        if norms is not None:
+            query, key = norms.apply(query, key)
         query, key = rotate(query, rotary), rotate(key, rotary)
         query, key, value = (x.transpose(0, 1)[None] for x in (query, key, value))
         if sinks is not None:

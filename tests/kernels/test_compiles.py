@@ -115,9 +115,12 @@ values = dict(VALUE_DIM=128, BLOCK_V=128, INTERLEAVED=False)
 caches = {"query": "*bf16", "key_cache": "*fp8e4nv", "value_cache": "*fp8e4nv"}
 tokens = {"key": "*bf16", "value": "*bf16", "positions": "*i64", "cos_sin": "*fp32",
           "slot_mapping": "*i64"}
-ptx = run(rope_write._kernel, caches | tokens,
-          shape | values | dict(BLOCK_T=1, HALF=64, BLOCK_HALF=64), num_warps=2)
-assert "cvt.rn.satfinite.e4m3x2" in ptx
+norms = {"query_norm": "*bf16", "key_norm": "*bf16", "eps": "fp32"}
+for normed in (False, True):
+    ptx = run(rope_write._kernel, caches | tokens | norms,
+              shape | values | dict(BLOCK_T=1, HALF=64, BLOCK_HALF=64, NORMED=normed, OFFSET=0.0),
+              num_warps=2)
+    assert "cvt.rn.satfinite.e4m3x2" in ptx
 tables = {"block_tables": "*i32", "context_lens": "*i32", "out": "*bf16", "lse": "*fp32"}
 options = dict(WINDOW=0, SOFTCAP=0.0, HAS_SINKS=False, sinks=None)
 block_n, launch = decode_attention._tile(128, 2)
@@ -165,7 +168,7 @@ run(
     {"query": "*bf16", "key": "*bf16", "value": "*bf16", "positions": "*i64", "cos_sin": "*fp32",
      "key_cache": "*bf16", "value_cache": "*bf16", "slot_mapping": "*i64"},
     dict(GROUP=16, BLOCK_G=16, BLOCK_T=1, HEAD_DIM=64, BLOCK_D=64, VALUE_DIM=512, BLOCK_V=512,
-         INTERLEAVED=True, HALF=32, BLOCK_HALF=32, BLOCK_SIZE=16),
+         INTERLEAVED=True, NORMED=False, OFFSET=0.0, HALF=32, BLOCK_HALF=32, BLOCK_SIZE=16),
     num_warps=2,
 )
 """

@@ -6,7 +6,7 @@ import torch
 from kvbaton.engine.attention import rotate
 from kvbaton.engine.model_config import RopeConfig
 from kvbaton.engine.models.layers import RotaryEmbedding
-from kvbaton.kernels.rope_write import rope_write, rope_write_reference
+from kvbaton.kernels.rope_write import HeadNorms, rope_write, rope_write_reference
 
 
 def table(rotary_dim: int, length: int = 64) -> torch.Tensor:
@@ -24,6 +24,7 @@ def run(
     rotary_dim: int,
     block_size: int = 16,
     base: int = 0,
+    norm_offset: float | None = None,
 ) -> None:
     width = (heads + 2 * kv_heads) * head_dim
     fused = place.randn(tokens, width)
@@ -42,13 +43,21 @@ def run(
             x.view(tokens, heads + 2 * kv_heads, head_dim), [heads, kv_heads, kv_heads], dim=1
         )
 
+    norms = None
+    if norm_offset is not None:
+        weights = place.randn(2, head_dim)
+        norms = HeadNorms(weights[0], weights[1], 1e-6, norm_offset)
     query, key, value = split(fused)
     rope_write(
         query, key, value, positions.to(place.device),
         cos_sin.float().to(place.device) if cos_sin is not None else None,
-        cache[:, :, 1, 0], cache[:, :, 1, 1], slots.to(place.device),
+        cache[:, :, 1, 0], cache[:, :, 1, 1], slots.to(place.device), norms=norms,
     )  # fmt: skip
     query, key, value = split(wide)
+    if norms is not None:
+        for x, weight in ((query, norms.query), (key, norms.key)):
+            factor = (x.square().mean(-1, keepdim=True) + 1e-6).rsqrt()
+            x *= factor * (weight.cpu().double() + norms.offset)
     rope_write_reference(
         query, key, value, positions, cos_sin, expected[:, :, 1, 0], expected[:, :, 1, 1], slots
     )
@@ -72,6 +81,18 @@ def test_matches_fp64(
     place: Any, tokens: int, heads: int, kv_heads: int, head_dim: int, rotary_dim: int
 ) -> None:
     run(place, tokens, heads, kv_heads, head_dim, rotary_dim)
+
+
+@pytest.mark.parametrize("offset", [0.0, 1.0])
+@pytest.mark.parametrize(
+    ("tokens", "head_dim", "rotary_dim"), [(5, 64, 64), (30, 80, 80), (1025, 16, 16), (3, 64, 32)]
+)
+def test_norms_come_first(
+    place: Any, tokens: int, head_dim: int, rotary_dim: int, offset: float
+) -> None:
+    if tokens > 1024 and place.device.type == "cpu":
+        pytest.skip("takes minutes there")
+    run(place, tokens, 6, 2, head_dim, rotary_dim, norm_offset=offset)
 
 
 @pytest.mark.parametrize("interleaved", [False, True])

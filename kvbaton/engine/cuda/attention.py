@@ -16,7 +16,7 @@ from kvbaton.engine.upload import upload
 from kvbaton.kernels.decode_attention import decode_attention
 from kvbaton.kernels.latent_decode_attention import latent_decode_attention
 from kvbaton.kernels.prefill_attention import PrefillBatch, prefill_attention
-from kvbaton.kernels.rope_write import rope_write
+from kvbaton.kernels.rope_write import HeadNorms, rope_write
 from kvbaton.kernels.varlen_attention import varlen_attention
 
 EXPANDED_ELEMENTS = 1 << 28
@@ -73,6 +73,7 @@ class KernelAttention:
         rotary: tuple[Tensor, Tensor],
         scale: float | None = None,
         sinks: Tensor | None = None,
+        norms: HeadNorms | None = None,
     ) -> Tensor:
         """See `AttentionContext.attend`."""
         group, place = self._cache.places[layer]
@@ -81,10 +82,13 @@ class KernelAttention:
         of_key, of_value = self._cache.scales(layer)
         scale = (query.shape[-1] ** -0.5 if scale is None else scale) * of_key
         if of_key != 1.0:
+            if norms is not None:
+                (query, key), norms = norms.apply(query, key), None
             key.div_(of_key)
         if of_value != 1.0:
             value.div_(of_value)
-        rope_write(query, key, value, self._rows, self._angles(rotary), keys, values, slots)
+        angles = self._angles(rotary)
+        rope_write(query, key, value, self._rows, angles, keys, values, slots, norms=norms)
         out = torch.empty(query.shape, dtype=query.dtype, device=query.device)
         n = self._num_decode
         if self._decode is not None:

@@ -23,6 +23,7 @@ from kvbaton.engine.models.linear import linear_method, product
 from kvbaton.engine.quantization.config import Quantization
 from kvbaton.engine.state_blocks import StateBatch
 from kvbaton.kernels.rms_norm import rms_norm
+from kvbaton.kernels.rope_write import HeadNorms
 
 
 @dataclass(frozen=True)
@@ -359,8 +360,9 @@ class AttentionContext(Protocol):
         rotary: tuple[Tensor, Tensor],
         scale: float | None = None,
         sinks: Tensor | None = None,
+        norms: HeadNorms | None = None,
     ) -> Tensor:
-        """Rotate query and key, store K and V, attend causally over what the layer's group sees.
+        """Turn query and key, store K and V, attend causally over what the layer's group sees.
 
         Args:
             layer: number of the layer.
@@ -372,6 +374,7 @@ class AttentionContext(Protocol):
             scale: of the logits; None for ``head_dim ** -0.5``.
             sinks: [query heads] float32: a logit without a value that joins each head's softmax
                 (Xiao et al., arXiv 2309.17453); None for none.
+            norms: of the heads before they are turned; None for none.
 
         Returns:
             As `query`.
@@ -454,9 +457,11 @@ class SelfAttention(WeightedModule):
         """[tokens, hidden] to [tokens, hidden]; writes this layer's K and V into the cache."""
         heads = self.qkv_proj(hidden).unflatten(-1, (-1, self.head_dim))
         query, key, value = heads.split((self.heads, self.kv_heads, self.kv_heads), dim=1)
+        norms = None
         if self.q_norm is not None and self.k_norm is not None:
-            query, key = self.q_norm(query), self.k_norm(key)
-        out = attention.attend(self.layer, query, key, value, rotary, self.scale, self.sinks)
+            eps, offset = self.q_norm.eps, self.q_norm.offset
+            norms = HeadNorms(self.q_norm.weight, self.k_norm.weight, eps, offset)
+        out = attention.attend(self.layer, query, key, value, rotary, self.scale, self.sinks, norms)
         return self.o_proj(out.flatten(1))  # type: ignore[no-any-return]
 
     def pieces(self) -> Iterator[Piece]:
