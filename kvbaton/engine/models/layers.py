@@ -24,6 +24,7 @@ from kvbaton.engine.quantization.config import Quantization
 from kvbaton.engine.state_blocks import StateBatch
 from kvbaton.kernels.rms_norm import rms_norm
 from kvbaton.kernels.rope_write import HeadNorms
+from kvbaton.kernels.silu_and_mul import gelu_and_mul
 
 
 @dataclass(frozen=True)
@@ -497,5 +498,4 @@ class GatedMLP(nn.Module):
         both = self.gate_up_proj(x)
         if self.activation == "silu":
             return self.down_proj(both, gated=True)  # type: ignore[no-any-return]
-        gate, up = both.chunk(2, dim=-1)
-        return self.down_proj(F.gelu(gate, approximate="tanh") * up)  # type: ignore[no-any-return]
+        return self.down_proj(gelu_and_mul(both))  # type: ignore[no-any-return]
