@@ -298,6 +298,11 @@ def _connector_flags(parser: argparse.ArgumentParser) -> None:
         "--back-door", metavar="MODULE:CLASS", help="reaches a store's bytes without the store"
     )
     check.add_argument("--json", type=Path, metavar="FILE", help="write the report as JSON")
+    check.add_argument(
+        "--case", action="append", default=[], metavar="TEXT",
+        help="only cases whose name contains it; may be given again",
+    )  # fmt: skip
+    check.add_argument("-x", action="store_true", help="stop at the first failure")
     bench = jobs.add_parser("bench", help="measure one beside the machine's own figures")
     _add_spec(bench)
     bench.set_defaults(run=run_connectors_bench)
@@ -341,6 +346,8 @@ def run_connectors_check(args: argparse.Namespace) -> int:
         depth=args.depth,
         seed=args.seed,
         json_path=args.json,
+        only=args.case,
+        stop_at_failure=args.x,
     )
 
 

@@ -114,6 +114,8 @@ class Database:
     def _insert(self, *row: object) -> None:
         with self._connection() as connection, connection:
             connection.execute("BEGIN IMMEDIATE")
+            # What the disk has spoiled is repaired by whoever stores it again.
+            connection.execute("DELETE FROM objects WHERE key = ? AND sum != crc32(data)", row[:1])
             connection.execute("INSERT OR IGNORE INTO objects (key, sum, data) VALUES (?,?,?)", row)
             while self._count(connection) > (self._max_bytes or float("inf")):
                 connection.execute("DELETE FROM objects WHERE id = (SELECT min(id) FROM objects)")
@@ -138,6 +140,7 @@ class Database:
                 self._mine.connection = sqlite3.connect(
                     self._path, LOCK_SECONDS, isolation_level=None, check_same_thread=False
                 )
+                self._mine.connection.create_function("crc32", 1, zlib.crc32)
                 self._connections.append(self._mine.connection)
             yield self._mine.connection
             self._trouble = None

@@ -87,17 +87,19 @@ def list_connectors(kind: Kind) -> dict[str, str]:
     return {point.name: point.value for point in points}
 
 
-def load_transport(spec: str, **context: Any) -> Transport:
-    """Build the transport that a spec names.
+def load_transport(spec: str, *, name: str, host: str = "127.0.0.1", **context: Any) -> Transport:
+    """Build the transport that a spec names, as nodes, the kit and the benchmarks all do.
 
     Args:
         spec: see the module's docstring.
-        context: keyword arguments that the caller adds (`name`, `host`); options of the spec win.
+        name: unique per process and generation.
+        host: the node's ``--host``: where peers reach it.
+        context: further keyword arguments; options of the spec win over all of them.
 
     Raises:
         ConfigError: unknown name, bad JSON, a missing dependency, wrong arguments, no transport.
     """
-    transport: Transport = _build(TRANSPORTS, spec, context)
+    transport: Transport = _build(TRANSPORTS, spec, {"name": name, "host": host} | context)
     return transport
 
 

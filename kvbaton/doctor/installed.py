@@ -88,7 +88,7 @@ def _look(kind: Kind, spec: str) -> Installed:
                 if kind is STORES:
                     able = load_store(spec).capabilities
                 else:
-                    transport = load_transport(spec, name=f"list-{spec}", host="127.0.0.1")
+                    transport = load_transport(spec, name=f"list-{spec}")
                     ending.callback(transport.shutdown)
                     able = transport.capabilities
                 values = {field.name: getattr(able, field.name) for field in fields(able)}

@@ -100,7 +100,7 @@ def try_transport(spec: str, device: Device) -> TransportTrial:
 def _transport_steps(spec: str, device: Device, trial: TransportTrial) -> Generator[None]:
     """Does a step, then yields."""
     with ExitStack() as ending:
-        near = load_transport(spec, name=fresh_name(), host="127.0.0.1")
+        near = load_transport(spec, name=fresh_name())
         ending.callback(near.shutdown)
         yield
         near.register(Buffer(device, NUM_BYTES, None).memory)

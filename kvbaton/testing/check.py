@@ -25,7 +25,7 @@ from kvbaton.testing import (
     transport_cases,
     transport_processes,
 )
-from kvbaton.testing.kit import LEVELS, Case, CaseVerdict, Outcome, run_case
+from kvbaton.testing.kit import LEVELS, Case, CaseVerdict, Kit, Outcome, run_case
 from kvbaton.testing.store_rig import STORE_KIT, BackDoor, StoreRig
 from kvbaton.testing.transport_rig import TRANSPORT_KIT, pair_of
 
@@ -35,8 +35,11 @@ CASES = (
 )
 """Whose functions are the cases in the kits."""
 
-SCHEMA = 1
+SCHEMA = 2
 """Of the JSON report."""
+
+SLOW_S = 10.0
+"""A case that takes longer is told apart."""
 
 _SHOWN = {
     CaseVerdict.PASSED: "passed ",
@@ -69,9 +72,19 @@ class Subject:
     patience: float = 20.0
     naming: Callable[[Any], list[bytes]] | None = None
 
-    def cases(self, level: int = len(LEVELS) - 1) -> Sequence[Case[Any]]:
-        """The cases of this kind, up to a level."""
-        return STORE_KIT.cases(level) if self.kind == "store" else TRANSPORT_KIT.cases(level)
+    def cases(self, level: int = len(LEVELS) - 1, only: Sequence[str] = ()) -> list[Case[Any]]:
+        """The cases of this kind, up to a level, whose ids contain one of the texts, if any.
+
+        Raises:
+            ConfigError: a text is in no case's id.
+        """
+        kit: Kit[Any] = STORE_KIT if self.kind == "store" else TRANSPORT_KIT
+        cases = kit.cases(level)
+        for text in only:
+            if not any(text in case.id for case in cases):
+                known = ", ".join(case.id for case in cases)
+                raise ConfigError("--case", f"no case's name contains {text!r}; known are {known}")
+        return [c for c in cases if not only or any(text in c.id for text in only)]
 
     def rig(self) -> AbstractContextManager[Any]:
         """A fresh rig, opened when it is entered."""
@@ -147,10 +160,28 @@ def print_outcome(outcome: Outcome) -> None:
     line = f"  {_SHOWN[outcome.verdict]} {outcome.case:<40} {outcome.seconds:7.2f} s"
     if outcome.verdict is CaseVerdict.SKIPPED:
         line += f"  ({outcome.text})"
+    elif outcome.seconds > SLOW_S:
+        line += "  (slow)"
     print(line, flush=True)
     if outcome.verdict in (CaseVerdict.FAILED, CaseVerdict.BROKE):
         told = [f"law: {outcome.law}", *outcome.text.splitlines()]
         print("\n".join(f"          {text}" for text in told), flush=True)
+
+
+def not_certified(subject: Subject, outcomes: Sequence[Outcome]) -> list[str]:
+    """Why a run without failures proves less than the kit could; empty if it proves all.
+
+    A case that is skipped because the connector declares no such capability lacks nothing.
+    """
+    ran = {outcome.case for outcome in outcomes}
+    left_out = sum(case.id not in ran for case in subject.cases())
+    why = Counter(
+        outcome.text
+        for outcome in outcomes
+        if outcome.verdict is CaseVerdict.SKIPPED and not outcome.text.startswith("not declared")
+    )
+    told = [f"{text} ({count} case{'s' * (count > 1)})" for text, count in why.items()]
+    return [*told, *([f"{left_out} cases were not asked for"] if left_out else [])]
 
 
 def write_json(subject: Subject, outcomes: Sequence[Outcome], path: Path) -> None:
@@ -164,6 +195,7 @@ def write_json(subject: Subject, outcomes: Sequence[Outcome], path: Path) -> Non
         "depth": subject.depth,
         "kvbaton": kvbaton.__version__,
         "python": platform.python_version(),
+        "not_certified": not_certified(subject, outcomes),
         "counts": {verdict.value: counts[verdict] for verdict in CaseVerdict},
         "cases": [asdict(o) | {"verdict": o.verdict.value} for o in outcomes],
     }
@@ -181,6 +213,8 @@ def main(
     seed: int = 0,
     limit: float = 120.0,
     json_path: Path | None = None,
+    only: Sequence[str] = (),
+    stop_at_failure: bool = False,
 ) -> int:
     """Check a connector, print each outcome and write the report to a file.
 
@@ -193,26 +227,40 @@ def main(
         seed: of everything random but the keys, which are new in every run.
         limit: seconds after which a case has failed.
         json_path: where to write the report as JSON.
+        only: texts, one of which is in the name of each case to run; all cases if there are none.
+        stop_at_failure: run no case after one that failed.
 
     Returns:
-        0 if nothing failed, 1 if a case failed, 3 if none did but the kit broke.
+        0 if it is certified, 1 if a case failed, 3 if none did but the kit broke, 4 if nothing
+        failed, but cases did not run whose capability is declared.
 
     Raises:
-        ConfigError: the spec names no connector, or one that can't be built or opened.
+        ConfigError: the spec names no connector, or one that can't be built or opened; a text of
+            `only` names no case.
     """
     subject = make_subject(spec, kind, back_door=back_door, depth=depth, seed=seed)
+    cases = subject.cases(level, only)
     subject.probe()
     print(f"{subject.kind} {spec}", flush=True)
-    outcomes = []
-    for case in subject.cases(level):
+    outcomes: list[Outcome] = []
+    for case in cases:
         outcomes.append(subject.run(case, limit))
         print_outcome(outcomes[-1])
+        if stop_at_failure and outcomes[-1].verdict is CaseVerdict.FAILED:
+            break
     counts = Counter(outcome.verdict for outcome in outcomes)
     told = ", ".join(f"{counts[verdict]} {verdict.value}" for verdict in CaseVerdict)
     print(f"{told} in {sum(outcome.seconds for outcome in outcomes):.1f} s", flush=True)
     if json_path is not None:
         write_json(subject, outcomes, json_path)
-    status = 1 if counts[CaseVerdict.FAILED] else 3 if counts[CaseVerdict.BROKE] else 0
+    lacking = not_certified(subject, outcomes)
+    if counts[CaseVerdict.FAILED] or counts[CaseVerdict.BROKE]:
+        status, verdict = (1 if counts[CaseVerdict.FAILED] else 3), "not passed"
+    elif lacking:
+        status, verdict = 4, f"passed, not certified: {'; '.join(lacking)}"
+    else:
+        status, verdict = 0, "certified"
+    print(f"{spec}: {verdict}", flush=True)
     if any(outcome.hung for outcome in outcomes):
         # The interpreter would wait at its end for the threads of what hangs.
         sys.stdout.flush()

@@ -104,20 +104,23 @@ def a_killed_target(pair: Pair) -> None:
     """Whenever the target is killed, writes end soon, it is reported lost, and the fence holds."""
     for fraction in FRACTIONS:
         with _Sides(pair) as sides:
+            sides.finish(sides.write(b"first"))  # may be cold: it is not timed
             start = time.monotonic()
-            sides.finish(sides.write(b"first"))
+            sides.finish(sides.write(b"second"))
             seconds = time.monotonic() - start
             handles = [sides.write(b"more") for _ in range(4)]
             time.sleep(seconds * fraction)
+            last = handles[-1]
+            in_flight = last.status() is Status.PENDING
             sides.remote.signal(signal.SIGKILL)
             for handle in handles:
                 _wait_for_end(sides, handle)
-            last = handles[-1]
-            require(last.status() is not Status.DONE, "a write to a killed process can't be done")
-            require(bool(last.error()), "a failed write must say why")
+            if in_flight:  # else it was done before, as may be where writes are fast
+                require(last.status() is not Status.DONE, "a write to the killed can't be done")
+                require(bool(last.error()), "a failed write must say why")
             sides.expect_lost()
-            drained = "drained after a fence"
-            sides.wait(lambda: last.status() is Status.DRAINED, drained, FOUND_WITHIN_S)  # noqa: B023
+            ended = lambda: last.status() is Status.DRAINED or not in_flight  # noqa: E731, B023
+            sides.wait(ended, "drained after a fence", FOUND_WITHIN_S)
             late = sides.write(b"late")
             _wait_for_end(sides, late)
             require(late.status() is not Status.DONE, "a write to the dead can't be done")

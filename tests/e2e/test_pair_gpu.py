@@ -20,9 +20,10 @@ pytestmark = [
     pytest.mark.skipif(not visible_gpus(), reason="no CUDA device"),
 ]
 
+WINDOW = 40
 FAMILIES: dict[str, dict[str, Any]] = {
     "llama": {"family": "llama"},
-    "mistral": {"family": "mistral", "config": {"sliding_window": 40}},
+    "mistral": {"family": "mistral", "config": {"sliding_window": WINDOW}},
     "qwen2": {"family": "qwen2"},
     "qwen3": {"family": "qwen3"},
 }
@@ -73,7 +74,8 @@ def test_tokens_are_those_of_one_node_and_of_transformers(
     ids = prompt(length)
     got = pair.tokens(ids, max_tokens=12)
     assert pair.at_d()("kvbaton_prompt_tokens_total", source="transferred") == length
-    pair.close_books()
+    behind = max(0, length + 1 - WINDOW) // 16 * 16 if "mistral" in str(model) else 0
+    pair.close_books(length - behind)
     alone = pair.alone(ids, max_tokens=12)
     oracle = Oracle(reference(model, dtype))
     if dtype == "float32":

@@ -1,0 +1,40 @@
+"""The kit's way to the rows of a `SqliteStore` that leaves the store out."""
+
+from __future__ import annotations
+
+import sqlite3
+import zlib
+from typing import Any
+
+
+class SqliteDoor:
+    """Reads and spoils what an opened store keeps."""
+
+    def __init__(self, store: Any) -> None:
+        self._database = store.backend
+
+    def get(self, key: bytes) -> bytes | None:
+        """The bytes of a row."""
+        found = self._run("SELECT data FROM objects WHERE key = ?", key)
+        return found[0] if found else None
+
+    def put(self, key: bytes, data: bytes) -> None:
+        """Insert a row."""
+        row = (key, zlib.crc32(data), data)
+        self._run("INSERT INTO objects (key, sum, data) VALUES (?, ?, ?)", *row)
+
+    def cut(self, key: bytes, num_bytes: int) -> None:
+        """Leave only the first bytes of a row."""
+        self._run("UPDATE objects SET data = substr(data, 1, ?) WHERE key = ?", num_bytes, key)
+
+    def spoil(self, key: bytes) -> None:
+        """Change the last byte of a row."""
+        data = self.get(key) or b""
+        wrong = data[:-1] + bytes([data[-1] ^ 1])
+        self._run("UPDATE objects SET data = ? WHERE key = ?", wrong, key)
+
+    def _run(self, command: str, *values: object) -> tuple[bytes] | None:
+        with sqlite3.connect(self._database._path, 20.0) as connection:
+            row: tuple[bytes] | None = connection.execute(command, values).fetchone()
+        connection.close()
+        return row
