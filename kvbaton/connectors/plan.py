@@ -16,6 +16,7 @@ moves with the range that holds token n - 1, if both sides list it.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from functools import lru_cache
 from typing import TYPE_CHECKING, NamedTuple
@@ -24,7 +25,17 @@ import numpy as np
 import numpy.typing as npt
 
 from kvbaton.connectors.base import RangeColumn
-from kvbaton.connectors.layout import BLOCK, FEATURE, HEAD, KV, LAYER, TOKEN, KVLayout, Plane
+from kvbaton.connectors.layout import (
+    BLOCK,
+    FEATURE,
+    HEAD,
+    KV,
+    LAYER,
+    TOKEN,
+    GroupKind,
+    KVLayout,
+    Plane,
+)
 from kvbaton.connectors.pairing import GroupPairing, PlaneShare
 from kvbaton.errors import LayoutMismatchError
 from kvbaton.types import Spans
@@ -110,6 +121,37 @@ def plan(
 def total_bytes(ranges: Ranges) -> int:
     """Bytes that ranges move."""
     return int((ranges[:, RangeColumn.LENGTH] * ranges[:, RangeColumn.COUNT]).sum())
+
+
+def needed_bytes(
+    pairing: GroupPairing, target_table: BlockTable, start: int, end: int, num_tokens: int
+) -> int:
+    """Fewest bytes that can cross: each token of [start, end) once per target rank that stores it.
+
+    Of a window's first block only the tokens count that the next token attends to; a plan moves
+    those before them too, if the source has them.
+
+    Args:
+        pairing: of the group.
+        target_table: where the blocks are that are wanted.
+        start: first token.
+        end: past the last token.
+        num_tokens: of the whole prompt.
+    """
+    layout = pairing.targets[0]
+    if layout.kind is GroupKind.WINDOW:
+        start = max(start, num_tokens - layout.window + 1)
+    if start >= end:
+        return 0
+    size = layout.block_size
+    wanted = np.flatnonzero(target_table[start // size : -(-end // size)] >= 0) + start // size
+    tokens = np.minimum((wanted + 1) * size, end) - np.maximum(wanted * size, start)
+    per_token = sum(
+        math.prod(plane.shape[HEAD : KV + 1]) * plane.shape[FEATURE] * plane.item_size
+        for target in pairing.targets
+        for plane in target.planes
+    )
+    return int(tokens.sum()) * per_token
 
 
 def swap(ranges: Ranges) -> Ranges:

@@ -17,7 +17,14 @@ from hypothesis import strategies as st
 from kvbaton.connectors.base import RangeColumn
 from kvbaton.connectors.layout import AXES, Axis, GroupKind, KVLayout, Plane, contiguous_plane
 from kvbaton.connectors.pairing import GroupPairing, pair_groups
-from kvbaton.connectors.plan import BlockTable, block_tables, plan, swap, total_bytes
+from kvbaton.connectors.plan import (
+    BlockTable,
+    block_tables,
+    needed_bytes,
+    plan,
+    swap,
+    total_bytes,
+)
 from kvbaton.errors import LayoutMismatchError
 from kvbaton.types import BlockSpan
 
@@ -185,6 +192,21 @@ def check_plan(
     return planned
 
 
+def check_needed(model: Model, source: Side, target: Side, start: int, end: int) -> None:
+    """Against a count of the elements that the tokens have which are wanted."""
+    window = 3 if model.kind is GroupKind.WINDOW else 0
+    mine, theirs = (
+        [msgspec.structs.replace(layout, window=window) for layout in layouts(model, side)]
+        for side in (source, target)
+    )
+    num_tokens = end + 1  # the write is not the prompt's last
+    seen = range(max(start, num_tokens - window + 1) if window else start, end)
+    tokens = [token for token in seen if target.holds(token)]
+    marks = [expect(layout, target, tokens)[1] for layout in theirs]
+    needed = needed_bytes(GroupPairing(mine, theirs), target.table, start, end, num_tokens)
+    assert needed == sum(int(buffer.sum()) for rank in marks for buffer in rank)
+
+
 @st.composite
 def sides(draw: st.DrawFn, model: Model, num_tokens: int, gaps: bool) -> Side:
     block_size = 1 if model.kind is GroupKind.STATE else draw(st.integers(1, 7))
@@ -228,6 +250,7 @@ def test_plan_moves_every_element_once(data: st.DataObject) -> None:
     start = data.draw(st.integers(0, num_tokens))
     end = data.draw(st.integers(start, num_tokens))
     check_plan(model, source, target, start, end)
+    check_needed(model, source, target, start, end)
 
 
 # --- shapes of plans ---

@@ -14,7 +14,7 @@ from kvbaton.connectors.base import Handle, Peer, Ranges, Status, Transport
 from kvbaton.connectors.digest import Sums, claims
 from kvbaton.connectors.layout import KVLayout
 from kvbaton.connectors.pairing import GroupPairing
-from kvbaton.connectors.plan import plan, total_bytes
+from kvbaton.connectors.plan import needed_bytes, plan, total_bytes
 from kvbaton.connectors.protocol.events import (
     Abandon,
     BlocksReady,
@@ -98,7 +98,8 @@ class SourceWorker(TransferWorker):
         transports: Sequence[Transport],
         layouts: Sequence[Sequence[KVLayout]],
     ) -> None:
-        counters = ("posted_bytes", "sent_bytes", "writes", "write_seconds", "plan_seconds")
+        sizes = ("posted_bytes", "sent_bytes", "needed_bytes")
+        counters = (*sizes, "writes", "write_seconds", "plan_seconds")
         super().__init__(source, transports, layouts, counters)
         self.source = source
         self._peers: dict[bytes, tuple[NodeId, Links]] = {}
@@ -223,11 +224,13 @@ class SourceWorker(TransferWorker):
         _, links = self._peers[action.session]
         ranges: dict[tuple[int, int], list[Ranges]] = {pair: [] for pair in links}
         digests: dict[tuple[int, int], list[DigestRun]] = {pair: [] for pair in links}
+        needed, length = 0, self.source.live[action.attempt].num_tokens
         try:
             for group, pairing in enumerate(action.pairings):
                 tables = action.source[group], action.target[group]
                 for pair, rows in plan(pairing, *tables, action.start, action.end).items():
                     ranges[pair].append(rows)
+                needed += needed_bytes(pairing, tables[1], action.start, action.end, length)
                 for run in self._claims(action, group, pairing):
                     digests[run.source_rank, run.target_rank].append(run)
         except Exception as error:
@@ -240,6 +243,7 @@ class SourceWorker(TransferWorker):
                 )
             return
         self.counters["plan_seconds"] += time.monotonic() - began
+        self.counters["needed_bytes"] += needed
         for pair, link in links.items():
             rows = np.concatenate(ranges[pair] or [np.empty((0, 8), np.int64)])
             self._post_pair(action, pair, link, rows, tuple(digests[pair]))
