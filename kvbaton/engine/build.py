@@ -16,7 +16,7 @@ from kvbaton.connectors.keys import (
     model_digest,
     root_key,
 )
-from kvbaton.connectors.layout import KVLayout
+from kvbaton.connectors.layout import GroupKind, KVLayout
 from kvbaton.connectors.objects import ObjectForm
 from kvbaton.connectors.registry import load_store
 from kvbaton.engine.config import EngineConfig, SchedulerConfig
@@ -33,6 +33,7 @@ from kvbaton.engine.kv_groups import least_block_size
 from kvbaton.engine.loader import load_kv_scales
 from kvbaton.engine.model_config import ModelConfig, load_model_config, resolve_max_model_len
 from kvbaton.engine.scheduler import Scheduler
+from kvbaton.engine.speculative import SpeculativeConfig
 from kvbaton.engine.store_connector import StoreConnector
 from kvbaton.engine.store_worker import StoreWorker
 from kvbaton.engine.worker import choose_device
@@ -336,7 +337,16 @@ def make_scheduler(
     layouts: Sequence[KVLayout],
     identity: bytes,
 ) -> Scheduler:
-    """A scheduler over pools with these layouts."""
+    """A scheduler over pools with these layouts.
+
+    Raises:
+        ConfigError: `speculative_config` is wrong, or nothing for this model.
+    """
+    speculative = SpeculativeConfig.parse(config.speculative_config)
+    if speculative and any(layout.kind is GroupKind.STATE for layout in layouts):
+        raise ConfigError(
+            "--speculative-config", "a state can't go back behind a rejected token; leave it out"
+        )
     return Scheduler(
         SchedulerConfig(
             groups=tuple(GroupSpec.of(layout, config.block_size) for layout in layouts),
@@ -347,6 +357,7 @@ def make_scheduler(
             enable_prefix_caching=config.enable_prefix_caching,
             eos_token_ids=model.eos_token_ids,
             kv_load_failure_policy=config.kv_load_failure_policy,
+            speculative=speculative,
             debug_forbid_prompt_compute=config.debug_forbid_prompt_compute,
         ),
         root_key=lambda salt: root_key(identity, salt),

@@ -9,6 +9,7 @@ from kvbaton.errors import ConfigError
 
 if TYPE_CHECKING:
     from kvbaton.engine.kv_cache_manager import GroupSpec
+    from kvbaton.engine.speculative import SpeculativeConfig
 
 DType = Literal["auto", "float32", "float16", "bfloat16"]
 LoadFormat = Literal["auto", "dummy"]
@@ -66,6 +67,9 @@ class EngineConfig:
         store_load_timeout: seconds that a request waits for what a store loads.
         kv_events_config: JSON with vLLM's keys for KV events, like
             ``{"enable_kv_cache_events": true}``; None publishes none.
+        speculative_config: JSON with vLLM's keys for drafts, like ``{"method": "ngram",
+            "num_speculative_tokens": 4, "prompt_lookup_max": 4, "prompt_lookup_min": 2}``; None
+            makes none.
         encoder_cache_tokens: rows of the encoder cache; None takes enough for the longest prompt,
             or on an encoder node for 16 of the largest images.
         max_num_encoder_tokens: most rows that the encoder computes in one step; an item that has
@@ -104,6 +108,7 @@ class EngineConfig:
     store_lookup_timeout: float = 0.5
     store_load_timeout: float = 10.0
     kv_events_config: str | None = None
+    speculative_config: str | None = None
     encoder_cache_tokens: int | None = None
     max_num_encoder_tokens: int = 8192
     language_model_only: bool = False
@@ -134,6 +139,7 @@ class SchedulerConfig:
         enable_prefix_caching: reuse blocks of equal prefixes.
         eos_token_ids: the model's own end tokens.
         kv_load_failure_policy: what to do when handed-over bytes do not arrive.
+        speculative: drafts; None makes none.
         max_loading_share: share of a pool that hand-overs may have reserved, quarantine included,
             so that a crowd of them does not take what running requests grow into. A hand-over that
             is alone is never refused by it.
@@ -148,6 +154,7 @@ class SchedulerConfig:
     enable_prefix_caching: bool = True
     eos_token_ids: tuple[int, ...] = ()
     kv_load_failure_policy: LoadFailurePolicy = "recompute"
+    speculative: SpeculativeConfig | None = None
     max_loading_share: float = 0.75
     debug_forbid_prompt_compute: bool = False
     whole_prompts: bool = False

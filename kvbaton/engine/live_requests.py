@@ -52,6 +52,9 @@ class Totals:
         generated: tokens put out.
         preemptions: sequences whose blocks went to others.
         load_failures: hand-overs and loads from a store that failed.
+        drafts: steps of a sequence with a draft.
+        draft_tokens: tokens of those.
+        accepted: how many were accepted, by place in the draft.
     """
 
     received: int = 0
@@ -61,6 +64,9 @@ class Totals:
     generated: int = 0
     preemptions: int = 0
     load_failures: int = 0
+    drafts: int = 0
+    draft_tokens: int = 0
+    accepted: Counter[int] = field(default_factory=Counter)
 
 
 class LiveRequests:
@@ -599,6 +605,21 @@ class LiveRequests:
             "kvbaton_generation_tokens_total": float(totals.generated),
             "kvbaton_preemptions_total": float(totals.preemptions),
             "kvbaton_load_failures_total": float(totals.load_failures),
+            **self._drafted(),
+        }
+
+    def _drafted(self) -> dict[str, float]:
+        """What became of drafts, under vLLM's names."""
+        if self.config.speculative is None:
+            return {}
+        totals, head = self.totals, "kvbaton_spec_decode_num"
+        places = range(self.config.speculative.num_speculative_tokens)
+        accepted = [(str(place), totals.accepted[place]) for place in places]
+        return {
+            f"{head}_drafts_total": float(totals.drafts),
+            f"{head}_draft_tokens_total": float(totals.draft_tokens),
+            f"{head}_accepted_tokens_total": float(totals.accepted.total()),
+            **_labelled(f"{head}_accepted_tokens_per_pos_total", "position", accepted),
         }
 
     def gauges(self) -> dict[str, float]:

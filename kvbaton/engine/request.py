@@ -9,6 +9,9 @@ from collections.abc import Collection, Iterable
 from dataclasses import dataclass, field
 from typing import Any
 
+import numpy as np
+import numpy.typing as npt
+
 from kvbaton.connectors.keys import Extra, block_keys
 from kvbaton.engine.step import ItemRows
 from kvbaton.errors import RequestError
@@ -58,6 +61,8 @@ class Sequence:
         trimmed: per group, blocks that its window has passed: given back, if it had them.
         shares_tail: the block that it writes next is not its own: it needs a private copy.
         chains: keys of its full blocks, by block size.
+        history: its tokens as an array with room to grow; see `token_array`.
+        num_history: how many of them it has.
         finish_reason: why it ended.
     """
 
@@ -77,6 +82,8 @@ class Sequence:
     trimmed: list[int] = field(init=False)
     shares_tail: bool = False
     chains: dict[int, list[bytes]] = field(default_factory=dict)
+    history: npt.NDArray[np.int32] = field(default_factory=lambda: np.zeros(0, np.int32))
+    num_history: int = 0
     finish_reason: str | None = None
 
     def __post_init__(self) -> None:
@@ -109,6 +116,16 @@ class Sequence:
     def unforked(self) -> int:
         """Choices that will be forked from this sequence when its prompt ends."""
         return self.request.params.n - len(self.request.sequences)
+
+    def token_array(self) -> npt.NDArray[np.int32]:
+        """All known tokens, [tokens]; only new ones are copied."""
+        known, length = self.num_history, len(self.tokens)
+        if length > len(self.history):
+            room = np.zeros(length - known + max(64, length // 2), np.int32)
+            self.history = np.concatenate((self.history[:known], room))
+        self.history[known:length] = self.tokens[known:]
+        self.num_history = length
+        return self.history[:length]
 
     def chain(self, block_size: int) -> list[bytes]:
         """Keys of all full blocks of its tokens."""
@@ -219,8 +236,9 @@ class ScheduledSequence:
         sequence: which.
         handle: its name then; another one now means that it was preempted or is over.
         start: first position computed.
-        end: past the last one.
+        end: past the last one whose token is known; a draft's come after it.
         targets: who gets the sampled tokens, in order.
+        num_draft: tokens of the draft.
     """
 
     sequence: Sequence
@@ -228,6 +246,7 @@ class ScheduledSequence:
     start: int
     end: int
     targets: tuple[Sequence, ...]
+    num_draft: int = 0
 
 
 @dataclass(frozen=True)

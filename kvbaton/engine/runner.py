@@ -1,6 +1,9 @@
 """One rank's work of a step: from a plan to sampled tokens.
 
-Forks come before ends, so that a plan may end a parent and go on with its children.
+Forks come before ends, so that a plan may end a parent and go on with its children. A step with a
+draft is computed as one step for each of its tokens, all at once: each layer writes the K and V of
+all before any attends. So a draft is verified by whatever decodes, CUDA graphs too. A sequence's
+length is then known only to who has read the samples; the next step tells it.
 """
 
 from __future__ import annotations
@@ -38,16 +41,23 @@ class StepOutput:
 
     Attributes:
         plan: the step.
+        steps: those of the plan; of one with a draft one for each token.
         tokens: sampled tokens of all steps, one after the other.
         logprobs: of those rows of `tokens` whose sequence asked for them.
-        prompt_logprobs: by number of the plan's step, in pieces.
+        prompt_logprobs: by number of the step, in pieces.
     """
 
     plan: StepPlan
+    steps: list[SequenceStep] = field(default_factory=list)
     tokens: Tensor | None = None
     logprobs: Logprobs | None = None
     logprob_counts: list[int | None] = field(default_factory=list)
     prompt_logprobs: dict[int, list[tuple[TokenLogprobs, ...]]] = field(default_factory=dict)
+
+    @property
+    def drafted(self) -> bool:
+        """Whether any step has a draft."""
+        return len(self.steps) > len(self.plan.steps)
 
     def result(self) -> StepResult:
         """Bring it to the host."""
@@ -55,22 +65,29 @@ class StepOutput:
         asked = [count for count in self.logprob_counts if count is not None]
         found = iter(self.logprobs.messages(asked) if self.logprobs is not None else ())
         messages = [None if count is None else next(found) for count in self.logprob_counts]
-        sampled, row = [], 0
-        for number, step in enumerate(self.plan.steps):
-            end = row + step.num_samples
+        sampled, row, number = [], 0, 0
+        for step in self.plan.steps:
+            end = row + step.num_samples + len(step.draft)
+            past = end - len(step.draft) + accepted(step.draft, tokens[row:end])
             prompt = self.prompt_logprobs.get(number)
             if step.num_samples or prompt is not None:
-                told = messages[row:end]
+                told = messages[row:past]
                 sampled.append(
                     Sampled(
                         step.handle,
-                        tuple(tokens[row:end]),
+                        tuple(tokens[row:past]),
                         tuple(m for m in told if m is not None) if any(told) else None,
                         None if prompt is None else tuple(m for piece in prompt for m in piece),
                     )
                 )
-            row = end
+            row, number = end, number + 1 + len(step.draft)
         return StepResult(self.plan.number, tuple(sampled))
+
+
+def accepted(draft: Sequence[int], sampled: Sequence[int]) -> int:
+    """How many tokens of a draft are what was sampled in their places, before the first other."""
+    pairs = enumerate(zip(draft, sampled, strict=False))
+    return next((i for i, (guess, token) in pairs if guess != token), len(draft))
 
 
 @dataclass(frozen=True)
@@ -149,12 +166,18 @@ class Runner:
             for row, step in zip(rows, plan.steps, strict=True):
                 for group, blocks in enumerate(step.new_blocks):
                     self.sequences.append_blocks(row, group, blocks)
+                if step.num_samples:
+                    self.sequences.cut(row, step.start + step.count - len(step.draft))
+            output.steps = [part for step in plan.steps for part in step.apart()]
+            if output.drafted:
+                self.sequences.put_drafts(plan.steps)
+                rows = np.repeat(rows, [1 + len(step.draft) for step in plan.steps])
             self._compute(output, rows)
         return output
 
     def _compute(self, output: StepOutput, rows: Ints) -> None:
         """Run the layers over the step's tokens, and sample."""
-        tokens = self._tokens(output.plan.steps, rows)
+        tokens = self._tokens(output.steps, rows)
         slots, positions = (
             self._to_device(array)
             for array in (tokens.blocks * self.cache.block_size + tokens.offsets, tokens.positions)
@@ -170,7 +193,7 @@ class Runner:
             ),
             slots,
             PagedAttention(self.cache, batch, self._states(tokens, rows)),
-            self._encoded(output.plan.steps),
+            self._encoded(output.steps),
         )
         ends = np.cumsum(tokens.query_lens)
         self._report_prompts(output, rows, hidden, ends)
@@ -248,14 +271,15 @@ class Runner:
 
     def _sample(self, output: StepOutput, rows: Ints, hidden: Tensor, ends: Ints) -> None:
         """Sample for the steps that ask for it, and append what was sampled."""
-        samples = np.array([step.num_samples for step in output.plan.steps], np.int64)
+        samples = np.array([step.num_samples for step in output.steps], np.int64)
+        known = np.array([step.start + step.count for step in output.steps], np.int64)
         sampling = np.flatnonzero(samples)
         if not len(sampling):
             return
         logits = self.model.logits(hidden[self._to_device(ends[sampling] - 1)])
         if samples.max() > 1:
             logits = logits.repeat_interleave(self._to_device(samples[sampling]), dim=0)
-        sample_rows = self._sample_rows(rows, samples)
+        sample_rows = self._sample_rows(rows, samples, known)
         output.logprob_counts = [params.logprobs for params in sample_rows.params]
         asked = [(i, n) for i, n in enumerate(output.logprob_counts) if n is not None]
         index = torch.tensor([i for i, _ in asked], device=self.device)
@@ -264,29 +288,28 @@ class Runner:
         if raw is not None:
             most = max(n for _, n in asked)
             output.logprobs = logprobs_of(raw, output.tokens[index], most)
-        self._append(rows[sampling], samples[sampling], output.tokens)
+        self._append(rows[sampling], samples[sampling], known[sampling], output.tokens)
 
-    def _sample_rows(self, rows: Ints, samples: Ints) -> SampleRows:
-        """What the sampler must know of each sample."""
+    def _sample_rows(self, rows: Ints, samples: Ints, known: Ints) -> SampleRows:
+        """What the sampler must know of each sample; `known` are tokens before it."""
         of = np.repeat(np.arange(len(rows)), samples)
         nth = np.arange(len(of)) - (np.cumsum(samples) - samples)[of]
-        rows, many = rows[of], samples[of] > 1
+        rows, lengths, many = rows[of], known[of], samples[of] > 1
         choices = np.where(many, nth, self.sequences.choices[rows])
         params = [self.sequences.sampling(row) for row in rows]
-        lengths = self.sequences.lengths[rows]
         tokens = None
         if any(has_penalty(param) for param in params):
             tokens = self.sequences.tokens[self._to_device(rows), : int(lengths.max())]
         return SampleRows(params, self.sequences.num_prompt[rows], lengths, choices, tokens)
 
-    def _append(self, rows: Ints, samples: Ints, tokens: Tensor) -> None:
+    def _append(self, rows: Ints, samples: Ints, known: Ints, tokens: Tensor) -> None:
         """Each sequence goes on with its own choice's token; the others are kept for forks."""
         first = np.cumsum(samples) - samples
         for row, start, count in zip(rows, first, samples, strict=True):
             if count > 1:
                 self.sequences.branch(row, tokens[start : start + count])
         own = first + np.where(samples > 1, self.sequences.choices[rows], 0)
-        self.sequences.append_tokens(rows, tokens[self._to_device(own)])
+        self.sequences.put_tokens(rows, known, tokens[self._to_device(own)])
 
     def _report_prompts(
         self,
@@ -296,7 +319,7 @@ class Runner:
         ends: Ints,
     ) -> None:
         """Log probabilities of the prompt tokens that follow the positions computed now."""
-        for number, (row, step) in enumerate(zip(rows, output.plan.steps, strict=True)):
+        for number, (row, step) in enumerate(zip(rows, output.steps, strict=True)):
             count = self.sequences.sampling(row).prompt_logprobs
             last = min(step.start + step.count, int(self.sequences.num_prompt[row]) - 1)
             if count is None or step.start >= last:

@@ -6,7 +6,8 @@ computes again later. No plan loses a sequence that it already holds: a prompt t
 its next chunk, behind a window, waits for decoding sequences that come after it.
 
 A plan may be made while an earlier one is still in flight. A decoding sequence is then scheduled
-for the token that is being sampled, unless that one is known to be its last. Blocks that a victim
+for the token that is being sampled, unless that one is known to be its last; with drafts it waits
+for its tokens, from which the next draft is made. Blocks that a victim
 gives up stay behind the fence of the step in flight, so the sequence that wanted them sits one step
 out.
 """
@@ -17,7 +18,10 @@ import itertools
 import time
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
-from typing import Literal
+from typing import Literal, Protocol
+
+import numpy as np
+import numpy.typing as npt
 
 from kvbaton.connectors.layout import GroupKind
 from kvbaton.engine.config import SchedulerConfig
@@ -25,6 +29,7 @@ from kvbaton.engine.kv_cache_manager import Match
 from kvbaton.engine.kv_connector import KVConnector
 from kvbaton.engine.live_requests import LiveRequests, next_after
 from kvbaton.engine.request import InFlightStep, ScheduledSequence, Sequence, SequenceState
+from kvbaton.engine.speculative import NgramProposer
 from kvbaton.engine.step import (
     BlockCopy,
     Fork,
@@ -35,6 +40,14 @@ from kvbaton.engine.step import (
     StepResult,
 )
 from kvbaton.messages.engine import Output
+
+
+class Proposer(Protocol):
+    """Guesses what follows; see `NgramProposer`."""
+
+    def propose(self, tokens: npt.NDArray[np.int32], count: int) -> tuple[int, ...]:
+        """At most `count` tokens after these."""
+        ...
 
 
 @dataclass
@@ -82,6 +95,11 @@ class Scheduler(LiveRequests):
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         super().__init__(config, root_key=root_key, clock=clock)
+        self.proposer: Proposer | None = None
+        if (drafts := config.speculative) is not None:
+            assert drafts.prompt_lookup_min is not None
+            assert drafts.prompt_lookup_max is not None
+            self.proposer = NgramProposer(drafts.prompt_lookup_min, drafts.prompt_lookup_max)
         self._handles = itertools.count(1)
         self._launched = 0
 
@@ -118,8 +136,10 @@ class Scheduler(LiveRequests):
                 count = min(remaining, draft.budget)
                 if sequence.state is not SequenceState.RUNNING or count < 1 or draft.room < 1:
                     continue
-                if self._secure(draft, sequence, sequence.num_scheduled + count):
-                    self._compute(draft, sequence, count)
+                end = sequence.num_scheduled + count
+                proposed = self._propose(draft, sequence) if decoding else ()
+                if self._secure(draft, sequence, end + len(proposed)):
+                    self._compute(draft, sequence, count, proposed)
         if self.totals.preemptions == preemptions:
             while self.waiting and self._admit(draft, self.waiting[0]):
                 pass
@@ -128,7 +148,7 @@ class Scheduler(LiveRequests):
         """Tokens that could be computed now; a sequence that only awaits its last one has none."""
         if sequence.pending:
             unknown = not sequence.handle and sequence.parent is None
-            if unknown or sequence.is_ending:
+            if unknown or sequence.is_ending or self.proposer is not None:
                 return 0
         return self._reach(sequence) - sequence.num_scheduled
 
@@ -139,6 +159,40 @@ class Scheduler(LiveRequests):
             return end
         return min(end, self.items.ready_until(sequence, sequence.num_scheduled))
 
+    def _propose(self, draft: StepDraft, sequence: Sequence) -> tuple[int, ...]:
+        """What may come after a decoding sequence's last token, if there is room to find out.
+
+        Nobody loses tokens or blocks for it.
+        """
+        if self.proposer is None or self.config.speculative is None or sequence.unforked:
+            return ()
+        known, others = len(sequence.tokens), len(self.running) - len(draft.scheduled) - 1
+        if not sequence.num_generated or sequence.num_scheduled + 1 < known:
+            return ()
+        most = min(
+            self.config.speculative.num_speculative_tokens,
+            sequence.request.limit - known - 1,
+            draft.budget - 1 - others,
+        )
+        if most < 1:
+            return ()
+        proposed = self.proposer.propose(sequence.token_array(), most)
+        if proposed and not self._fits(sequence, known + len(proposed)):
+            return ()
+        return proposed
+
+    def _fits(self, sequence: Sequence, end: int) -> bool:
+        """Whether there are blocks for a sequence up to `end`."""
+        if not sequence.shares_tail and self.blocks.covers(sequence.tables, end):
+            return True
+        return not self.blocks.too_large(end) and self.blocks.fits(self._need(sequence, end))
+
+    def _need(self, sequence: Sequence, end: int) -> int:
+        """Blocks that a sequence lacks up to `end`."""
+        start = sequence.num_scheduled
+        copy_at = start if sequence.shares_tail else None
+        return self.blocks.need(sequence.tables, end, start=start, copy_at=copy_at)
+
     def _secure(self, draft: StepDraft, sequence: Sequence, end: int) -> bool:
         """Get the blocks that a sequence needs up to `end`; preempt others for it if need be."""
         if not sequence.shares_tail and self.blocks.covers(sequence.tables, end):
@@ -147,9 +201,7 @@ class Scheduler(LiveRequests):
             if not sequence.pending:  # else the token in flight may be its last
                 self._reject(sequence, error)
             return False
-        copy_at = sequence.num_scheduled if sequence.shares_tail else None
-        start = sequence.num_scheduled
-        need = self.blocks.need(sequence.tables, end, start=start, copy_at=copy_at)
+        need = self._need(sequence, end)
         while not self.blocks.fits(need):
             last = self.running[-1]
             if self.blocks.fits_soon(need) or last is self.running[0] or draft.holds(last):
@@ -177,8 +229,10 @@ class Scheduler(LiveRequests):
         start = sequence.num_scheduled
         self.blocks.extend(sequence.tables, num_tokens, start=start, end=end)
 
-    def _compute(self, draft: StepDraft, sequence: Sequence, count: int) -> None:
-        """Add the next `count` tokens of a sequence that has its blocks to the plan."""
+    def _compute(
+        self, draft: StepDraft, sequence: Sequence, count: int, proposed: tuple[int, ...] = ()
+    ) -> None:
+        """Add the next `count` tokens of a sequence, and a draft, to the plan."""
         request = sequence.request
         start, end = sequence.num_scheduled, sequence.num_scheduled + count
         targets: tuple[Sequence, ...] = ()
@@ -195,11 +249,15 @@ class Scheduler(LiveRequests):
             unsent.append(tuple(table[sequence.sent[g] :]))
             sequence.sent[g] = len(table)
         rows = self.items.rows(sequence, start, end) if request.items else ()
-        draft.steps.append(SequenceStep(handle, start, count, tuple(unsent), len(targets), rows))
-        draft.scheduled.append(ScheduledSequence(sequence, handle, start, end, targets))
+        num_draft = len(proposed)
+        count += num_draft
+        draft.steps.append(
+            SequenceStep(handle, start, count, tuple(unsent), len(targets), rows, proposed)
+        )
+        draft.scheduled.append(ScheduledSequence(sequence, handle, start, end, targets, num_draft))
         draft.budget -= count
         draft.room -= 1
-        sequence.num_scheduled = end
+        sequence.num_scheduled = start + count
 
     def _introduce(self, draft: StepDraft, sequence: Sequence) -> None:
         """Tell the runner of a sequence, as a copy of another one or with all its tokens."""
@@ -240,7 +298,7 @@ class Scheduler(LiveRequests):
                 self.fork(scheduled.sequence, child)
         steps = draft.steps
         if len(steps) > 1:
-            steps.sort(key=lambda step: step.count > 1)
+            steps.sort(key=lambda step: not step.decodes)
         return StepPlan(
             draft.number,
             ended,
@@ -436,6 +494,8 @@ class Scheduler(LiveRequests):
             target.pending -= 1
         if error is not None:
             return self.end(request, "error", error)
+        if scheduled.num_draft:
+            return self._accept(scheduled, sampled)
         assert len(sampled.token_ids) == len(scheduled.targets), f"sampled: {sampled}"
         outputs = []
         for i, target in enumerate(scheduled.targets):
@@ -445,4 +505,26 @@ class Scheduler(LiveRequests):
         for target in scheduled.targets:
             if target.finish_reason and not target.is_over:
                 self.retire(target)
+        return outputs
+
+    def _accept(self, scheduled: ScheduledSequence, sampled: Sampled) -> list[Output]:
+        """Take in what was accepted of a draft, and the token after it."""
+        sequence, accepted = scheduled.sequence, len(sampled.token_ids) - 1
+        self.totals.drafts += 1
+        self.totals.draft_tokens += scheduled.num_draft
+        self.totals.accepted.update(range(accepted))
+        outputs = []
+        for i, token in enumerate(sampled.token_ids):
+            if sequence.finish_reason:
+                break
+            logprobs = sampled.logprobs[i] if sampled.logprobs else None
+            outputs.append(self.append(sequence, token, logprobs))
+        if sequence.handle == scheduled.handle:
+            # The rest of the draft is written over; a token after the last one never was.
+            computed = min(scheduled.end + accepted, len(sequence.tokens))
+            sequence.num_computed = sequence.num_scheduled = computed
+            self.commit(sequence)
+            self.blocks.trim(sequence, computed)
+        if sequence.finish_reason and not sequence.is_over:
+            self.retire(sequence)
         return outputs

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from kvbaton.engine.mrope import RotaryPositions, rotary_positions
-from kvbaton.engine.step import Fork, NewSequence
+from kvbaton.engine.step import Fork, NewSequence, SequenceStep
 from kvbaton.engine.upload import upload
 from kvbaton.messages.engine import SamplingParams
 
@@ -122,10 +122,26 @@ class Sequences:
         self.tables[row, group, start : start + len(blocks)] = blocks
         self._table_lens[row, group] += len(blocks)
 
-    def append_tokens(self, rows: npt.NDArray[np.int64], tokens: Tensor) -> None:
-        """Add one token to each of these rows."""
-        self.tokens[upload([rows, self.lengths[rows]], self.tokens.device)] = tokens.int()
-        self.lengths[rows] += 1
+    def cut(self, row: int, length: int) -> None:
+        """Forget the tokens from `length` on: of a draft that was not accepted to its end."""
+        self.lengths[row] = min(self.lengths[row], length)
+
+    def put_drafts(self, steps: Sequence[SequenceStep]) -> None:
+        """Write drafts behind the last tokens."""
+        drafted = [step for step in steps if step.draft]
+        rows = self.rows([step.handle for step in drafted])
+        counts = [len(step.draft) for step in drafted]
+        positions = [step.start + 1 + np.arange(len(step.draft)) for step in drafted]
+        tokens = np.concatenate([np.array(step.draft, np.int64) for step in drafted])
+        (uploaded,) = upload([tokens], self.tokens.device)
+        self.put_tokens(np.repeat(rows, counts), np.concatenate(positions), uploaded)
+
+    def put_tokens(
+        self, rows: npt.NDArray[np.int64], positions: npt.NDArray[np.int64], tokens: Tensor
+    ) -> None:
+        """Write a token into each of these rows, which ends with it; a row's in their order."""
+        self.tokens[upload([rows, positions], self.tokens.device)] = tokens.int()
+        self.lengths[rows] = positions + 1
 
     def rotary_positions(
         self,
@@ -149,7 +165,7 @@ class Sequences:
         return found
 
     def branch(self, row: int, tokens: Tensor) -> None:
-        """Remember the tokens that all choices start with; before `append_tokens`."""
+        """Remember the tokens that all choices start with; before `put_tokens`."""
         self._branches[row] = Branches(int(self.lengths[row]), tokens)
 
     def _take(

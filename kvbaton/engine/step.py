@@ -62,12 +62,14 @@ class SequenceStep(Struct, frozen=True, array_like=True):
     Attributes:
         handle: which.
         start: position of the first token to compute; all before it are in the cache.
-        count: tokens to compute. For a decoding sequence 1: the token sampled last, which the
-            runner has even when the scheduler does not know it yet.
+        count: tokens to compute. For a decoding sequence 1 and those of its draft: the token
+            sampled last, which the runner has even when the scheduler does not know it yet.
         new_blocks: per group, physical blocks to append to the block table.
         num_samples: 0 for a chunk that does not end the known tokens; 1; or n at the end of a
             prompt with n choices (noise of choices 0 .. n-1).
         items: encoder outputs of all items that overlap the tokens to compute.
+        draft: what may come after a decoding sequence's last token. There is a sample after each
+            of them too, beside `num_samples`, which is 1.
     """
 
     handle: int
@@ -76,6 +78,21 @@ class SequenceStep(Struct, frozen=True, array_like=True):
     new_blocks: tuple[tuple[int, ...], ...]
     num_samples: int
     items: tuple[ItemRows, ...] = ()
+    draft: tuple[int, ...] = ()
+
+    @property
+    def decodes(self) -> bool:
+        """Whether all that it computes is its last known token, and a draft."""
+        return self.count == 1 + len(self.draft)
+
+    def apart(self) -> list[SequenceStep]:
+        """With a draft, one step for each token: each attends to those before it, as ever."""
+        if not self.draft:
+            return [self]
+        return [
+            SequenceStep(self.handle, self.start + i, 1, self.new_blocks, 1)
+            for i in range(self.count)
+        ]
 
 
 class BlockCopy(Struct, frozen=True, array_like=True):
@@ -95,7 +112,7 @@ class StepPlan(Struct, frozen=True):
         copies: block copies.
         forks: new sequences made from others.
         new: new sequences.
-        steps: what to compute; decoding sequences first, then prompts.
+        steps: what to compute; decoding sequences first, with drafts or without, then prompts.
     """
 
     number: int
@@ -112,7 +129,15 @@ class StepPlan(Struct, frozen=True):
 
 
 class Sampled(Struct, frozen=True, array_like=True):
-    """What one sequence's step sampled: one entry per sample, or why it could not be computed."""
+    """What one sequence's step sampled, or why it could not be computed.
+
+    Attributes:
+        handle: which.
+        token_ids: one per sample; with a draft those of its tokens that were accepted, and one.
+        logprobs: of those.
+        prompt_logprobs: of the prompt's tokens that follow those computed.
+        error: why it could not be computed.
+    """
 
     handle: int
     token_ids: tuple[int, ...]

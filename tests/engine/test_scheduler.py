@@ -419,9 +419,15 @@ GROUPS = st.sampled_from(
     depth=st.sampled_from([1, 2]),
     budget=st.sampled_from([1, 3, 8, 64]),
     caching=st.booleans(),
+    drafts=st.sampled_from([0, 1, 4]),
 )
 def test_any_workload_gives_the_right_tokens_and_ends_balanced(
-    ops: list[object], groups: tuple[GroupSpec, ...], depth: int, budget: int, caching: bool
+    ops: list[object],
+    groups: tuple[GroupSpec, ...],
+    depth: int,
+    budget: int,
+    caching: bool,
+    drafts: int,
 ):
     loop = Loop(
         groups,
@@ -429,6 +435,7 @@ def test_any_workload_gives_the_right_tokens_and_ends_balanced(
         max_num_batched_tokens=budget,
         enable_prefix_caching=caching,
         max_num_seqs=5,
+        drafts=drafts,
     )
     for op in ops:
         perform(loop, op)

@@ -589,11 +589,18 @@ class Storm:
     depth=st.sampled_from([1, 2]),
     budget=st.sampled_from([2, 7, 64]),
     seed=st.integers(0, 1 << 16),
+    drafts=st.sampled_from([0, 3]),
 )
 def test_any_hand_over_gives_the_right_tokens_and_ends_balanced(
-    ops: list[object], groups: tuple[GroupSpec, ...], depth: int, budget: int, seed: int
+    ops: list[object],
+    groups: tuple[GroupSpec, ...],
+    depth: int,
+    budget: int,
+    seed: int,
+    drafts: int,
 ):
-    loop = Loop(groups, depth=depth, max_num_batched_tokens=budget, max_num_seqs=5)
+    settings = {"max_num_batched_tokens": budget, "max_num_seqs": 5}
+    loop = Loop(groups, depth=depth, drafts=drafts, **settings)
     storm = Storm(loop, seed)
     for op in ops:
         storm.perform(op)

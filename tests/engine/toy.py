@@ -13,6 +13,8 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 import msgspec
+import numpy as np
+import numpy.typing as npt
 
 from kvbaton.connectors.keys import root_key
 from kvbaton.connectors.layout import GroupKind
@@ -25,7 +27,8 @@ from kvbaton.engine.kv_connector import Connectors, KVConnector
 from kvbaton.engine.request import Sequence as Sequence_
 from kvbaton.engine.request import SequenceState
 from kvbaton.engine.scheduler import Scheduler
-from kvbaton.engine.step import Sampled, StepPlan, StepResult
+from kvbaton.engine.speculative import SpeculativeConfig
+from kvbaton.engine.step import Sampled, SequenceStep, StepPlan, StepResult
 from kvbaton.messages.engine import AddRequest, Output, SamplingParams, TransferSpec
 from kvbaton.types import Attempt, ChoiceStart, Spans
 
@@ -98,18 +101,40 @@ class ToyRanks:
             )
         for new in plan.new:
             self._add(new.handle, list(new.token_ids), new.params, new.choice)
-        kinds = [step.count > 1 for step in plan.steps]
+        kinds = [not step.decodes for step in plan.steps]
         assert len({step.handle for step in plan.steps}) == len(plan.steps)
         assert kinds == sorted(kinds), "decoding sequences come first"
-        sampled = (
-            self._compute(s.handle, s.start, s.count, s.new_blocks, s.num_samples)
-            for s in plan.steps
-        )
+        sampled = (self._verify(s) if s.draft else self._step(s) for s in plan.steps)
         return StepResult(plan.number, tuple(s for s in sampled if s is not None))
 
     def _add(self, handle: int, tokens: list[int], params: SamplingParams, choice: int) -> None:
         assert handle not in self.rows, "a handle is never used twice"
         self.rows[handle] = Row(tokens, params, choice, [[] for _ in self.groups])
+
+    def _step(self, step: SequenceStep) -> Sampled | None:
+        row = self.rows[step.handle]
+        if step.num_samples:
+            del row.tokens[step.start + step.count :]  # of an earlier draft
+        fields = step.handle, step.start, step.count, step.new_blocks, step.num_samples
+        return self._compute(*fields)
+
+    def _verify(self, step: SequenceStep) -> Sampled:
+        """A token at a time; each is computed from the draft, and then sampled anew."""
+        row, found = self.rows[step.handle], list[int]()
+        assert step.decodes
+        assert step.num_samples == 1
+        del row.tokens[step.start + 1 :]
+        for i, guess in enumerate((*step.draft, None)):
+            blocks = step.new_blocks if i == 0 else ((),) * len(self.groups)
+            sampled = self._compute(step.handle, step.start + i, 1, blocks, 1)
+            assert sampled is not None
+            found += sampled.token_ids
+            if guess is not None:
+                row.tokens[-1] = guess
+        row.tokens[step.start + 1 :] = found
+        pairs = zip(step.draft, found, strict=False)
+        good = next((i for i, (a, b) in enumerate(pairs) if a != b), len(step.draft))
+        return Sampled(step.handle, tuple(found[: good + 1]))
 
     def _compute(
         self,
@@ -276,6 +301,30 @@ class Clock:
         return self.now
 
 
+class ToyProposer:
+    """Knows what requests must give, and lies here and there."""
+
+    def __init__(self, loop: Loop) -> None:
+        self._loop = loop
+        self._texts: dict[tuple[str, int], list[int]] = {}
+
+    def propose(self, tokens: npt.NDArray[np.int32], count: int) -> tuple[int, ...]:
+        known = tokens.tolist()
+        lie = mix(*known)
+        proposed = [token % VOCAB for token in range(lie, lie + lie % (count + 1))]
+        for name, request in self._loop.requests.items():
+            for choice in range(request.params.n):
+                if (name, choice) not in self._texts:
+                    given = [*request.token_ids, *request.resume_ids]
+                    self._texts[name, choice] = given + self._loop.expected(name, choice)[0]
+                text = self._texts[name, choice]
+                if text[: len(known)] == known:
+                    proposed = text[len(known) :][:count]
+        if proposed and lie % 3:
+            proposed[lie % len(proposed)] = lie % VOCAB
+        return tuple(proposed)
+
+
 class Loop:
     """The core's loop over the toy ranks; checks the ledger after everything that happens."""
 
@@ -285,20 +334,27 @@ class Loop:
         *,
         depth: int = 1,
         max_model_len: int = 60,
+        drafts: int = 0,
         **settings: object,
     ) -> None:
+        speculative = SpeculativeConfig(
+            method="ngram", num_speculative_tokens=drafts, prompt_lookup_max=2, prompt_lookup_min=1
+        )
         config = SchedulerConfig(
             groups=groups,
             max_model_len=max_model_len,
             vocab_size=VOCAB,
             eos_token_ids=(EOS,),
             max_num_seqs=8,
+            speculative=speculative if drafts else None,
         )
         self.config = replace(config, **settings)  # type: ignore[arg-type]
         self.clock = Clock()
         self.scheduler = Scheduler(
             self.config, root_key=lambda salt: root_key(bytes(32), salt), clock=self.clock
         )
+        if drafts:
+            self.scheduler.proposer = ToyProposer(self)
         self.transfers = ToyTransfers()
         self.target = self.make_target(self.scheduler, self.transfers)
         self.scheduler.connectors = Connectors((self.target, ToySource()))

@@ -1,9 +1,9 @@
 """One rank's work of a step on a CUDA device: enqueued, never waited for.
 
-A step in which every sequence decodes replays a CUDA graph, which reads its inputs from a fixed
-buffer, takes the token sampled last from the device, and leaves the next one there. Any other step
-is enqueued kernel by kernel. What only few requests ask for (truncation, penalties, log
-probabilities) runs through the plain sampler, which may wait for the device.
+A step in which all sequences decode, with drafts or without, replays a CUDA graph, which reads its
+inputs from a fixed buffer, takes the token sampled last from the device, and leaves the next one
+there. Any other step is enqueued kernel by kernel. What only few requests ask for (truncation,
+penalties, log probabilities) runs through the plain sampler, which may wait for the device.
 """
 
 from __future__ import annotations
@@ -72,7 +72,7 @@ class CudaRunner(Runner):
     def _compute(self, output: StepOutput, rows: Ints) -> None:
         """Enqueue the layers and the sampling; see `Runner._compute`."""
         self.sequences.flush()
-        steps = output.plan.steps
+        steps = output.steps
         # An image that ends with the last token of its prompt is none of a graph's inputs.
         images = self.sequences.have_items and any(step.items for step in steps)
         if not images and all(step.count == 1 and step.num_samples == 1 for step in steps):
@@ -83,11 +83,11 @@ class CudaRunner(Runner):
     # --- all sequences decode ---
 
     def _decode(self, output: StepOutput, rows: Ints) -> None:
-        starts = self.sequences.lengths[rows] - 1
-        assert [step.start for step in output.plan.steps] == starts.tolist(), "not the last token"
+        starts = np.array([step.start for step in output.steps], np.int64)
+        assert (starts < self.sequences.lengths[rows]).all(), "a step is ahead of its tokens"
         self._places(rows, starts)
         columns = self._columns(rows, starts)
-        if self.graphs is not None:
+        if self.graphs is not None and len(rows) <= self.graphs.sizes[-1]:
             hidden, tokens = self.graphs.run(columns)
         else:
             (inputs,) = upload([columns], self.device)
@@ -95,8 +95,10 @@ class CudaRunner(Runner):
         if self.sequences.plain[rows].all():
             output.logprob_counts = [None] * len(rows)
             output.tokens = tokens
-            self.sequences.lengths[rows] += 1
+            self.sequences.lengths[rows] = starts + 2
         else:
+            if output.drafted:  # the graph has written its samples over them
+                self.sequences.put_drafts(output.plan.steps)
             self._report_prompts(output, rows, hidden, np.arange(1, len(rows) + 1))
             self._sample(output, rows, hidden, np.arange(1, len(rows) + 1))
 
@@ -150,7 +152,7 @@ class CudaRunner(Runner):
     # --- prompts, and whoever decodes beside them ---
 
     def _mixed(self, output: StepOutput, rows: Ints) -> None:
-        steps = output.plan.steps
+        steps = output.steps
         tokens, encoded = self._tokens(steps, rows), self._encoded(steps)
         counts, context_lens = tokens.query_lens, tokens.context_lens
         leading = int(np.argmax(counts > 1)) if (counts > 1).any() else len(counts)
@@ -186,7 +188,8 @@ class CudaRunner(Runner):
         samples = np.array([step.num_samples for step in steps], np.int64)
         sampling = np.flatnonzero(samples)
         if samples.max() == 1 and self.sequences.plain[rows[sampling]].all():
-            self._sample_plainly(output, rows[sampling], hidden, ends[sampling])
+            known = context_lens[sampling]
+            self._sample_plainly(output, rows[sampling], known, hidden, ends[sampling])
         else:
             self._sample(output, rows, hidden, ends)
 
@@ -196,11 +199,13 @@ class CudaRunner(Runner):
         short = (SHORT_CONTEXT // size - 1) // 16 * 16
         return short if context_len <= short * size and short < most else most
 
-    def _sample_plainly(self, output: StepOutput, rows: Ints, hidden: Tensor, ends: Ints) -> None:
-        """Sample by temperature and seed alone, one token each."""
+    def _sample_plainly(
+        self, output: StepOutput, rows: Ints, known: Ints, hidden: Tensor, ends: Ints
+    ) -> None:
+        """Sample by temperature and seed alone, one token each; `known` are tokens before it."""
         if not len(rows):
             return
-        columns = self._columns(rows, self.sequences.lengths[rows])
+        columns = self._columns(rows, known)
         inputs, last = upload([columns, ends - 1], self.device)
         seq_rows, positions, seeds, choices, temperatures, _ = inputs.view(columns.shape).unbind()
         tokens = sample_tokens(
@@ -208,7 +213,7 @@ class CudaRunner(Runner):
             temperatures.view(torch.float64), seeds, positions, choices,
         )  # fmt: skip
         self.sequences.tokens[seq_rows, positions] = tokens.int()
-        self.sequences.lengths[rows] += 1
+        self.sequences.lengths[rows] = known + 1
         output.logprob_counts = [None] * len(rows)
         output.tokens = tokens
 
