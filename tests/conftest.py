@@ -15,6 +15,7 @@ from kvbaton.messages.engine import SamplingParams
 GREEDY = SamplingParams(temperature=0.0, max_tokens=64)
 SHARED = (
     "tests/e2e/",
+    "tests/matrix/test_matrix.py::test_a_cell",
     "tests/llm/test_llm.py",
     "tests/conformance/test_remote_stores_conform.py::TestS3",
 )
@@ -34,6 +35,8 @@ def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
 
     class Scheduling(LoadScopeScheduling):  # type: ignore[misc]
         def _split_scope(self, nodeid: str) -> str:
+            if "test_every_cell[" in nodeid:
+                return nodeid.rsplit("/", 2)[0]  # cells that differ in ranks and block sizes only
             return next((group for group in SHARED if nodeid.startswith(group)), nodeid)
 
     return Scheduling(config, log)

@@ -1,4 +1,4 @@
-"""A prompt of 100,000 tokens of gpt-oss's shape: what the window groups hold, by the pool's figures.
+"""A prompt of 100,000 tokens of gpt-oss's shape: what window groups hold, by the pool's figures.
 
 Scheduler, pool, tables and loads are the real ones; no layer is computed, a sample is token 0.
 """

@@ -1,0 +1,210 @@
+"""One node of a cell: a process with a whole engine, and the test's hand on it.
+
+The process is forked off one that has imported what it needs. In it runs all that a prefill or
+decode node has behind its sockets for HTTP: core, ranks, transfer thread, control channel, and a
+real transport. Requests and answers are lines of JSON.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+from pathlib import Path
+from typing import IO, Any, Literal
+
+import msgspec
+
+from kvbaton.connectors.transfer.endpoint import HandoverConfig
+from kvbaton.engine.build import ConnectorFactory
+from kvbaton.messages.engine import AddRequest, Shutdown
+from kvbaton.testing.fork_server import fork_server
+from kvbaton.types import TransferTimers
+from tests.handover.pair import Node, until
+
+Role = Literal["prefill", "decode", "alone"]
+ENGINE: dict[str, Any] = {
+    "device": "cpu",
+    "num_threads": 1,
+    "num_blocks": 400,
+    "max_model_len": 256,
+    "max_num_batched_tokens": 32,
+    "max_num_seqs": 8,
+}
+"""Settings of every node: prompts above 32 tokens take several chunks."""
+
+
+PATIENT = TransferTimers(progress_deadline=40.0, lease=60.0)
+"""Of hand-overs: sixteen pairs of ranks meet one after the other, on a busy machine in seconds."""
+
+
+class NodeSpec(msgspec.Struct, frozen=True):
+    """What a node is.
+
+    Attributes:
+        role: ``alone`` has nothing to do with hand-overs.
+        model: a folder.
+        transport: of hand-overs.
+        settings: of its engine, beyond `ENGINE`; items, so that it can be a key.
+    """
+
+    role: Role
+    model: str
+    transport: str
+    settings: tuple[tuple[str, Any], ...] = ()
+
+
+class _Ask(msgspec.Struct):
+    add: AddRequest | None = None
+    result: str | None = None
+    books: bool = False
+
+
+class Books(msgspec.Struct):
+    """Counters, and what its hand-overs say of themselves.
+
+    Attributes:
+        counters: monotonic totals.
+        leftovers: what a node at rest does not have.
+        imbalance: the largest that was ever seen.
+        story: of the latest hand-over.
+    """
+
+    counters: dict[str, float]
+    leftovers: dict[str, float]
+    imbalance: int
+    story: str
+
+
+class _Answer(msgspec.Struct):
+    tokens: list[int] = []
+    error: str | None = None
+    books: Books | None = None
+
+
+class NodeProcess:
+    """A node, seen from the test.
+
+    Attributes:
+        address: where peers reach it.
+    """
+
+    def __init__(self, spec: NodeSpec, log: Path) -> None:
+        self.spec, self.log = spec, log
+        ours, self._ask = os.pipe()
+        answers, theirs = os.pipe()
+        words = [msgspec.json.encode(spec).decode()]
+        with log.open("ab") as file:
+            streams = (ours, theirs, file.fileno())
+            imports = ("kvbaton.engine.loader", "kvbaton.engine.cpu_worker", "nixl_cu13")
+            self._process = fork_server().start(__spec__.name, words, streams, imports)
+        os.close(ours)
+        os.close(theirs)
+        self._answers: IO[bytes] = os.fdopen(answers, "rb")
+        self._address: str | None = None
+
+    @property
+    def address(self) -> str:
+        """P's control address; waits until it is up."""
+        if self._address is None:
+            self._address = self._read().decode().strip()
+        return self._address
+
+    def add(self, request: AddRequest) -> None:
+        """Send a request."""
+        self._send(_Ask(add=request))
+
+    def result(self, request_id: str) -> list[int]:
+        """Its tokens, once it is over.
+
+        Raises:
+            AssertionError: it has failed.
+        """
+        answer = self._send(_Ask(result=request_id))
+        assert answer.error is None, f"{self.spec}: {answer.error}"
+        return answer.tokens
+
+    def books(self) -> Books:
+        """Its books, once it is at rest."""
+        books = self._send(_Ask(books=True)).books
+        assert books is not None
+        return books
+
+    def close(self) -> None:
+        """End it."""
+        os.close(self._ask)
+        self._answers.close()
+        self._process.wait()
+
+    def _send(self, ask: _Ask) -> _Answer:
+        assert self.address is not None
+        os.write(self._ask, msgspec.json.encode(ask) + b"\n")
+        return msgspec.json.decode(self._read(), type=_Answer)
+
+    def _read(self) -> bytes:
+        line = self._answers.readline()
+        assert line, f"{self.spec} has ended:\n{self.log.read_text()[-4000:]}"
+        return line
+
+
+# --- in the process ---
+
+
+def main(words: list[str]) -> None:
+    """``python -m tests.matrix.node SPEC``: serve until standard input ends."""
+    spec = msgspec.json.decode(words[0], type=NodeSpec)
+    node = Node(spec.role, Path(spec.model), *_connectors(spec), **ENGINE | dict(spec.settings))
+    print(node.core.control_address or "none", flush=True)
+
+    def books() -> Books:
+        left: dict[str, float] = {}
+
+        def at_rest() -> bool:
+            nonlocal left
+            left = node.leftovers()
+            return not left
+
+        try:
+            until(at_rest, "rest", 5.0)
+        except AssertionError:
+            assert left
+        return Books(node.counters(), left, node.imbalance, _story(node))
+
+    for line in sys.stdin.buffer:
+        ask, answer = msgspec.json.decode(line, type=_Ask), _Answer()
+        try:
+            if ask.add is not None:
+                node.add(ask.add)
+            elif ask.result is not None:
+                call = node.calls[ask.result]
+                answer.tokens = call.result()
+                answer.error = call.error
+            else:
+                answer.books = books()
+        except AssertionError as error:
+            answer.error = str(error)
+        sys.stdout.buffer.write(msgspec.json.encode(answer) + b"\n")
+        sys.stdout.buffer.flush()
+    node.mailbox.post(Shutdown(grace_s=0.0))
+    node.bury()
+
+
+def _connectors(spec: NodeSpec) -> list[ConnectorFactory]:
+    from kvbaton.decode import DecodeFactory
+    from kvbaton.prefill import PrefillFactory
+
+    if spec.role == "alone":
+        return []
+    config = HandoverConfig(transport=spec.transport, timers=PATIENT)
+    return [PrefillFactory(config) if spec.role == "prefill" else DecodeFactory(config)]
+
+
+def _story(node: Node) -> str:
+    if not node.core.connectors.all:
+        return ""
+    (worker,) = node.transfers.workers
+    stories = node.transfers.inspect(worker.state)["stories"]
+    return "\n".join(list(stories.values())[-1]) if stories else ""
+
+
+if __name__ == "__main__":
+    main(sys.argv[1:])
