@@ -97,6 +97,12 @@ def test_a_wrong_setting_is_named(config: str, message: str) -> None:
     assert "--speculative-config" in str(raised.value)
 
 
+def test_a_model_with_states_is_refused(checkpoint: Callable[..., Path]) -> None:
+    folder = checkpoint(family="qwen3_next", num_layers=4, head_dim=32)
+    with pytest.raises(ConfigError, match="--speculative-config: a state can't go back"):
+        Node("alone", folder, **SPECULATIVE)
+
+
 def test_sizes_that_are_left_out_are_those_of_vllm() -> None:
     def sizes(**given: int) -> tuple[int | None, int | None]:
         known = {"method": "ngram", "num_speculative_tokens": 2}

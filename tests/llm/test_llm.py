@@ -164,3 +164,18 @@ def test_a_store_that_is_none_is_refused_before_an_engine_starts(
     monkeypatch.setattr(EngineProcess, "start", None)
     with pytest.raises(ConfigError, match="unknown store 'nowhere'"):
         LLM(model, **SETTINGS, store="nowhere")
+
+
+def test_drafts_change_no_text(llm: LLM, model: Path) -> None:
+    """Stop strings end in the middle of what a step has accepted."""
+    drafts = '{"method": "ngram", "num_speculative_tokens": 4, "prompt_lookup_min": 1}'
+    texts = [" ".join([text] * 4) for text in TEXTS]
+    with LLM(model, **SETTINGS, speculative_config=drafts) as drafting:
+        (whole, *_) = llm.generate(texts, SamplingParams(**GREEDY, max_tokens=40), use_tqdm=False)
+        text = whole.outputs[0].text
+        for stop in ([], [text[len(text) // 2 :][:3]], [text[len(text) // 3 :][:1]]):
+            params = SamplingParams(**GREEDY, max_tokens=40, stop=stop)
+            plain, found = (
+                each.generate(texts, params, use_tqdm=False) for each in (llm, drafting)
+            )
+            assert [answer.outputs for answer in found] == [answer.outputs for answer in plain]
