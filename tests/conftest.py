@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -99,14 +99,24 @@ class Driver:
         self.item_rows[handle] = tuple(item_rows)
         return handle
 
-    def step(self, *work: tuple[int, int, int], **more: Any) -> dict[int, Any]:
-        """Compute (handle, tokens, samples) of each; returns what was sampled, by handle."""
+    def step(
+        self,
+        *work: tuple[int, int, int],
+        drafts: Mapping[int, tuple[int, ...]] | None = None,
+        **more: Any,
+    ) -> dict[int, Any]:
+        """Compute (handle, tokens, samples) of each; returns what was sampled, by handle.
+
+        Drafts come by handle, beside the one token of a sequence that decodes.
+        """
         from kvbaton.engine.step import SequenceStep, StepPlan
 
         self._number += 1
         new = tuple(self._new[handle][0] for handle, _, _ in work if handle in self._new)
         steps = []
         for handle, count, samples in work:
+            draft = (drafts or {}).get(handle, ())
+            count += len(draft)
             table, end = self.tables[handle], self.computed[handle] + count
             blocks = list(self._new.pop(handle)[1]) if handle in self._new else []
             while (len(table) + len(blocks)) * self.block_size < end:
@@ -124,13 +134,17 @@ class Driver:
                 other += more_blocks
                 new_blocks.append(tuple(more_blocks))
             new_blocks = tuple(new_blocks)
-            steps.append(SequenceStep(handle, start, count, new_blocks, samples, tuple(rows)))
+            step = SequenceStep(handle, start, count, new_blocks, samples, tuple(rows), draft)
+            steps.append(step)
             self.computed[handle] = end
         plan = StepPlan(self._number, new=new, steps=tuple(steps), **more)
         result = self.executor.launch(plan).result()
         assert result.number == self._number
         for sampled in result.sampled:
-            if sampled.token_ids:
+            if drafts and drafts.get(sampled.handle):
+                self.tokens[sampled.handle] += sampled.token_ids
+                self.computed[sampled.handle] = len(self.tokens[sampled.handle]) - 1
+            elif sampled.token_ids:
                 self.tokens[sampled.handle].append(sampled.token_ids[0])
         for handle, _, _ in work if self.poisons else ():
             tables = [self.tables[handle], *self.others[handle]]

@@ -121,6 +121,45 @@ def test_mixed_steps_give_what_the_plain_runner_gives(chunk: int, drivers: tuple
     assert play(other, chunk) == play(plain, chunk)
 
 
+@pytest.mark.parametrize("family", ["llama", "deepseek_v3", "gpt_oss"])
+def test_drafts_are_verified(family: str, checkpoint: Callable[..., Path], drive: Any) -> None:
+    """Good ones, bad ones and ones that are good in part, among others and beside prompts."""
+    folder = checkpoint(family=family)
+    plain, other = (drive(folder, num_blocks=1024) for _ in range(2))
+    other.executor.close()
+    other.executor = CpuExecutor(folder)
+    texts, good = [], 0
+    for n, prompt in enumerate(PROMPTS):
+        handle = plain.add(prompt, PARAMS[n % len(PARAMS)])
+        texts.append(prompt + plain.generate(handle, 40))
+    live: list[int] = []
+    for n, prompt in enumerate(PROMPTS):
+        new = other.add(prompt, PARAMS[n % len(PARAMS)])
+        for turn in range(3):
+            drafts = {}
+            for handle in live:
+                text, known = texts[handle - 1], len(other.tokens[handle])
+                draft = text[known : known + (handle + turn) % 4]
+                if draft and turn == 1:
+                    draft[len(draft) // 2] ^= 1
+                drafts[handle] = tuple(draft)
+            before = sum(map(len, other.tokens.values()))
+            work = [(handle, 1, 1) for handle in live]
+            other.step(*work, *([(new, len(prompt), 1)] if not turn else []), drafts=drafts)
+            good += sum(map(len, other.tokens.values())) - before - len(live) - (not turn)
+        live.append(new)
+    assert good > 10
+    for handle, text in zip(live, texts, strict=True):
+        assert other.tokens[handle] == text[: len(other.tokens[handle])]
+    for handle in live:  # rejected tokens are out of the sums once others stand there
+        other.generate(handle, 4)
+        whole = other.computed[handle] // 16
+        cache = other.executor.cache
+        for g, table in enumerate([other.tables[handle], *other.others[handle]]):
+            kept = cache.fetch_kept_sums(g, table[:whole])
+            assert torch.equal(kept, cache.fetch_digest(g, table[:whole], 0, 0, 16 * whole))
+
+
 def test_sums_of_written_copied_and_rewritten_blocks(drivers: tuple[Any, Any]) -> None:
     driver = drivers[1]
     cache = driver.executor.cache

@@ -35,7 +35,7 @@ ASKED: dict[str, dict[str, Any]] = {
     "greedy": {},
     "sampled": {"temperature": 0.8, "seed": 5},
     "truncated": {"temperature": 1.1, "top_p": 0.9, "top_k": 40, "min_p": 0.01, "seed": 6},
-    "penalties": {"repetition_penalty": 1.2, "presence_penalty": 0.4, "frequency_penalty": 0.3},
+    "penalties": {"repetition_penalty": 1.02, "presence_penalty": 0.1, "frequency_penalty": 0.1},
     "sampled penalties": {"temperature": 0.7, "frequency_penalty": 0.8, "seed": 8},
     "bias": {"logit_bias": {7: 3.0, 9: -2.0}},
     "choices": {"temperature": 0.9, "n": 3, "seed": 9},
