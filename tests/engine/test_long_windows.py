@@ -69,6 +69,7 @@ def test_a_target_holds_its_window(loop: LongLoop) -> None:
     assert full == [LENGTH // BLOCK_SIZE]
     assert window == [WINDOW // BLOCK_SIZE]
     loop.emit(loop.loaded("a", [ChoiceStart(token=0)], 0))
+    loop.unquarantine(loop.attempt("a"))
     loop.run()
     assert len(loop.streams["a", 0].tokens) == OUTPUT
     # Its window, of which a block border cuts one block more.

@@ -337,6 +337,8 @@ class Loop:
         drafts: int = 0,
         **settings: object,
     ) -> None:
+        if any(group.kind is GroupKind.STATE for group in groups):
+            drafts = 0  # nodes refuse them
         speculative = SpeculativeConfig(
             method="ngram", num_speculative_tokens=drafts, prompt_lookup_max=2, prompt_lookup_min=1
         )
