@@ -30,10 +30,12 @@ def prompt_of(length: int) -> tuple[int, ...]:
     return tuple(np.random.default_rng(next(_names)).integers(3, 380, length).tolist())
 
 
-def hand_over(p: NodeProcess, d: NodeProcess, prompt: tuple[int, ...]) -> list[int]:
+def hand_over(
+    p: NodeProcess, d: NodeProcess, prompt: tuple[int, ...], params: SamplingParams = GREEDY
+) -> list[int]:
     """D's tokens, of a prompt that is sent to both at the same time."""
     name, transfer = f"r{next(_names)}", os.urandom(16)
-    request = AddRequest(request_id=name, token_ids=prompt, params=GREEDY)
+    request = AddRequest(request_id=name, token_ids=prompt, params=params)
     source = TransferSpec(role="source", transfer_id=transfer)
     target = TransferSpec(role="target", transfer_id=transfer, peer=p.address)
     for node, spec in ((p, source), (d, target)):
@@ -41,10 +43,12 @@ def hand_over(p: NodeProcess, d: NodeProcess, prompt: tuple[int, ...]) -> list[i
     return d.result(name)
 
 
-def generate(node: NodeProcess, prompt: tuple[int, ...]) -> list[int]:
+def generate(
+    node: NodeProcess, prompt: tuple[int, ...], params: SamplingParams = GREEDY
+) -> list[int]:
     """One node's tokens."""
     name = f"r{next(_names)}"
-    node.add(AddRequest(request_id=name, token_ids=prompt, params=GREEDY))
+    node.add(AddRequest(request_id=name, token_ids=prompt, params=params))
     return node.result(name)
 
 
@@ -96,9 +100,10 @@ def test_drafts_change_no_token(family: str, nodes: Nodes) -> None:
     p = nodes.start(NodeSpec("prefill", model, "tcp"))
     d = nodes.start(NodeSpec("decode", model, "tcp", (("speculative_config", drafts),)))
     alone = nodes.start(NodeSpec("alone", model, "none", (dtype,)))
+    params = msgspec.structs.replace(GREEDY, max_tokens=60)
     for seed in range(3):
-        prompt = np.random.default_rng(seed).integers(3, 300, 12).tolist() * 3
-        assert hand_over(p, d, tuple(prompt)) == generate(alone, tuple(prompt))
+        prompt = tuple(np.random.default_rng(seed).integers(3, 300, 12).tolist() * 3)
+        assert hand_over(p, d, prompt, params) == generate(alone, prompt, params)
     counters = d.books().counters
     assert counters["kvbaton_spec_decode_num_draft_tokens_total"] > 0
     assert counters['kvbaton_prompt_tokens_total{source="transferred"}'] == 3 * 36
