@@ -22,7 +22,7 @@ from kvbaton.connectors.layout import BLOCK, GroupKind, KVLayout, contiguous_pla
 from kvbaton.engine.collectives import Shard
 from kvbaton.engine.kv_groups import STATE_DTYPE, KVGroup
 from kvbaton.engine.upload import upload, upload_ids
-from kvbaton.kernels.running_sums import add_sums, start_sums
+from kvbaton.kernels.running_sums import add_sums
 
 
 class StateBlocks:
@@ -108,26 +108,35 @@ class StateBatch:
     stretches: tuple[slice, ...] = ()
     live: Tensor | None = None
 
-    def read(self, layer: int, rows: slice) -> Tensor:
-        """States of a layer before its tokens, copied: [rows, heads, state rows, features]."""
-        group, place = self.places[layer]
-        of_layer: Tensor = self.states.data[:, :, place, :, 0]
-        return of_layer.index_select(0, self.reads[group, rows])
+    def of(self, layer: int, rows: slice) -> tuple[Tensor, Tensor, Tensor]:
+        """States of a layer in all blocks, and which blocks some rows read and write.
 
-    def write(self, layer: int, rows: slice, after: Tensor) -> None:
-        """States of a layer after its tokens, as `read` gives them."""
+        Returns:
+            [blocks, heads, state rows, features], and int64 [rows] each.
+        """
+        group, place = self.places[layer]
+        reads, writes = self.reads[group, rows], self.writes[group, rows]
+        return self.states.data[:, :, place, :, 0], reads, writes
+
+    def read(self, layer: int, rows: slice, part: slice) -> Tensor:
+        """Some state rows of a layer before its tokens: [rows, heads, state rows, features]."""
+        states, reads, _ = self.of(layer, rows)
+        return states[:, :, part].index_select(0, reads)
+
+    def write(self, layer: int, rows: slice, part: slice, after: Tensor) -> None:
+        """Those state rows after its tokens, as `read` gives them."""
         if self.live is not None:  # padding has the null block, which stays zero
             after = torch.where(self.live[rows, None, None, None], after, 0.0)
-        group, place = self.places[layer]
-        self.states.data[:, :, place, :, 0].index_copy_(0, self.writes[group, rows], after)
+        states, _, writes = self.of(layer, rows)
+        states[:, :, part].index_copy_(0, writes, after)
 
     def sign(self) -> None:
         """Once all layers are through: keep the sums of what was written."""
         if self.states.sums is None:
             return
         for writes in self.writes:
+            self.states.sums.index_fill_(0, writes, 0)  # of the null block they are 0 in any case
             slots = writes if self.live is None else torch.where(self.live, writes, -1)
-            start_sums(self.states.sums, slots, 1)
             add_sums(self.states.sums, self.states.data, slots, self.ends)
 
 

@@ -80,7 +80,7 @@ def _launch(
         return
     weights = [word_weights(num_words, kv, cache.device) for kv in range(planes)]
     block_t = tokens_together(BLOCK_T, num_words)
-    _kernel[(cdiv(tokens, block_t), heads * layers * planes)](
+    _kernel[(cdiv(tokens, block_t) * heads * layers * planes,)](
         words,
         torch.stack(weights),
         sums,
@@ -138,11 +138,11 @@ def _kernel(
     BLOCK_W: tl.constexpr,
 ) -> None:
     """One program: BLOCK_T tokens of one (head, layer, kv)."""
-    number = tl.program_id(1).to(tl.int64)
+    number = tl.program_id(0).to(tl.int64)
     kv = number % planes
     layer = number // planes % layers
-    head = number // (planes * layers)
-    token = tl.program_id(0) * BLOCK_T + tl.arange(0, BLOCK_T)
+    head = number // (planes * layers) % heads
+    token = number // (planes * layers * heads) * BLOCK_T + tl.arange(0, BLOCK_T)
     slot = tl.load(slot_mapping + token, mask=token < tokens, other=-1).to(tl.int64)
     there = slot >= 0
     slot = tl.maximum(slot, 0)

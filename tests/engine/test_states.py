@@ -15,9 +15,10 @@ from kvbaton.engine import state_blocks
 from kvbaton.engine.build import enough_tokens
 from kvbaton.engine.kv_cache_manager import GroupSpec, KVCacheManager
 from kvbaton.engine.model_config import load_model_config
-from kvbaton.engine.models.qwen3_next import chunk_delta_rule, delta_rule_step
+from kvbaton.engine.models.qwen3_next import chunk_delta_rule
 from kvbaton.engine.request import Sequence
 from kvbaton.errors import ConfigError
+from kvbaton.kernels.delta_rule import delta_rule_step
 from tests.engine.test_models import generate
 from tests.handover.pair import Call, Node
 from tests.handover.prompts import prompt_of
@@ -68,6 +69,43 @@ def test_chunks_give_what_token_by_token_does(tokens: int) -> None:
         torch.testing.assert_close(found[:, i], read[0], atol=1e-5, rtol=1e-5)
         state = one[0]
     torch.testing.assert_close(after, state, atol=1e-5, rtol=1e-5)
+
+
+@pytest.mark.parametrize("dtype", ["float16", "bfloat16"])
+def test_logits_are_close_in_other_dtypes(
+    dtype: str,
+    checkpoint: Callable[..., Path],
+    reference: Any,
+    drive: Any,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    dense = {"mlp_only_layers": [0, 1, 2, 3]}  # experts that rate almost alike change places
+    folder = checkpoint(**QWEN3_NEXT, config=dense)
+    driver, seen = drive(folder, dtype=dtype, block_size=16), list[torch.Tensor]()
+    model = driver.executor.workers[0].model
+    logits = model.logits
+
+    def record(hidden: torch.Tensor) -> torch.Tensor:
+        seen.append(logits(hidden))
+        return seen[-1].clone()
+
+    monkeypatch.setattr(model, "logits", record)
+    prompt = list(prompt_of(30))
+    driver.generate(driver.add(prompt), 4, chunk=13)
+    with torch.inference_mode():
+        full = torch.tensor([driver.tokens[1][:-1]])
+        expected = reference(folder, dtype)(full).logits[0, len(prompt) - 1 :].float()
+    within = {"float16": 0.03, "bfloat16": 0.2}[dtype]
+    torch.testing.assert_close(torch.cat(seen), expected, atol=within, rtol=within)
+
+
+def test_a_state_lies_in_blocks_of_fp8_too(folder: Path, start: Callable[..., Node]) -> None:
+    node = start(kv_cache_dtype="fp8", block_size=16)
+    prompt = prompt_of(50)
+    whole = node.generate(prompt, max_tokens=8).result()
+    again = node.generate(prompt, max_tokens=8)
+    assert again.result() == whole
+    assert cached(again) == 48
 
 
 # --- prefixes ---

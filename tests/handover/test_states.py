@@ -8,6 +8,10 @@ from typing import Any
 
 import pytest
 
+from kvbaton.connectors.layout import GroupKind
+from kvbaton.engine.kv_cache_manager import KVCacheManager
+from kvbaton.engine.request import Tables
+from kvbaton.types import BlockSpan, Spans
 from tests.engine.test_models import generate
 from tests.handover.pair import Pair
 from tests.handover.prompts import prompt_of
@@ -70,6 +74,34 @@ def test_choices_go_on_from_one_state(folder: Path) -> None:
             )
             assert mine == theirs
             assert len(mine) == 10
+        pair.settle()
+    finally:
+        pair.close()
+
+
+def test_a_state_of_another_border_is_refused(
+    folder: Path, reference: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Mutant of P: it names the block of the snapshot before the one at the prompt's end."""
+    right = KVCacheManager.spans
+
+    def wrong(self: KVCacheManager, tables: Tables, start: int, end: int) -> Spans:
+        spans = list(right(self, tables, start, end))
+        for g, group in enumerate(self.groups):
+            snapshot = tables[g][end // group.block_size - 1]
+            if group.kind is GroupKind.STATE and snapshot:
+                spans[g] = (BlockSpan(end - 1, (snapshot,)),)
+        return tuple(spans)
+
+    pair = Pair(folder)
+    monkeypatch.setattr(KVCacheManager, "spans", wrong)
+    try:
+        prompt = prompt_of(50)
+        _, at_d = pair.hand_over(prompt)
+        assert at_d.result() == generate(reference(folder), list(prompt), 12)
+        counters = pair.d.counters()
+        assert counters["kvbaton_transfer_digests_failed_total"] > 0
+        assert counters["kvbaton_load_failures_total"] == 1
         pair.settle()
     finally:
         pair.close()

@@ -174,8 +174,26 @@ run(
 """
 
 
+STATES = """
+from kvbaton.kernels import delta_rule
+
+kernel = delta_rule._kernel
+names = ("query", "key", "value", "decay", "beta", "states", "out")
+types = dict.fromkeys(names, "*fp32") | {"reads": "*i64", "writes": "*i64"}
+types |= {"heads": "i32", "stride_block": "i64", "stride_head": "i64"}
+for keys, values in ((128, 128), (64, 192)):
+    check(
+        kernel, types,
+        dict(PER_KEY=2, KEYS=keys, VALUES=values, BLOCK_K=keys, BLOCK_V=delta_rule.BLOCK_V),
+        num_warps=4,
+    )
+"""
+
+
 @pytest.mark.skipif(not HAS_TRITON, reason="triton is not installed")
-@pytest.mark.parametrize("script", [EXPERTS, FP8, LATENT], ids=["experts", "fp8", "latent"])
+@pytest.mark.parametrize(
+    "script", [EXPERTS, FP8, LATENT, STATES], ids=["experts", "fp8", "latent", "states"]
+)
 def test_kernels_compile_for_hopper(script: str) -> None:
     surroundings = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
     ran = subprocess.run(

@@ -1,11 +1,8 @@
 """Qwen3-Next: three layers with a gated delta rule to one with gated attention, and experts.
 
 The rule (Gated DeltaNet: Yang, Kautz, Hatamizadeh, arXiv 2412.06464) keeps of all tokens before one
-matrix per head, S [keys, values], which each token decays, corrects and reads:
-
-    S = exp(g) S;  S = S + k (b (v - k S));  out = q S
-
-Several tokens at once are a triangular system instead (`chunk_delta_rule`). Before it, a short
+matrix per head, which each token decays, corrects and reads (`kernels.delta_rule`). Several tokens
+at once are a triangular system instead (`chunk_delta_rule`). Before it, a short
 causal convolution mixes each channel with its last tokens, which are part of the state too.
 """
 
@@ -31,6 +28,7 @@ from kvbaton.engine.models.layers import (
 )
 from kvbaton.engine.models.llama import DecoderLayer, LlamaForCausalLM
 from kvbaton.engine.state_blocks import StateBatch
+from kvbaton.kernels.delta_rule import delta_rule_decode
 
 CHUNK = 64
 """Tokens whose triangular system is solved at once."""
@@ -102,33 +100,46 @@ class GatedDeltaNet(WeightedModule):
         shape = (len(inputs), self.value_heads, self.linear.value_head_dim)
         out = torch.empty(shape, dtype=inputs.dtype, device=inputs.device)
         n = states.num_decodes
+        kept = slice(self.linear.conv_rows, None)
         if n:
-            window, state = self._unpack(states.read(self.layer, slice(0, n)))
-            window = torch.cat((window, inputs[:n, :, :, None].float()), dim=-1)
-            query, key, value = self._heads(self._convolve(window, out.dtype))
-            rule = (query[..., 0], key[..., 0], value[..., 0], decay[:n], beta[:n])
-            out[:n], state = delta_rule_step(*rule, state)
-            states.write(self.layer, slice(0, n), self._pack(window, state))
+            rows = slice(0, n)
+            heads = self._heads(self._convolve(states, rows, inputs[:n, :, :, None]))
+            query, key, value = (x[..., 0].contiguous() for x in heads)
+            pool, *blocks = states.of(self.layer, rows)
+            rule = (query, key, value, decay[:n], beta[:n])
+            out[:n] = delta_rule_decode(*rule, pool[:, :, kept], *blocks)
         for row, tokens in enumerate(states.stretches, n):
-            window, state = self._unpack(states.read(self.layer, slice(row, row + 1)))
-            fresh = inputs[tokens].permute(1, 2, 0)[None].float()
-            window = torch.cat((window, fresh), dim=-1)
-            heads = self._heads(self._convolve(window, out.dtype))
+            rows = slice(row, row + 1)
+            fresh = inputs[tokens].permute(1, 2, 0)[None]
+            heads = self._heads(self._convolve(states, rows, fresh))
             query, key, value = (x[0].mT for x in heads)
+            state = states.read(self.layer, rows, kept)
+            of_heads = state.view(self.value_heads, -1, self.linear.value_head_dim)
             found, after = chunk_delta_rule(
-                query, key, value, decay[tokens].t(), beta[tokens].t(), state[0]
+                query, key, value, decay[tokens].t(), beta[tokens].t(), of_heads
             )
             out[tokens] = found.transpose(0, 1).to(out.dtype)
-            states.write(self.layer, slice(row, row + 1), self._pack(window, after[None]))
+            states.write(self.layer, rows, kept, after.view(state.shape))
         return out
 
-    def _convolve(self, window: Tensor, dtype: torch.dtype) -> Tensor:
-        """[..., channels, kernel - 1 + tokens] to [..., channels, tokens]."""
-        tokens = window.shape[-1] - self.linear.conv_kernel + 1
-        taps = self.conv.float().unbind(-1)
-        total = sum(tap[..., None] * window[..., i : i + tokens] for i, tap in enumerate(taps))
-        assert isinstance(total, Tensor)
-        return F.silu(total.to(dtype))
+    def _convolve(self, states: StateBatch, rows: slice, inputs: Tensor) -> Tensor:
+        """The convolution after what rows have seen: [rows, key heads, channels, tokens], as input.
+
+        Its state is the last inputs, flat, in the first state rows.
+        """
+        linear, part = self.linear, slice(0, self.linear.conv_rows)
+        before, tokens = linear.conv_kernel - 1, inputs.shape[-1]
+        state = states.read(self.layer, rows, part)
+        flat = state.flatten(2)[..., : linear.channels * before]
+        window = torch.cat((flat.view(*inputs.shape[:3], before), inputs.float()), dim=-1)
+        last = window[..., tokens:].flatten(2)
+        last = F.pad(last, (0, state[0, 0].numel() - last.shape[-1])).view(state.shape)
+        states.write(self.layer, rows, part, last)
+        taps = enumerate(self.conv.float().unbind(-1))
+        total = torch.zeros_like(inputs, dtype=torch.float32)
+        for i, tap in taps:
+            total += tap[..., None] * window[..., i : i + tokens]
+        return F.silu(total.to(inputs.dtype))
 
     def _heads(self, mixed: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """Query, key and value of each value head, in float32: [..., value heads, dim, tokens].
@@ -147,30 +158,6 @@ class GatedDeltaNet(WeightedModule):
         value = value.reshape(*query.shape[:-2], -1, query.shape[-1])
         return query * keys**-0.5, key, value
 
-    def _unpack(self, packed: Tensor) -> tuple[Tensor, Tensor]:
-        """States as `StateBatch` has them, apart.
-
-        Returns:
-            The last inputs of the convolution [n, key heads, channels, kernel - 1], and what the
-            rule keeps, [n, value heads, key_head_dim, value_head_dim].
-        """
-        linear, before = self.linear, self.linear.conv_kernel - 1
-        inputs = packed[:, :, : linear.conv_rows].flatten(2)[..., : linear.channels * before]
-        kept = packed[:, :, linear.conv_rows :]
-        return (
-            inputs.reshape(*packed.shape[:2], linear.channels, before),
-            kept.reshape(len(packed), self.value_heads, -1, linear.value_head_dim),
-        )
-
-    def _pack(self, window: Tensor, state: Tensor) -> Tensor:
-        """The last inputs of a window, and what the rule keeps, as `_unpack` takes them apart."""
-        linear = self.linear
-        inputs = window[..., 1 - linear.conv_kernel :].flatten(2)
-        room = linear.conv_rows * linear.value_head_dim
-        inputs = F.pad(inputs, (0, room - inputs.shape[-1]))
-        shape = (len(state), self.heads, -1, linear.value_head_dim)
-        return torch.cat((inputs.reshape(shape), state.reshape(shape)), dim=2)
-
     def pieces(self) -> Iterator[Piece]:
         """The convolution, head by head, since the checkpoint has all queries first; the decays."""
         linear = self.linear
@@ -187,29 +174,6 @@ class GatedDeltaNet(WeightedModule):
         total, first = linear.num_value_heads, self.first * linear.values_per_key
         for name, target in zip(("A_log", "dt_bias"), self.decays, strict=True):
             yield Piece(f"{self.name}.{name}", (total,), target, 0, first)
-
-
-def delta_rule_step(
-    query: Tensor, key: Tensor, value: Tensor, decay: Tensor, beta: Tensor, state: Tensor
-) -> tuple[Tensor, Tensor]:
-    """One token of each sequence.
-
-    Args:
-        query: [n, heads, keys] float32.
-        key: likewise.
-        value: [n, heads, values] float32.
-        decay: [n, heads] float32: g.
-        beta: [n, heads] float32: b.
-        state: [n, heads, keys, values] float32.
-
-    Returns:
-        What it reads, as `value`, and the state after it.
-    """
-    state = state * decay.exp()[..., None, None]
-    known = (key[..., None, :] @ state)[..., 0, :]
-    fresh = (value - known) * beta[..., None]
-    state = state + key[..., None] * fresh[..., None, :]
-    return (query[..., None, :] @ state)[..., 0, :], state
 
 
 def chunk_delta_rule(

@@ -1,0 +1,156 @@
+"""One token of the gated delta rule for each sequence, on states where they lie in the pool.
+
+Yang, Kautz, Hatamizadeh, "Gated Delta Networks", arXiv 2412.06464. Of a head with state S [keys,
+values], decay g, strength b, query q, key k and value v:
+
+    S = exp(g) S;  S = S + k (b (v - k S));  out = q S
+
+A step is as fast as its states are read and written: once each here, eleven times in plain torch.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from kvbaton.kernels.jit import cdiv, jit, next_power_of_2, tl, use_triton
+
+BLOCK_V = 32
+"""Values of a head per program, whose part of the state stays in registers."""
+
+
+def delta_rule_decode(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    decay: Tensor,
+    beta: Tensor,
+    states: Tensor,
+    reads: Tensor,
+    writes: Tensor,
+) -> Tensor:
+    """Move states on by a token each.
+
+    Args:
+        query: [n, heads, keys] float32, contiguous, as all up to `beta`.
+        key: likewise.
+        value: [n, heads, values] float32.
+        decay: [n, heads] float32: g.
+        beta: [n, heads] float32: b.
+        states: [blocks, key heads, heads per key head * keys, values] float32, of which the last
+            two axes are contiguous.
+        reads: [n] int64, block of each state before the token.
+        writes: [n] int64, where it goes; may be the same, no other's; 0 for nowhere.
+
+    Returns:
+        [n, heads, values] float32.
+    """
+    run = _launch if use_triton(states) else delta_rule_decode_reference
+    return run(query, key, value, decay, beta, states, reads, writes)
+
+
+def delta_rule_decode_reference(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    decay: Tensor,
+    beta: Tensor,
+    states: Tensor,
+    reads: Tensor,
+    writes: Tensor,
+) -> Tensor:
+    """Plain torch for `delta_rule_decode`."""
+    before = states.index_select(0, reads).view(*key.shape, value.shape[-1])
+    out, after = delta_rule_step(query, key, value, decay, beta, before)
+    there = writes != 0
+    states[writes[there]] = after[there].view(-1, *states.shape[1:])
+    return out
+
+
+def delta_rule_step(
+    query: Tensor, key: Tensor, value: Tensor, decay: Tensor, beta: Tensor, state: Tensor
+) -> tuple[Tensor, Tensor]:
+    """`delta_rule_decode` on states at hand: [n, heads, keys, values]; returns those after, too."""
+    state = state * decay.exp()[..., None, None]
+    known = (key[..., None, :] @ state)[..., 0, :]
+    fresh = (value - known) * beta[..., None]
+    state = state + key[..., None] * fresh[..., None, :]
+    return (query[..., None, :] @ state)[..., 0, :], state
+
+
+def _launch(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    decay: Tensor,
+    beta: Tensor,
+    states: Tensor,
+    reads: Tensor,
+    writes: Tensor,
+) -> Tensor:
+    (n, heads, keys), values = key.shape, value.shape[-1]
+    out = torch.empty_like(value)
+    block_v = min(BLOCK_V, next_power_of_2(values))
+    if n:
+        _kernel[(n * heads, cdiv(values, block_v))](
+            query,
+            key,
+            value,
+            decay,
+            beta,
+            states,
+            reads,
+            writes,
+            out,
+            heads,
+            states.stride(0),
+            states.stride(1),
+            PER_KEY=heads // states.shape[1],
+            KEYS=keys,
+            VALUES=values,
+            BLOCK_K=next_power_of_2(keys),
+            BLOCK_V=block_v,
+            num_warps=4,
+        )
+    return out
+
+
+@jit("reads", "writes")
+def _kernel(
+    query: tl.tensor,
+    key: tl.tensor,
+    value: tl.tensor,
+    decay: tl.tensor,
+    beta: tl.tensor,
+    states: tl.tensor,
+    reads: tl.tensor,
+    writes: tl.tensor,
+    out: tl.tensor,
+    heads: tl.tensor,
+    stride_block: tl.tensor,
+    stride_head: tl.tensor,
+    PER_KEY: tl.constexpr,
+    KEYS: tl.constexpr,
+    VALUES: tl.constexpr,
+    BLOCK_K: tl.constexpr,
+    BLOCK_V: tl.constexpr,
+) -> None:
+    """One program: BLOCK_V values of one head of one sequence."""
+    row = tl.program_id(0).to(tl.int64)
+    head = row % heads
+    read = tl.load(reads + row // heads).to(tl.int64)
+    write = tl.load(writes + row // heads).to(tl.int64)
+    k = tl.arange(0, BLOCK_K)
+    v = tl.program_id(1) * BLOCK_V + tl.arange(0, BLOCK_V)
+    inside = (k < KEYS)[:, None] & (v < VALUES)[None, :]
+    place = head // PER_KEY * stride_head
+    place += (head % PER_KEY * KEYS + k)[:, None] * VALUES + v[None, :]
+    state = tl.load(states + read * stride_block + place, mask=inside, other=0.0)
+    keys = tl.load(key + row * KEYS + k, mask=k < KEYS, other=0.0)
+    queries = tl.load(query + row * KEYS + k, mask=k < KEYS, other=0.0)
+    values = tl.load(value + row * VALUES + v, mask=v < VALUES, other=0.0)
+    state *= tl.exp(tl.load(decay + row))
+    fresh = (values - tl.sum(state * keys[:, None], axis=0)) * tl.load(beta + row)
+    state += keys[:, None] * fresh[None, :]
+    tl.store(out + row * VALUES + v, tl.sum(state * queries[:, None], axis=0), mask=v < VALUES)
+    tl.store(states + write * stride_block + place, state, mask=inside & (write != 0))
