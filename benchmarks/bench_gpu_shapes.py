@@ -102,6 +102,18 @@ SHAPES: dict[str, dict[str, Any]] = {
         },
         "tie_word_embeddings": False,
     },
+    "qwen3-next-half": _SOME | {  # 24 of the 48 layers of Qwen3-Next-80B-A3B
+        "architectures": ["Qwen3NextForCausalLM"], "model_type": "qwen3_next",
+        "vocab_size": 151936, "hidden_size": 2048, "intermediate_size": 5120,
+        "moe_intermediate_size": 512, "shared_expert_intermediate_size": 512,
+        "num_hidden_layers": 24, "num_attention_heads": 16, "num_key_value_heads": 2,
+        "head_dim": 256, "num_experts": 512, "num_experts_per_tok": 10, "norm_topk_prob": True,
+        "decoder_sparse_step": 1, "mlp_only_layers": [], "full_attention_interval": 4,
+        "linear_conv_kernel_dim": 4, "linear_key_head_dim": 128, "linear_value_head_dim": 128,
+        "linear_num_key_heads": 16, "linear_num_value_heads": 32, "partial_rotary_factor": 0.25,
+        "max_position_embeddings": 262144, "rms_norm_eps": 1e-6, "rope_theta": 1e7,
+        "tie_word_embeddings": False,
+    },
 }  # fmt: skip
 PROMPTS = {"8b": 16, "8b-fp8": 16, "8b-fp8-block": 16}
 """Of 4096 tokens; 4 of the others."""
@@ -194,16 +206,22 @@ def stored_rows(projection: LatentProjection) -> Tensor:
 
 
 def kv_bytes(bench: Bench, batch: int) -> int:
-    """Bytes of K and V that the queries of a step in the middle of the run see."""
+    """Bytes of K and V that the queries of a step in the middle of the run see.
+
+    States are read and written.
+    """
     (worker,) = bench.core.executor.workers
     runner: CudaRunner = worker.runner  # type: ignore[attr-defined]
-    cache, total = runner.cache, 0
+    cache, total, states = runner.cache, 0, 0
     heads, planes, head_dim = cache.shape[1], cache.shape[3], cache.shape[5]
-    for group in cache.groups[: cache.num_kv_groups]:
+    for group in cache.groups:
+        if group.state_rows:
+            states += 8 * group.heads * group.state_rows * group.head_dim * len(group.layers)
+            continue
         seen = PROMPT + STEPS // 2
         seen = min(seen, group.window) if group.window else seen
         total += seen * heads * planes * head_dim * len(group.layers)
-    return total * cache.data.element_size() * batch
+    return (total * cache.data.element_size() + states) * batch
 
 
 def experts_hit(bench: Bench, batch: int) -> float:

@@ -265,8 +265,6 @@ def open_store(
         ConfigError: it is unknown, can't be opened, or can't keep what this model computes.
     """
     assert config.store is not None
-    if scheduler.blocks.has_states:
-        raise ConfigError("--store", "keeps K and V only, and this model has states; leave it out")
     groups = range(len(executor.layouts[0]))
     forms = tuple(ObjectForm([rank[group] for rank in executor.layouts]) for group in groups)
     worker = StoreWorker(load_store(config.store), executor, forms, identity)

@@ -65,6 +65,10 @@ class GroupSpec:
         """Tokens of a logical block in `Spans`: there, a state is named by its last token."""
         return 1 if self.kind is GroupKind.STATE else self.block_size
 
+    def span_number(self, block: int) -> int:
+        """Number in spans of a full block of a table."""
+        return ((block + 1) * self.block_size - 1) // self.span_tokens
+
     @property
     def reach(self) -> int:
         """Tokens, itself included, whose blocks a token needs; 0 for all."""

@@ -155,9 +155,9 @@ class StoreConnector(KVConnector):
         for g, group in enumerate(self._blocks.groups):
             past = end // group.block_size
             first = min(past, max(start // group.block_size, group.first_needed(position)))
-            chain = sequence.chain(group.block_size)[first:past]
+            keys = map(self.worker.forms[g].key, sequence.chain(group.block_size)[first:past])
             blocks = tuple(sequence.tables[g][first:past])
-            runs.append(BlockRun(g, first, blocks, tuple(map(self.worker.forms[g].key, chain))))
+            runs.append(BlockRun(g, group.span_number(first), blocks, tuple(keys)))
         return tuple(runs)
 
     def _looked_up(self, lookup: _Lookup) -> None:
@@ -196,7 +196,8 @@ class StoreConnector(KVConnector):
             if group.kind is GroupKind.FULL:
                 there = there[: [*there, 0].index(0)]
             here = start // group.block_size
-            hits.append([1] * here + [0] * (run.first - here) + there)
+            first = run.first * group.span_tokens // group.block_size
+            hits.append([1] * here + [0] * (first - here) + there)
         return self._blocks.usable(hits, len(sequence.tokens))
 
     def _give_up_asking(self, lookup: _Lookup, outcome: str) -> None:
@@ -313,7 +314,8 @@ class StoreConnector(KVConnector):
             pool.hold_outgoing([table[i]])
             self._unsaved.add(key)
             summed = i * size >= sequence.request.received
-            self._queue.append(BlockSave(g, i, table[i], key, summed))
+            number = self._blocks.groups[g].span_number(i)
+            self._queue.append(BlockSave(g, number, table[i], key, summed))
 
     def _saved(self, order: SaveBlocks) -> None:
         self._saving.remove(order)

@@ -47,7 +47,8 @@ class BlockRun(NamedTuple):
 
     Attributes:
         group: which.
-        first: logical number of the first block.
+        first: logical number of the first block, as in spans; of a look-up a run of states may have
+            several, of which this is the first.
         blocks: physical ones.
         keys: of their objects.
     """
@@ -63,7 +64,7 @@ class BlockSave(NamedTuple):
 
     Attributes:
         group: which.
-        number: its logical number.
+        number: its logical number, as in spans.
         block: the physical one.
         key: of its object.
         summed: whether the step that wrote the block left sums; else they are made from memory.

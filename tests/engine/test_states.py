@@ -17,7 +17,6 @@ from kvbaton.engine.kv_cache_manager import GroupSpec, KVCacheManager
 from kvbaton.engine.model_config import load_model_config
 from kvbaton.engine.models.qwen3_next import chunk_delta_rule
 from kvbaton.engine.request import Sequence
-from kvbaton.errors import ConfigError
 from kvbaton.kernels.delta_rule import delta_rule_step
 from tests.engine.test_models import generate
 from tests.handover.pair import Call, Node
@@ -203,9 +202,3 @@ def test_blocks_have_room_for_a_state(checkpoint: Callable[..., Path]) -> None:
     assert enough_tokens(4, model) == 4
     assert enough_tokens(2, model) == 16
     assert enough_tokens(2, load_model_config(checkpoint(family="qwen3"))) == 2
-
-
-def test_a_store_is_refused(folder: Path, tmp_path: Path) -> None:
-    with pytest.raises(ConfigError, match="has states") as raised:
-        Node("alone", folder, store="memory")
-    assert raised.value.field == "--store"
