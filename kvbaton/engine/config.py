@@ -48,7 +48,7 @@ class EngineConfig:
         load_format: ``dummy`` makes random weights from `seed` and reads no tensor.
         device: ``cpu`` or ``cuda``; ``auto`` takes CUDA where there is one.
         seed: of dummy weights.
-        block_size: tokens per KV block.
+        block_size: tokens per KV block; raised where a model has states that need more room.
         kv_cache_memory_bytes: size of each rank's KV pool; None takes `num_blocks` or a default.
         num_blocks: blocks of the pool, overriding the bytes; None computes it.
         gpu_memory_utilization: share of a GPU's memory that the engine may use in all.

@@ -349,6 +349,14 @@ class LiveRequests:
             pool.ref([target])  # and the source: the reference that the child had
             self.forked_states.append(BlockCopy(g, source, target))
 
+    def _forget_forked_states(self, child: Sequence) -> None:
+        """A fork ends, or is preempted, before the copies of its states are made."""
+        mine = {block for table in child.tables for block in table}
+        dropped = [copy for copy in self.forked_states if copy.target in mine]
+        for copy in dropped:
+            self.forked_states.remove(copy)
+            self.blocks.pool.deref([copy.source, copy.target])
+
     def preempt(self, sequence: Sequence) -> None:
         """Give a running sequence's blocks to others; it goes on from its tokens later."""
         self.totals.preemptions += 1
@@ -364,6 +372,8 @@ class LiveRequests:
             self._ended.append(sequence.handle)
         sequence.handle, sequence.parent = 0, None
         sequence.sent = [0] * len(sequence.tables)
+        if self.forked_states:
+            self._forget_forked_states(sequence)
         self.blocks.clear(sequence)
         for sibling in sequence.request.sequences:
             if sibling.parent is sequence:

@@ -1,4 +1,4 @@
-"""One token of the gated delta rule for each sequence, on states where they lie in the pool.
+"""The gated delta rule: a token of each sequence, on states in the pool; or a prompt's chunks.
 
 Yang, Kautz, Hatamizadeh, "Gated Delta Networks", arXiv 2412.06464. Of a head with state S [keys,
 values], decay g, strength b, query q, key k and value v:
@@ -6,6 +6,7 @@ values], decay g, strength b, query q, key k and value v:
     S = exp(g) S;  S = S + k (b (v - k S));  out = q S
 
 A step is as fast as its states are read and written: once each here, eleven times in plain torch.
+A prompt is one launch over all of its chunks, instead of some for each: states stay in registers.
 """
 
 from __future__ import annotations
@@ -76,6 +77,55 @@ def delta_rule_step(
     fresh = (value - known) * beta[..., None]
     state = state + key[..., None] * fresh[..., None, :]
     return (query[..., None, :] @ state)[..., 0, :], state
+
+
+def delta_rule_scan(
+    query: Tensor,
+    key: Tensor,
+    added: Tensor,
+    erased: Tensor,
+    within: Tensor,
+    left: Tensor,
+    state: Tensor,
+) -> tuple[Tensor, Tensor]:
+    """Carry a state over chunks of tokens whose own systems are solved (section 3.3).
+
+    Of each chunk, with S the state before it:
+
+        fresh = added - erased S;  out = query S + within fresh;  S = left S + key^T fresh
+
+    Args:
+        query: [heads, chunks, tokens, keys] float32, decayed from the chunk's start.
+        key: likewise, decayed to its end.
+        added: [heads, chunks, tokens, values] float32.
+        erased: [heads, chunks, tokens, keys] float32.
+        within: [heads, chunks, tokens, tokens] float32.
+        left: [heads, chunks] float32: what a chunk leaves of the state.
+        state: [heads, keys, values] float32.
+
+    Returns:
+        out, as `added`, and the last state.
+    """
+    run = _launch_scan if use_triton(state) else delta_rule_scan_reference
+    return run(query, key, added, erased, within, left, state)
+
+
+def delta_rule_scan_reference(
+    query: Tensor,
+    key: Tensor,
+    added: Tensor,
+    erased: Tensor,
+    within: Tensor,
+    left: Tensor,
+    state: Tensor,
+) -> tuple[Tensor, Tensor]:
+    """Plain torch for `delta_rule_scan`."""
+    out = torch.empty_like(added)
+    for i in range(key.shape[1]):
+        fresh = added[:, i] - erased[:, i] @ state
+        out[:, i] = query[:, i] @ state + within[:, i] @ fresh
+        state = state * left[:, i, None, None] + key[:, i].mT @ fresh
+    return out, state
 
 
 def _launch(
@@ -154,3 +204,84 @@ def _kernel(
     state += keys[:, None] * fresh[None, :]
     tl.store(out + row * VALUES + v, tl.sum(state * queries[:, None], axis=0), mask=v < VALUES)
     tl.store(states + write * stride_block + place, state, mask=inside & (write != 0))
+
+
+def _launch_scan(
+    query: Tensor,
+    key: Tensor,
+    added: Tensor,
+    erased: Tensor,
+    within: Tensor,
+    left: Tensor,
+    state: Tensor,
+) -> tuple[Tensor, Tensor]:
+    (heads, chunks, tokens, keys), values = key.shape, added.shape[-1]
+    inputs = (x.contiguous() for x in (query, key, added, erased, within, left, state))
+    out = torch.empty((heads, chunks, tokens, values), dtype=torch.float32, device=state.device)
+    after = torch.empty((heads, keys, values), dtype=torch.float32, device=state.device)
+    block_v = max(16, min(BLOCK_V, next_power_of_2(values)))
+    _scan_kernel[(heads, cdiv(values, block_v))](
+        *inputs,
+        out,
+        after,
+        chunks,
+        TOKENS=tokens,
+        KEYS=keys,
+        VALUES=values,
+        BLOCK_T=max(16, next_power_of_2(tokens)),
+        BLOCK_K=max(16, next_power_of_2(keys)),
+        BLOCK_V=block_v,
+        num_warps=4,
+        num_stages=1,  # two chunks at a time would not fit
+    )
+    return out, after
+
+
+@jit("chunks")
+def _scan_kernel(
+    query: tl.tensor,
+    key: tl.tensor,
+    added: tl.tensor,
+    erased: tl.tensor,
+    within: tl.tensor,
+    left: tl.tensor,
+    state: tl.tensor,
+    out: tl.tensor,
+    after: tl.tensor,
+    chunks: tl.tensor,
+    TOKENS: tl.constexpr,
+    KEYS: tl.constexpr,
+    VALUES: tl.constexpr,
+    BLOCK_T: tl.constexpr,
+    BLOCK_K: tl.constexpr,
+    BLOCK_V: tl.constexpr,
+) -> None:
+    """One program: BLOCK_V values of one head, chunk after chunk."""
+    head = tl.program_id(0).to(tl.int64)
+    t, k = tl.arange(0, BLOCK_T), tl.arange(0, BLOCK_K)
+    v = tl.program_id(1) * BLOCK_V + tl.arange(0, BLOCK_V)
+    of_keys = t[:, None] * KEYS + k[None, :]
+    of_values = t[:, None] * VALUES + v[None, :]
+    of_tokens = t[:, None] * TOKENS + t[None, :]
+    keys_in = (t < TOKENS)[:, None] & (k < KEYS)[None, :]
+    values_in = (t < TOKENS)[:, None] & (v < VALUES)[None, :]
+    tokens_in = (t < TOKENS)[:, None] & (t < TOKENS)[None, :]
+    place = head * KEYS * VALUES + k[:, None] * VALUES + v[None, :]
+    inside = (k < KEYS)[:, None] & (v < VALUES)[None, :]
+    kept = tl.load(state + place, mask=inside, other=0.0)
+    for i in range(chunks):
+        chunk = head * chunks + i
+        keys_at = chunk * TOKENS * KEYS + of_keys
+        values_at = chunk * TOKENS * VALUES + of_values
+        gone = tl.load(erased + keys_at, mask=keys_in, other=0.0)
+        fresh = tl.load(added + values_at, mask=values_in, other=0.0)
+        fresh -= tl.dot(gone, kept, input_precision="tf32x3")
+        q = tl.load(query + keys_at, mask=keys_in, other=0.0)
+        w = tl.load(within + chunk * TOKENS * TOKENS + of_tokens, mask=tokens_in, other=0.0)
+        read = tl.dot(q, kept, input_precision="tf32x3")
+        read += tl.dot(w, fresh, input_precision="tf32x3")
+        tl.store(out + values_at, read, mask=values_in)
+        keys = tl.load(key + keys_at, mask=keys_in, other=0.0)
+        kept *= tl.load(left + chunk)
+        kept += tl.dot(tl.trans(keys), fresh, input_precision="tf32x3")
+    tl.store(after + place, kept, mask=inside)

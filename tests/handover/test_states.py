@@ -65,6 +65,7 @@ def test_choices_go_on_from_one_state(folder: Path) -> None:
         prompt = prompt_of(30)
         _, at_d = pair.hand_over(prompt, **params)
         at_d.result()
+        pair.settle()  # P has no step after this one, which could make the copies for its forks
         alone = pair.p.generate(prompt, **params)
         alone.result()
         for choice in range(3):

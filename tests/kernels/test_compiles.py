@@ -187,6 +187,15 @@ for keys, values in ((128, 128), (64, 192)):
         dict(PER_KEY=2, KEYS=keys, VALUES=values, BLOCK_K=keys, BLOCK_V=delta_rule.BLOCK_V),
         num_warps=4,
     )
+names = ("query", "key", "added", "erased", "within", "left", "state", "out", "after")
+for tokens in (16, 64):
+    ptx = check(
+        delta_rule._scan_kernel, dict.fromkeys(names, "*fp32") | {"chunks": "i32"},
+        dict(TOKENS=tokens, KEYS=128, VALUES=128, BLOCK_T=tokens, BLOCK_K=128,
+             BLOCK_V=delta_rule.BLOCK_V),
+        num_warps=4, num_stages=1,
+    )
+    assert ".tf32" in ptx
 """
 
 

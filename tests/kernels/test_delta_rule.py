@@ -7,7 +7,12 @@ from typing import Any
 import pytest
 import torch
 
-from kvbaton.kernels.delta_rule import delta_rule_decode, delta_rule_decode_reference
+from kvbaton.kernels.delta_rule import (
+    delta_rule_decode,
+    delta_rule_decode_reference,
+    delta_rule_scan,
+    delta_rule_scan_reference,
+)
 
 
 @pytest.mark.parametrize(
@@ -38,3 +43,23 @@ def test_states_move_on_where_they_lie(
     pool[[2, 3, 4], :, 1] = before[[2, 3, 4], :, 1]
     assert torch.equal(pool, before), "only what is told is written"
     assert not torch.equal(expected[[2, 3, 4], :, 1], before[[2, 3, 4], :, 1].cpu())
+
+
+@pytest.mark.parametrize(
+    ("heads", "chunks", "tokens", "keys", "values"),
+    [(2, 3, 5, 5, 4), (1, 2, 64, 20, 40), (3, 1, 1, 16, 33)],
+)
+def test_a_state_is_carried_over_chunks(
+    place: Any, heads: int, chunks: int, tokens: int, keys: int, values: int
+) -> None:
+    if place.dtype != torch.float32:
+        pytest.skip("states are float32")
+    shape = (heads, chunks, tokens)
+    query, key, erased = (place.randn(*shape, keys) * keys**-0.5 for _ in range(3))
+    within = (place.randn(*shape, tokens) * tokens**-0.5).tril()
+    left, state = place.randn(heads, chunks).sigmoid(), place.randn(heads, keys, values)
+    arguments = (query, key, place.randn(*shape, values), erased, within, left, state)
+    found = delta_rule_scan(*arguments)
+    wanted = delta_rule_scan_reference(*(x.double() for x in arguments))
+    for ours, exact in zip(found, wanted, strict=True):
+        place.close(ours, exact)

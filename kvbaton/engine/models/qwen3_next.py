@@ -28,7 +28,7 @@ from kvbaton.engine.models.layers import (
 )
 from kvbaton.engine.models.llama import DecoderLayer, LlamaForCausalLM
 from kvbaton.engine.state_blocks import StateBatch
-from kvbaton.kernels.delta_rule import delta_rule_decode
+from kvbaton.kernels.delta_rule import delta_rule_decode, delta_rule_scan
 
 CHUNK = 64
 """Tokens whose triangular system is solved at once."""
@@ -216,13 +216,9 @@ def chunk_delta_rule(
     within = (query @ key.mT) * between
     query = query * total.exp()[..., None]
     key = key * (total[..., -1:] - total).exp()[..., None]
-    left = total[..., -1].exp()[..., None, None]
-    outs = []
-    for i in range(key.shape[1]):
-        fresh = added[:, i] - erased[:, i] @ state
-        outs.append(query[:, i] @ state + within[:, i] @ fresh)
-        state = state * left[:, i] + key[:, i].mT @ fresh
-    return torch.cat(outs, dim=1)[:, :tokens], state
+    left = total[..., -1].exp()
+    out, state = delta_rule_scan(query, key, added, erased, within, left, state)
+    return out.flatten(1, 2)[:, :tokens], state
 
 
 def rotary_order(head_dim: int, rotary_dim: int) -> list[tuple[int, int]]:
