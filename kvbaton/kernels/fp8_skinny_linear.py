@@ -34,7 +34,7 @@ def fp8_skinny_linear(
     """Compute out = x @ (weight * scales).T, x rounded to e4m3 with a scale for each run.
 
     Args:
-        x: [T, K] float16 or bfloat16, contiguous; T and K such that `fits`.
+        x: [T, K] float16 or bfloat16, rows contiguous; T and K such that `fits`.
         weight: [N, K] float8_e4m3fn, contiguous.
         scales: [N, 1] or [N, K / 128] float32, contiguous.
         workspace: of this stream; None makes one for this call.
@@ -92,6 +92,7 @@ def _launch(
         size,
         depth,
         depth // splits,
+        x.stride(0),
         SPLITS=splits,
         BLOCK_M=max(16, next_power_of_2(rows)),
         BLOCK_N=BLOCK_N,
@@ -119,6 +120,7 @@ def _kernel(
     size: tl.tensor,
     depth: tl.tensor,
     share: tl.tensor,
+    stride: tl.tensor,
     SPLITS: tl.constexpr,
     BLOCK_M: tl.constexpr,
     BLOCK_N: tl.constexpr,
@@ -134,7 +136,7 @@ def _kernel(
     column = tile * BLOCK_N + tl.arange(0, BLOCK_N)
     inner = tl.arange(0, RUN)
     weights = weight + column.to(tl.int64)[:, None] * depth + inner[None, :]
-    inputs = x + row[:, None] * depth + inner[None, :]
+    inputs = x + row[:, None] * stride + inner[None, :]
     acc = tl.zeros([BLOCK_N, BLOCK_M], tl.float32)
     for k in tl.range(split * share, (split + 1) * share, RUN):
         w = tl.load(weights + k)

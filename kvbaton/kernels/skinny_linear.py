@@ -60,14 +60,14 @@ def skinny_linear(
     """Compute out = x @ weight.T, accumulated in fp32.
 
     Args:
-        x: [T, K], contiguous.
+        x: [T, K]; the library's product takes those that are not contiguous.
         weight: [N, K], contiguous.
         workspace: of this stream; None makes one for this call.
 
     Returns:
         [T, N], dtype of `x`.
     """
-    if not use_triton(x) or not wins(x.shape[0], weight):
+    if not use_triton(x) or not wins(x.shape[0], weight) or not x.is_contiguous():
         return linear(x, weight)
     return _launch(x, weight, workspace or Workspace(x.device))
 

@@ -19,7 +19,7 @@ from triton.compiler import ASTSource, compile
 def check(kernel, types, constants, **options):
     names = kernel.arg_names
     signature = {name: types.get(name, "constexpr") for name in names}
-    sizes = ("size", "depth", "share")  # multiples of 16 in every model
+    sizes = ("size", "depth", "share", "stride")  # multiples of 16 in every model
     constants = {(names.index(name),): value for name, value in constants.items()}
     aligned = {
         (at,): [["tt.divisibility", 16]]

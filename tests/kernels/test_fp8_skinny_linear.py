@@ -34,6 +34,14 @@ def test_is_near_the_product_of_floats(
     assert error.max() < (0.04 if at.type == "cuda" else 2e-3)
 
 
+def test_rows_that_lie_apart(place: Any) -> None:
+    weight, scales = quantize_fp8_reference(torch.randn(64, 128), 128)
+    x = torch.randn(3, 384).half().to(place.device)
+    factors = weight.to(place.device), scales.to(place.device)
+    found = fp8_skinny_linear(x[:, 128:256], *factors)
+    assert torch.equal(found, fp8_skinny_linear(x[:, 128:256].contiguous(), *factors))
+
+
 def test_what_it_is_for() -> None:
     weight = torch.empty(64, 256)
     assert fits(32, weight, torch.empty(64, 2))
