@@ -98,7 +98,8 @@ class PagedAttention:
         query = torch.cat((absorbed, rotate(turned, rotary)), dim=-1)
         key = torch.cat((latent[:, None], rotate(key_rope, rotary)), dim=-1)
         value = key[..., : mla.kv_rank]
-        return projection.values(self._attend(layer, query, key, value, mla.scale, None))
+        sums = self._attend(layer, query, key, value, mla.scale, None)
+        return projection.values(sums, query.new_empty(*query.shape[:2], mla.value_dim))
 
     def _attend(
         self,

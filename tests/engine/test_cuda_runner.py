@@ -102,6 +102,20 @@ def test_groups_of_every_kind(
         assert torch.equal(kept, cache.fetch_digest(g, table, first, first, length)), f"group {g}"
 
 
+@pytest.mark.parametrize("chunk", [40, 1000])
+def test_contexts_of_latents_are_expanded_some_heads_at_a_time(
+    chunk: int, checkpoint: Callable[..., Path], drive: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Which many tokens ask for; two heads of a prompt of 30 tokens, one of a longer one."""
+    monkeypatch.setattr("kvbaton.engine.cuda.latent_attention.ABSORBED_TOKENS", 0)
+    monkeypatch.setattr("kvbaton.engine.cuda.latent_attention.EXPANDED_ELEMENTS", 2 * 30 * 64)
+    folder = checkpoint(family="deepseek_v2")
+    plain, other = (drive(folder, num_blocks=1024) for _ in range(2))
+    other.executor.close()
+    other.executor = CpuExecutor(folder)
+    assert play(plain, chunk) == play(other, chunk)
+
+
 def play(driver: Any, chunk: int) -> list[list[int]]:
     """Prompts that start one after the other, in chunks, beside others that decode."""
     live: list[int] = []

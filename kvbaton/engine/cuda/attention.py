@@ -5,22 +5,16 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-import numpy as np
 import torch
 from torch import Tensor
 
 from kvbaton.engine.cache import KVCache
+from kvbaton.engine.cuda.latent_attention import LatentPrompts, attend_among_latents
 from kvbaton.engine.models.layers import LatentProjection
 from kvbaton.engine.state_blocks import StateBatch
-from kvbaton.engine.upload import upload
 from kvbaton.kernels.decode_attention import decode_attention
-from kvbaton.kernels.latent_decode_attention import latent_decode_attention
 from kvbaton.kernels.prefill_attention import PrefillBatch, prefill_attention
 from kvbaton.kernels.rope_write import HeadNorms, rope_write
-from kvbaton.kernels.varlen_attention import varlen_attention
-
-EXPANDED_ELEMENTS = 1 << 28
-"""Most elements of keys and values that are made of latents at a time."""
 
 
 @dataclass(frozen=True)
@@ -62,7 +56,7 @@ class KernelAttention:
         self._num_decode = 0 if decode is None else len(decode.context_lens)
         self._rows = torch.arange(slot_mapping.shape[1], device=slot_mapping.device)
         self._cos_sin: dict[Tensor, Tensor] = {}
-        self._expanded: dict[int, ExpandedContexts] = {}
+        self._latent_prompts: dict[int, LatentPrompts] = {}
 
     def attend(
         self,
@@ -114,7 +108,7 @@ class KernelAttention:
         rotary: tuple[Tensor, Tensor],
         projection: LatentProjection,
     ) -> Tensor:
-        """See `AttentionContext.attend_latent`; tokens that decode attend among latents."""
+        """See `AttentionContext.attend_latent`."""
         (group, place), mla = self._cache.places[layer], projection.mla
         rows = self._cache.data[:, :, place, 0]
         cached, _ = self._cache.scales(layer)
@@ -131,18 +125,14 @@ class KernelAttention:
         out = query.new_empty(*query.shape[:2], mla.value_dim)
         if self._decode is not None:
             tables, lens = self._decode.block_tables[:, group], self._decode.context_lens
-            sums = latent_decode_attention(
-                projection.absorb(query[:n]).transpose(0, 1), turned[:n], rows[:, 0], tables, lens,
-                scale=scale,
-            )  # fmt: skip
-            out[:n] = projection.values(sums)
+            attend_among_latents(query[:n], rows[:, 0], tables, lens, projection, scale, out[:n])
         if self._prefill:
-            contexts = self._expanded.get(group)
-            if contexts is None:
-                contexts = ExpandedContexts(self._cache, self._prefill[group])
-                self._expanded[group] = contexts
+            prompts = self._latent_prompts.get(group)
+            if prompts is None:
+                prompts = LatentPrompts(self._cache, self._prefill[group])
+                self._latent_prompts[group] = prompts
             fresh = self._cache.kept(latent[n:]), self._cache.kept(key_rope[n:])
-            contexts.attend(place, query[n:], fresh, projection, scale, out[n:])
+            prompts.attend(place, query[n:], fresh, projection, scale, out[n:])
         return out if cached == 1.0 else out.mul_(cached)
 
     def _angles(self, rotary: tuple[Tensor, Tensor]) -> Tensor:
@@ -153,66 +143,3 @@ class KernelAttention:
             found = torch.cat([x[:, 0, :half].float() for x in rotary], dim=-1)
             self._cos_sin[rotary[0]] = found
         return found
-
-
-class ExpandedContexts:
-    """Attention of prompts over keys and values that are made of their contexts' latents.
-
-    Some heads at a time, as they take far more memory. Made once a step, for the layers of a group.
-
-    Args:
-        cache: the pool.
-        batch: the prompts.
-    """
-
-    def __init__(self, cache: KVCache, batch: PrefillBatch) -> None:
-        self._cache, self._batch = cache, batch
-        lens = zip(batch.query_lens, batch.prefix_lens, strict=True)
-        self._lens = tuple(fresh + prefix for fresh, prefix in lens)
-        self._cu, self._rows = batch.cu_seqlens, None
-        if any(batch.prefix_lens):
-            self._cu, self._rows = self._cached_rows(cache, batch)
-
-    def _cached_rows(self, cache: KVCache, batch: PrefillBatch) -> tuple[Tensor, Tensor]:
-        """Where each sequence's rows begin, and where they lie in the pool."""
-        device, total = cache.data.device, sum(self._lens)
-        lens, cu = upload([np.array(self._lens), np.cumsum((0, *self._lens))], device)
-        numbers = torch.arange(len(self._lens), device=device)
-        sequence = torch.repeat_interleave(numbers, lens, output_size=total)
-        position = torch.arange(total, device=device) - cu[sequence]
-        blocks = batch.block_tables[sequence, position // cache.block_size].long()
-        slots = blocks * cache.block_size + position % cache.block_size
-        return cu.int(), cache.token_rows(slots)
-
-    def attend(
-        self,
-        place: int,
-        query: Tensor,
-        fresh: tuple[Tensor, Tensor],
-        projection: LatentProjection,
-        scale: float,
-        out: Tensor,
-    ) -> None:
-        """Fill `out`, [tokens, heads, value_dim].
-
-        Args:
-            place: of the layer.
-            query: [tokens, heads, head_dim], turned.
-            fresh: latent [tokens, kv_rank] and key [tokens, rope_dim], turned, as they are cached.
-            projection: of the layer.
-            scale: of the logits.
-            out: to fill.
-        """
-        mla, (latent, key_rope) = projection.mla, fresh
-        if self._rows is not None:
-            rows = self._cache.read_rows(place, self._rows)
-            latent, key_rope = rows[:, : mla.kv_rank], rows[:, mla.kv_rank :]
-        step = max(1, EXPANDED_ELEMENTS // (len(latent) * 2 * mla.head_dim))
-        for first in range(0, query.shape[1], step):
-            heads = slice(first, first + step)
-            key, value = projection.expand(latent, key_rope, heads)
-            found = varlen_attention(
-                query[:, heads], key, value, self._batch.cu_seqlens, self._cu,
-                self._batch.query_lens, self._lens, scale=scale,
-            )  # fmt: skip
-            out[:, heads] = found[..., : mla.value_dim]

@@ -313,11 +313,12 @@ class LatentProjection(WeightedModule):
         nope = self.mla.nope_dim
         return torch.bmm(query[..., :nope].transpose(0, 1), self.weight[:, :nope])
 
-    def values(self, latents: Tensor) -> Tensor:
-        """Sums of latents, [tokens, heads, kv_rank], to those of values, [..., value_dim]."""
+    def values(self, latents: Tensor, out: Tensor) -> Tensor:
+        """Sums of latents, [tokens, heads, kv_rank], to those of values, `out` [..., value_dim]."""
         first, count = self.mla.head_dim, self.mla.value_dim
         of_values = self.weight[:, first : first + count].transpose(1, 2)
-        return torch.bmm(latents.transpose(0, 1), of_values).transpose(0, 1)
+        torch.bmm(latents.transpose(0, 1), of_values, out=out.transpose(0, 1))
+        return out
 
     def expand(self, latent: Tensor, key_rope: Tensor, heads: slice) -> tuple[Tensor, Tensor]:
         """Keys and values of some heads, each [tokens, heads, head_dim]: values end with zeros.

@@ -1,0 +1,130 @@
+"""Multi-head latent attention of a step's prompts: among latents, or over keys made of them.
+
+A key and a value of each head are far more to make, of a context's latents, than to look at for one
+query; so contexts are expanded only if a step has many queries.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from kvbaton.engine.cache import KVCache
+from kvbaton.engine.models.layers import LatentProjection
+from kvbaton.engine.upload import upload
+from kvbaton.kernels.latent_decode_attention import latent_decode_attention
+from kvbaton.kernels.prefill_attention import PrefillBatch
+from kvbaton.kernels.varlen_attention import varlen_attention
+
+ABSORBED_TOKENS = 128
+"""A step whose prompts have no more tokens does not expand their contexts."""
+
+EXPANDED_ELEMENTS = 1 << 28
+"""Most elements of keys and values that are made of latents at a time."""
+
+
+def attend_among_latents(
+    query: Tensor,
+    rows: Tensor,
+    block_tables: Tensor,
+    context_lens: Tensor,
+    projection: LatentProjection,
+    scale: float,
+    out: Tensor,
+) -> None:
+    """Attention of each query for itself.
+
+    Args:
+        query: [tokens, heads, head_dim], turned.
+        rows: [blocks, block_size, row_dim], of the layer.
+        block_tables: [tokens, blocks] int32.
+        context_lens: [tokens] int32, the token itself included; 0 for padding.
+        projection: of the layer.
+        scale: of the logits.
+        out: [tokens, heads, value_dim], to fill.
+    """
+    absorbed = projection.absorb(query).transpose(0, 1)
+    turned = query[..., projection.mla.nope_dim :]
+    sums = latent_decode_attention(absorbed, turned, rows, block_tables, context_lens, scale=scale)
+    projection.values(sums, out)
+
+
+class LatentPrompts:
+    """The prompts of a step; made once for all layers of a group.
+
+    Args:
+        cache: the pool.
+        batch: the prompts.
+    """
+
+    def __init__(self, cache: KVCache, batch: PrefillBatch) -> None:
+        self._cache, self._batch = cache, batch
+        lens = zip(batch.query_lens, batch.prefix_lens, strict=True)
+        self._lens = tuple(fresh + prefix for fresh, prefix in lens)
+        self._tokens: tuple[Tensor, Tensor] | None = None
+        self._cu, self._rows = batch.cu_seqlens, None
+        if sum(batch.query_lens) <= ABSORBED_TOKENS:
+            self._tokens = self._each_token()
+        elif any(batch.prefix_lens):
+            self._cu, self._rows = self._cached_rows()
+
+    def _each_token(self) -> tuple[Tensor, Tensor]:
+        """Block table and context length of each token."""
+        batch, ends = self._batch, self._batch.cu_seqlens[1:]
+        token, sequence = _numbers(ends, sum(batch.query_lens))
+        later = ends[sequence] - 1 - token
+        return batch.block_tables[sequence], batch.context_lens[sequence] - later
+
+    def _cached_rows(self) -> tuple[Tensor, Tensor]:
+        """Where each sequence's rows begin, one after the other, and where they lie in the pool."""
+        size, device = self._cache.block_size, self._cache.data.device
+        (begins,) = upload([np.cumsum((0, *self._lens))], device)
+        cu = begins.int()
+        row, sequence = _numbers(cu[1:], sum(self._lens))
+        position = row - cu[sequence]
+        blocks = self._batch.block_tables[sequence, position // size].long()
+        return cu, self._cache.token_rows(blocks * size + position % size)
+
+    def attend(
+        self,
+        place: int,
+        query: Tensor,
+        fresh: tuple[Tensor, Tensor],
+        projection: LatentProjection,
+        scale: float,
+        out: Tensor,
+    ) -> None:
+        """Fill `out`, [tokens, heads, value_dim]; what is fresh is in the cache already.
+
+        Args:
+            place: of the layer.
+            query: [tokens, heads, head_dim], turned.
+            fresh: latent [tokens, kv_rank] and key [tokens, rope_dim], turned, as they are cached.
+            projection: of the layer.
+            scale: of the logits.
+            out: to fill.
+        """
+        if self._tokens is not None:
+            rows = self._cache.data[:, 0, place, 0]
+            attend_among_latents(query, rows, *self._tokens, projection, scale, out)
+            return
+        mla, (latent, key_rope) = projection.mla, fresh
+        if self._rows is not None:
+            found = self._cache.read_rows(place, self._rows)
+            latent, key_rope = found[:, : mla.kv_rank], found[:, mla.kv_rank :]
+        step = max(1, EXPANDED_ELEMENTS // (len(latent) * 2 * mla.head_dim))
+        for first in range(0, query.shape[1], step):
+            heads = slice(first, first + step)
+            key, value = projection.expand(latent, key_rope, heads)
+            found = varlen_attention(
+                query[:, heads], key, value, self._batch.cu_seqlens, self._cu,
+                self._batch.query_lens, self._lens, scale=scale,
+            )  # fmt: skip
+            out[:, heads] = found[..., : mla.value_dim]
+
+
+def _numbers(ends: Tensor, total: int) -> tuple[Tensor, Tensor]:
+    """Of sequences that end there: numbers from 0 on, and whose each is; int32 and int64."""
+    numbers = torch.arange(total, dtype=ends.dtype, device=ends.device)
+    return numbers, torch.searchsorted(ends, numbers, right=True)
