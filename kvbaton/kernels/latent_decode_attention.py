@@ -142,10 +142,10 @@ def _launch(
 
 
 def tile(element_size: int) -> tuple[int, dict[str, int]]:
-    """Rows per tile, and launch options: two tiles of 576 features fit into shared memory."""
+    """Rows per tile, and launch options: several programs of 576 features fit a multiprocessor."""
     if element_size > 2:
         return 16, {"num_stages": 1, "num_warps": 8}
-    return 64, {"num_stages": 2, "num_warps": 8}
+    return 32, {"num_stages": 3, "num_warps": 4}
 
 
 @jit()

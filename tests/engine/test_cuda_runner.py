@@ -114,6 +114,14 @@ def test_contexts_of_latents_are_expanded_some_heads_at_a_time(
     other.executor.close()
     other.executor = CpuExecutor(folder)
     assert play(plain, chunk) == play(other, chunk)
+    found = []
+    for driver in (plain, other):
+        handles = [driver.add(prompt) for prompt in PROMPTS[:3]]
+        while any(driver.left(handle) > 1 for handle in handles):
+            left = [(handle, driver.left(handle)) for handle in handles if driver.left(handle) > 1]
+            driver.step(*((handle, min(count, 23), int(count <= 23)) for handle, count in left))
+        found.append([driver.generate(handle, 4) for handle in handles])
+    assert found[0] == found[1]
 
 
 def play(driver: Any, chunk: int) -> list[list[int]]:
