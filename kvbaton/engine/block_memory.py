@@ -65,7 +65,14 @@ class BlockMemory:
                 f"{block_size} makes blocks of {num_bytes} bytes, not a multiple of {ALIGNMENT}",
             )
         self.block_size, self.num_blocks = block_size, num_blocks
-        raw = _zeros(num_blocks * num_bytes + PAGE, device)
+        if device.type == "cpu":  # pages are made when they are first touched, 2 MiB at a time
+            memory = mmap.mmap(
+                -1, num_blocks * num_bytes + PAGE, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS
+            )
+            memory.madvise(mmap.MADV_HUGEPAGE)
+            raw = torch.frombuffer(memory, dtype=torch.uint8)
+        else:
+            raw = torch.zeros(num_blocks * num_bytes + PAGE, dtype=torch.uint8, device=device)
         start = -raw.data_ptr() % PAGE
         pool = raw[start : start + num_blocks * num_bytes]
         self.data = pool.view(kind).view(shape)
@@ -155,15 +162,6 @@ class BlockMemory:
         kept = torch.from_numpy(sums.view(np.int64)).to(self.sums.device)
         self.group_sums(group)[ids] = kept
         self.counted[list(blocks)] = counted
-
-
-def _zeros(num_bytes: int, device: torch.device) -> Tensor:
-    """Zeroed memory; on a CPU its pages are made when they are first touched, 2 MiB at a time."""
-    if device.type != "cpu":
-        return torch.zeros(num_bytes, dtype=torch.uint8, device=device)
-    memory = mmap.mmap(-1, num_bytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
-    memory.madvise(mmap.MADV_HUGEPAGE)
-    return torch.frombuffer(memory, dtype=torch.uint8)
 
 
 def _unsigned(sums: Tensor) -> npt.NDArray[np.uint64]:

@@ -201,18 +201,15 @@ class KVCache(BlockMemory):
         first = np.flatnonzero(np.diff(blocks, prepend=0))
         self.counted[blocks[first][offsets[first] == 0]] = 0
         for index in first[offsets[first] < self.counted[blocks[first]]]:
-            self._take_out(int(blocks[index]), int(offsets[index]), int(positions[index]))
+            block, offset = int(blocks[index]), int(offsets[index])
+            replaced = np.arange(offset, int(self.counted[block]))
+            slots, at = upload(
+                [block * self.block_size + replaced, replaced - offset + int(positions[index])],
+                self.data.device,
+            )
+            add_sums(self.sums, self.data, slots, at, -1)
+            self.counted[block] = offset
         np.maximum.at(self.counted, blocks, offsets + 1)
-
-    def _take_out(self, block: int, offset: int, position: int) -> None:
-        """Subtract a block's counted slots from `offset` on; that one's token is at `position`."""
-        assert self.sums is not None
-        offsets = np.arange(offset, int(self.counted[block]))
-        slots, positions = upload(
-            [block * self.block_size + offsets, offsets - offset + position], self.data.device
-        )
-        add_sums(self.sums, self.data, slots, positions, -1)
-        self.counted[block] = offset
 
     def start_sums(self, slots: Tensor) -> None:
         """Sums of blocks whose first slot is about to be written begin anew."""
@@ -231,7 +228,11 @@ class KVCache(BlockMemory):
         if self.data.is_cuda:
             add_sums(self.sums, self.data, slots, positions)
             return
-        borders = self._run_borders(slots.numpy(), positions.numpy())
+        # Where tokens begin that do not follow their predecessor in its block or the next one.
+        blocks, offsets = np.divmod(slots.numpy(), self.block_size)
+        follows = np.diff(positions.numpy(), prepend=-2) == 1
+        follows &= (np.diff(blocks, prepend=-1) == 0) | (offsets == 0)
+        borders = np.append(np.flatnonzero(~follows), len(slots))
         lengths = np.diff(borders)
         for start, end in pairwise(borders.tolist()):
             if end - start >= LONG_RUN:
@@ -239,15 +240,6 @@ class KVCache(BlockMemory):
         apart = torch.from_numpy(np.flatnonzero(np.repeat(lengths < LONG_RUN, lengths)))
         if len(apart):
             add_sums(self.sums, self.data, slots[apart], positions[apart])
-
-    def _run_borders(
-        self, slots: npt.NDArray[np.int64], positions: npt.NDArray[np.int64]
-    ) -> npt.NDArray[np.int64]:
-        """Where tokens begin that do not follow their predecessor in its block or the next one."""
-        blocks, offsets = np.divmod(slots, self.block_size)
-        follows = np.diff(positions, prepend=-2) == 1
-        follows &= (np.diff(blocks, prepend=-1) == 0) | (offsets == 0)
-        return np.append(np.flatnonzero(~follows), len(slots))
 
     def _add_run(self, slots: Tensor, position: int) -> None:
         """Add consecutive tokens of one sequence from `position` on, whole blocks at a time."""

@@ -302,21 +302,30 @@ def load_model_config(
     content = _read_json(folder, "config.json")
     architecture = _check_architecture(content)
     family = ARCHITECTURES[architecture]
-    raw = _convert(_flat(content), folder)
+    raw = _convert(content, folder)
     _refuse_unsupported(raw, family)
     has_generation = (folder / "generation_config.json").exists()
     generation = _read_json(folder, "generation_config.json") if has_generation else {}
     ends = (raw.eos_token_id, generation.get("eos_token_id"))
     ids = {token for end in ends for token in (end if isinstance(end, list) else [end])}
     bias = family.sinks if raw.attention_bias is None else raw.attention_bias
+    dtype = _dtype(raw, family, dtype)
     rope, mla = _rope(raw), read_mla(content, architecture)
+    local_rope = None
+    if family.gemma:  # of layers with a window
+        local = raw.rope_parameters.sliding_attention if raw.rope_parameters else None
+        if local is not None and (local.rope_type or "default") != "default":
+            kind = local.rope_type
+            raise ConfigError("--model", f"rope_type {kind!r} of windows is unsupported")
+        theta = (local.rope_theta if local else None) or raw.rope_local_base_freq
+        local_rope = RopeConfig(theta=theta)
     own_scale = (raw.query_pre_attn_scalar or 256) ** -0.5 if family.gemma else None
     positions = int(rope.factor * rope.original_max_position) if rope.yarn else 0
     return ModelConfig(
         folder=folder,
         architecture=architecture,
-        dtype=_dtype(raw, family, dtype),
-        kv_dtype=_dtype(raw, family, dtype) if kv_cache_dtype == "auto" else "float8_e4m3fn",
+        dtype=dtype,
+        kv_dtype=dtype if kv_cache_dtype == "auto" else "float8_e4m3fn",
         vocab_size=raw.vocab_size,
         hidden_size=raw.hidden_size,
         intermediate_size=raw.intermediate_size,
@@ -340,7 +349,7 @@ def load_model_config(
         quantization=read_quantization(raw.quantization_config, quantization),
         moe=read_moe(content, architecture),
         sinks=family.sinks,
-        local_rope=_local_rope(raw) if family.gemma else None,
+        local_rope=local_rope,
         attention_scale=mla.scale if mla else own_scale,
         norm_offset=family.norm_offset,
         activation="gelu_tanh" if family.gemma else "silu",
@@ -398,18 +407,14 @@ def _check_architecture(content: dict[str, Any]) -> str:
     return architecture
 
 
-def _flat(content: dict[str, Any]) -> dict[str, Any]:
+def _convert(content: dict[str, Any], folder: Path) -> _Raw:
     """The language model's fields beside the rest, whether ``text_config`` holds them or not."""
     text = content.get("text_config")
-    if not isinstance(text, Mapping):
-        return content
-    own = {name: value for name, value in text.items() if value is not None}
-    tied = content.get("tie_word_embeddings") or own.get("tie_word_embeddings", False)
-    kept = {"architectures": content["architectures"], "tie_word_embeddings": tied}
-    return content | own | kept
-
-
-def _convert(content: dict[str, Any], folder: Path) -> _Raw:
+    if isinstance(text, Mapping):
+        own = {name: value for name, value in text.items() if value is not None}
+        tied = content.get("tie_word_embeddings") or own.get("tie_word_embeddings", False)
+        kept = {"architectures": content["architectures"], "tie_word_embeddings": tied}
+        content = content | own | kept
     try:
         raw = msgspec.convert(content, _Raw)
     except msgspec.ValidationError as error:
@@ -527,15 +532,6 @@ def _yarn(rope: _Rope, theta: float, factor: float, original: int) -> RopeConfig
         attention_factor=attention_factor,
         original_max_position=original,
     )
-
-
-def _local_rope(raw: _Raw) -> RopeConfig:
-    """Of Gemma's layers with a window."""
-    rope = raw.rope_parameters.sliding_attention if raw.rope_parameters else None
-    if rope is not None and (rope.rope_type or "default") != "default":
-        raise ConfigError("--model", f"rope_type {rope.rope_type!r} of windows is unsupported")
-    theta = (rope.rope_theta if rope else None) or raw.rope_local_base_freq
-    return RopeConfig(theta=theta)
 
 
 def _multimodal_rope(

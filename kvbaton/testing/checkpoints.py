@@ -281,7 +281,20 @@ def make_checkpoint(folder: str | Path, spec: CheckpointSpec | None = None) -> P
     if "vision_config" in config:
         preprocessor = _preprocessor_config(spec.family, config["vision_config"])
         _write_json(folder / "preprocessor_config.json", preprocessor)
-    _save_weights(folder, dict(_weights(spec, config)), spec.shards)
+    weights = dict(_weights(spec, config))
+    metadata = {"format": "pt"}
+    if spec.shards == 1:
+        save_file(weights, folder / "model.safetensors", metadata)
+        return folder
+    names, weight_map = list(weights), dict[str, str]()
+    for shard in range(spec.shards):
+        file = f"model-{shard + 1:05d}-of-{spec.shards:05d}.safetensors"
+        part = {name: weights[name] for name in names[shard :: spec.shards]}
+        save_file(part, folder / file, metadata)
+        weight_map |= dict.fromkeys(part, file)
+    total = sum(x.nbytes for x in weights.values())
+    index = {"metadata": {"total_size": total}, "weight_map": weight_map}
+    _write_json(folder / "model.safetensors.index.json", index)
     return folder
 
 
@@ -430,7 +443,9 @@ def _shapes(spec: CheckpointSpec, config: dict[str, Any]) -> Iterator[tuple[str,
             yield from _linear_attention_shapes(name, config)
         else:
             yield from _attention_shapes(spec, f"{name}.self_attn", config)
-        if layer in _layers_of_experts(spec, config):
+        step, dense = config.get("decoder_sparse_step", 1), config.get("mlp_only_layers", [])
+        sparse = layer not in dense and (layer + 1) % step == 0
+        if spec.family in _EXPERTS and sparse and layer >= config.get("first_k_dense_replace", 0):
             yield from _expert_shapes(spec.family, name, config)
         else:
             bias = bool(config.get("mlp_bias"))
@@ -506,14 +521,6 @@ def _linear_attention_shapes(
     yield f"{name}.dt_bias", (value_heads,)
     yield f"{name}.norm.weight", (config["linear_value_head_dim"],)
     yield f"{name}.out_proj.weight", (hidden, values)
-
-
-def _layers_of_experts(spec: CheckpointSpec, config: dict[str, Any]) -> list[int]:
-    if spec.family not in _EXPERTS:
-        return []
-    step, dense = config.get("decoder_sparse_step", 1), config.get("mlp_only_layers", [])
-    first = config.get("first_k_dense_replace", 0)
-    return [i for i in range(first, spec.num_layers) if i not in dense and (i + 1) % step == 0]
 
 
 def _expert_shapes(
@@ -617,23 +624,6 @@ def _weights(spec: CheckpointSpec, config: dict[str, Any]) -> Iterator[tuple[str
             inputs = shape[1] if name.endswith("_proj") else math.prod(shape[1:])
             value = noise * 1.5 * inputs**-0.5
         yield name, value.to(getattr(torch, spec.dtype))
-
-
-def _save_weights(folder: Path, weights: dict[str, Tensor], shards: int) -> None:
-    metadata = {"format": "pt"}
-    if shards == 1:
-        save_file(weights, folder / "model.safetensors", metadata)
-        return
-    names = list(weights)
-    weight_map: dict[str, str] = {}
-    for shard in range(shards):
-        file = f"model-{shard + 1:05d}-of-{shards:05d}.safetensors"
-        part = {name: weights[name] for name in names[shard::shards]}
-        save_file(part, folder / file, metadata)
-        weight_map |= dict.fromkeys(part, file)
-    total = sum(x.nbytes for x in weights.values())
-    index = {"metadata": {"total_size": total}, "weight_map": weight_map}
-    _write_json(folder / "model.safetensors.index.json", index)
 
 
 def main() -> None:
