@@ -245,9 +245,25 @@ class _Guard:
 
     def listen(self, host: str) -> GuardCard:
         with self._lock:
-            if host not in self._listeners:
-                self._listeners[host] = self._open(host)
-            return self._listeners[host]
+            if host in self._listeners:
+                return self._listeners[host]
+            try:
+                found = socket.getaddrinfo(host, 0, type=socket.SOCK_STREAM)[0]
+                sock = socket.socket(found[0], socket.SOCK_STREAM)
+            except OSError as error:
+                raise ConfigError("--host", f"can't listen on {host!r}: {error}") from error
+            try:
+                sock.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 2048)  # nothing is ever read
+                sock.bind(found[4])
+                sock.listen(128)
+                sock.setblocking(False)
+            except OSError as error:
+                sock.close()
+                raise ConfigError("--host", f"can't listen on {host!r}: {error}") from error
+            self.register(sock, select.EPOLLIN, lambda: self._accept(sock))
+            address, port = sock.getsockname()[:2]
+            card = self._listeners[host] = GuardCard(address, port, self._life)
+            return card
 
     def watch(self, card: GuardCard) -> Watch:
         with self._lock:
@@ -276,24 +292,6 @@ class _Guard:
     def unregister(self, sock: socket.socket) -> None:
         if self._handlers.pop(sock.fileno(), None) is not None:
             self._epoll.unregister(sock)
-
-    def _open(self, host: str) -> GuardCard:
-        try:
-            found = socket.getaddrinfo(host, 0, type=socket.SOCK_STREAM)[0]
-            sock = socket.socket(found[0], socket.SOCK_STREAM)
-        except OSError as error:
-            raise ConfigError("--host", f"can't listen on {host!r}: {error}") from error
-        try:
-            sock.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 2048)  # nothing is ever read
-            sock.bind(found[4])
-            sock.listen(128)
-            sock.setblocking(False)
-        except OSError as error:
-            sock.close()
-            raise ConfigError("--host", f"can't listen on {host!r}: {error}") from error
-        self.register(sock, select.EPOLLIN, lambda: self._accept(sock))
-        address, port = sock.getsockname()[:2]
-        return GuardCard(address, port, self._life)
 
     # --- the thread ---
 

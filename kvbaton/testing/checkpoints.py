@@ -435,11 +435,14 @@ def _shapes(spec: CheckpointSpec, config: dict[str, Any]) -> Iterator[tuple[str,
     head = "model.language_model" if spec.family == "qwen3_vl" else "model"
     hidden, middle = spec.hidden_size, spec.intermediate_size
     yield f"{head}.embed_tokens.weight", (spec.vocab_size, hidden)
+    interval = config.get("full_attention_interval", 1)
+    states = ["linear_attention"] * (interval - 1) + ["full_attention"]
+    kinds = config.get("layer_types") or states * spec.num_layers
     for layer in range(spec.num_layers):
         name = f"{head}.layers.{layer}"
         if spec.family in _LATENT:
             yield from _latent_shapes(f"{name}.self_attn", config)
-        elif spec.family == "qwen3_next" and _has_state(config, layer):
+        elif spec.family == "qwen3_next" and kinds[layer] == "linear_attention":
             yield from _linear_attention_shapes(name, config)
         else:
             yield from _attention_shapes(spec, f"{name}.self_attn", config)
@@ -497,13 +500,6 @@ def _latent_shapes(name: str, config: dict[str, Any]) -> Iterator[tuple[str, tup
     yield f"{name}.kv_a_layernorm.weight", (rank,)
     yield f"{name}.kv_b_proj.weight", (heads * (nope + value), rank)
     yield f"{name}.o_proj.weight", (hidden, heads * value)
-
-
-def _has_state(config: dict[str, Any], layer: int) -> bool:
-    if "layer_types" in config:
-        return bool(config["layer_types"][layer] == "linear_attention")
-    interval: int = config["full_attention_interval"]
-    return (layer + 1) % interval > 0
 
 
 def _linear_attention_shapes(

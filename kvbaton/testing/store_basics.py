@@ -82,18 +82,15 @@ def answers_are_futures(rig: StoreRig) -> None:
         future = call()
         require(isinstance(future, Future), f"{name} returned {type(future).__name__}")
         answer = rig.wait(future, name)
-        require(_is_right_type(name, answer), f"{name} answered {answer!r}")
+        match answer:
+            case Found(present=tuple() as present, ticket=None):
+                right = name == "lookup" and [type(part) for part in present] == [bool]
+            case list():
+                right = name in ("store", "load") and [type(part) for part in answer] == [bool]
+            case _:
+                right = name == "delete" and type(answer) is int
+        require(right, f"{name} answered {answer!r}")
     rig.store.release(0)
-
-
-def _is_right_type(name: str, answer: object) -> bool:
-    if isinstance(answer, Found):
-        present = answer.present
-        typed = isinstance(present, tuple) and [type(p) for p in present] == [bool]
-        return name == "lookup" and typed and answer.ticket is None
-    if name == "delete":
-        return type(answer) is int
-    return isinstance(answer, list) and [type(part) for part in answer] == [bool]
 
 
 @case(0)

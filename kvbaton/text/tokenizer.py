@@ -100,7 +100,10 @@ class Tokenizer:
         if chat_template is None and (folder / "chat_template.jinja").exists():
             chat_template = folder / "chat_template.jinja"
         if chat_template is not None:
-            template = _read(chat_template)
+            try:
+                template = Path(chat_template).read_text(encoding="utf-8")
+            except (OSError, ValueError) as error:
+                raise ConfigError(str(chat_template), f"can't be read: {error}") from error
         elif isinstance(template, list):  # several, by name
             named = {t.get("name"): t.get("template") for t in template if isinstance(t, dict)}
             template = named.get("default")
@@ -192,13 +195,6 @@ def _special_tokens(folder: Path, config: dict[str, Any]) -> dict[str, str]:
             raise ConfigError(str(folder / "tokenizer_config.json"), f"{name} must be a string")
         special[name] = value
     return special
-
-
-def _read(path: str | Path) -> str:
-    try:
-        return Path(path).read_text(encoding="utf-8")
-    except (OSError, ValueError) as error:
-        raise ConfigError(str(path), f"can't be read: {error}") from error
 
 
 def _decoder_types(pipeline: dict[str, Any]) -> frozenset[str]:

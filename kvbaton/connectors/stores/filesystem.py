@@ -295,10 +295,20 @@ class EntryIndex:
             present = self._ask(keys)
             if all(present):
                 return present
+            # Open folders that were not there, or were removed.
             missed = {key[0] for key, there in zip(keys, present, strict=True) if not there}
-            if any([self._reopen(folder) for folder in missed]):
-                present = self._ask(keys)
-            return present
+            opened = False
+            for folder in missed:
+                descriptor = self._folders[folder]
+                with suppress(OSError):  # a network file system's word for removed
+                    if descriptor != _NO_FOLDER and os.fstat(descriptor).st_nlink:
+                        continue
+                self._close(folder)
+                flags = os.O_PATH | os.O_DIRECTORY | os.O_CLOEXEC
+                with suppress(FileNotFoundError):
+                    self._folders[folder] = os.open(f"{self._root}/{folder:02x}", flags)
+                    opened = True
+            return self._ask(keys) if opened else present
 
     def close(self) -> None:
         """Close the folders."""
@@ -312,17 +322,6 @@ class EntryIndex:
             access(name + suffix, exists, dir_fd=folders[key[0]])
             for name, key in zip(names, keys, strict=False)
         ]
-
-    def _reopen(self, folder: int) -> bool:
-        """Open a folder that was not there, or was removed; whether there is one now."""
-        with suppress(OSError):  # a network file system's word for removed
-            if self._folders[folder] != _NO_FOLDER and os.fstat(self._folders[folder]).st_nlink:
-                return False
-        self._close(folder)
-        flags = os.O_PATH | os.O_DIRECTORY | os.O_CLOEXEC
-        with suppress(FileNotFoundError):
-            self._folders[folder] = os.open(f"{self._root}/{folder:02x}", flags)
-        return self._folders[folder] != _NO_FOLDER
 
     def _forget(self) -> None:
         self._root_id = None

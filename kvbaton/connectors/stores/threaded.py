@@ -242,8 +242,23 @@ class Moves(Future[list[bool]]):
                 self._answers[share] = action(items[share])
 
         self._workers = [pool.submit(work) for _ in range(count)]
+
+        def ended(worker: Future[None]) -> None:
+            error = None if worker.cancelled() else worker.exception()
+            with self._lock:
+                if error is not None:
+                    self._waiting.clear()
+                    self._error = self._error or error
+                self._left -= 1
+                if self._left:
+                    return
+            if self._error is not None:
+                self.set_exception(self._error)
+            else:
+                self.set_result(self._answers)
+
         for worker in self._workers:
-            worker.add_done_callback(self._worker_done)
+            worker.add_done_callback(ended)
         if not count:
             self.set_result([])
 
@@ -253,20 +268,6 @@ class Moves(Future[list[bool]]):
         for worker in self._workers:
             worker.cancel()
         return False
-
-    def _worker_done(self, worker: Future[None]) -> None:
-        error = None if worker.cancelled() else worker.exception()
-        with self._lock:
-            if error is not None:
-                self._waiting.clear()
-                self._error = self._error or error
-            self._left -= 1
-            if self._left:
-                return
-        if self._error is not None:
-            self.set_exception(self._error)
-        else:
-            self.set_result(self._answers)
 
 
 SEAL_BYTES = 16

@@ -37,8 +37,8 @@ import importlib
 import logging
 import os
 import time
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager, suppress
+from collections.abc import Callable, Sequence
+from contextlib import suppress
 from typing import TYPE_CHECKING, Any
 
 import msgspec
@@ -478,8 +478,17 @@ class NixlTransport:
     def _make_agent(self) -> NixlAgent:
         """An agent of a name that nobody has had."""
         self._number += 1
-        with _net_devices(self._host):
+        # While UCX reads its environment, show it the loopback device alone if we are there.
+        before = os.environ.get("UCX_NET_DEVICES")
+        if is_loopback(self._host):
+            os.environ["UCX_NET_DEVICES"] = "lo"
+        try:
             return NixlAgent(f"{self._name}/{self._number}")
+        finally:
+            if before is None:
+                os.environ.pop("UCX_NET_DEVICES", None)
+            else:
+                os.environ["UCX_NET_DEVICES"] = before
 
     def _destroy_agent(self, reason: str) -> None:
         agent = self._running()
@@ -593,18 +602,3 @@ def _load_nixl() -> ModuleType:
             logging.getLogger("nixl").setLevel(logging.WARNING)
         return module
     raise ConfigError("--transport", f"nixl needs the package nixl-cu13: {'; '.join(errors)}")
-
-
-@contextmanager
-def _net_devices(host: str) -> Iterator[None]:
-    """While UCX reads its environment, show it the loopback device alone if `host` is loopback."""
-    before = os.environ.get("UCX_NET_DEVICES")
-    if is_loopback(host):
-        os.environ["UCX_NET_DEVICES"] = "lo"
-    try:
-        yield
-    finally:
-        if before is None:
-            os.environ.pop("UCX_NET_DEVICES", None)
-        else:
-            os.environ["UCX_NET_DEVICES"] = before
