@@ -148,6 +148,7 @@ class KVCacheManager:
         self.pool = BlockPool(num_blocks, len(groups))
         self.alignment = math.lcm(*(group.block_size for group in groups))
         self._step_tokens = step_tokens
+        self._fitting = 0  # so many tokens, and fewer, are known to fit
         self._windows = tuple((g, group) for g, group in enumerate(groups) if group.reach)
         self.has_states = any(group.kind is GroupKind.STATE for group in groups)
 
@@ -195,9 +196,12 @@ class KVCacheManager:
 
     def too_large(self, num_tokens: int) -> str | None:
         """Why so many tokens can never fit, or None if they can."""
+        if num_tokens <= self._fitting:
+            return None
         most = [group.most_blocks(num_tokens, self._step_tokens) for group in self.groups]
         wanted, usable = sum(most), self.pool.usable
         if wanted <= usable:
+            self._fitting = num_tokens
             return None
         sizes = " and ".join(str(size) for size in sorted({g.block_size for g in self.groups}))
         return (
