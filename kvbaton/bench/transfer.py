@@ -1,7 +1,7 @@
 """``kvbaton bench transfer``: blocks from this process into another one, and what bounds that.
 
 Every block size is measured in rounds; a round does one write by every method, so that all of them
-see the same noise. Methods: a plain memory copy within this process; bare NIXL (`bare_nixl`); and
+see the same noise. Methods: a plain memory copy within this process; bare NIXL (`BareNixl`); and
 our transports, with digests off and on. With digests a write counts until the far side has summed
 what landed; the source's own sums are told apart, since an engine's step makes them on its way.
 """

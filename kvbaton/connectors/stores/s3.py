@@ -1,6 +1,6 @@
 """Objects in a bucket of S3, or of a service that speaks its protocol.
 
-``PREFIX/ab/abcd...``: checksum (`seal.py`) and bytes as one S3 object under the key in hex. It is
+``PREFIX/ab/abcd...``: checksum (`threaded.seal`) and bytes as one S3 object under the key in hex. It is
 shown only when all of it is there. What is too old, a lifecycle rule of the bucket removes.
 
 Credentials and region come from `options` or from the usual variables (``AWS_ACCESS_KEY_ID``,
