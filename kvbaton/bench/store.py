@@ -106,7 +106,20 @@ def run(load: StoreLoad, out: Path | None = None, plot: Path | None = None) -> i
         store.open()
         ending.callback(store.close)
         rows = [row for size in load.object_bytes for row in measure(store, placed, size)]
-        lookups = [_lookup_row(store, count) for count in LOOKUP_KEYS]
+        lookups = []
+        for count in LOOKUP_KEYS:  # of keys of which one in ten is there
+            keys = [os.urandom(KEY_BYTES) for _ in range(count)]
+            there = keys[:: max(10, count // 10)]
+            store.store(there, _pieces(np.ones((len(there), 1024), np.uint8))).result(CALL_S)
+            each = []
+            for _ in range(LOOKUPS):
+                began = time.perf_counter()
+                store.lookup(keys).result(CALL_S)
+                each.append(1e6 * (time.perf_counter() - began))
+            if store.capabilities.deletes:
+                store.delete(there).result(CALL_S)
+            took = {"p50 us": percentile(each, 50), "p99 us": percentile(each, 99)}
+            lookups.append({"keys": count} | took)
     if os.getloadavg()[0] > len(os.sched_getaffinity(0)):
         print(f"warning: others are busy here, load average {os.getloadavg()[0]:.1f}")
     if folder is None:
@@ -212,22 +225,6 @@ def _row(what: str, size: int, calls: int, took: Timing) -> dict[str, Any]:
         "objects": len(took.each),
         "refused": len(took.each) - sum(took.answers),
     }
-
-
-def _lookup_row(store: Store, count: int) -> dict[str, Any]:
-    """Lookups of keys of which one in ten is there."""
-    keys = [os.urandom(KEY_BYTES) for _ in range(count)]
-    there = keys[:: max(10, count // 10)]
-    data = _pieces(np.ones((len(there), 1024), np.uint8))
-    store.store(there, data).result(CALL_S)
-    each = []
-    for _ in range(LOOKUPS):
-        began = time.perf_counter()
-        store.lookup(keys).result(CALL_S)
-        each.append(1e6 * (time.perf_counter() - began))
-    if store.capabilities.deletes:
-        store.delete(there).result(CALL_S)
-    return {"keys": count, "p50 us": percentile(each, 50), "p99 us": percentile(each, 99)}
 
 
 def _pieces(array: Bytes) -> list[Pieces]:

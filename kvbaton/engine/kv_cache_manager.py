@@ -248,7 +248,13 @@ class KVCacheManager:
         if self.has_states:
             length = min(length, num_tokens - 1)
         length -= length % self.alignment
-        holes = [(group, _last_holes(hits[g])) for g, group in self._windows]
+        holes = []
+        for g, group in self._windows:
+            # Per number of blocks n, the last null block among the first n; -1 if there is none.
+            found = [-1]
+            for i, block in enumerate(hits[g]):
+                found.append(i if block == NULL_BLOCK else found[-1])
+            holes.append((group, found))
         while True:
             position = min(length, num_tokens - 1)
             hole, size = -1, 1
@@ -463,11 +469,3 @@ class KVCacheManager:
 def blocks_of(spans: Spans) -> list[int]:
     """All blocks that spans name."""
     return [block for group_spans in spans for span in group_spans for block in span.blocks]
-
-
-def _last_holes(hit: Sequence[int]) -> list[int]:
-    """Per number of blocks n, the last null block among the first n; -1 if there is none."""
-    found = [-1]
-    for i, block in enumerate(hit):
-        found.append(i if block == NULL_BLOCK else found[-1])
-    return found

@@ -343,7 +343,12 @@ def _fill_dummy(piece: Piece, seed: int) -> None:
     name = hashlib.sha256(f"{seed}:{piece.name}".encode()).digest()
     salt = int.from_bytes(name[:8], "little", signed=True)
     for target, index in _element_numbers(piece):
-        target.copy_((_mix(index + salt) >> 40).float() * (DUMMY_SCALE * math.sqrt(3) / 2**23))
+        # SplitMix64's output function (Steele, Lea, Flood, OOPSLA 2014), in wrapping int64.
+        x = (index + salt) * -0x61C8864680B583EB
+        x = (x ^ (x >> 30 & 0x3FFFFFFFF)) * -0x40A7B892E31B1A47
+        x = (x ^ (x >> 27 & 0x1FFFFFFFFF)) * -0x6B2FB644ECCEEE15
+        x = x ^ (x >> 31 & 0x1FFFFFFFF)
+        target.copy_((x >> 40).float() * (DUMMY_SCALE * math.sqrt(3) / 2**23))
 
 
 def _element_numbers(piece: Piece) -> Iterator[tuple[Tensor, Tensor]]:
@@ -364,11 +369,3 @@ def _element_numbers(piece: Piece) -> Iterator[tuple[Tensor, Tensor]]:
         torch.split(piece.target, step), torch.split(rows, step), strict=True
     ):
         yield part, first_numbers.view(-1, *(1,) * rest.dim()) + rest
-
-
-def _mix(x: Tensor) -> Tensor:
-    """SplitMix64's output function (Steele, Lea, Flood, OOPSLA 2014), in wrapping int64."""
-    x = x * -0x61C8864680B583EB
-    x = (x ^ (x >> 30 & 0x3FFFFFFFF)) * -0x40A7B892E31B1A47
-    x = (x ^ (x >> 27 & 0x1FFFFFFFFF)) * -0x6B2FB644ECCEEE15
-    return x ^ (x >> 31 & 0x1FFFFFFFF)

@@ -75,8 +75,19 @@ def sample(logits: Tensor, rows: SampleRows, eos_token_ids: tuple[int, ...]) -> 
     """
     process_logits(logits, rows, eos_token_ids)
     drawn = [row for row, p in enumerate(rows.params) if p.temperature >= GREEDY_BELOW]
-    if drawn:
-        _add_noise(logits, rows, drawn)
+    if drawn:  # Gumbel noise on the rows that are not greedy
+        index = torch.tensor(drawn, device=logits.device)
+        # The int64 with the same 64 bits; greedy rows may come without a seed.
+        bits = np.array([(param.seed or 0) & SEED_MASK for param in rows.params], np.uint64)
+        seeds, positions, choices = (
+            torch.from_numpy(x).to(logits.device)
+            for x in (bits.view(np.int64), rows.lengths, rows.choices)
+        )
+        vocab = logits.shape[1]
+        for part in torch.split(index, max(1, NOISE_ELEMENTS // vocab)):
+            logits[part] += gumbel_noise(
+                seeds[part], positions[part], choices[part], vocab, PURPOSE_SAMPLE
+            )
     return logits.argmax(dim=-1)
 
 
@@ -191,22 +202,6 @@ STEPS: tuple[Step, ...] = (
     _keep_top_p,
     _keep_min_p,
 )
-
-
-def _add_noise(logits: Tensor, rows: SampleRows, chosen: list[int]) -> None:
-    """Gumbel noise on the rows that are not greedy."""
-    index = torch.tensor(chosen, device=logits.device)
-    # The int64 with the same 64 bits; greedy rows may come without a seed.
-    bits = np.array([(param.seed or 0) & SEED_MASK for param in rows.params], np.uint64)
-    seeds = torch.from_numpy(bits.view(np.int64)).to(logits.device)
-    positions, choices = (
-        torch.from_numpy(x).to(logits.device) for x in (rows.lengths, rows.choices)
-    )
-    vocab = logits.shape[1]
-    for part in torch.split(index, max(1, NOISE_ELEMENTS // vocab)):
-        logits[part] += gumbel_noise(
-            seeds[part], positions[part], choices[part], vocab, PURPOSE_SAMPLE
-        )
 
 
 # --- log probabilities ---

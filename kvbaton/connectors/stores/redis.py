@@ -1,7 +1,7 @@
 """Objects as values of a Redis server.
 
-``PREFIX<key in hex>`` holds checksum (`threaded.seal`) and bytes as one string. A string is set as a
-whole or not at all, so no reader sees a part. Whether the server evicts, and what it keeps over a
+``PREFIX<key in hex>`` holds checksum (`threaded.seal`) and bytes as one string. A string is set as
+a whole or not at all, so no reader sees a part. Whether the server evicts, and what it keeps over a
 restart, is up to its own configuration; without eviction a full server refuses, which is False.
 """
 

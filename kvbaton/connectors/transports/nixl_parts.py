@@ -60,7 +60,17 @@ def cut(
         target_device: Device = "cuda" if value & 1 else "cpu"
         whole = Copies(*(column[kind == value] for column in copies))
         direct = source_device == target_device == "cuda"
-        chosen = _bounded(whole, GPU_PIECE_BYTES if direct else PART_BYTES)
+        chosen, most = whole, GPU_PIECE_BYTES if direct else PART_BYTES
+        pieces = -(-whole.length // most)
+        if pieces.max() > 1:  # split copies that are too long
+            past = np.cumsum(pieces)
+            begin = (np.arange(int(past[-1])) - np.repeat(past - pieces, pieces)) * most
+            each = Copies(*(np.repeat(column, pieces) for column in whole))
+            chosen = each._replace(
+                source_offset=each.source_offset + begin,
+                target_offset=each.target_offset + begin,
+                length=np.minimum(each.length - begin, most),
+            )
         source = _describe(chosen.source_region, chosen.source_offset, chosen.length, ours)
         target = _describe(chosen.target_region, chosen.target_offset, chosen.length, theirs)
         ends, start = np.cumsum(chosen.length), 0
@@ -73,21 +83,6 @@ def cut(
             parts.append(WritePart(*sides))
             start = stop
     return parts
-
-
-def _bounded(copies: Copies, most: int) -> Copies:
-    """Split copies that are longer than `most` bytes."""
-    pieces = -(-copies.length // most)
-    if not len(pieces) or pieces.max() == 1:
-        return copies
-    ends = np.cumsum(pieces)
-    start = (np.arange(int(ends[-1])) - np.repeat(ends - pieces, pieces)) * most
-    each = Copies(*(np.repeat(column, pieces) for column in copies))
-    return each._replace(
-        source_offset=each.source_offset + start,
-        target_offset=each.target_offset + start,
-        length=np.minimum(each.length - start, most),
-    )
 
 
 def _describe(
