@@ -1,7 +1,7 @@
 """Objects in a bucket of S3, or of a service that speaks its protocol.
 
-``PREFIX/ab/abcd...``: checksum (`threaded.seal`) and bytes as one S3 object under the key in hex. It
-is shown only when all of it is there. What is too old, a lifecycle rule of the bucket removes.
+``PREFIX/ab/abcd...``: checksum (`threaded.seal`) and bytes as one S3 object under the key in hex.
+It is shown only when all of it is there. What is too old, a lifecycle rule of the bucket removes.
 
 Credentials and region come from `options` or from the usual variables (``AWS_ACCESS_KEY_ID``,
 ``AWS_SECRET_ACCESS_KEY``, ``AWS_REGION``, ...); neither is ever logged.
