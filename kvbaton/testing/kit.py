@@ -146,7 +146,7 @@ def run_case(
     answers: list[tuple[CaseVerdict, str]] = []
 
     def work() -> None:
-        with _stray_errors() as strays:
+        with _stray_errors.collect() as strays:
             verdict, text = _attempt(case, make_rig)
         if strays and verdict is CaseVerdict.PASSED:
             verdict = CaseVerdict.FAILED
@@ -186,26 +186,49 @@ def _attempt(
     return CaseVerdict.PASSED, ""
 
 
-@contextmanager
-def _stray_errors() -> Iterator[list[str]]:
-    """Collect what threads and callbacks of futures raise, which else would only be logged."""
-    strays: list[str] = []
+class _StrayErrors(logging.Handler):
+    """Collects what threads and callbacks of futures raise, which else would only be logged.
 
-    class Collector(logging.Handler):
-        def emit(self, record: logging.LogRecord) -> None:
-            strays.append(self.format(record))
+    A case that was given up may end while the next one runs, which must not miss anything by that.
+    """
 
-    def hook(args: threading.ExceptHookArgs) -> None:
-        strays.append("".join(traceback.format_exception(args.exc_value)))
+    def __init__(self) -> None:
+        super().__init__()
+        self._changing = threading.Lock()
+        self._collecting: list[list[str]] = []
+        self._before = threading.excepthook
 
-    before, threading.excepthook = threading.excepthook, hook
-    logger, collector = logging.getLogger("concurrent.futures"), Collector()
-    logger.addHandler(collector)
-    try:
-        yield strays
-    finally:
-        logger.removeHandler(collector)
-        threading.excepthook = before
+    def emit(self, record: logging.LogRecord) -> None:
+        """An error that ``concurrent.futures`` logs."""
+        self._note(self.format(record))
+
+    def _note(self, text: str) -> None:
+        for strays in tuple(self._collecting):
+            strays.append(text)
+
+    @contextmanager
+    def collect(self) -> Iterator[list[str]]:
+        """Those that come in the meantime."""
+        strays: list[str] = []
+        with self._changing:
+            if not self._collecting:
+                self._before = threading.excepthook
+                threading.excepthook = lambda args: self._note(
+                    "".join(traceback.format_exception(args.exc_value))
+                )
+                logging.getLogger("concurrent.futures").addHandler(self)
+            self._collecting.append(strays)
+        try:
+            yield strays
+        finally:
+            with self._changing:
+                self._collecting = [other for other in self._collecting if other is not strays]
+                if not self._collecting:
+                    threading.excepthook = self._before
+                    logging.getLogger("concurrent.futures").removeHandler(self)
+
+
+_stray_errors = _StrayErrors()
 
 
 # --- what must be given back ---

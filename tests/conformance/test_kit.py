@@ -12,13 +12,14 @@ from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
 from threading import Event, Thread
+from threading import enumerate as enumerate_threads
 from xml.etree import ElementTree
 
 import pytest
 
 from kvbaton.errors import ConfigError, StoreError
 from kvbaton.testing.check import main, make_subject
-from kvbaton.testing.kit import Case, CaseVerdict, Kit, KitBroke, Outcome, require, run_case
+from kvbaton.testing.kit import THREAD, Case, CaseVerdict, Kit, KitBroke, Outcome, require, run_case
 
 BROKEN = "tests.connectors_broken.stores:FindsEverything"
 
@@ -85,6 +86,22 @@ def test_an_error_in_a_thread_fails_the_case() -> None:
     outcome = run(stumble)
     assert outcome.verdict is CaseVerdict.FAILED
     assert "unheard" in outcome.text
+
+
+def test_a_case_that_was_given_up_hides_no_error_of_the_next() -> None:
+    never = Event()
+    assert run(lambda bench: never.wait(), limit=0.2).hung
+    given_up = [thread for thread in enumerate_threads() if thread.name.startswith(THREAD)]
+
+    def stumble(bench: Bench) -> None:
+        never.set()
+        for old in given_up:
+            old.join(5.0)
+        thread = Thread(target=lambda: raise_it(ValueError("unheard")))
+        thread.start()
+        thread.join()
+
+    assert run(stumble).verdict is CaseVerdict.FAILED
 
 
 @pytest.mark.parametrize(
