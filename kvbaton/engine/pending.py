@@ -57,6 +57,9 @@ class Pending(Generic[T]):
 
 def join(parts: Sequence[Pending[T]]) -> Pending[list[T]]:
     """The results of all parts, in their order."""
+    if len(parts) == 1:
+        (only,) = parts
+        return Pending(only.ready, lambda: [only.result()])
     return Pending(
         lambda: all(part.ready() for part in parts), lambda: [part.result() for part in parts]
     )
