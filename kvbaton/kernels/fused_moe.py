@@ -21,7 +21,7 @@ GROUP = 16
 """Blocks of rows that walk through the weights together, so that a tile is read once for them."""
 
 COUNT = 1024
-"""Entries that a program of the sort looks at together."""
+"""Entries that a program of the sort looks at together; four times as many for large blocks."""
 
 
 @dataclass(frozen=True)
@@ -194,9 +194,10 @@ def _sort(ids: torch.Tensor, first: int, held: int, rows: int) -> _Rows:
     blocks = cdiv(entries + min(entries, held) * (rows - 1), rows)
     scratch = torch.empty(blocks * (rows + 1) + 1, dtype=torch.int32, device=ids.device)
     used, experts, order = scratch[:1], scratch[1 : 1 + blocks], scratch[1 + blocks :]
+    count, warps = (4 * COUNT, 8) if rows >= 128 else (COUNT, 4)
     _sort_kernel[(held,)](
         ids, order, experts, used, entries, first,
-        HELD=held, BLOCK_E=next_power_of_2(held), ROWS=rows, COUNT=COUNT, num_warps=4,
+        HELD=held, BLOCK_E=next_power_of_2(held), ROWS=rows, COUNT=count, num_warps=warps,
     )  # fmt: skip
     return _Rows(order, experts, used)
 
