@@ -44,6 +44,7 @@ class Event(Struct, frozen=True, kw_only=True):
         choice: index in the answer: prompt times n plus choice.
         delta: new text and tokens.
         first: whether it is the choice's first event.
+        last: whether nothing more will come of the prompt.
         output: what the source said; its tokens may be more than those of `delta`.
     """
 
@@ -51,6 +52,7 @@ class Event(Struct, frozen=True, kw_only=True):
     choice: int
     delta: TextDelta
     first: bool
+    last: bool
     output: Output
 
 
@@ -109,12 +111,13 @@ async def _run(
             choice=prompt.index * n + choice,
             delta=delta,
             first=first,
+            last=not open_choices,
             output=output,
         )
 
     def sink(output: Output) -> bool:
-        if not is_free():
-            return False
+        if not is_free() or (output.finish_reason is not None and len(open_choices) == 1):
+            return False  # the last one is better told with the end, for which the reader wakes
         new = event_of(output)
         if new is not None:
             take(new)
@@ -293,7 +296,7 @@ async def respond(
     """Run the prompts and answer.
 
     A stream has one chunk per event, also where a token adds no text, as vLLM's: who measures by
-    the chunks counts every token.
+    the chunks counts every token. The last one leaves with the end, in one write.
 
     Raises:
         RequestError, EngineDeadError: nothing was sent yet and it can't be served.
@@ -316,7 +319,10 @@ async def respond(
         )
         async with aclosing(events):
             async for new in events:
-                await stream.send(formatter.event(new))
+                if new.last and len(prompts) == 1:
+                    stream.held = formatter.event(new)
+                else:
+                    await stream.send(formatter.event(new))
         if formatter.usage is not None:
-            await stream.send(event(formatter.usage_chunk(formatter.usage.usage())))
+            stream.held += event(formatter.usage_chunk(formatter.usage.usage()))
     return stream.response

@@ -43,10 +43,14 @@ class EventStream:
 
     Args:
         request: to answer.
+
+    Attributes:
+        held: events that leave with the next ones, or with the end.
     """
 
     def __init__(self, request: web.Request) -> None:
         self.response = _EventResponse(headers=HEADERS)
+        self.held = b""
         self._request = request
         self._chunks: asyncio.Transport | None = None
 
@@ -97,11 +101,12 @@ async def event_stream(request: web.Request, limit_s: float) -> AsyncIterator[Ev
             yield stream
             if not response.prepared:
                 await response.prepare(request)
-            await response.write_eof(_DONE_EVENT)
+            held, stream.held = stream.held, b""
+            await response.write_eof(held + _DONE_EVENT)
     except Exception as error:
         if not response.prepared:
             raise
-        await _end_badly(request, response, error)
+        await _end_badly(request, stream, error)
 
 
 def event(message: Struct) -> bytes:
@@ -109,7 +114,7 @@ def event(message: Struct) -> bytes:
     return b"data: %b\n\n" % _encoder.encode(message)
 
 
-async def _end_badly(request: web.Request, response: web.StreamResponse, error: Exception) -> None:
+async def _end_badly(request: web.Request, stream: EventStream, error: Exception) -> None:
     """Say why, if the client is still there and takes it in time; else hang up."""
     name, transport = request[REQUEST_ID], request.transport
     loop = asyncio.get_running_loop()
@@ -125,8 +130,8 @@ async def _end_badly(request: web.Request, response: web.StreamResponse, error: 
         failure = describe(error)
         logger.info("request %s: ended by %s", name, failure.message)
         with contextlib.suppress(ConnectionResetError):  # it may go away at this very moment
-            await response.write(b"data: %b\n\n" % error_body(failure))
-            await response.write_eof()
+            await stream.response.write(b"%bdata: %b\n\n" % (stream.held, error_body(failure)))
+            await stream.response.write_eof()
 
 
 def _is_stuck(transport: asyncio.WriteTransport) -> bool:

@@ -421,3 +421,20 @@ async def test_a_reader_that_is_too_slow_loses_its_request(
     assert told.count(b'"text"') < 100 * 200
     writer.transport.abort()
     await asyncio.sleep(0)
+
+
+async def test_the_last_token_leaves_with_the_end(serve: Any) -> None:
+    endpoint = await serve()
+    body = {"prompt": "a", "stream": True, "stream_options": {"include_usage": True}}
+    async with endpoint.session.post("/v1/completions", json=body) as response:
+        parts = [part async for part in response.content.iter_chunks()]
+    chunks, whole = list[bytes](), b""
+    for data, ends_chunk in parts:
+        whole += data
+        if ends_chunk:
+            chunks.append(whole)
+            whole = b""
+    token, usage, end = chunks[-1].removesuffix(b"\n\n").split(b"\n\n")
+    assert b'"finish_reason":"' in token
+    assert b'"completion_tokens":' in usage
+    assert end == b"data: [DONE]"
