@@ -14,11 +14,13 @@ from msgspec import Meta, Struct
 
 from kvbaton.types import BlockSpan, ChoiceStart, Count, Id128, Key, Name, NodeId, Text, clip_text
 
-PROTOCOL_VERSION = 2
+PROTOCOL_VERSION = 3
 """2: digests of another formula, which travel in the notices of writes."""
 
 MIN_PROTOCOL_VERSION = 2
 
+SHARING_PAIRS_VERSION = 3
+"""From it on D waits for notices of the rank pairs that share bytes, before for those of all."""
 
 MAX_SESSIONS_ASKED = 256
 

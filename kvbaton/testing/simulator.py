@@ -376,18 +376,16 @@ def leftovers(node: SimulatedNode) -> Iterator[tuple[str, int]]:
 SETTINGS = set(
     "transports layouts counters published outcomes groups prompt_tokens workers _timelines "
     "finished record ranks connectors by_code ended Connectors.failures _having _do _on _rules "
-    "_alarms _handlers actions Scheduler._ended SourceSessions._over".split()
+    "_handlers actions stories _at _heap Scheduler._ended Source._over".split()
 )
 """What is set up once, counts, or is emptied by the next call."""
 
-BOUNDED = set(
-    "SimulatedExecutor SimulatedChannel SimulatedNode Context BlockPool Tombstones Alarms".split()
-)
+BOUNDED = set("SimulatedExecutor SimulatedChannel SimulatedNode BlockPool Tombstones".split())
 """What holds a bounded number of things, or has an audit of its own."""
 
 PER_PEER = set(
-    "SourceSessions.known SourceWorker._peers TargetSessions.known TargetSessions.lines "
-    "TargetWorker._peers TargetWorker._pairings TargetConnector._members".split()
+    "Source.known SourceWorker._peers Target.known Target.lines "
+    "TargetWorker._peers TargetConnector._members".split()
 )
 """What holds one thing for each peer that lives."""
 

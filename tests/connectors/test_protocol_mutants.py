@@ -24,7 +24,7 @@ from kvbaton.connectors.protocol.events import (
 from kvbaton.connectors.protocol.incoming import Incoming, TargetState
 from kvbaton.connectors.protocol.machine import Tombstones
 from kvbaton.connectors.protocol.outgoing import SourceState
-from kvbaton.connectors.protocol.session import Session, decode_layouts
+from kvbaton.connectors.protocol.session import Sessions, decode_layouts
 from kvbaton.connectors.protocol.source import Source
 from kvbaton.connectors.protocol.source_sessions import SourceSessions
 from kvbaton.connectors.protocol.target import Target
@@ -71,7 +71,7 @@ def breaks(*places: tuple[Any, str], caught_by: str = "simulator") -> Callable[[
 
 def drop(machine: Any, kind: type) -> None:
     """Take actions of a kind out of those decided on."""
-    actions = machine.context.actions
+    actions = machine.actions
     actions[:] = [action for action in actions if not isinstance(action, kind)]
 
 
@@ -111,7 +111,7 @@ def frees_on_cancel(self: Any, record: Any, outcome: str) -> None:
 @breaks((Target, "_try_deliver"))
 def trusts_complete(self: Any, record: Any) -> None:
     if record.complete is not None:
-        self.context.do(Deliver(record.name, record.complete.choices, 0))
+        self.do(Deliver(record.name, record.complete.choices, 0))
         self._send(record, Ack, verdict="ok")
         record.outcome = "delivered"
         self._end(record)
@@ -132,7 +132,7 @@ def counts_one_notice_for_all(self: Any, record: Any, event: Any) -> None:
     arrival = record.arrivals.get(event.write)
     if arrival is not None and arrival.missing:
         arrival.missing.clear()
-        self.context.do(record.verification(event.write, self.groups))
+        self.do(record.verification(event.write, self.groups))
 
 
 @breaks((Target, "_landed"))
@@ -155,10 +155,10 @@ def takes_a_lost_peers_writes_for_gone(self: Any, node: Any) -> None:
         self._release_all(other)
 
 
-real_session_end = TargetSessions.end
+real_session_end = TargetSessions.end_session
 
 
-@breaks((TargetSessions, "end"))
+@breaks((TargetSessions, "end_session"))
 def ends_quarantine_with_the_session(self: Any, session: Any, why: str) -> None:
     real_session_end(self, session, why)
     self._release_all(session)
@@ -198,13 +198,13 @@ MUTANTS.append(
 @breaks((Target, "_fail"))
 def fails_twice(self: Any, record: Any, reason: str) -> None:
     for _ in range(2):
-        self.context.do(Fail(record.name, record.valid_through(), reason))
+        self.do(Fail(record.name, record.valid_through(), reason))
     self._leave(record, "failed")
 
 
 @breaks((Target, "_cancel_target"))
 def fails_after_cancel(self: Any, record: Any, event: Any) -> None:
-    self.context.do(Fail(record.name, record.start, "cancelled"))
+    self.do(Fail(record.name, record.start, "cancelled"))
     self._leave(record, "cancelled")
 
 
@@ -214,8 +214,8 @@ real_try_deliver = Target._try_deliver
 @breaks((Target, "_try_deliver"))
 def delivers_and_fails(self: Any, record: Any) -> None:
     real_try_deliver(self, record)
-    if any(isinstance(action, Deliver) for action in self.context.actions):
-        self.context.do(Fail(record.name, record.start, "a second outcome"))
+    if any(isinstance(action, Deliver) for action in self.actions):
+        self.do(Fail(record.name, record.start, "a second outcome"))
 
 
 # --- D: what it asks, and of whom ---
@@ -223,7 +223,7 @@ def delivers_and_fails(self: Any, record: Any) -> None:
 
 @breaks((Target, "_repeat_cancel"))
 def cancels_once(self: Any, record: Any, given: Any) -> None:
-    self.context.ring_in("resend", record.name, self.timers.resend)
+    self.ring_in("resend", record.name, self.timers.resend)
     if not any("> Cancel" in line for line in self.story(record.name)):
         self._answer_late(record, None)
 
@@ -252,7 +252,7 @@ def keeps_nothing_alive(self: Any, record: Any, given: Any) -> None:
     if record.state is TargetState.RESERVED:
         real_repeat_reserve(self, record, given)
     else:
-        self.context.ring_in("resend", record.name, self.timers.lease / 4)
+        self.ring_in("resend", record.name, self.timers.lease / 4)
 
 
 off("ignores_a_source_that_is_gone", (TargetSessions, "peer_gone"))
@@ -261,7 +261,7 @@ off("ignores_a_source_that_is_gone", (TargetSessions, "peer_gone"))
 @breaks((TargetSessions, "_up"))
 def fences_a_healthy_peer(self: Any, line: Any, session: Any, message: Any) -> None:
     real_up(self, line, session, message)
-    self.context.do(Fence(message.sender))
+    self.do(Fence(message.sender))
 
 
 # Its connection breaks, or it is silent: no schedule needs the third way to learn of it.
@@ -280,7 +280,7 @@ off(
 def takes_foreign_answers(self: Any, session: Any, message: Any) -> None:
     record = self.record(Attempt(message.transfer_id, message.attempt))
     record.session = record.session or session
-    self._apply(type(message), record, message)
+    self.apply(type(message), record, message)
 
 
 # --- P: when blocks are free, when a drain is over ---
@@ -288,12 +288,12 @@ def takes_foreign_answers(self: Any, session: Any, message: Any) -> None:
 
 @breaks((Source, "_cancel_over"))
 def drops_unknown_cancels(self: Any, record: Any, message: Any) -> None:
-    self.context.count("dropped")
+    self.count("dropped")
 
 
 @breaks((Source, "_cancel_over"))
 def forgets_cancels(self: Any, record: Any, message: Any) -> None:
-    if not self.sessions.has_undrained(record.name):
+    if not self.has_undrained(record.name):
         self._send(record, Drained)
 
 
@@ -329,7 +329,7 @@ real_closed = SourceSessions.closed
 def takes_closed_for_drained(self: Any, event: Any) -> None:
     real_closed(self, event)
     if event.session in self._over:
-        self._over[event.session].undrained.clear()
+        self._over[event.session].flying.clear()
 
 
 @breaks((SourceSessions, "_tell_drained"))
@@ -359,8 +359,7 @@ def reports_blocks_of_a_step_in_flight(self: Any) -> Any:
 
 @breaks((Source, "_write_ended"))
 def posts_again(self: Any, record: Any, event: Any) -> None:
-    if event.ok or event.drained:
-        record.flying.discard((event.write, event.source_rank, event.target_rank))
+    self.strike_off(record, event)
     if not event.ok and record.state is not SourceState.STOPPING:
         record.posted = record.writes[event.write][0]
         self._push(record)
@@ -417,7 +416,7 @@ def lets_a_reserve_change(old: Any, new: Any) -> bool:
 
 @breaks((Source, "_foreign"))
 def takes_foreign_messages(self: Any, session: Any, record: Any, message: Any) -> None:
-    self._apply(type(message), record, message)
+    self.apply(type(message), record, message)
 
 
 off("ignores_a_target_that_is_gone", (SourceSessions, "peer_gone"))
@@ -440,7 +439,7 @@ def renews_no_lease(self: Any, record: Any, message: Any) -> None:
 
 @breaks((Source, "_repeat"))
 def tells_no_progress(self: Any, record: Any, given: Any) -> None:
-    self.context.ring_in("resend", record.name, self.timers.resend)
+    self.ring_in("resend", record.name, self.timers.resend)
     if record.state is SourceState.COMPLETED:
         self._send_complete(record)
 
@@ -451,7 +450,7 @@ real_engage = Source._engage
 @breaks((Source, "_engage"))
 def forgets_the_lease(self: Any, record: Any) -> None:
     real_engage(self, record)
-    self.context.clear("deadline", record.name)
+    self.clear("deadline", record.name)
 
 
 # No schedule of thousands has that order: a `Hello` must overtake a later session's messages.
@@ -463,15 +462,15 @@ def takes_a_stale_hello(self: Any, hello: Any) -> bool:
     return True
 
 
-real_admit = SourceSessions.admit
+real_session_of = SourceSessions.session_of
 
 
-@breaks((SourceSessions, "admit"))
+@breaks((SourceSessions, "session_of"))
 def takes_stale_sessions(self: Any, event: Any) -> Any:
     name = event.message.session
     known = self.known.get(name) or self._over.get(name)
     if known is None:
-        return real_admit(self, event)
+        return real_session_of(self, event)
     known.link = event.link
     return known
 
@@ -479,9 +478,9 @@ def takes_stale_sessions(self: Any, event: Any) -> Any:
 # --- both sides: numbers, checks, memory ---
 
 
-@breaks((Session, "admit"))
-def admits_duplicate_numbers(self: Any, context: Any, link: Any, seq: int) -> bool:
-    self.last_in, self.link = seq, link
+@breaks((Sessions, "admit"))
+def admits_duplicate_numbers(self: Any, session: Any, link: Any, seq: int) -> bool:
+    session.last_in, session.link = seq, link
     return True
 
 

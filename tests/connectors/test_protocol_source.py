@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from types import SimpleNamespace
 from typing import Any
 
 import msgspec
@@ -37,6 +38,7 @@ from kvbaton.connectors.protocol.machine import MAX_TOMBSTONES
 from kvbaton.connectors.protocol.source import Source
 from kvbaton.errors import LayoutMismatchError
 from kvbaton.messages.control import (
+    PROTOCOL_VERSION,
     Accepted,
     Ack,
     Cancel,
@@ -70,13 +72,17 @@ def cards(*groups: KVLayout, ranks: int = 1) -> tuple[RankCard, ...]:
     return tuple(RankCard(r, b"c", msgspec.msgpack.encode(list(groups))) for r in range(ranks))
 
 
+SHARED: Any = SimpleNamespace(shares=((0, 0), (1, 0)))
+"""What the machines want of a pairing: both ranks of the source write to the target's."""
+
+
 class Rig:
     """A source with block size 4, and a target (block size 6) that is a script."""
 
     def __init__(self, *, groups: tuple[KVLayout, ...] = (layout(4),), **options: Any) -> None:
         node = NodeId("p", bytes(16))
         identity = Identity(node, bytes(32), {"model": "a"}, "tcp", cards(*groups, ranks=2))
-        options.setdefault("pair", lambda a, b: ())
+        options.setdefault("pair", lambda a, b: (SHARED,))
         self.machine = Source(identity, TIMERS, **options)
         self.now = 0.0
         self.seq = 0
@@ -128,7 +134,7 @@ class Rig:
     def wait(self, seconds: float) -> list[Any]:
         """Let time pass, tick by tick."""
         until, actions = self.now + seconds, []
-        while (deadline := self.machine.next_deadline()) is not None and deadline <= until:
+        while (deadline := self.machine.next_alarm()) is not None and deadline <= until:
             self.now = deadline
             actions += self.do(Tick())
         self.now = until
@@ -173,6 +179,22 @@ def of(actions: list[Any], kind: type) -> list[Any]:
 # --- sessions ---
 
 
+@pytest.mark.parametrize(("newest", "others"), [(3, set()), (2, {(0, 1), (1, 1)})])
+def test_ranks_that_share_nothing_write_only_to_who_waits_for_it(
+    newest: int, others: set[tuple[int, int]]
+) -> None:
+    rig = Rig()
+    opened, _ = rig.hello(max_version=newest, ranks=cards(layout(6), ranks=2))
+    assert opened.pairs == {(0, 0), (1, 0)} | others
+    rig.announce()
+    rig.reserve()
+    (post,) = of(rig.ready(0, 16), Post)
+    for rank, target in sorted({(0, 0), (1, 0)} | others):
+        assert rig.machine.ledger()["writes_in_flight"] > 0
+        rig.do(WriteEnded(NAME, post.write, rank, target, ok=True))
+    assert rig.machine.ledger()["writes_in_flight"] == 0
+
+
 def test_hello_opens_the_transport_and_is_welcomed_where_it_came_from() -> None:
     opened, welcome = Rig().hello()
     assert isinstance(opened, OpenPeer)
@@ -181,7 +203,7 @@ def test_hello_opens_the_transport_and_is_welcomed_where_it_came_from() -> None:
         session=b"s" * 16,
         seq=0,
         sender=NodeId("p", bytes(16)),
-        version=2,
+        version=PROTOCOL_VERSION,
         ranks=cards(layout(4), ranks=2),
     )
 
@@ -196,7 +218,7 @@ def test_a_repeated_hello_is_welcomed_again_but_opens_nothing() -> None:
 @pytest.mark.parametrize(
     ("fields", "code", "said"),
     [
-        ({"min_version": 3}, "version", "target 3 to 9"),
+        ({"min_version": 4}, "version", "target 4 to 9"),
         ({"identity": b"x" * 32, "identity_record": {"model": "b"}}, "identity", "'a', target 'b'"),
         ({"transport": "nixl"}, "transport", "'tcp', target 'nixl'"),
         ({"ranks": ()}, "malformed", "ranks"),

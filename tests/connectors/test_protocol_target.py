@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from types import SimpleNamespace
 from typing import Any
 
 import msgspec
@@ -74,13 +75,17 @@ def cards(block_size: int, ranks: int) -> tuple[RankCard, ...]:
     return tuple(RankCard(rank, b"c", layouts) for rank in range(ranks))
 
 
+SHARED: Any = SimpleNamespace(shares=((0, 0), (1, 0)))
+"""What the machines want of a pairing: both ranks of the source write to the target's."""
+
+
 class Rig:
     """A target with one rank and block size 4; the source, with two, is a script."""
 
     def __init__(self, **options: Any) -> None:
         identity = Identity(NodeId("d", bytes(16)), bytes(32), {}, "tcp", cards(4, 1))
         self.ids = 0
-        options.setdefault("pair", lambda a, b: ())
+        options.setdefault("pair", lambda a, b: (SHARED,))
         self.machine = Target(identity, TIMERS, new_id=self.new_id, **options)
         self.now = 0.0
         self.seq = 0
@@ -131,7 +136,7 @@ class Rig:
 
     def wait(self, seconds: float) -> list[Any]:
         until, actions = self.now + seconds, []
-        while (deadline := self.machine.next_deadline()) is not None and deadline <= until:
+        while (deadline := self.machine.next_alarm()) is not None and deadline <= until:
             self.now = deadline
             actions += self.do(Tick())
         self.now = until
@@ -185,7 +190,7 @@ def test_hello_is_repeated_while_somebody_waits() -> None:
     assert of(actions, Fail) == [Fail(NAME, 4, f"nothing was heard of {ADDRESS} in time")]
     assert of(actions, Unquarantine)
     assert of(rig.wait(2 * TIMERS.lease), HangUp) == [HangUp(ADDRESS)]
-    assert rig.machine.next_deadline() is None, "nobody waits any more"
+    assert rig.machine.next_alarm() is None, "nobody waits any more"
 
 
 def test_welcome_admits_the_peer_before_anything_is_reserved() -> None:
@@ -193,7 +198,7 @@ def test_welcome_admits_the_peer_before_anything_is_reserved() -> None:
     rig.start()
     rig.start(1)
     admit, *reserves = rig.welcome()
-    assert admit == OpenPeer(rig.session, P, cards(6, 2))
+    assert admit == OpenPeer(rig.session, P, cards(6, 2), frozenset(SHARED.shares))
     assert [r.message.attempt for r in reserves] == [0, 1]
     assert all(r.link == LINK for r in reserves)
     assert sent(rig.start(2), Reserve), "the session is up"
@@ -404,7 +409,7 @@ def test_a_member_that_parts_is_forgotten_when_nothing_needs_it() -> None:
     assert not of(rig.wait(0.1), HangUp)
     actions = rig.do(SetMembers(frozenset()))
     assert actions == [ForgetPeer(P), HangUp(ADDRESS)]
-    assert rig.machine.next_deadline() is None
+    assert rig.machine.next_alarm() is None
     rig.do(SetMembers(frozenset({ADDRESS})))
     rig.welcome()
     rig.start()
@@ -421,7 +426,7 @@ def test_a_member_that_parts_and_then_refuses_is_forgotten_with_its_alarm() -> N
     actions = rig.refuse_session("identity")
     assert of(actions, Fail) == [Fail(NAME, 4, "refused (identity): why")]
     assert of(actions, HangUp) == [HangUp(ADDRESS)]
-    assert rig.machine.next_deadline() is None
+    assert rig.machine.next_alarm() is None
     assert rig.wait(2 * TIMERS.lease) == []
 
 
@@ -433,9 +438,9 @@ def test_lives_of_a_node_leave_nothing_behind() -> None:
         rig.welcome(node)
         rig.do(PeerGone(node))
         rig.do(SetMembers(frozenset()))
-    sessions = rig.machine.sessions
-    assert (sessions.lines, sessions.known, sessions.fencing()) == ({}, {}, [])
-    assert rig.machine.next_deadline() is None
+    machine = rig.machine
+    assert (machine.lines, machine.known, machine.fencing()) == ({}, {}, [])
+    assert rig.machine.next_alarm() is None
 
 
 def test_addresses_that_nobody_vouches_for_are_bounded() -> None:
@@ -456,7 +461,7 @@ def test_delivery_needs_complete_and_all_notices_and_all_digests() -> None:
     assert rig.landed(0, 4, 12, 0, digests=runs[:1]) == []
     (verify,) = rig.landed(0, 4, 12, 1, digests=runs[1:])
     assert [table.tolist() for table in verify.target] == [[-1, 10, 11, 12]]
-    assert verify == Verify(NAME, 0, 4, 12, (), verify.target, (4,), runs)
+    assert verify == Verify(NAME, 0, 4, 12, (SHARED,), verify.target, (4,), runs)
     assert rig.do(Verified(NAME, 0)) == []
     assert rig.complete(cached_tokens=5) == []
     assert of(rig.land(1, 12, 16), Verify)
@@ -466,6 +471,34 @@ def test_delivery_needs_complete_and_all_notices_and_all_digests() -> None:
     assert free == Unquarantine(NAME)
     assert rig.machine.counters.completed == 1
     assert sent(rig.complete(), Ack)[0].verdict == "ok", "P may not have heard it"
+
+
+def test_a_source_that_lives_and_never_drains_is_fenced_in_the_end() -> None:
+    rig = Rig().until("engaged")
+    rig.hear(Failed, reason="a write failed")
+    asked: list[Any] = []
+    while rig.now < TIMERS.quarantine_limit:
+        assert not of(asked, Fence), rig.now
+        asked = [*rig.wait(1.0), *rig.hear(Progress, state="draining", tokens_pushed=8)]
+    asked += rig.wait(TIMERS.lease / 4)
+    assert of(asked, Fence) == [Fence(P)]
+    assert rig.machine.record(NAME).state.value == "draining", "the fence did not hold"
+    before = rig.session
+    other = Attempt(NAME.transfer_id, 1)
+    rig.start(1)
+    asked = rig.do(Fenced(P))
+    assert {Unquarantine(NAME), Unquarantine(other)} <= set(of(asked, Unquarantine))
+    assert [fail.attempt for fail in of(asked, Fail)] == [other]
+    assert rig.machine.ledger()["quarantined"] == []
+    rig.wait(TIMERS.resend)
+    assert rig.session != before, "what P had connected for that one is cut"
+
+
+def test_a_notice_of_ranks_that_share_nothing_is_not_waited_for() -> None:
+    """Sources of version 2 send it; to them this side listens as they expect."""
+    rig = Rig(pair=lambda a, b: (SimpleNamespace(shares=((0, 0),)),)).until("engaged")
+    assert rig.landed(0, 4, 12, 1) == []
+    assert of(rig.landed(0, 4, 12, 0), Verify)
 
 
 def test_writes_that_do_not_make_up_the_prompt_are_not_delivered() -> None:

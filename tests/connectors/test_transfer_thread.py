@@ -197,7 +197,7 @@ def test_writes_are_split_by_what_the_transport_takes(make: Make, hub: MemoryHub
 
 @pytest.mark.parametrize(
     ("versions", "code", "said"),
-    [((8, 9), "version", "source speaks 2 to 2, target 8 to 9"), ((2, 9), "malformed", "ranks")],
+    [((8, 9), "version", "source speaks 2 to 3, target 8 to 9"), ((2, 9), "malformed", "ranks")],
 )
 def test_a_hello_that_cannot_be_read_is_refused_by_name(
     make: Make, versions: tuple[int, int], code: str, said: str
@@ -279,7 +279,7 @@ def test_a_transport_that_never_closes_keeps_no_session_that_writes_nothing(
     hostile.broken = "close"
     p.thread.inspect(lambda: p.worker.handle(PeerGone(d.id), time.monotonic()))
     assert not p.thread.inspect(lambda: p.worker._closing)
-    assert not p.machine.sessions.of(d.id)
+    assert not p.machine.of(d.id)
 
 
 class Fickle(MemoryTransport):
@@ -311,7 +311,7 @@ def test_a_peer_that_could_write_is_fenced_though_it_cannot_be_reached_again(
 
     def admit_again() -> None:
         transport.connects = False
-        again = OpenPeer(os.urandom(16), p.id, p.identity.ranks)
+        again = OpenPeer(os.urandom(16), p.id, p.identity.ranks, frozenset({(0, 0)}))
         d.worker._do[OpenPeer](again, time.monotonic())
 
     d.thread.inspect(admit_again)
@@ -408,7 +408,7 @@ def test_lives_of_a_prefill_node_cost_a_decode_node_nothing(make: Make) -> None:
         assert isinstance(hand_over(p, d), Deliver)
         p.close()
         d.thread.submit(SetMembers(frozenset()))
-        wait(lambda: not d.thread.inspect(lambda: d.machine.sessions.lines), d)
+        wait(lambda: not d.thread.inspect(lambda: d.machine.lines), d)
         wait(lambda: not d.thread.inspect(lambda: d.worker._peers), d)
         assert len(d.channel.poller.sockets) == 2, "the channel's own, and what wakes the thread"
         first = held() if life == 1 else first
@@ -423,7 +423,7 @@ def test_sessions_with_one_life_cost_one_connection(make: Make) -> None:
     ended: set[str] = set()
 
     def is_up_again() -> bool:
-        sessions = d.thread.inspect(d.machine.sessions.dump)
+        sessions = d.thread.inspect(d.machine.dump)
         return any(s["state"] == "up" and s["session"] not in ended for s in sessions)
 
     d.thread.submit(SetMembers(frozenset({p.channel.address})))
@@ -431,7 +431,7 @@ def test_sessions_with_one_life_cost_one_connection(make: Make) -> None:
         wait(is_up_again, p, d)
         assert isinstance(hand_over(p, d), Deliver)
         threads.append(threading.active_count())
-        ended |= {s["session"] for s in d.thread.inspect(d.machine.sessions.dump)}
+        ended |= {s["session"] for s in d.thread.inspect(d.machine.dump)}
         p.thread.inspect(lambda: p.worker.handle(PeerGone(d.id), time.monotonic()))
     assert threads[-1] <= threads[0] + 1, threads
 

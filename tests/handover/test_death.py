@@ -183,7 +183,7 @@ def test_d_forgets_what_lives_of_p_have_said(brisk: Pair, expected: Expected) ->
         prompt = prompt_of(20, seed=seed)
         _, at_d = brisk.hand_over(prompt)
         assert at_d.result() == expected(prompt)
-        kept = set(receiver.target.sessions.known)
+        kept = set(receiver.target.known)
         seen |= kept
         assert len(kept) <= 2, "the session in use, and one that has ended since it began"
         brisk.kill("p")

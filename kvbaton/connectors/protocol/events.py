@@ -283,11 +283,15 @@ class OpenPeer(Struct, SourceAction, TargetAction, frozen=True):
     """A session is up: connect the transport to the peer's ranks.
 
     On P this comes before any `Post` of the session; D needs it to fence the peer later.
+
+    Attributes:
+        pairs: (source rank, target rank): who writes to whom.
     """
 
     session: bytes
     node: NodeId
     ranks: tuple[RankCard, ...]
+    pairs: frozenset[tuple[int, int]]
 
 
 # --- actions of the source ---
@@ -316,9 +320,9 @@ class Engage(AboutAttempt, SourceAction, frozen=True):
 class Post(Struct, SourceAction, frozen=True):
     """Write tokens [start, end) to the target; the digests go in the notices.
 
-    The transfer thread plans and posts a write for every (source rank, target rank) pair that
-    shares bytes; a pair that shares none still gets its notice, so that "all notices" is simply all
-    pairs. Each ends in a `WriteEnded`.
+    The transfer thread plans and posts a write for each of the session's (source rank, target rank)
+    pairs; one that shares no bytes of this write still gets its notice, so that "all notices" is
+    simply all pairs. Each ends in a `WriteEnded`.
 
     Attributes:
         start: multiple of the least common multiple of both block sizes, or where the reservation

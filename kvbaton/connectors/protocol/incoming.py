@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
 import math
 from collections import deque
 from collections.abc import Sequence
@@ -139,13 +138,12 @@ class Incoming(Record):
     bad: tuple[tuple[int, int], ...] = ()
     since: float = 0.0
 
-    def land(self, event: Landed, groups: Sequence[KVLayout], num_ranks: int) -> Arrival | None:
+    def land(self, event: Landed, groups: Sequence[KVLayout]) -> Arrival | None:
         """Take in a notice; the write if that was its last one.
 
         Args:
-            event: of this attempt's session, and of ranks that exist.
+            event: of this attempt's session, and of ranks that share bytes.
             groups: of this side.
-            num_ranks: of this side.
 
         Raises:
             ValueError: it can't be; the text says why.
@@ -154,7 +152,7 @@ class Incoming(Record):
         problem = check_landed(event, self.start, self.num_tokens, len(groups))
         if problem is not None:
             raise ValueError(problem)
-        pairs = set(itertools.product(range(self.session.num_ranks), range(num_ranks)))
+        pairs = set(self.session.pairs)
         arrival = self.arrivals.setdefault(event.write, Arrival(event.start, event.end, pairs))
         if (arrival.start, arrival.end) != (event.start, event.end):
             raise ValueError(f"write {event.write} is told of differently")

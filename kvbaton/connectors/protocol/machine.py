@@ -11,7 +11,6 @@ from enum import Enum
 from typing import Any, ClassVar, Generic, TypeVar
 
 from kvbaton.connectors.protocol.events import AboutAttempt, Tick
-from kvbaton.messages.control import Refused, TransferMessage
 from kvbaton.types import Attempt, TransferTimers
 
 MAX_STORIES = 512
@@ -105,45 +104,7 @@ class Counters:
     refused: int = 0
     dropped_messages: int = 0
     mismatches: int = 0
-    by_code: dict[str, int] = field(default_factory=dict)
-
-
-class Context(Alarms):
-    """What the parts of a machine share while it handles an event, and its alarms.
-
-    Attributes:
-        now: time of the event, in seconds.
-        actions: decided so far.
-        do: decides on an action.
-        stories: what happened to the latest attempts, the oldest first: the latest lines of each.
-    """
-
-    actions: list[Any]
-    do: Callable[[Any], None]
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.counters = Counters()
-        self.stories: dict[Attempt, deque[str]] = {}
-        self.begin(0.0)
-
-    def begin(self, now: float) -> None:
-        """Another event is handled."""
-        self.now, self.actions = now, []
-        self.do = self.actions.append
-
-    def tell(self, name: Attempt, line: str) -> None:
-        """Add to an attempt's story."""
-        if name not in self.stories:
-            if len(self.stories) >= MAX_STORIES:
-                del self.stories[next(iter(self.stories))]
-            self.stories[name] = deque(maxlen=MAX_STORY_LINES)
-        self.stories[name].append(f"{self.now:.3f} {line}")
-
-    def count(self, code: str, *, dropped: bool = False) -> None:
-        """Count something by its name; `dropped` messages are counted together as well."""
-        self.counters.dropped_messages += dropped
-        self.counters.by_code[code] = self.counters.by_code.get(code, 0) + 1
+    by_code: Counter[str] = field(default_factory=Counter)
 
 
 Rule = Callable[..., None]
@@ -174,76 +135,82 @@ class Record:
         raise NotImplementedError
 
 
-EventT = TypeVar("EventT")
-ActionT = TypeVar("ActionT")
 RecordT = TypeVar("RecordT", bound=Record)
 
 
-class Machine(Generic[EventT, ActionT, RecordT]):
+class Machine(Alarms, Generic[RecordT]):
     """One side of the protocol.
 
     An attempt has two alarms: *deadline*, which every live one has, and *resend*. They run in the
-    states for which the table has a rule.
+    states for which the table has a rule. Other owners of alarms belong to `ring`.
 
     Args:
         timers: of the protocol.
+
+    Attributes:
+        actions: what the event that is being handled has led to so far, in order; stays if `handle`
+            raises.
+        live: attempts that have not ended.
+        ended: how the others did.
+        stories: what happened to the latest attempts, the oldest first: the latest lines of each.
     """
 
     table: ClassVar[Table]
     states: ClassVar[type[Enum]]
     record_type: type[RecordT]
-    sessions: Any
-    """The side's `Sessions`."""
 
     def __init__(self, timers: TransferTimers) -> None:
+        super().__init__()
         self.timers = timers
-        self.context = Context()
-        self.counters = self.context.counters
+        self.counters = Counters()
+        self.actions: list[Any] = []
         self.live: dict[Attempt, RecordT] = {}
         self.ended = Tombstones(timers.tombstone)
-        self._rules: dict[tuple[type | str, Any], Callable[[RecordT, Any], None]] = {}
-        for row, rules in self.table.items():
-            for state, rule in zip(self.states, rules, strict=True):
-                if rule is not None:
-                    self._rules[row, state] = getattr(self, rule.__name__)
+        self.stories: dict[Attempt, deque[str]] = {}
+        self._rules: dict[tuple[type | str, Any], Callable[[RecordT, Any], None]] = {
+            (row, state): getattr(self, rule.__name__)
+            for row, rules in self.table.items()
+            for state, rule in zip(self.states, rules, strict=True)
+            if rule is not None
+        }
 
-    def handle(self, event: EventT, now: float) -> list[ActionT]:
+    def handle(self, event: Any, now: float) -> list[Any]:
         """Take in an event at a time in seconds; returns what to do, in order."""
-        self.context.begin(now)
+        self.now, self.actions = now, []
         if isinstance(event, AboutAttempt):
-            record = self.live.get(event.attempt) or self.record(event.attempt)
-            self._rules[type(event), record.state](record, event)
+            self.apply(type(event), self.record(event.attempt), event)
         elif isinstance(event, Tick):
-            self._ring()
+            while (alarm := self.take_alarm()) is not None:
+                name, owner = alarm
+                if isinstance(owner, Attempt):
+                    self.apply(name, self.record(owner), None)
+                else:
+                    self.ring(owner)
         else:
-            self._react(event)
-        return self.context.actions
+            self.react(event)
+        return self.actions
 
-    def take_actions(self) -> list[ActionT]:
-        """What a `handle` that raised had decided until then, in order."""
-        return self.context.actions
+    def react(self, event: Any) -> None:
+        """Take in an event that is about no single attempt."""
+        raise NotImplementedError
+
+    def ring(self, owner: Any) -> None:
+        """An alarm rings that is no attempt's."""
+        raise NotImplementedError
 
     def ledger(self) -> dict[str, Any]:
         """Attempts alive and what they hold."""
         raise NotImplementedError
 
-    def next_deadline(self) -> float | None:
-        """When `Tick` is due, in seconds; None for never."""
-        return self.context.next_alarm()
-
     def story(self, attempt: Attempt) -> list[str]:
         """What happened to an attempt, oldest line first, each with its time."""
-        return list(self.context.stories.get(attempt, ()))
-
-    def stories(self) -> dict[Attempt, list[str]]:
-        """What happened to the latest attempts."""
-        return {name: list(lines) for name, lines in self.context.stories.items()}
+        return list(self.stories.get(attempt, ()))
 
     def record(self, name: Attempt) -> RecordT:
         """The attempt of that name, or one that is not known or has ended, and is not kept."""
-        if name in self.live:
-            return self.live[name]
-        outcome = self.ended.outcome(name, self.context.now)
+        if (live := self.live.get(name)) is not None:
+            return live
+        outcome = self.ended.outcome(name, self.now)
         unknown, *_, ended = self.states
         return self.record_type(name, unknown if outcome is None else ended, outcome or "")
 
@@ -251,7 +218,7 @@ class Machine(Generic[EventT, ActionT, RecordT]):
         """Check the invariants; raises `AssertionError`, with the story of what is wrong."""
         for record in self.live.values():
             problem = record.wrong()
-            if problem is None and self.context.rings_at("deadline", record.name) is None:
+            if problem is None and self.rings_at("deadline", record.name) is None:
                 problem = f"no deadline in state {record.state.value}"
             if problem is not None:
                 story = self.story(record.name)
@@ -259,46 +226,43 @@ class Machine(Generic[EventT, ActionT, RecordT]):
         counters = self.counters
         done = counters.completed + counters.failed + counters.cancelled
         assert counters.started == done + len(self.live), f"{counters}, {len(self.live)} live"
-        self.sessions.validate()
 
     # --- for the sides ---
 
-    def _react(self, event: EventT) -> None:
-        """Take in an event that is about no single attempt."""
-        raise NotImplementedError
+    def do(self, action: Any) -> None:
+        """Decide on an action."""
+        self.actions.append(action)
 
-    def _apply(self, row: type | str, record: RecordT, given: Any) -> None:
+    def tell(self, name: Attempt, line: str) -> None:
+        """Add to an attempt's story."""
+        story = self.stories.get(name)
+        if story is None:
+            if len(self.stories) >= MAX_STORIES:
+                del self.stories[next(iter(self.stories))]
+            story = self.stories[name] = deque(maxlen=MAX_STORY_LINES)
+        story.append(f"{self.now:.3f} {line}")
+
+    def count(self, code: str, *, dropped: bool = False) -> None:
+        """Count something by its name; `dropped` messages are counted together as well."""
+        self.counters.dropped_messages += dropped
+        self.counters.by_code[code] += 1
+
+    def apply(self, row: type | str, record: RecordT, given: Any) -> None:
         """Follow the rule for an event in the attempt's state."""
         self._rules[row, record.state](record, given)
 
-    def _ring(self) -> None:
-        """Time has passed."""
-        while (alarm := self.context.take_alarm()) is not None:
-            name, owner = alarm
-            if isinstance(owner, Attempt):
-                self._apply(name, self.record(owner), None)
-            else:
-                self.sessions.ring(owner)
-
-    def _send(
-        self, record: RecordT, kind: type[TransferMessage] | type[Refused], **fields: Any
-    ) -> None:
-        self.context.tell(record.name, f"> {kind.__name__}")
-        fields |= {"transfer_id": record.name.transfer_id, "attempt": record.name.number}
-        record.session.send(self.context, kind, **fields)
-
     def _set_state(self, record: RecordT, state: Enum) -> None:
-        self.context.tell(record.name, f"{record.state.value} -> {state.value}")
+        self.tell(record.name, f"{record.state.value} -> {state.value}")
         record.state = state
         for alarm in ALARMS:
             if (alarm, state) not in self._rules:
-                self.context.clear(alarm, record.name)
+                self.clear(alarm, record.name)
 
     def _count_end(self, name: Attempt, outcome: str, counter: str) -> None:
         """An attempt is over: remember how it ended."""
         setattr(self.counters, counter, getattr(self.counters, counter) + 1)
         del self.live[name]
-        self.ended.add(name, outcome, self.context.now)
+        self.ended.add(name, outcome, self.now)
 
     def _num_by_state(self) -> dict[str, int]:
         return dict(Counter(record.state.value for record in self.live.values()))
@@ -307,7 +271,7 @@ class Machine(Generic[EventT, ActionT, RecordT]):
 
     def _drop(self, record: RecordT, given: Any) -> None:
         """Count it; the sender has its answer already."""
-        self.context.count(f"late_{type(given).__name__.lower()}", dropped=True)
+        self.count(f"late_{type(given).__name__.lower()}", dropped=True)
 
     def _ignore(self, record: RecordT, given: Any) -> None:
         """Nothing: it says nothing new, or engine or transport did not know yet that it is over."""

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from enum import Enum
@@ -45,20 +44,19 @@ class SourceSession(Session):
     Attributes:
         unit: tokens between two borders at which blocks of both sides begin.
         max_tokens: most tokens of a write, a multiple of `unit`: its digests fit into a notice.
-        undrained: writes that were not terminal when its connection was closed.
+        flying: writes that are not terminal, by attempt; they may outlive both.
         asked: it is over, and D has asked after it in the last `tombstone`.
     """
 
     unit: int = 1
     max_tokens: int = 1
-    undrained: set[tuple[Attempt, Write]] = field(default_factory=set)
+    flying: dict[Attempt, set[Write]] = field(default_factory=dict)
     asked: bool = True
 
     @property
     def drained(self) -> bool:
         """Whether no write of it can land any more, nor ever will."""
-        flying = any(record.flying for record in self.attempts.values())
-        return self.state is not SessionState.UP and not flying and not self.undrained
+        return self.state is not SessionState.UP and not any(self.flying.values())
 
 
 @dataclass
@@ -76,7 +74,7 @@ class Outgoing(Record):
         blocks: per group, the source block behind each logical block, see `plan.block_tables`.
         targets: likewise the target's.
         writes: (start, end) of each write, by number.
-        flying: parts of writes that are not terminal.
+        flying: parts of writes that are not terminal; its session's `flying` has the same set.
     """
 
     state: SourceState = SourceState.UNKNOWN
@@ -127,12 +125,8 @@ class Outgoing(Record):
                 known[span.first : span.first + len(span.blocks)] = span.blocks
         self.ready = report.end
 
-    def posts(self, num_ranks: int) -> Iterator[Post]:
-        """Writes of what is ready and wanted, up to a border at which blocks of both sides begin.
-
-        Args:
-            num_ranks: of this side.
-        """
+    def posts(self) -> Iterator[Post]:
+        """Writes of what is ready and wanted, up to a border where blocks of both sides begin."""
         session, reserve = self.session, self.reserve
         assert session is not None
         end = min(self.ready, covered_end(reserve.spans, session.groups, self.num_tokens))
@@ -143,8 +137,8 @@ class Outgoing(Record):
             self.posted = min(end, start - start % session.unit + session.max_tokens)
             number = len(self.writes)
             self.writes.append((start, self.posted))
-            ranks = range(num_ranks), range(session.num_ranks)
-            self.flying.update(itertools.product((number,), *ranks))
+            self.flying.update((number, *pair) for pair in session.pairs)
+            session.flying[self.name] = self.flying
             tables = self.blocks, self.targets
             yield Post(session.id, self.name, number, start, self.posted, session.pairings, *tables)
 

@@ -1,4 +1,4 @@
-"""What both sides share of sessions: numbering, filtering and negotiation."""
+"""What both sides have of sessions: numbering, filtering and negotiation."""
 
 from __future__ import annotations
 
@@ -13,8 +13,14 @@ import msgspec
 from kvbaton.connectors.layout import KVLayout
 from kvbaton.connectors.pairing import GroupPairing
 from kvbaton.connectors.protocol.events import Identity, Link, SendMessage
-from kvbaton.connectors.protocol.machine import Context
-from kvbaton.messages.control import Message, RankCard
+from kvbaton.connectors.protocol.machine import Machine, RecordT
+from kvbaton.messages.control import (
+    SHARING_PAIRS_VERSION,
+    Message,
+    RankCard,
+    Refused,
+    TransferMessage,
+)
 from kvbaton.types import Attempt, NodeId, TransferTimers
 
 Layouts = Sequence[Sequence[KVLayout]]
@@ -55,8 +61,8 @@ class Session:
             tell a `Hello` that was overtaken by those of later sessions.
         groups: of the peer: the layouts of its rank 0, which say of the others as much as the
             machines use.
-        num_ranks: of the peer.
         pairings: of the groups of both sides.
+        pairs: (source rank, target rank): who writes to whom.
         receiver: whom its messages name as such.
         attempts: alive and bound to the session; on D those in quarantine included.
     """
@@ -69,25 +75,10 @@ class Session:
     last_in: int = -1
     numbers: Iterator[int] = field(default_factory=itertools.count)
     groups: Sequence[KVLayout] = ()
-    num_ranks: int = 0
     pairings: Sequence[GroupPairing] = ()
+    pairs: frozenset[tuple[int, int]] = frozenset()
     receiver: NodeId | None = None
     attempts: dict[Attempt, Any] = field(default_factory=dict)
-
-    def send(self, context: Context, kind: type[Message], **fields: Any) -> None:
-        """Send to where the last message came from, else to the address."""
-        fields |= {"session": self.id, "seq": next(self.numbers), "receiver": self.receiver}
-        message: Any = kind(**fields)
-        address = self.address if self.link is None else None
-        context.do(SendMessage(message, link=self.link, address=address))
-
-    def admit(self, context: Context, link: Link, seq: int) -> bool:
-        """Whether a message is newer than all before it; replies then go to its link."""
-        if seq <= self.last_in:
-            context.count("stale_seq", dropped=True)
-            return False
-        self.last_in, self.link = seq, link
-        return True
 
 
 class NegotiationError(Exception):
@@ -127,33 +118,45 @@ def decode_layouts(ranks: Sequence[RankCard]) -> list[list[KVLayout]]:
 SessionT = TypeVar("SessionT", bound=Session)
 
 
-class Sessions(Generic[SessionT]):
-    """A side's sessions.
+class Sessions(Machine[RecordT], Generic[RecordT, SessionT]):
+    """The part of a machine that knows sessions, as far as both sides have it.
 
     Args:
-        context: shared with the machine.
         identity: what this side says of itself.
         timers: of the protocol.
         pair: pairs the groups of layouts, source first.
 
     Attributes:
-        layouts: of this side.
-        known: by id.
+        groups: of this side.
+        known: sessions by id.
     """
 
-    def __init__(
-        self, context: Context, identity: Identity, timers: TransferTimers, pair: Pair
-    ) -> None:
-        self.context = context
+    def __init__(self, identity: Identity, timers: TransferTimers, pair: Pair) -> None:
+        super().__init__(timers)
         self.identity = identity
-        self.timers = timers
         self.layouts = decode_layouts(identity.ranks)
+        self.groups = self.layouts[0]
         self.known: dict[bytes, SessionT] = {}
         self._pair = pair
 
     def of(self, node: NodeId | None) -> list[SessionT]:
         """The sessions with a generation."""
         return [session for session in self.known.values() if session.node == node]
+
+    def send(self, session: Session, kind: type[Message], **fields: Any) -> None:
+        """Send to where the last message of a session came from, else to its address."""
+        fields |= {"session": session.id, "seq": next(session.numbers)}
+        message: Any = kind(receiver=session.receiver, **fields)
+        address = session.address if session.link is None else None
+        self.do(SendMessage(message, link=session.link, address=address))
+
+    def admit(self, session: Session, link: Link, seq: int) -> bool:
+        """Whether a message is newer than all before it; replies then go to its link."""
+        if seq <= session.last_in:
+            self.count("stale_seq", dropped=True)
+            return False
+        session.last_in, session.link = seq, link
+        return True
 
     def pair(self, source: Layouts, target: Layouts) -> Sequence[GroupPairing]:
         """How blocks can cross.
@@ -184,3 +187,20 @@ class Sessions(Generic[SessionT]):
             }
             for session in self.known.values()
         ]
+
+    def _send(
+        self, record: RecordT, kind: type[TransferMessage] | type[Refused], **fields: Any
+    ) -> None:
+        """Send a message about an attempt, in the session that it is bound to."""
+        self.tell(record.name, f"> {kind.__name__}")
+        name = {"transfer_id": record.name.transfer_id, "attempt": record.name.number}
+        self.send(record.session, kind, **name, **fields)
+
+
+def writing_pairs(
+    version: int, pairings: Sequence[GroupPairing], num_sources: int, num_targets: int
+) -> frozenset[tuple[int, int]]:
+    """Which (source rank, target rank) write in a session of a protocol version."""
+    if version < SHARING_PAIRS_VERSION:  # those that share no bytes as well
+        return frozenset(itertools.product(range(num_sources), range(num_targets)))
+    return frozenset(pair for pairing in pairings for pair in pairing.shares)

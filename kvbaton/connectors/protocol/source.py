@@ -36,7 +36,6 @@ from kvbaton.connectors.protocol.events import (
     Received,
     RefuseAnnounce,
     Release,
-    SourceAction,
     SourceEvent,
     SourceFailed,
     Stop,
@@ -75,7 +74,7 @@ MAX_IDLE = 4096
 """Prompts that are computed and not reserved; above it the oldest are forgotten."""
 
 
-class Source(Machine[SourceEvent, SourceAction, Outgoing]):
+class Source(SourceSessions):
     """P's machine.
 
     Args:
@@ -89,7 +88,6 @@ class Source(Machine[SourceEvent, SourceAction, Outgoing]):
 
     states = State
     record_type = Outgoing
-    sessions: SourceSessions
 
     def __init__(
         self,
@@ -101,18 +99,7 @@ class Source(Machine[SourceEvent, SourceAction, Outgoing]):
         max_attempts_per_peer: int | None = None,
         max_notice_bytes: int = 1 << 16,
     ) -> None:
-        super().__init__(timers)
-        self.identity = identity
-        self.sessions = SourceSessions(
-            self.context,
-            identity,
-            timers,
-            pair,
-            max_notice_bytes=max_notice_bytes,
-            lose=self._lose,
-            settle=self._settle,
-        )
-        self.groups = self.sessions.layouts[0]
+        super().__init__(identity, timers, pair, max_notice_bytes)
         self._max_attempts = max_attempts
         self._max_per_peer = max_attempts_per_peer or -(-max_attempts // 4)
         self._idle: dict[Attempt, None] = {}
@@ -125,20 +112,21 @@ class Source(Machine[SourceEvent, SourceAction, Outgoing]):
             "leases": sum(r.engaged for r in live),
             "held_blocks": sum(int((blocks >= 0).sum()) for r in live for blocks in r.blocks),
             "writes_in_flight": sum(len(r.flying) for r in live),
-            "writes_undrained": self.sessions.num_undrained(),
-            "sessions": self.sessions.dump(),
+            "writes_undrained": self.num_undrained(),
+            "sessions": self.dump(),
         }
 
     # --- dispatch ---
 
-    def _react(self, event: SourceEvent) -> None:
+    def react(self, event: SourceEvent) -> None:
+        """Take in an event that is about no single attempt."""
         match event:
             case Received():
                 self._received(event)
             case PeerGone():
-                self.sessions.peer_gone(event.node)
+                self.peer_gone(event)
             case Closed():
-                self.sessions.closed(event)
+                self.closed(event)
             case Stop():
                 for record in list(self.live.values()):
                     if record.state is not State.STOPPING:
@@ -147,16 +135,16 @@ class Source(Machine[SourceEvent, SourceAction, Outgoing]):
     def _received(self, event: Received) -> None:
         message = event.message
         if isinstance(message, Hello):
-            self.sessions.hello(event.link, message)
+            self.hello(event.link, message)
         elif not isinstance(message, Reserve | Cancel | NotNeeded | Ack):
-            self.context.count("unexpected", dropped=True)
-        elif (session := self.sessions.admit(event)) is not None:
+            self.count("unexpected", dropped=True)
+        elif (session := self.session_of(event)) is not None:
             record = self.record(Attempt(message.transfer_id, message.attempt))
-            self.context.tell(record.name, f"< {type(message).__name__} in {record.state.value}")
+            self.tell(record.name, f"< {type(message).__name__} in {record.state.value}")
             if record.session is None:
                 record.session = session
             if record.session is session:
-                self._apply(type(message), record, message)
+                self.apply(type(message), record, message)
                 if record.state is State.ANNOUNCED:
                     record.session = None  # only a `Reserve` binds
             else:
@@ -171,7 +159,7 @@ class Source(Machine[SourceEvent, SourceAction, Outgoing]):
             # True for the asker: nothing was ever accepted from this session.
             self._send(stranger, Drained)
         else:
-            self.context.count("foreign", dropped=True)
+            self.count("foreign", dropped=True)
 
     def _enter(self, record: Outgoing, state: State) -> None:
         if record.state is State.UNKNOWN:
@@ -182,8 +170,8 @@ class Source(Machine[SourceEvent, SourceAction, Outgoing]):
 
     def _refuse(self, record: Outgoing, code: str, why: str, *, retry: bool = False) -> None:
         self.counters.refused += 1
-        self.context.count(code)
-        self.context.tell(record.name, f"refused, {code}: {why}")
+        self.count(code)
+        self.tell(record.name, f"refused, {code}: {why}")
         self._send(record, Refused, code=code, message=clip_text(why), retryable=retry)
 
     # --- Reserve ---
@@ -194,7 +182,7 @@ class Source(Machine[SourceEvent, SourceAction, Outgoing]):
             self._bind(record, message)
             self._enter(record, State.RESERVED)
             self._renew(record)
-            self.context.ring_in("resend", record.name, self.timers.resend)
+            self.ring_in("resend", record.name, self.timers.resend)
             self._send(record, Accepted)
 
     def _reserve_announced(self, record: Outgoing, message: Reserve) -> None:
@@ -257,34 +245,32 @@ class Source(Machine[SourceEvent, SourceAction, Outgoing]):
         record.reserve = message
         record.prompt_key, record.num_tokens = message.prompt_key, message.num_tokens
         record.start = first_token(message.spans, record.session.groups)
-        record.until = self.context.now + message.remaining_ms / 1000
+        record.until = self.now + message.remaining_ms / 1000
 
     def _renew(self, record: Outgoing) -> None:
         """The lease begins anew; how long D will wait bounds it."""
-        self.context.ring_in(
-            "deadline", record.name, min(self.timers.lease, record.until - self.context.now)
-        )
+        self.ring_in("deadline", record.name, min(self.timers.lease, record.until - self.now))
 
     def _engage(self, record: Outgoing) -> None:
         record.engage(self.groups)
         self._enter(record, State.ENGAGED)
         self._renew(record)
-        self.context.ring_in("resend", record.name, self.timers.resend)
+        self.ring_in("resend", record.name, self.timers.resend)
         assert record.session is not None, "it has reserved"
         theirs = record.session.groups
         counted = counted_from(self.groups, theirs, record.start, record.num_tokens)
-        self.context.do(Engage(record.name, record.start, counted))
+        self.do(Engage(record.name, record.start, counted))
 
     # --- Announce ---
 
     def _announce_first(self, record: Outgoing, event: Announce) -> None:
         """Remember it; it pins nothing."""
         if len(self.live) >= self._max_attempts:
-            self.context.do(RefuseAnnounce(record.name, "too_many"))
+            self.do(RefuseAnnounce(record.name, "too_many"))
             return
         record.prompt_key, record.num_tokens = event.prompt_key, event.num_tokens
         self._enter(record, State.ANNOUNCED)
-        self.context.ring_in("deadline", record.name, self.timers.total)
+        self.ring_in("deadline", record.name, self.timers.total)
 
     def _announce_reserved(self, record: Outgoing, event: Announce) -> None:
         """Compare the prompt: equal, `Engage`; else `Refused(prompt)` and the request goes on alone."""
@@ -296,11 +282,11 @@ class Source(Machine[SourceEvent, SourceAction, Outgoing]):
     def _announce_again(self, record: Outgoing, event: Announce) -> None:
         """`RefuseAnnounce(conflict)`; if it is over, code after how it ended."""
         codes = {name: name for name in ("expired", "cancelled", "not_needed")} | {"": "conflict"}
-        self.context.do(RefuseAnnounce(record.name, codes.get(record.outcome, "consumed")))
+        self.do(RefuseAnnounce(record.name, codes.get(record.outcome, "consumed")))
 
     def _finish_idle(self, record: Outgoing, event: FirstTokens) -> None:
         """The prompt is computed: its deadline begins anew, as the queue may have been long; of too many the oldest is forgotten."""
-        self.context.ring_in("deadline", record.name, self.timers.total)
+        self.ring_in("deadline", record.name, self.timers.total)
         self._idle[record.name] = None
         if len(self._idle) > MAX_IDLE:
             self._end(self.live[next(iter(self._idle))], "expired")
@@ -318,13 +304,13 @@ class Source(Machine[SourceEvent, SourceAction, Outgoing]):
         self._push(record)
 
     def _push(self, record: Outgoing) -> None:
-        for post in record.posts(len(self.identity.ranks)):
+        for post in record.posts():
             line = f"post write {post.write}: tokens {post.start} to {post.end}"
-            self.context.tell(record.name, line)
-            self.context.do(post)
+            self.tell(record.name, line)
+            self.do(post)
         if record.complete:
             self._enter(record, State.COMPLETED)
-            self.context.ring_in("resend", record.name, self.timers.resend)
+            self.ring_in("resend", record.name, self.timers.resend)
             self._send_complete(record)
 
     def _send_complete(self, record: Outgoing) -> None:
@@ -343,7 +329,7 @@ class Source(Machine[SourceEvent, SourceAction, Outgoing]):
 
     def _repeat(self, record: Outgoing, given: None) -> None:
         """Send `Progress`, until all is posted and every write has ended; from `completed` on `Complete` again."""
-        self.context.ring_in("resend", record.name, self.timers.resend)
+        self.ring_in("resend", record.name, self.timers.resend)
         if record.state is not State.COMPLETED or record.flying:
             self._send_progress(record)
         if record.state is State.COMPLETED:
@@ -353,8 +339,7 @@ class Source(Machine[SourceEvent, SourceAction, Outgoing]):
 
     def _write_ended(self, record: Outgoing, event: WriteEnded) -> None:
         """Strike it off. If it failed: stop posting, send `Failed`; a range is never posted twice. When stopping and it was the last: `Drained`, `Release`."""
-        if event.ok or event.drained:
-            record.flying.discard((event.write, event.source_rank, event.target_rank))
+        self.strike_off(record, event)
         if not event.ok and record.state is not State.STOPPING:
             self._fail(record, f"write {event.write} failed: {event.error}")
         else:
@@ -362,9 +347,7 @@ class Source(Machine[SourceEvent, SourceAction, Outgoing]):
 
     def _write_late(self, record: Outgoing, event: WriteEnded) -> None:
         """Strike it off the writes that outlived their session; it may let a `SessionDrained` go out."""
-        if event.ok or event.drained:
-            write = (event.write, event.source_rank, event.target_rank)
-            self.sessions.write_outlived(record.name, write)
+        self.strike_off(record, event)
 
     # --- the end ---
 
@@ -386,7 +369,7 @@ class Source(Machine[SourceEvent, SourceAction, Outgoing]):
         if not record.evicted:
             record.evicted = True
             self.counters.mismatches += 1
-            self.context.do(EvictSource(record.name, message.bad))
+            self.do(EvictSource(record.name, message.bad))
 
     def _cancel(self, record: Outgoing, message: Cancel) -> None:
         """Stop posting; the engine stops the request. `Drained` as soon as every write is terminal, then `Release`; until then `Progress`, as a sign of life."""
@@ -398,14 +381,14 @@ class Source(Machine[SourceEvent, SourceAction, Outgoing]):
     def _cancel_over(self, record: Outgoing, message: Cancel) -> None:
         """Answer `Drained`, unless a write of it outlived its session; remember it, so that a late request is refused."""
         if record.state is State.UNKNOWN:
-            self.ended.add(record.name, "cancelled", self.context.now)
-        if not self.sessions.has_undrained(record.name):
+            self.ended.add(record.name, "cancelled", self.now)
+        if not self.has_undrained(record.name):
             self._send(record, Drained)
 
     def _spare(self, record: Outgoing, message: NotNeeded) -> None:
         """Stop posting; the engine stops the request; `Release` when every write is terminal. Remember it, so that a late request is refused."""
         if record.state is State.UNKNOWN:
-            self.ended.add(record.name, "not_needed", self.context.now)
+            self.ended.add(record.name, "not_needed", self.now)
         else:
             self._stop(record, "not_needed")
 
@@ -423,14 +406,13 @@ class Source(Machine[SourceEvent, SourceAction, Outgoing]):
     def _force_close(self, record: Outgoing, given: None) -> None:
         """A write does not end: close the session's peer. `Closed` frees P's blocks, but is no `Drained`."""
         assert record.session is not None
-        self.context.ring_in("deadline", record.name, self.timers.lease)
-        self.sessions.end(record.session, "a write does not end", now=True)
+        self.ring_in("deadline", record.name, self.timers.lease)
+        self.end_session(record.session, "a write does not end", now=True)
 
     def _lose(self, record: Outgoing, why: str) -> None:
-        """The session of an attempt ends."""
-        self.context.tell(record.name, f"session over: {why}")
-        if record.state is not State.STOPPING:
-            self._stop(record, "lost")
+        """Nobody may ask for it in another session: stop."""
+        self.tell(record.name, f"session over: {why}")
+        self._stop(record, "lost")
 
     def _fail(self, record: Outgoing, reason: str, outcome: str = "failed") -> None:
         if record.session is None:  # only announced: nothing was pinned, and nobody waits
@@ -443,25 +425,30 @@ class Source(Machine[SourceEvent, SourceAction, Outgoing]):
         """Post nothing more; wait for what is in flight."""
         record.outcome = outcome
         if record.state is not State.RESERVED and record.choices is None:
-            self.context.do(StopSource(record.name, outcome))
+            self.do(StopSource(record.name, outcome))
         self._enter(record, State.STOPPING)
-        self.context.ring_in("deadline", record.name, self.timers.lease)
+        self.ring_in("deadline", record.name, self.timers.lease)
         self._settle(record)
 
-    def _settle(self, record: Outgoing) -> None:
-        """End an attempt that is stopping, once no write is in flight; D need not have asked."""
+    def _settle(self, record: Outgoing, given: object = None) -> None:
+        """End it, once no write is in flight, or none can read P's memory any more; D need not have asked."""
         session = record.session
-        if record.flying or record.state is not State.STOPPING or session is None:
+        if record.state is not State.STOPPING or session is None:
             return
-        closing = session.state is SessionState.CLOSING
-        if not closing and record.outcome not in ("acked", "not_needed"):
+        over = session.state is SessionState.OVER
+        if record.flying and not over:
+            return
+        if session.state in (SessionState.UP, SessionState.ENDING) and record.outcome not in (
+            "acked",
+            "not_needed",
+        ):
             self._send(record, Drained)
         self._end(record, record.outcome)
-        self.sessions.close_drained(session)
+        self.close_drained(session)
 
     def _end(self, record: Outgoing, outcome: str) -> None:
         if record.engaged:
-            self.context.do(Release(record.name, outcome))
+            self.do(Release(record.name, outcome))
         if record.session is not None:
             record.session.attempts.pop(record.name, None)
         self._count_end(record.name, outcome, _COUNTER.get(outcome, "failed"))
@@ -470,17 +457,19 @@ class Source(Machine[SourceEvent, SourceAction, Outgoing]):
     _drop, _ignore = Machine._drop, Machine._ignore
     # fmt: off
     table: ClassVar[Table] = {
-        #              unknown          announced           reserved            engaged          completed        stopping         ended
-        Reserve:      (_reserve_first,  _reserve_announced, _reserve_again,     _reserve_again,  _reserve_again,  _reserve_over,   _reserve_over),
-        Cancel:       (_cancel_over,    _cancel,            _cancel,            _cancel,         _cancel,         _cancel,         _cancel_over),
-        NotNeeded:    (_spare,          _spare,             _spare,             _spare,          _spare,          _drop,           _drop),
-        Ack:          (_drop,           _ack,               _ack,               _ack,            _ack,            _ack,            _drop),
-        Announce:     (_announce_first, _announce_again,    _announce_reserved, _announce_again, _announce_again, _announce_again, _announce_again),
-        BlocksReady:  (_ignore,         _ignore,            _ignore,            _blocks_ready,   _ignore,         _ignore,         _ignore),
-        FirstTokens:  (_ignore,         _finish_idle,       _ignore,            _first_tokens,   _ignore,         _ignore,         _ignore),
-        SourceFailed: (_ignore,         _fail_request,      _fail_request,      _fail_request,   _ignore,         _ignore,         _ignore),
-        WriteEnded:   (_write_late,     _ignore,            _ignore,            _write_ended,    _write_ended,    _write_ended,    _write_late),
-        "resend":     (None,            None,               _repeat,            _repeat,         _repeat,         None,            None),
-        "deadline":   (None,            _expire,            _expire,            _expire,         _expire,         _force_close,    None),
+        #                  unknown          announced           reserved            engaged          completed        stopping         ended
+        Reserve:          (_reserve_first,  _reserve_announced, _reserve_again,     _reserve_again,  _reserve_again,  _reserve_over,   _reserve_over),
+        Cancel:           (_cancel_over,    _cancel,            _cancel,            _cancel,         _cancel,         _cancel,         _cancel_over),
+        NotNeeded:        (_spare,          _spare,             _spare,             _spare,          _spare,          _drop,           _drop),
+        Ack:              (_drop,           _ack,               _ack,               _ack,            _ack,            _ack,            _drop),
+        Announce:         (_announce_first, _announce_again,    _announce_reserved, _announce_again, _announce_again, _announce_again, _announce_again),
+        BlocksReady:      (_ignore,         _ignore,            _ignore,            _blocks_ready,   _ignore,         _ignore,         _ignore),
+        FirstTokens:      (_ignore,         _finish_idle,       _ignore,            _first_tokens,   _ignore,         _ignore,         _ignore),
+        SourceFailed:     (_ignore,         _fail_request,      _fail_request,      _fail_request,   _ignore,         _ignore,         _ignore),
+        WriteEnded:       (_write_late,     _ignore,            _ignore,            _write_ended,    _write_ended,    _write_ended,    _write_late),
+        "session over":   (None,            _ignore,            _lose,              _lose,           _lose,           _ignore,         None),
+        "session closed": (None,            _ignore,            _ignore,            _ignore,         _ignore,         _settle,         None),
+        "resend":         (None,            None,               _repeat,            _repeat,         _repeat,         None,            None),
+        "deadline":       (None,            _expire,            _expire,            _expire,         _expire,         _force_close,    None),
     }
     # fmt: on

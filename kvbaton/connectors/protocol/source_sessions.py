@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import math
 from collections import OrderedDict
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 
 from kvbaton.connectors.layout import GroupKind, KVLayout
 from kvbaton.connectors.pairing import GroupPairing
@@ -23,12 +23,13 @@ from kvbaton.connectors.protocol.events import (
     Identity,
     Link,
     OpenPeer,
+    PeerGone,
     Received,
     SendMessage,
+    WriteEnded,
 )
-from kvbaton.connectors.protocol.machine import Context
 from kvbaton.connectors.protocol.notice import units_per_notice
-from kvbaton.connectors.protocol.outgoing import Outgoing, SourceSession, Write
+from kvbaton.connectors.protocol.outgoing import Outgoing, SourceSession
 from kvbaton.connectors.protocol.session import (
     Layouts,
     NegotiationError,
@@ -36,6 +37,7 @@ from kvbaton.connectors.protocol.session import (
     Sessions,
     SessionState,
     decode_layouts,
+    writing_pairs,
 )
 from kvbaton.messages.control import (
     PROTOCOL_VERSION,
@@ -46,7 +48,7 @@ from kvbaton.messages.control import (
     Welcome,
     version_problem,
 )
-from kvbaton.types import Attempt, NodeId, TransferTimers, clip_text
+from kvbaton.types import Attempt, TransferTimers, clip_text
 
 MAX_OVER = 4096
 """Sessions that are remembered after their end; of a forgotten one nothing is ever promised."""
@@ -57,52 +59,40 @@ IDLE_LEASES = 2
 """A session of which nothing was heard for so many leases ends: its attempts expire before."""
 
 
-class SourceSessions(Sessions[SourceSession]):
+class SourceSessions(Sessions[Outgoing, SourceSession]):
     """The part of `Source` that knows sessions.
 
     Args:
+        identity: what this side says of itself.
+        timers: of the protocol.
+        pair: pairs the groups of layouts, source first.
         max_notice_bytes: of the transport.
-        lose: ends an attempt whose session ends, told why.
-        settle: ends an attempt that is stopping, if it has no write in flight.
     """
 
     def __init__(
-        self,
-        context: Context,
-        identity: Identity,
-        timers: TransferTimers,
-        pair: Pair,
-        *,
-        max_notice_bytes: int,
-        lose: Callable[[Outgoing, str], None],
-        settle: Callable[[Outgoing], None],
+        self, identity: Identity, timers: TransferTimers, pair: Pair, max_notice_bytes: int
     ) -> None:
-        super().__init__(context, identity, timers, pair)
+        super().__init__(identity, timers, pair)
         self.max_notice_bytes = max_notice_bytes
         self._over: OrderedDict[bytes, SourceSession] = OrderedDict()
-        self._lose = lose
-        self._settle = settle
-
-    def num_undrained(self) -> int:
-        """Writes that outlived their sessions."""
-        return sum(len(session.undrained) for session in self._over.values())
 
     # --- Hello ---
 
     def hello(self, link: Link, hello: Hello) -> None:
         """Open a session, or say again that it is up; tell what has drained of earlier ones."""
-        session = self.known.get(hello.session)
+        session, why = self.known.get(hello.session), ""
         if not self._is_for_us(hello):
-            self._refuse(link, hello.session, "unknown_session", "it is with an earlier generation")
+            why = "it is with an earlier generation"
         elif hello.session in self._over or (session and session.state is not SessionState.UP):
-            self._refuse(link, hello.session, "unknown_session", "the session is over")
-        elif session is not None:
-            if self._admit(session, link, hello.seq):
-                self._welcome(session, hello)
-        elif self.is_news(hello):
+            why = "the session is over"
+        elif session is None and not self.is_news(hello):
+            why = "a later session has begun"
+        if why:
+            self._refuse_session(link, hello.session, "unknown_session", why)
+        elif session is None:
             self._open(link, hello)
-        else:
-            self._refuse(link, hello.session, "unknown_session", "a later session has begun")
+        elif self._heard(session, link, hello.seq):
+            self._welcome(session, hello)
 
     def _is_for_us(self, message: Message) -> bool:
         return message.receiver in (None, self.identity.node)
@@ -124,10 +114,12 @@ class SourceSessions(Sessions[SourceSession]):
             unit = math.lcm(*(g.block_size for g in groups if g.kind is not GroupKind.STATE))
             max_tokens = unit * self._max_units(unit, layouts[0])
         except NegotiationError as error:
-            self._refuse(link, hello.session, error.code, str(error))
+            self._refuse_session(link, hello.session, error.code, str(error))
             return
         for older in self.of(hello.sender):
-            self.end(older, "a new session has begun")
+            self.end_session(older, "a new session has begun")
+        version = min(PROTOCOL_VERSION, hello.max_version)
+        pairs = writing_pairs(version, pairings, len(self.layouts), len(layouts))
         session = SourceSession(
             hello.session,
             SessionState.UP,
@@ -135,14 +127,14 @@ class SourceSessions(Sessions[SourceSession]):
             hello.sender,
             last_in=hello.seq,
             groups=layouts[0],
-            num_ranks=len(layouts),
             pairings=pairings,
+            pairs=pairs,
             unit=unit,
             max_tokens=max_tokens,
         )
         self.known[session.id] = session
-        self.context.ring_in("deadline", session.id, IDLE_LEASES * self.timers.lease)
-        self.context.do(OpenPeer(session.id, hello.sender, hello.ranks))
+        self.ring_in("deadline", session.id, IDLE_LEASES * self.timers.lease)
+        self.do(OpenPeer(session.id, hello.sender, hello.ranks, pairs))
         self._welcome(session, hello)
 
     def check_hello(self, hello: Hello) -> tuple[Layouts, Sequence[GroupPairing]]:
@@ -192,7 +184,7 @@ class SourceSessions(Sessions[SourceSession]):
 
     def _welcome(self, session: SourceSession, hello: Hello) -> None:
         own, version = self.identity, min(PROTOCOL_VERSION, hello.max_version)
-        session.send(self.context, Welcome, sender=own.node, version=version, ranks=own.ranks)
+        self.send(session, Welcome, sender=own.node, version=version, ranks=own.ranks)
         self._tell_drained(session, hello.over)
 
     def _tell_drained(self, session: SourceSession, asked: Sequence[bytes]) -> None:
@@ -205,66 +197,63 @@ class SourceSessions(Sessions[SourceSession]):
                 if known.drained:
                     over.append(name)
         if over:
-            session.send(self.context, SessionDrained, over=tuple(over))
+            self.send(session, SessionDrained, over=tuple(over))
 
-    def _refuse(self, link: Link | None, session: bytes, code: str, why: str) -> None:
+    def _refuse_session(self, link: Link | None, session: bytes, code: str, why: str) -> None:
         """Refuse a whole session. Not numbered: it is true whenever it arrives."""
-        self.context.counters.refused += 1
-        self.context.count(code)
+        self.counters.refused += 1
+        self.count(code)
         refused = Refused(session=session, seq=0, code=code, message=clip_text(why))
-        self.context.do(SendMessage(refused, link=link))
+        self.do(SendMessage(refused, link=link))
 
     # --- messages of a session ---
 
-    def admit(self, event: Received) -> SourceSession | None:
+    def session_of(self, event: Received) -> SourceSession | None:
         """The session that a message belongs to; otherwise it is refused or dropped here."""
-        session = self.known.get(event.message.session)
+        name = event.message.session
+        session = self.known.get(name)
         up = session is not None and session.state is SessionState.UP
         if session is None or not up or not self._is_for_us(event.message):
-            self._refuse(
-                event.link, event.message.session, "unknown_session", "no such session is up"
-            )
+            self._refuse_session(event.link, name, "unknown_session", "no such session is up")
             return None
-        return session if self._admit(session, event.link, event.message.seq) else None
+        return session if self._heard(session, event.link, event.message.seq) else None
 
-    def _admit(self, session: SourceSession, link: Link, seq: int) -> bool:
-        if not session.admit(self.context, link, seq):
-            return False
-        self.context.ring_in("deadline", session.id, IDLE_LEASES * self.timers.lease)
-        return True
+    def _heard(self, session: SourceSession, link: Link, seq: int) -> bool:
+        """Whether a message is newer than all before it; it keeps the session alive."""
+        fresh = self.admit(session, link, seq)
+        if fresh:
+            self.ring_in("deadline", session.id, IDLE_LEASES * self.timers.lease)
+        return fresh
 
     # --- the end of a session ---
 
-    def end(self, session: SourceSession, why: str, *, now: bool = False) -> None:
+    def end_session(self, session: SourceSession, why: str, *, now: bool = False) -> None:
         """Post nothing more; close the connection when its writes are terminal, or `now`."""
         if session.state is SessionState.UP:
             session.state = SessionState.ENDING
-            self.context.ring_in("deadline", session.id, self.timers.lease)
-            self._refuse(session.link, session.id, "unknown_session", why)
+            self.ring_in("deadline", session.id, self.timers.lease)
+            self._refuse_session(session.link, session.id, "unknown_session", why)
             for record in list(session.attempts.values()):
-                self._lose(record, why)
+                self.apply("session over", record, why)
         self.close_drained(session, now=now)
 
     def close_drained(self, session: SourceSession, *, now: bool = False) -> None:
         """Close an ending session's connection, once nothing of it is in flight."""
         if session.state is SessionState.ENDING and (now or session.drained):
             session.state = SessionState.CLOSING
-            self.context.clear("deadline", session.id)
-            self.context.do(ClosePeer(session.id))
+            self.clear("deadline", session.id)
+            self.do(ClosePeer(session.id))
 
     def closed(self, event: Closed) -> None:
         """The connection is closed: our blocks are free, but what was read may still land."""
         session = self.known.get(event.session)
         if session is None or session.state is not SessionState.CLOSING:
             return
-        for record in list(session.attempts.values()):
-            session.undrained |= {(record.name, write) for write in record.flying}
-            record.flying.clear()
-            self._settle(record)
-        del self.known[session.id]
         session.state = SessionState.OVER
-        self.context.ring_in("deadline", session.id, self.timers.tombstone)
-        self._over[session.id] = session
+        for record in list(session.attempts.values()):
+            self.apply("session closed", record, event)
+        self._over[session.id] = self.known.pop(session.id)
+        self.ring_in("deadline", session.id, self.timers.tombstone)
         if len(self._over) > MAX_OVER:
             self._forget(next(iter(self._over)))
         self._announce_drained(session)
@@ -275,46 +264,54 @@ class SourceSessions(Sessions[SourceSession]):
             if current.state is SessionState.UP:
                 self._tell_drained(current, (session.id,))
 
-    def write_outlived(self, name: Attempt, write: Write) -> None:
-        """A write ended whose session was closed before."""
-        for session in self._over.values():
-            if (name, write) in session.undrained:
-                session.undrained.discard((name, write))
-                self._announce_drained(session)
-                return
+    def strike_off(self, record: Outgoing, event: WriteEnded) -> None:
+        """A part of a write is terminal, perhaps one that outlived its session."""
+        write = event.write, event.source_rank, event.target_rank
+        for session in (record.session,) if record.session else tuple(self._over.values()):
+            flying = session.flying.get(record.name, set())
+            if event.drained and write in flying:
+                flying.discard(write)
+                if not flying:
+                    del session.flying[record.name]
+                if session.state is SessionState.OVER:
+                    self._announce_drained(session)
 
     def has_undrained(self, name: Attempt) -> bool:
         """Whether a write of an attempt that has ended may still land."""
-        return any(
-            name == attempt for session in self._over.values() for attempt, _ in session.undrained
-        )
+        return any(name in session.flying for session in self._over.values())
+
+    def num_undrained(self) -> int:
+        """Parts of writes that outlived their sessions."""
+        flying = (writes for over in self._over.values() for writes in over.flying.values())
+        return sum(map(len, flying))
 
     def _forget(self, name: bytes) -> None:
-        if self._over.pop(name).undrained:
-            self.context.do(Abandon(name))
-        self.context.clear("deadline", name)
+        if self._over.pop(name).flying:
+            self.do(Abandon(name))
+        self.clear("deadline", name)
 
-    def peer_gone(self, node: NodeId) -> None:
+    def peer_gone(self, event: PeerGone) -> None:
         """End the sessions of a generation whose process is gone."""
-        for session in self.of(node):
-            self.end(session, "the peer is gone", now=True)
+        for session in self.of(event.node):
+            self.end_session(session, "the peer is gone", now=True)
 
-    def ring(self, name: bytes) -> None:
+    def ring(self, owner: bytes) -> None:
         """A session was not heard of, does not end, or was asked after no more."""
-        over = self._over.get(name)
+        over = self._over.get(owner)
         if over is None:
-            session = self.known[name]
+            session = self.known[owner]
             up = session.state is SessionState.UP
             why = "nothing was heard" if up else "a write does not end"
-            self.end(session, why, now=not up)
+            self.end_session(session, why, now=not up)
         elif over.asked:
             over.asked = False
-            self.context.ring_in("deadline", name, self.timers.tombstone)
+            self.ring_in("deadline", owner, self.timers.tombstone)
         else:
-            self._forget(name)
+            self._forget(owner)
 
     def validate(self) -> None:
         """Check the invariants; raises `AssertionError`."""
+        super().validate()
         for session in (*self.known.values(), *self._over.values()):
             if session.state is not SessionState.CLOSING:
-                assert self.context.rings_at("deadline", session.id) is not None, f"{session}"
+                assert self.rings_at("deadline", session.id) is not None, f"{session}"

@@ -27,6 +27,7 @@ from kvbaton.connectors.protocol.events import (
     CancelTarget,
     Deliver,
     Fail,
+    Fence,
     Fenced,
     Identity,
     Landed,
@@ -34,7 +35,6 @@ from kvbaton.connectors.protocol.events import (
     Received,
     SetMembers,
     Start,
-    TargetAction,
     TargetEvent,
     Unneeded,
     Unquarantine,
@@ -70,7 +70,7 @@ UNHEALTHY_SHARE = 4
 """A node is unhealthy while one block in so many waits in quarantine for too long."""
 
 
-class Target(Machine[TargetEvent, TargetAction, Incoming]):
+class Target(TargetSessions):
     """D's machine.
 
     Args:
@@ -85,7 +85,6 @@ class Target(Machine[TargetEvent, TargetAction, Incoming]):
 
     states = State
     record_type = Incoming
-    sessions: TargetSessions
 
     def __init__(
         self,
@@ -96,19 +95,7 @@ class Target(Machine[TargetEvent, TargetAction, Incoming]):
         pair: Pair = pair_groups,
         max_blocks_per_peer: int | None = None,
     ) -> None:
-        super().__init__(timers)
-        self.identity = identity
-        self.sessions = TargetSessions(
-            self.context,
-            identity,
-            timers,
-            pair,
-            new_id=new_id,
-            reserve=self._reserve,
-            fail=self._fail,
-            release=self._end,
-        )
-        self.groups = self.sessions.layouts[0]
+        super().__init__(identity, timers, pair, new_id)
         self._max_blocks = max_blocks_per_peer
         self._num_blocks = sum(group.num_blocks for group in self.groups)
         self._quarantine: dict[Attempt, Incoming] = {}
@@ -116,7 +103,7 @@ class Target(Machine[TargetEvent, TargetAction, Incoming]):
     @property
     def unhealthy(self) -> str:
         """Why the node is: too many blocks wait in quarantine, and for whom; empty if it is well."""
-        limit = self.context.now - self.timers.quarantine_limit
+        limit = self.now - self.timers.quarantine_limit
         old = [record for record in self._quarantine.values() if record.since <= limit]
         blocks = sum(record.num_blocks for record in old)
         if blocks * UNHEALTHY_SHARE < self._num_blocks:
@@ -140,80 +127,81 @@ class Target(Machine[TargetEvent, TargetAction, Incoming]):
                     "transfer_id": r.name.transfer_id.hex(),
                     "attempt": r.name.number,
                     "blocks": r.num_blocks,
-                    "age_s": self.context.now - r.since,
+                    "age_s": self.now - r.since,
                 }
                 for r in draining
             ],
             "unhealthy": self.unhealthy,
-            "fencing": [node.node for node in self.sessions.fencing()],
-            "sessions": self.sessions.dump(),
+            "fencing": [node.node for node in self.fencing()],
+            "sessions": self.dump(),
         }
 
     # --- dispatch ---
 
-    def _react(self, event: TargetEvent) -> None:
+    def react(self, event: TargetEvent) -> None:
+        """Take in an event that is about no single attempt."""
         match event:
             case Received():
                 self._received(event)
             case PeerGone():
-                self.sessions.peer_gone(event.node)
+                self.peer_gone(event)
             case Fenced():
-                self.sessions.fenced(event)
+                self.fenced(event)
             case SetMembers():
-                self.sessions.set_members(event.addresses)
+                self.set_members(event)
             case Unreachable():
-                self.sessions.unreachable(event)
+                self.unreachable(event)
             case Unneeded():
-                self.sessions.unneeded(event)
+                self.unneeded(event)
 
     def _received(self, event: Received) -> None:
         message = event.message
-        session = self.sessions.known.get(message.session)
+        session = self.known.get(message.session)
         if session is None:
-            self.context.count("unknown_session", dropped=True)
+            self.count("unknown_session", dropped=True)
             return
         of_session = isinstance(message, Refused) and message.transfer_id is None  # not numbered
-        if not of_session and not session.admit(self.context, event.link, message.seq):
+        if not of_session and not self.admit(session, event.link, message.seq):
             return
-        session.heard = self.context.now
+        session.heard = self.now
         match message:
             case Welcome():
-                self.sessions.welcomed(session, message)
+                self.welcomed(session, message)
             case SessionDrained():
-                self.sessions.drained(session, message)
+                self.session_drained(session, message)
             case Refused() if of_session:
-                self.sessions.refused(session, message)
+                self.refused(session, message)
             case Accepted() | Refused() | Progress() | Complete() | Failed() | Drained():
                 self._about_attempt(session, message)
             case _:
-                self.context.count("unexpected", dropped=True)
+                self.count("unexpected", dropped=True)
 
     def _about_attempt(self, session: TargetSession, message: TransferMessage | Refused) -> None:
         assert message.transfer_id is not None, "else it is about the session"
         record = self.record(Attempt(message.transfer_id, message.attempt))
         if record.state is not State.UNKNOWN:
-            self.context.tell(record.name, f"< {type(message).__name__} in {record.state.value}")
+            self.tell(record.name, f"< {type(message).__name__} in {record.state.value}")
         if record.name in self.live and record.session is not session:
-            self.context.count("foreign", dropped=True)
+            self.count("foreign", dropped=True)
         elif session.state is not SessionState.UP and not isinstance(message, Drained):
-            self.context.count("session_over", dropped=True)
+            self.count("session_over", dropped=True)
         else:
             record.session = session
-            self._apply(type(message), record, message)
+            self.apply(type(message), record, message)
 
     # --- Start ---
 
     def _start(self, record: Incoming, event: Start) -> None:
         """Wait for the session (open one if there is none), then send `Reserve`. Over the cap, or a peer that was put out: fail at once."""
-        if self.sessions.crowded(event.address):
+        if self.crowded(event.address):
             self._turn_down(event, "too many addresses are in use")
             return
-        line = record.line = self.sessions.line(event.address)
+        line = record.line = self.line(event.address)
         record.order, record.num_tokens = event, event.num_tokens
         record.targets = block_tables(event.spans, self.groups, event.num_tokens)
         record.start = first_token(event.spans, self.groups)
         record.num_blocks = sum(len(span.blocks) for spans in event.spans for span in spans)
-        record.until = self.context.now + (event.deadline_s or self.timers.total)
+        record.until = self.now + (event.deadline_s or self.timers.total)
         line.num_attempts += 1
         line.num_blocks += record.num_blocks
         line.waiting[record.name] = self.live[record.name] = record
@@ -227,12 +215,12 @@ class Target(Machine[TargetEvent, TargetAction, Incoming]):
             del line.waiting[record.name]
             self._reserve(record, line.session)
         else:
-            self.sessions.open(line)
+            self.open_line(line)
 
     def _unwelcome(self, record: Incoming) -> str | None:
         """Why P can't be asked now."""
         line = record.line
-        since = self.context.now - self.timers.quarantine_limit
+        since = self.now - self.timers.quarantine_limit
         line.mismatches = [at for at in line.mismatches if at > since]
         if len(line.mismatches) >= MAX_MISMATCHES:
             return f"{line.address} was put out after {len(line.mismatches)} mismatches"
@@ -256,12 +244,13 @@ class Target(Machine[TargetEvent, TargetAction, Incoming]):
         self.counters.started += 1
         self.counters.failed += 1
         start = first_token(event.spans, self.groups)
-        self.context.do(Fail(event.attempt, start, reason))
-        self.context.do(Unquarantine(event.attempt))
+        self.do(Fail(event.attempt, start, reason))
+        self.do(Unquarantine(event.attempt))
 
     # --- Reserve and its answers ---
 
     def _reserve(self, record: Incoming, session: TargetSession) -> None:
+        """Send `Reserve`; from now on P knows of the blocks."""
         record.session = session
         session.attempts[record.name] = record
         self._set_state(record, State.RESERVED)
@@ -271,7 +260,7 @@ class Target(Machine[TargetEvent, TargetAction, Incoming]):
     def _repeat_reserve(self, record: Incoming, given: None) -> None:
         """Send `Reserve` again: until it is answered; then slowly, by which P renews its lease."""
         unanswered = record.state is State.RESERVED
-        self.context.ring_in(
+        self.ring_in(
             "resend", record.name, self.timers.resend if unanswered else self.timers.lease / 4
         )
         self._send(
@@ -280,18 +269,18 @@ class Target(Machine[TargetEvent, TargetAction, Incoming]):
             prompt_key=record.order.prompt_key,
             num_tokens=record.num_tokens,
             spans=record.order.spans,
-            remaining_ms=max(1, int((record.until - self.context.now) * 1000)),
+            remaining_ms=max(1, int((record.until - self.now) * 1000)),
         )
 
     def _heard(self, record: Incoming) -> None:
-        left = record.until - self.context.now
-        self.context.ring_in("deadline", record.name, min(self.timers.progress_deadline, left))
+        left = record.until - self.now
+        self.ring_in("deadline", record.name, min(self.timers.progress_deadline, left))
 
     def _accepted(self, record: Incoming, message: object) -> None:
         """P has it, and is at work: the deadline starts anew. `Reserve` is repeated slowly."""
         if record.state is State.RESERVED:
             self._set_state(record, State.ENGAGED)
-            self.context.ring_in("resend", record.name, self.timers.lease / 4)
+            self.ring_in("resend", record.name, self.timers.lease / 4)
         self._heard(record)
 
     def _peer_failed(self, record: Incoming, message: Failed | Refused) -> None:
@@ -299,28 +288,26 @@ class Target(Machine[TargetEvent, TargetAction, Incoming]):
         if isinstance(message, Failed):
             self._fail(record, f"the source failed: {message.reason}")
         else:
-            self.context.count(message.code)
+            self.count(message.code)
             self._fail(record, f"refused ({message.code}): {message.message}")
 
     # --- bytes ---
 
     def _landed(self, record: Incoming, event: Landed) -> None:
         """Check it and note the rank pair; `Verify` the write if no pair is missing."""
-        session = record.session
+        session, pair = record.session, (event.source_rank, event.target_rank)
         assert session is not None
-        exists = event.source_rank < session.num_ranks
-        exists &= event.target_rank < len(self.identity.ranks)
-        if event.session != session.id or not exists:
-            self.context.count("junk_notice", dropped=True)
+        if event.session != session.id or pair not in session.pairs:
+            self.count("junk_notice", dropped=True)
             return
         self._accepted(record, event)
         try:
-            arrival = record.land(event, self.groups, len(self.identity.ranks))
+            arrival = record.land(event, self.groups)
         except ValueError as error:
             self._malformed(record, str(error))
             return
         if arrival is not None:
-            self.context.do(record.verification(event.write, self.groups))
+            self.do(record.verification(event.write, self.groups))
 
     def _verified(self, record: Incoming, event: Verified) -> None:
         """Good: deliver if everything is here. Bad: `Ack(mismatch)`, fail, `Cancel`."""
@@ -331,14 +318,14 @@ class Target(Machine[TargetEvent, TargetAction, Incoming]):
         self._heard(record)
         if event.bad:
             self.counters.mismatches += 1
-            record.line.mismatches.append(self.context.now)
+            record.line.mismatches.append(self.now)
             record.bad = event.bad
             self._fail(record, f"tokens {event.bad} do not match their digests")
         else:
             self._try_deliver(record)
 
     def _malformed(self, record: Incoming, problem: str) -> None:
-        self.context.count("malformed")
+        self.count("malformed")
         self._fail(record, f"the source sent nonsense: {problem}")
 
     # --- Complete ---
@@ -367,7 +354,7 @@ class Target(Machine[TargetEvent, TargetAction, Incoming]):
         if record.valid_through() != record.num_tokens:
             self._malformed(record, "its writes do not make up the prompt")
             return
-        self.context.do(Deliver(record.name, complete.choices, complete.cached_tokens))
+        self.do(Deliver(record.name, complete.choices, complete.cached_tokens))
         record.outcome = "delivered"
         self._answer_late(record, complete)
         # All rank pairs of all writes have landed, and P posts no range twice: nothing of this
@@ -395,35 +382,39 @@ class Target(Machine[TargetEvent, TargetAction, Incoming]):
         self._leave(record, "cancelled")
 
     def _fail(self, record: Incoming, reason: str) -> None:
-        self.context.tell(record.name, f"failed: {reason}")
-        self.context.do(Fail(record.name, record.valid_through(), reason))
+        """`Fail`; `Cancel`, or `Unquarantine` at once if P never heard of the blocks."""
+        self.tell(record.name, f"failed: {reason}")
+        self.do(Fail(record.name, record.valid_through(), reason))
         self._leave(record, "failed")
 
     def _leave(self, record: Incoming, outcome: str) -> None:
         """The engine is done with the attempt; its blocks wait until no byte can land."""
-        record.outcome, record.since = outcome, self.context.now
+        record.outcome, record.since = outcome, self.now
         if record.session is None:  # P never heard of them
             self._end(record)
             return
         self._quarantine[record.name] = record
         self._set_state(record, State.DRAINING)
-        self.context.ring_in("deadline", record.name, self.timers.lease)
+        self.ring_in("deadline", record.name, self.timers.lease)
         self._repeat_cancel(record, None)
 
     def _repeat_cancel(self, record: Incoming, given: None) -> None:
         """Send `Cancel` again (after `Ack(mismatch)` if that was the reason). Of a session that is over the next one's `Hello` asks."""
         assert record.session is not None
         if not record.session.over:
-            self.context.ring_in("resend", record.name, self.timers.resend)
+            self.ring_in("resend", record.name, self.timers.resend)
             self._answer_late(record, None)
 
     def _suspect(self, record: Incoming, given: None) -> None:
-        """`Fence` its peer, if nothing was heard of that for a `lease`; until that holds or it is heard of."""
-        self.context.ring_in("deadline", record.name, self.timers.lease)
+        """`Fence` its peer: until that holds or it is heard of, if nothing was heard of it for a `lease`; now and again, if it lives and a write of it does not end for `quarantine_limit`."""
+        self.ring_in("deadline", record.name, self.timers.lease)
         node = record.session.node if record.session is not None else None
         assert node is not None, "P was told of the blocks"
-        if self.sessions.is_silent(node):
-            self.sessions.peer_gone(node)
+        if self.is_silent(node):
+            self.peer_gone(PeerGone(node))
+        elif self.now - record.since >= self.timers.quarantine_limit:
+            self.tell(record.name, f"{node.node} lives and does not drain: fence it")
+            self.do(Fence(node))
 
     def _drained(self, record: Incoming, message: Drained) -> None:
         """`Unquarantine`; if P gives up unasked, fail first."""
@@ -433,28 +424,30 @@ class Target(Machine[TargetEvent, TargetAction, Incoming]):
 
     def _end(self, record: Incoming) -> None:
         """Nothing of the attempt can land any more."""
-        self.context.do(Unquarantine(record.name))
+        self.do(Unquarantine(record.name))
         self._quarantine.pop(record.name, None)
         counters = {"delivered": "completed", "cancelled": "cancelled"}
         self._count_end(record.name, record.outcome, counters.get(record.outcome, "failed"))
         self._set_state(record, State.ENDED)
-        self.sessions.released(record)
+        self.released(record)
 
     _drop, _ignore = Machine._drop, Machine._ignore
     # fmt: off
     table: ClassVar[Table] = {
-        #              unknown       waiting         reserved         engaged          completing       draining        ended
-        Accepted:     (_drop,        _drop,          _accepted,       _ignore,         _ignore,         _drop,          _drop),
-        Refused:      (_drop,        _drop,          _peer_failed,    _peer_failed,    _peer_failed,    _drop,          _drop),
-        Progress:     (_answer_late, _drop,          _accepted,       _accepted,       _accepted,       _drop,          _drop),
-        Complete:     (_answer_late, _drop,          _complete,       _complete,       _complete_again, _answer_late,   _answer_late),
-        Failed:       (_drop,        _drop,          _peer_failed,    _peer_failed,    _peer_failed,    _drop,          _drop),
-        Drained:      (_drop,        _drop,          _drained,        _drained,        _drained,        _drained,       _drop),
-        Start:        (_start,       _start_twice,   _start_twice,    _start_twice,    _start_twice,    _start_twice,   _start_consumed),
-        Landed:       (_ignore,      _ignore,        _landed,         _landed,         _landed,         _ignore,        _ignore),
-        Verified:     (_ignore,      _ignore,        _verified,       _verified,       _verified,       _ignore,        _ignore),
-        CancelTarget: (_ignore,      _cancel_target, _cancel_target,  _cancel_target,  _cancel_target,  _ignore,        _ignore),
-        "resend":     (None,         None,           _repeat_reserve, _repeat_reserve, _repeat_reserve, _repeat_cancel, None),
-        "deadline":   (None,         _give_up,       _give_up,        _give_up,        _give_up,        _suspect,       None),
+        #                unknown       waiting         reserved         engaged          completing       draining        ended
+        Accepted:       (_drop,        _drop,          _accepted,       _ignore,         _ignore,         _drop,          _drop),
+        Refused:        (_drop,        _drop,          _peer_failed,    _peer_failed,    _peer_failed,    _drop,          _drop),
+        Progress:       (_answer_late, _drop,          _accepted,       _accepted,       _accepted,       _drop,          _drop),
+        Complete:       (_answer_late, _drop,          _complete,       _complete,       _complete_again, _answer_late,   _answer_late),
+        Failed:         (_drop,        _drop,          _peer_failed,    _peer_failed,    _peer_failed,    _drop,          _drop),
+        Drained:        (_drop,        _drop,          _drained,        _drained,        _drained,        _drained,       _drop),
+        Start:          (_start,       _start_twice,   _start_twice,    _start_twice,    _start_twice,    _start_twice,   _start_consumed),
+        Landed:         (_ignore,      _ignore,        _landed,         _landed,         _landed,         _ignore,        _ignore),
+        Verified:       (_ignore,      _ignore,        _verified,       _verified,       _verified,       _ignore,        _ignore),
+        CancelTarget:   (_ignore,      _cancel_target, _cancel_target,  _cancel_target,  _cancel_target,  _ignore,        _ignore),
+        "session up":   (None,         _reserve,       None,            None,            None,            None,           None),
+        "session over": (None,         _fail,          _fail,           _fail,           _fail,           _ignore,        None),
+        "resend":       (None,         None,           _repeat_reserve, _repeat_reserve, _repeat_reserve, _repeat_cancel, None),
+        "deadline":     (None,         _give_up,       _give_up,        _give_up,        _give_up,        _suspect,       None),
     }
     # fmt: on

@@ -22,11 +22,12 @@ from kvbaton.connectors.protocol.events import (
     HangUp,
     Identity,
     OpenPeer,
+    PeerGone,
+    SetMembers,
     Unneeded,
     Unreachable,
 )
-from kvbaton.connectors.protocol.incoming import Incoming, Line, TargetSession, TargetState
-from kvbaton.connectors.protocol.machine import Context
+from kvbaton.connectors.protocol.incoming import Incoming, Line, TargetSession
 from kvbaton.connectors.protocol.session import (
     Layouts,
     NegotiationError,
@@ -34,11 +35,13 @@ from kvbaton.connectors.protocol.session import (
     Sessions,
     SessionState,
     decode_layouts,
+    writing_pairs,
 )
 from kvbaton.messages.control import (
     MAX_SESSIONS_ASKED,
     MIN_PROTOCOL_VERSION,
     PROTOCOL_VERSION,
+    Drained,
     Hello,
     NotNeeded,
     Refused,
@@ -51,41 +54,29 @@ MAX_LINES = 256
 """Addresses in use beside those of members."""
 
 
-class TargetSessions(Sessions[TargetSession]):
+class TargetSessions(Sessions[Incoming, TargetSession]):
     """The part of `Target` that knows sessions.
 
     Each line has an alarm *resend*, when it says `Hello` again, and so has each generation that is
     being fenced.
 
     Args:
+        identity: what this side says of itself.
+        timers: of the protocol.
+        pair: pairs the groups of layouts, source first.
         new_id: makes 16 random bytes.
-        reserve: asks P for an attempt that has waited for its session.
-        fail: ends an attempt for the engine, told why; blocks that P knows go into quarantine.
-        release: ends an attempt's quarantine.
 
     Attributes:
         lines: by address.
     """
 
     def __init__(
-        self,
-        context: Context,
-        identity: Identity,
-        timers: TransferTimers,
-        pair: Pair,
-        *,
-        new_id: Callable[[], bytes],
-        reserve: Callable[[Incoming, TargetSession], None],
-        fail: Callable[[Incoming, str], None],
-        release: Callable[[Incoming], None],
+        self, identity: Identity, timers: TransferTimers, pair: Pair, new_id: Callable[[], bytes]
     ) -> None:
-        super().__init__(context, identity, timers, pair)
+        super().__init__(identity, timers, pair)
         self.lines: dict[str, Line] = {}
         self._new_id = new_id
         self._numbers = itertools.count()
-        self._reserve = reserve
-        self._fail = fail
-        self._release = release
 
     # --- lines ---
 
@@ -93,24 +84,24 @@ class TargetSessions(Sessions[TargetSession]):
         """The line to an address, which is being used now."""
         if address not in self.lines:
             self.lines[address] = Line(address)
-            self.context.ring_in("resend", address, self.timers.lease)
+            self.ring_in("resend", address, self.timers.lease)
         line = self.lines[address]
-        line.used = self.context.now
+        line.used = self.now
         return line
 
     def crowded(self, address: str) -> bool:
         """Whether there are too many lines for another one."""
         return address not in self.lines and len(self.lines) >= MAX_LINES
 
-    def set_members(self, addresses: frozenset[str]) -> None:
+    def set_members(self, event: SetMembers) -> None:
         """Open sessions with new members before they are needed, and let go of former ones."""
         for line in list(self.lines.values()):
-            if line.member and line.address not in addresses:
+            if line.member and line.address not in event.addresses:
                 self._let_go(line)
-        for address in sorted(addresses):
+        for address in sorted(event.addresses):
             line = self.line(address)
             line.member = True
-            self.open(line)
+            self.open_line(line)
 
     def unreachable(self, event: Unreachable) -> None:
         """The address is none."""
@@ -126,20 +117,20 @@ class TargetSessions(Sessions[TargetSession]):
     def _tidy(self, line: Line) -> None:
         """Forget a line that nobody needs."""
         asked = line.member or line.waiting or line.unneeded or line.num_attempts
-        if asked or self.context.now - line.used < self.timers.lease:
+        if asked or self.now - line.used < self.timers.lease:
             return
         if self.lines.get(line.address) is line:
             del self.lines[line.address]
-            self.context.clear("resend", line.address)
-            self._drop(line)
-            self.context.do(HangUp(line.address))
+            self.clear("resend", line.address)
+            self._leave_session(line)
+            self.do(HangUp(line.address))
 
-    def _drop(self, line: Line) -> None:
-        """Of a line that has no attempt in its session."""
+    def _leave_session(self, line: Line) -> None:
+        """Of a line that has no attempt in it."""
         session, line.session = line.session, None
         if session is not None:
             session.state = SessionState.OVER
-            self.forget(session)
+            self.forget_session(session)
 
     def unneeded(self, event: Unneeded) -> None:
         """Tell P, now or when the session is up."""
@@ -148,18 +139,18 @@ class TargetSessions(Sessions[TargetSession]):
             self._not_needed(line.session, event.attempt)
         else:
             line.unneeded.append(event.attempt)
-            self.open(line)
+            self.open_line(line)
 
     def _not_needed(self, session: TargetSession, name: Attempt) -> None:
-        session.send(self.context, NotNeeded, transfer_id=name.transfer_id, attempt=name.number)
+        self.send(session, NotNeeded, transfer_id=name.transfer_id, attempt=name.number)
 
     # --- opening ---
 
-    def open(self, line: Line) -> None:
+    def open_line(self, line: Line) -> None:
         """Send `Hello` in a new session, if there is none; not twice within `resend`."""
-        now = self.context.now
+        now = self.now
         if line.session is None and now - line.opened < self.timers.resend:
-            self.context.ring_in("resend", line.address, line.opened + self.timers.resend - now)
+            self.ring_in("resend", line.address, line.opened + self.timers.resend - now)
         elif line.session is None:
             line.opened = now
             line.session = TargetSession(
@@ -176,8 +167,8 @@ class TargetSessions(Sessions[TargetSession]):
     def _say_hello(self, line: Line, session: TargetSession) -> None:
         over = self._plan_hello(line, session)
         own = self.identity
-        session.send(
-            self.context,
+        self.send(
+            session,
             Hello,
             sender=own.node,
             min_version=MIN_PROTOCOL_VERSION,
@@ -195,9 +186,9 @@ class TargetSessions(Sessions[TargetSession]):
         seconds = self.timers.resend
         if session.state is SessionState.UP and not over:
             seconds = self.timers.lease / 4
-        elif self.context.now - session.since > self.timers.lease:
+        elif self.now - session.since > self.timers.lease:
             seconds = self.timers.progress_deadline
-        self.context.ring_in("resend", line.address, seconds)
+        self.ring_in("resend", line.address, seconds)
         return over
 
     @staticmethod
@@ -213,7 +204,7 @@ class TargetSessions(Sessions[TargetSession]):
         """A session is up, or still is."""
         line = self.lines[session.address]
         if session.over:
-            self.context.count("late_welcome", dropped=True)
+            self.count("late_welcome", dropped=True)
         elif session.state is SessionState.HELLO:
             self._up(line, session, message)
         elif session.node != message.sender:
@@ -224,28 +215,30 @@ class TargetSessions(Sessions[TargetSession]):
             layouts = self.check_welcome(message)
             session.pairings = self.pair(layouts, self.layouts)
         except NegotiationError as error:
-            self.context.count(error.code)
+            self.count(error.code)
             self._hang_up(line, f"can't pair with {line.address}: {error}")
             return
         node = message.sender
-        if self.context.rings_at("resend", node) is not None:
+        if self.rings_at("resend", node) is not None:
             # It lives, and answers for itself. But its fence may have held for some ranks, and have
             # cut what P has connected for this session.
-            self.context.clear("resend", node)
-            self._drop(line)
-            self.open(line)
+            self.clear("resend", node)
+            self._leave_session(line)
+            self.open_line(line)
             return
         session.node = session.receiver = node
         session.state = SessionState.UP
-        session.groups, session.num_ranks = layouts[0], len(layouts)
-        self.context.do(OpenPeer(session.id, node, message.ranks))
+        session.groups = layouts[0]
+        ranks = len(layouts), len(self.layouts)
+        session.pairs = writing_pairs(message.version, session.pairings, *ranks)
+        self.do(OpenPeer(session.id, node, message.ranks, session.pairs))
         for other in list(self.known.values()):
             if other.address == line.address and other.node not in (None, node):
                 self._replaced(line, other.node)
         self._plan_hello(line, session)
         waiting, line.waiting = line.waiting, {}
         for record in waiting.values():
-            self._reserve(record, session)
+            self.apply("session up", record, session)
         while line.unneeded:
             self._not_needed(session, line.unneeded.popleft())
 
@@ -265,7 +258,7 @@ class TargetSessions(Sessions[TargetSession]):
         self._end_all(node, f"another generation answers at {line.address}")
         self.lose(node)
 
-    def drained(self, session: TargetSession, message: SessionDrained) -> None:
+    def session_drained(self, session: TargetSession, message: SessionDrained) -> None:
         """The generation that an earlier session was with says that nothing of it can land."""
         for name in message.over:
             over = self.known.get(name)
@@ -274,27 +267,27 @@ class TargetSessions(Sessions[TargetSession]):
 
     def refused(self, session: TargetSession, message: Refused) -> None:
         """P does not know a session, or will not have it."""
-        self.context.count(message.code)
+        self.count(message.code)
         line = self.lines.get(session.address)
         if session.over or line is None:
             return
         if message.code == "unknown_session":
-            self.end(session, "the peer does not know the session")
+            self.end_session(session, "the peer does not know the session")
         else:
             self._hang_up(line, f"refused ({message.code}): {message.message}")
 
     def _hang_up(self, line: Line, reason: str) -> None:
         """A session can't come up: fail what waits, and try again later if it is still needed."""
-        self._drop(line)
+        self._leave_session(line)
         line.unneeded.clear()
         # Before the last one fails: with that a line that nobody needs goes, and its alarm.
-        self.context.ring_in("resend", line.address, self.timers.progress_deadline)
+        self.ring_in("resend", line.address, self.timers.progress_deadline)
         for record in list(line.waiting.values()):
-            self._fail(record, reason)
+            self.apply("session over", record, reason)
 
     # --- the end ---
 
-    def end(self, session: TargetSession, why: str) -> None:
+    def end_session(self, session: TargetSession, why: str) -> None:
         """Stop using a session, and open the next at once if that is needed."""
         if session.over:
             return
@@ -302,23 +295,22 @@ class TargetSessions(Sessions[TargetSession]):
         line = self.lines[session.address]
         if line.session is session:
             line.session = None
-            self.context.clear("resend", line.address)
+            self.clear("resend", line.address)
         for record in list(session.attempts.values()):
-            if record.state is not TargetState.DRAINING:
-                self._fail(record, why)
-        self.forget(session)
+            self.apply("session over", record, why)
+        self.forget_session(session)
         self._tidy(line)
         if self.lines.get(line.address) is line:
-            self.open(line)
+            self.open_line(line)
 
-    def forget(self, session: TargetSession) -> None:
+    def forget_session(self, session: TargetSession) -> None:
         """Forget a session that is over and has no attempt left, and a peer that has no session."""
         if not session.over or session.attempts or session.id not in self.known:
             return
         del self.known[session.id]
         if session.node is not None and not self.of(session.node):
-            self.context.clear("resend", session.node)
-            self.context.do(ForgetPeer(session.node))
+            self.clear("resend", session.node)
+            self.do(ForgetPeer(session.node))
 
     def released(self, record: Incoming) -> None:
         """An attempt has ended, its blocks are free."""
@@ -328,59 +320,60 @@ class TargetSessions(Sessions[TargetSession]):
         line.waiting.pop(record.name, None)
         if session is not None:
             session.attempts.pop(record.name, None)
-            self.forget(session)
+            self.forget_session(session)
         self._tidy(line)
 
     def _release_all(self, session: TargetSession) -> None:
         for record in list(session.attempts.values()):
-            self._release(record)
+            self.apply(Drained, record, None)
 
     def _end_all(self, node: NodeId, why: str) -> None:
         for session in self.of(node):
             line = self.lines.get(session.address)
             if line is not None and not line.member:
                 line.used = -self.timers.lease
-            self.end(session, why)
+            self.end_session(session, why)
 
-    def peer_gone(self, node: NodeId) -> None:
+    def peer_gone(self, event: PeerGone) -> None:
         """A transport has lost a generation."""
-        self._end_all(node, "the peer is gone")
-        self.lose(node)
+        self._end_all(event.node, "the peer is gone")
+        self.lose(event.node)
 
     # --- fencing ---
 
     def lose(self, node: NodeId) -> None:
         """Fence a generation until that holds, it answers, or nothing of it is in quarantine."""
-        if self.context.rings_at("resend", node) is None:
+        if self.rings_at("resend", node) is None:
             self._fence(node)
 
     def _fence(self, node: NodeId) -> None:
         if any(session.over and session.attempts for session in self.of(node)):
-            self.context.ring_in("resend", node, self.timers.resend)
-            self.context.do(Fence(node))
+            self.ring_in("resend", node, self.timers.resend)
+            self.do(Fence(node))
 
     def fencing(self) -> list[NodeId]:
         """Generations that are being fenced."""
         nodes = {session.node for session in self.known.values() if session.node is not None}
-        return [node for node in nodes if self.context.rings_at("resend", node) is not None]
+        return [node for node in nodes if self.rings_at("resend", node) is not None]
 
     def fenced(self, event: Fenced) -> None:
         """Nothing of a generation can land any more."""
-        self.context.clear("resend", event.node)
-        over = [session for session in self.of(event.node) if session.over]
+        self.clear("resend", event.node)
+        over = self.of(event.node)
+        self._end_all(event.node, "the peer was fenced")
         for session in over:
             self._release_all(session)
         for address in dict.fromkeys(session.address for session in over):
             line = self.lines.get(address)
             if line and line.session and line.session.state is SessionState.HELLO:
                 # P may have connected for it already, and the fence has cut that.
-                self._drop(line)
-                self.open(line)
+                self._leave_session(line)
+                self.open_line(line)
 
     def is_silent(self, node: NodeId) -> bool:
         """Whether nothing was heard of a generation for a `lease`."""
         heard = max((session.heard for session in self.of(node)), default=0.0)
-        return self.context.now - heard >= self.timers.lease
+        return self.now - heard >= self.timers.lease
 
     # --- alarms ---
 
@@ -395,7 +388,7 @@ class TargetSessions(Sessions[TargetSession]):
             return
         session = line.session
         if session is None:
-            self.open(line)
+            self.open_line(line)
         elif session.node is not None and self.is_silent(session.node):
             self._end_all(session.node, f"nothing was heard for {self.timers.lease:g} s")
         else:
@@ -403,8 +396,9 @@ class TargetSessions(Sessions[TargetSession]):
 
     def validate(self) -> None:
         """Check the invariants; raises `AssertionError`."""
+        super().validate()
         for line in self.lines.values():
-            alarm = self.context.rings_at("resend", line.address)
+            alarm = self.rings_at("resend", line.address)
             assert alarm is not None, f"nothing would wake {line}"
         for session in self.known.values():
             used = not session.over and self.lines[session.address].session is session

@@ -174,7 +174,7 @@ class SourceWorker(TransferWorker):
         links: Links = {}
         self._peers[action.session] = action.node, links
         try:
-            self._connect(action.ranks, links)
+            self._connect(action.ranks, action.pairs, links)
         except Exception:
             self.error("can't reach %s", action.node.node)
             self.handle(PeerGone(action.node), now)

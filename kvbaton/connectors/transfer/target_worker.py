@@ -166,7 +166,8 @@ class TargetWorker(TransferWorker):
         peer = self._peers.setdefault(action.node, _SourceLinks())
         links: Links = {}
         try:
-            self._connect(action.ranks, links)
+            pairs = {(target, source) for source, target in action.pairs}
+            self._connect(action.ranks, pairs, links)
         except Exception:
             # It learns of no block in this session; who could write in an earlier one may still.
             self.error("can't reach %s", action.node.node)

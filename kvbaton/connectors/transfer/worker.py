@@ -60,7 +60,7 @@ class TransferWorker:
 
     def __init__(
         self,
-        machine: Machine[Any, Any, Any],
+        machine: Machine[Any],
         transports: Sequence[Transport],
         layouts: Sequence[Sequence[KVLayout]],
         counters: Iterable[str],
@@ -90,7 +90,7 @@ class TransferWorker:
                 actions = self._machine.handle(self._events[0], now)
             except Exception:
                 self.error("%s could not be handled", type(self._events[0]).__name__)
-                actions = self._machine.take_actions()
+                actions = self._machine.actions
             for action in actions:
                 do = self._do.get(type(action))
                 try:
@@ -150,14 +150,15 @@ class TransferWorker:
     def settle(self) -> float | None:
         """Publish totals, before a pause; when the machine wants to be called again."""
         self.published = dict(self.counters)
-        self._deadline = self._machine.next_deadline()
+        self._deadline = self._machine.next_alarm()
         return self._deadline
 
-    def _connect(self, ranks: Sequence[RankCard], links: Links) -> None:
-        """Connect our ranks with all of a peer's; what was done before an error is in `links`."""
-        for own, transport in enumerate(self.transports):
-            for card in ranks:
-                links[own, card.rank] = transport.connect(card.card)
+    def _connect(
+        self, ranks: Sequence[RankCard], pairs: Iterable[tuple[int, int]], links: Links
+    ) -> None:
+        """Connect our ranks with a peer's; what was done before an error is in `links`."""
+        for own, other in sorted(pairs):
+            links[own, other] = self.transports[own].connect(ranks[other].card)
 
     def _send(self, action: SendMessage, now: float) -> None:
         """Send a message; with the cards of now, since a transport that fenced may have a new one.
@@ -194,7 +195,7 @@ class TransferWorker:
 
     def state(self) -> dict[str, Any]:
         """What the machine and this thread know, for diagnosis."""
-        stories = self._machine.stories()
+        stories = self._machine.stories
         return {
             "ledger": self._machine.ledger(),
             "stories": {attempt_name(attempt): list(lines) for attempt, lines in stories.items()},
