@@ -166,7 +166,7 @@ def ends_quarantine_with_the_session(self: Any, session: Any, why: str) -> None:
 
 @breaks((TargetWorker, "_fence"))
 def believes_a_fence_that_did_not_hold(self: Any, action: Any, now: float) -> None:
-    for (own, _), peer in self._peers.get(action.node, mock.Mock(links={})).links.items():
+    for (own, _), peer in self._peers.get(action.node, {}).items():
         self.transports[own].fence(peer)
     self._peers.pop(action.node, None)
     self.handle(Fenced(action.node), now)

@@ -13,11 +13,6 @@ MAX_CHOICES = 1024
 MAX_BAD_RANGES = 4096
 
 
-def ceil_div(a: int, b: int) -> int:
-    """A / b, rounded up."""
-    return -(-a // b)
-
-
 def first_token(spans: Spans, groups: Sequence[KVLayout]) -> int:
     """First token of a reservation."""
     firsts = [
@@ -104,7 +99,7 @@ def _check_spans(spans: Sequence[BlockSpan], group: KVLayout, reserve: Reserve) 
         if full and span.first > end:
             return "blocks are missing between two spans"
         end = span.first + len(span.blocks)
-    needed = ceil_div(reserve.num_tokens, group.block_size)
+    needed = -(-reserve.num_tokens // group.block_size)
     if group.kind is not GroupKind.STATE and end > needed:
         return f"blocks up to {end} are named, {needed} hold the prompt"
     if full and end < needed and not (spans and reserve.more):

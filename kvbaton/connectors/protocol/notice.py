@@ -38,26 +38,13 @@ def units_per_notice(max_notice_bytes: int, values_per_unit: Iterable[int]) -> i
 
 def pack_notice(landed: Landed) -> bytes:
     """Encode a notice."""
-    parts = [
-        _HEADER.pack(
-            landed.session,
-            landed.attempt.transfer_id,
-            landed.attempt.number,
-            landed.write,
-            landed.start,
-            landed.end,
-            landed.source_rank,
-            landed.target_rank,
-            landed.part,
-            landed.parts,
-        )
-    ]
+    numbers = landed.write, landed.start, landed.end
+    part = landed.source_rank, landed.target_rank, landed.part, landed.parts
+    packed = [_HEADER.pack(landed.session, *landed.attempt, *numbers, *part)]
     for run in landed.digests:
-        parts += [
-            _RUN.pack(run.group, len(run.values) // _VALUE_BYTES, run.first_unit),
-            run.values,
-        ]
-    return b"".join(parts)
+        packed.append(_RUN.pack(run.group, len(run.values) // _VALUE_BYTES, run.first_unit))
+        packed.append(run.values)
+    return b"".join(packed)
 
 
 def unpack_notice(payload: bytes) -> Landed | None:
@@ -79,15 +66,5 @@ def unpack_notice(payload: bytes) -> Landed | None:
         at += len(values)
     if part >= parts:
         return None
-    return Landed(
-        Attempt(transfer_id, number),
-        session,
-        write,
-        start,
-        end,
-        source_rank,
-        target_rank,
-        part,
-        parts,
-        tuple(runs),
-    )
+    about = Attempt(transfer_id, number), session, write, start, end
+    return Landed(*about, source_rank, target_rank, part, parts, tuple(runs))

@@ -58,19 +58,6 @@ class _Check:
     sums: dict[int, tuple[int, PendingSums]] = field(default_factory=dict)
 
 
-@dataclass
-class _SourceLinks:
-    """Connections to one life of a node.
-
-    Attributes:
-        links: what has to be fenced.
-        unreachable: sessions whose ranks could not all be connected.
-    """
-
-    links: Links = field(default_factory=dict)
-    unreachable: set[bytes] = field(default_factory=set)
-
-
 class TargetWorker(TransferWorker):
     """Carries out a `Target`'s actions on transports; only the transfer thread calls it.
 
@@ -94,7 +81,8 @@ class TargetWorker(TransferWorker):
         self.memory = memory
         self._live: set[Attempt] = set()
         self._health_at = 0.0
-        self._peers: dict[NodeId, _SourceLinks] = {}
+        self._peers: dict[NodeId, Links] = {}
+        self._unreachable = b""
         self._checks: list[_Check] = []
         self._do |= {
             OpenPeer: self._open_peer,
@@ -132,7 +120,7 @@ class TargetWorker(TransferWorker):
             self.counters["unhealthy"] = float(bool(reason))
 
     def _linked(self) -> list[tuple[NodeId, Links]]:
-        return [(node, peer.links) for node, peer in self._peers.items()]
+        return list(self._peers.items())
 
     def state(self) -> dict[str, Any]:
         """What the machine and this thread know, for diagnosis."""
@@ -152,9 +140,7 @@ class TargetWorker(TransferWorker):
     def _send(self, action: SendMessage, now: float) -> None:
         message = action.message
         # Whom we can't fence must not learn where our blocks are: to it this message gets lost.
-        if isinstance(message, Reserve) and any(
-            message.session in peer.unreachable for peer in self._peers.values()
-        ):
+        if isinstance(message, Reserve) and message.session == self._unreachable:
             return
         try:
             super()._send(action, now)
@@ -163,20 +149,20 @@ class TargetWorker(TransferWorker):
             self.handle(Unreachable(action.address, str(error)), now)
 
     def _open_peer(self, action: OpenPeer, now: float) -> None:
-        peer = self._peers.setdefault(action.node, _SourceLinks())
         links: Links = {}
+        pairs = {(target, source) for source, target in action.pairs}
         try:
-            pairs = {(target, source) for source, target in action.pairs}
             self._connect(action.ranks, pairs, links)
         except Exception:
-            # It learns of no block in this session; who could write in an earlier one may still.
+            # It learns of no block in this session, which ends once all actions of this event are
+            # carried out; who could write in an earlier one may still.
             self.error("can't reach %s", action.node.node)
             self._close(links)
-            peer.unreachable.add(action.session)
+            self._unreachable = action.session
             self.handle(PeerGone(action.node), now)
         else:
-            earlier, peer.links = peer.links, links
-            self._close(earlier)
+            self._close(self._peers.get(action.node, {}))
+            self._peers[action.node] = links
 
     def _close(self, links: Links) -> None:
         for (own, _), link in links.items():
@@ -186,10 +172,10 @@ class TargetWorker(TransferWorker):
                 self.error("transport %s can't close a peer", self.transports[own].name)
 
     def _forget_peer(self, action: ForgetPeer, now: float) -> None:
-        self._close(self._peers.pop(action.node, _SourceLinks()).links)
+        self._close(self._peers.pop(action.node, {}))
 
     def _fence(self, action: Fence, now: float) -> None:
-        links = self._peers.get(action.node, _SourceLinks()).links
+        links = self._peers.get(action.node, {})
         if all(self.transports[own].fence(link) for (own, _), link in links.items()):
             self._close(links)
             self._peers.pop(action.node, None)
