@@ -113,6 +113,9 @@ Rule = Callable[..., None]
 Table = Mapping["type | str", tuple[Rule | None, ...]]
 """By kind of event or name of alarm, a rule per state, in their order; None can't happen."""
 
+Reactions = Mapping[type, Callable[..., None]]
+"""By kind of event that is about no single attempt, the method that takes it."""
+
 
 @dataclass
 class Record:
@@ -156,6 +159,7 @@ class Machine(Alarms, Generic[RecordT]):
     """
 
     table: ClassVar[Table]
+    reactions: ClassVar[Reactions]
     states: ClassVar[type[Enum]]
     record_type: type[RecordT]
 
@@ -173,6 +177,9 @@ class Machine(Alarms, Generic[RecordT]):
             for state, rule in zip(self.states, rules, strict=True)
             if rule is not None
         }
+        self._reactions: dict[type, Callable[[Any], None]] = {
+            kind: getattr(self, reaction.__name__) for kind, reaction in self.reactions.items()
+        }
 
     def handle(self, event: Any, now: float) -> list[Any]:
         """Take in an event at a time in seconds; returns what to do, in order."""
@@ -187,12 +194,8 @@ class Machine(Alarms, Generic[RecordT]):
                 else:
                     self.ring(owner)
         else:
-            self.react(event)
+            self._reactions[type(event)](event)
         return self.actions
-
-    def react(self, event: Any) -> None:
-        """Take in an event that is about no single attempt."""
-        raise NotImplementedError
 
     def ring(self, owner: Any) -> None:
         """An alarm rings that is no attempt's."""

@@ -17,6 +17,7 @@ from __future__ import annotations
 from typing import Any, ClassVar
 
 from kvbaton.connectors.pairing import pair_groups
+from kvbaton.connectors.protocol import events
 from kvbaton.connectors.protocol.checks import (
     check_ack,
     check_reserve,
@@ -24,43 +25,12 @@ from kvbaton.connectors.protocol.checks import (
     first_token,
     is_extension,
 )
-from kvbaton.connectors.protocol.events import (
-    Announce,
-    BlocksReady,
-    Closed,
-    Engage,
-    EvictSource,
-    FirstTokens,
-    Identity,
-    PeerGone,
-    Received,
-    RefuseAnnounce,
-    Release,
-    SourceEvent,
-    SourceFailed,
-    Stop,
-    StopSource,
-    WriteEnded,
-)
-from kvbaton.connectors.protocol.machine import Machine, Table
+from kvbaton.connectors.protocol.machine import Machine, Reactions, Table
 from kvbaton.connectors.protocol.outgoing import Outgoing, SourceSession
 from kvbaton.connectors.protocol.outgoing import SourceState as State
 from kvbaton.connectors.protocol.session import Pair, SessionState
 from kvbaton.connectors.protocol.source_sessions import SourceSessions
-from kvbaton.messages.control import (
-    Accepted,
-    Ack,
-    Cancel,
-    Complete,
-    Drained,
-    Failed,
-    Hello,
-    NotNeeded,
-    Progress,
-    Refused,
-    Reserve,
-    TransferMessage,
-)
+from kvbaton.messages import control
 from kvbaton.types import Attempt, TransferTimers, clip_text
 
 _COUNTER = {"acked": "completed", "not_needed": "completed", "cancelled": "cancelled"}
@@ -91,7 +61,7 @@ class Source(SourceSessions):
 
     def __init__(
         self,
-        identity: Identity,
+        identity: events.Identity,
         timers: TransferTimers,
         *,
         pair: Pair = pair_groups,
@@ -118,25 +88,11 @@ class Source(SourceSessions):
 
     # --- dispatch ---
 
-    def react(self, event: SourceEvent) -> None:
-        """Take in an event that is about no single attempt."""
-        match event:
-            case Received():
-                self._received(event)
-            case PeerGone():
-                self.peer_gone(event)
-            case Closed():
-                self.closed(event)
-            case Stop():
-                for record in list(self.live.values()):
-                    if record.state is not State.STOPPING:
-                        self._fail_request(record, SourceFailed(record.name, "the node stops"))
-
-    def _received(self, event: Received) -> None:
+    def _received(self, event: events.Received) -> None:
         message = event.message
-        if isinstance(message, Hello):
+        if isinstance(message, control.Hello):
             self.hello(event.link, message)
-        elif not isinstance(message, Reserve | Cancel | NotNeeded | Ack):
+        elif not isinstance(message, control.TransferMessage) or type(message) not in self.table:
             self.count("unexpected", dropped=True)
         elif (session := self.session_of(event)) is not None:
             record = self.record(Attempt(message.transfer_id, message.attempt))
@@ -150,14 +106,16 @@ class Source(SourceSessions):
             else:
                 self._foreign(session, record, message)
 
-    def _foreign(self, session: SourceSession, record: Outgoing, message: TransferMessage) -> None:
+    def _foreign(
+        self, session: SourceSession, record: Outgoing, message: control.TransferMessage
+    ) -> None:
         """A message about an attempt that is bound to another session: it can't touch it."""
         stranger = Outgoing(record.name, session=session)
-        if isinstance(message, Reserve):
+        if isinstance(message, control.Reserve):
             self._refuse(stranger, "conflict", "the attempt is bound to another session")
-        elif isinstance(message, Cancel):
+        elif isinstance(message, control.Cancel):
             # True for the asker: nothing was ever accepted from this session.
-            self._send(stranger, Drained)
+            self._send(stranger, control.Drained)
         else:
             self.count("foreign", dropped=True)
 
@@ -172,27 +130,27 @@ class Source(SourceSessions):
         self.counters.refused += 1
         self.count(code)
         self.tell(record.name, f"refused, {code}: {why}")
-        self._send(record, Refused, code=code, message=clip_text(why), retryable=retry)
+        self._send(record, control.Refused, code=code, message=clip_text(why), retryable=retry)
 
     # --- Reserve ---
 
-    def _reserve_first(self, record: Outgoing, message: Reserve) -> None:
+    def _reserve_first(self, record: Outgoing, message: control.Reserve) -> None:
         """Check it, bind the attempt to the session, answer `Accepted`; wait for the request."""
         if self._acceptable(record, message):
             self._bind(record, message)
             self._enter(record, State.RESERVED)
             self._renew(record)
             self.ring_in("resend", record.name, self.timers.resend)
-            self._send(record, Accepted)
+            self._send(record, control.Accepted)
 
-    def _reserve_announced(self, record: Outgoing, message: Reserve) -> None:
+    def _reserve_announced(self, record: Outgoing, message: control.Reserve) -> None:
         """Check it and compare the prompt; bind, answer `Accepted`, `Engage` the engine from the first token wanted."""
         if self._acceptable(record, message) and self._is_same_prompt(record, record, message):
             self._bind(record, message)
-            self._send(record, Accepted)
+            self._send(record, control.Accepted)
             self._engage(record)
 
-    def _reserve_again(self, record: Outgoing, message: Reserve) -> None:
+    def _reserve_again(self, record: Outgoing, message: control.Reserve) -> None:
         """Equal, or longer by later blocks: answer `Accepted` and renew the lease. Other content or another session: `Refused(conflict)`."""
         if not self._acceptable(record, message):
             return
@@ -203,16 +161,16 @@ class Source(SourceSessions):
         if record.state is not State.RESERVED:
             record.aim()
             self._renew(record)
-        self._send(record, Accepted)
+        self._send(record, control.Accepted)
         if record.state is State.ENGAGED:
             self._push(record)
 
-    def _reserve_over(self, record: Outgoing, message: Reserve) -> None:
+    def _reserve_over(self, record: Outgoing, message: control.Reserve) -> None:
         """`Refused`, code after how it ended: `expired`, else `consumed`."""
         code = "expired" if record.outcome == "expired" else "consumed"
         self._refuse(record, code, f"the attempt ended: {record.outcome}")
 
-    def _acceptable(self, record: Outgoing, message: Reserve) -> bool:
+    def _acceptable(self, record: Outgoing, message: control.Reserve) -> bool:
         assert record.session is not None, "it came in one"
         attempts = record.session.attempts
         crowded = record.state is State.UNKNOWN and len(self.live) >= self._max_attempts
@@ -227,7 +185,7 @@ class Source(SourceSessions):
         return False
 
     def _is_same_prompt(
-        self, record: Outgoing, ours: Outgoing | Announce, theirs: Outgoing | Reserve
+        self, record: Outgoing, ours: Outgoing | events.Announce, theirs: Outgoing | control.Reserve
     ) -> bool:
         """Compare prompts; other ones are refused."""
         if (ours.prompt_key, ours.num_tokens) == (theirs.prompt_key, theirs.num_tokens):
@@ -239,7 +197,7 @@ class Source(SourceSessions):
         self._refuse(record, "prompt", why)
         return False
 
-    def _bind(self, record: Outgoing, message: Reserve) -> None:
+    def _bind(self, record: Outgoing, message: control.Reserve) -> None:
         assert record.session is not None
         record.session.attempts[record.name] = record
         record.reserve = message
@@ -259,32 +217,32 @@ class Source(SourceSessions):
         assert record.session is not None, "it has reserved"
         theirs = record.session.groups
         counted = counted_from(self.groups, theirs, record.start, record.num_tokens)
-        self.do(Engage(record.name, record.start, counted))
+        self.do(events.Engage(record.name, record.start, counted))
 
     # --- Announce ---
 
-    def _announce_first(self, record: Outgoing, event: Announce) -> None:
+    def _announce_first(self, record: Outgoing, event: events.Announce) -> None:
         """Remember it; it pins nothing."""
         if len(self.live) >= self._max_attempts:
-            self.do(RefuseAnnounce(record.name, "too_many"))
+            self.do(events.RefuseAnnounce(record.name, "too_many"))
             return
         record.prompt_key, record.num_tokens = event.prompt_key, event.num_tokens
         self._enter(record, State.ANNOUNCED)
         self.ring_in("deadline", record.name, self.timers.total)
 
-    def _announce_reserved(self, record: Outgoing, event: Announce) -> None:
+    def _announce_reserved(self, record: Outgoing, event: events.Announce) -> None:
         """Compare the prompt: equal, `Engage`; else `Refused(prompt)` and the request goes on alone."""
         if self._is_same_prompt(record, event, record):
             self._engage(record)
         else:
             self._end(record, "failed")
 
-    def _announce_again(self, record: Outgoing, event: Announce) -> None:
+    def _announce_again(self, record: Outgoing, event: events.Announce) -> None:
         """`RefuseAnnounce(conflict)`; if it is over, code after how it ended."""
         codes = {name: name for name in ("expired", "cancelled", "not_needed")} | {"": "conflict"}
-        self.do(RefuseAnnounce(record.name, codes.get(record.outcome, "consumed")))
+        self.do(events.RefuseAnnounce(record.name, codes.get(record.outcome, "consumed")))
 
-    def _finish_idle(self, record: Outgoing, event: FirstTokens) -> None:
+    def _finish_idle(self, record: Outgoing, event: events.FirstTokens) -> None:
         """The prompt is computed: its deadline begins anew, as the queue may have been long; of too many the oldest is forgotten."""
         self.ring_in("deadline", record.name, self.timers.total)
         self._idle[record.name] = None
@@ -293,12 +251,12 @@ class Source(SourceSessions):
 
     # --- pushing ---
 
-    def _blocks_ready(self, record: Outgoing, event: BlocksReady) -> None:
+    def _blocks_ready(self, record: Outgoing, event: events.BlocksReady) -> None:
         """`Post` up to the last common block border, or the end of the prompt, in writes whose digests fit into a notice."""
         record.take(event)
         self._push(record)
 
-    def _first_tokens(self, record: Outgoing, event: FirstTokens) -> None:
+    def _first_tokens(self, record: Outgoing, event: events.FirstTokens) -> None:
         """Keep them; `Complete` once all is posted."""
         record.choices, record.cached_tokens = event.choices, event.cached_tokens
         self._push(record)
@@ -316,7 +274,7 @@ class Source(SourceSessions):
     def _send_complete(self, record: Outgoing) -> None:
         self._send(
             record,
-            Complete,
+            control.Complete,
             num_tokens=record.num_tokens,
             num_writes=len(record.writes),
             choices=record.choices,
@@ -325,7 +283,7 @@ class Source(SourceSessions):
 
     def _send_progress(self, record: Outgoing) -> None:
         tokens = max(record.posted - record.start, 0)
-        self._send(record, Progress, state=_PROGRESS[record.state], tokens_pushed=tokens)
+        self._send(record, control.Progress, state=_PROGRESS[record.state], tokens_pushed=tokens)
 
     def _repeat(self, record: Outgoing, given: None) -> None:
         """Send `Progress`, until all is posted and every write has ended; from `completed` on `Complete` again."""
@@ -337,7 +295,7 @@ class Source(SourceSessions):
 
     # --- writes ---
 
-    def _write_ended(self, record: Outgoing, event: WriteEnded) -> None:
+    def _write_ended(self, record: Outgoing, event: events.WriteEnded) -> None:
         """Strike it off. If it failed: stop posting, send `Failed`; a range is never posted twice. When stopping and it was the last: `Drained`, `Release`."""
         self.strike_off(record, event)
         if not event.ok and record.state is not State.STOPPING:
@@ -345,13 +303,13 @@ class Source(SourceSessions):
         else:
             self._settle(record)
 
-    def _write_late(self, record: Outgoing, event: WriteEnded) -> None:
+    def _write_late(self, record: Outgoing, event: events.WriteEnded) -> None:
         """Strike it off the writes that outlived their session; it may let a `SessionDrained` go out."""
         self.strike_off(record, event)
 
     # --- the end ---
 
-    def _ack(self, record: Outgoing, message: Ack) -> None:
+    def _ack(self, record: Outgoing, message: control.Ack) -> None:
         """`ok`: `Release` when every write is terminal, not before. `mismatch`: evict the ranges, once; stop. Before anything was pushed or completed: `Refused(conflict)`."""
         problem = check_ack(message, record.num_tokens)
         if problem is not None:
@@ -365,34 +323,39 @@ class Source(SourceSessions):
         elif record.state is not State.STOPPING:
             self._refuse(record, "conflict", "nothing was completed yet")
 
-    def _evict(self, record: Outgoing, message: Ack) -> None:
+    def _evict(self, record: Outgoing, message: control.Ack) -> None:
         if not record.evicted:
             record.evicted = True
             self.counters.mismatches += 1
-            self.do(EvictSource(record.name, message.bad))
+            self.do(events.EvictSource(record.name, message.bad))
 
-    def _cancel(self, record: Outgoing, message: Cancel) -> None:
+    def _cancel(self, record: Outgoing, message: control.Cancel) -> None:
         """Stop posting; the engine stops the request. `Drained` as soon as every write is terminal, then `Release`; until then `Progress`, as a sign of life."""
         if record.state is not State.STOPPING:
             self._stop(record, "cancelled")
         if record.state is State.STOPPING:
             self._send_progress(record)
 
-    def _cancel_over(self, record: Outgoing, message: Cancel) -> None:
+    def _cancel_over(self, record: Outgoing, message: control.Cancel) -> None:
         """Answer `Drained`, unless a write of it outlived its session; remember it, so that a late request is refused."""
         if record.state is State.UNKNOWN:
             self.ended.add(record.name, "cancelled", self.now)
         if not self.has_undrained(record.name):
-            self._send(record, Drained)
+            self._send(record, control.Drained)
 
-    def _spare(self, record: Outgoing, message: NotNeeded) -> None:
+    def _spare(self, record: Outgoing, message: control.NotNeeded) -> None:
         """Stop posting; the engine stops the request; `Release` when every write is terminal. Remember it, so that a late request is refused."""
         if record.state is State.UNKNOWN:
             self.ended.add(record.name, "not_needed", self.now)
         else:
             self._stop(record, "not_needed")
 
-    def _fail_request(self, record: Outgoing, event: SourceFailed) -> None:
+    def _stop_all(self, event: events.Stop) -> None:
+        for record in list(self.live.values()):
+            if record.state is not State.STOPPING:
+                self._fail_request(record, events.SourceFailed(record.name, "the node stops"))
+
+    def _fail_request(self, record: Outgoing, event: events.SourceFailed) -> None:
         """Stop posting, send `Failed` if D has reserved; `Drained` and `Release` when every write is terminal."""
         record.choices = record.choices or ()  # the engine knows: it needs no `StopSource`
         self._fail(record, event.reason)
@@ -418,14 +381,14 @@ class Source(SourceSessions):
         if record.session is None:  # only announced: nothing was pinned, and nobody waits
             self._end(record, outcome)
         else:
-            self._send(record, Failed, reason=clip_text(reason))
+            self._send(record, control.Failed, reason=clip_text(reason))
             self._stop(record, outcome)
 
     def _stop(self, record: Outgoing, outcome: str) -> None:
         """Post nothing more; wait for what is in flight."""
         record.outcome = outcome
         if record.state is not State.RESERVED and record.choices is None:
-            self.do(StopSource(record.name, outcome))
+            self.do(events.StopSource(record.name, outcome))
         self._enter(record, State.STOPPING)
         self.ring_in("deadline", record.name, self.timers.lease)
         self._settle(record)
@@ -442,31 +405,37 @@ class Source(SourceSessions):
             "acked",
             "not_needed",
         ):
-            self._send(record, Drained)
+            self._send(record, control.Drained)
         self._end(record, record.outcome)
         self.close_drained(session)
 
     def _end(self, record: Outgoing, outcome: str) -> None:
         if record.engaged:
-            self.do(Release(record.name, outcome))
+            self.do(events.Release(record.name, outcome))
         if record.session is not None:
             record.session.attempts.pop(record.name, None)
         self._count_end(record.name, outcome, _COUNTER.get(outcome, "failed"))
         self._enter(record, State.ENDED)
 
+    reactions: ClassVar[Reactions] = {
+        events.Received: _received,
+        events.PeerGone: SourceSessions.peer_gone,
+        events.Closed: SourceSessions.closed,
+        events.Stop: _stop_all,
+    }
     _drop, _ignore = Machine._drop, Machine._ignore
     # fmt: off
     table: ClassVar[Table] = {
         #                  unknown          announced           reserved            engaged          completed        stopping         ended
-        Reserve:          (_reserve_first,  _reserve_announced, _reserve_again,     _reserve_again,  _reserve_again,  _reserve_over,   _reserve_over),
-        Cancel:           (_cancel_over,    _cancel,            _cancel,            _cancel,         _cancel,         _cancel,         _cancel_over),
-        NotNeeded:        (_spare,          _spare,             _spare,             _spare,          _spare,          _drop,           _drop),
-        Ack:              (_drop,           _ack,               _ack,               _ack,            _ack,            _ack,            _drop),
-        Announce:         (_announce_first, _announce_again,    _announce_reserved, _announce_again, _announce_again, _announce_again, _announce_again),
-        BlocksReady:      (_ignore,         _ignore,            _ignore,            _blocks_ready,   _ignore,         _ignore,         _ignore),
-        FirstTokens:      (_ignore,         _finish_idle,       _ignore,            _first_tokens,   _ignore,         _ignore,         _ignore),
-        SourceFailed:     (_ignore,         _fail_request,      _fail_request,      _fail_request,   _ignore,         _ignore,         _ignore),
-        WriteEnded:       (_write_late,     _ignore,            _ignore,            _write_ended,    _write_ended,    _write_ended,    _write_late),
+        control.Reserve:          (_reserve_first,  _reserve_announced, _reserve_again,     _reserve_again,  _reserve_again,  _reserve_over,   _reserve_over),
+        control.Cancel:           (_cancel_over,    _cancel,            _cancel,            _cancel,         _cancel,         _cancel,         _cancel_over),
+        control.NotNeeded:        (_spare,          _spare,             _spare,             _spare,          _spare,          _drop,           _drop),
+        control.Ack:              (_drop,           _ack,               _ack,               _ack,            _ack,            _ack,            _drop),
+        events.Announce:         (_announce_first, _announce_again,    _announce_reserved, _announce_again, _announce_again, _announce_again, _announce_again),
+        events.BlocksReady:      (_ignore,         _ignore,            _ignore,            _blocks_ready,   _ignore,         _ignore,         _ignore),
+        events.FirstTokens:      (_ignore,         _finish_idle,       _ignore,            _first_tokens,   _ignore,         _ignore,         _ignore),
+        events.SourceFailed:     (_ignore,         _fail_request,      _fail_request,      _fail_request,   _ignore,         _ignore,         _ignore),
+        events.WriteEnded:       (_write_late,     _ignore,            _ignore,            _write_ended,    _write_ended,    _write_ended,    _write_late),
         "session over":   (None,            _ignore,            _lose,              _lose,           _lose,           _ignore,         None),
         "session closed": (None,            _ignore,            _ignore,            _ignore,         _ignore,         _settle,         None),
         "resend":         (None,            None,               _repeat,            _repeat,         _repeat,         None,            None),

@@ -16,18 +16,7 @@ from collections.abc import Sequence
 
 from kvbaton.connectors.layout import GroupKind, KVLayout
 from kvbaton.connectors.pairing import GroupPairing
-from kvbaton.connectors.protocol.events import (
-    Abandon,
-    Closed,
-    ClosePeer,
-    Identity,
-    Link,
-    OpenPeer,
-    PeerGone,
-    Received,
-    SendMessage,
-    WriteEnded,
-)
+from kvbaton.connectors.protocol import events
 from kvbaton.connectors.protocol.notice import units_per_notice
 from kvbaton.connectors.protocol.outgoing import Outgoing, SourceSession
 from kvbaton.connectors.protocol.session import (
@@ -39,15 +28,7 @@ from kvbaton.connectors.protocol.session import (
     decode_layouts,
     writing_pairs,
 )
-from kvbaton.messages.control import (
-    PROTOCOL_VERSION,
-    Hello,
-    Message,
-    Refused,
-    SessionDrained,
-    Welcome,
-    version_problem,
-)
+from kvbaton.messages import control
 from kvbaton.types import Attempt, TransferTimers, clip_text
 
 MAX_OVER = 4096
@@ -70,7 +51,7 @@ class SourceSessions(Sessions[Outgoing, SourceSession]):
     """
 
     def __init__(
-        self, identity: Identity, timers: TransferTimers, pair: Pair, max_notice_bytes: int
+        self, identity: events.Identity, timers: TransferTimers, pair: Pair, max_notice_bytes: int
     ) -> None:
         super().__init__(identity, timers, pair)
         self.max_notice_bytes = max_notice_bytes
@@ -78,7 +59,7 @@ class SourceSessions(Sessions[Outgoing, SourceSession]):
 
     # --- Hello ---
 
-    def hello(self, link: Link, hello: Hello) -> None:
+    def hello(self, link: events.Link, hello: control.Hello) -> None:
         """Open a session, or say again that it is up; tell what has drained of earlier ones."""
         session, why = self.known.get(hello.session), ""
         if not self._is_for_us(hello):
@@ -94,10 +75,10 @@ class SourceSessions(Sessions[Outgoing, SourceSession]):
         elif self._heard(session, link, hello.seq):
             self._welcome(session, hello)
 
-    def _is_for_us(self, message: Message) -> bool:
+    def _is_for_us(self, message: control.Message) -> bool:
         return message.receiver in (None, self.identity.node)
 
-    def is_news(self, hello: Hello) -> bool:
+    def is_news(self, hello: control.Hello) -> bool:
         """Whether it is younger than all heard from that generation, in any session.
 
         A `Hello` that was overtaken would end its successor.
@@ -105,7 +86,7 @@ class SourceSessions(Sessions[Outgoing, SourceSession]):
         sessions = (*self.known.values(), *self._over.values())
         return all(hello.seq > s.last_in for s in sessions if s.node == hello.sender)
 
-    def _open(self, link: Link, hello: Hello) -> None:
+    def _open(self, link: events.Link, hello: control.Hello) -> None:
         try:
             if len(self.known) >= MAX_SESSIONS:
                 raise NegotiationError("too_many", f"{MAX_SESSIONS} sessions are open")
@@ -118,7 +99,7 @@ class SourceSessions(Sessions[Outgoing, SourceSession]):
             return
         for older in self.of(hello.sender):
             self.end_session(older, "a new session has begun")
-        version = min(PROTOCOL_VERSION, hello.max_version)
+        version = min(control.PROTOCOL_VERSION, hello.max_version)
         pairs = writing_pairs(version, pairings, len(self.layouts), len(layouts))
         session = SourceSession(
             hello.session,
@@ -134,17 +115,17 @@ class SourceSessions(Sessions[Outgoing, SourceSession]):
         )
         self.known[session.id] = session
         self.ring_in("deadline", session.id, IDLE_LEASES * self.timers.lease)
-        self.do(OpenPeer(session.id, hello.sender, hello.ranks, pairs))
+        self.do(events.OpenPeer(session.id, hello.sender, hello.ranks, pairs))
         self._welcome(session, hello)
 
-    def check_hello(self, hello: Hello) -> tuple[Layouts, Sequence[GroupPairing]]:
+    def check_hello(self, hello: control.Hello) -> tuple[Layouts, Sequence[GroupPairing]]:
         """Layouts of D's ranks, and how their groups pair with ours.
 
         Raises:
             NegotiationError: it can't pair with us; the message names both values.
         """
         ours = self.identity
-        problem = version_problem(hello)
+        problem = control.version_problem(hello)
         if problem is not None:
             raise NegotiationError(*problem)
         if hello.identity != ours.digest:
@@ -182,9 +163,9 @@ class SourceSessions(Sessions[Outgoing, SourceSession]):
             )
         return units
 
-    def _welcome(self, session: SourceSession, hello: Hello) -> None:
-        own, version = self.identity, min(PROTOCOL_VERSION, hello.max_version)
-        self.send(session, Welcome, sender=own.node, version=version, ranks=own.ranks)
+    def _welcome(self, session: SourceSession, hello: control.Hello) -> None:
+        own, version = self.identity, min(control.PROTOCOL_VERSION, hello.max_version)
+        self.send(session, control.Welcome, sender=own.node, version=version, ranks=own.ranks)
         self._tell_drained(session, hello.over)
 
     def _tell_drained(self, session: SourceSession, asked: Sequence[bytes]) -> None:
@@ -197,18 +178,20 @@ class SourceSessions(Sessions[Outgoing, SourceSession]):
                 if known.drained:
                     over.append(name)
         if over:
-            self.send(session, SessionDrained, over=tuple(over))
+            self.send(session, control.SessionDrained, over=tuple(over))
 
-    def _refuse_session(self, link: Link | None, session: bytes, code: str, why: str) -> None:
+    def _refuse_session(
+        self, link: events.Link | None, session: bytes, code: str, why: str
+    ) -> None:
         """Refuse a whole session. Not numbered: it is true whenever it arrives."""
         self.counters.refused += 1
         self.count(code)
-        refused = Refused(session=session, seq=0, code=code, message=clip_text(why))
-        self.do(SendMessage(refused, link=link))
+        refused = control.Refused(session=session, seq=0, code=code, message=clip_text(why))
+        self.do(events.SendMessage(refused, link=link))
 
     # --- messages of a session ---
 
-    def session_of(self, event: Received) -> SourceSession | None:
+    def session_of(self, event: events.Received) -> SourceSession | None:
         """The session that a message belongs to; otherwise it is refused or dropped here."""
         name = event.message.session
         session = self.known.get(name)
@@ -218,7 +201,7 @@ class SourceSessions(Sessions[Outgoing, SourceSession]):
             return None
         return session if self._heard(session, event.link, event.message.seq) else None
 
-    def _heard(self, session: SourceSession, link: Link, seq: int) -> bool:
+    def _heard(self, session: SourceSession, link: events.Link, seq: int) -> bool:
         """Whether a message is newer than all before it; it keeps the session alive."""
         fresh = self.admit(session, link, seq)
         if fresh:
@@ -242,9 +225,9 @@ class SourceSessions(Sessions[Outgoing, SourceSession]):
         if session.state is SessionState.ENDING and (now or session.drained):
             session.state = SessionState.CLOSING
             self.clear("deadline", session.id)
-            self.do(ClosePeer(session.id))
+            self.do(events.ClosePeer(session.id))
 
-    def closed(self, event: Closed) -> None:
+    def closed(self, event: events.Closed) -> None:
         """The connection is closed: our blocks are free, but what was read may still land."""
         session = self.known.get(event.session)
         if session is None or session.state is not SessionState.CLOSING:
@@ -264,7 +247,7 @@ class SourceSessions(Sessions[Outgoing, SourceSession]):
             if current.state is SessionState.UP:
                 self._tell_drained(current, (session.id,))
 
-    def strike_off(self, record: Outgoing, event: WriteEnded) -> None:
+    def strike_off(self, record: Outgoing, event: events.WriteEnded) -> None:
         """A part of a write is terminal, perhaps one that outlived its session."""
         write = event.write, event.source_rank, event.target_rank
         for session in (record.session,) if record.session else tuple(self._over.values()):
@@ -287,10 +270,10 @@ class SourceSessions(Sessions[Outgoing, SourceSession]):
 
     def _forget(self, name: bytes) -> None:
         if self._over.pop(name).flying:
-            self.do(Abandon(name))
+            self.do(events.Abandon(name))
         self.clear("deadline", name)
 
-    def peer_gone(self, event: PeerGone) -> None:
+    def peer_gone(self, event: events.PeerGone) -> None:
         """End the sessions of a generation whose process is gone."""
         for session in self.of(event.node):
             self.end_session(session, "the peer is gone", now=True)

@@ -22,45 +22,15 @@ import msgspec
 
 from kvbaton.connectors.pairing import pair_groups
 from kvbaton.connectors.plan import block_tables
+from kvbaton.connectors.protocol import events
 from kvbaton.connectors.protocol.checks import check_complete, first_token
-from kvbaton.connectors.protocol.events import (
-    CancelTarget,
-    Deliver,
-    Fail,
-    Fence,
-    Fenced,
-    Identity,
-    Landed,
-    PeerGone,
-    Received,
-    SetMembers,
-    Start,
-    TargetEvent,
-    Unneeded,
-    Unquarantine,
-    Unreachable,
-    Verified,
-)
 from kvbaton.connectors.protocol.incoming import Incoming, TargetSession
 from kvbaton.connectors.protocol.incoming import TargetState as State
-from kvbaton.connectors.protocol.machine import Machine, Table
+from kvbaton.connectors.protocol.machine import Machine, Reactions, Table
 from kvbaton.connectors.protocol.session import Pair, SessionState
 from kvbaton.connectors.protocol.target_sessions import TargetSessions
 from kvbaton.errors import LocalProtocolError
-from kvbaton.messages.control import (
-    Accepted,
-    Ack,
-    Cancel,
-    Complete,
-    Drained,
-    Failed,
-    Progress,
-    Refused,
-    Reserve,
-    SessionDrained,
-    TransferMessage,
-    Welcome,
-)
+from kvbaton.messages import control
 from kvbaton.types import Attempt, TransferTimers
 
 MAX_MISMATCHES = 3
@@ -88,7 +58,7 @@ class Target(TargetSessions):
 
     def __init__(
         self,
-        identity: Identity,
+        identity: events.Identity,
         timers: TransferTimers,
         *,
         new_id: Callable[[], bytes],
@@ -138,52 +108,38 @@ class Target(TargetSessions):
 
     # --- dispatch ---
 
-    def react(self, event: TargetEvent) -> None:
-        """Take in an event that is about no single attempt."""
-        match event:
-            case Received():
-                self._received(event)
-            case PeerGone():
-                self.peer_gone(event)
-            case Fenced():
-                self.fenced(event)
-            case SetMembers():
-                self.set_members(event)
-            case Unreachable():
-                self.unreachable(event)
-            case Unneeded():
-                self.unneeded(event)
-
-    def _received(self, event: Received) -> None:
+    def _received(self, event: events.Received) -> None:
         message = event.message
         session = self.known.get(message.session)
         if session is None:
             self.count("unknown_session", dropped=True)
             return
-        of_session = isinstance(message, Refused) and message.transfer_id is None  # not numbered
+        of_session = isinstance(message, control.Refused) and message.transfer_id is None
         if not of_session and not self.admit(session, event.link, message.seq):
-            return
+            return  # the refusal of a session has no number
         session.heard = self.now
         match message:
-            case Welcome():
+            case control.Welcome():
                 self.welcomed(session, message)
-            case SessionDrained():
+            case control.SessionDrained():
                 self.session_drained(session, message)
-            case Refused() if of_session:
+            case control.Refused() if of_session:
                 self.refused(session, message)
-            case Accepted() | Refused() | Progress() | Complete() | Failed() | Drained():
+            case control.TransferMessage() | control.Refused() if type(message) in self.table:
                 self._about_attempt(session, message)
             case _:
                 self.count("unexpected", dropped=True)
 
-    def _about_attempt(self, session: TargetSession, message: TransferMessage | Refused) -> None:
+    def _about_attempt(
+        self, session: TargetSession, message: control.TransferMessage | control.Refused
+    ) -> None:
         assert message.transfer_id is not None, "else it is about the session"
         record = self.record(Attempt(message.transfer_id, message.attempt))
         if record.state is not State.UNKNOWN:
             self.tell(record.name, f"< {type(message).__name__} in {record.state.value}")
         if record.name in self.live and record.session is not session:
             self.count("foreign", dropped=True)
-        elif session.state is not SessionState.UP and not isinstance(message, Drained):
+        elif session.state is not SessionState.UP and not isinstance(message, control.Drained):
             self.count("session_over", dropped=True)
         else:
             record.session = session
@@ -191,7 +147,7 @@ class Target(TargetSessions):
 
     # --- Start ---
 
-    def _start(self, record: Incoming, event: Start) -> None:
+    def _start(self, record: Incoming, event: events.Start) -> None:
         """Wait for the session (open one if there is none), then send `Reserve`. Over the cap, or a peer that was put out: fail at once."""
         if self.crowded(event.address):
             self._turn_down(event, "too many addresses are in use")
@@ -232,20 +188,20 @@ class Target(TargetSessions):
             return f"{line.address} leaves {left} blocks in quarantine"
         return None
 
-    def _start_twice(self, record: Incoming, event: Start) -> None:
+    def _start_twice(self, record: Incoming, event: events.Start) -> None:
         """A bug of ours: `LocalProtocolError`."""
         raise LocalProtocolError(f"{record.name} is started twice")
 
-    def _start_consumed(self, record: Incoming, event: Start) -> None:
+    def _start_consumed(self, record: Incoming, event: events.Start) -> None:
         """Fail at once, nothing is sent."""
         self._turn_down(event, "the attempt has ended already")
 
-    def _turn_down(self, event: Start, reason: str) -> None:
+    def _turn_down(self, event: events.Start, reason: str) -> None:
         self.counters.started += 1
         self.counters.failed += 1
         start = first_token(event.spans, self.groups)
-        self.do(Fail(event.attempt, start, reason))
-        self.do(Unquarantine(event.attempt))
+        self.do(events.Fail(event.attempt, start, reason))
+        self.do(events.Unquarantine(event.attempt))
 
     # --- Reserve and its answers ---
 
@@ -265,7 +221,7 @@ class Target(TargetSessions):
         )
         self._send(
             record,
-            Reserve,
+            control.Reserve,
             prompt_key=record.order.prompt_key,
             num_tokens=record.num_tokens,
             spans=record.order.spans,
@@ -283,9 +239,9 @@ class Target(TargetSessions):
             self.ring_in("resend", record.name, self.timers.lease / 4)
         self._heard(record)
 
-    def _peer_failed(self, record: Incoming, message: Failed | Refused) -> None:
+    def _peer_failed(self, record: Incoming, message: control.Failed | control.Refused) -> None:
         """Fail; `Cancel`, since what was posted may still land."""
-        if isinstance(message, Failed):
+        if isinstance(message, control.Failed):
             self._fail(record, f"the source failed: {message.reason}")
         else:
             self.count(message.code)
@@ -293,7 +249,7 @@ class Target(TargetSessions):
 
     # --- bytes ---
 
-    def _landed(self, record: Incoming, event: Landed) -> None:
+    def _landed(self, record: Incoming, event: events.Landed) -> None:
         """Check it and note the rank pair; `Verify` the write if no pair is missing."""
         session, pair = record.session, (event.source_rank, event.target_rank)
         assert session is not None
@@ -309,7 +265,7 @@ class Target(TargetSessions):
         if arrival is not None:
             self.do(record.verification(event.write, self.groups))
 
-    def _verified(self, record: Incoming, event: Verified) -> None:
+    def _verified(self, record: Incoming, event: events.Verified) -> None:
         """Good: deliver if everything is here. Bad: `Ack(mismatch)`, fail, `Cancel`."""
         if event.error:
             self._fail(record, f"write {event.write} can't be verified: {event.error}")
@@ -330,7 +286,7 @@ class Target(TargetSessions):
 
     # --- Complete ---
 
-    def _complete(self, record: Incoming, message: Complete) -> None:
+    def _complete(self, record: Incoming, message: control.Complete) -> None:
         """Check it; deliver if everything is here."""
         problem = check_complete(message, record.start, record.num_tokens)
         if problem is not None:
@@ -341,7 +297,7 @@ class Target(TargetSessions):
         self._set_state(record, State.COMPLETING)
         self._try_deliver(record)
 
-    def _complete_again(self, record: Incoming, message: Complete) -> None:
+    def _complete_again(self, record: Incoming, message: control.Complete) -> None:
         """Must equal the first one; no deadline moves."""
         assert record.complete is not None
         if msgspec.structs.replace(message, seq=record.complete.seq) != record.complete:
@@ -354,7 +310,7 @@ class Target(TargetSessions):
         if record.valid_through() != record.num_tokens:
             self._malformed(record, "its writes do not make up the prompt")
             return
-        self.do(Deliver(record.name, complete.choices, complete.cached_tokens))
+        self.do(events.Deliver(record.name, complete.choices, complete.cached_tokens))
         record.outcome = "delivered"
         self._answer_late(record, complete)
         # All rank pairs of all writes have landed, and P posts no range twice: nothing of this
@@ -363,28 +319,28 @@ class Target(TargetSessions):
 
     # --- the end ---
 
-    def _answer_late(self, record: Incoming, message: TransferMessage | None) -> None:
+    def _answer_late(self, record: Incoming, message: control.TransferMessage | None) -> None:
         """Delivered: `Ack(ok)`. Else `Cancel`, after `Ack(mismatch)` if that was the reason: nobody here waits for it."""
         if record.outcome == "delivered":
-            self._send(record, Ack, verdict="ok")
+            self._send(record, control.Ack, verdict="ok")
             return
         if record.bad:
-            self._send(record, Ack, verdict="mismatch", bad=record.bad)
-        self._send(record, Cancel)
+            self._send(record, control.Ack, verdict="mismatch", bad=record.bad)
+        self._send(record, control.Cancel)
 
     def _give_up(self, record: Incoming, given: None) -> None:
         """Fail; `Cancel`, or `Unquarantine` at once if P never heard of the blocks."""
         who = record.line.address if record.state is State.WAITING else "the transfer"
         self._fail(record, f"nothing was heard of {who} in time")
 
-    def _cancel_target(self, record: Incoming, event: CancelTarget) -> None:
+    def _cancel_target(self, record: Incoming, event: events.CancelTarget) -> None:
         """`Cancel`, until `Drained` or a fence; `Unquarantine` at once if P never heard of the blocks."""
         self._leave(record, "cancelled")
 
     def _fail(self, record: Incoming, reason: str) -> None:
         """`Fail`; `Cancel`, or `Unquarantine` at once if P never heard of the blocks."""
         self.tell(record.name, f"failed: {reason}")
-        self.do(Fail(record.name, record.valid_through(), reason))
+        self.do(events.Fail(record.name, record.valid_through(), reason))
         self._leave(record, "failed")
 
     def _leave(self, record: Incoming, outcome: str) -> None:
@@ -411,12 +367,12 @@ class Target(TargetSessions):
         node = record.session.node if record.session is not None else None
         assert node is not None, "P was told of the blocks"
         if self.is_silent(node):
-            self.peer_gone(PeerGone(node))
+            self.peer_gone(events.PeerGone(node))
         elif self.now - record.since >= self.timers.quarantine_limit:
             self.tell(record.name, f"{node.node} lives and does not drain: fence it")
-            self.do(Fence(node))
+            self.do(events.Fence(node))
 
-    def _drained(self, record: Incoming, message: Drained) -> None:
+    def _drained(self, record: Incoming, message: control.Drained) -> None:
         """`Unquarantine`; if P gives up unasked, fail first."""
         if record.state is not State.DRAINING:
             self._fail(record, "the source failed: it stopped unasked")
@@ -424,27 +380,35 @@ class Target(TargetSessions):
 
     def _end(self, record: Incoming) -> None:
         """Nothing of the attempt can land any more."""
-        self.do(Unquarantine(record.name))
+        self.do(events.Unquarantine(record.name))
         self._quarantine.pop(record.name, None)
         counters = {"delivered": "completed", "cancelled": "cancelled"}
         self._count_end(record.name, record.outcome, counters.get(record.outcome, "failed"))
         self._set_state(record, State.ENDED)
         self.released(record)
 
+    reactions: ClassVar[Reactions] = {
+        events.Received: _received,
+        events.PeerGone: TargetSessions.peer_gone,
+        events.Fenced: TargetSessions.fenced,
+        events.SetMembers: TargetSessions.set_members,
+        events.Unreachable: TargetSessions.unreachable,
+        events.Unneeded: TargetSessions.unneeded,
+    }
     _drop, _ignore = Machine._drop, Machine._ignore
     # fmt: off
     table: ClassVar[Table] = {
         #                unknown       waiting         reserved         engaged          completing       draining        ended
-        Accepted:       (_drop,        _drop,          _accepted,       _ignore,         _ignore,         _drop,          _drop),
-        Refused:        (_drop,        _drop,          _peer_failed,    _peer_failed,    _peer_failed,    _drop,          _drop),
-        Progress:       (_answer_late, _drop,          _accepted,       _accepted,       _accepted,       _drop,          _drop),
-        Complete:       (_answer_late, _drop,          _complete,       _complete,       _complete_again, _answer_late,   _answer_late),
-        Failed:         (_drop,        _drop,          _peer_failed,    _peer_failed,    _peer_failed,    _drop,          _drop),
-        Drained:        (_drop,        _drop,          _drained,        _drained,        _drained,        _drained,       _drop),
-        Start:          (_start,       _start_twice,   _start_twice,    _start_twice,    _start_twice,    _start_twice,   _start_consumed),
-        Landed:         (_ignore,      _ignore,        _landed,         _landed,         _landed,         _ignore,        _ignore),
-        Verified:       (_ignore,      _ignore,        _verified,       _verified,       _verified,       _ignore,        _ignore),
-        CancelTarget:   (_ignore,      _cancel_target, _cancel_target,  _cancel_target,  _cancel_target,  _ignore,        _ignore),
+        control.Accepted:       (_drop,        _drop,          _accepted,       _ignore,         _ignore,         _drop,          _drop),
+        control.Refused:        (_drop,        _drop,          _peer_failed,    _peer_failed,    _peer_failed,    _drop,          _drop),
+        control.Progress:       (_answer_late, _drop,          _accepted,       _accepted,       _accepted,       _drop,          _drop),
+        control.Complete:       (_answer_late, _drop,          _complete,       _complete,       _complete_again, _answer_late,   _answer_late),
+        control.Failed:         (_drop,        _drop,          _peer_failed,    _peer_failed,    _peer_failed,    _drop,          _drop),
+        control.Drained:        (_drop,        _drop,          _drained,        _drained,        _drained,        _drained,       _drop),
+        events.Start:          (_start,       _start_twice,   _start_twice,    _start_twice,    _start_twice,    _start_twice,   _start_consumed),
+        events.Landed:         (_ignore,      _ignore,        _landed,         _landed,         _landed,         _ignore,        _ignore),
+        events.Verified:       (_ignore,      _ignore,        _verified,       _verified,       _verified,       _ignore,        _ignore),
+        events.CancelTarget:   (_ignore,      _cancel_target, _cancel_target,  _cancel_target,  _cancel_target,  _ignore,        _ignore),
         "session up":   (None,         _reserve,       None,            None,            None,            None,           None),
         "session over": (None,         _fail,          _fail,           _fail,           _fail,           _ignore,        None),
         "resend":       (None,         None,           _repeat_reserve, _repeat_reserve, _repeat_reserve, _repeat_cancel, None),

@@ -15,18 +15,7 @@ from __future__ import annotations
 import itertools
 from collections.abc import Callable
 
-from kvbaton.connectors.protocol.events import (
-    Fence,
-    Fenced,
-    ForgetPeer,
-    HangUp,
-    Identity,
-    OpenPeer,
-    PeerGone,
-    SetMembers,
-    Unneeded,
-    Unreachable,
-)
+from kvbaton.connectors.protocol import events
 from kvbaton.connectors.protocol.incoming import Incoming, Line, TargetSession
 from kvbaton.connectors.protocol.session import (
     Layouts,
@@ -37,17 +26,7 @@ from kvbaton.connectors.protocol.session import (
     decode_layouts,
     writing_pairs,
 )
-from kvbaton.messages.control import (
-    MAX_SESSIONS_ASKED,
-    MIN_PROTOCOL_VERSION,
-    PROTOCOL_VERSION,
-    Drained,
-    Hello,
-    NotNeeded,
-    Refused,
-    SessionDrained,
-    Welcome,
-)
+from kvbaton.messages import control
 from kvbaton.types import Attempt, NodeId, TransferTimers
 
 MAX_LINES = 256
@@ -71,7 +50,11 @@ class TargetSessions(Sessions[Incoming, TargetSession]):
     """
 
     def __init__(
-        self, identity: Identity, timers: TransferTimers, pair: Pair, new_id: Callable[[], bytes]
+        self,
+        identity: events.Identity,
+        timers: TransferTimers,
+        pair: Pair,
+        new_id: Callable[[], bytes],
     ) -> None:
         super().__init__(identity, timers, pair)
         self.lines: dict[str, Line] = {}
@@ -93,7 +76,7 @@ class TargetSessions(Sessions[Incoming, TargetSession]):
         """Whether there are too many lines for another one."""
         return address not in self.lines and len(self.lines) >= MAX_LINES
 
-    def set_members(self, event: SetMembers) -> None:
+    def set_members(self, event: events.SetMembers) -> None:
         """Open sessions with new members before they are needed, and let go of former ones."""
         for line in list(self.lines.values()):
             if line.member and line.address not in event.addresses:
@@ -103,7 +86,7 @@ class TargetSessions(Sessions[Incoming, TargetSession]):
             line.member = True
             self.open_line(line)
 
-    def unreachable(self, event: Unreachable) -> None:
+    def unreachable(self, event: events.Unreachable) -> None:
         """The address is none."""
         line = self.lines.get(event.address)
         if line is not None:
@@ -123,7 +106,7 @@ class TargetSessions(Sessions[Incoming, TargetSession]):
             del self.lines[line.address]
             self.clear("resend", line.address)
             self._leave_session(line)
-            self.do(HangUp(line.address))
+            self.do(events.HangUp(line.address))
 
     def _leave_session(self, line: Line) -> None:
         """Of a line that has no attempt in it."""
@@ -132,7 +115,7 @@ class TargetSessions(Sessions[Incoming, TargetSession]):
             session.state = SessionState.OVER
             self.forget_session(session)
 
-    def unneeded(self, event: Unneeded) -> None:
+    def unneeded(self, event: events.Unneeded) -> None:
         """Tell P, now or when the session is up."""
         line = self.line(event.address)
         if line.session is not None and line.session.state is SessionState.UP:
@@ -142,7 +125,7 @@ class TargetSessions(Sessions[Incoming, TargetSession]):
             self.open_line(line)
 
     def _not_needed(self, session: TargetSession, name: Attempt) -> None:
-        self.send(session, NotNeeded, transfer_id=name.transfer_id, attempt=name.number)
+        self.send(session, control.NotNeeded, transfer_id=name.transfer_id, attempt=name.number)
 
     # --- opening ---
 
@@ -169,15 +152,15 @@ class TargetSessions(Sessions[Incoming, TargetSession]):
         own = self.identity
         self.send(
             session,
-            Hello,
+            control.Hello,
             sender=own.node,
-            min_version=MIN_PROTOCOL_VERSION,
-            max_version=PROTOCOL_VERSION,
+            min_version=control.MIN_PROTOCOL_VERSION,
+            max_version=control.PROTOCOL_VERSION,
             identity=own.digest,
             identity_record=own.record,
             transport=own.transport,
             ranks=own.ranks,
-            over=tuple(over[-MAX_SESSIONS_ASKED:]),
+            over=tuple(over[-control.MAX_SESSIONS_ASKED :]),
         )
 
     def _plan_hello(self, line: Line, session: TargetSession) -> list[bytes]:
@@ -200,7 +183,7 @@ class TargetSessions(Sessions[Incoming, TargetSession]):
 
     # --- answers to Hello ---
 
-    def welcomed(self, session: TargetSession, message: Welcome) -> None:
+    def welcomed(self, session: TargetSession, message: control.Welcome) -> None:
         """A session is up, or still is."""
         line = self.lines[session.address]
         if session.over:
@@ -210,7 +193,7 @@ class TargetSessions(Sessions[Incoming, TargetSession]):
         elif session.node != message.sender:
             self._replaced(line, session.node)
 
-    def _up(self, line: Line, session: TargetSession, message: Welcome) -> None:
+    def _up(self, line: Line, session: TargetSession, message: control.Welcome) -> None:
         try:
             layouts = self.check_welcome(message)
             session.pairings = self.pair(layouts, self.layouts)
@@ -231,7 +214,7 @@ class TargetSessions(Sessions[Incoming, TargetSession]):
         session.groups = layouts[0]
         ranks = len(layouts), len(self.layouts)
         session.pairs = writing_pairs(message.version, session.pairings, *ranks)
-        self.do(OpenPeer(session.id, node, message.ranks, session.pairs))
+        self.do(events.OpenPeer(session.id, node, message.ranks, session.pairs))
         for other in list(self.known.values()):
             if other.address == line.address and other.node not in (None, node):
                 self._replaced(line, other.node)
@@ -242,13 +225,13 @@ class TargetSessions(Sessions[Incoming, TargetSession]):
         while line.unneeded:
             self._not_needed(session, line.unneeded.popleft())
 
-    def check_welcome(self, welcome: Welcome) -> Layouts:
+    def check_welcome(self, welcome: control.Welcome) -> Layouts:
         """Layouts of P's ranks.
 
         Raises:
             NegotiationError: it can't pair with us; the message names both values.
         """
-        if not MIN_PROTOCOL_VERSION <= welcome.version <= PROTOCOL_VERSION:
+        if not control.MIN_PROTOCOL_VERSION <= welcome.version <= control.PROTOCOL_VERSION:
             raise NegotiationError("version", f"source chose version {welcome.version}")
         return decode_layouts(welcome.ranks)
 
@@ -258,14 +241,14 @@ class TargetSessions(Sessions[Incoming, TargetSession]):
         self._end_all(node, f"another generation answers at {line.address}")
         self.lose(node)
 
-    def session_drained(self, session: TargetSession, message: SessionDrained) -> None:
+    def session_drained(self, session: TargetSession, message: control.SessionDrained) -> None:
         """The generation that an earlier session was with says that nothing of it can land."""
         for name in message.over:
             over = self.known.get(name)
             if over is not None and over.over and over.node == session.node:
                 self._release_all(over)
 
-    def refused(self, session: TargetSession, message: Refused) -> None:
+    def refused(self, session: TargetSession, message: control.Refused) -> None:
         """P does not know a session, or will not have it."""
         self.count(message.code)
         line = self.lines.get(session.address)
@@ -310,7 +293,7 @@ class TargetSessions(Sessions[Incoming, TargetSession]):
         del self.known[session.id]
         if session.node is not None and not self.of(session.node):
             self.clear("resend", session.node)
-            self.do(ForgetPeer(session.node))
+            self.do(events.ForgetPeer(session.node))
 
     def released(self, record: Incoming) -> None:
         """An attempt has ended, its blocks are free."""
@@ -325,7 +308,7 @@ class TargetSessions(Sessions[Incoming, TargetSession]):
 
     def _release_all(self, session: TargetSession) -> None:
         for record in list(session.attempts.values()):
-            self.apply(Drained, record, None)
+            self.apply(control.Drained, record, None)
 
     def _end_all(self, node: NodeId, why: str) -> None:
         for session in self.of(node):
@@ -334,7 +317,7 @@ class TargetSessions(Sessions[Incoming, TargetSession]):
                 line.used = -self.timers.lease
             self.end_session(session, why)
 
-    def peer_gone(self, event: PeerGone) -> None:
+    def peer_gone(self, event: events.PeerGone) -> None:
         """A transport has lost a generation."""
         self._end_all(event.node, "the peer is gone")
         self.lose(event.node)
@@ -349,14 +332,14 @@ class TargetSessions(Sessions[Incoming, TargetSession]):
     def _fence(self, node: NodeId) -> None:
         if any(session.over and session.attempts for session in self.of(node)):
             self.ring_in("resend", node, self.timers.resend)
-            self.do(Fence(node))
+            self.do(events.Fence(node))
 
     def fencing(self) -> list[NodeId]:
         """Generations that are being fenced."""
         nodes = {session.node for session in self.known.values() if session.node is not None}
         return [node for node in nodes if self.rings_at("resend", node) is not None]
 
-    def fenced(self, event: Fenced) -> None:
+    def fenced(self, event: events.Fenced) -> None:
         """Nothing of a generation can land any more."""
         self.clear("resend", event.node)
         over = self.of(event.node)

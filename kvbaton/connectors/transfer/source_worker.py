@@ -15,20 +15,7 @@ from kvbaton.connectors.digest import Sums, claims
 from kvbaton.connectors.layout import KVLayout
 from kvbaton.connectors.pairing import GroupPairing
 from kvbaton.connectors.plan import needed_bytes, plan, total_bytes
-from kvbaton.connectors.protocol.events import (
-    Abandon,
-    BlocksReady,
-    Closed,
-    ClosePeer,
-    FirstTokens,
-    Landed,
-    OpenPeer,
-    PeerGone,
-    Post,
-    Release,
-    SourceEvent,
-    WriteEnded,
-)
+from kvbaton.connectors.protocol import events
 from kvbaton.connectors.protocol.notice import pack_notice
 from kvbaton.connectors.protocol.source import Source
 from kvbaton.connectors.transfer.worker import Links, TransferWorker
@@ -105,19 +92,19 @@ class SourceWorker(TransferWorker):
         self._peers: dict[bytes, tuple[NodeId, Links]] = {}
         self._closing: dict[bytes, list[tuple[Transport, Peer]]] = {}
         self._writes: list[_Write] = []
-        self._reports: dict[Attempt, deque[BlocksReady | FirstTokens]] = {}
+        self._reports: dict[Attempt, deque[events.BlocksReady | events.FirstTokens]] = {}
         self._sums: dict[Attempt, list[GroupSums]] = {}
         self._do |= {
-            OpenPeer: self._open_peer,
-            ClosePeer: self._close_peer,
-            Post: self._post,
-            Release: self._release,
-            Abandon: self._abandon,
+            events.OpenPeer: self._open_peer,
+            events.ClosePeer: self._close_peer,
+            events.Post: self._post,
+            events.Release: self._release,
+            events.Abandon: self._abandon,
         }
 
-    def submit(self, event: SourceEvent, now: float) -> None:
+    def submit(self, event: events.SourceEvent, now: float) -> None:
         """Take in what the engine reports; reports of one attempt keep their order."""
-        if isinstance(event, BlocksReady | FirstTokens):
+        if isinstance(event, events.BlocksReady | events.FirstTokens):
             self._reports.setdefault(event.attempt, deque()).append(event)
         else:
             self.handle(event, now)
@@ -147,9 +134,9 @@ class SourceWorker(TransferWorker):
         """What the machine and this thread know, for diagnosis."""
         return {**super().state(), "writes_in_flight": len(self._writes)}
 
-    def _is_final(self, event: BlocksReady | FirstTokens) -> bool:
+    def _is_final(self, event: events.BlocksReady | events.FirstTokens) -> bool:
         """Whether the blocks of a report are; their sums are kept until they are posted."""
-        if isinstance(event, FirstTokens):
+        if isinstance(event, events.FirstTokens):
             return True
         found = [pending.poll() for _, pending in event.sums]
         if any(sums is None for sums in found):
@@ -170,16 +157,16 @@ class SourceWorker(TransferWorker):
 
     # --- sessions ---
 
-    def _open_peer(self, action: OpenPeer, now: float) -> None:
+    def _open_peer(self, action: events.OpenPeer, now: float) -> None:
         links: Links = {}
         self._peers[action.session] = action.node, links
         try:
             self._connect(action.ranks, action.pairs, links)
         except Exception:
             self.error("can't reach %s", action.node.node)
-            self.handle(PeerGone(action.node), now)
+            self.handle(events.PeerGone(action.node), now)
 
-    def _close_peer(self, action: ClosePeer, now: float) -> None:
+    def _close_peer(self, action: events.ClosePeer, now: float) -> None:
         _, links = self._peers.pop(action.session, (None, {}))
         closing = [(self.transports[own], link) for (own, _), link in links.items()]
         self._closing[action.session] = closing
@@ -203,23 +190,23 @@ class SourceWorker(TransferWorker):
                     links.remove((transport, link))
         if not links:
             del self._closing[session]
-            self.handle(Closed(session), now)
+            self.handle(events.Closed(session), now)
 
-    def _abandon(self, action: Abandon, now: float) -> None:
+    def _abandon(self, action: events.Abandon, now: float) -> None:
         """Nobody asks after the writes of a session any more."""
         for write in self._writes:
             if write.session == action.session:
                 write.release()
         self._writes = [write for write in self._writes if write.session != action.session]
 
-    def _release(self, action: Release, now: float) -> None:
+    def _release(self, action: events.Release, now: float) -> None:
         self._reports.pop(action.attempt, None)
         self._sums.pop(action.attempt, None)
         self.to_engine(action)
 
     # --- writes ---
 
-    def _post(self, action: Post, now: float) -> None:
+    def _post(self, action: events.Post, now: float) -> None:
         began = time.monotonic()
         _, links = self._peers[action.session]
         ranges: dict[tuple[int, int], list[Ranges]] = {pair: [] for pair in links}
@@ -239,7 +226,7 @@ class SourceWorker(TransferWorker):
             why = f"{type(error).__name__}: {error}"
             for pair in links:
                 self.handle(
-                    WriteEnded(action.attempt, action.write, *pair, ok=False, error=why), now
+                    events.WriteEnded(action.attempt, action.write, *pair, ok=False, error=why), now
                 )
             return
         self.counters["plan_seconds"] += time.monotonic() - began
@@ -249,7 +236,7 @@ class SourceWorker(TransferWorker):
             self._post_pair(action, pair, link, rows, tuple(digests[pair]))
         self.mark(action.attempt, "posted", write=action.write, start=action.start, end=action.end)
 
-    def _claims(self, action: Post, group: int, pairing: GroupPairing) -> list[DigestRun]:
+    def _claims(self, action: events.Post, group: int, pairing: GroupPairing) -> list[DigestRun]:
         """Digests of a write in one group, made of the sums that came with the blocks."""
         kept, size = self._sums[action.attempt], pairing.sources[0].block_size
         first, sums = kept[group]
@@ -269,7 +256,7 @@ class SourceWorker(TransferWorker):
 
     def _post_pair(
         self,
-        action: Post,
+        action: events.Post,
         pair: tuple[int, int],
         link: Peer,
         rows: Ranges,
@@ -285,7 +272,7 @@ class SourceWorker(TransferWorker):
         name = (action.attempt, action.session, action.write, action.start, action.end)
         try:
             for part in range(parts):
-                landed = Landed(*name, *pair, part, parts, () if part else digests)
+                landed = events.Landed(*name, *pair, part, parts, () if part else digests)
                 cut = rows[part * size : (part + 1) * size]
                 write.handles.append(transport.write(link, cut, pack_notice(landed)))
         except Exception as error:
@@ -313,5 +300,5 @@ class SourceWorker(TransferWorker):
         if drained and write in self._writes:
             self._writes.remove(write)
             write.release()
-        ended = WriteEnded(write.attempt, write.write, *write.pair, ok, drained, error)
+        ended = events.WriteEnded(write.attempt, write.write, *write.pair, ok, drained, error)
         self.handle(ended, now)

@@ -13,21 +13,7 @@ import numpy as np
 from kvbaton.connectors.base import Transport
 from kvbaton.connectors.digest import PendingSums, mismatches
 from kvbaton.connectors.layout import KVLayout
-from kvbaton.connectors.protocol.events import (
-    Fence,
-    Fenced,
-    ForgetPeer,
-    HangUp,
-    OpenPeer,
-    PeerGone,
-    SendMessage,
-    Start,
-    TargetEvent,
-    Unquarantine,
-    Unreachable,
-    Verified,
-    Verify,
-)
+from kvbaton.connectors.protocol import events
 from kvbaton.connectors.protocol.notice import unpack_notice
 from kvbaton.connectors.protocol.target import Target
 from kvbaton.connectors.transfer.worker import Links, TransferWorker
@@ -53,7 +39,7 @@ class TargetMemory(Protocol):
 class _Check:
     """One `Verify` whose sums are on their way: by group, the first block and its sums."""
 
-    order: Verify
+    order: events.Verify
     began: float
     sums: dict[int, tuple[int, PendingSums]] = field(default_factory=dict)
 
@@ -85,17 +71,17 @@ class TargetWorker(TransferWorker):
         self._unreachable = b""
         self._checks: list[_Check] = []
         self._do |= {
-            OpenPeer: self._open_peer,
-            Verify: self._verify,
-            Fence: self._fence,
-            Unquarantine: self._unquarantine,
-            ForgetPeer: self._forget_peer,
-            HangUp: lambda action, now: self.channel.hang_up(action.address),
+            events.OpenPeer: self._open_peer,
+            events.Verify: self._verify,
+            events.Fence: self._fence,
+            events.Unquarantine: self._unquarantine,
+            events.ForgetPeer: self._forget_peer,
+            events.HangUp: lambda action, now: self.channel.hang_up(action.address),
         }
 
-    def submit(self, event: TargetEvent, now: float) -> None:
+    def submit(self, event: events.TargetEvent, now: float) -> None:
         """Take in what the engine wants."""
-        if isinstance(event, Start):
+        if isinstance(event, events.Start):
             self._live.add(event.attempt)
         self.handle(event, now)
 
@@ -137,7 +123,7 @@ class TargetWorker(TransferWorker):
 
     # --- sessions ---
 
-    def _send(self, action: SendMessage, now: float) -> None:
+    def _send(self, action: events.SendMessage, now: float) -> None:
         message = action.message
         # Whom we can't fence must not learn where our blocks are: to it this message gets lost.
         if isinstance(message, Reserve) and message.session == self._unreachable:
@@ -146,9 +132,9 @@ class TargetWorker(TransferWorker):
             super()._send(action, now)
         except ValueError as error:
             assert action.address is not None, "only an address can be wrong"
-            self.handle(Unreachable(action.address, str(error)), now)
+            self.handle(events.Unreachable(action.address, str(error)), now)
 
-    def _open_peer(self, action: OpenPeer, now: float) -> None:
+    def _open_peer(self, action: events.OpenPeer, now: float) -> None:
         links: Links = {}
         pairs = {(target, source) for source, target in action.pairs}
         try:
@@ -159,7 +145,7 @@ class TargetWorker(TransferWorker):
             self.error("can't reach %s", action.node.node)
             self._close(links)
             self._unreachable = action.session
-            self.handle(PeerGone(action.node), now)
+            self.handle(events.PeerGone(action.node), now)
         else:
             self._close(self._peers.get(action.node, {}))
             self._peers[action.node] = links
@@ -171,23 +157,23 @@ class TargetWorker(TransferWorker):
             except Exception:
                 self.error("transport %s can't close a peer", self.transports[own].name)
 
-    def _forget_peer(self, action: ForgetPeer, now: float) -> None:
+    def _forget_peer(self, action: events.ForgetPeer, now: float) -> None:
         self._close(self._peers.pop(action.node, {}))
 
-    def _fence(self, action: Fence, now: float) -> None:
+    def _fence(self, action: events.Fence, now: float) -> None:
         links = self._peers.get(action.node, {})
         if all(self.transports[own].fence(link) for (own, _), link in links.items()):
             self._close(links)
             self._peers.pop(action.node, None)
-            self.handle(Fenced(action.node), now)
+            self.handle(events.Fenced(action.node), now)
 
-    def _unquarantine(self, action: Unquarantine, now: float) -> None:
+    def _unquarantine(self, action: events.Unquarantine, now: float) -> None:
         self._live.discard(action.attempt)
         self.to_engine(action)
 
     # --- digests ---
 
-    def _verify(self, action: Verify, now: float) -> None:
+    def _verify(self, action: events.Verify, now: float) -> None:
         check = _Check(action, time.monotonic())
         try:
             for group, table in enumerate(action.target):
@@ -206,9 +192,9 @@ class TargetWorker(TransferWorker):
         self._checks.append(check)
         self._look_at_check(check, now)
 
-    def _not_verified(self, order: Verify, error: Exception, now: float) -> None:
+    def _not_verified(self, order: events.Verify, error: Exception, now: float) -> None:
         why = f"{type(error).__name__}: {error}"
-        self.handle(Verified(order.attempt, order.write, error=why), now)
+        self.handle(events.Verified(order.attempt, order.write, error=why), now)
 
     def _look_at_check(self, check: _Check, now: float) -> None:
         """Compare a write's digests, once the sums of all groups are there."""
@@ -242,4 +228,4 @@ class TargetWorker(TransferWorker):
         self.counters["digests_failed"] += bool(bad)
         self.counters["verify_seconds"] += time.monotonic() - check.began
         self.mark(order.attempt, "verified", write=order.write, start=order.start, end=order.end)
-        self.handle(Verified(order.attempt, order.write, tuple(sorted(bad))), now)
+        self.handle(events.Verified(order.attempt, order.write, tuple(sorted(bad))), now)

@@ -21,26 +21,10 @@ import msgspec
 import zmq
 
 from kvbaton.connectors.channel import ControlChannel
-from kvbaton.connectors.protocol.events import (
-    Received,
-    SourceAction,
-    SourceEvent,
-    Stop,
-    TargetAction,
-    TargetEvent,
-)
+from kvbaton.connectors.protocol import events
 from kvbaton.connectors.transfer.source_worker import SourceWorker
 from kvbaton.connectors.transfer.target_worker import TargetWorker
-from kvbaton.messages.control import (
-    Ack,
-    Cancel,
-    Hello,
-    NotNeeded,
-    Reserve,
-    decode_control,
-    encode_control,
-    refuse_unreadable,
-)
+from kvbaton.messages import control
 from kvbaton.types import MAX_MESSAGE_BYTES
 
 logger = logging.getLogger(__name__)
@@ -63,7 +47,7 @@ ANSWER_S = 5.0
 MAX_FAILED_TURNS = 100
 """After so many in a row the thread gives up, and the node turns unhealthy."""
 
-FOR_SOURCE = (Hello, Reserve, Ack, NotNeeded, Cancel)
+FOR_SOURCE = (control.Hello, control.Reserve, control.Ack, control.NotNeeded, control.Cancel)
 
 
 class TransferThread:
@@ -91,8 +75,8 @@ class TransferThread:
         self.workers = [worker for worker in (sender, receiver) if worker is not None]
         self._busy = False
         self._looks = 0
-        self._inbox: deque[SourceEvent | TargetEvent | Callable[[], None]] = deque()
-        self._outbox: deque[SourceAction | TargetAction] = deque()
+        self._inbox: deque[events.SourceEvent | events.TargetEvent | Callable[[], None]] = deque()
+        self._outbox: deque[events.SourceAction | events.TargetAction] = deque()
         self._inbox_fd = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
         self.outbox_fd = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
         self._stopping = threading.Event()
@@ -113,12 +97,12 @@ class TransferThread:
         """Start the thread."""
         self._thread.start()
 
-    def submit(self, *events: SourceEvent | TargetEvent) -> None:
+    def submit(self, *submitted: events.SourceEvent | events.TargetEvent) -> None:
         """Hand something to the machines; returns at once."""
-        self._inbox.extend(events)
+        self._inbox.extend(submitted)
         os.eventfd_write(self._inbox_fd, 1)
 
-    def take(self) -> list[SourceAction | TargetAction]:
+    def take(self) -> list[events.SourceAction | events.TargetAction]:
         """What the machines want of the engine, in order; never blocks."""
         try:
             os.eventfd_read(self.outbox_fd)
@@ -182,7 +166,7 @@ class TransferThread:
         """Fail what is left over, and say what has drained, as far as that takes little time."""
         limit = time.monotonic() + STOP_S
         try:
-            self.inspect(lambda: sender.handle(Stop(), time.monotonic()))
+            self.inspect(lambda: sender.handle(events.Stop(), time.monotonic()))
             while self._thread.is_alive() and time.monotonic() < limit:
                 if not self.inspect(lambda: bool(sender.source.live)):
                     return
@@ -267,7 +251,7 @@ class TransferThread:
             item = self._inbox.popleft()
             if callable(item):
                 item()
-            elif isinstance(item, TargetEvent):
+            elif isinstance(item, events.TargetEvent):
                 assert self.receiver is not None, "only a target's connector submits this"
                 self.receiver.submit(item, now)
             else:
@@ -280,21 +264,21 @@ class TransferThread:
             try:
                 if len(data) > MAX_MESSAGE_BYTES:
                     raise msgspec.ValidationError("message too long")
-                message = decode_control(data)
+                message = control.decode_control(data)
             except msgspec.DecodeError as error:
                 self.junk += 1
                 logger.warning("dropped a control message that can't be read: %s", error)
-                refusal = refuse_unreadable(data, error)
+                refusal = control.refuse_unreadable(data, error)
                 if refusal is not None and self.sender is not None:
-                    self.channel.send(link, encode_control(refusal))
+                    self.channel.send(link, control.encode_control(refusal))
                 continue
             worker = self.sender if isinstance(message, FOR_SOURCE) else self.receiver
             if worker is None:
                 self.junk += 1
             else:
-                worker.handle(Received(link, message), now)
+                worker.handle(events.Received(link, message), now)
 
-    def _to_engine(self, action: SourceAction | TargetAction) -> None:
+    def _to_engine(self, action: events.SourceAction | events.TargetAction) -> None:
         """Called by the workers."""
         self._outbox.append(action)
         os.eventfd_write(self.outbox_fd, 1)
