@@ -335,7 +335,7 @@ def takes_closed_for_drained(self: Any, event: Any) -> None:
 @breaks((SourceSessions, "_tell_drained"))
 def says_drained_as_soon_as_it_is_asked(self: Any, session: Any, asked: Any) -> None:
     if asked:
-        session.send(self.context, SessionDrained, over=tuple(asked))
+        self.send(session, SessionDrained, over=tuple(asked))
 
 
 MUTANTS.append(
