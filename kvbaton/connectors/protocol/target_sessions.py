@@ -18,7 +18,6 @@ from collections.abc import Callable
 from kvbaton.connectors.protocol import events
 from kvbaton.connectors.protocol.incoming import Incoming, Line, TargetSession
 from kvbaton.connectors.protocol.session import (
-    Layouts,
     NegotiationError,
     Pair,
     Sessions,
@@ -27,7 +26,7 @@ from kvbaton.connectors.protocol.session import (
     writing_pairs,
 )
 from kvbaton.messages import control
-from kvbaton.types import Attempt, NodeId, TransferTimers
+from kvbaton.types import NodeId, TransferTimers
 
 MAX_LINES = 256
 """Addresses in use beside those of members."""
@@ -118,14 +117,15 @@ class TargetSessions(Sessions[Incoming, TargetSession]):
     def unneeded(self, event: events.Unneeded) -> None:
         """Tell P, now or when the session is up."""
         line = self.line(event.address)
+        line.unneeded.append(event.attempt)
         if line.session is not None and line.session.state is SessionState.UP:
-            self._not_needed(line.session, event.attempt)
+            self._tell_unneeded(line, line.session)
         else:
-            line.unneeded.append(event.attempt)
             self.open_line(line)
 
-    def _not_needed(self, session: TargetSession, name: Attempt) -> None:
-        self.send(session, control.NotNeeded, transfer_id=name.transfer_id, attempt=name.number)
+    def _tell_unneeded(self, line: Line, session: TargetSession) -> None:
+        while line.unneeded:
+            self._send(Incoming(line.unneeded.popleft(), session=session), control.NotNeeded)
 
     # --- opening ---
 
@@ -195,7 +195,9 @@ class TargetSessions(Sessions[Incoming, TargetSession]):
 
     def _up(self, line: Line, session: TargetSession, message: control.Welcome) -> None:
         try:
-            layouts = self.check_welcome(message)
+            if not control.MIN_PROTOCOL_VERSION <= message.version <= control.PROTOCOL_VERSION:
+                raise NegotiationError("version", f"source chose version {message.version}")
+            layouts = decode_layouts(message.ranks)
             session.pairings = self.pair(layouts, self.layouts)
         except NegotiationError as error:
             self.count(error.code)
@@ -222,18 +224,7 @@ class TargetSessions(Sessions[Incoming, TargetSession]):
         waiting, line.waiting = line.waiting, {}
         for record in waiting.values():
             self.apply("session up", record, session)
-        while line.unneeded:
-            self._not_needed(session, line.unneeded.popleft())
-
-    def check_welcome(self, welcome: control.Welcome) -> Layouts:
-        """Layouts of P's ranks.
-
-        Raises:
-            NegotiationError: it can't pair with us; the message names both values.
-        """
-        if not control.MIN_PROTOCOL_VERSION <= welcome.version <= control.PROTOCOL_VERSION:
-            raise NegotiationError("version", f"source chose version {welcome.version}")
-        return decode_layouts(welcome.ranks)
+        self._tell_unneeded(line, session)
 
     def _replaced(self, line: Line, node: NodeId | None) -> None:
         """Another generation answers at an address."""

@@ -119,11 +119,6 @@ class SourceWorker(TransferWorker):
             self._look_at_write(write, now)
         for session, links in list(self._closing.items()):
             self._look_at_closing(session, links, now)
-        for transport in self.transports:
-            try:
-                transport.notices()  # nobody writes to a source; this drives transport's progress
-            except Exception:
-                self.error("transport %s can't be looked at", transport.name)
         writing = any(not write.failed for write in self._writes)
         return bool(self._reports or self._closing or writing)
 

@@ -86,12 +86,6 @@ class TargetWorker(TransferWorker):
         self.handle(event, now)
 
     def _look(self, now: float) -> bool:
-        for transport in self.transports:
-            try:
-                for notice in transport.notices():
-                    self._landed(notice.payload, now)
-            except Exception:
-                self.error("transport %s can't be looked at", transport.name)
         for check in list(self._checks):
             self._look_at_check(check, now)
         return bool(self._live)

@@ -126,7 +126,16 @@ class TransferWorker:
             self._period_ends = now + PERIOD_S
             self._look_around(now)
             self.settle()
+        for transport in self.transports:
+            try:
+                for notice in transport.notices():
+                    self._landed(notice.payload, now)
+            except Exception:
+                self.error("transport %s can't be looked at", transport.name)
         return self._look(now)
+
+    def _landed(self, payload: bytes, now: float) -> None:
+        """Take in a notice. Nobody writes to a source; to ask drives a transport's progress."""
 
     def _look(self, now: float) -> bool:
         """At transfers on their way; whether one is that only looking at it moves on."""
