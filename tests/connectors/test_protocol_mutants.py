@@ -132,7 +132,7 @@ def counts_one_notice_for_all(self: Any, record: Any, event: Any) -> None:
     arrival = record.arrivals.get(event.write)
     if arrival is not None and arrival.missing:
         arrival.missing.clear()
-        self.do(record.verification(event.write, self.groups))
+        self.do(record.verification(event.write))
 
 
 @breaks((Target, "_landed"))

@@ -4,13 +4,11 @@ from __future__ import annotations
 
 import math
 from collections import deque
-from collections.abc import Sequence
 from dataclasses import dataclass, field
 from enum import Enum
 
-from kvbaton.connectors.layout import KVLayout
 from kvbaton.connectors.plan import BlockTable
-from kvbaton.connectors.protocol.checks import check_landed, counted_from
+from kvbaton.connectors.protocol.checks import check_landed
 from kvbaton.connectors.protocol.events import Landed, Start, Verify
 from kvbaton.connectors.protocol.machine import Record
 from kvbaton.connectors.protocol.session import Session, SessionState
@@ -112,6 +110,7 @@ class Incoming(Record):
         session: the one that its blocks were told P in; None before.
         order: what the engine asked for; order, targets and line are set when it is started.
         targets: per group, the block table of the prompt, see `plan.block_tables`.
+        counted: per group, the first token that digests count; set with the session.
         num_tokens: prompt length.
         start: first token of the reservation.
         until: hard limit.
@@ -127,6 +126,7 @@ class Incoming(Record):
     session: TargetSession | None = None
     order: Start = field(init=False, repr=False)
     targets: list[BlockTable] = field(init=False, repr=False)
+    counted: tuple[int, ...] = ()
     num_tokens: int = 0
     start: int = 0
     until: float = 0.0
@@ -138,18 +138,14 @@ class Incoming(Record):
     bad: tuple[tuple[int, int], ...] = ()
     since: float = 0.0
 
-    def land(self, event: Landed, groups: Sequence[KVLayout]) -> Arrival | None:
-        """Take in a notice; the write if that was its last one.
-
-        Args:
-            event: of this attempt's session, and of ranks that share bytes.
-            groups: of this side.
+    def land(self, event: Landed) -> Arrival | None:
+        """Take in a notice, of ranks that write in its session; the write if that was its last one.
 
         Raises:
             ValueError: it can't be; the text says why.
         """
         assert self.session is not None
-        problem = check_landed(event, self.start, self.num_tokens, len(groups))
+        problem = check_landed(event, self.start, self.num_tokens, len(self.targets))
         if problem is not None:
             raise ValueError(problem)
         pairs = set(self.session.pairs)
@@ -166,26 +162,11 @@ class Incoming(Record):
             arrival.missing.discard(pair)
         return None if arrival.missing else arrival
 
-    def verification(self, write: int, groups: Sequence[KVLayout]) -> Verify:
-        """The order to compare the digests of a write.
-
-        Args:
-            write: its number.
-            groups: of this side.
-        """
+    def verification(self, write: int) -> Verify:
+        """The order to compare the digests of a write."""
         assert self.session is not None
-        arrival = self.arrivals[write]
-        counted = counted_from(groups, self.session.groups, self.start, self.num_tokens)
-        return Verify(
-            self.name,
-            write,
-            arrival.start,
-            arrival.end,
-            self.session.pairings,
-            self.targets,
-            counted,
-            tuple(arrival.digests),
-        )
+        there, tables = self.arrivals[write], (self.session.pairings, self.targets, self.counted)
+        return Verify(self.name, write, there.start, there.end, *tables, tuple(there.digests))
 
     def valid_through(self) -> int:
         """End of the verified tokens that follow each other from the start of the reservation."""

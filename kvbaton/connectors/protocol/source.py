@@ -51,8 +51,8 @@ class Source(SourceSessions):
         identity: what this side says of itself.
         timers: of the protocol.
         pair: pairs the groups of layouts, source first; raises `ValueError` naming both values.
-        max_attempts: attempts that may be alive at once; more are refused by name.
-        max_attempts_per_peer: likewise for one D; a quarter of `max_attempts` if not given.
+        max_attempts: attempts that may be alive at once, a quarter of them for one D; more are
+            refused by name.
         max_notice_bytes: of the transport; a write's digests fit into its notice.
     """
 
@@ -66,12 +66,11 @@ class Source(SourceSessions):
         *,
         pair: Pair = pair_groups,
         max_attempts: int = 65_536,
-        max_attempts_per_peer: int | None = None,
         max_notice_bytes: int = 1 << 16,
     ) -> None:
         super().__init__(identity, timers, pair, max_notice_bytes)
         self._max_attempts = max_attempts
-        self._max_per_peer = max_attempts_per_peer or -(-max_attempts // 4)
+        self._max_per_peer = -(-max_attempts // 4)
         self._idle: dict[Attempt, None] = {}
 
     def ledger(self) -> dict[str, Any]:

@@ -23,7 +23,7 @@ import msgspec
 from kvbaton.connectors.pairing import pair_groups
 from kvbaton.connectors.plan import block_tables
 from kvbaton.connectors.protocol import events
-from kvbaton.connectors.protocol.checks import check_complete, first_token
+from kvbaton.connectors.protocol.checks import check_complete, counted_from, first_token
 from kvbaton.connectors.protocol.incoming import Incoming, TargetSession
 from kvbaton.connectors.protocol.incoming import TargetState as State
 from kvbaton.connectors.protocol.machine import Machine, Reactions, Table
@@ -209,6 +209,8 @@ class Target(TargetSessions):
         """Send `Reserve`; from now on P knows of the blocks."""
         record.session = session
         session.attempts[record.name] = record
+        whole = record.start, record.num_tokens
+        record.counted = counted_from(self.groups, session.groups, *whole)
         self._set_state(record, State.RESERVED)
         self._heard(record)
         self._repeat_reserve(record, None)
@@ -258,12 +260,12 @@ class Target(TargetSessions):
             return
         self._accepted(record, event)
         try:
-            arrival = record.land(event, self.groups)
+            arrival = record.land(event)
         except ValueError as error:
             self._malformed(record, str(error))
             return
         if arrival is not None:
-            self.do(record.verification(event.write, self.groups))
+            self.do(record.verification(event.write))
 
     def _verified(self, record: Incoming, event: events.Verified) -> None:
         """Good: deliver if everything is here. Bad: `Ack(mismatch)`, fail, `Cancel`."""
