@@ -30,7 +30,7 @@ class GroupSums(NamedTuple):
     of_ranks: list[Sums]
 
 
-@dataclass
+@dataclass(eq=False)
 class _Write:
     """One rank pair's share of a write in flight.
 
@@ -91,7 +91,7 @@ class SourceWorker(TransferWorker):
         self.source = source
         self._peers: dict[bytes, tuple[NodeId, Links]] = {}
         self._closing: dict[bytes, list[tuple[Transport, Peer]]] = {}
-        self._writes: list[_Write] = []
+        self._writes: dict[_Write, None] = {}
         self._reports: dict[Attempt, deque[events.BlocksReady | events.FirstTokens]] = {}
         self._sums: dict[Attempt, list[GroupSums]] = {}
         self._do |= {
@@ -189,10 +189,9 @@ class SourceWorker(TransferWorker):
 
     def _abandon(self, action: events.Abandon, now: float) -> None:
         """Nobody asks after the writes of a session any more."""
-        for write in self._writes:
-            if write.session == action.session:
-                write.release()
-        self._writes = [write for write in self._writes if write.session != action.session]
+        for write in [write for write in self._writes if write.session == action.session]:
+            del self._writes[write]
+            write.release()
 
     def _release(self, action: events.Release, now: float) -> None:
         self._reports.pop(action.attempt, None)
@@ -260,7 +259,7 @@ class SourceWorker(TransferWorker):
         """Post a rank pair's share, in parts if the transport takes fewer ranges at once."""
         num_bytes, began = total_bytes(rows), time.monotonic()
         write = _Write(action.session, action.attempt, action.write, pair, num_bytes, began)
-        self._writes.append(write)
+        self._writes[write] = None
         transport = self.transports[pair[0]]
         size = transport.capabilities.max_ranges
         parts = max(1, -(-len(rows) // size))
@@ -293,7 +292,7 @@ class SourceWorker(TransferWorker):
             self.counters["writes"] += 1
             self.counters["write_seconds"] += time.monotonic() - write.posted_at
         if drained and write in self._writes:
-            self._writes.remove(write)
+            del self._writes[write]
             write.release()
         ended = events.WriteEnded(write.attempt, write.write, *write.pair, ok, drained, error)
         self.handle(ended, now)
