@@ -457,7 +457,7 @@ def test_of_too_many_unclaimed_prompts_the_oldest_is_forgotten(
 
 
 def test_more_attempts_of_a_peer_than_allowed_are_refused_by_name() -> None:
-    rig = Rig(max_attempts=100, max_attempts_per_peer=1).until("engaged")
+    rig = Rig(max_attempts=4).until("engaged")
     other: dict[str, Any] = {"transfer_id": b"u" * 16}
     assert refusals(rig.reserve(**other)) == ["too_many"]
     assert sent(rig.reserve(), Accepted), "what is reserved stays so"
