@@ -91,7 +91,7 @@ class SourceSessions(Sessions[Outgoing, SourceSession]):
             if len(self.known) >= MAX_SESSIONS:
                 raise NegotiationError("too_many", f"{MAX_SESSIONS} sessions are open")
             layouts, pairings = self.check_hello(hello)
-            groups = (*self.layouts[0], *layouts[0])
+            groups = (*self.groups, *layouts[0])
             unit = math.lcm(*(g.block_size for g in groups if g.kind is not GroupKind.STATE))
             max_tokens = unit * self._max_units(unit, layouts[0])
         except NegotiationError as error:
@@ -152,7 +152,7 @@ class SourceSessions(Sessions[Outgoing, SourceSession]):
         """
         values = [
             1 if a.kind is GroupKind.STATE else unit // math.lcm(a.block_size, b.block_size)
-            for a, b in zip(self.layouts[0], theirs, strict=True)
+            for a, b in zip(self.groups, theirs, strict=True)
         ]
         units = units_per_notice(self.max_notice_bytes, values)
         if not units:
