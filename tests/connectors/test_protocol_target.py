@@ -476,6 +476,9 @@ def test_delivery_needs_complete_and_all_notices_and_all_digests() -> None:
 def test_a_source_that_lives_and_never_drains_is_fenced_in_the_end() -> None:
     rig = Rig().until("engaged")
     rig.hear(Failed, reason="a write failed")
+    also = Attempt(NAME.transfer_id, 2)
+    rig.start(2)
+    rig.do(CancelTarget(also))
     asked: list[Any] = []
     while rig.now < TIMERS.quarantine_limit:
         assert not of(asked, Fence), rig.now
@@ -487,7 +490,7 @@ def test_a_source_that_lives_and_never_drains_is_fenced_in_the_end() -> None:
     other = Attempt(NAME.transfer_id, 1)
     rig.start(1)
     asked = rig.do(Fenced(P))
-    assert {Unquarantine(NAME), Unquarantine(other)} <= set(of(asked, Unquarantine))
+    assert {Unquarantine(NAME), Unquarantine(also), Unquarantine(other)} <= set(of(asked, Unquarantine))
     assert [fail.attempt for fail in of(asked, Fail)] == [other]
     assert rig.machine.ledger()["quarantined"] == []
     rig.wait(TIMERS.resend)
