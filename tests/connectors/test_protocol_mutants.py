@@ -367,10 +367,21 @@ def posts_again(self: Any, record: Any, event: Any) -> None:
         self._settle(record)
 
 
-@breaks((SourceConnector, "_sums"))
-def signs_at_push(self: Any, group: int, blocks: Any, start: int, end: int) -> Any:
-    size = self.executor.layouts[0][group].block_size
-    return self.executor.digest(group, blocks, start - start % size, start, end)
+real_progressed = SourceConnector.progressed
+
+
+@breaks((SourceConnector, "progressed"))
+def signs_at_push(self: Any, request: Any) -> None:
+    source = self._by_request.get(request.request_id)
+    start = source.reported if source is not None else 0
+
+    def sums(group: int, blocks: Any) -> Any:
+        begin = max(start, source.counted[group])
+        first = begin - begin % self.executor.layouts[0][group].block_size
+        return self.executor.digest(group, blocks, first, first, source.reported)
+
+    with mock.patch.object(self.executor, "sums", sums):
+        real_progressed(self, request)
 
 
 real_push = Source._push
@@ -390,7 +401,7 @@ def sends_a_wrong_first_token(self: Any, record: Any, event: Any) -> None:
 
 
 off("never_evicts", (Source, "_evict"))
-off("evicts_nothing_from_the_cache", (SourceConnector, "_evict"))
+off("evicts_nothing_from_the_cache", (KVCacheManager, "evict"))
 
 
 # --- P: whom it believes ---
