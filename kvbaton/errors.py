@@ -41,6 +41,7 @@ class RequestError(KvbatonError):
         param: the offending field of the request body, if one is to blame.
         status: the HTTP status to answer with.
         code: a short machine-readable name (``context_length_exceeded``).
+        retry_after_s: when it may be worth another try, for 429 and 503; None is soon.
     """
 
     def __init__(
@@ -50,12 +51,14 @@ class RequestError(KvbatonError):
         param: str | None = None,
         status: int = 400,
         code: str | None = None,
+        retry_after_s: float | None = None,
     ) -> None:
         super().__init__(message)
         self.message = message
         self.param = param
         self.status = status
         self.code = code
+        self.retry_after_s = retry_after_s
 
 
 class EngineDeadError(KvbatonError):

@@ -14,7 +14,7 @@ from __future__ import annotations
 import hashlib
 import os
 import struct
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import NamedTuple
 
@@ -26,6 +26,8 @@ KEY_SCHEMA = 1
 """Version of everything that this file computes; part of every identity."""
 
 KEY_BYTES = 32
+PACKED_BLOCKS = 16
+"""`iter_block_keys` packs the tokens of so many blocks at once."""
 SAMPLES = 64
 SAMPLE_BYTES = 64 << 10
 """`model_digest` reads this many samples of this many bytes of each shard."""
@@ -120,19 +122,39 @@ def block_keys(
     Raises:
         ValueError: a root, a block size or a token is not of the kind described.
     """
-    _check_key("root", root)
-    if block_size < 1:
-        raise ValueError(f"block_size: {block_size} is not positive")
+    _check_block_size(block_size)
     keys = list(parent_keys[: len(token_ids) // block_size])
-    begin = len(keys) * block_size
-    data = _token_bytes(token_ids[begin : len(token_ids) // block_size * block_size])
-    width = 4 * block_size
-    for place in range(0, len(data), width):
-        start = begin + place // 4
-        items = _extras_in(extras, start, start + block_size)
-        parent = keys[-1] if keys else root
-        keys.append(_hash(b"kvbaton-block", (parent, data[place : place + width], *items)))
+    root, rest = (keys[-1] if keys else root), token_ids[len(keys) * block_size :]
+    if extras and keys:
+        moved = len(keys) * block_size
+        extras = [extra._replace(start=extra.start - moved) for extra in extras]
+    keys.extend(iter_block_keys(root, rest, block_size, extras=extras))
     return keys
+
+
+def iter_block_keys(
+    root: bytes, token_ids: Sequence[int], block_size: int, *, extras: Sequence[Extra] = ()
+) -> Iterator[bytes]:
+    """`block_keys`, one after the other: who needs only some pays for those alone."""
+    _check_key("root", root)
+    _check_block_size(block_size)
+    width, parent = 4 * block_size, root
+    # As `_hash` of the parent and the tokens, but prepared: this is most of what a prompt costs.
+    blank = hashlib.blake2b(digest_size=KEY_BYTES, person=b"kvbaton-block")
+    blank.update(KEY_BYTES.to_bytes(8, "little"))
+    length = width.to_bytes(8, "little")
+    whole, at_once = len(token_ids) // block_size * block_size, PACKED_BLOCKS * block_size
+    for begin in range(0, whole, at_once):
+        data = _token_bytes(token_ids[begin : min(begin + at_once, whole)])
+        for place in range(0, len(data), width):
+            state = blank.copy()
+            state.update(parent + length + data[place : place + width])
+            if extras:
+                start = begin + place // 4
+                for item in _extras_in(extras, start, start + block_size):
+                    state.update(len(item).to_bytes(8, "little") + item)
+            parent = state.digest()
+            yield parent
 
 
 def prompt_key(root: bytes, token_ids: Sequence[int], *, extras: Sequence[Extra] = ()) -> bytes:
@@ -198,6 +220,11 @@ def _hash(person: bytes, fields: Iterable[bytes]) -> bytes:
         state.update(len(field).to_bytes(8, "little"))
         state.update(field)
     return state.digest()
+
+
+def _check_block_size(block_size: int) -> None:
+    if block_size < 1:
+        raise ValueError(f"block_size: {block_size} is not positive")
 
 
 def _check_key(name: str, key: bytes) -> None:

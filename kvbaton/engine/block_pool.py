@@ -36,7 +36,7 @@ class BlockPool:
         by_key: per group, the block of each key.
         launched: number of the last step planned.
         updated: number of the last step that is over.
-        on_forget: None, or called with each group and key that leaves the prefix cache.
+        on_forget: called with each group and key that leaves the prefix cache.
     """
 
     def __init__(self, num_blocks: int, num_groups: int = 1) -> None:
@@ -51,7 +51,7 @@ class BlockPool:
         self.by_key: list[dict[bytes, int]] = [{} for _ in range(num_groups)]
         self.launched = 0
         self.updated = 0
-        self.on_forget: Callable[[int, bytes], None] | None = None
+        self.on_forget: list[Callable[[int, bytes], None]] = []
         self._free = deque(range(1, num_blocks))
         self._cached: OrderedDict[int, None] = OrderedDict()
         self._fenced: dict[int, None] = {}
@@ -192,8 +192,8 @@ class BlockPool:
         group = self.group[block]
         del self.by_key[group][key]
         self.keys[block] = None
-        if self.on_forget is not None:
-            self.on_forget(group, key)
+        for listener in self.on_forget:
+            listener(group, key)
 
     # --- steps ---
 

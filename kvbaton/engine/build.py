@@ -19,6 +19,7 @@ from kvbaton.connectors.keys import (
 from kvbaton.connectors.layout import GroupKind, KVLayout
 from kvbaton.connectors.objects import ObjectForm
 from kvbaton.connectors.registry import load_store
+from kvbaton.engine.block_feed import BlockFeed
 from kvbaton.engine.config import EngineConfig, SchedulerConfig
 from kvbaton.engine.core import EngineCore, Mailbox
 from kvbaton.engine.cpu_worker import cpu_executor
@@ -26,6 +27,7 @@ from kvbaton.engine.encoder.cache_manager import Answers, EncoderCacheManager
 from kvbaton.engine.encoder.pool import EncoderPool
 from kvbaton.engine.encoder.worker import encoder_executor
 from kvbaton.engine.executor import Executor
+from kvbaton.engine.frontends import FrontendServer
 from kvbaton.engine.kv_cache_manager import GroupSpec
 from kvbaton.engine.kv_connector import KVConnector
 from kvbaton.engine.kv_events import KVEventPublisher, KVEventsConfig
@@ -130,6 +132,8 @@ def build_engine(
     except BaseException:
         executor.close()
         raise
+    if isinstance(mailbox, FrontendServer):
+        connectors.append(BlockFeed(scheduler.blocks, mailbox))
     if encoder is not None:
         (worker,) = encoder.executor.workers
         assert isinstance(worker.cache, EncoderPool)

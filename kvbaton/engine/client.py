@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import itertools
 import logging
+from collections.abc import Callable
 from typing import Any, ClassVar, Self
 
 import msgspec
@@ -19,6 +20,7 @@ from kvbaton.errors import EngineDeadError, RequestError
 from kvbaton.messages.engine import (
     AbortRequest,
     AddRequest,
+    CachedBlocks,
     Command,
     Connect,
     Dead,
@@ -32,12 +34,15 @@ from kvbaton.messages.engine import (
     Rejected,
     Reply,
     ToCore,
+    WatchBlocks,
 )
 from kvbaton.types import MAX_MESSAGE_BYTES
 
 logger = logging.getLogger(__name__)
 
 COMMAND_TIMEOUT_S = 30.0
+WATCHABLE_VERSION = 2
+"""Cores that speak older messages do not know `WatchBlocks`."""
 _MAX_BATCH = 256
 """Messages taken in before receivers are to act on them."""
 _SEND_AT = 8
@@ -75,6 +80,8 @@ class EngineClient(TokenSource):
         self._unsent: list[bytes] = []
         self._answers: dict[int, asyncio.Future[Any]] = {}
         self._numbers = itertools.count(1)
+        self._on_blocks: Callable[[CachedBlocks], None] | None = None
+        self._next_blocks = 0
         self._connected: asyncio.Future[Ready] = self._loop.create_future()
         self._socket: zmq.Socket[bytes] | None = None
         self._monitor: zmq.Socket[bytes] | None = None
@@ -221,6 +228,29 @@ class EngineClient(TokenSource):
         command = Command(command_id=number, name=name, argument=argument)
         return await self._ask(number, command, COMMAND_TIMEOUT_S)
 
+    def watch_blocks(self, on_blocks: Callable[[CachedBlocks], None]) -> None:
+        """Be told what the core's prefix caches hold; an older core tells nothing.
+
+        Args:
+            on_blocks: called in the order of the numbers; a gap makes the core begin anew, with 0.
+
+        Raises:
+            EngineDeadError: the core is gone.
+        """
+        self._check_alive()
+        self._on_blocks, self._next_blocks = on_blocks, 0
+        if self.ready.version >= WATCHABLE_VERSION:
+            self._send(WatchBlocks())
+
+    def _take_blocks(self, message: CachedBlocks) -> None:
+        if self._on_blocks is None:
+            return
+        if message.number in (0, self._next_blocks):
+            self._next_blocks = message.number + 1
+            self._on_blocks(message)
+        elif self._next_blocks:  # else it was asked already, and has yet to begin anew
+            self.watch_blocks(self._on_blocks)
+
     async def _ask(self, number: int, message: ToCore, timeout_s: float) -> Any:
         self._check_alive()
         answer = self._answers[number] = self._loop.create_future()
@@ -301,6 +331,8 @@ class EngineClient(TokenSource):
                 self.metrics = message
             case Reply():
                 self._answer(message.command_id, message.result, message.error)
+            case CachedBlocks():
+                self._take_blocks(message)
             case Pong():
                 self._answer(message.number, None, None)
             case Ready():

@@ -20,6 +20,7 @@ from kvbaton.engine.kv_connector import Connectors, KVConnector
 from kvbaton.engine.pending import Pending
 from kvbaton.engine.scheduler import Scheduler
 from kvbaton.engine.step import StepResult
+from kvbaton.engine.step_costs import StepCosts, Terms, terms_of
 from kvbaton.errors import RequestError
 from kvbaton.messages.engine import (
     AbortRequest,
@@ -90,6 +91,8 @@ class EngineCore:
         self.steps = 0
         self.step_tokens = 0
         self.step_seconds = 0.0
+        self.step_costs = StepCosts()
+        self._terms: deque[Terms] = deque()
         self._busy_since = 0.0
         self._applied = False  # a result since the last plan, so that there may be another one
         self._stop_at = math.inf
@@ -190,6 +193,7 @@ class EngineCore:
             self.step_tokens += plan.num_tokens
             if not self.in_flight:
                 self._busy_since = time.monotonic()
+            self._terms.append(terms_of(plan.steps))
             self.in_flight.append(self.executor.launch(plan))
 
     def update(self) -> None:
@@ -198,6 +202,7 @@ class EngineCore:
             result = self.in_flight.popleft().result()
             since, self._busy_since = self._busy_since, time.monotonic()
             self.step_seconds += self._busy_since - since
+            self.step_costs.observe(self._terms.popleft(), self._busy_since - since)
             # What peers asked for during the step comes first: it may want what the step computed.
             self.poll()
             self.send(self.scheduler.update(result))
@@ -334,6 +339,8 @@ class EngineCore:
     def gauges(self) -> dict[str, float]:
         """Values now by Prometheus name."""
         own = {"kvbaton_ledger_imbalance": float(self.imbalance())}
+        for term, cost in self.step_costs.costs().items():
+            own[f'kvbaton_step_cost_seconds{{term="{term}"}}'] = cost
         parts = [own, self.scheduler.gauges(), *self.connectors.call(KVConnector.gauges)]
         return _add_up([*parts, {"kvbaton_unhealthy": float(len(self.connectors.failing))}])
 

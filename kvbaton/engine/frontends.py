@@ -16,6 +16,7 @@ import time
 from collections import deque
 from collections.abc import Iterator
 from dataclasses import dataclass, field
+from typing import Protocol
 from urllib.parse import urlsplit
 
 import msgspec
@@ -30,6 +31,8 @@ from kvbaton.messages.engine import (
     MIN_ENGINE_VERSION,
     AbortRequest,
     AddRequest,
+    BlockChange,
+    CachedBlocks,
     Command,
     Connect,
     Disconnected,
@@ -45,6 +48,7 @@ from kvbaton.messages.engine import (
     Shutdown,
     ToCore,
     Undecodable,
+    WatchBlocks,
     decode_to_core,
 )
 from kvbaton.types import MAX_MESSAGE_BYTES
@@ -60,6 +64,8 @@ HIGH_WATER_MARK = 128
 """Messages to one frontend that ZMQ keeps; those beyond wait in its backlog."""
 MAX_BACKLOG_BYTES = 32 << 20
 """A frontend that leaves more unread is dropped."""
+MAX_WATCHER_BACKLOG_BYTES = 4 << 20
+"""A frontend that leaves more unread is told no more of cached blocks until it has read it."""
 _RECEIVE_MARK = 10_000
 _RETRY_S = 0.01
 _LINGER_MS = 2000
@@ -93,6 +99,7 @@ class _Peer:
         names: the core's ids of its live requests, by its own.
         backlog: encoded messages that ZMQ has no room for.
         lost: it gets nothing any more.
+        next_blocks: number of the next `CachedBlocks` for it, if it watches.
     """
 
     socket: zmq.Socket[bytes]
@@ -103,6 +110,7 @@ class _Peer:
     backlog: deque[bytes] = field(default_factory=deque)
     backlog_bytes: int = 0
     lost: bool = False
+    next_blocks: int = 0
 
     def __post_init__(self) -> None:
         self.kind = "local" if self.local else "remote"
@@ -117,6 +125,16 @@ class _Owned:
     open_choices: int
 
 
+class CachedBlockSource(Protocol):
+    """What there is to tell those who watch the prefix caches."""
+
+    groups: tuple[tuple[int, int], ...]
+
+    def snapshot(self) -> Iterator[tuple[BlockChange, ...]]:
+        """All blocks that are cached now."""
+        ...
+
+
 class FrontendServer:
     """The core's `Mailbox`: what all frontends say, and who gets what the core says.
 
@@ -125,6 +143,9 @@ class FrontendServer:
 
     Raises:
         ConfigError: ``--host`` or ``--engine-port`` can't be listened on.
+
+    Attributes:
+        block_watchers: frontends that watch the prefix caches.
     """
 
     def __init__(self, endpoints: EngineEndpoints) -> None:
@@ -135,6 +156,7 @@ class FrontendServer:
         self._commands: dict[int, tuple[_Peer, int]] = {}
         self._numbers = itertools.count(1)
         self._lost: list[_Peer] = []
+        self.block_watchers: dict[_Peer, None] = {}
         self._dismissed: list[_Peer] = []
         self._ready: Ready | None = None
         self._probe_at = 0.0
@@ -244,6 +266,9 @@ class FrontendServer:
                     yield replace(message, request_id=known)
             case Ping():
                 self._put(peer, Pong(number=message.number))
+            case WatchBlocks():
+                peer.next_blocks = 0
+                self.block_watchers[peer] = None
             case Command() if local:
                 number = next(self._numbers)
                 self._commands[number] = peer, message.command_id
@@ -329,6 +354,24 @@ class FrontendServer:
             case _:
                 self._send_to_all(message)
 
+    def tell_watchers(self, changes: tuple[BlockChange, ...], source: CachedBlockSource) -> None:
+        """Tell those who watch what happened to the prefix caches since the last call."""
+        for peer in tuple(self.block_watchers):
+            if peer.next_blocks == 0:
+                if peer.backlog:
+                    continue
+                self._put(peer, CachedBlocks(number=0, groups=source.groups))
+                parts = source.snapshot()
+                peer.next_blocks = 1
+            else:
+                parts = iter([changes] if changes else [])
+            for part in parts:
+                if peer.backlog_bytes > MAX_WATCHER_BACKLOG_BYTES:
+                    peer.next_blocks = 0  # when it has read that, it begins anew
+                    break
+                self._put(peer, CachedBlocks(number=peer.next_blocks, changes=part))
+                peer.next_blocks += 1
+
     def _end(self, key: str) -> _Owned | None:
         owned = self._owned.pop(key, None)
         if owned is not None:
@@ -395,6 +438,7 @@ class FrontendServer:
             self._counts[f'kvbaton_frontends_lost_total{{reason="{reason}"}}'] += 1
             self._lost.append(peer)
         peer.lost = True
+        self.block_watchers.pop(peer, None)
         peer.backlog.clear()
 
     def _probe(self) -> None:

@@ -192,7 +192,7 @@ class KVEventLog(KVConnector):
         self._ints = int_block_hashes
         self._events: list[Event] = []
         self._elsewhere = False
-        blocks.pool.on_forget = self.forgotten
+        blocks.pool.on_forget.append(self.forgotten)
 
     # --- what happens ---
 

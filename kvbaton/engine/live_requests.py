@@ -638,6 +638,9 @@ class LiveRequests:
             "kvbaton_sequences_waiting": float(len(self.waiting) + len(self.parked)),
             "kvbaton_sequences_running": float(len(self.running)),
             "kvbaton_sequences_loading": float(len(self.loading)),
+            "kvbaton_prompt_tokens_waiting": float(self._prompt_tokens_waiting()),
+            "kvbaton_step_token_budget": float(self.config.max_num_batched_tokens),
+            "kvbaton_blocks_available": float(self.blocks.pool.num_free),
         }
         for g in range(len(self.blocks.groups)):
             for owner, count in self.blocks.owners(g).items():
@@ -645,6 +648,11 @@ class LiveRequests:
         values['kvbaton_blocks{owner="free"}'] = float(len(self.blocks.pool.lists()["free"]))
         values['kvbaton_blocks{owner="null"}'] = 1.0
         return values
+
+    def _prompt_tokens_waiting(self) -> int:
+        """Tokens that must be computed before the requests at hand have their next token."""
+        waiting = sum(len(s.tokens) for s in self.waiting)
+        return waiting + sum(max(0, len(s.tokens) - s.num_scheduled - 1) for s in self.running)
 
     def state(self) -> dict[str, Any]:
         """All that a person who looks for a fault wants to see."""

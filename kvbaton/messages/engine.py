@@ -29,9 +29,12 @@ from kvbaton.types import (
     clip_text,
 )
 
-ENGINE_VERSION = 1
+ENGINE_VERSION = 2
 
 MIN_ENGINE_VERSION = 1
+
+BLOCK_HASH_BYTES = 8
+"""A block is told by the last bytes of its key; see `connectors.keys`."""
 
 
 class SamplingParams(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -200,7 +203,15 @@ class Shutdown(Struct, frozen=True, tag="shutdown", kw_only=True):
     grace_s: float = 5.0
 
 
-ToCore = Connect | AddRequest | AbortRequest | Ping | Command | Shutdown
+class WatchBlocks(Struct, frozen=True, tag="watch_blocks", kw_only=True):
+    """Tell this frontend what the prefix caches hold, from a snapshot on (since version 2).
+
+    Answered by `CachedBlocks`, for as long as the frontend is connected. To ask again is to get a
+    new snapshot.
+    """
+
+
+ToCore = Connect | AddRequest | AbortRequest | Ping | Command | Shutdown | WatchBlocks
 
 
 @dataclass(frozen=True)
@@ -385,6 +396,35 @@ class Metrics(Struct, frozen=True, tag="metrics", kw_only=True):
     histograms: dict[str, HistogramCounts] = {}
 
 
+class BlockChange(Struct, frozen=True, array_like=True, gc=False):
+    """Blocks that entered or left a prefix cache.
+
+    Attributes:
+        group: KV group.
+        stored: they entered it.
+        hashes: the last `BLOCK_HASH_BYTES` of the key of each.
+    """
+
+    group: Count
+    stored: bool
+    hashes: bytes
+
+
+class CachedBlocks(Struct, frozen=True, tag="cached_blocks", kw_only=True, gc=False):
+    """What happened to the prefix caches, to those who watch (`WatchBlocks`).
+
+    Attributes:
+        number: rises by 1 with each message; 0 begins a snapshot and replaces all that was told.
+            One that has no successor's number means that the watcher must ask again.
+        groups: with number 0: per KV group the tokens of a block, and of its window (0 for none).
+        changes: in order.
+    """
+
+    number: Count
+    groups: tuple[tuple[Count, Count], ...] = ()
+    changes: tuple[BlockChange, ...] = ()
+
+
 class Dead(Struct, frozen=True, tag="dead", kw_only=True):
     """The core is about to exit because of an error.
 
@@ -397,4 +437,4 @@ class Dead(Struct, frozen=True, tag="dead", kw_only=True):
     field: Name | None = None
 
 
-FromCore = Outputs | Rejected | Reply | Ready | Disconnected | Pong | Metrics | Dead
+FromCore = Outputs | Rejected | Reply | Ready | Disconnected | Pong | Metrics | CachedBlocks | Dead

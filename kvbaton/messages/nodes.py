@@ -9,6 +9,17 @@ from msgspec import Struct
 from kvbaton.messages.engine import Item, Output, SamplingParams
 from kvbaton.types import Name, Text, TokenId, TokenLogprobs
 
+STEP_COSTS = (
+    "step_s",
+    "prefill_token_s",
+    "prefill_context_s",
+    "decode_sequence_s",
+    "decode_context_s",
+)
+"""Entries of `NodeInfo.load`: seconds that an engine's step takes for itself, per token of prompts,
+per such token and 1,000 tokens that it attends to, per decoding sequence, and per 1,000 tokens of
+its context."""
+
 
 class GenerateRequest(Struct, frozen=True, kw_only=True):
     """Body of ``POST /inference/v1/generate``; field names as vLLM's where it has them.
@@ -76,7 +87,9 @@ class NodeInfo(Struct, frozen=True, kw_only=True):
             receive; empty if it has to do with none.
         encodes: the node can encode items itself.
         load: what it measured of late: ``encoder_row_s``, seconds to read and encode a row of an
-            item, and ``prompt_token_s``, seconds per token of a step.
+            item; ``prompt_token_s``, seconds per token of a step; `STEP_COSTS`, as far as it has
+            seen such steps; ``step_tokens``, most tokens of one step; and what it has to do:
+            ``waiting_tokens`` of prompts, ``free_blocks`` for it.
         vocab_size: of the model; token ids are below it. 0 of a node that does not say.
         engine_address: where routers connect to its engine as frontends: ``tcp://host:port``, keyed
             by the cluster key, or ``ipc:///...`` on one machine without one; empty until ready.

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import os
 from collections.abc import Callable, Iterable, Sequence
 from html import escape
 
@@ -18,14 +19,19 @@ from kvbaton.engine.outputs import OutputReceiver, TokenSource
 from kvbaton.errors import RequestError
 from kvbaton.messages.engine import AddRequest
 from kvbaton.messages.nodes import Members, NodeInfo
-from kvbaton.router.choose import IDLE, NodeLoads, no_node_ready
+from kvbaton.router.chooser import Decision, RouteChooser
 from kvbaton.router.config import RouterConfig
+from kvbaton.router.costs import CostModel
 from kvbaton.router.dispatch import Dispatcher
+from kvbaton.router.loads import IDLE, NodeLoads
 from kvbaton.router.metrics import RouterMetrics
 from kvbaton.router.nodes import KnownNodes, Nodes
+from kvbaton.router.policies import load_policy
+from kvbaton.router.prefix_index import PrefixIndex
+from kvbaton.router.route import no_node_ready
 from kvbaton.server.app import make_app
 from kvbaton.server.auth import from_loopback, require_operator
-from kvbaton.server.bodies import json_response, read_body
+from kvbaton.server.bodies import REQUEST_ID, json_response, read_body
 from kvbaton.server.frontend import FRONTEND, Frontend, FrontendConfig, ModelFacts
 from kvbaton.server.metrics import HttpMetrics, exposition
 from kvbaton.server.network import carries_token, registration_token
@@ -82,6 +88,9 @@ class RouterState:
 
 
 ROUTER = web.AppKey("router", RouterState)
+CHOOSER = web.AppKey("chooser", RouteChooser)
+ROUTE_HEADER = "X-KVBaton-Route"
+"""With any value in a request, it is in the answer: where the request went, and why."""
 
 
 def router_app(
@@ -109,14 +118,67 @@ def router_app(
             raise no_node_ready()
         return ModelFacts(max_model_len=ready.max_model_len, vocab_size=ready.vocab_size)
 
-    metrics = HttpMetrics()
-    dispatcher = Dispatcher(nodes, RouterMetrics(metrics.registry), loads, config.dispatch)
+    metrics, policy = HttpMetrics(), load_policy(config.dispatch, CostModel())
+    counted = RouterMetrics(metrics.registry)
+    chooser = RouteChooser(nodes, loads, policy, counted)
+    dispatcher = Dispatcher(nodes, counted, loads, chooser, config.dispatch.timers)
     frontend = Frontend(
         source=dispatcher, tokenizer=tokenizer, config=edge, facts=facts, metrics=metrics
     )
     app = make_app(frontend, own_routes)
     app[ROUTER] = RouterState(nodes, loads, config.cluster_key)
+    app[CHOOSER] = chooser
+    app.on_response_prepare.append(explain_route)
     return app
+
+
+def prefix_index(config: RouterConfig) -> PrefixIndex | None:
+    """An index for a policy that uses one.
+
+    Raises:
+        ConfigError: there is no such policy.
+    """
+    uses = load_policy(config.dispatch, CostModel()).uses_prefixes
+    return PrefixIndex() if uses else None
+
+
+async def explain_route(request: web.Request, response: web.StreamResponse) -> None:
+    """Tell a client that asks for it where its request went (``X-KVBaton-Route``)."""
+    if ROUTE_HEADER in request.headers and REQUEST_ID in request:
+        told = request.app[CHOOSER].explain(request[REQUEST_ID])
+        if told is not None:
+            response.headers[ROUTE_HEADER] = told
+
+
+class RoutesView(Struct, kw_only=True):
+    """Answer of ``GET /debug/routes``.
+
+    Attributes:
+        worker: process that answers; each worker of a router knows its own decisions.
+        output_tokens: that a request is expected to generate.
+        blocks: in the index of prefixes, by node id.
+        routes: the last decisions, newest first.
+    """
+
+    worker: int
+    output_tokens: float
+    blocks: dict[str, int]
+    routes: list[Decision]
+
+
+@contract(answer=RoutesView)
+async def debug_routes(request: web.Request) -> web.Response:
+    """``GET /debug/routes``: the last decisions, what was expected of them and what came of it."""
+    chooser, index = request.app[CHOOSER], request.app[ROUTER].nodes.index
+    told = {} if index is None else index.nodes
+    return json_response(
+        RoutesView(
+            worker=os.getpid(),
+            output_tokens=chooser.policy.costs.output_tokens,
+            blocks={node_id: blocks.num_blocks for node_id, blocks in told.items()},
+            routes=list(reversed(chooser.decisions)),
+        )
+    )
 
 
 class NodeView(Struct, kw_only=True):
@@ -128,6 +190,7 @@ class NodeView(Struct, kw_only=True):
     url: str
     state: str
     reason: str
+    paused: bool
     model: str
     control_address: str | None
     requests: int
@@ -180,6 +243,20 @@ async def drain(request: web.Request) -> web.Response:
     return json_response({"draining": node_id, "requests": load.sequences})
 
 
+async def pause(request: web.Request) -> web.Response:
+    """``POST /nodes/{id}/pause``: no new requests until it is resumed."""
+    node_id = request.match_info["node_id"]
+    _nodes(request).pause(node_id, paused=True)
+    return json_response({"paused": node_id})
+
+
+async def resume(request: web.Request) -> web.Response:
+    """``POST /nodes/{id}/resume``: take back a pause."""
+    node_id = request.match_info["node_id"]
+    _nodes(request).pause(node_id, paused=False)
+    return json_response({"resumed": node_id})
+
+
 async def reset_prefix_cache(request: web.Request) -> web.Response:
     """``POST /reset_prefix_cache``: let all nodes forget cached prefixes; 503 if one does not."""
     errors = await _nodes(request).reset_prefix_caches()
@@ -213,6 +290,7 @@ async def page(request: web.Request) -> web.Response:
     rows = []
     for node in view(request.app).nodes:
         state = f"{node.state} ({node.reason})" if node.reason else node.state
+        state += ", paused" if node.paused else ""
         loads = (node.requests, node.prompt_tokens, node.item_rows)
         rows.append([node.node_id, node.role, state, node.url, *map(str, loads)])
     body = render(request.app[FRONTEND].config.model_name, rows)
@@ -234,6 +312,7 @@ def view(app: web.Application) -> NodesView:
                 url=info.url,
                 state=member.state,
                 reason=member.reason,
+                paused=member.paused,
                 model=info.model,
                 control_address=info.control_address,
                 requests=load.sequences,
@@ -308,12 +387,24 @@ def routes(link: WorkerLink | None = None) -> list[web.RouteDef]:
 
         return answer
 
+    def own(handler: Handler) -> Handler:
+        """For operators, and answered where it is asked."""
+
+        async def answer(request: web.Request) -> web.StreamResponse:
+            _require_operator(request)
+            return await handler(request)
+
+        return functools.wraps(handler)(answer)
+
     return [
         web.get("/nodes", guarded(list_nodes, _require_member_or_operator)),
         web.post("/nodes", guarded(register, _require_member)),
         web.delete("/nodes/{node_id:.+}", guarded(remove, _require_member_or_operator)),
         web.post("/nodes/{node_id:.+}/drain", guarded(drain, _require_member_or_operator)),
+        web.post("/nodes/{node_id:.+}/pause", guarded(pause, _require_operator)),
+        web.post("/nodes/{node_id:.+}/resume", guarded(resume, _require_operator)),
         web.post("/reset_prefix_cache", guarded(reset_prefix_cache, _require_operator)),
+        web.get("/debug/routes", own(debug_routes)),
         web.get("/health", health),
         web.get("/metrics", metrics if link is None else guarded(metrics, lambda request: None)),
         web.get("/", guarded(page, _require_member_or_operator)),

@@ -18,9 +18,16 @@ from aiohttp import web
 
 from kvbaton.errors import ConfigError, RequestError
 from kvbaton.messages.nodes import NodeInfo
-from kvbaton.router.api import app_without_text, check_member, no_node_yet, router_app, routes
-from kvbaton.router.choose import NodeLoads
+from kvbaton.router.api import (
+    app_without_text,
+    check_member,
+    no_node_yet,
+    prefix_index,
+    router_app,
+    routes,
+)
 from kvbaton.router.config import RouterConfig
+from kvbaton.router.loads import NodeLoads
 from kvbaton.router.membership import Membership
 from kvbaton.router.metrics import NodeCollector
 from kvbaton.router.nodes import Nodes
@@ -83,7 +90,7 @@ async def watched_app(
 ) -> AsyncIterator[web.Application]:
     """The application of a router, its nodes probed for as long as the context lasts."""
     loads = NodeLoads()
-    async with Nodes.watched(config, edge.model_name) as nodes:
+    async with Nodes.watched(config, edge.model_name, prefix_index(config)) as nodes:
         app = router_app(config, nodes, tokenizer, edge, loads, routes())
         members = nodes.membership.members
         collector = NodeCollector(lambda: list(members.values()), loads)

@@ -9,16 +9,15 @@ Ravishankar, 1998) with a bounded load (Mirrokni, Thorup and Zadimoghaddam, 2018
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Iterator, Mapping, Sequence, Set
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence, Set
+from dataclasses import dataclass, field, replace
 
-from msgspec import Struct
-
-from kvbaton.errors import RequestError
 from kvbaton.messages.engine import Item
 from kvbaton.messages.nodes import NodeInfo
-from kvbaton.router.config import RoutingPolicy
+from kvbaton.router.loads import IDLE, NodeLoad, NodeLoads
 from kvbaton.router.membership import ReadyNodes
+from kvbaton.router.policies import Policy
+from kvbaton.router.route import Options, Route
 
 BOUND = 1.25
 """An encoder node may have this much more queued than the average one, and one item."""
@@ -32,138 +31,63 @@ ROW_S, TOKEN_S = "encoder_row_s", "prompt_token_s"
 """Entries of `NodeInfo.load`."""
 
 
-class NodeLoad(Struct, frozen=True):
-    """What the router has in flight at a node.
-
-    Attributes:
-        prompt_tokens: of prompts that the node is still prefilling for us.
-        sequences: requests that it generates for.
-        tokens: prompt and generated tokens of those.
-        rows: of items that it is to encode for us.
-    """
-
-    prompt_tokens: int = 0
-    sequences: int = 0
-    tokens: int = 0
-    rows: int = 0
-
-    def plus(self, other: NodeLoad, sign: int = 1) -> NodeLoad:
-        """The sum, or the difference if `sign` is -1."""
-        return NodeLoad(
-            self.prompt_tokens + sign * other.prompt_tokens,
-            self.sequences + sign * other.sequences,
-            self.tokens + sign * other.tokens,
-            self.rows + sign * other.rows,
-        )
-
-
-IDLE = NodeLoad()
-
-
-class NodeLoads(Mapping[str, NodeLoad]):
-    """In-flight work by node id.
-
-    Attributes:
-        own: of this process; nodes without any have no entry.
-        others: what other workers of this router have in flight; added to ours.
-    """
-
-    def __init__(self) -> None:
-        self.own: dict[str, NodeLoad] = {}
-        self.others: Mapping[str, NodeLoad] = {}
-
-    def change(self, node_id: str, old: NodeLoad, new: NodeLoad) -> None:
-        """What one request is to a node has changed; `IDLE` is what it is before and after."""
-        total = self.own.get(node_id, IDLE).plus(new).plus(old, -1)
-        if total == IDLE:
-            self.own.pop(node_id, None)
-        else:
-            self.own[node_id] = total
-
-    def __getitem__(self, node_id: str) -> NodeLoad:
-        if node_id not in self.others:
-            return self.own[node_id]
-        return self.own.get(node_id, IDLE).plus(self.others[node_id])
-
-    def __iter__(self) -> Iterator[str]:
-        return iter({**self.own, **self.others})
-
-    def __len__(self) -> int:
-        return len({**self.own, **self.others})
-
-
 @dataclass(frozen=True)
-class Route:
-    """The nodes that serve one attempt.
+class Wanted:
+    """What a request asks of its nodes.
 
     Attributes:
-        target: the node that generates.
-        source: the node that prefills for it; None if the target serves the request alone.
-        encoders: per item of the prompt, the node that encodes it; None where the one that
-            prefills does so, or has the output already. Empty is None for all.
+        num_tokens: of the prompt, with what was generated elsewhere.
+        max_tokens: most that is to be generated.
+        items: of the prompt.
+        cached: tokens of the prompt that nodes hold, by node id.
     """
 
-    target: NodeInfo
-    source: NodeInfo | None = None
-    encoders: tuple[NodeInfo | None, ...] = ()
-
-    @property
-    def prefills(self) -> NodeInfo:
-        """The node that computes the prompt."""
-        return self.source or self.target
-
-
-def no_node_ready() -> RequestError:
-    """Nobody is left to choose: 503."""
-    return RequestError(
-        "No node is ready to serve this request; retry shortly.", status=503, code="no_node_ready"
-    )
+    num_tokens: int
+    max_tokens: int = 16
+    items: Sequence[Item] = ()
+    cached: Mapping[str, int] = field(default_factory=dict)
 
 
 def choose(
     ready: ReadyNodes,
-    loads: Mapping[str, NodeLoad],
-    num_tokens: int,
-    items: Sequence[Item] = (),
+    loads: NodeLoads,
+    policy: Policy,
+    wanted: Wanted,
     *,
     avoid: Set[str] = frozenset(),
-    policy: RoutingPolicy,
 ) -> Route | None:
-    """The least loaded pair, or one node alone, or None if nobody is left.
+    """The nodes for a request as a policy chooses them, or None if nobody is left.
 
     Args:
         ready: nodes that may get requests.
-        loads: by node id; a node without an entry is idle.
-        num_tokens: of the prompt.
-        items: of the prompt.
+        loads: in flight.
+        policy: chooses.
+        wanted: what is asked.
         avoid: ids of nodes that already failed this request.
-        policy: what the user decided.
     """
-
-    def pair_cost(pair: tuple[NodeInfo, NodeInfo]) -> tuple[int, int, int, str, str]:
-        p, d = pair[0].node_id, pair[1].node_id
-        source, target = loads.get(p, IDLE), loads.get(d, IDLE)
-        return source.prompt_tokens, target.sequences, target.tokens, p, d
-
-    def single_cost(node: NodeInfo) -> tuple[bool, int, int, int, str]:
-        load = loads.get(node.node_id, IDLE)
-        other_role = node.role != "decode"
-        return other_role, load.sequences, load.prompt_tokens, load.tokens, node.node_id
-
-    pairs, singles = ready.pairs, ready.serving
+    pairs, singles, costs = ready.pairs, ready.serving, policy.costs
     if avoid:
         pairs = [pair for pair in pairs if avoid.isdisjoint((pair[0].node_id, pair[1].node_id))]
         singles = [node for node in singles if node.node_id not in avoid]
-    if pairs and num_tokens >= policy.min_handover_tokens:
-        source, target = min(pairs, key=pair_cost)
-        route = Route(target, source)
-    elif singles:
-        route = Route(min(singles, key=single_cost))
-    else:
+    if not pairs and not singles:
         return None
-    if not items:
+    options = Options(
+        pairs,
+        singles,
+        loads,
+        wanted.num_tokens,
+        wanted.max_tokens,
+        wanted.cached,
+        loads.prefill_since,
+        costs.learn(ready.serving),
+    )
+    route = policy.choose(options)
+    if options.measured:
+        route = replace(route, predicted=options.predict(costs, route))
+    if not wanted.items:
         return route
-    return with_encoders(route, items, ready, loads, avoid=avoid, min_rows=policy.min_encode_rows)
+    min_rows = policy.settings.min_encode_rows
+    return with_encoders(route, wanted.items, ready, loads, avoid=avoid, min_rows=min_rows)
 
 
 # --- items ---
@@ -214,7 +138,7 @@ def with_encoders(
         queued[(encoder or prefills).node_id] += item.length
         chosen[item.digest] = encoder
         places.append(encoder)
-    return Route(route.target, route.source, tuple(places))
+    return replace(route, encoders=tuple(places))
 
 
 def _encoder_for(

@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 from typing import Any, ClassVar
 
 from kvbaton.config import Count, flag
+from kvbaton.errors import ConfigError
 from kvbaton.server.config import EndpointConfig
 from kvbaton.server.network import bearer
 
@@ -55,6 +56,11 @@ class RoutingPolicy:
         min_handover_tokens: shorter prompts are served on one node.
         min_encode_rows: of items that encoder nodes get; None lets the router estimate (see
             `choose.with_encoders`).
+        policy: name of the policy, or its dotted path; see `router.policies`.
+        ttft_slo: milliseconds within which a first token is to come; None for no objective.
+        itl_slo: milliseconds within which each further token is to come.
+        max_ttft: milliseconds; a request whose first token is expected later is refused (429). None
+            refuses those that would come after their deadline, and no others.
     """
 
     min_handover_tokens: int = flag(
@@ -66,6 +72,27 @@ class RoutingPolicy:
         "(0: all; not given: each image where that is estimated to be faster)",
         metavar="N",
     )
+    policy: str = flag(
+        "least-loaded",
+        "who gets a request: round-robin, least-loaded, prefix-aware, sticky, threshold, cost, or "
+        "package.module:Class",
+        metavar="NAME",
+    )
+    ttft_slo: float | None = flag(None, "the first token is to come within this", metavar="MS")
+    itl_slo: float | None = flag(None, "each further token is to come within this", metavar="MS")
+
+    max_ttft: float | None = flag(
+        None, "refuse (429) requests whose first token is expected later", metavar="MS"
+    )
+
+    def __post_init__(self) -> None:
+        for name, objective in (
+            ("--ttft-slo", self.ttft_slo),
+            ("--itl-slo", self.itl_slo),
+            ("--max-ttft", self.max_ttft),
+        ):
+            if objective is not None and objective <= 0:
+                raise ConfigError(name, f"{objective} is not positive")
 
 
 @dataclass(frozen=True)

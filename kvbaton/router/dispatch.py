@@ -6,7 +6,7 @@ import asyncio
 import logging
 import os
 import secrets
-from collections.abc import Sequence
+from functools import partial
 
 from msgspec.structs import replace
 from typing_extensions import override
@@ -14,9 +14,10 @@ from typing_extensions import override
 from kvbaton.engine.client import EngineClient
 from kvbaton.engine.outputs import OutputReceiver, TokenSource
 from kvbaton.errors import EngineDeadError, RequestError
-from kvbaton.messages.engine import AddRequest, Item, Output
-from kvbaton.router.choose import IDLE, NodeLoad, NodeLoads, Route, choose
-from kvbaton.router.config import DispatchConfig
+from kvbaton.messages.engine import AddRequest, Output
+from kvbaton.router.chooser import RouteChooser
+from kvbaton.router.config import RelayTimers
+from kvbaton.router.loads import IDLE, NodeLoad, NodeLoads
 from kvbaton.router.metrics import RouterMetrics
 from kvbaton.router.node_request import NodeError, NodeRequest
 from kvbaton.router.nodes import KnownNodes
@@ -32,7 +33,8 @@ class Dispatcher(TokenSource):
         nodes: who there is.
         metrics: what is counted.
         loads: what is in flight.
-        config: how to dispatch.
+        chooser: chooses nodes.
+        timers: of each request.
     """
 
     def __init__(
@@ -40,12 +42,14 @@ class Dispatcher(TokenSource):
         nodes: KnownNodes,
         metrics: RouterMetrics,
         loads: NodeLoads,
-        config: DispatchConfig,
+        chooser: RouteChooser,
+        timers: RelayTimers,
     ) -> None:
         self.nodes = nodes
         self.metrics = metrics
         self.loads = loads
-        self.config = config
+        self.chooser = chooser
+        self.timers = timers
         self.running: dict[str, _Running] = {}
         nodes.on_lost = self.node_lost
 
@@ -58,7 +62,11 @@ class Dispatcher(TokenSource):
         if name in self.running:
             raise RequestError(f"request id {name!r} is in use", param="request_id", status=409)
         running = self.running[name] = _Running(self, request, receiver)
-        running.start()
+        try:
+            running.start()
+        except RequestError:  # nobody was asked
+            running.close("refused")
+            raise
 
     @override
     def cancel(self, request_id: str) -> None:
@@ -66,11 +74,6 @@ class Dispatcher(TokenSource):
         if running is not None:
             running.perform(running.relay.client_gone())
             running.close("cancelled")
-
-    def route(self, num_tokens: int, items: Sequence[Item], avoid: frozenset[str]) -> Route | None:
-        """Choose nodes by what is known now."""
-        ready = self.nodes.membership.ready()
-        return choose(ready, self.loads, num_tokens, items, avoid=avoid, policy=self.config)
 
     def node_lost(self, node_id: str, reason: str) -> None:
         """A node is of no use any more: its requests go elsewhere now, not at a timeout."""
@@ -95,17 +98,18 @@ class _Running:
         self._started_at = self.loop.time()
         self.relay = RequestRelay(
             request,
-            dispatcher.route,
+            partial(dispatcher.chooser.route, request),
             transfer_id=os.urandom(16),
             item_ids=[os.urandom(16) for _ in request.items],
-            timers=dispatcher.config.timers,
+            timers=dispatcher.timers,
             now=self._started_at,
         )
         self.receiver = receiver
         self.read_at = 0.0
         self._calls: dict[NodeRequest, _NodeCall] = {}
         self._timer: asyncio.TimerHandle | None = None
-        self._first = True
+        self._tokens_timed = 0
+        self._first_at = 0.0
 
     def start(self) -> None:
         """Ask the first nodes."""
@@ -119,6 +123,7 @@ class _Running:
         self._calls.clear()  # which know us: nothing is left for the garbage collector
         request_id = self.relay.request.request_id
         del self.dispatcher.running[request_id]
+        self.dispatcher.chooser.ended(request_id, self.relay.num_generated)
         self.dispatcher.metrics.requests.labels(outcome).inc()
         for line in self.relay.story:
             logger.warning("request %s: %s", request_id, line)
@@ -147,10 +152,8 @@ class _Running:
             match action:
                 case Output():
                     self.receiver.put(action)
-                    if self._first and action.token_ids:
-                        self._first = False
-                        first_token = self.dispatcher.metrics.first_token
-                        first_token.observe(self.loop.time() - self._started_at)
+                    if self._tokens_timed < 2 and action.token_ids:
+                        self._time_token()
                 case AskNode(asked):
                     # The target has time until the prompt is computed: asking it is not to hold up
                     # the source.
@@ -168,6 +171,18 @@ class _Running:
                     self.receiver.end(action)
         if late is not None:
             self._ask(late)
+
+    def _time_token(self) -> None:
+        """The first token came, or the second, which may have waited for a hand-over."""
+        now, request_id = self.loop.time(), self.relay.request.request_id
+        self._tokens_timed += 1
+        if self._tokens_timed == 1:
+            self._first_at = now
+            ttft_s = now - self._started_at
+            self.dispatcher.metrics.first_token.observe(ttft_s)
+            self.dispatcher.chooser.first_token(request_id, ttft_s)
+        else:
+            self.dispatcher.chooser.second_token(request_id, now - self._first_at)
 
     def _ask(self, asked: NodeRequest) -> None:
         metrics, side = self.dispatcher.metrics, asked.side
@@ -217,8 +232,9 @@ class _NodeCall:
     def put(self, output: Output) -> None:
         """The node says this."""
         asked, running = self._asked, self._running
-        if self._load.prompt_tokens:  # not any more, if it has a token
-            self._set_load(NodeLoad(0, self._load.sequences, self._load.tokens))
+        load = self._load
+        if load.prompt_tokens or load.pending:  # not any more, if it has a token
+            self._set_load(NodeLoad(0, load.sequences, load.tokens))
         now = running.loop.time()
         running.read_at = running.read_at or now
         try:

@@ -58,6 +58,7 @@ class Member:
         told: control addresses that it has been told are members; None for a static node, which
             has its own ``--peer`` flags.
         reason: why it is in its state, for people.
+        paused: it gets no new requests until it is resumed, whatever its state.
     """
 
     info: NodeInfo
@@ -67,6 +68,7 @@ class Member:
     failed_probes: int = 0
     told: frozenset[str] | None = None
     reason: str = ""
+    paused: bool = False
 
     def may_dial(self, source: NodeInfo) -> bool:
         """Whether this node can get KV of another: one model, one transport, a known address.
@@ -102,7 +104,7 @@ class ReadyNodes:
         targets: list[Member] = []
         for member in members:
             node = member.info
-            if member.state is not NodeState.READY:
+            if member.state is not NodeState.READY or member.paused:
                 continue
             self.nodes.append(node)
             if node.role == "encode":
@@ -290,6 +292,14 @@ class Membership:
             RequestError: there is no such node (404).
         """
         return self._move(self._require(node_id), NodeState.DRAINING, "drained on request")
+
+    def pause(self, node_id: str, *, paused: bool) -> None:
+        """Send no new requests to a node, or do so again; its next life is not paused.
+
+        Raises:
+            RequestError: there is no such node (404).
+        """
+        self._require(node_id).paused, self._ready = paused, None
 
     def remove(self, node_id: str, generation: str | None = None) -> list[Change]:
         """Forget a node for good; only a new generation of it may join again.

@@ -8,11 +8,12 @@ from prometheus_client import CollectorRegistry, Counter
 from prometheus_client.core import GaugeMetricFamily
 from prometheus_client.registry import Collector
 
-from kvbaton.router.choose import NodeLoads
+from kvbaton.router.loads import NodeLoads
 from kvbaton.router.membership import Member
-from kvbaton.server.metrics import SecondsHistogram
+from kvbaton.server.metrics import RatioHistogram, SecondsHistogram
 
 FIRST_TOKEN_BUCKETS = (0.005, 0.01, 0.02, 0.04, 0.08, 0.15, 0.3, 0.6, 1.2, 2.5, 5, 10, 20, 40, 80)
+RATIO_BUCKETS = (0.01, 0.02, 0.05, 0.07, 0.1, 0.15, 0.2, 0.3, 0.5, 1.0, 2.0, 5.0)
 OVERHEAD_BUCKETS = (2e-5, 5e-5, 1e-4, 2e-4, 5e-4, 1e-3, 2e-3, 5e-3, 1e-2, 2e-2, 5e-2, 0.1, 0.5)
 
 
@@ -41,6 +42,15 @@ class RouterMetrics:
         self.items = counter("items", "Items given to nodes, by who is to encode.", ("where",))
         self.first_token = seconds(
             "first_token", "From dispatch to the first token.", FIRST_TOKEN_BUCKETS
+        )
+        self.ttft_error = seconds(
+            "ttft_error", "Between predicted and observed times to first tokens.", OVERHEAD_BUCKETS
+        )
+        self.ttft_relative_error = RatioHistogram(
+            "kvbaton_router_ttft_error",
+            "The same as a share of the observed time.",
+            RATIO_BUCKETS,
+            registry,
         )
         self.overhead = seconds(
             "overhead", "From a node's output being read to its being relayed.", OVERHEAD_BUCKETS

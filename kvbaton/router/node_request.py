@@ -10,7 +10,8 @@ from msgspec.structs import replace
 
 from kvbaton.messages.engine import AddRequest, Item, SamplingParams, TransferSpec
 from kvbaton.messages.nodes import NodeInfo
-from kvbaton.router.choose import NodeLoad, Route
+from kvbaton.router.loads import NodeLoad
+from kvbaton.router.route import Route
 
 Side = Literal["source", "target", "encoder"]
 CLIENT_FAULTS = (400, 413, 422)
@@ -103,21 +104,22 @@ def node_requests(
         handed = {item.digest for item in items if item.transfer is not None}
         own_rows = {item.digest: item.length for item in items if item.digest not in handed}
     rows, num_items = sum(own_rows.values()), len(own_rows)
+    new = max(1, tokens - route.cached)
+    work_us = 0 if route.predicted is None else int(route.predicted.work_s * 1e6)
     if route.source is None:
-        load = NodeLoad(tokens, sequences=1, tokens=tokens, rows=rows)
+        load = NodeLoad(new, 1, tokens, rows, pending=1, prefill_us=work_us)
         alone = replace(request, items=items) if items else request
         asked = NodeRequest(attempt, "target", route.target, alone, load, 0, num_items, True)
         return [asked, *encodings]
     received = replace(request, transfer=_received_from(route.source, transfer_id, attempt))
     transfer = TransferSpec(role="source", transfer_id=transfer_id, attempt=attempt)
     pushed = replace(request, transfer=transfer, items=items)
-    load = NodeLoad(sequences=1, tokens=tokens)
+    load = NodeLoad(sequences=1, tokens=tokens, pending=1)
+    prefill = NodeLoad(new, rows=rows, prefill_us=work_us)
     return [
         # The target is given the items as they came: the prompt's KV comes from the source.
         NodeRequest(attempt, "target", route.target, received, load),
-        NodeRequest(
-            attempt, "source", route.source, pushed, NodeLoad(tokens, rows=rows), 0, num_items, True
-        ),
+        NodeRequest(attempt, "source", route.source, pushed, prefill, 0, num_items, True),
         *encodings,
     ]
 

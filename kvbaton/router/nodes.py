@@ -9,6 +9,7 @@ import time
 from abc import ABC, abstractmethod
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
+from functools import partial
 from typing import Any
 
 import aiohttp
@@ -20,6 +21,7 @@ from kvbaton.errors import EngineDeadError
 from kvbaton.messages.nodes import Members, NodeInfo
 from kvbaton.router.config import RouterConfig
 from kvbaton.router.membership import Change, Member, Membership, NodeState
+from kvbaton.router.prefix_index import PrefixIndex
 from kvbaton.server.network import bearer, operator_token
 
 logger = logging.getLogger(__name__)
@@ -38,10 +40,17 @@ class EngineClients:
     Args:
         cluster_key: of the cluster.
         on_died: called with (node, reason) when a connection is lost, at once.
+        index: is told what the engines' prefix caches hold; None if nobody wants to know.
     """
 
-    def __init__(self, cluster_key: str | None, on_died: Callable[[NodeInfo, str], None]) -> None:
+    def __init__(
+        self,
+        cluster_key: str | None,
+        on_died: Callable[[NodeInfo, str], None],
+        index: PrefixIndex | None = None,
+    ) -> None:
         self._cluster_key = cluster_key
+        self._index = index
         self._on_died = on_died
         self._clients: dict[str, tuple[NodeInfo, EngineClient]] = {}
         self._retired: list[EngineClient] = []
@@ -76,10 +85,14 @@ class EngineClients:
         client = await EngineClient.connect(address, cluster_key=key)
         self.retire(node.node_id)
         self._clients[node.node_id] = node, client
+        if self._index is not None and node.role != "encode":
+            client.watch_blocks(partial(self._index.take, node))
         self._watching[client] = asyncio.create_task(self._watch(node, client))
 
     async def _watch(self, node: NodeInfo, client: EngineClient) -> None:
         await client.died.wait()
+        if self._index is not None and self.get(node) is client:
+            self._index.drop(node.node_id)
         self._on_died(node, f"its engine: {client.dead}")
 
     def retire(self, node_id: str) -> None:
@@ -87,9 +100,13 @@ class EngineClients:
         _, client = self._clients.pop(node_id, (None, None))
         if client is not None:
             self._retired.append(client)
+        if self._index is not None:
+            self._index.drop(node_id)
 
     async def sweep(self) -> None:
-        """End connections of nodes that have left and do nothing for us any more."""
+        """Let go of nodes that have left: connections that do nothing for us any more, blocks."""
+        if self._index is not None:
+            await self._index.sweep()
         for client in [c for c in self._retired if c.idle or c.dead is not None]:
             self._retired.remove(client)
             await self._close(client)
@@ -112,15 +129,20 @@ class KnownNodes(ABC):
     Args:
         membership: the table.
         cluster_key: of the cluster.
+        index: is told what the nodes' prefix caches hold; None if nobody wants to know.
 
     Attributes:
         engines: connections to the nodes' engines.
+        index: as given.
         on_lost: called with (node id, reason) when a node that may have requests of ours fails.
     """
 
-    def __init__(self, membership: Membership, cluster_key: str | None) -> None:
+    def __init__(
+        self, membership: Membership, cluster_key: str | None, index: PrefixIndex | None = None
+    ) -> None:
         self.membership = membership
-        self.engines = EngineClients(cluster_key, self.unreachable)
+        self.index = index
+        self.engines = EngineClients(cluster_key, self.unreachable, index)
         self.on_lost: Callable[[str, str], None] = lambda node_id, reason: None
 
     @abstractmethod
@@ -135,15 +157,20 @@ class Nodes(KnownNodes):
         membership: the table.
         session: for probes.
         cluster_key: of the cluster.
+        index: see `KnownNodes`.
 
     Attributes:
         on_change: called when something about a node may have changed.
     """
 
     def __init__(
-        self, membership: Membership, session: aiohttp.ClientSession, cluster_key: str | None
+        self,
+        membership: Membership,
+        session: aiohttp.ClientSession,
+        cluster_key: str | None,
+        index: PrefixIndex | None = None,
     ) -> None:
-        super().__init__(membership, cluster_key)
+        super().__init__(membership, cluster_key, index)
         self.on_change: Callable[[], None] = lambda: None
         self._session = session
         self._headers = bearer(operator_token(cluster_key) if cluster_key else None)
@@ -151,19 +178,23 @@ class Nodes(KnownNodes):
 
     @classmethod
     @asynccontextmanager
-    async def watched(cls, config: RouterConfig, model: str) -> AsyncIterator[Nodes]:
+    async def watched(
+        cls, config: RouterConfig, model: str, index: PrefixIndex | None = None
+    ) -> AsyncIterator[Nodes]:
         """The nodes of a router, probed for as long as the context lasts.
 
         Args:
             config: settings.
             model: its name, for clients and nodes.
+            index: see `KnownNodes`.
         """
         key = config.cluster_key
         connector = aiohttp.TCPConnector(limit=0)  # as many as there are nodes
         async with aiohttp.ClientSession(
             connector=connector, headers=config.node_headers
         ) as session:
-            nodes = cls(Membership(config.membership, key is None, model), session, key)
+            membership = Membership(config.membership, key is None, model)
+            nodes = cls(membership, session, key, index)
             for url, role in config.static_nodes:
                 nodes.membership.add_static(url, role, time.monotonic())
             watching = asyncio.create_task(nodes._watch())
@@ -196,6 +227,16 @@ class Nodes(KnownNodes):
             RequestError: no such node (404).
         """
         self._announce(self.membership.drain(node_id))
+
+    def pause(self, node_id: str, *, paused: bool) -> None:
+        """Send no new requests there for now, or do so again.
+
+        Raises:
+            RequestError: no such node (404).
+        """
+        self.membership.pause(node_id, paused=paused)
+        logger.info("node %s: %s", node_id, "paused" if paused else "resumed")
+        self.on_change()
 
     def remove(self, node_id: str, generation: str | None = None) -> None:
         """Forget a node, or one life of it only.

@@ -30,9 +30,9 @@ from msgspec.structs import replace
 
 from kvbaton.errors import RequestError
 from kvbaton.messages.engine import AddRequest, Item, Output
-from kvbaton.router.choose import Route, no_node_ready
 from kvbaton.router.config import RelayTimers
 from kvbaton.router.node_request import NodeError, NodeRequest, node_requests
+from kvbaton.router.route import Route, no_node_ready
 
 
 @dataclass(frozen=True)
@@ -129,6 +129,11 @@ class RequestRelay:
         self._waiting: list[tuple[NodeRequest, Output]] = []
         self._target_spoke = self._prefilled = False
         self._cached = self._transferred = 0
+
+    @property
+    def num_generated(self) -> int:
+        """Tokens of the longest choice."""
+        return max(len(choice.tokens) for choice in self._choices) - self._first_index
 
     # --- events ---
 

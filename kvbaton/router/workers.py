@@ -22,14 +22,16 @@ from kvbaton.router.api import (
     ROUTER,
     RouterState,
     app_without_text,
+    prefix_index,
     router_app,
     routes,
 )
-from kvbaton.router.choose import IDLE, NodeLoad, NodeLoads
 from kvbaton.router.config import RouterConfig
+from kvbaton.router.loads import IDLE, NodeLoad, NodeLoads
 from kvbaton.router.membership import Member, Membership, NodeState
 from kvbaton.router.metrics import NodeCollector
 from kvbaton.router.nodes import KnownNodes, Nodes
+from kvbaton.router.prefix_index import PrefixIndex
 from kvbaton.server.frontend import FRONTEND, FrontendConfig
 from kvbaton.server.metrics import exposition
 from kvbaton.server.supervisor import Supervisor, WorkerLink
@@ -99,7 +101,7 @@ async def worker(link: WorkerLink, payload: tuple[RouterConfig, FrontendConfig, 
     config, edge, folder = payload
     tokenizer = Tokenizer.load(folder, config.chat_template)
     loads = NodeLoads()
-    nodes = WorkerNodes(link, loads, config.cluster_key)
+    nodes = WorkerNodes(link, loads, config.cluster_key, prefix_index(config))
     app = router_app(config, nodes, tokenizer, edge, loads, routes(link))
     registry = app[FRONTEND].metrics.registry
     registry.register(NodeCollector(list, loads))
@@ -117,10 +119,17 @@ class WorkerNodes(KnownNodes):
         link: to the supervisor.
         loads: of this worker.
         cluster_key: of the cluster.
+        index: see `KnownNodes`.
     """
 
-    def __init__(self, link: WorkerLink, loads: NodeLoads, cluster_key: str | None) -> None:
-        super().__init__(Membership(), cluster_key)
+    def __init__(
+        self,
+        link: WorkerLink,
+        loads: NodeLoads,
+        cluster_key: str | None,
+        index: PrefixIndex | None = None,
+    ) -> None:
+        super().__init__(Membership(), cluster_key, index)
         self._link = link
         self._loads = loads
         self._told: Mapping[str, NodeLoad] = {}

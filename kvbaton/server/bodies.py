@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import math
 import random
 import re
 from http import HTTPStatus
@@ -41,7 +42,7 @@ async def echo_request_id(request: web.Request, response: web.StreamResponse) ->
 
 logger = logging.getLogger(__name__)
 
-RETRY_AFTER_S = "1"
+RETRY_AFTER_S = 1.0
 TYPES = {
     401: "authentication_error",
     403: "permission_error",
@@ -96,7 +97,7 @@ def error_response(error: RequestError) -> web.Response:
     """The answer for a failure before anything was sent."""
     headers = {}
     if error.status in (HTTPStatus.TOO_MANY_REQUESTS, HTTPStatus.SERVICE_UNAVAILABLE):
-        headers["Retry-After"] = RETRY_AFTER_S
+        headers["Retry-After"] = str(math.ceil(error.retry_after_s or RETRY_AFTER_S))
     if error.status == HTTPStatus.UNAUTHORIZED:
         headers["WWW-Authenticate"] = "Bearer"
     return web.Response(

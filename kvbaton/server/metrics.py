@@ -24,22 +24,30 @@ class SecondsHistogram(LatencyHistogram, Collector):
     """A Prometheus histogram that costs little per observation: every token is one or two.
 
     Args:
-        name: without ``_seconds``.
+        name: without the unit.
         text: for people.
-        bounds: upper bounds of the buckets, rising, in seconds.
+        bounds: upper bounds of the buckets, rising.
         registry: where it is shown.
     """
+
+    unit = "seconds"
 
     def __init__(
         self, name: str, text: str, bounds: tuple[float, ...], registry: CollectorRegistry
     ) -> None:
         super().__init__(bounds)
-        self._name, self._text = f"{name}_seconds", text
+        self._name, self._text = f"{name}_{self.unit}", text
         registry.register(self)
 
     def collect(self) -> Iterator[HistogramMetricFamily]:
         """See `Collector`."""
         yield histogram(self._name, self._text, self.counts())
+
+
+class RatioHistogram(SecondsHistogram):
+    """The same of shares, without a unit."""
+
+    unit = "ratio"
 
 
 class HttpMetrics:

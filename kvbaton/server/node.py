@@ -16,7 +16,7 @@ from prometheus_client import CollectorRegistry, generate_latest
 from kvbaton.engine.client import EngineClient
 from kvbaton.engine.process import EngineProcess
 from kvbaton.messages.engine import Metrics
-from kvbaton.messages.nodes import NodeInfo
+from kvbaton.messages.nodes import STEP_COSTS, NodeInfo
 from kvbaton.server.app import freeze_startup, serve_on
 from kvbaton.server.bodies import json_response
 from kvbaton.server.config import NodeConfig
@@ -42,6 +42,13 @@ RATES = {
     "prompt_token_s": (("kvbaton_step_seconds_total",), "kvbaton_step_tokens_total"),
 }
 """By name: counters of seconds, and what was done in that time."""
+GAUGES = {
+    "kvbaton_prompt_tokens_waiting": "waiting_tokens",
+    "kvbaton_step_token_budget": "step_tokens",
+    "kvbaton_blocks_available": "free_blocks",
+    **{f'kvbaton_step_cost_seconds{{term="{term}"}}': term for term in STEP_COSTS},
+}
+"""What the router is told as it is, and its name there."""
 NEWEST = 0.5
 """Share of the newest report in what is told."""
 
@@ -293,7 +300,7 @@ async def node_worker(
 
 
 class LoadMeter:
-    """What a node tells the router of its speed (`NodeInfo.load`): totals of the core as rates."""
+    """What a node tells the router of its speed (`NodeInfo.load`): totals as rates, and gauges."""
 
     def __init__(self) -> None:
         self._rates: dict[str, float] = {}
@@ -303,11 +310,13 @@ class LoadMeter:
         """Take a report in; returns what is known by now."""
         counters = {} if metrics is None else metrics.counters
         for name, (timers, work) in RATES.items():
-            now = sum(counters.get(timer, 0.0) for timer in timers), counters.get(work, 0.0)
+            total = sum(counters.get(timer, 0.0) for timer in timers), counters.get(work, 0.0)
             seconds, done = self._before.get(name, (0.0, 0.0))
-            if now[1] > done:
-                rate = (now[0] - seconds) / (now[1] - done)
+            if total[1] > done:
+                rate = (total[0] - seconds) / (total[1] - done)
                 old = self._rates.get(name, rate)
                 self._rates[name] = NEWEST * rate + (1 - NEWEST) * old
-                self._before[name] = now
-        return dict(self._rates)
+                self._before[name] = total
+        gauges = {} if metrics is None else metrics.gauges
+        now = {name: gauges[gauge] for gauge, name in GAUGES.items() if gauge in gauges}
+        return {**self._rates, **now}

@@ -16,8 +16,8 @@ import pytest
 from kvbaton.errors import RequestError
 from kvbaton.messages.engine import AddRequest, Item, Output, SamplingParams
 from kvbaton.messages.nodes import Members, NodeInfo
-from kvbaton.router.choose import NodeLoad
 from kvbaton.router.config import DispatchConfig, MembershipTimers, RelayTimers
+from kvbaton.router.loads import NodeLoad
 from kvbaton.server.network import registration_token
 from tests.router.conftest import stand_in
 
@@ -374,11 +374,13 @@ async def test_all_legs_get_their_parts_of_an_item_at_once(make_rig: Any) -> Non
 
 async def test_small_items_stay_and_count_as_load_where_they_stay(make_rig: Any) -> None:
     rig = await make_rig(encode=1)
-    rig.nodes["p0"].gate.clear()
+    for node_id in ("p0", "d0"):  # the target alone would end it
+        rig.nodes[node_id].gate.clear()
     running = asyncio.create_task(collect(rig, request(items=(*items(1, 9), *items(1, 9)))))
     await asyncio.wait_for(rig.nodes["p0"].arrived.wait(), 5)
     assert rig.loads()["p0"] == NodeLoad(prompt_tokens=4, rows=9), "equal items are encoded once"
-    rig.nodes["p0"].gate.set()
+    for node_id in ("p0", "d0"):
+        rig.nodes[node_id].gate.set()
     assert tokens(await running) == expected(4)
     assert rig.nodes["e0"].received == []
     await until(lambda: rig.loads() == {})

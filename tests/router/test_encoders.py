@@ -9,8 +9,10 @@ from msgspec.structs import replace
 
 from kvbaton.messages.engine import Item
 from kvbaton.messages.nodes import NodeInfo
-from kvbaton.router.choose import HANDOVER_S, UNMEASURED_ROWS, NodeLoad, Route, with_encoders
+from kvbaton.router.choose import HANDOVER_S, UNMEASURED_ROWS, with_encoders
+from kvbaton.router.loads import NodeLoad
 from kvbaton.router.membership import Member, NodeState, ReadyNodes
+from kvbaton.router.route import Route
 
 IDENTITY = "ee"
 

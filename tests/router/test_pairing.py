@@ -5,10 +5,14 @@ from __future__ import annotations
 from typing import Any
 
 from kvbaton.messages.nodes import NodeInfo
-from kvbaton.router.choose import NodeLoad, Route
+from kvbaton.router.choose import Wanted
 from kvbaton.router.choose import choose as choose_of
 from kvbaton.router.config import RoutingPolicy
+from kvbaton.router.costs import CostModel
+from kvbaton.router.loads import NodeLoad, NodeLoads
 from kvbaton.router.membership import Member, NodeState, ReadyNodes
+from kvbaton.router.policies import LeastLoaded
+from kvbaton.router.route import Route
 
 
 def member(node_id: str, role: str, *, told: bool = True, **fields: object) -> Member:
@@ -35,8 +39,10 @@ def choose(
     avoid: frozenset[str] = frozenset(),
     min_handover_tokens: int = 0,
 ) -> Route | None:
-    policy = RoutingPolicy(min_handover_tokens=min_handover_tokens)
-    return choose_of(ReadyNodes(members), loads, num_tokens, avoid=avoid, policy=policy)
+    policy = LeastLoaded(RoutingPolicy(min_handover_tokens=min_handover_tokens), CostModel())
+    in_flight = NodeLoads()
+    in_flight.own.update(loads)
+    return choose_of(ReadyNodes(members), in_flight, policy, Wanted(num_tokens), avoid=avoid)
 
 
 def pairs(*members: Member) -> list[tuple[str, str]]:

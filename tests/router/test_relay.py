@@ -13,10 +13,10 @@ from hypothesis import strategies as st
 from kvbaton.errors import RequestError
 from kvbaton.messages.engine import AddRequest, Item, Output, SamplingParams, TransferSpec
 from kvbaton.messages.nodes import NodeInfo
-from kvbaton.router.choose import Route
 from kvbaton.router.config import RelayTimers
 from kvbaton.router.node_request import NodeError, NodeRequest
 from kvbaton.router.relay import Action, AskNode, CancelNode, Finished, RequestRelay
+from kvbaton.router.route import Route
 from kvbaton.types import TokenLogprobs
 
 TRANSFER = bytes(range(16))

@@ -9,7 +9,7 @@ from tempfile import TemporaryDirectory
 
 import pytest
 
-from kvbaton.router.choose import NodeLoad
+from kvbaton.router.loads import NodeLoad
 from tests.fuzzing import Background, described, fuzz
 from tests.router.conftest import MODEL, Rig, build_rig
 
@@ -21,8 +21,11 @@ OPERATIONS = [
     ("POST", "/reset_prefix_cache"),
     ("POST", "/nodes"),
     ("POST", "/nodes/{node_id}/drain"),
+    ("POST", "/nodes/{node_id}/pause"),
+    ("POST", "/nodes/{node_id}/resume"),
     ("DELETE", "/nodes/{node_id}"),
     ("GET", "/nodes"),
+    ("GET", "/debug/routes"),
     ("GET", "/v1/models"),
     ("GET", "/v1/models/{model}"),
     ("GET", "/version"),
@@ -46,10 +49,11 @@ class Served:
         return self.rigs[0].url
 
     def renew(self) -> None:
-        """Bring the nodes back that requests have removed, drained or replaced."""
+        """Bring the nodes back that requests have removed, drained, replaced or paused."""
         (rig,) = self.rigs
         for name in rig.nodes:
             self.background.wait(rig.register(name))
+            rig.directory.pause(name, paused=False)
 
 
 @pytest.fixture(scope="module")

@@ -1,0 +1,77 @@
+"""What the prefix cache holds, for frontends that want to know: routers choose nodes by it.
+
+Unlike KV events (`kv_events.py`), which are for indexers of other projects and carry tokens, this
+goes over the frontends' own authenticated socket and is nothing but hashes: who asks gets a
+snapshot, then what changes. One that reads too slowly is left out until it has caught up, and then
+gets a new snapshot; so does one that asks again because it misses a number.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from itertools import islice
+
+from typing_extensions import override
+
+from kvbaton.engine.frontends import FrontendServer
+from kvbaton.engine.kv_cache_manager import KVCacheManager
+from kvbaton.engine.kv_connector import KVConnector
+from kvbaton.engine.request import Sequence
+from kvbaton.messages.engine import BLOCK_HASH_BYTES, BlockChange
+
+SNAPSHOT_BLOCKS = 1 << 15
+"""Per message of a snapshot."""
+
+
+class BlockFeed(KVConnector):
+    """Collects what enters and leaves the prefix caches while anybody watches.
+
+    Args:
+        blocks: the pools.
+        frontends: who may watch.
+    """
+
+    name = "block_feed"
+
+    def __init__(self, blocks: KVCacheManager, frontends: FrontendServer) -> None:
+        self.groups = tuple((group.block_size, group.window) for group in blocks.groups)
+        self._blocks = blocks
+        self._frontends = frontends
+        self._changes: list[tuple[int, bool, bytearray]] = []
+        blocks.pool.on_forget.append(self._forgotten)
+
+    @override
+    def committed(self, sequence: Sequence, g: int, first: int, end: int) -> None:
+        if self._frontends.block_watchers:
+            by_key = self._blocks.pool.by_key[g]
+            chain = sequence.chain(self._blocks.groups[g].block_size)
+            self._note(g, True, b"".join(_hash(key) for key in chain[first:end] if key in by_key))
+
+    def _forgotten(self, g: int, key: bytes) -> None:
+        """A block left a prefix cache."""
+        if self._frontends.block_watchers:
+            self._note(g, False, _hash(key))
+
+    def _note(self, g: int, stored: bool, hashes: bytes) -> None:
+        if self._changes and self._changes[-1][:2] == (g, stored):
+            self._changes[-1][2].extend(hashes)
+        else:
+            self._changes.append((g, stored, bytearray(hashes)))
+
+    @override
+    def flush(self) -> None:
+        if self._frontends.block_watchers:
+            changes, self._changes = self._changes, []
+            told = tuple(BlockChange(g, stored, bytes(h)) for g, stored, h in changes if h)
+            self._frontends.tell_watchers(told, self)
+
+    def snapshot(self) -> Iterator[tuple[BlockChange, ...]]:
+        """All blocks that are cached now, in messages of a bounded size."""
+        for g, by_key in enumerate(self._blocks.pool.by_key):
+            keys = iter(by_key)
+            while hashes := b"".join(map(_hash, islice(keys, SNAPSHOT_BLOCKS))):
+                yield (BlockChange(g, True, hashes),)
+
+
+def _hash(key: bytes) -> bytes:
+    return key[-BLOCK_HASH_BYTES:]

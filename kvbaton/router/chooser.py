@@ -1,0 +1,188 @@
+"""Chooses nodes for requests, remembers why, and learns from what came of it."""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Sequence
+
+from msgspec import Struct
+
+from kvbaton.errors import RequestError
+from kvbaton.messages.engine import AddRequest, Item
+from kvbaton.router.choose import Wanted, choose
+from kvbaton.router.costs import Prediction
+from kvbaton.router.loads import NodeLoads
+from kvbaton.router.metrics import RouterMetrics
+from kvbaton.router.nodes import KnownNodes
+from kvbaton.router.policies import Policy
+from kvbaton.router.route import Route
+
+MAX_RETRY_AFTER_S = 60.0
+REMEMBERED = 256
+"""Decisions that are kept to be asked about."""
+
+
+class Decision(Struct, kw_only=True):
+    """Why a request went where it went, and how wrong that was.
+
+    Attributes:
+        request_id: of the request to nodes.
+        policy: who chose.
+        target: node id of who generates.
+        source: of who prefills for it; None if the target does.
+        num_tokens: of the prompt.
+        cached_tokens: of those, what the node that prefills is known to hold.
+        pairs: there were to choose from.
+        singles: likewise.
+        ttft_s: predicted; None while no node has measured anything.
+        itl_s: predicted.
+        delay_s: predicted, of others.
+        observed_ttft_s: what came of it; None until there is a token.
+    """
+
+    request_id: str
+    policy: str
+    target: str
+    source: str | None
+    num_tokens: int
+    cached_tokens: int
+    pairs: int
+    singles: int
+    ttft_s: float | None = None
+    itl_s: float | None = None
+    delay_s: float | None = None
+    observed_ttft_s: float | None = None
+
+    def describe(self) -> str:
+        """One line."""
+        nodes = self.target if self.source is None else f"{self.source}>{self.target}"
+        parts = [
+            f"policy={self.policy}",
+            f"nodes={nodes}",
+            f"cached={self.cached_tokens}/{self.num_tokens}",
+            f"pairs={self.pairs}",
+            f"singles={self.singles}",
+        ]
+        for name, seconds in (
+            ("ttft", self.ttft_s),
+            ("itl", self.itl_s),
+            ("delay", self.delay_s),
+            ("observed-ttft", self.observed_ttft_s),
+        ):
+            if seconds is not None:
+                parts.append(f"{name}={seconds * 1e3:.1f}ms")
+        return "; ".join(parts)
+
+
+class RouteChooser:
+    """A policy at work.
+
+    Args:
+        nodes: who there is.
+        loads: what they have in flight.
+        policy: chooses.
+        metrics: what is counted.
+
+    Attributes:
+        decisions: the last ones, oldest first.
+    """
+
+    def __init__(
+        self, nodes: KnownNodes, loads: NodeLoads, policy: Policy, metrics: RouterMetrics
+    ) -> None:
+        self.policy = policy
+        self.decisions: deque[Decision] = deque(maxlen=REMEMBERED)
+        self._nodes, self._loads, self._metrics = nodes, loads, metrics
+        self._open: dict[str, tuple[Decision, Route]] = {}
+
+    def route(
+        self, request: AddRequest, num_tokens: int, items: Sequence[Item], avoid: frozenset[str]
+    ) -> Route | None:
+        """Nodes for an attempt by what is known now, or None if nobody is left.
+
+        Args:
+            request: as the client asked it.
+            num_tokens: to prefill, with what was generated already.
+            items: of the prompt.
+            avoid: ids of nodes that already failed this request.
+
+        Raises:
+            RequestError: its first token would come too late (429).
+        """
+        ready, index = self._nodes.membership.ready(), self._nodes.index
+        cached = index.cached(request) if index is not None else {}
+        wanted = Wanted(num_tokens, request.params.max_tokens, items, cached)
+        route = choose(ready, self._loads, self.policy, wanted, avoid=avoid)
+        if route is None:
+            return None
+        predicted = route.predicted
+        decision = Decision(
+            request_id=request.request_id,
+            policy=self.policy.settings.policy,
+            target=route.target.node_id,
+            source=None if route.source is None else route.source.node_id,
+            num_tokens=num_tokens,
+            cached_tokens=route.cached,
+            pairs=len(ready.pairs),
+            singles=len(ready.serving),
+        )
+        if predicted is not None:
+            decision.ttft_s, decision.itl_s = predicted.ttft_s, predicted.itl_s
+            decision.delay_s = predicted.delay_s
+        again = avoid or num_tokens != len(request.token_ids)
+        if predicted is not None and not again:  # what is begun is seen through
+            self._check_soon(request, predicted)
+        self.decisions.append(decision)
+        if again:
+            self._open.pop(request.request_id, None)  # its times say nothing about this choice
+        else:
+            self._open[request.request_id] = decision, route
+        return route
+
+    def _check_soon(self, request: AddRequest, predicted: Prediction) -> None:
+        """Refuse now what would wait too long: later it would have cost others time, too."""
+        most = request.deadline_s
+        if self.policy.settings.max_ttft is not None:
+            most = min(most, self.policy.settings.max_ttft / 1e3)
+        if predicted.ttft_s > most and predicted.ttft_s > 2 * predicted.work_s:
+            raise RequestError(
+                f"All nodes are busy: the first token is expected in {predicted.ttft_s:.1f} s, "
+                f"allowed are {most:g} s; retry later.",
+                status=429,
+                code="overloaded",
+                retry_after_s=min(predicted.ttft_s - predicted.work_s, MAX_RETRY_AFTER_S),
+            )
+
+    def first_token(self, request_id: str, ttft_s: float) -> None:
+        """The client of a request has its first token."""
+        decision, route = self._open.get(request_id, (None, None))
+        if decision is None or route is None:
+            return
+        decision.observed_ttft_s = ttft_s
+        if route.predicted is not None:
+            self.policy.costs.observed(route.prefills.node_id, route.predicted, ttft_s)
+            error = abs(route.predicted.ttft_s - ttft_s)
+            self._metrics.ttft_error.observe(error)
+            self._metrics.ttft_relative_error.observe(error / max(ttft_s, 1e-6))
+
+    def second_token(self, request_id: str, seconds: float) -> None:
+        """The second token came so long after the first."""
+        _, route = self._open.get(request_id, (None, None))
+        if route is not None and route.source is not None and route.predicted is not None:
+            late = max(0.0, seconds - route.predicted.itl_s)
+            self.policy.costs.handed_over(route.source, route.target, late)
+
+    def ended(self, request_id: str, generated: int) -> None:
+        """A request is over, after so many tokens."""
+        if self._open.pop(request_id, None) is not None and generated:
+            self.policy.costs.finished(generated)
+
+    def explain(self, request_id: str) -> str | None:
+        """Where the prompts of a client's request went; None if that is not remembered."""
+        # Endpoints put the kind of answer before the client's id, and something unique after it.
+        named = [
+            decision
+            for decision in self.decisions
+            if f"-{decision.request_id}".rpartition("-")[0].endswith(f"-{request_id}")
+        ]
+        return " | ".join(decision.describe() for decision in named[-8:]) or None

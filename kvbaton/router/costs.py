@@ -1,0 +1,271 @@
+"""What a choice of nodes costs, in seconds, from what nodes say of their speed (`NodeInfo.load`).
+
+Each node tells in its heartbeats what its steps take by what is in them, so all routers know the
+same. What lies between a node's steps and a client (sockets, queues inside the engine, other
+programs of the machine) is learned here: observed times to the first token are regressed on
+predicted ones, per node that prefills, older ones fading.
+"""
+
+from __future__ import annotations
+
+import math
+import time
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass, field
+
+from kvbaton.messages.nodes import STEP_COSTS, NodeInfo
+from kvbaton.router.loads import NodeLoad
+
+FADE = 0.97
+"""What an observation still counts when the next one has come."""
+MIN_OBSERVED = 3
+SLOPES = (0.25, 4.0)
+"""Observed times may be so many times what was predicted, beyond a constant."""
+DEFAULT_STEP_TOKENS = 2048
+FIRST_OUTPUT = 128.0
+"""Tokens that a request is expected to generate, while none has ended."""
+
+
+@dataclass(frozen=True)
+class StepSpeed:
+    """What a step of one node takes; fields as `STEP_COSTS`, in seconds.
+
+    Attributes:
+        step_tokens: most tokens of one step.
+    """
+
+    step_s: float = 0.0
+    prefill_token_s: float = 0.0
+    prefill_context_s: float = 0.0
+    decode_sequence_s: float = 0.0
+    decode_context_s: float = 0.0
+    step_tokens: int = DEFAULT_STEP_TOKENS
+
+    def prefill_s(self, new: int, cached: int) -> float:
+        """To compute the last `new` tokens of a prompt, without the steps themselves."""
+        attended = new * (cached + new / 2) / 1000
+        return self.prefill_token_s * new + self.prefill_context_s * attended
+
+    def decode_s(self, sequences: int, tokens: int) -> float:
+        """What decoding sequences with so many tokens in all add to a step."""
+        return self.decode_sequence_s * sequences + self.decode_context_s * tokens / 1000
+
+
+@dataclass(frozen=True)
+class Prefill:
+    """What is expected of computing a prompt on one node.
+
+    Attributes:
+        ttft_s: until the first token, all that waits before it included.
+        model_s: of that, what the node's own figures give.
+        work_s: that the prompt itself takes.
+        chunk_s: the longest step of it.
+        decoding: sequences that wait meanwhile.
+    """
+
+    ttft_s: float
+    model_s: float
+    work_s: float
+    chunk_s: float
+    decoding: int
+
+
+@dataclass(frozen=True)
+class Decode:
+    """What is expected of generating on one node.
+
+    Attributes:
+        itl_s: between two tokens.
+        slower_s: what each step takes longer for one more sequence.
+        sequences: that are there already.
+        room: the node has blocks for it.
+    """
+
+    itl_s: float
+    slower_s: float
+    sequences: int
+    room: bool
+
+
+@dataclass(frozen=True)
+class Prediction:
+    """What is expected of a route.
+
+    Attributes:
+        ttft_s: until the first token.
+        itl_s: between tokens.
+        delay_s: what others wait longer for it, all of them together.
+        model_s: the part of `ttft_s` that the nodes' own figures give.
+        work_s: that computing the prompt takes.
+    """
+
+    ttft_s: float
+    itl_s: float
+    delay_s: float
+    model_s: float
+    work_s: float
+
+    @classmethod
+    def of(cls, prefill: Prefill, decode: Decode, alone: bool, output_tokens: float) -> Prediction:
+        """Of a route's parts.
+
+        Args:
+            prefill: where the prompt is computed.
+            decode: where tokens are generated.
+            alone: that is the same node, whose other sequences wait for the prompt.
+            output_tokens: that are expected.
+        """
+        delay = decode.sequences * decode.slower_s * output_tokens
+        if alone:
+            delay += prefill.decoding * prefill.work_s
+        return cls(prefill.ttft_s, decode.itl_s, delay, prefill.model_s, prefill.work_s)
+
+
+@dataclass
+class Overhead:
+    """Observed against modelled times of one node: ``observed = base + slope * modelled``."""
+
+    sums: list[float] = field(default_factory=lambda: [0.0] * 5)
+    base: float = 0.0
+    slope: float = 1.0
+    count: int = 0
+
+    def observe(self, modelled: float, observed: float) -> None:
+        """Take one in, errors counting as shares of what was modelled.
+
+        As shares of what was observed they would draw predictions towards the lucky ones.
+        """
+        weight = 1.0 / max(modelled, 1e-4) ** 2
+        parts = (1.0, modelled, modelled * modelled, observed, modelled * observed)
+        self.sums = [FADE * s + weight * p for s, p in zip(self.sums, parts, strict=True)]
+        self.count += 1
+        if self.count < MIN_OBSERVED:
+            return
+        n, x, xx, y, xy = self.sums
+        spread = n * xx - x * x
+        low, high = SLOPES
+        slope = (n * xy - x * y) / spread if spread > 1e-3 * n * xx else 1.0
+        self.slope = min(max(slope, low), high)
+        self.base = (y - self.slope * x) / n
+        if self.base < 0:
+            self.base, self.slope = 0.0, min(max(xy / xx, low), high)
+
+
+class CostModel:
+    """Predicts what requests take at nodes.
+
+    Args:
+        clock: monotonic seconds.
+
+    Attributes:
+        output_tokens: that a request generates, of late.
+        handover_s: by (source, target), from the source's first token to the target's, beyond a
+            decode step.
+    """
+
+    def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
+        self.output_tokens = FIRST_OUTPUT
+        self.handover_s: dict[tuple[str, str], float] = {}
+        self._clock = clock
+        self._overheads: dict[str, Overhead] = {}
+        self._speeds: dict[str, tuple[Mapping[str, float], StepSpeed | None]] = {}
+
+    # --- speeds ---
+
+    def learn(self, nodes: Iterable[NodeInfo]) -> bool:
+        """Take in what nodes say now; False if none has measured what a prompt takes.
+
+        Of terms that a node has never had in a step it takes the mean of the others: a prefill node
+        does not know how fast it would decode.
+        """
+        nodes = list(nodes)
+        known = self._speeds
+        if len(known) == len(nodes) and all(
+            node.node_id in known and known[node.node_id][0] is node.load for node in nodes
+        ):
+            return any(speed is not None for _, speed in known.values())
+        mean: dict[str, float] = {}
+        for term in STEP_COSTS:
+            told = [node.load[term] for node in nodes if term in node.load]
+            if told:
+                mean[term] = sum(told) / len(told)
+        measured = "prefill_token_s" in mean
+        self._speeds = {}
+        for node in nodes:
+            terms = {term: node.load.get(term, mean.get(term, 0.0)) for term in STEP_COSTS}
+            budget = int(node.load.get("step_tokens", DEFAULT_STEP_TOKENS))
+            speed = StepSpeed(**terms, step_tokens=max(1, budget)) if measured else None
+            self._speeds[node.node_id] = node.load, speed
+        for node_id in self._overheads.keys() - self._speeds.keys():
+            del self._overheads[node_id]
+        if len(self.handover_s) > len(nodes) ** 2:
+            self.handover_s.clear()
+        return measured
+
+    def speed(self, node: NodeInfo) -> StepSpeed:
+        """Of a node that `learn` was told of."""
+        _, speed = self._speeds[node.node_id]
+        assert speed is not None, "ask only what `learn` has found measured"
+        return speed
+
+    # --- predictions ---
+
+    def prefill(
+        self, node: NodeInfo, load: NodeLoad, since: float | None, new: int, cached: int
+    ) -> Prefill:
+        """Of computing a prompt on a node.
+
+        Args:
+            node: who.
+            load: what it has in flight.
+            since: when it began what it is computing now; None if nothing of ours.
+            new: tokens of the prompt to compute.
+            cached: tokens that it holds.
+        """
+        speed = self.speed(node)
+        own = speed.prefill_s(new, cached)
+        queued_tokens, queued = load.prompt_tokens, load.prefill_us / 1e6
+        elsewhere = int(node.load.get("waiting_tokens", 0.0)) - queued_tokens
+        if elsewhere > 0:  # of other routers, as of the last heartbeat
+            queued_tokens += elsewhere
+            queued += speed.prefill_s(elsewhere, 0)
+        decoding = load.sequences - load.pending
+        each = speed.step_s + (speed.decode_s(decoding, load.tokens) if decoding else 0.0)
+        budget = speed.step_tokens
+        done = self._clock() - since if since is not None else 0.0
+        wait = max(0.0, queued - done) + (each / 2 if decoding else 0.0)
+        model = wait + own + math.ceil((queued_tokens + new) / budget) * each
+        overhead = self._overheads.get(node.node_id)
+        ttft = model if overhead is None else overhead.base + overhead.slope * model
+        work = own + (0.0 if decoding else math.ceil(new / budget) * each)
+        chunk = each + own * min(1.0, budget / new)
+        return Prefill(ttft, model, work, chunk, decoding)
+
+    def decode(self, node: NodeInfo, load: NodeLoad, num_tokens: int) -> Decode:
+        """Of generating after a prompt of so many tokens on a node."""
+        speed = self.speed(node)
+        before = speed.decode_s(load.sequences, load.tokens)
+        after = speed.decode_s(load.sequences + 1, load.tokens + num_tokens)
+        free = node.load.get("free_blocks")
+        room = free is None or free * node.block_size >= num_tokens
+        return Decode(speed.step_s + after, after - before, load.sequences, room)
+
+    def handover(self, source: NodeInfo, target: NodeInfo) -> float:
+        """Seconds that the second token comes later for having been handed over."""
+        return self.handover_s.get((source.node_id, target.node_id), 0.0)
+
+    # --- what comes of them ---
+
+    def observed(self, node_id: str, predicted: Prediction, ttft_s: float) -> None:
+        """A first token came after so long."""
+        self._overheads.setdefault(node_id, Overhead()).observe(predicted.model_s, ttft_s)
+
+    def handed_over(self, source: NodeInfo, target: NodeInfo, late_s: float) -> None:
+        """A second token came so much later than a step takes."""
+        pair = source.node_id, target.node_id
+        known = self.handover_s.get(pair, late_s)
+        self.handover_s[pair] = known + (late_s - known) / 8
+
+    def finished(self, tokens: int) -> None:
+        """A request has generated so many tokens."""
+        self.output_tokens += (tokens - self.output_tokens) / 64

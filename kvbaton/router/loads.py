@@ -1,0 +1,83 @@
+"""What a router has in flight at its nodes."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator, Mapping
+
+from msgspec import Struct
+
+
+class NodeLoad(Struct, frozen=True):
+    """What the router has in flight at a node.
+
+    Attributes:
+        prompt_tokens: of prompts that the node is still prefilling for us, beyond what it is known
+            to have cached.
+        sequences: requests that it generates for.
+        tokens: prompt and generated tokens of those.
+        rows: of items that it is to encode for us.
+        pending: of `sequences`, those that have no token yet.
+        prefill_us: microseconds that computing those prompts is expected to take.
+    """
+
+    prompt_tokens: int = 0
+    sequences: int = 0
+    tokens: int = 0
+    rows: int = 0
+    pending: int = 0
+    prefill_us: int = 0
+
+    def plus(self, other: NodeLoad, sign: int = 1) -> NodeLoad:
+        """The sum, or the difference if `sign` is -1."""
+        return NodeLoad(
+            self.prompt_tokens + sign * other.prompt_tokens,
+            self.sequences + sign * other.sequences,
+            self.tokens + sign * other.tokens,
+            self.rows + sign * other.rows,
+            self.pending + sign * other.pending,
+            self.prefill_us + sign * other.prefill_us,
+        )
+
+
+IDLE = NodeLoad()
+
+
+class NodeLoads(Mapping[str, NodeLoad]):
+    """In-flight work by node id.
+
+    Attributes:
+        own: of this process; nodes without any have no entry.
+        others: what other workers of this router have in flight; added to ours.
+        prefill_since: by node id, when it began what it prefills for this process now, as far as
+            can be seen from here; on the monotonic clock.
+    """
+
+    def __init__(self) -> None:
+        self.prefill_since: dict[str, float] = {}
+        self.own: dict[str, NodeLoad] = {}
+        self.others: Mapping[str, NodeLoad] = {}
+
+    def change(self, node_id: str, old: NodeLoad, new: NodeLoad) -> None:
+        """What one request is to a node has changed; `IDLE` is what it is before and after."""
+        before = self.own.get(node_id, IDLE)
+        total = before.plus(new).plus(old, -1)
+        if not total.prefill_us:
+            self.prefill_since.pop(node_id, None)
+        elif not before.prefill_us or total.prefill_us < before.prefill_us:
+            self.prefill_since[node_id] = time.monotonic()
+        if total == IDLE:
+            self.own.pop(node_id, None)
+        else:
+            self.own[node_id] = total
+
+    def __getitem__(self, node_id: str) -> NodeLoad:
+        if node_id not in self.others:
+            return self.own[node_id]
+        return self.own.get(node_id, IDLE).plus(self.others[node_id])
+
+    def __iter__(self) -> Iterator[str]:
+        return iter({**self.own, **self.others})
+
+    def __len__(self) -> int:
+        return len({**self.own, **self.others})

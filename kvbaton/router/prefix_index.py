@@ -1,0 +1,301 @@
+"""Which node holds which prefix: an index by block hash over all nodes, fed by their engines.
+
+An entry is a block and the set of nodes that hold it, as the bits of one number. Equal sets are one
+object, so an entry costs about as much as its hash. To lose a node is to retire its bit, which
+`sweep` then takes out of the entries, a few at a time, before another node gets it.
+
+What it says may be late or wrong: the nodes themselves look at all of it again. A wrong entry costs
+a request some time, never its tokens.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import struct
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from functools import lru_cache
+
+from kvbaton.connectors.keys import iter_block_keys, root_key
+from kvbaton.engine.request import extras_of
+from kvbaton.messages.engine import BLOCK_HASH_BYTES, AddRequest, CachedBlocks
+from kvbaton.messages.nodes import NodeInfo
+
+logger = logging.getLogger(__name__)
+
+MAX_BLOCKS = 4 << 20
+"""Entries in all; blocks beyond are not known."""
+MAX_NODE_BLOCKS = 1 << 20
+"""Of them, those that one node may have told."""
+MAX_GROUPS = 64
+SWEPT_AT_ONCE = 2048
+"""Entries between two looks at what else there is to do."""
+HASH_SHIFT = 4
+"""60 of the 64 bits are kept: CPython's numbers of two digits take 32 bytes, of three 48."""
+MAX_SETS = 1 << 16
+"""Different sets of nodes that are kept as one object each."""
+
+
+@dataclass(eq=False)
+class NodeBlocks:
+    """What one life of a node has told.
+
+    Attributes:
+        node: who.
+        bit: of it, in the sets of the entries.
+        identity: digest of its identity record, 32 bytes.
+        groups: per KV group, tokens of a block and of its window (0 for none).
+        num_blocks: that it holds and that are in the index.
+    """
+
+    node: NodeInfo
+    bit: int
+    identity: bytes
+    groups: tuple[tuple[int, int], ...]
+    num_blocks: int = 0
+
+
+class PrefixIndex:
+    """Blocks by hash, and who has them.
+
+    Attributes:
+        nodes: whose blocks are known, by node id.
+        dropped: blocks that found no room.
+    """
+
+    def __init__(
+        self, *, max_blocks: int = MAX_BLOCKS, max_node_blocks: int = MAX_NODE_BLOCKS
+    ) -> None:
+        self.nodes: dict[str, NodeBlocks] = {}
+        self.dropped = 0
+        self._max_blocks, self._max_node_blocks = max_blocks, max_node_blocks
+        self._tables: list[dict[int, int]] = []
+        self._sets: dict[int, int] = {}
+        self._retired = 0
+        self._alike: dict[tuple[bytes, tuple[tuple[int, int], ...]], list[NodeBlocks]] | None = None
+
+    def __len__(self) -> int:
+        return sum(map(len, self._tables))
+
+    # --- what nodes tell ---
+
+    def take(self, node: NodeInfo, message: CachedBlocks) -> None:
+        """A node tells what happened to its prefix caches; whatever it holds, this raises nothing.
+
+        What does not fit together is left out.
+        """
+        if message.number == 0:
+            self._begin(node, message.groups)
+        told = self.nodes.get(node.node_id)
+        if told is None or told.node.generation != node.generation:
+            return
+        for change in message.changes:
+            data = change.hashes
+            if change.group >= len(told.groups) or len(data) % BLOCK_HASH_BYTES:
+                logger.warning("%s tells of blocks that can't be", node.node_id)
+                continue
+            numbers = struct.unpack(f"<{len(data) // BLOCK_HASH_BYTES}Q", data)
+            (self._store if change.stored else self._remove)(told, change.group, numbers)
+
+    def _begin(self, node: NodeInfo, groups: tuple[tuple[int, int], ...]) -> None:
+        self.drop(node.node_id)
+        try:
+            identity = bytes.fromhex(node.identity)
+            root_key(identity, "")
+        except ValueError:  # it has no KV that anybody could share
+            return
+        if not 0 < len(groups) <= MAX_GROUPS or any(size < 1 for size, _ in groups):
+            logger.warning("%s tells of KV groups that can't be: %s", node.node_id, groups[:4])
+            return
+        taken = self._retired | sum(told.bit for told in self.nodes.values())
+        bit = ~taken & (taken + 1)  # the lowest that is free
+        self.nodes[node.node_id] = NodeBlocks(node, bit, identity, groups)
+        self._alike = None
+        self._tables += [{} for _ in range(len(groups) - len(self._tables))]
+
+    def _store(self, told: NodeBlocks, group: int, numbers: Sequence[int]) -> None:
+        table, bit, sets = self._tables[group], told.bit, self._sets
+        if len(sets) > MAX_SETS:
+            sets.clear()
+        room = self._max_blocks - len(self)
+        for number in numbers:
+            name = number >> HASH_SHIFT
+            old = table.get(name, 0)
+            if old & bit:
+                continue
+            if told.num_blocks >= self._max_node_blocks or (not old and room <= 0):
+                self.dropped += 1
+                continue
+            room -= not old
+            new = old | bit
+            table[name] = sets.setdefault(new, new)
+            told.num_blocks += 1
+
+    def _remove(self, told: NodeBlocks, group: int, numbers: Sequence[int]) -> None:
+        table, bit = self._tables[group], told.bit
+        for number in numbers:
+            name = number >> HASH_SHIFT
+            old = table.get(name, 0)
+            if old & bit:
+                told.num_blocks -= 1
+                self._keep(table, name, old ^ bit)
+
+    def _keep(self, table: dict[int, int], name: int, nodes: int) -> None:
+        if nodes:
+            table[name] = self._sets.setdefault(nodes, nodes)
+        else:
+            del table[name]
+
+    def drop(self, node_id: str) -> None:
+        """Nothing is known of a node's blocks any more."""
+        told = self.nodes.pop(node_id, None)
+        if told is not None:
+            self._retired |= told.bit
+            self._alike = None
+
+    async def sweep(self) -> None:
+        """Take what nodes had that were dropped out of the entries; others may work meanwhile."""
+        gone = self._retired
+        if not gone:
+            return
+        for table in self._tables:
+            for done, name in enumerate(list(table)):
+                held = table.get(name, 0)
+                if held & gone:
+                    self._keep(table, name, held & ~gone)
+                if not done % SWEPT_AT_ONCE:
+                    await asyncio.sleep(0)
+        self._retired &= ~gone
+
+    # --- what requests ask ---
+
+    def cached(self, request: AddRequest) -> dict[str, int]:
+        """Tokens of a request's prompt that nodes hold as a prefix which they can use.
+
+        Nodes that hold none are left out. The last token counts too, though it is computed anyway.
+        """
+        if self._alike is None:
+            self._alike = {}
+            for told in self.nodes.values():
+                self._alike.setdefault((told.identity, told.groups), []).append(told)
+        found: dict[str, int] = {}
+        for (identity, groups), nodes in self._alike.items():
+            sizes = {size for size, _ in groups}
+            if len(sizes) > 1:
+                continue  # no engine has such groups: prefixes of them would end inside blocks
+            (size,) = sizes
+            salt = request.cache_salt
+            root = root_key(identity, salt) if salt else _plain_root(identity)
+            keys = iter_block_keys(root, request.token_ids, size, extras=extras_of(request.items))
+            hashes = (int.from_bytes(k[-BLOCK_HASH_BYTES:], "little") >> HASH_SHIFT for k in keys)
+            bits = sum(told.bit for told in nodes)
+            held = self.match(hashes, groups, bits, len(request.token_ids))
+            for told in nodes:
+                if told.bit in held:
+                    found[told.node.node_id] = held[told.bit] * size
+        return found
+
+    def match(
+        self,
+        hashes: Iterator[int],
+        groups: tuple[tuple[int, int], ...],
+        nodes: int,
+        num_tokens: int,
+    ) -> dict[int, int]:
+        """Blocks of the longest prefix that each node can use; those without any are left out.
+
+        Args:
+            hashes: of the blocks of a prompt, no further than needed.
+            groups: as the nodes have them, all with blocks of one size.
+            nodes: the bits of those that are asked about.
+            num_tokens: of the prompt.
+        """
+        size = groups[0][0]
+        full = [self._tables[g].get for g, (_, window) in enumerate(groups) if not window]
+        windows = [(self._tables[g].get, w) for g, (_, w) in enumerate(groups) if w]
+        seen: list[int] = []
+        ends: list[tuple[int, int]] = []  # blocks, and the nodes that have exactly these
+        have, last, count = _all_of(full), -1, 0
+        for name in _recorded(hashes, seen) if windows else hashes:
+            held = have(name, 0)
+            if held is not last:  # else it is the same set again: most are
+                last, left = held, held & nodes
+                if left != nodes:
+                    ends.append((count, nodes ^ left))
+                    nodes = left
+                    if not nodes:
+                        break
+            count += 1
+        ends.append((count, nodes))
+        found: dict[int, int] = {}
+        for count, some in ends:
+            while some:
+                usable, rest = _usable(seen, count, some, windows, size, num_tokens)
+                some ^= rest
+                while rest:
+                    bit = rest & -rest
+                    rest ^= bit
+                    if usable:
+                        found[bit] = usable
+        return found
+
+
+def _all_of(tables: Sequence[Callable[[int, int], int]]) -> Callable[[int, int], int]:
+    """Who has a block in all of these groups; everybody, if there are none."""
+    if len(tables) == 1:
+        return tables[0]
+
+    def have(name: int, _: int) -> int:
+        held = -1
+        for get in tables:
+            held &= get(name, 0)
+        return held
+
+    return have
+
+
+def _recorded(hashes: Iterator[int], seen: list[int]) -> Iterator[int]:
+    for name in hashes:
+        seen.append(name)
+        yield name
+
+
+def _usable(
+    seen: Sequence[int],
+    count: int,
+    nodes: int,
+    windows: Sequence[tuple[Callable[[int, int], int], int]],
+    size: int,
+    num_tokens: int,
+) -> tuple[int, int]:
+    """As `KVCacheManager.usable`: blocks of the longest usable prefix, and whose it is.
+
+    Of several nodes those are answered first that have all that windows want; then one at a time.
+    """
+    alone = False
+    while count:
+        held, hole = nodes, -1
+        position = min(count * size, num_tokens - 1)
+        for get, window in windows:
+            first = max(0, position - window + 1) // size
+            for i in range(count - 1, first - 1, -1):
+                left = held & get(seen[i], 0)
+                if not left:
+                    hole = i
+                    break
+                held = left
+            if hole >= 0:
+                break
+        if hole < 0:
+            return count, held
+        if not alone:
+            nodes, alone = nodes & -nodes, True
+            continue
+        count = hole
+    return 0, nodes
+
+
+@lru_cache(64)
+def _plain_root(identity: bytes) -> bytes:
+    return root_key(identity, "")

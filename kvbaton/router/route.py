@@ -1,0 +1,103 @@
+"""The nodes of one attempt, and what there was to choose from."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+
+from kvbaton.errors import RequestError
+from kvbaton.messages.nodes import NodeInfo
+from kvbaton.router.costs import CostModel, Decode, Prediction, Prefill
+from kvbaton.router.loads import IDLE, NodeLoad
+
+Pair = tuple[NodeInfo, NodeInfo]
+"""Source and target."""
+
+
+@dataclass(frozen=True)
+class Route:
+    """The nodes that serve one attempt.
+
+    Attributes:
+        target: the node that generates.
+        source: the node that prefills for it; None if the target serves the request alone.
+        encoders: per item of the prompt, the node that encodes it; None where the one that
+            prefills does so, or has the output already. Empty is None for all.
+        cached: tokens of the prompt that the node which prefills is known to hold.
+        predicted: what is expected of it; None while no node has measured anything.
+    """
+
+    target: NodeInfo
+    source: NodeInfo | None = None
+    encoders: tuple[NodeInfo | None, ...] = ()
+    cached: int = 0
+    predicted: Prediction | None = None
+
+    @property
+    def prefills(self) -> NodeInfo:
+        """The node that computes the prompt."""
+        return self.source or self.target
+
+
+def no_node_ready() -> RequestError:
+    """Nobody is left to choose: 503."""
+    return RequestError(
+        "No node is ready to serve this request; retry shortly.", status=503, code="no_node_ready"
+    )
+
+
+@dataclass(frozen=True)
+class Options:
+    """What there is to choose from, for one request.
+
+    Attributes:
+        pairs: (source, target) that can hand over.
+        singles: nodes that may serve it alone; there is one, or a pair.
+        loads: in flight, by node id; a node without an entry is idle.
+        num_tokens: of the prompt, with what was generated elsewhere.
+        max_tokens: most that is to be generated.
+        cached: tokens of the prompt that nodes hold, by node id; empty for a policy that does not
+            use prefixes.
+        since: by node id, when it began the prompt that it computes, on the monotonic clock.
+        measured: nodes have said how fast they are, so that what they do can be predicted.
+    """
+
+    pairs: Sequence[Pair]
+    singles: Sequence[NodeInfo]
+    loads: Mapping[str, NodeLoad]
+    num_tokens: int
+    max_tokens: int = 16
+    cached: Mapping[str, int] = field(default_factory=dict)
+    since: Mapping[str, float] = field(default_factory=dict)
+    measured: bool = False
+
+    def load(self, node: NodeInfo) -> NodeLoad:
+        """What a node has in flight."""
+        return self.loads.get(node.node_id, IDLE)
+
+    def hit(self, node: NodeInfo) -> int:
+        """Tokens that a node holds; the last one is computed in any case."""
+        return min(self.cached.get(node.node_id, 0), self.num_tokens - 1) if self.cached else 0
+
+    def new(self, node: NodeInfo) -> int:
+        """Tokens that a node would compute."""
+        return self.num_tokens - self.hit(node)
+
+    def prefill(self, costs: CostModel, node: NodeInfo) -> Prefill:
+        """What is expected of a node that computes the prompt."""
+        since = self.since.get(node.node_id)
+        return costs.prefill(node, self.load(node), since, self.new(node), self.hit(node))
+
+    def decode(self, costs: CostModel, node: NodeInfo) -> Decode:
+        """What is expected of a node that generates."""
+        return costs.decode(node, self.load(node), self.num_tokens)
+
+    def predict(self, costs: CostModel, route: Route) -> Prediction:
+        """What is expected of a route."""
+        prefill, decode = self.prefill(costs, route.prefills), self.decode(costs, route.target)
+        alone = route.source is None
+        return Prediction.of(prefill, decode, alone, self.output_tokens(costs))
+
+    def output_tokens(self, costs: CostModel) -> float:
+        """How many tokens the request is expected to generate."""
+        return min(costs.output_tokens, float(self.max_tokens))

@@ -1,0 +1,202 @@
+"""Which nodes each policy chooses, and what the cost model predicts; no socket needed."""
+
+from __future__ import annotations
+
+from collections import Counter
+from typing import Any
+
+import pytest
+
+from kvbaton.errors import ConfigError
+from kvbaton.router.choose import Wanted, choose
+from kvbaton.router.config import RoutingPolicy
+from kvbaton.router.costs import CostModel, Overhead
+from kvbaton.router.loads import NodeLoad, NodeLoads
+from kvbaton.router.membership import Member, ReadyNodes
+from kvbaton.router.policies import (
+    BUILT_IN,
+    SATURATED_SEQUENCES,
+    SATURATED_TOKENS,
+    LeastLoaded,
+    load_policy,
+)
+from kvbaton.router.route import Route
+from tests.router.test_pairing import ids, member
+
+H200 = {
+    "step_s": 0.006,
+    "prefill_token_s": 3e-5,
+    "prefill_context_s": 2e-6,
+    "decode_sequence_s": 2e-5,
+    "decode_context_s": 2e-6,
+    "step_tokens": 8192.0,
+    "free_blocks": 10_000.0,
+}
+SLOW = {**H200, "prefill_token_s": 3e-4}
+
+
+class Clock:
+    def __init__(self) -> None:
+        self.now = 100.0
+
+    def __call__(self) -> float:
+        return self.now
+
+
+def nodes(count: int = 2, **fields: Any) -> list[Member]:
+    roles = {"p": "prefill", "d": "decode"}
+    return [
+        member(f"{letter}{i}", role, **fields)
+        for letter, role in roles.items()
+        for i in range(count)
+    ]
+
+
+def route(
+    name: str,
+    members: list[Member],
+    tokens: int = 1000,
+    loads: dict[str, NodeLoad] | None = None,
+    *,
+    cached: dict[str, int] | None = None,
+    costs: CostModel | None = None,
+    max_tokens: int = 128,
+    **settings: Any,
+) -> Route:
+    policy = load_policy(RoutingPolicy(policy=name, **settings), costs or CostModel(Clock()))
+    in_flight = NodeLoads()
+    in_flight.own.update(loads or {})
+    wanted = Wanted(tokens, max_tokens, (), cached or {})
+    found = choose(ReadyNodes(members), in_flight, policy, wanted)
+    assert found is not None
+    return found
+
+
+@pytest.mark.parametrize("name", BUILT_IN)
+def test_every_policy_serves_with_whatever_there_is(name: str) -> None:
+    p, d = member("p0", "prefill"), member("d0", "decode")
+    assert ids(route(name, [p, d], 5000)) == ("p0", "d0")
+    assert ids(route(name, [p], 5000)) == (None, "p0")
+    assert ids(route(name, [d], 1)) == (None, "d0")
+    measured = member("p0", "prefill", load=H200)
+    assert ids(route(name, [measured])) == (None, "p0")
+
+
+def test_a_policy_of_another_package_is_found_by_its_path() -> None:
+    assert ids(route(f"{LeastLoaded.__module__}:LeastLoaded", nodes())) == ("p0", "d0")
+    for wrong in ("no-such", "json:loads", "no.such:Thing"):
+        with pytest.raises(ConfigError, match="--policy"):
+            route(wrong, nodes())
+
+
+def test_round_robin_goes_round_all_pairs() -> None:
+    policy = load_policy(RoutingPolicy(policy="round-robin"), CostModel())
+    seen = Counter(
+        ids(choose(ReadyNodes(nodes()), NodeLoads(), policy, Wanted(10))) for _ in range(8)
+    )
+    assert seen == {(p, d): 2 for p in ("p0", "p1") for d in ("d0", "d1")}
+
+
+def test_prefix_aware_weighs_what_is_cached_against_what_is_queued() -> None:
+    cached = {"p1": 900}
+    assert ids(route("prefix-aware", nodes(), cached=cached)) == ("p1", "d0")
+    assert route("prefix-aware", nodes(), cached=cached).cached == 900
+    loads = {"p1": NodeLoad(prompt_tokens=901)}
+    assert ids(route("prefix-aware", nodes(), loads=loads, cached=cached)) == ("p0", "d0")
+
+
+def test_sticky_stays_until_the_node_is_saturated() -> None:
+    cached = {"p1": 16, "d1": 900}
+    busy = {"p1": NodeLoad(prompt_tokens=SATURATED_TOKENS - 1)}
+    assert ids(route("sticky", nodes(), loads=busy, cached=cached)) == ("p1", "d1")
+    full = {"p1": NodeLoad(prompt_tokens=SATURATED_TOKENS)}
+    assert ids(route("sticky", nodes(), loads=full, cached=cached)) == ("p0", "d1")
+    full = {"d1": NodeLoad(sequences=SATURATED_SEQUENCES)}
+    assert ids(route("sticky", nodes(), loads=full, cached=cached)) == ("p1", "d0")
+
+
+def test_threshold_counts_new_tokens_only() -> None:
+    assert ids(route("threshold", nodes(), 600)) == ("p0", "d0")
+    assert ids(route("threshold", nodes(), 600, cached={"d1": 100})) == (None, "d1")
+    assert ids(route("threshold", nodes(), 600, min_handover_tokens=601)) == (None, "d0")
+
+
+# --- costs ---
+
+
+def test_without_measurements_cost_is_prefix_aware() -> None:
+    assert ids(route("cost", nodes(), cached={"p1": 500})) == ("p1", "d0")
+    assert route("cost", nodes()).predicted is None
+
+
+def test_cost_prefers_the_faster_the_idler_and_the_one_that_knows_the_prompt() -> None:
+    quick, slow = nodes(1, load=H200), [member("p1", "prefill", load=SLOW)]
+    assert ids(route("cost", [*quick, *slow], 4000)) in {("p0", "d0"), (None, "d0")}
+    loads = {"p0": NodeLoad(prompt_tokens=80_000, prefill_us=3_000_000), "d0": NodeLoad(9, 64, 9)}
+    assert route("cost", [*quick, *slow], 4000, loads).prefills.node_id == "p1"
+    cached = {"p1": 3900}
+    found = route("cost", nodes(load=H200), 4000, cached=cached)
+    assert (found.prefills.node_id, found.cached) == ("p1", 3900)
+
+
+def test_cost_spares_sequences_that_decode() -> None:
+    """A long prompt on a node where 64 sequences wait for it costs them more than a hand-over."""
+    one = nodes(1, load=H200)
+    loads = {"d0": NodeLoad(sequences=64, tokens=64 * 1000)}
+    assert ids(route("cost", one, 8000, loads)) == ("p0", "d0")
+    waits = {"p0": NodeLoad(prompt_tokens=200_000, prefill_us=8_000_000)}
+    assert ids(route("cost", one, 100, waits)) == (None, "d0"), "P is far behind"
+
+
+def test_an_objective_moves_the_choice() -> None:
+    one = nodes(1, load=H200)
+    loads = {
+        "p0": NodeLoad(prompt_tokens=100_000, prefill_us=3_000_000),
+        "d0": NodeLoad(sequences=4, tokens=4000),
+    }
+    assert ids(route("cost", one, 8000, loads)) == (None, "d0")
+    assert ids(route("cost", one, 8000, loads, itl_slo=10.0)) == ("p0", "d0")
+    with pytest.raises(ConfigError, match="--itl-slo"):
+        RoutingPolicy(itl_slo=0.0)
+
+
+def test_full_nodes_are_left_out_while_others_have_room() -> None:
+    full = member("d0", "decode", load={**H200, "free_blocks": 3.0})
+    roomy = member("d1", "decode", load=H200)
+    p = member("p0", "prefill", load=H200)
+    loads = {"d1": NodeLoad(sequences=8, tokens=8000)}
+    assert route("cost", [p, full, roomy], 1000, loads).target.node_id != "d0"
+
+
+def test_what_a_node_never_did_is_taken_from_those_that_did() -> None:
+    """A prefill node has never decoded: that is not free."""
+    knows = {"step_s": 0.006, "prefill_token_s": 3e-5, "prefill_context_s": 2e-6}
+    p, d = member("p0", "prefill", load=knows), member("d0", "decode", load=H200)
+    costs = CostModel(Clock())
+    assert costs.learn([p.info, d.info])
+    assert costs.speed(p.info).decode_sequence_s == H200["decode_sequence_s"]
+
+
+def test_a_prediction_adds_queue_steps_and_own_tokens() -> None:
+    clock = Clock()
+    costs, (p, *_) = CostModel(clock), nodes(1, load={**H200, "step_tokens": 1000.0})
+    costs.learn([p.info])
+    idle = costs.prefill(p.info, NodeLoad(), None, 1500, 500)
+    attended = 1500 * (500 + 750) / 1000
+    assert idle.ttft_s == pytest.approx(2 * 0.006 + 1500 * 3e-5 + attended * 2e-6)
+    queued = NodeLoad(prompt_tokens=1000, prefill_us=400_000)
+    later = costs.prefill(p.info, queued, clock.now - 0.1, 1500, 500)
+    assert later.ttft_s == pytest.approx(idle.ttft_s + 0.3 + 0.006)
+    told = member("p0", "prefill", load={**p.info.load, "waiting_tokens": 2000.0})
+    costs.learn([told.info])
+    elsewhere = costs.prefill(told.info, NodeLoad(), None, 1500, 500)
+    assert elsewhere.ttft_s > idle.ttft_s + 2000 * 3e-5, "another router has work there"
+
+
+def test_what_lies_beyond_the_nodes_is_learned() -> None:
+    overhead = Overhead()
+    for i in range(40):
+        modelled = 0.01 * (1 + i % 7)
+        overhead.observe(modelled, 0.004 + 1.3 * modelled)
+    assert overhead.base == pytest.approx(0.004, rel=0.01)
+    assert overhead.slope == pytest.approx(1.3, rel=0.01)

@@ -1,0 +1,127 @@
+"""Decisions as clients and operators see them: headers, `/debug/routes`, refusals, pauses."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from typing import Any
+
+import msgspec
+import pytest
+
+from kvbaton.connectors.keys import block_keys, root_key
+from kvbaton.messages.engine import BlockChange, CachedBlocks
+from kvbaton.router.api import CHOOSER
+from kvbaton.router.config import DispatchConfig
+from tests.router.conftest import MakeRig, Rig, until
+
+MEASURED = {"step_s": 0.001, "prefill_token_s": 1e-5, "step_tokens": 512.0}
+IDENTITY = "ab" * 32
+
+
+def measured(rig: Rig, **load: float) -> None:
+    """All nodes say how fast they are, and that they share KV."""
+    for node in rig.nodes.values():
+        node.info = msgspec.structs.replace(node.info, load={**MEASURED, **load}, identity=IDENTITY)
+        rig.directory.register(node.info)
+
+
+async def complete(rig: Rig, **more: Any) -> Any:
+    body = {"model": "tiny", "prompt": [1] * 40, "max_tokens": 4}
+    return await rig.session.post("/v1/completions", json=body, **more)
+
+
+@pytest.mark.parametrize("stream", [False, True])
+async def test_a_client_that_asks_is_told_where_its_request_went(
+    make_rig: MakeRig, stream: bool
+) -> None:
+    rig = await make_rig(dispatch=DispatchConfig(policy="cost"))
+    measured(rig)
+    body = {"model": "tiny", "prompt": [1] * 40, "max_tokens": 4, "stream": stream}
+    async with rig.session.post(
+        "/v1/completions", json=body, headers={"X-KVBaton-Route": "1"}
+    ) as response:
+        await response.read()
+        assert response.status == 200
+        told = response.headers["X-KVBaton-Route"]
+    assert told.startswith("policy=cost; nodes=p0>d0; cached=0/40; pairs=1; singles=2; ttft=")
+    assert "X-KVBaton-Route" not in (await complete(rig)).headers
+
+
+async def test_operators_see_what_was_expected_and_what_came_of_it(make_rig: MakeRig) -> None:
+    rig = await make_rig(dispatch=DispatchConfig(policy="cost"))
+    measured(rig)
+    assert (await complete(rig)).status == 200
+    async with rig.session.get("/debug/routes") as response:
+        view = json.loads(await response.read())
+    (route,) = view["routes"]
+    assert (route["source"], route["target"], route["num_tokens"]) == ("p0", "d0", 40)
+    assert route["ttft_s"] == pytest.approx(0.001 + 40e-5)
+    assert route["observed_ttft_s"] > 0
+    async with rig.session.get("/metrics") as response:
+        metrics = (await response.read()).decode()
+    assert "kvbaton_router_ttft_error_ratio_count 1.0" in metrics
+    assert "kvbaton_router_ttft_error_seconds_count 1.0" in metrics
+
+
+async def test_a_request_goes_where_its_prefix_is(make_rig: MakeRig) -> None:
+    rig = await make_rig(prefill=2, dispatch=DispatchConfig(policy="prefix-aware"))
+    measured(rig)
+    index = rig.directory.index
+    assert index is not None
+    keys = block_keys(root_key(bytes.fromhex(IDENTITY), ""), [1] * 40, 16)
+    hashes = b"".join(key[-8:] for key in keys)
+    info = rig.nodes["p1"].info
+    index.take(info, CachedBlocks(number=0, groups=((16, 0),)))
+    index.take(info, CachedBlocks(number=1, changes=(BlockChange(0, True, hashes),)))
+    assert (await complete(rig)).status == 200
+    (decision,) = rig.app[CHOOSER].decisions
+    assert (decision.source, decision.cached_tokens) == ("p1", 32)
+    await rig.nodes["p1"].stop()
+    await until(lambda: "p1" not in index.nodes)
+    assert (await complete(rig)).status == 200
+    assert rig.app[CHOOSER].decisions[-1].source == "p0"
+
+
+async def test_what_would_wait_too_long_is_refused_with_a_time_to_come_again(
+    make_rig: MakeRig,
+) -> None:
+    rig = await make_rig(dispatch=DispatchConfig(max_ttft=500.0))
+    measured(rig)
+    assert (await complete(rig)).status == 200
+    measured(rig, waiting_tokens=900_000.0)  # 9 s of prompts
+    async with await complete(rig) as response:
+        assert response.status == 429
+        assert 9 <= int(response.headers["Retry-After"]) <= 12
+        error = json.loads(await response.read())["error"]
+    assert error["code"] == "overloaded"
+    assert rig.dispatcher.running == {}
+    assert rig.loads() == {}
+    measured(rig)
+    assert (await complete(rig)).status == 200
+
+
+async def test_a_long_prompt_is_not_refused_for_being_long(make_rig: MakeRig) -> None:
+    rig = await make_rig(dispatch=DispatchConfig(max_ttft=0.1))
+    measured(rig)
+    assert (await complete(rig)).status == 200
+
+
+async def test_a_paused_node_gets_nothing_until_it_is_resumed(make_rig: MakeRig) -> None:
+    rig = await make_rig(prefill=0, decode=2)
+    rig.nodes["d0"].gate.clear()
+    first = asyncio.create_task(complete(rig))
+    await asyncio.wait_for(rig.nodes["d0"].arrived.wait(), 5)
+    assert (await rig.session.post("/nodes/d0/pause")).status == 200
+    rig.nodes["d0"].gate.set()
+    assert (await first).status == 200, "what it has goes on"
+    for _ in range(3):
+        assert (await complete(rig)).status == 200
+    assert len(rig.nodes["d0"].received) == 1
+    async with rig.session.get("/nodes") as response:
+        nodes = {n["node_id"]: n for n in json.loads(await response.read())["nodes"]}
+    assert (nodes["d0"]["paused"], nodes["d1"]["paused"]) == (True, False)
+    assert (await rig.session.post("/nodes/d0/resume")).status == 200
+    assert (await complete(rig)).status == 200
+    assert len(rig.nodes["d0"].received) == 2
+    assert (await rig.session.post("/nodes/nobody/pause")).status == 404
