@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import re
 import unicodedata
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from itertools import chain
 from typing import Any
 
@@ -104,9 +104,10 @@ class WordCache:
         try:
             ids = list(chain.from_iterable(map(self._ids.__getitem__, words)))
         except KeyError:
-            if not self._learn(words):
+            known = self._learn(words)
+            if known is None:
                 return None
-            ids = list(chain.from_iterable(map(self._ids.__getitem__, words)))
+            ids = list(chain.from_iterable(map(known.__getitem__, words)))
         if add_special_tokens and (self._begin or self._end):
             return [*self._begin, *ids, *self._end]
         return ids
@@ -121,17 +122,21 @@ class WordCache:
         ]
         return list(chain.from_iterable(parts))
 
-    def _learn(self, words: Sequence[str], most: int = MAX_LEARNED) -> bool:
-        """Remember words, so many at most; says whether all are known then."""
-        if len(self._ids) > MAX_WORDS:
-            self._ids = {}
-        if not self._ids:
-            self._ids.update((content, (number,)) for content, number in self._added_ids.items())
-        unknown = list({word for word in words if word not in self._ids})
+    def _learn(
+        self, words: Sequence[str], most: int = MAX_LEARNED
+    ) -> Mapping[str, Sequence[int]] | None:
+        """Remember words, so many at most; None if some are still unknown.
+
+        The answer loses none of them, also where another thread starts anew.
+        """
+        if not self._ids or len(self._ids) > MAX_WORDS:
+            self._ids = {content: (number,) for content, number in self._added_ids.items()}
+        ids = self._ids
+        unknown = list({word for word in words if word not in ids})
         learned = unknown[:most]
         for word, found in zip(learned, self._pieces.encode_batch_fast(learned), strict=True):
-            self._ids[word] = tuple(found.ids)
-        return len(learned) == len(unknown)
+            ids[word] = tuple(found.ids)
+        return ids if len(learned) == len(unknown) else None
 
 
 def _words_of(pipeline: dict[str, Any]) -> re.Pattern[str] | None:
