@@ -46,8 +46,10 @@ test-all: test test-slow test-matrix test-kernels test-lmcache  ## everything th
 test-slow: $(VENV)/.dev  ## longer simulations
 	$(BIN)/pytest -q -n $(JOBS) --dist loadgroup -m "slow and not gpu and not multigpu"
 
-test-matrix: $(VENV)/.dev  ## P and D of every family, rank pair, block sizes, transport, KV dtype
-	$(BIN)/pytest -q -n $(JOBS) -k "every_cell or cannot" tests/matrix
+test-matrix: $(VENV)/.dev  ## every cell of docs/compatibility.md, which it writes
+	mkdir -p out
+	$(BIN)/pytest -q -n $(JOBS) -k "every_cell or cannot" --junitxml out/matrix.xml tests/matrix
+	$(BIN)/python -m tests.matrix.page docs/compatibility.md out/matrix.xml
 
 test-kernels: $(VENV)-extras/.done  ## the Triton kernels under their interpreter
 	$(EXTRAS) -m pytest -q -n $(JOBS) -m "not gpu" tests/kernels
