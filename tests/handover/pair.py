@@ -339,7 +339,7 @@ class Node:
     def leftovers(self) -> dict[str, float]:
         """What a node at rest does not have: sequences, owned blocks, quarantines, leases."""
         idle = tuple(f'owner="{owner}"}}' for owner in ("free", "cached", "null"))
-        watched = ("kvbaton_sequences", "kvbaton_blocks", "kvbaton_transfers_q", "kvbaton_leases")
+        watched = ("kvbaton_sequences", "kvbaton_blocks{", "kvbaton_transfers_q", "kvbaton_leases")
         return {
             name: value
             for name, value in self.gauges().items()
