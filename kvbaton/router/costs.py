@@ -19,6 +19,8 @@ from kvbaton.router.loads import NodeLoad
 FADE = 0.97
 """What an observation still counts when the next one has come."""
 MIN_OBSERVED = 3
+MEDIAN_STEP = 1.03
+"""By so much each observation moves the median that is followed."""
 SLOPES = (0.25, 4.0)
 """Observed times may be so many times what was predicted, beyond a constant."""
 DEFAULT_STEP_TOKENS = 2048
@@ -123,18 +125,29 @@ class Prediction:
 
 @dataclass
 class Overhead:
-    """Observed against modelled times of one node: ``observed = base + slope * modelled``."""
+    """Observed against modelled times of one node: ``observed = base + slope * modelled``.
+
+    A few late tokens lift that mean; `scale` follows the median of what is left.
+    """
 
     sums: list[float] = field(default_factory=lambda: [0.0] * 5)
     base: float = 0.0
     slope: float = 1.0
+    scale: float = 1.0
     count: int = 0
+
+    def predict(self, modelled: float) -> float:
+        """Seconds that are to be expected where the node's figures give `modelled`."""
+        return self.scale * (self.base + self.slope * modelled)
 
     def observe(self, modelled: float, observed: float) -> None:
         """Take one in, errors counting as shares of what was modelled.
 
         As shares of what was observed they would draw predictions towards the lucky ones.
         """
+        low, high = SLOPES
+        step = MEDIAN_STEP if observed > self.predict(modelled) else 1 / MEDIAN_STEP
+        self.scale = min(max(self.scale * step, low), high)
         weight = 1.0 / max(modelled, 1e-4) ** 2
         parts = (1.0, modelled, modelled * modelled, observed, modelled * observed)
         self.sums = [FADE * s + weight * p for s, p in zip(self.sums, parts, strict=True)]
@@ -143,7 +156,6 @@ class Overhead:
             return
         n, x, xx, y, xy = self.sums
         spread = n * xx - x * x
-        low, high = SLOPES
         slope = (n * xy - x * y) / spread if spread > 1e-3 * n * xx else 1.0
         self.slope = min(max(slope, low), high)
         self.base = (y - self.slope * x) / n
@@ -236,7 +248,7 @@ class CostModel:
         wait = max(0.0, queued - done) + (each / 2 if decoding else 0.0)
         model = wait + own + math.ceil((queued_tokens + new) / budget) * each
         overhead = self._overheads.get(node.node_id)
-        ttft = model if overhead is None else overhead.base + overhead.slope * model
+        ttft = model if overhead is None else overhead.predict(model)
         work = own + (0.0 if decoding else math.ceil(new / budget) * each)
         chunk = each + own * min(1.0, budget / new)
         return Prefill(ttft, model, work, chunk, decoding)

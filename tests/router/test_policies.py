@@ -200,3 +200,12 @@ def test_what_lies_beyond_the_nodes_is_learned() -> None:
         overhead.observe(modelled, 0.004 + 1.3 * modelled)
     assert overhead.base == pytest.approx(0.004, rel=0.01)
     assert overhead.slope == pytest.approx(1.3, rel=0.01)
+
+
+def test_a_few_late_tokens_do_not_move_what_is_expected_of_most() -> None:
+    overhead = Overhead()
+    for i in range(400):
+        modelled = 0.01 * (1 + i % 7)
+        overhead.observe(modelled, modelled * (6.0 if i % 5 == 0 else 1.0))
+    for modelled in (0.01, 0.04, 0.07):
+        assert overhead.predict(modelled) == pytest.approx(modelled, rel=0.25)
