@@ -1,14 +1,18 @@
 """Attention of prompts and chunks of prompts: cuDNN for long pieces, the paged kernel for others.
 
 cuDNN's kernel is nearly twice as fast as the paged one on a Hopper GPU, but wants contiguous keys,
-and builds a plan (some 30 ms, once) for every new shape. So a long chunk is cut into shapes from a
-small set: its own keys, causal, padded to a multiple of `GRANULE`; and the prefix, gathered from
+and builds a plan (50 to 120 ms, once) for every new shape. So a long chunk is cut into shapes from
+a small set: its own keys, causal, padded to a multiple of `GRANULE`; and the prefix, gathered from
 the pages, in multiples of `PREFIX_GRANULE`; what the prefix leaves goes before the own keys, with
-empty queries in front. The two states are merged.
+empty queries in front. The two states are merged. What was not planned before the node was ready
+goes through the paged kernel, unless it is so long that a plan costs little beside it.
 """
 
 from __future__ import annotations
 
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 
 import torch
@@ -22,6 +26,23 @@ MIN_QUERIES = 1024
 """With fewer queries the paged kernel is as fast."""
 
 GRANULE, PREFIX_GRANULE = 256, 1024
+
+LONG_ENOUGH = 2048 * 16384
+"""Pairs of a query and a key whose attention, over all layers of a model, takes as long as cuDNN
+takes to plan it (50 to 120 ms on an H200): with fewer, only what was planned before is launched."""
+
+_planning = threading.local()
+_planned: set[tuple[object, ...]] = set()
+
+
+@contextmanager
+def planning() -> Iterator[None]:
+    """Let cuDNN plan whatever this thread launches: it keeps its plans by thread and shape."""
+    _planning.now = True
+    try:
+        yield
+    finally:
+        _planning.now = False
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -78,9 +99,13 @@ def prefill_attention(
         [T, heads, D], contiguous.
     """
     plain = softcap == 0.0 and sinks is None and cudnn_fits(query, key_cache.shape[2])
+    kind = (threading.get_ident(), query.dtype, *query.shape[1:], key.shape[1])
     lengths = list(zip(batch.query_lens, batch.prefix_lens, strict=True))
     long = [
-        plain and fresh >= MIN_QUERIES and (window == 0 or fresh + prefix <= window)
+        plain
+        and fresh >= MIN_QUERIES
+        and (window == 0 or fresh + prefix <= window)
+        and (prefix == 0 or _is_planned(kind, *_chunk_shapes(fresh, prefix)))
         for fresh, prefix in lengths
     ]
     if out is None:
@@ -90,6 +115,11 @@ def prefill_attention(
     while row < len(lengths):
         fresh, prefix = lengths[row]
         alike = _alike(lengths, row) if long[row] else 1
+        if prefix == 0:
+            while long[row] and not _is_planned(kind, (alike, _padded(fresh), _padded(fresh))):
+                alike //= 2
+                long[row] = alike > 0
+            alike = max(alike, 1)
         if long[row]:
             _paged(query, key_cache, value_cache, batch, first, row, *options)
             span = slice(token, token + alike * fresh)
@@ -112,6 +142,27 @@ def _alike(lengths: list[tuple[int, int]], row: int) -> int:
         while lengths[row + same : row + 2 * same] == [lengths[row]] * same:
             same *= 2
     return same
+
+
+def _padded(tokens: int) -> int:
+    return -(-tokens // GRANULE) * GRANULE
+
+
+def _chunk_shapes(tokens: int, prefix: int) -> list[tuple[int, int, int]]:
+    """Prompts, queries and keys of each launch of `_chunk`."""
+    whole = prefix // PREFIX_GRANULE * PREFIX_GRANULE
+    granule = PREFIX_GRANULE if whole else GRANULE
+    own = -(-(prefix - whole + tokens) // granule) * granule
+    return [(1, own, own), *([(1, own, whole)] if whole else [])]
+
+
+def _is_planned(kind: tuple[object, ...], *shapes: tuple[int, int, int]) -> bool:
+    """Whether cuDNN has planned launches of these shapes, or may do so now."""
+    names = {(*kind, *shape) for shape in shapes}
+    pairs = sum(count * queries * keys for count, queries, keys in shapes)
+    if getattr(_planning, "now", False) or pairs >= LONG_ENOUGH:
+        _planned.update(names)
+    return names <= _planned
 
 
 def cudnn_fits(query: torch.Tensor, block_size: int) -> bool:
@@ -179,10 +230,9 @@ def _chunk(
 ) -> torch.Tensor:
     """A chunk after `prefix` cached tokens."""
     tokens = query.shape[0]
-    whole = prefix // PREFIX_GRANULE * PREFIX_GRANULE
+    (_, own, _), *earlier = _chunk_shapes(tokens, prefix)
+    whole = earlier[0][2] if earlier else 0
     rest = prefix - whole
-    granule = PREFIX_GRANULE if whole else GRANULE
-    own = -(-(rest + tokens) // granule) * granule
     padded = pad(query, (0, 0, 0, 0, rest, own - rest - tokens))
     key, value = (
         _gather(cache, block_table, whole + own, prefix + tokens).to(query.dtype)

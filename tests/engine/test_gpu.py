@@ -85,14 +85,10 @@ def random_tokens(rng: np.random.Generator, count: int) -> list[int]:
 
 
 def expected_logits(model: Any, ids: list[int]) -> torch.Tensor:
-    """Of the token after each position, on the GPU: [positions, vocab].
-
-    gpt-oss is computed on the CPU: on a GPU transformers 5 gives other logits than on a CPU.
-    """
-    device = "cpu" if model.config.model_type == "gpt_oss" else "cuda"
+    """Of the token after each position, on the GPU: [positions, vocab]."""
     with torch.inference_mode():
-        logits: torch.Tensor = model.to(device)(torch.tensor([ids], device=device)).logits[0]
-    return logits.float().cuda()
+        logits: torch.Tensor = model.cuda()(torch.tensor([ids], device="cuda")).logits[0]
+    return logits.float()
 
 
 def check_greedy(model: Any, prompt: list[int], got: list[int], tolerance: float) -> None:

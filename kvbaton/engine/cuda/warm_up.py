@@ -18,7 +18,7 @@ from kvbaton.engine.step import ItemRows, NewSequence, SequenceStep, StepPlan
 from kvbaton.engine.worker import WorkerSettings
 from kvbaton.kernels.fused_moe import token_counts
 from kvbaton.kernels.jit import cdiv
-from kvbaton.kernels.prefill_attention import GRANULE, MIN_QUERIES, cudnn_fits
+from kvbaton.kernels.prefill_attention import GRANULE, MIN_QUERIES, cudnn_fits, planning
 from kvbaton.messages.engine import Item, SamplingParams
 from kvbaton.types import ENCODER_BLOCK_ROWS
 
@@ -89,7 +89,8 @@ class TrialSteps:
             items, rows = self._image(total) if count > 1 else ((), ())
             new.append(NewSequence(~handle, (1,) * total, total, 0, params, items))
             steps.append(SequenceStep(~handle, prefix, count, tables, 1, rows))
-        self._runner.run(StepPlan(0, new=tuple(new), steps=tuple(steps)))
+        with planning():
+            self._runner.run(StepPlan(0, new=tuple(new), steps=tuple(steps)))
         self._runner.run(StepPlan(0, ended=tuple(step.handle for step in steps)))
 
     def _image(self, tokens: int) -> tuple[tuple[Item, ...], tuple[ItemRows, ...]]:
