@@ -104,7 +104,6 @@ _EXPERTS: dict[str, dict[str, Any]] = {
         "num_experts_per_tok": 3,
         "swiglu_limit": 1.5,
         "sliding_window": 11,
-        "rope_theta": 150_000.0,  # transformers 5.17 takes no other with `rope_scaling`
         "rope_scaling": {
             "rope_type": "yarn",
             "factor": 8.0,

@@ -51,7 +51,7 @@ MODELS: dict[str, dict[str, Any]] = {
     "deepseek-v3": {"family": "deepseek_v3", **SMALL},
     "latents": {"family": "deepseek_v3", **SMALL, "config": LATENTS},
     "dots1": {"family": "dots1", **SMALL},
-    "gpt-oss": {"family": "gpt_oss", **SMALL},
+    "gpt-oss": {"family": "gpt_oss", "config": {"swiglu_limit": 7.0}, **SMALL},  # 5.17 has no other
     "mixtral": {"family": "mixtral", **SMALL},
     "qwen2-moe": {"family": "qwen2_moe", **SMALL},
     "qwen3-moe": {"family": "qwen3_moe", **SMALL},
