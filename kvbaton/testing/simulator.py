@@ -380,7 +380,9 @@ SETTINGS = set(
 )
 """What is set up once, counts, or is emptied by the next call."""
 
-BOUNDED = set("SimulatedExecutor SimulatedChannel SimulatedNode BlockPool Tombstones".split())
+BOUNDED = set(
+    "SimulatedExecutor SimulatedChannel SimulatedNode BlockPool Tombstones StepCosts".split()
+)
 """What holds a bounded number of things, or has an audit of its own."""
 
 PER_PEER = set(
