@@ -181,6 +181,8 @@ BAD_ROWS: dict[str, Row] = {
     "backwards": (0, 64, 0, 64, 4, 4, -8, -8),
     "to a region that is not": (0, 0, len(TARGET_SIZES), 0, 4, 1, 0, 0),
     "from a region that is not": (len(SOURCE_SIZES), 0, 0, 0, 4, 1, 0, 0),
+    "of no byte": (0, 0, 0, 0, 0, 1, 0, 0),
+    "of no piece": (0, 0, 0, 0, 4, 0, 0, 0),
     "of negative length": (0, 8, 0, 8, -4, 1, 0, 0),
     "around 64 bits by its stride": (0, 0, 0, 0, 8, 5, 0, 1 << 62),
     "beyond 64 bits": (0, 0, 0, 1 << 20, 1 << 40, 1 << 40, 1 << 40, 1 << 40),

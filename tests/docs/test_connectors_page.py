@@ -2,16 +2,20 @@
 
 from __future__ import annotations
 
+import inspect
 import os
 import re
 import shlex
 import subprocess
 import sys
+from dataclasses import fields
 from pathlib import Path
 
 import pytest
 
 from kvbaton.cli import main
+from kvbaton.connectors.base import Capabilities, FenceScope, RangeColumn, Status, Transport
+from kvbaton.connectors.protocol.notice import MIN_NOTICE_BYTES
 from kvbaton.connectors.registry import STORES, TRANSPORTS, Kind
 
 PAGE = Path(__file__).parents[2] / "docs" / "connectors.md"
@@ -53,6 +57,9 @@ def test_the_python_of_the_page_runs(folder: Path) -> None:
 def test_the_commands_of_the_page_work(folder: Path, command: str) -> None:
     name, *words = shlex.split(command)
     assert name == "kvbaton"
+    if "--kind" in words:
+        assert run(folder, "-m", "kvbaton", *words).splitlines()[-1].endswith(": certified")
+        return
     said = run(folder, "-m", "kvbaton", *words, status=4 if "check" in words else 0)
     if "check" in words:
         assert "0 failed" in said
@@ -72,6 +79,28 @@ def test_the_mistake_that_the_page_tells_of_is_caught(folder: Path, tmp_path: Pa
     words = ["connectors", "check", 'shelf:ShelfStore:{"path": "{tmp}"}', "--level", "1"]
     said = run(tmp_path, "-m", "kvbaton", *words, status=1)
     assert re.findall(r"FAILED +(\S+)", said) == re.findall(r"FAILED (\S+)`", TEXT)
+
+
+def test_the_contract_of_a_transport_is_whole() -> None:
+    """Each method with its signature, each field, column and state is in the section."""
+    _, _, rest = TEXT.partition("## The contract of a transport")
+    told = rest.partition("\n## ")[0]
+    for name in vars(Transport):
+        method = getattr(Transport, name)
+        if not name.startswith("_") and callable(method):
+            words = (
+                str(inspect.signature(method))
+                .replace("(self, ", "(")
+                .replace("(self)", "()")
+                .replace("'", "")
+            )
+            assert f"| `{name}{words}`" in told
+    for named in fields(Capabilities):
+        assert f"| `{named.name}: " in told
+    for member in [*RangeColumn, *Status, *FenceScope]:
+        assert f"`{member.name}`" in told
+    assert f"at least {MIN_NOTICE_BYTES} |" in told
+    assert f"`max_ranges: int = {Capabilities.max_ranges}`" in told
 
 
 def options(markdown: str) -> dict[str, str]:
