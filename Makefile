@@ -43,7 +43,7 @@ test: $(VENV)/.dev  ## the test suite: minutes on 2 cores
 
 test-all: test test-slow test-matrix test-kernels test-lmcache  ## everything that needs no GPU
 
-test-slow: $(VENV)/.dev  ## longer simulations
+test-slow: $(VENV)/.dev  ## longer simulations, and pairs that cover the matrix
 	$(BIN)/pytest -q -n $(JOBS) --dist loadgroup -m "slow and not gpu and not multigpu"
 
 test-matrix: $(VENV)/.dev  ## every cell of docs/compatibility.md, which it writes

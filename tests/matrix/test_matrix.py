@@ -113,6 +113,7 @@ def _gained(now: Mapping[str, float], before: Mapping[str, float]) -> dict[str, 
     return {name: value - before.get(name, 0.0) for name, value in now.items()}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("cell", COVERING, ids=lambda cell: cell.id)
 def test_a_cell(cell: Cell, nodes: Nodes) -> None:
     run_cell(cell, nodes)
