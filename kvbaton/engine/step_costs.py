@@ -22,6 +22,8 @@ MIN_STEPS = 8
 """Before so many nothing is said."""
 OUTLIER = 5.0
 """A step that takes so many times what was expected is taken for that: something else was on."""
+EXTRAPOLATED = 2.0
+"""What is expected of a step means little if a count is so many times the most there has been."""
 
 Terms = tuple[float, float, float, float, float]
 
@@ -48,6 +50,7 @@ class StepCosts:
         self._targets = np.zeros(5)
         self._rows: list[tuple[Terms, float]] = []
         self._costs: npt.NDArray[np.float64] = np.zeros(5)
+        self._most = np.zeros(5)
         self._seen = 0
 
     def observe(self, terms: Terms, seconds: float) -> None:
@@ -79,7 +82,12 @@ class StepCosts:
         if self._seen >= MIN_STEPS:
             # Not of the step's own seconds: that would draw costs towards the quick ones.
             scale = np.maximum(terms @ self._costs, 1e-5)
+            # Taken for outliers, with the weight of quick steps, the first prompts of a node that
+            # has only decoded would make its prompts look cheap for hundreds of steps.
+            beyond = (terms > EXTRAPOLATED * self._most).any(axis=1)
+            scale = np.where(beyond, np.maximum(scale, seconds), scale)
             seconds = np.minimum(seconds, OUTLIER * scale)
+        self._most = np.maximum(self._most, terms.max(axis=0))
         weights = MEMORY ** np.arange(len(rows) - 1, -1, -1) / np.maximum(scale, 1e-5) ** 2
         fade = MEMORY ** len(rows)
         self._products = fade * self._products + (terms * weights[:, None]).T @ terms

@@ -60,3 +60,31 @@ def test_what_no_step_had_is_not_told() -> None:
     assert costs.costs() == {}
     costs.observe(terms_of(steps), seconds_of(steps))
     assert costs.costs().keys() == {"step_s", "prefill_token_s", "prefill_context_s"}
+
+
+@pytest.mark.parametrize("first", [0, 4])
+def test_work_that_a_node_never_had_is_no_outlier(first: int) -> None:
+    """A prompt takes 40 times what a node that has only decoded, or had tiny prompts, expects."""
+    chance, costs = random.Random(2), StepCosts()
+    true = {**TRUE, "step_s": 0.02, "prefill_token_s": 8e-4}
+
+    def observe(steps: list[SequenceStep]) -> None:
+        terms = terms_of(steps)
+        seconds = sum(c * t for c, t in zip(true.values(), terms, strict=True))
+        costs.observe(terms, seconds * chance.lognormvariate(0.0, 0.1))
+
+    for number in range(40):
+        steps = step(chance, prefill=False, decode=True)
+        if first and number % 8 == 0:
+            steps.append(SequenceStep(99, 0, first, (), 0))
+        observe(steps)
+    costs.costs()
+    for _ in range(6):
+        observe([SequenceStep(99, 0, 1024, (), 0)])
+        costs.costs()
+        for _ in range(8):
+            observe(step(chance, prefill=False, decode=True))
+    found = costs.costs()
+    terms = terms_of([SequenceStep(99, 0, 1024, (), 0)])
+    said = sum(c * t for c, t in zip(found.values(), terms, strict=True))
+    assert said == pytest.approx(0.02 + 1024 * 8e-4, rel=0.15)
