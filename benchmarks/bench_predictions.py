@@ -5,7 +5,8 @@
 A real cluster of one prefill and one decode node on this machine's CPU, one thread each, with a
 small model. Prompts of mixed lengths, some of which share a prefix, come at random times, first
 some to learn from, then those that count. The router itself tells what it had expected and what
-came of it (``GET /debug/routes``).
+came of it, and what the cheapest pair and the cheapest single node would have cost (``GET
+/debug/routes``).
 """
 
 from __future__ import annotations
@@ -37,6 +38,7 @@ def main() -> None:
     parser.add_argument("--output-len", type=int, default=8)
     parser.add_argument("--rate", type=float, default=1.0, help="requests/s")
     parser.add_argument("--transport", default="nixl")
+    parser.add_argument("--routes", type=Path, help="the decisions are written there as JSON")
     parser.add_argument("--out", type=Path)
     args = parser.parse_args()
     with tempfile.TemporaryDirectory() as folder:
@@ -70,19 +72,36 @@ async def measure(router: str, args: argparse.Namespace) -> list[dict[str, Any]]
         await asyncio.gather(*running)
         async with session.get(f"{router}/debug/routes") as response:
             routes = json.loads(await response.read())["routes"][: args.requests]
+    if args.routes is not None:
+        args.routes.write_text(json.dumps(routes))
     seen = [r for r in routes if r["ttft_s"] is not None and r["observed_ttft_s"] is not None]
-    off = [abs(r["ttft_s"] - r["observed_ttft_s"]) / r["observed_ttft_s"] for r in seen]
-    signed = [(r["ttft_s"] - r["observed_ttft_s"]) / r["observed_ttft_s"] for r in seen]
-    alone = sum(r["source"] is None for r in seen) / len(seen)
-    observed = [r["observed_ttft_s"] * 1e3 for r in seen]
+    off = [(r["ttft_s"] - r["observed_ttft_s"]) / r["observed_ttft_s"] for r in seen]
+    itl = [r for r in seen if r["observed_itl_s"]]
+    itl_off = [(r["itl_s"] - r["observed_itl_s"]) / r["observed_itl_s"] for r in itl]
+    priced = [r for r in seen if r["pair_cost_s"] is not None and r["single_cost_s"] is not None]
+
+    def ms(values: list[float], share: float = 50) -> float:
+        return 1e3 * percentile(values, share) if values else 0.0
+
     figures = {
         "predicted": len(seen),
-        "median error, %": 100 * percentile(off, 50),
-        "p90 of the error, %": 100 * percentile(off, 90),
-        "median of predicted - observed, %": 100 * percentile(signed, 50),
-        "observed TTFT p50, ms": percentile(observed, 50),
-        "observed TTFT p90, ms": percentile(observed, 90),
-        "share served by one node": alone,
+        "median error, %": 100 * percentile([abs(x) for x in off], 50),
+        "p90 of the error, %": 100 * percentile([abs(x) for x in off], 90),
+        "median of predicted - observed, %": 100 * percentile(off, 50),
+        "observed TTFT p50, ms": ms([r["observed_ttft_s"] for r in seen]),
+        "observed TTFT p90, ms": ms([r["observed_ttft_s"] for r in seen], 90),
+        "predicted queue p50, ms": ms([r["wait_s"] for r in seen]),
+        "predicted queue p90, ms": ms([r["wait_s"] for r in seen], 90),
+        "predicted prefill p50, ms": ms([r["model_s"] - r["wait_s"] for r in seen]),
+        "predicted beyond the node's figures p50, ms": ms(
+            [r["ttft_s"] - r["model_s"] for r in seen]
+        ),
+        "observed ITL p50, ms": ms([r["observed_itl_s"] for r in itl]),
+        "median ITL error, %": 100 * percentile([abs(x) for x in itl_off], 50) if itl else 0.0,
+        "median of predicted - observed ITL, %": 100 * percentile(itl_off, 50) if itl else 0.0,
+        "cheapest pair p50, ms": ms([r["pair_cost_s"] for r in priced]),
+        "cheapest single node p50, ms": ms([r["single_cost_s"] for r in priced]),
+        "share served by one node": sum(r["source"] is None for r in seen) / len(seen),
     }
     return [{"figure": name, "value": round(value, 2)} for name, value in figures.items()]
 

@@ -79,7 +79,7 @@ def choose(
         wanted.max_tokens,
         wanted.cached,
         loads.prefill_since,
-        costs.learn(ready.serving),
+        costs.learn(ready.serving, loads),
     )
     route = policy.choose(options)
     if options.measured:

@@ -37,7 +37,12 @@ class Decision(Struct, kw_only=True):
         ttft_s: predicted; None while no node has measured anything.
         itl_s: predicted.
         delay_s: predicted, of others.
+        model_s: the part of `ttft_s` that the node's own figures gave; the rest was learned here.
+        wait_s: the part of `model_s` that was for what the node had to do already.
+        pair_cost_s: of the cheapest pair; None under a policy that does not count in seconds.
+        single_cost_s: of the cheapest single node, likewise.
         observed_ttft_s: what came of it; None until there is a token.
+        observed_itl_s: mean from the second token on; None until the last of three or more.
     """
 
     request_id: str
@@ -51,7 +56,12 @@ class Decision(Struct, kw_only=True):
     ttft_s: float | None = None
     itl_s: float | None = None
     delay_s: float | None = None
+    model_s: float | None = None
+    wait_s: float | None = None
+    pair_cost_s: float | None = None
+    single_cost_s: float | None = None
     observed_ttft_s: float | None = None
+    observed_itl_s: float | None = None
 
     def describe(self) -> str:
         """One line."""
@@ -67,7 +77,10 @@ class Decision(Struct, kw_only=True):
             ("ttft", self.ttft_s),
             ("itl", self.itl_s),
             ("delay", self.delay_s),
+            ("pair-cost", self.pair_cost_s),
+            ("single-cost", self.single_cost_s),
             ("observed-ttft", self.observed_ttft_s),
+            ("observed-itl", self.observed_itl_s),
         ):
             if seconds is not None:
                 parts.append(f"{name}={seconds * 1e3:.1f}ms")
@@ -125,10 +138,13 @@ class RouteChooser:
             cached_tokens=route.cached,
             pairs=len(ready.pairs),
             singles=len(ready.serving),
+            pair_cost_s=route.pair_cost_s,
+            single_cost_s=route.single_cost_s,
         )
         if predicted is not None:
             decision.ttft_s, decision.itl_s = predicted.ttft_s, predicted.itl_s
-            decision.delay_s = predicted.delay_s
+            decision.delay_s, decision.model_s = predicted.delay_s, predicted.model_s
+            decision.wait_s = predicted.wait_s
         again = avoid or num_tokens != len(request.token_ids)
         if predicted is not None and not again:  # what is begun is seen through
             self._check_soon(request, predicted)
@@ -172,10 +188,16 @@ class RouteChooser:
             late = max(0.0, seconds - route.predicted.itl_s)
             self.policy.costs.handed_over(route.source, route.target, late)
 
-    def ended(self, request_id: str, generated: int) -> None:
-        """A request is over, after so many tokens."""
-        if self._open.pop(request_id, None) is not None and generated:
-            self.policy.costs.finished(generated)
+    def ended(self, request_id: str, generated: int, itl_s: float | None) -> None:
+        """A request is over, after so many tokens; with so long between them, if that is known."""
+        decision, route = self._open.pop(request_id, (None, None))
+        if decision is None or route is None or not generated:
+            return
+        self.policy.costs.finished(generated)
+        decision.observed_itl_s = itl_s
+        if itl_s is not None and route.predicted is not None:
+            error = abs(route.predicted.itl_s - itl_s)
+            self._metrics.itl_relative_error.observe(error / max(itl_s, 1e-6))
 
     def explain(self, request_id: str) -> str | None:
         """Where the prompts of a client's request went; None if that is not remembered."""

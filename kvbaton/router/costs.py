@@ -14,7 +14,7 @@ from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 
 from kvbaton.messages.nodes import STEP_COSTS, NodeInfo
-from kvbaton.router.loads import NodeLoad
+from kvbaton.router.loads import NodeLoad, NodeLoads
 
 FADE = 0.97
 """What an observation still counts when the next one has come."""
@@ -60,6 +60,7 @@ class Prefill:
     Attributes:
         ttft_s: until the first token, all that waits before it included.
         model_s: of that, what the node's own figures give.
+        wait_s: of `model_s`, for what is there already.
         work_s: that the prompt itself takes.
         chunk_s: the longest step of it.
         decoding: sequences that wait meanwhile.
@@ -67,6 +68,7 @@ class Prefill:
 
     ttft_s: float
     model_s: float
+    wait_s: float
     work_s: float
     chunk_s: float
     decoding: int
@@ -98,6 +100,7 @@ class Prediction:
         itl_s: between tokens.
         delay_s: what others wait longer for it, all of them together.
         model_s: the part of `ttft_s` that the nodes' own figures give.
+        wait_s: the part of `model_s` that is for what is there already.
         work_s: that computing the prompt takes.
     """
 
@@ -105,6 +108,7 @@ class Prediction:
     itl_s: float
     delay_s: float
     model_s: float
+    wait_s: float
     work_s: float
 
     @classmethod
@@ -120,7 +124,8 @@ class Prediction:
         delay = decode.sequences * decode.slower_s * output_tokens
         if alone:
             delay += prefill.decoding * prefill.work_s
-        return cls(prefill.ttft_s, decode.itl_s, delay, prefill.model_s, prefill.work_s)
+        model_s, wait_s, work_s = prefill.model_s, prefill.wait_s, prefill.work_s
+        return cls(prefill.ttft_s, decode.itl_s, delay, model_s, wait_s, work_s)
 
 
 @dataclass
@@ -181,14 +186,16 @@ class CostModel:
         self._clock = clock
         self._overheads: dict[str, Overhead] = {}
         self._speeds: dict[str, tuple[Mapping[str, float], StepSpeed | None]] = {}
+        self._elsewhere: dict[str, tuple[float, int]] = {}
 
     # --- speeds ---
 
-    def learn(self, nodes: Iterable[NodeInfo]) -> bool:
+    def learn(self, nodes: Iterable[NodeInfo], loads: NodeLoads) -> bool:
         """Take in what nodes say now; False if none has measured what a prompt takes.
 
         Of terms that a node has never had in a step it takes the mean of the others: a prefill node
-        does not know how fast it would decode.
+        does not know how fast it would decode. What waits there beyond what this router has had
+        there while the report was made (`loads`) is other routers'.
         """
         nodes = list(nodes)
         known = self._speeds
@@ -203,7 +210,15 @@ class CostModel:
                 mean[term] = sum(told) / len(told)
         measured = "prefill_token_s" in mean
         self._speeds = {}
+        elsewhere, self._elsewhere, now = self._elsewhere, {}, self._clock()
         for node in nodes:
+            before, _ = known.get(node.node_id, (None, None))
+            if before is node.load:
+                self._elsewhere[node.node_id] = elsewhere[node.node_id]
+            else:
+                waiting = int(node.load.get("waiting_tokens", 0.0))
+                others = max(0, waiting - loads.reported_prompt_tokens(node.node_id))
+                self._elsewhere[node.node_id] = now, others
             terms = {term: node.load.get(term, mean.get(term, 0.0)) for term in STEP_COSTS}
             budget = int(node.load.get("step_tokens", DEFAULT_STEP_TOKENS))
             speed = StepSpeed(**terms, step_tokens=max(1, budget)) if measured else None
@@ -237,10 +252,11 @@ class CostModel:
         speed = self.speed(node)
         own = speed.prefill_s(new, cached)
         queued_tokens, queued = load.prompt_tokens, load.prefill_us / 1e6
-        elsewhere = int(node.load.get("waiting_tokens", 0.0)) - queued_tokens
-        if elsewhere > 0:  # of other routers, as of the last heartbeat
+        told_at, elsewhere = self._elsewhere[node.node_id]
+        if elsewhere:  # of other routers, as of the last heartbeat, less what was done since
+            left = max(0.0, speed.prefill_s(elsewhere, 0) - (self._clock() - told_at))
             queued_tokens += elsewhere
-            queued += speed.prefill_s(elsewhere, 0)
+            queued += left
         decoding = load.sequences - load.pending
         each = speed.step_s + (speed.decode_s(decoding, load.tokens) if decoding else 0.0)
         budget = speed.step_tokens
@@ -251,7 +267,7 @@ class CostModel:
         ttft = model if overhead is None else overhead.predict(model)
         work = own + (0.0 if decoding else math.ceil(new / budget) * each)
         chunk = each + own * min(1.0, budget / new)
-        return Prefill(ttft, model, work, chunk, decoding)
+        return Prefill(ttft, model, wait, work, chunk, decoding)
 
     def decode(self, node: NodeInfo, load: NodeLoad, num_tokens: int) -> Decode:
         """Of generating after a prompt of so many tokens on a node."""

@@ -110,6 +110,7 @@ class _Running:
         self._timer: asyncio.TimerHandle | None = None
         self._tokens_timed = 0
         self._first_at = 0.0
+        self._second_at: tuple[float, int] | None = None
 
     def start(self) -> None:
         """Ask the first nodes."""
@@ -123,7 +124,12 @@ class _Running:
         self._calls.clear()  # which know us: nothing is left for the garbage collector
         request_id = self.relay.request.request_id
         del self.dispatcher.running[request_id]
-        self.dispatcher.chooser.ended(request_id, self.relay.num_generated)
+        generated, itl_s = self.relay.num_generated, None
+        if outcome == "finished" and self._second_at is not None:
+            since, before = self._second_at
+            if generated > before:
+                itl_s = (self.loop.time() - since) / (generated - before)
+        self.dispatcher.chooser.ended(request_id, generated, itl_s)
         self.dispatcher.metrics.requests.labels(outcome).inc()
         for line in self.relay.story:
             logger.warning("request %s: %s", request_id, line)
@@ -182,6 +188,7 @@ class _Running:
             self.dispatcher.metrics.first_token.observe(ttft_s)
             self.dispatcher.chooser.first_token(request_id, ttft_s)
         else:
+            self._second_at = now, self.relay.num_generated
             self.dispatcher.chooser.second_token(request_id, now - self._first_at)
 
     def _ask(self, asked: NodeRequest) -> None:

@@ -41,6 +41,8 @@ class NodeLoad(Struct, frozen=True):
 
 
 IDLE = NodeLoad()
+REPORT_AGE_S = 3.0
+"""What a node last told of itself is at most so old: its engine's report, and a heartbeat."""
 
 
 class NodeLoads(Mapping[str, NodeLoad]):
@@ -57,6 +59,7 @@ class NodeLoads(Mapping[str, NodeLoad]):
         self.prefill_since: dict[str, float] = {}
         self.own: dict[str, NodeLoad] = {}
         self.others: Mapping[str, NodeLoad] = {}
+        self._peaks: dict[str, tuple[float, int, int]] = {}
 
     def change(self, node_id: str, old: NodeLoad, new: NodeLoad) -> None:
         """What one request is to a node has changed; `IDLE` is what it is before and after."""
@@ -66,10 +69,28 @@ class NodeLoads(Mapping[str, NodeLoad]):
             self.prefill_since.pop(node_id, None)
         elif not before.prefill_us or total.prefill_us < before.prefill_us:
             self.prefill_since[node_id] = time.monotonic()
+        if total.prompt_tokens < before.prompt_tokens:
+            since, most, earlier = self._peak(node_id)
+            self._peaks[node_id] = since, max(most, before.prompt_tokens), earlier
         if total == IDLE:
             self.own.pop(node_id, None)
         else:
             self.own[node_id] = total
+
+    def _peak(self, node_id: str) -> tuple[float, int, int]:
+        """When the current period began, the most prompt tokens in it, and in the one before."""
+        now = time.monotonic()
+        since, most, earlier = self._peaks.get(node_id, (now, 0, 0))
+        if now - since > 2 * REPORT_AGE_S:
+            return now, 0, 0
+        if now - since > REPORT_AGE_S:
+            return since + REPORT_AGE_S, 0, most
+        return since, most, earlier
+
+    def reported_prompt_tokens(self, node_id: str) -> int:
+        """The most prompt tokens of ours that a node may have counted in what it last told."""
+        _, most, earlier = self._peak(node_id)
+        return max(most, earlier, self.get(node_id, IDLE).prompt_tokens)
 
     def __getitem__(self, node_id: str) -> NodeLoad:
         if node_id not in self.others:

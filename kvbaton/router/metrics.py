@@ -52,6 +52,12 @@ class RouterMetrics:
             RATIO_BUCKETS,
             registry,
         )
+        self.itl_relative_error = RatioHistogram(
+            "kvbaton_router_itl_error",
+            "Between predicted and observed times per token after the second, as a share of these.",
+            RATIO_BUCKETS,
+            registry,
+        )
         self.overhead = seconds(
             "overhead", "From a node's output being read to its being relayed.", OVERHEAD_BUCKETS
         )

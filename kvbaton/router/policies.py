@@ -208,7 +208,9 @@ class LeastCost(Policy):
         costs, output_tokens = self.costs, options.output_tokens(self.costs)
         prefills: dict[str, Prefill] = {}
         decodes: dict[str, float] = {}
-        best, chosen = math.inf, Route(options.singles[0]) if options.singles else None
+        least_pair, least_single = math.inf, math.inf
+        pair: Pair | None = None
+        single: NodeInfo | None = None
 
         def prefill(node: NodeInfo) -> Prefill:
             if node.node_id not in prefills:
@@ -224,20 +226,28 @@ class LeastCost(Policy):
         for source, target in options.pairs:
             cost = self._late(prefill(source).ttft_s, self.settings.ttft_slo)
             cost += decode_cost(target) + costs.handover(source, target)
-            if cost < best:
-                best, chosen = cost, Route(target, source)
-        if chosen is None or options.num_tokens < self.settings.min_handover_tokens:
-            best = math.inf
+            if cost < least_pair:
+                least_pair, pair = cost, (source, target)
         others = [node for node in options.singles if node.role != "prefill"]
         for node in others or options.singles:  # a prefill node generates if nobody else can
             expected = prefill(node)
             cost = self._late(expected.ttft_s, self.settings.ttft_slo) + decode_cost(node)
             cost += expected.decoding * self._late(expected.chunk_s, self.settings.itl_slo)
             cost += expected.decoding * max(0.0, expected.work_s - expected.chunk_s)
-            if cost < best:
-                best, chosen = cost, Route(node)
-        assert chosen is not None, "there is a pair or a node"
-        return replace(chosen, cached=options.hit(chosen.prefills))
+            if cost < least_single:
+                least_single, single = cost, node
+        short = options.num_tokens < self.settings.min_handover_tokens
+        if pair is not None and (single is None or (least_pair <= least_single and not short)):
+            chosen = Route(pair[1], pair[0])
+        else:
+            assert single is not None, "there is a pair or a node"
+            chosen = Route(single)
+        return replace(
+            chosen,
+            cached=options.hit(chosen.prefills),
+            pair_cost_s=least_pair if pair is not None else None,
+            single_cost_s=least_single if single is not None else None,
+        )
 
     def _decode_cost(self, expected: Decode, output_tokens: float) -> float:
         """Of generating on a node, for the request and for the sequences that are there."""

@@ -25,6 +25,8 @@ class Route:
             prefills does so, or has the output already. Empty is None for all.
         cached: tokens of the prompt that the node which prefills is known to hold.
         predicted: what is expected of it; None while no node has measured anything.
+        pair_cost_s: of the cheapest pair, by a policy that counts in seconds.
+        single_cost_s: of the cheapest single node, likewise.
     """
 
     target: NodeInfo
@@ -32,6 +34,8 @@ class Route:
     encoders: tuple[NodeInfo | None, ...] = ()
     cached: int = 0
     predicted: Prediction | None = None
+    pair_cost_s: float | None = None
+    single_cost_s: float | None = None
 
     @property
     def prefills(self) -> NodeInfo:

@@ -11,7 +11,7 @@ from kvbaton.errors import ConfigError
 from kvbaton.router.choose import Wanted, choose
 from kvbaton.router.config import RoutingPolicy
 from kvbaton.router.costs import CostModel, Overhead
-from kvbaton.router.loads import NodeLoad, NodeLoads
+from kvbaton.router.loads import IDLE, NodeLoad, NodeLoads
 from kvbaton.router.membership import Member, ReadyNodes
 from kvbaton.router.policies import (
     BUILT_IN,
@@ -173,14 +173,14 @@ def test_what_a_node_never_did_is_taken_from_those_that_did() -> None:
     knows = {"step_s": 0.006, "prefill_token_s": 3e-5, "prefill_context_s": 2e-6}
     p, d = member("p0", "prefill", load=knows), member("d0", "decode", load=H200)
     costs = CostModel(Clock())
-    assert costs.learn([p.info, d.info])
+    assert costs.learn([p.info, d.info], NodeLoads())
     assert costs.speed(p.info).decode_sequence_s == H200["decode_sequence_s"]
 
 
 def test_a_prediction_adds_queue_steps_and_own_tokens() -> None:
     clock = Clock()
     costs, (p, *_) = CostModel(clock), nodes(1, load={**H200, "step_tokens": 1000.0})
-    costs.learn([p.info])
+    costs.learn([p.info], NodeLoads())
     idle = costs.prefill(p.info, NodeLoad(), None, 1500, 500)
     attended = 1500 * (500 + 750) / 1000
     assert idle.ttft_s == pytest.approx(2 * 0.006 + 1500 * 3e-5 + attended * 2e-6)
@@ -188,9 +188,43 @@ def test_a_prediction_adds_queue_steps_and_own_tokens() -> None:
     later = costs.prefill(p.info, queued, clock.now - 0.1, 1500, 500)
     assert later.ttft_s == pytest.approx(idle.ttft_s + 0.3 + 0.006)
     told = member("p0", "prefill", load={**p.info.load, "waiting_tokens": 2000.0})
-    costs.learn([told.info])
+    costs.learn([told.info], NodeLoads())
     elsewhere = costs.prefill(told.info, NodeLoad(), None, 1500, 500)
     assert elsewhere.ttft_s > idle.ttft_s + 2000 * 3e-5, "another router has work there"
+
+
+def test_a_report_that_counted_our_own_prompt_is_no_work_of_other_routers() -> None:
+    """A heartbeat was made while our prompt waited; when it is next looked at, that has gone."""
+    waiting = {**H200, "waiting_tokens": 5000.0}
+    p, d = member("p0", "prefill", load=waiting), member("d0", "decode", load=H200)
+    costs, loads = CostModel(Clock()), NodeLoads()
+    ours = NodeLoad(prompt_tokens=4000, prefill_us=120_000)
+    loads.change("p0", IDLE, ours)
+    loads.change("p0", ours, IDLE)
+    assert costs.learn([p.info, d.info], loads)
+    speed = costs.speed(p.info)
+    expected = costs.prefill(p.info, loads.get("p0", IDLE), None, 100, 0)
+    assert expected.wait_s == pytest.approx(speed.prefill_s(1000, 0)), "only the rest is theirs"
+
+
+def test_work_of_other_routers_is_done_as_time_passes() -> None:
+    clock = Clock()
+    costs, p = CostModel(clock), member("p0", "prefill", load={**H200, "waiting_tokens": 5000.0})
+    for later in (0.0, 0.05, 10.0):
+        costs.learn([p.info], NodeLoads())
+        wait = costs.prefill(p.info, IDLE, None, 100, 0).wait_s
+        left = max(0.0, costs.speed(p.info).prefill_s(5000, 0) - later)
+        assert wait == pytest.approx(left)
+        clock.now = 100.0 + (0.05 if later == 0.0 else 10.0)
+
+
+def test_cost_says_what_both_ways_cost() -> None:
+    found = route("cost", nodes(1, load=H200), 4000)
+    assert found.pair_cost_s is not None
+    assert found.single_cost_s is not None
+    cheaper = found.pair_cost_s <= found.single_cost_s
+    assert (found.source is not None) == cheaper
+    assert route("least-loaded", nodes(1, load=H200)).pair_cost_s is None
 
 
 def test_what_lies_beyond_the_nodes_is_learned() -> None:

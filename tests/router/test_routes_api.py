@@ -58,10 +58,13 @@ async def test_operators_see_what_was_expected_and_what_came_of_it(make_rig: Mak
     assert (route["source"], route["target"], route["num_tokens"]) == ("p0", "d0", 40)
     assert route["ttft_s"] == pytest.approx(0.001 + 40e-5)
     assert route["observed_ttft_s"] > 0
+    assert route["observed_itl_s"] > 0
+    assert min(route["pair_cost_s"], route["single_cost_s"]) > route["model_s"]
     async with rig.session.get("/metrics") as response:
         metrics = (await response.read()).decode()
     assert "kvbaton_router_ttft_error_ratio_count 1.0" in metrics
     assert "kvbaton_router_ttft_error_seconds_count 1.0" in metrics
+    assert "kvbaton_router_itl_error_ratio_count 1.0" in metrics
 
 
 async def test_a_request_goes_where_its_prefix_is(make_rig: MakeRig) -> None:
