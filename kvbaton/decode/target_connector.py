@@ -166,8 +166,7 @@ class TargetConnector(KVConnector):
         if self.poison:
             for group, spans in enumerate(load.spans):
                 self.executor.poison(group, [block for span in spans for block in span.blocks])
-        extras = requests.extras_of(request.spec.items)
-        key = prompt_key(request.root, tokens, extras=extras)
+        key = prompt_key(request.root, tokens, extras=request.extras)
         deadline_s = max(0.0, request.deadline - self.scheduler.clock())
         self.transfers.submit(
             Start(attempt, transfer.peer, key, len(tokens), load.spans, deadline_s)

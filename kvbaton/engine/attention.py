@@ -58,10 +58,10 @@ class PagedAttention:
     def __init__(self, cache: KVCache, batch: PagedBatch, states: StateBatch | None = None) -> None:
         self._cache, self.states = cache, states
         self._rows = [cache.token_rows(slots) for slots in batch.slots]
-        self._parts = [
-            _parts(cache, _GroupBatch.of(batch, g, group.window, cache.block_size))
-            for g, group in enumerate(cache.groups[: cache.num_kv_groups])
-        ]
+        self._parts: list[list[DecodeBucket | Prompt]] = []
+        for g, group in enumerate(cache.groups[: cache.num_kv_groups]):
+            part = _GroupBatch.of(batch, g, group.window, cache.block_size)
+            self._parts.append([*_decode_buckets(cache, part), *_prompts(cache, part)])
 
     def attend(
         self,
@@ -348,10 +348,6 @@ class Prompt:
         return scaled_dot_product_attention(
             query, key, value, attn_mask=seen, scale=scale, enable_gqa=True
         )
-
-
-def _parts(cache: KVCache, batch: _GroupBatch) -> list[DecodeBucket | Prompt]:
-    return [*_decode_buckets(cache, batch), *_prompts(cache, batch)]
 
 
 def _decode_buckets(cache: KVCache, batch: _GroupBatch) -> Iterator[DecodeBucket]:

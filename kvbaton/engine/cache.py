@@ -235,20 +235,16 @@ class KVCache(BlockMemory):
         borders = np.append(np.flatnonzero(~follows), len(slots))
         lengths = np.diff(borders)
         for start, end in pairwise(borders.tolist()):
-            if end - start >= LONG_RUN:
-                self._add_run(slots[start:end], int(positions[start]))
+            if end - start >= LONG_RUN:  # of one sequence: whole blocks at a time
+                held = blocks[start:end]
+                ids = torch.from_numpy(held[np.flatnonzero(np.diff(held, prepend=-1))])
+                position = int(positions[start])
+                first = position - int(offsets[start])
+                sums = block_sums(self.data, ids, first, position, position + end - start)
+                self.sums.index_add_(0, ids, sums)
         apart = torch.from_numpy(np.flatnonzero(np.repeat(lengths < LONG_RUN, lengths)))
         if len(apart):
             add_sums(self.sums, self.data, slots[apart], positions[apart])
-
-    def _add_run(self, slots: Tensor, position: int) -> None:
-        """Add consecutive tokens of one sequence from `position` on, whole blocks at a time."""
-        assert self.sums is not None
-        blocks = slots.numpy() // self.block_size
-        ids = torch.from_numpy(blocks[np.flatnonzero(np.diff(blocks, prepend=-1))])
-        first = position - int(slots[0]) % self.block_size
-        sums = block_sums(self.data, ids, first, position, position + len(slots))
-        self.sums.index_add_(0, ids, sums)
 
     def fetch_kept_sums(self, group: int, blocks: Sequence[int]) -> Tensor:
         """Sums kept with blocks, on their way into host memory: [blocks, layers, kv, heads]."""

@@ -242,15 +242,6 @@ class EngineClient(TokenSource):
         if self.ready.version >= WATCHABLE_VERSION:
             self._send(WatchBlocks())
 
-    def _take_blocks(self, message: CachedBlocks) -> None:
-        if self._on_blocks is None:
-            return
-        if message.number in (0, self._next_blocks):
-            self._next_blocks = message.number + 1
-            self._on_blocks(message)
-        elif self._next_blocks:  # else it was asked already, and has yet to begin anew
-            self.watch_blocks(self._on_blocks)
-
     async def _ask(self, number: int, message: ToCore, timeout_s: float) -> Any:
         self._check_alive()
         answer = self._answers[number] = self._loop.create_future()
@@ -332,7 +323,12 @@ class EngineClient(TokenSource):
             case Reply():
                 self._answer(message.command_id, message.result, message.error)
             case CachedBlocks():
-                self._take_blocks(message)
+                if self._on_blocks is not None:
+                    if message.number in (0, self._next_blocks):
+                        self._next_blocks = message.number + 1
+                        self._on_blocks(message)
+                    elif self._next_blocks:  # else it was asked, and has yet to begin anew
+                        self.watch_blocks(self._on_blocks)
             case Pong():
                 self._answer(message.number, None, None)
             case Ready():

@@ -264,19 +264,16 @@ class EngineCore:
             "drain": self.drain,
             "members": lambda: self.set_members(command.argument or ()),
         }
+        number = command.command_id
         if command.name in actions:
-            reply = self._answer(command.command_id, actions[command.name])
+            try:
+                reply = Reply(command_id=number, result=actions[command.name]())
+            except TimeoutError as error:  # who asks about a thread that is stuck must not end us
+                reply = Reply(command_id=number, error=clip_text(str(error)))
         else:
             text = f"unknown command {command.name!r}; known: {sorted(actions)}"
-            reply = Reply(command_id=command.command_id, error=clip_text(text))
+            reply = Reply(command_id=number, error=clip_text(text))
         self.mailbox.send(reply)
-
-    @staticmethod
-    def _answer(command_id: int, action: Callable[[], Any]) -> Reply:
-        try:
-            return Reply(command_id=command_id, result=action())
-        except TimeoutError as error:  # who asks about a thread that is stuck must not end us
-            return Reply(command_id=command_id, error=clip_text(str(error)))
 
     def set_members(self, addresses: Sequence[str]) -> None:
         """Control addresses that the router vouches for."""

@@ -28,6 +28,7 @@ from kvbaton.engine.request import (
     Sequence,
     SequenceState,
     Tables,
+    extras_of,
     finish_of,
 )
 from kvbaton.engine.step import BlockCopy
@@ -157,6 +158,7 @@ class LiveRequests:
             arrival=next(self._arrivals),
             deadline=self.clock() + request.deadline_s,
             root=self.root_key(request.cache_salt),
+            extras=extras_of(request.items),
             source=source,
             items=() if self.config.whole_prompts else request.items,
             spec=request,
@@ -349,14 +351,6 @@ class LiveRequests:
             pool.ref([target])  # and the source: the reference that the child had
             self.forked_states.append(BlockCopy(g, source, target))
 
-    def _forget_forked_states(self, child: Sequence) -> None:
-        """A fork ends, or is preempted, before the copies of its states are made."""
-        mine = {block for table in child.tables for block in table}
-        dropped = [copy for copy in self.forked_states if copy.target in mine]
-        for copy in dropped:
-            self.forked_states.remove(copy)
-            self.blocks.pool.deref([copy.source, copy.target])
-
     def preempt(self, sequence: Sequence) -> None:
         """Give a running sequence's blocks to others; it goes on from its tokens later."""
         self.totals.preemptions += 1
@@ -372,8 +366,11 @@ class LiveRequests:
             self._ended.append(sequence.handle)
         sequence.handle, sequence.parent = 0, None
         sequence.sent = [0] * len(sequence.tables)
-        if self.forked_states:
-            self._forget_forked_states(sequence)
+        if self.forked_states:  # a fork whose states have yet to be copied
+            mine = {block for table in sequence.tables for block in table}
+            for copy in [copy for copy in self.forked_states if copy.target in mine]:
+                self.forked_states.remove(copy)
+                self.blocks.pool.deref([copy.source, copy.target])
         self.blocks.clear(sequence)
         for sibling in sequence.request.sequences:
             if sibling.parent is sequence:
@@ -502,7 +499,14 @@ class LiveRequests:
             return self.fail_load(load, load.end, wrong)
         self.totals.cached_at_source += cached_at_source
         self._keep(load, load.end)
-        if not choices or any(self._is_too_early(load.sequence, c.token) for c in choices):
+        # A proxy that asks the source for one token can't tell it of `min_tokens`: one that ends
+        # the text before is sampled anew here.
+        ends = () if request.params.ignore_eos else self.config.eos_token_ids
+        early = load.sequence.num_generated < request.params.min_tokens and any(
+            choice.token in ends or choice.token in request.params.stop_token_ids
+            for choice in choices
+        )
+        if early or not choices:
             self._requeue(load)
             return []
         self.run(load.sequence)
@@ -519,16 +523,6 @@ class LiveRequests:
         for sequence in [s for s in request.sequences if s.finish_reason is not None]:
             self.retire(sequence)
         return outputs
-
-    def _is_too_early(self, sequence: Sequence, token: int) -> bool:
-        """Whether a token would end the text before `min_tokens`, and must be sampled anew here.
-
-        A proxy that asks the source for one token can't tell it of `min_tokens`.
-        """
-        params = sequence.request.params
-        ends = () if params.ignore_eos else self.config.eos_token_ids
-        is_end = token in params.stop_token_ids or token in ends
-        return is_end and sequence.num_generated < params.min_tokens
 
     def fail_load(self, load: Load, valid_through: int, reason: str) -> list[Output]:
         """Apply the load-failure policy to a load of which only so many tokens are verified.
@@ -607,7 +601,7 @@ class LiveRequests:
     def counters(self) -> dict[str, float]:
         """Monotonic totals by Prometheus name."""
         totals = self.totals
-        return {
+        values = {
             "kvbaton_requests_received_total": float(totals.received),
             **_labelled("kvbaton_requests_finished_total", "reason", totals.finished.items()),
             **_labelled("kvbaton_prompt_tokens_total", "source", totals.prompt_tokens.items()),
@@ -615,30 +609,28 @@ class LiveRequests:
             "kvbaton_generation_tokens_total": float(totals.generated),
             "kvbaton_preemptions_total": float(totals.preemptions),
             "kvbaton_load_failures_total": float(totals.load_failures),
-            **self._drafted(),
         }
-
-    def _drafted(self) -> dict[str, float]:
-        """What became of drafts, under vLLM's names."""
-        if self.config.speculative is None:
-            return {}
-        totals, head = self.totals, "kvbaton_spec_decode_num"
-        places = range(self.config.speculative.num_speculative_tokens)
-        accepted = [(str(place), totals.accepted[place]) for place in places]
-        return {
-            f"{head}_drafts_total": float(totals.drafts),
-            f"{head}_draft_tokens_total": float(totals.draft_tokens),
-            f"{head}_accepted_tokens_total": float(totals.accepted.total()),
-            **_labelled(f"{head}_accepted_tokens_per_pos_total", "position", accepted),
-        }
+        if self.config.speculative is not None:  # under vLLM's names
+            head, places = "kvbaton_spec_decode_num", self.config.speculative.num_speculative_tokens
+            accepted = [(str(place), totals.accepted[place]) for place in range(places)]
+            values |= {
+                f"{head}_drafts_total": float(totals.drafts),
+                f"{head}_draft_tokens_total": float(totals.draft_tokens),
+                f"{head}_accepted_tokens_total": float(totals.accepted.total()),
+                **_labelled(f"{head}_accepted_tokens_per_pos_total", "position", accepted),
+            }
+        return values
 
     def gauges(self) -> dict[str, float]:
         """Values now by Prometheus name."""
+        # Tokens that must be computed before the requests at hand have their next token.
+        lacking = sum(len(s.tokens) for s in self.waiting)
+        lacking += sum(max(0, len(s.tokens) - s.num_scheduled - 1) for s in self.running)
         values = {
             "kvbaton_sequences_waiting": float(len(self.waiting) + len(self.parked)),
             "kvbaton_sequences_running": float(len(self.running)),
             "kvbaton_sequences_loading": float(len(self.loading)),
-            "kvbaton_prompt_tokens_waiting": float(self._prompt_tokens_waiting()),
+            "kvbaton_prompt_tokens_waiting": float(lacking),
             "kvbaton_step_token_budget": float(self.config.max_num_batched_tokens),
             "kvbaton_blocks_available": float(self.blocks.pool.num_free),
         }
@@ -648,11 +640,6 @@ class LiveRequests:
         values['kvbaton_blocks{owner="free"}'] = float(len(self.blocks.pool.lists()["free"]))
         values['kvbaton_blocks{owner="null"}'] = 1.0
         return values
-
-    def _prompt_tokens_waiting(self) -> int:
-        """Tokens that must be computed before the requests at hand have their next token."""
-        waiting = sum(len(s.tokens) for s in self.waiting)
-        return waiting + sum(max(0, len(s.tokens) - s.num_scheduled - 1) for s in self.running)
 
     def state(self) -> dict[str, Any]:
         """All that a person who looks for a fault wants to see."""

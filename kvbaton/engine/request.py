@@ -136,7 +136,7 @@ class Sequence:
                 self.tokens,
                 block_size,
                 parent_keys=known,
-                extras=extras_of(self.request.spec.items),
+                extras=self.request.extras,
             )
             self.chains[block_size] = known
         return known
@@ -156,6 +156,7 @@ class Request:
         arrival: its number in order of arrival.
         deadline: when it is ended, on the scheduler's clock.
         root: root of its block keys.
+        extras: what its items add to them.
         source: it prefills for another node.
         items: multimodal items whose encoder outputs its prompt needs.
         spec: what the client sent.
@@ -175,6 +176,7 @@ class Request:
     arrival: int
     deadline: float
     root: bytes
+    extras: tuple[Extra, ...]
     source: bool
     items: tuple[Item, ...]
     spec: AddRequest

@@ -178,19 +178,19 @@ class Runner:
     def _compute(self, output: StepOutput, rows: Ints) -> None:
         """Run the layers over the step's tokens, and sample."""
         tokens = self._tokens(output.steps, rows)
-        slots, positions = (
-            self._to_device(array)
-            for array in (tokens.blocks * self.cache.block_size + tokens.offsets, tokens.positions)
+        numbers = tokens.blocks * self.cache.block_size + tokens.offsets
+        turned = self.sequences.rotary_positions(rows, tokens.positions, tokens.query_lens)
+        slots, positions, token_rows, rotary = upload(
+            [numbers, tokens.positions, tokens.rows, turned], self.device
         )
+        slots = slots.view(numbers.shape)
         most = int(-(-tokens.context_lens.max() // self.cache.block_size))
         tables = self.sequences.tables[rows, :, :most]
         batch = PagedBatch(slots, tokens.query_lens, tokens.context_lens, tables)
         hidden = self._layers(
-            self.sequences.tokens[self._to_device(tokens.rows), positions].long(),
+            self.sequences.tokens[token_rows, positions].long(),
             positions,
-            self._to_device(
-                self.sequences.rotary_positions(rows, tokens.positions, tokens.query_lens)
-            ),
+            rotary.view(turned.shape),
             slots,
             PagedAttention(self.cache, batch, self._states(tokens, rows)),
             self._encoded(output.steps),
@@ -288,7 +288,14 @@ class Runner:
         if raw is not None:
             most = max(n for _, n in asked)
             output.logprobs = logprobs_of(raw, output.tokens[index], most)
-        self._append(rows[sampling], samples[sampling], known[sampling], output.tokens)
+        # Each sequence goes on with its own choice's token; the others are kept for forks.
+        rows, samples, known = rows[sampling], samples[sampling], known[sampling]
+        first = np.cumsum(samples) - samples
+        for row, start, count in zip(rows, first, samples, strict=True):
+            if count > 1:
+                self.sequences.branch(row, output.tokens[start : start + count])
+        own = first + np.where(samples > 1, self.sequences.choices[rows], 0)
+        self.sequences.put_tokens(rows, known, output.tokens[self._to_device(own)])
 
     def _sample_rows(self, rows: Ints, samples: Ints, known: Ints) -> SampleRows:
         """What the sampler must know of each sample; `known` are tokens before it."""
@@ -301,15 +308,6 @@ class Runner:
         if any(has_penalty(param) for param in params):
             tokens = self.sequences.tokens[self._to_device(rows), : int(lengths.max())]
         return SampleRows(params, self.sequences.num_prompt[rows], lengths, choices, tokens)
-
-    def _append(self, rows: Ints, samples: Ints, known: Ints, tokens: Tensor) -> None:
-        """Each sequence goes on with its own choice's token; the others are kept for forks."""
-        first = np.cumsum(samples) - samples
-        for row, start, count in zip(rows, first, samples, strict=True):
-            if count > 1:
-                self.sequences.branch(row, tokens[start : start + count])
-        own = first + np.where(samples > 1, self.sequences.choices[rows], 0)
-        self.sequences.put_tokens(rows, known, tokens[self._to_device(own)])
 
     def _report_prompts(
         self,

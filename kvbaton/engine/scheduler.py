@@ -29,7 +29,7 @@ from kvbaton.engine.kv_cache_manager import Match
 from kvbaton.engine.kv_connector import KVConnector
 from kvbaton.engine.live_requests import LiveRequests, next_after
 from kvbaton.engine.request import InFlightStep, ScheduledSequence, Sequence, SequenceState
-from kvbaton.engine.speculative import NgramProposer
+from kvbaton.engine.speculative import NO_DRAFTS, NgramProposer
 from kvbaton.engine.step import (
     BlockCopy,
     Fork,
@@ -95,11 +95,9 @@ class Scheduler(LiveRequests):
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         super().__init__(config, root_key=root_key, clock=clock)
-        self.proposer: Proposer | None = None
-        if (drafts := config.speculative) is not None:
-            assert drafts.prompt_lookup_min is not None
-            assert drafts.prompt_lookup_max is not None
-            self.proposer = NgramProposer(drafts.prompt_lookup_min, drafts.prompt_lookup_max)
+        drafts = config.speculative or NO_DRAFTS
+        self.proposer: Proposer = NgramProposer(*drafts.lookup)
+        self._longest_draft = drafts.num_speculative_tokens
         self._handles = itertools.count(1)
         self._launched = 0
 
@@ -128,7 +126,10 @@ class Scheduler(LiveRequests):
         for sequence in self.running:
             if sequence.request.items:
                 self.items.request(sequence, sequence.num_scheduled)
-            running.append((self._remaining(sequence), sequence))
+            unknown = not sequence.handle and sequence.parent is None
+            if sequence.pending and (unknown or sequence.is_ending or self._longest_draft):
+                continue  # it only awaits a token
+            running.append((self._reach(sequence) - sequence.num_scheduled, sequence))
         for decoding in (True, False):
             for remaining, sequence in running:
                 if not remaining or (remaining == 1) != decoding:
@@ -144,14 +145,6 @@ class Scheduler(LiveRequests):
             while self.waiting and self._admit(draft, self.waiting[0]):
                 pass
 
-    def _remaining(self, sequence: Sequence) -> int:
-        """Tokens that could be computed now; a sequence that only awaits its last one has none."""
-        if sequence.pending:
-            unknown = not sequence.handle and sequence.parent is None
-            if unknown or sequence.is_ending or self.proposer is not None:
-                return 0
-        return self._reach(sequence) - sequence.num_scheduled
-
     def _reach(self, sequence: Sequence) -> int:
         """How far it could be computed now: to its end, or to an item that is not here."""
         end = len(sequence.tokens) + sequence.pending
@@ -164,28 +157,24 @@ class Scheduler(LiveRequests):
 
         Nobody loses tokens or blocks for it.
         """
-        if self.proposer is None or self.config.speculative is None or sequence.unforked:
+        if not self._longest_draft or sequence.unforked:
             return ()
         known, others = len(sequence.tokens), len(self.running) - len(draft.scheduled) - 1
         if not sequence.num_generated or sequence.num_scheduled + 1 < known:
             return ()
         most = min(
-            self.config.speculative.num_speculative_tokens,
+            self._longest_draft,
             sequence.request.limit - known - 1,
             draft.budget - 1 - others,
         )
         if most < 1:
             return ()
         proposed = self.proposer.propose(sequence.token_array(), most)
-        if proposed and not self._fits(sequence, known + len(proposed)):
-            return ()
-        return proposed
-
-    def _fits(self, sequence: Sequence, end: int) -> bool:
-        """Whether there are blocks for a sequence up to `end`."""
+        end = known + len(proposed)
         if not sequence.shares_tail and self.blocks.covers(sequence.tables, end):
-            return True
-        return not self.blocks.too_large(end) and self.blocks.fits(self._need(sequence, end))
+            return proposed
+        fits = not self.blocks.too_large(end) and self.blocks.fits(self._need(sequence, end))
+        return proposed if fits else ()
 
     def _need(self, sequence: Sequence, end: int) -> int:
         """Blocks that a sequence lacks up to `end`."""
@@ -287,8 +276,9 @@ class Scheduler(LiveRequests):
         self.blocks.pool.launch(draft.number)
         forked, self.forked_states = self.forked_states, []
         draft.copies += forked
-        held = [copy.source for copy in draft.copies] + [copy.target for copy in forked]
-        self.blocks.pool.deref(held)
+        if draft.copies:
+            held = [copy.source for copy in draft.copies] + [copy.target for copy in forked]
+            self.blocks.pool.deref(held)
         ended, self._ended = tuple(self._ended), []
         self.in_flight.append(InFlightStep(draft.number, tuple(draft.scheduled)))
         for scheduled in draft.scheduled:
@@ -317,7 +307,10 @@ class Scheduler(LiveRequests):
         their next step. Blocks in quarantine are not free, hence count as absent.
         """
         request, total = sequence.request, len(sequence.tokens)
-        if sequence.pending or not self._has_slot(sequence):
+        taken = 1 + sequence.unforked
+        for other in self._holders():
+            taken += 1 + other.unforked
+        if sequence.pending or taken > self.config.max_num_seqs:
             return False
         if error := self.blocks.too_large(total):
             self._reject(sequence, error)
@@ -387,12 +380,6 @@ class Scheduler(LiveRequests):
             if connector.waits_for_room or self.loading:
                 return "wait"
         return "compute"
-
-    def _has_slot(self, sequence: Sequence) -> bool:
-        taken = 1 + sequence.unforked
-        for other in self._holders():
-            taken += 1 + other.unforked
-        return taken <= self.config.max_num_seqs
 
     def _holders(self) -> Iterable[Sequence]:
         """Who has blocks, or is getting some."""

@@ -37,6 +37,12 @@ class SpeculativeConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknow
     prompt_lookup_max: int | None = None
     prompt_lookup_min: int | None = None
 
+    @property
+    def lookup(self) -> tuple[int, int]:
+        """Fewest and most of the latest tokens that are looked for."""
+        most = self.prompt_lookup_max or self.prompt_lookup_min or 5
+        return self.prompt_lookup_min or most, most
+
     @classmethod
     def parse(cls, text: str | None) -> SpeculativeConfig | None:
         """Read the flag's JSON; None is no speculation.
@@ -51,17 +57,19 @@ class SpeculativeConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknow
         except msgspec.DecodeError as error:
             known = ", ".join(cls.__struct_fields__)
             raise ConfigError(FLAG, f"{text!r}: {error}; keys: {known}") from error
-        most = config.prompt_lookup_max or config.prompt_lookup_min or 5
-        least = config.prompt_lookup_min or most
         for name in ("num_speculative_tokens", "prompt_lookup_max", "prompt_lookup_min"):
             value = getattr(config, name)
             if value is not None and value < 1:
                 raise ConfigError(FLAG, f"{name}: {value} is too small; at least 1")
+        least, most = config.lookup
         if least > most:
             raise ConfigError(
                 FLAG, f"prompt_lookup_min: {least} is more than prompt_lookup_max, {most}"
             )
-        return msgspec.structs.replace(config, prompt_lookup_max=most, prompt_lookup_min=least)
+        return config
+
+
+NO_DRAFTS = SpeculativeConfig(method="ngram", num_speculative_tokens=0)
 
 
 class NgramProposer:

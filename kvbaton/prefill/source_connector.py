@@ -159,8 +159,8 @@ class SourceConnector(KVConnector):
         source = _Source(attempt, request, request.request_id, len(sequence.tokens))
         self._sources[attempt] = source
         self._by_request[request.request_id] = source
-        extras = requests.extras_of(request.items)
-        key = prompt_key(sequence.request.root, sequence.tokens, extras=extras)
+        root, extras = sequence.request.root, sequence.request.extras
+        key = prompt_key(root, sequence.tokens, extras=extras)
         self.transfers.submit(Announce(attempt, key, len(sequence.tokens)))
         return False
 

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import math
 import time
+from collections import defaultdict
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 
@@ -203,11 +204,11 @@ class CostModel:
             node.node_id in known and known[node.node_id][0] is node.load for node in nodes
         ):
             return any(speed is not None for _, speed in known.values())
-        mean: dict[str, float] = {}
-        for term in STEP_COSTS:
-            told = [node.load[term] for node in nodes if term in node.load]
-            if told:
-                mean[term] = sum(told) / len(told)
+        told = defaultdict[str, list[float]](list)
+        for node in nodes:
+            for term in node.load.keys() & STEP_COSTS:
+                told[term].append(node.load[term])
+        mean = {term: sum(seconds) / len(seconds) for term, seconds in told.items()}
         measured = "prefill_token_s" in mean
         self._speeds = {}
         elsewhere, self._elsewhere, now = self._elsewhere, {}, self._clock()

@@ -19,7 +19,7 @@ from typing_extensions import override
 from kvbaton.errors import ConfigError
 from kvbaton.messages.nodes import NodeInfo
 from kvbaton.router.config import RoutingPolicy
-from kvbaton.router.costs import CostModel, Decode, Prefill
+from kvbaton.router.costs import CostModel, Prefill
 from kvbaton.router.route import Options, Pair, Route
 
 BUILT_IN = {
@@ -218,9 +218,15 @@ class LeastCost(Policy):
             return prefills[node.node_id]
 
         def decode_cost(node: NodeInfo) -> float:
+            # For the request and for the sequences that are there.
             if node.node_id not in decodes:
-                expected = options.decode(costs, node)
-                decodes[node.node_id] = self._decode_cost(expected, output_tokens)
+                decode = options.decode(costs, node)
+                cost = self._late(decode.itl_s, self.settings.itl_slo)
+                if decode.sequences:
+                    before = self._late(decode.itl_s - decode.slower_s, self.settings.itl_slo)
+                    cost += decode.sequences * (cost - before)
+                full = 0.0 if decode.room else NO_ROOM_S
+                decodes[node.node_id] = output_tokens * cost + full
             return decodes[node.node_id]
 
         for source, target in options.pairs:
@@ -248,15 +254,6 @@ class LeastCost(Policy):
             pair_cost_s=least_pair if pair is not None else None,
             single_cost_s=least_single if single is not None else None,
         )
-
-    def _decode_cost(self, expected: Decode, output_tokens: float) -> float:
-        """Of generating on a node, for the request and for the sequences that are there."""
-        own = self._late(expected.itl_s, self.settings.itl_slo)
-        if not expected.sequences:
-            return output_tokens * own + (0.0 if expected.room else NO_ROOM_S)
-        before = self._late(expected.itl_s - expected.slower_s, self.settings.itl_slo)
-        cost = output_tokens * (own + expected.sequences * (own - before))
-        return cost + (0.0 if expected.room else NO_ROOM_S)
 
     @staticmethod
     def _late(seconds: float, objective_ms: float | None) -> float:

@@ -15,7 +15,6 @@ import logging
 import struct
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from functools import lru_cache
 
 from kvbaton.connectors.keys import iter_block_keys, root_key
 from kvbaton.engine.request import extras_of
@@ -45,6 +44,7 @@ class NodeBlocks:
         node: who.
         bit: of it, in the sets of the entries.
         identity: digest of its identity record, 32 bytes.
+        root: of the keys of blocks without a cache salt.
         groups: per KV group, tokens of a block and of its window (0 for none).
         num_blocks: that it holds and that are in the index.
     """
@@ -52,6 +52,7 @@ class NodeBlocks:
     node: NodeInfo
     bit: int
     identity: bytes
+    root: bytes
     groups: tuple[tuple[int, int], ...]
     num_blocks: int = 0
 
@@ -102,7 +103,7 @@ class PrefixIndex:
         self.drop(node.node_id)
         try:
             identity = bytes.fromhex(node.identity)
-            root_key(identity, "")
+            root = root_key(identity, "")
         except ValueError:  # it has no KV that anybody could share
             return
         if not 0 < len(groups) <= MAX_GROUPS or any(size < 1 for size, _ in groups):
@@ -110,7 +111,7 @@ class PrefixIndex:
             return
         taken = self._retired | sum(told.bit for told in self.nodes.values())
         bit = ~taken & (taken + 1)  # the lowest that is free
-        self.nodes[node.node_id] = NodeBlocks(node, bit, identity, groups)
+        self.nodes[node.node_id] = NodeBlocks(node, bit, identity, root, groups)
         self._alike = None
         self._tables += [{} for _ in range(len(groups) - len(self._tables))]
 
@@ -186,7 +187,7 @@ class PrefixIndex:
                 continue  # no engine has such groups: prefixes of them would end inside blocks
             (size,) = sizes
             salt = request.cache_salt
-            root = root_key(identity, salt) if salt else _plain_root(identity)
+            root = root_key(identity, salt) if salt else nodes[0].root
             keys = iter_block_keys(root, request.token_ids, size, extras=extras_of(request.items))
             hashes = (int.from_bytes(k[-BLOCK_HASH_BYTES:], "little") >> HASH_SHIFT for k in keys)
             bits = sum(told.bit for told in nodes)
@@ -217,7 +218,9 @@ class PrefixIndex:
         seen: list[int] = []
         ends: list[tuple[int, int]] = []  # blocks, and the nodes that have exactly these
         have, last, count = _all_of(full), -1, 0
-        for name in _recorded(hashes, seen) if windows else hashes:
+        for name in hashes:
+            if windows:
+                seen.append(name)
             held = have(name, 0)
             if held is not last:  # else it is the same set again: most are
                 last, left = held, held & nodes
@@ -255,12 +258,6 @@ def _all_of(tables: Sequence[Callable[[int, int], int]]) -> Callable[[int, int],
     return have
 
 
-def _recorded(hashes: Iterator[int], seen: list[int]) -> Iterator[int]:
-    for name in hashes:
-        seen.append(name)
-        yield name
-
-
 def _usable(
     seen: Sequence[int],
     count: int,
@@ -294,8 +291,3 @@ def _usable(
             continue
         count = hole
     return 0, nodes
-
-
-@lru_cache(64)
-def _plain_root(identity: bytes) -> bytes:
-    return root_key(identity, "")

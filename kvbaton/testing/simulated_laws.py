@@ -209,7 +209,13 @@ class SourceLaws(Laws):
                     if action.attempt in self.live:
                         self.live[action.attempt].stopped = True
                 case events.Release():
-                    self._release(action.attempt)
+                    name = action.attempt
+                    if self.live.pop(name, None) is None:
+                        self.fail(f"{name} is released, and was not engaged")
+                    self.over[name] = self.node.clock
+                    own = (w for w in self.world.writes if w.peer.near.node is self.node)
+                    if any(write.told.attempt == name and write.reads for write in own):
+                        self.fail(f"{name} is released, and a write still reads it")
                 case events.SendMessage(message=control.Drained() as drained):
                     # One that was never engaged is over as soon as that is said, asked for or not.
                     name = attempt_of(drained)
@@ -260,15 +266,6 @@ class SourceLaws(Laws):
             reserve = self.reserved[action.session, action.attempt]
             if action.end % self._units[action.session] and action.end < reserve.num_tokens:
                 self.fail(f"{action.attempt} posts up to {action.end}, inside a block")
-
-    def _release(self, name: Attempt) -> None:
-        record = self.live.pop(name, None)
-        if record is None:
-            self.fail(f"{name} is released, and was not engaged")
-        self.over[name] = self.node.clock
-        for write in self.world.writes:
-            if write.told.attempt == name and write.peer.near.node is self.node and write.reads:
-                self.fail(f"{name} is released, and a write still reads it")
 
     def _received(self, message: Any, actions: Sequence[Any]) -> None:
         if isinstance(message, control.Ack) and message.verdict == "mismatch":

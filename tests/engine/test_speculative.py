@@ -104,11 +104,11 @@ def test_a_model_with_states_is_refused(checkpoint: Callable[..., Path]) -> None
 
 
 def test_sizes_that_are_left_out_are_those_of_vllm() -> None:
-    def sizes(**given: int) -> tuple[int | None, int | None]:
+    def sizes(**given: int) -> tuple[int, int]:
         known = {"method": "ngram", "num_speculative_tokens": 2}
         config = SpeculativeConfig.parse(json.dumps(known | given))
         assert config is not None
-        return config.prompt_lookup_min, config.prompt_lookup_max
+        return config.lookup
 
     assert sizes() == (5, 5)
     assert sizes(prompt_lookup_max=4) == (4, 4)

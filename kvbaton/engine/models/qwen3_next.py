@@ -295,17 +295,18 @@ class GatedAttention(nn.Module):
         return self.o_proj((out * gate.sigmoid()).flatten(1))  # type: ignore[no-any-return]
 
 
-def _attention(config: ModelConfig, layer: int, shard: Shard) -> GatedDeltaNet | GatedAttention:
-    linear = config.linear_attention
-    assert linear is not None
-    kind = GatedDeltaNet if linear.layers[layer] else GatedAttention
-    return kind(config, layer, shard)
-
-
 class Qwen3NextDecoderLayer(DecoderLayer):
     """Either kind of attention, then experts."""
 
-    attention_class = staticmethod(_attention)
+    @staticmethod
+    def attention_class(
+        config: ModelConfig, layer: int, shard: Shard
+    ) -> GatedDeltaNet | GatedAttention:
+        """Of the kind that this layer has."""
+        linear = config.linear_attention
+        assert linear is not None
+        kind = GatedDeltaNet if linear.layers[layer] else GatedAttention
+        return kind(config, layer, shard)
 
 
 class Qwen3NextForCausalLM(LlamaForCausalLM):

@@ -264,14 +264,26 @@ def make_plan(config: VisionConfig, grids: Sequence[Grid], device: torch.device)
     """PatchPlan a call over the items of these grids, on `device`, without waiting for it."""
     merge, area = config.merge_size, config.merge_size**2
     frames = [(rows, columns) for frames, rows, columns in grids for _ in range(frames)]
-    sizes, places, frame = _units(frames, merge)
-    window = _windows(config, sizes, places, frame) if config.window_size else frame
+    # Per unit the size of its frame in patches, its row and column, its frame's number.
+    counts = [rows * columns // area for rows, columns in frames]
+    sizes = np.repeat(np.array(frames), counts, axis=0)
+    number = np.concatenate([np.arange(count) for count in counts])
+    places = np.stack(np.divmod(number, sizes[:, 1] // merge), axis=1)
+    frame = np.repeat(np.arange(len(frames)), counts)
+    window = frame  # per unit a number that those of its window share
+    if config.window_size:  # ascending by frame, row, column
+        side = config.window_size // (merge * config.patch_size)
+        most = int(sizes.max()) // merge // side + 1
+        row, column = (places // side).T
+        window = (frame * most + row) * most + column
     order, window_runs = _sorted(window, area)
     by_frame, frame_runs = _sorted(frame[order], area)
     step = np.stack(np.divmod(np.arange(area), merge), axis=1)
     positions = (places[order][:, None] * merge + step).reshape(-1, 2)
     arrays = [*_both(order), *_both(by_frame), positions, np.repeat(sizes[order], area, axis=0)]
-    out, back, out_frames, back_frames, *rest = _upload(arrays, device)
+    sent = iter(upload([array for array in arrays if array is not None], device))
+    flat: list[Any] = [None if array is None else next(sent) for array in arrays]
+    out, back, out_frames, back_frames, *rest = flat
     return PatchPlan(
         order=out,
         inverse=back,
@@ -280,24 +292,6 @@ def make_plan(config: VisionConfig, grids: Sequence[Grid], device: torch.device)
         frames=PatchSegments(frame_runs, out_frames, back_frames),
         windows=PatchSegments(window_runs),
     )
-
-
-def _units(frames: Sequence[tuple[int, int]], merge: int) -> tuple[Array, Array, Array]:
-    """Per unit the size of its frame in patches, its row and column, its frame's number."""
-    counts = [rows * columns // merge**2 for rows, columns in frames]
-    sizes = np.repeat(np.array(frames), counts, axis=0)
-    number = np.concatenate([np.arange(count) for count in counts])
-    places = np.stack(np.divmod(number, sizes[:, 1] // merge), axis=1)
-    return sizes, places, np.repeat(np.arange(len(frames)), counts)
-
-
-def _windows(config: VisionConfig, sizes: Array, places: Array, frame: Array) -> Array:
-    """Per unit a number that the units of its window share; ascending by frame, row, column."""
-    side = config.window_size // (config.merge_size * config.patch_size)
-    most = int(sizes.max()) // config.merge_size // side + 1
-    row, column = (places // side).T
-    window: Array = (frame * most + row) * most + column
-    return window
 
 
 def _sorted(segment: Array, area: int) -> tuple[Array, tuple[tuple[int, int], ...]]:
@@ -316,9 +310,3 @@ def _both(order: Array) -> tuple[Array | None, Array | None]:
     if np.array_equal(order, np.arange(len(order))):
         return None, None
     return order, np.argsort(order)
-
-
-def _upload(arrays: Sequence[Array | None], device: torch.device) -> list[Any]:
-    """Each on the device, flat; None stays None."""
-    sent = iter(upload([array for array in arrays if array is not None], device))
-    return [None if array is None else next(sent) for array in arrays]
