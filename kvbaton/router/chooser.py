@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Sequence
+from dataclasses import dataclass
 
 from msgspec import Struct
 
@@ -11,7 +12,7 @@ from kvbaton.errors import RequestError
 from kvbaton.messages.engine import AddRequest, Item
 from kvbaton.router.choose import Wanted, choose
 from kvbaton.router.costs import Prediction
-from kvbaton.router.loads import NodeLoads
+from kvbaton.router.loads import IDLE, NodeLoads
 from kvbaton.router.metrics import RouterMetrics
 from kvbaton.router.nodes import KnownNodes
 from kvbaton.router.policies import Policy
@@ -87,6 +88,19 @@ class Decision(Struct, kw_only=True):
         return "; ".join(parts)
 
 
+@dataclass(slots=True)
+class _Open:
+    """A decision whose request is under way.
+
+    Attributes:
+        held_s: when the first token came, until the target's next step.
+    """
+
+    decision: Decision
+    route: Route
+    held_s: float = 0.0
+
+
 class RouteChooser:
     """A policy at work.
 
@@ -106,7 +120,7 @@ class RouteChooser:
         self.policy = policy
         self.decisions: deque[Decision] = deque(maxlen=REMEMBERED)
         self._nodes, self._loads, self._metrics = nodes, loads, metrics
-        self._open: dict[str, tuple[Decision, Route]] = {}
+        self._open: dict[str, _Open] = {}
 
     def route(
         self, request: AddRequest, num_tokens: int, items: Sequence[Item], avoid: frozenset[str]
@@ -152,7 +166,7 @@ class RouteChooser:
         if again:
             self._open.pop(request.request_id, None)  # its times say nothing about this choice
         else:
-            self._open[request.request_id] = decision, route
+            self._open[request.request_id] = _Open(decision, route)
         return route
 
     def _check_soon(self, request: AddRequest, predicted: Prediction) -> None:
@@ -171,30 +185,38 @@ class RouteChooser:
 
     def first_token(self, request_id: str, ttft_s: float) -> None:
         """The client of a request has its first token."""
-        decision, route = self._open.get(request_id, (None, None))
-        if decision is None or route is None:
+        known = self._open.get(request_id)
+        if known is None:
             return
-        decision.observed_ttft_s = ttft_s
+        route, target, costs = known.route, known.route.target.node_id, self.policy.costs
+        known.decision.observed_ttft_s = ttft_s
         if route.predicted is not None:
-            self.policy.costs.observed(route.prefills.node_id, route.predicted, ttft_s)
+            if route.source is not None:
+                load, since = self._loads.get(target, IDLE), self._loads.prefill_since.get(target)
+                known.held_s = costs.held_s(route.target, load, since)
+            costs.observed(route.prefills.node_id, route.predicted, ttft_s)
             error = abs(route.predicted.ttft_s - ttft_s)
             self._metrics.ttft_error.observe(error)
             self._metrics.ttft_relative_error.observe(error / max(ttft_s, 1e-6))
 
     def second_token(self, request_id: str, seconds: float) -> None:
         """The second token came so long after the first."""
-        _, route = self._open.get(request_id, (None, None))
-        if route is not None and route.source is not None and route.predicted is not None:
-            late = max(0.0, seconds - route.predicted.itl_s)
+        known = self._open.get(request_id)
+        if known is None:
+            return
+        route = known.route
+        if route.source is not None and route.predicted is not None:
+            late = max(0.0, seconds - route.predicted.itl_s - known.held_s)
             self.policy.costs.handed_over(route.source, route.target, late)
 
     def ended(self, request_id: str, generated: int, itl_s: float | None) -> None:
         """A request is over, after so many tokens; with so long between them, if that is known."""
-        decision, route = self._open.pop(request_id, (None, None))
-        if decision is None or route is None or not generated:
+        known = self._open.pop(request_id, None)
+        if known is None or not generated:
             return
+        route = known.route
         self.policy.costs.finished(generated)
-        decision.observed_itl_s = itl_s
+        known.decision.observed_itl_s = itl_s
         if itl_s is not None and route.predicted is not None:
             error = abs(route.predicted.itl_s - itl_s)
             self._metrics.itl_relative_error.observe(error / max(itl_s, 1e-6))

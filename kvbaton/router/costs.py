@@ -10,9 +10,10 @@ from __future__ import annotations
 
 import math
 import time
-from collections import defaultdict
+from collections import defaultdict, deque
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
+from statistics import median
 
 from kvbaton.messages.nodes import STEP_COSTS, NodeInfo
 from kvbaton.router.loads import NodeLoad, NodeLoads
@@ -24,6 +25,11 @@ MEDIAN_STEP = 1.03
 """By so much each observation moves the median that is followed."""
 SLOPES = (0.25, 4.0)
 """Observed times may be so many times what was predicted, beyond a constant."""
+HANDOVERS = 15
+"""Of a pair, whose median counts."""
+HANDOVER_HALF_S = 30.0
+"""After so long without a hand-over half of what it took is believed, or one bad time would keep
+the pair from being tried ever again."""
 DEFAULT_STEP_TOKENS = 2048
 FIRST_OUTPUT = 128.0
 """Tokens that a request is expected to generate, while none has ended."""
@@ -169,6 +175,15 @@ class Overhead:
             self.base, self.slope = 0.0, min(max(xy / xx, low), high)
 
 
+@dataclass
+class Handovers:
+    """How much later second tokens came for a hand-over, of late; `at` is the last one's time."""
+
+    late_s: deque[float] = field(default_factory=lambda: deque(maxlen=HANDOVERS))
+    median_s: float = 0.0
+    at: float = 0.0
+
+
 class CostModel:
     """Predicts what requests take at nodes.
 
@@ -177,13 +192,11 @@ class CostModel:
 
     Attributes:
         output_tokens: that a request generates, of late.
-        handover_s: by (source, target), from the source's first token to the target's, beyond a
-            decode step.
     """
 
     def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
         self.output_tokens = FIRST_OUTPUT
-        self.handover_s: dict[tuple[str, str], float] = {}
+        self._handovers: dict[tuple[str, str], Handovers] = {}
         self._clock = clock
         self._overheads: dict[str, Overhead] = {}
         self._speeds: dict[str, tuple[Mapping[str, float], StepSpeed | None]] = {}
@@ -226,8 +239,8 @@ class CostModel:
             self._speeds[node.node_id] = node.load, speed
         for node_id in self._overheads.keys() - self._speeds.keys():
             del self._overheads[node_id]
-        if len(self.handover_s) > len(nodes) ** 2:
-            self.handover_s.clear()
+        if len(self._handovers) > len(nodes) ** 2:
+            self._handovers.clear()
         return measured
 
     def speed(self, node: NodeInfo) -> StepSpeed:
@@ -281,7 +294,24 @@ class CostModel:
 
     def handover(self, source: NodeInfo, target: NodeInfo) -> float:
         """Seconds that the second token comes later for having been handed over."""
-        return self.handover_s.get((source.node_id, target.node_id), 0.0)
+        known = self._handovers.get((source.node_id, target.node_id))
+        if known is None:
+            return 0.0
+        return known.median_s * math.exp2((known.at - self._clock()) / HANDOVER_HALF_S)
+
+    def held_s(self, node: NodeInfo, load: NodeLoad, since: float | None) -> float:
+        """Seconds until a node's next step, which a sequence that is handed over waits for.
+
+        Args:
+            node: who generates.
+            load: what it has in flight.
+            since: when it began the prompts that it computes now; None if there are none of ours.
+        """
+        _, speed = self._speeds.get(node.node_id, (None, None))  # it may have left meanwhile
+        if since is None or speed is None:
+            return 0.0
+        left = load.prefill_us / 1e6 - (self._clock() - since)
+        return min(max(0.0, left), speed.step_s + speed.prefill_s(speed.step_tokens, 0))
 
     # --- what comes of them ---
 
@@ -290,10 +320,10 @@ class CostModel:
         self._overheads.setdefault(node_id, Overhead()).observe(predicted.model_s, ttft_s)
 
     def handed_over(self, source: NodeInfo, target: NodeInfo, late_s: float) -> None:
-        """A second token came so much later than a step takes."""
-        pair = source.node_id, target.node_id
-        known = self.handover_s.get(pair, late_s)
-        self.handover_s[pair] = known + (late_s - known) / 8
+        """A second token came so much later than the target's steps explain."""
+        known = self._handovers.setdefault((source.node_id, target.node_id), Handovers())
+        known.late_s.append(late_s)
+        known.median_s, known.at = median(known.late_s), self._clock()
 
     def finished(self, tokens: int) -> None:
         """A request has generated so many tokens."""

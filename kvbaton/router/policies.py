@@ -208,6 +208,7 @@ class LeastCost(Policy):
         costs, output_tokens = self.costs, options.output_tokens(self.costs)
         prefills: dict[str, Prefill] = {}
         decodes: dict[str, float] = {}
+        held: dict[str, float] = {}
         least_pair, least_single = math.inf, math.inf
         pair: Pair | None = None
         single: NodeInfo | None = None
@@ -230,8 +231,12 @@ class LeastCost(Policy):
             return decodes[node.node_id]
 
         for source, target in options.pairs:
-            cost = self._late(prefill(source).ttft_s, self.settings.ttft_slo)
+            ttft_s = prefill(source).ttft_s
+            cost = self._late(ttft_s, self.settings.ttft_slo)
             cost += decode_cost(target) + costs.handover(source, target)
+            if target.node_id not in held:
+                held[target.node_id] = options.held_s(costs, target)
+            cost += max(0.0, held[target.node_id] - ttft_s)
             if cost < least_pair:
                 least_pair, pair = cost, (source, target)
         others = [node for node in options.singles if node.role != "prefill"]

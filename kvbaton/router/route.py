@@ -96,6 +96,10 @@ class Options:
         """What is expected of a node that generates."""
         return costs.decode(node, self.load(node), self.num_tokens)
 
+    def held_s(self, costs: CostModel, node: NodeInfo) -> float:
+        """Until a node that generates can take a sequence into a step."""
+        return costs.held_s(node, self.load(node), self.since.get(node.node_id))
+
     def predict(self, costs: CostModel, route: Route) -> Prediction:
         """What is expected of a route."""
         prefill, decode = self.prefill(costs, route.prefills), self.decode(costs, route.target)

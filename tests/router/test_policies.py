@@ -218,6 +218,35 @@ def test_work_of_other_routers_is_done_as_time_passes() -> None:
         clock.now = 100.0 + (0.05 if later == 0.0 else 10.0)
 
 
+def test_a_pair_waits_for_what_its_target_computes() -> None:
+    """P is idle, but D could not go on before it has computed a prompt of 3 s."""
+    busy = {"d0": NodeLoad(100_000, 1, 100_000, pending=1, prefill_us=3_000_000)}
+    idle, members = route("cost", nodes(1, load=H200), 4000), nodes(1, load=H200)
+    policy = load_policy(RoutingPolicy(policy="cost"), CostModel())
+    loads = NodeLoads()
+    for node_id, load in busy.items():
+        loads.change(node_id, IDLE, load)
+    found = choose(ReadyNodes(members), loads, policy, Wanted(4000, 128))
+    assert found is not None
+    assert found.pair_cost_s is not None
+    assert idle.pair_cost_s is not None
+    step_s = 0.006 + 8192 * 3e-5 + 8192 * 4.096 * 2e-6
+    assert found.pair_cost_s - idle.pair_cost_s > 0.5 * (step_s - 0.15), "a step, not the queue"
+    assert found.pair_cost_s - idle.pair_cost_s < 2 * step_s
+
+
+def test_one_slow_handover_does_not_keep_a_pair_from_being_tried_again() -> None:
+    clock = Clock()
+    costs, (p, d) = CostModel(clock), nodes(1)
+    for late in (3.0, 0.01, 0.01):
+        costs.handed_over(p.info, d.info, late)
+    assert costs.handover(p.info, d.info) == pytest.approx(0.01), "the median"
+    costs.handed_over(d.info, p.info, 3.0)
+    assert costs.handover(d.info, p.info) == pytest.approx(3.0)
+    clock.now += 300.0
+    assert costs.handover(d.info, p.info) < 0.01
+
+
 def test_cost_says_what_both_ways_cost() -> None:
     found = route("cost", nodes(1, load=H200), 4000)
     assert found.pair_cost_s is not None

@@ -10,9 +10,10 @@ import msgspec
 import pytest
 
 from kvbaton.connectors.keys import block_keys, root_key
-from kvbaton.messages.engine import BlockChange, CachedBlocks
+from kvbaton.messages.engine import AddRequest, BlockChange, CachedBlocks, SamplingParams
 from kvbaton.router.api import CHOOSER
 from kvbaton.router.config import DispatchConfig
+from kvbaton.router.loads import IDLE, NodeLoad
 from tests.router.conftest import MakeRig, Rig, until
 
 MEASURED = {"step_s": 0.001, "prefill_token_s": 1e-5, "step_tokens": 512.0}
@@ -65,6 +66,28 @@ async def test_operators_see_what_was_expected_and_what_came_of_it(make_rig: Mak
     assert "kvbaton_router_ttft_error_ratio_count 1.0" in metrics
     assert "kvbaton_router_ttft_error_seconds_count 1.0" in metrics
     assert "kvbaton_router_itl_error_ratio_count 1.0" in metrics
+
+
+async def test_what_the_target_computes_is_no_part_of_a_handover(make_rig: MakeRig) -> None:
+    rig = await make_rig(dispatch=DispatchConfig(policy="least-loaded"))
+    measured(rig, step_tokens=100_000.0)
+    chooser, costs = rig.app[CHOOSER], rig.app[CHOOSER].policy.costs
+    p, d = rig.nodes["p0"].info, rig.nodes["d0"].info
+
+    def handed_over(name: str, busy: NodeLoad) -> float:
+        request = AddRequest(request_id=name, token_ids=(1,) * 40, params=SamplingParams())
+        route = chooser.route(request, 40, (), frozenset())
+        assert route is not None
+        assert (route.source, route.target) == (p, d)
+        rig.dispatcher.loads.change("d0", IDLE, busy)
+        chooser.first_token(name, 0.1)
+        chooser.second_token(name, 0.25)
+        rig.dispatcher.loads.change("d0", busy, IDLE)
+        return costs.handover(p, d)
+
+    prompt = NodeLoad(50_000, 1, 50_000, pending=1, prefill_us=500_000)
+    assert handed_over("first", prompt) == 0.0, "it waited for half a second of another's prompt"
+    assert handed_over("second", IDLE) == pytest.approx(0.249 / 2, rel=0.01), "the median of two"
 
 
 async def test_a_request_goes_where_its_prefix_is(make_rig: MakeRig) -> None:
