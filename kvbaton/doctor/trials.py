@@ -103,7 +103,8 @@ def _transport_steps(spec: str, device: Device, trial: TransportTrial) -> Genera
         near = load_transport(spec, name=fresh_name())
         ending.callback(near.shutdown)
         yield
-        near.register(Buffer(device, NUM_BYTES, None).memory)
+        ours = Buffer(device, NUM_BYTES, None)  # a transport need not keep it alive
+        near.register(ours.memory)
         trial.host_staged = device in near.capabilities.host_staged
         yield
         poll: Callable[[], object] | None = None  # of a far side within this process

@@ -1,10 +1,11 @@
 """A process with one connector, so that it can be written to, measured, stopped and killed.
 
 ``python -m kvbaton.testing.remote_worker transport SPEC NUM_BYTES DEVICE [FUNCTION [NUMBER...]]``.
-The only region of its transport is filled with `FILLED`. It prints ``card HEX`` and, for every
-notice but `QUIET`, ``notice HEX DIGEST``: what FUNCTION, a ``package.module:name``, says of the
-region's bytes and the numbers, BLAKE2b if there is none. On a line ``write HEX`` it connects to
-that card and writes its region over the peer's region 0, again and again. It ends with its input.
+The only region of its transport is filled with `FILLED`. It prints ``card HEX PID ADDRESS``, the
+region's, and, for every notice but `QUIET`, ``notice HEX DIGEST``: what FUNCTION, a
+``package.module:name``, says of the region's bytes and the numbers, BLAKE2b if there is none. On a
+line ``write HEX`` it connects to that card and writes its region over the peer's region 0, again
+and again. It ends with its input.
 
 ``python -m kvbaton.testing.remote_worker store SPEC JOB NONCE SIZE COUNT``. It opens the store,
 prints ``ready`` and waits for a line. Then ``write`` stores objects 0 to COUNT - 1 one by one, and
@@ -16,6 +17,7 @@ from __future__ import annotations
 
 import hashlib
 import importlib
+import os
 import select
 import sys
 import time
@@ -51,7 +53,7 @@ def serve_transport(
         digest = partial(of_bytes, buffer.memory.owner, *map(int, numbers))
     transport = load_transport(spec, name=fresh_name())
     transport.register(buffer.memory)
-    _say("card", transport.card().hex())
+    _say("card", transport.card().hex(), os.getpid(), buffer.memory.address)
     whole = pack([(0, 0, 0, 0, num_bytes, 1, 0, 0)])
     peer: Peer | None = None
     handle: Handle | None = None

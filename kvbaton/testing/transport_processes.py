@@ -2,16 +2,18 @@
 
 from __future__ import annotations
 
+import os
 import signal
 import time
 from collections.abc import Callable
+from pathlib import Path
 from typing import Self
 
 import numpy as np
 
 from kvbaton.connectors.base import FenceScope, Handle, Peer, Status
 from kvbaton.connectors.registry import load_transport
-from kvbaton.testing.kit import require
+from kvbaton.testing.kit import KitBroke, require
 from kvbaton.testing.remote import start_worker
 from kvbaton.testing.remote_worker import FILLED, NOTICE
 from kvbaton.testing.transport_rig import Pair, case, digest_of, fresh_name, memory_of, pack
@@ -39,7 +41,9 @@ class _Sides:
         self.lost: list[Peer] = []
 
     def __enter__(self) -> Self:
-        self.peer = self.transport.connect(self.remote.card())
+        _, card, pid, address = self.remote.started()
+        self._far = Path(f"/proc/{pid}/mem"), int(address)
+        self.peer = self.transport.connect(bytes.fromhex(card))
         return self
 
     def __exit__(self, *exception: object) -> None:
@@ -49,6 +53,15 @@ class _Sides:
     def write(self, notice: bytes) -> Handle:
         """Start writing all of our region over theirs."""
         return self.transport.write(self.peer, pack([(0, 0, 0, 0, NUM_BYTES, 1, 0, 0)]), notice)
+
+    def landed(self) -> bool:
+        """Whether the far side's memory is like ours, also if its process is stopped."""
+        path, address = self._far
+        try:
+            with path.open("rb", 0) as memory:
+                return os.pread(memory.fileno(), NUM_BYTES, address) == self.memory.tobytes()
+        except PermissionError as error:
+            raise KitBroke(f"the memory of another process can't be read: {error}") from error
 
     def poll(self) -> None:
         """Make progress."""
@@ -170,19 +183,29 @@ def a_stopped_writer(pair: Pair) -> None:
 
 @case(3, "processes")
 def a_stopped_target(pair: Pair) -> None:
-    """A write to a process that is stopped stays pending, and `close` does not wait for it."""
+    """A write to the stopped is pending, or done and there; `close` does not wait for it."""
     with _Sides(pair) as sides:
         sides.finish(sides.write(b"first"))
+        sides.memory += 1
         sides.remote.signal(signal.SIGSTOP)
         handle = sides.write(b"stuck")
         limit = time.monotonic() + WATCH_S
-        while time.monotonic() < limit:
+        while (status := handle.status()) is Status.PENDING and time.monotonic() < limit:
             sides.poll()
-            require(handle.status() is Status.PENDING, "a write to the stopped can't have ended")
+        told = handle.error()
+        require(status in (Status.PENDING, Status.DONE), f"a write to the stopped failed: {told}")
+        _require_truth(sides, handle)
         start = time.monotonic()
         sides.transport.close(sides.peer)
         seconds = time.monotonic() - start
         require(seconds < 3.0, f"close took {seconds:.1f} s")
-        require(handle.status() is not Status.DONE, "a write that was given up can't be done")
+        _require_truth(sides, handle)
         sides.remote.signal(signal.SIGKILL)
-        sides.wait(lambda: handle.status() is Status.DRAINED, "drained", FOUND_WITHIN_S)
+        final = handle.status() if handle.status() is Status.DONE else Status.DRAINED
+        sides.wait(lambda: handle.status() is final, "drained", FOUND_WITHIN_S)
+
+
+def _require_truth(sides: _Sides, handle: Handle) -> None:
+    """A target that is stopped can't take what is sent: what is done was written without it."""
+    there = handle.status() is not Status.DONE or sides.landed()
+    require(there, "a write to the stopped is DONE, but its bytes are not there")

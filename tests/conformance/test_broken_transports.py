@@ -8,7 +8,7 @@ from kvbaton.connectors.base import Capabilities, Peer, Ranges, Transport
 from kvbaton.connectors.transports.memory import MemoryHandle, MemoryHub, MemoryTransport
 from kvbaton.testing.check import Subject
 from kvbaton.testing.kit import CaseVerdict, Outcome, run_case
-from kvbaton.testing.transport_rig import Pair, fresh_name
+from kvbaton.testing.transport_rig import Pair, fresh_name, pair_of
 from tests.connectors_broken.transports import BROKEN
 
 
@@ -33,6 +33,14 @@ def test_the_first_case_to_fail_is_the_one_for_it(broken: type[MemoryTransport])
     failure = first_failure(broken)
     assert failure is not None
     assert (failure.case, failure.verdict) == (BROKEN[broken], CaseVerdict.FAILED), failure.text
+
+
+def test_done_is_not_believed_of_a_process_that_is_stopped() -> None:
+    spec = "tests.connectors_broken.processes:DoneWhenSent"
+    cases = {case.id: case for case in Subject(spec, "transport").cases()}
+    outcome = run_case(cases["L3.a-stopped-target"], lambda: pair_of(spec), limit=60.0)
+    assert outcome.verdict is CaseVerdict.FAILED, outcome.text
+    assert "its bytes are not there" in outcome.text
 
 
 def test_the_transport_that_they_mutate_passes() -> None:
