@@ -192,7 +192,8 @@ class BareNixl:
     It has as much of a `Transport` as a `remote_worker` needs to be written to.
     """
 
-    def __init__(self, name: str) -> None:
+    def __init__(self, name: str, *, host: str = "127.0.0.1") -> None:
+        del host  # NIXL names its own addresses
         api = importlib.import_module("nixl_cu13._api")
         self.agent: Any = api.nixl_agent(name, api.nixl_agent_config(enable_prog_thread=False))
         self.name, self.address = name, 0
