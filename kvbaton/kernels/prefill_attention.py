@@ -4,8 +4,9 @@ cuDNN's kernel is nearly twice as fast as the paged one on a Hopper GPU, but wan
 and builds a plan (50 to 120 ms, once) for every new shape. So a long chunk is cut into shapes from
 a small set: its own keys, causal, padded to a multiple of `GRANULE`; and the prefix, gathered from
 the pages, in multiples of `PREFIX_GRANULE`; what the prefix leaves goes before the own keys, with
-empty queries in front. The two states are merged. What was not planned before the node was ready
-goes through the paged kernel, unless it is so long that a plan costs little beside it.
+empty queries in front. The two states are merged. Plans are for strides too, so that these follow
+from the shape alone. What was not planned before the node was ready goes through the paged kernel,
+unless it is so long that a plan costs little beside it.
 """
 
 from __future__ import annotations
@@ -99,7 +100,8 @@ def prefill_attention(
         [T, heads, D], contiguous.
     """
     plain = softcap == 0.0 and sinks is None and cudnn_fits(query, key_cache.shape[2])
-    kind = (threading.get_ident(), query.dtype, *query.shape[1:], key.shape[1])
+    strides = (x.stride(0) for x in (query, key, value))
+    kind = (threading.get_ident(), query.dtype, *query.shape[1:], key.shape[1], *strides)
     lengths = list(zip(batch.query_lens, batch.prefix_lens, strict=True))
     long = [
         plain
@@ -116,7 +118,8 @@ def prefill_attention(
         fresh, prefix = lengths[row]
         alike = _alike(lengths, row) if long[row] else 1
         if prefix == 0:
-            while long[row] and not _is_planned(kind, (alike, _padded(fresh), _padded(fresh))):
+            padded = -(-fresh // GRANULE) * GRANULE
+            while long[row] and not _is_planned(kind, ("prompts", alike, padded, padded)):
                 alike //= 2
                 long[row] = alike > 0
             alike = max(alike, 1)
@@ -144,22 +147,22 @@ def _alike(lengths: list[tuple[int, int]], row: int) -> int:
     return same
 
 
-def _padded(tokens: int) -> int:
-    return -(-tokens // GRANULE) * GRANULE
+Shape = tuple[str, int, int, int]
+"""Of a launch: what the keys are, how many prompts, queries and keys of each."""
 
 
-def _chunk_shapes(tokens: int, prefix: int) -> list[tuple[int, int, int]]:
-    """Prompts, queries and keys of each launch of `_chunk`."""
+def _chunk_shapes(tokens: int, prefix: int) -> list[Shape]:
+    """Of each launch of `_chunk`."""
     whole = prefix // PREFIX_GRANULE * PREFIX_GRANULE
     granule = PREFIX_GRANULE if whole else GRANULE
     own = -(-(prefix - whole + tokens) // granule) * granule
-    return [(1, own, own), *([(1, own, whole)] if whole else [])]
+    return [("own", 1, own, own), *([("prefix", 1, own, whole)] if whole else [])]
 
 
-def _is_planned(kind: tuple[object, ...], *shapes: tuple[int, int, int]) -> bool:
+def _is_planned(kind: tuple[object, ...], *shapes: Shape) -> bool:
     """Whether cuDNN has planned launches of these shapes, or may do so now."""
     names = {(*kind, *shape) for shape in shapes}
-    pairs = sum(count * queries * keys for count, queries, keys in shapes)
+    pairs = sum(count * queries * keys for _, count, queries, keys in shapes)
     if getattr(_planning, "now", False) or pairs >= LONG_ENOUGH:
         _planned.update(names)
     return names <= _planned
@@ -214,10 +217,23 @@ def _fresh(
     parts = [x.view(count, tokens, *x.shape[1:]) for x in (query, key, value)]
     extra = -tokens % GRANULE
     if extra:
-        parts = [pad(x, (0, 0, 0, 0, 0, extra)) for x in parts]
+        parts = [_pad_tokens(x, extra) for x in parts]
     query, key, value = (x.transpose(1, 2) for x in parts)
     out, _ = _cudnn_batch(query, key, value, True, scale)
     return out.transpose(1, 2)[:, :tokens].flatten(0, 1)
+
+
+def _pad_tokens(x: torch.Tensor, extra: int) -> torch.Tensor:
+    """[N, T, heads, D] with `extra` zeros after each T, strided as if they had been there."""
+    count, tokens, heads, dim = x.shape
+    row = x.stride(1)
+    padded = torch.empty_strided(
+        (count, tokens + extra, heads, dim), ((tokens + extra) * row, row, *x.stride()[2:]),
+        dtype=x.dtype, device=x.device,
+    )  # fmt: skip
+    padded[:, :tokens] = x
+    padded[:, tokens:] = 0
+    return padded
 
 
 def _chunk(
@@ -230,24 +246,28 @@ def _chunk(
 ) -> torch.Tensor:
     """A chunk after `prefix` cached tokens."""
     tokens = query.shape[0]
-    (_, own, _), *earlier = _chunk_shapes(tokens, prefix)
-    whole = earlier[0][2] if earlier else 0
+    (_, _, own, _), *earlier = _chunk_shapes(tokens, prefix)
+    whole = earlier[0][3] if earlier else 0
     rest = prefix - whole
     padded = pad(query, (0, 0, 0, 0, rest, own - rest - tokens))
-    key, value = (
-        _gather(cache, block_table, whole + own, prefix + tokens).to(query.dtype)
-        for cache in (key_cache, value_cache)
-    )
+
+    def among(start: int, keys: int, valid: int) -> tuple[torch.Tensor, torch.Tensor]:
+        key, value = (
+            _gather(cache, block_table, start, keys, valid).to(query.dtype)
+            for cache in (key_cache, value_cache)
+        )
+        return _cudnn(padded, key, value, start == whole, scale)
+
     span = slice(rest, rest + tokens)
-    out, lse = _cudnn(padded, key[:, whole:], value[:, whole:], True, scale)
+    out, lse = among(whole, own, rest + tokens)
     if not whole:
         return out[span]
-    before, before_lse = _cudnn(padded, key[:, :whole], value[:, :whole], False, scale)
+    before, before_lse = among(0, whole, whole)
     return merge_attention_states(out[span], lse[span], before[span], before_lse[span])[0]
 
 
 def _gather(
-    cache: torch.Tensor, block_table: torch.Tensor, tokens: int, valid: int
+    cache: torch.Tensor, block_table: torch.Tensor, start: int, tokens: int, valid: int
 ) -> torch.Tensor:
     """[kv_heads, tokens, D] from the pages of one sequence, zero past `valid` tokens."""
     heads, block_size, head_dim = cache.shape[1:]
@@ -260,6 +280,7 @@ def _gather(
         block_table,
         order,
         tokens,
+        source_start=start,
         num_valid=valid,
     )
     return buffer
