@@ -45,7 +45,11 @@ def jit(*unspecialized: str) -> Callable[[Callable[..., Any]], Any]:
     """
 
     def decorate(kernel: Callable[..., Any]) -> Any:
-        return triton.jit(kernel, do_not_specialize=unspecialized) if HAS_TRITON else kernel
+        if not HAS_TRITON:
+            return kernel
+        # Of this name in profiles, where all are `_kernel` else.
+        name = f"{kernel.__module__.rpartition('.')[2]}_{kernel.__name__.lstrip('_')}"
+        return triton.jit(kernel, do_not_specialize=unspecialized, repr=lambda _: name)
 
     return decorate
 
