@@ -91,7 +91,6 @@ for group, groups, warps, gated in (
         num_warps=warps,
     )
     assert "cvt.rn.satfinite.e4m3x2" in ptx
-    assert ".entry quantize_fp8_kernel(" in ptx  # the name that profiles show
 for rows, columns, warps in ((16, 32, 4), (32, 32, 4), (64, 128, 4), (128, 128, 8)):
     ptx = run(
         block_scaled_linear._kernel,
