@@ -16,11 +16,13 @@ import re
 from collections.abc import Mapping
 from dataclasses import dataclass
 from importlib.metadata import EntryPoint, entry_points
-from typing import Any
+from typing import Any, get_type_hints
+
+import msgspec
 
 from kvbaton.connectors.base import Transport
 from kvbaton.connectors.store import Store
-from kvbaton.errors import ConfigError
+from kvbaton.errors import ConfigError, KvbatonError
 
 Spec = str | Mapping[str, Mapping[str, Any]]
 """Names a connector and its options; see the module's docstring."""
@@ -97,7 +99,8 @@ def load_transport(spec: str, *, name: str, host: str = "127.0.0.1", **context: 
         context: further keyword arguments; options of the spec win over all of them.
 
     Raises:
-        ConfigError: unknown name, bad JSON, a missing dependency, wrong arguments, no transport.
+        ConfigError: unknown name, bad JSON, a missing dependency, wrong arguments, no transport,
+            one whose constructor raises.
     """
     transport: Transport = _build(TRANSPORTS, spec, {"name": name, "host": host} | context)
     return transport
@@ -147,12 +150,36 @@ def _build(kind: Kind, spec: str, context: dict[str, Any]) -> Any:
         inspect.signature(factory).bind(**arguments)
     except (TypeError, ValueError) as error:
         raise ConfigError(kind.flag, f"{target} does not take these options: {error}") from error
-    connector = factory(**arguments)
-    if not isinstance(connector, kind.protocol):
+    _check_types(kind, target, factory, options)
+    try:
+        connector = factory(**arguments)
+        fits = isinstance(connector, kind.protocol)  # looks at its properties
+    except KvbatonError:
+        raise
+    except Exception as error:
+        text = f"{target} can't be built: {type(error).__name__}: {error}"
+        raise ConfigError(kind.flag, text) from error
+    if not fits:
         missing = [n for n in dir(kind.protocol) if n[0] != "_" and not hasattr(connector, n)]
         noun = kind.noun.capitalize()
         raise ConfigError(kind.flag, f"{target} is not a {noun}: it lacks {', '.join(missing)}")
     return connector
+
+
+def _check_types(kind: Kind, target: str, factory: Any, options: Mapping[str, Any]) -> None:
+    """Refuse options that are not of the type that the constructor annotates, if JSON has it."""
+    try:
+        hints = get_type_hints(factory.__init__ if inspect.isclass(factory) else factory)
+    except Exception:  # of names that exist for type checkers only, say
+        return
+    for option, value in options.items():
+        try:
+            msgspec.convert(value, hints.get(option, Any))
+        except msgspec.ValidationError as error:
+            text = f"{target}'s option {option} has a wrong type: {error}"
+            raise ConfigError(kind.flag, text) from error
+        except TypeError:  # a type that msgspec does not know
+            continue
 
 
 def _entry_points(kind: Kind) -> list[EntryPoint]:

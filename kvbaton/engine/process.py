@@ -11,6 +11,7 @@ import os
 import shutil
 import signal
 import tempfile
+import threading
 from collections.abc import Sequence
 from contextlib import suppress
 from multiprocessing.connection import Connection
@@ -92,6 +93,20 @@ def core_main(
     finally:
         if frontends is not None:
             frontends.close()
+    leave()
+
+
+def leave() -> None:
+    """End this process now if a thread is left that the interpreter would wait for.
+
+    A pool's thread that hangs in a store is one.
+    """
+    this = threading.current_thread()
+    left = [t.name for t in threading.enumerate() if t is not this and not t.daemon]
+    if left:
+        logger.warning("ends without waiting for the threads %s", ", ".join(left))
+        logging.shutdown()
+        os._exit(0)
 
 
 def _report(message: Ready | Dead, parent: Connection) -> None:

@@ -25,6 +25,7 @@ from typing_extensions import override
 
 from kvbaton.connectors.layout import GroupKind
 from kvbaton.connectors.objects import HEADER_BYTES
+from kvbaton.engine.circuit_breaker import CircuitBreaker
 from kvbaton.engine.kv_connector import HeldBlocks, KVConnector, Load
 from kvbaton.engine.live_requests import LiveRequests, next_after
 from kvbaton.engine.request import Request, Sequence, SequenceState
@@ -33,6 +34,7 @@ from kvbaton.engine.store_worker import (
     BlockSave,
     LoadBlocks,
     LookUp,
+    ProbeStore,
     SaveBlocks,
     StoreWorker,
 )
@@ -48,8 +50,8 @@ SCARCE_SHARE = 16
 """Saves that have not begun are given up when less than this part of a pool is free."""
 KNOWN_KEYS = 1 << 17
 """Objects that are remembered to be in the store."""
-PAUSE_S = 1.0
-"""For so long no store is asked anything after a lookup was late or failed."""
+SAVE_S = 30.0
+"""A store that takes longer to save is not asked to for a while."""
 RETRY_S = 5.0
 """For so long nobody tries to load an object that was bad or late."""
 
@@ -76,6 +78,21 @@ class _StoreLoad(LoadBlocks):
     deadline: float
     over: bool = False
     followers: list[Sequence] = field(default_factory=list)
+
+
+@dataclass(eq=False, kw_only=True)
+class _Probe(ProbeStore):
+    """A probe on its way; `late` once it counts as failed."""
+
+    deadline: float
+    late: bool = False
+
+
+@dataclass(eq=False, kw_only=True)
+class _Saving(SaveBlocks):
+    """Blocks on their way."""
+
+    deadline: float
 
 
 class StoreConnector(KVConnector):
@@ -111,11 +128,14 @@ class StoreConnector(KVConnector):
         self._loading: dict[bytes, _StoreLoad] = {}
         self._pins: list[tuple[Request, list[int]]] = []
         self._queue: deque[BlockSave] = deque()
-        self._saving: set[SaveBlocks] = set()
+        self._saving: set[_Saving] = set()
         self._unsaved: set[bytes] = set()
         self._known: OrderedDict[bytes, None] = OrderedDict()
         self._bad: dict[bytes, float] = {}
-        self._lookups_from = 0.0
+        self._reads = CircuitBreaker(f"lookups and loads of {worker.name}")
+        self._writes = CircuitBreaker(f"saves of {worker.name}")
+        self._failed_call = ""
+        self._probe: _Probe | None = None
         self._counts: Counter[str] = Counter()
         self._seconds = {"load": 0.0, "save": 0.0}
 
@@ -124,14 +144,23 @@ class StoreConnector(KVConnector):
     @override
     def added(self, sequence: Sequence) -> bool:
         """Ask for what the local cache lacks of a new request; False if there is nothing to ask."""
+        if not (self._blocks.caching and sequence.request.reads_cache):
+            return False
         now = self._clock()
-        if not (self._blocks.caching and sequence.request.reads_cache) or now < self._lookups_from:
+        if self._reads.is_open and (self._probe is not None or not self._reads.due(now)):
+            self._counts["lookups skipped"] += 1
             return False
         total = len(sequence.tokens)
         start = self._blocks.match_sequence(sequence).num_tokens
         runs = self._runs(sequence, start, total - total % self._blocks.alignment)
         keys = tuple(key for run in runs for key in run.keys)
         if not keys:
+            return False
+        if self._reads.is_open:  # this request waits for nothing, but lends its keys to a probe
+            self._counts["lookups skipped"] += 1
+            deadline = now + self._lookup_timeout_s + self._load_timeout_s
+            self._probe = _Probe(runs=runs, deadline=deadline)
+            self.worker.submit(self._probe)
             return False
         lookup = _Lookup(
             keys=keys,
@@ -166,9 +195,10 @@ class StoreConnector(KVConnector):
             self.worker.release(lookup.pins)
             return
         if lookup.error is not None:
-            self._give_up_asking(lookup, "failed")
+            self._give_up_asking(lookup, "failed", "a lookup failed")
             return
         self._lookups.remove(lookup)
+        self._note_read("lookup")
         self._note_known(zip(lookup.keys, lookup.present, strict=True))
         request = lookup.sequence.request
         end = self._prefix_end(lookup.sequence, lookup.start, lookup.runs, lookup.present)
@@ -200,12 +230,30 @@ class StoreConnector(KVConnector):
             hits.append([1] * here + [0] * (first - here) + there)
         return self._blocks.usable(hits, len(sequence.tokens))
 
-    def _give_up_asking(self, lookup: _Lookup, outcome: str) -> None:
+    def _give_up_asking(self, lookup: _Lookup, outcome: str, reason: str) -> None:
         """The request goes on without the store, and so do others for a while."""
         self._lookups.remove(lookup)
         self._counts[f"lookups {outcome}"] += 1
-        self._lookups_from = self._clock() + PAUSE_S
+        self._reads_fail("lookup", reason)
         self._scheduler.unpark(lookup.sequence)
+
+    def _reads_fail(self, call: str, reason: str) -> None:
+        self._failed_call = call
+        self._reads.failed(self._clock(), reason)
+
+    def _note_read(self, call: str) -> None:
+        """A call of a request has worked. While loads fail, lookups that work prove nothing."""
+        if call == self._failed_call and not self._reads.is_open:
+            self._reads.worked()
+
+    def _probed(self, probe: _Probe) -> None:
+        self._probe = None
+        if probe.error is not None:
+            self._reads.failed(self._clock(), "a probe failed")
+        elif probe.lookup_seconds > self._lookup_timeout_s:
+            self._reads.failed(self._clock(), f"a lookup took {probe.lookup_seconds:.2g} s")
+        elif not probe.late:
+            self._reads.close()
 
     def _note_known(self, found: Iterable[tuple[bytes, bool]]) -> None:
         for key, present in found:
@@ -267,8 +315,15 @@ class StoreConnector(KVConnector):
         self._note_known((key, ok) for (_, key), ok in zip(keys, load.good, strict=True))
         self._counts["load blocks ok"] += len(there)
         self._counts["load blocks corrupt"] += load.corrupt
-        self._counts["load blocks missing"] += len(keys) - len(there) - load.corrupt
+        unknown = "cancelled" if load.cancelled else "failed"
+        self._counts[f"load blocks {unknown}"] += load.unanswered
+        missing = len(keys) - len(there) - load.corrupt - load.unanswered
+        self._counts["load blocks missing"] += missing
         self._count_bytes("load", there, load.seconds)
+        if load.error is not None and not load.cancelled:
+            self._reads_fail("load", "a load failed")
+        elif there and not load.cancelled:
+            self._note_read("load")
         if load.over:
             return []
         valid = self._prefix_end(load.load.sequence, load.load.start, load.runs, load.good)
@@ -301,6 +356,9 @@ class StoreConnector(KVConnector):
 
     @override
     def committed(self, sequence: Sequence, g: int, first: int, end: int) -> None:
+        if self._writes.is_open and not self._writes.due(self._clock()):
+            self._counts["save blocks dropped"] += end - first
+            return
         size, pool = self._blocks.groups[g].block_size, self._blocks.pool
         chain, table, by_key = sequence.chain(size), sequence.tables[g], pool.by_key[g]
         most = max(8, pool.usable // QUEUE_SHARE)
@@ -317,8 +375,12 @@ class StoreConnector(KVConnector):
             number = self._blocks.groups[g].span_number(i)
             self._queue.append(BlockSave(g, number, table[i], key, summed))
 
-    def _saved(self, order: SaveBlocks) -> None:
+    def _saved(self, order: _Saving) -> None:
         self._saving.remove(order)
+        if order.error is not None:
+            self._writes.failed(self._clock(), "a save failed")
+        else:
+            self._writes.worked()
         stored = [save for save, ok in zip(order.saves, order.stored, strict=True) if ok]
         for g in range(len(self._blocks.groups)):
             # Named are the blocks that were kept, as far as they are still in the prefix cache.
@@ -350,16 +412,20 @@ class StoreConnector(KVConnector):
                     self._looked_up(order)
                 case _StoreLoad():
                     outputs += self._loaded(order)
-                case SaveBlocks():
+                case _Saving():
                     self._saved(order)
+                case _Probe():
+                    self._probed(order)
         outputs += self._expire(now)
-        if self._blocks.pool.num_free < self._blocks.pool.usable // SCARCE_SHARE:
+        left_alone = self._writes.is_open and not self._writes.due(now)
+        if left_alone or self._blocks.pool.num_free < self._blocks.pool.usable // SCARCE_SHARE:
             self._counts["save blocks dropped"] += len(self._queue)
             self._release_saves(self._queue)
             self._queue.clear()
         while self._queue and len(self._saving) < SAVES_IN_FLIGHT:
             count = min(BATCH_BLOCKS, len(self._queue))
-            saves = SaveBlocks(saves=tuple(self._queue.popleft() for _ in range(count)))
+            taken = tuple(self._queue.popleft() for _ in range(count))
+            saves = _Saving(saves=taken, deadline=now + SAVE_S)
             self._saving.add(saves)
             self.worker.submit(saves)
         return outputs
@@ -367,16 +433,23 @@ class StoreConnector(KVConnector):
     def _expire(self, now: float) -> list[Output]:
         """Go on without what is late; stop what nobody wants any more."""
         for lookup in [lookup for lookup in self._lookups if lookup.deadline <= now]:
-            self._give_up_asking(lookup, "late")
+            self._give_up_asking(lookup, "late", "a lookup was late")
         outputs: list[Output] = []
         for load in self._loads:
             wanted = self._scheduler.is_loading(load.load)
             if load.over or (wanted and load.deadline > now):
                 continue
             self._counts["loads late" if wanted else "loads cancelled"] += 1
+            if wanted:
+                self._reads_fail("load", "a load was late")
             self.worker.cancel(load)
             reason = f"nothing came within {self._load_timeout_s:g} s"
             outputs += self._finish(load, load.load.start, reason, failed=wanted)
+        if self._probe is not None and not self._probe.late and self._probe.deadline <= now:
+            self._probe.late = True
+            self._reads.failed(now, "a probe was late")
+        if any(save.deadline <= now for save in self._saving):
+            self._writes.failed(now, "a save was late")
         self._bad = {key: until for key, until in self._bad.items() if until > now}
         # Pins last until their request is loaded, runs, or is over.
         loading = {load.load.sequence.request for load in self._loads}
@@ -420,9 +493,9 @@ class StoreConnector(KVConnector):
         store, counts = self.worker.name, self._counts
         totals = {}
         for kind, outcomes in (
-            ("lookups", ("hit", "miss", "failed", "late")),
+            ("lookups", ("hit", "miss", "failed", "late", "skipped")),
             ("loads", ("ok", "failed", "late", "cancelled")),
-            ("load blocks", ("ok", "missing", "corrupt")),
+            ("load blocks", ("ok", "missing", "corrupt", "failed", "cancelled")),
             ("save blocks", ("stored", "dropped", "refused", "failed")),
         ):
             name = f"kvbaton_store_{kind.replace(' ', '_')}_total"
@@ -433,6 +506,11 @@ class StoreConnector(KVConnector):
             label = f'{{store="{store}",direction="{way}"}}'
             totals[f"kvbaton_store_bytes_total{label}"] = float(counts[f"bytes {way}"])
             totals[f"kvbaton_store_seconds_total{label}"] = self._seconds[way]
+        for call, errors in self.worker.calls.errors.items():
+            totals[f'kvbaton_store_errors_total{{store="{store}",call="{call}"}}'] = float(errors)
+        for calls, breaker in (("read", self._reads), ("write", self._writes)):
+            label = f'{{store="{store}",calls="{calls}"}}'
+            totals[f"kvbaton_store_circuit_opened_total{label}"] = float(breaker.opened)
         return totals
 
     @override

@@ -15,6 +15,7 @@ import time
 from collections import deque
 from collections.abc import Callable, Generator, Sequence
 from concurrent.futures import Future
+from contextlib import suppress
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any, NamedTuple, TypeVar
@@ -23,23 +24,23 @@ from kvbaton.connectors.objects import HEADER_BYTES, ObjectForm
 from kvbaton.connectors.store import Store
 from kvbaton.engine.block_staging import StagedBlocks
 from kvbaton.engine.executor import Executor
+from kvbaton.engine.store_calls import Job, StoreCalls, StoreStatus, Wait
 from kvbaton.errors import ConfigError, StoreError
 
 logger = logging.getLogger(__name__)
 
 T = TypeVar("T")
-Wait = Future[Any] | Callable[[], bool]
-"""What a job waits for: a future, or something to be asked again and again."""
-Job = Generator[Wait, None, T]
 
 LOOK_S = 0.0005
 """From a first look at what can't wake the thread, sums and copies of a device, to the second."""
 LOOK_GROWTH = 1.25
 """Each pause is so much longer than the one before: every look disturbs the steps."""
 MOST_LOOK_S = 0.02
-CLOSE_S = 10.0
-WARN_S = 10.0
-"""Between two lines in the log about failures."""
+OPEN_S = 60.0
+CLOSE_S = 3.0
+"""A store that closes no sooner is left behind."""
+PROBE_BYTES = 8 << 20
+"""Of the objects that a probe loads, if there are more than one."""
 
 
 class BlockRun(NamedTuple):
@@ -96,6 +97,7 @@ class LoadBlocks:
         cancelled: nobody wants it any more.
         good: per block of all runs, whether it is there and verified.
         corrupt: how many were there, but not what they should be.
+        unanswered: of how many the store did not say whether it has them.
         seconds: that it took.
         error: why nothing came.
     """
@@ -104,6 +106,24 @@ class LoadBlocks:
     cancelled: bool = False
     good: list[bool] = field(default_factory=list)
     corrupt: int = 0
+    unanswered: int = 0
+    seconds: float = 0.0
+    error: str | None = None
+
+
+@dataclass(eq=False, kw_only=True)
+class ProbeStore:
+    """Look objects up and load a few into memory of nobody: do calls work again?
+
+    Attributes:
+        runs: which objects; blocks don't matter.
+        lookup_seconds: what the lookup took.
+        seconds: what both took.
+        error: why not.
+    """
+
+    runs: tuple[BlockRun, ...]
+    lookup_seconds: float = 0.0
     seconds: float = 0.0
     error: str | None = None
 
@@ -118,7 +138,7 @@ class SaveBlocks:
     error: str | None = None
 
 
-Order = LookUp | LoadBlocks | SaveBlocks
+Order = LookUp | LoadBlocks | SaveBlocks | ProbeStore
 
 
 class StoreWorker:
@@ -133,12 +153,16 @@ class StoreWorker:
     Attributes:
         wake_fd: readable when `take` has something.
         failure: why the thread has ended by itself; None while all is well.
+
+    Raises:
+        ConfigError: the store's capabilities are none.
     """
 
     def __init__(
         self, store: Store, executor: Executor, forms: tuple[ObjectForm, ...], identity: bytes
     ) -> None:
-        self.store = store
+        self.calls = StoreCalls(store)
+        self.status = StoreStatus(self.calls)
         self.wake_fd = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
         self.name = store.name
         self.failure: str | None = None
@@ -153,7 +177,6 @@ class StoreWorker:
         self._stopping = False
         self._jobs: dict[Job[None], Wait] = {}
         self._loads: dict[LoadBlocks, Future[list[bool]]] = {}
-        self._warn_at = 0.0
         self._thread = threading.Thread(target=self._run, name="kvbaton-store", daemon=True)
 
     # --- called by the core's thread ---
@@ -168,9 +191,16 @@ class StoreWorker:
         self._opened = opened
         self._thread.start()
         try:
-            opened.result()
-        except StoreError as error:
-            raise ConfigError("--store", f"can't open {self.name}: {error}") from error
+            opened.result(OPEN_S)
+        except ConfigError:
+            raise
+        except TimeoutError as error:
+            text = f"{self.name} was not open within {OPEN_S:g} s"
+            raise ConfigError("--store", text) from error
+        except BaseException as error:
+            told = "" if isinstance(error, StoreError) else f"{type(error).__name__}: "
+            raise ConfigError("--store", f"can't open {self.name}: {told}{error}") from error
+        self.status.start()
 
     def submit(self, order: Order) -> None:
         """Have an order carried out; `take` gives it back."""
@@ -181,17 +211,19 @@ class StoreWorker:
                 job = self._load(order)
             case SaveBlocks():
                 job = self._save(order)
+            case ProbeStore():
+                job = self._probe(order)
         self._post(lambda: self._go_on(job))
 
     def cancel(self, order: LoadBlocks) -> None:
         """Nobody wants a load any more; it comes back all the same."""
         order.cancelled = True
-        self._post(lambda: order in self._loads and self._loads[order].cancel())
+        self._post(lambda: self._cancel(order))
 
     def release(self, pins: Sequence[int]) -> None:
         """Give pins of a lookup back."""
         for pin in pins:
-            self._post(partial(self.store.release, pin))
+            self._post(partial(self.calls.release, pin))
 
     def _post(self, call: Callable[[], object]) -> None:
         self._inbox.append(call)
@@ -207,14 +239,9 @@ class StoreWorker:
 
     def gauges(self) -> dict[str, float]:
         """Values now by Prometheus name; what the store can't tell is left out."""
-        usage = self.store.usage()
-        unhealthy = self.failure is not None or self.store.health() is not None
-        values = {
-            "unhealthy": float(unhealthy),
-            "objects": usage.objects,
-            "used_bytes": usage.num_bytes,
-            "capacity_bytes": usage.capacity,
-        }
+        self.status.refresh()
+        unhealthy = self.failure is not None or self.status.trouble is not None
+        values = {"unhealthy": float(unhealthy), **self.status.gauges()}
         label = f'{{store="{self.name}"}}'
         return {f"kvbaton_store_{n}{label}": float(v) for n, v in values.items() if v is not None}
 
@@ -223,17 +250,19 @@ class StoreWorker:
         return {
             "name": self.name,
             "failure": self.failure,
-            "health": self.store.health(),
+            "health": self.status.trouble,
+            "errors": self.calls.errors,
             "jobs": len(self._jobs),
         }
 
     def close(self) -> None:
-        """End what runs, and close the store."""
+        """End what runs, and close the store; one that hangs is left behind."""
+        self.status.close()
         self._stopping = True
         self._wake.set()
         self._thread.join(CLOSE_S)
         if self._thread.is_alive():
-            logger.warning("the store %s does not close", self.name)
+            self.calls.note("close", TimeoutError(f"not within {CLOSE_S:g} s; it is left behind"))
         else:
             os.close(self.wake_fd)
 
@@ -241,12 +270,12 @@ class StoreWorker:
 
     def _run(self) -> None:
         try:
-            self.store.open()
+            self.calls.plugin.open()
         except BaseException as error:
             self._opened.set_exception(error)
             return
         self._opened.set_result(None)
-        if self.store.capabilities.synthetic:
+        if self.calls.capabilities.synthetic:
             logger.warning("%s makes KV up: answers are noise, good for benchmarks only", self.name)
         try:
             while not self._stopping:
@@ -255,58 +284,83 @@ class StoreWorker:
                 self._pause_s = LOOK_S if woken else min(self._pause_s * LOOK_GROWTH, MOST_LOOK_S)
                 self._wake.clear()
                 while self._inbox:
-                    call = self._inbox.popleft()
-                    try:
-                        call()
-                    except Exception as error:
-                        self._warn("a call", error)
-                for job, wait in list(self._jobs.items()):
-                    if wait.done() if isinstance(wait, Future) else wait():
-                        self._go_on(job)
+                    self._inbox.popleft()()
+                for job in list(self._jobs):
+                    self._go_on(job)
         except BaseException as error:
             logger.exception("the store's thread has ended")
             self.failure = f"{type(error).__name__}: {error}"
         finally:
-            self.store.close()
+            self.calls.close()
 
     def _go_on(self, job: Job[None]) -> None:
         """Run a job up to the next thing that it really has to wait for."""
-        self._jobs.pop(job, None)
-        for wait in job:
-            if wait.done() if isinstance(wait, Future) else wait():
-                continue
-            self._jobs[job] = wait
-            if isinstance(wait, Future):
-                wait.add_done_callback(lambda _: self._wake.set())
+        parked = wait = self._jobs.pop(job, None)
+        error: Exception | None = None
+        try:
+            while True:
+                if wait is None:
+                    wait = next(job) if error is None else job.throw(error)
+                    error = None
+                try:
+                    over = wait.done() if isinstance(wait, Future) else wait()
+                except Exception as raised:
+                    over, error = True, raised
+                if not over:
+                    break
+                wait = None
+        except StopIteration:
             return
+        self._jobs[job] = wait
+        if isinstance(wait, Future) and wait is not parked:
+            wait.add_done_callback(lambda _: self._wake.set())
 
     def _done(self, order: Order) -> None:
         self._outbox.append(order)
         os.eventfd_write(self.wake_fd, 1)
 
-    def _warn(self, what: str, error: Exception) -> str:
-        text = f"{type(error).__name__}: {error}"
-        if time.monotonic() >= self._warn_at:
-            self._warn_at = time.monotonic() + WARN_S
-            logger.warning("%s at %s failed: %s", what, self.name, text)
-        return text
+    def _told(self, what: str, error: Exception) -> str:
+        """What went wrong; if that was not at the store, it is logged here."""
+        if not isinstance(error, StoreError):
+            logger.warning("%s from or to %s failed", what, self.name, exc_info=error)
+        return f"{type(error).__name__}: {error}"
 
     # --- lookups ---
 
     def _look_up(self, order: LookUp) -> Job[None]:
-        abilities = self.store.capabilities
         try:
-            for keys in _batched(order.keys, abilities.max_keys):
-                future = self.store.lookup(keys, pin=abilities.pins)
-                yield future
-                found = future.result()
+            for keys in _batched(order.keys, self.calls.capabilities.max_keys):
+                found = yield from self.calls.lookup(keys)
                 order.present += found.present
                 if found.ticket is not None:
                     order.pins.append(found.ticket)
-        except Exception as error:
+        except StoreError as error:
             for pin in order.pins:
-                self.store.release(pin)
-            order.pins, order.error = [], self._warn("a lookup", error)
+                self.calls.release(pin)
+            order.pins, order.error = [], str(error)
+        self._done(order)
+
+    def _probe(self, order: ProbeStore) -> Job[None]:
+        began = time.monotonic()
+        left = PROBE_BYTES
+        try:
+            for run in order.runs:
+                num_bytes = HEADER_BYTES + self.forms[run.group].num_bytes
+                for keys in _batched(run.keys, self.calls.capabilities.max_keys):
+                    asked = time.monotonic()
+                    found = yield from self.calls.lookup(keys)
+                    order.lookup_seconds += time.monotonic() - asked
+                    if found.ticket is not None:
+                        self.calls.release(found.ticket)
+                    there = [key for key, ok in zip(keys, found.present, strict=True) if ok]
+                    some = there[: max(left // num_bytes, left == PROBE_BYTES)]
+                    left -= len(some) * num_bytes
+                    if some:
+                        targets = [[memoryview(bytearray(num_bytes))] for _ in some]
+                        yield from self.calls.load(some, targets)
+        except StoreError as error:
+            order.error = str(error)
+        order.seconds = time.monotonic() - began
         self._done(order)
 
     # --- loads ---
@@ -319,28 +373,34 @@ class StoreWorker:
             for keys in _batched(run.keys, self._most_blocks()):
                 blocks = run.blocks[start : start + len(keys)]
                 some = BlockRun(run.group, run.first + start, blocks, keys)
-                right = [False] * len(keys)
+                right: list[bool] | None = None
                 if order.error is None and not order.cancelled:
                     try:
                         right, bad = yield from self._load_some(order, some)
                         corrupt += bad
                     except Exception as error:
-                        order.error = self._warn("a load", error)
+                        order.error = self._told("a load", error)
+                if right is None or order.cancelled:
+                    right = [False] * len(keys)
+                    order.unanswered += len(keys)
                 order.good += right
                 start += len(keys)
         order.corrupt, order.seconds = len(corrupt), time.monotonic() - began
         self._done(order)
-        if self.store.capabilities.deletes:
-            try:
-                for bad_keys in _batched(tuple(corrupt), self.store.capabilities.max_keys):
-                    deletion = self.store.delete(bad_keys)
-                    yield deletion
-                    deletion.result()
-            except Exception as error:
-                self._warn("a deletion", error)
+        if self.calls.capabilities.deletes:
+            with suppress(StoreError):  # it is counted and logged
+                for bad_keys in _batched(tuple(corrupt), self.calls.capabilities.max_keys):
+                    yield from self.calls.delete(bad_keys)
 
     def _most_blocks(self) -> int:
-        return min(self.store.capabilities.max_keys, self._staging.max_blocks)
+        return min(self.calls.capabilities.max_keys, self._staging.max_blocks)
+
+    def _cancel(self, order: LoadBlocks) -> None:
+        if order in self._loads:
+            try:
+                self._loads[order].cancel()
+            except Exception as error:
+                self.calls.note("load", error)
 
     def _load_some(self, order: LoadBlocks, run: BlockRun) -> Job[tuple[list[bool], list[bytes]]]:
         """Per block whether it is right; and keys of those that are there, but wrong."""
@@ -348,9 +408,12 @@ class StoreWorker:
         batch = yield from _borrow(lambda: self._staging.lend(run.group, run.blocks))
         try:
             targets = [[h, *pieces] for h, pieces in zip(headers, batch.pieces, strict=True)]
-            future = self._loads[order] = self.store.load(run.keys, targets)
-            yield future
-            there = future.result()
+            there = yield from self.calls.load(
+                run.keys,
+                targets,
+                begun=partial(self._loads.__setitem__, order),
+                cancelled=lambda: order.cancelled,
+            )
             batch.write_back()
             yield batch.ready
         finally:
@@ -364,7 +427,7 @@ class StoreWorker:
         yield sums.ready
         # They are kept with the blocks, as if a step had written these.
         self._executor.adopt(run.group, run.blocks, sums.result(), end - start)
-        if self.store.capabilities.synthetic:
+        if self.calls.capabilities.synthetic:
             return there, []
         right, bad = [], []
         values = form.digests(sums.result())
@@ -386,7 +449,7 @@ class StoreWorker:
                     answers = yield from self._save_some(group, some)
                     stored |= dict(zip((save.key for save in some), answers, strict=True))
                 except Exception as error:
-                    order.error = self._warn("a save", error)
+                    order.error = self._told("a save", error)
         order.stored = [stored.get(save.key, False) for save in order.saves]
         order.seconds = time.monotonic() - began
         self._done(order)
@@ -412,9 +475,7 @@ class StoreWorker:
                 [memoryview(form.header(self.identity, key).pack(value)), *pieces]
                 for key, value, pieces in zip(keys, values, batch.pieces, strict=True)
             ]
-            future = self.store.store(keys, sources)
-            yield future
-            return future.result()
+            return (yield from self.calls.store(keys, sources))
         finally:
             batch.release()
 

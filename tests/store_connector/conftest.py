@@ -36,6 +36,10 @@ class Nodes:
     def end(self, node: Node) -> None:
         """End a node that has nothing left to do; its ledger has always balanced."""
         rest(node)
+        self.stop(node)
+
+    def stop(self, node: Node) -> None:
+        """End a node, whatever its store still owes."""
         self._live.remove(node)
         self._bury(node)
         assert node.failure is None

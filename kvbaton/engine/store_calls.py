@@ -1,0 +1,241 @@
+"""A store as a node calls it: whatever a plug-in does, what comes of it fits or is a `StoreError`.
+
+A plug-in may raise anything, in a call or from its future, return what is no future, or answer for
+fewer keys than it was asked for. Each is logged with the first key and the store's name, counted by
+call, and costs hits, not the node. `health` and `usage` have a thread of their own, which may hang.
+"""
+
+from __future__ import annotations
+
+import logging
+import threading
+import time
+from collections.abc import Callable, Generator, Sequence
+from concurrent.futures import CancelledError, Future
+from typing import Any, TypeVar
+
+from kvbaton.connectors.store import Found, Pieces, Store, StoreCapabilities, Usage
+from kvbaton.engine.circuit_breaker import CircuitBreaker
+from kvbaton.errors import ConfigError, StoreError
+
+logger = logging.getLogger(__name__)
+
+T = TypeVar("T")
+Wait = Future[Any] | Callable[[], bool]
+"""What a job waits for: a future, or something to be asked again and again."""
+Job = Generator[Wait, None, T]
+
+CALLS = ("lookup", "load", "store", "delete", "release", "health", "usage", "close")
+WARN_S = 10.0
+"""Between two lines in the log about failures of one call."""
+SLOW_S = 0.1
+"""`health` and `usage` never block; who takes longer is asked less often."""
+OVERDUE_S = 5.0
+"""A store that owes an answer to `health` or `usage` for so long counts as not healthy."""
+
+
+class StoreCalls:
+    """Calls of one store, in jobs of the thread that makes them.
+
+    Args:
+        store: as it was built.
+
+    Attributes:
+        name: of the store.
+        capabilities: as they were when it was built.
+        errors: how many calls went wrong, by call.
+
+    Raises:
+        ConfigError: its name or its capabilities are none.
+    """
+
+    def __init__(self, store: Store) -> None:
+        self.plugin = store
+        self.name, able = store.name, store.capabilities
+        if not isinstance(able, StoreCapabilities) or able.max_keys < 1:
+            raise ConfigError("--store", f"{self.name} declares no valid capabilities: {able!r}")
+        self.capabilities = able
+        self.errors = dict.fromkeys(CALLS, 0)
+        self._warn_at = dict.fromkeys(CALLS, 0.0)
+
+    def lookup(self, keys: Sequence[bytes]) -> Job[Found]:
+        """`Store.lookup`, which pins what it finds if the store can."""
+        pin = self.capabilities.pins
+
+        def check(found: Found) -> Found:
+            return Found(_answers(found.present, keys), found.ticket)
+
+        return self._ask("lookup", keys, lambda: self.plugin.lookup(keys, pin=pin), check)
+
+    def load(
+        self,
+        keys: Sequence[bytes],
+        targets: Sequence[Pieces],
+        begun: Callable[[Future[list[bool]]], object] = lambda _: None,
+        cancelled: Callable[[], bool] = lambda: False,
+    ) -> Job[list[bool]]:
+        """`Store.load`.
+
+        Args:
+            keys: of the objects.
+            targets: their memory.
+            begun: takes its future.
+            cancelled: whether somebody has cancelled that: then that it was is no error.
+        """
+
+        def begin() -> Future[list[bool]]:
+            future = self.plugin.load(keys, targets)
+            begun(future)
+            return future
+
+        def check(answers: list[bool]) -> list[bool]:
+            return list(_answers(answers, keys))
+
+        return self._ask("load", keys, begin, check, cancelled)
+
+    def store(self, keys: Sequence[bytes], sources: Sequence[Pieces]) -> Job[list[bool]]:
+        """`Store.store`."""
+
+        def check(answers: list[bool]) -> list[bool]:
+            return list(_answers(answers, keys))
+
+        return self._ask("store", keys, lambda: self.plugin.store(keys, sources), check)
+
+    def delete(self, keys: Sequence[bytes]) -> Job[int]:
+        """`Store.delete`."""
+        return self._ask("delete", keys, lambda: self.plugin.delete(keys), int)
+
+    def release(self, ticket: int) -> None:
+        """`Store.release`."""
+        try:
+            self.plugin.release(ticket)
+        except BaseException as error:
+            self.note("release", error)
+
+    def close(self) -> None:
+        """`Store.close`."""
+        try:
+            self.plugin.close()
+        except BaseException as error:
+            self.note("close", error)
+
+    def note(self, call: str, error: BaseException, keys: Sequence[bytes] = ()) -> str:
+        """Count and log what went wrong; returns it as text."""
+        about = f" of {len(keys)} keys, first {keys[0].hex()}" if keys else ""
+        text = f"{call}{about} at {self.name} failed: {type(error).__name__}: {error}"
+        self.errors[call] += 1
+        if (now := time.monotonic()) >= self._warn_at[call]:
+            self._warn_at[call] = now + WARN_S
+            # A bug of the plug-in: its author wants to see where.
+            trace = None if isinstance(error, StoreError) else error
+            logger.warning("%s", text, exc_info=trace)
+        return text
+
+    def _ask(
+        self,
+        call: str,
+        keys: Sequence[bytes],
+        begin: Callable[[], Future[Any]],
+        check: Callable[[Any], T],
+        cancelled: Callable[[], bool] = lambda: False,
+    ) -> Job[T]:
+        try:
+            future = begin()
+            if not isinstance(future, Future):
+                raise TypeError(f"it returned {type(future).__name__}, not a Future")
+            yield future
+            return check(future.result())
+        except GeneratorExit:
+            raise
+        except BaseException as error:  # a plug-in's sys.exit() must not end our thread either
+            if isinstance(error, CancelledError) and cancelled():
+                raise StoreError("cancelled") from error
+            raise StoreError(self.note(call, error, keys)) from error
+
+
+def _answers(answers: Sequence[object], keys: Sequence[bytes]) -> tuple[bool, ...]:
+    if len(answers) != len(keys):
+        raise ValueError(f"it answered for {len(answers)} of {len(keys)} keys")
+    return tuple(map(bool, answers))
+
+
+class StoreStatus:
+    """What a store says of itself, asked for in a thread of its own.
+
+    Args:
+        calls: of the store.
+
+    Attributes:
+        trouble: why it can't serve, as it said last; None if it can.
+        usage: what it holds, as it said last.
+    """
+
+    def __init__(self, calls: StoreCalls) -> None:
+        self.trouble: str | None = None
+        self.usage = Usage()
+        self._calls = calls
+        self._breaker = CircuitBreaker(f"health and usage of {calls.name}")
+        self._wake = threading.Event()
+        self._stopping = False
+        self._asked_at: float | None = None
+        self._thread = threading.Thread(target=self._run, name="kvbaton-store-status", daemon=True)
+
+    def start(self) -> None:
+        """Begin, with a first question."""
+        self._wake.set()
+        self._thread.start()
+
+    def refresh(self) -> None:
+        """Have it asked again, unless it must be left alone; never blocks."""
+        now, asked_at = time.monotonic(), self._asked_at
+        if asked_at is not None and now - asked_at > OVERDUE_S:
+            self.trouble = "it owes an answer to health or usage"
+        if not self._breaker.is_open or self._breaker.due(now):
+            self._wake.set()
+
+    def gauges(self) -> dict[str, float | None]:
+        """Values now, None for what the store can't tell."""
+        return {
+            "objects": self.usage.objects,
+            "used_bytes": self.usage.num_bytes,
+            "capacity_bytes": self.usage.capacity,
+        }
+
+    def close(self) -> None:
+        """End the thread, unless it hangs in the plug-in."""
+        self._stopping = True
+        self._wake.set()
+        if self._asked_at is None and self._thread.is_alive():
+            self._thread.join(1.0)
+
+    def _run(self) -> None:
+        while self._wake.wait() and not self._stopping:
+            self._wake.clear()
+            self._asked_at = began = time.monotonic()
+            right = self._asked("health", self._health) & self._asked("usage", self._usage)
+            self._asked_at, now = None, time.monotonic()
+            if now - began > SLOW_S:
+                self._breaker.failed(now, f"they took {now - began:.2g} s")
+            elif not right:
+                self._breaker.failed(now, "they failed")
+            else:
+                self._breaker.worked()
+
+    def _asked(self, call: str, ask: Callable[[], None]) -> bool:
+        try:
+            ask()
+        except BaseException as error:
+            self.trouble = self._calls.note(call, error)
+            return False
+        return True
+
+    def _health(self) -> None:
+        trouble = self._calls.plugin.health()
+        self.trouble = None if trouble is None else str(trouble)
+
+    def _usage(self) -> None:
+        usage = self._calls.plugin.usage()
+        for count in (usage.objects, usage.num_bytes, usage.capacity):
+            if count is not None:
+                float(count)
+        self.usage = usage

@@ -1,0 +1,165 @@
+"""Stores as a plug-in with one bug each has them; what they keep is right."""
+
+from __future__ import annotations
+
+import os
+import sys
+import threading
+import time
+from collections.abc import Sequence
+from concurrent.futures import Future
+from typing import Any
+
+from kvbaton.connectors.store import Found, Pieces, StoreCapabilities, Usage
+from kvbaton.connectors.stores.threaded import ThreadedStore
+from tests.store_connector.held import Backend, Box
+
+SLOW_S = 3.0
+HUNG = threading.Event()
+"""What hangs waits for it."""
+
+
+class Sound(ThreadedStore):
+    """As it is here, nothing is wrong."""
+
+    def __init__(self, name: str) -> None:
+        super().__init__(name, Backend(Box()))
+
+
+class ShortLookup(Sound):
+    """Answers for one key too few."""
+
+    def lookup(self, keys: Sequence[bytes], *, pin: bool = False) -> Future[Found]:
+        return self._pool("lookup").submit(
+            lambda: Found(tuple(self.backend.contains(list(keys)))[:-1])
+        )
+
+
+class ShortContains(Sound):
+    """The same, by its backend."""
+
+    def __init__(self, name: str) -> None:
+        super().__init__(name)
+        contains = self.backend.contains
+        self.backend.contains = lambda keys: contains(keys)[:-1]  # type: ignore[method-assign]
+
+
+class ShortLoad(Sound):
+    """Answers for one object too few."""
+
+    def load(self, keys: Sequence[bytes], targets: Sequence[Pieces]) -> Any:
+        inner, outer = super().load(keys, targets), Future[list[bool]]()
+        inner.add_done_callback(lambda done: outer.set_result(done.result()[:-1]))
+        return outer
+
+
+class ShortStore(Sound):
+    """Answers nothing."""
+
+    def store(self, keys: Sequence[bytes], sources: Sequence[Pieces]) -> Any:
+        inner, outer = super().store(keys, sources), Future[list[bool]]()
+        inner.add_done_callback(lambda _: outer.set_result([]))
+        return outer
+
+
+class NoFuture(Sound):
+    """Answers lookups at once."""
+
+    def lookup(self, keys: Sequence[bytes], *, pin: bool = False) -> Any:
+        return Found((True,) * len(keys))
+
+
+class RaisesInLookup(Sound):
+    def lookup(self, keys: Sequence[bytes], *, pin: bool = False) -> Future[Found]:
+        raise KeyError("a bug")
+
+
+class ExitsInLoad(Sound):
+    """Some libraries end the process when they are at a loss."""
+
+    def load(self, keys: Sequence[bytes], targets: Sequence[Pieces]) -> Any:
+        sys.exit("out of luck")
+
+
+class RaisesInUsage(Sound):
+    def usage(self) -> Usage:
+        raise ZeroDivisionError("a bug")
+
+
+class RaisesInHealth(Sound):
+    def health(self) -> str | None:
+        raise AttributeError("a bug")
+
+
+class SlowUsage(Sound):
+    def usage(self) -> Usage:
+        time.sleep(SLOW_S)
+        return super().usage()
+
+
+class WrongUsage(Sound):
+    def usage(self) -> Any:
+        return {"objects": "many"}
+
+
+class HangsInLookup(Sound):
+    """Does not even return a future."""
+
+    def lookup(self, keys: Sequence[bytes], *, pin: bool = False) -> Future[Found]:
+        HUNG.wait()
+        return super().lookup(keys, pin=pin)
+
+
+class HangsAtStop(Sound):
+    """A thread of its own, which the interpreter waits for at its end, and `close` as well."""
+
+    def open(self) -> None:
+        super().open()
+        self._pool("store").submit(HUNG.wait)
+
+
+class RaisesInClose(Sound):
+    def close(self) -> None:
+        super().close()
+        raise OSError("a bug")
+
+
+class NoCapabilities(Sound):
+    def __init__(self, name: str) -> None:
+        super().__init__(name)
+        self.capabilities: Any = {"pins": True}
+
+
+class NoKeys(Sound):
+    def __init__(self, name: str) -> None:
+        super().__init__(name)
+        self.capabilities = StoreCapabilities(True, True, False, max_keys=0)
+
+
+class OpenRaises(Sound):
+    def open(self) -> None:
+        raise TypeError("'str' and 'int' can't be compared")
+
+
+class BuildRaises(Sound):
+    def __init__(self, name: str) -> None:
+        super().__init__(os.environ["HOME_OF_VENDOR"])
+
+
+BUGS = (
+    ShortLookup,
+    ShortContains,
+    ShortLoad,
+    ShortStore,
+    NoFuture,
+    RaisesInLookup,
+    ExitsInLoad,
+    RaisesInUsage,
+    RaisesInHealth,
+    SlowUsage,
+    WrongUsage,
+    HangsInLookup,
+    HangsAtStop,
+    RaisesInClose,
+)
+"""What a node must live with."""

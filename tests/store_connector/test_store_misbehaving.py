@@ -1,0 +1,206 @@
+"""A bug in a plug-in costs hits, not the node."""
+
+from __future__ import annotations
+
+import re
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+
+import pytest
+
+from kvbaton.engine import circuit_breaker, store_connector, store_worker
+from kvbaton.errors import ConfigError
+from kvbaton.messages.engine import Command
+from tests.handover.pair import Node, until
+from tests.handover.prompts import prompt_of
+from tests.store_connector import misbehaving
+from tests.store_connector.conftest import Expected, Nodes, count, rest
+from tests.store_connector.held import Box
+from tests.store_connector.misbehaving import (
+    BUGS,
+    BuildRaises,
+    HangsAtStop,
+    HangsInLookup,
+    NoCapabilities,
+    NoKeys,
+    OpenRaises,
+    RaisesInHealth,
+    RaisesInUsage,
+    ShortContains,
+    SlowUsage,
+    Sound,
+)
+from tests.store_connector.test_store_faults import store_of
+
+REQUESTS = 24
+LOOKUP_S = 0.2
+MOST_S = 15.0
+"""For all requests; each of them once waited for a slow `usage`, 3 s."""
+LOGGED = {
+    "ShortLookup": "lookup", "ShortContains": "lookup", "ShortLoad": "load",
+    "ShortStore": "store", "NoFuture": "lookup", "RaisesInLookup": "lookup",
+    "ExitsInLoad": "load", "RaisesInUsage": "usage", "RaisesInHealth": "health",
+    "WrongUsage": "usage", "RaisesInClose": "close", "HangsAtStop": "close",
+}  # fmt: skip
+"""Which call is counted and logged as wrong, by class."""
+
+
+def spec_of(store: type) -> str:
+    return f"{store.__module__}:{store.__name__}"
+
+
+@pytest.fixture(autouse=True)
+def let_go(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """What hangs hangs for the whole test, and no longer."""
+    monkeypatch.setattr(store_worker, "CLOSE_S", 0.3)
+    misbehaving.HUNG.clear()
+    yield
+    misbehaving.HUNG.set()
+
+
+@pytest.mark.parametrize("store", BUGS)
+def test_a_bug_costs_hits(
+    nodes: Nodes, expected: Expected, store: type[Sound], caplog: pytest.LogCaptureFixture
+) -> None:
+    node = nodes.start(spec_of(store), store_lookup_timeout=LOOKUP_S)
+    began = time.monotonic()
+    for number in range(REQUESTS):
+        prompt = prompt_of(24, number % 4)
+        assert node.generate(prompt, max_tokens=2).result() == expected(prompt, max_tokens=2)
+        node.ask("metrics")
+        if number % 8 == 3 and store is not HangsInLookup:
+            rest(node)
+            node.ask("reset_prefix_cache")
+    assert time.monotonic() - began < MOST_S
+    assert node.gauges()["kvbaton_unhealthy"] == 0
+    if store is RaisesInUsage:  # while its other calls work, it is used
+        assert count(node, "store_lookups", outcome="hit") > 0
+    nodes.stop(node)
+    if (call := LOGGED.get(store.__name__)) is not None:
+        assert store_of(node).worker.calls.errors[call] > 0
+        (line, *_) = (r.message for r in caplog.records if r.message.startswith(f"{call} "))
+        assert store.__name__ in line
+        if call in ("lookup", "load", "store"):
+            assert len(line.partition("first ")[2].partition(" ")[0]) == 64, line
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    "store",
+    [ShortContains, RaisesInUsage, RaisesInHealth, SlowUsage, HangsInLookup, HangsAtStop],
+)
+def test_a_thousand_requests(nodes: Nodes, store: type[Sound]) -> None:
+    """Side by side with a node without a store: the same answers, and as soon but for 10 ms."""
+    plain, ours = nodes.start(None), nodes.start(spec_of(store), store_lookup_timeout=0.5)
+    waited: dict[Node, list[float]] = {plain: [], ours: []}
+    for number in range(1000):
+        prompt = prompt_of(24, number % 50)
+        tokens = []
+        for node in (plain, ours) if number % 2 else (ours, plain):
+            began = time.monotonic()
+            call = node.generate(prompt, max_tokens=2)
+            until(lambda call=call: bool(call.tokens), "a token")  # type: ignore[misc]
+            waited[node].append(time.monotonic() - began)
+            tokens.append(call.result())
+            if number % 10 == 9:
+                node.mailbox.post(Command(command_id=-1, name="metrics"))
+            if number % 50 == 49:
+                node.ask("reset_prefix_cache")
+        assert tokens[0] == tokens[1]
+    assert ours.gauges()["kvbaton_unhealthy"] == 0
+    told = {}
+    for name, node in (("without", plain), ("with", ours)):
+        times = sorted(waited[node])
+        told[name] = (sum(times) / 1000, times[500], times[990], times[-1])
+        print(store.__name__, name, "mean p50 p99 max ms", *(f"{t * 1e3:.1f}" for t in told[name]))
+    assert told["with"][0] < told["without"][0] + 0.01
+    assert told["with"][1] < told["without"][1] + 0.01
+    nodes.stop(ours)
+
+
+def test_what_works_again_is_used_again(
+    nodes: Nodes, expected: Expected, spec: str, box: Box, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(circuit_breaker, "PAUSE_S", 0.1)
+    monkeypatch.setattr(store_connector, "RETRY_S", 0.1)
+    node = nodes.start(spec)
+    prompt = prompt_of(24)
+
+    def ask() -> float:
+        rest(node)
+        node.ask("reset_prefix_cache")
+        assert node.generate(prompt, max_tokens=2).result() == expected(prompt, max_tokens=2)
+        return count(node, "store_lookups", outcome="hit")
+
+    ask()
+    assert ask() == 1
+    box.failing.add("load")
+    ask()
+    ask()
+    assert count(node, "store_lookups", outcome="skipped") > 0
+    assert count(node, "store_circuit_opened", calls="read") == 1
+    assert count(node, "store_load_blocks", outcome="failed") > 0
+    assert count(node, "store_load_blocks", outcome="missing") == 0
+    box.failing.clear()
+    until(lambda: ask() > 2, "a hit")
+    nodes.end(node)
+
+
+def test_cancelled_loads_are_not_missing(nodes: Nodes, spec: str, box: Box) -> None:
+    node = nodes.start(spec)
+    prompt = prompt_of(24)
+    node.generate(prompt).result()
+    rest(node)
+    node.ask("reset_prefix_cache")
+    with box.held("load"):
+        call = node.generate(prompt)
+        until(lambda: box.is_waiting("load"), "a load")
+        call.abort()
+        until(call.over, "the abort")
+    rest(node)
+    assert count(node, "store_load_blocks", outcome="cancelled") == 6
+    assert count(node, "store_load_blocks", outcome="missing") == 0
+    assert count(node, "store_errors") == 0
+    nodes.end(node)
+
+
+@pytest.mark.parametrize(
+    ("spec", "told"),
+    [
+        (
+            'memory:{"max_bytes": "lots"}',
+            "memory's option max_bytes has a wrong type: Expected `int`",
+        ),
+        ('filesystem:{"path": 5}', "path has a wrong type: Expected `str`"),
+        ('filesystem:{"path": "/tmp/x", "max_bytes": [1]}', "Expected `int | null`, got `array`"),
+        ('memory:{"threads": "4"}', "threads has a wrong type"),
+        ('memory:{"max_bytes": -5}', "max_bytes"),
+        (spec_of(NoCapabilities), "declares no valid capabilities"),
+        (spec_of(NoKeys), "declares no valid capabilities"),
+        (spec_of(OpenRaises), "can't open OpenRaises: TypeError: 'str' and 'int'"),
+        (spec_of(BuildRaises), "BuildRaises can't be built: KeyError: 'HOME_OF_VENDOR'"),
+    ],
+)
+def test_a_wrong_option_is_told(nodes: Nodes, spec: str, told: str) -> None:
+    with pytest.raises(ConfigError, match=re.escape(told)):
+        nodes.start(spec)
+
+
+def test_a_process_ends_though_a_store_hangs() -> None:
+    """As a node's core does: the interpreter alone would wait for the thread of the pool."""
+    done = subprocess.run(
+        [sys.executable, "-c", HANGING], timeout=30, capture_output=True, text=True, check=True
+    )
+    assert "ends without waiting for the threads HangsAtStop-store_0" in done.stderr
+
+
+HANGING = f"""
+import logging
+logging.basicConfig()
+from kvbaton.connectors.registry import load_store
+from kvbaton.engine.process import leave
+load_store({spec_of(HangsAtStop)!r}).open()
+leave()
+"""
