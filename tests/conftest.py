@@ -2,17 +2,15 @@
 
 from __future__ import annotations
 
-import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-import numpy as np
 import pytest
 
-from kvbaton.messages.engine import SamplingParams
+if TYPE_CHECKING:
+    from tests.support.driver import Driver
 
-GREEDY = SamplingParams(temperature=0.0, max_tokens=64)
 SHARED = (
     "tests/e2e/",
     "tests/matrix/test_matrix.py::test_a_cell",
@@ -42,139 +40,6 @@ def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
     return Scheduling(config, log)
 
 
-class Driver:
-    """Plays scheduler: hands out blocks in a scrambled order, builds plans, keeps all tokens.
-
-    `tables` are those of the first KV group, `others` those of the other ones. With `poisons`,
-    blocks that a window has passed are filled with NaN: who reads them fails.
-    """
-
-    poisons = False
-
-    def __init__(self, folder: Path, *, track_sums: bool = True, **settings: Any) -> None:
-        from kvbaton.engine.build import make_executor
-        from kvbaton.engine.config import EngineConfig
-        from kvbaton.engine.model_config import load_model_config
-
-        defaults: dict[str, Any] = {"num_blocks": 256, "device": "cpu", "max_model_len": 128}
-        settings = defaults | settings
-        config = EngineConfig(model=str(folder), **settings)
-        model = load_model_config(folder, config.dtype, config.quantization, config.kv_cache_dtype)
-        self.groups = model.kv_groups()
-        self.executor = make_executor(config, model, track_sums=track_sums)
-        self.block_size = config.block_size
-        order = np.random.default_rng(0).permutation(np.arange(1, settings["num_blocks"]))
-        self.free: list[int] = order.tolist()
-        self.tokens: dict[int, list[int]] = {}
-        self.tables: dict[int, list[int]] = {}
-        self.others: dict[int, list[list[int]]] = {}
-        self.computed: dict[int, int] = {}
-        self.item_rows: dict[int, tuple[Any, ...]] = {}
-        self._new: dict[int, Any] = {}
-        self._number = 0
-
-    def add(
-        self,
-        token_ids: Sequence[int],
-        params: SamplingParams = GREEDY,
-        *,
-        choice: int = 0,
-        num_prompt: int | None = None,
-        cached: Sequence[int] = (),
-        items: Sequence[Any] = (),
-        item_rows: Sequence[Any] = (),
-    ) -> int:
-        """A new sequence; the blocks in `cached` hold its first tokens already."""
-        from kvbaton.engine.step import NewSequence
-
-        handle = len(self.tokens) + 1
-        self.tokens[handle] = list(token_ids)
-        self.tables[handle] = []
-        self.others[handle] = [[] for _ in self.groups[1:]]
-        assert not cached or len(self.groups) == 1
-        self.computed[handle] = len(cached) * self.block_size
-        prompt = len(token_ids) if num_prompt is None else num_prompt
-        new = NewSequence(handle, tuple(token_ids), prompt, choice, params, tuple(items))
-        self._new[handle] = (new, tuple(cached))
-        self.item_rows[handle] = tuple(item_rows)
-        return handle
-
-    def step(
-        self,
-        *work: tuple[int, int, int],
-        drafts: Mapping[int, tuple[int, ...]] | None = None,
-        **more: Any,
-    ) -> dict[int, Any]:
-        """Compute (handle, tokens, samples) of each; returns what was sampled, by handle.
-
-        Drafts come by handle, beside the one token of a sequence that decodes.
-        """
-        from kvbaton.engine.step import SequenceStep, StepPlan
-
-        self._number += 1
-        new = tuple(self._new[handle][0] for handle, _, _ in work if handle in self._new)
-        steps = []
-        for handle, count, samples in work:
-            draft = (drafts or {}).get(handle, ())
-            count += len(draft)
-            table, end = self.tables[handle], self.computed[handle] + count
-            blocks = list(self._new.pop(handle)[1]) if handle in self._new else []
-            while (len(table) + len(blocks)) * self.block_size < end:
-                blocks.append(self.free.pop())
-            table += blocks
-            start = self.computed[handle]
-            rows = (
-                r
-                for r in self.item_rows.get(handle, ())
-                if r.start < end and start < r.start + r.length
-            )
-            new_blocks: Any = [tuple(blocks)]
-            for other in self.others.get(handle, ()):
-                more_blocks = [self.free.pop() for _ in range(len(table) - len(other))]
-                other += more_blocks
-                new_blocks.append(tuple(more_blocks))
-            new_blocks = tuple(new_blocks)
-            step = SequenceStep(handle, start, count, new_blocks, samples, tuple(rows), draft)
-            steps.append(step)
-            self.computed[handle] = end
-        plan = StepPlan(self._number, new=new, steps=tuple(steps), **more)
-        result = self.executor.launch(plan).result()
-        assert result.number == self._number
-        for sampled in result.sampled:
-            if drafts and drafts.get(sampled.handle):
-                self.tokens[sampled.handle] += sampled.token_ids
-                self.computed[sampled.handle] = len(self.tokens[sampled.handle]) - 1
-            elif sampled.token_ids:
-                self.tokens[sampled.handle].append(sampled.token_ids[0])
-        for handle, _, _ in work if self.poisons else ():
-            tables = [self.tables[handle], *self.others[handle]]
-            for g, (group, table) in enumerate(zip(self.groups, tables, strict=True)):
-                behind = max(0, self.computed[handle] - group.window + 1) // self.block_size
-                if group.window:
-                    self.executor.poison(g, table[:behind])
-        return {sampled.handle: sampled for sampled in result.sampled}
-
-    def left(self, handle: int) -> int:
-        """Known tokens that are not computed yet."""
-        return len(self.tokens[handle]) - self.computed[handle]
-
-    def generate(self, handle: int, count: int, *, chunk: int = 1000) -> list[int]:
-        """Prefill in chunks, then decode; the tokens generated."""
-        known = len(self.tokens[handle])
-        while len(self.tokens[handle]) < known + count:
-            tokens = min(chunk, self.left(handle))
-            self.step((handle, tokens, int(tokens == self.left(handle))))
-        return self.tokens[handle][known:]
-
-    def wait(self, pending: Any) -> Any:
-        """Sums of one rank, once they are there."""
-        deadline = time.monotonic() + 20
-        while (found := pending.poll()) is None:
-            assert time.monotonic() < deadline, "sums did not come"
-            time.sleep(0.001)
-        return found[0]
-
-
 @pytest.fixture(scope="session")
 def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., Path]:
     """Makes a small random model folder of `CheckpointSpec(**arguments)`, once per arguments."""
@@ -194,6 +59,8 @@ def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., Path]:
 @pytest.fixture
 def drive() -> Iterator[Callable[..., Driver]]:
     """Makes drivers, and closes them."""
+    from tests.support.driver import Driver
+
     made: list[Driver] = []
 
     def make(folder: Path, **settings: Any) -> Driver:

@@ -11,7 +11,7 @@ from typing import ClassVar
 import pytest
 
 from kvbaton.testing.suite import StoreTests
-from tests.connectors.store_servers import (
+from tests.support.store_servers import (
     CHUNK_BYTES,
     lmcache_server,
     need,

@@ -8,8 +8,7 @@ import struct
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterator
-from typing import Any
+from collections.abc import Iterator
 
 import msgspec
 import pytest
@@ -18,6 +17,7 @@ from kvbaton.connectors import guard
 from kvbaton.connectors.guard import GuardCard, Watch, guard_card, watch
 from kvbaton.errors import ConfigError, TransportError
 from kvbaton.testing.remote import RemoteProcess
+from tests.support.waiting import until
 
 LISTENS = """
 import sys, time
@@ -36,13 +36,6 @@ threading.Thread(target=time.sleep, args=(60,)).start()
 time.sleep(0.5)
 ctypes.CDLL(None).pthread_exit(None)
 """
-
-
-def until(done: Callable[[], Any], what: str, within: float = 10.0) -> None:
-    limit = time.monotonic() + within
-    while not done():
-        assert time.monotonic() < limit, what
-        time.sleep(0.005)
 
 
 @contextlib.contextmanager

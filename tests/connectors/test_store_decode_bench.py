@@ -8,7 +8,7 @@ import pytest
 from kvbaton.connectors.registry import load_store
 from kvbaton.connectors.stores.decode_bench import TEMPLATE_BYTES, DecodeBenchStore
 from kvbaton.errors import ConfigError
-from tests.connectors.stores_support import find, make_objects, save, wait
+from tests.support.store_objects import find, make_objects, save, wait
 
 KEYS = list(make_objects(5))
 

@@ -14,7 +14,7 @@ from kvbaton.connectors.registry import load_store
 from kvbaton.connectors.store import Store
 from kvbaton.connectors.stores.faulty import FaultyStore
 from kvbaton.errors import ConfigError, StoreError
-from tests.connectors.stores_support import find, make_objects, pieces, read, save, wait
+from tests.support.store_objects import find, make_objects, pieces, read, save, wait
 
 OBJECTS = make_objects(6)
 KEYS, DATA = list(OBJECTS), list(OBJECTS.values())

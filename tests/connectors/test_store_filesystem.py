@@ -24,7 +24,7 @@ from kvbaton.connectors.stores import filesystem_space
 from kvbaton.connectors.stores.filesystem import HEADER_BYTES, FilesystemStore
 from kvbaton.connectors.stores.filesystem_space import SpaceManager
 from kvbaton.errors import ConfigError, StoreError
-from tests.connectors.stores_support import find, make_objects, read, save, wait
+from tests.support.store_objects import find, make_objects, read, save, wait
 
 ENTRY = HEADER_BYTES + 1000
 """Bytes of a file with an object of 1,000."""

@@ -16,13 +16,13 @@ from pathlib import Path
 import pytest
 
 from kvbaton.connectors.stores.filesystem import HEADER_BYTES, FilesystemStore
-from tests.connectors.stores_support import WAIT_S, find, make_objects, read, save, wait
+from tests.support.store_objects import WAIT_S, find, make_objects, read, save, wait
 
 SIZE = 1_000_000
 PRELUDE = """
 import os, sys, time
 from kvbaton.connectors.stores.filesystem import FilesystemStore
-from tests.connectors.stores_support import find, make_objects, pieces, read, save, wait
+from tests.support.store_objects import find, make_objects, pieces, read, save, wait
 def tell(word): print(word, flush=True)
 def open_store(**options):
     store = FilesystemStore("far", path=sys.argv[1], **options)

@@ -11,7 +11,7 @@ import pytest
 
 from kvbaton.connectors.stores import filesystem_space
 from kvbaton.connectors.stores.filesystem import HEADER_BYTES, FilesystemStore
-from tests.connectors.stores_support import find, make_objects, read, save
+from tests.support.store_objects import find, make_objects, read, save
 
 SIZE = 1000
 ENTRY = HEADER_BYTES + SIZE

@@ -16,8 +16,9 @@ import pytest
 from kvbaton.connectors.registry import load_store
 from kvbaton.connectors.store import Store
 from kvbaton.errors import ConfigError, StoreError
-from tests.connectors.store_servers import CHUNK_BYTES, Server, lmcache_server, need, running
-from tests.connectors.stores_support import find, make_objects, pieces, read, save, until, wait
+from tests.support.store_objects import find, make_objects, pieces, read, save, wait
+from tests.support.store_servers import CHUNK_BYTES, Server, lmcache_server, need, running
+from tests.support.waiting import until
 
 pytestmark = pytest.mark.filterwarnings("ignore:.*LoggingHandler.*:DeprecationWarning")
 SIZES = (0, 1, CHUNK_BYTES - 25, CHUNK_BYTES - 24, CHUNK_BYTES - 23, 5 * CHUNK_BYTES)

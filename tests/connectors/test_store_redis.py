@@ -10,8 +10,9 @@ import pytest
 from kvbaton.connectors.registry import load_store
 from kvbaton.connectors.store import Store
 from kvbaton.errors import ConfigError, StoreError
-from tests.connectors.store_servers import HOST, Server, free_port, redis_server, running
-from tests.connectors.stores_support import find, make_objects, read, save, until
+from tests.support.store_objects import find, make_objects, read, save
+from tests.support.store_servers import HOST, Server, free_port, redis_server, running
+from tests.support.waiting import until
 
 OBJECTS = make_objects(2, 70_000, 11)
 KEYS = list(OBJECTS)

@@ -12,14 +12,14 @@ import pytest
 from kvbaton.connectors.registry import load_store
 from kvbaton.connectors.store import Store
 from kvbaton.errors import ConfigError, StoreError
-from tests.connectors.store_servers import (
+from tests.support.store_objects import make_objects, pieces, read, save
+from tests.support.store_servers import (
     Server,
     lmcache_server,
     redis_server,
     running,
     s3_server,
 )
-from tests.connectors.stores_support import make_objects, pieces, read, save
 
 pytestmark = pytest.mark.filterwarnings("ignore:.*LoggingHandler.*:DeprecationWarning")
 

@@ -11,7 +11,8 @@ import pytest
 from kvbaton.connectors.registry import load_store
 from kvbaton.connectors.store import Store
 from kvbaton.errors import ConfigError, StoreError
-from tests.connectors.store_servers import (
+from tests.support.store_objects import find, make_objects, pieces, read, save, wait
+from tests.support.store_servers import (
     HOST,
     S3_OPTIONS,
     Server,
@@ -19,7 +20,6 @@ from tests.connectors.store_servers import (
     running,
     s3_server,
 )
-from tests.connectors.stores_support import find, make_objects, pieces, read, save, wait
 
 OBJECTS = make_objects(2, 70_000, 21)
 KEYS = list(OBJECTS)

@@ -10,7 +10,7 @@ import pytest
 from kvbaton.connectors.store import Pieces, StoreCapabilities, Usage
 from kvbaton.connectors.stores.threaded import ThreadedStore
 from kvbaton.errors import ConfigError, StoreError
-from tests.connectors.stores_support import find, make_objects, pieces, read, save, wait
+from tests.support.store_objects import find, make_objects, pieces, read, save, wait
 
 
 class Gated:

@@ -16,16 +16,8 @@ from kvbaton.connectors.store import Store
 from kvbaton.connectors.stores.faulty import FaultyStore
 from kvbaton.connectors.stores.tiered import TieredStore
 from kvbaton.errors import ConfigError, StoreError
-from tests.connectors.stores_support import (
-    HeldStore,
-    find,
-    make_objects,
-    pieces,
-    read,
-    save,
-    until,
-    wait,
-)
+from tests.support.store_objects import HeldStore, find, make_objects, pieces, read, save, wait
+from tests.support.waiting import until
 
 OBJECTS = make_objects(6)
 KEYS, DATA = list(OBJECTS), list(OBJECTS.values())
@@ -265,7 +257,7 @@ def test_what_is_deleted_does_not_come_back_from_what_is_under_way(
 
 
 def test_what_was_read_before_it_was_deleted_is_not_kept_after() -> None:
-    with tiered(MEMORY, "tests.connectors.stores_support:HeldStore", prefetch=False) as store:
+    with tiered(MEMORY, "tests.support.store_objects:HeldStore", prefetch=False) as store:
         save(inner(store, 1), OBJECTS)
         HeldStore.gate.clear()
         loading = store.load(KEYS, [pieces(data) for data in DATA])

@@ -10,10 +10,10 @@ from typing import Any
 import numpy as np
 import pytest
 
-from tests.e2e.cluster import DECODE, Cluster
-from tests.e2e.oracle import Oracle
-from tests.e2e.pair import Pair
-from tests.e2e.servers import Node, Router
+from tests.support.cluster import DECODE, Cluster
+from tests.support.oracle import Oracle
+from tests.support.served_pair import Pair
+from tests.support.servers import Node, Router
 
 MakePair = Callable[..., Pair]
 KV_EVENTS = {

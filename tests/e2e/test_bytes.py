@@ -6,9 +6,9 @@ from collections.abc import Callable
 
 import pytest
 
-from tests.e2e.oracle import Oracle
-from tests.e2e.pair import Pair
-from tests.e2e.servers import HttpFailure
+from tests.support.oracle import Oracle
+from tests.support.served_pair import Pair
+from tests.support.servers import HttpFailure
 
 pytestmark = pytest.mark.e2e
 

@@ -15,9 +15,9 @@ from pathlib import Path
 
 import pytest
 
-from tests.e2e.pair import Pair
 from tests.e2e.test_commands import STOP_S, UP, start
-from tests.engine.gguf_files import write_gguf
+from tests.support.gguf_files import write_gguf
+from tests.support.served_pair import Pair
 
 pytestmark = pytest.mark.e2e
 

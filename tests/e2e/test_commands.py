@@ -14,8 +14,8 @@ from pathlib import Path
 
 import pytest
 
-from tests.e2e.processes import descendants_of, is_alive
-from tests.e2e.servers import poll
+from tests.support.processes import descendants_of, is_alive
+from tests.support.servers import poll
 
 pytestmark = pytest.mark.e2e
 

@@ -25,10 +25,10 @@ import pytest
 from kvbaton.messages.nodes import GenerateRequest
 from kvbaton.text.vision import VisionText
 from kvbaton.types import ENCODER_BLOCK_ROWS
-from tests.e2e.cluster import Cluster
-from tests.e2e.images import picture, streamed_tokens, talk, tokens_of
-from tests.e2e.pair import settle
-from tests.e2e.servers import HttpFailure, Metrics, Node, Router, poll
+from tests.support.chats import picture, streamed_tokens, talk, tokens_of
+from tests.support.cluster import Cluster
+from tests.support.served_pair import settle
+from tests.support.servers import HttpFailure, Metrics, Node, Router, poll
 
 pytestmark = pytest.mark.e2e
 

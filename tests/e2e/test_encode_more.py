@@ -12,12 +12,12 @@ import pytest
 import torch
 
 from kvbaton.text.vision import VisionText
-from tests.e2e.cluster import Cluster
-from tests.e2e.images import picture, streamed_tokens, talk, tokens_of
-from tests.e2e.pair import settle
-from tests.e2e.servers import HttpFailure, Metrics, Node, Router, poll
-from tests.engine.encoder_items import values_of
-from tests.engine.pictures import Pictures, Prompt
+from tests.support.chats import picture, streamed_tokens, talk, tokens_of
+from tests.support.cluster import Cluster
+from tests.support.encoder_items import values_of
+from tests.support.pictures import Pictures, Prompt
+from tests.support.served_pair import settle
+from tests.support.servers import HttpFailure, Metrics, Node, Router, poll
 
 pytestmark = pytest.mark.e2e
 

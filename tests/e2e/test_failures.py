@@ -18,10 +18,10 @@ import msgspec
 import numpy as np
 import pytest
 
-from tests.e2e.cluster import Cluster
-from tests.e2e.pair import POOL
-from tests.e2e.processes import group_of, listening
-from tests.e2e.servers import HttpFailure, Metrics, Node, Router, completion, poll
+from tests.support.cluster import Cluster
+from tests.support.processes import group_of, listening
+from tests.support.served_pair import POOL
+from tests.support.servers import HttpFailure, Metrics, Node, Router, completion, poll
 
 pytestmark = pytest.mark.e2e
 

@@ -29,9 +29,9 @@ from kvbaton.messages.engine import (
     SamplingParams,
     Shutdown,
 )
-from tests.e2e import processes
-from tests.e2e.cluster import Cluster
-from tests.e2e.servers import Node, poll
+from tests.support import processes
+from tests.support.cluster import Cluster
+from tests.support.servers import Node, poll
 
 KEY = "the key of this cluster"
 WITHIN_S = 2.0

@@ -7,8 +7,8 @@ from typing import Any
 
 import pytest
 
-from tests.e2e.pair import Pair, settle
-from tests.e2e.servers import HttpFailure, Server, completion
+from tests.support.served_pair import Pair, settle
+from tests.support.servers import HttpFailure, Server, completion
 
 openai = pytest.importorskip("openai", reason="GPU machines lack it, and no GPU test needs it")
 

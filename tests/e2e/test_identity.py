@@ -10,11 +10,11 @@ from pathlib import Path
 import pytest
 
 from kvbaton.connectors.keys import model_digest
-from tests.e2e.cluster import Cluster
 from tests.e2e.conftest import MakePair
-from tests.e2e.oracle import Oracle
-from tests.e2e.pair import Pair, settle
-from tests.e2e.servers import Node
+from tests.support.cluster import Cluster
+from tests.support.oracle import Oracle
+from tests.support.served_pair import Pair, settle
+from tests.support.servers import Node
 
 pytestmark = pytest.mark.e2e
 

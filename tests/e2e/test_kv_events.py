@@ -6,9 +6,9 @@ from collections.abc import Callable
 
 import pytest
 
-from tests.e2e.pair import settle
-from tests.e2e.servers import Node
-from tests.engine.kv_subscriber import Subscriber
+from tests.support.kv_subscriber import Subscriber
+from tests.support.served_pair import settle
+from tests.support.servers import Node
 
 pytestmark = pytest.mark.e2e
 

@@ -21,11 +21,11 @@ import numpy as np
 import pytest
 
 from kvbaton.types import TransferTimers
-from tests.connectors.store_servers import need
-from tests.e2e.cluster import Cluster
-from tests.e2e.oracle import Oracle
-from tests.e2e.pair import Pair
-from tests.e2e.servers import HttpFailure, Node, poll
+from tests.support.cluster import Cluster
+from tests.support.oracle import Oracle
+from tests.support.served_pair import Pair
+from tests.support.servers import HttpFailure, Node, poll
+from tests.support.store_servers import need
 
 pytestmark = pytest.mark.e2e
 

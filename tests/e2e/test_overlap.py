@@ -8,9 +8,9 @@ from typing import Any
 
 import pytest
 
-from tests.e2e.cluster import DECODE, Cluster
-from tests.e2e.pair import Pair, settle
-from tests.e2e.servers import Node
+from tests.support.cluster import DECODE, Cluster
+from tests.support.served_pair import Pair, settle
+from tests.support.servers import Node
 
 pytestmark = pytest.mark.e2e
 

@@ -9,10 +9,10 @@ from typing import Any
 import pytest
 
 from kvbaton.cluster.config import visible_gpus
-from tests.e2e.cluster import DECODE, Cluster
-from tests.e2e.oracle import Oracle
-from tests.e2e.pair import Pair
-from tests.e2e.servers import Node
+from tests.support.cluster import DECODE, Cluster
+from tests.support.oracle import Oracle
+from tests.support.served_pair import Pair
+from tests.support.servers import Node
 
 pytestmark = [
     pytest.mark.e2e,

@@ -7,8 +7,8 @@ from collections.abc import Callable
 import pytest
 
 from tests.e2e.conftest import MakePair
-from tests.e2e.oracle import Oracle
-from tests.e2e.servers import Metrics, Node, Router
+from tests.support.oracle import Oracle
+from tests.support.servers import Metrics, Node, Router
 
 pytestmark = pytest.mark.e2e
 

@@ -7,9 +7,9 @@ from collections.abc import Callable
 import pytest
 
 from tests.e2e.conftest import MakePair
-from tests.e2e.oracle import Oracle
-from tests.e2e.pair import Pair, settle
-from tests.e2e.servers import Metrics, Node, Router, generation
+from tests.support.oracle import Oracle
+from tests.support.served_pair import Pair, settle
+from tests.support.servers import Metrics, Node, Router, generation
 
 pytestmark = pytest.mark.e2e
 

@@ -21,9 +21,9 @@ import msgspec
 import pytest
 
 from tests.e2e.conftest import MakePair
-from tests.e2e.oracle import Oracle
-from tests.e2e.pair import POOL, Pair
-from tests.e2e.servers import HttpFailure, Node, Router, Server, completion, generation
+from tests.support.oracle import Oracle
+from tests.support.served_pair import POOL, Pair
+from tests.support.servers import HttpFailure, Node, Router, Server, completion, generation
 
 pytestmark = [pytest.mark.e2e, pytest.mark.xdist_group("e2e")]
 

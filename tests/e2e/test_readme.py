@@ -16,7 +16,7 @@ from pathlib import Path
 import pytest
 
 from tests.docs.test_commands import PAGES, ROOT, blocks
-from tests.e2e.servers import poll
+from tests.support.servers import poll
 
 pytestmark = pytest.mark.e2e
 

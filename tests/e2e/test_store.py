@@ -11,11 +11,11 @@ from typing import Any
 import numpy as np
 import pytest
 
-from tests.e2e.cluster import Cluster
 from tests.e2e.conftest import MakePair
-from tests.e2e.oracle import Oracle
-from tests.e2e.pair import POOL, SETTLE_S, settle
-from tests.e2e.servers import Metrics, Node, Router, poll
+from tests.support.cluster import Cluster
+from tests.support.oracle import Oracle
+from tests.support.served_pair import POOL, SETTLE_S, settle
+from tests.support.servers import Metrics, Node, Router, poll
 
 pytestmark = pytest.mark.e2e
 

@@ -9,11 +9,11 @@ from typing import Any
 import pytest
 
 from kvbaton import LLM, SamplingParams
-from tests.e2e.cluster import DECODE, Cluster
 from tests.e2e.conftest import MakePair
-from tests.e2e.oracle import Oracle
-from tests.e2e.pair import Pair
-from tests.e2e.servers import Node, Router
+from tests.support.cluster import DECODE, Cluster
+from tests.support.oracle import Oracle
+from tests.support.served_pair import Pair
+from tests.support.servers import Node, Router
 
 pytestmark = pytest.mark.e2e
 

@@ -8,9 +8,9 @@ from typing import Any
 import pytest
 import torch
 
-from tests.e2e.oracle import Oracle
-from tests.e2e.pair import POOL, Pair
-from tests.e2e.servers import completion
+from tests.support.oracle import Oracle
+from tests.support.served_pair import POOL, Pair
+from tests.support.servers import completion
 
 pytestmark = pytest.mark.e2e
 

@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-import asyncio
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
 
 import msgspec
 import pytest
@@ -22,9 +20,10 @@ from kvbaton.messages.engine import (
     FromCore,
     WatchBlocks,
 )
-from tests.engine.scripted_core import ScriptedCore
+from tests.support.scripted_core import ScriptedCore
+from tests.support.waiting import eventually
 
-PATIENCE_S = 10.0
+PATIENCE_S = 20.0
 
 
 class FeedingCore(ScriptedCore):
@@ -78,13 +77,6 @@ class Watcher:
             self.blocks.add(change.hashes)
 
 
-async def until(holds: Callable[[], Any]) -> None:
-    give_up = time.monotonic() + PATIENCE_S
-    while not holds():
-        assert time.monotonic() < give_up, "it never came to hold"
-        await asyncio.sleep(0.005)
-
-
 def block(number: int) -> bytes:
     return number.to_bytes(8, "little")
 
@@ -93,9 +85,9 @@ async def test_a_watcher_gets_a_snapshot_and_then_what_changes(core: FeedingCore
     core.held = {block(1), block(2)}
     client, watcher = await EngineClient.connect(core.address), Watcher()
     client.watch_blocks(watcher.take)
-    await until(lambda: watcher.blocks == core.held)
+    await eventually(lambda: watcher.blocks == core.held)
     core.store(block(3))
-    await until(lambda: watcher.blocks == core.held)
+    await eventually(lambda: watcher.blocks == core.held)
     assert watcher.numbers == list(range(len(watcher.numbers)))
     await client.close()
 
@@ -103,12 +95,12 @@ async def test_a_watcher_gets_a_snapshot_and_then_what_changes(core: FeedingCore
 async def test_a_missing_message_is_repaired_by_a_new_snapshot(core: FeedingCore) -> None:
     client, watcher = await EngineClient.connect(core.address), Watcher()
     client.watch_blocks(watcher.take)
-    await until(lambda: watcher.numbers)
+    await eventually(lambda: watcher.numbers)
     (peer,) = core.frontends.block_watchers
     peer.next_blocks += 7  # as if some had been lost
     core.store(block(1))
-    await until(lambda: watcher.numbers.count(0) == 2)
-    await until(lambda: watcher.blocks == core.held)
+    await eventually(lambda: watcher.numbers.count(0) == 2)
+    await eventually(lambda: watcher.blocks == core.held)
     await client.close()
 
 
@@ -147,6 +139,6 @@ def test_a_watcher_that_does_not_read_begins_anew(
 async def test_a_frontend_that_leaves_is_told_no_more(core: FeedingCore) -> None:
     client = await EngineClient.connect(core.address)
     client.watch_blocks(Watcher().take)
-    await until(lambda: core.frontends.block_watchers)
+    await eventually(lambda: core.frontends.block_watchers)
     await client.close()
-    await until(lambda: not core.frontends.block_watchers)
+    await eventually(lambda: not core.frontends.block_watchers)

@@ -21,7 +21,8 @@ from kvbaton.engine.scheduler import Scheduler
 from kvbaton.errors import ConfigError
 from kvbaton.messages.engine import AddRequest, Metrics, Output, Outputs, Rejected, TransferSpec
 from kvbaton.types import NodeId
-from tests.handover.pair import ENGINE, QueueMailbox, greedy, until
+from tests.support.engine_node import ENGINE, QueueMailbox, greedy
+from tests.support.waiting import until
 
 PROMPT = tuple(range(4, 14))
 LOADABLE = 8

@@ -18,7 +18,7 @@ from kvbaton.engine.scheduler import Scheduler
 from kvbaton.messages.engine import AddRequest, FromCore, Output
 from kvbaton.server.metrics import families
 from kvbaton.types import NodeId
-from tests.handover.pair import ENGINE, QueueMailbox, greedy
+from tests.support.engine_node import ENGINE, QueueMailbox, greedy
 
 PROMPT = tuple(range(4, 14))
 

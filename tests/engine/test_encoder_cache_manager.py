@@ -31,9 +31,9 @@ from kvbaton.messages.engine import (
     SamplingParams,
 )
 from kvbaton.types import NodeId
-from tests.engine.encoder_items import item_of, png, values_of
-from tests.engine.pictures import FAMILIES, Pictures, Prompt
-from tests.handover.pair import QueueMailbox
+from tests.support.encoder_items import item_of, png, values_of
+from tests.support.engine_node import QueueMailbox
+from tests.support.pictures import FAMILIES, Pictures, Prompt
 
 LIMIT_S = 60.0
 ENCODED = 'kvbaton_encoder_items_total{source="encoded"}'

@@ -24,7 +24,7 @@ from kvbaton.engine.step import BlockCopy, NewSequence, SequenceStep, StepPlan, 
 from kvbaton.errors import ConfigError
 from kvbaton.messages.engine import FromCore, Item, Output, Outputs, Rejected
 from kvbaton.types import NodeId
-from tests.engine.encoder_items import (
+from tests.support.encoder_items import (
     ONE_TOKEN,
     expected_rows,
     item_of,
@@ -33,7 +33,8 @@ from tests.engine.encoder_items import (
     request_for,
     worker_of,
 )
-from tests.handover.pair import QueueMailbox, until
+from tests.support.engine_node import QueueMailbox
+from tests.support.waiting import until
 
 FAMILIES = ("qwen2_5_vl", "qwen3_vl")
 SIZES = ((80, 50), (64, 64), (33, 17), (31, 160))

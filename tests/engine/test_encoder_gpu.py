@@ -16,7 +16,7 @@ from kvbaton.engine.executor import Executor
 from kvbaton.engine.model_config import load_model_config
 from kvbaton.engine.step import BlockCopy, NewSequence, SequenceStep, StepPlan
 from kvbaton.kernels.digest import block_sums
-from tests.engine.encoder_items import (
+from tests.support.encoder_items import (
     ONE_TOKEN,
     expected_rows,
     item_of,
@@ -25,7 +25,8 @@ from tests.engine.encoder_items import (
     request_for,
     worker_of,
 )
-from tests.handover.pair import Node, until
+from tests.support.engine_node import Node
+from tests.support.waiting import until
 
 pytestmark = [
     pytest.mark.gpu,

@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-import time
-from collections.abc import AsyncIterator, Callable, Iterator
+from collections.abc import AsyncIterator, Iterator
 from contextlib import aclosing, asynccontextmanager
 from pathlib import Path
 from typing import Any
@@ -30,7 +29,8 @@ from kvbaton.messages.engine import (
     SamplingParams,
     Shutdown,
 )
-from tests.engine.scripted_core import ScriptedCore, scripted_core
+from tests.support.scripted_core import ScriptedCore, scripted_core
+from tests.support.waiting import eventually
 
 PATIENCE_S = 10.0
 
@@ -59,14 +59,6 @@ async def tokens_of(client: EngineClient, asked: AddRequest) -> list[int]:
             assert output.index == len(found)
             found += output.token_ids
     return found
-
-
-async def until(holds: Callable[[], Any], within: float = PATIENCE_S) -> None:
-    """Wait until something holds; fails after `within` seconds."""
-    give_up = time.monotonic() + within
-    while not holds():
-        assert time.monotonic() < give_up, "it never came to hold"
-        await asyncio.sleep(0.005)
 
 
 @asynccontextmanager
@@ -123,7 +115,7 @@ async def test_two_frontends_may_use_one_request_id(core: ScriptedCore) -> None:
             asyncio.create_task(tokens_of(one, request("same", max_tokens=3))),
             asyncio.create_task(tokens_of(two, request("same", max_tokens=5))),
         ]
-        await until(lambda: len(core.live) == 2)
+        await eventually(lambda: len(core.live) == 2)
         core.paused.clear()
         assert await asyncio.gather(*both) == [[0, 1, 2], [0, 1, 2, 3, 4]]
 
@@ -143,9 +135,9 @@ async def test_leaving_a_stream_aborts_its_request_alone(core: ScriptedCore) -> 
         core.paused.set()
         mine = asyncio.create_task(tokens_of(one, request("same", max_tokens=1000)))
         other = asyncio.create_task(tokens_of(two, request("same", max_tokens=3)))
-        await until(lambda: len(core.live) == 2)
+        await eventually(lambda: len(core.live) == 2)
         mine.cancel()
-        await until(lambda: len(core.live) == 1)
+        await eventually(lambda: len(core.live) == 1)
         core.paused.clear()
         assert await other == [0, 1, 2]
 
@@ -167,7 +159,7 @@ async def test_junk_foreign_aborts_and_commands_do_nothing(core: ScriptedCore, j
     async with connected(core) as client:
         core.paused.set()
         task = asyncio.create_task(tokens_of(client, request("r")))
-        await until(lambda: core.live)
+        await eventually(lambda: core.live)
         before = len(core.seen)
         await junk.say(AbortRequest(request_id="r"))  # not even connected
         await junk.say(Connect())
@@ -187,7 +179,7 @@ async def test_junk_foreign_aborts_and_commands_do_nothing(core: ScriptedCore, j
         for frames in hostile:
             await junk.say(*frames)
         await junk.say(request("mine", max_tokens=1))  # comes after all of those
-        await until(lambda: "mine" in core.live)
+        await eventually(lambda: "mine" in core.live)
         assert core.seen[before:] == [request("mine", max_tokens=1)]
         dropped = core.counters()["kvbaton_frontend_messages_dropped_total"]
         assert dropped == len(hostile) - 1 + 1, "a foreign abort is none, an early one is"
@@ -230,9 +222,9 @@ async def test_a_lost_frontend_loses_its_requests(core: ScriptedCore) -> None:
         await gone.say(Connect())
         for i in range(3):
             await gone.say(request(f"gone{i}"))
-        await until(lambda: len(core.live) == 4)
+        await eventually(lambda: len(core.live) == 4)
         gone.socket.close()
-        await until(lambda: list(core.live) == ["other"], within=2.0)
+        await eventually(lambda: list(core.live) == ["other"], seconds=2.0)
         assert core.counters()['kvbaton_frontends_lost_total{reason="gone"}'] == 1
         core.paused.clear()
         assert await other == [0, 1, 2, 3]
@@ -243,7 +235,7 @@ async def test_a_lost_core_ends_the_requests_at_once(tmp_path: Path) -> None:
         core.paused.set()
         async with connected(core) as client:
             task = asyncio.create_task(tokens_of(client, request()))
-            await until(lambda: core.live)
+            await eventually(lambda: core.live)
             core.stop()
             async with asyncio.timeout(2.0):
                 with pytest.raises(EngineDeadError, match="lost"):
@@ -267,8 +259,8 @@ async def test_a_frontend_that_does_not_read_is_dropped_alone(
     for i in range(50):
         deaf.send(msgspec.msgpack.encode(request(f"d{i}", max_tokens=10**6)))
     async with connected(core) as client:
-        await until(lambda: len(core.live) == 50)
-        await until(lambda: not core.live, within=30.0)
+        await eventually(lambda: len(core.live) == 50)
+        await eventually(lambda: not core.live, seconds=30.0)
         lost = 'kvbaton_frontends_lost_total{reason="did_not_read"}'
         assert core.counters()[lost] == 1
         assert await tokens_of(client, request()) == [0, 1, 2, 3]
@@ -287,7 +279,7 @@ async def test_outputs_merge_while_the_reader_is_behind(core: ScriptedCore) -> N
         stream = client.generate(request(max_tokens=1000, n=2))
         first = await anext(stream)
         assert first.token_ids == (0,), "nobody was behind"
-        await until(lambda: not core.live)
+        await eventually(lambda: not core.live)
         await client.ping(PATIENCE_S)  # all before it has come
         rest: list[Output] = [output async for output in stream]
     assert len(rest) <= 3
@@ -311,7 +303,7 @@ async def test_a_reader_too_far_behind_loses_its_request_alone(
             async for _ in slow:
                 pass
         assert caught.value.code == "too_slow"
-        await until(lambda: not core.live)
+        await eventually(lambda: not core.live)
 
 
 async def test_only_holders_of_the_cluster_key_are_let_in(tmp_path: Path) -> None:

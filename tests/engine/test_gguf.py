@@ -21,8 +21,8 @@ from kvbaton.engine.loader import load_model
 from kvbaton.engine.model_config import load_model_config
 from kvbaton.errors import ConfigError
 from kvbaton.text.tokenizer import Tokenizer
-from tests.engine.gguf_files import write_gguf
 from tests.engine.test_loader import CPU, logits
+from tests.support.gguf_files import write_gguf
 
 Checkpoint = Callable[..., Path]
 TEXTS = ("The capital of France is 1234, naïve 東京.", "  two\n\nlines\t", "<|turn|>user\nhi")

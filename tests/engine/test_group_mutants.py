@@ -27,9 +27,10 @@ from kvbaton.engine.sequences import Sequences
 from tests.connectors.test_plan import Model, Side, check_plan
 from tests.engine.test_scheduler import prompt
 from tests.engine.test_speculative import REPEATED, SPECULATIVE
-from tests.engine.toy import FULL, WINDOW, Loop, ask, target
-from tests.handover.pair import Node, Pair
-from tests.handover.prompts import prompt_of
+from tests.support.engine_node import Node
+from tests.support.engine_pair import Pair
+from tests.support.prompts import prompt_of
+from tests.support.toy_engine import FULL, WINDOW, Loop, ask, target
 
 Models = Callable[..., Path]
 

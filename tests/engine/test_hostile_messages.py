@@ -36,8 +36,8 @@ from kvbaton.messages.engine import (
 )
 from kvbaton.testing.checkpoints import TOKENIZER_SIZE
 from kvbaton.types import NodeId
-from tests.engine.scripted_core import READY
-from tests.handover.pair import ENGINE, QueueMailbox, greedy
+from tests.support.engine_node import ENGINE, QueueMailbox, greedy
+from tests.support.scripted_core import READY
 
 PROMPT = tuple(range(4, 14))
 VOCAB = TOKENIZER_SIZE

@@ -20,7 +20,7 @@ from PIL import Image
 
 from kvbaton.engine.encoder.images import ImageReader
 from kvbaton.errors import ConfigError, RequestError
-from tests.engine.encoder_items import values_of
+from tests.support.encoder_items import values_of
 
 Checkpoint = Callable[..., Path]
 FAMILIES = ["qwen2_5_vl", "qwen3_vl"]

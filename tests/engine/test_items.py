@@ -13,8 +13,8 @@ import torch
 from kvbaton.engine.cuda.warm_up import TrialSteps
 from kvbaton.engine.step import BlockCopy, Fork, SequenceStep, StepPlan
 from kvbaton.messages.engine import SamplingParams
-from tests.engine.pictures import FAMILIES, GREEDY, Pictures, Prompt
 from tests.engine.test_cuda_runner import CpuExecutor
+from tests.support.pictures import FAMILIES, GREEDY, Pictures, Prompt
 
 Checkpoint = Callable[..., Path]
 SAMPLED = SamplingParams(temperature=1.2, seed=1234, n=2)

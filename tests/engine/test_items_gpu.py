@@ -11,10 +11,10 @@ import pytest
 import torch
 
 from kvbaton.engine.step import NewSequence, SequenceStep, StepPlan
-from tests.engine.pictures import FAMILIES, GREEDY, Pictures
 from tests.engine.sync_debug import waiting_is_an_error
 from tests.engine.test_gpu import GPU, SMALL, TOLERANCE
 from tests.engine.test_items import MIXED
+from tests.support.pictures import FAMILIES, GREEDY, Pictures
 
 Checkpoint = Callable[..., Path]
 pytestmark = [

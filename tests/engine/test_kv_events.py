@@ -19,9 +19,10 @@ from kvbaton.engine.kv_connector import Connectors
 from kvbaton.engine.kv_events import EventBatch, KVEventLog, KVEventPublisher, KVEventsConfig
 from kvbaton.errors import ConfigError
 from kvbaton.types import ChoiceStart
-from tests.engine.kv_subscriber import Index, Subscriber
-from tests.engine.toy import FULL, WINDOW, Loop, ask, target
-from tests.handover.pair import Node, until
+from tests.support.engine_node import Node
+from tests.support.kv_subscriber import Index, Subscriber
+from tests.support.toy_engine import FULL, WINDOW, Loop, ask, target
+from tests.support.waiting import until
 
 LOOPBACK = "tcp://127.0.0.1:*"
 TOLD = json.dumps(

@@ -5,7 +5,7 @@ from collections.abc import Callable
 import pytest
 
 from kvbaton.engine.audit import audit
-from tests.engine.toy import Loop, ask, target
+from tests.support.toy_engine import Loop, ask, target
 
 
 def busy() -> Loop:

@@ -11,7 +11,7 @@ from kvbaton.engine.kv_cache_manager import GroupSpec
 from kvbaton.engine.kv_groups import kv_groups
 from kvbaton.engine.step import Sampled, StepPlan, StepResult
 from kvbaton.types import ChoiceStart
-from tests.engine.toy import Loop, ask, source, target
+from tests.support.toy_engine import Loop, ask, source, target
 
 LENGTH, OUTPUT = 100_000, 40
 WINDOW, BLOCK_SIZE, STEP = 128, 16, 2048

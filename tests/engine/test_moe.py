@@ -17,7 +17,7 @@ from kvbaton.engine.model_config import load_model_config
 from kvbaton.engine.models.layers import pieces_of
 from kvbaton.engine.models.moe import MoE
 from kvbaton.engine.moe_config import read_moe
-from tests.engine.quantized_files import quantized_folders
+from tests.support.quantized_files import quantized_folders
 
 CLOSE = {"float32": 1e-5, "float16": 4e-3, "bfloat16": 3e-2}
 CPU = torch.device("cpu")

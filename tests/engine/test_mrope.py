@@ -16,7 +16,7 @@ from kvbaton.engine.model_config import RopeConfig, load_model_config
 from kvbaton.engine.models.layers import RotaryEmbedding
 from kvbaton.engine.mrope import rotary_positions
 from kvbaton.messages.engine import Item
-from tests.engine.pictures import FAMILIES, Pictures
+from tests.support.pictures import FAMILIES, Pictures
 
 SIDES = st.integers(1, 9).map(lambda rows: 2 * rows)
 TEXT = st.integers(1, 12)

@@ -29,7 +29,7 @@ from kvbaton.engine.step import ItemRows, Sampled, StepPlan, StepResult
 from kvbaton.errors import RequestError
 from kvbaton.messages.engine import AddRequest, Item
 from kvbaton.types import ChoiceStart
-from tests.engine.toy import Loop, ToyTransfers, ask, target
+from tests.support.toy_engine import Loop, ToyTransfers, ask, target
 
 ROWS = 32
 MAX_LEN = 200

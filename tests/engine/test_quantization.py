@@ -18,8 +18,8 @@ from kvbaton.engine.model_config import ModelConfig, load_model_config
 from kvbaton.engine.quantization.config import Quantization, read_quantization
 from kvbaton.engine.quantization.tensors import MXFP4Tensor, dequantize_mxfp4, find_tensor
 from kvbaton.errors import ConfigError
-from tests.engine.quantized_files import CONFIGS, compressed, mxfp4_folders, quantized_folders
 from tests.engine.test_loader import CPU, logits
+from tests.support.quantized_files import CONFIGS, compressed, mxfp4_folders, quantized_folders
 
 Checkpoint = Callable[..., Path]
 LAYER = "model.layers.1.mlp.down_proj"

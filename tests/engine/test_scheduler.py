@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 
 from kvbaton.engine.kv_cache_manager import GroupSpec
 from kvbaton.errors import RequestError
-from tests.engine.toy import EOS, FULL, STATE, WINDOW, Loop, ask
+from tests.support.toy_engine import EOS, FULL, STATE, WINDOW, Loop, ask
 
 
 def prompt(length: int, start: int = 1) -> list[int]:

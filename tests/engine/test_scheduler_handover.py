@@ -16,7 +16,7 @@ from kvbaton.engine.request import Request, SequenceState
 from kvbaton.errors import RequestError
 from kvbaton.messages.engine import AddRequest
 from kvbaton.types import Attempt, ChoiceStart, Spans
-from tests.engine.toy import (
+from tests.support.toy_engine import (
     FULL,
     STATE,
     WINDOW,

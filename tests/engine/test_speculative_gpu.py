@@ -11,8 +11,8 @@ import torch
 
 from kvbaton.messages.engine import Shutdown
 from tests.engine.test_speculative import REPEATED, SPECULATIVE, answers
-from tests.handover.pair import Node
-from tests.handover.prompts import prompt_of
+from tests.support.engine_node import Node
+from tests.support.prompts import prompt_of
 
 pytestmark = [
     pytest.mark.gpu,

@@ -19,8 +19,8 @@ from kvbaton.engine.models.qwen3_next import chunk_delta_rule
 from kvbaton.engine.request import Sequence
 from kvbaton.kernels.delta_rule import delta_rule_step
 from tests.engine.test_models import generate
-from tests.handover.pair import Call, Node
-from tests.handover.prompts import prompt_of
+from tests.support.engine_node import Call, Node
+from tests.support.prompts import prompt_of
 
 QWEN3_NEXT: dict[str, Any] = {"family": "qwen3_next", "num_layers": 4, "head_dim": 32}
 

@@ -15,9 +15,10 @@ from kvbaton.decode.target_connector import TargetConnector
 from kvbaton.engine.request import Request
 from kvbaton.messages.engine import AbortRequest
 from kvbaton.types import TransferTimers
-from tests.handover.conftest import Expected
-from tests.handover.pair import HUB, PROMISE_S, QUICK, Call, Node, Pair, until
-from tests.handover.prompts import prompt_of
+from tests.support.engine_node import HUB, Call, Node
+from tests.support.engine_pair import PROMISE_S, QUICK, Expected, Pair
+from tests.support.prompts import prompt_of
+from tests.support.waiting import until
 
 PROMPT = prompt_of(100)
 LONG = 100

@@ -8,9 +8,10 @@ from contextlib import ExitStack, contextmanager
 import pytest
 
 from kvbaton.types import TransferTimers
-from tests.handover.conftest import Expected
-from tests.handover.pair import HUB, PROMISE_S, Call, Pair, until
-from tests.handover.prompts import prompt_of
+from tests.support.engine_node import HUB, Call
+from tests.support.engine_pair import PROMISE_S, Expected, Pair
+from tests.support.prompts import prompt_of
+from tests.support.waiting import until
 
 PROMPT = prompt_of(100)
 SHORT = TransferTimers(

@@ -19,8 +19,10 @@ from kvbaton.engine.config import EngineConfig
 from kvbaton.engine.model_config import load_model_config
 from kvbaton.engine.request import extras_of
 from kvbaton.messages.engine import Item, TransferSpec
-from tests.engine.encoder_items import expected_rows, item_of, padded, png, request_for, worker_of
-from tests.handover.pair import Call, Hold, Node, Pair, until
+from tests.support.encoder_items import expected_rows, item_of, padded, png, request_for, worker_of
+from tests.support.engine_node import Call, Hold, Node
+from tests.support.engine_pair import Pair
+from tests.support.waiting import until
 
 ENCODER: dict[str, Any] = {"encoder_only": True, "encoder_cache_tokens": 1024}
 SIZES = ((80, 50), (64, 64), (33, 17), (31, 160), (80, 80))

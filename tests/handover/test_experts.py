@@ -9,8 +9,8 @@ from typing import Any
 import pytest
 
 from tests.engine.test_models import generate
-from tests.handover.pair import Pair
-from tests.handover.prompts import prompt_of
+from tests.support.engine_pair import Pair
+from tests.support.prompts import prompt_of
 
 TWO: dict[str, Any] = {"tensor_parallel_size": 2}
 EXPERTS: dict[str, Any] = TWO | {"enable_expert_parallel": True}

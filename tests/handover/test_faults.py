@@ -15,9 +15,9 @@ from kvbaton.connectors.transports.faulty import FaultyTransport
 from kvbaton.engine.core import EngineCore
 from kvbaton.prefill.source_connector import SourceConnector
 from kvbaton.types import TransferTimers
-from tests.handover.conftest import Expected
-from tests.handover.pair import Pair, until
-from tests.handover.prompts import prompt_of
+from tests.support.engine_pair import Expected, Pair
+from tests.support.prompts import prompt_of
+from tests.support.waiting import until
 
 SHORT = TransferTimers(
     resend=0.1,

@@ -5,9 +5,8 @@ from __future__ import annotations
 from collections.abc import Callable
 from pathlib import Path
 
-from tests.handover.conftest import Expected
-from tests.handover.pair import Pair
-from tests.handover.prompts import prompt_of
+from tests.support.engine_pair import Expected, Pair
+from tests.support.prompts import prompt_of
 
 FP8 = {"kv_cache_dtype": "fp8"}
 

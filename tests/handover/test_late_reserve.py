@@ -11,9 +11,10 @@ import pytest
 from kvbaton.messages.engine import AddRequest, Command, TransferSpec
 from kvbaton.prefill import source_connector
 from kvbaton.types import TransferTimers
-from tests.handover.conftest import Expected
-from tests.handover.pair import Call, Node, Pair, until
-from tests.handover.prompts import prompt_of
+from tests.support.engine_node import Call, Node
+from tests.support.engine_pair import Expected, Pair
+from tests.support.prompts import prompt_of
+from tests.support.waiting import until
 
 PROMPT = prompt_of(50)
 TRANSFERRED = 'kvbaton_prompt_tokens_total{source="transferred"}'

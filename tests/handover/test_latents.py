@@ -10,8 +10,8 @@ import pytest
 
 from kvbaton.connectors.pairing import pair_groups
 from tests.engine.test_models import generate
-from tests.handover.pair import Pair
-from tests.handover.prompts import prompt_of
+from tests.support.engine_pair import Pair
+from tests.support.prompts import prompt_of
 
 ROW_BYTES = 4 * (48 + 16)
 LAYERS = 2

@@ -9,9 +9,10 @@ import pytest
 
 from kvbaton.connectors.transfer import thread
 from kvbaton.types import TransferTimers
-from tests.handover.conftest import Expected
-from tests.handover.pair import HUB, Pair, until
-from tests.handover.prompts import prompt_of
+from tests.support.engine_node import HUB
+from tests.support.engine_pair import Expected, Pair
+from tests.support.prompts import prompt_of
+from tests.support.waiting import until
 
 PROMPT = prompt_of(30)
 SHORT = TransferTimers(

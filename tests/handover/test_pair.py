@@ -5,9 +5,8 @@ from __future__ import annotations
 import pytest
 
 from kvbaton.engine.block_pool import BlockPool
-from tests.handover.conftest import Expected
-from tests.handover.pair import Pair
-from tests.handover.prompts import prompt_of
+from tests.support.engine_pair import Expected, Pair
+from tests.support.prompts import prompt_of
 
 
 @pytest.mark.parametrize("length", [1, 3, 4, 5, 50])

@@ -9,9 +9,10 @@ import msgspec
 import pytest
 
 from kvbaton.messages.engine import AddRequest, FromCore, Outputs
-from tests.handover.conftest import Expected
-from tests.handover.pair import Call, Node, Pair, greedy, until
-from tests.handover.prompts import prompt_of
+from tests.support.engine_node import Call, Node, greedy
+from tests.support.engine_pair import Expected, Pair
+from tests.support.prompts import prompt_of
+from tests.support.waiting import until
 
 ONE_BY_ONE = {"max_num_seqs": 1, "max_num_batched_tokens": 64}
 PRIORITIES = [0, 5, 5, -1, 3]

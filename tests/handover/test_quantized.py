@@ -7,9 +7,9 @@ from pathlib import Path
 
 import pytest
 
-from tests.engine.quantized_files import quantized_folders
-from tests.handover.pair import Pair
-from tests.handover.prompts import prompt_of
+from tests.support.engine_pair import Pair
+from tests.support.prompts import prompt_of
+from tests.support.quantized_files import quantized_folders
 
 
 @pytest.mark.parametrize("kind", ["fp8-block", "awq"])

@@ -13,8 +13,8 @@ from kvbaton.engine.kv_cache_manager import KVCacheManager
 from kvbaton.engine.request import Tables
 from kvbaton.types import BlockSpan, Spans
 from tests.engine.test_models import generate
-from tests.handover.pair import Pair
-from tests.handover.prompts import prompt_of
+from tests.support.engine_pair import Pair
+from tests.support.prompts import prompt_of
 
 QWEN3_NEXT: dict[str, Any] = {"family": "qwen3_next", "num_layers": 4, "head_dim": 32}
 STATE_BYTES = 3 * 4 * (14 + 2 * 5) * 4 * 4

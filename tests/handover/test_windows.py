@@ -11,8 +11,9 @@ import pytest
 
 from kvbaton.connectors.transfer.endpoint import HandoverConfig
 from kvbaton.decode import DecodeFactory
-from tests.handover.pair import Node, Pair
-from tests.handover.prompts import prompt_of
+from tests.support.engine_node import Node
+from tests.support.engine_pair import Pair
+from tests.support.prompts import prompt_of
 
 WINDOW = 11
 MIXED = {"use_sliding_window": True, "sliding_window": WINDOW, "max_window_layers": 2}

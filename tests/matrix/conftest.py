@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from tests.matrix.cells import FAMILIES, Cell
-from tests.matrix.node import NodeProcess, NodeSpec
+from tests.support.engine_process import NodeProcess, NodeSpec
 
 MOST_NODES = 14
 """Kept at a time: those of all ranks and block sizes of a family, and the one that is alone."""

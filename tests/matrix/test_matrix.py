@@ -17,7 +17,7 @@ from kvbaton.engine.model_config import load_model_config
 from kvbaton.messages.engine import AddRequest, SamplingParams, TransferSpec
 from tests.matrix.cells import ALL, COVERING, FAMILIES, REFUSED, WITHOUT_DRAFTS, Cell, pairs
 from tests.matrix.conftest import Nodes
-from tests.matrix.node import NodeProcess, NodeSpec, Role
+from tests.support.engine_process import NodeProcess, NodeSpec, Role
 
 LENGTHS = (1, 30, 75)
 """Prompts: one token, less than a step, and several steps and windows."""

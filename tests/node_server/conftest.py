@@ -10,7 +10,7 @@ from kvbaton.server.app import listen
 from kvbaton.server.frontend import FrontendConfig
 from kvbaton.server.node_app import make_node_app
 from kvbaton.text.tokenizer import Tokenizer
-from tests.server_support import ScriptedClient, write_tokenizer
+from tests.support.scripted_source import ScriptedClient, write_tokenizer
 
 
 @pytest.fixture(scope="session")

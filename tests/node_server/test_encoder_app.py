@@ -19,7 +19,7 @@ from kvbaton.server.node_app import encoder_app, make_encoder_app
 from kvbaton.text.tokenizer import Tokenizer
 from kvbaton.text.vision import VisionText
 from tests.node_server.conftest import Node
-from tests.server_support import MAX_MODEL_LEN, ScriptedClient
+from tests.support.scripted_source import MAX_MODEL_LEN, ScriptedClient
 
 GENERATE = "/inference/v1/generate"
 IMAGE = b"an image, which is decoded by the engine only"

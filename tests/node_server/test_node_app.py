@@ -18,7 +18,7 @@ from kvbaton.server.metrics import split_name
 from kvbaton.server.network import operator_token, registration_token
 from kvbaton.server.node_app import make_node_app, make_starting_app
 from kvbaton.text.tokenizer import Tokenizer
-from tests.server_support import EOS, MAX_MODEL_LEN, VOCAB, ScriptedClient
+from tests.support.scripted_source import EOS, MAX_MODEL_LEN, VOCAB, ScriptedClient
 
 GENERATE = "/inference/v1/generate"
 ID = "ab" * 16

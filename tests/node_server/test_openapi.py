@@ -13,8 +13,8 @@ from kvbaton.server.app import listen
 from kvbaton.server.frontend import FrontendConfig
 from kvbaton.server.node_app import make_node_app
 from kvbaton.text.tokenizer import Tokenizer
-from tests.fuzzing import Background, described, fuzz
-from tests.server_support import ScriptedClient
+from tests.support.fuzzing import Background, described, fuzz
+from tests.support.scripted_source import ScriptedClient
 
 
 @pytest.fixture(scope="module")

@@ -19,6 +19,7 @@ from kvbaton.config import attribute_docs, from_args, human_int, words_of
 from kvbaton.connectors.transfer.endpoint import HandoverConfig
 from kvbaton.engine.config import EngineConfig
 from kvbaton.server.config import MediaConfig, NodeConfig
+from tests.support.waiting import until
 
 
 def kvbaton(*words: str, timeout: float = 60) -> subprocess.CompletedProcess[str]:
@@ -206,9 +207,9 @@ def test_killing_up_kills_its_children(broken_model: str) -> None:
     (Path(broken_model) / "tokenizer.json").write_text(TOKENIZER)
     words = [sys.executable, "-m", "kvbaton", "up", "--model", broken_model, "--port", "0"]
     with subprocess.Popen(words, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL) as up:
-        wait_for(lambda: len(processes_with(broken_model)) > 1)
+        until(lambda: len(processes_with(broken_model)) > 1, "children")
         up.send_signal(signal.SIGKILL)
-    wait_for(lambda: processes_with(broken_model) == [])
+    until(lambda: processes_with(broken_model) == [], "no children")
 
 
 def test_a_child_whose_parent_died_before_it_asked_ends_at_once() -> None:
@@ -218,14 +219,6 @@ def test_a_child_whose_parent_died_before_it_asked_ends_at_once() -> None:
         for more in (0, 1)
     ]
     assert ends == [0, -signal.SIGKILL]
-
-
-def wait_for(condition: object, seconds: float = 20.0) -> None:
-    assert callable(condition)
-    give_up = time.monotonic() + seconds
-    while not condition():
-        assert time.monotonic() < give_up
-        time.sleep(0.02)
 
 
 def processes_with(word: str) -> list[int]:

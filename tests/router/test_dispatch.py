@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import itertools
 import json
-from collections.abc import Callable
 from contextlib import aclosing
 from typing import Any
 
@@ -19,7 +18,8 @@ from kvbaton.messages.nodes import Members, NodeInfo
 from kvbaton.router.config import DispatchConfig, MembershipTimers, RelayTimers
 from kvbaton.router.loads import NodeLoad
 from kvbaton.server.network import registration_token
-from tests.router.conftest import stand_in
+from tests.support.stand_in import stand_in
+from tests.support.waiting import eventually
 
 PROMPT = (1, 2, 3, 4)
 ids = itertools.count()
@@ -44,12 +44,6 @@ def tokens(outputs: list[Output], choice: int = 0) -> list[int]:
     return [token for o in outputs if o.choice == choice for token in o.token_ids]
 
 
-async def until(condition: Callable[[], bool], seconds: float = 5.0) -> None:
-    async with asyncio.timeout(seconds):
-        while not condition():
-            await asyncio.sleep(0.005)
-
-
 async def test_both_legs_get_their_parts_at_once(make_rig: Any) -> None:
     rig = await make_rig()
     p, d = rig.nodes["p0"], rig.nodes["d0"]
@@ -68,7 +62,7 @@ async def test_both_legs_get_their_parts_at_once(make_rig: Any) -> None:
     p.gate.set()
     d.gate.set()
     assert tokens(await running) == expected(4)
-    await until(lambda: rig.loads() == {})
+    await eventually(lambda: rig.loads() == {})
 
 
 async def test_the_first_token_comes_from_prefill_before_decode_speaks(
@@ -96,7 +90,7 @@ async def test_a_decode_node_that_disagrees_is_asked_again_with_the_committed_to
     async with aclosing(rig.dispatcher.generate(request())) as stream:
         outputs = [await anext(stream)]
         d.gate.set()
-        await until(lambda: len(d.received) >= 1)
+        await eventually(lambda: len(d.received) >= 1)
         async for output in stream:
             outputs.append(output)
     assert d.received[1].resume_ids == p.received[1].resume_ids == (expected(1)[0],)
@@ -108,7 +102,7 @@ async def test_a_dead_prefill_node_costs_no_request(make_rig: Any) -> None:
     rig = await make_rig()
     await rig.nodes["p0"].stop()
     assert tokens(await collect(rig, request())) == expected(4)
-    await until(lambda: rig.states()["p0"] == "unhealthy")
+    await eventually(lambda: rig.states()["p0"] == "unhealthy")
     outputs = await collect(rig, request())
     assert tokens(outputs) == expected(4)
     assert rig.nodes["d0"].received[-1].transfer is None, "decode serves it alone"
@@ -165,9 +159,9 @@ async def test_leaving_cancels_both_legs(make_rig: Any, when: str) -> None:
     first.cancel()
     await asyncio.gather(first, return_exceptions=True)
     await stream.aclose()
-    await until(lambda: d.cancelled == 1)
-    await until(lambda: p.cancelled == (when == "before the first token"))
-    await until(lambda: rig.loads() == {})
+    await eventually(lambda: d.cancelled == 1)
+    await eventually(lambda: p.cancelled == (when == "before the first token"))
+    await eventually(lambda: rig.loads() == {})
 
 
 async def test_a_client_that_hangs_up_on_the_endpoint_cancels_both_legs(make_rig: Any) -> None:
@@ -179,7 +173,7 @@ async def test_a_client_that_hangs_up_on_the_endpoint_cancels_both_legs(make_rig
     await asyncio.wait_for(asyncio.gather(p.arrived.wait(), d.arrived.wait()), 5)
     call.cancel()
     await asyncio.gather(call, return_exceptions=True)
-    await until(lambda: (p.cancelled, d.cancelled) == (1, 1))
+    await eventually(lambda: (p.cancelled, d.cancelled) == (1, 1))
 
 
 async def test_a_request_that_prefill_finds_wrong_is_the_clients_to_mend(make_rig: Any) -> None:
@@ -190,7 +184,7 @@ async def test_a_request_that_prefill_finds_wrong_is_the_clients_to_mend(make_ri
     with pytest.raises(RequestError, match="too long") as caught:
         await collect(rig, request())
     assert (caught.value.status, caught.value.param) == (400, "token_ids")
-    await until(lambda: d.cancelled == 1)
+    await eventually(lambda: d.cancelled == 1)
 
 
 async def test_several_choices_survive_a_death(make_rig: Any) -> None:
@@ -207,7 +201,7 @@ async def test_the_deadline_is_kept(make_rig: Any) -> None:
     with pytest.raises(RequestError) as caught:
         await collect(rig, request(deadline_s=0.2))
     assert caught.value.status == 504
-    await until(lambda: rig.nodes["d0"].cancelled == 1)
+    await eventually(lambda: rig.nodes["d0"].cancelled == 1)
 
 
 async def test_a_silent_decode_node_is_given_up(make_rig: Any) -> None:
@@ -222,7 +216,7 @@ async def test_tokens_that_wait_for_their_reader_become_one_output(make_rig: Any
     rig.nodes["d0"].pause = 0.005  # so that the first is read before others come
     async with aclosing(rig.dispatcher.generate(request(40, n=2))) as stream:
         first = await asyncio.wait_for(anext(stream), 5)
-        await until(lambda: rig.loads() == {})  # all was said
+        await eventually(lambda: rig.loads() == {})  # all was said
         rest = [output async for output in stream]
     late = [output for output in (first, *rest) if len(output.token_ids) > 1]
     assert sorted((output.choice, output.finish_reason) for output in late) == [
@@ -242,14 +236,14 @@ async def test_a_reader_that_is_too_slow_hurts_only_itself(
     rig.nodes["d0"].pause = 0.005
     async with aclosing(rig.dispatcher.generate(request(100))) as stream:
         first = await asyncio.wait_for(anext(stream), 5)
-        await until(lambda: rig.loads() == {})
+        await eventually(lambda: rig.loads() == {})
         assert tokens(await collect(rig, request(10))) == expected(10)
         rest = await anext(stream)
         assert tokens([first, rest]) == expected(len(tokens([first, rest])))
         with pytest.raises(RequestError, match="slowly") as caught:
             await anext(stream)
     assert caught.value.status == 503
-    await until(lambda: rig.nodes["d0"].cancelled == 1)
+    await eventually(lambda: rig.nodes["d0"].cancelled == 1)
 
 
 async def test_what_runs_on_a_node_that_leaves_goes_on(make_rig: Any) -> None:
@@ -271,7 +265,7 @@ async def test_an_engine_that_dies_is_noticed_at_once_and_found_again(make_rig: 
     rig = await make_rig(membership=slow)
     d = rig.nodes["d0"]
     d.engine.die()
-    await until(lambda: rig.states()["d0"] == "unhealthy", 2.0)
+    await eventually(lambda: rig.states()["d0"] == "unhealthy", 2.0)
     assert tokens(await collect(rig, request())) == expected(4), "the prefill node serves alone"
     d.offer_socket(rig.sockets)
     d.info = msgspec.structs.replace(d.info, generation="2")
@@ -316,7 +310,7 @@ async def test_a_node_whose_socket_is_not_here_says_why_it_is_not_used(make_rig:
             listed = await (await rig.session.get("/nodes")).json()
             return str(next(n["reason"] for n in listed["nodes"] if n["node_id"] == "d0"))
 
-        await until(lambda: rig.directory.membership.members["d0"].failed_probes >= failures)
+        await eventually(lambda: rig.directory.membership.members["d0"].failed_probes >= failures)
         assert "/nowhere/at/all" in await shown()
         assert "--cluster-key" in await shown()
         assert tokens(await collect(rig, request())) == expected(4), "the prefill node serves alone"
@@ -329,7 +323,7 @@ async def test_load_spreads(make_rig: Any) -> None:
     for node in rig.nodes.values():
         node.gate.clear()
     running = [asyncio.create_task(collect(rig, request())) for _ in range(4)]
-    await until(lambda: sum(len(n.received) for n in rig.nodes.values()) == 8)
+    await eventually(lambda: sum(len(n.received) for n in rig.nodes.values()) == 8)
     assert [len(node.received) for node in rig.nodes.values()] == [2, 2, 2, 2]
     for node in rig.nodes.values():
         node.gate.set()
@@ -366,7 +360,7 @@ async def test_all_legs_get_their_parts_of_an_item_at_once(make_rig: Any) -> Non
     for node in (p, d, e):
         node.gate.set()
     assert tokens(await running) == expected(4)
-    await until(lambda: rig.loads() == {})
+    await eventually(lambda: rig.loads() == {})
     metrics = await (await rig.session.get("/metrics")).text()
     assert 'kvbaton_router_items_total{where="encoder"} 1.0' in metrics
     assert 'kvbaton_router_node_requests_total{node="e0",part="encoder"} 1.0' in metrics
@@ -383,7 +377,7 @@ async def test_small_items_stay_and_count_as_load_where_they_stay(make_rig: Any)
         rig.nodes[node_id].gate.set()
     assert tokens(await running) == expected(4)
     assert rig.nodes["e0"].received == []
-    await until(lambda: rig.loads() == {})
+    await eventually(lambda: rig.loads() == {})
     metrics = await (await rig.session.get("/metrics")).text()
     assert 'kvbaton_router_items_total{where="prefill"} 1.0' in metrics
 
@@ -413,12 +407,12 @@ async def test_an_encoder_that_fails_costs_no_request_and_no_time(make_rig: Any,
     elif how == "lost":
         rig.directory.unreachable(used.info, "frozen")
     p = rig.nodes["p0"]
-    await until(lambda: p.received[-1].items[0].transfer.peer_node != used.info.node_id)
+    await eventually(lambda: p.received[-1].items[0].transfer.peer_node != used.info.node_id)
     for node in rig.nodes.values():
         node.gate.set()
     assert tokens(await running) == expected(4)
     if how == "gone":
-        await until(lambda: rig.states()[used.info.node_id] == "unhealthy")
+        await eventually(lambda: rig.states()[used.info.node_id] == "unhealthy")
 
 
 async def test_leaving_cancels_the_encoder_too(make_rig: Any) -> None:
@@ -429,8 +423,8 @@ async def test_leaving_cancels_the_encoder_too(make_rig: Any) -> None:
     await asyncio.wait_for(rig.nodes["e0"].arrived.wait(), 5)
     running.cancel()
     await asyncio.gather(running, return_exceptions=True)
-    await until(lambda: rig.nodes["e0"].cancelled == 1)
-    await until(lambda: rig.loads() == {})
+    await eventually(lambda: rig.nodes["e0"].cancelled == 1)
+    await eventually(lambda: rig.loads() == {})
 
 
 async def test_encoder_nodes_alone_serve_nothing_but_are_shown(make_rig: Any) -> None:
@@ -536,15 +530,15 @@ async def test_a_silent_node_expires(make_rig: Any) -> None:
     rig = await make_rig(prefill=0, decode=0, membership=timers)
     other = await make_rig(prefill=0)
     assert (await post_node(rig, other.nodes["d0"].info))[0] == 200
-    await until(lambda: rig.states().get("d0") == "unhealthy")
-    await until(lambda: rig.states() == {})
+    await eventually(lambda: rig.states().get("d0") == "unhealthy")
+    await eventually(lambda: rig.states() == {})
 
 
 async def test_static_nodes_are_found_and_found_again(make_rig: Any) -> None:
     other = await make_rig()
     urls = {name: node.info.url for name, node in other.nodes.items()}
     rig = await make_rig(prefill=0, decode=0, static=(urls["p0"], urls["d0"]))
-    await until(lambda: set(rig.states().items()) == {("p0", "ready"), ("d0", "ready")})
+    await eventually(lambda: set(rig.states().items()) == {("p0", "ready"), ("d0", "ready")})
     other.nodes["d0"].pause = 0.01  # so that the prefill node is not called off unheard
     assert tokens(await collect(rig, request())) == expected(4)
     assert other.nodes["p0"].received

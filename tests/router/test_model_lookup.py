@@ -11,7 +11,7 @@ import aiohttp
 import msgspec
 
 from kvbaton.messages.nodes import NodeInfo
-from tests.server_support import write_tokenizer
+from tests.support.scripted_source import write_tokenizer
 
 
 async def post(session: aiohttp.ClientSession, info: NodeInfo) -> tuple[int, Any]:

@@ -18,7 +18,7 @@ from kvbaton.engine.kv_connector import Connectors
 from kvbaton.messages.engine import AddRequest, BlockChange, CachedBlocks, Item, SamplingParams
 from kvbaton.messages.nodes import NodeInfo
 from kvbaton.router.prefix_index import PrefixIndex
-from tests.engine.toy import Loop, ask
+from tests.support.toy_engine import Loop, ask
 
 IDENTITY = bytes(32)
 SIZE = 4

@@ -13,14 +13,9 @@ from kvbaton.errors import ConfigError
 from kvbaton.messages.nodes import NodeInfo
 from kvbaton.router.config import MembershipTimers
 from kvbaton.server.registration import NodeRegistrar
+from tests.support.waiting import eventually
 
 Start = Callable[..., tuple[NodeRegistrar, "asyncio.Task[None]", list[tuple[str, ...]]]]
-
-
-async def until(condition: Callable[[], bool], seconds: float = 5.0) -> None:
-    async with asyncio.timeout(seconds):
-        while not condition():
-            await asyncio.sleep(0.005)
 
 
 @pytest.fixture
@@ -49,10 +44,10 @@ async def test_a_node_registers_and_hears_of_the_others(make_rig: Any, start: St
     other = await make_rig()
     p, d = (other.nodes[name].info for name in ("p0", "d0"))
     _, _, told = start(rig.url, lambda: d)
-    await until(lambda: rig.states() == {"d0": "ready"})
+    await eventually(lambda: rig.states() == {"d0": "ready"})
     start(rig.url, lambda: p)
-    await until(lambda: told == [(), (p.control_address,)])
-    await until(lambda: rig.states() == {"d0": "ready", "p0": "ready"})
+    await eventually(lambda: told == [(), (p.control_address,)])
+    await eventually(lambda: rig.states() == {"d0": "ready", "p0": "ready"})
 
 
 async def test_news_are_told_at_once(make_rig: Any, start: Start) -> None:
@@ -62,10 +57,10 @@ async def test_news_are_told_at_once(make_rig: Any, start: Start) -> None:
     state = ["loading"]
     info = other.nodes["d0"].info
     registrar, _, _ = start(rig.url, lambda: msgspec.structs.replace(info, state=state[0]))
-    await until(lambda: rig.states() == {"d0": "loading"})
+    await eventually(lambda: rig.states() == {"d0": "loading"})
     state[0] = "ready"
     registrar.nudge()
-    await until(lambda: rig.states() == {"d0": "ready"})
+    await eventually(lambda: rig.states() == {"d0": "ready"})
     await registrar.leave()
     assert rig.states() == {}
 
@@ -90,7 +85,7 @@ async def test_a_refusal_ends_it_with_the_routers_reason(
     with pytest.raises(ConfigError, match="--cluster-key"):
         await asyncio.wait_for(task, 5)
     _, _, told = start(rig.url, lambda: other.nodes["d0"].info, cluster_key="right")
-    await until(lambda: told == [()])
+    await eventually(lambda: told == [()])
 
 
 async def test_a_node_whose_id_is_in_use_waits_is_told_whose_it_is_and_removes_nobody(
@@ -107,5 +102,5 @@ async def test_a_node_whose_id_is_in_use_waits_is_told_whose_it_is_and_removes_n
     assert (rig.states(), told) == ({"d0": "ready"}, [])
     _, _, told = start(rig.url, lambda: info)
     await rig.nodes["d0"].stop()
-    await until(lambda: told == [()])
+    await eventually(lambda: told == [()])
     assert rig.directory.membership.members["d0"].info.generation == "2"

@@ -10,8 +10,9 @@ from tempfile import TemporaryDirectory
 import pytest
 
 from kvbaton.router.loads import NodeLoad
-from tests.fuzzing import Background, described, fuzz
-from tests.router.conftest import MODEL, Rig, build_rig
+from tests.support.fuzzing import Background, described, fuzz
+from tests.support.router_rig import Rig, build_rig
+from tests.support.stand_in import MODEL
 
 OPERATIONS = [
     ("POST", "/v1/completions"),

@@ -14,7 +14,8 @@ from kvbaton.messages.engine import AddRequest, BlockChange, CachedBlocks, Sampl
 from kvbaton.router.api import CHOOSER
 from kvbaton.router.config import DispatchConfig
 from kvbaton.router.loads import IDLE, NodeLoad
-from tests.router.conftest import MakeRig, Rig, until
+from tests.support.router_rig import MakeRig, Rig
+from tests.support.waiting import eventually
 
 MEASURED = {"step_s": 0.001, "prefill_token_s": 1e-5, "step_tokens": 512.0}
 IDENTITY = "ab" * 32
@@ -104,7 +105,7 @@ async def test_a_request_goes_where_its_prefix_is(make_rig: MakeRig) -> None:
     (decision,) = rig.app[CHOOSER].decisions
     assert (decision.source, decision.cached_tokens) == ("p1", 32)
     await rig.nodes["p1"].stop()
-    await until(lambda: "p1" not in index.nodes)
+    await eventually(lambda: "p1" not in index.nodes)
     assert (await complete(rig)).status == 200
     assert rig.app[CHOOSER].decisions[-1].source == "p0"
 

@@ -14,8 +14,9 @@ import msgspec
 import pytest
 
 from kvbaton.messages.nodes import NodeInfo
-from tests.router.conftest import MODEL, StandIn, stand_in
-from tests.server_support import write_tokenizer
+from tests.support.scripted_source import write_tokenizer
+from tests.support.stand_in import MODEL, StandIn, stand_in
+from tests.support.waiting import eventually
 
 WORKERS = 2
 
@@ -38,13 +39,6 @@ async def ask(url: str) -> str:
             assert response.status == 200, await response.text()
             text: str = (await response.json())["choices"][0]["text"]
             return text
-
-
-async def eventually(check: Any, seconds: float = 30.0) -> None:
-    """Until something holds."""
-    async with asyncio.timeout(seconds):
-        while not await check():
-            await asyncio.sleep(0.05)
 
 
 @pytest.fixture

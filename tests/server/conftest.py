@@ -9,7 +9,7 @@ from kvbaton.engine.outputs import TokenSource
 from kvbaton.server.app import listen, make_app
 from kvbaton.server.frontend import Frontend, FrontendConfig, ModelFacts
 from kvbaton.text.tokenizer import Tokenizer
-from tests.server_support import MAX_MODEL_LEN, VOCAB, ScriptedSource, write_tokenizer
+from tests.support.scripted_source import MAX_MODEL_LEN, VOCAB, ScriptedSource, write_tokenizer
 
 
 @pytest.fixture(scope="session")

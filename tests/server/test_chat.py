@@ -4,7 +4,7 @@ from typing import Any
 import openai
 import pytest
 
-from tests.server_support import MAX_MODEL_LEN
+from tests.support.scripted_source import MAX_MODEL_LEN
 
 TEXT = "Bonjour, 東京!"
 ASK: list[Any] = [{"role": "user", "content": "Greet the city."}]

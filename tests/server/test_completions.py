@@ -8,7 +8,7 @@ import pytest
 from aiohttp import ClientSession
 
 from kvbaton.errors import EngineDeadError, RequestError
-from tests.server_support import EOS
+from tests.support.scripted_source import EOS
 
 TEXT = "Hello wide world."
 

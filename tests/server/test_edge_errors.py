@@ -6,7 +6,7 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from tests.server_support import MAX_MODEL_LEN, VOCAB
+from tests.support.scripted_source import MAX_MODEL_LEN, VOCAB
 
 
 @pytest.mark.parametrize(

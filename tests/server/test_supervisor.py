@@ -5,8 +5,7 @@ from __future__ import annotations
 import asyncio
 import os
 import signal
-import time
-from collections.abc import AsyncIterator, Awaitable, Callable
+from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from typing import Any
 
@@ -19,6 +18,7 @@ from kvbaton.server.auth import PEER
 from kvbaton.server.metrics import MergedMetrics, merged
 from kvbaton.server.network import bind, url_of
 from kvbaton.server.supervisor import Supervisor, WorkerLink
+from tests.support.waiting import eventually
 
 PATIENCE_S = 60.0
 
@@ -81,13 +81,6 @@ def fresh_session(url: str) -> ClientSession:
 async def who(session: ClientSession) -> Any:
     async with session.get("/who") as response:
         return await response.json()
-
-
-async def eventually(holds: Callable[[], Awaitable[bool]]) -> None:
-    give_up = time.monotonic() + PATIENCE_S
-    while not await holds():
-        assert time.monotonic() < give_up, "it never came to hold"
-        await asyncio.sleep(0.02)
 
 
 def value_of(text: bytes, sample: str) -> float:

@@ -12,7 +12,7 @@ from typing import Any
 
 from kvbaton.connectors.store import Found, Pieces, StoreCapabilities, Usage
 from kvbaton.connectors.stores.threaded import ThreadedStore
-from tests.store_connector.held import Backend, Box
+from tests.support.held_store import Backend, Box
 
 SLOW_S = 3.0
 HUNG = threading.Event()

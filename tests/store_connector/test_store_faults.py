@@ -14,10 +14,12 @@ from kvbaton.connectors.objects import HEADER_BYTES
 from kvbaton.engine import store_connector
 from kvbaton.engine.store_connector import StoreConnector
 from kvbaton.messages.engine import AddRequest
-from tests.handover.pair import Call, Node, greedy, until
-from tests.handover.prompts import prompt_of
-from tests.store_connector.conftest import Expected, Nodes, count, rest
-from tests.store_connector.held import Box
+from tests.support.engine_node import Call, Node, greedy
+from tests.support.engine_pair import Expected
+from tests.support.held_store import Box
+from tests.support.prompts import prompt_of
+from tests.support.store_nodes import Nodes, count, rest
+from tests.support.waiting import until
 
 LENGTH = 60
 PROMPTS = [prompt_of(LENGTH, seed) for seed in range(4)]

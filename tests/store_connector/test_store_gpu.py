@@ -11,9 +11,9 @@ import torch
 
 from kvbaton.connectors.layout import GroupKind, KVLayout, contiguous_plane
 from kvbaton.connectors.objects import ObjectForm
-from tests.handover.pair import until
-from tests.handover.prompts import prompt_of
-from tests.store_connector.conftest import Nodes, count, rest
+from tests.support.prompts import prompt_of
+from tests.support.store_nodes import Nodes, count, rest
+from tests.support.waiting import until
 
 pytestmark = [
     pytest.mark.gpu,

@@ -13,11 +13,7 @@ import pytest
 from kvbaton.engine import circuit_breaker, store_connector, store_worker
 from kvbaton.errors import ConfigError
 from kvbaton.messages.engine import Command
-from tests.handover.pair import Node, until
-from tests.handover.prompts import prompt_of
 from tests.store_connector import misbehaving
-from tests.store_connector.conftest import Expected, Nodes, count, rest
-from tests.store_connector.held import Box
 from tests.store_connector.misbehaving import (
     BUGS,
     BuildRaises,
@@ -33,6 +29,12 @@ from tests.store_connector.misbehaving import (
     Sound,
 )
 from tests.store_connector.test_store_faults import store_of
+from tests.support.engine_node import Node
+from tests.support.engine_pair import Expected
+from tests.support.held_store import Box
+from tests.support.prompts import prompt_of
+from tests.support.store_nodes import Nodes, count, rest
+from tests.support.waiting import until
 
 REQUESTS = 24
 LOOKUP_S = 0.2

@@ -6,10 +6,11 @@ from collections.abc import Callable
 
 import pytest
 
-from tests.handover.pair import Pair, until
-from tests.handover.prompts import prompt_of
-from tests.store_connector.conftest import Expected, count, rest
-from tests.store_connector.held import Box
+from tests.support.engine_pair import Expected, Pair
+from tests.support.held_store import Box
+from tests.support.prompts import prompt_of
+from tests.support.store_nodes import count, rest
+from tests.support.waiting import until
 
 PATIENT = {"store_lookup_timeout": 60.0, "store_load_timeout": 4.0}
 MakePair = Callable[..., Pair]

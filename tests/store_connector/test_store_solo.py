@@ -9,10 +9,12 @@ from pathlib import Path
 import pytest
 
 from kvbaton.messages.engine import AddRequest
-from tests.handover.pair import greedy, until
-from tests.handover.prompts import prompt_of
-from tests.store_connector.conftest import Expected, Nodes, count, rest
-from tests.store_connector.held import Box
+from tests.support.engine_node import greedy
+from tests.support.engine_pair import Expected
+from tests.support.held_store import Box
+from tests.support.prompts import prompt_of
+from tests.support.store_nodes import Nodes, count, rest
+from tests.support.waiting import until
 
 
 @pytest.mark.parametrize("length", [3, 4, 5, 48, 50])

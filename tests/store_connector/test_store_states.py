@@ -9,9 +9,10 @@ from typing import Any
 import pytest
 
 from tests.engine.test_models import generate
-from tests.handover.pair import Pair, until
-from tests.handover.prompts import prompt_of
-from tests.store_connector.conftest import Nodes, count, rest
+from tests.support.engine_pair import Pair
+from tests.support.prompts import prompt_of
+from tests.support.store_nodes import Nodes, count, rest
+from tests.support.waiting import until
 
 QWEN3_NEXT: dict[str, Any] = {"family": "qwen3_next", "num_layers": 4, "head_dim": 32}
 

@@ -3,7 +3,7 @@ from pathlib import Path
 import pytest
 
 from kvbaton.text.tokenizer import Tokenizer
-from tests.server_support import write_tokenizer
+from tests.support.scripted_source import write_tokenizer
 
 
 @pytest.fixture(scope="session")

@@ -7,7 +7,7 @@ from transformers import AutoTokenizer
 from kvbaton.errors import ConfigError, RequestError
 from kvbaton.text.chat import ChatTemplate, normalize_messages
 from kvbaton.text.tokenizer import Tokenizer
-from tests.server_support import TEMPLATE, write_tokenizer
+from tests.support.scripted_source import TEMPLATE, write_tokenizer
 
 FULL = """
 {%- if tools %}

@@ -14,7 +14,7 @@ from kvbaton.text.detokenize import (
     WindowDetokenizer,
 )
 from kvbaton.text.tokenizer import Tokenizer
-from tests.server_support import SENTENCES, SPECIAL, VOCAB, train_backend
+from tests.support.scripted_source import SENTENCES, SPECIAL, VOCAB, train_backend
 
 KINDS = [ByteDetokenizer, WindowDetokenizer]
 

@@ -9,7 +9,7 @@ from transformers import AutoTokenizer
 
 from kvbaton.errors import ConfigError
 from kvbaton.text.tokenizer import Tokenizer
-from tests.server_support import SENTENCES, SPECIAL, train_backend, write_tokenizer
+from tests.support.scripted_source import SENTENCES, SPECIAL, train_backend, write_tokenizer
 
 
 @pytest.mark.parametrize(

@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import random
 import threading
-import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from concurrent.futures import Future
 from typing import Any, TypeVar
 
@@ -45,13 +44,6 @@ def read(store: Store, objects: dict[bytes, bytes]) -> list[bytes | None]:
 
 def find(store: Store, keys: Sequence[bytes], **options: Any) -> Found:
     return wait(store.lookup(list(keys), **options))
-
-
-def until(condition: Callable[[], object], what: str) -> None:
-    give_up = time.monotonic() + WAIT_S
-    while not condition():
-        assert time.monotonic() < give_up, f"not within {WAIT_S} s: {what}"
-        time.sleep(0.001)
 
 
 class HeldStore(MemoryStore):

@@ -11,7 +11,7 @@ from typing import Any, Literal
 from urllib.parse import urlsplit
 
 from kvbaton.messages.nodes import GenerateResponse
-from tests.e2e.servers import HttpFailure, Metrics, Node, Router, poll
+from tests.support.servers import HttpFailure, Metrics, Node, Router, poll
 
 SETTLE_S = 20.0
 POOL = ThreadPoolExecutor(64, thread_name_prefix="e2e")

@@ -1,8 +1,7 @@
-"""A prefill and a decode engine in threads of one process, the wires between them held in hand.
+"""One engine core in a thread of the test's process, the wires to it held in hand.
 
 All parts are the real ones: scheduler, executor, transfer threads, control channels, protocol.
-KV moves by the memory transport, whose hub can hold writes in flight. Only the sockets to the HTTP
-process are replaced, by queues.
+Only the sockets to the HTTP process are replaced, by queues.
 """
 
 from __future__ import annotations
@@ -11,7 +10,6 @@ import itertools
 import os
 import select
 import threading
-import time
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import Executor, ThreadPoolExecutor
@@ -20,10 +18,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from kvbaton.connectors.transfer.endpoint import HandoverConfig
 from kvbaton.connectors.transfer.thread import TransferThread
 from kvbaton.connectors.transports.memory import PROCESS_HUB
-from kvbaton.decode import DecodeFactory
 from kvbaton.decode.target_connector import TargetConnector
 from kvbaton.engine.build import ConnectorFactory, build_engine
 from kvbaton.engine.config import EngineConfig
@@ -40,17 +36,12 @@ from kvbaton.messages.engine import (
     Reply,
     SamplingParams,
     ToCore,
-    TransferSpec,
 )
-from kvbaton.prefill import PrefillFactory
 from kvbaton.prefill.source_connector import SourceConnector
-from kvbaton.types import NodeId, TransferTimers
+from kvbaton.types import NodeId
+from tests.support.waiting import PATIENCE_S, until
 
 HUB = PROCESS_HUB
-PATIENCE_S = 20.0
-"""How long a test waits for what must happen but has no promised time."""
-PROMISE_S = 2.0
-"""Blocks are free again so long after an abort."""
 
 ENGINE: Mapping[str, Any] = {
     "device": "cpu",
@@ -60,16 +51,12 @@ ENGINE: Mapping[str, Any] = {
     "max_num_batched_tokens": 16,
     "max_num_seqs": 64,
 }
-QUICK = TransferTimers(resend=0.1, total=5.0, lease=5.0)
-"""Answers come within milliseconds here, so questions may be repeated early."""
 
 
-def until(condition: Callable[[], bool], what: str, seconds: float = PATIENCE_S) -> None:
-    """Poll until a condition holds; fails the test if it does not in time."""
-    limit = time.monotonic() + seconds
-    while not condition():
-        assert time.monotonic() < limit, f"{what}: not within {seconds:g} s"
-        time.sleep(0.002)
+def greedy(params: Mapping[str, Any]) -> SamplingParams:
+    """Greedy unless told otherwise, and never ended by an end token."""
+    defaults = {"temperature": 0.0, "max_tokens": 12, "ignore_eos": True, "seed": 0}
+    return SamplingParams(**(defaults | dict(params)))
 
 
 class Killed(BaseException):
@@ -398,127 +385,3 @@ class Node:
         assert not self._thread.is_alive(), "the core's thread does not end"
         self.core.close()
         self.mailbox.close()
-
-
-class Pair:
-    """A prefill node P and a decode node D; see the module's docstring.
-
-    Args:
-        folder: the model.
-        timers: of the protocol.
-        transport: spec for both, or one per side.
-        p: engine settings of P.
-        d: engine settings of D.
-    """
-
-    def __init__(
-        self,
-        folder: Path,
-        *,
-        timers: TransferTimers = QUICK,
-        transport: str | tuple[str, str] = "memory",
-        p: Mapping[str, Any] | None = None,
-        d: Mapping[str, Any] | None = None,
-    ) -> None:
-        self.folder = folder
-        self.timers = timers
-        self.settings = {"p": dict(p or {}), "d": dict(d or {})}
-        of_p, of_d = (transport, transport) if isinstance(transport, str) else transport
-        self.p = self._start("p", PrefillFactory(self._config(of_p)))
-        self.d = self._start("d", DecodeFactory(self._config(of_d)))
-        self._names = itertools.count()
-        self._retired: list[Node] = []
-
-    def _config(self, transport: str, port: int = 0) -> HandoverConfig:
-        return HandoverConfig(transport=transport, timers=self.timers, control_port=port)
-
-    def _start(self, side: str, factory: ConnectorFactory) -> Node:
-        return Node(side, self.folder, factory, **self.settings[side])
-
-    # --- requests ---
-
-    @property
-    def address(self) -> str:
-        """P's control address."""
-        address = self.p.core.control_address
-        assert address is not None
-        return address
-
-    def requests(self, prompt: Sequence[int], **params: Any) -> tuple[AddRequest, AddRequest]:
-        """The two requests that a router sends, to P and to D."""
-        source = TransferSpec(role="source", transfer_id=os.urandom(16))
-        target = TransferSpec(role="target", transfer_id=source.transfer_id, peer=self.address)
-        name = f"r{next(self._names)}"
-        of_p, of_d = (
-            AddRequest(
-                request_id=name, token_ids=tuple(prompt), params=greedy(params), transfer=spec
-            )
-            for spec in (source, target)
-        )
-        return of_p, of_d
-
-    def hand_over(self, prompt: Sequence[int], **params: Any) -> tuple[Call, Call]:
-        """Send a prompt to both at the same time; returns P's call and D's."""
-        of_p, of_d = self.requests(prompt, **params)
-        return self.p.add(of_p), self.d.add(of_d)
-
-    def hand_over_to_d(self, prompt: Sequence[int], **params: Any) -> Call:
-        """Send a prompt to D alone, as the target of a hand-over by P."""
-        return self.d.add(self.requests(prompt, **params)[1])
-
-    # --- lives and ends ---
-
-    def start_p_again(self) -> None:
-        """Start P, which was killed, as another generation under the same control address."""
-        assert self.p in self._retired
-        self.p.bury()
-        port = int(self.address.rpartition(":")[2])
-        self.p = self._start("p", PrefillFactory(self._config("memory", port)))
-
-    def kill(self, side: str) -> None:
-        """Kill one side; what it held is given back by `close`, for its threads may be held."""
-        node: Node = getattr(self, side)
-        self._retired.append(node)
-        node.strike()
-
-    def living(self) -> list[Node]:
-        """Nodes that were not killed."""
-        return [node for node in (self.p, self.d) if node not in self._retired]
-
-    def settle(self, seconds: float = PROMISE_S) -> None:
-        """Wait until both sides hold nothing any more; their ledgers have always balanced."""
-        for node in self.living():
-            left: dict[str, float] = {}
-
-            def at_rest(node: Node = node, left: dict[str, float] = left) -> bool:
-                left.clear()
-                left.update(node.leftovers())
-                return not left
-
-            try:
-                until(at_rest, f"{node.id.node} at rest", seconds)
-            except AssertionError as error:
-                raise AssertionError(f"{error}; {left}; {node.ask('state')}") from error
-        self.check()
-
-    def check(self) -> None:
-        """Nothing broke on either side."""
-        for node in self.living():
-            assert node.transfers.failure is None, f"{node.id.node}: {node.transfers.failure}"
-        for node in (self.p, self.d, *self._retired):
-            assert node.failure is None, f"{node.id.node}: {node.failure!r}"
-            assert node.imbalance == 0, f"{node.id.node}: the ledger was off by {node.imbalance}"
-
-    def close(self) -> None:
-        """Kill what lives, and give everything back."""
-        HUB.release()
-        for node in self.living():
-            self.kill(node.id.node)
-        for node in self._retired:
-            node.bury()
-
-
-def greedy(params: Mapping[str, Any]) -> SamplingParams:
-    """Greedy unless told otherwise, and never ended by an end token."""
-    defaults = {"temperature": 0.0, "max_tokens": 12, "ignore_eos": True, "seed": 0}
-    return SamplingParams(**(defaults | dict(params)))

@@ -6,7 +6,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Literal
 
-from tests.e2e.servers import START_S, Node, Router, Server, poll
+from tests.support.servers import START_S, Node, Router, Server, poll
 
 ENGINE = {"num-blocks": "256", "max-model-len": "512", "max-num-batched-tokens": "32"}
 """Flags of every node here: several chunks for any prompt above 32 tokens."""

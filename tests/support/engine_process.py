@@ -19,7 +19,8 @@ from kvbaton.engine.build import ConnectorFactory
 from kvbaton.messages.engine import AddRequest, Shutdown
 from kvbaton.testing.fork_server import fork_server
 from kvbaton.types import TransferTimers
-from tests.handover.pair import Node, until
+from tests.support.engine_node import Node
+from tests.support.waiting import until
 
 Role = Literal["prefill", "decode", "alone"]
 ENGINE: dict[str, Any] = {
@@ -150,7 +151,7 @@ class NodeProcess:
 
 
 def main(words: list[str]) -> None:
-    """``python -m tests.matrix.node SPEC``: serve until standard input ends."""
+    """``python -m tests.support.engine_process SPEC``: serve until standard input ends."""
     spec = msgspec.json.decode(words[0], type=NodeSpec)
     node = Node(spec.role, Path(spec.model), *_connectors(spec), **ENGINE | dict(spec.settings))
     print(node.core.control_address or "none", flush=True)

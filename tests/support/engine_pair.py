@@ -1,0 +1,183 @@
+"""A prefill and a decode engine in threads of one process.
+
+KV moves by the memory transport, whose hub can hold writes in flight.
+"""
+
+from __future__ import annotations
+
+import itertools
+import os
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from kvbaton.connectors.transfer.endpoint import HandoverConfig
+from kvbaton.decode import DecodeFactory
+from kvbaton.engine.build import ConnectorFactory
+from kvbaton.messages.engine import AddRequest, TransferSpec
+from kvbaton.prefill import PrefillFactory
+from kvbaton.types import TransferTimers
+from tests.support.engine_node import HUB, Call, Node, greedy
+from tests.support.waiting import until
+
+PROMISE_S = 2.0
+"""Blocks are free again so long after an abort."""
+
+QUICK = TransferTimers(resend=0.1, total=5.0, lease=5.0)
+"""Answers come within milliseconds here, so questions may be repeated early."""
+
+Expected = Callable[..., list[int]]
+
+
+class Pair:
+    """A prefill node P and a decode node D; see the module's docstring.
+
+    Args:
+        folder: the model.
+        timers: of the protocol.
+        transport: spec for both, or one per side.
+        p: engine settings of P.
+        d: engine settings of D.
+    """
+
+    def __init__(
+        self,
+        folder: Path,
+        *,
+        timers: TransferTimers = QUICK,
+        transport: str | tuple[str, str] = "memory",
+        p: Mapping[str, Any] | None = None,
+        d: Mapping[str, Any] | None = None,
+    ) -> None:
+        self.folder = folder
+        self.timers = timers
+        self.settings = {"p": dict(p or {}), "d": dict(d or {})}
+        of_p, of_d = (transport, transport) if isinstance(transport, str) else transport
+        self.p = self._start("p", PrefillFactory(self._config(of_p)))
+        self.d = self._start("d", DecodeFactory(self._config(of_d)))
+        self._names = itertools.count()
+        self._retired: list[Node] = []
+
+    def _config(self, transport: str, port: int = 0) -> HandoverConfig:
+        return HandoverConfig(transport=transport, timers=self.timers, control_port=port)
+
+    def _start(self, side: str, factory: ConnectorFactory) -> Node:
+        return Node(side, self.folder, factory, **self.settings[side])
+
+    # --- requests ---
+
+    @property
+    def address(self) -> str:
+        """P's control address."""
+        address = self.p.core.control_address
+        assert address is not None
+        return address
+
+    def requests(self, prompt: Sequence[int], **params: Any) -> tuple[AddRequest, AddRequest]:
+        """The two requests that a router sends, to P and to D."""
+        source = TransferSpec(role="source", transfer_id=os.urandom(16))
+        target = TransferSpec(role="target", transfer_id=source.transfer_id, peer=self.address)
+        name = f"r{next(self._names)}"
+        of_p, of_d = (
+            AddRequest(
+                request_id=name, token_ids=tuple(prompt), params=greedy(params), transfer=spec
+            )
+            for spec in (source, target)
+        )
+        return of_p, of_d
+
+    def hand_over(self, prompt: Sequence[int], **params: Any) -> tuple[Call, Call]:
+        """Send a prompt to both at the same time; returns P's call and D's."""
+        of_p, of_d = self.requests(prompt, **params)
+        return self.p.add(of_p), self.d.add(of_d)
+
+    def hand_over_to_d(self, prompt: Sequence[int], **params: Any) -> Call:
+        """Send a prompt to D alone, as the target of a hand-over by P."""
+        return self.d.add(self.requests(prompt, **params)[1])
+
+    # --- lives and ends ---
+
+    def start_p_again(self) -> None:
+        """Start P, which was killed, as another generation under the same control address."""
+        assert self.p in self._retired
+        self.p.bury()
+        port = int(self.address.rpartition(":")[2])
+        self.p = self._start("p", PrefillFactory(self._config("memory", port)))
+
+    def kill(self, side: str) -> None:
+        """Kill one side; what it held is given back by `close`, for its threads may be held."""
+        node: Node = getattr(self, side)
+        self._retired.append(node)
+        node.strike()
+
+    def living(self) -> list[Node]:
+        """Nodes that were not killed."""
+        return [node for node in (self.p, self.d) if node not in self._retired]
+
+    def settle(self, seconds: float = PROMISE_S) -> None:
+        """Wait until both sides hold nothing any more; their ledgers have always balanced."""
+        for node in self.living():
+            left: dict[str, float] = {}
+
+            def at_rest(node: Node = node, left: dict[str, float] = left) -> bool:
+                left.clear()
+                left.update(node.leftovers())
+                return not left
+
+            try:
+                until(at_rest, f"{node.id.node} at rest", seconds)
+            except AssertionError as error:
+                raise AssertionError(f"{error}; {left}; {node.ask('state')}") from error
+        self.check()
+
+    def check(self) -> None:
+        """Nothing broke on either side."""
+        for node in self.living():
+            assert node.transfers.failure is None, f"{node.id.node}: {node.transfers.failure}"
+        for node in (self.p, self.d, *self._retired):
+            assert node.failure is None, f"{node.id.node}: {node.failure!r}"
+            assert node.imbalance == 0, f"{node.id.node}: the ledger was off by {node.imbalance}"
+
+    def close(self) -> None:
+        """Kill what lives, and give everything back."""
+        HUB.release()
+        for node in self.living():
+            self.kill(node.id.node)
+        for node in self._retired:
+            node.bury()
+
+
+# --- fixtures, for the conftest of whoever has a fixture `folder`: the model ---
+
+
+@pytest.fixture
+def make_pair(folder: Path) -> Iterator[Callable[..., Pair]]:
+    """Makes pairs, and ends them."""
+    made: list[Pair] = []
+
+    def make(**settings: Any) -> Pair:
+        made.append(Pair(folder, **settings))
+        return made[-1]
+
+    yield make
+    for pair in made:
+        pair.close()
+
+
+@pytest.fixture(scope="session")
+def expected(folder: Path) -> Iterator[Expected]:
+    """What one node answers, that never heard of hand-overs."""
+    node = Node("alone", folder, DecodeFactory(HandoverConfig(transport="memory")))
+    known: dict[tuple[Any, ...], list[int]] = {}
+
+    def answer(prompt: Sequence[int], **params: Any) -> list[int]:
+        key = (tuple(prompt), *sorted(params.items()))
+        if key not in known:
+            known[key] = node.generate(prompt, **params).result()
+        return known[key]
+
+    yield answer
+    node.strike()
+    node.bury()

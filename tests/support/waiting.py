@@ -1,0 +1,31 @@
+"""Waiting for what happens elsewhere: every wait polls, and has a deadline."""
+
+from __future__ import annotations
+
+import asyncio
+import inspect
+import time
+from collections.abc import Callable
+from typing import Any
+
+PATIENCE_S = 20.0
+"""How long a test waits for what must happen but has no promised time."""
+
+
+def until(condition: Callable[[], Any], what: str, seconds: float = PATIENCE_S) -> None:
+    """Poll until a condition holds; fails the test if it does not in time."""
+    limit = time.monotonic() + seconds
+    while not condition():
+        assert time.monotonic() < limit, f"{what}: not within {seconds:g} s"
+        time.sleep(0.002)
+
+
+async def eventually(condition: Callable[[], Any], seconds: float = PATIENCE_S) -> None:
+    """The same on the event loop; the condition may be a coroutine function."""
+    limit = time.monotonic() + seconds
+    while True:
+        holds = condition()
+        if await holds if inspect.isawaitable(holds) else holds:
+            return
+        assert time.monotonic() < limit, f"not within {seconds:g} s"
+        await asyncio.sleep(0.005)
