@@ -97,6 +97,12 @@ def make_parser() -> argparse.ArgumentParser:
             "Start the endpoint in front of all nodes.",
         ),
         ("chat", _chat_flags, run_chat, "Talk to a model in the terminal."),
+        (
+            "simulate",
+            _simulate_flags,
+            run_simulate,
+            "Serve a trace on a virtual clock: which layout and policy pay.",
+        ),
         ("bench", _bench_flags, None, "Measure transports and endpoints."),
         ("connectors", _connector_flags, None, "List, check and measure transports and stores."),
         ("doctor", _doctor_flags, run_doctor, "Try transports and stores on this machine."),
@@ -261,6 +267,19 @@ def run_serve(args: argparse.Namespace) -> int:
     from kvbaton.bench.serve import ServeLoad, run
 
     return run(from_args(ServeLoad, args), args.out)
+
+
+def _simulate_flags(parser: argparse.ArgumentParser) -> None:
+    _flags_of("kvbaton.simulate.main:SimulateConfig")(parser)
+    _add_out(parser)
+    parser.add_argument("--plot", type=Path, metavar="FILE", help="draw the results as PNG")
+
+
+def run_simulate(args: argparse.Namespace) -> int:
+    """``kvbaton simulate``."""
+    from kvbaton.simulate.main import SimulateConfig, run
+
+    return run(from_args(SimulateConfig, args), args.out, args.plot)
 
 
 def _doctor_flags(parser: argparse.ArgumentParser) -> None:

@@ -40,9 +40,9 @@ MAY_IMPORT: dict[str, set[str]] = {
 }
 """What each room may import of ours; a file of the first level is a room of its own."""
 
-ANYTHING = {"cli", "cluster", "bench", "__main__", "__init__", "llm"}
+ANYTHING = {"cli", "cluster", "bench", "simulate", "__main__", "__init__", "llm"}
 
-ONLY_FOR_CLI = {"bench"}
+ONLY_FOR_CLI = {"bench", "simulate"}
 """Rooms that nobody imports but the commands (and themselves)."""
 
 LIGHT = (

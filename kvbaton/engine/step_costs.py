@@ -93,10 +93,10 @@ class StepCosts:
         self._products = fade * self._products + (terms * weights[:, None]).T @ terms
         self._targets = fade * self._targets + terms.T @ (weights * seconds)
         self._seen += len(rows)
-        self._costs = _nonnegative(self._products, self._targets)
+        self._costs = solve_nonnegative(self._products, self._targets)
 
 
-def _nonnegative(
+def solve_nonnegative(
     products: npt.NDArray[np.float64], targets: npt.NDArray[np.float64]
 ) -> npt.NDArray[np.float64]:
     """Solve the normal equations; what comes out negative is set to 0, and the rest solved anew."""

@@ -109,16 +109,23 @@ class RouteChooser:
         loads: what they have in flight.
         policy: chooses.
         metrics: what is counted.
+        remembered: decisions; None for all.
 
     Attributes:
         decisions: the last ones, oldest first.
     """
 
     def __init__(
-        self, nodes: KnownNodes, loads: NodeLoads, policy: Policy, metrics: RouterMetrics
+        self,
+        nodes: KnownNodes,
+        loads: NodeLoads,
+        policy: Policy,
+        metrics: RouterMetrics,
+        *,
+        remembered: int | None = REMEMBERED,
     ) -> None:
         self.policy = policy
-        self.decisions: deque[Decision] = deque(maxlen=REMEMBERED)
+        self.decisions: deque[Decision] = deque(maxlen=remembered)
         self._nodes, self._loads, self._metrics = nodes, loads, metrics
         self._open: dict[str, _Open] = {}
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 
 from msgspec import Struct
 
@@ -48,6 +48,9 @@ REPORT_AGE_S = 3.0
 class NodeLoads(Mapping[str, NodeLoad]):
     """In-flight work by node id.
 
+    Args:
+        clock: monotonic seconds.
+
     Attributes:
         own: of this process; nodes without any have no entry.
         others: what other workers of this router have in flight; added to ours.
@@ -55,7 +58,8 @@ class NodeLoads(Mapping[str, NodeLoad]):
             can be seen from here; on the monotonic clock.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
+        self._clock = clock
         self.prefill_since: dict[str, float] = {}
         self.own: dict[str, NodeLoad] = {}
         self.others: Mapping[str, NodeLoad] = {}
@@ -68,7 +72,7 @@ class NodeLoads(Mapping[str, NodeLoad]):
         if not total.prefill_us:
             self.prefill_since.pop(node_id, None)
         elif not before.prefill_us or total.prefill_us < before.prefill_us:
-            self.prefill_since[node_id] = time.monotonic()
+            self.prefill_since[node_id] = self._clock()
         if total.prompt_tokens < before.prompt_tokens:
             since, most, earlier = self._peak(node_id)
             self._peaks[node_id] = since, max(most, before.prompt_tokens), earlier
@@ -79,7 +83,7 @@ class NodeLoads(Mapping[str, NodeLoad]):
 
     def _peak(self, node_id: str) -> tuple[float, int, int]:
         """When the current period began, the most prompt tokens in it, and in the one before."""
-        now = time.monotonic()
+        now = self._clock()
         since, most, earlier = self._peaks.get(node_id, (now, 0, 0))
         if now - since > 2 * REPORT_AGE_S:
             return now, 0, 0

@@ -188,7 +188,7 @@ class PrefixIndex:
             (size,) = sizes
             salt = request.cache_salt
             root = root_key(identity, salt) if salt else nodes[0].root
-            keys = iter_block_keys(root, request.token_ids, size, extras=extras_of(request.items))
+            keys = self.keys(request, root, size)
             hashes = (int.from_bytes(k[-BLOCK_HASH_BYTES:], "little") >> HASH_SHIFT for k in keys)
             bits = sum(told.bit for told in nodes)
             held = self.match(hashes, groups, bits, len(request.token_ids))
@@ -196,6 +196,11 @@ class PrefixIndex:
                 if told.bit in held:
                     found[told.node.node_id] = held[told.bit] * size
         return found
+
+    def keys(self, request: AddRequest, root: bytes, block_size: int) -> Iterator[bytes]:
+        """Keys of the whole blocks of a prompt, one after the other."""
+        extras = extras_of(request.items)
+        return iter_block_keys(root, request.token_ids, block_size, extras=extras)
 
     def match(
         self,

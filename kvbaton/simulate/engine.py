@@ -1,0 +1,457 @@
+"""An engine in virtual time: the real scheduler, block pool, prefix cache and step costs.
+
+What a device would compute takes as long as `EngineModel` says. Steps that only decode are not
+planned one by one: as long as nobody comes or ends, the next ones differ from the last in nothing
+but lengths, so a run of them is applied at once, and cut off after the step under way when
+something happens. That is exact, but that other nodes' routers hear of the blocks of a run
+at its end.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass, field
+from typing import Any, cast
+
+import msgspec
+import numpy as np
+import numpy.typing as npt
+
+from kvbaton.connectors.keys import block_keys
+from kvbaton.engine.block_feed import BlockFeed
+from kvbaton.engine.config import SchedulerConfig
+from kvbaton.engine.frontends import CachedBlockSource, FrontendServer
+from kvbaton.engine.kv_cache_manager import GroupSpec
+from kvbaton.engine.kv_connector import Connectors, KVConnector
+from kvbaton.engine.outputs import OutputReceiver
+from kvbaton.engine.request import Sequence, SequenceState
+from kvbaton.engine.scheduler import Scheduler
+from kvbaton.engine.step import Sampled, StepPlan, StepResult
+from kvbaton.engine.step_costs import StepCosts, Terms, terms_of
+from kvbaton.errors import RequestError
+from kvbaton.messages.engine import AddRequest, BlockChange, CachedBlocks, Metrics, Output
+from kvbaton.messages.nodes import NodeInfo
+from kvbaton.server.node import LoadMeter
+from kvbaton.simulate.clock import VirtualLoop
+from kvbaton.simulate.engine_model import EngineModel
+from kvbaton.simulate.handover import Wires, WireSource, WireTarget
+from kvbaton.simulate.traces import END_TOKEN, TraceRequest, token_ids
+
+VOCABULARY = 1 << 31
+MOST_STEPS = 64
+"""In a run: what it caches is told at its end."""
+REPORT_S = 2.0
+"""As `engine.core.METRICS_PERIOD_S`."""
+IDENTITY = bytes(32)
+
+
+class Prompts:
+    """The requests of a trace by their ids, with the keys of their blocks, computed once.
+
+    Args:
+        root: of the keys.
+        block_size: tokens per block.
+    """
+
+    def __init__(self, root: bytes, block_size: int) -> None:
+        self.root, self.block_size = root, block_size
+        self.requests: dict[str, TraceRequest] = {}
+        self._keys: dict[str, list[bytes]] = {}
+
+    def add(self, name: str, request: TraceRequest, before: str | None) -> tuple[int, ...]:
+        """A request begins, perhaps as a session's next turn; returns its prompt."""
+        tokens, known = token_ids(request.pieces), list[bytes]()
+        if before is not None:
+            earlier = self.requests.pop(before)
+            shared = earlier.prompt_tokens // self.block_size
+            known = self._keys.pop(before)[:shared]
+        self.requests[name] = request
+        self._keys[name] = block_keys(self.root, tokens, self.block_size, parent_keys=known)
+        return tokens
+
+    def keys(self, request_id: str) -> list[bytes]:
+        """Of the whole blocks of a request's prompt, by its id at the router or at a node."""
+        return self._keys[request_id.partition(".")[0]]
+
+    def next_token(self, sequence: Sequence) -> int:
+        """What a sequence generates next."""
+        request = self.requests[sequence.request.request_id.partition(".")[0]]
+        return request.output if self.left(sequence) > 1 else END_TOKEN
+
+    def left(self, sequence: Sequence) -> int:
+        """Tokens that a sequence is yet to generate."""
+        request = self.requests[sequence.request.request_id.partition(".")[0]]
+        return request.output_tokens - sequence.num_generated
+
+    def forget(self, name: str) -> None:
+        """A request is over, and no other one follows it."""
+        del self.requests[name], self._keys[name]
+
+
+class KnownKeys(KVConnector):
+    """Gives sequences the keys of their prompts, which `Prompts` has."""
+
+    name = "known_keys"
+
+    def __init__(self, prompts: Prompts) -> None:
+        self._prompts = prompts
+
+    def added(self, sequence: Sequence) -> bool:
+        """See `KVConnector.added`."""
+        keys = self._prompts.keys(sequence.request.request_id)
+        sequence.chains[self._prompts.block_size] = keys
+        return False
+
+
+@dataclass
+class Run:
+    """Steps under way: one that was planned, and more like it.
+
+    Attributes:
+        plan: of the first.
+        terms: of the first.
+        begin: of the first.
+        ends: of each.
+        sequences: who decodes in them; empty if the plan does more than that.
+        steps: that are to be applied.
+        timer: calls their end.
+    """
+
+    plan: StepPlan
+    terms: Terms
+    begin: float
+    ends: npt.NDArray[np.float64]
+    sequences: list[Sequence]
+    steps: int
+    timer: Any = None
+
+
+@dataclass
+class Timing:
+    """When a request's tokens came at its engine.
+
+    Attributes:
+        ends: times, in pieces.
+        unsent: tokens that the router has not been told.
+    """
+
+    ends: list[npt.NDArray[np.float64]] = field(default_factory=list)
+    unsent: list[int] = field(default_factory=list)
+
+
+class ModeledEngine:
+    """An engine core and its frontend's end of the socket.
+
+    Args:
+        name: of the node.
+        role: what it may do.
+        model: its size and speed.
+        loop: virtual time.
+        wires: between engines.
+        prompts: of all requests.
+        tell_blocks: is told what its prefix cache holds.
+        seed: of jitter.
+
+    Attributes:
+        busy_s: seconds of steps.
+        timings: per live request that generates here.
+        on_tokens: called with (request id, times) when a request's last token was made.
+    """
+
+    def __init__(
+        self,
+        name: str,
+        role: str,
+        model: EngineModel,
+        loop: VirtualLoop,
+        wires: Wires,
+        prompts: Prompts,
+        tell_blocks: Callable[[NodeInfo, CachedBlocks], None],
+        seed: int,
+    ) -> None:
+        self.name, self.role, self.model, self.loop = name, role, model, loop
+        self.busy_s = 0.0
+        self.on_tokens: Callable[[str, npt.NDArray[np.float64]], None] = lambda name, times: None
+        self.dead: str | None = None
+        self._prompts, self._tell_blocks = prompts, tell_blocks
+        self._rng = np.random.default_rng(seed)
+        self._costs, self._meter = StepCosts(), LoadMeter()
+        self._steps = self._step_tokens = 0
+        self._report = Metrics(counters={}, gauges={})
+        self._report_at = 0.0
+        blocks = model.kv_tokens // model.block_size + 1
+        self.scheduler = Scheduler(
+            SchedulerConfig(
+                groups=(GroupSpec(model.block_size, blocks),),
+                max_model_len=model.max_model_len,
+                vocab_size=VOCABULARY,
+                max_num_seqs=model.max_num_seqs,
+                max_num_batched_tokens=model.step_tokens,
+                eos_token_ids=(END_TOKEN,),
+            ),
+            root_key=lambda salt: prompts.root,
+            clock=loop.time,
+        )
+        self.info = self._describe()
+        self.block_watchers = {self: None}
+        feed = BlockFeed(self.scheduler.blocks, cast(FrontendServer, self))
+        parts = [KnownKeys(prompts), WireSource(self, wires), WireTarget(self, wires), feed]
+        for part in parts:
+            part.contained = False  # what it raises is our fault
+        self.connectors = self.scheduler.connectors = Connectors(parts)
+        self._numbers = 0
+        self._receivers: dict[str, OutputReceiver] = {}
+        self._timings: dict[str, Timing] = {}
+        self._inbox: list[Callable[[], Iterable[Output]]] = []
+        self._run: Run | None = None
+        self._turns = False
+
+    # --- its node's heartbeats ---
+
+    def _describe(self) -> NodeInfo:
+        return NodeInfo(
+            node_id=self.name,
+            generation="1",
+            role=self.role,
+            url=f"http://{self.name}",
+            model="simulated",
+            control_address=f"tcp://{self.name}:1",
+            identity=IDENTITY.hex(),
+            transport="simulated",
+            block_size=self.model.block_size,
+            max_model_len=self.model.max_model_len,
+            vocab_size=VOCABULARY,
+            load=self._meter.measure(self._report) if self.loop.time() else {},
+        )
+
+    def heartbeat(self) -> NodeInfo:
+        """What the node says of itself now; its engine reports less often."""
+        if self.loop.time() >= self._report_at:
+            self._report_at = self.loop.time() + REPORT_S
+            lacking = sum(len(s.tokens) for s in self.scheduler.waiting)
+            lacking += sum(
+                max(0, len(s.tokens) - s.num_scheduled - 1) for s in self.scheduler.running
+            )
+            costs = self._costs.costs().items()
+            self._report = Metrics(
+                counters={
+                    "kvbaton_step_seconds_total": self.busy_s,
+                    "kvbaton_step_tokens_total": float(self._step_tokens),
+                },
+                gauges={
+                    "kvbaton_prompt_tokens_waiting": float(lacking),
+                    "kvbaton_step_token_budget": float(self.model.step_tokens),
+                    "kvbaton_blocks_available": float(self.scheduler.blocks.pool.num_free),
+                    **{f'kvbaton_step_cost_seconds{{term="{t}"}}': cost for t, cost in costs},
+                },
+            )
+        self.info = self._describe()
+        return self.info
+
+    # --- what a router sees of it: an `EngineClient` ---
+
+    def submit(self, request: AddRequest, receiver: OutputReceiver) -> None:
+        """As `EngineClient.submit`."""
+        self._receivers[request.request_id] = receiver
+
+        def add() -> list[Output]:
+            if request.request_id in self._receivers:
+                try:
+                    self.scheduler.add(request)
+                except RequestError as raised:
+                    error = raised
+                    self._later(lambda: self._end(request.request_id, error))
+            return []
+
+        self._later(lambda: self.post(add))
+
+    def cancel(self, request_id: str) -> None:
+        """As `EngineClient.cancel`; nothing is sent for what is over."""
+        if self._receivers.pop(request_id, None) is not None:
+            self._later(lambda: self.post(lambda: self.scheduler.abort(request_id)))
+
+    def _later(self, act: Callable[[], None]) -> None:
+        """A message is on its way."""
+        self.loop.call_later(self.model.message_s, act)
+
+    def _end(self, request_id: str, error: RequestError | None) -> None:
+        receiver = self._receivers.pop(request_id, None)
+        if receiver is not None:
+            receiver.end(error)
+            receiver.flush()
+
+    def _deliver(self, outputs: list[Output]) -> None:
+        for output in outputs:
+            receiver = self._receivers.get(output.request_id)
+            if receiver is not None:
+                receiver.put(output)
+                if output.finish_reason is not None:
+                    self._end(output.request_id, None)
+                else:
+                    receiver.flush()
+
+    # --- what a prefix index sees of it: a `FrontendServer` ---
+
+    def tell_watchers(self, changes: tuple[BlockChange, ...], source: CachedBlockSource) -> None:
+        """As `FrontendServer.tell_watchers`."""
+        number, self._numbers = self._numbers, self._numbers + 1
+        if changes or not number:
+            groups = source.groups if not number else ()
+            message = CachedBlocks(number=number, groups=groups, changes=changes)
+            self._later(lambda: self._tell_blocks(self.info, message))
+
+    # --- the core's loop ---
+
+    def post(self, job: Callable[[], Iterable[Output]]) -> None:
+        """Have something done after the step under way, before its result is applied."""
+        self._inbox.append(job)
+        if self._run is not None:
+            self._cut()
+        elif not self._turns:
+            self._turns = True
+            self.loop.call_soon(self._turn)
+
+    def _turn(self) -> None:
+        """Carry out what was posted, apply what is over, plan what is next."""
+        run, self._run, self._turns = self._run, None, True
+        while self._inbox:
+            inbox, self._inbox = self._inbox, []
+            for job in inbox:
+                self._send(list(job()))
+        if run is not None:
+            self._send(self._apply(run))
+        while self._inbox:  # what that has posted
+            self._send(list(self._inbox.pop(0)()))
+        self._launch()
+        self.connectors.call(KVConnector.flush)
+        self._turns = False
+        if self._inbox:
+            self.post(self._inbox.pop())
+
+    def _launch(self) -> None:
+        plan = self.scheduler.plan()
+        self._send(self.scheduler.expire(-1.0))  # what could never fit
+        if plan is None:
+            return
+        terms, now = terms_of(plan.steps), self.loop.time()
+        sequences = self._only_decoding()
+        more = self._more_steps(sequences) if sequences else 0
+        first = self.model.step_s(terms)
+        # Each further step has one token more of context for each sequence.
+        each = self.model.costs[4] * terms[3] / 1000
+        seconds = first + each * np.arange(1 + more)
+        seconds *= np.exp(self.model.jitter * self._rng.standard_normal(1 + more))
+        ends = now + np.cumsum(seconds)
+        self._run = Run(plan, terms, now, ends, sequences if more else [], 1 + more)
+        self._run.timer = self.loop.call_at(float(ends[-1]), self._turn)
+
+    def _only_decoding(self) -> list[Sequence]:
+        """Who decodes in the step that was just planned; nobody if it does anything else."""
+        (*_, step) = self.scheduler.in_flight
+        for scheduled in step.scheduled:
+            if scheduled.end - scheduled.start != 1 or not scheduled.targets:
+                return []
+        if len(step.scheduled) != len(self.scheduler.running):
+            return []
+        return [scheduled.sequence for scheduled in step.scheduled]
+
+    def _more_steps(self, sequences: list[Sequence]) -> int:
+        """How many steps could follow that differ in lengths alone."""
+        more = MOST_STEPS - 1
+        for sequence in sequences:
+            # Second tokens are told at once; last ones come of a step of their own.
+            if sequence.num_generated < 2:
+                return 0
+            more = min(more, self._prompts.left(sequence) - 2)
+        if more < 1:
+            return 0
+        blocks, need = self.scheduler.blocks, 0
+        for sequence in sequences:
+            need += blocks.need(sequence.tables, len(sequence.tokens) + more)
+        return more if blocks.fits(need) else 0
+
+    def _cut(self) -> None:
+        """End a run after the step that is under way."""
+        run = self._run
+        assert run is not None
+        if run.steps > 1:
+            under_way = int(np.searchsorted(run.ends, self.loop.time(), side="right"))
+            steps = min(under_way + 1, run.steps)
+            if steps < run.steps:
+                run.steps = steps
+                run.timer.cancel()
+                run.timer = self.loop.call_at(float(run.ends[steps - 1]), self._turn)
+
+    def _apply(self, run: Run) -> list[Output]:
+        """The steps of a run are over."""
+        more = run.steps - 1
+        seconds = np.diff(run.ends[: run.steps], prepend=run.begin)
+        for number, took in enumerate(seconds.tolist()):
+            kv = run.terms[4] + number * run.terms[3] / 1000
+            self._costs.observe((*run.terms[:4], kv), took)
+        self.busy_s += float(run.ends[more]) - run.begin
+        self._steps += run.steps
+        self._step_tokens += run.plan.num_tokens + more * len(run.sequences)
+        (step, *_) = self.scheduler.in_flight
+        sampled = tuple(
+            Sampled(
+                scheduled.handle,
+                tuple(self._prompts.next_token(target) for target in scheduled.targets),
+            )
+            for scheduled in step.scheduled
+            if scheduled.targets
+        )
+        outputs = self.scheduler.update(StepResult(run.plan.number, sampled))
+        first = run.ends[:1]
+        for output in outputs:
+            self._timing(output.request_id).ends.append(first)
+        if more:
+            for sequence in run.sequences:
+                if sequence.state is SequenceState.RUNNING:
+                    self._decode(sequence, more)
+                    timing = self._timing(sequence.request.request_id)
+                    timing.ends.append(run.ends[1 : run.steps])
+        return outputs
+
+    def _decode(self, sequence: Sequence, count: int) -> None:
+        """What so many steps make of a decoding sequence, none of them its last."""
+        scheduler, start = self.scheduler, sequence.num_scheduled
+        tokens = [self._prompts.next_token(sequence)] * count
+        self._timing(sequence.request.request_id).unsent += tokens
+        sequence.tokens += tokens
+        scheduler.blocks.extend(sequence.tables, start + count, start=start)
+        sequence.sent = [len(table) for table in sequence.tables]
+        sequence.num_scheduled = sequence.num_computed = start + count
+        scheduler.totals.generated += count
+        scheduler.commit(sequence)
+
+    # --- what goes out ---
+
+    def _timing(self, request_id: str) -> Timing:
+        return self._timings.setdefault(request_id, Timing())
+
+    def _send(self, outputs: list[Output]) -> None:
+        """Tell the router of first, second and last tokens; those between come with the last."""
+        for connector in self.connectors:
+            outputs = connector.emitted(outputs)
+        sent = []
+        for output in outputs:
+            timing = self._timings.get(output.request_id)
+            if timing is None:
+                sent.append(output)
+            elif output.finish_reason is not None:
+                del self._timings[output.request_id]
+                if timing.unsent:
+                    ids = (*timing.unsent, *output.token_ids)
+                    output = msgspec.structs.replace(
+                        output, token_ids=ids, index=output.index - len(timing.unsent)
+                    )
+                times = np.concatenate(timing.ends)
+                self.on_tokens(output.request_id, times)
+                sent.append(output)
+            elif output.index < 2:
+                sent.append(output)
+            else:
+                timing.unsent += output.token_ids
+        if sent:
+            self._later(lambda: self._deliver(sent))

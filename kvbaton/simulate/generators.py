@@ -1,0 +1,140 @@
+"""Seeded traces that resemble recorded ones, for where those can't be had.
+
+Fitted to the sample hours of Azure 2023 (code, conversation), to Mooncake's synthetic trace, and to
+what is published of coding agents' sessions: quantiles of lengths by a lognormal, arrivals by a
+Gamma process with the recorded burstiness.
+"""
+
+from __future__ import annotations
+
+import itertools
+from dataclasses import dataclass
+
+import numpy as np
+
+from kvbaton.simulate.traces import FIRST_CONTENT, Generator, TraceRequest
+
+
+@dataclass(frozen=True)
+class Lengths:
+    """A lognormal between bounds.
+
+    Attributes:
+        median: tokens.
+        sigma: of the logarithm.
+        low: least.
+        high: most.
+    """
+
+    median: float
+    sigma: float
+    low: int = 1
+    high: int = 1 << 17
+
+    def draw(self, rng: np.random.Generator) -> int:
+        """One of them."""
+        drawn = self.median * float(np.exp(self.sigma * rng.standard_normal()))
+        return int(min(max(drawn, self.low), self.high))
+
+
+def _arrivals(
+    rng: np.random.Generator, seconds: float, rate: float, variation: float = 1.0
+) -> list[float]:
+    """Times of a Gamma process; `variation` is that of the gaps (1: Poisson)."""
+    shape, times, now = 1 / variation**2, list[float](), 0.0
+    while (now := now + rng.gamma(shape, 1 / (rate * shape))) < seconds:
+        times.append(now)
+    return times
+
+
+def _single(prompts: Lengths, outputs: Lengths, variation: float) -> Generator:
+    def generate(seed: int, seconds: float, rate: float) -> list[TraceRequest]:
+        rng, contents = np.random.default_rng(seed), itertools.count(FIRST_CONTENT)
+        return [
+            TraceRequest(
+                at, ((next(contents), prompts.draw(rng)),), outputs.draw(rng), next(contents)
+            )
+            for at in _arrivals(rng, seconds, rate, variation)
+        ]
+
+    return generate
+
+
+@dataclass(frozen=True)
+class Sessions:
+    """Conversations whose every turn repeats all that was said before.
+
+    Attributes:
+        shared: tokens with which sessions begin alike.
+        kinds: how many such beginnings there are.
+        first: tokens of the first turn beyond those.
+        new: tokens that each later turn adds, beside the answer to the one before.
+        outputs: tokens generated a turn.
+        turns: mean number of turns (geometric).
+        think: median seconds between an answer and the next turn, and sigma of the logarithm.
+        limit: tokens; a session ends where its next prompt would be longer.
+    """
+
+    shared: int
+    kinds: int
+    first: Lengths
+    new: Lengths
+    outputs: Lengths
+    turns: float
+    think: tuple[float, float]
+    limit: int = 180_000
+
+    def __call__(self, seed: int, seconds: float, rate: float) -> list[TraceRequest]:
+        """Sessions that begin at `rate` per second; see `Generator`."""
+        rng, contents = np.random.default_rng(seed), itertools.count(FIRST_CONTENT + self.kinds)
+        requests: list[TraceRequest] = []
+        for begin in _arrivals(rng, seconds, rate):
+            pieces = [(FIRST_CONTENT + int(rng.integers(self.kinds)), self.shared)]
+            pieces.append((next(contents), self.first.draw(rng)))
+            before: int | None = None
+            at = begin
+            for _ in range(int(rng.geometric(1 / self.turns))):
+                request = TraceRequest(
+                    at, tuple(pieces), self.outputs.draw(rng), next(contents), before
+                )
+                if request.prompt_tokens > self.limit:
+                    break
+                before = len(requests)
+                requests.append(request)
+                pieces += [*request.answer(), (next(contents), self.new.draw(rng))]
+                at = self.think[0] * float(np.exp(self.think[1] * rng.standard_normal()))
+        return requests
+
+
+GENERATORS: dict[str, Generator] = {
+    "code": _single(Lengths(1469, 1.15, 3, 7437), Lengths(13, 0.95, 1, 1900), 1.6),
+    "conversation": _single(Lengths(1020, 0.83, 2, 14050), Lengths(150, 0.95, 1, 1000), 1.1),
+    "chat": Sessions(
+        shared=500,
+        kinds=4,
+        first=Lengths(400, 0.8, 10, 8000),
+        new=Lengths(120, 0.9, 5, 8000),
+        outputs=Lengths(220, 0.8, 1, 2000),
+        turns=6,
+        think=(12.0, 0.9),
+    ),
+    "documents": Sessions(
+        shared=3000,
+        kinds=24,
+        first=Lengths(8500, 0.9, 64, 100_000),
+        new=Lengths(1200, 1.2, 16, 30_000),
+        outputs=Lengths(100, 0.9, 1, 1500),
+        turns=3,
+        think=(8.0, 1.0),
+    ),
+    "agentic": Sessions(
+        shared=12_000,
+        kinds=2,
+        first=Lengths(85_000, 0.25, 20_000, 150_000),
+        new=Lengths(9_500, 0.6, 200, 40_000),
+        outputs=Lengths(300, 0.5, 20, 2000),
+        turns=8,
+        think=(2.1, 1.96),
+    ),
+}
+"""By name, for ``--trace``. ``agentic``: 110 k tokens in, 300 out, 90 % of each seen before."""

@@ -1,0 +1,257 @@
+"""Hand-overs between simulated engines: the scheduler's real load path, and a wire that takes time.
+
+The real connectors would have their protocol, digests and plans computed in Python for each block
+of each prompt, which takes about as long as the hand-over itself; here the schedulers load, hold,
+release and recompute as with them, and `EngineModel.handover` says how long blocks are on their
+way. As there, blocks leave when the step that computed them is over, and a reservation that comes
+after the prompt was computed runs it again, mostly from the cache.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Protocol
+
+import msgspec
+from typing_extensions import override
+
+from kvbaton.engine import request as requests
+from kvbaton.engine.kv_connector import KVConnector, Load
+from kvbaton.engine.scheduler import Scheduler
+from kvbaton.messages.engine import AddRequest, Output
+from kvbaton.simulate.engine_model import EngineModel
+from kvbaton.types import Attempt, ChoiceStart, Spans
+
+
+class WiredEngine(Protocol):
+    """One end of a wire."""
+
+    scheduler: Scheduler
+
+    def post(self, job: Callable[[], list[Output]]) -> None:
+        """Have something done between two steps."""
+        ...
+
+
+@dataclass(eq=False)
+class WireTransfer:
+    """A prompt on its way.
+
+    Attributes:
+        source: who computes it; None while only the target has been asked.
+        request: what the source was asked.
+        request_id: of the run that computes it now; empty when there is none.
+        target: who has reserved room for it; None while nobody has.
+        load: into these blocks.
+        pushed: tokens that are on their way, or were at the target.
+        held: blocks of the source that are held for it.
+        first: what the source sampled.
+        cached: tokens that the source did not compute.
+    """
+
+    source: WiredEngine | None = None
+    request: AddRequest | None = None
+    request_id: str = ""
+    target: WiredEngine | None = None
+    load: Load | None = None
+    pushed: int = 0
+    held: list[Spans] = field(default_factory=list)
+    first: Output | None = None
+    cached: int = 0
+
+    def release(self) -> list[Output]:
+        """The source's blocks are read no more."""
+        assert self.source is not None
+        for spans in self.held:
+            self.source.scheduler.blocks.release_outgoing(spans)
+        self.held.clear()
+        return []
+
+
+class Wires:
+    """All hand-overs of a cluster.
+
+    Args:
+        model: how long they take.
+        after: calls a function after so many seconds.
+        now: the clock.
+    """
+
+    def __init__(
+        self,
+        model: EngineModel,
+        after: Callable[[float, Callable[[], None]], object],
+        now: Callable[[], float],
+    ) -> None:
+        self.model, self.now = model, now
+        self.transfers: dict[Attempt, WireTransfer] = {}
+        self._after = after
+        self._free_at: dict[WiredEngine, float] = {}
+
+    def get(self, attempt: Attempt) -> WireTransfer:
+        """By its name; whoever comes first makes it."""
+        return self.transfers.setdefault(attempt, WireTransfer())
+
+    def engage(self, transfer: WireTransfer) -> list[Output]:
+        """Source and reservation have met: push what there is, or compute it again."""
+        source = transfer.source
+        if source is None or transfer.load is None:
+            return []
+        running = source.scheduler.requests.get(transfer.request_id)
+        if running is not None:
+            self.push(transfer, running)
+        elif transfer.request is not None and transfer.first is not None:
+            transfer.request_id = transfer.request_id + "#"
+            transfer.first = None
+            again = msgspec.structs.replace(transfer.request, request_id=transfer.request_id)
+            source.scheduler.add(again)
+        return []
+
+    def push(self, transfer: WireTransfer, request: requests.Request) -> None:
+        """Send what became final."""
+        source, load = transfer.source, transfer.load
+        assert source is not None
+        if load is None:
+            return
+        manager, computed = source.scheduler.blocks, request.final_tokens()
+        start = max(transfer.pushed, load.start)
+        if computed < load.end:
+            computed -= computed % manager.alignment
+        if computed <= start:
+            return
+        spans = manager.spans(request.sequences[0].tables, start, computed)
+        manager.hold_outgoing(spans)
+        transfer.held.append(spans)
+        transfer.pushed, tokens = computed, computed - start
+        begin = max(self.now(), self._free_at.get(source, 0.0))
+        self._free_at[source] = begin + self.model.handover[1] * tokens
+        if computed == load.end:
+            late = begin - self.now()
+            last_step = min(tokens, self.model.step_tokens)
+            self._after(
+                late + self.model.handover_s(tokens, last_step), lambda: self._end(transfer)
+            )
+
+    def _end(self, transfer: WireTransfer) -> None:
+        source, target, load, first = (
+            transfer.source,
+            transfer.target,
+            transfer.load,
+            transfer.first,
+        )
+        assert source is not None
+        source.post(transfer.release)
+        if target is None or load is None or first is None:  # it was cancelled
+            return
+        # A source stops after one token anyway: only the end of the text says something.
+        reason = first.finish_reason if first.finish_reason == "stop" else None
+        start = ChoiceStart(first.token_ids[0], None, reason, None)
+        scheduler = target.scheduler
+
+        def deliver() -> list[Output]:
+            outputs = scheduler.finish_load(load, (start,), cached_at_source=transfer.cached)
+            if transfer.load is load:
+                transfer.load = None
+                scheduler.blocks.release_incoming(load.spans)
+            return outputs
+
+        target.post(deliver)
+
+
+class WireSource(KVConnector):
+    """Prefills for others."""
+
+    name = "source"
+    transfer_role = "source"
+
+    def __init__(self, engine: WiredEngine, wires: Wires) -> None:
+        self._engine, self._wires = engine, wires
+        self._by_request: dict[str, WireTransfer] = {}
+
+    @override
+    def added(self, sequence: requests.Sequence) -> bool:
+        spec = sequence.request.spec
+        if spec.transfer is None or spec.transfer.role != "source":
+            return False
+        transfer = self._wires.get(spec.transfer.name)
+        self._by_request[spec.request_id] = transfer
+        if transfer.source is None:
+            transfer.source, transfer.request = self._engine, spec
+        transfer.request_id = spec.request_id
+        return False
+
+    @override
+    def progressed(self, request: requests.Request) -> None:
+        transfer = self._by_request.get(request.request_id)
+        if transfer is not None:
+            self._wires.push(transfer, request)
+
+    @override
+    def emitted(self, outputs: list[Output]) -> list[Output]:
+        sent = []
+        for output in outputs:
+            transfer = self._by_request.get(output.request_id)
+            if transfer is not None and output.token_ids:
+                transfer.first = output
+                transfer.cached = transfer.cached or output.cached_tokens
+            if output.finish_reason is not None:
+                self._by_request.pop(output.request_id, None)
+            if transfer is None or not output.request_id.endswith("#"):
+                sent.append(output)
+        return sent
+
+
+class WireTarget(KVConnector):
+    """Receives prompts from others."""
+
+    name = "target"
+    transfer_role = "target"
+    medium = "transferred"
+    waits_for_room = True
+
+    def __init__(self, engine: WiredEngine, wires: Wires) -> None:
+        self._engine, self._wires = engine, wires
+        self._awaited: dict[str, WireTransfer] = {}
+
+    @override
+    def added(self, sequence: requests.Sequence) -> bool:
+        spec = sequence.request.spec
+        if spec.transfer is not None and spec.transfer.role == "target":
+            transfer = self._awaited[spec.request_id] = self._wires.get(spec.transfer.name)
+            transfer.target = self._engine
+        return False
+
+    @override
+    def match(self, sequence: requests.Sequence, num_cached: int) -> int:
+        transfer = self._awaited.get(sequence.request.request_id)
+        if transfer is None:
+            return 0
+        return len(sequence.tokens) - num_cached
+
+    @override
+    def start_load(self, load: Load) -> None:
+        transfer = self._awaited[load.sequence.request.request_id]
+        transfer.load, wires = load, self._wires
+        if transfer.source is not None:
+            transfer.source.post(lambda: wires.engage(transfer))
+
+    @override
+    def started(self, sequence: requests.Sequence) -> None:
+        transfer = self._awaited.pop(sequence.request.request_id, None)
+        if transfer is None or transfer.load is not None:  # it has come
+            return
+        source, transfer.target = transfer.source, None
+        if source is not None:
+            source.post(lambda: source.scheduler.abort(transfer.request_id))
+
+    @override
+    def finished(self, request: requests.Request) -> None:
+        transfer = self._awaited.pop(request.request_id, None)
+        if transfer is not None and transfer.load is not None:
+            self._engine.scheduler.blocks.release_incoming(transfer.load.spans)
+            transfer.load = None
+            if transfer.source is not None:
+                transfer.source.post(transfer.release)
+        if request.spec.transfer is not None and request.spec.transfer.role == "target":
+            self._wires.transfers.pop(request.spec.transfer.name, None)

@@ -1,0 +1,223 @@
+"""``kvbaton simulate``: a trace, served by policies and layouts in virtual time, side by side."""
+
+from __future__ import annotations
+
+import gc
+import math
+import time
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+from kvbaton.bench.report import median, percentile, publish
+from kvbaton.config import flag
+from kvbaton.errors import ConfigError
+from kvbaton.router.config import RoutingPolicy
+from kvbaton.simulate.engine_model import H200_8B, EngineModel, load_engine
+from kvbaton.simulate.generators import GENERATORS
+from kvbaton.simulate.service import Outcome, Simulation, parse_nodes, simulate
+from kvbaton.simulate.traces import TraceRequest, cut, read_trace
+
+
+@dataclass(frozen=True, kw_only=True)
+class SimulateConfig:
+    """What to simulate.
+
+    Attributes:
+        trace: file of Mooncake's or Azure's format, or a generator's name.
+        rate: requests per second (of a generator of conversations: those that begin); None takes a
+            recorded trace's own.
+        seconds: of arrivals.
+        begin: seconds of a recorded trace to leave out.
+        nodes: layout, for policies that name none.
+        policies: to compare, each perhaps with its layout: ``cost@4A``.
+        engine: measurements, see `simulate.engine_model`.
+        ttft_slo: milliseconds to the first token that are good enough; None for any.
+        itl_slo: milliseconds per token after it, as a request's mean.
+        min_handover_tokens: as of a router.
+        seeds: a run each.
+
+    Raises:
+        ConfigError: a number that makes no sense.
+    """
+
+    trace: str = flag(
+        text=f"file of Mooncake's or Azure's format, or one of {', '.join(GENERATORS)}",
+        metavar="FILE|NAME",
+    )
+    rate: float | None = flag(
+        None, "requests (of conversations: first ones) per second", metavar="N"
+    )
+    seconds: float = flag(60.0, "of arrivals", metavar="S")
+    begin: float = flag(0.0, "seconds of a file to leave out", metavar="S")
+    nodes: str = flag("2P2D", "P prefill, D decode (4D: all serve alone), A any", metavar="NODES")
+    policies: tuple[str, ...] = flag(
+        ("least-loaded",),
+        "one or more to compare, each perhaps on other nodes: cost@4A (least-loaded)",
+        name="--policy",
+        nargs="+",
+        metavar="NAME[@NODES]",
+    )
+    engine: Path = flag(H200_8B, "measured steps and hand-overs (an H200's)", metavar="FILE")
+    ttft_slo: float | None = flag(None, "the first token is to come within this", metavar="MS")
+    itl_slo: float | None = flag(
+        None, "each further token is to come within this, on average", metavar="MS"
+    )
+    min_handover_tokens: int = flag(0, "serve shorter prompts on one node", metavar="N")
+    seeds: tuple[int, ...] = flag((0,), "a run each (0)", name="--seed", nargs="+", metavar="N")
+
+    def __post_init__(self) -> None:
+        for name, value in (("--rate", self.rate), ("--seconds", self.seconds)):
+            if value is not None and not 0 < value < math.inf:
+                raise ConfigError(name, f"{value} is not positive")
+        if self.rate is None and self.trace in GENERATORS:
+            raise ConfigError("--rate", f"how many requests per second of {self.trace}?")
+
+    def requests(self, seed: int) -> list[TraceRequest]:
+        """The trace.
+
+        Raises:
+            ConfigError: it can't be read, or nothing of it is left.
+        """
+        if self.trace in GENERATORS:
+            assert self.rate is not None
+            found = GENERATORS[self.trace](seed, self.seconds, self.rate)
+        else:
+            whole = read_trace(Path(self.trace))
+            own = len(whole) / max(whole[-1].at - whole[0].at, 1e-3)
+            speed = 1.0 if self.rate is None else self.rate / own
+            found = cut(whole, begin=self.begin, seconds=self.seconds, speed=speed)
+        if not found:
+            raise ConfigError("--seconds", "no request comes in that time")
+        return found
+
+    def routing(self, policy: str) -> RoutingPolicy:
+        """As a router would be told."""
+        return RoutingPolicy(
+            policy=policy,
+            min_handover_tokens=self.min_handover_tokens,
+            ttft_slo=self.ttft_slo,
+            itl_slo=self.itl_slo,
+        )
+
+
+def is_good(outcome: Outcome, ttft_slo: float | None, itl_slo: float | None) -> bool:
+    """Whether a request was served within its objectives (ms)."""
+    if outcome.error is not None or outcome.ttft_s is None:
+        return False
+    late = ttft_slo is not None and outcome.ttft_s * 1e3 > ttft_slo
+    return not late and (itl_slo is None or outcome.itl_s * 1e3 <= itl_slo)
+
+
+def summary(done: Simulation, config: SimulateConfig) -> dict[str, float]:
+    """The figures of one run."""
+    outcomes = done.outcomes
+    good = sum(is_good(outcome, config.ttft_slo, config.itl_slo) for outcome in outcomes)
+    ttfts = [o.ttft_s * 1e3 for o in outcomes if o.ttft_s is not None]
+    gaps = [gap for o in outcomes for gap in (o.gaps * 1e3).tolist()]
+    itls = [o.itl_s * 1e3 for o in outcomes if len(o.gaps)]
+    wrong = [
+        abs(d.ttft_s - d.observed_ttft_s) / d.observed_ttft_s
+        for d in done.decisions
+        if d.ttft_s is not None and d.observed_ttft_s
+    ]
+    wrong_itl = [
+        abs(d.itl_s - d.observed_itl_s) / d.observed_itl_s
+        for d in done.decisions
+        if d.itl_s is not None and d.observed_itl_s
+    ]
+    prompts = sum(o.request.prompt_tokens for o in outcomes)
+    return {
+        "requests": len(outcomes),
+        "good": good / len(outcomes),
+        "good/s": good / max(config.seconds, max(o.begin for o in outcomes)),
+        "ttft p50": percentile(ttfts, 50),
+        "p90": percentile(ttfts, 90),
+        "p99": percentile(ttfts, 99),
+        "tpot p50": percentile(itls, 50),
+        "tpot p90": percentile(itls, 90),
+        "itl p99": percentile(gaps, 99),
+        "hit": sum(o.cached for o in outcomes) / prompts,
+        "failed": sum(o.error is not None for o in outcomes),
+        "ttft error": median(wrong),
+        "itl error": median(wrong_itl),
+    }
+
+
+def run_one(
+    config: SimulateConfig, spec: str, model: EngineModel, trace: Sequence[TraceRequest], seed: int
+) -> Simulation:
+    """One policy over a trace."""
+    policy, _, nodes = spec.partition("@")
+    return simulate(
+        trace, parse_nodes(nodes or config.nodes), model, config.routing(policy), seed=seed
+    )
+
+
+def run(config: SimulateConfig, out: Path | None = None, plot: Path | None = None) -> int:
+    """Simulate, print, perhaps draw; returns the exit status."""
+    model = load_engine(config.engine)
+    figure = new_figure() if plot is not None else None
+    for spec in config.policies:  # wrong ones are told before long runs
+        parse_nodes(spec.partition("@")[2] or config.nodes)
+    rows: list[dict[str, Any]] = []
+    busy: list[dict[str, Any]] = []
+    outcomes: dict[str, list[Outcome]] = {}
+    gc.freeze()  # what is there stays: it need not be looked at again and again
+    for spec in config.policies:
+        runs, started = [], time.process_time()
+        for seed in config.seeds:
+            done = run_one(config, spec, model, config.requests(seed), seed)
+            runs.append(summary(done, config))
+            outcomes.setdefault(spec, []).extend(done.outcomes)
+            busy.append({"policy": spec, "seed": seed, "busy": _shares(done)})
+        mean = {name: sum(row[name] for row in runs) / len(runs) for name in runs[0]}
+        took = time.process_time() - started
+        rows.append({"policy": spec, **mean, "cpu s": took})
+    settings = {**asdict(config), "engine": model.name}
+    publish("simulate", settings, rows, out, nodes=busy)
+    if figure is not None and plot is not None:
+        draw(figure, config, outcomes, plot)
+    return 0
+
+
+def _shares(done: Simulation) -> str:
+    return " ".join(f"{name} {share:.2f}" for name, share in done.busy.items())
+
+
+def new_figure() -> Any:
+    """An empty drawing.
+
+    Raises:
+        ConfigError: matplotlib is not here.
+    """
+    try:
+        from matplotlib.figure import Figure
+    except ImportError as error:
+        raise ConfigError("--plot", "needs matplotlib: pip install 'kvbaton[plots]'") from error
+    return Figure(figsize=(11, 4), layout="constrained")
+
+
+def draw(
+    figure: Any, config: SimulateConfig, outcomes: dict[str, list[Outcome]], path: Path
+) -> None:
+    """How many requests came within which time to first token, and per token."""
+    ttft, itl = figure.subplots(1, 2)
+    for spec, ended in outcomes.items():
+        firsts = sorted(o.ttft_s * 1e3 for o in ended if o.ttft_s is not None)
+        means = sorted(o.itl_s * 1e3 for o in ended if len(o.gaps))
+        for axes, values in ((ttft, firsts), (itl, means)):
+            shares = [(i + 1) / len(values) for i in range(len(values))]
+            axes.step(values, shares, where="post", label=spec)
+    for axes, name, slo in (
+        (ttft, "time to first token", config.ttft_slo),
+        (itl, "time per token after it", config.itl_slo),
+    ):
+        axes.set(xlabel=f"{name} (ms)", ylabel="share of requests", xscale="log", ylim=(0, 1))
+        axes.grid(alpha=0.3)
+        if slo is not None:
+            axes.axvline(slo, color="black", linestyle="--", linewidth=1)
+    ttft.legend()
+    figure.suptitle(config.trace)
+    figure.savefig(path, dpi=120)

@@ -1,0 +1,369 @@
+"""Clients, a router and its nodes in virtual time.
+
+The router's dispatcher, relay, policies, cost model and prefix index are the real ones, on the
+virtual clock; nodes' engines are `ModeledEngine`. There is no membership: nodes are there, ready,
+and say what they measure once a second.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import random
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
+
+import numpy as np
+import numpy.typing as npt
+from prometheus_client import CollectorRegistry
+from typing_extensions import override
+
+from kvbaton.connectors.keys import root_key
+from kvbaton.engine.client import EngineClient
+from kvbaton.errors import ConfigError, RequestError
+from kvbaton.messages.engine import AddRequest, Output, SamplingParams
+from kvbaton.messages.nodes import NodeInfo
+from kvbaton.router.chooser import Decision, RouteChooser
+from kvbaton.router.config import MembershipTimers, RelayTimers, RoutingPolicy
+from kvbaton.router.costs import CostModel
+from kvbaton.router.dispatch import Dispatcher
+from kvbaton.router.loads import NodeLoads
+from kvbaton.router.membership import Member, Membership, NodeState, ReadyNodes
+from kvbaton.router.metrics import RouterMetrics
+from kvbaton.router.nodes import EngineClients, KnownNodes
+from kvbaton.router.policies import load_policy
+from kvbaton.router.prefix_index import PrefixIndex
+from kvbaton.simulate.clock import VirtualLoop, run_virtually
+from kvbaton.simulate.engine import IDENTITY, ModeledEngine, Prompts
+from kvbaton.simulate.engine_model import EngineModel
+from kvbaton.simulate.handover import Wires
+from kvbaton.simulate.traces import TraceRequest
+
+MAX_TOKENS = 4096
+"""What clients allow; how long answers get is not told beforehand."""
+ROLES = {"P": "prefill", "D": "decode", "A": "any"}
+
+
+@dataclass
+class Outcome:
+    """What became of one request.
+
+    Attributes:
+        request: as the trace has it.
+        begin: when it came.
+        ttft_s: to its first token; None if it had none.
+        gaps: seconds between tokens.
+        cached: prompt tokens that the node which computed it had.
+        error: why it failed.
+        done: it has ended.
+    """
+
+    request: TraceRequest
+    begin: float
+    ttft_s: float | None = None
+    gaps: npt.NDArray[np.float64] = field(default_factory=lambda: np.zeros(0))
+    cached: int = 0
+    error: str | None = None
+    done: bool = False
+
+    @property
+    def itl_s(self) -> float:
+        """Mean seconds per token after the first; 0 if there was one only."""
+        return float(self.gaps.mean()) if len(self.gaps) else 0.0
+
+
+@dataclass(frozen=True)
+class Simulation:
+    """What a simulated service has done.
+
+    Attributes:
+        outcomes: of all requests that came, in order.
+        seconds: from the first arrival to the last end.
+        busy: by node, share of that time in which it computed.
+        decisions: of the router, in order.
+        preemptions: of all engines.
+        leaked: blocks, requests and hand-overs that engines still hold when all is over; always 0.
+    """
+
+    outcomes: list[Outcome]
+    seconds: float
+    busy: dict[str, float]
+    decisions: list[Decision]
+    preemptions: int
+    leaked: int
+
+
+def parse_nodes(text: str) -> list[str]:
+    """Roles of nodes: ``2P2D`` (2 prefill, 2 decode), ``4A`` (any) or both; ``4`` is ``4A``.
+
+    Raises:
+        ConfigError: it is none of these, or nobody could generate.
+    """
+    roles: list[str] = []
+    number = ""
+    for letter in text if text[-1:] in ROLES else text + "A":
+        if letter.isdecimal():
+            number += letter
+            continue
+        if letter not in ROLES or not number:
+            raise ConfigError("--nodes", f"{text!r} is not like 2P2D, 4A or 2P2D1A")
+        roles += [ROLES[letter]] * int(number)
+        number = ""
+    if not roles or len(roles) > 64:
+        raise ConfigError("--nodes", f"{text!r} are {len(roles)} nodes; 1 to 64")
+    return roles
+
+
+class KnownPrefixIndex(PrefixIndex):
+    """A `PrefixIndex` that takes the keys of prompts from `Prompts`."""
+
+    def __init__(self, prompts: Prompts) -> None:
+        super().__init__()
+        self._prompts = prompts
+
+    @override
+    def keys(self, request: AddRequest, root: bytes, block_size: int) -> Iterator[bytes]:
+        return iter(self._prompts.keys(request.request_id))
+
+
+class SteadyMembership(Membership):
+    """Nodes that are always ready."""
+
+    def __init__(self, engines: Sequence[ModeledEngine]) -> None:
+        super().__init__(MembershipTimers(), True, "simulated")
+        for engine in engines:
+            self.heard(engine.info)
+
+    def heard(self, info: NodeInfo) -> None:
+        """A heartbeat."""
+        self.members[info.node_id] = Member(info, True, 0.0, NodeState.READY)
+        self._ready = None
+
+    @override
+    def ready(self) -> ReadyNodes:
+        if self._ready is None:
+            found = ReadyNodes(self.members.values())
+            sources = [node for node in found.serving if node.role != "decode"]
+            targets = [node for node in found.serving if node.role != "prefill"]
+            found.pairs = [(p, d) for p in sources for d in targets if p is not d]
+            self._ready = found
+        return self._ready
+
+
+class ModeledEngines(EngineClients):
+    """`EngineClients` of simulated engines."""
+
+    def __init__(self, engines: Sequence[ModeledEngine]) -> None:
+        super().__init__(None, lambda node, reason: None)
+        self._engines = {engine.name: engine for engine in engines}
+
+    @override
+    def get(self, node: NodeInfo) -> EngineClient:
+        return self._engines[node.node_id]  # type: ignore[return-value]
+
+
+class SteadyNodes(KnownNodes):
+    """Nodes that do not fail."""
+
+    def __init__(self, engines: Sequence[ModeledEngine], index: PrefixIndex | None) -> None:
+        self.steady = SteadyMembership(engines)
+        super().__init__(self.steady, None, index)
+        self.engines = ModeledEngines(engines)
+
+    @override
+    def unreachable(self, node: NodeInfo, error: str) -> None:
+        raise AssertionError(f"{node.node_id} can't be reached: {error}")
+
+
+class _Client:
+    """Who asked one request: an `OutputReceiver`."""
+
+    def __init__(self, service: _Service, index: int, outcome: Outcome) -> None:
+        self._service, self._index, self.outcome = service, index, outcome
+        self.first_at = 0.0
+        self.tokens = 0
+
+    def put(self, output: Output) -> None:
+        """See `OutputReceiver`."""
+        outcome = self.outcome
+        if output.token_ids and outcome.ttft_s is None:
+            self.first_at = self._service.loop.time()
+            outcome.ttft_s = self.first_at - outcome.begin
+        self.tokens += len(output.token_ids)
+        outcome.cached = max(outcome.cached, output.cached_tokens)
+
+    def flush(self) -> None:
+        """See `OutputReceiver`."""
+
+    def end(self, error: Exception | None) -> None:
+        """See `OutputReceiver`."""
+        outcome = self.outcome
+        assert not outcome.done, "a request ends once"
+        outcome.done = True
+        if error is not None:
+            outcome.error = str(error)
+        elif self.tokens != outcome.request.output_tokens:
+            outcome.error = f"{self.tokens} tokens instead of {outcome.request.output_tokens}"
+        self._service.ended(self._index)
+
+
+class _Service:
+    """A simulation under way."""
+
+    def __init__(
+        self,
+        trace: Sequence[TraceRequest],
+        roles: Sequence[str],
+        model: EngineModel,
+        settings: RoutingPolicy,
+        seed: int,
+        deadline_s: float,
+    ) -> None:
+        loop = asyncio.get_running_loop()
+        assert isinstance(loop, VirtualLoop)
+        self.loop, self._trace = loop, trace
+        self._deadline_s = deadline_s
+        self._rng = random.Random(seed)
+        self._prompts = Prompts(root_key(IDENTITY, ""), model.block_size)
+        wires = self._wires = Wires(model, loop.call_later, loop.time)
+        self.seconds = 0.0
+        index = KnownPrefixIndex(self._prompts)
+        self.engines = [
+            ModeledEngine(
+                f"{role}-{number}",
+                role,
+                model,
+                loop,
+                wires,
+                self._prompts,
+                index.take,
+                seed + number,
+            )
+            for number, role in enumerate(roles)
+        ]
+        costs = CostModel(clock=loop.time)
+        policy = load_policy(settings, costs)
+        self._nodes = SteadyNodes(self.engines, index if policy.uses_prefixes else None)
+        metrics, loads = RouterMetrics(CollectorRegistry()), NodeLoads(clock=loop.time)
+        chooser = RouteChooser(self._nodes, loads, policy, metrics, remembered=None)
+        self.decisions = chooser.decisions
+        timers = RelayTimers(idle_s=1e9, max_retries=0)  # tokens between are told with the last
+        self._dispatcher = Dispatcher(self._nodes, metrics, loads, chooser, timers)
+        self.outcomes: dict[int, Outcome] = {}
+        self._clients: dict[int, _Client] = {}
+        self._followers = {r.after: i for i, r in enumerate(trace) if r.after is not None}
+        self._left = len(trace)
+        self._over = asyncio.Event()
+        for engine in self.engines:
+            engine.on_tokens = self._tokens_made
+
+    async def run(self) -> None:
+        """All of the trace."""
+        for engine in self.engines:
+            self.loop.call_later(self._rng.random(), self._heartbeat, engine)
+        for index, request in enumerate(self._trace):
+            if request.after is None:
+                self.loop.call_at(request.at, self._submit, index)
+        await self._over.wait()
+        self.seconds = self.loop.time()
+        await asyncio.sleep(1.0)  # what engines still have to tell each other
+
+    def leaked(self) -> int:
+        """See `Simulation`."""
+        pools = [engine.scheduler.blocks.pool for engine in self.engines]
+        return (
+            sum(pool.usable - pool.num_free for pool in pools)
+            + sum(len(engine.scheduler.requests) for engine in self.engines)
+            + len(self._wires.transfers)
+        )
+
+    def _heartbeat(self, engine: ModeledEngine) -> None:
+        self._nodes.steady.heard(engine.heartbeat())
+        period = self._nodes.membership.timers.heartbeat_s
+        self.loop.call_later(period, self._heartbeat, engine)
+
+    def _submit(self, index: int) -> None:
+        request = self._trace[index]
+        outcome = self.outcomes[index] = Outcome(request, self.loop.time())
+        before = None if request.after is None else str(request.after)
+        tokens = self._prompts.add(str(index), request, before)
+        client = self._clients[index] = _Client(self, index, outcome)
+        params = SamplingParams(max_tokens=MAX_TOKENS, seed=index)
+        try:
+            self._dispatcher.submit(
+                AddRequest(
+                    request_id=str(index),
+                    token_ids=tokens,
+                    params=params,
+                    deadline_s=self._deadline_s,
+                ),
+                client,
+            )
+        except RequestError as error:
+            client.end(error)
+
+    def _tokens_made(self, request_id: str, times: npt.NDArray[np.float64]) -> None:
+        """An engine has made the last token of a request, or of its part in it."""
+        client = self._clients.get(int(request_id.partition(".")[0]))
+        if client is None:
+            return
+        wanted = client.outcome.request.output_tokens
+        if len(times) == wanted - 1:  # another engine made the first
+            message_s = self.engines[0].model.message_s
+            times = np.concatenate(([client.first_at - message_s], times))
+        if len(times) == wanted:
+            client.outcome.gaps = np.diff(times)
+
+    def ended(self, index: int) -> None:
+        """A request is over: the session's next turn may come."""
+        del self._clients[index]
+        self._left -= 1
+        follower = self._followers.get(index)
+        failed = self.outcomes[index].error is not None
+        while failed and follower is not None:  # a session ends with a request that fails
+            self._left -= 1
+            follower = self._followers.get(follower)
+        if failed:
+            pass  # nodes may still compute it
+        elif follower is None:
+            self._prompts.forget(str(index))
+        else:
+            self.loop.call_later(self._trace[follower].at, self._submit, follower)
+        if not self._left:
+            self._over.set()
+
+
+def simulate(
+    trace: Sequence[TraceRequest],
+    roles: Sequence[str],
+    model: EngineModel,
+    settings: RoutingPolicy,
+    *,
+    seed: int = 0,
+    deadline_s: float = 600.0,
+) -> Simulation:
+    """Serve a trace.
+
+    Args:
+        trace: what clients ask.
+        roles: of the nodes, as nodes tell them.
+        model: of each node's engine.
+        settings: policy and objectives.
+        seed: of steps' jitter and heartbeats' phases.
+        deadline_s: after which a request fails.
+    """
+    services: list[_Service] = []  # not returned: asyncio would print it
+
+    async def serve() -> None:
+        services.append(_Service(trace, roles, model, settings, seed, deadline_s))
+        await services[0].run()
+
+    run_virtually(serve())
+    (service,) = services
+    return Simulation(
+        [service.outcomes[index] for index in sorted(service.outcomes)],
+        service.seconds,
+        {engine.name: engine.busy_s / service.seconds for engine in service.engines},
+        list(service.decisions),
+        sum(engine.scheduler.totals.preemptions for engine in service.engines),
+        service.leaked(),
+    )

@@ -1,0 +1,165 @@
+"""Requests to simulate: what they are made of, and readers of traces that others have published.
+
+Tokens are not recorded in traces; what matters is which prompts begin alike. A prompt is a sequence
+of *pieces*, (content, tokens): equal contents are equal tokens.
+"""
+
+from __future__ import annotations
+
+import csv
+import json
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from datetime import datetime
+from pathlib import Path
+
+from kvbaton.errors import ConfigError
+
+MOONCAKE_BLOCK = 512
+"""Tokens that one of a trace's ``hash_ids`` stands for."""
+END_TOKEN = 1
+"""Ends a text; contents are above it."""
+FIRST_CONTENT = 2
+Piece = tuple[int, int]
+
+
+@dataclass(frozen=True)
+class TraceRequest:
+    """One request.
+
+    Attributes:
+        at: seconds from the trace's begin; of one with `after`, from that one's end.
+        pieces: of the prompt: content and tokens of each.
+        output_tokens: that it generates, at least 1.
+        output: content of those; a later prompt may quote it.
+        after: index of the request whose end it waits for; None if it waits for none.
+    """
+
+    at: float
+    pieces: tuple[Piece, ...]
+    output_tokens: int
+    output: int
+    after: int | None = None
+
+    @property
+    def prompt_tokens(self) -> int:
+        """How long the prompt is."""
+        return sum(tokens for _, tokens in self.pieces)
+
+    def answer(self) -> tuple[Piece, ...]:
+        """What it generates, as pieces of a later prompt."""
+        before = self.output_tokens - 1
+        return ((self.output, before), (END_TOKEN, 1)) if before else ((END_TOKEN, 1),)
+
+
+def token_ids(pieces: Sequence[Piece]) -> tuple[int, ...]:
+    """A prompt's tokens."""
+    ids: list[int] = []
+    for content, tokens in pieces:
+        ids += [content] * tokens
+    return tuple(ids)
+
+
+def read_trace(path: Path) -> list[TraceRequest]:
+    """Read a trace: Mooncake's JSON lines, or Azure's CSV.
+
+    Raises:
+        ConfigError: it is neither; names the line.
+    """
+    try:
+        text = path.read_text()
+    except (OSError, UnicodeDecodeError) as error:
+        raise ConfigError("--trace", f"{path} can't be read: {error}") from error
+    reader = _mooncake if text.lstrip().startswith("{") else _azure
+    requests = reader(path, text)
+    if not requests:
+        raise ConfigError("--trace", f"{path} has no requests")
+    return sorted(requests, key=lambda request: request.at)
+
+
+def _mooncake(path: Path, text: str) -> list[TraceRequest]:
+    """``timestamp`` (ms), ``input_length``, ``output_length``, ``hash_ids`` per line."""
+    requests: list[TraceRequest] = []
+    unique = 1 << 30  # outputs, and prompts' ends, are of nobody else
+    for number, line in enumerate(text.splitlines(), start=1):
+        if not line.strip():
+            continue
+        try:
+            row = json.loads(line)
+            length, hashes = int(row["input_length"]), [int(h) for h in row["hash_ids"]]
+            at, out = float(row["timestamp"]) / 1e3, max(1, int(row["output_length"]))
+        except (ValueError, KeyError, TypeError) as error:
+            raise _malformed(path, number, error) from error
+        whole = length // MOONCAKE_BLOCK
+        if length < 1 or not math.isfinite(at) or len(hashes) < whole:
+            raise _malformed(path, number, ValueError(f"{len(hashes)} hashes, {length} tokens"))
+        pieces = [(FIRST_CONTENT + name, MOONCAKE_BLOCK) for name in hashes[:whole]]
+        if rest := length - whole * MOONCAKE_BLOCK:
+            name = FIRST_CONTENT + hashes[whole] if len(hashes) > whole else unique + 2 * number
+            pieces.append((name, rest))
+        requests.append(TraceRequest(at, tuple(pieces), out, unique + 2 * number + 1))
+    return requests
+
+
+def _azure(path: Path, text: str) -> list[TraceRequest]:
+    """``TIMESTAMP,ContextTokens,GeneratedTokens``; nothing is known of what prompts share."""
+    requests: list[TraceRequest] = []
+    first: datetime | None = None
+    for number, row in enumerate(csv.DictReader(text.splitlines()), start=2):
+        try:
+            # Seven digits of a second are one more than Python takes.
+            stamp = datetime.fromisoformat(row["TIMESTAMP"].strip()[:26])
+            length, out = int(row["ContextTokens"]), int(row["GeneratedTokens"])
+        except (ValueError, KeyError, TypeError, AttributeError) as error:
+            raise _malformed(path, number, error) from error
+        first = first or stamp
+        content = FIRST_CONTENT + 2 * number
+        pieces = ((content, max(1, length)),)
+        seconds = (stamp - first).total_seconds()
+        requests.append(TraceRequest(seconds, pieces, max(1, out), content + 1))
+    return requests
+
+
+def _malformed(path: Path, line: int, error: Exception) -> ConfigError:
+    return ConfigError(
+        "--trace",
+        f"{path}:{line} is neither Mooncake's (JSON lines) nor Azure's (CSV with TIMESTAMP, "
+        f"ContextTokens, GeneratedTokens): {type(error).__name__}: {error}",
+    )
+
+
+def cut(
+    requests: Sequence[TraceRequest],
+    *,
+    begin: float = 0.0,
+    seconds: float = math.inf,
+    speed: float = 1.0,
+) -> list[TraceRequest]:
+    """A part of a trace whose requests come `speed` times as fast.
+
+    Args:
+        requests: in order of their times.
+        begin: seconds of the trace to leave out.
+        seconds: to take, as they are then simulated.
+        speed: factor of the arrival rate; times of those that wait for others stay.
+    """
+    kept: list[TraceRequest] = []
+    place: dict[int, int] = {}
+    for index, request in enumerate(requests):
+        if request.after is None:
+            at = (request.at - begin) / speed
+            if not 0 <= at < seconds:
+                continue
+            request = replace(request, at=at)
+        elif request.after in place:
+            request = replace(request, after=place[request.after])
+        else:
+            continue
+        place[index] = len(kept)
+        kept.append(request)
+    return kept
+
+
+Generator = Callable[[int, float, float], list[TraceRequest]]
+"""(seed, seconds, requests or sessions per second) -> a trace."""

@@ -1,0 +1,275 @@
+"""The whole service in virtual time: every request ends once, and nothing is left behind."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from kvbaton.cli import main
+from kvbaton.errors import ConfigError
+from kvbaton.router.config import RoutingPolicy
+from kvbaton.simulate import engine
+from kvbaton.simulate.engine_model import H200_8B, EngineModel, load_engine
+from kvbaton.simulate.generators import GENERATORS, Lengths, Sessions
+from kvbaton.simulate.main import SimulateConfig, is_good, summary
+from kvbaton.simulate.service import Simulation, parse_nodes, simulate
+from kvbaton.simulate.traces import END_TOKEN, TraceRequest, cut, read_trace, token_ids
+
+CHAT = Sessions(
+    shared=256,
+    kinds=2,
+    first=Lengths(300, 0.5),
+    new=Lengths(60, 0.5),
+    outputs=Lengths(20, 0.6),
+    turns=4,
+    think=(0.5, 0.5),
+)
+EVEN = load_engine(jitter=0.0)
+
+
+def serve(
+    trace: list[TraceRequest],
+    nodes: str,
+    policy: str,
+    model: EngineModel = EVEN,
+    *,
+    seed: int = 0,
+    ttft_slo: float | None = None,
+    itl_slo: float | None = None,
+) -> Simulation:
+    settings = RoutingPolicy(policy=policy, ttft_slo=ttft_slo, itl_slo=itl_slo)
+    return simulate(trace, parse_nodes(nodes), model, settings, seed=seed)
+
+
+def figures(done: Simulation) -> list[tuple[float | None, float, int]]:
+    return [(o.ttft_s, o.itl_s, o.cached) for o in done.outcomes]
+
+
+@pytest.mark.parametrize(
+    ("nodes", "policy"),
+    [("2P2D", "least-loaded"), ("2P1D", "sticky"), ("2D", "threshold"), ("3A", "cost")],
+)
+def test_every_request_ends_once_with_all_its_tokens(nodes: str, policy: str) -> None:
+    trace = CHAT(1, 6.0, 4.0)
+    done = serve(trace, nodes, policy, load_engine())
+    assert len(done.outcomes) == len(trace) > 40
+    assert [o.error for o in done.outcomes if o.error is not None] == []
+    for outcome in done.outcomes:
+        assert len(outcome.gaps) == outcome.request.output_tokens - 1
+        assert outcome.ttft_s is not None
+        assert outcome.ttft_s > 0
+        assert (outcome.gaps > 0).all()
+    assert done.leaked == 0
+
+
+def test_pools_that_are_too_small_preempt_and_still_serve() -> None:
+    model = load_engine(kv_tokens=1400, step_tokens=512)
+    trace = [TraceRequest(0.01 * i, ((10 + i, 400),), 120, 1000 + i) for i in range(20)]
+    done = serve(trace, "1P1D", "least-loaded", model)
+    assert all(o.error is None for o in done.outcomes)
+    alone = serve(trace, "1D", "least-loaded", model)
+    assert all(o.error is None for o in alone.outcomes)
+    assert alone.preemptions > 0
+    assert done.leaked == alone.leaked == 0
+
+
+def test_what_comes_too_late_fails_and_leaves_nothing() -> None:
+    trace = [TraceRequest(0.0, ((10 + i, 8000),), 50, 1000 + i) for i in range(12)]
+    settings = RoutingPolicy(policy="least-loaded")
+    done = simulate(trace, parse_nodes("1P1D"), EVEN, settings, deadline_s=1.0)
+    failed = [o for o in done.outcomes if o.error is not None]
+    assert 0 < len(failed) < len(trace)
+    assert done.leaked == 0
+
+
+def test_equal_seeds_give_equal_runs_and_others_do_not() -> None:
+    trace, model = CHAT(1, 3.0, 4.0), load_engine()
+    first, again = (serve(trace, "2P2D", "cost", model, seed=5) for _ in range(2))
+    assert figures(first) == figures(again)
+    assert figures(first) != figures(serve(trace, "2P2D", "cost", model, seed=6))
+
+
+@pytest.mark.parametrize("nodes", ["1P1D", "2D"])
+def test_runs_of_steps_are_what_single_steps_would_be(
+    nodes: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    trace = [replace(r, output_tokens=4 * r.output_tokens) for r in CHAT(2, 4.0, 3.0)]
+    at_once = serve(trace, nodes, "least-loaded")
+    monkeypatch.setattr(engine, "MOST_STEPS", 1)
+    one_by_one = serve(trace, nodes, "least-loaded")
+    for run, steps in zip(at_once.outcomes, one_by_one.outcomes, strict=True):
+        assert run.ttft_s == pytest.approx(steps.ttft_s, abs=1e-9)
+        assert run.gaps == pytest.approx(steps.gaps, abs=1e-9)
+        assert run.cached == steps.cached
+    assert at_once.busy == pytest.approx(one_by_one.busy, abs=1e-9)
+
+
+def test_a_policy_that_knows_prefixes_beats_one_that_goes_round() -> None:
+    trace = Sessions(
+        shared=64,
+        kinds=1,
+        first=Lengths(9000, 0.2),
+        new=Lengths(200, 0.3),
+        outputs=Lengths(10, 0.3),
+        turns=6,
+        think=(0.4, 0.3),
+    )(3, 8.0, 3.0)
+    found = {}
+    for policy in ("round-robin", "sticky"):
+        done = serve(trace, "4D", policy)
+        good = sum(is_good(o, 150.0, None) for o in done.outcomes) / len(trace)
+        hit = sum(o.cached for o in done.outcomes) / sum(r.prompt_tokens for r in trace)
+        found[policy] = good, hit
+    assert found["sticky"][1] > 0.7 > found["round-robin"][1]
+    assert found["sticky"][0] > found["round-robin"][0] + 0.1
+
+
+def test_handing_over_keeps_the_time_per_token_even() -> None:
+    trace = [TraceRequest(0.1 * i, ((10 + i, 4000),), 60, 1000 + i) for i in range(40)]
+    apart, alone = (serve(trace, nodes, "least-loaded") for nodes in ("1P1D", "2D"))
+    worst = [max(o.gaps[1:].max() for o in done.outcomes) for done in (apart, alone)]
+    assert worst[0] < 0.01 < 0.08 < worst[1]
+    late = [o.gaps[0] for o in apart.outcomes]
+    assert min(late) > EVEN.handover_s(4000, 4000)
+
+
+# --- traces ---
+
+
+def test_mooncakes_format(tmp_path: Path) -> None:
+    path = tmp_path / "trace.jsonl"
+    rows = [
+        {"timestamp": 500, "input_length": 700, "output_length": 3, "hash_ids": [7, 8]},
+        {"timestamp": 0, "input_length": 1024, "output_length": 0, "hash_ids": [7, 9]},
+    ]
+    path.write_text("\n".join(map(json.dumps, rows)))
+    first, second = read_trace(path)
+    assert (first.at, second.at) == (0.0, 0.5)
+    assert (first.prompt_tokens, second.prompt_tokens) == (1024, 700)
+    assert (first.output_tokens, second.output_tokens) == (1, 3)
+    ids = token_ids(first.pieces), token_ids(second.pieces)
+    assert ids[0][:512] == ids[1][:512]
+    assert ids[0][512] != ids[1][512]
+    assert END_TOKEN not in {*ids[0], *ids[1]}
+
+
+def test_azures_format(tmp_path: Path) -> None:
+    path = tmp_path / "trace.csv"
+    path.write_text(
+        "TIMESTAMP,ContextTokens,GeneratedTokens\n"
+        "2023-11-16 18:17:03.9799600,4808,10\n"
+        "2023-11-16 18:17:04.4799600,110,27\n"
+    )
+    first, second = read_trace(path)
+    assert (first.prompt_tokens, first.output_tokens, first.at) == (4808, 10, 0.0)
+    assert second.at == pytest.approx(0.5)
+    assert token_ids(first.pieces)[0] != token_ids(second.pieces)[0]
+
+
+@pytest.mark.parametrize("line", ["{}", '{"timestamp": 1}', "[", "a,b\n1,2"])
+def test_a_malformed_trace_is_named(line: str, tmp_path: Path) -> None:
+    good = {"timestamp": 0, "input_length": 5, "output_length": 1, "hash_ids": [1]}
+    path = tmp_path / "bad"
+    path.write_text(line if "," in line else f"{json.dumps(good)}\n{line}")
+    with pytest.raises(ConfigError, match=r"bad:2 is neither Mooncake's"):
+        read_trace(path)
+
+
+def test_a_part_of_a_trace_keeps_sessions_whole() -> None:
+    trace = CHAT(4, 20.0, 2.0)
+    part = cut(trace, begin=5.0, seconds=5.0, speed=2.0)
+    assert 0 < len(part) < len(trace)
+    for index, request in enumerate(part):
+        if request.after is None:
+            assert 0 <= request.at < 5.0
+        else:
+            earlier = part[request.after]
+            assert request.after < index
+            assert request.pieces[: len(earlier.pieces)] == earlier.pieces
+
+
+@pytest.mark.parametrize("name", GENERATORS)
+def test_generators_are_seeded(name: str) -> None:
+    make = GENERATORS[name]
+    assert make(1, 60.0, 0.5) == make(1, 60.0, 0.5) != make(2, 60.0, 0.5)
+
+
+def test_the_agentic_mix_is_as_published() -> None:
+    trace = GENERATORS["agentic"](0, 2000.0, 0.1)
+    prompts = sorted(r.prompt_tokens for r in trace)
+    assert 90_000 < prompts[len(prompts) // 2] < 130_000
+    seen = sum(trace[r.after].prompt_tokens for r in trace if r.after is not None)
+    later = sum(r.prompt_tokens for r in trace if r.after is not None)
+    assert 0.87 < seen / later < 0.95
+
+
+# --- engines ---
+
+
+def test_the_model_of_an_h200_gives_back_what_was_measured() -> None:
+    model = load_engine()
+    for new, seconds in ((1024, 0.0264), (4096, 0.0955)):
+        assert model.step_s((1, new, new * new / 2000, 0, 0)) == pytest.approx(seconds, rel=0.05)
+    for sequences, tokens, seconds in ((1, 576, 0.00457), (128, 576, 0.00799)):
+        terms = (1.0, 0.0, 0.0, float(sequences), sequences * tokens / 1000)
+        assert model.step_s(terms) == pytest.approx(seconds, rel=0.05)
+    assert model.handover_s(4096, 4096) == pytest.approx(0.0093, rel=0.05)
+
+
+@pytest.mark.parametrize(
+    ("change", "wrong"),
+    [
+        ({"steps": [{"sequence": 1, "seconds": 1}]}, "unknown"),
+        ({"steps": [{"sequences": 1, "seconds": 0}]}, "must be positive"),
+        ({"speed": 1}, "speed"),
+    ],
+)
+def test_a_wrong_engine_is_refused(change: dict[str, object], wrong: str, tmp_path: Path) -> None:
+    path = tmp_path / "engine.json"
+    path.write_text(json.dumps(json.loads(H200_8B.read_text()) | change))
+    with pytest.raises(ConfigError, match=wrong):
+        load_engine(path)
+
+
+# --- the command ---
+
+
+def test_the_command_compares_and_writes(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    out, plot = tmp_path / "out.json", tmp_path / "out.png"
+    words = ["--trace", "conversation", "--rate", "6", "--seconds", "4", "--ttft-slo", "500"]
+    words += ["--policy", "least-loaded", "cost@2A", "--nodes", "1P1D", "--seed", "0", "1"]
+    assert main(["simulate", *words, "--out", str(out), "--plot", str(plot)]) == 0
+    rows = json.loads(out.read_text())["rows"]
+    assert [row["policy"] for row in rows] == ["least-loaded", "cost@2A"]
+    assert all(0 < row["good"] <= 1 for row in rows)
+    assert plot.stat().st_size > 1000
+    assert "cost@2A" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    ("words", "wrong"),
+    [
+        (["--trace", "chat"], "--rate"),
+        (["--trace", "nowhere", "--rate", "1"], "--trace"),
+        (["--trace", "chat", "--rate", "1", "--nodes", "2X"], "--nodes"),
+        (["--trace", "chat", "--rate", "1", "--policy", "best"], "--policy"),
+        (["--trace", "chat", "--rate", "1", "--seconds", "0"], "--seconds"),
+    ],
+)
+def test_wrong_settings_are_named(
+    words: list[str], wrong: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(["simulate", *words]) == 2
+    assert f"error: {wrong}: " in capsys.readouterr().err
+
+
+def test_late_requests_are_not_good() -> None:
+    trace = [TraceRequest(0.0, ((10 + i, 4000),), 5, 1000 + i) for i in range(8)]
+    done = serve(trace, "1D", "least-loaded")
+    config = SimulateConfig(trace="code", rate=1.0, ttft_slo=450.0)
+    assert 0.2 < summary(done, config)["good"] < 0.8
