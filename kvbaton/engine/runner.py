@@ -158,8 +158,7 @@ class Runner:
             self.sequences.end(handle)
         if plan.copies:
             self.cache.copy([c.source for c in plan.copies], [c.target for c in plan.copies])
-        for new in plan.new:
-            self.sequences.add(new)
+        self.sequences.add(plan.new)
         output = StepOutput(plan)
         if plan.steps:
             rows = self.sequences.rows([step.handle for step in plan.steps])

@@ -85,15 +85,18 @@ class Sequences:
         assert params is not None, f"row {row} holds no sequence"
         return params
 
-    def add(self, new: NewSequence) -> None:
-        """Start a sequence, or start it again."""
-        self.end(new.handle)
-        ids = np.fromiter(new.token_ids, np.int64, len(new.token_ids))
-        row = self._take(new.handle, len(ids), new.num_prompt, new.choice, new.params)
-        self.tokens[row, : len(ids)] = upload([ids], self.tokens.device)[0]
-        if new.items:
-            self._rotary[row] = rotary_positions(new.items, self._merge_size)
-            self.deltas[row] = self._rotary[row].delta
+    def add(self, sequences: Sequence[NewSequence]) -> None:
+        """Start sequences, or start them again; their tokens go to the device in one copy."""
+        if not sequences:
+            return
+        ids = [np.fromiter(new.token_ids, np.int64, len(new.token_ids)) for new in sequences]
+        for new, tokens in zip(sequences, upload(ids, self.tokens.device), strict=True):
+            self.end(new.handle)
+            row = self._take(new.handle, len(tokens), new.num_prompt, new.choice, new.params)
+            self.tokens[row, : len(tokens)] = tokens
+            if new.items:
+                self._rotary[row] = rotary_positions(new.items, self._merge_size)
+                self.deltas[row] = self._rotary[row].delta
 
     def fork(self, fork: Fork) -> None:
         """Start a sequence as a copy of another up to the token that was sampled for it."""

@@ -43,6 +43,9 @@ PINNED_SIZES = [1 << power for power in range(6, 22)]
 PINNED_BUFFERS = 4
 """Of each size: steps in flight, and what comes back from them."""
 
+SMALL_PINNED_BYTES, SMALL_PINNED_BUFFERS = 1 << 16, 16
+"""Several small arrays of one step may be of one size."""
+
 SHORT_PROMPTS = (2, 3, 9, 17, 32, 65, 128, 1040)
 """One of each kind for which some kernel is compiled on its own."""
 
@@ -194,7 +197,7 @@ def fill_allocators(activations: int, side_streams: Sequence[torch.cuda.Stream])
     pinned = [
         torch.empty(size, dtype=torch.uint8, pin_memory=True)
         for size in PINNED_SIZES
-        for _ in range(PINNED_BUFFERS)
+        for _ in range(SMALL_PINNED_BUFFERS if size <= SMALL_PINNED_BYTES else PINNED_BUFFERS)
     ]
     del pinned
 
