@@ -1,12 +1,11 @@
 """Attention of prompts and chunks of prompts: cuDNN for long pieces, the paged kernel for others.
 
 cuDNN's kernel is nearly twice as fast as the paged one on a Hopper GPU, but wants contiguous keys,
-and builds a plan (50 to 120 ms, once) for every new shape. So a long chunk is cut into shapes from
-a small set: its own keys, causal, padded to a multiple of `GRANULE`; and the prefix, gathered from
-the pages, in multiples of `PREFIX_GRANULE`; what the prefix leaves goes before the own keys, with
-empty queries in front. The two states are merged. Plans are for strides too, so that these follow
-from the shape alone. What was not planned before the node was ready goes through the paged kernel,
-unless it is so long that a plan costs little beside it.
+and builds a plan (70 ms, once) for every new shape. So a long chunk is cut into shapes from a small
+set, all planned before a node is ready: its own keys, causal, padded to one of a few lengths; and
+the prefix, gathered from the pages, in powers of two of `PREFIX_GRANULE`; what these leave goes
+before the own keys, with empty queries in front. The states are merged. Plans are for strides too,
+so these follow from the shape alone. What was not planned goes through the paged kernel.
 """
 
 from __future__ import annotations
@@ -14,7 +13,7 @@ from __future__ import annotations
 import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import torch
 from torch.nn.functional import pad
@@ -28,9 +27,8 @@ MIN_QUERIES = 1024
 
 GRANULE, PREFIX_GRANULE = 256, 1024
 
-LONG_ENOUGH = 2048 * 16384
-"""Pairs of a query and a key whose attention, over all layers of a model, takes as long as cuDNN
-takes to plan it (50 to 120 ms on an H200): with fewer, only what was planned before is launched."""
+MAX_PREFIX_PIECE = 16 * PREFIX_GRANULE
+"""Keys; more per launch are hardly faster."""
 
 _planning = threading.local()
 _planned: set[tuple[object, ...]] = set()
@@ -56,6 +54,7 @@ class PrefillBatch:
         context_lens: [N], int32: keys of each sequence, those of its queries included.
         query_lens: of each sequence, known on the host.
         prefix_lens: keys before the queries, known on the host.
+        pieces: what is launched in a layer, by what it depends on; layers are alike.
     """
 
     block_tables: torch.Tensor
@@ -63,6 +62,7 @@ class PrefillBatch:
     context_lens: torch.Tensor
     query_lens: tuple[int, ...]
     prefix_lens: tuple[int, ...]
+    pieces: dict[object, list[Piece]] = field(default_factory=dict)
 
 
 def prefill_attention(
@@ -99,71 +99,119 @@ def prefill_attention(
     Returns:
         [T, heads, D], contiguous.
     """
+    if out is None:
+        out = torch.empty(query.shape, dtype=query.dtype, device=query.device)
     plain = softcap == 0.0 and sinks is None and cudnn_fits(query, key_cache.shape[2])
     strides = (x.stride(0) for x in (query, key, value))
     kind = (threading.get_ident(), query.dtype, *query.shape[1:], key.shape[1], *strides)
-    lengths = list(zip(batch.query_lens, batch.prefix_lens, strict=True))
-    long = [
-        plain
-        and fresh >= MIN_QUERIES
-        and (window == 0 or fresh + prefix <= window)
-        and (prefix == 0 or _is_planned(kind, *_chunk_shapes(fresh, prefix)))
-        for fresh, prefix in lengths
-    ]
-    if out is None:
-        out = torch.empty(query.shape, dtype=query.dtype, device=query.device)
-    options = (scale, window, softcap, sinks, out)
-    first = row = token = 0
-    while row < len(lengths):
-        fresh, prefix = lengths[row]
-        alike = _alike(lengths, row) if long[row] else 1
-        if prefix == 0:
-            padded = -(-fresh // GRANULE) * GRANULE
-            while long[row] and not _is_planned(kind, ("prompts", alike, padded, padded)):
-                alike //= 2
-                long[row] = alike > 0
-            alike = max(alike, 1)
-        if long[row]:
-            _paged(query, key_cache, value_cache, batch, first, row, *options)
-            span = slice(token, token + alike * fresh)
-            if prefix == 0:
-                out[span] = _fresh(query[span], key[span], value[span], alike, scale)
-            else:
-                table = batch.block_tables[row]
-                out[span] = _chunk(query[span], key_cache, value_cache, table, prefix, scale)
-            first = row + alike
-        token += alike * fresh
-        row += alike
-    _paged(query, key_cache, value_cache, batch, first, len(lengths), *options)
+    pieces = batch.pieces.get((plain, window, kind))
+    if pieces is None:
+        pieces = batch.pieces[plain, window, kind] = _cut(batch, plain, window, kind)
+    for piece in pieces:
+        rows, span = piece.rows, piece.tokens
+        if piece.form == "prompts":
+            count = rows.stop - rows.start
+            out[span] = _prompts(query[span], key[span], value[span], count, scale)
+        elif piece.form == "chunk":
+            table, prefix = batch.block_tables[rows.start], batch.prefix_lens[rows.start]
+            out[span] = _chunk(query[span], key_cache, value_cache, table, prefix, scale)
+        else:
+            paged_prefill_attention(
+                query, key_cache, value_cache,
+                batch.block_tables[rows], batch.cu_seqlens[rows.start : rows.stop + 1],
+                batch.context_lens[rows], max(batch.query_lens[rows]),
+                scale=scale, window=window, softcap=softcap, sinks=sinks, out=out,
+            )  # fmt: skip
     return out
 
 
-def _alike(lengths: list[tuple[int, int]], row: int) -> int:
-    """Prompts from `row` on that one launch takes: equal ones without prefix, a power of two."""
-    same = 1
-    if lengths[row][1] == 0:
-        while lengths[row + same : row + 2 * same] == [lengths[row]] * same:
-            same *= 2
-    return same
+@dataclass(frozen=True)
+class Piece:
+    """Neighbours of a batch that go through one way: "prompts" and "chunk" are cuDNN's.
+
+    Attributes:
+        form: "prompts" are equally long and without prefix; a "chunk" is one sequence's, after
+            a prefix; "paged" are any.
+        rows: sequences.
+        tokens: their queries.
+    """
+
+    form: str
+    rows: slice
+    tokens: slice
+
+
+def _cut(batch: PrefillBatch, plain: bool, window: int, kind: tuple[object, ...]) -> list[Piece]:
+    """All sequences of a batch, in their order."""
+    lengths = list(zip(batch.query_lens, batch.prefix_lens, strict=True))
+    pieces: list[Piece] = []
+    row = token = 0
+    while row < len(lengths):
+        fresh, prefix = lengths[row]
+        form, count = "paged", 1
+        if plain and fresh >= MIN_QUERIES and (window == 0 or fresh + prefix <= window):
+            if prefix:
+                form = "chunk" if _is_planned(kind, *_chunk_shapes(fresh, prefix)) else "paged"
+            else:
+                while lengths[row + count : row + 2 * count] == [lengths[row]] * count:
+                    count *= 2
+                padded = -(-fresh // GRANULE) * GRANULE
+                while count and not _is_planned(kind, ("prompts", count, padded, padded)):
+                    count //= 2
+                form, count = "prompts" if count else "paged", max(count, 1)
+        rows, tokens = slice(row, row + count), slice(token, token + count * fresh)
+        if form == "paged" and pieces and pieces[-1].form == "paged":
+            last = pieces.pop()
+            rows, tokens = slice(last.rows.start, rows.stop), slice(last.tokens.start, tokens.stop)
+        pieces.append(Piece(form, rows, tokens))
+        row, token = row + count, token + count * fresh
+    return [p for p in pieces if p.tokens.start < p.tokens.stop]
 
 
 Shape = tuple[str, int, int, int]
 """Of a launch: what the keys are, how many prompts, queries and keys of each."""
 
 
+def _own_keys(tokens: int) -> int:
+    """Queries and own keys that a chunk of so many is padded to, what its prefix leaves included.
+
+    From 2,048 on, in steps of an eighth to a quarter, of whole `PREFIX_GRANULE`s.
+    """
+    tokens = max(tokens, 2 * PREFIX_GRANULE)
+    step = max(PREFIX_GRANULE, (1 << (tokens - 1).bit_length()) // 8)
+    return -(-tokens // step) * step
+
+
 def _chunk_shapes(tokens: int, prefix: int) -> list[Shape]:
-    """Of each launch of `_chunk`."""
-    whole = prefix // PREFIX_GRANULE * PREFIX_GRANULE
-    granule = PREFIX_GRANULE if whole else GRANULE
-    own = -(-(prefix - whole + tokens) // granule) * granule
-    return [("own", 1, own, own), *([("prefix", 1, own, whole)] if whole else [])]
+    """Of each launch of `_chunk`: own keys, then pieces of the prefix, the longest first."""
+    own = _own_keys(prefix % PREFIX_GRANULE + tokens)
+    shapes, whole = [("own", 1, own, own)], prefix // PREFIX_GRANULE * PREFIX_GRANULE
+    while whole:
+        keys = min(MAX_PREFIX_PIECE, 1 << (whole.bit_length() - 1))
+        shapes.append(("prefix", 1, own, keys))
+        whole -= keys
+    return shapes
+
+
+def chunks_of_each_shape(most_tokens: int) -> Iterator[tuple[int, int]]:
+    """Tokens and prefixes of chunks that make all launches which chunks of up to so many may.
+
+    Shorter prefixes first, for each length.
+    """
+    most_left, own = PREFIX_GRANULE - 1, 0
+    while most_tokens >= MIN_QUERIES and own < _own_keys(most_tokens + most_left):
+        own = _own_keys(own + 1)
+        tokens = min(most_tokens, own - 1)
+        left, prefix = min(most_left, own - tokens), 0
+        while prefix <= MAX_PREFIX_PIECE:
+            yield tokens, prefix + left
+            prefix = 2 * prefix or PREFIX_GRANULE
 
 
 def _is_planned(kind: tuple[object, ...], *shapes: Shape) -> bool:
     """Whether cuDNN has planned launches of these shapes, or may do so now."""
     names = {(*kind, *shape) for shape in shapes}
-    pairs = sum(count * queries * keys for _, count, queries, keys in shapes)
-    if getattr(_planning, "now", False) or pairs >= LONG_ENOUGH:
+    if getattr(_planning, "now", False):
         _planned.update(names)
     return names <= _planned
 
@@ -177,39 +225,7 @@ def cudnn_fits(query: torch.Tensor, block_size: int) -> bool:
     return GRANULE % block_size == 0 and torch.cuda.get_device_capability(query.device) >= (9, 0)
 
 
-def _paged(
-    query: torch.Tensor,
-    key_cache: torch.Tensor,
-    value_cache: torch.Tensor,
-    batch: PrefillBatch,
-    first: int,
-    last: int,
-    scale: float,
-    window: int,
-    softcap: float,
-    sinks: torch.Tensor | None,
-    out: torch.Tensor,
-) -> None:
-    """Sequences [first, last) through the paged kernel."""
-    if max(batch.query_lens[first:last], default=0) == 0:
-        return
-    paged_prefill_attention(
-        query,
-        key_cache,
-        value_cache,
-        batch.block_tables[first:last],
-        batch.cu_seqlens[first : last + 1],
-        batch.context_lens[first:last],
-        max(batch.query_lens[first:last]),
-        scale=scale,
-        window=window,
-        softcap=softcap,
-        sinks=sinks,
-        out=out,
-    )
-
-
-def _fresh(
+def _prompts(
     query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, count: int, scale: float
 ) -> torch.Tensor:
     """Prompts of equal length without prefix; causality hides the padding after their keys."""
@@ -245,25 +261,24 @@ def _chunk(
     scale: float,
 ) -> torch.Tensor:
     """A chunk after `prefix` cached tokens."""
-    tokens = query.shape[0]
+    tokens, rest = query.shape[0], prefix % PREFIX_GRANULE
     (_, _, own, _), *earlier = _chunk_shapes(tokens, prefix)
-    whole = earlier[0][3] if earlier else 0
-    rest = prefix - whole
     padded = pad(query, (0, 0, 0, 0, rest, own - rest - tokens))
+    span = slice(rest, rest + tokens)
 
-    def among(start: int, keys: int, valid: int) -> tuple[torch.Tensor, torch.Tensor]:
+    def among(start: int, keys: int, valid: int, causal: bool) -> tuple[torch.Tensor, torch.Tensor]:
         key, value = (
             _gather(cache, block_table, start, keys, valid).to(query.dtype)
             for cache in (key_cache, value_cache)
         )
-        return _cudnn(padded, key, value, start == whole, scale)
+        out, lse = _cudnn(padded, key, value, causal, scale)
+        return out[span], lse[span]
 
-    span = slice(rest, rest + tokens)
-    out, lse = among(whole, own, rest + tokens)
-    if not whole:
-        return out[span]
-    before, before_lse = among(0, whole, whole)
-    return merge_attention_states(out[span], lse[span], before[span], before_lse[span])[0]
+    state, start = among(prefix - rest, own, rest + tokens, True), 0
+    for _, _, _, keys in earlier:
+        state = merge_attention_states(*state, *among(start, keys, keys, False))
+        start += keys
+    return state[0]
 
 
 def _gather(

@@ -3,9 +3,18 @@ from typing import Any
 
 import pytest
 import torch
+from hypothesis import given
+from hypothesis import strategies as st
 
 from kvbaton.kernels.paged_prefill_attention import paged_prefill_attention_reference
-from kvbaton.kernels.prefill_attention import PrefillBatch, prefill_attention
+from kvbaton.kernels.prefill_attention import (
+    MIN_QUERIES,
+    PrefillBatch,
+    _chunk_shapes,
+    chunks_of_each_shape,
+    planning,
+    prefill_attention,
+)
 
 
 def check(
@@ -42,7 +51,21 @@ def check(
         query_lens=tuple(fresh for fresh, _ in lengths),
         prefix_lens=tuple(prefix for _, prefix in lengths),
     )
-    place.close(prefill_attention(query, key, value, keys, values, batch, **options), expected)
+    with planning():
+        found = prefill_attention(query, key, value, keys, values, batch, **options)
+    place.close(found, expected)
+
+
+@given(most=st.integers(MIN_QUERIES, 20_000), prefix=st.integers(1, 300_000), data=st.data())
+def test_what_is_planned_before_ready_is_all_that_chunks_launch(
+    most: int, prefix: int, data: st.DataObject
+) -> None:
+    tokens = data.draw(st.integers(MIN_QUERIES, most))
+    shapes = _chunk_shapes(tokens, prefix)
+    planned = (_chunk_shapes(*chunk) for chunk in chunks_of_each_shape(most))
+    assert set(shapes) <= set(itertools.chain.from_iterable(planned))
+    assert sum(keys for form, _, _, keys in shapes if form == "prefix") == prefix // 1024 * 1024
+    assert shapes[0][3] >= prefix % 1024 + tokens
 
 
 def test_short_pieces(place: Any, make_paged: Any) -> None:
@@ -59,6 +82,7 @@ def test_short_pieces(place: Any, make_paged: Any) -> None:
         [(3, 0), (1030, 700), (9, 9), (1, 40)],
         [(1300, 2100)],
         [(2048, 1024), (1024, 1500)],
+        [(1024, 7 * 1024 + 3), (1500, 0), (1500, 0)],
     ],
     ids=str,
 )

@@ -18,7 +18,13 @@ from kvbaton.engine.step import ItemRows, NewSequence, SequenceStep, StepPlan
 from kvbaton.engine.worker import WorkerSettings
 from kvbaton.kernels.fused_moe import token_counts
 from kvbaton.kernels.jit import cdiv
-from kvbaton.kernels.prefill_attention import GRANULE, MIN_QUERIES, cudnn_fits, planning
+from kvbaton.kernels.prefill_attention import (
+    GRANULE,
+    MIN_QUERIES,
+    chunks_of_each_shape,
+    cudnn_fits,
+    planning,
+)
 from kvbaton.messages.engine import Item, SamplingParams
 from kvbaton.types import ENCODER_BLOCK_ROWS
 
@@ -263,7 +269,7 @@ def _expert_tiles(trial: TrialSteps, runner: CudaRunner, config: EngineConfig) -
 
 
 def _attention_plans(trial: TrialSteps, runner: CudaRunner, config: EngineConfig) -> None:
-    """One chunk of each padded length, and full chunks after each number of full chunks."""
+    """Whatever cuDNN plans in steps: prompts of each padded length, chunks after each piece."""
     heads, dim = runner.model.config.num_heads, runner.model.config.head_dim
     dtype = runner.cache.compute_dtype
     query = torch.empty((1, heads, dim), dtype=dtype, device=runner.device)
@@ -275,7 +281,6 @@ def _attention_plans(trial: TrialSteps, runner: CudaRunner, config: EngineConfig
         while trial.fits(alike * count) and alike * count <= chunk:
             trial.run([count] * alike)
             alike *= 2
-    prefix = chunk
-    while trial.fits(prefix + chunk) and prefix < 8 * chunk:
-        trial.run([chunk], prefixes=[prefix])
-        prefix += chunk
+    for count, prefix in chunks_of_each_shape(chunk):
+        if trial.fits(prefix + count):
+            trial.run([count], prefixes=[prefix])
