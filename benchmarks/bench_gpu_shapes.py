@@ -115,6 +115,11 @@ SHAPES: dict[str, dict[str, Any]] = {
         "tie_word_embeddings": False,
     },
 }  # fmt: skip
+SHAPES["qwen3-30b-a3b-fp8"] = SHAPES["qwen3-30b-a3b"] | {
+    "quantization_config": _FP8 | {
+        "weight_block_size": [128, 128], "modules_to_not_convert": ["lm_head", "mlp.gate"],
+    }
+}  # fmt: skip
 PROMPTS = {"8b": 16, "8b-fp8": 16, "8b-fp8-block": 16}
 """Of 4096 tokens; 4 of the others."""
 
@@ -282,9 +287,18 @@ def bare_products(model: LlamaForCausalLM, tokens: int) -> list[Callable[[], obj
         elif isinstance(module, Experts):
             rows = tokens * module.moe.top_k // module.moe.num_experts
             for weight in (module.gate_up_proj, module.down_proj):
-                x = given(len(weight), rows, weight.shape[2], dtype=torch.bfloat16)
+                held, size, depth = weight.shape
                 if weight.dtype == torch.bfloat16:
+                    x = given(held, rows, depth, dtype=torch.bfloat16)
                     calls.append(partial(torch.bmm, x, weight.transpose(1, 2)))
+                    continue
+                ends = torch.arange(rows, rows * held + 1, rows, device="cuda", dtype=torch.int32)
+                calls.append(
+                    partial(torch._scaled_grouped_mm, given(rows * held, depth, dtype=weight.dtype),
+                            weight.transpose(1, 2), torch.ones(rows * held, device="cuda"),
+                            torch.ones(held, size, device="cuda"), offs=ends,
+                            out_dtype=torch.bfloat16, use_fast_accum=True)
+                )  # fmt: skip
     return calls
 
 

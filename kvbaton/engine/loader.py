@@ -316,7 +316,7 @@ def _fill(piece: Piece, stored: Stored, *, online: bool) -> None:
         piece.target.copy_(wide if piece.index is None else wide[0])
         return
     if isinstance(stored, ScaledTensor):
-        numbers, scales = stored.read_parts(*index)
+        numbers, scales = stored.read_parts(*index, runs=piece.scales.shape[1])
     elif online:
         wide = stored.read(*index)
         numbers, scales = quantize_fp8(wide, wide.shape[1])

@@ -4,17 +4,22 @@ An *entry* is a token with one of its experts. Entries are sorted by expert, and
 padded to whole blocks of rows, so that every block meets the weights of one expert, whatever the
 balance. Sorting happens on the device, and grids depend on shapes alone, so that a CUDA graph can
 hold all of it. Sources: Gale et al., "MegaBlocks", arXiv 2211.15841; vLLM's ``fused_moe``.
+
+Weights may be FP8 numbers with scales. While an expert has so few entries that its weights take
+longer to read than to multiply with, activations stay as they are; of more they are quantised too.
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass
 from itertools import pairwise
+from typing import Any
 
 import torch
 from torch.nn.functional import linear
 
 from kvbaton.kernels.jit import cdiv, jit, next_power_of_2, tl, use_triton
+from kvbaton.kernels.quantize_fp8 import quantize_fp8
 from kvbaton.kernels.silu_and_mul import silu_and_mul_reference
 
 GROUP = 16
@@ -34,6 +39,7 @@ class Tile:
         depth_bytes: of a row of the weight at a time.
         warps: of a program.
         stages: loads in flight.
+        quantised: of FP8 weights: inputs are quantised too.
     """
 
     rows: int
@@ -41,6 +47,7 @@ class Tile:
     depth_bytes: int
     warps: int
     stages: int
+    quantised: bool = False
 
 
 TILES = {
@@ -50,10 +57,18 @@ TILES = {
 }
 """By the most entries that an expert has on average."""
 
+FP8_TILES = {
+    16: Tile(16, 64, 128, 4, 6),
+    128: Tile(64, 128, 128, 4, 4, quantised=True),
+    1 << 31: Tile(128, 128, 128, 8, 3, quantised=True),
+}
+"""Likewise for weights in FP8."""
 
-def tile_of(tokens: int, top_k: int, num_experts: int) -> Tile:
+
+def tile_of(tokens: int, top_k: int, num_experts: int, *, fp8: bool = False) -> Tile:
     """The tile for so many tokens."""
-    return next(tile for most, tile in TILES.items() if tokens * top_k <= most * num_experts)
+    tiles = FP8_TILES if fp8 else TILES
+    return next(tile for most, tile in tiles.items() if tokens * top_k <= most * num_experts)
 
 
 def token_counts(top_k: int, num_experts: int) -> list[int]:
@@ -88,6 +103,8 @@ def fused_moe(
     *,
     first_expert: int = 0,
     num_experts: int | None = None,
+    gate_up_scales: torch.Tensor | None = None,
+    down_scales: torch.Tensor | None = None,
     gate_up_bias: torch.Tensor | None = None,
     down_bias: torch.Tensor | None = None,
     swiglu: ClampedSwiGLU | None = None,
@@ -98,12 +115,15 @@ def fused_moe(
 
     Args:
         x: [T, H], contiguous.
-        gate_up: [E, 2 * M, H], contiguous: the experts held.
-        down: [E, H, M], contiguous.
+        gate_up: [E, 2 * M, H], contiguous: the experts held; of the dtype of `x`, or float8_e4m3fn.
+        down: [E, H, M], contiguous, likewise.
         weights: [T, K], of any float dtype, contiguous.
         ids: [T, K] int32, contiguous: numbers of experts, different ones for each token.
         first_expert: number of the first expert held; what others would compute is left out.
         num_experts: how many `ids` tells apart; None for those held.
+        gate_up_scales: of FP8: [E, n, 2 * M] float32, contiguous: n scales a row, for H / n inputs
+            each, of which 32, 64, or multiples of 128 share one; n is 1 for one a row.
+        down_scales: [E, n, H], likewise for M / n inputs.
         gate_up_bias: [E, 2 * M], added to the first product.
         down_bias: [E, H], added to the second.
         swiglu: instead of silu(gate) * up; rows of gate and up then take turns in `gate_up`.
@@ -114,6 +134,7 @@ def fused_moe(
     if not use_triton(x):
         return fused_moe_reference(
             x, gate_up, down, weights, ids, first_expert=first_expert,
+            gate_up_scales=gate_up_scales, down_scales=down_scales,
             gate_up_bias=gate_up_bias, down_bias=down_bias, swiglu=swiglu,
         )  # fmt: skip
     out = torch.empty_like(x)
@@ -121,12 +142,13 @@ def fused_moe(
     if not tokens:
         return out
     held, size, middle = down.shape
-    tile = tile_of(tokens, top_k, num_experts or held)
+    tile = tile_of(tokens, top_k, num_experts or held, fp8=gate_up_scales is not None)
     rows = _sort(ids, first_expert, held, tile.rows)
     hidden = torch.empty((tokens * top_k, middle), dtype=x.dtype, device=x.device)
-    _product(x, gate_up, gate_up_bias, hidden, rows, tile, top_k, gated=True, swiglu=swiglu)
+    first = gate_up, gate_up_scales, gate_up_bias
+    _product(x, *first, hidden, rows, tile, top_k, gated=True, swiglu=swiglu)
     parts = torch.empty((tokens * top_k, size), dtype=x.dtype, device=x.device)
-    _product(hidden, down, down_bias, parts, rows, tile, 1)
+    _product(hidden, down, down_scales, down_bias, parts, rows, tile, 1)
     block = min(1024, next_power_of_2(size))
     _sum_kernel[(tokens, cdiv(size, block))](
         parts, weights, ids, out, first_expert, held,
@@ -143,6 +165,8 @@ def fused_moe_reference(
     ids: torch.Tensor,
     *,
     first_expert: int = 0,
+    gate_up_scales: torch.Tensor | None = None,
+    down_scales: torch.Tensor | None = None,
     gate_up_bias: torch.Tensor | None = None,
     down_bias: torch.Tensor | None = None,
     swiglu: ClampedSwiGLU | None = None,
@@ -158,12 +182,25 @@ def fused_moe_reference(
         entries = order[begin:end]
         tokens = entries // ids.shape[1]
         bias = None if gate_up_bias is None else gate_up_bias[expert]
-        both = linear(x[tokens], gate_up[expert], bias)
+        both = linear(x[tokens], _widened(gate_up, gate_up_scales, expert, x.dtype), bias)
         hidden = silu_and_mul_reference(both) if swiglu is None else swiglu(both)
         bias = None if down_bias is None else down_bias[expert]
-        parts = linear(hidden, down[expert], bias) * weights.flatten()[entries, None]
+        parts = linear(hidden, _widened(down, down_scales, expert, x.dtype), bias)
+        parts = parts * weights.flatten()[entries, None]
         out.index_add_(0, tokens, parts.to(x.dtype))
     return out
+
+
+def _widened(
+    weight: torch.Tensor, scales: torch.Tensor | None, expert: int, dtype: torch.dtype
+) -> torch.Tensor:
+    """The weight of one expert, as floats."""
+    if scales is None:
+        return weight[expert]
+    run = weight.shape[2] // scales.shape[1]
+    wide = torch.promote_types(dtype, torch.float32)
+    of_columns = scales[expert].t().to(wide).repeat_interleave(run, 1)
+    return (weight[expert].to(wide) * of_columns).to(dtype)
 
 
 @dataclass(frozen=True)
@@ -205,6 +242,7 @@ def _sort(ids: torch.Tensor, first: int, held: int, rows: int) -> _Rows:
 def _product(
     x: torch.Tensor,
     weight: torch.Tensor,
+    scales: torch.Tensor | None,
     bias: torch.Tensor | None,
     out: torch.Tensor,
     rows: _Rows,
@@ -218,13 +256,21 @@ def _product(
     size, depth = out.shape[1], x.shape[1]
     columns = tile.columns // 2 if gated else tile.columns
     blocks = rows.experts.numel()
+    runs = 0 if scales is None else scales.shape[1]
+    block_k = tile.depth_bytes // weight.itemsize
+    if runs > 1:
+        block_k = min(block_k, depth // runs)
+    of_x, quantised = scales, scales is not None and tile.quantised
+    if quantised:
+        x, of_x = quantize_fp8(x, depth // runs)
     _gemm_kernel[(blocks * cdiv(size, columns),)](
-        x, weight, weight if bias is None else bias, out,
+        x, of_x, weight, scales, bias, out,
         rows.entries, rows.experts, rows.used, len(out), blocks, rows.first, len(weight),
-        LONE=rows.lone, SIZE=size, DEPTH=depth, TOP_K=top_k, BIASED=bias is not None, GATED=gated,
+        LONE=rows.lone, SIZE=size, DEPTH=depth, RUNS=runs, TOP_K=top_k, GATED=gated,
+        QUANTISED=quantised, BIASED=bias is not None,
         CLAMPED=swiglu is not None, ALPHA=swiglu.alpha if swiglu else 0.0,
         LIMIT=swiglu.limit if swiglu else 0.0,
-        BLOCK_M=tile.rows, BLOCK_N=columns, BLOCK_K=tile.depth_bytes // x.itemsize, GROUP=GROUP,
+        BLOCK_M=tile.rows, BLOCK_N=columns, BLOCK_K=block_k, GROUP=GROUP,
         num_warps=tile.warps, num_stages=tile.stages,
     )  # fmt: skip
 
@@ -275,7 +321,9 @@ def _sort_kernel(
 @jit("order", "experts", "used", "entries", "blocks", "first", "held")
 def _gemm_kernel(
     x: tl.tensor,
+    of_x: tl.tensor,
     weight: tl.tensor,
+    scales: tl.tensor,
     bias: tl.tensor,
     out: tl.tensor,
     order: tl.tensor,
@@ -288,9 +336,11 @@ def _gemm_kernel(
     LONE: tl.constexpr,
     SIZE: tl.constexpr,
     DEPTH: tl.constexpr,
+    RUNS: tl.constexpr,
     TOP_K: tl.constexpr,
-    BIASED: tl.constexpr,
     GATED: tl.constexpr,
+    QUANTISED: tl.constexpr,
+    BIASED: tl.constexpr,
     CLAMPED: tl.constexpr,
     ALPHA: tl.constexpr,
     LIMIT: tl.constexpr,
@@ -302,12 +352,15 @@ def _gemm_kernel(
     """One program: a block of entries times BLOCK_N rows of its expert's weight.
 
     With GATED these are rows of gate and as many of up, and silu(gate) * up is what it writes,
-    rounded as by `silu_and_mul`, or with CLAMPED what `ClampedSwiGLU` says.
+    rounded as by `silu_and_mul`, or with CLAMPED what `ClampedSwiGLU` says. With RUNS the weight is
+    FP8, with so many scales a row, and with QUANTISED inputs are too, with as many.
     """
     # In a weight with gate and up: how far the rows of each are apart, and up's from gate's.
     step: tl.constexpr = 2 if CLAMPED else 1
     to_up: tl.constexpr = 1 if CLAMPED else SIZE
     tiles: tl.constexpr = (SIZE + BLOCK_N - 1) // BLOCK_N
+    height: tl.constexpr = 2 * SIZE if GATED else SIZE
+    run: tl.constexpr = DEPTH // RUNS if RUNS > 1 else DEPTH
     program = tl.program_id(0)
     leader = program // (GROUP * tiles) * GROUP
     together = tl.minimum(blocks - leader, GROUP)
@@ -327,19 +380,38 @@ def _gemm_kernel(
         column = turn // together * BLOCK_N + tl.arange(0, BLOCK_N)
         inner = tl.arange(0, BLOCK_K)
         there, inside = (entry < entries)[:, None], (column < SIZE)[:, None]
-        inputs = x + (entry // TOP_K).to(tl.int64)[:, None] * DEPTH + inner[None, :]
-        row = expert * (2 * SIZE if GATED else SIZE) + column * step
+        token = (entry // TOP_K).to(tl.int64)
+        inputs = x + token[:, None] * DEPTH + inner[None, :]
+        row = expert * height + column * step
         weights = weight + row[:, None] * DEPTH + inner[None, :]
+        place = expert * (RUNS * height) + column * step
         acc = tl.zeros([BLOCK_M, BLOCK_N], tl.float32)
         up = tl.zeros([BLOCK_M, BLOCK_N], tl.float32)
         for k in tl.range(0, DEPTH, BLOCK_K):
+            if RUNS > 1:  # asked for first, since nothing else has them come early
+                at = scales + place + k // run * height
+                of_a = _input_scales(of_x + token * RUNS + k // run, entry < entries, QUANTISED)
+                of_w = tl.load(at, mask=column < SIZE, other=0.0)[None, :]
+                if GATED:
+                    of_up = tl.load(at + to_up, mask=column < SIZE, other=0.0)[None, :]
             left = (inner < DEPTH - k)[None, :]
             a = tl.load(inputs + k, mask=there & left, other=0.0)
-            w = tl.load(weights + k, mask=inside & left, other=0.0)
-            acc = tl.dot(a, tl.trans(w), acc, input_precision="ieee")
+            w = tl.load(weights + k, mask=inside & left, other=0.0).to(a.dtype)
+            if RUNS > 1:
+                acc += tl.dot(a, tl.trans(w), input_precision="ieee") * (of_a * of_w)
+            else:
+                acc = tl.dot(a, tl.trans(w), acc, input_precision="ieee")
             if GATED:
-                w = tl.load(weights + to_up * DEPTH + k, mask=inside & left, other=0.0)
-                up = tl.dot(a, tl.trans(w), up, input_precision="ieee")
+                w = tl.load(weights + to_up * DEPTH + k, mask=inside & left, other=0.0).to(a.dtype)
+                if RUNS > 1:
+                    up += tl.dot(a, tl.trans(w), input_precision="ieee") * (of_a * of_up)
+                else:
+                    up = tl.dot(a, tl.trans(w), up, input_precision="ieee")
+        if RUNS == 1:
+            of_a = _input_scales(of_x + token, entry < entries, QUANTISED)
+            acc *= of_a * tl.load(scales + place, mask=column < SIZE, other=0.0)[None, :]
+            if GATED:
+                up *= of_a * tl.load(scales + place + to_up, mask=column < SIZE, other=0.0)[None, :]
         if BIASED:
             acc += tl.load(bias + row, mask=column < SIZE, other=0.0).to(tl.float32)[None, :]
             if GATED:
@@ -356,6 +428,15 @@ def _gemm_kernel(
             result = (wide * up.to(result.dtype).to(tl.float32)).to(result.dtype)
         target = out + entry.to(tl.int64)[:, None] * SIZE + column[None, :]
         tl.store(target, result, mask=there & (column < SIZE)[None, :])
+
+
+@jit()
+def _input_scales(scales: tl.tensor, inside: tl.tensor, QUANTISED: tl.constexpr) -> Any:
+    """[entries, 1], ones for inputs that are not quantised."""
+    found = tl.full(inside.shape, 1.0, tl.float32)
+    if QUANTISED:
+        found = tl.load(scales, mask=inside, other=0.0)
+    return found[:, None]
 
 
 @jit("first")

@@ -317,6 +317,49 @@ def test_fp8_weights_are_kept(
         assert (out.float() - exact.float()).norm() < 0.05 * exact.float().norm()
 
 
+EXPERTS = {"moe_intermediate_size": 192, "num_experts": 4, "num_experts_per_tok": 2}
+
+
+@pytest.mark.parametrize("kind", ["fp8-tensor", "fp8-channel", "fp8-block-64"])
+@pytest.mark.parametrize(
+    "shard", [Shard(), Shard(1, 2), Shard(1, 2, expert_parallel=True)], ids=["whole", "tp", "ep"]
+)
+def test_experts_in_fp8_are_kept(
+    fp8_products: None, checkpoint: Checkpoint, tmp_path: Path, kind: str, shard: Shard
+) -> None:
+    folder = checkpoint(**WIDE, family="qwen3_moe", config=EXPERTS)
+    kept, plain = (load_model_config(x) for x in quantized_folders(folder, tmp_path, kind))
+    found, wanted = (layers_of(x, shard)[1].mlp for x in (kept, plain))
+    for name in ("gate_up", "down"):
+        weight, scales = (getattr(found.experts, f"{name}_{part}") for part in ("proj", "scales"))
+        assert weight.dtype == torch.float8_e4m3fn
+        # A rank that has half a block of columns has its scale, too.
+        runs = weight.shape[2] // (32 if kind == "fp8-block-64" and name == "down" else 64)
+        runs = runs if shard.size == 2 and not shard.expert_parallel else weight.shape[2] // 64
+        assert scales.shape[1] == (runs if kind == "fp8-block-64" else 1)
+        wide = scales.repeat_interleave(weight.shape[2] // scales.shape[1], 1).transpose(1, 2)
+        dequantised = (weight.float() * wide).bfloat16()
+        assert torch.equal(dequantised, getattr(wanted.experts, f"{name}_proj"))
+    x = torch.randn(9, 128, generator=torch.Generator().manual_seed(1)).bfloat16()
+    assert torch.equal(found(x), wanted(x))  # of few tokens nothing is rounded but the weights
+
+
+def test_experts_that_are_left_alone_stay_floats(
+    fp8_products: None, checkpoint: Checkpoint, tmp_path: Path
+) -> None:
+    folder = checkpoint(**WIDE, family="qwen3_moe", config=EXPERTS)
+    quantised, plain = quantized_folders(folder, tmp_path, "fp8-channel")
+    weights = load_file(plain / "model.safetensors")
+    floats = {name: x for name, x in weights.items() if ".experts." in name}
+    broken(quantised, lambda stored: stored.update(floats))
+    config = json.loads((quantised / "config.json").read_text())
+    config["quantization_config"]["modules_to_not_convert"].append("re:.*mlp.experts.*")
+    (quantised / "config.json").write_text(json.dumps(config))
+    found, wanted = (layers_of(load_model_config(x))[1].mlp.experts for x in (quantised, plain))
+    assert found.gate_up_scales is None
+    assert torch.equal(found.gate_up_proj, wanted.gate_up_proj)
+
+
 def test_layers_that_are_left_alone_stay_floats(
     fp8_products: None, checkpoint: Checkpoint, tmp_path: Path
 ) -> None:

@@ -48,9 +48,23 @@ for dtype, itemsize in (("bf16", 2), ("fp32", 4)):
             sizes |= dict(BLOCK_N=tile.columns // (1 + gated), BLOCK_K=tile.depth_bytes // itemsize)
             used = {name: kind for name, kind in tensors.items()
                     if name in fused_moe._gemm_kernel.arg_names}
-            ptx = check(fused_moe._gemm_kernel, used, sizes,
+            ptx = check(fused_moe._gemm_kernel, used | dict(of_x="*fp32", scales="*fp32"),
+                        sizes | dict(RUNS=0, QUANTISED=False),
                         num_warps=tile.warps, num_stages=tile.stages)
             assert ("wgmma" in ptx) == (dtype == "bf16" and tile.rows >= 64), tile
+    for tile in fused_moe.FP8_TILES.values() if dtype == "bf16" else ():
+        for runs, gated in ((1, True), (16, True), (16, False)):
+            kinds = tensors | dict(of_x="*fp32", scales="*fp32", weight="*fp8e4nv")
+            kinds |= {"x": "*fp8e4nv"} if tile.quantised else {}
+            kinds = {name: kinds[name] for name in fused_moe._gemm_kernel.arg_names
+                     if name in kinds and name != "bias"}
+            sizes = dict(SIZE=768, DEPTH=2048, RUNS=runs, TOP_K=8, BIASED=False, GATED=gated)
+            sizes |= dict(QUANTISED=tile.quantised, CLAMPED=False, LONE=False, ALPHA=0.0, LIMIT=0.0)
+            sizes |= dict(GROUP=16, BLOCK_M=tile.rows, BLOCK_N=tile.columns // (1 + gated))
+            ptx = check(fused_moe._gemm_kernel, kinds, sizes | dict(BLOCK_K=128, bias=None),
+                        num_warps=tile.warps, num_stages=tile.stages)
+            assert ("e4m3.e4m3" in ptx) == tile.quantised
+            assert "cp.async.cg.shared.global" in ptx
     kinds = tensors | {"weights": "*fp32"}
     for kernel, sizes in (
         (fused_moe._sort_kernel, dict(HELD=60, BLOCK_E=64, ROWS=16, COUNT=1024)),

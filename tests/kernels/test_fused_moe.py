@@ -14,6 +14,7 @@ from kvbaton.kernels.fused_moe import (
     token_counts,
 )
 from kvbaton.kernels.fused_topk import fused_topk, fused_topk_reference
+from kvbaton.kernels.quantize_fp8 import quantize_fp8_reference
 
 
 def make_experts(
@@ -97,6 +98,73 @@ def test_ranges_of_experts_add_up(place: Any, size: int) -> None:
         share: dict[str, Any] = {"first_expert": first, "num_experts": 8}
         total += fused_moe(x, gate_up[held], down[held], weights, ids, **share).double().cpu()
     place.close(total, fused_moe_reference(*wide(x, gate_up, down, weights, ids)))
+
+
+def narrowed(weight: torch.Tensor, run: int) -> tuple[torch.Tensor, torch.Tensor]:
+    """Experts in FP8, and their scales, of runs of inputs."""
+    experts, rows, depth = weight.shape
+    numbers, scales = quantize_fp8_reference(weight.flatten(0, 1), run)
+    scales = scales.view(experts, rows, depth // run).transpose(1, 2).contiguous()
+    return numbers.view(weight.shape), scales
+
+
+@pytest.mark.parametrize("tokens", [1, 2, 20, 300])
+@pytest.mark.parametrize(("runs", "size", "middle"), [(1, 160, 48), (3, 192, 96), (2, 256, 256)])
+def test_weights_in_fp8(
+    place: Any, tokens: int, runs: int, size: int, middle: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    interpreted = place.device.type == "cpu"
+    if interpreted:  # products of fewer rows, which the interpreter can do
+        monkeypatch.setattr(
+            module, "FP8_TILES", dict(zip((4, 8, 99), module.FP8_TILES.values(), strict=True))
+        )
+        tokens = {20: 9, 300: 17}.get(tokens, tokens)
+    if place.dtype == torch.float32 and not interpreted:
+        pytest.skip("models of FP8 have activations of 16 bits")
+    gate_up, down = make_experts(place, 4, size, middle)
+    gate_up, of_gate_up = narrowed(gate_up, size // runs)
+    down, of_down = narrowed(down, middle // runs)
+    x, routes = place.randn(tokens, size), make_routes(place, tokens, 4, 2, skew=1.0)
+    scales: dict[str, Any] = {"gate_up_scales": of_gate_up, "down_scales": of_down}
+    found = fused_moe(x, gate_up, down, *routes, **scales)
+    wide_scales: dict[str, Any] = dict(zip(scales, wide(*scales.values()), strict=True))
+    expected = fused_moe_reference(*wide(x, gate_up, down, *routes), **wide_scales)
+    if not tile_of(tokens, 2, 4, fp8=True).quantised:
+        place.close(found, expected)
+    error = (found.cpu().double() - expected).norm() / expected.norm()
+    assert error < 0.06, f"relative error {error:.3f}"  # e4m3 has 3 bits, inputs and between
+
+
+def test_ranks_that_share_experts_in_fp8(place: Any) -> None:
+    """Ranges of experts, and of the inputs between, whose blocks have a scale in each part."""
+    if place.dtype == torch.float32 and place.device.type == "cuda":
+        pytest.skip("models of FP8 have activations of 16 bits")
+    gate_up, of_gate_up = narrowed(place.randn(4, 2 * 96, 128) / 11, 128)
+    down, of_down = narrowed(place.randn(4, 128, 96) / 10, 32)
+    x, routes = place.randn(9, 128), make_routes(place, 9, 4, 2, skew=1.0)
+    scales: dict[str, Any] = {"gate_up_scales": of_gate_up, "down_scales": of_down}
+    wide_scales: dict[str, Any] = dict(zip(scales, wide(*scales.values()), strict=True))
+    expected = fused_moe_reference(*wide(x, gate_up, down, *routes), **wide_scales)
+    of_experts = [
+        fused_moe(
+            x, gate_up[held], down[held], *routes, first_expert=held.start, num_experts=4,
+            gate_up_scales=of_gate_up[held], down_scales=of_down[held],
+        )
+        for held in (slice(0, 1), slice(1, 4))
+    ]  # fmt: skip
+    place.close(sum(part.double() for part in of_experts), expected)
+    of_columns = []
+    for columns in (slice(0, 32), slice(32, 96)):
+        rows = torch.arange(columns.start, columns.stop, device=x.device)
+        rows = torch.cat((rows, rows + 96))
+        of_columns.append(
+            fused_moe(
+                x, gate_up[:, rows].contiguous(), down[..., columns].contiguous(), *routes,
+                gate_up_scales=of_gate_up[..., rows].contiguous(),
+                down_scales=of_down[:, columns.start // 32 : columns.stop // 32].contiguous(),
+            )
+        )  # fmt: skip
+    place.close(sum(part.double() for part in of_columns), expected)
 
 
 @pytest.mark.parametrize("tokens", token_counts(2, 4))

@@ -5,6 +5,7 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from functools import cache
+from math import gcd
 
 import torch
 import torch.nn.functional as F
@@ -153,6 +154,26 @@ def has_fp8_products() -> bool:
     if where.dtype not in (torch.bfloat16, torch.float16) or where.device.type != "cuda":
         return False
     return torch.cuda.get_device_capability(where.device) >= (8, 9)
+
+
+def expert_run(
+    quantization: Quantization | None, names: Sequence[str], columns: int, start: int
+) -> int | None:
+    """Inputs that share a scale of an expert's weight in FP8; None for weights that are floats.
+
+    Where ranks split a block, its parts have a scale each.
+
+    Args:
+        quantization: of the checkpoint.
+        names: the checkpoint's modules that the weight is made of.
+        columns: of the weight that this rank holds.
+        start: the first of them in the whole weight.
+    """
+    if quantization is None or quantization.layout != "fp8" or not has_fp8_products():
+        return None
+    run = columns if quantization.block is None else gcd(quantization.block[1], start, columns)
+    known = columns % 16 == 0 if run == columns else run in GROUPS or run % max(GROUPS) == 0
+    return None if any(map(quantization.ignores, names)) or not known else run
 
 
 def linear_method(

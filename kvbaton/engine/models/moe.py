@@ -10,8 +10,9 @@ from torch import Tensor, nn
 
 from kvbaton.engine.collectives import Alone, Shard
 from kvbaton.engine.models.layers import ColumnLinear, GatedMLP, Piece, WeightedModule, new_weight
-from kvbaton.engine.models.linear import product
+from kvbaton.engine.models.linear import FP8, expert_run, product
 from kvbaton.engine.moe_config import MoeConfig
+from kvbaton.engine.quantization.config import Quantization
 from kvbaton.kernels.fused_moe import ClampedSwiGLU, fused_moe
 from kvbaton.kernels.fused_topk import fused_topk
 
@@ -71,11 +72,20 @@ class Experts(WeightedModule):
         gate_up_proj: [experts held, 2 * intermediate size held, size]; rows of gate before those of
             up, or taking turns with them (`MoeFamily.stacked`).
         down_proj: [experts held, size, intermediate size held].
+        gate_up_scales: of a weight in FP8, [experts held, runs of its inputs, its rows] float32.
+        down_scales: likewise.
         gate_up_bias: [experts held, 2 * intermediate size held], if there is one.
         down_bias: [experts held, size], on the rank that adds it.
     """
 
-    def __init__(self, name: str, size: int, moe: MoeConfig, shard: Shard) -> None:
+    def __init__(
+        self,
+        name: str,
+        size: int,
+        moe: MoeConfig,
+        shard: Shard,
+        quantization: Quantization | None,
+    ) -> None:
         super().__init__()
         self.name, self.moe = name, moe
         self.first, held = 0, moe.num_experts
@@ -84,8 +94,19 @@ class Experts(WeightedModule):
             self.first, held = shard.span(held)
         else:
             self.start, middle = shard.span(middle)
-        self.gate_up_proj = new_weight(held, 2 * middle, size)
-        self.down_proj = new_weight(held, size, middle)
+        self.gate_up_scales: nn.Parameter | None = None
+        self.down_scales: nn.Parameter | None = None
+        names = [f"{name}.{self.first}.{part}" for part in moe.family.projections]
+        runs = (
+            expert_run(quantization, names[:2], size, 0),
+            expert_run(quantization, names[2:], middle, self.start),
+        )
+        if None not in runs and not moe.family.stacked:
+            self.gate_up_proj, self.gate_up_scales = _new_fp8(held, 2 * middle, size, runs[0])
+            self.down_proj, self.down_scales = _new_fp8(held, size, middle, runs[1])
+        else:
+            self.gate_up_proj = new_weight(held, 2 * middle, size)
+            self.down_proj = new_weight(held, size, middle)
         self.gate_up_bias = new_weight(held, 2 * middle) if moe.family.stacked else None
         adds = moe.family.stacked and (shard.expert_parallel or shard.rank == 0)
         self.down_bias = new_weight(held, size) if adds else None
@@ -107,6 +128,8 @@ class Experts(WeightedModule):
             ids,
             first_expert=self.first,
             num_experts=self.moe.num_experts,
+            gate_up_scales=self.gate_up_scales,
+            down_scales=self.down_scales,
             gate_up_bias=self.gate_up_bias,
             down_bias=self.down_bias,
             swiglu=self.swiglu,
@@ -122,10 +145,17 @@ class Experts(WeightedModule):
         total = self.moe.intermediate_size
         for index in range(held):
             name, both = f"{self.name}.{self.first + index}", self.gate_up_proj[index]
-            yield Piece(f"{name}.{gate}.weight", (total, size), both[:middle], 0, self.start)
-            yield Piece(f"{name}.{up}.weight", (total, size), both[middle:], 0, self.start)
-            target = self.down_proj[index]
-            yield Piece(f"{name}.{down}.weight", (size, total), target, 1, self.start)
+            scales: list[Tensor | None] = [None, None, None]
+            if self.gate_up_scales is not None and self.down_scales is not None:
+                of_both = self.gate_up_scales[index].t()
+                scales = [of_both[:middle], of_both[middle:], self.down_scales[index].t()]
+            parts: list[tuple[str, tuple[int, int], Tensor, int]] = [
+                (gate, (total, size), both[:middle], 0),
+                (up, (total, size), both[middle:], 0),
+                (down, (size, total), self.down_proj[index], 1),
+            ]
+            for (part, shape, target, dim), own in zip(parts, scales, strict=True):
+                yield Piece(f"{name}.{part}.weight", shape, target, dim, self.start, scales=own)
 
     def _stacks(self) -> Iterator[Piece]:
         moe, (held, size, _) = self.moe, self.down_proj.shape
@@ -145,14 +175,37 @@ class Experts(WeightedModule):
                 )  # fmt: skip
 
 
+def _new_fp8(
+    held: int, rows: int, columns: int, run: int | None
+) -> tuple[nn.Parameter, nn.Parameter]:
+    """A stack of weights to be filled, and its scales, one for each `run` columns of a row."""
+    weight = torch.empty(held, rows, columns, dtype=FP8)
+    scales = torch.empty(held, columns // (run or columns), rows, dtype=torch.float32)
+    return nn.Parameter(weight, requires_grad=False), nn.Parameter(scales, requires_grad=False)
+
+
 class SharedExperts(nn.Module):
     """The MLP that all tokens go through; a rank's part of it, which is not summed yet."""
 
-    def __init__(self, name: str, size: int, moe: MoeConfig, shard: Shard) -> None:
+    def __init__(
+        self,
+        name: str,
+        size: int,
+        moe: MoeConfig,
+        shard: Shard,
+        quantization: Quantization | None,
+    ) -> None:
         super().__init__()
         family, middle = moe.family, moe.shared_intermediate_size
         unsummed = replace(shard, collectives=Alone())
-        self.mlp = GatedMLP(f"{name}.{family.shared_experts}", size, middle, unsummed, bias=False)
+        self.mlp = GatedMLP(
+            f"{name}.{family.shared_experts}",
+            size,
+            middle,
+            unsummed,
+            bias=False,
+            quantization=quantization,
+        )
         self.gate: ColumnLinear | None = None
         if family.shared_gate is not None:
             parts = [(f"{name}.{family.shared_gate}", 1, (0, 1))]
@@ -172,16 +225,25 @@ class MoE(nn.Module):
         size: of the hidden states.
         moe: the model's mixtures.
         shard: this rank's share.
+        quantization: of the checkpoint.
     """
 
-    def __init__(self, layer: str, size: int, moe: MoeConfig, shard: Shard) -> None:
+    def __init__(
+        self,
+        layer: str,
+        size: int,
+        moe: MoeConfig,
+        shard: Shard,
+        quantization: Quantization | None = None,
+    ) -> None:
         super().__init__()
         name = f"{layer}.{moe.family.block}"
         self.shard = shard
         self.gate = Router(f"{name}.{moe.family.router}", size, moe)
-        self.experts = Experts(f"{name}.experts", size, moe, shard)
-        shared = moe.shared_intermediate_size > 0
-        self.shared_experts = SharedExperts(name, size, moe, shard) if shared else None
+        self.experts = Experts(f"{name}.experts", size, moe, shard, quantization)
+        self.shared_experts: SharedExperts | None = None
+        if moe.shared_intermediate_size:
+            self.shared_experts = SharedExperts(name, size, moe, shard, quantization)
 
     def forward(self, x: Tensor) -> Tensor:
         """[tokens, size] to [tokens, size]."""

@@ -214,14 +214,25 @@ class ScaledTensor:
 
     def read(self, *index: slice) -> Tensor:
         """See `Stored.read`."""
-        _, columns = _bounds(self.shape, index)
-        numbers, scales = self.read_parts(*index)
-        return numbers.float() * _spread(scales, 1, self._scales.block[1], *columns)
-
-    def read_parts(self, *index: slice) -> tuple[Tensor, Tensor]:
-        """Numbers as they are stored, and their scales: float32 [rows, column blocks]."""
         rows, columns = _bounds(self.shape, index)
-        return self._stored.read(*index), self._scales.read(rows, columns)
+        scales = self._scales.read(rows, columns)
+        return self._stored.read(*index).float() * self._spread(scales, columns)
+
+    def read_parts(self, *index: slice, runs: int) -> tuple[Tensor, Tensor]:
+        """Numbers as they are stored, and their scales: float32 [rows, 1 or runs].
+
+        Args:
+            *index: the part.
+            runs: of equal numbers of its columns, each within a block; or how many blocks it has.
+        """
+        rows, columns = _bounds(self.shape, index)
+        scales = self._scales.read(rows, columns)
+        if scales.shape[1] not in (1, runs):
+            scales = self._spread(scales, columns)[:, :: (columns[1] - columns[0]) // runs]
+        return self._stored.read(*index), scales
+
+    def _spread(self, scales: Tensor, columns: tuple[int, int]) -> Tensor:
+        return _spread(scales, 1, self._scales.block[1], *columns)
 
 
 # --- several numbers in an int32 ---
