@@ -20,7 +20,7 @@ from kvbaton.config import add_flags, from_args, human_int
 from kvbaton.errors import ConfigError, StoreError
 
 if TYPE_CHECKING:
-    from kvbaton.server.config import NodeConfig, NodeRole
+    from kvbaton.server.config import NodeConfig
 
 FillParser = Callable[[argparse.ArgumentParser], None]
 RunCommand = Callable[[argparse.Namespace], int]
@@ -82,14 +82,20 @@ def make_parser() -> argparse.ArgumentParser:
             run_up,
             "Start a whole cluster on this machine.",
         ),
+        ("serve", _serve_flags, run_node, "Start a node: source, target, or alone."),
         (
             "prefill",
-            _node_flags(8100, "max_blocks_per_peer"),
-            run_prefill,
-            "Start a node that computes prompts.",
+            _node_flags(8100, "max_blocks_per_peer", role="prefill"),
+            run_node,
+            "Start a node that computes prompts for others.",
         ),
-        ("decode", _node_flags(8200, "max_transfers"), run_decode, "Start a node that generates."),
-        ("encode", _encode_flags, run_encode, "Start a node that encodes images for others."),
+        (
+            "decode",
+            _node_flags(8200, "max_transfers", role="decode"),
+            run_node,
+            "Start a node that generates from what others computed.",
+        ),
+        ("encode", _encode_flags, run_node, "Start a node that encodes images for others."),
         (
             "router",
             _flags_of("kvbaton.router.config:RouterConfig", order=("nodes", None), port=8000),
@@ -117,6 +123,16 @@ def make_parser() -> argparse.ArgumentParser:
 # --- nodes, router, cluster ---
 
 
+def _serve_flags(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument(
+        "--role",
+        choices=("any", "prefill", "decode"),
+        default="any",
+        help="what it does for others: both sides of hand-overs, or one (any)",
+    )
+    _node_flags(8100)(parser)
+
+
 def _encode_flags(parser: argparse.ArgumentParser) -> None:
     from kvbaton.engine.config import ENCODER_SETTINGS, EngineConfig
     from kvbaton.server.config import MediaConfig
@@ -124,17 +140,24 @@ def _encode_flags(parser: argparse.ArgumentParser) -> None:
     text = {"chat_template", "generation_config"} | {item.name for item in fields(MediaConfig)}
     other = {item.name for item in fields(EngineConfig)} - set(ENCODER_SETTINGS)
     parser.set_defaults(encoder_only=True, limit_images=0)
-    _node_flags(8300, "max_blocks_per_peer", "peers", *text, *other)(parser)
+    _node_flags(8300, "max_blocks_per_peer", "peers", *text, *other, role="encode")(parser)
 
 
-def _node_flags(port: int, *skip: str) -> FillParser:
-    return _flags_of(
+def _node_flags(port: int, *skip: str, role: str | None = None) -> FillParser:
+    fill = _flags_of(
         "kvbaton.server.config:NodeConfig",
         order=("node", None, "endpoint"),
         skip={"encoder_only", *skip},
         port=port,
         node_id=None,
     )
+
+    def fill_for_role(parser: argparse.ArgumentParser) -> None:
+        if role is not None:
+            parser.set_defaults(role=role)
+        fill(parser)
+
+    return fill_for_role
 
 
 def _flags_of(path: str, **settings: Any) -> FillParser:
@@ -147,26 +170,10 @@ def _flags_of(path: str, **settings: Any) -> FillParser:
     return fill
 
 
-def run_prefill(args: argparse.Namespace) -> int:
-    """``kvbaton prefill``."""
-    config = node_config(args, "prefill")
-    from kvbaton.prefill import main as run
-
-    return run(config)
-
-
-def run_decode(args: argparse.Namespace) -> int:
-    """``kvbaton decode``."""
-    config = node_config(args, "decode")
-    from kvbaton.decode import main as run
-
-    return run(config)
-
-
-def run_encode(args: argparse.Namespace) -> int:
-    """``kvbaton encode``."""
-    config = node_config(args, "encode")
-    from kvbaton.prefill import main_encode as run
+def run_node(args: argparse.Namespace) -> int:
+    """``kvbaton serve``, ``prefill``, ``decode``, ``encode``."""
+    config = node_config(args)
+    from kvbaton.roles import main as run
 
     return run(config)
 
@@ -205,7 +212,7 @@ def run_chat(args: argparse.Namespace) -> int:
     return run(from_args(ChatConfig, args))
 
 
-def node_config(args: argparse.Namespace, role: NodeRole) -> NodeConfig:
+def node_config(args: argparse.Namespace) -> NodeConfig:
     """A node's settings.
 
     Raises:
@@ -216,8 +223,8 @@ def node_config(args: argparse.Namespace, role: NodeRole) -> NodeConfig:
     find_model(args)
     if args.node_id is None:
         # With a fixed port, a restart takes the place of the life before it.
-        args.node_id = f"{role}-{socket.gethostname()}-{args.port or os.getpid()}"
-    return from_args(NodeConfig, args, role=role)
+        args.node_id = f"{args.role}-{socket.gethostname()}-{args.port or os.getpid()}"
+    return from_args(NodeConfig, args, role=args.role)
 
 
 def find_model(args: argparse.Namespace) -> None:

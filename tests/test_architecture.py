@@ -30,7 +30,8 @@ MAY_IMPORT: dict[str, set[str]] = {
     "text": {"errors", "types", "messages", "image_file"},
     "server": {"version", "errors", "types", "config", "messages", "text", "engine", "connectors"},
     "decode": {"errors", "types", "messages", "connectors", "engine", "server"},
-    "prefill": {"errors", "types", "messages", "connectors", "engine", "server", "decode"},
+    "prefill": {"errors", "types", "messages", "connectors", "engine", "server"},
+    "roles": {"connectors", "engine", "server", "prefill", "decode"},
     "doctor": {"errors", "types", "connectors", "testing"},
     "router": {
         *("errors", "types", "config", "messages", "text", "engine", "server"),
@@ -134,9 +135,9 @@ def test_light_modules_import_nothing_heavy(module: str) -> None:
     assert heavy_imports(module, ("torch", "transformers", "triton")) == "[]"
 
 
-@pytest.mark.parametrize("module", ["prefill", "decode", "cluster.launcher"])
+@pytest.mark.parametrize("module", ["roles", "cluster.launcher"])
 def test_what_starts_others_is_up_at_once(module: str) -> None:
-    """The first two are imported by both processes of a node."""
+    """The first is imported by both processes of a node."""
     assert heavy_imports(module, ("torch", "numpy", "aiohttp", "jinja2")) == "[]"
 
 

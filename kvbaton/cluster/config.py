@@ -24,8 +24,9 @@ class ClusterConfig(EndpointConfig):
 
     Attributes:
         engine: settings of every node's engine.
-        num_prefill: prefill nodes.
-        num_decode: decode nodes.
+        num_any: nodes that prefill and generate; 2 if no others that do are wanted.
+        num_prefill: nodes that prefill only.
+        num_decode: nodes that generate only.
         num_encode: encoder nodes.
         transport: ``NAME[:JSON]``.
         routing: which work is given to other nodes.
@@ -42,8 +43,14 @@ class ClusterConfig(EndpointConfig):
     GROUP: ClassVar[str | None] = "cluster"
 
     engine: EngineConfig
-    num_prefill: Count = flag(1, "prefill nodes", name="--prefill", metavar="N")
-    num_decode: Count = flag(1, "decode nodes", name="--decode", metavar="N")
+    num_any: Count = flag(
+        0,
+        "nodes that prefill and generate (2, unless others are wanted)",
+        name="--any",
+        metavar="N",
+    )
+    num_prefill: Count = flag(0, "nodes that prefill only", name="--prefill", metavar="N")
+    num_decode: Count = flag(0, "nodes that generate only", name="--decode", metavar="N")
     num_encode: Count = flag(0, "encoder nodes", name="--encode", metavar="N")
     prompt: str | None = flag(
         None, "answer this one prompt when all is ready, and exit", metavar="TEXT"
@@ -65,8 +72,8 @@ class ClusterConfig(EndpointConfig):
     def __post_init__(self) -> None:
         if self.prompt is not None and self.chat is not None:
             raise ConfigError("--chat", "give either this or --prompt")
-        if not self.num_prefill + self.num_decode:
-            raise ConfigError("--prefill", "a cluster needs at least one node that serves prompts")
+        if not self.num_any + self.num_prefill + self.num_decode:
+            object.__setattr__(self, "num_any", 2)
 
     @property
     def model_name(self) -> str:
@@ -76,15 +83,21 @@ class ClusterConfig(EndpointConfig):
     @property
     def node_names(self) -> list[tuple[str, str]]:
         """(role, name) of each node."""
-        counts = {"prefill": self.num_prefill, "decode": self.num_decode, "encode": self.num_encode}
+        counts = {
+            "any": self.num_any,
+            "prefill": self.num_prefill,
+            "decode": self.num_decode,
+            "encode": self.num_encode,
+        }
         return [(role, f"{role}-{i}") for role, count in counts.items() for i in range(count)]
 
     @property
     def num_pairs(self) -> tuple[int, int]:
         """Pairs that can hand over when all are ready: prompts, and encoder outputs."""
+        sources, targets = self.num_any + self.num_prefill, self.num_any + self.num_decode
         return (
-            self.num_prefill * self.num_decode,
-            self.num_encode * (self.num_prefill + self.num_decode),
+            sources * targets - self.num_any,
+            self.num_encode * (self.num_any + self.num_prefill + self.num_decode),
         )
 
     def router_words(self, fd: int) -> list[str]:
@@ -103,10 +116,11 @@ class ClusterConfig(EndpointConfig):
     ) -> list[str]:
         """Command line of a node, which takes free ports and registers itself."""
         encodes = role == "encode"
+        command = "serve" if role == "any" else role
         engine = words_of(self.engine, ENCODER_SETTINGS if encodes else None)
         known = [flag_of(name) for name in ENCODER_SETTINGS]
         return [
-            role,
+            command,
             *engine,
             *(word for word in sharing if not encodes or word.partition("=")[0] in known),
             "--port=0",

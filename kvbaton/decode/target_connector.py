@@ -79,14 +79,13 @@ class TargetConnector(KVConnector):
         self.scheduler = scheduler
         self.trust_loopback = trust_loopback
         self.poison = poison
-        self.wake_fds = (transfers.outbox_fd,)
+        self.wake_fds = (self.receiver.outbox_fd,)
         self.outcomes = dict.fromkeys(self.OUTCOMES, 0)
         self._static = frozenset(members)
         self._members: frozenset[str] = frozenset()
         self._awaited: dict[Attempt, str] = {}
         self._live: dict[Attempt, Load] = {}
         self._reserved: dict[Attempt, Spans] = {}
-        transfers.start()
         self.set_members(())
 
     # --- a request's way ---
@@ -191,7 +190,7 @@ class TargetConnector(KVConnector):
     @override
     def poll(self, now: float) -> list[Output]:
         outputs = []
-        for action in self.transfers.take():
+        for action in self.receiver.take():
             match action:
                 case Deliver():
                     load = self._live.pop(action.attempt, None)
@@ -238,7 +237,8 @@ class TargetConnector(KVConnector):
         }
         for outcome, count in self.outcomes.items():
             totals[f'kvbaton_transfers_total{{role="target",outcome="{outcome}"}}'] = float(count)
-        totals["kvbaton_control_junk_total"] = float(self.transfers.junk)
+        if self.transfers.sender is None:  # else the source's connector tells
+            totals["kvbaton_control_junk_total"] = float(self.transfers.junk)
         return totals
 
     @override

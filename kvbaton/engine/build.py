@@ -67,7 +67,7 @@ class ConnectorContext:
 
 
 class ConnectorFactory(Protocol):
-    """Makes a connector in the core's process; crosses into it by pickle, from parent to child."""
+    """Makes connectors in the core's process; crosses into it by pickle, from parent to child."""
 
     @property
     def sends_blocks(self) -> bool:
@@ -81,8 +81,8 @@ class ConnectorFactory(Protocol):
 
     def __call__(
         self, executor: Executor, scheduler: Scheduler, surroundings: ConnectorContext
-    ) -> KVConnector:
-        """Make it and start what it needs."""
+    ) -> Sequence[KVConnector]:
+        """Make them and start what they need."""
         ...
 
 
@@ -240,7 +240,8 @@ def make_connectors(
     config, connectors = surroundings.config, list[KVConnector]()
     if config.store is not None:
         connectors.append(open_store(config, executor, scheduler, surroundings.identity))
-    connectors += [factory(executor, scheduler, surroundings) for factory in factories]
+    for factory in factories:
+        connectors += factory(executor, scheduler, surroundings)
     settings = KVEventsConfig.parse(config.kv_events_config)
     if settings.enabled:
         connectors.append(KVEventPublisher(settings, scheduler.blocks))

@@ -198,7 +198,8 @@ class LiveRequests:
             "target": ("do_remote_prefill", "decode"),
         }[transfer.role]
         raise RequestError(
-            f"this node is no {transfer.role} of hand-overs; send {field} to a {other} node",
+            f"this node is no {transfer.role} of hand-overs; send {field} to one of role {other} "
+            "or any",
             param=f"kv_transfer_params.{field}",
         )
 

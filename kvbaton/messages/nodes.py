@@ -76,7 +76,7 @@ class NodeInfo(Struct, frozen=True, kw_only=True):
     Attributes:
         node_id: the node's name, stable over its life.
         generation: hex; a restart changes it.
-        role: ``prefill``, ``decode`` or ``encode``.
+        role: ``any``, ``prefill``, ``decode`` or ``encode``.
         url: base URL of its HTTP endpoint.
         control_address: of its control channel.
         model: the served model's name.

@@ -123,7 +123,7 @@ class SourceConnector(KVConnector):
         self.node = node
         self.unclaimed_s = unclaimed_s
         self.control_address = transfers.channel.address
-        self.wake_fds = (transfers.outbox_fd,)
+        self.wake_fds = (self.sender.outbox_fd,)
         self.revived = 0
         self.outcomes: dict[str, int] = {}
         self._sources: dict[Attempt, _Source] = {}
@@ -131,7 +131,6 @@ class SourceConnector(KVConnector):
         self._unclaimed: dict[Attempt, _Source] = {}
         self._unclaimed_tokens = 0
         self._outputs: list[Output] = []
-        transfers.start()
 
     # --- requests ---
 
@@ -282,7 +281,7 @@ class SourceConnector(KVConnector):
 
     @override
     def poll(self, now: float) -> list[Output]:
-        for action in cast("list[ToSource]", self.transfers.take()):
+        for action in cast("list[ToSource]", self.sender.take()):
             source = self._sources.get(action.attempt)
             match action:
                 case Engage():

@@ -108,7 +108,7 @@ class DispatchConfig(RoutingPolicy):
 
 def _static(role: str) -> Any:
     text = f"{role} node that does not register itself; may be given more than once"
-    return flag((), text, action="append", metavar="URL", group="nodes")
+    return flag((), text, name=f"--{role}", action="append", metavar="URL", group="nodes")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -120,6 +120,7 @@ class RouterConfig(EndpointConfig):
             or waits for the first node that registers.
         workers: processes that answer, behind one port.
         fd: an inherited socket that already listens; overrides host and port.
+        any_role: URLs of nodes of the role ``any`` that do not register themselves.
         prefill: URLs of prefill nodes that do not register themselves.
         decode: URLs of decode nodes that do not register themselves.
         encode: URLs of encoder nodes that do not register themselves.
@@ -147,6 +148,7 @@ class RouterConfig(EndpointConfig):
         secret=True,
         metavar="KEY",
     )
+    any_role: tuple[str, ...] = _static("any")
     prefill: tuple[str, ...] = _static("prefill")
     decode: tuple[str, ...] = _static("decode")
     encode: tuple[str, ...] = _static("encode")
@@ -163,5 +165,10 @@ class RouterConfig(EndpointConfig):
     @property
     def static_nodes(self) -> list[tuple[str, str]]:
         """(url, role) of each node named by a flag."""
-        named = {"prefill": self.prefill, "decode": self.decode, "encode": self.encode}
+        named = {
+            "any": self.any_role,
+            "prefill": self.prefill,
+            "decode": self.decode,
+            "encode": self.encode,
+        }
         return [(url, role) for role, urls in named.items() for url in urls]

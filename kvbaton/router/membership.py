@@ -28,7 +28,9 @@ from kvbaton.messages.nodes import Members, NodeInfo
 from kvbaton.router.config import MembershipTimers
 from kvbaton.server.transfer_params import tcp_host
 
-ROLES = ("prefill", "decode", "encode")
+ROLES = ("any", "prefill", "decode", "encode")
+SOURCES, TARGETS = ("any", "prefill"), ("any", "decode")
+"""Roles of nodes that hand prompts over, and that take them."""
 MAX_LENGTH = 1 << 31
 """More tokens than any node takes, and bound of a request while none has said how many."""
 MAX_REMOVED = 256
@@ -117,8 +119,10 @@ class ReadyNodes:
                 self.vocab_size = min(node.vocab_size, self.vocab_size or MAX_LENGTH)
         for source in self.nodes:
             for member in targets:
-                node, roles = member.info, (source.role, member.info.role)
-                if roles == ("prefill", "decode"):
+                node = member.info
+                if source is node:
+                    continue
+                if source.role in SOURCES and node.role in TARGETS:
                     found, alike = self.pairs, source.identity == node.identity
                 elif source.role == "encode":
                     mine, theirs = source.encoder_identity, node.encoder_identity

@@ -64,7 +64,10 @@ class Policy(ABC):
 
 
 class LeastLoaded(Policy):
-    """The pair with the fewest tokens to prefill, then the fewest sequences."""
+    """The pair with the fewest tokens to prefill, then the fewest sequences.
+
+    A node of a pair that does both counts what it has of the other kind last.
+    """
 
     uses_prefixes = False
 
@@ -80,11 +83,12 @@ class LeastLoaded(Policy):
         """The lowest is chosen."""
         source, target = map(options.load, pair)
         ids = pair[0].node_id, pair[1].node_id
-        return source.prompt_tokens, target.sequences, target.tokens, *ids
+        there = target.prompt_tokens, target.sequences, target.tokens
+        return source.prompt_tokens, *there, source.sequences, *ids
 
     def single_rank(self, options: Options, node: NodeInfo) -> tuple[float | str, ...]:
         """The lowest is chosen."""
-        load, other_role = options.load(node), node.role != "decode"
+        load, other_role = options.load(node), node.role == "prefill"
         return other_role, load.sequences, load.prompt_tokens, load.tokens, node.node_id
 
 
@@ -125,11 +129,12 @@ class PrefixAware(LeastLoaded):
         source, target = map(options.load, pair)
         to_do = source.prompt_tokens + options.new(pair[0])
         ids = pair[0].node_id, pair[1].node_id
-        return to_do, target.sequences, target.tokens - options.hit(pair[1]), *ids
+        there = target.prompt_tokens, target.sequences, target.tokens - options.hit(pair[1])
+        return to_do, *there, source.sequences, *ids
 
     @override
     def single_rank(self, options: Options, node: NodeInfo) -> tuple[float | str, ...]:
-        load, other_role = options.load(node), node.role != "decode"
+        load, other_role = options.load(node), node.role == "prefill"
         to_do = load.prompt_tokens + options.new(node)
         return other_role, to_do, load.sequences, load.tokens, node.node_id
 

@@ -93,7 +93,8 @@ class EndpointConfig:
     log_level: LogLevel = flag("info")
 
 
-NodeRole = Literal["prefill", "decode", "encode"]
+NodeRole = Literal["any", "prefill", "decode", "encode"]
+"""``any`` is source and target of hand-overs; ``prefill`` and ``decode`` are one of the two."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -113,9 +114,9 @@ class NodeConfig(EndpointConfig):
         workers: processes that answer HTTP on the port.
         engine_port: where the engine listens for routers, if there is a cluster key; 0 takes a free
             one.
-        max_transfers: hand-overs that a prefill node has alive at once.
-        max_blocks_per_peer: blocks that a decode node has reserved or in quarantine for one prefill
-            node; None for no limit.
+        max_transfers: hand-overs that a source has alive at once.
+        max_blocks_per_peer: blocks that a target has reserved or in quarantine for one source; None
+            for no limit.
         grace_s: how long requests and hand-overs may go on after the node was told to stop.
 
     Raises:
@@ -148,7 +149,7 @@ class NodeConfig(EndpointConfig):
         metavar="N",
     )
     max_blocks_per_peer: int | None = flag(
-        None, "blocks reserved or in quarantine for one prefill node (no limit)", metavar="N"
+        None, "blocks reserved or in quarantine for one source (no limit)", metavar="N"
     )
     transport: str = flag("nixl", "moves the KV cache", metavar="NAME[:JSON]", group=None)
     grace_s: float = 5.0

@@ -154,12 +154,8 @@ class SimulatedTransferThread(TransferThread):
         super().submit(*items)
         self.wake()
 
-    def take(self) -> list[Any]:
-        """As `TransferThread.take`, without asking the kernel in vain."""
-        return super().take() if self._outbox else []
-
     def turn(self, told: bool = True, heard: bool = True) -> None:
-        """As `TransferThread.turn`, likewise."""
+        """As `TransferThread.turn`, without asking the kernel in vain."""
         super().turn(told and bool(self._inbox), heard)
 
 

@@ -115,7 +115,7 @@ class Node:
         raise NotImplementedError
 
     def take(self) -> None:
-        self.actions += self.thread.take()
+        self.actions += self.worker.take()
 
     def of(self, kind: type) -> list[Any]:
         self.take()
@@ -145,7 +145,7 @@ class Prefill(Node):
         self.thread.submit(Announce(attempt, KEY, num_tokens))
 
     def take(self) -> None:
-        for action in self.thread.take():
+        for action in self.worker.take():
             self.actions.append(action)
             if isinstance(action, Engage):
                 self.push(action.attempt, action.start)

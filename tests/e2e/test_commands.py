@@ -20,7 +20,7 @@ from tests.support.servers import poll
 pytestmark = pytest.mark.e2e
 
 STOP_S = 20.0
-UP = ("--prefill=1", "--decode=1", "--port=0", "--num-blocks=64", "--max-model-len=256")
+UP = ("--port=0", "--num-blocks=64", "--max-model-len=256")
 
 
 def start(words: list[str], log: Path) -> subprocess.Popen[bytes]:
@@ -86,7 +86,7 @@ def test_a_port_in_use(
 def test_up_shows_why_a_node_does_not_start(
     run: Callable[..., tuple[int, str]], truncated: Path
 ) -> None:
-    status, text = run("up", f"--model={truncated}", *UP, "--decode=0")
+    status, text = run("up", f"--model={truncated}", *UP, "--any=1")
     assert status == 1
     last_words = text.partition("ended with status 2")[2]
     assert "model.safetensors" in last_words

@@ -130,8 +130,8 @@ class Factory:
 
     def __call__(
         self, executor: Executor, scheduler: Scheduler, surroundings: ConnectorContext
-    ) -> KVConnector:
-        return self.connector
+    ) -> list[KVConnector]:
+        return [self.connector]
 
 
 class Rig:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -46,8 +46,8 @@ class ListenerFactory:
 
     def __call__(
         self, executor: Executor, scheduler: Scheduler, surroundings: ConnectorContext
-    ) -> Listener:
-        return Listener(scheduler)
+    ) -> Sequence[KVConnector]:
+        return [Listener(scheduler)]
 
 
 @pytest.fixture

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from kvbaton.connectors.transfer.endpoint import HandoverConfig
-from kvbaton.decode import DecodeFactory
+from kvbaton.roles import HandoverFactory
 from tests.support.engine_node import Node
 from tests.support.engine_pair import Pair
 from tests.support.prompts import prompt_of
@@ -33,7 +33,9 @@ def folder(request: pytest.FixtureRequest, checkpoint: Callable[..., Path]) -> P
 @pytest.mark.parametrize("p_block_size", [4, 8])
 def test_a_window_crosses_with_its_last_blocks_only(folder: Path, p_block_size: int) -> None:
     size = {"num_blocks": 300}
-    alone = Node("alone", folder, DecodeFactory(HandoverConfig(transport="memory")), **size)
+    alone = Node(
+        "alone", folder, HandoverFactory(HandoverConfig(transport="memory"), "decode"), **size
+    )
     of_p, of_d = size | {"block_size": p_block_size}, size | {"debug_poison": True}
     pair = Pair(folder, p=of_p, d=of_d)
     held: dict[str, dict[int, int]] = {"p": {}, "d": {}}

@@ -122,11 +122,11 @@ def test_an_encoder_node_knows_only_what_it_heeds(broken_model: str) -> None:
     parse = make_parser().parse_args
     model = ["--model", broken_model]
     args = parse(["encode", *model, "--encoder-cache-tokens", "4K", "--max-transfers", "7"])
-    config = node_config(args, "encode")
+    config = node_config(args)
     assert (config.engine.encoder_only, config.engine.encoder_cache_tokens) == (True, 4096)
     assert (config.role, config.handover.max_transfers) == ("encode", 7)
     other = parse(["decode", *model, "--language-model-only", "--encoder-cache-tokens", "64"])
-    engine = node_config(other, "decode").engine
+    engine = node_config(other).engine
     assert (engine.encoder_only, engine.language_model_only) == (False, True)
 
 
@@ -135,13 +135,29 @@ def test_up_starts_encoders_with_the_flags_that_they_know() -> None:
     args = make_parser().parse_args([*words, "--encoder-cache-tokens", "64", "--seed", "3"])
     cluster = from_args(ClusterConfig, args)
     assert cluster.node_names[-2:] == [("encode", "encode-0"), ("encode", "encode-1")]
-    assert cluster.num_pairs == (1, 4)
+    assert cluster.num_pairs == (2, 4)
     given = cluster.node_words("encode", "encode-0", "http://r", ["--gpu-memory-utilization=0.5"])
     parsed = make_parser().parse_args(given)
     assert (parsed.encoder_cache_tokens, parsed.seed, parsed.node_id) == (64, 3, "encode-0")
     other = make_parser().parse_args(cluster.node_words("prefill", "p", "http://r", []))
     engine = from_args(EngineConfig, other)
     assert (engine.num_blocks, engine.language_model_only, engine.encoder_only) == (9, True, False)
+
+
+def test_up_starts_nodes_of_the_roles_that_are_asked_for() -> None:
+    def up(*words: str) -> ClusterConfig:
+        return from_args(ClusterConfig, make_parser().parse_args(["up", "--model", "m", *words]))
+
+    assert up().node_names == [("any", "any-0"), ("any", "any-1")]
+    mixed = up("--any", "2", "--prefill", "1", "--decode", "3")
+    assert mixed.num_pairs == (3 * 5 - 2, 0), "a node hands nothing over to itself"
+    assert [role for role, _ in up("--prefill", "1", "--decode", "1").node_names] == [
+        "prefill",
+        "decode",
+    ]
+    for role, name in mixed.node_names:
+        words = mixed.node_words(role, name, "http://r", [])
+        assert make_parser().parse_args(words).role == role
 
 
 def test_up_tells_router_and_nodes_what_images_are_taken() -> None:
@@ -243,8 +259,8 @@ TOKENIZER = """{"version": "1.0", "model": {"type": "WordLevel", "vocab": {"a": 
 def test_limits_of_hand_overs(broken_model: str, capsys: pytest.CaptureFixture[str]) -> None:
     model = ["--model", broken_model]
     parse = make_parser().parse_args
-    p = node_config(parse(["prefill", *model, "--max-transfers", "2k"]), "prefill")
-    d = node_config(parse(["decode", *model, "--max-blocks-per-peer", "7"]), "decode")
+    p = node_config(parse(["prefill", *model, "--max-transfers", "2k"]))
+    d = node_config(parse(["decode", *model, "--max-blocks-per-peer", "7"]))
     assert (p.handover.max_transfers, d.handover.max_blocks_per_peer) == (2000, 7)
     assert d.handover.max_transfers == HandoverConfig.max_transfers
     assert "--max-blocks-per-peer: 0 is not" in failure(

@@ -78,6 +78,19 @@ def test_every_policy_serves_with_whatever_there_is(name: str) -> None:
     assert ids(route(name, [p, d], 5000)) == ("p0", "d0")
     assert ids(route(name, [p], 5000)) == (None, "p0")
     assert ids(route(name, [d], 1)) == (None, "d0")
+    a, b = member("a", "any"), member("b", "any")
+    assert ids(route(name, [a, b], 5000)) in (("a", "b"), ("b", "a"))
+    assert ids(route(name, [a], 5000)) == (None, "a")
+    assert ids(route(name, [a, p], 5000)) == ("p0", "a")
+    assert ids(route(name, [a, d], 5000)) == ("a", "d0")
+
+
+@pytest.mark.parametrize("name", ["least-loaded", "prefix-aware", "cost"])
+def test_who_generates_much_prefills_for_others(name: str) -> None:
+    members = [member(name, "any", load=H200) for name in ("a", "b")]
+    decoding = NodeLoad(sequences=20, tokens=20_000)
+    assert ids(route(name, members, 2000, {"b": decoding}))[1] == "a"  # type: ignore[index]
+    assert ids(route(name, members, 2000, {"a": decoding}))[1] == "b"  # type: ignore[index]
     measured = member("p0", "prefill", load=H200)
     assert ids(route(name, [measured])) == (None, "p0")
 

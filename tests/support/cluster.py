@@ -36,7 +36,7 @@ class Cluster:
 
     def start_node(
         self,
-        role: Literal["prefill", "decode", "encode"],
+        role: Literal["any", "prefill", "decode", "encode"],
         name: str,
         flags: Mapping[str, str | None] | None = None,
         *,
@@ -48,7 +48,7 @@ class Cluster:
         """Start a node; it comes up while the caller goes on, until `until_up`.
 
         Args:
-            role: which command.
+            role: what it is for others.
             name: its node id.
             flags: of its engine, beyond `ENGINE` (which encoder nodes do not know); None for a flag
                 without a value.
@@ -62,7 +62,7 @@ class Cluster:
         if router is not None:
             common["router"] = router.url
         engine = {} if role == "encode" else ENGINE
-        words = [role, *_words({**common, **engine, **(flags or {})})]
+        words = ["serve" if role == "any" else role, *_words({**common, **engine, **(flags or {})})]
         node = Node(name, words, self.folder, inside=inside, env=env)
         self.servers.append(node)
         return node

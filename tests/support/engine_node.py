@@ -244,11 +244,6 @@ class Node:
         )
         return found
 
-    @property
-    def transport_name(self) -> str:
-        """As the hub knows it."""
-        return f"{self.id.node}-{self.id.generation.hex()}-0"
-
     # --- the core's thread ---
 
     def _run(self) -> None:
@@ -373,7 +368,9 @@ class Node:
 
         with suppress(TimeoutError, Killed):
             self.transfers.inspect(die)
-        HUB.leave(self.transport_name)
+        for worker in self.transfers.workers:
+            for transport in worker.transports:
+                HUB.leave(transport.name)
         self.mailbox.kill()
 
     def bury(self) -> None:

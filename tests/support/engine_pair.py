@@ -14,10 +14,9 @@ from typing import Any
 import pytest
 
 from kvbaton.connectors.transfer.endpoint import HandoverConfig
-from kvbaton.decode import DecodeFactory
 from kvbaton.engine.build import ConnectorFactory
 from kvbaton.messages.engine import AddRequest, TransferSpec
-from kvbaton.prefill import PrefillFactory
+from kvbaton.roles import HandoverFactory
 from kvbaton.types import TransferTimers
 from tests.support.engine_node import HUB, Call, Node, greedy
 from tests.support.waiting import until
@@ -55,8 +54,8 @@ class Pair:
         self.timers = timers
         self.settings = {"p": dict(p or {}), "d": dict(d or {})}
         of_p, of_d = (transport, transport) if isinstance(transport, str) else transport
-        self.p = self._start("p", PrefillFactory(self._config(of_p)))
-        self.d = self._start("d", DecodeFactory(self._config(of_d)))
+        self.p = self._start("p", HandoverFactory(self._config(of_p), "prefill"))
+        self.d = self._start("d", HandoverFactory(self._config(of_d), "decode"))
         self._names = itertools.count()
         self._retired: list[Node] = []
 
@@ -104,7 +103,7 @@ class Pair:
         assert self.p in self._retired
         self.p.bury()
         port = int(self.address.rpartition(":")[2])
-        self.p = self._start("p", PrefillFactory(self._config("memory", port)))
+        self.p = self._start("p", HandoverFactory(self._config("memory", port), "prefill"))
 
     def kill(self, side: str) -> None:
         """Kill one side; what it held is given back by `close`, for its threads may be held."""
@@ -169,7 +168,7 @@ def make_pair(folder: Path) -> Iterator[Callable[..., Pair]]:
 @pytest.fixture(scope="session")
 def expected(folder: Path) -> Iterator[Expected]:
     """What one node answers, that never heard of hand-overs."""
-    node = Node("alone", folder, DecodeFactory(HandoverConfig(transport="memory")))
+    node = Node("alone", folder, HandoverFactory(HandoverConfig(transport="memory"), "decode"))
     known: dict[tuple[Any, ...], list[int]] = {}
 
     def answer(prompt: Sequence[int], **params: Any) -> list[int]:

@@ -190,13 +190,12 @@ def main(words: list[str]) -> None:
 
 
 def _connectors(spec: NodeSpec) -> list[ConnectorFactory]:
-    from kvbaton.decode import DecodeFactory
-    from kvbaton.prefill import PrefillFactory
+    from kvbaton.roles import HandoverFactory
 
     if spec.role == "alone":
         return []
     config = HandoverConfig(transport=spec.transport, timers=PATIENT)
-    return [PrefillFactory(config) if spec.role == "prefill" else DecodeFactory(config)]
+    return [HandoverFactory(config, spec.role)]
 
 
 def _story(node: Node) -> str:

@@ -247,13 +247,10 @@ class ToyTransfers:
         self.outbox_fd = os.eventfd(0)
         self.failure: str | None = None
         self.junk = 0
-        self.receiver = self
+        self.receiver, self.sender = self, None
         self.published: dict[str, float] = {}
         self.told: list[Any] = []
         self.actions: list[Any] = []
-
-    def start(self) -> None:
-        """There is no thread."""
 
     def submit(self, *items: Any) -> None:
         self.told += items

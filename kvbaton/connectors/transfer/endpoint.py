@@ -1,10 +1,10 @@
-"""What a node brings to a hand-over: its transports with memory registered, and its identity."""
+"""What a node brings to hand-overs: transports with memory registered, and its identity."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Literal
 
 import msgspec
 
@@ -14,7 +14,6 @@ from kvbaton.types import NodeId, TransferTimers
 
 if TYPE_CHECKING:
     from kvbaton.connectors.base import Memory, Transport
-    from kvbaton.connectors.channel import ControlChannel
     from kvbaton.connectors.layout import KVLayout
 
 
@@ -46,15 +45,13 @@ class HandoverConfig:
 
 @dataclass(frozen=True)
 class Endpoint:
-    """What a transfer thread needs of a node.
+    """What one side of a node's hand-overs brings.
 
     Attributes:
-        channel: control channel.
         transports: one per rank, its memory registered.
         identity: what the node says of itself.
     """
 
-    channel: ControlChannel
     transports: list[Transport]
     identity: Identity
 
@@ -62,16 +59,18 @@ class Endpoint:
 def open_endpoint(
     config: HandoverConfig,
     node: NodeId,
+    side: Literal["source", "target"],
     digest: bytes,
     record: dict[str, str],
     memories: Sequence[Sequence[Memory]],
     layouts: Sequence[Sequence[KVLayout]],
 ) -> Endpoint:
-    """Open control channel and transports, and register each rank's memory in order.
+    """Open a side's transports, and register each rank's memory in order.
 
     Args:
         config: settings.
         node: this life of this node.
+        side: of hand-overs that they are for.
         digest: of its identity record.
         record: the identity record, readable.
         memories: per rank, the pools of its groups.
@@ -82,17 +81,15 @@ def open_endpoint(
         TransportError: memory can't be registered.
     """
     # Here, since the HTTP process wants the settings above, and no numpy.
-    from kvbaton.connectors.channel import ControlChannel
     from kvbaton.connectors.registry import load_transport
 
-    channel = ControlChannel(config.host, config.control_port, cluster_key=config.cluster_key)
     transports, cards = [], []
     for rank, (pools, groups) in enumerate(zip(memories, layouts, strict=True)):
-        name = f"{node.node}-{node.generation.hex()}-{rank}"
+        name = f"{node.node}-{node.generation.hex()}-{side}-{rank}"
         transport = load_transport(config.transport, name=name, host=config.host)
         for memory in pools:
             transport.register(memory)
         transports.append(transport)
         cards.append(RankCard(rank, transport.card(), msgspec.msgpack.encode(list(groups))))
     kind = config.transport.partition(":")[0]
-    return Endpoint(channel, transports, Identity(node, digest, record, kind, tuple(cards)))
+    return Endpoint(transports, Identity(node, digest, record, kind, tuple(cards)))

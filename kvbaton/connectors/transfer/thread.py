@@ -76,14 +76,12 @@ class TransferThread:
         self._busy = False
         self._looks = 0
         self._inbox: deque[events.SourceEvent | events.TargetEvent | Callable[[], None]] = deque()
-        self._outbox: deque[events.SourceAction | events.TargetAction] = deque()
         self._inbox_fd = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
-        self.outbox_fd = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
         self._stopping = threading.Event()
         self._ended = False
         channel.poller.register(self._inbox_fd, zmq.POLLIN)
         for worker in self.workers:
-            worker.to_engine, worker.channel = self._to_engine, channel
+            worker.channel = channel
         self._thread = threading.Thread(target=self._run, name="kvbaton-transfers", daemon=True)
 
     @property
@@ -101,17 +99,6 @@ class TransferThread:
         """Hand something to the machines; returns at once."""
         self._inbox.extend(submitted)
         os.eventfd_write(self._inbox_fd, 1)
-
-    def take(self) -> list[events.SourceAction | events.TargetAction]:
-        """What the machines want of the engine, in order; never blocks."""
-        try:
-            os.eventfd_read(self.outbox_fd)
-        except BlockingIOError:
-            return []
-        actions = []
-        while self._outbox:
-            actions.append(self._outbox.popleft())
-        return actions
 
     def inspect(self, question: Callable[[], Any], timeout: float | None = None) -> Any:
         """Run a function in the transfer thread, or here if that does not run; its result.
@@ -160,7 +147,6 @@ class TransferThread:
         self.channel.poller.unregister(self._inbox_fd)
         self.channel.close()
         os.close(self._inbox_fd)
-        os.close(self.outbox_fd)
 
     def _stop_source(self, sender: SourceWorker) -> None:
         """Fail what is left over, and say what has drained, as far as that takes little time."""
@@ -205,7 +191,8 @@ class TransferThread:
                 if failed_in_a_row >= MAX_FAILED_TURNS or not isinstance(error, Exception):
                     # Without its transfer thread a node must not pretend to be healthy.
                     self.failure = f"{type(error).__name__}: {error}"
-                    os.eventfd_write(self.outbox_fd, 1)
+                    for worker in self.workers:
+                        worker.wake_engine()
                     return
                 time.sleep(BUSY_PAUSE_S * failed_in_a_row)
 
@@ -277,8 +264,3 @@ class TransferThread:
                 self.junk += 1
             else:
                 worker.handle(events.Received(link, message), now)
-
-    def _to_engine(self, action: events.SourceAction | events.TargetAction) -> None:
-        """Called by the workers."""
-        self._outbox.append(action)
-        os.eventfd_write(self.outbox_fd, 1)

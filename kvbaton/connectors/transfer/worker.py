@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import os
 import sys
 import time
 from collections import deque
@@ -17,7 +18,9 @@ from kvbaton.connectors.layout import KVLayout
 from kvbaton.connectors.protocol.events import (
     PeerGone,
     SendMessage,
+    SourceAction,
     SourceEvent,
+    TargetAction,
     TargetEvent,
     Tick,
 )
@@ -53,9 +56,9 @@ class TransferWorker:
 
     Attributes:
         published: totals and values as other threads may read them; replaced, never changed.
+        outbox_fd: readable while `take` has something.
     """
 
-    to_engine: Callable[[Any], None]
     channel: ControlChannel
 
     def __init__(
@@ -69,6 +72,8 @@ class TransferWorker:
         self.layouts = layouts
         self.counters = dict.fromkeys((*counters, "errors"), 0.0)
         self.published = dict(self.counters)
+        self.outbox_fd = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
+        self._outbox: deque[Any] = deque()
         self._machine = machine
         self._events: deque[SourceEvent | TargetEvent] = deque()
         self._do: dict[type, Callable[[Any, float], None]] = {SendMessage: self._send}
@@ -102,6 +107,26 @@ class TransferWorker:
                 except Exception:
                     self.error("%s could not be carried out", type(action).__name__)
             self._events.popleft()
+
+    def to_engine(self, action: SourceAction | TargetAction) -> None:
+        """Leave an action for the engine's thread."""
+        self._outbox.append(action)
+        self.wake_engine()
+
+    def wake_engine(self) -> None:
+        """Let the engine's thread look."""
+        os.eventfd_write(self.outbox_fd, 1)
+
+    def take(self) -> list[Any]:
+        """What the machine wants of the engine, in order; for its thread, never blocks."""
+        try:
+            os.eventfd_read(self.outbox_fd)
+        except BlockingIOError:
+            return []
+        actions = []
+        while self._outbox:
+            actions.append(self._outbox.popleft())
+        return actions
 
     def error(self, what: str, *args: object) -> None:
         """Count the exception being handled, and log it while it is no flood.
@@ -201,6 +226,7 @@ class TransferWorker:
         """Close all peers and shut the transports down."""
         for transport in self.transports:
             transport.shutdown()
+        os.close(self.outbox_fd)
 
     def state(self) -> dict[str, Any]:
         """What the machine and this thread know, for diagnosis."""
