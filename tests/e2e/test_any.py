@@ -6,10 +6,10 @@ from collections.abc import Callable
 
 import pytest
 
-from tests.e2e.cluster import Cluster
 from tests.e2e.conftest import MakePair
-from tests.e2e.oracle import Oracle
-from tests.e2e.servers import Node, Router
+from tests.support.cluster import Cluster
+from tests.support.oracle import Oracle
+from tests.support.servers import Node, Router
 
 pytestmark = pytest.mark.e2e
 
