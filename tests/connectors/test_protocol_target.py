@@ -315,6 +315,18 @@ def test_a_peer_that_is_gone_is_fenced() -> None:
     assert sent(rig.start(1), Hello)[0].over == (), "what was fenced needs no promise"
 
 
+def test_alarms_that_ring_together_ask_for_one_fence() -> None:
+    """As those do that a stopped process has slept through."""
+    rig = Rig().until("draining")
+    while rig.now < TIMERS.quarantine_limit - 1:
+        rig.wait(1.0)
+        rig.hear(Progress, state="draining", tokens_pushed=8)
+    rig.now += 0.9
+    assert of(rig.do(PeerGone(P)), Fence) == [Fence(P)]
+    rig.now += TIMERS.resend
+    assert of(rig.do(Tick()), Fence) == [Fence(P)]
+
+
 def test_a_session_greeted_before_a_fence_held_gives_way_to_another() -> None:
     rig = Rig().until("engaged")
     rig.do(PeerGone(P))

@@ -372,8 +372,7 @@ class Target(TargetSessions):
             self.peer_gone(events.PeerGone(node))
         elif self.now - record.since >= self.timers.quarantine_limit:
             self.tell(record.name, f"{node.node} lives and does not drain: fence it")
-            if events.Fence(node) not in self.actions:  # as another attempt just wants it
-                self.do(events.Fence(node))
+            self.fence(node)
 
     def _drained(self, record: Incoming, message: control.Drained) -> None:
         """`Unquarantine`; if P gives up unasked, fail first."""

@@ -323,6 +323,11 @@ class TargetSessions(Sessions[Incoming, TargetSession]):
     def _fence(self, node: NodeId) -> None:
         if any(session.over and session.attempts for session in self.of(node)):
             self.ring_in("resend", node, self.timers.resend)
+            self.fence(node)
+
+    def fence(self, node: NodeId) -> None:
+        """Try to, once per event, however many alarms that rang together want it."""
+        if events.Fence(node) not in self.actions:
             self.do(events.Fence(node))
 
     def fencing(self) -> list[NodeId]:
