@@ -78,7 +78,14 @@ def _launch(
     return out, lse
 
 
-@jit("lse1", "lse2")
+@jit(
+    "lse1",
+    "lse2",
+    "stride_l1_token",
+    "stride_l1_head",
+    "stride_l2_token",
+    "stride_l2_head",
+)
 def _kernel(
     out1: tl.tensor,
     lse1: tl.tensor,

@@ -172,40 +172,40 @@ Shape = tuple[str, int, int, int]
 """Of a launch: what the keys are, how many prompts, queries and keys of each."""
 
 
-def _own_keys(tokens: int) -> int:
-    """Queries and own keys that a chunk of so many is padded to, what its prefix leaves included.
+def _padded(tokens: int, granule: int, parts: int) -> int:
+    """Round up to a multiple of `granule`, or of a part of the next power of two if that is more.
 
-    From 2,048 on, in steps of an eighth to a quarter, of whole `PREFIX_GRANULE`s.
+    The more parts, the less is computed in vain, and the more shapes there are to plan.
     """
-    tokens = max(tokens, 2 * PREFIX_GRANULE)
-    step = max(PREFIX_GRANULE, (1 << (tokens - 1).bit_length()) // 8)
+    step = max(granule, (1 << (tokens - 1).bit_length()) // parts)
     return -(-tokens // step) * step
 
 
 def _chunk_shapes(tokens: int, prefix: int) -> list[Shape]:
     """Of each launch of `_chunk`: own keys, then pieces of the prefix, the longest first."""
-    own = _own_keys(prefix % PREFIX_GRANULE + tokens)
+    own = _padded(prefix % PREFIX_GRANULE + tokens, PREFIX_GRANULE, 8)
+    queries = _padded(tokens, 2 * GRANULE, 4)
     shapes, whole = [("own", 1, own, own)], prefix // PREFIX_GRANULE * PREFIX_GRANULE
     while whole:
         keys = min(MAX_PREFIX_PIECE, 1 << (whole.bit_length() - 1))
-        shapes.append(("prefix", 1, own, keys))
+        shapes.append(("prefix", 1, queries, keys))
         whole -= keys
     return shapes
 
 
 def chunks_of_each_shape(most_tokens: int) -> Iterator[tuple[int, int]]:
-    """Tokens and prefixes of chunks that make all launches which chunks of up to so many may.
-
-    Shorter prefixes first, for each length.
-    """
-    most_left, own = PREFIX_GRANULE - 1, 0
-    while most_tokens >= MIN_QUERIES and own < _own_keys(most_tokens + most_left):
-        own = _own_keys(own + 1)
-        tokens = min(most_tokens, own - 1)
-        left, prefix = min(most_left, own - tokens), 0
-        while prefix <= MAX_PREFIX_PIECE:
-            yield tokens, prefix + left
-            prefix = 2 * prefix or PREFIX_GRANULE
+    """Tokens and prefixes of chunks that make all launches which chunks of up to so many may."""
+    lengths = [*range(MIN_QUERIES, most_tokens, GRANULE), most_tokens]
+    pieces = [PREFIX_GRANULE]
+    while pieces[-1] < MAX_PREFIX_PIECE:
+        pieces.append(2 * pieces[-1])
+    seen: set[Shape] = set()
+    for tokens in lengths if most_tokens >= MIN_QUERIES else []:
+        for prefix in (*pieces, PREFIX_GRANULE - 1):
+            shapes = _chunk_shapes(tokens, prefix)
+            if not seen.issuperset(shapes):
+                seen.update(shapes)
+                yield tokens, prefix
 
 
 def _is_planned(kind: tuple[object, ...], *shapes: Shape) -> bool:
@@ -263,20 +263,21 @@ def _chunk(
     """A chunk after `prefix` cached tokens."""
     tokens, rest = query.shape[0], prefix % PREFIX_GRANULE
     (_, _, own, _), *earlier = _chunk_shapes(tokens, prefix)
-    padded = pad(query, (0, 0, 0, 0, rest, own - rest - tokens))
-    span = slice(rest, rest + tokens)
 
-    def among(start: int, keys: int, valid: int, causal: bool) -> tuple[torch.Tensor, torch.Tensor]:
+    def among(
+        before: int, queries: int, start: int, keys: int
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        padded = pad(query, (0, 0, 0, 0, before, queries - before - tokens))
         key, value = (
-            _gather(cache, block_table, start, keys, valid).to(query.dtype)
+            _gather(cache, block_table, start, keys, prefix + tokens - start).to(query.dtype)
             for cache in (key_cache, value_cache)
         )
-        out, lse = _cudnn(padded, key, value, causal, scale)
-        return out[span], lse[span]
+        out, lse = _cudnn(padded, key, value, start + before == prefix, scale)
+        return out[before : before + tokens], lse[before : before + tokens]
 
-    state, start = among(prefix - rest, own, rest + tokens, True), 0
-    for _, _, _, keys in earlier:
-        state = merge_attention_states(*state, *among(start, keys, keys, False))
+    state, start = among(rest, own, prefix - rest, own), 0
+    for _, _, queries, keys in earlier:
+        state = merge_attention_states(*state, *among(0, queries, start, keys))
         start += keys
     return state[0]
 
