@@ -7,7 +7,10 @@ before the choice; DeepSeek-AI, "DeepSeek-V2", arXiv 2405.04434, section 2.2.2, 
 
 from __future__ import annotations
 
+import math
+
 import torch
+import torch.nn.functional as F
 
 from kvbaton.kernels.jit import jit, next_power_of_2, tl, use_triton
 
@@ -22,6 +25,7 @@ def fused_topk(
     num_groups: int = 1,
     top_groups: int = 1,
     scale: float = 1.0,
+    shared: int = 0,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """The `top_k` best experts of each token, best first, and their weights, computed in fp32.
 
@@ -38,25 +42,63 @@ def fused_topk(
         num_groups: equal parts of the experts, of two at least.
         top_groups: groups to choose from.
         scale: of all weights.
+        shared: experts E, E + 1 and so on, that every token has after those chosen, of weight 1.
 
     Returns:
-        Weights [T, top_k] of `dtype`, and numbers of experts [T, top_k], int32, always within E,
-        even where logits are NaN.
+        Weights [T, top_k + shared] of `dtype`, and numbers of experts [T, top_k + shared], int32,
+        of those chosen always within E, even where logits are NaN.
     """
     if not use_triton(logits):
         return fused_topk_reference(
             logits, top_k, renormalize=renormalize, dtype=dtype, bias=bias,
-            num_groups=num_groups, top_groups=top_groups, scale=scale,
+            num_groups=num_groups, top_groups=top_groups, scale=scale, shared=shared,
         )  # fmt: skip
-    tokens, experts = logits.shape
-    weights = torch.empty((tokens, top_k), dtype=dtype, device=logits.device)
-    ids = torch.empty((tokens, top_k), dtype=torch.int32, device=logits.device)
+    return choose_experts(
+        logits, logits, None, top_k, renormalize=renormalize, dtype=dtype, bias=bias,
+        num_groups=num_groups, top_groups=top_groups, scale=scale, shared=shared,
+    )  # fmt: skip
+
+
+def choose_experts(
+    parts: torch.Tensor,
+    like: torch.Tensor,
+    logit_bias: torch.Tensor | None,
+    top_k: int,
+    *,
+    renormalize: bool,
+    dtype: torch.dtype,
+    bias: torch.Tensor | None,
+    num_groups: int,
+    top_groups: int,
+    scale: float,
+    shared: int,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """As `fused_topk`, by its kernel, of logits in parts.
+
+    Args:
+        parts: [..., T, E], contiguous; they add up to the logits.
+        like: what has the dtype that logits are rounded to.
+        logit_bias: [E], of logits, or None.
+        top_k: see `fused_topk`, as all others.
+        renormalize: likewise.
+        dtype: likewise.
+        bias: likewise.
+        num_groups: likewise.
+        top_groups: likewise.
+        scale: likewise.
+        shared: likewise.
+    """
+    *splits, tokens, experts = parts.shape
+    weights = torch.empty((tokens, top_k + shared), dtype=dtype, device=parts.device)
+    ids = torch.empty((tokens, top_k + shared), dtype=torch.int32, device=parts.device)
     if tokens:
         _kernel[(tokens,)](
-            logits, logits if bias is None else bias, weights, ids,
-            EXPERTS=experts, TOP_K=top_k, GROUPS=num_groups, TOP_GROUPS=top_groups,
+            parts, like, logit_bias, bias, weights, ids,
+            SPLITS=math.prod(splits), BLOCK_S=next_power_of_2(math.prod(splits)),
+            EXPERTS=experts, TOP_K=top_k, SHARED=shared, GROUPS=num_groups, TOP_GROUPS=top_groups,
             SIGMOID=bias is not None, RENORMALIZE=renormalize, SCALE=scale,
-            BLOCK=next_power_of_2(experts), BLOCK_K=next_power_of_2(top_k),
+            HAS_LOGIT_BIAS=logit_bias is not None,
+            BLOCK=next_power_of_2(experts), BLOCK_K=next_power_of_2(top_k + shared),
             BLOCK_G=next_power_of_2(num_groups), num_warps=1,
         )  # fmt: skip
     return weights, ids
@@ -72,6 +114,7 @@ def fused_topk_reference(
     num_groups: int = 1,
     top_groups: int = 1,
     scale: float = 1.0,
+    shared: int = 0,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Plain torch for `fused_topk`."""
     if bias is None:
@@ -89,33 +132,46 @@ def fused_topk_reference(
     weights = scores.gather(1, ids)
     if renormalize:
         weights /= weights.sum(dim=-1, keepdim=True)
-    return (weights * scale).to(dtype), ids.int()
+    of_shared = torch.arange(logits.shape[1], logits.shape[1] + shared, device=ids.device)
+    ids = torch.cat((ids, of_shared.expand(len(ids), -1)), dim=1)
+    return F.pad((weights * scale).to(dtype), (0, shared), value=1.0), ids.int()
 
 
 @jit()
 def _kernel(
     logits: tl.tensor,
+    like: tl.tensor,
+    logit_bias: tl.tensor,
     bias: tl.tensor,
     weights: tl.tensor,
     ids: tl.tensor,
+    SPLITS: tl.constexpr,
+    BLOCK_S: tl.constexpr,
     EXPERTS: tl.constexpr,
     TOP_K: tl.constexpr,
+    SHARED: tl.constexpr,
     GROUPS: tl.constexpr,
     TOP_GROUPS: tl.constexpr,
     SIGMOID: tl.constexpr,
     RENORMALIZE: tl.constexpr,
     SCALE: tl.constexpr,
+    HAS_LOGIT_BIAS: tl.constexpr,
     BLOCK: tl.constexpr,
     BLOCK_K: tl.constexpr,
     BLOCK_G: tl.constexpr,
 ) -> None:
     """One program per token."""
-    token = tl.program_id(0).to(tl.int64)
+    token, tokens = tl.program_id(0).to(tl.int64), tl.num_programs(0)
     expert = tl.arange(0, BLOCK)
     place = tl.arange(0, BLOCK_K)
     there = expert < EXPERTS
-    logit = tl.load(logits + token * EXPERTS + expert, mask=there, other=-float("inf"))
-    logit = logit.to(tl.float32)
+    split = tl.arange(0, BLOCK_S)[:, None]
+    parts = logits + (split * tokens + token) * EXPERTS + expert[None, :]
+    part = tl.load(parts, mask=(split < SPLITS) & there[None, :], other=0.0)
+    logit = tl.sum(part.to(tl.float32), axis=0)
+    if HAS_LOGIT_BIAS:
+        logit += tl.load(logit_bias + expert, mask=there, other=0.0).to(tl.float32)
+    logit = tl.where(there, logit.to(like.dtype.element_ty).to(tl.float32), -float("inf"))
     if SIGMOID:
         score = 1.0 / (1.0 + tl.exp(-logit))
         rank = score + tl.load(bias + expert, mask=there, other=0.0)
@@ -153,6 +209,9 @@ def _kernel(
         rank = tl.where(expert == best, -float("inf"), rank)
     if RENORMALIZE:
         chosen = chosen / tl.sum(chosen, axis=0)
-    target = token * TOP_K + place
-    tl.store(weights + target, (chosen * SCALE).to(weights.dtype.element_ty), mask=place < TOP_K)
-    tl.store(ids + target, numbers, mask=place < TOP_K)
+    chosen = tl.where(place < TOP_K, chosen * SCALE, 1.0)
+    numbers = tl.where(place < TOP_K, numbers, EXPERTS + place - TOP_K)
+    target = token * (TOP_K + SHARED) + place
+    mask = place < TOP_K + SHARED
+    tl.store(weights + target, chosen.to(weights.dtype.element_ty), mask=mask)
+    tl.store(ids + target, numbers, mask=mask)

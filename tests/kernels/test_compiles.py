@@ -34,7 +34,7 @@ def check(kernel, types, constants, **options):
 """
 
 EXPERTS = """
-from kvbaton.kernels import fused_moe, fused_topk
+from kvbaton.kernels import fused_moe, fused_router, fused_topk
 
 lists = dict.fromkeys(("ids", "order", "experts", "used"), "*i32")
 numbers = dict.fromkeys(("entries", "blocks", "first", "held"), "i32")
@@ -74,11 +74,20 @@ for dtype, itemsize in (("bf16", 2), ("fp32", 4)):
     for sigmoid in (False, True):
         check(
             fused_topk._kernel,
-            {"logits": "*" + dtype, "bias": "*fp32", "weights": "*fp32", "ids": "*i32"},
-            dict(EXPERTS=60, TOP_K=6, GROUPS=1 + 3 * sigmoid, TOP_GROUPS=1 + sigmoid,
-                 SIGMOID=sigmoid, RENORMALIZE=True, SCALE=2.5, BLOCK=64, BLOCK_K=8,
-                 BLOCK_G=1 + 3 * sigmoid),
+            {"logits": "*fp32", "like": "*" + dtype, "bias": "*fp32", "weights": "*fp32",
+             "ids": "*i32"},
+            dict(EXPERTS=60, TOP_K=6, SHARED=2, GROUPS=1 + 3 * sigmoid, TOP_GROUPS=1 + sigmoid,
+                 SIGMOID=sigmoid, RENORMALIZE=True, SCALE=2.5, BLOCK=64, BLOCK_K=8, SPLITS=16,
+                 BLOCK_S=16, HAS_LOGIT_BIAS=False, logit_bias=None, BLOCK_G=1 + 3 * sigmoid),
             num_warps=1,
+        )
+    for rows in (1, 16, 32):
+        check(
+            fused_router._kernel,
+            {"x": "*bf16", "weight": "*" + dtype, "parts": "*fp32", "tokens": "i32"},
+            dict(EXPERTS=60, DEPTH=2880, SHARE=128, LONE=rows == 1, BLOCK_M=max(16, rows),
+                 BLOCK_N=32, BLOCK_K=128),
+            num_warps=4, num_stages=2,
         )
 """
 

@@ -13,6 +13,7 @@ from kvbaton.kernels.fused_moe import (
     tile_of,
     token_counts,
 )
+from kvbaton.kernels.fused_router import fused_router
 from kvbaton.kernels.fused_topk import fused_topk, fused_topk_reference
 from kvbaton.kernels.quantize_fp8 import quantize_fp8_reference
 
@@ -184,6 +185,8 @@ def test_no_tokens(place: Any) -> None:
     ids = torch.zeros((0, 2), dtype=torch.int32, device=place.device)
     assert fused_moe(x, gate_up, down, weights, ids).shape == (0, 16)
     assert fused_topk(weights, 1, renormalize=True, dtype=place.dtype)[1].shape == (0, 1)
+    choice = fused_router(x, gate_up[0], 2, renormalize=True, dtype=place.dtype, shared=1)
+    assert choice[1].shape == (0, 3)
 
 
 def test_token_counts_reach_every_tile() -> None:
@@ -223,12 +226,38 @@ def test_routes_of_groups_are_those_of_torch(
         "num_groups": groups,
         "top_groups": top_groups,
         "scale": 2.5,
+        "shared": top_k % 3,
     }
     weights, ids = fused_topk(logits, top_k, bias=bias, **options)
     of_cpu = None if bias is None else bias.cpu()
     expected, where = fused_topk_reference(logits.cpu(), top_k, bias=of_cpu, **options)
     assert torch.equal(ids.cpu(), where)
     torch.testing.assert_close(weights.cpu(), expected)
+
+
+@pytest.mark.parametrize("shared", [0, 2])
+@pytest.mark.parametrize(
+    ("tokens", "size", "wide_weight"),
+    [(1, 200, False), (1, 5000, True), (5, 384, True), (40, 160, False)],
+)
+def test_a_router_of_few_tokens(
+    place: Any, tokens: int, size: int, wide_weight: bool, shared: int
+) -> None:
+    """Its choice is that of the logits, and its weights are close to theirs."""
+    x, weight = place.randn(tokens, size), place.randn(60, size) * size**-0.5
+    logit_bias = None if wide_weight else place.randn(60)
+    weight = weight.float() if wide_weight else weight
+    options: dict[str, Any] = {"renormalize": True, "dtype": torch.float32, "shared": shared}
+    weights, ids = fused_router(x, weight, 6, logit_bias=logit_bias, **options)
+    logits = x.cpu().double() @ weight.cpu().double().t()
+    logits += 0 if logit_bias is None else logit_bias.cpu().double()
+    assert ids.dtype == torch.int32
+    assert ids[:, 6:].tolist() == [[60, 61][:shared]] * tokens
+    assert weights[:, 6:].eq(1).all()
+    near = 1e-5 if weight.dtype == torch.float32 else 0.05
+    chosen = logits.gather(1, ids[:, :6].cpu().long())
+    assert (chosen >= logits.topk(6).values - near).all()
+    torch.testing.assert_close(weights[:, :6].cpu().double(), chosen.softmax(1), atol=near, rtol=0)
 
 
 def test_no_tokens_choose_none() -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import replace
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -14,6 +15,7 @@ from kvbaton.engine.models.linear import FP8, expert_run, product
 from kvbaton.engine.moe_config import MoeConfig
 from kvbaton.engine.quantization.config import Quantization
 from kvbaton.kernels.fused_moe import ClampedSwiGLU, fused_moe
+from kvbaton.kernels.fused_router import fits, fused_router
 from kvbaton.kernels.fused_topk import fused_topk
 
 
@@ -38,19 +40,27 @@ class Router(WeightedModule):
             return new_weight(*shape)
         return nn.Parameter(torch.empty(shape, dtype=torch.float32), requires_grad=False)
 
-    def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
-        """[tokens, size] to weights and numbers of experts, each [tokens, top_k]."""
+    def forward(self, x: Tensor, shared: int = 0) -> tuple[Tensor, Tensor]:
+        """[tokens, size] to weights and numbers of experts, each [tokens, top_k + shared].
+
+        Args:
+            x: the tokens.
+            shared: experts behind the routed ones, that all tokens go through.
+        """
         moe = self.moe
-        return fused_topk(
-            product(x.to(self.weight.dtype), self.weight, self.bias),
-            moe.top_k,
-            renormalize=moe.norm_topk_prob,
-            dtype=torch.float32 if moe.family.float32_weights else x.dtype,
-            bias=self.choice_bias,
-            num_groups=moe.num_groups,
-            top_groups=moe.top_groups,
-            scale=moe.routed_scaling_factor,
-        )
+        choice: dict[str, Any] = {
+            "renormalize": moe.norm_topk_prob,
+            "dtype": torch.float32 if moe.family.float32_weights else x.dtype,
+            "bias": self.choice_bias,
+            "num_groups": moe.num_groups,
+            "top_groups": moe.top_groups,
+            "scale": moe.routed_scaling_factor,
+            "shared": shared,
+        }
+        if fits(x):
+            return fused_router(x, self.weight, moe.top_k, logit_bias=self.bias, **choice)
+        logits = product(x.to(self.weight.dtype), self.weight, self.bias)
+        return fused_topk(logits, moe.top_k, **choice)
 
     def pieces(self) -> Iterator[Piece]:
         """Its weight, and the biases that it has."""
