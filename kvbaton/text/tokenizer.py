@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import re
 from collections.abc import Set
 from pathlib import Path
@@ -13,6 +14,9 @@ import tokenizers
 from kvbaton.errors import ConfigError
 from kvbaton.text.chat import ChatTemplate
 from kvbaton.text.vision import VisionText
+
+# A text is encoded alone; to hand it to a pool of one thread per core costs more than to encode it.
+os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
 
 SPECIAL_NAMES = (
     "bos_token",
