@@ -144,7 +144,11 @@ class ControlChannel:
             else:
                 self.dropped += 1
         for link, dealer in self._dealers.items():
-            got += [(link, frames[0]) for frames in drain(dealer) if len(frames) == 1]
+            for frames in drain(dealer):
+                if len(frames) == 1:
+                    got.append((link, frames[0]))
+                else:
+                    self.dropped += 1
         return got
 
     def hang_up(self, address: str) -> None:

@@ -27,7 +27,7 @@ import numpy as np
 import numpy.typing as npt
 
 from kvbaton.connectors.layout import HEAD, KV, KVLayout
-from kvbaton.connectors.pairing import Columns, GroupPairing, PlaneShare
+from kvbaton.connectors.pairing import GroupPairing, PlaneShare
 from kvbaton.messages.control import DigestRun
 
 Sums = npt.NDArray[np.uint64]
@@ -129,7 +129,7 @@ def whole_values(pairing: GroupPairing, sums: Sequence[Sums], seed: int) -> npt.
     """
     total = np.zeros(len(sums[0]), np.uint64)
     for (rank, _), shares in pairing.shares.items():
-        flat = _flat(sums[rank], pairing.sources[rank])
+        flat = sums[rank].reshape(len(sums[rank]), -1)
         for share in shares:
             name = struct.pack("<Q", seed) + share.source.name.encode()
             key = hashlib.blake2b(name, digest_size=8).digest()
@@ -159,10 +159,9 @@ def claims(
     """
     runs = []
     for (source, target), shares in pairing.shares.items():
-        layout, parts = pairing.sources[source], [(s, s.source_columns) for s in shares]
-        first_unit, values = _values(
-            sums[source], layout, parts, first_block, pairing.unit, transfer_id, attempt
-        )
+        layout = pairing.sources[source]
+        where = pairing.unit, transfer_id, attempt
+        first_unit, values = _values(sums[source], layout, shares, True, first_block, *where)
         data = values.astype("<u8").tobytes()
         runs.append(DigestRun(source, target, layout.group, first_unit, data))
     return runs
@@ -198,16 +197,18 @@ def mismatches(
     Returns:
         Ranges [start, end), sorted and apart; empty if all is well.
     """
-    mine = [run for run in runs if run.group == pairing.targets[0].group]
-    claimed = {(run.source_rank, run.target_rank): run for run in mine}
-    if len(mine) != len(claimed) or claimed.keys() != pairing.shares.keys():
+    claimed: dict[tuple[int, int], DigestRun] = {}
+    for run in runs:
+        if run.group == pairing.targets[0].group:
+            if (run.source_rank, run.target_rank) in claimed:
+                return [(start, end)]
+            claimed[run.source_rank, run.target_rank] = run
+    if claimed.keys() != pairing.shares.keys():
         return [(start, end)]
     bad = set[int]()
     for pair, shares in pairing.shares.items():
-        layout, parts = pairing.targets[pair[1]], [(s, s.target_columns) for s in shares]
-        first, values = _values(
-            sums[pair[1]], layout, parts, first_block, pairing.unit, transfer_id, attempt
-        )
+        layout, where = pairing.targets[pair[1]], (pairing.unit, transfer_id, attempt)
+        first, values = _values(sums[pair[1]], layout, shares, False, first_block, *where)
         run = claimed[pair]
         given = np.frombuffer(run.values[: len(run.values) // 8 * 8], "<u8")
         differs = np.ones(len(values), np.bool_)  # what is not claimed at all does
@@ -229,17 +230,21 @@ def mismatches(
 def _values(
     sums: Sums,
     layout: KVLayout,
-    parts: Sequence[tuple[PlaneShare, Columns]],
+    shares: Sequence[PlaneShare],
+    of_source: bool,
     first_block: int,
     unit: int,
     transfer_id: bytes,
     attempt: int,
 ) -> tuple[int, npt.NDArray[np.uint64]]:
-    """The first unit and the values of a pair's parts, from one rank's sums of all it holds."""
-    first_unit, units = unit_sums(_flat(sums, layout), first_block, layout.block_size, unit)
+    """The first unit and the values of what a pair shares, from one rank's sums of all it holds."""
+    flat = sums.reshape(len(sums), -1)  # all sums of a block in a row
+    width = sum(math.prod(plane.shape[HEAD : KV + 1]) for plane in layout.planes)
+    assert flat.shape[1] == width, f"{flat.shape[1]} sums a block, of planes of {width}"
+    first_unit, units = unit_sums(flat, first_block, layout.block_size, unit)
     total = np.zeros(len(units), np.uint64)
-    for share, columns in parts:
-        mine = units[:, columns]
+    for share in shares:
+        mine = units[:, share.source_columns if of_source else share.target_columns]
         total += fold(
             mine.reshape(len(mine), len(share.layers), share.source.shape[KV], -1),
             transfer_id=transfer_id,
@@ -251,14 +256,6 @@ def _values(
             head_start=share.head_start,
         )
     return first_unit, total
-
-
-def _flat(sums: Sums, layout: KVLayout) -> Sums:
-    """All sums of a block in a row: [blocks, sums]."""
-    flat = sums.reshape(len(sums), -1)
-    width = sum(math.prod(plane.shape[HEAD : KV + 1]) for plane in layout.planes)
-    assert flat.shape[1] == width, f"{flat.shape[1]} sums a block, of planes of {width}"
-    return flat
 
 
 def _mix(x: npt.NDArray[np.uint64]) -> npt.NDArray[np.uint64]:

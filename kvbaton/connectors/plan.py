@@ -110,12 +110,14 @@ def plan(
     if start >= end:
         return {}
     segments = _segments(pairing, (source_table, target_table), start, end)
-    if not len(segments.tokens):
-        return {}
-    return {
-        pair: np.concatenate([rows for share in shares for rows in _rows_of(share, segments)])
-        for pair, shares in pairing.shares.items()
-    }
+    planned: dict[tuple[int, int], Ranges] = {}
+    if len(segments.tokens):
+        for pair, shares in pairing.shares.items():
+            rows: list[Ranges] = []
+            for share in shares:
+                rows += _rows_of(share, segments)
+            planned[pair] = np.concatenate(rows)
+    return planned
 
 
 def total_bytes(ranges: Ranges) -> int:
@@ -178,8 +180,11 @@ def _segments(
 ) -> TokenSegments:
     layouts = pairing.sources[0], pairing.targets[0]
     sizes = layouts[0].block_size, layouts[1].block_size
-    borders = [np.arange(start // size * size, end, size) for size in sizes]
-    starts = np.unique(np.maximum(np.concatenate(borders), start))
+    borders = np.arange(start // sizes[0] * sizes[0], end, sizes[0])
+    if sizes[0] != sizes[1]:
+        others = np.arange(start // sizes[1] * sizes[1], end, sizes[1])
+        borders = np.union1d(borders, others)
+    starts = np.unique(np.maximum(borders, start))
     tokens = np.diff(starts, append=end)
     source, target = tables[0][starts // sizes[0]], tables[1][starts // sizes[1]]
     for side, blocks, layout in zip(("source", "target"), (source, target), layouts, strict=True):

@@ -83,7 +83,8 @@ class TargetConnector(KVConnector):
         self.outcomes = dict.fromkeys(self.OUTCOMES, 0)
         self._static = frozenset(members)
         self._members: frozenset[str] = frozenset()
-        self._awaited: dict[Attempt, str] = {}
+        self._awaited: dict[str, TransferSpec] = {}  # by request
+        self._attempts: set[Attempt] = set()  # of those
         self._live: dict[Attempt, Load] = {}
         self._reserved: dict[Attempt, Spans] = {}
         self.set_members(())
@@ -109,7 +110,7 @@ class TargetConnector(KVConnector):
                 param="kv_transfer_params.remote_host",
                 code="not_a_member",
             )
-        if transfer.name in self._reserved or transfer.name in self._awaited:
+        if transfer.name in self._reserved or transfer.name in self._attempts:
             raise transfer_consumed(transfer)
         return request
 
@@ -125,27 +126,26 @@ class TargetConnector(KVConnector):
     def added(self, sequence: requests.Sequence) -> bool:
         transfer = target_of(sequence.request.spec)
         if transfer is not None:
-            self._awaited[transfer.name] = sequence.request.request_id
+            self._awaited[sequence.request.request_id] = transfer
+            self._attempts.add(transfer.name)
         return False
 
-    def _awaits(self, request: requests.Request) -> TransferSpec | None:
-        """The hand-over that a request awaits still: it was not admitted yet."""
-        transfer = target_of(request.spec)
-        if transfer is None or self._awaited.get(transfer.name) != request.request_id:
-            return None
+    def _admit(self, request: requests.Request) -> TransferSpec:
+        """The hand-over that a request has awaited until now, when it is admitted or over."""
+        transfer = self._awaited.pop(request.request_id)
+        self._attempts.remove(transfer.name)
         return transfer
 
     @override
     def match(self, sequence: requests.Sequence, num_cached: int) -> int:
-        return 0 if self._awaits(sequence.request) is None else len(sequence.tokens) - num_cached
+        awaits = sequence.request.request_id in self._awaited
+        return len(sequence.tokens) - num_cached if awaits else 0
 
     @override
     def started(self, sequence: requests.Sequence) -> None:
-        transfer = self._awaits(sequence.request)
-        if transfer is not None:  # everything is here
-            del self._awaited[transfer.name]
+        if sequence.request.request_id in self._awaited:  # everything is here
             self.outcomes["unneeded"] += 1
-            self.decline(transfer)
+            self.decline(self._admit(sequence.request))
 
     @override
     def decline(self, transfer: TransferSpec) -> None:
@@ -155,11 +155,9 @@ class TargetConnector(KVConnector):
     @override
     def start_load(self, load: Load) -> None:
         request, tokens = load.sequence.request, load.sequence.tokens
-        transfer = self._awaits(request)
-        assert transfer is not None, "only what `match` has offered is loaded"
+        transfer = self._admit(request)
         assert transfer.peer is not None, "checked in accept"
         attempt = transfer.name
-        del self._awaited[attempt]
         self._live[attempt] = load
         self._reserved[attempt] = load.spans
         if self.poison:
@@ -176,9 +174,9 @@ class TargetConnector(KVConnector):
         transfer = target_of(request.spec)
         if transfer is None:
             return
+        if request.request_id in self._awaited:
+            self._admit(request)
         attempt = transfer.name
-        if self._awaits(request) is not None:
-            del self._awaited[attempt]
         load = self._live.get(attempt)
         if load is not None and load.sequence.request is request:
             del self._live[attempt]

@@ -41,6 +41,7 @@ class BlockMemory:
 
     Attributes:
         layouts: per KV group, what its blocks hold: here one group of all layers.
+        group_data: per KV group, that part of `data`: its layers are the first ones of its blocks.
 
     Raises:
         ConfigError: a block's bytes can't be aligned.
@@ -104,14 +105,11 @@ class BlockMemory:
                 planes=(plane,),
             )
         ]
+        self.group_data = [self.data]
 
     def num_layers(self, group: int) -> int:
         """Layers of a group: the first ones of its blocks."""
         return len(self.layouts[group].planes[0].layers)
-
-    def group_data(self, group: int) -> Tensor:
-        """What blocks hold for a group."""
-        return self.data[:, :, : self.num_layers(group)]
 
     def group_sums(self, group: int) -> Tensor:
         """The sums that are kept of it: [blocks, layers, kv, heads] int64."""
@@ -146,7 +144,7 @@ class BlockMemory:
     ) -> npt.NDArray[np.uint64]:
         """Sums recomputed from memory, [blocks, layers, kv, heads]; see `Executor.digest`."""
         ids = torch.tensor(blocks, dtype=torch.int64, device=self.data.device)
-        return _unsigned(block_sums(self.group_data(group), ids, first_position, start, end))
+        return _unsigned(block_sums(self.group_data[group], ids, first_position, start, end))
 
     def adopt(
         self,

@@ -96,6 +96,12 @@ class KVCache(BlockMemory):
             _layout_of(self.states.layout if group.state_rows and self.states else layout, g, group)
             for g, group in enumerate(groups)
         ]
+        self.group_data = [
+            (self.states.data if group.state_rows and self.states else self.data)[
+                :, :, : self.num_layers(g)
+            ]
+            for g, group in enumerate(groups)
+        ]
         self.compute_dtype: torch.dtype = getattr(torch, compute_dtype or dtype)
         self._scales = scales or {}
         # Torch indexes float8 in part of its functions only.
@@ -103,13 +109,6 @@ class KVCache(BlockMemory):
         self._tokens = data.view(-1, head_dim)
         self._pages = data.view(-1, block_size * head_dim)
         self._heads = torch.arange(heads, device=device)
-
-    @override
-    def group_data(self, group: int) -> Tensor:
-        if self.states is None or group < self.num_kv_groups:
-            return super().group_data(group)
-        data: Tensor = self.states.data[:, :, : self.num_layers(group)]
-        return data
 
     @override
     def group_sums(self, group: int) -> Tensor:
@@ -256,7 +255,7 @@ class KVCache(BlockMemory):
     ) -> Tensor:
         """Sums recomputed from memory, on their way; see `Executor.digest`."""
         ids = upload_ids(blocks, self.data.device)
-        return fetch(block_sums(self.group_data(group), ids, first_position, start, end))
+        return fetch(block_sums(self.group_data[group], ids, first_position, start, end))
 
 
 def _layout_of(whole: KVLayout, number: int, group: KVGroup) -> KVLayout:

@@ -65,6 +65,9 @@ class EngineCore:
         mailbox: where requests come from and outputs go to.
         connectors: what brings KV in or takes it out, in the order in which they are asked.
         depth: steps in flight; 2 overlaps scheduling with a device's work.
+
+    Attributes:
+        wake_fd: readable when `poll` or `update` has something to do.
     """
 
     def __init__(
@@ -82,6 +85,7 @@ class EngineCore:
         self.connectors = scheduler.connectors = Connectors(connectors)
         self.depth = depth
         self._waker = select.epoll()
+        self.wake_fd = self._waker.fileno()
         own = [fd for fd in (executor.wake_fd,) if fd is not None]
         self._must_wait = not own  # for a step: it wakes nobody
         for fd in (*own, *(fd for connector in connectors for fd in connector.wake_fds)):
@@ -104,11 +108,6 @@ class EngineCore:
             Command: self.command,
             Shutdown: self.shut_down,
         }
-
-    @property
-    def wake_fd(self) -> int:
-        """Readable when `poll` or `update` has something to do."""
-        return self._waker.fileno()
 
     @property
     def control_address(self) -> str | None:
@@ -160,7 +159,8 @@ class EngineCore:
     def poll(self) -> None:
         """Hear the connectors, and end what has waited too long."""
         now, failing = time.monotonic(), self.connectors.failing
-        for connector in self.connectors.all:
+        heard = self.connectors.all if failing else self.connectors.having[KVConnector.poll]
+        for connector in heard:
             if connector in failing:
                 rests = now < failing[connector]
                 for fd in connector.wake_fds:  # what it does not take must not keep us awake
@@ -301,7 +301,7 @@ class EngineCore:
         outgoing = list(outputs)
         if not outgoing:
             return
-        for connector in self.connectors.all:
+        for connector in self.connectors.having[KVConnector.emitted]:
             try:
                 outgoing = connector.emitted(outgoing)
             except Exception as error:

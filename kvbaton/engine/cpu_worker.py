@@ -82,15 +82,16 @@ class CpuWorker(ModelWorker):
 
     def sums(self, group: int, blocks: Sequence[int]) -> Pending[Sums]:
         """See `Worker.sums`."""
-        return Pending.of_future(self.steps.submit(self.cache.kept_sums, group, blocks))
+        summed = self.steps.submit(self.cache.kept_sums, group, blocks)
+        return Pending(summed.done, summed.result)
 
     def digest(
         self, group: int, blocks: Sequence[int], first_position: int, start: int, end: int
     ) -> Pending[Sums]:
         """See `Worker.digest`."""
         digest = self.cache.digest
-        pending = self.digests.submit(digest, group, blocks, first_position, start, end)
-        return Pending.of_future(pending)
+        summed = self.digests.submit(digest, group, blocks, first_position, start, end)
+        return Pending(summed.done, summed.result)
 
     def close(self) -> None:
         """See `Worker.close`."""

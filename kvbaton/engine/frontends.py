@@ -220,7 +220,8 @@ class FrontendServer:
         if wake_fd != self._wake_fd:
             self._poller.register(wake_fd, zmq.POLLIN)
             self._wake_fd = wake_fd
-        if any(peer.backlog for peer in self._peers.values()):
+        behind = any(peer.backlog for peer in (*self._peers.values(), *self._dismissed))
+        if behind:
             timeout = min(timeout, _RETRY_S)
         timeout = 0.0 if self._lost else max(0.0, min(timeout, self._probe_at - time.monotonic()))
         readable = dict(self._poller.poll(int(timeout * 1000)))
@@ -230,7 +231,8 @@ class FrontendServer:
             if socket is not None and socket in readable:
                 for frames in drain(socket):
                     yield from self._take(socket, frames)
-        self._probe()
+        if behind or time.monotonic() >= self._probe_at:
+            self._probe()
         while self._lost:
             for request_id in tuple(self._lost.pop().names.values()):
                 yield AbortRequest(request_id=request_id)

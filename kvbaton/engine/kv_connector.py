@@ -201,6 +201,7 @@ class Connectors:
 
     Attributes:
         all: the connectors.
+        having: those that have a hook of their own, by hook of `KVConnector`.
         failures: exceptions, by connector.
         failing: until when those that fail are left alone, on the monotonic clock.
         raised: what nobody has taken: by whom, about which request if any, and why.
@@ -212,7 +213,7 @@ class Connectors:
         self.failing: dict[KVConnector, float] = {}
         self.raised: list[tuple[KVConnector, requests.Request | None, str]] = []
         self._log_at = 0.0
-        self._having = {
+        self.having = {
             hook: [c for c in connectors if getattr(type(c), name) is not hook]
             for name, hook in vars(KVConnector).items()
             if callable(hook)
@@ -226,7 +227,7 @@ class Connectors:
     ) -> list[T]:
         """Call a hook of `KVConnector` of all that have one of their own; returns what they say."""
         said = []
-        for connector in self._having[hook]:
+        for connector in self.having[hook]:
             try:
                 said.append(getattr(connector, hook.__name__)(*args, **kwargs))
             except Exception as error:

@@ -142,7 +142,7 @@ class LiveRequests:
             )
         if request.transfer is not None:
             self._check_role(request.transfer)
-        for connector in self.connectors.all:
+        for connector in self.connectors.having[KVConnector.accept]:
             request = connector.accept(request)
         known = [*request.token_ids, *request.resume_ids]
         source = request.transfer is not None and request.transfer.role == "source"
@@ -171,7 +171,7 @@ class LiveRequests:
         entered.sequences.append(sequence)
         self._wait(sequence, SequenceState.WAITING)
         waits = False
-        for connector in self.connectors.all:
+        for connector in self.connectors.having[KVConnector.added]:
             # Not contained: what is raised about a request that comes fails it, and no more.
             waits |= connector.added(sequence)
         if waits:
@@ -399,7 +399,9 @@ class LiveRequests:
             index=index,
             token_ids=(token,),
             logprobs=None if logprobs is None else (logprobs,),
-            prompt_logprobs=request.take_prompt_logprobs(),
+            prompt_logprobs=(
+                None if request.prompt_logprobs is None else request.take_prompt_logprobs()
+            ),
             finish_reason=sequence.finish_reason,
             stop_reason=stop_reason,
             cached_tokens=request.cached_tokens or 0,
@@ -491,12 +493,13 @@ class LiveRequests:
         if not self.is_loading(load):
             return []
         request = load.sequence.request
-        bad = [choice.token for choice in choices if choice.token >= self.config.vocab_size]
+        unknown = (choice.token for choice in choices if choice.token >= self.config.vocab_size)
+        bad = next(unknown, None)
         if choices and len(choices) != request.params.n:
             wrong = f"the source sent {len(choices)} first tokens for n={request.params.n}"
             return self.fail_load(load, load.end, wrong)
-        if bad:
-            wrong = f"the source sent token {bad[0]}, which the model does not have"
+        if bad is not None:
+            wrong = f"the source sent token {bad}, which the model does not have"
             return self.fail_load(load, load.end, wrong)
         self.totals.cached_at_source += cached_at_source
         self._keep(load, load.end)
@@ -521,8 +524,9 @@ class LiveRequests:
             stops = start.finish_reason == "stop"
             finish = (start.finish_reason, start.stop_reason) if stops else None
             outputs.append(self.append(sequence, start.token, start.logprobs, finish))
-        for sequence in [s for s in request.sequences if s.finish_reason is not None]:
-            self.retire(sequence)
+        for sequence in tuple(request.sequences):
+            if sequence.finish_reason is not None:
+                self.retire(sequence)
         return outputs
 
     def fail_load(self, load: Load, valid_through: int, reason: str) -> list[Output]:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from concurrent.futures import Future
 from typing import Generic, TypeVar
 
 T = TypeVar("T")
@@ -32,11 +31,6 @@ class Pending(Generic[T]):
         """What is there already."""
         return cls(lambda: True, lambda: value)
 
-    @classmethod
-    def of_future(cls, future: Future[T]) -> Pending[T]:
-        """What a thread computes."""
-        return cls(future.done, future.result)
-
     def wait(self) -> None:
         """Wait until it is there, without taking it to the host."""
         if self._wait is not None:
@@ -59,7 +53,7 @@ def join(parts: Sequence[Pending[T]]) -> Pending[list[T]]:
     """The results of all parts, in their order."""
     if len(parts) == 1:
         (only,) = parts
-        return Pending(only.ready, lambda: [only.result()])
+        return Pending(only.ready, lambda: [only._take()], only._wait)
     return Pending(
         lambda: all(part.ready() for part in parts), lambda: [part.result() for part in parts]
     )

@@ -275,7 +275,7 @@ def finish_of(
 ) -> tuple[str | None, int | None]:
     """Whether a sequence ends with `token`, its newest: (finish_reason, stop_reason)."""
     params = sequence.request.params
-    if sequence.num_generated >= params.min_tokens:
+    if not params.min_tokens or sequence.num_generated >= params.min_tokens:
         if token in eos and not params.ignore_eos:
             return "stop", None
         if token in params.stop_token_ids:

@@ -124,12 +124,14 @@ class Scheduler(LiveRequests):
         """One pass over those who run, then over those who wait."""
         preemptions, running = self.totals.preemptions, []
         for sequence in self.running:
-            if sequence.request.items:
+            end = len(sequence.tokens) + sequence.pending
+            if sequence.request.items:  # to its end, or to an item that is not here
                 self.items.request(sequence, sequence.num_scheduled)
+                end = min(end, self.items.ready_until(sequence, sequence.num_scheduled))
             unknown = not sequence.handle and sequence.parent is None
             if sequence.pending and (unknown or sequence.is_ending or self._longest_draft):
                 continue  # it only awaits a token
-            running.append((self._reach(sequence) - sequence.num_scheduled, sequence))
+            running.append((end - sequence.num_scheduled, sequence))
         for decoding in (True, False):
             for remaining, sequence in running:
                 if not remaining or (remaining == 1) != decoding:
@@ -138,26 +140,20 @@ class Scheduler(LiveRequests):
                 if sequence.state is not SequenceState.RUNNING or count < 1 or draft.room < 1:
                     continue
                 end = sequence.num_scheduled + count
-                proposed = self._propose(draft, sequence) if decoding else ()
+                drafts = decoding and self._longest_draft
+                proposed = self._propose(draft, sequence) if drafts else ()
                 if self._secure(draft, sequence, end + len(proposed)):
                     self._compute(draft, sequence, count, proposed)
         if self.totals.preemptions == preemptions:
             while self.waiting and self._admit(draft, self.waiting[0]):
                 pass
 
-    def _reach(self, sequence: Sequence) -> int:
-        """How far it could be computed now: to its end, or to an item that is not here."""
-        end = len(sequence.tokens) + sequence.pending
-        if not sequence.request.items:
-            return end
-        return min(end, self.items.ready_until(sequence, sequence.num_scheduled))
-
     def _propose(self, draft: StepDraft, sequence: Sequence) -> tuple[int, ...]:
         """What may come after a decoding sequence's last token, if there is room to find out.
 
         Nobody loses tokens or blocks for it.
         """
-        if not self._longest_draft or sequence.unforked:
+        if sequence.unforked:
             return ()
         known, others = len(sequence.tokens), len(self.running) - len(draft.scheduled) - 1
         if not sequence.num_generated or sequence.num_scheduled + 1 < known:
@@ -343,7 +339,10 @@ class Scheduler(LiveRequests):
             sequence.num_computed = sequence.num_scheduled = total - 1
             sequence.shares_tail = True
         self.run(sequence)
-        count = self._reach(sequence) - sequence.num_scheduled
+        end = total
+        if request.items:
+            end = min(total, self.items.ready_until(sequence, sequence.num_scheduled))
+        count = end - sequence.num_scheduled
         count = count if whole else min(count, draft.budget)
         self._extend(draft, sequence, total, sequence.num_scheduled + count)
         self._compute(draft, sequence, count)
@@ -356,7 +355,7 @@ class Scheduler(LiveRequests):
             ``done`` if one does, will tell later, or must and can't; ``wait`` if there has to be
             room first; ``compute`` if none has anything to bring.
         """
-        for connector in self.connectors.all:
+        for connector in self.connectors.having[KVConnector.match]:
             if connector in self.connectors.failing:
                 continue
             try:

@@ -88,9 +88,10 @@ def block_sums_reference(
 
     NumPy's, since torch is five times slower on integers that lie apart.
     """
-    if not _readable_as_words(cache):
-        cache, blocks = cache[blocks.long()], torch.arange(len(blocks))
-    words = _words(cache).numpy()
+    if _readable_as_words(cache):
+        words = word_view(cache).numpy()
+    else:
+        words, blocks = _words(cache[blocks.long()]).numpy(), torch.arange(len(blocks))
     _, heads, layers, planes, block_size, num_words = words.shape
     positions = torch.arange(len(blocks) * block_size) + first_position
     counted = (positions >= start) & (positions < end)
@@ -132,19 +133,11 @@ def _position_weights(positions: Tensor) -> Tensor:
 
 def _mix(x: Tensor) -> Tensor:
     """SplitMix64's step and finalizer on int64; products wrap as unsigned ones do."""
-    x = x + _signed(0x9E3779B97F4A7C15)
-    x = (x ^ _shift_right(x, 30)) * _signed(0xBF58476D1CE4E5B9)
-    x = (x ^ _shift_right(x, 27)) * _signed(0x94D049BB133111EB)
-    return x ^ _shift_right(x, 31)
-
-
-def _shift_right(x: Tensor, bits: int) -> Tensor:
-    """Logical shift: torch's `>>` on int64 repeats the sign."""
-    return (x >> bits) & ((1 << (64 - bits)) - 1)
-
-
-def _signed(value: int) -> int:
-    return value - (1 << 64)
+    # Torch's `>>` on int64 repeats the sign, which the masks take away; factors are less 2^64.
+    x = x + (0x9E3779B97F4A7C15 - (1 << 64))
+    x = (x ^ (x >> 30 & (1 << 34) - 1)) * (0xBF58476D1CE4E5B9 - (1 << 64))
+    x = (x ^ (x >> 27 & (1 << 37) - 1)) * (0x94D049BB133111EB - (1 << 64))
+    return x ^ (x >> 31 & (1 << 33) - 1)
 
 
 def _words(x: Tensor) -> Tensor:

@@ -214,18 +214,13 @@ Control = (
 encode_control: Callable[[Control], bytes] = msgspec.msgpack.Encoder().encode
 """Encode a control message."""
 
-_control_decoder = msgspec.msgpack.Decoder(Control)
+decode_control: Callable[[bytes], Control] = msgspec.msgpack.Decoder(Control).decode
+"""Decode a control message.
 
-
-def decode_control(data: bytes) -> Control:
-    """Decode a control message.
-
-    Raises:
-        msgspec.ValidationError: it is not one; the text says where.
-        msgspec.DecodeError: it is no MessagePack at all.
-    """
-    message: Control = _control_decoder.decode(data)
-    return message
+Raises:
+    msgspec.ValidationError: it is not one; the text says where.
+    msgspec.DecodeError: it is no MessagePack at all.
+"""
 
 
 class _Greeting(Struct, frozen=True, tag_field="type", tag="hello"):

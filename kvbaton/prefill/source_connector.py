@@ -55,6 +55,7 @@ class _Source:
         start: where the target's reservation begins; None while nobody has reserved.
         counted: per group, the first token that digests count.
         reported: tokens reported ready.
+        last: the report of the prompt's end, which leaves with its first tokens.
         held: blocks held for the transfer.
         first: token 0 of each choice, as sampled.
         cached_tokens: prompt tokens that the first run did not compute.
@@ -68,6 +69,7 @@ class _Source:
     start: int | None = None
     counted: tuple[int, ...] = ()
     reported: int = 0
+    last: BlocksReady | None = None
     held: list[Spans] = field(default_factory=list)
     first: dict[int, ChoiceStart] = field(default_factory=dict)
     cached_tokens: int = 0
@@ -194,9 +196,9 @@ class SourceConnector(KVConnector):
                     source.cached_tokens = output.cached_tokens
                 if len(source.first) == source.request.params.n:
                     choices = tuple(source.first[i] for i in range(source.request.params.n))
-                    self.transfers.submit(
-                        FirstTokens(source.attempt, choices, source.cached_tokens)
-                    )
+                    first = FirstTokens(source.attempt, choices, source.cached_tokens)
+                    last, source.last = source.last, None
+                    self.transfers.submit(*(first,) if last is None else (last, first))
             if asked_for:
                 sent.append(self._with_params(output, source))
             if output.finish_reason in ("abort", "error"):
@@ -230,12 +232,12 @@ class SourceConnector(KVConnector):
         return msgspec.structs.replace(output, kv_transfer_params=params)
 
     def _claim(self, attempt: Attempt) -> None:
-        """It is unclaimed no longer, if it was."""
-        if (source := self._unclaimed.pop(attempt, None)) is not None:
-            self._unclaimed_tokens -= source.num_tokens
+        """It is unclaimed no longer."""
+        self._unclaimed_tokens -= self._unclaimed.pop(attempt).num_tokens
 
     def _forget(self, attempt: Attempt) -> _Source | None:
-        self._claim(attempt)
+        if attempt in self._unclaimed:
+            self._claim(attempt)
         return self._sources.pop(attempt, None)
 
     # --- blocks ---
@@ -275,7 +277,11 @@ class SourceConnector(KVConnector):
                 part = self.executor.digest(group, blocks[:1], first, begin, past)
                 pending = CutSums(pending, whole, part)
             sums.append((held[0].first if held else 0, pending))
-        self.transfers.submit(BlocksReady(source.attempt, start, end, spans, tuple(sums)))
+        report = BlocksReady(source.attempt, start, end, spans, tuple(sums))
+        if end < source.num_tokens or len(source.first) == source.request.params.n:
+            self.transfers.submit(report)
+        else:
+            source.last = report
 
     # --- what the transfer thread says ---
 
@@ -321,7 +327,8 @@ class SourceConnector(KVConnector):
             return
         source.start = source.reported = action.start
         source.counted = action.counted
-        self._claim(source.attempt)
+        if source.attempt in self._unclaimed:
+            self._claim(source.attempt)
         if source.running:
             request = self.scheduler.requests.get(source.request_id)
             if request is not None:

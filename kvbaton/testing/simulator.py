@@ -375,7 +375,7 @@ def leftovers(node: SimulatedNode) -> Iterator[tuple[str, int]]:
 
 SETTINGS = set(
     "transports layouts counters published outcomes groups prompt_tokens workers _timelines "
-    "finished record ranks connectors by_code ended Connectors.failures _having _do _on _rules "
+    "finished record ranks connectors by_code ended Connectors.failures having _do _on _rules "
     "_reactions _handlers actions stories _at _heap Scheduler._ended Source._over".split()
 )
 """What is set up once, counts, or is emptied by the next call."""

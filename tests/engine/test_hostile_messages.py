@@ -12,6 +12,7 @@ from typing import Any
 import msgspec
 import pytest
 import zmq
+from typing_extensions import override
 
 from kvbaton.engine.build import build_engine
 from kvbaton.engine.client import EngineClient
@@ -19,6 +20,7 @@ from kvbaton.engine.config import EngineConfig
 from kvbaton.engine.core import EngineCore
 from kvbaton.engine.frontends import EngineEndpoints, FrontendServer
 from kvbaton.engine.kv_connector import Connectors, KVConnector
+from kvbaton.engine.request import Sequence
 from kvbaton.errors import EngineDeadError
 from kvbaton.messages.engine import (
     AbortRequest,
@@ -44,6 +46,18 @@ VOCAB = TOKENIZER_SIZE
 FROM_CORE: msgspec.msgpack.Decoder[FromCore] = msgspec.msgpack.Decoder(FromCore)
 
 
+class Listener(KVConnector):
+    """Hears of requests, and does nothing."""
+
+    @override
+    def accept(self, request: AddRequest) -> AddRequest:
+        return request
+
+    @override
+    def added(self, sequence: Sequence) -> bool:
+        return False
+
+
 class Rig:
     """A core, turned by hand."""
 
@@ -53,7 +67,7 @@ class Rig:
         config = EngineConfig(model=str(folder), **ENGINE)
         node = NodeId("n", os.urandom(16))
         self.core: EngineCore = build_engine(config, node, (), self.mailbox).core
-        self.connector = KVConnector()
+        self.connector = Listener()
         self.core.connectors = self.core.scheduler.connectors = Connectors((self.connector,))
 
     def tell(self, *messages: Any) -> list[FromCore]:

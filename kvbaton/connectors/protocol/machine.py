@@ -81,7 +81,7 @@ class Tombstones:
     def add(self, name: Attempt, outcome: str, now: float) -> None:
         """Remember an end; of more than `MAX_TOMBSTONES` the oldest are forgotten."""
         self._outcomes[name] = outcome, now + self._seconds
-        while len(self) > MAX_TOMBSTONES or next(iter(self._outcomes.values()))[1] <= now:
+        while len(self._outcomes) > MAX_TOMBSTONES or next(iter(self._outcomes.values()))[1] <= now:
             self._outcomes.popitem(last=False)
 
     def outcome(self, name: Attempt, now: float) -> str | None:
@@ -153,6 +153,7 @@ class Machine(Alarms, Generic[RecordT]):
     Attributes:
         actions: what the event that is being handled has led to so far, in order; stays if `handle`
             raises.
+        do: decides on an action.
         live: attempts that have not ended.
         ended: how the others did.
         stories: what happened to the latest attempts, the oldest first: the latest lines of each.
@@ -168,6 +169,7 @@ class Machine(Alarms, Generic[RecordT]):
         self.timers = timers
         self.counters = Counters()
         self.actions: list[Any] = []
+        self.do: Callable[[Any], None] = self.actions.append
         self.live: dict[Attempt, RecordT] = {}
         self.ended = Tombstones(timers.tombstone)
         self.stories: dict[Attempt, deque[str]] = {}
@@ -184,8 +186,10 @@ class Machine(Alarms, Generic[RecordT]):
     def handle(self, event: Any, now: float) -> list[Any]:
         """Take in an event at a time in seconds; returns what to do, in order."""
         self.now, self.actions = now, []
+        self.do = self.actions.append
         if isinstance(event, AboutAttempt):
-            self.apply(type(event), self.record(event.attempt), event)
+            record = self.live.get(event.attempt) or self.record(event.attempt)
+            self._rules[type(event), record.state](record, event)
         elif isinstance(event, Tick):
             while (alarm := self.take_alarm()) is not None:
                 name, owner = alarm
@@ -232,10 +236,6 @@ class Machine(Alarms, Generic[RecordT]):
 
     # --- for the sides ---
 
-    def do(self, action: Any) -> None:
-        """Decide on an action."""
-        self.actions.append(action)
-
     def tell(self, name: Attempt, line: str) -> None:
         """Add to an attempt's story."""
         story = self.stories.get(name)
@@ -259,7 +259,7 @@ class Machine(Alarms, Generic[RecordT]):
         record.state = state
         for alarm in ALARMS:
             if (alarm, state) not in self._rules:
-                self.clear(alarm, record.name)
+                self._at.pop((alarm, record.name), None)
 
     def _count_end(self, name: Attempt, outcome: str, counter: str) -> None:
         """An attempt is over: remember how it ended."""

@@ -73,6 +73,7 @@ class Outgoing(Record):
         posted: tokens below this are posted; never goes back.
         blocks: per group, the source block behind each logical block, see `plan.block_tables`.
         targets: likewise the target's.
+        covered: tokens below this have a target block in every full group.
         writes: (start, end) of each write, by number.
         flying: parts of writes that are not terminal; its session's `flying` has the same set.
     """
@@ -89,16 +90,12 @@ class Outgoing(Record):
     posted: int = 0
     blocks: list[BlockTable] = field(default_factory=list)
     targets: list[BlockTable] = field(default_factory=list)
+    covered: int = 0
     writes: list[tuple[int, int]] = field(default_factory=list)
     flying: set[Write] = field(default_factory=set)
     choices: tuple[ChoiceStart, ...] | None = None
     cached_tokens: int = 0
     evicted: bool = False
-
-    @property
-    def complete(self) -> bool:
-        """Whether all is posted and the first tokens are known."""
-        return self.choices is not None and self.posted == self.num_tokens
 
     def engage(self, groups: Sequence[KVLayout]) -> None:
         """The engine starts to report, from the first token wanted on."""
@@ -110,7 +107,9 @@ class Outgoing(Record):
     def aim(self) -> None:
         """D has reserved, or has extended its reservation."""
         assert self.session is not None
-        self.targets = block_tables(self.reserve.spans, self.session.groups, self.num_tokens)
+        spans, groups = self.reserve.spans, self.session.groups
+        self.targets = block_tables(spans, groups, self.num_tokens)
+        self.covered = covered_end(spans, groups, self.num_tokens)
 
     def take(self, report: BlocksReady) -> None:
         """Take in which blocks have become final.
@@ -127,9 +126,8 @@ class Outgoing(Record):
 
     def posts(self) -> Iterator[Post]:
         """Writes of what is ready and wanted, up to a border where blocks of both sides begin."""
-        session, reserve = self.session, self.reserve
+        session, end = self.session, min(self.ready, self.covered)
         assert session is not None
-        end = min(self.ready, covered_end(reserve.spans, session.groups, self.num_tokens))
         if end < self.num_tokens:
             end -= end % session.unit
         while self.posted < end:

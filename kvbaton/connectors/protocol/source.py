@@ -265,7 +265,7 @@ class Source(SourceSessions):
             line = f"post write {post.write}: tokens {post.start} to {post.end}"
             self.tell(record.name, line)
             self.do(post)
-        if record.complete:
+        if record.choices is not None and record.posted == record.num_tokens:
             self._enter(record, State.COMPLETED)
             self.ring_in("resend", record.name, self.timers.resend)
             self._send_complete(record)

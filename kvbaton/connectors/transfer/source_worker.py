@@ -50,25 +50,6 @@ class _Write:
     broken: str = ""
     failed: bool = False
 
-    def status(self) -> Status:
-        """Of all parts together."""
-        states = {handle.status() for handle in self.handles}
-        if states <= {Status.DONE} and not self.broken:
-            return Status.DONE
-        if states <= {Status.DONE, Status.DRAINED}:
-            return Status.DRAINED
-        return Status.PENDING if states <= {Status.DONE, Status.PENDING} else Status.ERROR
-
-    def release(self) -> None:
-        """Give its handles back: it is terminal, or its peer is closed for long."""
-        for handle in self.handles:
-            handle.release()
-
-    def error(self) -> str:
-        """Why it failed."""
-        told = (handle.error() for handle in self.handles)
-        return self.broken or next(filter(None, told), "unknown error")
-
 
 class SourceWorker(TransferWorker):
     """Carries out a `Source`'s actions on transports; only the transfer thread calls it.
@@ -89,6 +70,7 @@ class SourceWorker(TransferWorker):
         counters = (*sizes, "writes", "write_seconds", "plan_seconds")
         super().__init__(source, transports, layouts, counters)
         self.source = source
+        self._max_ranges = tuple(t.capabilities.max_ranges for t in transports)
         self._peers: dict[bytes, tuple[NodeId, Links]] = {}
         self._closing: dict[bytes, list[tuple[Transport, Peer]]] = {}
         self._writes: dict[_Write, None] = {}
@@ -111,7 +93,7 @@ class SourceWorker(TransferWorker):
 
     def _look(self, now: float) -> bool:
         for attempt, queue in list(self._reports.items()):
-            while queue and self._is_final(queue[0]):
+            while queue and (isinstance(queue[0], events.FirstTokens) or self._are_final(queue[0])):
                 self.handle(queue.popleft(), now)
             if not queue:
                 self._reports.pop(attempt, None)
@@ -129,18 +111,17 @@ class SourceWorker(TransferWorker):
         """What the machine and this thread know, for diagnosis."""
         return {**super().state(), "writes_in_flight": len(self._writes)}
 
-    def _is_final(self, event: events.BlocksReady | events.FirstTokens) -> bool:
+    def _are_final(self, event: events.BlocksReady) -> bool:
         """Whether the blocks of a report are; their sums are kept until they are posted."""
-        if isinstance(event, events.FirstTokens):
-            return True
-        found = [pending.poll() for _, pending in event.sums]
-        if any(sums is None for sums in found):
-            return False
+        found = []
+        for _, pending in event.sums:
+            if (sums := pending.poll()) is None:
+                return False
+            found.append(sums)
         if event.attempt not in self.source.live:
             return True
         kept = self._sums.setdefault(event.attempt, [GroupSums(0, [])] * len(found))
         for group, ((first_block, _), sums) in enumerate(zip(event.sums, found, strict=True)):
-            assert sums is not None
             first, before = kept[group]
             if any(map(len, before)):
                 sums = [np.concatenate(both) for both in zip(before, sums, strict=True)]
@@ -191,7 +172,8 @@ class SourceWorker(TransferWorker):
         """Nobody asks after the writes of a session any more."""
         for write in [write for write in self._writes if write.session == action.session]:
             del self._writes[write]
-            write.release()
+            for handle in write.handles:
+                handle.release()
 
     def _release(self, action: events.Release, now: float) -> None:
         self._reports.pop(action.attempt, None)
@@ -260,8 +242,7 @@ class SourceWorker(TransferWorker):
         num_bytes, began = total_bytes(rows), time.monotonic()
         write = _Write(action.session, action.attempt, action.write, pair, num_bytes, began)
         self._writes[write] = None
-        transport = self.transports[pair[0]]
-        size = transport.capabilities.max_ranges
+        transport, size = self.transports[pair[0]], self._max_ranges[pair[0]]
         parts = max(1, -(-len(rows) // size))
         name = (action.attempt, action.session, action.write, action.start, action.end)
         try:
@@ -276,23 +257,29 @@ class SourceWorker(TransferWorker):
             self.counters["posted_bytes"] += num_bytes
 
     def _look_at_write(self, write: _Write, now: float) -> None:
-        """Say that a write has ended, or has failed and may still land."""
+        """Say that all parts of a write have ended, or that one has failed and may still land."""
+        states = set[Status]()
         try:
-            status = write.status()
+            for handle in write.handles:
+                states.add(handle.status())
         except Exception:
             self.error("a write's status can't be told")
-            status = Status.ERROR
-        if status is Status.PENDING or (status is Status.ERROR and write.failed):
+            states.add(Status.ERROR)
+        drained = states <= {Status.DONE, Status.DRAINED}
+        if not drained and (write.failed or states <= {Status.DONE, Status.PENDING}):
             return
-        ok, drained = status is Status.DONE, status is not Status.ERROR
-        write.failed = not ok
-        error = "" if ok else write.error()
-        if ok:
+        ok = drained and not write.broken and Status.DRAINED not in states
+        write.failed, error = not ok, ""
+        if not ok:
+            told = (handle.error() for handle in write.handles)
+            error = write.broken or next(filter(None, told), "unknown error")
+        else:
             self.counters["sent_bytes"] += write.num_bytes
             self.counters["writes"] += 1
             self.counters["write_seconds"] += time.monotonic() - write.posted_at
         if drained and write in self._writes:
             del self._writes[write]
-            write.release()
+            for handle in write.handles:
+                handle.release()
         ended = events.WriteEnded(write.attempt, write.write, *write.pair, ok, drained, error)
         self.handle(ended, now)

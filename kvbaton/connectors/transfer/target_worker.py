@@ -183,8 +183,7 @@ class TargetWorker(TransferWorker):
             self.error("what has landed can't be summed")
             self._not_verified(action, error, now)
             return
-        self._checks.append(check)
-        self._look_at_check(check, now)
+        self._checks.append(check)  # this turn's `poll` looks at it
 
     def _not_verified(self, order: events.Verify, error: Exception, now: float) -> None:
         why = f"{type(error).__name__}: {error}"

@@ -181,7 +181,21 @@ class TransferThread:
         failed_in_a_row = 0
         while not self._stopping.is_set():
             try:
-                self.turn(*self._wait())
+                if not self._busy:
+                    pause_until = (now := time.monotonic()) + 1.0
+                    for worker in self.workers:
+                        if (deadline := worker.settle()) is not None:
+                            pause_until = min(pause_until, deadline)
+                    pause_ms = max(0, int((pause_until - now) * 1000) + 1)
+                elif self._looks < QUICK_LOOKS:
+                    self._looks += 1
+                    time.sleep(BUSY_PAUSE_S)
+                    pause_ms = 0
+                else:
+                    pause_ms = QUIET_PAUSE_MS
+                readable = dict(self.channel.poller.poll(pause_ms))
+                told = readable.pop(self._inbox_fd, 0) != 0
+                self.turn(told, bool(readable))
                 failed_in_a_row = 0
             except BaseException as error:
                 # A worker has its own boundary around each event: what comes here is no event's.
@@ -205,45 +219,24 @@ class TransferThread:
         """
         now = time.monotonic()
         if told:
-            self._take_submissions(now)
+            with suppress(BlockingIOError):  # taken in already
+                os.eventfd_read(self._inbox_fd)
+                self._looks = 0
+            while self._inbox:
+                item = self._inbox.popleft()
+                if callable(item):
+                    item()
+                elif isinstance(item, events.TargetEvent):
+                    assert self.receiver is not None, "only a target's connector submits this"
+                    self.receiver.submit(item, now)
+                else:
+                    assert self.sender is not None, "only a source's connector submits this"
+                    self.sender.submit(item, now)
         if heard:
             self._take_messages(now)
         self._busy = False
         for worker in self.workers:
             self._busy |= worker.poll(now)
-
-    def _wait(self) -> tuple[bool, bool]:
-        """Pause, for as long as there is nothing to do; the arguments of `turn`."""
-        if not self._busy:
-            deadlines = [d for worker in self.workers if (d := worker.settle()) is not None]
-            seconds = min([1.0, *(deadline - time.monotonic() for deadline in deadlines)])
-            pause_ms = max(0, int(seconds * 1000) + 1)
-        elif self._looks < QUICK_LOOKS:
-            self._looks += 1
-            time.sleep(BUSY_PAUSE_S)
-            pause_ms = 0
-        else:
-            pause_ms = QUIET_PAUSE_MS
-        readable = dict(self.channel.poller.poll(pause_ms))
-        told = readable.pop(self._inbox_fd, 0) != 0
-        return told, bool(readable)
-
-    def _take_submissions(self, now: float) -> None:
-        try:
-            os.eventfd_read(self._inbox_fd)
-        except BlockingIOError:
-            return
-        self._looks = 0
-        while self._inbox:
-            item = self._inbox.popleft()
-            if callable(item):
-                item()
-            elif isinstance(item, events.TargetEvent):
-                assert self.receiver is not None, "only a target's connector submits this"
-                self.receiver.submit(item, now)
-            else:
-                assert self.sender is not None, "only a source's connector submits this"
-                self.sender.submit(item, now)
 
     def _take_messages(self, now: float) -> None:
         for link, data in self.channel.receive():

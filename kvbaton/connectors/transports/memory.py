@@ -207,7 +207,7 @@ class MemoryTransport:
 
     def card(self) -> bytes:
         """Name and sizes of the regions."""
-        return msgspec.msgpack.encode(MemoryCard(self._name, self._regions.sizes()))
+        return msgspec.msgpack.encode(MemoryCard(self._name, self._regions.sizes))
 
     def connect(self, card: bytes) -> MemoryPeer:
         """Reach the owner of a card; lifts an earlier fence against it.
@@ -248,7 +248,7 @@ class MemoryTransport:
         if len(notice) > MAX_NOTICE_BYTES:
             raise ValueError(f"notice has {len(notice)} bytes, at most {MAX_NOTICE_BYTES}")
         own = self._own(peer)
-        copies = expand(ranges, self._regions.sizes(), own.sizes)
+        copies = expand(ranges, self._regions.sizes, own.sizes)
         handle = MemoryHandle(self, own, copies, notice)
         self.hub.post(handle)
         return handle

@@ -443,7 +443,7 @@ class NixlTransport:
             raise ValueError(f"notice has {len(notice)} bytes, at most {MAX_NOTICE_BYTES}")
         own = _own(peer)
         sizes = tuple(region.num_bytes if region else 0 for region in own.regions)
-        copies = expand(ranges, self._regions.sizes(), sizes)
+        copies = expand(ranges, self._regions.sizes, sizes)
         parts = cut(copies, self._regions.memories(), own.regions)
         handle = NixlHandle(own.made_of, own, parts, notice)
         if own.open and not own.lost and own.made_of is self._agent:

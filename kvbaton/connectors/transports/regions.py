@@ -42,15 +42,21 @@ class Copies(NamedTuple):
 
 
 class RegionTable:
-    """Regions of one transport, numbered in order of registration."""
+    """Regions of one transport, numbered in order of registration.
+
+    Attributes:
+        sizes: bytes of each region by number; 0 for those removed. Replaced, never changed.
+    """
 
     def __init__(self) -> None:
         self._regions: list[Region | None] = []
+        self.sizes: tuple[int, ...] = ()
 
     def add(self, memory: Memory) -> Region:
         """Give memory the next number."""
         region = Region(len(self._regions), memory)
         self._regions.append(region)
+        self.sizes += (memory.num_bytes,)
         return region
 
     def remove(self, region: Region) -> None:
@@ -62,10 +68,7 @@ class RegionTable:
         if region.index >= len(self._regions) or self._regions[region.index] != region:
             raise ValueError(f"region {region.index} is not registered with this transport")
         self._regions[region.index] = None
-
-    def sizes(self) -> tuple[int, ...]:
-        """Bytes of each region by number; 0 for those removed."""
-        return tuple(region.memory.num_bytes if region else 0 for region in self._regions)
+        self.sizes = (*self.sizes[: region.index], 0, *self.sizes[region.index + 1 :])
 
     def addresses(self) -> tuple[int, ...]:
         """First byte of each region by number; 0 for those removed."""
@@ -89,12 +92,8 @@ def expand(ranges: Ranges, source_sizes: Sequence[int], target_sizes: Sequence[i
     """
     if ranges.ndim != 2 or ranges.shape[1] != len(RangeColumn) or ranges.dtype != np.int64:
         raise ValueError(f"ranges must be int64 of shape [n, 8], not {ranges.dtype}{ranges.shape}")
+    _check(ranges, source_sizes, target_sizes)
     rows = ranges.copy()
-    _refuse(rows, np.any(rows < 0, axis=1), "has a negative number")
-    _refuse(rows, (rows[:, RangeColumn.LENGTH] < 1), "has length 0")
-    _refuse(rows, (rows[:, RangeColumn.COUNT] < 1), "has count 0")
-    _check_side(rows, source_sizes, "source", RangeColumn.SOURCE_REGION, RangeColumn.SOURCE_STRIDE)
-    _check_side(rows, target_sizes, "target", RangeColumn.TARGET_REGION, RangeColumn.TARGET_STRIDE)
     count = rows[:, RangeColumn.COUNT]
     strides = rows[:, [RangeColumn.SOURCE_STRIDE, RangeColumn.TARGET_STRIDE]]
     dense = np.all(strides == rows[:, [RangeColumn.LENGTH]], axis=1)  # pieces touch on both sides
@@ -114,23 +113,29 @@ def expand(ranges: Ranges, source_sizes: Sequence[int], target_sizes: Sequence[i
     )
 
 
-def _refuse(rows: Ranges, bad: npt.NDArray[np.bool_], what: str) -> None:
-    if bad.any():
-        index = int(np.argmax(bad))
-        raise ValueError(f"range {index} {what}: {rows[index].tolist()}")
-
-
-def _check_side(
-    rows: Ranges, sizes: Sequence[int], side: str, region: RangeColumn, stride: RangeColumn
-) -> None:
-    """Refuse rows that leave their region, without any sum or product that could overflow."""
-    known = np.append(np.asarray(sizes, dtype=np.int64), 0)
-    number = rows[:, region]
-    _refuse(rows, number >= len(sizes), f"names a {side} region that does not exist")
-    offset, length, count = rows[:, region + 1], rows[:, RangeColumn.LENGTH], rows[:, 5]
-    room = known[number] - length
-    _refuse(rows, (room < 0) | (offset > room), f"leaves its {side} region")
-    step = np.maximum(rows[:, stride], 1)
-    strided = (count > 1) & (rows[:, stride] > 0)
-    outside = strided & (count - 1 > (room - offset) // step)
-    _refuse(rows, outside, f"leaves its {side} region by its stride")
+def _check(rows: Ranges, source_sizes: Sequence[int], target_sizes: Sequence[int]) -> None:
+    """Refuse malformed rows and those that leave a region, without any overflow."""
+    column = RangeColumn
+    length, count = rows[:, column.LENGTH], rows[:, column.COUNT]
+    bad = {
+        "has a negative number": np.any(rows < 0, axis=1),
+        "has length 0": length < 1,
+        "has count 0": count < 1,
+    }
+    for side, sizes, region, stride in (
+        ("source", source_sizes, column.SOURCE_REGION, column.SOURCE_STRIDE),
+        ("target", target_sizes, column.TARGET_REGION, column.TARGET_STRIDE),
+    ):
+        number, offset = rows[:, region], rows[:, region + 1]
+        known = (number >= 0) & (number < len(sizes))
+        bad[f"names a {side} region that does not exist"] = ~known
+        room = np.array([*sizes, 0], np.int64)[np.where(known, number, len(sizes))]
+        room = room - np.maximum(length, 0)
+        bad[f"leaves its {side} region"] = (room < 0) | (offset > room)
+        strided = (count > 1) & (rows[:, stride] > 0)
+        steps = (room - np.maximum(offset, 0)) // np.maximum(rows[:, stride], 1)
+        bad[f"leaves its {side} region by its stride"] = strided & (count - 1 > steps)
+    for what, found in bad.items():
+        if found.any():
+            index = int(np.argmax(found))
+            raise ValueError(f"range {index} {what}: {rows[index].tolist()}")

@@ -124,7 +124,7 @@ class TcpTransport:
             self._listener.port,
             self._token,
             self._guard,
-            self._regions.sizes(),
+            self._regions.sizes,
         )
         return msgspec.msgpack.encode(card)
 
@@ -162,7 +162,7 @@ class TcpTransport:
         if len(notice) > MAX_NOTICE_BYTES:
             raise ValueError(f"notice has {len(notice)} bytes, at most {MAX_NOTICE_BYTES}")
         own = _own(peer)
-        copies = expand(ranges, self._regions.sizes(), own.card.sizes)
+        copies = expand(ranges, self._regions.sizes, own.card.sizes)
         return own.post(copies, tuple(self._views), notice)
 
     def notices(self) -> Sequence[Notice]:

@@ -14,6 +14,7 @@ import threading
 import time
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
+from itertools import chain
 from typing import Annotated, Any
 
 import msgspec
@@ -394,7 +395,7 @@ class TcpListener:
         header = tcp_wire.receive_header(sock)
         if header.kind is tcp_wire.FrameKind.BYE:
             return True
-        copies = tcp_wire.receive_copies(sock, header, self._table.sizes())
+        copies = tcp_wire.receive_copies(sock, header, self._table.sizes)
         notice = tcp_wire.receive(sock, header.notice_bytes)
         if len(copies):
             self.receive_payload(connection, runs_of(self._views, *copies.T))
@@ -410,7 +411,7 @@ class TcpListener:
         """Fill what a frame writes from its payload."""
         staging = staging_of(runs)
         if staging is None:
-            tcp_wire.receive_all(connection.socket, [piece for run in runs for piece in run])
+            tcp_wire.receive_all(connection.socket, chain(*runs))
             return
         with staging.incoming.lend(lambda: not connection.cut) as lane:
             lane.receive(connection.socket, runs)

@@ -21,7 +21,7 @@ import secrets
 import socket
 import struct
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
@@ -175,7 +175,7 @@ def send_all(sock: socket.socket, views: Sequence[bytes | memoryview]) -> None:
             position = _advance(rest, position, count)
 
 
-def receive_all(sock: socket.socket, views: Sequence[memoryview]) -> None:
+def receive_all(sock: socket.socket, views: Iterable[memoryview]) -> None:
     """Fill buffers one after the other, scattered straight to where they belong.
 
     Raises:

@@ -259,7 +259,8 @@ class EncoderWorker(Worker):
                     self._streams[1].wait_stream(torch.cuda.default_stream(self._device))
                 return work()
 
-        return Pending.of_future(self.digests.submit(read))
+        summed = self.digests.submit(read)
+        return Pending(summed.done, summed.result)
 
     def _on_stream(self, number: int) -> AbstractContextManager[object]:
         return torch.cuda.stream(self._streams[number]) if self._streams else nullcontext()
