@@ -2,42 +2,24 @@
 
 from __future__ import annotations
 
-import ast
 import importlib
 import json
-import os
 import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 
 import kvbaton.connectors
+from tests.examples.vendor import ROOT, check_imports, install, run
 
-ROOT = Path(__file__).parents[2]
 PACKAGE = ROOT / "examples" / "vendor_store"
 SOURCES = sorted(PACKAGE.rglob("*.py"))
 
 
 @pytest.fixture(scope="module")
 def installed(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A folder into which the package was installed, built from a copy of its sources."""
-    folder = tmp_path_factory.mktemp("vendor")
-    copy = folder / "sources"
-    copy.mkdir()
-    for path in PACKAGE.iterdir():
-        if path.is_file():
-            (copy / path.name).write_bytes(path.read_bytes())
-    flags = ["--quiet", "--no-deps", "--no-build-isolation", "--no-index"]
-    words = [sys.executable, "-m", "pip", "install", *flags, "--target", str(folder / "site")]
-    subprocess.run([*words, str(copy)], check=True, timeout=120)
-    return folder / "site"
-
-
-def run(site: Path, *words: str) -> subprocess.CompletedProcess[str]:
-    env = os.environ | {"PYTHONPATH": str(site)}
-    command = [sys.executable, *words]
-    return subprocess.run(command, env=env, cwd=ROOT, capture_output=True, text=True, timeout=240)
+    """A folder into which the package was installed."""
+    return install(PACKAGE, tmp_path_factory.mktemp("vendor"))
 
 
 def check(site: Path, options: str, *words: str) -> subprocess.CompletedProcess[str]:
@@ -86,16 +68,7 @@ def test_it_is_found_by_its_entry_point(installed: Path) -> None:
 
 def test_it_is_small_and_imports_public_names_only() -> None:
     assert len((PACKAGE / "kvbaton_sqlite.py").read_text().splitlines()) <= 150
-    ours = []
-    for path in SOURCES:
-        for node in ast.walk(ast.parse(path.read_text())):
-            if isinstance(node, ast.Import):
-                assert not any(name.name.startswith("kvbaton") for name in node.names)
-            elif isinstance(node, ast.ImportFrom) and (node.module or "").startswith("kvbaton"):
-                assert node.module == "kvbaton.connectors"
-                ours += [name.name for name in node.names]
-    assert ours
-    assert set(ours) <= set(kvbaton.connectors.__all__)
+    check_imports(*SOURCES)
 
 
 def test_public_names_are_what_they_say() -> None:
