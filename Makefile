@@ -59,16 +59,17 @@ test-lmcache: $(VENV)-extras/.done  ## the stores over LMCache, with its real se
 	  tests/connectors/test_store_remote.py tests/conformance/test_remote_stores_conform.py \
 	  tests/conformance/test_table.py -k lmcache
 
-# Kernels in several processes, which compile at the same time; the rest one after the other: they
-# take a GPU's memory, or time it. GPU_PYTHON=python3 takes a Python that has all packages already,
-# GPU_TESTS=tests/engine a part of the rest. On one GPU what needs two skips; on none this fails.
-GPU_TESTS ?= tests/kernels/test_peer_all_reduce.py tests/engine tests/connectors/test_tcp_staging.py \
-  tests/store_connector tests/e2e
-GPU_WORKERS = $(shell $(GPU_PYTHON) -c "import xdist; print('-n 8')" 2>/dev/null)
+# What neither times a GPU nor needs two in several processes, then the rest one after the other.
+# GPU_PYTHON=python3 takes a Python that has all packages already. On one GPU what needs two skips;
+# on none this fails.
+GPU_WORKERS = $(shell $(GPU_PYTHON) -c "import xdist; print('-n $(1)')" 2>/dev/null)
 test-gpu: $(if $(filter $(BIN)/python,$(GPU_PYTHON)),$(VENV)/.dev)  ## what needs GPUs: one, or two
 	$(GPU_PYTHON) -c "import torch, triton; print(torch.cuda.device_count(), torch.cuda.get_device_name())"
-	$(GPU_PYTHON) -m pytest -q -m "gpu and not multigpu" $(GPU_WORKERS) tests/kernels
-	$(GPU_PYTHON) -m pytest -q -rs -m "gpu or multigpu" $(GPU_TESTS)
+	$(GPU_PYTHON) -m pytest -q -m "gpu and not multigpu" $(call GPU_WORKERS,8) tests/kernels
+	$(GPU_PYTHON) -m pytest -q -m "gpu and not (multigpu or alone)" $(call GPU_WORKERS,3) \
+	  tests/engine tests/connectors tests/store_connector
+	$(GPU_PYTHON) -m pytest -q -rs -m "multigpu or (gpu and (alone or e2e))" \
+	  tests/kernels/test_peer_all_reduce.py tests/engine tests/e2e
 
 lint: $(VENV)/.dev  ## style, types, size and ways of the house
 	$(BIN)/ruff check .

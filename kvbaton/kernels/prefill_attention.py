@@ -155,7 +155,7 @@ def _cut(batch: PrefillBatch, plain: bool, window: int, kind: tuple[object, ...]
             else:
                 while lengths[row + count : row + 2 * count] == [lengths[row]] * count:
                     count *= 2
-                padded = -(-fresh // GRANULE) * GRANULE
+                padded = _padded(fresh, GRANULE, 8)
                 while count and not _is_planned(kind, ("prompts", count, padded, padded)):
                     count //= 2
                 form, count = "prompts" if count else "paged", max(count, 1)
@@ -193,17 +193,22 @@ def _chunk_shapes(tokens: int, prefix: int) -> list[Shape]:
     return shapes
 
 
+def prompts_of_each_shape(most_tokens: int) -> list[int]:
+    """Lengths of prompts of up to so many tokens, one of each that they are padded to."""
+    lengths = [*range(MIN_QUERIES, most_tokens, GRANULE), most_tokens]
+    return list({_padded(n, GRANULE, 8): n for n in lengths if n >= MIN_QUERIES}.values())
+
+
 def chunks_of_each_shape(most_tokens: int) -> Iterator[tuple[int, int]]:
     """Tokens and prefixes of chunks that make all launches which chunks of up to so many may."""
-    lengths = [*range(MIN_QUERIES, most_tokens, GRANULE), most_tokens]
     pieces = [PREFIX_GRANULE]
     while pieces[-1] < MAX_PREFIX_PIECE:
         pieces.append(2 * pieces[-1])
     seen: set[Shape] = set()
-    for tokens in lengths if most_tokens >= MIN_QUERIES else []:
+    for tokens in [*range(MIN_QUERIES, most_tokens, GRANULE), most_tokens]:
         for prefix in (*pieces, PREFIX_GRANULE - 1):
             shapes = _chunk_shapes(tokens, prefix)
-            if not seen.issuperset(shapes):
+            if tokens >= MIN_QUERIES and not seen.issuperset(shapes):
                 seen.update(shapes)
                 yield tokens, prefix
 
@@ -231,7 +236,7 @@ def _prompts(
     """Prompts of equal length without prefix; causality hides the padding after their keys."""
     tokens = query.shape[0] // count
     parts = [x.view(count, tokens, *x.shape[1:]) for x in (query, key, value)]
-    extra = -tokens % GRANULE
+    extra = _padded(tokens, GRANULE, 8) - tokens
     if extra:
         parts = [_pad_tokens(x, extra) for x in parts]
     query, key, value = (x.transpose(1, 2) for x in parts)

@@ -21,6 +21,7 @@ from tests.engine.test_gpu import MODELS, random_tokens
 
 pytestmark = [
     pytest.mark.gpu,
+    pytest.mark.alone,
     pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device"),
 ]
 

@@ -8,12 +8,15 @@ from hypothesis import strategies as st
 
 from kvbaton.kernels.paged_prefill_attention import paged_prefill_attention_reference
 from kvbaton.kernels.prefill_attention import (
+    GRANULE,
     MIN_QUERIES,
     PrefillBatch,
     _chunk_shapes,
+    _padded,
     chunks_of_each_shape,
     planning,
     prefill_attention,
+    prompts_of_each_shape,
 )
 
 
@@ -66,6 +69,8 @@ def test_what_is_planned_before_ready_is_all_that_chunks_launch(
     assert set(shapes) <= set(itertools.chain.from_iterable(planned))
     assert sum(keys for form, _, _, keys in shapes if form == "prefix") == prefix // 1024 * 1024
     assert shapes[0][3] >= prefix % 1024 + tokens
+    lengths = {_padded(n, GRANULE, 8) for n in prompts_of_each_shape(most)}
+    assert _padded(tokens, GRANULE, 8) in lengths
 
 
 def test_short_pieces(place: Any, make_paged: Any) -> None:

@@ -19,11 +19,10 @@ from kvbaton.engine.worker import WorkerSettings
 from kvbaton.kernels.fused_moe import token_counts
 from kvbaton.kernels.jit import cdiv
 from kvbaton.kernels.prefill_attention import (
-    GRANULE,
-    MIN_QUERIES,
     chunks_of_each_shape,
     cudnn_fits,
     planning,
+    prompts_of_each_shape,
 )
 from kvbaton.messages.engine import Item, SamplingParams
 from kvbaton.types import ENCODER_BLOCK_ROWS
@@ -276,7 +275,7 @@ def _attention_plans(trial: TrialSteps, runner: CudaRunner, config: EngineConfig
     if not cudnn_fits(query, runner.cache.block_size):
         return
     chunk = config.max_num_batched_tokens
-    for count in range(MIN_QUERIES, chunk + 1, GRANULE):
+    for count in prompts_of_each_shape(chunk):
         alike = 1
         while trial.fits(alike * count) and alike * count <= chunk:
             trial.run([count] * alike)
