@@ -169,6 +169,7 @@ class RouteChooser:
         again = avoid or num_tokens != len(request.token_ids)
         if predicted is not None and not again:  # what is begun is seen through
             self._check_soon(request, predicted)
+            self.policy.costs.assigned(route.prefills, predicted)
         self.decisions.append(decision)
         if again:
             self._open.pop(request.request_id, None)  # its times say nothing about this choice
@@ -213,7 +214,7 @@ class RouteChooser:
             return
         route = known.route
         if route.source is not None and route.predicted is not None:
-            late = max(0.0, seconds - route.predicted.itl_s - known.held_s)
+            late = max(0.0, seconds - route.predicted.step_s - known.held_s)
             self.policy.costs.handed_over(route.source, route.target, late)
 
     def ended(self, request_id: str, generated: int, itl_s: float | None) -> None:

@@ -25,11 +25,16 @@ MEDIAN_STEP = 1.03
 """By so much each observation moves the median that is followed."""
 SLOPES = (0.25, 4.0)
 """Observed times may be so many times what was predicted, beyond a constant."""
+QUARTILE_STEP = 1.03
+"""By so much each request that is over moves the quartile of lengths; down three times as far."""
 HANDOVERS = 15
 """Of a pair, whose median counts."""
 HANDOVER_HALF_S = 30.0
 """After so long without a hand-over half of what it took is believed, or one bad time would keep
 the pair from being tried ever again."""
+SHARE_S = 4.0
+"""Over so long it is averaged how much of a node's time prompts take."""
+MOST_SHARE = 0.95
 DEFAULT_STEP_TOKENS = 2048
 FIRST_OUTPUT = 128.0
 """Tokens that a request is expected to generate, while none has ended."""
@@ -86,13 +91,23 @@ class Decode:
     """What is expected of generating on one node.
 
     Attributes:
-        itl_s: between two tokens.
+        itl_s: between two tokens on average, prompts that are computed there meanwhile included.
+        step_s: of a step that decodes only.
+        others_s: between two tokens of the sequences that are there, without this one.
+        backlog_s: that prompts take which are there already and come in between.
+        prefill_share: of the node's time that prompts take, of late.
+        chunk_s: of a step that is full of a prompt.
         slower_s: what each step takes longer for one more sequence.
         sequences: that are there already.
         room: the node has blocks for it.
     """
 
     itl_s: float
+    step_s: float
+    others_s: float
+    backlog_s: float
+    prefill_share: float
+    chunk_s: float
     slower_s: float
     sequences: int
     room: bool
@@ -105,6 +120,7 @@ class Prediction:
     Attributes:
         ttft_s: until the first token.
         itl_s: between tokens.
+        step_s: of a step without prompts.
         delay_s: what others wait longer for it, all of them together.
         model_s: the part of `ttft_s` that the nodes' own figures give.
         wait_s: the part of `model_s` that is for what is there already.
@@ -113,6 +129,7 @@ class Prediction:
 
     ttft_s: float
     itl_s: float
+    step_s: float
     delay_s: float
     model_s: float
     wait_s: float
@@ -132,7 +149,8 @@ class Prediction:
         if alone:
             delay += prefill.decoding * prefill.work_s
         model_s, wait_s, work_s = prefill.model_s, prefill.wait_s, prefill.work_s
-        return cls(prefill.ttft_s, decode.itl_s, delay, model_s, wait_s, work_s)
+        itl_s, step_s = decode.itl_s, decode.step_s
+        return cls(prefill.ttft_s, itl_s, step_s, delay, model_s, wait_s, work_s)
 
 
 @dataclass
@@ -192,15 +210,17 @@ class CostModel:
 
     Attributes:
         output_tokens: that a request generates, of late.
+        short_output: that a quarter of the requests do not exceed.
     """
 
     def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
-        self.output_tokens = FIRST_OUTPUT
+        self.output_tokens = self.short_output = FIRST_OUTPUT
         self._handovers: dict[tuple[str, str], Handovers] = {}
         self._clock = clock
         self._overheads: dict[str, Overhead] = {}
         self._speeds: dict[str, tuple[Mapping[str, float], StepSpeed | None]] = {}
         self._elsewhere: dict[str, tuple[float, int]] = {}
+        self._prefilled: dict[str, tuple[float, float]] = {}
 
     # --- speeds ---
 
@@ -239,6 +259,8 @@ class CostModel:
             self._speeds[node.node_id] = node.load, speed
         for node_id in self._overheads.keys() - self._speeds.keys():
             del self._overheads[node_id]
+        for node_id in self._prefilled.keys() - self._speeds.keys():
+            del self._prefilled[node_id]
         if len(self._handovers) > len(nodes) ** 2:
             self._handovers.clear()
         return measured
@@ -283,14 +305,57 @@ class CostModel:
         chunk = each + own * min(1.0, budget / new)
         return Prefill(ttft, model, wait, work, chunk, decoding)
 
-    def decode(self, node: NodeInfo, load: NodeLoad, num_tokens: int) -> Decode:
-        """Of generating after a prompt of so many tokens on a node."""
+    def decode(
+        self,
+        node: NodeInfo,
+        load: NodeLoad,
+        num_tokens: int,
+        output_tokens: float = FIRST_OUTPUT,
+        *,
+        after_s: float = math.inf,
+    ) -> Decode:
+        """Of generating after a prompt of so many tokens on a node.
+
+        Args:
+            node: who.
+            load: what it has in flight.
+            num_tokens: of the prompt.
+            output_tokens: that are expected.
+            after_s: when the first token is there; prompts that wait at the node now are computed
+                first, the rest of them meanwhile.
+        """
         speed = self.speed(node)
         before = speed.decode_s(load.sequences, load.tokens)
         after = speed.decode_s(load.sequences + 1, load.tokens + num_tokens)
         free = node.load.get("free_blocks")
         room = free is None or free * node.block_size >= num_tokens
-        return Decode(speed.step_s + after, after - before, load.sequences, room)
+        step_s, share = speed.step_s + after, self.prefill_share(node)
+        backlog_s = max(0.0, load.prefill_us / 1e6 - after_s)
+        return Decode(
+            itl_s=max(step_s / (1 - share), step_s + backlog_s / output_tokens),
+            step_s=step_s,
+            others_s=(speed.step_s + before) / (1 - share),
+            backlog_s=backlog_s,
+            prefill_share=share,
+            chunk_s=step_s + speed.prefill_s(speed.step_tokens, 0),
+            slower_s=after - before,
+            sequences=load.sequences,
+            room=room,
+        )
+
+    def prefill_share(self, node: NodeInfo) -> float:
+        """Share of a node's time that prompts of ours take, of late."""
+        at, seconds = self._prefilled.get(node.node_id, (0.0, 0.0))
+        if not seconds:
+            return 0.0
+        return min(MOST_SHARE, seconds / SHARE_S * math.exp((at - self._clock()) / SHARE_S))
+
+    def assigned(self, node: NodeInfo, predicted: Prediction) -> None:
+        """A prompt was given to a node."""
+        now = self._clock()
+        at, seconds = self._prefilled.get(node.node_id, (now, 0.0))
+        fresh = seconds * math.exp((at - now) / SHARE_S) + predicted.work_s
+        self._prefilled[node.node_id] = now, fresh
 
     def handover(self, source: NodeInfo, target: NodeInfo) -> float:
         """Seconds that the second token comes later for having been handed over."""
@@ -328,3 +393,5 @@ class CostModel:
     def finished(self, tokens: int) -> None:
         """A request has generated so many tokens."""
         self.output_tokens += (tokens - self.output_tokens) / 64
+        step = QUARTILE_STEP**3 if tokens < self.short_output else 1 / QUARTILE_STEP
+        self.short_output = max(1.0, self.short_output / step)

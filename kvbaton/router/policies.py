@@ -19,7 +19,7 @@ from typing_extensions import override
 from kvbaton.errors import ConfigError
 from kvbaton.messages.nodes import NodeInfo
 from kvbaton.router.config import RoutingPolicy
-from kvbaton.router.costs import CostModel, Prefill
+from kvbaton.router.costs import CostModel, Decode, Prefill
 from kvbaton.router.route import Options, Pair, Route
 
 BUILT_IN = {
@@ -35,8 +35,10 @@ SATURATED_TOKENS = 8192
 """`Sticky` leaves a node that has so many more prompt tokens queued than the least loaded one,"""
 SATURATED_SEQUENCES = 16
 """or so many more sequences."""
-MISSED_OBJECTIVE = 10.0
-"""Seconds beyond an objective count so many times."""
+MISSED_S = 30.0
+"""A request that misses an objective counts as so many seconds."""
+CERTAINTY = 8.0
+"""What is expected to take half its objective misses it once in 2 to this power."""
 NO_ROOM_S = 5.0
 """What a node without room for a request costs it."""
 
@@ -197,9 +199,10 @@ class Threshold(PrefixAware):
 class LeastCost(Policy):
     """The least seconds for the request and for those already there, as `CostModel` predicts them.
 
-    A request waits for its first token and for as many more as requests have of late. With an
-    objective (``--ttft-slo``, ``--itl-slo``) seconds beyond it count ten times. While no node has
-    measured anything it chooses as `PrefixAware`.
+    A request waits for its first token and for as many more as requests have of late. With
+    objectives (``--ttft-slo``, ``--itl-slo``) each request that is expected to miss one counts as
+    many seconds more, by how likely that is; so a request that is late anyway goes where it makes
+    nobody else late. While no node has measured anything it chooses as `PrefixAware`.
     """
 
     def __init__(self, settings: RoutingPolicy, costs: CostModel) -> None:
@@ -211,45 +214,54 @@ class LeastCost(Policy):
         if not options.measured:
             return self._unmeasured.choose(options)
         costs, output_tokens = self.costs, options.output_tokens(self.costs)
-        prefills: dict[str, Prefill] = {}
-        decodes: dict[str, float] = {}
-        held: dict[str, float] = {}
+        ttft_slo, itl_slo = self.settings.ttft_slo, self.settings.itl_slo
         least_pair, least_single = math.inf, math.inf
         pair: Pair | None = None
         single: NodeInfo | None = None
+        # What does not depend on the other node of a pair, once per node.
+        prefills: dict[str, tuple[Prefill, float]] = {}
+        delays: dict[str, float] = {}
+        held: dict[str, float] = {}
 
-        def prefill(node: NodeInfo) -> Prefill:
+        def prefill(node: NodeInfo) -> tuple[Prefill, float]:
             if node.node_id not in prefills:
-                prefills[node.node_id] = options.prefill(costs, node)
+                expected = options.prefill(costs, node)
+                # Whoever comes next waits for this prompt, too.
+                cost = expected.ttft_s + expected.work_s + _missed(expected.ttft_s, ttft_slo)
+                prefills[node.node_id] = expected, cost
             return prefills[node.node_id]
 
-        def decode_cost(node: NodeInfo) -> float:
-            # For the request and for the sequences that are there.
-            if node.node_id not in decodes:
-                decode = options.decode(costs, node)
-                cost = self._late(decode.itl_s, self.settings.itl_slo)
-                if decode.sequences:
-                    before = self._late(decode.itl_s - decode.slower_s, self.settings.itl_slo)
-                    cost += decode.sequences * (cost - before)
-                full = 0.0 if decode.room else NO_ROOM_S
-                decodes[node.node_id] = output_tokens * cost + full
-            return decodes[node.node_id]
+        def generate(decode: Decode, work_s: float) -> float:
+            # For the request, and for the sequences there, which may wait for its prompt.
+            cost = output_tokens * decode.itl_s
+            cost += (_missed(decode.itl_s, itl_slo) + self._missed_if_short(decode)) / 2
+            if decode.sequences:
+                cost += decode.sequences * self._delay(decode, decode.slower_s, work_s)
+            return cost + (0.0 if decode.room else NO_ROOM_S)
+
+        def delay(node: NodeInfo, expected: Prefill) -> float:
+            # Of sequences where the prompt of a pair is computed.
+            if not expected.decoding:
+                return 0.0
+            if node.node_id not in delays:
+                there = options.decode(costs, node, math.inf)
+                each = self._delay(there, 0.0, expected.work_s)
+                delays[node.node_id] = expected.decoding * each
+            return delays[node.node_id]
 
         for source, target in options.pairs:
-            ttft_s = prefill(source).ttft_s
-            cost = self._late(ttft_s, self.settings.ttft_slo)
-            cost += decode_cost(target) + costs.handover(source, target)
+            expected, cost = prefill(source)
+            cost += delay(source, expected) + costs.handover(source, target)
+            cost += generate(options.decode(costs, target, expected.ttft_s), 0.0)
             if target.node_id not in held:
                 held[target.node_id] = options.held_s(costs, target)
-            cost += max(0.0, held[target.node_id] - ttft_s)
+            cost += max(0.0, held[target.node_id] - expected.ttft_s)
             if cost < least_pair:
                 least_pair, pair = cost, (source, target)
         others = [node for node in options.singles if node.role != "prefill"]
         for node in others or options.singles:  # a prefill node generates if nobody else can
-            expected = prefill(node)
-            cost = self._late(expected.ttft_s, self.settings.ttft_slo) + decode_cost(node)
-            cost += expected.decoding * self._late(expected.chunk_s, self.settings.itl_slo)
-            cost += expected.decoding * max(0.0, expected.work_s - expected.chunk_s)
+            expected, cost = prefill(node)
+            cost += generate(options.decode(costs, node, math.inf), expected.work_s)
             if cost < least_single:
                 least_single, single = cost, node
         short = options.num_tokens < self.settings.min_handover_tokens
@@ -265,12 +277,24 @@ class LeastCost(Policy):
             single_cost_s=least_single if single is not None else None,
         )
 
-    @staticmethod
-    def _late(seconds: float, objective_ms: float | None) -> float:
-        """Seconds, and those beyond an objective many times."""
-        if objective_ms is None:
-            return seconds
-        return seconds + (MISSED_OBJECTIVE - 1) * max(0.0, seconds - objective_ms / 1e3)
+    def _missed_if_short(self, decode: Decode) -> float:
+        """Of a text of few tokens, which come all beside prompts, or none of them."""
+        slo, share = self.settings.itl_slo, decode.prefill_share
+        between = decode.step_s + decode.backlog_s / self.costs.short_output
+        return share * _missed(decode.chunk_s, slo) + (1 - share) * _missed(between, slo)
+
+    def _delay(self, there: Decode, slower_s: float, work_s: float) -> float:
+        """What it costs a sequence that steps take longer, and that it waits for a prompt once."""
+        tokens, slo, itl_s = self.costs.output_tokens, self.settings.itl_slo, there.others_s
+        missed = _missed(itl_s + slower_s + work_s / tokens, slo) - _missed(itl_s, slo)
+        return tokens * slower_s + work_s + missed
+
+
+def _missed(seconds: float, objective_ms: float | None) -> float:
+    """What it costs that something is expected to take so long: likelihood of a miss times cost."""
+    if objective_ms is None:
+        return 0.0
+    return MISSED_S / (1.0 + math.pow(objective_ms / 1e3 / max(seconds, 1e-6), CERTAINTY))
 
 
 def load_policy(settings: RoutingPolicy, costs: CostModel) -> Policy:

@@ -92,9 +92,10 @@ class Options:
         since = self.since.get(node.node_id)
         return costs.prefill(node, self.load(node), since, self.new(node), self.hit(node))
 
-    def decode(self, costs: CostModel, node: NodeInfo) -> Decode:
-        """What is expected of a node that generates."""
-        return costs.decode(node, self.load(node), self.num_tokens)
+    def decode(self, costs: CostModel, node: NodeInfo, after_s: float) -> Decode:
+        """What is expected of a node that generates once the prompt is computed."""
+        expected = self.output_tokens(costs)
+        return costs.decode(node, self.load(node), self.num_tokens, expected, after_s=after_s)
 
     def held_s(self, costs: CostModel, node: NodeInfo) -> float:
         """Until a node that generates can take a sequence into a step."""
@@ -102,7 +103,8 @@ class Options:
 
     def predict(self, costs: CostModel, route: Route) -> Prediction:
         """What is expected of a route."""
-        prefill, decode = self.prefill(costs, route.prefills), self.decode(costs, route.target)
+        prefill = self.prefill(costs, route.prefills)
+        decode = self.decode(costs, route.target, prefill.ttft_s)
         alone = route.source is None
         return Prediction.of(prefill, decode, alone, self.output_tokens(costs))
 

@@ -27,7 +27,7 @@ from kvbaton.router.config import MembershipTimers, RelayTimers, RoutingPolicy
 from kvbaton.router.costs import CostModel
 from kvbaton.router.dispatch import Dispatcher
 from kvbaton.router.loads import NodeLoads
-from kvbaton.router.membership import Member, Membership, NodeState, ReadyNodes
+from kvbaton.router.membership import Member, Membership, NodeState
 from kvbaton.router.metrics import RouterMetrics
 from kvbaton.router.nodes import EngineClients, KnownNodes
 from kvbaton.router.policies import load_policy
@@ -137,16 +137,6 @@ class SteadyMembership(Membership):
         """A heartbeat."""
         self.members[info.node_id] = Member(info, True, 0.0, NodeState.READY)
         self._ready = None
-
-    @override
-    def ready(self) -> ReadyNodes:
-        if self._ready is None:
-            found = ReadyNodes(self.members.values())
-            sources = [node for node in found.serving if node.role != "decode"]
-            targets = [node for node in found.serving if node.role != "prefill"]
-            found.pairs = [(p, d) for p in sources for d in targets if p is not d]
-            self._ready = found
-        return self._ready
 
 
 class ModeledEngines(EngineClients):
