@@ -109,6 +109,12 @@ def make_parser() -> argparse.ArgumentParser:
             run_simulate,
             "Serve a trace on a virtual clock: which layout and policy pay.",
         ),
+        (
+            "advise",
+            _advise_flags,
+            run_advise,
+            "Say which layout of so many nodes serves a trace best, in virtual time.",
+        ),
         ("bench", _bench_flags, None, "Measure transports and endpoints."),
         ("connectors", _connector_flags, None, "List, check and measure transports and stores."),
         ("doctor", _doctor_flags, run_doctor, "Try transports and stores on this machine."),
@@ -280,6 +286,20 @@ def _simulate_flags(parser: argparse.ArgumentParser) -> None:
     _flags_of("kvbaton.simulate.main:SimulateConfig")(parser)
     _add_out(parser)
     parser.add_argument("--plot", type=Path, metavar="FILE", help="draw the results as PNG")
+
+
+def _advise_flags(parser: argparse.ArgumentParser) -> None:
+    skip = {"policies", "min_handover_tokens"}
+    _flags_of("kvbaton.simulate.main:SimulateConfig", skip=skip, nodes="4")(parser)
+    _add_out(parser)
+
+
+def run_advise(args: argparse.Namespace) -> int:
+    """``kvbaton advise``."""
+    from kvbaton.simulate.main import SimulateConfig
+    from kvbaton.simulate.main import run_advise as run
+
+    return run(from_args(SimulateConfig, args), args.out)
 
 
 def run_simulate(args: argparse.Namespace) -> int:

@@ -5,8 +5,8 @@ from __future__ import annotations
 import gc
 import math
 import time
-from collections.abc import Sequence
-from dataclasses import asdict, dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -155,10 +155,11 @@ def run_one(
     )
 
 
-def run(config: SimulateConfig, out: Path | None = None, plot: Path | None = None) -> int:
-    """Simulate, print, perhaps draw; returns the exit status."""
+def measure(
+    config: SimulateConfig,
+) -> tuple[list[dict[str, Any]], list[dict[str, Any]], dict[str, list[Outcome]]]:
+    """Simulate all that is to be compared: a row each, nodes' use, and what became of requests."""
     model = load_engine(config.engine)
-    figure = new_figure() if plot is not None else None
     for spec in config.policies:  # wrong ones are told before long runs
         parse_nodes(spec.partition("@")[2] or config.nodes)
     rows: list[dict[str, Any]] = []
@@ -175,11 +176,55 @@ def run(config: SimulateConfig, out: Path | None = None, plot: Path | None = Non
         mean = {name: sum(row[name] for row in runs) / len(runs) for name in runs[0]}
         took = time.process_time() - started
         rows.append({"policy": spec, **mean, "cpu s": took})
-    settings = {**asdict(config), "engine": model.name}
-    publish("simulate", settings, rows, out, nodes=busy)
+    return rows, busy, outcomes
+
+
+def run(config: SimulateConfig, out: Path | None = None, plot: Path | None = None) -> int:
+    """``kvbaton simulate``: print, perhaps draw; returns the exit status."""
+    figure = new_figure() if plot is not None else None
+    rows, busy, outcomes = measure(config)
+    publish("simulate", _settings(config), rows, out, nodes=busy)
     if figure is not None and plot is not None:
         draw(figure, config, outcomes, plot)
     return 0
+
+
+def run_advise(config: SimulateConfig, out: Path | None = None) -> int:
+    """``kvbaton advise``: try every layout of so many nodes; returns the exit status."""
+    count = len(parse_nodes(config.nodes))
+    apart = tuple(f"prefix-aware@{p}P{count - p}D" for p in range(1, count))
+    config = replace(config, policies=(f"prefix-aware@{count}D", *apart, f"cost@{count}A"))
+    rows, busy, _ = measure(config)
+    publish("advise", _settings(config), rows, out, nodes=busy)
+    print("\n" + "\n".join(advice(rows)))
+    return 0
+
+
+def advice(rows: Sequence[Mapping[str, Any]]) -> list[str]:
+    """What follows of rows: of nodes that serve alone, of those with fixed roles, of any role."""
+
+    def told(row: Mapping[str, Any]) -> str:
+        return f"{row['policy'].partition('@')[2]} {row['good']:.1%}"
+
+    def merit(row: Mapping[str, Any]) -> tuple[float, float]:
+        return round(row["good"], 3), -row["ttft p50"]
+
+    alone, *apart, any_role = rows
+    lines = [f"within both objectives: {told(alone)} where each node serves alone"]
+    if apart:
+        best = max(apart, key=merit)
+        gain = best["good"] - alone["good"]
+        verdict = "pays" if gain > 0.01 else "does not pay" if gain < -0.01 else "changes little"
+        lines.append(f"fixed prefill and decode nodes: {told(best)} at best, which {verdict}")
+    lines.append(f"any role, by cost: {told(any_role)}")
+    best = max(rows, key=merit)
+    policy, _, nodes = best["policy"].partition("@")
+    lines.append(f"best: {nodes} with --policy {policy}")
+    return lines
+
+
+def _settings(config: SimulateConfig) -> dict[str, Any]:
+    return {**asdict(config), "engine": str(config.engine)}
 
 
 def _shares(done: Simulation) -> str:

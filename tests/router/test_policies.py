@@ -10,7 +10,7 @@ import pytest
 from kvbaton.errors import ConfigError
 from kvbaton.router.choose import Wanted, choose
 from kvbaton.router.config import RoutingPolicy
-from kvbaton.router.costs import CostModel, Overhead
+from kvbaton.router.costs import CostModel, Overhead, Prediction
 from kvbaton.router.loads import IDLE, NodeLoad, NodeLoads
 from kvbaton.router.membership import Member, ReadyNodes
 from kvbaton.router.policies import (
@@ -173,6 +173,41 @@ def test_an_objective_moves_the_choice() -> None:
         RoutingPolicy(itl_slo=0.0)
 
 
+def test_one_late_request_is_better_than_many() -> None:
+    one = nodes(1, load=H200)
+    waits = NodeLoad(prompt_tokens=400_000, prefill_us=15_000_000)
+    slos: dict[str, Any] = {"ttft_slo": 1000.0, "itl_slo": 12.0}
+    crowd = {"p0": waits, "d0": NodeLoad(sequences=64, tokens=64 * 1000)}
+    assert ids(route("cost", one, 8000, crowd, **slos)) == ("p0", "d0"), "late, and nobody else"
+    few = {"p0": waits, "d0": NodeLoad(sequences=1, tokens=1000)}
+    assert ids(route("cost", one, 8000, few, **slos)) == (None, "d0")
+
+
+def test_a_node_of_any_role_that_decodes_for_many_computes_no_prompts() -> None:
+    both = [member(f"a{i}", "any", load=H200) for i in range(2)]
+    for busy, idle in (("a0", "a1"), ("a1", "a0")):
+        loads = {busy: NodeLoad(sequences=64, tokens=64 * 1000)}
+        assert route("cost", both, 8000, loads, itl_slo=12.0).prefills.node_id == idle
+
+
+def test_where_prompts_were_computed_of_late_tokens_are_expected_to_come_slowly() -> None:
+    clock = Clock()
+    costs, (p, d) = CostModel(clock), nodes(1, load=H200)
+    costs.learn([p.info, d.info], NodeLoads())
+    alone = costs.decode(d.info, IDLE, 1000)
+    assert alone.itl_s == alone.step_s
+    predicted = Prediction(0.1, 0.006, 0.006, 0.0, 0.1, 0.0, work_s=0.5)
+    for _ in range(40):  # half of the time
+        costs.assigned(d.info, predicted)
+        clock.now += 1.0
+    assert costs.prefill_share(d.info) == pytest.approx(0.5, rel=0.2)
+    beside = costs.decode(d.info, IDLE, 1000)
+    assert beside.itl_s == pytest.approx(2 * alone.itl_s, rel=0.25)
+    assert costs.decode(p.info, IDLE, 1000).itl_s == alone.itl_s
+    clock.now += 60.0
+    assert costs.decode(d.info, IDLE, 1000).itl_s == pytest.approx(alone.itl_s, rel=0.01)
+
+
 def test_full_nodes_are_left_out_while_others_have_room() -> None:
     full = member("d0", "decode", load={**H200, "free_blocks": 3.0})
     roomy = member("d1", "decode", load=H200)
@@ -232,7 +267,7 @@ def test_work_of_other_routers_is_done_as_time_passes() -> None:
 
 
 def test_a_pair_waits_for_what_its_target_computes() -> None:
-    """P is idle, but D could not go on before it has computed a prompt of 3 s."""
+    """P is idle, but D computes a prompt of 3 s, beside which it would generate slowly."""
     busy = {"d0": NodeLoad(100_000, 1, 100_000, pending=1, prefill_us=3_000_000)}
     idle, members = route("cost", nodes(1, load=H200), 4000), nodes(1, load=H200)
     policy = load_policy(RoutingPolicy(policy="cost"), CostModel())
@@ -244,8 +279,11 @@ def test_a_pair_waits_for_what_its_target_computes() -> None:
     assert found.pair_cost_s is not None
     assert idle.pair_cost_s is not None
     step_s = 0.006 + 8192 * 3e-5 + 8192 * 4.096 * 2e-6
-    assert found.pair_cost_s - idle.pair_cost_s > 0.5 * (step_s - 0.15), "a step, not the queue"
-    assert found.pair_cost_s - idle.pair_cost_s < 2 * step_s
+    assert 3.0 - 0.2 < found.pair_cost_s - idle.pair_cost_s < 3.0 + step_s
+    assert found.predicted is not None
+    assert idle.predicted is not None
+    assert found.predicted.itl_s > 2 * idle.predicted.itl_s
+    assert found.predicted.step_s < 1.1 * idle.predicted.step_s
 
 
 def test_one_slow_handover_does_not_keep_a_pair_from_being_tried_again() -> None:

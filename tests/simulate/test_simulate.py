@@ -14,7 +14,7 @@ from kvbaton.router.config import RoutingPolicy
 from kvbaton.simulate import engine
 from kvbaton.simulate.engine_model import H200_8B, EngineModel, load_engine
 from kvbaton.simulate.generators import GENERATORS, Lengths, Sessions
-from kvbaton.simulate.main import SimulateConfig, is_good, summary
+from kvbaton.simulate.main import SimulateConfig, advice, is_good, summary
 from kvbaton.simulate.service import Simulation, parse_nodes, simulate
 from kvbaton.simulate.traces import END_TOKEN, TraceRequest, cut, read_trace, token_ids
 
@@ -249,6 +249,31 @@ def test_the_command_compares_and_writes(
     assert all(0 < row["good"] <= 1 for row in rows)
     assert plot.stat().st_size > 1000
     assert "cost@2A" in capsys.readouterr().out
+
+
+def test_advice_compares_layouts(capsys: pytest.CaptureFixture[str]) -> None:
+    words = ["--trace", "conversation", "--rate", "40", "--seconds", "3"]
+    words += ["--ttft-slo", "500", "--itl-slo", "7", "--nodes", "2"]
+    assert main(["advise", *words]) == 0
+    text = capsys.readouterr().out
+    assert "where each node serves alone" in text
+    assert "fixed prefill and decode nodes: 1P1D" in text
+    assert "any role, by cost: 2A" in text
+
+
+def test_advice_says_what_pays() -> None:
+    shares = {"prefix-aware@3D": 0.5, "prefix-aware@1P2D": 0.4, "prefix-aware@2P1D": 0.7}
+    rows = [
+        {"policy": p, "good": g, "ttft p50": 1.0} for p, g in (shares | {"cost@3A": 0.7}).items()
+    ]
+    rows[-1]["ttft p50"] = 0.5
+    first, second, third, last = advice(rows)
+    assert "3D 50.0%" in first
+    assert "2P1D 70.0% at best, which pays" in second
+    assert "3A 70.0%" in third
+    assert last == "best: 3A with --policy cost"
+    rows[2]["good"] = 0.3
+    assert "1P2D 40.0% at best, which does not pay" in advice(rows)[1]
 
 
 @pytest.mark.parametrize(
