@@ -1,10 +1,13 @@
 """What the hand-over costs between two GPUs: P and D as real nodes; beside vLLM 0.26.0.
 
     python -m benchmarks.bench_gpu_handover --json handover.json
+    python -m benchmarks.bench_gpu_handover --shape deepseek-v2-lite
 
 A request goes to the prefill node alone, then through the router to P and D; the first token of
 the latter comes from P, the second one needs the hand-over. Then closed loops of clients. Workload
-as in `workload`; over HTTP.
+as in `workload`; over HTTP. Other shapes than the 8B one, of `bench_gpu_shapes`, have no loops;
+instead what crossed for a prompt, by the metrics, stands beside what each group of layers holds of
+it: a latent once, of a window its tokens.
 """
 
 from __future__ import annotations
@@ -27,9 +30,12 @@ from typing import Any
 
 import aiohttp
 
-from benchmarks.workload import MAX_MODEL_LEN, llama_8b, publish, random_prompts
+from benchmarks.bench_gpu_shapes import SHAPES
+from benchmarks.workload import MAX_MODEL_LEN, dummy_folder, publish, random_prompts
 from kvbaton.bench.report import percentile
 from kvbaton.bench.serve import Shot, served_model, shoot
+from kvbaton.connectors.layout import ITEM_SIZE
+from kvbaton.engine.model_config import load_model_config
 
 ADDED = {1024: 22.5, 4096: 44.6, 16384: 143.9}
 LOADS = [  # requests, prompt, at once, and vLLM's req/s, TTFT p50, p99, ITL p50, p99
@@ -39,6 +45,12 @@ LOADS = [  # requests, prompt, at once, and vLLM's req/s, TTFT p50, p99, ITL p50
 ]
 OUTPUT = 128
 PAIRS = 8
+OF_SHAPES = (1024, 16384)
+"""Prompts of other shapes than the 8B one, and half as many pairs."""
+
+BLOCK = 16
+"""Tokens of a block."""
+
 PAUSE_S = 1.0
 """Between requests of a pair: after 0.1 s of work the power cap lowers a GPU's clock by a sixth,
 and who comes next would pay for it (the prefill node decodes in one way, rests in the other)."""
@@ -68,12 +80,12 @@ def cluster(flags: list[str]) -> Iterator[str]:
 
 
 async def compare(
-    session: aiohttp.ClientSession, urls: dict[str, str], model: str, length: int
+    session: aiohttp.ClientSession, urls: dict[str, str], model: str, length: int, pairs: int
 ) -> tuple[dict[str, float], dict[str, float]]:
     """Median milliseconds to first and second token, by way."""
     firsts: dict[str, list[float]] = {name: [] for name in urls}
     seconds: dict[str, list[float]] = {name: [] for name in urls}
-    for number in range(PAIRS + 2):
+    for number in range(pairs + 2):
         for name, url in urls.items():
             (prompt,) = random_prompts(1, length, number * 10 + len(name))
             await asyncio.sleep(PAUSE_S)
@@ -103,8 +115,61 @@ async def load(
     return [shot for part in shots for shot in part], time.monotonic() - began
 
 
+def in_groups(folder: Path, length: int, ranks: int) -> dict[str, tuple[int, int]]:
+    """Bytes of a prompt that D's ranks need, by group, and with the rest of windows' blocks."""
+    model = load_model_config(folder)
+    found = {}
+    for number, group in enumerate(model.kv_groups()):
+        heads, kind = max(group.heads, ranks), "latents" if model.mla else "full"
+        name = f"window {group.window}" if group.window else kind
+        per_token = heads * len(group.layers) * group.planes * group.head_dim
+        first = max(0, length - group.window + 1) if group.window else 0
+        tokens = length - first, length - first + first % BLOCK
+        least, most = (count * per_token * ITEM_SIZE[model.kv_dtype] for count in tokens)
+        if group.state_rows:
+            name = "states"
+            least = most = heads * len(group.layers) * group.state_rows * group.head_dim * 4
+        found[f"group {number} ({name}, {len(group.layers)} layers)"] = least, most
+    return found
+
+
+async def transferred(session: aiohttp.ClientSession, url: str) -> dict[str, float]:
+    """A node's counters of bytes: posted, sent, needed."""
+    async with session.get(f"{url}/metrics") as response:
+        text = await response.text()
+    found = re.findall(r"^kvbaton_transfer_(\w+)_bytes_total(?:{.*})? (\S+)", text, re.MULTILINE)
+    return {name: float(value) for name, value in found}
+
+
+async def crossed(
+    session: aiohttp.ClientSession,
+    urls: dict[str, str],
+    router: str,
+    model: str,
+    groups: dict[str, tuple[int, int]],
+    length: int,
+) -> None:
+    """Print what crosses for one prompt, beside what its groups hold."""
+    before = await transferred(session, urls["prefill"])
+    (prompt,) = random_prompts(1, length, 7 * length)
+    shot = await shoot(session, router, model, prompt, 8)
+    if shot.error:
+        raise SystemExit(f"prompt of {length}: {shot.error}")
+    await asyncio.sleep(PAUSE_S)
+    after = await transferred(session, urls["prefill"])
+    print(f"--- {length} tokens: bytes by the plan, and with whole first blocks of windows")
+    for name, sizes in groups.items():
+        print(f"  {name}: " + ", ".join(f"{size:,}" for size in sizes))
+    least, most = map(sum, zip(*groups.values(), strict=True))
+    print(f"  all groups: {least:,}, {most:,}")
+    gained = {name: int(after[name] - before.get(name, 0)) for name in after}
+    print("  by the metrics: " + ", ".join(f"{name} {size:,}" for name, size in gained.items()))
+    within = gained["needed"] == least and least <= gained["sent"] == gained["posted"] <= most
+    print("  as planned" if within else "  NOT AS PLANNED", flush=True)
+
+
 async def measure(
-    router: str, quick: bool, dump: Path | None
+    router: str, folder: Path, args: argparse.Namespace
 ) -> list[tuple[str, float, float | None]]:
     """All rows of the table."""
     rows: list[tuple[str, float, float | None]] = []
@@ -119,19 +184,25 @@ async def measure(
         nodes = (await get_json(session, f"{router}/nodes"))["nodes"]
         urls = {node["role"]: node["url"] for node in nodes}
         model = await served_model(session, router)
-        for length, theirs in ADDED.items():
+        whole = args.shape == "8b"
+        dump: Path | None = args.dump
+        for length in ADDED if whole else OF_SHAPES:
+            theirs = ADDED[length] if whole else None
             ways = {"alone": urls["prefill"], "through P and D": router}
-            first, second = await compare(session, ways, model, length)
+            pairs = PAIRS if whole else PAIRS // 2
+            first, second = await compare(session, ways, model, length, pairs)
             for name in ways:
                 add(f"TTFT of {length}, {name}, ms", first[name])
                 add(f"second token of {length}, {name}, ms", second[name])
             add(f"added TTFT at {length}, ms", first["through P and D"] - first["alone"], theirs)
             gap = second["through P and D"] - second["alone"]
             add(f"added time to second token at {length}, ms", gap, theirs)
+            groups = in_groups(folder, length, args.tensor_parallel_size)
+            await crossed(session, urls, router, model, groups, length)
         if dump is not None:
             states = {role: await get_json(session, f"{url}/state") for role, url in urls.items()}
             dump.write_text(json.dumps(states))
-        for requests, length, clients, vllm in LOADS[:2] if quick else LOADS:
+        for requests, length, clients, vllm in LOADS[: 3 - args.quick] if whole else ():
             shots, took = await load(session, router, model, requests, length, clients)
             good = [shot for shot in shots if shot.error is None]
             if len(good) < len(shots):
@@ -171,8 +242,9 @@ def main() -> None:
     parser.add_argument("--transport", default="nixl")
     parser.add_argument("--dump", type=Path, help="write the nodes' states after the pairs here")
     parser.add_argument("--quick", action="store_true", help="leave the longest load out")
+    parser.add_argument("--shape", choices=SHAPES, default="8b", help="of bench_gpu_shapes")
     args = parser.parse_args()
-    folder = llama_8b(Path(tempfile.mkdtemp()) / "model")
+    folder = dummy_folder(Path(tempfile.mkdtemp()) / "model", SHAPES[args.shape])
     flags = [
         f"--model={folder}", "--load-format=dummy", "--device=cuda", "--no-enable-prefix-caching",
         f"--max-model-len={MAX_MODEL_LEN}", f"--max-num-batched-tokens={args.chunk}",
@@ -180,7 +252,7 @@ def main() -> None:
         f"--tensor-parallel-size={args.tensor_parallel_size}",
     ]  # fmt: skip
     with cluster(flags) as router:
-        rows = asyncio.run(measure(router, args.quick, args.dump))
+        rows = asyncio.run(measure(router, folder, args))
     publish(rows, args.json)
 
 
