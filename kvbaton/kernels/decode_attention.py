@@ -15,6 +15,7 @@ from kvbaton.kernels.jit import (
     use_triton,
 )
 from kvbaton.kernels.paged_attention import cap_logits, load_pages, paged_attention_reference
+from kvbaton.kernels.quantize_fp8 import widen
 
 MAX_SPLITS = 64
 
@@ -265,7 +266,7 @@ def _kernel(
             value_head, block, token, valid, stride_block, stride_token,
             HEAD_DIM, BLOCK_D, BLOCK_SIZE,
         )  # fmt: skip
-        k, v = k.to(q.dtype), v.to(q.dtype)
+        k, v = widen(k, q), widen(v, q)
         logits = cap_logits(tl.dot(q, tl.trans(k), input_precision="ieee"), scale, SOFTCAP)
         logits = tl.where(valid[None, :], logits, float("-inf"))
         # Every tile holds a valid key, so `higher` is finite.

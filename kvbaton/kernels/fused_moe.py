@@ -19,7 +19,7 @@ import torch
 from torch.nn.functional import linear
 
 from kvbaton.kernels.jit import cdiv, jit, next_power_of_2, tl, use_triton
-from kvbaton.kernels.quantize_fp8 import quantize_fp8
+from kvbaton.kernels.quantize_fp8 import quantize_fp8, widen
 from kvbaton.kernels.silu_and_mul import silu_and_mul_reference
 
 GROUP = 16
@@ -396,13 +396,14 @@ def _gemm_kernel(
                     of_up = tl.load(at + to_up, mask=column < SIZE, other=0.0)[None, :]
             left = (inner < DEPTH - k)[None, :]
             a = tl.load(inputs + k, mask=there & left, other=0.0)
-            w = tl.load(weights + k, mask=inside & left, other=0.0).to(a.dtype)
+            w = widen(tl.load(weights + k, mask=inside & left, other=0.0), a)
             if RUNS > 1:
                 acc += tl.dot(a, tl.trans(w), input_precision="ieee") * (of_a * of_w)
             else:
                 acc = tl.dot(a, tl.trans(w), acc, input_precision="ieee")
             if GATED:
-                w = tl.load(weights + to_up * DEPTH + k, mask=inside & left, other=0.0).to(a.dtype)
+                w = tl.load(weights + to_up * DEPTH + k, mask=inside & left, other=0.0)
+                w = widen(w, a)
                 if RUNS > 1:
                     up += tl.dot(a, tl.trans(w), input_precision="ieee") * (of_a * of_up)
                 else:

@@ -19,6 +19,7 @@ from kvbaton.kernels.decode_attention import (
     share_keys,
 )
 from kvbaton.kernels.jit import cdiv, jit, next_power_of_2, tl, use_triton
+from kvbaton.kernels.quantize_fp8 import widen
 
 BLOCK_H = 16
 """Heads of a program."""
@@ -202,8 +203,8 @@ def _kernel(
         valid = token < length
         block = tl.load(table + token // BLOCK_SIZE, mask=valid, other=0).to(tl.int64)
         row = cache + (block * stride_block + token % BLOCK_SIZE * stride_row)[:, None]
-        latent = _row(row, valid, RANK, BLOCK_R).to(q.dtype)
-        turned = _row(row + RANK, valid, ROPE, BLOCK_P).to(q.dtype)
+        latent = widen(_row(row, valid, RANK, BLOCK_R), q)
+        turned = widen(_row(row + RANK, valid, ROPE, BLOCK_P), q)
         logits = tl.dot(q, tl.trans(latent), input_precision="ieee")
         logits = tl.dot(p, tl.trans(turned), logits, input_precision="ieee")
         logits = logits * (scale * 1.4426950408889634)

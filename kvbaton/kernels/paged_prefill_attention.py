@@ -11,6 +11,7 @@ import torch
 
 from kvbaton.kernels.jit import cdiv, jit, next_power_of_2, tl, use_triton
 from kvbaton.kernels.paged_attention import cap_logits, load_pages, paged_attention_reference
+from kvbaton.kernels.quantize_fp8 import widen
 
 
 def paged_prefill_attention(
@@ -297,7 +298,7 @@ def _attend(
             HEAD_DIM, BLOCK_D, BLOCK_SIZE,
         )  # fmt: skip
         logits = cap_logits(
-            tl.dot(q, tl.trans(k.to(q.dtype)), input_precision="ieee"), scale, SOFTCAP
+            tl.dot(q, tl.trans(widen(k, q)), input_precision="ieee"), scale, SOFTCAP
         )
         if MASKED:
             visible = valid[None, :]
@@ -318,7 +319,7 @@ def _attend(
             value_head, block, token, valid, stride_block, stride_token,
             HEAD_DIM, BLOCK_D, BLOCK_SIZE,
         )  # fmt: skip
-        v = v.to(q.dtype)
+        v = widen(v, q)
         acc = acc * fade[:, None]
         acc = tl.dot(weight.to(v.dtype), v, acc, input_precision="ieee")
         top = higher

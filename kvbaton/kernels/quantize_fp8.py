@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 
 from kvbaton.kernels.jit import INTERPRETED, cdiv, jit, next_power_of_2, tl, use_triton
@@ -95,6 +97,21 @@ def _launch(
             num_warps=max(1, min(16 if gated else 8, block * together // 256)),
         )
     return out.to(torch.float8_e4m3fn), scales
+
+
+@jit()
+def widen(x: tl.tensor, like: tl.tensor) -> Any:
+    """`x` in the dtype of `like`, if that is one of floats.
+
+    Of FP8 it goes by way of float32: the multiprocessor's own conversion from float16 to bfloat16
+    is slower than weights can be read (16 a cycle on Hopper).
+    """
+    if x.dtype == tl.float8e4nv:
+        if like.dtype != tl.float8e4nv:
+            x = x.to(tl.float16)
+            if like.dtype != tl.float16:
+                x = x.to(tl.float32).to(like.dtype)
+    return x
 
 
 @jit("stride_token", "stride_group")

@@ -1,4 +1,4 @@
-"""Products of few rows with a weight: as fast as the weight can be read.
+"""Products of few rows with a weight, of floats or FP8: as fast as the weight can be read.
 
 A tile of the weight's rows is split along the columns until the programs fill the GPU; the last
 program of a tile adds the parts, in their order, whoever it is; so the result is deterministic.
@@ -17,6 +17,7 @@ from kvbaton.kernels.jit import (
     tl,
     use_triton,
 )
+from kvbaton.kernels.quantize_fp8 import widen
 
 MAX_ROWS = 32
 """With more rows the library's product is faster."""
@@ -55,59 +56,94 @@ def is_last(counter: tl.tensor, parties: tl.tensor) -> tl.tensor:
 
 
 def skinny_linear(
-    x: torch.Tensor, weight: torch.Tensor, workspace: Workspace | None = None
+    x: torch.Tensor,
+    weight: torch.Tensor,
+    workspace: Workspace | None = None,
+    scales: torch.Tensor | None = None,
 ) -> torch.Tensor:
-    """Compute out = x @ weight.T, accumulated in fp32.
+    """Compute out = x @ (weight * scales).T, accumulated in fp32.
 
     Args:
-        x: [T, K]; the library's product takes those that are not contiguous.
-        weight: [N, K], contiguous.
+        x: [T, K]; the library's product takes those whose rows are not contiguous.
+        weight: [N, K], contiguous; of the dtype of `x`, or float8_e4m3fn with `scales`, which is
+            widened as it is read.
         workspace: of this stream; None makes one for this call.
+        scales: [N, runs] float32, contiguous, of equal runs of columns; None for ones.
 
     Returns:
         [T, N], dtype of `x`.
     """
-    if not use_triton(x) or not wins(x.shape[0], weight) or not x.is_contiguous():
+    if not use_triton(x) or not wins(x.shape[0], weight, scales) or x.stride(1) != 1:
+        return skinny_linear_reference(x, weight, scales)
+    return _launch(x, weight, scales, workspace or Workspace(x.device))
+
+
+def skinny_linear_reference(
+    x: torch.Tensor, weight: torch.Tensor, scales: torch.Tensor | None
+) -> torch.Tensor:
+    """Plain torch for `skinny_linear`."""
+    if scales is None:
         return linear(x, weight)
-    return _launch(x, weight, workspace or Workspace(x.device))
+    wide = weight.float() * scales.repeat_interleave(weight.shape[1] // scales.shape[1], 1)
+    return linear(x.float(), wide).to(x.dtype)
 
 
-def wins(rows: int, weight: torch.Tensor) -> bool:
+def wins(rows: int, weight: torch.Tensor, scales: torch.Tensor | None = None) -> bool:
     """Whether the kernel is for this product: few rows, even tiles, measured faster on an H200."""
     size, depth = weight.shape
-    even = size % BLOCK_N == 0 and depth % (BLOCK_K * _splits(size, depth)) == 0
-    return 0 < rows <= MAX_ROWS and even and (size <= 4096 or size >= 65536)
+    runs = 0 if scales is None else scales.shape[1]
+    even = size % BLOCK_N == 0 and depth % (BLOCK_K * _splits(size, depth, runs)) == 0
+    if not 0 < rows <= MAX_ROWS or not even:
+        return False
+    return runs in (1, depth // BLOCK_K) if runs else size <= 4096 or size >= 65536
 
 
-def _splits(size: int, depth: int) -> int:
-    """Parts along the columns: about four programs for each of some 128 multiprocessors."""
+def _splits(size: int, depth: int, runs: int) -> int:
+    """Parts along the columns: about four programs for each of some 128 multiprocessors.
+
+    Of FP8, which is read in half the time, more and shorter ones.
+    """
+    most, programs, least = (8, 512, 1024) if runs else (4, 256, BLOCK_K)
     splits = 1
-    while splits < 4 and size // BLOCK_N * splits < 256 and depth % (2 * splits * BLOCK_K) == 0:
+    while (
+        splits < most
+        and size // BLOCK_N * splits < programs
+        and depth % (2 * splits * BLOCK_K) == 0
+        and depth // (2 * splits) >= least
+    ):
         splits *= 2
     return splits
 
 
-def _launch(x: torch.Tensor, weight: torch.Tensor, workspace: Workspace) -> torch.Tensor:
+def _launch(
+    x: torch.Tensor, weight: torch.Tensor, scales: torch.Tensor | None, workspace: Workspace
+) -> torch.Tensor:
     rows, depth = x.shape
     size = weight.shape[0]
     out = torch.empty(rows, size, dtype=x.dtype, device=x.device)
-    splits = _splits(size, depth)
+    runs = 0 if scales is None else scales.shape[1]
+    splits = _splits(size, depth, runs)
+    share = depth // splits
+    wide = runs == 1 and share % (2 * BLOCK_K) == 0  # as many bytes at a time as of 16 bits
     _kernel[(cdiv(size, BLOCK_N), splits)](
         x,
         weight,
+        scales,
         out,
         workspace.scratch,
         workspace.counters,
         rows,
         size,
         depth,
-        depth // splits,
+        share,
+        x.stride(0),
         SPLITS=splits,
+        RUNS=runs,
         BLOCK_M=max(16, next_power_of_2(rows)),
         BLOCK_N=BLOCK_N,
-        BLOCK_K=BLOCK_K,
+        BLOCK_K=2 * BLOCK_K if wide else BLOCK_K,
         num_warps=4,
-        num_stages=3,
+        num_stages=5 if runs > 1 else 3,
     )
     return out
 
@@ -116,6 +152,7 @@ def _launch(x: torch.Tensor, weight: torch.Tensor, workspace: Workspace) -> torc
 def _kernel(
     x: tl.tensor,
     weight: tl.tensor,
+    scales: tl.tensor,
     out: tl.tensor,
     scratch: tl.tensor,
     counters: tl.tensor,
@@ -123,24 +160,36 @@ def _kernel(
     size: tl.tensor,
     depth: tl.tensor,
     share: tl.tensor,
+    stride: tl.tensor,
     SPLITS: tl.constexpr,
+    RUNS: tl.constexpr,
     BLOCK_M: tl.constexpr,
     BLOCK_N: tl.constexpr,
     BLOCK_K: tl.constexpr,
 ) -> None:
-    """One program: BLOCK_N rows of the weight, one of SPLITS parts of their columns."""
+    """One program: BLOCK_N rows of the weight, one of SPLITS parts of their columns.
+
+    The weight has RUNS scales a row, one for each BLOCK_K columns if there are several.
+    """
     tile, split = tl.program_id(0), tl.program_id(1)
     row = tl.arange(0, BLOCK_M)
     column = tile * BLOCK_N + tl.arange(0, BLOCK_N)
     inner = tl.arange(0, BLOCK_K)
     inside = (row < rows)[:, None]
     weights = weight + column.to(tl.int64)[:, None] * depth + inner[None, :]
-    inputs = x + row[:, None] * depth + inner[None, :]
+    inputs = x + row[:, None] * stride + inner[None, :]
     acc = tl.zeros([BLOCK_M, BLOCK_N], tl.float32)
     for k in tl.range(split * share, (split + 1) * share, BLOCK_K):
-        w = tl.load(weights + k)
+        if RUNS > 1:  # asked for first, since nothing else has it come early
+            scale = tl.load(scales + column * RUNS + k // BLOCK_K)
         a = tl.load(inputs + k, mask=inside, other=0.0)
-        acc = tl.dot(a, tl.trans(w), acc, input_precision="ieee")
+        w = widen(tl.load(weights + k), a)
+        if RUNS > 1:
+            acc += tl.dot(a, tl.trans(w), input_precision="ieee") * scale[None, :]
+        else:
+            acc = tl.dot(a, tl.trans(w), acc, input_precision="ieee")
+    if RUNS == 1:
+        acc *= tl.load(scales + column)[None, :]
     target = out + row[:, None] * size + column[None, :]
     if SPLITS == 1:
         tl.store(target, acc.to(out.dtype.element_ty), mask=inside)

@@ -94,8 +94,8 @@ for dtype, itemsize in (("bf16", 2), ("fp32", 4)):
 
 FP8 = """
 from kvbaton.kernels import (
-    block_scaled_linear, decode_attention, fp8_skinny_linear, paged_prefill_attention, quantize_fp8,
-    rope_write,
+    block_scaled_linear, decode_attention, paged_prefill_attention, quantize_fp8, rope_write,
+    skinny_linear,
 )
 
 def run(kernel, pointers, constants, floats=(), **options):
@@ -123,16 +123,16 @@ for rows, columns, warps in ((16, 32, 4), (32, 32, 4), (64, 128, 4), (128, 128, 
     )
     # Few rows are widened to fp16: the reading of the weight is all the work.
     assert ("wgmma" in ptx and "e4m3.e4m3" in ptx) == (rows >= 64), (rows, columns)
-for rows, splits in ((16, 1), (32, 4)):
+for rows, splits, runs in ((16, 1, 1), (32, 4, 32)):
     ptx = run(
-        fp8_skinny_linear._kernel,
+        skinny_linear._kernel,
         {"x": "*bf16", "weight": "*fp8e4nv", "scales": "*fp32", "out": "*bf16",
          "scratch": "*fp32", "counters": "*i32"},
-        dict(SPLITS=splits, BLOCK_M=rows, BLOCK_N=64, RUN=128, BY_RUN=True, ROUND=True,
-             LEAST=1e-12, MAX=448.0), num_warps=4, num_stages=4,
+        dict(SPLITS=splits, RUNS=runs, BLOCK_M=rows, BLOCK_N=64, BLOCK_K=256 if runs == 1 else 128),
+        num_warps=4, num_stages=5 if runs > 1 else 3,
     )
-    assert f"wgmma.mma_async.sync.aligned.m64n{rows}k32.f32.e4m3.e4m3" in ptx
     assert "cp.async.cg.shared.global" in ptx
+    assert "cvt.bf16.f16" not in ptx  # see `widen`
 shape = dict(HEAD_DIM=128, BLOCK_D=128, BLOCK_SIZE=16, GROUP=4, BLOCK_G=4)
 values = dict(VALUE_DIM=128, BLOCK_V=128, INTERLEAVED=False)
 caches = {"query": "*bf16", "key_cache": "*fp8e4nv", "value_cache": "*fp8e4nv"}

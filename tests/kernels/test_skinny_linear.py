@@ -3,6 +3,7 @@ from typing import Any
 import pytest
 import torch
 
+from kvbaton.kernels.quantize_fp8 import quantize_fp8_reference
 from kvbaton.kernels.skinny_linear import Workspace, skinny_linear, wins
 
 
@@ -11,6 +12,29 @@ def test_matches_fp64(place: Any, rows: int, size: int, depth: int) -> None:
     x, weight = place.randn(rows, depth), place.randn(size, depth)
     assert wins(rows, weight)
     place.close(skinny_linear(x, weight), x.cpu().double() @ weight.cpu().double().T)
+
+
+@pytest.mark.parametrize("by_run", [False, True], ids=["rows", "runs"])
+@pytest.mark.parametrize(
+    ("rows", "size", "depth"),
+    [(1, 64, 128), (5, 128, 384), (17, 64, 2048), (32, 128, 8192), (2, 192, 3200)],
+)
+def test_weights_in_fp8(place: Any, rows: int, size: int, depth: int, by_run: bool) -> None:
+    weight, scales = quantize_fp8_reference(torch.randn(size, depth), 128 if by_run else depth)
+    scales = scales * torch.rand(size, 1)
+    x, at = place.randn(rows, depth) * 50, place.device
+    assert wins(rows, weight, scales)
+    workspace = Workspace(at)
+    for _ in range(2):  # the first one leaves the counters as it found them
+        found = skinny_linear(x, weight.to(at), workspace, scales.to(at))
+    wide = weight.double() * scales.double().repeat_interleave(128 if by_run else depth, 1)
+    place.close(found, x.cpu().double() @ wide.t())
+
+
+def test_rows_that_lie_apart(place: Any) -> None:
+    x, weight = place.randn(3, 384), place.randn(64, 128)
+    found = skinny_linear(x[:, 128:256], weight)
+    assert torch.equal(found, skinny_linear(x[:, 128:256].contiguous(), weight))
 
 
 def test_leaves_a_workspace_as_it_was(place: Any) -> None:
@@ -26,3 +50,13 @@ def test_other_shapes_take_the_library(place: Any, rows: int, size: int, depth: 
     x, weight = place.randn(rows, depth), place.randn(size, depth)
     assert not wins(rows, weight)
     place.close(skinny_linear(x, weight), x.cpu().double() @ weight.cpu().double().T)
+
+
+def test_what_it_is_for_in_fp8() -> None:
+    weight = torch.empty(64, 256)
+    assert wins(32, weight, torch.empty(64, 2))
+    assert not wins(33, weight, torch.empty(64, 2))
+    assert not wins(0, weight, torch.empty(64, 2))
+    assert not wins(1, weight, torch.empty(64, 4))
+    assert not wins(1, torch.empty(32, 256), torch.empty(32, 1))
+    assert not wins(1, torch.empty(64, 160), torch.empty(64, 1))

@@ -15,10 +15,9 @@ from typing_extensions import override
 from kvbaton.engine.quantization.config import Quantization
 from kvbaton.errors import ConfigError
 from kvbaton.kernels.block_scaled_linear import GROUPS, block_scaled_linear
-from kvbaton.kernels.fp8_skinny_linear import fits, fp8_skinny_linear
 from kvbaton.kernels.quantize_fp8 import quantize_fp8
 from kvbaton.kernels.silu_and_mul import silu_and_mul
-from kvbaton.kernels.skinny_linear import Workspace, skinny_linear
+from kvbaton.kernels.skinny_linear import Workspace, skinny_linear, wins
 
 FP8 = torch.float8_e4m3fn
 SQUARE = 128
@@ -79,7 +78,7 @@ class FP8Method(LinearMethod):
     """A weight in FP8 with a scale for each row, or for each run of `group` columns of a row.
 
     Inputs are quantised likewise, a scale a token or for each of its runs, from their own maximum;
-    few tokens always by runs (see `fp8_skinny_linear`).
+    those of few tokens stay as they are (see `skinny_linear`).
 
     Args:
         group: see above.
@@ -102,8 +101,8 @@ class FP8Method(LinearMethod):
         self, x: Tensor, weight: Tensor, scales: Tensor | None, bias: Tensor | None
     ) -> Tensor:
         assert scales is not None
-        if fits(len(x), weight, scales):
-            out = fp8_skinny_linear(x, weight, scales, _workspace(x.device))
+        if wins(len(x), weight, scales):
+            out = skinny_linear(x, weight, _workspace(x.device), scales)
             return out if bias is None else out + bias
         return self._quantised_product(x, weight, scales, bias, gated=False)
 
@@ -112,7 +111,7 @@ class FP8Method(LinearMethod):
         self, gate_up: Tensor, weight: Tensor, scales: Tensor | None, bias: Tensor | None
     ) -> Tensor:
         assert scales is not None
-        if fits(len(gate_up), weight, scales):
+        if wins(len(gate_up), weight, scales):
             return super().gated_product(gate_up, weight, scales, bias)
         return self._quantised_product(gate_up, weight, scales, bias, gated=True)
 
