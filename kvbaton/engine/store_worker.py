@@ -386,11 +386,11 @@ class StoreWorker:
                 order.good += right
                 start += len(keys)
         order.corrupt, order.seconds = len(corrupt), time.monotonic() - began
-        self._done(order)
-        if self.calls.capabilities.deletes:
+        if self.calls.capabilities.deletes:  # first, or it could hit what is saved in their stead
             with suppress(StoreError):  # it is counted and logged
                 for bad_keys in _batched(tuple(corrupt), self.calls.capabilities.max_keys):
                     yield from self.calls.delete(bad_keys)
+        self._done(order)
 
     def _most_blocks(self) -> int:
         return min(self.calls.capabilities.max_keys, self._staging.max_blocks)

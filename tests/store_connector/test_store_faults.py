@@ -105,6 +105,26 @@ def test_only_the_tokens_from_the_bad_block_on_are_computed(
     rest(node)
 
 
+def test_what_is_wrong_is_gone_before_the_request_goes_on(
+    nodes: Nodes, expected: Expected, spec: str, box: Box
+) -> None:
+    """Else what it computes and saves anew could be deleted in its stead."""
+    node = nodes.start(spec)
+    fill(node, PROMPTS[:1])
+    saved, form = dict(box.objects), store_of(node).worker.forms[0]
+    chain = block_keys(root_key(store_of(node).worker.identity, ""), PROMPTS[0], 4)
+    keys = [form.key(key) for key in chain]  # not the answer's
+    box.corrupt(keys)
+    with box.held("delete"):
+        call = node.generate(PROMPTS[0])
+        until(lambda: box.is_waiting("delete"), "a deletion")
+        for _ in range(2):  # turns of the core, which would have seen the load's end
+            assert len(node.ask("state")["store"]["loads"]) == 1
+    assert call.result() == expected(PROMPTS[0])
+    rest(node)
+    assert all(box.objects[key] == saved[key] for key in keys)
+
+
 @pytest.mark.parametrize("share", [0.01, 0.1, 1.0])
 def test_objects_that_go_between_lookup_and_load(
     nodes: Nodes, expected: Expected, spec: str, box: Box, share: float

@@ -30,7 +30,7 @@ class Box:
         self.failing: set[str] = set()
         self.lost: set[bytes] = set()
         self.room = True
-        self._gates = {kind: threading.Event() for kind in ("lookup", "load", "store")}
+        self._gates = {kind: threading.Event() for kind in ("lookup", "load", "store", "delete")}
         self._waiting: Counter[str] = Counter()
         self._lock = threading.Lock()
         for gate in self._gates.values():
