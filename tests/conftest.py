@@ -13,7 +13,7 @@ if TYPE_CHECKING:
 
 SHARED = (
     "tests/e2e/",
-    "tests/matrix/test_matrix.py::test_a_cell",
+    "tests/matrix/",
     "tests/llm/test_llm.py",
     "tests/conformance/test_remote_stores_conform.py::TestS3",
 )
