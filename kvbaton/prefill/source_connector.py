@@ -339,7 +339,9 @@ class SourceConnector(KVConnector):
         source.request_id = f"{source.request.request_id}#{self.revived}"
         source.first, source.running = {}, True
         self._by_request[source.request_id] = source
-        again = msgspec.structs.replace(source.request, request_id=source.request_id)
+        # The first run has used the hand-overs of its items.
+        items = tuple(msgspec.structs.replace(i, transfer=None) for i in source.request.items)
+        again = msgspec.structs.replace(source.request, request_id=source.request_id, items=items)
         try:
             self.scheduler.add(again)
         except RequestError as error:

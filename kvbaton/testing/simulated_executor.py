@@ -3,27 +3,36 @@
 The KV of a token is 64 bits per layer, K or V, and head, that follow from all tokens up to it; so
 is the token sampled next. What a step reads is held against that, so wrong bytes are found by
 whoever reads them first. Digest sums are kept by the step that wrote a block, as on a device.
+
+Items are tokens of their own, one mark per image, and the rows that an encoder makes of one are the
+KV of its marks: so an encoder is ranks like any others, and a step that computes an item's tokens
+reads rows that every node can foretell.
 """
 
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from functools import cache, lru_cache
 
 import numpy as np
 import numpy.typing as npt
+from msgspec.structs import replace
 
 from kvbaton.connectors.base import Memory
 from kvbaton.connectors.digest import PendingSums
 from kvbaton.connectors.layout import GroupKind, KVLayout, contiguous_plane
-from kvbaton.engine.step import Sampled, StepPlan, StepResult
-from kvbaton.messages.engine import AddRequest
+from kvbaton.engine.step import Sampled, SequenceStep, StepPlan, StepResult
+from kvbaton.messages.engine import AddRequest, Item
 from kvbaton.testing.simulated_world import SimulatedWorld
 
 HEADS = 4
 VOCABULARY = 97
+MARKS = 1000
+"""Tokens from it on stand for images, by the first byte of their digests."""
+BROKEN = 200
+"""Images from this first byte on can't be decoded."""
 Words = npt.NDArray[np.uint64]
 
 _MASK = (1 << 64) - 1
@@ -61,6 +70,15 @@ def next_token(tokens: tuple[int, ...], choice: int, model: int) -> int:
     return (_prefixes(tokens, model)[-1] >> 20) % (VOCABULARY - choice)
 
 
+def with_marks(token_ids: Sequence[int], items: Iterable[Item]) -> tuple[int, ...]:
+    """The tokens of a prompt, with marks in the place of those that stand for items."""
+    tokens = list(token_ids)
+    for item in items:
+        mark = MARKS + item.digest[0]
+        tokens[item.start : item.start + item.length] = [mark] * item.length
+    return tuple(tokens)
+
+
 _WEIGHTS = _mix(np.arange(1, 257, dtype=np.uint64)).reshape(128, 2) | _ONE
 """Per position and K or V, odd: [positions, kv]."""
 
@@ -78,6 +96,7 @@ class _Sequence:
     tokens: list[int]
     choice: int
     tables: list[list[int]]
+    items: tuple[Item, ...] = ()
     sampled: tuple[int, ...] = ()
 
 
@@ -126,6 +145,8 @@ class SimulatedExecutor:
         step_s: how long a step takes about.
         wake_core: called when a step is over.
         wake_transfers: called when sums are there.
+        encoder: the ranks whose memory has the rows of a prompt's items; None where prompts are
+            items themselves, or have none.
     """
 
     def __init__(
@@ -139,8 +160,10 @@ class SimulatedExecutor:
         step_s: float,
         wake_core: Callable[[], None],
         wake_transfers: Callable[[], None],
+        encoder: SimulatedExecutor | None = None,
     ) -> None:
         self.world, self.model, self.step_s = world, model, step_s
+        self.encoder = encoder
         self.rots = rots
         self.wake_core, self.wake_transfers = wake_core, wake_transfers
         self.heads = HEADS // ranks
@@ -223,7 +246,8 @@ class SimulatedExecutor:
                 self.rotten.add((copy.group, copy.target))
         for new in plan.new:
             tables = [[] for _ in self.layouts[0]]
-            self._sequences[new.handle] = _Sequence(list(new.token_ids), new.choice, tables)
+            known = list(with_marks(new.token_ids, new.items))
+            self._sequences[new.handle] = _Sequence(known, new.choice, tables, new.items)
         sampled = []
         for step in plan.steps:
             sequence = self._sequences[step.handle]
@@ -231,6 +255,10 @@ class SimulatedExecutor:
                 table += more
             tokens = tuple(sequence.tokens[: step.start + step.count])
             assert len(tokens) == step.start + step.count, "a step is ahead of its tokens"
+            error = self._take_items(sequence, step)
+            if error is not None:
+                sampled.append(Sampled(step.handle, (0,) * step.num_samples, error=error))
+                continue
             self._compute(sequence, tokens, step.start)
             if step.num_samples:
                 choices = range(step.num_samples) if step.num_samples > 1 else [sequence.choice]
@@ -247,6 +275,27 @@ class SimulatedExecutor:
                 self.words[g][rank, block, 0, 0, slot] ^= np.uint64(1 << 40)
                 self.rotten.add((g, block))
         return StepResult(plan.number, tuple(sampled))
+
+    def _take_items(self, sequence: _Sequence, step: SequenceStep) -> str | None:
+        """Read the rows of the items that a step computes; of an encoder, why it has no image."""
+        blocks = {rows.start: rows.blocks for rows in step.items}
+        for item in sequence.items:
+            start, end = item.start, item.start + item.length
+            if self.encoder is not None:
+                if start < step.start + step.count and end > step.start:
+                    if start not in blocks:
+                        self.world.fail(f"a step computes {item}, and is told of no rows")
+                    marks = with_marks((0,) * item.length, (replace(item, start=0),))
+                    kv = kv_of(marks, self.encoder.model)
+                    wrong = self.encoder.differs(0, 0, blocks[start], kv, 0)
+                    if wrong is not None:
+                        self.world.fail(f"a step reads wrong rows of an item: {wrong}")
+            elif step.count > 1:
+                if not item.data:
+                    return "this node was not given the image"
+                if item.digest[0] >= BROKEN:
+                    return "can't decode the image"
+        return None
 
     def _compute(self, sequence: _Sequence, tokens: tuple[int, ...], start: int) -> None:
         """Read the KV of all tokens before `start`, and write that of those from it on."""

@@ -1,7 +1,10 @@
 """A node in the simulator: the real core, scheduler, connector, transfer worker and machine.
 
-Only what is outside of them is made up: the ranks' steps, the transports, the control channel, the
-HTTP process, and the threads, whose turns the world calls for when something happens.
+A node may have an encoder beside it, whose core takes part in the loop of its own as one of its
+connectors: that is a node like any other here, with memory, transports and a machine, and with the
+life of its host. Only what is outside of them is made up: the ranks' steps, the transports, the
+control channel, the HTTP process, and the threads, whose turns the world calls for when something
+happens.
 """
 
 from __future__ import annotations
@@ -27,8 +30,10 @@ from kvbaton.decode.target_connector import TargetConnector
 from kvbaton.engine.block_pool import BlockPool
 from kvbaton.engine.config import SchedulerConfig
 from kvbaton.engine.core import EngineCore
+from kvbaton.engine.encoder.cache_manager import Answers, EncoderCacheManager
 from kvbaton.engine.executor import Executor
 from kvbaton.engine.kv_cache_manager import GroupSpec
+from kvbaton.engine.kv_connector import KVConnector
 from kvbaton.engine.scheduler import Scheduler
 from kvbaton.errors import TransportError
 from kvbaton.messages.control import Complete, RankCard
@@ -37,6 +42,7 @@ from kvbaton.messages.engine import (
     AddRequest,
     Command,
     FromCore,
+    Item,
     Metrics,
     Output,
     Outputs,
@@ -47,7 +53,13 @@ from kvbaton.messages.engine import (
     TransferSpec,
 )
 from kvbaton.prefill.source_connector import SourceConnector
-from kvbaton.testing.simulated_executor import VOCABULARY, SimulatedExecutor, next_token
+from kvbaton.testing.simulated_executor import (
+    BROKEN,
+    MARKS,
+    VOCABULARY,
+    SimulatedExecutor,
+    next_token,
+)
 from kvbaton.testing.simulated_world import (
     SimulatedChannel,
     SimulatedProcess,
@@ -89,10 +101,11 @@ class SimulatedPrompt:
     """A prompt that the router sends to a pair of nodes.
 
     Attributes:
-        tokens: the prompt.
+        tokens: the prompt, with marks in the place of tokens that stand for items.
         max_tokens: to generate.
         choices: how many.
         deadline_s: of its requests.
+        items: images in it.
     """
 
     attempt: Attempt
@@ -100,6 +113,12 @@ class SimulatedPrompt:
     max_tokens: int = 2
     choices: int = 1
     deadline_s: float = 8.0
+    items: tuple[Item, ...] = ()
+
+    @property
+    def token_ids(self) -> tuple[int, ...]:
+        """The prompt as nodes are given it."""
+        return tuple(token if token < MARKS else 0 for token in self.tokens)
 
 
 @dataclass(frozen=True)
@@ -113,6 +132,8 @@ class NodeShape:
         step_s: seconds that a step takes about.
         batch: most tokens of a step.
         depth: steps in flight.
+        items: its prompts are items.
+        encoder: what the encoder beside it is, if it has one.
     """
 
     is_source: bool
@@ -121,7 +142,9 @@ class NodeShape:
     groups: tuple[tuple[int, int, int], ...]
     step_s: float
     batch: int
-    depth: int
+    depth: int = 1
+    items: bool = False
+    encoder: NodeShape | None = None
 
 
 @dataclass
@@ -191,13 +214,29 @@ class Turns:
 class SimulatedNode(SimulatedProcess):
     """One life of a node.
 
+    Args:
+        host: the node beside which this is the encoder, if it is.
+
     Attributes:
         requests: what its clients asked, by request id.
+        encoder: beside it.
+        answers: of an encoder beside another node, to that.
     """
 
-    def __init__(self, world: SimulatedWorld, name: str, generation: int, shape: NodeShape) -> None:
+    def __init__(
+        self,
+        world: SimulatedWorld,
+        name: str,
+        generation: int,
+        shape: NodeShape,
+        host: SimulatedNode | None = None,
+    ) -> None:
         super().__init__(world, name, generation, identity_of(shape.model))
-        self.shape = shape
+        self.core: EngineCore
+        self.executor: SimulatedExecutor
+        self.wake_core: Callable[..., None]
+        self.shape, self.answers = shape, Answers()
+        self.host = name if host is None else host.name
         self.timers = CALM_TIMERS if world.weather.calm else TIMERS
         self.requests: dict[str, ClientRequest] = {}
         self._mail: list[ToCore] = []
@@ -205,7 +244,10 @@ class SimulatedNode(SimulatedProcess):
         self._count = 0
         self._core_turns = Turns(self, self._turn_core)
         self._transfer_turns = Turns(self, self._turn_transfers)
-        self.wake_core = self._core_turns.call
+        self.wake_core = self._core_turns.call if host is None else host.wake_core
+        self.encoder: SimulatedNode | None = None
+        if shape.encoder is not None:
+            self.encoder = SimulatedNode(world, f"{name}-items", generation, shape.encoder, self)
         self.executor = SimulatedExecutor(
             world,
             model=shape.model,
@@ -215,6 +257,7 @@ class SimulatedNode(SimulatedProcess):
             step_s=shape.step_s,
             wake_core=self.wake_core,
             wake_transfers=self.wake_transfers,
+            encoder=self.encoder.executor if self.encoder else None,
         )
         self.transports = [SimulatedTransport(world, self, rank) for rank in range(shape.ranks)]
         for transport, memories in zip(self.transports, self.executor.memories, strict=True):
@@ -224,22 +267,31 @@ class SimulatedNode(SimulatedProcess):
         self.channel = SimulatedChannel(world, self, self.address)
         layouts = self.executor.layouts[0]
         groups = tuple(GroupSpec.of(layout, layout.block_size) for layout in layouts)
+        most = (layouts[0].num_blocks - 1) * layouts[0].block_size + 1
         self.scheduler = Scheduler(
             SchedulerConfig(
                 groups=groups,
-                max_model_len=MAX_MODEL_LEN,
+                max_model_len=most if shape.items else MAX_MODEL_LEN,
                 max_num_seqs=6,
                 max_num_batched_tokens=shape.batch,
-                vocab_size=VOCABULARY,
+                vocab_size=1 if shape.items else VOCABULARY,
+                whole_prompts=shape.items,
             ),
             root_key=lambda salt: root_key(self.identity, salt),
             clock=world.monotonic,
         )
+        connectors: list[KVConnector] = [self._connect()]
+        if self.encoder is not None:
+            self.items = EncoderCacheManager(
+                self.encoder.core, self.encoder.answers, self.scheduler
+            )
+            self.scheduler.items = self.items
+            connectors.append(self.items)
         self.core = EngineCore(
             self._executor,
             self.scheduler,
-            self,
-            connectors=(self._connect(),),
+            self if host is None else self.answers,
+            connectors=connectors,
             depth=shape.depth,
         )
         for connector in self.core.connectors:
@@ -250,6 +302,11 @@ class SimulatedNode(SimulatedProcess):
     @property
     def _executor(self) -> Executor:
         return cast(Executor, self.executor)
+
+    @property
+    def together(self) -> tuple[SimulatedNode, ...]:
+        """The node and the encoder beside it."""
+        return (self,) if self.encoder is None else (self, self.encoder)
 
     @property
     def pool(self) -> BlockPool:
@@ -330,7 +387,8 @@ class SimulatedNode(SimulatedProcess):
 
     def _turn_core(self) -> None:
         self.core.turn()
-        self.laws.check_pools()
+        for node in self.together:
+            node.laws.check_pools()
         if self.core.finished():
             self.core.close()
             self.kill()
@@ -347,8 +405,15 @@ class SimulatedNode(SimulatedProcess):
 
     # --- violence ---
 
+    def stop(self) -> None:
+        """As `SimulatedProcess.stop`."""
+        for node in self.together:
+            node.stopped = True
+
     def resume(self) -> None:
         """As `SimulatedProcess.resume`."""
+        if self.encoder is not None:
+            self.encoder.resume()
         self._core_turns.forget()
         self._transfer_turns.forget()
         self.wake_core()
@@ -357,9 +422,10 @@ class SimulatedNode(SimulatedProcess):
 
     def jump(self, seconds: float) -> None:
         """The node's clock jumps."""
-        self.offset += seconds
         self.wake_core()
-        self.wake_transfers()
+        for node in self.together:
+            node.offset += seconds
+            node.wake_transfers()
 
     def shut_down(self, grace_s: float) -> None:
         """SIGTERM: what runs may come to its end, within the grace given."""
@@ -375,11 +441,12 @@ class SimulatedNode(SimulatedProcess):
         """SIGKILL."""
         if not self.alive:
             return
-        self.alive = False
-        for transport in self.transports:
-            if transport.alive:
-                transport.die()
-        self.channel.close()
+        for node in self.together:
+            node.alive = False
+            for transport in node.transports:
+                if transport.alive:
+                    transport.die()
+            node.channel.close()
 
     # --- the HTTP process ---
 
@@ -398,10 +465,11 @@ class SimulatedNode(SimulatedProcess):
         self._post(
             AddRequest(
                 request_id=name,
-                token_ids=job.tokens,
+                token_ids=job.token_ids,
                 params=params,
                 deadline_s=job.deadline_s,
                 transfer=transfer,
+                items=job.items,
             )
         )
 
@@ -455,7 +523,11 @@ class SimulatedNode(SimulatedProcess):
         request.finished[output.choice] = output.finish_reason
         if output.finish_reason == "error":
             self.world.note(self.name, output)
-            if self.world.weather.calm:
+            broken = any(item.digest[0] >= BROKEN for item in job.items)
+            if not broken and "an image can't be used" in (output.error or ""):
+                if all(item.data for item in job.items):
+                    self.fail(f"{output}, and each of its images is here and good")
+            if self.world.weather.calm and not broken:
                 self.fail(f"{output} in calm weather")
 
     def check_first_tokens(self, message: Complete) -> None:

@@ -104,6 +104,7 @@ class SimulatedProcess:
 
     Attributes:
         name: of the node in all of its lives.
+        host: what is cut off from others as one.
         generation: of this life.
         address: of its control channel.
         identity: what it computes.
@@ -116,6 +117,7 @@ class SimulatedProcess:
 
     def __init__(self, world: SimulatedWorld, name: str, generation: int, identity: bytes) -> None:
         self.world, self.name, self.generation = world, name, generation
+        self.host = name
         self.id = NodeId(name, generation.to_bytes(16, "little"))
         self.identity = identity
         self.alive, self.stopped, self.offset = True, False, 0.0
@@ -252,7 +254,7 @@ class SimulatedWorld:
             channel = self.channels.get(to) or self.links.get(to.encode())
             if channel is None or not channel.node.alive:
                 return
-            pair = frozenset((sender.node.name, channel.node.name))
+            pair = frozenset((sender.node.host, channel.node.host))
             if self.cut_until.get(pair, 0.0) <= self.now:
                 channel.inbox.append((channel.link_of(sender), data))
                 channel.node.wake_transfers()

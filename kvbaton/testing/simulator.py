@@ -7,7 +7,8 @@ control messages; messages that no sane peer would send; writes that fail, hang,
 their sender has given up; source blocks that rot; nodes stopped, continued, killed rank by rank,
 restarted and cut off from each other; members that come and go; clocks that jump; routers that send
 a prompt twice, to two nodes, to one side only, or as two different ones. Pools are small: prompts
-wait for each other and preempt each other.
+wait for each other and preempt each other. In every fourth schedule prompts have items, encoder
+nodes encode them, and the other nodes have encoders beside their language models, as in real life.
 
 After every event the laws of `simulated_laws` hold, and so do the machines' own. At the end every
 request has its answer, and nothing is left in any dict but what a peer keeps that is dead and can't
@@ -22,29 +23,22 @@ from __future__ import annotations
 import argparse
 import gc
 import logging
-import math
 import random
 import sys
 import time
 from collections import Counter, deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from multiprocessing import get_context
 from typing import Any
 
 from kvbaton.connectors.base import FenceScope
-from kvbaton.connectors.keys import prompt_key, root_key
 from kvbaton.testing.simulated_laws import SourceLaws, TargetLaws
-from kvbaton.testing.simulated_node import (
-    CALM_TIMERS,
-    NodeShape,
-    SimulatedNode,
-    SimulatedPrompt,
-    identity_of,
-)
+from kvbaton.testing.simulated_node import NodeShape, SimulatedNode
+from kvbaton.testing.simulated_router import ENCODER_OF, MODELS, SimulatedRouter
 from kvbaton.testing.simulated_world import SimulatedWorld, ViolationError, Weather
-from kvbaton.types import Attempt
+from kvbaton.types import ENCODER_BLOCK_ROWS
 
 REST_S = 40.0
 """Virtual seconds after the weather has healed in which everything must come to rest."""
@@ -52,15 +46,8 @@ REST_S = 40.0
 PROGRESS_S = 15.0
 """Between two lines of progress."""
 
-LATEST_S = CALM_TIMERS.lease - 2.0
-"""In calm weather the router has sent a prompt to both sides by then: a `Reserve` waits for its
-request no longer than a lease."""
-
 WINDOW = 6
 """Tokens that the second group attends to, if there is one."""
-
-MODELS = (1, 2)
-"""The second one is that of a node that does not belong here."""
 
 
 @dataclass
@@ -101,9 +88,14 @@ class Simulation:
             self._shapes[f"p{i}"] = self._draw_shape(True, num_groups)
         for i in range(rng.choice([1, 1, 2])):
             self._shapes[f"d{i}"] = self._draw_shape(False, num_groups)
-        self._sources = [name for name, shape in self._shapes.items() if shape.is_source]
-        self._targets = [name for name, shape in self._shapes.items() if not shape.is_source]
-        self._bases = [self._draw_tokens(24) for _ in range(2)]
+        if seed % 4 == 1:
+            self._add_encoders()
+        shapes = self._shapes.items()
+        self._targets = [name for name, shape in shapes if not shape.is_source]
+        self._sources = [name for name, shape in shapes if shape.is_source and not shape.items]
+        self._encoders = [name for name, shape in shapes if shape.items]
+        parts = self._sources, self._targets, self._encoders
+        self._router = SimulatedRouter(self.world, self._nodes, self._later, *parts)
 
     def _draw_shape(self, is_source: bool, num_groups: int) -> NodeShape:
         rng = self.rng
@@ -122,6 +114,26 @@ class Simulation:
             step_s=rng.choice([0.01, 0.01, 0.05, 0.7]) if is_source else rng.choice([0.01, 0.1]),
             batch=rng.choice([4, 8, 16]) if is_source else 16,
             depth=rng.choice([1, 2]),
+        )
+
+    def _add_encoders(self) -> None:
+        """Prompts have images: nodes that encode them, and an encoder beside each of the others."""
+        for name, shape in self._shapes.items():
+            beside = self._draw_encoder(shape.model, False)
+            self._shapes[name] = replace(shape, encoder=beside)
+        for i in range(self.rng.choice([1, 1, 2])):
+            self._shapes[f"e{i}"] = self._draw_encoder(MODELS[0], True)
+
+    def _draw_encoder(self, model: int, is_source: bool) -> NodeShape:
+        rng = self.rng
+        return NodeShape(
+            is_source=is_source,
+            model=ENCODER_OF[model],
+            ranks=1,
+            groups=((ENCODER_BLOCK_ROWS, 1 + rng.choice([2, 3, 6]), 0),),
+            step_s=rng.choice([0.01, 0.1]),
+            batch=rng.choice([32, 64]),
+            items=True,
         )
 
     def run(self) -> ScheduleReport:
@@ -167,36 +179,31 @@ class Simulation:
 
     def _birth(self, name: str) -> None:
         node = SimulatedNode(self.world, name, len(self._lives), self._shapes[name])
-        laws = SourceLaws(node) if node.shape.is_source else TargetLaws(node)
-        node.laws = laws
         self._nodes[name] = node
-        self._lives.append(node)
-        self._laws.append(laws)
+        for life in node.together:
+            laws = SourceLaws(life) if life.shape.is_source else TargetLaws(life)
+            life.laws = laws
+            self._lives.append(life)
+            self._laws.append(laws)
         self.world.note(name, "is born")
         self._tell_members()
 
     def _tell_members(self, missing: str | None = None) -> None:
-        addresses = [self._nodes[n].address for n in self._sources if n in self._nodes]
-        for name in self._targets:
-            node = self._nodes.get(name)
-            if node is not None and node.alive:
-                node.set_members([address for address in addresses if address != missing])
+        for receivers, senders in (
+            (self._targets, self._sources),
+            (self._sources if self._encoders else (), self._encoders),
+        ):
+            addresses = [self._nodes[n].address for n in senders if n in self._nodes]
+            for name in receivers:
+                node = self._nodes.get(name)
+                if node is not None and node.alive:
+                    node.set_members([address for address in addresses if address != missing])
 
-    # --- what the router does ---
+    # --- what happens ---
 
     def _plan(self) -> None:
         rng, weather = self.rng, self.world.weather
-        bursts = [rng.uniform(0.0, weather.heal_at * 0.8) for _ in range(3)]
-        for number in range(rng.randint(3, 9)):
-            at = rng.choice(bursts)
-            for attempt in range(1 + (rng.random() < 0.2 and not weather.calm)):
-                shared = rng.choice(self._bases)[: rng.choice([0, 6, 12, 24])]
-                tokens = shared + self._draw_tokens(rng.randint(0 if shared else 1, 8))
-                deadline = 120.0 if weather.calm else rng.choice([3.0, 8.0])
-                name = Attempt(bytes([number + 1]) * 16, attempt)
-                sizes = rng.randint(1, 9), rng.choice([1, 1, 1, 2])
-                job = SimulatedPrompt(name, tokens, *sizes, deadline)
-                self.world.after(at, lambda job=job: self._dispatch(job))  # type: ignore[misc]
+        self._router.plan()
         at = 0.0
         while weather.violence and at < weather.heal_at:
             at += rng.expovariate(weather.violence)
@@ -220,52 +227,6 @@ class Simulation:
 
         self._to_come += 1
         self.world.after(seconds, act)
-
-    def _draw_tokens(self, count: int) -> tuple[int, ...]:
-        """A prompt, or a part of one."""
-        return tuple(self.rng.randrange(50) for _ in range(count))
-
-    def _dispatch(self, job: SimulatedPrompt) -> None:
-        """Send a prompt to both sides, in any order; a foolish router, otherwise."""
-        rng, world, nodes = self.rng, self.world, self._nodes
-        source, target = rng.choice(self._sources), rng.choice(self._targets)
-        peer, to_source = nodes[source].address, job
-        folly = rng.choice(FOLLIES) if world.chance(world.weather.misdirection) else ""
-        if folly == "other prompt":
-            other_tokens = self._draw_tokens(len(job.tokens))
-            to_source = SimulatedPrompt(job.attempt, other_tokens, 2, job.choices)
-        for tokens in (job.tokens, to_source.tokens):
-            for model in MODELS:
-                world.prompts[prompt_key(root_key(identity_of(model), ""), tokens)] = tokens
-
-        def to(name: str, mean: float | None = None) -> None:
-            prompt, where = (to_source, None) if name in self._sources else (job, peer)
-            seconds = mean or rng.choice([0.01, 0.01, 0.3, 1.0])
-            most = LATEST_S if world.weather.calm else math.inf
-            at = min(rng.expovariate(1 / seconds), most)
-            self._later(at, lambda: nodes[name].add(prompt, where))
-
-        def leave(name: str, mean: float) -> None:
-            self._later(rng.expovariate(1 / mean), lambda: nodes[name].abort(job.attempt))
-
-        if folly not in ("no source", "late source", "target leaves at once"):
-            to(source)
-        if folly != "no target":
-            to(target)
-        match folly:
-            case "two targets":
-                to(next((name for name in self._targets if name != target), target))
-            case "source again":
-                to(source)
-            case "late source":
-                to(source, 3.0)
-            case "target leaves at once":
-                leave(target, 0.02)
-                to(source, 2.0)
-            case "target leaves":
-                leave(target, 0.5)
-            case "source leaves":
-                leave(source, 0.3)
 
     # --- violence ---
 
@@ -318,12 +279,18 @@ class Simulation:
                     report.totals[f"{side} {name}"] += count
             report.totals["preemptions"] += node.scheduler.totals.preemptions
             report.totals["stale messages"] += laws.stale
+            if node.encoder is not None:
+                counted = node.items.counters()
+                for how in ("cache", "transferred"):
+                    name = f'kvbaton_encoder_items_total{{source="{how}"}}'
+                    report.totals[f"items {how}"] += int(counted[name])
             if isinstance(laws, TargetLaws):
                 report.totals["fences"] += laws.fences
                 report.totals["mismatches"] += laws.mismatches
                 report.totals.update(laws.outcomes)
             if node.alive:
-                node.core.turn()
+                if node.name == node.host:  # it has that of an encoder beside it in its own
+                    node.core.turn()
                 node.machine.validate()
                 for what in self._unrest(node, laws):
                     node.fail(what)
@@ -356,8 +323,8 @@ class Simulation:
 
 def leftovers(node: SimulatedNode) -> Iterator[tuple[str, int]]:
     """Containers in all that a node is made of that are not empty, but for those that may be."""
-    seen: set[int] = set()
     ahead: list[Any] = [node.core, node.transfers]
+    seen: set[int] = set() if node.encoder is None else {id(node.encoder.core)}
     while ahead:
         owner = ahead.pop()
         if id(owner) in seen:
@@ -376,7 +343,8 @@ def leftovers(node: SimulatedNode) -> Iterator[tuple[str, int]]:
 SETTINGS = set(
     "transports layouts counters published outcomes groups prompt_tokens workers _timelines "
     "finished record ranks connectors by_code ended Connectors.failures having _do _on _rules "
-    "_reactions _handlers actions stories _at _heap Scheduler._ended Source._over".split()
+    "_reactions _handlers actions stories _at _heap Scheduler._ended Source._over "
+    "EncoderCacheManager._counts".split()
 )
 """What is set up once, counts, or is emptied by the next call."""
 
@@ -392,11 +360,6 @@ PER_PEER = set(
 """What holds one thing for each peer that lives."""
 
 BLOWS = "stop,stop,jump,cut off,members,kill,kill a rank,kill by a shutdown".split(",")
-
-FOLLIES = (
-    "other prompt,other prompt,no source,no target,two targets,two targets,source again,"
-    "late source,target leaves at once,target leaves,target leaves,source leaves"
-).split(",")
 
 
 def draw_weather(rng: random.Random) -> Weather:

@@ -30,6 +30,7 @@ from kvbaton.connectors.protocol.source_sessions import SourceSessions
 from kvbaton.connectors.protocol.target import Target
 from kvbaton.connectors.protocol.target_sessions import TargetSessions
 from kvbaton.connectors.transfer.target_worker import TargetWorker
+from kvbaton.engine.encoder.cache_manager import EncoderCacheManager
 from kvbaton.engine.kv_cache_manager import KVCacheManager
 from kvbaton.engine.request import Request
 from kvbaton.messages.control import Accepted, Ack, Drained, SessionDrained
@@ -515,7 +516,72 @@ def checks_no_hello(self: Any, hello: Any) -> Any:
     return decode_layouts(hello.ranks), ()
 
 
-TELLING = (24, 20, 158, 53, 62, 50, 21, 13, 12, 7)
+# --- encoder outputs beside a language model ---
+
+
+real_retired, real_pin = EncoderCacheManager.retired, EncoderCacheManager._pin
+
+
+def pin_without_ref(self: Any, need: Any, blocks: Any) -> None:
+    with mock.patch.object(self._outputs, "ref", nothing):
+        real_pin(self, need, blocks)
+
+
+def unpin_without_deref(self: Any, need: Any) -> None:
+    need.blocks = None
+
+
+@breaks((EncoderCacheManager, "retired"))
+def lets_go_of_rows_that_a_step_reads(self: Any, sequence: Any) -> None:
+    real_retired(self, sequence)
+    for _, blocks in self._left:
+        self._outputs.deref([blocks])
+    self._left.clear()
+
+
+@breaks((EncoderCacheManager, "_use_transfer"))
+def uses_an_items_hand_over_again(self: Any, request: Any, item: Any) -> Any:
+    return item.transfer
+
+
+real_engage_source = SourceConnector._engage
+
+
+@breaks((SourceConnector, "_engage"))
+def runs_a_prompt_again_with_used_hand_overs(self: Any, source: Any, action: Any) -> None:
+    real_add = self.scheduler.add
+
+    def add(request: Any) -> None:
+        real_add(msgspec.structs.replace(request, items=source.request.items))
+
+    with mock.patch.object(self.scheduler, "add", add):
+        real_engage_source(self, source, action)
+
+
+@breaks((EncoderCacheManager, "ready_until"))
+def takes_every_item_for_ready(self: Any, sequence: Any, start: int) -> int:
+    return 1 << 30
+
+
+@breaks((EncoderCacheManager, "_give_up_one"))
+def never_gives_up_a_pin(self: Any) -> bool:
+    return False
+
+
+MUTANTS.append(
+    Mutant(
+        "reuses_blocks_of_pinned_items",
+        (
+            (EncoderCacheManager, "_pin", pin_without_ref),
+            (EncoderCacheManager, "_unpin", unpin_without_deref),
+        ),
+    )
+)
+off("declines_no_item", (EncoderCacheManager, "_decline"))
+off("waits_for_items_of_a_sequence_that_is_over", (EncoderCacheManager, "retired"))
+
+
+TELLING = (24, 20, 158, 53, 62, 50, 21, 13, 12, 7, 1, 209, 281)
 """Schedules that catch what few others do; they come first."""
 SEEDS = (*TELLING, *(seed for seed in range(300) if seed not in TELLING))
 

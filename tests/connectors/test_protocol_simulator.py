@@ -23,6 +23,8 @@ OFTEN = {
     "source cancelled": 25,
     "source failed": 50,
     "source refused": 25,
+    "items transferred": 50,
+    "items cache": 25,
 }
 """What must happen at least so often in 150 schedules, or the weather shows too little."""
 

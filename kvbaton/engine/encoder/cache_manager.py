@@ -134,6 +134,7 @@ class EncoderCacheManager(ItemOutputs, KVConnector):
         self._used: dict[str, set[int]] = {}  # items whose hand-over was used, by request
         self._one_at_a_time: set[Sequence] = set()  # they lost a pin
         self._parked: dict[Sequence, int] = {}  # at which token they lack an item
+        self._left: list[tuple[int, list[int]]] = []  # what a step reads for one that is over
         self._failed: list[tuple[Request, str]] = []
         self._asked = False  # the core for something since the last poll
         self._numbers = 0
@@ -209,7 +210,15 @@ class EncoderCacheManager(ItemOutputs, KVConnector):
     def retired(self, sequence: Sequence) -> None:
         self._parked.pop(sequence, None)
         self._one_at_a_time.discard(sequence)
+        reading = [
+            step.number
+            for step in self._scheduler.in_flight
+            if any(scheduled.sequence is sequence for scheduled in step.scheduled)
+        ]
         for need in self._needs.pop(sequence, {}).values():
+            if reading and need.blocks is not None:
+                self._left.append((reading[-1], need.blocks))
+                need.blocks = None
             self._drop(need)
         if sequence.request.state is SequenceState.FINISHED:
             self._used.pop(sequence.request.request_id, None)
@@ -367,12 +376,18 @@ class EncoderCacheManager(ItemOutputs, KVConnector):
             for need in needs.values():
                 if need.blocks is not None:
                     yield [need.blocks]
+        yield from ([blocks] for _, blocks in self._left)
 
     # --- the loop of the language model's core ---
 
     @override
     def poll(self, now: float) -> list[Output]:
         self._asked = False
+        oldest = min((step.number for step in self._scheduler.in_flight), default=sys.maxsize)
+        for number, blocks in self._left:
+            if number < oldest:
+                self._outputs.deref([blocks])
+        self._left = [left for left in self._left if left[0] >= oldest]
         self.core.poll()
         self._read_answers()
         self.core.launch()
