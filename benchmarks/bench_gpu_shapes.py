@@ -218,7 +218,7 @@ def kv_bytes(bench: Bench, batch: int) -> int:
     (worker,) = bench.core.executor.workers
     runner: CudaRunner = worker.runner  # type: ignore[attr-defined]
     cache, total, states = runner.cache, 0, 0
-    heads, planes, head_dim = cache.shape[1], cache.shape[3], cache.shape[5]
+    heads, _, planes, _, head_dim = cache.token_views[0].shape
     for group in cache.groups:
         if group.state_rows:
             states += 8 * group.heads * group.state_rows * group.head_dim * len(group.layers)

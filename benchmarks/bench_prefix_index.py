@@ -24,13 +24,14 @@ from kvbaton.messages.engine import (
     AddRequest,
     BlockChange,
     CachedBlocks,
+    CachedGroup,
     SamplingParams,
 )
 from kvbaton.messages.nodes import NodeInfo
 from kvbaton.router.prefix_index import HASH_SHIFT, PrefixIndex
 
 BLOCK_SIZE, CHAIN = 16, 1000
-GROUPS = ((BLOCK_SIZE, 0),)
+GROUPS = (CachedGroup(BLOCK_SIZE),)
 
 
 def main() -> None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Annotated, NamedTuple
+from typing import Annotated, Any, NamedTuple
 
 from msgspec import Meta, Struct
 
@@ -35,6 +35,22 @@ def clip_text(text: str) -> str:
     if len(text) <= MAX_TEXT:
         return text
     return f"{text[: MAX_TEXT - 515]} ... {text[-510:]}"
+
+
+def first_attended(position: Any, window: int, chunked: bool) -> Any:
+    """First token that one at a position attends to.
+
+    Args:
+        position: an int, or an array or a tensor of them.
+        window: tokens of a sliding window, the token's own included; 0 for all before it.
+        chunked: it is of a chunk instead: tokens attend to those of their own chunk, which begin at
+            multiples of `window`.
+    """
+    if not window:
+        return position * 0
+    if chunked:
+        return position - position % window
+    return (position - window + 1) * (position >= window)
 
 
 class NodeId(Struct, frozen=True):

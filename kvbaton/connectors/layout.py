@@ -1,6 +1,6 @@
 """Where the bytes of a KV group lie in memory: planes of named axes with byte strides.
 
-A *group* is a set of layers that share one block table (full attention; a sliding window; state).
+A *group* is a set of layers that share one block table (full attention; a window; state).
 Every rank of a node holds one `KVLayout` per group; it travels in the session's cards, so that a
 peer can plan transfers into memory that it can't see. Nothing here knows a model.
 
@@ -15,6 +15,8 @@ import enum
 from typing import Literal
 
 import msgspec
+
+from kvbaton.types import first_attended
 
 Axis = Literal["block", "head", "layer", "kv", "token", "feature"]
 AXES: tuple[Axis, ...] = ("block", "head", "layer", "kv", "token", "feature")
@@ -36,8 +38,17 @@ class GroupKind(enum.Enum):
     """Block i holds tokens [i * block_size, (i + 1) * block_size)."""
     WINDOW = "window"
     """As FULL, but only the blocks of the last `window` tokens are needed."""
+    CHUNK = "chunk"
+    """As FULL, but only the blocks of tokens from the last multiple of `window` on are needed."""
     STATE = "state"
     """One snapshot for the whole prefix; `token` has size 1."""
+
+    def first_attended(self, position: int, window: int) -> int:
+        """First token that one at `position` needs; of a state the one before it."""
+        if self is GroupKind.STATE:
+            return max(0, position - 1)
+        first: int = first_attended(position, window, self is GroupKind.CHUNK)
+        return first
 
 
 class Plane(msgspec.Struct, frozen=True):
@@ -81,7 +92,7 @@ class KVLayout(msgspec.Struct, frozen=True):
         block_size: tokens per block.
         num_blocks: blocks in the pool, the null block 0 included.
         planes: what makes up a block.
-        window: tokens of the sliding window; 0 unless `kind` is WINDOW.
+        window: tokens of the sliding window or of a chunk; 0 unless `kind` is WINDOW or CHUNK.
     """
 
     group: int

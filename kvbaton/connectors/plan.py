@@ -141,8 +141,8 @@ def needed_bytes(
         num_tokens: of the whole prompt.
     """
     layout = pairing.targets[0]
-    if layout.kind is GroupKind.WINDOW:
-        start = max(start, num_tokens - layout.window + 1)
+    if layout.kind is not GroupKind.STATE:  # of which the target's table names but one
+        start = max(start, layout.kind.first_attended(num_tokens, layout.window))
     if start >= end:
         return 0
     size = layout.block_size

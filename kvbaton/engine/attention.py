@@ -22,7 +22,8 @@ import torch
 from torch import Tensor
 from torch.nn.functional import scaled_dot_product_attention
 
-from kvbaton.engine.cache import KVCache
+from kvbaton.engine.cache import KVCache, TokenView
+from kvbaton.engine.kv_groups import KVGroup
 from kvbaton.engine.models.layers import LatentProjection
 from kvbaton.engine.state_blocks import StateBatch
 from kvbaton.kernels.rope_write import HeadNorms
@@ -57,27 +58,35 @@ class PagedAttention:
 
     def __init__(self, cache: KVCache, batch: PagedBatch, states: StateBatch | None = None) -> None:
         self._cache, self.states = cache, states
-        self._rows = [cache.token_rows(slots) for slots in batch.slots]
+        views = zip(cache.token_views, batch.slots, strict=True)
+        self._rows = [view.token_rows(slots) for view, slots in views]
         self._parts: list[list[DecodeBucket | Prompt]] = []
         for g, group in enumerate(cache.groups[: cache.num_kv_groups]):
-            part = _GroupBatch.of(batch, g, group.window, cache.block_size)
-            self._parts.append([*_decode_buckets(cache, part), *_prompts(cache, part)])
+            view = cache.token_views[g]
+            part = _GroupBatch.of(batch, g, group, cache.block_size)
+            self._parts.append([*_decode_buckets(view, part), *_prompts(view, part)])
 
     def attend(
         self,
         layer: int,
         query: Tensor,
-        key: Tensor,
-        value: Tensor,
-        rotary: tuple[Tensor, Tensor],
+        key: Tensor | None,
+        value: Tensor | None,
+        rotary: tuple[Tensor, Tensor] | None,
         scale: float | None = None,
         sinks: Tensor | None = None,
         norms: HeadNorms | None = None,
+        interleaved: bool = False,
     ) -> Tensor:
         """See `AttentionContext.attend`."""
+        turned = [query] if key is None else [query, key]
         if norms is not None:
-            query, key = norms.apply(query, key)
-        query, key = rotate(query, rotary), rotate(key, rotary)
+            turned = norms.apply(turned)
+        if interleaved:
+            turned = [pairs_apart(x) for x in turned]
+        if rotary is not None:
+            turned = [rotate(x, rotary) for x in turned]
+        query, key = turned[0], None if key is None else turned[1]
         return self._attend(layer, query, key, value, scale, sinks)
 
     def attend_latent(
@@ -105,21 +114,21 @@ class PagedAttention:
         self,
         layer: int,
         query: Tensor,
-        key: Tensor,
-        value: Tensor,
+        key: Tensor | None,
+        value: Tensor | None,
         scale: float | None,
         sinks: Tensor | None,
     ) -> Tensor:
         group, place = self._cache.places[layer]
         of_key, of_value = self._cache.scales(layer)
         if of_key != 1.0:
-            key = key / of_key
             scale = (query.shape[-1] ** -0.5 if scale is None else scale) * of_key
-        if of_value != 1.0:
-            value = value / of_value
-        self._cache.write(place, self._rows[group], key, value)
-        key, value = self._cache.kept(key), self._cache.kept(value)
-        out = query.new_empty(*query.shape[:2], value.shape[-1])
+        if key is not None and value is not None:
+            key, value = key / of_key, value / of_value
+            self._cache.token_views[group].write(place, self._rows[group], key, value)
+            key, value = self._cache.kept(key), self._cache.kept(value)
+        width = query.shape[-1] if value is None else value.shape[-1]
+        out = query.new_empty(*query.shape[:2], width)
         for part in self._parts[group]:
             part.attend(place, query, key, value, scale, sinks, out)
         return out if of_value == 1.0 else out.mul_(of_value)
@@ -130,29 +139,32 @@ class _GroupBatch:
     """What one group sees of a step: sequences without the blocks behind its window.
 
     Attributes:
-        window: of the group; 0 for none.
+        group: which.
         query_lens: [sequences] int64, tokens of each.
+        begins: [sequences] int64, tokens before the blocks of each.
         context_lens: [sequences] int64, tokens in the blocks of each.
         block_tables: [sequences, blocks] int64, padded with 0.
     """
 
-    window: int
+    group: KVGroup
     query_lens: npt.NDArray[np.int64]
+    begins: npt.NDArray[np.int64]
     context_lens: npt.NDArray[np.int64]
     block_tables: npt.NDArray[np.int64]
 
     @classmethod
-    def of(cls, batch: PagedBatch, group: int, window: int, block_size: int) -> _GroupBatch:
+    def of(cls, batch: PagedBatch, g: int, group: KVGroup, block_size: int) -> _GroupBatch:
         """That of one group."""
-        lens, tables = batch.context_lens, batch.block_tables[:, group]
-        if not window:
-            return cls(window, batch.query_lens, lens, tables)
-        behind = np.maximum(lens - batch.query_lens - window + 1, 0) // block_size
+        lens, tables = batch.context_lens, batch.block_tables[:, g]
+        behind = group.first_attended(lens - batch.query_lens) // block_size
+        if not group.window:
+            return cls(group, batch.query_lens, behind, lens, tables)
         left = -(-lens // block_size) - behind
         columns = np.arange(left.max())
         at = np.minimum(behind[:, None] + columns, tables.shape[1] - 1)
         tables = np.where(columns < left[:, None], np.take_along_axis(tables, at, 1), 0)
-        return cls(window, batch.query_lens, lens - behind * block_size, tables)
+        begins = behind * block_size
+        return cls(group, batch.query_lens, begins, lens - begins, tables)
 
 
 def rotate(x: Tensor, rotary: tuple[Tensor, Tensor]) -> Tensor:
@@ -196,22 +208,20 @@ class DecodeBucket:
     """Sequences of similar length with one token each.
 
     Args:
-        cache: the pool.
+        cache: the group's view of the pool.
         rows: [sequences] int64, their rows in the batch.
         context_lens: [sequences] int64.
         tables: [sequences, blocks] int64.
-        window: tokens that a query sees, itself included; 0 for all.
+        firsts: [sequences] int64, the first token in its blocks that each sees.
     """
 
     def __init__(
-        self, cache: KVCache, rows: Tensor, context_lens: Tensor, tables: Tensor, window: int
+        self, cache: TokenView, rows: Tensor, context_lens: Tensor, tables: Tensor, firsts: Tensor
     ) -> None:
         self._cache, self._rows, self._lens = cache, rows, context_lens
         self._pages = cache.page_rows(tables)
         position = torch.arange(tables.shape[1] * cache.block_size, device=rows.device)
-        self._hidden = position >= context_lens[:, None]
-        if window:
-            self._hidden |= position < context_lens[:, None] - window
+        self._hidden = (position >= context_lens[:, None]) | (position < firsts[:, None])
         self._unseen = self._rows_unseen(tables)
         mask = torch.zeros(self._hidden.shape, dtype=cache.compute_dtype, device=rows.device)
         self._mask = mask.masked_fill_(self._hidden, -torch.inf)[:, None, None]
@@ -220,8 +230,8 @@ class DecodeBucket:
         self,
         place: int,
         query: Tensor,
-        key: Tensor,
-        value: Tensor,
+        key: Tensor | None,
+        value: Tensor | None,
         scale: float | None,
         sinks: Tensor | None,
         out: Tensor,
@@ -249,7 +259,7 @@ class DecodeBucket:
         Past them comes the null block, which is zero; so they are few, and setting only them to
         zero costs nothing beside the reading.
         """
-        size, heads = self._cache.block_size, self._cache.shape[1]
+        size, heads = self._cache.block_size, self._cache.shape[0]
         inside = torch.arange(tables.shape[1] * size, device=tables.device) < (
             (self._lens[:, None] + size - 1) // size * size
         )
@@ -262,37 +272,45 @@ class Prompt:
     """Several tokens of one sequence.
 
     Args:
-        cache: the pool.
+        cache: the group's view of the pool.
         first: row of its first token in the batch.
         count: its tokens.
         context_len: its tokens with those already in the cache.
         table: [1, blocks] int64.
-        window: tokens that a query sees, itself included; 0 for all.
+        group: whose.
+        begin: tokens before those of `table` and `context_len`.
     """
 
     def __init__(
-        self, cache: KVCache, first: int, count: int, context_len: int, table: Tensor, window: int
+        self,
+        cache: TokenView,
+        first: int,
+        count: int,
+        context_len: int,
+        table: Tensor,
+        group: KVGroup,
+        begin: int,
     ) -> None:
         self._cache, self._count, self._context_len = cache, count, context_len
-        self._window = window
+        self._group, self._begin = group, begin
         self._rows = slice(first, first + count)
-        self._pages = cache.page_rows(table) if context_len > count else None
+        self._table = table
 
     def attend(
         self,
         place: int,
         query: Tensor,
-        key: Tensor,
-        value: Tensor,
+        key: Tensor | None,
+        value: Tensor | None,
         scale: float | None,
         sinks: Tensor | None,
         out: Tensor,
     ) -> None:
         """Fill its rows of `out`."""
-        if self._pages is None:
+        if key is not None and value is not None and self._context_len == self._count:
             keys, values = (x[self._rows].transpose(0, 1)[None] for x in (key, value))
         else:
-            keys, values = self._cache.read(place, self._pages)
+            keys, values = self._cache.read(place, self._cache.page_rows(self._table))
             keys, values = keys[:, :, : self._context_len], values[:, :, : self._context_len]
         queries = query[self._rows].transpose(0, 1)[None]
         found = self._causal(queries, keys, values, scale, sinks)
@@ -306,8 +324,8 @@ class Prompt:
         scale: float | None,
         sinks: Tensor | None,
     ) -> Tensor:
-        sees_all = not self._window or self._window >= self._count
-        if self._pages is None and sees_all and sinks is None:
+        first = self._group.first_attended(self._begin + self._context_len - 1)
+        if self._context_len == self._count and first <= self._begin and sinks is None:
             return scaled_dot_product_attention(
                 query, key, value, is_causal=True, scale=scale, enable_gqa=True
             )
@@ -331,15 +349,13 @@ class Prompt:
         start: int,
     ) -> Tensor:
         """Attention of the queries from `start` on, over the keys that one of them sees."""
-        window = self._window
         first = self._context_len - self._count + start
         end = first + query.shape[2]
-        begin = max(0, first - window + 1) if window else 0
         at = torch.arange(first, end, device=query.device)[:, None]
+        begins = self._group.first_attended(at + self._begin) - self._begin
+        begin = max(0, int(begins[0]))
         key_at = torch.arange(begin, end, device=query.device)
-        seen = key_at <= at
-        if window:
-            seen &= key_at > at - window
+        seen = (key_at <= at) & (key_at >= begins)
         key, value = key[:, :, begin:end], value[:, :, begin:end]
         if sinks is not None:
             group = len(sinks) // key.shape[1]
@@ -350,13 +366,15 @@ class Prompt:
         )
 
 
-def _decode_buckets(cache: KVCache, batch: _GroupBatch) -> Iterator[DecodeBucket]:
+def _decode_buckets(cache: TokenView, batch: _GroupBatch) -> Iterator[DecodeBucket]:
     """Group the sequences with one token by the power of two of their blocks."""
     decoding = np.flatnonzero(batch.query_lens == 1)
     rows = np.cumsum(batch.query_lens) - batch.query_lens
     needed = -(-batch.context_lens[decoding] // cache.block_size)
     magnitude = np.ceil(np.log2(needed)).astype(np.int64)
-    _, heads, _, _, size, dim = cache.shape
+    last = batch.begins + batch.context_lens - 1
+    firsts = batch.group.first_attended(last) - batch.begins
+    heads, _, _, size, dim = cache.shape
     for power in np.unique(magnitude):
         chosen = decoding[magnitude == power]
         blocks = int(needed[magnitude == power].max())
@@ -368,18 +386,20 @@ def _decode_buckets(cache: KVCache, batch: _GroupBatch) -> Iterator[DecodeBucket
                 _to_device(rows[part], cache),
                 _to_device(batch.context_lens[part], cache),
                 _to_device(batch.block_tables[part, :blocks], cache),
-                batch.window,
+                _to_device(firsts[part], cache),
             )
 
 
-def _prompts(cache: KVCache, batch: _GroupBatch) -> Iterator[Prompt]:
+def _prompts(cache: TokenView, batch: _GroupBatch) -> Iterator[Prompt]:
     rows = np.cumsum(batch.query_lens) - batch.query_lens
     for index in np.flatnonzero(batch.query_lens > 1):
         context_len = int(batch.context_lens[index])
         table = batch.block_tables[index : index + 1, : -(-context_len // cache.block_size)]
         first, count = int(rows[index]), int(batch.query_lens[index])
-        yield Prompt(cache, first, count, context_len, _to_device(table, cache), batch.window)
+        begin = int(batch.begins[index])
+        pages = _to_device(table, cache)
+        yield Prompt(cache, first, count, context_len, pages, batch.group, begin)
 
 
-def _to_device(array: npt.NDArray[np.int64], cache: KVCache) -> Tensor:
+def _to_device(array: npt.NDArray[np.int64], cache: TokenView) -> Tensor:
     return torch.from_numpy(np.ascontiguousarray(array)).to(cache.data.device)

@@ -13,11 +13,12 @@ from itertools import islice
 
 from typing_extensions import override
 
+from kvbaton.connectors.layout import GroupKind
 from kvbaton.engine.frontends import FrontendServer
 from kvbaton.engine.kv_cache_manager import KVCacheManager
 from kvbaton.engine.kv_connector import KVConnector
 from kvbaton.engine.request import Sequence
-from kvbaton.messages.engine import BLOCK_HASH_BYTES, BlockChange
+from kvbaton.messages.engine import BLOCK_HASH_BYTES, BlockChange, CachedGroup
 
 SNAPSHOT_BLOCKS = 1 << 15
 """Per message of a snapshot."""
@@ -34,7 +35,10 @@ class BlockFeed(KVConnector):
     name = "block_feed"
 
     def __init__(self, blocks: KVCacheManager, frontends: FrontendServer) -> None:
-        self.groups = tuple((group.block_size, group.window) for group in blocks.groups)
+        self.groups = tuple(
+            CachedGroup(group.block_size, group.window, group.kind is GroupKind.CHUNK)
+            for group in blocks.groups
+        )
         self._blocks = blocks
         self._frontends = frontends
         self._changes: list[tuple[int, bool, bytearray]] = []

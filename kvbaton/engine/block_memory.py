@@ -2,16 +2,24 @@
 
 from __future__ import annotations
 
+import math
 import mmap
 from collections.abc import Sequence
 
+import msgspec
 import numpy as np
 import numpy.typing as npt
 import torch
 from torch import Tensor
 
 from kvbaton.connectors.base import Device, Memory
-from kvbaton.connectors.layout import ALIGNMENT, GroupKind, KVLayout, contiguous_plane
+from kvbaton.connectors.layout import (
+    ALIGNMENT,
+    BLOCK,
+    GroupKind,
+    KVLayout,
+    contiguous_plane,
+)
 from kvbaton.engine.upload import upload_ids
 from kvbaton.errors import ConfigError
 from kvbaton.kernels.digest import block_sums
@@ -19,75 +27,55 @@ from kvbaton.kernels.digest import block_sums
 PAGE = 4096
 """The pool starts at a page border, so that any transport can register it."""
 
-Shape = tuple[int, int, int, int, int, int]
-"""Blocks, heads, layers, kv, tokens, features."""
+Shape = tuple[int, int, int, int, int]
+"""Of a block: heads, layers, kv, tokens, features."""
 
 
-class BlockMemory:
-    """Blocks of one rank, ``[block, head, layer, kv, token, feature]``.
-
-    Block 0 is the null block: all zeros, never written; it pads block tables.
+class BlockView:
+    """The blocks of a pool as groups of one shape see them, and their digest sums.
 
     The *sum* of (block, layer, kv, head) is the wrapping sum of `token_sums` over the tokens that
-    its first `counted` slots hold.
+    its first `BlockMemory.counted` slots hold.
 
     Args:
-        shape: of the pool.
+        blocks: [blocks, bytes] uint8; a block holds `shape`, and may be larger.
+        shape: of a block.
         dtype: name of its dtype.
-        device: where it lies.
+        name: of the plane.
+        kind: what a block means.
         head_start: global id of the first head.
         head_total: heads of the whole model.
         track_sums: keep digest sums.
 
     Attributes:
-        layouts: per KV group, what its blocks hold: here one group of all layers.
-        group_data: per KV group, that part of `data`: its layers are the first ones of its blocks.
-
-    Raises:
-        ConfigError: a block's bytes can't be aligned.
+        data: [blocks, head, layer, kv, token, feature].
+        sums: [blocks, layers, kv, heads] int64; or None.
+        layout: of blocks with all these layers.
     """
 
     def __init__(
         self,
+        blocks: Tensor,
         shape: Shape,
-        *,
         dtype: str,
-        device: torch.device,
+        *,
+        name: str = "data",
+        kind: GroupKind = GroupKind.FULL,
         head_start: int = 0,
         head_total: int = 1,
         track_sums: bool = True,
     ) -> None:
-        num_blocks, heads, layers, planes, block_size, features = self.shape = shape
-        kind = getattr(torch, dtype)
-        num_bytes = heads * layers * planes * block_size * features * kind.itemsize
-        if num_bytes % ALIGNMENT:
-            raise ConfigError(
-                "--block-size",
-                f"{block_size} makes blocks of {num_bytes} bytes, not a multiple of {ALIGNMENT}",
-            )
-        self.block_size, self.num_blocks = block_size, num_blocks
-        if device.type == "cpu":  # pages are made when they are first touched, 2 MiB at a time
-            memory = mmap.mmap(
-                -1, num_blocks * num_bytes + PAGE, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS
-            )
-            memory.madvise(mmap.MADV_HUGEPAGE)
-            raw = torch.frombuffer(memory, dtype=torch.uint8)
-        else:
-            raw = torch.zeros(num_blocks * num_bytes + PAGE, dtype=torch.uint8, device=device)
-        start = -raw.data_ptr() % PAGE
-        pool = raw[start : start + num_blocks * num_bytes]
-        self.data = pool.view(kind).view(shape)
-        self.sums = (
-            torch.zeros((num_blocks, layers, planes, heads), dtype=torch.int64, device=device)
-            if track_sums
-            else None
-        )
-        self.counted = np.zeros(num_blocks, np.int64)
-        where: Device = "cuda" if device.type == "cuda" else "cpu"
-        self.memory = Memory(self.data.data_ptr(), pool.numel(), where, device.index or 0, raw)
+        heads, layers, planes, tokens, features = shape
+        items = blocks.view(getattr(torch, dtype))
+        self.data = items[:, : math.prod(shape)].view(-1, *shape)
+        self.sums: Tensor | None = None
+        if track_sums:
+            of_blocks = (len(blocks), layers, planes, heads)
+            self.sums = torch.zeros(of_blocks, dtype=torch.int64, device=blocks.device)
         plane = contiguous_plane(
-            num_blocks=num_blocks,
-            block_size=block_size,
+            name=name,
+            num_blocks=len(blocks),
+            block_size=tokens,
             num_heads=heads,
             head_dim=features,
             layers=tuple(range(layers)),
@@ -96,16 +84,71 @@ class BlockMemory:
             head_total=head_total,
             kv=planes,
         )
-        self.layouts = [
-            KVLayout(
-                group=0,
-                kind=GroupKind.FULL,
-                block_size=block_size,
-                num_blocks=num_blocks,
-                planes=(plane,),
+        plane = msgspec.structs.replace(
+            plane, strides=(blocks.shape[1], *plane.strides[BLOCK + 1 :])
+        )
+        self.layout = KVLayout(
+            group=0, kind=kind, block_size=tokens, num_blocks=len(blocks), planes=(plane,)
+        )
+
+
+class BlockMemory:
+    """Blocks of one rank, which groups see as they like.
+
+    Block 0 is the null block: all zeros, never written; it pads block tables.
+
+    Args:
+        num_blocks: the null block included.
+        block_bytes: of each.
+        block_size: tokens that a block holds.
+        device: where it lies.
+
+    Attributes:
+        blocks: [blocks, bytes] uint8.
+        views: per KV group, what its blocks hold.
+        layouts: likewise.
+        group_data: per KV group, the data of its view that is its layers', the first ones.
+        counted: per block, its first slots that its sums count.
+
+    Raises:
+        ConfigError: a block's bytes can't be aligned.
+    """
+
+    views: list[BlockView]
+    layouts: list[KVLayout]
+    group_data: list[Tensor]
+
+    def __init__(
+        self, num_blocks: int, block_bytes: int, block_size: int, device: torch.device
+    ) -> None:
+        if block_bytes % ALIGNMENT:
+            raise ConfigError(
+                "--block-size",
+                f"{block_size} makes blocks of {block_bytes} bytes, not a multiple of {ALIGNMENT}",
             )
-        ]
-        self.group_data = [self.data]
+        self.block_size, self.num_blocks = block_size, num_blocks
+        num_bytes = num_blocks * block_bytes
+        if device.type == "cpu":  # pages are made when they are first touched, 2 MiB at a time
+            memory = mmap.mmap(-1, num_bytes + PAGE, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+            memory.madvise(mmap.MADV_HUGEPAGE)
+            raw = torch.frombuffer(memory, dtype=torch.uint8)
+        else:
+            raw = torch.zeros(num_bytes + PAGE, dtype=torch.uint8, device=device)
+        start = -raw.data_ptr() % PAGE
+        self.blocks = raw[start : start + num_bytes].view(num_blocks, block_bytes)
+        self.counted = np.zeros(num_blocks, np.int64)
+        where: Device = "cuda" if device.type == "cuda" else "cpu"
+        self.memory = Memory(self.blocks.data_ptr(), num_bytes, where, device.index or 0, raw)
+
+    @property
+    def data(self) -> Tensor:
+        """What blocks hold for the first group and those of its shape."""
+        return self.views[0].data
+
+    @property
+    def sums(self) -> Tensor | None:
+        """The sums of the first group's blocks; None if none are kept."""
+        return self.views[0].sums
 
     def num_layers(self, group: int) -> int:
         """Layers of a group: the first ones of its blocks."""
@@ -113,26 +156,27 @@ class BlockMemory:
 
     def group_sums(self, group: int) -> Tensor:
         """The sums that are kept of it: [blocks, layers, kv, heads] int64."""
-        assert self.sums is not None, "this executor was started without digest sums"
-        return self.sums[:, : self.num_layers(group)]
+        sums = self.views[group].sums
+        assert sums is not None, "this executor was started without digest sums"
+        return sums[:, : self.num_layers(group)]
 
     def copy(self, sources: Sequence[int], targets: Sequence[int]) -> None:
         """Copy blocks with their sums."""
         assert 0 not in targets, "the null block is never written"
-        source, target = (upload_ids(ids, self.data.device) for ids in (sources, targets))
-        data = self.data.view(torch.uint8)  # torch indexes float8 in part of its functions only
-        data.index_copy_(0, target, data.index_select(0, source))
+        source, target = (upload_ids(ids, self.blocks.device) for ids in (sources, targets))
+        self.blocks.index_copy_(0, target, self.blocks.index_select(0, source))
         self.counted[list(targets)] = self.counted[list(sources)]
-        if self.sums is not None:
-            self.sums.index_copy_(0, target, self.sums.index_select(0, source))
+        for view in dict.fromkeys(self.views):
+            if view.sums is not None:
+                view.sums.index_copy_(0, target, view.sums.index_select(0, source))
 
     def poison(self, blocks: Sequence[int]) -> None:
         """Fill blocks with NaN."""
         assert 0 not in blocks, "the null block is never written"
-        ids = torch.tensor(blocks, dtype=torch.int64, device=self.data.device)
-        self.data.view(torch.uint8)[ids] = 0xFF  # a NaN of every dtype
-        if self.data.is_cuda:
-            torch.cuda.synchronize(self.data.device)
+        ids = torch.tensor(blocks, dtype=torch.int64, device=self.blocks.device)
+        self.blocks[ids] = 0xFF  # a NaN of every dtype
+        if self.blocks.is_cuda:
+            torch.cuda.synchronize(self.blocks.device)
 
     def kept_sums(self, group: int, blocks: Sequence[int]) -> npt.NDArray[np.uint64]:
         """Sums kept with blocks of a group, [blocks, layers, kv, heads]."""

@@ -184,12 +184,12 @@ class PinnedBlockStaging:
 
     Args:
         forms: of objects, one per group; their runs are in the only region of each rank.
-        pools: per rank, its pool.
+        pools: per rank, the blocks of its pool, [blocks, bytes] uint8.
     """
 
     def __init__(self, forms: Sequence[ObjectForm], pools: Sequence[Tensor]) -> None:
         self._forms = forms
-        self.pools = [pool.view(torch.uint8).flatten() for pool in pools]
+        self.pools = [pool.flatten() for pool in pools]
         self.streams = [torch.cuda.Stream(pool.device) for pool in pools]  # type: ignore[no-untyped-call]
         size = max(form.num_bytes for form in forms)
         slots = max(FEWEST_SLOTS, HOST_BYTES // size)

@@ -2,20 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from itertools import pairwise
+from collections.abc import Iterator, Mapping, Sequence
+from itertools import groupby, pairwise
 
 import msgspec
 import numpy as np
 import numpy.typing as npt
 import torch
 from torch import Tensor
-from typing_extensions import override
 
 from kvbaton.connectors.layout import LAYER, KVLayout
-from kvbaton.engine.block_memory import BlockMemory
+from kvbaton.engine.block_memory import BlockMemory, BlockView
 from kvbaton.engine.collectives import Shard
-from kvbaton.engine.kv_groups import KVGroup, block_layers
+from kvbaton.engine.kv_groups import KVGroup, block_bytes
 from kvbaton.engine.state_blocks import StateBlocks
 from kvbaton.engine.upload import fetch, upload, upload_ids
 from kvbaton.kernels.digest import block_sums
@@ -26,18 +25,116 @@ LONG_RUN = 4
 """Tokens in a row from which on reading their blocks whole is cheaper than token by token."""
 
 
+class TokenView(BlockView):
+    """Blocks seen as tokens of K and V, or of latent rows, of some heads and layers.
+
+    Args:
+        blocks: of the pool.
+        groups: all of one shape.
+        block_size: tokens per block.
+        dtype: of K and V as they lie there.
+        compute_dtype: as they are read.
+        shard: the rank's share.
+        track_sums: keep digest sums.
+
+    Attributes:
+        shape: of a block.
+    """
+
+    def __init__(
+        self,
+        blocks: Tensor,
+        groups: Sequence[KVGroup],
+        block_size: int,
+        dtype: str,
+        compute_dtype: torch.dtype,
+        *,
+        shard: Shard,
+        track_sums: bool,
+    ) -> None:
+        first = groups[0]
+        head_start, heads = shard.kv_heads(first.heads)
+        layers = max(len(group.layers) for group in groups)
+        self.shape = heads, layers, first.planes, block_size, first.head_dim
+        super().__init__(
+            blocks,
+            self.shape,
+            dtype,
+            head_start=head_start,
+            head_total=first.heads,
+            track_sums=track_sums,
+        )
+        self.block_size, self.compute_dtype = block_size, compute_dtype
+        self._value_dim = first.value_dim
+        # Torch indexes float8 in part of its functions only.
+        items = blocks if self.data.element_size() == 1 else blocks.view(self.data.dtype)
+        self._tokens = items.view(-1, first.head_dim)
+        self._pages = items.view(-1, block_size * first.head_dim)
+        self._pages_per_block = len(self._pages) // len(blocks)
+        self._heads = torch.arange(heads, device=blocks.device) * (layers * first.planes)
+
+    def token_rows(self, slots: Tensor) -> Tensor:
+        """Row of K of place 0, in the pool as rows of one token and head: [tokens * heads].
+
+        Args:
+            slots: [tokens] int64: block * block_size + offset.
+        """
+        size = self.block_size
+        pages = (slots // size)[:, None] * self._pages_per_block + self._heads
+        return (pages * size + (slots % size)[:, None]).flatten()
+
+    def write(self, place: int, rows: Tensor, key: Tensor, value: Tensor) -> None:
+        """Store a layer's scaled K and V, each [tokens, heads, head_dim], at `token_rows`.
+
+        Of latent rows only `key` is looked at.
+        """
+        planes = self.shape[2]
+        for kv, x in enumerate((key, value)[:planes]):
+            step = (place * planes + kv) * self.block_size
+            kept = narrow(x, self.data.dtype).reshape(-1, x.shape[-1])
+            self._tokens.index_copy_(0, rows + step, kept.view(self._tokens.dtype))
+
+    def page_rows(self, tables: Tensor) -> Tensor:
+        """Row of K of place 0, as rows of one block and head: [sequences, heads, blocks].
+
+        Args:
+            tables: [sequences, blocks] int64, padded with 0.
+        """
+        return tables[:, None] * self._pages_per_block + self._heads[:, None]
+
+    def read(self, place: int, rows: Tensor) -> tuple[Tensor, Tensor]:
+        """K and V at `page_rows`, copied: each [sequences, heads, blocks * size, head_dim].
+
+        V of latent rows is a view of K.
+        """
+        flat, shape, planes = rows.flatten(), (*rows.shape[:2], -1, self.shape[-1]), self.shape[2]
+        key, *values = (
+            self._pages.index_select(0, flat + (place * planes + kv))
+            .view(self.data.dtype)
+            .to(self.compute_dtype)
+            .view(shape)
+            for kv in range(planes)
+        )
+        return key, values[0] if values else key[..., : self._value_dim]
+
+    def read_rows(self, place: int, rows: Tensor) -> Tensor:
+        """K at `token_rows`, copied: [rows, head_dim]."""
+        found = self._tokens.index_select(0, rows + place * self.shape[2] * self.block_size)
+        return found.view(self.data.dtype).to(self.compute_dtype)
+
+
 class KVCache(BlockMemory):
     """Blocks of K and V, or of latent rows, each of one KV group at a time, as block tables say.
 
     The key of a latent row is all of it, its value the first features (`KVGroup.value_dim`).
+    Groups of one shape share a view of the blocks.
 
     Writing slot 0 of a block starts its sum anew; writing another slot that is counted takes that
     and all later ones out first. On a GPU nothing but `kept_sums`, `digest` and `adopt` waits for
     the device.
 
     Args:
-        groups: all of equal heads, head_dim and value_dim, but for those of states, which come
-            last.
+        groups: see `kv_groups`: those of one shape follow each other, those of states come last.
         dtype: of K and V as they lie there, float8_e4m3fn too.
         compute_dtype: of K and V as they are read; None for `dtype`.
         scales: per layer those of K and V, for FP8, of a latent row equal; 1 where there are none.
@@ -50,6 +147,7 @@ class KVCache(BlockMemory):
     Attributes:
         groups: those.
         num_kv_groups: how many of them have K and V.
+        token_views: of each of those.
         states: the others' states; None if there are none.
         places: per layer its group, among those of K and V or of states, and its place among the
             layers of a block.
@@ -69,20 +167,9 @@ class KVCache(BlockMemory):
         compute_dtype: str | None = None,
         scales: Mapping[int, tuple[float, float]] | None = None,
     ) -> None:
+        num_bytes = block_bytes(groups, block_size, shard.size, dtype)
+        super().__init__(num_blocks, num_bytes, block_size, device)
         of_states = [group for group in groups if group.state_rows]
-        ((total, head_dim, self._value_dim),) = {
-            (g.heads, g.head_dim, g.value_dim) for g in groups if not g.state_rows
-        }
-        planes = self._planes = groups[0].planes
-        head_start, heads = shard.kv_heads(total)
-        super().__init__(
-            (num_blocks, heads, block_layers(groups), planes, block_size, head_dim),
-            dtype=dtype,
-            device=device,
-            head_start=head_start,
-            head_total=total,
-            track_sums=track_sums,
-        )
         self.groups = tuple(groups)
         self.num_kv_groups = len(groups) - len(of_states)
         self.places = {
@@ -90,48 +177,31 @@ class KVCache(BlockMemory):
             for g, group in enumerate(groups)
             for place, layer in enumerate(group.layers)
         }
-        (layout,) = self.layouts
-        self.states = StateBlocks(self.data, of_states, shard, track_sums) if of_states else None
+        self.compute_dtype: torch.dtype = getattr(torch, compute_dtype or dtype)
+        self.token_views: list[TokenView] = []
+        for _, alike in groupby(groups[: self.num_kv_groups], lambda group: group.shape):
+            same = list(alike)
+            view = TokenView(
+                self.blocks,
+                same,
+                block_size,
+                dtype,
+                self.compute_dtype,
+                shard=shard,
+                track_sums=track_sums,
+            )
+            self.token_views += [view] * len(same)
+        self.states = StateBlocks(self.blocks, of_states, shard, track_sums) if of_states else None
+        self.views = [*self.token_views, *(self.states for _ in of_states if self.states)]
         self.layouts = [
-            _layout_of(self.states.layout if group.state_rows and self.states else layout, g, group)
-            for g, group in enumerate(groups)
+            _layout_of(view.layout, g, group)
+            for g, (view, group) in enumerate(zip(self.views, groups, strict=True))
         ]
         self.group_data = [
-            (self.states.data if group.state_rows and self.states else self.data)[
-                :, :, : self.num_layers(g)
-            ]
-            for g, group in enumerate(groups)
+            view.data[:, :, : len(group.layers)]
+            for view, group in zip(self.views, groups, strict=True)
         ]
-        self.compute_dtype: torch.dtype = getattr(torch, compute_dtype or dtype)
         self._scales = scales or {}
-        # Torch indexes float8 in part of its functions only.
-        data = self.data.view(torch.uint8) if self.data.element_size() == 1 else self.data
-        self._tokens = data.view(-1, head_dim)
-        self._pages = data.view(-1, block_size * head_dim)
-        self._heads = torch.arange(heads, device=device)
-
-    @override
-    def group_sums(self, group: int) -> Tensor:
-        if self.states is None or group < self.num_kv_groups:
-            return super().group_sums(group)
-        assert self.states.sums is not None, "this executor was started without digest sums"
-        return self.states.sums[:, : self.num_layers(group)]
-
-    @override
-    def copy(self, sources: Sequence[int], targets: Sequence[int]) -> None:
-        super().copy(sources, targets)
-        if self.states is not None:
-            self.states.copy_sums(sources, targets)
-
-    def token_rows(self, slots: Tensor) -> Tensor:
-        """Row of K of place 0, in the pool as rows of one token and head: [tokens * heads].
-
-        Args:
-            slots: [tokens] int64: block * block_size + offset.
-        """
-        _, heads, layers, _, size, _ = self.shape
-        blocks = (slots // size)[:, None] * heads + self._heads
-        return (blocks * (layers * self._planes * size) + (slots % size)[:, None]).flatten()
 
     def scales(self, layer: int) -> tuple[float, float]:
         """What K and V of a layer are divided by before they are kept."""
@@ -141,44 +211,14 @@ class KVCache(BlockMemory):
         """Scaled K or V as it will be read: rounded to the cache's dtype."""
         return x if x.dtype == self.data.dtype else narrow(x, self.data.dtype).to(x.dtype)
 
-    def write(self, place: int, rows: Tensor, key: Tensor, value: Tensor) -> None:
-        """Store a layer's scaled K and V, each [tokens, heads, head_dim], at `token_rows`.
-
-        Of latent rows only `key` is looked at.
-        """
-        for kv, x in enumerate((key, value)[: self._planes]):
-            step = (place * self._planes + kv) * self.block_size
-            kept = narrow(x, self.data.dtype).reshape(-1, x.shape[-1])
-            self._tokens.index_copy_(0, rows + step, kept.view(self._tokens.dtype))
-
-    def page_rows(self, tables: Tensor) -> Tensor:
-        """Row of K of place 0, as rows of one block and head: [sequences, heads, blocks].
-
-        Args:
-            tables: [sequences, blocks] int64, padded with 0.
-        """
-        _, heads, layers, _, _, _ = self.shape
-        return (tables[:, None] * heads + self._heads[:, None]) * (layers * self._planes)
-
-    def read(self, place: int, rows: Tensor) -> tuple[Tensor, Tensor]:
-        """K and V at `page_rows`, copied: each [sequences, heads, blocks * size, head_dim].
-
-        V of latent rows is a view of K.
-        """
-        flat, shape = rows.flatten(), (*rows.shape[:2], -1, self.shape[-1])
-        key, *values = (
-            self._pages.index_select(0, flat + (place * self._planes + kv))
-            .view(self.data.dtype)
-            .to(self.compute_dtype)
-            .view(shape)
-            for kv in range(self._planes)
-        )
-        return key, values[0] if values else key[..., : self._value_dim]
-
-    def read_rows(self, place: int, rows: Tensor) -> Tensor:
-        """K at `token_rows`, copied: [rows, head_dim]."""
-        found = self._tokens.index_select(0, rows + place * self._planes * self.block_size)
-        return found.view(self.data.dtype).to(self.compute_dtype)
+    def _parts(self, slots: Tensor) -> Iterator[tuple[TokenView, Tensor, slice]]:
+        """Views, their sums, and which part of `slots`, group after group, is theirs."""
+        each, first = len(slots) // self.num_kv_groups, 0
+        for view, alike in groupby(self.token_views):
+            past = first + each * len(list(alike))
+            if view.sums is not None:
+                yield view, view.sums, slice(first, past)
+            first = past
 
     # --- digest sums ---
 
@@ -197,6 +237,7 @@ class KVCache(BlockMemory):
         """
         if self.sums is None:
             return
+        each = max(1, len(blocks) // self.num_kv_groups)
         first = np.flatnonzero(np.diff(blocks, prepend=0))
         self.counted[blocks[first][offsets[first] == 0]] = 0
         for index in first[offsets[first] < self.counted[blocks[first]]]:
@@ -206,27 +247,36 @@ class KVCache(BlockMemory):
                 [block * self.block_size + replaced, replaced - offset + int(positions[index])],
                 self.data.device,
             )
-            add_sums(self.sums, self.data, slots, at, -1)
+            view = self.token_views[int(index) // each]
+            assert view.sums is not None
+            add_sums(view.sums, view.data, slots, at, -1)
             self.counted[block] = offset
         np.maximum.at(self.counted, blocks, offsets + 1)
 
     def start_sums(self, slots: Tensor) -> None:
-        """Sums of blocks whose first slot is about to be written begin anew."""
-        if self.sums is not None:
-            start_sums(self.sums, slots, self.block_size)
+        """Sums of blocks whose first slot is about to be written begin anew.
+
+        Args:
+            slots: [groups of K and V * tokens] int64, group after group.
+        """
+        for _, sums, part in self._parts(slots):
+            start_sums(sums, slots[part], self.block_size)
 
     def add_sums(self, slots: Tensor, positions: Tensor) -> None:
         """Add the tokens that were just written.
 
         Args:
-            slots: [tokens] int64: block * block_size + offset; on a GPU -1 for none.
-            positions: [tokens] int64, absolute.
+            slots: [groups of K and V * tokens] int64, group after group: block * block_size +
+                offset; on a GPU -1 for none.
+            positions: likewise int64, absolute.
         """
-        if self.sums is None:
-            return
-        if self.data.is_cuda:
-            add_sums(self.sums, self.data, slots, positions)
-            return
+        for view, sums, part in self._parts(slots):
+            if view.data.is_cuda:
+                add_sums(sums, view.data, slots[part], positions[part])
+            else:
+                self._add_sums(view.data, sums, slots[part], positions[part])
+
+    def _add_sums(self, data: Tensor, sums: Tensor, slots: Tensor, positions: Tensor) -> None:
         # Where tokens begin that do not follow their predecessor in its block or the next one.
         blocks, offsets = np.divmod(slots.numpy(), self.block_size)
         follows = np.diff(positions.numpy(), prepend=-2) == 1
@@ -239,11 +289,11 @@ class KVCache(BlockMemory):
                 ids = torch.from_numpy(held[np.flatnonzero(np.diff(held, prepend=-1))])
                 position = int(positions[start])
                 first = position - int(offsets[start])
-                sums = block_sums(self.data, ids, first, position, position + end - start)
-                self.sums.index_add_(0, ids, sums)
+                found = block_sums(data, ids, first, position, position + end - start)
+                sums.index_add_(0, ids, found)
         apart = torch.from_numpy(np.flatnonzero(np.repeat(lengths < LONG_RUN, lengths)))
         if len(apart):
-            add_sums(self.sums, self.data, slots[apart], positions[apart])
+            add_sums(sums, data, slots[apart], positions[apart])
 
     def fetch_kept_sums(self, group: int, blocks: Sequence[int]) -> Tensor:
         """Sums kept with blocks, on their way into host memory: [blocks, layers, kv, heads]."""

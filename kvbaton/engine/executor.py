@@ -240,7 +240,7 @@ class Executor:
 
     def staging(self, forms: Sequence[ObjectForm]) -> BlockStaging:
         """Bytes of blocks in host memory, for a store; `forms` are one per group."""
-        pools = [worker.cache.data for worker in self.workers]
+        pools = [worker.cache.blocks for worker in self.workers]
         if pools[0].is_cuda:
             return PinnedBlockStaging(forms, pools)
         return CpuBlockStaging(forms, self.memories)

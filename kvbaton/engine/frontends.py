@@ -33,6 +33,7 @@ from kvbaton.messages.engine import (
     AddRequest,
     BlockChange,
     CachedBlocks,
+    CachedGroup,
     Command,
     Connect,
     Disconnected,
@@ -128,7 +129,7 @@ class _Owned:
 class CachedBlockSource(Protocol):
     """What there is to tell those who watch the prefix caches."""
 
-    groups: tuple[tuple[int, int], ...]
+    groups: tuple[CachedGroup, ...]
 
     def snapshot(self) -> Iterator[tuple[BlockChange, ...]]:
         """All blocks that are cached now."""

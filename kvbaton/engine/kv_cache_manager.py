@@ -5,7 +5,8 @@ i of group g, or the null block where the group does not need it.
 
 A group with a sliding window holds the blocks that the next token, and what a step computes with
 it, attend to: others are not allocated, not loaded, and given back while a sequence runs (`trim`).
-vLLM's hybrid KV cache manager does the same.
+vLLM's hybrid KV cache manager does the same. So does one whose tokens attend to their own chunk
+alone: where a chunk ends, all of its blocks are given back.
 
 In a group of states, block i holds the state after its last token that is computed: it is written
 over until the block is full, and is then a snapshot of the prefix that ends there. The next token
@@ -41,7 +42,8 @@ class GroupSpec:
         block_size: tokens per block; of states, from snapshot to snapshot.
         num_blocks: blocks of the pool that all groups share, the null block included.
         kind: what a block means.
-        window: tokens that a token attends to, itself included; 0 unless `kind` is WINDOW.
+        window: tokens that a token attends to, itself included, or of a chunk; 0 unless `kind` is
+            WINDOW or CHUNK.
     """
 
     block_size: int
@@ -50,7 +52,7 @@ class GroupSpec:
     window: int = 0
 
     def __post_init__(self) -> None:
-        if self.kind is GroupKind.WINDOW and self.window < 1:
+        if self.kind in (GroupKind.WINDOW, GroupKind.CHUNK) and self.window < 1:
             raise ConfigError("--model", f"a window group needs a window, not {self.window}")
         if self.num_blocks < 2:
             raise ConfigError("--num-blocks", f"{self.num_blocks} is too few; at least 2")
@@ -70,9 +72,9 @@ class GroupSpec:
         return ((block + 1) * self.block_size - 1) // self.span_tokens
 
     @property
-    def reach(self) -> int:
-        """Tokens, itself included, whose blocks a token needs; 0 for all."""
-        return 2 if self.kind is GroupKind.STATE else self.window
+    def keeps_all(self) -> bool:
+        """Whether a token needs the blocks of all before it."""
+        return self.kind is GroupKind.FULL
 
     def blocks_for(self, num_tokens: int) -> int:
         """Logical blocks that `num_tokens` tokens take."""
@@ -80,9 +82,7 @@ class GroupSpec:
 
     def first_needed(self, position: int) -> int:
         """First logical block that a token at `position` attends to."""
-        if self.kind is GroupKind.FULL:
-            return 0
-        return max(0, position - self.reach + 1) // self.block_size
+        return self.kind.first_attended(position, self.window) // self.block_size
 
     def most_blocks(self, num_tokens: int, step_tokens: int) -> int:
         """Most blocks that a sequence of `num_tokens` holds while a step computes some of them.
@@ -101,9 +101,9 @@ class GroupSpec:
 
     def first_whole(self, position: int) -> int:
         """First logical block of which a token at `position` attends to each token."""
-        if self.kind is not GroupKind.WINDOW:
+        if self.kind is GroupKind.STATE:
             return self.first_needed(position)
-        return -(-max(0, position - self.window + 1) // self.block_size)
+        return -(-self.kind.first_attended(position, self.window) // self.block_size)
 
 
 @dataclass(frozen=True)
@@ -149,7 +149,7 @@ class KVCacheManager:
         self.alignment = math.lcm(*(group.block_size for group in groups))
         self._step_tokens = step_tokens
         self._fitting = 0  # so many tokens, and fewer, are known to fit
-        self._windows = tuple((g, group) for g, group in enumerate(groups) if group.reach)
+        self._windows = tuple((g, group) for g, group in enumerate(groups) if not group.keeps_all)
         self.has_states = any(group.kind is GroupKind.STATE for group in groups)
 
     # --- room ---
@@ -170,7 +170,7 @@ class KVCacheManager:
         for group, table in zip(self.groups, tables, strict=True):
             behind = group.first_needed(start)
             lacking = max(0, group.blocks_for(num_tokens) - max(len(table), behind))
-            if group.reach:
+            if not group.keeps_all:
                 most = group.most_blocks(num_tokens, self._step_tokens)
                 lacking = min(lacking, max(0, most - max(0, len(table) - behind)))
             need += lacking
@@ -301,7 +301,7 @@ class KVCacheManager:
         """
         self.skip_unneeded(tables, start)
         for g, (group, table) in enumerate(zip(self.groups, tables, strict=True)):
-            past = num_tokens if end is None or not group.reach else end
+            past = num_tokens if end is None or group.keeps_all else end
             lacking = group.blocks_for(past) - len(table)
             if lacking > 0 and group.kind is GroupKind.STATE:
                 border = past // group.block_size - 1  # the last block that will be full

@@ -50,6 +50,7 @@ _BOUND = re.compile(r"(?:ipc|inproc)://|tcp://(?:127\.|localhost:|\[::1\]:)|.*(?
 KINDS = {
     GroupKind.FULL: "full_attention",
     GroupKind.WINDOW: "sliding_window",
+    GroupKind.CHUNK: "chunked_local_attention",
     GroupKind.STATE: "mamba",  # vLLM's word for any state
 }
 """What vLLM calls groups."""
@@ -121,8 +122,8 @@ class BlockStored(msgspec.Struct, array_like=True, tag=True, frozen=True):
         extra_keys: None, or per block what its hash covers besides tokens: the cache salt of a
             sequence's first block.
         group_idx: KV group.
-        kv_cache_spec_kind: ``full_attention`` or ``sliding_window``.
-        kv_cache_spec_sliding_window: tokens of the window.
+        kv_cache_spec_kind: one of `KINDS`.
+        kv_cache_spec_sliding_window: tokens of the window or chunk.
     """
 
     block_hashes: tuple[BlockHash, ...]

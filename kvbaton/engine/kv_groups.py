@@ -3,8 +3,9 @@
 All groups of a model have blocks of equal bytes, so they share one pool of memory and one list of
 free blocks: what short windows leave, long prompts take, whatever the load. (A pool of its own for
 each group must be cut to some guess of how long prompts are.) vLLM's hybrid KV cache manager makes
-groups in the same way. To be equal, a kind of layers that is more numerous is split into several
-groups; a group that has fewer layers than the largest leaves a part of its blocks unused.
+groups in the same way. To be equal, a kind of layers that takes more is split into several groups;
+a group whose layers take less than the largest leaves a part of its blocks unused. A layer that
+reads another's K and V is in no group.
 
 A block of a group of states holds one state of each of its layers, whatever the number of tokens.
 It fits where blocks have tokens enough (`least_block_size`), as in vLLM; pools of their own, cut to
@@ -14,10 +15,13 @@ never of block size or ranks, so that both sides of a hand-over have the same.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import math
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 from kvbaton.connectors.layout import ITEM_SIZE, GroupKind
+from kvbaton.types import first_attended
 
 STATE_DTYPE = "float32"
 """Of states: rounded to fewer bits at every token, they would drift."""
@@ -27,26 +31,30 @@ MAX_GROUPS = 8
 
 
 @dataclass(frozen=True, kw_only=True)
-class KVGroup:
-    """Layers that share a block table, and what one token is in one of them.
+class LayerKV:
+    """What a layer keeps of a token, and which tokens it attends to.
 
     Attributes:
-        layers: their numbers, ascending.
         window: tokens that a token attends to, itself included; 0 for all.
+        chunked: the window is a chunk, see `types.first_attended`.
         heads: KV heads of the whole model; ranks share them, or replicate one.
         head_dim: elements per head.
         value_dim: of a latent row, which is key and value in one (multi-head latent attention), its
             first features, which are the value; 0 for K and V apart.
-        state_rows: a block holds one state of each layer instead of tokens: so many rows of
-            `head_dim` float32 per head, whose heads ranks share; 0 for tokens.
+        state_rows: it keeps one state instead of tokens: so many rows of `head_dim` float32 per
+            head, whose heads ranks share; 0 for tokens.
     """
 
-    layers: tuple[int, ...]
     window: int = 0
+    chunked: bool = False
     heads: int
     head_dim: int
     value_dim: int = 0
     state_rows: int = 0
+
+    def first_attended(self, position: Any) -> Any:
+        """See `types.first_attended`."""
+        return first_attended(position, self.window, self.chunked)
 
     @property
     def planes(self) -> int:
@@ -54,88 +62,82 @@ class KVGroup:
         return 1 if self.value_dim else 2
 
     @property
+    def shape(self) -> tuple[int, int, int, int]:
+        """All that memory is shaped by: groups of one shape are alike but for their layers."""
+        return self.heads, self.head_dim, self.value_dim, self.state_rows
+
+    @property
     def kind(self) -> GroupKind:
-        """What a block of it means."""
+        """What a block of its group means."""
         if self.state_rows:
             return GroupKind.STATE
-        return GroupKind.WINDOW if self.window else GroupKind.FULL
+        if self.window:
+            return GroupKind.CHUNK if self.chunked else GroupKind.WINDOW
+        return GroupKind.FULL
 
 
-@dataclass(frozen=True)
-class StateShape:
-    """The state of one layer: float32 [heads, rows, features], of the whole model."""
+@dataclass(frozen=True, kw_only=True)
+class KVGroup(LayerKV):
+    """Layers that share a block table, all alike.
 
-    heads: int
-    rows: int
-    features: int
+    Attributes:
+        layers: their numbers, ascending.
+    """
+
+    layers: tuple[int, ...]
 
 
-def kv_groups(
-    windows: Sequence[int | None],
-    *,
-    heads: int,
-    head_dim: int,
-    value_dim: int = 0,
-    state: StateShape | None = None,
-) -> tuple[KVGroup, ...]:
-    """The groups of a model whose layers differ in their windows, or have a state; those last.
+def kv_groups(layers: Sequence[LayerKV | None]) -> tuple[KVGroup, ...]:
+    """The groups of a model's layers: those of one shape follow each other, those of states last.
 
     Args:
-        windows: per layer, as `KVGroup.window`; None for one with a state.
-        heads: see `KVGroup`.
-        head_dim: see `KVGroup`.
-        value_dim: see `KVGroup`.
-        state: of those layers.
+        layers: of each layer, what it keeps; None if it reads what another one keeps.
     """
-    kinds: dict[int | None, list[int]] = {}
-    for layer, window in enumerate(windows):
-        kinds.setdefault(window, []).append(layer)
-    size = _layers_per_group([len(layers) for layers in kinds.values()])
+    kinds: dict[LayerKV, list[int]] = {}
+    for number, layer in enumerate(layers):
+        if layer is not None:
+            kinds.setdefault(layer, []).append(number)
+    most = _elements_per_group(kinds)
+    least = {kind.shape: min(k.window for k in kinds if k.shape == kind.shape) for kind in kinds}
+
+    def order(kind: LayerKV) -> Any:
+        return bool(kind.state_rows), least[kind.shape], kind.shape, kind.window
+
     groups = []
-    for window, layers in sorted(kinds.items(), key=lambda kind: (kind[0] is None, kind[0])):
-        count = -(-len(layers) // size)
+    for kind in sorted(kinds, key=order):
+        numbers = kinds[kind]
+        count = -(-len(numbers) // (most // _elements(kind, kinds)))
         for i in range(count):
-            first, past = (len(layers) * n // count for n in (i, i + 1))
-            part = tuple(layers[first:past])
-            group = KVGroup(
-                layers=part,
-                window=window or 0,
-                heads=heads,
-                head_dim=head_dim,
-                value_dim=value_dim,
-            )
-            if window is None:
-                assert state is not None, "layers with a state come with its shape"
-                group = KVGroup(
-                    layers=part,
-                    heads=state.heads,
-                    head_dim=state.features,
-                    state_rows=state.rows,
-                )
-            groups.append(group)
+            first, past = (len(numbers) * n // count for n in (i, i + 1))
+            groups.append(KVGroup(layers=tuple(numbers[first:past]), **vars(kind)))
     return tuple(groups)
 
 
-def _layers_per_group(counts: Sequence[int]) -> int:
-    """Layers of the largest group: the kind that wastes most wastes as little as can be.
+def _elements_per_group(kinds: Mapping[LayerKV, Sequence[int]]) -> int:
+    """Elements of a token in the largest group: so that the worst kind wastes as little as can be.
 
     Args:
-        counts: layers of each kind.
+        kinds: their layers.
     """
+    sizes = [(len(layers), _elements(kind, kinds)) for kind, layers in kinds.items()]
 
-    def waste(size: int) -> tuple[float, int]:
-        groups = [-(-count // size) for count in counts]
-        worst = max(size * n / count for n, count in zip(groups, counts, strict=True))
+    def waste(most: int) -> tuple[float, int]:
+        groups = [-(-count // (most // each)) for count, each in sizes]
+        pairs = zip(groups, sizes, strict=True)
+        worst = max(most * n / (count * each) for n, (count, each) in pairs)
         return worst, sum(groups)
 
-    most = max(MAX_GROUPS, len(counts))
-    sizes = range(1, max(counts) + 1)
-    return min((size for size in sizes if waste(size)[1] <= most), key=waste)
+    largest = max(each for _, each in sizes)
+    tried = {n * each for count, each in sizes for n in range(1, count + 1) if n * each >= largest}
+    most = max(MAX_GROUPS, len(sizes))
+    return min((size for size in sorted(tried) if waste(size)[1] <= most), key=waste)
 
 
-def block_layers(groups: Sequence[KVGroup]) -> int:
-    """Layers of K and V for which a block has room."""
-    return max(len(group.layers) for group in groups if not group.state_rows)
+def _elements(kind: LayerKV, kinds: Iterable[LayerKV]) -> int:
+    """Of a token in one layer; a layer with a state takes the place of any other."""
+    if kind.state_rows:
+        return max((_elements(k, kinds) for k in kinds if not k.state_rows), default=1)
+    return kind.heads * kind.planes * kind.head_dim
 
 
 def least_block_size(groups: Sequence[KVGroup], dtype: str) -> int:
@@ -148,14 +150,19 @@ def least_block_size(groups: Sequence[KVGroup], dtype: str) -> int:
     states = [
         len(group.layers) * group.heads * group.state_rows * group.head_dim for group in groups
     ]
-    return max(
-        1,
-        -(-max(states) * ITEM_SIZE[STATE_DTYPE] // block_bytes(groups, 1, groups[0].heads, dtype)),
+    need = max(states) * ITEM_SIZE[STATE_DTYPE]
+    return max(1, -(-need // block_bytes(groups, 1, 1, dtype)))
+
+
+def block_bytes(groups: Sequence[KVGroup], block_size: int, ranks: int, dtype: str) -> int:
+    """Bytes of one block on one of so many ranks, whichever group it serves.
+
+    They are whole pages of each group: a page is a block of one head, layer and plane.
+    """
+    tokens = [group for group in groups if not group.state_rows]
+    most = max(
+        max(1, group.heads // ranks) * len(group.layers) * group.planes * group.head_dim
+        for group in tokens
     )
-
-
-def block_bytes(groups: Sequence[KVGroup], block_size: int, heads: int, dtype: str) -> int:
-    """Bytes of one block on a rank with so many heads, whichever group it serves."""
-    first = groups[0]
-    tokens = heads * block_layers(groups) * first.planes * block_size
-    return tokens * first.head_dim * ITEM_SIZE[dtype]
+    unit = math.lcm(*(group.head_dim for group in tokens))
+    return -(-most // unit) * unit * block_size * ITEM_SIZE[dtype]

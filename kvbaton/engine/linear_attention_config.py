@@ -8,7 +8,7 @@ from typing import Any
 
 import msgspec
 
-from kvbaton.engine.kv_groups import StateShape
+from kvbaton.engine.kv_groups import LayerKV
 from kvbaton.errors import ConfigError
 
 LINEAR_ATTENTION_ARCHITECTURES = ("Qwen3NextForCausalLM",)
@@ -50,10 +50,10 @@ class LinearAttentionConfig:
         return -(-self.channels * (self.conv_kernel - 1) // self.value_head_dim)
 
     @property
-    def state(self) -> StateShape:
+    def state(self) -> LayerKV:
         """A layer's state: per key head the rows of the convolution, then keys x values."""
         rows = self.conv_rows + self.values_per_key * self.key_head_dim
-        return StateShape(self.num_key_heads, rows, self.value_head_dim)
+        return LayerKV(heads=self.num_key_heads, head_dim=self.value_head_dim, state_rows=rows)
 
 
 class _RawLinearAttention(msgspec.Struct):

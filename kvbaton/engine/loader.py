@@ -21,8 +21,10 @@ from kvbaton.engine.gguf import WEIGHTS, GGUFTensors
 from kvbaton.engine.model_config import ModelConfig
 from kvbaton.engine.models.deepseek import DeepseekForCausalLM
 from kvbaton.engine.models.gemma3 import Gemma3ForCausalLM
+from kvbaton.engine.models.gemma4 import Gemma4ForCausalLM
 from kvbaton.engine.models.layers import Piece, pieces_of
 from kvbaton.engine.models.llama import LlamaForCausalLM
+from kvbaton.engine.models.llama4 import Llama4ForCausalLM
 from kvbaton.engine.models.qwen2_5_vision import Qwen25VisionTower
 from kvbaton.engine.models.qwen3_next import Qwen3NextForCausalLM
 from kvbaton.engine.models.qwen3_vision import Qwen3VisionTower
@@ -43,6 +45,8 @@ DECODERS: dict[str, type[LlamaForCausalLM]] = {
     "DeepseekV2ForCausalLM": DeepseekForCausalLM,
     "DeepseekV3ForCausalLM": DeepseekForCausalLM,
     "Gemma3ForCausalLM": Gemma3ForCausalLM,
+    "Gemma4ForCausalLM": Gemma4ForCausalLM,
+    "Llama4ForCausalLM": Llama4ForCausalLM,
     "Qwen3NextForCausalLM": Qwen3NextForCausalLM,
 }
 """Those that are no Llama with other settings."""
@@ -178,9 +182,12 @@ def _check_shard(config: ModelConfig, shard: Shard) -> None:
     if moe is not None and moe.shared_intermediate_size:
         split["shared experts' intermediate size"] = moe.shared_intermediate_size
 
+    kv_heads = {config.heads_of(layer)[0] for layer in range(config.num_layers)}
+
     def fits(size: int) -> bool:
-        fewer, more = sorted((config.num_kv_heads, size))
-        return not (more % fewer or any(number % size for number in split.values()))
+        pairs = [sorted((heads, size)) for heads in kv_heads]
+        replicated = not any(more % fewer for fewer, more in pairs)
+        return replicated and not any(number % size for number in split.values())
 
     if fits(shard.size):
         return
@@ -188,7 +195,8 @@ def _check_shard(config: ModelConfig, shard: Shard) -> None:
     numbers = ", ".join(f"{name} {number}" for name, number in split.items())
     raise ConfigError(
         "--tensor-parallel-size",
-        f"{shard.size} does not divide the model's {numbers} and KV heads {config.num_kv_heads}; "
+        f"{shard.size} does not divide the model's {numbers} and KV heads "
+        f"{', '.join(map(str, sorted(kv_heads)))}; "
         f"give one of {', '.join(map(str, sizes))}",
     )
 

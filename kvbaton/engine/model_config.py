@@ -13,10 +13,12 @@ from typing import Any, Literal
 
 import msgspec
 
-from kvbaton.engine.kv_groups import KVGroup, kv_groups
+from kvbaton.engine.gemma4_config import GEMMA4_ARCHITECTURES, Gemma4Config, read_gemma4
+from kvbaton.engine.kv_groups import KVGroup, LayerKV, kv_groups
 from kvbaton.engine.linear_attention_config import LinearAttentionConfig, read_linear_attention
 from kvbaton.engine.mla_config import MLA_ARCHITECTURES, MlaConfig, read_mla
 from kvbaton.engine.moe_config import MoeConfig, read_moe
+from kvbaton.engine.nope_config import NopeConfig, read_nope
 from kvbaton.engine.quantization.config import Quantization, read_quantization
 from kvbaton.engine.vision_config import VISION_FAMILIES, VisionConfig, VisionFamily, read_vision
 from kvbaton.errors import ConfigError
@@ -44,7 +46,8 @@ class Family:
         rope_theta: the rotation's base where ``config.json`` names none.
         windows: which layers have the sliding window: all; those that ``layer_types`` names, else
             the ``upper`` ones, from ``max_window_layers`` on, or all but every sixth (``pattern``);
-            or those that it names and no others.
+            or those that it names and no others. ``chunks`` are of ``attention_chunk_size``, in
+            layers whose heads are turned.
         window_switch: and only with ``use_sliding_window``.
         max_window_layers: where ``config.json`` names none.
         sinks: every query head has a sink (`AttentionContext.attend`), and projections of the
@@ -59,7 +62,7 @@ class Family:
     qkv_bias: bool | None = None
     qk_norm: bool = False
     rope_theta: float = 10_000.0
-    windows: Literal["none", "all", "upper", "pattern", "listed"] = "none"
+    windows: Literal["none", "all", "upper", "pattern", "listed", "chunks"] = "none"
     window_switch: bool = False
     max_window_layers: int = 28
     sinks: bool = False
@@ -81,7 +84,9 @@ ARCHITECTURES = {
         norm_offset=1.0,
         gemma=True,
     ),
+    "Gemma4ForCausalLM": Family(qk_norm=True, windows="listed", gemma=True),
     "GptOssForCausalLM": Family(rope_theta=150_000.0, windows="listed", sinks=True),
+    "Llama4ForCausalLM": Family(rope_theta=500_000.0, windows="chunks"),
     "LlamaForCausalLM": Family(),
     "MistralForCausalLM": Family(qkv_bias=False, windows="all"),
     "MixtralForCausalLM": Family(qkv_bias=False, windows="all", rope_theta=1_000_000.0),
@@ -112,6 +117,8 @@ class RopeConfig:
         mrope_interleaved: the three take turns (t, h, w, t, h, w, ...) instead of following one
             another; what is left over is temporal.
         share: of a head's features that turn, the first ones.
+        proportional: features turn as if all did: the first ones with those half a head further on,
+            and with the frequencies that they have then.
     """
 
     theta: float = 10_000.0
@@ -128,6 +135,7 @@ class RopeConfig:
     mrope_section: tuple[int, ...] = ()
     mrope_interleaved: bool = False
     share: float = 1.0
+    proportional: bool = False
 
     def rotary_dim(self, head_dim: int) -> int:
         """Features of a head that turn."""
@@ -148,6 +156,7 @@ class ModelConfig:
         qk_norm: see `Family`.
         sinks: see `Family`.
         windows: per layer, tokens of its sliding window; 0 attends to everything.
+        chunked: windows are chunks, see `types.first_attended`.
         eos_token_ids: tokens that end a text, ascending.
         vision: its vision tower; None for a model of text only.
         quantization: how its weights are stored; None for floats.
@@ -158,6 +167,8 @@ class ModelConfig:
         activation: of the MLPs' gates.
         mla: its latent attention, then `num_kv_heads` is 1; None for a model without.
         linear_attention: its layers with a state instead of K and V; None for a model without.
+        nope: its layers whose heads are not turned; None for a model without.
+        gemma4: what is Gemma 4's own; None for another one.
     """
 
     folder: Path
@@ -191,6 +202,9 @@ class ModelConfig:
     activation: Literal["silu", "gelu_tanh"] = "silu"
     mla: MlaConfig | None = None
     linear_attention: LinearAttentionConfig | None = None
+    nope: NopeConfig | None = None
+    gemma4: Gemma4Config | None = None
+    chunked: bool = False
 
     @property
     def rotary_dim(self) -> int:
@@ -199,19 +213,25 @@ class ModelConfig:
 
     def kv_groups(self) -> tuple[KVGroup, ...]:
         """Its layers, by the block tables that they share."""
-        if self.mla is not None:
-            rank = self.mla.kv_rank
-            return kv_groups(self.windows, heads=1, head_dim=self.mla.row_dim, value_dim=rank)
-        windows: tuple[int | None, ...] = self.windows
-        linear = self.linear_attention
-        if linear is not None:
-            windows = tuple(None if state else 0 for state in linear.layers)
-        return kv_groups(
-            windows,
-            heads=self.num_kv_heads,
-            head_dim=self.head_dim,
-            state=None if linear is None else linear.state,
-        )
+        return kv_groups([self._layer_kv(layer) for layer in range(self.num_layers)])
+
+    def heads_of(self, layer: int) -> tuple[int, int]:
+        """KV heads of a layer, and their features."""
+        if self.gemma4 is None or self.windows[layer]:
+            return self.num_kv_heads, self.head_dim
+        return self.gemma4.num_kv_heads, self.gemma4.head_dim
+
+    def _layer_kv(self, layer: int) -> LayerKV | None:
+        if self.gemma4 is not None and self.gemma4.kv_layers[layer] != layer:
+            return None
+        mla, linear, window = self.mla, self.linear_attention, self.windows[layer]
+        if mla is not None:
+            return LayerKV(window=window, heads=1, head_dim=mla.row_dim, value_dim=mla.kv_rank)
+        if linear is not None and linear.layers[layer]:
+            return linear.state
+        chunked = self.chunked and window > 0
+        heads, dim = self.heads_of(layer)
+        return LayerKV(window=window, chunked=chunked, heads=heads, head_dim=dim)
 
     def require_vision(self) -> VisionConfig:
         """Its vision tower. Raises `ConfigError` if it has none."""
@@ -266,10 +286,12 @@ class _Raw(msgspec.Struct):
     query_pre_attn_scalar: float | None = None
     attn_logit_softcapping: float | None = None
     final_logit_softcapping: float | None = None
-    use_bidirectional_attention: bool = False
+    use_bidirectional_attention: bool | str | None = None
     sliding_window_pattern: int = 6
     partial_rotary_factor: float | None = None
     sliding_window: int | None = None
+    attention_chunk_size: int | None = None
+    intermediate_size_mlp: int | None = None
     use_sliding_window: bool = False
     max_window_layers: int | None = None
     layer_types: list[str] | None = None
@@ -310,7 +332,7 @@ def load_model_config(
     ids = {token for end in ends for token in (end if isinstance(end, list) else [end])}
     bias = family.sinks if raw.attention_bias is None else raw.attention_bias
     dtype = _dtype(raw, family, dtype)
-    rope, mla = _rope(raw), read_mla(content, architecture)
+    rope, mla, nope = _rope(raw), read_mla(content, architecture), read_nope(content, architecture)
     local_rope = None
     if family.gemma:  # of layers with a window
         local = raw.rope_parameters.sliding_attention if raw.rope_parameters else None
@@ -320,6 +342,9 @@ def load_model_config(
         theta = (local.rope_theta if local else None) or raw.rope_local_base_freq
         local_rope = RopeConfig(theta=theta)
     own_scale = (raw.query_pre_attn_scalar or 256) ** -0.5 if family.gemma else None
+    gemma4 = read_gemma4(content, architecture)
+    if gemma4 is not None:
+        own_scale = 1.0
     positions = int(rope.factor * rope.original_max_position) if rope.yarn else 0
     return ModelConfig(
         folder=folder,
@@ -328,7 +353,7 @@ def load_model_config(
         kv_dtype=dtype if kv_cache_dtype == "auto" else "float8_e4m3fn",
         vocab_size=raw.vocab_size,
         hidden_size=raw.hidden_size,
-        intermediate_size=raw.intermediate_size,
+        intermediate_size=raw.intermediate_size_mlp or raw.intermediate_size,
         num_layers=raw.num_hidden_layers,
         num_heads=raw.num_attention_heads,
         num_kv_heads=1 if mla else raw.num_key_value_heads or raw.num_attention_heads,
@@ -343,7 +368,10 @@ def load_model_config(
         output_bias=bias and family.qkv_bias is None,
         qk_norm=family.qk_norm,
         mlp_bias=raw.mlp_bias,
-        windows=_windows(raw, family),
+        windows=_windows(raw, family, nope),
+        chunked=family.windows == "chunks",
+        nope=nope,
+        gemma4=gemma4,
         eos_token_ids=tuple(sorted(token for token in ids if isinstance(token, int))),
         vision=read_vision(raw.vision_config, architecture, raw.hidden_size, raw.image_token_id),
         quantization=read_quantization(raw.quantization_config, quantization),
@@ -431,11 +459,12 @@ def _refuse_unsupported(raw: _Raw, family: Family) -> None:
     found = (raw.hidden_activation if family.gemma else None) or raw.hidden_act or wanted
     if found != wanted:
         raise ConfigError("--model", f"hidden_act {found!r} is unsupported; need {wanted!r}")
-    for name in (
-        "attn_logit_softcapping",
-        "final_logit_softcapping",
-        "use_bidirectional_attention",
-    ):
+    unsupported = ["attn_logit_softcapping"]
+    if raw.architectures[0] not in GEMMA4_ARCHITECTURES:
+        unsupported.append("final_logit_softcapping")
+    if raw.use_bidirectional_attention != "vision":  # of images, which nobody sends
+        unsupported.append("use_bidirectional_attention")
+    for name in unsupported:
         if family.gemma and getattr(raw, name):
             raise ConfigError("--model", f"{name} is unsupported")
     kv_heads = raw.num_key_value_heads or raw.num_attention_heads
@@ -471,6 +500,9 @@ def _rope(raw: _Raw) -> RopeConfig:
         return _multimodal_rope(raw, family, rope.mrope_section, kind, theta)
     own = ARCHITECTURES[raw.architectures[0]].rotary_share
     share = raw.partial_rotary_factor or rope.partial_rotary_factor or own or 1.0
+    if kind == "proportional":
+        factor = rope.factor or 1.0
+        return RopeConfig(theta=theta, share=share, proportional=True, factor=factor, linear=True)
     if share != 1.0 and (own is None or kind != "default"):
         raise ConfigError("--model", f"partial_rotary_factor {share:g} is unsupported")
     if kind == "default":
@@ -553,9 +585,15 @@ def _multimodal_rope(
     )
 
 
-def _windows(raw: _Raw, family: Family) -> tuple[int, ...]:
+def _windows(raw: _Raw, family: Family, nope: NopeConfig | None) -> tuple[int, ...]:
     """Of each layer; see `Family.windows`."""
     count, window = raw.num_hidden_layers, raw.sliding_window or 0
+    named, field = "sliding_attention", "sliding_window"
+    if family.windows == "chunks":
+        named, field = "chunked_attention", "attention_chunk_size"
+        window = raw.attention_chunk_size or 0
+        if nope is not None and raw.layer_types is None:
+            raw.layer_types = ["full_attention" if still else named for still in nope.layers]
     if family.windows == "none" or (family.window_switch and not raw.use_sliding_window):
         return (0,) * count
     if family.windows == "all":
@@ -570,8 +608,6 @@ def _windows(raw: _Raw, family: Family) -> tuple[int, ...]:
         return tuple(window if layer >= first else 0 for layer in range(count))
     if len(raw.layer_types) != count:
         raise ConfigError("--model", "layer_types and num_hidden_layers differ in length")
-    if "sliding_attention" in raw.layer_types and not window:
-        raise ConfigError(
-            "--model", "layer_types has 'sliding_attention': sliding_window is missing"
-        )
-    return tuple(window if kind == "sliding_attention" else 0 for kind in raw.layer_types)
+    if named in raw.layer_types and window < 1:
+        raise ConfigError("--model", f"layer_types has {named!r}: {field} is missing")
+    return tuple(window if kind == named else 0 for kind in raw.layer_types)

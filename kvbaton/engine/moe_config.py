@@ -30,6 +30,10 @@ class MoeFamily:
         stacked: experts are stored as gpt-oss does: stacked, transposed, the columns of gate and up
             taking turns, all with biases; and the router has a bias.
         float32_router: logits are computed in float32.
+        num_shared: shared experts, where ``config.json`` says nothing.
+        halves: `stacked`, but without biases, and the columns of gate come before those of up.
+        weighs_inputs: an expert's weight is the sigmoid of its logit, and multiplies what it is
+            given, not what it gives; the best logits are chosen.
         sigmoid: experts are rated by sigmoids of logits, and chosen by these plus a bias; else by a
             softmax.
     """
@@ -45,6 +49,9 @@ class MoeFamily:
     float32_router: bool = False
     sigmoid: bool = False
     stacked: bool = False
+    halves: bool = False
+    weighs_inputs: bool = False
+    num_shared: int = 0
 
 
 _DEEPSEEK_V2 = MoeFamily(float32_weights=True, float32_router=True)
@@ -55,6 +62,16 @@ MOE_FAMILIES = {
     "Dots1ForCausalLM": _DEEPSEEK_V3,
     "GptOssForCausalLM": MoeFamily(
         router="router", intermediate_size="intermediate_size", norm_topk_prob=True, stacked=True
+    ),
+    "Llama4ForCausalLM": MoeFamily(
+        block="feed_forward",
+        router="router",
+        shared_experts="shared_expert",
+        intermediate_size="intermediate_size",
+        norm_topk_prob=False,
+        halves=True,
+        weighs_inputs=True,
+        num_shared=1,
     ),
     "MixtralForCausalLM": MoeFamily(
         block="block_sparse_moe",
@@ -124,6 +141,8 @@ class _RawMoe(msgspec.Struct):
     topk_group: int | None = None
     topk_method: Literal["greedy", "group_limited_greedy", "noaux_tc"] | None = None
     decoder_sparse_step: int = 1
+    interleave_moe_layer_step: int | None = None
+    moe_layers: list[int] | None = None
     mlp_only_layers: list[int] | None = None
     first_k_dense_replace: int | None = None
     swiglu_alpha: float = 1.702
@@ -152,11 +171,14 @@ def read_moe(content: Mapping[str, Any], architecture: str) -> MoeConfig | None:
     if raw.topk_method == "greedy":
         groups = top_groups = 1
     middle: int = getattr(raw, family.intermediate_size)
-    shared = raw.shared_expert_intermediate_size or (raw.n_shared_experts or 0) * middle
+    shared = (
+        raw.shared_expert_intermediate_size or (raw.n_shared_experts or family.num_shared) * middle
+    )
+    step = raw.interleave_moe_layer_step or raw.decoder_sparse_step
     sizes = [
         ("num_experts", experts, 1 << 15),
         (family.intermediate_size, middle, 1 << 31),
-        ("decoder_sparse_step", raw.decoder_sparse_step, 1 << 31),
+        ("decoder_sparse_step", step, 1 << 31),
         ("n_group", groups, experts // 2 if groups > 1 else 1),
         ("topk_group", top_groups, groups),
         ("num_experts_per_tok", raw.num_experts_per_tok, experts // max(1, groups) * top_groups),
@@ -166,13 +188,15 @@ def read_moe(content: Mapping[str, Any], architecture: str) -> MoeConfig | None:
             raise ConfigError("--model", f"config.json: {name} {value} is not within 1 and {most}")
     if experts % groups:
         raise ConfigError("--model", f"config.json: n_group {groups} does not divide {experts}")
-    dense, step = raw.mlp_only_layers or (), raw.decoder_sparse_step
-    first = raw.first_k_dense_replace or 0
+    dense, first = raw.mlp_only_layers or (), raw.first_k_dense_replace or 0
+    sparse = raw.moe_layers
     norm = raw.norm_topk_prob if family.norm_topk_prob is None else family.norm_topk_prob
     return MoeConfig(
         family=family,
         layers=tuple(
             layer >= first and layer not in dense and (layer + 1) % step == 0
+            if sparse is None
+            else layer in sparse
             for layer in range(raw.num_hidden_layers)
         ),
         num_experts=experts,

@@ -12,75 +12,48 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 
-import msgspec
 import numpy as np
 import numpy.typing as npt
 import torch
 from torch import Tensor
 
-from kvbaton.connectors.layout import BLOCK, GroupKind, KVLayout, contiguous_plane
+from kvbaton.connectors.layout import GroupKind
+from kvbaton.engine.block_memory import BlockView
 from kvbaton.engine.collectives import Shard
 from kvbaton.engine.kv_groups import STATE_DTYPE, KVGroup
-from kvbaton.engine.upload import upload, upload_ids
+from kvbaton.engine.upload import upload
 from kvbaton.kernels.running_sums import add_sums
 
 
-class StateBlocks:
-    """The blocks of a pool, seen as states; the null block is the state before all tokens: zeros.
+class StateBlocks(BlockView):
+    """Blocks seen as states; the null block is the state before all tokens: zeros.
+
+    Its data is [blocks, heads, layers, rows, 1, features], of smaller groups only the first layers
+    count; sums are as of one token: the last one that the state has seen.
 
     Args:
-        pool: [blocks, ...], contiguous; a block holds a state of the largest group.
+        blocks: of the pool; each holds a state of the largest group.
         groups: of states, all of equal shape.
         shard: this rank's share.
         track_sums: keep digest sums.
-
-    Attributes:
-        data: [blocks, heads, layers, rows, 1, features], float32; of smaller groups only the first
-            layers count.
-        sums: of each block, as of one token: the last one that the state has seen; or None.
-        layout: of blocks with all these layers.
     """
 
     def __init__(
-        self, pool: Tensor, groups: Sequence[KVGroup], shard: Shard, track_sums: bool
+        self, blocks: Tensor, groups: Sequence[KVGroup], shard: Shard, track_sums: bool
     ) -> None:
         ((total, rows, features),) = {(g.heads, g.state_rows, g.head_dim) for g in groups}
         layers = max(len(group.layers) for group in groups)
         head_start, heads = shard.span(total)
-        floats = pool.flatten(1).view(getattr(torch, STATE_DTYPE))
-        size = heads * layers * rows * features
-        assert size <= floats.shape[1], "see least_block_size"
-        self.data = floats[:, :size].view(-1, heads, layers, rows, 1, features)
-        self.sums: Tensor | None = None
-        if track_sums:
-            shape = (len(pool), layers, rows, heads)
-            self.sums = torch.zeros(shape, dtype=torch.int64, device=pool.device)
-        plane = contiguous_plane(
+        super().__init__(
+            blocks,
+            (heads, layers, rows, 1, features),
+            STATE_DTYPE,
             name="state",
-            num_blocks=len(pool),
-            block_size=1,
-            num_heads=heads,
-            head_dim=features,
-            layers=tuple(range(layers)),
-            dtype=STATE_DTYPE,
+            kind=GroupKind.STATE,
             head_start=head_start,
             head_total=total,
-            kv=rows,
+            track_sums=track_sums,
         )
-        strides = (floats.stride(0) * floats.element_size(), *plane.strides[BLOCK + 1 :])
-        self.layout = KVLayout(
-            group=0,
-            kind=GroupKind.STATE,
-            block_size=1,
-            num_blocks=len(pool),
-            planes=(msgspec.structs.replace(plane, strides=strides),),
-        )
-
-    def copy_sums(self, sources: Sequence[int], targets: Sequence[int]) -> None:
-        """After blocks were copied."""
-        if self.sums is not None:
-            source, target = (upload_ids(ids, self.sums.device) for ids in (sources, targets))
-            self.sums.index_copy_(0, target, self.sums.index_select(0, source))
 
 
 @dataclass(frozen=True)

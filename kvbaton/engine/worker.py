@@ -194,8 +194,7 @@ def pool_blocks(settings: WorkerSettings, *, reserve: int = 0) -> int:
     """
     config, max_model_len = settings.config, settings.max_model_len
     groups = settings.model.kv_groups()
-    heads = settings.shard.kv_heads(groups[0].heads)[1]
-    per_block = block_bytes(groups, config.block_size, heads, settings.model.kv_dtype)
+    per_block = block_bytes(groups, config.block_size, settings.shard.size, settings.model.kv_dtype)
     specs = [GroupSpec(config.block_size, 2, group.kind, group.window) for group in groups]
     step_tokens = config.max_num_batched_tokens
     per_sequence = sum(spec.most_blocks(max_model_len, step_tokens) for spec in specs)

@@ -14,7 +14,12 @@ from kvbaton.kernels.jit import (
     tl,
     use_triton,
 )
-from kvbaton.kernels.paged_attention import cap_logits, load_pages, paged_attention_reference
+from kvbaton.kernels.paged_attention import (
+    cap_logits,
+    first_key,
+    load_pages,
+    paged_attention_reference,
+)
 from kvbaton.kernels.quantize_fp8 import widen
 
 MAX_SPLITS = 64
@@ -43,6 +48,7 @@ def decode_attention(
     *,
     scale: float,
     window: int = 0,
+    chunked: bool = False,
     softcap: float = 0.0,
     sinks: torch.Tensor | None = None,
     num_splits: int | None = None,
@@ -62,6 +68,7 @@ def decode_attention(
         context_lens: [B], int32: tokens of each sequence, the query's own included; 0 is padding.
         scale: of the logits.
         window: keys at positions > own position - window only; 0: all.
+        chunked: instead those of the own chunk of `window` tokens.
         softcap: bound of the logits; 0: none.
         sinks: [heads], fp32, or None.
         num_splits: most parts of a sequence, a power of two; None takes `decode_splits`.
@@ -79,6 +86,7 @@ def decode_attention(
             context_lens,
             scale=scale,
             window=window,
+            chunked=chunked,
             softcap=softcap,
             sinks=sinks,
         )
@@ -86,8 +94,8 @@ def decode_attention(
     max_context = block_tables.shape[1] * key_cache.shape[2]
     splits = num_splits or decode_splits(max(query.shape[0], 1), key_cache.shape[1], max_context)
     return _launch(
-        query, key_cache, value_cache, block_tables, context_lens, sinks, scale, window, softcap,
-        splits, out,
+        query, key_cache, value_cache, block_tables, context_lens, sinks, scale, window, chunked,
+        softcap, splits, out,
     )  # fmt: skip
 
 
@@ -100,6 +108,7 @@ def decode_attention_reference(
     *,
     scale: float,
     window: int = 0,
+    chunked: bool = False,
     softcap: float = 0.0,
     sinks: torch.Tensor | None = None,
 ) -> torch.Tensor:
@@ -116,6 +125,7 @@ def decode_attention_reference(
                 context_len,
                 scale=scale,
                 window=window,
+                chunked=chunked,
                 softcap=softcap,
                 sinks=sinks,
             )[0][0]
@@ -131,6 +141,7 @@ def _launch(
     sinks: torch.Tensor | None,
     scale: float,
     window: int,
+    chunked: bool,
     softcap: float,
     splits: int,
     out: torch.Tensor | None,
@@ -153,6 +164,7 @@ def _launch(
         "BLOCK_N": block_n,
         "MIN_TILES": min_tiles(batch * kv_heads, block_n),
         "WINDOW": window,
+        "CHUNKED": chunked,
     }
     _kernel[(kv_heads, batch, splits)](
         query,
@@ -223,6 +235,7 @@ def _kernel(
     SPLITS: tl.constexpr,
     MIN_TILES: tl.constexpr,
     WINDOW: tl.constexpr,
+    CHUNKED: tl.constexpr,
     SOFTCAP: tl.constexpr,
     HAS_SINKS: tl.constexpr,
 ) -> None:
@@ -231,7 +244,9 @@ def _kernel(
     sequence = tl.program_id(1).to(tl.int64)
     split = tl.program_id(2)
     length = tl.load(context_lens + sequence)
-    first, tile_first, tiles, share, used = share_keys(length, SPLITS, MIN_TILES, BLOCK_N, WINDOW)
+    first, tile_first, tiles, share, used = share_keys(
+        length, SPLITS, MIN_TILES, BLOCK_N, WINDOW, CHUNKED
+    )
     if split >= used:
         return
     begin = tile_first + split * share
@@ -296,11 +311,12 @@ def share_keys(
     MIN_TILES: tl.constexpr,
     BLOCK_N: tl.constexpr,
     WINDOW: tl.constexpr,
+    CHUNKED: tl.constexpr,
 ) -> tl.tensor:
     """First key, first tile and number of tiles in sight; tiles per part; parts in use."""
     first = 0
     if WINDOW > 0:
-        first = tl.maximum(length - WINDOW, 0)
+        first = first_key(tl.maximum(length - 1, 0), WINDOW, CHUNKED)
     tile_first = first // BLOCK_N
     tiles = tl.cdiv(length, BLOCK_N) - tile_first
     share = tl.cdiv(tiles, tl.minimum(tl.maximum(tiles // MIN_TILES, 1), SPLITS))
@@ -320,11 +336,12 @@ def merge_kernel(
     BLOCK_N: tl.constexpr,
     MIN_TILES: tl.constexpr,
     WINDOW: tl.constexpr,
+    CHUNKED: tl.constexpr,
 ) -> None:
     """One program merges the parts of BLOCK_D features of a sequence's head; lse is to base 2."""
     length = tl.load(context_lens + tl.program_id(0))
     _first, _tile_first, _tiles, _part, used = share_keys(
-        length, SPLITS, MIN_TILES, BLOCK_N, WINDOW
+        length, SPLITS, MIN_TILES, BLOCK_N, WINDOW, CHUNKED
     )
     if used == 1:
         return

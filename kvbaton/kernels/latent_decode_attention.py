@@ -137,7 +137,7 @@ def _launch(
     if splits > 1:
         merge_kernel[(batch, heads, cdiv(rank, MERGED))](
             parts, lse, out, context_lens,
-            HEAD_DIM=rank, BLOCK_D=MERGED, WINDOW=0, **shape, num_warps=4,
+            HEAD_DIM=rank, BLOCK_D=MERGED, WINDOW=0, CHUNKED=False, **shape, num_warps=4,
         )  # fmt: skip
     return out
 
@@ -182,7 +182,9 @@ def _kernel(
     sequence = tl.program_id(1).to(tl.int64)
     split = tl.program_id(2)
     length = tl.load(context_lens + sequence)
-    _first, _tile_first, tiles, share, used = share_keys(length, SPLITS, MIN_TILES, BLOCK_N, 0)
+    _first, _tile_first, tiles, share, used = share_keys(
+        length, SPLITS, MIN_TILES, BLOCK_N, 0, False
+    )
     if split >= used:
         return
     begin = split * share

@@ -26,6 +26,7 @@ def paged_attention_reference(
     scale: float,
     causal: bool = True,
     window: int = 0,
+    chunked: bool = False,
     softcap: float = 0.0,
     sinks: torch.Tensor | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
@@ -40,6 +41,7 @@ def paged_attention_reference(
         scale: of the logits.
         causal: a query at position p sees keys at positions <= p only.
         window: and only those > p - window, unless 0.
+        chunked: instead those of its own chunk of `window` tokens.
         softcap: bound of the logits; 0: none.
         sinks: [heads].
 
@@ -58,7 +60,7 @@ def paged_attention_reference(
     logits = torch.einsum("tkgd,nkd->kgtn", grouped, key).flatten(0, 1) * scale
     if softcap:
         logits = softcap * torch.tanh(logits / softcap)
-    visible = _visible(tokens, context_len, causal, window, query.device)
+    visible = _visible(tokens, context_len, causal, window, chunked, query.device)
     logits = logits.masked_fill(~visible, -INFINITY)
     if sinks is not None:
         sink = sinks.to(wide).view(-1, 1, 1).expand(heads, tokens, 1)
@@ -71,13 +73,23 @@ def paged_attention_reference(
 
 
 def _visible(
-    tokens: int, context_len: int, causal: bool, window: int, device: torch.device
+    tokens: int, context_len: int, causal: bool, window: int, chunked: bool, device: torch.device
 ) -> torch.Tensor:
     """[tokens, context_len]: which key each query may see."""
     query = torch.arange(context_len - tokens, context_len, device=device)[:, None]
     key = torch.arange(context_len, device=device)
     visible = (key <= query) if causal else torch.ones_like(key <= query)
-    return visible & (key > query - window) if window else visible
+    if not window:
+        return visible
+    return visible & (key >= (query - query % window if chunked else query - window + 1))
+
+
+@jit()
+def first_key(position: tl.tensor, WINDOW: tl.constexpr, CHUNKED: tl.constexpr) -> Any:
+    """First key in sight of a query: behind a window, or where its chunk begins."""
+    if CHUNKED:
+        return position // WINDOW * WINDOW
+    return tl.maximum(position - WINDOW + 1, 0)
 
 
 @jit()

@@ -10,7 +10,12 @@ from typing import Any
 import torch
 
 from kvbaton.kernels.jit import cdiv, jit, next_power_of_2, tl, use_triton
-from kvbaton.kernels.paged_attention import cap_logits, load_pages, paged_attention_reference
+from kvbaton.kernels.paged_attention import (
+    cap_logits,
+    first_key,
+    load_pages,
+    paged_attention_reference,
+)
 from kvbaton.kernels.quantize_fp8 import widen
 
 
@@ -26,6 +31,7 @@ def paged_prefill_attention(
     scale: float,
     causal: bool = True,
     window: int = 0,
+    chunked: bool = False,
     softcap: float = 0.0,
     sinks: torch.Tensor | None = None,
     out: torch.Tensor | None = None,
@@ -46,6 +52,7 @@ def paged_prefill_attention(
         scale: of the logits.
         causal: a query at position p sees keys at positions <= p only.
         window: and only those > p - window, unless 0.
+        chunked: instead those of its own chunk of `window` tokens.
         softcap: bound of the logits; 0: none.
         sinks: [heads], fp32, or None.
         out: [T, heads, D], contiguous: written where `cu_seqlens` has queries; None makes one.
@@ -56,12 +63,13 @@ def paged_prefill_attention(
     if not use_triton(query):
         result, lse = paged_prefill_attention_reference(
             query, key_cache, value_cache, block_tables, cu_seqlens, context_lens,
-            scale=scale, causal=causal, window=window, softcap=softcap, sinks=sinks,
+            scale=scale, causal=causal, window=window, chunked=chunked, softcap=softcap,
+            sinks=sinks,
         )  # fmt: skip
         return (result if out is None else _paste(result, out, cu_seqlens)), lse
     return _launch(
         query, key_cache, value_cache, block_tables, cu_seqlens, context_lens, max_query_len,
-        sinks, scale, causal, window, softcap, out,
+        sinks, scale, causal, window, chunked, softcap, out,
     )  # fmt: skip
 
 
@@ -82,6 +90,7 @@ def paged_prefill_attention_reference(
     scale: float,
     causal: bool = True,
     window: int = 0,
+    chunked: bool = False,
     softcap: float = 0.0,
     sinks: torch.Tensor | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
@@ -94,7 +103,8 @@ def paged_prefill_attention_reference(
         if span.start < span.stop and context_len:
             out[span], lse[span] = paged_attention_reference(
                 query[span], key_cache, value_cache, block_tables[row], context_len,
-                scale=scale, causal=causal, window=window, softcap=softcap, sinks=sinks,
+                scale=scale, causal=causal, window=window, chunked=chunked, softcap=softcap,
+                sinks=sinks,
             )  # fmt: skip
     return out, lse
 
@@ -111,6 +121,7 @@ def _launch(
     scale: float,
     causal: bool,
     window: int,
+    chunked: bool,
     softcap: float,
     out: torch.Tensor | None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
@@ -152,6 +163,7 @@ def _launch(
         BLOCK_SIZE=block_size,
         CAUSAL=causal,
         WINDOW=window,
+        CHUNKED=chunked,
         SOFTCAP=softcap,
         HAS_SINKS=sinks is not None,
         **{**tile, "BLOCK_M": rows * group},
@@ -197,6 +209,7 @@ def _kernel(
     BLOCK_N: tl.constexpr,
     CAUSAL: tl.constexpr,
     WINDOW: tl.constexpr,
+    CHUNKED: tl.constexpr,
     SOFTCAP: tl.constexpr,
     HAS_SINKS: tl.constexpr,
 ) -> None:
@@ -231,7 +244,7 @@ def _kernel(
         end = tl.cdiv(last, BLOCK_N)
     first = 0
     if WINDOW > 0:
-        first = tl.maximum(position0 - WINDOW + 1, 0)
+        first = first_key(position0, WINDOW, CHUNKED)
         begin = first // BLOCK_N
         full = begin
 
@@ -248,12 +261,12 @@ def _kernel(
     acc, total, top = _attend(
         acc, total, top, q, key_head, value_head, table, begin, full, position, first, length,
         scale, stride_block, stride_token,
-        HEAD_DIM, BLOCK_D, BLOCK_SIZE, BLOCK_N, CAUSAL, WINDOW, SOFTCAP, False,
+        HEAD_DIM, BLOCK_D, BLOCK_SIZE, BLOCK_N, CAUSAL, WINDOW, CHUNKED, SOFTCAP, False,
     )  # fmt: skip
     acc, total, top = _attend(
         acc, total, top, q, key_head, value_head, table, full, end, position, first, length,
         scale, stride_block, stride_token,
-        HEAD_DIM, BLOCK_D, BLOCK_SIZE, BLOCK_N, CAUSAL, WINDOW, SOFTCAP, True,
+        HEAD_DIM, BLOCK_D, BLOCK_SIZE, BLOCK_N, CAUSAL, WINDOW, CHUNKED, SOFTCAP, True,
     )  # fmt: skip
     acc = acc / tl.where(total > 0, total, 1.0)[:, None]
     place = global_token * (tl.num_programs(1) * GROUP) + query_head
@@ -285,6 +298,7 @@ def _attend(
     BLOCK_N: tl.constexpr,
     CAUSAL: tl.constexpr,
     WINDOW: tl.constexpr,
+    CHUNKED: tl.constexpr,
     SOFTCAP: tl.constexpr,
     MASKED: tl.constexpr,
 ) -> Any:
@@ -305,7 +319,9 @@ def _attend(
             if CAUSAL:
                 visible = visible & (token[None, :] <= position[:, None])
             if WINDOW > 0:
-                visible = visible & (token[None, :] > position[:, None] - WINDOW)
+                visible = visible & (
+                    token[None, :] >= first_key(position, WINDOW, CHUNKED)[:, None]
+                )
             logits = tl.where(visible, logits, float("-inf"))
         higher = tl.maximum(top, tl.max(logits, 1))
         shift = higher

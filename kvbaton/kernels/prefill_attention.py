@@ -67,14 +67,15 @@ class PrefillBatch:
 
 def prefill_attention(
     query: torch.Tensor,
-    key: torch.Tensor,
-    value: torch.Tensor,
+    key: torch.Tensor | None,
+    value: torch.Tensor | None,
     key_cache: torch.Tensor,
     value_cache: torch.Tensor,
     batch: PrefillBatch,
     *,
     scale: float,
     window: int = 0,
+    chunked: bool = False,
     softcap: float = 0.0,
     sinks: torch.Tensor | None = None,
     out: torch.Tensor | None = None,
@@ -85,13 +86,14 @@ def prefill_attention(
 
     Args:
         query: [T, heads, D], the sequences one after the other; last axis contiguous.
-        key: [T, kv_heads, D].
-        value: [T, kv_heads, D].
+        key: [T, kv_heads, D]; None if they are in the cache alone.
+        value: likewise.
         key_cache: [num_blocks, kv_heads, block_size, D], of the query's dtype or float8_e4m3fn.
         value_cache: as `key_cache`, with the same strides.
         batch: lengths and block tables.
         scale: of the logits.
         window: keys at positions > own position - window only; 0: all.
+        chunked: instead those of the own chunk of `window` tokens.
         softcap: bound of the logits; 0: none.
         sinks: [heads], fp32, or None.
         out: [T, heads, D], contiguous, to fill; None makes one.
@@ -101,9 +103,10 @@ def prefill_attention(
     """
     if out is None:
         out = torch.empty(query.shape, dtype=query.dtype, device=query.device)
-    plain = softcap == 0.0 and sinks is None and cudnn_fits(query, key_cache.shape[2])
-    strides = (x.stride(0) for x in (query, key, value))
-    kind = (threading.get_ident(), query.dtype, *query.shape[1:], key.shape[1], *strides)
+    plain = softcap == 0.0 and sinks is None and key is not None
+    plain = plain and cudnn_fits(query, key_cache.shape[2])
+    strides = (0 if x is None else x.stride(0) for x in (query, key, value))
+    kind = (threading.get_ident(), query.dtype, *query.shape[1:], key_cache.shape[1], *strides)
     pieces = batch.pieces.get((plain, window, kind))
     if pieces is None:
         pieces = batch.pieces[plain, window, kind] = _cut(batch, plain, window, kind)
@@ -111,6 +114,8 @@ def prefill_attention(
         rows, span = piece.rows, piece.tokens
         if piece.form == "prompts":
             count = rows.stop - rows.start
+            assert key is not None
+            assert value is not None
             out[span] = _prompts(query[span], key[span], value[span], count, scale)
         elif piece.form == "chunk":
             table, prefix = batch.block_tables[rows.start], batch.prefix_lens[rows.start]
@@ -120,7 +125,8 @@ def prefill_attention(
                 query, key_cache, value_cache,
                 batch.block_tables[rows], batch.cu_seqlens[rows.start : rows.stop + 1],
                 batch.context_lens[rows], max(batch.query_lens[rows]),
-                scale=scale, window=window, softcap=softcap, sinks=sinks, out=out,
+                scale=scale, window=window, chunked=chunked, softcap=softcap, sinks=sinks,
+                out=out,
             )  # fmt: skip
     return out
 

@@ -6,6 +6,7 @@ cache and slot mapping: Kwon et al., "PagedAttention", arXiv 2309.06180.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -37,12 +38,12 @@ class HeadNorms:
     eps: float
     offset: float
 
-    def apply(self, query: torch.Tensor, key: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """Both normalised, contiguous."""
-        return (
-            rms_norm(query, self.query, self.eps, weight_offset=self.offset),
-            rms_norm(key, self.key, self.eps, weight_offset=self.offset),
-        )
+    def apply(self, heads: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+        """Queries, and keys if there are any, normalised, contiguous."""
+        return [
+            rms_norm(x, weight, self.eps, weight_offset=self.offset)
+            for x, weight in zip(heads, (self.query, self.key), strict=False)
+        ]
 
 
 def rope_write(
@@ -81,7 +82,7 @@ def rope_write(
     assert slot_mapping.is_contiguous(), "the kernel reads neighbours"
     whole = cos_sin is not None and cos_sin.shape[1] == query.shape[2]
     if norms is not None and not (whole and use_triton(query)):
-        for tensor, normed in zip((query, key), norms.apply(query, key), strict=True):
+        for tensor, normed in zip((query, key), norms.apply((query, key)), strict=True):
             tensor.copy_(normed)
         norms = None
     if use_triton(query):

@@ -8,7 +8,7 @@ What can't be decoded is dropped and counted, except that a request is answered 
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Annotated, Any
+from typing import Annotated, Any, NamedTuple
 
 import msgspec
 from msgspec import Meta, Struct
@@ -410,18 +410,32 @@ class BlockChange(Struct, frozen=True, array_like=True, gc=False):
     hashes: bytes
 
 
+class CachedGroup(NamedTuple):
+    """How a KV group's blocks are cached.
+
+    Attributes:
+        block_size: tokens of a block.
+        window: of its window or chunk; 0 for none.
+        chunked: see `types.first_attended`.
+    """
+
+    block_size: Count
+    window: Count = 0
+    chunked: bool = False
+
+
 class CachedBlocks(Struct, frozen=True, tag="cached_blocks", kw_only=True, gc=False):
     """What happened to the prefix caches, to those who watch (`WatchBlocks`).
 
     Attributes:
         number: rises by 1 with each message; 0 begins a snapshot and replaces all that was told.
             One that has no successor's number means that the watcher must ask again.
-        groups: with number 0: per KV group the tokens of a block, and of its window (0 for none).
+        groups: with number 0: the KV groups.
         changes: in order.
     """
 
     number: Count
-    groups: tuple[tuple[Count, Count], ...] = ()
+    groups: tuple[CachedGroup, ...] = ()
     changes: tuple[BlockChange, ...] = ()
 
 

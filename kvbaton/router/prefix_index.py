@@ -18,8 +18,9 @@ from dataclasses import dataclass
 
 from kvbaton.connectors.keys import iter_block_keys, root_key
 from kvbaton.engine.request import extras_of
-from kvbaton.messages.engine import BLOCK_HASH_BYTES, AddRequest, CachedBlocks
+from kvbaton.messages.engine import BLOCK_HASH_BYTES, AddRequest, CachedBlocks, CachedGroup
 from kvbaton.messages.nodes import NodeInfo
+from kvbaton.types import first_attended
 
 logger = logging.getLogger(__name__)
 
@@ -45,7 +46,7 @@ class NodeBlocks:
         bit: of it, in the sets of the entries.
         identity: digest of its identity record, 32 bytes.
         root: of the keys of blocks without a cache salt.
-        groups: per KV group, tokens of a block and of its window (0 for none).
+        groups: its KV groups.
         num_blocks: that it holds and that are in the index.
     """
 
@@ -53,7 +54,7 @@ class NodeBlocks:
     bit: int
     identity: bytes
     root: bytes
-    groups: tuple[tuple[int, int], ...]
+    groups: tuple[CachedGroup, ...]
     num_blocks: int = 0
 
 
@@ -74,7 +75,7 @@ class PrefixIndex:
         self._tables: list[dict[int, int]] = []
         self._sets: dict[int, int] = {}
         self._retired = 0
-        self._alike: dict[tuple[bytes, tuple[tuple[int, int], ...]], list[NodeBlocks]] | None = None
+        self._alike: dict[tuple[bytes, tuple[CachedGroup, ...]], list[NodeBlocks]] | None = None
 
     def __len__(self) -> int:
         return sum(map(len, self._tables))
@@ -99,14 +100,14 @@ class PrefixIndex:
             numbers = struct.unpack(f"<{len(data) // BLOCK_HASH_BYTES}Q", data)
             (self._store if change.stored else self._remove)(told, change.group, numbers)
 
-    def _begin(self, node: NodeInfo, groups: tuple[tuple[int, int], ...]) -> None:
+    def _begin(self, node: NodeInfo, groups: tuple[CachedGroup, ...]) -> None:
         self.drop(node.node_id)
         try:
             identity = bytes.fromhex(node.identity)
             root = root_key(identity, "")
         except ValueError:  # it has no KV that anybody could share
             return
-        if not 0 < len(groups) <= MAX_GROUPS or any(size < 1 for size, _ in groups):
+        if not 0 < len(groups) <= MAX_GROUPS or any(group.block_size < 1 for group in groups):
             logger.warning("%s tells of KV groups that can't be: %s", node.node_id, groups[:4])
             return
         taken = self._retired | sum(told.bit for told in self.nodes.values())
@@ -182,7 +183,7 @@ class PrefixIndex:
                 self._alike.setdefault((told.identity, told.groups), []).append(told)
         found: dict[str, int] = {}
         for (identity, groups), nodes in self._alike.items():
-            sizes = {size for size, _ in groups}
+            sizes = {group.block_size for group in groups}
             if len(sizes) > 1:
                 continue  # no engine has such groups: prefixes of them would end inside blocks
             (size,) = sizes
@@ -205,7 +206,7 @@ class PrefixIndex:
     def match(
         self,
         hashes: Iterator[int],
-        groups: tuple[tuple[int, int], ...],
+        groups: tuple[CachedGroup, ...],
         nodes: int,
         num_tokens: int,
     ) -> dict[int, int]:
@@ -217,9 +218,9 @@ class PrefixIndex:
             nodes: the bits of those that are asked about.
             num_tokens: of the prompt.
         """
-        size = groups[0][0]
-        full = [self._tables[g].get for g, (_, window) in enumerate(groups) if not window]
-        windows = [(self._tables[g].get, w) for g, (_, w) in enumerate(groups) if w]
+        size = groups[0].block_size
+        full = [self._tables[g].get for g, group in enumerate(groups) if not group.window]
+        windows = [(self._tables[g].get, group) for g, group in enumerate(groups) if group.window]
         seen: list[int] = []
         ends: list[tuple[int, int]] = []  # blocks, and the nodes that have exactly these
         have, last, count = _all_of(full), -1, 0
@@ -267,7 +268,7 @@ def _usable(
     seen: Sequence[int],
     count: int,
     nodes: int,
-    windows: Sequence[tuple[Callable[[int, int], int], int]],
+    windows: Sequence[tuple[Callable[[int, int], int], CachedGroup]],
     size: int,
     num_tokens: int,
 ) -> tuple[int, int]:
@@ -279,8 +280,8 @@ def _usable(
     while count:
         held, hole = nodes, -1
         position = min(count * size, num_tokens - 1)
-        for get, window in windows:
-            first = max(0, position - window + 1) // size
+        for get, group in windows:
+            first = first_attended(position, group.window, group.chunked) // size
             for i in range(count - 1, first - 1, -1):
                 left = held & get(seen[i], 0)
                 if not left:

@@ -27,8 +27,10 @@ Family = Literal[
     "deepseek_v3",
     "dots1",
     "gemma3",
+    "gemma4",
     "gpt_oss",
     "llama",
+    "llama4",
     "mistral",
     "mixtral",
     "qwen2",
@@ -45,8 +47,10 @@ ARCHITECTURES: dict[Family, str] = {
     "deepseek_v3": "DeepseekV3ForCausalLM",
     "dots1": "Dots1ForCausalLM",
     "gemma3": "Gemma3ForCausalLM",
+    "gemma4": "Gemma4ForCausalLM",
     "gpt_oss": "GptOssForCausalLM",
     "llama": "LlamaForCausalLM",
+    "llama4": "Llama4ForCausalLM",
     "mistral": "MistralForCausalLM",
     "mixtral": "MixtralForCausalLM",
     "qwen2": "Qwen2ForCausalLM",
@@ -113,6 +117,18 @@ _EXPERTS: dict[str, dict[str, Any]] = {
             "original_max_position_embeddings": 64,
         },
     },
+    "llama4": {
+        "num_local_experts": 8,
+        "num_experts_per_tok": 1,
+        "intermediate_size": 48,
+        "intermediate_size_mlp": 128,
+        "interleave_moe_layer_step": 2,
+        "attention_chunk_size": 16,
+        "no_rope_layer_interval": 3,
+        "floor_scale": 8,
+        "attn_scale": 0.3,
+        "rope_theta": 500_000.0,
+    },
     "mixtral": {"num_local_experts": 8, "num_experts_per_tok": 2},
     "qwen2_moe": {
         "num_experts": 8,
@@ -156,6 +172,27 @@ _GEMMA3: dict[str, Any] = {
     "rope_theta": 1_000_000.0,
     "rope_local_base_freq": 10_000.0,
     "rope_scaling": {"rope_type": "linear", "factor": 8.0},
+}
+_GEMMA4: dict[str, Any] = {
+    "model_type": "gemma4_text",
+    "hidden_activation": "gelu_pytorch_tanh",
+    "sliding_window": 11,
+    "global_head_dim": 32,
+    "num_global_key_value_heads": None,
+    "attention_k_eq_v": False,
+    "num_kv_shared_layers": 3,
+    "use_double_wide_mlp": True,
+    "hidden_size_per_layer_input": 8,
+    "vocab_size_per_layer_input": 384,
+    "final_logit_softcapping": 20.0,
+    "rope_parameters": {
+        "full_attention": {
+            "rope_type": "proportional",
+            "partial_rotary_factor": 0.25,
+            "rope_theta": 1_000_000.0,
+        },
+        "sliding_attention": {"rope_type": "default", "rope_theta": 10_000.0},
+    },
 }
 BOS, EOS, TURN = "<|begin|>", "<|endoftext|>", "<|turn|>"
 TOKENIZER_SIZE = 384
@@ -325,15 +362,26 @@ def _config(spec: CheckpointSpec, tokenizer: Tokenizer) -> dict[str, Any]:
         config["num_key_value_heads"] = spec.num_heads
         del config["head_dim"]
     config |= _EXPERTS.get(spec.family, {})
+    if spec.family == "llama4":  # as published, not left to be worked out
+        turned = [int((layer + 1) % 3 != 0) for layer in range(spec.num_layers)]
+        config |= {"model_type": "llama4_text", "no_rope_layers": turned}
+        config["layer_types"] = [("full_attention", "chunked_attention")[x] for x in turned]
     if spec.family == "gpt_oss":
         kinds = ("sliding_attention", "full_attention")
         config["layer_types"] = [kinds[layer % 2] for layer in range(spec.num_layers)]
     if spec.family in VISION_FAMILIES:
         config = _nested_config(spec.family, config, tokenizer)
-    config |= {"architectures": [ARCHITECTURES[spec.family]], "model_type": spec.family}
+    config |= {"architectures": [ARCHITECTURES[spec.family]]}
+    config.setdefault("model_type", spec.family)
     if spec.family == "gemma3":
         config |= _GEMMA3
         del config["hidden_act"]
+    if spec.family == "gemma4":  # every third layer, and the last, without a window
+        last = spec.num_layers - 1
+        full = [layer % 3 == 2 or layer == last for layer in range(spec.num_layers)]
+        config |= _GEMMA4
+        config["layer_types"] = [("sliding_attention", "full_attention")[x] for x in full]
+        del config["hidden_act"], config["rope_theta"]
     for name, value in spec.config.items():
         nested = isinstance(value, Mapping) and isinstance(config.get(name), dict)
         config[name] = config[name] | dict(value) if nested else value
@@ -444,21 +492,40 @@ def _shapes(spec: CheckpointSpec, config: dict[str, Any]) -> Iterator[tuple[str,
             yield from _latent_shapes(f"{name}.self_attn", config)
         elif spec.family == "qwen3_next" and kinds[layer] == "linear_attention":
             yield from _linear_attention_shapes(name, config)
+        elif spec.family == "gemma4":
+            yield from _gemma4_shapes(spec, name, layer, config)
         else:
             yield from _attention_shapes(spec, f"{name}.self_attn", config)
-        step, dense = config.get("decoder_sparse_step", 1), config.get("mlp_only_layers", [])
+        steps = ("decoder_sparse_step", "interleave_moe_layer_step")
+        step = next((config[name] for name in steps if name in config), 1)
+        dense = config.get("mlp_only_layers", [])
         sparse = layer not in dense and (layer + 1) % step == 0
+        sparse = layer in config.get("moe_layers", [layer] if sparse else [])
         if spec.family in _EXPERTS and sparse and layer >= config.get("first_k_dense_replace", 0):
             yield from _expert_shapes(spec.family, name, config)
         else:
             bias = bool(config.get("mlp_bias"))
-            yield from _mlp(f"{name}.mlp", _PROJECTIONS, hidden, middle, bias=bias)
+            block, wide = ("mlp", middle)
+            if (
+                spec.family == "gemma4"
+                and layer >= spec.num_layers - config["num_kv_shared_layers"]
+            ):
+                wide = middle * (2 if config["use_double_wide_mlp"] else 1)
+            if spec.family == "llama4":
+                block, wide = "feed_forward", config["intermediate_size_mlp"]
+            yield from _mlp(f"{name}.{block}", _PROJECTIONS, hidden, wide, bias=bias)
         yield f"{name}.input_layernorm.weight", (hidden,)
         yield f"{name}.post_attention_layernorm.weight", (hidden,)
-        if spec.family == "gemma3":
+        if spec.family in ("gemma3", "gemma4"):
             yield f"{name}.pre_feedforward_layernorm.weight", (hidden,)
             yield f"{name}.post_feedforward_layernorm.weight", (hidden,)
     yield f"{head}.norm.weight", (hidden,)
+    if size := config.get("hidden_size_per_layer_input"):
+        wide = spec.num_layers * size
+        rows = config["vocab_size_per_layer_input"]
+        yield f"{head}.embed_tokens_per_layer.weight", (rows, wide)
+        yield f"{head}.per_layer_model_projection.weight", (wide, hidden)
+        yield f"{head}.per_layer_projection_norm.weight", (size,)
     if not spec.tied:
         yield "lm_head.weight", (spec.vocab_size, hidden)
 
@@ -483,6 +550,37 @@ def _attention_shapes(
     if spec.family in _NORMED_HEADS:
         yield f"{name}.q_norm.weight", (dim,)
         yield f"{name}.k_norm.weight", (dim,)
+
+
+def _gemma4_shapes(
+    spec: CheckpointSpec, layer: str, number: int, config: dict[str, Any]
+) -> Iterator[tuple[str, tuple[int, ...]]]:
+    """A layer's attention, its own input, and the scale of its output."""
+    name, hidden, size = (
+        f"{layer}.self_attn",
+        spec.hidden_size,
+        config["hidden_size_per_layer_input"],
+    )
+    dim, kv_heads = spec.head_dim, spec.num_kv_heads
+    full = config["layer_types"][number] == "full_attention"
+    alike = full and config["attention_k_eq_v"]
+    if full:
+        dim = config["global_head_dim"]
+    if alike:
+        kv_heads = config["num_global_key_value_heads"] or kv_heads
+    yield f"{name}.q_proj.weight", (spec.num_heads * dim, hidden)
+    yield f"{name}.q_norm.weight", (dim,)
+    if number < spec.num_layers - config["num_kv_shared_layers"]:
+        yield f"{name}.k_proj.weight", (kv_heads * dim, hidden)
+        yield f"{name}.k_norm.weight", (dim,)
+        if not alike:
+            yield f"{name}.v_proj.weight", (kv_heads * dim, hidden)
+    yield f"{name}.o_proj.weight", (hidden, spec.num_heads * dim)
+    yield f"{layer}.layer_scalar", (1,)
+    if size:
+        yield f"{layer}.per_layer_input_gate.weight", (size, hidden)
+        yield f"{layer}.per_layer_projection.weight", (hidden, size)
+        yield f"{layer}.post_per_layer_input_norm.weight", (hidden,)
 
 
 def _latent_shapes(name: str, config: dict[str, Any]) -> Iterator[tuple[str, tuple[int, ...]]]:
@@ -526,6 +624,8 @@ def _expert_shapes(
     block, parts = f"{layer}.mlp", _PROJECTIONS
     if family == "mixtral":
         block, parts = f"{layer}.block_sparse_moe", ("w1", "w3", "w2")
+    if family == "llama4":
+        block = f"{layer}.feed_forward"
     hidden = config["hidden_size"]
     middle = config.get("moe_intermediate_size", config["intermediate_size"])
     counts = ("num_experts", "num_local_experts", "n_routed_experts")
@@ -536,6 +636,12 @@ def _expert_shapes(
         for part, size_in, size_out in (("gate_up", hidden, 2 * middle), ("down", middle, hidden)):
             yield f"{block}.experts.{part}_proj", (experts, size_in, size_out)
             yield f"{block}.experts.{part}_proj_bias", (experts, size_out)
+        return
+    if family == "llama4":
+        yield f"{block}.router.weight", (experts, hidden)
+        yield f"{block}.experts.gate_up_proj", (experts, hidden, 2 * middle)
+        yield f"{block}.experts.down_proj", (experts, middle, hidden)
+        yield from _mlp(f"{block}.shared_expert", parts, hidden, middle)
         return
     yield f"{block}.gate.weight", (experts, hidden)
     if family in ("dots1", "deepseek_v3"):
@@ -607,14 +713,16 @@ def _weights(spec: CheckpointSpec, config: dict[str, Any]) -> Iterator[tuple[str
     generator = torch.Generator().manual_seed(spec.seed)
     for name, shape in _shapes(spec, config):
         noise = torch.randn(shape, generator=generator)
-        if len(shape) == 1 and name.endswith(".weight"):
+        if name.endswith("layer_scalar"):
+            value = 1 + 0.2 * noise
+        elif len(shape) == 1 and name.endswith(".weight"):
             # Of some families 1 is added when it is read.
             value = 0.2 * noise + (spec.family not in _OFFSET_NORMS or "linear_attn" in name)
         elif name.endswith("A_log"):
             value = noise - 3  # keeps something of the last hundred tokens
         elif name.endswith("bias"):
             value = 0.2 * noise
-        elif name.endswith("embed_tokens.weight"):
+        elif "embed_tokens" in name:
             value = noise * (0.3 if spec.tied else 1.0)
         else:
             inputs = shape[1] if name.endswith("_proj") else math.prod(shape[1:])

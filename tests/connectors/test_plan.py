@@ -194,13 +194,16 @@ def check_plan(
 
 def check_needed(model: Model, source: Side, target: Side, start: int, end: int) -> None:
     """Against a count of the elements that the tokens have which are wanted."""
-    window = 3 if model.kind is GroupKind.WINDOW else 0
+    window = 3 if model.kind in (GroupKind.WINDOW, GroupKind.CHUNK) else 0
     mine, theirs = (
         [msgspec.structs.replace(layout, window=window) for layout in layouts(model, side)]
         for side in (source, target)
     )
     num_tokens = end + 1  # the write is not the prompt's last
-    seen = range(max(start, num_tokens - window + 1) if window else start, end)
+    first = max(0, num_tokens - window + 1) if window else 0
+    if model.kind is GroupKind.CHUNK:
+        first = num_tokens // 3 * 3
+    seen = range(max(start, first), end)
     tokens = [token for token in seen if target.holds(token)]
     marks = [expect(layout, target, tokens)[1] for layout in theirs]
     needed = needed_bytes(GroupPairing(mine, theirs), target.table, start, end, num_tokens)

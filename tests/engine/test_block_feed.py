@@ -16,6 +16,7 @@ from kvbaton.engine.frontends import EngineEndpoints
 from kvbaton.messages.engine import (
     BlockChange,
     CachedBlocks,
+    CachedGroup,
     Connect,
     FromCore,
     WatchBlocks,
@@ -35,7 +36,7 @@ class FeedingCore(ScriptedCore):
     """
 
     def __init__(self, endpoints: EngineEndpoints) -> None:
-        self.groups: tuple[tuple[int, int], ...] = ((16, 0),)
+        self.groups: tuple[CachedGroup, ...] = (CachedGroup(16),)
         self.held: set[bytes] = set()
         self.fresh: list[BlockChange] = []
         super().__init__(endpoints)

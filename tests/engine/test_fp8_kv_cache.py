@@ -47,7 +47,7 @@ class RoundedAttention:
         norms: HeadNorms | None = None,
     ) -> Tensor:
         if norms is not None:
-            query, key = norms.apply(query, key)
+            query, key = norms.apply((query, key))
         of_key, of_value = self._scales[layer]
         query, key, value = (
             x.transpose(0, 1)[None]

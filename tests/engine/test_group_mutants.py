@@ -1,4 +1,4 @@
-"""Rules of windows, scales, shards and drafts broken one at a time, in the real code.
+"""Rules of windows, chunks, scales, shards and drafts broken one at a time, in the real code.
 
 Each is told by a check that passes as long as no rule is broken.
 """
@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, NamedTuple
 from unittest import mock
@@ -30,7 +31,7 @@ from tests.engine.test_speculative import REPEATED, SPECULATIVE
 from tests.support.engine_node import Node
 from tests.support.engine_pair import Pair
 from tests.support.prompts import prompt_of
-from tests.support.toy_engine import FULL, WINDOW, Loop, ask, target
+from tests.support.toy_engine import CHUNK, FULL, WINDOW, Loop, ask, target
 
 Models = Callable[..., Path]
 
@@ -82,6 +83,30 @@ def windows_load(models: Models) -> None:
     (admitted,) = loop.admitted
     kept = admitted.spans[1][0]
     assert kept.first == (30 - WINDOW.window + 1) // WINDOW.block_size, "what is wanted of it"
+
+
+def chunks_hold(models: Models) -> None:
+    """Long texts through several chunks, cached and handed over."""
+    for groups in ((FULL, CHUNK), (FULL, replace(CHUNK, window=7))):
+        for budget in (3, 64):
+            loop = Loop(groups, max_num_batched_tokens=budget)
+            for name, length in (("a", 14), ("b", 21), ("c", 16)):
+                loop.add(ask(name, prompt(length), max_tokens=12, ignore_eos=True))
+                loop.run()
+                loop.check_stream(name)
+            loop.check_empty()
+
+
+def chunks_load(models: Models) -> None:
+    """A prompt comes from another node: its last chunk, and of one that is over nothing."""
+    for length, wanted in ((30, [6, 7]), (32, [])):
+        loop = Loop((FULL, CHUNK))
+        loop.add(ask("a", prompt(length), max_tokens=4, ignore_eos=True, transfer=target(1)))
+        loop.step()
+        (admitted,) = loop.admitted
+        spans = admitted.spans[1]
+        found = [i for span in spans for i, _ in enumerate(span.blocks, start=span.first)]
+        assert found == wanted, "what is wanted of it"
 
 
 def scales_cross(models: Models) -> None:
@@ -178,6 +203,27 @@ def leaves_a_token_of_the_window(self: Any, position: int) -> int:
     return int(max(0, position - self.window + 2) + 2) // int(self.block_size)
 
 
+# --- chunks ---
+
+real_first_attended = GroupKind.first_attended
+
+
+@breaks(KVCacheManager, "trim", chunks_hold)
+def frees_a_chunk_one_step_early(self: Any, sequence: Any, position: int) -> None:
+    real_trim(self, sequence, position + 1)
+
+
+@breaks(GroupKind, "first_attended", chunks_hold)
+def frees_the_block_in_which_a_chunk_begins(self: Any, position: int, window: int) -> int:
+    first = real_first_attended(self, position, window)
+    return first + 3 if self is GroupKind.CHUNK and position % window else first
+
+
+@breaks(GroupKind, "first_attended", chunks_load)
+def takes_a_chunk_for_a_window(self: Any, position: int, window: int) -> int:
+    return real_first_attended(GroupKind.WINDOW if window else self, position, window)
+
+
 # --- scales ---
 
 real_scales = KVCache.scales
@@ -259,6 +305,6 @@ def test_a_check_tells(name: str, checkpoint: Models) -> None:
     mutant = MUTANTS[name]
     with (
         mock.patch.object(mutant.owner, mutant.attribute, mutant.instead),
-        pytest.raises((AssertionError, IndexError)),
+        pytest.raises((AssertionError, LookupError)),
     ):
         mutant.check(checkpoint)

@@ -46,7 +46,7 @@ class FreshAttention:
         norms: HeadNorms | None = None,
     ) -> Tensor:
         if norms is not None:
-            query, key = norms.apply(query, key)
+            query, key = norms.apply((query, key))
         query, key = rotate(query, rotary), rotate(key, rotary)
         query, key, value = (x.transpose(0, 1)[None] for x in (query, key, value))
         if sinks is not None:

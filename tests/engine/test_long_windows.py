@@ -8,14 +8,14 @@ from __future__ import annotations
 import pytest
 
 from kvbaton.engine.kv_cache_manager import GroupSpec
-from kvbaton.engine.kv_groups import kv_groups
+from kvbaton.engine.kv_groups import LayerKV, kv_groups
 from kvbaton.engine.step import Sampled, StepPlan, StepResult
 from kvbaton.types import ChoiceStart
 from tests.support.toy_engine import Loop, ask, source, target
 
 LENGTH, OUTPUT = 100_000, 40
 WINDOW, BLOCK_SIZE, STEP = 128, 16, 2048
-LAYERS = kv_groups([WINDOW, 0] * 12, heads=8, head_dim=64)
+LAYERS = kv_groups([LayerKV(window=w, heads=8, head_dim=64) for w in (WINDOW, 0) * 12])
 """Every other layer with a window of 128: 12 layers a group."""
 GROUPS = tuple(GroupSpec(BLOCK_SIZE, 7000, group.kind, group.window) for group in LAYERS)
 

@@ -9,7 +9,7 @@ from kvbaton.connectors.layout import GroupKind, contiguous_plane
 from kvbaton.connectors.layout import KVLayout as Layout
 from kvbaton.engine.block_pool import BlockPool
 from kvbaton.engine.kv_cache_manager import GroupSpec, KVCacheManager, Match
-from kvbaton.engine.kv_groups import kv_groups
+from kvbaton.engine.kv_groups import LayerKV, kv_groups
 from kvbaton.errors import ConfigError
 from kvbaton.types import BlockSpan
 
@@ -262,7 +262,7 @@ FULL4 = GroupSpec(block_size=4, num_blocks=20)
 FULL8 = GroupSpec(block_size=8, num_blocks=20)
 WINDOW = GroupSpec(block_size=4, num_blocks=20, kind=GroupKind.WINDOW, window=6)
 STATE = GroupSpec(block_size=4, num_blocks=20, kind=GroupKind.STATE)
-KINDS = {-1: GroupKind.STATE, 0: GroupKind.FULL, 1: GroupKind.WINDOW}
+CHUNK = GroupSpec(block_size=4, num_blocks=20, kind=GroupKind.CHUNK, window=8)
 
 
 def test_the_usable_prefix_is_valid_in_all_groups():
@@ -296,6 +296,14 @@ def test_a_full_hit_needs_the_window_of_the_last_token():
     assert lengths(blocks.match([keys_of(3)], 12)) == (0, [0])
 
 
+def test_a_chunk_needs_its_own_blocks_only():
+    blocks = blocks_with([FULL4, CHUNK], [[0, 1, 2, 3, 4], [2, 4]])
+    assert lengths(blocks.match([keys_of(5)] * 2, 22)) == (20, [5, 1])
+    assert lengths(blocks.match([keys_of(4)] * 2, 18)) == (16, [4, 0]), "token 16 begins a chunk"
+    blocks = blocks_with([FULL4, CHUNK], [[0, 1, 2, 3], [3]])
+    assert lengths(blocks.match([keys_of(4)] * 2, 16)) == (8, [2, 0]), "token 15 is computed again"
+
+
 def test_a_prefix_ends_where_a_snapshot_of_the_state_is_kept():
     blocks = blocks_with([FULL4, STATE], [[0, 1, 2, 3], [0, 2]])
     match = blocks.match([keys_of(4), keys_of(4)], 18)
@@ -319,17 +327,19 @@ def test_a_step_gets_a_block_for_its_last_border_and_one_for_its_end():
 
 @settings(deadline=None, max_examples=300)
 @given(
-    windows=st.lists(st.integers(-1, 11), min_size=1, max_size=3),
+    kinds=st.lists(
+        st.tuples(st.sampled_from(GroupKind), st.integers(1, 11)), min_size=1, max_size=3
+    ),
     sizes=st.lists(st.sampled_from([1, 2, 3, 4]), min_size=3, max_size=3),
     num_tokens=st.integers(1, 40),
     data=st.data(),
 )
 def test_a_match_is_the_longest_prefix_whose_next_token_finds_all_that_it_attends_to(
-    windows: list[int], sizes: list[int], num_tokens: int, data: st.DataObject
+    kinds: list[tuple[GroupKind, int]], sizes: list[int], num_tokens: int, data: st.DataObject
 ) -> None:
     groups = [
-        GroupSpec(size, 200, KINDS[min(window, 1)], max(0, window))
-        for size, window in zip(sizes, windows, strict=False)
+        GroupSpec(size, 200, kind, window if kind in (GroupKind.WINDOW, GroupKind.CHUNK) else 0)
+        for size, (kind, window) in zip(sizes, kinds, strict=False)
     ]
     blocks = KVCacheManager(groups)
     there = []
@@ -349,6 +359,8 @@ def test_a_match_is_the_longest_prefix_whose_next_token_finds_all_that_it_attend
                     return False
                 continue
             low = max(0, at - group.window + 1) if group.window else 0
+            if group.kind is GroupKind.CHUNK:
+                low = at // group.window * group.window
             if any(p // group.block_size not in numbers for p in range(low, length)):
                 return False
             if length % group.block_size:
@@ -364,7 +376,7 @@ def test_a_match_is_the_longest_prefix_whose_next_token_finds_all_that_it_attend
 
 def test_layers_of_one_window_share_a_group_and_large_kinds_are_split() -> None:
     def sizes(windows: list[int]) -> list[tuple[int, int]]:
-        groups = kv_groups(windows, heads=1, head_dim=8)
+        groups = kv_groups([LayerKV(window=window, heads=1, head_dim=8) for window in windows])
         layers = [layer for group in groups for layer in group.layers]
         assert sorted(layers) == list(range(len(windows)))
         assert all(windows[layer] == group.window for group in groups for layer in group.layers)

@@ -15,6 +15,7 @@ from kvbaton.messages.engine import (
     AddRequest,
     BlockChange,
     CachedBlocks,
+    CachedGroup,
     Command,
     Connect,
     Dead,
@@ -121,7 +122,9 @@ def record() -> tuple[dict[str, ToCore], dict[str, FromCore]]:
         "metrics": Metrics(counters={"c": 1.0}, gauges={"g": 2.0}),
         "dead": Dead(error="oops", field="--model"),
         "cached_blocks": CachedBlocks(
-            number=3, groups=((16, 0), (16, 512)), changes=(BlockChange(1, True, b"12345678"),)
+            number=3,
+            groups=(CachedGroup(16), CachedGroup(16, 512)),
+            changes=(BlockChange(1, True, b"12345678"),),
         ),
     }
     return to_core, from_core

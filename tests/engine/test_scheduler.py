@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 
 from kvbaton.engine.kv_cache_manager import GroupSpec
 from kvbaton.errors import RequestError
-from tests.support.toy_engine import EOS, FULL, STATE, WINDOW, Loop, ask
+from tests.support.toy_engine import CHUNK, EOS, FULL, STATE, WINDOW, Loop, ask
 
 
 def prompt(length: int, start: int = 1) -> list[int]:
@@ -406,6 +406,8 @@ GROUPS = st.sampled_from(
         (replace(FULL, num_blocks=13), replace(WINDOW, num_blocks=13)),
         (replace(WINDOW, num_blocks=8),),
         (FULL, WINDOW, replace(WINDOW, window=1)),
+        (FULL, CHUNK),
+        (replace(CHUNK, window=7), WINDOW),
         (replace(FULL, num_blocks=14), replace(STATE, num_blocks=14)),
         (FULL, WINDOW, STATE, STATE),
     ]

@@ -17,6 +17,7 @@ from kvbaton.errors import RequestError
 from kvbaton.messages.engine import AddRequest
 from kvbaton.types import Attempt, ChoiceStart, Spans
 from tests.support.toy_engine import (
+    CHUNK,
     FULL,
     STATE,
     WINDOW,
@@ -84,7 +85,7 @@ def test_a_block_that_a_window_cuts_is_not_cached() -> None:
 
 @pytest.mark.parametrize("depth", [1, 2])
 @pytest.mark.parametrize("length", [1, 4, 7, 12])
-@pytest.mark.parametrize("groups", [(FULL,), (FULL, WINDOW)])
+@pytest.mark.parametrize("groups", [(FULL,), (FULL, WINDOW), (FULL, CHUNK)])
 def test_a_target_computes_no_prompt_token(depth: int, length: int, groups: tuple[GroupSpec, ...]):
     loop = Loop(groups, depth=depth, debug_forbid_prompt_compute=True)
     admitted = load(loop, ask("a", prompt(length), transfer=target(1), deadline_s=9.0))
@@ -483,6 +484,8 @@ GROUPS = st.sampled_from(
         (GroupSpec(block_size=4, num_blocks=9),),
         (replace(FULL, num_blocks=13), replace(WINDOW, num_blocks=13)),
         (FULL, WINDOW, WINDOW),
+        (FULL, CHUNK),
+        (FULL, replace(CHUNK, window=7), WINDOW),
         (replace(FULL, num_blocks=15), replace(STATE, num_blocks=15)),
     ]
 )

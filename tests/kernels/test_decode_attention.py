@@ -54,7 +54,14 @@ def test_matches_fp64(
 @pytest.mark.parametrize("splits", [1, 2])
 @pytest.mark.parametrize(
     "options",
-    [{"window": 5}, {"window": 64}, {"softcap": 3.0}, {"window": 40, "softcap": 2.0}],
+    [
+        {"window": 5},
+        {"window": 64},
+        {"window": 48, "chunked": True},
+        {"window": 128, "chunked": True},
+        {"softcap": 3.0},
+        {"window": 40, "softcap": 2.0},
+    ],
     ids=str,
 )
 def test_options(place: Any, make_paged: Any, options: Any, splits: int) -> None:

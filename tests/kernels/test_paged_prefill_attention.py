@@ -53,6 +53,8 @@ def test_matches_fp64(
     [
         {"window": 5},
         {"window": 64},
+        {"window": 24, "chunked": True},
+        {"window": 64, "chunked": True},
         {"softcap": 3.0},
         {"causal": False},
         {"window": 33, "softcap": 2.0},

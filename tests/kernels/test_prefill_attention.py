@@ -105,4 +105,6 @@ def test_options_take_the_paged_kernel(place: Any, make_paged: Any) -> None:
         pytest.skip("too slow to interpret")
     check(place, make_paged, [(1030, 50)], 4, 2, 64, window=100)
     check(place, make_paged, [(1030, 50)], 4, 2, 64, window=2000)
+    check(place, make_paged, [(1030, 50)], 4, 2, 64, window=256, chunked=True)
+    check(place, make_paged, [(1030, 50)], 4, 2, 64, window=2048, chunked=True)
     check(place, make_paged, [(1030, 50)], 4, 2, 64, softcap=2.0)

@@ -17,6 +17,8 @@ FAMILIES: Mapping[str, dict[str, Any]] = {
     "llama": {"family": "llama"},
     "qwen3": {"family": "qwen3"},
     "gemma3": {"family": "gemma3", "num_layers": 7, "tied": True},
+    "gemma4": {"family": "gemma4", "num_layers": 7, "tied": True},
+    "llama4": {"family": "llama4", "num_layers": 4},
     "gpt-oss": {"family": "gpt_oss", "num_layers": 4},
     "mixtral": {"family": "mixtral"},
     "qwen3-moe": {"family": "qwen3_moe"},

@@ -64,7 +64,7 @@ def needed_bytes(folder: Path, cell: Cell, length: int) -> tuple[int, int]:
             least, most = least + state, most + state
             continue
         per_token = heads * len(group.layers) * group.planes * group.head_dim
-        first = max(0, length - group.window + 1) if group.window else 0
+        first = group.first_attended(length)
         least += (length - first) * per_token * ITEM_SIZE[model.kv_dtype]
         first -= first % cell.d_block_size
         most += (length - first) * per_token * ITEM_SIZE[model.kv_dtype]

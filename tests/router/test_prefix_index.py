@@ -15,16 +15,24 @@ from kvbaton.connectors.layout import GroupKind
 from kvbaton.engine.block_feed import BlockFeed
 from kvbaton.engine.kv_cache_manager import GroupSpec
 from kvbaton.engine.kv_connector import Connectors
-from kvbaton.messages.engine import AddRequest, BlockChange, CachedBlocks, Item, SamplingParams
+from kvbaton.messages.engine import (
+    AddRequest,
+    BlockChange,
+    CachedBlocks,
+    CachedGroup,
+    Item,
+    SamplingParams,
+)
 from kvbaton.messages.nodes import NodeInfo
 from kvbaton.router.prefix_index import PrefixIndex
 from tests.support.toy_engine import Loop, ask
 
 IDENTITY = bytes(32)
 SIZE = 4
-GROUPS = ((SIZE, 0),)
+GROUPS = (CachedGroup(SIZE),)
 FULL = GroupSpec(SIZE, 40)
 WINDOW = GroupSpec(SIZE, 40, GroupKind.WINDOW, 10)
+CHUNK = GroupSpec(SIZE, 40, GroupKind.CHUNK, 10)
 
 
 def node(node_id: str, generation: str = "1", identity: bytes = IDENTITY) -> NodeInfo:
@@ -79,7 +87,7 @@ class Told:
 
 
 @settings(deadline=None, max_examples=60)
-@given(data=st.data(), groups=st.sampled_from([(FULL,), (FULL, WINDOW), (WINDOW,)]))
+@given(data=st.data(), groups=st.sampled_from([(FULL,), (FULL, WINDOW), (WINDOW,), (FULL, CHUNK)]))
 def test_says_what_the_scheduler_would_find(
     data: st.DataObject, groups: tuple[GroupSpec, ...]
 ) -> None:
@@ -167,8 +175,8 @@ def hostile() -> Iterator[CachedBlocks]:
     yield CachedBlocks(number=1, changes=(BlockChange(5, True, good),))
     yield CachedBlocks(number=1, changes=(BlockChange(0, True, good[:-1]),))
     yield CachedBlocks(number=1, changes=(BlockChange(0, False, good),))
-    yield CachedBlocks(number=0, groups=((0, 0),))
-    yield CachedBlocks(number=0, groups=((4, 0),) * 1000)
+    yield CachedBlocks(number=0, groups=(CachedGroup(0),))
+    yield CachedBlocks(number=0, groups=(CachedGroup(4),) * 1000)
     yield CachedBlocks(number=0, groups=())
 
 

@@ -10,7 +10,13 @@ import msgspec
 import pytest
 
 from kvbaton.connectors.keys import block_keys, root_key
-from kvbaton.messages.engine import AddRequest, BlockChange, CachedBlocks, SamplingParams
+from kvbaton.messages.engine import (
+    AddRequest,
+    BlockChange,
+    CachedBlocks,
+    CachedGroup,
+    SamplingParams,
+)
 from kvbaton.router.api import CHOOSER
 from kvbaton.router.config import DispatchConfig
 from kvbaton.router.loads import IDLE, NodeLoad
@@ -99,7 +105,7 @@ async def test_a_request_goes_where_its_prefix_is(make_rig: MakeRig) -> None:
     keys = block_keys(root_key(bytes.fromhex(IDENTITY), ""), [1] * 40, 16)
     hashes = b"".join(key[-8:] for key in keys)
     info = rig.nodes["p1"].info
-    index.take(info, CachedBlocks(number=0, groups=((16, 0),)))
+    index.take(info, CachedBlocks(number=0, groups=(CachedGroup(16),)))
     index.take(info, CachedBlocks(number=1, changes=(BlockChange(0, True, hashes),)))
     assert (await complete(rig)).status == 200
     (decision,) = rig.app[CHOOSER].decisions

@@ -120,7 +120,7 @@ class Driver:
         for handle, _, _ in work if self.poisons else ():
             tables = [self.tables[handle], *self.others[handle]]
             for g, (group, table) in enumerate(zip(self.groups, tables, strict=True)):
-                behind = max(0, self.computed[handle] - group.window + 1) // self.block_size
+                behind = group.first_attended(self.computed[handle]) // self.block_size
                 if group.window:
                     self.executor.poison(g, table[:behind])
         return {sampled.handle: sampled for sampled in result.sampled}

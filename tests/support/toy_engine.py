@@ -37,6 +37,7 @@ EOS = 3
 MASK = (1 << 61) - 1
 FULL = GroupSpec(block_size=4, num_blocks=17)
 WINDOW = GroupSpec(block_size=4, num_blocks=17, kind=GroupKind.WINDOW, window=6)
+CHUNK = GroupSpec(block_size=4, num_blocks=17, kind=GroupKind.CHUNK, window=8)
 STATE = GroupSpec(block_size=4, num_blocks=17, kind=GroupKind.STATE)
 
 
@@ -50,7 +51,10 @@ def mix(*parts: int) -> int:
 
 def lowest(group: GroupSpec, position: int) -> int:
     """First position that `position` attends to; a state is made of the one before it."""
-    return max(0, position - group.reach + 1) if group.reach else 0
+    if group.kind is GroupKind.CHUNK:
+        return position // group.window * group.window
+    reach = 2 if group.kind is GroupKind.STATE else group.window
+    return max(0, position - reach + 1) if reach else 0
 
 
 def kv_of(g: int, group: GroupSpec, tokens: list[int]) -> list[int]:

@@ -28,8 +28,9 @@ def counted_from(
 ) -> tuple[int, ...]:
     """Per group, the first token of a hand-over that digests count.
 
-    Of a window only the last tokens are needed; both sides hold them, but where their blocks differ
-    in size the first blocks of one side begin before those of the other. Of states it is the last.
+    Of a window or chunk only the last tokens are needed; both sides hold them, but where their
+    blocks differ in size the first blocks of one side begin before those of the other. Of states it
+    is the last.
 
     Args:
         ours: groups of one side.
@@ -39,8 +40,7 @@ def counted_from(
     """
     firsts = []
     for mine, other in zip(ours, theirs, strict=True):
-        behind = {GroupKind.WINDOW: mine.window - 1, GroupKind.STATE: 1}.get(mine.kind, num_tokens)
-        needed = max(0, num_tokens - behind)
+        needed = mine.kind.first_attended(num_tokens, mine.window)
         sizes = mine.block_size, other.block_size
         firsts.append(max(start, *(needed - needed % size for size in sizes)))
     return tuple(firsts)

@@ -62,40 +62,52 @@ class KernelAttention:
         self,
         layer: int,
         query: Tensor,
-        key: Tensor,
-        value: Tensor,
-        rotary: tuple[Tensor, Tensor],
+        key: Tensor | None,
+        value: Tensor | None,
+        rotary: tuple[Tensor, Tensor] | None,
         scale: float | None = None,
         sinks: Tensor | None = None,
         norms: HeadNorms | None = None,
+        interleaved: bool = False,
     ) -> Tensor:
         """See `AttentionContext.attend`."""
         group, place = self._cache.places[layer]
-        window, slots = self._cache.groups[group].window, self._slots[group]
-        keys, values = self._cache.data[:, :, place, 0], self._cache.data[:, :, place, 1]
+        of, slots = self._cache.groups[group], self._slots[group]
+        data = self._cache.token_views[group].data
+        keys, values = data[:, :, place, 0], data[:, :, place, 1]
         of_key, of_value = self._cache.scales(layer)
         scale = (query.shape[-1] ** -0.5 if scale is None else scale) * of_key
-        if of_key != 1.0:
-            if norms is not None:
-                (query, key), norms = norms.apply(query, key), None
-            key.div_(of_key)
-        if of_value != 1.0:
-            value.div_(of_value)
-        angles = self._angles(rotary)
-        rope_write(query, key, value, self._rows, angles, keys, values, slots, norms=norms)
+        stored = key is None or value is None
+        if key is None or value is None:  # turns with the queries, and goes nowhere
+            key = value = query.new_empty(len(query), keys.shape[1], keys.shape[-1])
+            slots = torch.full_like(slots, -1)
+        else:
+            if of_key != 1.0:
+                if norms is not None:
+                    (query, key), norms = norms.apply((query, key)), None
+                key.div_(of_key)
+            if of_value != 1.0:
+                value.div_(of_value)
+        angles = None if rotary is None else self._angles(rotary)
+        rope_write(
+            query, key, value, self._rows, angles, keys, values, slots,
+            interleaved=interleaved, norms=norms,
+        )  # fmt: skip
         out = torch.empty(query.shape, dtype=query.dtype, device=query.device)
         n = self._num_decode
         if self._decode is not None:
             tables, lens = self._decode.block_tables[:, group], self._decode.context_lens
             decode_attention(
                 query[:n], keys, values, tables, lens,
-                scale=scale, window=window, sinks=sinks, out=out[:n],
+                scale=scale, window=of.window, chunked=of.chunked, sinks=sinks, out=out[:n],
             )  # fmt: skip
         if self._prefill:
-            fresh_key, fresh_value = (self._cache.kept(x[n:]) for x in (key, value))
+            fresh_key, fresh_value = (
+                None if stored else self._cache.kept(x[n:]) for x in (key, value)
+            )
             prefill_attention(
                 query[n:], fresh_key, fresh_value, keys, values, self._prefill[group],
-                scale=scale, window=window, sinks=sinks, out=out[n:],
+                scale=scale, window=of.window, chunked=of.chunked, sinks=sinks, out=out[n:],
             )  # fmt: skip
         return out if of_value == 1.0 else out.mul_(of_value)
 

@@ -84,7 +84,7 @@ class LatentPrompts:
         row, sequence = _numbers(cu[1:], sum(self._lens))
         position = row - cu[sequence]
         blocks = self._batch.block_tables[sequence, position // size].long()
-        return cu, self._cache.token_rows(blocks * size + position % size)
+        return cu, self._cache.token_views[0].token_rows(blocks * size + position % size)
 
     def attend(
         self,
@@ -111,7 +111,7 @@ class LatentPrompts:
             return
         mla, (latent, key_rope) = projection.mla, fresh
         if self._rows is not None:
-            found = self._cache.read_rows(place, self._rows)
+            found = self._cache.token_views[0].read_rows(place, self._rows)
             latent, key_rope = found[:, : mla.kv_rank], found[:, mla.kv_rank :]
         step = max(1, EXPANDED_ELEMENTS // (len(latent) * 2 * mla.head_dim))
         for first in range(0, query.shape[1], step):

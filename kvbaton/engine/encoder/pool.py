@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 
 import numpy as np
@@ -10,7 +11,8 @@ import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
-from kvbaton.engine.block_memory import BlockMemory
+from kvbaton.connectors.layout import ITEM_SIZE
+from kvbaton.engine.block_memory import BlockMemory, BlockView
 from kvbaton.engine.step import SequenceStep
 from kvbaton.kernels.digest import block_sums
 from kvbaton.types import ENCODER_BLOCK_ROWS
@@ -32,8 +34,11 @@ class EncoderPool(BlockMemory):
     def __init__(
         self, num_blocks: int, levels: int, hidden: int, dtype: str, device: torch.device
     ) -> None:
-        shape = (num_blocks, 1, levels, 1, ENCODER_BLOCK_ROWS, hidden)
-        super().__init__(shape, dtype=dtype, device=device)
+        shape = (1, levels, 1, ENCODER_BLOCK_ROWS, hidden)
+        block_bytes = math.prod(shape) * ITEM_SIZE[dtype]
+        super().__init__(num_blocks, block_bytes, ENCODER_BLOCK_ROWS, device)
+        self.views = [BlockView(self.blocks, shape, dtype)]
+        self.layouts, self.group_data = [self.views[0].layout], [self.views[0].data]
 
     def gather(self, blocks: Tensor, offsets: Tensor) -> Tensor:
         """Rows by block and row in it, each [n] integers: [n, levels, hidden]."""

@@ -270,9 +270,10 @@ class RotaryEmbedding(nn.Module):
 
     def __init__(self, rope: RopeConfig, head_dim: int) -> None:
         super().__init__()
-        turned = rope.rotary_dim(head_dim)
-        still = torch.zeros((head_dim - turned) // 2)
-        frequencies = torch.cat((inverse_frequencies(rope, turned), still))
+        turned = rope.rotary_dim(head_dim) // 2
+        still = torch.zeros(head_dim // 2 - turned)
+        of = head_dim if rope.proportional else 2 * turned
+        frequencies = torch.cat((inverse_frequencies(rope, of)[:turned], still))
         self.factor = rope.attention_factor
         self.register_buffer("frequencies", frequencies, persistent=False)
         self.register_buffer("axes", frequency_axes(rope, head_dim), persistent=False)
@@ -357,26 +358,30 @@ class AttentionContext(Protocol):
         self,
         layer: int,
         query: Tensor,
-        key: Tensor,
-        value: Tensor,
-        rotary: tuple[Tensor, Tensor],
+        key: Tensor | None,
+        value: Tensor | None,
+        rotary: tuple[Tensor, Tensor] | None,
         scale: float | None = None,
         sinks: Tensor | None = None,
         norms: HeadNorms | None = None,
+        interleaved: bool = False,
     ) -> Tensor:
         """Turn query and key, store K and V, attend causally over what the layer's group sees.
 
         Args:
             layer: number of the layer.
             query: [tokens, query heads, head_dim]; may be overwritten.
-            key: [tokens, kv heads, head_dim]; may be overwritten.
+            key: [tokens, kv heads, head_dim]; may be overwritten. None where another layer, whose
+                number `layer` is, has stored K and V in this step.
             value: as `key`.
             rotary: cos and sin of each token's angles, each [tokens, 1, head_dim]; the same
-                tensors for all layers that turn alike.
+                tensors for all layers that turn alike; None where heads are not turned.
             scale: of the logits; None for ``head_dim ** -0.5``.
             sinks: [query heads] float32: a logit without a value that joins each head's softmax
                 (Xiao et al., arXiv 2309.17453); None for none.
             norms: of the heads before they are turned; None for none.
+            interleaved: features 2i and 2i + 1 turn with each other, instead of i and i +
+                head_dim / 2; they are held apart then.
 
         Returns:
             As `query`.

@@ -57,10 +57,13 @@ class Router(WeightedModule):
             "scale": moe.routed_scaling_factor,
             "shared": shared,
         }
-        if fits(x):
+        if fits(x) and not moe.family.weighs_inputs:
             return fused_router(x, self.weight, moe.top_k, logit_bias=self.bias, **choice)
         logits = product(x.to(self.weight.dtype), self.weight, self.bias)
-        return fused_topk(logits, moe.top_k, **choice)
+        weights, ids = fused_topk(logits, moe.top_k, **choice)
+        if moe.family.weighs_inputs:
+            weights = logits.gather(1, ids.long()).float().sigmoid().to(x.dtype)
+        return weights, ids
 
     def pieces(self) -> Iterator[Piece]:
         """Its weight, and the biases that it has."""
@@ -111,7 +114,7 @@ class Experts(WeightedModule):
             expert_run(quantization, names[:2], size, 0),
             expert_run(quantization, names[2:], middle, self.start),
         )
-        if None not in runs and not moe.family.stacked:
+        if None not in runs and not moe.family.stacked and not moe.family.halves:
             self.gate_up_proj, self.gate_up_scales = _new_fp8(held, 2 * middle, size, runs[0])
             self.down_proj, self.down_scales = _new_fp8(held, size, middle, runs[1])
         else:
@@ -147,7 +150,7 @@ class Experts(WeightedModule):
 
     def pieces(self) -> Iterator[Piece]:
         """Three tensors per expert, or stacks of all."""
-        if self.moe.family.stacked:
+        if self.moe.family.stacked or self.moe.family.halves:
             yield from self._stacks()
             return
         held, size, middle = self.down_proj.shape
@@ -170,12 +173,17 @@ class Experts(WeightedModule):
     def _stacks(self) -> Iterator[Piece]:
         moe, (held, size, _) = self.moe, self.down_proj.shape
         experts, total, start = moe.num_experts, moe.intermediate_size, self.start
+        both, gate_up = self.gate_up_proj.transpose(1, 2), (size, 2 * total)
         stacks: list[tuple[str, tuple[int, ...], Tensor | None, int, int]] = [
-            ("gate_up_proj", (size, 2 * total), self.gate_up_proj.transpose(1, 2), 1, 2 * start),
+            ("gate_up_proj", gate_up, both, 1, 2 * start),
             ("gate_up_proj_bias", (2 * total,), self.gate_up_bias, 0, 2 * start),
             ("down_proj", (total, size), self.down_proj.transpose(1, 2), 0, start),
             ("down_proj_bias", (size,), self.down_bias, 0, 0),
         ]
+        if moe.family.halves:
+            gate, up = both.chunk(2, dim=2)
+            stacks[0] = ("gate_up_proj", gate_up, gate, 1, start)
+            stacks.append(("gate_up_proj", gate_up, up, 1, total + start))
         for name, shape, targets, dim, first in stacks:
             for index in range(held if targets is not None else 0):
                 assert targets is not None
@@ -248,7 +256,7 @@ class MoE(nn.Module):
     ) -> None:
         super().__init__()
         name = f"{layer}.{moe.family.block}"
-        self.shard = shard
+        self.shard, self.weighs_inputs = shard, moe.family.weighs_inputs
         self.gate = Router(f"{name}.{moe.family.router}", size, moe)
         self.experts = Experts(f"{name}.experts", size, moe, shard, quantization)
         self.shared_experts: SharedExperts | None = None
@@ -257,7 +265,14 @@ class MoE(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         """[tokens, size] to [tokens, size]."""
-        out: Tensor = self.experts(x, *self.gate(x))
+        weights, ids = self.gate(x)
+        if self.weighs_inputs:
+            given = (x[:, None] * weights[..., None]).flatten(0, 1)
+            whole = torch.ones_like(weights).view(-1, 1)
+            out: Tensor = self.experts(given, whole, ids.view(-1, 1))
+            out = out.view(*ids.shape, -1).sum(1)
+        else:
+            out = self.experts(x, weights, ids)
         if self.shared_experts is not None:
             out += self.shared_experts(x)
         return self.shard.collectives.all_reduce(out)

@@ -1,0 +1,238 @@
+"""Gemma 4's language model (Google DeepMind, 2026), without its mixtures of experts.
+
+Beside Gemma 3's: layers without a window have larger heads, of which a part is turned, and may have
+one projection for keys and values; values have a norm as well; the last layers have no K and V, but
+read those of the last one of their kind that has; each layer is given an input of its own for each
+token; and logits are bounded.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from typing_extensions import override
+
+from kvbaton.engine.collectives import Shard
+from kvbaton.engine.gemma4_config import Gemma4Config
+from kvbaton.engine.model_config import ModelConfig
+from kvbaton.engine.models.layers import (
+    AttentionContext,
+    ColumnLinear,
+    Embedding,
+    GatedMLP,
+    Piece,
+    RMSNorm,
+    RotaryEmbedding,
+    RowLinear,
+    WeightedModule,
+    new_weight,
+)
+from kvbaton.engine.models.llama import Encoded, LlamaForCausalLM
+from kvbaton.kernels.rms_norm import rms_norm
+from kvbaton.kernels.rope_write import HeadNorms
+
+
+class Gemma4Attention(nn.Module):
+    """Attention with norms of queries, keys and values, over K and V of this layer or of another.
+
+    Args:
+        config: the model.
+        layer: its number.
+        shard: this rank's share.
+    """
+
+    def __init__(self, config: ModelConfig, layer: int, shard: Shard) -> None:
+        super().__init__()
+        gemma = config.gemma4
+        assert gemma is not None
+        name, size = f"model.layers.{layer}.self_attn", config.hidden_size
+        num_kv_heads, dim = config.heads_of(layer)
+        self.kv_layer, self.head_dim, self.eps = gemma.kv_layers[layer], dim, config.rms_norm_eps
+        query, kv = shard.span(config.num_heads), shard.kv_heads(num_kv_heads)
+        self.heads, self.kv_heads, self.stores = query[1], kv[1], self.kv_layer == layer
+        parts = [("q_proj", config.num_heads, query)]
+        if self.stores:
+            parts.append(("k_proj", num_kv_heads, kv))
+            if config.windows[layer] or not gemma.keys_are_values:
+                parts.append(("v_proj", num_kv_heads, kv))
+            self.k_norm = RMSNorm(f"{name}.k_norm", dim, self.eps)
+            self.register_buffer("ones", torch.ones(dim), persistent=False)
+        self.qkv_proj = ColumnLinear(
+            size,
+            [
+                (f"{name}.{part}", total * dim, (first * dim, number * dim))
+                for part, total, (first, number) in parts
+            ],
+            bias=config.qkv_bias,
+            quantization=config.quantization,
+        )
+        self.o_proj = RowLinear(
+            f"{name}.o_proj",
+            config.num_heads * dim,
+            size,
+            shard,
+            bias=config.output_bias,
+            quantization=config.quantization,
+        )
+        self.q_norm = RMSNorm(f"{name}.q_norm", dim, self.eps)
+
+    def forward(
+        self, hidden: Tensor, rotary: tuple[Tensor, Tensor], attention: AttentionContext
+    ) -> Tensor:
+        """[tokens, hidden] to [tokens, hidden]; writes K and V into the cache, if it has some."""
+        heads = self.qkv_proj(hidden).unflatten(-1, (-1, self.head_dim))
+        query, key, value, weight = heads[:, : self.heads], None, None, self.q_norm.weight
+        if self.stores:
+            ones = self.get_buffer("ones")
+            key = heads[:, self.heads : self.heads + self.kv_heads]
+            # Without a projection of its own it is that of keys, which are turned in place.
+            value = rms_norm(heads[:, -self.kv_heads :], ones, self.eps)
+            weight = self.k_norm.weight
+        norms = HeadNorms(self.q_norm.weight, weight, self.eps, 0.0)
+        out = attention.attend(self.kv_layer, query, key, value, rotary, 1.0, norms=norms)
+        return self.o_proj(out.flatten(1))  # type: ignore[no-any-return]
+
+
+class PerLayerInput(nn.Module):
+    """Lets a token's own input to a layer, gated by the stream, into the stream."""
+
+    def __init__(self, name: str, config: ModelConfig, size: int) -> None:
+        super().__init__()
+        hidden = config.hidden_size
+
+        def projection(part: str, size_in: int, size_out: int) -> ColumnLinear:
+            parts = [(f"{name}.{part}", size_out, (0, size_out))]
+            return ColumnLinear(size_in, parts, bias=False, quantization=config.quantization)
+
+        self.gate = projection("per_layer_input_gate", hidden, size)
+        self.projection = projection("per_layer_projection", size, hidden)
+        self.norm = RMSNorm(f"{name}.post_per_layer_input_norm", hidden, config.rms_norm_eps)
+
+    def forward(self, stream: Tensor, given: Tensor) -> Tensor:
+        """What is added to `stream`, [tokens, hidden], for inputs [tokens, size]."""
+        gate = F.gelu(self.gate(stream), approximate="tanh")
+        return self.norm(self.projection(gate * given))  # type: ignore[no-any-return]
+
+
+class Gemma4DecoderLayer(WeightedModule):
+    """Attention and MLP, each between two norms, the layer's own input, and a scale of it all."""
+
+    def __init__(self, config: ModelConfig, layer: int, shard: Shard) -> None:
+        super().__init__()
+        gemma = config.gemma4
+        assert gemma is not None
+        name, norm = f"model.layers.{layer}", (config.hidden_size, config.rms_norm_eps)
+        self.name, self.number, self.has_window = name, layer, bool(config.windows[layer])
+        self.input_norm = RMSNorm(f"{name}.input_layernorm", *norm)
+        self.self_attn = Gemma4Attention(config, layer, shard)
+        self.post_attention_norm = RMSNorm(f"{name}.post_attention_layernorm", *norm)
+        self.pre_mlp_norm = RMSNorm(f"{name}.pre_feedforward_layernorm", *norm)
+        wide = gemma.wide_mlp and not self.self_attn.stores
+        self.mlp = GatedMLP(
+            f"{name}.mlp",
+            config.hidden_size,
+            config.intermediate_size * (2 if wide else 1),
+            shard,
+            bias=False,
+            quantization=config.quantization,
+            activation=config.activation,
+        )
+        self.post_mlp_norm = RMSNorm(f"{name}.post_feedforward_layernorm", *norm)
+        size = gemma.per_layer_size
+        self.own_input = PerLayerInput(name, config, size) if size else None
+        self.scalar = new_weight(1)
+
+    def forward(
+        self,
+        stream: Tensor,
+        given: Tensor | None,
+        rotary: tuple[Tensor, Tensor],
+        attention: AttentionContext,
+    ) -> Tensor:
+        """The stream after this layer, [tokens, hidden], in place.
+
+        Args:
+            stream: before it.
+            given: [tokens, layers, per_layer_size], the tokens' inputs to all layers.
+            rotary: of the kind of layer that this is.
+            attention: knows the sequences and the cache.
+        """
+        attended = self.self_attn(self.input_norm(stream), rotary, attention)
+        out = self.mlp(self.pre_mlp_norm(self.post_attention_norm(attended), stream))
+        stream += self.post_mlp_norm(out)
+        if self.own_input is not None and given is not None:
+            stream += self.own_input(stream, given[:, self.number])
+        stream *= self.scalar
+        return stream
+
+    def pieces(self) -> Iterator[Piece]:
+        """The scale of its output."""
+        yield Piece(f"{self.name}.layer_scalar", (1,), self.scalar, norm=True)
+
+
+class PerLayerEmbedding(nn.Module):
+    """A token's own input to each layer: looked up, and made of its embedding."""
+
+    def __init__(self, config: ModelConfig, gemma: Gemma4Config, shard: Shard) -> None:
+        super().__init__()
+        self.layers, size = config.num_layers, gemma.per_layer_size
+        name, wide = "model.embed_tokens_per_layer", config.num_layers * size
+        self.size, self.hidden_size = size, config.hidden_size
+        self.table = Embedding(name, gemma.per_layer_vocab_size, wide, shard)
+        parts = [("model.per_layer_model_projection", wide, (0, wide))]
+        quantization = config.quantization
+        self.projection = ColumnLinear(
+            config.hidden_size, parts, bias=False, quantization=quantization
+        )
+        self.norm = RMSNorm("model.per_layer_projection_norm", size, config.rms_norm_eps)
+
+    def forward(self, token_ids: Tensor, stream: Tensor) -> Tensor:
+        """[tokens, layers, size] of tokens and their embeddings, [tokens, hidden]."""
+        shape = (len(token_ids), self.layers, self.size)
+        known = self.table(token_ids).view(shape)
+        known *= known.new_full((), self.size**0.5)  # rounded to the dtype
+        made = self.projection(stream) * self.hidden_size**-0.5
+        return (self.norm(made.view(shape)) + known) * 2.0**-0.5  # type: ignore[no-any-return]
+
+
+class Gemma4ForCausalLM(LlamaForCausalLM):
+    """The whole model, but for its towers."""
+
+    layer_class = Gemma4DecoderLayer
+
+    def __init__(self, config: ModelConfig, shard: Shard) -> None:
+        super().__init__(config, shard)
+        gemma, local = config.gemma4, config.local_rope
+        assert gemma is not None
+        assert local is not None
+        self.softcap = gemma.softcap
+        self.rotary = RotaryEmbedding(config.rope, gemma.head_dim)
+        self.local_rotary = RotaryEmbedding(local, config.head_dim)
+        self.per_layer = PerLayerEmbedding(config, gemma, shard) if gemma.per_layer_size else None
+
+    def forward(
+        self,
+        token_ids: Tensor,
+        positions: Tensor,
+        attention: AttentionContext,
+        encoded: Encoded | None = None,
+    ) -> Tensor:
+        """See `LlamaForCausalLM.forward`; there are no encoder outputs."""
+        assert encoded is None
+        stream: Tensor = self.embed_tokens(token_ids)
+        stream *= stream.new_full((), self.config.hidden_size**0.5)  # rounded to the dtype
+        given = None if self.per_layer is None else self.per_layer(token_ids, stream)
+        of_all = self.rotary(positions, stream.dtype)
+        of_windows = self.local_rotary(positions, stream.dtype)
+        for layer in self.layers:
+            rotary = of_windows if layer.has_window else of_all
+            stream = layer(stream, given, rotary, attention)
+        return self.norm(stream)  # type: ignore[no-any-return]
+
+    @override
+    def narrow_logits(self, hidden: Tensor) -> Tensor:
+        logits = super().narrow_logits(hidden)
+        return torch.tanh(logits / self.softcap) * self.softcap if self.softcap else logits
