@@ -175,6 +175,8 @@ def _tile(block_d: int, element_size: int, rows: int, max_context: int) -> dict[
     """Query rows and keys per tile, pipeline stages and warps, as measured best on an H200."""
     row_bytes = block_d * element_size
     block_m = min(128 if row_bytes <= 256 else 64, max(16, next_power_of_2(rows)))
+    if row_bytes > 512:  # queries, and sums of values in float32, fill the registers of more warps
+        return {"BLOCK_M": min(block_m, 32), "BLOCK_N": 16, "num_stages": 2, "num_warps": 8}
     if row_bytes > 256:
         return {"BLOCK_M": block_m, "BLOCK_N": 32, "num_stages": 2, "num_warps": 4}
     if block_m == 128 and max_context >= 2048:

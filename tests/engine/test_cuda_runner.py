@@ -83,11 +83,13 @@ def drivers(checkpoint: Callable[..., Path], drive: Any) -> tuple[Any, Any]:
 
 
 @pytest.mark.parametrize("chunk", [7, 1000])
-@pytest.mark.parametrize("family", ["deepseek_v3", "gemma3", "gpt_oss", "qwen3_next"])
+@pytest.mark.parametrize(
+    "family", ["deepseek_v3", "gemma3", "gemma4", "gpt_oss", "llama4", "qwen3_next"]
+)
 def test_groups_of_every_kind(
     family: str, chunk: int, checkpoint: Callable[..., Path], drive: Any
 ) -> None:
-    folder = checkpoint(family=family, num_layers=7, tied=family == "gemma3")
+    folder = checkpoint(family=family, num_layers=7, tied="gemma" in family)
     plain, other = (drive(folder, num_blocks=1024) for _ in range(2))
     other.executor.close()
     other.executor = CpuExecutor(folder)

@@ -1,4 +1,4 @@
-"""Rules of windows, chunks, scales, shards and drafts broken one at a time, in the real code.
+"""Rules of KV groups, scales, shards and drafts broken one at a time, in the real code.
 
 Each is told by a check that passes as long as no rule is broken.
 """
@@ -12,15 +12,18 @@ from pathlib import Path
 from typing import Any, NamedTuple
 from unittest import mock
 
+import msgspec
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from kvbaton.connectors.layout import GroupKind
+from kvbaton.connectors.layout import HEAD, GroupKind
 from kvbaton.connectors.pairing import GroupPairing
-from kvbaton.engine import runner
+from kvbaton.engine import cache, runner
+from kvbaton.engine.attention import PagedAttention
 from kvbaton.engine.cache import KVCache
 from kvbaton.engine.kv_cache_manager import GroupSpec, KVCacheManager
+from kvbaton.engine.model_config import ModelConfig
 from kvbaton.engine.models.moe import Experts
 from kvbaton.engine.runner import accepted
 from kvbaton.engine.scheduler import Scheduler
@@ -34,6 +37,19 @@ from tests.support.prompts import prompt_of
 from tests.support.toy_engine import CHUNK, FULL, WINDOW, Loop, ask, target
 
 Models = Callable[..., Path]
+GEMMA4: dict[str, Any] = {
+    "family": "gemma4",
+    "num_layers": 7,
+    "num_kv_heads": 4,
+    "tied": True,
+    "config": {
+        "attention_k_eq_v": True,
+        "num_global_key_value_heads": 1,
+        "global_head_dim": 24,
+    },
+}
+"""Three layers with a window and 128 elements of K and V a token, one with 48 and none, and three
+that read the last ones of either kind."""
 
 
 class Mutant(NamedTuple):
@@ -89,7 +105,7 @@ def chunks_hold(models: Models) -> None:
     """Long texts through several chunks, cached and handed over."""
     for groups in ((FULL, CHUNK), (FULL, replace(CHUNK, window=7))):
         for budget in (3, 64):
-            loop = Loop(groups, max_num_batched_tokens=budget)
+            loop = Loop(groups, drafts=3, max_num_batched_tokens=budget)
             for name, length in (("a", 14), ("b", 21), ("c", 16)):
                 loop.add(ask(name, prompt(length), max_tokens=12, ignore_eos=True))
                 loop.run()
@@ -107,6 +123,24 @@ def chunks_load(models: Models) -> None:
         spans = admitted.spans[1]
         found = [i for span in spans for i, _ in enumerate(span.blocks, start=span.first)]
         assert found == wanted, "what is wanted of it"
+
+
+def sharing_holds(models: Models) -> None:
+    """Where layers read others' K and V, it does not matter how a prompt is cut."""
+    folder, tokens = models(**GEMMA4), prompt_of(30)
+    with alone(Node("one", folder, max_num_batched_tokens=64)) as one:
+        whole = one.generate(tokens).result()
+    with alone(Node("two", folder, max_num_batched_tokens=7)) as two:
+        assert two.generate(tokens).result() == whole
+
+
+def shapes_cross(models: Models) -> None:
+    """Groups whose heads differ in number and size, of which some fill no block."""
+    last = {"kv_load_failure_policy": "fail", "block_size": 8}
+    with ends(Pair(models(**GEMMA4), d=last)) as pair:
+        tokens = prompt_of(30)
+        _, at_d = pair.hand_over(tokens)
+        assert at_d.result() == pair.p.generate(tokens).result()
 
 
 def scales_cross(models: Models) -> None:
@@ -222,6 +256,38 @@ def frees_the_block_in_which_a_chunk_begins(self: Any, position: int, window: in
 @breaks(GroupKind, "first_attended", chunks_load)
 def takes_a_chunk_for_a_window(self: Any, position: int, window: int) -> int:
     return real_first_attended(GroupKind.WINDOW if window else self, position, window)
+
+
+# --- layers that share K and V, and groups of other head sizes ---
+
+real_attend = PagedAttention._attend
+real_layout_of = cache._layout_of
+real_layer_kv = ModelConfig._layer_kv
+
+
+@breaks(PagedAttention, "_attend", sharing_holds)
+def writes_a_shared_layer_twice(
+    self: Any, layer: int, query: Any, key: Any, value: Any, *rest: Any
+) -> Any:
+    if key is None:
+        group, _ = self._cache.places[layer]
+        key = value = query[:, : self._cache.token_views[group].shape[0]]
+    return real_attend(self, layer, query, key, value, *rest)
+
+
+@breaks(cache, "_layout_of", shapes_cross)
+def plans_with_blocks_of_a_groups_own_size(whole: Any, number: int, group: Any) -> Any:
+    layout = real_layout_of(whole, number, group)
+    (plane,) = layout.planes
+    step = plane.shape[HEAD] * plane.strides[HEAD]
+    plane = msgspec.structs.replace(plane, strides=(step, *plane.strides[HEAD:]))
+    return msgspec.structs.replace(layout, planes=(plane,))
+
+
+@breaks(ModelConfig, "_layer_kv", shapes_cross)
+def gives_all_groups_the_heads_of_one(self: Any, layer: int) -> Any:
+    kept = real_layer_kv(self, layer)
+    return kept and replace(kept, heads=self.num_kv_heads, head_dim=self.head_dim)
 
 
 # --- scales ---

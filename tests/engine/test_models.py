@@ -131,6 +131,18 @@ DEEPSEEK = {
     "num_experts_per_tok": 2,
     "moe_intermediate_size": 32,
 }
+LLAMA4 = {
+    "architectures": ["Llama4ForCausalLM"],
+    "num_local_experts": 8,
+    "num_experts_per_tok": 1,
+    "attention_chunk_size": 8,
+}
+GEMMA4 = {
+    "architectures": ["Gemma4ForCausalLM"],
+    "hidden_act": None,
+    "layer_types": ["sliding_attention", "full_attention"],
+    "sliding_window": 8,
+}
 QWEN3_NEXT = MOE | {"architectures": ["Qwen3NextForCausalLM"]}
 SLIDING = {"use_sliding_window": True, "sliding_window": 8}
 CPU = torch.device("cpu")
@@ -354,6 +366,14 @@ def edit(folder: Path, tmp_path: Path, **changes: Any) -> Path:
         (MOE | {"n_group": 8}, "n_group 8 is not within 1 and 4"),
         (MOE | {"n_group": 2, "topk_group": 3}, "topk_group 3 is not within 1 and 2"),
         (MOE | {"n_group": 4, "num_experts_per_tok": 3}, "num_experts_per_tok 3"),
+        (LLAMA4 | {"attention_chunk_size": None}, "attention_chunk_size is missing"),
+        (LLAMA4 | {"no_rope_layers": [1]}, "no_rope_layers and num_hidden_layers differ"),
+        (LLAMA4 | {"floor_scale": 0}, "floor_scale must be positive"),
+        (GEMMA4 | {"layer_types": None}, "layer_types must name 2 layers"),
+        (GEMMA4 | {"num_kv_shared_layers": 1}, "num_kv_shared_layers 1: each kind of layer"),
+        (GEMMA4 | {"enable_moe_block": True}, "enable_moe_block is unsupported"),
+        (GEMMA4 | {"global_head_dim": 0}, "global_head_dim 0"),
+        (GEMMA4 | {"use_bidirectional_attention": "all"}, "use_bidirectional_attention"),
         (QWEN3_NEXT | {"linear_num_value_heads": 6}, "linear_num_value_heads 6 is no multiple"),
         (QWEN3_NEXT | {"linear_conv_kernel_dim": 1}, "linear_conv_kernel_dim must be at least 2"),
         (QWEN3_NEXT | {"layer_types": ["linear_attention"]}, "layer_types and num_hidden_layers"),
@@ -383,6 +403,23 @@ def test_gpt_oss_as_published_names_no_dtype(
     assert config.qkv_bias
     assert config.output_bias
     assert config.windows == (11, 0)
+
+
+@pytest.mark.parametrize("config", [{}, MODELS["gemma4-keys-are-values"]["config"]], ids=str)
+def test_gemma4_as_transformers_saves_it(
+    config: dict[str, Any], checkpoint: Callable[..., Path], tmp_path: Path
+) -> None:
+    """It names each layer's heads, and no longer those of a kind of layers."""
+    from transformers import AutoConfig
+
+    folder = checkpoint(family="gemma4", num_layers=9, num_kv_heads=4, config=config)
+    AutoConfig.from_pretrained(folder).save_pretrained(tmp_path)
+    saved = json.loads((tmp_path / "config.json").read_text())
+    (tmp_path / "config.json").write_text(
+        json.dumps(saved | {"architectures": ["Gemma4ForCausalLM"]})
+    )
+    assert "global_head_dim" not in saved
+    assert load_model_config(tmp_path).gemma4 == load_model_config(folder).gemma4
 
 
 def test_deepseek_as_published_names_code_that_is_not_needed(

@@ -9,7 +9,7 @@ from kvbaton.connectors.layout import GroupKind, contiguous_plane
 from kvbaton.connectors.layout import KVLayout as Layout
 from kvbaton.engine.block_pool import BlockPool
 from kvbaton.engine.kv_cache_manager import GroupSpec, KVCacheManager, Match
-from kvbaton.engine.kv_groups import LayerKV, kv_groups
+from kvbaton.engine.kv_groups import LayerKV, block_bytes, kv_groups
 from kvbaton.errors import ConfigError
 from kvbaton.types import BlockSpan
 
@@ -388,6 +388,29 @@ def test_layers_of_one_window_share_a_group_and_large_kinds_are_split() -> None:
     gemma = [0 if layer % 6 == 5 else 1024 for layer in range(62)]
     assert sizes(gemma) == [(0, 10), *[(1024, n) for n in (10, 10, 11, 10, 11)]]
     assert len(sizes([0] * 27 + [8])) == 8, "few groups, though one of them wastes room"
+
+
+def test_groups_of_other_sizes_share_blocks_of_equal_bytes() -> None:
+    sliding = LayerKV(window=1024, heads=16, head_dim=256)
+    full = LayerKV(heads=4, head_dim=512)
+    groups = kv_groups([full if layer % 6 == 5 else sliding for layer in range(60)])
+    assert [(g.window, len(g.layers)) for g in groups] == [
+        (0, 10),
+        *[(1024, n) for n in [7] * 6 + [8]],
+    ]
+    sizes = {(g.heads * g.head_dim * 2 * len(g.layers)) for g in groups}
+    assert block_bytes(groups, 16, 1, "bfloat16") == max(sizes) * 16 * 2
+    # Of eight ranks each has two heads of the one kind, and one of the other, which two share.
+    assert block_bytes(groups, 16, 8, "bfloat16") == 10 * 512 * 2 * 16 * 2
+    small = LayerKV(window=8, heads=1, head_dim=24)
+    groups = kv_groups([LayerKV(heads=1, head_dim=16), small, small])
+    assert block_bytes(groups, 4, 1, "float32") % (4 * 4 * 48) == 0, "whole pages of either"
+
+
+def test_layers_that_read_others_are_in_no_group() -> None:
+    own, window = LayerKV(heads=1, head_dim=8), LayerKV(window=8, heads=1, head_dim=8)
+    groups = kv_groups([window, own, window, None, None])
+    assert sorted(layer for group in groups for layer in group.layers) == [0, 1, 2]
 
 
 def test_room_counts_what_a_hit_would_take_from_the_evictable():

@@ -37,12 +37,19 @@ MODELS: dict[str, dict[str, Any]] = {
     "deepseek-v3": {"family": "deepseek_v3", "config": {"q_lora_rank": None}},
     "dots1": {"family": "dots1"},
     "gpt-oss": {"family": "gpt_oss"},
+    "gemma4": {
+        "family": "gemma4",
+        "num_layers": 7,
+        "tied": True,
+        "config": {"attention_k_eq_v": True, "num_global_key_value_heads": 1},
+    },
+    "llama4": {"family": "llama4", "num_layers": 4},
     "mixtral": {"family": "mixtral"},
     "qwen2-moe": {"family": "qwen2_moe"},
     "qwen3-next": {"family": "qwen3_next", "num_layers": 4, "head_dim": 32},
     "qwen3-moe": {"family": "qwen3_moe", "config": {"mlp_only_layers": [0]}},
 }
-WHOLE_EXPERTS = ("deepseek-v2", "dots1", "gpt-oss", "qwen2-moe", "qwen3-moe")
+WHOLE_EXPERTS = ("deepseek-v2", "dots1", "gpt-oss", "llama4", "qwen2-moe", "qwen3-moe")
 GREEDY = SamplingParams(temperature=0.0, max_tokens=12, ignore_eos=True)
 rng = np.random.default_rng(3)
 SHARED = rng.integers(3, 384, 40).tolist()

@@ -17,7 +17,12 @@ FAMILIES: Mapping[str, dict[str, Any]] = {
     "llama": {"family": "llama"},
     "qwen3": {"family": "qwen3"},
     "gemma3": {"family": "gemma3", "num_layers": 7, "tied": True},
-    "gemma4": {"family": "gemma4", "num_layers": 7, "tied": True},
+    "gemma4": {
+        "family": "gemma4",
+        "num_layers": 7,
+        "tied": True,
+        "config": {"attention_k_eq_v": True, "num_global_key_value_heads": 1},
+    },
     "llama4": {"family": "llama4", "num_layers": 4},
     "gpt-oss": {"family": "gpt_oss", "num_layers": 4},
     "mixtral": {"family": "mixtral"},
