@@ -86,6 +86,32 @@ SHAPES: dict[str, dict[str, Any]] = {
         "rope_local_base_freq": 10000.0, "rope_scaling": {"rope_type": "linear", "factor": 8.0},
         "tie_word_embeddings": True,
     },
+    "gemma4": _SOME | {  # transformers' defaults
+        "architectures": ["Gemma4ForCausalLM"], "model_type": "gemma4_text",
+        "vocab_size": 262144, "hidden_size": 2304, "intermediate_size": 9216,
+        "num_hidden_layers": 30, "num_attention_heads": 8, "num_key_value_heads": 4,
+        "head_dim": 256, "global_head_dim": 512, "sliding_window": 512,
+        "layer_types": [*["sliding_attention"] * 5, "full_attention"] * 5,
+        "hidden_activation": "gelu_pytorch_tanh", "hidden_size_per_layer_input": 256,
+        "vocab_size_per_layer_input": 262144, "final_logit_softcapping": 30.0,
+        "rope_parameters": {
+            "full_attention": {
+                "rope_type": "proportional", "partial_rotary_factor": 0.25, "rope_theta": 1e6,
+            },
+            "sliding_attention": {"rope_type": "default", "rope_theta": 10000.0},
+        },
+        "max_position_embeddings": 131072, "rms_norm_eps": 1e-6, "tie_word_embeddings": True,
+    },
+    "llama4-scout-quarter": _SOME | {  # 12 of the 48 layers of Llama 4 Scout
+        "architectures": ["Llama4ForCausalLM"], "model_type": "llama4_text",
+        "vocab_size": 202048, "hidden_size": 5120, "intermediate_size": 8192,
+        "intermediate_size_mlp": 16384, "num_hidden_layers": 12, "num_attention_heads": 40,
+        "num_key_value_heads": 8, "head_dim": 128, "num_local_experts": 16,
+        "num_experts_per_tok": 1, "interleave_moe_layer_step": 1, "no_rope_layer_interval": 4,
+        "attention_chunk_size": 8192, "use_qk_norm": True, "attn_temperature_tuning": True,
+        "max_position_embeddings": 131072, "rms_norm_eps": 1e-5, "rope_theta": 500000.0,
+        "tie_word_embeddings": False,
+    },
     "deepseek-v2-lite": _SOME | {
         "architectures": ["DeepseekV2ForCausalLM"], "model_type": "deepseek_v2",
         "vocab_size": 102400, "hidden_size": 2048, "intermediate_size": 10944,
@@ -218,13 +244,13 @@ def kv_bytes(bench: Bench, batch: int) -> int:
     (worker,) = bench.core.executor.workers
     runner: CudaRunner = worker.runner  # type: ignore[attr-defined]
     cache, total, states = runner.cache, 0, 0
-    heads, _, planes, _, head_dim = cache.token_views[0].shape
-    for group in cache.groups:
+    for g, group in enumerate(cache.groups):
         if group.state_rows:
             states += 8 * group.heads * group.state_rows * group.head_dim * len(group.layers)
             continue
+        heads, _, planes, _, head_dim = cache.token_views[g].shape
         seen = PROMPT + STEPS // 2
-        seen = min(seen, group.window) if group.window else seen
+        seen -= group.first_attended(seen - 1)
         total += seen * heads * planes * head_dim * len(group.layers)
     return (total * cache.data.element_size() + states) * batch
 
