@@ -47,7 +47,7 @@ MODELS: dict[str, dict[str, Any]] = {
     "qwen2-windows": {"family": "qwen2", "config": WINDOWS},
     "qwen3": {"family": "qwen3", **SMALL},
     "gemma3": {"family": "gemma3", "num_layers": 7, "tied": True, **SMALL},
-    "gemma4": {"family": "gemma4", "num_layers": 9, "tied": True, **SMALL},
+    "gemma4": {"family": "gemma4", "num_layers": 9, **SMALL},
     "gemma4-as-published": {
         "family": "gemma4",
         "num_layers": 4,

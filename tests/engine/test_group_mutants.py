@@ -23,7 +23,6 @@ from kvbaton.engine import cache, runner
 from kvbaton.engine.attention import PagedAttention
 from kvbaton.engine.cache import KVCache
 from kvbaton.engine.kv_cache_manager import GroupSpec, KVCacheManager
-from kvbaton.engine.model_config import ModelConfig
 from kvbaton.engine.models.moe import Experts
 from kvbaton.engine.runner import accepted
 from kvbaton.engine.scheduler import Scheduler
@@ -41,7 +40,6 @@ GEMMA4: dict[str, Any] = {
     "family": "gemma4",
     "num_layers": 7,
     "num_kv_heads": 4,
-    "tied": True,
     "config": {
         "attention_k_eq_v": True,
         "num_global_key_value_heads": 1,
@@ -262,7 +260,6 @@ def takes_a_chunk_for_a_window(self: Any, position: int, window: int) -> int:
 
 real_attend = PagedAttention._attend
 real_layout_of = cache._layout_of
-real_layer_kv = ModelConfig._layer_kv
 
 
 @breaks(PagedAttention, "_attend", sharing_holds)
@@ -282,12 +279,6 @@ def plans_with_blocks_of_a_groups_own_size(whole: Any, number: int, group: Any) 
     step = plane.shape[HEAD] * plane.strides[HEAD]
     plane = msgspec.structs.replace(plane, strides=(step, *plane.strides[HEAD:]))
     return msgspec.structs.replace(layout, planes=(plane,))
-
-
-@breaks(ModelConfig, "_layer_kv", shapes_cross)
-def gives_all_groups_the_heads_of_one(self: Any, layer: int) -> Any:
-    kept = real_layer_kv(self, layer)
-    return kept and replace(kept, heads=self.num_kv_heads, head_dim=self.head_dim)
 
 
 # --- scales ---

@@ -33,7 +33,7 @@ MODELS: dict[str, dict[str, Any]] = {
     "llama-biases": {"family": "llama", "config": {"attention_bias": True, "mlp_bias": True}},
     "llama-no-gqa": {"family": "llama", "num_kv_heads": 4, "head_dim": 32},
     "gemma3": {"family": "gemma3", "num_layers": 7, "tied": True},
-    "gemma4": {"family": "gemma4", "num_layers": 9, "tied": True},
+    "gemma4": {"family": "gemma4", "num_layers": 9},
     "gemma4-keys-are-values": {
         "family": "gemma4",
         "num_layers": 4,

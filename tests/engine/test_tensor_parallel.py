@@ -40,7 +40,6 @@ MODELS: dict[str, dict[str, Any]] = {
     "gemma4": {
         "family": "gemma4",
         "num_layers": 7,
-        "tied": True,
         "config": {"attention_k_eq_v": True, "num_global_key_value_heads": 1},
     },
     "llama4": {"family": "llama4", "num_layers": 4},

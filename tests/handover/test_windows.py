@@ -21,7 +21,7 @@ MODELS: dict[str, dict[str, Any]] = {
     "mistral": {"family": "mistral", "config": {"sliding_window": WINDOW}},
     "gemma3": {"family": "gemma3", "num_layers": 7, "tied": True},
     "gpt-oss": {"family": "gpt_oss", "num_layers": 5},
-    "gemma4": {"family": "gemma4", "num_layers": 7, "tied": True},
+    "gemma4": {"family": "gemma4", "num_layers": 7},
     "llama4": {"family": "llama4", "num_layers": 4, "config": {"attention_chunk_size": WINDOW}},
     "qwen2": {"family": "qwen2", "num_layers": 5, "config": MIXED},
 }
