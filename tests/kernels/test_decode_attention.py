@@ -16,6 +16,7 @@ SHAPES = [  # heads, kv_heads, head_dim, block_size
     (4, 4, 128, 8),
     (6, 2, 96, 32),
     (2, 1, 256, 16),
+    (8, 1, 512, 16),
 ]
 
 

@@ -8,7 +8,14 @@ from kvbaton.kernels.paged_prefill_attention import (
     paged_prefill_attention_reference,
 )
 
-SHAPES = [(8, 2, 64, 16), (7, 1, 80, 16), (4, 4, 128, 8), (6, 2, 96, 32), (2, 1, 256, 16)]
+SHAPES = [
+    (8, 2, 64, 16),
+    (7, 1, 80, 16),
+    (4, 4, 128, 8),
+    (6, 2, 96, 32),
+    (2, 1, 256, 16),
+    (8, 1, 512, 16),
+]
 
 
 def check(
