@@ -109,7 +109,25 @@ def plan(
     """
     if start >= end:
         return {}
-    segments = _segments(pairing, (source_table, target_table), start, end)
+    layouts = pairing.sources[0], pairing.targets[0]
+    sizes = layouts[0].block_size, layouts[1].block_size
+    borders = np.arange(start // sizes[0] * sizes[0], end, sizes[0])
+    if sizes[0] != sizes[1]:
+        others = np.arange(start // sizes[1] * sizes[1], end, sizes[1])
+        borders = np.union1d(borders, others)
+    starts = np.unique(np.maximum(borders, start))
+    tokens = np.diff(starts, append=end)
+    source, target = source_table[starts // sizes[0]], target_table[starts // sizes[1]]
+    for side, blocks, layout in zip(("source", "target"), (source, target), layouts, strict=True):
+        if blocks.max() >= layout.num_blocks:
+            raise LayoutMismatchError(
+                f"group {layout.group}: the {side} names block {blocks.max()}, its pool has "
+                f"{layout.num_blocks} blocks"
+            )
+    listed = (source >= 0) & (target >= 0)
+    slots = starts % sizes[0], starts % sizes[1]
+    whole = TokenSegments(source, slots[0], target, slots[1], tokens)
+    segments = whole if listed.all() else TokenSegments(*(column[listed] for column in whole))
     planned: dict[tuple[int, int], Ranges] = {}
     if len(segments.tokens):
         for pair, shares in pairing.shares.items():
@@ -170,33 +188,6 @@ def swap(ranges: Ranges) -> Ranges:
         column.SOURCE_STRIDE,
     ]
     return ranges[:, order]
-
-
-# --- segments ---
-
-
-def _segments(
-    pairing: GroupPairing, tables: tuple[BlockTable, BlockTable], start: int, end: int
-) -> TokenSegments:
-    layouts = pairing.sources[0], pairing.targets[0]
-    sizes = layouts[0].block_size, layouts[1].block_size
-    borders = np.arange(start // sizes[0] * sizes[0], end, sizes[0])
-    if sizes[0] != sizes[1]:
-        others = np.arange(start // sizes[1] * sizes[1], end, sizes[1])
-        borders = np.union1d(borders, others)
-    starts = np.unique(np.maximum(borders, start))
-    tokens = np.diff(starts, append=end)
-    source, target = tables[0][starts // sizes[0]], tables[1][starts // sizes[1]]
-    for side, blocks, layout in zip(("source", "target"), (source, target), layouts, strict=True):
-        if blocks.max() >= layout.num_blocks:
-            raise LayoutMismatchError(
-                f"group {layout.group}: the {side} names block {blocks.max()}, its pool has "
-                f"{layout.num_blocks} blocks"
-            )
-    listed = (source >= 0) & (target >= 0)
-    slots = starts % sizes[0], starts % sizes[1]
-    whole = TokenSegments(source, slots[0], target, slots[1], tokens)
-    return whole if listed.all() else TokenSegments(*(column[listed] for column in whole))
 
 
 # --- runs ---

@@ -299,7 +299,7 @@ class Source(SourceSessions):
         self.strike_off(record, event)
         if not event.ok and record.state is not State.STOPPING:
             self._fail(record, f"write {event.write} failed: {event.error}")
-        else:
+        elif record.state is State.STOPPING:
             self._settle(record)
 
     def _write_late(self, record: Outgoing, event: events.WriteEnded) -> None:

@@ -294,7 +294,8 @@ class TargetSessions(Sessions[Incoming, TargetSession]):
         line.waiting.pop(record.name, None)
         if session is not None:
             session.attempts.pop(record.name, None)
-            self.forget_session(session)
+            if session.state is SessionState.OVER:
+                self.forget_session(session)
         self._tidy(line)
 
     def _release_all(self, session: TargetSession) -> None:

@@ -218,8 +218,11 @@ class SourceWorker(TransferWorker):
         first, sums = kept[group]
         low = max(0, action.start // size - first)
         high = max(low, -(-action.end // size) - first)
-        cut = [rank[low:high] for rank in sums]
-        kept[group] = GroupSums(first + high, [rank[high:] for rank in sums])
+        cut, rest = list[Sums](), list[Sums]()
+        for of_rank in sums:
+            cut.append(of_rank[low:high])
+            rest.append(of_rank[high:])
+        kept[group] = GroupSums(first + high, rest)
         if not cut or not len(cut[0]):
             return []
         return claims(

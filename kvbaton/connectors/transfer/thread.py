@@ -206,7 +206,7 @@ class TransferThread:
                     # Without its transfer thread a node must not pretend to be healthy.
                     self.failure = f"{type(error).__name__}: {error}"
                     for worker in self.workers:
-                        worker.wake_engine()
+                        os.eventfd_write(worker.outbox_fd, 1)
                     return
                 time.sleep(BUSY_PAUSE_S * failed_in_a_row)
 

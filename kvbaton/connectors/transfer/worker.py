@@ -111,10 +111,6 @@ class TransferWorker:
     def to_engine(self, action: SourceAction | TargetAction) -> None:
         """Leave an action for the engine's thread."""
         self._outbox.append(action)
-        self.wake_engine()
-
-    def wake_engine(self) -> None:
-        """Let the engine's thread look."""
         os.eventfd_write(self.outbox_fd, 1)
 
     def take(self) -> list[Any]:
