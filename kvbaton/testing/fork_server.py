@@ -36,15 +36,15 @@ class _Start(msgspec.Struct):
 
 
 class ForkedProcess:
-    """Another process, of which only a pidfd is known."""
+    """Another process, of which only a `pidfd` is known."""
 
     def __init__(self, pidfd: int) -> None:
-        self._pidfd = pidfd
+        self.pidfd = pidfd
 
     def send_signal(self, number: signal.Signals) -> None:
         """Send a signal; nothing if it has ended."""
         with suppress(ProcessLookupError):
-            signal.pidfd_send_signal(self._pidfd, number)
+            signal.pidfd_send_signal(self.pidfd, number)
 
     def kill(self) -> None:
         """``SIGKILL``."""
@@ -53,11 +53,11 @@ class ForkedProcess:
     def wait(self) -> None:
         """Wait until it has ended."""
         ended = select.poll()
-        ended.register(self._pidfd, select.POLLIN)
+        ended.register(self.pidfd, select.POLLIN)
         ended.poll()
 
     def __del__(self) -> None:
-        os.close(self._pidfd)
+        os.close(self.pidfd)
 
 
 class ForkServer:

@@ -7,7 +7,7 @@ from collections.abc import Callable
 import pytest
 
 from tests.support.oracle import Oracle
-from tests.support.served_pair import Pair
+from tests.support.served_pair import Pair, settle
 from tests.support.servers import HttpFailure
 
 pytestmark = pytest.mark.e2e
@@ -21,6 +21,7 @@ BYTES_PER_TOKEN = LAYERS * 2 * KV_HEADS * HEAD_DIM * FLOAT32
 @pytest.mark.parametrize("length", [1, 16, 17, 75])
 def test_exactly_the_valid_tokens_cross(pair: Pair, prompt: Prompt, length: int) -> None:
     pair.tokens(prompt(length), max_tokens=4)
+    settle(pair.p, pair.d)  # D may answer before P has counted
     p, d = pair.at_p(), pair.at_d()
     assert p("kvbaton_transfer_posted_bytes_total") == length * BYTES_PER_TOKEN
     assert d("kvbaton_prompt_tokens_total", source="transferred") == length
@@ -31,8 +32,10 @@ def test_exactly_the_valid_tokens_cross(pair: Pair, prompt: Prompt, length: int)
 def test_only_what_the_target_lacks_crosses(pair: Pair, prompt: Prompt) -> None:
     shared = prompt(48)
     pair.tokens(shared + prompt(10), max_tokens=2)
+    settle(pair.p, pair.d)
     before = pair.at_p()
     pair.tokens(shared + prompt(21), max_tokens=2)
+    settle(pair.p, pair.d)
     sent = (pair.at_p() - before)("kvbaton_transfer_posted_bytes_total")
     assert sent == 21 * BYTES_PER_TOKEN
 
@@ -47,6 +50,7 @@ def test_a_target_that_may_not_compute_does_not(pair: Pair, prompt: Prompt) -> N
 def test_every_write_is_noticed_and_verified(pair: Pair, oracle: Oracle, prompt: Prompt) -> None:
     ids = prompt(100)
     assert pair.tokens(ids, max_tokens=4) == oracle.greedy(ids, 4)
+    settle(pair.p, pair.d)
     d, writes = pair.at_d(), pair.at_p()("kvbaton_transfer_writes_total")
     assert 1 <= writes <= 4, "of 4 chunks, those computed before the reservation go together"
     assert d("kvbaton_transfer_notices_total") == writes

@@ -44,6 +44,7 @@ class Cluster:
         router: Router | None = None,
         inside: Sequence[str] = (),
         env: Mapping[str, str] | None = None,
+        fresh: bool = False,
     ) -> Node:
         """Start a node; it comes up while the caller goes on, until `until_up`.
 
@@ -56,6 +57,7 @@ class Cluster:
             router: to register with.
             inside: see `Server`.
             env: see `Server`.
+            fresh: see `Server`.
         """
         common = {"port": "0", "node-id": name, "served-model-name": "tiny"}
         common["model"] = str(model or self.model)
@@ -63,7 +65,7 @@ class Cluster:
             common["router"] = router.url
         engine = {} if role == "encode" else ENGINE
         words = ["serve" if role == "any" else role, *_words({**common, **engine, **(flags or {})})]
-        node = Node(name, words, self.folder, inside=inside, env=env)
+        node = Node(name, words, self.folder, inside=inside, env=env, fresh=fresh)
         self.servers.append(node)
         return node
 

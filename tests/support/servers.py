@@ -26,6 +26,7 @@ from prometheus_client.parser import text_string_to_metric_families
 
 from kvbaton.messages.engine import SamplingParams
 from kvbaton.messages.nodes import GenerateRequest, GenerateResponse
+from tests.support.forked_command import ForkedCommand
 
 START_S = 120.0
 ANSWER_S = 60.0
@@ -89,6 +90,8 @@ class Server:
         folder: for its log.
         inside: a command that runs it elsewhere: in namespaces of its own, say.
         env: beyond our own.
+        fresh: execute Python anew, as a shell does; else the process is forked off one that has
+            imported what it needs, as with `inside` or `env` it never is.
     """
 
     says_url = r"listening on (http://\S+)"
@@ -101,12 +104,18 @@ class Server:
         *,
         inside: Sequence[str] = (),
         env: Mapping[str, str] | None = None,
+        fresh: bool = False,
     ) -> None:
         self.name = name
         self.log = folder / f"{name}.log"
         self._url: str | None = None
-        command = [*inside, sys.executable, "-m", "kvbaton", *words, "--log-level=info"]
+        self._process: subprocess.Popen[bytes] | ForkedCommand
+        words = [*words, "--log-level=info"]
+        command = [*inside, sys.executable, "-m", "kvbaton", *words]
         with self.log.open("ab") as log:
+            if not (inside or env or fresh):
+                self._process = ForkedCommand(words, log)
+                return
             self._process = subprocess.Popen(
                 [sys.executable, "-c", _LAUNCH, str(os.getpid()), *command],
                 stdin=subprocess.DEVNULL,
