@@ -138,7 +138,12 @@ class Refused(Message, frozen=True, tag="refused", kw_only=True):
 
 
 class Progress(TransferMessage, frozen=True, tag="progress", kw_only=True):
-    """P is alive and this is how far it is; D's deadline starts anew."""
+    """P is alive and this is how far it is; D's deadline starts anew.
+
+    Attributes:
+        state: of the attempt on P, for people.
+        tokens_pushed: posted so far.
+    """
 
     state: Name
     tokens_pushed: Count

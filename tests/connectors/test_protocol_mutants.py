@@ -360,7 +360,7 @@ def reports_blocks_of_a_step_in_flight(self: Any) -> Any:
 
 @breaks((Source, "_write_ended"))
 def posts_again(self: Any, record: Any, event: Any) -> None:
-    self.strike_off(record, event)
+    self._strike_off(record, event)
     if not event.ok and record.state is not SourceState.STOPPING:
         record.posted = record.writes[event.write][0]
         self._push(record)

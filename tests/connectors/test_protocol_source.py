@@ -613,10 +613,10 @@ def test_notices_that_hold_no_digest_are_refused_in_the_beginning() -> None:
 def test_progress_is_told_until_every_write_has_ended() -> None:
     rig = Rig().until("engaged")
     (progress,) = sent(rig.wait(TIMERS.resend), Progress)
-    assert (progress.state, progress.tokens_pushed) == ("computing", 0)
+    assert (progress.state, progress.tokens_pushed) == ("engaged", 0)
     rig.ready(0, 16)
     rig.do(FirstTokens(NAME, CHOICES))
-    assert sent(rig.wait(1.0), Progress)[-1].state == "writing"
+    assert sent(rig.wait(1.0), Progress)[-1].state == "completed"
     rig.land(0)
     assert not sent(rig.wait(1.0), Progress)
 
@@ -636,7 +636,7 @@ def test_a_mismatch_evicts_once_and_ends_the_attempt() -> None:
     rig = Rig().until("engaged")
     rig.ready(0, 12)
     actions = rig.hear(Ack, verdict="mismatch", bad=((0, 6),))
-    assert actions == [EvictSource(NAME, ((0, 6),)), StopSource(NAME, "failed")]
+    assert actions == [EvictSource(NAME, ((0, 6),)), StopSource(NAME)]
     assert rig.hear(Ack, verdict="mismatch", bad=((0, 6),)) == []
     assert of(rig.land(0), Release) == [Release(NAME, "failed")]
 
@@ -656,7 +656,7 @@ def test_cancel_is_answered_drained_at_once_where_nothing_was_posted(state: str)
 
 def test_cancel_is_answered_drained_only_when_every_write_is_terminal() -> None:
     rig = Rig().until("completed")
-    alive = [(Progress, "draining")]
+    alive = [(Progress, "stopping")]
     assert [(type(m), m.state) for m in sent(rig.hear(Cancel), object)] == alive
     rig.ended(0, 0)
     assert rig.ended(0, 1, ok=False, drained=False) == []

@@ -317,7 +317,7 @@ class Engage(AboutAttempt, SourceAction, frozen=True):
     counted: tuple[int, ...]
 
 
-class Post(Struct, SourceAction, frozen=True):
+class Post(AboutAttempt, SourceAction, frozen=True):
     """Write tokens [start, end) to the target; the digests go in the notices.
 
     The transfer thread plans and posts a write for each of the session's (source rank, target rank)
@@ -334,7 +334,6 @@ class Post(Struct, SourceAction, frozen=True):
     """
 
     session: bytes
-    attempt: Attempt
     write: int
     start: int
     end: int
@@ -372,8 +371,6 @@ class StopSource(AboutAttempt, SourceAction, frozen=True):
     Comes before `Release`, for every attempt that ends before its `FirstTokens`.
     """
 
-    reason: str
-
 
 class EvictSource(AboutAttempt, SourceAction, frozen=True):
     """D found bytes that do not match: blocks holding these token ranges leave P's prefix cache."""
@@ -390,7 +387,7 @@ class Abandon(Struct, SourceAction, frozen=True):
 # --- actions of the target ---
 
 
-class Verify(Struct, TargetAction, frozen=True):
+class Verify(AboutAttempt, TargetAction, frozen=True):
     """Compare the digests of a write that has landed; answer with `Verified`.
 
     Attributes:
@@ -399,7 +396,6 @@ class Verify(Struct, TargetAction, frozen=True):
         counted: per group, the first token that digests count; see `checks.counted_from`.
     """
 
-    attempt: Attempt
     write: int
     start: int
     end: int

@@ -17,6 +17,10 @@ MAX_STORIES = 512
 MAX_STORY_LINES = 64
 MAX_TOMBSTONES = 16_384
 ALARMS = ("deadline", "resend")
+COUNTED_AS = {"cancelled": "cancelled"} | dict.fromkeys(
+    ("delivered", "acked", "not_needed"), "completed"
+)
+"""By outcome of an attempt, what it is in `Counters`; all others have failed."""
 
 
 class Alarms:
@@ -255,17 +259,24 @@ class Machine(Alarms, Generic[RecordT]):
         self._rules[row, record.state](record, given)
 
     def _set_state(self, record: RecordT, state: Enum) -> None:
+        """An attempt that was not known is live from now on."""
+        if record.state is next(iter(self.states)):
+            self.live[record.name] = record
+            self.counters.started += 1
         self.tell(record.name, f"{record.state.value} -> {state.value}")
         record.state = state
         for alarm in ALARMS:
             if (alarm, state) not in self._rules:
                 self._at.pop((alarm, record.name), None)
 
-    def _count_end(self, name: Attempt, outcome: str, counter: str) -> None:
-        """An attempt is over: remember how it ended."""
+    def _finish(self, record: RecordT, outcome: str) -> None:
+        """A live attempt is over: remember how it ended."""
+        *_, ended = self.states
+        self._set_state(record, ended)
+        counter = COUNTED_AS.get(outcome, "failed")
         setattr(self.counters, counter, getattr(self.counters, counter) + 1)
-        del self.live[name]
-        self.ended.add(name, outcome, self.now)
+        del self.live[record.name]
+        self.ended.add(record.name, outcome, self.now)
 
     def _num_by_state(self) -> dict[str, int]:
         return dict(Counter(record.state.value for record in self.live.values()))

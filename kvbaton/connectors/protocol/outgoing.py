@@ -138,7 +138,7 @@ class Outgoing(Record):
             self.flying.update((number, *pair) for pair in session.pairs)
             session.flying[self.name] = self.flying
             tables = self.blocks, self.targets
-            yield Post(session.id, self.name, number, start, self.posted, session.pairings, *tables)
+            yield Post(self.name, session.id, number, start, self.posted, session.pairings, *tables)
 
     def wrong(self) -> str | None:
         """What is wrong with it, if anything."""

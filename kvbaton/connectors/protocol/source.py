@@ -14,6 +14,7 @@ What happens when is in `Source.table`, whose rules are methods here.
 
 from __future__ import annotations
 
+from enum import Enum
 from typing import Any, ClassVar
 
 from kvbaton.connectors.pairing import pair_groups
@@ -33,13 +34,6 @@ from kvbaton.connectors.protocol.source_sessions import SourceSessions
 from kvbaton.messages import control
 from kvbaton.types import Attempt, TransferTimers, clip_text
 
-_COUNTER = {"acked": "completed", "not_needed": "completed", "cancelled": "cancelled"}
-_PROGRESS = {
-    State.RESERVED: "waiting",
-    State.ENGAGED: "computing",
-    State.COMPLETED: "writing",
-    State.STOPPING: "draining",
-}
 MAX_IDLE = 4096
 """Prompts that are computed and not reserved; above it the oldest are forgotten."""
 
@@ -118,12 +112,9 @@ class Source(SourceSessions):
         else:
             self.count("foreign", dropped=True)
 
-    def _enter(self, record: Outgoing, state: State) -> None:
-        if record.state is State.UNKNOWN:
-            self.live[record.name] = record
-            self.counters.started += 1
-        self._idle.pop(record.name, None)
-        self._set_state(record, state)
+    def _set_state(self, record: Outgoing, state: Enum) -> None:
+        self._idle.pop(record.name, None)  # it is announced, and in no other state
+        super()._set_state(record, state)
 
     def _refuse(self, record: Outgoing, code: str, why: str, *, retry: bool = False) -> None:
         self.counters.refused += 1
@@ -137,7 +128,7 @@ class Source(SourceSessions):
         """Check it, bind the attempt to the session, answer `Accepted`; wait for the request."""
         if self._acceptable(record, message):
             self._bind(record, message)
-            self._enter(record, State.RESERVED)
+            self._set_state(record, State.RESERVED)
             self._renew(record)
             self.ring_in("resend", record.name, self.timers.resend)
             self._send(record, control.Accepted)
@@ -210,7 +201,7 @@ class Source(SourceSessions):
 
     def _engage(self, record: Outgoing) -> None:
         record.engage(self.groups)
-        self._enter(record, State.ENGAGED)
+        self._set_state(record, State.ENGAGED)
         self._renew(record)
         self.ring_in("resend", record.name, self.timers.resend)
         assert record.session is not None, "it has reserved"
@@ -226,7 +217,7 @@ class Source(SourceSessions):
             self.do(events.RefuseAnnounce(record.name, "too_many"))
             return
         record.prompt_key, record.num_tokens = event.prompt_key, event.num_tokens
-        self._enter(record, State.ANNOUNCED)
+        self._set_state(record, State.ANNOUNCED)
         self.ring_in("deadline", record.name, self.timers.total)
 
     def _announce_reserved(self, record: Outgoing, event: events.Announce) -> None:
@@ -266,7 +257,7 @@ class Source(SourceSessions):
             self.tell(record.name, line)
             self.do(post)
         if record.choices is not None and record.posted == record.num_tokens:
-            self._enter(record, State.COMPLETED)
+            self._set_state(record, State.COMPLETED)
             self.ring_in("resend", record.name, self.timers.resend)
             self._send_complete(record)
 
@@ -282,7 +273,7 @@ class Source(SourceSessions):
 
     def _send_progress(self, record: Outgoing) -> None:
         tokens = max(record.posted - record.start, 0)
-        self._send(record, control.Progress, state=_PROGRESS[record.state], tokens_pushed=tokens)
+        self._send(record, control.Progress, state=record.state.value, tokens_pushed=tokens)
 
     def _repeat(self, record: Outgoing, given: None) -> None:
         """Send `Progress`, until all is posted and every write has ended; from `completed` on `Complete` again."""
@@ -296,15 +287,11 @@ class Source(SourceSessions):
 
     def _write_ended(self, record: Outgoing, event: events.WriteEnded) -> None:
         """Strike it off. If it failed: stop posting, send `Failed`; a range is never posted twice. When stopping and it was the last: `Drained`, `Release`."""
-        self.strike_off(record, event)
+        self._strike_off(record, event)
         if not event.ok and record.state is not State.STOPPING:
             self._fail(record, f"write {event.write} failed: {event.error}")
         elif record.state is State.STOPPING:
             self._settle(record)
-
-    def _write_late(self, record: Outgoing, event: events.WriteEnded) -> None:
-        """Strike it off the writes that outlived their session; it may let a `SessionDrained` go out."""
-        self.strike_off(record, event)
 
     # --- the end ---
 
@@ -387,8 +374,8 @@ class Source(SourceSessions):
         """Post nothing more; wait for what is in flight."""
         record.outcome = outcome
         if record.state is not State.RESERVED and record.choices is None:
-            self.do(events.StopSource(record.name, outcome))
-        self._enter(record, State.STOPPING)
+            self.do(events.StopSource(record.name))
+        self._set_state(record, State.STOPPING)
         self.ring_in("deadline", record.name, self.timers.lease)
         self._settle(record)
 
@@ -413,8 +400,7 @@ class Source(SourceSessions):
             self.do(events.Release(record.name, outcome))
         if record.session is not None:
             record.session.attempts.pop(record.name, None)
-        self._count_end(record.name, outcome, _COUNTER.get(outcome, "failed"))
-        self._enter(record, State.ENDED)
+        self._finish(record, outcome)
 
     reactions: ClassVar[Reactions] = {
         events.Received: _received,
@@ -422,7 +408,7 @@ class Source(SourceSessions):
         events.Closed: SourceSessions.closed,
         events.Stop: _stop_all,
     }
-    _drop, _ignore = Machine._drop, Machine._ignore
+    _drop, _ignore, _strike_off = Machine._drop, Machine._ignore, SourceSessions._strike_off
     # fmt: off
     table: ClassVar[Table] = {
         #                  unknown          announced           reserved            engaged          completed        stopping         ended
@@ -434,7 +420,7 @@ class Source(SourceSessions):
         events.BlocksReady:      (_ignore,         _ignore,            _ignore,            _blocks_ready,   _ignore,         _ignore,         _ignore),
         events.FirstTokens:      (_ignore,         _finish_idle,       _ignore,            _first_tokens,   _ignore,         _ignore,         _ignore),
         events.SourceFailed:     (_ignore,         _fail_request,      _fail_request,      _fail_request,   _ignore,         _ignore,         _ignore),
-        events.WriteEnded:       (_write_late,     _ignore,            _ignore,            _write_ended,    _write_ended,    _write_ended,    _write_late),
+        events.WriteEnded:       (_strike_off,     _ignore,            _ignore,            _write_ended,    _write_ended,    _write_ended,    _strike_off),
         "session over":   (None,            _ignore,            _lose,              _lose,           _lose,           _ignore,         None),
         "session closed": (None,            _ignore,            _ignore,            _ignore,         _ignore,         _settle,         None),
         "resend":         (None,            None,               _repeat,            _repeat,         _repeat,         None,            None),

@@ -247,8 +247,8 @@ class SourceSessions(Sessions[Outgoing, SourceSession]):
             if current.state is SessionState.UP:
                 self._tell_drained(current, (session.id,))
 
-    def strike_off(self, record: Outgoing, event: events.WriteEnded) -> None:
-        """A part of a write is terminal, perhaps one that outlived its session."""
+    def _strike_off(self, record: Outgoing, event: events.WriteEnded) -> None:
+        """Strike it off. If it outlived its session, that may let a `SessionDrained` go out."""
         write = event.write, event.source_rank, event.target_rank
         for session in (record.session,) if record.session else tuple(self._over.values()):
             flying = session.flying.get(record.name, set())

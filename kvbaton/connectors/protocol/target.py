@@ -28,7 +28,7 @@ from kvbaton.connectors.protocol.incoming import Incoming, TargetSession
 from kvbaton.connectors.protocol.incoming import TargetState as State
 from kvbaton.connectors.protocol.machine import Machine, Reactions, Table
 from kvbaton.connectors.protocol.session import Pair, SessionState
-from kvbaton.connectors.protocol.target_sessions import TargetSessions
+from kvbaton.connectors.protocol.target_sessions import MAX_LINES, TargetSessions
 from kvbaton.errors import LocalProtocolError
 from kvbaton.messages import control
 from kvbaton.types import Attempt, TransferTimers
@@ -149,7 +149,7 @@ class Target(TargetSessions):
 
     def _start(self, record: Incoming, event: events.Start) -> None:
         """Wait for the session (open one if there is none), then send `Reserve`. Over the cap, or a peer that was put out: fail at once."""
-        if self.crowded(event.address):
+        if event.address not in self.lines and len(self.lines) >= MAX_LINES:
             self._turn_down(event, "too many addresses are in use")
             return
         line = record.line = self.line(event.address)
@@ -160,8 +160,7 @@ class Target(TargetSessions):
         record.until = self.now + (event.deadline_s or self.timers.total)
         line.num_attempts += 1
         line.num_blocks += record.num_blocks
-        line.waiting[record.name] = self.live[record.name] = record
-        self.counters.started += 1
+        line.waiting[record.name] = record
         self._set_state(record, State.WAITING)
         self._heard(record)
         reason = self._unwelcome(record)
@@ -384,9 +383,7 @@ class Target(TargetSessions):
         """Nothing of the attempt can land any more."""
         self.do(events.Unquarantine(record.name))
         self._quarantine.pop(record.name, None)
-        counters = {"delivered": "completed", "cancelled": "cancelled"}
-        self._count_end(record.name, record.outcome, counters.get(record.outcome, "failed"))
-        self._set_state(record, State.ENDED)
+        self._finish(record, record.outcome)
         self.released(record)
 
     reactions: ClassVar[Reactions] = {

@@ -71,10 +71,6 @@ class TargetSessions(Sessions[Incoming, TargetSession]):
         line.used = self.now
         return line
 
-    def crowded(self, address: str) -> bool:
-        """Whether there are too many lines for another one."""
-        return address not in self.lines and len(self.lines) >= MAX_LINES
-
     def set_members(self, event: events.SetMembers) -> None:
         """Open sessions with new members before they are needed, and let go of former ones."""
         for line in list(self.lines.values()):
