@@ -64,7 +64,7 @@ class Llama4DecoderLayer(nn.Module):
         self.post_norm = RMSNorm(f"{name}.post_attention_layernorm", size, eps)
         self.mlp: GatedMLP | MoE
         if config.moe is not None and config.moe.layers[layer]:
-            self.mlp = MoE(name, size, config.moe, shard)
+            self.mlp = MoE(name, size, config.moe, shard, config.quantization)
         else:
             self.mlp = GatedMLP(
                 f"{name}.feed_forward",
