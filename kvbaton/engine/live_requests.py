@@ -19,6 +19,7 @@ from typing import Any
 
 from kvbaton.connectors.layout import GroupKind
 from kvbaton.engine.config import SchedulerConfig
+from kvbaton.engine.fair_shares import FairShares
 from kvbaton.engine.kv_cache_manager import KVCacheManager, Match
 from kvbaton.engine.kv_connector import Connectors, KVConnector, Load
 from kvbaton.engine.request import (
@@ -117,6 +118,7 @@ class LiveRequests:
         self.root_key = root_key
         self.clock = clock
         self._arrivals = itertools.count(1)
+        self._shares = FairShares()
         self._deadlines: list[tuple[float, int, Request]] = []
         self._moves = 0
         self._ended: list[int] = []  # handles that the runner has yet to forget
@@ -148,6 +150,8 @@ class LiveRequests:
         source = request.transfer is not None and request.transfer.role == "source"
         params = request.params
         limit = len(known) + 1 if source else len(request.token_ids) + params.max_tokens
+        if not self.requests:
+            self._shares = FairShares()  # what nobody else wanted is not held against anybody
         entered = Request(
             request_id=request.request_id,
             prompt=request.token_ids,
@@ -155,6 +159,7 @@ class LiveRequests:
             params=params,
             limit=min(limit, self.config.max_model_len),
             priority=request.priority,
+            start_tag=self._shares.enter(request.tenant, len(known)),
             arrival=next(self._arrivals),
             deadline=self.clock() + request.deadline_s,
             root=self.root_key(request.cache_salt),
@@ -269,7 +274,7 @@ class LiveRequests:
         }
 
     def _wait(self, sequence: Sequence, state: SequenceState) -> None:
-        """Put a sequence into the queue, where its priority and arrival belong."""
+        """Put a sequence into the queue, where its rank belongs."""
         sequence.state = state
         insort(self.waiting, sequence, key=_rank)
 
@@ -287,6 +292,7 @@ class LiveRequests:
 
     def run(self, sequence: Sequence) -> None:
         """From now on a sequence takes part in steps."""
+        self._shares.serve(sequence.request.start_tag)
         self._leave(sequence)
         sequence.state = SequenceState.RUNNING
         insort(self.running, sequence, key=_rank)
@@ -419,6 +425,8 @@ class LiveRequests:
         if not sequence.unforked and request.state is SequenceState.FINISHED:
             self.totals.finished[sequence.finish_reason] += 1
             del self.requests[request.request_id]
+            generated = sum(each.num_generated for each in request.sequences)
+            self._shares.charge(request.spec.tenant, generated)
             self.connectors.call(KVConnector.finished, request)
 
     def end(self, request: Request, reason: str, error: str | None = None) -> list[Output]:

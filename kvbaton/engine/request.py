@@ -48,7 +48,7 @@ class Sequence:
         choice: its number.
         tokens: all known tokens: prompt, resumed, generated.
         tables: block tables per group.
-        rank: order of service: priority, then arrival, then choice.
+        rank: order of service: priority, start tag, arrival, choice.
         state: see `SequenceState`.
         handle: its name at the runner; 0 while the runner does not know it. A preempted
             sequence comes back under a new one.
@@ -70,7 +70,7 @@ class Sequence:
     choice: int
     tokens: list[int]
     tables: Tables
-    rank: tuple[int, int, int] = field(init=False)
+    rank: tuple[int, int, int, int] = field(init=False)
     state: SequenceState = SequenceState.WAITING
     handle: int = 0
     parent: Sequence | None = None
@@ -87,7 +87,8 @@ class Sequence:
     finish_reason: str | None = None
 
     def __post_init__(self) -> None:
-        self.rank = self.request.priority, self.request.arrival, self.choice
+        request = self.request
+        self.rank = request.priority, request.start_tag, request.arrival, self.choice
         self.sent = [0] * len(self.tables)
         self.committed = [0] * len(self.tables)
         self.trimmed = [0] * len(self.tables)
@@ -153,6 +154,7 @@ class Request:
         params: sampling.
         limit: tokens, the prompt included, at which a choice ends in any case.
         priority: lower runs first.
+        start_tag: see `FairShares`.
         arrival: its number in order of arrival.
         deadline: when it is ended, on the scheduler's clock.
         root: root of its block keys.
@@ -173,6 +175,7 @@ class Request:
     params: SamplingParams
     limit: int
     priority: int
+    start_tag: int
     arrival: int
     deadline: float
     root: bytes

@@ -152,11 +152,12 @@ class AddRequest(Struct, frozen=True, tag="add", kw_only=True):
         resume_ids: tokens already generated for this request elsewhere; the engine continues after
             them as if it had generated them itself.
         params: sampling.
-        priority: lower runs first, as in vLLM; equal ones first come, first served.
+        priority: lower runs first, as in vLLM; equal ones of a tenant first come, first served.
         cache_salt: requests with different salts never share cache.
         deadline_s: seconds from receipt after which the request is ended.
         transfer: its part in a hand-over, if any.
         items: multimodal items, by start; they do not overlap.
+        tenant: whose it is; among equal priorities tenants get equal shares.
     """
 
     request_id: Name
@@ -168,6 +169,7 @@ class AddRequest(Struct, frozen=True, tag="add", kw_only=True):
     deadline_s: float = 600.0
     transfer: TransferSpec | None = None
     items: tuple[Item, ...] = ()
+    tenant: Text = ""
 
 
 class AbortRequest(Struct, frozen=True, tag="abort", kw_only=True):

@@ -21,6 +21,7 @@ from kvbaton.messages.openai import (
     TokenUsage,
 )
 from kvbaton.server.answer import Event, ResponseFormatter, respond
+from kvbaton.server.auth import tenant
 from kvbaton.server.bodies import read_body
 from kvbaton.server.frontend import FRONTEND, Frontend
 from kvbaton.server.images import load_images
@@ -50,6 +51,7 @@ async def chat_completions(request: web.Request) -> web.StreamResponse:
         logprobs=(body.top_logprobs or 0) if body.logprobs else None,
         prompt_logprobs=body.prompt_logprobs,
         items=items,
+        tenant=tenant(request),
     )
     formatter = ChatFormatter(frontend, body, request_id, [prompt])
     return await respond(request, frontend, [asked], formatter)

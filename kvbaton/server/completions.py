@@ -17,6 +17,7 @@ from kvbaton.messages.openai import (
     TokenUsage,
 )
 from kvbaton.server.answer import Event, ResponseFormatter, respond
+from kvbaton.server.auth import tenant
 from kvbaton.server.bodies import read_body
 from kvbaton.server.frontend import FRONTEND, Frontend
 from kvbaton.server.openapi import contract
@@ -56,6 +57,7 @@ async def completions(request: web.Request) -> web.StreamResponse:
             prompt_logprobs=scored,
             index=index,
             echo_only=echo_only,
+            tenant=tenant(request),
         )
         for index, token_ids in enumerate(prompts)
     ]

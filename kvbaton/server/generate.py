@@ -9,7 +9,7 @@ from contextlib import aclosing
 
 import msgspec
 from aiohttp import web
-from msgspec.structs import asdict
+from msgspec.structs import asdict, replace
 
 from kvbaton.engine.outputs import merge_outputs
 from kvbaton.engine.validate import INT32, Range, check_ids, check_range
@@ -18,6 +18,7 @@ from kvbaton.messages.engine import AddRequest, Output
 from kvbaton.messages.nodes import GenerateChoice, GenerateChunk, GenerateRequest, GenerateResponse
 from kvbaton.messages.openai import PromptTokensDetails, TokenUsage
 from kvbaton.server.answer import raise_if_failed
+from kvbaton.server.auth import tenant
 from kvbaton.server.bodies import REQUEST_ID, clean, json_response, read_body
 from kvbaton.server.frontend import FRONTEND, Frontend
 from kvbaton.server.openapi import contract
@@ -48,7 +49,7 @@ async def respond(
     frontend = request.app[FRONTEND]
     body = await read_body(request, GenerateRequest)
     request_id = clean(body.request_id) or request[REQUEST_ID]
-    add = add_request(frontend, body, request_id)
+    add = replace(add_request(frontend, body, request_id), tenant=tenant(request))
     outputs = shown_outputs(frontend, add, request_id)
     limit_s = add.deadline_s + frontend.config.deadline_grace_s
     if body.stream:

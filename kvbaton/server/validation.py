@@ -200,6 +200,7 @@ def prompt_request(
     index: int = 0,
     items: tuple[Item, ...] = (),
     echo_only: bool = False,
+    tenant: str = "",
 ) -> PromptRequest:
     """What the source is asked for one prompt: fields that were given, over the model's defaults.
 
@@ -215,6 +216,7 @@ def prompt_request(
         index: of the prompt in the request.
         items: its images.
         echo_only: see `PromptRequest`.
+        tenant: who asks.
 
     Raises:
         RequestError: a field is out of range, or the prompt does not fit the model.
@@ -242,6 +244,7 @@ def prompt_request(
             deadline_s=deadline(frontend, body.timeout),
             transfer=frontend.transfer(body.kv_transfer_params),
             items=items,
+            tenant=tenant,
         ),
         options=TextOptions(
             stop=check_stops(body.stop),

@@ -153,6 +153,23 @@ async def test_api_keys(serve: Any) -> None:
         assert response.status == 200
 
 
+async def test_requests_of_one_key_are_one_tenants(serve: Any) -> None:
+    endpoint = await serve(api_keys=("one", "two"))
+    for key, path, body in (
+        ("one", "/v1/completions", {"prompt": "x"}),
+        ("two", "/v1/completions", {"prompt": "x"}),
+        ("one", "/v1/chat/completions", {"messages": [{"role": "user", "content": "x"}]}),
+    ):
+        status, _ = await endpoint.post(path, body, headers={"Authorization": f"Bearer {key}"})
+        assert status == 200
+    first, other, again = (request.tenant for request in endpoint.source.requests)
+    assert first == again != other
+    assert "one" not in first
+    open_to_all = await serve()
+    await open_to_all.post("/v1/completions", {"prompt": "x"}, headers={"Authorization": "Bearer"})
+    assert open_to_all.source.requests[-1].tenant == ""
+
+
 @pytest.mark.parametrize(
     ("sent", "echoed"),
     [("abc-1:2", "abc-1:2"), ("a b\t\xe9c", "abc"), ("x" * 500, "x" * 128)],
