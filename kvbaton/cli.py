@@ -348,6 +348,7 @@ def _connector_flags(parser: argparse.ArgumentParser) -> None:
         "--case", action="append", default=[], metavar="TEXT",
         help="only cases whose name contains it; may be given again",
     )  # fmt: skip
+    check.add_argument("--quick", action="store_true", help="leave out cases that take long")
     check.add_argument("-x", action="store_true", help="stop at the first failure")
     bench = jobs.add_parser("bench", help="measure one beside the machine's own figures")
     _add_spec(bench)
@@ -394,6 +395,7 @@ def run_connectors_check(args: argparse.Namespace) -> int:
         json_path=args.json,
         only=args.case,
         stop_at_failure=args.x,
+        quick=args.quick,
     )
 
 

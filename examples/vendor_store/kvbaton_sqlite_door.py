@@ -33,6 +33,11 @@ class SqliteDoor:
         wrong = data[:-1] + bytes([data[-1] ^ 1])
         self._run("UPDATE objects SET data = ? WHERE key = ?", wrong, key)
 
+    def fail(self, failing: bool) -> None:
+        """Give the table another name for a while."""
+        names = ("objects", "away") if failing else ("away", "objects")
+        self._run("ALTER TABLE {} RENAME TO {}".format(*names))
+
     def _run(self, command: str, *values: object) -> tuple[bytes] | None:
         with sqlite3.connect(self._database._path, 20.0) as connection:
             row: tuple[bytes] | None = connection.execute(command, values).fetchone()

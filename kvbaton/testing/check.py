@@ -16,21 +16,22 @@ from typing import Any
 
 import kvbaton
 from kvbaton.connectors.registry import STORES, TRANSPORTS, list_connectors, split_spec
-from kvbaton.errors import ConfigError, StoreError, TransportError
+from kvbaton.errors import ConfigError, KvbatonError, StoreError, TransportError
 from kvbaton.testing import (
     store_basics,
     store_crash,
     store_load,
     store_objects,
+    store_scale,
     transport_cases,
     transport_processes,
 )
-from kvbaton.testing.kit import LEVELS, Case, CaseVerdict, Kit, Outcome, run_case
-from kvbaton.testing.store_rig import STORE_KIT, BackDoor, StoreRig
+from kvbaton.testing.kit import LEVELS, Case, CaseFailure, CaseVerdict, Kit, Outcome, run_case
+from kvbaton.testing.store_rig import LEAST_CAPACITY, STORE_KIT, BackDoor, StoreRig
 from kvbaton.testing.transport_rig import TRANSPORT_KIT, pair_of
 
 CASES = (
-    *(store_basics, store_objects, store_load, store_crash),
+    *(store_basics, store_objects, store_load, store_scale, store_crash),
     *(transport_cases, transport_processes),
 )
 """Whose functions are the cases in the kits."""
@@ -72,14 +73,18 @@ class Subject:
     patience: float = 20.0
     naming: Callable[[Any], list[bytes]] | None = None
 
-    def cases(self, level: int = len(LEVELS) - 1, only: Sequence[str] = ()) -> list[Case[Any]]:
+    def cases(
+        self, level: int = len(LEVELS) - 1, only: Sequence[str] = (), *, quick: bool = False
+    ) -> list[Case[Any]]:
         """The cases of this kind, up to a level, whose ids contain one of the texts, if any.
+
+        `quick` leaves out those that are slow.
 
         Raises:
             ConfigError: a text is in no case's id.
         """
         kit: Kit[Any] = STORE_KIT if self.kind == "store" else TRANSPORT_KIT
-        cases = kit.cases(level)
+        cases = [case for case in kit.cases(level) if not (quick and case.slow)]
         for text in only:
             if not any(text in case.id for case in cases):
                 known = ", ".join(case.id for case in cases)
@@ -103,11 +108,25 @@ class Subject:
         Raises:
             ConfigError: it can't.
         """
+        flag = f"--{self.kind}"
         try:
-            with self.rig():
-                pass
+            with self.rig() as rig:
+                try:
+                    capacity = rig.store.usage().capacity if self.kind == "store" else None
+                except Exception:
+                    capacity = None  # its cases will tell
+                if isinstance(capacity, int) and capacity < LEAST_CAPACITY:
+                    text = f"{self.spec} holds {capacity} bytes; the kit needs {LEAST_CAPACITY}"
+                    raise ConfigError(flag, text)
+        except CaseFailure:
+            return  # a store that does not close: its cases will tell
         except (StoreError, TransportError) as error:
-            raise ConfigError(f"--{self.kind}", f"{self.spec} can't be opened: {error}") from error
+            raise ConfigError(flag, f"{self.spec} can't be opened: {error}") from error
+        except KvbatonError:
+            raise
+        except Exception as error:
+            told = f"{self.spec} can't be opened: {type(error).__name__}: {error}"
+            raise ConfigError(flag, told) from error
 
 
 def make_subject(
@@ -215,6 +234,7 @@ def main(
     json_path: Path | None = None,
     only: Sequence[str] = (),
     stop_at_failure: bool = False,
+    quick: bool = False,
 ) -> int:
     """Check a connector, print each outcome and write the report to a file.
 
@@ -229,6 +249,7 @@ def main(
         json_path: where to write the report as JSON.
         only: texts, one of which is in the name of each case to run; all cases if there are none.
         stop_at_failure: run no case after one that failed.
+        quick: leave out cases that take long with any connector.
 
     Returns:
         0 if it is certified, 1 if a case failed, 3 if none did but the kit broke, 4 if nothing
@@ -239,7 +260,7 @@ def main(
             `only` names no case.
     """
     subject = make_subject(spec, kind, back_door=back_door, depth=depth, seed=seed)
-    cases = subject.cases(level, only)
+    cases = subject.cases(level, only, quick=quick)
     subject.probe()
     print(f"{subject.kind} {spec}", flush=True)
     outcomes: list[Outcome] = []
@@ -249,6 +270,9 @@ def main(
         if stop_at_failure and outcomes[-1].verdict is CaseVerdict.FAILED:
             break
     counts = Counter(outcome.verdict for outcome in outcomes)
+    if slow := [o for o in outcomes if o.seconds > SLOW_S]:
+        told = ", ".join(f"{outcome.case} ({outcome.seconds:.0f} s)" for outcome in slow)
+        print(f"slow: {told}; most other stores and transports take less than {SLOW_S:g} s")
     told = ", ".join(f"{counts[verdict]} {verdict.value}" for verdict in CaseVerdict)
     print(f"{told} in {sum(outcome.seconds for outcome in outcomes):.1f} s", flush=True)
     if json_path is not None:

@@ -19,6 +19,7 @@ the law); it was *skipped*, by the name of the capability that the connector lac
 
 from __future__ import annotations
 
+import ctypes
 import enum
 import inspect
 import logging
@@ -32,6 +33,7 @@ from contextlib import AbstractContextManager, contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Generic, Protocol, Self, TypeVar
+from xml.etree import ElementTree
 
 LEVELS = ("API", "data", "concurrency", "crash", "identity", "soak")
 """What each level is about."""
@@ -71,6 +73,7 @@ class Case(Generic[AnyRig]):
         law: what must hold, in one sentence.
         needs: capabilities without which it does not apply, as the rig's `lacks` knows them.
         check: raises `CaseFailure`.
+        slow: it takes many seconds; a certificate needs it all the same.
     """
 
     level: int
@@ -78,6 +81,7 @@ class Case(Generic[AnyRig]):
     law: str
     needs: tuple[str, ...]
     check: Check[AnyRig]
+    slow: bool = False
 
 
 class Kit(Generic[AnyRig]):
@@ -86,13 +90,15 @@ class Kit(Generic[AnyRig]):
     def __init__(self) -> None:
         self._cases: list[Case[AnyRig]] = []
 
-    def case(self, level: int, *needs: str) -> Callable[[Check[AnyRig]], Check[AnyRig]]:
+    def case(
+        self, level: int, *needs: str, slow: bool = False
+    ) -> Callable[[Check[AnyRig]], Check[AnyRig]]:
         """Make a case of a function: its name is the id, its docstring the law."""
 
         def add(check: Check[AnyRig]) -> Check[AnyRig]:
             law = " ".join((inspect.getdoc(check) or "").split())
             name = check.__name__.replace("_", "-")
-            self._cases.append(Case(level, f"L{level}.{name}", law, needs, check))
+            self._cases.append(Case(level, f"L{level}.{name}", law, needs, check, slow))
             return check
 
         return add
@@ -270,6 +276,23 @@ class Accounts:
         }
         more = [f"{count} more {name}" for name, count in grown.items() if count >= rounds]
         return ", ".join(more).replace("_", " ")
+
+
+def allocated_bytes() -> int | None:
+    """Memory that ``malloc`` has given out and not got back; None if the C library can't tell."""
+    libc = ctypes.CDLL(None)
+    if not hasattr(libc, "malloc_info"):
+        return None
+    text, size = ctypes.c_char_p(), ctypes.c_size_t()
+    libc.open_memstream.restype = ctypes.c_void_p
+    file = ctypes.c_void_p(libc.open_memstream(ctypes.byref(text), ctypes.byref(size)))
+    libc.malloc_info(0, file)
+    libc.fclose(file)
+    told = ElementTree.fromstring(text.value or b"<malloc/>")
+    libc.free(text)
+    sizes = {part.get("type"): int(part.get("size", 0)) for part in told.findall("total")}
+    (taken,) = (part for part in told.findall("system") if part.get("type") == "current")
+    return int(taken.get("size", 0)) - sizes["fast"] - sizes["rest"] + sizes["mmap"]
 
 
 def resident_bytes() -> int:

@@ -3,12 +3,16 @@
 from __future__ import annotations
 
 import time
+from collections.abc import Callable
+from concurrent.futures import Future
 from contextlib import ExitStack
+from typing import Any
 
+from kvbaton.errors import StoreError
 from kvbaton.testing.kit import KitBroke, require
 from kvbaton.testing.remote import start_worker
 from kvbaton.testing.remote_worker import remote_objects
-from kvbaton.testing.store_rig import BackDoor, StoreRig, case
+from kvbaton.testing.store_rig import BackDoor, StoreRig, case, views
 
 SIZE = 2 << 20
 COUNT = 3
@@ -95,6 +99,10 @@ def others_see_whole_objects(rig: StoreRig) -> None:
     remote = _Remote(rig, "write", size=4 << 20, count=6)
     with remote.process as process:
         process.started()
+        # Absence that is remembered must not outlive what another process stores.
+        require(not any(rig.found(list(remote.objects))), "lookup finds what nobody stored")
+        absent = [rig.get(key, len(data)) is None for key, data in remote.objects.items()]
+        require(all(absent), "what nobody stored was loaded")
         process.tell("go")
         for key, data in remote.objects.items():
             process.line("begin")
@@ -152,6 +160,42 @@ def spoiled_objects(rig: StoreRig) -> None:
         require(rig.get(key, size) is None, f"loaded, though a byte of its {size} had changed")
         rig.put(objects)
         rig.expect(objects, "stored again after it was spoiled")
+
+
+@case(3, "door.fail")
+def errors_are_told(rig: StoreRig) -> None:
+    """While the back end fails, calls end with `StoreError` and `health` says why."""
+    # "Not there" or "no room" would be taken for the truth, and an operator would see nothing.
+    objects, more = rig.objects([1000]), rig.objects([1000])
+    (key,) = objects
+    rig.put(objects)
+    calls: dict[str, Callable[[], Future[Any]]] = {
+        "lookup": lambda: rig.store.lookup([key]),
+        "load": lambda: rig.store.load([key], views([bytearray(1000)])),
+        "store": lambda: rig.store.store(list(more), views(more.values())),
+    }
+    _door(rig).fail(True)
+    try:
+        for name, call in calls.items():
+            try:
+                answer = rig.wait(call(), f"{name} while the back end fails")
+            except StoreError:
+                require(rig.store.health() is not None, f"{name} failed, and health says None")
+                continue
+            require(False, f"while the back end failed, {name} answered {answer}")
+    finally:
+        _door(rig).fail(False)
+    well = rig.eventually(lambda: _works(rig, key))
+    require(well, "it does not work again, though its back end does")
+    rig.expect(objects, "after its back end had failed")
+    require(rig.store.health() is None, f"it works again, and health says {rig.store.health()!r}")
+
+
+def _works(rig: StoreRig, key: bytes) -> bool:
+    try:
+        return rig.found([key]) == (True,)
+    except StoreError:
+        return False
 
 
 def _door(rig: StoreRig) -> BackDoor:

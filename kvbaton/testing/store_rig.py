@@ -27,6 +27,8 @@ case = STORE_KIT.case
 
 SMALL_CAPACITY = 128 << 20
 """The kit fills a store only if it holds no more than this."""
+LEAST_CAPACITY = 16_000_000
+"""A store that holds less has no room for what the cases keep at a time."""
 
 
 class BackDoor(Protocol):
@@ -50,6 +52,10 @@ class BackDoor(Protocol):
 
     def spoil(self, key: bytes) -> None:
         """Change one byte of what is kept of an object, if the store notices such things."""
+        ...
+
+    def fail(self, failing: bool) -> None:
+        """Make all that the store does at its back end an error, until told that it is over."""
         ...
 
 
@@ -99,11 +105,15 @@ class StoreRig:
         return self
 
     def __exit__(self, *exception: object) -> None:
-        try:
-            while self._opened:
+        raised: list[BaseException] = []
+        while self._opened:
+            try:
                 self._opened.pop().close()
-        finally:
-            self._temporary.cleanup()
+            except BaseException as error:
+                raised.append(error)
+        self._temporary.cleanup()
+        if raised and exception == (None, None, None):
+            raise CaseFailure(f"close raised {raised[0]!r}") from raised[0]
 
     def make(self, name: str = "kit") -> Store:
         """The store once more, not opened."""
@@ -134,10 +144,12 @@ class StoreRig:
         if need == "small":
             capacity = self.store.usage().capacity
             small = capacity is not None and capacity <= SMALL_CAPACITY
-            return None if small else f"no small capacity (it is {capacity})"
+            wanted = f"{LEAST_CAPACITY} to {SMALL_CAPACITY} bytes by its own option"
+            return None if small else f"no small capacity (it is {capacity}; {wanted})"
         if need.startswith("door."):
             method = need.removeprefix("door.")
-            return None if hasattr(self.door, method) else "no back door"
+            missing = f"no back door (--back-door with a method {method})"
+            return None if hasattr(self.door, method) else missing
         return None if getattr(self.store.capabilities, need) else f"not declared: {need}"
 
     @property

@@ -43,10 +43,18 @@ class _Suite:
         tell_pytest(subject.run(case, self.limit))
 
 
+def _params(kind: str) -> list[Any]:
+    """All cases; those that take long have the marker ``slow``."""
+    return [
+        pytest.param(case, id=case.id, marks=[pytest.mark.slow] if case.slow else [])
+        for case in Subject("", kind).cases()
+    ]
+
+
 class StoreTests(_Suite):
     """Every case of a store."""
 
-    @pytest.mark.parametrize("case", Subject("", "store").cases(), ids=lambda case: case.id)
+    @pytest.mark.parametrize("case", _params("store"))
     def test_store(self, spec: str, case: Case[Any]) -> None:
         """One case."""
         self.check(spec, "store", case)
@@ -55,7 +63,7 @@ class StoreTests(_Suite):
 class TransportTests(_Suite):
     """Every case of a transport."""
 
-    @pytest.mark.parametrize("case", Subject("", "transport").cases(), ids=lambda case: case.id)
+    @pytest.mark.parametrize("case", _params("transport"))
     def test_transport(self, spec: str, case: Case[Any]) -> None:
         """One case."""
         self.check(spec, "transport", case)

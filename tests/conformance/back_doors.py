@@ -39,5 +39,15 @@ class FilesystemBackDoor:
         path = self._path(key)
         path.write_bytes(path.read_bytes()[:num_bytes])
 
+    def fail(self, failing: bool) -> None:
+        """Put a loop of links in the directory's place, which even root can't follow."""
+        root, away = Path(self._files._root), Path(f"{self._files._root}-away")
+        if failing:
+            root.rename(away)
+            root.symlink_to(root)
+        else:
+            root.unlink()
+            away.rename(root)
+
     def _path(self, key: bytes) -> Path:
         return Path(self._files._path(key))

@@ -13,6 +13,7 @@ from typing import Any, ClassVar
 from kvbaton.connectors.store import Pieces
 from kvbaton.connectors.stores.filesystem import HEADER_BYTES, Files, FilesystemStore, header
 from kvbaton.connectors.stores.threaded import ThreadedStore
+from kvbaton.errors import StoreError
 from tests.conformance.back_doors import FilesystemBackDoor
 from tests.connectors_broken.stores import fill
 
@@ -181,6 +182,41 @@ class WaitsForTheDead(BrokenFilesystem):
             return stored
 
 
+class RemembersAbsence(BrokenFilesystem):
+    """Does not ask again for what was not there, unless its own process has stored it since."""
+
+    class Broken(Files):
+        absent: ClassVar[set[bytes]] = set()
+
+        def contains(self, keys: Sequence[bytes]) -> list[bool]:
+            asked = [key for key in keys if key not in self.absent]
+            found = dict(zip(asked, super().contains(asked), strict=True))
+            self.absent.update(key for key, there in found.items() if not there)
+            return [found.get(key, False) for key in keys]
+
+        def get(self, key: bytes, target: Pieces) -> bool:
+            return key not in self.absent and super().get(key, target)
+
+        def put(self, key: bytes, source: Pieces) -> bool:
+            self.absent.discard(key)
+            return super().put(key, source)
+
+
+class SwallowsErrors(BrokenFilesystem):
+    """Takes whatever goes wrong for a miss."""
+
+    class Broken(Files):
+        def get(self, key: bytes, target: Pieces) -> bool:
+            with suppress(StoreError):
+                return super().get(key, target)
+            return False
+
+        def contains(self, keys: Sequence[bytes]) -> list[bool]:
+            with suppress(StoreError):
+                return super().contains(keys)
+            return [False] * len(keys)
+
+
 class TakesCutFiles(BrokenFilesystem):
     """Takes what is left of a file for the object, and zeros for the rest."""
 
@@ -231,6 +267,8 @@ BROKEN_FILES: dict[type[BrokenFilesystem], tuple[str, Door]] = {
     WritesInPlace: ("L3.a-killed-writer", FilesystemBackDoor),
     WritesLater: ("L3.a-killed-writer", None),
     WaitsForTheDead: ("L3.what-a-killed-writer-leaves", FilesystemBackDoor),
+    RemembersAbsence: ("L3.others-see-whole-objects", FilesystemBackDoor),
+    SwallowsErrors: ("L3.errors-are-told", FilesystemBackDoor),
     TakesCutFiles: ("L3.cut-objects", FilesystemBackDoor),
     TakesSpoiledFiles: ("L3.spoiled-objects", SpoilingBackDoor),
 }

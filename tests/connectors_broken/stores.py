@@ -12,6 +12,7 @@ import secrets
 import tempfile
 import threading
 import time
+import zlib
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 from dataclasses import replace
@@ -20,13 +21,14 @@ from typing import Any, ClassVar
 import numpy as np
 from msgspec import structs
 
-from kvbaton.connectors.store import Found, Pieces
+from kvbaton.connectors.store import Found, Pieces, Usage
 from kvbaton.connectors.stores.memory import Arena, MemoryStore
 from kvbaton.errors import StoreError
 from kvbaton.testing.store_objects import Owner, make_layout
 
 CAPACITY = 32 << 20
 _LEAKED: list[bytes] = []
+_OPENED: list[int] = []
 SLOW_S = 0.01
 SLOW_SIZES = (200_000, 256 << 10, 300_000, 400_000)
 """Of objects over which calls are given up: what takes long with these can be caught at it."""
@@ -217,6 +219,65 @@ class ForgetsWhoseBytes(BrokenMemory):
                 self._entries[key] = entry
 
 
+class RaisesAtClose(BrokenMemory):
+    """Closes, and complains."""
+
+    def close(self) -> None:
+        """Close, and raise."""
+        super().close()
+        raise RuntimeError("the other side was gone already")
+
+
+class SlowUsage(BrokenMemory):
+    """Counts its objects one by one whenever it is asked how many there are."""
+
+    def usage(self) -> Usage:
+        """Take time."""
+        time.sleep(0.1)
+        return super().usage()
+
+
+class SlowHealth(BrokenMemory):
+    """Asks its server whether all is well."""
+
+    def health(self) -> str | None:
+        """Take time."""
+        time.sleep(0.1)
+        return super().health()
+
+
+class TakesPiecesOfOneCall(BrokenMemory):
+    """Fills as many pieces as one `readv` does."""
+
+    class Broken(Arena):
+        def get(self, key: bytes, target: Pieces) -> bool:
+            there = super().get(key, target)
+            for piece in target[1024:]:
+                piece[:] = bytes(len(piece))
+            return there
+
+
+class HashesKeys(BrokenMemory):
+    """Names objects by 32 bits of their keys' hash."""
+
+    class Broken(Arena):
+        def find(self, keys: Sequence[bytes], pin: bool) -> Found:
+            return super().find([_short(key) for key in keys], pin)
+
+        def get(self, key: bytes, target: Pieces) -> bool:
+            return super().get(_short(key), target)
+
+        def put(self, key: bytes, source: Pieces) -> bool:
+            return super().put(_short(key), source)
+
+        def remove(self, keys: Sequence[bytes]) -> int:
+            return super().remove([_short(key) for key in keys])
+
+
+def _short(key: bytes) -> bytes:
+    return zlib.crc32(key).to_bytes(4, "little")
+
+
 # --- L2: much at once, and calls that are given up ---
 
 
@@ -317,6 +378,45 @@ class FindsTooEarly(BrokenMemory):
             stored = super().put(key, source)
             self._coming.discard(key)
             return stored
+
+
+class DoneTooEarly(BrokenMemory):
+    """Says that a load is done some microseconds before its last bytes are there."""
+
+    def load(self, keys: Sequence[bytes], targets: Sequence[Pieces]) -> Future[list[bool]]:
+        """Load, and hold the last byte back."""
+        inner, outer = super().load(keys, targets), Future[list[bool]]()
+        outer.set_running_or_notify_cancel()
+
+        def finish(done: Future[list[bool]]) -> None:
+            last = [piece for pieces in targets for piece in pieces if len(piece)][-1:]
+            kept = [piece[-1] for piece in last]
+            for piece in last:
+                piece[-1] ^= 1
+            _pass_on(done, outer)
+            for piece, byte in zip(last, kept, strict=True):
+                piece[-1] = byte
+
+        inner.add_done_callback(finish)
+        return outer
+
+
+class SharesABuffer(BrokenMemory):
+    """Its threads load objects of one size through one buffer, without a lock."""
+
+    class Broken(Arena):
+        def _clear(self) -> None:
+            super()._clear()
+            self._buffer = bytearray(2000)
+
+        def get(self, key: bytes, target: Pieces) -> bool:
+            size = sum(map(len, target))
+            if size != 2000:
+                return super().get(key, target)
+            there = super().get(key, [memoryview(self._buffer)])
+            if there:
+                fill(target, self._buffer)
+            return there
 
 
 class LosesACancelledLoad(BrokenMemory):
@@ -445,6 +545,66 @@ class LeaksThreads(BrokenMemory):
             return there
 
 
+class LeaksADescriptorNowAndThen(BrokenMemory):
+    """Every tenth load opens a file that stays open."""
+
+    class Broken(Arena):
+        loads = 0
+
+        def get(self, key: bytes, target: Pieces) -> bool:
+            self.loads += 1
+            if self.loads % 10 == 0:
+                _OPENED.append(os.open("/dev/null", os.O_RDONLY))
+            return super().get(key, target)
+
+        def close(self) -> None:
+            """Be tidy, so that other tests have descriptors left."""
+            while _OPENED:
+                os.close(_OPENED.pop())
+            super().close()
+
+
+class LeaksALittle(BrokenMemory):
+    """Each load leaves 200 bytes behind."""
+
+    class Broken(Arena):
+        def get(self, key: bytes, target: Pieces) -> bool:
+            _LEAKED.append(key * 5 + bytes(7))
+            return super().get(key, target)
+
+
+class LeaksOutsideOfPython(BrokenMemory):
+    """Each load leaves 200 bytes behind that Python knows nothing of."""
+
+    class Broken(Arena):
+        def get(self, key: bytes, target: Pieces) -> bool:
+            ctypes.memset(_malloc(200), 1, 200)
+            return super().get(key, target)
+
+
+_malloc = ctypes.CDLL(None).malloc
+_malloc.restype, _malloc.argtypes = ctypes.c_void_p, [ctypes.c_size_t]
+
+
+class WrongAmongMany(BrokenMemory):
+    """Its table is full after 5,000 objects, and then begins anew."""
+
+    class Broken(Arena):
+        def _clear(self) -> None:
+            super()._clear()
+            self._places: dict[bytes, int] = {}
+
+        def get(self, key: bytes, target: Pieces) -> bool:
+            there = super().get(key, target)
+            if there and self._places.get(key, 0) > 5000:
+                target[0][:1] = b"?"
+            return there
+
+        def put(self, key: bytes, source: Pieces) -> bool:
+            self._places.setdefault(key, len(self._places))
+            return super().put(key, source)
+
+
 class LeaksMemory(BrokenMemory):
     """Keeps a copy of each object that is deleted."""
 
@@ -491,9 +651,12 @@ def _cancellable(inner: Future[list[bool]]) -> Future[list[bool]]:
 
 
 BROKEN: dict[type[BrokenMemory], str] = {
+    RaisesAtClose: "L0.has-every-method",
     StartsInTheConstructor: "L0.constructor-does-nothing",
     FindsEverything: "L0.a-miss-is-no-error",
     MissIsAnError: "L0.a-miss-is-no-error",
+    SlowUsage: "L0.health-and-usage-are-quick",
+    SlowHealth: "L0.health-and-usage-are-quick",
     WrongOffset: "L1.sizes",
     PiecesInWrongOrder: "L1.pieces",
     WritesBeyondTheTarget: "L1.only-the-target",
@@ -505,6 +668,8 @@ BROKEN: dict[type[BrokenMemory], str] = {
     DeletesNothing: "L1.deleted-is-gone",
     FullIsAnError: "L1.a-full-store-says-no",
     ForgetsWhoseBytes: "L1.a-full-store-stays-right",
+    TakesPiecesOfOneCall: "L1.many-pieces",
+    HashesKeys: "L1.keys-of-equal-hashes",
     CallsBackTwice: "L2.done-once",
     WaitsInTheCall: "L2.calls-return-at-once",
     OneQueueForAll: "L2.lookups-overtake-bytes",
@@ -517,11 +682,17 @@ BROKEN: dict[type[BrokenMemory], str] = {
     PinsInWordsOnly: "L2.pinned-objects-stay",
     ForgetsFuturesAtClose: "L2.close-ends-everything",
     ClosesNeverWhenBusy: "L2.close-ends-everything",
+    DoneTooEarly: "L2.done-means-done",
+    SharesABuffer: "L2.small-objects-in-a-race",
     LeaksDescriptors: "L5.gives-everything-back",
     LeavesTemporaryFiles: "L5.gives-everything-back",
     LeaksThreads: "L5.calls-leave-nothing",
     LeaksMemory: "L5.memory-stays-level",
     LeaksPins: "L5.pins-are-given-back",
+    WrongAmongMany: "L5.thousands-of-objects",
+    LeaksADescriptorNowAndThen: "L5.thousands-of-loads",
+    LeaksALittle: "L5.thousands-of-loads",
+    LeaksOutsideOfPython: "L5.thousands-of-loads",
 }
 """Each broken store and the case that must catch it, before any other does."""
 

@@ -1,0 +1,229 @@
+"""Cases of stores that show only in numbers: many pieces, objects, loads, and microseconds."""
+
+from __future__ import annotations
+
+import gc
+import hashlib
+import itertools
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import Future
+from contextlib import contextmanager
+
+from kvbaton.connectors.store import Pieces
+from kvbaton.testing.kit import Accounts, allocated_bytes, require, resident_bytes
+from kvbaton.testing.store_rig import StoreRig, case, views
+
+MANY_PIECES = (1023, 1024, 1025, 5000)
+"""Around what one system call takes (IOV_MAX), and above."""
+MANY_OBJECTS = 6000
+STORE_S = 20.0
+"""A slow store gets fewer."""
+RACE_S = 1.0
+LOADS = 20_000
+"""In each of two halves, if there is time."""
+LOAD_S = 5.0
+LEAKED_BYTES = 100
+"""Left behind by each load of the second half; what is below may be noise."""
+SLACK_BYTES = 1 << 19
+SLACK_BLOCKS = 300
+
+COLLISIONS = {
+    "adler32": (4205, 8368),
+    "crc32": (6199, 55162),
+    "djb2": (10874, 84678),
+    "fnv1a": (39575, 61676),
+    "murmur3": (8521, 19974),
+    "xxh32": (16650, 17420),
+    "the low half of xxh64": (61936, 85918),
+    "the high half of xxh64": (72530, 110980),
+    "the low half of xxh3": (7078, 103468),
+    "the high half of xxh3": (33106, 211042),
+    "the first bytes of md5": (127127, 168404),
+    "the last bytes of md5": (57435, 57486),
+    "the first bytes of sha1": (54054, 70617),
+    "the last bytes of sha1": (27558, 104690),
+    "the first bytes of sha256": (4798, 58229),
+    "the last bytes of sha256": (1518, 45550),
+    "the first bytes of blake2b": (3860, 59617),
+    "the sum of words": (15189, 82457),
+    "the exclusive or of words": (85247, 115112),
+}
+"""Numbers of two `hashed_key` that have the same 32 bits, by what makes these of a key."""
+
+
+def hashed_key(number: int) -> bytes:
+    """A key of `COLLISIONS`."""
+    number_bytes = number.to_bytes(8, "little")
+    return hashlib.blake2b(number_bytes, digest_size=32, person=b"collision").digest()
+
+
+@case(1)
+def many_pieces(rig: StoreRig) -> None:
+    """An object may be in thousands of pieces, as blocks of many layers are."""
+    for count in MANY_PIECES:
+        size = 3 * count
+        key, data, target = rig.key(), rig.noise(size), bytearray(size)
+        sources = [memoryview(data)[i : i + 3] for i in range(0, size, 3)]
+        stored = rig.wait(rig.store.store([key], [sources]), "store")
+        require(stored == [True], f"an object in {count} pieces was not kept")
+        targets = [memoryview(target)[i : i + 3] for i in range(0, size, 3)]
+        loaded = rig.wait(rig.store.load([key], [targets]), "load")
+        rig.compare(bytes(target) if loaded[0] else None, data, f"in {count} pieces")
+
+
+@case(1)
+def keys_of_equal_hashes(rig: StoreRig) -> None:
+    """Keys that a hash of 32 bits does not tell apart name different objects."""
+    for what, numbers in COLLISIONS.items():
+        # By their keys, so that a server which keeps them from an earlier run has the same.
+        objects = {key: key[:20] for key in map(hashed_key, numbers)}
+        rig.put(objects)
+        rig.expect(objects, f"beside a key of which {what} are the same")
+
+
+@case(2)
+def done_means_done(rig: StoreRig) -> None:
+    """The moment that a future is done, targets are filled, and sources are free."""
+    for _ in range(4 * rig.depth):
+        objects = rig.objects([300_000, 5000, 20])
+        keys, sources = list(objects), [bytearray(data) for data in objects.values()]
+
+        def spoil(_: object, sources: list[bytearray] = sources) -> None:
+            for source in sources:
+                source[:] = b"\xee" * len(source)
+
+        _when_done(rig.store.store(keys, views(sources)), spoil, rig, "store")
+        targets = [bytearray(len(data)) for data in objects.values()]
+        seen: list[bytes] = []
+
+        def look(_: object, targets: list[bytearray] = targets, seen: list[bytes] = seen) -> None:
+            seen.extend(map(bytes, targets))
+
+        _when_done(rig.store.load(keys, views(targets)), look, rig, "load")
+        for found, data in zip(seen, objects.values(), strict=True):
+            rig.compare(found, data, "the moment that its load was done")
+
+
+def _when_done(
+    future: Future[list[bool]], act: Callable[[object], None], rig: StoreRig, what: str
+) -> None:
+    acted = threading.Event()
+
+    def call(done: object) -> None:
+        act(done)
+        acted.set()
+
+    future.add_done_callback(call)
+    answers = rig.wait(future, what)
+    require(all(answers), f"{what} said {answers}")
+    require(acted.wait(rig.patience), f"{what} does not call back")
+
+
+@case(2)
+def small_objects_in_a_race(rig: StoreRig) -> None:
+    """Small objects, stored and loaded by many calls at once, do not get into each other's way."""
+    objects = rig.objects([2000] * 32)
+    rig.put(objects)
+    end = time.monotonic() + RACE_S * rig.depth
+    with _fast_switches():
+        for number in itertools.count():
+            new = rig.objects([2000] * 8)
+            sources = views(new.values())
+            stores = [rig.store.store([k], [s]) for k, s in zip(new, sources, strict=True)]
+            targets = [bytearray(2000) for _ in objects]
+            loads = [
+                rig.store.load([k], [[memoryview(t)]])
+                for k, t in zip(objects, targets, strict=True)
+            ]
+            rig.settle([*loads, *stores], "small calls")
+            for load, target, data in zip(loads, targets, objects.values(), strict=True):
+                rig.compare(bytes(target) if load.result()[0] else None, data, "in a race")
+            if number % 4 == 0:
+                rig.expect(new, "stored in a race")
+            if rig.lacks("deletes") is None:
+                rig.wait(rig.store.delete(list(new)), "delete")
+            if time.monotonic() > end:
+                return
+
+
+@contextmanager
+def _fast_switches() -> Iterator[None]:
+    """Let threads of Python take turns after microseconds, where races of so long show."""
+    usual = sys.getswitchinterval()
+    sys.setswitchinterval(2e-6)
+    try:
+        yield
+    finally:
+        sys.setswitchinterval(usual)
+
+
+@case(5, slow=True)
+def thousands_of_objects(rig: StoreRig) -> None:
+    """Thousands of objects are as right as a few; none is gone without need."""
+    batch = min(rig.store.capabilities.max_keys, 500)
+    objects, end = dict[bytes, bytes](), time.monotonic() + STORE_S * rig.depth
+    while len(objects) < MANY_OBJECTS and time.monotonic() < end:
+        some = rig.objects([64] * batch)
+        rig.put(some)
+        objects |= some
+    whole = rig.store.usage().capacity is None
+    for some in _batched(objects, batch):
+        found, targets = rig.found(list(some)), [bytearray(64) for _ in some]
+        loaded = rig.wait(rig.store.load(list(some), views(targets)), "load")
+        require(list(found) == loaded, "lookup and load disagree among thousands of objects")
+        for there, target, data in zip(loaded, targets, some.values(), strict=True):
+            if there or whole:
+                rig.compare(bytes(target) if there else None, data, "among thousands of objects")
+    if rig.lacks("deletes") is None:
+        for some in _batched(objects, batch):
+            rig.wait(rig.store.delete(list(some)), "delete")
+
+
+def _batched(objects: dict[bytes, bytes], size: int) -> Iterator[dict[bytes, bytes]]:
+    items = list(objects.items())
+    for start in range(0, len(items), size):
+        yield dict(items[start : start + size])
+
+
+@case(5, slow=True)
+def thousands_of_loads(rig: StoreRig) -> None:
+    """Loads leave nothing behind: no descriptor, no thread, and no bytes."""
+    objects = rig.objects([64] * 64)
+    rig.put(objects)
+    keys: Sequence[bytes] = [*objects, *(rig.key() for _ in range(8))]
+    targets = [bytearray(64) for _ in keys]
+    pieces: Sequence[Pieces] = views(targets)
+    calls, end = 0, time.monotonic() + LOAD_S * rig.depth
+
+    def load() -> None:
+        rig.wait(rig.store.load(keys, pieces), "load")
+
+    while calls * len(keys) < LOADS and time.monotonic() < end:
+        load()
+        calls += 1
+    gc.collect()
+    accounts, held, blocks = Accounts.now(), _held_bytes(), sys.getallocatedblocks()
+    for _ in range(calls):
+        load()
+    gc.collect()
+    loads = calls * len(keys)
+    blocks = sys.getallocatedblocks() - blocks
+    told = f"after {loads} loads"
+    # A tenth, a hundredth: pools that grow do so once, in the first half.
+    grown = Accounts.now().above(accounts, rounds=max(3, calls // 100))
+    require(not grown, f"{told} there are {grown}")
+    few = blocks < loads // 20 + SLACK_BLOCKS
+    require(few, f"{told} there are {blocks} more objects of Python in memory")
+    kept = _held_bytes() - held
+    little = kept < loads * LEAKED_BYTES + SLACK_BYTES
+    require(little, f"{told} {kept} bytes more are in memory")
+    rig.expect(dict(list(objects.items())[:3]), told)
+
+
+def _held_bytes() -> int:
+    """Resident memory, where nothing more exact is known, hides what lands in gaps of the heap."""
+    allocated = allocated_bytes()
+    return resident_bytes() if allocated is None else allocated
