@@ -23,7 +23,7 @@ runner starts slowly, since the track is wet and the crowd is loud. The second r
 open hand and looks back. When the baton comes, nobody stops, nobody looks, and nothing is dropped. \
 Please explain in two or three short sentences why a good hand-over matters in a relay race.
 
-.PHONY: demo servers test test-all test-slow test-matrix test-kernels test-lmcache test-gpu lint bench clean
+.PHONY: demo servers test test-all test-slow test-matrix test-certificates test-kernels test-lmcache test-gpu lint bench clean
 
 demo: $(VENV)/.runtime  ## 1 prefill + 1 decode + router on this machine, answering a chat
 	@test -f $(GGUF) || { mkdir -p $(DEMO) && \
@@ -45,6 +45,9 @@ test-all: test test-slow test-matrix test-kernels test-lmcache  ## everything th
 
 test-slow: $(VENV)/.dev  ## longer simulations, and pairs that cover the matrix
 	$(BIN)/pytest -q -n $(JOBS) --dist loadgroup -m "slow and not gpu and not multigpu"
+
+test-certificates: $(VENV)/.dev  ## certify the built-in connectors, and write their pages
+	$(BIN)/python -m tests.conformance.write_certificates docs/certificates
 
 test-matrix: $(VENV)/.dev  ## every cell of docs/compatibility.md, which it writes
 	mkdir -p out

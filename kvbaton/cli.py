@@ -338,12 +338,26 @@ def _connector_flags(parser: argparse.ArgumentParser) -> None:
     check.set_defaults(run=run_connectors_check)
     _add_spec(check)
     check.add_argument("--level", type=human_int, default=5, metavar="0-5", help="highest (5)")
-    check.add_argument("--depth", type=human_int, default=1, metavar="N", help="times as long (1)")
-    check.add_argument("--seed", type=human_int, default=0, metavar="N")
-    check.add_argument(
-        "--back-door", metavar="MODULE:CLASS", help="reaches a store's bytes without the store"
-    )
     check.add_argument("--json", type=Path, metavar="FILE", help="write the report as JSON")
+    certify = jobs.add_parser("certify", help="run all of the kit, measure, write certificates")
+    certify.set_defaults(run=run_connectors_certify)
+    _add_spec(certify)
+    for of_kit in (check, certify):
+        of_kit.add_argument(
+            "--depth", type=human_int, default=1, metavar="N", help="times as long (1)"
+        )
+        of_kit.add_argument("--seed", type=human_int, default=0, metavar="N")
+        of_kit.add_argument(
+            "--back-door", metavar="MODULE:CLASS", help="reaches a store's bytes without the store"
+        )
+        of_kit.add_argument(
+            "--exclude", action="append", default=[], metavar="CASE=REASON",
+            help="do not run this case, and record why; may be given again",
+        )  # fmt: skip
+    certify.add_argument(
+        "--out", type=Path, default=Path("certificates"), metavar="DIR",
+        help="where NAME.json, NAME.xml (JUnit) and NAME.html are written (certificates)",
+    )  # fmt: skip
     check.add_argument(
         "--case", action="append", default=[], metavar="TEXT",
         help="only cases whose name contains it; may be given again",
@@ -394,9 +408,31 @@ def run_connectors_check(args: argparse.Namespace) -> int:
         seed=args.seed,
         json_path=args.json,
         only=args.case,
+        exclude=args.exclude,
         stop_at_failure=args.x,
         quick=args.quick,
     )
+
+
+def run_connectors_certify(args: argparse.Namespace) -> int:
+    """``kvbaton connectors certify``."""
+    from kvbaton.bench.connector_speed import speed
+    from kvbaton.testing.certificate import certify, write
+    from kvbaton.testing.check import end, make_subject
+
+    subject = make_subject(
+        args.spec,
+        args.kind,
+        back_door=args.back_door,
+        depth=args.depth,
+        seed=args.seed,
+        exclude=args.exclude,
+    )
+    certificate, status = certify(subject, speed)
+    for path in write(certificate, args.out):
+        print(path)
+    end(certificate.cases, status)
+    return status
 
 
 def run_connectors_bench(args: argparse.Namespace) -> int:

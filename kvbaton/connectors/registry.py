@@ -21,6 +21,7 @@ from typing import Any, get_type_hints
 import msgspec
 
 from kvbaton.connectors.base import Transport
+from kvbaton.connectors.contract import Contract
 from kvbaton.connectors.store import Store
 from kvbaton.errors import ConfigError, KvbatonError
 
@@ -38,11 +39,13 @@ class Kind:
         noun: what errors call it.
         protocol: what each must have.
         built_in: ours by name, which must be found where the package runs from its sources, too.
+        contract: which versions of its contract are loaded.
     """
 
     noun: str
     protocol: type
     built_in: dict[str, str]
+    contract: Contract
 
     @property
     def flag(self) -> str:
@@ -65,6 +68,7 @@ TRANSPORTS = Kind(
         "nixl": "kvbaton.connectors.transports.nixl:NixlTransport",
         "tcp": "kvbaton.connectors.transports.tcp:TcpTransport",
     },
+    Contract(major=1, minor=0, oldest=1),
 )
 STORES = Kind(
     "store",
@@ -80,6 +84,7 @@ STORES = Kind(
         "redis": "kvbaton.connectors.stores.redis:RedisStore",
         "s3": "kvbaton.connectors.stores.s3:S3Store",
     },
+    Contract(major=1, minor=0, oldest=1),
 )
 
 
@@ -145,6 +150,7 @@ def split_spec(spec: str, kind: Kind) -> tuple[str, dict[str, Any]]:
 def _build(kind: Kind, spec: str, context: dict[str, Any]) -> Any:
     target, options = split_spec(spec, kind)
     factory = find_connector(kind, target)
+    kind.contract.check(kind.flag, target, factory)
     arguments = context | options
     try:
         inspect.signature(factory).bind(**arguments)

@@ -8,14 +8,21 @@ import os
 import platform
 import sys
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
 import kvbaton
-from kvbaton.connectors.registry import STORES, TRANSPORTS, list_connectors, split_spec
+from kvbaton.connectors.registry import (
+    STORES,
+    TRANSPORTS,
+    find_connector,
+    list_connectors,
+    split_spec,
+)
+from kvbaton.connectors.registry import Kind as RegistryKind
 from kvbaton.errors import ConfigError, KvbatonError, StoreError, TransportError
 from kvbaton.testing import (
     store_basics,
@@ -38,6 +45,9 @@ CASES = (
 
 SCHEMA = 2
 """Of the JSON report."""
+
+EXCLUDED = "excluded"
+"""Begins the text of a case that was not run since the connector's author says why not."""
 
 SLOW_S = 10.0
 """A case that takes longer is told apart."""
@@ -63,6 +73,7 @@ class Subject:
         seed: of everything random but the keys.
         patience: seconds for which any one answer is waited for.
         naming: names the objects of a `store_objects.Owner`; None for kvbaton's own way.
+        exclusions: cases that are not run, and why: the connector's author says so.
     """
 
     spec: str
@@ -72,6 +83,12 @@ class Subject:
     seed: int = 0
     patience: float = 20.0
     naming: Callable[[Any], list[bytes]] | None = None
+    exclusions: Mapping[str, str] = field(default_factory=dict)
+
+    @property
+    def registry(self) -> RegistryKind:
+        """All connectors of its kind."""
+        return STORES if self.kind == "store" else TRANSPORTS
 
     def cases(
         self, level: int = len(LEVELS) - 1, only: Sequence[str] = (), *, quick: bool = False
@@ -99,7 +116,9 @@ class Subject:
         return pair_of(self.spec, **pressure)
 
     def run(self, case: Case[Any], limit: float = 120.0) -> Outcome:
-        """Run one case over a fresh rig."""
+        """Run one case over a fresh rig, unless it is excluded."""
+        if (reason := self.exclusions.get(case.id)) is not None:
+            return Outcome(case.id, case.law, CaseVerdict.SKIPPED, f"{EXCLUDED}: {reason}")
         return run_case(case, self.rig, limit)
 
     def probe(self) -> None:
@@ -136,6 +155,7 @@ def make_subject(
     back_door: str | None = None,
     depth: int = 1,
     seed: int = 0,
+    exclude: Sequence[str] = (),
 ) -> Subject:
     """A subject as a command line names it.
 
@@ -145,9 +165,11 @@ def make_subject(
         back_door: ``package.module:Class`` or nothing.
         depth: see `Subject`.
         seed: see `Subject`.
+        exclude: ``CASE=REASON``, beside those in the connector's attribute ``kit_exclusions``.
 
     Raises:
-        ConfigError: it can't be told which kind is meant; the back door can't be imported.
+        ConfigError: it can't be told which kind is meant; the back door can't be imported; an
+            exclusion has no reason, or names no case.
     """
     if kind is None:
         target, _ = split_spec(spec, STORES)
@@ -163,7 +185,17 @@ def make_subject(
                 raise ConfigError("--kind", told)
             (kind,) = kinds
     door = _imported("--back-door", back_door) if back_door else None
-    return Subject(spec, kind, door, max(1, depth), seed)
+    subject = Subject(spec, kind, door, max(1, depth), seed)
+    target, _ = split_spec(spec, subject.registry)
+    exclusions = dict(getattr(find_connector(subject.registry, target), "kit_exclusions", {}))
+    for text in exclude:
+        case, _, reason = text.partition("=")
+        if not reason.strip():
+            raise ConfigError("--exclude", f"{text!r} is not CASE=REASON")
+        exclusions[case] = reason.strip()
+    if unknown := exclusions.keys() - {case.id for case in subject.cases()}:
+        raise ConfigError("--exclude", f"there is no case {min(unknown)!r}")
+    return replace(subject, exclusions=exclusions)
 
 
 def _imported(flag: str, path: str) -> Any:
@@ -190,14 +222,16 @@ def print_outcome(outcome: Outcome) -> None:
 def not_certified(subject: Subject, outcomes: Sequence[Outcome]) -> list[str]:
     """Why a run without failures proves less than the kit could; empty if it proves all.
 
-    A case that is skipped because the connector declares no such capability lacks nothing.
+    A case that is skipped because the connector declares no such capability lacks nothing, and one
+    that its author excludes is told apart.
     """
     ran = {outcome.case for outcome in outcomes}
     left_out = sum(case.id not in ran for case in subject.cases())
     why = Counter(
         outcome.text
         for outcome in outcomes
-        if outcome.verdict is CaseVerdict.SKIPPED and not outcome.text.startswith("not declared")
+        if outcome.verdict is CaseVerdict.SKIPPED
+        and not outcome.text.startswith(("not declared", EXCLUDED))
     )
     told = [f"{text} ({count} case{'s' * (count > 1)})" for text, count in why.items()]
     return [*told, *([f"{left_out} cases were not asked for"] if left_out else [])]
@@ -233,6 +267,7 @@ def main(
     limit: float = 120.0,
     json_path: Path | None = None,
     only: Sequence[str] = (),
+    exclude: Sequence[str] = (),
     stop_at_failure: bool = False,
     quick: bool = False,
 ) -> int:
@@ -248,6 +283,7 @@ def main(
         limit: seconds after which a case has failed.
         json_path: where to write the report as JSON.
         only: texts, one of which is in the name of each case to run; all cases if there are none.
+        exclude: see `make_subject`.
         stop_at_failure: run no case after one that failed.
         quick: leave out cases that take long with any connector.
 
@@ -259,10 +295,33 @@ def main(
         ConfigError: the spec names no connector, or one that can't be built or opened; a text of
             `only` names no case.
     """
-    subject = make_subject(spec, kind, back_door=back_door, depth=depth, seed=seed)
+    subject = make_subject(spec, kind, back_door=back_door, depth=depth, seed=seed, exclude=exclude)
     cases = subject.cases(level, only, quick=quick)
+    outcomes, status, _ = check_all(subject, cases, limit=limit, stop_at_failure=stop_at_failure)
+    if json_path is not None:
+        write_json(subject, outcomes, json_path)
+    end(outcomes, status)
+    return status
+
+
+def end(outcomes: Sequence[Outcome], status: int) -> None:
+    """End the process now if a case hangs: the interpreter would wait for its threads."""
+    if any(outcome.hung for outcome in outcomes):
+        sys.stdout.flush()
+        sys.stderr.flush()
+        os._exit(status)
+
+
+def check_all(
+    subject: Subject, cases: Sequence[Case[Any]], *, limit: float, stop_at_failure: bool = False
+) -> tuple[list[Outcome], int, str]:
+    """Run cases and print each; the outcomes, an exit status as of `main`, and the verdict.
+
+    Raises:
+        ConfigError: the connector can't be built or opened.
+    """
     subject.probe()
-    print(f"{subject.kind} {spec}", flush=True)
+    print(f"{subject.kind} {subject.spec}", flush=True)
     outcomes: list[Outcome] = []
     for case in cases:
         outcomes.append(subject.run(case, limit))
@@ -275,19 +334,13 @@ def main(
         print(f"slow: {told}; most other stores and transports take less than {SLOW_S:g} s")
     told = ", ".join(f"{counts[verdict]} {verdict.value}" for verdict in CaseVerdict)
     print(f"{told} in {sum(outcome.seconds for outcome in outcomes):.1f} s", flush=True)
-    if json_path is not None:
-        write_json(subject, outcomes, json_path)
     lacking = not_certified(subject, outcomes)
     if counts[CaseVerdict.FAILED] or counts[CaseVerdict.BROKE]:
         status, verdict = (1 if counts[CaseVerdict.FAILED] else 3), "not passed"
     elif lacking:
         status, verdict = 4, f"passed, not certified: {'; '.join(lacking)}"
     else:
-        status, verdict = 0, "certified"
-    print(f"{spec}: {verdict}", flush=True)
-    if any(outcome.hung for outcome in outcomes):
-        # The interpreter would wait at its end for the threads of what hangs.
-        sys.stdout.flush()
-        sys.stderr.flush()
-        os._exit(status)
-    return status
+        count = sum(outcome.text.startswith(EXCLUDED) for outcome in outcomes)
+        status, verdict = 0, "certified" + (f", {count} excluded with a reason" if count else "")
+    print(f"{subject.spec}: {verdict}", flush=True)
+    return outcomes, status, verdict

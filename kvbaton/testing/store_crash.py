@@ -133,7 +133,7 @@ def a_killed_reader(rig: StoreRig) -> None:
     rig.expect(remote.objects, "stored again after a reader was killed")
 
 
-@case(3, "door.cut")
+@case(3, "persistent", "door.cut")
 def cut_objects(rig: StoreRig) -> None:
     """An object of which only the first bytes are left is a miss, and can be stored again."""
     for left in (0, 1, 50_000, 99_999):
@@ -149,7 +149,7 @@ def cut_objects(rig: StoreRig) -> None:
         rig.expect(objects, "stored again after it was cut")
 
 
-@case(3, "door.spoil")
+@case(3, "persistent", "door.spoil")
 def spoiled_objects(rig: StoreRig) -> None:
     """An object of which one kept byte has changed is a miss, and can be stored again."""
     for size in (1, 100_000):
@@ -162,7 +162,7 @@ def spoiled_objects(rig: StoreRig) -> None:
         rig.expect(objects, "stored again after it was spoiled")
 
 
-@case(3, "door.fail")
+@case(3, "persistent", "door.fail")
 def errors_are_told(rig: StoreRig) -> None:
     """While the back end fails, calls end with `StoreError` and `health` says why."""
     # "Not there" or "no room" would be taken for the truth, and an operator would see nothing.

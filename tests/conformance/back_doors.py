@@ -1,11 +1,16 @@
-"""The back doors of the built-in stores that keep files."""
+"""The back doors of the built-in stores."""
 
 from __future__ import annotations
 
 import json
 from pathlib import Path
+from typing import Any
 
+from kvbaton.connectors.stores.faulty import FaultyStore
 from kvbaton.connectors.stores.filesystem import Files, FilesystemStore, header
+from kvbaton.connectors.stores.memory import Arena, MemoryStore
+from kvbaton.connectors.stores.threaded import SEAL_BYTES, seal
+from kvbaton.connectors.stores.tiered import TieredStore
 
 
 class FilesystemBackDoor:
@@ -51,3 +56,63 @@ class FilesystemBackDoor:
 
     def _path(self, key: bytes) -> Path:
         return Path(self._files._path(key))
+
+
+class MemoryBackDoor:
+    """Reads the arena of a memory store, also of one that is inside of a faulty one."""
+
+    def __init__(self, store: MemoryStore | FaultyStore) -> None:
+        inner = store.inner if isinstance(store, FaultyStore) else store
+        assert isinstance(inner, MemoryStore)
+        assert isinstance(inner.backend, Arena)
+        self._arena = inner.backend
+
+    def get(self, key: bytes) -> bytes | None:
+        """A copy of what is in the arena."""
+        entry = self._arena._entries.get(key)
+        return None if entry is None else b"".join(self._arena._views(entry))
+
+
+class TieredBackDoor:
+    """Reaches the files of the last tier, a filesystem store."""
+
+    def __init__(self, store: TieredStore) -> None:
+        last = store.tiers[-1].store
+        assert isinstance(last, FilesystemStore)
+        files = FilesystemBackDoor(last)
+        self.get, self.put, self.fail = files.get, files.put, files.fail
+
+
+class RedisBackDoor:
+    """Reads and writes a redis store's values by a connection of its own."""
+
+    def __init__(self, store: Any) -> None:
+        from kvbaton.connectors.stores.redis import RedisValues
+
+        values: RedisValues = store.backend
+        self._redis, self._name = values._redis, values._name
+
+    def get(self, key: bytes) -> bytes | None:
+        """What is behind the seal."""
+        value: Any = self._redis.get(self._name(key))
+        return None if value is None else bytes(value[SEAL_BYTES:])
+
+    def put(self, key: bytes, data: bytes) -> None:
+        """Set a value."""
+        self._redis.set(self._name(key), seal(key, [memoryview(data)]) + data)
+
+    def cut(self, key: bytes, num_bytes: int) -> None:
+        """Shorten a value."""
+        value: Any = self._redis.get(self._name(key))
+        self._redis.set(self._name(key), value[: SEAL_BYTES + num_bytes])
+
+    def spoil(self, key: bytes) -> None:
+        """Change the last byte of a value."""
+        value: Any = self._redis.get(self._name(key))
+        self._redis.set(self._name(key), value[:-1] + bytes([value[-1] ^ 1]))
+
+    def fail(self, failing: bool) -> None:
+        """Take the permission for everything but this."""
+        rights = "-@all" if failing else "+@all"
+        command: Any = self._redis.execute_command
+        command("ACL", "SETUSER", "default", rights, "+acl")

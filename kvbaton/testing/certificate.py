@@ -1,0 +1,265 @@
+"""What a run of the kit has proven of one connector: as JSON, as JUnit's XML, and as a page."""
+
+from __future__ import annotations
+
+import html
+import json
+import os
+import platform
+import re
+from collections import Counter
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import asdict, dataclass, fields
+from datetime import UTC, datetime
+from importlib.metadata import packages_distributions, version
+from pathlib import Path
+from typing import Any
+from xml.etree import ElementTree
+
+import kvbaton
+from kvbaton.connectors.contract import FIRST
+from kvbaton.connectors.registry import find_connector, split_spec
+from kvbaton.testing.check import Subject, check_all
+from kvbaton.testing.kit import LEVELS, CaseVerdict, Outcome
+
+SCHEMA = 1
+"""Of the JSON certificate."""
+_SECRET = re.compile(r"secret|passw|token|credential|api_?key|access_?key|private", re.IGNORECASE)
+_USER_INFO = re.compile(r"(?<=://)[^/@\s]+(?=@)")
+HIDDEN = "***"
+
+Speed = Callable[[Subject], Sequence[Mapping[str, Any]]]
+"""Measures a connector beside plain copies: rows of a table, all with the same columns."""
+
+
+@dataclass(frozen=True)
+class Certificate:
+    """A run over one connector, and all that its result depends on.
+
+    Attributes:
+        verdict: ``certified``, ``passed, not certified`` or ``not passed``, and why.
+        plugin: its name, class, package and version.
+        contract: the version that it was written to, and ours.
+        capabilities: as declared.
+        options: of its spec, secrets hidden.
+        door: of the back door, its path; None without one.
+        capacity: that it was given, in bytes; None if it has none, or is a transport.
+        exclusions: reasons by case.
+        machine: on which it ran.
+        date: when, UTC.
+        pressure: the seed and the depth of the run.
+        speed: beside plain copies.
+        cases: how each ended.
+    """
+
+    verdict: str
+    plugin: Mapping[str, str | None]
+    contract: Mapping[str, str]
+    capabilities: Mapping[str, Any]
+    options: Mapping[str, Any]
+    door: str | None
+    capacity: int | None
+    exclusions: Mapping[str, str]
+    machine: Mapping[str, str]
+    date: str
+    pressure: Mapping[str, int]
+    speed: Sequence[Mapping[str, Any]]
+    cases: Sequence[Outcome]
+
+
+def certify(subject: Subject, speed: Speed, limit: float = 120.0) -> tuple[Certificate, int]:
+    """Run all cases, and measure; the certificate, and the exit status of `check_all`.
+
+    Args:
+        subject: what to check.
+        speed: see `Speed`.
+        limit: seconds after which a case has failed.
+
+    Raises:
+        ConfigError: it can't be built or opened.
+    """
+    outcomes, status, verdict = check_all(subject, subject.cases(), limit=limit)
+    target, options = split_spec(subject.spec, subject.registry)
+    found = find_connector(subject.registry, target)
+    with subject.rig() as rig:
+        connector = rig.store if subject.kind == "store" else rig.source
+        able = connector.capabilities
+        capacity = connector.usage().capacity if subject.kind == "store" else None
+    door = subject.back_door
+    certificate = Certificate(
+        verdict=verdict,
+        plugin=_plugin(target, found),
+        contract={
+            "plugin": getattr(found, "contract", FIRST),
+            "kvbaton": str(subject.registry.contract),
+        },
+        capabilities={item.name: _plain(getattr(able, item.name)) for item in fields(able)},
+        options=hide_secrets(options),
+        door=None if door is None else f"{door.__module__}:{getattr(door, '__qualname__', door)}",
+        capacity=capacity,
+        exclusions=subject.exclusions,
+        machine={
+            "system": platform.platform(),
+            "processor": _processor(),
+            "cores": str(len(os.sched_getaffinity(0))),
+            "memory": f"{os.sysconf('SC_PAGE_SIZE') * os.sysconf('SC_PHYS_PAGES') >> 30} GiB",
+            "python": platform.python_version(),
+            "kvbaton": kvbaton.__version__,
+        },
+        date=datetime.now(UTC).strftime("%Y-%m-%d %H:%M UTC"),
+        pressure={"seed": subject.seed, "depth": subject.depth},
+        speed=speed(subject) if status in (0, 4) else (),
+        cases=outcomes,
+    )
+    return certificate, status
+
+
+def hide_secrets(options: Any) -> Any:
+    """Options without passwords, tokens and keys: by their names, and in URLs."""
+    match options:
+        case dict():
+            return {
+                name: HIDDEN if _SECRET.search(name) and value is not None else hide_secrets(value)
+                for name, value in options.items()
+            }
+        case list():
+            return [hide_secrets(value) for value in options]
+        case str():
+            return _USER_INFO.sub(HIDDEN, options)
+    return options
+
+
+def write(certificate: Certificate, folder: Path) -> list[Path]:
+    """Write ``NAME.json``, ``NAME.xml`` and ``NAME.html`` into a folder, by the plug-in's name."""
+    name = re.sub(r"\W+", "-", str(certificate.plugin["name"]))
+    folder.mkdir(parents=True, exist_ok=True)
+    texts = {
+        "json": json.dumps(
+            {"schema": SCHEMA} | asdict(certificate), indent=1, default=lambda item: item.value
+        ),
+        "xml": junit(certificate),
+        "html": page(certificate),
+    }
+    paths = [folder / f"{name}.{ending}" for ending in texts]
+    for path, text in zip(paths, texts.values(), strict=True):
+        path.write_text(text + "\n")
+    return paths
+
+
+def junit(certificate: Certificate) -> str:
+    """As CI systems read it."""
+    outcomes = certificate.cases
+    counts = Counter(outcome.verdict for outcome in outcomes)
+    suite = ElementTree.Element(
+        "testsuite",
+        name=f"kvbaton {certificate.plugin['name']}",
+        tests=str(len(outcomes)),
+        failures=str(counts[CaseVerdict.FAILED]),
+        errors=str(counts[CaseVerdict.BROKE]),
+        skipped=str(counts[CaseVerdict.SKIPPED]),
+        time=f"{sum(outcome.seconds for outcome in outcomes):.3f}",
+    )
+    tags = {"failed": "failure", "skipped": "skipped", "kit broke": "error"}
+    for outcome in outcomes:
+        case = ElementTree.SubElement(
+            suite,
+            "testcase",
+            classname=f"kvbaton.{outcome.case.partition('.')[0]}",
+            name=outcome.case,
+            time=f"{outcome.seconds:.3f}",
+        )
+        if (tag := tags.get(outcome.verdict.value)) is not None:
+            ended = ElementTree.SubElement(case, tag, message=outcome.law)
+            ended.text = outcome.text
+    ElementTree.indent(suite)
+    return ElementTree.tostring(suite, encoding="unicode", xml_declaration=True)
+
+
+_STYLE = (
+    "body{font:15px/1.5 system-ui,sans-serif;max-width:60em;margin:2em auto;padding:0 1em}"
+    "table{border-collapse:collapse;margin:1em 0}td,th{text-align:left;padding:.1em .8em;"
+    "border-bottom:1px solid #ccc;vertical-align:top}.failed{color:#b00}.passed{color:#070}"
+)
+
+
+def page(certificate: Certificate) -> str:
+    """One HTML page that needs nothing else."""
+    told = certificate
+    name = told.plugin["name"]
+    about = {
+        "verdict": told.verdict,
+        **{key: value for key, value in told.plugin.items() if key != "name"},
+        "contract": f"{told.contract['plugin']} (kvbaton's is {told.contract['kvbaton']})",
+        "options": json.dumps(told.options),
+        "capabilities": ", ".join(f"{key} {value}" for key, value in told.capabilities.items()),
+        "back door": told.door or "none",
+        "capacity": "none of its own" if told.capacity is None else f"{told.capacity} bytes",
+        "date": told.date,
+        "machine": ", ".join(f"{key} {value}" for key, value in told.machine.items()),
+        "run": ", ".join(f"{key} {value}" for key, value in told.pressure.items()),
+    }
+    levels = []
+    for level, subject in enumerate(LEVELS):
+        some = [o for o in told.cases if o.case.startswith(f"L{level}.")]
+        passed = [o.case[3:] for o in some if o.verdict is CaseVerdict.PASSED]
+        rest = [
+            f"{o.case[3:]}: {o.verdict.value}, {o.text.splitlines()[0] if o.text else o.law}"
+            for o in some
+            if o.verdict is not CaseVerdict.PASSED
+        ]
+        if some:
+            levels.append([f"L{level} {subject}", f"{len(passed)}: {', '.join(passed)}", *rest])
+    lines = [
+        "<!doctype html>",
+        '<html lang="en"><meta charset="utf-8">',
+        f"<title>{html.escape(f'{name}: {told.verdict}')}</title><style>{_STYLE}</style>",
+        f"<h1>{html.escape(str(name))}</h1>",
+        _table([[key, value] for key, value in about.items()]),
+    ]
+    if told.exclusions:
+        excluded = [[case, reason] for case, reason in told.exclusions.items()]
+        lines += ["<h2>Excluded</h2>", _table(excluded, ["case", "reason"])]
+    rows = [[head, passed, "; ".join(rest)] for head, passed, *rest in levels]
+    lines += ["<h2>Cases</h2>", _table(rows, ["level", "passed", "not run, or failed"])]
+    if told.speed:
+        values = [[_number(value) for value in row.values()] for row in told.speed]
+        lines += ["<h2>Speed</h2>", _table(values, list(told.speed[0]))]
+    return "\n".join([*lines, "</html>"])
+
+
+def _table(rows: Sequence[Sequence[object]], heads: Sequence[object] = ()) -> str:
+    def row(cells: Sequence[object], tag: str) -> str:
+        return f"<tr>{''.join(f'<{tag}>{html.escape(str(cell))}</{tag}>' for cell in cells)}</tr>"
+
+    lines = [row(heads, "th")] if heads else []
+    return "\n".join(["<table>", *lines, *(row(cells, "td") for cells in rows), "</table>"])
+
+
+def _number(value: object) -> str:
+    return f"{value:.3g}" if isinstance(value, float) else str(value)
+
+
+def _plugin(target: str, found: Any) -> dict[str, str | None]:
+    package = found.__module__.partition(".")[0]
+    told: str | None
+    names = packages_distributions().get(package, [])
+    if package == "kvbaton":
+        told = f"kvbaton {kvbaton.__version__}"
+    else:
+        told = f"{names[0]} {version(names[0])}" if names else None
+    return {
+        "name": target,
+        "class": f"{found.__module__}:{found.__qualname__}",
+        "package": told or "not installed as a package: it has no version",
+    }
+
+
+def _processor() -> str:
+    found = re.search(r"^model name\s*: (.*)$", Path("/proc/cpuinfo").read_text(), re.MULTILINE)
+    return found[1] if found else platform.machine()
+
+
+def _plain(value: Any) -> Any:
+    if isinstance(value, frozenset):
+        return sorted(value)
+    return getattr(value, "name", value)

@@ -1,0 +1,101 @@
+"""Certify the built-in connectors, with door and capacity: ``make test-certificates``.
+
+``python -m tests.conformance.write_certificates DIR [NAME...]`` runs all of the kit over those of
+these names, or over all that this environment has, and writes each one's page into a folder. The
+exit status is 1 if one of them is not certified.
+"""
+
+from __future__ import annotations
+
+import sys
+import tempfile
+from collections.abc import Iterator, Mapping
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from kvbaton.bench.connector_speed import speed
+from kvbaton.testing.certificate import certify, write
+from kvbaton.testing.check import Subject
+from tests.conformance import test_stores_conform as stores
+from tests.conformance import test_transports_conform as transports
+from tests.conformance.back_doors import (
+    FilesystemBackDoor,
+    MemoryBackDoor,
+    RedisBackDoor,
+    TieredBackDoor,
+)
+from tests.conformance.test_remote_stores_conform import REMOTE
+
+NO_WAY_IN = {"L1.what-is-kept-is-what-is-loaded": "its memory has no way in but the store's own"}
+NO_CHECKSUM = {
+    "L3.spoiled-objects": "it keeps no checksum: the engine verifies a digest of each block"
+}
+NO_LIMIT = dict.fromkeys(
+    ("L1.a-full-store-says-no", "L1.a-full-store-stays-right", "L2.eviction-during-load"),
+    "the server's limit counts more than objects, and is not the store's own",
+)
+FASTER_TIER = dict.fromkeys(
+    ("L3.cut-objects", "L3.spoiled-objects", "L3.errors-are-told"),
+    "the faster tier has the object still, and a tier that fails is passed over",
+)
+TIERED = (
+    'tiered:{"tiers": ["memory:{\\"max_bytes\\": 16777216}",'
+    ' "filesystem:{\\"path\\": \\"{tmp}/objects\\", \\"max_bytes\\": 67108864}"]}'
+)
+
+Plan = tuple[AbstractContextManager[str], str, Any, Mapping[str, str]]
+"""Makes the spec; its kind, back door and exclusions."""
+
+
+@contextmanager
+def _server(name: str) -> Iterator[str]:
+    with tempfile.TemporaryDirectory() as folder, REMOTE[name](Path(folder)) as spec:
+        yield spec
+
+
+PLANS: dict[str, Plan] = {
+    "store-memory": (nullcontext(stores.MEMORY), "store", MemoryBackDoor, NO_WAY_IN),
+    "store-filesystem": (
+        nullcontext(stores.TestFilesystem.spec), "store", FilesystemBackDoor, NO_CHECKSUM,
+    ),
+    "store-tiered": (nullcontext(TIERED), "store", TieredBackDoor, FASTER_TIER),
+    "store-faulty": (nullcontext(stores.TestFaulty.spec), "store", MemoryBackDoor, NO_WAY_IN),
+    "store-redis": (_server("redis"), "store", RedisBackDoor, NO_LIMIT),
+    **{
+        f"transport-{spec.partition(':')[0]}": (nullcontext(spec), "transport", None, {})
+        for spec in (suite.spec for suite in transports.BUILT_IN)
+    },
+}  # fmt: skip
+"""By the page's name."""
+
+
+def main(words: list[str]) -> int:
+    """See the module."""
+    folder, names = Path(words[0]), words[1:]
+    lacking = []
+    for name, (spec, kind, door, exclusions) in PLANS.items():
+        if names and name not in names:
+            continue
+        try:
+            with spec as text, tempfile.TemporaryDirectory() as made:
+                subject = Subject(text, kind, door, exclusions=exclusions)
+                certificate, status = certify(subject, speed)
+                (page,) = (
+                    path for path in write(certificate, Path(made)) if path.suffix == ".html"
+                )
+                folder.mkdir(parents=True, exist_ok=True)
+                (folder / f"{name}.html").write_bytes(page.read_bytes())
+        except pytest.skip.Exception as reason:
+            print(f"{name} keeps its page: {reason}")
+            continue
+        if status:
+            lacking.append(f"{name}: {certificate.verdict}")
+    print("\n".join(lacking) or "all of them are certified")
+    return 1 if lacking else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))
