@@ -33,6 +33,11 @@ def pytest_addoption(parser: pytest.Parser) -> None:
     group.addoption("--kvbaton-limit", type=float, default=120.0, metavar="S", help=text)
 
 
+def pytest_configure(config: pytest.Config) -> None:
+    """Make the marker known that `StoreTests` gives to some of its cases."""
+    config.addinivalue_line("markers", "slow: takes many seconds with any connector")
+
+
 class CaseItem(pytest.Item):
     """One case over one connector."""
 
