@@ -59,8 +59,9 @@ and who comes next would pay for it (the prefill node decodes in one way, rests 
 @contextmanager
 def cluster(flags: list[str]) -> Iterator[str]:
     """One prefill and one decode node, a GPU each; yields the router's URL."""
+    words = ["--port=0", "--prefill=1", "--decode=1", "--policy=least-loaded"]
     process = subprocess.Popen(
-        [sys.executable, "-m", "kvbaton", "up", "--port=0", "--prefill=1", "--decode=1", *flags],
+        [sys.executable, "-m", "kvbaton", "up", *words, *flags],
         stdout=subprocess.PIPE,
         text=True,
         env={**os.environ},

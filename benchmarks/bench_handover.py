@@ -67,6 +67,7 @@ def main() -> None:
 def cluster(model: Path, flags: list[str]) -> Iterator[str]:
     """A cluster of one prefill and one decode node, one thread each; yields the router's URL."""
     words = ["up", f"--model={model}", "--port=0", "--prefill=1", "--decode=1", *flags]
+    words.append("--policy=least-loaded")  # hands over always
     process = subprocess.Popen(
         [sys.executable, "-m", "kvbaton", *words, "--num-threads=1"],
         stdout=subprocess.PIPE,

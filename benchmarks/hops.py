@@ -329,6 +329,7 @@ def cluster(folder: Path) -> Iterator[tuple[str, int]]:
     env = {**os.environ, "PYTHONPATH": str(folder), "PYTHONUNBUFFERED": "1"}
     words = ["up", f"--model={model}", "--port=0", "--transport=tcp", "--num-blocks=256"]
     words += ["--prefill=1", "--decode=1", "--device=cpu", "--max-model-len=256"]
+    words.append("--policy=least-loaded")  # hands over always
     process = subprocess.Popen(
         [sys.executable, "-m", "kvbaton", *words],
         env=env,

@@ -73,7 +73,7 @@ class RoutingPolicy:
         metavar="N",
     )
     policy: str = flag(
-        "least-loaded",
+        "cost",
         "who gets a request: round-robin, least-loaded, prefix-aware, sticky, threshold, cost, or "
         "package.module:Class",
         metavar="NAME",

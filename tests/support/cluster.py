@@ -29,7 +29,9 @@ class Cluster:
         self.servers: list[Server] = []
 
     def start_router(self, name: str = "router", *flags: str) -> Router:
-        words = ["router", "--port=0", f"--model={self.model}", "--served-model-name=tiny"]
+        # It hands over always, which is what most tests are about.
+        words = ["router", "--port=0", f"--model={self.model}", "--policy=least-loaded"]
+        words.append("--served-model-name=tiny")
         router = Router(name, [*words, *flags], self.folder)
         self.servers.append(router)
         return router
