@@ -62,16 +62,19 @@ class Prompts:
         """A request begins, perhaps as a session's next turn; returns its prompt."""
         tokens, known = token_ids(request.pieces), list[bytes]()
         if before is not None:
-            earlier = self.requests.pop(before)
-            shared = earlier.prompt_tokens // self.block_size
-            known = self._keys.pop(before)[:shared]
+            earlier, keys = self.requests[before], self._keys.pop(before)
+            if request.pieces[: len(earlier.pieces)] == earlier.pieces:
+                known = keys
         self.requests[name] = request
         self._keys[name] = block_keys(self.root, tokens, self.block_size, parent_keys=known)
         return tokens
 
     def keys(self, request_id: str) -> list[bytes]:
-        """Of the whole blocks of a request's prompt, by its id at the router or at a node."""
-        return self._keys[request_id.partition(".")[0]]
+        """Of the whole blocks of a request's prompt, by its id at the router or at a node.
+
+        None are known of a request that is over for its client.
+        """
+        return self._keys.get(request_id.partition(".")[0], [])
 
     def next_token(self, sequence: Sequence) -> int:
         """What a sequence generates next."""
@@ -84,8 +87,8 @@ class Prompts:
         return request.output_tokens - sequence.num_generated
 
     def forget(self, name: str) -> None:
-        """A request is over, and no other one follows it."""
-        del self.requests[name], self._keys[name]
+        """A request is over for its client, and no other one follows it."""
+        del self._keys[name]
 
 
 class KnownKeys(KVConnector):
@@ -99,7 +102,7 @@ class KnownKeys(KVConnector):
     def added(self, sequence: Sequence) -> bool:
         """See `KVConnector.added`."""
         keys = self._prompts.keys(sequence.request.request_id)
-        sequence.chains[self._prompts.block_size] = keys
+        sequence.chains[self._prompts.block_size] = keys  # `Sequence.chain` adds what is missing
         return False
 
 

@@ -312,9 +312,7 @@ class _Service:
         while failed and follower is not None:  # a session ends with a request that fails
             self._left -= 1
             follower = self._followers.get(follower)
-        if failed:
-            pass  # nodes may still compute it
-        elif follower is None:
+        if follower is None:
             self._prompts.forget(str(index))
         else:
             self.loop.call_later(self._trace[follower].at, self._submit, follower)

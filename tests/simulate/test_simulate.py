@@ -85,6 +85,30 @@ def test_what_comes_too_late_fails_and_leaves_nothing() -> None:
     assert done.leaked == 0
 
 
+def test_a_turn_that_repeats_nothing_finds_nothing() -> None:
+    turns = [
+        TraceRequest(0.0, ((10 + 2 * i, 4000),), 20, 11 + 2 * i, i - 1 if i else None)
+        for i in range(6)
+    ]
+    done = serve(turns, "1P1D", "cost")
+    assert [o.cached for o in done.outcomes] == [0] * 6
+    assert done.leaked == 0
+
+
+def test_an_h200s_closed_loop_is_as_measured() -> None:
+    """64 at once, 2,048 in, 128 out, through one P and one D (docs/performance.md)."""
+    trace = [
+        TraceRequest(0.0, ((10 + 2 * i, 2048),), 128, 11 + 2 * i, i - 64 if i >= 64 else None)
+        for i in range(256)
+    ]
+    done = serve(trace, "1P1D", "least-loaded")
+    assert len(trace) / done.seconds == pytest.approx(19.4, rel=0.1)
+    gaps = sorted(gap for o in done.outcomes for gap in o.gaps)
+    assert gaps[len(gaps) // 2] == pytest.approx(0.00584, rel=0.1)
+    firsts = sorted(o.ttft_s or 0.0 for o in done.outcomes)
+    assert firsts[128] == pytest.approx(2.37, rel=0.1)
+
+
 def test_equal_seeds_give_equal_runs_and_others_do_not() -> None:
     trace, model = CHAT(1, 3.0, 4.0), load_engine()
     first, again = (serve(trace, "2P2D", "cost", model, seed=5) for _ in range(2))
