@@ -85,9 +85,9 @@ class EngineClients:
         client = await EngineClient.connect(address, cluster_key=key)
         self.retire(node.node_id)
         self._clients[node.node_id] = node, client
+        self._watching[client] = asyncio.create_task(self._watch(node, client))
         if self._index is not None and node.role != "encode":
             client.watch_blocks(partial(self._index.take, node))
-        self._watching[client] = asyncio.create_task(self._watch(node, client))
 
     async def _watch(self, node: NodeInfo, client: EngineClient) -> None:
         await client.died.wait()
