@@ -59,6 +59,7 @@ class HandoverFactory:
         """
         from kvbaton.connectors.channel import ControlChannel
         from kvbaton.connectors.transfer.thread import TransferThread
+        from kvbaton.decode.prefix_connector import PrefixConnector
         from kvbaton.decode.target_connector import TargetConnector
         from kvbaton.prefill.source_connector import SourceConnector
 
@@ -80,16 +81,15 @@ class HandoverFactory:
                 )
             )
         if receiver is not None:
-            connectors.append(
-                TargetConnector(
-                    transfers,
-                    executor,
-                    scheduler,
-                    members=config.peers,
-                    trust_loopback=config.cluster_key is None,
-                    poison=surroundings.config.debug_poison,
-                )
+            target = TargetConnector(
+                transfers,
+                executor,
+                scheduler,
+                members=config.peers,
+                trust_loopback=config.cluster_key is None,
+                poison=surroundings.config.debug_poison,
             )
+            connectors += [target, PrefixConnector(target)]
         transfers.start()
         return connectors
 

@@ -19,7 +19,9 @@ TokenId = Annotated[int, Meta(ge=0, lt=1 << 31)]
 
 Id128 = Annotated[bytes, Meta(min_length=16, max_length=16)]
 
-Key = Annotated[bytes, Meta(min_length=32, max_length=32)]
+KEY_BYTES = 32
+
+Key = Annotated[bytes, Meta(min_length=KEY_BYTES, max_length=KEY_BYTES)]
 
 MAX_NAME = 256
 

@@ -21,11 +21,11 @@ from typing import NamedTuple
 import msgspec
 
 from kvbaton.errors import ConfigError
+from kvbaton.types import KEY_BYTES
 
 KEY_SCHEMA = 1
 """Version of everything that this file computes; part of every identity."""
 
-KEY_BYTES = 32
 PACKED_BLOCKS = 16
 """`iter_block_keys` packs the tokens of so many blocks at once."""
 SAMPLES = 64

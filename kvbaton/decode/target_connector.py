@@ -44,7 +44,8 @@ class TargetConnector(KVConnector):
     """Receives prompts from other nodes.
 
     A hand-over is awaited from the request's arrival until its admission, then live until it is
-    delivered or fails; its blocks stay reserved until no write can land in them any more.
+    delivered or fails; its blocks stay reserved until no write can land in them any more. Prefixes
+    that `PrefixConnector` fetches go the same way.
 
     Args:
         transfers: the transfer thread, with a receiver.
@@ -81,6 +82,7 @@ class TargetConnector(KVConnector):
         self.poison = poison
         self.wake_fds = (self.receiver.outbox_fd,)
         self.outcomes = dict.fromkeys(self.OUTCOMES, 0)
+        self.prefix_outcomes = dict.fromkeys(("delivered", "failed", "cancelled"), 0)
         self._static = frozenset(members)
         self._members: frozenset[str] = frozenset()
         self._awaited: dict[str, TransferSpec] = {}  # by request
@@ -103,16 +105,24 @@ class TargetConnector(KVConnector):
         transfer = target_of(request)
         if transfer is None:
             return request
-        if transfer.peer is None or not self._is_member(transfer.peer):  # no client makes us dial
-            raise RequestError(
-                f"{transfer.peer} is not a member of this cluster; members come from the router "
-                "or from --peer",
-                param="kv_transfer_params.remote_host",
-                code="not_a_member",
-            )
+        self.check_member(transfer.peer or "", "remote_host")
         if transfer.name in self._reserved or transfer.name in self._attempts:
             raise transfer_consumed(transfer)
         return request
+
+    def check_member(self, peer: str, field: str) -> None:
+        """Refuse a peer that nobody vouches for: no client makes us dial.
+
+        Raises:
+            RequestError: it is no member (400).
+        """
+        if not self._is_member(peer):
+            raise RequestError(
+                f"{peer or 'None'} is not a member of this cluster; members come from the router "
+                "or from --peer",
+                param=f"kv_transfer_params.{field}",
+                code="not_a_member",
+            )
 
     def _is_member(self, address: str) -> bool:
         if address in self._members:
@@ -158,16 +168,29 @@ class TargetConnector(KVConnector):
         transfer = self._admit(request)
         assert transfer.peer is not None, "checked in accept"
         attempt = transfer.name
-        self._live[attempt] = load
-        self._reserved[attempt] = load.spans
+        key = prompt_key(request.root, tokens, extras=request.extras)
+        deadline_s = max(0.0, request.deadline - self.scheduler.clock())
+        self.begin(load, Start(attempt, transfer.peer, key, len(tokens), load.spans, deadline_s))
+
+    def begin(self, load: Load, order: Start) -> None:
+        """Let the transfer thread fill the blocks of a load, also of another connector's."""
+        self._live[order.attempt] = load
+        self._reserved[order.attempt] = load.spans
         if self.poison:
             for group, spans in enumerate(load.spans):
                 self.executor.poison(group, [block for span in spans for block in span.blocks])
-        key = prompt_key(request.root, tokens, extras=request.extras)
-        deadline_s = max(0.0, request.deadline - self.scheduler.clock())
-        self.transfers.submit(
-            Start(attempt, transfer.peer, key, len(tokens), load.spans, deadline_s)
-        )
+        self.transfers.submit(order)
+
+    def cancel(self, attempt: Attempt, request: requests.Request) -> None:
+        """A request is over; so is what it waited for, if it did."""
+        load = self._live.get(attempt)
+        if load is not None and load.sequence.request is request:
+            del self._live[attempt]
+            self._outcomes(load)["cancelled"] += 1
+            self.transfers.submit(CancelTarget(attempt))
+
+    def _outcomes(self, load: Load) -> dict[str, int]:
+        return self.outcomes if load.connector is self else self.prefix_outcomes
 
     @override
     def finished(self, request: requests.Request) -> None:
@@ -176,12 +199,7 @@ class TargetConnector(KVConnector):
             return
         if request.request_id in self._awaited:
             self._admit(request)
-        attempt = transfer.name
-        load = self._live.get(attempt)
-        if load is not None and load.sequence.request is request:
-            del self._live[attempt]
-            self.outcomes["cancelled"] += 1
-            self.transfers.submit(CancelTarget(attempt))
+        self.cancel(transfer.name, request)
 
     # --- what the transfer thread says ---
 
@@ -193,7 +211,10 @@ class TargetConnector(KVConnector):
                 case Deliver():
                     load = self._live.pop(action.attempt, None)
                     if load is not None:
-                        self.outcomes["delivered"] += 1
+                        self._outcomes(load)["delivered"] += 1
+                    if load is not None and load.connector is not self:
+                        self.scheduler.cut_load(load, action.num_tokens)
+                    elif load is not None:
                         outputs += self.scheduler.finish_load(
                             load, action.choices, cached_at_source=action.cached_tokens
                         )
@@ -213,7 +234,10 @@ class TargetConnector(KVConnector):
         load = self._live.pop(action.attempt, None)
         if load is None:
             return []
-        self.outcomes["failed"] += 1
+        self._outcomes(load)["failed"] += 1
+        if load.connector is not self:
+            self.scheduler.cut_load(load, action.valid_through)
+            return []
         return self.scheduler.fail_load(load, action.valid_through, action.reason)
 
     # --- accounts ---
@@ -233,8 +257,10 @@ class TargetConnector(KVConnector):
             for name, value in self.receiver.published.items()
             if name != "unhealthy"
         }
-        for outcome, count in self.outcomes.items():
-            totals[f'kvbaton_transfers_total{{role="target",outcome="{outcome}"}}'] = float(count)
+        for role, outcomes in (("target", self.outcomes), ("prefix", self.prefix_outcomes)):
+            for outcome, count in outcomes.items():
+                name = f'kvbaton_transfers_total{{role="{role}",outcome="{outcome}"}}'
+                totals[name] = float(count)
         if self.transfers.sender is None:  # else the source's connector tells
             totals["kvbaton_control_junk_total"] = float(self.transfers.junk)
         return totals

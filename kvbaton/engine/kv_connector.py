@@ -75,7 +75,8 @@ class KVConnector:
     Attributes:
         name: of its part in the debugging dump.
         transfer_role: the role that a request's `TransferSpec` gives to this node, if it serves it.
-        medium: where the KV that it loads comes from.
+        medium: where the KV that it loads comes from: a hand-over of a whole prompt, a store, or
+            blocks of a prefix that another node has.
         waits_for_room: a request that it can load for waits until there is room; else it is
             computed when nothing else loads.
         control_address: where peers reach it; None if nobody dials it.
@@ -85,7 +86,7 @@ class KVConnector:
 
     name = "connector"
     transfer_role: str | None = None
-    medium: Literal["transferred", "store"] = "transferred"
+    medium: Literal["transferred", "store", "peer"] = "transferred"
     waits_for_room = False
     control_address: str | None = None
     wake_fds: Sequence[int] = ()

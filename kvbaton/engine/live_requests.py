@@ -35,7 +35,7 @@ from kvbaton.engine.request import (
 from kvbaton.engine.step import BlockCopy
 from kvbaton.engine.validate import validate_request
 from kvbaton.errors import RequestError
-from kvbaton.messages.engine import AddRequest, Output, TransferSpec
+from kvbaton.messages.engine import AddRequest, Output
 from kvbaton.types import ChoiceStart, TokenLogprobs, clip_text
 
 _rank = attrgetter("rank")
@@ -143,7 +143,9 @@ class LiveRequests:
                 f"request id {request.request_id!r} is in use", param="request_id", status=409
             )
         if request.transfer is not None:
-            self._check_role(request.transfer)
+            self._check_role(request.transfer.role)
+        if request.prefix is not None:
+            self._check_role("target", "remote_prefix")
         for connector in self.connectors.having[KVConnector.accept]:
             request = connector.accept(request)
         known = [*request.token_ids, *request.resume_ids]
@@ -186,10 +188,10 @@ class LiveRequests:
             cached = min(self._cached(sequence), len(known) - 1) if entered.reads_cache else 0
             self.items.request(sequence, cached)
 
-    def _check_role(self, transfer: TransferSpec) -> None:
+    def _check_role(self, role: str, field: str = "") -> None:
         """Refuse a part in a hand-over that no connector plays, or only one that fails."""
         for connector in self.connectors.all:
-            if connector.transfer_role != transfer.role:
+            if connector.transfer_role != role:
                 continue
             if connector not in self.connectors.failing:
                 return
@@ -198,13 +200,13 @@ class LiveRequests:
                 status=503,
                 code="unhealthy",
             )
-        field, other = {
+        usual, other = {
             "source": ("do_remote_decode", "prefill"),
             "target": ("do_remote_prefill", "decode"),
-        }[transfer.role]
+        }[role]
+        field = field or usual
         raise RequestError(
-            f"this node is no {transfer.role} of hand-overs; send {field} to one of role {other} "
-            "or any",
+            f"this node is no {role} of hand-overs; send {field} to one of role {other} or any",
             param=f"kv_transfer_params.{field}",
         )
 
@@ -550,10 +552,18 @@ class LiveRequests:
             whence = " from the store" if load.connector.medium == "store" else ""
             error = f"the KV cache could not be loaded{whence}: {reason}"
             return self.end(load.sequence.request, "error", error)
-        valid = min(valid_through, load.end)
-        self._keep(load, valid - valid % self.blocks.alignment)
-        self._requeue(load)
+        self.cut_load(load, valid_through)
         return []
+
+    def cut_load(self, load: Load, valid_through: int) -> None:
+        """Of a load only so many tokens came: keep them, in whole blocks, and compute the others.
+
+        Loads that nobody waits for are ignored.
+        """
+        if self.is_loading(load):
+            valid = min(valid_through, load.end)
+            self._keep(load, valid - valid % self.blocks.alignment)
+            self._requeue(load)
 
     def fail_connector(
         self, connector: KVConnector, request: Request | None, reason: str

@@ -144,6 +144,8 @@ def validate_request(request: AddRequest, config: SchedulerConfig, blocks: KVCac
     check_range("priority", request.priority, Range(-INT32, INT32))
     if request.transfer is not None:
         _check_transfer(request.transfer, "kv_transfer_params")
+    if request.prefix is not None:
+        _check_address(request.prefix.peer, "kv_transfer_params.remote_prefix")
     for number, item in enumerate(request.items):
         if item.transfer is not None:
             _check_transfer(item.transfer, f"items[{number}].transfer")
@@ -157,7 +159,11 @@ def _check_transfer(transfer: TransferSpec, param: str) -> None:
             f"transfer role {transfer.role[:20]!r} is neither 'source' nor 'target'", param=param
         )
     if transfer.peer is not None:
-        try:
-            host_of(transfer.peer)
-        except ValueError as error:
-            raise RequestError(f"the peer's address: {error}", param=param) from None
+        _check_address(transfer.peer, param)
+
+
+def _check_address(address: str, param: str) -> None:
+    try:
+        host_of(address)
+    except ValueError as error:
+        raise RequestError(f"the peer's address: {error}", param=param) from None

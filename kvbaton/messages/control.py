@@ -12,15 +12,32 @@ from typing import Annotated
 import msgspec
 from msgspec import Meta, Struct
 
-from kvbaton.types import BlockSpan, ChoiceStart, Count, Id128, Key, Name, NodeId, Text, clip_text
+from kvbaton.types import (
+    KEY_BYTES,
+    BlockSpan,
+    ChoiceStart,
+    Count,
+    Id128,
+    Key,
+    Name,
+    NodeId,
+    Text,
+    clip_text,
+)
 
-PROTOCOL_VERSION = 3
+PROTOCOL_VERSION = 4
 """2: digests of another formula, which travel in the notices of writes."""
 
 MIN_PROTOCOL_VERSION = 2
 
 SHARING_PAIRS_VERSION = 3
 """From it on D waits for notices of the rank pairs that share bytes, before for those of all."""
+
+BLOCK_KEYS_VERSION = 4
+"""From it on a `Reserve` may name blocks by key that P holds, instead of a prompt to come."""
+
+MAX_KEYS = 1 << 16
+"""Blocks that one `Reserve` may name by key."""
 
 MAX_SESSIONS_ASKED = 256
 
@@ -110,6 +127,8 @@ class Reserve(TransferMessage, frozen=True, tag="reserve", kw_only=True):
         spans: per group, the target blocks wanted.
         remaining_ms: how long D will wait in all.
         more: D will extend this reservation by another `Reserve`.
+        keys: of the blocks from the first token wanted to `num_tokens`, 32 bytes each: P sends
+            those that it holds, at once. The last is `prompt_key`. Empty for a prompt to come.
     """
 
     prompt_key: Key
@@ -117,6 +136,7 @@ class Reserve(TransferMessage, frozen=True, tag="reserve", kw_only=True):
     spans: tuple[tuple[BlockSpan, ...], ...]
     remaining_ms: Count
     more: bool = False
+    keys: Annotated[bytes, Meta(max_length=KEY_BYTES * MAX_KEYS)] = b""
 
 
 class Accepted(TransferMessage, frozen=True, tag="accepted", kw_only=True):
@@ -153,9 +173,10 @@ class Complete(TransferMessage, frozen=True, tag="complete", kw_only=True):
     """P is done: all writes are posted and the first tokens are known.
 
     Attributes:
-        num_tokens: prompt positions with valid KV.
+        num_tokens: prompt positions with valid KV; of block keys perhaps fewer than were named, as
+            P no longer has the others.
         num_writes: writes are numbered 0 to num_writes - 1.
-        choices: token 0 of each choice.
+        choices: token 0 of each choice; none of block keys.
         cached_tokens: prompt tokens that P did not have to compute.
     """
 

@@ -101,6 +101,18 @@ class TransferSpec(Struct, frozen=True, kw_only=True):
         return Attempt(self.transfer_id, self.attempt)
 
 
+class PrefixAt(Struct, frozen=True, kw_only=True):
+    """A node that has the first tokens of a prompt cached, and can send their blocks.
+
+    Attributes:
+        peer: its control address ``tcp://host:port``.
+        num_tokens: that it is thought to hold.
+    """
+
+    peer: Name
+    num_tokens: Count
+
+
 class Item(Struct, frozen=True, kw_only=True):
     """A multimodal item of a prompt: tokens [start, start + length) stand for it.
 
@@ -158,6 +170,8 @@ class AddRequest(Struct, frozen=True, tag="add", kw_only=True):
         transfer: its part in a hand-over, if any.
         items: multimodal items, by start; they do not overlap.
         tenant: whose it is; among equal priorities tenants get equal shares.
+        prefix: who has the first tokens cached, if they are to be fetched; what does not come is
+            computed.
     """
 
     request_id: Name
@@ -170,6 +184,7 @@ class AddRequest(Struct, frozen=True, tag="add", kw_only=True):
     transfer: TransferSpec | None = None
     items: tuple[Item, ...] = ()
     tenant: Text = ""
+    prefix: PrefixAt | None = None
 
 
 class AbortRequest(Struct, frozen=True, tag="abort", kw_only=True):

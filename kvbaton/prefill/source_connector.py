@@ -14,6 +14,7 @@ from typing_extensions import override
 
 from kvbaton.connectors.digest import PendingSums
 from kvbaton.connectors.keys import prompt_key
+from kvbaton.connectors.layout import GroupKind
 from kvbaton.connectors.protocol.checks import spans_slice
 from kvbaton.connectors.protocol.events import (
     Announce,
@@ -28,16 +29,22 @@ from kvbaton.connectors.protocol.events import (
 )
 from kvbaton.connectors.transfer.source_worker import SourceWorker
 from kvbaton.connectors.transfer.thread import TransferThread
+from kvbaton.connectors.transfer.worker import attempt_name
 from kvbaton.engine import request as requests
+from kvbaton.engine.block_pool import NULL_BLOCK
 from kvbaton.engine.executor import Executor
 from kvbaton.engine.kv_connector import HeldBlocks, KVConnector, transfer_consumed
+from kvbaton.engine.request import Tables
 from kvbaton.engine.scheduler import Scheduler
 from kvbaton.errors import RequestError
 from kvbaton.messages.engine import AddRequest, Output, TransferSpec
 from kvbaton.server.transfer_params import source_params
-from kvbaton.types import Attempt, ChoiceStart, NodeId, Spans
+from kvbaton.types import KEY_BYTES, Attempt, ChoiceStart, NodeId, Spans
 
 logger = logging.getLogger(__name__)
+
+OTHERS = -1
+"""In a table, a block that its target has already."""
 
 ToSource = Engage | Release | StopSource | EvictSource | RefuseAnnounce
 MAX_UNCLAIMED_TOKENS = 1 << 23
@@ -132,6 +139,7 @@ class SourceConnector(KVConnector):
         self._by_request: dict[str, _Source] = {}
         self._unclaimed: dict[Attempt, _Source] = {}
         self._unclaimed_tokens = 0
+        self._pinned: dict[Attempt, Spans] = {}
         self._outputs: list[Output] = []
 
     # --- requests ---
@@ -252,19 +260,29 @@ class SourceConnector(KVConnector):
             computed -= computed % self.scheduler.blocks.alignment
         if computed <= source.reported:
             return
-        start, end = source.reported, computed
-        source.reported, sequence = end, request.sequences[0]
-        manager, counted = self.scheduler.blocks, source.counted
+        start, source.reported = source.reported, computed
+        tables = request.sequences[0].tables
+        report = self._report(source.attempt, tables, start, computed, source.counted)
+        source.held.append(report.spans)
+        if computed < source.num_tokens or len(source.first) == source.request.params.n:
+            self.transfers.submit(report)
+        else:
+            source.last = report
+
+    def _report(
+        self, attempt: Attempt, tables: Tables, start: int, end: int, counted: tuple[int, ...]
+    ) -> BlocksReady:
+        """Hold the blocks of tokens [start, end); returns the report that they are ready."""
+        manager = self.scheduler.blocks
         sizes = [group.span_tokens for group in manager.groups]
         # Of a window only the last blocks are wanted, and the last state; others go back at once.
         spans = tuple(
             spans_slice(held, (first // size, -(-end // size)))
             for held, first, size in zip(
-                manager.spans(sequence.tables, start, end), counted, sizes, strict=True
+                manager.spans(tables, start, end), counted, sizes, strict=True
             )
         )
         manager.hold_outgoing(spans)
-        source.held.append(spans)
         sums = []
         for group, held in enumerate(spans):
             begin, size = max(start, counted[group]), sizes[group]
@@ -277,11 +295,35 @@ class SourceConnector(KVConnector):
                 part = self.executor.digest(group, blocks[:1], first, begin, past)
                 pending = CutSums(pending, whole, part)
             sums.append((held[0].first if held else 0, pending))
-        report = BlocksReady(source.attempt, start, end, spans, tuple(sums))
-        if end < source.num_tokens or len(source.first) == source.request.params.n:
-            self.transfers.submit(report)
-        else:
-            source.last = report
+        return BlocksReady(attempt, start, end, spans, tuple(sums))
+
+    def _send_held(self, action: Engage) -> None:
+        """Pin the blocks named by key that are still in the cache, and report them at once."""
+        manager, start = self.scheduler.blocks, action.start
+        keys = [action.keys[i : i + KEY_BYTES] for i in range(0, len(action.keys), KEY_BYTES)]
+        size = manager.alignment  # a `Reserve` with keys was accepted: all groups have this size
+        end = start + len(keys) * size
+        hits = []
+        for g, group in enumerate(manager.groups):
+            by_key = manager.pool.by_key[g]
+            if group.kind is GroupKind.FULL:
+                found = manager.pool.match(keys, g)
+            else:
+                found = [by_key.get(key, NULL_BLOCK) for key in keys]
+            hits.append([OTHERS] * (start // size) + found)
+        held = manager.usable(hits, end + 1)
+        if held < end and any(group.reach for group in manager.groups):
+            held = 0  # what the target has reserved is what the whole prefix needs
+        if held <= start:
+            self.transfers.submit(SourceFailed(action.attempt, "none of it is held any more"))
+            return
+        tables = []
+        for group, hit in zip(manager.groups, hits, strict=True):
+            first = max(start // size, group.first_needed(held))
+            tables.append([NULL_BLOCK] * first + hit[first : held // size])
+        report = self._report(action.attempt, tables, start, held, action.counted)
+        self._pinned[action.attempt] = report.spans
+        self.transfers.submit(report, FirstTokens(action.attempt, ()))
 
     # --- what the transfer thread says ---
 
@@ -290,10 +332,14 @@ class SourceConnector(KVConnector):
         for action in cast("list[ToSource]", self.sender.take()):
             source = self._sources.get(action.attempt)
             match action:
+                case Engage() if action.keys:
+                    self._send_held(action)
                 case Engage():
                     self._engage(source, action)
                 case Release():
                     self.outcomes[action.outcome] = self.outcomes.get(action.outcome, 0) + 1
+                    if (pinned := self._pinned.pop(action.attempt, None)) is not None:
+                        self.scheduler.blocks.release_outgoing(pinned)
                     if source is not None:
                         self._forget(action.attempt)
                         # A run for a late reservation has its first tokens before it is over.
@@ -304,8 +350,9 @@ class SourceConnector(KVConnector):
                     self._end_run(source)
                     if source.start is None:
                         self._forget(action.attempt)
-                case EvictSource() if source is not None:
-                    for spans in source.held:
+                case EvictSource():
+                    pinned = self._pinned.get(action.attempt)
+                    for spans in source.held if source is not None else filter(None, [pinned]):
                         self.scheduler.blocks.evict(spans, action.bad)
                 case RefuseAnnounce() if source is not None:
                     self._forget(action.attempt)
@@ -362,13 +409,13 @@ class SourceConnector(KVConnector):
 
     @override
     def busy(self) -> bool:
-        return any(source.start is not None for source in self._sources.values())
+        leased = any(source.start is not None for source in self._sources.values())
+        return leased or bool(self._pinned)
 
     @override
     def held_blocks(self) -> HeldBlocks:
-        return HeldBlocks(
-            outgoing=[spans for source in self._sources.values() for spans in source.held]
-        )
+        held = [spans for source in self._sources.values() for spans in source.held]
+        return HeldBlocks(outgoing=[*held, *self._pinned.values()])
 
     @override
     def counters(self) -> dict[str, float]:
@@ -384,10 +431,11 @@ class SourceConnector(KVConnector):
     @override
     def gauges(self) -> dict[str, float]:
         # An announced transfer holds nothing: nobody has reserved it yet.
-        leases = sum(source.start is not None for source in self._sources.values())
+        engaged = sum(source.start is not None for source in self._sources.values())
+        leases = engaged + len(self._pinned)
         return {
             "kvbaton_transfers_live": float(leases),
-            "kvbaton_transfers_announced": float(len(self._sources) - leases),
+            "kvbaton_transfers_announced": float(len(self._sources) - engaged),
             "kvbaton_leases": float(leases),
             "kvbaton_unhealthy": float(self.transfers.failure is not None),
         }
@@ -408,6 +456,7 @@ class SourceConnector(KVConnector):
                 }
                 for source in self._sources.values()
             ],
+            "pinned": [attempt_name(attempt) for attempt in self._pinned],
             **self.transfers.inspect(self.sender.state),
         }
 

@@ -82,12 +82,41 @@ def choose(
         costs.learn(ready.serving, loads),
     )
     route = policy.choose(options)
+    if wanted.cached and policy.settings.min_fetch_tokens:
+        route = with_holder(route, options, policy.settings.min_fetch_tokens)
+    if route.holder is not None:  # as if it had that itself: what crosses meanwhile is not priced
+        held = {**wanted.cached, route.prefills.node_id: route.held}
+        options = replace(options, cached=held)
     if options.measured:
         route = replace(route, predicted=options.predict(costs, route))
     if not wanted.items:
         return route
     min_rows = policy.settings.min_encode_rows
     return with_encoders(route, wanted.items, ready, loads, avoid=avoid, min_rows=min_rows)
+
+
+def with_holder(route: Route, options: Options, min_tokens: int) -> Route:
+    """A route that also says from whom the node that prefills fetches a prefix.
+
+    Args:
+        route: of the prompt.
+        options: what there was to choose from; whoever may hand over to that node may send it a
+            prefix.
+        min_tokens: fewer that need not be computed are not worth it.
+    """
+    node, cached = route.prefills.node_id, options.cached
+    least = cached.get(node, 0) + min_tokens
+    holders = [
+        source
+        for source, target in options.pairs
+        if target.node_id == node and cached.get(source.node_id, 0) >= least
+    ]
+    if not holders:
+        return route
+    best = max(
+        holders, key=lambda h: (cached[h.node_id], -options.load(h).prompt_tokens, h.node_id)
+    )
+    return replace(route, holder=best, held=cached[best.node_id])
 
 
 # --- items ---

@@ -33,6 +33,8 @@ class Decision(Struct, kw_only=True):
         source: of who prefills for it; None if the target does.
         num_tokens: of the prompt.
         cached_tokens: of those, what the node that prefills is known to hold.
+        holder: node id of whom it fetches a prefix from; None if it fetches none.
+        held_tokens: that the holder is known to hold.
         pairs: there were to choose from.
         singles: likewise.
         ttft_s: predicted; None while no node has measured anything.
@@ -54,6 +56,8 @@ class Decision(Struct, kw_only=True):
     cached_tokens: int
     pairs: int
     singles: int
+    holder: str | None = None
+    held_tokens: int = 0
     ttft_s: float | None = None
     itl_s: float | None = None
     delay_s: float | None = None
@@ -74,6 +78,8 @@ class Decision(Struct, kw_only=True):
             f"pairs={self.pairs}",
             f"singles={self.singles}",
         ]
+        if self.holder is not None:
+            parts.append(f"prefix={self.held_tokens}@{self.holder}")
         for name, seconds in (
             ("ttft", self.ttft_s),
             ("itl", self.itl_s),
@@ -159,6 +165,8 @@ class RouteChooser:
             cached_tokens=route.cached,
             pairs=len(ready.pairs),
             singles=len(ready.serving),
+            holder=None if route.holder is None else route.holder.node_id,
+            held_tokens=route.held,
             pair_cost_s=route.pair_cost_s,
             single_cost_s=route.single_cost_s,
         )

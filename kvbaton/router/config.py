@@ -54,6 +54,8 @@ class RoutingPolicy:
 
     Attributes:
         min_handover_tokens: shorter prompts are served on one node.
+        min_fetch_tokens: a cached prefix is fetched from another node, by a policy that knows who
+            has which, if so many tokens need not be computed then; 0 fetches none.
         min_encode_rows: of items that encoder nodes get; None lets the router estimate (see
             `choose.with_encoders`).
         policy: name of the policy, or its dotted path; see `router.policies`.
@@ -65,6 +67,9 @@ class RoutingPolicy:
 
     min_handover_tokens: int = flag(
         0, "serve shorter prompts on one node (0: hand over always)", metavar="N"
+    )
+    min_fetch_tokens: Count = flag(
+        256, "fetch what another node has cached, from so many tokens on (0: never)", metavar="N"
     )
     min_encode_rows: int | None = flag(
         None,

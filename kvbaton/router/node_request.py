@@ -8,7 +8,7 @@ from typing import Literal
 
 from msgspec.structs import replace
 
-from kvbaton.messages.engine import AddRequest, Item, SamplingParams, TransferSpec
+from kvbaton.messages.engine import AddRequest, Item, PrefixAt, SamplingParams, TransferSpec
 from kvbaton.messages.nodes import NodeInfo
 from kvbaton.router.loads import NodeLoad
 from kvbaton.router.route import Route
@@ -104,16 +104,20 @@ def node_requests(
         handed = {item.digest for item in items if item.transfer is not None}
         own_rows = {item.digest: item.length for item in items if item.digest not in handed}
     rows, num_items = sum(own_rows.values()), len(own_rows)
-    new = max(1, tokens - route.cached)
+    new = max(1, tokens - max(route.cached, route.held))
+    prefix = None
+    if route.holder is not None:
+        assert route.holder.control_address is not None, "whoever hands over has one"
+        prefix = PrefixAt(peer=route.holder.control_address, num_tokens=route.held)
     work_us = 0 if route.predicted is None else int(route.predicted.work_s * 1e6)
     if route.source is None:
         load = NodeLoad(new, 1, tokens, rows, pending=1, prefill_us=work_us)
-        alone = replace(request, items=items) if items else request
+        alone = replace(request, items=items, prefix=prefix) if items or prefix else request
         asked = NodeRequest(attempt, "target", route.target, alone, load, 0, num_items, True)
         return [asked, *encodings]
     received = replace(request, transfer=_received_from(route.source, transfer_id, attempt))
     transfer = TransferSpec(role="source", transfer_id=transfer_id, attempt=attempt)
-    pushed = replace(request, transfer=transfer, items=items)
+    pushed = replace(request, transfer=transfer, items=items, prefix=prefix)
     load = NodeLoad(sequences=1, tokens=tokens, pending=1)
     prefill = NodeLoad(new, rows=rows, prefill_us=work_us)
     return [

@@ -24,6 +24,8 @@ class Route:
         encoders: per item of the prompt, the node that encodes it; None where the one that
             prefills does so, or has the output already. Empty is None for all.
         cached: tokens of the prompt that the node which prefills is known to hold.
+        holder: another node that has more, from which it is to fetch them; None if it needs none.
+        held: tokens of the prompt that the holder is known to hold.
         predicted: what is expected of it; None while no node has measured anything.
         pair_cost_s: of the cheapest pair, by a policy that counts in seconds.
         single_cost_s: of the cheapest single node, likewise.
@@ -33,6 +35,8 @@ class Route:
     source: NodeInfo | None = None
     encoders: tuple[NodeInfo | None, ...] = ()
     cached: int = 0
+    holder: NodeInfo | None = None
+    held: int = 0
     predicted: Prediction | None = None
     pair_cost_s: float | None = None
     single_cost_s: float | None = None

@@ -23,7 +23,7 @@ from kvbaton.server.bodies import REQUEST_ID, clean, json_response, read_body
 from kvbaton.server.frontend import FRONTEND, Frontend
 from kvbaton.server.openapi import contract
 from kvbaton.server.sse import event, event_stream
-from kvbaton.server.transfer_params import check_item_transfer
+from kvbaton.server.transfer_params import check_item_transfer, parse_prefix
 from kvbaton.server.validation import check_prompt, checked, deadline, unique
 from kvbaton.text.logprobs import floored
 
@@ -100,6 +100,7 @@ def add_request(frontend: Frontend, body: GenerateRequest, request_id: str) -> A
         cache_salt=body.cache_salt or "",
         deadline_s=deadline(frontend, body.deadline_s, "deadline_s"),
         transfer=frontend.transfer(body.kv_transfer_params),
+        prefix=parse_prefix(body.kv_transfer_params),
         items=body.items,
     )
 

@@ -15,13 +15,27 @@ from msgspec import Meta, Struct
 
 from kvbaton.connectors.address import address_of, host_of
 from kvbaton.errors import RequestError
-from kvbaton.messages.engine import TransferSpec
+from kvbaton.messages.engine import PrefixAt, TransferSpec
 
 PARAM = "kv_transfer_params"
 
 Hex128 = Annotated[str, Meta(pattern="^[0-9a-fA-F]*$", min_length=32, max_length=32)]
 Small = Annotated[int, Meta(ge=0, lt=1 << 31)]
 BlockId = Annotated[int, Meta(ge=0, lt=1 << 62)]
+
+
+class RemotePrefix(Struct, kw_only=True):
+    """Where the first tokens of a prompt are cached; this node is to fetch them.
+
+    Attributes:
+        remote_host: of that node's control channel.
+        remote_port: of that node's control channel.
+        num_tokens: that it is thought to hold; of those, whole blocks are asked for.
+    """
+
+    remote_host: Annotated[str, Meta(max_length=253)]
+    remote_port: Annotated[int, Meta(ge=1, le=65535)]
+    num_tokens: Annotated[int, Meta(ge=1, lt=1 << 31)]
 
 
 class KvTransferParams(Struct, kw_only=True):
@@ -38,6 +52,7 @@ class KvTransferParams(Struct, kw_only=True):
         remote_request_id: the transfer id as the source answered it.
         remote_block_ids: type-checked, else ignored: a target reserves its own blocks.
         tp_size: type-checked, else ignored: ranks are exchanged between the nodes.
+        remote_prefix: ours; it goes with any part in a hand-over but the target's, and with none.
     """
 
     do_remote_decode: bool | None = None
@@ -51,6 +66,7 @@ class KvTransferParams(Struct, kw_only=True):
     remote_block_ids: list[list[BlockId]] | None = None
     tp_size: Annotated[int, Meta(ge=1, le=4096)] | None = None
     remote_num_tokens: Small | None = None
+    remote_prefix: RemotePrefix | None = None
 
 
 def parse_transfer(params: dict[str, Any] | None) -> TransferSpec | None:
@@ -61,15 +77,7 @@ def parse_transfer(params: dict[str, Any] | None) -> TransferSpec | None:
     """
     if not params:
         return None
-    try:
-        fields = msgspec.convert(params, KvTransferParams)
-    except msgspec.ValidationError as error:
-        reason, _, where = str(error).partition(" - at ")
-        field = where.strip("`").removeprefix("$.")
-        raise RequestError(
-            f"{PARAM}: {reason} at {field or 'the top'}",
-            param=f"{PARAM}.{field}" if field else PARAM,
-        ) from error
+    fields = _fields(params)
     if fields.do_remote_decode and fields.do_remote_prefill:
         raise RequestError(
             "do_remote_decode and do_remote_prefill exclude each other",
@@ -83,6 +91,35 @@ def parse_transfer(params: dict[str, Any] | None) -> TransferSpec | None:
             attempt=fields.attempt or 0,
         )
     return _target(fields) if fields.do_remote_prefill else None
+
+
+def parse_prefix(params: dict[str, Any] | None) -> PrefixAt | None:
+    """Who has the first tokens of a request's prompt, if they are to be fetched.
+
+    Raises:
+        RequestError: a field is missing or wrong (400, naming it).
+    """
+    named = _fields(params).remote_prefix if params else None
+    if named is None:
+        return None
+    try:
+        peer = address_of(named.remote_host, named.remote_port)
+    except ValueError as error:
+        where = f"{PARAM}.remote_prefix.remote_host"
+        raise RequestError(f"remote_prefix.remote_host: {error}", param=where) from None
+    return PrefixAt(peer=peer, num_tokens=named.num_tokens)
+
+
+def _fields(params: dict[str, Any]) -> KvTransferParams:
+    try:
+        return msgspec.convert(params, KvTransferParams)
+    except msgspec.ValidationError as error:
+        reason, _, where = str(error).partition(" - at ")
+        field = where.strip("`").removeprefix("$.")
+        raise RequestError(
+            f"{PARAM}: {reason} at {field or 'the top'}",
+            param=f"{PARAM}.{field}" if field else PARAM,
+        ) from error
 
 
 def check_item_transfer(transfer: TransferSpec | None, where: str) -> None:

@@ -17,6 +17,7 @@ from kvbaton.messages.engine import AddRequest, Item, SamplingParams
 from kvbaton.messages.openai import SamplingFields
 from kvbaton.server.bodies import HEADER, REQUEST_ID, clean
 from kvbaton.server.frontend import Frontend, FrontendConfig, ModelFacts
+from kvbaton.server.transfer_params import parse_prefix
 from kvbaton.text.choice import TextOptions
 from kvbaton.text.tokenizer import Tokenizer
 
@@ -245,6 +246,7 @@ def prompt_request(
             transfer=frontend.transfer(body.kv_transfer_params),
             items=items,
             tenant=tenant,
+            prefix=parse_prefix(body.kv_transfer_params),
         ),
         options=TextOptions(
             stop=check_stops(body.stop),

@@ -10,7 +10,7 @@ from __future__ import annotations
 import asyncio
 import random
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 import numpy as np
 import numpy.typing as npt
@@ -231,7 +231,8 @@ class _Service:
             for number, role in enumerate(roles)
         ]
         costs = CostModel(clock=loop.time)
-        policy = load_policy(settings, costs)
+        # Modelled engines don't fetch from each other.
+        policy = load_policy(replace(settings, min_fetch_tokens=0), costs)
         self._nodes = SteadyNodes(self.engines, index if policy.uses_prefixes else None)
         metrics, loads = RouterMetrics(CollectorRegistry()), NodeLoads(clock=loop.time)
         chooser = RouteChooser(self._nodes, loads, policy, metrics, remembered=None)

@@ -367,6 +367,15 @@ class SimulatedExecutor:
         weights = weights.swapaxes(2, 3)
         return self._soon(lambda: _sums((self.words[group][:, ids] + _ONE) * weights))
 
+    def adopt(
+        self, group: int, blocks: Sequence[int], sums: Sequence[Words], num_tokens: int
+    ) -> None:
+        """As `Executor.adopt`: all of a block's sum is kept as that of its first token."""
+        kept, ids = self.kept[group], list(blocks)
+        kept[:, ids] = 0
+        for rank, of_rank in enumerate(sums):
+            kept[rank, ids, ..., 0] = of_rank[:, 0].swapaxes(1, 2)
+
     def _soon(self, ask: Callable[[], list[Words]]) -> SimulatedSums:
         delay = self.world.rng.choice([0.0, 0.0, 0.005])
         if delay:

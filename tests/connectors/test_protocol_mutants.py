@@ -112,7 +112,7 @@ def frees_on_cancel(self: Any, record: Any, outcome: str) -> None:
 @breaks((Target, "_try_deliver"))
 def trusts_complete(self: Any, record: Any) -> None:
     if record.complete is not None:
-        self.do(Deliver(record.name, record.complete.choices, 0))
+        self.do(Deliver(record.name, record.complete.choices, 0, record.num_tokens))
         self._send(record, Ack, verdict="ok")
         record.outcome = "delivered"
         self._end(record)

@@ -218,7 +218,7 @@ def test_a_repeated_hello_is_welcomed_again_but_opens_nothing() -> None:
 @pytest.mark.parametrize(
     ("fields", "code", "said"),
     [
-        ({"min_version": 4}, "version", "target 4 to 9"),
+        ({"min_version": 5}, "version", "target 5 to 9"),
         ({"identity": b"x" * 32, "identity_record": {"model": "b"}}, "identity", "'a', target 'b'"),
         ({"transport": "nixl"}, "transport", "'tcp', target 'nixl'"),
         ({"ranks": ()}, "malformed", "ranks"),

@@ -478,7 +478,7 @@ def test_delivery_needs_complete_and_all_notices_and_all_digests() -> None:
     assert rig.complete(cached_tokens=5) == []
     assert of(rig.land(1, 12, 16), Verify)
     deliver, ack, free = rig.do(Verified(NAME, 1))
-    assert deliver == Deliver(NAME, CHOICES, 5)
+    assert deliver == Deliver(NAME, CHOICES, 5, 16)
     assert ack.message.verdict == "ok"
     assert free == Unquarantine(NAME)
     assert rig.machine.counters.completed == 1
@@ -820,6 +820,7 @@ junk: st.SearchStrategy[Control] = st.one_of(
         spans=spans,
         remaining_ms=small,
         more=st.booleans(),
+        keys=st.sampled_from([b"", KEY, 2 * KEY, 3 * KEY, bytes(7)]),
     ),
     st.builds(
         Hello,

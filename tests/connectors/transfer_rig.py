@@ -83,6 +83,15 @@ class Pool:
             rows.append(values.sum((-1, -2)).transpose(1, 2, 0))
         return Sums(np.stack(rows))
 
+    def adopt(
+        self,
+        group: int,
+        blocks: Sequence[int],
+        sums: Sequence[npt.NDArray[np.uint64]],
+        num_tokens: int,
+    ) -> None:
+        """Sums are made anew here each time."""
+
 
 class Node:
     """What a prefill and a decode node share."""

@@ -139,7 +139,7 @@ class ItemTransfers(ToyTransfers):
             for span in start.spans[0]:
                 for i, block in enumerate(span.blocks, start=span.first):
                     self.encoder.memory[block] = (item.digest, i)
-        return [Deliver(attempt, (ChoiceStart(0),), 0), Unquarantine(attempt)]
+        return [Deliver(attempt, (ChoiceStart(0),), 0, start.num_tokens), Unquarantine(attempt)]
 
 
 class House(Loop):

@@ -8,8 +8,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from kvbaton.errors import RequestError
-from kvbaton.messages.engine import TransferSpec
-from kvbaton.server.transfer_params import parse_transfer, source_params
+from kvbaton.messages.engine import PrefixAt, TransferSpec
+from kvbaton.server.transfer_params import parse_prefix, parse_transfer, source_params
 
 ID = "0123456789abcdef" * 2
 TARGET: dict[str, Any] = {
@@ -165,3 +165,22 @@ def test_anything_is_taken_or_refused(changes: dict[str, Any]) -> None:
         assert spec is None or spec.role in ("source", "target")
         data = msgspec.msgpack.encode(spec)
         assert msgspec.msgpack.decode(data, type=TransferSpec | None) == spec, "a core reads it"
+
+
+def test_a_prefix_that_another_node_holds() -> None:
+    named = {"remote_host": "::1", "remote_port": 77, "num_tokens": 48}
+    asked = {"do_remote_decode": True, "remote_prefix": named}
+    assert parse_prefix(asked) == PrefixAt(peer="tcp://[::1]:77", num_tokens=48)
+    assert parse_transfer({"remote_prefix": named}) is None
+    assert parse_prefix(None) is parse_prefix({}) is parse_prefix(TARGET) is None
+
+
+@pytest.mark.parametrize(
+    ("field", "value"),
+    [("remote_host", "a/b"), ("remote_port", 0), ("num_tokens", 0), ("num_tokens", None)],
+)
+def test_a_prefix_that_cannot_be(field: str, value: Any) -> None:
+    named = {"remote_host": "h", "remote_port": 77, "num_tokens": 48, field: value}
+    with pytest.raises(RequestError) as raised:
+        parse_prefix({"remote_prefix": named})
+    assert raised.value.param == f"kv_transfer_params.remote_prefix.{field}"

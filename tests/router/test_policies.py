@@ -8,11 +8,13 @@ from typing import Any
 import pytest
 
 from kvbaton.errors import ConfigError
+from kvbaton.messages.engine import AddRequest, PrefixAt, SamplingParams
 from kvbaton.router.choose import Wanted, choose
 from kvbaton.router.config import RoutingPolicy
 from kvbaton.router.costs import CostModel, Overhead, Prediction
 from kvbaton.router.loads import IDLE, NodeLoad, NodeLoads
 from kvbaton.router.membership import Member, ReadyNodes
+from kvbaton.router.node_request import node_requests
 from kvbaton.router.policies import (
     BUILT_IN,
     SATURATED_SEQUENCES,
@@ -323,3 +325,49 @@ def test_a_few_late_tokens_do_not_move_what_is_expected_of_most() -> None:
         overhead.observe(modelled, modelled * (6.0 if i % 5 == 0 else 1.0))
     for modelled in (0.01, 0.04, 0.07):
         assert overhead.predict(modelled) == pytest.approx(modelled, rel=0.25)
+
+
+def test_what_another_node_holds_is_fetched() -> None:
+    members = [member(name, "any", load=H200) for name in ("a", "b")]
+    busy = {"a": NodeLoad(prompt_tokens=9000)}
+    found = route("prefix-aware", members, 1500, busy, cached={"a": 1000, "b": 100})
+    assert ids(found) == ("b", "a")
+    assert found.holder is not None
+    assert (found.holder.node_id, found.held, found.cached) == ("a", 1000, 100)
+    assert found.predicted is not None
+    alone = route("prefix-aware", members, 1500, busy, cached={"b": 100})
+    assert alone.holder is None
+    assert alone.predicted is not None
+    assert found.predicted.ttft_s < alone.predicted.ttft_s, "what is fetched is not computed"
+    asked = node_requests(
+        AddRequest(request_id="r", token_ids=(1,) * 1500, params=SamplingParams()),
+        found,
+        0,
+        transfer_id=bytes(16),
+        item_ids=(),
+    )
+    fetches = {one.side: (one.request.prefix, one.load.prompt_tokens) for one in asked}
+    address = members[0].info.control_address
+    assert address is not None
+    assert fetches == {
+        "target": (None, 0),
+        "source": (PrefixAt(peer=address, num_tokens=1000), 500),
+    }
+
+
+def test_a_prefix_is_fetched_only_where_it_pays_and_may_cross() -> None:
+    busy = {"a": NodeLoad(prompt_tokens=9000, sequences=9)}
+
+    def holder(roles: tuple[str, str], cached: dict[str, int], **settings: Any) -> str | None:
+        members = [member(name, role) for name, role in zip("ab", roles, strict=True)]
+        found = route("prefix-aware", members, 1500, busy, cached=cached, **settings).holder
+        return None if found is None else found.node_id
+
+    assert holder(("any", "any"), {"a": 1000}) == "a"
+    assert holder(("any", "any"), {"a": 1000, "b": 900}) is None
+    assert holder(("any", "any"), {"a": 1000, "b": 900}, min_fetch_tokens=100) == "a"
+    assert holder(("any", "any"), {"a": 1000}, min_fetch_tokens=0) is None
+    assert holder(("any", "prefill"), {"a": 1000}) is None, "b is no target"
+    members = [member("a", "prefill"), member("b", "decode")]
+    alone = route("threshold", members, 400, busy, cached={"a": 390})
+    assert (ids(alone), alone.holder and alone.holder.node_id) == ((None, "b"), "a")

@@ -388,7 +388,9 @@ class Loop:
         self, request_id: str, choices: Sequence[ChoiceStart], cached_tokens: int
     ) -> list[Output]:
         """A hand-over is complete."""
-        return self.hear(Deliver(self.attempt(request_id), tuple(choices), cached_tokens))
+        attempt = self.attempt(request_id)
+        num_tokens = len(self.scheduler.requests[request_id].sequences[0].tokens)
+        return self.hear(Deliver(attempt, tuple(choices), cached_tokens, num_tokens))
 
     def load_failed(self, request_id: str, valid_through: int, reason: str) -> list[Output]:
         """A hand-over failed."""

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from kvbaton.connectors.layout import GroupKind, KVLayout
 from kvbaton.connectors.protocol.events import Landed
 from kvbaton.messages.control import Ack, Complete, Reserve
-from kvbaton.types import BlockSpan, Spans
+from kvbaton.types import KEY_BYTES, BlockSpan, Spans
 
 MAX_CHOICES = 1024
 MAX_BAD_RANGES = 4096
@@ -83,6 +83,20 @@ def check_reserve(reserve: Reserve, groups: Sequence[KVLayout]) -> str | None:
         problem = _check_spans(spans, group, reserve)
         if problem is not None:
             return f"group {number}: {problem}"
+    return _check_keys(reserve, groups) if reserve.keys else None
+
+
+def _check_keys(reserve: Reserve, groups: Sequence[KVLayout]) -> str | None:
+    sizes = {group.block_size for group in groups if group.kind is not GroupKind.STATE}
+    if len(sizes) != 1 or reserve.more:
+        return f"keys name blocks of one size, all at once; sizes are {sorted(sizes)}"
+    (size,) = sizes
+    start = first_token(reserve.spans, groups)
+    wanted, rest = divmod(reserve.num_tokens - start, size)
+    if rest or len(reserve.keys) != KEY_BYTES * wanted:
+        return f"{len(reserve.keys)} bytes of keys for {wanted} blocks and {rest} tokens"
+    if reserve.keys[-KEY_BYTES:] != reserve.prompt_key:
+        return "the last key is not that of all tokens"
     return None
 
 
@@ -109,7 +123,7 @@ def _check_spans(spans: Sequence[BlockSpan], group: KVLayout, reserve: Reserve) 
 
 def is_extension(old: Reserve, new: Reserve) -> bool:
     """Whether a later `Reserve` repeats an earlier one, or names further blocks after it."""
-    if (old.prompt_key, old.num_tokens) != (new.prompt_key, new.num_tokens):
+    if (old.prompt_key, old.num_tokens, old.keys) != (new.prompt_key, new.num_tokens, new.keys):
         return False
     if not old.more:
         return old.spans == new.spans and not new.more
@@ -141,12 +155,25 @@ def check_landed(landed: Landed, start: int, num_tokens: int, num_groups: int) -
     return None
 
 
-def check_complete(complete: Complete, start: int, num_tokens: int) -> str | None:
-    """Check a `Complete` against the reservation [start, num_tokens)."""
-    if complete.num_tokens != num_tokens:
-        return f"num_tokens is {complete.num_tokens}, the prompt has {num_tokens}"
-    if not 1 <= complete.num_writes <= num_tokens - start:
-        return f"{complete.num_writes} writes for {num_tokens - start} tokens"
-    if not 1 <= len(complete.choices) <= MAX_CHOICES:
+def check_complete(
+    complete: Complete, start: int, num_tokens: int, held_unit: int = 0
+) -> str | None:
+    """Check a `Complete` against the reservation [start, num_tokens).
+
+    Args:
+        complete: as it came.
+        start: first token reserved.
+        num_tokens: past the last one.
+        held_unit: of block keys, P may hold fewer tokens, by a multiple of so many; else 0.
+    """
+    told = complete.num_tokens
+    if told != num_tokens and not (
+        held_unit and start < told < num_tokens and not (num_tokens - told) % held_unit
+    ):
+        return f"num_tokens is {told}, {num_tokens} were reserved from {start} on"
+    if not 1 <= complete.num_writes <= told - start:
+        return f"{complete.num_writes} writes for {told - start} tokens"
+    least, most = (0, 0) if held_unit else (1, MAX_CHOICES)
+    if not least <= len(complete.choices) <= most:
         return f"{len(complete.choices)} choices"
     return None

@@ -132,7 +132,10 @@ class BlocksReady(AboutAttempt, SourceEvent, frozen=True):
 
 
 class FirstTokens(AboutAttempt, SourceEvent, frozen=True):
-    """P sampled token 0 of every choice; all blocks of the prompt have been reported ready."""
+    """P sampled token 0 of every choice; all blocks of the prompt have been reported ready.
+
+    Of block keys there are no choices, and what has been reported ready is all that P holds.
+    """
 
     choices: tuple[ChoiceStart, ...]
     cached_tokens: int = 0
@@ -192,6 +195,7 @@ class Start(AboutAttempt, TargetEvent, frozen=True):
         num_tokens: prompt length.
         spans: target blocks wanted, per group.
         deadline_s: hard limit in seconds from now; 0 takes `TransferTimers.total`.
+        keys: of the blocks wanted, if P shall send what it holds; see `control.Reserve`.
     """
 
     address: str
@@ -199,6 +203,7 @@ class Start(AboutAttempt, TargetEvent, frozen=True):
     num_tokens: int
     spans: Spans
     deadline_s: float = 0.0
+    keys: bytes = b""
 
 
 class Unneeded(Struct, TargetEvent, frozen=True):
@@ -311,10 +316,14 @@ class Engage(AboutAttempt, SourceAction, frozen=True):
 
     Attributes:
         counted: per group, the first token that digests count; see `checks.counted_from`.
+        keys: of blocks from `start` on, 32 bytes each. Those that it holds it reports at once, in
+            one `BlocksReady` and `FirstTokens` without choices; without any, `SourceFailed`.
+            Nothing is run.
     """
 
     start: int
     counted: tuple[int, ...]
+    keys: bytes = b""
 
 
 class Post(AboutAttempt, SourceAction, frozen=True):
@@ -406,10 +415,17 @@ class Verify(AboutAttempt, TargetAction, frozen=True):
 
 
 class Deliver(AboutAttempt, TargetAction, frozen=True):
-    """All bytes are here and verified: the engine may use the blocks. Ends the attempt."""
+    """All bytes are here and verified: the engine may use the blocks. Ends the attempt.
+
+    Attributes:
+        choices: token 0 of each; none of block keys.
+        cached_tokens: that P did not have to compute.
+        num_tokens: that are here; of block keys perhaps fewer than were wanted.
+    """
 
     choices: tuple[ChoiceStart, ...]
     cached_tokens: int
+    num_tokens: int
 
 
 class Fail(AboutAttempt, TargetAction, frozen=True):

@@ -42,11 +42,13 @@ class TargetSession(Session):
     """A session with one P.
 
     Attributes:
+        version: of the protocol that it speaks.
         since: when it was opened.
         heard: when the last message of it came.
     """
 
     address: str = ""
+    version: int = 0
     since: float = 0.0
     heard: float = 0.0
 

@@ -68,7 +68,9 @@ class Outgoing(Record):
         reserve: what D asked for, extensions included; set with the session.
         until: when D will have given up in any case.
         engaged: `Engage` was emitted, so a `Release` is owed.
+        pinned: blocks that it holds because they were named by key.
         start: first token of the reservation.
+        end: past the last token to be pushed; of block keys it is known with `FirstTokens`.
         ready: tokens below this are reported ready.
         posted: tokens below this are posted; never goes back.
         blocks: per group, the source block behind each logical block, see `plan.block_tables`.
@@ -85,7 +87,9 @@ class Outgoing(Record):
     reserve: Reserve = field(init=False, repr=False)
     until: float = 0.0
     engaged: bool = False
+    pinned: int = 0
     start: int = 0
+    end: int = 0
     ready: int = 0
     posted: int = 0
     blocks: list[BlockTable] = field(default_factory=list)
@@ -101,6 +105,7 @@ class Outgoing(Record):
         """The engine starts to report, from the first token wanted on."""
         self.engaged = True
         self.ready = self.posted = self.start
+        self.end = self.num_tokens
         self.blocks = block_tables(((),) * len(groups), groups, self.num_tokens)
         self.aim()
 
@@ -128,7 +133,7 @@ class Outgoing(Record):
         """Writes of what is ready and wanted, up to a border where blocks of both sides begin."""
         session, end = self.session, min(self.ready, self.covered)
         assert session is not None
-        if end < self.num_tokens:
+        if end < self.end:
             end -= end % session.unit
         while self.posted < end:
             start = self.posted

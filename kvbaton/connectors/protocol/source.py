@@ -6,6 +6,8 @@ Laws of this machine:
 2. `Drained`, `SessionDrained` and `Release` wait for every write to be terminal; only for `Release`,
    and only of a session that ends, a closed peer will do.
 3. Every `Engage` has one `Release`; nothing is posted after it.
+4. Blocks named by key are pinned at once or refused at once, and never more than a share of the
+   pool: two nodes that waited for each other's blocks would wait for ever.
 
 What happens when is in `Source.table`, whose rules are methods here.
 """
@@ -14,6 +16,7 @@ What happens when is in `Source.table`, whose rules are methods here.
 
 from __future__ import annotations
 
+from collections import Counter
 from enum import Enum
 from typing import Any, ClassVar
 
@@ -32,7 +35,10 @@ from kvbaton.connectors.protocol.outgoing import SourceState as State
 from kvbaton.connectors.protocol.session import Pair, SessionState
 from kvbaton.connectors.protocol.source_sessions import SourceSessions
 from kvbaton.messages import control
-from kvbaton.types import Attempt, TransferTimers, clip_text
+from kvbaton.types import Attempt, NodeId, TransferTimers, clip_text
+
+PINNED_SHARE, PINNED_SHARE_PER_PEER = 2, 4
+"""At most half of the pool is pinned for block keys, and a quarter of it for one peer."""
 
 MAX_IDLE = 4096
 """Prompts that are computed and not reserved; above it the oldest are forgotten."""
@@ -66,6 +72,7 @@ class Source(SourceSessions):
         self._max_attempts = max_attempts
         self._max_per_peer = -(-max_attempts // 4)
         self._idle: dict[Attempt, None] = {}
+        self._pinned = Counter[NodeId]()
 
     def ledger(self) -> dict[str, Any]:
         """Attempts alive by state, leases, and writes that are not terminal."""
@@ -74,10 +81,17 @@ class Source(SourceSessions):
             "attempts": self._num_by_state(),
             "leases": sum(r.engaged for r in live),
             "held_blocks": sum(int((blocks >= 0).sum()) for r in live for blocks in r.blocks),
+            "pinned_by_key": self._pinned.total(),
             "writes_in_flight": sum(len(r.flying) for r in live),
             "writes_undrained": self.num_undrained(),
             "sessions": self.dump(),
         }
+
+    def validate(self) -> None:
+        """Check the invariants; raises `AssertionError`."""
+        super().validate()
+        pinned = sum(record.pinned for record in self.live.values())
+        assert pinned == self._pinned.total(), f"{pinned} blocks are pinned, not {self._pinned}"
 
     # --- dispatch ---
 
@@ -125,8 +139,15 @@ class Source(SourceSessions):
     # --- Reserve ---
 
     def _reserve_first(self, record: Outgoing, message: control.Reserve) -> None:
-        """Check it, bind the attempt to the session, answer `Accepted`; wait for the request."""
-        if self._acceptable(record, message):
+        """Check it, bind the attempt to the session, answer `Accepted`; wait for the request. Of block keys: `Engage` at once."""
+        if not self._acceptable(record, message):
+            return
+        if message.keys:
+            if self._can_pin(record, message):
+                self._bind(record, message)
+                self._send(record, control.Accepted)
+                self._engage(record)
+        else:
             self._bind(record, message)
             self._set_state(record, State.RESERVED)
             self._renew(record)
@@ -135,7 +156,9 @@ class Source(SourceSessions):
 
     def _reserve_announced(self, record: Outgoing, message: control.Reserve) -> None:
         """Check it and compare the prompt; bind, answer `Accepted`, `Engage` the engine from the first token wanted."""
-        if self._acceptable(record, message) and self._is_same_prompt(record, record, message):
+        if message.keys:
+            self._refuse(record, "conflict", "the attempt is of a prompt, not of block keys")
+        elif self._acceptable(record, message) and self._is_same_prompt(record, record, message):
             self._bind(record, message)
             self._send(record, control.Accepted)
             self._engage(record)
@@ -174,6 +197,27 @@ class Source(SourceSessions):
             return True
         return False
 
+    def _can_pin(self, record: Outgoing, message: control.Reserve) -> bool:
+        """Whether block keys can mean blocks of ours, and there is room to pin them; else refused."""
+        assert record.session is not None, "it came in one"
+        sizes = [[g.block_size for g in groups] for groups in (self.groups, record.session.groups)]
+        node = record.session.node
+        assert node is not None, "it said who it is"
+        count = sum(len(span.blocks) for spans in message.spans for span in spans)
+        pool = self.groups[0].num_blocks
+        of_peer, of_all = self._pinned[node] + count, self._pinned.total() + count
+        if sizes[0] != sizes[1]:
+            why = f"source has blocks of {sizes[0]} tokens, target of {sizes[1]}"
+            self._refuse(record, "layout", why)
+        elif of_all * PINNED_SHARE > pool or of_peer * PINNED_SHARE_PER_PEER > pool:
+            why = f"{of_all} of {pool} blocks would be pinned, {of_peer} of them for this target"
+            self._refuse(record, "too_many", why, retry=True)
+        else:
+            record.pinned = count
+            self._pinned[node] += count
+            return True
+        return False
+
     def _is_same_prompt(
         self, record: Outgoing, ours: Outgoing | events.Announce, theirs: Outgoing | control.Reserve
     ) -> bool:
@@ -207,7 +251,7 @@ class Source(SourceSessions):
         assert record.session is not None, "it has reserved"
         theirs = record.session.groups
         counted = counted_from(self.groups, theirs, record.start, record.num_tokens)
-        self.do(events.Engage(record.name, record.start, counted))
+        self.do(events.Engage(record.name, record.start, counted, record.reserve.keys))
 
     # --- Announce ---
 
@@ -247,8 +291,10 @@ class Source(SourceSessions):
         self._push(record)
 
     def _first_tokens(self, record: Outgoing, event: events.FirstTokens) -> None:
-        """Keep them; `Complete` once all is posted."""
+        """Keep them; `Complete` once all is posted. Of block keys: there is no more than was reported."""
         record.choices, record.cached_tokens = event.choices, event.cached_tokens
+        if record.reserve.keys:
+            record.end = record.ready
         self._push(record)
 
     def _push(self, record: Outgoing) -> None:
@@ -256,7 +302,7 @@ class Source(SourceSessions):
             line = f"post write {post.write}: tokens {post.start} to {post.end}"
             self.tell(record.name, line)
             self.do(post)
-        if record.choices is not None and record.posted == record.num_tokens:
+        if record.choices is not None and record.posted == record.end:
             self._set_state(record, State.COMPLETED)
             self.ring_in("resend", record.name, self.timers.resend)
             self._send_complete(record)
@@ -265,7 +311,7 @@ class Source(SourceSessions):
         self._send(
             record,
             control.Complete,
-            num_tokens=record.num_tokens,
+            num_tokens=record.end,
             num_writes=len(record.writes),
             choices=record.choices,
             cached_tokens=record.cached_tokens,
@@ -400,6 +446,9 @@ class Source(SourceSessions):
             self.do(events.Release(record.name, outcome))
         if record.session is not None:
             record.session.attempts.pop(record.name, None)
+            if record.pinned and record.session.node is not None:
+                self._pinned[record.session.node] -= record.pinned
+                self._pinned += Counter()  # which leaves out who has none
         self._finish(record, outcome)
 
     reactions: ClassVar[Reactions] = {

@@ -20,6 +20,7 @@ from typing import Any, ClassVar
 
 import msgspec
 
+from kvbaton.connectors.layout import GroupKind
 from kvbaton.connectors.pairing import pair_groups
 from kvbaton.connectors.plan import block_tables
 from kvbaton.connectors.protocol import events
@@ -205,7 +206,14 @@ class Target(TargetSessions):
     # --- Reserve and its answers ---
 
     def _reserve(self, record: Incoming, session: TargetSession) -> None:
-        """Send `Reserve`; from now on P knows of the blocks."""
+        """Send `Reserve`; from now on P knows of the blocks. Block keys to a P that knows none: fail."""
+        if record.order.keys and session.version < control.BLOCK_KEYS_VERSION:
+            self._fail(
+                record,
+                f"{session.address} speaks version {session.version} of the protocol, block keys "
+                f"need {control.BLOCK_KEYS_VERSION}",
+            )
+            return
         record.session = session
         session.attempts[record.name] = record
         whole = record.start, record.num_tokens
@@ -227,6 +235,7 @@ class Target(TargetSessions):
             num_tokens=record.num_tokens,
             spans=record.order.spans,
             remaining_ms=max(1, int((record.until - self.now) * 1000)),
+            keys=record.order.keys,
         )
 
     def _heard(self, record: Incoming) -> None:
@@ -289,7 +298,8 @@ class Target(TargetSessions):
 
     def _complete(self, record: Incoming, message: control.Complete) -> None:
         """Check it; deliver if everything is here."""
-        problem = check_complete(message, record.start, record.num_tokens)
+        unit = self._held_unit(record)
+        problem = check_complete(message, record.start, record.num_tokens, unit)
         if problem is not None:
             self._malformed(record, problem)
             return
@@ -297,6 +307,16 @@ class Target(TargetSessions):
         self._accepted(record, message)
         self._set_state(record, State.COMPLETING)
         self._try_deliver(record)
+
+    def _held_unit(self, record: Incoming) -> int:
+        """By which multiple P may hold fewer tokens than were named by key; 0 of a prompt to come.
+
+        Of a group that keeps no whole prefix only the blocks that all tokens need were reserved.
+        """
+        if not record.order.keys:
+            return 0
+        whole = all(group.kind is GroupKind.FULL for group in self.groups)
+        return self.groups[0].block_size if whole else record.num_tokens
 
     def _complete_again(self, record: Incoming, message: control.Complete) -> None:
         """Must equal the first one; no deadline moves."""
@@ -308,10 +328,11 @@ class Target(TargetSessions):
         complete = record.complete
         if complete is None or any(n not in record.verified for n in range(complete.num_writes)):
             return
-        if record.valid_through() != record.num_tokens:
+        if record.valid_through() != complete.num_tokens:
             self._malformed(record, "its writes do not make up the prompt")
             return
-        self.do(events.Deliver(record.name, complete.choices, complete.cached_tokens))
+        delivered = complete.choices, complete.cached_tokens, complete.num_tokens
+        self.do(events.Deliver(record.name, *delivered))
         record.outcome = "delivered"
         self._answer_late(record, complete)
         # All rank pairs of all writes have landed, and P posts no range twice: nothing of this

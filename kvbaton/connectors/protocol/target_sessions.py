@@ -208,6 +208,7 @@ class TargetSessions(Sessions[Incoming, TargetSession]):
             self.open_line(line)
             return
         session.node = session.receiver = node
+        session.version = message.version
         session.state = SessionState.UP
         session.groups = layouts[0]
         ranks = len(layouts), len(self.layouts)

@@ -11,7 +11,7 @@ from typing import Any, Protocol
 import numpy as np
 
 from kvbaton.connectors.base import Transport
-from kvbaton.connectors.digest import PendingSums, mismatches
+from kvbaton.connectors.digest import PendingSums, Sums, mismatches
 from kvbaton.connectors.layout import KVLayout
 from kvbaton.connectors.protocol import events
 from kvbaton.connectors.protocol.notice import unpack_notice
@@ -34,14 +34,24 @@ class TargetMemory(Protocol):
         """Digest sums recomputed from the bytes in memory now; called from the transfer thread."""
         ...
 
+    def adopt(
+        self, group: int, blocks: Sequence[int], sums: Sequence[Sums], num_tokens: int
+    ) -> None:
+        """Keep verified sums with blocks, as if a step had written them; likewise."""
+        ...
+
 
 @dataclass
 class _Check:
-    """One `Verify` whose sums are on their way: by group, the first block and its sums."""
+    """One `Verify` whose sums are on their way.
+
+    Attributes:
+        sums: by group: logical number of the first block, physical numbers, and their sums.
+    """
 
     order: events.Verify
     began: float
-    sums: dict[int, tuple[int, PendingSums]] = field(default_factory=dict)
+    sums: dict[int, tuple[int, list[int], PendingSums]] = field(default_factory=dict)
 
 
 class TargetWorker(TransferWorker):
@@ -178,7 +188,7 @@ class TargetWorker(TransferWorker):
                 if len(there) and start < action.end:
                     first, blocks = start // size + int(there[0]), wanted[there].tolist()
                     sums = self.memory.digest(group, blocks, first * size, start, action.end)
-                    check.sums[group] = first, sums
+                    check.sums[group] = first, blocks, sums
         except Exception as error:
             self.error("what has landed can't be summed")
             self._not_verified(action, error, now)
@@ -194,7 +204,7 @@ class TargetWorker(TransferWorker):
         order, bad = check.order, set[tuple[int, int]]()
         try:
             found = []
-            for group, (first_block, pending) in check.sums.items():
+            for group, (first_block, _, pending) in check.sums.items():
                 if (sums := pending.poll()) is None:
                     return
                 found.append((group, first_block, sums))
@@ -211,6 +221,8 @@ class TargetWorker(TransferWorker):
                         attempt=order.attempt.number,
                     )
                 )
+            if not bad:
+                self._keep(check, found)
         except Exception as error:
             self.error("what has landed can't be compared")
             self._checks.remove(check)
@@ -222,3 +234,15 @@ class TargetWorker(TransferWorker):
         self.counters["verify_seconds"] += time.monotonic() - check.began
         self.mark(order.attempt, "verified", write=order.write, start=order.start, end=order.end)
         self.handle(events.Verified(order.attempt, order.write, tuple(sorted(bad))), now)
+
+    def _keep(self, check: _Check, found: Sequence[tuple[int, int, list[Sums]]]) -> None:
+        """Keep what was verified, so that the blocks can be handed on without a look at them.
+
+        A first block that counted in part only is never cached, nor sent.
+        """
+        for group, first_block, sums in found:
+            _, blocks, _ = check.sums[group]
+            first = first_block * self.layouts[0][group].block_size
+            start = max(check.order.start, check.order.counted[group])
+            if start <= first:
+                self.memory.adopt(group, blocks, sums, check.order.end - first)
