@@ -132,6 +132,8 @@ def build_engine(
     except BaseException:
         executor.close()
         raise
+    roles = {connector.transfer_role for connector in connectors}
+    scheduler.both_sides = {"source", "target"} <= roles
     if isinstance(mailbox, FrontendServer):
         connectors.append(BlockFeed(scheduler.blocks, mailbox))
     if encoder is not None:

@@ -111,6 +111,7 @@ class LiveRequests:
         self.waiting: list[Sequence] = []
         self.running: list[Sequence] = []
         self.parked: set[Sequence] = set()
+        self.crowded: list[Sequence] = []
         self.loading: dict[str, Load] = {}
         self.in_flight: deque[InFlightStep] = deque()
         self.totals = Totals()
@@ -310,6 +311,9 @@ class LiveRequests:
                 self.parked.remove(sequence)
             case SequenceState.LOADING:
                 del self.loading[sequence.request.request_id]
+                crowded, self.crowded = self.crowded, []
+                for other in crowded:
+                    self.unpark(other)
             case SequenceState.WAITING | SequenceState.PREEMPTED if sequence in self.waiting:
                 self.waiting.remove(sequence)
 

@@ -85,6 +85,11 @@ class Scheduler(LiveRequests):
         config: its settings.
         root_key: root of the block keys of requests with a given cache salt.
         clock: monotonic seconds.
+
+    Attributes:
+        both_sides: the node prefills for others and is prefilled for. Two such nodes, each full of
+            loads that wait for the other's prompts, would wait for ever: so loads leave room for
+            prompts, and who waits for room to load is beside the queue.
     """
 
     def __init__(
@@ -98,6 +103,7 @@ class Scheduler(LiveRequests):
         drafts = config.speculative or NO_DRAFTS
         self.proposer: Proposer = NgramProposer(*drafts.lookup)
         self._longest_draft = drafts.num_speculative_tokens
+        self.both_sides = False
         self._handles = itertools.count(1)
         self._launched = 0
 
@@ -375,6 +381,13 @@ class Scheduler(LiveRequests):
             if self._has_room_to_load(sequence, match, next_after(connector, sequence, end)):
                 self.begin_load(connector, sequence, match, end)
                 return "done"
+            if self.both_sides and connector.waits_for_room:
+                if self.loading:  # beside the queue: others may wait elsewhere for who is behind it
+                    self.crowded.append(sequence)
+                    self.park(sequence)
+                    return "done"
+                if self.blocks.need(match.tables, len(sequence.tokens)) > self._most_loading():
+                    continue  # there will never be room
             # Room comes with the end of a load, which has a deadline.
             if connector.waits_for_room or self.loading:
                 return "wait"
@@ -415,12 +428,22 @@ class Scheduler(LiveRequests):
         return match if fits and not self._is_forbidden(sequence, match) else None
 
     def _has_room_to_load(self, sequence: Sequence, match: Match, start: int) -> bool:
-        """Loads that have not come in may not reserve everything, unless one is alone."""
+        """Loads that have not come in may not reserve everything, unless one is alone.
+
+        On a node that prefills for others they leave half of it in any case, and half of the seats.
+        """
         need = self.blocks.need(match.tables, len(sequence.tokens), start=start)
         incoming = self.blocks.num_incoming()
-        if incoming and incoming + need > self.config.max_loading_share * self.blocks.pool.usable:
+        if (incoming or self.both_sides) and incoming + need > self._most_loading():
+            return False
+        if self.both_sides and 2 * len(self.loading) >= max(2, self.config.max_num_seqs):
             return False
         return self.blocks.fits(need, beside=self._claims(), hits=match.tables)
+
+    def _most_loading(self) -> int:
+        """Blocks that loads may have reserved."""
+        share = min(self.config.max_loading_share, 0.5 if self.both_sides else 1.0)
+        return int(share * self.blocks.pool.usable)
 
     def _claims(self) -> int:
         """Blocks that running and loading sequences may want at their next step.

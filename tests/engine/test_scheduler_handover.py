@@ -2,6 +2,7 @@ from __future__ import annotations
 
 import random
 from dataclasses import replace
+from typing import Any
 
 import pytest
 from hypothesis import given, settings
@@ -252,6 +253,54 @@ def test_other_requests_run_while_one_loads_and_the_cap_holds_further_ones_back(
 def test_one_hand_over_larger_than_the_cap_is_admitted_when_it_is_alone():
     loop = Loop((GroupSpec(block_size=4, num_blocks=9),), max_loading_share=0.25)
     assert load(loop, ask("a", prompt(28), transfer=target(1))).request_id == "a"
+
+
+# --- nodes that prefill for others, too ---
+
+
+def both_sides(**settings: Any) -> Loop:
+    loop = Loop(**settings)
+    loop.scheduler.both_sides = True
+    return loop
+
+
+def test_prompts_for_others_do_not_wait_behind_who_waits_for_room_to_load():
+    """Else two nodes whose loads wait for each other's prompts would wait for ever."""
+    loop = both_sides(groups=(GroupSpec(block_size=4, num_blocks=17),))
+    first = load(loop, ask("a", prompt(24), transfer=target(1)))
+    loop.add(ask("b", prompt(24, 2), transfer=target(2)))
+    loop.add(ask("c", prompt(24, 3), max_tokens=1, transfer=source(3)))
+    loop.run_until(lambda: loop.streams["c", 0].finish is not None)
+    assert [admitted.request_id for admitted in loop.admitted] == ["a"]
+    deliver(loop, first)
+    loop.unquarantine(attempt_of(first))
+    loop.run_until(lambda: len(loop.admitted) == 2)
+    deliver(loop, loop.admitted[1])
+    loop.run()
+    for name in "ab":
+        loop.check_stream(name)
+
+
+def test_a_load_that_leaves_no_room_for_prompts_of_others_is_computed():
+    loop = both_sides(groups=(GroupSpec(block_size=4, num_blocks=13),))
+    loop.add(ask("a", prompt(28), max_tokens=2, ignore_eos=True, transfer=target(1)))
+    loop.run()
+    assert not [admitted for admitted in loop.admitted if admitted.num_tokens]
+    loop.check_stream("a")
+
+
+def test_loads_leave_half_of_the_seats():
+    loop = both_sides(groups=(GroupSpec(block_size=4, num_blocks=200),))
+    for number in range(8):
+        loop.add(ask(f"d{number}", prompt(8, number), transfer=target(number)))
+    loop.add(ask("s", prompt(8, 9), max_tokens=1, transfer=source(9)))
+    loop.run_until(lambda: loop.streams["s", 0].finish is not None)
+    assert len(loop.scheduler.loading) == 4
+    for admitted in loop.admitted:  # grows as loads end
+        deliver(loop, admitted)
+        loop.unquarantine(attempt_of(admitted))
+        loop.step()
+    assert len(loop.admitted) == 8
 
 
 # --- failed loads ---
