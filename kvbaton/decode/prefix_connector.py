@@ -11,6 +11,7 @@ import os
 
 from typing_extensions import override
 
+from kvbaton.connectors.layout import GroupKind
 from kvbaton.connectors.protocol.events import Start
 from kvbaton.decode.target_connector import TargetConnector, target_of
 from kvbaton.engine.kv_connector import KVConnector, Load
@@ -63,8 +64,11 @@ class PrefixConnector(KVConnector):
         request, clock = load.sequence.request, self._scheduler.clock
         assert request.spec.prefix is not None, "only what `match` has offered is loaded"
         attempt = self._asked[request] = Attempt(os.urandom(16), 0)
-        size = self._scheduler.blocks.alignment
-        keys = load.sequence.chain(size)[load.start // size : load.end // size]
+        groups, size = self._scheduler.blocks.groups, self._scheduler.blocks.alignment
+        # Behind a window nothing is wanted.
+        wanted = zip(groups, load.spans, strict=True)
+        first = min(s[0].first for g, s in wanted if s and g.kind is not GroupKind.STATE)
+        keys = load.sequence.chain(size)[first : load.end // size]
         left = max(0.001, min(request.deadline - clock(), MAX_FETCH_S))
         peer, joined = request.spec.prefix.peer, b"".join(keys)
         self._target.begin(load, Start(attempt, peer, keys[-1], load.end, load.spans, left, joined))

@@ -285,7 +285,7 @@ def test_a_load_that_leaves_no_room_for_prompts_of_others_is_computed():
     loop = both_sides(groups=(GroupSpec(block_size=4, num_blocks=13),))
     loop.add(ask("a", prompt(28), max_tokens=2, ignore_eos=True, transfer=target(1)))
     loop.run()
-    assert not [admitted for admitted in loop.admitted if admitted.num_tokens]
+    assert [admitted.full_hit for admitted in loop.admitted] == [True], "it needs nothing"
     loop.check_stream("a")
 
 

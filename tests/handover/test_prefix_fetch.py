@@ -113,7 +113,7 @@ def test_a_holder_that_is_gone_costs_time_only(make: Callable[..., Pair]) -> Non
 
 
 def test_who_asks_for_more_than_a_share_is_refused(make: Callable[..., Pair]) -> None:
-    pair = make(p={"num_blocks": 40})
+    pair = make(p={"num_blocks": 40, "max_model_len": 128})
     expected = pair.p.generate(PROMPT, max_tokens=6).result()
     assert fetch(pair, PROMPT, 48).result() == expected  # 12 of 40 blocks are more than a quarter
     pair.settle()

@@ -389,7 +389,8 @@ class Loop:
     ) -> list[Output]:
         """A hand-over is complete."""
         attempt = self.attempt(request_id)
-        num_tokens = len(self.scheduler.requests[request_id].sequences[0].tokens)
+        asked = self.requests[request_id]
+        num_tokens = len(asked.token_ids) + len(asked.resume_ids)
         return self.hear(Deliver(attempt, tuple(choices), cached_tokens, num_tokens))
 
     def load_failed(self, request_id: str, valid_through: int, reason: str) -> list[Output]:
