@@ -67,7 +67,8 @@ class PrefixConnector(KVConnector):
         groups, size = self._scheduler.blocks.groups, self._scheduler.blocks.alignment
         # Behind a window nothing is wanted.
         wanted = zip(groups, load.spans, strict=True)
-        first = min(s[0].first for g, s in wanted if s and g.kind is not GroupKind.STATE)
+        firsts = [s[0].first for g, s in wanted if s and g.kind is not GroupKind.STATE]
+        first = min(firsts, default=load.start // size)
         keys = load.sequence.chain(size)[first : load.end // size]
         left = max(0.001, min(request.deadline - clock(), MAX_FETCH_S))
         peer, joined = request.spec.prefix.peer, b"".join(keys)

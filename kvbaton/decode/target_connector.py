@@ -237,7 +237,7 @@ class TargetConnector(KVConnector):
         self._outcomes(load)["failed"] += 1
         if load.connector is not self:
             # With windows or states a shorter prefix needs blocks that were not reserved.
-            whole = not any(group.reach for group in self.scheduler.blocks.groups)
+            whole = all(group.keeps_all for group in self.scheduler.blocks.groups)
             self.scheduler.cut_load(load, action.valid_through if whole else load.start)
             return []
         return self.scheduler.fail_load(load, action.valid_through, action.reason)

@@ -312,14 +312,14 @@ class SourceConnector(KVConnector):
                 found = [by_key.get(key, NULL_BLOCK) for key in keys]
             hits.append([OTHERS] * (start // size) + found)
         held = manager.usable(hits, end + 1)
-        if held < end and any(group.reach for group in manager.groups):
+        if held < end and not all(group.keeps_all for group in manager.groups):
             held = 0  # what the target has reserved is what the whole prefix needs
         if held <= start:
             self.transfers.submit(SourceFailed(action.attempt, "none of it is held any more"))
             return
         tables = []
         for group, hit in zip(manager.groups, hits, strict=True):
-            first = max(start // size, group.first_needed(held))
+            first = min(max(start // size, group.first_needed(held)), held // size)
             tables.append([NULL_BLOCK] * first + hit[first : held // size])
         report = self._report(action.attempt, tables, start, held, action.counted)
         self._pinned[action.attempt] = report.spans
