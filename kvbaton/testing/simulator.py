@@ -349,7 +349,8 @@ SETTINGS = set(
 """What is set up once, counts, or is emptied by the next call."""
 
 BOUNDED = set(
-    "SimulatedExecutor SimulatedChannel SimulatedNode BlockPool Tombstones StepCosts".split()
+    "SimulatedExecutor SimulatedChannel SimulatedNode BlockPool Tombstones StepCosts "
+    "FairShares".split()
 )
 """What holds a bounded number of things, or has an audit of its own."""
 
