@@ -86,37 +86,53 @@ class Database:
         return [key in there for key in keys]
 
     def get(self, key: bytes, target: Pieces) -> bool:
-        """Copy a row's bytes, if they are those that were stored."""
+        """Copy a row's bytes."""
+        return self.get_many([key], [target])[0]
+
+    def get_many(self, keys: Sequence[bytes], targets: Sequence[Pieces]) -> list[bool]:
+        """Copy rows' bytes, those that are as they were stored; one query for all."""
+        marks = ",".join("?" * len(keys))
         with self._connection() as connection:
-            found = connection.execute("SELECT sum, data FROM objects WHERE key = ?", [key])
-            total, data = found.fetchone() or (None, b"")
-        if len(data) != sum(map(len, target)) or zlib.crc32(data) != total:
-            return False
-        rest = memoryview(data)
-        for piece in target:
-            piece[:] = rest[: len(piece)]
-            rest = rest[len(piece) :]
-        return True
+            rows = connection.execute(
+                f"SELECT key, sum, data FROM objects WHERE key IN ({marks})", keys
+            )
+            found = {key: data for key, total, data in rows if zlib.crc32(data) == total}
+        return [_fill(target, found.get(key)) for key, target in zip(keys, targets, strict=True)]
 
     def put(self, key: bytes, source: Pieces) -> bool:
-        """Insert a row, and delete the oldest while there are too many bytes."""
-        data = b"".join(source)
-        if self._max_bytes is not None and len(data) > self._max_bytes:
-            return False
+        """Insert a row."""
+        return self.put_many([key], [source])[0]
+
+    def put_many(self, keys: Sequence[bytes], sources: Sequence[Pieces]) -> list[bool]:
+        """Insert rows, and delete the oldest while there are too many bytes; one transaction."""
+        room = self._max_bytes or float("inf")
+        objects = [b"".join(source) for source in sources]
+        rows = [
+            (key, zlib.crc32(data), data)
+            for key, data in zip(keys, objects, strict=True)
+            if len(data) <= room
+        ]
         try:
-            self._insert(key, zlib.crc32(data), data)
+            self._insert(rows)
         except StoreError as error:
             if getattr(error.__cause__, "sqlite_errorcode", None) == sqlite3.SQLITE_FULL:
-                return False
+                return [False] * len(keys)
             raise
-        return True
+        if sum(map(len, objects)) <= room:
+            return [True] * len(keys)
+        return self.contains(keys)  # they may have made room for each other
 
-    def _insert(self, *row: object) -> None:
+    def _insert(self, rows: Sequence[tuple[bytes, int, bytes]]) -> None:
         with self._connection() as connection, connection:
             connection.execute("BEGIN IMMEDIATE")
             # What the disk has spoiled is repaired by whoever stores it again.
-            connection.execute("DELETE FROM objects WHERE key = ? AND sum != crc32(data)", row[:1])
-            connection.execute("INSERT OR IGNORE INTO objects (key, sum, data) VALUES (?,?,?)", row)
+            connection.executemany(
+                "DELETE FROM objects WHERE key = ? AND sum != crc32(data)",
+                [(key,) for key, _, _ in rows],
+            )
+            connection.executemany(
+                "INSERT OR IGNORE INTO objects (key, sum, data) VALUES (?,?,?)", rows
+            )
             while self._count(connection) > (self._max_bytes or float("inf")):
                 connection.execute("DELETE FROM objects WHERE id = (SELECT min(id) FROM objects)")
 
@@ -147,3 +163,13 @@ class Database:
         except sqlite3.Error as error:
             self._trouble = f"{self._path}: {error}"
             raise StoreError(self._trouble) from error
+
+
+def _fill(target: Pieces, data: bytes | None) -> bool:
+    if data is None or len(data) != sum(map(len, target)):
+        return False
+    rest = memoryview(data)
+    for piece in target:
+        piece[:] = rest[: len(piece)]
+        rest = rest[len(piece) :]
+    return True

@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING
 __all__ = [
     "KEY_BYTES",
     "Backend",
+    "BatchBackend",
     "Capabilities",
     "ConfigError",
     "Evicting",
@@ -62,7 +63,7 @@ if TYPE_CHECKING:
         StoreCapabilities,
         Usage,
     )
-    from kvbaton.connectors.stores.threaded import Backend, ThreadedStore
+    from kvbaton.connectors.stores.threaded import Backend, BatchBackend, ThreadedStore
     from kvbaton.errors import ConfigError, StoreError, TransportError
 else:
     # Half of ours import a part of this package, and must not pay for all of it.

@@ -1,10 +1,14 @@
 """Transports are found by name or path, and every mistake in a spec is named."""
 
+import json
 import sys
+from pathlib import Path
 
 import pytest
 
-from kvbaton.connectors.registry import TRANSPORTS, list_connectors, load_transport
+from kvbaton.connectors.registry import TRANSPORTS, list_connectors, load_store, load_transport
+from kvbaton.connectors.stores.filesystem import FilesystemStore
+from kvbaton.connectors.stores.tiered import TieredStore
 from kvbaton.connectors.transports.faulty import FaultyTransport
 from kvbaton.connectors.transports.memory import MemoryHub, MemoryTransport
 from kvbaton.errors import ConfigError
@@ -60,3 +64,30 @@ def test_a_missing_dependency_names_the_package(monkeypatch: pytest.MonkeyPatch)
         monkeypatch.setitem(sys.modules, name, None)
     with pytest.raises(ConfigError, match="nixl-cu13"):
         load_transport("nixl", name="x")
+
+
+def test_secrets_come_from_the_environment_or_a_file(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("KV_FOLDER", "shelf")
+    (tmp_path / "secret").write_text("hidden\n")
+    path = f"/{{env:KV_FOLDER}}/{{file:{tmp_path}/secret}}"
+    inner = json.dumps({"path": path})
+    tiers = json.dumps({"tiers": ["memory", f"filesystem:{inner}", {"filesystem": {"path": path}}]})
+    found = load_store(f"tiered:{tiers}")
+    assert isinstance(found, TieredStore)
+    for tier in found.tiers[1:]:
+        assert isinstance(tier.store, FilesystemStore)
+        assert tier.store._files._root == "/shelf/hidden/kvbaton-1"
+
+
+@pytest.mark.parametrize(
+    ("path", "told"),
+    [
+        ("{env:KV_NONE}", "path needs the environment variable KV_NONE"),
+        ("{file:/no}", "path can't"),
+    ],
+)
+def test_a_secret_that_is_missing_is_told(path: str, told: str) -> None:
+    with pytest.raises(ConfigError, match=told):
+        load_store("filesystem:" + json.dumps({"path": path}))

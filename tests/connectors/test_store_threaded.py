@@ -172,3 +172,38 @@ def test_closing_waits_for_what_runs_and_gives_up_the_rest(
     assert backend.closed == 1
     with pytest.raises(StoreError, match="store gated is not open"):
         store.delete([])
+
+
+class Batches(Gated):
+    """Takes many objects in one call, and may answer for too few."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.calls: list[int] = []
+        self.left_out = 0
+
+    def get_many(self, keys: Sequence[bytes], targets: Sequence[Pieces]) -> list[bool]:
+        self.calls.append(len(keys))
+        answers = [self.get(*item) for item in zip(keys, targets, strict=True)]
+        return answers[self.left_out :]
+
+    def put_many(self, keys: Sequence[bytes], sources: Sequence[Pieces]) -> list[bool]:
+        self.calls.append(len(keys))
+        return [self.put(*item) for item in zip(keys, sources, strict=True)]
+
+
+def test_a_prompt_is_one_call_of_a_backend_that_takes_many() -> None:
+    backend = Batches()
+    store = ThreadedStore("batches", backend, threads=2)
+    store.open()
+    objects = make_objects(40, 1000)
+    assert save(store, objects) == [True] * 40
+    assert read(store, objects) == list(objects.values())
+    assert backend.calls == [40, 40]
+    many = make_objects(300, 10, seed=1)
+    save(store, many)
+    assert sorted(backend.calls[2:]) == [44, 128, 128]
+    backend.left_out = 1
+    with pytest.raises(ValueError, match="answered for 39 of 40 objects"):
+        read(store, objects)
+    store.close()

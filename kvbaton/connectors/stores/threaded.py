@@ -7,7 +7,7 @@ from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager
-from typing import NamedTuple, Protocol
+from typing import NamedTuple, Protocol, runtime_checkable
 from weakref import WeakSet
 
 import xxhash
@@ -24,6 +24,8 @@ class BatchLimit(NamedTuple):
 
 
 ONE = BatchLimit(1, 1)
+MANY = BatchLimit(128, 32 << 20)
+"""For a `BatchBackend`: a prompt is one call, unless it is long."""
 
 
 class Backend(Protocol):
@@ -70,6 +72,19 @@ class Backend(Protocol):
         ...
 
 
+@runtime_checkable
+class BatchBackend(Protocol):
+    """What a `Backend` has besides, if its client is faster with many objects in one call."""
+
+    def get_many(self, keys: Sequence[bytes], targets: Sequence[Pieces]) -> Sequence[bool]:
+        """`Backend.get` of many, whose targets do not overlap; a key may be there twice."""
+        ...
+
+    def put_many(self, keys: Sequence[bytes], sources: Sequence[Pieces]) -> Sequence[bool]:
+        """`Backend.put` of many: those that are kept are whole, whatever becomes of the others."""
+        ...
+
+
 class LastCall:
     """The health of a backend: how its last call went. Backends inherit it."""
 
@@ -110,7 +125,8 @@ class ThreadedStore:
     Args:
         name: see `Store.name`.
         backend: does the work.
-        threads: objects that are loaded at the same time, and as many that are stored.
+        threads: objects, or calls of a `BatchBackend`, that load at the same time, and as many that
+            store.
     """
 
     def __init__(self, name: str, backend: Backend, *, threads: int = 4) -> None:
@@ -142,11 +158,15 @@ class ThreadedStore:
         """See `Store.release`; there are no pins."""
 
     def load(self, keys: Sequence[bytes], targets: Sequence[Pieces]) -> Future[list[bool]]:
-        """See `Store.load`; one thread per object."""
+        """See `Store.load`; one thread per object, or per batch."""
+        if isinstance(self.backend, BatchBackend):
+            return self._move("load", _together(self.backend.get_many), keys, targets, MANY)
         return self._move("load", _one_by_one(self.backend.get), keys, targets)
 
     def store(self, keys: Sequence[bytes], sources: Sequence[Pieces]) -> Future[list[bool]]:
-        """See `Store.store`; one thread per object."""
+        """See `Store.store`; one thread per object, or per batch."""
+        if isinstance(self.backend, BatchBackend):
+            return self._move("store", _together(self.backend.put_many), keys, sources, MANY)
         return self._move("store", _one_by_one(self.backend.put), keys, sources)
 
     def delete(self, keys: Sequence[bytes]) -> Future[int]:
@@ -194,6 +214,12 @@ def _one_by_one(move: Callable[[bytes, Pieces], bool]) -> Action:
     return lambda items: [move(key, pieces) for key, pieces in items]
 
 
+def _together(
+    move: Callable[[Sequence[bytes], Sequence[Pieces]], Sequence[bool]],
+) -> Action:
+    return lambda items: move([key for key, _ in items], [pieces for _, pieces in items])
+
+
 class Moves(Future[list[bool]]):
     """Objects that a few threads move, each taking the next ones; done when all threads are.
 
@@ -239,7 +265,11 @@ class Moves(Future[list[bool]]):
                     share = self._waiting.popleft()
                 except IndexError:
                     return
-                self._answers[share] = action(items[share])
+                answers = action(items[share])
+                if len(answers) != share.stop - share.start:
+                    asked = share.stop - share.start
+                    raise ValueError(f"the back end answered for {len(answers)} of {asked} objects")
+                self._answers[share] = answers
 
         self._workers = [pool.submit(work) for _ in range(count)]
 
