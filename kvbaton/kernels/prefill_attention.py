@@ -62,7 +62,7 @@ class PrefillBatch:
     context_lens: torch.Tensor
     query_lens: tuple[int, ...]
     prefix_lens: tuple[int, ...]
-    pieces: dict[object, list[Piece]] = field(default_factory=dict)
+    pieces: dict[object, list[BatchPart]] = field(default_factory=dict)
 
 
 def prefill_attention(
@@ -132,7 +132,7 @@ def prefill_attention(
 
 
 @dataclass(frozen=True)
-class Piece:
+class BatchPart:
     """Neighbours of a batch that go through one way: "prompts" and "chunk" are cuDNN's.
 
     Attributes:
@@ -147,10 +147,12 @@ class Piece:
     tokens: slice
 
 
-def _cut(batch: PrefillBatch, plain: bool, window: int, kind: tuple[object, ...]) -> list[Piece]:
+def _cut(
+    batch: PrefillBatch, plain: bool, window: int, kind: tuple[object, ...]
+) -> list[BatchPart]:
     """All sequences of a batch, in their order."""
     lengths = list(zip(batch.query_lens, batch.prefix_lens, strict=True))
-    pieces: list[Piece] = []
+    pieces: list[BatchPart] = []
     row = token = 0
     while row < len(lengths):
         fresh, prefix = lengths[row]
@@ -169,7 +171,7 @@ def _cut(batch: PrefillBatch, plain: bool, window: int, kind: tuple[object, ...]
         if form == "paged" and pieces and pieces[-1].form == "paged":
             last = pieces.pop()
             rows, tokens = slice(last.rows.start, rows.stop), slice(last.tokens.start, tokens.stop)
-        pieces.append(Piece(form, rows, tokens))
+        pieces.append(BatchPart(form, rows, tokens))
         row, token = row + count, token + count * fresh
     return [p for p in pieces if p.tokens.start < p.tokens.stop]
 

@@ -28,7 +28,7 @@ _VARIABLE = re.compile(r"{(\w+)(?::[^}]*)?}")
 
 
 @dataclass(frozen=True, kw_only=True)
-class Contract:
+class HandlerTypes:
     """What a handler takes and answers, beyond JSON objects of any shape.
 
     Attributes:
@@ -44,7 +44,7 @@ class Contract:
     content_type: str = "application/json"
 
 
-_contracts: dict[Callable[..., Any], Contract] = {}
+_contracts: dict[Callable[..., Any], HandlerTypes] = {}
 
 
 def contract(
@@ -54,10 +54,10 @@ def contract(
     streams: bool = False,
     content_type: str = "application/json",
 ) -> Callable[[H], H]:
-    """Note what a handler takes and answers, for the description; see `Contract`."""
+    """Note what a handler takes and answers, for the description; see `HandlerTypes`."""
 
     def note(handler: H) -> H:
-        _contracts[handler] = Contract(
+        _contracts[handler] = HandlerTypes(
             body=body, answer=answer, streams=streams, content_type=content_type
         )
         return handler
@@ -74,7 +74,7 @@ def describe(app: web.Application) -> dict[str, Any]:
     """An application's routes as an OpenAPI document."""
     frontend = app[FRONTEND]
     routes = [route for route in app.router.routes() if route.method != "HEAD"]
-    named = [_contracts.get(inspect.unwrap(route.handler), Contract()) for route in routes]
+    named = [_contracts.get(inspect.unwrap(route.handler), HandlerTypes()) for route in routes]
     types = {t for c in named for t in (c.body, c.answer) if t is not None} | {ErrorBody}
     transfer = frontend.transfer_type
     if transfer is not None:
@@ -106,7 +106,7 @@ def _path(route: AbstractRoute) -> str:
     return _VARIABLE.sub(r"{\1}", route.resource.canonical)
 
 
-def _operation(route: AbstractRoute, found: Contract) -> dict[str, Any]:
+def _operation(route: AbstractRoute, found: HandlerTypes) -> dict[str, Any]:
     content = {found.content_type: {"schema": _ref(found.answer)}}
     if found.streams:
         content["text/event-stream"] = {}  # readers of a schema apply it to each event, or to all

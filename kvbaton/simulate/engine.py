@@ -130,7 +130,7 @@ class Run:
 
 
 @dataclass
-class Timing:
+class TokenTimes:
     """When a request's tokens came at its engine.
 
     Attributes:
@@ -204,7 +204,7 @@ class ModeledEngine:
         self.connectors = self.scheduler.connectors = Connectors(parts)
         self._numbers = 0
         self._receivers: dict[str, OutputReceiver] = {}
-        self._timings: dict[str, Timing] = {}
+        self._timings: dict[str, TokenTimes] = {}
         self._inbox: list[Callable[[], Iterable[Output]]] = []
         self._run: Run | None = None
         self._turns = False
@@ -430,8 +430,8 @@ class ModeledEngine:
 
     # --- what goes out ---
 
-    def _timing(self, request_id: str) -> Timing:
-        return self._timings.setdefault(request_id, Timing())
+    def _timing(self, request_id: str) -> TokenTimes:
+        return self._timings.setdefault(request_id, TokenTimes())
 
     def _send(self, outputs: list[Output]) -> None:
         """Tell the router of first, second and last tokens; those between come with the last."""

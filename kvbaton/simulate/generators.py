@@ -61,7 +61,7 @@ def _single(prompts: Lengths, outputs: Lengths, variation: float) -> Generator:
 
 
 @dataclass(frozen=True)
-class Sessions:
+class Conversations:
     """Conversations whose every turn repeats all that was said before.
 
     Attributes:
@@ -109,7 +109,7 @@ class Sessions:
 GENERATORS: dict[str, Generator] = {
     "code": _single(Lengths(1469, 1.15, 3, 7437), Lengths(13, 0.95, 1, 1900), 1.6),
     "conversation": _single(Lengths(1020, 0.83, 2, 14050), Lengths(150, 0.95, 1, 1000), 1.1),
-    "chat": Sessions(
+    "chat": Conversations(
         shared=500,
         kinds=4,
         first=Lengths(400, 0.8, 10, 8000),
@@ -118,7 +118,7 @@ GENERATORS: dict[str, Generator] = {
         turns=6,
         think=(12.0, 0.9),
     ),
-    "documents": Sessions(
+    "documents": Conversations(
         shared=3000,
         kinds=24,
         first=Lengths(8500, 0.9, 64, 100_000),
@@ -127,7 +127,7 @@ GENERATORS: dict[str, Generator] = {
         turns=3,
         think=(8.0, 1.0),
     ),
-    "agentic": Sessions(
+    "agentic": Conversations(
         shared=12_000,
         kinds=2,
         first=Lengths(85_000, 0.25, 20_000, 150_000),

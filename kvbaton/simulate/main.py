@@ -16,7 +16,7 @@ from kvbaton.errors import ConfigError
 from kvbaton.router.config import RoutingPolicy
 from kvbaton.simulate.engine_model import H200_8B, EngineModel, load_engine
 from kvbaton.simulate.generators import GENERATORS
-from kvbaton.simulate.service import Outcome, Simulation, parse_nodes, simulate
+from kvbaton.simulate.service import RequestRecord, ServiceReport, parse_nodes, simulate
 from kvbaton.simulate.traces import TraceRequest, cut, read_trace
 
 
@@ -102,7 +102,7 @@ class SimulateConfig:
         )
 
 
-def is_good(outcome: Outcome, ttft_slo: float | None, itl_slo: float | None) -> bool:
+def is_good(outcome: RequestRecord, ttft_slo: float | None, itl_slo: float | None) -> bool:
     """Whether a request was served within its objectives (ms)."""
     if outcome.error is not None or outcome.ttft_s is None:
         return False
@@ -110,7 +110,7 @@ def is_good(outcome: Outcome, ttft_slo: float | None, itl_slo: float | None) -> 
     return not late and (itl_slo is None or outcome.itl_s * 1e3 <= itl_slo)
 
 
-def summary(done: Simulation, config: SimulateConfig) -> dict[str, float]:
+def summary(done: ServiceReport, config: SimulateConfig) -> dict[str, float]:
     """The figures of one run."""
     outcomes = done.outcomes
     good = sum(is_good(outcome, config.ttft_slo, config.itl_slo) for outcome in outcomes)
@@ -147,7 +147,7 @@ def summary(done: Simulation, config: SimulateConfig) -> dict[str, float]:
 
 def run_one(
     config: SimulateConfig, spec: str, model: EngineModel, trace: Sequence[TraceRequest], seed: int
-) -> Simulation:
+) -> ServiceReport:
     """One policy over a trace."""
     policy, _, nodes = spec.partition("@")
     return simulate(
@@ -157,14 +157,14 @@ def run_one(
 
 def measure(
     config: SimulateConfig,
-) -> tuple[list[dict[str, Any]], list[dict[str, Any]], dict[str, list[Outcome]]]:
+) -> tuple[list[dict[str, Any]], list[dict[str, Any]], dict[str, list[RequestRecord]]]:
     """Simulate all that is to be compared: a row each, nodes' use, and what became of requests."""
     model = load_engine(config.engine)
     for spec in config.policies:  # wrong ones are told before long runs
         parse_nodes(spec.partition("@")[2] or config.nodes)
     rows: list[dict[str, Any]] = []
     busy: list[dict[str, Any]] = []
-    outcomes: dict[str, list[Outcome]] = {}
+    outcomes: dict[str, list[RequestRecord]] = {}
     gc.freeze()  # what is there stays: it need not be looked at again and again
     for spec in config.policies:
         runs, started = [], time.process_time()
@@ -227,7 +227,7 @@ def _settings(config: SimulateConfig) -> dict[str, Any]:
     return {**asdict(config), "engine": str(config.engine)}
 
 
-def _shares(done: Simulation) -> str:
+def _shares(done: ServiceReport) -> str:
     return " ".join(f"{name} {share:.2f}" for name, share in done.busy.items())
 
 
@@ -245,7 +245,7 @@ def new_figure() -> Any:
 
 
 def draw(
-    figure: Any, config: SimulateConfig, outcomes: dict[str, list[Outcome]], path: Path
+    figure: Any, config: SimulateConfig, outcomes: dict[str, list[RequestRecord]], path: Path
 ) -> None:
     """How many requests came within which time to first token, and per token."""
     ttft, itl = figure.subplots(1, 2)

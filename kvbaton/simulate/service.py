@@ -44,7 +44,7 @@ ROLES = {"P": "prefill", "D": "decode", "A": "any"}
 
 
 @dataclass
-class Outcome:
+class RequestRecord:
     """What became of one request.
 
     Attributes:
@@ -72,7 +72,7 @@ class Outcome:
 
 
 @dataclass(frozen=True)
-class Simulation:
+class ServiceReport:
     """What a simulated service has done.
 
     Attributes:
@@ -84,7 +84,7 @@ class Simulation:
         leaked: blocks, requests and hand-overs that engines still hold when all is over; always 0.
     """
 
-    outcomes: list[Outcome]
+    outcomes: list[RequestRecord]
     seconds: float
     busy: dict[str, float]
     decisions: list[Decision]
@@ -167,7 +167,7 @@ class SteadyNodes(KnownNodes):
 class _Client:
     """Who asked one request: an `OutputReceiver`."""
 
-    def __init__(self, service: _Service, index: int, outcome: Outcome) -> None:
+    def __init__(self, service: _Service, index: int, outcome: RequestRecord) -> None:
         self._service, self._index, self.outcome = service, index, outcome
         self.first_at = 0.0
         self.tokens = 0
@@ -239,7 +239,7 @@ class _Service:
         self.decisions = chooser.decisions
         timers = RelayTimers(idle_s=1e9, max_retries=0)  # tokens between are told with the last
         self._dispatcher = Dispatcher(self._nodes, metrics, loads, chooser, timers)
-        self.outcomes: dict[int, Outcome] = {}
+        self.outcomes: dict[int, RequestRecord] = {}
         self._clients: dict[int, _Client] = {}
         self._followers = {r.after: i for i, r in enumerate(trace) if r.after is not None}
         self._left = len(trace)
@@ -259,7 +259,7 @@ class _Service:
         await asyncio.sleep(1.0)  # what engines still have to tell each other
 
     def leaked(self) -> int:
-        """See `Simulation`."""
+        """See `ServiceReport`."""
         pools = [engine.scheduler.blocks.pool for engine in self.engines]
         return (
             sum(pool.usable - pool.num_free for pool in pools)
@@ -274,7 +274,7 @@ class _Service:
 
     def _submit(self, index: int) -> None:
         request = self._trace[index]
-        outcome = self.outcomes[index] = Outcome(request, self.loop.time())
+        outcome = self.outcomes[index] = RequestRecord(request, self.loop.time())
         before = None if request.after is None else str(request.after)
         tokens = self._prompts.add(str(index), request, before)
         client = self._clients[index] = _Client(self, index, outcome)
@@ -329,7 +329,7 @@ def simulate(
     *,
     seed: int = 0,
     deadline_s: float = 600.0,
-) -> Simulation:
+) -> ServiceReport:
     """Serve a trace.
 
     Args:
@@ -348,7 +348,7 @@ def simulate(
 
     run_virtually(serve())
     (service,) = services
-    return Simulation(
+    return ServiceReport(
         [service.outcomes[index] for index in sorted(service.outcomes)],
         service.seconds,
         {engine.name: engine.busy_s / service.seconds for engine in service.engines},

@@ -13,12 +13,12 @@ from kvbaton.errors import ConfigError
 from kvbaton.router.config import RoutingPolicy
 from kvbaton.simulate import engine
 from kvbaton.simulate.engine_model import H200_8B, EngineModel, load_engine
-from kvbaton.simulate.generators import GENERATORS, Lengths, Sessions
+from kvbaton.simulate.generators import GENERATORS, Conversations, Lengths
 from kvbaton.simulate.main import SimulateConfig, advice, is_good, summary
-from kvbaton.simulate.service import Simulation, parse_nodes, simulate
+from kvbaton.simulate.service import ServiceReport, parse_nodes, simulate
 from kvbaton.simulate.traces import END_TOKEN, TraceRequest, cut, read_trace, token_ids
 
-CHAT = Sessions(
+CHAT = Conversations(
     shared=256,
     kinds=2,
     first=Lengths(300, 0.5),
@@ -39,12 +39,12 @@ def serve(
     seed: int = 0,
     ttft_slo: float | None = None,
     itl_slo: float | None = None,
-) -> Simulation:
+) -> ServiceReport:
     settings = RoutingPolicy(policy=policy, ttft_slo=ttft_slo, itl_slo=itl_slo)
     return simulate(trace, parse_nodes(nodes), model, settings, seed=seed)
 
 
-def figures(done: Simulation) -> list[tuple[float | None, float, int]]:
+def figures(done: ServiceReport) -> list[tuple[float | None, float, int]]:
     return [(o.ttft_s, o.itl_s, o.cached) for o in done.outcomes]
 
 
@@ -132,7 +132,7 @@ def test_runs_of_steps_are_what_single_steps_would_be(
 
 
 def test_a_policy_that_knows_prefixes_beats_one_that_goes_round() -> None:
-    trace = Sessions(
+    trace = Conversations(
         shared=64,
         kinds=1,
         first=Lengths(9000, 0.2),
