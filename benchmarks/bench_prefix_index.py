@@ -57,7 +57,7 @@ def main() -> None:
     tracemalloc.start()
     index = PrefixIndex()
     for node in nodes:
-        index.take(node, CachedBlocks(number=0, groups=GROUPS))
+        index.take(node, CachedBlocks.beginning(GROUPS))
     since, told = time.perf_counter(), 0
     for c, chain in enumerate(chains):
         holders = rng.sample(nodes, 4) if c else nodes

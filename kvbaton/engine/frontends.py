@@ -363,7 +363,7 @@ class FrontendServer:
             if peer.next_blocks == 0:
                 if peer.backlog:
                     continue
-                self._put(peer, CachedBlocks(number=0, groups=source.groups))
+                self._put(peer, CachedBlocks.beginning(source.groups))
                 parts = source.snapshot()
                 peer.next_blocks = 1
             else:

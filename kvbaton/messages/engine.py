@@ -7,6 +7,7 @@ What can't be decoded is dropped and counted, except that a request is answered 
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Annotated, Any, NamedTuple
 
@@ -447,13 +448,30 @@ class CachedBlocks(Struct, frozen=True, tag="cached_blocks", kw_only=True, gc=Fa
     Attributes:
         number: rises by 1 with each message; 0 begins a snapshot and replaces all that was told.
             One that has no successor's number means that the watcher must ask again.
-        groups: with number 0: the KV groups.
+        groups: with number 0: per KV group the tokens of a block, and of its window (0 for none).
         changes: in order.
+        chunked: numbers of the groups whose windows are chunks.
     """
 
     number: Count
-    groups: tuple[CachedGroup, ...] = ()
+    groups: tuple[tuple[Count, Count], ...] = ()
     changes: tuple[BlockChange, ...] = ()
+    chunked: tuple[Count, ...] = ()
+
+    @classmethod
+    def beginning(
+        cls, groups: Sequence[CachedGroup], changes: tuple[BlockChange, ...] = ()
+    ) -> CachedBlocks:
+        """The first message of a snapshot."""
+        chunked = tuple(number for number, group in enumerate(groups) if group.chunked)
+        sizes = tuple((group.block_size, group.window) for group in groups)
+        return cls(number=0, groups=sizes, changes=changes, chunked=chunked)
+
+    def cached_groups(self) -> tuple[CachedGroup, ...]:
+        """What `groups` and `chunked` say."""
+        return tuple(
+            CachedGroup(*sizes, number in self.chunked) for number, sizes in enumerate(self.groups)
+        )
 
 
 class Dead(Struct, frozen=True, tag="dead", kw_only=True):

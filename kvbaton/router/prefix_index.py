@@ -88,7 +88,7 @@ class PrefixIndex:
         What does not fit together is left out.
         """
         if message.number == 0:
-            self._begin(node, message.groups)
+            self._begin(node, message.cached_groups())
         told = self.nodes.get(node.node_id)
         if told is None or told.node.generation != node.generation:
             return

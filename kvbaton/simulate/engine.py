@@ -299,8 +299,9 @@ class ModeledEngine:
         """As `FrontendServer.tell_watchers`."""
         number, self._numbers = self._numbers, self._numbers + 1
         if changes or not number:
-            groups = source.groups if not number else ()
-            message = CachedBlocks(number=number, groups=groups, changes=changes)
+            message = CachedBlocks(number=number, changes=changes)
+            if not number:
+                message = CachedBlocks.beginning(source.groups, changes)
             self._later(lambda: self._tell_blocks(self.info, message))
 
     # --- the core's loop ---

@@ -123,7 +123,7 @@ def record() -> tuple[dict[str, ToCore], dict[str, FromCore]]:
         "dead": Dead(error="oops", field="--model"),
         "cached_blocks": CachedBlocks(
             number=3,
-            groups=(CachedGroup(16), CachedGroup(16, 512)),
+            groups=((16, 0), (16, 512)),
             changes=(BlockChange(1, True, b"12345678"),),
         ),
     }
@@ -217,6 +217,17 @@ def test_every_message_is_recorded() -> None:
     kinds = {type(message) for message in (*SENT.values(), *SAID.values())}
     assert kinds == set(ToCore.__args__) | set(FromCore.__args__)
     assert set(RECORDED) == set(SENT) | set(SAID)
+
+
+def test_an_older_router_reads_what_is_cached() -> None:
+    class Older(Struct, tag="cached_blocks"):
+        number: int
+        groups: tuple[tuple[int, int], ...] = ()
+
+    told = CachedBlocks.beginning((CachedGroup(16, 512), CachedGroup(16, 64, chunked=True)))
+    assert told.cached_groups()[1].chunked
+    old = msgspec.msgpack.decode(msgspec.msgpack.encode(told), type=Older)
+    assert old.groups == ((16, 512), (16, 64))
 
 
 @pytest.mark.parametrize("name", SAID)

@@ -63,7 +63,7 @@ def hashes(tokens: list[int], salt: str = "") -> bytes:
 
 def begun(index: PrefixIndex, *names: str) -> None:
     for name in names:
-        index.take(node(name), CachedBlocks(number=0, groups=GROUPS))
+        index.take(node(name), CachedBlocks.beginning(GROUPS))
 
 
 def stored(index: PrefixIndex, name: str, data: bytes, *, gone: bool = False) -> None:
@@ -78,7 +78,7 @@ class Told:
         self.index = index
 
     def begin(self, feed: BlockFeed) -> None:
-        self.index.take(node("n"), CachedBlocks(number=0, groups=feed.groups))
+        self.index.take(node("n"), CachedBlocks.beginning(feed.groups))
         for part in feed.snapshot():
             self.tell_watchers(part, feed)
 
@@ -131,7 +131,7 @@ def test_salts_items_and_identities_are_kept_apart() -> None:
     index, tokens = PrefixIndex(), list(range(16))
     begun(index, "a")
     stored(index, "a", hashes(tokens))
-    index.take(node("z", identity=b"z" * 32), CachedBlocks(number=0, groups=GROUPS))
+    index.take(node("z", identity=b"z" * 32), CachedBlocks.beginning(GROUPS))
     assert index.cached(asked(tokens)) == {"a": 16}
     assert index.cached(asked(tokens, salt="s")) == {}
     item = Item(start=5, length=2, digest=bytes(32), grid=(1, 2, 1))
@@ -165,7 +165,7 @@ def test_a_new_snapshot_replaces_the_old_one() -> None:
 
 def test_what_another_life_of_a_node_says_is_not_heeded() -> None:
     index, tokens = PrefixIndex(), list(range(8))
-    index.take(node("a", generation="2"), CachedBlocks(number=0, groups=GROUPS))
+    index.take(node("a", generation="2"), CachedBlocks.beginning(GROUPS))
     stored(index, "a", hashes(tokens))
     assert index.cached(asked(tokens)) == {}
 
@@ -175,9 +175,9 @@ def hostile() -> Iterator[CachedBlocks]:
     yield CachedBlocks(number=1, changes=(BlockChange(5, True, good),))
     yield CachedBlocks(number=1, changes=(BlockChange(0, True, good[:-1]),))
     yield CachedBlocks(number=1, changes=(BlockChange(0, False, good),))
-    yield CachedBlocks(number=0, groups=(CachedGroup(0),))
-    yield CachedBlocks(number=0, groups=(CachedGroup(4),) * 1000)
-    yield CachedBlocks(number=0, groups=())
+    yield CachedBlocks.beginning((CachedGroup(0),))
+    yield CachedBlocks.beginning((CachedGroup(4),) * 1000)
+    yield CachedBlocks.beginning(())
 
 
 @pytest.mark.parametrize("message", list(hostile()))

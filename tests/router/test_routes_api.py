@@ -105,7 +105,7 @@ async def test_a_request_goes_where_its_prefix_is(make_rig: MakeRig) -> None:
     keys = block_keys(root_key(bytes.fromhex(IDENTITY), ""), [1] * 40, 16)
     hashes = b"".join(key[-8:] for key in keys)
     info = rig.nodes["p1"].info
-    index.take(info, CachedBlocks(number=0, groups=(CachedGroup(16),)))
+    index.take(info, CachedBlocks.beginning((CachedGroup(16),)))
     index.take(info, CachedBlocks(number=1, changes=(BlockChange(0, True, hashes),)))
     assert (await complete(rig)).status == 200
     (decision,) = rig.app[CHOOSER].decisions
