@@ -94,20 +94,24 @@ def test_up_shows_why_a_node_does_not_start(
     assert "not ready after" not in text
 
 
-@pytest.mark.parametrize("when", ["serving", "starting"])
-def test_ctrl_c_leaves_nothing(checkpoint: Callable[..., Path], tmp_path: Path, when: str) -> None:
+def interrupt(process: subprocess.Popen[bytes], said: Callable[[], str], least: int) -> None:
+    """Ctrl-C ends a command and all that it has started, `least` processes, without a word."""
+    children = descendants_of(process.pid)
+    assert len(children) >= least
+    os.killpg(process.pid, signal.SIGINT)
+    process.wait(STOP_S)
+    poll("no process", lambda: not any(map(is_alive, children)), 5.0, said)
+    assert "Traceback" not in said()
+    assert "killing" not in said()
+
+
+def test_ctrl_c_leaves_nothing(checkpoint: Callable[..., Path], tmp_path: Path) -> None:
+    """While all start; while they serve: `test_readme.py`."""
     log = tmp_path / "log"
     process = start(["up", f"--model={checkpoint()}", *UP], log)
     try:
-        sign = {"serving": "ready: http", "starting": "starting"}[when]
-        poll("a sign of life", lambda: sign in log.read_text(), 120.0, log.read_text)
-        children = descendants_of(process.pid)
-        assert len(children) >= {"serving": 5, "starting": 1}[when]
-        os.killpg(process.pid, signal.SIGINT)
-        process.wait(STOP_S)
-        poll("no process", lambda: not any(map(is_alive, children)), 5.0, log.read_text)
-        assert "Traceback" not in log.read_text()
-        assert "killing" not in log.read_text()
+        poll("a sign of life", lambda: "starting" in log.read_text(), 120.0, log.read_text)
+        interrupt(process, log.read_text, 1)
     finally:
         if process.poll() is None:
             os.killpg(process.pid, signal.SIGKILL)

@@ -14,12 +14,14 @@ import subprocess
 import threading
 import time
 from collections.abc import Callable, Iterator
+from concurrent.futures import Future
 from contextlib import contextmanager, suppress
 from pathlib import Path
 
 import numpy as np
 import pytest
 
+from kvbaton.messages.nodes import GenerateResponse
 from kvbaton.types import TransferTimers
 from tests.support.cluster import Cluster
 from tests.support.oracle import Oracle
@@ -192,23 +194,36 @@ def prompt_of(length: int, seed: int) -> list[int]:
     return tokens
 
 
-def begin(nodes: Nodes, ids: list[int]) -> Callable[[], list[int]]:
-    """Start a hand-over and wait until some of it has landed; returns how to await D's tokens."""
-    pair = Pair(nodes.p, nodes.d, nodes.model)
+def begin(nodes: Nodes, oracle: Oracle, seed: int) -> Callable[[], None]:
+    """Start a hand-over and wait until some of it has landed; returns what checks D's tokens.
+
+    A session may end just now, of what was done to P before: D then computes the prompt, and
+    another one is handed over.
+    """
+    rounds = itertools.count()
+    answer: Future[GenerateResponse] | None = None
     landed = nodes.d.metrics()("kvbaton_transfer_notices_total")
-    answer = pair.submit_to_both(ids, max_tokens=4)
-    poll(
-        "a write has landed",
-        lambda: nodes.d.metrics()("kvbaton_transfer_notices_total") > landed,
-        30.0,
-        nodes.p.tail,
-    )
+    ids: list[int] = []
 
-    def tokens() -> list[int]:
-        (choice,) = answer.result(60).choices
-        return list(choice.token_ids)
+    def has_landed() -> bool:
+        nonlocal answer, ids
+        if nodes.d.metrics()("kvbaton_transfer_notices_total") > landed:
+            return True
+        if answer is None or answer.done():
+            ids = prompt_of(LONG, 1000 * seed + next(rounds))
+            pair = Pair(nodes.p, nodes.d, nodes.model)
+            answer = pair.submit_to_both(ids, max_tokens=4)
+        return False
 
-    return tokens
+    poll("a write has landed", has_landed, 30.0, lambda: nodes.p.tail() + nodes.d.tail())
+    assert answer is not None
+    under_way = answer
+
+    def check() -> None:
+        (choice,) = under_way.result(60).choices
+        assert list(choice.token_ids) == oracle.greedy(ids, 4)
+
+    return check
 
 
 def reachable(node: Node) -> bool:
@@ -239,12 +254,12 @@ def oracle(reference: Callable[..., object], model: Path) -> Oracle:
 
 def test_p_is_stopped_and_continued(nodes: Nodes, oracle: Oracle) -> None:
     """Its blocks stay, everything else goes on; when it goes on, they come back."""
-    ids, other = prompt_of(LONG, 1), prompt_of(40, 2)
+    other = prompt_of(40, 2)
     with always_healthy(nodes.d):
-        tokens = begin(nodes, ids)
+        check = begin(nodes, oracle, 1)
         os.killpg(nodes.p.pid, signal.SIGSTOP)
         try:
-            assert tokens() == oracle.greedy(ids, 4)
+            check()
             assert nodes.fenced() > 0
             (choice,) = nodes.d.generate(other, max_tokens=4).choices
             assert list(choice.token_ids) == oracle.greedy(other, 4)
@@ -257,13 +272,12 @@ def test_p_is_stopped_and_continued(nodes: Nodes, oracle: Oracle) -> None:
 
 def test_p_is_cut_off(nodes: Nodes, oracle: Oracle) -> None:
     """No word, no FIN: but a fence that needs neither."""
-    ids = prompt_of(LONG, 4)
     with always_healthy(nodes.d):
-        tokens = begin(nodes, ids)
+        check = begin(nodes, oracle, 4)
         nodes.link.cut()
         cut = time.monotonic()
         try:
-            assert tokens() == oracle.greedy(ids, 4)
+            check()
             left = cut + TransferTimers().lease + BACK_S - time.monotonic()
             nodes.until_back(left, "its blocks are back")
         finally:
@@ -273,11 +287,10 @@ def test_p_is_cut_off(nodes: Nodes, oracle: Oracle) -> None:
 
 def test_p_is_killed(nodes: Nodes, oracle: Oracle) -> None:
     """Only its guard tells; another P takes its place."""
-    ids = prompt_of(LONG, 6)
     with always_healthy(nodes.d):
-        tokens = begin(nodes, ids)
+        check = begin(nodes, oracle, 6)
         nodes.kill_p()
         nodes.until_back(BACK_S, "its blocks are back")
-        assert tokens() == oracle.greedy(ids, 4)
+        check()
     nodes.p = nodes.start_p()
     hand_over_works(nodes, oracle, 7)

@@ -16,6 +16,7 @@ from pathlib import Path
 import pytest
 
 from tests.docs.test_commands import PAGES, ROOT, blocks
+from tests.e2e.test_commands import interrupt
 from tests.support.servers import poll
 
 pytestmark = pytest.mark.e2e
@@ -97,8 +98,10 @@ def test_node_by_node(shell: Shell) -> None:
 
 def test_one_command(shell: Shell) -> None:
     line = next(line for line in UP.splitlines() if "kvbaton up" in line)
-    shell.run(f"exec {line.partition('#')[0]} --port 8000 {SMALL}")  # what is the default
+    words = f"exec {line.partition('#')[0]} --port 8000 {SMALL}"  # what is the default
+    process = shell.run(words)
     shell.until_answered()
+    interrupt(process, shell.said, 5)
 
 
 def test_the_launch_script(shell: Shell) -> None:
