@@ -210,7 +210,7 @@ class BareReads:
             elif isinstance(module, Experts):
                 for name, weight in module.named_parameters():
                     if "bias" not in name and "scale" not in name:
-                        self._add(weight, round(hits), stacked=True)
+                        self._add(weight, round(hits) + module.shared, stacked=True)
 
     def _add(self, weight: Tensor, slices: int, *, stacked: bool = False) -> None:
         data = weight.detach().view(torch.uint8).view(-1).view(torch.int32)
@@ -265,7 +265,7 @@ def experts_hit(bench: Bench, batch: int) -> float:
     graphs, found = runner.graphs, list[Tensor]()
 
     def count(router: Router, args: Any, chosen: tuple[Tensor, Tensor]) -> None:
-        ids = chosen[1]
+        ids = chosen[1][:, : router.moe.top_k]
         if len(ids) == batch:
             found.append(torch.bincount(ids.flatten(), minlength=1).count_nonzero())
 
@@ -312,16 +312,22 @@ def bare_products(model: LlamaForCausalLM, tokens: int) -> list[Callable[[], obj
             )
         elif isinstance(module, Experts):
             rows = tokens * module.moe.top_k // module.moe.num_experts
-            for weight in (module.gate_up_proj, module.down_proj):
-                held, size, depth = weight.shape
-                if weight.dtype == torch.bfloat16:
+            for stack in (module.gate_up_proj, module.down_proj):
+                routed = len(stack) - module.shared
+                for shared in stack[routed:]:
+                    x = given(tokens, shared.shape[1], dtype=shared.dtype)
+                    calls.append(partial(linear, x, shared))
+                experts = stack[:routed]
+                held, size, depth = experts.shape
+                if experts.dtype == torch.bfloat16:
                     x = given(held, rows, depth, dtype=torch.bfloat16)
-                    calls.append(partial(torch.bmm, x, weight.transpose(1, 2)))
+                    calls.append(partial(torch.bmm, x, experts.transpose(1, 2)))
                     continue
+                x = given(rows * held, depth, dtype=experts.dtype)
                 ends = torch.arange(rows, rows * held + 1, rows, device="cuda", dtype=torch.int32)
                 calls.append(
-                    partial(torch._scaled_grouped_mm, given(rows * held, depth, dtype=weight.dtype),
-                            weight.transpose(1, 2), torch.ones(rows * held, device="cuda"),
+                    partial(torch._scaled_grouped_mm, x, experts.transpose(1, 2),
+                            torch.ones(rows * held, device="cuda"),
                             torch.ones(held, size, device="cuda"), offs=ends,
                             out_dtype=torch.bfloat16, use_fast_accum=True)
                 )  # fmt: skip

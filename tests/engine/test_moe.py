@@ -58,6 +58,7 @@ def test_a_mixture_of_deepseek_is_that_of_transformers(method: str) -> None:
         "num_attention_heads": 4,
         "first_k_dense_replace": 2,
         "n_routed_experts": 32,
+        "n_shared_experts": 2,
         "num_experts_per_tok": 6,
         "n_group": 8,
         "topk_group": 3,
@@ -78,14 +79,17 @@ def test_a_mixture_of_deepseek_is_that_of_transformers(method: str) -> None:
         theirs.gate.weight.copy_(ours.gate.weight)
         if v3:
             theirs.gate.e_score_correction_bias.copy_(ours.gate.choice_bias)
-        theirs.experts.gate_up_proj.copy_(ours.experts.gate_up_proj)
-        theirs.experts.down_proj.copy_(ours.experts.down_proj)
-        gate, up = ours.shared_experts.mlp.gate_up_proj.weight.chunk(2)
-        theirs.shared_experts.gate_proj.weight.copy_(gate)
-        theirs.shared_experts.up_proj.weight.copy_(up)
-        theirs.shared_experts.down_proj.weight.copy_(ours.shared_experts.mlp.down_proj.weight)
-        x = torch.randn(70, 48)
-        torch.testing.assert_close(ours(x), theirs(x[None])[0], atol=1e-5, rtol=1e-4)
+        theirs.experts.gate_up_proj.copy_(ours.experts.gate_up_proj[:32])
+        theirs.experts.down_proj.copy_(ours.experts.down_proj[:32])
+        assert ours.experts.shared == config.n_shared_experts
+        gate, up = ours.experts.gate_up_proj[32:].split(16, dim=1)
+        theirs.shared_experts.gate_proj.weight.copy_(gate.flatten(0, 1))
+        theirs.shared_experts.up_proj.weight.copy_(up.flatten(0, 1))
+        down = ours.experts.down_proj[32:].transpose(0, 1).flatten(1)
+        theirs.shared_experts.down_proj.weight.copy_(down)
+        for tokens in (70, 9):
+            x = torch.randn(tokens, 48)
+            torch.testing.assert_close(ours(x), theirs(x[None])[0], atol=1e-5, rtol=1e-4)
 
 
 GPT_OSS: dict[str, Any] = {

@@ -17,6 +17,7 @@ from kvbaton.engine.quantization.config import Quantization
 from kvbaton.kernels.fused_moe import ClampedSwiGLU, fused_moe
 from kvbaton.kernels.fused_router import fits, fused_router
 from kvbaton.kernels.fused_topk import fused_topk
+from kvbaton.kernels.silu_and_mul import silu_and_mul
 
 
 class Router(WeightedModule):
@@ -74,14 +75,21 @@ class Router(WeightedModule):
                 yield Piece(f"{self.name}.{name}", tuple(part.shape), part)
 
 
+JOINED_TOKENS = 32
+"""Most tokens that go through shared experts in the launches of the routed ones; with more, each
+shared expert's weights would be read for every block of them."""
+
+
 class Experts(WeightedModule):
     """The MLPs ``down(silu(gate(x)) * up(x))``, stacked: this rank's part of each, or some whole.
 
     With `Shard.expert_parallel` a rank holds a contiguous range of experts, else its rows of gate
-    and up, and columns of down, of all experts. Either way the ranks' results add up.
+    and up, and columns of down, of all experts. Either way the ranks' results add up. Behind
+    the routed experts stand shared ones of their size (`_joined`), if they are floats.
 
     Attributes:
         first: number of the first expert held.
+        shared: how many shared experts there are behind the routed ones held.
         gate_up_proj: [experts held, 2 * intermediate size held, size]; rows of gate before those of
             up, or taking turns with them (`MoeFamily.stacked`).
         down_proj: [experts held, size, intermediate size held].
@@ -114,12 +122,14 @@ class Experts(WeightedModule):
             expert_run(quantization, names[:2], size, 0),
             expert_run(quantization, names[2:], middle, self.start),
         )
-        if None not in runs and not moe.family.stacked and not moe.family.halves:
+        floats = None in runs or moe.family.stacked or moe.family.halves
+        self.shared = _joined(moe, shard) if floats else 0
+        if floats:
+            self.gate_up_proj = new_weight(held + self.shared, 2 * middle, size)
+            self.down_proj = new_weight(held + self.shared, size, middle)
+        else:
             self.gate_up_proj, self.gate_up_scales = _new_fp8(held, 2 * middle, size, runs[0])
             self.down_proj, self.down_scales = _new_fp8(held, size, middle, runs[1])
-        else:
-            self.gate_up_proj = new_weight(held, 2 * middle, size)
-            self.down_proj = new_weight(held, size, middle)
         self.gate_up_bias = new_weight(held, 2 * middle) if moe.family.stacked else None
         adds = moe.family.stacked and (shard.expert_parallel or shard.rank == 0)
         self.down_bias = new_weight(held, size) if adds else None
@@ -130,17 +140,19 @@ class Experts(WeightedModule):
 
         Args:
             x: the tokens.
-            weights: [tokens, top_k].
-            ids: [tokens, top_k], which experts.
+            weights: [tokens, top_k], or with those of the shared experts.
+            ids: likewise, which experts.
         """
+        left_out = self.shared if ids.shape[1] == self.moe.top_k else 0
+        held = len(self.down_proj) - left_out
         return fused_moe(
             x,
-            self.gate_up_proj,
-            self.down_proj,
+            self.gate_up_proj[:held],
+            self.down_proj[:held],
             weights,
             ids,
             first_expert=self.first,
-            num_experts=self.moe.num_experts,
+            num_experts=self.moe.num_experts + self.shared - left_out,
             gate_up_scales=self.gate_up_scales,
             down_scales=self.down_scales,
             gate_up_bias=self.gate_up_bias,
@@ -148,12 +160,21 @@ class Experts(WeightedModule):
             swiglu=self.swiglu,
         )
 
+    def add_shared(self, x: Tensor, out: Tensor) -> None:
+        """Add what the shared experts make of [tokens, size] to `out`."""
+        first, middle = len(self.down_proj) - self.shared, self.down_proj.shape[2]
+        both = product(x, self.gate_up_proj[first:].flatten(0, 1), None)
+        hidden = silu_and_mul(both.view(-1, 2 * middle)).view(len(x), -1)
+        for index, down in enumerate(self.down_proj[first:]):
+            out.addmm_(hidden[:, index * middle : (index + 1) * middle], down.t())
+
     def pieces(self) -> Iterator[Piece]:
-        """Three tensors per expert, or stacks of all."""
+        """Three tensors per expert, or stacks of all; the shared ones' together are three."""
         if self.moe.family.stacked or self.moe.family.halves:
             yield from self._stacks()
             return
         held, size, middle = self.down_proj.shape
+        held -= self.shared
         gate, up, down = self.moe.family.projections
         total = self.moe.intermediate_size
         for index in range(held):
@@ -169,6 +190,14 @@ class Experts(WeightedModule):
             ]
             for (part, shape, target, dim), own in zip(parts, scales, strict=True):
                 yield Piece(f"{name}.{part}.weight", shape, target, dim, self.start, scales=own)
+        name = f"{self.name.removesuffix('experts')}{self.moe.family.shared_experts}"
+        for index in range(self.shared):
+            start, rows = index * total + self.start, (self.shared * total, size)
+            both = self.gate_up_proj[held + index]
+            yield Piece(f"{name}.gate_proj.weight", rows, both[:middle], 0, start)
+            yield Piece(f"{name}.up_proj.weight", rows, both[middle:], 0, start)
+            target = self.down_proj[held + index]
+            yield Piece(f"{name}.down_proj.weight", rows[::-1], target, 1, start)
 
     def _stacks(self) -> Iterator[Piece]:
         moe, (held, size, _) = self.moe, self.down_proj.shape
@@ -191,6 +220,14 @@ class Experts(WeightedModule):
                     f"{self.name}.{name}", (experts, *shape), targets[index], dim, first,
                     index=self.first + index,
                 )  # fmt: skip
+
+
+def _joined(moe: MoeConfig, shard: Shard) -> int:
+    """Shared experts that may stand behind the routed ones; 0 if they differ but in number."""
+    family = moe.family
+    other = family.stacked or family.halves or family.weighs_inputs or family.shared_gate
+    count, rest = divmod(moe.shared_intermediate_size, moe.intermediate_size)
+    return 0 if other or rest or shard.expert_parallel else count
 
 
 def _new_fp8(
@@ -260,12 +297,14 @@ class MoE(nn.Module):
         self.gate = Router(f"{name}.{moe.family.router}", size, moe)
         self.experts = Experts(f"{name}.experts", size, moe, shard, quantization)
         self.shared_experts: SharedExperts | None = None
-        if moe.shared_intermediate_size:
+        if moe.shared_intermediate_size and not self.experts.shared:
             self.shared_experts = SharedExperts(name, size, moe, shard, quantization)
 
     def forward(self, x: Tensor) -> Tensor:
         """[tokens, size] to [tokens, size]."""
-        weights, ids = self.gate(x)
+        shared = self.experts.shared
+        joined = shared if len(x) <= JOINED_TOKENS else 0
+        weights, ids = self.gate(x, joined)
         if self.weighs_inputs:
             given = (x[:, None] * weights[..., None]).flatten(0, 1)
             whole = torch.ones_like(weights).view(-1, 1)
@@ -273,6 +312,8 @@ class MoE(nn.Module):
             out = out.view(*ids.shape, -1).sum(1)
         else:
             out = self.experts(x, weights, ids)
+        if shared > joined:
+            self.experts.add_shared(x, out)
         if self.shared_experts is not None:
             out += self.shared_experts(x)
         return self.shard.collectives.all_reduce(out)
