@@ -58,7 +58,7 @@ TILES = {
 """By the most entries that an expert has on average."""
 
 FP8_TILES = {
-    16: Tile(16, 64, 128, 4, 6),
+    16: Tile(16, 128, 128, 8, 4),
     128: Tile(64, 128, 128, 4, 4, quantised=True),
     1 << 31: Tile(128, 128, 128, 8, 3, quantised=True),
 }

@@ -19,7 +19,9 @@ from kvbaton.engine.models.moe import MoE
 from kvbaton.engine.moe_config import read_moe
 from tests.support.quantized_files import quantized_folders
 
-CLOSE = {"float32": 1e-5, "float16": 4e-3, "bfloat16": 3e-2}
+CLOSE = {"float32": 1e-5, "float16": 4e-3, "bfloat16": 5e-2}
+"""What is added up is 4 to 8, where bfloat16 has steps of 0.03."""
+
 CPU = torch.device("cpu")
 
 
