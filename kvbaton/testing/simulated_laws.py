@@ -7,6 +7,7 @@ bytes that is read or lands. Whatever they find is a `ViolationError`.
 from __future__ import annotations
 
 import math
+from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -32,7 +33,7 @@ def attempt_of(message: control.TransferMessage) -> Attempt:
     return Attempt(message.transfer_id, message.attempt)
 
 
-class Laws(NodeWatcher):
+class Laws:
     """What holds on either side.
 
     Args:
@@ -45,7 +46,7 @@ class Laws(NodeWatcher):
         self._last: dict[bytes, int] = {}
 
     def saw(self, event: Any, actions: Sequence[Any]) -> None:
-        """See `NodeWatcher.saw`."""
+        """Its machine has answered an event."""
         message = event.message if isinstance(event, events.Received) else None
         if message is None:
             self.world.note(self.node.name, event)
@@ -112,14 +113,6 @@ class Laws(NodeWatcher):
         plane = self.node.executor.layouts[0][region].planes[0]
         return region, offset // plane.strides[0]
 
-    def read(self, write: SimulatedWrite, run: ByteRun) -> None:
-        """A write reads our memory."""
-        self.fail(f"{write.told} reads a target's memory")
-
-    def landed(self, write: SimulatedWrite, rank: int, run: ByteRun) -> None:
-        """Bytes land in our memory."""
-        self.fail(f"{write.told} lands in a source's memory")
-
     def check_pools(self) -> None:
         """Compare the accounts with the pools' marks."""
 
@@ -129,8 +122,9 @@ class Laws(NodeWatcher):
 
 @dataclass
 class SourceAccount:
-    """An attempt on P, from `Engage` to `Release`."""
+    """An attempt on P, from `Engage` to `Release`; `pinned_for` whom, if by block keys."""
 
+    pinned_for: NodeId | None = None
     held: list[Block] = field(default_factory=list)
     spans: list[Any] = field(default_factory=list)
     posted: int | None = None
@@ -202,7 +196,8 @@ class SourceLaws(Laws):
                 case events.Engage(attempt=attempt):
                     if attempt in self.live or self._is_remembered(attempt):
                         self.fail(f"{attempt} lives twice")
-                    self.live[attempt] = SourceAccount()
+                    asking = self.open[event.message.session] if action.keys else None
+                    self.live[attempt] = SourceAccount(asking)
                 case events.Post():
                     self._post(action)
                 case events.StopSource():
@@ -278,17 +273,25 @@ class SourceLaws(Laws):
                     self.fail(f"{message} evicts nothing")
 
     def read(self, write: SimulatedWrite, run: ByteRun) -> None:
-        """See `Laws.read`."""
+        """A write reads our memory."""
         g, block = self.block_at(run.source_region, run.source_offset)
         if self.node.alive and not self.node.pool.outgoing[block]:
             self.fail(f"{write.told} reads block {block} of group {g}, which nobody holds")
 
     def check_pools(self) -> None:
         """See `Laws.check_pools`."""
+        pinned = Counter[NodeId]()
         for name, record in self.live.items():
             for g, block in record.held:
                 if not self.node.pool.outgoing[block]:
                     self.fail(f"{name} may read block {block} of group {g}, which nobody holds")
+            if record.pinned_for is not None:
+                pinned[record.pinned_for] += len(record.held)
+        for target, count in pinned.items():
+            if 4 * count > self.node.pool.num_blocks:
+                self.fail(f"{count} blocks are pinned by key for {target.node} alone")
+        if 2 * pinned.total() > self.node.pool.num_blocks:
+            self.fail(f"{pinned.total()} blocks are pinned by key")
         for all_spans, bad in self.to_evict:
             for g, group in ((g, group) for spans in all_spans for g, group in enumerate(spans)):
                 size = self.node.executor.layouts[0][g].block_size
@@ -326,6 +329,7 @@ class TargetLaws(Laws):
         self.outcomes: dict[str, int] = {"delivered": 0, "failed": 0, "cancelled": 0}
         self.started = 0
         self.fences = 0
+        self.fetched = 0
         self.fencing: dict[NodeId, set[bytes]] = {}
         self.mismatches = 0
         self._marks = [
@@ -383,11 +387,12 @@ class TargetLaws(Laws):
             match action:
                 case events.Deliver():
                     record = self._settle(action.attempt, "delivered")
-                    self._check_bytes(record, record.order.num_tokens, "is delivered")
+                    self._check_bytes(record, action.num_tokens, "is delivered")
+                    self.fetched += bool(record.order.keys)
                 case events.Fail():
                     record = self._settle(action.attempt, "failed")
                     self._check_bytes(record, action.valid_through, "has failed")
-                    if self.world.weather.calm:
+                    if self.world.weather.calm and not record.order.keys:
                         self.fail(f"{action} in calm weather")
                 case events.Unquarantine():
                     self._unquarantine(action.attempt)
@@ -467,7 +472,7 @@ class TargetLaws(Laws):
                 self.fail(f"{node.node} lives anew, and {name} waits for its former life")
 
     def landed(self, write: SimulatedWrite, rank: int, run: ByteRun) -> None:
-        """See `Laws.landed`."""
+        """Bytes land in our memory."""
         told = write.told
         block = self.block_at(run.target_region, run.target_offset)
         record = self.live.get(told.attempt)
@@ -489,3 +494,43 @@ class TargetLaws(Laws):
         for (g, block), name in self.owner.items():
             if not self.node.pool.incoming[block]:
                 self.fail(f"{name} may be written to block {block} of group {g}, which is free")
+
+
+class NodeLaws(NodeWatcher):
+    """What must hold on a node.
+
+    Attributes:
+        source: its laws as one, if it is.
+        target: likewise.
+        sides: those of its two, by name.
+    """
+
+    def __init__(self, node: SimulatedNode) -> None:
+        self._fail = node.fail
+        self.source = SourceLaws(node) if node.shape.is_source else None
+        self.target = TargetLaws(node) if node.shape.is_target else None
+        both = {"source": self.source, "target": self.target}
+        self.sides = {name: laws for name, laws in both.items() if laws is not None}
+
+    def saw(self, side: str, event: Any, actions: Sequence[Any]) -> None:
+        """See `NodeWatcher.saw`."""
+        self.sides[side].saw(event, actions)
+
+    def read(self, write: SimulatedWrite, run: ByteRun) -> None:
+        """See `NodeWatcher.read`."""
+        if self.source is None:
+            self._fail(f"{write.told} reads the memory of no source")
+        else:
+            self.source.read(write, run)
+
+    def landed(self, write: SimulatedWrite, rank: int, run: ByteRun) -> None:
+        """See `NodeWatcher.landed`."""
+        if self.target is None:
+            self._fail(f"{write.told} lands in the memory of no target")
+        else:
+            self.target.landed(write, rank, run)
+
+    def check_pools(self) -> None:
+        """See `NodeWatcher.check_pools`."""
+        for laws in self.sides.values():
+            laws.check_pools()

@@ -26,6 +26,7 @@ from kvbaton.connectors.protocol.target import Target
 from kvbaton.connectors.transfer.source_worker import SourceWorker
 from kvbaton.connectors.transfer.target_worker import TargetWorker
 from kvbaton.connectors.transfer.thread import TransferThread
+from kvbaton.decode.prefix_connector import PrefixConnector
 from kvbaton.decode.target_connector import TargetConnector
 from kvbaton.engine.block_pool import BlockPool
 from kvbaton.engine.config import SchedulerConfig
@@ -46,6 +47,7 @@ from kvbaton.messages.engine import (
     Metrics,
     Output,
     Outputs,
+    PrefixAt,
     Rejected,
     SamplingParams,
     Shutdown,
@@ -98,7 +100,7 @@ def identity_of(model: int) -> bytes:
 
 @dataclass(frozen=True)
 class SimulatedPrompt:
-    """A prompt that the router sends to a pair of nodes.
+    """A prompt that the router sends to a pair of nodes, or to one that fetches its prefix.
 
     Attributes:
         tokens: the prompt, with marks in the place of tokens that stand for items.
@@ -106,6 +108,7 @@ class SimulatedPrompt:
         choices: how many.
         deadline_s: of its requests.
         items: images in it.
+        fetched: tokens that a peer is said to have, if it is not handed over; else 0.
     """
 
     attempt: Attempt
@@ -114,6 +117,7 @@ class SimulatedPrompt:
     choices: int = 1
     deadline_s: float = 8.0
     items: tuple[Item, ...] = ()
+    fetched: int = 0
 
     @property
     def token_ids(self) -> tuple[int, ...]:
@@ -126,7 +130,8 @@ class NodeShape:
     """What a node is in all of its lives.
 
     Attributes:
-        is_source: it prefills; else it decodes.
+        is_source: it prefills for others.
+        is_target: others prefill for it.
         model: that it serves.
         groups: per KV group, block size, blocks of the pool that all share, and window.
         step_s: seconds that a step takes about.
@@ -137,6 +142,7 @@ class NodeShape:
     """
 
     is_source: bool
+    is_target: bool
     model: int
     ranks: int
     groups: tuple[tuple[int, int, int], ...]
@@ -259,10 +265,8 @@ class SimulatedNode(SimulatedProcess):
             wake_transfers=self.wake_transfers,
             encoder=self.encoder.executor if self.encoder else None,
         )
-        self.transports = [SimulatedTransport(world, self, rank) for rank in range(shape.ranks)]
-        for transport, memories in zip(self.transports, self.executor.memories, strict=True):
-            for memory in memories:
-                transport.register(memory)
+        self.transports: list[SimulatedTransport] = []
+        self.machines: dict[str, Source | Target] = {}
         self.address = f"tcp://{name}:{1000 + generation * world.rng.choice([0, 0, 1])}"
         self.channel = SimulatedChannel(world, self, self.address)
         layouts = self.executor.layouts[0]
@@ -280,7 +284,7 @@ class SimulatedNode(SimulatedProcess):
             root_key=lambda salt: root_key(self.identity, salt),
             clock=world.monotonic,
         )
-        connectors: list[KVConnector] = [self._connect()]
+        connectors = self._connect()
         if self.encoder is not None:
             self.items = EncoderCacheManager(
                 self.encoder.core, self.encoder.answers, self.scheduler
@@ -294,6 +298,7 @@ class SimulatedNode(SimulatedProcess):
             connectors=connectors,
             depth=shape.depth,
         )
+        self.scheduler.both_sides = shape.is_source and shape.is_target
         for connector in self.core.connectors:
             connector.contained = False  # a core goes on; here each exception is one too many
 
@@ -313,38 +318,74 @@ class SimulatedNode(SimulatedProcess):
         """Its block pool."""
         return self.scheduler.blocks.pool
 
-    def _connect(self) -> SourceConnector | TargetConnector:
-        cards = tuple(
-            RankCard(rank, transport.card(), msgspec.msgpack.encode(layouts))
-            for rank, (transport, layouts) in enumerate(
-                zip(self.transports, self.executor.layouts, strict=True)
-            )
-        )
-        identity = events.Identity(self.id, self.identity, {}, "simulated", cards)
-        transports, layouts = cast(list[Transport], self.transports), self.executor.layouts
+    def _connect(self) -> list[KVConnector]:
+        """What a node of its roles has; see `kvbaton.roles`."""
+        sender = self._sender() if self.shape.is_source else None
+        receiver = self._receiver() if self.shape.is_target else None
         channel = cast(ControlChannel, self.channel)
-        self.machine: Source | Target
-        if self.shape.is_source:
-            self.machine = Source(
-                identity,
-                self.timers,
-                max_notice_bytes=min(t.capabilities.max_notice_bytes for t in transports),
-            )
-            sender = SourceWorker(self.machine, transports, layouts)
-            self.transfers = SimulatedTransferThread(channel, sender=sender)
-        else:
-            new_id: Callable[[], bytes] = lambda: self.world.rng.randbytes(16)  # noqa: E731
-            self.machine = Target(identity, self.timers, new_id=new_id)
-            receiver = TargetWorker(self.machine, transports, layouts, self.executor)
-            self.transfers = SimulatedTransferThread(channel, receiver=receiver)
+        self.transfers = SimulatedTransferThread(channel, sender=sender, receiver=receiver)
         self.transfers.wake = self.wake_transfers
-        machine: Any = self.machine
-        worker: Any = self.transfers.sender or self.transfers.receiver
+        found: list[KVConnector] = []
+        if sender is not None:
+            self._watch("source", sender)
+            found.append(
+                SourceConnector(
+                    self.transfers,
+                    self._executor,
+                    self.scheduler,
+                    self.id,
+                    unclaimed_s=self.timers.total,
+                )
+            )
+        if receiver is not None:
+            self._watch("target", receiver)
+            target = TargetConnector(
+                self.transfers,
+                self._executor,
+                self.scheduler,
+                members=(),
+                trust_loopback=False,
+                poison=True,
+            )
+            found += [target, PrefixConnector(target)]
+        return found
+
+    def _open(self, side: str) -> tuple[list[Transport], events.Identity]:
+        """A side's transports, and what it says of itself."""
+        cards, opened = [], []
+        for rank, memories in enumerate(self.executor.memories):
+            transport = SimulatedTransport(self.world, self, side, rank)
+            for memory in memories:
+                transport.register(memory)
+            opened.append(transport)
+            layouts = msgspec.msgpack.encode(self.executor.layouts[rank])
+            cards.append(RankCard(rank, transport.card(), layouts))
+        self.transports += opened
+        identity = events.Identity(self.id, self.identity, {}, "simulated", tuple(cards))
+        return cast(list[Transport], opened), identity
+
+    def _sender(self) -> SourceWorker:
+        transports, identity = self._open("source")
+        notice = min(transport.capabilities.max_notice_bytes for transport in transports)
+        source = Source(identity, self.timers, max_notice_bytes=notice)
+        self.machines["source"] = source
+        return SourceWorker(source, transports, self.executor.layouts)
+
+    def _receiver(self) -> TargetWorker:
+        transports, identity = self._open("target")
+        new_id: Callable[[], bytes] = lambda: self.world.rng.randbytes(16)  # noqa: E731
+        target = Target(identity, self.timers, new_id=new_id)
+        self.machines["target"] = target
+        return TargetWorker(target, transports, self.executor.layouts, self.executor)
+
+    def _watch(self, side: str, worker: Any) -> None:
+        """Hold the laws after each event of a side's machine."""
+        machine: Any = self.machines[side]
         handle = machine.handle
 
         def handle_and_check(event: Any, now: float) -> Any:
             actions = handle(event, now)
-            self.laws.saw(event, actions)
+            self.laws.saw(side, event, actions)
             self._num_events += 1
             if self._num_events % VALIDATE_EVERY == 0:
                 machine.validate()
@@ -362,22 +403,6 @@ class SimulatedNode(SimulatedProcess):
             self.world.note(self.name, error)
 
         machine.handle, worker.error = handle_and_check, raised
-        if self.shape.is_source:
-            return SourceConnector(
-                self.transfers,
-                self._executor,
-                self.scheduler,
-                self.id,
-                unclaimed_s=self.timers.total,
-            )
-        return TargetConnector(
-            self.transfers,
-            self._executor,
-            self.scheduler,
-            members=(),
-            trust_loopback=False,
-            poison=True,
-        )
 
     # --- turns ---
 
@@ -398,10 +423,10 @@ class SimulatedNode(SimulatedProcess):
 
     def _turn_transfers(self) -> None:
         self.transfers.turn()
-        (worker,) = self.transfers.workers
-        deadline = worker.settle()
-        if deadline is not None:
-            self.wake_transfers(max(0.0, deadline - self.clock))
+        for worker in self.transfers.workers:
+            deadline = worker.settle()
+            if deadline is not None:
+                self.wake_transfers(max(0.0, deadline - self.clock))
 
     # --- violence ---
 
@@ -433,8 +458,9 @@ class SimulatedNode(SimulatedProcess):
 
     def kill_rank(self, rank: int) -> None:
         """One rank dies; the core finds out a little later, and dies of it."""
-        if self.transports[rank].alive:
-            self.transports[rank].die()
+        for transport in self.transports:
+            if transport.rank == rank and transport.alive:
+                transport.die()
         self.world.after(self.world.rng.uniform(0.0, 0.25), self.kill)
 
     def kill(self) -> None:
@@ -450,17 +476,22 @@ class SimulatedNode(SimulatedProcess):
 
     # --- the HTTP process ---
 
-    def add(self, job: SimulatedPrompt, peer: str | None = None) -> None:
-        """A prompt comes."""
+    def add(self, job: SimulatedPrompt, role: str, peer: str | None = None) -> None:
+        """A prompt comes, of which this node is the source or the target, or serves it alone."""
         self._count += 1
         name = f"{job.attempt.transfer_id[0]}/{job.attempt.number}/{self._count}"
-        role = "source" if self.shape.is_source else "target"
-        transfer = TransferSpec(
-            role=role, transfer_id=job.attempt.transfer_id, attempt=job.attempt.number, peer=peer
-        )
+        transfer, prefix = None, None
+        if role == "fetch":
+            assert peer is not None, "somebody is said to have it"
+            prefix = PrefixAt(peer=peer, num_tokens=job.fetched)
+        elif role != "alone":
+            name_of = job.attempt
+            transfer = TransferSpec(
+                role=role, transfer_id=name_of.transfer_id, attempt=name_of.number, peer=peer
+            )
         params = SamplingParams(max_tokens=job.max_tokens, n=job.choices, seed=1)
         self.requests[name] = ClientRequest(
-            job, self.shape.is_source, [[] for _ in range(job.choices)], [None] * job.choices
+            job, role == "source", [[] for _ in range(job.choices)], [None] * job.choices
         )
         self._post(
             AddRequest(
@@ -470,6 +501,7 @@ class SimulatedNode(SimulatedProcess):
                 deadline_s=job.deadline_s,
                 transfer=transfer,
                 items=job.items,
+                prefix=prefix,
             )
         )
 
@@ -532,6 +564,8 @@ class SimulatedNode(SimulatedProcess):
 
     def check_first_tokens(self, message: Complete) -> None:
         """Hold what a source says that it sampled against what it must sample."""
+        if not message.choices:  # of block keys: nothing was sampled
+            return
         name = Attempt(message.transfer_id, message.attempt)
         prompts = {r.job.tokens for r in self.requests.values() if r.job.attempt == name}
         told = tuple(choice.token for choice in message.choices)

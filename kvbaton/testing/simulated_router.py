@@ -12,7 +12,7 @@ from collections.abc import Callable, Iterable, Sequence
 
 from msgspec.structs import replace
 
-from kvbaton.connectors.keys import prompt_key, root_key
+from kvbaton.connectors.keys import block_keys, prompt_key, root_key
 from kvbaton.engine.request import extras_of
 from kvbaton.messages.engine import Item, TransferSpec
 from kvbaton.testing.simulated_executor import BROKEN, with_marks
@@ -82,7 +82,8 @@ class SimulatedRouter:
                 deadline = 120.0 if weather.calm else rng.choice([3.0, 8.0])
                 name = Attempt(bytes([number + 1]) * 16, attempt)
                 sizes = rng.randint(1, 9), rng.choice([1, 1, 1, 2])
-                job = SimulatedPrompt(name, tokens, *sizes, deadline, items)
+                fetched = min(rng.choice([0, 0, 0, 8, 12, 99]), len(tokens))
+                job = SimulatedPrompt(name, tokens, *sizes, deadline, items, fetched)
                 self.world.after(at, lambda job=job: self._dispatch(job))  # type: ignore[misc]
 
     def _draw_tokens(self, count: int) -> tuple[int, ...]:
@@ -108,7 +109,11 @@ class SimulatedRouter:
     def _dispatch(self, job: SimulatedPrompt) -> None:
         """Send a prompt to both sides, in any order; a foolish router, otherwise."""
         rng, world, nodes = self.world.rng, self.world, self.nodes
-        source, target = rng.choice(self.sources), rng.choice(self.targets)
+        pairs = [(s, t) for s in self.sources for t in self.targets if s != t]
+        if job.fetched:
+            self._dispatch_fetch(job, pairs)
+            return
+        source, target = rng.choice(pairs)
         peer, to_source = nodes[source].address, job
         folly = rng.choice(FOLLIES) if world.chance(world.weather.misdirection) else ""
         if folly == "other prompt":
@@ -116,35 +121,57 @@ class SimulatedRouter:
             to_source = SimulatedPrompt(job.attempt, other_tokens, 2, job.choices)
         for prompt in (job, to_source):
             self._tell_world(prompt, MODELS)
-        items = tuple(self._encode(item, job.deadline_s) for item in to_source.items)
-        to_source = dataclasses.replace(to_source, items=items)
+        to_source = self._with_encoded(to_source)
 
-        def to(name: str, mean: float | None = None) -> None:
-            prompt, where = (to_source, None) if name in self.sources else (job, peer)
+        def to(name: str, role: str, mean: float | None = None) -> None:
+            prompt, where = (to_source, None) if role == "source" else (job, peer)
             at = self._draw_delay(mean or rng.choice([0.01, 0.01, 0.3, 1.0]))
-            self.later(at, lambda: nodes[name].add(prompt, where))
+            self.later(at, lambda: nodes[name].add(prompt, role, where))
 
         def leave(name: str, mean: float) -> None:
             self.later(rng.expovariate(1 / mean), lambda: nodes[name].abort(job.attempt))
 
         if folly not in ("no source", "late source", "target leaves at once"):
-            to(source)
+            to(source, "source")
         if folly != "no target":
-            to(target)
+            to(target, "target")
         match folly:
             case "two targets":
-                to(next((name for name in self.targets if name != target), target))
+                others = (name for name in self.targets if name not in (source, target))
+                to(next(others, target), "target")
             case "source again":
-                to(source)
+                to(source, "source")
             case "late source":
-                to(source, 3.0)
+                to(source, "source", 3.0)
             case "target leaves at once":
                 leave(target, 0.02)
-                to(source, 2.0)
+                to(source, "source", 2.0)
             case "target leaves":
                 leave(target, 0.5)
             case "source leaves":
                 leave(source, 0.3)
+
+    def _dispatch_fetch(self, job: SimulatedPrompt, pairs: Sequence[tuple[str, str]]) -> None:
+        """Send a prompt to a node which is told of a peer that has its prefix, or may have it."""
+        rng, nodes = self.world.rng, self.nodes
+        sizes = {name: [group[0] for group in node.shape.groups] for name, node in nodes.items()}
+        # Keys mean blocks of one size.
+        source, target = rng.choice([(s, t) for s, t in pairs if sizes[s] == sizes[t]] or pairs)
+        self._tell_world(job, MODELS, set(sizes[target]))
+        peer = nodes[source].address
+        if rng.random() < 0.7:
+            nodes[source].add(self._with_encoded(job), "alone")
+        self.later(
+            rng.expovariate(1 / rng.choice([0.1, 1.0])),
+            lambda: nodes[target].add(job, "fetch", peer),
+        )
+        if rng.random() < 0.2 and not self.world.weather.calm:
+            self.later(rng.expovariate(1 / 0.5), lambda: nodes[target].abort(job.attempt))
+
+    def _with_encoded(self, job: SimulatedPrompt) -> SimulatedPrompt:
+        """A prompt whose items encoder nodes are asked for."""
+        items = tuple(self._encode(item, job.deadline_s) for item in job.items)
+        return dataclasses.replace(job, items=items)
 
     def _encode(self, item: Item, deadline_s: float) -> Item:
         """Ask an encoder node for an item of a prompt; returns it as the prefill node gets it."""
@@ -164,7 +191,7 @@ class SimulatedRouter:
             self._tell_world(job, ENCODER_OF.values())
         delays = {"no encoder": (), "late": (3.0,), "again": (0.01, 1.0)}
         for mean in delays.get(folly, (rng.choice([0.01, 0.3]),)):
-            self.later(self._draw_delay(mean), lambda: nodes[name].add(job))
+            self.later(self._draw_delay(mean), lambda: nodes[name].add(job, "source"))
         if folly == "leaves":
             self.later(rng.expovariate(5.0), lambda: nodes[name].abort(attempt))
         transfer = TransferSpec(
@@ -180,10 +207,16 @@ class SimulatedRouter:
         most = LATEST_S if self.world.weather.calm else math.inf
         return min(self.world.rng.expovariate(1 / mean), most)
 
-    def _tell_world(self, prompt: SimulatedPrompt, models: Iterable[int]) -> None:
-        """Let all know what tokens a key stands for."""
+    def _tell_world(
+        self, prompt: SimulatedPrompt, models: Iterable[int], sizes: Iterable[int] = ()
+    ) -> None:
+        """Let all know what tokens a key stands for, that of the prompt or of its blocks."""
         extras = extras_of(prompt.items)
         for model in models:
             root = root_key(identity_of(model), "")
             key = prompt_key(root, prompt.token_ids, extras=extras)
             self.world.prompts[key] = prompt.tokens
+            for size in sizes:
+                keys = block_keys(root, prompt.token_ids, size, extras=extras)
+                for i, key in enumerate(keys, 1):
+                    self.world.prompts[key] = prompt.tokens[: i * size]

@@ -40,7 +40,7 @@ from kvbaton.messages.control import (
     decode_control,
     encode_control,
 )
-from kvbaton.types import Attempt, NodeId
+from kvbaton.types import Attempt, ChoiceStart, NodeId
 
 
 class ViolationError(AssertionError):
@@ -86,8 +86,8 @@ class Weather:
 class NodeWatcher(Protocol):
     """Is told of all that a node decides, and what happens to its memory; see `simulated_laws`."""
 
-    def saw(self, event: Any, actions: Sequence[Any]) -> None:
-        """Its machine has answered an event."""
+    def saw(self, side: str, event: Any, actions: Sequence[Any]) -> None:
+        """Its machine of a side has answered an event."""
 
     def check_pools(self) -> None:
         """Its core has had a turn."""
@@ -287,8 +287,11 @@ def garble(world: SimulatedWorld, message: Control) -> Control | None:
             {"spans": (bad, *spans[1:])},
             {"spans": tuple(() for _ in spans)},
         ]
+        if message.keys:
+            wrong += [{"keys": message.keys[1:]}, {"prompt_key": bytes(32)}]
     elif isinstance(message, Complete):
-        wrong = [{"num_tokens": message.num_tokens + 1}, {"num_writes": 0}, {"choices": ()}]
+        choices = () if message.choices else (ChoiceStart(1),)  # of block keys there are none
+        wrong = [{"num_tokens": message.num_tokens + 1}, {"num_writes": 0}, {"choices": choices}]
     elif isinstance(message, Ack):
         wrong = [{"verdict": "perhaps"}, {"bad": ((5, 5),)}, {"bad": ((0, 1 << 20),)}]
     else:
@@ -380,9 +383,9 @@ class SimulatedPeer:
 class SimulatedTransport:
     """One rank's `Transport` in the world; memory is numpy arrays, which their `Memory` owns."""
 
-    def __init__(self, world: SimulatedWorld, node: SimulatedProcess, rank: int) -> None:
+    def __init__(self, world: SimulatedWorld, node: SimulatedProcess, side: str, rank: int) -> None:
         self.world, self.node, self.rank = world, node, rank
-        self.name = f"{node.name}-{node.generation}-{rank}"
+        self.name = f"{node.name}-{node.generation}-{side}-{rank}"
         self.capabilities = Capabilities(
             frozenset({"cpu"}),
             world.rng.choice([160, 4096]),

@@ -1,14 +1,15 @@
 """Runs real nodes of the hand-over against each other in a hostile world, from a seed.
 
-One call of `simulate` is one schedule: a few prefill and decode nodes, each with the real core,
-scheduler, connector, transfer worker and machine, some prompts that share prefixes, and until the
-weather heals every fault that the protocol claims to stand: loss, duplication and reordering of
-control messages; messages that no sane peer would send; writes that fail, hang, or land long after
-their sender has given up; source blocks that rot; nodes stopped, continued, killed rank by rank,
-restarted and cut off from each other; members that come and go; clocks that jump; routers that send
-a prompt twice, to two nodes, to one side only, or as two different ones. Pools are small: prompts
-wait for each other and preempt each other. In every fourth schedule prompts have items, encoder
-nodes encode them, and the other nodes have encoders beside their language models, as in real life.
+One call of `simulate` is one schedule: a few prefill and decode nodes, some of them both, each with
+the real core, scheduler, connector, transfer worker and machine, some prompts that share prefixes,
+and until the weather heals every fault that the protocol claims to stand: loss, duplication and
+reordering of control messages; messages that no sane peer would send; writes that fail, hang, or
+land long after their sender has given up; source blocks that rot; nodes stopped, continued, killed
+rank by rank, restarted and cut off from each other; members that come and go; clocks that jump;
+routers that send a prompt twice, to two nodes, to one side only, or as two different ones. Pools
+are small: prompts wait for each other and preempt each other. In every fourth schedule prompts have
+items, encoder nodes encode them, and the other nodes have encoders beside their language models, as
+in real life.
 
 After every event the laws of `simulated_laws` hold, and so do the machines' own. At the end every
 request has its answer, and nothing is left in any dict but what a peer keeps that is dead and can't
@@ -34,7 +35,7 @@ from multiprocessing import get_context
 from typing import Any
 
 from kvbaton.connectors.base import FenceScope
-from kvbaton.testing.simulated_laws import SourceLaws, TargetLaws
+from kvbaton.testing.simulated_laws import NodeLaws
 from kvbaton.testing.simulated_node import NodeShape, SimulatedNode
 from kvbaton.testing.simulated_router import ENCODER_OF, MODELS, SimulatedRouter
 from kvbaton.testing.simulated_world import SimulatedWorld, ViolationError, Weather
@@ -80,34 +81,35 @@ class Simulation:
         self._shapes: dict[str, NodeShape] = {}
         self._nodes: dict[str, SimulatedNode] = {}
         self._lives: list[SimulatedNode] = []
-        self._laws: list[SourceLaws | TargetLaws] = []
+        self._laws: list[NodeLaws] = []
         self._to_come = 0
         num_groups = rng.choice([1, 1, 2])
         self._window_size = rng.choice([2, 3, 4])  # of most nodes: equal shapes meet often
         for i in range(rng.choice([1, 1, 2])):
-            self._shapes[f"p{i}"] = self._draw_shape(True, num_groups)
+            self._shapes[f"p{i}"] = self._draw_shape(True, rng.random() < 0.3, num_groups)
         for i in range(rng.choice([1, 1, 2])):
-            self._shapes[f"d{i}"] = self._draw_shape(False, num_groups)
+            self._shapes[f"d{i}"] = self._draw_shape(rng.random() < 0.3, True, num_groups)
         if seed % 4 == 1:
             self._add_encoders()
         shapes = self._shapes.items()
-        self._targets = [name for name, shape in shapes if not shape.is_source]
+        self._targets = [name for name, shape in shapes if shape.is_target]
         self._sources = [name for name, shape in shapes if shape.is_source and not shape.items]
         self._encoders = [name for name, shape in shapes if shape.items]
         parts = self._sources, self._targets, self._encoders
         self._router = SimulatedRouter(self.world, self._nodes, self._later, *parts)
 
-    def _draw_shape(self, is_source: bool, num_groups: int) -> NodeShape:
+    def _draw_shape(self, is_source: bool, is_target: bool, num_groups: int) -> NodeShape:
         rng = self.rng
         tokens = rng.choice([50, 50, 70, 120])
         groups, blocks = [], 1
         for window in (0, WINDOW)[:num_groups]:
-            size = rng.choice([self._window_size, 2, 3, 4] if window else [2, 3, 4])
+            size = rng.choice([self._window_size] * 2 + [2, 3, 4])
             groups.append((size, window))
             blocks += tokens // size
         odd = not is_source and self.world.weather.misdirection and rng.random() < 0.1
         return NodeShape(
             is_source=is_source,
+            is_target=is_target,
             model=MODELS[bool(odd)],
             ranks=rng.choice([1, 1, 1, 2, 2, 4]),
             groups=tuple((size, blocks, window) for size, window in groups),
@@ -128,6 +130,7 @@ class Simulation:
         rng = self.rng
         return NodeShape(
             is_source=is_source,
+            is_target=not is_source,
             model=ENCODER_OF[model],
             ranks=1,
             groups=((ENCODER_BLOCK_ROWS, 1 + rng.choice([2, 3, 6]), 0),),
@@ -181,23 +184,20 @@ class Simulation:
         node = SimulatedNode(self.world, name, len(self._lives), self._shapes[name])
         self._nodes[name] = node
         for life in node.together:
-            laws = SourceLaws(life) if life.shape.is_source else TargetLaws(life)
-            life.laws = laws
+            life.laws = laws = NodeLaws(life)
             self._lives.append(life)
             self._laws.append(laws)
         self.world.note(name, "is born")
         self._tell_members()
 
     def _tell_members(self, missing: str | None = None) -> None:
-        for receivers, senders in (
-            (self._targets, self._sources),
-            (self._sources if self._encoders else (), self._encoders),
-        ):
-            addresses = [self._nodes[n].address for n in senders if n in self._nodes]
-            for name in receivers:
-                node = self._nodes.get(name)
-                if node is not None and node.alive:
-                    node.set_members([address for address in addresses if address != missing])
+        for name, node in self._nodes.items():
+            senders = self._sources if name in self._targets else []
+            if name in self._sources:
+                senders = [*senders, *self._encoders]
+            known = [self._nodes[n].address for n in senders if n in self._nodes and n != name]
+            if known and node.alive:
+                node.set_members([address for address in known if address != missing])
 
     # --- what happens ---
 
@@ -273,25 +273,28 @@ class Simulation:
     def _check_rest(self) -> ScheduleReport:
         report = ScheduleReport(self.seed, self.world.events)
         for node, laws in zip(self._lives, self._laws, strict=True):
-            side = "source" if node.shape.is_source else "target"
-            for name, count in vars(node.machine.counters).items():
-                if isinstance(count, int):
-                    report.totals[f"{side} {name}"] += count
+            for side, machine in node.machines.items():
+                for name, count in vars(machine.counters).items():
+                    if isinstance(count, int):
+                        report.totals[f"{side} {name}"] += count
             report.totals["preemptions"] += node.scheduler.totals.preemptions
-            report.totals["stale messages"] += laws.stale
             if node.encoder is not None:
                 counted = node.items.counters()
                 for how in ("cache", "transferred"):
                     name = f'kvbaton_encoder_items_total{{source="{how}"}}'
                     report.totals[f"items {how}"] += int(counted[name])
-            if isinstance(laws, TargetLaws):
-                report.totals["fences"] += laws.fences
-                report.totals["mismatches"] += laws.mismatches
-                report.totals.update(laws.outcomes)
+            for held in laws.sides.values():
+                report.totals["stale messages"] += held.stale
+            if (target := laws.target) is not None:
+                report.totals["fences"] += target.fences
+                report.totals["fetched"] += target.fetched
+                report.totals["mismatches"] += target.mismatches
+                report.totals.update(target.outcomes)
             if node.alive:
                 if node.name == node.host:  # it has that of an encoder beside it in its own
                     node.core.turn()
-                node.machine.validate()
+                for machine in node.machines.values():
+                    machine.validate()
                 for what in self._unrest(node, laws):
                     node.fail(what)
                 if node.core.imbalance():
@@ -300,25 +303,27 @@ class Simulation:
                 report.left += self._num_excused(laws)
         return report
 
-    def _unrest(self, node: SimulatedNode, laws: SourceLaws | TargetLaws) -> Iterator[str]:
+    def _unrest(self, node: SimulatedNode, laws: NodeLaws) -> Iterator[str]:
         """What is left to happen on a node, by its clients, its laws and its containers."""
         unanswered = [name for name, request in node.requests.items() if not request.over]
         if unanswered:
             yield f"requests without an answer: {unanswered}"
         excused = self._num_excused(laws)
-        if len(laws.live) > excused:
-            yield f"attempts that are not over: {laws.live}"
+        live = [laws_of.live for laws_of in laws.sides.values()]
+        if sum(map(len, live)) > excused:
+            yield f"attempts that are not over: {live}"
         for place, size in leftovers(node):
             most = len(self._shapes) if place in PER_PEER else 0
             if size > most and not excused:
                 yield f"{size} things are left in {place}"
 
-    def _num_excused(self, laws: SourceLaws | TargetLaws) -> int:
+    def _num_excused(self, laws: NodeLaws) -> int:
         """Quarantines on peers that are dead and can't be fenced."""
-        if not isinstance(laws, TargetLaws) or self.world.weather.fence is not FenceScope.NONE:
+        target = laws.target
+        if target is None or self.world.weather.fence is not FenceScope.NONE:
             return 0
         living = {other.id for other in self._lives if other.alive}
-        return sum(laws.sessions.get(r.session) not in living for r in laws.live.values())
+        return sum(target.sessions.get(r.session) not in living for r in target.live.values())
 
 
 def leftovers(node: SimulatedNode) -> Iterator[tuple[str, int]]:

@@ -25,6 +25,7 @@ OFTEN = {
     "source refused": 25,
     "items transferred": 50,
     "items cache": 25,
+    "fetched": 20,
 }
 """What must happen at least so often in 150 schedules, or the weather shows too little."""
 
