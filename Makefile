@@ -68,7 +68,7 @@ test-lmcache: $(VENV)-extras/.done  ## the stores over LMCache, with its real se
 GPU_WORKERS = $(shell $(GPU_PYTHON) -c "import xdist; print('-n $(1)')" 2>/dev/null)
 test-gpu: $(if $(filter $(BIN)/python,$(GPU_PYTHON)),$(VENV)/.dev)  ## what needs GPUs: one, or two
 	$(GPU_PYTHON) -c "import torch, triton; print(torch.cuda.device_count(), torch.cuda.get_device_name())"
-	$(GPU_PYTHON) -m pytest -q -m "gpu and not multigpu" $(call GPU_WORKERS,$(shell expr $$(nproc) / 2)) tests/kernels
+	$(GPU_PYTHON) -m pytest -q -m "gpu and not multigpu" $(call GPU_WORKERS,8) tests/kernels
 	$(GPU_PYTHON) -m pytest -q -m "gpu and not (multigpu or alone)" $(call GPU_WORKERS,5) \
 	  tests/engine tests/connectors tests/store_connector
 	$(GPU_PYTHON) -m pytest -q -rs -m "multigpu or (gpu and (alone or e2e))" \

@@ -13,7 +13,7 @@ from tests.e2e.conftest import MakePair
 from tests.support.cluster import Cluster
 from tests.support.oracle import Oracle
 from tests.support.served_pair import POOL, Pair, settle
-from tests.support.servers import Node, Router
+from tests.support.servers import Node, Router, poll
 
 pytestmark = pytest.mark.e2e
 
@@ -117,10 +117,13 @@ def test_the_next_turn_finds_what_the_other_node_generated(
     settle(p, d)
     before_p, before_d = p.metrics(), d.metrics()
     params = pair.source_params(name := os.urandom(16)) | remote_prefix(d, held)
-    first = POOL.submit(p.generate, history, params, max_tokens=8)
-    (choice,) = d.generate(history, pair.target_params(name), max_tokens=8).choices
+    second = POOL.submit(d.generate, history, pair.target_params(name), max_tokens=8)
+    # P runs a prompt again whose reservation comes after its end, which is counted, too.
+    poll("D reserves", lambda: d.metrics()("kvbaton_transfers_live") > 0, 20.0, d.tail)
+    first = p.generate(history, params, max_tokens=8)
+    (choice,) = second.result().choices
     assert list(choice.token_ids) == oracle.greedy(history, 8)
-    assert first.result().choices[0].token_ids[0] == choice.token_ids[0]
+    assert first.choices[0].token_ids[0] == choice.token_ids[0]
     settle(p, d)
     at_p, at_d = p.metrics() - before_p, d.metrics() - before_d
     assert at_p("kvbaton_prompt_tokens_total", source="local_cache") == 48
