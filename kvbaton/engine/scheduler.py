@@ -197,6 +197,8 @@ class Scheduler(LiveRequests):
             last = self.running[-1]
             if self.blocks.fits_soon(need) or last is self.running[0] or draft.holds(last):
                 return False  # Alone, it waits for blocks that transfers or steps still hold.
+            if last.is_ending:
+                return False  # Its blocks come no later, and connectors are still to take hold.
             self.preempt(last)
             if last is sequence:
                 return False

@@ -507,6 +507,26 @@ def test_who_is_preempted_with_a_token_in_flight_waits_for_it():
         loop.check_stream(name)
 
 
+def test_a_source_is_not_preempted_while_its_last_step_is_in_flight():
+    loop = Loop((GroupSpec(block_size=4, num_blocks=9),), depth=2, max_num_batched_tokens=8)
+    reporter = Reporter(loop)
+    loop.add(ask("a", prompt(5), max_tokens=9, ignore_eos=True))
+    loop.add(ask("s", prompt(24, 2), max_tokens=1, transfer=source(1)))
+    assert loop.launch()
+    for _ in range(3):
+        assert loop.launch()
+        loop.update()
+    assert loop.plans[-1].steps[1].start == 17
+    assert not loop.launch()  # "a" needs a block, and "s" has all the others for one more step
+    loop.update()
+    assert [end for _, end, _ in reporter.reports["s"]][-1] == 24
+    reporter.release("s")
+    loop.run()
+    for name in "as":
+        loop.check_stream(name)
+    assert loop.scheduler.totals.preemptions == 0
+
+
 # --- any workload ---
 
 OPS = st.lists(
