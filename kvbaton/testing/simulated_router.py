@@ -29,6 +29,9 @@ LATEST_S = CALM_TIMERS.lease - 2.0
 """In calm weather the router has sent a prompt to both sides by then: a `Reserve` waits for its
 request no longer than a lease."""
 
+CALM_DEADLINE_S = 120.0
+"""How long clients wait in calm weather: no node is so slow that it takes longer."""
+
 MODELS = (1, 2)
 """The second one is that of a node that does not belong here."""
 ENCODER_OF = {1: 11, 2: 12}
@@ -79,7 +82,7 @@ class SimulatedRouter:
                 items: tuple[Item, ...] = ()
                 if self.encoders and rng.random() < 0.7:
                     tokens, items = self._draw_items()
-                deadline = 120.0 if weather.calm else rng.choice([3.0, 8.0])
+                deadline = CALM_DEADLINE_S if weather.calm else rng.choice([3.0, 8.0])
                 name = Attempt(bytes([number + 1]) * 16, attempt)
                 sizes = rng.randint(1, 9), rng.choice([1, 1, 1, 2])
                 fetched = min(rng.choice([0, 0, 0, 8, 12, 99]), len(tokens))

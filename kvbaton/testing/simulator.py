@@ -37,12 +37,13 @@ from typing import Any
 from kvbaton.connectors.base import FenceScope
 from kvbaton.testing.simulated_laws import NodeLaws
 from kvbaton.testing.simulated_node import NodeShape, SimulatedNode
-from kvbaton.testing.simulated_router import ENCODER_OF, MODELS, SimulatedRouter
+from kvbaton.testing.simulated_router import CALM_DEADLINE_S, ENCODER_OF, MODELS, SimulatedRouter
 from kvbaton.testing.simulated_world import SimulatedWorld, ViolationError, Weather
 from kvbaton.types import ENCODER_BLOCK_ROWS
 
 REST_S = 40.0
-"""Virtual seconds after the weather has healed in which everything must come to rest."""
+"""Virtual seconds after the weather has healed in which everything must come to rest, but in calm
+weather: there nobody gives up, and slow nodes compute for as long as clients may wait."""
 
 PROGRESS_S = 15.0
 """Between two lines of progress."""
@@ -151,11 +152,14 @@ class Simulation:
                     self._birth(name)
                 self._plan()
                 # Until all is over, and stays so for longer than any lease. Every eighth schedule
-                # goes on to the end: to be at rest for long must do no harm either.
+                # goes on for longer: to be at rest for long must do no harm either.
                 world = self.world
-                end = world.weather.heal_at + REST_S
+                rested = world.weather.heal_at + REST_S
+                end = rested + CALM_DEADLINE_S * world.weather.calm
                 world.run(world.weather.heal_at)
-                while world.now < end and (self.seed % 8 == 0 or not self._rests()):
+                while world.now < end:
+                    if self._rests() and (self.seed % 8 or world.now >= rested):
+                        break
                     world.run(world.now + 1.0)
                 world.run(min(end, world.now + 1.25 * self._lives[0].timers.lease))
                 return self._check_rest()

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 from kvbaton.connectors.protocol.source import Source
 from kvbaton.testing.simulated_world import ViolationError
-from kvbaton.testing.simulator import main, simulate
+from kvbaton.testing.simulator import REST_S, Simulation, main, simulate
 
 OFTEN = {
     "delivered": 250,
@@ -42,6 +42,13 @@ def test_schedules_hold_all_laws() -> None:
 @settings(max_examples=30, deadline=None)
 def test_any_seed_holds_all_laws(seed: int) -> None:
     simulate(seed)
+
+
+def test_slow_nodes_compute_for_as_long_as_clients_wait() -> None:
+    simulation = Simulation(943133)  # one prefill node, of the slowest, and long prompts
+    simulation.run()
+    assert simulation.world.weather.calm
+    assert simulation.world.now > simulation.world.weather.heal_at + REST_S
 
 
 def test_a_seed_repeats() -> None:
