@@ -147,6 +147,9 @@ class SimulatedExecutor:
         wake_transfers: called when sums are there.
         encoder: the ranks whose memory has the rows of a prompt's items; None where prompts are
             items themselves, or have none.
+
+    Attributes:
+        busy_until: when the last of its steps is over.
     """
 
     def __init__(
@@ -205,7 +208,7 @@ class SimulatedExecutor:
         ]
         self.rotten: set[tuple[int, int]] = set()
         self.steps_in_flight = 0
-        self._busy_until = 0.0
+        self.busy_until = 0.0
         self._slots = [_slots(size) for size, _, _ in groups]
         self._sequences: dict[int, _Sequence] = {}
 
@@ -221,14 +224,14 @@ class SimulatedExecutor:
         step = SimulatedStep()
         self.steps_in_flight += 1
         seconds = self.step_s * self.world.rng.uniform(0.5, 1.5)
-        self._busy_until = max(self._busy_until, self.world.now) + seconds
+        self.busy_until = max(self.busy_until, self.world.now) + seconds
 
         def end() -> None:
             step.outcome = self._run(plan)
             self.steps_in_flight -= 1
             self.wake_core()
 
-        self.world.after(self._busy_until - self.world.now, end)
+        self.world.after(self.busy_until - self.world.now, end)
         return step
 
     def _run(self, plan: StepPlan) -> StepResult:

@@ -30,7 +30,7 @@ LATEST_S = CALM_TIMERS.lease - 2.0
 request no longer than a lease."""
 
 CALM_DEADLINE_S = 120.0
-"""How long clients wait in calm weather: no node is so slow that it takes longer."""
+"""How long clients wait in calm weather."""
 
 MODELS = (1, 2)
 """The second one is that of a node that does not belong here."""

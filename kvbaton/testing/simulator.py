@@ -42,8 +42,8 @@ from kvbaton.testing.simulated_world import SimulatedWorld, ViolationError, Weat
 from kvbaton.types import ENCODER_BLOCK_ROWS
 
 REST_S = 40.0
-"""Virtual seconds after the weather has healed in which everything must come to rest, but in calm
-weather: there nobody gives up, and slow nodes compute for as long as clients may wait."""
+"""Virtual seconds after the weather has healed, and the last step of a node is over, in which
+everything must come to rest."""
 
 PROGRESS_S = 15.0
 """Between two lines of progress."""
@@ -152,16 +152,12 @@ class Simulation:
                     self._birth(name)
                 self._plan()
                 # Until all is over, and stays so for longer than any lease. Every eighth schedule
-                # goes on for longer: to be at rest for long must do no harm either.
+                # goes on to the end: to be at rest for long must do no harm either.
                 world = self.world
-                rested = world.weather.heal_at + REST_S
-                end = rested + CALM_DEADLINE_S * world.weather.calm
                 world.run(world.weather.heal_at)
-                while world.now < end:
-                    if self._rests() and (self.seed % 8 or world.now >= rested):
-                        break
+                while world.now < self._end() and (self.seed % 8 == 0 or not self._rests()):
                     world.run(world.now + 1.0)
-                world.run(min(end, world.now + 1.25 * self._lives[0].timers.lease))
+                world.run(min(self._end(), world.now + 1.25 * self._lives[0].timers.lease))
                 return self._check_rest()
             except Exception as error:
                 if not isinstance(error, ViolationError):
@@ -174,6 +170,12 @@ class Simulation:
             finally:
                 for node in self._lives:
                     node.transfers.close()
+
+    def _end(self) -> float:
+        """By when everything must have come to rest: nobody is so slow that clients give it up."""
+        busy_until = max(node.executor.busy_until for node in self._lives)
+        heal_at = self.world.weather.heal_at
+        return min(max(heal_at, busy_until), heal_at + CALM_DEADLINE_S) + REST_S
 
     def _rests(self) -> bool:
         """Whether nothing is left to happen."""
