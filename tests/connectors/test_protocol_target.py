@@ -375,6 +375,17 @@ def test_a_silent_peer_is_fenced_and_one_that_answers_is_not() -> None:
     assert of(rig.do(Fenced(P)), Unquarantine)
 
 
+def test_nothing_is_reserved_at_an_address_that_has_not_drained_a_share_of_the_pool() -> None:
+    rig = Rig().until("draining")
+    for number in range(1, 9):
+        rig.start(number)
+        rig.do(CancelTarget(Attempt(NAME.transfer_id, number)))
+    assert not of(rig.start(9), Fail)  # what it was asked just now it can't have answered
+    rig.wait(TIMERS.resend)
+    fail, _ = rig.start(10)
+    assert "leaves 27 blocks in quarantine" in fail.reason
+
+
 def test_a_few_quarantined_blocks_make_no_node_unhealthy_a_share_of_the_pool_does() -> None:
     rig = Rig().until("draining")
     rig.wait(3 * TIMERS.quarantine_limit)

@@ -51,7 +51,7 @@ class Target(TargetSessions):
         pair: pairs the groups of layouts, source first; raises `ValueError` naming both values.
         max_blocks_per_peer: blocks that may be reserved or in quarantine for one address; None for
             no limit but the pool. For a peer that leaves more than a quarter of the pool in
-            quarantine nothing is reserved.
+            quarantine for longer than `resend` nothing is reserved.
     """
 
     states = State
@@ -183,7 +183,9 @@ class Target(TargetSessions):
         blocks = line.num_blocks
         if self._max_blocks is not None and blocks > self._max_blocks:
             return f"{blocks} blocks would wait for {line.address}, at most {self._max_blocks} may"
-        left = sum(r.num_blocks for r in self._quarantine.values() if r.line is line)
+        asked = self.now - self.timers.resend  # what P was told of since, it may yet drain
+        draining = (r for r in self._quarantine.values() if r.line is line)
+        left = sum(r.num_blocks for r in draining if r.since <= asked)
         if left * UNHEALTHY_SHARE > self._num_blocks:
             return f"{line.address} leaves {left} blocks in quarantine"
         return None
