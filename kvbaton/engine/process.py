@@ -163,6 +163,7 @@ class EngineProcess(EngineClient):
         self._reports, self._child_end = multiprocessing.get_context("spawn").Pipe(duplex=False)
         self._first_report: asyncio.Future[Ready] = self._loop.create_future()
         self._closing = False
+        self._exited = asyncio.Event()
 
     @classmethod
     async def start(
@@ -243,6 +244,7 @@ class EngineProcess(EngineClient):
         self._read_report()
         self._read()
         self._process.join()
+        self._exited.set()
         code = self._process.exitcode
         self._come_to_nothing(
             "the engine was shut down"
@@ -250,21 +252,27 @@ class EngineProcess(EngineClient):
             else f"the engine core exited with code {code}"
         )
 
+    async def _exit(self, timeout_s: float) -> None:
+        """Wait so long for the process to end."""
+        with suppress(TimeoutError):
+            await asyncio.wait_for(self._exited.wait(), timeout_s)
+
     async def shutdown(self, grace_s: float = 5.0) -> None:
         """Let running requests finish for `grace_s` seconds, then end the core. Idempotent."""
         if self._closing:
             return
         self._closing = True
-        process = self._process
-        if process.pid is not None:
-            if process.is_alive() and self.dead is None and self._socket is not None:
+        if self._process.pid is not None:
+            # Told by its sentinel: of two threads that join a process one may take it for alive.
+            if self.dead is None and self._socket is not None:
                 self._send(Shutdown(grace_s=grace_s))
-                await self._loop.run_in_executor(None, process.join, grace_s + 5.0)
-            if process.is_alive():
-                logger.warning("engine core did not stop in time; killing it")
-                process.kill()
-                await self._loop.run_in_executor(None, process.join, 5.0)
-            self._loop.remove_reader(process.sentinel)
+                await self._exit(grace_s + 5.0)
+                if not self._exited.is_set():
+                    logger.warning("engine core did not stop in time; killing it")
+            if not self._exited.is_set():  # nobody can ask it while it starts
+                self._process.kill()
+                await self._exit(5.0)
+            self._loop.remove_reader(self._process.sentinel)
         self._loop.remove_reader(self._reports.fileno())
         self._fail("the engine was shut down")
         await self.close()

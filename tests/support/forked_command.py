@@ -11,11 +11,11 @@ import ctypes
 import multiprocessing.util
 import os
 import re
-import select
 import signal
 import subprocess
 import sys
 from collections.abc import Callable, Sequence
+from multiprocessing.connection import wait
 from pathlib import Path
 from typing import IO
 
@@ -53,7 +53,7 @@ class ForkedCommand:
 
     def poll(self) -> int | None:
         """None while it runs; how it ended is not known."""
-        return 0 if select.select([self._process.pidfd], [], [], 0)[0] else None
+        return 0 if wait([self._process.pidfd], 0) else None
 
     def wait(self, timeout: float) -> None:
         """Wait for its end.
@@ -61,7 +61,7 @@ class ForkedCommand:
         Raises:
             TimeoutExpired: it goes on.
         """
-        if not select.select([self._process.pidfd], [], [], timeout)[0]:
+        if not wait([self._process.pidfd], timeout):
             raise subprocess.TimeoutExpired("kvbaton", timeout)
 
     def terminate(self) -> None:
