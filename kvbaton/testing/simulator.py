@@ -321,7 +321,8 @@ class Simulation:
             yield f"attempts that are not over: {live}"
         for place, size in leftovers(node):
             most = len(self._shapes) if place in PER_PEER else 0
-            if place == "Source.live":  # what nobody asks for ends by a timer longer than this rest
+            # What nobody asks for ends by a timer that is longer than this rest.
+            if place in ("Source.live", "Source._idle"):
                 sources = (m for m in node.machines.values() if isinstance(m, Source))
                 most = sum(record.session is None for m in sources for record in m.live.values())
             if size > most and not excused:
