@@ -35,7 +35,6 @@ from multiprocessing import get_context
 from typing import Any
 
 from kvbaton.connectors.base import FenceScope
-from kvbaton.connectors.protocol.source import Source
 from kvbaton.testing.simulated_laws import NodeLaws
 from kvbaton.testing.simulated_node import NodeShape, SimulatedNode
 from kvbaton.testing.simulated_router import CALM_DEADLINE_S, ENCODER_OF, MODELS, SimulatedRouter
@@ -321,10 +320,6 @@ class Simulation:
             yield f"attempts that are not over: {live}"
         for place, size in leftovers(node):
             most = len(self._shapes) if place in PER_PEER else 0
-            # What nobody asks for ends by a timer that is longer than this rest.
-            if place in ("Source.live", "Source._idle"):
-                sources = (m for m in node.machines.values() if isinstance(m, Source))
-                most = sum(record.session is None for m in sources for record in m.live.values())
             if size > most and not excused:
                 yield f"{size} things are left in {place}"
 
