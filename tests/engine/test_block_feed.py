@@ -24,7 +24,7 @@ from kvbaton.messages.engine import (
 from tests.support.scripted_core import ScriptedCore
 from tests.support.waiting import eventually
 
-PATIENCE_S = 20.0
+PATIENCE_S = 60.0
 
 
 class FeedingCore(ScriptedCore):
