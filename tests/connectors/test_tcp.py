@@ -4,17 +4,20 @@ import itertools
 import os
 import socket
 import struct
+import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 
 import msgspec
 import numpy as np
 import pytest
+from typing_extensions import override
 
 from kvbaton.connectors.base import Peer, Status
 from kvbaton.connectors.transports import tcp_wire
 from kvbaton.connectors.transports.tcp import TcpTransport
-from kvbaton.connectors.transports.tcp_connections import MAX_STRANGERS, TcpCard
+from kvbaton.connectors.transports.tcp_connections import MAX_STRANGERS, TcpCard, TcpPeer
+from kvbaton.connectors.transports.tcp_staging import Run
 from kvbaton.connectors.transports.tcp_wire import FrameKind, Header
 from kvbaton.errors import ConfigError, TransportError
 from kvbaton.testing.transport_rig import TARGET_SIZES, Pair, memory_of, pack, random_rows
@@ -95,6 +98,36 @@ def test_a_listener_without_the_token_gets_no_byte(pair: Pair) -> None:
             assert is_closed(sock)
         pair.wait(lambda: handle.status() is Status.DRAINED, "drained: nothing was sent")
         assert "does not hold the card" in (handle.error() or "")
+
+
+def test_a_shutdown_that_does_not_wait_for_a_sender_leaves_no_socket(
+    pair: Pair, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("kvbaton.connectors.transports.tcp.JOIN_S", 0.01)
+    inside, leave = threading.Event(), threading.Event()
+    used: list[socket.socket] = []
+
+    class SlowPeer(TcpPeer):
+        @override
+        def send_frame(self, sock: socket.socket, head: bytes, runs: Sequence[Run]) -> None:
+            used.append(sock)
+            inside.set()
+            leave.wait(10)
+
+    class SlowTransport(TcpTransport):
+        @override
+        def dial(self, card: TcpCard) -> TcpPeer:
+            return SlowPeer(card, self.name)
+
+    slow = SlowTransport(f"s{next(_names)}")
+    slow.write(slow.connect(pair.target.card()), pack([]), b"notice alone")
+    assert inside.wait(10)
+    slow.shutdown()
+    senders = [thread for thread in threading.enumerate() if thread.name.startswith("tcp to ")]
+    leave.set()
+    for sender in senders:
+        sender.join(10)
+    assert used[0].fileno() == -1
 
 
 def test_a_slow_handshake_has_a_deadline(pair: Pair, monkeypatch: pytest.MonkeyPatch) -> None:

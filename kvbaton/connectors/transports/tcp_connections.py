@@ -230,6 +230,9 @@ class TcpPeer:
                 tcp_wire.send_all(self._socket, [bye.pack()])
         except Exception as error:  # also what a host that is none makes `connect` raise
             self.hang_up(f"connection to {self.name}: {error}")
+        finally:
+            if self.closing:  # who closed us may have stopped waiting
+                self._socket.close()
 
     # --- what another kind of connection does otherwise ---
 
