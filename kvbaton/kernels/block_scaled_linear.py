@@ -35,34 +35,8 @@ def block_scaled_linear(
     Returns:
         [T, N].
     """
-    run = _launch if use_triton(x) else block_scaled_linear_reference
-    return run(x, x_scales, weight, scales, group, dtype)
-
-
-def block_scaled_linear_reference(
-    x: torch.Tensor,
-    x_scales: torch.Tensor,
-    weight: torch.Tensor,
-    scales: torch.Tensor,
-    group: int,
-    dtype: torch.dtype,
-) -> torch.Tensor:
-    """Plain torch for `block_scaled_linear`, in float32."""
-    wide, heavy = (
-        part.float() * of.repeat_interleave(group, 1)[:, : part.shape[1]]
-        for part, of in ((x, x_scales), (weight, scales))
-    )
-    return torch.nn.functional.linear(wide, heavy).to(dtype)
-
-
-def _launch(
-    x: torch.Tensor,
-    x_scales: torch.Tensor,
-    weight: torch.Tensor,
-    scales: torch.Tensor,
-    group: int,
-    dtype: torch.dtype,
-) -> torch.Tensor:
+    if not use_triton(x):
+        return block_scaled_linear_reference(x, x_scales, weight, scales, group, dtype)
     (rows, depth), size = x.shape, weight.shape[0]
     out = torch.empty(rows, size, dtype=dtype, device=x.device)
     if not rows:
@@ -87,6 +61,22 @@ def _launch(
         num_stages=3,
     )
     return out
+
+
+def block_scaled_linear_reference(
+    x: torch.Tensor,
+    x_scales: torch.Tensor,
+    weight: torch.Tensor,
+    scales: torch.Tensor,
+    group: int,
+    dtype: torch.dtype,
+) -> torch.Tensor:
+    """Plain torch for `block_scaled_linear`, in float32."""
+    wide, heavy = (
+        part.float() * of.repeat_interleave(group, 1)[:, : part.shape[1]]
+        for part, of in ((x, x_scales), (weight, scales))
+    )
+    return torch.nn.functional.linear(wide, heavy).to(dtype)
 
 
 @jit("rows")

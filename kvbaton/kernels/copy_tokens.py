@@ -44,48 +44,15 @@ def copy_tokens(
         num_valid: tokens past these are written as zero, not read; None: all are valid.
     """
     heads = source.shape[1] - source_head if num_heads is None else num_heads
-    run = _launch if use_triton(source) else copy_tokens_reference
-    run(
-        source[:, source_head : source_head + heads],
-        target[:, target_head : target_head + heads],
-        source_blocks,
-        target_blocks,
-        source_start,
-        target_start,
-        num_tokens,
-        num_tokens if num_valid is None else num_valid,
-    )
-
-
-def copy_tokens_reference(
-    source: torch.Tensor,
-    target: torch.Tensor,
-    source_blocks: torch.Tensor,
-    target_blocks: torch.Tensor,
-    source_start: int,
-    target_start: int,
-    num_tokens: int,
-    num_valid: int,
-) -> None:
-    """Plain torch for `copy_tokens`, over all heads of both views."""
-    step = torch.arange(num_tokens, device=source.device)
-    read, write = source_start + step[:num_valid], target_start + step
-    sizes = source.shape[4], target.shape[4]
-    rows = source.new_zeros(num_tokens, *source.shape[1:4], source.shape[5])
-    rows[:num_valid] = source[source_blocks[read // sizes[0]].long(), :, :, :, read % sizes[0]]
-    target[target_blocks[write // sizes[1]].long(), :, :, :, write % sizes[1]] = rows
-
-
-def _launch(
-    source: torch.Tensor,
-    target: torch.Tensor,
-    source_blocks: torch.Tensor,
-    target_blocks: torch.Tensor,
-    source_start: int,
-    target_start: int,
-    num_tokens: int,
-    num_valid: int,
-) -> None:
+    source = source[:, source_head : source_head + heads]
+    target = target[:, target_head : target_head + heads]
+    num_valid = num_tokens if num_valid is None else num_valid
+    if not use_triton(source):
+        copy_tokens_reference(
+            source, target, source_blocks, target_blocks, source_start, target_start, num_tokens,
+            num_valid,
+        )  # fmt: skip
+        return
     if not num_tokens:
         return
     heads, layers, kv = source.shape[1:4]
@@ -118,6 +85,25 @@ def _launch(
         BLOCK_T=BLOCK_T,
         num_warps=4,
     )
+
+
+def copy_tokens_reference(
+    source: torch.Tensor,
+    target: torch.Tensor,
+    source_blocks: torch.Tensor,
+    target_blocks: torch.Tensor,
+    source_start: int,
+    target_start: int,
+    num_tokens: int,
+    num_valid: int,
+) -> None:
+    """Plain torch for `copy_tokens`, over all heads of both views."""
+    step = torch.arange(num_tokens, device=source.device)
+    read, write = source_start + step[:num_valid], target_start + step
+    sizes = source.shape[4], target.shape[4]
+    rows = source.new_zeros(num_tokens, *source.shape[1:4], source.shape[5])
+    rows[:num_valid] = source[source_blocks[read // sizes[0]].long(), :, :, :, read % sizes[0]]
+    target[target_blocks[write // sizes[1]].long(), :, :, :, write % sizes[1]] = rows
 
 
 @jit("source_blocks", "target_blocks", "source_start", "target_start", "num_tokens", "num_valid")

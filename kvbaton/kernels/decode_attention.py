@@ -91,67 +91,13 @@ def decode_attention(
             sinks=sinks,
         )
         return found if out is None else out.copy_(found)
-    max_context = block_tables.shape[1] * key_cache.shape[2]
-    splits = num_splits or decode_splits(max(query.shape[0], 1), key_cache.shape[1], max_context)
-    return _launch(
-        query, key_cache, value_cache, block_tables, context_lens, sinks, scale, window, chunked,
-        softcap, splits, out,
-    )  # fmt: skip
-
-
-def decode_attention_reference(
-    query: torch.Tensor,
-    key_cache: torch.Tensor,
-    value_cache: torch.Tensor,
-    block_tables: torch.Tensor,
-    context_lens: torch.Tensor,
-    *,
-    scale: float,
-    window: int = 0,
-    chunked: bool = False,
-    softcap: float = 0.0,
-    sinks: torch.Tensor | None = None,
-) -> torch.Tensor:
-    """Plain torch for `decode_attention`."""
-    shape = (*query.shape[:2], value_cache.shape[-1])
-    out = torch.zeros(shape, dtype=query.dtype, device=query.device)
-    for row, context_len in enumerate(context_lens.tolist()):
-        if context_len:
-            out[row] = paged_attention_reference(
-                query[row : row + 1],
-                key_cache,
-                value_cache,
-                block_tables[row],
-                context_len,
-                scale=scale,
-                window=window,
-                chunked=chunked,
-                softcap=softcap,
-                sinks=sinks,
-            )[0][0]
-    return out
-
-
-def _launch(
-    query: torch.Tensor,
-    key_cache: torch.Tensor,
-    value_cache: torch.Tensor,
-    block_tables: torch.Tensor,
-    context_lens: torch.Tensor,
-    sinks: torch.Tensor | None,
-    scale: float,
-    window: int,
-    chunked: bool,
-    softcap: float,
-    splits: int,
-    out: torch.Tensor | None,
-) -> torch.Tensor:
     batch, heads, head_dim = query.shape
     kv_heads, block_size = key_cache.shape[1:3]
     if out is None:
         out = torch.empty(batch, heads, head_dim, dtype=query.dtype, device=query.device)
     if not batch:
         return out
+    splits = num_splits or decode_splits(batch, kv_heads, block_tables.shape[1] * block_size)
     parts, lse = out, out
     if splits > 1:
         parts = torch.empty(batch, heads, splits, head_dim, dtype=torch.float32, device=out.device)
@@ -193,6 +139,39 @@ def _launch(
     )
     if splits > 1:
         merge_kernel[(batch, heads, 1)](parts, lse, out, context_lens, **shape, num_warps=4)
+    return out
+
+
+def decode_attention_reference(
+    query: torch.Tensor,
+    key_cache: torch.Tensor,
+    value_cache: torch.Tensor,
+    block_tables: torch.Tensor,
+    context_lens: torch.Tensor,
+    *,
+    scale: float,
+    window: int = 0,
+    chunked: bool = False,
+    softcap: float = 0.0,
+    sinks: torch.Tensor | None = None,
+) -> torch.Tensor:
+    """Plain torch for `decode_attention`."""
+    shape = (*query.shape[:2], value_cache.shape[-1])
+    out = torch.zeros(shape, dtype=query.dtype, device=query.device)
+    for row, context_len in enumerate(context_lens.tolist()):
+        if context_len:
+            out[row] = paged_attention_reference(
+                query[row : row + 1],
+                key_cache,
+                value_cache,
+                block_tables[row],
+                context_len,
+                scale=scale,
+                window=window,
+                chunked=chunked,
+                softcap=softcap,
+                sinks=sinks,
+            )[0][0]
     return out
 
 

@@ -46,8 +46,33 @@ def delta_rule_decode(
     Returns:
         [n, heads, values] float32.
     """
-    run = _launch if use_triton(states) else delta_rule_decode_reference
-    return run(query, key, value, decay, beta, states, reads, writes)
+    if not use_triton(states):
+        return delta_rule_decode_reference(query, key, value, decay, beta, states, reads, writes)
+    (n, heads, keys), values = key.shape, value.shape[-1]
+    out = torch.empty_like(value)
+    block_v = min(BLOCK_V, next_power_of_2(values))
+    if n:
+        _kernel[(n * heads, cdiv(values, block_v))](
+            query,
+            key,
+            value,
+            decay,
+            beta,
+            states,
+            reads,
+            writes,
+            out,
+            heads,
+            states.stride(0),
+            states.stride(1),
+            PER_KEY=heads // states.shape[1],
+            KEYS=keys,
+            VALUES=values,
+            BLOCK_K=next_power_of_2(keys),
+            BLOCK_V=block_v,
+            num_warps=4,
+        )
+    return out
 
 
 def delta_rule_decode_reference(
@@ -106,8 +131,28 @@ def delta_rule_scan(
     Returns:
         out, as `added`, and the last state.
     """
-    run = _launch_scan if use_triton(state) else delta_rule_scan_reference
-    return run(query, key, added, erased, within, left, state)
+    if not use_triton(state):
+        return delta_rule_scan_reference(query, key, added, erased, within, left, state)
+    (heads, chunks, tokens, keys), values = key.shape, added.shape[-1]
+    inputs = (x.contiguous() for x in (query, key, added, erased, within, left, state))
+    out = torch.empty((heads, chunks, tokens, values), dtype=torch.float32, device=state.device)
+    after = torch.empty((heads, keys, values), dtype=torch.float32, device=state.device)
+    block_v = max(16, min(BLOCK_V, next_power_of_2(values)))
+    _scan_kernel[(heads, cdiv(values, block_v))](
+        *inputs,
+        out,
+        after,
+        chunks,
+        TOKENS=tokens,
+        KEYS=keys,
+        VALUES=values,
+        BLOCK_T=max(16, next_power_of_2(tokens)),
+        BLOCK_K=max(16, next_power_of_2(keys)),
+        BLOCK_V=block_v,
+        num_warps=4,
+        num_stages=1,  # two chunks at a time would not fit
+    )
+    return out, after
 
 
 def delta_rule_scan_reference(
@@ -126,43 +171,6 @@ def delta_rule_scan_reference(
         out[:, i] = query[:, i] @ state + within[:, i] @ fresh
         state = state * left[:, i, None, None] + key[:, i].mT @ fresh
     return out, state
-
-
-def _launch(
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    decay: Tensor,
-    beta: Tensor,
-    states: Tensor,
-    reads: Tensor,
-    writes: Tensor,
-) -> Tensor:
-    (n, heads, keys), values = key.shape, value.shape[-1]
-    out = torch.empty_like(value)
-    block_v = min(BLOCK_V, next_power_of_2(values))
-    if n:
-        _kernel[(n * heads, cdiv(values, block_v))](
-            query,
-            key,
-            value,
-            decay,
-            beta,
-            states,
-            reads,
-            writes,
-            out,
-            heads,
-            states.stride(0),
-            states.stride(1),
-            PER_KEY=heads // states.shape[1],
-            KEYS=keys,
-            VALUES=values,
-            BLOCK_K=next_power_of_2(keys),
-            BLOCK_V=block_v,
-            num_warps=4,
-        )
-    return out
 
 
 @jit("reads", "writes")
@@ -204,37 +212,6 @@ def _kernel(
     state += keys[:, None] * fresh[None, :]
     tl.store(out + row * VALUES + v, tl.sum(state * queries[:, None], axis=0), mask=v < VALUES)
     tl.store(states + write * stride_block + place, state, mask=inside & (write != 0))
-
-
-def _launch_scan(
-    query: Tensor,
-    key: Tensor,
-    added: Tensor,
-    erased: Tensor,
-    within: Tensor,
-    left: Tensor,
-    state: Tensor,
-) -> tuple[Tensor, Tensor]:
-    (heads, chunks, tokens, keys), values = key.shape, added.shape[-1]
-    inputs = (x.contiguous() for x in (query, key, added, erased, within, left, state))
-    out = torch.empty((heads, chunks, tokens, values), dtype=torch.float32, device=state.device)
-    after = torch.empty((heads, keys, values), dtype=torch.float32, device=state.device)
-    block_v = max(16, min(BLOCK_V, next_power_of_2(values)))
-    _scan_kernel[(heads, cdiv(values, block_v))](
-        *inputs,
-        out,
-        after,
-        chunks,
-        TOKENS=tokens,
-        KEYS=keys,
-        VALUES=values,
-        BLOCK_T=max(16, next_power_of_2(tokens)),
-        BLOCK_K=max(16, next_power_of_2(keys)),
-        BLOCK_V=block_v,
-        num_warps=4,
-        num_stages=1,  # two chunks at a time would not fit
-    )
-    return out, after
 
 
 @jit("chunks")

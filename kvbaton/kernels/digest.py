@@ -47,8 +47,26 @@ def token_sums(x: Tensor, positions: Tensor, kv: int) -> Tensor:
     Returns:
         [T, H] int64, two's complement of the sums.
     """
-    run = _launch_token_sums if use_triton(x) else token_sums_reference
-    return run(x, positions, kv)
+    if not use_triton(x):
+        return token_sums_reference(x, positions, kv)
+    words = _words(x)
+    tokens, heads, num_words = words.shape
+    sums = torch.empty((tokens, heads), dtype=torch.int64, device=x.device)
+    if tokens:
+        _token_kernel[(cdiv(tokens * heads, ROWS_PER_PROGRAM),)](
+            words,
+            positions,
+            word_weights(num_words, kv, x.device),
+            sums,
+            tokens,
+            heads,
+            words.stride(0),
+            words.stride(1),
+            NUM_WORDS=num_words,
+            BLOCK_W=next_power_of_2(num_words),
+            BLOCK_R=ROWS_PER_PROGRAM,
+        )
+    return sums
 
 
 def token_sums_reference(x: Tensor, positions: Tensor, kv: int) -> Tensor:
@@ -77,8 +95,36 @@ def block_sums(cache: Tensor, blocks: Tensor, first_position: int, start: int, e
     Raises:
         ValueError: a GPU can't read `cache` as words.
     """
-    run = _launch_block_sums if use_triton(cache) else block_sums_reference
-    return run(cache, blocks, first_position, start, end)
+    if not use_triton(cache):
+        return block_sums_reference(cache, blocks, first_position, start, end)
+    if not _readable_as_words(cache):
+        raise ValueError(
+            f"cache: strides {cache.stride()} do not let rows of {cache.shape[-1]} elements be "
+            f"read as words of {_word_bytes(cache)} bytes"
+        )
+    words = word_view(cache)
+    _, heads, layers, planes, block_size, num_words = words.shape
+    sums = torch.empty((len(blocks), layers, planes, heads), dtype=torch.int64, device=cache.device)
+    if len(blocks):
+        weights = [word_weights(num_words, kv, cache.device) for kv in range(planes)]
+        _block_kernel[(len(blocks) * heads * layers * planes,)](
+            words,
+            blocks,
+            torch.stack(weights),
+            sums,
+            first_position,
+            start,
+            end,
+            heads,
+            layers,
+            planes,
+            *words.stride()[:5],
+            BLOCK_SIZE=block_size,
+            NUM_WORDS=num_words,
+            BLOCK_T=tokens_together(block_size, num_words),
+            BLOCK_W=next_power_of_2(num_words),
+        )
+    return sums
 
 
 def block_sums_reference(
@@ -165,60 +211,6 @@ def _readable_as_words(x: Tensor) -> bool:
 
 
 # --- Triton ---
-
-
-def _launch_token_sums(x: Tensor, positions: Tensor, kv: int) -> Tensor:
-    words = _words(x)
-    tokens, heads, num_words = words.shape
-    sums = torch.empty((tokens, heads), dtype=torch.int64, device=x.device)
-    if tokens:
-        _token_kernel[(cdiv(tokens * heads, ROWS_PER_PROGRAM),)](
-            words,
-            positions,
-            word_weights(num_words, kv, x.device),
-            sums,
-            tokens,
-            heads,
-            words.stride(0),
-            words.stride(1),
-            NUM_WORDS=num_words,
-            BLOCK_W=next_power_of_2(num_words),
-            BLOCK_R=ROWS_PER_PROGRAM,
-        )
-    return sums
-
-
-def _launch_block_sums(
-    cache: Tensor, blocks: Tensor, first_position: int, start: int, end: int
-) -> Tensor:
-    if not _readable_as_words(cache):
-        raise ValueError(
-            f"cache: strides {cache.stride()} do not let rows of {cache.shape[-1]} elements be "
-            f"read as words of {_word_bytes(cache)} bytes"
-        )
-    words = word_view(cache)
-    _, heads, layers, planes, block_size, num_words = words.shape
-    sums = torch.empty((len(blocks), layers, planes, heads), dtype=torch.int64, device=cache.device)
-    if len(blocks):
-        weights = [word_weights(num_words, kv, cache.device) for kv in range(planes)]
-        _block_kernel[(len(blocks) * heads * layers * planes,)](
-            words,
-            blocks,
-            torch.stack(weights),
-            sums,
-            first_position,
-            start,
-            end,
-            heads,
-            layers,
-            planes,
-            *words.stride()[:5],
-            BLOCK_SIZE=block_size,
-            NUM_WORDS=num_words,
-            BLOCK_T=tokens_together(block_size, num_words),
-            BLOCK_W=next_power_of_2(num_words),
-        )
-    return sums
 
 
 def tokens_together(block_size: int, num_words: int) -> int:

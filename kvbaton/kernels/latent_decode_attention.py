@@ -60,47 +60,17 @@ def latent_decode_attention(
         return latent_decode_attention_reference(
             query, query_rope, cache, block_tables, context_lens, scale=scale
         )
-    batch, heads, _ = query.shape
-    programs = max(batch, 1) * cdiv(heads, BLOCK_H)
-    max_context = block_tables.shape[1] * cache.shape[1]
-    splits = num_splits or decode_splits(programs, 1, max_context)
-    return _launch(query, query_rope, cache, block_tables, context_lens, scale, splits)
-
-
-def latent_decode_attention_reference(
-    query: torch.Tensor,
-    query_rope: torch.Tensor,
-    cache: torch.Tensor,
-    block_tables: torch.Tensor,
-    context_lens: torch.Tensor,
-    *,
-    scale: float,
-) -> torch.Tensor:
-    """Plain torch for `latent_decode_attention`."""
-    rank, whole, keys = query.shape[2], torch.cat((query, query_rope), dim=-1), cache[:, None]
-    return decode_attention_reference(
-        whole, keys, keys[..., :rank], block_tables, context_lens, scale=scale
-    )
-
-
-def _launch(
-    query: torch.Tensor,
-    query_rope: torch.Tensor,
-    cache: torch.Tensor,
-    block_tables: torch.Tensor,
-    context_lens: torch.Tensor,
-    scale: float,
-    splits: int,
-) -> torch.Tensor:
     (batch, heads, rank), rope = query.shape, query_rope.shape[2]
     out = torch.empty(batch, heads, rank, dtype=query.dtype, device=query.device)
     if not batch:
         return out
+    programs = cdiv(heads, BLOCK_H)
+    max_context = block_tables.shape[1] * cache.shape[1]
+    splits = num_splits or decode_splits(batch * programs, 1, max_context)
     parts, lse = out, out
     if splits > 1:
         parts = torch.empty(batch, heads, splits, rank, dtype=torch.float32, device=out.device)
         lse = torch.empty(batch, heads, splits, dtype=torch.float32, device=out.device)
-    programs = cdiv(heads, BLOCK_H)
     block_n, options = tile(query.element_size())
     shape = {
         "SPLITS": splits,
@@ -140,6 +110,22 @@ def _launch(
             HEAD_DIM=rank, BLOCK_D=MERGED, WINDOW=0, CHUNKED=False, **shape, num_warps=4,
         )  # fmt: skip
     return out
+
+
+def latent_decode_attention_reference(
+    query: torch.Tensor,
+    query_rope: torch.Tensor,
+    cache: torch.Tensor,
+    block_tables: torch.Tensor,
+    context_lens: torch.Tensor,
+    *,
+    scale: float,
+) -> torch.Tensor:
+    """Plain torch for `latent_decode_attention`."""
+    rank, whole, keys = query.shape[2], torch.cat((query, query_rope), dim=-1), cache[:, None]
+    return decode_attention_reference(
+        whole, keys, keys[..., :rank], block_tables, context_lens, scale=scale
+    )
 
 
 def tile(element_size: int) -> tuple[int, dict[str, int]]:

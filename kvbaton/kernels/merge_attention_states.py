@@ -28,28 +28,8 @@ def merge_attention_states(
     Returns:
         out [T, heads, D] (contiguous, dtype of `out1`, 0 where both are empty) and lse [T, heads].
     """
-    if use_triton(out1):
-        return _launch(out1, lse1, out2, lse2)
-    return merge_attention_states_reference(out1, lse1, out2, lse2)
-
-
-def merge_attention_states_reference(
-    out1: torch.Tensor, lse1: torch.Tensor, out2: torch.Tensor, lse2: torch.Tensor
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """Plain torch for `merge_attention_states`."""
-    lse = torch.logaddexp(lse1, lse2)
-    shift = lse.masked_fill(lse == -torch.inf, 0.0)
-    parts = (
-        torch.where((part == -torch.inf)[..., None], 0.0, out.float())
-        * torch.exp(part - shift)[..., None]
-        for out, part in ((out1, lse1), (out2, lse2))
-    )
-    return sum(parts, torch.zeros_like(out1, dtype=torch.float32)).to(out1.dtype), lse
-
-
-def _launch(
-    out1: torch.Tensor, lse1: torch.Tensor, out2: torch.Tensor, lse2: torch.Tensor
-) -> tuple[torch.Tensor, torch.Tensor]:
+    if not use_triton(out1):
+        return merge_attention_states_reference(out1, lse1, out2, lse2)
     tokens, heads, head_dim = out1.shape
     out = torch.empty(out1.shape, dtype=out1.dtype, device=out1.device)
     lse = torch.empty(tokens, heads, dtype=torch.float32, device=out1.device)
@@ -76,6 +56,20 @@ def _launch(
             num_warps=8,
         )
     return out, lse
+
+
+def merge_attention_states_reference(
+    out1: torch.Tensor, lse1: torch.Tensor, out2: torch.Tensor, lse2: torch.Tensor
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Plain torch for `merge_attention_states`."""
+    lse = torch.logaddexp(lse1, lse2)
+    shift = lse.masked_fill(lse == -torch.inf, 0.0)
+    parts = (
+        torch.where((part == -torch.inf)[..., None], 0.0, out.float())
+        * torch.exp(part - shift)[..., None]
+        for out, part in ((out1, lse1), (out2, lse2))
+    )
+    return sum(parts, torch.zeros_like(out1, dtype=torch.float32)).to(out1.dtype), lse
 
 
 @jit(

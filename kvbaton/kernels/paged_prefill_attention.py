@@ -66,65 +66,11 @@ def paged_prefill_attention(
             scale=scale, causal=causal, window=window, chunked=chunked, softcap=softcap,
             sinks=sinks,
         )  # fmt: skip
-        return (result if out is None else _paste(result, out, cu_seqlens)), lse
-    return _launch(
-        query, key_cache, value_cache, block_tables, cu_seqlens, context_lens, max_query_len,
-        sinks, scale, causal, window, chunked, softcap, out,
-    )  # fmt: skip
-
-
-def _paste(result: torch.Tensor, out: torch.Tensor, cu_seqlens: torch.Tensor) -> torch.Tensor:
-    first, last = int(cu_seqlens[0]), int(cu_seqlens[-1])
-    out[first:last] = result[first:last]
-    return out
-
-
-def paged_prefill_attention_reference(
-    query: torch.Tensor,
-    key_cache: torch.Tensor,
-    value_cache: torch.Tensor,
-    block_tables: torch.Tensor,
-    cu_seqlens: torch.Tensor,
-    context_lens: torch.Tensor,
-    *,
-    scale: float,
-    causal: bool = True,
-    window: int = 0,
-    chunked: bool = False,
-    softcap: float = 0.0,
-    sinks: torch.Tensor | None = None,
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """Plain torch for `paged_prefill_attention`."""
-    out = torch.zeros(query.shape, dtype=query.dtype, device=query.device)
-    lse = torch.full(query.shape[:2], -torch.inf, dtype=torch.float32, device=query.device)
-    bounds = cu_seqlens.tolist()
-    for row, context_len in enumerate(context_lens.tolist()):
-        span = slice(bounds[row], bounds[row + 1])
-        if span.start < span.stop and context_len:
-            out[span], lse[span] = paged_attention_reference(
-                query[span], key_cache, value_cache, block_tables[row], context_len,
-                scale=scale, causal=causal, window=window, chunked=chunked, softcap=softcap,
-                sinks=sinks,
-            )  # fmt: skip
-    return out, lse
-
-
-def _launch(
-    query: torch.Tensor,
-    key_cache: torch.Tensor,
-    value_cache: torch.Tensor,
-    block_tables: torch.Tensor,
-    cu_seqlens: torch.Tensor,
-    context_lens: torch.Tensor,
-    max_query_len: int,
-    sinks: torch.Tensor | None,
-    scale: float,
-    causal: bool,
-    window: int,
-    chunked: bool,
-    softcap: float,
-    out: torch.Tensor | None,
-) -> tuple[torch.Tensor, torch.Tensor]:
+        if out is None:
+            return result, lse
+        first, last = int(cu_seqlens[0]), int(cu_seqlens[-1])
+        out[first:last] = result[first:last]
+        return out, lse
     tokens, heads, head_dim = query.shape
     kv_heads, block_size = key_cache.shape[1:3]
     if out is None:
@@ -168,6 +114,36 @@ def _launch(
         HAS_SINKS=sinks is not None,
         **{**tile, "BLOCK_M": rows * group},
     )
+    return out, lse
+
+
+def paged_prefill_attention_reference(
+    query: torch.Tensor,
+    key_cache: torch.Tensor,
+    value_cache: torch.Tensor,
+    block_tables: torch.Tensor,
+    cu_seqlens: torch.Tensor,
+    context_lens: torch.Tensor,
+    *,
+    scale: float,
+    causal: bool = True,
+    window: int = 0,
+    chunked: bool = False,
+    softcap: float = 0.0,
+    sinks: torch.Tensor | None = None,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Plain torch for `paged_prefill_attention`."""
+    out = torch.zeros(query.shape, dtype=query.dtype, device=query.device)
+    lse = torch.full(query.shape[:2], -torch.inf, dtype=torch.float32, device=query.device)
+    bounds = cu_seqlens.tolist()
+    for row, context_len in enumerate(context_lens.tolist()):
+        span = slice(bounds[row], bounds[row + 1])
+        if span.start < span.stop and context_len:
+            out[span], lse[span] = paged_attention_reference(
+                query[span], key_cache, value_cache, block_tables[row], context_len,
+                scale=scale, causal=causal, window=window, chunked=chunked, softcap=softcap,
+                sinks=sinks,
+            )  # fmt: skip
     return out, lse
 
 

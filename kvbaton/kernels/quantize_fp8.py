@@ -43,31 +43,16 @@ def quantize_fp8(
     Returns:
         [T, K] float8_e4m3fn, and [T, ceil(K / group)] float32.
     """
-    if use_triton(x):
-        if gated and group > MOST_GATED:
-            x, gated = silu_and_mul(x), False
-        return _launch(x, group, for_blocks, gated)
-    numbers, scales = quantize_fp8_reference(silu_and_mul_reference(x) if gated else x, group)
-    if for_blocks:
-        extra = -len(x) % FOURS
-        numbers = torch.nn.functional.pad(numbers.view(torch.uint8), (0, 0, 0, extra))
-        numbers = numbers.view(torch.float8_e4m3fn)
-        scales = torch.nn.functional.pad(scales, (0, 0, 0, extra)).t().contiguous().t()
-    return numbers, scales
-
-
-def quantize_fp8_reference(x: torch.Tensor, group: int) -> tuple[torch.Tensor, torch.Tensor]:
-    """Plain torch for `quantize_fp8`."""
-    wide = torch.nn.functional.pad(x.float(), (0, -x.shape[1] % group))
-    groups = wide.view(len(x), wide.shape[1] // group, group)
-    scales = groups.abs().amax(2).clamp(min=LEAST) / MAX
-    numbers = (groups / scales[..., None]).clamp(-MAX, MAX).flatten(1)[:, : x.shape[1]]
-    return numbers.to(torch.float8_e4m3fn), scales
-
-
-def _launch(
-    x: torch.Tensor, group: int, for_blocks: bool, gated: bool
-) -> tuple[torch.Tensor, torch.Tensor]:
+    if not use_triton(x):
+        numbers, scales = quantize_fp8_reference(silu_and_mul_reference(x) if gated else x, group)
+        if for_blocks:
+            extra = -len(x) % FOURS
+            numbers = torch.nn.functional.pad(numbers.view(torch.uint8), (0, 0, 0, extra))
+            numbers = numbers.view(torch.float8_e4m3fn)
+            scales = torch.nn.functional.pad(scales, (0, 0, 0, extra)).t().contiguous().t()
+        return numbers, scales
+    if gated and group > MOST_GATED:
+        x, gated = silu_and_mul(x), False
     tokens, size = len(x), x.shape[1] // 2 if gated else x.shape[1]
     groups = cdiv(size, group)
     rows = cdiv(tokens, FOURS) * FOURS if for_blocks else tokens
@@ -97,6 +82,15 @@ def _launch(
             num_warps=max(1, min(16 if gated else 8, block * together // 256)),
         )
     return out.to(torch.float8_e4m3fn), scales
+
+
+def quantize_fp8_reference(x: torch.Tensor, group: int) -> tuple[torch.Tensor, torch.Tensor]:
+    """Plain torch for `quantize_fp8`."""
+    wide = torch.nn.functional.pad(x.float(), (0, -x.shape[1] % group))
+    groups = wide.view(len(x), wide.shape[1] // group, group)
+    scales = groups.abs().amax(2).clamp(min=LEAST) / MAX
+    numbers = (groups / scales[..., None]).clamp(-MAX, MAX).flatten(1)[:, : x.shape[1]]
+    return numbers.to(torch.float8_e4m3fn), scales
 
 
 @jit()

@@ -39,36 +39,8 @@ def rms_norm(
     Returns:
         [..., N], contiguous, dtype of `x`.
     """
-    if use_triton(x):
-        return _launch(x, weight, eps, residual, weight_offset)
-    return rms_norm_reference(x, weight, eps, residual=residual, weight_offset=weight_offset)
-
-
-def rms_norm_reference(
-    x: torch.Tensor,
-    weight: torch.Tensor,
-    eps: float,
-    *,
-    residual: torch.Tensor | None = None,
-    weight_offset: float = 0.0,
-) -> torch.Tensor:
-    """Plain torch for `rms_norm`."""
-    if residual is not None:
-        x = residual.add_(x)
-    row = x.float()
-    row = row * torch.rsqrt(row.square().mean(-1, keepdim=True) + eps)
-    if weight_offset:
-        return (row * (weight_offset + weight.float())).to(x.dtype)
-    return row.to(x.dtype) * weight
-
-
-def _launch(
-    x: torch.Tensor,
-    weight: torch.Tensor,
-    eps: float,
-    residual: torch.Tensor | None,
-    weight_offset: float,
-) -> torch.Tensor:
+    if not use_triton(x):
+        return rms_norm_reference(x, weight, eps, residual=residual, weight_offset=weight_offset)
     out = torch.empty(x.shape, dtype=x.dtype, device=x.device)
     rows = x if x.dim() == 3 else x.reshape(-1, 1, x.shape[-1])
     size = x.shape[-1]
@@ -90,6 +62,24 @@ def _launch(
             num_warps=max(1, min(8, block // 512)),
         )
     return out
+
+
+def rms_norm_reference(
+    x: torch.Tensor,
+    weight: torch.Tensor,
+    eps: float,
+    *,
+    residual: torch.Tensor | None = None,
+    weight_offset: float = 0.0,
+) -> torch.Tensor:
+    """Plain torch for `rms_norm`."""
+    if residual is not None:
+        x = residual.add_(x)
+    row = x.float()
+    row = row * torch.rsqrt(row.square().mean(-1, keepdim=True) + eps)
+    if weight_offset:
+        return (row * (weight_offset + weight.float())).to(x.dtype)
+    return row.to(x.dtype) * weight
 
 
 @jit()

@@ -85,69 +85,12 @@ def rope_write(
         for tensor, normed in zip((query, key), norms.apply((query, key)), strict=True):
             tensor.copy_(normed)
         norms = None
-    if use_triton(query):
-        _launch(
+    if not use_triton(query):
+        rope_write_reference(
             query, key, value, positions, cos_sin, key_cache, value_cache, slot_mapping,
-            interleaved, norms,
+            interleaved=interleaved,
         )  # fmt: skip
         return
-    rope_write_reference(
-        query, key, value, positions, cos_sin, key_cache, value_cache, slot_mapping,
-        interleaved=interleaved,
-    )  # fmt: skip
-
-
-def rope_write_reference(
-    query: torch.Tensor,
-    key: torch.Tensor,
-    value: torch.Tensor,
-    positions: torch.Tensor,
-    cos_sin: torch.Tensor | None,
-    key_cache: torch.Tensor,
-    value_cache: torch.Tensor,
-    slot_mapping: torch.Tensor,
-    *,
-    interleaved: bool = False,
-) -> None:
-    """Plain torch for `rope_write`."""
-    if cos_sin is not None:
-        table = cos_sin[positions].unsqueeze(1)
-        for tensor in (query, key):
-            turned = tensor[..., : table.shape[-1]]
-            if interleaved:
-                turned = torch.cat((turned[..., ::2], turned[..., 1::2]), dim=-1)
-            tensor[..., : table.shape[-1]] = _rotate(turned, table)
-    wanted = slot_mapping >= 0
-    slots = slot_mapping[wanted]
-    block_size = key_cache.shape[2]
-    for cache, x in ((key_cache, key), (value_cache, value)):
-        cache[slots // block_size, :, slots % block_size] = narrow(x[wanted], cache.dtype)
-
-
-def narrow(x: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
-    """`x` in the dtype of a cache; e4m3 has no infinity, so it saturates."""
-    return x.clamp(-448, 448).to(dtype) if dtype == torch.float8_e4m3fn else x.to(dtype)
-
-
-def _rotate(x: torch.Tensor, table: torch.Tensor) -> torch.Tensor:
-    cos, sin = table.float().chunk(2, dim=-1)
-    first, second = x.float().chunk(2, dim=-1)
-    rotated = torch.cat((first * cos - second * sin, second * cos + first * sin), dim=-1)
-    return rotated.to(x.dtype)
-
-
-def _launch(
-    query: torch.Tensor,
-    key: torch.Tensor,
-    value: torch.Tensor,
-    positions: torch.Tensor,
-    cos_sin: torch.Tensor | None,
-    key_cache: torch.Tensor,
-    value_cache: torch.Tensor,
-    slot_mapping: torch.Tensor,
-    interleaved: bool,
-    norms: HeadNorms | None,
-) -> None:
     tokens, heads, head_dim = query.shape
     kv_heads = key.shape[1]
     if not tokens:
@@ -193,6 +136,45 @@ def _launch(
         BLOCK_SIZE=key_cache.shape[2],
         num_warps=4 if block_t > 1 else 2,
     )
+
+
+def rope_write_reference(
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    positions: torch.Tensor,
+    cos_sin: torch.Tensor | None,
+    key_cache: torch.Tensor,
+    value_cache: torch.Tensor,
+    slot_mapping: torch.Tensor,
+    *,
+    interleaved: bool = False,
+) -> None:
+    """Plain torch for `rope_write`."""
+    if cos_sin is not None:
+        table = cos_sin[positions].unsqueeze(1)
+        for tensor in (query, key):
+            turned = tensor[..., : table.shape[-1]]
+            if interleaved:
+                turned = torch.cat((turned[..., ::2], turned[..., 1::2]), dim=-1)
+            tensor[..., : table.shape[-1]] = _rotate(turned, table)
+    wanted = slot_mapping >= 0
+    slots = slot_mapping[wanted]
+    block_size = key_cache.shape[2]
+    for cache, x in ((key_cache, key), (value_cache, value)):
+        cache[slots // block_size, :, slots % block_size] = narrow(x[wanted], cache.dtype)
+
+
+def narrow(x: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+    """`x` in the dtype of a cache; e4m3 has no infinity, so it saturates."""
+    return x.clamp(-448, 448).to(dtype) if dtype == torch.float8_e4m3fn else x.to(dtype)
+
+
+def _rotate(x: torch.Tensor, table: torch.Tensor) -> torch.Tensor:
+    cos, sin = table.float().chunk(2, dim=-1)
+    first, second = x.float().chunk(2, dim=-1)
+    rotated = torch.cat((first * cos - second * sin, second * cos + first * sin), dim=-1)
+    return rotated.to(x.dtype)
 
 
 @jit("positions", "slot_mapping", "tokens")

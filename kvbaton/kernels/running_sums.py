@@ -51,28 +51,9 @@ def add_sums(
         positions: [T] int64, absolute.
         sign: 1, or -1 to take them out again.
     """
-    run = _launch if use_triton(sums) else add_sums_reference
-    run(sums, cache, slot_mapping, positions, sign)
-
-
-def add_sums_reference(
-    sums: Tensor, cache: Tensor, slot_mapping: Tensor, positions: Tensor, sign: int
-) -> None:
-    """Plain torch for `add_sums`."""
-    _, heads, layers, planes, size, _ = cache.shape
-    there = slot_mapping >= 0
-    slots, positions = slot_mapping[there], positions[there]
-    blocks = slots // size
-    data = cache[blocks, :, :, :, slots % size]
-    for kv in range(planes):
-        rows = token_sums_reference(data[:, :, :, kv].flatten(1, 2), positions, kv)
-        rows = rows.view(-1, heads, layers).transpose(1, 2).contiguous()
-        sums[:, :, kv].index_add_(0, blocks, rows, alpha=sign)
-
-
-def _launch(
-    sums: Tensor, cache: Tensor, slot_mapping: Tensor, positions: Tensor, sign: int
-) -> None:
+    if not use_triton(sums):
+        add_sums_reference(sums, cache, slot_mapping, positions, sign)
+        return
     words = word_view(cache)
     _, heads, layers, planes, block_size, num_words = words.shape
     tokens = len(slot_mapping)
@@ -97,6 +78,21 @@ def _launch(
         BLOCK_T=block_t,
         BLOCK_W=next_power_of_2(num_words),
     )
+
+
+def add_sums_reference(
+    sums: Tensor, cache: Tensor, slot_mapping: Tensor, positions: Tensor, sign: int
+) -> None:
+    """Plain torch for `add_sums`."""
+    _, heads, layers, planes, size, _ = cache.shape
+    there = slot_mapping >= 0
+    slots, positions = slot_mapping[there], positions[there]
+    blocks = slots // size
+    data = cache[blocks, :, :, :, slots % size]
+    for kv in range(planes):
+        rows = token_sums_reference(data[:, :, :, kv].flatten(1, 2), positions, kv)
+        rows = rows.view(-1, heads, layers).transpose(1, 2).contiguous()
+        sums[:, :, kv].index_add_(0, blocks, rows, alpha=sign)
 
 
 @jit("slot_mapping")

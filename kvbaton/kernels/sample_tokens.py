@@ -34,31 +34,8 @@ def sample_tokens(
     Returns:
         [rows] int64.
     """
-    run = _launch if use_triton(logits) else sample_tokens_reference
-    return run(logits, temperatures, seeds, positions, choices)
-
-
-def sample_tokens_reference(
-    logits: torch.Tensor,
-    temperatures: torch.Tensor,
-    seeds: torch.Tensor,
-    positions: torch.Tensor,
-    choices: torch.Tensor,
-) -> torch.Tensor:
-    """Plain torch for `sample_tokens`."""
-    drawn = (temperatures > 0)[:, None]
-    scale = torch.where(temperatures > 0, temperatures, 1.0).float()[:, None]
-    noise = gumbel_noise(seeds, positions, choices, logits.shape[1], PURPOSE_SAMPLE)
-    return (logits.float() / scale + torch.where(drawn, noise, 0.0)).argmax(-1)
-
-
-def _launch(
-    logits: torch.Tensor,
-    temperatures: torch.Tensor,
-    seeds: torch.Tensor,
-    positions: torch.Tensor,
-    choices: torch.Tensor,
-) -> torch.Tensor:
+    if not use_triton(logits):
+        return sample_tokens_reference(logits, temperatures, seeds, positions, choices)
     rows, vocab = logits.shape
     parts = cdiv(vocab, BLOCK)
     out = torch.empty(rows, dtype=torch.int64, device=logits.device)
@@ -82,6 +59,20 @@ def _launch(
     )
     _merge_kernel[(rows,)](best, ids, out, parts, BLOCK=next_power_of_2(parts), num_warps=1)
     return out
+
+
+def sample_tokens_reference(
+    logits: torch.Tensor,
+    temperatures: torch.Tensor,
+    seeds: torch.Tensor,
+    positions: torch.Tensor,
+    choices: torch.Tensor,
+) -> torch.Tensor:
+    """Plain torch for `sample_tokens`."""
+    drawn = (temperatures > 0)[:, None]
+    scale = torch.where(temperatures > 0, temperatures, 1.0).float()[:, None]
+    noise = gumbel_noise(seeds, positions, choices, logits.shape[1], PURPOSE_SAMPLE)
+    return (logits.float() / scale + torch.where(drawn, noise, 0.0)).argmax(-1)
 
 
 @jit("temperatures", "seeds", "positions", "choices")

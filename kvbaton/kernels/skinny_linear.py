@@ -75,7 +75,35 @@ def skinny_linear(
     """
     if not use_triton(x) or not wins(x.shape[0], weight, scales) or x.stride(1) != 1:
         return skinny_linear_reference(x, weight, scales)
-    return _launch(x, weight, scales, workspace or Workspace(x.device))
+    workspace = workspace or Workspace(x.device)
+    rows, depth = x.shape
+    size = weight.shape[0]
+    out = torch.empty(rows, size, dtype=x.dtype, device=x.device)
+    runs = 0 if scales is None else scales.shape[1]
+    splits = _splits(size, depth, runs)
+    share = depth // splits
+    wide = runs == 1 and share % (2 * BLOCK_K) == 0  # as many bytes at a time as of 16 bits
+    _kernel[(cdiv(size, BLOCK_N), splits)](
+        x,
+        weight,
+        scales,
+        out,
+        workspace.scratch,
+        workspace.counters,
+        rows,
+        size,
+        depth,
+        share,
+        x.stride(0),
+        SPLITS=splits,
+        RUNS=runs,
+        BLOCK_M=max(16, next_power_of_2(rows)),
+        BLOCK_N=BLOCK_N,
+        BLOCK_K=2 * BLOCK_K if wide else BLOCK_K,
+        num_warps=4,
+        num_stages=5 if runs > 1 else 3,
+    )
+    return out
 
 
 def skinny_linear_reference(
@@ -113,39 +141,6 @@ def _splits(size: int, depth: int, runs: int) -> int:
     ):
         splits *= 2
     return splits
-
-
-def _launch(
-    x: torch.Tensor, weight: torch.Tensor, scales: torch.Tensor | None, workspace: Workspace
-) -> torch.Tensor:
-    rows, depth = x.shape
-    size = weight.shape[0]
-    out = torch.empty(rows, size, dtype=x.dtype, device=x.device)
-    runs = 0 if scales is None else scales.shape[1]
-    splits = _splits(size, depth, runs)
-    share = depth // splits
-    wide = runs == 1 and share % (2 * BLOCK_K) == 0  # as many bytes at a time as of 16 bits
-    _kernel[(cdiv(size, BLOCK_N), splits)](
-        x,
-        weight,
-        scales,
-        out,
-        workspace.scratch,
-        workspace.counters,
-        rows,
-        size,
-        depth,
-        share,
-        x.stride(0),
-        SPLITS=splits,
-        RUNS=runs,
-        BLOCK_M=max(16, next_power_of_2(rows)),
-        BLOCK_N=BLOCK_N,
-        BLOCK_K=2 * BLOCK_K if wide else BLOCK_K,
-        num_warps=4,
-        num_stages=5 if runs > 1 else 3,
-    )
-    return out
 
 
 @jit("rows")
