@@ -198,7 +198,7 @@ class TargetConnector(KVConnector):
         if transfer is None:
             return
         if request.request_id in self._awaited:
-            self._admit(request)
+            self.decline(self._admit(request))
         self.cancel(transfer.name, request)
 
     # --- what the transfer thread says ---

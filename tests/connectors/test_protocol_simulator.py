@@ -75,20 +75,8 @@ def test_the_command_names_the_seed_of_each_violation(
         simulate(int(told[0]))
 
 
-NOT_MENDED_YET = (2245,)
-"""A prompt of calm weather neither asks for an item that an encoder has announced nor declines it,
-so that the encoder keeps it until a timer of a minute ends it."""
-
-
 @pytest.mark.slow
 @pytest.mark.parametrize("first", range(150, 3_650, 500))
 def test_thousands_of_schedules(first: int) -> None:
     for seed in range(first, first + 500):
-        if seed not in NOT_MENDED_YET:
-            simulate(seed)
-
-
-def test_what_is_not_mended_yet_is_still_seen() -> None:
-    for seed in NOT_MENDED_YET:
-        with pytest.raises(ViolationError, match="left in Source"):
-            simulate(seed)
+        simulate(seed)

@@ -10,6 +10,7 @@ from hypothesis import strategies as st
 
 from kvbaton.connectors.keys import prompt_key, root_key
 from kvbaton.connectors.layout import GroupKind
+from kvbaton.connectors.protocol.events import Unneeded
 from kvbaton.engine.audit import audit
 from kvbaton.engine.kv_cache_manager import GroupSpec
 from kvbaton.engine.kv_connector import Connectors
@@ -127,6 +128,15 @@ def test_a_window_group_reserves_its_last_window_only():
     deliver(loop, admitted)
     loop.run()
     loop.check_stream("a")
+
+
+def test_who_is_over_before_its_admission_declines_its_prompt():
+    loop = Loop()
+    spec = target(1)
+    loop.add(ask("a", prompt(24), transfer=spec))
+    loop.emit(loop.scheduler.abort("a"))
+    assert loop.transfers.told == [Unneeded(spec.name, spec.peer or "")]
+    loop.check_empty()
 
 
 @pytest.mark.parametrize("depth", [1, 2])

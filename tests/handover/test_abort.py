@@ -16,7 +16,7 @@ from kvbaton.engine.request import Request
 from kvbaton.messages.engine import AbortRequest
 from kvbaton.types import TransferTimers
 from tests.support.engine_node import HUB, Call, Node
-from tests.support.engine_pair import PROMISE_S, QUICK, Expected, Pair
+from tests.support.engine_pair import PROMISE_S, Expected, Pair
 from tests.support.prompts import prompt_of
 from tests.support.waiting import until
 
@@ -131,7 +131,7 @@ def test_before_admission(pair: Pair, expected: Expected, sides: str) -> None:
     until(at_p.over, "P's end")
     tokens = at_d.result()
     assert tokens == (expected(PROMPT) if sides == "p" else [])
-    pair.settle(QUICK.total + PROMISE_S)
+    pair.settle()
     assert_serves(pair, expected)
 
 

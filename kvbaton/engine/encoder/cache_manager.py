@@ -220,8 +220,6 @@ class EncoderCacheManager(ItemOutputs, KVConnector):
                 self._left.append((reading[-1], need.blocks))
                 need.blocks = None
             self._drop(need)
-        if sequence.request.state is SequenceState.FINISHED:
-            self._used.pop(sequence.request.request_id, None)
 
     def _drop(self, need: _Need) -> None:
         """Neither hold an output nor wait for it."""
@@ -379,6 +377,13 @@ class EncoderCacheManager(ItemOutputs, KVConnector):
         yield from ([blocks] for _, blocks in self._left)
 
     # --- the loop of the language model's core ---
+
+    @override
+    def finished(self, request: Request) -> None:
+        """Encoder nodes keep for long what nobody asks for."""
+        for item in request.items:
+            self._decline(self._use_transfer(request, item))
+        self._used.pop(request.request_id, None)
 
     @override
     def poll(self, now: float) -> list[Output]:
