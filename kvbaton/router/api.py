@@ -236,11 +236,25 @@ async def remove(request: web.Request) -> web.Response:
 
 
 async def drain(request: web.Request) -> web.Response:
-    """``POST /nodes/{id}/drain``: no new requests; answers how many still run there."""
+    """``POST /nodes/{id}/drain``: no new requests; answers how many still run there.
+
+    They move to other nodes with their KV, where there is one that can fetch it, or end there.
+    """
     node_id = request.match_info["node_id"]
     _nodes(request).drain(node_id)
     load = request.app[ROUTER].loads.get(node_id, IDLE)
     return json_response({"draining": node_id, "requests": load.sequences})
+
+
+async def migrate(request: web.Request) -> web.Response:
+    """``POST /nodes/{id}/migrate``: move what it generates to other nodes; answers how many.
+
+    It gets new requests as before; pause it first if it is not to.
+    """
+    node_id = request.match_info["node_id"]
+    _nodes(request).migrate(node_id)
+    load = request.app[ROUTER].loads.get(node_id, IDLE)
+    return json_response({"migrating": node_id, "requests": load.sequences})
 
 
 async def pause(request: web.Request) -> web.Response:
@@ -401,6 +415,7 @@ def routes(link: WorkerLink | None = None) -> list[web.RouteDef]:
         web.post("/nodes", guarded(register, _require_member)),
         web.delete("/nodes/{node_id:.+}", guarded(remove, _require_member_or_operator)),
         web.post("/nodes/{node_id:.+}/drain", guarded(drain, _require_member_or_operator)),
+        web.post("/nodes/{node_id:.+}/migrate", guarded(migrate, _require_operator)),
         web.post("/nodes/{node_id:.+}/pause", guarded(pause, _require_operator)),
         web.post("/nodes/{node_id:.+}/resume", guarded(resume, _require_operator)),
         web.post("/reset_prefix_cache", guarded(reset_prefix_cache, _require_operator)),

@@ -95,6 +95,40 @@ def choose(
     return with_encoders(route, wanted.items, ready, loads, avoid=avoid, min_rows=min_rows)
 
 
+def successor(
+    holder: NodeInfo,
+    receivers: Sequence[NodeInfo],
+    ready: ReadyNodes,
+    loads: NodeLoads,
+    policy: Policy,
+    wanted: Wanted,
+) -> Route | None:
+    """The node that goes on with what another one generates; None if there is none for it.
+
+    Args:
+        holder: generates, and has the KV of all tokens.
+        receivers: nodes that can fetch from it.
+        ready: nodes that may get requests.
+        loads: in flight.
+        policy: chooses.
+        wanted: what is left of the request.
+    """
+    able = [node for node in receivers if node.encodes or not wanted.items]
+    min_tokens = policy.settings.min_fetch_tokens
+    if not able or not min_tokens:
+        return None
+    held = {node.node_id: wanted.num_tokens for node in able}
+    measured = policy.costs.learn(ready.serving, loads)
+    options = Options(
+        [], able, loads, wanted.num_tokens, wanted.max_tokens, held, loads.prefill_since, measured
+    )
+    route = policy.choose(options)
+    own = wanted.cached.get(route.target.node_id, 0)
+    if wanted.num_tokens < own + min_tokens:  # faster computed
+        return replace(route, cached=own)
+    return replace(route, cached=own, holder=holder, held=wanted.num_tokens)
+
+
 def with_holder(route: Route, options: Options, min_tokens: int) -> Route:
     """A route that also says from whom the node that prefills fetches a prefix.
 

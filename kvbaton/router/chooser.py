@@ -10,7 +10,8 @@ from msgspec import Struct
 
 from kvbaton.errors import RequestError
 from kvbaton.messages.engine import AddRequest, Item
-from kvbaton.router.choose import Wanted, choose
+from kvbaton.messages.nodes import NodeInfo
+from kvbaton.router.choose import Wanted, choose, successor
 from kvbaton.router.costs import Prediction
 from kvbaton.router.loads import IDLE, NodeLoads
 from kvbaton.router.metrics import RouterMetrics
@@ -156,24 +157,7 @@ class RouteChooser:
         if route is None:
             return None
         predicted = route.predicted
-        decision = Decision(
-            request_id=request.request_id,
-            policy=self.policy.settings.policy,
-            target=route.target.node_id,
-            source=None if route.source is None else route.source.node_id,
-            num_tokens=num_tokens,
-            cached_tokens=route.cached,
-            pairs=len(ready.pairs),
-            singles=len(ready.serving),
-            holder=None if route.holder is None else route.holder.node_id,
-            held_tokens=route.held,
-            pair_cost_s=route.pair_cost_s,
-            single_cost_s=route.single_cost_s,
-        )
-        if predicted is not None:
-            decision.ttft_s, decision.itl_s = predicted.ttft_s, predicted.itl_s
-            decision.delay_s, decision.model_s = predicted.delay_s, predicted.model_s
-            decision.wait_s = predicted.wait_s
+        decision = self._decision(request, route, num_tokens, len(ready.pairs), len(ready.serving))
         again = avoid or num_tokens != len(request.token_ids)
         if predicted is not None and not again:  # what is begun is seen through
             self._check_soon(request, predicted)
@@ -184,6 +168,49 @@ class RouteChooser:
         else:
             self._open[request.request_id] = _Open(decision, route)
         return route
+
+    def successor(self, request: AddRequest, num_tokens: int, holder: NodeInfo) -> Route | None:
+        """The node that is to go on with a request, or None if there is none.
+
+        Args:
+            request: as the client asked it.
+            num_tokens: of the prompt, with what was generated.
+            holder: generates now.
+        """
+        membership, index = self._nodes.membership, self._nodes.index
+        receivers = membership.receivers(holder)
+        cached = index.cached(request) if index is not None else {}
+        left = len(request.token_ids) + request.params.max_tokens - num_tokens
+        wanted = Wanted(num_tokens, left, request.items, cached)
+        route = successor(holder, receivers, membership.ready(), self._loads, self.policy, wanted)
+        if route is not None:
+            self._open.pop(request.request_id, None)  # nobody predicted what becomes of it now
+            self.decisions.append(self._decision(request, route, num_tokens, 0, len(receivers)))
+        return route
+
+    def _decision(
+        self, request: AddRequest, route: Route, num_tokens: int, pairs: int, singles: int
+    ) -> Decision:
+        predicted = route.predicted
+        decision = Decision(
+            request_id=request.request_id,
+            policy=self.policy.settings.policy,
+            target=route.target.node_id,
+            source=None if route.source is None else route.source.node_id,
+            num_tokens=num_tokens,
+            cached_tokens=route.cached,
+            pairs=pairs,
+            singles=singles,
+            holder=None if route.holder is None else route.holder.node_id,
+            held_tokens=route.held,
+            pair_cost_s=route.pair_cost_s,
+            single_cost_s=route.single_cost_s,
+        )
+        if predicted is not None:
+            decision.ttft_s, decision.itl_s = predicted.ttft_s, predicted.itl_s
+            decision.delay_s, decision.model_s = predicted.delay_s, predicted.model_s
+            decision.wait_s = predicted.wait_s
+        return decision
 
     def _check_soon(self, request: AddRequest, predicted: Prediction) -> None:
         """Refuse now what would wait too long: later it would have cost others time, too."""

@@ -6,6 +6,7 @@ import asyncio
 import logging
 import os
 import secrets
+from collections import Counter
 from functools import partial
 
 from msgspec.structs import replace
@@ -21,9 +22,25 @@ from kvbaton.router.loads import IDLE, NodeLoad, NodeLoads
 from kvbaton.router.metrics import RouterMetrics
 from kvbaton.router.node_request import NodeError, NodeRequest
 from kvbaton.router.nodes import KnownNodes
-from kvbaton.router.relay import Action, AskNode, CancelNode, Finished, RequestRelay
+from kvbaton.router.relay import (
+    Action,
+    AskNode,
+    CancelNode,
+    Finished,
+    MoveEnded,
+    RequestRelay,
+)
 
 logger = logging.getLogger(__name__)
+
+MOVES_AT_ONCE = 4
+"""Requests that leave one node are moved so many at a time."""
+MOVE_TRIES = 3
+"""What could not be moved in so many attempts ends where it is."""
+MOVE_PERIOD_S = 0.02
+"""So often it is looked who can be moved next, while any is being moved."""
+REST_S = 0.25
+"""The same while none can."""
 
 
 class Dispatcher(TokenSource):
@@ -51,7 +68,9 @@ class Dispatcher(TokenSource):
         self.chooser = chooser
         self.timers = timers
         self.running: dict[str, _Running] = {}
+        self._leaving: dict[str, _Departure] = {}
         nodes.on_lost = self.node_lost
+        nodes.on_leaving = self.leave
 
     @override
     def submit(self, request: AddRequest, receiver: OutputReceiver) -> None:
@@ -79,6 +98,51 @@ class Dispatcher(TokenSource):
         """A node is of no use any more: its requests go elsewhere now, not at a timeout."""
         for running in list(self.running.values()):
             running.node_lost(node_id, reason)
+
+    def leave(self, node_id: str) -> None:
+        """Move what a node generates now to others, where that is possible."""
+        there = {r for r in self.running.values() if r.is_at(node_id)}
+        if node_id in self._leaving:
+            self._leaving[node_id].staying |= there
+        elif there:
+            departure = self._leaving[node_id] = _Departure(self, node_id, there)
+            departure.step()
+
+    def left(self, node_id: str) -> None:
+        """All that was to leave a node has."""
+        del self._leaving[node_id]
+
+
+class _Departure:
+    """Requests that are to leave a node.
+
+    They do so a few at a time: the share of its blocks that it pins for a peer is limited.
+
+    Attributes:
+        staying: those that have not yet.
+    """
+
+    def __init__(self, dispatcher: Dispatcher, node_id: str, staying: set[_Running]) -> None:
+        self.staying = staying
+        self._dispatcher = dispatcher
+        self._node_id = node_id
+        self._tries: Counter[_Running] = Counter()
+
+    def step(self) -> None:
+        """Begin what can begin now, and come again while there is more."""
+        self.staying = {r for r in self.staying if r.is_at(self._node_id)}
+        moving = sum(running.relay.is_moving for running in self.staying)
+        for running in self.staying:
+            if moving >= MOVES_AT_ONCE:
+                break
+            if self._tries[running] < MOVE_TRIES and running.relay.can_move() and running.move():
+                self._tries[running] += 1
+                moving += 1
+        if all(self._tries[r] == MOVE_TRIES and not r.relay.is_moving for r in self.staying):
+            self._dispatcher.left(self._node_id)
+        else:
+            wait_s = MOVE_PERIOD_S if moving else REST_S
+            asyncio.get_running_loop().call_later(wait_s, self.step)
 
 
 class _Running:
@@ -134,6 +198,25 @@ class _Running:
         for line in self.relay.story:
             logger.warning("request %s: %s", request_id, line)
 
+    # --- moving ---
+
+    def is_at(self, node_id: str) -> bool:
+        """Whether a node generates for it, or is to."""
+        target = self.relay.target
+        return target is not None and target.node.node_id == node_id
+
+    def move(self) -> bool:
+        """Let it go on elsewhere; False if nobody can take it."""
+        relay, target = self.relay, self.relay.target
+        assert target is not None, "there is one while it can move"
+        chooser = self.dispatcher.chooser
+        route = chooser.successor(relay.request, relay.known_tokens, target.node)
+        if route is None:
+            return False
+        self.perform(relay.move(route, self.loop.time()))
+        self.tick()  # it has a deadline of its own
+        return True
+
     # --- the nodes' side ---
 
     def failed(self, asked: NodeRequest, error: NodeError) -> None:
@@ -169,6 +252,11 @@ class _Running:
                         self._ask(asked)
                 case CancelNode(asked):
                     self._calls[asked].cancel()
+                case MoveEnded(gap_s):
+                    metrics = self.dispatcher.metrics
+                    metrics.moves.labels("failed" if gap_s is None else "moved").inc()
+                    if gap_s is not None:
+                        metrics.move_gap.observe(gap_s)
                 case Finished():
                     self.close("finished")
                     self.receiver.end(None)

@@ -83,6 +83,13 @@ class Member:
         address = source.control_address
         return address is not None and (self.told is None or address in self.told)
 
+    def may_receive(self, source: NodeInfo) -> bool:
+        """Whether another node may hand prompts over to this one, and send it cached prefixes."""
+        node = self.info
+        alike = source.node_id != node.node_id and source.identity == node.identity
+        in_role = source.role in SOURCES and node.role in TARGETS
+        return alike and in_role and self.may_dial(source)
+
 
 class ReadyNodes:
     """Who may get requests, and who may hand over to whom, until something changes.
@@ -120,17 +127,12 @@ class ReadyNodes:
         for source in self.nodes:
             for member in targets:
                 node = member.info
-                if source is node:
-                    continue
-                if source.role in SOURCES and node.role in TARGETS:
-                    found, alike = self.pairs, source.identity == node.identity
-                elif source.role == "encode":
-                    mine, theirs = source.encoder_identity, node.encoder_identity
-                    found, alike = self.encoder_pairs, mine == theirs != ""
-                else:
-                    continue
-                if alike and member.may_dial(source):
-                    found.append((source, node))
+                if source.role == "encode":
+                    alike = source.encoder_identity == node.encoder_identity != ""
+                    if alike and member.may_dial(source):
+                        self.encoder_pairs.append((source, node))
+                elif member.may_receive(source):
+                    self.pairs.append((source, node))
 
 
 @dataclass(frozen=True)
@@ -295,7 +297,7 @@ class Membership:
         Raises:
             RequestError: there is no such node (404).
         """
-        return self._move(self._require(node_id), NodeState.DRAINING, "drained on request")
+        return self._move(self.require(node_id), NodeState.DRAINING, "drained on request")
 
     def pause(self, node_id: str, *, paused: bool) -> None:
         """Send no new requests to a node, or do so again; its next life is not paused.
@@ -303,7 +305,7 @@ class Membership:
         Raises:
             RequestError: there is no such node (404).
         """
-        self._require(node_id).paused, self._ready = paused, None
+        self.require(node_id).paused, self._ready = paused, None
 
     def remove(self, node_id: str, generation: str | None = None) -> list[Change]:
         """Forget a node for good; only a new generation of it may join again.
@@ -315,7 +317,7 @@ class Membership:
         Raises:
             RequestError: there is no such node (404).
         """
-        member = self._require(node_id)
+        member = self.require(node_id)
         if generation not in (None, member.info.generation):
             raise RequestError(
                 f"node {node_id!r} has another generation than {generation!r}",
@@ -334,6 +336,25 @@ class Membership:
         if self._ready is None:
             self._ready = ReadyNodes(self.members.values())
         return self._ready
+
+    def require(self, node_id: str) -> Member:
+        """A node by its id.
+
+        Raises:
+            RequestError: there is no such node (404).
+        """
+        member = self.members.get(node_id)
+        if member is None:
+            raise RequestError(
+                f"no node {node_id!r}; known: {sorted(self.members)}", status=404, code="no_node"
+            )
+        return member
+
+    def receivers(self, source: NodeInfo) -> list[NodeInfo]:
+        """Nodes that may get new requests, and KV from a node whatever its state."""
+        ready = {node.node_id for node in self.ready().serving}
+        members = (self.members[node_id] for node_id in sorted(ready))
+        return [member.info for member in members if member.may_receive(source)]
 
     def show(self, members: Iterable[Member]) -> None:
         """Take another table's members in place of all of ours."""
@@ -447,11 +468,3 @@ class Membership:
     def _silent(self, member: Member, now: float) -> bool:
         limit = self.timers.missed * self.timers.heartbeat_s
         return not member.static and now - member.heard_at >= limit
-
-    def _require(self, node_id: str) -> Member:
-        member = self.members.get(node_id)
-        if member is None:
-            raise RequestError(
-                f"no node {node_id!r}; known: {sorted(self.members)}", status=404, code="no_node"
-            )
-        return member

@@ -13,6 +13,7 @@ from kvbaton.router.membership import Member
 from kvbaton.server.metrics import RatioHistogram, SecondsHistogram
 
 FIRST_TOKEN_BUCKETS = (0.005, 0.01, 0.02, 0.04, 0.08, 0.15, 0.3, 0.6, 1.2, 2.5, 5, 10, 20, 40, 80)
+MOVE_GAP_BUCKETS = (0.005, 0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1.0, 2.0, 5.0)
 RATIO_BUCKETS = (0.01, 0.02, 0.05, 0.07, 0.1, 0.15, 0.2, 0.3, 0.5, 1.0, 2.0, 5.0)
 OVERHEAD_BUCKETS = (2e-5, 5e-5, 1e-4, 2e-4, 5e-4, 1e-3, 2e-3, 5e-3, 1e-2, 2e-2, 5e-2, 0.1, 0.5)
 
@@ -39,6 +40,12 @@ class RouterMetrics:
             "node_request_failures", "Of those, how many failed.", ("node", "part")
         )
         self.retries = counter("retries", "Attempts after the first.")
+        self.moves = counter(
+            "moves", "Running requests that went on at another node, or failed to.", ("outcome",)
+        )
+        self.move_gap = seconds(
+            "move_gap", "From the last token of one node to the next one's.", MOVE_GAP_BUCKETS
+        )
         self.items = counter("items", "Items given to nodes, by who is to encode.", ("where",))
         self.first_token = seconds(
             "first_token", "From dispatch to the first token.", FIRST_TOKEN_BUCKETS

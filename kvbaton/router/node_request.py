@@ -13,7 +13,7 @@ from kvbaton.messages.nodes import NodeInfo
 from kvbaton.router.loads import NodeLoad
 from kvbaton.router.route import Route
 
-Side = Literal["source", "target", "encoder"]
+Side = Literal["source", "target", "successor", "encoder"]
 CLIENT_FAULTS = (400, 413, 422)
 """Statuses with which a node blames the request itself."""
 
@@ -24,7 +24,7 @@ class NodeRequest:
 
     Attributes:
         attempt: of the client's request, from 0.
-        side: what the node does for it.
+        side: what the node does for it; a successor becomes the target when it takes over.
         node: who is asked.
         request: what it is asked.
         load: what that is to the node.

@@ -135,6 +135,7 @@ class KnownNodes(ABC):
         engines: connections to the nodes' engines.
         index: as given.
         on_lost: called with (node id, reason) when a node that may have requests of ours fails.
+        on_leaving: called with the id of a node that what it generates is to leave.
     """
 
     def __init__(
@@ -144,6 +145,7 @@ class KnownNodes(ABC):
         self.index = index
         self.engines = EngineClients(cluster_key, self.unreachable, index)
         self.on_lost: Callable[[str, str], None] = lambda node_id, reason: None
+        self.on_leaving: Callable[[str], None] = lambda node_id: None
 
     @abstractmethod
     def unreachable(self, node: NodeInfo, error: str) -> None:
@@ -221,12 +223,22 @@ class Nodes(KnownNodes):
         return members
 
     def drain(self, node_id: str) -> None:
-        """Send no new requests there.
+        """Send no new requests there, and move those that it generates for, as far as possible.
 
         Raises:
             RequestError: no such node (404).
         """
         self._announce(self.membership.drain(node_id))
+
+    def migrate(self, node_id: str) -> None:
+        """Move the requests that a node generates for now to others, as far as possible.
+
+        Raises:
+            RequestError: no such node (404).
+        """
+        self.membership.require(node_id)
+        self.on_leaving(node_id)
+        self.on_change()
 
     def pause(self, node_id: str, *, paused: bool) -> None:
         """Send no new requests there for now, or do so again.
@@ -336,6 +348,8 @@ class Nodes(KnownNodes):
             logger.log(level, "%s", change.describe())
             if change.lost:
                 self.on_lost(change.node_id, change.reason)
+            if change.new is NodeState.DRAINING:
+                self.on_leaving(change.node_id)
             if change.new is NodeState.GONE:
                 self.engines.retire(change.node_id)
             member = self.membership.members.get(change.node_id)

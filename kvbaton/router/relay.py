@@ -16,6 +16,12 @@ for it. Items of the prompt may have an *encoder* each. Laws:
    the item itself when its timers tell it.
 6. The request ends exactly once: by `Finished` or a `RequestError`. After that there are no
    actions.
+7. A request moves to another node (its *successor*) while its target goes on: the successor is
+   asked to continue from the tokens known now, fetches their KV from the target and says its first
+   token. If that is the newest one, or beyond, it is the target from then on. If the target has
+   said more meanwhile, it is stopped, and the successor is asked once more, from all that is
+   committed, of which it has nearly all KV by then. A successor that fails, is late or contradicts
+   what is committed changes nothing, as long as the target is there.
 
 Event in, list of actions out; the clock is an argument, in seconds. Each token goes this way, so
 the common case (the target's next token) is short.
@@ -23,6 +29,7 @@ the common case (the target's next token) is short.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
@@ -54,7 +61,18 @@ class Finished:
     """All choices are complete. What is still open at nodes ends by itself."""
 
 
-Action = AskNode | CancelNode | Output | Finished | RequestError
+@dataclass(frozen=True)
+class MoveEnded:
+    """A move to another node is over.
+
+    Attributes:
+        gap_s: between the last token of the one and the first of the other; None if it failed.
+    """
+
+    gap_s: float | None
+
+
+Action = AskNode | CancelNode | MoveEnded | Output | Finished | RequestError
 """An `Output` is for the client; a `RequestError` says that the request failed."""
 
 FINISHED = Finished()
@@ -120,6 +138,9 @@ class RequestRelay:
         self._expires_at = now + request.deadline_s
         self._heard_at = now
         self._confirm_by: float | None = None
+        self._moves = 0
+        self._move_by = math.inf
+        self._moving_to: Route | None = None
         self._first_index = len(request.resume_ids)
         self._choices = [_Choice(list(request.resume_ids)) for _ in range(request.params.n)]
         self._base = self._first_index
@@ -135,7 +156,39 @@ class RequestRelay:
         """Tokens of the longest choice."""
         return max(len(choice.tokens) for choice in self._choices) - self._first_index
 
+    @property
+    def target(self) -> NodeRequest | None:
+        """Who generates now; None between two of them, and at the end."""
+        return next((asked for asked in self._open if asked.side == "target"), None)
+
+    @property
+    def is_moving(self) -> bool:
+        """Whether a successor of the target has yet to take over."""
+        return any(asked.side == "successor" for asked in self._open)
+
+    @property
+    def known_tokens(self) -> int:
+        """Tokens of the prompt and of the first choice."""
+        return len(self.request.token_ids) + len(self._choices[0].tokens)
+
+    def can_move(self) -> bool:
+        """Whether the target alone is at work, and generates; several choices can't be resumed."""
+        if len(self._choices) != 1 or len(self._open) != 1 or not self._target_spoke:
+            return False
+        left = self.request.params.max_tokens - len(self._choices[0].tokens)
+        return not (self._waiting or self._owes_prompt_logprobs) and left > 1
+
     # --- events ---
+
+    def move(self, route: Route, now: float) -> list[Action]:
+        """Let another node go on in the target's place. Ask `can_move` first.
+
+        Args:
+            route: whom, with the target's node as the holder of what is to be fetched.
+            now: the clock.
+        """
+        self._moving_to, self._move_by = route, now + self._timers.move_s
+        return [self._ask_successor(route, now)]
 
     def start(self, now: float) -> list[Action]:
         """Dispatch the first attempt."""
@@ -153,6 +206,8 @@ class RequestRelay:
         if reason in ("error", "abort"):
             why = output.error or f"the node ended the request ({reason})"
             return self.failed(asked, NodeError(why), now)
+        if asked.side == "successor":
+            return self._from_successor(asked, output, now)
         self._heard_at = now
         if asked.side == "encoder":
             return self.ended(asked, now) if reason is not None else []
@@ -183,6 +238,10 @@ class RequestRelay:
         self.story.append(f"attempt {asked.attempt}: {asked.name} {node_id}: {error.message}")
         if asked.side == "encoder":
             return [CancelNode(asked), *self._without_encoder(asked, now)]
+        if asked.side == "successor" and self.target is not None:
+            self._move_by = math.inf
+            return [CancelNode(asked), MoveEnded(None)]
+        moved = [MoveEnded(None)] if asked.side == "successor" else []
         relayed = any(len(c.tokens) > self._first_index or c.finished for c in self._choices)
         if error.blames_client and not relayed:
             refusal = RequestError(
@@ -200,13 +259,13 @@ class RequestRelay:
             status=error.status if busy and error.status else 502,
             code=error.code if busy else "node_failed",
         )
-        return [CancelNode(asked), *self._retry(failure, now)]
+        return [CancelNode(asked), *moved, *self._retry(failure, now)]
 
     def ended(self, asked: NodeRequest, now: float) -> list[Action]:
         """What a node had to say ended in good order."""
         if not asked.open:
             return []
-        if asked.side != "target":
+        if asked.side in ("source", "encoder"):
             self._close(asked)
             return self._release(now) if asked.side == "source" else []
         if self._waiting:
@@ -226,13 +285,16 @@ class RequestRelay:
         if self._confirm_by is not None and now >= self._confirm_by:
             return self._finish_as_announced()
         if now >= self._heard_at + self._timers.idle_s:
-            target = next(asked for asked in self._open if asked.side == "target")
-            return self.failed(target, NodeError("it has been silent too long"), now)
+            served = self.target or next(a for a in self._open if a.side == "successor")
+            return self.failed(served, NodeError("it has been silent too long"), now)
+        if now >= self._move_by:
+            late = next(asked for asked in self._open if asked.side == "successor")
+            return self.failed(late, NodeError("it was not ready to take over in time"), now)
         return []
 
     def next_deadline(self) -> float:
         """When to call `tick` at the latest; later for every word of a node."""
-        when = min(self._expires_at, self._heard_at + self._timers.idle_s)
+        when = min(self._expires_at, self._heard_at + self._timers.idle_s, self._move_by)
         return when if self._confirm_by is None else min(when, self._confirm_by)
 
     # --- tokens ---
@@ -278,6 +340,28 @@ class RequestRelay:
             self._cancel_open()
             return [relayed, *map(CancelNode, others), FINISHED]
         return [relayed]
+
+    def _from_successor(self, asked: NodeRequest, output: Output, now: float) -> list[Action]:
+        if not output.token_ids:
+            return []
+        committed = self._choices[0].tokens
+        end = output.index + len(output.token_ids)
+        known = committed[output.index : end]
+        if output.index > len(committed) or tuple(known) != output.token_ids[: len(known)]:
+            differs = NodeError(f"it goes on otherwise than is committed from {output.index} on")
+            return self.failed(asked, differs, now)
+        if end < len(committed):  # the target was faster: stop it, to go on from all that it said
+            before, self._open, self._move_by = self._open, [], math.inf
+            assert self._moving_to is not None, "who is asked to take over was chosen"
+            again = self._ask_successor(self._moving_to, now, fetched=end)
+            return [again, *self._cancel(before)]
+        others = [other for other in self._open if other is not asked]
+        for other in others:
+            self._close(other)
+        gap_s, self._heard_at, self._move_by = now - self._heard_at, now, math.inf
+        asked.side, self._base = "target", len(asked.request.resume_ids)
+        ended = MoveEnded(gap_s)
+        return [*map(CancelNode, others), ended, *self._from_target(asked, output, now)]
 
     def _contradicted(self, asked: NodeRequest, output: Output, now: float) -> list[Action]:
         self.story.append(
@@ -343,14 +427,14 @@ class RequestRelay:
             return closing + self._finish_as_announced()
         if now >= self._expires_at:
             return closing + self._fail(self._expired())
-        if self.attempt >= self._timers.max_retries:
+        if self.attempt - self._moves >= self._timers.max_retries:
             return closing + self._fail(error)
         return closing + (self._begin(now) or self._fail(error))
 
     def _without_encoder(self, asked: NodeRequest, now: float) -> list[Action]:
         """The node that prefills waits for an output that will not come."""
         self._avoid |= {asked.node.node_id}
-        if self._prefilled or self.attempt >= self._timers.max_retries:
+        if self._prefilled or self.attempt - self._moves >= self._timers.max_retries:
             return []
         # It would find out by a timer of seconds: a new attempt is faster, and what the first one
         # has computed, encoded and received is in caches.
@@ -370,8 +454,26 @@ class RequestRelay:
             return []
         self.attempt += 1
         self._base, self._heard_at, self._confirm_by = len(resume_ids), now, None
+        self._move_by = math.inf
         self._target_spoke = self._prefilled = False
         self._waiting.clear()
+        self._open = self._node_requests(route, resume_ids, now)
+        return [AskNode(asked) for asked in self._open]
+
+    def _ask_successor(self, route: Route, now: float, fetched: int = 0) -> AskNode:
+        """Ask for what comes after all that is committed, of which it has so many tokens."""
+        self.attempt += 1
+        self._moves += 1
+        if fetched:
+            route = route.having(len(self.request.token_ids) + fetched)
+        (asked,) = self._node_requests(route, tuple(self._choices[0].tokens), now)
+        asked.side = "successor"
+        self._open.append(asked)
+        return AskNode(asked)
+
+    def _node_requests(
+        self, route: Route, resume_ids: tuple[int, ...], now: float
+    ) -> list[NodeRequest]:
         params = self.request.params
         if params.prompt_logprobs is not None and not self._owes_prompt_logprobs:
             params = replace(params, prompt_logprobs=None)
@@ -381,10 +483,9 @@ class RequestRelay:
             resume_ids=resume_ids,
             deadline_s=max(self._expires_at - now, 0.001),
         )
-        self._open = node_requests(
+        return node_requests(
             request, route, self.attempt, transfer_id=self._transfer_id, item_ids=self._item_ids
         )
-        return [AskNode(asked) for asked in self._open]
 
     # --- ends ---
 

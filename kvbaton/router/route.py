@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 from kvbaton.errors import RequestError
 from kvbaton.messages.nodes import NodeInfo
@@ -45,6 +45,10 @@ class Route:
     def prefills(self) -> NodeInfo:
         """The node that computes the prompt."""
         return self.source or self.target
+
+    def having(self, num_tokens: int) -> Route:
+        """The same once the node that prefills has so many tokens."""
+        return replace(self, cached=num_tokens, holder=None, held=0, predicted=None)
 
 
 def no_node_ready() -> RequestError:

@@ -53,12 +53,14 @@ class ClusterState(Struct, frozen=True):
     Attributes:
         members: all nodes.
         lost: (node id, reason) of those that were lost just now.
+        leaving: node ids of those that what they generate is to leave from now on.
         loads: by worker (its process id) and node id.
     """
 
     members: tuple[Member, ...]
     lost: tuple[tuple[str, str], ...] = ()
     loads: dict[int, dict[str, NodeLoad]] = {}
+    leaving: tuple[str, ...] = ()
 
 
 class WorkerNews(Struct, frozen=True):
@@ -150,6 +152,8 @@ class WorkerNodes(KnownNodes):
         self._news.set()
         for node_id, reason in state.lost:
             self.on_lost(node_id, reason)
+        for node_id in state.leaving:
+            self.on_leaving(node_id)
 
     def _show(self) -> None:
         """Requests go to ready nodes, as far as this worker can reach them."""
@@ -252,8 +256,10 @@ class _Cluster:
         members = nodes.membership.members
         self._registry.register(NodeCollector(lambda: list(members.values()), self._loads))
         self._lost: list[tuple[str, str]] = []
+        self._leaving: list[str] = []
         self._is_news = False
         nodes.on_lost = lambda node_id, reason: self._lost.append((node_id, reason))
+        nodes.on_leaving = self._leaving.append
         nodes.on_change = self._changed
         # What workers pass on is answered by this.
         own = [route for route in routes() if route.path != "/metrics"]
@@ -286,15 +292,18 @@ class _Cluster:
                 self._nodes.unreachable(member.info, error)
 
     def _changed(self) -> None:
-        if self._lost:
+        if self._lost or self._leaving:
             self.publish()
         self._is_news = True
 
     def publish(self) -> None:
         """Tell all workers what is known now."""
-        lost, self._lost, self._is_news = tuple(self._lost), [], False
+        lost, leaving = tuple(self._lost), tuple(self._leaving)
+        self._lost.clear()
+        self._leaving.clear()
+        self._is_news = False
         members = tuple(self._nodes.membership.members.values())
-        state = ClusterState(members, lost, dict(self._by_worker.values()))
+        state = ClusterState(members, lost, dict(self._by_worker.values()), leaving)
         self.supervisor.publish(_encoder.encode(state))
 
     async def publish_regularly(self) -> None:

@@ -53,6 +53,17 @@ def main_nodes(cluster: Cluster) -> tuple[Node, Node, Router]:
 
 
 @pytest.fixture(scope="session")
+def any_nodes(cluster: Cluster) -> tuple[Node, Node, Router]:
+    """Two nodes that prefill and generate, behind a router that knows nobody else."""
+    router = cluster.start_router("any-router", "--policy=prefix-aware")
+    flags = {"num-blocks": "512"}
+    a = cluster.start_node("any", "any-a", flags, router=router)
+    b = cluster.start_node("any", "any-b", flags, router=router)
+    cluster.until_up(a, b, router=router, pairs=2)
+    return a, b, router
+
+
+@pytest.fixture(scope="session")
 def odd_nodes(cluster: Cluster) -> tuple[Node, Node]:
     """P with blocks of 48 tokens, D with blocks of 32."""
     p = cluster.start_node("prefill", "p48", {"block-size": "48"})

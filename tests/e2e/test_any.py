@@ -10,7 +10,6 @@ from urllib.parse import urlsplit
 import pytest
 
 from tests.e2e.conftest import MakePair
-from tests.support.cluster import Cluster
 from tests.support.oracle import Oracle
 from tests.support.served_pair import POOL, Pair, settle
 from tests.support.servers import Node, Router, poll
@@ -18,16 +17,6 @@ from tests.support.servers import Node, Router, poll
 pytestmark = pytest.mark.e2e
 
 Prompt = Callable[[int], list[int]]
-
-
-@pytest.fixture(scope="session")
-def any_nodes(cluster: Cluster) -> tuple[Node, Node, Router]:
-    """Two nodes that prefill and generate, behind a router that knows nobody else."""
-    router = cluster.start_router("any-router", "--policy=prefix-aware")
-    a = cluster.start_node("any", "any-a", router=router)
-    b = cluster.start_node("any", "any-b", router=router)
-    cluster.until_up(a, b, router=router, pairs=2)
-    return a, b, router
 
 
 def test_each_hands_over_to_the_other_at_once(

@@ -22,6 +22,7 @@ OPERATIONS = [
     ("POST", "/reset_prefix_cache"),
     ("POST", "/nodes"),
     ("POST", "/nodes/{node_id}/drain"),
+    ("POST", "/nodes/{node_id}/migrate"),
     ("POST", "/nodes/{node_id}/pause"),
     ("POST", "/nodes/{node_id}/resume"),
     ("DELETE", "/nodes/{node_id}"),
