@@ -85,10 +85,11 @@ STORES = Kind(
         "lmcache": "kvbaton.connectors.stores.lmcache:LMCacheStore",
         "lmcache_server": "kvbaton.connectors.stores.lmcache_server:LMCacheServerStore",
         "memory": "kvbaton.connectors.stores.memory:MemoryStore",
+        "nixl": "kvbaton.connectors.stores.nixl:NixlStore",
         "redis": "kvbaton.connectors.stores.redis:RedisStore",
         "s3": "kvbaton.connectors.stores.s3:S3Store",
     },
-    Contract(major=1, minor=0, oldest=1),
+    Contract(major=1, minor=1, oldest=1),
 )
 
 

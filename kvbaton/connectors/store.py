@@ -161,3 +161,21 @@ class Evicting(Protocol):
     """
 
     on_evict: Callable[[bytes, Pieces], None] | None
+
+
+@runtime_checkable
+class Registering(Protocol):
+    """A store that moves bytes faster from and to memory that it was told of: optional."""
+
+    def register(self, regions: Sequence[memoryview]) -> None:
+        """Prepare host memory; called at most once, after `open` and before any load or store.
+
+        Most pieces of later calls will lie in it, but not all. It stays until after `close`.
+
+        Args:
+            regions: writable, contiguous, of format ``B``.
+
+        Raises:
+            StoreError: it can't be registered; the store works without.
+        """
+        ...

@@ -56,6 +56,11 @@ class BlockStaging(Protocol):
         """Most blocks of one batch."""
         ...
 
+    @property
+    def regions(self) -> Sequence[memoryview]:
+        """The memory in which all pieces lie."""
+        ...
+
     def fetch(self, group: int, blocks: Sequence[int]) -> StagedBlocks | None:
         """Begin to bring blocks here, which no step in flight writes; None if all is lent out."""
         ...
@@ -105,6 +110,11 @@ class CpuBlockStaging:
             for array, memory in zip(arrays, rank, strict=True):
                 array.owner = memory.owner  # type: ignore[attr-defined]  # lives as long as a view
             self._views.append([memoryview(array).cast("B") for array in arrays])
+
+    @property
+    def regions(self) -> Sequence[memoryview]:
+        """See `BlockStaging.regions`."""
+        return [view for rank in self._views for view in rank]
 
     def fetch(self, group: int, blocks: Sequence[int]) -> CpuStagedBlocks:
         """See `BlockStaging.fetch`."""
@@ -196,6 +206,11 @@ class PinnedBlockStaging:
         self.host = torch.empty((slots, size), dtype=torch.uint8, pin_memory=True)
         self.free = list(range(slots))
         self.max_blocks = slots // 4
+
+    @property
+    def regions(self) -> Sequence[memoryview]:
+        """See `BlockStaging.regions`."""
+        return [self.host.flatten().numpy().data]
 
     def fetch(self, group: int, blocks: Sequence[int]) -> PinnedStagedBlocks | None:
         """See `BlockStaging.fetch`."""

@@ -14,7 +14,7 @@ from collections.abc import Callable, Generator, Sequence
 from concurrent.futures import CancelledError, Future
 from typing import Any, TypeVar
 
-from kvbaton.connectors.store import Found, Pieces, Store, StoreCapabilities, Usage
+from kvbaton.connectors.store import Found, Pieces, Registering, Store, StoreCapabilities, Usage
 from kvbaton.engine.circuit_breaker import CircuitBreaker
 from kvbaton.errors import ConfigError, StoreError
 
@@ -25,7 +25,7 @@ Wait = Future[Any] | Callable[[], bool]
 """What a job waits for: a future, or something to be asked again and again."""
 Job = Generator[Wait, None, T]
 
-CALLS = ("lookup", "load", "store", "delete", "release", "health", "usage", "close")
+CALLS = ("register", "lookup", "load", "store", "delete", "release", "health", "usage", "close")
 WARN_S = 10.0
 """Between two lines in the log about failures of one call."""
 SLOW_S = 0.1
@@ -57,6 +57,14 @@ class StoreCalls:
         self.capabilities = able
         self.errors = dict.fromkeys(CALLS, 0)
         self._warn_at = dict.fromkeys(CALLS, 0.0)
+
+    def register(self, regions: Sequence[memoryview]) -> None:
+        """`Registering.register`, of a store that has it; one that fails works without."""
+        if isinstance(self.plugin, Registering):
+            try:
+                self.plugin.register(regions)
+            except BaseException as error:
+                self.note("register", error)
 
     def lookup(self, keys: Sequence[bytes]) -> Job[Found]:
         """`Store.lookup`, which pins what it finds if the store can."""

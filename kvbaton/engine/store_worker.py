@@ -274,6 +274,7 @@ class StoreWorker:
         except BaseException as error:
             self._opened.set_exception(error)
             return
+        self.calls.register(self._staging.regions)
         self._opened.set_result(None)
         if self.calls.capabilities.synthetic:
             logger.warning("%s makes KV up: answers are noise, good for benchmarks only", self.name)

@@ -8,7 +8,7 @@ from collections.abc import Callable
 from concurrent.futures import CancelledError, Future
 from typing import TYPE_CHECKING, Any
 
-from kvbaton.connectors.store import Found, Store, StoreCapabilities, Usage
+from kvbaton.connectors.store import Found, Registering, Store, StoreCapabilities, Usage
 from kvbaton.errors import StoreError
 from kvbaton.testing.kit import Accounts, require
 from kvbaton.testing.store_rig import StoreRig, case, views
@@ -241,6 +241,27 @@ def pieces(rig: StoreRig) -> None:
             rig.wait(rig.store.store([key], [rig.cut(data, cuts)]), "store")
             loaded = rig.wait(rig.store.load([key], [rig.cut(target, 301 - cuts)]), "load")
             rig.compare(bytes(target) if loaded[0] else None, data, f"{cuts} pieces")
+
+
+@case(1, "registers")
+def registered_memory(rig: StoreRig) -> None:
+    """Pieces in registered memory, and beside it, are stored and loaded alike."""
+    assert isinstance(rig.store, Registering)
+    pools = [memoryview(bytearray(300_000)) for _ in range(3)]
+    rig.store.register(pools[:2])
+    for key, data in rig.objects([10, 4096, 100_003]).items():
+        half = len(data) // 2
+        places = [[pool[7 : 7 + half], pool[1000:][half : len(data)]] for pool in pools]
+        sources = [[places[n][0], places[n - 1][1]] for n in range(len(pools))]
+        for source in sources:
+            source[0][:], source[1][:] = data[:half], data[half:]
+            rig.wait(rig.store.store([key], [source]), "store")
+            for target in sources:
+                target[0][:], target[1][:] = bytes(half), bytes(len(data) - half)
+                loaded = rig.wait(rig.store.load([key], [target]), "load")
+                rig.compare(b"".join(target) if loaded[0] else None, data, "registered memory")
+            if rig.lacks("deletes") is None:
+                rig.wait(rig.store.delete([key]), "delete")
 
 
 @case(1)

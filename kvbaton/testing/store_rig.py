@@ -17,7 +17,7 @@ from typing import Any, Protocol, Self, TypeVar
 import numpy as np
 
 from kvbaton.connectors.registry import load_store
-from kvbaton.connectors.store import Pieces, Store
+from kvbaton.connectors.store import Pieces, Registering, Store
 from kvbaton.errors import StoreError
 from kvbaton.testing.kit import CaseFailure, Kit, require
 
@@ -137,7 +137,10 @@ class StoreRig:
         self.store = self.open()
 
     def lacks(self, need: str) -> str | None:
-        """See `Rig`. Needs are capabilities, ``door.METHOD``, ``small`` or ``hypothesis``."""
+        """See `Rig`.
+
+        Needs are capabilities, ``door.METHOD``, ``small``, ``registers`` or ``hypothesis``.
+        """
         if need == "hypothesis":
             ready = find_spec("hypothesis") is not None
             return None if ready else "hypothesis is missing: pip install 'kvbaton[testing]'"
@@ -146,6 +149,8 @@ class StoreRig:
             small = capacity is not None and capacity <= SMALL_CAPACITY
             wanted = f"{LEAST_CAPACITY} to {SMALL_CAPACITY} bytes by its own option"
             return None if small else f"no small capacity (it is {capacity}; {wanted})"
+        if need == "registers":
+            return None if isinstance(self.store, Registering) else "not declared: register"
         if need.startswith("door."):
             method = need.removeprefix("door.")
             missing = f"no back door (--back-door with a method {method})"

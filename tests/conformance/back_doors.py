@@ -9,17 +9,17 @@ from typing import Any
 from kvbaton.connectors.stores.faulty import FaultyStore
 from kvbaton.connectors.stores.filesystem import Files, FilesystemStore, header
 from kvbaton.connectors.stores.memory import Arena, MemoryStore
-from kvbaton.connectors.stores.threaded import SEAL_BYTES, seal
+from kvbaton.connectors.stores.threaded import SEAL_BYTES, ThreadedStore, seal
 from kvbaton.connectors.stores.tiered import TieredStore
 
 
 class FilesystemBackDoor:
-    """Reads and writes the safetensors files of the filesystem store; a `BackDoor`.
+    """Reads and writes the safetensors files of the filesystem store, or of NIXL's; a `BackDoor`.
 
-    It lacks `spoil`: the engine's digests find bytes that changed on the disk, not this store.
+    It lacks `spoil`: the engine's digests find bytes that changed on the disk, not these stores.
     """
 
-    def __init__(self, store: FilesystemStore) -> None:
+    def __init__(self, store: ThreadedStore) -> None:
         assert isinstance(store.backend, Files)
         self._files = store.backend
 

@@ -19,6 +19,12 @@ class TestFilesystem(StoreTests):
     back_door: ClassVar[Any] = FilesystemBackDoor
 
 
+@pytest.mark.slow
+class TestNixl(StoreTests):
+    spec = 'nixl:{"backend": "POSIX", "path": "{tmp}/objects", "max_bytes": 67108864}'
+    back_door: ClassVar[Any] = FilesystemBackDoor
+
+
 class TestTiered(StoreTests):
     spec = (
         'tiered:{"tiers": ["memory:{\\"max_bytes\\": 16777216}",'
@@ -41,4 +47,4 @@ class TestMemoryAtDepth(TestMemory):
     depth = 10
 
 
-BUILT_IN = (TestMemory, TestFilesystem, TestTiered, TestFaulty)
+BUILT_IN = (TestMemory, TestFilesystem, TestNixl, TestTiered, TestFaulty)

@@ -61,6 +61,7 @@ PLANS: dict[str, Plan] = {
     "store-filesystem": (
         nullcontext(stores.TestFilesystem.spec), "store", FilesystemBackDoor, NO_CHECKSUM,
     ),
+    "store-nixl": (nullcontext(stores.TestNixl.spec), "store", FilesystemBackDoor, NO_CHECKSUM),
     "store-tiered": (nullcontext(TIERED), "store", TieredBackDoor, FASTER_TIER),
     "store-faulty": (nullcontext(stores.TestFaulty.spec), "store", MemoryBackDoor, NO_WAY_IN),
     "store-redis": (_server("redis"), "store", RedisBackDoor, NO_LIMIT),

@@ -11,7 +11,13 @@ from contextlib import suppress
 from typing import Any, ClassVar
 
 from kvbaton.connectors.store import Pieces
-from kvbaton.connectors.stores.filesystem import HEADER_BYTES, Files, FilesystemStore, header
+from kvbaton.connectors.stores.filesystem import (
+    HEADER_BYTES,
+    Files,
+    FilesystemStore,
+    SystemCalls,
+    header,
+)
 from kvbaton.connectors.stores.threaded import ThreadedStore
 from kvbaton.errors import StoreError
 from tests.conformance.back_doors import FilesystemBackDoor
@@ -29,7 +35,7 @@ class BrokenFilesystem(FilesystemStore):
 
     def __init__(self, name: str, *, path: str) -> None:
         super().__init__(name, path=path)
-        self.backend = self.Broken(path, None, fsync=False, touch_seconds=60.0)
+        self.backend = self.Broken(path, None, SystemCalls(), fsync=False, touch_seconds=60.0)
 
 
 class LosesAllAtClose(BrokenFilesystem):

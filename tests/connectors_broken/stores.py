@@ -93,6 +93,23 @@ class PiecesInWrongOrder(BrokenMemory):
             return super().get(key, target[::-1])
 
 
+class TakesAllForRegistered(BrokenMemory):
+    """Once memory is registered, it fills that and no other."""
+
+    class Broken(Arena):
+        region: memoryview | None = None
+
+        def get(self, key: bytes, target: Pieces) -> bool:
+            if self.region is None:
+                return super().get(key, target)
+            size = sum(map(len, target))
+            return super().get(key, [self.region[:size]])
+
+    def register(self, regions: Sequence[memoryview]) -> None:
+        assert isinstance(self.backend, TakesAllForRegistered.Broken)
+        self.backend.region = regions[0]
+
+
 class WritesBeyondTheTarget(BrokenMemory):
     """Writes one byte after the end of a target."""
 
@@ -659,6 +676,7 @@ BROKEN: dict[type[BrokenMemory], str] = {
     SlowHealth: "L0.health-and-usage-are-quick",
     WrongOffset: "L1.sizes",
     PiecesInWrongOrder: "L1.pieces",
+    TakesAllForRegistered: "L1.registered-memory",
     WritesBeyondTheTarget: "L1.only-the-target",
     KeepsReferences: "L1.sources-are-free-once-done",
     TakesShortTargets: "L1.another-length-is-a-miss",

@@ -17,11 +17,13 @@ from tests.support.store_nodes import Nodes, count, rest
 from tests.support.waiting import until
 
 
-@pytest.mark.parametrize("length", [3, 4, 5, 48, 50])
+@pytest.mark.parametrize(
+    ("kind", "length"), [*(("filesystem", length) for length in (3, 4, 5, 48, 50)), ("nixl", 50)]
+)
 def test_a_second_life_loads_what_the_first_saved(
-    nodes: Nodes, expected: Expected, tmp_path: Path, length: int
+    nodes: Nodes, expected: Expected, tmp_path: Path, kind: str, length: int
 ) -> None:
-    store = f'filesystem:{{"path": "{tmp_path}"}}'
+    store = f'{kind}:{{"path": "{tmp_path}"}}'
     prompt = prompt_of(length)
     first = nodes.start(store)
     assert first.generate(prompt).result() == expected(prompt)

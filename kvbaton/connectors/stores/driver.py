@@ -7,9 +7,10 @@ import threading
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Coroutine, Sequence
 from concurrent.futures import Future
+from functools import partial
 from typing import Any, TypeVar
 
-from kvbaton.connectors.store import Found, Pieces
+from kvbaton.connectors.store import Found, Pieces, Registering, Store
 from kvbaton.errors import StoreError
 
 T = TypeVar("T")
@@ -110,6 +111,15 @@ class ComposedStore(ABC):
             raise
         self.driver = driver
 
+    def register(self, regions: Sequence[memoryview]) -> None:
+        """See `Registering.register`; passed on to those of the inner stores that can."""
+        driver = self.driver
+        if driver is None:
+            raise StoreError(f"store {self.name} is not open")
+        for store in self.inner_stores():
+            if isinstance(store, Registering):
+                driver.call(partial(store.register, regions))
+
     def lookup(self, keys: Sequence[bytes], *, pin: bool = False) -> Future[Found]:
         """See `Store.lookup`."""
         return self.submit(self.on_lookup(list(keys), pin))
@@ -147,6 +157,10 @@ class ComposedStore(ABC):
         return self.driver.submit(work)
 
     # --- on the driver's thread ---
+
+    @abstractmethod
+    def inner_stores(self) -> Sequence[Store]:
+        """What it is composed of."""
 
     @abstractmethod
     def open_inner(self) -> None:

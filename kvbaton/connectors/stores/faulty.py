@@ -34,7 +34,7 @@ from typing_extensions import override
 
 from kvbaton.connectors.faults import Schedule, Schedules
 from kvbaton.connectors.registry import Spec, load_store
-from kvbaton.connectors.store import Found, Pieces, StoreCapabilities, Usage
+from kvbaton.connectors.store import Found, Pieces, Store, StoreCapabilities, Usage
 from kvbaton.connectors.stores.driver import ComposedStore
 from kvbaton.errors import ConfigError, StoreError
 
@@ -143,6 +143,10 @@ class FaultyStore(ComposedStore):
         if "lose" in hit:
             self.injected["lose"] += 1
         return "lose" not in hit
+
+    @override
+    def inner_stores(self) -> Sequence[Store]:
+        return [self.inner]
 
     @override
     def open_inner(self) -> None:

@@ -30,6 +30,7 @@ from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 from contextlib import AbstractContextManager, suppress
 from itertools import islice
+from typing import Protocol
 
 from kvbaton.connectors.store import KEY_BYTES, Pieces, StoreCapabilities, Usage
 from kvbaton.connectors.stores.filesystem_space import (
@@ -61,6 +62,33 @@ _NO_FOLDER = -1
 """Stands for the descriptor of a folder that is not there: nothing is found in it."""
 
 
+class FileMover(Protocol):
+    """Moves an object's pieces from and to an open file, from its first byte on.
+
+    Both return False if the file ends before, or takes no more, and raise `OSError` otherwise.
+    """
+
+    def read(self, file: int, pieces: Pieces) -> bool:
+        """Fill the pieces."""
+        ...
+
+    def write(self, file: int, pieces: Pieces) -> bool:
+        """Write the pieces."""
+        ...
+
+
+class SystemCalls:
+    """Moves by ``preadv`` and ``pwritev``."""
+
+    def read(self, file: int, pieces: Pieces) -> bool:
+        """See `FileMover.read`."""
+        return _move_all(os.preadv, file, pieces)
+
+    def write(self, file: int, pieces: Pieces) -> bool:
+        """See `FileMover.write`."""
+        return _move_all(os.pwritev, file, pieces)
+
+
 class FilesystemStore(ThreadedStore):
     """Keeps objects in a directory; see the module.
 
@@ -85,7 +113,7 @@ class FilesystemStore(ThreadedStore):
         fsync: bool = False,
         touch_seconds: float = 60.0,
     ) -> None:
-        backend = Files(path, max_bytes, fsync=fsync, touch_seconds=touch_seconds)
+        backend = Files(path, max_bytes, SystemCalls(), fsync=fsync, touch_seconds=touch_seconds)
         super().__init__(name, backend, threads=threads)
         self._files, self._limit = backend, ONE if fsync else TOGETHER
 
@@ -95,13 +123,25 @@ class FilesystemStore(ThreadedStore):
 
 
 class Files(LastCall):
-    """The backend of `FilesystemStore`."""
+    """A backend that keeps objects as files; see the module.
+
+    Args:
+        path, max_bytes, fsync, touch_seconds: of `FilesystemStore`.
+        mover: of their bytes.
+    """
 
     capabilities = StoreCapabilities(persistent=True, shared=True, pins=False)
 
     def __init__(
-        self, path: str, max_bytes: int | None, *, fsync: bool, touch_seconds: float
+        self,
+        path: str,
+        max_bytes: int | None,
+        mover: FileMover,
+        *,
+        fsync: bool,
+        touch_seconds: float,
     ) -> None:
+        self._mover = mover
         self._root = os.path.join(os.path.abspath(path), "kvbaton-1")
         self._max_bytes = max_bytes
         self._fsync = fsync
@@ -181,7 +221,7 @@ class Files(LastCall):
             num_bytes = status.st_size - HEADER_BYTES
             fits = num_bytes == sum(map(len, target))
             head = memoryview(bytearray(HEADER_BYTES))
-            whole = _move_all(os.preadv, file, [head, *target] if fits else [head])
+            whole = self._mover.read(file, [head, *target] if fits else [head])
             if not os.path.samestat(status, os.stat(path)):
                 return False
             if not whole or head != header(key, num_bytes):
@@ -228,7 +268,7 @@ class Files(LastCall):
                 files.append(Written(temporary, self._path(key), num_bytes))
                 try:
                     top = memoryview(header(key, num_bytes - HEADER_BYTES))
-                    if not _move_all(os.pwritev, file, [top, *source]):
+                    if not self._mover.write(file, [top, *source]):
                         raise OSError(errno.EIO, f"{temporary} takes no more bytes")
                     if self._fsync:
                         os.fsync(file)

@@ -221,6 +221,10 @@ class TieredStore(ComposedStore):
     # --- what follows runs on the driver's thread, but for `_evicted` ---
 
     @override
+    def inner_stores(self) -> Sequence[Store]:
+        return [tier.store for tier in self.tiers]
+
+    @override
     def open_inner(self) -> None:
         with ExitStack() as opened:
             for tier in self.tiers:

@@ -33,7 +33,6 @@ The agent's name and metadata change with that: `card` is never the same after i
 
 from __future__ import annotations
 
-import importlib
 import logging
 import os
 import time
@@ -55,14 +54,13 @@ from kvbaton.connectors.base import (
     Status,
 )
 from kvbaton.connectors.guard import GuardCard, guard_card, watch
+from kvbaton.connectors.nixl_library import load_nixl
 from kvbaton.connectors.transports.nixl_lanes import Place, UcxLane, choose_lane, this_place
 from kvbaton.connectors.transports.nixl_parts import RemoteRegion, WritePart, cut
 from kvbaton.connectors.transports.regions import RegionTable, expand
 from kvbaton.errors import ConfigError, TransportError
 
 if TYPE_CHECKING:
-    from types import ModuleType
-
     from kvbaton.connectors.base import Ranges
 
 MAX_NOTICE_BYTES = 1 << 16
@@ -268,16 +266,12 @@ class NixlAgent:
     """A NIXL agent and the names of its module that the transport uses."""
 
     def __init__(self, name: str) -> None:
-        module = _load_nixl()
-        bindings = importlib.import_module(module.__name__.replace("._api", "._bindings"))
-        self.errors = tuple(
-            value
-            for key, value in vars(bindings).items()
-            if key.startswith("nixl") and key.endswith("Error")
-        )
-        self.disconnect: type[Exception] = bindings.nixlRemoteDisconnectError
+        library = load_nixl("--transport")
+        self.errors = library.errors
+        self.disconnect: type[Exception] = library.bindings.nixlRemoteDisconnectError
         self.tls = os.environ.get("UCX_TLS", "")
-        self.api: Any = module.nixl_agent(name, module.nixl_agent_config(enable_prog_thread=False))
+        config = library.api.nixl_agent_config(enable_prog_thread=False)
+        self.api: Any = library.api.nixl_agent(name, config)
         if "UCX" not in self.api.backends:
             raise ConfigError("--transport", "this NIXL has no UCX plugin")
 
@@ -588,17 +582,3 @@ def _give_back(transfer: Any) -> None:
         transfer.release()
     except Exception as error:  # of a transfer that has ended: nothing depends on it
         log.info("NIXL does not take a transfer back: %s", error)
-
-
-def _load_nixl() -> ModuleType:
-    errors = []
-    for package in ("nixl_cu13", "nixl"):
-        try:
-            module = importlib.import_module(f"{package}._api")
-        except ImportError as error:
-            errors.append(str(error))
-            continue
-        if "NIXL_LOG_LEVEL" not in os.environ:
-            logging.getLogger("nixl").setLevel(logging.WARNING)
-        return module
-    raise ConfigError("--transport", f"nixl needs the package nixl-cu13: {'; '.join(errors)}")

@@ -1,0 +1,54 @@
+"""The NIXL Python package, whichever of its builds is installed."""
+
+from __future__ import annotations
+
+import importlib
+import logging
+import os
+from typing import Any, NamedTuple
+
+from kvbaton.errors import ConfigError
+
+PACKAGES = ("nixl_cu13", "nixl")
+
+
+class NixlLibrary(NamedTuple):
+    """Its modules.
+
+    Attributes:
+        api: with `nixl_agent` and `nixl_agent_config`.
+        bindings: with the exceptions and the enumerations.
+        errors: all exceptions of its own, which have no common base.
+    """
+
+    api: Any
+    bindings: Any
+    errors: tuple[type[Exception], ...]
+
+
+def load_nixl(flag: str) -> NixlLibrary:
+    """Import NIXL.
+
+    Args:
+        flag: who wants it, for the error.
+
+    Raises:
+        ConfigError: it is not installed.
+    """
+    errors = []
+    for package in PACKAGES:
+        try:
+            api = importlib.import_module(f"{package}._api")
+            bindings = importlib.import_module(f"{package}._bindings")
+        except ImportError as error:
+            errors.append(str(error))
+            continue
+        if "NIXL_LOG_LEVEL" not in os.environ:
+            logging.getLogger("nixl").setLevel(logging.WARNING)
+        own = (
+            value
+            for key, value in vars(bindings).items()
+            if key.startswith("nixl") and key.endswith("Error")
+        )
+        return NixlLibrary(api, bindings, tuple(own))
+    raise ConfigError(flag, f"nixl needs the package nixl-cu13: {'; '.join(errors)}")

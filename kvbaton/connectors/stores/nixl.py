@@ -1,0 +1,336 @@
+"""A store over NIXL's storage plugins: ``nixl:{"backend": "POSIX", "path": "/mnt/kv"}``.
+
+With a `path` the plugin moves bytes of files (POSIX, GDS, GDS_MT, ...). Files, names, account and
+eviction are those of `stores/filesystem.py`, so both may use one directory. Without, it moves whole
+objects (OBJ for S3, AZURE_BLOB, ...), whose checksum stands before their bytes, as in
+`stores/s3.py`.
+
+Seen with NIXL 1.5.1 over POSIX and, against a local Azurite, AZURE_BLOB. Its wheel has OBJ and GDS
+as well, whose own libraries (cuObject, cuFile) it lacks: `open` then says that the plugin can't be
+loaded. What NIXL can't do, the store doesn't: objects are never deleted, and not counted.
+
+A transfer that has begun can't be given up before it ends, since buffers are borrowed: as with a
+system call, the deadline is that of the caller, whose memory stays lent until then.
+"""
+
+from __future__ import annotations
+
+import errno
+import itertools
+import os
+import time
+import uuid
+from collections.abc import Sequence
+from contextlib import AbstractContextManager
+from typing import Any
+
+import numpy as np
+
+from kvbaton.connectors.nixl_library import load_nixl
+from kvbaton.connectors.store import Pieces, StoreCapabilities, Usage
+from kvbaton.connectors.stores.filesystem import Files
+from kvbaton.connectors.stores.threaded import SEAL_BYTES, LastCall, ThreadedStore, seal, unseal
+from kvbaton.errors import ConfigError, StoreError
+
+LONGEST_NAP_S = 0.001
+"""Between two questions whether a transfer has ended; the first ones come at once."""
+FIRST_NAP_S = 0.00001
+
+_FILE, _OBJECT, _HOST = "FILE", "OBJ", "DRAM"
+_ROW = np.dtype(np.uint64)
+
+
+class NixlStore(ThreadedStore):
+    """Keeps objects through a storage plugin of NIXL; see the module.
+
+    Args:
+        name: see `Store.name`.
+        backend: the plugin, as NIXL names it.
+        path: directory of the files, for a plugin of files; None for one of objects.
+        params: of the plugin, as NIXL documents them: ``{"use_uring": "true"}``, ``{"bucket":
+            "kv", "endpoint_override": "http://..."}``, ``{"container_name": "kv", ...}``.
+        max_bytes: see `FilesystemStore`; only with `path`.
+        threads: see `ThreadedStore`.
+        touch_seconds: see `FilesystemStore`.
+
+    Raises:
+        ConfigError: `max_bytes` without `path`.
+    """
+
+    def __init__(
+        self,
+        name: str,
+        *,
+        backend: str = "POSIX",
+        path: str | None = None,
+        params: dict[str, str] | None = None,
+        max_bytes: int | None = None,
+        threads: int = 4,
+        touch_seconds: float = 60.0,
+    ) -> None:
+        values = {key: str(value) for key, value in (params or {}).items()}
+        self._plugin = NixlPlugin(backend, values, _OBJECT if path is None else _FILE)
+        kept: NixlFiles | NixlObjects
+        if path is not None:
+            kept = NixlFiles(self._plugin, path, max_bytes, touch_seconds)
+        elif max_bytes is None:
+            kept = NixlObjects(self._plugin)
+        else:
+            raise ConfigError("max_bytes", "needs path: what objects take is for their service")
+        super().__init__(name, kept, threads=threads)
+
+    def register(self, regions: Sequence[memoryview]) -> None:
+        """See `Registering.register`."""
+        self._plugin.register(regions)
+
+
+class NixlPlugin:
+    """A NIXL agent with one storage plugin. Any thread may call it.
+
+    Args:
+        backend: the plugin.
+        params: of the plugin.
+        kind: of memory that it must deal with besides the host's.
+    """
+
+    def __init__(self, backend: str, params: dict[str, str], kind: str) -> None:
+        self.name = backend
+        self.errors: tuple[type[Exception], ...] = (OSError,)
+        self._params, self._kind = params, kind
+        self._api: Any = None
+        self._agent = f"kvbaton-store-{uuid.uuid4()}"
+        self._regions: list[tuple[int, int]] = []
+
+    def open(self) -> None:
+        """Load the plugin.
+
+        Raises:
+            ConfigError: there is none of this name, its libraries are missing, it refuses its
+                parameters or deals with other kinds of memory.
+        """
+        library = load_nixl("--store")
+        self.errors = (OSError, *library.errors)
+        # Threads of the store share the agent.
+        config = library.api.nixl_agent_config(
+            enable_prog_thread=False,
+            backends=[],
+            sync_mode=library.api.nixl_thread_sync_t.NIXL_THREAD_SYNC_STRICT,
+        )
+        api = library.api.nixl_agent(self._agent, config)
+        if self.name not in api.get_plugin_list():
+            there = ", ".join(sorted(api.get_plugin_list()))
+            raise ConfigError("backend", f"NIXL has no plugin {self.name!r}, but {there}")
+        try:
+            api.create_backend(self.name, self._params)
+        except self.errors as error:
+            text = f"NIXL can't start its plugin {self.name} with {sorted(self._params)}: {error}"
+            raise ConfigError("backend", text) from error
+        kinds = api.get_backend_mem_types(self.name)
+        if not {f"{self._kind}_SEG", f"{_HOST}_SEG"} <= set(kinds):
+            way = "without path" if self._kind == _OBJECT else "with path"
+            text = f"{self.name} can't be used {way}: it deals with {', '.join(sorted(kinds))}"
+            raise ConfigError("backend", text)
+        self._api = api
+
+    def close(self) -> None:
+        """Destroy the agent, with all that is registered."""
+        self._api, self._regions = None, []
+
+    def register(self, regions: Sequence[memoryview]) -> None:
+        """See `Registering.register`."""
+        rows = [(_address(region), len(region), 0, "") for region in regions if len(region)]
+        try:
+            self._api.register_memory(rows, _HOST, backends=[self.name])
+        except self.errors as error:
+            raise StoreError(f"NIXL's {self.name} can't register memory: {error}") from error
+        self._regions = [(address, address + size) for address, size, *_ in rows]
+
+    def move(self, way: str, pieces: Pieces, file: int, key: str = "") -> None:
+        """Move pieces, one after the other, and wait until that is done.
+
+        Args:
+            way: ``READ`` or ``WRITE``.
+            pieces: in host memory; not all of them empty.
+            file: descriptor of an open file, or a number that is the object's for this call.
+            key: of the object.
+
+        Raises:
+            OSError, NIXL's own: it failed.
+        """
+        own = [(_address(piece), len(piece), 0) for piece in pieces if len(piece)]
+        local = np.array(own, _ROW)
+        ends = local[:, 1].cumsum()
+        remote = np.stack([ends - local[:, 1], local[:, 1], np.full(len(local), file, _ROW)], 1)
+        strange = [(*row, "") for row in own if not self._is_registered(*row[:2])]
+        held: list[tuple[Any, str]] = []
+        try:
+            for rows, kind in ((strange, _HOST), ([(0, int(ends[-1]), file, key)], self._kind)):
+                if rows:
+                    held.append((self._use("register_memory", rows, kind), kind))
+            here = self._api.get_xfer_descs(local, _HOST)
+            there = self._api.get_xfer_descs(remote, self._kind)
+            self._transfer(self._api.initialize_xfer(way, here, there, self._agent))
+        finally:
+            for registered, _ in held:
+                self._use("deregister_memory", registered)
+
+    def exist(self, keys: Sequence[str]) -> list[bool]:
+        """Which objects are there."""
+        if not keys:
+            return []
+        rows = [(0, 0, 0, key) for key in keys]
+        return [found is not None for found in self._api.query_memory(rows, self.name, self._kind)]
+
+    def _use(self, method: str, *arguments: Any) -> Any:
+        return getattr(self._api, method)(*arguments, backends=[self.name])
+
+    def _is_registered(self, address: int, num_bytes: int) -> bool:
+        end = address + num_bytes
+        return any(first <= address and end <= last for first, last in self._regions)
+
+    def _transfer(self, transfer: Any) -> None:
+        try:
+            nap, state = FIRST_NAP_S, self._api.transfer(transfer)
+            while state == "PROC":
+                time.sleep(nap)
+                nap = min(2 * nap, LONGEST_NAP_S)
+                state = self._api.check_xfer_state(transfer)
+            if state != "DONE":
+                raise OSError(errno.EIO, f"NIXL's {self.name} ended a transfer as {state}")
+        finally:
+            self._api.release_xfer_handle(transfer)
+
+
+class NixlMover:
+    """Moves bytes of files; a `FileMover`."""
+
+    def __init__(self, plugin: NixlPlugin) -> None:
+        self._plugin = plugin
+
+    def read(self, file: int, pieces: Pieces) -> bool:
+        """See `FileMover.read`."""
+        if os.fstat(file).st_size < sum(map(len, pieces)):
+            return False
+        return self._move("READ", file, pieces)
+
+    def write(self, file: int, pieces: Pieces) -> bool:
+        """See `FileMover.write`."""
+        try:
+            return self._move("WRITE", file, pieces)
+        except OSError as error:  # the plugin does not tell why
+            disk = os.fstatvfs(file)
+            if disk.f_bavail * disk.f_frsize < sum(map(len, pieces)):
+                raise OSError(errno.ENOSPC, str(error)) from error
+            raise
+
+    def _move(self, way: str, file: int, pieces: Pieces) -> bool:
+        try:
+            self._plugin.move(way, pieces, file)
+        except OSError:
+            raise
+        except self._plugin.errors as error:
+            raise OSError(errno.EIO, f"NIXL's {self._plugin.name}: {error}") from error
+        return True
+
+
+class NixlFiles(Files):
+    """The backend of a `NixlStore` with a directory."""
+
+    def __init__(
+        self, plugin: NixlPlugin, path: str, max_bytes: int | None, touch_seconds: float
+    ) -> None:
+        super().__init__(
+            path, max_bytes, NixlMover(plugin), fsync=False, touch_seconds=touch_seconds
+        )
+        self._plugin = plugin
+
+    def open(self) -> None:
+        """See `Files.open`."""
+        self._plugin.open()
+        super().open()
+
+    def close(self) -> None:
+        """See `Files.close`."""
+        super().close()
+        self._plugin.close()
+
+
+class NixlObjects(LastCall):
+    """The backend of a `NixlStore` without one."""
+
+    capabilities = StoreCapabilities(persistent=True, shared=True, pins=False, deletes=False)
+
+    def __init__(self, plugin: NixlPlugin) -> None:
+        self._plugin = plugin
+        self._numbers = itertools.count(1)
+
+    def open(self) -> None:
+        """Load the plugin and ask its service for an object.
+
+        Raises:
+            ConfigError: see `NixlPlugin.open`.
+            StoreError: the service can't be reached.
+        """
+        self._plugin.open()
+        with self._asking("look into"):
+            self._plugin.exist(["none"])
+
+    def close(self) -> None:
+        """See `Backend.close`."""
+        super().close()
+        self._plugin.close()
+
+    def usage(self) -> Usage:
+        """Unknown."""
+        return Usage()
+
+    def contains(self, keys: Sequence[bytes]) -> list[bool]:
+        """See `Backend.contains`."""
+        with self._asking("look into"):
+            return self._plugin.exist([_path(key) for key in keys])
+
+    def get(self, key: bytes, target: Pieces) -> bool:
+        """See `Backend.get`."""
+        sealed = memoryview(bytearray(SEAL_BYTES + sum(map(len, target))))
+        with self._asking("read"):
+            for last in (False, True):
+                try:
+                    self._plugin.move("READ", [sealed], next(self._numbers), _path(key))
+                    break
+                except self._plugin.errors:  # of which none says that there is no such object
+                    if not self._plugin.exist([_path(key)])[0]:
+                        return False
+                    if last:  # else somebody may have stored it just now
+                        raise
+        body = unseal(key, sealed)
+        if body is None:
+            return False
+        start = 0
+        for piece in target:
+            piece[:] = body[start : start + len(piece)]
+            start += len(piece)
+        return True
+
+    def put(self, key: bytes, source: Pieces) -> bool:
+        """See `Backend.put`."""
+        if not self.contains([key])[0]:
+            sealed = memoryview(bytearray(b"".join([seal(key, source), *source])))
+            with self._asking("write to"):
+                self._plugin.move("WRITE", [sealed], next(self._numbers), _path(key))
+        return True
+
+    def remove(self, keys: Sequence[bytes]) -> int:
+        """Nothing: NIXL has no call for that."""
+        return 0
+
+    def _asking(self, what: str) -> AbstractContextManager[None]:
+        return self._calling(f"can't {what} {self._plugin.name}", *self._plugin.errors)
+
+
+def _address(piece: memoryview) -> int:
+    return int(np.frombuffer(piece, np.uint8).ctypes.data)
+
+
+def _path(key: bytes) -> str:
+    name = key.hex()
+    return f"kvbaton-1/{name[:2]}/{name}"
