@@ -150,6 +150,8 @@ class SimulatedExecutor:
 
     Attributes:
         busy_until: when the last of its steps is over.
+        kept: per group, sums of blocks: [blocks, ranks, heads, kv].
+        counted: per group, how many slots of each block are in its sum.
     """
 
     def __init__(
@@ -198,7 +200,8 @@ class SimulatedExecutor:
         ]
         shapes = [(ranks, blocks, self.heads, 2, size) for size, blocks, _ in groups]
         self.words = [np.zeros(shape, np.uint64) for shape in shapes]
-        self.kept = [np.zeros(shape, np.uint64) for shape in shapes]
+        self.kept = [np.zeros((blocks, ranks, self.heads, 2), np.uint64) for _, blocks, _ in groups]
+        self.counted = [np.zeros(blocks, np.int64) for _, blocks, _ in groups]
         self.memories = [
             [
                 Memory(data.ctypes.data, data.nbytes, owner=data)
@@ -243,8 +246,10 @@ class SimulatedExecutor:
         for handle in plan.ended:
             self._sequences.pop(handle, None)
         for copy in plan.copies:
-            for pools in (self.words, self.kept):
-                pools[copy.group][:, copy.target] = pools[copy.group][:, copy.source]
+            words = self.words[copy.group]
+            words[:, copy.target] = words[:, copy.source]
+            for of_blocks in (self.kept[copy.group], self.counted[copy.group]):
+                of_blocks[copy.target] = of_blocks[copy.source]
             if (copy.group, copy.source) in self.rotten:
                 self.rotten.add((copy.group, copy.target))
         for new in plan.new:
@@ -301,7 +306,11 @@ class SimulatedExecutor:
         return None
 
     def _compute(self, sequence: _Sequence, tokens: tuple[int, ...], start: int) -> None:
-        """Read the KV of all tokens before `start`, and write that of those from it on."""
+        """Read the KV of all tokens before `start`, and write that of those from it on.
+
+        Sums as `engine.cache.KVCache` keeps them: that of a block begins anew with its first slot,
+        and what is written over is taken out of it before.
+        """
         kv, end = kv_of(tokens, self.model), len(tokens)
         new = kv[start:].reshape(end - start, -1, self.heads, 2)
         weighted = (new + _ONE) * _WEIGHTS[start:end, None, None]
@@ -314,9 +323,17 @@ class SimulatedExecutor:
             assert blocks.all(), "a step has no block for its tokens"
             if self.rotten:
                 self.rotten -= {(g, b) for b in blocks[slots == 0].tolist()}
+            kept, counted, first = self.kept[g], self.counted[g], blocks[0]
+            kept[blocks[slots == 0]] = 0
+            counted[blocks[slots == 0]] = 0
+            if slots[0] < counted[first]:
+                over = self.words[g][:, first, ..., slots[0] : counted[first]]
+                weights = _WEIGHTS[start : start + over.shape[-1]].T
+                kept[first] -= ((over + _ONE) * weights).sum(-1, dtype=np.uint64)
+                counted[first] = slots[0]
             self.words[g][:, blocks, ..., slots] = new
-            self.kept[g][:, blocks, ..., slots] = weighted
-            self.kept[g][:, blocks[-1], ..., slots[-1] + 1 :] = 0
+            np.add.at(kept, blocks, weighted)
+            np.maximum.at(counted, blocks, slots + 1)
 
     def first_needed(self, g: int, position: int) -> int:
         """First token that one at `position` attends to."""
@@ -355,9 +372,9 @@ class SimulatedExecutor:
     # --- sums ---
 
     def sums(self, group: int, blocks: Sequence[int]) -> PendingSums:
-        """As `Executor.sums`."""
-        found = _sums(self.kept[group][:, list(blocks)])
-        return self._soon(lambda: found)
+        """As `Executor.sums`: per rank [blocks, 1 layer, kv, heads]."""
+        found = self.kept[group][list(blocks)].transpose(1, 0, 3, 2)[:, :, None].copy()
+        return self._soon(lambda: list(found))
 
     def digest(
         self, group: int, blocks: Sequence[int], first_position: int, start: int, end: int
@@ -368,16 +385,21 @@ class SimulatedExecutor:
         counted = (positions >= start) & (positions < end)
         weights = (_WEIGHTS[positions] * counted[:, None]).reshape(len(ids), 1, size, 2)
         weights = weights.swapaxes(2, 3)
-        return self._soon(lambda: _sums((self.words[group][:, ids] + _ONE) * weights))
+
+        def ask() -> list[Words]:
+            """Over tokens: [ranks, blocks, heads, kv, tokens] to those of `sums`."""
+            found = ((self.words[group][:, ids] + _ONE) * weights).sum(-1, dtype=np.uint64)
+            return list(found.swapaxes(2, 3)[:, :, None])
+
+        return self._soon(ask)
 
     def adopt(
         self, group: int, blocks: Sequence[int], sums: Sequence[Words], num_tokens: int
     ) -> None:
-        """As `Executor.adopt`: all of a block's sum is kept as that of its first token."""
-        kept, ids = self.kept[group], list(blocks)
-        kept[:, ids] = 0
-        for rank, of_rank in enumerate(sums):
-            kept[rank, ids, ..., 0] = of_rank[:, 0].swapaxes(1, 2)
+        """As `Executor.adopt`."""
+        size, ids = self.layouts[0][group].block_size, list(blocks)
+        self.kept[group][ids] = np.stack(list(sums))[:, :, 0].transpose(1, 0, 3, 2)
+        self.counted[group][ids] = np.clip(num_tokens - size * np.arange(len(ids)), 0, size)
 
     def _soon(self, ask: Callable[[], list[Words]]) -> SimulatedSums:
         delay = self.world.rng.choice([0.0, 0.0, 0.005])
@@ -400,11 +422,6 @@ class SimulatedExecutor:
 
     def close(self) -> None:
         """As `Executor.close`."""
-
-
-def _sums(weighted: Words) -> list[Words]:
-    """Over tokens: [ranks, blocks, heads, kv, tokens] to [blocks, 1 layer, kv, heads] per rank."""
-    return list(weighted.sum(-1, dtype=np.uint64).swapaxes(2, 3)[:, :, None])
 
 
 @cache

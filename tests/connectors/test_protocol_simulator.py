@@ -3,13 +3,19 @@
 from __future__ import annotations
 
 from collections import Counter
+from random import Random
 
+import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from kvbaton.connectors.digest import PendingSums, Sums
 from kvbaton.connectors.protocol.source import Source
-from kvbaton.testing.simulated_world import ViolationError
+from kvbaton.engine.step import BlockCopy, NewSequence, SequenceStep, StepPlan
+from kvbaton.messages.engine import SamplingParams
+from kvbaton.testing.simulated_executor import SimulatedExecutor
+from kvbaton.testing.simulated_world import SimulatedWorld, ViolationError, Weather
 from kvbaton.testing.simulator import REST_S, Simulation, main, simulate
 
 OFTEN = {
@@ -49,6 +55,39 @@ def test_slow_nodes_compute_for_as_long_as_clients_wait() -> None:
     simulation.run()
     assert simulation.world.weather.calm
     assert simulation.world.now > simulation.world.weather.heal_at + REST_S
+
+
+def test_sums_of_received_blocks_that_are_written_over_are_those_of_their_bytes() -> None:
+    world = SimulatedWorld(Random(0), Weather())
+    executor = SimulatedExecutor(
+        world,
+        model=1,
+        rots=False,
+        ranks=2,
+        groups=((4, 9, 0),),
+        step_s=0.1,
+        wake_core=lambda: None,
+        wake_transfers=lambda: None,
+    )
+
+    def compute(handle: int, start: int, *blocks: int, copies: tuple[BlockCopy, ...] = ()) -> None:
+        new = NewSequence(handle, tuple(range(8)), 8, 0, SamplingParams())
+        step = SequenceStep(handle, start, 8 - start, (blocks,), 1)
+        executor.launch(StepPlan(handle, (), copies, (), (new,), (step,)))
+        world.run(world.now + 1.0)
+
+    def poll(pending: PendingSums) -> list[Sums]:
+        world.run(world.now + 1.0)
+        found = pending.poll()
+        assert found is not None
+        return found
+
+    compute(1, 0, 1, 2)
+    sums = poll(executor.digest(0, [1, 2], 0, 0, 8))
+    executor.adopt(0, [1, 2], sums, 8)
+    compute(2, 7, 1, 3, copies=(BlockCopy(0, 2, 3),))
+    assert np.array_equal(poll(executor.sums(0, [1, 3])), sums)
+    assert np.array_equal(poll(executor.digest(0, [1, 3], 0, 0, 8)), sums)
 
 
 def test_a_seed_repeats() -> None:
