@@ -119,14 +119,14 @@ class TransferMessage(Message, frozen=True, kw_only=True):
 
 
 class Reserve(TransferMessage, frozen=True, tag="reserve", kw_only=True):
-    """D names the blocks that P shall write; frozen once sent; may be extended by later ranges.
+    """D names the blocks that P shall write; frozen once sent.
 
     Attributes:
         prompt_key: chained key over all prompt tokens, partial tail included.
         num_tokens: prompt length.
         spans: per group, the target blocks wanted.
         remaining_ms: how long D will wait in all.
-        more: D will extend this reservation by another `Reserve`.
+        more: not used, and refused.
         keys: of the blocks from the first token wanted to `num_tokens`, 32 bytes each: P sends
             those that it holds, at once. The last is `prompt_key`. Empty for a prompt to come.
     """

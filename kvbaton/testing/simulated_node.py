@@ -55,6 +55,7 @@ from kvbaton.messages.engine import (
     TransferSpec,
 )
 from kvbaton.prefill.source_connector import SourceConnector
+from kvbaton.testing.machine_invariants import check_machine
 from kvbaton.testing.simulated_executor import (
     BROKEN,
     MARKS,
@@ -388,7 +389,7 @@ class SimulatedNode(SimulatedProcess):
             self.laws.saw(side, event, actions)
             self._num_events += 1
             if self._num_events % VALIDATE_EVERY == 0:
-                machine.validate()
+                check_machine(machine)
             if any(type(action) in FOR_ENGINE for action in actions):
                 self.wake_core()
             return actions

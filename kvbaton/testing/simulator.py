@@ -35,6 +35,7 @@ from multiprocessing import get_context
 from typing import Any
 
 from kvbaton.connectors.base import FenceScope
+from kvbaton.testing.machine_invariants import check_machine
 from kvbaton.testing.simulated_laws import NodeLaws
 from kvbaton.testing.simulated_node import NodeShape, SimulatedNode
 from kvbaton.testing.simulated_router import CALM_DEADLINE_S, ENCODER_OF, MODELS, SimulatedRouter
@@ -300,7 +301,7 @@ class Simulation:
                 if node.name == node.host:  # it has that of an encoder beside it in its own
                     node.core.turn()
                 for machine in node.machines.values():
-                    machine.validate()
+                    check_machine(machine)
                 for what in self._unrest(node, laws):
                     node.fail(what)
                 if node.core.imbalance():

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from kvbaton.connectors.layout import GroupKind, KVLayout
-from kvbaton.connectors.protocol.checks import check_complete, check_reserve, is_extension
+from kvbaton.connectors.protocol.checks import check_complete, check_reserve, is_repetition
 from kvbaton.connectors.protocol.events import (
     Deliver,
     Engage,
@@ -229,5 +229,5 @@ def test_keys_belong_to_what_is_frozen() -> None:
     groups = [KVLayout(0, GroupKind.FULL, 4, 100, ())]
     assert check_reserve(asked, groups) is None
     plain = Reserve(**told, prompt_key=LAST, num_tokens=20, spans=SPANS, remaining_ms=9)
-    assert not is_extension(asked, plain)
-    assert is_extension(asked, asked)
+    assert not is_repetition(asked, plain)
+    assert is_repetition(asked, asked)

@@ -12,7 +12,7 @@ import msgspec
 import pytest
 
 from kvbaton.connectors.protocol import incoming, source, target
-from kvbaton.connectors.protocol.checks import is_extension
+from kvbaton.connectors.protocol.checks import is_repetition
 from kvbaton.connectors.protocol.events import (
     Deliver,
     Fail,
@@ -228,7 +228,7 @@ def delivers_and_fails(self: Any, record: Any) -> None:
 @breaks((Target, "_repeat_cancel"))
 def cancels_once(self: Any, record: Any, given: Any) -> None:
     self.ring_in("resend", record.name, self.timers.resend)
-    if not any("> Cancel" in line for line in self.story(record.name)):
+    if not any("> Cancel" in line for line in self.stories.get(record.name, ())):
         self._answer_late(record, None)
 
 
@@ -424,7 +424,7 @@ def takes_a_request_of_another_prompt(self: Any, record: Any, event: Any) -> Non
     self._engage(record)
 
 
-@breaks((source, "is_extension"))
+@breaks((source, "is_repetition"))
 def lets_a_reserve_change(old: Any, new: Any) -> bool:
     return True
 
@@ -447,8 +447,7 @@ def takes_messages_to_an_earlier_generation(self: Any, message: Any) -> bool:
 
 @breaks((Source, "_reserve_again"))
 def renews_no_lease(self: Any, record: Any, message: Any) -> None:
-    if self._acceptable(record, message) and is_extension(record.reserve, message):
-        record.reserve = message
+    if self._acceptable(record, message) and is_repetition(record.reserve, message):
         self._send(record, Accepted)
 
 

@@ -54,6 +54,7 @@ from kvbaton.messages.control import (
     SessionDrained,
     Welcome,
 )
+from kvbaton.testing.machine_invariants import check_machine
 from kvbaton.types import Attempt, BlockSpan, ChoiceStart, NodeId, TransferTimers
 
 NAME = Attempt(b"t" * 16, 0)
@@ -89,7 +90,7 @@ class Rig:
 
     def do(self, event: Any) -> list[Any]:
         actions = self.machine.handle(event, self.now)
-        self.machine.validate()
+        check_machine(self.machine)
         return actions
 
     def hear(self, kind: type, session: bytes = b"s" * 16, **fields: Any) -> list[Any]:
@@ -505,6 +506,7 @@ def test_more_attempts_than_allowed_are_refused_by_name() -> None:
         {"num_tokens": 0},
         {"num_tokens": 1 << 60},
         {"remaining_ms": 0},
+        {"more": True},
     ],
 )
 @pytest.mark.parametrize("state", ["announced", "engaged"])
@@ -519,17 +521,6 @@ def test_a_reservation_is_frozen() -> None:
     other = ((BlockSpan(0, (20, 21, 22)),),)
     assert refusals(rig.reserve(spans=other)) == ["conflict"]
     assert refusals(rig.reserve(prompt_key=b"o" * 32)) == ["conflict"]
-
-
-def test_a_reservation_may_be_extended_by_later_blocks() -> None:
-    rig = Rig()
-    rig.hello()
-    rig.announce()
-    rig.reserve(spans=((BlockSpan(0, (10, 11)),),), more=True)
-    (post,) = of(rig.ready(0, 16), Post)
-    assert (post.start, post.end, lists(post.target)) == (0, 12, [[10, 11, -1]])
-    (post,) = of(rig.reserve(), Post)
-    assert (post.start, post.end, lists(post.target)) == (12, 16, [[10, 11, 12]])
 
 
 def test_an_attempt_belongs_to_one_session() -> None:
@@ -749,4 +740,4 @@ def test_every_message_in_every_state_leads_to_an_orderly_end(
         rig.ended(0, rank)
     assert sent(rig.hear(Cancel), Drained)
     assert rig.machine.ledger()["leases"] == 0
-    assert rig.machine.story(NAME)
+    assert rig.machine.stories[NAME]

@@ -57,6 +57,7 @@ from kvbaton.messages.control import (
     SessionDrained,
     Welcome,
 )
+from kvbaton.testing.machine_invariants import check_machine
 from kvbaton.types import Attempt, BlockSpan, ChoiceStart, NodeId, TransferTimers
 
 NAME = Attempt(b"t" * 16, 0)
@@ -97,7 +98,7 @@ class Rig:
 
     def do(self, event: Any) -> list[Any]:
         actions = self.machine.handle(event, self.now)
-        self.machine.validate()
+        check_machine(self.machine)
         for hello in sent(actions, Hello):
             self.session = hello.session
         return actions
@@ -866,7 +867,7 @@ def test_no_message_of_a_peer_breaks_a_machine(messages: list[Control]) -> None:
     for message in messages:
         target.do(Received(LINK, message))
         source.handle(Received(LINK, message), 0.0)
-        source.validate()
+        check_machine(source)
 
 
 def test_a_session_may_be_opened_before_it_is_needed() -> None:

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+import msgspec
+
 from kvbaton.connectors.layout import GroupKind, KVLayout
 from kvbaton.connectors.protocol.events import Landed
 from kvbaton.messages.control import Ack, Complete, Reserve
@@ -46,16 +48,6 @@ def counted_from(
     return tuple(firsts)
 
 
-def covered_end(spans: Spans, groups: Sequence[KVLayout], num_tokens: int) -> int:
-    """Tokens below this have a target block in every full group."""
-    ends = [
-        (group_spans[-1].first + len(group_spans[-1].blocks)) * group.block_size
-        for group_spans, group in zip(spans, groups, strict=True)
-        if group_spans and group.kind is GroupKind.FULL
-    ]
-    return min([*ends, num_tokens])
-
-
 def spans_slice(spans: Sequence[BlockSpan], cut: tuple[int, int]) -> tuple[BlockSpan, ...]:
     """Cut logical blocks [first, last) out of spans."""
     found = []
@@ -66,15 +58,12 @@ def spans_slice(spans: Sequence[BlockSpan], cut: tuple[int, int]) -> tuple[Block
     return tuple(found)
 
 
-def flatten(spans: Sequence[BlockSpan]) -> list[tuple[int, int]]:
-    """(logical, physical) of every block."""
-    return [(span.first + i, block) for span in spans for i, block in enumerate(span.blocks)]
-
-
 def check_reserve(reserve: Reserve, groups: Sequence[KVLayout]) -> str | None:
     """Check D's reservation against D's own pools."""
     if len(reserve.spans) != len(groups):
         return f"spans of {len(reserve.spans)} groups, expected {len(groups)}"
+    if reserve.more:
+        return "all blocks must be named at once"
     if reserve.num_tokens < 1 or reserve.remaining_ms < 1:
         return "num_tokens and remaining_ms must be positive"
     if not any(span.blocks for spans in reserve.spans for span in spans):
@@ -88,8 +77,8 @@ def check_reserve(reserve: Reserve, groups: Sequence[KVLayout]) -> str | None:
 
 def _check_keys(reserve: Reserve, groups: Sequence[KVLayout]) -> str | None:
     sizes = {group.block_size for group in groups if group.kind is not GroupKind.STATE}
-    if len(sizes) != 1 or reserve.more:
-        return f"keys name blocks of one size, all at once; sizes are {sorted(sizes)}"
+    if len(sizes) != 1:
+        return f"keys name blocks of one size; sizes are {sorted(sizes)}"
     (size,) = sizes
     start = first_token(reserve.spans, groups)
     wanted, rest = divmod(reserve.num_tokens - start, size)
@@ -116,19 +105,14 @@ def _check_spans(spans: Sequence[BlockSpan], group: KVLayout, reserve: Reserve) 
     needed = -(-reserve.num_tokens // group.block_size)
     if group.kind is not GroupKind.STATE and end > needed:
         return f"blocks up to {end} are named, {needed} hold the prompt"
-    if full and end < needed and not (spans and reserve.more):
+    if full and end < needed:
         return "the prompt's last blocks are missing"
     return None
 
 
-def is_extension(old: Reserve, new: Reserve) -> bool:
-    """Whether a later `Reserve` repeats an earlier one, or names further blocks after it."""
-    if (old.prompt_key, old.num_tokens, old.keys) != (new.prompt_key, new.num_tokens, new.keys):
-        return False
-    if not old.more:
-        return old.spans == new.spans and not new.more
-    pairs = zip(old.spans, new.spans, strict=True)
-    return all(flatten(b)[: len(flatten(a))] == flatten(a) for a, b in pairs)
+def is_repetition(old: Reserve, new: Reserve) -> bool:
+    """Whether a later `Reserve` says what an earlier one said: it is frozen once sent."""
+    return new == msgspec.structs.replace(old, seq=new.seq, remaining_ms=new.remaining_ms)
 
 
 def check_ack(ack: Ack, num_tokens: int) -> str | None:

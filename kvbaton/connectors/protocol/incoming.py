@@ -179,18 +179,3 @@ class Incoming(Record):
             end = self.arrivals[write].end
             write += 1
         return end
-
-    def wrong(self) -> str | None:
-        """What is wrong with it, if anything."""
-        if (self.session is None) != (self.state is TargetState.WAITING):
-            return "a session in a wrong state"
-        if self.session is not None and self.session.attempts.get(self.name) is not self:
-            return "its session does not know it"
-        over = self.session is not None and self.session.over
-        if over and self.state is not TargetState.DRAINING:
-            return "alive in a session that is over"
-        if self.complete is None and self.state is TargetState.COMPLETING:
-            return "completing without Complete"
-        if any(self.arrivals[write].missing for write in self.verified):
-            return "verified before it has landed"
-        return None

@@ -137,10 +137,6 @@ class Record:
     outcome: str = ""
     session: Any = None
 
-    def wrong(self) -> str | None:
-        """What is wrong with it, if anything."""
-        raise NotImplementedError
-
 
 RecordT = TypeVar("RecordT", bound=Record)
 
@@ -213,10 +209,6 @@ class Machine(Alarms, Generic[RecordT]):
         """Attempts alive and what they hold."""
         raise NotImplementedError
 
-    def story(self, attempt: Attempt) -> list[str]:
-        """What happened to an attempt, oldest line first, each with its time."""
-        return list(self.stories.get(attempt, ()))
-
     def record(self, name: Attempt) -> RecordT:
         """The attempt of that name, or one that is not known or has ended, and is not kept."""
         if (live := self.live.get(name)) is not None:
@@ -224,19 +216,6 @@ class Machine(Alarms, Generic[RecordT]):
         outcome = self.ended.outcome(name, self.now)
         unknown, *_, ended = self.states
         return self.record_type(name, unknown if outcome is None else ended, outcome or "")
-
-    def validate(self) -> None:
-        """Check the invariants; raises `AssertionError`, with the story of what is wrong."""
-        for record in self.live.values():
-            problem = record.wrong()
-            if problem is None and self.rings_at("deadline", record.name) is None:
-                problem = f"no deadline in state {record.state.value}"
-            if problem is not None:
-                story = self.story(record.name)
-                raise AssertionError("\n".join([f"{record.name}: {problem}", *story]))
-        counters = self.counters
-        done = counters.completed + counters.failed + counters.cancelled
-        assert counters.started == done + len(self.live), f"{counters}, {len(self.live)} live"
 
     # --- for the sides ---
 

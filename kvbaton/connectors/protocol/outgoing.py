@@ -8,7 +8,6 @@ from enum import Enum
 
 from kvbaton.connectors.layout import KVLayout
 from kvbaton.connectors.plan import BlockTable, block_tables
-from kvbaton.connectors.protocol.checks import covered_end
 from kvbaton.connectors.protocol.events import BlocksReady, Post
 from kvbaton.connectors.protocol.machine import Record
 from kvbaton.connectors.protocol.session import Session, SessionState
@@ -65,7 +64,7 @@ class Outgoing(Record):
 
     Attributes:
         session: the one whose `Reserve` was accepted; None before.
-        reserve: what D asked for, extensions included; set with the session.
+        reserve: what D asked for; set with the session.
         until: when D will have given up in any case.
         engaged: `Engage` was emitted, so a `Release` is owed.
         pinned: blocks that it holds because they were named by key.
@@ -75,7 +74,6 @@ class Outgoing(Record):
         posted: tokens below this are posted; never goes back.
         blocks: per group, the source block behind each logical block, see `plan.block_tables`.
         targets: likewise the target's.
-        covered: tokens below this have a target block in every full group.
         writes: (start, end) of each write, by number.
         flying: parts of writes that are not terminal; its session's `flying` has the same set.
     """
@@ -94,7 +92,6 @@ class Outgoing(Record):
     posted: int = 0
     blocks: list[BlockTable] = field(default_factory=list)
     targets: list[BlockTable] = field(default_factory=list)
-    covered: int = 0
     writes: list[tuple[int, int]] = field(default_factory=list)
     flying: set[Write] = field(default_factory=set)
     choices: tuple[ChoiceStart, ...] | None = None
@@ -103,18 +100,12 @@ class Outgoing(Record):
 
     def engage(self, groups: Sequence[KVLayout]) -> None:
         """The engine starts to report, from the first token wanted on."""
+        assert self.session is not None
         self.engaged = True
         self.ready = self.posted = self.start
         self.end = self.num_tokens
         self.blocks = block_tables(((),) * len(groups), groups, self.num_tokens)
-        self.aim()
-
-    def aim(self) -> None:
-        """D has reserved, or has extended its reservation."""
-        assert self.session is not None
-        spans, groups = self.reserve.spans, self.session.groups
-        self.targets = block_tables(spans, groups, self.num_tokens)
-        self.covered = covered_end(spans, groups, self.num_tokens)
+        self.targets = block_tables(self.reserve.spans, self.session.groups, self.num_tokens)
 
     def take(self, report: BlocksReady) -> None:
         """Take in which blocks have become final.
@@ -130,8 +121,8 @@ class Outgoing(Record):
         self.ready = report.end
 
     def posts(self) -> Iterator[Post]:
-        """Writes of what is ready and wanted, up to a border where blocks of both sides begin."""
-        session, end = self.session, min(self.ready, self.covered)
+        """Writes of what is ready, up to a border where blocks of both sides begin."""
+        session, end = self.session, self.ready
         assert session is not None
         if end < self.end:
             end -= end % session.unit
@@ -144,18 +135,3 @@ class Outgoing(Record):
             session.flying[self.name] = self.flying
             tables = self.blocks, self.targets
             yield Post(self.name, session.id, number, start, self.posted, session.pairings, *tables)
-
-    def wrong(self) -> str | None:
-        """What is wrong with it, if anything."""
-        over = self.state in (SourceState.ENGAGED, SourceState.COMPLETED)
-        if self.engaged != over and self.state is not SourceState.STOPPING:
-            return "engaged in a wrong state"
-        if self.flying and not self.engaged:
-            return "writes without a lease"
-        if [start for start, _ in self.writes] != [self.start, *(e for _, e in self.writes)][:-1]:
-            return f"writes do not join: {self.writes}"
-        if self.state is SourceState.STOPPING and not self.flying:
-            return "nothing is in flight and it has not ended"
-        if self.engaged and not self.posted <= self.ready <= self.num_tokens:
-            return f"posted {self.posted}, ready {self.ready} of {self.num_tokens}"
-        return None

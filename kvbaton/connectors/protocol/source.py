@@ -27,7 +27,7 @@ from kvbaton.connectors.protocol.checks import (
     check_reserve,
     counted_from,
     first_token,
-    is_extension,
+    is_repetition,
 )
 from kvbaton.connectors.protocol.machine import Machine, Reactions, Table
 from kvbaton.connectors.protocol.outgoing import Outgoing, SourceSession
@@ -86,12 +86,6 @@ class Source(SourceSessions):
             "writes_undrained": self.num_undrained(),
             "sessions": self.dump(),
         }
-
-    def validate(self) -> None:
-        """Check the invariants; raises `AssertionError`."""
-        super().validate()
-        pinned = sum(record.pinned for record in self.live.values())
-        assert pinned == self._pinned.total(), f"{pinned} blocks are pinned, not {self._pinned}"
 
     # --- dispatch ---
 
@@ -164,19 +158,15 @@ class Source(SourceSessions):
             self._engage(record)
 
     def _reserve_again(self, record: Outgoing, message: control.Reserve) -> None:
-        """Equal, or longer by later blocks: answer `Accepted` and renew the lease. Other content or another session: `Refused(conflict)`."""
+        """Equal: answer `Accepted` and renew the lease. Other content or another session: `Refused(conflict)`."""
         if not self._acceptable(record, message):
             return
-        if not is_extension(record.reserve, message):
+        if not is_repetition(record.reserve, message):
             self._refuse(record, "conflict", "a reservation is frozen once sent")
             return
-        record.reserve = message
         if record.state is not State.RESERVED:
-            record.aim()
             self._renew(record)
         self._send(record, control.Accepted)
-        if record.state is State.ENGAGED:
-            self._push(record)
 
     def _reserve_over(self, record: Outgoing, message: control.Reserve) -> None:
         """`Refused`, code after how it ended: `expired`, else `consumed`."""

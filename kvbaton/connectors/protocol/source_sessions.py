@@ -291,10 +291,3 @@ class SourceSessions(Sessions[Outgoing, SourceSession]):
             self.ring_in("deadline", owner, self.timers.tombstone)
         else:
             self._forget(owner)
-
-    def validate(self) -> None:
-        """Check the invariants; raises `AssertionError`."""
-        super().validate()
-        for session in (*self.known.values(), *self._over.values()):
-            if session.state is not SessionState.CLOSING:
-                assert self.rings_at("deadline", session.id) is not None, f"{session}"

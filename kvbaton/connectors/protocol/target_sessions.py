@@ -370,13 +370,3 @@ class TargetSessions(Sessions[Incoming, TargetSession]):
             self._end_all(session.node, f"nothing was heard for {self.timers.lease:g} s")
         else:
             self._say_hello(line, session)
-
-    def validate(self) -> None:
-        """Check the invariants; raises `AssertionError`."""
-        super().validate()
-        for line in self.lines.values():
-            alarm = self.rings_at("resend", line.address)
-            assert alarm is not None, f"nothing would wake {line}"
-        for session in self.known.values():
-            used = not session.over and self.lines[session.address].session is session
-            assert used or session.attempts, f"{session} should be forgotten"
