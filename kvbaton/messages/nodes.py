@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Annotated, Any
 
-from msgspec import Struct
+from msgspec import Meta, Struct
 
 from kvbaton.messages.engine import Item, Output, SamplingParams
 from kvbaton.types import Name, Text, TokenId, TokenLogprobs
@@ -119,4 +119,4 @@ class Members(Struct, frozen=True, kw_only=True):
     """The router's answer: who else belongs to the cluster, and when to call again."""
 
     control_addresses: tuple[Name, ...]
-    heartbeat_s: float
+    heartbeat_s: Annotated[float, Meta(gt=0, le=3600)]

@@ -23,7 +23,11 @@ logger = logging.getLogger(__name__)
 OnMembers = Callable[[tuple[str, ...]], Awaitable[None]]
 
 REFUSALS = (400, 401, 403, 404, 405, 409, 410, 422)
-"""Answers that repeating the question does not change."""
+"""Answers that repeating the question does not change.
+
+Once it was registered a node has work to do: then it goes on and asks again, whoever answers in the
+router's place, until the router says that it was removed.
+"""
 
 
 class NodeRegistrar:
@@ -72,22 +76,23 @@ class NodeRegistrar:
         """Register, then repeat until cancelled.
 
         Raises:
-            ConfigError: ``--router`` can't be reached or refuses this node.
+            ConfigError: ``--router`` can't be reached or refuses this node at first, or has removed
+                it.
         """
         give_up, failures = time.monotonic() + self._first_deadline_s, 0
         async with aiohttp.ClientSession(timeout=self._timeout) as session:
             while True:
                 try:
                     members = await self._register(session)
+                    if members.control_addresses != self._known:
+                        await self._on_members(members.control_addresses)
                 except (aiohttp.ClientError, OSError, TimeoutError, msgspec.DecodeError) as error:
                     if self._known is None and time.monotonic() >= give_up:
                         raise ConfigError(
                             "--router", f"can't register at {self._url}: {error!r}"
                         ) from error
                     if failures == 0:
-                        logger.warning(
-                            "can't reach the router at %s, trying on: %r", self._url, error
-                        )
+                        logger.warning("can't register at %s, trying on: %r", self._url, error)
                     failures += 1
                     longest = min(0.1 * 2**failures, self._max_backoff_s)
                     await asyncio.sleep(random.uniform(0.05, longest))
@@ -95,9 +100,7 @@ class NodeRegistrar:
                 if failures or self._known is None:
                     logger.info("registered at %s", self._url)
                 failures = 0
-                if members.control_addresses != self._known:
-                    await self._on_members(members.control_addresses)
-                    self._known = members.control_addresses
+                self._known = members.control_addresses
                 with suppress(TimeoutError):
                     await asyncio.wait_for(self._news.wait(), members.heartbeat_s)
                     self._news.clear()
@@ -125,9 +128,10 @@ class NodeRegistrar:
             if response.ok:
                 return msgspec.json.decode(answer, type=Members)
             try:
-                reason = msgspec.json.decode(answer, type=ErrorBody).error.message
+                error = msgspec.json.decode(answer, type=ErrorBody).error
+                reason, code = error.message, error.code
             except msgspec.DecodeError:
-                reason = answer[:200].decode(errors="replace")
-            if response.status in REFUSALS:
+                reason, code = answer[:200].decode(errors="replace"), None
+            if response.status in REFUSALS and (self._known is None or code == "removed"):
                 raise ConfigError("--router", f"it refused this node: {reason}")
             raise aiohttp.ClientError(reason)  # later, perhaps

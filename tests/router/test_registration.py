@@ -3,16 +3,19 @@
 from __future__ import annotations
 
 import asyncio
+import itertools
 from collections.abc import AsyncIterator, Callable
 from typing import Any
 
 import msgspec
 import pytest
+from aiohttp import web
+from aiohttp.test_utils import TestServer
 
 from kvbaton.errors import ConfigError
 from kvbaton.messages.nodes import NodeInfo
 from kvbaton.router.config import MembershipTimers
-from kvbaton.server.registration import NodeRegistrar
+from kvbaton.server.registration import REFUSALS, NodeRegistrar
 from tests.support.waiting import eventually
 
 Start = Callable[..., tuple[NodeRegistrar, "asyncio.Task[None]", list[tuple[str, ...]]]]
@@ -104,3 +107,45 @@ async def test_a_node_whose_id_is_in_use_waits_is_told_whose_it_is_and_removes_n
     await rig.nodes["d0"].stop()
     await eventually(lambda: told == [()])
     assert rig.directory.membership.members["d0"].info.generation == "2"
+
+
+GOOD = b'{"control_addresses": [], "heartbeat_s": 0.01}'
+GOOD_TOO = b'{"control_addresses": ["tcp://127.0.0.1:5"], "heartbeat_s": 0.01}'
+NONSENSE = [
+    b"",
+    b"<html>502 Bad Gateway</html>",
+    b"null",
+    b"[]",
+    b'{"control_addresses": "tcp://127.0.0.1:1", "heartbeat_s": 0.01}',
+    b'{"control_addresses": [5], "heartbeat_s": 0.01}',
+    b'{"control_addresses": []}',
+    b'{"control_addresses": [], "heartbeat_s": null}',
+    b'{"control_addresses": [], "heartbeat_s": 0}',
+    b'{"control_addresses": [], "heartbeat_s": -1}',
+    b'{"control_addresses": [], "heartbeat_s": 1e300}',
+    b'{"control_addresses": [], "heartbeat_s": 1e999}',
+    b"[" * 100_000,
+]
+
+
+async def test_whatever_a_router_answers_a_registered_node_goes_on(
+    make_rig: Any, start: Start
+) -> None:
+    rig = await make_rig(prefill=0)
+    asked: list[web.Request] = []
+    refusals = itertools.product([*REFUSALS, 302, 500], NONSENSE[1:3])
+    answers = [(200, GOOD), *((200, body) for body in NONSENSE), *refusals, (200, GOOD_TOO)]
+
+    async def answer(request: web.Request) -> web.Response:
+        asked.append(request)
+        status, body = answers[min(len(asked), len(answers)) - 1]
+        return web.Response(status=status, body=body)
+
+    app = web.Application()
+    app.router.add_post("/nodes", answer)
+    async with TestServer(app) as server:
+        info = rig.nodes["d0"].info
+        _, task, told = start(str(server.make_url("/")), lambda: info, max_backoff_s=0.0)
+        await eventually(lambda: len(asked) > len(answers) or task.done(), 60)
+        assert not task.done(), task.result()
+        assert told == [(), ("tcp://127.0.0.1:5",)]
