@@ -5,7 +5,6 @@ Needs neither torch nor transformers, so that the HTTP process may read it too.
 
 from __future__ import annotations
 
-import math
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -20,13 +19,13 @@ from kvbaton.engine.mla_config import MLA_ARCHITECTURES, MlaConfig, read_mla
 from kvbaton.engine.moe_config import MoeConfig, read_moe
 from kvbaton.engine.nope_config import NopeConfig, read_nope
 from kvbaton.engine.quantization.config import Quantization, read_quantization
-from kvbaton.engine.vision_config import VISION_FAMILIES, VisionConfig, VisionFamily, read_vision
+from kvbaton.engine.rope_config import RawRotary, RopeConfig, read_local_rope, read_rope
+from kvbaton.engine.vision_config import VISION_FAMILIES, VisionConfig, read_vision
 from kvbaton.errors import ConfigError
 
 __all__ = [
     "ModelConfig",
     "MoeConfig",
-    "RopeConfig",
     "VisionConfig",
     "load_model_config",
     "resolve_max_model_len",
@@ -99,47 +98,6 @@ ARCHITECTURES = {
     "Qwen3VLForConditionalGeneration": _QWEN3,
 }
 """What is supported, by the name that ``config.json`` gives."""
-
-
-@dataclass(frozen=True, kw_only=True)
-class RopeConfig:
-    """Rotary embedding: base, and Llama 3's stretching of low frequencies if `factor` is not 1.
-
-    Attributes:
-        linear: all frequencies are divided by `factor` (Chen et al., arXiv 2306.15595).
-        yarn: frequencies that turn at most `beta_slow` times within the original positions are
-            divided, those that turn at least `beta_fast` times stay, and what is between is
-            interpolated (Peng et al., arXiv 2309.00071).
-        truncate: YaRN's interpolation begins and ends at whole numbers of frequencies.
-        attention_factor: cosines and sines are multiplied by it.
-        mrope_section: of multimodal models, how many of the ``head_dim / 2`` frequencies turn with
-            the temporal, the vertical and the horizontal position (Wang et al., arXiv 2409.12191).
-        mrope_interleaved: the three take turns (t, h, w, t, h, w, ...) instead of following one
-            another; what is left over is temporal.
-        share: of a head's features that turn, the first ones.
-        proportional: features turn as if all did: the first ones with those half a head further on,
-            and with the frequencies that they have then.
-    """
-
-    theta: float = 10_000.0
-    factor: float = 1.0
-    linear: bool = False
-    yarn: bool = False
-    beta_fast: float = 32.0
-    beta_slow: float = 1.0
-    truncate: bool = True
-    attention_factor: float = 1.0
-    low_freq_factor: float = 1.0
-    high_freq_factor: float = 4.0
-    original_max_position: int = 8192
-    mrope_section: tuple[int, ...] = ()
-    mrope_interleaved: bool = False
-    share: float = 1.0
-    proportional: bool = False
-
-    def rotary_dim(self, head_dim: int) -> int:
-        """Features of a head that turn."""
-        return int(head_dim * self.share)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -240,55 +198,25 @@ class ModelConfig:
         return self.vision
 
 
-class _Rope(msgspec.Struct):
-    rope_type: str | None = None
-    type: str | None = None
-    rope_theta: float | None = None
-    factor: float | None = None
-    low_freq_factor: float | None = None
-    high_freq_factor: float | None = None
-    original_max_position_embeddings: int | None = None
-    beta_fast: float | None = None
-    beta_slow: float | None = None
-    truncate: bool = True
-    attention_factor: float | None = None
-    mscale: float | None = None
-    mscale_all_dim: float | None = None
-    partial_rotary_factor: float | None = None
-    mrope_section: tuple[int, int, int] | None = None
-    full_attention: _Rope | None = None
-    sliding_attention: _Rope | None = None
-
-
-class _Raw(msgspec.Struct):
+class _Raw(RawRotary, kw_only=True):
     """The fields of ``config.json`` that we read, under their own names."""
 
     architectures: list[str]
     vocab_size: int
-    hidden_size: int
     intermediate_size: int
     num_hidden_layers: int
-    num_attention_heads: int
     num_key_value_heads: int | None = None
-    head_dim: int | None = None
     rms_norm_eps: float = 1e-6
     hidden_act: str | None = None
     hidden_activation: str | None = None
-    max_position_embeddings: int = 2048
-    original_max_position_embeddings: int | None = None
     tie_word_embeddings: bool | None = None
     attention_bias: bool | None = None
     mlp_bias: bool = False
-    rope_theta: float | None = None
-    rope_scaling: _Rope | None = None
-    rope_parameters: _Rope | None = None
-    rope_local_base_freq: float = 10_000.0
     query_pre_attn_scalar: float | None = None
     attn_logit_softcapping: float | None = None
     final_logit_softcapping: float | None = None
     use_bidirectional_attention: bool | str | None = None
     sliding_window_pattern: int = 6
-    partial_rotary_factor: float | None = None
     sliding_window: int | None = None
     attention_chunk_size: int | None = None
     intermediate_size_mlp: int | None = None
@@ -332,15 +260,9 @@ def load_model_config(
     ids = {token for end in ends for token in (end if isinstance(end, list) else [end])}
     bias = family.sinks if raw.attention_bias is None else raw.attention_bias
     dtype = _dtype(raw, family, dtype)
-    rope, mla, nope = _rope(raw), read_mla(content, architecture), read_nope(content, architecture)
-    local_rope = None
-    if family.gemma:  # of layers with a window
-        local = raw.rope_parameters.sliding_attention if raw.rope_parameters else None
-        if local is not None and (local.rope_type or "default") != "default":
-            kind = local.rope_type
-            raise ConfigError("--model", f"rope_type {kind!r} of windows is unsupported")
-        theta = (local.rope_theta if local else None) or raw.rope_local_base_freq
-        local_rope = RopeConfig(theta=theta)
+    mla, nope = read_mla(content, architecture), read_nope(content, architecture)
+    vision = VISION_FAMILIES.get(architecture)
+    rope = read_rope(raw, (vision or family).rope_theta, family.rotary_share, vision)
     own_scale = (raw.query_pre_attn_scalar or 256) ** -0.5 if family.gemma else None
     gemma4 = read_gemma4(content, architecture)
     if gemma4 is not None:
@@ -357,7 +279,7 @@ def load_model_config(
         num_layers=raw.num_hidden_layers,
         num_heads=raw.num_attention_heads,
         num_kv_heads=1 if mla else raw.num_key_value_heads or raw.num_attention_heads,
-        head_dim=mla.head_dim if mla else _head_dim(raw),
+        head_dim=mla.head_dim if mla else raw.head_size,
         rms_norm_eps=raw.rms_norm_eps,
         rope=rope,
         max_position_embeddings=max(positions, raw.max_position_embeddings),
@@ -377,7 +299,7 @@ def load_model_config(
         quantization=read_quantization(raw.quantization_config, quantization),
         moe=read_moe(content, architecture),
         sinks=family.sinks,
-        local_rope=local_rope,
+        local_rope=read_local_rope(raw) if family.gemma else None,
         attention_scale=mla.scale if mla else own_scale,
         norm_offset=family.norm_offset,
         activation="gelu_tanh" if family.gemma else "silu",
@@ -483,106 +405,6 @@ def _dtype(raw: _Raw, family: Family, asked: str) -> str:
     if name not in DTYPES:
         raise ConfigError("--dtype", f"{name!r} is unsupported; choose one of {list(DTYPES)}")
     return name
-
-
-def _head_dim(raw: _Raw) -> int:
-    return raw.head_dim or raw.hidden_size // raw.num_attention_heads
-
-
-def _rope(raw: _Raw) -> RopeConfig:
-    rope = raw.rope_parameters or raw.rope_scaling or _Rope()
-    rope = rope.full_attention or rope
-    family = VISION_FAMILIES.get(raw.architectures[0])
-    default = (family or ARCHITECTURES[raw.architectures[0]]).rope_theta
-    theta = rope.rope_theta or raw.rope_theta or default
-    kind = rope.rope_type or rope.type or "default"
-    if family is not None:
-        return _multimodal_rope(raw, family, rope.mrope_section, kind, theta)
-    own = ARCHITECTURES[raw.architectures[0]].rotary_share
-    share = raw.partial_rotary_factor or rope.partial_rotary_factor or own or 1.0
-    if kind == "proportional":
-        factor = rope.factor or 1.0
-        return RopeConfig(theta=theta, share=share, proportional=True, factor=factor, linear=True)
-    if share != 1.0 and (own is None or kind != "default"):
-        raise ConfigError("--model", f"partial_rotary_factor {share:g} is unsupported")
-    if kind == "default":
-        half, turned = _head_dim(raw) // 2, _head_dim(raw) * share / 2
-        if share != 1.0 and not (0 < turned < half and turned == int(turned)):
-            raise ConfigError(
-                "--model", f"partial_rotary_factor {share:g} must give an even part of {2 * half}"
-            )
-        return RopeConfig(theta=theta, share=share)
-    factor = rope.factor or 0.0
-    if kind in ("linear", "yarn") and factor < 1:
-        raise ConfigError("--model", f"rope_type {kind!r} needs a factor from 1 on, not {factor:g}")
-    if kind == "linear":
-        return RopeConfig(theta=theta, factor=factor, linear=True)
-    original = (
-        raw.original_max_position_embeddings
-        or rope.original_max_position_embeddings
-        or raw.max_position_embeddings
-    )
-    if kind == "yarn":
-        return _yarn(rope, theta, factor, original)
-    if kind != "llama3":
-        known = "'default', 'linear', 'llama3', 'yarn'"
-        raise ConfigError("--model", f"rope_type {kind!r} is unsupported; supported: {known}")
-    if rope.factor is None or rope.low_freq_factor is None or rope.high_freq_factor is None:
-        raise ConfigError(
-            "--model", "rope_type 'llama3' needs factor, low_freq_factor and high_freq_factor"
-        )
-    return RopeConfig(
-        theta=theta,
-        factor=rope.factor,
-        low_freq_factor=rope.low_freq_factor,
-        high_freq_factor=rope.high_freq_factor,
-        original_max_position=original,
-    )
-
-
-def _yarn(rope: _Rope, theta: float, factor: float, original: int) -> RopeConfig:
-    fast, slow = rope.beta_fast or 32.0, rope.beta_slow or 1.0
-    if not 0 < slow < fast:
-        raise ConfigError(
-            "--model", f"rope_type 'yarn' needs beta_fast {fast:g} above beta_slow {slow:g} above 0"
-        )
-    attention_factor = rope.attention_factor
-    if attention_factor is None:
-        both = rope.mscale and rope.mscale_all_dim
-        scales = (rope.mscale, rope.mscale_all_dim) if both else (1.0, 0.0)
-        above, below = (0.1 * (scale or 0.0) * math.log(factor) + 1.0 for scale in scales)
-        attention_factor = above / below
-    if not 0 < attention_factor < math.inf:
-        raise ConfigError("--model", f"attention_factor {attention_factor} must be positive")
-    return RopeConfig(
-        theta=theta,
-        factor=factor,
-        yarn=True,
-        beta_fast=fast,
-        beta_slow=slow,
-        truncate=rope.truncate,
-        attention_factor=attention_factor,
-        original_max_position=original,
-    )
-
-
-def _multimodal_rope(
-    raw: _Raw,
-    family: VisionFamily,
-    section: tuple[int, int, int] | None,
-    kind: str,
-    theta: float,
-) -> RopeConfig:
-    if kind not in ("default", "mrope"):
-        raise ConfigError(
-            "--model", f"rope_type {kind!r} is unsupported; need 'default' or 'mrope'"
-        )
-    half = _head_dim(raw) // 2
-    if section is None or sum(section) != half or min(section) < 0:
-        raise ConfigError("--model", f"mrope_section must be three numbers that add up to {half}")
-    return RopeConfig(
-        theta=theta, mrope_section=section, mrope_interleaved=family.mrope_interleaved
-    )
 
 
 def _windows(raw: _Raw, family: Family, nope: NopeConfig | None) -> tuple[int, ...]:

@@ -4,8 +4,8 @@ import pytest
 import torch
 
 from kvbaton.engine.attention import rotate
-from kvbaton.engine.model_config import RopeConfig
 from kvbaton.engine.models.layers import RotaryEmbedding
+from kvbaton.engine.rope_config import RopeConfig
 from kvbaton.kernels.rope_write import HeadNorms, rope_write, rope_write_reference
 
 

@@ -18,9 +18,10 @@ from torch import Tensor, nn
 
 from kvbaton.engine.collectives import Shard
 from kvbaton.engine.mla_config import MlaConfig
-from kvbaton.engine.model_config import ModelConfig, RopeConfig
+from kvbaton.engine.model_config import ModelConfig
 from kvbaton.engine.models.linear import linear_method, product
 from kvbaton.engine.quantization.config import Quantization
+from kvbaton.engine.rope_config import RopeConfig
 from kvbaton.engine.state_blocks import StateBatch
 from kvbaton.kernels.rms_norm import rms_norm
 from kvbaton.kernels.rope_write import HeadNorms

@@ -1,0 +1,205 @@
+"""What ``config.json`` says about rotary embeddings (`RopeConfig`). Needs no torch.
+
+Source: Su et al., "RoFormer", arXiv 2104.09864; of what stretches it, see `RopeConfig`.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+
+import msgspec
+
+from kvbaton.engine.vision_config import VisionFamily
+from kvbaton.errors import ConfigError
+
+
+@dataclass(frozen=True, kw_only=True)
+class RopeConfig:
+    """Rotary embedding: base, and Llama 3's stretching of low frequencies if `factor` is not 1.
+
+    Attributes:
+        linear: all frequencies are divided by `factor` (Chen et al., arXiv 2306.15595).
+        yarn: frequencies that turn at most `beta_slow` times within the original positions are
+            divided, those that turn at least `beta_fast` times stay, and what is between is
+            interpolated (Peng et al., arXiv 2309.00071).
+        truncate: YaRN's interpolation begins and ends at whole numbers of frequencies.
+        attention_factor: cosines and sines are multiplied by it.
+        mrope_section: of multimodal models, how many of the ``head_dim / 2`` frequencies turn with
+            the temporal, the vertical and the horizontal position (Wang et al., arXiv 2409.12191).
+        mrope_interleaved: the three take turns (t, h, w, t, h, w, ...) instead of following one
+            another; what is left over is temporal.
+        share: of a head's features that turn, the first ones.
+        proportional: features turn as if all did: the first ones with those half a head further on,
+            and with the frequencies that they have then.
+    """
+
+    theta: float = 10_000.0
+    factor: float = 1.0
+    linear: bool = False
+    yarn: bool = False
+    beta_fast: float = 32.0
+    beta_slow: float = 1.0
+    truncate: bool = True
+    attention_factor: float = 1.0
+    low_freq_factor: float = 1.0
+    high_freq_factor: float = 4.0
+    original_max_position: int = 8192
+    mrope_section: tuple[int, ...] = ()
+    mrope_interleaved: bool = False
+    share: float = 1.0
+    proportional: bool = False
+
+    def rotary_dim(self, head_dim: int) -> int:
+        """Features of a head that turn."""
+        return int(head_dim * self.share)
+
+
+class _RotaryEntry(msgspec.Struct):
+    rope_type: str | None = None
+    type: str | None = None
+    rope_theta: float | None = None
+    factor: float | None = None
+    low_freq_factor: float | None = None
+    high_freq_factor: float | None = None
+    original_max_position_embeddings: int | None = None
+    beta_fast: float | None = None
+    beta_slow: float | None = None
+    truncate: bool = True
+    attention_factor: float | None = None
+    mscale: float | None = None
+    mscale_all_dim: float | None = None
+    partial_rotary_factor: float | None = None
+    mrope_section: tuple[int, int, int] | None = None
+    full_attention: _RotaryEntry | None = None
+    sliding_attention: _RotaryEntry | None = None
+
+
+class RawRotary(msgspec.Struct, kw_only=True):
+    """The fields of ``config.json`` that say how heads are turned, under their own names."""
+
+    hidden_size: int
+    num_attention_heads: int
+    head_dim: int | None = None
+    max_position_embeddings: int = 2048
+    original_max_position_embeddings: int | None = None
+    rope_theta: float | None = None
+    rope_scaling: _RotaryEntry | None = None
+    rope_parameters: _RotaryEntry | None = None
+    rope_local_base_freq: float = 10_000.0
+    partial_rotary_factor: float | None = None
+
+    @property
+    def head_size(self) -> int:
+        """Features of a head."""
+        return self.head_dim or self.hidden_size // self.num_attention_heads
+
+
+def read_rope(
+    raw: RawRotary, base: float, share: float | None, vision: VisionFamily | None
+) -> RopeConfig:
+    """What turns the heads of a model, in layers without a window if those have their own.
+
+    Args:
+        raw: what its folder says.
+        base: the rotation's base where that names none.
+        share: of a head's features that turn, likewise; None for families that turn all.
+        vision: the family of a multimodal model; None for one of text only.
+
+    Raises:
+        ConfigError: a field is missing, out of range or not supported; names it.
+    """
+    rope = raw.rope_parameters or raw.rope_scaling or _RotaryEntry()
+    rope = rope.full_attention or rope
+    theta = rope.rope_theta or raw.rope_theta or base
+    kind = rope.rope_type or rope.type or "default"
+    if vision is not None:
+        if kind not in ("default", "mrope"):
+            raise ConfigError(
+                "--model", f"rope_type {kind!r} is unsupported; need 'default' or 'mrope'"
+            )
+        half, section = raw.head_size // 2, rope.mrope_section
+        if section is None or sum(section) != half or min(section) < 0:
+            raise ConfigError(
+                "--model", f"mrope_section must be three numbers that add up to {half}"
+            )
+        interleaved = vision.mrope_interleaved
+        return RopeConfig(theta=theta, mrope_section=section, mrope_interleaved=interleaved)
+    turned = raw.partial_rotary_factor or rope.partial_rotary_factor or share or 1.0
+    if kind == "proportional":
+        factor = rope.factor or 1.0
+        return RopeConfig(theta=theta, share=turned, proportional=True, factor=factor, linear=True)
+    if turned != 1.0 and (share is None or kind != "default"):
+        raise ConfigError("--model", f"partial_rotary_factor {turned:g} is unsupported")
+    if kind == "default":
+        half, pairs = raw.head_size // 2, raw.head_size * turned / 2
+        if turned != 1.0 and not (0 < pairs < half and pairs == int(pairs)):
+            raise ConfigError(
+                "--model", f"partial_rotary_factor {turned:g} must give an even part of {2 * half}"
+            )
+        return RopeConfig(theta=theta, share=turned)
+    factor = rope.factor or 0.0
+    if kind in ("linear", "yarn") and factor < 1:
+        raise ConfigError("--model", f"rope_type {kind!r} needs a factor from 1 on, not {factor:g}")
+    if kind == "linear":
+        return RopeConfig(theta=theta, factor=factor, linear=True)
+    original = (
+        raw.original_max_position_embeddings
+        or rope.original_max_position_embeddings
+        or raw.max_position_embeddings
+    )
+    if kind == "yarn":
+        return _yarn(rope, theta, factor, original)
+    if kind != "llama3":
+        known = "'default', 'linear', 'llama3', 'yarn'"
+        raise ConfigError("--model", f"rope_type {kind!r} is unsupported; supported: {known}")
+    if rope.factor is None or rope.low_freq_factor is None or rope.high_freq_factor is None:
+        raise ConfigError(
+            "--model", "rope_type 'llama3' needs factor, low_freq_factor and high_freq_factor"
+        )
+    return RopeConfig(
+        theta=theta,
+        factor=rope.factor,
+        low_freq_factor=rope.low_freq_factor,
+        high_freq_factor=rope.high_freq_factor,
+        original_max_position=original,
+    )
+
+
+def read_local_rope(raw: RawRotary) -> RopeConfig:
+    """What turns heads of layers with a window, where that differs from the others.
+
+    Raises:
+        ConfigError: it is not supported; names it.
+    """
+    local = raw.rope_parameters.sliding_attention if raw.rope_parameters else None
+    kind = (local.rope_type if local else None) or "default"
+    if kind != "default":
+        raise ConfigError("--model", f"rope_type {kind!r} of windows is unsupported")
+    return RopeConfig(theta=(local.rope_theta if local else None) or raw.rope_local_base_freq)
+
+
+def _yarn(rope: _RotaryEntry, theta: float, factor: float, original: int) -> RopeConfig:
+    fast, slow = rope.beta_fast or 32.0, rope.beta_slow or 1.0
+    if not 0 < slow < fast:
+        raise ConfigError(
+            "--model", f"rope_type 'yarn' needs beta_fast {fast:g} above beta_slow {slow:g} above 0"
+        )
+    attention_factor = rope.attention_factor
+    if attention_factor is None:
+        both = rope.mscale and rope.mscale_all_dim
+        scales = (rope.mscale, rope.mscale_all_dim) if both else (1.0, 0.0)
+        above, below = (0.1 * (scale or 0.0) * math.log(factor) + 1.0 for scale in scales)
+        attention_factor = above / below
+    if not 0 < attention_factor < math.inf:
+        raise ConfigError("--model", f"attention_factor {attention_factor} must be positive")
+    return RopeConfig(
+        theta=theta,
+        factor=factor,
+        yarn=True,
+        beta_fast=fast,
+        beta_slow=slow,
+        truncate=rope.truncate,
+        attention_factor=attention_factor,
+        original_max_position=original,
+    )
