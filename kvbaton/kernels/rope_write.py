@@ -157,7 +157,10 @@ def rope_write_reference(
             turned = tensor[..., : table.shape[-1]]
             if interleaved:
                 turned = torch.cat((turned[..., ::2], turned[..., 1::2]), dim=-1)
-            tensor[..., : table.shape[-1]] = _rotate(turned, table)
+            cos, sin = table.float().chunk(2, dim=-1)
+            first, second = turned.float().chunk(2, dim=-1)
+            rotated = torch.cat((first * cos - second * sin, second * cos + first * sin), dim=-1)
+            tensor[..., : table.shape[-1]] = rotated.to(tensor.dtype)
     wanted = slot_mapping >= 0
     slots = slot_mapping[wanted]
     block_size = key_cache.shape[2]
@@ -168,13 +171,6 @@ def rope_write_reference(
 def narrow(x: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
     """`x` in the dtype of a cache; e4m3 has no infinity, so it saturates."""
     return x.clamp(-448, 448).to(dtype) if dtype == torch.float8_e4m3fn else x.to(dtype)
-
-
-def _rotate(x: torch.Tensor, table: torch.Tensor) -> torch.Tensor:
-    cos, sin = table.float().chunk(2, dim=-1)
-    first, second = x.float().chunk(2, dim=-1)
-    rotated = torch.cat((first * cos - second * sin, second * cos + first * sin), dim=-1)
-    return rotated.to(x.dtype)
 
 
 @jit("positions", "slot_mapping", "tokens")

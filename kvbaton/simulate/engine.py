@@ -338,41 +338,39 @@ class ModeledEngine:
         if plan is None:
             return
         terms, now = terms_of(plan.steps), self.loop.time()
-        sequences = self._only_decoding()
-        more = self._more_steps(sequences) if sequences else 0
+        sequences, more = self._more_steps()
         first = self.model.step_s(terms)
         # Each further step has one token more of context for each sequence.
         each = self.model.costs[4] * terms[3] / 1000
         seconds = first + each * np.arange(1 + more)
         seconds *= np.exp(self.model.jitter * self._rng.standard_normal(1 + more))
         ends = now + np.cumsum(seconds)
-        self._run = Run(plan, terms, now, ends, sequences if more else [], 1 + more)
+        self._run = Run(plan, terms, now, ends, sequences, 1 + more)
         self._run.timer = self.loop.call_at(float(ends[-1]), self._turn)
 
-    def _only_decoding(self) -> list[Sequence]:
-        """Who decodes in the step that was just planned; nobody if it does anything else."""
-        (*_, step) = self.scheduler.in_flight
-        for scheduled in step.scheduled:
-            if scheduled.end - scheduled.start != 1 or not scheduled.targets:
-                return []
-        if len(step.scheduled) != len(self.scheduler.running):
-            return []
-        return [scheduled.sequence for scheduled in step.scheduled]
+    def _more_steps(self) -> tuple[list[Sequence], int]:
+        """How many steps could follow the one just planned that differ in lengths alone.
 
-    def _more_steps(self, sequences: list[Sequence]) -> int:
-        """How many steps could follow that differ in lengths alone."""
-        more = MOST_STEPS - 1
-        for sequence in sequences:
+        Returns:
+            Who decodes in them, and their number; nobody and 0 if any but decoding goes on.
+        """
+        (*_, step) = self.scheduler.in_flight
+        nobody: list[Sequence] = []
+        if len(step.scheduled) != len(self.scheduler.running):
+            return nobody, 0
+        more, sequences = MOST_STEPS - 1, [scheduled.sequence for scheduled in step.scheduled]
+        for scheduled, sequence in zip(step.scheduled, sequences, strict=True):
+            decodes = scheduled.end - scheduled.start == 1 and scheduled.targets
             # Second tokens are told at once; last ones come of a step of their own.
-            if sequence.num_generated < 2:
-                return 0
+            if not decodes or sequence.num_generated < 2:
+                return nobody, 0
             more = min(more, self._prompts.left(sequence) - 2)
-        if more < 1:
-            return 0
         blocks, need = self.scheduler.blocks, 0
+        if more < 1 or not sequences:
+            return nobody, 0
         for sequence in sequences:
             need += blocks.need(sequence.tables, len(sequence.tokens) + more)
-        return more if blocks.fits(need) else 0
+        return (sequences, more) if blocks.fits(need) else (nobody, 0)
 
     def _cut(self) -> None:
         """End a run after the step that is under way."""

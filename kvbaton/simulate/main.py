@@ -172,7 +172,8 @@ def measure(
             done = run_one(config, spec, model, config.requests(seed), seed)
             runs.append(summary(done, config))
             outcomes.setdefault(spec, []).extend(done.outcomes)
-            busy.append({"policy": spec, "seed": seed, "busy": _shares(done)})
+            shares = " ".join(f"{name} {share:.2f}" for name, share in done.busy.items())
+            busy.append({"policy": spec, "seed": seed, "busy": shares})
         mean = {name: sum(row[name] for row in runs) / len(runs) for name in runs[0]}
         took = time.process_time() - started
         rows.append({"policy": spec, **mean, "cpu s": took})
@@ -225,10 +226,6 @@ def advice(rows: Sequence[Mapping[str, Any]]) -> list[str]:
 
 def _settings(config: SimulateConfig) -> dict[str, Any]:
     return {**asdict(config), "engine": str(config.engine)}
-
-
-def _shares(done: ServiceReport) -> str:
-    return " ".join(f"{name} {share:.2f}" for name, share in done.busy.items())
 
 
 def new_figure() -> Any:

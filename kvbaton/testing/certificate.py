@@ -222,7 +222,10 @@ def page(certificate: Certificate) -> str:
     rows = [[head, passed, "; ".join(rest)] for head, passed, *rest in levels]
     lines += ["<h2>Cases</h2>", _table(rows, ["level", "passed", "not run, or failed"])]
     if told.speed:
-        values = [[_number(value) for value in row.values()] for row in told.speed]
+        values = [
+            [f"{value:.3g}" if isinstance(value, float) else value for value in row.values()]
+            for row in told.speed
+        ]
         lines += ["<h2>Speed</h2>", _table(values, list(told.speed[0]))]
     return "\n".join([*lines, "</html>"])
 
@@ -233,10 +236,6 @@ def _table(rows: Sequence[Sequence[object]], heads: Sequence[object] = ()) -> st
 
     lines = [row(heads, "th")] if heads else []
     return "\n".join(["<table>", *lines, *(row(cells, "td") for cells in rows), "</table>"])
-
-
-def _number(value: object) -> str:
-    return f"{value:.3g}" if isinstance(value, float) else str(value)
 
 
 def _plugin(target: str, found: Any) -> dict[str, str | None]:
