@@ -8,6 +8,7 @@ from typing import Any
 
 import msgspec
 
+from kvbaton.engine.config_fields import convert_fields
 from kvbaton.errors import ConfigError
 
 GEMMA4_ARCHITECTURES = ("Gemma4ForCausalLM",)
@@ -70,10 +71,7 @@ def read_gemma4(content: Mapping[str, Any], architecture: str) -> Gemma4Config |
     """
     if architecture not in GEMMA4_ARCHITECTURES:
         return None
-    try:
-        raw = msgspec.convert(content, _RawGemma4)
-    except msgspec.ValidationError as error:
-        raise ConfigError("--model", f"config.json of {architecture}: {error}") from error
+    raw = convert_fields(content, _RawGemma4, architecture)
     if raw.enable_moe_block:
         raise ConfigError("--model", "enable_moe_block is unsupported; need a dense Gemma 4")
     count, shared = raw.num_hidden_layers, raw.num_kv_shared_layers

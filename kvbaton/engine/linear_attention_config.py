@@ -8,6 +8,7 @@ from typing import Any
 
 import msgspec
 
+from kvbaton.engine.config_fields import convert_fields
 from kvbaton.engine.kv_groups import LayerKV
 from kvbaton.errors import ConfigError
 
@@ -83,10 +84,7 @@ def read_linear_attention(
     """
     if architecture not in LINEAR_ATTENTION_ARCHITECTURES:
         return None
-    try:
-        raw = msgspec.convert(content, _RawLinearAttention)
-    except msgspec.ValidationError as error:
-        raise ConfigError("--model", f"config.json of {architecture}: {error}") from error
+    raw = convert_fields(content, _RawLinearAttention, architecture)
     for name, least in [
         ("full_attention_interval", 1),
         ("linear_conv_kernel_dim", 2),

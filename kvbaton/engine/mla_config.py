@@ -12,6 +12,7 @@ from typing import Any
 
 import msgspec
 
+from kvbaton.engine.config_fields import check_sizes, convert_fields
 from kvbaton.errors import ConfigError
 
 MLA_ARCHITECTURES = ("DeepseekV2ForCausalLM", "DeepseekV3ForCausalLM")
@@ -85,23 +86,19 @@ def read_mla(content: Mapping[str, Any], architecture: str) -> MlaConfig | None:
     """
     if architecture not in MLA_ARCHITECTURES:
         return None
-    try:
-        raw = msgspec.convert(content, _RawMla)
-    except msgspec.ValidationError as error:
-        raise ConfigError("--model", f"config.json of {architecture}: {error}") from error
+    raw = convert_fields(content, _RawMla, architecture)
     for name in ("attention_bias", "mlp_bias"):
         if getattr(raw, name):
             raise ConfigError("--model", f"{name} of {architecture} is unsupported")
     head_dim = raw.qk_nope_head_dim + raw.qk_rope_head_dim
-    for name, value, most in (
+    sizes = (
         ("kv_lora_rank", raw.kv_lora_rank, 1 << 31),
         ("q_lora_rank", raw.q_lora_rank or 1, 1 << 31),
         ("qk_nope_head_dim", raw.qk_nope_head_dim, 1 << 31),
         ("qk_rope_head_dim", raw.qk_rope_head_dim, 1 << 31),
         ("v_head_dim", raw.v_head_dim, head_dim),  # attention kernels take one width for both
-    ):
-        if not 1 <= value <= most:
-            raise ConfigError("--model", f"config.json: {name} {value} is not within 1 and {most}")
+    )
+    check_sizes(sizes)
     if raw.qk_rope_head_dim % 2:
         raise ConfigError("--model", f"qk_rope_head_dim {raw.qk_rope_head_dim} must be even")
     rope = raw.rope_parameters or raw.rope_scaling or _RawRope()

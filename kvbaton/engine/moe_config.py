@@ -8,6 +8,7 @@ from typing import Any, Literal
 
 import msgspec
 
+from kvbaton.engine.config_fields import check_sizes, convert_fields
 from kvbaton.errors import ConfigError
 
 __all__ = ["MOE_FAMILIES", "MoeConfig", "MoeFamily", "read_moe"]
@@ -162,10 +163,7 @@ def read_moe(content: Mapping[str, Any], architecture: str) -> MoeConfig | None:
     family = MOE_FAMILIES.get(architecture)
     if family is None:
         return None
-    try:
-        raw = msgspec.convert(content, _RawMoe)
-    except msgspec.ValidationError as error:
-        raise ConfigError("--model", f"config.json of {architecture}: {error}") from error
+    raw = convert_fields(content, _RawMoe, architecture)
     experts = raw.num_experts or raw.num_local_experts or raw.n_routed_experts or 0
     groups, top_groups = raw.n_group or 1, raw.topk_group or 1
     if raw.topk_method == "greedy":
@@ -183,9 +181,7 @@ def read_moe(content: Mapping[str, Any], architecture: str) -> MoeConfig | None:
         ("topk_group", top_groups, groups),
         ("num_experts_per_tok", raw.num_experts_per_tok, experts // max(1, groups) * top_groups),
     ]
-    for name, value, most in sizes:
-        if not 1 <= value <= most:
-            raise ConfigError("--model", f"config.json: {name} {value} is not within 1 and {most}")
+    check_sizes(sizes)
     if experts % groups:
         raise ConfigError("--model", f"config.json: n_group {groups} does not divide {experts}")
     dense, first = raw.mlp_only_layers or (), raw.first_k_dense_replace or 0

@@ -12,6 +12,7 @@ from typing import Any
 
 import msgspec
 
+from kvbaton.engine.config_fields import convert_fields
 from kvbaton.errors import ConfigError
 
 NOPE_ARCHITECTURES = ("Llama4ForCausalLM",)
@@ -59,10 +60,7 @@ def read_nope(content: Mapping[str, Any], architecture: str) -> NopeConfig | Non
     """
     if architecture not in NOPE_ARCHITECTURES:
         return None
-    try:
-        raw = msgspec.convert(content, _RawNope)
-    except msgspec.ValidationError as error:
-        raise ConfigError("--model", f"config.json of {architecture}: {error}") from error
+    raw = convert_fields(content, _RawNope, architecture)
     count, interval = raw.num_hidden_layers, raw.no_rope_layer_interval
     for name in ("no_rope_layer_interval", "floor_scale"):
         if getattr(raw, name) < 1:

@@ -163,7 +163,7 @@ def _cut(
             else:
                 while lengths[row + count : row + 2 * count] == [lengths[row]] * count:
                     count *= 2
-                padded = _padded(fresh, GRANULE, 8)
+                padded = _padded_prompt(fresh)
                 while count and not _is_planned(kind, ("prompts", count, padded, padded)):
                     count //= 2
                 form, count = "prompts" if count else "paged", max(count, 1)
@@ -189,6 +189,11 @@ def _padded(tokens: int, granule: int, parts: int) -> int:
     return -(-tokens // step) * step
 
 
+def _padded_prompt(tokens: int) -> int:
+    """Queries and keys that a prompt without prefix is padded to."""
+    return _padded(tokens, GRANULE, 8)
+
+
 def _chunk_shapes(tokens: int, prefix: int) -> list[Shape]:
     """Of each launch of `_chunk`: own keys, then pieces of the prefix, the longest first."""
     own = _padded(prefix % PREFIX_GRANULE + tokens, PREFIX_GRANULE, 8)
@@ -204,7 +209,7 @@ def _chunk_shapes(tokens: int, prefix: int) -> list[Shape]:
 def prompts_of_each_shape(most_tokens: int) -> list[int]:
     """Lengths of prompts of up to so many tokens, one of each that they are padded to."""
     lengths = [*range(MIN_QUERIES, most_tokens, GRANULE), most_tokens]
-    return list({_padded(n, GRANULE, 8): n for n in lengths if n >= MIN_QUERIES}.values())
+    return list({_padded_prompt(n): n for n in lengths if n >= MIN_QUERIES}.values())
 
 
 def chunks_of_each_shape(most_tokens: int) -> Iterator[tuple[int, int]]:
@@ -244,7 +249,7 @@ def _prompts(
     """Prompts of equal length without prefix; causality hides the padding after their keys."""
     tokens = query.shape[0] // count
     parts = [x.view(count, tokens, *x.shape[1:]) for x in (query, key, value)]
-    extra = _padded(tokens, GRANULE, 8) - tokens
+    extra = _padded_prompt(tokens) - tokens
     if extra:
         parts = [_pad_tokens(x, extra) for x in parts]
     query, key, value = (x.transpose(1, 2) for x in parts)

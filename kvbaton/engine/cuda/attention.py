@@ -77,7 +77,7 @@ class KernelAttention:
         keys, values = data[:, :, place, 0], data[:, :, place, 1]
         of_key, of_value = self._cache.scales(layer)
         scale = (query.shape[-1] ** -0.5 if scale is None else scale) * of_key
-        stored = key is None or value is None
+        fresh: tuple[Tensor | None, Tensor | None] = None, None
         if key is None or value is None:  # turns with the queries, and goes nowhere
             key = value = query.new_empty(len(query), keys.shape[1], keys.shape[-1])
             slots = torch.full_like(slots, -1)
@@ -88,6 +88,7 @@ class KernelAttention:
                 key.div_(of_key)
             if of_value != 1.0:
                 value.div_(of_value)
+            fresh = key, value
         angles = None if rotary is None else self._angles(rotary)
         rope_write(
             query, key, value, self._rows, angles, keys, values, slots,
@@ -102,9 +103,7 @@ class KernelAttention:
                 scale=scale, window=of.window, chunked=of.chunked, sinks=sinks, out=out[:n],
             )  # fmt: skip
         if self._prefill:
-            fresh_key, fresh_value = (
-                None if stored else self._cache.kept(x[n:]) for x in (key, value)
-            )
+            fresh_key, fresh_value = (None if x is None else self._cache.kept(x[n:]) for x in fresh)
             prefill_attention(
                 query[n:], fresh_key, fresh_value, keys, values, self._prefill[group],
                 scale=scale, window=of.window, chunked=of.chunked, sinks=sinks, out=out[n:],
