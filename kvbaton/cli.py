@@ -104,6 +104,12 @@ def make_parser() -> argparse.ArgumentParser:
         ),
         ("chat", _chat_flags, run_chat, "Talk to a model in the terminal."),
         (
+            "drain",
+            _drain_flags,
+            run_drain,
+            "Have a node or router finish what it does, and take nothing new.",
+        ),
+        (
             "simulate",
             _simulate_flags,
             run_simulate,
@@ -216,6 +222,21 @@ def run_chat(args: argparse.Namespace) -> int:
     from kvbaton.cluster.chat import ChatConfig, run
 
     return run(from_args(ChatConfig, args))
+
+
+def _drain_flags(parser: argparse.ArgumentParser) -> None:
+    from kvbaton.cluster.drain import DrainConfig
+
+    text = f"of a node or router ({DrainConfig.url})"
+    parser.add_argument("url", nargs="?", default=DrainConfig.url, metavar="URL", help=text)
+    add_flags(parser, DrainConfig)
+
+
+def run_drain(args: argparse.Namespace) -> int:
+    """``kvbaton drain``."""
+    from kvbaton.cluster.drain import DrainConfig, run
+
+    return run(from_args(DrainConfig, args))
 
 
 def node_config(args: argparse.Namespace) -> NodeConfig:

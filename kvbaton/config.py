@@ -52,7 +52,16 @@ def port_number(text: str) -> int:
     return value
 
 
+def seconds(text: str) -> float:
+    """A time to wait."""
+    value = float(text)
+    if not 0 <= value < float("inf"):
+        raise argparse.ArgumentTypeError(f"{text} is no time to wait, in seconds")
+    return value
+
+
 Count = Annotated[int, count]
+Seconds = Annotated[float, seconds]
 Port = Annotated[int, port_number]
 
 

@@ -31,7 +31,6 @@ class ClusterConfig(EndpointConfig):
         transport: ``NAME[:JSON]``.
         routing: which work is given to other nodes.
         start_timeout_s: until all nodes must be ready.
-        stop_timeout_s: for each process to stop after it was asked to.
         prompt: to be answered once all is ready; None serves until told to stop.
         chat: the same of a chat, by the model's template.
         max_tokens: of that answer.
@@ -67,7 +66,6 @@ class ClusterConfig(EndpointConfig):
     )
     routing: RoutingPolicy = field(default_factory=RoutingPolicy)
     transport: str = flag("nixl", "moves the KV cache", metavar="NAME[:JSON]", group=None)
-    stop_timeout_s: float = 10.0
 
     def __post_init__(self) -> None:
         if self.prompt is not None and self.chat is not None:
@@ -79,6 +77,11 @@ class ClusterConfig(EndpointConfig):
     def model_name(self) -> str:
         """As clients name the model."""
         return self.served_model_name or self.engine.model
+
+    @property
+    def stop_timeout_s(self) -> float:
+        """For each process to stop after it was asked to."""
+        return self.shutdown_timeout_s + 5.0
 
     @property
     def node_names(self) -> list[tuple[str, str]]:
@@ -128,12 +131,18 @@ class ClusterConfig(EndpointConfig):
             f"--node-id={name}",
             f"--served-model-name={self.model_name}",
             f"--transport={self.transport}",
-            *([f"--log-level={self.log_level}"] if encodes else self._text_words()),
+            *(self._common_words() if encodes else self._text_words()),
         ]
 
     def _text_words(self) -> list[str]:
         mine = words_of(self, ("chat_template", "generation_config"))
-        return [f"--log-level={self.log_level}", *mine, *words_of(self.media)]
+        return [*self._common_words(), *mine, *words_of(self.media)]
+
+    def _common_words(self) -> list[str]:
+        return [
+            f"--log-level={self.log_level}",
+            *words_of(self, ("shutdown_timeout_s",)),
+        ]
 
     def environment(self) -> dict[str, str]:
         """Of all children. Secrets go this way: a command line can be read by anyone."""

@@ -63,6 +63,7 @@ class EngineClient(TokenSource):
         metrics: the latest counters and gauges; a remote frontend is not told any.
         dead: why nothing can be asked any more, or None.
         died: set when `dead` is.
+        draining: the core was asked to take no new requests.
     """
 
     ready: Ready
@@ -73,6 +74,7 @@ class EngineClient(TokenSource):
         self.metrics: Metrics | None = None
         self.dead: str | None = None
         self.died = asyncio.Event()
+        self.draining = False
         self._loop = asyncio.get_running_loop()
         self._receivers: dict[str, OutputReceiver] = {}
         self._open_choices: dict[str, int] = {}
@@ -227,6 +229,17 @@ class EngineClient(TokenSource):
         number = next(self._numbers)
         command = Command(command_id=number, name=name, argument=argument)
         return await self._ask(number, command, COMMAND_TIMEOUT_S)
+
+    async def drain(self) -> bool:
+        """Let the core take no new requests from now on; whether it has nothing left to do.
+
+        Raises:
+            EngineDeadError: the core is gone.
+            TimeoutError: no answer within `COMMAND_TIMEOUT_S`.
+        """
+        self.draining = True
+        idle: bool = await self.command("drain")
+        return idle
 
     def watch_blocks(self, on_blocks: Callable[[CachedBlocks], None]) -> None:
         """Be told what the core's prefix caches hold; an older core tells nothing.

@@ -115,6 +115,16 @@ class NodeInfo(Struct, frozen=True, kw_only=True):
     engine_address: Name = ""
 
 
+class DrainProgress(Struct, frozen=True, kw_only=True):
+    """Answer of ``POST /drain``, of nodes and routers.
+
+    Attributes:
+        idle: nothing runs there any more, so that it may be ended.
+    """
+
+    idle: bool
+
+
 class Members(Struct, frozen=True, kw_only=True):
     """The router's answer: who else belongs to the cluster, and when to call again."""
 

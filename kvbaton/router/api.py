@@ -18,7 +18,7 @@ from typing_extensions import override
 from kvbaton.engine.outputs import OutputReceiver, TokenSource
 from kvbaton.errors import RequestError
 from kvbaton.messages.engine import AddRequest
-from kvbaton.messages.nodes import Members, NodeInfo
+from kvbaton.messages.nodes import DrainProgress, Members, NodeInfo
 from kvbaton.router.chooser import Decision, RouteChooser
 from kvbaton.router.config import RouterConfig
 from kvbaton.router.costs import CostModel
@@ -129,6 +129,7 @@ def router_app(
     app[ROUTER] = RouterState(nodes, loads, config.cluster_key)
     app[CHOOSER] = chooser
     app.on_response_prepare.append(explain_route)
+    app.on_response_prepare.append(close_if_draining)
     return app
 
 
@@ -148,6 +149,13 @@ async def explain_route(request: web.Request, response: web.StreamResponse) -> N
         told = request.app[CHOOSER].explain(request[REQUEST_ID])
         if told is not None:
             response.headers[ROUTE_HEADER] = told
+
+
+async def close_if_draining(request: web.Request, response: web.StreamResponse) -> None:
+    """Clients that keep connections open find another router for their next request."""
+    if request.app[ROUTER].nodes.draining:
+        response.headers["Connection"] = "close"
+        response.force_close()
 
 
 class RoutesView(Struct, kw_only=True):
@@ -284,8 +292,24 @@ async def reset_prefix_cache(request: web.Request) -> web.Response:
     return json_response(answer, status=200 if ok else 503)
 
 
+@contract(answer=DrainProgress)
+async def drain_router(request: web.Request) -> web.Response:
+    """``POST /drain``: say at ``/health`` that this router is going; whether nothing runs here."""
+    nodes = _nodes(request)
+    nodes.draining = True
+    nodes.on_change()
+    return json_response(DrainProgress(idle=not request.app[ROUTER].loads))
+
+
+async def live(request: web.Request) -> web.Response:
+    """``GET /live``: 200 as long as the router answers, whatever its nodes do."""
+    return json_response({"status": "ok"})
+
+
 async def health(request: web.Request) -> web.Response:
-    """``GET /health``: 200 when a request could be served now."""
+    """``GET /health``: 200 when a request could be served now, and is to be sent here."""
+    if request.app[ROUTER].nodes.draining:
+        raise RequestError("this router is being drained", status=503, code="draining")
     ready = request.app[ROUTER].nodes.membership.ready().serving
     if not ready:
         raise no_node_ready()
@@ -418,9 +442,11 @@ def routes(link: WorkerLink | None = None) -> list[web.RouteDef]:
         web.post("/nodes/{node_id:.+}/migrate", guarded(migrate, _require_operator)),
         web.post("/nodes/{node_id:.+}/pause", guarded(pause, _require_operator)),
         web.post("/nodes/{node_id:.+}/resume", guarded(resume, _require_operator)),
+        web.post("/drain", guarded(drain_router, _require_operator)),
         web.post("/reset_prefix_cache", guarded(reset_prefix_cache, _require_operator)),
         web.get("/debug/routes", own(debug_routes)),
         web.get("/health", health),
+        web.get("/live", live),
         web.get("/metrics", metrics if link is None else guarded(metrics, lambda request: None)),
         web.get("/", guarded(page, _require_member_or_operator)),
     ]

@@ -21,6 +21,7 @@ from kvbaton.messages.nodes import NodeInfo
 from kvbaton.router.api import (
     app_without_text,
     check_member,
+    live,
     no_node_yet,
     prefix_index,
     router_app,
@@ -35,7 +36,7 @@ from kvbaton.router.workers import workers
 from kvbaton.server.app import freeze_startup, serve_on
 from kvbaton.server.bodies import read_body
 from kvbaton.server.frontend import FRONTEND, FrontendConfig
-from kvbaton.server.network import bind, registration_token, url_of
+from kvbaton.server.network import bind, operator_token, registration_token, url_of
 from kvbaton.text.tokenizer import Tokenizer
 
 logger = logging.getLogger(__name__)
@@ -61,13 +62,15 @@ async def run(config: RouterConfig) -> int:
     ):
         folder, name = await find_model(config, listener)
         tokenizer = Tokenizer.load(folder, config.chat_template)
-        edge = FrontendConfig.of(config, folder, name)
+        key = config.cluster_key
+        token = operator_token(key) if key else ""
+        edge = FrontendConfig.of(config, folder, name, operator_token=token)
         if config.workers > 1:
             serving = workers(config, listener, edge, folder)
         else:
             serving = one_process(config, listener, edge, tokenizer)
         async with serving:
-            await told_to_stop(listener, config.grace_s)
+            await told_to_stop(listener, config.shutdown_timeout_s)
     return 0
 
 
@@ -77,7 +80,7 @@ async def one_process(
 ) -> AsyncIterator[None]:
     """Serve from this process for as long as the context lasts; what runs then may end."""
     async with watched_app(config, edge, tokenizer) as app:
-        runner = await serve_on(listener, app, grace_s=config.grace_s)
+        runner = await serve_on(listener, app, grace_s=config.shutdown_timeout_s)
         try:
             yield
         finally:
@@ -171,7 +174,8 @@ async def first_to_register(config: RouterConfig, listener: socket.socket) -> No
         raise no_node_yet()
 
     edge = FrontendConfig(model_name="", api_keys=config.api_keys)
-    own = [web.post("/nodes", introduce), web.route("*", "/{path:.*}", starting)]
+    anything = web.route("*", "/{path:.*}", starting)
+    own = [web.post("/nodes", introduce), web.get("/live", live), anything]
     runner = await serve_on(listener.dup(), app_without_text(edge, own), grace_s=1.0)
     try:
         logger.info("waiting at %s for the first node, which says what is served", url_of(listener))

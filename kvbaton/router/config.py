@@ -134,7 +134,6 @@ class RouterConfig(EndpointConfig):
         node_api_key: with which nodes' HTTP endpoints are asked; None takes the first of
             `api_keys`.
         start_timeout_s: how long a static node may take to say what model it serves.
-        grace_s: how long requests may go on after the router was told to stop.
         membership: timers.
         dispatch: timers and policy.
     """
@@ -160,7 +159,6 @@ class RouterConfig(EndpointConfig):
     decode: tuple[str, ...] = _static("decode")
     encode: tuple[str, ...] = _static("encode")
     start_timeout_s: float = 600.0
-    grace_s: float = 5.0
     membership: MembershipTimers = field(default_factory=MembershipTimers)
     dispatch: DispatchConfig = field(default_factory=DispatchConfig)
 

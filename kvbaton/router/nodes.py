@@ -136,6 +136,7 @@ class KnownNodes(ABC):
         index: as given.
         on_lost: called with (node id, reason) when a node that may have requests of ours fails.
         on_leaving: called with the id of a node that what it generates is to leave.
+        draining: this router is about to be ended: it serves on, but asks clients to go elsewhere.
     """
 
     def __init__(
@@ -146,6 +147,7 @@ class KnownNodes(ABC):
         self.engines = EngineClients(cluster_key, self.unreachable, index)
         self.on_lost: Callable[[str, str], None] = lambda node_id, reason: None
         self.on_leaving: Callable[[str], None] = lambda node_id: None
+        self.draining = False
 
     @abstractmethod
     def unreachable(self, node: NodeInfo, error: str) -> None:

@@ -55,12 +55,14 @@ class ClusterState(Struct, frozen=True):
         lost: (node id, reason) of those that were lost just now.
         leaving: node ids of those that what they generate is to leave from now on.
         loads: by worker (its process id) and node id.
+        draining: see `KnownNodes`.
     """
 
     members: tuple[Member, ...]
     lost: tuple[tuple[str, str], ...] = ()
     loads: dict[int, dict[str, NodeLoad]] = {}
     leaving: tuple[str, ...] = ()
+    draining: bool = False
 
 
 class WorkerNews(Struct, frozen=True):
@@ -108,7 +110,7 @@ async def worker(link: WorkerLink, payload: tuple[RouterConfig, FrontendConfig, 
     registry = app[FRONTEND].metrics.registry
     registry.register(NodeCollector(list, loads))
     async with _running(nodes.watch(), nodes.report_loads()):
-        await link.serve(app, registry, grace_s=config.grace_s)
+        await link.serve(app, registry, grace_s=config.shutdown_timeout_s)
     await nodes.engines.close()
 
 
@@ -142,7 +144,7 @@ class WorkerNodes(KnownNodes):
     def take_state(self, data: bytes) -> None:
         """The supervisor says this."""
         state = _state.decode(data)
-        self._published = state.members
+        self._published, self.draining = state.members, state.draining
         others = (loads for worker, loads in state.loads.items() if worker != os.getpid())
         self._loads.others = _summed(others)
         known = {member.info.node_id for member in state.members}
@@ -220,7 +222,7 @@ async def workers(
                 await cluster.supervisor.start()
                 yield
             finally:
-                await cluster.supervisor.stop(config.grace_s)
+                await cluster.supervisor.stop(config.shutdown_timeout_s)
 
 
 @asynccontextmanager
@@ -303,7 +305,8 @@ class _Cluster:
         self._leaving.clear()
         self._is_news = False
         members = tuple(self._nodes.membership.members.values())
-        state = ClusterState(members, lost, dict(self._by_worker.values()), leaving)
+        loads, draining = dict(self._by_worker.values()), self._nodes.draining
+        state = ClusterState(members, lost, loads, leaving, draining)
         self.supervisor.publish(_encoder.encode(state))
 
     async def publish_regularly(self) -> None:

@@ -7,7 +7,7 @@ from functools import cached_property
 from typing import ClassVar, Literal
 from urllib.parse import urlsplit
 
-from kvbaton.config import Count, LogLevel, Port, flag
+from kvbaton.config import Count, LogLevel, Port, Seconds, flag
 from kvbaton.connectors.address import is_loopback, is_wildcard
 from kvbaton.connectors.transfer.endpoint import HandoverConfig
 from kvbaton.engine.config import EngineConfig
@@ -59,6 +59,7 @@ class EndpointConfig:
         api_keys: any of them opens the endpoint; none leaves it open.
         cluster_key: secret shared by all nodes and the router; None restricts the cluster to this
             machine.
+        shutdown_timeout_s: how long requests and hand-overs may go on after SIGTERM.
         log_level: of the log on standard error.
     """
 
@@ -90,6 +91,12 @@ class EndpointConfig:
         secret=True,
         metavar="SECRET",
     )
+    shutdown_timeout_s: Seconds = flag(
+        5.0,
+        "seconds that requests and hand-overs may go on after SIGTERM",
+        name="--shutdown-timeout",
+        metavar="S",
+    )
     log_level: LogLevel = flag("info")
 
 
@@ -105,8 +112,8 @@ class NodeConfig(EndpointConfig):
         engine: settings of its engine.
         role: what it does for others.
         node_id: its name, stable over its lives.
-        router: base URL of the router to register with; None for a node that stands alone or is
-            named by the router's flags.
+        routers: base URLs of the routers to register with, a host name for all that it resolves to;
+            none for a node that stands alone or is named by the router's flags.
         peers: control addresses ``tcp://host:port`` that may be dialled beside those the router
             vouches for.
         transport: ``NAME[:JSON]``.
@@ -117,7 +124,6 @@ class NodeConfig(EndpointConfig):
         max_transfers: hand-overs that a source has alive at once.
         max_blocks_per_peer: blocks that a target has reserved or in quarantine for one source; None
             for no limit.
-        grace_s: how long requests and hand-overs may go on after the node was told to stop.
 
     Raises:
         ConfigError: values that do not fit together.
@@ -127,7 +133,14 @@ class NodeConfig(EndpointConfig):
 
     engine: EngineConfig
     role: NodeRole
-    router: str | None = flag(None, "register with this router", metavar="URL")
+    routers: tuple[str, ...] = flag(
+        (),
+        "register with this router, or with all that its host name resolves to; may be given more "
+        "than once",
+        name="--router",
+        action="append",
+        metavar="URL",
+    )
     peers: tuple[str, ...] = flag(
         (),
         "control address that may be dialled; may be given more than once",
@@ -152,7 +165,6 @@ class NodeConfig(EndpointConfig):
         None, "blocks reserved or in quarantine for one source (no limit)", metavar="N"
     )
     transport: str = flag("nixl", "moves the KV cache", metavar="NAME[:JSON]", group=None)
-    grace_s: float = 5.0
 
     def __post_init__(self) -> None:
         if is_wildcard(self.host):  # a node says where it is: to the router, and to its peers
@@ -180,8 +192,14 @@ class NodeConfig(EndpointConfig):
                 ok = False
             if not ok:
                 raise ConfigError("--peer", f"{peer!r} is not of the form tcp://host:port")
-        if self.router is not None and urlsplit(self.router).scheme not in ("http", "https"):
-            raise ConfigError("--router", f"{self.router!r} is no http URL")
+        for router in self.routers:
+            try:
+                parts = urlsplit(router)
+                ok = parts.scheme in ("http", "https") and bool(parts.hostname) and parts.port != 0
+            except ValueError:  # a port that is no number
+                ok = False
+            if not ok:
+                raise ConfigError("--router", f"{router!r} is no http URL")
 
     @property
     def model_name(self) -> str:

@@ -16,14 +16,16 @@ from prometheus_client import CollectorRegistry, generate_latest
 from kvbaton.engine.client import EngineClient
 from kvbaton.engine.process import EngineProcess
 from kvbaton.messages.engine import Metrics
-from kvbaton.messages.nodes import STEP_COSTS, NodeInfo
+from kvbaton.messages.nodes import STEP_COSTS, DrainProgress, NodeInfo
 from kvbaton.server.app import freeze_startup, serve_on
+from kvbaton.server.auth import require_operator
 from kvbaton.server.bodies import json_response
 from kvbaton.server.config import NodeConfig
 from kvbaton.server.frontend import FRONTEND, FrontendConfig
 from kvbaton.server.metrics import CoreCollector
 from kvbaton.server.network import bind, operator_token
 from kvbaton.server.node_app import EXPOSITION, AppFactory, make_starting_app, text_app
+from kvbaton.server.openapi import contract
 from kvbaton.server.registration import NodeRegistrar
 from kvbaton.server.supervisor import Supervisor, WorkerLink
 from kvbaton.types import NodeId
@@ -128,9 +130,9 @@ class Node:
             operator_token=operator_token(key) if key else "",
         )
         await self._listen(make_starting_app())
-        if config.router is not None:
+        if config.routers:
             self._registrar = NodeRegistrar(
-                config.router, self.info, self._on_members, cluster_key=key
+                config.routers, self.info, self._on_members, cluster_key=key
             )
             self._registration = asyncio.create_task(self._registrar.run(), name="registration")
         starting = asyncio.create_task(
@@ -156,7 +158,14 @@ class Node:
         async def show_node(request: web.Request) -> web.Response:
             return json_response(self.info())
 
+        @contract(answer=DrainProgress)
+        async def drain(request: web.Request) -> web.Response:
+            """``POST /drain``: no new requests, for good; whether those it has are done."""
+            require_operator(request)
+            return json_response(DrainProgress(idle=await self.drain()))
+
         app.router.add_get("/node", show_node)
+        app.router.add_post("/drain", drain)
         if config.workers == 1:
             await self._listen(app)
         else:
@@ -181,7 +190,9 @@ class Node:
         if self._runner is not None:
             await self._runner.cleanup()
         # Whoever calls between the two is answered by the second: the socket stays open.
-        self._runner = await serve_on(self._listener.dup(), app, grace_s=self.config.grace_s)
+        self._runner = await serve_on(
+            self._listener.dup(), app, grace_s=self.config.shutdown_timeout_s
+        )
 
     async def _start_workers(self, control: web.Application, edge: FrontendConfig) -> None:
         client, listener = self.client, self._listener
@@ -242,7 +253,7 @@ class Node:
 
     async def _on_members(self, addresses: tuple[str, ...]) -> None:
         self._members = addresses
-        if self.client is not None and self.state == "ready":
+        if self.client is not None and self.state != "loading":
             await self.client.command("members", list(addresses))
 
     # --- serve, drain, stop ---
@@ -262,6 +273,14 @@ class Node:
             return 1
         return 0
 
+    async def drain(self) -> bool:
+        """Take no new requests, and have all routers know; whether nothing is left to do."""
+        assert self.client is not None, "only a node that serves is asked"
+        news, self.state = self.state != "draining", "draining"
+        if news and self._registrar is not None:
+            await self._registrar.announce()
+        return await self.client.drain()
+
     async def stop(self) -> None:
         """Leave the cluster, finish what runs, end the engine, stop listening."""
         self.state = "draining"
@@ -273,9 +292,9 @@ class Node:
         if self._supervisor is not None:
             self._supervisor.stop_replacing()
         if self.client is not None:
-            await self.client.shutdown(self.config.grace_s)
+            await self.client.shutdown(self.config.shutdown_timeout_s)
         if self._supervisor is not None:
-            await self._supervisor.stop(self.config.grace_s)
+            await self._supervisor.stop(self.config.shutdown_timeout_s)
         if self._runner is not None:
             await self._runner.cleanup()
         if self._listener is not None:
@@ -293,7 +312,7 @@ async def node_worker(
     died = asyncio.create_task(client.died.wait())
     died.add_done_callback(lambda task: link.stop())
     try:
-        await link.serve(app, app[FRONTEND].metrics.registry, grace_s=config.grace_s)
+        await link.serve(app, app[FRONTEND].metrics.registry, grace_s=config.shutdown_timeout_s)
     finally:
         died.cancel()
         await client.close()

@@ -105,20 +105,25 @@ def node_routes(forward: Handler | None = None) -> list[web.RouteDef]:
     """What nodes of every role answer, for those who run them."""
     return [
         web.get("/health", forward or health),
+        web.get("/live", forward or live),
         web.get("/metrics", forward or metrics),
         web.get("/state", forward or state),
         web.post("/reset_prefix_cache", forward or reset_prefix_cache),
-        *([] if forward is None else [web.get("/node", forward)]),
+        *([] if forward is None else [web.get("/node", forward), web.post("/drain", forward)]),
     ]
 
 
 def make_starting_app() -> web.Application:
-    """What a node answers until its engine is up: 503, with the reason, to everything."""
+    """What a node answers until its engine is up: 503, with the reason, but it lives."""
 
     async def starting(request: web.Request) -> web.Response:
         return error_response(RequestError("the engine is starting", status=503, code="starting"))
 
+    async def lives(request: web.Request) -> web.Response:
+        return json_response({"status": "starting"})
+
     app = web.Application()
+    app.router.add_get("/live", lives)
     app.router.add_route("*", "/{path:.*}", starting)
     return app
 
@@ -145,7 +150,14 @@ def complaint(client: EngineClient) -> str | None:
 
 
 async def health(request: web.Request) -> web.Response:
-    """``GET /health``: 200, or 503 with the reason."""
+    """``GET /health``: 200 if it may get requests, or 503 with the reason."""
+    if request.app[CLIENT].draining:
+        raise RequestError("the node is being drained", status=503, code="draining")
+    return await live(request)
+
+
+async def live(request: web.Request) -> web.Response:
+    """``GET /live``: 200, or 503 with a reason that only a restart takes away."""
     reason = complaint(request.app[CLIENT])
     if reason is not None:
         raise RequestError(reason, status=503, code="unhealthy")

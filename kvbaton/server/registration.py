@@ -1,22 +1,27 @@
-"""A node's side of membership: registers with the router and repeats it as a heartbeat."""
+"""A node's side of membership: registers with all routers and repeats it as a heartbeat."""
 
 from __future__ import annotations
 
 import asyncio
+import ipaddress
 import logging
 import random
+import socket
 import time
-from collections.abc import Awaitable, Callable
-from contextlib import suppress
-from urllib.parse import quote
+from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
+from contextlib import asynccontextmanager, suppress
+from typing import Any
+from urllib.parse import quote, urlsplit
 
 import aiohttp
 import msgspec
+from aiohttp.abc import AbstractResolver, ResolveResult
+from typing_extensions import override
 
 from kvbaton.errors import ConfigError
 from kvbaton.messages.nodes import Members, NodeInfo
 from kvbaton.messages.openai import ErrorBody
-from kvbaton.server.network import registration_token
+from kvbaton.server.network import bearer, registration_token
 
 logger = logging.getLogger(__name__)
 
@@ -28,26 +33,66 @@ REFUSALS = (400, 401, 403, 404, 405, 409, 410, 422)
 Once it was registered a node has work to do: then it goes on and asks again, whoever answers in the
 router's place, until the router says that it was removed.
 """
+REFUSED_PAUSE_S = 10.0
+"""A router that refuses us is asked again so often, while another one has us."""
+LOOKUP_PERIOD_S = 5.0
+"""A router's host name is looked up again so often."""
+LOOKUP_TIMEOUT_S = 5.0
+
+Target = tuple[str, str | None]
+"""A router: its base URL, and which of its host's addresses it is; None leaves that to the
+connection."""
+
+
+async def targets_of(url: str) -> list[Target]:
+    """The routers behind a URL: one for each address of its host name.
+
+    A name with addresses of both families stands for those of IPv4, since the same routers have
+    the others, too.
+
+    Raises:
+        OSError: the name has no address.
+        TimeoutError: nobody said which.
+    """
+    parts = urlsplit(url)
+    host = parts.hostname or ""
+    with suppress(ValueError):
+        ipaddress.ip_address(host)
+        return [(url, None)]
+    if host == "localhost":
+        return [(url, None)]
+    async with asyncio.timeout(LOOKUP_TIMEOUT_S):
+        found = await asyncio.get_running_loop().getaddrinfo(
+            host, parts.port or parts.scheme, type=socket.SOCK_STREAM
+        )
+    families = {str(where[0]): family for family, *_, where in found}
+    chosen = min(families.values(), key=lambda family: family != socket.AF_INET)
+    return [(url, name) for name, family in sorted(families.items()) if family == chosen]
 
 
 class NodeRegistrar:
-    """Keeps one node registered.
+    """Keeps one node registered with every router.
+
+    A host name stands for all of its addresses, which are looked up again and again, as replicas of
+    a router come and go. A router whose address is no longer among them is called until it does not
+    answer: it may still have requests of ours.
 
     Args:
-        router_url: base URL of the router.
+        router_urls: base URLs of the routers.
         info: what the node says of itself, asked anew for every heartbeat.
-        on_members: called with the control addresses of all other members, first at registration
-            and then whenever they have changed.
+        on_members: called with the control addresses of all other members that any router names,
+            first at registration and then whenever they have changed.
         cluster_key: of this cluster, if it has one.
-        first_deadline_s: the router must be reached for the first time within this time; after
+        first_deadline_s: one router must be reached for the first time within this time; after
             that the node serves on and keeps trying.
         timeout_s: for one heartbeat.
         max_backoff_s: longest pause between two attempts.
+        lookup_period_s: host names are looked up so often.
     """
 
     def __init__(
         self,
-        router_url: str,
+        router_urls: Sequence[str],
         info: Callable[[], NodeInfo],
         on_members: OnMembers,
         *,
@@ -55,83 +100,254 @@ class NodeRegistrar:
         first_deadline_s: float = 60.0,
         timeout_s: float = 2.0,
         max_backoff_s: float = 2.0,
+        lookup_period_s: float = LOOKUP_PERIOD_S,
     ) -> None:
-        self._url = router_url.rstrip("/") + "/nodes"
-        self._info = info
+        self.info = info
+        self.headers = bearer(registration_token(cluster_key) if cluster_key else None)
+        self.timeout = aiohttp.ClientTimeout(total=timeout_s)
+        self.max_backoff_s = max_backoff_s
+        self._urls = tuple(url.rstrip("/") for url in router_urls)
         self._on_members = on_members
-        self._headers = {"Content-Type": "application/json"}
-        if cluster_key:
-            self._headers["Authorization"] = f"Bearer {registration_token(cluster_key)}"
         self._first_deadline_s = first_deadline_s
-        self._timeout = aiohttp.ClientTimeout(total=timeout_s)
-        self._max_backoff_s = max_backoff_s
+        self._lookup_period_s = lookup_period_s
+        self._registrations: dict[Target, _Registration] = {}
+        self._failed_lookups: dict[str, str] = {}
         self._known: tuple[str, ...] | None = None
         self._news = asyncio.Event()
 
     def nudge(self) -> None:
         """Say now, not at the next heartbeat, that something has changed."""
-        self._news.set()
+        for registration in self._registrations.values():
+            registration.news.set()
+
+    async def announce(self) -> None:
+        """The same, and wait until all routers that can be reached have heard it."""
+        await self._tell_all(_Registration.announce)
+
+    async def leave(self) -> None:
+        """Tell all routers that this node goes away; what it is serving there goes on.
+
+        A router that can't be told notices by itself.
+        """
+        await self._tell_all(_Registration.leave)
+
+    async def _tell_all(self, tell: Callable[[_Registration], Awaitable[Any]]) -> None:
+        registrations = list(self._registrations.values())
+        done = await asyncio.gather(*map(tell, registrations), return_exceptions=True)
+        for registration, error in zip(registrations, done, strict=True):
+            if isinstance(error, Exception):
+                logger.info("could not tell the router at %s: %r", registration.where, error)
 
     async def run(self) -> None:
         """Register, then repeat until cancelled.
 
         Raises:
-            ConfigError: ``--router`` can't be reached or refuses this node at first, or has removed
-                it.
+            ConfigError: no ``--router`` can be reached at first, all of them refuse this node then,
+                or one has removed it and no other has it.
         """
-        give_up, failures = time.monotonic() + self._first_deadline_s, 0
-        async with aiohttp.ClientSession(timeout=self._timeout) as session:
+        give_up, look_up_at = time.monotonic() + self._first_deadline_s, 0.0
+        try:
             while True:
+                self._news.clear()
+                if time.monotonic() >= look_up_at:
+                    await self._look_up()
+                    look_up_at = time.monotonic() + self._lookup_period_s
+                await self._take_news(time.monotonic() >= give_up)
+                until = look_up_at if self._known is not None else min(look_up_at, give_up)
+                with suppress(TimeoutError):
+                    await asyncio.wait_for(self._news.wait(), max(until - time.monotonic(), 0.0))
+        finally:
+            tasks = [one.task for one in self._registrations.values()]
+            for task in tasks:
+                task.cancel()
+            await asyncio.gather(*tasks, return_exceptions=True)
+
+    async def _look_up(self) -> None:
+        """Follow which routers there are."""
+        found = await asyncio.gather(*map(targets_of, self._urls), return_exceptions=True)
+        for url, targets in zip(self._urls, found, strict=True):
+            if isinstance(targets, BaseException):
+                if url not in self._failed_lookups:
+                    logger.warning("can't look up the routers at %s, trying on: %r", url, targets)
+                self._failed_lookups[url] = repr(targets)
+                continue
+            self._failed_lookups.pop(url, None)
+            for target, registration in self._registrations.items():
+                if target[0] == url:
+                    registration.listed = target in targets
+            for target in targets:
+                if target not in self._registrations:
+                    self._registrations[target] = _Registration(self, target, self._news.set)
+
+    async def _take_news(self, is_late: bool) -> None:
+        """Act on what registrations have found out."""
+        for target, registration in list(self._registrations.items()):
+            if registration.task.done():
+                del self._registrations[target]
+                registration.task.result()
+                logger.info("the router at %s is gone", registration.where)
+        current = self._registrations.values()
+        errors = [one.refusal for one in current if one.refusal is not None]
+        is_over = self._known is None or any(one.removed for one in current)
+        if current and len(errors) == len(current) and is_over:
+            raise ConfigError("--router", f"it refused this node: {errors[0]}")
+        heard = [one.members for one in current if one.members is not None]
+        if heard:
+            addresses = tuple(sorted(set().union(*heard)))
+            if addresses != self._known:
                 try:
-                    members = await self._register(session)
-                    if members.control_addresses != self._known:
-                        await self._on_members(members.control_addresses)
+                    await self._on_members(addresses)
+                    self._known = addresses
+                except (OSError, TimeoutError) as error:  # with the next heartbeat again
+                    logger.warning("can't pass on who is a member, trying on: %r", error)
+        elif self._known is None and is_late:
+            errors += [repr(one.error) for one in current if one.error is not None]
+            errors += [*self._failed_lookups.values(), "no answer"]
+            where = ", ".join(f"{url}/nodes" for url in self._urls)
+            raise ConfigError("--router", f"can't register at {where}: {errors[0]}")
+
+
+class _Registration:
+    """With one router.
+
+    Args:
+        registrar: whose it is.
+        target: the router.
+        on_news: called when an attribute has changed.
+
+    Attributes:
+        listed: its host name still stands for it.
+        members: control addresses of the others, as it told last; None while it has told nothing.
+        refusal: why it does not let us in, if that is what it said last.
+        removed: it had us, and has removed us for good.
+        error: why it could not be asked, if that is so.
+        news: set to have it told at once.
+        task: what repeats it; ends once the router is neither listed nor answers.
+    """
+
+    def __init__(
+        self, registrar: NodeRegistrar, target: Target, on_news: Callable[[], None]
+    ) -> None:
+        url, self._address = target
+        self._url = f"{url}/nodes"
+        self.where = self._url if self._address is None else f"{self._url} ({self._address})"
+        self._registrar = registrar
+        self._on_news = on_news
+        self.listed = True
+        self.members: tuple[str, ...] | None = None
+        self.refusal: str | None = None
+        self.removed = False
+        self.error: Exception | None = None
+        self.news = asyncio.Event()
+        self._heartbeat_s = 1.0
+        self.task = asyncio.create_task(self._repeat(), name=f"registration at {self.where}")
+        self.task.add_done_callback(lambda task: on_news())
+
+    async def _repeat(self) -> None:
+        failures, registered = 0, False
+        async with self._session() as session:
+            while True:
+                self.news.clear()
+                try:
+                    await self._register(session)
                 except (aiohttp.ClientError, OSError, TimeoutError, msgspec.DecodeError) as error:
-                    if self._known is None and time.monotonic() >= give_up:
-                        raise ConfigError(
-                            "--router", f"can't register at {self._url}: {error!r}"
-                        ) from error
+                    self.error = error
+                    if not self.listed:
+                        return
                     if failures == 0:
-                        logger.warning("can't register at %s, trying on: %r", self._url, error)
-                    failures += 1
-                    longest = min(0.1 * 2**failures, self._max_backoff_s)
+                        logger.warning("can't register at %s, trying on: %r", self.where, error)
+                    failures, registered = failures + 1, False
+                    longest = min(0.1 * 2**failures, self._registrar.max_backoff_s)
                     await asyncio.sleep(random.uniform(0.05, longest))
                     continue
-                if failures or self._known is None:
-                    logger.info("registered at %s", self._url)
-                failures = 0
-                self._known = members.control_addresses
+                self._on_news()
+                if self.refusal is None and not registered:
+                    logger.info("registered at %s", self.where)
+                failures, registered = 0, self.refusal is None
+                pause = self._heartbeat_s if registered else REFUSED_PAUSE_S
                 with suppress(TimeoutError):
-                    await asyncio.wait_for(self._news.wait(), members.heartbeat_s)
-                    self._news.clear()
+                    await asyncio.wait_for(self.news.wait(), pause)
+
+    async def announce(self) -> None:
+        """Tell the router what there is to tell, now."""
+        if self.members is not None:
+            async with self._session() as session:
+                await self._register(session)
 
     async def leave(self) -> None:
-        """Tell the router that this node goes away; what it is serving there goes on.
-
-        A router that can't be told notices by itself.
-        """
-        info = self._info()
+        """Tell the router that the node goes away."""
+        info = self._registrar.info()
         url = f"{self._url}/{quote(info.node_id)}?generation={quote(info.generation)}"
-        try:
-            async with (
-                aiohttp.ClientSession(timeout=self._timeout) as session,
-                session.delete(url, headers=self._headers) as response,
-            ):
-                response.raise_for_status()
-        except (aiohttp.ClientError, OSError, TimeoutError) as error:
-            logger.info("could not tell the router that this node leaves: %r", error)
+        async with (
+            self._session() as session,
+            session.delete(url, headers=self._registrar.headers) as response,
+        ):
+            response.raise_for_status()
 
-    async def _register(self, session: aiohttp.ClientSession) -> Members:
-        body = msgspec.json.encode(self._info())
-        async with session.post(self._url, data=body, headers=self._headers) as response:
+    @asynccontextmanager
+    async def _session(self) -> AsyncIterator[aiohttp.ClientSession]:
+        resolver = None if self._address is None else OneAddress(self._address)
+        async with aiohttp.ClientSession(
+            connector=aiohttp.TCPConnector(resolver=resolver), timeout=self._registrar.timeout
+        ) as session:
+            yield session
+
+    async def _register(self, session: aiohttp.ClientSession) -> None:
+        """Set `members` or `refusal`.
+
+        Raises:
+            ClientError, OSError, TimeoutError, DecodeError: the router gave no answer, or no
+                final one.
+        """
+        headers = {"Content-Type": "application/json", **self._registrar.headers}
+        body = msgspec.json.encode(self._registrar.info())
+        async with session.post(self._url, data=body, headers=headers) as response:
             answer = await response.read()
             if response.ok:
-                return msgspec.json.decode(answer, type=Members)
+                members = msgspec.json.decode(answer, type=Members)
+                self.members, self._heartbeat_s = members.control_addresses, members.heartbeat_s
+                self.refusal = self.error = None
+                return
             try:
-                error = msgspec.json.decode(answer, type=ErrorBody).error
-                reason, code = error.message, error.code
+                said = msgspec.json.decode(answer, type=ErrorBody).error
+                reason, code = said.message, said.code
             except msgspec.DecodeError:
                 reason, code = answer[:200].decode(errors="replace"), None
-            if response.status in REFUSALS and (self._known is None or code == "removed"):
-                raise ConfigError("--router", f"it refused this node: {reason}")
-            raise aiohttp.ClientError(reason)  # later, perhaps
+            removed = self.members is not None and code == "removed"
+            if response.status not in REFUSALS or (self.members is not None and not removed):
+                raise aiohttp.ClientError(reason)  # later, perhaps
+            self.removed = self.removed or removed
+            if self.refusal is None:
+                logger.error("the router at %s refuses this node: %s", self.where, reason)
+            self.members, self.refusal, self.error = None, reason, None
+
+
+class OneAddress(AbstractResolver):
+    """Resolves every host name to one address: the one that a connection is meant for.
+
+    Args:
+        address: an IP address.
+    """
+
+    def __init__(self, address: str) -> None:
+        self._address = address
+
+    @override
+    async def resolve(
+        self, host: str, port: int = 0, family: socket.AddressFamily = socket.AF_INET
+    ) -> list[ResolveResult]:
+        """The address, whatever the name."""
+        found = socket.AF_INET6 if ":" in self._address else socket.AF_INET
+        return [
+            ResolveResult(
+                hostname=host,
+                host=self._address,
+                port=port,
+                family=found,
+                proto=0,
+                flags=socket.AI_NUMERICHOST,
+            )
+        ]
+
+    @override
+    async def close(self) -> None: ...

@@ -175,6 +175,15 @@ async def test_health(node: Any) -> None:
         assert status == 503
 
 
+async def test_a_node_that_is_drained_is_not_healthy_but_lives(node: Any) -> None:
+    node.client.draining = True
+    status, answer = await node.get("/health")
+    assert (status, answer["error"]["code"]) == (503, "draining")
+    assert await node.get("/live") == (200, {"status": "ok"})
+    node.client.dead = "the core exited with code -9"
+    assert (await node.get("/live"))[0] == 503
+
+
 async def test_a_starting_node_says_so() -> None:
     runner, port = await listen(make_starting_app(), "127.0.0.1", 0)
     async with ClientSession(f"http://127.0.0.1:{port}") as session:
@@ -182,6 +191,7 @@ async def test_a_starting_node_says_so() -> None:
             async with session.get(path) as response:
                 assert response.status == 503
                 assert (await response.json())["error"]["code"] == "starting"
+        assert (await session.get("/live")).status == 200
     await runner.cleanup()
 
 

@@ -46,6 +46,7 @@ OPERATIONS = [
     ("GET", "/v1/models/{model}"),
     ("GET", "/version"),
     ("GET", "/health"),
+    ("GET", "/live"),
     ("GET", "/metrics"),
     ("GET", "/state"),
 ]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import itertools
+import socket
 from collections.abc import AsyncIterator, Callable
 from typing import Any
 
@@ -15,7 +16,8 @@ from aiohttp.test_utils import TestServer
 from kvbaton.errors import ConfigError
 from kvbaton.messages.nodes import NodeInfo
 from kvbaton.router.config import MembershipTimers
-from kvbaton.server.registration import REFUSALS, NodeRegistrar
+from kvbaton.server import registration
+from kvbaton.server.registration import REFUSALS, NodeRegistrar, targets_of
 from tests.support.waiting import eventually
 
 Start = Callable[..., tuple[NodeRegistrar, "asyncio.Task[None]", list[tuple[str, ...]]]]
@@ -31,7 +33,7 @@ async def start() -> AsyncIterator[Start]:
         async def on_members(addresses: tuple[str, ...]) -> None:
             told.append(addresses)
 
-        registrar = NodeRegistrar(url, info, on_members, **settings)
+        registrar = NodeRegistrar(url.split(), info, on_members, **settings)
         tasks.append(asyncio.create_task(registrar.run()))
         return registrar, tasks[-1], told
 
@@ -149,3 +151,119 @@ async def test_whatever_a_router_answers_a_registered_node_goes_on(
         await eventually(lambda: len(asked) > len(answers) or task.done(), 60)
         assert not task.done(), task.result()
         assert told == [(), ("tcp://127.0.0.1:5",)]
+
+
+# --- several routers ---
+
+QUICK = MembershipTimers(heartbeat_s=0.05, probe_period_s=0.05)
+NAME = "routers.test"
+
+
+@pytest.fixture
+def names(monkeypatch: pytest.MonkeyPatch) -> dict[str, list[str]]:
+    """What host names resolve to, besides those that really do."""
+    known: dict[str, list[str]] = {}
+    real = socket.getaddrinfo
+
+    def getaddrinfo(host: Any, port: Any, *args: Any, **kwargs: Any) -> Any:
+        if host not in known:
+            return real(host, port, *args, **kwargs)
+        if not known[host]:
+            raise socket.gaierror(socket.EAI_NONAME, "no address")
+        return [found for one in known[host] for found in real(one, port, *args, **kwargs)]
+
+    monkeypatch.setattr(socket, "getaddrinfo", getaddrinfo)
+    return known
+
+
+async def test_a_name_stands_for_all_its_addresses(names: dict[str, list[str]]) -> None:
+    url = f"http://{NAME}:8000"
+    names[NAME] = ["127.0.0.2", "127.0.0.1", "127.0.0.2"]
+    assert await targets_of(url) == [(url, "127.0.0.1"), (url, "127.0.0.2")]
+    names[NAME] = ["::1", "127.0.0.1"]
+    assert await targets_of(url) == [(url, "127.0.0.1")]
+    names[NAME] = ["::1"]
+    assert await targets_of(url) == [(url, "::1")]
+    names[NAME] = []
+    with pytest.raises(socket.gaierror):
+        await targets_of(url)
+    for alone in ("http://localhost:8000", "http://127.0.0.1:8000", "http://[::1]:8000"):
+        assert await targets_of(alone) == [(alone, None)]
+
+
+async def test_it_registers_with_all_routers_of_a_name_as_they_come_and_go(
+    make_rig: Any, start: Start, names: dict[str, list[str]]
+) -> None:
+    first = await make_rig(prefill=0, decode=0, membership=QUICK)
+    port = first.runner.addresses[0][1]
+    second = await make_rig(prefill=0, decode=0, membership=QUICK, at=("127.0.0.2", port))
+    other = await make_rig()
+    p, d = (other.nodes[name].info for name in ("p0", "d0"))
+    url = f"http://{NAME}:{port}"
+
+    names[NAME] = ["127.0.0.1"]
+    registrar, task, told = start(url, lambda: d, lookup_period_s=0.05)
+    await eventually(lambda: first.states() == {"d0": "ready"})
+    assert second.states() == {}
+
+    names[NAME] = ["127.0.0.1", "127.0.0.2"]  # a replica comes
+    await eventually(lambda: second.states() == {"d0": "ready"})
+    start(second.url, lambda: p)  # who is known to one of them only is a member all the same
+    await eventually(lambda: told == [(), (p.control_address,)])
+
+    names[NAME] = ["127.0.0.2"]  # one goes: it is called as long as it answers
+    await eventually(lambda: not all(r.listed for r in registrar._registrations.values()))
+    heard = first.directory.membership.members["d0"].heard_at
+    await eventually(lambda: first.directory.membership.members["d0"].heard_at > heard)
+    await first.runner.cleanup()
+    await eventually(lambda: len(registrar._registrations) == 1)
+    assert told[-1] == (p.control_address,)
+
+    names[NAME] = []  # the name service is down
+    heard = second.directory.membership.members["d0"].heard_at
+    await eventually(lambda: second.directory.membership.members["d0"].heard_at > heard)
+    task.cancel()
+    await asyncio.gather(task, return_exceptions=True)
+    await registrar.leave()
+    assert second.states() == {"p0": "ready"}
+
+
+async def test_a_router_that_refuses_ends_nothing_while_another_does_not(
+    make_rig: Any, start: Start, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(registration, "REFUSED_PAUSE_S", 0.05)
+    good = await make_rig(prefill=0, decode=0, membership=QUICK)
+    bad = await make_rig(prefill=0, decode=0, membership=QUICK, cluster_key="another")
+    other = await make_rig(prefill=0)
+    info = other.nodes["d0"].info
+    registrar, task, told = start(f"{bad.url} {good.url}", lambda: info)
+    await eventually(lambda: good.states() == {"d0": "ready"} and told == [()])
+    await eventually(lambda: any(one.refusal for one in registrar._registrations.values()))
+    good.directory.membership.remove("d0")  # for good: then all refuse it
+    with pytest.raises(ConfigError, match="it refused this node"):
+        await asyncio.wait_for(task, 5)
+
+
+async def test_a_name_without_addresses_is_told_after_a_while(
+    make_rig: Any, start: Start, names: dict[str, list[str]]
+) -> None:
+    other = await make_rig(prefill=0)
+    info, names[NAME] = other.nodes["d0"].info, []
+    _, task, _ = start(f"http://{NAME}:8000", lambda: info, first_deadline_s=0.2)
+    with pytest.raises(
+        ConfigError, match=rf"^--router: can't register at http://{NAME}:8000/nodes"
+    ):
+        await asyncio.wait_for(task, 5)
+
+
+async def test_what_is_announced_is_known_at_once(make_rig: Any, start: Start) -> None:
+    slow = MembershipTimers(heartbeat_s=60.0, probe_period_s=0.05)
+    rigs = [await make_rig(prefill=0, decode=0, membership=slow) for _ in range(2)]
+    other = await make_rig(prefill=0)
+    info, state = other.nodes["d0"].info, ["ready"]
+    urls = " ".join(rig.url for rig in rigs)
+    registrar, _, _ = start(urls, lambda: msgspec.structs.replace(info, state=state[0]))
+    await eventually(lambda: all(rig.states() == {"d0": "ready"} for rig in rigs))
+    state[0] = "draining"
+    await registrar.announce()
+    assert [rig.states() for rig in rigs] == [{"d0": "draining"}] * 2

@@ -32,6 +32,8 @@ OPERATIONS = [
     ("GET", "/v1/models/{model}"),
     ("GET", "/version"),
     ("GET", "/health"),
+    ("GET", "/live"),
+    ("POST", "/drain"),
     ("GET", "/metrics"),
     ("GET", "/"),
 ]
@@ -56,6 +58,7 @@ class Served:
         for name in rig.nodes:
             self.background.wait(rig.register(name))
             rig.directory.pause(name, paused=False)
+        rig.directory.draining = False
 
 
 @pytest.fixture(scope="module")

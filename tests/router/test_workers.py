@@ -105,8 +105,22 @@ async def test_all_workers_know_the_nodes_and_one_that_dies_is_replaced(
             assert nodes[1].engine is not None
             nodes[1].engine.die()
             assert await ask(url) == texts[0], "a lost node is avoided by all workers"
+
+            drain = ["drain", url, "--settle", "0.1", "--timeout", "20"]
+            drained = await asyncio.create_subprocess_exec(sys.executable, "-m", "kvbaton", *drain)
+            assert await drained.wait() == 0
+
+            async def all_say_so() -> bool:
+                return not any([await healthy(url) for _ in range(12)])
+
+            await eventually(all_say_so)
+            async with aiohttp.ClientSession(url) as session:
+                assert (await session.get("/live")).status == 200
+            assert await ask(url) == texts[0], "who comes all the same is served"
             router.terminate()
             assert await router.wait() == 0
+            drained = await asyncio.create_subprocess_exec(sys.executable, "-m", "kvbaton", *drain)
+            assert await drained.wait() == 0, "nobody is there: nothing to wait for"
     finally:
         if router.returncode is None:
             router.kill()

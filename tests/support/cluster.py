@@ -47,6 +47,7 @@ class Cluster:
         inside: Sequence[str] = (),
         env: Mapping[str, str] | None = None,
         fresh: bool = False,
+        names: Path | None = None,
     ) -> Node:
         """Start a node; it comes up while the caller goes on, until `until_up`.
 
@@ -60,6 +61,7 @@ class Cluster:
             inside: see `Server`.
             env: see `Server`.
             fresh: see `Server`.
+            names: see `Server`.
         """
         common = {"port": "0", "node-id": name, "served-model-name": "tiny"}
         common["model"] = str(model or self.model)
@@ -67,7 +69,7 @@ class Cluster:
             common["router"] = router.url
         engine = {} if role == "encode" else ENGINE
         words = ["serve" if role == "any" else role, *_words({**common, **engine, **(flags or {})})]
-        node = Node(name, words, self.folder, inside=inside, env=env, fresh=fresh)
+        node = Node(name, words, self.folder, inside=inside, env=env, fresh=fresh, names=names)
         self.servers.append(node)
         return node
 

@@ -8,16 +8,19 @@ their own session, arguments, environment and standard streams; only ``exec`` is
 from __future__ import annotations
 
 import ctypes
+import json
 import multiprocessing.util
 import os
 import re
 import signal
+import socket
 import subprocess
 import sys
 from collections.abc import Callable, Sequence
+from functools import partial
 from multiprocessing.connection import wait
 from pathlib import Path
-from typing import IO
+from typing import IO, Any
 
 from kvbaton.testing.fork_server import fork_server
 
@@ -40,9 +43,11 @@ class ForkedCommand:
     Args:
         words: of the command line.
         log: takes what it writes.
+        names: a file with addresses by host name (JSON), which is read at each look-up, as DNS is.
     """
 
-    def __init__(self, words: Sequence[str], log: IO[bytes]) -> None:
+    def __init__(self, words: Sequence[str], log: IO[bytes], names: Path | None = None) -> None:
+        words = [str(names or ""), *words]
         with open(os.devnull, "rb") as null:
             streams = (null.fileno(), log.fileno(), log.fileno())
             pidfd = fork_server().start(__spec__.name, words, streams, IMPORTS)
@@ -76,10 +81,20 @@ def main(words: list[str]) -> None:
     """Run a command; it ends with the fork server, which ends with the tests."""
     from kvbaton import cli
 
+    names, *words = words
+    if names:
+        socket.getaddrinfo = partial(_look_up, Path(names), socket.getaddrinfo)
+
     ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
     os.setsid()
     multiprocessing.util.spawnv_passfds = _fork  # type: ignore[assignment]
     sys.exit(cli.main(words))
+
+
+def _look_up(names: Path, real: Callable[..., Any], host: Any, *args: Any, **kwargs: Any) -> Any:
+    """As `socket.getaddrinfo`, with a file's addresses of the names in it."""
+    addresses = json.loads(names.read_text()).get(host, [host])
+    return [found for one in addresses for found in real(one, *args, **kwargs)]
 
 
 _spawn: Callable[..., int] = multiprocessing.util.spawnv_passfds

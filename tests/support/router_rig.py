@@ -34,6 +34,7 @@ class Rig:
     session: aiohttp.ClientSession
     nodes: dict[str, StandIn]
     sockets: Path
+    runner: web.AppRunner
 
     @property
     def dispatcher(self) -> Dispatcher:
@@ -81,11 +82,13 @@ async def build_rig(
     decode: int = 1,
     encode: int = 0,
     static: tuple[str, ...] = (),
+    at: tuple[str, int] = ("127.0.0.1", 0),
     **settings: object,
 ) -> Rig:
     """A router and nodes ``p0..``, ``d0..``, ``e0..``; all are ended with the stack.
 
-    The nodes offer their engines' sockets in a folder, `sockets`.
+    The nodes offer their engines' sockets in a folder, `sockets`; the router listens `at` a host
+    and port.
     """
     timers = MembershipTimers(heartbeat_s=60.0, probe_period_s=0.05, probe_timeout_s=0.5)
     default = RouterConfig(membership=timers, dispatch=DispatchConfig())
@@ -103,10 +106,10 @@ async def build_rig(
     runner = web.AppRunner(app, handler_cancellation=True, shutdown_timeout=0.1)
     await runner.setup()
     stack.push_async_callback(runner.cleanup)
-    await web.TCPSite(runner, "127.0.0.1", 0).start()
-    url = f"http://127.0.0.1:{runner.addresses[0][1]}"
+    await web.TCPSite(runner, *at).start()
+    url = f"http://{at[0]}:{runner.addresses[0][1]}"
     session = await stack.enter_async_context(aiohttp.ClientSession(url))
-    rig = Rig(url, app, session, {node.info.node_id: node for node in nodes}, sockets)
+    rig = Rig(url, app, session, {node.info.node_id: node for node in nodes}, sockets, runner)
     for node_id in rig.nodes:
         await rig.register(node_id)
     return rig

@@ -196,6 +196,7 @@ class ScriptedClient(ScriptedSource, EngineClient):
         )
         self.metrics: Metrics | None = None
         self.dead: str | None = None
+        self.draining = False
         self.commands: list[str] = []
 
     async def command(self, name: str, argument: Any = None) -> Any:

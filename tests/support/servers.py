@@ -92,6 +92,7 @@ class Server:
         env: beyond our own.
         fresh: execute Python anew, as a shell does; else the process is forked off one that has
             imported what it needs, as with `inside` or `env` it never is.
+        names: host names that a forked process finds; see `ForkedCommand`.
     """
 
     says_url = r"listening on (http://\S+)"
@@ -105,6 +106,7 @@ class Server:
         inside: Sequence[str] = (),
         env: Mapping[str, str] | None = None,
         fresh: bool = False,
+        names: Path | None = None,
     ) -> None:
         self.name = name
         self.log = folder / f"{name}.log"
@@ -114,7 +116,7 @@ class Server:
         command = [*inside, sys.executable, "-m", "kvbaton", *words]
         with self.log.open("ab") as log:
             if not (inside or env or fresh):
-                self._process = ForkedCommand(words, log)
+                self._process = ForkedCommand(words, log, names)
                 return
             self._process = subprocess.Popen(
                 [sys.executable, "-c", _LAUNCH, str(os.getpid()), *command],

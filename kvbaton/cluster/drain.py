@@ -1,0 +1,93 @@
+"""``kvbaton drain``: has a node or router take nothing new, and waits until it has finished."""
+
+from __future__ import annotations
+
+import asyncio
+import sys
+import time
+from dataclasses import dataclass
+
+import aiohttp
+import msgspec
+
+from kvbaton.config import Seconds, flag
+from kvbaton.errors import ConfigError
+from kvbaton.messages.nodes import DrainProgress
+from kvbaton.messages.openai import ErrorBody
+from kvbaton.server.network import bearer, operator_token
+
+POLL_S = 0.2
+ANSWER_S = 5.0
+
+
+@dataclass(frozen=True, kw_only=True)
+class DrainConfig:
+    """Whom to drain, and how long to wait for it.
+
+    Attributes:
+        url: of the node or router.
+        timeout_s: it may take this long to finish.
+        settle_s: wait so long at least: until whoever sends it requests has noticed.
+        cluster_key: lets us in where we do not ask from the same machine.
+    """
+
+    url: str = "http://127.0.0.1:8000"
+    timeout_s: Seconds = flag(
+        60.0, "give up when it still works after so many seconds", name="--timeout", metavar="S"
+    )
+    settle_s: Seconds = flag(
+        0.0,
+        "wait so many seconds at least, in which load balancers notice",
+        name="--settle",
+        metavar="S",
+    )
+    cluster_key: str | None = flag(
+        None,
+        "lets us in from another machine ($KVBATON_CLUSTER_KEY)",
+        variable="KVBATON_CLUSTER_KEY",
+        secret=True,
+        metavar="SECRET",
+    )
+
+
+def run(config: DrainConfig) -> int:
+    """Drain; the exit status: 0 once nothing runs there, 1 if that takes too long.
+
+    Raises:
+        ConfigError: we are not let in, or it is neither node nor router.
+    """
+    idle = asyncio.run(_drain(config))
+    if not idle:
+        print(f"kvbaton: {config.url} still works after {config.timeout_s:g} s", file=sys.stderr)
+    return 0 if idle else 1
+
+
+async def _drain(config: DrainConfig) -> bool:
+    url, key = f"{config.url.rstrip('/')}/drain", config.cluster_key
+    headers = bearer(operator_token(key) if key else None)
+    began = time.monotonic()
+    timeout = aiohttp.ClientTimeout(total=ANSWER_S)
+    async with aiohttp.ClientSession(headers=headers, timeout=timeout) as session:
+        while True:
+            try:
+                async with session.post(url) as response:
+                    idle = _progress(config, response.status, await response.read())
+            except aiohttp.ClientConnectorError:
+                return True  # nobody is there any more
+            except (aiohttp.ClientError, TimeoutError, OSError, msgspec.DecodeError) as error:
+                print(f"kvbaton: {url}: {error!r}", file=sys.stderr)
+                idle = False
+            waited = time.monotonic() - began
+            if waited >= config.timeout_s or (idle and waited >= config.settle_s):
+                return idle
+            await asyncio.sleep(POLL_S)
+
+
+def _progress(config: DrainConfig, status: int, answer: bytes) -> bool:
+    """Whether it is idle."""
+    if status == 200:
+        return msgspec.json.decode(answer, type=DrainProgress).idle
+    error = msgspec.json.decode(answer, type=ErrorBody).error
+    if status in (401, 403, 404, 405):
+        raise ConfigError("URL", f"{config.url} does not let itself be drained: {error.message}")
+    return error.code == "starting"  # it has had no request yet
