@@ -49,8 +49,18 @@ from aiohttp import web
 from tokenizers import decoders, models, pre_tokenizers, trainers
 
 from kvbaton.bench.report import publish
+from kvbaton.connectors.keys import block_keys, root_key
 from kvbaton.engine.frontends import EngineEndpoints, FrontendServer
-from kvbaton.messages.engine import AbortRequest, AddRequest, Output, Outputs, Ready
+from kvbaton.messages.engine import (
+    BLOCK_HASH_BYTES,
+    AbortRequest,
+    AddRequest,
+    BlockChange,
+    CachedGroup,
+    Output,
+    Outputs,
+    Ready,
+)
 from kvbaton.messages.nodes import NodeInfo
 from kvbaton.types import NodeId
 
@@ -62,6 +72,16 @@ START_TIMEOUT_S = 60.0
 IDLE_S = 0.2
 """An idle mock looks after its frontends so often."""
 LOAD_TIMEOUT_S = 300.0
+BLOCK_SIZE = 16
+LOAD = {
+    "step_s": 0.004,
+    "prefill_token_s": 2e-5,
+    "prefill_context_s": 1e-6,
+    "decode_sequence_s": 1e-5,
+    "decode_context_s": 1e-5,
+    "step_tokens": 4096.0,
+}
+"""What a mock says of its speed, so that policies which count in seconds do so."""
 
 
 def main() -> None:
@@ -549,6 +569,8 @@ def node_info(role: str, number: int, port: int, engine_address: str) -> NodeInf
         control_address=f"tcp://127.0.0.1:{port}",
         max_model_len=8192,
         engine_address=engine_address,
+        identity="00" * 32,
+        load=LOAD,
     )
 
 
@@ -581,6 +603,18 @@ class Steps:
             await asyncio.sleep(self.pace_s)
 
 
+@dataclass
+class CachedPrompts:
+    """What a mock has cached, for a router that asks later than others."""
+
+    known: BlockChange
+    groups: tuple[CachedGroup, ...] = (CachedGroup(BLOCK_SIZE),)
+
+    def snapshot(self) -> Iterator[tuple[BlockChange, ...]]:
+        """All of it."""
+        yield (self.known,)
+
+
 class MockEngine:
     """An engine's socket: one message per step, with a token for each of its requests.
 
@@ -600,12 +634,13 @@ class MockEngine:
                 node=NodeId("mock", bytes(16)),
                 control_address=None,
                 num_blocks=1,
-                block_size=16,
+                block_size=BLOCK_SIZE,
                 max_model_len=8192,
                 eos_token_ids=(),
             )
         )
         self._running: dict[str, tuple[int, int]] = {}
+        self._prompts: dict[tuple[int, ...], bytes] = {}
         self._wake = os.eventfd(0, os.EFD_NONBLOCK)
         threading.Thread(target=self._run, daemon=True).start()
 
@@ -618,11 +653,22 @@ class MockEngine:
                 if isinstance(message, AddRequest):
                     count = 1 if self._alone else message.params.max_tokens
                     self._running[message.request_id] = 0, count
+                    self._cache(message.token_ids)
                 elif isinstance(message, AbortRequest):
                     self._running.pop(message.request_id, None)
             if self._running and time.monotonic() >= due:
                 due = time.monotonic() + self._pace_s
                 self._step()
+
+    def _cache(self, prompt: tuple[int, ...]) -> None:
+        """Tell routers what this node has cached now."""
+        new = prompt not in self._prompts
+        if new:
+            keys = block_keys(root_key(bytes(32), ""), prompt, BLOCK_SIZE)
+            self._prompts[prompt] = b"".join(key[-BLOCK_HASH_BYTES:] for key in keys)
+        known = BlockChange(0, True, b"".join(self._prompts.values()))
+        if new or any(peer.next_blocks == 0 for peer in self._frontends.block_watchers):
+            self._frontends.tell_watchers((known,), CachedPrompts(known))
 
     def _step(self) -> None:
         outputs = []

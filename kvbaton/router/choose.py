@@ -10,14 +10,16 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Mapping, Sequence, Set
-from dataclasses import dataclass, field, replace
+
+from msgspec import Struct
+from msgspec.structs import replace
 
 from kvbaton.messages.engine import Item
 from kvbaton.messages.nodes import NodeInfo
 from kvbaton.router.loads import IDLE, NodeLoad, NodeLoads
 from kvbaton.router.membership import ReadyNodes
 from kvbaton.router.policies import Policy
-from kvbaton.router.route import Options, Route
+from kvbaton.router.route import Options, Pairs, Route
 
 BOUND = 1.25
 """An encoder node may have this much more queued than the average one, and one item."""
@@ -31,8 +33,7 @@ ROW_S, TOKEN_S = "encoder_row_s", "prompt_token_s"
 """Entries of `NodeInfo.load`."""
 
 
-@dataclass(frozen=True)
-class Wanted:
+class Wanted(Struct, frozen=True):
     """What a request asks of its nodes.
 
     Attributes:
@@ -45,7 +46,7 @@ class Wanted:
     num_tokens: int
     max_tokens: int = 16
     items: Sequence[Item] = ()
-    cached: Mapping[str, int] = field(default_factory=dict)
+    cached: Mapping[str, int] = {}
 
 
 def choose(
@@ -67,14 +68,14 @@ def choose(
     """
     pairs, singles, costs = ready.pairs, ready.serving, policy.costs
     if avoid:
-        pairs = [pair for pair in pairs if avoid.isdisjoint((pair[0].node_id, pair[1].node_id))]
+        pairs = pairs.without(avoid)
         singles = [node for node in singles if node.node_id not in avoid]
     if not pairs and not singles:
         return None
     options = Options(
         pairs,
         singles,
-        loads,
+        loads.now(),
         wanted.num_tokens,
         wanted.max_tokens,
         wanted.cached,
@@ -87,7 +88,7 @@ def choose(
     if route.holder is not None:  # as if it had that itself: what crosses meanwhile is not priced
         held = {**wanted.cached, route.prefills.node_id: route.held}
         options = replace(options, cached=held)
-    if options.measured:
+    if options.measured and (route.predicted is None or route.holder is not None):
         route = replace(route, predicted=options.predict(costs, route))
     if not wanted.items:
         return route
@@ -120,9 +121,18 @@ def successor(
     held = {node.node_id: wanted.num_tokens for node in able}
     measured = policy.costs.learn(ready.serving, loads)
     options = Options(
-        [], able, loads, wanted.num_tokens, wanted.max_tokens, held, loads.prefill_since, measured
+        Pairs((), ()),
+        able,
+        loads.now(),
+        wanted.num_tokens,
+        wanted.max_tokens,
+        held,
+        loads.prefill_since,
+        measured,
     )
-    route = policy.choose(options)
+    route = replace(
+        policy.choose(options), predicted=None
+    )  # of what a fetch takes nothing is known
     own = wanted.cached.get(route.target.node_id, 0)
     if wanted.num_tokens < own + min_tokens:  # faster computed
         return replace(route, cached=own)
@@ -142,8 +152,8 @@ def with_holder(route: Route, options: Options, min_tokens: int) -> Route:
     least = cached.get(node, 0) + min_tokens
     holders = [
         source
-        for source, target in options.pairs
-        if target.node_id == node and cached.get(source.node_id, 0) >= least
+        for source, able in options.pairs.sources
+        if node in able and cached.get(source.node_id, 0) >= least
     ]
     if not holders:
         return route

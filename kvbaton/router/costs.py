@@ -11,9 +11,11 @@ from __future__ import annotations
 import math
 import time
 from collections import defaultdict, deque
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from statistics import median
+
+from msgspec import Struct
 
 from kvbaton.messages.nodes import STEP_COSTS, NodeInfo
 from kvbaton.router.loads import NodeLoad, NodeLoads
@@ -40,8 +42,7 @@ FIRST_OUTPUT = 128.0
 """Tokens that a request is expected to generate, while none has ended."""
 
 
-@dataclass(frozen=True)
-class StepSpeed:
+class StepSpeed(Struct, frozen=True):
     """What a step of one node takes; fields as `STEP_COSTS`, in seconds.
 
     Attributes:
@@ -65,8 +66,7 @@ class StepSpeed:
         return self.decode_sequence_s * sequences + self.decode_context_s * tokens / 1000
 
 
-@dataclass(frozen=True)
-class Prefill:
+class Prefill(Struct, frozen=True):
     """What is expected of computing a prompt on one node.
 
     Attributes:
@@ -86,8 +86,7 @@ class Prefill:
     decoding: int
 
 
-@dataclass(frozen=True)
-class Decode:
+class Decode(Struct, frozen=True):
     """What is expected of generating on one node.
 
     Attributes:
@@ -113,8 +112,7 @@ class Decode:
     room: bool
 
 
-@dataclass(frozen=True)
-class Prediction:
+class Prediction(Struct, frozen=True):
     """What is expected of a route.
 
     Attributes:
@@ -219,30 +217,32 @@ class CostModel:
         self._clock = clock
         self._overheads: dict[str, Overhead] = {}
         self._speeds: dict[str, tuple[Mapping[str, float], StepSpeed | None]] = {}
+        self._learned: Sequence[NodeInfo] | None = None
+        self._measured = False
         self._elsewhere: dict[str, tuple[float, int]] = {}
         self._prefilled: dict[str, tuple[float, float]] = {}
 
     # --- speeds ---
 
-    def learn(self, nodes: Iterable[NodeInfo], loads: NodeLoads) -> bool:
+    def learn(self, nodes: Sequence[NodeInfo], loads: NodeLoads) -> bool:
         """Take in what nodes say now; False if none has measured what a prompt takes.
+
+        The same list again (which nobody may have changed) says nothing new.
 
         Of terms that a node has never had in a step it takes the mean of the others: a prefill node
         does not know how fast it would decode. What waits there beyond what this router has had
         there while the report was made (`loads`) is other routers'.
         """
-        nodes = list(nodes)
+        if nodes is self._learned:
+            return self._measured
         known = self._speeds
-        if len(known) == len(nodes) and all(
-            node.node_id in known and known[node.node_id][0] is node.load for node in nodes
-        ):
-            return any(speed is not None for _, speed in known.values())
         told = defaultdict[str, list[float]](list)
         for node in nodes:
             for term in node.load.keys() & STEP_COSTS:
                 told[term].append(node.load[term])
         mean = {term: sum(seconds) / len(seconds) for term, seconds in told.items()}
         measured = "prefill_token_s" in mean
+        self._learned, self._measured = nodes, measured
         self._speeds = {}
         elsewhere, self._elsewhere, now = self._elsewhere, {}, self._clock()
         for node in nodes:
@@ -358,7 +358,7 @@ class CostModel:
         self._prefilled[node.node_id] = now, fresh
 
     def handover(self, source: NodeInfo, target: NodeInfo) -> float:
-        """Seconds that the second token comes later for having been handed over."""
+        """Seconds that the second token comes later for having been handed over; 0 or more."""
         known = self._handovers.get((source.node_id, target.node_id))
         if known is None:
             return 0.0

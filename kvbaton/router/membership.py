@@ -26,6 +26,7 @@ from kvbaton.connectors.address import is_loopback
 from kvbaton.errors import RequestError
 from kvbaton.messages.nodes import Members, NodeInfo
 from kvbaton.router.config import MembershipTimers
+from kvbaton.router.route import Pair, Pairs
 from kvbaton.server.transfer_params import tcp_host
 
 ROLES = ("any", "prefill", "decode", "encode")
@@ -72,24 +73,6 @@ class Member:
     reason: str = ""
     paused: bool = False
 
-    def may_dial(self, source: NodeInfo) -> bool:
-        """Whether this node can get KV of another: one model, one transport, a known address.
-
-        A registered node dials only addresses that it was told of, and learns of a new node with
-        its next heartbeat; until then the two do not pair.
-        """
-        if (source.model, source.transport) != (self.info.model, self.info.transport):
-            return False
-        address = source.control_address
-        return address is not None and (self.told is None or address in self.told)
-
-    def may_receive(self, source: NodeInfo) -> bool:
-        """Whether another node may hand prompts over to this one, and send it cached prefixes."""
-        node = self.info
-        alike = source.node_id != node.node_id and source.identity == node.identity
-        in_role = source.role in SOURCES and node.role in TARGETS
-        return alike and in_role and self.may_dial(source)
-
 
 class ReadyNodes:
     """Who may get requests, and who may hand over to whom, until something changes.
@@ -106,11 +89,11 @@ class ReadyNodes:
     def __init__(self, members: Iterable[Member]) -> None:
         self.nodes: list[NodeInfo] = []
         self.serving: list[NodeInfo] = []
-        self.pairs: list[tuple[NodeInfo, NodeInfo]] = []
-        self.encoder_pairs: list[tuple[NodeInfo, NodeInfo]] = []
+        self.encoder_pairs: list[Pair] = []
         self.max_model_len = MAX_LENGTH
         self.vocab_size = 0
-        targets: list[Member] = []
+        # Whoever can get KV of a node: of one identity, model and transport with it.
+        receivers: dict[tuple[str, ...], list[Member]] = {}
         for member in members:
             node = member.info
             if member.state is not NodeState.READY or member.paused:
@@ -119,20 +102,42 @@ class ReadyNodes:
             if node.role == "encode":
                 continue
             self.serving.append(node)
-            targets.append(member)
+            if node.role in TARGETS:
+                kind = "prompt", node.identity, node.model, node.transport
+                receivers.setdefault(kind, []).append(member)
+            if node.encoder_identity:
+                kind = "item", node.encoder_identity, node.model, node.transport
+                receivers.setdefault(kind, []).append(member)
             if node.max_model_len:
                 self.max_model_len = min(node.max_model_len, self.max_model_len)
             if node.vocab_size:
                 self.vocab_size = min(node.vocab_size, self.vocab_size or MAX_LENGTH)
+        self._receivers = receivers
+        sources: list[tuple[NodeInfo, set[str]]] = []
         for source in self.nodes:
-            for member in targets:
-                node = member.info
-                if source.role == "encode":
-                    alike = source.encoder_identity == node.encoder_identity != ""
-                    if alike and member.may_dial(source):
-                        self.encoder_pairs.append((source, node))
-                elif member.may_receive(source):
-                    self.pairs.append((source, node))
+            sources.append((source, {node.node_id for node in self.receivers(source)}))
+            if source.role == "encode":
+                kind = "item", source.encoder_identity, source.model, source.transport
+                self.encoder_pairs += [(source, node) for node in self._dialling(kind, source)]
+        self.pairs = Pairs(sources, self.serving)
+
+    def receivers(self, source: NodeInfo) -> list[NodeInfo]:
+        """Nodes to which another one may hand prompts over, and send cached prefixes."""
+        if source.role not in SOURCES:
+            return []
+        kind = "prompt", source.identity, source.model, source.transport
+        return [n for n in self._dialling(kind, source) if n.node_id != source.node_id]
+
+    def _dialling(self, kind: tuple[str, ...], source: NodeInfo) -> list[NodeInfo]:
+        """Of a kind of receivers those that may dial a node.
+
+        A registered node dials only addresses that it was told of, and learns of a new node with
+        its next heartbeat; until then the two do not pair.
+        """
+        address, members = source.control_address, self._receivers.get(kind, ())
+        if address is None:
+            return []
+        return [m.info for m in members if m.told is None or address in m.told]
 
 
 @dataclass(frozen=True)
@@ -352,9 +357,7 @@ class Membership:
 
     def receivers(self, source: NodeInfo) -> list[NodeInfo]:
         """Nodes that may get new requests, and KV from a node whatever its state."""
-        ready = {node.node_id for node in self.ready().serving}
-        members = (self.members[node_id] for node_id in sorted(ready))
-        return [member.info for member in members if member.may_receive(source)]
+        return sorted(self.ready().receivers(source), key=lambda node: node.node_id)
 
     def show(self, members: Iterable[Member]) -> None:
         """Take another table's members in place of all of ours."""

@@ -9,17 +9,18 @@ from __future__ import annotations
 import importlib
 import math
 from abc import ABC, abstractmethod
-from collections.abc import Iterator, Mapping
-from dataclasses import replace
+from collections.abc import Iterable, Iterator
 from importlib.metadata import entry_points
-from typing import ClassVar
+from operator import itemgetter
+from typing import Any, ClassVar
 
+from msgspec.structs import replace
 from typing_extensions import override
 
 from kvbaton.errors import ConfigError
 from kvbaton.messages.nodes import NodeInfo
 from kvbaton.router.config import RoutingPolicy
-from kvbaton.router.costs import CostModel, Decode, Prefill
+from kvbaton.router.costs import CostModel, Decode, Prediction, Prefill
 from kvbaton.router.route import Options, Pair, Route
 
 BUILT_IN = {
@@ -41,6 +42,9 @@ CERTAINTY = 8.0
 """What is expected to take half its objective misses it once in 2 to this power."""
 NO_ROOM_S = 5.0
 """What a node without room for a request costs it."""
+
+Rank = tuple[Any, ...]
+"""Numbers, then ids of nodes."""
 
 
 class Policy(ABC):
@@ -76,19 +80,30 @@ class LeastLoaded(Policy):
     @override
     def choose(self, options: Options) -> Route:
         if options.pairs and options.num_tokens >= self.settings.min_handover_tokens:
-            source, target = min(options.pairs, key=lambda pair: self.pair_rank(options, pair))
+            source, target = self.best_pair(options)
             return Route(target, source, cached=options.hit(source))
         node = min(options.singles, key=lambda node: self.single_rank(options, node))
         return Route(node, cached=options.hit(node))
 
-    def pair_rank(self, options: Options, pair: Pair) -> tuple[float | str, ...]:
-        """The lowest is chosen."""
-        source, target = map(options.load, pair)
-        ids = pair[0].node_id, pair[1].node_id
-        there = target.prompt_tokens, target.sequences, target.tokens
-        return source.prompt_tokens, *there, source.sequences, *ids
+    def best_pair(self, options: Options) -> Pair:
+        """The pair of the lowest rank. Which target is best for a source is the same for all."""
+        ranked = sorted(
+            options.pairs.targets, key=lambda node: (*self.target_rank(options, node), node.node_id)
+        )
+        return min(options.pairs.best(ranked), key=lambda pair: self.pair_rank(options, pair))
 
-    def single_rank(self, options: Options, node: NodeInfo) -> tuple[float | str, ...]:
+    def target_rank(self, options: Options, target: NodeInfo) -> Rank:
+        """What `pair_rank` has of the target but its id, in that order."""
+        load = options.load(target)
+        return load.prompt_tokens, load.sequences, load.tokens
+
+    def pair_rank(self, options: Options, pair: Pair) -> Rank:
+        """The lowest is chosen."""
+        load, there = options.load(pair[0]), self.target_rank(options, pair[1])
+        ids = pair[0].node_id, pair[1].node_id
+        return load.prompt_tokens, *there, load.sequences, *ids
+
+    def single_rank(self, options: Options, node: NodeInfo) -> Rank:
         """The lowest is chosen."""
         load, other_role = options.load(node), node.role == "prefill"
         return other_role, load.sequences, load.prompt_tokens, load.tokens, node.node_id
@@ -107,18 +122,18 @@ class RoundRobin(Policy):
     def choose(self, options: Options) -> Route:
         self._turn += 1
         if options.pairs and options.num_tokens >= self.settings.min_handover_tokens:
-            sources = _by_id({source.node_id: source for source, _ in options.pairs})
-            source = sources[self._turn % len(sources)]
-            targets = _by_id({d.node_id: d for s, d in options.pairs if s is source})
+            sources = sorted(options.pairs.sources, key=lambda source: source[0].node_id)
+            source, able = sources[self._turn % len(sources)]
+            targets = _by_id(node for node in options.pairs.targets if node.node_id in able)
             # Both go round; with equal numbers of them each would always meet the same.
             target = targets[(self._turn + self._turn // len(sources)) % len(targets)]
             return Route(target, source)
-        singles = _by_id({node.node_id: node for node in options.singles})
+        singles = _by_id(options.singles)
         return Route(singles[self._turn % len(singles)])
 
 
-def _by_id(nodes: Mapping[str, NodeInfo]) -> list[NodeInfo]:
-    return [nodes[node_id] for node_id in sorted(nodes)]
+def _by_id(nodes: Iterable[NodeInfo]) -> list[NodeInfo]:
+    return sorted(nodes, key=lambda node: node.node_id)
 
 
 class PrefixAware(LeastLoaded):
@@ -127,15 +142,17 @@ class PrefixAware(LeastLoaded):
     uses_prefixes = True
 
     @override
-    def pair_rank(self, options: Options, pair: Pair) -> tuple[float | str, ...]:
-        source, target = map(options.load, pair)
-        to_do = source.prompt_tokens + options.new(pair[0])
-        ids = pair[0].node_id, pair[1].node_id
-        there = target.prompt_tokens, target.sequences, target.tokens - options.hit(pair[1])
-        return to_do, *there, source.sequences, *ids
+    def target_rank(self, options: Options, target: NodeInfo) -> Rank:
+        load = options.load(target)
+        return load.prompt_tokens, load.sequences, load.tokens - options.hit(target)
 
     @override
-    def single_rank(self, options: Options, node: NodeInfo) -> tuple[float | str, ...]:
+    def pair_rank(self, options: Options, pair: Pair) -> Rank:
+        to_do, *rest = super().pair_rank(options, pair)
+        return to_do + options.new(pair[0]), *rest
+
+    @override
+    def single_rank(self, options: Options, node: NodeInfo) -> Rank:
         load, other_role = options.load(node), node.role == "prefill"
         to_do = load.prompt_tokens + options.new(node)
         return other_role, to_do, load.sequences, load.tokens, node.node_id
@@ -168,12 +185,16 @@ class Sticky(LeastLoaded):
                 yield node.node_id
 
     @override
-    def pair_rank(self, options: Options, pair: Pair) -> tuple[float | str, ...]:
-        held = -options.hit(pair[0]), -options.hit(pair[1])
-        return *held, *super().pair_rank(options, pair)
+    def target_rank(self, options: Options, target: NodeInfo) -> Rank:
+        return -options.hit(target), *super().target_rank(options, target)
 
     @override
-    def single_rank(self, options: Options, node: NodeInfo) -> tuple[float | str, ...]:
+    def pair_rank(self, options: Options, pair: Pair) -> Rank:
+        to_do, held, *rest = super().pair_rank(options, pair)
+        return -options.hit(pair[0]), held, to_do, *rest
+
+    @override
+    def single_rank(self, options: Options, node: NodeInfo) -> Rank:
         return -options.hit(node), *super().single_rank(options, node)
 
 
@@ -190,7 +211,7 @@ class Threshold(PrefixAware):
         limit = self.settings.min_handover_tokens or self.MIN_TOKENS
         node = min(options.singles, key=lambda node: self.single_rank(options, node), default=None)
         if options.pairs and (node is None or options.new(node) >= limit):
-            source, target = min(options.pairs, key=lambda pair: self.pair_rank(options, pair))
+            source, target = self.best_pair(options)
             return Route(target, source, cached=options.hit(source))
         assert node is not None, "there is a pair or a node"
         return Route(node, cached=options.hit(node))
@@ -213,81 +234,148 @@ class LeastCost(Policy):
     def choose(self, options: Options) -> Route:
         if not options.measured:
             return self._unmeasured.choose(options)
-        costs, output_tokens = self.costs, options.output_tokens(self.costs)
-        ttft_slo, itl_slo = self.settings.ttft_slo, self.settings.itl_slo
-        least_pair, least_single = math.inf, math.inf
-        pair: Pair | None = None
-        single: NodeInfo | None = None
-        # What does not depend on the other node of a pair, once per node.
-        prefills: dict[str, tuple[Prefill, float]] = {}
-        delays: dict[str, float] = {}
-        held: dict[str, float] = {}
-
-        def prefill(node: NodeInfo) -> tuple[Prefill, float]:
-            if node.node_id not in prefills:
-                expected = options.prefill(costs, node)
-                # Whoever comes next waits for this prompt, too.
-                cost = expected.ttft_s + expected.work_s + _missed(expected.ttft_s, ttft_slo)
-                prefills[node.node_id] = expected, cost
-            return prefills[node.node_id]
-
-        def generate(decode: Decode, work_s: float) -> float:
-            # For the request, and for the sequences there, which may wait for its prompt.
-            cost = output_tokens * decode.itl_s
-            cost += (_missed(decode.itl_s, itl_slo) + self._missed_if_short(decode)) / 2
-            if decode.sequences:
-                cost += decode.sequences * self._delay(decode, decode.slower_s, work_s)
-            return cost + (0.0 if decode.room else NO_ROOM_S)
-
-        def delay(node: NodeInfo, expected: Prefill) -> float:
-            # Of sequences where the prompt of a pair is computed.
-            if not expected.decoding:
-                return 0.0
-            if node.node_id not in delays:
-                there = options.decode(costs, node, math.inf)
-                each = self._delay(there, 0.0, expected.work_s)
-                delays[node.node_id] = expected.decoding * each
-            return delays[node.node_id]
-
-        for source, target in options.pairs:
-            expected, cost = prefill(source)
-            cost += delay(source, expected) + costs.handover(source, target)
-            cost += generate(options.decode(costs, target, expected.ttft_s), 0.0)
-            if target.node_id not in held:
-                held[target.node_id] = options.held_s(costs, target)
-            cost += max(0.0, held[target.node_id] - expected.ttft_s)
-            if cost < least_pair:
-                least_pair, pair = cost, (source, target)
-        others = [node for node in options.singles if node.role != "prefill"]
-        for node in others or options.singles:  # a prefill node generates if nobody else can
-            expected, cost = prefill(node)
-            cost += generate(options.decode(costs, node, math.inf), expected.work_s)
-            if cost < least_single:
-                least_single, single = cost, node
+        prices = _Prices(options, self.costs, self.settings)
+        least_pair, pair = prices.cheapest_pair()
+        least_single, single = prices.cheapest_single()
         short = options.num_tokens < self.settings.min_handover_tokens
+        source: NodeInfo | None = None
         if pair is not None and (single is None or (least_pair <= least_single and not short)):
-            chosen = Route(pair[1], pair[0])
+            source, target = pair
         else:
             assert single is not None, "there is a pair or a node"
-            chosen = Route(single)
-        return replace(
-            chosen,
-            cached=options.hit(chosen.prefills),
+            target = single
+        return Route(
+            target,
+            source,
+            cached=options.hit(source or target),
+            predicted=prices.prediction(source, target),
             pair_cost_s=least_pair if pair is not None else None,
             single_cost_s=least_single if single is not None else None,
         )
 
+
+class _Prices:
+    """What the nodes that there are would cost one request, each part computed once.
+
+    Args:
+        options: of the request.
+        costs: of nodes.
+        settings: with the objectives.
+    """
+
+    def __init__(self, options: Options, costs: CostModel, settings: RoutingPolicy) -> None:
+        self._options = options
+        self._costs = costs
+        self._ttft_slo, self._itl_slo = settings.ttft_slo, settings.itl_slo
+        self._output_tokens = options.output_tokens(costs)
+        self._prefills: dict[str, tuple[Prefill, float]] = {}
+        self._decodes: dict[str, Decode] = {}
+
+    def cheapest_pair(self) -> tuple[float, Pair | None]:
+        """The cheapest pair and its seconds; of several the first.
+
+        A pair costs at least what its source does, and what its target does if neither a hand-over
+        nor prompts there delay anything. Cheap sources and targets come first, so that most pairs
+        are left out by that bound.
+        """
+        options, costs = self._options, self._costs
+        targets = []
+        for place, node in enumerate(options.pairs.targets):
+            least, queued_s = self._generate(self._decode(node), 0.0), options.queued_s(node)
+            targets.append((least, place, node, queued_s, options.held_s(costs, node)))
+        targets.sort(key=_bound_and_place)
+        sources = []
+        for place, (node, able) in enumerate(options.pairs.sources):
+            expected, cost = self._prefill(node)
+            delay = self._delay_of_source(node, expected)
+            sources.append((cost + delay, place, node, able, expected.ttft_s, cost, delay))
+        sources.sort(key=_bound_and_place)
+        cheapest, place_of = math.inf, (0, 0)
+        pair: Pair | None = None
+        for before, place, source, able, ttft_s, cost, delay in sources:
+            if before + targets[0][0] > cheapest:
+                break
+            for after, spot, target, queued_s, held_s in targets:
+                bound = before + after
+                if bound > cheapest:
+                    break
+                if target.node_id not in able or (bound == cheapest and (place, spot) > place_of):
+                    continue
+                total = cost + (delay + costs.handover(source, target))
+                if queued_s > ttft_s:  # what is left of it then comes in between
+                    after = self._generate(options.decode(costs, target, ttft_s), 0.0)
+                total += after
+                total += max(0.0, held_s - ttft_s)
+                if total < cheapest or (total == cheapest and (place, spot) < place_of):
+                    cheapest, pair, place_of = total, (source, target), (place, spot)
+        return cheapest, pair
+
+    def cheapest_single(self) -> tuple[float, NodeInfo | None]:
+        """The cheapest node that serves alone and its seconds; of several the first."""
+        singles, cheapest = self._options.singles, math.inf
+        single: NodeInfo | None = None
+        others = [node for node in singles if node.role != "prefill"]
+        for node in others or singles:  # a prefill node generates if nobody else can
+            expected, cost = self._prefill(node)
+            cost += self._generate(self._decode(node), expected.work_s)
+            if cost < cheapest:
+                cheapest, single = cost, node
+        return cheapest, single
+
+    def prediction(self, source: NodeInfo | None, target: NodeInfo) -> Prediction:
+        """What is expected of a route."""
+        prefill, _ = self._prefill(source or target)
+        decode = self._options.decode(self._costs, target, prefill.ttft_s)
+        return Prediction.of(prefill, decode, source is None, self._output_tokens)
+
+    def _prefill(self, node: NodeInfo) -> tuple[Prefill, float]:
+        """Of a node that computes the prompt, and its cost: whoever comes next waits, too."""
+        found = self._prefills.get(node.node_id)
+        if found is None:
+            expected = self._options.prefill(self._costs, node)
+            cost = expected.ttft_s + expected.work_s + _missed(expected.ttft_s, self._ttft_slo)
+            found = self._prefills[node.node_id] = expected, cost
+        return found
+
+    def _decode(self, node: NodeInfo) -> Decode:
+        """Of a node that generates once all prompts there are computed."""
+        found = self._decodes.get(node.node_id)
+        if found is None:
+            found = self._options.decode(self._costs, node, math.inf)
+            self._decodes[node.node_id] = found
+        return found
+
+    def _generate(self, decode: Decode, work_s: float) -> float:
+        """For the request, and for the sequences there, which may wait for its prompt."""
+        cost = self._output_tokens * decode.itl_s
+        if self._itl_slo is not None:
+            cost += (_missed(decode.itl_s, self._itl_slo) + self._missed_if_short(decode)) / 2
+        if decode.sequences:
+            cost += decode.sequences * self._delay(decode, decode.slower_s, work_s)
+        return cost if decode.room else cost + NO_ROOM_S
+
     def _missed_if_short(self, decode: Decode) -> float:
         """Of a text of few tokens, which come all beside prompts, or none of them."""
-        slo, share = self.settings.itl_slo, decode.prefill_share
-        between = decode.step_s + decode.backlog_s / self.costs.short_output
+        slo, share = self._itl_slo, decode.prefill_share
+        between = decode.step_s + decode.backlog_s / self._costs.short_output
         return share * _missed(decode.chunk_s, slo) + (1 - share) * _missed(between, slo)
+
+    def _delay_of_source(self, node: NodeInfo, expected: Prefill) -> float:
+        """Of sequences where the prompt of a pair is computed."""
+        if not expected.decoding:
+            return 0.0
+        return expected.decoding * self._delay(self._decode(node), 0.0, expected.work_s)
 
     def _delay(self, there: Decode, slower_s: float, work_s: float) -> float:
         """What it costs a sequence that steps take longer, and that it waits for a prompt once."""
-        tokens, slo, itl_s = self.costs.output_tokens, self.settings.itl_slo, there.others_s
+        tokens, slo, itl_s = self._costs.output_tokens, self._itl_slo, there.others_s
+        if slo is None:
+            return tokens * slower_s + work_s
         missed = _missed(itl_s + slower_s + work_s / tokens, slo) - _missed(itl_s, slo)
         return tokens * slower_s + work_s + missed
+
+
+_bound_and_place = itemgetter(0, 1)
 
 
 def _missed(seconds: float, objective_ms: float | None) -> float:

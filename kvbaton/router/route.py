@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from collections.abc import Collection, Iterator, Mapping, Sequence, Set
+
+from msgspec import Struct
+from msgspec.structs import replace
+from typing_extensions import override
 
 from kvbaton.errors import RequestError
 from kvbaton.messages.nodes import NodeInfo
@@ -14,8 +17,48 @@ Pair = tuple[NodeInfo, NodeInfo]
 """Source and target."""
 
 
-@dataclass(frozen=True)
-class Route:
+class Pairs(Collection[Pair]):
+    """Who can hand over to whom.
+
+    Args:
+        sources: each with the ids of those that it can hand over to; one without any is left out.
+        targets: all of those; pairs come by source, and in this order.
+    """
+
+    def __init__(
+        self, sources: Sequence[tuple[NodeInfo, Set[str]]], targets: Sequence[NodeInfo]
+    ) -> None:
+        self.sources = [(source, able) for source, able in sources if able]
+        wanted = set[str]().union(*(able for _, able in self.sources))
+        self.targets = [node for node in targets if node.node_id in wanted]
+
+    def without(self, avoid: Set[str]) -> Pairs:
+        """Those in which no node of these ids takes part."""
+        left = [(node, able - avoid) for node, able in self.sources if node.node_id not in avoid]
+        return Pairs(left, self.targets)
+
+    def best(self, ranked: Sequence[NodeInfo]) -> Iterator[Pair]:
+        """Of each source the pair with the first of its targets in `ranked`, which has them all."""
+        for source, able in self.sources:
+            yield source, next(node for node in ranked if node.node_id in able)
+
+    @override
+    def __contains__(self, pair: object) -> bool:
+        return any(pair == known for known in self)
+
+    @override
+    def __iter__(self) -> Iterator[Pair]:
+        for source, able in self.sources:
+            for target in self.targets:
+                if target.node_id in able:
+                    yield source, target
+
+    @override
+    def __len__(self) -> int:
+        return sum(len(able) for _, able in self.sources)
+
+
+class Route(Struct, frozen=True):
     """The nodes that serve one attempt.
 
     Attributes:
@@ -58,8 +101,7 @@ def no_node_ready() -> RequestError:
     )
 
 
-@dataclass(frozen=True)
-class Options:
+class Options(Struct, frozen=True):
     """What there is to choose from, for one request.
 
     Attributes:
@@ -74,18 +116,22 @@ class Options:
         measured: nodes have said how fast they are, so that what they do can be predicted.
     """
 
-    pairs: Sequence[Pair]
+    pairs: Pairs
     singles: Sequence[NodeInfo]
     loads: Mapping[str, NodeLoad]
     num_tokens: int
     max_tokens: int = 16
-    cached: Mapping[str, int] = field(default_factory=dict)
-    since: Mapping[str, float] = field(default_factory=dict)
+    cached: Mapping[str, int] = {}
+    since: Mapping[str, float] = {}
     measured: bool = False
 
     def load(self, node: NodeInfo) -> NodeLoad:
         """What a node has in flight."""
         return self.loads.get(node.node_id, IDLE)
+
+    def queued_s(self, node: NodeInfo) -> float:
+        """Seconds that the prompts take which a node is to compute."""
+        return self.load(node).prefill_us / 1e6
 
     def hit(self, node: NodeInfo) -> int:
         """Tokens that a node holds; the last one is computed in any case."""

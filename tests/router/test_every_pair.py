@@ -1,0 +1,297 @@
+"""Policies look at few pairs, and choose what they would if they looked at every one.
+
+The formulas are written out here once more, for every pair and node, as docs/routing.md tells them.
+Numbers come from few values, so that many options cost the same: then the first one counts, or the
+lowest ids.
+"""
+
+from __future__ import annotations
+
+import math
+from random import Random
+from typing import Any
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from kvbaton.messages.nodes import NodeInfo
+from kvbaton.router.choose import Wanted, choose
+from kvbaton.router.config import RoutingPolicy
+from kvbaton.router.costs import CostModel, Decode
+from kvbaton.router.loads import NodeLoad, NodeLoads
+from kvbaton.router.membership import Member, ReadyNodes
+from kvbaton.router.policies import (
+    CERTAINTY,
+    MISSED_S,
+    NO_ROOM_S,
+    LeastCost,
+    LeastLoaded,
+    Policy,
+    PrefixAware,
+    Sticky,
+    Threshold,
+)
+from kvbaton.router.route import Options
+from tests.router.test_pairing import ids, member
+
+NOW, TOKENS = 128.0, 1024
+EXACT = 1 / 1024
+"""Seconds are sums of few powers of 2, so that sums in another order are often equal."""
+SPEEDS = [
+    {"step_s": 8 * EXACT, "prefill_token_s": EXACT / 32, "free_blocks": 99999.0},
+    {"step_s": 8 * EXACT, "prefill_token_s": EXACT / 8, "decode_sequence_s": EXACT / 16},
+    {"step_s": 16 * EXACT, "prefill_token_s": EXACT / 32, "waiting_tokens": 4096.0},
+    {"step_s": 8 * EXACT, "prefill_token_s": EXACT / 16, "decode_context_s": EXACT / 64},
+    {"step_s": 4 * EXACT, "prefill_token_s": EXACT / 32, "free_blocks": 1.0},
+    {"decode_sequence_s": EXACT / 16},
+]
+POLICIES: dict[str, type[Policy]] = {
+    "cost": LeastCost,
+    "least-loaded": LeastLoaded,
+    "prefix-aware": PrefixAware,
+    "sticky": Sticky,
+    "threshold": Threshold,
+}
+
+
+def cluster(chance: Random) -> list[Member]:
+    """Nodes of all roles, not all of which can hand over to each other."""
+    members = []
+    roles = chance.choice([["any"], ["prefill", "decode"], ["any", "prefill", "decode"]])
+    strangers, speeds = chance.random() < 0.3, chance.sample(SPEEDS, chance.randint(1, 3))
+    for number in range(chance.randint(1, 8)):
+        one = member(
+            f"n{chance.randrange(9)}{number}",
+            chance.choice(roles),
+            identity="bb" if strangers and chance.random() < 0.3 else "aa",
+            transport="nixl" if strangers and chance.random() < 0.3 else "tcp",
+            load=chance.choice(speeds),
+            control_address=f"tcp://127.0.0.1:{number}",
+            block_size=16,
+        )
+        if strangers and chance.random() < 0.5:
+            told = chance.sample(range(8), 5)
+            one.told = frozenset(f"tcp://127.0.0.1:{number}" for number in told)
+        members.append(one)
+    return members
+
+
+def work(chance: Random, members: list[Member]) -> NodeLoads:
+    """What is in flight."""
+    loads, busy = NodeLoads(lambda: NOW), chance.choice([0.5, 0.9])
+    for one in members:
+        if chance.random() < busy:
+            queued = chance.choice([0, 0, 512, 2048, 8192])
+            load = NodeLoad(
+                prompt_tokens=queued,
+                sequences=chance.choice([0, 1, 1, 2, 32]),
+                tokens=chance.choice([1024, 1024, 4096]),
+                pending=chance.choice([0, 1]),
+                prefill_us=queued * chance.choice([0, 31, 125]),
+            )
+            loads.own[one.info.node_id] = load
+            if load.prefill_us and chance.random() < 0.7:
+                since = NOW - chance.choice([0.0, 8 * EXACT, 1.0])
+                loads.prefill_since[one.info.node_id] = since
+    return loads
+
+
+def every_pair(members: list[Member], avoid: frozenset[str]) -> list[tuple[NodeInfo, NodeInfo]]:
+    """Who can hand over to whom, by the rule."""
+    left = [one for one in members if one.info.node_id not in avoid]
+    return [
+        (p.info, d.info)
+        for p in left
+        for d in left
+        if p is not d
+        and p.info.role != "decode"
+        and d.info.role != "prefill"
+        and (p.info.identity, p.info.transport) == (d.info.identity, d.info.transport)
+        and (d.told is None or p.info.control_address in d.told)
+    ]
+
+
+@pytest.mark.parametrize("name", POLICIES)
+@settings(max_examples=500, deadline=None)
+@given(st.integers(0, 1 << 32))
+def test_a_policy_chooses_as_if_it_looked_at_every_pair(name: str, number: int) -> None:
+    chance = Random(number)
+    members = cluster(chance)
+    names = [one.info.node_id for one in members]
+    avoid = frozenset(chance.sample(names, 1) if chance.random() < 0.2 else ())
+    nodes = [one.info for one in members if one.info.node_id not in avoid]
+    loads = work(chance, members)
+    cached = {name: chance.choice([16, 512, 1024]) for name in names if chance.random() < 0.5}
+    asked = RoutingPolicy(
+        policy=name,
+        min_handover_tokens=chance.choice([0, 0, 0, 600, 1001]),
+        ttft_slo=chance.choice([None, 50.0, 500.0]),
+        itl_slo=chance.choice([None, 7.0, 20.0]),
+        min_fetch_tokens=0,
+    )
+    costs, ready = CostModel(lambda: NOW), ReadyNodes(members)
+    pairs = every_pair(members, avoid)
+    assert [pair for pair in ready.pairs if avoid.isdisjoint(map(_id, pair))] == pairs
+    late_s = chance.choice([[], [0.0, EXACT, 4 * EXACT, 8 * EXACT]])
+    for pair in pairs if late_s else ():
+        costs.handed_over(*pair, chance.choice(late_s))
+    wanted = Wanted(TOKENS, chance.choice([1, 128]), (), cached)
+    found = choose(ready, loads, POLICIES[name](asked, costs), wanted, avoid=avoid)
+    if not nodes:
+        assert found is None
+        return
+    assert found is not None
+    options = Options(
+        ready.pairs.without(avoid),
+        nodes,
+        loads,
+        TOKENS,
+        wanted.max_tokens,
+        cached,
+        loads.prefill_since,
+        costs.learn(ready.serving, loads),
+    )
+    if options.measured:
+        assert found.predicted == options.predict(costs, found)
+    if name != "cost":
+        assert ids(found) == by_rank(options, pairs, asked, name)
+    elif options.measured:
+        assert ids(found) == by_cost(options, pairs, costs, asked)
+    else:
+        assert ids(found) == by_rank(options, pairs, asked, "prefix-aware")
+
+
+def test_of_equal_pairs_the_first_is_chosen_even_if_a_later_one_seemed_cheaper() -> None:
+    slow = member("p0", "prefill", load=SPEEDS[0])
+    fast = member("p1", "prefill", load={**SPEEDS[0], "step_s": 4 * EXACT})
+    d = member("d", "decode", load=SPEEDS[0])
+    costs = CostModel(lambda: NOW)
+    policy = LeastCost(RoutingPolicy(), costs)
+
+    def chosen() -> tuple[str | None, str] | None:
+        return ids(choose(ReadyNodes([slow, fast, d]), NodeLoads(), policy, Wanted(TOKENS)))
+
+    assert chosen() == ("p1", "d")
+    costs.handed_over(fast.info, d.info, 8 * EXACT)  # a step until the first token, and its work
+    assert chosen() == ("p0", "d")
+
+
+def test_a_pair_waits_for_the_step_that_its_target_is_in() -> None:
+    p, d = member("p", "prefill", load=SPEEDS[0]), member("d", "any", load=SPEEDS[0])
+    loads = NodeLoads(lambda: NOW)
+    loads.own["d"] = NodeLoad(8192, 1, 8192, prefill_us=500_000)
+    costs = CostModel(lambda: NOW)
+    policy = LeastCost(RoutingPolicy(), costs)
+    without = choose(ReadyNodes([p, d]), loads, policy, Wanted(TOKENS))
+    loads.prefill_since["d"] = NOW
+    waits = choose(ReadyNodes([p, d]), loads, policy, Wanted(TOKENS))
+    assert without is not None
+    assert waits is not None
+    assert waits.predicted is not None
+    held_s = costs.held_s(d.info, loads["d"], NOW)
+    assert held_s > waits.predicted.ttft_s
+    more = (waits.pair_cost_s or 0) - (without.pair_cost_s or 0)
+    assert more == pytest.approx(held_s - waits.predicted.ttft_s)
+
+
+def _id(node: NodeInfo) -> str:
+    return node.node_id
+
+
+Pair = tuple[NodeInfo, NodeInfo]
+
+
+def by_rank(
+    options: Options, pairs: list[Pair], asked: RoutingPolicy, kind: str
+) -> tuple[str | None, str]:
+    """What the policies choose that compare numbers in turn."""
+    hits = {node.node_id: options.hit(node) for node in options.singles}
+    if kind == "least-loaded":
+        hits = dict.fromkeys(hits, 0)
+    held = dict.fromkeys(hits, 0)
+    if kind == "sticky":
+        held, hits = _unsaturated(options, hits), dict.fromkeys(hits, 0)
+
+    def rank(pair: Pair) -> tuple[Any, ...]:
+        (p, d), (source, target) = map(_id, pair), map(options.load, pair)
+        there = target.prompt_tokens, target.sequences, target.tokens - hits[d]
+        to_do = source.prompt_tokens - hits[p]
+        return -held[p], -held[d], to_do, *there, source.sequences, p, d
+
+    def rank_alone(node: NodeInfo) -> tuple[Any, ...]:
+        load, name = options.load(node), node.node_id
+        to_do, last = load.prompt_tokens - hits[name], node.role == "prefill"
+        if kind in ("least-loaded", "sticky"):
+            return -held[name], last, load.sequences, to_do, load.tokens, name
+        return last, to_do, load.sequences, load.tokens, name
+
+    node = min(options.singles, key=rank_alone)
+    if kind == "threshold":
+        hand_over = options.new(node) >= (asked.min_handover_tokens or 512)
+    else:
+        hand_over = asked.min_handover_tokens <= TOKENS
+    if pairs and hand_over:
+        source, target = min(pairs, key=rank)
+        return source.node_id, target.node_id
+    return None, node.node_id
+
+
+def _unsaturated(options: Options, hits: dict[str, int]) -> dict[str, int]:
+    held = dict(hits)
+    for node in options.singles:
+        load = options.load(node)
+        alike = [options.load(other) for other in options.singles if other.role == node.role]
+        tokens = load.prompt_tokens - min(other.prompt_tokens for other in alike)
+        if tokens >= 8192 or load.sequences - min(other.sequences for other in alike) >= 16:
+            held[node.node_id] = 0
+    return held
+
+
+def by_cost(
+    options: Options, pairs: list[Pair], costs: CostModel, asked: RoutingPolicy
+) -> tuple[str | None, str]:
+    """The first of the options that cost the least seconds."""
+    output_tokens = options.output_tokens(costs)
+
+    def missed(seconds: float, objective_ms: float | None) -> float:
+        if objective_ms is None:
+            return 0.0
+        times = objective_ms / 1e3 / max(seconds, 1e-6)
+        return MISSED_S / (1 + math.pow(times, CERTAINTY))
+
+    def delay(there: Decode, slower_s: float, work_s: float) -> float:
+        tokens, slo = costs.output_tokens, asked.itl_slo
+        later = there.others_s + slower_s + work_s / tokens
+        return tokens * slower_s + work_s + (missed(later, slo) - missed(there.others_s, slo))
+
+    def generate(decode: Decode, work_s: float) -> float:
+        slo, share = asked.itl_slo, decode.prefill_share
+        between = decode.step_s + decode.backlog_s / costs.short_output
+        if_short = share * missed(decode.chunk_s, slo) + (1 - share) * missed(between, slo)
+        cost = output_tokens * decode.itl_s + (missed(decode.itl_s, slo) + if_short) / 2
+        cost += decode.sequences * delay(decode, decode.slower_s, work_s)
+        return cost + (0.0 if decode.room else NO_ROOM_S)
+
+    def of_pair(pair: Pair) -> float:
+        source, target = pair
+        prefill = options.prefill(costs, source)
+        cost = prefill.ttft_s + prefill.work_s + missed(prefill.ttft_s, asked.ttft_slo)
+        there = options.decode(costs, source, math.inf)
+        late = prefill.decoding * delay(there, 0.0, prefill.work_s)
+        cost += late + costs.handover(source, target)
+        cost += generate(options.decode(costs, target, prefill.ttft_s), 0.0)
+        return cost + max(0.0, options.held_s(costs, target) - prefill.ttft_s)
+
+    def alone(node: NodeInfo) -> float:
+        prefill = options.prefill(costs, node)
+        cost = prefill.ttft_s + prefill.work_s + missed(prefill.ttft_s, asked.ttft_slo)
+        return cost + generate(options.decode(costs, node, math.inf), prefill.work_s)
+
+    singles = [n for n in options.singles if n.role != "prefill"] or options.singles
+    node = min(singles, key=alone)
+    if pairs:
+        source, target = min(pairs, key=of_pair)
+        if of_pair((source, target)) <= alone(node) and asked.min_handover_tokens <= TOKENS:
+            return source.node_id, target.node_id
+    return None, node.node_id
