@@ -36,6 +36,15 @@ def human_int(text: str) -> int:
     return int(match[1]) if match[1].lstrip("-").isdigit() and not match[2] else int(value)
 
 
+def human_bytes(number: float) -> str:
+    """A number of bytes with a decimal unit, for people."""
+    for unit in ("bytes", "kB", "MB", "GB", "TB"):
+        if number < 1000 or unit == "TB":
+            break
+        number /= 1000
+    return f"{number:.0f} {unit}" if unit == "bytes" else f"{number:.1f} {unit}"
+
+
 def count(text: str) -> int:
     """How many nodes, or images."""
     value = human_int(text)

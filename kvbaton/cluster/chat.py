@@ -17,7 +17,7 @@ from rich.panel import Panel
 from rich.text import Text
 
 from kvbaton.cluster.conversation import FAILURES, Answer, Served, Watcher, stream_answer
-from kvbaton.config import flag
+from kvbaton.config import flag, human_bytes
 from kvbaton.server.network import bearer, registration_token
 
 HELP = "/reset begins anew, /help says this, /exit or Ctrl-D leaves; Ctrl-C stops an answer"
@@ -171,15 +171,6 @@ def figures(answer: Answer, served: Served) -> str:
         told.append(f"{human_bytes(served.sent_bytes)} handed over")
     told.append(f"{answer.cached_tokens} of {usage.get('prompt_tokens', 0)} prompt tokens cached")
     return " · ".join(told)
-
-
-def human_bytes(count: float) -> str:
-    """With a decimal unit."""
-    for unit in ("bytes", "kB", "MB", "GB"):
-        if count < 1000 or unit == "GB":
-            break
-        count /= 1000
-    return f"{count:.0f} {unit}" if unit == "bytes" else f"{count:.1f} {unit}"
 
 
 # --- the keyboard ---

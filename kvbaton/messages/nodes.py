@@ -88,11 +88,14 @@ class NodeInfo(Struct, frozen=True, kw_only=True):
         encodes: the node can encode items itself.
         load: what it measured of late: ``encoder_row_s``, seconds to read and encode a row of an
             item; ``prompt_token_s``, seconds per token of a step; `STEP_COSTS`, as far as it has
-            seen such steps; ``step_tokens``, most tokens of one step; and what it has to do:
-            ``waiting_tokens`` of prompts, ``free_blocks`` for it.
+            seen such steps; ``step_tokens``, most tokens of one step; what it has to do:
+            ``waiting_tokens`` of prompts, ``free_blocks`` for it, sequences that are ``running``,
+            ``waiting``, or ``loading`` KV; and what it has done since it started:
+            ``generated_tokens``, ``sent_bytes`` handed over.
         vocab_size: of the model; token ids are below it. 0 of a node that does not say.
         engine_address: where routers connect to its engine as frontends: ``tcp://host:port``, keyed
             by the cluster key, or ``ipc:///...`` on one machine without one; empty until ready.
+        num_blocks: of its KV cache; 0 of a node that does not say.
     """
 
     node_id: Name
@@ -113,6 +116,7 @@ class NodeInfo(Struct, frozen=True, kw_only=True):
     encodes: bool = False
     vocab_size: int = 0
     engine_address: Name = ""
+    num_blocks: int = 0
 
 
 class DrainProgress(Struct, frozen=True, kw_only=True):
@@ -130,3 +134,82 @@ class Members(Struct, frozen=True, kw_only=True):
 
     control_addresses: tuple[Name, ...]
     heartbeat_s: Annotated[float, Meta(gt=0, le=3600)]
+
+
+class NodeView(Struct, frozen=True, kw_only=True):
+    """One node in the answer of the router's ``GET /nodes``.
+
+    Attributes:
+        state: what the router takes it for.
+        reason: why, for people.
+        paused: it gets no new requests.
+        requests: that it generates for, of those that came through this router.
+        prompt_tokens: that it is prefilling for them.
+        item_rows: that it is encoding for them.
+        running: sequences in its steps, whoever asked for them; None of a node that does not say,
+            as with all that follows.
+        waiting: those that wait for room, or for KV.
+        tokens_per_s: that it generated of late.
+        sent_bytes: of KV and encoder outputs that it has handed over since it started.
+        kv_usage: share of its KV cache that requests hold.
+    """
+
+    node_id: str
+    generation: str
+    role: str
+    url: str
+    state: str
+    reason: str
+    paused: bool
+    model: str
+    control_address: str | None
+    requests: int
+    prompt_tokens: int
+    item_rows: int
+    running: int | None = None
+    waiting: int | None = None
+    tokens_per_s: float | None = None
+    sent_bytes: float | None = None
+    kv_usage: float | None = None
+
+
+class RouterTraffic(Struct, frozen=True, kw_only=True):
+    """What goes through a router; rates are of its last seconds.
+
+    Attributes:
+        running: requests of clients that have a token.
+        waiting: those that have none yet.
+        finished: requests answered to the end since the router started.
+        failed: requests that failed.
+        requests_per_s: answered to the end.
+        tokens: relayed to clients.
+        tokens_per_s: likewise.
+        sent_bytes: handed over by nodes of this cluster, also those that have left.
+        sent_bytes_per_s: likewise.
+    """
+
+    running: int = 0
+    waiting: int = 0
+    finished: int = 0
+    failed: int = 0
+    requests_per_s: float = 0.0
+    tokens: int = 0
+    tokens_per_s: float = 0.0
+    sent_bytes: float = 0.0
+    sent_bytes_per_s: float = 0.0
+
+
+class NodesView(Struct, frozen=True, kw_only=True):
+    """Answer of the router's ``GET /nodes``.
+
+    Attributes:
+        nodes: all of them.
+        pairs: (prefill node id, decode node id) that can hand over now.
+        encoder_pairs: (encoder node id, other node id), too.
+        traffic: what goes through the router.
+    """
+
+    nodes: list[NodeView]
+    pairs: list[tuple[str, str]]
+    encoder_pairs: list[tuple[str, str]]
+    traffic: RouterTraffic = RouterTraffic()

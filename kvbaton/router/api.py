@@ -1,11 +1,10 @@
-"""The router's application: the OpenAI endpoints over the dispatcher, ``/nodes`` and a page."""
+"""The router's application: the OpenAI endpoints over the dispatcher, ``/nodes`` and its page."""
 
 from __future__ import annotations
 
 import functools
 import os
-from collections.abc import Callable, Iterable, Sequence
-from html import escape
+from collections.abc import Callable
 
 import tokenizers
 from aiohttp import web
@@ -18,19 +17,20 @@ from typing_extensions import override
 from kvbaton.engine.outputs import OutputReceiver, TokenSource
 from kvbaton.errors import RequestError
 from kvbaton.messages.engine import AddRequest
-from kvbaton.messages.nodes import DrainProgress, Members, NodeInfo
+from kvbaton.messages.nodes import DrainProgress, Members, NodeInfo, NodesView
 from kvbaton.router.chooser import Decision, RouteChooser
 from kvbaton.router.config import RouterConfig
 from kvbaton.router.costs import CostModel
 from kvbaton.router.dispatch import Dispatcher
-from kvbaton.router.loads import IDLE, NodeLoads
+from kvbaton.router.loads import IDLE, NodeLoads, RouterTotals
 from kvbaton.router.metrics import RouterMetrics
 from kvbaton.router.nodes import KnownNodes, Nodes
+from kvbaton.router.page import FEED, events, page
 from kvbaton.router.policies import load_policy
 from kvbaton.router.prefix_index import PrefixIndex
 from kvbaton.router.route import no_node_ready
 from kvbaton.server.app import make_app
-from kvbaton.server.auth import from_loopback, require_operator
+from kvbaton.server.auth import from_loopback, has_password, require_operator
 from kvbaton.server.bodies import REQUEST_ID, json_response, read_body
 from kvbaton.server.frontend import FRONTEND, Frontend, FrontendConfig, ModelFacts
 from kvbaton.server.metrics import HttpMetrics, exposition
@@ -39,33 +39,6 @@ from kvbaton.server.openapi import contract
 from kvbaton.server.supervisor import WorkerLink
 from kvbaton.text.tokenizer import Tokenizer
 
-COLUMNS = ("Node", "Role", "State", "URL", "Requests", "Prompt tokens in prefill", "Rows to encode")
-
-PAGE = """<!doctype html>
-<html lang="en">
-<head>
-<meta charset="utf-8">
-<meta http-equiv="refresh" content="2">
-<title>kvbaton: {model}</title>
-<style>
-body {{ font: 15px/1.5 system-ui, sans-serif; margin: 2rem auto; max-width: 60rem; }}
-table {{ border-collapse: collapse; width: 100%; }}
-th, td {{ text-align: left; padding: .3rem .8rem .3rem 0; border-bottom: 1px solid #ccc; }}
-</style>
-</head>
-<body>
-<h1>{model}</h1>
-<table>
-<thead><tr>{head}</tr></thead>
-<tbody>
-{rows}
-</tbody>
-</table>
-<p><a href="/metrics">metrics</a> <a href="/nodes">nodes as JSON</a></p>
-</body>
-</html>
-"""
-
 
 class RouterState:
     """What the router's handlers work on.
@@ -73,6 +46,7 @@ class RouterState:
     Args:
         nodes: all of them; a worker's handlers only look at its membership.
         loads: what they have in flight.
+        totals: what was done for clients.
         cluster_key: of the cluster.
         trusted: whoever asks was let in by somebody else: a worker, who asks its supervisor.
 
@@ -81,9 +55,15 @@ class RouterState:
     """
 
     def __init__(
-        self, nodes: KnownNodes, loads: NodeLoads, cluster_key: str | None, *, trusted: bool = False
+        self,
+        nodes: KnownNodes,
+        loads: NodeLoads,
+        totals: Callable[[], RouterTotals],
+        cluster_key: str | None,
+        *,
+        trusted: bool = False,
     ) -> None:
-        self.nodes, self.loads, self.trusted = nodes, loads, trusted
+        self.nodes, self.loads, self.totals, self.trusted = nodes, loads, totals, trusted
         self.token = registration_token(cluster_key) if cluster_key else ""
 
 
@@ -126,7 +106,7 @@ def router_app(
         source=dispatcher, tokenizer=tokenizer, config=edge, facts=facts, metrics=metrics
     )
     app = make_app(frontend, own_routes)
-    app[ROUTER] = RouterState(nodes, loads, config.cluster_key)
+    app[ROUTER] = RouterState(nodes, loads, dispatcher.totals, config.cluster_key)
     app[CHOOSER] = chooser
     app.on_response_prepare.append(explain_route)
     app.on_response_prepare.append(close_if_draining)
@@ -189,37 +169,6 @@ async def debug_routes(request: web.Request) -> web.Response:
     )
 
 
-class NodeView(Struct, kw_only=True):
-    """One node in the answer of ``GET /nodes``."""
-
-    node_id: str
-    generation: str
-    role: str
-    url: str
-    state: str
-    reason: str
-    paused: bool
-    model: str
-    control_address: str | None
-    requests: int
-    prompt_tokens: int
-    item_rows: int
-
-
-class NodesView(Struct, kw_only=True):
-    """Answer of ``GET /nodes``.
-
-    Attributes:
-        nodes: all of them.
-        pairs: (prefill node id, decode node id) that can hand over now.
-        encoder_pairs: (encoder node id, other node id), too.
-    """
-
-    nodes: list[NodeView]
-    pairs: list[tuple[str, str]]
-    encoder_pairs: list[tuple[str, str]]
-
-
 @contract(body=NodeInfo, answer=Members)
 async def register(request: web.Request) -> web.Response:
     """``POST /nodes``: registration and heartbeat."""
@@ -230,7 +179,7 @@ async def register(request: web.Request) -> web.Response:
 @contract(answer=NodesView)
 async def list_nodes(request: web.Request) -> web.Response:
     """``GET /nodes``."""
-    return json_response(view(request.app))
+    return json_response(request.app[FEED].status.view())
 
 
 async def remove(request: web.Request) -> web.Response:
@@ -322,60 +271,6 @@ async def metrics(request: web.Request) -> web.Response:
     return exposition(generate_latest(request.app[FRONTEND].metrics.registry))
 
 
-@contract(content_type="text/html")
-async def page(request: web.Request) -> web.Response:
-    """``GET /``: the state of the cluster, for people."""
-    rows = []
-    for node in view(request.app).nodes:
-        state = f"{node.state} ({node.reason})" if node.reason else node.state
-        state += ", paused" if node.paused else ""
-        loads = (node.requests, node.prompt_tokens, node.item_rows)
-        rows.append([node.node_id, node.role, state, node.url, *map(str, loads)])
-    body = render(request.app[FRONTEND].config.model_name, rows)
-    return web.Response(text=body, content_type="text/html")
-
-
-def view(app: web.Application) -> NodesView:
-    """All nodes as they are now."""
-    membership, loads = app[ROUTER].nodes.membership, app[ROUTER].loads
-    members = sorted(membership.members.values(), key=lambda m: (m.info.role, m.info.node_id))
-    ready, nodes = membership.ready(), []
-    for member in members:
-        info, load = member.info, loads.get(member.info.node_id, IDLE)
-        nodes.append(
-            NodeView(
-                node_id=info.node_id,
-                generation=info.generation,
-                role=info.role,
-                url=info.url,
-                state=member.state,
-                reason=member.reason,
-                paused=member.paused,
-                model=info.model,
-                control_address=info.control_address,
-                requests=load.sequences,
-                prompt_tokens=load.prompt_tokens,
-                item_rows=load.rows,
-            )
-        )
-    return NodesView(
-        nodes=nodes,
-        pairs=[(source.node_id, target.node_id) for source, target in ready.pairs],
-        encoder_pairs=[(encoder.node_id, node.node_id) for encoder, node in ready.encoder_pairs],
-    )
-
-
-def render(model: str, rows: Iterable[Sequence[str]]) -> str:
-    """HTML of the page; every value is escaped."""
-
-    def cells(values: Iterable[str], tag: str) -> str:
-        return "".join(f"<{tag}>{escape(value)}</{tag}>" for value in values)
-
-    body = "\n".join(f"<tr>{cells(row, 'td')}</tr>" for row in rows)
-    empty = f'<tr><td colspan="{len(COLUMNS)}">no nodes yet</td></tr>'
-    return PAGE.format(model=escape(model), head=cells(COLUMNS, "th"), rows=body or empty)
-
-
 # --- without nodes ---
 
 
@@ -448,7 +343,8 @@ def routes(link: WorkerLink | None = None) -> list[web.RouteDef]:
         web.get("/health", health),
         web.get("/live", live),
         web.get("/metrics", metrics if link is None else guarded(metrics, lambda request: None)),
-        web.get("/", guarded(page, _require_member_or_operator)),
+        web.get("/", guarded(page, _require_reader)),
+        web.get("/events", guarded(events, _require_reader)),
     ]
 
 
@@ -489,6 +385,26 @@ def _require_member_or_operator(request: web.Request) -> None:
     token = request.app[ROUTER].token
     if not token or not carries_token(request.headers.get("Authorization"), token):
         _require_operator(request)
+
+
+def _require_reader(request: web.Request) -> None:
+    """As an operator; a browser may present an API key as the password that it asks for.
+
+    Only here: it presents it again for whatever any site makes it ask of us, and this changes
+    nothing.
+    """
+    try:
+        _require_member_or_operator(request)
+    except RequestError:
+        keys = request.app[FRONTEND].config.api_keys
+        if not keys or request.app[ROUTER].trusted:
+            raise
+        if not has_password(request, keys):
+            raise RequestError(
+                "only from loopback, or with an API key as the password",
+                status=401,
+                code="password_required",
+            ) from None
 
 
 def _require_operator(request: web.Request) -> None:

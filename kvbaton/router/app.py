@@ -19,6 +19,7 @@ from aiohttp import web
 from kvbaton.errors import ConfigError, RequestError
 from kvbaton.messages.nodes import NodeInfo
 from kvbaton.router.api import (
+    ROUTER,
     app_without_text,
     check_member,
     live,
@@ -32,6 +33,8 @@ from kvbaton.router.loads import NodeLoads
 from kvbaton.router.membership import Membership
 from kvbaton.router.metrics import NodeCollector
 from kvbaton.router.nodes import Nodes
+from kvbaton.router.page import StatusFeed
+from kvbaton.router.status import ClusterStatus
 from kvbaton.router.workers import workers
 from kvbaton.server.app import freeze_startup, serve_on
 from kvbaton.server.bodies import read_body
@@ -98,7 +101,9 @@ async def watched_app(
         members = nodes.membership.members
         collector = NodeCollector(lambda: list(members.values()), loads)
         app[FRONTEND].metrics.registry.register(collector)
-        yield app
+        status = ClusterStatus(nodes.membership, loads, app[ROUTER].totals)
+        async with StatusFeed(status).served(app):
+            yield app
 
 
 async def told_to_stop(listener: socket.socket, grace_s: float) -> None:

@@ -18,7 +18,7 @@ from kvbaton.errors import EngineDeadError, RequestError
 from kvbaton.messages.engine import AddRequest, Output
 from kvbaton.router.chooser import RouteChooser
 from kvbaton.router.config import RelayTimers
-from kvbaton.router.loads import IDLE, NodeLoad, NodeLoads
+from kvbaton.router.loads import IDLE, NodeLoad, NodeLoads, RouterTotals
 from kvbaton.router.metrics import RouterMetrics
 from kvbaton.router.node_request import NodeError, NodeRequest
 from kvbaton.router.nodes import KnownNodes
@@ -69,6 +69,8 @@ class Dispatcher(TokenSource):
         self.timers = timers
         self.running: dict[str, _Running] = {}
         self._leaving: dict[str, _Departure] = {}
+        self._ended: Counter[str] = Counter()
+        self._tokens = 0
         nodes.on_lost = self.node_lost
         nodes.on_leaving = self.leave
 
@@ -93,6 +95,23 @@ class Dispatcher(TokenSource):
         if running is not None:
             running.perform(running.relay.client_gone())
             running.close("cancelled")
+
+    def totals(self) -> RouterTotals:
+        """What was done for clients, and is being done."""
+        relays = [running.relay for running in self.running.values()]
+        return RouterTotals(
+            waiting=sum(not relay.num_generated for relay in relays),
+            running=sum(bool(relay.num_generated) for relay in relays),
+            finished=self._ended["finished"],
+            failed=self._ended["failed"] + self._ended["refused"],
+            tokens=self._tokens + sum(relay.num_tokens for relay in relays),
+        )
+
+    def count_end(self, outcome: str, tokens: int) -> None:
+        """A request is over, after so many tokens."""
+        self.metrics.requests.labels(outcome).inc()
+        self._ended[outcome] += 1
+        self._tokens += tokens
 
     def node_lost(self, node_id: str, reason: str) -> None:
         """A node is of no use any more: its requests go elsewhere now, not at a timeout."""
@@ -194,7 +213,7 @@ class _Running:
             if generated > before:
                 itl_s = (self.loop.time() - since) / (generated - before)
         self.dispatcher.chooser.ended(request_id, generated, itl_s)
-        self.dispatcher.metrics.requests.labels(outcome).inc()
+        self.dispatcher.count_end(outcome, self.relay.num_tokens)
         for line in self.relay.story:
             logger.warning("request %s: %s", request_id, line)
 

@@ -40,6 +40,34 @@ class NodeLoad(Struct, frozen=True):
         )
 
 
+class RouterTotals(Struct, frozen=True):
+    """What a router, or one worker of it, does for clients.
+
+    Attributes:
+        waiting: requests that have no token yet.
+        running: the others that are not at their end.
+        finished: requests answered to the end.
+        failed: requests that were refused by the nodes' state, or failed.
+        tokens: relayed.
+    """
+
+    waiting: int = 0
+    running: int = 0
+    finished: int = 0
+    failed: int = 0
+    tokens: int = 0
+
+    def plus(self, other: RouterTotals) -> RouterTotals:
+        """The sum."""
+        return RouterTotals(
+            self.waiting + other.waiting,
+            self.running + other.running,
+            self.finished + other.finished,
+            self.failed + other.failed,
+            self.tokens + other.tokens,
+        )
+
+
 IDLE = NodeLoad()
 REPORT_AGE_S = 3.0
 """What a node last told of itself is at most so old: its engine's report, and a heartbeat."""

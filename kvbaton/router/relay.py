@@ -157,6 +157,11 @@ class RequestRelay:
         return max(len(choice.tokens) for choice in self._choices) - self._first_index
 
     @property
+    def num_tokens(self) -> int:
+        """Tokens of all choices."""
+        return sum(len(choice.tokens) - self._first_index for choice in self._choices)
+
+    @property
     def target(self) -> NodeRequest | None:
         """Who generates now; None between two of them, and at the end."""
         return next((asked for asked in self._open if asked.side == "target"), None)

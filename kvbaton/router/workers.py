@@ -6,9 +6,10 @@ import asyncio
 import logging
 import os
 import socket
-from collections.abc import AsyncIterator, Coroutine, Iterable, Mapping
+from collections.abc import AsyncIterator, Callable, Coroutine, Iterable, Mapping
 from contextlib import asynccontextmanager
 from dataclasses import replace
+from functools import reduce
 
 import msgspec
 from aiohttp import web
@@ -27,11 +28,13 @@ from kvbaton.router.api import (
     routes,
 )
 from kvbaton.router.config import RouterConfig
-from kvbaton.router.loads import IDLE, NodeLoad, NodeLoads
+from kvbaton.router.loads import IDLE, NodeLoad, NodeLoads, RouterTotals
 from kvbaton.router.membership import Member, Membership, NodeState
 from kvbaton.router.metrics import NodeCollector
 from kvbaton.router.nodes import KnownNodes, Nodes
+from kvbaton.router.page import StatusFeed
 from kvbaton.router.prefix_index import PrefixIndex
+from kvbaton.router.status import ClusterStatus
 from kvbaton.server.frontend import FRONTEND, FrontendConfig
 from kvbaton.server.metrics import exposition
 from kvbaton.server.supervisor import Supervisor, WorkerLink
@@ -71,11 +74,13 @@ class WorkerNews(Struct, frozen=True):
     Attributes:
         worker: its process id.
         loads: what it has in flight, by node id.
+        totals: what it does for clients.
         unreachable: (node id, generation, why) of a node that it could not reach.
     """
 
     worker: int
     loads: dict[str, NodeLoad]
+    totals: RouterTotals = RouterTotals()
     unreachable: tuple[str, str, str] | None = None
 
 
@@ -107,6 +112,7 @@ async def worker(link: WorkerLink, payload: tuple[RouterConfig, FrontendConfig, 
     loads = NodeLoads()
     nodes = WorkerNodes(link, loads, config.cluster_key, prefix_index(config))
     app = router_app(config, nodes, tokenizer, edge, loads, routes(link))
+    nodes.totals = app[ROUTER].totals
     registry = app[FRONTEND].metrics.registry
     registry.register(NodeCollector(list, loads))
     async with _running(nodes.watch(), nodes.report_loads()):
@@ -124,6 +130,9 @@ class WorkerNodes(KnownNodes):
         loads: of this worker.
         cluster_key: of the cluster.
         index: see `KnownNodes`.
+
+    Attributes:
+        totals: gives what this worker does for clients.
     """
 
     def __init__(
@@ -136,7 +145,8 @@ class WorkerNodes(KnownNodes):
         super().__init__(Membership(), cluster_key, index)
         self._link = link
         self._loads = loads
-        self._told: Mapping[str, NodeLoad] = {}
+        self._told: tuple[Mapping[str, NodeLoad], RouterTotals] = {}, RouterTotals()
+        self.totals: Callable[[], RouterTotals] = RouterTotals
         self._published: tuple[Member, ...] = ()
         self._news = asyncio.Event()
         link.on_state = self.take_state
@@ -172,8 +182,8 @@ class WorkerNodes(KnownNodes):
         self._report((node.node_id, node.generation, error))
 
     def _report(self, unreachable: tuple[str, str, str] | None = None) -> None:
-        self._told = dict(self._loads.own)
-        self._link.report(_encoder.encode(WorkerNews(os.getpid(), self._loads.own, unreachable)))
+        self._told = dict(self._loads.own), self.totals()
+        self._link.report(_encoder.encode(WorkerNews(os.getpid(), *self._told, unreachable)))
 
     async def watch(self) -> None:
         """Reach engines, for ever."""
@@ -198,7 +208,7 @@ class WorkerNodes(KnownNodes):
         self._report()  # this worker may be a new one, in the place of one that had some
         while True:
             await asyncio.sleep(REPORT_S)
-            if self._loads.own != self._told:
+            if (self._loads.own, self.totals()) != self._told:
                 self._report()
 
 
@@ -216,7 +226,7 @@ async def workers(
     """
     async with Nodes.watched(config, edge.model_name) as nodes:
         cluster = _Cluster(config, nodes, listener, edge, folder)
-        async with _running(cluster.publish_regularly()):
+        async with cluster.feed.served(cluster.control), _running(cluster.publish_regularly()):
             try:
                 cluster.publish()
                 await cluster.supervisor.start()
@@ -241,6 +251,8 @@ class _Cluster:
 
     Attributes:
         supervisor: of the workers.
+        control: answers what they pass on.
+        feed: keeps pages up to date.
     """
 
     def __init__(
@@ -253,7 +265,8 @@ class _Cluster:
     ) -> None:
         self._nodes = nodes
         self._loads = NodeLoads()
-        self._by_worker: dict[int, tuple[int, dict[str, NodeLoad]]] = {}
+        self._by_worker: dict[int, WorkerNews] = {}
+        self._ended = RouterTotals()
         self._registry = CollectorRegistry()
         members = nodes.membership.members
         self._registry.register(NodeCollector(lambda: list(members.values()), self._loads))
@@ -267,7 +280,11 @@ class _Cluster:
         own = [route for route in routes() if route.path != "/metrics"]
         own.append(web.get("/metrics", self._metrics))
         control = app_without_text(FrontendConfig(model_name=edge.model_name), own)
-        control[ROUTER] = RouterState(nodes, self._loads, config.cluster_key, trusted=True)
+        control[ROUTER] = RouterState(
+            nodes, self._loads, self._totals, config.cluster_key, trusted=True
+        )
+        self.control = control
+        self.feed = StatusFeed(ClusterStatus(nodes.membership, self._loads, self._totals))
         self.supervisor = Supervisor(
             worker,
             (config, edge, folder),
@@ -284,14 +301,23 @@ class _Cluster:
     def _take_report(self, index: int, data: bytes) -> None:
         """A worker says this."""
         news = _news.decode(data)
-        self._by_worker[index] = news.worker, news.loads
-        self._loads.others = _summed(loads for _, loads in self._by_worker.values())
-        self._is_news = True
+        old = self._by_worker.get(index)
+        if old is not None and old.worker != news.worker:  # what it has done stays
+            self._ended = self._ended.plus(
+                msgspec.structs.replace(old.totals, waiting=0, running=0)
+            )
+        self._by_worker[index] = news
+        self._loads.others = _summed(one.loads for one in self._by_worker.values())
+        self._is_news |= old is None or (old.worker, old.loads) != (news.worker, news.loads)
         if news.unreachable is not None:
             node_id, generation, error = news.unreachable
             member = self._nodes.membership.members.get(node_id)
             if member is not None and member.info.generation == generation:
                 self._nodes.unreachable(member.info, error)
+
+    def _totals(self) -> RouterTotals:
+        """Of all workers, also of those that ended."""
+        return reduce(RouterTotals.plus, (n.totals for n in self._by_worker.values()), self._ended)
 
     def _changed(self) -> None:
         if self._lost or self._leaving:
@@ -305,8 +331,8 @@ class _Cluster:
         self._leaving.clear()
         self._is_news = False
         members = tuple(self._nodes.membership.members.values())
-        loads, draining = dict(self._by_worker.values()), self._nodes.draining
-        state = ClusterState(members, lost, loads, leaving, draining)
+        loads = {news.worker: news.loads for news in self._by_worker.values()}
+        state = ClusterState(members, lost, loads, leaving, self._nodes.draining)
         self.supervisor.publish(_encoder.encode(state))
 
     async def publish_regularly(self) -> None:

@@ -6,7 +6,7 @@ import hashlib
 import hmac
 from collections.abc import Sequence
 
-from aiohttp import web
+from aiohttp import BasicAuth, web
 
 from kvbaton.connectors.address import is_loopback
 from kvbaton.errors import RequestError
@@ -23,9 +23,20 @@ PEER = web.RequestKey("peer", str)
 def has_key(request: web.Request, api_keys: Sequence[str]) -> bool:
     """Whether the request carries one of the keys as a bearer token."""
     scheme, _, token = request.headers.get("Authorization", "").partition(" ")
-    if scheme.lower() != "bearer":
+    return scheme.lower() == "bearer" and _is_key(token.strip(), api_keys)
+
+
+def has_password(request: web.Request, api_keys: Sequence[str]) -> bool:
+    """Whether the request carries one of the keys as the password of any user (RFC 7617)."""
+    try:
+        sent = BasicAuth.decode(request.headers.get("Authorization", ""), encoding="utf-8")
+    except ValueError:
         return False
-    sent = token.strip().encode(errors="surrogateescape")
+    return _is_key(sent.password, api_keys)
+
+
+def _is_key(text: str, api_keys: Sequence[str]) -> bool:
+    sent = text.encode(errors="surrogateescape")
     # Every key is compared, so that the time tells nothing about which one is close.
     return any([hmac.compare_digest(sent, key.encode()) for key in api_keys])
 

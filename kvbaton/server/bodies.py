@@ -99,7 +99,8 @@ def error_response(error: RequestError) -> web.Response:
     if error.status in (HTTPStatus.TOO_MANY_REQUESTS, HTTPStatus.SERVICE_UNAVAILABLE):
         headers["Retry-After"] = str(math.ceil(error.retry_after_s or RETRY_AFTER_S))
     if error.status == HTTPStatus.UNAUTHORIZED:
-        headers["WWW-Authenticate"] = "Bearer"
+        by_password = error.code == "password_required"
+        headers["WWW-Authenticate"] = 'Basic realm="kvbaton"' if by_password else "Bearer"
     return web.Response(
         status=error.status,
         body=error_body(error),

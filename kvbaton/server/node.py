@@ -48,9 +48,17 @@ GAUGES = {
     "kvbaton_prompt_tokens_waiting": "waiting_tokens",
     "kvbaton_step_token_budget": "step_tokens",
     "kvbaton_blocks_available": "free_blocks",
+    "kvbaton_sequences_running": "running",
+    "kvbaton_sequences_waiting": "waiting",
+    "kvbaton_sequences_loading": "loading",
     **{f'kvbaton_step_cost_seconds{{term="{term}"}}': term for term in STEP_COSTS},
 }
 """What the router is told as it is, and its name there."""
+TOTALS = {
+    "kvbaton_generation_tokens_total": "generated_tokens",
+    "kvbaton_transfer_sent_bytes_total": "sent_bytes",
+}
+"""Counters that it is told as they are, likewise."""
 NEWEST = 0.5
 """Share of the newest report in what is told."""
 
@@ -249,6 +257,7 @@ class Node:
             encoder_identity=ready.encoder_identity.hex() if ready else "",
             encodes=not self.config.engine.language_model_only,
             engine_address=ready.engine_address if ready else "",
+            num_blocks=ready.num_blocks if ready else 0,
         )
 
     async def _on_members(self, addresses: tuple[str, ...]) -> None:
@@ -319,7 +328,7 @@ async def node_worker(
 
 
 class LoadMeter:
-    """What a node tells the router of its speed (`NodeInfo.load`): totals as rates, and gauges."""
+    """What a node tells the router of its work (`NodeInfo.load`): rates, gauges, totals."""
 
     def __init__(self) -> None:
         self._rates: dict[str, float] = {}
@@ -338,4 +347,5 @@ class LoadMeter:
                 self._before[name] = total
         gauges = {} if metrics is None else metrics.gauges
         now = {name: gauges[gauge] for gauge, name in GAUGES.items() if gauge in gauges}
-        return {**self._rates, **now}
+        done_so_far = {name: counters[c] for c, name in TOTALS.items() if c in counters}
+        return {**self._rates, **now, **done_so_far}

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import logging
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Mapping
 from contextlib import asynccontextmanager
 
 import aiohttp
@@ -20,13 +20,16 @@ logger = logging.getLogger(__name__)
 
 _encoder = msgspec.json.Encoder()
 
+MAX_BEHIND_S = 30.0
+"""A reader of `send_events` that takes nothing for so long is left."""
 LAST_WORDS_S = 2.0
 """For a client that is behind to make room for why its stream ends."""
 DONE = b"[DONE]"
 DATA = b"data:"
 _DONE_EVENT = b"data: [DONE]\n\n"
+EVENTS = "text/event-stream"
 HEADERS = {
-    "Content-Type": "text/event-stream; charset=utf-8",
+    "Content-Type": f"{EVENTS}; charset=utf-8",
     "Cache-Control": "no-cache",
     "X-Accel-Buffering": "no",
 }
@@ -107,6 +110,35 @@ async def event_stream(request: web.Request, limit_s: float) -> AsyncIterator[Ev
         if not response.prepared:
             raise
         await _end_badly(request, stream, error)
+
+
+async def send_events(
+    request: web.Request, events: AsyncIterator[bytes], headers: Mapping[str, str] = HEADERS
+) -> web.StreamResponse:
+    """Answer with whole events, until there are no more or the reader is gone or stuck.
+
+    While it is behind, nothing is asked of `events`: there is one of them in memory, and what the
+    socket holds.
+
+    Args:
+        request: to answer.
+        events: to send.
+        headers: of the answer.
+    """
+    response = web.StreamResponse(headers=headers)
+    try:
+        await response.prepare(request)
+        async for some in events:
+            async with asyncio.timeout(MAX_BEHIND_S):
+                await response.write(some)
+        await response.write_eof()
+    except ConnectionResetError:
+        logger.debug("a reader of %s went away", request.path)
+    except (TimeoutError, aiohttp.ClientError) as error:  # of the reader, or of where they are from
+        logger.info("events of %s broken off: %r", request.path, error)
+        if request.transport is not None:
+            request.transport.abort()
+    return response
 
 
 def event(message: Struct) -> bytes:

@@ -42,6 +42,7 @@ from kvbaton.messages.workers import (
 from kvbaton.server.app import freeze_startup
 from kvbaton.server.auth import PEER
 from kvbaton.server.metrics import MergedMetrics
+from kvbaton.server.sse import EVENTS, send_events
 
 logger = logging.getLogger(__name__)
 
@@ -316,7 +317,9 @@ def worker_main(
     async def work() -> None:
         async with aiohttp.ClientSession(
             connector=aiohttp.UnixConnector(control_path),
-            timeout=aiohttp.ClientTimeout(total=FORWARD_TIMEOUT_S),
+            timeout=aiohttp.ClientTimeout(
+                total=None, sock_connect=FORWARD_TIMEOUT_S, sock_read=FORWARD_TIMEOUT_S
+            ),
         ) as session:
             await main(WorkerLink(listener, await _Channel.open(link), session), payload)
 
@@ -336,6 +339,7 @@ class WorkerLink:
         self.on_state: Callable[[bytes], None] = lambda data: None
         self._listener, self._channel, self._session = listener, channel, session
         self._stop = asyncio.Event()
+        self._streams: set[asyncio.Task[Any]] = set()
 
     async def serve(
         self, app: web.Application, registry: CollectorRegistry, *, grace_s: float
@@ -349,6 +353,7 @@ class WorkerLink:
         """
         loop = asyncio.get_running_loop()
         loop.add_signal_handler(signal.SIGTERM, self._stop.set)
+        app.on_shutdown.append(self._end_streams)
         runner = web.AppRunner(
             app, handler_cancellation=True, shutdown_timeout=grace_s, access_log=None
         )
@@ -393,8 +398,8 @@ class WorkerLink:
     def _send(self, message: FromWorker) -> None:
         self._channel.send(_encoder.encode(message))
 
-    async def forward(self, request: web.Request) -> web.Response:
-        """Answer as the supervisor does. A handler.
+    async def forward(self, request: web.Request) -> web.StreamResponse:
+        """Answer as the supervisor does, events as they come. A handler.
 
         Raises:
             RequestError: 503, the supervisor does not answer.
@@ -408,6 +413,8 @@ class WorkerLink:
                 data=await request.read(),
                 allow_redirects=False,
             ) as response:
+                if response.content_type == EVENTS:
+                    return await self._forward_events(request, response)
                 return web.Response(
                     status=response.status,
                     headers=_end_to_end(response.headers),
@@ -417,6 +424,23 @@ class WorkerLink:
             raise RequestError(
                 f"the supervisor does not answer: {error!r}", status=503, code="no_supervisor"
             ) from error
+
+    async def _forward_events(
+        self, request: web.Request, response: aiohttp.ClientResponse
+    ) -> web.StreamResponse:
+        task = asyncio.current_task()
+        assert task is not None, "handlers run in tasks"
+        self._streams.add(task)
+        try:
+            events = response.content.iter_any()
+            return await send_events(request, events, _end_to_end(response.headers))
+        finally:
+            self._streams.discard(task)
+
+    async def _end_streams(self, app: web.Application) -> None:
+        """They would go on for as long as open requests may."""
+        for task in self._streams:
+            task.cancel()
 
 
 def _end_to_end(headers: Any) -> dict[str, str]:

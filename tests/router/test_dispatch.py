@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import itertools
 import json
+import re
 from contextlib import aclosing
 from typing import Any
 
@@ -435,7 +436,7 @@ async def test_encoder_nodes_alone_serve_nothing_but_are_shown(make_rig: Any) ->
     other = await make_rig(encode=1)
     listed = await (await other.session.get("/nodes")).json()
     assert listed["encoder_pairs"] == [["e0", "p0"], ["e0", "d0"]]
-    assert "<td>encode</td>" in await (await other.session.get("/")).text()
+    assert ">encode</td>" in await (await other.session.get("/")).text()
 
 
 # --- through the endpoint ---
@@ -484,8 +485,8 @@ async def test_the_page_and_the_metrics_show_the_nodes(make_rig: Any) -> None:
     rig = await make_rig()
     await complete(rig)
     page = await (await rig.session.get("/")).text()
-    assert "<td>p0</td>" in page
-    assert "<td>ready</td>" in page
+    assert re.search(r"<th scope=.row.[^>]*>p0<", page)
+    assert ">ready</span></td>" in page
     metrics = await (await rig.session.get("/metrics")).text()
     assert 'kvbaton_router_node_requests_total{node="d0",part="target"} 1.0' in metrics
     assert 'kvbaton_router_requests_total{outcome="finished"} 1.0' in metrics

@@ -14,6 +14,7 @@ import msgspec
 import pytest
 
 from kvbaton.messages.nodes import NodeInfo
+from kvbaton.server.sse import read_events
 from tests.support.scripted_source import write_tokenizer
 from tests.support.stand_in import MODEL, StandIn, stand_in
 from tests.support.waiting import eventually
@@ -93,6 +94,9 @@ async def test_all_workers_know_the_nodes_and_one_that_dies_is_replaced(
                 async with session.get("/nodes") as response:
                     assert (await response.json())["pairs"] == [["p0", "d0"]]
 
+            pages = [await said(url, "16 answered, 0 failed") for _ in range(4)]
+            assert all(pages), "the totals are those of all workers"
+
             os.kill(min(first), signal.SIGKILL)
 
             async def replaced() -> bool:
@@ -101,6 +105,7 @@ async def test_all_workers_know_the_nodes_and_one_that_dies_is_replaced(
 
             await eventually(replaced)
             assert {await ask(url) for _ in range(8)} == set(texts)
+            assert await said(url, "24 answered, 0 failed"), "what the dead one did stays"
 
             assert nodes[1].engine is not None
             nodes[1].engine.die()
@@ -125,6 +130,16 @@ async def test_all_workers_know_the_nodes_and_one_that_dies_is_replaced(
         if router.returncode is None:
             router.kill()
             await router.wait()
+
+
+async def said(url: str, text: str) -> bool:
+    """Whether a page, of any worker, says this soon."""
+    async with aiohttp.ClientSession(url) as session, session.get("/events") as response:
+        async with asyncio.timeout(20):
+            async for event in read_events(response.content):
+                if text in event.decode():
+                    return True
+    return False
 
 
 async def healthy(url: str) -> bool:

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import asyncio
+import itertools
 import os
 import signal
 from collections.abc import AsyncIterator
-from contextlib import asynccontextmanager
+from contextlib import AsyncExitStack, asynccontextmanager
 from typing import Any
 
 import pytest
@@ -17,6 +18,7 @@ from kvbaton.errors import ConfigError
 from kvbaton.server.auth import PEER
 from kvbaton.server.metrics import MergedMetrics, merged
 from kvbaton.server.network import bind, url_of
+from kvbaton.server.sse import read_events, send_events
 from kvbaton.server.supervisor import Supervisor, WorkerLink
 from tests.support.waiting import eventually
 
@@ -47,7 +49,8 @@ async def worker(link: WorkerLink, payload: str) -> None:
     app.router.add_get("/who", who)
     app.router.add_get("/slow", slow)
     app.router.add_route("*", "/control", link.forward)
-    await link.serve(app, registry, grace_s=5.0)
+    app.router.add_get("/events", link.forward)
+    await link.serve(app, registry, grace_s=60.0 if payload == "patient" else 5.0)
 
 
 async def control(request: web.Request) -> web.Response:
@@ -59,10 +62,22 @@ async def control(request: web.Request) -> web.Response:
     )
 
 
+async def endless(request: web.Request) -> web.StreamResponse:
+    """Event after event, each as soon as the one before has left."""
+
+    async def events() -> AsyncIterator[bytes]:
+        for number in itertools.count():
+            yield b"data: %d\n\n" % number
+            await asyncio.sleep(0.01)
+
+    return await send_events(request, events())
+
+
 @asynccontextmanager
 async def supervised(count: int = 2, payload: str = "p") -> AsyncIterator[tuple[Supervisor, str]]:
     app = web.Application()
     app.router.add_route("*", "/control", control)
+    app.router.add_get("/events", endless)
     with bind("127.0.0.1", 0) as listener:
         supervisor = Supervisor(worker, payload, listener, app, count=count)
         try:
@@ -119,6 +134,18 @@ async def test_what_is_the_supervisors_is_passed_on() -> None:
             answer = await response.json()
             said = {"path": "/control?a=/", "body": "hello", "peer": "127.0.0.1"}
             assert answer == {"pid": os.getpid()} | said
+
+
+async def test_events_are_passed_on_as_they_come_and_end_with_the_worker() -> None:
+    stack = AsyncExitStack()
+    async with stack, supervised(count=1, payload="patient") as (supervisor, url):
+        session = await stack.enter_async_context(fresh_session(url))
+        response = await stack.enter_async_context(session.get("/events"))
+        assert response.content_type == "text/event-stream"
+        events = read_events(response.content)
+        assert [await anext(events) for _ in range(3)] == [b"0", b"1", b"2"]
+        async with asyncio.timeout(15):  # with its grace it would be 20
+            await supervisor.stop(15.0)
 
 
 async def test_a_worker_that_dies_is_replaced_and_its_counts_stay() -> None:

@@ -1,0 +1,154 @@
+"""What a router's cluster does: its nodes and traffic now, rates of late, a short history."""
+
+from __future__ import annotations
+
+import time
+from collections import deque
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from kvbaton.messages.nodes import NodeInfo, NodesView, NodeView, RouterTraffic
+from kvbaton.router.loads import IDLE, NodeLoads, RouterTotals
+from kvbaton.router.membership import Member, Membership
+
+INTERVAL_S = 1.0
+WINDOW = 5
+"""Rates are over so many intervals: nodes report every other second."""
+HISTORY = 60
+"""Intervals that are remembered."""
+MAX_LIVES = 1024
+"""Lives of nodes whose totals are remembered."""
+
+_Life = tuple[str, str]
+
+
+@dataclass(frozen=True)
+class _Sample:
+    """Totals at one time.
+
+    Attributes:
+        time: of a monotonic clock, in seconds.
+        totals: of the router.
+        sent_bytes: of all nodes.
+        generated: tokens, by a node's life.
+    """
+
+    time: float
+    totals: RouterTotals
+    sent_bytes: float
+    generated: dict[_Life, float]
+
+
+class ClusterStatus:
+    """Knows what a cluster does, if `sample` is called every `INTERVAL_S`.
+
+    Args:
+        membership: all nodes.
+        loads: what they have in flight for this router.
+        totals: what the router does for clients.
+        clock: monotonic seconds.
+
+    Attributes:
+        history: the traffic at each sample, newest last.
+    """
+
+    def __init__(
+        self,
+        membership: Membership,
+        loads: NodeLoads,
+        totals: Callable[[], RouterTotals],
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        self._membership, self._loads, self._totals, self._clock = membership, loads, totals, clock
+        self._samples: deque[_Sample] = deque(maxlen=WINDOW)
+        self._sent_by: dict[_Life, float] = {}
+        self._sent_bytes = 0.0
+        self.history: deque[RouterTraffic] = deque(maxlen=HISTORY)
+
+    def sample(self) -> NodesView:
+        """What is now, remembered."""
+        now = self._now()
+        view = self._view(now)
+        self._samples.append(now)
+        self.history.append(view.traffic)
+        return view
+
+    def view(self) -> NodesView:
+        """What is now."""
+        return self._view(self._now())
+
+    def _now(self) -> _Sample:
+        infos = [member.info for member in self._membership.members.values()]
+        for info in infos:
+            sent = info.load.get("sent_bytes", 0.0)
+            self._sent_bytes += max(0.0, sent - self._sent_by.get(_life(info), 0.0))
+            self._sent_by[_life(info)] = sent
+        if len(self._sent_by) > MAX_LIVES:
+            present = {_life(info) for info in infos}
+            self._sent_by = {life: n for life, n in self._sent_by.items() if life in present}
+        generated = {
+            _life(info): info.load["generated_tokens"]
+            for info in infos
+            if "generated_tokens" in info.load
+        }
+        return _Sample(self._clock(), self._totals(), self._sent_bytes, generated)
+
+    def _view(self, now: _Sample) -> NodesView:
+        old = self._samples[0] if self._samples else now
+        seconds = max(now.time - old.time, INTERVAL_S)
+        totals, before = now.totals, old.totals
+        traffic = RouterTraffic(
+            running=totals.running,
+            waiting=totals.waiting,
+            finished=totals.finished,
+            failed=totals.failed,
+            requests_per_s=(totals.finished - before.finished) / seconds,
+            tokens=totals.tokens,
+            tokens_per_s=(totals.tokens - before.tokens) / seconds,
+            sent_bytes=now.sent_bytes,
+            sent_bytes_per_s=(now.sent_bytes - old.sent_bytes) / seconds,
+        )
+        members = self._membership.members.values()
+        ready = self._membership.ready()
+        return NodesView(
+            nodes=[
+                self._node(member, now, old, seconds)
+                for member in sorted(members, key=lambda m: (m.info.role, m.info.node_id))
+            ],
+            pairs=[(source.node_id, target.node_id) for source, target in ready.pairs],
+            encoder_pairs=[(one.node_id, node.node_id) for one, node in ready.encoder_pairs],
+            traffic=traffic,
+        )
+
+    def _node(self, member: Member, now: _Sample, old: _Sample, seconds: float) -> NodeView:
+        info, told = member.info, member.info.load
+        load, generated = self._loads.get(info.node_id, IDLE), now.generated.get(_life(info))
+        rate = None
+        if generated is not None:
+            rate = max(0.0, generated - old.generated.get(_life(info), generated)) / seconds
+        usage = None
+        if info.num_blocks > 0 and "free_blocks" in told:
+            usage = min(max(1 - told["free_blocks"] / info.num_blocks, 0.0), 1.0)
+        return NodeView(
+            node_id=info.node_id,
+            generation=info.generation,
+            role=info.role,
+            url=info.url,
+            state=member.state,
+            reason=member.reason,
+            paused=member.paused,
+            model=info.model,
+            control_address=info.control_address,
+            requests=load.sequences,
+            prompt_tokens=load.prompt_tokens,
+            item_rows=load.rows,
+            running=int(told["running"]) if "running" in told else None,
+            waiting=int(told["waiting"] + told.get("loading", 0)) if "waiting" in told else None,
+            tokens_per_s=rate,
+            sent_bytes=told.get("sent_bytes"),
+            kv_usage=usage,
+        )
+
+
+def _life(info: NodeInfo) -> _Life:
+    return info.node_id, info.generation
