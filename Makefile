@@ -23,7 +23,7 @@ runner starts slowly, since the track is wet and the crowd is loud. The second r
 open hand and looks back. When the baton comes, nobody stops, nobody looks, and nothing is dropped. \
 Please explain in two or three short sentences why a good hand-over matters in a relay race.
 
-.PHONY: demo servers test test-all test-slow test-matrix test-certificates test-kernels test-lmcache test-gpu lint bench clean
+.PHONY: demo servers page-picture test test-all test-slow test-matrix test-certificates test-kernels test-lmcache test-gpu lint bench clean
 
 demo: $(VENV)/.runtime  ## 1 prefill + 1 decode + router on this machine, answering a chat
 	@test -f $(GGUF) || { mkdir -p $(DEMO) && \
@@ -37,6 +37,12 @@ demo: $(VENV)/.runtime  ## 1 prefill + 1 decode + router on this machine, answer
 
 servers:  ## what some tests start, from Debian or Ubuntu (as root); without it they skip
 	apt-get update -qq && DEBIAN_FRONTEND=noninteractive apt-get install -y -qq redis-server iproute2
+	DEBIAN_FRONTEND=noninteractive apt-get install -y -qq --no-install-recommends chromium \
+	  fonts-dejavu-core || echo "no chromium from here: the page is not tried in a browser"
+
+page-picture: $(VENV)/.dev  ## the README's picture of the router's page
+	KVBATON_TESTS_NEED=chromium KVBATON_PAGE_PICTURE=docs/images/page.png \
+	  $(BIN)/pytest -q tests/e2e/test_page.py -k updates_itself
 
 test: $(VENV)/.dev  ## the test suite: minutes on 2 cores
 	$(BIN)/pytest -q -n $(JOBS) --dist loadgroup -m "not slow and not matrix and not gpu and not multigpu"

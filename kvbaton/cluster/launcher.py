@@ -19,11 +19,15 @@ import msgspec
 
 from kvbaton.cluster.config import ClusterConfig, shares, visible_gpus
 from kvbaton.engine.process import die_with_parent
+from kvbaton.messages.nodes import NodesView
 from kvbaton.server.network import bearer, bind, registration_token, url_of
 
 logger = logging.getLogger(__name__)
 
 POLL_S = 0.1
+"""While it starts."""
+WATCH_S = 1.0
+"""While it serves."""
 SHOWN_LINES = 20
 
 
@@ -139,20 +143,21 @@ class Cluster:
             for child in self._children():
                 if child.exited.done():
                     raise StartError(_obituary(child))
-            answer = await self._nodes()
-            for node in answer.get("nodes", ()):
-                self._show(node["node_id"], node["state"])
-            ready = sum(state == "ready" for state in self._shown.values())
-            pairs = tuple(len(answer.get(kind, ())) for kind in ("pairs", "encoder_pairs"))
-            if ready == len(self.nodes) and pairs == self.config.num_pairs:
-                return
+            view = await self._nodes()
+            if view is not None:
+                for node in view.nodes:
+                    self._show(node.node_id, node.state, time.monotonic() - self._began)
+                ready = sum(state == "ready" for state in self._shown.values())
+                pairs = len(view.pairs), len(view.encoder_pairs)
+                if ready == len(self.nodes) and pairs == self.config.num_pairs:
+                    return
             if time.monotonic() >= give_up:
                 states = ", ".join(f"{name} is {state}" for name, state in self._shown.items())
                 raise StartError(f"not ready after {self.config.start_timeout_s:g} s: {states}")
             await asyncio.wait(self._exits(), timeout=POLL_S, return_when=asyncio.FIRST_COMPLETED)
 
-    async def _nodes(self) -> dict[str, Any]:
-        """The router's answer to ``GET /nodes``; empty while it does not listen yet."""
+    async def _nodes(self) -> NodesView | None:
+        """The router's answer to ``GET /nodes``; None while it does not answer."""
         # Takes half a second, in which the processes that were started before do the same.
         import aiohttp
 
@@ -163,44 +168,66 @@ class Cluster:
                 session.get(f"{self.url}/nodes") as response,
             ):
                 response.raise_for_status()
-                answer: dict[str, Any] = msgspec.json.decode(await response.read())
-                return answer
+                return msgspec.json.decode(await response.read(), type=NodesView)
         except (aiohttp.ClientError, OSError, TimeoutError) as error:
-            logger.debug("the router does not answer yet: %r", error)
-            return {}
+            logger.debug("the router does not answer: %r", error)
+            return None
 
     def _member_headers(self) -> Mapping[str, str]:
         key = self.config.cluster_key
         return bearer(registration_token(key) if key else None)
 
-    def _show(self, name: str, state: str) -> None:
+    def _show(self, name: str, state: str, seconds: float | None = None) -> None:
+        """Say that a node is in a state, if it was in another; ready after so many seconds."""
         if self._shown.get(name) == state:
             return
         self._shown[name] = state
-        took = f" in {time.monotonic() - self._began:.1f} s" if state == "ready" else ""
+        took = f" in {seconds:.1f} s" if state == "ready" and seconds is not None else ""
         print(f"{name}: {state}{took}", flush=True)
 
     # --- serve ---
 
     async def serve(self) -> None:
-        """Until something breaks that we can't go on without.
+        """Until something breaks that we can't go on without; show what happens.
 
         Raises:
             StartError: the router, or the last node, ended.
         """
+        watching = asyncio.create_task(self._watch())
         gone: set[str] = set()
-        while len(gone) < len(self.nodes):
-            await asyncio.wait(self._exits(gone), return_when=asyncio.FIRST_COMPLETED)
-            assert self.router is not None
-            if self.router.exited.done():
-                raise StartError(_obituary(self.router))
-            for child in self.nodes:
-                if child.exited.done() and child.name not in gone:
-                    gone.add(child.name)
-                    print(_obituary(child), file=sys.stderr)
-        raise StartError("no node is left")
+        try:
+            while len(gone) < len(self.nodes):
+                ends = [*self._exits(gone), watching]
+                await asyncio.wait(ends, return_when=asyncio.FIRST_COMPLETED)
+                assert self.router is not None
+                if self.router.exited.done():
+                    raise StartError(_obituary(self.router))
+                if watching.done():
+                    watching.result()
+                for child in self.nodes:
+                    if child.exited.done() and child.name not in gone:
+                        gone.add(child.name)
+                        print(_obituary(child), file=sys.stderr)
+            raise StartError("no node is left")
+        finally:
+            watching.cancel()
+            await asyncio.gather(watching, return_exceptions=True)
 
-    def _exits(self, known: Set[str] = frozenset()) -> list[asyncio.Task[int]]:
+    async def _watch(self) -> None:
+        """Show the cluster, for ever."""
+        from kvbaton.cluster.display import ClusterDisplay
+
+        with ClusterDisplay() as display:
+            while True:
+                view = await self._nodes()
+                if view is not None:
+                    states = {node.node_id: node.state for node in view.nodes}
+                    for name in {**self._shown, **states}:
+                        self._show(name, states.get(name, "gone"))
+                    display.show(view)
+                await asyncio.sleep(WATCH_S)
+
+    def _exits(self, known: Set[str] = frozenset()) -> list[asyncio.Task[Any]]:
         assert self.router is not None
         return [c.exited for c in (self.router, *self.nodes) if c.name not in known]
 

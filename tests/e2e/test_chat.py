@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import codecs
 import os
 import pty
 import re
@@ -30,7 +31,12 @@ FIGURES = re.compile(
 
 
 class Terminal:
-    """A command at a pseudo-terminal of 200 columns."""
+    """A command at a pseudo-terminal of 200 columns.
+
+    Attributes:
+        said: what `until` has not yet seen.
+        all: what it said since it began, with all escapes.
+    """
 
     def __init__(self, words: list[str], cache: Path) -> None:
         self._near, far = pty.openpty()
@@ -44,7 +50,8 @@ class Terminal:
             start_new_session=True,
         )
         os.close(far)
-        self.said = ""
+        self.said = self.all = ""
+        self._decoder = codecs.getincrementaldecoder("utf-8")("replace")
 
     def type(self, line: str) -> None:
         os.write(self._near, f"{line}\n".encode())
@@ -54,10 +61,28 @@ class Terminal:
         limit = time.monotonic() + PATIENCE_S
         while not (found := re.search(pattern, ESCAPES.sub("", self.said))):
             assert time.monotonic() < limit, f"{pattern} not in {self.said!r}"
-            if select.select([self._near], [], [], 0.2)[0]:
-                self.said += os.read(self._near, 1 << 16).decode(errors="replace")
+            self._read()
         self.said = ESCAPES.sub("", self.said)[found.end() :]
         return found
+
+    def read_to_end(self) -> None:
+        """Take in what it says until it ends."""
+        limit = time.monotonic() + PATIENCE_S
+        while self._read() or self.process.poll() is None:
+            assert time.monotonic() < limit, f"it does not end: {self.said!r}"
+
+    def _read(self) -> bool:
+        """Whether it said more, within a moment."""
+        if not select.select([self._near], [], [], 0.2)[0]:
+            return False
+        try:
+            more = os.read(self._near, 1 << 16)
+        except OSError:  # nobody holds the other end
+            return False
+        text = self._decoder.decode(more)
+        self.said += text
+        self.all += text
+        return bool(more)
 
     def close(self) -> None:
         if self.process.poll() is None:

@@ -101,6 +101,9 @@ def test_one_command(shell: Shell) -> None:
     words = f"exec {line.partition('#')[0]} --port 8000 {SMALL}"  # what is the default
     process = shell.run(words)
     shell.until_answered()
+    poll(
+        "what happens", lambda: "running, 0 waiting · 1 answered" in shell.said(), 60.0, shell.said
+    )
     interrupt(process, shell.said, 5)
 
 

@@ -83,9 +83,12 @@ async def test_all_pages_are_told_the_same_made_once(
     rig = await make_rig()
     made: list[object] = []
     render = kvbaton.router.page.fragment
-    monkeypatch.setattr(
-        kvbaton.router.page, "fragment", lambda *args: made.append(args) or render(*args)
-    )
+
+    def counted(*args: Any) -> str:
+        made.append(args)
+        return render(*args)
+
+    monkeypatch.setattr(kvbaton.router.page, "fragment", counted)
     heard: dict[int, list[bytes]] = {}
 
     async def follow(number: int) -> None:

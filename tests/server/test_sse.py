@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import socket
-from collections.abc import AsyncIterator
+from collections.abc import AsyncGenerator
 
 import pytest
 from aiohttp import web
@@ -22,7 +22,7 @@ async def test_a_reader_that_takes_nothing_is_left(monkeypatch: pytest.MonkeyPat
     asked = 0
     ended = asyncio.Event()
 
-    async def endless() -> AsyncIterator[bytes]:
+    async def endless() -> AsyncGenerator[bytes]:
         nonlocal asked
         while True:
             asked += 1
