@@ -135,7 +135,7 @@ class ClusterConfig(EndpointConfig):
         ]
 
     def _text_words(self) -> list[str]:
-        mine = words_of(self, ("chat_template", "generation_config"))
+        mine = words_of(self, ("chat_template", "generation_config", "otlp_traces_endpoint"))
         return [*self._common_words(), *mine, *words_of(self.media)]
 
     def _common_words(self) -> list[str]:

@@ -212,6 +212,8 @@ class TargetConnector(KVConnector):
                     load = self._live.pop(action.attempt, None)
                     if load is not None:
                         self._outcomes(load)["delivered"] += 1
+                        for name, at in action.times:
+                            load.sequence.request.mark(name, at)
                     if load is not None and load.connector is not self:
                         self.scheduler.cut_load(load, action.num_tokens)
                     elif load is not None:

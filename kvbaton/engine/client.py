@@ -5,15 +5,18 @@ from __future__ import annotations
 import asyncio
 import itertools
 import logging
+import time
 from collections.abc import Callable
 from typing import Any, ClassVar, Self
 
 import msgspec
 import zmq
+from msgspec.structs import replace
 from typing_extensions import override
 from zmq.utils.monitor import recv_monitor_message
 
 from kvbaton.connectors.curve import secure_client
+from kvbaton.engine.clock_offset import ClockOffset
 from kvbaton.engine.frontends import HEARTBEAT_MS, HEARTBEAT_TIMEOUT_MS
 from kvbaton.engine.outputs import OutputReceiver, TokenSource
 from kvbaton.errors import EngineDeadError, RequestError
@@ -26,7 +29,9 @@ from kvbaton.messages.engine import (
     Dead,
     Disconnected,
     FromCore,
+    Mark,
     Metrics,
+    Output,
     Outputs,
     Ping,
     Pong,
@@ -79,6 +84,8 @@ class EngineClient(TokenSource):
         self._receivers: dict[str, OutputReceiver] = {}
         self._open_choices: dict[str, int] = {}
         self._unflushed: dict[OutputReceiver, None] = {}
+        self._asked_at: dict[str, float] = {}
+        self._clock = ClockOffset()
         self._unsent: list[bytes] = []
         self._answers: dict[int, asyncio.Future[Any]] = {}
         self._numbers = itertools.count(1)
@@ -191,6 +198,8 @@ class EngineClient(TokenSource):
         name = request.request_id
         if name in self._receivers:
             raise RequestError(f"request id {name!r} is in use", param="request_id", status=409)
+        if request.timed:
+            self._asked_at[name] = time.monotonic()
         self._send(request)
         self._receivers[name], self._open_choices[name] = receiver, request.params.n
 
@@ -201,6 +210,7 @@ class EngineClient(TokenSource):
 
     def _release(self, request_id: str) -> OutputReceiver | None:
         self._open_choices.pop(request_id, None)
+        self._asked_at.pop(request_id, None)
         return self._receivers.pop(request_id, None)
 
     @property
@@ -321,7 +331,7 @@ class EngineClient(TokenSource):
                     if receiver is None:  # it was cancelled, and the core will hear of it
                         continue
                     self._unflushed[receiver] = None
-                    receiver.put(output)
+                    receiver.put(self._on_our_clock(output) if output.marks else output)
                     if output.finish_reason is not None and name in self._open_choices:
                         self._open_choices[name] -= 1
                         if not self._open_choices[name]:
@@ -351,6 +361,18 @@ class EngineClient(TokenSource):
                 self._fail(message.reason)
             case Dead():
                 self._fail(message.error)
+
+    def _on_our_clock(self, output: Output) -> Output:
+        """What an engine tells the times of, by the clock of this machine."""
+        first, last = output.marks[0], output.marks[-1]
+        sent = self._asked_at.get(output.request_id)
+        if sent is not None and first.name == "received":
+            self._clock.observe(sent, first.at, last.at, time.monotonic())
+        ahead = self._clock.seconds
+        if not ahead:
+            return output
+        marks = (Mark(mark.name, mark.at - ahead) for mark in output.marks)
+        return replace(output, marks=tuple(marks))
 
     def _end(self, request_id: str, error: RequestError | None) -> None:
         receiver = self._release(request_id)

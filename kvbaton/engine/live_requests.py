@@ -35,8 +35,11 @@ from kvbaton.engine.request import (
 from kvbaton.engine.step import BlockCopy
 from kvbaton.engine.validate import validate_request
 from kvbaton.errors import RequestError
-from kvbaton.messages.engine import AddRequest, Output
+from kvbaton.messages.engine import AddRequest, Mark, Output
 from kvbaton.types import ChoiceStart, TokenLogprobs, clip_text
+
+TOKEN_MARKS = ("first_token", "second_token")
+"""Of the tokens that are timed, in order."""
 
 _rank = attrgetter("rank")
 
@@ -171,6 +174,7 @@ class LiveRequests:
             items=() if self.config.whole_prompts else request.items,
             spec=request,
             prompt_logprobs=None if params.prompt_logprobs is None else [],
+            marks=[Mark("received", self.clock())] if request.timed else None,
         )
         self.requests[entered.request_id] = entered
         heapq.heappush(self._deadlines, (entered.deadline, entered.arrival, entered))
@@ -297,9 +301,15 @@ class LiveRequests:
         """From now on a sequence takes part in steps."""
         self._shares.serve(sequence.request.start_tag)
         self._leave(sequence)
+        self.mark(sequence.request, "scheduled")
         sequence.state = SequenceState.RUNNING
         insort(self.running, sequence, key=_rank)
         self.connectors.call(KVConnector.started, sequence)
+
+    def mark(self, request: Request, name: str) -> None:
+        """Note that something happens to a request, if it is timed."""
+        if request.marks is not None:
+            request.mark(name, self.clock())
 
     def _leave(self, sequence: Sequence) -> None:
         """Take a sequence out of the queue, or from those who run or load."""
@@ -367,6 +377,7 @@ class LiveRequests:
     def preempt(self, sequence: Sequence) -> None:
         """Give a running sequence's blocks to others; it goes on from its tokens later."""
         self.totals.preemptions += 1
+        self.mark(sequence.request, "preempted")
         if sequence.request.prompt_logprobs:
             sequence.request.prompt_logprobs.clear()  # the prompt will be computed again
         self._part(sequence)
@@ -402,6 +413,10 @@ class LiveRequests:
         request, index = sequence.request, sequence.num_generated
         sequence.tokens.append(token)
         self.totals.generated += 1
+        if request.marks is not None and not sequence.choice:
+            own = len(sequence.tokens) - request.num_known
+            if own <= len(TOKEN_MARKS):
+                request.mark(TOKEN_MARKS[own - 1], self.clock())
         sequence.finish_reason, stop_reason = finish or finish_of(
             sequence, token, eos=self.config.eos_token_ids
         )
@@ -418,6 +433,7 @@ class LiveRequests:
             stop_reason=stop_reason,
             cached_tokens=request.cached_tokens or 0,
             transferred_tokens=request.transferred_tokens,
+            marks=request.take_marks(),
         )
 
     def retire(self, sequence: Sequence) -> None:
@@ -455,6 +471,7 @@ class LiveRequests:
             error=None if error is None else clip_text(error),
             cached_tokens=request.cached_tokens or 0,
             transferred_tokens=request.transferred_tokens,
+            marks=request.take_marks(),
         )
         self.retire(sequence)
         return output
@@ -481,6 +498,7 @@ class LiveRequests:
             sequence.committed = list(map(max, sequence.committed, wholes))
         spans = self.blocks.reserve(sequence.tables, end)
         self._leave(sequence)
+        self.mark(sequence.request, "loading")
         sequence.state = SequenceState.LOADING
         load = Load(sequence, match.num_tokens, end, spans, connector)
         self.loading[sequence.request.request_id] = load
@@ -552,6 +570,7 @@ class LiveRequests:
         if not self.is_loading(load):
             return []
         self.totals.load_failures += 1
+        self.mark(load.sequence.request, "load_failed")
         if self.config.kv_load_failure_policy == "fail":
             whence = " from the store" if load.connector.medium == "store" else ""
             error = f"the KV cache could not be loaded{whence}: {reason}"

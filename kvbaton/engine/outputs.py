@@ -179,4 +179,5 @@ def merge_outputs(outputs: Sequence[Output]) -> Output:
         cached_tokens=max(output.cached_tokens for output in outputs),
         transferred_tokens=max(output.transferred_tokens for output in outputs),
         kv_transfer_params=next((params for params in transfers if params is not None), None),
+        marks=tuple(mark for output in outputs for mark in output.marks),
     )

@@ -15,7 +15,7 @@ import numpy.typing as npt
 from kvbaton.connectors.keys import Extra, block_keys
 from kvbaton.engine.step import ItemRows
 from kvbaton.errors import RequestError
-from kvbaton.messages.engine import AddRequest, Item, SamplingParams
+from kvbaton.messages.engine import AddRequest, Item, Mark, SamplingParams
 from kvbaton.types import TokenLogprobs
 
 Tables = list[list[int]]
@@ -167,6 +167,7 @@ class Request:
         transferred_tokens: prompt tokens received from another node.
         received: where the tokens end whose KV another node computed.
         prompt_logprobs: what steps have reported so far; None once it was put out.
+        marks: what happened since the last output; None unless the request is timed.
     """
 
     request_id: str
@@ -188,6 +189,19 @@ class Request:
     transferred_tokens: int = 0
     received: int = 0
     prompt_logprobs: list[TokenLogprobs] | None = None
+    marks: list[Mark] | None = None
+
+    def mark(self, name: str, at: float) -> None:
+        """Note when something happened, on the monotonic clock, if the request is timed."""
+        if self.marks is not None:
+            self.marks.append(Mark(name, at))
+
+    def take_marks(self) -> tuple[Mark, ...]:
+        """What happened since the last call."""
+        if not self.marks:
+            return ()
+        marks, self.marks = self.marks, []
+        return tuple(marks)
 
     @property
     def state(self) -> SequenceState:
@@ -215,6 +229,7 @@ class Request:
             "prompt": len(self.prompt),
             "known": self.num_known,
             "deadline": self.deadline,
+            "traceparent": self.spec.traceparent,
             "choices": [
                 {
                     "choice": sequence.choice,

@@ -173,6 +173,8 @@ class AddRequest(Struct, frozen=True, tag="add", kw_only=True):
         tenant: whose it is; among equal priorities tenants get equal shares.
         prefix: who has the first tokens cached, if they are to be fetched; what does not come is
             computed.
+        timed: tell when what happened (`Output.marks`).
+        traceparent: W3C Trace Context of the span that the request is part of, if it is traced.
     """
 
     request_id: Name
@@ -186,6 +188,8 @@ class AddRequest(Struct, frozen=True, tag="add", kw_only=True):
     items: tuple[Item, ...] = ()
     tenant: Text = ""
     prefix: PrefixAt | None = None
+    timed: bool = False
+    traceparent: Name = ""
 
 
 class AbortRequest(Struct, frozen=True, tag="abort", kw_only=True):
@@ -206,7 +210,7 @@ class Command(Struct, frozen=True, tag="command", kw_only=True):
     Attributes:
         command_id: the reply has the same.
         name: ``state`` (the debugging dump), ``metrics``, ``reset_prefix_cache``, ``drain``,
-            ``members``.
+            ``members``, ``start_profile``, ``stop_profile``.
         argument: for ``members``, a list of control addresses that may be dialled.
     """
 
@@ -267,6 +271,31 @@ def _id_of(data: bytes) -> str | None:
     return name if isinstance(name, str) and len(name) <= MAX_NAME else None
 
 
+class Mark(Struct, frozen=True, array_like=True, gc=False):
+    """When something happened to a request, for those that are `AddRequest.timed`.
+
+    An engine marks ``received``; ``scheduled``, when the first step was planned that computes it;
+    ``first_token`` and ``second_token`` when it had them; ``preempted``. A target of a hand-over
+    also marks ``loading`` (it has reserved blocks), ``accepted`` (its peer has agreed),
+    ``first_landed``, ``landed`` (the last write), ``verified``, or ``load_failed``; ``loading`` is
+    marked of loads from stores, too. A router adds ``asked`` and ``failed`` of its node requests.
+
+    Attributes:
+        name: what.
+        at: seconds on the monotonic clock of the machine that marks; `EngineClient` turns what an
+            engine tells into its own.
+        node: node id, as a router adds it.
+        part: what the node does for the request, likewise.
+        attempt: of the request, likewise.
+    """
+
+    name: Name
+    at: float
+    node: Name = ""
+    part: Name = ""
+    attempt: Count = 0
+
+
 class Output(Struct, frozen=True, tag="output", kw_only=True, gc=False, omit_defaults=True):
     """New tokens of one choice of a request.
 
@@ -283,6 +312,7 @@ class Output(Struct, frozen=True, tag="output", kw_only=True, gc=False, omit_def
         cached_tokens: prompt tokens that this node took from its own cache.
         transferred_tokens: prompt tokens received from another node.
         kv_transfer_params: on the last output of a source, what to paste into the target's request.
+        marks: of a timed request, what happened since the output before.
     """
 
     request_id: Name
@@ -297,6 +327,7 @@ class Output(Struct, frozen=True, tag="output", kw_only=True, gc=False, omit_def
     cached_tokens: Count = 0
     transferred_tokens: Count = 0
     kv_transfer_params: dict[str, Any] | None = None
+    marks: tuple[Mark, ...] = ()
 
 
 class Outputs(Struct, frozen=True, tag="outputs", kw_only=True, gc=False):

@@ -39,6 +39,7 @@ class SamplingFields(Struct, kw_only=True):
         skip_special_tokens: leave special tokens out of the text (default true).
         include_stop_str_in_output: keep the stop string, or stop token, in the text.
         return_token_ids: answer with prompt and output token ids too.
+        return_timings: answer with where the time went (ours); takes one prompt.
         timeout: seconds after which the request is ended (ours).
     """
 
@@ -67,6 +68,7 @@ class SamplingFields(Struct, kw_only=True):
     include_stop_str_in_output: bool | None = None
     add_special_tokens: bool | None = None
     return_token_ids: bool | None = None
+    return_timings: bool | None = None
     echo: bool | None = None
     priority: int | None = None
     cache_salt: str | None = None
@@ -154,6 +156,29 @@ class TokenUsage(Struct):
     prompt_tokens_details: PromptTokensDetails
 
 
+class RequestTimings(Struct, kw_only=True):
+    """Where the time of a request went, in milliseconds from its arrival.
+
+    Attributes:
+        total_ms: until now.
+        first_token_ms: until the first token was written; null if there is none.
+        second_token_ms: the same of the second one.
+        first_token: by stage what the first token waited for; adds up to `first_token_ms`.
+        second_token: the same of the second one.
+        reserve_ms: what reserving blocks at the node that decodes took, beside the rest.
+        nodes: node ids by what they did: ``source`` and ``target`` of a hand-over, ``alone``,
+            ``encoder``.
+    """
+
+    total_ms: float
+    first_token_ms: float | None
+    second_token_ms: float | None
+    first_token: dict[str, float]
+    second_token: dict[str, float]
+    reserve_ms: float | None
+    nodes: dict[str, str]
+
+
 class CompletionLogprobs(Struct):
     """Log probabilities in the shape of ``/v1/completions``; four parallel lists."""
 
@@ -186,6 +211,7 @@ class Completion(Struct, kw_only=True):
     object: str = "text_completion"
     usage: TokenUsage | UnsetType = UNSET
     kv_transfer_params: dict[str, Any] | UnsetType = UNSET
+    timings: RequestTimings | UnsetType = UNSET
 
 
 class TopLogprobEntry(Struct):
@@ -241,6 +267,7 @@ class ChatCompletion(Struct, kw_only=True):
     prompt_logprobs: list[dict[str, Any] | None] | UnsetType = UNSET
     prompt_token_ids: list[int] | UnsetType = UNSET
     kv_transfer_params: dict[str, Any] | UnsetType = UNSET
+    timings: RequestTimings | UnsetType = UNSET
 
 
 class ChatChunkChoice(Struct, kw_only=True):
@@ -265,6 +292,7 @@ class ChatChunk(Struct, kw_only=True):
     usage: TokenUsage | UnsetType = UNSET
     prompt_token_ids: list[int] | UnsetType = UNSET
     kv_transfer_params: dict[str, Any] | UnsetType = UNSET
+    timings: RequestTimings | UnsetType = UNSET
 
 
 class ModelCard(Struct, kw_only=True):

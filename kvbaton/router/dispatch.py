@@ -6,6 +6,7 @@ import asyncio
 import logging
 import os
 import secrets
+import time
 from collections import Counter
 from functools import partial
 
@@ -15,7 +16,7 @@ from typing_extensions import override
 from kvbaton.engine.client import EngineClient
 from kvbaton.engine.outputs import OutputReceiver, TokenSource
 from kvbaton.errors import EngineDeadError, RequestError
-from kvbaton.messages.engine import AddRequest, Output
+from kvbaton.messages.engine import AddRequest, Mark, Output
 from kvbaton.router.chooser import RouteChooser
 from kvbaton.router.config import RelayTimers
 from kvbaton.router.loads import IDLE, NodeLoad, NodeLoads, RouterTotals
@@ -171,6 +172,7 @@ class _Running:
         relay: decides what becomes of it.
         receiver: is told what the relay says.
         read_at: when the first output that it is yet to act on was read; 0 if there is none.
+        marks: of a timed request, what its receiver is yet to be told.
     """
 
     def __init__(
@@ -189,6 +191,7 @@ class _Running:
         )
         self.receiver = receiver
         self.read_at = 0.0
+        self.marks: list[Mark] = []
         self._calls: dict[NodeRequest, _NodeCall] = {}
         self._timer: asyncio.TimerHandle | None = None
         self._tokens_timed = 0
@@ -242,6 +245,7 @@ class _Running:
         """A node refused, or broke off."""
         failures = self.dispatcher.metrics.node_request_failures
         failures.labels(asked.node.node_id, asked.side).inc()
+        self._mark(asked, "failed")
         self.perform(self.relay.failed(asked, error, self.loop.time()))
         self.receiver.flush()
 
@@ -259,7 +263,7 @@ class _Running:
         for action in actions:
             match action:
                 case Output():
-                    self.receiver.put(action)
+                    self.receiver.put(self._with_marks(action) if self.marks else action)
                     if self._tokens_timed < 2 and action.token_ids:
                         self._time_token()
                 case AskNode(asked):
@@ -281,9 +285,26 @@ class _Running:
                     self.receiver.end(None)
                 case RequestError():
                     self.close("failed")
+                    if self.marks:
+                        self.receiver.put(self._with_marks(Output(request_id="")))
                     self.receiver.end(action)
         if late is not None:
             self._ask(late)
+
+    def _mark(self, asked: NodeRequest, name: str) -> None:
+        """Note what happens to a request to a node, if the client's is timed."""
+        if self.relay.request.timed:
+            self.take_marks(asked, (Mark(name, time.monotonic()),))
+
+    def take_marks(self, asked: NodeRequest, marks: tuple[Mark, ...]) -> None:
+        """A node tells when what happened."""
+        part = f"{asked.part}-{asked.item}" if asked.item else asked.part
+        where = asked.node.node_id, part, asked.attempt
+        self.marks += (Mark(mark.name, mark.at, *where) for mark in marks)
+
+    def _with_marks(self, output: Output) -> Output:
+        marks, self.marks = tuple(self.marks), []
+        return replace(output, marks=marks)
 
     def _time_token(self) -> None:
         """The first token came, or the second, which may have waited for a hand-over."""
@@ -300,8 +321,8 @@ class _Running:
 
     def _ask(self, asked: NodeRequest) -> None:
         metrics, side = self.dispatcher.metrics, asked.side
-        part = "alone" if side == "target" and asked.prefills else side
-        metrics.node_requests.labels(asked.node.node_id, part).inc()
+        metrics.node_requests.labels(asked.node.node_id, asked.part).inc()
+        self._mark(asked, "asked")
         if asked.num_items:
             where = "prefill" if asked.prefills else "encoder"
             metrics.items.labels(where).inc(asked.num_items)
@@ -351,6 +372,8 @@ class _NodeCall:
             self._set_load(NodeLoad(0, load.sequences, load.tokens))
         now = running.loop.time()
         running.read_at = running.read_at or now
+        if output.marks:
+            running.take_marks(asked, output.marks)
         try:
             running.perform(running.relay.output(asked, output, now))
             if asked.side == "source":

@@ -45,6 +45,11 @@ class NodeRequest:
     open: bool = True
 
     @property
+    def part(self) -> str:
+        """What the node does for the client's request, as counters and marks name it."""
+        return "alone" if self.side == "target" and self.prefills else self.side
+
+    @property
     def name(self) -> str:
         """For people."""
         return f"encoder of item {self.item}" if self.side == "encoder" else self.side
@@ -171,4 +176,6 @@ def _encoding(request: AddRequest, index: int, item_id: bytes, attempt: int) -> 
         deadline_s=request.deadline_s,
         transfer=TransferSpec(role="source", transfer_id=item_id, attempt=attempt),
         items=(replace(item, start=0, transfer=None),),
+        timed=request.timed,
+        traceparent=request.traceparent,
     )

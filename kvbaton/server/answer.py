@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import dataclasses
 import time
 from abc import ABC, abstractmethod
 from collections.abc import AsyncGenerator, Callable, Sequence
@@ -11,7 +12,7 @@ from typing import Any, ClassVar, Generic, TypeVar
 
 import msgspec
 from aiohttp import web
-from msgspec import Struct
+from msgspec import UNSET, Struct, UnsetType
 from msgspec.structs import replace
 
 from kvbaton.engine.outputs import OutputCollector, merge_outputs
@@ -21,12 +22,14 @@ from kvbaton.messages.openai import (
     ChatRequest,
     CompletionRequest,
     PromptTokensDetails,
+    RequestTimings,
     StreamOptions,
     TokenUsage,
 )
 from kvbaton.server.bodies import json_response
 from kvbaton.server.frontend import Frontend
 from kvbaton.server.sse import event, event_stream
+from kvbaton.server.tracing import TimedRequest
 from kvbaton.server.validation import PromptRequest
 from kvbaton.text.choice import ChoiceText, TextDelta
 
@@ -87,11 +90,15 @@ async def _run(
     take: Callable[[Event], None],
     is_free: Callable[[], bool],
 ) -> AsyncGenerator[Event]:
-    request, n = prompt.request, prompt.request.params.n
+    request, n, timeline = prompt.request, prompt.request.params.n, prompt.timeline
     texts = [ChoiceText(frontend.tokenizer, request.token_ids, prompt.options) for _ in range(n)]
     unseen, open_choices = set(range(n)), set(range(n))
 
     def event_of(output: Output) -> Event | None:
+        if output.marks and timeline is not None:
+            timeline.add(output.marks)
+            if not output.request_id:  # it tells nothing else
+                return None
         times.output(output)
         if output.finish_reason is not None:
             raise_if_failed(output, times.elapsed_s >= request.deadline_s)
@@ -125,6 +132,8 @@ async def _run(
                 outputs.end()
         return True
 
+    if timeline is not None:
+        timeline.submit()
     with (
         frontend.metrics.timed() as times,
         OutputCollector(frontend.source, request, sink) as outputs,
@@ -209,10 +218,14 @@ class ResponseFormatter(ABC, Generic[Body]):
     Attributes:
         head: fields that the answer and all its chunks begin with.
         usage: counts the tokens of a stream that tells of them; None of others.
+        timings: where the time went until now, if the client wants to know.
+        error: why a stream has ended early; empty if it has not.
     """
 
     EMPTY_TEXT: ClassVar[bytes]
     """How a chunk's field for new text is encoded when there is none."""
+    OPERATION: ClassVar[str]
+    """How OpenTelemetry's conventions name what is done."""
 
     def __init__(
         self, frontend: Frontend, body: Body, request_id: str, prompts: Sequence[list[int]]
@@ -231,14 +244,18 @@ class ResponseFormatter(ABC, Generic[Body]):
         options: StreamOptions = body.stream_options or StreamOptions()
         self.usage = UsageCounter(prompts) if options.include_usage else None
         self._usage_always = bool(options.continuous_usage_stats)
+        self.timings: Callable[[], RequestTimings] | None = None
+        self.error = ""
 
     @abstractmethod
     def chunk(self, new: Event, usage: TokenUsage | None) -> Struct:
         """What a stream tells of an event."""
 
     @abstractmethod
-    def usage_chunk(self, usage: TokenUsage) -> Struct:
-        """The last event of a stream that reports usage."""
+    def last_chunk(
+        self, usage: TokenUsage | UnsetType, timings: RequestTimings | UnsetType
+    ) -> Struct:
+        """The last event of a stream that reports usage or times."""
 
     @abstractmethod
     def whole(self, events: Sequence[Event], usage: TokenUsage) -> Struct:
@@ -258,6 +275,17 @@ class ResponseFormatter(ABC, Generic[Body]):
             head, field, tail = blank.partition(self.EMPTY_TEXT)
             frame = self._frames[new.choice] = head + field.removesuffix(b'""'), tail
         return frame[0] + _encoder.encode(delta.text) + frame[1]
+
+    def times(self) -> RequestTimings | UnsetType:
+        """The field ``timings`` of the answer now."""
+        return UNSET if self.timings is None else self.timings()
+
+    def closing(self) -> bytes:
+        """What a stream ends with after the last event of a prompt."""
+        if self.usage is None and self.timings is None:
+            return b""
+        usage = UNSET if self.usage is None else self.usage.usage()
+        return event(self.last_chunk(usage, self.times()))
 
 
 class UsageCounter:
@@ -302,27 +330,79 @@ async def respond(
         RequestError, EngineDeadError: nothing was sent yet and it can't be served.
         TimeoutError: nothing was sent yet and the deadline is long over.
     """
+    wanted = bool(formatter.body.return_timings)
+    if wanted and len(prompts) > 1:
+        raise RequestError("return_timings takes one prompt per request", param="return_timings")
+    if not wanted and frontend.tracing is None:
+        return await _respond(request, frontend, prompts, formatter)
+    model = frontend.config.model_name
+    timed = TimedRequest.begin(
+        frontend.tracing,
+        request,
+        [prompt.request for prompt in prompts],
+        wanted=wanted,
+        attributes={
+            "gen_ai.operation.name": formatter.OPERATION,
+            "gen_ai.request.model": model,
+            "gen_ai.response.model": model,
+        },
+    )
+    if timed is None:
+        return await _respond(request, frontend, prompts, formatter)
+    both = zip(prompts, timed.asks, timed.timelines, strict=True)
+    prompts = [dataclasses.replace(p, request=ask, timeline=its) for p, ask, its in both]
+    if wanted:
+        formatter.timings = timed.timelines[0].timings
+    with timed:
+        response = await _respond(request, frontend, prompts, formatter)
+        timed.status, timed.error = response.status, formatter.error
+    return response
+
+
+async def _respond(
+    request: web.Request,
+    frontend: Frontend,
+    prompts: Sequence[PromptRequest],
+    formatter: ResponseFormatter[Any],
+) -> web.StreamResponse:
+    """As `respond`; tells the prompts' timelines what was written."""
+
+    def wrote(new: Event) -> None:
+        timeline = prompts[new.prompt].timeline
+        if timeline is not None:
+            first = new.prompt * prompts[0].request.params.n
+            timeline.wrote(len(new.delta.token_ids), new.choice - first)
+
     limit_s = prompts[0].request.deadline_s + frontend.config.deadline_grace_s
     if not formatter.body.stream:
         got: list[Event] = []
-        events = run_prompts(frontend, prompts, got.append, lambda: True)
+
+        def take(new: Event) -> None:
+            got.append(new)
+            wrote(new)
+
+        events = run_prompts(frontend, prompts, take, lambda: True)
         async with asyncio.timeout(limit_s), aclosing(events):
             async for new in events:
-                got.append(new)
+                take(new)
         counter = UsageCounter(formatter.prompts)
         for new in got:
             counter.add(new)
         return json_response(formatter.whole(fold(got), counter.usage()))
     async with event_stream(request, limit_s) as stream:
-        events = run_prompts(
-            frontend, prompts, lambda new: stream.write(formatter.event(new)), stream.is_free
-        )
+
+        def write(new: Event) -> None:
+            stream.write(formatter.event(new))
+            wrote(new)
+
+        events = run_prompts(frontend, prompts, write, stream.is_free)
         async with aclosing(events):
             async for new in events:
                 if new.last and len(prompts) == 1:
                     stream.held = formatter.event(new)
                 else:
                     await stream.send(formatter.event(new))
-        if formatter.usage is not None:
-            stream.held += event(formatter.usage_chunk(formatter.usage.usage()))
+                wrote(new)
+        stream.held += formatter.closing()
+    formatter.error = stream.error
     return stream.response

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 import socket
+import time
 from collections.abc import Sequence
 
 from aiohttp import web
@@ -33,10 +34,10 @@ from kvbaton.server.completions import completions
 from kvbaton.server.frontend import FRONTEND, Frontend
 from kvbaton.server.network import bind
 from kvbaton.server.openapi import contract, openapi
+from kvbaton.server.tracing import ARRIVED, CLIENT_CLOSED_REQUEST
 from kvbaton.server.validation import check_model, encode
 from kvbaton.version import __version__
 
-CLIENT_CLOSED_REQUEST = 499
 YOUNG_OBJECTS = 20_000
 """The garbage collector looks for cycles after so many more objects were made than freed."""
 
@@ -58,6 +59,8 @@ def make_app(
     )
     app[FRONTEND] = frontend
     app.on_response_prepare.append(echo_request_id)
+    if frontend.tracing is not None:
+        app.on_cleanup.append(frontend.tracing.close)
     if text:
         app.add_routes(
             [
@@ -123,6 +126,7 @@ async def endpoint_middleware(request: web.Request, handler: Handler) -> web.Str
 
     One for all, since each is one more frame that every token passes.
     """
+    request[ARRIVED] = time.monotonic()
     request[REQUEST_ID] = request_id_of(request)
     metrics = request.app[FRONTEND].metrics
     resource = request.match_info.route.resource

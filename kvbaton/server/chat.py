@@ -17,6 +17,7 @@ from kvbaton.messages.openai import (
     ChatLogprobs,
     ChatMessage,
     ChatRequest,
+    RequestTimings,
     TokenizeRequest,
     TokenUsage,
 )
@@ -108,6 +109,7 @@ class ChatFormatter(ResponseFormatter[ChatRequest]):
     """Formats events for ``/v1/chat/completions``; the first chunk of a choice names the role."""
 
     EMPTY_TEXT = b'"content":""'
+    OPERATION = "chat"
 
     def chunk(self, new: Event, usage: TokenUsage | None) -> ChatChunk:
         """See `ResponseFormatter`."""
@@ -128,9 +130,11 @@ class ChatFormatter(ResponseFormatter[ChatRequest]):
             kv_transfer_params=new.output.kv_transfer_params or UNSET,
         )
 
-    def usage_chunk(self, usage: TokenUsage) -> ChatChunk:
+    def last_chunk(
+        self, usage: TokenUsage | UnsetType, timings: RequestTimings | UnsetType
+    ) -> ChatChunk:
         """See `ResponseFormatter`."""
-        return ChatChunk(**self.head, choices=[], usage=usage)
+        return ChatChunk(**self.head, choices=[], usage=usage, timings=timings)
 
     def whole(self, events: Sequence[Event], usage: TokenUsage) -> ChatCompletion:
         """See `ResponseFormatter`."""
@@ -157,6 +161,7 @@ class ChatFormatter(ResponseFormatter[ChatRequest]):
             ),
             prompt_token_ids=self._ids(prompt),
             kv_transfer_params=next(transfers, UNSET),
+            timings=self.times(),
         )
 
     def _ids(self, token_ids: list[int]) -> list[int] | UnsetType:

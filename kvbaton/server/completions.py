@@ -14,6 +14,7 @@ from kvbaton.messages.openai import (
     CompletionChoice,
     CompletionLogprobs,
     CompletionRequest,
+    RequestTimings,
     TokenUsage,
 )
 from kvbaton.server.answer import Event, ResponseFormatter, respond
@@ -90,6 +91,7 @@ class CompletionFormatter(ResponseFormatter[CompletionRequest]):
     """Formats events for ``/v1/completions``, where a chunk has the shape of a whole answer."""
 
     EMPTY_TEXT = b'"text":""'
+    OPERATION = "text_completion"
 
     def __init__(
         self,
@@ -106,15 +108,22 @@ class CompletionFormatter(ResponseFormatter[CompletionRequest]):
         """See `ResponseFormatter`."""
         return self._answer([new], UNSET if usage is None else usage)
 
-    def usage_chunk(self, usage: TokenUsage) -> Completion:
+    def last_chunk(
+        self, usage: TokenUsage | UnsetType, timings: RequestTimings | UnsetType
+    ) -> Completion:
         """See `ResponseFormatter`."""
-        return self._answer([], usage)
+        return self._answer([], usage, timings)
 
     def whole(self, events: Sequence[Event], usage: TokenUsage) -> Completion:
         """See `ResponseFormatter`."""
-        return self._answer(events, usage)
+        return self._answer(events, usage, self.times())
 
-    def _answer(self, events: Sequence[Event], usage: TokenUsage | UnsetType) -> Completion:
+    def _answer(
+        self,
+        events: Sequence[Event],
+        usage: TokenUsage | UnsetType,
+        timings: RequestTimings | UnsetType = UNSET,
+    ) -> Completion:
         transfers = (new.output.kv_transfer_params for new in events)
         for new in events:  # they come once per prompt, and every choice shows them
             if new.output.prompt_logprobs is not None:
@@ -124,6 +133,7 @@ class CompletionFormatter(ResponseFormatter[CompletionRequest]):
             choices=[self._choice(new) for new in events],
             usage=usage,
             kv_transfer_params=next((params for params in transfers if params), UNSET),
+            timings=timings,
         )
 
     def _choice(self, new: Event) -> CompletionChoice:

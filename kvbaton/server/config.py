@@ -60,6 +60,9 @@ class EndpointConfig:
         cluster_key: secret shared by all nodes and the router; None restricts the cluster to this
             machine.
         shutdown_timeout_s: how long requests and hand-overs may go on after SIGTERM.
+        otlp_traces_endpoint: where traces of requests go, by OTLP over HTTP; None takes what the
+            environment says (``OTEL_EXPORTER_OTLP_TRACES_ENDPOINT``), and makes none if it says
+            nothing.
         log_level: of the log on standard error.
     """
 
@@ -96,6 +99,12 @@ class EndpointConfig:
         "seconds that requests and hand-overs may go on after SIGTERM",
         name="--shutdown-timeout",
         metavar="S",
+    )
+    otlp_traces_endpoint: str | None = flag(
+        None,
+        "send a trace of each request there, by OTLP over HTTP; needs kvbaton[otel] "
+        "($OTEL_EXPORTER_OTLP_TRACES_ENDPOINT)",
+        metavar="URL",
     )
     log_level: LogLevel = flag("info")
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
+from functools import cached_property
 from typing import Any
 
 from aiohttp import web
@@ -15,6 +16,7 @@ from kvbaton.errors import RequestError
 from kvbaton.messages.engine import TransferSpec
 from kvbaton.server.config import EndpointConfig, MediaConfig
 from kvbaton.server.metrics import HttpMetrics
+from kvbaton.server.tracing import Tracing, TracingConfig
 from kvbaton.text.generation import sampling_defaults
 from kvbaton.text.tokenizer import Tokenizer
 
@@ -54,6 +56,7 @@ class FrontendConfig:
         sampling_defaults: of the model, for fields that a request leaves out; see
             `text.generation`.
         media: what images clients may bring.
+        traces: where traces go, if there are to be any.
     """
 
     model_name: str
@@ -70,15 +73,31 @@ class FrontendConfig:
     max_logprobs: int = 20
     sampling_defaults: Mapping[str, Any] = field(default_factory=dict)
     media: MediaConfig = field(default_factory=MediaConfig)
+    traces: TracingConfig | None = None
 
     @classmethod
     def of(
-        cls, config: EndpointConfig, folder: str, name: str, *, operator_token: str = ""
+        cls,
+        config: EndpointConfig,
+        folder: str,
+        name: str,
+        *,
+        operator_token: str = "",
+        role: str = "router",
+        node: str = "",
     ) -> FrontendConfig:
         """What the flags say of an endpoint that serves the model in a folder under a name.
 
+        Args:
+            config: the flags.
+            folder: of the model.
+            name: of the model, for clients.
+            operator_token: see the attribute.
+            role: of a node, for its traces.
+            node: its id.
+
         Raises:
-            ConfigError: the model's recommendations can't be read.
+            ConfigError: the model's recommendations can't be read, or traces can't be made.
         """
         return cls(
             model_name=name,
@@ -86,6 +105,7 @@ class FrontendConfig:
             operator_token=operator_token,
             sampling_defaults=sampling_defaults(folder, config.generation_config),
             media=config.media,
+            traces=TracingConfig.of(config.otlp_traces_endpoint, role, node),
         )
 
 
@@ -130,6 +150,11 @@ class Frontend:
     transfer_type: type[Struct] | None = None
     metrics: HttpMetrics = field(default_factory=HttpMetrics)
     created: int = field(default_factory=lambda: int(time.time()))
+
+    @cached_property
+    def tracing(self) -> Tracing | None:
+        """Makes traces of requests; None if there are to be none."""
+        return None if self.config.traces is None else Tracing(self.config.traces)
 
     def limits(self) -> ModelFacts:
         """The facts now, with the tokenizer's size where the model's is not known."""

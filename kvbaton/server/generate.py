@@ -23,6 +23,8 @@ from kvbaton.server.bodies import REQUEST_ID, clean, json_response, read_body
 from kvbaton.server.frontend import FRONTEND, Frontend
 from kvbaton.server.openapi import contract
 from kvbaton.server.sse import event, event_stream
+from kvbaton.server.timeline import RequestTimeline
+from kvbaton.server.tracing import TimedRequest
 from kvbaton.server.transfer_params import check_item_transfer, parse_prefix
 from kvbaton.server.validation import check_prompt, checked, deadline, unique
 from kvbaton.text.logprobs import floored
@@ -35,13 +37,16 @@ async def generate(request: web.Request) -> web.StreamResponse:
 
 
 async def respond(
-    request: web.Request, add_request: Callable[[Frontend, GenerateRequest, str], AddRequest]
+    request: web.Request,
+    add_request: Callable[[Frontend, GenerateRequest, str], AddRequest],
+    role: str | None = None,
 ) -> web.StreamResponse:
     """Answer a `GenerateRequest`.
 
     Args:
         request: with the body.
         add_request: makes of it, with a request id, what the engine is asked.
+        role: of this node, for traces; None takes that of the request's part in a hand-over.
 
     Raises:
         RequestError: it is wrong, or did not complete.
@@ -50,7 +55,31 @@ async def respond(
     body = await read_body(request, GenerateRequest)
     request_id = clean(body.request_id) or request[REQUEST_ID]
     add = replace(add_request(frontend, body, request_id), tenant=tenant(request))
-    outputs = shown_outputs(frontend, add, request_id)
+    if frontend.tracing is None:
+        return await _respond(request, frontend, body, add, request_id)
+    about = {
+        "gen_ai.operation.name": "generate",
+        "gen_ai.request.model": frontend.config.model_name,
+    }
+    timed = TimedRequest.begin(frontend.tracing, request, [add], role=role, attributes=about)
+    if timed is None:
+        return await _respond(request, frontend, body, add, request_id)
+    with timed:
+        (add,), (timeline,) = timed.asks, timed.timelines
+        response = await _respond(request, frontend, body, add, request_id, timeline)
+        timed.status = response.status
+    return response
+
+
+async def _respond(
+    request: web.Request,
+    frontend: Frontend,
+    body: GenerateRequest,
+    add: AddRequest,
+    request_id: str,
+    timeline: RequestTimeline | None = None,
+) -> web.StreamResponse:
+    outputs = shown_outputs(frontend, add, request_id, timeline)
     limit_s = add.deadline_s + frontend.config.deadline_grace_s
     if body.stream:
         async with event_stream(request, limit_s) as stream, aclosing(outputs):
@@ -106,14 +135,20 @@ def add_request(frontend: Frontend, body: GenerateRequest, request_id: str) -> A
 
 
 async def shown_outputs(
-    frontend: Frontend, add: AddRequest, request_id: str
+    frontend: Frontend, add: AddRequest, request_id: str, timeline: RequestTimeline | None
 ) -> AsyncGenerator[GenerateChunk]:
     """The source's outputs as they may be shown: the client's id, numbers that JSON can say."""
+    if timeline is not None:
+        timeline.submit()
     with frontend.metrics.timed() as times:
         async with aclosing(frontend.source.generate(add)) as outputs:
             async for output in outputs:
                 times.output(output)
                 fields = asdict(output)
+                del fields["marks"]
+                if timeline is not None:
+                    timeline.add(output.marks)
+                    timeline.wrote(len(output.token_ids), output.choice)
                 fields["request_id"] = request_id
                 for name in ("logprobs", "prompt_logprobs"):
                     if fields[name] is not None:

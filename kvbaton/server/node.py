@@ -136,6 +136,8 @@ class Node:
             config.engine.model,
             config.model_name,
             operator_token=operator_token(key) if key else "",
+            role=config.role,
+            node=config.node_id,
         )
         await self._listen(make_starting_app())
         if config.routers:

@@ -254,7 +254,7 @@ async def encode(request: web.Request) -> web.StreamResponse:
 
     The answer says that it is encoded; the rows are handed over as `kv_transfer_params` say.
     """
-    return await respond(request, partial(item_request, request.app[VISION]))
+    return await respond(request, partial(item_request, request.app[VISION]), "encoder")
 
 
 def item_request(

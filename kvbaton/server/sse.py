@@ -49,11 +49,13 @@ class EventStream:
 
     Attributes:
         held: events that leave with the next ones, or with the end.
+        error: why it has ended early; empty if it has not.
     """
 
     def __init__(self, request: web.Request) -> None:
         self.response = _EventResponse(headers=HEADERS)
         self.held = b""
+        self.error = ""
         self._request = request
         self._chunks: asyncio.Transport | None = None
 
@@ -109,6 +111,7 @@ async def event_stream(request: web.Request, limit_s: float) -> AsyncIterator[Ev
     except Exception as error:
         if not response.prepared:
             raise
+        stream.error = f"{type(error).__name__}: {error}"
         await _end_badly(request, stream, error)
 
 

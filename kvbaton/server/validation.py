@@ -17,6 +17,7 @@ from kvbaton.messages.engine import AddRequest, Item, SamplingParams
 from kvbaton.messages.openai import SamplingFields
 from kvbaton.server.bodies import HEADER, REQUEST_ID, clean
 from kvbaton.server.frontend import Frontend, FrontendConfig, ModelFacts
+from kvbaton.server.timeline import RequestTimeline
 from kvbaton.server.transfer_params import parse_prefix
 from kvbaton.text.choice import TextOptions
 from kvbaton.text.tokenizer import Tokenizer
@@ -71,12 +72,14 @@ class PromptRequest:
         request: what the source is asked.
         options: how its tokens become text.
         echo_only: only the prompt is wanted; the token that the source must make is dropped.
+        timeline: told what happens to it, if the request is timed.
     """
 
     index: int
     request: AddRequest
     options: TextOptions
     echo_only: bool = False
+    timeline: RequestTimeline | None = None
 
 
 # --- the request ---

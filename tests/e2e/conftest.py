@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from tests.support.cluster import DECODE, Cluster
+from tests.support.cluster import DECODE, SLOW_CHUNK, Cluster
 from tests.support.oracle import Oracle
 from tests.support.served_pair import Pair
 from tests.support.servers import Node, Router
@@ -82,6 +82,29 @@ def small(cluster: Cluster) -> Node:
     d = cluster.start_node("decode", "d-small", flags)
     cluster.until_up(d)
     return d
+
+
+@pytest.fixture(scope="session")
+def slow_model(checkpoint: Callable[..., Path]) -> Path:
+    """A model that needs tenths of a second for a chunk, for which milliseconds are nothing."""
+    return checkpoint(
+        hidden_size=512,
+        intermediate_size=2048,
+        num_layers=8,
+        num_heads=8,
+        head_dim=64,
+        max_position_embeddings=2048,
+        config={"torch_dtype": "float32"},
+    )
+
+
+@pytest.fixture(scope="session")
+def slow_nodes(cluster: Cluster, slow_model: Path) -> tuple[Node, Node]:
+    flags = {"max-model-len": "2048", "max-num-batched-tokens": str(SLOW_CHUNK)}
+    p = cluster.start_node("prefill", "p-slow", flags, model=slow_model)
+    d = cluster.start_node("decode", "d-slow", {**DECODE, **flags}, model=slow_model)
+    cluster.until_up(p, d)
+    return p, d
 
 
 @pytest.fixture

@@ -27,6 +27,7 @@ from kvbaton.text.vision import VisionText
 from kvbaton.types import ENCODER_BLOCK_ROWS
 from tests.support.chats import picture, streamed_tokens, talk, tokens_of
 from tests.support.cluster import Cluster
+from tests.support.otlp_receiver import OtlpReceiver
 from tests.support.served_pair import settle
 from tests.support.servers import HttpFailure, Metrics, Node, Router, poll
 
@@ -72,11 +73,13 @@ class House:
         """Wait until so many pairs of an encoder node and another can hand over."""
         poll("pairs", lambda: len(router.get("/nodes")["encoder_pairs"]) == count, 20, self.why)
 
-    def behind(self, name: str, encoder: Node, rows: int = 0) -> Router:
+    def behind(
+        self, name: str, encoder: Node, rows: int = 0, *more: str, env: dict[str, str] | None = None
+    ) -> Router:
         """Another router in front of P and D, with this encoder node for items of so many rows."""
         nodes = {"prefill": self.p, "decode": self.d, "encode": encoder}
-        flags = [f"--{role}={node.url}" for role, node in nodes.items()]
-        router = self.cluster.start_router(name, f"--min-encode-rows={rows}", *flags)
+        flags = [*more, *(f"--{role}={node.url}" for role, node in nodes.items())]
+        router = self.cluster.start_router(name, f"--min-encode-rows={rows}", *flags, env=env)
         self.until_paired(router, 2)
         return router
 
@@ -183,6 +186,35 @@ def test_the_same_image_in_requests_at_once_is_encoded_once(house: House) -> Non
         answers = list(pool.map(lambda body: house.router.post(CHAT, body), bodies))
     assert [tokens_of(answer) for answer in answers] == expected
     assert count_all() == [1, 0, 0, 0]
+
+
+def test_encoder_nodes_are_in_the_trace(house: House) -> None:
+    with OtlpReceiver() as receiver:
+        endpoint = f"--otlp-traces-endpoint={receiver.endpoint}"
+        router = house.behind("traced", house.e, 0, endpoint, env={"OTEL_BSP_SCHEDULE_DELAY": "20"})
+        images = [picture(21), picture(22)]
+        answer = router.post(CHAT, talk("One ", *images, " two", return_timings=True))
+        poll("its spans", receiver.traced, 20, house.why)
+        (trace,) = receiver.traced()
+        spans = receiver.trace(trace)
+        house.cluster.stop([router])
+    nodes = {span.attributes["kvbaton.part"]: span for span in spans if span.name == "llm_request"}
+    services = {part: (span.service, span.instance) for part, span in nodes.items()}
+    assert services == {
+        "encoder": ("kvbaton-encoder", "e"),
+        "encoder-1": ("kvbaton-encoder", "e"),
+        "source": ("kvbaton-prefill", "p"),
+        "target": ("kvbaton-decode", "d"),
+    }
+    assert answer["timings"]["nodes"] == {
+        part: instance for part, (_, instance) in services.items()
+    }
+    encodes = [span for span in spans if span.name == "encode"]
+    assert {s.parent_id for s in encodes} == {
+        nodes[part].span_id for part in ("encoder", "encoder-1")
+    }
+    (prefill,) = (span for span in spans if span.name == "prefill")
+    assert all(span.end < prefill.end for span in encodes), "the prompt waits for its images"
 
 
 def test_a_client_that_leaves_leaves_nothing(house: House) -> None:

@@ -2,49 +2,24 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from tests.support.cluster import DECODE, Cluster
+from tests.support.cluster import SLOW_CHUNK as CHUNK
 from tests.support.served_pair import Pair, settle
 from tests.support.servers import Node
 
 pytestmark = pytest.mark.e2e
 
 Prompt = Callable[[int], list[int]]
-CHUNK = 128
-
-
-@pytest.fixture(scope="module")
-def slow_model(checkpoint: Callable[..., Path]) -> Path:
-    """A model that needs tenths of a second for a chunk, for which milliseconds are nothing."""
-    return checkpoint(
-        hidden_size=512,
-        intermediate_size=2048,
-        num_layers=8,
-        num_heads=8,
-        head_dim=64,
-        max_position_embeddings=2048,
-        config={"torch_dtype": "float32"},
-    )
-
-
-@pytest.fixture(scope="module")
-def slow_nodes(cluster: Cluster, slow_model: Path) -> Iterator[tuple[Node, Node]]:
-    flags = {"max-model-len": "2048", "max-num-batched-tokens": str(CHUNK)}
-    p = cluster.start_node("prefill", "p-slow", flags, model=slow_model)
-    d = cluster.start_node("decode", "d-slow", {**DECODE, **flags}, model=slow_model)
-    cluster.until_up(p, d)
-    yield p, d
-    cluster.stop([p, d])
 
 
 def marks(node: Node, what: str) -> list[dict[str, Any]]:
-    """What happened to the only transfer of a node, in order."""
-    (timeline,) = node.state()["timelines"].values()
+    """What happened to the latest transfer of a node, in order."""
+    *_, timeline = node.state()["timelines"].values()
     return [mark for mark in timeline if mark["what"] == what]
 
 

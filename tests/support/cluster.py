@@ -11,6 +11,9 @@ from tests.support.servers import START_S, Node, Router, Server, poll
 ENGINE = {"num-blocks": "256", "max-model-len": "512", "max-num-batched-tokens": "32"}
 """Flags of every node here: several chunks for any prompt above 32 tokens."""
 
+SLOW_CHUNK = 128
+"""Tokens of a step of a model that takes tenths of a second for it."""
+
 DECODE = {"debug-poison": None, "debug-forbid-prompt-compute": None}
 """D's blocks hold NaN until bytes arrive, and D may compute no prompt token but the last."""
 
@@ -28,11 +31,13 @@ class Cluster:
         self.model = model
         self.servers: list[Server] = []
 
-    def start_router(self, name: str = "router", *flags: str) -> Router:
+    def start_router(
+        self, name: str = "router", *flags: str, env: Mapping[str, str] | None = None
+    ) -> Router:
         # It hands over always, which is what most tests are about.
         words = ["router", "--port=0", f"--model={self.model}", "--policy=least-loaded"]
         words.append("--served-model-name=tiny")
-        router = Router(name, [*words, *flags], self.folder)
+        router = Router(name, [*words, *flags], self.folder, env=env)
         self.servers.append(router)
         return router
 

@@ -421,11 +421,13 @@ class Deliver(AboutAttempt, TargetAction, frozen=True):
         choices: token 0 of each; none of block keys.
         cached_tokens: that P did not have to compute.
         num_tokens: that are here; of block keys perhaps fewer than were wanted.
+        times: what happened when, on the machine-wide clock; the transfer thread adds them.
     """
 
     choices: tuple[ChoiceStart, ...]
     cached_tokens: int
     num_tokens: int
+    times: tuple[tuple[str, float], ...] = ()
 
 
 class Fail(AboutAttempt, TargetAction, frozen=True):

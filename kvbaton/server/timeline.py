@@ -1,0 +1,223 @@
+"""Where the time of one prompt went: what its nodes and its endpoint have marked, as stages.
+
+The stages on the *critical path* to a token follow each other without gap or overlap, from the
+arrival of the client's request to when the token was written; so they add up to what it took. That
+to the first token leads through the node that prefills, that to the second one of a hand-over on
+through the wire, the check of the digests and the first step of the node that decodes. All times
+are seconds on this machine's monotonic clock (`EngineClient` sees to it); as those of other
+machines are known within the way of a message only, each border is moved to where its neighbours
+allow it.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass, field
+from typing import Literal
+
+from kvbaton.messages.engine import Mark
+from kvbaton.messages.openai import RequestTimings
+
+Token = Literal["first_token", "second_token"]
+
+
+ARRIVAL = (
+    ("wire", "landed"),
+    ("verify", "verified"),
+    ("wire", "load_failed"),
+    ("recompute", "first_token"),
+)
+"""How a prompt's KV comes to the node that decodes."""
+BESIDE = {
+    "source": (("queue", "scheduled"), ("prefill", "first_token")),
+    "alone": (("queue", "scheduled"), ("prefill", "first_token")),
+    "encoder": (("queue", "scheduled"), ("encode", "first_token")),
+    "target": (("queue", "loading"), ("reserve", "accepted")),
+}
+"""What nodes do, whether or not a token waits for it, by part."""
+
+
+@dataclass
+class NodePart:
+    """What a node does for the prompt.
+
+    Attributes:
+        node: its id; empty for the node that is asked itself.
+        part: ``source``, ``target``, ``alone``, ``successor`` of a target or ``encoder``
+            (``encoder-1``, of its second item).
+        attempt: of the router.
+        marks: when what happened there first.
+    """
+
+    node: str
+    part: str
+    attempt: int
+    marks: dict[str, float] = field(default_factory=dict)
+
+
+@dataclass(frozen=True)
+class Stage:
+    """A stretch of time with a name.
+
+    Attributes:
+        part: of the node where it passed; None for the endpoint that was asked.
+        paths: tokens to whose critical path it belongs.
+    """
+
+    name: str
+    start: float
+    end: float
+    part: NodePart | None = None
+    paths: tuple[Token, ...] = ()
+
+
+class RequestTimeline:
+    """One prompt's times.
+
+    Args:
+        arrived: when the head of the client's request had come.
+        role: the part of a node that is asked itself: ``source``, ``target``, ``encoder`` or
+            ``alone``. A router's marks name parts.
+
+    Attributes:
+        submitted: when the prompt's tokens were handed on; before that it was parsed and tokenized.
+        written: when the first and the second token had been written.
+        num_written: tokens of all choices.
+        ended: when the answer was complete, or failed.
+        parts: what nodes did, in the order in which they were asked.
+    """
+
+    def __init__(self, arrived: float, role: str = "") -> None:
+        self.arrived = arrived
+        self.submitted: float | None = None
+        self.written: dict[Token, float] = {}
+        self.num_written = 0
+        self.ended: float | None = None
+        self._role = role
+        self._parts: dict[tuple[str, str, int], NodePart] = {}
+
+    def submit(self) -> None:
+        """The prompt's tokens are handed on now."""
+        self.submitted = time.monotonic()
+
+    def add(self, marks: Iterable[Mark]) -> None:
+        """Take in what happened; of marks of equal names the first counts."""
+        for mark in marks:
+            key = mark.node, mark.part or self._role, mark.attempt
+            part = self._parts.get(key)
+            if part is None:
+                part = self._parts[key] = NodePart(*key)
+            part.marks.setdefault(mark.name, mark.at)
+
+    def wrote(self, num_tokens: int, choice: int = 0) -> None:
+        """So many more tokens of a choice have been written now."""
+        self.num_written += num_tokens
+        if choice or len(self.written) == 2 or not num_tokens:
+            return
+        now = time.monotonic()
+        if self.written or num_tokens > 1:
+            self.written["second_token"] = now
+        self.written.setdefault("first_token", now)
+
+    @property
+    def parts(self) -> list[NodePart]:
+        """What nodes did."""
+        return list(self._parts.values())
+
+    # --- stages ---
+
+    def path(self, token: Token) -> list[Stage]:
+        """Stages to a token, without gap or overlap; none if it was not written."""
+        end = self.written.get(token)
+        if end is None or self.submitted is None:
+            return []
+        at, stages = self.arrived, []
+        for name, border, part in self._borders(token, end):
+            until = min(max(border, at), end)
+            stages.append(Stage(name, at, until, part))
+            at = until
+        return [*stages, Stage("respond", at, end)]
+
+    def _borders(self, token: Token, end: float) -> Iterator[tuple[str, float, NodePart | None]]:
+        """(stage, when it ended, where) in the order of time, as far as it is known."""
+        assert self.submitted is not None
+        yield "tokenize", self.submitted, None
+        begun = [part for part in self.parts if part.marks.get("asked", 0.0) <= end]
+        attempt = max((part.attempt for part in begun), default=0)
+        # A request that moved has two targets; who comes later has nothing to do with these tokens.
+        last = {part.part: part for part in reversed(begun) if part.attempt == attempt}
+        source, target = last.get("source"), last.get("target", last.get("alone"))
+        prefills = source if source is not None and "first_token" in source.marks else target
+        if prefills is None:
+            return
+        asked = prefills.marks.get("asked")
+        if asked is not None:
+            yield "retry" if attempt else "route", asked, None
+        if prefills.part != "target" or "loading" not in prefills.marks:
+            yield from _known(prefills, ("queue", "scheduled"), ("prefill", "first_token"))
+        else:  # asked by itself for what another node prefills
+            yield from _known(prefills, ("queue", "loading"), ("reserve", "accepted"), *ARRIVAL)
+        if token == "second_token" and target is not None:
+            if prefills is not target:
+                yield from _known(target, *ARRIVAL)
+            yield from _known(target, ("first_decode", "second_token"))
+
+    def stages(self) -> list[Stage]:
+        """All of them: those of the critical paths, and beside them what else each node did."""
+        ends = self.ended or time.monotonic()
+        found: list[Stage] = []
+        on_path: dict[tuple[str, str, int], Stage] = {}
+        for token in ("first_token", "second_token"):
+            for stage in self.path(token):
+                part = stage.part
+                key = stage.name, *(("", 0) if part is None else (part.part, part.attempt))
+                known = on_path.get(key)
+                if known is not None and (known.start, known.end) == (stage.start, stage.end):
+                    both = Stage(stage.name, stage.start, stage.end, part, ("first_token", token))
+                    found[found.index(known)] = on_path[key] = both
+                else:
+                    on_path[key] = Stage(stage.name, stage.start, stage.end, part, (token,))
+                    found.append(on_path[key])
+        for part in self.parts:
+            at = min(part.marks.get("asked", self.submitted or self.arrived), ends)
+            for name, border, _ in _known(part, *BESIDE.get(part.part.partition("-")[0], ())):
+                until = min(max(border, at), ends)
+                if (name, part.part, part.attempt) not in on_path:
+                    found.append(Stage(name, at, until, part))
+                at = until
+        return found
+
+    def timings(self) -> RequestTimings:
+        """What a client is told that asks for it, in milliseconds."""
+        paths = {token: self.path(token) for token in ("first_token", "second_token")}
+        reserve = [stage for stage in self.stages() if stage.name == "reserve"]
+        return RequestTimings(
+            total_ms=_ms((self.ended or time.monotonic()) - self.arrived),
+            first_token_ms=self._after("first_token"),
+            second_token_ms=self._after("second_token"),
+            first_token={
+                stage.name: _ms(stage.end - stage.start) for stage in paths["first_token"]
+            },
+            second_token={
+                stage.name: _ms(stage.end - stage.start) for stage in paths["second_token"]
+            },
+            reserve_ms=_ms(reserve[-1].end - reserve[-1].start) if reserve else None,
+            nodes={part.part: part.node for part in self.parts if part.node},
+        )
+
+    def _after(self, token: Token) -> float | None:
+        at = self.written.get(token)
+        return None if at is None else _ms(at - self.arrived)
+
+
+def _known(part: NodePart, *borders: tuple[str, str]) -> Iterator[tuple[str, float, NodePart]]:
+    """Of (stage, the mark that ends it) those whose mark is there."""
+    failed = "load_failed" in part.marks
+    for name, mark in borders:
+        if mark in part.marks and (failed or name != "recompute"):
+            yield name, part.marks[mark], part
+
+
+def _ms(seconds: float) -> float:
+    return round(1000 * seconds, 3)

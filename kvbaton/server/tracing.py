@@ -1,0 +1,390 @@
+"""One trace per request, by OpenTelemetry: spans are made of a request's timelines at its end.
+
+The process that the client has asked makes all of them, also those of the nodes that it asked in
+turn, from what they mark (`messages.engine.Mark`): no engine and no transfer thread knows of
+OpenTelemetry. Marks are on the monotonic clock of this machine by then; one look at the wall clock
+per request turns them into dates, so that a clock that is set meanwhile moves no border.
+
+The packages are the extra ``otel``. Without an endpoint nothing of this file runs.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import importlib.util
+import logging
+import os
+import threading
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, Self
+from urllib.parse import urlsplit
+
+from aiohttp import web
+from msgspec.structs import replace
+
+from kvbaton.errors import ConfigError, EngineDeadError, RequestError
+from kvbaton.messages.engine import AddRequest
+from kvbaton.server.timeline import NodePart, RequestTimeline, Stage
+from kvbaton.version import __version__
+
+logger = logging.getLogger(__name__)
+
+FLAG = "--otlp-traces-endpoint"
+ENDPOINT_VARIABLES = ("OTEL_EXPORTER_OTLP_TRACES_ENDPOINT", "OTEL_EXPORTER_OTLP_ENDPOINT")
+MISSING = "traces need opentelemetry: pip install 'kvbaton[otel]'"
+TRACES_PATH = "/v1/traces"
+CLOSE_S = 3.0
+"""A collector that does not answer may hold up the end of the process for so long."""
+CLIENT_CLOSED_REQUEST = 499
+EVENTS = ("received", "preempted", "first_landed", "load_failed", "failed")
+"""Marks that a node's span shows as events."""
+ARRIVED = web.RequestKey("arrived", float)
+"""When the head of a request had come, on the monotonic clock."""
+
+
+@dataclass(frozen=True)
+class TracingConfig:
+    """Where traces go, and who sends them.
+
+    Attributes:
+        endpoint: OTLP over HTTP, the whole address; empty for what the environment says.
+        role: of this process: ``router``, or a node's.
+        instance: name of the node; empty for a router.
+    """
+
+    endpoint: str
+    role: str
+    instance: str = ""
+
+    @classmethod
+    def of(cls, endpoint: str | None, role: str, instance: str) -> TracingConfig | None:
+        """What flag and environment say; None if there are to be no traces.
+
+        Raises:
+            ConfigError: the flag's address is none, or the packages are missing.
+        """
+        found = importlib.util.find_spec("opentelemetry")  # the API may be there by itself
+        there = found is not None and importlib.util.find_spec("opentelemetry.exporter.otlp")
+        if endpoint is not None:
+            parts = urlsplit(endpoint)
+            if parts.scheme not in ("http", "https") or not parts.hostname:
+                raise ConfigError(FLAG, f"{endpoint!r} is no address like http://host:4318")
+            if not there:
+                raise ConfigError(FLAG, MISSING)
+            whole = parts._replace(path=TRACES_PATH) if parts.path in ("", "/") else parts
+            return cls(whole.geturl(), role, instance)
+        named = [name for name in ENDPOINT_VARIABLES if os.environ.get(name)]
+        disabled = os.environ.get("OTEL_SDK_DISABLED", "").strip().lower() == "true"
+        if not named or disabled or os.environ.get("OTEL_TRACES_EXPORTER", "otlp") == "none":
+            return None
+        if not there:  # the variable may be there for everything on the machine
+            logger.warning("%s is set, but %s", named[0], MISSING)
+            return None
+        return cls("", role, instance)
+
+
+class Tracing:
+    """Makes and exports the spans of this process's requests.
+
+    What can't be exported is dropped, by a thread of its own that nobody waits for.
+
+    Args:
+        config: where they go.
+    """
+
+    def __init__(self, config: TracingConfig) -> None:
+        from opentelemetry.exporter.otlp.proto.http.trace_exporter import OTLPSpanExporter
+        from opentelemetry.sdk.trace.export import BatchSpanProcessor
+
+        self._config = config
+        self._exporter = OTLPSpanExporter(endpoint=config.endpoint or None)
+        self._processor = BatchSpanProcessor(self._exporter)
+        self._tracers: dict[tuple[str, str], Any] = {}
+        self._service = os.environ.get("OTEL_SERVICE_NAME", "")
+        own = self._service or f"kvbaton-{config.role}"
+        # The environment's sampler decides about requests; a request's spans all follow it.
+        self._own = self._tracer(own, config.instance, sampler=None)
+
+    def _tracer(self, service: str, instance: str, sampler: Any) -> Any:
+        from opentelemetry.sdk.resources import Resource
+        from opentelemetry.sdk.trace import TracerProvider
+
+        named = {"service.name": service}
+        if instance:
+            named["service.instance.id"] = instance
+        provider = TracerProvider(
+            sampler=sampler, resource=Resource.create(named), shutdown_on_exit=False
+        )
+        provider.add_span_processor(self._processor)
+        return provider.get_tracer("kvbaton", __version__)
+
+    def tracer_of(self, part: NodePart | None) -> Any:
+        """The one that speaks for a node, or for this process."""
+        if part is None or not part.node:
+            return self._own
+        key = part.node, part.part.partition("-")[0]
+        if key not in self._tracers:
+            from opentelemetry.sdk.trace.sampling import ALWAYS_ON
+
+            kind = {"source": "prefill", "target": "decode"}.get(key[1], key[1])
+            service = f"{self._service or 'kvbaton'}-{kind}"
+            self._tracers[key] = self._tracer(service, part.node, ALWAYS_ON)
+        return self._tracers[key]
+
+    def start(self, request: web.Request) -> RequestSpan | None:
+        """The span of a request, part of its client's trace if it brings one.
+
+        None if it is not to be traced: its ``traceparent`` says so, or the sampler.
+        """
+        try:
+            return RequestSpan.start(self, self._own, request)
+        except Exception:
+            logger.exception("a trace can't be begun")
+            return None
+
+    async def close(self, app: web.Application) -> None:
+        """Export what is left, as far as that is possible soon."""
+        closing = threading.Thread(target=self._processor.shutdown, daemon=True)
+        closing.start()
+        give_up = time.monotonic() + CLOSE_S
+        while closing.is_alive() and time.monotonic() < give_up:
+            await asyncio.sleep(0.01)
+        if closing.is_alive():
+            logger.warning("the last traces could not be exported within %g s", CLOSE_S)
+
+
+class RequestSpan:
+    """The span around one request, under way.
+
+    Attributes:
+        traceparent: W3C Trace Context, for whom we ask in turn.
+    """
+
+    def __init__(self, tracing: Tracing, span: Any, ahead_ns: int, traceparent: str) -> None:
+        self.traceparent = traceparent
+        self._tracing, self._span, self._ahead_ns = tracing, span, ahead_ns
+
+    @classmethod
+    def start(cls, tracing: Tracing, tracer: Any, request: web.Request) -> RequestSpan | None:
+        """See `Tracing.start`."""
+        from opentelemetry.trace import SpanKind
+        from opentelemetry.trace.propagation.tracecontext import TraceContextTextMapPropagator
+
+        names = ("traceparent", "tracestate")
+        carrier = {name: request.headers[name] for name in names if name in request.headers}
+        context = TraceContextTextMapPropagator().extract(carrier)
+        ahead_ns = time.time_ns() - time.monotonic_ns()
+        resource = request.match_info.route.resource
+        path = request.path if resource is None else resource.canonical
+        span = tracer.start_span(
+            f"{request.method} {path}",
+            context=context,
+            kind=SpanKind.SERVER,
+            start_time=int(request[ARRIVED] * 1e9) + ahead_ns,
+            attributes={"http.request.method": request.method, "http.route": path},
+        )
+        if not span.is_recording():
+            return None
+        its = span.get_span_context()
+        traceparent = f"00-{its.trace_id:032x}-{its.span_id:016x}-{int(its.trace_flags):02x}"
+        return cls(tracing, span, ahead_ns, traceparent)
+
+    def _date(self, at: float) -> int:
+        return int(at * 1e9) + self._ahead_ns
+
+    def end(
+        self,
+        timelines: Sequence[RequestTimeline],
+        attributes: Mapping[str, Any],
+        status: int,
+        error: str,
+    ) -> None:
+        """Make the spans of all that happened. Never fails.
+
+        Args:
+            timelines: of its prompts.
+            attributes: of the request.
+            status: of its answer.
+            error: what went wrong; empty if nothing did.
+        """
+        try:
+            for timeline in timelines:
+                self._show(timeline, attributes)
+            self._span.set_attributes({**attributes, "http.response.status_code": status})
+            if error:
+                self._set_error(self._span, error)
+            self._span.end(end_time=self._date(time.monotonic()))
+        except Exception:
+            logger.exception("a trace can't be made")
+
+    def _set_error(self, span: Any, error: str) -> None:
+        from opentelemetry.trace import Status, StatusCode
+
+        span.set_status(Status(StatusCode.ERROR, error))
+
+    def _show(self, timeline: RequestTimeline, attributes: Mapping[str, Any]) -> None:
+        """Spans of one prompt: its nodes' and, below them, its stages'."""
+        from opentelemetry.trace import SpanKind, set_span_in_context
+
+        root = set_span_in_context(self._span)
+        stages, below = timeline.stages(), {}
+        ended = timeline.ended or time.monotonic()
+        for part in timeline.parts:
+            if not part.node:  # this process's own: its stages belong to the root
+                continue
+            mine = [stage for stage in stages if stage.part is part]
+            times = [*part.marks.values(), *(at for s in mine for at in (s.start, s.end))]
+            start = part.marks.get("asked", min(times))
+            # A node that generates is at work until the end; others have done their part.
+            generates = part.part in ("target", "alone", "successor") and "failed" not in part.marks
+            span = self._tracing.tracer_of(part).start_span(
+                "llm_request",
+                context=root,
+                kind=SpanKind.SERVER,
+                start_time=self._date(start),
+                attributes={
+                    **attributes,
+                    "kvbaton.node": part.node,
+                    "kvbaton.part": part.part,
+                    "kvbaton.attempt": part.attempt,
+                },
+            )
+            for name in EVENTS:
+                if name in part.marks:
+                    span.add_event(name, timestamp=self._date(part.marks[name]))
+            if "failed" in part.marks:
+                self._set_error(span, "the node failed, refused or was lost")
+            below[id(part)] = set_span_in_context(span)
+            span.end(end_time=self._date(max(ended if generates else start, *times)))
+        for stage in stages:
+            context = root if stage.part is None else below.get(id(stage.part), root)
+            self._show_stage(stage, context)
+
+    def _show_stage(self, stage: Stage, context: Any) -> None:
+        attributes = {"kvbaton.critical_path": list(stage.paths)} if stage.paths else {}
+        span = self._tracing.tracer_of(stage.part).start_span(
+            stage.name,
+            context=context,
+            start_time=self._date(stage.start),
+            attributes=attributes,
+        )
+        span.end(end_time=self._date(stage.end))
+
+
+class TimedRequest:
+    """A request whose prompts are timed, for a trace or because its client wants to know.
+
+    Attributes:
+        asks: what the source is to be asked, one per prompt.
+        timelines: of the prompts.
+        status: of the answer.
+        error: what went wrong; empty if nothing did.
+    """
+
+    def __init__(
+        self,
+        arrived: float,
+        span: RequestSpan | None,
+        asks: Sequence[AddRequest],
+        role: str | None,
+        attributes: Mapping[str, Any],
+    ) -> None:
+        traceparent = "" if span is None else span.traceparent
+        self.asks = [replace(ask, timed=True, traceparent=traceparent) for ask in asks]
+        self.timelines = [
+            RequestTimeline(arrived, _part(ask) if role is None else role) for ask in asks
+        ]
+        self.status, self.error = 200, ""
+        self._span, self._attributes = span, attributes
+
+    @classmethod
+    def begin(
+        cls,
+        tracing: Tracing | None,
+        request: web.Request,
+        asks: Sequence[AddRequest],
+        *,
+        wanted: bool = False,
+        role: str | None = None,
+        attributes: Mapping[str, Any],
+    ) -> Self | None:
+        """Time a request; None if nobody wants to know.
+
+        Args:
+            tracing: of this process.
+            request: of the client.
+            asks: what the source is to be asked.
+            wanted: the client asks for its times.
+            role: see `RequestTimeline`; None takes the part that the request itself has.
+            attributes: of the request, for its span.
+        """
+        span = None if tracing is None else tracing.start(request)
+        if span is None and not wanted:
+            return None
+        return cls(request[ARRIVED], span, asks, role, attributes)
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, _: object
+    ) -> None:
+        now = time.monotonic()
+        for timeline in self.timelines:
+            timeline.ended = now
+        if self._span is None:
+            return
+        if error is not None:
+            self.status, self.error = _status(error), f"{type(error).__name__}: {error}"
+        attributes = {**self._attributes, **self._figures()}
+        shown = self.error if self.status >= 500 or self.status == 200 else ""
+        self._span.end(self.timelines, attributes, self.status, shown)
+
+    def _figures(self) -> dict[str, Any]:
+        """Attributes by the names of vLLM and of OpenTelemetry's conventions; times in seconds."""
+        params = self.asks[0].params
+        prompt = sum(len(ask.token_ids) for ask in self.asks)
+        generated = sum(timeline.num_written for timeline in self.timelines)
+        timeline = self.timelines[0]
+        figures = {
+            "gen_ai.request.id": self.asks[0].request_id,
+            "gen_ai.request.max_tokens": params.max_tokens,
+            "gen_ai.request.temperature": params.temperature,
+            "gen_ai.request.top_p": params.top_p,
+            "gen_ai.request.n": params.n,
+            "gen_ai.usage.num_sequences": params.n * len(self.asks),
+            "gen_ai.usage.prompt_tokens": prompt,
+            "gen_ai.usage.input_tokens": prompt,
+            "gen_ai.usage.completion_tokens": generated,
+            "gen_ai.usage.output_tokens": generated,
+            "gen_ai.latency.e2e": time.monotonic() - timeline.arrived,
+        }
+        path = timeline.path("first_token")
+        if path:
+            figures["gen_ai.latency.time_to_first_token"] = path[-1].end - path[0].start
+        named = {"queue": "time_in_queue", "prefill": "time_in_model_prefill"}
+        for stage in path:
+            if stage.name in named:
+                figures[f"gen_ai.latency.{named[stage.name]}"] = stage.end - stage.start
+        return figures
+
+
+def _part(ask: AddRequest) -> str:
+    """What a node that is asked itself does for a request."""
+    return "alone" if ask.transfer is None else ask.transfer.role
+
+
+def _status(error: BaseException) -> int:
+    """Of the answer that tells of an error."""
+    match error:
+        case RequestError():
+            return error.status
+        case EngineDeadError():
+            return 503
+        case TimeoutError():
+            return 504
+        case asyncio.CancelledError():
+            return CLIENT_CLOSED_REQUEST
+    return 500
