@@ -10,10 +10,9 @@ import heapq
 import itertools
 import time
 from bisect import insort
-from collections import Counter, deque
+from collections import deque
 from collections.abc import Callable, Iterable, Iterator
 from collections.abc import Sequence as SequenceOf
-from dataclasses import dataclass, field
 from operator import attrgetter
 from typing import Any
 
@@ -33,6 +32,7 @@ from kvbaton.engine.request import (
     finish_of,
 )
 from kvbaton.engine.step import BlockCopy
+from kvbaton.engine.totals import Totals
 from kvbaton.engine.validate import validate_request
 from kvbaton.errors import RequestError
 from kvbaton.messages.engine import AddRequest, Mark, Output
@@ -42,36 +42,6 @@ TOKEN_MARKS = ("first_token", "second_token")
 """Of the tokens that are timed, in order."""
 
 _rank = attrgetter("rank")
-
-
-@dataclass
-class Totals:
-    """Monotonic totals.
-
-    Attributes:
-        received: requests taken.
-        finished: requests that are over, by finish reason of their last choice.
-        prompt_tokens: prompt tokens by source: ``computed``, ``local_cache``, ``transferred``,
-            ``store``.
-        cached_at_source: of the transferred ones, those that the source had in its cache.
-        generated: tokens put out.
-        preemptions: sequences whose blocks went to others.
-        load_failures: hand-overs and loads from a store that failed.
-        drafts: steps of a sequence with a draft.
-        draft_tokens: tokens of those.
-        accepted: how many were accepted, by place in the draft.
-    """
-
-    received: int = 0
-    finished: Counter[str] = field(default_factory=Counter)
-    prompt_tokens: Counter[str] = field(default_factory=Counter)
-    cached_at_source: int = 0
-    generated: int = 0
-    preemptions: int = 0
-    load_failures: int = 0
-    drafts: int = 0
-    draft_tokens: int = 0
-    accepted: Counter[int] = field(default_factory=Counter)
 
 
 class LiveRequests:
@@ -646,26 +616,7 @@ class LiveRequests:
 
     def counters(self) -> dict[str, float]:
         """Monotonic totals by Prometheus name."""
-        totals = self.totals
-        values = {
-            "kvbaton_requests_received_total": float(totals.received),
-            **_labelled("kvbaton_requests_finished_total", "reason", totals.finished.items()),
-            **_labelled("kvbaton_prompt_tokens_total", "source", totals.prompt_tokens.items()),
-            "kvbaton_prompt_tokens_cached_at_source_total": float(totals.cached_at_source),
-            "kvbaton_generation_tokens_total": float(totals.generated),
-            "kvbaton_preemptions_total": float(totals.preemptions),
-            "kvbaton_load_failures_total": float(totals.load_failures),
-        }
-        if self.config.speculative is not None:  # under vLLM's names
-            head, places = "kvbaton_spec_decode_num", self.config.speculative.num_speculative_tokens
-            accepted = [(str(place), totals.accepted[place]) for place in range(places)]
-            values |= {
-                f"{head}_drafts_total": float(totals.drafts),
-                f"{head}_draft_tokens_total": float(totals.draft_tokens),
-                f"{head}_accepted_tokens_total": float(totals.accepted.total()),
-                **_labelled(f"{head}_accepted_tokens_per_pos_total", "position", accepted),
-            }
-        return values
+        return self.totals.counters(self.config.speculative)
 
     def gauges(self) -> dict[str, float]:
         """Values now by Prometheus name."""
@@ -703,7 +654,3 @@ def next_after(connector: KVConnector, sequence: Sequence, end: int) -> int:
     A source has sampled what follows a prompt; of one that a store has the last token is computed.
     """
     return end if connector.medium == "transferred" else min(end, len(sequence.tokens) - 1)
-
-
-def _labelled(name: str, label: str, counts: Iterable[tuple[str, int]]) -> dict[str, float]:
-    return {f'{name}{{{label}="{value}"}}': float(count) for value, count in counts}
