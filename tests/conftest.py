@@ -22,6 +22,14 @@ SHARED = (
 
 The largest group starts first.
 """
+OWN_SERVERS = frozenset(
+    f"tests/e2e/test_{name}.py"
+    for name in (
+        *("commands", "encode", "encode_more", "failures", "frontends", "hostile", "migration"),
+        *("namespaces", "overlap", "readme", "vendor_transport"),
+    )
+)
+"""Files whose tests share servers with no other file: a worker for each."""
 
 
 @pytest.hookimpl(wrapper=True)
@@ -50,6 +58,9 @@ def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
         def _split_scope(self, nodeid: str) -> str:
             if "test_every_cell[" in nodeid:
                 return nodeid.rsplit("/", 2)[0]  # cells that differ in ranks and block sizes only
+            file = nodeid.partition("::")[0]
+            if file in OWN_SERVERS:
+                return file
             return next((group for group in SHARED if nodeid.startswith(group)), nodeid)
 
     return Scheduling(config, log)

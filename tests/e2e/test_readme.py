@@ -10,7 +10,8 @@ import socket
 import subprocess
 import sys
 from collections.abc import Callable, Iterator
-from contextlib import ExitStack, closing
+from contextlib import ExitStack, closing, suppress
+from http.client import HTTPConnection
 from pathlib import Path
 
 import pytest
@@ -63,9 +64,18 @@ class Shell:
         return process
 
     def until_answered(self) -> None:
-        """The README's request is answered, after a while."""
+        """The README's request is answered, once a node is there."""
+        # Asked without a shell: one that starts all the time takes the cores from those that start.
+        poll("a node", self._has_nodes, 120.0, self.said)
         ask = f"{CURL} --fail --silent --max-time 20"
         poll("an answer", lambda: self.run(ask).wait(STOP_S) == 0, 120.0, self.said)
+
+    def _has_nodes(self) -> bool:
+        where = HTTPConnection("127.0.0.1", int(self._ports["8000"]), timeout=20)
+        with suppress(OSError), closing(where):
+            where.request("GET", "/health")
+            return where.getresponse().status == 200
+        return False
 
     def said(self) -> str:
         return self._log.read_text()
