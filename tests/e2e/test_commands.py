@@ -14,7 +14,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.support.processes import descendants_of, is_alive
+from tests.support.processes import descendants_of, is_alive, processes_with
 from tests.support.servers import poll
 
 pytestmark = pytest.mark.e2e
@@ -83,12 +83,16 @@ def test_a_port_in_use(
     assert "Traceback" not in text
 
 
-def test_up_shows_why_a_node_does_not_start(
+def test_up_shows_why_a_node_does_not_start_and_leaves_nothing(
     run: Callable[..., tuple[int, str]], truncated: Path
 ) -> None:
-    status, text = run("up", f"--model={truncated}", *UP, "--any=1")
+    status, text = run("up", f"--model={truncated}", *UP, "--prefill=1", "--decode=1")
+    assert processes_with(str(truncated)) == []
     assert status == 1
+    assert "prefill-0: starting" in text
     last_words = text.partition("ended with status 2")[2]
+    assert "its last lines:" in last_words
+    assert "kvbaton: error: --model" in last_words
     assert "model.safetensors" in last_words
     assert "Traceback" not in text
     assert "not ready after" not in text

@@ -7,7 +7,6 @@ import signal
 import socket
 import subprocess
 import sys
-import time
 from dataclasses import fields
 from pathlib import Path
 
@@ -19,6 +18,7 @@ from kvbaton.config import attribute_docs, from_args, human_int, words_of
 from kvbaton.connectors.transfer.endpoint import HandoverConfig
 from kvbaton.engine.config import EngineConfig
 from kvbaton.server.config import MediaConfig, NodeConfig
+from tests.support.processes import processes_with
 from tests.support.waiting import until
 
 
@@ -206,19 +206,6 @@ def test_keys_do_not_show() -> None:
     assert "hush" not in repr(config) + repr(config.handover)
 
 
-def test_up_reports_the_node_that_failed_and_leaves_nothing(broken_model: str) -> None:
-    (Path(broken_model) / "tokenizer.json").write_text(TOKENIZER)
-    words = ["up", "--model", broken_model, "--prefill", "1", "--decode", "1", "--port", "0"]
-    began = time.monotonic()
-    done = kvbaton(*words, "--transport", "tcp", "--num-threads", "1")
-    assert time.monotonic() - began < 45
-    assert done.returncode == 1
-    assert "prefill-0: starting" in done.stdout
-    assert "its last lines:" in done.stderr
-    assert "kvbaton: error: --model" in done.stderr.partition("its last lines:")[2]
-    assert processes_with(broken_model) == []
-
-
 def test_killing_up_kills_its_children(broken_model: str) -> None:
     (Path(broken_model) / "tokenizer.json").write_text(TOKENIZER)
     words = [sys.executable, "-m", "kvbaton", "up", "--model", broken_model, "--port", "0"]
@@ -235,21 +222,6 @@ def test_a_child_whose_parent_died_before_it_asked_ends_at_once() -> None:
         for more in (0, 1)
     ]
     assert ends == [0, -signal.SIGKILL]
-
-
-def processes_with(word: str) -> list[int]:
-    """Processes that have this word in their command line."""
-    found = []
-    for entry in Path("/proc").iterdir():
-        if not entry.name.isdigit() or int(entry.name) == os.getpid():
-            continue
-        try:
-            line = (entry / "cmdline").read_bytes().decode(errors="replace")
-        except (FileNotFoundError, ProcessLookupError):
-            continue
-        if word in line:
-            found.append(int(entry.name))
-    return found
 
 
 TOKENIZER = """{"version": "1.0", "model": {"type": "WordLevel", "vocab": {"a": 0},

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import socket
 import struct
 from contextlib import suppress
@@ -28,6 +29,21 @@ def descendants_of(ancestor: int) -> frozenset[int]:
 def is_alive(pid: int) -> bool:
     """Whether a process is there and no zombie."""
     return pid in _all()
+
+
+def processes_with(word: str) -> list[int]:
+    """Processes that have this word in their command line."""
+    found = []
+    for entry in Path("/proc").iterdir():
+        if not entry.name.isdigit() or int(entry.name) == os.getpid():
+            continue
+        try:
+            line = (entry / "cmdline").read_bytes().decode(errors="replace")
+        except (FileNotFoundError, ProcessLookupError):
+            continue
+        if word in line:
+            found.append(int(entry.name))
+    return found
 
 
 def _all() -> dict[int, list[int]]:
