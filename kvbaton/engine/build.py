@@ -34,6 +34,7 @@ from kvbaton.engine.kv_events import KVEventPublisher, KVEventsConfig
 from kvbaton.engine.kv_groups import least_block_size
 from kvbaton.engine.loader import load_kv_scales
 from kvbaton.engine.model_config import ModelConfig, load_model_config, resolve_max_model_len
+from kvbaton.engine.profiler import TorchProfiler
 from kvbaton.engine.scheduler import Scheduler
 from kvbaton.engine.speculative import SpeculativeConfig
 from kvbaton.engine.store_connector import StoreConnector
@@ -119,6 +120,7 @@ def build_engine(
     )
     if config.encoder_only:
         return build_encoder(config, model, node, factories, mailbox)
+    profiler = TorchProfiler(config.profile_dir, node.node)
     config = replace(config, block_size=enough_tokens(config.block_size, model))
     identity = identity_record(config, model)
     surroundings = ConnectorContext(config, node, identity.digest(), identity.record())
@@ -144,7 +146,12 @@ def build_engine(
         connectors.append(items)
     return Engine(
         core=EngineCore(
-            executor, scheduler, mailbox, connectors=connectors, depth=steps_in_flight(config)
+            executor,
+            scheduler,
+            mailbox,
+            connectors=connectors,
+            depth=steps_in_flight(config),
+            profiler=profiler,
         ),
         num_blocks=executor.layouts[0][0].num_blocks - 1,
         block_size=config.block_size,
@@ -188,6 +195,7 @@ def build_encoder(
     """
     if config.tensor_parallel_size != 1:
         raise ConfigError("--tensor-parallel-size", "an encoder has one rank")
+    profiler = TorchProfiler(config.profile_dir, node.node)
     identity = encoder_identity(config, model)
     surroundings = ConnectorContext(config, node, identity.digest(), identity.record())
     executor = encoder_executor(config, model)
@@ -207,7 +215,7 @@ def build_encoder(
     )
     connectors = make_connectors(executor, scheduler, factories, surroundings)
     return Engine(
-        core=EngineCore(executor, scheduler, mailbox, connectors=connectors),
+        core=EngineCore(executor, scheduler, mailbox, connectors=connectors, profiler=profiler),
         num_blocks=layout.num_blocks - 1,
         block_size=layout.block_size,
         max_model_len=scheduler.config.max_model_len,

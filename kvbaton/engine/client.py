@@ -46,6 +46,8 @@ from kvbaton.types import MAX_MESSAGE_BYTES
 logger = logging.getLogger(__name__)
 
 COMMAND_TIMEOUT_S = 30.0
+LONG_COMMANDS = {"stop_profile": 600.0}
+"""Seconds that others may take."""
 WATCHABLE_VERSION = 2
 """Cores that speak older messages do not know `WatchBlocks`."""
 _MAX_BATCH = 256
@@ -233,12 +235,12 @@ class EngineClient(TokenSource):
 
         Raises:
             EngineDeadError: the core is gone.
-            TimeoutError: no answer within `COMMAND_TIMEOUT_S`.
-            ValueError: the core does not know the command.
+            TimeoutError: no answer within `COMMAND_TIMEOUT_S`, or as `LONG_COMMANDS` says.
+            ValueError: the core does not know the command, or refuses it.
         """
         number = next(self._numbers)
         command = Command(command_id=number, name=name, argument=argument)
-        return await self._ask(number, command, COMMAND_TIMEOUT_S)
+        return await self._ask(number, command, LONG_COMMANDS.get(name, COMMAND_TIMEOUT_S))
 
     async def drain(self) -> bool:
         """Let the core take no new requests from now on; whether it has nothing left to do.

@@ -30,6 +30,7 @@ ENCODER_SETTINGS = (
     "store_load_timeout",
     "encoder_cache_tokens",
     "max_num_encoder_tokens",
+    "profile_dir",
 )
 """Settings that an engine with `encoder_only` heeds."""
 
@@ -76,6 +77,8 @@ class EngineConfig:
             more is encoded alone.
         language_model_only: do not load the encoder: outputs come from encoder nodes or a store.
         encoder_only: load nothing but the encoder; prompts are items.
+        profile_dir: where profiles are written that ``/start_profile`` and ``/stop_profile`` make;
+            None makes none.
         debug_poison: fill reserved blocks with NaN before they are handed out as targets.
         debug_forbid_prompt_compute: refuse to compute any prompt token but the last, so that a
             test can prove where the KV came from.
@@ -113,6 +116,7 @@ class EngineConfig:
     max_num_encoder_tokens: int = 8192
     language_model_only: bool = False
     encoder_only: bool = False
+    profile_dir: str | None = None
     debug_poison: bool = False
     debug_forbid_prompt_compute: bool = False
 

@@ -18,6 +18,7 @@ from kvbaton.engine.audit import audit
 from kvbaton.engine.executor import Executor
 from kvbaton.engine.kv_connector import Connectors, KVConnector
 from kvbaton.engine.pending import Pending
+from kvbaton.engine.profiler import TorchProfiler
 from kvbaton.engine.scheduler import Scheduler
 from kvbaton.engine.step import StepResult
 from kvbaton.engine.step_costs import StepCosts, Terms, terms_of
@@ -65,6 +66,7 @@ class EngineCore:
         mailbox: where requests come from and outputs go to.
         connectors: what brings KV in or takes it out, in the order in which they are asked.
         depth: steps in flight; 2 overlaps scheduling with a device's work.
+        profiler: makes profiles when it is asked to; None refuses to.
 
     Attributes:
         wake_fd: readable when `poll` or `update` has something to do.
@@ -78,12 +80,14 @@ class EngineCore:
         *,
         connectors: Sequence[KVConnector] = (),
         depth: int = 1,
+        profiler: TorchProfiler | None = None,
     ) -> None:
         self.executor = executor
         self.scheduler = scheduler
         self.mailbox = mailbox
         self.connectors = scheduler.connectors = Connectors(connectors)
         self.depth = depth
+        self.profiler = profiler or TorchProfiler(None, "")
         self._waker = select.epoll()
         self.wake_fd = self._waker.fileno()
         own = [fd for fd in (executor.wake_fd,) if fd is not None]
@@ -263,12 +267,14 @@ class EngineCore:
             "reset_prefix_cache": self.reset_prefix_cache,
             "drain": self.drain,
             "members": lambda: self.set_members(command.argument or ()),
+            "start_profile": self.profiler.start,
+            "stop_profile": self.profiler.stop,
         }
         number = command.command_id
         if command.name in actions:
             try:
                 reply = Reply(command_id=number, result=actions[command.name]())
-            except TimeoutError as error:  # who asks about a thread that is stuck must not end us
+            except (TimeoutError, RequestError) as error:  # of a thread that is stuck, or a refusal
                 reply = Reply(command_id=number, error=clip_text(str(error)))
         else:
             text = f"unknown command {command.name!r}; known: {sorted(actions)}"

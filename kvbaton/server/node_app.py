@@ -109,6 +109,8 @@ def node_routes(forward: Handler | None = None) -> list[web.RouteDef]:
         web.get("/metrics", forward or metrics),
         web.get("/state", forward or state),
         web.post("/reset_prefix_cache", forward or reset_prefix_cache),
+        web.post("/start_profile", forward or start_profile),
+        web.post("/stop_profile", forward or stop_profile),
         *([] if forward is None else [web.get("/node", forward), web.post("/drain", forward)]),
     ]
 
@@ -186,6 +188,25 @@ async def reset_prefix_cache(request: web.Request) -> web.Response:
     """``POST /reset_prefix_cache``: forget cached prefixes, for operators."""
     require_operator(request)
     return json_response({"result": await request.app[CLIENT].command("reset_prefix_cache")})
+
+
+async def start_profile(request: web.Request) -> web.Response:
+    """``POST /start_profile``: profile the engine's process until `stop_profile`, for operators."""
+    return await _profile(request, "start_profile")
+
+
+async def stop_profile(request: web.Request) -> web.Response:
+    """``POST /stop_profile``: write the profile into ``--profile-dir``, for operators."""
+    return await _profile(request, "stop_profile")
+
+
+async def _profile(request: web.Request, command: str) -> web.Response:
+    require_operator(request)
+    try:
+        path = await request.app[CLIENT].command(command)
+    except ValueError as refusal:
+        raise RequestError(str(refusal), status=409, code="profile") from None
+    return json_response({"profile": path})
 
 
 # --- encoder nodes: items in, and nothing out but a sign that they are encoded ---

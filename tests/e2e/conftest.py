@@ -46,7 +46,8 @@ def cluster(model: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[C
 def main_nodes(cluster: Cluster) -> tuple[Node, Node, Router]:
     """P and D with blocks of 16 tokens, behind a router that knows nobody else."""
     router = cluster.start_router()
-    p = cluster.start_node("prefill", "p16", router=router)
+    profiles = {"profile-dir": str(cluster.folder / "profiles")}
+    p = cluster.start_node("prefill", "p16", profiles, router=router)
     d = cluster.start_node("decode", "d16", DECODE, router=router)
     cluster.until_up(p, d, router=router, pairs=1)
     return p, d, router

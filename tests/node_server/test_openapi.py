@@ -42,6 +42,8 @@ OPERATIONS = [
     ("POST", "/tokenize"),
     ("POST", "/detokenize"),
     ("POST", "/reset_prefix_cache"),
+    ("POST", "/start_profile"),
+    ("POST", "/stop_profile"),
     ("GET", "/v1/models"),
     ("GET", "/v1/models/{model}"),
     ("GET", "/version"),
