@@ -12,6 +12,9 @@ relays and detokenizes. Three loads:
 - *paced*: clients that keep up, mocks with a step every `--pace` ms: CPU time of the router per
   request and per token (from requests of two lengths), and chunks per token, which must be 1.
 
+With ``--watchers N`` another load instead: a full one, in turns without and with N open pages of
+the router (streams of `GET /events`), and what these cost it while nothing else goes on.
+
 On two cores everything shares them, so only ratios and CPU times mean something. With cores to
 spare, the load must not be the limit: ``--workers 1 2 --mocks 8 --client-processes 8 --clients
 128``, which takes less than two minutes. The busiest mock's and client's share of a core are
@@ -94,6 +97,7 @@ def main() -> None:
     parser.add_argument("--clients", type=int, default=32, help="at once")
     parser.add_argument("--client-processes", type=int, default=1, help="which share the clients")
     parser.add_argument("--mocks", type=int, default=1, help="pairs of nodes, a process each")
+    parser.add_argument("--watchers", type=int, default=0, help="open pages; only what they cost")
     parser.add_argument("--out", type=Path)
     parser.add_argument("--serve", help=argparse.SUPPRESS)
     parser.add_argument("--folder", help=argparse.SUPPRESS)
@@ -116,6 +120,9 @@ def main() -> None:
 async def measure(args: argparse.Namespace) -> list[dict[str, object]]:
     """All loads; one row per figure."""
     async with Clients.started(args.client_processes) as clients:
+        if args.watchers:
+            with mocks("mock", args) as behind:
+                return await watched(args, clients, behind)
         with mocks("mock", args) as behind, started("proxy", args, behind) as proxy:
             rows = await full_and_light(args, clients, proxy, behind)
         with mocks("paced", args) as behind, started("proxy", args, behind) as proxy:
@@ -201,6 +208,47 @@ async def full(
     took = time.monotonic() - began
     used, *mocked = (one.cpu_s() - old for one, old in zip(watched, before, strict=True))
     return Full(done.rate, used / len(done.seconds), max(mocked) / took, done.cores)
+
+
+async def watched(
+    args: argparse.Namespace, clients: Clients, behind: list[Server]
+) -> list[dict[str, object]]:
+    """What open pages cost: requests/s and CPU time of pairs of loads, and CPU time without any."""
+    rows: list[dict[str, object]] = []
+    with started_router(args, behind, args.workers[0]) as router:
+
+        async def idle() -> float:
+            used = router.cpu_s()
+            await asyncio.sleep(args.seconds)
+            return (router.cpu_s() - used) / float(args.seconds)
+
+        alone = await idle()
+        with started("watchers", args, [router], args.watchers):
+            rows.append(row("idle, cores", alone))
+            rows.append(row(f"idle with {args.watchers} pages, cores", await idle()))
+        for tokens in (SHORT, LONG):
+            await clients.load(router, tokens, count=args.clients, seconds=1.0)
+            pairs: list[tuple[Full, Full]] = []
+            for number in range(args.rounds):
+                found: dict[bool, Full] = {}
+                for pages in (number % 2 == 0, number % 2 == 1):
+                    with contextlib.ExitStack() as stack:
+                        if pages:
+                            stack.enter_context(started("watchers", args, [router], args.watchers))
+                        found[pages] = await full(args, clients, router, behind, tokens)
+                pairs.append((found[False], found[True]))
+            what = f"full, {tokens} tokens"
+            for name, index in (("no page", 0), (f"{args.watchers} pages", 1)):
+                middle = Full.median([pair[index] for pair in pairs])
+                rows.append(row(f"{what}, {name}: requests/s", middle.rate))
+                rows.append(row(f"{what}, {name}: CPU per request, ms", middle.cpu_s * 1e3))
+            rates = sorted(with_them.rate / without.rate for without, with_them in pairs)
+            cost = [with_them.cpu_s / without.cpu_s for without, with_them in pairs]
+            rows.append(row(f"{what}: requests/s with pages, share", statistics.median(rates)))
+            rows.append(row(f"{what}: the least share of a pair", rates[0]))
+            rows.append(row(f"{what}: the greatest share of a pair", rates[-1]))
+            rows.append(row(f"{what}: CPU per request with pages, times", statistics.median(cost)))
+    return rows
 
 
 async def paced(
@@ -539,6 +587,31 @@ async def serve_proxy(args: argparse.Namespace) -> None:
         await asyncio.Event().wait()
 
 
+# --- open pages ---
+
+
+async def serve_watchers(args: argparse.Namespace) -> None:
+    """Keep pages of a router open, as browsers do, for ever; say so once all have heard from it."""
+    (port,) = args.ports
+    heard = [asyncio.Event() for _ in range(args.number)]
+    timeout = aiohttp.ClientTimeout(total=None)
+    async with aiohttp.ClientSession(timeout=timeout) as session:
+
+        async def follow(first: asyncio.Event) -> None:
+            async with session.get(f"http://127.0.0.1:{port}/events") as response:
+                response.raise_for_status()
+                async for _ in response.content.iter_any():
+                    first.set()
+            raise RuntimeError("the router ended a page")
+
+        async with asyncio.TaskGroup() as group:
+            for first in heard:
+                group.create_task(follow(first))
+            for first in heard:
+                await first.wait()
+            print(f"port {port}", file=sys.stderr, flush=True)
+
+
 # --- the mock ---
 
 
@@ -790,6 +863,7 @@ SERVERS = {
     "mock": lambda args: serve_mock(args, "full"),
     "paced": lambda args: serve_mock(args, "paced", args.pace / 1e3),
     "proxy": serve_proxy,
+    "watchers": serve_watchers,
     "clients": serve_clients,
 }
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import os
 import signal
 import sys
@@ -61,6 +62,14 @@ async def register(url: str, infos: list[NodeInfo]) -> None:
                     assert response.status == 200, await response.text()
 
 
+async def beat(url: str, infos: list[NodeInfo]) -> None:
+    """Heartbeats, without which nodes are given up after some seconds."""
+    while True:
+        with contextlib.suppress(aiohttp.ClientError):  # a worker is killed meanwhile
+            await register(url, infos)
+        await asyncio.sleep(0.5)
+
+
 async def test_all_workers_know_the_nodes_and_one_that_dies_is_replaced(
     tmp_path: Path, nodes: list[StandIn]
 ) -> None:
@@ -70,12 +79,14 @@ async def test_all_workers_know_the_nodes_and_one_that_dies_is_replaced(
         *(sys.executable, "-m", "kvbaton", *command), stderr=asyncio.subprocess.PIPE
     )
     assert router.stderr is not None
+    beating: asyncio.Task[None] | None = None
     try:
-        async with asyncio.timeout(60):
+        async with asyncio.timeout(120):
             while b"listening on " not in (line := await router.stderr.readline()):
                 assert line, "it ended"
             url = line.decode().split()[-1]
             await register(url, [node.info for node in nodes])
+            beating = asyncio.create_task(beat(url, [node.info for node in nodes]))
             first = children(router.pid)
             assert len(first) == WORKERS
 
@@ -127,6 +138,9 @@ async def test_all_workers_know_the_nodes_and_one_that_dies_is_replaced(
             drained = await asyncio.create_subprocess_exec(sys.executable, "-m", "kvbaton", *drain)
             assert await drained.wait() == 0, "nobody is there: nothing to wait for"
     finally:
+        if beating is not None:
+            beating.cancel()
+            await asyncio.gather(beating, return_exceptions=True)
         if router.returncode is None:
             router.kill()
             await router.wait()
