@@ -337,16 +337,19 @@ class Source(SourceSessions):
         if problem is not None:
             self._refuse(record, "malformed", problem)
         elif message.verdict == "mismatch" and record.engaged:
-            if not record.evicted:
-                record.evicted = True
-                self.counters.mismatches += 1
-                self.do(events.EvictSource(record.name, message.bad))
+            self._evict(record, message)
             if record.state is not State.STOPPING:
                 self._stop(record, "failed")
         elif record.state is State.COMPLETED:
             self._stop(record, "acked")
         elif record.state is not State.STOPPING:
             self._refuse(record, "conflict", "nothing was completed yet")
+
+    def _evict(self, record: Outgoing, message: control.Ack) -> None:
+        if not record.evicted:
+            record.evicted = True
+            self.counters.mismatches += 1
+            self.do(events.EvictSource(record.name, message.bad))
 
     def _cancel(self, record: Outgoing, message: control.Cancel) -> None:
         """Stop posting; the engine stops the request. `Drained` as soon as every write is terminal, then `Release`; until then `Progress`, as a sign of life."""
