@@ -8,6 +8,7 @@ import os
 import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
 from typing import Any
 
 import msgspec
@@ -434,6 +435,40 @@ def test_sessions_with_one_life_cost_one_connection(make: Make) -> None:
         ended |= {s["session"] for s in d.thread.inspect(d.machine.dump)}
         p.thread.inspect(lambda: p.worker.handle(PeerGone(d.id), time.monotonic()))
     assert threads[-1] <= threads[0] + 1, threads
+
+
+@pytest.mark.slow
+def test_two_thousand_sessions_cost_no_more_than_a_few(make: Make) -> None:
+    """Ended by either side in turn, each after a hand-over."""
+    timers = TransferTimers(resend=0.005, lease=1.0, quarantine_limit=0.5, tombstone=5.0)
+    p = make(Prefill, TcpTransport("p"), timers=timers)
+    d = make(Decode, TcpTransport("d"), timers=timers)
+
+    def costs() -> tuple[int, int, int]:
+        """Files, threads, and MiB."""
+        gc.collect()
+        pages = int(Path("/proc/self/statm").read_text().split()[1])
+        return len(os.listdir("/proc/self/fd")), threading.active_count(), pages >> 8
+
+    def delivers() -> bool:
+        return isinstance(hand_over(p, d), Deliver)
+
+    few = (0, 0, 0)
+    d.thread.submit(SetMembers(frozenset({p.channel.address})))
+    for number in range(2_000):
+        while not delivers():  # until the next session is up
+            pass
+        for node in (p, d):
+            node.actions.clear()
+        ending, gone = ((p, d), (d, p))[number % 2]
+        ending.thread.inspect(
+            lambda e=ending, g=gone: e.worker.handle(PeerGone(g.id), time.monotonic())
+        )
+        few = costs() if number == 200 else few
+    assert delivers()
+    assert len(p.thread.inspect(lambda: p.machine.known)) == 1
+    most = few[0] + 8, few[1] + 4, few[2] + 32  # TCP closes in threads of its own
+    wait(lambda: all(now <= limit for now, limit in zip(costs(), most, strict=True)), p, d)
 
 
 def test_a_source_that_stops_fails_what_is_left_and_says_that_it_has_drained(make: Make) -> None:

@@ -1,4 +1,4 @@
-"""P in network and pid namespaces of its own, as in a container: no process table shows it.
+"""P or D in network and pid namespaces of its own, as in a container: no process table shows it.
 
 It is killed, cut off and stopped with a hand-over in flight, over both lanes that can be fenced
 from here: NIXL over sockets, and the TCP transport.
@@ -17,10 +17,12 @@ from collections.abc import Callable, Iterator
 from concurrent.futures import Future
 from contextlib import contextmanager, suppress
 from pathlib import Path
+from typing import Literal
 
 import numpy as np
 import pytest
 
+from kvbaton.connectors.transports.nixl import PATIENCE_S
 from kvbaton.messages.nodes import GenerateResponse
 from kvbaton.types import TransferTimers
 from tests.support.cluster import Cluster
@@ -35,11 +37,14 @@ LONG = 1200
 """Tokens of a prompt that takes P, in chunks of 8, seconds; and D much less."""
 BACK_S = 5.0
 """D's blocks are back so long after P is known to be gone."""
+LET_GO_S = 2 * TransferTimers().lease + PATIENCE_S + 20.0
+"""P holds blocks for a D that is silent until the attempt's lease ends, then as long for the write,
+then as long as NIXL does not know that UCX reads no more."""
 ENGINE = {"num-blocks": "512", "max-model-len": "2048", "cluster-key": "the same for both"}
 SLOW = {**ENGINE, "max-num-batched-tokens": "8"}
 SUBNET = f"10.{200 + os.getpid() % 50}.{os.getpid() // 50 % 250}"
 CONTROL_PORT = 7000
-"""Of P, which has the namespace for itself."""
+"""Of a P that has the namespace for itself."""
 HERE, THERE = f"{SUBNET}.1", f"{SUBNET}.2"
 
 
@@ -48,7 +53,7 @@ def run(*words: str) -> None:
 
 
 class Link:
-    """A namespace for P and the cable to it.
+    """A namespace for one node and the cable to it.
 
     Attributes:
         inside: runs a command there, in a pid namespace of its own; it ends with us.
@@ -104,39 +109,52 @@ def model(checkpoint: Callable[..., Path]) -> Path:
 
 
 class Nodes:
-    """D here, and a P in the namespace, which is replaced once it was killed."""
+    """P and D, one of them here and the other, which can be replaced, in the namespace.
 
-    def __init__(self, cluster: Cluster, link: Link, transport: str, model: Path) -> None:
+    Args:
+        far: the role of that one.
+    """
+
+    def __init__(
+        self, cluster: Cluster, link: Link, transport: str, model: Path, far: Literal["p", "d"]
+    ) -> None:
         self.link, self.model = link, model
-        self._cluster, self._transport = cluster, transport
-        peer = {"peer": f"tcp://{THERE}:{CONTROL_PORT}"}
-        self.d = self._start("decode", {**ENGINE, **peer}, HERE, (), link.ours)
+        self._cluster, self._transport, self._far = cluster, transport, far
         self.p = self.start_p()
+        address = f"tcp://{THERE}:{CONTROL_PORT}"
+        self._peer = address if far == "p" else self.p.info()["control_address"]
+        self.d = self.start_d()
 
     def start_p(self) -> Node:
-        port = {"control-port": str(CONTROL_PORT)}
-        return self._start("prefill", {**SLOW, **port}, THERE, self.link.inside, self.link.theirs)
+        port = str(CONTROL_PORT if self._far == "p" else 0)
+        return self._start("prefill", {**SLOW, "control-port": port}, self._far == "p")
 
-    def _start(
-        self,
-        role: str,
-        flags: dict[str, str],
-        host: str,
-        inside: tuple[str, ...] | list[str],
-        device: str,
-    ) -> Node:
+    def start_d(self) -> Node:
+        return self._start("decode", {**ENGINE, "peer": self._peer}, self._far == "d")
+
+    def _start(self, role: Literal["prefill", "decode"], flags: dict[str, str], far: bool) -> Node:
+        link, host = self.link, THERE if far else HERE
         return self._cluster.start_node(
-            role,  # type: ignore[arg-type]
-            f"{role}-{self._transport}",
+            role,
+            f"{role}-{self._transport}-{self._far}",
             {**flags, "transport": self._transport, "host": host},
-            inside=inside,
-            env={"UCX_TLS": "tcp", "UCX_NET_DEVICES": device},
+            inside=link.inside if far else (),
+            env={"UCX_TLS": "tcp", "UCX_NET_DEVICES": link.theirs if far else link.ours},
         )
 
-    def kill_p(self) -> None:
-        self.p.kill()
-        self._cluster.servers.remove(self.p)
-        self.p.log.unlink()
+    @property
+    def far(self) -> Node:
+        return self.p if self._far == "p" else self.d
+
+    def kill_far(self) -> None:
+        self.far.kill()
+        self._cluster.servers.remove(self.far)
+        self.far.log.unlink()
+
+    def leased(self) -> float:
+        """Blocks of P that it holds for D, and hand-overs that it holds them for."""
+        metrics = self.p.metrics()
+        return metrics("kvbaton_leases") + metrics("kvbaton_blocks", owner="outgoing")
 
     def fenced(self) -> float:
         """Blocks of D that nobody may use yet."""
@@ -149,6 +167,20 @@ class Nodes:
         poll(what, lambda: not self.fenced(), seconds, self.d.tail)
 
 
+@contextmanager
+def nodes_of(
+    far: Literal["p", "d"], transport: str, link: Link, model: Path, folder: Path
+) -> Iterator[Nodes]:
+    cluster = Cluster(folder, model)
+    try:
+        nodes = Nodes(cluster, link, transport, model, far)
+        cluster.until_up(nodes.p, nodes.d)
+        yield nodes
+        nodes.kill_far()  # `unshare` passes no SIGTERM on
+    finally:
+        cluster.stop()
+
+
 @pytest.fixture(scope="module", params=["nixl", "tcp"])
 def nodes(
     request: pytest.FixtureRequest,
@@ -156,14 +188,22 @@ def nodes(
     model: Path,
     tmp_path_factory: pytest.TempPathFactory,
 ) -> Iterator[Nodes]:
-    cluster = Cluster(tmp_path_factory.mktemp(f"namespaces-{request.param}"), model)
-    try:
-        nodes = Nodes(cluster, link, request.param, model)
-        cluster.until_up(nodes.p, nodes.d)
+    folder = tmp_path_factory.mktemp(f"namespaces-{request.param}")
+    with nodes_of("p", request.param, link, model, folder) as nodes:
         yield nodes
-        nodes.kill_p()  # `unshare` passes no SIGTERM on
-    finally:
-        cluster.stop()
+
+
+@pytest.fixture(scope="module", params=["nixl", "tcp"])
+def turned(
+    request: pytest.FixtureRequest,
+    link: Link,
+    model: Path,
+    tmp_path_factory: pytest.TempPathFactory,
+) -> Iterator[Nodes]:
+    """Those of which D is in the namespace."""
+    folder = tmp_path_factory.mktemp(f"namespaces-d-{request.param}")
+    with nodes_of("d", request.param, link, model, folder) as nodes:
+        yield nodes
 
 
 @contextmanager
@@ -289,8 +329,48 @@ def test_p_is_killed(nodes: Nodes, oracle: Oracle) -> None:
     """Only its guard tells; another P takes its place."""
     with always_healthy(nodes.d):
         check = begin(nodes, oracle, 6)
-        nodes.kill_p()
+        nodes.kill_far()
         nodes.until_back(BACK_S, "its blocks are back")
         check()
     nodes.p = nodes.start_p()
     hand_over_works(nodes, oracle, 7)
+
+
+# --- the other way round: what P holds for a D in the namespace ---
+
+
+def serves_alone(node: Node, oracle: Oracle, seed: int) -> None:
+    """P's own requests go on, whatever it holds for others."""
+    ids = prompt_of(40, seed)
+    (choice,) = node.generate(ids, max_tokens=4).choices
+    assert list(choice.token_ids) == oracle.greedy(ids, 4)
+
+
+@pytest.mark.slow
+def test_d_is_stopped_and_continued(turned: Nodes, oracle: Oracle) -> None:
+    """P lets go of what it holds for D; D answers right when it goes on."""
+    with always_healthy(turned.p):
+        check = begin(turned, oracle, 11)
+        assert turned.leased() > 0
+        os.killpg(turned.d.pid, signal.SIGSTOP)
+        try:
+            serves_alone(turned.p, oracle, 12)
+            poll("P has let go", lambda: not turned.leased(), LET_GO_S, turned.p.tail)
+        finally:
+            os.killpg(turned.d.pid, signal.SIGCONT)
+        check()
+        turned.until_back(TransferTimers().lease + BACK_S, "D's blocks are back")
+    hand_over_works(turned, oracle, 13)
+
+
+@pytest.mark.slow
+def test_d_is_killed(turned: Nodes, oracle: Oracle) -> None:
+    """Another D takes its place."""
+    with always_healthy(turned.p):
+        begin(turned, oracle, 14)
+        assert turned.leased() > 0
+        turned.kill_far()
+        poll("P has let go", lambda: not turned.leased(), BACK_S, turned.p.tail)
+        serves_alone(turned.p, oracle, 15)
+    turned.d = turned.start_d()
+    hand_over_works(turned, oracle, 16)
