@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+import threading
+from collections.abc import Iterator
+from typing import Any
+
 import pytest
 
 from kvbaton.engine.block_pool import BlockPool
@@ -26,3 +30,50 @@ def test_a_leak_is_seen(pair: Pair) -> None:
         pair.check()
     pool.refs[5] -= 1
     pair.d.imbalance = 0
+
+
+class Owned(dict[Any, Any]):
+    """One that only the thread that made it looks through; it may change at any time."""
+
+    def __init__(self, content: dict[Any, Any]) -> None:
+        super().__init__(content)
+        self.owner = threading.current_thread()
+
+    def _check(self) -> None:
+        assert threading.current_thread() is self.owner, "another thread looks through it"
+
+    def __iter__(self) -> Iterator[Any]:
+        self._check()
+        return super().__iter__()
+
+    def items(self) -> Any:
+        self._check()
+        return super().items()
+
+    def values(self) -> Any:
+        self._check()
+        return super().values()
+
+
+def own(*parts: Any) -> None:
+    for part in parts:
+        for name, value in vars(part).items():
+            if type(value) is dict and name != "published":  # that one is never changed
+                setattr(part, name, Owned(value))
+
+
+def test_no_other_thread_looks_through_what_the_transfer_threads_change(
+    pair: Pair, expected: Expected
+) -> None:
+    sender, receiver = pair.p.transfers.sender, pair.d.transfers.receiver
+    assert sender is not None
+    assert receiver is not None
+    pair.p.transfers.inspect(lambda: own(sender, sender.source, sender.source.counters))
+    pair.d.transfers.inspect(lambda: own(receiver, receiver.target, receiver.target.counters))
+    calls = [pair.hand_over(prompt_of(40, seed)) for seed in range(4)]
+    while not all(at_d.over() for _, at_d in calls):
+        for node in (pair.p, pair.d):
+            assert node.gauges()["kvbaton_unhealthy"] == 0
+            node.ask("state")
+    assert [at_d.result() for _, at_d in calls] == [expected(prompt_of(40, s)) for s in range(4)]
+    pair.settle()
