@@ -14,9 +14,13 @@ import os
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Literal
 
-from kvbaton.connectors.transfer.endpoint import Endpoint, HandoverConfig
+import msgspec
+
+from kvbaton.connectors.transfer.config import HandoverConfig
 
 if TYPE_CHECKING:
+    from kvbaton.connectors.base import Transport
+    from kvbaton.connectors.protocol.events import Identity
     from kvbaton.connectors.transfer.source_worker import SourceWorker
     from kvbaton.connectors.transfer.target_worker import TargetWorker
     from kvbaton.engine.build import ConnectorContext
@@ -97,42 +101,55 @@ class HandoverFactory:
         from kvbaton.connectors.protocol.source import Source
         from kvbaton.connectors.transfer.source_worker import SourceWorker
 
-        endpoint = self._open("source", executor, surroundings)
+        transports, identity = self._open("source", executor, surroundings)
         source = Source(
-            endpoint.identity,
+            identity,
             self.handover.timers,
             max_attempts=self.handover.max_transfers,
-            max_notice_bytes=min(t.capabilities.max_notice_bytes for t in endpoint.transports),
+            max_notice_bytes=min(t.capabilities.max_notice_bytes for t in transports),
         )
-        return SourceWorker(source, endpoint.transports, executor.layouts)
+        return SourceWorker(source, transports, executor.layouts)
 
     def _receiver(self, executor: Executor, surroundings: ConnectorContext) -> TargetWorker:
         from kvbaton.connectors.protocol.target import Target
         from kvbaton.connectors.transfer.target_worker import TargetWorker
 
-        endpoint = self._open("target", executor, surroundings)
+        transports, identity = self._open("target", executor, surroundings)
         target = Target(
-            endpoint.identity,
+            identity,
             self.handover.timers,
             new_id=lambda: os.urandom(16),
             max_blocks_per_peer=self.handover.max_blocks_per_peer,
         )
-        return TargetWorker(target, endpoint.transports, executor.layouts, executor)
+        return TargetWorker(target, transports, executor.layouts, executor)
 
     def _open(
         self, side: Literal["source", "target"], executor: Executor, surroundings: ConnectorContext
-    ) -> Endpoint:
-        from kvbaton.connectors.transfer.endpoint import open_endpoint
+    ) -> tuple[list[Transport], Identity]:
+        """Open a side's transports, register each rank's memory in order; what it says of itself.
 
-        return open_endpoint(
-            self.handover,
-            surroundings.node,
-            side,
-            surroundings.identity,
-            surroundings.record,
-            executor.memories,
-            executor.layouts,
-        )
+        Raises:
+            ConfigError: the transport is unknown, or can't start.
+            TransportError: memory can't be registered.
+        """
+        from kvbaton.connectors.protocol.events import Identity
+        from kvbaton.connectors.registry import load_transport
+        from kvbaton.messages.control import RankCard
+
+        config, node = self.handover, surroundings.node
+        transports, cards = [], []
+        for rank, (pools, groups) in enumerate(
+            zip(executor.memories, executor.layouts, strict=True)
+        ):
+            name = f"{node.node}-{node.generation.hex()}-{side}-{rank}"
+            transport = load_transport(config.transport, name=name, host=config.host)
+            for memory in pools:
+                transport.register(memory)
+            transports.append(transport)
+            cards.append(RankCard(rank, transport.card(), msgspec.msgpack.encode(list(groups))))
+        kind = config.transport.partition(":")[0]
+        digest, record = surroundings.identity, surroundings.record
+        return transports, Identity(node, digest, record, kind, tuple(cards))
 
 
 def main(config: NodeConfig) -> int:

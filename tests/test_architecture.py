@@ -31,7 +31,7 @@ MAY_IMPORT: dict[str, set[str]] = {
     "server": {"version", "errors", "types", "config", "messages", "text", "engine", "connectors"},
     "decode": {"errors", "types", "messages", "connectors", "engine", "server"},
     "prefill": {"errors", "types", "messages", "connectors", "engine", "server"},
-    "roles": {"connectors", "engine", "server", "prefill", "decode"},
+    "roles": {"messages", "connectors", "engine", "server", "prefill", "decode"},
     "doctor": {"errors", "types", "connectors", "testing"},
     "router": {
         *("errors", "types", "config", "messages", "text", "engine", "server"),

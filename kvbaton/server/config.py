@@ -9,7 +9,7 @@ from urllib.parse import urlsplit
 
 from kvbaton.config import Count, LogLevel, Port, Seconds, flag
 from kvbaton.connectors.address import is_loopback, is_wildcard
-from kvbaton.connectors.transfer.endpoint import HandoverConfig
+from kvbaton.connectors.transfer.config import HandoverConfig
 from kvbaton.engine.config import EngineConfig
 from kvbaton.errors import ConfigError
 from kvbaton.text.generation import GenerationConfigMode

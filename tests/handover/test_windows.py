@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from kvbaton.connectors.transfer.endpoint import HandoverConfig
+from kvbaton.connectors.transfer.config import HandoverConfig
 from kvbaton.roles import HandoverFactory
 from tests.support.engine_node import Node
 from tests.support.engine_pair import Pair

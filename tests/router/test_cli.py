@@ -15,7 +15,7 @@ import pytest
 from kvbaton.cli import main, make_parser, node_config
 from kvbaton.cluster.config import ClusterConfig, shares
 from kvbaton.config import attribute_docs, from_args, human_int, words_of
-from kvbaton.connectors.transfer.endpoint import HandoverConfig
+from kvbaton.connectors.transfer.config import HandoverConfig
 from kvbaton.engine.config import EngineConfig
 from kvbaton.server.config import MediaConfig, NodeConfig
 from tests.support.processes import processes_with

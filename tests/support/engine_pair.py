@@ -13,7 +13,7 @@ from typing import Any
 
 import pytest
 
-from kvbaton.connectors.transfer.endpoint import HandoverConfig
+from kvbaton.connectors.transfer.config import HandoverConfig
 from kvbaton.engine.build import ConnectorFactory
 from kvbaton.messages.engine import AddRequest, TransferSpec
 from kvbaton.roles import HandoverFactory

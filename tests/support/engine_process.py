@@ -14,7 +14,7 @@ from typing import IO, Any, Literal
 
 import msgspec
 
-from kvbaton.connectors.transfer.endpoint import HandoverConfig
+from kvbaton.connectors.transfer.config import HandoverConfig
 from kvbaton.engine.build import ConnectorFactory
 from kvbaton.messages.engine import AddRequest, Shutdown
 from kvbaton.testing.fork_server import fork_server

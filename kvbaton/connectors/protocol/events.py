@@ -15,17 +15,15 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, NamedTuple
+from typing import NamedTuple
 
 from msgspec import Struct
 
+from kvbaton.connectors.digest import PendingSums
+from kvbaton.connectors.pairing import GroupPairing
+from kvbaton.connectors.plan import BlockTable
 from kvbaton.messages.control import Control, DigestRun, RankCard
 from kvbaton.types import Attempt, ChoiceStart, NodeId, Spans
-
-if TYPE_CHECKING:  # the HTTP process reads `Identity`, and wants no numpy
-    from kvbaton.connectors.digest import PendingSums
-    from kvbaton.connectors.pairing import GroupPairing
-    from kvbaton.connectors.plan import BlockTable
 
 
 class Link(NamedTuple):
