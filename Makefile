@@ -48,6 +48,7 @@ helm: $(VENV)/.runtime  ## Helm, which the tests of deploy/helm and `make manife
 manifests: helm  ## deploy/manifests, made from the chart
 	$(HELM) template kvbaton deploy/helm/kvbaton > deploy/manifests/kvbaton.yaml
 
+# Chromium, without what it recommends, takes 30 s and 360 MB; the page's tests half a minute.
 servers:  ## what some tests start, from Debian or Ubuntu (as root); without it they skip
 	apt-get update -qq && DEBIAN_FRONTEND=noninteractive apt-get install -y -qq redis-server iproute2
 	DEBIAN_FRONTEND=noninteractive apt-get install -y -qq --no-install-recommends chromium \
