@@ -196,7 +196,8 @@ class EngineClient(TokenSource):
 
     @override
     def submit(self, request: AddRequest, receiver: OutputReceiver) -> None:
-        self._check_alive()
+        if self.dead is not None:
+            raise EngineDeadError(self.dead)
         name = request.request_id
         if name in self._receivers:
             raise RequestError(f"request id {name!r} is in use", param="request_id", status=409)
@@ -299,7 +300,7 @@ class EngineClient(TokenSource):
             self._fail("the engine does not read what it is sent")
             return
         # Sending may have taken the descriptor's signal that something came; see zmq_getsockopt(3).
-        if int(self._socket.getsockopt(zmq.EVENTS)) & zmq.POLLIN:
+        if int(self._socket.get(zmq.EVENTS)) & zmq.POLLIN:
             self._loop.call_soon(self._read)
 
     # --- listen ---

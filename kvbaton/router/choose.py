@@ -70,7 +70,7 @@ def choose(
     if avoid:
         pairs = pairs.without(avoid)
         singles = [node for node in singles if node.node_id not in avoid]
-    if not pairs and not singles:
+    if not pairs.sources and not singles:
         return None
     options = Options(
         pairs,

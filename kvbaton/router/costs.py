@@ -158,7 +158,7 @@ class Overhead:
     A few late tokens lift that mean; `scale` follows the median of what is left.
     """
 
-    sums: list[float] = field(default_factory=lambda: [0.0] * 5)
+    sums: tuple[float, float, float, float, float] = (0.0,) * 5
     base: float = 0.0
     slope: float = 1.0
     scale: float = 1.0
@@ -177,12 +177,14 @@ class Overhead:
         step = MEDIAN_STEP if observed > self.predict(modelled) else 1 / MEDIAN_STEP
         self.scale = min(max(self.scale * step, low), high)
         weight = 1.0 / max(modelled, 1e-4) ** 2
-        parts = (1.0, modelled, modelled * modelled, observed, modelled * observed)
-        self.sums = [FADE * s + weight * p for s, p in zip(self.sums, parts, strict=True)]
+        n, x, xx, y, xy = self.sums
+        n, x = FADE * n + weight, FADE * x + weight * modelled
+        xx = FADE * xx + weight * (modelled * modelled)
+        y, xy = FADE * y + weight * observed, FADE * xy + weight * (modelled * observed)
+        self.sums = n, x, xx, y, xy
         self.count += 1
         if self.count < MIN_OBSERVED:
             return
-        n, x, xx, y, xy = self.sums
         spread = n * xx - x * x
         slope = (n * xy - x * y) / spread if spread > 1e-3 * n * xx else 1.0
         self.slope = min(max(slope, low), high)

@@ -201,7 +201,7 @@ class _Running:
     def start(self) -> None:
         """Ask the first nodes."""
         self.perform(self.relay.start(self._started_at))
-        self.tick()
+        self.arm()
 
     def close(self, outcome: str) -> None:
         """The relay is done."""
@@ -236,7 +236,8 @@ class _Running:
         if route is None:
             return False
         self.perform(relay.move(route, self.loop.time()))
-        self.tick()  # it has a deadline of its own
+        self.receiver.flush()
+        self.arm()  # it has a deadline of its own
         return True
 
     # --- the nodes' side ---
@@ -332,12 +333,21 @@ class _Running:
 
     def tick(self) -> None:
         """Tell the relay the time, and come again when it next wants to know."""
+        self._timer = None
         self.perform(self.relay.tick(self.loop.time()))
         self.receiver.flush()
+        self.arm()
+
+    def arm(self) -> None:
+        """See that the relay is told the time when it next wants to know; earlier does no harm."""
+        if self.relay.done:
+            return
+        due = self.relay.next_deadline()
         if self._timer is not None:
+            if self._timer.when() <= due:
+                return
             self._timer.cancel()
-        if not self.relay.done:
-            self._timer = self.loop.call_at(self.relay.next_deadline(), self.tick)
+        self._timer = self.loop.call_at(due, self.tick)
 
 
 class _NodeCall:
@@ -377,7 +387,7 @@ class _NodeCall:
         try:
             running.perform(running.relay.output(asked, output, now))
             if asked.side == "source":
-                running.tick()  # an end that it announced has its own deadline
+                running.arm()  # an end that it announced has its own deadline
         except Exception as error:
             logger.exception("unforeseen failure of a request to %s", asked.node.node_id)
             self.end(RequestError(f"the router failed: {error!r}", status=500))
@@ -416,5 +426,6 @@ class _NodeCall:
 
     def _set_load(self, load: NodeLoad) -> None:
         """What the request is to the node now."""
-        self._running.dispatcher.loads.change(self._asked.node.node_id, self._load, load)
-        self._load = load
+        if load != self._load:
+            self._running.dispatcher.loads.change(self._asked.node.node_id, self._load, load)
+            self._load = load

@@ -28,15 +28,15 @@ class NodeLoad(Struct, frozen=True):
     pending: int = 0
     prefill_us: int = 0
 
-    def plus(self, other: NodeLoad, sign: int = 1) -> NodeLoad:
-        """The sum, or the difference if `sign` is -1."""
+    def plus(self, other: NodeLoad) -> NodeLoad:
+        """The sum."""
         return NodeLoad(
-            self.prompt_tokens + sign * other.prompt_tokens,
-            self.sequences + sign * other.sequences,
-            self.tokens + sign * other.tokens,
-            self.rows + sign * other.rows,
-            self.pending + sign * other.pending,
-            self.prefill_us + sign * other.prefill_us,
+            self.prompt_tokens + other.prompt_tokens,
+            self.sequences + other.sequences,
+            self.tokens + other.tokens,
+            self.rows + other.rows,
+            self.pending + other.pending,
+            self.prefill_us + other.prefill_us,
         )
 
 
@@ -96,7 +96,14 @@ class NodeLoads(Mapping[str, NodeLoad]):
     def change(self, node_id: str, old: NodeLoad, new: NodeLoad) -> None:
         """What one request is to a node has changed; `IDLE` is what it is before and after."""
         before = self.own.get(node_id, IDLE)
-        total = before.plus(new).plus(old, -1)
+        total = NodeLoad(
+            before.prompt_tokens + new.prompt_tokens - old.prompt_tokens,
+            before.sequences + new.sequences - old.sequences,
+            before.tokens + new.tokens - old.tokens,
+            before.rows + new.rows - old.rows,
+            before.pending + new.pending - old.pending,
+            before.prefill_us + new.prefill_us - old.prefill_us,
+        )
         if not total.prefill_us:
             self.prefill_since.pop(node_id, None)
         elif not before.prefill_us or total.prefill_us < before.prefill_us:

@@ -221,6 +221,7 @@ class Nodes(KnownNodes):
         """
         members, changes = self.membership.register(info, time.monotonic())
         self._announce(changes)
+        self.membership.ready()  # made now, so that no request waits for it
         self.on_change()
         return members
 

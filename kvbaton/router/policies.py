@@ -10,6 +10,7 @@ import importlib
 import math
 from abc import ABC, abstractmethod
 from collections.abc import Iterable, Iterator
+from functools import partial
 from importlib.metadata import entry_points
 from operator import itemgetter
 from typing import Any, ClassVar
@@ -79,7 +80,7 @@ class LeastLoaded(Policy):
 
     @override
     def choose(self, options: Options) -> Route:
-        if options.pairs and options.num_tokens >= self.settings.min_handover_tokens:
+        if options.pairs.sources and options.num_tokens >= self.settings.min_handover_tokens:
             source, target = self.best_pair(options)
             return Route(target, source, cached=options.hit(source))
         node = min(options.singles, key=lambda node: self.single_rank(options, node))
@@ -87,10 +88,11 @@ class LeastLoaded(Policy):
 
     def best_pair(self, options: Options) -> Pair:
         """The pair of the lowest rank. Which target is best for a source is the same for all."""
-        ranked = sorted(
-            options.pairs.targets, key=lambda node: (*self.target_rank(options, node), node.node_id)
-        )
-        return min(options.pairs.best(ranked), key=lambda pair: self.pair_rank(options, pair))
+        ranked = options.pairs.targets
+        if len(ranked) > 1:
+            ranks = ((*self.target_rank(options, node), node.node_id, node) for node in ranked)
+            ranked = [rank[-1] for rank in sorted(ranks)]
+        return min(options.pairs.best(ranked), key=partial(self.pair_rank, options))
 
     def target_rank(self, options: Options, target: NodeInfo) -> Rank:
         """What `pair_rank` has of the target but its id, in that order."""
@@ -121,7 +123,7 @@ class RoundRobin(Policy):
     @override
     def choose(self, options: Options) -> Route:
         self._turn += 1
-        if options.pairs and options.num_tokens >= self.settings.min_handover_tokens:
+        if options.pairs.sources and options.num_tokens >= self.settings.min_handover_tokens:
             sources = sorted(options.pairs.sources, key=lambda source: source[0].node_id)
             source, able = sources[self._turn % len(sources)]
             targets = _by_id(node for node in options.pairs.targets if node.node_id in able)
@@ -210,7 +212,7 @@ class Threshold(PrefixAware):
     def choose(self, options: Options) -> Route:
         limit = self.settings.min_handover_tokens or self.MIN_TOKENS
         node = min(options.singles, key=lambda node: self.single_rank(options, node), default=None)
-        if options.pairs and (node is None or options.new(node) >= limit):
+        if options.pairs.sources and (node is None or options.new(node) >= limit):
             source, target = self.best_pair(options)
             return Route(target, source, cached=options.hit(source))
         assert node is not None, "there is a pair or a node"

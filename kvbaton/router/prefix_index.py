@@ -20,7 +20,7 @@ from kvbaton.connectors.keys import iter_block_keys, root_key
 from kvbaton.engine.request import extras_of
 from kvbaton.messages.engine import BLOCK_HASH_BYTES, AddRequest, CachedBlocks, CachedGroup
 from kvbaton.messages.nodes import NodeInfo
-from kvbaton.types import first_attended
+from kvbaton.types import KEY_BYTES, first_attended
 
 logger = logging.getLogger(__name__)
 
@@ -35,6 +35,10 @@ HASH_SHIFT = 4
 """60 of the 64 bits are kept: CPython's numbers of two digits take 32 bytes, of three 48."""
 MAX_SETS = 1 << 16
 """Different sets of nodes that are kept as one object each."""
+
+
+_hash_of = struct.Struct(f"<{KEY_BYTES - BLOCK_HASH_BYTES}xQ").unpack
+"""The last bytes of a key, as a number."""
 
 
 @dataclass(eq=False)
@@ -190,7 +194,7 @@ class PrefixIndex:
             salt = request.cache_salt
             root = root_key(identity, salt) if salt else nodes[0].root
             keys = self.keys(request, root, size)
-            hashes = (int.from_bytes(k[-BLOCK_HASH_BYTES:], "little") >> HASH_SHIFT for k in keys)
+            hashes = (_hash_of(key)[0] >> HASH_SHIFT for key in keys)
             bits = sum(told.bit for told in nodes)
             held = self.match(hashes, groups, bits, len(request.token_ids))
             for told in nodes:

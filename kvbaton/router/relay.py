@@ -33,6 +33,7 @@ import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
+from msgspec import Struct
 from msgspec.structs import replace
 
 from kvbaton.errors import RequestError
@@ -42,22 +43,19 @@ from kvbaton.router.node_request import NodeError, NodeRequest, node_requests
 from kvbaton.router.route import Route, no_node_ready
 
 
-@dataclass(frozen=True)
-class AskNode:
+class AskNode(Struct, frozen=True):
     """Ask a node, and report what it says."""
 
     asked: NodeRequest
 
 
-@dataclass(frozen=True)
-class CancelNode:
+class CancelNode(Struct, frozen=True):
     """Nobody wants to hear what a node says any more: end its request at once."""
 
     asked: NodeRequest
 
 
-@dataclass(frozen=True)
-class Finished:
+class Finished(Struct, frozen=True):
     """All choices are complete. What is still open at nodes ends by itself."""
 
 

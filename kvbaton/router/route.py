@@ -31,6 +31,7 @@ class Pairs(Collection[Pair]):
         self.sources = [(source, able) for source, able in sources if able]
         wanted = set[str]().union(*(able for _, able in self.sources))
         self.targets = [node for node in targets if node.node_id in wanted]
+        self._count = sum(map(len, (able for _, able in self.sources)))
 
     def without(self, avoid: Set[str]) -> Pairs:
         """Those in which no node of these ids takes part."""
@@ -55,7 +56,7 @@ class Pairs(Collection[Pair]):
 
     @override
     def __len__(self) -> int:
-        return sum(len(able) for _, able in self.sources)
+        return self._count
 
 
 class Route(Struct, frozen=True):

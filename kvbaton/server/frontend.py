@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Any
 
 from aiohttp import web
 from msgspec import Struct
+from msgspec.structs import replace
 
 from kvbaton.engine.outputs import TokenSource
 from kvbaton.errors import RequestError
@@ -21,8 +22,7 @@ from kvbaton.text.generation import sampling_defaults
 from kvbaton.text.tokenizer import Tokenizer
 
 
-@dataclass(frozen=True, kw_only=True)
-class ModelFacts:
+class ModelFacts(Struct, frozen=True, kw_only=True):
     """What bounds a request.
 
     Attributes:

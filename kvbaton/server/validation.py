@@ -5,10 +5,10 @@ from __future__ import annotations
 import asyncio
 import random
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 from typing import Any
 
 from aiohttp import web
+from msgspec import Struct
 from msgspec.structs import replace
 
 from kvbaton.engine.validate import INT32, RANGES, Range, check_ids, check_params, check_range
@@ -63,8 +63,7 @@ COPIED = (
 Prompt = str | list[int]
 
 
-@dataclass(frozen=True, kw_only=True)
-class PromptRequest:
+class PromptRequest(Struct, frozen=True, kw_only=True):
     """One prompt of a client's request.
 
     Attributes:
@@ -234,7 +233,8 @@ def prompt_request(
     )
     params = checked(params, frontend.config, facts.vocab_size)
     check_prompt(facts, token_ids, max_tokens, name)
-    check_range("priority", body.priority or 0, Range(-INT32, INT32))
+    if body.priority:
+        check_range("priority", body.priority, Range(-INT32, INT32))
     if len(body.cache_salt or "") > MAX_SALT:
         raise RequestError(f"cache_salt may have at most {MAX_SALT} characters", param="cache_salt")
     return PromptRequest(

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
 
 from msgspec import Struct
 
@@ -13,8 +12,7 @@ from kvbaton.text.tokenizer import Tokenizer
 from kvbaton.types import TokenLogprobs
 
 
-@dataclass(frozen=True, kw_only=True)
-class TextOptions:
+class TextOptions(Struct, frozen=True, kw_only=True):
     """How tokens become text.
 
     Attributes:
