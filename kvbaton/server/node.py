@@ -299,11 +299,13 @@ class Node:
             self._registration.cancel()
             await asyncio.wait([self._registration])
         if self._registrar is not None:
-            await self._registrar.leave()
+            await self._registrar.announce()  # nothing new comes, and what runs moves elsewhere
         if self._supervisor is not None:
             self._supervisor.stop_replacing()
         if self.client is not None:
             await self.client.shutdown(self.config.shutdown_timeout_s)
+        if self._registrar is not None:
+            await self._registrar.leave()
         if self._supervisor is not None:
             await self._supervisor.stop(self.config.shutdown_timeout_s)
         if self._runner is not None:

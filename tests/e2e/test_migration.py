@@ -201,3 +201,28 @@ def test_sequences_move_to_and_fro_behind_several_workers(
     assert outcomes(router, "moved") >= 3
     moved = sum((n.metrics() - before[n])("kvbaton_transfer_sent_bytes_total") for n in nodes)
     assert moved > 0
+
+
+def test_a_node_that_is_told_to_stop_loses_nothing(
+    cluster: Cluster,
+    any_nodes: tuple[Node, Node, Router],
+    start_router: StartRouter,
+    prompt: Prompt,
+) -> None:
+    a, b, _ = any_nodes
+    router = start_router("--policy=least-loaded", "--min-handover-tokens=512", "--max-ttft=60000")
+    leaving = cluster.start_node("any", "any-c", {"num-blocks": "512"}, router=router)
+    cluster.until_up(leaving, router=router, pairs=6)
+    for name in ("any-a", "any-b"):
+        router.post(f"/nodes/{name}/pause", {})
+    bodies = [completion(prompt(80 + i), max_tokens=MAX_TOKENS, **KINDS[i]) for i in range(4)]
+    streams = [Stream(router, body) for body in bodies]
+    for stream in streams:
+        stream.until(LEAVES_AT)
+    for name in ("any-a", "any-b"):
+        router.post(f"/nodes/{name}/resume", {})
+    cluster.stop((leaving,))
+    told = [stream.result() for stream in streams]
+    assert outcomes(router, "moved") > 0
+    assert told == undisturbed(a, bodies)
+    settle(a, b)
