@@ -143,6 +143,7 @@ class NodeView(Struct, frozen=True, kw_only=True):
         state: what the router takes it for.
         reason: why, for people.
         paused: it gets no new requests.
+        used_for: ``prefill``, ``decode``, or both: what the router has used it for of late.
         requests: that it generates for, of those that came through this router.
         prompt_tokens: that it is prefilling for them.
         item_rows: that it is encoding for them.
@@ -166,6 +167,7 @@ class NodeView(Struct, frozen=True, kw_only=True):
     requests: int
     prompt_tokens: int
     item_rows: int
+    used_for: list[str] = []
     running: int | None = None
     waiting: int | None = None
     tokens_per_s: float | None = None

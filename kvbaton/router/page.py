@@ -245,8 +245,9 @@ def _table(view: NodesView) -> str:
 def _row(node: NodeView, columns: list[str]) -> str:
     state = f"{node.state} ({node.reason})" if node.reason else node.state
     state += ", paused" if node.paused else ""
+    shows_use = node.role == "any" and node.used_for
     cells = (
-        escape(node.role),
+        escape(f"{node.role}: {', '.join(node.used_for)}" if shows_use else node.role),
         f'<span class="state {escape(node.state)}">{escape(state)}</span>',
         _said(node.running),
         _said(node.waiting),

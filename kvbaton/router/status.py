@@ -16,6 +16,11 @@ WINDOW = 5
 """Rates are over so many intervals: nodes report every other second."""
 HISTORY = 60
 """Intervals that are remembered."""
+USE_FADE = 0.8
+"""What of a use is still believed an interval later."""
+USED, UNUSED = 0.5, 0.1
+"""Above the one share of recent intervals a node counts as used for something, below the other as
+no longer: in between nothing changes."""
 MAX_LIVES = 1024
 """Lives of nodes whose totals are remembered."""
 
@@ -37,6 +42,18 @@ class _Sample:
     totals: RouterTotals
     sent_bytes: float
     generated: dict[_Life, float]
+
+
+@dataclass
+class _Use:
+    """Whether a node is used for something, of late."""
+
+    share: float = 0.0
+    is_used: bool = False
+
+    def observe(self, busy: bool) -> None:
+        self.share = USE_FADE * self.share + (1 - USE_FADE) * busy
+        self.is_used = self.share > (UNUSED if self.is_used else USED)
 
 
 class ClusterStatus:
@@ -64,10 +81,12 @@ class ClusterStatus:
         self._sent_by: dict[_Life, float] = {}
         self._sent_bytes = 0.0
         self.history: deque[RouterTraffic] = deque(maxlen=HISTORY)
+        self._uses: dict[_Life, dict[str, _Use]] = {}
 
     def sample(self) -> NodesView:
         """What is now, remembered."""
         now = self._now()
+        self._observe_uses()
         view = self._view(now)
         self._samples.append(now)
         self.history.append(view.traffic)
@@ -76,6 +95,15 @@ class ClusterStatus:
     def view(self) -> NodesView:
         """What is now."""
         return self._view(self._now())
+
+    def _observe_uses(self) -> None:
+        known, self._uses = self._uses, {}
+        for member in self._membership.members.values():
+            info, load = member.info, self._loads.get(member.info.node_id, IDLE)
+            uses = known.get(_life(info)) or {"prefill": _Use(), "decode": _Use()}
+            uses["prefill"].observe(load.prompt_tokens > 0)
+            uses["decode"].observe(load.sequences > load.pending)
+            self._uses[_life(info)] = uses
 
     def _now(self) -> _Sample:
         infos = [member.info for member in self._membership.members.values()]
@@ -142,6 +170,7 @@ class ClusterStatus:
             requests=load.sequences,
             prompt_tokens=load.prompt_tokens,
             item_rows=load.rows,
+            used_for=[name for name, use in self._uses.get(_life(info), {}).items() if use.is_used],
             running=int(told["running"]) if "running" in told else None,
             waiting=int(told["waiting"] + told.get("loading", 0)) if "waiting" in told else None,
             tokens_per_s=rate,

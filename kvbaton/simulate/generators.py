@@ -61,6 +61,34 @@ def _single(prompts: Lengths, outputs: Lengths, variation: float) -> Generator:
 
 
 @dataclass(frozen=True)
+class Shifting:
+    """Two kinds of requests by turns, so that no fixed number of prefill nodes is right for long.
+
+    Attributes:
+        period: seconds of one kind.
+        kinds: prompts, tokens generated, and share of `rate` at which they come, of each.
+    """
+
+    period: float
+    kinds: tuple[tuple[Lengths, int, float], ...]
+
+    def __call__(self, seed: int, seconds: float, rate: float) -> list[TraceRequest]:
+        """Requests, the first kind first; see `Generator`."""
+        rng, contents = np.random.default_rng(seed), itertools.count(FIRST_CONTENT)
+        requests: list[TraceRequest] = []
+        for begin, kind in zip(
+            np.arange(0.0, seconds, self.period), itertools.cycle(self.kinds), strict=False
+        ):
+            prompts, output_tokens, share = kind
+            for at in _arrivals(rng, min(self.period, seconds - begin), rate * share):
+                pieces = ((next(contents), prompts.draw(rng)),)
+                requests.append(
+                    TraceRequest(float(begin) + at, pieces, output_tokens, next(contents))
+                )
+        return requests
+
+
+@dataclass(frozen=True)
 class Conversations:
     """Conversations whose every turn repeats all that was said before.
 
@@ -109,6 +137,7 @@ class Conversations:
 GENERATORS: dict[str, Generator] = {
     "code": _single(Lengths(1469, 1.15, 3, 7437), Lengths(13, 0.95, 1, 1900), 1.6),
     "conversation": _single(Lengths(1020, 0.83, 2, 14050), Lengths(150, 0.95, 1, 1000), 1.1),
+    "shifting": Shifting(10.0, ((Lengths(8000, 0.2), 16, 0.29), (Lengths(256, 0.3), 600, 1.71))),
     "chat": Conversations(
         shared=500,
         kinds=4,

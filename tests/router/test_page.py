@@ -220,3 +220,28 @@ def test_loads_of_this_router_are_shown() -> None:
     loads.change("d", NodeLoad(), NodeLoad(prompt_tokens=5, sequences=2))
     (node,) = ClusterStatus(membership, loads, RouterTotals).view().nodes
     assert (node.requests, node.prompt_tokens) == (2, 5)
+
+
+def test_what_a_node_is_used_for_follows_slowly() -> None:
+    membership, loads = Membership(), NodeLoads()
+    info = NodeInfo(node_id="a", generation="1", role="any", url="http://127.0.0.1:1", model="m")
+    membership.register(info, 0.0)
+    status, load = ClusterStatus(membership, loads, RouterTotals), NodeLoad()
+
+    def used_after(now: NodeLoad, seconds: int) -> list[str]:
+        nonlocal load
+        loads.change("a", load, now)
+        load = now
+        for _ in range(seconds):
+            (node,) = status.sample().nodes
+        return node.used_for
+
+    prefills, generates = NodeLoad(prompt_tokens=9), NodeLoad(sequences=2, pending=1)
+    assert used_after(prefills, 1) == []
+    assert used_after(prefills, 4) == ["prefill"]
+    assert used_after(NodeLoad(), 3) == ["prefill"], "a pause is no change"
+    assert used_after(generates, 2) == ["prefill"]
+    assert used_after(generates, 2) == ["prefill", "decode"]
+    assert used_after(generates, 6) == ["decode"]
+    assert used_after(prefills, 4) == ["prefill", "decode"]
+    assert used_after(NodeLoad(sequences=1, pending=1), 20) == [], "that one waits for its prompt"

@@ -163,6 +163,17 @@ def test_handing_over_keeps_the_time_per_token_even() -> None:
 # --- traces ---
 
 
+@pytest.mark.slow
+def test_nodes_of_any_role_follow_a_mix_that_shifts() -> None:
+    """Every fixed ratio is wrong for one of the two kinds; 1.5 times the best of them is wanted."""
+    trace = GENERATORS["shifting"](0, 20.0, 37.0)
+    good: dict[str, float] = {}
+    for nodes in ("2P1D", "1P2D", "3A"):
+        done = serve(trace, nodes, "cost", load_engine(), ttft_slo=1000, itl_slo=9)
+        good[nodes] = sum(is_good(outcome, 1000, 9) for outcome in done.outcomes)
+    assert good.pop("3A") >= 1.5 * max(good.values())
+
+
 def test_mooncakes_format(tmp_path: Path) -> None:
     path = tmp_path / "trace.jsonl"
     rows = [
