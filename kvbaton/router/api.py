@@ -28,6 +28,7 @@ from kvbaton.router.nodes import KnownNodes, Nodes
 from kvbaton.router.page import FEED, events, page
 from kvbaton.router.policies import load_policy
 from kvbaton.router.prefix_index import PrefixIndex
+from kvbaton.router.retry_budget import RetryBudget
 from kvbaton.router.route import no_node_ready
 from kvbaton.server.app import make_app
 from kvbaton.server.auth import from_loopback, has_password, require_operator
@@ -101,7 +102,8 @@ def router_app(
     metrics, policy = HttpMetrics(), load_policy(config.dispatch, CostModel())
     counted = RouterMetrics(metrics.registry)
     chooser = RouteChooser(nodes, loads, policy, counted)
-    dispatcher = Dispatcher(nodes, counted, loads, chooser, config.dispatch.timers)
+    retries = RetryBudget(config.dispatch.retry_budget)
+    dispatcher = Dispatcher(nodes, counted, loads, chooser, config.dispatch.timers, retries)
     frontend = Frontend(
         source=dispatcher, tokenizer=tokenizer, config=edge, facts=facts, metrics=metrics
     )

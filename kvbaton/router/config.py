@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from argparse import SUPPRESS
 from dataclasses import dataclass, field
 from typing import Any, ClassVar
@@ -65,6 +66,8 @@ class RoutingPolicy:
         itl_slo: milliseconds within which each further token is to come.
         max_ttft: milliseconds; a request whose first token is expected later is refused (429). None
             refuses those that would come after their deadline, and no others.
+        retry_budget: retries per request that a router makes on average, beside 10 per second and
+            those of requests whose node was lost.
     """
 
     min_handover_tokens: int = flag(
@@ -92,7 +95,15 @@ class RoutingPolicy:
         None, "refuse (429) requests whose first token is expected later", metavar="MS"
     )
 
+    retry_budget: float = flag(
+        0.2,
+        "requests that are tried again because nodes refuse or fail: at most so many per request",
+        metavar="SHARE",
+    )
+
     def __post_init__(self) -> None:
+        if not 0 <= self.retry_budget < math.inf:
+            raise ConfigError("--retry-budget", f"{self.retry_budget} is no number from 0 on")
         for name, objective in (
             ("--ttft-slo", self.ttft_slo),
             ("--itl-slo", self.itl_slo),

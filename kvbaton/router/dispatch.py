@@ -31,6 +31,7 @@ from kvbaton.router.relay import (
     MoveEnded,
     RequestRelay,
 )
+from kvbaton.router.retry_budget import RetryBudget
 
 logger = logging.getLogger(__name__)
 
@@ -53,6 +54,7 @@ class Dispatcher(TokenSource):
         loads: what is in flight.
         chooser: chooses nodes.
         timers: of each request.
+        retries: that all of them may ask for.
     """
 
     def __init__(
@@ -62,12 +64,14 @@ class Dispatcher(TokenSource):
         loads: NodeLoads,
         chooser: RouteChooser,
         timers: RelayTimers,
+        retries: RetryBudget,
     ) -> None:
         self.nodes = nodes
         self.metrics = metrics
         self.loads = loads
         self.chooser = chooser
         self.timers = timers
+        self.retries = retries
         self.running: dict[str, _Running] = {}
         self._leaving: dict[str, _Departure] = {}
         self._ended: Counter[str] = Counter()
@@ -83,6 +87,7 @@ class Dispatcher(TokenSource):
         name = request.request_id
         if name in self.running:
             raise RequestError(f"request id {name!r} is in use", param="request_id", status=409)
+        self.retries.request()
         running = self.running[name] = _Running(self, request, receiver)
         try:
             running.start()
@@ -113,6 +118,13 @@ class Dispatcher(TokenSource):
         self.metrics.requests.labels(outcome).inc()
         self._ended[outcome] += 1
         self._tokens += tokens
+
+    def may_retry(self) -> bool:
+        """Whether a request that has failed may be tried again."""
+        if self.retries.spend():
+            return True
+        self.metrics.refused_retries.inc()
+        return False
 
     def node_lost(self, node_id: str, reason: str) -> None:
         """A node is of no use any more: its requests go elsewhere now, not at a timeout."""
@@ -188,6 +200,7 @@ class _Running:
             item_ids=[os.urandom(16) for _ in request.items],
             timers=dispatcher.timers,
             now=self._started_at,
+            may_retry=dispatcher.may_retry,
         )
         self.receiver = receiver
         self.read_at = 0.0
@@ -254,7 +267,7 @@ class _Running:
         """One of the nodes is gone."""
         for asked, call in list(self._calls.items()):
             if asked.node.node_id == node_id and not call.done:
-                self.failed(asked, NodeError(f"the node is lost: {reason}"))
+                self.failed(asked, NodeError(f"the node is lost: {reason}", lost=True))
 
     # --- carrying out ---
 
@@ -412,7 +425,7 @@ class _NodeCall:
             why = NodeError(error.message, error.status, error.param, error.code)
             running.failed(asked, why)
         else:
-            running.failed(asked, NodeError(str(error)))
+            running.failed(asked, NodeError(str(error), lost=True))
             running.dispatcher.nodes.unreachable(asked.node, str(error))
 
     def cancel(self) -> None:

@@ -40,6 +40,9 @@ class RouterMetrics:
             "node_request_failures", "Of those, how many failed.", ("node", "part")
         )
         self.retries = counter("retries", "Attempts after the first.")
+        self.refused_retries = counter(
+            "retries_refused", "Attempts that were not made: the budget was spent."
+        )
         self.moves = counter(
             "moves", "Running requests that went on at another node, or failed to.", ("outcome",)
         )

@@ -64,12 +64,14 @@ class NodeError:
         status: the HTTP status that the node answered, or None if there was no answer.
         param: of its error.
         code: of its error.
+        lost: the node is gone, and with it all that it had: that is no sign of too much to do.
     """
 
     message: str
     status: int | None = None
     param: str | None = None
     code: str | None = None
+    lost: bool = False
 
     @property
     def summary(self) -> str:

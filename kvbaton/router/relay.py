@@ -107,6 +107,7 @@ class RequestRelay:
         item_ids: the same for each item of the prompt.
         timers: limits.
         now: the clock.
+        may_retry: asked before an attempt that follows upon another's failure, if no node was lost.
 
     Attributes:
         attempt: number of the attempt that runs.
@@ -123,6 +124,7 @@ class RequestRelay:
         item_ids: Sequence[bytes] = (),
         timers: RelayTimers,
         now: float,
+        may_retry: Callable[[], bool] = lambda: True,
     ) -> None:
         assert request.params.seed is not None, "two nodes without a seed sample different tokens"
         self.request = request
@@ -133,6 +135,7 @@ class RequestRelay:
         self._transfer_id = transfer_id
         self._item_ids = item_ids
         self._timers = timers
+        self._may_retry = may_retry
         self._expires_at = now + request.deadline_s
         self._heard_at = now
         self._confirm_by: float | None = None
@@ -262,7 +265,7 @@ class RequestRelay:
             status=error.status if busy and error.status else 502,
             code=error.code if busy else "node_failed",
         )
-        return [CancelNode(asked), *moved, *self._retry(failure, now)]
+        return [CancelNode(asked), *moved, *self._retry(failure, now, lost=error.lost)]
 
     def ended(self, asked: NodeRequest, now: float) -> list[Action]:
         """What a node had to say ended in good order."""
@@ -423,7 +426,7 @@ class RequestRelay:
 
     # --- attempts ---
 
-    def _retry(self, error: RequestError, now: float) -> list[Action]:
+    def _retry(self, error: RequestError, now: float, *, lost: bool = False) -> list[Action]:
         closing = self._cancel_open()
         limit = self.request.params.max_tokens
         if all(c.finished or c.announced or len(c.tokens) >= limit for c in self._choices):
@@ -431,6 +434,9 @@ class RequestRelay:
         if now >= self._expires_at:
             return closing + self._fail(self._expired())
         if self.attempt - self._moves >= self._timers.max_retries:
+            return closing + self._fail(error)
+        if not lost and not self._may_retry():
+            self.story.append("no attempt more: too many requests are tried again (--retry-budget)")
             return closing + self._fail(error)
         return closing + (self._begin(now) or self._fail(error))
 

@@ -32,6 +32,7 @@ from kvbaton.router.metrics import RouterMetrics
 from kvbaton.router.nodes import EngineClients, KnownNodes
 from kvbaton.router.policies import load_policy
 from kvbaton.router.prefix_index import PrefixIndex
+from kvbaton.router.retry_budget import RetryBudget
 from kvbaton.simulate.clock import VirtualLoop, run_virtually
 from kvbaton.simulate.engine import IDENTITY, ModeledEngine, Prompts
 from kvbaton.simulate.engine_model import EngineModel
@@ -238,7 +239,8 @@ class _Service:
         chooser = RouteChooser(self._nodes, loads, policy, metrics, remembered=None)
         self.decisions = chooser.decisions
         timers = RelayTimers(idle_s=1e9, max_retries=0)  # tokens between are told with the last
-        self._dispatcher = Dispatcher(self._nodes, metrics, loads, chooser, timers)
+        retries = RetryBudget(settings.retry_budget, loop.time)
+        self._dispatcher = Dispatcher(self._nodes, metrics, loads, chooser, timers, retries)
         self.outcomes: dict[int, RequestRecord] = {}
         self._clients: dict[int, _Client] = {}
         self._followers = {r.after: i for i, r in enumerate(trace) if r.after is not None}
