@@ -26,7 +26,7 @@ OWN_SERVERS = frozenset(
     f"tests/e2e/test_{name}.py"
     for name in (
         *("commands", "encode", "encode_more", "failures", "frontends", "hostile", "migration"),
-        *("namespaces", "overlap", "readme", "vendor_transport"),
+        *("namespaces", "overlap", "readme", "rolling_update", "up", "vendor_transport"),
     )
 )
 """Files whose tests share servers with no other file: a worker for each."""
