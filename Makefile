@@ -50,7 +50,8 @@ manifests: helm  ## deploy/manifests, made from the chart
 
 # Chromium, without what it recommends, takes 30 s and 360 MB; the page's tests half a minute.
 servers:  ## what some tests start, from Debian or Ubuntu (as root); without it they skip
-	apt-get update -qq && DEBIAN_FRONTEND=noninteractive apt-get install -y -qq redis-server iproute2
+	apt-get update -qq && DEBIAN_FRONTEND=noninteractive apt-get install -y -qq --no-install-recommends \
+	  redis-server iproute2 prometheus
 	DEBIAN_FRONTEND=noninteractive apt-get install -y -qq --no-install-recommends chromium \
 	  fonts-dejavu-core || echo "no chromium from here: the page is not tried in a browser"
 

@@ -8,7 +8,7 @@ from prometheus_client import CollectorRegistry, Counter
 from prometheus_client.core import GaugeMetricFamily
 from prometheus_client.registry import Collector
 
-from kvbaton.router.loads import NodeLoads
+from kvbaton.router.loads import IDLE, NodeLoads
 from kvbaton.router.membership import Member
 from kvbaton.server.metrics import RatioHistogram, SecondsHistogram
 
@@ -16,6 +16,9 @@ FIRST_TOKEN_BUCKETS = (0.005, 0.01, 0.02, 0.04, 0.08, 0.15, 0.3, 0.6, 1.2, 2.5, 
 MOVE_GAP_BUCKETS = (0.005, 0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1.0, 2.0, 5.0)
 RATIO_BUCKETS = (0.01, 0.02, 0.05, 0.07, 0.1, 0.15, 0.2, 0.3, 0.5, 1.0, 2.0, 5.0)
 OVERHEAD_BUCKETS = (2e-5, 5e-5, 1e-4, 2e-4, 5e-4, 1e-3, 2e-3, 5e-3, 1e-2, 2e-2, 5e-2, 0.1, 0.5)
+
+
+OUTCOMES = ("finished", "failed", "cancelled", "refused")
 
 
 class RouterMetrics:
@@ -33,6 +36,8 @@ class RouterMetrics:
             return SecondsHistogram(f"kvbaton_router_{name}", text, bounds, registry)
 
         self.requests = counter("requests", "Requests ended, by outcome.", ("outcome",))
+        for outcome in OUTCOMES:  # shown from the start, so that a rate is one of 0
+            self.requests.labels(outcome)
         self.node_requests = counter(
             "node_requests", "Requests sent to nodes, by what for.", ("node", "part")
         )
@@ -96,7 +101,8 @@ class NodeCollector(Collector):
         rows = GaugeMetricFamily(
             "kvbaton_router_item_rows_in_flight", "Being encoded.", labels=["node"]
         )
-        for node, load in self._loads.own.items():
+        idle = dict.fromkeys((member.info.node_id for member in self._members()), IDLE)
+        for node, load in {**idle, **self._loads.own}.items():
             running.add_metric([node], load.sequences)
             prompt.add_metric([node], load.prompt_tokens)
             rows.add_metric([node], load.rows)
