@@ -17,12 +17,13 @@ from importlib.util import find_spec
 from itertools import count
 from pathlib import Path
 from typing import Any, Literal
+from urllib.parse import urlsplit
 
 import pytest
 
 from tests.support.cluster import Cluster
 from tests.support.served_pair import POOL, SETTLE_S
-from tests.support.servers import Router
+from tests.support.servers import Router, poll
 from tests.support.store_servers import need
 
 pytestmark = pytest.mark.e2e
@@ -113,6 +114,17 @@ class View:
             assert time.monotonic() < limit, f"{expression}: not in {self.page.content()}"
             self.page.wait_for_timeout(50)
 
+    def hide(self, hidden: bool) -> None:
+        """As when another tab is in front."""
+        self.page.evaluate(
+            """hidden => {
+                const told = { get: () => hidden, configurable: true };
+                Object.defineProperty(document, "hidden", told);
+                document.dispatchEvent(new Event("visibilitychange"));
+            }""",
+            hidden,
+        )
+
     def serious(self) -> list[str]:
         """What axe finds."""
         from axe_playwright_python.sync_playwright import Axe
@@ -198,15 +210,28 @@ def test_the_page_says_the_same_without_scripts(opened: Callable[..., View]) -> 
     assert "running" in view.page.locator(".figures").inner_text()
 
 
-def test_the_page_says_when_nobody_answers(browser: Any, cluster: Cluster) -> None:
+def test_the_page_leaves_and_finds_its_router(browser: Any, cluster: Cluster) -> None:
     router = cluster.start_router("alone")
+
+    def streams() -> float:
+        return router.metrics()("kvbaton_http_requests_in_flight") - 1  # who asks is one
+
     view = View(browser, router.url)
     try:
         view.until("document.querySelector('#link').textContent === 'live'")
+        assert streams() == 1
+        view.hide(True)
+        poll("a page that nobody sees is silent", lambda: streams() == 0, PATIENCE_S, router.tail)
+        view.hide(False)
+        poll("it is back", lambda: streams() == 1, PATIENCE_S, router.tail)
+        port = urlsplit(router.url).port
         cluster.stop([router])
         view.until("document.querySelector('#link').className === 'lost'")
+        router = cluster.start_router("alone-again", f"--port={port}")
+        view.until("document.querySelector('#link').className === 'live'")
     finally:
         view.close()
+        cluster.stop([router])
 
 
 def write_picture(file: Path, views: list[View]) -> None:
