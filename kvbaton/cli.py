@@ -80,7 +80,7 @@ def make_parser() -> argparse.ArgumentParser:
                 log_level="warning",
             ),
             run_up,
-            "Start a whole cluster on this machine.",
+            "Start a whole cluster on this machine, or on those of a Ray cluster.",
         ),
         ("serve", _serve_flags, run_node, "Start a node: source, target, or alone."),
         (
@@ -205,7 +205,10 @@ def run_up(args: argparse.Namespace) -> int:
     from kvbaton.cluster.config import ClusterConfig
     from kvbaton.cluster.launcher import run
 
+    model = args.model
     find_model(args)
+    if args.ray is not None:  # other machines read it where it is here, a GGUF file themselves
+        args.model = os.path.abspath(model)
     return run(from_args(ClusterConfig, args))
 
 

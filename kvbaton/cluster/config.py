@@ -1,4 +1,4 @@
-"""Settings of a local cluster, and what its processes are started with."""
+"""Settings of a cluster that one command starts, and what its processes are started with."""
 
 from __future__ import annotations
 
@@ -20,7 +20,9 @@ NVIDIA_GPUS = Path("/proc/driver/nvidia/gpus")
 
 @dataclass(frozen=True, kw_only=True)
 class ClusterConfig(EndpointConfig):
-    """All that ``kvbaton up`` needs to know. Only the router listens at `host`; nodes on loopback.
+    """All that ``kvbaton up`` needs to know.
+
+    Only the router listens at `host`; nodes listen on loopback, or where Ray knows their machines.
 
     Attributes:
         engine: settings of every node's engine.
@@ -28,6 +30,8 @@ class ClusterConfig(EndpointConfig):
         num_prefill: nodes that prefill only.
         num_decode: nodes that generate only.
         num_encode: encoder nodes.
+        ray: address of the Ray cluster whose machines take the nodes, as `ray.init` knows it; None
+            starts them on this machine.
         transport: ``NAME[:JSON]``.
         routing: which work is given to other nodes.
         start_timeout_s: until all nodes must be ready.
@@ -51,6 +55,14 @@ class ClusterConfig(EndpointConfig):
     num_prefill: Count = flag(0, "nodes that prefill only", name="--prefill", metavar="N")
     num_decode: Count = flag(0, "nodes that generate only", name="--decode", metavar="N")
     num_encode: Count = flag(0, "encoder nodes", name="--encode", metavar="N")
+    ray: str | None = flag(
+        None,
+        "place the nodes on the machines of a Ray cluster (auto: $RAY_ADDRESS, or the one that "
+        "runs here; local: a new one on this machine)",
+        nargs="?",
+        const="auto",
+        metavar="ADDRESS",
+    )
     prompt: str | None = flag(
         None, "answer this one prompt when all is ready, and exit", metavar="TEXT"
     )
@@ -144,13 +156,12 @@ class ClusterConfig(EndpointConfig):
             *words_of(self, ("shutdown_timeout_s",)),
         ]
 
-    def environment(self) -> dict[str, str]:
-        """Of all children. Secrets go this way: a command line can be read by anyone."""
-        secrets = {
+    def secrets(self) -> dict[str, str]:
+        """For every process's environment: a command line can be read by anyone."""
+        return {
             "KVBATON_API_KEY": " ".join(self.api_keys),
             "KVBATON_CLUSTER_KEY": self.cluster_key or "",
         }
-        return {**os.environ, **secrets, "PYTHONUNBUFFERED": "1"}
 
 
 def shares(

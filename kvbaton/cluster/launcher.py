@@ -9,16 +9,12 @@ import shlex
 import signal
 import sys
 import time
-from collections import deque
-from collections.abc import Mapping, Sequence, Set
-from contextlib import suppress
-from functools import partial
-from typing import Any
+from collections.abc import Mapping
 
 import msgspec
 
-from kvbaton.cluster.config import ClusterConfig, shares, visible_gpus
-from kvbaton.engine.process import die_with_parent
+from kvbaton.cluster.config import ClusterConfig
+from kvbaton.cluster.placement import Child, LocalPlacement, NodeProcess, Placement, StartError
 from kvbaton.messages.nodes import NodesView
 from kvbaton.server.network import bearer, bind, registration_token, url_of
 
@@ -28,37 +24,50 @@ POLL_S = 0.1
 """While it starts."""
 WATCH_S = 1.0
 """While it serves."""
-SHOWN_LINES = 20
-
-
-class StartError(Exception):
-    """The cluster did not come up, or fell apart; the text is for the user."""
+PAUSE_S, MAX_PAUSE_S = 0.5, 30.0
+"""Until a node that ended is started again: at first, and when it keeps ending."""
+LASTING_S = 60.0
+"""A node that ran for so long has not failed at once."""
 
 
 def run(config: ClusterConfig) -> int:
     """Run a cluster until told to stop; returns the exit status.
 
     Raises:
-        ConfigError: the router's address is taken.
+        ConfigError: the router's address is taken, or the machines can't be had.
     """
     logging.basicConfig(level=config.log_level.upper(), format="%(levelname)s %(message)s")
-    return asyncio.run(Cluster(config).run())
+    if config.ray is None:
+        placement: Placement = LocalPlacement(config)
+    else:
+        from kvbaton.cluster.ray_placement import RayPlacement
+
+        placement = RayPlacement(config)
+    try:
+        return asyncio.run(Cluster(placement).run())
+    finally:
+        placement.close()
 
 
 class Cluster:
-    """A router and its nodes.
+    """A router, which is a child of this process, and its nodes.
 
     Args:
-        config: see there.
+        placement: where nodes run.
     """
 
-    def __init__(self, config: ClusterConfig) -> None:
-        self.config = config
+    def __init__(self, placement: Placement) -> None:
+        self.placement = placement
+        self.config = placement.config
         self.url = ""
         self.router: Child | None = None
-        self.nodes: list[Child] = []
+        self.nodes: list[NodeProcess] = []
+        self._node_url = ""
         self._shown: dict[str, str] = {}
-        self._began = time.monotonic()
+        self._starting: dict[str, float] = {}
+        # Generations: of each node the newest that the router knows, and the last that has ended.
+        self._lives: dict[str, str] = {}
+        self._ended: dict[str, str | None] = {}
         self._stop = asyncio.Event()
 
     async def run(self) -> int:
@@ -116,21 +125,27 @@ class Cluster:
 
         Raises:
             ConfigError: the router's address is taken.
+            StartError: there is no room for the nodes.
         """
-        config, env = self.config, self.config.environment()
+        config = self.config
         with bind(config.host, config.port) as listener:
             # Where the router listens on every address, it is reached by loopback.
-            url = url_of(listener).replace("//0.0.0.0:", "//127.0.0.1:")
-            self.url = url.replace("//[::]:", "//[::1]:")
-            words = config.router_words(listener.fileno())
-            fds = [listener.fileno()]
-            self.router = await Child.start("router", words, env=env, pass_fds=fds)
-        names, cores = config.node_names, len(os.sched_getaffinity(0))
-        parts = shares(config.engine, len(names), visible_gpus(), cores)
-        for (role, name), (flags, own_env) in zip(names, parts, strict=True):
-            self._show(name, "starting")
-            words = config.node_words(role, name, self.url, flags)
-            self.nodes.append(await Child.start(name, words, env={**env, **own_env}))
+            url = url_of(listener)
+            self.url = url.replace("//0.0.0.0:", "//127.0.0.1:").replace("//[::]:", "//[::1]:")
+            there = f"//{self.placement.address}:"
+            self._node_url = url.replace("//0.0.0.0:", there).replace("//[::]:", there)
+            words, fd = config.router_words(listener.fileno()), listener.fileno()
+            env = {**os.environ, **config.secrets()}
+            self.router = await Child.start("router", words, env=env, pass_fds=[fd])
+        await self.placement.open()
+        for index in range(len(config.node_names)):
+            self.nodes.append(await self._start_node(index))
+
+    async def _start_node(self, index: int) -> NodeProcess:
+        _, name = self.config.node_names[index]
+        self._starting[name] = time.monotonic()
+        self._show(name, "starting")
+        return await self.placement.start(index, self._node_url)
 
     async def until_ready(self) -> None:
         """Wait until every node is ready and every pair may hand over.
@@ -142,11 +157,10 @@ class Cluster:
         while True:
             for child in self._children():
                 if child.exited.done():
-                    raise StartError(_obituary(child))
+                    raise StartError(child.obituary)
             view = await self._nodes()
             if view is not None:
-                for node in view.nodes:
-                    self._show(node.node_id, node.state, time.monotonic() - self._began)
+                self._show_changes(view)
                 ready = sum(state == "ready" for state in self._shown.values())
                 pairs = len(view.pairs), len(view.encoder_pairs)
                 if ready == len(self.nodes) and pairs == self.config.num_pairs:
@@ -154,7 +168,8 @@ class Cluster:
             if time.monotonic() >= give_up:
                 states = ", ".join(f"{name} is {state}" for name, state in self._shown.items())
                 raise StartError(f"not ready after {self.config.start_timeout_s:g} s: {states}")
-            await asyncio.wait(self._exits(), timeout=POLL_S, return_when=asyncio.FIRST_COMPLETED)
+            exits = [child.exited for child in self._children()]
+            await asyncio.wait(exits, timeout=POLL_S, return_when=asyncio.FIRST_COMPLETED)
 
     async def _nodes(self) -> NodesView | None:
         """The router's answer to ``GET /nodes``; None while it does not answer."""
@@ -177,41 +192,60 @@ class Cluster:
         key = self.config.cluster_key
         return bearer(registration_token(key) if key else None)
 
-    def _show(self, name: str, state: str, seconds: float | None = None) -> None:
-        """Say that a node is in a state, if it was in another; ready after so many seconds."""
+    def _show_changes(self, view: NodesView) -> None:
+        """Say what the router knows, but nothing of lives that have ended: it may be late."""
+        for node in view.nodes:
+            self._lives[node.node_id] = node.generation
+            if node.generation != self._ended.get(node.node_id):
+                self._show(node.node_id, node.state)
+        for name in self._shown.keys() - {node.node_id for node in view.nodes}:
+            if self._lives.get(name) != self._ended.get(name):
+                self._show(name, "gone")
+
+    def _show(self, name: str, state: str) -> None:
         if self._shown.get(name) == state:
             return
         self._shown[name] = state
-        took = f" in {seconds:.1f} s" if state == "ready" and seconds is not None else ""
+        took = ""
+        if state == "ready" and name in self._starting:
+            took = f" in {time.monotonic() - self._starting.pop(name):.1f} s"
         print(f"{name}: {state}{took}", flush=True)
 
     # --- serve ---
 
     async def serve(self) -> None:
-        """Until something breaks that we can't go on without; show what happens.
+        """Until the router ends. Show what happens, and start nodes that end again.
 
         Raises:
-            StartError: the router, or the last node, ended.
+            StartError: it ended.
         """
-        watching = asyncio.create_task(self._watch())
-        gone: set[str] = set()
+        assert self.router is not None
+        tasks = [asyncio.create_task(self._keep(index)) for index in range(len(self.nodes))]
+        tasks.append(asyncio.create_task(self._watch()))
         try:
-            while len(gone) < len(self.nodes):
-                ends = [*self._exits(gone), watching]
-                await asyncio.wait(ends, return_when=asyncio.FIRST_COMPLETED)
-                assert self.router is not None
-                if self.router.exited.done():
-                    raise StartError(_obituary(self.router))
-                if watching.done():
-                    watching.result()
-                for child in self.nodes:
-                    if child.exited.done() and child.name not in gone:
-                        gone.add(child.name)
-                        print(_obituary(child), file=sys.stderr)
-            raise StartError("no node is left")
+            await asyncio.wait([self.router.exited, *tasks], return_when=asyncio.FIRST_COMPLETED)
+            for task in tasks:
+                if task.done():
+                    task.result()  # they end by an exception only
+            raise StartError(self.router.obituary)
         finally:
-            watching.cancel()
-            await asyncio.gather(watching, return_exceptions=True)
+            for task in tasks:
+                task.cancel()
+            await asyncio.gather(*tasks, return_exceptions=True)
+
+    async def _keep(self, index: int) -> None:
+        """Start a node whenever it has ended, after a pause that grows while it does not last."""
+        pause = PAUSE_S
+        while True:
+            node, began = self.nodes[index], time.monotonic()
+            await asyncio.wait([node.exited])
+            self._ended[node.name] = self._lives.get(node.name)
+            print(node.obituary, file=sys.stderr, flush=True)
+            if time.monotonic() - began > LASTING_S:
+                pause = PAUSE_S
+            await asyncio.sleep(pause)
+            pause = min(2 * pause, MAX_PAUSE_S)
+            self.nodes[index] = await self._start_node(index)
 
     async def _watch(self) -> None:
         """Show the cluster, for ever."""
@@ -221,19 +255,13 @@ class Cluster:
             while True:
                 view = await self._nodes()
                 if view is not None:
-                    states = {node.node_id: node.state for node in view.nodes}
-                    for name in {**self._shown, **states}:
-                        self._show(name, states.get(name, "gone"))
+                    self._show_changes(view)
                     display.show(view)
                 await asyncio.sleep(WATCH_S)
 
-    def _exits(self, known: Set[str] = frozenset()) -> list[asyncio.Task[Any]]:
-        assert self.router is not None
-        return [c.exited for c in (self.router, *self.nodes) if c.name not in known]
-
     # --- shutdown ---
 
-    def _children(self) -> list[Child]:
+    def _children(self) -> list[NodeProcess]:
         return [*self.nodes, *([self.router] if self.router is not None else [])]
 
     async def shutdown(self) -> None:
@@ -242,106 +270,3 @@ class Cluster:
         await asyncio.gather(*(child.stop(grace) for child in self.nodes))
         if self.router is not None:
             await self.router.stop(grace)
-
-
-def _obituary(child: Child) -> str:
-    status = child.exited.result()
-    lines = "\n".join(f"    {line}" for line in list(child.tail)[-SHOWN_LINES:])
-    how = f"was killed by signal {-status}" if status < 0 else f"ended with status {status}"
-    return f"{child.name} {how}" + (f"; its last lines:\n{lines}" if lines else "")
-
-
-TAIL_LINES = 30
-MAX_LINE = 1 << 16
-
-
-class Child:
-    """A process of the cluster. Make one with `start`.
-
-    It leads a process group of its own, so that Ctrl-C reaches only us and `kill` reaches all that
-    it started; and Linux kills it when we die, however that happens.
-
-    Attributes:
-        name: as shown to people.
-        tail: the last lines that it wrote.
-    """
-
-    def __init__(self, name: str, process: asyncio.subprocess.Process) -> None:
-        self.name = name
-        self.tail: deque[str] = deque(maxlen=TAIL_LINES)
-        self._process = process
-        self.exited = asyncio.create_task(self._run(), name=f"exit of {name}")
-
-    @classmethod
-    async def start(
-        cls,
-        name: str,
-        words: Sequence[str],
-        *,
-        env: Mapping[str, str],
-        pass_fds: Sequence[int] = (),
-    ) -> Child:
-        """Run ``kvbaton`` with these words."""
-        process = await asyncio.create_subprocess_exec(
-            sys.executable,
-            "-m",
-            "kvbaton",
-            *words,
-            env=env,
-            pass_fds=tuple(pass_fds),
-            stdin=asyncio.subprocess.DEVNULL,
-            stdout=asyncio.subprocess.PIPE,
-            stderr=asyncio.subprocess.STDOUT,
-            limit=MAX_LINE,
-            start_new_session=True,
-            preexec_fn=partial(die_with_parent, os.getpid()),
-        )
-        return cls(name, process)
-
-    @property
-    def pid(self) -> int:
-        """Of the process, and of its group."""
-        return self._process.pid
-
-    def terminate(self) -> None:
-        """Ask it to stop."""
-        if not self.exited.done():
-            with suppress(ProcessLookupError):  # it has just ended by itself
-                self._process.terminate()
-
-    def kill(self) -> None:
-        """End it and all that it started, at once; also what a dead one left behind."""
-        with suppress(ProcessLookupError, PermissionError):
-            os.killpg(self.pid, signal.SIGKILL)
-
-    async def stop(self, grace_s: float) -> None:
-        """Ask it to stop, and end it if it does not within `grace_s` seconds."""
-        self.terminate()
-        await asyncio.wait([self.exited], timeout=grace_s)
-        if not self.exited.done():
-            print(f"{self.name}: did not stop in {grace_s:g} s; killing it", file=sys.stderr)
-        self.kill()
-        await self.exited
-
-    async def _run(self) -> int:
-        assert self._process.stdout is not None
-        output = self._process.stdout
-
-        async def pass_on() -> None:
-            while True:
-                try:
-                    line = await output.readline()
-                except ValueError:  # longer than the limit: readline has dropped it
-                    line = b"(a line too long to show)\n"
-                if not line:
-                    return
-                text = line.decode(errors="replace").rstrip()
-                self.tail.append(text)
-                print(f"[{self.name}] {text}", file=sys.stderr, flush=True)
-
-        reader = asyncio.create_task(pass_on())
-        status = await self._process.wait()
-        # Its last words are read before anybody is told; a grandchild may hold the pipe open.
-        await asyncio.wait([reader], timeout=1.0)
-        reader.cancel()
-        return status

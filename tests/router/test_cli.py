@@ -84,6 +84,19 @@ def test_node_settings_that_do_not_fit_are_named(
     assert "--router: 'here' is no http URL" in failure(capsys, *node, "--router", "here")
 
 
+def test_ray_that_cannot_be_had_is_said_so(
+    capsys: pytest.CaptureFixture[str], broken_model: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    words = ["up", "--model", broken_model, "--ray"]
+    assert "--ray: a ray:// client is no part" in failure(capsys, *words, "ray://head:10001")
+    monkeypatch.setenv("RAY_ADDRESS", "ray://head:10001")
+    assert "--ray: a ray:// client is no part" in failure(capsys, *words)
+    monkeypatch.setitem(sys.modules, "ray", None)  # as if it were not installed
+    assert "--ray: needs the package ray: pip install 'kvbaton[ray]'" in failure(
+        capsys, *words, "10.0.0.1:6379"
+    )
+
+
 def test_a_port_in_use_is_said_so(capsys: pytest.CaptureFixture[str], broken_model: str) -> None:
     with socket.create_server(("127.0.0.1", 0)) as taken:
         port = str(taken.getsockname()[1])

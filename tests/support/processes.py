@@ -26,6 +26,11 @@ def descendants_of(ancestor: int) -> frozenset[int]:
     return frozenset(found)
 
 
+def parent_of(pid: int) -> int:
+    """Who started a live process, or has taken it over."""
+    return _all()[pid][PARENT]
+
+
 def is_alive(pid: int) -> bool:
     """Whether a process is there and no zombie."""
     return pid in _all()
@@ -44,6 +49,15 @@ def processes_with(word: str) -> list[int]:
         if word in line:
             found.append(int(entry.name))
     return found
+
+
+def node_process(name: str, among: frozenset[int]) -> int:
+    """The process, of these, that a launcher started for a node: it leads the node's group."""
+    for pid in among.intersection(processes_with(f"--node-id={name}\0")):
+        with suppress(ProcessLookupError):  # it has just ended
+            if os.getpgid(pid) == pid:
+                return pid
+    raise AssertionError(f"no process is the node {name}")
 
 
 def _all() -> dict[int, list[int]]:

@@ -1,0 +1,256 @@
+"""Nodes on the machines of a Ray cluster: each is an actor that runs ``kvbaton`` as a child.
+
+An actor has no KV cache, no CUDA and no transport of its own: a node that crashes takes nothing
+down but itself, and begins its next life in a fresh process. If this process ends, however that
+happens, Ray ends the actors, and Linux their children.
+
+The router stays with us: its socket is the address that the user asked for, it needs no GPU, and
+under ``ray job submit`` we are on a machine of the cluster, too.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import secrets
+import socket
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from typing import Any
+
+from typing_extensions import override
+
+from kvbaton.cluster.config import ClusterConfig
+from kvbaton.cluster.placement import Child, NodeProcess, Placement, StartError
+from kvbaton.connectors.address import is_loopback
+from kvbaton.engine.process import die_with_parent
+from kvbaton.errors import ConfigError
+
+LINES_AHEAD = 1000
+"""Lines that an actor keeps for us; then the node waits, as on any full pipe."""
+WAIT_S = 1.0
+PATIENCE_S = 5.0
+"""Until we tell what is waited for; how much longer than told the end of a node may take."""
+
+
+class RayPlacement(Placement):
+    """Nodes on a Ray cluster, each with its GPUs on one machine, spread over the machines.
+
+    Args:
+        config: of the cluster; without a cluster key it gets one.
+
+    Raises:
+        ConfigError: there is no such Ray cluster, or its machines could not reach the router.
+    """
+
+    def __init__(self, config: ClusterConfig) -> None:
+        super().__init__(replace(config, cluster_key=config.cluster_key or secrets.token_hex(32)))
+        assert config.ray is not None
+        self._ray = _connect(config.ray)
+        address = self._ray.util.get_node_ip_address()
+        self.address = f"[{address}]" if ":" in address else address
+        machines = [machine for machine in self._ray.nodes() if machine["Alive"]]
+        elsewhere = {m["NodeManagerAddress"] for m in machines} - {address}
+        if is_loopback(config.host) and elsewhere:
+            self.close()
+            raise ConfigError(
+                "--host",
+                f"{config.host} can't be reached from {', '.join(sorted(elsewhere))}: let the "
+                f"router listen on {address}, or on 0.0.0.0 wherever this runs",
+            )
+        self._gpus = config.engine.device == "cuda" or (
+            config.engine.device == "auto" and self._ray.cluster_resources().get("GPU", 0) > 0
+        )
+        self._group: Any = None
+
+    def _bundle(self, role: str) -> dict[str, float]:
+        """What of a machine a node gets; Ray counts whole GPUs, and cores that nobody checks."""
+        engine = self.config.engine
+        ranks = 1 if role == "encode" else engine.tensor_parallel_size
+        if self._gpus:
+            return {"CPU": 1, "GPU": ranks}
+        return {"CPU": (engine.num_threads or 1) * ranks}
+
+    @override
+    async def open(self) -> None:
+        """Reserve a bundle of resources per node; Ray moves those of a machine that it loses."""
+        bundles = [self._bundle(role) for role, _ in self.config.node_names]
+        self._group = self._ray.util.placement_group(bundles, strategy="SPREAD")
+        began, told = time.monotonic(), False
+        while not await asyncio.to_thread(self._group.wait, WAIT_S):
+            waited = time.monotonic() - began
+            if waited > self.config.start_timeout_s:
+                raise StartError(f"no room on the Ray cluster: {self._wanted(bundles)}")
+            if waited > PATIENCE_S and not told:
+                print(f"waiting for Ray: {self._wanted(bundles)}", flush=True)
+                told = True
+
+    def _wanted(self, bundles: Sequence[Mapping[str, float]]) -> str:
+        words = ("CPU", "GPU")
+        wanted = ", ".join(
+            f"{name}: {_resources(bundle)}"
+            for (_, name), bundle in zip(self.config.node_names, bundles, strict=True)
+        )
+        has = ", ".join(
+            f"{m['NodeManagerAddress']}: {_resources({w: m['Resources'].get(w, 0) for w in words})}"
+            for m in self._ray.nodes()
+            if m["Alive"]
+        )
+        return f"nodes need {wanted}; its machines have, partly in use, {has or 'nothing'}"
+
+    @override
+    async def start(self, index: int, router_url: str) -> NodeProcess:
+        from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
+
+        config = self.config
+        role, name = config.node_names[index]
+        bundle, threads = self._bundle(role), config.engine.num_threads or 1
+        flags = ["--device=cuda"] if self._gpus else ["--device=cpu", f"--num-threads={threads}"]
+        actor = (
+            self._ray.remote(NodeActor)
+            .options(
+                num_cpus=bundle["CPU"],
+                num_gpus=bundle.get("GPU", 0),
+                scheduling_strategy=PlacementGroupSchedulingStrategy(self._group, index),
+            )
+            .remote()
+        )
+        words = config.node_words(role, name, router_url, flags)
+        # An argument, since the environment of an actor is shown to whoever looks at the cluster.
+        return RayNode(self._ray, actor, name, words, config.secrets())
+
+    @override
+    def close(self) -> None:
+        self._ray.shutdown()
+
+
+def _resources(amounts: Mapping[str, float]) -> str:
+    return " + ".join(f"{amount:g} {name}" for name, amount in amounts.items())
+
+
+def _connect(address: str) -> Any:
+    """Join a Ray cluster; returns the package.
+
+    Raises:
+        ConfigError: naming ``--ray``.
+    """
+    named = os.environ.get("RAY_ADDRESS", "") if address == "auto" else address
+    if named.startswith("ray://"):
+        message = "a ray:// client is no part of its cluster; start this on one of its machines"
+        raise ConfigError("--ray", f"{message}, or by `ray job submit`")
+    try:
+        import ray
+    except ImportError as error:
+        message = "needs the package ray: pip install 'kvbaton[ray]'"
+        raise ConfigError("--ray", message) from error
+    host, _, port = named.rpartition(":")
+    try:
+        if port.isdigit():  # where nobody is, Ray would try for minutes
+            socket.create_connection((host.strip("[]"), int(port)), timeout=PATIENCE_S).close()
+        ray.init(address=address, log_to_driver=False, logging_level="warning")
+    except (OSError, OverflowError, RuntimeError, ValueError) as error:
+        raise ConfigError("--ray", f"no Ray cluster at {named or address!r}: {error}") from error
+    return ray
+
+
+class NodeActor:
+    """An actor: runs one node on its machine, and hands on what it writes."""
+
+    def __init__(self) -> None:
+        self._child: ForwardingChild | None = None
+        # Ray ends an actor that process 1 takes over when its raylet dies, but where there is a
+        # service manager or a container that is often another process.
+        die_with_parent(os.getppid())
+
+    async def start(self, name: str, words: Sequence[str], env: Mapping[str, str]) -> str:
+        """Run ``kvbaton`` with these words, at this machine's address, which is returned."""
+        import ray
+
+        address: str = ray.util.get_node_ip_address()
+        self._child = await ForwardingChild.start(
+            name, [*words, f"--host={address}"], env={**os.environ, **env}
+        )
+        return address
+
+    async def read(self) -> tuple[list[str], str | None]:
+        """What it has written since; waits for that. With its last lines, how it ended."""
+        assert self._child is not None
+        return await self._child.read()
+
+    async def stop(self, grace_s: float) -> None:
+        """Let it come to an end."""
+        assert self._child is not None
+        await self._child.stop(grace_s)
+
+
+class ForwardingChild(Child):
+    """A child whose lines are read elsewhere."""
+
+    def __init__(self, name: str, process: asyncio.subprocess.Process) -> None:
+        self._lines: asyncio.Queue[str] = asyncio.Queue(LINES_AHEAD)
+        super().__init__(name, process)
+
+    @override
+    async def heard(self, line: str) -> None:
+        await self._lines.put(line)
+
+    async def read(self) -> tuple[list[str], str | None]:
+        """What it has written since, and how it ended; waits for the one or the other."""
+        line = asyncio.create_task(self._lines.get())
+        await asyncio.wait([line, self.exited], return_when=asyncio.FIRST_COMPLETED)
+        lines = [line.result()] if line.done() else []
+        line.cancel()
+        while not self._lines.empty():
+            lines.append(self._lines.get_nowait())
+        return lines, self.exited.result() if self.exited.done() else None
+
+
+class RayNode(NodeProcess):
+    """A node behind its actor.
+
+    Args:
+        ray: the package.
+        actor: a handle of a `NodeActor`; Ray may still look for room for it.
+        name: of the node.
+        words: command line.
+        env: beyond that of its machine.
+    """
+
+    def __init__(
+        self, ray: Any, actor: Any, name: str, words: Sequence[str], env: Mapping[str, str]
+    ) -> None:
+        super().__init__(name)
+        self._ray = ray
+        self._actor = actor
+        self._machine = ""
+        self.exited = asyncio.create_task(self._run(words, env), name=f"exit of {name}")
+
+    async def _run(self, words: Sequence[str], env: Mapping[str, str]) -> str:
+        ended = None
+        try:
+            self._machine = await self._actor.start.remote(self.name, words, env)
+            print(f"{self.name}: on {self._machine}", flush=True)
+            while ended is None:
+                lines, ended = await self._actor.read.remote()
+                for line in lines:
+                    await self.heard(line)
+        except self._ray.exceptions.RayError as error:
+            self.tail.extend(line for line in str(error).splitlines() if line.strip())
+            ended = "was lost with its actor"
+        finally:
+            self.kill()
+        return f"on {self._machine or 'Ray'} {ended}"
+
+    @override
+    def kill(self) -> None:
+        self._ray.kill(self._actor)
+
+    @override
+    async def stop(self, grace_s: float) -> None:
+        if self._machine and not self.exited.done():
+            self._actor.stop.remote(grace_s)
+            await asyncio.wait([self.exited], timeout=grace_s + PATIENCE_S)
+        self.kill()
+        await asyncio.wait([self.exited], timeout=PATIENCE_S)
+        self.exited.cancel()
