@@ -65,8 +65,10 @@ class TracingConfig:
         Raises:
             ConfigError: the flag's address is none, or the packages are missing.
         """
-        found = importlib.util.find_spec("opentelemetry")  # the API may be there by itself
-        there = found is not None and importlib.util.find_spec("opentelemetry.exporter.otlp")
+        try:
+            there = importlib.util.find_spec("opentelemetry.exporter.otlp") is not None
+        except ModuleNotFoundError:  # nothing of it is there, or its API by itself
+            there = False
         if endpoint is not None:
             parts = urlsplit(endpoint)
             if parts.scheme not in ("http", "https") or not parts.hostname:

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import importlib.util
+import os
 import subprocess
 import sys
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -34,6 +36,19 @@ def without_packages(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_off_by_default(without_packages: None) -> None:
     assert TracingConfig.of(None, "router", "") is None
+
+
+def test_its_api_by_itself_does_no_harm(tmp_path: Path) -> None:
+    package = tmp_path / "opentelemetry"
+    package.mkdir()
+    (package / "__init__.py").write_text("")
+    code = (
+        "from kvbaton.server.tracing import TracingConfig; print(TracingConfig.of(None, 'any', ''))"
+    )
+    env = {**os.environ, "PYTHONPATH": str(tmp_path)}
+    words = [sys.executable, "-c", code]
+    done = subprocess.run(words, capture_output=True, text=True, timeout=60, env=env, check=False)
+    assert (done.stdout, done.stderr) == ("None\n", "")
 
 
 def test_nothing_is_imported_while_it_is_off() -> None:
