@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import dataclasses
 import time
 from abc import ABC, abstractmethod
 from collections.abc import AsyncGenerator, Callable, Sequence
@@ -350,7 +349,7 @@ async def respond(
     if timed is None:
         return await _respond(request, frontend, prompts, formatter)
     both = zip(prompts, timed.asks, timed.timelines, strict=True)
-    prompts = [dataclasses.replace(p, request=ask, timeline=its) for p, ask, its in both]
+    prompts = [replace(p, request=ask, timeline=its) for p, ask, its in both]
     if wanted:
         formatter.timings = timed.timelines[0].timings
     with timed:
