@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import threading
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future
@@ -18,6 +19,7 @@ pytestmark = pytest.mark.e2e
 
 Prompt = Callable[[int], list[int]]
 MAX_TOKENS = 340
+NUMBERS = itertools.count()
 LEAVES_AT = 24
 """Tokens that every stream has told when the node is drained."""
 KINDS: list[dict[str, Any]] = [
@@ -114,7 +116,7 @@ def start_router(cluster: Cluster, any_nodes: tuple[Node, Node, Router]) -> Iter
 
     def start(*flags: str) -> Router:
         known = f"--any={a.url}", f"--any={b.url}"
-        name = f"move-router-{len(flags)}"
+        name = f"move-router-{next(NUMBERS)}"
         router = cluster.start_router(name, "--min-fetch-tokens=16", *known, *flags)
         started.append(router)
         cluster.until_up(a, b, router=router, pairs=2)
@@ -203,26 +205,34 @@ def test_sequences_move_to_and_fro_behind_several_workers(
     assert moved > 0
 
 
-def test_a_node_that_is_told_to_stop_loses_nothing(
+@pytest.mark.parametrize("end", ["told to stop", "killed"])
+def test_a_node_that_ends_loses_nothing(
     cluster: Cluster,
     any_nodes: tuple[Node, Node, Router],
     start_router: StartRouter,
     prompt: Prompt,
+    end: str,
 ) -> None:
+    """Told to stop, it sends what runs there; killed while it does that, others compute it."""
     a, b, _ = any_nodes
-    router = start_router("--policy=least-loaded", "--min-handover-tokens=512", "--max-ttft=60000")
+    router = start_router("--policy=least-loaded", "--min-handover-tokens=512")
     leaving = cluster.start_node("any", "any-c", {"num-blocks": "512"}, router=router)
     cluster.until_up(leaving, router=router, pairs=6)
     for name in ("any-a", "any-b"):
         router.post(f"/nodes/{name}/pause", {})
-    bodies = [completion(prompt(80 + i), max_tokens=MAX_TOKENS, **KINDS[i]) for i in range(4)]
+    bodies = [completion(prompt(80 + i), max_tokens=MAX_TOKENS, **KINDS[i]) for i in range(6)]
     streams = [Stream(router, body) for body in bodies]
     for stream in streams:
         stream.until(LEAVES_AT)
     for name in ("any-a", "any-b"):
         router.post(f"/nodes/{name}/resume", {})
+    if end == "killed":
+        router.post("/nodes/any-c/migrate", {})
+        leaving.kill()
     cluster.stop((leaving,))
     told = [stream.result() for stream in streams]
-    assert outcomes(router, "moved") > 0
+    assert router.metrics()("kvbaton_router_requests_total", outcome="finished") == len(streams)
+    if end == "told to stop":
+        assert outcomes(router, "moved") > 0
     assert told == undisturbed(a, bodies)
     settle(a, b)
