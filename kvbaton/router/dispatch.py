@@ -245,7 +245,11 @@ class _Running:
         relay, target = self.relay, self.relay.target
         assert target is not None, "there is one while it can move"
         chooser = self.dispatcher.chooser
-        route = chooser.successor(relay.request, relay.known_tokens, target.node)
+        try:
+            route = chooser.successor(relay.request, relay.known_tokens, target.node)
+        except Exception:  # a policy may be anybody's: others are still to be moved
+            logger.exception("no node could be chosen for what leaves %s", target.node.node_id)
+            return False
         if route is None:
             return False
         self.perform(relay.move(route, self.loop.time()))

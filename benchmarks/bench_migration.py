@@ -1,0 +1,153 @@
+"""The longest gap that a client sees when its request moves to another node, and what it costs.
+
+    python -m benchmarks.bench_migration --small --input-len 512 --output-len 400  # on this CPU
+    python -m benchmarks.bench_migration                  # the 8B shape, on two GPUs
+
+Streams of equal prompts' lengths run on one node; in the middle of them the other one takes all of
+them over (``POST /nodes/{id}/migrate``). Gaps are a client's, of the tokens before the move began
+and of those from then on.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import math
+import os
+import re
+import subprocess
+import sys
+import tempfile
+import threading
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import aiohttp
+
+from benchmarks.workload import MAX_MODEL_LEN, SMALL, llama_8b, random_prompts
+from kvbaton.bench.report import percentile, publish
+from kvbaton.bench.serve import Shot, served_model, shoot
+from kvbaton.testing.checkpoints import make_checkpoint
+
+
+def main() -> None:
+    """Run it."""
+    parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
+    parser.add_argument("--small", action="store_true", help="a small model on this CPU")
+    parser.add_argument("--streams", type=int, default=32)
+    parser.add_argument("--input-len", type=int, default=4096)
+    parser.add_argument("--output-len", type=int, default=768)
+    parser.add_argument("--transport", default="nixl")
+    parser.add_argument("--out", type=Path)
+    args = parser.parse_args()
+    with tempfile.TemporaryDirectory() as folder:
+        if args.small:
+            model = make_checkpoint(Path(folder, "model"), SMALL)
+            flags = ["--num-threads=1"]
+        else:
+            model = llama_8b(Path(folder, "model"))
+            flags = ["--load-format=dummy", "--device=cuda", f"--max-model-len={MAX_MODEL_LEN}"]
+        flags += [f"--model={model}", f"--transport={args.transport}", "--start-timeout=200"]
+        with cluster(flags) as router:
+            rows = asyncio.run(measure(router, args))
+    publish("migration", vars(args), rows, args.out)
+
+
+@contextmanager
+def cluster(flags: list[str]) -> Iterator[str]:
+    """Two nodes of any role that serve alone; yields the router's URL."""
+    words = ["up", "--port=0", "--any=2", "--policy=least-loaded", "--min-handover-tokens=1000000"]
+    process = subprocess.Popen(
+        [sys.executable, "-m", "kvbaton", *words, *flags],
+        stdout=subprocess.PIPE,
+        text=True,
+        env={**os.environ},
+    )
+    assert process.stdout is not None
+    try:
+        for line in process.stdout:
+            if found := re.match(r"ready: (http://\S+)/v1", line):
+                threading.Thread(target=process.stdout.read, daemon=True).start()
+                yield found[1]
+                return
+        raise SystemExit("the cluster did not start")
+    finally:
+        process.terminate()
+        process.wait(60)
+
+
+async def measure(router: str, args: argparse.Namespace) -> list[dict[str, Any]]:
+    """One row of before, one of from the move on."""
+    timeout = aiohttp.ClientTimeout(total=400)
+    connector = aiohttp.TCPConnector(limit=0)
+    async with aiohttp.ClientSession(timeout=timeout, connector=connector) as session:
+
+        async def post(path: str) -> None:
+            async with session.post(f"{router}{path}") as response:
+                response.raise_for_status()
+
+        async def counters() -> dict[str, float]:
+            async with session.get(f"{router}/metrics") as response:
+                lines = (await response.text()).splitlines()
+            pairs = (line.rpartition(" ") for line in lines if not line.startswith("#"))
+            return {name: float(value) for name, _, value in pairs}
+
+        model = await served_model(session, router)
+        async with session.get(f"{router}/nodes") as response:
+            source, target = (n["node_id"] for n in (await response.json())["nodes"])
+        # Both nodes have run such steps once before they are timed.
+        for prompt in random_prompts(4, args.input_len, 1):
+            await shoot(session, router, model, prompt, 8)
+        await post(f"/nodes/{target}/pause")
+        prompts = random_prompts(args.streams, args.input_len, 2)
+        running = [
+            asyncio.create_task(shoot(session, router, model, prompt, args.output_len))
+            for prompt in prompts
+        ]
+
+        async def generating() -> int:
+            found = await counters()
+            return int(found.get("kvbaton_router_first_token_seconds_count", 0.0)) - 4
+
+        while await generating() < args.streams:
+            await asyncio.sleep(0.05)
+        await asyncio.sleep(1.0)  # gaps to compare with
+        await post(f"/nodes/{target}/resume")
+        began = time.monotonic()
+        await post(f"/nodes/{source}/migrate")
+        shots = await asyncio.gather(*running)
+        done = await counters()
+    for shot in shots:
+        if shot.error or len(shot.times) != args.output_len:
+            raise SystemExit(f"a stream failed: {shot.error or len(shot.times)}")
+    steady = max(shot.times[0] for shot in shots)  # the last prompt is computed
+    count = int(done.get('kvbaton_router_moves_total{outcome="moved"}', 0.0))
+    return [
+        row("before", shots, steady, began, 0),
+        row("from the move on", shots, began, math.inf, count),
+    ]
+
+
+def row(name: str, shots: list[Shot], begin: float, end: float, moved: int) -> dict[str, Any]:
+    """Gaps (ms) that ended within a time."""
+    gaps = [
+        1e3 * gap
+        for shot in shots
+        for gap, at in zip(shot.gaps, shot.times[1:], strict=True)
+        if begin < at <= end
+    ]
+    return {
+        "tokens": name,
+        "moved": moved,
+        "gaps": len(gaps),
+        "p50 ms": percentile(gaps, 50),
+        "p99 ms": percentile(gaps, 99),
+        "longest ms": max(gaps),
+    }
+
+
+if __name__ == "__main__":
+    main()
