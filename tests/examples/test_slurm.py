@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import os
 import platform
 import re
@@ -10,16 +9,14 @@ import shutil
 import subprocess
 import sys
 import tempfile
-import urllib.error
-import urllib.request
 from collections.abc import Callable, Iterator
-from contextlib import ExitStack
+from functools import partial
 from pathlib import Path
-from typing import Any
 
 import pytest
 
 from kvbaton.server.network import registration_token
+from tests.support.machines import Machine
 from tests.support.servers import poll
 from tests.support.store_servers import free_port, need
 
@@ -29,6 +26,8 @@ SCRIPT = Path(__file__).parents[2] / "examples" / "slurm.sbatch"
 DAEMONS = ("munged", "slurmctld", "slurmd", "sbatch", "srun", "scancel", "sinfo")
 SMALL = ("--num-blocks=64", "--max-model-len=256", "--transport=tcp")
 KEY = "a key that all tasks get from the job's environment"
+ADDRESSES = ("10.78.0.1", "10.78.0.2")
+"""A machine without any address but loopback's can't look up its own name."""
 NODES = ("one", "two")
 CONFIG = """
 ClusterName=test
@@ -53,10 +52,10 @@ PartitionName=main Nodes={nodes} Default=YES State=UP
 
 
 class Slurm:
-    """Daemons and their folder."""
+    """Daemons and their folder, on a machine of their own."""
 
-    def __init__(self, folder: Path, stack: ExitStack) -> None:
-        self.folder, self._stack = folder, stack
+    def __init__(self, folder: Path, machine: Machine) -> None:
+        self.folder, self.machine = folder, machine
         path = f"{Path(sys.executable).parent}:{os.environ['PATH']}:/usr/sbin"
         self.env = {**os.environ, "PATH": path, "SLURM_CONF": str(folder / "slurm.conf")}
         self.env |= {"OMP_NUM_THREADS": "1", "UCX_TLS": "tcp,self"}
@@ -67,13 +66,13 @@ class Slurm:
         key.write_bytes(os.urandom(128))
         key.chmod(0o400)
         files = [f"--{what}-file={folder}/munge.{what}" for what in ("key", "pid", "log", "seed")]
-        self._start("munged", "--foreground", "--force", f"--socket={folder}/munge.sock", *files)
+        start = partial(machine.start, env=self.env)
+        start(["munged", "--foreground", "--force", f"--socket={folder}/munge.sock", *files])
         poll("munge answers", (folder / "munge.sock").exists, 20.0, self.said)
-        self._start("slurmctld", "-D", "-c")
+        start(["slurmctld", "-D", "-c"])
         for name in NODES:
-            self._start("slurmd", "-D", "-N", name)
+            start(["slurmd", "-D", "-N", name])
         poll("the nodes are idle", self._idle, 60.0, self.said)
-        stack.callback(self.end_jobs)
 
     def _configure(self) -> None:
         host = platform.node()
@@ -83,14 +82,6 @@ class Slurm:
             text += f"NodeName={name} {where} CPUs=1\n"
         (self.folder / "slurm.conf").write_text(text)
 
-    def _start(self, *words: str) -> None:
-        with (self.folder / "daemons.log").open("ab") as log:
-            daemon = subprocess.Popen(
-                words, env=self.env, stdin=subprocess.DEVNULL, stdout=log, stderr=log
-            )
-        self._stack.callback(daemon.wait, 30)
-        self._stack.callback(daemon.terminate)
-
     def _idle(self) -> bool:
         return self.run("sinfo", "-h", "-o", "%T %D", check=False).stdout.split() == ["idle", "2"]
 
@@ -99,24 +90,32 @@ class Slurm:
         poll("the job ends", lambda: not self.run("squeue", "-h").stdout, 60.0, self.said)
 
     def run(self, *words: str, check: bool = True) -> subprocess.CompletedProcess[str]:
-        done = subprocess.run(words, env=self.env, capture_output=True, text=True, timeout=60)
+        inside = [*self.machine.inside, *words]
+        done = subprocess.run(inside, env=self.env, capture_output=True, text=True, timeout=60)
         assert not check or done.returncode == 0, done.stderr + self.said()
         return done
 
     def said(self) -> str:
-        logs = [*self.folder.glob("*.log"), *self.folder.glob("job*")]
-        return "\n".join(line for log in logs for line in log.read_text().splitlines()[-30:])
+        jobs = [path.read_text() for path in self.folder.glob("job*")]
+        return "\n".join([self.machine.said(), *jobs])
 
 
 @pytest.fixture
-def slurm() -> Iterator[Slurm]:
+def slurm(tmp_path: Path) -> Iterator[Slurm]:
     path = f"{os.environ['PATH']}:/usr/sbin"
     found = all(shutil.which(name, path=path) for name in DAEMONS)
     need("slurm", os.geteuid() == 0 and found, "slurmctld, slurmd, slurm-client, munge; as root")
     # Not pytest's folder: a socket's path is short.
-    with ExitStack() as stack:
-        folder = stack.enter_context(tempfile.TemporaryDirectory(prefix="slurm"))
-        yield Slurm(Path(folder), stack)
+    with tempfile.TemporaryDirectory(prefix="slurm") as folder:
+        machine, other = Machine(tmp_path), Machine(tmp_path)
+        try:
+            machine.connect(other, *ADDRESSES)
+            slurm = Slurm(Path(folder), machine)
+            yield slurm
+            slurm.end_jobs()
+        finally:
+            machine.stop()
+            other.stop()
 
 
 def test_a_job(slurm: Slurm, checkpoint: Callable[..., Path]) -> None:
@@ -125,32 +124,15 @@ def test_a_job(slurm: Slurm, checkpoint: Callable[..., Path]) -> None:
     slurm.env["KVBATON_CLUSTER_KEY"] = KEY
     slurm.run("sbatch", *words, str(SCRIPT), model, "1", *SMALL)
     poll("it tells where to ask", lambda: output.exists() and asked(output), 60.0, slurm.said)
-    url = asked(output)
-    pairs = [["prefill-0", "decode-1"]]
-    poll("a pair", lambda: call(f"{url}/nodes").get("pairs") == pairs, 120.0, slurm.said)
+    router, machine = asked(output), slurm.machine
+    token = ("-H", f"Authorization: Bearer {registration_token(KEY)}")
+    nodes = machine.until_pairs(router, 1, *token)
+    assert nodes["pairs"] == [["prefill-0", "decode-1"]]
     body = {"model": model, "prompt": "The quick brown fox", "max_tokens": 8, "ignore_eos": True}
-    assert call(f"{url}/v1/completions", body)["usage"]["completion_tokens"] == 8
-    slurm.end_jobs()
+    answer = machine.post(f"{router}/v1/completions", body)
+    assert answer["usage"]["completion_tokens"] == 8
 
 
 def asked(output: Path) -> str:
     found = re.search(r"^ask (http://\S+)/v1$", output.read_text(), re.MULTILINE)
     return found[1] if found else ""
-
-
-def call(url: str, body: Any = None) -> Any:
-    """What a member of the cluster is answered; {} while nobody is there."""
-    headers = {
-        "Authorization": f"Bearer {registration_token(KEY)}",
-        "Content-Type": "application/json",
-    }
-    data = None if body is None else json.dumps(body).encode()
-    try:
-        request = urllib.request.Request(url, data, headers)
-        with urllib.request.urlopen(request, timeout=60) as response:
-            return json.load(response)
-    except urllib.error.HTTPError as error:
-        with error:
-            return json.load(error)
-    except urllib.error.URLError:
-        return {}

@@ -34,14 +34,18 @@ class Machine:
 
     Args:
         folder: for what its processes write.
+
+    Attributes:
+        inside: runs a command there. (``ip netns exec`` would hide what is mounted below /sys.)
     """
 
     def __init__(self, folder: Path) -> None:
-        tools = all(map(shutil.which, ("ip", "bash", "curl")))
+        tools = all(map(shutil.which, ("ip", "nsenter", "curl")))
         need("netns", os.geteuid() == 0 and tools, "namespaces need root, ip and curl")
         self.name = f"kvbm{os.getpid()}n{next(_numbers)}"
         self.log = folder / f"{self.name}.log"
         self.log.touch()
+        self.inside = ("nsenter", f"--net=/run/netns/{self.name}")
         self._started: list[subprocess.Popen[bytes]] = []
         run("ip", "netns", "add", self.name)
         run("ip", "-n", self.name, "link", "set", "lo", "up")
@@ -62,7 +66,7 @@ class Machine:
         with self.log.open("ab") as log:
             self._started.append(
                 subprocess.Popen(
-                    ["ip", "netns", "exec", self.name, *words],
+                    [*self.inside, *words],
                     stdin=subprocess.DEVNULL,
                     stdout=log,
                     stderr=log,
@@ -74,7 +78,7 @@ class Machine:
     def curl(self, *words: str) -> tuple[int, str]:
         """Status of the command, and the answer."""
         done = subprocess.run(
-            ["ip", "netns", "exec", self.name, "curl", "-sS", "--max-time", "60", *words],
+            [*self.inside, "curl", "-sS", "--max-time", "60", *words],
             capture_output=True,
             text=True,
             timeout=90,

@@ -1,0 +1,80 @@
+"""``kvbaton drain`` against whatever may answer it."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator
+from typing import Any
+
+import pytest
+from aiohttp import web
+from aiohttp.test_utils import TestServer
+
+from kvbaton.cluster.drain import DrainConfig, run
+from kvbaton.errors import ConfigError
+
+IDLE, BUSY = '{"idle": true}', '{"idle": false}'
+STARTING = '{"error": {"message": "soon", "type": "x", "code": "starting"}}'
+REFUSED = '{"error": {"message": "only from loopback", "type": "x", "code": null}}'
+
+
+class Answers:
+    """A server that answers ``POST /drain`` from a list, the last again and again."""
+
+    def __init__(self) -> None:
+        self.script: list[tuple[int, str]] = []
+        self.asked = 0
+        self.url = ""
+
+    async def answer(self, request: web.Request) -> web.Response:
+        self.asked += 1
+        status, text = self.script[min(self.asked, len(self.script)) - 1]
+        return web.Response(status=status, text=text, content_type="application/json")
+
+    async def drain(self, **settings: Any) -> int:
+        return await asyncio.to_thread(run, DrainConfig(url=self.url, **settings))
+
+
+@pytest.fixture
+async def server() -> AsyncIterator[Answers]:
+    answers = Answers()
+    app = web.Application()
+    app.router.add_post("/drain", answers.answer)
+    async with TestServer(app) as running:
+        answers.url = str(running.make_url(""))
+        yield answers
+
+
+async def test_it_waits_until_nothing_runs(server: Answers) -> None:
+    server.script = [(200, BUSY), (500, "?"), (200, BUSY), (200, IDLE)]
+    assert await server.drain() == 0
+    assert server.asked == 4
+
+
+async def test_it_waits_for_load_balancers(server: Answers) -> None:
+    server.script = [(200, IDLE)]
+    assert await server.drain(settle_s=0.3) == 0
+    assert server.asked > 1
+
+
+async def test_it_gives_up(server: Answers, capsys: pytest.CaptureFixture[str]) -> None:
+    server.script = [(200, BUSY)]
+    assert await server.drain(timeout_s=0.0) == 1
+    assert "still works after 0 s" in capsys.readouterr().err
+
+
+async def test_who_has_not_begun_has_nothing_to_finish(server: Answers) -> None:
+    server.script = [(503, STARTING)]
+    assert await server.drain() == 0
+
+
+async def test_who_is_not_there_has_nothing_to_finish(server: Answers) -> None:
+    server.url = "http://127.0.0.1:9"
+    assert await server.drain() == 0
+
+
+@pytest.mark.parametrize("status", [401, 403])
+async def test_who_is_not_let_in_is_told(server: Answers, status: int) -> None:
+    server.script = [(status, REFUSED)]
+    with pytest.raises(ConfigError, match="does not let itself be drained: only from loopback"):
+        await server.drain()
