@@ -3,7 +3,8 @@
 A mock node is a small server that makes tokens without a model: one for each running request per
 step, as an engine does. The bare proxy (aiohttp, no parsing) passes a client's request on to the
 mock's OpenAI endpoint and the answer back; the router tokenizes, asks a prefill and a decode mock,
-relays and detokenizes. Three loads:
+relays and detokenizes. Mocks say what their steps take and what they have cached, so that the
+router chooses nodes as it does for real ones. Three loads:
 
 - *full*: as many clients at once as `--clients` says, mocks as fast as they can: requests/s as a
   share of the proxy's, CPU time per request and per token, and for each further number in
