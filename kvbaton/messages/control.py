@@ -198,7 +198,7 @@ class Ack(TransferMessage, frozen=True, tag="ack", kw_only=True):
 
 
 class NotNeeded(TransferMessage, frozen=True, tag="not_needed", kw_only=True):
-    """D has the whole prompt; P may stop."""
+    """D has the whole prompt, or its request ended before it asked for it; P may stop."""
 
 
 class Failed(TransferMessage, frozen=True, tag="failed", kw_only=True):

@@ -205,7 +205,7 @@ class Start(AboutAttempt, TargetEvent, frozen=True):
 
 
 class Unneeded(Struct, TargetEvent, frozen=True):
-    """D has the whole prompt in its own cache: P may stop. Nothing is awaited."""
+    """D has the whole prompt, or wants it no more and has reserved nothing: P may stop."""
 
     attempt: Attempt
     address: str
