@@ -11,6 +11,7 @@ under ``ray job submit`` we are on a machine of the cluster, too.
 from __future__ import annotations
 
 import asyncio
+import math
 import os
 import secrets
 import socket
@@ -70,7 +71,12 @@ class RayPlacement(Placement):
         ranks = 1 if role == "encode" else engine.tensor_parallel_size
         if self._gpus:
             return {"CPU": 1, "GPU": ranks}
-        return {"CPU": (engine.num_threads or 1) * ranks}
+        if engine.num_threads is not None:
+            return {"CPU": engine.num_threads * ranks}
+        # As on one machine: nodes share cores where there are fewer than they have threads.
+        threads = len(self.config.node_names) * engine.tensor_parallel_size
+        cores = max(1.0, self._ray.cluster_resources().get("CPU", 1.0))
+        return {"CPU": ranks / math.ceil(threads / cores)}
 
     @override
     async def open(self) -> None:
