@@ -26,7 +26,7 @@ from kvbaton.messages.nodes import GenerateResponse
 from kvbaton.types import TransferTimers
 from tests.support.cluster import Cluster
 from tests.support.oracle import Oracle
-from tests.support.served_pair import Pair
+from tests.support.served_pair import Pair, settle
 from tests.support.servers import HttpFailure, Node, poll
 from tests.support.store_servers import need
 
@@ -271,18 +271,24 @@ def reachable(node: Node) -> bool:
     return False
 
 
-def hand_over_works(nodes: Nodes, oracle: Oracle, seed: int) -> None:
-    """Blocks cross again; until the session is up, prompts are computed."""
+def hand_over_works(nodes: Nodes, oracle: Oracle, seed: int, rest_s: float = 20.0) -> None:
+    """Blocks cross again; until the session is up, prompts are computed.
+
+    Args:
+        nodes, oracle, seed: of the prompts.
+        rest_s: how long blocks of an attempt that failed may be in quarantine.
+    """
     poll("P can be reached", lambda: reachable(nodes.p), 30.0, nodes.p.tail)
     rounds = itertools.count()
 
     def crosses() -> bool:
         ids = prompt_of(64, 1000 * seed + next(rounds))
+        settle(nodes.p, nodes.d, seconds=rest_s)
         pair = Pair(nodes.p, nodes.d, nodes.model)
         assert pair.tokens(ids, max_tokens=4) == oracle.greedy(ids, 4)
         return pair.at_d()("kvbaton_prompt_tokens_total", source="transferred") == 64
 
-    poll("blocks cross", crosses, 30.0, lambda: nodes.p.tail() + nodes.d.tail())
+    poll("blocks cross", crosses, 10.0 + rest_s, lambda: nodes.p.tail() + nodes.d.tail())
 
 
 @pytest.fixture(scope="module")
@@ -358,9 +364,9 @@ def test_d_is_stopped_and_continued(turned: Nodes, oracle: Oracle) -> None:
         finally:
             os.killpg(turned.d.pid, signal.SIGCONT)
         # P lives, and can't say whether what it wrote has landed: it is fenced in the end.
-        limit = TransferTimers().quarantine_limit + TransferTimers().lease
-        turned.until_back(limit + 20.0, "D's blocks are back")
-    hand_over_works(turned, oracle, 13)
+        limit = TransferTimers().quarantine_limit + TransferTimers().lease + 20.0
+        settle(turned.d, turned.p, seconds=limit)
+    hand_over_works(turned, oracle, 13, limit)
 
 
 @pytest.mark.slow

@@ -27,25 +27,25 @@ def bytes_per_token(model: Path) -> int:
     return config["num_hidden_layers"] * per_layer * 4
 
 
-def at_rest(metrics: Metrics) -> bool:
-    """Whether a node does nothing, owes nothing, and all its blocks are free or cached."""
-    zero = ("imbalance", "unhealthy", "transfers_live", "transfers_quarantined", "leases")
-    names = ["kvbaton_ledger_imbalance", *(f"kvbaton_{name}" for name in zero[1:])]
+def unrest(metrics: Metrics) -> dict[str, float]:
+    """What a node does, owes or holds besides free and cached blocks, by metric; empty at rest."""
+    zero = ("unhealthy", "transfers_live", "transfers_quarantined", "leases")
+    names = ["kvbaton_ledger_imbalance", *(f"kvbaton_{name}" for name in zero)]
     names += [f"kvbaton_sequences_{state}" for state in ("waiting", "running", "loading")]
-    owners = ("request", "incoming", "outgoing", "fenced")
-    return not any(metrics(name) for name in names) and not any(
-        metrics("kvbaton_blocks", owner=owner) for owner in owners
-    )
+    found = {name: metrics(name) for name in names}
+    for owner in ("request", "incoming", "outgoing", "fenced"):
+        found[f"kvbaton_blocks of {owner}"] = metrics("kvbaton_blocks", owner=owner)
+    return {name: value for name, value in found.items() if value}
 
 
-def settle(*nodes: Node) -> None:
+def settle(*nodes: Node, seconds: float = SETTLE_S) -> None:
     """Wait until nothing is on its way and the ledgers of all nodes balance."""
     for node in nodes:
         poll(
             f"{node.name} is at rest",
-            lambda node=node: at_rest(node.metrics()),  # type: ignore[misc]
-            SETTLE_S,
-            lambda node=node: json.dumps(node.state(), indent=1) + node.tail(),  # type: ignore[misc]
+            lambda node=node: not unrest(node.metrics()),  # type: ignore[misc]
+            seconds,
+            lambda node=node: f"{unrest(node.metrics())}\n{node.tail()}",  # type: ignore[misc]
         )
 
 
