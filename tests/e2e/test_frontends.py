@@ -268,13 +268,16 @@ async def test_a_core_that_stands_still_or_dies_is_noticed(keyed: Node) -> None:
     )
     for stop in (signal.SIGSTOP, signal.SIGKILL):
         await asyncio.to_thread(poll, "idle", lambda: not live(keyed), PATIENCE_S, keyed.tail)
-        client = await EngineClient.connect(keyed.info()["engine_address"], cluster_key=KEY)
-        asked = asyncio.create_task(tokens_of(client, asking("r", LONG)))
-        await asyncio.to_thread(poll, "it runs", lambda: live(keyed) > 0, PATIENCE_S, keyed.tail)
-        os.kill(core, stop)
-        async with asyncio.timeout(WITHIN_S):
-            with pytest.raises(EngineDeadError):
-                await asked
-        await client.close()
+        async with (
+            frontend(keyed) as client,
+            aclosing(client.generate(asking("r", LONG))) as outputs,
+            asyncio.timeout(PATIENCE_S),
+        ):
+            await anext(outputs)
+            os.kill(core, stop)
+            async with asyncio.timeout(WITHIN_S):
+                with pytest.raises(EngineDeadError):
+                    async for _ in outputs:
+                        pass
         if stop == signal.SIGSTOP:
             os.kill(core, signal.SIGCONT)
