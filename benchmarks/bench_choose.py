@@ -17,6 +17,7 @@ from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 from pathlib import Path
 
+from benchmarks.bench_router import LOAD
 from kvbaton.bench.report import publish
 from kvbaton.connectors.keys import block_keys, root_key
 from kvbaton.messages.engine import (
@@ -39,15 +40,7 @@ from kvbaton.router.prefix_index import PrefixIndex
 BLOCK_SIZE, BLOCKS = 16, 1000
 GROUPS = (CachedGroup(BLOCK_SIZE),)
 ROUNDS = 7
-SPEED = {
-    "step_s": 0.004,
-    "prefill_token_s": 2e-5,
-    "prefill_context_s": 1e-6,
-    "decode_sequence_s": 1e-5,
-    "decode_context_s": 1e-5,
-    "step_tokens": 4096.0,
-    "free_blocks": 1e5,
-}
+SPEED = {**LOAD, "free_blocks": 1e5}
 
 
 def main() -> None:

@@ -15,15 +15,10 @@ from __future__ import annotations
 import argparse
 import asyncio
 import json
-import os
 import re
-import subprocess
-import sys
 import tempfile
-import threading
 import time
-from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager
 from pathlib import Path
 from statistics import median
 from typing import Any
@@ -31,7 +26,7 @@ from typing import Any
 import aiohttp
 
 from benchmarks.bench_gpu_shapes import SHAPES
-from benchmarks.workload import MAX_MODEL_LEN, dummy_folder, publish, random_prompts
+from benchmarks.workload import MAX_MODEL_LEN, cluster_of, dummy_folder, publish, random_prompts
 from kvbaton.bench.report import percentile
 from kvbaton.bench.serve import Shot, served_model, shoot
 from kvbaton.connectors.layout import ITEM_SIZE
@@ -56,28 +51,9 @@ PAUSE_S = 1.0
 and who comes next would pay for it (the prefill node decodes in one way, rests in the other)."""
 
 
-@contextmanager
-def cluster(flags: list[str]) -> Iterator[str]:
+def cluster(flags: list[str]) -> AbstractContextManager[str]:
     """One prefill and one decode node, a GPU each; yields the router's URL."""
-    words = ["--port=0", "--prefill=1", "--decode=1", "--policy=least-loaded"]
-    process = subprocess.Popen(
-        [sys.executable, "-m", "kvbaton", "up", *words, *flags],
-        stdout=subprocess.PIPE,
-        text=True,
-        env={**os.environ},
-    )
-    assert process.stdout is not None
-    try:
-        for line in process.stdout:
-            print(line, end="", flush=True)
-            if found := re.match(r"ready: (http://\S+)/v1", line):
-                threading.Thread(target=process.stdout.read, daemon=True).start()
-                yield found[1]
-                return
-        raise SystemExit("the cluster did not start")
-    finally:
-        process.terminate()
-        process.wait(60)
+    return cluster_of(["--prefill=1", "--decode=1", "--policy=least-loaded", *flags], echo=True)
 
 
 async def compare(

@@ -13,19 +13,17 @@ from __future__ import annotations
 import argparse
 import asyncio
 import json
-import os
 import random
-import re
-import subprocess
 import sys
 import tempfile
-from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Mapping
+from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import Any
 
 import aiohttp
 
+from benchmarks.workload import cluster_of
 from kvbaton.bench.report import median, percentile, publish
 from kvbaton.bench.serve import Shot, served_model, shoot
 from kvbaton.testing.checkpoints import CheckpointSpec, make_checkpoint
@@ -63,27 +61,11 @@ def main() -> None:
     publish("handover", vars(args), rows, args.out)
 
 
-@contextmanager
-def cluster(model: Path, flags: list[str]) -> Iterator[str]:
+def cluster(model: Path, flags: list[str]) -> AbstractContextManager[str]:
     """A cluster of one prefill and one decode node, one thread each; yields the router's URL."""
-    words = ["up", f"--model={model}", "--port=0", "--prefill=1", "--decode=1", *flags]
-    words.append("--policy=least-loaded")  # hands over always
-    process = subprocess.Popen(
-        [sys.executable, "-m", "kvbaton", *words, "--num-threads=1"],
-        stdout=subprocess.PIPE,
-        text=True,
-        env={**os.environ, "OMP_NUM_THREADS": "1"},
-    )
-    try:
-        assert process.stdout is not None
-        for line in process.stdout:
-            if found := re.match(r"ready: (http://\S+)/v1", line):
-                yield found[1]
-                return
-        raise SystemExit("the cluster did not start")
-    finally:
-        process.terminate()
-        process.wait(30)
+    words = [f"--model={model}", "--prefill=1", "--decode=1", "--num-threads=1"]
+    words.append("--policy=least-loaded")  # hands over always, unless flags say otherwise
+    return cluster_of([*words, *flags], {"OMP_NUM_THREADS": "1"})
 
 
 async def measure(router: str, lengths: list[int], pairs: int) -> list[dict[str, Any]]:

@@ -13,21 +13,15 @@ from __future__ import annotations
 import argparse
 import asyncio
 import math
-import os
-import re
-import subprocess
-import sys
 import tempfile
-import threading
 import time
-from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import Any
 
 import aiohttp
 
-from benchmarks.workload import MAX_MODEL_LEN, SMALL, llama_8b, random_prompts
+from benchmarks.workload import MAX_MODEL_LEN, SMALL, cluster_of, llama_8b, random_prompts
 from kvbaton.bench.report import percentile, publish
 from kvbaton.bench.serve import Shot, served_model, shoot
 from kvbaton.testing.checkpoints import make_checkpoint
@@ -56,27 +50,10 @@ def main() -> None:
     publish("migration", vars(args), rows, args.out)
 
 
-@contextmanager
-def cluster(flags: list[str]) -> Iterator[str]:
+def cluster(flags: list[str]) -> AbstractContextManager[str]:
     """Two nodes of any role that serve alone; yields the router's URL."""
-    words = ["up", "--port=0", "--any=2", "--policy=least-loaded", "--min-handover-tokens=1000000"]
-    process = subprocess.Popen(
-        [sys.executable, "-m", "kvbaton", *words, *flags],
-        stdout=subprocess.PIPE,
-        text=True,
-        env={**os.environ},
-    )
-    assert process.stdout is not None
-    try:
-        for line in process.stdout:
-            if found := re.match(r"ready: (http://\S+)/v1", line):
-                threading.Thread(target=process.stdout.read, daemon=True).start()
-                yield found[1]
-                return
-        raise SystemExit("the cluster did not start")
-    finally:
-        process.terminate()
-        process.wait(60)
+    words = ["--any=2", "--policy=least-loaded", "--min-handover-tokens=1000000"]
+    return cluster_of([*words, *flags])
 
 
 async def measure(router: str, args: argparse.Namespace) -> list[dict[str, Any]]:

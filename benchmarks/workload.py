@@ -3,7 +3,13 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
+import os
+import re
+import subprocess
+import sys
+import threading
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -96,3 +102,38 @@ def publish(rows: list[tuple[str, float, float | None]], out: Path | None) -> No
     axes.invert_yaxis()
     axes.set_xlabel("kvbaton / vLLM 0.26.0")
     figure.savefig(out.with_suffix(".png"), dpi=120)
+
+
+@contextmanager
+def cluster_of(
+    words: Sequence[str], env: Mapping[str, str] | None = None, *, echo: bool = False
+) -> Iterator[str]:
+    """A cluster that ``kvbaton up`` starts; yields the router's URL.
+
+    Args:
+        words: further words of the command.
+        env: further variables.
+        echo: whether to print what it says until it is ready.
+
+    Raises:
+        SystemExit: it did not start.
+    """
+    process = subprocess.Popen(
+        [sys.executable, "-m", "kvbaton", "up", "--port=0", *words],
+        stdout=subprocess.PIPE,
+        text=True,
+        env={**os.environ, **(env or {})},
+    )
+    assert process.stdout is not None
+    try:
+        for line in process.stdout:
+            if echo:
+                print(line, end="", flush=True)
+            if found := re.match(r"ready: (http://\S+)/v1", line):
+                threading.Thread(target=process.stdout.read, daemon=True).start()
+                yield found[1]
+                return
+        raise SystemExit("the cluster did not start")
+    finally:
+        process.terminate()
+        process.wait(60)

@@ -130,9 +130,8 @@ def successor(
         loads.prefill_since,
         measured,
     )
-    route = replace(
-        policy.choose(options), predicted=None
-    )  # of what a fetch takes nothing is known
+    # What a fetch takes is not known, so nothing is predicted.
+    route = replace(policy.choose(options), predicted=None)
     own = wanted.cached.get(route.target.node_id, 0)
     if wanted.num_tokens < own + min_tokens:  # faster computed
         return replace(route, cached=own)

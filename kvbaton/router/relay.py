@@ -39,7 +39,7 @@ from msgspec.structs import replace
 from kvbaton.errors import RequestError
 from kvbaton.messages.engine import AddRequest, Item, Output
 from kvbaton.router.config import RelayTimers
-from kvbaton.router.node_request import NodeError, NodeRequest, node_requests
+from kvbaton.router.node_request import NodeError, NodeRequest, Side, node_requests
 from kvbaton.router.route import Route, no_node_ready
 
 
@@ -165,12 +165,15 @@ class RequestRelay:
     @property
     def target(self) -> NodeRequest | None:
         """Who generates now; None between two of them, and at the end."""
-        return next((asked for asked in self._open if asked.side == "target"), None)
+        return self._asked("target")
 
     @property
     def is_moving(self) -> bool:
         """Whether a successor of the target has yet to take over."""
-        return any(asked.side == "successor" for asked in self._open)
+        return self._asked("successor") is not None
+
+    def _asked(self, side: Side) -> NodeRequest | None:
+        return next((asked for asked in self._open if asked.side == side), None)
 
     @property
     def known_tokens(self) -> int:
@@ -291,10 +294,12 @@ class RequestRelay:
         if self._confirm_by is not None and now >= self._confirm_by:
             return self._finish_as_announced()
         if now >= self._heard_at + self._timers.idle_s:
-            served = self.target or next(a for a in self._open if a.side == "successor")
+            served = self.target or self._asked("successor")
+            assert served is not None, "somebody generates until the end"
             return self.failed(served, NodeError("it has been silent too long"), now)
         if now >= self._move_by:
-            late = next(asked for asked in self._open if asked.side == "successor")
+            late = self._asked("successor")
+            assert late is not None, "the limit is that of a successor"
             return self.failed(late, NodeError("it was not ready to take over in time"), now)
         return []
 

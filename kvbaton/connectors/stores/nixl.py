@@ -29,6 +29,7 @@ import numpy as np
 from kvbaton.connectors.nixl_library import load_nixl
 from kvbaton.connectors.store import Pieces, StoreCapabilities, Usage
 from kvbaton.connectors.stores.filesystem import Files
+from kvbaton.connectors.stores.memory import copy
 from kvbaton.connectors.stores.threaded import SEAL_BYTES, LastCall, ThreadedStore, seal, unseal
 from kvbaton.errors import ConfigError, StoreError
 
@@ -140,7 +141,7 @@ class NixlPlugin:
         """See `Registering.register`."""
         rows = [(_address(region), len(region), 0, "") for region in regions if len(region)]
         try:
-            self._api.register_memory(rows, _HOST, backends=[self.name])
+            self._register(rows, _HOST)
         except self.errors as error:
             raise StoreError(f"NIXL's {self.name} can't register memory: {error}") from error
         self._regions = [(address, address + size) for address, size, *_ in rows]
@@ -162,17 +163,17 @@ class NixlPlugin:
         ends = local[:, 1].cumsum()
         remote = np.stack([ends - local[:, 1], local[:, 1], np.full(len(local), file, _ROW)], 1)
         strange = [(*row, "") for row in own if not self._is_registered(*row[:2])]
-        held: list[tuple[Any, str]] = []
+        held: list[Any] = []
         try:
-            for rows, kind in ((strange, _HOST), ([(0, int(ends[-1]), file, key)], self._kind)):
-                if rows:
-                    held.append((self._use("register_memory", rows, kind), kind))
+            if strange:
+                held.append(self._register(strange, _HOST))
+            held.append(self._register([(0, int(ends[-1]), file, key)], self._kind))
             here = self._api.get_xfer_descs(local, _HOST)
             there = self._api.get_xfer_descs(remote, self._kind)
             self._transfer(self._api.initialize_xfer(way, here, there, self._agent))
         finally:
-            for registered, _ in held:
-                self._use("deregister_memory", registered)
+            for registered in held:
+                self._api.deregister_memory(registered, backends=[self.name])
 
     def exist(self, keys: Sequence[str]) -> list[bool]:
         """Which objects are there."""
@@ -181,8 +182,8 @@ class NixlPlugin:
         rows = [(0, 0, 0, key) for key in keys]
         return [found is not None for found in self._api.query_memory(rows, self.name, self._kind)]
 
-    def _use(self, method: str, *arguments: Any) -> Any:
-        return getattr(self._api, method)(*arguments, backends=[self.name])
+    def _register(self, rows: Sequence[tuple[int, int, int, str]], kind: str) -> Any:
+        return self._api.register_memory(rows, kind, backends=[self.name])
 
     def _is_registered(self, address: int, num_bytes: int) -> bool:
         end = address + num_bytes
@@ -305,10 +306,7 @@ class NixlObjects(LastCall):
         body = unseal(key, sealed)
         if body is None:
             return False
-        start = 0
-        for piece in target:
-            piece[:] = body[start : start + len(piece)]
-            start += len(piece)
+        copy(target, [body])
         return True
 
     def put(self, key: bytes, source: Pieces) -> bool:
