@@ -2,12 +2,15 @@
 
     python -m benchmarks.bench_gpu_handover --json handover.json
     python -m benchmarks.bench_gpu_handover --shape deepseek-v2-lite
+    python -m benchmarks.bench_gpu_handover --shape gemma3-4b --one-gpu
 
 A request goes to the prefill node alone, then through the router to P and D; the first token of
 the latter comes from P, the second one needs the hand-over. Then closed loops of clients. Workload
 as in `workload`; over HTTP. Other shapes than the 8B one, of `bench_gpu_shapes`, have no loops;
 instead what crossed for a prompt, by the metrics, stands beside what each group of layers holds of
-it: a latent once, of a window its tokens.
+it: a latent once, of a window its tokens. With ``--one-gpu`` both nodes share the first GPU, their
+bytes cross by CUDA IPC, and there are no loops either: what crosses is the same as between two, the
+times are not, which every row says.
 """
 
 from __future__ import annotations
@@ -21,7 +24,7 @@ import time
 from contextlib import AbstractContextManager
 from pathlib import Path
 from statistics import median
-from typing import Any
+from typing import Any, NamedTuple
 
 import aiohttp
 
@@ -29,6 +32,7 @@ from benchmarks.bench_gpu_shapes import SHAPES
 from benchmarks.workload import MAX_MODEL_LEN, cluster_of, dummy_folder, publish, random_prompts
 from kvbaton.bench.report import percentile
 from kvbaton.bench.serve import Shot, served_model, shoot
+from kvbaton.cluster.config import visible_gpus
 from kvbaton.connectors.layout import ITEM_SIZE
 from kvbaton.engine.model_config import load_model_config
 
@@ -51,9 +55,15 @@ PAUSE_S = 1.0
 and who comes next would pay for it (the prefill node decodes in one way, rests in the other)."""
 
 
-def cluster(flags: list[str]) -> AbstractContextManager[str]:
-    """One prefill and one decode node, a GPU each; yields the router's URL."""
-    return cluster_of(["--prefill=1", "--decode=1", "--policy=least-loaded", *flags], echo=True)
+SHARED_POOL = 8 << 30
+"""Bytes of each node's KV pool where two share a GPU: what is free depends on who came first."""
+
+
+def cluster(flags: list[str], gpus: list[str] | None = None) -> AbstractContextManager[str]:
+    """One prefill and one decode node, a GPU each or on those named; yields the router's URL."""
+    words = ["--prefill=1", "--decode=1", "--policy=least-loaded", *flags]
+    env = {} if gpus is None else {"CUDA_VISIBLE_DEVICES": ",".join(gpus)}
+    return cluster_of(words, env, echo=True)
 
 
 async def compare(
@@ -92,21 +102,37 @@ async def load(
     return [shot for part in shots for shot in part], time.monotonic() - began
 
 
-def in_groups(folder: Path, length: int, ranks: int) -> dict[str, tuple[int, int]]:
-    """Bytes of a prompt that D's ranks need, by group, and with the rest of windows' blocks."""
+class Crossing(NamedTuple):
+    """Bytes of a prompt that one group's layers make D's ranks store.
+
+    Attributes:
+        least: of the tokens that the next one attends to, or of the last state.
+        most: with the rest of the block in which a window begins.
+        whole: of all tokens.
+    """
+
+    least: int
+    most: int
+    whole: int
+
+
+def in_groups(folder: Path, length: int, ranks: int) -> dict[str, Crossing]:
+    """What must cross for a prompt, by group of layers."""
     model = load_model_config(folder)
     found = {}
     for number, group in enumerate(model.kv_groups()):
         heads, kind = max(group.heads, ranks), "latents" if model.mla else "full"
-        name = f"window {group.window}" if group.window else kind
+        if group.window:
+            kind = f"{'chunk' if group.chunked else 'window'} {group.window}"
         per_token = heads * len(group.layers) * group.planes * group.head_dim
-        first = max(0, length - group.window + 1) if group.window else 0
-        tokens = length - first, length - first + first % BLOCK
-        least, most = (count * per_token * ITEM_SIZE[model.kv_dtype] for count in tokens)
+        first = group.first_attended(length)
+        tokens = length - first, length - first + first % BLOCK, length
+        sizes = Crossing(*(count * per_token * ITEM_SIZE[model.kv_dtype] for count in tokens))
         if group.state_rows:
-            name = "states"
-            least = most = heads * len(group.layers) * group.state_rows * group.head_dim * 4
-        found[f"group {number} ({name}, {len(group.layers)} layers)"] = least, most
+            kind = "states"
+            state = heads * len(group.layers) * group.state_rows * group.head_dim * 4
+            sizes = Crossing(state, state, state)
+        found[f"group {number} ({kind}, {len(group.layers)} layers)"] = sizes
     return found
 
 
@@ -123,10 +149,10 @@ async def crossed(
     urls: dict[str, str],
     router: str,
     model: str,
-    groups: dict[str, tuple[int, int]],
+    groups: dict[str, Crossing],
     length: int,
-) -> None:
-    """Print what crosses for one prompt, beside what its groups hold."""
+) -> bool:
+    """Print what crosses for one prompt, beside what its groups hold; whether it is as planned."""
     before = await transferred(session, urls["prefill"])
     (prompt,) = random_prompts(1, length, 7 * length)
     shot = await shoot(session, router, model, prompt, 8)
@@ -134,24 +160,28 @@ async def crossed(
         raise SystemExit(f"prompt of {length}: {shot.error}")
     await asyncio.sleep(PAUSE_S)
     after = await transferred(session, urls["prefill"])
-    print(f"--- {length} tokens: bytes by the plan, and with whole first blocks of windows")
+    print(f"--- {length} tokens: bytes to cross, with whole first blocks of windows, of all tokens")
     for name, sizes in groups.items():
         print(f"  {name}: " + ", ".join(f"{size:,}" for size in sizes))
-    least, most = map(sum, zip(*groups.values(), strict=True))
-    print(f"  all groups: {least:,}, {most:,}")
+    total = Crossing(*map(sum, zip(*groups.values(), strict=True)))
+    print("  all groups: " + ", ".join(f"{size:,}" for size in total))
     gained = {name: int(after[name] - before.get(name, 0)) for name in after}
-    print("  by the metrics: " + ", ".join(f"{name} {size:,}" for name, size in gained.items()))
-    within = gained["needed"] == least and least <= gained["sent"] == gained["posted"] <= most
+    print("  by P's metrics: " + ", ".join(f"{name} {size:,}" for name, size in gained.items()))
+    within = gained["needed"] == total.least
+    within &= total.least <= gained["sent"] == gained["posted"] <= total.most
     print("  as planned" if within else "  NOT AS PLANNED", flush=True)
+    return within
 
 
 async def measure(
     router: str, folder: Path, args: argparse.Namespace
-) -> list[tuple[str, float, float | None]]:
-    """All rows of the table."""
+) -> tuple[list[tuple[str, float, float | None]], bool]:
+    """All rows of the table, and whether what crossed was as planned."""
     rows: list[tuple[str, float, float | None]] = []
 
     def add(name: str, ours: float, theirs: float | None = None) -> None:
+        if args.one_gpu:
+            name = f"{name} (one GPU)"
         rows.append((name, ours, theirs))
         print(f"  {name}: {ours:,.2f}", flush=True)
 
@@ -161,12 +191,13 @@ async def measure(
         nodes = (await get_json(session, f"{router}/nodes"))["nodes"]
         urls = {node["role"]: node["url"] for node in nodes}
         model = await served_model(session, router)
-        whole = args.shape == "8b"
+        loops = args.shape == "8b" and not args.one_gpu
+        planned = True
         dump: Path | None = args.dump
-        for length in ADDED if whole else OF_SHAPES:
-            theirs = ADDED[length] if whole else None
+        for length in ADDED if loops else OF_SHAPES:
+            theirs = ADDED[length] if loops else None
             ways = {"alone": urls["prefill"], "through P and D": router}
-            pairs = PAIRS if whole else PAIRS // 2
+            pairs = PAIRS if loops else PAIRS // 2
             first, second = await compare(session, ways, model, length, pairs)
             for name in ways:
                 add(f"TTFT of {length}, {name}, ms", first[name])
@@ -175,11 +206,11 @@ async def measure(
             gap = second["through P and D"] - second["alone"]
             add(f"added time to second token at {length}, ms", gap, theirs)
             groups = in_groups(folder, length, args.tensor_parallel_size)
-            await crossed(session, urls, router, model, groups, length)
+            planned &= await crossed(session, urls, router, model, groups, length)
         if dump is not None:
             states = {role: await get_json(session, f"{url}/state") for role, url in urls.items()}
             dump.write_text(json.dumps(states))
-        for requests, length, clients, vllm in LOADS[: 3 - args.quick] if whole else ():
+        for requests, length, clients, vllm in LOADS[: 3 - args.quick] if loops else ():
             shots, took = await load(session, router, model, requests, length, clients)
             good = [shot for shot in shots if shot.error is None]
             if len(good) < len(shots):
@@ -201,7 +232,7 @@ async def measure(
                 for line in (await response.text()).splitlines():
                     if re.match(r"kvbaton_(transfer|ledger|prompt|steps|step_t)", line):
                         print(line)
-    return rows
+    return rows, planned
 
 
 async def get_json(session: aiohttp.ClientSession, url: str) -> Any:
@@ -217,10 +248,14 @@ def main() -> None:
     parser.add_argument("--chunk", type=int, default=2048, help="--max-num-batched-tokens")
     parser.add_argument("--tensor-parallel-size", type=int, default=1, help="of both nodes")
     parser.add_argument("--transport", default="nixl")
+    parser.add_argument("--one-gpu", action="store_true", help="both nodes share the first GPU")
     parser.add_argument("--dump", type=Path, help="write the nodes' states after the pairs here")
     parser.add_argument("--quick", action="store_true", help="leave the longest load out")
     parser.add_argument("--shape", choices=SHAPES, default="8b", help="of bench_gpu_shapes")
     args = parser.parse_args()
+    gpus = visible_gpus()[:1] if args.one_gpu else None
+    if gpus is not None and args.tensor_parallel_size > 1:
+        parser.error("--one-gpu: a node's ranks need a GPU each, so give --tensor-parallel-size 1")
     folder = dummy_folder(Path(tempfile.mkdtemp()) / "model", SHAPES[args.shape])
     flags = [
         f"--model={folder}", "--load-format=dummy", "--device=cuda", "--no-enable-prefix-caching",
@@ -228,9 +263,15 @@ def main() -> None:
         f"--transport={args.transport}", "--start-timeout=200", "--log-level=info",
         f"--tensor-parallel-size={args.tensor_parallel_size}",
     ]  # fmt: skip
-    with cluster(flags) as router:
-        rows = asyncio.run(measure(router, folder, args))
+    if args.one_gpu:
+        flags.append(f"--kv-cache-memory-bytes={SHARED_POOL}")
+    with cluster(flags, gpus) as router:
+        rows, planned = asyncio.run(measure(router, folder, args))
+    if args.one_gpu:
+        print("P and D shared one GPU: bytes are those between two GPUs, times are not")
     publish(rows, args.json)
+    if not planned:
+        raise SystemExit("what crossed is not what the groups hold: see NOT AS PLANNED above")
 
 
 if __name__ == "__main__":
