@@ -89,7 +89,7 @@ STORES = Kind(
         "redis": "kvbaton.connectors.stores.redis:RedisStore",
         "s3": "kvbaton.connectors.stores.s3:S3Store",
     },
-    Contract(major=1, minor=1, oldest=1),
+    Contract(major=1, minor=2, oldest=1),
 )
 
 

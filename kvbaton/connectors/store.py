@@ -24,9 +24,9 @@ Futures may be completed from any thread.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Protocol, runtime_checkable
 
 KEY_BYTES = 32
@@ -50,6 +50,11 @@ class StoreCapabilities:
         deletes: `delete` removes objects.
         max_keys: most keys of one call; the caller splits above it.
         synthetic: every load makes its bytes up, so there is nothing to verify: benchmarks only.
+        hints: `store` takes `Hints` of its objects.
+        expires: objects are gone once their `Hints.ttl_s` is over.
+        prefix: `lookup` takes ``prefix=True``, and stops at the first object that is not there.
+        claims: it has `Claiming.claim`.
+        namespaces: it has the methods of `Namespaced`.
     """
 
     persistent: bool
@@ -58,6 +63,42 @@ class StoreCapabilities:
     deletes: bool = True
     max_keys: int = 1024
     synthetic: bool = False
+    hints: bool = False
+    expires: bool = False
+    prefix: bool = False
+    claims: bool = False
+    namespaces: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class Hints:
+    """What a node tells of an object that it stores, beside key and bytes.
+
+    A store makes of it what it can: only `ttl_s` binds, and only one that declares `expires`. Of an
+    object that is there already the first ones stay.
+
+    Attributes:
+        namespace: of which model and settings; an operator may list and clear it. Letters, digits,
+            ``-``, ``_`` and ``.``, at most `MAX_LABEL`; empty for none.
+        tenant: whose request computed it, for quotas and accounts; the same characters, empty where
+            nobody is told apart. Equal prefixes of several tenants are one object, the first one's.
+        depth: its place in the prefix: whoever evicts should begin with deep ones, since what comes
+            after a missing one is of no use.
+        uses: how many requests shared it when it was saved, at least 1; 0 if that is not known.
+        priority: of the request; lower is more important.
+        ttl_s: seconds from now after which it is to be gone; None for never.
+    """
+
+    namespace: str = ""
+    tenant: str = ""
+    depth: int = 0
+    uses: int = 0
+    priority: int = 0
+    ttl_s: float | None = None
+
+
+MAX_LABEL = 64
+"""Characters of a namespace's or a tenant's name."""
 
 
 @dataclass(frozen=True)
@@ -81,11 +122,18 @@ class Usage:
         objects: how many; None if it can't tell.
         num_bytes: their bytes; None if it can't tell.
         capacity: bytes that it will hold at most; None for no limit of its own.
+        tenants: bytes by `Hints.tenant`, of those that it knows.
+        counters: monotonic totals of its own, by name: letters, digits and ``_``. A node shows them
+            as ``kvbaton_store_plugin_NAME_total``, at most 64 of each kind.
+        gauges: values of its own now, as ``kvbaton_store_plugin_NAME``.
     """
 
     objects: int | None = None
     num_bytes: int | None = None
     capacity: int | None = None
+    tenants: Mapping[str, int] = field(default_factory=dict)
+    counters: Mapping[str, float] = field(default_factory=dict)
+    gauges: Mapping[str, float] = field(default_factory=dict)
 
 
 @runtime_checkable
@@ -119,7 +167,11 @@ class Store(Protocol):
         ...
 
     def lookup(self, keys: Sequence[bytes], *, pin: bool = False) -> Future[Found]:
-        """Which objects are there. With `pin`, those found stay until `release`."""
+        """Which objects are there. With `pin`, those found stay until `release`.
+
+        One that declares `prefix` takes it as a keyword: after the first object that is not there
+        all answers are False, so it need not look further, and pins nothing there.
+        """
         ...
 
     def release(self, ticket: int) -> None:
@@ -134,7 +186,11 @@ class Store(Protocol):
         ...
 
     def store(self, keys: Sequence[bytes], sources: Sequence[Pieces]) -> Future[list[bool]]:
-        """Keep the objects; per key whether it is there now. False: there was no room."""
+        """Keep the objects; per key whether it is there now. False: there was no room.
+
+        One that declares `hints` takes as a keyword ``hints: Sequence[Hints]``, one per key, which
+        may be left out.
+        """
         ...
 
     def delete(self, keys: Sequence[bytes]) -> Future[int]:
@@ -178,4 +234,45 @@ class Registering(Protocol):
         Raises:
             StoreError: it can't be registered; the store works without.
         """
+        ...
+
+
+@runtime_checkable
+class Forgetting(Protocol):
+    """A store that tells which objects it has given up by itself: optional.
+
+    Attributes:
+        on_forget: None, or called with keys that have been evicted or have expired, not with those
+            that somebody deletes. It comes from any thread, does not block and does not call the
+            store. Of a shared store, each process tells what it has evicted itself.
+    """
+
+    on_forget: Callable[[Sequence[bytes]], None] | None
+
+
+class Claiming(Protocol):
+    """What a store that declares `claims` has besides: of several who compute, one stores."""
+
+    def claim(self, keys: Sequence[bytes]) -> Future[list[bool]]:
+        """Per key, whether the caller is to store it: it is not there, and nobody else is at it.
+
+        A claim ends with the `store` of its object, whatever comes of it, or after `CLAIM_S`
+        without one. To store without a claim is allowed.
+        """
+        ...
+
+
+CLAIM_S = 30.0
+"""A claim of one that has died lasts so long, or a little more."""
+
+
+class Namespaced(Protocol):
+    """What a store that declares `namespaces` has besides, for operators."""
+
+    def namespaces(self) -> Future[dict[str, Usage]]:
+        """What it holds by `Hints.namespace`; it may have to look at every object."""
+        ...
+
+    def clear(self, namespace: str) -> Future[int]:
+        """Forget all objects of a namespace; how many there were."""
         ...

@@ -17,7 +17,7 @@ from typing import Any, Protocol, Self, TypeVar
 import numpy as np
 
 from kvbaton.connectors.registry import load_store
-from kvbaton.connectors.store import Pieces, Registering, Store
+from kvbaton.connectors.store import Forgetting, Pieces, Registering, Store
 from kvbaton.errors import StoreError
 from kvbaton.testing.kit import CaseFailure, Kit, require
 
@@ -139,7 +139,8 @@ class StoreRig:
     def lacks(self, need: str) -> str | None:
         """See `Rig`.
 
-        Needs are capabilities, ``door.METHOD``, ``small``, ``registers`` or ``hypothesis``.
+        Needs are capabilities, ``door.METHOD``, ``small``, ``registers``, ``forgets`` or
+        ``hypothesis``.
         """
         if need == "hypothesis":
             ready = find_spec("hypothesis") is not None
@@ -151,6 +152,8 @@ class StoreRig:
             return None if small else f"no small capacity (it is {capacity}; {wanted})"
         if need == "registers":
             return None if isinstance(self.store, Registering) else "not declared: register"
+        if need == "forgets":
+            return None if isinstance(self.store, Forgetting) else "not declared: on_forget"
         if need.startswith("door."):
             method = need.removeprefix("door.")
             missing = f"no back door (--back-door with a method {method})"

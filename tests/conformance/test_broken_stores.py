@@ -6,6 +6,7 @@ import pytest
 
 from kvbaton.testing.check import Subject
 from tests.conformance.broken_support import expect_caught, expect_first_failure, first_failure
+from tests.connectors_broken.extras import BROKEN_EXTRAS
 from tests.connectors_broken.files import BROKEN_FILES, BrokenFilesystem
 from tests.connectors_broken.stores import BROKEN, BROKEN_NAMES, BrokenMemory
 
@@ -28,8 +29,12 @@ def with_names(name: str) -> Subject:
     return Subject("memory", "store", patience=PATIENCE_S, naming=BROKEN_NAMES[name][0])
 
 
+IN_MEMORY = BROKEN | BROKEN_EXTRAS
 CATCHERS = {
-    **{broken.__name__: (in_memory(broken), case) for broken, case in BROKEN.items()},
+    **{
+        broken.__name__: (in_memory(broken), case)
+        for broken, case in (BROKEN | BROKEN_EXTRAS).items()
+    },
     **{broken.__name__: (with_files(broken), case) for broken, (case, _) in BROKEN_FILES.items()},
     **{f"names that {name}": (with_names(name), case) for name, (_, case) in BROKEN_NAMES.items()},
 }

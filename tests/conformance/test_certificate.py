@@ -52,7 +52,7 @@ def test_three_forms(tmp_path: Path) -> None:
     told, junit, page = (path.read_text() for path in write(done, tmp_path))
     read = json.loads(told)
     assert read["options"] == {"password": "***"}
-    assert read["contract"] == {"plugin": "1.0", "kvbaton": "1.1"}
+    assert read["contract"] == {"plugin": "1.0", "kvbaton": "1.2"}
     assert read["plugin"]["class"] == f"{__name__}:Vendors"
     assert read["capacity"] == 32 << 20
     assert read["door"] is None

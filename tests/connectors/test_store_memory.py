@@ -4,14 +4,14 @@ import ctypes
 import random
 import threading
 from collections import OrderedDict
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from kvbaton.connectors.registry import load_store
-from kvbaton.connectors.store import Evicting, Pieces, Store
+from kvbaton.connectors.store import Evicting, Hints, Pieces, Store
 from kvbaton.connectors.stores import memory
 from kvbaton.connectors.stores.memory import LARGE_BYTES, FreeList, MemoryStore, copy
 from kvbaton.errors import ConfigError, StoreError
@@ -406,3 +406,66 @@ def test_extents_never_overlap_and_none_is_lost(sizes: list[int], rng: random.Ra
     for run in taken:
         free.give(run)
     assert free.take(100) == [(0, 100)]
+
+
+def save_with(store: MemoryStore, hints: Mapping[int, Hints], size: int = 10) -> list[bool]:
+    data = [[memoryview(body(n, size))] for n in hints]
+    keys = [key(n) for n in hints]
+    return store.store(keys, data, hints=list(hints.values())).result(TIMEOUT_S)
+
+
+def test_hints_choose_among_the_oldest(clock: Clock) -> None:
+    """Among the oldest eighth: the least important, then what fewer share, then the deepest."""
+    store = MemoryStore("host", max_bytes=400, threads=1, clock=clock)
+    told: list[bytes] = []
+    store.on_forget = told.extend
+    store.open()
+    oldest = [
+        Hints(depth=1, uses=2),
+        Hints(depth=9, uses=2),
+        Hints(depth=2, uses=1),
+        Hints(depth=1, uses=9, priority=3),
+        Hints(depth=0, uses=2, priority=-1),
+    ]
+    assert save_with(store, dict(enumerate(oldest + [Hints(uses=99)] * 35))) == [True] * 40
+    for n, gone in enumerate((3, 2, 1, 0)):
+        assert save_with(store, {100 + n: Hints()}) == [True]
+        assert told[n] == key(gone), n
+    assert store.usage().counters == {"evicted_objects": 4, "expired_objects": 0}
+    store.close()
+
+
+def test_a_tenant_makes_room_among_its_own(clock: Clock) -> None:
+    store = MemoryStore("host", max_bytes=100, tenant_max_bytes=30, threads=1, clock=clock)
+    store.open()
+    assert save_with(store, {0: Hints(tenant="a"), 1: Hints(tenant="b"), 2: Hints()}) == [True] * 3
+    for n in range(3, 8):
+        assert save_with(store, {n: Hints(tenant="a")}) == [True]
+    assert present(store, range(8)) == [1, 2, 5, 6, 7]
+    assert store.usage().tenants == {"a": 30, "b": 10}
+    assert save_with(store, {8: Hints(tenant="a")}, 31) == [False]
+    assert present(store, range(8)) == [1, 2, 5, 6, 7]
+    assert store.delete([key(5), key(6), key(7)]).result(TIMEOUT_S) == 3
+    assert store.usage().tenants == {"b": 10}
+    store.close()
+
+
+def test_what_has_expired_goes_before_all_others(clock: Clock) -> None:
+    store = MemoryStore("host", max_bytes=40, threads=1, clock=clock)
+    told: list[bytes] = []
+    store.on_forget = told.extend
+    store.open()
+    hints = {0: Hints(), 1: Hints(ttl_s=5), 2: Hints(ttl_s=50), 3: Hints(ttl_s=5)}
+    assert save_with(store, hints) == [True] * 4
+    clock.now += 5
+    assert save_with(store, {4: Hints()}) == [True]
+    assert present(store, range(5)) == [0, 2, 4]
+    assert sorted(told) == sorted([key(1), key(3)])
+    assert store.usage().counters == {"evicted_objects": 0, "expired_objects": 2}
+    assert store.usage().num_bytes == 30
+    store.close()
+
+
+def test_a_wrong_share_is_refused() -> None:
+    with pytest.raises(ConfigError, match="tenant_max_bytes"):
+        MemoryStore("host", tenant_max_bytes=0).open()

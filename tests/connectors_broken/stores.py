@@ -21,8 +21,8 @@ from typing import Any, ClassVar
 import numpy as np
 from msgspec import structs
 
-from kvbaton.connectors.store import Found, Pieces, Usage
-from kvbaton.connectors.stores.memory import Arena, MemoryStore
+from kvbaton.connectors.store import Found, Hints, Pieces, Usage
+from kvbaton.connectors.stores.memory import NO_HINTS, Arena, MemoryStore
 from kvbaton.errors import StoreError
 from kvbaton.testing.store_objects import Owner, make_layout
 
@@ -143,7 +143,7 @@ class KeepsReferences(BrokenMemory):
             self._catch_up()
             return super().remove(keys)
 
-        def put(self, key: bytes, source: Pieces) -> bool:
+        def put(self, key: bytes, source: Pieces, hints: Hints = NO_HINTS) -> bool:
             if sum(map(len, source)) > CAPACITY:
                 return False
             self._later.setdefault(key, source)
@@ -180,8 +180,8 @@ class CutsKeys(BrokenMemory):
         def get(self, key: bytes, target: Pieces) -> bool:
             return super().get(key[:-1], target)
 
-        def put(self, key: bytes, source: Pieces) -> bool:
-            return super().put(key[:-1], source)
+        def put(self, key: bytes, source: Pieces, hints: Hints = NO_HINTS) -> bool:
+            return super().put(key[:-1], source, hints)
 
         def remove(self, keys: Sequence[bytes]) -> int:
             return super().remove([key[:-1] for key in keys])
@@ -191,9 +191,9 @@ class StoresAgain(BrokenMemory):
     """Replaces an object that is there."""
 
     class Broken(Arena):
-        def put(self, key: bytes, source: Pieces) -> bool:
+        def put(self, key: bytes, source: Pieces, hints: Hints = NO_HINTS) -> bool:
             super().remove([key])
-            return super().put(key, source)
+            return super().put(key, source, hints)
 
 
 class StopsAtTheFirstMiss(BrokenMemory):
@@ -218,8 +218,8 @@ class FullIsAnError(BrokenMemory):
     """Raises where it should say that there is no room."""
 
     class Broken(Arena):
-        def put(self, key: bytes, source: Pieces) -> bool:
-            if not super().put(key, source):
+        def put(self, key: bytes, source: Pieces, hints: Hints = NO_HINTS) -> bool:
+            if not super().put(key, source, hints):
                 raise StoreError("no space left")
             return True
 
@@ -284,8 +284,8 @@ class HashesKeys(BrokenMemory):
         def get(self, key: bytes, target: Pieces) -> bool:
             return super().get(_short(key), target)
 
-        def put(self, key: bytes, source: Pieces) -> bool:
-            return super().put(_short(key), source)
+        def put(self, key: bytes, source: Pieces, hints: Hints = NO_HINTS) -> bool:
+            return super().put(_short(key), source, hints)
 
         def remove(self, keys: Sequence[bytes]) -> int:
             return super().remove([_short(key) for key in keys])
@@ -319,13 +319,19 @@ class WaitsInTheCall(BrokenMemory):
     """Answers a store only when its bytes are there."""
 
     class Broken(Arena):
-        def put(self, key: bytes, source: Pieces) -> bool:
+        def put(self, key: bytes, source: Pieces, hints: Hints = NO_HINTS) -> bool:
             time.sleep(sum(map(len, source)) / (50 << 20))
-            return super().put(key, source)
+            return super().put(key, source, hints)
 
-    def store(self, keys: Sequence[bytes], sources: Sequence[Pieces]) -> Future[list[bool]]:
+    def store(
+        self,
+        keys: Sequence[bytes],
+        sources: Sequence[Pieces],
+        *,
+        hints: Sequence[Hints] | None = None,
+    ) -> Future[list[bool]]:
         """Store, and wait."""
-        future = super().store(keys, sources)
+        future = super().store(keys, sources, hints=hints)
         future.exception()
         return future
 
@@ -335,9 +341,9 @@ class _Slow(Arena):
         time.sleep(SLOW_S if sum(map(len, target)) in SLOW_SIZES else 0)
         return super().get(key, target)
 
-    def put(self, key: bytes, source: Pieces) -> bool:
+    def put(self, key: bytes, source: Pieces, hints: Hints = NO_HINTS) -> bool:
         time.sleep(SLOW_S if sum(map(len, source)) in SLOW_SIZES else 0)
-        return super().put(key, source)
+        return super().put(key, source, hints)
 
 
 class OneQueueForAll(BrokenMemory):
@@ -355,7 +361,9 @@ class OneQueueForAll(BrokenMemory):
             self._pools[job].shutdown()
             self._pools[job] = self._pools["store"]
 
-    def lookup(self, keys: Sequence[bytes], *, pin: bool = False) -> Future[Found]:
+    def lookup(
+        self, keys: Sequence[bytes], *, pin: bool = False, prefix: bool = False
+    ) -> Future[Found]:
         """Look up in the queue."""
         return self._pool("lookup").submit(self.backend.find, list(keys), pin)
 
@@ -364,10 +372,10 @@ class ShowsPartsOfObjects(BrokenMemory):
     """Lets readers see an object before its bytes are there."""
 
     class Broken(Arena):
-        def put(self, key: bytes, source: Pieces) -> bool:
+        def put(self, key: bytes, source: Pieces, hints: Hints = NO_HINTS) -> bool:
             if sum(map(len, source)) < 1 << 20 or self.contains([key])[0]:
-                return super().put(key, source)
-            stored = super().put(key, [memoryview(bytes(sum(map(len, source))))])
+                return super().put(key, source, hints)
+            stored = super().put(key, [memoryview(bytes(sum(map(len, source))))], hints)
             if stored:
                 time.sleep(SLOW_S)
                 with self._changed:
@@ -388,11 +396,11 @@ class FindsTooEarly(BrokenMemory):
             pairs = zip(keys, found.present, strict=True)
             return replace(found, present=tuple(p or k in self._coming for k, p in pairs))
 
-        def put(self, key: bytes, source: Pieces) -> bool:
+        def put(self, key: bytes, source: Pieces, hints: Hints = NO_HINTS) -> bool:
             if sum(map(len, source)) <= CAPACITY:
                 self._coming.add(key)
                 time.sleep(SLOW_S if sum(map(len, source)) > 1 << 20 else 0)
-            stored = super().put(key, source)
+            stored = super().put(key, source, hints)
             self._coming.discard(key)
             return stored
 
@@ -451,9 +459,15 @@ class LosesACancelledStore(BrokenMemory):
 
     Broken = _Slow
 
-    def store(self, keys: Sequence[bytes], sources: Sequence[Pieces]) -> Future[list[bool]]:
+    def store(
+        self,
+        keys: Sequence[bytes],
+        sources: Sequence[Pieces],
+        *,
+        hints: Sequence[Hints] | None = None,
+    ) -> Future[list[bool]]:
         """Store, with a future that can always be cancelled."""
-        return _cancellable(super().store(keys, sources))
+        return _cancellable(super().store(keys, sources, hints=hints))
 
 
 class NeverEndsWhenCancelled(BrokenMemory):
@@ -617,9 +631,9 @@ class WrongAmongMany(BrokenMemory):
                 target[0][:1] = b"?"
             return there
 
-        def put(self, key: bytes, source: Pieces) -> bool:
+        def put(self, key: bytes, source: Pieces, hints: Hints = NO_HINTS) -> bool:
             self._places.setdefault(key, len(self._places))
-            return super().put(key, source)
+            return super().put(key, source, hints)
 
 
 class LeaksMemory(BrokenMemory):

@@ -10,7 +10,7 @@ from collections.abc import Sequence
 from concurrent.futures import Future
 from typing import Any
 
-from kvbaton.connectors.store import Found, Pieces, StoreCapabilities, Usage
+from kvbaton.connectors.store import Found, Hints, Pieces, StoreCapabilities, Usage
 from kvbaton.connectors.stores.threaded import ThreadedStore
 from tests.support.held_store import Backend, Box
 
@@ -29,7 +29,9 @@ class Sound(ThreadedStore):
 class ShortLookup(Sound):
     """Answers for one key too few."""
 
-    def lookup(self, keys: Sequence[bytes], *, pin: bool = False) -> Future[Found]:
+    def lookup(
+        self, keys: Sequence[bytes], *, pin: bool = False, prefix: bool = False
+    ) -> Future[Found]:
         return self._pool("lookup").submit(
             lambda: Found(tuple(self.backend.contains(list(keys)))[:-1])
         )
@@ -56,7 +58,13 @@ class ShortLoad(Sound):
 class ShortStore(Sound):
     """Answers nothing."""
 
-    def store(self, keys: Sequence[bytes], sources: Sequence[Pieces]) -> Any:
+    def store(
+        self,
+        keys: Sequence[bytes],
+        sources: Sequence[Pieces],
+        *,
+        hints: Sequence[Hints] | None = None,
+    ) -> Any:
         inner, outer = super().store(keys, sources), Future[list[bool]]()
         inner.add_done_callback(lambda _: outer.set_result([]))
         return outer
@@ -65,12 +73,14 @@ class ShortStore(Sound):
 class NoFuture(Sound):
     """Answers lookups at once."""
 
-    def lookup(self, keys: Sequence[bytes], *, pin: bool = False) -> Any:
+    def lookup(self, keys: Sequence[bytes], *, pin: bool = False, prefix: bool = False) -> Any:
         return Found((True,) * len(keys))
 
 
 class RaisesInLookup(Sound):
-    def lookup(self, keys: Sequence[bytes], *, pin: bool = False) -> Future[Found]:
+    def lookup(
+        self, keys: Sequence[bytes], *, pin: bool = False, prefix: bool = False
+    ) -> Future[Found]:
         raise KeyError("a bug")
 
 
@@ -105,7 +115,9 @@ class WrongUsage(Sound):
 class HangsInLookup(Sound):
     """Does not even return a future."""
 
-    def lookup(self, keys: Sequence[bytes], *, pin: bool = False) -> Future[Found]:
+    def lookup(
+        self, keys: Sequence[bytes], *, pin: bool = False, prefix: bool = False
+    ) -> Future[Found]:
         HUNG.wait()
         return super().lookup(keys, pin=pin)
 

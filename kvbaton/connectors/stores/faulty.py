@@ -28,6 +28,7 @@ import time
 from collections import Counter
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future
+from dataclasses import replace
 from typing import TypeVar
 
 from typing_extensions import override
@@ -105,8 +106,15 @@ class FaultyStore(ComposedStore):
 
     @property
     def capabilities(self) -> StoreCapabilities:
-        """As the inner store's."""
-        return self.inner.capabilities
+        """As the inner store's, but for what is not passed on."""
+        return replace(
+            self.inner.capabilities,
+            hints=False,
+            expires=False,
+            prefix=False,
+            claims=False,
+            namespaces=False,
+        )
 
     def health(self) -> str | None:
         """The injected outage, or what the inner store says."""

@@ -32,7 +32,7 @@ from contextlib import AbstractContextManager, suppress
 from itertools import islice
 from typing import Protocol
 
-from kvbaton.connectors.store import KEY_BYTES, Pieces, StoreCapabilities, Usage
+from kvbaton.connectors.store import KEY_BYTES, Hints, Pieces, StoreCapabilities, Usage
 from kvbaton.connectors.stores.filesystem_space import (
     FOLDERS,
     SUFFIX,
@@ -117,9 +117,16 @@ class FilesystemStore(ThreadedStore):
         super().__init__(name, backend, threads=threads)
         self._files, self._limit = backend, ONE if fsync else TOGETHER
 
-    def store(self, keys: Sequence[bytes], sources: Sequence[Pieces]) -> Future[list[bool]]:
+    def store(
+        self,
+        keys: Sequence[bytes],
+        sources: Sequence[Pieces],
+        *,
+        hints: Sequence[Hints] | None = None,
+    ) -> Future[list[bool]]:
         """See `Store.store`; a thread takes several objects, unless each is waited for."""
-        return self._move("store", self._files.put_some, keys, sources, self._limit)
+        about = self._hinted(keys, hints)
+        return self._move("store", self._files.put_some, keys, sources, *about, limit=self._limit)
 
 
 class Files(LastCall):

@@ -7,32 +7,41 @@ staging buffers are then all that an object costs.
 Laws, all under one lock:
 
 - An object is visible once its bytes are there; while a thread copies it, its bytes stay.
-- Bytes are evicted least recently used first. Use is: to load, to store again, to pin.
+- Bytes are evicted least recently used first. Use is: to load, to store again, to pin. Among the
+  eighth that was not used for longest, at most `WINDOW` objects, hints decide: first go those of
+  the least important requests, then those that fewer share, then the deepest, as an object is of no
+  use without those before it. What has expired goes before all others, at the next call.
+- A tenant that has its share of the bytes makes room among its own objects.
 - What is held (pinned, being read or written) stays; where all is held, `store` says False.
 - `delete` also takes what is held out of sight; its bytes are free when nobody holds them.
 """
 
 from __future__ import annotations
 
+import heapq
 import mmap
 import threading
 import time
 from bisect import bisect_left, insort
-from collections import OrderedDict
+from collections import Counter, OrderedDict
 from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass
+from itertools import islice, takewhile
 
 import numpy as np
 import numpy.typing as npt
 
 from kvbaton.connectors.base import Memory
-from kvbaton.connectors.store import Found, Pieces, StoreCapabilities, Usage
-from kvbaton.connectors.stores.threaded import ThreadedStore
+from kvbaton.connectors.store import Found, Hints, Pieces, StoreCapabilities, Usage
+from kvbaton.connectors.stores.threaded import ThreadedStore, leading
 from kvbaton.errors import ConfigError, StoreError
 
 LARGE_BYTES = 256 << 10
 """From here on a copy gives other threads the interpreter; below, that costs more than it saves."""
+WINDOW = 64
+"""Objects among which hints decide who is evicted."""
+NO_HINTS = Hints()
 
 
 Extent = tuple[int, int]
@@ -47,6 +56,8 @@ class MemoryStore(ThreadedStore):
         max_bytes: the arena, and so the most bytes of objects.
         threads: see `ThreadedStore`.
         pin_seconds: after that long a pin that nobody released is void; longer than any load takes.
+        tenant_max_bytes: most bytes of one tenant; None for all that there is. What has no tenant
+            is not limited.
         clock: seconds, never going back.
     """
 
@@ -59,30 +70,42 @@ class MemoryStore(ThreadedStore):
         max_bytes: int = 1 << 30,
         threads: int = 2,
         pin_seconds: float = 300.0,
+        tenant_max_bytes: int | None = None,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        super().__init__(name, Arena(max_bytes, pin_seconds, clock, self._evicted), threads=threads)
+        arena = Arena(max_bytes, pin_seconds, clock, self._evicted, tenant_max_bytes)
+        super().__init__(name, arena, threads=threads)
         self.on_evict: Callable[[bytes, Pieces], None] | None = None
         """See `Evicting`."""
+        self.on_forget: Callable[[Sequence[bytes]], None] | None = None
+        """See `Forgetting`."""
 
     @property
     def memory(self) -> Memory:
         """The arena, from `open` to `close`: one run, for whoever wants to pin it."""
         return self.backend.memory
 
-    def lookup(self, keys: Sequence[bytes], *, pin: bool = False) -> Future[Found]:
+    def lookup(
+        self, keys: Sequence[bytes], *, pin: bool = False, prefix: bool = False
+    ) -> Future[Found]:
         """See `Store.lookup`; answered on the spot, since it only looks into a table."""
         answer: Future[Found] = Future()
-        answer.set_result(self.backend.find(keys, pin))
+        there = self.backend.longest_prefix(keys) if prefix else len(keys)
+        found = self.backend.find(keys[:there], pin)
+        missing = leading(0, len(keys) - there).present
+        answer.set_result(Found(found.present + missing, found.ticket))
         return answer
 
     def release(self, ticket: int) -> None:
         """See `Store.release`."""
         self.backend.release(ticket)
 
-    def _evicted(self, key: bytes, pieces: Pieces) -> None:
-        if self.on_evict is not None:
+    def _evicted(self, key: bytes, pieces: Pieces | None) -> None:
+        """An object leaves; None: it has expired, so nobody wants its bytes."""
+        if self.on_evict is not None and pieces is not None:
             self.on_evict(key, pieces)
+        if self.on_forget is not None:
+            self.on_forget([key])
 
 
 @dataclass(slots=True, eq=False)
@@ -91,24 +114,41 @@ class ArenaEntry:
 
     extents: list[Extent]
     num_bytes: int
+    hints: Hints
+    expires_at: float | None
     holds: int = 0
     written: bool = False
     forgotten: bool = False
+
+    @property
+    def worth(self) -> tuple[int, int, int]:
+        """Who has the least is evicted first."""
+        return -self.hints.priority, self.hints.uses, -self.hints.depth
 
 
 class Arena:
     """The backend of `MemoryStore`."""
 
-    capabilities = StoreCapabilities(persistent=False, shared=False, pins=True)
+    capabilities = StoreCapabilities(
+        persistent=False,
+        shared=False,
+        pins=True,
+        hints=True,
+        expires=True,
+        prefix=True,
+        namespaces=True,
+    )
 
     def __init__(
         self,
         max_bytes: int,
         pin_seconds: float,
         clock: Callable[[], float],
-        evicted: Callable[[bytes, Pieces], None],
+        evicted: Callable[[bytes, Pieces | None], None],
+        tenant_max_bytes: int | None = None,
     ) -> None:
         self._evicted = evicted
+        self._tenant_max_bytes = tenant_max_bytes
         self._max_bytes = max_bytes
         self._pin_seconds = pin_seconds
         self._clock = clock
@@ -125,6 +165,9 @@ class Arena:
         """
         if self._max_bytes < 1:
             raise ConfigError("max_bytes", f"must be at least 1, not {self._max_bytes}")
+        if self._tenant_max_bytes is not None and self._tenant_max_bytes < 1:
+            most = self._tenant_max_bytes
+            raise ConfigError("tenant_max_bytes", f"must be at least 1, not {most}")
         try:
             area = mmap.mmap(-1, self._max_bytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
         except OSError as error:
@@ -153,7 +196,39 @@ class Arena:
         """See `Store.usage`."""
         with self._changed:
             used = self._max_bytes - self._free.num_bytes
-            return Usage(len(self._entries), used, self._max_bytes)
+            return Usage(
+                len(self._entries),
+                used,
+                self._max_bytes,
+                tenants={tenant: held for tenant, held in self._of_tenant.items() if held},
+                counters={
+                    "evicted_objects": self._gone["evicted"],
+                    "expired_objects": self._gone["expired"],
+                },
+            )
+
+    def namespaces(self) -> dict[str, Usage]:
+        """See `Namespaced.namespaces`."""
+        with self._changed:
+            self._expire()
+            objects, held = Counter[str](), Counter[str]()
+            for entry in self._entries.values():
+                objects[entry.hints.namespace] += 1
+                held[entry.hints.namespace] += entry.num_bytes
+        return {name: Usage(count, held[name]) for name, count in objects.items()}
+
+    def clear(self, namespace: str) -> int:
+        """See `Namespaced.clear`."""
+        with self._changed:
+            self._expire()
+            entries = self._entries.items()
+            return self.remove([key for key, e in entries if e.hints.namespace == namespace])
+
+    def longest_prefix(self, keys: Sequence[bytes]) -> int:
+        """See `PrefixBackend.longest_prefix`."""
+        with self._changed:
+            self._expire()
+            return sum(1 for _ in takewhile(self._written, keys))
 
     def contains(self, keys: Sequence[bytes]) -> list[bool]:
         """See `Backend.contains`."""
@@ -162,6 +237,7 @@ class Arena:
     def find(self, keys: Sequence[bytes], pin: bool) -> Found:
         """See `Store.lookup`."""
         with self._changed:
+            self._expire()
             entries = [self._written(key) for key in keys]
             found = [entry for entry in entries if entry is not None]
             ticket = None
@@ -183,6 +259,7 @@ class Arena:
     def get(self, key: bytes, target: Pieces) -> bool:
         """See `Backend.get`."""
         with self._changed:
+            self._expire()
             entry = self._written(key)
             if entry is None or entry.num_bytes != sum(map(len, target)):
                 return False
@@ -193,21 +270,26 @@ class Arena:
             self._let_go(entry)
         return True
 
-    def put(self, key: bytes, source: Pieces) -> bool:
+    def put(self, key: bytes, source: Pieces, hints: Hints = NO_HINTS) -> bool:
         """See `Backend.put`."""
         num_bytes = sum(map(len, source))
         with self._changed:
+            self._expire()
             self._changed.wait_for(
                 lambda: (entry := self._entries.get(key)) is None or entry.written
             )
             if key in self._entries:
                 self._entries.move_to_end(key)
                 return True
-            if not self._make_room(num_bytes):
+            if not self._make_room(num_bytes, hints.tenant):
                 return False
-            entry = ArenaEntry(self._free.take(num_bytes), num_bytes)
+            expires_at = None if hints.ttl_s is None else self._clock() + hints.ttl_s
+            entry = ArenaEntry(self._free.take(num_bytes), num_bytes, hints, expires_at)
             self._hold(entry)
             self._entries[key] = entry
+            self._of_tenant[hints.tenant] += num_bytes if hints.tenant else 0
+            if expires_at is not None:
+                heapq.heappush(self._expiring, (expires_at, key))
         copy(self._views(entry), source)
         with self._changed:
             entry.written = True
@@ -227,6 +309,9 @@ class Arena:
     def _clear(self) -> None:
         self._free = FreeList(self._max_bytes)
         self._entries: OrderedDict[bytes, ArenaEntry] = OrderedDict()
+        self._of_tenant = Counter[str]()
+        self._expiring: list[tuple[float, bytes]] = []
+        self._gone = Counter[str]()
         self._held_bytes = 0
         self._pins: dict[int, tuple[float, list[ArenaEntry]]] = {}
 
@@ -234,22 +319,60 @@ class Arena:
         entry = self._entries.get(key)
         return entry if entry is not None and entry.written else None
 
-    def _make_room(self, num_bytes: int) -> bool:
-        """Evict until `num_bytes` are free; evicts nothing if that can't be."""
+    def _make_room(self, num_bytes: int, tenant: str) -> bool:
+        """Evict until `num_bytes` are free, of the tenant's share too; nothing if that can't be."""
         self._void_pins()
         if num_bytes > self._max_bytes - self._held_bytes:
             return False
-        missing, victims = num_bytes - self._free.num_bytes, []
-        for key, entry in self._entries.items():
-            if missing <= 0:
-                break
-            if not entry.holds:
-                victims.append(key)
-                missing -= entry.num_bytes
+        victims = list[bytes]()
+        if tenant and self._tenant_max_bytes is not None:
+            over = self._of_tenant[tenant] + num_bytes - self._tenant_max_bytes
+            victims = self._victims(over, lambda entry: entry.hints.tenant == tenant)
+            if over > sum(self._entries[key].num_bytes for key in victims):
+                return False
+        missing = num_bytes - self._free.num_bytes
+        missing -= sum(self._entries[key].num_bytes for key in victims)
+        gone = frozenset(victims)
+        victims += self._victims(missing, lambda entry: True, gone)
         for key in victims:
             self._evicted(key, self._views(self._entries[key]))
+            self._gone["evicted"] += 1
             self._forget(key)
         return True
+
+    def _victims(
+        self,
+        num_bytes: int,
+        may_go: Callable[[ArenaEntry], bool],
+        without: frozenset[bytes] = frozenset(),
+    ) -> list[bytes]:
+        """Objects with at least so many bytes together, or all that may go."""
+        if num_bytes <= 0:
+            return []
+        free = (
+            (key, entry)
+            for key, entry in self._entries.items()
+            if not entry.holds and key not in without and may_go(entry)
+        )
+        victims, oldest = list[bytes](), min(WINDOW, max(1, len(self._entries) // 8))
+        while window := sorted(islice(free, oldest), key=lambda item: item[1].worth):
+            for key, entry in window:
+                victims.append(key)
+                num_bytes -= entry.num_bytes
+                if num_bytes <= 0:
+                    return victims
+        return victims
+
+    def _expire(self) -> None:
+        """Forget what is over."""
+        now, expiring = self._clock(), self._expiring
+        while expiring and expiring[0][0] <= now:
+            at, key = heapq.heappop(expiring)
+            entry = self._entries.get(key)
+            if entry is not None and entry.expires_at == at:
+                self._evicted(key, None)
+                self._gone["expired"] += 1
+                self._forget(key)
 
     def _void_pins(self) -> None:
         now = self._clock()
@@ -274,6 +397,8 @@ class Arena:
     def _forget(self, key: bytes) -> None:
         entry = self._entries.pop(key)
         entry.forgotten = True
+        if tenant := entry.hints.tenant:
+            self._of_tenant[tenant] -= entry.num_bytes
         if not entry.holds:
             self._free.give(entry.extents)
 

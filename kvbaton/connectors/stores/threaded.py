@@ -7,12 +7,12 @@ from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager
-from typing import NamedTuple, Protocol, runtime_checkable
+from typing import Any, NamedTuple, Protocol, cast, runtime_checkable
 from weakref import WeakSet
 
 import xxhash
 
-from kvbaton.connectors.store import Found, Pieces, StoreCapabilities, Usage
+from kvbaton.connectors.store import Found, Hints, Pieces, StoreCapabilities, Usage
 from kvbaton.errors import ConfigError, StoreError
 
 
@@ -31,7 +31,9 @@ MANY = BatchLimit(128, 32 << 20)
 class Backend(Protocol):
     """Blocking calls on one object, or a few. Every method may run in several threads at once.
 
-    They raise `StoreError` for what an operator should see, and nothing else.
+    They raise `StoreError` for what an operator should see, and nothing else. One whose
+    capabilities say ``hints`` has ``put(key, source, hints)``; for ``prefix``, ``claims`` and
+    ``namespaces`` see `PrefixBackend`, `ClaimingBackend` and `NamespacedBackend`.
     """
 
     @property
@@ -82,6 +84,34 @@ class BatchBackend(Protocol):
 
     def put_many(self, keys: Sequence[bytes], sources: Sequence[Pieces]) -> Sequence[bool]:
         """`Backend.put` of many: those that are kept are whole, whatever becomes of the others."""
+        ...
+
+
+class PrefixBackend(Protocol):
+    """What a `Backend` that declares ``prefix`` has besides."""
+
+    def longest_prefix(self, keys: Sequence[bytes]) -> int:
+        """How many of the keys are there before the first one that is not."""
+        ...
+
+
+class ClaimingBackend(Protocol):
+    """What a `Backend` that declares ``claims`` has besides."""
+
+    def claim(self, keys: Sequence[bytes]) -> list[bool]:
+        """See `Claiming.claim`."""
+        ...
+
+
+class NamespacedBackend(Protocol):
+    """What a `Backend` that declares ``namespaces`` has besides."""
+
+    def namespaces(self) -> dict[str, Usage]:
+        """See `Namespaced.namespaces`."""
+        ...
+
+    def clear(self, namespace: str) -> int:
+        """See `Namespaced.clear`."""
         ...
 
 
@@ -149,10 +179,15 @@ class ThreadedStore:
         """See `Store.health`."""
         return self.backend.health()
 
-    def lookup(self, keys: Sequence[bytes], *, pin: bool = False) -> Future[Found]:
+    def lookup(
+        self, keys: Sequence[bytes], *, pin: bool = False, prefix: bool = False
+    ) -> Future[Found]:
         """See `Store.lookup`; nothing is pinned."""
-        wanted = list(keys)
-        return self._pool("lookup").submit(lambda: Found(tuple(self.backend.contains(wanted))))
+        wanted, backend = list(keys), self.backend
+        if prefix and self.capabilities.prefix:
+            longest = cast(PrefixBackend, backend).longest_prefix
+            return self._pool("lookup").submit(lambda: leading(longest(wanted), len(wanted)))
+        return self._pool("lookup").submit(lambda: Found(tuple(backend.contains(wanted))))
 
     def release(self, ticket: int) -> None:
         """See `Store.release`; there are no pins."""
@@ -160,14 +195,43 @@ class ThreadedStore:
     def load(self, keys: Sequence[bytes], targets: Sequence[Pieces]) -> Future[list[bool]]:
         """See `Store.load`; one thread per object, or per batch."""
         if isinstance(self.backend, BatchBackend):
-            return self._move("load", _together(self.backend.get_many), keys, targets, MANY)
+            return self._move("load", _together(self.backend.get_many), keys, targets, limit=MANY)
         return self._move("load", _one_by_one(self.backend.get), keys, targets)
 
-    def store(self, keys: Sequence[bytes], sources: Sequence[Pieces]) -> Future[list[bool]]:
+    def store(
+        self,
+        keys: Sequence[bytes],
+        sources: Sequence[Pieces],
+        *,
+        hints: Sequence[Hints] | None = None,
+    ) -> Future[list[bool]]:
         """See `Store.store`; one thread per object, or per batch."""
+        about = self._hinted(keys, hints)
         if isinstance(self.backend, BatchBackend):
-            return self._move("store", _together(self.backend.put_many), keys, sources, MANY)
-        return self._move("store", _one_by_one(self.backend.put), keys, sources)
+            return self._move(
+                "store", _together(self.backend.put_many), keys, sources, *about, limit=MANY
+            )
+        return self._move("store", _one_by_one(self.backend.put), keys, sources, *about)
+
+    def _hinted(
+        self, keys: Sequence[bytes], hints: Sequence[Hints] | None
+    ) -> tuple[Sequence[Hints], ...]:
+        """What a backend is given of each object beside key and bytes."""
+        if not self.capabilities.hints:
+            return ()
+        return ([Hints()] * len(keys) if hints is None else hints,)
+
+    def claim(self, keys: Sequence[bytes]) -> Future[list[bool]]:
+        """See `Claiming.claim`."""
+        return self._pool("store").submit(cast(ClaimingBackend, self.backend).claim, list(keys))
+
+    def namespaces(self) -> Future[dict[str, Usage]]:
+        """See `Namespaced.namespaces`."""
+        return self._pool("store").submit(cast(NamespacedBackend, self.backend).namespaces)
+
+    def clear(self, namespace: str) -> Future[int]:
+        """See `Namespaced.clear`."""
+        return self._pool("store").submit(cast(NamespacedBackend, self.backend).clear, namespace)
 
     def delete(self, keys: Sequence[bytes]) -> Future[int]:
         """See `Store.delete`."""
@@ -193,9 +257,10 @@ class ThreadedStore:
         action: Action,
         keys: Sequence[bytes],
         many: Sequence[Pieces],
+        *more: Sequence[Any],
         limit: BatchLimit = ONE,
     ) -> Moves:
-        items = list(zip(keys, many, strict=True))
+        items: list[tuple[Any, ...]] = list(zip(keys, many, *more, strict=True))
         moves = Moves(self._pool(job), self._threads, action, items, limit)
         self._moves.add(moves)
         return moves
@@ -206,18 +271,21 @@ class ThreadedStore:
         return self._pools[job]
 
 
-Action = Callable[[Sequence[tuple[bytes, Pieces]]], Sequence[bool]]
-"""Moves a few objects."""
+Action = Callable[[Sequence[tuple[Any, ...]]], Sequence[bool]]
+"""Moves a few objects, each given as key, pieces, and `Hints` where the backend takes them."""
 
 
-def _one_by_one(move: Callable[[bytes, Pieces], bool]) -> Action:
-    return lambda items: [move(key, pieces) for key, pieces in items]
+def leading(count: int, total: int) -> Found:
+    """The answer to a lookup of a prefix of which the first so many are there."""
+    return Found((True,) * count + (False,) * (total - count))
 
 
-def _together(
-    move: Callable[[Sequence[bytes], Sequence[Pieces]], Sequence[bool]],
-) -> Action:
-    return lambda items: move([key for key, _ in items], [pieces for _, pieces in items])
+def _one_by_one(move: Callable[..., bool]) -> Action:
+    return lambda items: [move(*item) for item in items]
+
+
+def _together(move: Callable[..., Sequence[bool]]) -> Action:
+    return lambda items: move(*map(list, zip(*items, strict=True)))
 
 
 class Moves(Future[list[bool]]):
@@ -231,7 +299,7 @@ class Moves(Future[list[bool]]):
         pool: runs the threads.
         threads: how many of them, at most.
         action: moves a few objects.
-        items: keys and pieces.
+        items: what `action` takes.
         limit: of what a thread takes at a time.
     """
 
@@ -240,7 +308,7 @@ class Moves(Future[list[bool]]):
         pool: ThreadPoolExecutor,
         threads: int,
         action: Action,
-        items: Sequence[tuple[bytes, Pieces]],
+        items: Sequence[tuple[Any, ...]],
         limit: BatchLimit,
     ) -> None:
         super().__init__()
@@ -248,8 +316,8 @@ class Moves(Future[list[bool]]):
         self._waiting = deque[slice]()
         """What no thread has taken yet."""
         start = num_bytes = 0
-        for end, (_, pieces) in enumerate(items, 1):
-            num_bytes += sum(map(len, pieces))
+        for end, item in enumerate(items, 1):
+            num_bytes += sum(map(len, item[1]))
             full = end - start == limit.objects or num_bytes >= limit.num_bytes
             if full or end == len(items):
                 self._waiting.append(slice(start, end))

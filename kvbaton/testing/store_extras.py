@@ -1,0 +1,193 @@
+"""L1 of stores, what contract 1.2 added: hints, expiry, prefixes, claims, namespaces, notices."""
+
+from __future__ import annotations
+
+import re
+import threading
+import time
+from collections.abc import Mapping, Sequence
+from typing import Any, cast
+
+from kvbaton.connectors.store import (
+    MAX_LABEL,
+    Claiming,
+    Forgetting,
+    Found,
+    Hints,
+    Namespaced,
+    Store,
+)
+from kvbaton.testing.kit import require
+from kvbaton.testing.store_rig import StoreRig, case, views
+
+SHORT_S = 0.2
+LONG_S = 3600.0
+METRIC = re.compile("[a-z][a-z0-9_]*")
+
+
+def put_with(rig: StoreRig, objects: Mapping[bytes, bytes], hints: Sequence[Hints]) -> None:
+    """Store objects with hints; all must be kept."""
+    store: Any = rig.store
+    stored = rig.wait(store.store(list(objects), views(objects.values()), hints=hints), "store")
+    require(stored == [True] * len(objects), f"store with {hints} said {stored}")
+
+
+@case(1, "hints")
+def hints_change_no_answer(rig: StoreRig) -> None:
+    """Hints of any value change neither what is found nor its bytes, and may be left out."""
+    label = "aZ0-_." * 10 + "abcd"
+    require(len(label) == MAX_LABEL, "the kit's own label is too short")
+    hints = [
+        Hints(),
+        Hints(namespace=label, tenant=label, depth=1 << 30, uses=1 << 30, priority=-(1 << 30)),
+        Hints(tenant="kit", depth=1, priority=1 << 30, ttl_s=LONG_S),
+        Hints(namespace="kit", ttl_s=1e-9 + LONG_S * 24 * 365),
+    ]
+    objects = rig.objects([100, 5000, 0, 70_000])
+    put_with(rig, objects, hints)
+    rig.expect(objects, "stored with hints")
+    require(rig.found(list(objects)) == (True,) * len(objects), "stored with hints, but not found")
+    put_with(rig, objects, [*hints[1:], hints[0]])
+    rig.expect(objects, "stored again with other hints")
+    rig.put(others := rig.objects([300, 4000]))
+    rig.expect(others, "stored without hints")
+
+
+@case(1, "hints", "expires")
+def what_expires_is_gone(rig: StoreRig) -> None:
+    """After `ttl_s` an object is neither found nor loaded, and can be stored again."""
+    (brief,) = short = rig.objects([5000])
+    stay = rig.objects([5000, 5000])
+    stored_at = time.monotonic()
+    put_with(rig, short, [Hints(ttl_s=SHORT_S)])
+    put_with(rig, stay, [Hints(ttl_s=LONG_S), Hints()])
+    gone = rig.eventually(lambda: rig.found([brief]) == (False,))
+    require(gone, f"found {rig.patience:g} s after it was to live {SHORT_S:g} s")
+    lived = time.monotonic() - stored_at
+    require(lived >= SHORT_S, f"gone after {lived:.3g} s of {SHORT_S:g} s")
+    require(rig.get(brief, 5000) is None, "it has expired and is not found, but can be loaded")
+    rig.expect(stay, "stored for longer")
+    rig.put(short)
+    rig.expect(short, "stored again after it had expired")
+
+
+@case(1, "prefix")
+def prefixes_end_at_the_first_gap(rig: StoreRig) -> None:
+    """A lookup of a prefix finds what comes before the first missing object, and no more."""
+    objects = rig.objects([1000] * 40)
+    keys, store = list(objects), cast(Any, rig.store)
+
+    def ask(keys: list[bytes]) -> tuple[bool, ...]:
+        found: Found = rig.wait(store.lookup(keys, prefix=True), "lookup of a prefix")
+        return found.present
+
+    rig.put({key: objects[key] for n, key in enumerate(keys) if n not in (0, 17)})
+    for start, there in ((1, 16), (0, 0), (17, 0), (18, 22), (40, 0), (16, 1)):
+        asked = keys[start:]
+        found, due = ask(asked), (True,) * there + (False,) * (len(asked) - there)
+        require(
+            found == due, f"{there} of {len(asked)} objects come before the gap; it found {found}"
+        )
+    require(rig.found(keys[16:19]) == (True, False, True), "a lookup without prefix has to look on")
+    if rig.lacks("pins") is None:
+        pinned = rig.wait(store.lookup(keys[1:], pin=True, prefix=True), "lookup of a prefix")
+        require(sum(pinned.present) == 16, "with pins a prefix ends elsewhere")
+        if pinned.ticket is not None:
+            rig.store.release(pinned.ticket)
+
+
+@case(1, "claims")
+def one_of_several_claims(rig: StoreRig) -> None:
+    """Of those who claim an object one is told to store it, until it did; then nobody is."""
+    objects = rig.objects([3000] * 4)
+    first, *rest = keys = list(objects)
+    other = rig.open("other") if rig.lacks("shared") is None else rig.store
+
+    def claim(store: Store, keys: list[bytes]) -> list[bool]:
+        return rig.wait(cast(Claiming, store).claim(keys), "claim")
+
+    rig.put({first: objects[first]})
+    claimed = claim(rig.store, keys)
+    require(claimed == [False, True, True, True], f"1 of 4 is there; the claim said {claimed}")
+    claimed = claim(other, keys)
+    require(not any(claimed), f"another one claims what is claimed, and is told {claimed}")
+    rig.put({key: objects[key] for key in rest})
+    claimed = claim(other, keys)
+    require(not any(claimed), f"all are there; the claim said {claimed}")
+    if rig.lacks("deletes") is None:
+        rig.wait(rig.store.delete(keys), "delete")
+        claimed = claim(other, keys)
+        require(all(claimed), f"none is there or claimed; the claim said {claimed}")
+
+
+@case(1, "hints", "namespaces")
+def namespaces_are_cleared_alone(rig: StoreRig) -> None:
+    """Namespaces are listed with what is in them, and one is cleared without the others."""
+    store = cast(Namespaced, rig.store)
+    ours, theirs, bare = rig.objects([5000] * 3), rig.objects([5000] * 2), rig.objects([5000])
+    for name, objects in (("kit-a", ours), ("kit-b", theirs), ("", bare)):
+        put_with(rig, objects, [Hints(namespace=name)] * len(objects))
+    listed = rig.wait(store.namespaces(), "namespaces")
+    counts = {name: listed[name].objects for name in ("kit-a", "kit-b") if name in listed}
+    require(counts == {"kit-a": 3, "kit-b": 2}, f"3 and 2 objects; namespaces told {counts}")
+    cleared = rig.wait(store.clear("kit-a"), "clear")
+    require(cleared == 3, f"clear of a namespace of 3 objects said {cleared}")
+    require(not any(rig.found(list(ours))), "objects are found in a namespace that was cleared")
+    rig.expect(theirs | bare, "another namespace was cleared")
+    require(rig.wait(store.clear("kit-none"), "clear") == 0, "clear of what nobody has says 0")
+    rig.put(ours)
+    rig.expect(ours, "stored again after their namespace was cleared")
+
+
+@case(1, "small", "forgets")
+def evictions_are_told(rig: StoreRig) -> None:
+    """What is no longer there, and was not deleted, was told; what was told is not there."""
+    told, lock = list[bytes](), threading.Lock()
+
+    def forget(keys: Sequence[bytes]) -> None:
+        with lock:
+            told.extend(keys)
+
+    cast(Forgetting, rig.store).on_forget = forget
+    capacity = rig.store.usage().capacity or 0
+    size, stored = 500_000, list[bytes]()
+    for _ in range(2 * capacity // size):
+        (key,) = objects = rig.objects([size])
+        if rig.ask_store(objects) == [True]:
+            stored.append(key)
+
+    def lost() -> list[bytes]:
+        present = rig.found(stored)
+        with lock:
+            return [k for k, there in zip(stored, present, strict=True) if there == (k in told)]
+
+    rig.eventually(lambda: not lost())
+    wrong = lost()
+    require(not wrong, f"of {len(stored)} objects {len(wrong)} were lost untold, or told and kept")
+
+
+@case(1)
+def metrics_of_its_own(rig: StoreRig) -> None:
+    """What `usage` tells beside objects and bytes can be shown, and counters never go back."""
+    before = rig.store.usage()
+    for kind, values in (("counters", before.counters), ("gauges", before.gauges)):
+        for name, value in values.items():
+            require(METRIC.fullmatch(name) is not None, f"{name!r} in {kind} is no metric's name")
+            require(isinstance(value, int | float), f"{name} in {kind} is {value!r}")
+    objects = rig.objects([5000] * 3)
+    if rig.lacks("hints") is None:
+        put_with(rig, objects, [Hints(tenant=t) for t in ("kit-a", "kit-a", "kit-b")])
+        held = [rig.store.usage().tenants.get(name, 0) for name in ("kit-a", "kit-b")]
+        right = held == [0, 0] or 0 < held[1] <= held[0] / 1.9
+        require(right, f"tenants of two objects and of one are told to hold {held} bytes")
+    else:
+        rig.put(objects)
+    rig.expect(objects, "stored")
+    seen = rig.store.usage().counters
+    if rig.lacks("deletes") is None:
+        rig.wait(rig.store.delete(list(objects)), "delete")
+    after = rig.store.usage().counters
+    back = {
+        name: (seen[name], after.get(name, 0)) for name in seen if after.get(name, 0) < seen[name]
+    }
+    require(not back, f"counters went back: {back}")

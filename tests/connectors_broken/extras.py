@@ -1,0 +1,111 @@
+"""Memory stores with one defect each in what contract 1.2 added; see `stores.py`."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from concurrent.futures import Future
+from dataclasses import replace
+
+from kvbaton.connectors.store import Found, Hints, Pieces, Usage
+from kvbaton.connectors.stores.memory import NO_HINTS, Arena
+from tests.connectors_broken.stores import BrokenMemory
+
+
+class KeepsByTenant(BrokenMemory):
+    """Finds what a tenant has stored only for that tenant."""
+
+    class Broken(Arena):
+        def put(self, key: bytes, source: Pieces, hints: Hints = NO_HINTS) -> bool:
+            return super().put(key if not hints.tenant else key[::-1], source, hints)
+
+
+class NeverExpires(BrokenMemory):
+    """Declares that objects expire, and forgets when."""
+
+    class Broken(Arena):
+        def put(self, key: bytes, source: Pieces, hints: Hints = NO_HINTS) -> bool:
+            return super().put(key, source, replace(hints, ttl_s=None))
+
+
+class LoadsWhatHasExpired(BrokenMemory):
+    """No longer finds what has expired, but loads it."""
+
+    class Broken(Arena):
+        def _expire(self) -> None:
+            pass
+
+        def find(self, keys: Sequence[bytes], pin: bool) -> Found:
+            found = super().find(keys, pin)
+            late = [key in self._entries and self._is_late(key) for key in keys]
+            pairs = zip(found.present, late, strict=True)
+            return replace(found, present=tuple(there and not over for there, over in pairs))
+
+        def _is_late(self, key: bytes) -> bool:
+            at = self._entries[key].expires_at
+            return at is not None and at <= self._clock()
+
+
+class FindsBehindTheGap(BrokenMemory):
+    """Of a prefix it finds what comes after what is missing, too."""
+
+    def lookup(
+        self, keys: Sequence[bytes], *, pin: bool = False, prefix: bool = False
+    ) -> Future[Found]:
+        """Look everything up."""
+        return super().lookup(keys, pin=pin)
+
+
+class ClearsEverything(BrokenMemory):
+    """Clears all namespaces instead of one."""
+
+    class Broken(Arena):
+        def clear(self, namespace: str) -> int:
+            return self.remove(list(self._entries))
+
+
+class EvictsInSilence(BrokenMemory):
+    """Declares that it tells what it evicts, and does not."""
+
+    def _evicted(self, key: bytes, pieces: Pieces | None) -> None:
+        pass
+
+
+class BadMetricNames(BrokenMemory):
+    """Has a gauge that no metrics page can show."""
+
+    class Broken(Arena):
+        def usage(self) -> Usage:
+            return replace(super().usage(), gauges={"hit rate, %": 12.5})
+
+
+class CountsBackwards(BrokenMemory):
+    """A counter of its own is a gauge."""
+
+    class Broken(Arena):
+        def usage(self) -> Usage:
+            usage = super().usage()
+            return replace(usage, counters={"objects": usage.objects or 0})
+
+
+class ForgetsTenants(BrokenMemory):
+    """Counts the bytes of all tenants for the first one."""
+
+    class Broken(Arena):
+        def usage(self) -> Usage:
+            usage = super().usage()
+            every = sum(usage.tenants.values())
+            return replace(usage, tenants={name: every for name in usage.tenants})
+
+
+BROKEN_EXTRAS: dict[type[BrokenMemory], str] = {
+    KeepsByTenant: "L1.hints-change-no-answer",
+    NeverExpires: "L1.what-expires-is-gone",
+    LoadsWhatHasExpired: "L1.what-expires-is-gone",
+    FindsBehindTheGap: "L1.prefixes-end-at-the-first-gap",
+    ClearsEverything: "L1.namespaces-are-cleared-alone",
+    EvictsInSilence: "L1.evictions-are-told",
+    BadMetricNames: "L1.metrics-of-its-own",
+    CountsBackwards: "L1.metrics-of-its-own",
+    ForgetsTenants: "L1.metrics-of-its-own",
+}
+"""See `stores.BROKEN`."""
