@@ -32,7 +32,6 @@ from kvbaton.connectors.layout import (
     KV,
     LAYER,
     TOKEN,
-    GroupKind,
     KVLayout,
     Plane,
 )
@@ -159,7 +158,7 @@ def needed_bytes(
         num_tokens: of the whole prompt.
     """
     layout = pairing.targets[0]
-    if layout.kind is not GroupKind.STATE:  # of which the target's table names but one
+    if layout.window:
         start = max(start, layout.kind.first_attended(num_tokens, layout.window))
     if start >= end:
         return 0

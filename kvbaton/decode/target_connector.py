@@ -28,7 +28,7 @@ from kvbaton.engine.executor import Executor
 from kvbaton.engine.kv_connector import HeldBlocks, KVConnector, Load, transfer_consumed
 from kvbaton.engine.scheduler import Scheduler
 from kvbaton.errors import RequestError
-from kvbaton.messages.engine import AddRequest, Output, TransferSpec
+from kvbaton.messages.engine import AddRequest, Mark, Output, TransferSpec
 from kvbaton.types import Attempt, Spans
 
 logger = logging.getLogger(__name__)
@@ -208,18 +208,17 @@ class TargetConnector(KVConnector):
         outputs = []
         for action in self.receiver.take():
             match action:
-                case Deliver():
-                    load = self._live.pop(action.attempt, None)
-                    if load is not None:
-                        self._outcomes(load)["delivered"] += 1
-                        for name, at in action.times:
-                            load.sequence.request.mark(name, at)
-                    if load is not None and load.connector is not self:
-                        self.scheduler.cut_load(load, action.num_tokens)
-                    elif load is not None:
+                case Deliver() if (load := self._live.pop(action.attempt, None)) is not None:
+                    if (marks := load.sequence.request.marks) is not None:
+                        marks += (Mark(name, at) for name, at in action.times)
+                    if load.connector is self:
+                        self.outcomes["delivered"] += 1
                         outputs += self.scheduler.finish_load(
                             load, action.choices, cached_at_source=action.cached_tokens
                         )
+                    else:
+                        self.prefix_outcomes["delivered"] += 1
+                        self.scheduler.cut_load(load, action.num_tokens)
                 case Fail():
                     outputs += self._fail(action)
                 case Unquarantine():

@@ -187,7 +187,7 @@ class BlockMemory:
         self, group: int, blocks: Sequence[int], first_position: int, start: int, end: int
     ) -> npt.NDArray[np.uint64]:
         """Sums recomputed from memory, [blocks, layers, kv, heads]; see `Executor.digest`."""
-        ids = torch.tensor(blocks, dtype=torch.int64, device=self.data.device)
+        ids = torch.tensor(blocks, dtype=torch.int64, device=self.blocks.device)
         return _unsigned(block_sums(self.group_data[group], ids, first_position, start, end))
 
     def adopt(

@@ -168,9 +168,9 @@ class KVCacheManager:
         """
         need = 0
         for group, table in zip(self.groups, tables, strict=True):
-            behind = group.first_needed(start)
+            behind = 0 if group.kind is GroupKind.FULL else group.first_needed(start)
             lacking = max(0, group.blocks_for(num_tokens) - max(len(table), behind))
-            if not group.keeps_all:
+            if group.kind is not GroupKind.FULL:
                 most = group.most_blocks(num_tokens, self._step_tokens)
                 lacking = min(lacking, max(0, most - max(0, len(table) - behind)))
             need += lacking
@@ -301,7 +301,7 @@ class KVCacheManager:
         """
         self.skip_unneeded(tables, start)
         for g, (group, table) in enumerate(zip(self.groups, tables, strict=True)):
-            past = num_tokens if end is None or group.keeps_all else end
+            past = num_tokens if end is None or group.kind is GroupKind.FULL else end
             lacking = group.blocks_for(past) - len(table)
             if lacking > 0 and group.kind is GroupKind.STATE:
                 border = past // group.block_size - 1  # the last block that will be full
@@ -340,8 +340,8 @@ class KVCacheManager:
 
     def skip_unneeded(self, tables: Tables, position: int) -> None:
         """Pad tables with the null block where the token at `position` will not attend to."""
-        for group, table in zip(self.groups, tables, strict=True):
-            table += [NULL_BLOCK] * (group.first_needed(position) - len(table))
+        for g, group in self._windows:
+            tables[g] += [NULL_BLOCK] * (group.first_needed(position) - len(tables[g]))
 
     def ref(self, tables: Tables) -> None:
         """Refer to all blocks of a table set once more."""

@@ -269,17 +269,14 @@ class LiveRequests:
 
     def run(self, sequence: Sequence) -> None:
         """From now on a sequence takes part in steps."""
-        self._shares.serve(sequence.request.start_tag)
+        request = sequence.request
+        self._shares.serve(request.start_tag)
         self._leave(sequence)
-        self.mark(sequence.request, "scheduled")
+        if request.marks is not None:
+            request.mark("scheduled", self.clock())
         sequence.state = SequenceState.RUNNING
         insort(self.running, sequence, key=_rank)
         self.connectors.call(KVConnector.started, sequence)
-
-    def mark(self, request: Request, name: str) -> None:
-        """Note that something happens to a request, if it is timed."""
-        if request.marks is not None:
-            request.mark(name, self.clock())
 
     def _leave(self, sequence: Sequence) -> None:
         """Take a sequence out of the queue, or from those who run or load."""
@@ -347,7 +344,7 @@ class LiveRequests:
     def preempt(self, sequence: Sequence) -> None:
         """Give a running sequence's blocks to others; it goes on from its tokens later."""
         self.totals.preemptions += 1
-        self.mark(sequence.request, "preempted")
+        sequence.request.mark("preempted", self.clock())
         if sequence.request.prompt_logprobs:
             sequence.request.prompt_logprobs.clear()  # the prompt will be computed again
         self._part(sequence)
@@ -380,7 +377,8 @@ class LiveRequests:
         finish: tuple[str | None, int | str | None] | None = None,
     ) -> Output:
         """Append a sampled token; `finish` overrides our own stop rules."""
-        request, index = sequence.request, sequence.num_generated
+        request = sequence.request
+        index = len(sequence.tokens) - len(request.prompt)
         sequence.tokens.append(token)
         self.totals.generated += 1
         if request.marks is not None and not sequence.choice:
@@ -403,7 +401,7 @@ class LiveRequests:
             stop_reason=stop_reason,
             cached_tokens=request.cached_tokens or 0,
             transferred_tokens=request.transferred_tokens,
-            marks=request.take_marks(),
+            marks=request.take_marks() if request.marks else (),
         )
 
     def retire(self, sequence: Sequence) -> None:
@@ -468,7 +466,7 @@ class LiveRequests:
             sequence.committed = list(map(max, sequence.committed, wholes))
         spans = self.blocks.reserve(sequence.tables, end)
         self._leave(sequence)
-        self.mark(sequence.request, "loading")
+        sequence.request.mark("loading", self.clock())
         sequence.state = SequenceState.LOADING
         load = Load(sequence, match.num_tokens, end, spans, connector)
         self.loading[sequence.request.request_id] = load
@@ -507,10 +505,11 @@ class LiveRequests:
         self._keep(load, load.end)
         # A proxy that asks the source for one token can't tell it of `min_tokens`: one that ends
         # the text before is sampled anew here.
-        ends = () if request.params.ignore_eos else self.config.eos_token_ids
-        early = load.sequence.num_generated < request.params.min_tokens and any(
-            choice.token in ends or choice.token in request.params.stop_token_ids
-            for choice in choices
+        params = request.params
+        ends = () if params.ignore_eos else self.config.eos_token_ids
+        early = params.min_tokens and load.sequence.num_generated < params.min_tokens
+        early = early and any(
+            choice.token in ends or choice.token in params.stop_token_ids for choice in choices
         )
         if early or not choices:
             self._requeue(load)
@@ -540,7 +539,7 @@ class LiveRequests:
         if not self.is_loading(load):
             return []
         self.totals.load_failures += 1
-        self.mark(load.sequence.request, "load_failed")
+        load.sequence.request.mark("load_failed", self.clock())
         if self.config.kv_load_failure_policy == "fail":
             whence = " from the store" if load.connector.medium == "store" else ""
             error = f"the KV cache could not be loaded{whence}: {reason}"

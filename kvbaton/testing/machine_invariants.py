@@ -22,7 +22,7 @@ def check_machine(machine: Source | Target) -> None:
         if problem is None and machine.rings_at("deadline", record.name) is None:
             problem = f"no deadline in state {record.state.value}"
         if problem is not None:
-            story = machine.stories.get(record.name, ())
+            story = [f"{at:.3f} {line}" for at, line in record.story]
             raise AssertionError("\n".join([f"{record.name}: {problem}", *story]))
     counters = machine.counters
     done = counters.completed + counters.failed + counters.cancelled

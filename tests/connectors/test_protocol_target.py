@@ -481,16 +481,22 @@ def test_addresses_that_nobody_vouches_for_are_bounded() -> None:
 
 def test_delivery_needs_complete_and_all_notices_and_all_digests() -> None:
     rig = Rig().until("engaged")
+    accepted = rig.now
     runs = tuple(DigestRun(rank, 0, 0, 0, bytes(8)) for rank in range(2))
+    rig.now = accepted + 0.1
     assert rig.landed(0, 4, 12, 0, digests=runs[:1]) == []
     (verify,) = rig.landed(0, 4, 12, 1, digests=runs[1:])
     assert [table.tolist() for table in verify.target] == [[-1, 10, 11, 12]]
     assert verify == Verify(NAME, 0, 4, 12, (SHARED,), verify.target, (4,), runs)
     assert rig.do(Verified(NAME, 0)) == []
     assert rig.complete(cached_tokens=5) == []
+    rig.now = accepted + 0.2
     assert of(rig.land(1, 12, 16), Verify)
+    rig.now = accepted + 0.3
     deliver, ack, free = rig.do(Verified(NAME, 1))
-    assert deliver == Deliver(NAME, CHOICES, 5, 16)
+    after = {"accepted": 0, "first_landed": 0.1, "landed": 0.2, "verified": 0.3}
+    times = tuple((name, accepted + seconds) for name, seconds in after.items())
+    assert deliver == Deliver(NAME, CHOICES, 5, 16, times)
     assert ack.message.verdict == "ok"
     assert free == Unquarantine(NAME)
     assert rig.machine.counters.completed == 1

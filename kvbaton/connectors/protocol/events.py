@@ -419,7 +419,7 @@ class Deliver(AboutAttempt, TargetAction, frozen=True):
         choices: token 0 of each; none of block keys.
         cached_tokens: that P did not have to compute.
         num_tokens: that are here; of block keys perhaps fewer than were wanted.
-        times: what happened when, on the machine-wide clock; the transfer thread adds them.
+        times: when it was accepted, its first and last bytes landed, and all were verified.
     """
 
     choices: tuple[ChoiceStart, ...]

@@ -122,6 +122,7 @@ class Incoming(Record):
         verified: ranges that do not match, by verified write; empty for a good one.
         bad: ranges that do not match; told to P until it has drained.
         since: when the quarantine began.
+        times: when it was accepted, and its first and latest bytes landed.
     """
 
     state: TargetState = TargetState.UNKNOWN
@@ -139,6 +140,7 @@ class Incoming(Record):
     complete: Complete | None = None
     bad: tuple[tuple[int, int], ...] = ()
     since: float = 0.0
+    times: dict[str, float] = field(default_factory=dict, repr=False)
 
     def land(self, event: Landed) -> Arrival | None:
         """Take in a notice, of ranks that write in its session; the write if that was its last one.

@@ -121,6 +121,9 @@ Reactions = Mapping[type, Callable[..., None]]
 """By kind of event that is about no single attempt, the method that takes it."""
 
 
+Story = deque[tuple[float, str]]
+
+
 @dataclass
 class Record:
     """An attempt, as one side knows it.
@@ -130,12 +133,14 @@ class Record:
             of one that has ended.
         outcome: how it ends, once that is known.
         session: the one that it is bound to.
+        story: what happened to it and when, the latest lines.
     """
 
     name: Attempt
     state: Any = None
     outcome: str = ""
     session: Any = None
+    story: Story = field(default_factory=lambda: deque(maxlen=MAX_STORY_LINES), repr=False)
 
 
 RecordT = TypeVar("RecordT", bound=Record)
@@ -156,7 +161,7 @@ class Machine(Alarms, Generic[RecordT]):
         do: decides on an action.
         live: attempts that have not ended.
         ended: how the others did.
-        stories: what happened to the latest attempts, the oldest first: the latest lines of each.
+        stories: of the latest attempts, the oldest first.
     """
 
     table: ClassVar[Table]
@@ -172,7 +177,7 @@ class Machine(Alarms, Generic[RecordT]):
         self.do: Callable[[Any], None] = self.actions.append
         self.live: dict[Attempt, RecordT] = {}
         self.ended = Tombstones(timers.tombstone)
-        self.stories: dict[Attempt, deque[str]] = {}
+        self.stories: dict[Attempt, Story] = {}
         self._rules: dict[tuple[type | str, Any], Callable[[RecordT, Any], None]] = {
             (row, state): getattr(self, rule.__name__)
             for row, rules in self.table.items()
@@ -215,18 +220,17 @@ class Machine(Alarms, Generic[RecordT]):
             return live
         outcome = self.ended.outcome(name, self.now)
         unknown, *_, ended = self.states
-        return self.record_type(name, unknown if outcome is None else ended, outcome or "")
+        record = self.record_type(name, unknown if outcome is None else ended, outcome or "")
+        record.story = self.stories.get(name, record.story)
+        return record
 
     # --- for the sides ---
 
-    def tell(self, name: Attempt, line: str) -> None:
-        """Add to an attempt's story."""
-        story = self.stories.get(name)
-        if story is None:
-            if len(self.stories) >= MAX_STORIES:
-                del self.stories[next(iter(self.stories))]
-            story = self.stories[name] = deque(maxlen=MAX_STORY_LINES)
-        story.append(f"{self.now:.3f} {line}")
+    def remember(self, record: RecordT) -> None:
+        """Keep an attempt's story from now on."""
+        self.stories.setdefault(record.name, record.story)
+        if len(self.stories) > MAX_STORIES:
+            del self.stories[next(iter(self.stories))]
 
     def count(self, code: str, *, dropped: bool = False) -> None:
         """Count something by its name; `dropped` messages are counted together as well."""
@@ -242,7 +246,8 @@ class Machine(Alarms, Generic[RecordT]):
         if record.state is next(iter(self.states)):
             self.live[record.name] = record
             self.counters.started += 1
-        self.tell(record.name, f"{record.state.value} -> {state.value}")
+            self.remember(record)
+        record.story.append((self.now, f"{record.state.value} -> {state.value}"))
         record.state = state
         for alarm in ALARMS:
             if (alarm, state) not in self._rules:

@@ -192,7 +192,7 @@ class Sessions(Machine[RecordT], Generic[RecordT, SessionT]):
         self, record: RecordT, kind: type[TransferMessage] | type[Refused], **fields: Any
     ) -> None:
         """Send a message about an attempt, in the session that it is bound to."""
-        self.tell(record.name, f"> {kind.__name__}")
+        record.story.append((self.now, f"> {kind.__name__}"))
         name = {"transfer_id": record.name.transfer_id, "attempt": record.name.number}
         self.send(record.session, kind, **name, **fields)
 

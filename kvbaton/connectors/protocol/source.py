@@ -17,7 +17,6 @@ What happens when is in `Source.table`, whose rules are methods here.
 from __future__ import annotations
 
 from collections import Counter
-from enum import Enum
 from typing import Any, ClassVar
 
 from kvbaton.connectors.pairing import pair_groups
@@ -97,11 +96,14 @@ class Source(SourceSessions):
             self.count("unexpected", dropped=True)
         elif (session := self.session_of(event)) is not None:
             record = self.record(Attempt(message.transfer_id, message.attempt))
-            self.tell(record.name, f"< {type(message).__name__} in {record.state.value}")
+            line = f"< {type(message).__name__} in {record.state.value}"
+            record.story.append((self.now, line))
+            if len(record.story) == 1:
+                self.remember(record)
             if record.session is None:
                 record.session = session
             if record.session is session:
-                self.apply(type(message), record, message)
+                self._rules[type(message), record.state](record, message)
                 if record.state is State.ANNOUNCED:
                     record.session = None  # only a `Reserve` binds
             else:
@@ -111,7 +113,7 @@ class Source(SourceSessions):
         self, session: SourceSession, record: Outgoing, message: control.TransferMessage
     ) -> None:
         """A message about an attempt that is bound to another session: it can't touch it."""
-        stranger = Outgoing(record.name, session=session)
+        stranger = Outgoing(record.name, session=session, story=record.story)
         if isinstance(message, control.Reserve):
             self._refuse(stranger, "conflict", "the attempt is bound to another session")
         elif isinstance(message, control.Cancel):
@@ -120,14 +122,10 @@ class Source(SourceSessions):
         else:
             self.count("foreign", dropped=True)
 
-    def _set_state(self, record: Outgoing, state: Enum) -> None:
-        self._idle.pop(record.name, None)  # it is announced, and in no other state
-        super()._set_state(record, state)
-
     def _refuse(self, record: Outgoing, code: str, why: str, *, retry: bool = False) -> None:
         self.counters.refused += 1
         self.count(code)
-        self.tell(record.name, f"refused, {code}: {why}")
+        record.story.append((self.now, f"refused, {code}: {why}"))
         self._send(record, control.Refused, code=code, message=clip_text(why), retryable=retry)
 
     # --- Reserve ---
@@ -234,6 +232,7 @@ class Source(SourceSessions):
         self.ring_in("deadline", record.name, min(self.timers.lease, record.until - self.now))
 
     def _engage(self, record: Outgoing) -> None:
+        self._idle.pop(record.name, None)
         record.engage(self.groups)
         self._set_state(record, State.ENGAGED)
         self._renew(record)
@@ -290,7 +289,7 @@ class Source(SourceSessions):
     def _push(self, record: Outgoing) -> None:
         for post in record.posts():
             line = f"post write {post.write}: tokens {post.start} to {post.end}"
-            self.tell(record.name, line)
+            record.story.append((self.now, line))
             self.do(post)
         if record.choices is not None and record.posted == record.end:
             self._set_state(record, State.COMPLETED)
@@ -396,7 +395,7 @@ class Source(SourceSessions):
 
     def _lose(self, record: Outgoing, why: str) -> None:
         """Nobody may ask for it in another session: stop."""
-        self.tell(record.name, f"session over: {why}")
+        record.story.append((self.now, f"session over: {why}"))
         self._stop(record, "lost")
 
     def _fail(self, record: Outgoing, reason: str, outcome: str = "failed") -> None:
@@ -432,6 +431,7 @@ class Source(SourceSessions):
         self.close_drained(session)
 
     def _end(self, record: Outgoing, outcome: str) -> None:
+        self._idle.pop(record.name, None)
         if record.engaged:
             self.do(events.Release(record.name, outcome))
         if record.session is not None:

@@ -137,14 +137,15 @@ class Target(TargetSessions):
         assert message.transfer_id is not None, "else it is about the session"
         record = self.record(Attempt(message.transfer_id, message.attempt))
         if record.state is not State.UNKNOWN:
-            self.tell(record.name, f"< {type(message).__name__} in {record.state.value}")
+            line = f"< {type(message).__name__} in {record.state.value}"
+            record.story.append((self.now, line))
         if record.name in self.live and record.session is not session:
             self.count("foreign", dropped=True)
         elif session.state is not SessionState.UP and not isinstance(message, control.Drained):
             self.count("session_over", dropped=True)
         else:
             record.session = session
-            self.apply(type(message), record, message)
+            self._rules[type(message), record.state](record, message)
 
     # --- Start ---
 
@@ -247,6 +248,7 @@ class Target(TargetSessions):
     def _accepted(self, record: Incoming, message: object) -> None:
         """P has it, and is at work: the deadline starts anew. `Reserve` is repeated slowly."""
         if record.state is State.RESERVED:
+            record.times["accepted"] = self.now
             self._set_state(record, State.ENGAGED)
             self.ring_in("resend", record.name, self.timers.lease / 4)
         self._heard(record)
@@ -269,6 +271,8 @@ class Target(TargetSessions):
             self.count("junk_notice", dropped=True)
             return
         self._accepted(record, event)
+        record.times.setdefault("first_landed", self.now)
+        record.times["landed"] = self.now
         try:
             arrival = record.land(event)
         except ValueError as error:
@@ -300,7 +304,12 @@ class Target(TargetSessions):
 
     def _complete(self, record: Incoming, message: control.Complete) -> None:
         """Check it; deliver if everything is here."""
-        unit = self._held_unit(record)
+        unit = 0  # a prompt to come is whole
+        if record.order.keys:
+            # P may hold fewer tokens than were named. Of a group that keeps no whole prefix only
+            # the blocks that all tokens need were reserved.
+            whole = all(group.kind is GroupKind.FULL for group in self.groups)
+            unit = self.groups[0].block_size if whole else record.num_tokens
         problem = check_complete(message, record.start, record.num_tokens, unit)
         if problem is not None:
             self._malformed(record, problem)
@@ -309,16 +318,6 @@ class Target(TargetSessions):
         self._accepted(record, message)
         self._set_state(record, State.COMPLETING)
         self._try_deliver(record)
-
-    def _held_unit(self, record: Incoming) -> int:
-        """By which multiple P may hold fewer tokens than were named by key; 0 of a prompt to come.
-
-        Of a group that keeps no whole prefix only the blocks that all tokens need were reserved.
-        """
-        if not record.order.keys:
-            return 0
-        whole = all(group.kind is GroupKind.FULL for group in self.groups)
-        return self.groups[0].block_size if whole else record.num_tokens
 
     def _complete_again(self, record: Incoming, message: control.Complete) -> None:
         """Must equal the first one; no deadline moves."""
@@ -334,9 +333,10 @@ class Target(TargetSessions):
             self._malformed(record, "its writes do not make up the prompt")
             return
         delivered = complete.choices, complete.cached_tokens, complete.num_tokens
-        self.do(events.Deliver(record.name, *delivered))
+        times = (*record.times.items(), ("verified", self.now))
+        self.do(events.Deliver(record.name, *delivered, times))
         record.outcome = "delivered"
-        self._answer_late(record, complete)
+        self._send(record, control.Ack, verdict="ok")
         # All rank pairs of all writes have landed, and P posts no range twice: nothing of this
         # attempt is in flight, so its blocks need no `Drained`.
         self._end(record)
@@ -363,7 +363,7 @@ class Target(TargetSessions):
 
     def _fail(self, record: Incoming, reason: str) -> None:
         """`Fail`; `Cancel`, or `Unquarantine` at once if P never heard of the blocks."""
-        self.tell(record.name, f"failed: {reason}")
+        record.story.append((self.now, f"failed: {reason}"))
         self.do(events.Fail(record.name, record.valid_through(), reason))
         self._leave(record, "failed")
 
@@ -393,7 +393,7 @@ class Target(TargetSessions):
         if self.is_silent(node):
             self.peer_gone(events.PeerGone(node))
         elif self.now - record.since >= self.timers.quarantine_limit:
-            self.tell(record.name, f"{node.node} lives and does not drain: fence it")
+            record.story.append((self.now, f"{node.node} lives and does not drain: fence it"))
             self.fence(node)
 
     def _drained(self, record: Incoming, message: control.Drained) -> None:

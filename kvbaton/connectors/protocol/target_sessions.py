@@ -121,7 +121,9 @@ class TargetSessions(Sessions[Incoming, TargetSession]):
 
     def _tell_unneeded(self, line: Line, session: TargetSession) -> None:
         while line.unneeded:
-            self._send(Incoming(line.unneeded.popleft(), session=session), control.NotNeeded)
+            record = Incoming(line.unneeded.popleft(), session=session)
+            self.remember(record)
+            self._send(record, control.NotNeeded)
 
     # --- opening ---
 

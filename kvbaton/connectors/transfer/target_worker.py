@@ -9,23 +9,15 @@ from dataclasses import dataclass, field
 from typing import Any, Protocol
 
 import numpy as np
-from msgspec.structs import replace
-from typing_extensions import override
 
 from kvbaton.connectors.base import Transport
 from kvbaton.connectors.digest import PendingSums, Sums, mismatches
 from kvbaton.connectors.layout import KVLayout
 from kvbaton.connectors.protocol import events
-from kvbaton.connectors.protocol.events import (
-    SourceAction,
-    SourceEvent,
-    TargetAction,
-    TargetEvent,
-)
 from kvbaton.connectors.protocol.notice import unpack_notice
 from kvbaton.connectors.protocol.target import Target
 from kvbaton.connectors.transfer.worker import Links, TransferWorker
-from kvbaton.messages.control import Accepted, Reserve
+from kvbaton.messages.control import Reserve
 from kvbaton.types import Attempt, NodeId
 
 logger = logging.getLogger(__name__)
@@ -102,29 +94,6 @@ class TargetWorker(TransferWorker):
         if isinstance(event, events.Start):
             self._live.add(event.attempt)
         self.handle(event, now)
-
-    @override
-    def handle(self, event: SourceEvent | TargetEvent, now: float) -> None:
-        if isinstance(event, events.Received) and isinstance(event.message, Accepted):
-            attempt = Attempt(event.message.transfer_id, event.message.attempt)
-            if attempt in self._live:
-                self.mark(attempt, "accepted")
-        super().handle(event, now)
-
-    @override
-    def to_engine(self, action: SourceAction | TargetAction) -> None:
-        if isinstance(action, events.Deliver):
-            action = replace(action, times=self._times(action.attempt))
-        super().to_engine(action)
-
-    def _times(self, attempt: Attempt) -> tuple[tuple[str, float], ...]:
-        """When an attempt was accepted, its first and last bytes landed, and all were verified."""
-        marks = [(mark["what"], mark["time"]) for mark in self._timelines.get(attempt, ())]
-        first = {what: time for what, time in reversed(marks)}
-        named = [("accepted", first["accepted"])] if "accepted" in first else []
-        if "landed" in first:
-            named += [("first_landed", first["landed"]), ("landed", dict(marks)["landed"])]
-        return (*named, ("verified", time.monotonic()))
 
     def _look(self, now: float) -> bool:
         for check in list(self._checks):
@@ -264,7 +233,8 @@ class TargetWorker(TransferWorker):
         self.counters["digests_failed"] += bool(bad)
         self.counters["verify_seconds"] += time.monotonic() - check.began
         self.mark(order.attempt, "verified", write=order.write, start=order.start, end=order.end)
-        self.handle(events.Verified(order.attempt, order.write, tuple(sorted(bad))), now)
+        verified = events.Verified(order.attempt, order.write, tuple(sorted(bad)))
+        self.handle(verified, time.monotonic())  # to compare may have taken a while
 
     def _keep(self, check: _Check, found: Sequence[tuple[int, int, list[Sums]]]) -> None:
         """Keep what was verified, so that the blocks can be handed on without a look at them.

@@ -229,7 +229,10 @@ class TransferWorker:
         stories = self._machine.stories
         return {
             "ledger": self._machine.ledger(),
-            "stories": {attempt_name(attempt): list(lines) for attempt, lines in stories.items()},
+            "stories": {
+                attempt_name(attempt): [f"{at:.3f} {line}" for at, line in story]
+                for attempt, story in stories.items()
+            },
             "timelines": {attempt_name(a): list(marks) for a, marks in self._timelines.items()},
         }
 
