@@ -153,8 +153,8 @@ real_lose = TargetSessions.lose
 
 
 @breaks((TargetSessions, "lose"))
-def takes_a_lost_peers_writes_for_gone(self: Any, node: Any) -> None:
-    real_lose(self, node)
+def takes_a_lost_peers_writes_for_gone(self: Any, node: Any, why: str) -> None:
+    real_lose(self, node, why)
     for other in self.of(node):
         self._release_all(other)
 
@@ -163,8 +163,8 @@ real_session_end = TargetSessions.end_session
 
 
 @breaks((TargetSessions, "end_session"))
-def ends_quarantine_with_the_session(self: Any, session: Any, why: str) -> None:
-    real_session_end(self, session, why)
+def ends_quarantine_with_the_session(self: Any, session: Any, why: str, **options: Any) -> None:
+    real_session_end(self, session, why, **options)
     self._release_all(session)
 
 

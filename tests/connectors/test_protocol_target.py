@@ -261,6 +261,23 @@ def test_a_session_that_the_peer_forgot_fails_its_attempts_and_the_next_one_asks
     assert all(not hello.over for hello in sent(rig.wait(10.0), Hello))
 
 
+def test_a_session_that_ends_with_blocks_in_quarantine_is_fenced_before_the_next() -> None:
+    """A D that was stopped for long: P lives, and can't say what of its writes has landed."""
+    rig = Rig().until("engaged")
+    rig.now += 3 * TIMERS.lease
+    actions = rig.refuse_session("unknown_session")
+    asked = [a for a in actions if isinstance(a, Fence) or sent([a], Hello)]
+    assert [type(a) for a in asked] == [Fence, SendMessage], "it costs nobody anything yet"
+    assert of(rig.do(Fenced(P)), Unquarantine) == [Unquarantine(NAME)]
+    rig.start(1)
+    assert [message.attempt for message in sent(rig.welcome(), Reserve)] == [1]
+    rig.wait(1.0)
+    assert of(rig.refuse_session("unknown_session"), Fence) == [Fence(P)]
+    rig.welcome()
+    assert sent(rig.start(2), Reserve), "a fence that did not hold delays nothing"
+    assert not of(rig.wait(2.0), Fence)
+
+
 def test_sessions_that_end_as_soon_as_they_are_up_are_not_opened_in_a_circle() -> None:
     rig = Rig()
     rig.do(SetMembers(frozenset({ADDRESS})))

@@ -257,7 +257,9 @@ def test_a_source_holds_its_blocks_while_a_transport_cannot_close(
 ) -> None:
     """What `close` raises proves nothing: writes may read the blocks still."""
     hostile = Hostile("hostile", hub)
-    p, d = make(Prefill, hostile), make(Decode)
+    unfenced = Hostile("unfenced", hub)  # D would end the write
+    unfenced.broken = "fence"
+    p, d = make(Prefill, hostile), make(Decode, unfenced)
     hub.hold()
     attempt = Attempt(os.urandom(16), 0)
     p.announce(attempt, 18)

@@ -391,7 +391,7 @@ class Target(TargetSessions):
         node = record.session.node if record.session is not None else None
         assert node is not None, "P was told of the blocks"
         if self.is_silent(node):
-            self.peer_gone(events.PeerGone(node))
+            self.lose(node, "nothing was heard")
         elif self.now - record.since >= self.timers.quarantine_limit:
             record.story.append((self.now, f"{node.node} lives and does not drain: fence it"))
             self.fence(node)

@@ -228,8 +228,7 @@ class TargetSessions(Sessions[Incoming, TargetSession]):
     def _replaced(self, line: Line, node: NodeId | None) -> None:
         """Another generation answers at an address."""
         assert node is not None, "it was welcomed by one"
-        self._end_all(node, f"another generation answers at {line.address}")
-        self.lose(node)
+        self.lose(node, f"another generation answers at {line.address}")
 
     def session_drained(self, session: TargetSession, message: control.SessionDrained) -> None:
         """The generation that an earlier session was with says that nothing of it can land."""
@@ -260,8 +259,12 @@ class TargetSessions(Sessions[Incoming, TargetSession]):
 
     # --- the end ---
 
-    def end_session(self, session: TargetSession, why: str) -> None:
-        """Stop using a session, and open the next at once if that is needed."""
+    def end_session(self, session: TargetSession, why: str, *, fenced: bool = False) -> None:
+        """Stop using a session, and open the next at once if that is needed.
+
+        If blocks of it are in quarantine, a fence is tried between the two, when it costs nobody
+        anything, unless the generation is `fenced` already.
+        """
         if session.over:
             return
         session.state = SessionState.OVER
@@ -271,6 +274,8 @@ class TargetSessions(Sessions[Incoming, TargetSession]):
             self.clear("resend", line.address)
         for record in list(session.attempts.values()):
             self.apply("session over", record, why)
+        if session.attempts and session.node is not None and not fenced:
+            self.fence(session.node)
         self.forget_session(session)
         self._tidy(line)
         if self.lines.get(line.address) is line:
@@ -301,22 +306,22 @@ class TargetSessions(Sessions[Incoming, TargetSession]):
         for record in list(session.attempts.values()):
             self.apply(control.Drained, record, None)
 
-    def _end_all(self, node: NodeId, why: str) -> None:
+    def _end_all(self, node: NodeId, why: str, *, fenced: bool = False) -> None:
         for session in self.of(node):
             line = self.lines.get(session.address)
             if line is not None and not line.member:
                 line.used = -self.timers.lease
-            self.end_session(session, why)
+            self.end_session(session, why, fenced=fenced)
 
     def peer_gone(self, event: events.PeerGone) -> None:
         """A transport has lost a generation."""
-        self._end_all(event.node, "the peer is gone")
-        self.lose(event.node)
+        self.lose(event.node, "the peer is gone")
 
     # --- fencing ---
 
-    def lose(self, node: NodeId) -> None:
+    def lose(self, node: NodeId, why: str) -> None:
         """Fence a generation until that holds, it answers, or nothing of it is in quarantine."""
+        self._end_all(node, why)
         if self.rings_at("resend", node) is None:
             self._fence(node)
 
@@ -339,7 +344,7 @@ class TargetSessions(Sessions[Incoming, TargetSession]):
         """Nothing of a generation can land any more."""
         self.clear("resend", event.node)
         over = self.of(event.node)
-        self._end_all(event.node, "the peer was fenced")
+        self._end_all(event.node, "the peer was fenced", fenced=True)
         for session in over:
             self._release_all(session)
         for address in dict.fromkeys(session.address for session in over):
@@ -369,6 +374,6 @@ class TargetSessions(Sessions[Incoming, TargetSession]):
         if session is None:
             self.open_line(line)
         elif session.node is not None and self.is_silent(session.node):
-            self._end_all(session.node, f"nothing was heard for {self.timers.lease:g} s")
+            self.lose(session.node, f"nothing was heard for {self.timers.lease:g} s")
         else:
             self._say_hello(line, session)

@@ -293,7 +293,7 @@ class NcclTransport(TcpTransport):
 
     @override
     def listen(self, host: str) -> TcpListener:
-        return NcclListener(self._library, host, self._token, self._regions, self._views)
+        return NcclListener(self._library, host, self._regions, self._views)
 
     @override
     def dial(self, card: TcpCard) -> TcpPeer:

@@ -12,7 +12,6 @@ of that peer can land, whatever its process does.
 from __future__ import annotations
 
 import ctypes
-import secrets
 import time
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
@@ -63,7 +62,6 @@ class TcpTransport:
             raise ConfigError("name", f"has more than {MAX_NAME_BYTES} bytes")
         self._name = name
         self._host = host
-        self._token = secrets.token_bytes(32)
         self._regions = RegionTable()
         self._views: list[memoryview | GpuRegion] = []
         self._pinned_bytes = pinned_mib << 20
@@ -122,14 +120,14 @@ class TcpTransport:
             self._name,
             self._host,
             self._listener.port,
-            self._token,
+            self._listener.token,
             self._guard,
             self._regions.sizes,
         )
         return msgspec.msgpack.encode(card)
 
     def connect(self, card: bytes) -> TcpPeer:
-        """Start to dial the owner of a card; lifts an earlier fence against it.
+        """Start to dial the owner of a card.
 
         A failure to reach it shows in `lost` and in the writes.
 
@@ -140,7 +138,6 @@ class TcpTransport:
             decoded = msgspec.msgpack.decode(card, type=TcpCard)
         except msgspec.MsgspecError as error:
             raise TransportError(f"not a card of the TCP transport: {error}") from error
-        self._listener.admit(decoded.name)
         peer = self.dial(decoded)
         self._peers.append(peer)
         return peer
@@ -154,7 +151,7 @@ class TcpTransport:
         return self._close(own)
 
     def fence(self, peer: Peer) -> bool:
-        """Cut the peer's connections to here and wait for their threads."""
+        """Cut the peer's connections to here and wait for their threads; changes our card."""
         return self._listener.fence(_own(peer).name)
 
     def write(self, peer: Peer, ranges: Ranges, notice: bytes) -> TcpHandle:
@@ -215,7 +212,7 @@ class TcpTransport:
 
     def listen(self, host: str) -> TcpListener:
         """The receiving end."""
-        return TcpListener(host, self._token, self._regions, self._views)
+        return TcpListener(host, self._regions, self._views)
 
     def dial(self, card: TcpCard) -> TcpPeer:
         """A sending end."""

@@ -9,6 +9,7 @@ from __future__ import annotations
 import contextlib
 import logging
 import queue
+import secrets
 import socket
 import threading
 import time
@@ -273,18 +274,18 @@ class TcpListener:
 
     Attributes:
         port: where it listens.
+        token: of our card: who dials must know it. Each fence makes another.
         inbox: notices of writes that have landed, in order.
         vanished: names of peers whose connection ended without a goodbye.
     """
 
     def __init__(
-        self, host: str, token: bytes, table: RegionTable, views: Sequence[memoryview | GpuRegion]
+        self, host: str, table: RegionTable, views: Sequence[memoryview | GpuRegion]
     ) -> None:
         """Listen on a free port of `host`.
 
         Args:
             host: address.
-            token: of our card.
             table: the regions that may be written, as they come and go.
             views: each of them.
 
@@ -293,11 +294,10 @@ class TcpListener:
         """
         self.inbox: deque[Notice] = deque()
         self.vanished: deque[str] = deque()
-        self._token = token
+        self.token = secrets.token_bytes(32)
         self._table, self._views = table, views
         self._lock = threading.Lock()
         self._connections: list[AcceptedConnection] = []
-        self._fenced: set[str] = set()
         self._closed = False
         family = socket.AF_INET6 if ":" in host else socket.AF_INET
         self._socket = socket.socket(family, socket.SOCK_STREAM)
@@ -312,15 +312,13 @@ class TcpListener:
         self._thread = threading.Thread(target=self._accept, name="tcp accept", daemon=True)
         self._thread.start()
 
-    def admit(self, name: str) -> None:
-        """Lift an earlier fence."""
-        with self._lock:
-            self._fenced.discard(name)
-
     def fence(self, name: str) -> bool:
-        """Cut every connection of `name`, and those of strangers; refuse new ones of `name`."""
+        """Cut every connection of `name`, and those of strangers.
+
+        Who dials with a card of before is refused for good: it may be `name`, on its way since.
+        """
         with self._lock:
-            self._fenced.add(name)
+            self.token = secrets.token_bytes(32)
             doomed = [c for c in self._connections if c.name in (name, None)]
         return _end(doomed)
 
@@ -383,13 +381,13 @@ class TcpListener:
 
         def admit(name: str) -> None:
             with self._lock:
-                if name in self._fenced or connection.cut:
+                if connection.cut:
                     raise RemoteProtocolError(f"{name} is fenced")
                 connection.name = name
 
         sock = connection.socket
         tcp_wire.tune(sock)
-        tcp_wire.greet(sock, self._token, time.monotonic() + HANDSHAKE_S, admit)
+        tcp_wire.greet(sock, self.token, time.monotonic() + HANDSHAKE_S, admit)
         sock.settimeout(None)
 
     def _land_frame(self, connection: AcceptedConnection) -> bool:
