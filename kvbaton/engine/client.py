@@ -18,7 +18,7 @@ from zmq.utils.monitor import recv_monitor_message
 from kvbaton.connectors.curve import secure_client
 from kvbaton.engine.clock_offset import ClockOffset
 from kvbaton.engine.frontends import HEARTBEAT_MS, HEARTBEAT_TIMEOUT_MS
-from kvbaton.engine.outputs import OutputReceiver, TokenSource
+from kvbaton.engine.outputs import OutputReceiver, TokenSource, merge_outputs
 from kvbaton.errors import EngineDeadError, RequestError
 from kvbaton.messages.engine import (
     AbortRequest,
@@ -55,6 +55,8 @@ _MAX_BATCH = 256
 _SEND_AT = 8
 _HIGH_WATER_MARK = 10_000
 _LINGER_MS = 500
+_POLLIN = int(zmq.POLLIN)
+"""As `zmq` has it, it takes more time than to ask."""
 
 _encoder = msgspec.msgpack.Encoder()
 _from_core = msgspec.msgpack.Decoder(FromCore)
@@ -85,6 +87,7 @@ class EngineClient(TokenSource):
         self._loop = asyncio.get_running_loop()
         self._receivers: dict[str, OutputReceiver] = {}
         self._open_choices: dict[str, int] = {}
+        self._unread: dict[tuple[str, int], list[Output]] = {}
         self._unflushed: dict[OutputReceiver, None] = {}
         self._asked_at: dict[str, float] = {}
         self._clock = ClockOffset()
@@ -300,45 +303,39 @@ class EngineClient(TokenSource):
             self._fail("the engine does not read what it is sent")
             return
         # Sending may have taken the descriptor's signal that something came; see zmq_getsockopt(3).
-        if int(self._socket.get(zmq.EVENTS)) & zmq.POLLIN:
+        if int(self._socket.get(zmq.EVENTS)) & _POLLIN:
             self._loop.call_soon(self._read)
 
     # --- listen ---
 
     def _read(self) -> None:
         """Take in what has come; ZMQ's descriptor speaks up again only after all was read."""
-        for _ in range(_MAX_BATCH):
-            if self._socket is None:
-                break
-            try:
-                data = self._socket.recv(zmq.NOBLOCK)
-            except zmq.Again:
-                break
-            try:
+        try:
+            for _ in range(_MAX_BATCH):
+                if self._socket is None:
+                    break
+                try:
+                    data = self._socket.recv(zmq.NOBLOCK)
+                except zmq.Again:
+                    break
                 self._take(_from_core.decode(data))
-            except Exception as error:  # some outputs would never come
-                logger.exception("what the engine core says can't be read")
-                self._fail(f"the engine's answers can't be read: {type(error).__name__}: {error}")
-        else:
-            self._loop.call_soon(self._read)
+            else:
+                self._loop.call_soon(self._read)
+            self._put_outputs()
+        except Exception as error:  # some outputs would never come
+            logger.exception("what the engine core says can't be read")
+            self._fail(f"the engine's answers can't be read: {type(error).__name__}: {error}")
         unflushed, self._unflushed = self._unflushed, {}
         for receiver in unflushed:
             receiver.flush()
 
     def _take(self, message: FromCore) -> None:
+        if isinstance(message, Outputs):
+            for output in message.outputs:
+                self._unread.setdefault((output.request_id, output.choice), []).append(output)
+            return
+        self._put_outputs()  # which came before
         match message:
-            case Outputs():
-                for output in message.outputs:
-                    name = output.request_id
-                    receiver = self._receivers.get(name)
-                    if receiver is None:  # it was cancelled, and the core will hear of it
-                        continue
-                    self._unflushed[receiver] = None
-                    receiver.put(self._on_our_clock(output) if output.marks else output)
-                    if output.finish_reason is not None and name in self._open_choices:
-                        self._open_choices[name] -= 1
-                        if not self._open_choices[name]:
-                            self._end(name, None)
             case Rejected():
                 refusal = RequestError(
                     message.message, param=message.param, status=message.status, code=message.code
@@ -364,6 +361,27 @@ class EngineClient(TokenSource):
                 self._fail(message.reason)
             case Dead():
                 self._fail(message.error)
+
+    def _put_outputs(self) -> None:
+        """Tell receivers what has come; of several steps at once what one of a choice would say."""
+        unread, self._unread = self._unread, {}
+        for outputs in unread.values():
+            if len(outputs) > 1 and outputs[-1].finish_reason in ("abort", "error"):
+                self._put(merge_outputs(outputs[:-1]))  # a failure takes nothing back
+                outputs = outputs[-1:]
+            self._put(merge_outputs(outputs))
+
+    def _put(self, output: Output) -> None:
+        name = output.request_id
+        receiver = self._receivers.get(name)
+        if receiver is None:  # it was cancelled, and the core will hear of it
+            return
+        self._unflushed[receiver] = None
+        receiver.put(self._on_our_clock(output) if output.marks else output)
+        if output.finish_reason is not None and name in self._open_choices:
+            self._open_choices[name] -= 1
+            if not self._open_choices[name]:
+                self._end(name, None)
 
     def _on_our_clock(self, output: Output) -> Output:
         """What an engine tells the times of, by the clock of this machine."""

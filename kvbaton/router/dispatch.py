@@ -115,7 +115,7 @@ class Dispatcher(TokenSource):
 
     def count_end(self, outcome: str, tokens: int) -> None:
         """A request is over, after so many tokens."""
-        self.metrics.requests.labels(outcome).inc()
+        self.metrics.requests.counts[(outcome,)] += 1
         self._ended[outcome] += 1
         self._tokens += tokens
 
@@ -262,7 +262,7 @@ class _Running:
     def failed(self, asked: NodeRequest, error: NodeError) -> None:
         """A node refused, or broke off."""
         failures = self.dispatcher.metrics.node_request_failures
-        failures.labels(asked.node.node_id, asked.side).inc()
+        failures.counts[asked.node.node_id, asked.side] += 1
         self._mark(asked, "failed")
         self.perform(self.relay.failed(asked, error, self.loop.time()))
         self.receiver.flush()
@@ -282,7 +282,7 @@ class _Running:
             match action:
                 case Output():
                     self.receiver.put(self._with_marks(action) if self.marks else action)
-                    if self._tokens_timed < 2 and action.token_ids:
+                    for _ in action.token_ids[: 2 - self._tokens_timed]:
                         self._time_token()
                 case AskNode(asked):
                     # The target has time until the prompt is computed: asking it is not to hold up
@@ -295,7 +295,7 @@ class _Running:
                     self._calls[asked].cancel()
                 case MoveEnded(gap_s):
                     metrics = self.dispatcher.metrics
-                    metrics.moves.labels("failed" if gap_s is None else "moved").inc()
+                    metrics.moves.counts[("failed" if gap_s is None else "moved",)] += 1
                     if gap_s is not None:
                         metrics.move_gap.observe(gap_s)
                 case Finished():
@@ -334,16 +334,16 @@ class _Running:
             self.dispatcher.metrics.first_token.observe(ttft_s)
             self.dispatcher.chooser.first_token(request_id, ttft_s)
         else:
-            self._second_at = now, self.relay.num_generated
+            self._second_at = now, min(self.relay.num_generated, 2)
             self.dispatcher.chooser.second_token(request_id, now - self._first_at)
 
     def _ask(self, asked: NodeRequest) -> None:
         metrics, side = self.dispatcher.metrics, asked.side
-        metrics.node_requests.labels(asked.node.node_id, asked.part).inc()
+        metrics.node_requests.counts[asked.node.node_id, asked.part] += 1
         self._mark(asked, "asked")
         if asked.num_items:
             where = "prefill" if asked.prefills else "encoder"
-            metrics.items.labels(where).inc(asked.num_items)
+            metrics.items.counts[(where,)] += asked.num_items
         if asked.attempt and side == "target":
             metrics.retries.inc()
         self._calls[asked] = _NodeCall(self, asked)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 
 from prometheus_client import CollectorRegistry, Counter
 from prometheus_client.core import GaugeMetricFamily
@@ -10,7 +10,7 @@ from prometheus_client.registry import Collector
 
 from kvbaton.router.loads import IDLE, NodeLoads
 from kvbaton.router.membership import Member
-from kvbaton.server.metrics import RatioHistogram, SecondsHistogram
+from kvbaton.server.metrics import LabelledCounter, RatioHistogram, SecondsHistogram
 
 FIRST_TOKEN_BUCKETS = (0.005, 0.01, 0.02, 0.04, 0.08, 0.15, 0.3, 0.6, 1.2, 2.5, 5, 10, 20, 40, 80)
 MOVE_GAP_BUCKETS = (0.005, 0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1.0, 2.0, 5.0)
@@ -29,32 +29,35 @@ class RouterMetrics:
     """
 
     def __init__(self, registry: CollectorRegistry) -> None:
-        def counter(name: str, text: str, labels: tuple[str, ...] = ()) -> Counter:
-            return Counter(f"kvbaton_router_{name}", text, labels, registry=registry)
+        def counter(name: str, text: str) -> Counter:
+            return Counter(f"kvbaton_router_{name}", text, registry=registry)
+
+        def labelled(name: str, text: str, labels: Sequence[str]) -> LabelledCounter:
+            return LabelledCounter(f"kvbaton_router_{name}", text, labels, registry)
 
         def seconds(name: str, text: str, bounds: tuple[float, ...]) -> SecondsHistogram:
             return SecondsHistogram(f"kvbaton_router_{name}", text, bounds, registry)
 
-        self.requests = counter("requests", "Requests ended, by outcome.", ("outcome",))
+        self.requests = labelled("requests", "Requests ended, by outcome.", ("outcome",))
         for outcome in OUTCOMES:  # shown from the start, so that a rate is one of 0
-            self.requests.labels(outcome)
-        self.node_requests = counter(
+            self.requests.counts[(outcome,)] = 0
+        self.node_requests = labelled(
             "node_requests", "Requests sent to nodes, by what for.", ("node", "part")
         )
-        self.node_request_failures = counter(
+        self.node_request_failures = labelled(
             "node_request_failures", "Of those, how many failed.", ("node", "part")
         )
         self.retries = counter("retries", "Attempts after the first.")
         self.refused_retries = counter(
             "retries_refused", "Attempts that were not made: the budget was spent."
         )
-        self.moves = counter(
+        self.moves = labelled(
             "moves", "Running requests that went on at another node, or failed to.", ("outcome",)
         )
         self.move_gap = seconds(
             "move_gap", "From the last token of one node to the next one's.", MOVE_GAP_BUCKETS
         )
-        self.items = counter("items", "Items given to nodes, by who is to encode.", ("where",))
+        self.items = labelled("items", "Items given to nodes, by who is to encode.", ("where",))
         self.first_token = seconds(
             "first_token", "From dispatch to the first token.", FIRST_TOKEN_BUCKETS
         )

@@ -132,18 +132,19 @@ async def endpoint_middleware(request: web.Request, handler: Handler) -> web.Str
     resource = request.match_info.route.resource
     path = "unmatched" if resource is None else resource.canonical
     status = CLIENT_CLOSED_REQUEST
-    with metrics.in_flight.track_inprogress():
+    metrics.in_flight += 1
+    try:
+        response: web.StreamResponse
         try:
-            response: web.StreamResponse
-            try:
-                check_key(request)
-                response = await handler(request)
-            except Exception as error:
-                response = failure_response(request, error)
-            status = response.status
-        finally:
-            method = "other" if resource is None else request.method
-            metrics.requests.labels(method, path, str(status)).inc()
+            check_key(request)
+            response = await handler(request)
+        except Exception as error:
+            response = failure_response(request, error)
+        status = response.status
+    finally:
+        metrics.in_flight -= 1
+        method = "other" if resource is None else request.method
+        metrics.requests.counts[method, path, str(status)] += 1
     return response
 
 

@@ -5,12 +5,13 @@ from __future__ import annotations
 import itertools
 import re
 import time
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections import defaultdict
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 
 from aiohttp import web
-from prometheus_client import CollectorRegistry, Counter, Gauge, Metric, generate_latest
-from prometheus_client.core import HistogramMetricFamily
+from prometheus_client import CollectorRegistry, Gauge, Metric, generate_latest
+from prometheus_client.core import CounterMetricFamily, HistogramMetricFamily
 from prometheus_client.parser import text_string_to_metric_families
 from prometheus_client.registry import Collector
 from prometheus_client.samples import Sample
@@ -50,6 +51,34 @@ class RatioHistogram(SecondsHistogram):
     unit = "ratio"
 
 
+class LabelledCounter(Collector):
+    """A Prometheus counter that costs little to raise: every request raises several.
+
+    Args:
+        name: without ``_total``.
+        text: for people.
+        labels: their names.
+        registry: where it is shown.
+
+    Attributes:
+        counts: by the labels' values.
+    """
+
+    def __init__(
+        self, name: str, text: str, labels: Sequence[str], registry: CollectorRegistry
+    ) -> None:
+        self.counts = defaultdict[tuple[str, ...], int](int)
+        self._name, self._text, self._labels = name, text, labels
+        registry.register(self)
+
+    def collect(self) -> Iterator[CounterMetricFamily]:
+        """See `Collector`."""
+        family = CounterMetricFamily(self._name, self._text, labels=self._labels)
+        for values, count in self.counts.items():
+            family.add_metric(values, count)
+        yield family
+
+
 class HttpMetrics:
     """Counters of one endpoint, in a registry of their own.
 
@@ -59,20 +88,22 @@ class HttpMetrics:
 
     Attributes:
         registry: where the owner may register collectors beside ours.
+        in_flight: requests being served.
     """
 
     def __init__(self, *, latencies: bool = True) -> None:
         self.registry = CollectorRegistry()
         self._timed = CollectorRegistry() if not latencies else self.registry
-        self.requests = Counter(
+        self.requests = LabelledCounter(
             "kvbaton_http_requests",
             "Requests answered, by route and status.",
-            ["method", "path", "status"],
-            registry=self.registry,
+            ("method", "path", "status"),
+            self.registry,
         )
-        self.in_flight = Gauge(
+        self.in_flight = 0
+        Gauge(
             "kvbaton_http_requests_in_flight", "Requests being served.", registry=self.registry
-        )
+        ).set_function(lambda: self.in_flight)
         self.time_to_first_token = self._seconds(
             "kvbaton_time_to_first_token", "Until the first token of a prompt.", TTFT_BUCKETS
         )

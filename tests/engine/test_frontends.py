@@ -354,3 +354,39 @@ def _no_metrics() -> Any:
     from kvbaton.messages.engine import Metrics
 
     return Metrics(counters={}, gauges={})
+
+
+async def test_a_receiver_is_told_once_what_came_at_once_and_of_a_failure_last(
+    core: ScriptedCore,
+) -> None:
+    told: list[Output | None] = []
+
+    class Receiver:
+        def put(self, output: Output) -> None:
+            told.append(output)
+
+        def end(self, error: Exception | None) -> None:
+            told.append(None)
+
+        def flush(self) -> None: ...
+
+    def answer(asked: AddRequest) -> tuple[Output, ...]:
+        told = [(0, 0, None), (1, 0, None), (0, 1, None), (1, 1, None), (0, 2, "length")]
+        return tuple(
+            Output(
+                request_id=asked.request_id,
+                choice=choice,
+                index=index,
+                token_ids=() if reason == "error" else (index,),
+                finish_reason=reason,
+            )
+            for choice, index, reason in [*told, (1, 2, "error")]
+        )
+
+    core.answer = answer
+    async with connected(core) as client:
+        client.submit(request(n=2), Receiver())
+        await eventually(lambda: None in told)
+    outputs = [(o.choice, o.index, o.token_ids, o.finish_reason) for o in told[:-1] if o]
+    assert outputs == [(0, 0, (0, 1, 2), "length"), (1, 0, (0, 1), None), (1, 2, (), "error")]
+    assert told[-1] is None

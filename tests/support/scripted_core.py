@@ -45,6 +45,7 @@ class ScriptedCore:
         live: by the core's id, requests and how many tokens each has got.
         seen: all that came through the sockets.
         refuse: called with a request; a text refuses it.
+        answer: called with a request; outputs are all that it gets, in one message.
         paused: while set, no step is made; messages are still read.
     """
 
@@ -59,6 +60,7 @@ class ScriptedCore:
         self.live: dict[str, tuple[AddRequest, int]] = {}
         self.seen: list[ToCore] = []
         self.refuse: Callable[[AddRequest], str | None] = lambda request: None
+        self.answer: Callable[[AddRequest], tuple[Output, ...]] = lambda request: ()
         self.paused = threading.Event()
         self._step_s = step_s
         self._wake = os.eventfd(0, os.EFD_NONBLOCK)
@@ -101,6 +103,8 @@ class ScriptedCore:
                 reason = self.refuse(message)
                 if reason is not None:
                     self.frontends.send(Rejected(request_id=request_id, message=reason))
+                elif outputs := self.answer(message):
+                    self.frontends.send(Outputs(outputs=outputs))
                 else:
                     self.live[request_id] = message, 0
             case AbortRequest(request_id=request_id):
