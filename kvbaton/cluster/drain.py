@@ -71,23 +71,21 @@ async def _drain(config: DrainConfig) -> bool:
         while True:
             try:
                 async with session.post(url) as response:
-                    idle = _progress(config, response.status, await response.read())
+                    status, answer = response.status, await response.read()
+                if status == 200:
+                    idle = msgspec.json.decode(answer, type=DrainProgress).idle
+                else:
+                    error = msgspec.json.decode(answer, type=ErrorBody).error
+                    if status in (401, 403, 404, 405):
+                        why = f"{config.url} does not let itself be drained: {error.message}"
+                        raise ConfigError("URL", why)
+                    idle = error.code == "starting"  # it has had no request yet
             except aiohttp.ClientConnectorError:
                 return True  # nobody is there any more
-            except (aiohttp.ClientError, TimeoutError, OSError, msgspec.DecodeError) as error:
-                print(f"kvbaton: {url}: {error!r}", file=sys.stderr)
+            except (aiohttp.ClientError, TimeoutError, OSError, msgspec.DecodeError) as failure:
+                print(f"kvbaton: {url}: {failure!r}", file=sys.stderr)
                 idle = False
             waited = time.monotonic() - began
             if waited >= config.timeout_s or (idle and waited >= config.settle_s):
                 return idle
             await asyncio.sleep(POLL_S)
-
-
-def _progress(config: DrainConfig, status: int, answer: bytes) -> bool:
-    """Whether it is idle."""
-    if status == 200:
-        return msgspec.json.decode(answer, type=DrainProgress).idle
-    error = msgspec.json.decode(answer, type=ErrorBody).error
-    if status in (401, 403, 404, 405):
-        raise ConfigError("URL", f"{config.url} does not let itself be drained: {error.message}")
-    return error.code == "starting"  # it has had no request yet

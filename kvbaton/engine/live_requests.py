@@ -319,13 +319,8 @@ class LiveRequests:
         self.blocks.trim(child, child.num_computed)
         child.request.sequences.append(child)
         self.run(child)
-        self._fork_states(child)
-
-    def _fork_states(self, child: Sequence) -> None:
-        """Let a fork have states of its own, before its parent writes over those that they share.
-
-        Without room for them it waits, and is computed from its tokens.
-        """
+        # It gets states of its own, before its parent writes over those that they share. Without
+        # room for them it waits, and is computed from its tokens.
         pool, position = self.blocks.pool, child.num_scheduled
         shared = [
             (g, position // group.block_size)

@@ -246,15 +246,6 @@ class StoreConnector(KVConnector):
         if call == self._failed_call and not self._reads.is_open:
             self._reads.worked()
 
-    def _probed(self, probe: _Probe) -> None:
-        self._probe = None
-        if probe.error is not None:
-            self._reads.failed(self._clock(), "a probe failed")
-        elif probe.lookup_seconds > self._lookup_timeout_s:
-            self._reads.failed(self._clock(), f"a lookup took {probe.lookup_seconds:.2g} s")
-        elif not probe.late:
-            self._reads.close()
-
     def _note_known(self, found: Iterable[tuple[bytes, bool]]) -> None:
         for key, present in found:
             if present:
@@ -415,7 +406,13 @@ class StoreConnector(KVConnector):
                 case _Saving():
                     self._saved(order)
                 case _Probe():
-                    self._probed(order)
+                    self._probe = None
+                    if order.error is not None:
+                        self._reads.failed(self._clock(), "a probe failed")
+                    elif (seconds := order.lookup_seconds) > self._lookup_timeout_s:
+                        self._reads.failed(self._clock(), f"a lookup took {seconds:.2g} s")
+                    elif not order.late:
+                        self._reads.close()
         outputs += self._expire(now)
         left_alone = self._writes.is_open and not self._writes.due(now)
         if left_alone or self._blocks.pool.num_free < self._blocks.pool.usable // SCARCE_SHARE:

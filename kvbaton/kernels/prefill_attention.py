@@ -290,7 +290,9 @@ def _chunk(
             _gather(cache, block_table, start, keys, prefix + tokens - start).to(query.dtype)
             for cache in (key_cache, value_cache)
         )
-        out, lse = _cudnn(padded, key, value, start + before == prefix, scale)
+        parts = padded.transpose(0, 1)[None], key[None], value[None]  # [1, heads, tokens, D]
+        out, lse = _cudnn_batch(*parts, start + before == prefix, scale)
+        out, lse = out[0].transpose(0, 1), lse[0, :, :, 0].T
         return out[before : before + tokens], lse[before : before + tokens]
 
     state, start = among(rest, own, prefix - rest, own), 0
@@ -320,21 +322,13 @@ def _gather(
     return buffer
 
 
-def _cudnn(
-    query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, causal: bool, scale: float
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """Out [T, heads, D] and lse [T, heads] of query [T, heads, D] over key, value [kv_heads, N, D].
-
-    `causal` aligns the first query with the first key.
-    """
-    out, lse = _cudnn_batch(query.transpose(0, 1)[None], key[None], value[None], causal, scale)
-    return out[0].transpose(0, 1), lse[0, :, :, 0].T
-
-
 def _cudnn_batch(
     query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, causal: bool, scale: float
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """The same of [N, heads, T, D] each; lse [N, heads, T, 1]."""
+    """Out [N, heads, T, D] and lse [N, heads, T, 1] of query over [N, kv_heads, keys, D].
+
+    `causal` aligns the first query with the first key.
+    """
     result = torch.ops.aten._scaled_dot_product_cudnn_attention(
         query,
         key,

@@ -127,7 +127,16 @@ async def _fetch(url: URL, config: MediaConfig, room: _Room) -> bytes:
     connector = aiohttp.TCPConnector(resolver=_Resolver(config.allow_private_media))
     async with aiohttp.ClientSession(connector=connector, auto_decompress=False) as session:
         for _ in range(1 + MAX_REDIRECTS):
-            _check_url(url, config)
+            host = (url.raw_host or "").rstrip(".")  # as it is dialled: other spellings are undone
+            if url.scheme not in ("http", "https") or not host:
+                raise RequestError(f"{str(url)[:SHOWN]} is no http: or https: address")
+            if not any(_covers(domain, host) for domain in config.allowed_media_domains):
+                raise RequestError(
+                    f"images may not be fetched from {host[:SHOWN]}; --allowed-media-domains names "
+                    "the hosts that they may be fetched from, and data: urls are always taken"
+                )
+            if not config.allow_private_media and _is_private(host):  # names are judged later
+                raise RequestError(f"{host[:SHOWN]} is not a public address")
             async with session.get(
                 url, allow_redirects=False, headers={"Accept-Encoding": "identity"}
             ) as response:
@@ -135,20 +144,6 @@ async def _fetch(url: URL, config: MediaConfig, room: _Room) -> bytes:
                     return await _read(response, room)
                 url = url.join(URL(response.headers.get("Location", "")))
     raise RequestError(f"{str(url)[:SHOWN]} redirects too often")
-
-
-def _check_url(url: URL, config: MediaConfig) -> None:
-    """Whether an address may be visited, as far as it is known before its name is resolved."""
-    host = (url.raw_host or "").rstrip(".")  # as it is dialled: other spellings are undone
-    if url.scheme not in ("http", "https") or not host:
-        raise RequestError(f"{str(url)[:SHOWN]} is no http: or https: address")
-    if not any(_covers(domain, host) for domain in config.allowed_media_domains):
-        raise RequestError(
-            f"images may not be fetched from {host[:SHOWN]}; --allowed-media-domains names the "
-            "hosts that they may be fetched from, and data: urls are always taken"
-        )
-    if not config.allow_private_media and _is_private(host):
-        raise RequestError(f"{host[:SHOWN]} is not a public address")
 
 
 def _covers(domain: str, host: str) -> bool:

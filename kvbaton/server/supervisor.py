@@ -414,7 +414,14 @@ class WorkerLink:
                 allow_redirects=False,
             ) as response:
                 if response.content_type == EVENTS:
-                    return await self._forward_events(request, response)
+                    task = asyncio.current_task()
+                    assert task is not None, "handlers run in tasks"
+                    self._streams.add(task)
+                    try:
+                        events = response.content.iter_any()
+                        return await send_events(request, events, _end_to_end(response.headers))
+                    finally:
+                        self._streams.discard(task)
                 return web.Response(
                     status=response.status,
                     headers=_end_to_end(response.headers),
@@ -424,18 +431,6 @@ class WorkerLink:
             raise RequestError(
                 f"the supervisor does not answer: {error!r}", status=503, code="no_supervisor"
             ) from error
-
-    async def _forward_events(
-        self, request: web.Request, response: aiohttp.ClientResponse
-    ) -> web.StreamResponse:
-        task = asyncio.current_task()
-        assert task is not None, "handlers run in tasks"
-        self._streams.add(task)
-        try:
-            events = response.content.iter_any()
-            return await send_events(request, events, _end_to_end(response.headers))
-        finally:
-            self._streams.discard(task)
 
     async def _end_streams(self, app: web.Application) -> None:
         """They would go on for as long as open requests may."""

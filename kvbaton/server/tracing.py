@@ -26,7 +26,7 @@ from msgspec.structs import replace
 
 from kvbaton.errors import ConfigError, EngineDeadError, RequestError
 from kvbaton.messages.engine import AddRequest
-from kvbaton.server.timeline import NodePart, RequestTimeline, Stage
+from kvbaton.server.timeline import NodePart, RequestTimeline
 from kvbaton.version import __version__
 
 logger = logging.getLogger(__name__)
@@ -262,17 +262,13 @@ class RequestSpan:
             span.end(end_time=self._date(max(ended if generates else start, *times)))
         for stage in stages:
             context = root if stage.part is None else below.get(id(stage.part), root)
-            self._show_stage(stage, context)
-
-    def _show_stage(self, stage: Stage, context: Any) -> None:
-        attributes = {"kvbaton.critical_path": list(stage.paths)} if stage.paths else {}
-        span = self._tracing.tracer_of(stage.part).start_span(
-            stage.name,
-            context=context,
-            start_time=self._date(stage.start),
-            attributes=attributes,
-        )
-        span.end(end_time=self._date(stage.end))
+            span = self._tracing.tracer_of(stage.part).start_span(
+                stage.name,
+                context=context,
+                start_time=self._date(stage.start),
+                attributes={"kvbaton.critical_path": list(stage.paths)} if stage.paths else {},
+            )
+            span.end(end_time=self._date(stage.end))
 
 
 class TimedRequest:
@@ -295,9 +291,8 @@ class TimedRequest:
     ) -> None:
         traceparent = "" if span is None else span.traceparent
         self.asks = [replace(ask, timed=True, traceparent=traceparent) for ask in asks]
-        self.timelines = [
-            RequestTimeline(arrived, _part(ask) if role is None else role) for ask in asks
-        ]
+        own = ("alone" if ask.transfer is None else ask.transfer.role for ask in asks)
+        self.timelines = [RequestTimeline(arrived, role or part) for part in own]
         self.status, self.error = 200, ""
         self._span, self._attributes = span, attributes
 
@@ -371,11 +366,6 @@ class TimedRequest:
             if stage.name in named:
                 figures[f"gen_ai.latency.{named[stage.name]}"] = stage.end - stage.start
         return figures
-
-
-def _part(ask: AddRequest) -> str:
-    """What a node that is asked itself does for a request."""
-    return "alone" if ask.transfer is None else ask.transfer.role
 
 
 def _status(error: BaseException) -> int:

@@ -309,8 +309,12 @@ class ModeledEngine:
     def post(self, job: Callable[[], Iterable[Output]]) -> None:
         """Have something done after the step under way, before its result is applied."""
         self._inbox.append(job)
-        if self._run is not None:
-            self._cut()
+        if (run := self._run) is not None:
+            under_way = int(np.searchsorted(run.ends, self.loop.time(), side="right"))
+            if under_way + 1 < run.steps:
+                run.steps = under_way + 1
+                run.timer.cancel()
+                run.timer = self.loop.call_at(float(run.ends[under_way]), self._turn)
         elif not self._turns:
             self._turns = True
             self.loop.call_soon(self._turn)
@@ -371,18 +375,6 @@ class ModeledEngine:
         for sequence in sequences:
             need += blocks.need(sequence.tables, len(sequence.tokens) + more)
         return (sequences, more) if blocks.fits(need) else (nobody, 0)
-
-    def _cut(self) -> None:
-        """End a run after the step that is under way."""
-        run = self._run
-        assert run is not None
-        if run.steps > 1:
-            under_way = int(np.searchsorted(run.ends, self.loop.time(), side="right"))
-            steps = min(under_way + 1, run.steps)
-            if steps < run.steps:
-                run.steps = steps
-                run.timer.cancel()
-                run.timer = self.loop.call_at(float(run.ends[steps - 1]), self._turn)
 
     def _apply(self, run: Run) -> list[Output]:
         """The steps of a run are over."""

@@ -63,28 +63,23 @@ class LatentPrompts:
         lens = zip(batch.query_lens, batch.prefix_lens, strict=True)
         self._lens = tuple(fresh + prefix for fresh, prefix in lens)
         self._tokens: tuple[Tensor, Tensor] | None = None
-        self._cu, self._rows = batch.cu_seqlens, None
+        self._cu = batch.cu_seqlens
+        self._rows: Tensor | None = None
         if sum(batch.query_lens) <= ABSORBED_TOKENS:
-            self._tokens = self._each_token()
+            # Block table and context length of each token.
+            ends = batch.cu_seqlens[1:]
+            token, sequence = _numbers(ends, sum(batch.query_lens))
+            later = ends[sequence] - 1 - token
+            self._tokens = batch.block_tables[sequence], batch.context_lens[sequence] - later
         elif any(batch.prefix_lens):
-            self._cu, self._rows = self._cached_rows()
-
-    def _each_token(self) -> tuple[Tensor, Tensor]:
-        """Block table and context length of each token."""
-        batch, ends = self._batch, self._batch.cu_seqlens[1:]
-        token, sequence = _numbers(ends, sum(batch.query_lens))
-        later = ends[sequence] - 1 - token
-        return batch.block_tables[sequence], batch.context_lens[sequence] - later
-
-    def _cached_rows(self) -> tuple[Tensor, Tensor]:
-        """Where each sequence's rows begin, one after the other, and where they lie in the pool."""
-        size, device = self._cache.block_size, self._cache.data.device
-        (begins,) = upload([np.cumsum((0, *self._lens))], device)
-        cu = begins.int()
-        row, sequence = _numbers(cu[1:], sum(self._lens))
-        position = row - cu[sequence]
-        blocks = self._batch.block_tables[sequence, position // size].long()
-        return cu, self._cache.token_views[0].token_rows(blocks * size + position % size)
+            # Where each sequence's rows begin, one after the other, and where they lie in the pool.
+            size = cache.block_size
+            (begins,) = upload([np.cumsum((0, *self._lens))], cache.data.device)
+            self._cu = begins.int()
+            row, sequence = _numbers(self._cu[1:], sum(self._lens))
+            position = row - self._cu[sequence]
+            blocks = batch.block_tables[sequence, position // size].long()
+            self._rows = cache.token_views[0].token_rows(blocks * size + position % size)
 
     def attend(
         self,

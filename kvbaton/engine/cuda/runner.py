@@ -166,7 +166,11 @@ class CudaRunner(Runner):
         decode = DecodeBatch(tables[:leading], lens[:leading]) if leading else None
         prefill = []
         if leading < len(counts):
-            width = self._width(int(context_lens[leading:].max()))
+            # One of two numbers of blocks to show: the prefill kernel is compiled for each.
+            size, width = self.cache.block_size, self.sequences.tables.shape[-1]
+            short = (SHORT_CONTEXT // size - 1) // 16 * 16
+            if context_lens[leading:].max() <= short * size:
+                width = min(short, width)
             cu_seqlens, rest = cu.int(), lens[leading:].clone()
             prefill = [
                 PrefillBatch(
@@ -192,12 +196,6 @@ class CudaRunner(Runner):
             self._sample_plainly(output, rows[sampling], known, hidden, ends[sampling])
         else:
             self._sample(output, rows, hidden, ends)
-
-    def _width(self, context_len: int) -> int:
-        """Blocks to show the prefill kernel: one of two numbers, since it is compiled for each."""
-        size, most = self.cache.block_size, self.sequences.tables.shape[-1]
-        short = (SHORT_CONTEXT // size - 1) // 16 * 16
-        return short if context_len <= short * size and short < most else most
 
     def _sample_plainly(
         self, output: StepOutput, rows: Ints, known: Ints, hidden: Tensor, ends: Ints

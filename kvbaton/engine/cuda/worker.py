@@ -156,8 +156,14 @@ def cuda_executor(
     Raises:
         ConfigError: a setting, the model folder or the size of the pool is wrong.
     """
-    size = config.tensor_parallel_size
-    devices = _devices(config)
+    first, size = choose_device(config), config.tensor_parallel_size
+    there = torch.cuda.device_count()
+    if there < size:
+        raise ConfigError(
+            "--tensor-parallel-size",
+            f"{size} ranks need {size} GPUs, and this process sees {there}: give at most {there}",
+        )
+    devices = [torch.device(first.type, rank) for rank in range(size)]
     max_model_len = resolve_max_model_len(config.max_model_len, model_config)
     experts = config.enable_expert_parallel
     shards = [Shard(expert_parallel=experts)]
@@ -183,18 +189,6 @@ def cuda_executor(
         )
 
     return Executor(group, make)
-
-
-def _devices(config: EngineConfig) -> list[torch.device]:
-    """A GPU per rank. Raises `ConfigError` if there are not enough."""
-    first, size = choose_device(config), config.tensor_parallel_size
-    there = torch.cuda.device_count()
-    if there < size:
-        raise ConfigError(
-            "--tensor-parallel-size",
-            f"{size} ranks need {size} GPUs, and this process sees {there}: give at most {there}",
-        )
-    return [torch.device(first.type, rank) for rank in range(size)]
 
 
 def _urgent_stream(device: torch.device) -> torch.cuda.Stream:

@@ -142,13 +142,6 @@ class VisionRotary(nn.Module):
         return angles.cos(), angles.sin()
 
 
-def _rotate(x: Tensor, rotary: tuple[Tensor, Tensor]) -> Tensor:
-    cos, sin = rotary
-    wide = x.float()
-    first, second = wide.chunk(2, dim=-1)
-    return (wide * cos).addcmul_(torch.cat((-second, first), dim=-1), sin).to(x.dtype)
-
-
 class VisionAttention(nn.Module):
     """Attention of every patch to those of its segment."""
 
@@ -162,7 +155,10 @@ class VisionAttention(nn.Module):
     def forward(self, x: Tensor, rotary: tuple[Tensor, Tensor], segments: PatchSegments) -> Tensor:
         """[patches, hidden] to [patches, hidden]."""
         qkv = self.qkv(x).view(len(x), 3, self.heads, -1)
-        query, key = _rotate(qkv[:, :2], rotary).unbind(1)
+        (cos, sin), wide = rotary, qkv[:, :2].float()
+        first, second = wide.chunk(2, dim=-1)
+        turned = (wide * cos).addcmul_(torch.cat((-second, first), dim=-1), sin)
+        query, key = turned.to(x.dtype).unbind(1)
         parts = [_moved(part, segments.order) for part in (query, key, qkv[:, 2])]
         out = x.new_empty(len(x), self.heads, qkv.shape[-1])
         start = 0
