@@ -97,9 +97,14 @@ class CompletionRequest(SamplingFields, kw_only=True):
 
 
 class ChatRequest(SamplingFields, kw_only=True):
-    """Body of ``POST /v1/chat/completions``."""
+    """Body of ``POST /v1/chat/completions``.
+
+    Attributes:
+        reasoning_effort: for the model's chat template (gpt-oss: low, medium or high).
+    """
 
     messages: Messages
+    reasoning_effort: str | None = None
     max_completion_tokens: int | None = None
     logprobs: bool | None = None
     top_logprobs: int | None = None
@@ -237,11 +242,39 @@ class ChatLogprobs(Struct):
     content: list[LogprobEntry]
 
 
+class FunctionCall(Struct, kw_only=True):
+    """A function and its arguments, which are JSON if the model wrote any."""
+
+    name: str | UnsetType = UNSET
+    arguments: str = ""
+
+
+class ToolCall(Struct, kw_only=True):
+    """A call that the assistant makes; in a chunk, what is new of it.
+
+    Attributes:
+        index: of the call in the message; of chunks only.
+        id: to be named by its result; of a call's first chunk, as are its type and its name.
+    """
+
+    function: FunctionCall
+    index: int | UnsetType = UNSET
+    id: str | UnsetType = UNSET
+    type: str | UnsetType = UNSET
+
+
 class ChatMessage(Struct, kw_only=True):
-    """The assistant's message; in a chunk, what is new of it."""
+    """The assistant's message; in a chunk, what is new of it.
+
+    Attributes:
+        content: null where there are calls only.
+        reasoning_content: what came before the answer (extension).
+    """
 
     role: str | UnsetType = UNSET
-    content: str | UnsetType = UNSET
+    content: str | UnsetType | None = UNSET
+    reasoning_content: str | UnsetType = UNSET
+    tool_calls: list[ToolCall] | UnsetType = UNSET
 
 
 class ChatChoice(Struct, kw_only=True):

@@ -2,10 +2,15 @@
 
 from __future__ import annotations
 
+import uuid
+from collections import defaultdict
 from collections.abc import Sequence
+from functools import partial
 
 from aiohttp import web
 from msgspec import UNSET, UnsetType
+from msgspec.structs import replace
+from typing_extensions import override
 
 from kvbaton.errors import RequestError
 from kvbaton.messages.engine import Item
@@ -17,9 +22,11 @@ from kvbaton.messages.openai import (
     ChatLogprobs,
     ChatMessage,
     ChatRequest,
+    FunctionCall,
     RequestTimings,
     TokenizeRequest,
     TokenUsage,
+    ToolCall,
 )
 from kvbaton.server.answer import Event, ResponseFormatter, respond
 from kvbaton.server.auth import tenant
@@ -27,9 +34,17 @@ from kvbaton.server.bodies import read_body
 from kvbaton.server.frontend import FRONTEND, Frontend
 from kvbaton.server.images import load_images
 from kvbaton.server.openapi import contract
-from kvbaton.server.validation import check_common, encode, prompt_request, public_id
+from kvbaton.server.validation import (
+    PromptRequest,
+    check_common,
+    encode,
+    prompt_request,
+    public_id,
+)
 from kvbaton.text.chat import ImageUrl, normalize_messages
+from kvbaton.text.harmony import HarmonyParser, harmony_message
 from kvbaton.text.logprobs import chat_logprobs, prompt_logprobs
+from kvbaton.text.tokenizer import Tokenizer
 
 
 @contract(body=ChatRequest, answer=ChatCompletion, streams=True)
@@ -38,7 +53,7 @@ async def chat_completions(request: web.Request) -> web.StreamResponse:
     frontend = request.app[FRONTEND]
     body = await read_body(request, ChatRequest)
     check_common(frontend, body)
-    check_chat(body)
+    check_chat(frontend, body)
     request_id = f"chatcmpl-{public_id(request, body)}"
     prompt, items = await encode_chat(frontend, body)
     given = body.max_completion_tokens
@@ -54,19 +69,46 @@ async def chat_completions(request: web.Request) -> web.StreamResponse:
         items=items,
         tenant=tenant(request),
     )
-    formatter = ChatFormatter(frontend, body, request_id, [prompt])
-    return await respond(request, frontend, [asked], formatter)
+    if not reads_harmony(frontend, body):
+        formatter = ChatFormatter(frontend, body, request_id, [prompt])
+        return await respond(request, frontend, [asked], formatter)
+    return await respond(
+        request,
+        frontend,
+        [with_harmony(asked, frontend.tokenizer)],
+        HarmonyFormatter(frontend, body, request_id, [prompt]),
+    )
 
 
-def check_chat(body: ChatRequest) -> None:
+def with_harmony(asked: PromptRequest, tokenizer: Tokenizer) -> PromptRequest:
+    """A prompt whose text a `HarmonyFormatter` reads, and which ends where a call does."""
+    params = asked.request.params
+    if not params.ignore_eos:
+        stops = tuple(dict.fromkeys((*params.stop_token_ids, *tokenizer.harmony_stops)))
+        params = replace(params, stop_token_ids=stops)
+    return replace(
+        asked,
+        request=replace(asked.request, params=params),
+        options=replace(asked.options, harmony=True),
+    )
+
+
+def reads_harmony(frontend: Frontend, body: ChatRequest) -> bool:
+    """Whether the model writes messages on channels, and the client does not want them raw."""
+    return frontend.tokenizer.harmony_bytes is not None and body.skip_special_tokens is not False
+
+
+def check_chat(frontend: Frontend, body: ChatRequest) -> None:
     """Refuse what only conversations can ask for, and can't have here.
 
     Raises:
         RequestError: naming the field.
     """
-    if body.tools and body.tool_choice != "none":
+    parsed = reads_harmony(frontend, body) and body.tool_choice in (None, "auto")
+    if body.tools and body.tool_choice != "none" and not parsed:
         raise RequestError(
-            'tool calls are not parsed; with tool_choice "none" the tools are shown to the model',
+            "tool calls are parsed of models that write OpenAI's harmony format only, with "
+            'tool_choice "auto"; with "none" the tools are shown to the model',
             param="tool_choice",
             code="unsupported",
         )
@@ -92,11 +134,18 @@ async def encode_chat(
     if template is None:
         raise RequestError("this model has no chat template; use /v1/completions", param="messages")
     vision, images = frontend.tokenizer.vision, list[ImageUrl]()
+    messages = normalize_messages(body.messages or [], None if vision is None else images)
+    if frontend.tokenizer.harmony_bytes is not None:
+        messages = [harmony_message(message) for message in messages]
+    effort = body.reasoning_effort if isinstance(body, ChatRequest) else None
     text = template.render(
-        normalize_messages(body.messages or [], None if vision is None else images),
+        messages,
         tools=body.tools or None,
         add_generation_prompt=body.add_generation_prompt is not False,
-        variables=body.chat_template_kwargs,
+        variables={
+            **({} if effort is None else {"reasoning_effort": effort}),
+            **(body.chat_template_kwargs or {}),
+        },
     )
     special = bool(body.add_special_tokens)
     ids = await encode(frontend.tokenizer, text, add_special_tokens=special)
@@ -116,9 +165,9 @@ class ChatFormatter(ResponseFormatter[ChatRequest]):
         delta, first = new.delta, new.first
         choice = ChatChunkChoice(
             index=new.choice,
-            delta=ChatMessage(role="assistant" if first else UNSET, content=delta.text),
+            delta=self.message(new),
             logprobs=self._logprobs(new),
-            finish_reason=delta.finish_reason,
+            finish_reason=self.finish_reason(new),
             stop_reason=delta.stop_reason if delta.finish_reason else UNSET,
             token_ids=self._ids(delta.token_ids),
         )
@@ -129,6 +178,14 @@ class ChatFormatter(ResponseFormatter[ChatRequest]):
             prompt_token_ids=self._ids(self.prompts[0]) if first else UNSET,
             kv_transfer_params=new.output.kv_transfer_params or UNSET,
         )
+
+    def message(self, new: Event) -> ChatMessage:
+        """What an event adds to the assistant's message."""
+        return ChatMessage(role="assistant" if new.first else UNSET, content=new.delta.text)
+
+    def finish_reason(self, new: Event) -> str | None:
+        """Why the choice is over, as of an event that `message` was told of."""
+        return new.delta.finish_reason
 
     def last_chunk(
         self, usage: TokenUsage | UnsetType, timings: RequestTimings | UnsetType
@@ -144,9 +201,9 @@ class ChatFormatter(ResponseFormatter[ChatRequest]):
         choices = [
             ChatChoice(
                 index=new.choice,
-                message=ChatMessage(role="assistant", content=new.delta.text),
+                message=self.message(new),
                 logprobs=self._logprobs(new),
-                finish_reason=new.delta.finish_reason,
+                finish_reason=self.finish_reason(new),
                 stop_reason=new.delta.stop_reason,
                 token_ids=self._ids(new.delta.token_ids),
             )
@@ -171,3 +228,44 @@ class ChatFormatter(ResponseFormatter[ChatRequest]):
         if not self.body.logprobs:
             return None
         return chat_logprobs(self.tokenizer, new.delta.token_ids, new.delta.logprobs or ())
+
+
+class HarmonyFormatter(ChatFormatter):
+    """The same for a model that writes messages on channels: reasoning, calls and answer apart."""
+
+    def __init__(
+        self, frontend: Frontend, body: ChatRequest, request_id: str, prompts: Sequence[list[int]]
+    ) -> None:
+        super().__init__(frontend, body, request_id, prompts)
+        self._is_plain = False  # what is new may be in any field of a chunk
+        begun = self.tokenizer.harmony_tail(prompts[0])
+        calls = bool(body.tools) and body.tool_choice != "none"
+        self._parsers = defaultdict[int, HarmonyParser](partial(HarmonyParser, begun, calls=calls))
+
+    @override
+    def message(self, new: Event) -> ChatMessage:
+        parser, streams = self._parsers[new.choice], bool(self.body.stream)
+        texts: defaultdict[str, str] = defaultdict(str)
+        calls: dict[int, ToolCall] = {}
+        for part in parser.push(new.delta.text, last=new.delta.finish_reason is not None):
+            if part.kind != "call":
+                texts[part.kind] += part.text
+                continue
+            index = part.number if streams else UNSET
+            call = calls.setdefault(part.number, ToolCall(index=index, function=FunctionCall()))
+            if part.function is not None:
+                call.id, call.type = f"call_{uuid.uuid4().hex[:24]}", "function"
+                call.function.name = part.function
+            call.function.arguments += part.text
+        nothing = UNSET if streams else None if texts or calls else ""
+        return ChatMessage(
+            role="assistant" if new.first else UNSET,
+            content=texts.get("content", nothing),
+            reasoning_content=texts.get("reasoning", UNSET),
+            tool_calls=list(calls.values()) or UNSET,
+        )
+
+    @override
+    def finish_reason(self, new: Event) -> str | None:
+        called = new.delta.finish_reason == "stop" and self._parsers[new.choice].num_calls
+        return "tool_calls" if called else new.delta.finish_reason

@@ -8,6 +8,7 @@ from msgspec import Struct
 
 from kvbaton.messages.engine import Output
 from kvbaton.text.detokenize import Detokenizer
+from kvbaton.text.harmony import MARKED, MESSAGE
 from kvbaton.text.tokenizer import Tokenizer
 from kvbaton.types import TokenLogprobs
 
@@ -20,12 +21,14 @@ class TextOptions(Struct, frozen=True, kw_only=True):
         include_stop: keep the stop string, or the stop token's text.
         skip_special_tokens: leave special tokens out.
         min_tokens: no stop string counts in the text of the first this many tokens.
+        harmony: keep what a `harmony.HarmonyParser` reads; stop strings count in messages only.
     """
 
     stop: tuple[str, ...] = ()
     include_stop: bool = False
     skip_special_tokens: bool = True
     min_tokens: int = 0
+    harmony: bool = False
 
 
 class TextDelta(Struct, frozen=True, kw_only=True):
@@ -60,12 +63,16 @@ class ChoiceText:
     def __init__(self, tokenizer: Tokenizer, prompt: Sequence[int], options: TextOptions) -> None:
         self._options = options
         self._detokenizer = Detokenizer.of(
-            tokenizer, prompt, skip_special_tokens=options.skip_special_tokens
+            tokenizer,
+            prompt,
+            skip_special_tokens=options.skip_special_tokens,
+            harmony=options.harmony,
         )
         self._stops = (
             StopStrings(options.stop, include=options.include_stop) if options.stop else None
         )
         self._num_tokens = 0
+        self._in_header = options.harmony and MESSAGE not in tokenizer.harmony_tail(prompt)
 
     def push(self, output: Output) -> TextDelta:
         """Take the next output of this choice."""
@@ -119,7 +126,10 @@ class ChoiceText:
         return None
 
     def _watch(self, stops: StopStrings, new: str, shown: list[str]) -> str | None:
-        text, stop = stops.push(new, active=self._num_tokens > self._options.min_tokens)
+        if self._options.harmony and (marks := MARKED.findall(new)):
+            self._in_header = marks[-1] != MESSAGE
+        active = self._num_tokens > self._options.min_tokens and not self._in_header
+        text, stop = stops.push(new, active=active)
         shown.append(text)
         return stop
 

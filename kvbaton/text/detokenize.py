@@ -13,7 +13,7 @@ from functools import partial
 
 from typing_extensions import override
 
-from kvbaton.text.tokenizer import Tokenizer
+from kvbaton.text.tokenizer import TokenBytes, Tokenizer
 
 REPLACEMENT = "\ufffd"
 MAX_INCOMPLETE = 3
@@ -41,9 +41,22 @@ class Detokenizer(ABC):
 
     @staticmethod
     def of(
-        tokenizer: Tokenizer, prompt: Sequence[int] = (), *, skip_special_tokens: bool = True
+        tokenizer: Tokenizer,
+        prompt: Sequence[int] = (),
+        *,
+        skip_special_tokens: bool = True,
+        harmony: bool = False,
     ) -> Detokenizer:
-        """The one that suits a tokenizer."""
+        """The one that suits a tokenizer.
+
+        Args:
+            tokenizer: the model's.
+            prompt: tokens before the first; their text is not emitted.
+            skip_special_tokens: leave special tokens out of the text.
+            harmony: show the tokenizer's `harmony_bytes`.
+        """
+        if harmony:
+            return ByteDetokenizer(tokenizer, prompt, shown=tokenizer.harmony_bytes)
         kind = ByteDetokenizer if tokenizer.decodes_bytes else WindowDetokenizer
         return kind(tokenizer, prompt, skip_special_tokens=skip_special_tokens)
 
@@ -60,13 +73,23 @@ class ByteDetokenizer(Detokenizer):
     """For byte-level tokenizers, whose text is the bytes of all tokens as UTF-8.
 
     It takes a fifth of the time of `WindowDetokenizer`.
+
+    Args:
+        tokenizer: as of `Detokenizer`, as is all but:
+        shown: bytes of each token, if they are others than the tokenizer's.
     """
 
     @override
     def __init__(
-        self, tokenizer: Tokenizer, prompt: Sequence[int] = (), *, skip_special_tokens: bool = True
+        self,
+        tokenizer: Tokenizer,
+        prompt: Sequence[int] = (),
+        *,
+        skip_special_tokens: bool = True,
+        shown: TokenBytes | None = None,
     ) -> None:
-        self._bytes = tokenizer.text_bytes if skip_special_tokens else tokenizer.all_bytes
+        usual = tokenizer.text_bytes if skip_special_tokens else tokenizer.all_bytes
+        self._bytes = usual if shown is None else shown
         before = b"".join([self._bytes[token] for token in prompt[-PRIMING_TOKENS:]])
         self._rest = before[utf_8_decode(before, "replace", False)[1] :]
 

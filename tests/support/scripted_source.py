@@ -35,14 +35,14 @@ TURNS = 5
 MAX_MODEL_LEN = 256
 
 
-def train_backend() -> tokenizers.Tokenizer:
+def train_backend(special: Sequence[str] = SPECIAL) -> tokenizers.Tokenizer:
     """Byte-level BPE with a few hundred merges, bytes included, which starts texts with ``<s>``."""
     backend = tokenizers.Tokenizer(models.BPE())
     backend.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     backend.decoder = decoders.ByteLevel()
     trainer = trainers.BpeTrainer(
         vocab_size=VOCAB,
-        special_tokens=SPECIAL,
+        special_tokens=list(special),
         initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
         show_progress=False,
     )
@@ -53,9 +53,9 @@ def train_backend() -> tokenizers.Tokenizer:
     return backend
 
 
-def write_tokenizer(folder: Path, **config: Any) -> Path:
+def write_tokenizer(folder: Path, special: Sequence[str] = SPECIAL, **config: Any) -> Path:
     """A folder as Hugging Face writes it."""
-    train_backend().save(str(folder / "tokenizer.json"))
+    train_backend(special).save(str(folder / "tokenizer.json"))
     settings = {
         "tokenizer_class": "PreTrainedTokenizerFast",
         "bos_token": "<s>",
