@@ -27,6 +27,7 @@ FAMILIES: Mapping[str, dict[str, Any]] = {
     "mixtral": {"family": "mixtral"},
     "qwen3-moe": {"family": "qwen3_moe"},
     "qwen2.5-vl": {"family": "qwen2_5_vl"},
+    "qwen3-vl": {"family": "qwen3_vl"},
     "deepseek-v2": {"family": "deepseek_v2"},
     "deepseek-v3": {"family": "deepseek_v3"},
     "qwen3-next": {"family": "qwen3_next", "num_layers": 4, "head_dim": 64},
@@ -60,6 +61,8 @@ class Cell(NamedTuple):
         return "/".join((self.family, self.transport, self.kv_dtype, ranks, sizes))
 
 
+WITH_IMAGES = ("qwen2.5-vl", "qwen3-vl")
+"""Families whose cells also have prompts with images, encoded by P and by an encoder node."""
 WITHOUT_DRAFTS = ("qwen3-next",)
 """Families that refuse `speculative_config`: their states can't go back behind a rejected token."""
 AXES = (FAMILIES, TRANSPORTS, KV_DTYPES, RANKS, P_BLOCK_SIZES, RANKS, D_BLOCK_SIZES)

@@ -13,7 +13,7 @@ from tests.matrix.cells import FAMILIES, Cell
 from tests.support.engine_process import NodeProcess, NodeSpec
 
 MOST_NODES = 14
-"""Kept at a time: those of all ranks and block sizes of a family, and the one that is alone."""
+"""Kept at a time: those of all ranks and block sizes of a family, the encoder, the one alone."""
 
 DECODE = {"debug_poison": True, "debug_forbid_prompt_compute": True}
 """D's blocks hold NaN until bytes arrive, and D may compute no prompt token but the last."""
@@ -55,6 +55,10 @@ class Nodes:
         )
         first, second, third = [self.start(spec) for spec in specs]
         return first, second, third
+
+    def encoder(self, cell: Cell) -> NodeProcess:
+        """An encoder node for a cell's P."""
+        return self.start(NodeSpec("encode", str(self.model(cell.family)), cell.transport))
 
     def start(self, spec: NodeSpec) -> NodeProcess:
         """A node; it comes up while the caller goes on."""

@@ -22,7 +22,7 @@ from kvbaton.types import TransferTimers
 from tests.support.engine_node import Node
 from tests.support.waiting import until
 
-Role = Literal["prefill", "decode", "alone"]
+Role = Literal["prefill", "decode", "encode", "alone"]
 ENGINE: dict[str, Any] = {
     "device": "cpu",
     "num_threads": 1,
@@ -153,8 +153,12 @@ class NodeProcess:
 def main(words: list[str]) -> None:
     """``python -m tests.support.engine_process SPEC``: serve until standard input ends."""
     spec = msgspec.json.decode(words[0], type=NodeSpec)
-    node = Node(spec.role, Path(spec.model), *_connectors(spec), **ENGINE | dict(spec.settings))
-    print(node.core.control_address or "none", flush=True)
+    # UCX warns on standard output when a peer goes: answers have a descriptor of their own.
+    answers = os.fdopen(os.dup(1), "wb", buffering=0)
+    os.dup2(2, 1)
+    settings = ENGINE | {"encoder_only": spec.role == "encode"} | dict(spec.settings)
+    node = Node(spec.role, Path(spec.model), *_connectors(spec), **settings)
+    answers.write((node.core.control_address or "none").encode() + b"\n")
 
     def books() -> Books:
         left: dict[str, float] = {}
@@ -183,10 +187,10 @@ def main(words: list[str]) -> None:
                 answer.books = books()
         except AssertionError as error:
             answer.error = str(error)
-        sys.stdout.buffer.write(msgspec.json.encode(answer) + b"\n")
-        sys.stdout.buffer.flush()
+        answers.write(msgspec.json.encode(answer) + b"\n")
     node.mailbox.post(Shutdown(grace_s=0.0))
     node.bury()
+    answers.close()
 
 
 def _connectors(spec: NodeSpec) -> list[ConnectorFactory]:
