@@ -15,7 +15,6 @@ from typing_extensions import override
 from kvbaton.connectors.digest import PendingSums
 from kvbaton.connectors.keys import prompt_key
 from kvbaton.connectors.layout import GroupKind
-from kvbaton.connectors.protocol.checks import spans_slice
 from kvbaton.connectors.protocol.events import (
     Announce,
     BlocksReady,
@@ -39,7 +38,7 @@ from kvbaton.engine.scheduler import Scheduler
 from kvbaton.errors import RequestError
 from kvbaton.messages.engine import AddRequest, Output, TransferSpec
 from kvbaton.server.transfer_params import source_params
-from kvbaton.types import KEY_BYTES, Attempt, ChoiceStart, NodeId, Spans
+from kvbaton.types import KEY_BYTES, Attempt, BlockSpan, ChoiceStart, NodeId, Spans
 
 logger = logging.getLogger(__name__)
 
@@ -277,7 +276,7 @@ class SourceConnector(KVConnector):
         sizes = [group.span_tokens for group in manager.groups]
         # Of a window only the last blocks are wanted, and the last state; others go back at once.
         spans = tuple(
-            spans_slice(held, (first // size, -(-end // size)))
+            _spans_slice(held, (first // size, -(-end // size)))
             for held, first, size in zip(
                 manager.spans(tables, start, end), counted, sizes, strict=True
             )
@@ -463,3 +462,13 @@ class SourceConnector(KVConnector):
     @override
     def close(self) -> None:
         self.transfers.close()
+
+
+def _spans_slice(spans: tuple[BlockSpan, ...], cut: tuple[int, int]) -> tuple[BlockSpan, ...]:
+    """Cut logical blocks [first, last) out of spans."""
+    found = []
+    for span in spans:
+        low, high = max(cut[0], span.first), min(cut[1], span.first + len(span.blocks))
+        if low < high:
+            found.append(BlockSpan(low, span.blocks[low - span.first : high - span.first]))
+    return tuple(found)

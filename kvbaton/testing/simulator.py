@@ -367,8 +367,8 @@ BOUNDED = set(
 """What holds a bounded number of things, or has an audit of its own."""
 
 PER_PEER = set(
-    "Source.known SourceWorker._peers Target.known Target.lines "
-    "TargetWorker._peers TargetConnector._members".split()
+    "Source.known SourceWorker.linked Target.known Target.lines "
+    "TargetWorker.linked TargetConnector._members".split()
 )
 """What holds one thing for each peer that lives."""
 

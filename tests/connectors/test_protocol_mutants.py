@@ -170,9 +170,9 @@ def ends_quarantine_with_the_session(self: Any, session: Any, why: str, **option
 
 @breaks((TargetWorker, "_fence"))
 def believes_a_fence_that_did_not_hold(self: Any, action: Any, now: float) -> None:
-    for (own, _), peer in self._peers.get(action.node, {}).items():
+    _, links = self.linked.pop(action.node, (action.node, {}))
+    for (own, _), peer in links.items():
         self.transports[own].fence(peer)
-    self._peers.pop(action.node, None)
     self.handle(Fenced(action.node), now)
 
 
@@ -415,7 +415,6 @@ off("evicts_nothing_from_the_cache", (KVCacheManager, "evict"))
 def takes_a_reserve_of_another_prompt(self: Any, record: Any, message: Any) -> None:
     if self._acceptable(record, message):
         self._bind(record, message)
-        self._send(record, Accepted)
         self._engage(record)
 
 

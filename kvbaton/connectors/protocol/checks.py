@@ -48,16 +48,6 @@ def counted_from(
     return tuple(firsts)
 
 
-def spans_slice(spans: Sequence[BlockSpan], cut: tuple[int, int]) -> tuple[BlockSpan, ...]:
-    """Cut logical blocks [first, last) out of spans."""
-    found = []
-    for span in spans:
-        low, high = max(cut[0], span.first), min(cut[1], span.first + len(span.blocks))
-        if low < high:
-            found.append(BlockSpan(low, span.blocks[low - span.first : high - span.first]))
-    return tuple(found)
-
-
 def check_reserve(reserve: Reserve, groups: Sequence[KVLayout]) -> str | None:
     """Check D's reservation against D's own pools."""
     if len(reserve.spans) != len(groups):

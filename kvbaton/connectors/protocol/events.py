@@ -59,12 +59,11 @@ class TargetEvent:
     """What D's machine takes."""
 
 
-class SourceAction:
-    """What P's machine answers with."""
+Event = SourceEvent | TargetEvent
 
 
-class TargetAction:
-    """What D's machine answers with."""
+class Action:
+    """What a machine answers with."""
 
 
 class AboutAttempt(Struct, frozen=True):
@@ -274,7 +273,7 @@ class SetMembers(Struct, TargetEvent, frozen=True):
 # --- actions of both sides ---
 
 
-class SendMessage(Struct, SourceAction, TargetAction, frozen=True):
+class SendMessage(Struct, Action, frozen=True):
     """Send a control message. `link` is None for D's own first message: then `address` dials."""
 
     message: Control
@@ -282,7 +281,7 @@ class SendMessage(Struct, SourceAction, TargetAction, frozen=True):
     address: str | None = None
 
 
-class OpenPeer(Struct, SourceAction, TargetAction, frozen=True):
+class OpenPeer(Struct, Action, frozen=True):
     """A session is up: connect the transport to the peer's ranks.
 
     On P this comes before any `Post` of the session; D needs it to fence the peer later.
@@ -300,13 +299,13 @@ class OpenPeer(Struct, SourceAction, TargetAction, frozen=True):
 # --- actions of the source ---
 
 
-class ClosePeer(Struct, SourceAction, frozen=True):
+class ClosePeer(Struct, Action, frozen=True):
     """Close the transport's connections of a session; answer with `Closed`."""
 
     session: bytes
 
 
-class Engage(AboutAttempt, SourceAction, frozen=True):
+class Engage(AboutAttempt, Action, frozen=True):
     """A `Reserve` was accepted: the engine shall report `BlocksReady` from `start` on.
 
     It holds (pins) the blocks that it reports until `Release`. If the request has already ended, it
@@ -324,7 +323,7 @@ class Engage(AboutAttempt, SourceAction, frozen=True):
     keys: bytes = b""
 
 
-class Post(AboutAttempt, SourceAction, frozen=True):
+class Post(AboutAttempt, Action, frozen=True):
     """Write tokens [start, end) to the target; the digests go in the notices.
 
     The transfer thread plans and posts a write for each of the session's (source rank, target rank)
@@ -349,7 +348,7 @@ class Post(AboutAttempt, SourceAction, frozen=True):
     target: Sequence[BlockTable]
 
 
-class RefuseAnnounce(AboutAttempt, SourceAction, frozen=True):
+class RefuseAnnounce(AboutAttempt, Action, frozen=True):
     """The request of an `Announce` may not be used for a hand-over: the engine ends it.
 
     Attributes:
@@ -360,7 +359,7 @@ class RefuseAnnounce(AboutAttempt, SourceAction, frozen=True):
     code: str
 
 
-class Release(AboutAttempt, SourceAction, frozen=True):
+class Release(AboutAttempt, Action, frozen=True):
     """The attempt is over and no write reads its blocks any more: the engine drops its holds.
 
     Emitted exactly once for each `Engage`.
@@ -372,20 +371,20 @@ class Release(AboutAttempt, SourceAction, frozen=True):
     outcome: str
 
 
-class StopSource(AboutAttempt, SourceAction, frozen=True):
+class StopSource(AboutAttempt, Action, frozen=True):
     """Nobody wants the prompt any more: the engine aborts the request if it still computes.
 
     Comes before `Release`, for every attempt that ends before its `FirstTokens`.
     """
 
 
-class EvictSource(AboutAttempt, SourceAction, frozen=True):
+class EvictSource(AboutAttempt, Action, frozen=True):
     """D found bytes that do not match: blocks holding these token ranges leave P's prefix cache."""
 
     bad: tuple[tuple[int, int], ...]
 
 
-class Abandon(Struct, SourceAction, frozen=True):
+class Abandon(Struct, Action, frozen=True):
     """Watch the writes of a closed session no longer: nobody will ask after them."""
 
     session: bytes
@@ -394,7 +393,7 @@ class Abandon(Struct, SourceAction, frozen=True):
 # --- actions of the target ---
 
 
-class Verify(AboutAttempt, TargetAction, frozen=True):
+class Verify(AboutAttempt, Action, frozen=True):
     """Compare the digests of a write that has landed; answer with `Verified`.
 
     Attributes:
@@ -412,7 +411,7 @@ class Verify(AboutAttempt, TargetAction, frozen=True):
     digests: tuple[DigestRun, ...]
 
 
-class Deliver(AboutAttempt, TargetAction, frozen=True):
+class Deliver(AboutAttempt, Action, frozen=True):
     """All bytes are here and verified: the engine may use the blocks. Ends the attempt.
 
     Attributes:
@@ -428,7 +427,7 @@ class Deliver(AboutAttempt, TargetAction, frozen=True):
     times: tuple[tuple[str, float], ...] = ()
 
 
-class Fail(AboutAttempt, TargetAction, frozen=True):
+class Fail(AboutAttempt, Action, frozen=True):
     """The hand-over failed: the engine applies its load-failure policy. Ends the attempt for it.
 
     Attributes:
@@ -440,26 +439,26 @@ class Fail(AboutAttempt, TargetAction, frozen=True):
     reason: str
 
 
-class Unquarantine(AboutAttempt, TargetAction, frozen=True):
+class Unquarantine(AboutAttempt, Action, frozen=True):
     """No write of the attempt can land any more: its reserved blocks may be freed.
 
     Emitted exactly once for each `Start`, also after `Deliver`.
     """
 
 
-class Fence(Struct, TargetAction, frozen=True):
+class Fence(Struct, Action, frozen=True):
     """Ask the transport to fence a peer generation; on success answer with `Fenced`."""
 
     node: NodeId
 
 
-class ForgetPeer(Struct, TargetAction, frozen=True):
+class ForgetPeer(Struct, Action, frozen=True):
     """Nothing is reserved for a generation, and none will be: close the connections to it."""
 
     node: NodeId
 
 
-class HangUp(Struct, TargetAction, frozen=True):
+class HangUp(Struct, Action, frozen=True):
     """Nothing is asked of an address any more: close the link to it."""
 
     address: str

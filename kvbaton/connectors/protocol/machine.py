@@ -184,9 +184,6 @@ class Machine(Alarms, Generic[RecordT]):
             for state, rule in zip(self.states, rules, strict=True)
             if rule is not None
         }
-        self._reactions: dict[type, Callable[[Any], None]] = {
-            kind: getattr(self, reaction.__name__) for kind, reaction in self.reactions.items()
-        }
 
     def handle(self, event: Any, now: float) -> list[Any]:
         """Take in an event at a time in seconds; returns what to do, in order."""
@@ -203,7 +200,7 @@ class Machine(Alarms, Generic[RecordT]):
                 else:
                     self.ring(owner)
         else:
-            self._reactions[type(event)](event)
+            getattr(self, self.reactions[type(event)].__name__)(event)
         return self.actions
 
     def ring(self, owner: Any) -> None:

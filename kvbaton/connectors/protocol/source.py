@@ -69,7 +69,6 @@ class Source(SourceSessions):
     ) -> None:
         super().__init__(identity, timers, pair, max_notice_bytes)
         self._max_attempts = max_attempts
-        self._max_per_peer = -(-max_attempts // 4)
         self._idle: dict[Attempt, None] = {}
         self._pinned = Counter[NodeId]()
 
@@ -137,14 +136,12 @@ class Source(SourceSessions):
         if message.keys:
             if self._can_pin(record, message):
                 self._bind(record, message)
-                self._send(record, control.Accepted)
                 self._engage(record)
         else:
             self._bind(record, message)
             self._set_state(record, State.RESERVED)
             self._renew(record)
             self.ring_in("resend", record.name, self.timers.resend)
-            self._send(record, control.Accepted)
 
     def _reserve_announced(self, record: Outgoing, message: control.Reserve) -> None:
         """Check it and compare the prompt; bind, answer `Accepted`, `Engage` the engine from the first token wanted."""
@@ -152,7 +149,6 @@ class Source(SourceSessions):
             self._refuse(record, "conflict", "the attempt is of a prompt, not of block keys")
         elif self._acceptable(record, message) and self._is_same_prompt(record, record, message):
             self._bind(record, message)
-            self._send(record, control.Accepted)
             self._engage(record)
 
     def _reserve_again(self, record: Outgoing, message: control.Reserve) -> None:
@@ -178,7 +174,7 @@ class Source(SourceSessions):
         problem = check_reserve(message, record.session.groups)
         if problem is not None:
             self._refuse(record, "malformed", problem)
-        elif record.name not in attempts and (crowded or len(attempts) >= self._max_per_peer):
+        elif record.name not in attempts and (crowded or 4 * len(attempts) >= self._max_attempts):
             why = f"{len(attempts)} of {len(self.live)} attempts are this target's"
             self._refuse(record, "too_many", why, retry=True)
         else:
@@ -226,6 +222,7 @@ class Source(SourceSessions):
         record.prompt_key, record.num_tokens = message.prompt_key, message.num_tokens
         record.start = first_token(message.spans, record.session.groups)
         record.until = self.now + message.remaining_ms / 1000
+        self._send(record, control.Accepted)
 
     def _renew(self, record: Outgoing) -> None:
         """The lease begins anew; how long D will wait bounds it."""

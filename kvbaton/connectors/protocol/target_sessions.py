@@ -298,8 +298,7 @@ class TargetSessions(Sessions[Incoming, TargetSession]):
         line.waiting.pop(record.name, None)
         if session is not None:
             session.attempts.pop(record.name, None)
-            if session.state is SessionState.OVER:
-                self.forget_session(session)
+            self.forget_session(session)
         self._tidy(line)
 
     def _release_all(self, session: TargetSession) -> None:

@@ -20,7 +20,7 @@ from kvbaton.connectors.protocol.notice import pack_notice
 from kvbaton.connectors.protocol.source import Source
 from kvbaton.connectors.transfer.worker import Links, TransferWorker
 from kvbaton.messages.control import DigestRun
-from kvbaton.types import Attempt, NodeId
+from kvbaton.types import Attempt
 
 
 class GroupSums(NamedTuple):
@@ -67,11 +67,10 @@ class SourceWorker(TransferWorker):
         layouts: Sequence[Sequence[KVLayout]],
     ) -> None:
         sizes = ("posted_bytes", "sent_bytes", "needed_bytes")
-        counters = (*sizes, "writes", "write_seconds", "plan_seconds")
-        super().__init__(source, transports, layouts, counters)
+        times = ("writes", "write_seconds", "plan_seconds")
+        super().__init__(source, transports, layouts, (*sizes, *times))
         self.source = source
         self._max_ranges = tuple(t.capabilities.max_ranges for t in transports)
-        self._peers: dict[bytes, tuple[NodeId, Links]] = {}
         self._closing: dict[bytes, list[tuple[Transport, Peer]]] = {}
         self._writes: dict[_Write, None] = {}
         self._reports: dict[Attempt, deque[events.BlocksReady | events.FirstTokens]] = {}
@@ -104,9 +103,6 @@ class SourceWorker(TransferWorker):
         writing = any(not write.failed for write in self._writes)
         return bool(self._reports or self._closing or writing)
 
-    def _linked(self) -> list[tuple[NodeId, Links]]:
-        return list(self._peers.values())
-
     def state(self) -> dict[str, Any]:
         """What the machine and this thread know, for diagnosis."""
         return {**super().state(), "writes_in_flight": len(self._writes)}
@@ -135,7 +131,7 @@ class SourceWorker(TransferWorker):
 
     def _open_peer(self, action: events.OpenPeer, now: float) -> None:
         links: Links = {}
-        self._peers[action.session] = action.node, links
+        self.linked[action.session] = action.node, links
         try:
             self._connect(action.ranks, action.pairs, links)
         except Exception:
@@ -143,7 +139,7 @@ class SourceWorker(TransferWorker):
             self.handle(events.PeerGone(action.node), now)
 
     def _close_peer(self, action: events.ClosePeer, now: float) -> None:
-        _, links = self._peers.pop(action.session, (None, {}))
+        _, links = self.linked.pop(action.session, (None, {}))
         closing = [(self.transports[own], link) for (own, _), link in links.items()]
         self._closing[action.session] = closing
         self._look_at_closing(action.session, closing, now)
@@ -184,7 +180,7 @@ class SourceWorker(TransferWorker):
 
     def _post(self, action: events.Post, now: float) -> None:
         began = time.monotonic()
-        _, links = self._peers[action.session]
+        _, links = self.linked[action.session]
         ranges: dict[tuple[int, int], list[Ranges]] = {pair: [] for pair in links}
         digests: dict[tuple[int, int], list[DigestRun]] = {pair: [] for pair in links}
         needed, length = 0, self.source.live[action.attempt].num_tokens

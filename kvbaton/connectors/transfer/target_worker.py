@@ -6,7 +6,7 @@ import logging
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import Any, Protocol
+from typing import Protocol
 
 import numpy as np
 
@@ -18,7 +18,7 @@ from kvbaton.connectors.protocol.notice import unpack_notice
 from kvbaton.connectors.protocol.target import Target
 from kvbaton.connectors.transfer.worker import Links, TransferWorker
 from kvbaton.messages.control import Reserve
-from kvbaton.types import Attempt, NodeId
+from kvbaton.types import NodeId
 
 logger = logging.getLogger(__name__)
 
@@ -75,30 +75,21 @@ class TargetWorker(TransferWorker):
         super().__init__(target, transports, layouts, (*totals, "unhealthy"))
         self.target = target
         self.memory = memory
-        self._live: set[Attempt] = set()
         self._health_at = 0.0
-        self._peers: dict[NodeId, Links] = {}
         self._unreachable = b""
         self._checks: list[_Check] = []
         self._do |= {
             events.OpenPeer: self._open_peer,
             events.Verify: self._verify,
             events.Fence: self._fence,
-            events.Unquarantine: self._unquarantine,
-            events.ForgetPeer: self._forget_peer,
+            events.ForgetPeer: lambda action, now: self._close_all(action.node),
             events.HangUp: lambda action, now: self.channel.hang_up(action.address),
         }
-
-    def submit(self, event: events.TargetEvent, now: float) -> None:
-        """Take in what the engine wants."""
-        if isinstance(event, events.Start):
-            self._live.add(event.attempt)
-        self.handle(event, now)
 
     def _look(self, now: float) -> bool:
         for check in list(self._checks):
             self._look_at_check(check, now)
-        return bool(self._live)
+        return bool(self.target.live)
 
     def _look_around(self, now: float) -> None:
         super()._look_around(now)
@@ -108,13 +99,6 @@ class TargetWorker(TransferWorker):
             if reason and not self.counters["unhealthy"]:
                 logger.error("unhealthy: %s", reason)
             self.counters["unhealthy"] = float(bool(reason))
-
-    def _linked(self) -> list[tuple[NodeId, Links]]:
-        return list(self._peers.items())
-
-    def state(self) -> dict[str, Any]:
-        """What the machine and this thread know, for diagnosis."""
-        return {**super().state(), "live": len(self._live)}
 
     def _landed(self, payload: bytes, now: float) -> None:
         event = unpack_notice(payload)
@@ -151,8 +135,8 @@ class TargetWorker(TransferWorker):
             self._unreachable = action.session
             self.handle(events.PeerGone(action.node), now)
         else:
-            self._close(self._peers.get(action.node, {}))
-            self._peers[action.node] = links
+            self._close_all(action.node)
+            self.linked[action.node] = action.node, links
 
     def _close(self, links: Links) -> None:
         for (own, _), link in links.items():
@@ -161,19 +145,14 @@ class TargetWorker(TransferWorker):
             except Exception:
                 self.error("transport %s can't close a peer", self.transports[own].name)
 
-    def _forget_peer(self, action: events.ForgetPeer, now: float) -> None:
-        self._close(self._peers.pop(action.node, {}))
+    def _close_all(self, node: NodeId) -> None:
+        self._close(self.linked.pop(node, (node, {}))[1])
 
     def _fence(self, action: events.Fence, now: float) -> None:
-        links = self._peers.get(action.node, {})
+        _, links = self.linked.get(action.node, (action.node, {}))
         if all(self.transports[own].fence(link) for (own, _), link in links.items()):
-            self._close(links)
-            self._peers.pop(action.node, None)
+            self._close_all(action.node)
             self.handle(events.Fenced(action.node), now)
-
-    def _unquarantine(self, action: events.Unquarantine, now: float) -> None:
-        self._live.discard(action.attempt)
-        self.to_engine(action)
 
     # --- digests ---
 

@@ -75,7 +75,7 @@ class TransferThread:
         self.workers = [worker for worker in (sender, receiver) if worker is not None]
         self._busy = False
         self._looks = 0
-        self._inbox: deque[events.SourceEvent | events.TargetEvent | Callable[[], None]] = deque()
+        self._inbox: deque[events.Event | Callable[[], None]] = deque()
         self._inbox_fd = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
         self._stopping = threading.Event()
         self._ended = False
@@ -95,7 +95,7 @@ class TransferThread:
         """Start the thread."""
         self._thread.start()
 
-    def submit(self, *submitted: events.SourceEvent | events.TargetEvent) -> None:
+    def submit(self, *submitted: events.Event) -> None:
         """Hand something to the machines; returns at once."""
         self._inbox.extend(submitted)
         os.eventfd_write(self._inbox_fd, 1)
@@ -228,7 +228,7 @@ class TransferThread:
                     item()
                 elif isinstance(item, events.TargetEvent):
                     assert self.receiver is not None, "only a target's connector submits this"
-                    self.receiver.submit(item, now)
+                    self.receiver.handle(item, now)
                 else:
                     assert self.sender is not None, "only a source's connector submits this"
                     self.sender.submit(item, now)

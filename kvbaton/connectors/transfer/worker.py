@@ -15,15 +15,7 @@ import msgspec
 from kvbaton.connectors.base import Peer, Transport
 from kvbaton.connectors.channel import ControlChannel
 from kvbaton.connectors.layout import KVLayout
-from kvbaton.connectors.protocol.events import (
-    PeerGone,
-    SendMessage,
-    SourceAction,
-    SourceEvent,
-    TargetAction,
-    TargetEvent,
-    Tick,
-)
+from kvbaton.connectors.protocol import events
 from kvbaton.connectors.protocol.machine import Machine
 from kvbaton.errors import LocalProtocolError, TransferError
 from kvbaton.messages.control import Hello, RankCard, Welcome, encode_control
@@ -57,6 +49,7 @@ class TransferWorker:
     Attributes:
         published: totals and values as other threads may read them; replaced, never changed.
         outbox_fd: readable while `take` has something.
+        linked: connections by session (P) or peer (D), and whom they are with.
     """
 
     channel: ControlChannel
@@ -74,14 +67,15 @@ class TransferWorker:
         self.published = dict(self.counters)
         self.outbox_fd = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
         self._outbox: deque[Any] = deque()
+        self.linked: dict[bytes | NodeId, tuple[NodeId, Links]] = {}
         self._machine = machine
-        self._events: deque[SourceEvent | TargetEvent] = deque()
-        self._do: dict[type, Callable[[Any, float], None]] = {SendMessage: self._send}
+        self._events: deque[events.Event] = deque()
+        self._do: dict[type, Callable[[Any, float], None]] = {events.SendMessage: self._send}
         self._timelines: dict[Attempt, list[dict[str, Any]]] = {}
         self._deadline: float | None = None
         self._period_ends = 0.0
 
-    def handle(self, event: SourceEvent | TargetEvent, now: float) -> None:
+    def handle(self, event: events.Event, now: float) -> None:
         """Give the machine an event and carry out what it answers.
 
         What an action causes waits until all actions of the event are carried out. An exception
@@ -108,7 +102,7 @@ class TransferWorker:
                     self.error("%s could not be carried out", type(action).__name__)
             self._events.popleft()
 
-    def to_engine(self, action: SourceAction | TargetAction) -> None:
+    def to_engine(self, action: events.Action) -> None:
         """Leave an action for the engine's thread."""
         self._outbox.append(action)
         os.eventfd_write(self.outbox_fd, 1)
@@ -142,7 +136,7 @@ class TransferWorker:
     def poll(self, now: float) -> bool:
         """Look at all that moves by itself, and at timers; whether to look again at once."""
         if self._deadline is not None and self._deadline <= now:
-            self.handle(Tick(), now)
+            self.handle(events.Tick(), now)
         if now >= self._period_ends:
             self._period_ends = now + PERIOD_S
             self._look_around(now)
@@ -167,15 +161,11 @@ class TransferWorker:
         for transport in self.transports:
             try:
                 for peer in transport.lost():
-                    for node, links in self._linked():
+                    for node, links in list(self.linked.values()):
                         if any(link is peer for link in links.values()):
-                            self.handle(PeerGone(node), now)
+                            self.handle(events.PeerGone(node), now)
             except Exception:
                 self.error("transport %s can't tell who is lost", transport.name)
-
-    def _linked(self) -> list[tuple[NodeId, Links]]:
-        """Connections by peer."""
-        raise NotImplementedError
 
     def settle(self) -> float | None:
         """Publish totals, before a pause; when the machine wants to be called again."""
@@ -190,7 +180,7 @@ class TransferWorker:
         for own, other in sorted(pairs):
             links[own, other] = self.transports[own].connect(ranks[other].card)
 
-    def _send(self, action: SendMessage, now: float) -> None:
+    def _send(self, action: events.SendMessage, now: float) -> None:
         """Send a message; with the cards of now, since a transport that fenced may have a new one.
 
         Raises:
