@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING
 
 __all__ = [
     "KEY_BYTES",
+    "AnyPieces",
     "Backend",
     "BatchBackend",
     "Capabilities",
@@ -59,6 +60,7 @@ if TYPE_CHECKING:
     from kvbaton.connectors.registry import load_store, load_transport
     from kvbaton.connectors.store import (
         KEY_BYTES,
+        AnyPieces,
         Evicting,
         Forgetting,
         Found,

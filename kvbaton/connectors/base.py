@@ -12,6 +12,7 @@ where they are, and a transport touches them only while a write is in flight.
 
 from __future__ import annotations
 
+import ctypes
 import enum
 from collections.abc import Sequence
 from dataclasses import dataclass, field
@@ -61,6 +62,20 @@ class Memory:
     device: Device = "cpu"
     device_index: int = 0
     owner: object = field(default=None, compare=False, repr=False)
+
+    def __len__(self) -> int:
+        """As of a `memoryview` of bytes."""
+        return self.num_bytes
+
+    def part(self, start: int, end: int) -> Memory:
+        """Bytes [start, end) of it."""
+        return Memory(self.address + start, end - start, self.device, self.device_index, self.owner)
+
+    def view(self) -> memoryview:
+        """Its bytes, writable, if they are memory of the CPU; the view keeps the owner alive."""
+        array = (ctypes.c_ubyte * self.num_bytes).from_address(self.address)
+        array.owner = self.owner  # type: ignore[attr-defined]
+        return memoryview(array).cast("B")
 
 
 @dataclass(frozen=True)

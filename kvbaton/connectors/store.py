@@ -29,6 +29,8 @@ from concurrent.futures import Future
 from dataclasses import dataclass, field
 from typing import Protocol, runtime_checkable
 
+from kvbaton.connectors.base import Device, Memory
+
 KEY_BYTES = 32
 """Length of every object key."""
 
@@ -37,6 +39,10 @@ Pieces = Sequence[memoryview]
 
 Targets are writable. Their lengths add up to the object's: the caller knows it from the key.
 """
+
+Piece = memoryview | Memory
+AnyPieces = Sequence[Piece]
+"""Pieces for a store that takes memory by its address as well (`StoreCapabilities.devices`)."""
 
 
 @dataclass(frozen=True)
@@ -55,6 +61,9 @@ class StoreCapabilities:
         prefix: `lookup` takes ``prefix=True``, and stops at the first object that is not there.
         claims: it has `Claiming.claim`.
         namespaces: it has the methods of `Namespaced`.
+        devices: kinds of memory of which it takes pieces as `Memory`, once it was registered with
+            it (`Registering`): ``"cpu"``, and ``"cuda"`` if it moves bytes straight from and to
+            GPUs. By default it takes none, and all pieces are `memoryview`s.
     """
 
     persistent: bool
@@ -68,6 +77,7 @@ class StoreCapabilities:
     prefix: bool = False
     claims: bool = False
     namespaces: bool = False
+    devices: frozenset[Device] = frozenset()
 
 
 @dataclass(frozen=True, slots=True)
@@ -223,16 +233,17 @@ class Evicting(Protocol):
 class Registering(Protocol):
     """A store that moves bytes faster from and to memory that it was told of: optional."""
 
-    def register(self, regions: Sequence[memoryview]) -> None:
-        """Prepare host memory; called at most once, after `open` and before any load or store.
+    def register(self, regions: AnyPieces) -> None:
+        """Prepare memory; called at most once, after `open` and before any load or store.
 
         Most pieces of later calls will lie in it, but not all. It stays until after `close`.
 
         Args:
-            regions: writable, contiguous, of format ``B``.
+            regions: writable, contiguous, of format ``B``. Of a kind that the store's capabilities
+                name in `devices` also `Memory`; pieces in such a region are `Memory`, too.
 
         Raises:
-            StoreError: it can't be registered; the store works without.
+            StoreError: it can't be registered; the store works without, and gets no `Memory`.
         """
         ...
 

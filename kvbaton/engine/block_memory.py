@@ -20,7 +20,7 @@ from kvbaton.connectors.layout import (
     KVLayout,
     contiguous_plane,
 )
-from kvbaton.engine.upload import upload_ids
+from kvbaton.engine.upload import upload, upload_ids
 from kvbaton.errors import ConfigError
 from kvbaton.kernels.digest import block_sums
 
@@ -200,9 +200,9 @@ class BlockMemory:
         """Keep sums computed elsewhere, of the first `counted` slots of each block."""
         if self.sums is None:
             return
-        ids = torch.tensor(blocks, dtype=torch.int64, device=self.sums.device)
-        kept = torch.from_numpy(sums.view(np.int64)).to(self.sums.device)
-        self.group_sums(group)[ids] = kept
+        whole = np.ascontiguousarray(sums).view(np.int64)
+        ids, kept = upload([np.asarray(blocks, np.int64), whole], self.sums.device)
+        self.group_sums(group).index_copy_(0, ids, kept.view(sums.shape))
         self.counted[list(blocks)] = counted
 
 

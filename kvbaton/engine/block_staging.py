@@ -1,34 +1,36 @@
-"""Bytes of blocks in host memory, where a store can read and write them.
+"""Bytes of blocks where a store can read and write them.
 
-Pools in host memory are read and written as they lie. Blocks of devices pass through pinned memory
-on streams of their own; nothing waits for a device there, or makes a step wait: blocks that are
-fetched are final, blocks that are filled belong to nobody else, and the thread that uses this asks
-events.
+Pools in host memory are read and written as they lie, and so are those on GPUs by a store that
+reaches them. For others blocks pass through pinned memory, on streams of their own. Nothing waits
+for a device there, or makes a step wait: blocks that are fetched are final, blocks that are filled
+belong to nobody else, and the thread that uses this asks events.
 """
 
 from __future__ import annotations
 
-import ctypes
 from collections.abc import Sequence
-from typing import Protocol
+from typing import Any, Generic, Protocol, TypeVar
 
 import torch
 from torch import Tensor
 
 from kvbaton.connectors.base import Memory
+from kvbaton.connectors.cuda_copies import CopyRun, CudaCopies
 from kvbaton.connectors.objects import BlockBytes, ObjectForm
-from kvbaton.connectors.store import Pieces
+from kvbaton.connectors.store import AnyPieces, Pieces
 
 HOST_BYTES = 256 << 20
 """Pinned for all batches together, if blocks are not larger."""
 FEWEST_SLOTS = 8
+DEVICE_BATCH_BYTES = 64 << 20
+"""Of a store that reaches a device's blocks: the sums of one batch are made beside the next."""
 
 
 class StagedBlocks(Protocol):
     """Some blocks of one group. Whoever has it gives it back with `release`."""
 
     @property
-    def pieces(self) -> Sequence[Pieces]:
+    def pieces(self) -> Sequence[AnyPieces]:
         """Per block its bytes in canonical order (see `connectors.objects`)."""
         ...
 
@@ -49,7 +51,7 @@ class StagedBlocks(Protocol):
 
 
 class BlockStaging(Protocol):
-    """Lends host memory for blocks. One thread makes all calls, beside the steps."""
+    """Lends memory for blocks. One thread makes all calls, beside the steps."""
 
     @property
     def max_blocks(self) -> int:
@@ -57,7 +59,7 @@ class BlockStaging(Protocol):
         ...
 
     @property
-    def regions(self) -> Sequence[memoryview]:
+    def regions(self) -> AnyPieces:
         """The memory in which all pieces lie."""
         ...
 
@@ -70,13 +72,18 @@ class BlockStaging(Protocol):
         ...
 
 
-class CpuStagedBlocks:
-    """`StagedBlocks` of blocks that lie in host memory: nothing is copied but for replicas."""
+OnePiece = TypeVar("OnePiece", memoryview, Memory)
+
+
+class StagedInPlace(Generic[OnePiece]):
+    """`StagedBlocks` as they lie: nothing is copied but for replicas."""
 
     def __init__(
-        self, pieces: Sequence[Pieces], copies: Sequence[tuple[memoryview, memoryview]]
+        self,
+        pieces: Sequence[Sequence[OnePiece]],
+        copies: Sequence[tuple[memoryview, memoryview]] = (),
     ) -> None:
-        self.pieces = pieces
+        self.pieces: Sequence[Sequence[OnePiece]] = pieces
         self._copies = copies
 
     def ready(self) -> bool:
@@ -104,25 +111,18 @@ class CpuBlockStaging:
 
     def __init__(self, forms: Sequence[ObjectForm], memories: Sequence[Sequence[Memory]]) -> None:
         self._forms = forms
-        self._views: list[list[memoryview]] = []
-        for rank in memories:
-            arrays = [(ctypes.c_ubyte * m.num_bytes).from_address(m.address) for m in rank]
-            for array, memory in zip(arrays, rank, strict=True):
-                array.owner = memory.owner  # type: ignore[attr-defined]  # lives as long as a view
-            self._views.append([memoryview(array).cast("B") for array in arrays])
+        self._views = [[memory.view() for memory in rank] for rank in memories]
 
     @property
-    def regions(self) -> Sequence[memoryview]:
+    def regions(self) -> Pieces:
         """See `BlockStaging.regions`."""
         return [view for rank in self._views for view in rank]
 
-    def fetch(self, group: int, blocks: Sequence[int]) -> CpuStagedBlocks:
+    def fetch(self, group: int, blocks: Sequence[int]) -> StagedInPlace[memoryview]:
         """See `BlockStaging.fetch`."""
-        return CpuStagedBlocks(
-            [self._pieces(self._forms[group].runs, block) for block in blocks], ()
-        )
+        return StagedInPlace([self._pieces(self._forms[group].runs, block) for block in blocks])
 
-    def lend(self, group: int, blocks: Sequence[int]) -> CpuStagedBlocks:
+    def lend(self, group: int, blocks: Sequence[int]) -> StagedInPlace[memoryview]:
         """See `BlockStaging.lend`."""
         form = self._forms[group]
         copies = [
@@ -130,7 +130,7 @@ class CpuBlockStaging:
             for block in blocks
             for source, target in form.replicas
         ]
-        return CpuStagedBlocks([self._pieces(form.runs, block) for block in blocks], copies)
+        return StagedInPlace([self._pieces(form.runs, block) for block in blocks], copies)
 
     def _pieces(self, runs: Sequence[BlockBytes], block: int) -> list[memoryview]:
         return [self._piece(run, block) for run in runs]
@@ -140,6 +140,42 @@ class CpuBlockStaging:
         return self._views[run.rank][run.region][start : start + run.length]
 
 
+class DeviceBlockStaging:
+    """`BlockStaging` for pools on devices, and a store that reaches them there.
+
+    Args:
+        forms: of objects, one per group; without replicas, which a store knows nothing of.
+        memories: per rank, the memory of its pools.
+    """
+
+    def __init__(self, forms: Sequence[ObjectForm], memories: Sequence[Sequence[Memory]]) -> None:
+        self._forms, self._memories = forms, memories
+        size = max(form.num_bytes for form in forms)
+        self.max_blocks = max(FEWEST_SLOTS, DEVICE_BATCH_BYTES // size)
+
+    @property
+    def regions(self) -> Sequence[Memory]:
+        """See `BlockStaging.regions`."""
+        return [memory for rank in self._memories for memory in rank]
+
+    def fetch(self, group: int, blocks: Sequence[int]) -> StagedInPlace[Memory]:
+        """See `BlockStaging.fetch`."""
+        return self.lend(group, blocks)
+
+    def lend(self, group: int, blocks: Sequence[int]) -> StagedInPlace[Memory]:
+        """See `BlockStaging.lend`."""
+        runs = [
+            (self._memories[run.rank][run.region], run.offset, run.stride, run.length)
+            for run in self._forms[group].runs
+        ]
+        pieces: list[list[Memory]] = [
+            [memory.part(at := offset + block * stride, at + length)
+             for memory, offset, stride, length in runs]
+            for block in blocks
+        ]  # fmt: skip
+        return StagedInPlace(pieces)
+
+
 class PinnedStagedBlocks:
     """`StagedBlocks` in slots of pinned memory."""
 
@@ -147,14 +183,14 @@ class PinnedStagedBlocks:
         self, staging: PinnedBlockStaging, form: ObjectForm, blocks: Sequence[int], slots: list[int]
     ) -> None:
         self._staging, self._form, self._blocks, self._slots = staging, form, blocks, slots
-        self._events: list[torch.cuda.Event] = []
+        self._events: list[Any] = []
         self.pieces: list[Pieces] = [
             [staging.host[slot, : form.num_bytes].numpy().data] for slot in slots
         ]
 
     def fetch(self) -> None:
         """Begin to copy from the devices."""
-        self._copy([(run, at) for run, at in _places(self._form.runs)], to_device=False)
+        self._copy(_places(self._form.runs), to_device=False)
 
     def write_back(self) -> None:
         """See `StagedBlocks.write_back`."""
@@ -165,7 +201,7 @@ class PinnedStagedBlocks:
 
     def ready(self) -> bool:
         """See `StagedBlocks.ready`."""
-        return all(event.query() for event in self._events)  # type: ignore[no-untyped-call]
+        return all(event.query() for event in self._events)
 
     def release(self) -> None:
         """See `StagedBlocks.release`."""
@@ -174,19 +210,17 @@ class PinnedStagedBlocks:
 
     def _copy(self, places: Sequence[tuple[BlockBytes, int]], *, to_device: bool) -> None:
         """Enqueue the copies of each rank on its stream."""
-        for rank, stream in enumerate(self._staging.streams):
-            mine = [(run, at) for run, at in places if run.rank == rank]
-            with torch.cuda.stream(stream):
-                for block, slot in zip(self._blocks, self._slots, strict=True):
-                    for run, at in mine:
-                        start = run.offset + block * run.stride
-                        there = self._staging.pools[rank][start : start + run.length]
-                        here = self._staging.host[slot, at : at + run.length]
-                        target, source = (there, here) if to_device else (here, there)
-                        target.copy_(source, non_blocking=True)
-                event = torch.cuda.Event()  # type: ignore[no-untyped-call]
-                event.record(stream)
-                self._events.append(event)
+        staging, size = self._staging, self._staging.host.shape[1]
+        for rank, stream in enumerate(staging.streams[to_device]):
+            runs = list[CopyRun]()
+            for run, at in places:
+                if run.rank == rank:
+                    there = staging.addresses[rank] + run.offset
+                    here = staging.host.data_ptr() + at
+                    for block, slot in zip(self._blocks, self._slots, strict=True):
+                        sides = there + block * run.stride, here + slot * size
+                        runs.append(CopyRun(*(sides if to_device else sides[::-1]), run.length))
+            self._events.append(staging.copies.begin(runs, stream))
 
 
 class PinnedBlockStaging:
@@ -199,8 +233,10 @@ class PinnedBlockStaging:
 
     def __init__(self, forms: Sequence[ObjectForm], pools: Sequence[Tensor]) -> None:
         self._forms = forms
-        self.pools = [pool.flatten() for pool in pools]
-        self.streams = [torch.cuda.Stream(pool.device) for pool in pools]  # type: ignore[no-untyped-call]
+        self.addresses = [pool.data_ptr() for pool in pools]
+        self.copies = CudaCopies()
+        # By direction, so that both ways of the bus are used at the same time.
+        self.streams = [[self.copies.stream(pool.device.index) for pool in pools] for _ in range(2)]
         size = max(form.num_bytes for form in forms)
         slots = max(FEWEST_SLOTS, HOST_BYTES // size)
         self.host = torch.empty((slots, size), dtype=torch.uint8, pin_memory=True)
@@ -208,7 +244,7 @@ class PinnedBlockStaging:
         self.max_blocks = slots // 4
 
     @property
-    def regions(self) -> Sequence[memoryview]:
+    def regions(self) -> Pieces:
         """See `BlockStaging.regions`."""
         return [self.host.flatten().numpy().data]
 

@@ -10,7 +10,7 @@ them. What the executor says to a worker and hears from it is plain data (see `w
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from concurrent.futures import FIRST_EXCEPTION, Future, ThreadPoolExecutor, wait
 from concurrent.futures import Executor as Thread
 from functools import partial
@@ -21,7 +21,12 @@ import numpy as np
 from kvbaton.connectors.base import Memory
 from kvbaton.connectors.layout import KVLayout
 from kvbaton.connectors.objects import ObjectForm
-from kvbaton.engine.block_staging import BlockStaging, CpuBlockStaging, PinnedBlockStaging
+from kvbaton.engine.block_staging import (
+    BlockStaging,
+    CpuBlockStaging,
+    DeviceBlockStaging,
+    PinnedBlockStaging,
+)
 from kvbaton.engine.collectives import AbortedError
 from kvbaton.engine.encoder.pool import EncoderPool
 from kvbaton.engine.pending import Pending, join
@@ -236,14 +241,21 @@ class Executor:
         size = self.workers[0].cache.block_size
         counted = np.clip(num_tokens - size * np.arange(len(blocks)), 0, size)
         for worker, of_rank in zip(self.workers, sums, strict=True):
-            worker.cache.adopt(group, blocks, of_rank, counted)
+            worker.adopt(group, blocks, of_rank, counted)
 
-    def staging(self, forms: Sequence[ObjectForm]) -> BlockStaging:
-        """Bytes of blocks in host memory, for a store; `forms` are one per group."""
+    def staging(self, forms: Sequence[ObjectForm], reached: Collection[str] = ()) -> BlockStaging:
+        """Bytes of blocks for a store.
+
+        Args:
+            forms: one per group.
+            reached: kinds of devices whose memory the store takes.
+        """
         pools = [worker.cache.blocks for worker in self.workers]
-        if pools[0].is_cuda:
-            return PinnedBlockStaging(forms, pools)
-        return CpuBlockStaging(forms, self.memories)
+        if not pools[0].is_cuda:
+            return CpuBlockStaging(forms, self.memories)
+        if "cuda" in reached and not any(form.replicas for form in forms):
+            return DeviceBlockStaging(forms, self.memories)
+        return PinnedBlockStaging(forms, pools)
 
     def poison(self, group: int, blocks: Sequence[int]) -> None:
         """Fill blocks of a group with NaN (debugging); done when it returns."""

@@ -12,9 +12,17 @@ import threading
 import time
 from collections.abc import Callable, Generator, Sequence
 from concurrent.futures import CancelledError, Future
-from typing import Any, TypeVar
+from typing import Any, TypeVar, cast
 
-from kvbaton.connectors.store import Found, Pieces, Registering, Store, StoreCapabilities, Usage
+from kvbaton.connectors.store import (
+    AnyPieces,
+    Found,
+    Pieces,
+    Registering,
+    Store,
+    StoreCapabilities,
+    Usage,
+)
 from kvbaton.engine.circuit_breaker import CircuitBreaker
 from kvbaton.errors import ConfigError, StoreError
 
@@ -58,13 +66,19 @@ class StoreCalls:
         self.errors = dict.fromkeys(CALLS, 0)
         self._warn_at = dict.fromkeys(CALLS, 0.0)
 
-    def register(self, regions: Sequence[memoryview]) -> None:
-        """`Registering.register`, of a store that has it; one that fails works without."""
+    def register(self, regions: AnyPieces) -> bool:
+        """`Registering.register`, of a store that has it; one that fails works without.
+
+        Returns:
+            Whether it did not fail.
+        """
         if isinstance(self.plugin, Registering):
             try:
                 self.plugin.register(regions)
             except BaseException as error:
                 self.note("register", error)
+                return False
+        return True
 
     def lookup(self, keys: Sequence[bytes]) -> Job[Found]:
         """`Store.lookup`, which pins what it finds if the store can."""
@@ -78,7 +92,7 @@ class StoreCalls:
     def load(
         self,
         keys: Sequence[bytes],
-        targets: Sequence[Pieces],
+        targets: Sequence[AnyPieces],
         begun: Callable[[Future[list[bool]]], object] = lambda _: None,
         cancelled: Callable[[], bool] = lambda: False,
     ) -> Job[list[bool]]:
@@ -86,13 +100,13 @@ class StoreCalls:
 
         Args:
             keys: of the objects.
-            targets: their memory.
+            targets: their memory; `Memory` only for a store that declares it.
             begun: takes its future.
             cancelled: whether somebody has cancelled that: then that it was is no error.
         """
 
         def begin() -> Future[list[bool]]:
-            future = self.plugin.load(keys, targets)
+            future = self.plugin.load(keys, cast("Sequence[Pieces]", targets))
             begun(future)
             return future
 
@@ -101,13 +115,14 @@ class StoreCalls:
 
         return self._ask("load", keys, begin, check, cancelled)
 
-    def store(self, keys: Sequence[bytes], sources: Sequence[Pieces]) -> Job[list[bool]]:
+    def store(self, keys: Sequence[bytes], sources: Sequence[AnyPieces]) -> Job[list[bool]]:
         """`Store.store`."""
 
         def check(answers: list[bool]) -> list[bool]:
             return list(_answers(answers, keys))
 
-        return self._ask("store", keys, lambda: self.plugin.store(keys, sources), check)
+        pieces = cast("Sequence[Pieces]", sources)
+        return self._ask("store", keys, lambda: self.plugin.store(keys, pieces), check)
 
     def delete(self, keys: Sequence[bytes]) -> Job[int]:
         """`Store.delete`."""

@@ -13,7 +13,7 @@ import os
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Generator, Sequence
+from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
 from concurrent.futures import Future
 from contextlib import suppress
 from dataclasses import dataclass, field
@@ -21,8 +21,8 @@ from functools import partial
 from typing import Any, NamedTuple, TypeVar
 
 from kvbaton.connectors.objects import HEADER_BYTES, ObjectForm
-from kvbaton.connectors.store import Store
-from kvbaton.engine.block_staging import StagedBlocks
+from kvbaton.connectors.store import Registering, Store
+from kvbaton.engine.block_staging import BlockStaging, StagedBlocks
 from kvbaton.engine.executor import Executor
 from kvbaton.engine.store_calls import Job, StoreCalls, StoreStatus, Wait
 from kvbaton.errors import ConfigError, StoreError
@@ -37,8 +37,12 @@ LOOK_GROWTH = 1.25
 """Each pause is so much longer than the one before: every look disturbs the steps."""
 MOST_LOOK_S = 0.02
 OPEN_S = 60.0
+REGISTER_S = 600.0
+"""To pin memory takes about a second for some gigabytes."""
 CLOSE_S = 3.0
 """A store that closes no sooner is left behind."""
+LOADS_TOGETHER = 3
+"""Batches of one load: the store reads one, one is copied, and sums of another are made."""
 PROBE_BYTES = 8 << 20
 """Of the objects that a probe loads, if there are more than one."""
 
@@ -169,14 +173,13 @@ class StoreWorker:
         self._executor = executor
         self.forms = forms
         self.identity = identity
-        self._staging = executor.staging(forms)
         self._inbox: deque[Callable[[], object]] = deque()
         self._outbox: deque[Order] = deque()
         self._wake = threading.Event()
         self._pause_s = LOOK_S
         self._stopping = False
         self._jobs: dict[Job[None], Wait] = {}
-        self._loads: dict[LoadBlocks, Future[list[bool]]] = {}
+        self._loads: dict[LoadBlocks, set[Future[list[bool]]]] = {}
         self._thread = threading.Thread(target=self._run, name="kvbaton-store", daemon=True)
 
     # --- called by the core's thread ---
@@ -188,10 +191,11 @@ class StoreWorker:
             ConfigError: the store can't be opened.
         """
         opened: Future[None] = Future()
-        self._opened = opened
+        self._opened, self._ready = opened, Future[None]()
         self._thread.start()
         try:
             opened.result(OPEN_S)
+            self._ready.result(REGISTER_S)
         except ConfigError:
             raise
         except TimeoutError as error:
@@ -274,8 +278,14 @@ class StoreWorker:
         except BaseException as error:
             self._opened.set_exception(error)
             return
-        self.calls.register(self._staging.regions)
         self._opened.set_result(None)
+        try:
+            self._staging = self._stage()
+        except BaseException as error:
+            self._ready.set_exception(error)
+            self.calls.close()
+            return
+        self._ready.set_result(None)
         if self.calls.capabilities.synthetic:
             logger.warning("%s makes KV up: answers are noise, good for benchmarks only", self.name)
         try:
@@ -293,6 +303,18 @@ class StoreWorker:
             self.failure = f"{type(error).__name__}: {error}"
         finally:
             self.calls.close()
+
+    def _stage(self) -> BlockStaging:
+        """Where the store finds blocks: it is told of that memory here."""
+        reached = self.calls.capabilities.devices
+        if isinstance(self.calls.plugin, Registering) and reached:
+            staging = self._executor.staging(self.forms, reached)
+            if self.calls.register(staging.regions):
+                return staging
+            return self._executor.staging(self.forms)
+        staging = self._executor.staging(self.forms)
+        self.calls.register(staging.regions)
+        return staging
 
     def _go_on(self, job: Job[None]) -> None:
         """Run a job up to the next thing that it really has to wait for."""
@@ -368,24 +390,30 @@ class StoreWorker:
 
     def _load(self, order: LoadBlocks) -> Job[None]:
         began = time.monotonic()
+        parts = [
+            BlockRun(run.group, run.first + start, run.blocks[start : start + len(keys)], keys)
+            for run in order.runs
+            for start, keys in _starts(_batched(run.keys, self._most_blocks()))
+        ]
+        answers = [[False] * len(part.keys) for part in parts]
         corrupt: list[bytes] = []
-        for run in order.runs:
-            start = 0
-            for keys in _batched(run.keys, self._most_blocks()):
-                blocks = run.blocks[start : start + len(keys)]
-                some = BlockRun(run.group, run.first + start, blocks, keys)
-                right: list[bool] | None = None
-                if order.error is None and not order.cancelled:
-                    try:
-                        right, bad = yield from self._load_some(order, some)
-                        corrupt += bad
-                    except Exception as error:
-                        order.error = self._told("a load", error)
-                if right is None or order.cancelled:
-                    right = [False] * len(keys)
-                    order.unanswered += len(keys)
-                order.good += right
-                start += len(keys)
+
+        def load(number: int) -> Job[None]:
+            if order.error is None and not order.cancelled:
+                try:
+                    right, bad = yield from self._load_some(order, parts[number])
+                except Exception as error:
+                    order.error = self._told("a load", error)
+                else:
+                    corrupt.extend(bad)
+                    if not order.cancelled:
+                        answers[number] = right
+                        return
+            order.unanswered += len(parts[number].keys)
+
+        yield from self._side_by_side(map(load, range(len(parts))), LOADS_TOGETHER)
+        self._loads.pop(order, None)
+        order.good += itertools.chain.from_iterable(answers)
         order.corrupt, order.seconds = len(corrupt), time.monotonic() - began
         if self.calls.capabilities.deletes:  # first, or it could hit what is saved in their stead
             with suppress(StoreError):  # it is counted and logged
@@ -393,13 +421,28 @@ class StoreWorker:
                     yield from self.calls.delete(bad_keys)
         self._done(order)
 
+    def _side_by_side(self, jobs: Iterator[Job[None]], most: int) -> Job[None]:
+        """Run jobs, so many at a time, each as far as it gets before the next begins."""
+        lanes, over = [True] * most, Future[None]()
+
+        def lane() -> Job[None]:
+            for job in jobs:
+                yield from job
+            lanes.pop()
+            if not lanes:
+                over.set_result(None)
+
+        for _ in range(most):
+            self._go_on(lane())
+        yield over
+
     def _most_blocks(self) -> int:
         return min(self.calls.capabilities.max_keys, self._staging.max_blocks)
 
     def _cancel(self, order: LoadBlocks) -> None:
-        if order in self._loads:
+        for future in self._loads.get(order, ()):
             try:
-                self._loads[order].cancel()
+                future.cancel()
             except Exception as error:
                 self.calls.note("load", error)
 
@@ -407,18 +450,18 @@ class StoreWorker:
         """Per block whether it is right; and keys of those that are there, but wrong."""
         headers = [memoryview(bytearray(HEADER_BYTES)) for _ in run.keys]
         batch = yield from _borrow(lambda: self._staging.lend(run.group, run.blocks))
+        futures = self._loads.setdefault(order, set())
         try:
             targets = [[h, *pieces] for h, pieces in zip(headers, batch.pieces, strict=True)]
             there = yield from self.calls.load(
                 run.keys,
                 targets,
-                begun=partial(self._loads.__setitem__, order),
+                begun=futures.add,
                 cancelled=lambda: order.cancelled,
             )
             batch.write_back()
             yield batch.ready
         finally:
-            self._loads.pop(order, None)
             batch.release()
         if order.cancelled or not any(there):
             return [False] * len(run.keys), []
@@ -509,6 +552,14 @@ def _runs(saves: Sequence[BlockSave]) -> list[list[BlockSave]]:
         else:
             runs.append([save])
     return runs
+
+
+def _starts(parts: Iterable[tuple[T, ...]]) -> Generator[tuple[int, tuple[T, ...]]]:
+    """Each part after the number of items before it."""
+    start = 0
+    for part in parts:
+        yield start, part
+        start += len(part)
 
 
 def _batched(items: tuple[T, ...], size: int) -> Generator[tuple[T, ...]]:

@@ -77,6 +77,16 @@ class Worker(ABC):
     ) -> Pending[Sums]:
         """See `Executor.digest`."""
 
+    def adopt(
+        self,
+        group: int,
+        blocks: Sequence[int],
+        sums: Sums,
+        counted: npt.NDArray[np.int64],
+    ) -> None:
+        """See `Executor.adopt` and `BlockMemory.adopt`."""
+        self.cache.adopt(group, blocks, sums, counted)
+
     def counters(self) -> dict[str, float]:
         """See `Executor.counters`."""
         return {}

@@ -2,13 +2,23 @@
 
 from __future__ import annotations
 
+import ctypes
 import inspect
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from concurrent.futures import CancelledError, Future
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, cast
 
-from kvbaton.connectors.store import Found, Registering, Store, StoreCapabilities, Usage
+from kvbaton.connectors.base import Memory
+from kvbaton.connectors.store import (
+    Found,
+    Piece,
+    Pieces,
+    Registering,
+    Store,
+    StoreCapabilities,
+    Usage,
+)
 from kvbaton.errors import StoreError
 from kvbaton.testing.kit import Accounts, require
 from kvbaton.testing.store_rig import StoreRig, case, views
@@ -262,6 +272,50 @@ def registered_memory(rig: StoreRig) -> None:
                 rig.compare(b"".join(target) if loaded[0] else None, data, "registered memory")
             if rig.lacks("deletes") is None:
                 rig.wait(rig.store.delete([key]), "delete")
+
+
+@case(1, "devices")
+def registered_by_address(rig: StoreRig) -> None:
+    """Pieces that are `Memory`, beside views and in any order, are stored and loaded alike."""
+    assert isinstance(rig.store, Registering)
+    kinds = rig.store.capabilities.devices
+    require("cpu" in kinds, f"devices are {sorted(kinds)}, without the one that this kit drives")
+    memory = ctypes.create_string_buffer(400_000)
+    region = Memory(ctypes.addressof(memory), len(memory), owner=memory)
+    rig.store.register([region])
+    for key, data in rig.objects([12, 4096, 100_003]).items():
+        size, third = len(data), len(data) // 3
+        ends = [third, 2 * third, size]
+        beside = bytearray(size)
+
+        def places(start: int, ends: list[int] = ends, beside: bytearray = beside) -> list[Piece]:
+            low, middle, high = ends
+            last = region.part(start + middle, start + high)
+            view = memoryview(beside)[low:middle]
+            return [region.part(start, start + low), view, last, region.part(7, 7)]
+
+        _fill(places(101), data)
+        sources = cast("list[Pieces]", [places(101)])
+        rig.wait(rig.store.store([key], sources), "store")
+        _fill(places(101), bytes(size))
+        _fill(places(200_000), bytes(size))
+        targets = cast("list[Pieces]", [places(200_000)])
+        loaded = rig.wait(rig.store.load([key], targets), "load")
+        found = b"".join(_view(piece) for piece in places(200_000))
+        rig.compare(found if loaded[0] else None, data, "memory by its address")
+        rig.expect({key: data}, "stored from memory by its address")
+        require(memory.raw[:101] == bytes(101), "bytes beside the target were written")
+
+
+def _view(piece: Piece) -> memoryview:
+    return piece.view() if isinstance(piece, Memory) else piece
+
+
+def _fill(pieces: Sequence[Piece], data: bytes) -> None:
+    at = 0
+    for view in map(_view, pieces):
+        view[:] = data[at : at + len(view)]
+        at += len(view)
 
 
 @case(1)

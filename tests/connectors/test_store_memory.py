@@ -13,7 +13,8 @@ from hypothesis import strategies as st
 from kvbaton.connectors.registry import load_store
 from kvbaton.connectors.store import Evicting, Hints, Pieces, Store
 from kvbaton.connectors.stores import memory
-from kvbaton.connectors.stores.memory import LARGE_BYTES, FreeList, MemoryStore, copy
+from kvbaton.connectors.stores.arena_copies import LARGE_BYTES, copy
+from kvbaton.connectors.stores.memory import FreeList, MemoryStore
 from kvbaton.errors import ConfigError, StoreError
 
 TIMEOUT_S = 30.0

@@ -16,12 +16,13 @@ import zlib
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 from dataclasses import replace
-from typing import Any, ClassVar
+from typing import Any, ClassVar, cast
 
 import numpy as np
 from msgspec import structs
 
-from kvbaton.connectors.store import Found, Hints, Pieces, Usage
+from kvbaton.connectors.base import Memory
+from kvbaton.connectors.store import AnyPieces, Found, Hints, Pieces, Usage
 from kvbaton.connectors.stores.memory import NO_HINTS, Arena, MemoryStore
 from kvbaton.errors import StoreError
 from kvbaton.testing.store_objects import Owner, make_layout
@@ -105,9 +106,31 @@ class TakesAllForRegistered(BrokenMemory):
             size = sum(map(len, target))
             return super().get(key, [self.region[:size]])
 
-    def register(self, regions: Sequence[memoryview]) -> None:
+    def register(self, regions: AnyPieces) -> None:
         assert isinstance(self.backend, TakesAllForRegistered.Broken)
-        self.backend.region = regions[0]
+        if isinstance(regions[0], memoryview):
+            self.backend.region = regions[0]
+
+
+class TakesRegionsForPieces(BrokenMemory):
+    """Fills registered memory that is named by address from its start on."""
+
+    class Broken(Arena):
+        region: Memory | None = None
+
+        def get(self, key: bytes, target: Pieces) -> bool:
+            at, moved = 0, list[Any]()
+            for piece in cast("AnyPieces", target):
+                if isinstance(piece, Memory) and self.region is not None:
+                    moved.append(self.region.part(at, at := at + len(piece)))
+                else:
+                    moved.append(piece)
+            return super().get(key, moved)
+
+    def register(self, regions: AnyPieces) -> None:
+        assert isinstance(self.backend, TakesRegionsForPieces.Broken)
+        if isinstance(regions[0], Memory):
+            self.backend.region = regions[0]
 
 
 class WritesBeyondTheTarget(BrokenMemory):
@@ -691,6 +714,7 @@ BROKEN: dict[type[BrokenMemory], str] = {
     WrongOffset: "L1.sizes",
     PiecesInWrongOrder: "L1.pieces",
     TakesAllForRegistered: "L1.registered-memory",
+    TakesRegionsForPieces: "L1.registered-by-address",
     WritesBeyondTheTarget: "L1.only-the-target",
     KeepsReferences: "L1.sources-are-free-once-done",
     TakesShortTargets: "L1.another-length-is-a-miss",

@@ -9,8 +9,12 @@ from typing import Any
 import pytest
 import torch
 
+from kvbaton.connectors.base import Memory
 from kvbaton.connectors.layout import GroupKind, KVLayout, contiguous_plane
 from kvbaton.connectors.objects import ObjectForm
+from kvbaton.connectors.stores.memory import MemoryStore
+from kvbaton.engine.block_staging import DeviceBlockStaging, PinnedBlockStaging
+from kvbaton.engine.store_connector import StoreConnector
 from tests.support.prompts import prompt_of
 from tests.support.store_nodes import Nodes, count, rest
 from tests.support.waiting import until
@@ -46,9 +50,51 @@ def test_blocks_come_back_as_they_were(nodes: Nodes, tmp_path: Path) -> None:
     assert said[0] == said[1] == said[2]
 
 
-def test_every_byte_crosses_both_ways_whatever_the_layout() -> None:
-    from kvbaton.engine.block_staging import PinnedBlockStaging
+def test_a_host_tier_fills_blocks_by_itself(nodes: Nodes) -> None:
+    """Objects of a `memory` store go straight between pinned memory and the device's blocks."""
+    node = nodes.start('memory:{"max_bytes": 200000000}', device="cuda", num_blocks=513, **SETTINGS)
+    prompts = [prompt_of(LENGTH, seed) for seed in range(8)]
+    said = []
+    for _ in range(2):
+        calls = [node.generate(prompt, max_tokens=40) for prompt in prompts]
+        said.append([call.result() for call in calls])
+        rest(node)
+        node.ask("reset_prefix_cache")
+    loaded = count(node, "prompt_tokens", source="store")
+    assert loaded == len(prompts) * (LENGTH // 16 * 16)
+    assert count(node, "store_load_blocks", outcome="corrupt") == 0
+    assert count(node, "store_errors") == 0
+    assert isinstance(node.core.connectors.all[0], StoreConnector)
+    assert isinstance(node.core.connectors.all[0].worker._staging, DeviceBlockStaging)
+    assert said[0] == said[1]
+    nodes.end(node)
 
+
+def test_a_memory_store_moves_bytes_of_devices_and_of_the_host() -> None:
+    store = MemoryStore("memory", max_bytes=8 << 20)
+    store.open()
+    device = torch.randint(0, 255, (1 << 20,), dtype=torch.uint8, device="cuda")
+    before = bytes(device.cpu().numpy())
+    region = Memory(device.data_ptr(), len(device), "cuda", 0, device)
+    store.register([region])
+    keys = [bytes([number]) * 32 for number in range(20)]
+    parts = [region.part(number * 1000, number * 20_000) for number in range(20)]
+    sources: list[Any] = [[memoryview(b"head"), part] for part in parts]
+    assert store.store(keys, sources).result() == [True] * 20
+    device[:] = 0
+    torch.cuda.synchronize()
+    heads = [bytearray(4) for _ in keys]
+    targets: list[Any] = [[memoryview(h), p] for h, p in zip(heads, parts, strict=True)]
+    assert store.load(keys, targets).result() == [True] * 20
+    assert heads == [b"head"] * 20
+    after = bytes(device.cpu().numpy())
+    assert after[1000 : 19 * 20_000] == before[1000 : 19 * 20_000]
+    assert not any(after[19 * 20_000 :])
+    assert not any(after[:1000])
+    store.close()
+
+
+def test_every_byte_crosses_both_ways_whatever_the_layout() -> None:
     for order in (("block", "head", "layer", "kv", "token", "feature"),
                   ("block", "layer", "kv", "token", "head", "feature")):  # fmt: skip
         plane = contiguous_plane(

@@ -10,7 +10,7 @@ from concurrent.futures import Future
 from functools import partial
 from typing import Any, TypeVar
 
-from kvbaton.connectors.store import Found, Pieces, Registering, Store
+from kvbaton.connectors.store import AnyPieces, Found, Pieces, Registering, Store
 from kvbaton.errors import StoreError
 
 T = TypeVar("T")
@@ -111,7 +111,7 @@ class ComposedStore(ABC):
             raise
         self.driver = driver
 
-    def register(self, regions: Sequence[memoryview]) -> None:
+    def register(self, regions: AnyPieces) -> None:
         """See `Registering.register`; passed on to those of the inner stores that can."""
         driver = self.driver
         if driver is None:

@@ -114,6 +114,7 @@ class FaultyStore(ComposedStore):
             prefix=False,
             claims=False,
             namespaces=False,
+            devices=frozenset(),
         )
 
     def health(self) -> str | None:

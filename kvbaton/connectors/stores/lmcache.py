@@ -22,7 +22,7 @@ from importlib.util import find_spec
 from typing import Any
 
 from kvbaton.connectors.store import KEY_BYTES, Pieces, StoreCapabilities, Usage
-from kvbaton.connectors.stores.memory import copy
+from kvbaton.connectors.stores.arena_copies import copy
 from kvbaton.connectors.stores.threaded import SEAL_BYTES, LastCall, ThreadedStore, seal
 from kvbaton.errors import ConfigError
 

@@ -1,8 +1,8 @@
 """Objects in the memory of this host: a tier that outlives the device's cache, not the process.
 
 All objects lie in one *arena*, mapped when the store opens and touched page by page as it fills.
-A node with a GPU may pin `MemoryStore.memory` (``cudaHostRegister``): copies between arena and
-staging buffers are then all that an object costs.
+Beside a node whose blocks lie on GPUs it is pinned when these are registered, and a GPU's copy
+engine moves objects straight between arena and blocks, a few at a time: no thread touches a byte.
 
 Laws, all under one lock:
 
@@ -24,28 +24,26 @@ import threading
 import time
 from bisect import bisect_left, insort
 from collections import Counter, OrderedDict
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass
+from functools import partial
 from itertools import islice, takewhile
 
 import numpy as np
 import numpy.typing as npt
 
 from kvbaton.connectors.base import Memory
-from kvbaton.connectors.store import Found, Hints, Pieces, StoreCapabilities, Usage
-from kvbaton.connectors.stores.threaded import ThreadedStore, leading
+from kvbaton.connectors.store import AnyPieces, Found, Hints, Pieces, StoreCapabilities, Usage
+from kvbaton.connectors.stores.arena_copies import ArenaCopies, Extent, copy
+from kvbaton.connectors.stores.threaded import BatchLimit, ThreadedStore, leading
 from kvbaton.errors import ConfigError, StoreError
 
-LARGE_BYTES = 256 << 10
-"""From here on a copy gives other threads the interpreter; below, that costs more than it saves."""
 WINDOW = 64
 """Objects among which hints decide who is evicted."""
+TOGETHER = BatchLimit(64, 32 << 20)
+"""Objects that a thread moves from or to a GPU before it waits for their bytes."""
 NO_HINTS = Hints()
-
-
-Extent = tuple[int, int]
-"""First byte and length."""
 
 
 class MemoryStore(ThreadedStore):
@@ -82,8 +80,41 @@ class MemoryStore(ThreadedStore):
 
     @property
     def memory(self) -> Memory:
-        """The arena, from `open` to `close`: one run, for whoever wants to pin it."""
+        """The arena, from `open` to `close`: one run."""
         return self.backend.memory
+
+    def register(self, regions: AnyPieces) -> None:
+        """See `Registering.register`; only memory of GPUs makes a difference.
+
+        Raises:
+            StoreError: the arena can't be pinned.
+        """
+        devices = {
+            region.device_index
+            for region in regions
+            if isinstance(region, Memory) and region.device == "cuda"
+        }
+        if devices:
+            self.backend.pin(ArenaCopies(self.backend.memory, devices))
+
+    def load(self, keys: Sequence[bytes], targets: Sequence[Pieces]) -> Future[list[bool]]:
+        """See `Store.load`."""
+        if self.backend.copies is None:
+            return super().load(keys, targets)
+        return self._move("load", self.backend.get_some, keys, targets, limit=TOGETHER)
+
+    def store(
+        self,
+        keys: Sequence[bytes],
+        sources: Sequence[Pieces],
+        *,
+        hints: Sequence[Hints] | None = None,
+    ) -> Future[list[bool]]:
+        """See `Store.store`."""
+        if self.backend.copies is None:
+            return super().store(keys, sources, hints=hints)
+        about = self._hinted(keys, hints)
+        return self._move("store", self.backend.put_some, keys, sources, *about, limit=TOGETHER)
 
     def lookup(
         self, keys: Sequence[bytes], *, pin: bool = False, prefix: bool = False
@@ -137,6 +168,7 @@ class Arena:
         expires=True,
         prefix=True,
         namespaces=True,
+        devices=frozenset({"cpu", "cuda"}),
     )
 
     def __init__(
@@ -154,6 +186,8 @@ class Arena:
         self._clock = clock
         self._changed = threading.Condition()
         self._bytes: npt.NDArray[np.uint8] | None = None
+        self.copies: ArenaCopies | None = None
+        """From and to GPUs; None where there are none."""
         self._last_ticket = 0
         self._clear()
 
@@ -178,6 +212,9 @@ class Arena:
 
     def close(self) -> None:
         """Forget all; the arena is unmapped once nobody holds `memory`."""
+        copies, self.copies = self.copies, None
+        if copies is not None:
+            copies.close()
         self._bytes = None
         self._clear()
 
@@ -258,44 +295,103 @@ class Arena:
 
     def get(self, key: bytes, target: Pieces) -> bool:
         """See `Backend.get`."""
+        return self.get_some([(key, target)])[0]
+
+    def get_some(self, items: Sequence[tuple[bytes, AnyPieces]]) -> list[bool]:
+        """`get` of a few objects, whose copies from or to GPUs are waited for together."""
+        entries = list[ArenaEntry | None]()
         with self._changed:
             self._expire()
-            entry = self._written(key)
-            if entry is None or entry.num_bytes != sum(map(len, target)):
-                return False
-            self._entries.move_to_end(key)
-            self._hold(entry)
-        copy(target, self._views(entry))
-        with self._changed:
-            self._let_go(entry)
-        return True
+            for key, target in items:
+                entry = self._written(key)
+                if entry is not None and entry.num_bytes != sum(map(len, target)):
+                    entry = None
+                if entry is not None:
+                    self._entries.move_to_end(key)
+                    self._hold(entry)
+                entries.append(entry)
+        found = [
+            (target, entry)
+            for (_, target), entry in zip(items, entries, strict=True)
+            if entry is not None
+        ]
+        try:
+            if self.copies is not None:
+                self.copies.load([(target, entry.extents) for target, entry in found])
+            else:
+                for target, entry in found:
+                    copy(target, self._views(entry))
+        finally:
+            with self._changed:
+                for _, entry in found:
+                    self._let_go(entry)
+        return [entry is not None for entry in entries]
 
     def put(self, key: bytes, source: Pieces, hints: Hints = NO_HINTS) -> bool:
         """See `Backend.put`."""
-        num_bytes = sum(map(len, source))
+        return self.put_some([(key, source, hints)])[0]
+
+    def put_some(self, items: Sequence[tuple[bytes, AnyPieces, Hints]]) -> list[bool]:
+        """`put` of a few objects, whose copies from or to GPUs are waited for together."""
+        answers = [True] * len(items)
+        begun = dict[int, ArenaEntry]()
+        others = list[int]()
         with self._changed:
             self._expire()
-            self._changed.wait_for(
-                lambda: (entry := self._entries.get(key)) is None or entry.written
-            )
-            if key in self._entries:
-                self._entries.move_to_end(key)
-                return True
-            if not self._make_room(num_bytes, hints.tenant):
-                return False
-            expires_at = None if hints.ttl_s is None else self._clock() + hints.ttl_s
-            entry = ArenaEntry(self._free.take(num_bytes), num_bytes, hints, expires_at)
-            self._hold(entry)
-            self._entries[key] = entry
-            self._of_tenant[hints.tenant] += num_bytes if hints.tenant else 0
-            if expires_at is not None:
-                heapq.heappush(self._expiring, (expires_at, key))
-        copy(self._views(entry), source)
-        with self._changed:
-            entry.written = True
-            self._let_go(entry)
-            self._changed.notify_all()
-            return not entry.forgotten
+            for number, (key, source, hints) in enumerate(items):
+                num_bytes = sum(map(len, source))
+                there = self._entries.get(key)
+                if there is not None and not there.written:
+                    others.append(number)
+                elif there is not None:
+                    self._entries.move_to_end(key)
+                elif not self._make_room(num_bytes, hints.tenant):
+                    answers[number] = False
+                else:
+                    begun[number] = self._begin(key, num_bytes, hints)
+        written = False
+        try:
+            sources = [(items[number][1], entry) for number, entry in begun.items()]
+            if self.copies is not None:
+                self.copies.store([(source, entry.extents) for source, entry in sources])
+            else:
+                for source, entry in sources:
+                    copy(self._views(entry), source)
+            written = True
+        finally:
+            with self._changed:
+                for number, entry in begun.items():
+                    entry.written = written
+                    if not written and not entry.forgotten:
+                        self._forget(items[number][0])
+                    self._let_go(entry)
+                    answers[number] = not entry.forgotten
+                self._changed.notify_all()
+        for number in others:  # written by another thread, or by us for an equal key
+            with self._changed:
+                self._changed.wait_for(partial(self._is_settled, items[number][0]))
+            answers[number] = self.put_some([items[number]])[0]
+        return answers
+
+    def _begin(self, key: bytes, num_bytes: int, hints: Hints) -> ArenaEntry:
+        """An entry to be written, for which there is room."""
+        expires_at = None if hints.ttl_s is None else self._clock() + hints.ttl_s
+        entry = ArenaEntry(self._free.take(num_bytes), num_bytes, hints, expires_at)
+        self._hold(entry)
+        self._entries[key] = entry
+        self._of_tenant[hints.tenant] += num_bytes if hints.tenant else 0
+        if expires_at is not None:
+            heapq.heappush(self._expiring, (expires_at, key))
+        return entry
+
+    def pin(self, copies: ArenaCopies) -> None:
+        """From now on the copy engines of GPUs move bytes.
+
+        Raises:
+            StoreError: the arena can't be pinned.
+        """
+        copies.open()
+        self.copies = copies
 
     def remove(self, keys: Sequence[bytes]) -> int:
         """See `Backend.remove`."""
@@ -314,6 +410,10 @@ class Arena:
         self._gone = Counter[str]()
         self._held_bytes = 0
         self._pins: dict[int, tuple[float, list[ArenaEntry]]] = {}
+
+    def _is_settled(self, key: bytes) -> bool:
+        entry = self._entries.get(key)
+        return entry is None or entry.written
 
     def _written(self, key: bytes) -> ArenaEntry | None:
         entry = self._entries.get(key)
@@ -463,20 +563,3 @@ class FreeList:
         del self._by_length[bisect_left(self._by_length, (length, start))]
         del self._lengths[start], self._starts[start + length]
         self.num_bytes -= length
-
-
-def copy(targets: Iterable[memoryview], sources: Iterable[memoryview]) -> None:
-    """Copy the bytes of `sources` into `targets`, in order; both sides have as many."""
-    rest, source = iter(sources), memoryview(b"")
-    for target in targets:
-        while target:
-            while not source:
-                source = next(rest)
-            run = min(len(target), len(source))
-            if run < LARGE_BYTES:
-                target[:run] = source[:run]
-            else:
-                np.copyto(
-                    np.frombuffer(target[:run], np.uint8), np.frombuffer(source[:run], np.uint8)
-                )
-            target, source = target[run:], source[run:]

@@ -28,8 +28,8 @@ import numpy as np
 
 from kvbaton.connectors.nixl_library import load_nixl
 from kvbaton.connectors.store import Pieces, StoreCapabilities, Usage
+from kvbaton.connectors.stores.arena_copies import copy
 from kvbaton.connectors.stores.filesystem import Files
-from kvbaton.connectors.stores.memory import copy
 from kvbaton.connectors.stores.threaded import SEAL_BYTES, LastCall, ThreadedStore, seal, unseal
 from kvbaton.errors import ConfigError, StoreError
 

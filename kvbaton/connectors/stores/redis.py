@@ -12,7 +12,7 @@ from contextlib import AbstractContextManager
 from typing import Any
 
 from kvbaton.connectors.store import Pieces, StoreCapabilities, Usage
-from kvbaton.connectors.stores.memory import copy
+from kvbaton.connectors.stores.arena_copies import copy
 from kvbaton.connectors.stores.threaded import SEAL_BYTES, LastCall, ThreadedStore, seal, unseal
 from kvbaton.errors import ConfigError
 

@@ -17,7 +17,7 @@ from typing import Any
 from urllib.parse import urlsplit
 
 from kvbaton.connectors.store import Pieces, StoreCapabilities, Usage
-from kvbaton.connectors.stores.memory import copy
+from kvbaton.connectors.stores.arena_copies import copy
 from kvbaton.connectors.stores.threaded import SEAL_BYTES, LastCall, ThreadedStore, seal, unseal
 from kvbaton.errors import ConfigError
 

@@ -13,6 +13,7 @@ from dataclasses import fields
 from typing import TypeVar
 
 import numpy as np
+import numpy.typing as npt
 import torch
 
 from kvbaton.engine.collectives import Shard
@@ -140,6 +141,19 @@ class CudaWorker(ModelWorker):
         with torch.cuda.stream(self._digest_stream), torch.inference_mode():
             sums = self.cache.fetch_digest(group, blocks, first_position, start, end)
             return enqueued(lambda: sums.numpy().view(np.uint64))
+
+    def adopt(
+        self,
+        group: int,
+        blocks: Sequence[int],
+        sums: Sums,
+        counted: npt.NDArray[np.int64],
+    ) -> None:
+        """See `Worker.adopt`; steps and sums that are launched later see them."""
+        with torch.cuda.stream(self._digest_stream), torch.inference_mode():
+            super().adopt(group, blocks, sums, counted)
+        for stream in (torch.cuda.default_stream(self.settings.device), self._sums_stream):
+            stream.wait_stream(self._digest_stream)
 
     def close(self) -> None:
         """See `Worker.close`; waits for the steps in flight."""

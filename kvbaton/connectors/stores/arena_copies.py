@@ -1,0 +1,120 @@
+"""Copies of objects between an arena in host memory and a caller's pieces, those on GPUs too."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from typing import Any
+
+import numpy as np
+
+from kvbaton.connectors.base import Memory
+from kvbaton.connectors.cuda_copies import CopyRun, CudaCopies
+from kvbaton.connectors.store import AnyPieces, Piece
+
+LARGE_BYTES = 256 << 10
+"""From here on a copy gives other threads the interpreter; below, that costs more than it saves."""
+
+Extent = tuple[int, int]
+"""First byte and length."""
+
+
+class ArenaCopies:
+    """Moves objects between a pinned arena and pieces, those on GPUs by their copy engines.
+
+    Args:
+        arena: where the objects are.
+        devices: numbers of the GPUs.
+
+    Raises:
+        StoreError: there is no CUDA.
+    """
+
+    def __init__(self, arena: Memory, devices: Iterable[int]) -> None:
+        self._arena, self._host = arena, arena.view()
+        self._copies = CudaCopies()
+        # Both directions of the bus are used at the same time.
+        self._incoming = {index: self._copies.stream(index) for index in devices}
+        self._outgoing = {index: self._copies.stream(index) for index in devices}
+
+    def open(self) -> None:
+        """Pin the arena. Raises `StoreError`."""
+        self._copies.pin(self._arena.address, self._arena.num_bytes)
+
+    def close(self) -> None:
+        """Unpin it; nobody copies any more."""
+        self._copies.unpin(self._arena.address)
+
+    def load(self, objects: Sequence[tuple[AnyPieces, Sequence[Extent]]]) -> None:
+        """Fill pieces; returns when they are. Raises `StoreError`."""
+        runs = dict[int, list[CopyRun]]()
+        for pieces, extents in objects:
+            for piece, start in _in_extents(pieces, extents):
+                if isinstance(piece, Memory):
+                    run = CopyRun(piece.address, self._arena.address + start, len(piece))
+                    runs.setdefault(piece.device_index, []).append(run)
+                else:
+                    copy([piece], [self._host[start : start + len(piece)]])
+        self._run(runs, self._incoming)
+
+    def store(self, objects: Sequence[tuple[AnyPieces, Sequence[Extent]]]) -> None:
+        """Read pieces; returns when it has. Raises `StoreError`."""
+        runs = dict[int, list[CopyRun]]()
+        for pieces, extents in objects:
+            for piece, start in _in_extents(pieces, extents):
+                if isinstance(piece, Memory):
+                    run = CopyRun(self._arena.address + start, piece.address, len(piece))
+                    runs.setdefault(piece.device_index, []).append(run)
+                else:
+                    copy([self._host[start : start + len(piece)]], [piece])
+        self._run(runs, self._outgoing)
+
+    def _run(self, runs: Mapping[int, Sequence[CopyRun]], streams: Mapping[int, Any]) -> None:
+        begun = [streams[index] for index in runs]
+        try:
+            over = [self._copies.begin(some, streams[index]) for index, some in runs.items()]
+            for event in over:
+                event.synchronize()
+        except BaseException:
+            for stream in begun:  # buffers are borrowed: nothing may still be copied
+                stream.synchronize()
+            raise
+
+
+def _in_extents(pieces: AnyPieces, extents: Sequence[Extent]) -> Iterator[tuple[Piece, int]]:
+    """Parts of pieces, and where in the arena each begins that lies there in one run."""
+    rest = iter(extents)
+    start = left = 0
+    for piece in pieces:
+        if isinstance(piece, Memory) and piece.device == "cpu":
+            piece = piece.view()
+        done = 0
+        while done < len(piece):
+            if not left:
+                start, left = next(rest)
+            run = min(len(piece) - done, left)
+            if run == len(piece):
+                yield piece, start
+            elif isinstance(piece, Memory):
+                yield piece.part(done, done + run), start
+            else:
+                yield piece[done : done + run], start
+            start, left, done = start + run, left - run, done + run
+
+
+def copy(targets: Iterable[Piece], sources: Iterable[Piece]) -> None:
+    """Copy the bytes of `sources` into `targets`, in order; both sides have as many."""
+    rest, source = iter(sources), memoryview(b"")
+    for piece in targets:
+        target = piece.view() if isinstance(piece, Memory) else piece
+        while target:
+            while not source:
+                given = next(rest)
+                source = given.view() if isinstance(given, Memory) else given
+            run = min(len(target), len(source))
+            if run < LARGE_BYTES:
+                target[:run] = source[:run]
+            else:
+                np.copyto(
+                    np.frombuffer(target[:run], np.uint8), np.frombuffer(source[:run], np.uint8)
+                )
+            target, source = target[run:], source[run:]
