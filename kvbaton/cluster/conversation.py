@@ -41,9 +41,9 @@ class Answer:
     """What came, and when.
 
     Attributes:
-        text: of the first choice.
+        text: of the first choice, without its reasoning.
         usage: as the endpoint counts it.
-        first_s: seconds to the first text; None if there was none.
+        first_s: seconds to the first text or reasoning; None if there was neither.
         seconds: to the end.
     """
 
@@ -71,13 +71,15 @@ async def stream_answer(
     body: Mapping[str, Any],
     show: Callable[[str], None],
 ) -> Answer:
-    """Ask for a completion, or a chat if the body has messages; shows text as it comes.
+    """Ask for a completion, or a chat if the body has messages; shows what comes as it comes.
+
+    An empty line stands between reasoning and the answer.
 
     Raises:
         ValueError: the endpoint refuses, or fails before the end.
         aiohttp.ClientError: it can't be reached.
     """
-    began, answer = time.monotonic(), Answer()
+    began, answer, reasons = time.monotonic(), Answer(), False
     path = "chat/completions" if "messages" in body else "completions"
     more = {"stream": True, "stream_options": {"include_usage": True}}
     async with session.post(f"{url}/v1/{path}", json={**body, **more}) as response:
@@ -92,11 +94,16 @@ async def stream_answer(
                 raise ValueError(chunk["error"]["message"])
             answer.usage = chunk.get("usage") or answer.usage
             for choice in chunk.get("choices") or ():
-                text = choice.get("text") or (choice.get("delta") or {}).get("content") or ""
-                if text and answer.first_s is None:
+                delta = choice.get("delta") or {}
+                thought = delta.get("reasoning_content") or ""
+                text = choice.get("text") or delta.get("content") or ""
+                if (thought or text) and answer.first_s is None:
                     answer.first_s = time.monotonic() - began
+                reasons |= bool(thought)
+                if text and reasons and not answer.text:
+                    thought += "\n\n"
                 answer.text += text
-                show(text)
+                show(thought + text)
     answer.seconds = time.monotonic() - began
     return answer
 

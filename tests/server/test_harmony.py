@@ -10,6 +10,7 @@ from typing import Any
 import openai
 import pytest
 
+from kvbaton.cluster.conversation import stream_answer
 from kvbaton.text.harmony import MARKERS
 from kvbaton.text.tokenizer import Tokenizer
 from tests.support.scripted_source import SPECIAL, write_tokenizer
@@ -132,6 +133,14 @@ async def test_the_result_of_a_call_goes_back(start: Any) -> None:
     shown = endpoint.frontend.tokenizer.decode(ids, skip_special_tokens=False)
     assert "<|channel|>analysis<|message|>Look.<|end|><|start|>assistant to=functions.f" in shown
     assert '<|message|>{"a": 1}<|call|><|start|>tool<|message|>3<|end|>' in shown
+
+
+async def test_the_command_shows_reasoning_first(start: Any) -> None:
+    endpoint, shown = await start(ANSWER), list[str]()
+    body = {"model": "tiny", "messages": ASK}
+    answer = await stream_answer(endpoint.session, endpoint.url, body, shown.append)
+    assert "".join(shown) == "Größe of 東京?\n\nIt is 🎉."
+    assert answer.text == "It is 🎉."
 
 
 async def test_what_looks_like_a_marker_is_text(start: Any, harmony: Tokenizer) -> None:
