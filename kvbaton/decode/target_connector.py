@@ -23,6 +23,7 @@ from kvbaton.connectors.protocol.events import (
 from kvbaton.connectors.transfer.target_worker import TargetWorker
 from kvbaton.connectors.transfer.thread import TransferThread
 from kvbaton.connectors.transfer.worker import attempt_name
+from kvbaton.decode.wire_costs import WireCosts
 from kvbaton.engine import request as requests
 from kvbaton.engine.executor import Executor
 from kvbaton.engine.kv_connector import HeldBlocks, KVConnector, Load, transfer_consumed
@@ -82,6 +83,7 @@ class TargetConnector(KVConnector):
         self.poison = poison
         self.wake_fds = (self.receiver.outbox_fd,)
         self.outcomes = dict.fromkeys(self.OUTCOMES, 0)
+        self.wires = WireCosts()
         self.prefix_outcomes = dict.fromkeys(("delivered", "failed", "cancelled"), 0)
         self._static = frozenset(members)
         self._members: frozenset[str] = frozenset()
@@ -209,6 +211,8 @@ class TargetConnector(KVConnector):
         for action in self.receiver.take():
             match action:
                 case Deliver() if (load := self._live.pop(action.attempt, None)) is not None:
+                    if action.crossing is not None:
+                        self.wires.observe(action.crossing)
                     if (marks := load.sequence.request.marks) is not None:
                         marks += (Mark(name, at) for name, at in action.times)
                     if load.connector is self:
@@ -276,6 +280,7 @@ class TargetConnector(KVConnector):
             "kvbaton_transfers_live": float(len(self._live)),
             "kvbaton_transfers_quarantined": float(len(self._reserved) - len(self._live)),
             "kvbaton_unhealthy": float(unhealthy),
+            **self.wires.gauges(self.scheduler.clock()),
         }
 
     @override

@@ -21,7 +21,7 @@ from kvbaton.engine.pending import Pending
 from kvbaton.engine.profiler import TorchProfiler
 from kvbaton.engine.scheduler import Scheduler
 from kvbaton.engine.step import StepResult
-from kvbaton.engine.step_costs import StepCosts, Terms, terms_of
+from kvbaton.engine.step_costs import Terms, step_costs, terms_of
 from kvbaton.errors import RequestError
 from kvbaton.messages.engine import (
     AbortRequest,
@@ -99,7 +99,7 @@ class EngineCore:
         self.steps = 0
         self.step_tokens = 0
         self.step_seconds = 0.0
-        self.step_costs = StepCosts()
+        self.step_costs = step_costs()
         self._terms: deque[Terms] = deque()
         self._busy_since = 0.0
         self._applied = False  # a result since the last plan, so that there may be another one

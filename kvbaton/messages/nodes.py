@@ -19,6 +19,9 @@ STEP_COSTS = (
 """Entries of `NodeInfo.load`: seconds that an engine's step takes for itself, per token of prompts,
 per such token and 1,000 tokens that it attends to, per decoding sequence, and per 1,000 tokens of
 its context."""
+WIRE_COSTS = ("fetch_s", "handover_s", "token_s")
+"""Entries of `NodeInfo.wires`: seconds that a prefix which is asked for needs for itself, that a
+hand-over does after its prompt is computed, and per token that is then on its way."""
 
 
 class GenerateRequest(Struct, frozen=True, kw_only=True):
@@ -96,6 +99,8 @@ class NodeInfo(Struct, frozen=True, kw_only=True):
         engine_address: where routers connect to its engine as frontends: ``tcp://host:port``, keyed
             by the cluster key, or ``ipc:///...`` on one machine without one; empty until ready.
         num_blocks: of its KV cache; 0 of a node that does not say.
+        wires: how long KV of late took to come here, by the control address of who sent it:
+            `WIRE_COSTS`, as far as they were seen.
     """
 
     node_id: Name
@@ -117,6 +122,7 @@ class NodeInfo(Struct, frozen=True, kw_only=True):
     vocab_size: int = 0
     engine_address: Name = ""
     num_blocks: int = 0
+    wires: dict[str, dict[str, float]] = {}
 
 
 class DrainProgress(Struct, frozen=True, kw_only=True):

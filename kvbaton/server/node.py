@@ -22,7 +22,7 @@ from kvbaton.server.auth import require_operator
 from kvbaton.server.bodies import json_response
 from kvbaton.server.config import NodeConfig
 from kvbaton.server.frontend import FRONTEND, FrontendConfig
-from kvbaton.server.metrics import CoreCollector
+from kvbaton.server.metrics import CoreCollector, split_name
 from kvbaton.server.network import bind, operator_token
 from kvbaton.server.node_app import EXPOSITION, AppFactory, make_starting_app, text_app
 from kvbaton.server.openapi import contract
@@ -54,6 +54,7 @@ GAUGES = {
     **{f'kvbaton_step_cost_seconds{{term="{term}"}}': term for term in STEP_COSTS},
 }
 """What the router is told as it is, and its name there."""
+WIRE_GAUGE = "kvbaton_wire_cost_seconds{"
 TOTALS = {
     "kvbaton_generation_tokens_total": "generated_tokens",
     "kvbaton_transfer_sent_bytes_total": "sent_bytes",
@@ -260,6 +261,7 @@ class Node:
             encodes=not self.config.engine.language_model_only,
             engine_address=ready.engine_address if ready else "",
             num_blocks=ready.num_blocks if ready else 0,
+            wires=wires_of(metrics),
         )
 
     async def _on_members(self, addresses: tuple[str, ...]) -> None:
@@ -329,6 +331,16 @@ async def node_worker(
     finally:
         died.cancel()
         await client.close()
+
+
+def wires_of(metrics: Metrics | None) -> dict[str, dict[str, float]]:
+    """`NodeInfo.wires` as an engine reports it."""
+    wires: dict[str, dict[str, float]] = {}
+    for key, cost in metrics.gauges.items() if metrics is not None else ():
+        if key.startswith(WIRE_GAUGE):
+            _, labels = split_name(key)
+            wires.setdefault(labels["peer"], {})[labels["term"]] = cost
+    return wires
 
 
 class LoadMeter:

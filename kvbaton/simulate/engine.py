@@ -27,7 +27,7 @@ from kvbaton.engine.outputs import OutputReceiver
 from kvbaton.engine.request import Sequence, SequenceState
 from kvbaton.engine.scheduler import Scheduler
 from kvbaton.engine.step import Sampled, StepPlan, StepResult
-from kvbaton.engine.step_costs import StepCosts, Terms, terms_of
+from kvbaton.engine.step_costs import Terms, step_costs, terms_of
 from kvbaton.errors import RequestError
 from kvbaton.messages.engine import AddRequest, BlockChange, CachedBlocks, Metrics, Output
 from kvbaton.messages.nodes import NodeInfo
@@ -178,7 +178,7 @@ class ModeledEngine:
         self.dead: str | None = None
         self._prompts, self._tell_blocks = prompts, tell_blocks
         self._rng = np.random.default_rng(seed)
-        self._costs, self._meter = StepCosts(), LoadMeter()
+        self._costs, self._meter = step_costs(), LoadMeter()
         self._steps = self._step_tokens = 0
         self._report = Metrics(counters={}, gauges={})
         self._report_at = 0.0

@@ -17,7 +17,8 @@ from typing import Any
 
 import numpy as np
 
-from kvbaton.engine.step_costs import Terms, solve_nonnegative
+from kvbaton.engine.cost_fit import solve_nonnegative
+from kvbaton.engine.step_costs import Terms
 from kvbaton.errors import ConfigError
 
 H200_8B = Path(__file__).with_name("h200-8b.json")

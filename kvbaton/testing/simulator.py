@@ -361,7 +361,7 @@ SETTINGS = set(
 """What is set up once, counts, or is emptied by the next call."""
 
 BOUNDED = set(
-    "SimulatedExecutor SimulatedChannel SimulatedNode BlockPool Tombstones StepCosts "
+    "SimulatedExecutor SimulatedChannel SimulatedNode BlockPool Tombstones CostFit WireCosts "
     "FairShares".split()
 )
 """What holds a bounded number of things, or has an audit of its own."""

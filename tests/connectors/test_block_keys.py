@@ -10,6 +10,7 @@ from msgspec.structs import replace
 from kvbaton.connectors.layout import GroupKind, KVLayout
 from kvbaton.connectors.protocol.checks import check_complete, check_reserve, is_repetition
 from kvbaton.connectors.protocol.events import (
+    Crossing,
     Deliver,
     Engage,
     Fail,
@@ -199,11 +200,13 @@ def test_a_source_of_an_earlier_version_is_not_asked() -> None:
 @pytest.mark.parametrize("end", [8, 16])
 def test_a_target_takes_what_there_is(end: int) -> None:
     rig, _ = target()
+    rig.now = 0.25
     rig.land(0, 4, end)
     rig.do(Verified(NAME, 0))
     actions = rig.complete(num_writes=1, num_tokens=end, choices=())
     (delivered,) = of_target.of(actions, Deliver)
-    assert replace(delivered, times=()) == Deliver(NAME, (), 0, end)
+    crossing = Crossing(of_target.ADDRESS, True, end - 4, 0.0, 0.25)
+    assert replace(delivered, times=()) == Deliver(NAME, (), 0, end, crossing=crossing)
 
 
 @pytest.mark.parametrize(

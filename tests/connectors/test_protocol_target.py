@@ -13,6 +13,7 @@ from hypothesis import strategies as st
 from kvbaton.connectors.layout import GroupKind, KVLayout
 from kvbaton.connectors.protocol.events import (
     CancelTarget,
+    Crossing,
     Deliver,
     Fail,
     Fence,
@@ -506,6 +507,7 @@ def test_delivery_needs_complete_and_all_notices_and_all_digests() -> None:
     assert [table.tolist() for table in verify.target] == [[-1, 10, 11, 12]]
     assert verify == Verify(NAME, 0, 4, 12, (SHARED,), verify.target, (4,), runs)
     assert rig.do(Verified(NAME, 0)) == []
+    rig.now = accepted + 0.15
     assert rig.complete(cached_tokens=5) == []
     rig.now = accepted + 0.2
     assert of(rig.land(1, 12, 16), Verify)
@@ -513,7 +515,8 @@ def test_delivery_needs_complete_and_all_notices_and_all_digests() -> None:
     deliver, ack, free = rig.do(Verified(NAME, 1))
     after = {"accepted": 0, "first_landed": 0.1, "landed": 0.2, "verified": 0.3}
     times = tuple((name, accepted + seconds) for name, seconds in after.items())
-    assert deliver == Deliver(NAME, CHOICES, 5, 16, times)
+    rest = Crossing(ADDRESS, False, 4, accepted + 0.15, accepted + 0.3)
+    assert deliver == Deliver(NAME, CHOICES, 5, 16, times, rest)
     assert ack.message.verdict == "ok"
     assert free == Unquarantine(NAME)
     assert rig.machine.counters.completed == 1

@@ -37,6 +37,13 @@ def test_each_hands_over_to_the_other_at_once(
         assert pair.at_d()("kvbaton_prompt_tokens_total", source="transferred") == tokens
         assert pair.at_p()("kvbaton_transfers_total", role="source", outcome="acked") == 3
         assert pair.at_d()("kvbaton_transfers_total", role="target", outcome="delivered") == 3
+        address = pair.p.info()["control_address"]
+        poll(
+            "D tells what the way takes",
+            lambda d=pair.d, p=address: "handover_s" in d.info()["wires"].get(p, {}),
+            20.0,
+            pair.d.tail,
+        )
 
 
 def test_a_router_uses_both_ways(

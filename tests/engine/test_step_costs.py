@@ -7,7 +7,7 @@ import random
 import pytest
 
 from kvbaton.engine.step import SequenceStep
-from kvbaton.engine.step_costs import MIN_STEPS, StepCosts, terms_of
+from kvbaton.engine.step_costs import MIN_STEPS, step_costs, terms_of
 
 TRUE = {
     "step_s": 0.005,
@@ -38,7 +38,7 @@ def test_terms_are_counts_of_the_plan() -> None:
 
 
 def test_costs_are_found_through_noise() -> None:
-    chance, costs = random.Random(0), StepCosts()
+    chance, costs = random.Random(0), step_costs()
     for _ in range(2000):
         kind = chance.choice([(True, False), (False, True), (True, True)])
         steps = step(chance, prefill=kind[0], decode=kind[1])
@@ -53,7 +53,7 @@ def test_costs_are_found_through_noise() -> None:
 
 
 def test_what_no_step_had_is_not_told() -> None:
-    chance, costs = random.Random(1), StepCosts()
+    chance, costs = random.Random(1), step_costs()
     for _ in range(MIN_STEPS - 1):
         steps = step(chance, prefill=True, decode=False)
         costs.observe(terms_of(steps), seconds_of(steps))
@@ -65,7 +65,7 @@ def test_what_no_step_had_is_not_told() -> None:
 @pytest.mark.parametrize("first", [0, 4])
 def test_work_that_a_node_never_had_is_no_outlier(first: int) -> None:
     """A prompt takes 40 times what a node that has only decoded, or had tiny prompts, expects."""
-    chance, costs = random.Random(2), StepCosts()
+    chance, costs = random.Random(2), step_costs()
     true = {**TRUE, "step_s": 0.02, "prefill_token_s": 8e-4}
 
     def observe(steps: list[SequenceStep]) -> None:

@@ -411,6 +411,25 @@ class Verify(AboutAttempt, Action, frozen=True):
     digests: tuple[DigestRun, ...]
 
 
+class Crossing(Struct, frozen=True):
+    """How long tokens of one attempt were on their way, on the machine's clock.
+
+    Attributes:
+        address: of the source's control channel.
+        fetched: they were asked for by key: then from the `Start` on, and all of them. Else from
+            `Complete` on, by which all is posted: those that had not landed and been verified.
+        tokens: so many.
+        began: see `fetched`.
+        ended: all was here and verified.
+    """
+
+    address: str
+    fetched: bool
+    tokens: int
+    began: float
+    ended: float
+
+
 class Deliver(AboutAttempt, Action, frozen=True):
     """All bytes are here and verified: the engine may use the blocks. Ends the attempt.
 
@@ -419,12 +438,14 @@ class Deliver(AboutAttempt, Action, frozen=True):
         cached_tokens: that P did not have to compute.
         num_tokens: that are here; of block keys perhaps fewer than were wanted.
         times: when it was accepted, its first and last bytes landed, and all were verified.
+        crossing: what it says of the way from that source.
     """
 
     choices: tuple[ChoiceStart, ...]
     cached_tokens: int
     num_tokens: int
     times: tuple[tuple[str, float], ...] = ()
+    crossing: Crossing | None = None
 
 
 class Fail(AboutAttempt, Action, frozen=True):

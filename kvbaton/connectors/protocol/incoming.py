@@ -115,6 +115,9 @@ class Incoming(Record):
         counted: per group, the first token that digests count; set with the session.
         num_tokens: prompt length.
         start: first token of the reservation.
+        began: when it was started.
+        completed: when `complete` came.
+        crossed: tokens before this one had been verified by then.
         until: hard limit.
         num_blocks: reserved.
         line: to P.
@@ -132,6 +135,9 @@ class Incoming(Record):
     counted: tuple[int, ...] = ()
     num_tokens: int = 0
     start: int = 0
+    began: float = 0.0
+    completed: float = 0.0
+    crossed: int = 0
     until: float = 0.0
     num_blocks: int = 0
     line: Line = field(init=False, repr=False)

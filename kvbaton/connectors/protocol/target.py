@@ -159,6 +159,7 @@ class Target(TargetSessions):
         record.targets = block_tables(event.spans, self.groups, event.num_tokens)
         record.start = first_token(event.spans, self.groups)
         record.num_blocks = sum(len(span.blocks) for spans in event.spans for span in spans)
+        record.began = self.now
         record.until = self.now + (event.deadline_s or self.timers.total)
         line.num_attempts += 1
         line.num_blocks += record.num_blocks
@@ -315,6 +316,7 @@ class Target(TargetSessions):
             self._malformed(record, problem)
             return
         record.complete = message
+        record.completed, record.crossed = self.now, record.valid_through()
         self._accepted(record, message)
         self._set_state(record, State.COMPLETING)
         self._try_deliver(record)
@@ -334,7 +336,11 @@ class Target(TargetSessions):
             return
         delivered = complete.choices, complete.cached_tokens, complete.num_tokens
         times = (*record.times.items(), ("verified", self.now))
-        self.do(events.Deliver(record.name, *delivered, times))
+        fetched = bool(record.order.keys)
+        begin = (record.start, record.began) if fetched else (record.crossed, record.completed)
+        tokens, address = complete.num_tokens - begin[0], record.order.address
+        crossing = events.Crossing(address, fetched, tokens, begin[1], self.now)
+        self.do(events.Deliver(record.name, *delivered, times, crossing))
         record.outcome = "delivered"
         self._send(record, control.Ack, verdict="ok")
         # All rank pairs of all writes have landed, and P posts no range twice: nothing of this
