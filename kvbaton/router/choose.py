@@ -16,6 +16,7 @@ from msgspec.structs import replace
 
 from kvbaton.messages.engine import Item
 from kvbaton.messages.nodes import NodeInfo
+from kvbaton.router.costs import Prefill
 from kvbaton.router.loads import IDLE, NodeLoad, NodeLoads
 from kvbaton.router.membership import ReadyNodes
 from kvbaton.router.policies import Policy
@@ -72,24 +73,26 @@ def choose(
         singles = [node for node in singles if node.node_id not in avoid]
     if not pairs.sources and not singles:
         return None
+    in_flight, cached = loads.now(), wanted.cached
+    min_fetch_tokens = policy.settings.min_fetch_tokens
     options = Options(
         pairs,
         singles,
-        loads.now(),
+        in_flight,
         wanted.num_tokens,
         wanted.max_tokens,
-        wanted.cached,
+        cached,
         loads.prefill_since,
         costs.learn(ready.serving, loads),
+        holders_of(pairs, in_flight, cached, min_fetch_tokens) if cached else (),
+        min_fetch_tokens,
     )
     route = policy.choose(options)
-    if wanted.cached and policy.settings.min_fetch_tokens:
-        route = with_holder(route, options, policy.settings.min_fetch_tokens)
-    if route.holder is not None:  # as if it had that itself: what crosses meanwhile is not priced
-        held = {**wanted.cached, route.prefills.node_id: route.held}
-        options = replace(options, cached=held)
-    if options.measured and (route.predicted is None or route.holder is not None):
-        route = replace(route, predicted=options.predict(costs, route))
+    if not options.measured:
+        route = with_holder(route, options)
+    elif route.predicted is None:
+        prefill = options.prefill(costs, route.prefills)
+        route = replace(fetching(route, prefill), predicted=options.predict(costs, route, prefill))
     if not wanted.items:
         return route
     min_rows = policy.settings.min_encode_rows
@@ -118,48 +121,54 @@ def successor(
     min_tokens = policy.settings.min_fetch_tokens
     if not able or not min_tokens:
         return None
-    held = {node.node_id: wanted.num_tokens for node in able}
-    measured = policy.costs.learn(ready.serving, loads)
     options = Options(
         Pairs((), ()),
         able,
         loads.now(),
         wanted.num_tokens,
         wanted.max_tokens,
-        held,
+        wanted.cached,
         loads.prefill_since,
-        measured,
+        policy.costs.learn(ready.serving, loads),
+        [(holder, {node.node_id for node in able}, wanted.num_tokens)],
+        min_tokens,
     )
-    # What a fetch takes is not known, so nothing is predicted.
-    route = replace(policy.choose(options), predicted=None)
+    route = policy.choose(options)
+    if options.measured:
+        route = fetching(route, options.prefill(policy.costs, route.target))
+    else:
+        route = with_holder(route, options)
+    # The client waits for no first token, so nothing can be learned of how wrong that is.
     own = wanted.cached.get(route.target.node_id, 0)
-    if wanted.num_tokens < own + min_tokens:  # faster computed
-        return replace(route, cached=own)
-    return replace(route, cached=own, holder=holder, held=wanted.num_tokens)
+    return replace(route, cached=own, predicted=None)
 
 
-def with_holder(route: Route, options: Options, min_tokens: int) -> Route:
-    """A route that also says from whom the node that prefills fetches a prefix.
-
-    Args:
-        route: of the prompt.
-        options: what there was to choose from; whoever may hand over to that node may send it a
-            prefix.
-        min_tokens: fewer that need not be computed are not worth it.
-    """
-    node, cached = route.prefills.node_id, options.cached
-    least = cached.get(node, 0) + min_tokens
-    holders = [
-        source
-        for source, able in options.pairs.sources
-        if node in able and cached.get(source.node_id, 0) >= least
+def holders_of(
+    pairs: Pairs, loads: Mapping[str, NodeLoad], cached: Mapping[str, int], min_tokens: int
+) -> Sequence[tuple[NodeInfo, Set[str], int]]:
+    """See `Options.holders`: whoever may hand over to a node may send it a prefix."""
+    if not min_tokens:
+        return ()
+    found = [
+        (cached[source.node_id], -loads.get(source.node_id, IDLE).prompt_tokens, source, able)
+        for source, able in pairs.sources
+        if cached.get(source.node_id, 0) >= min_tokens
     ]
-    if not holders:
-        return route
-    best = max(
-        holders, key=lambda h: (cached[h.node_id], -options.load(h).prompt_tokens, h.node_id)
-    )
-    return replace(route, holder=best, held=cached[best.node_id])
+    found.sort(key=lambda holder: (holder[0], holder[1], holder[2].node_id), reverse=True)
+    return [(source, able, held) for held, _, source, able in found]
+
+
+def with_holder(route: Route, options: Options) -> Route:
+    """A route that also says from whom the node that prefills fetches a prefix, unpriced."""
+    for holder, held in options.holders_for(route.prefills) if options.holders else ():
+        return replace(route, holder=holder, held=held)
+    return route
+
+
+def fetching(route: Route, prefill: Prefill) -> Route:
+    """A route with what its node that prefills is expected to fetch."""
+    margin_s = None if prefill.saved_s is None else abs(prefill.saved_s)
+    return replace(route, holder=prefill.holder, held=prefill.held, margin_s=margin_s)
 
 
 # --- items ---

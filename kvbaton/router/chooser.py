@@ -43,10 +43,16 @@ class Decision(Struct, kw_only=True):
         delay_s: predicted, of others.
         model_s: the part of `ttft_s` that the node's own figures gave; the rest was learned here.
         wait_s: the part of `model_s` that was for what the node had to do already.
+        fetch_s: the part of `model_s` that was for the prefix on its way.
+        wire_s: of a pair, predicted: from the first token until the rest of the prompt was there.
+        margin_s: seconds that the next best way was expected to cost more (`Route.margin_s`).
         pair_cost_s: of the cheapest pair; None under a policy that does not count in seconds.
         single_cost_s: of the cheapest single node, likewise.
         observed_ttft_s: what came of it; None until there is a token.
         observed_itl_s: mean from the second token on; None until the last of three or more.
+        observed_late_s: of a pair: how much later than a step of the target the second token came.
+        regret_s: how much more than the next best way this one has cost, as far as the first token
+            tells: what it came later than predicted, less `margin_s`; 0 if nothing is regretted.
     """
 
     request_id: str
@@ -64,10 +70,15 @@ class Decision(Struct, kw_only=True):
     delay_s: float | None = None
     model_s: float | None = None
     wait_s: float | None = None
+    fetch_s: float | None = None
+    wire_s: float | None = None
+    margin_s: float | None = None
     pair_cost_s: float | None = None
     single_cost_s: float | None = None
     observed_ttft_s: float | None = None
     observed_itl_s: float | None = None
+    observed_late_s: float | None = None
+    regret_s: float | None = None
 
     def describe(self) -> str:
         """One line."""
@@ -85,10 +96,15 @@ class Decision(Struct, kw_only=True):
             ("ttft", self.ttft_s),
             ("itl", self.itl_s),
             ("delay", self.delay_s),
+            ("fetch", self.fetch_s),
+            ("wire", self.wire_s),
+            ("margin", self.margin_s),
             ("pair-cost", self.pair_cost_s),
             ("single-cost", self.single_cost_s),
             ("observed-ttft", self.observed_ttft_s),
             ("observed-itl", self.observed_itl_s),
+            ("observed-late", self.observed_late_s),
+            ("regret", self.regret_s),
         ):
             if seconds is not None:
                 parts.append(f"{name}={seconds * 1e3:.1f}ms")
@@ -161,7 +177,13 @@ class RouteChooser:
         again = avoid or num_tokens != len(request.token_ids)
         if predicted is not None and not again:  # what is begun is seen through
             self._check_soon(request, predicted)
-            self.policy.costs.assigned(route.prefills, predicted)
+            costs = self.policy.costs
+            costs.assigned(route.prefills, predicted)
+            if route.holder is not None:
+                costs.wires.sent(route.holder, route.prefills, route.held - route.cached)
+            if route.source is not None:
+                lacking = num_tokens - min(cached.get(route.target.node_id, 0), num_tokens - 1)
+                costs.wires.sent(route.source, route.target, lacking)
         self.decisions.append(decision)
         if again:
             self._open.pop(request.request_id, None)  # its times say nothing about this choice
@@ -203,6 +225,7 @@ class RouteChooser:
             singles=singles,
             holder=None if route.holder is None else route.holder.node_id,
             held_tokens=route.held,
+            margin_s=route.margin_s,
             pair_cost_s=route.pair_cost_s,
             single_cost_s=route.single_cost_s,
         )
@@ -210,6 +233,8 @@ class RouteChooser:
             decision.ttft_s, decision.itl_s = predicted.ttft_s, predicted.itl_s
             decision.delay_s, decision.model_s = predicted.delay_s, predicted.model_s
             decision.wait_s = predicted.wait_s
+            decision.fetch_s = predicted.fetch_s if route.holder is not None else None
+            decision.wire_s = predicted.wire_s if route.source is not None else None
         return decision
 
     def _check_soon(self, request: AddRequest, predicted: Prediction) -> None:
@@ -238,7 +263,11 @@ class RouteChooser:
                 load, since = self._loads.get(target, IDLE), self._loads.prefill_since.get(target)
                 known.held_s = costs.held_s(route.target, load, since)
             costs.observed(route.prefills.node_id, route.predicted, ttft_s)
-            error = abs(route.predicted.ttft_s - ttft_s)
+            later = ttft_s - route.predicted.ttft_s
+            if route.margin_s is not None:
+                known.decision.regret_s = max(0.0, later - route.margin_s)
+                self._metrics.regret.observe(known.decision.regret_s)
+            error = abs(later)
             self._metrics.ttft_error.observe(error)
             self._metrics.ttft_relative_error.observe(error / max(ttft_s, 1e-6))
 
@@ -249,8 +278,10 @@ class RouteChooser:
             return
         route = known.route
         if route.source is not None and route.predicted is not None:
-            late = max(0.0, seconds - route.predicted.step_s - known.held_s)
-            self.policy.costs.handed_over(route.source, route.target, late)
+            late = seconds - route.predicted.step_s
+            known.decision.observed_late_s = max(0.0, late)
+            unexplained = max(0.0, late - max(known.held_s, route.predicted.wire_s))
+            self.policy.costs.handed_over(route.source, route.target, unexplained)
 
     def ended(self, request_id: str, generated: int, itl_s: float | None) -> None:
         """A request is over, after so many tokens; with so long between them, if that is known."""

@@ -11,7 +11,7 @@ from __future__ import annotations
 import math
 import time
 from collections import defaultdict, deque
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from statistics import median
 
@@ -19,6 +19,7 @@ from msgspec import Struct
 
 from kvbaton.messages.nodes import STEP_COSTS, NodeInfo
 from kvbaton.router.loads import NodeLoad, NodeLoads
+from kvbaton.router.wires import Wires
 
 FADE = 0.97
 """What an observation still counts when the next one has come."""
@@ -76,6 +77,13 @@ class Prefill(Struct, frozen=True):
         work_s: that the prompt itself takes.
         chunk_s: the longest step of it.
         decoding: sequences that wait meanwhile.
+        new: tokens that are computed.
+        last: of those, what its last step computes.
+        fetch_s: of `model_s`, for the tokens that are fetched.
+        holder: who has those; None if there are none.
+        held: tokens that it has.
+        saved_s: what that saves against computing them, or would if they were fetched (then it is
+            negative); None if nobody has them.
     """
 
     ttft_s: float
@@ -84,6 +92,12 @@ class Prefill(Struct, frozen=True):
     work_s: float
     chunk_s: float
     decoding: int
+    new: int
+    last: int
+    fetch_s: float = 0.0
+    holder: NodeInfo | None = None
+    held: int = 0
+    saved_s: float | None = None
 
 
 class Decode(Struct, frozen=True):
@@ -123,6 +137,8 @@ class Prediction(Struct, frozen=True):
         model_s: the part of `ttft_s` that the nodes' own figures give.
         wait_s: the part of `model_s` that is for what is there already.
         work_s: that computing the prompt takes.
+        fetch_s: the part of `model_s` that is for a prefix on its way.
+        wire_s: from the first token until the rest of a prompt that is handed over has come.
     """
 
     ttft_s: float
@@ -132,23 +148,29 @@ class Prediction(Struct, frozen=True):
     model_s: float
     wait_s: float
     work_s: float
+    fetch_s: float = 0.0
+    wire_s: float = 0.0
 
     @classmethod
-    def of(cls, prefill: Prefill, decode: Decode, alone: bool, output_tokens: float) -> Prediction:
+    def of(
+        cls, prefill: Prefill, decode: Decode, wire_s: float | None, output_tokens: float
+    ) -> Prediction:
         """Of a route's parts.
 
         Args:
             prefill: where the prompt is computed.
             decode: where tokens are generated.
-            alone: that is the same node, whose other sequences wait for the prompt.
+            wire_s: see `Prediction`; None if that is the same node, whose other sequences wait for
+                the prompt.
             output_tokens: that are expected.
         """
         delay = decode.sequences * decode.slower_s * output_tokens
-        if alone:
+        if wire_s is None:
             delay += prefill.decoding * prefill.work_s
         model_s, wait_s, work_s = prefill.model_s, prefill.wait_s, prefill.work_s
         itl_s, step_s = decode.itl_s, decode.step_s
-        return cls(prefill.ttft_s, itl_s, step_s, delay, model_s, wait_s, work_s)
+        crossing = prefill.fetch_s, wire_s or 0.0
+        return cls(prefill.ttft_s, itl_s, step_s, delay, model_s, wait_s, work_s, *crossing)
 
 
 @dataclass
@@ -211,10 +233,12 @@ class CostModel:
     Attributes:
         output_tokens: that a request generates, of late.
         short_output: that a quarter of the requests do not exceed.
+        wires: between nodes.
     """
 
     def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
         self.output_tokens = self.short_output = FIRST_OUTPUT
+        self.wires = Wires(clock)
         self._handovers: dict[tuple[str, str], Handovers] = {}
         self._clock = clock
         self._overheads: dict[str, Overhead] = {}
@@ -237,6 +261,7 @@ class CostModel:
         """
         if nodes is self._learned:
             return self._measured
+        self.wires.learn(nodes)
         known = self._speeds
         told = defaultdict[str, list[float]](list)
         for node in nodes:
@@ -276,9 +301,15 @@ class CostModel:
     # --- predictions ---
 
     def prefill(
-        self, node: NodeInfo, load: NodeLoad, since: float | None, new: int, cached: int
+        self,
+        node: NodeInfo,
+        load: NodeLoad,
+        since: float | None,
+        new: int,
+        cached: int,
+        holders: Iterable[tuple[NodeInfo, int]] = (),
     ) -> Prefill:
-        """Of computing a prompt on a node.
+        """Of computing a prompt on a node, or of fetching the start of it if that is faster.
 
         Args:
             node: who.
@@ -286,9 +317,21 @@ class CostModel:
             since: when it began what it is computing now; None if nothing of ours.
             new: tokens of the prompt to compute.
             cached: tokens that it holds.
+            holders: others that could send it more, and how many tokens they hold.
         """
         speed = self.speed(node)
-        own = speed.prefill_s(new, cached)
+        own = computed = speed.prefill_s(new, cached)
+        holder, fetch_s, saved_s, end = None, 0.0, None, new + cached
+        for other, held in holders:
+            less = held if held < end else end - 1
+            rest = speed.prefill_s(end - less, less)
+            wire = self.wires.speed(other, node)
+            on_way = wire.fetch_s + wire.token_s * (less - cached) + self.wires.queued_s(other)
+            saved = computed - rest - on_way
+            if saved_s is None or saved > saved_s:
+                saved_s = saved
+                if saved >= 0:
+                    holder, fetch_s, own, new = other, on_way, rest, end - less
         queued_tokens, queued = load.prompt_tokens, load.prefill_us / 1e6
         told_at, elsewhere = self._elsewhere[node.node_id]
         if elsewhere:  # of other routers, as of the last heartbeat, less what was done since
@@ -300,12 +343,14 @@ class CostModel:
         budget = speed.step_tokens
         done = self._clock() - since if since is not None else 0.0
         wait = max(0.0, queued - done) + (each / 2 if decoding else 0.0)
-        model = wait + own + math.ceil((queued_tokens + new) / budget) * each
+        model = wait + fetch_s + own + math.ceil((queued_tokens + new) / budget) * each
         overhead = self._overheads.get(node.node_id)
         ttft = model if overhead is None else overhead.predict(model)
         work = own + (0.0 if decoding else math.ceil(new / budget) * each)
         chunk = each + own * min(1.0, budget / new)
-        return Prefill(ttft, model, wait, work, chunk, decoding)
+        last = new - (new - 1) // budget * budget
+        how = holder, 0 if holder is None else end - new, saved_s
+        return Prefill(ttft, model, wait, work, chunk, decoding, new, last, fetch_s, *how)
 
     def decode(
         self,
@@ -360,11 +405,32 @@ class CostModel:
         self._prefilled[node.node_id] = now, fresh
 
     def handover(self, source: NodeInfo, target: NodeInfo) -> float:
-        """Seconds that the second token comes later for having been handed over; 0 or more."""
+        """Seconds that second tokens come later for a hand-over than `wire_s` says; 0 or more."""
         known = self._handovers.get((source.node_id, target.node_id))
         if known is None:
             return 0.0
         return known.median_s * math.exp2((known.at - self._clock()) / HANDOVER_HALF_S)
+
+    def wire_s(self, source: NodeInfo, target: NodeInfo, tokens: int, prefill: Prefill) -> float:
+        """Seconds from the first token until all of a prompt has come to its target.
+
+        What a step has computed leaves meanwhile the next ones run: what is left is the last one's,
+        or more if the wire is slower than the source.
+
+        Args:
+            source: who computes it.
+            target: who generates.
+            tokens: of the prompt that the target lacks.
+            prefill: what is expected of the source.
+        """
+        wire = self.wires.speed(source, target)
+        if not wire.token_s:
+            return wire.handover_s
+        last = min(prefill.last, tokens)
+        meanwhile = prefill.work_s * (1.0 - prefill.last / prefill.new)
+        behind = max(wire.token_s * last, wire.token_s * tokens - meanwhile)
+        waits = self.wires.queued_s(source) - prefill.ttft_s
+        return wire.handover_s + behind + max(0.0, waits)
 
     def held_s(self, node: NodeInfo, load: NodeLoad, since: float | None) -> float:
         """Seconds until a node's next step, which a sequence that is handed over waits for.
@@ -387,7 +453,7 @@ class CostModel:
         self._overheads.setdefault(node_id, Overhead()).observe(predicted.model_s, ttft_s)
 
     def handed_over(self, source: NodeInfo, target: NodeInfo, late_s: float) -> None:
-        """A second token came so much later than the target's steps explain."""
+        """A second token came so much later than `wire_s` and the target's steps explain."""
         known = self._handovers.setdefault((source.node_id, target.node_id), Handovers())
         known.late_s.append(late_s)
         known.median_s, known.at = median(known.late_s), self._clock()

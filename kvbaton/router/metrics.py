@@ -70,6 +70,11 @@ class RouterMetrics:
             RATIO_BUCKETS,
             registry,
         )
+        self.regret = seconds(
+            "regret",
+            "What routes cost more than the next best way, as far as first tokens tell.",
+            OVERHEAD_BUCKETS,
+        )
         self.itl_relative_error = RatioHistogram(
             "kvbaton_router_itl_error",
             "Between predicted and observed times per token after the second, as a share of these.",

@@ -21,7 +21,7 @@ from typing_extensions import override
 from kvbaton.errors import ConfigError
 from kvbaton.messages.nodes import NodeInfo
 from kvbaton.router.config import RoutingPolicy
-from kvbaton.router.costs import CostModel, Decode, Prediction, Prefill
+from kvbaton.router.costs import CostModel, Decode, Prefill
 from kvbaton.router.route import Options, Pair, Route
 
 BUILT_IN = {
@@ -246,13 +246,11 @@ class LeastCost(Policy):
         else:
             assert single is not None, "there is a pair or a node"
             target = single
-        return Route(
-            target,
+        return prices.route(
             source,
-            cached=options.hit(source or target),
-            predicted=prices.prediction(source, target),
-            pair_cost_s=least_pair if pair is not None else None,
-            single_cost_s=least_single if single is not None else None,
+            target,
+            least_pair if pair is not None else None,
+            least_single if single is not None else None,
         )
 
 
@@ -284,20 +282,22 @@ class _Prices:
         targets = []
         for place, node in enumerate(options.pairs.targets):
             least, queued_s = self._generate(self._decode(node), 0.0), options.queued_s(node)
-            targets.append((least, place, node, queued_s, options.held_s(costs, node)))
+            held_s = options.held_s(costs, node)
+            targets.append((least, place, node, queued_s, held_s, options.new(node)))
         targets.sort(key=_bound_and_place)
         sources = []
         for place, (node, able) in enumerate(options.pairs.sources):
             expected, cost = self._prefill(node)
             delay = self._delay_of_source(node, expected)
-            sources.append((cost + delay, place, node, able, expected.ttft_s, cost, delay))
+            sources.append((cost + delay, place, node, able, expected, cost, delay))
         sources.sort(key=_bound_and_place)
         cheapest, place_of = math.inf, (0, 0)
         pair: Pair | None = None
-        for before, place, source, able, ttft_s, cost, delay in sources:
+        for before, place, source, able, expected, cost, delay in sources:
             if before + targets[0][0] > cheapest:
                 break
-            for after, spot, target, queued_s, held_s in targets:
+            ttft_s = expected.ttft_s
+            for after, spot, target, queued_s, held_s, new in targets:
                 bound = before + after
                 if bound > cheapest:
                     break
@@ -307,7 +307,8 @@ class _Prices:
                 if queued_s > ttft_s:  # what is left of it then comes in between
                     after = self._generate(options.decode(costs, target, ttft_s), 0.0)
                 total += after
-                total += max(0.0, held_s - ttft_s)
+                # Its last blocks come while the target is in a step, and then wait for the next.
+                total += max(costs.wire_s(source, target, new, expected), held_s - ttft_s)
                 if total < cheapest or (total == cheapest and (place, spot) < place_of):
                     cheapest, pair, place_of = total, (source, target), (place, spot)
         return cheapest, pair
@@ -324,11 +325,31 @@ class _Prices:
                 cheapest, single = cost, node
         return cheapest, single
 
-    def prediction(self, source: NodeInfo | None, target: NodeInfo) -> Prediction:
-        """What is expected of a route."""
+    def route(
+        self,
+        source: NodeInfo | None,
+        target: NodeInfo,
+        pair_s: float | None,
+        single_s: float | None,
+    ) -> Route:
+        """With what is expected of it, and what the best pair and the best single node cost."""
         prefill, _ = self._prefill(source or target)
-        decode = self._options.decode(self._costs, target, prefill.ttft_s)
-        return Prediction.of(prefill, decode, source is None, self._output_tokens)
+        options, holder, held = self._options, prefill.holder, prefill.held
+        margins = [] if prefill.saved_s is None else [abs(prefill.saved_s)]
+        if pair_s is not None and single_s is not None:
+            margins.append(single_s - pair_s if source is not None else pair_s - single_s)
+        margin_s = min(margins, default=None)
+        route = Route(
+            target,
+            source,
+            cached=options.hit(source or target),
+            holder=holder,
+            held=held,
+            margin_s=margin_s,
+            pair_cost_s=pair_s,
+            single_cost_s=single_s,
+        )
+        return replace(route, predicted=options.predict(self._costs, route, prefill))
 
     def _prefill(self, node: NodeInfo) -> tuple[Prefill, float]:
         """Of a node that computes the prompt, and its cost: whoever comes next waits, too."""

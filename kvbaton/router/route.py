@@ -13,6 +13,8 @@ from kvbaton.messages.nodes import NodeInfo
 from kvbaton.router.costs import CostModel, Decode, Prediction, Prefill
 from kvbaton.router.loads import IDLE, NodeLoad
 
+MAX_HOLDERS = 2
+"""So many are compared, if several could send a prefix."""
 Pair = tuple[NodeInfo, NodeInfo]
 """Source and target."""
 
@@ -71,6 +73,9 @@ class Route(Struct, frozen=True):
         holder: another node that has more, from which it is to fetch them; None if it needs none.
         held: tokens of the prompt that the holder is known to hold.
         predicted: what is expected of it; None while no node has measured anything.
+        margin_s: what the next best way would have cost more: without the prefix that is fetched
+            (or with it, if it is not), or by a single node instead of a pair (or the other way
+            round), by a policy that counts in seconds; None if there is no other way.
         pair_cost_s: of the cheapest pair, by a policy that counts in seconds.
         single_cost_s: of the cheapest single node, likewise.
     """
@@ -82,6 +87,7 @@ class Route(Struct, frozen=True):
     holder: NodeInfo | None = None
     held: int = 0
     predicted: Prediction | None = None
+    margin_s: float | None = None
     pair_cost_s: float | None = None
     single_cost_s: float | None = None
 
@@ -114,6 +120,9 @@ class Options(Struct, frozen=True):
         cached: tokens of the prompt that nodes hold, by node id; empty for a policy that does not
             use prefixes.
         since: by node id, when it began the prompt that it computes, on the monotonic clock.
+        holders: nodes of which some of the prompt may be fetched, most of it first: with ids of
+            those that may fetch it, and the tokens that they hold.
+        min_fetch_tokens: fewer that need not be computed are not worth it.
         measured: nodes have said how fast they are, so that what they do can be predicted.
     """
 
@@ -125,6 +134,8 @@ class Options(Struct, frozen=True):
     cached: Mapping[str, int] = {}
     since: Mapping[str, float] = {}
     measured: bool = False
+    holders: Sequence[tuple[NodeInfo, Set[str], int]] = ()
+    min_fetch_tokens: int = 0
 
     def load(self, node: NodeInfo) -> NodeLoad:
         """What a node has in flight."""
@@ -144,8 +155,22 @@ class Options(Struct, frozen=True):
 
     def prefill(self, costs: CostModel, node: NodeInfo) -> Prefill:
         """What is expected of a node that computes the prompt."""
-        since = self.since.get(node.node_id)
-        return costs.prefill(node, self.load(node), since, self.new(node), self.hit(node))
+        since, hit = self.since.get(node.node_id), self.hit(node)
+        others = self.holders_for(node) if self.holders else ()
+        return costs.prefill(node, self.load(node), since, self.num_tokens - hit, hit, others)
+
+    def holders_for(self, node: NodeInfo) -> list[tuple[NodeInfo, int]]:
+        """Of whom a node may fetch enough of the prompt to be worth it, and what they hold."""
+        name = node.node_id
+        least, found = self.cached.get(name, 0) + self.min_fetch_tokens, []
+        for holder, able, held in self.holders:
+            if held < least:
+                break
+            if name in able:
+                found.append((holder, held))
+                if len(found) == MAX_HOLDERS:
+                    break
+        return found
 
     def decode(self, costs: CostModel, node: NodeInfo, after_s: float) -> Decode:
         """What is expected of a node that generates once the prompt is computed."""
@@ -156,12 +181,18 @@ class Options(Struct, frozen=True):
         """Until a node that generates can take a sequence into a step."""
         return costs.held_s(node, self.load(node), self.since.get(node.node_id))
 
-    def predict(self, costs: CostModel, route: Route) -> Prediction:
-        """What is expected of a route."""
-        prefill = self.prefill(costs, route.prefills)
-        decode = self.decode(costs, route.target, prefill.ttft_s)
-        alone = route.source is None
-        return Prediction.of(prefill, decode, alone, self.output_tokens(costs))
+    def predict(self, costs: CostModel, route: Route, prefill: Prefill) -> Prediction:
+        """What is expected of a route.
+
+        Args:
+            costs: of nodes.
+            route: the nodes.
+            prefill: what is expected of the one that prefills.
+        """
+        decode, wire_s = self.decode(costs, route.target, prefill.ttft_s), None
+        if route.source is not None:
+            wire_s = costs.wire_s(route.source, route.target, self.new(route.target), prefill)
+        return Prediction.of(prefill, decode, wire_s, self.output_tokens(costs))
 
     def output_tokens(self, costs: CostModel) -> float:
         """How many tokens the request is expected to generate."""

@@ -15,8 +15,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from kvbaton.messages.nodes import NodeInfo
-from kvbaton.router.choose import Wanted, choose
+from kvbaton.messages.nodes import WIRE_COSTS, NodeInfo
+from kvbaton.router.choose import Wanted, choose, holders_of
 from kvbaton.router.config import RoutingPolicy
 from kvbaton.router.costs import CostModel, Decode
 from kvbaton.router.loads import NodeLoad, NodeLoads
@@ -32,7 +32,7 @@ from kvbaton.router.policies import (
     Sticky,
     Threshold,
 )
-from kvbaton.router.route import Options
+from kvbaton.router.route import MAX_HOLDERS, Options
 from tests.router.test_pairing import ids, member
 
 NOW, TOKENS = 128.0, 1024
@@ -45,6 +45,11 @@ SPEEDS = [
     {"step_s": 8 * EXACT, "prefill_token_s": EXACT / 16, "decode_context_s": EXACT / 64},
     {"step_s": 4 * EXACT, "prefill_token_s": EXACT / 32, "free_blocks": 1.0},
     {"decode_sequence_s": EXACT / 16},
+]
+WIRES = [
+    {"fetch_s": EXACT, "handover_s": EXACT / 2, "token_s": EXACT / 1024},
+    {"handover_s": 4 * EXACT, "token_s": EXACT / 16},
+    {"fetch_s": 8 * EXACT, "token_s": EXACT / 128},
 ]
 POLICIES: dict[str, type[Policy]] = {
     "cost": LeastCost,
@@ -60,6 +65,7 @@ def cluster(chance: Random) -> list[Member]:
     members = []
     roles = chance.choice([["any"], ["prefill", "decode"], ["any", "prefill", "decode"]])
     strangers, speeds = chance.random() < 0.3, chance.sample(SPEEDS, chance.randint(1, 3))
+    wired = chance.choice([0.0, 0.3, 1.0])
     for number in range(chance.randint(1, 8)):
         one = member(
             f"n{chance.randrange(9)}{number}",
@@ -69,6 +75,11 @@ def cluster(chance: Random) -> list[Member]:
             load=chance.choice(speeds),
             control_address=f"tcp://127.0.0.1:{number}",
             block_size=16,
+            wires={
+                f"tcp://127.0.0.1:{other}": chance.choice(WIRES)
+                for other in range(8)
+                if chance.random() < wired
+            },
         )
         if strangers and chance.random() < 0.5:
             told = chance.sample(range(8), 5)
@@ -128,7 +139,7 @@ def test_a_policy_chooses_as_if_it_looked_at_every_pair(name: str, number: int) 
         min_handover_tokens=chance.choice([0, 0, 0, 600, 1001]),
         ttft_slo=chance.choice([None, 50.0, 500.0]),
         itl_slo=chance.choice([None, 7.0, 20.0]),
-        min_fetch_tokens=0,
+        min_fetch_tokens=chance.choice([0, 256]),
     )
     costs, ready = CostModel(lambda: NOW), ReadyNodes(members)
     pairs = every_pair(members, avoid)
@@ -151,9 +162,19 @@ def test_a_policy_chooses_as_if_it_looked_at_every_pair(name: str, number: int) 
         cached,
         loads.prefill_since,
         costs.learn(ready.serving, loads),
+        holders_of(ready.pairs.without(avoid), loads, cached, asked.min_fetch_tokens),
+        asked.min_fetch_tokens,
     )
+    node = found.prefills
+    holder, held, saved_s = fetched(options, pairs, costs, node)
+    assert (found.holder, found.held) == (holder, held)
     if options.measured:
-        assert found.predicted == options.predict(costs, found)
+        prefill = options.prefill(costs, node)
+        assert (prefill.holder, prefill.held, prefill.saved_s) == (holder, held, saved_s)
+        assert prefill.new == TOKENS - (held or options.hit(node))
+        assert found.predicted == options.predict(costs, found, prefill)
+        if found.source is not None and found.predicted is not None:
+            assert found.predicted.wire_s == wire_s(options, costs, found.source, found.target)
     if name != "cost":
         assert ids(found) == by_rank(options, pairs, asked, name)
     elif options.measured:
@@ -248,6 +269,51 @@ def _unsaturated(options: Options, hits: dict[str, int]) -> dict[str, int]:
     return held
 
 
+def fetched(
+    options: Options, pairs: list[Pair], costs: CostModel, node: NodeInfo
+) -> tuple[NodeInfo | None, int, float | None]:
+    """Of whom a node fetches the start of the prompt, how much, and what that saves."""
+    hit, least = options.hit(node), options.cached.get(node.node_id, 0) + options.min_fetch_tokens
+    if not options.min_fetch_tokens:
+        return None, 0, None
+    able = [p for p, d in pairs if d == node and options.cached.get(p.node_id, 0) >= least]
+    able.sort(key=lambda p: (options.hit(p), -options.load(p).prompt_tokens, p.node_id))
+    if not able or not options.measured:
+        return (able[-1], options.cached[able[-1].node_id], None) if able else (None, 0, None)
+    speed, best = costs.speed(node), (-math.inf, able[-1])
+    for holder in able[: -1 - MAX_HOLDERS : -1]:
+        wire, tokens = way(costs, holder, node), options.hit(holder)
+        computed = speed.prefill_s(TOKENS - hit, hit) - speed.prefill_s(TOKENS - tokens, tokens)
+        saved = computed - wire["fetch_s"] - wire["token_s"] * (tokens - hit)
+        best = max(best, (saved, holder), key=lambda saved: saved[0])
+    saved_s, holder = best
+    assert options.prefill(costs, node).saved_s == pytest.approx(saved_s, abs=1e-12)
+    exact = options.prefill(costs, node).saved_s
+    return (holder, options.hit(holder), exact) if saved_s >= 0 else (None, 0, exact)
+
+
+def way(costs: CostModel, sender: NodeInfo, receiver: NodeInfo) -> dict[str, float]:
+    """What is known of a pair, or of all pairs if it has not met."""
+    told = receiver.wires.get(sender.control_address or "", {})
+    nodes = costs._learned or ()
+    every = [costs for node in nodes for costs in node.wires.values()]
+    found = {}
+    for term in WIRE_COSTS:
+        known = [costs[term] for costs in every if term in costs]
+        found[term] = told.get(term, sum(known) / len(known) if known else 0.0)
+    return found
+
+
+def wire_s(options: Options, costs: CostModel, source: NodeInfo, target: NodeInfo) -> float:
+    """What is left of a hand-over when its prompt is computed."""
+    prefill, wire = options.prefill(costs, source), way(costs, source, target)
+    tokens, budget = options.new(target), costs.speed(source).step_tokens
+    last = prefill.new % budget or budget
+    before = prefill.work_s * (1 - last / prefill.new)
+    rest = max(min(last, tokens) * wire["token_s"], tokens * wire["token_s"] - before)
+    return wire["handover_s"] + rest
+
+
 def by_cost(
     options: Options, pairs: list[Pair], costs: CostModel, asked: RoutingPolicy
 ) -> tuple[str | None, str]:
@@ -281,7 +347,8 @@ def by_cost(
         late = prefill.decoding * delay(there, 0.0, prefill.work_s)
         cost += late + costs.handover(source, target)
         cost += generate(options.decode(costs, target, prefill.ttft_s), 0.0)
-        return cost + max(0.0, options.held_s(costs, target) - prefill.ttft_s)
+        held_s = options.held_s(costs, target) - prefill.ttft_s
+        return cost + max(0.0, held_s, wire_s(options, costs, source, target))
 
     def alone(node: NodeInfo) -> float:
         prefill = options.prefill(costs, node)

@@ -371,3 +371,102 @@ def test_a_prefix_is_fetched_only_where_it_pays_and_may_cross() -> None:
     members = [member("a", "prefill"), member("b", "decode")]
     alone = route("threshold", members, 400, busy, cached={"a": 390})
     assert (ids(alone), alone.holder and alone.holder.node_id) == ((None, "b"), "a")
+
+
+# --- wires ---
+
+QUICK = {"fetch_s": 0.002, "handover_s": 0.002, "token_s": 1e-6}
+CRAWLS = {"fetch_s": 0.002, "handover_s": 0.002, "token_s": 1e-2}
+
+
+def wired(wire: dict[str, float], roles: tuple[str, str] = ("any", "any")) -> list[Member]:
+    """Two nodes that know what KV takes from the other."""
+    pair = dict(zip("ab", roles, strict=True))
+    return [
+        member(
+            name,
+            role,
+            load=H200,
+            control_address=f"tcp://{name}:1",
+            wires={f"tcp://{other}:1": wire for other in pair if other != name},
+        )
+        for name, role in pair.items()
+    ]
+
+
+@pytest.mark.parametrize("name", ["prefix-aware", "cost"])
+def test_a_prefix_is_fetched_where_that_is_faster_than_to_compute_it(name: str) -> None:
+    busy = {"a": NodeLoad(prompt_tokens=40_000, sequences=40, tokens=99_999, prefill_us=2_000_000)}
+    cached = {"a": 4000}
+
+    def at_b(wire: dict[str, float]) -> Route:
+        found = route(name, wired(wire), 5000, busy, cached=cached, ttft_slo=500.0)
+        assert found.prefills.node_id == "b"
+        assert found.predicted is not None
+        return found
+
+    quick, slow = at_b(QUICK), at_b(CRAWLS)
+    assert (quick.holder and quick.holder.node_id, quick.held) == ("a", 4000)
+    assert (slow.holder, slow.held) == (None, 0)
+    assert quick.predicted is not None
+    assert slow.predicted is not None
+    assert quick.predicted.fetch_s == pytest.approx(0.002 + 4000e-6)
+    own = H200["prefill_token_s"] * 1000 + H200["prefill_context_s"] * 4.5 * 1000
+    assert quick.predicted.model_s == pytest.approx(0.006 + own + 0.006)
+    saved = H200["prefill_token_s"] * 4000 + H200["prefill_context_s"] * 2 * 4000 - 0.006
+    assert slow.predicted.model_s == pytest.approx(quick.predicted.model_s + saved)
+    assert quick.margin_s is not None
+    assert quick.margin_s == pytest.approx(saved) if name != "cost" else quick.margin_s <= saved
+
+
+def test_who_has_sent_much_is_asked_for_no_more_while_it_sends() -> None:
+    clock = Clock()
+    costs, members = CostModel(clock), wired({**QUICK, "token_s": 1e-5})
+    busy = {"a": NodeLoad(prompt_tokens=9000, sequences=9)}
+
+    def fetches() -> bool:
+        found = route("prefix-aware", members, 1500, busy, cached={"a": 1000}, costs=costs)
+        return found.holder is not None
+
+    assert fetches()
+    costs.wires.sent(members[0].info, members[1].info, 100_000)
+    assert not fetches(), "a second of others' KV comes before"
+    clock.now += 1.0
+    assert fetches()
+
+
+def test_a_way_that_nobody_has_tried_is_as_the_others_are() -> None:
+    members = [*wired(CRAWLS), member("c", "any", load=H200, control_address="tcp://c:1")]
+    costs = CostModel(Clock())
+    costs.learn([one.info for one in members], NodeLoads())
+    a, b, c = (one.info for one in members)
+    assert costs.wires.speed(a, c) == costs.wires.speed(a, b) == costs.wires.speed(c, b)
+    costs.learn([one.info for one in nodes(load=H200)], NodeLoads())
+    assert costs.wires.speed(a, b).token_s == 0.0, "who has left tells nothing"
+
+
+def test_a_prompt_is_not_handed_over_by_a_wire_that_is_slower_than_to_wait() -> None:
+    def handed_over(wire: dict[str, float]) -> bool:
+        there = {"b": NodeLoad(sequences=40, tokens=40_000)}
+        chosen = route("cost", wired(wire, ("prefill", "any")), 2000, there, max_tokens=64)
+        assert chosen.pair_cost_s is not None
+        assert chosen.single_cost_s is not None
+        return ids(chosen) == ("a", "b")
+
+    assert handed_over(QUICK)
+    assert not handed_over(CRAWLS)
+
+
+def test_of_a_long_prompt_the_last_step_is_still_on_its_way() -> None:
+    def wire_s(token_s: float) -> float:
+        members = wired({"handover_s": 0.002, "token_s": token_s}, ("prefill", "decode"))
+        predicted = route("least-loaded", members, 20_000).predicted
+        assert predicted is not None
+        return predicted.wire_s
+
+    last = 20_000 - 2 * 8192
+    assert wire_s(1e-6) == pytest.approx(0.002 + last * 1e-6)
+    step_s, attended = 3 * 0.006, 20_000 * 10_000 / 1000
+    work_s = 20_000 * H200["prefill_token_s"] + attended * H200["prefill_context_s"] + step_s
+    behind = 20_000 * 1e-3 - work_s * (1 - last / 20_000)
+    assert wire_s(1e-3) == pytest.approx(0.002 + behind), "slower than the source computes"

@@ -1,0 +1,79 @@
+"""What KV takes between nodes, from what its receivers tell (`NodeInfo.wires`)."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Callable, Mapping, Sequence
+
+from msgspec import Struct
+
+from kvbaton.messages.nodes import WIRE_COSTS, NodeInfo
+
+
+class WireSpeed(Struct, frozen=True):
+    """What KV takes from one node to another; fields as `WIRE_COSTS`, in seconds."""
+
+    fetch_s: float = 0.0
+    handover_s: float = 0.0
+    token_s: float = 0.0
+
+
+UNKNOWN = WireSpeed()
+Told = Mapping[str, Mapping[str, float]]
+
+
+class Wires:
+    """The ways between nodes, and what this router has sent on them.
+
+    Args:
+        clock: monotonic seconds.
+    """
+
+    def __init__(self, clock: Callable[[], float]) -> None:
+        self._clock = clock
+        self._told: dict[str, tuple[Told, dict[str | None, WireSpeed]]] = {}
+        self._mean = UNKNOWN
+        self._queued: dict[str, tuple[float, float]] = {}
+
+    def learn(self, nodes: Sequence[NodeInfo]) -> None:
+        """Take in what nodes say now.
+
+        Of what a receiver has never had of a sender the mean of all others is taken.
+        """
+        known, self._told = self._told, {}
+        if not any(node.wires for node in nodes):
+            self._mean = UNKNOWN
+            return
+        told = defaultdict[str, list[float]](list)
+        for node in nodes:
+            for costs in node.wires.values():
+                for term, seconds in costs.items():
+                    told[term].append(seconds)
+        mean = {t: sum(told[t]) / len(told[t]) if told[t] else 0.0 for t in WIRE_COSTS}
+        before, self._mean = self._mean, WireSpeed(**mean)
+        for node in nodes:
+            wires, speeds = known.get(node.node_id, (None, {}))
+            if wires is not node.wires or before != self._mean:
+                speeds = {
+                    sender: WireSpeed(**{t: costs.get(t, mean[t]) for t in WIRE_COSTS})
+                    for sender, costs in node.wires.items()
+                }
+            self._told[node.node_id] = node.wires, speeds
+        for node_id in self._queued.keys() - self._told.keys():
+            del self._queued[node_id]
+
+    def speed(self, sender: NodeInfo, receiver: NodeInfo) -> WireSpeed:
+        """From one node to another."""
+        told = self._told.get(receiver.node_id)
+        return self._mean if told is None else told[1].get(sender.control_address, self._mean)
+
+    def queued_s(self, sender: NodeInfo) -> float:
+        """Seconds until what this router has had a node send is sent."""
+        queued = self._queued.get(sender.node_id)
+        return 0.0 if queued is None else max(0.0, queued[1] - (self._clock() - queued[0]))
+
+    def sent(self, sender: NodeInfo, receiver: NodeInfo, tokens: int) -> None:
+        """A node was asked to send so many tokens' KV to another one."""
+        took = self.speed(sender, receiver).token_s * tokens
+        if took > 0:
+            self._queued[sender.node_id] = self._clock(), self.queued_s(sender) + took
