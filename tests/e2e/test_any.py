@@ -37,13 +37,17 @@ def test_each_hands_over_to_the_other_at_once(
         assert pair.at_d()("kvbaton_prompt_tokens_total", source="transferred") == tokens
         assert pair.at_p()("kvbaton_transfers_total", role="source", outcome="acked") == 3
         assert pair.at_d()("kvbaton_transfers_total", role="target", outcome="delivered") == 3
-        address = pair.p.info()["control_address"]
-        poll(
-            "D tells what the way takes",
-            lambda d=pair.d, p=address: "handover_s" in d.info()["wires"].get(p, {}),
-            20.0,
-            pair.d.tail,
-        )
+        tells_what_crossing_takes(pair)
+
+
+def tells_what_crossing_takes(pair: Pair) -> None:
+    """D says in its heartbeats how long KV is on its way from P."""
+    address = pair.p.info()["control_address"]
+
+    def told() -> bool:
+        return "handover_s" in pair.d.info()["wires"].get(address, {})
+
+    poll("D tells what crossing takes", told, 20.0, pair.d.tail)
 
 
 def test_a_router_uses_both_ways(
