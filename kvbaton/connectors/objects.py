@@ -125,6 +125,7 @@ class ObjectForm:
 
     Attributes:
         group: number of the KV group.
+        kind: of the group.
         block_size: tokens of an object.
         layout: digest of all that decides what the payload's bytes mean, 32 bytes.
         num_bytes: of the payload.
@@ -138,7 +139,7 @@ class ObjectForm:
 
     def __init__(self, layouts: Sequence[KVLayout]) -> None:
         first = layouts[0]
-        self.group, self.block_size = first.group, first.block_size
+        self.group, self.kind, self.block_size = first.group, first.kind, first.block_size
         self._layouts = tuple(layouts)
         self._canonical = _canonical(layouts)
         self._pairing = GroupPairing(layouts, [self._canonical])

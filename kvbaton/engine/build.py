@@ -282,13 +282,20 @@ def open_store(
     assert config.store is not None
     groups = range(len(executor.layouts[0]))
     forms = tuple(ObjectForm([rank[group] for rank in executor.layouts]) for group in groups)
-    worker = StoreWorker(load_store(config.store), executor, forms, identity)
+    store = load_store(config.store)
+    if config.store_ttl is not None:
+        if config.store_ttl <= 0:
+            raise ConfigError("--store-ttl", f"must be more than 0, not {config.store_ttl:g}")
+        if not store.capabilities.expires:
+            raise ConfigError("--store-ttl", f"{store.name} can't let single objects expire")
+    worker = StoreWorker(store, executor, forms, identity)
     worker.start()
     return StoreConnector(
         scheduler,
         worker,
         lookup_timeout_s=config.store_lookup_timeout,
         load_timeout_s=config.store_load_timeout,
+        ttl_s=config.store_ttl,
     )
 
 

@@ -46,7 +46,7 @@ from kvbaton.types import MAX_MESSAGE_BYTES
 logger = logging.getLogger(__name__)
 
 COMMAND_TIMEOUT_S = 30.0
-LONG_COMMANDS = {"stop_profile": 600.0}
+LONG_COMMANDS = {"stop_profile": 600.0, "reset_store": 60.0}
 """Seconds that others may take."""
 WATCHABLE_VERSION = 2
 """Cores that speak older messages do not know `WatchBlocks`."""

@@ -28,6 +28,7 @@ ENCODER_SETTINGS = (
     "store",
     "store_lookup_timeout",
     "store_load_timeout",
+    "store_ttl",
     "encoder_cache_tokens",
     "max_num_encoder_tokens",
     "profile_dir",
@@ -66,6 +67,8 @@ class EngineConfig:
         store_lookup_timeout: seconds that a request waits for what a store says; then it goes on
             without it.
         store_load_timeout: seconds that a request waits for what a store loads.
+        store_ttl: seconds that what is saved stays in a store that can let objects expire; None for
+            as long as it likes.
         kv_events_config: JSON with vLLM's keys for KV events, like
             ``{"enable_kv_cache_events": true}``; None publishes none.
         speculative_config: JSON with vLLM's keys for drafts, like ``{"method": "ngram",
@@ -110,6 +113,7 @@ class EngineConfig:
     store: str | None = None
     store_lookup_timeout: float = 0.5
     store_load_timeout: float = 10.0
+    store_ttl: float | None = None
     kv_events_config: str | None = None
     speculative_config: str | None = None
     encoder_cache_tokens: int | None = None

@@ -12,6 +12,7 @@ import select
 import time
 from collections import deque
 from collections.abc import Callable, Iterable, Sequence
+from concurrent.futures import Future
 from typing import Any, Protocol
 
 from kvbaton.engine.audit import audit
@@ -22,7 +23,7 @@ from kvbaton.engine.profiler import TorchProfiler
 from kvbaton.engine.scheduler import Scheduler
 from kvbaton.engine.step import StepResult
 from kvbaton.engine.step_costs import Terms, step_costs, terms_of
-from kvbaton.errors import RequestError
+from kvbaton.errors import RequestError, StoreError
 from kvbaton.messages.engine import (
     AbortRequest,
     AddRequest,
@@ -105,6 +106,7 @@ class EngineCore:
         self._applied = False  # a result since the last plan, so that there may be another one
         self._stop_at = math.inf
         self._metrics_at = 0.0
+        self._replies: list[tuple[int, Future[int]]] = []
         self.refused = 0
         self._handlers = {
             AddRequest: self.add,
@@ -180,6 +182,12 @@ class EngineCore:
                 failing.pop(connector, None)
                 if outputs:
                     self.send(outputs)
+        for number, future in [reply for reply in self._replies if reply[1].done()]:
+            self._replies.remove((number, future))
+            try:
+                self.mailbox.send(Reply(command_id=number, result=future.result()))
+            except StoreError as error:
+                self.mailbox.send(Reply(command_id=number, error=clip_text(str(error))))
         raised, self.connectors.raised = self.connectors.raised, []
         for failure in raised:
             self.send(self.scheduler.fail_connector(*failure))
@@ -265,6 +273,7 @@ class EngineCore:
             "state": self.state,
             "metrics": lambda: self.report(force=True),
             "reset_prefix_cache": self.reset_prefix_cache,
+            "reset_store": self.reset_store,
             "drain": self.drain,
             "members": lambda: self.set_members(command.argument or ()),
             "start_profile": self.profiler.start,
@@ -273,7 +282,11 @@ class EngineCore:
         number = command.command_id
         if command.name in actions:
             try:
-                reply = Reply(command_id=number, result=actions[command.name]())
+                result = actions[command.name]()
+                if isinstance(result, Future):  # `poll` replies
+                    self._replies.append((number, result))
+                    return
+                reply = Reply(command_id=number, result=result)
             except (TimeoutError, RequestError) as error:  # of a thread that is stuck, or a refusal
                 reply = Reply(command_id=number, error=clip_text(str(error)))
         else:
@@ -289,6 +302,17 @@ class EngineCore:
         """Forget all cached prefixes and encoder outputs; returns how many blocks held any."""
         count = self.scheduler.blocks.reset_cache()
         return count + sum(self.connectors.call(KVConnector.reset_prefix_cache))
+
+    def reset_store(self) -> Future[int]:
+        """Forget what this engine keeps in its store; how many objects, once it is done.
+
+        Raises:
+            RequestError: there is no store.
+        """
+        for future in self.connectors.call(KVConnector.reset_store):
+            if future is not None:
+                return future
+        raise RequestError("this node has no store", param="reset_external")
 
     def drain(self) -> bool:
         """Refuse new requests from now on; True once nothing is left to do."""
@@ -324,7 +348,12 @@ class EngineCore:
 
     def metrics(self) -> Metrics:
         """All counters and gauges now."""
-        return Metrics(counters=self.counters(), gauges=self.gauges())
+        timed = self.connectors.call(KVConnector.histograms)
+        return Metrics(
+            counters=self.counters(),
+            gauges=self.gauges(),
+            histograms={name: found for part in timed for name, found in part.items()},
+        )
 
     def counters(self) -> dict[str, float]:
         """Monotonic totals by Prometheus name."""

@@ -9,12 +9,13 @@ from __future__ import annotations
 import logging
 import time
 from collections.abc import Callable, Collection, Iterator, Sequence
+from concurrent.futures import Future
 from dataclasses import dataclass
 from typing import Any, Concatenate, Literal, ParamSpec, TypeVar
 
 from kvbaton.engine import request as requests
 from kvbaton.errors import RequestError
-from kvbaton.messages.engine import AddRequest, Output, TransferSpec
+from kvbaton.messages.engine import AddRequest, HistogramCounts, Output, TransferSpec
 from kvbaton.types import Spans
 
 P = ParamSpec("P")
@@ -119,6 +120,10 @@ class KVConnector:
         It ends with one `Scheduler.finish_load` or `fail_load`, unless the sequence ends first.
         """
 
+    def load_failed(self, sequence: requests.Sequence) -> bool:
+        """A hand-over failed, and its target is in the queue again; True parks it, as `added`."""
+        return False
+
     def started(self, sequence: requests.Sequence) -> None:
         """A sequence takes part in steps from now on."""
 
@@ -167,6 +172,16 @@ class KVConnector:
         """The prefix cache was emptied; returns how many blocks of its own it has forgotten."""
         return 0
 
+    def reset_store(self) -> Future[int] | None:
+        """Forget what this engine keeps outside of it; gets how many objects, None if nothing is.
+
+        Its future is done when `poll` has heard of it, and may have a `StoreError`.
+        """
+        return None
+
+    def removed(self, medium: str, g: int, keys: list[bytes]) -> None:
+        """Blocks of group `g` that were `saved` are no longer in a medium."""
+
     def saved(self, medium: str, g: int, keys: list[bytes]) -> None:
         """Another connector has put blocks of group `g` with these keys into a medium."""
 
@@ -186,6 +201,10 @@ class KVConnector:
 
     def gauges(self) -> dict[str, float]:
         """Values now by Prometheus name."""
+        return {}
+
+    def histograms(self) -> dict[str, HistogramCounts]:
+        """How long things took, by Prometheus name."""
         return {}
 
     def state(self) -> dict[str, Any]:

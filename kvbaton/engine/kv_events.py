@@ -214,7 +214,8 @@ class KVEventLog(KVConnector):
         if self.index[g].pop(key, None) is None:
             return
         last = self._events[-1] if self._events else None
-        if not isinstance(last, BlockRemoved) or last.group_idx != g:
+        held = isinstance(last, BlockRemoved) and last.medium == POOL_MEDIUM
+        if not isinstance(last, BlockRemoved) or not held or last.group_idx != g:
             last = BlockRemoved([], POOL_MEDIUM, g)
             self._events.append(last)
         last.block_hashes.append(self._hash(key))
@@ -223,12 +224,16 @@ class KVEventLog(KVConnector):
     def saved(self, medium: str, g: int, keys: list[bytes]) -> None:
         """A store has kept blocks that are still cached; those that are not are left out.
 
-        A store never tells what it gives up later, so nothing takes this back.
+        Only a store that tells of its evictions takes this back.
         """
         kept = {key: self.index[g][key] for key in keys if key in self.index[g]}
         for run in _runs(kept):
             self._events.append(self._event(g, run, kept, medium))
             self._elsewhere = True
+
+    @override
+    def removed(self, medium: str, g: int, keys: list[bytes]) -> None:
+        self._events.append(BlockRemoved(list(map(self._hash, keys)), medium, g))
 
     @override
     def reset_prefix_cache(self) -> int:

@@ -540,6 +540,9 @@ class LiveRequests:
             error = f"the KV cache could not be loaded{whence}: {reason}"
             return self.end(load.sequence.request, "error", error)
         self.cut_load(load, valid_through)
+        if load.connector.medium == "transferred":
+            if any(self.connectors.call(KVConnector.load_failed, load.sequence)):
+                self.park(load.sequence)
         return []
 
     def cut_load(self, load: Load, valid_through: int) -> None:

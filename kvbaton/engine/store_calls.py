@@ -8,15 +8,20 @@ call, and costs hits, not the node. `health` and `usage` have a thread of their 
 from __future__ import annotations
 
 import logging
+import math
+import re
 import threading
 import time
-from collections.abc import Callable, Generator, Sequence
+from collections.abc import Callable, Generator, Mapping, Sequence
 from concurrent.futures import CancelledError, Future
+from dataclasses import replace
+from itertools import islice
 from typing import Any, TypeVar, cast
 
 from kvbaton.connectors.store import (
     AnyPieces,
     Found,
+    Hints,
     Pieces,
     Registering,
     Store,
@@ -24,16 +29,23 @@ from kvbaton.connectors.store import (
     Usage,
 )
 from kvbaton.engine.circuit_breaker import CircuitBreaker
+from kvbaton.engine.latencies import LatencyHistogram
 from kvbaton.errors import ConfigError, StoreError
+from kvbaton.messages.engine import HistogramCounts
 
 logger = logging.getLogger(__name__)
 
 T = TypeVar("T")
+N = TypeVar("N", int, float)
 Wait = Future[Any] | Callable[[], bool]
 """What a job waits for: a future, or something to be asked again and again."""
 Job = Generator[Wait, None, T]
 
-CALLS = ("register", "lookup", "load", "store", "delete", "release", "health", "usage", "close")
+TIMED = ("lookup", "load", "store", "delete", "claim", "clear")
+CALLS = ("register", *TIMED, "release", "health", "usage", "close")
+CALL_BUCKETS = (0.0001, 0.0003, 0.001, 0.003, 0.01, 0.03, 0.1, 0.3, 1, 3, 10, 30)
+MOST_METRICS = 64
+"""Of each kind that a store has of its own, and tenants."""
 WARN_S = 10.0
 """Between two lines in the log about failures of one call."""
 SLOW_S = 0.1
@@ -64,6 +76,7 @@ class StoreCalls:
             raise ConfigError("--store", f"{self.name} declares no valid capabilities: {able!r}")
         self.capabilities = able
         self.errors = dict.fromkeys(CALLS, 0)
+        self._seconds = {call: LatencyHistogram(CALL_BUCKETS) for call in TIMED}
         self._warn_at = dict.fromkeys(CALLS, 0.0)
 
     def register(self, regions: AnyPieces) -> bool:
@@ -80,14 +93,24 @@ class StoreCalls:
                 return False
         return True
 
-    def lookup(self, keys: Sequence[bytes]) -> Job[Found]:
-        """`Store.lookup`, which pins what it finds if the store can."""
-        pin = self.capabilities.pins
+    def histograms(self) -> dict[str, HistogramCounts]:
+        """How long calls took until their futures were done, by Prometheus name."""
+        head = f'kvbaton_store_call_seconds{{store="{self.name}",call='
+        return {f'{head}"{call}"}}': seen.counts() for call, seen in self._seconds.items()}
+
+    def lookup(self, keys: Sequence[bytes], *, prefix: bool = False) -> Job[Found]:
+        """`Store.lookup`, which pins what it finds if the store can.
+
+        With `prefix` answers after the first False are False, too, where the store can stop there.
+        """
+        options: dict[str, Any] = {"pin": self.capabilities.pins}
+        if prefix and self.capabilities.prefix:
+            options["prefix"] = True
 
         def check(found: Found) -> Found:
             return Found(_answers(found.present, keys), found.ticket)
 
-        return self._ask("lookup", keys, lambda: self.plugin.lookup(keys, pin=pin), check)
+        return self._ask("lookup", keys, lambda: self.plugin.lookup(keys, **options), check)
 
     def load(
         self,
@@ -115,14 +138,31 @@ class StoreCalls:
 
         return self._ask("load", keys, begin, check, cancelled)
 
-    def store(self, keys: Sequence[bytes], sources: Sequence[AnyPieces]) -> Job[list[bool]]:
-        """`Store.store`."""
+    def store(
+        self, keys: Sequence[bytes], sources: Sequence[AnyPieces], hints: Sequence[Hints]
+    ) -> Job[list[bool]]:
+        """`Store.store`, which is given hints if it takes them."""
+        options: Any = {"hints": hints} if self.capabilities.hints else {}
+        pieces = cast("Sequence[Pieces]", sources)
 
         def check(answers: list[bool]) -> list[bool]:
             return list(_answers(answers, keys))
 
-        pieces = cast("Sequence[Pieces]", sources)
-        return self._ask("store", keys, lambda: self.plugin.store(keys, pieces), check)
+        return self._ask("store", keys, lambda: self.plugin.store(keys, pieces, **options), check)
+
+    def claim(self, keys: Sequence[bytes]) -> Job[list[bool]]:
+        """`Claiming.claim`, of a store that declares it."""
+        plugin: Any = self.plugin
+
+        def check(answers: list[bool]) -> list[bool]:
+            return list(_answers(answers, keys))
+
+        return self._ask("claim", keys, lambda: plugin.claim(keys), check)
+
+    def clear(self, namespace: str) -> Job[int]:
+        """`Namespaced.clear`, of a store that declares it."""
+        plugin: Any = self.plugin
+        return self._ask("clear", (), lambda: plugin.clear(namespace), int)
 
     def delete(self, keys: Sequence[bytes]) -> Job[int]:
         """`Store.delete`."""
@@ -162,11 +202,13 @@ class StoreCalls:
         check: Callable[[Any], T],
         cancelled: Callable[[], bool] = lambda: False,
     ) -> Job[T]:
+        began = time.monotonic()
         try:
             future = begin()
             if not isinstance(future, Future):
                 raise TypeError(f"it returned {type(future).__name__}, not a Future")
             yield future
+            self._seconds[call].observe(time.monotonic() - began)
             return check(future.result())
         except GeneratorExit:
             raise
@@ -216,13 +258,27 @@ class StoreStatus:
         if not self._breaker.is_open or self._breaker.due(now):
             self._wake.set()
 
-    def gauges(self) -> dict[str, float | None]:
-        """Values now, None for what the store can't tell."""
-        return {
-            "objects": self.usage.objects,
-            "used_bytes": self.usage.num_bytes,
-            "capacity_bytes": self.usage.capacity,
+    def gauges(self) -> dict[str, float]:
+        """Values now by Prometheus name; what the store can't tell is left out."""
+        usage, label = self.usage, f'store="{self._calls.name}"'
+        values = {
+            "objects": usage.objects,
+            "used_bytes": usage.num_bytes,
+            "capacity_bytes": usage.capacity,
         }
+        told: dict[str, float] = {
+            f"kvbaton_store_{n}{{{label}}}": v for n, v in values.items() if v is not None
+        }
+        told |= {f"kvbaton_store_plugin_{n}{{{label}}}": v for n, v in usage.gauges.items()}
+        for tenant, held in usage.tenants.items():
+            told[f'kvbaton_store_tenant_bytes{{{label},tenant="{tenant}"}}'] = held
+        return {name: float(value) for name, value in told.items()}
+
+    def counters(self) -> dict[str, float]:
+        """Totals of the store's own, by Prometheus name."""
+        tail = f'_total{{store="{self._calls.name}"}}'
+        counters = self.usage.counters.items()
+        return {f"kvbaton_store_plugin_{name}{tail}": float(value) for name, value in counters}
 
     def close(self) -> None:
         """End the thread, unless it hangs in the plug-in."""
@@ -261,4 +317,24 @@ class StoreStatus:
         for count in (usage.objects, usage.num_bytes, usage.capacity):
             if count is not None:
                 float(count)
-        self.usage = usage
+        self.usage = replace(
+            usage,
+            tenants=_bounded(usage.tenants, _LABEL),
+            counters=_bounded(usage.counters, _METRIC),
+            gauges=_bounded(usage.gauges, _METRIC),
+        )
+
+
+_METRIC, _LABEL = re.compile("[a-z][a-z0-9_]{0,63}"), re.compile(r"[\w.-]{1,64}", re.ASCII)
+
+
+def _bounded(values: Mapping[str, N], names: re.Pattern[str]) -> dict[str, N]:
+    """The first few values, if a metrics page can show them.
+
+    Raises:
+        ValueError: it can't.
+    """
+    for name, value in values.items():
+        if names.fullmatch(name) is None or not math.isfinite(value):
+            raise ValueError(f"a metrics page can't show {name!r}: {value!r}")
+    return dict(islice(values.items(), MOST_METRICS))

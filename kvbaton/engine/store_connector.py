@@ -10,21 +10,30 @@ without it, but the blocks stay incoming until the store is done with them.
 Blocks that enter the prefix cache are saved: held *outgoing*, a few batches at a time. A store that
 is too slow loses saves, never a step.
 
+Of several nodes that share a store, one saves a block: who computed it. Nodes ask before they save
+whether it is there, or claim it where the store can tell who is at it. The target of a hand-over
+leaves what it is given to its source: it does not look its prompt up, unless the hand-over fails,
+and saves what it received only if that is still not there when the request is over.
+
 This decides and does no I/O; `store_worker.py` carries the orders out.
 """
 
 from __future__ import annotations
 
+import hashlib
+import re
 from collections import Counter, OrderedDict, deque
 from collections.abc import Iterable
 from collections.abc import Sequence as SequenceOf
+from concurrent.futures import Future
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, NamedTuple
 
 from typing_extensions import override
 
 from kvbaton.connectors.layout import GroupKind
 from kvbaton.connectors.objects import HEADER_BYTES
+from kvbaton.connectors.store import Hints
 from kvbaton.engine.circuit_breaker import CircuitBreaker
 from kvbaton.engine.kv_connector import HeldBlocks, KVConnector, Load
 from kvbaton.engine.live_requests import LiveRequests, next_after
@@ -32,13 +41,16 @@ from kvbaton.engine.request import Request, Sequence, SequenceState
 from kvbaton.engine.store_worker import (
     BlockRun,
     BlockSave,
+    ClearStore,
+    Forgotten,
     LoadBlocks,
     LookUp,
     ProbeStore,
     SaveBlocks,
     StoreWorker,
 )
-from kvbaton.messages.engine import Output
+from kvbaton.errors import StoreError
+from kvbaton.messages.engine import AddRequest, HistogramCounts, Output
 from kvbaton.types import BlockSpan, Spans
 
 BATCH_BLOCKS = 64
@@ -62,7 +74,6 @@ class _Lookup(LookUp):
 
     sequence: Sequence
     start: int
-    runs: tuple[BlockRun, ...]
     deadline: float
 
 
@@ -95,6 +106,32 @@ class _Saving(SaveBlocks):
     deadline: float
 
 
+class _Received(NamedTuple):
+    """A block that another node computed: its group, its number there, and its key."""
+
+    group: int
+    number: int
+    block_key: bytes
+
+
+class _Announced(NamedTuple):
+    """What others were told to be in the store."""
+
+    group: int
+    block_key: bytes
+
+
+def tenant_of(request: AddRequest) -> str:
+    """Whose a request's objects are: its tenant's, or those of all who have its salt.
+
+    Stores and metrics show it, so it tells neither the salt nor any but the usual characters.
+    """
+    if request.tenant and re.fullmatch(r"[\w.-]{1,64}", request.tenant, re.ASCII):
+        return request.tenant
+    secret = request.tenant or request.cache_salt
+    return secret and hashlib.sha256(secret.encode()).hexdigest()[:16]
+
+
 class StoreConnector(KVConnector):
     """Decides what is looked up, loaded and saved.
 
@@ -103,6 +140,7 @@ class StoreConnector(KVConnector):
         worker: carries orders out.
         lookup_timeout_s: how long a request waits for a lookup.
         load_timeout_s: how long it waits for a load.
+        ttl_s: how long objects are to stay; None for ever.
     """
 
     name = "store"
@@ -115,7 +153,11 @@ class StoreConnector(KVConnector):
         *,
         lookup_timeout_s: float,
         load_timeout_s: float,
+        ttl_s: float | None = None,
     ) -> None:
+        self._ttl_s = ttl_s
+        self._shared = worker.calls.capabilities.shared
+        self._received: dict[Request, list[_Received]] = {}  # to be saved if their source does not
         self.worker = worker
         self.wake_fds = (worker.wake_fd,)
         self._lookup_timeout_s, self._load_timeout_s = lookup_timeout_s, load_timeout_s
@@ -130,7 +172,7 @@ class StoreConnector(KVConnector):
         self._queue: deque[BlockSave] = deque()
         self._saving: set[_Saving] = set()
         self._unsaved: set[bytes] = set()
-        self._known: OrderedDict[bytes, None] = OrderedDict()
+        self._known: OrderedDict[bytes, _Announced | None] = OrderedDict()
         self._bad: dict[bytes, float] = {}
         self._reads = CircuitBreaker(f"lookups and loads of {worker.name}")
         self._writes = CircuitBreaker(f"saves of {worker.name}")
@@ -144,6 +186,13 @@ class StoreConnector(KVConnector):
     @override
     def added(self, sequence: Sequence) -> bool:
         """Ask for what the local cache lacks of a new request; False if there is nothing to ask."""
+        transfer = sequence.request.spec.transfer
+        given = self._shared and transfer is not None and transfer.role == "target"
+        return not given and self.load_failed(sequence)
+
+    @override
+    def load_failed(self, sequence: Sequence) -> bool:
+        """Ask for what the local cache lacks of a request; False if there is nothing to ask."""
         if not (self._blocks.caching and sequence.request.reads_cache):
             return False
         now = self._clock()
@@ -153,8 +202,7 @@ class StoreConnector(KVConnector):
         total = len(sequence.tokens)
         start = self._blocks.match_sequence(sequence).num_tokens
         runs = self._runs(sequence, start, total - total % self._blocks.alignment)
-        keys = tuple(key for run in runs for key in run.keys)
-        if not keys:
+        if not any(run.keys for run in runs):
             return False
         if self._reads.is_open:  # this request waits for nothing, but lends its keys to a probe
             self._counts["lookups skipped"] += 1
@@ -163,10 +211,9 @@ class StoreConnector(KVConnector):
             self.worker.submit(self._probe)
             return False
         lookup = _Lookup(
-            keys=keys,
+            runs=runs,
             sequence=sequence,
             start=start,
-            runs=runs,
             deadline=now + self._lookup_timeout_s,
         )
         self._lookups.add(lookup)
@@ -199,7 +246,8 @@ class StoreConnector(KVConnector):
             return
         self._lookups.remove(lookup)
         self._note_read("lookup")
-        self._note_known(zip(lookup.keys, lookup.present, strict=True))
+        keys = (key for run in lookup.runs for key in run.keys)
+        self._note_known(zip(keys, lookup.present, strict=True))
         request = lookup.sequence.request
         end = self._prefix_end(lookup.sequence, lookup.start, lookup.runs, lookup.present)
         self._counts["lookups hit" if end > lookup.start else "lookups miss"] += 1
@@ -249,7 +297,7 @@ class StoreConnector(KVConnector):
     def _note_known(self, found: Iterable[tuple[bytes, bool]]) -> None:
         for key, present in found:
             if present:
-                self._known[key] = None
+                self._known.setdefault(key, None)
                 self._known.move_to_end(key)
             else:
                 self._known.pop(key, None)
@@ -296,6 +344,11 @@ class StoreConnector(KVConnector):
     @override
     def finished(self, request: Request) -> None:
         self._stored.pop(request, None)
+        by_key = self._blocks.pool.by_key
+        for g, number, block_key in self._received.pop(request, ()):
+            if (block := by_key[g].get(block_key)) is not None:
+                key = self.worker.forms[g].key(block_key)
+                self._enqueue(request, g, number, block, key, summed=False)
 
     def _loaded(self, load: _StoreLoad) -> list[Output]:
         """The store touches the blocks no more: free them, and use what is right of them."""
@@ -352,19 +405,38 @@ class StoreConnector(KVConnector):
             return
         size, pool = self._blocks.groups[g].block_size, self._blocks.pool
         chain, table, by_key = sequence.chain(size), sequence.tables[g], pool.by_key[g]
-        most = max(8, pool.usable // QUEUE_SHARE)
+        request = sequence.request
         for i in range(first, end):
-            key = self.worker.forms[g].key(chain[i])
-            if by_key.get(chain[i]) != table[i] or key in self._known or key in self._unsaved:
+            if by_key.get(chain[i]) != table[i]:
                 continue
-            if len(self._queue) >= most:
-                self._counts["save blocks dropped"] += end - i
-                return
-            pool.hold_outgoing([table[i]])
-            self._unsaved.add(key)
-            summed = i * size >= sequence.request.received
-            number = self._blocks.groups[g].span_number(i)
-            self._queue.append(BlockSave(g, number, table[i], key, summed))
+            summed = i * size >= request.received
+            if self._shared and not summed:
+                self._received.setdefault(request, []).append(_Received(g, i, chain[i]))
+                continue
+            key = self.worker.forms[g].key(chain[i])
+            self._enqueue(request, g, i, table[i], key, summed=summed)
+
+    def _enqueue(
+        self, request: Request, g: int, number: int, block: int, key: bytes, *, summed: bool
+    ) -> None:
+        """Save a block, unless that is known to be needless or too many wait."""
+        if key in self._known or key in self._unsaved:
+            return
+        pool, group = self._blocks.pool, self._blocks.groups[g]
+        if len(self._queue) >= max(8, pool.usable // QUEUE_SHARE):
+            self._counts["save blocks dropped"] += 1
+            return
+        hints = Hints(
+            namespace=self.worker.namespace,
+            tenant=tenant_of(request.spec),
+            depth=number,
+            uses=pool.refs[block],
+            priority=request.priority,
+            ttl_s=self._ttl_s,
+        )
+        pool.hold_outgoing([block])
+        self._unsaved.add(key)
+        self._queue.append(BlockSave(g, group.span_number(number), block, key, summed, hints))
 
     def _saved(self, order: _Saving) -> None:
         self._saving.remove(order)
@@ -375,15 +447,21 @@ class StoreConnector(KVConnector):
         stored = [save for save, ok in zip(order.saves, order.stored, strict=True) if ok]
         for g in range(len(self._blocks.groups)):
             # Named are the blocks that were kept, as far as they are still in the prefix cache.
-            held = (self._blocks.pool.keys[save.block] for save in stored if save.group == g)
-            keys = [key for key in held if key is not None]
-            self._scheduler.connectors.call(KVConnector.saved, self.worker.name, g, keys)
+            held = {s.key: self._blocks.pool.keys[s.block] for s in stored if s.group == g}
+            keys = {key: block_key for key, block_key in held.items() if block_key is not None}
+            self._scheduler.connectors.call(
+                KVConnector.saved, self.worker.name, g, list(keys.values())
+            )
+            for key, block_key in keys.items():
+                self._known[key] = _Announced(g, block_key)
         self._release_saves(order.saves)
         self._note_known((save.key, True) for save in stored)
         outcome = "refused" if order.error is None else "failed"
-        self._counts["save blocks stored"] += len(stored)
-        self._counts[f"save blocks {outcome}"] += len(order.saves) - len(stored)
-        self._count_bytes("save", (save.group for save in stored), order.seconds)
+        written = [save for save in stored if save.key not in order.left]
+        self._counts["save blocks stored"] += len(written)
+        self._counts["save blocks left"] += len(order.left)
+        self._counts[f"save blocks {outcome}"] += len(order.saves) - len(order.left) - len(written)
+        self._count_bytes("save", (save.group for save in written), order.seconds)
         for save in stored:
             self._bad.pop(save.key, None)
 
@@ -391,6 +469,31 @@ class StoreConnector(KVConnector):
         for save in saves:
             self._blocks.pool.release_outgoing([save.block])
             self._unsaved.discard(save.key)
+
+    def _forget(self, keys: Iterable[bytes]) -> None:
+        """Objects are no longer in the store: who was told that they are is told so, too."""
+        gone: list[list[bytes]] = [[] for _ in self._blocks.groups]
+        for key in keys:
+            announced = self._known.pop(key, None)
+            if announced is not None:
+                gone[announced.group].append(announced.block_key)
+        for g, block_keys in enumerate(gone):
+            if block_keys:
+                self._scheduler.connectors.call(
+                    KVConnector.removed, self.worker.name, g, block_keys
+                )
+
+    @override
+    def reset_store(self) -> Future[int]:
+        done: Future[int] = Future()
+        if not self.worker.calls.capabilities.namespaces:
+            done.set_exception(StoreError(f"the store {self.worker.name} can't clear a namespace"))
+        else:
+            self._counts["save blocks dropped"] += len(self._queue)
+            self._release_saves(self._queue)
+            self._queue.clear()
+            self.worker.submit(ClearStore(done=done))
+        return done
 
     # --- the core's loop ---
 
@@ -413,6 +516,10 @@ class StoreConnector(KVConnector):
                         self._reads.failed(self._clock(), f"a lookup took {seconds:.2g} s")
                     elif not order.late:
                         self._reads.close()
+                case Forgotten():
+                    self._forget(order.keys)
+                case ClearStore():
+                    self._forget(list(self._known))
         outputs += self._expire(now)
         left_alone = self._writes.is_open and not self._writes.due(now)
         if left_alone or self._blocks.pool.num_free < self._blocks.pool.usable // SCARCE_SHARE:
@@ -493,7 +600,7 @@ class StoreConnector(KVConnector):
             ("lookups", ("hit", "miss", "failed", "late", "skipped")),
             ("loads", ("ok", "failed", "late", "cancelled")),
             ("load blocks", ("ok", "missing", "corrupt", "failed", "cancelled")),
-            ("save blocks", ("stored", "dropped", "refused", "failed")),
+            ("save blocks", ("stored", "left", "dropped", "refused", "failed")),
         ):
             name = f"kvbaton_store_{kind.replace(' ', '_')}_total"
             for outcome in outcomes:
@@ -508,7 +615,11 @@ class StoreConnector(KVConnector):
         for calls, breaker in (("read", self._reads), ("write", self._writes)):
             label = f'{{store="{store}",calls="{calls}"}}'
             totals[f"kvbaton_store_circuit_opened_total{label}"] = float(breaker.opened)
-        return totals
+        return totals | self.worker.status.counters()
+
+    @override
+    def histograms(self) -> dict[str, HistogramCounts]:
+        return self.worker.calls.histograms()
 
     @override
     def gauges(self) -> dict[str, float]:
@@ -528,7 +639,8 @@ class StoreConnector(KVConnector):
             **self.worker.state(),
             "lookups": [
                 {"request_id": ask.sequence.request.request_id, "from": ask.start,
-                 "blocks": len(ask.keys), "seconds_left": ask.deadline - now}
+                 "blocks": sum(len(run.keys) for run in ask.runs),
+                 "seconds_left": ask.deadline - now}
                 for ask in self._lookups
             ],
             "loads": [

@@ -20,8 +20,9 @@ from dataclasses import dataclass, field
 from functools import partial
 from typing import Any, NamedTuple, TypeVar
 
+from kvbaton.connectors.layout import GroupKind
 from kvbaton.connectors.objects import HEADER_BYTES, ObjectForm
-from kvbaton.connectors.store import Registering, Store
+from kvbaton.connectors.store import Forgetting, Hints, Registering, Store
 from kvbaton.engine.block_staging import BlockStaging, StagedBlocks
 from kvbaton.engine.executor import Executor
 from kvbaton.engine.store_calls import Job, StoreCalls, StoreStatus, Wait
@@ -43,6 +44,7 @@ CLOSE_S = 3.0
 """A store that closes no sooner is left behind."""
 LOADS_TOGETHER = 3
 """Batches of one load: the store reads one, one is copied, and sums of another are made."""
+NAMESPACE_DIGITS = 16
 PROBE_BYTES = 8 << 20
 """Of the objects that a probe loads, if there are more than one."""
 
@@ -73,6 +75,7 @@ class BlockSave(NamedTuple):
         block: the physical one.
         key: of its object.
         summed: whether the step that wrote the block left sums; else they are made from memory.
+        hints: for the store.
     """
 
     group: int
@@ -80,13 +83,18 @@ class BlockSave(NamedTuple):
     block: int
     key: bytes
     summed: bool
+    hints: Hints
 
 
 @dataclass(eq=False, kw_only=True)
 class LookUp:
-    """Ask which objects are there, and under which pins; `error` says why nothing is known."""
+    """Ask which objects are there, and under which pins; `error` says why nothing is known.
 
-    keys: tuple[bytes, ...]
+    `present` tells of the blocks of all runs. What comes after a gap in a run of which only a whole
+    prefix is of use may be told to be absent though it is there.
+    """
+
+    runs: tuple[BlockRun, ...]
     present: list[bool] = field(default_factory=list)
     pins: list[int] = field(default_factory=list)
     error: str | None = None
@@ -134,15 +142,38 @@ class ProbeStore:
 
 @dataclass(eq=False, kw_only=True)
 class SaveBlocks:
-    """Keep blocks; `stored` says per block whether the store has it."""
+    """Keep blocks.
+
+    Attributes:
+        saves: which.
+        stored: per block, whether the store has it.
+        left: how many of them others have saved, or are about to: nothing was moved.
+        seconds: that it took.
+        error: why some are not stored.
+    """
 
     saves: tuple[BlockSave, ...]
     stored: list[bool] = field(default_factory=list)
+    left: set[bytes] = field(default_factory=set)
     seconds: float = 0.0
     error: str | None = None
 
 
-Order = LookUp | LoadBlocks | SaveBlocks | ProbeStore
+@dataclass(eq=False, kw_only=True)
+class Forgotten:
+    """These objects left the store by themselves. Nobody orders it."""
+
+    keys: tuple[bytes, ...]
+
+
+@dataclass(eq=False, kw_only=True)
+class ClearStore:
+    """Forget all objects of this engine's namespace; `done` gets how many there were."""
+
+    done: Future[int]
+
+
+Order = LookUp | LoadBlocks | SaveBlocks | ProbeStore | Forgotten | ClearStore
 
 
 class StoreWorker:
@@ -155,6 +186,7 @@ class StoreWorker:
         identity: of the engine, 32 bytes.
 
     Attributes:
+        namespace: of the engine's objects, see `Hints`.
         wake_fd: readable when `take` has something.
         failure: why the thread has ended by itself; None while all is well.
 
@@ -165,6 +197,7 @@ class StoreWorker:
     def __init__(
         self, store: Store, executor: Executor, forms: tuple[ObjectForm, ...], identity: bytes
     ) -> None:
+        self.namespace = identity.hex()[:NAMESPACE_DIGITS]
         self.calls = StoreCalls(store)
         self.status = StoreStatus(self.calls)
         self.wake_fd = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
@@ -180,6 +213,10 @@ class StoreWorker:
         self._stopping = False
         self._jobs: dict[Job[None], Wait] = {}
         self._loads: dict[LoadBlocks, set[Future[list[bool]]]] = {}
+        self._forgotten = deque[bytes]()
+        self._storing: set[bytes] = set()
+        if isinstance(store, Forgetting):
+            store.on_forget = self._forget
         self._thread = threading.Thread(target=self._run, name="kvbaton-store", daemon=True)
 
     # --- called by the core's thread ---
@@ -217,6 +254,10 @@ class StoreWorker:
                 job = self._save(order)
             case ProbeStore():
                 job = self._probe(order)
+            case ClearStore():
+                job = self._clear(order)
+            case Forgotten():
+                raise ValueError("nobody can order a store to forget by itself")
         self._post(lambda: self._go_on(job))
 
     def cancel(self, order: LoadBlocks) -> None:
@@ -245,9 +286,8 @@ class StoreWorker:
         """Values now by Prometheus name; what the store can't tell is left out."""
         self.status.refresh()
         unhealthy = self.failure is not None or self.status.trouble is not None
-        values = {"unhealthy": float(unhealthy), **self.status.gauges()}
         label = f'{{store="{self.name}"}}'
-        return {f"kvbaton_store_{n}{label}": float(v) for n, v in values.items() if v is not None}
+        return {f"kvbaton_store_unhealthy{label}": float(unhealthy), **self.status.gauges()}
 
     def state(self) -> dict[str, Any]:
         """The debugging dump."""
@@ -352,16 +392,29 @@ class StoreWorker:
 
     def _look_up(self, order: LookUp) -> Job[None]:
         try:
-            for keys in _batched(order.keys, self.calls.capabilities.max_keys):
-                found = yield from self.calls.lookup(keys)
-                order.present += found.present
-                if found.ticket is not None:
-                    order.pins.append(found.ticket)
+            for keys, prefix in self._questions(order.runs):
+                answered = len(order.present)
+                for some in _batched(keys, self.calls.capabilities.max_keys):
+                    found = yield from self.calls.lookup(some, prefix=prefix)
+                    order.present += found.present
+                    if found.ticket is not None:
+                        order.pins.append(found.ticket)
+                    if prefix and not all(found.present):
+                        break
+                order.present += [False] * (answered + len(keys) - len(order.present))
         except StoreError as error:
             for pin in order.pins:
                 self.calls.release(pin)
             order.pins, order.error = [], str(error)
         self._done(order)
+
+    def _questions(self, runs: Sequence[BlockRun]) -> Iterator[tuple[tuple[bytes, ...], bool]]:
+        """What to look up together, and whether what comes after a gap is of no use."""
+        if not self.calls.capabilities.prefix:
+            yield tuple(key for run in runs for key in run.keys), False
+            return
+        for run in runs:
+            yield run.keys, self.forms[run.group].kind is GroupKind.FULL
 
     def _probe(self, order: ProbeStore) -> Job[None]:
         began = time.monotonic()
@@ -487,16 +540,39 @@ class StoreWorker:
     def _save(self, order: SaveBlocks) -> Job[None]:
         began = time.monotonic()
         stored: dict[bytes, bool] = {}
+        self._storing.update(save.key for save in order.saves)
         for group, saves in itertools.groupby(sorted(order.saves), key=lambda save: save.group):
             for some in _batched(tuple(saves), self._most_blocks()):
                 try:
-                    answers = yield from self._save_some(group, some)
-                    stored |= dict(zip((save.key for save in some), answers, strict=True))
+                    some = yield from self._unsaved(some, order, stored)
+                    if some:
+                        answers = yield from self._save_some(group, some)
+                        stored |= dict(zip((save.key for save in some), answers, strict=True))
                 except Exception as error:
                     order.error = self._told("a save", error)
         order.stored = [stored.get(save.key, False) for save in order.saves]
         order.seconds = time.monotonic() - began
         self._done(order)
+        self._storing.difference_update(save.key for save in order.saves)
+        self._tell_forgotten()
+
+    def _unsaved(
+        self, saves: tuple[BlockSave, ...], order: SaveBlocks, stored: dict[bytes, bool]
+    ) -> Job[tuple[BlockSave, ...]]:
+        """Those that nobody else has saved to a shared store, nor is about to."""
+        keys, able = [save.key for save in saves], self.calls.capabilities
+        if able.claims:
+            wanted = yield from self.calls.claim(keys)
+        elif able.shared:
+            found = yield from self.calls.lookup(keys)
+            if found.ticket is not None:
+                self.calls.release(found.ticket)
+            wanted = [not there for there in found.present]
+            stored |= {key: True for key, there in zip(keys, found.present, strict=True) if there}
+        else:
+            return saves
+        order.left.update(key for key, ours in zip(keys, wanted, strict=True) if not ours)
+        return tuple(save for save, ours in zip(saves, wanted, strict=True) if ours)
 
     def _save_some(self, group: int, saves: Sequence[BlockSave]) -> Job[list[bool]]:
         form = self.forms[group]
@@ -519,9 +595,33 @@ class StoreWorker:
                 [memoryview(form.header(self.identity, key).pack(value)), *pieces]
                 for key, value, pieces in zip(keys, values, batch.pieces, strict=True)
             ]
-            return (yield from self.calls.store(keys, sources))
+            return (yield from self.calls.store(keys, sources, [save.hints for save in saves]))
         finally:
             batch.release()
+
+    # --- what is forgotten ---
+
+    def _forget(self, keys: Sequence[bytes]) -> None:
+        """The store tells that objects are gone, in any thread."""
+        first = not self._forgotten
+        self._forgotten.extend(keys)
+        if first:
+            self._post(self._tell_forgotten)
+
+    def _tell_forgotten(self) -> None:
+        """That an object is gone is told after it was told that it is there."""
+        keys = [self._forgotten.popleft() for _ in range(len(self._forgotten))]
+        gone = tuple(key for key in keys if key not in self._storing)
+        self._forgotten.extend(key for key in keys if key in self._storing)
+        if gone:
+            self._done(Forgotten(keys=gone))
+
+    def _clear(self, order: ClearStore) -> Job[None]:
+        try:
+            order.done.set_result((yield from self.calls.clear(self.namespace)))
+        except StoreError as error:
+            order.done.set_exception(error)
+        self._done(order)
 
 
 def _borrow(lend: Callable[[], StagedBlocks | None]) -> Job[StagedBlocks]:

@@ -209,8 +209,8 @@ class Command(Struct, frozen=True, tag="command", kw_only=True):
 
     Attributes:
         command_id: the reply has the same.
-        name: ``state`` (the debugging dump), ``metrics``, ``reset_prefix_cache``, ``drain``,
-            ``members``, ``start_profile``, ``stop_profile``.
+        name: ``state`` (the debugging dump), ``metrics``, ``reset_prefix_cache``,
+            ``reset_store``, ``drain``, ``members``, ``start_profile``, ``stop_profile``.
         argument: for ``members``, a list of control addresses that may be dialled.
     """
 

@@ -42,7 +42,10 @@ class SecondsHistogram(LatencyHistogram, Collector):
 
     def collect(self) -> Iterator[HistogramMetricFamily]:
         """See `Collector`."""
-        yield histogram(self._name, self._text, self.counts())
+        found = self.counts()
+        yield HistogramMetricFamily(
+            self._name, self._text, buckets=buckets_of(found), sum_value=found.total
+        )
 
 
 class RatioHistogram(SecondsHistogram):
@@ -192,11 +195,15 @@ class CoreCollector(Collector):
         if metrics is None:
             return []
         counters = families(metrics.counters, "counter")
-        histograms = [
-            histogram(name, f"{name} of the engine core.", found)
-            for name, found in metrics.histograms.items()
-        ]
-        return [*counters, *families(metrics.gauges, "gauge"), *histograms]
+        histograms = dict[str, HistogramMetricFamily]()
+        for key, found in metrics.histograms.items():
+            name, labels = split_name(key)
+            text = f"{name} of the engine core."
+            family = histograms.setdefault(
+                name, HistogramMetricFamily(name, text, labels=list(labels))
+            )
+            family.add_metric(list(labels.values()), buckets_of(found), found.total)
+        return [*counters, *families(metrics.gauges, "gauge"), *histograms.values()]
 
 
 def families(values: Mapping[str, float], kind: str) -> list[Metric]:
@@ -212,11 +219,10 @@ def families(values: Mapping[str, float], kind: str) -> list[Metric]:
     return list(found.values())
 
 
-def histogram(name: str, text: str, found: HistogramCounts) -> HistogramMetricFamily:
+def buckets_of(found: HistogramCounts) -> list[tuple[str, float]]:
     """Counts by bucket as Prometheus shows them, summed up."""
     bounds = [*map(floatToGoString, found.bounds), "+Inf"]
-    buckets = list(zip(bounds, itertools.accumulate(found.counts), strict=True))
-    return HistogramMetricFamily(name, text, buckets=buckets, sum_value=found.total)
+    return list(zip(bounds, map(float, itertools.accumulate(found.counts)), strict=True))
 
 
 def split_name(key: str) -> tuple[str, dict[str, str]]:

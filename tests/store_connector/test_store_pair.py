@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from pathlib import Path
 
 import pytest
 
@@ -20,6 +21,11 @@ TOKENS = 61
 
 def with_store(spec: str) -> dict[str, object]:
     return {"store": spec, **PATIENT}
+
+
+def own(spec: str) -> str:
+    """The same store, of which a node thinks that it has it for itself."""
+    return spec.replace("}", ', "shared": false}')
 
 
 def hand_over(pair: Pair, expected: Expected) -> None:
@@ -54,7 +60,7 @@ def test_p_does_not_compute_what_its_store_holds_and_d_gets_it_once(
 def test_d_loads_from_its_own_store_and_reserves_the_rest(
     make_pair: MakePair, expected: Expected, spec: str, box: Box
 ) -> None:
-    pair = make_pair(d=with_store(spec))
+    pair = make_pair(d=with_store(own(spec)))
     hand_over(pair, expected)
     # What arrived was saved, with digests made from memory; so was what D computed.
     assert len(box.objects) == (TOKENS + 12 - 1) // 4
@@ -66,7 +72,7 @@ def test_d_loads_from_its_own_store_and_reserves_the_rest(
     assert count(pair.d, "prompt_tokens", source="transferred") - transferred == 1
 
 
-def test_both_share_a_store(make_pair: MakePair, expected: Expected, spec: str) -> None:
+def test_both_share_a_store(make_pair: MakePair, expected: Expected, spec: str, box: Box) -> None:
     pair = make_pair(p=with_store(spec), d=with_store(spec))
     for _ in range(3):
         hand_over(pair, expected)
@@ -75,6 +81,50 @@ def test_both_share_a_store(make_pair: MakePair, expected: Expected, spec: str) 
     again = count(pair.p, "transfers_revived")
     assert TOKENS + 2 <= count(pair.p, "prompt_tokens", source="computed") <= TOKENS + 2 + again
     assert count(pair.d, "prompt_tokens", source="computed") == 0
+    expect_saved_once(pair)
+    assert box.calls["store"] == len(box.objects)
+
+
+def expect_saved_once(pair: Pair) -> None:
+    """P saved the blocks that it computed, D those that it did, and D loaded nothing."""
+    saved_by_p, saved_by_d = TOKENS // 4, (TOKENS + 12 - 1) // 4 - TOKENS // 4
+    assert count(pair.p, "store_save_blocks", outcome="stored") == saved_by_p
+    assert count(pair.d, "store_save_blocks", outcome="stored") == saved_by_d
+    bytes_per_block = count(pair.p, "store_bytes", direction="save") / saved_by_p
+    assert count(pair.d, "store_bytes", direction="save") == saved_by_d * bytes_per_block
+    assert count(pair.d, "store_lookups") == 0
+    assert count(pair.d, "store_bytes", direction="load") == 0
+
+
+def test_both_share_files(make_pair: MakePair, expected: Expected, tmp_path: Path) -> None:
+    store = f'filesystem:{{"path": "{tmp_path}"}}'
+    pair = make_pair(p=with_store(store), d=with_store(store))
+    for _ in range(2):
+        hand_over(pair, expected)
+        forget(pair)
+    expect_saved_once(pair)
+    assert len(list(tmp_path.rglob("*.safetensors"))) == (TOKENS + 12 - 1) // 4
+
+
+def test_d_saves_what_its_source_does_not(
+    make_pair: MakePair, expected: Expected, spec: str, box: Box
+) -> None:
+    pair = make_pair(d=with_store(spec))
+    hand_over(pair, expected)
+    assert box.calls["store"] == len(box.objects) == (TOKENS + 12 - 1) // 4
+
+
+def test_d_asks_the_shared_store_when_its_source_dies(
+    make_pair: MakePair, expected: Expected, spec: str
+) -> None:
+    pair = make_pair(p=with_store(spec), d=with_store(spec))
+    hand_over(pair, expected)
+    pair.d.ask("reset_prefix_cache")
+    pair.kill("p")
+    at_d = pair.hand_over_to_d(PROMPT)
+    assert at_d.result() == expected(PROMPT)
+    assert count(pair.d, "prompt_tokens", source="store") == 60
+    assert count(pair.d, "prompt_tokens", source="computed") == 1
 
 
 @pytest.mark.parametrize("side", ["p", "d"])
@@ -82,7 +132,7 @@ def test_both_share_a_store(make_pair: MakePair, expected: Expected, spec: str) 
 def test_a_failing_store_beside_a_hand_over(
     make_pair: MakePair, expected: Expected, spec: str, box: Box, side: str, kind: str
 ) -> None:
-    pair = make_pair(**{side: with_store(spec) | {"store_load_timeout": 0.3}})
+    pair = make_pair(**{side: with_store(own(spec)) | {"store_load_timeout": 0.3}})
     hand_over(pair, expected)
     forget(pair)
     keys = list(box.objects)
@@ -107,7 +157,7 @@ def test_a_failing_store_beside_a_hand_over(
 def test_aborts_beside_a_hand_over(
     make_pair: MakePair, expected: Expected, spec: str, box: Box, side: str, kind: str
 ) -> None:
-    pair = make_pair(**{side: with_store(spec)})
+    pair = make_pair(**{side: with_store(own(spec))})
     if kind != "store":
         hand_over(pair, expected)
         forget(pair)
@@ -130,7 +180,7 @@ def test_outputs_are_those_of_the_baseline_whatever_fails_to_load(
         writer.hand_over(prompt)[1].result()
     rest(writer.p)
     baseline = [expected(prompt) for prompt in prompts]
-    at_once, later = make_pair(d=with_store(spec)), make_pair(d=with_store(spec))
+    at_once, later = make_pair(d=with_store(own(spec))), make_pair(d=with_store(own(spec)))
     keys = sorted(box.objects)
     box.failing.add("load")
     assert outputs(at_once, prompts) == baseline

@@ -6,6 +6,7 @@ import threading
 from collections import Counter, defaultdict
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import replace
 
 from kvbaton.connectors.store import Pieces, StoreCapabilities, Usage
 from kvbaton.connectors.stores.threaded import ThreadedStore
@@ -78,8 +79,9 @@ class Backend:
 
     capabilities = StoreCapabilities(persistent=True, shared=True, pins=False, max_keys=16)
 
-    def __init__(self, box: Box) -> None:
+    def __init__(self, box: Box, *, shared: bool = True) -> None:
         self.box = box
+        self.capabilities = replace(self.capabilities, shared=shared)
 
     def open(self) -> None:
         """Nothing to do."""
@@ -124,5 +126,5 @@ class Backend:
 class HeldStore(ThreadedStore):
     """A box as a store."""
 
-    def __init__(self, name: str, *, box: str, threads: int = 4) -> None:
-        super().__init__(name, Backend(BOXES[box]), threads=threads)
+    def __init__(self, name: str, *, box: str, threads: int = 4, shared: bool = True) -> None:
+        super().__init__(name, Backend(BOXES[box], shared=shared), threads=threads)
