@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 import json
+import signal
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 from kvbaton.connectors.stores.faulty import FaultyStore
 from kvbaton.connectors.stores.filesystem import Files, FilesystemStore, header
 from kvbaton.connectors.stores.memory import Arena, MemoryStore
 from kvbaton.connectors.stores.threaded import SEAL_BYTES, ThreadedStore, seal
 from kvbaton.connectors.stores.tiered import TieredStore
+from tests.support.store_servers import Server
 
 
 class FilesystemBackDoor:
@@ -81,6 +83,57 @@ class TieredBackDoor:
         assert isinstance(last, FilesystemStore)
         files = FilesystemBackDoor(last)
         self.get, self.put, self.fail = files.get, files.put, files.fail
+
+
+class S3BackDoor:
+    """Reads and writes an S3 store's objects past its checks; stops the server to let it fail."""
+
+    server: ClassVar[Server]
+    """Where the bucket is."""
+
+    def __init__(self, store: Any) -> None:
+        from kvbaton.connectors.stores.s3 import S3Objects
+
+        objects: S3Objects = store.backend
+        self._bucket = objects._bucket
+
+    def get(self, key: bytes) -> bytes | None:
+        """What is behind the seal."""
+        try:
+            return self._value(key)[SEAL_BYTES:]
+        except FileNotFoundError:
+            return None
+
+    def put(self, key: bytes, data: bytes) -> None:
+        """Put an object."""
+        self._put(key, seal(key, [memoryview(data)]) + data)
+
+    def cut(self, key: bytes, num_bytes: int) -> None:
+        """Shorten an object."""
+        self._put(key, self._value(key)[: SEAL_BYTES + num_bytes])
+
+    def spoil(self, key: bytes) -> None:
+        """Change the last byte of an object."""
+        value = self._value(key)
+        self._put(key, value[:-1] + bytes([value[-1] ^ 1]))
+
+    def fail(self, failing: bool) -> None:
+        """Stop the server's process, or let it go on."""
+        self.server.process.send_signal(signal.SIGSTOP if failing else signal.SIGCONT)
+
+    def _value(self, key: bytes) -> bytes:
+        import obstore
+
+        from kvbaton.connectors.stores.s3 import _path
+
+        return bytes(obstore.get(self._bucket, _path(key)).bytes())
+
+    def _put(self, key: bytes, value: bytes) -> None:
+        import obstore
+
+        from kvbaton.connectors.stores.s3 import _path
+
+        obstore.put(self._bucket, _path(key), value, use_multipart=False)
 
 
 class RedisBackDoor:

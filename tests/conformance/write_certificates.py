@@ -11,6 +11,7 @@ import sys
 import tempfile
 from collections.abc import Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager, nullcontext
+from importlib import import_module
 from pathlib import Path
 from typing import Any
 
@@ -25,9 +26,11 @@ from tests.conformance.back_doors import (
     FilesystemBackDoor,
     MemoryBackDoor,
     RedisBackDoor,
+    S3BackDoor,
     TieredBackDoor,
 )
 from tests.conformance.test_remote_stores_conform import REMOTE
+from tests.support.store_servers import running, s3_server
 
 NO_WAY_IN = {"L1.what-is-kept-is-what-is-loaded": "its memory has no way in but the store's own"}
 NO_CHECKSUM = {
@@ -45,6 +48,12 @@ TIERED = (
     'tiered:{"tiers": ["memory:{\\"max_bytes\\": 16777216}",'
     ' "filesystem:{\\"path\\": \\"{tmp}/objects\\", \\"max_bytes\\": 67108864}"]}'
 )
+SQLITE = 'kvbaton_sqlite:SqliteStore:{"path": "{tmp}/objects.db", "max_bytes": 100000000}'
+
+
+def _sqlite_door(store: Any) -> Any:
+    return import_module("kvbaton_sqlite_door").SqliteDoor(store)
+
 
 Plan = tuple[AbstractContextManager[str], str, Any, Mapping[str, str]]
 """Makes the spec; its kind, back door and exclusions."""
@@ -56,6 +65,12 @@ def _server(name: str) -> Iterator[str]:
         yield spec
 
 
+@contextmanager
+def _s3() -> Iterator[str]:
+    with running(s3_server()) as S3BackDoor.server:
+        yield S3BackDoor.server.spec(timeout_s=8.0, retry_s=1.0)
+
+
 PLANS: dict[str, Plan] = {
     "store-memory": (nullcontext(stores.MEMORY), "store", MemoryBackDoor, NO_WAY_IN),
     "store-filesystem": (
@@ -65,6 +80,9 @@ PLANS: dict[str, Plan] = {
     "store-tiered": (nullcontext(TIERED), "store", TieredBackDoor, FASTER_TIER),
     "store-faulty": (nullcontext(stores.TestFaulty.spec), "store", MemoryBackDoor, NO_WAY_IN),
     "store-redis": (_server("redis"), "store", RedisBackDoor, NO_LIMIT),
+    "store-s3": (_s3(), "store", S3BackDoor, NO_LIMIT),
+    "store-sqlite": (nullcontext(SQLITE), "store", _sqlite_door, {}),
+    "transport-vm": (nullcontext("kvbaton_vm:VmTransport"), "transport", None, {}),
     **{
         f"transport-{spec.partition(':')[0]}": (nullcontext(spec), "transport", None, {})
         for spec in (suite.spec for suite in transports.BUILT_IN)
@@ -75,6 +93,15 @@ PLANS: dict[str, Plan] = {
 
 def main(words: list[str]) -> int:
     """See the module."""
+    with pytest.MonkeyPatch.context() as patch:
+        for folder in ("vendor_store", "vendor_transport"):
+            path = str(Path(__file__).parents[2] / "examples" / folder)
+            patch.setenv("PYTHONPATH", path, prepend=":")  # of the processes that the kit starts
+            patch.syspath_prepend(path)
+        return _write(words)
+
+
+def _write(words: list[str]) -> int:
     folder, names = Path(words[0]), words[1:]
     lacking = []
     for name, (spec, kind, door, exclusions) in PLANS.items():
