@@ -26,7 +26,15 @@ OWN_SERVERS = frozenset(
     f"tests/e2e/test_{name}.py"
     for name in (
         *("commands", "encode", "encode_more", "failures", "frontends", "hostile", "migration"),
-        *("namespaces", "overlap", "readme", "rolling_update", "up", "vendor_transport"),
+        *(
+            "namespaces",
+            "overlap",
+            "readme",
+            "rolling_update",
+            "up",
+            "vendor_transport",
+            "vllm_connector",
+        ),
     )
 )
 """Files whose tests share servers with no other file: a worker for each."""

@@ -88,6 +88,7 @@ STORES = Kind(
         "nixl": "kvbaton.connectors.stores.nixl:NixlStore",
         "redis": "kvbaton.connectors.stores.redis:RedisStore",
         "s3": "kvbaton.connectors.stores.s3:S3Store",
+        "vllm": "kvbaton.connectors.vllm_adapter.store:VllmStore",
     },
     Contract(major=1, minor=2, oldest=1),
 )

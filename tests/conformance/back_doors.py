@@ -7,6 +7,7 @@ import signal
 from pathlib import Path
 from typing import Any, ClassVar
 
+from kvbaton.connectors.stores.chunks import HEAD, tokens_of
 from kvbaton.connectors.stores.faulty import FaultyStore
 from kvbaton.connectors.stores.filesystem import Files, FilesystemStore, header
 from kvbaton.connectors.stores.memory import Arena, MemoryStore
@@ -169,3 +170,52 @@ class RedisBackDoor:
         rights = "-@all" if failing else "+@all"
         command: Any = self._redis.execute_command
         command("ACL", "SETUSER", "default", rights, "+acl")
+
+
+class VllmFilesBackDoor:
+    """Reaches the files of ``examples/vllm_connector`` below a `VllmStore`."""
+
+    def __init__(self, store: Any) -> None:
+        self._blocks = store.backend
+        self._connector = store.backend._driver._scheduler
+
+    def get(self, key: bytes) -> bytes | None:
+        """Behind length and checksum of the first block, and all of the others."""
+        try:
+            data = self._path(key, 0).read_bytes()
+        except FileNotFoundError:
+            return None
+        num_bytes, _ = HEAD.unpack_from(data)
+        for number in range(1, -(-(HEAD.size + num_bytes) // len(data))):
+            data += self._path(key, number).read_bytes()
+        return data[HEAD.size : HEAD.size + num_bytes]
+
+    def put(self, key: bytes, data: bytes) -> None:
+        """Write files."""
+        size = self._blocks._driver.block_bytes
+        whole = HEAD.pack(len(data), seal(key, [memoryview(data)])) + data
+        for number, start in enumerate(range(0, len(whole), size)):
+            self._path(key, number).write_bytes(whole[start : start + size].ljust(size, b"\0"))
+
+    def cut(self, key: bytes, num_bytes: int) -> None:
+        """Shorten the file that has the last byte to be left, and remove those behind it."""
+        last, rest = divmod(HEAD.size + num_bytes, self._blocks._driver.block_bytes)
+        path = self._path(key, last)
+        path.write_bytes(path.read_bytes()[:rest])
+        while (path := self._path(key, last := last + 1)).exists():
+            path.unlink()
+
+    def fail(self, failing: bool) -> None:
+        """Put a loop of links in the folder's place, which even root can't follow."""
+        folder = self._connector._folder
+        away = folder.with_suffix(".away")
+        if failing:
+            folder.rename(away)
+            folder.symlink_to(folder)
+        else:
+            folder.unlink()
+            away.rename(folder)
+
+    def _path(self, key: bytes, number: int) -> Path:
+        [name] = self._connector._files(tokens_of(self._blocks._name(key, number)))
+        return Path(self._connector._folder / name)

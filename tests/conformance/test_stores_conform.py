@@ -5,7 +5,7 @@ from typing import Any, ClassVar
 import pytest
 
 from kvbaton.testing.suite import StoreTests
-from tests.conformance.back_doors import FilesystemBackDoor
+from tests.conformance.back_doors import FilesystemBackDoor, VllmFilesBackDoor
 
 MEMORY = 'memory:{"max_bytes": 67108864}'
 
@@ -47,4 +47,14 @@ class TestMemoryAtDepth(TestMemory):
     depth = 10
 
 
-BUILT_IN = (TestMemory, TestFilesystem, TestNixl, TestTiered, TestFaulty)
+@pytest.mark.slow
+class TestVllm(StoreTests):
+    spec = (
+        'vllm:{"connector": "examples.vllm_connector.kv_files:KVFilesConnector",'
+        ' "extra_config": {"path": "{tmp}/objects"}, "persistent": true, "shared": true,'
+        ' "block_bytes": 65536}'
+    )
+    back_door: ClassVar[Any] = VllmFilesBackDoor
+
+
+BUILT_IN = (TestMemory, TestFilesystem, TestNixl, TestTiered, TestFaulty, TestVllm)

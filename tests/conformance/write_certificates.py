@@ -28,6 +28,7 @@ from tests.conformance.back_doors import (
     RedisBackDoor,
     S3BackDoor,
     TieredBackDoor,
+    VllmFilesBackDoor,
 )
 from tests.conformance.test_remote_stores_conform import REMOTE
 from tests.support.store_servers import running, s3_server
@@ -36,9 +37,12 @@ NO_WAY_IN = {"L1.what-is-kept-is-what-is-loaded": "its memory has no way in but 
 NO_CHECKSUM = {
     "L3.spoiled-objects": "it keeps no checksum: the engine verifies a digest of each block"
 }
+SMALL = (
+    *("L1.a-full-store-says-no", "L1.a-full-store-stays-right", "L1.evictions-are-told"),
+    "L2.eviction-during-load",
+)
 NO_LIMIT = dict.fromkeys(
-    ("L1.a-full-store-says-no", "L1.a-full-store-stays-right", "L2.eviction-during-load"),
-    "the server's limit counts more than objects, and is not the store's own",
+    SMALL, "the server's limit counts more than objects, and is not the store's own"
 )
 FASTER_TIER = dict.fromkeys(
     ("L3.cut-objects", "L3.spoiled-objects", "L3.errors-are-told"),
@@ -48,6 +52,9 @@ TIERED = (
     'tiered:{"tiers": ["memory:{\\"max_bytes\\": 16777216}",'
     ' "filesystem:{\\"path\\": \\"{tmp}/objects\\", \\"max_bytes\\": 67108864}"]}'
 )
+CONNECTORS = dict.fromkeys(SMALL, "connectors for vLLM do not tell how much they hold") | {
+    "L3.spoiled-objects": "a spoiled block is a miss, but a connector can't be told to forget it"
+}
 SQLITE = 'kvbaton_sqlite:SqliteStore:{"path": "{tmp}/objects.db", "max_bytes": 100000000}'
 
 
@@ -81,6 +88,7 @@ PLANS: dict[str, Plan] = {
     "store-faulty": (nullcontext(stores.TestFaulty.spec), "store", MemoryBackDoor, NO_WAY_IN),
     "store-redis": (_server("redis"), "store", RedisBackDoor, NO_LIMIT),
     "store-s3": (_s3(), "store", S3BackDoor, NO_LIMIT),
+    "store-vllm": (nullcontext(stores.TestVllm.spec), "store", VllmFilesBackDoor, CONNECTORS),
     "store-sqlite": (nullcontext(SQLITE), "store", _sqlite_door, {}),
     "transport-vm": (nullcontext("kvbaton_vm:VmTransport"), "transport", None, {}),
     **{

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import gc
 import multiprocessing
-import random
 from collections.abc import Iterator
 from importlib import import_module
 from importlib.util import find_spec
@@ -15,8 +14,9 @@ import pytest
 
 from kvbaton.connectors.registry import load_store
 from kvbaton.connectors.store import Store
+from kvbaton.connectors.stores import chunks
 from kvbaton.errors import ConfigError, StoreError
-from tests.support.store_objects import find, make_objects, pieces, read, save, wait
+from tests.support.store_objects import find, make_objects, read, save, wait
 from tests.support.store_servers import CHUNK_BYTES, Server, lmcache_server, need, running
 from tests.support.waiting import until
 
@@ -43,28 +43,6 @@ def objects_of(seed: int) -> dict[bytes, bytes]:
     return {k: v for i, n in enumerate(SIZES) for k, v in make_objects(1, n, seed + i).items()}
 
 
-@pytest.mark.parametrize("num_bytes", [0, 1, 999, 1000, 1001, 1024, 5000])
-def test_chunks_hold_all_bytes(lmcache: Any, num_bytes: int) -> None:
-    [(key, data)] = make_objects(1, num_bytes, 30).items()
-    count = lmcache.chunks_of(pieces(data), 1024)
-    slots = [memoryview(bytearray(random.Random(i).randbytes(1024))) for i in range(count)]
-    for i in reversed(range(count)):
-        lmcache.fill([slots[i]], [i], key, pieces(data))
-    target = pieces(bytes(num_bytes))
-    assert lmcache.take(slots, key, target) is True
-    assert b"".join(target) == data
-    assert lmcache.take(slots, bytes(32), target) is False
-    assert lmcache.take(slots, key, pieces(bytes(num_bytes + 1))) is None
-
-
-def test_tokens_name_the_key(lmcache: Any) -> None:
-    keys = [bytes(32), *(bytes(i) + b"\x01" + bytes(31 - i) for i in range(32))]
-    for chunk in (16, 20, 256):
-        tokens = [lmcache.tokens_of(key, chunk, 3) for key in keys]
-        assert {len(some) for some in tokens} == {3 * chunk}
-        assert len({tuple(some[:chunk]) for some in tokens}) == len(keys)
-
-
 def test_objects_come_back(engine: Store) -> None:
     objects = objects_of(40)
     assert find(engine, list(objects)).present == (False,) * len(SIZES)
@@ -88,7 +66,7 @@ def test_a_corrupt_object_is_a_miss(lmcache: Any, engine: Any) -> None:
     def spoil(slots: list[memoryview]) -> None:
         slots[2][77] ^= 1
 
-    engine.backend._engine.retrieve(lmcache.tokens_of(key, chunks=4), move=spoil)
+    engine.backend._engine.retrieve(chunks.tokens_of(key, chunks=4), move=spoil)
     assert read(engine, objects) == [None, objects[list(objects)[1]]]
     assert find(engine, list(objects)).present == (False, True)
     assert save(engine, objects) == [True, True]

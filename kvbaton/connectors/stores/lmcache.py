@@ -1,19 +1,13 @@
-"""Objects as chunks of tokens, which is what LMCache keeps; and its engine, inside this process.
+"""Objects as chunks of tokens (`chunks.py`) in an LMCache engine, inside this process.
 
-The key's 32 bytes, read as 16 numbers, are the tokens of a chunk, repeated up to its length. An
-object takes as many chunks of a fixed number of bytes as it needs: LMCache chains their hashes, so
-they can all have the same tokens. In front of the bytes stand their length and checksum; behind
-them, up to the end of the last chunk, stands anything.
-
-The engine has whatever tiers it is configured to have. `lmcache_server.py` talks to LMCache's
-server instead.
+LMCache chains the hashes of chunks, so those of an object can all have the same tokens. The engine
+has whatever tiers it is configured to have. `lmcache_server.py` talks to LMCache's server instead.
 """
 
 from __future__ import annotations
 
 import multiprocessing
 import os
-import struct
 import threading
 import uuid
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -21,9 +15,16 @@ from contextlib import contextmanager
 from importlib.util import find_spec
 from typing import Any
 
-from kvbaton.connectors.store import KEY_BYTES, Pieces, StoreCapabilities, Usage
-from kvbaton.connectors.stores.arena_copies import copy
-from kvbaton.connectors.stores.threaded import SEAL_BYTES, LastCall, ThreadedStore, seal
+from kvbaton.connectors.store import Pieces, StoreCapabilities, Usage
+from kvbaton.connectors.stores.chunks import (
+    KEY_TOKENS,
+    check_chunk_bytes,
+    chunks_of,
+    fill,
+    take,
+    tokens_of,
+)
+from kvbaton.connectors.stores.threaded import LastCall, ThreadedStore
 from kvbaton.errors import ConfigError
 
 if find_spec("lmcache") is None:
@@ -32,12 +33,6 @@ if find_spec("lmcache") is None:
 # Before its import: unless told otherwise, it reports its use to its makers.
 os.environ.setdefault("LMCACHE_TRACK_USAGE", "false")
 os.environ.setdefault("LMCACHE_LOG_LEVEL", "ERROR")
-
-KEY_TOKENS = KEY_BYTES // 2
-"""Fewest tokens of a chunk, and what an engine's chunks have."""
-
-_WORDS = struct.Struct(f"<{KEY_TOKENS}H")
-_HEAD = struct.Struct(f"<Q{SEAL_BYTES}s")
 
 
 class LMCacheStore(ThreadedStore):
@@ -148,62 +143,6 @@ class LMCacheBackend(LastCall):
         """A turn at the engine; what it raises is `StoreError`."""
         with self._turn, self._calling("LMCache", Exception):
             yield
-
-
-def check_chunk_bytes(chunk_bytes: int) -> None:
-    """Raise `ConfigError` unless chunks can have so many bytes."""
-    if chunk_bytes < 1024 or chunk_bytes % 1024:
-        raise ConfigError("chunk_bytes", f"must be a multiple of 1024, not {chunk_bytes}")
-
-
-def tokens_of(key: bytes, chunk_tokens: int = KEY_TOKENS, chunks: int = 1) -> list[int]:
-    """Tokens of an object: `chunks` times `chunk_tokens` of them."""
-    words = _WORDS.unpack(key) * (chunk_tokens // KEY_TOKENS + 1)
-    return list(words[:chunk_tokens]) * chunks
-
-
-def chunks_of(pieces: Pieces, chunk_bytes: int) -> int:
-    """How many chunks an object takes."""
-    return -(-(_HEAD.size + sum(map(len, pieces))) // chunk_bytes)
-
-
-def fill(slots: Sequence[memoryview], numbers: Sequence[int], key: bytes, source: Pieces) -> None:
-    """Write some chunks of an object.
-
-    Args:
-        slots: memory of these chunks, all of one length.
-        numbers: which chunks of the object they are.
-        key: of the object.
-        source: all its bytes.
-    """
-    head = _HEAD.pack(sum(map(len, source)), seal(key, source))
-    for slot, number in zip(slots, numbers, strict=True):
-        part = _cut([memoryview(head), *source], number * len(slot), len(slot))
-        copy([slot[: sum(map(len, part))]], part)
-
-
-def take(slots: Sequence[memoryview], key: bytes, target: Pieces) -> bool | None:
-    """Fill `target` from all chunks of an object.
-
-    Returns:
-        Whether the bytes are right; None if they are not as many.
-    """
-    num_bytes, digest = _HEAD.unpack(slots[0][: _HEAD.size])
-    if num_bytes != sum(map(len, target)):
-        return None
-    copy(target, _cut(slots, _HEAD.size, num_bytes))
-    return bool(seal(key, target) == digest)
-
-
-def _cut(pieces: Pieces, start: int, num_bytes: int) -> list[memoryview]:
-    """A run of the bytes of some pieces; what is beyond their end is left out."""
-    parts = []
-    for piece in pieces:
-        part = piece[min(start, len(piece)) : start + num_bytes]
-        start = max(start - len(piece), 0)
-        num_bytes -= len(part)
-        parts.append(part)
-    return parts
 
 
 Move = Callable[[list[memoryview]], None]

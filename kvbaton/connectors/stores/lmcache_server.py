@@ -24,8 +24,9 @@ from typing import Any
 
 import zmq
 
+import kvbaton.connectors.stores.lmcache  # noqa: F401  # says if LMCache is missing, and quiets it
 from kvbaton.connectors.store import Pieces, StoreCapabilities, Usage
-from kvbaton.connectors.stores.lmcache import (
+from kvbaton.connectors.stores.chunks import (
     KEY_TOKENS,
     check_chunk_bytes,
     chunks_of,

@@ -1,0 +1,1 @@
+"""Connectors written to vLLM's `KVConnectorBase_V1`, as stores; see `store.py`."""

@@ -1,0 +1,525 @@
+"""Makes a connector's calls as vLLM's scheduler and its one worker make them, over blocks of ours.
+
+Each of our *blocks* is, to the connector, a prompt of one full block and two tokens more: vLLM
+computes the last token of a prompt itself, so connectors leave it out, some of them twice. The
+order of the calls is that of a step: scheduler side, metadata, worker side, and back. A block is
+kept by a step in which its prompt is computed and ends, and loaded by one in which it is found.
+"""
+
+from __future__ import annotations
+
+import importlib
+import itertools
+import time
+import uuid
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+import torch
+
+from kvbaton.connectors.stores.chunks import tokens_of
+from kvbaton.connectors.vllm_adapter.names import provide_names
+from kvbaton.errors import ConfigError, StoreError
+
+LAYER = "model.layers.0.self_attn.attn"
+"""The only one there is."""
+_DTYPE = torch.bfloat16
+_SPARE = 1
+"""The block of every prompt's last tokens, which nobody keeps; 0 is vLLM's own."""
+_FIRST = 2
+_POLL_S = 0.002
+
+Fill = Callable[[int, list[memoryview]], None]
+"""Is called with a block's number in the call and its memory, to write or read it."""
+
+
+class Told(SimpleNamespace):
+    """What a connector is given: it has the attributes of vLLM's of that name that are of use."""
+
+    def __init__(self, title: str, **attributes: Any) -> None:
+        super().__init__(**attributes)
+        self.__dict__["_title"] = title
+
+    def __getattr__(self, name: str) -> Any:
+        if name.startswith("__"):
+            raise AttributeError(name)
+        title = self.__dict__.get("_title", "this")
+        raise AttributeError(f"{title}.{name} is not there for connectors under kvbaton")
+
+
+class ConnectorDriver:
+    """One connector, both of its sides; one caller at a time.
+
+    Args:
+        path: ``package.module:Class`` of the connector.
+        extra_config: its ``kv_connector_extra_config``.
+        block_bytes: of a block; a multiple of 4 times `block_tokens`.
+        block_tokens: of a block; a multiple of 16.
+        num_blocks: that can be on their way at the same time.
+        planes: whether keys and values lie apart, ``[2, block, token, head, feature]``, or in a
+            row, ``[block, head, token, feature]``, as vLLM has it now.
+        timeout_s: the longest that it may say "not yet", or load and save asynchronously.
+    """
+
+    def __init__(
+        self,
+        path: str,
+        extra_config: Mapping[str, Any],
+        *,
+        block_bytes: int,
+        block_tokens: int,
+        num_blocks: int,
+        planes: bool,
+        timeout_s: float,
+    ) -> None:
+        self._path = path
+        self._extra_config = dict(extra_config)
+        self.block_bytes = block_bytes
+        self._tokens = block_tokens
+        self._num_blocks = num_blocks + _FIRST
+        self._planes = planes
+        self._timeout_s = timeout_s
+        self._numbers = itertools.count()
+        self._free: list[int] = []
+        self._late: dict[str, Any] = {}
+        """Requests whose blocks the connector still writes or reads, until it names them."""
+        self._ended: set[str] = set()
+        """Requests that the worker side has not been told of yet."""
+        self._sides: list[Any] = []
+
+    def open(self) -> None:
+        """Make both sides, and see whether they do what a store needs.
+
+        Raises:
+            ConfigError: they do not; it names the method or the feature.
+        """
+        base = self._base()
+        kind = self._class(base)
+        config = self._config()
+        layout = kind.get_required_kvcache_layout(config)
+        if layout not in (None, "NHD", "HND", "LBNHC", "LBHNC"):
+            raise self._refusal(f"get_required_kvcache_layout asks for {layout!r}")
+        memory = np.zeros(self._num_blocks * self.block_bytes, np.uint8)
+        self._memory = memory.data
+        features = self.block_bytes // (2 * _DTYPE.itemsize * self._tokens)
+        shape = (
+            (2, self._num_blocks, self._tokens, 1, features)
+            if self._planes
+            else (self._num_blocks, 1, self._tokens, 2 * features)
+        )
+        self._cache = torch.from_numpy(memory).view(_DTYPE).view(shape)
+        caches = self._caches(features)
+        for role in (base.KVConnectorRole.SCHEDULER, base.KVConnectorRole.WORKER):
+            self._sides.append(kind(config, role, caches))
+        self._hma = base.supports_hma(self._worker)
+        if getattr(self._worker, "prefer_cross_layer_blocks", False):
+            raise self._refusal("prefer_cross_layer_blocks: there is one tensor for each layer")
+        self._worker.register_kv_caches({LAYER: self._cache})
+        if self._worker.get_handshake_metadata() is not None:
+            raise self._refusal(
+                "get_handshake_metadata: it moves blocks between engines that live, and keeps none"
+            )
+        self._free = list(range(_FIRST, self._num_blocks))
+
+    def close(self) -> None:
+        """Let both sides shut down."""
+        sides, self._sides = self._sides, []
+        for side in reversed(sides):
+            side.shutdown()
+
+    def found(self, names: Sequence[bytes]) -> list[bool]:
+        """Which blocks the connector would load.
+
+        Args:
+            names: of 32 bytes.
+        """
+        requests = [self._request(name) for name in names]
+        try:
+            return [self._matched(request)[0] for request in requests]
+        finally:
+            self._end(requests)
+
+    def load(self, names: Sequence[bytes], read: Fill) -> list[bool]:
+        """Read blocks; which of them were there. `read` gets those."""
+        answers = [False] * len(names)
+        for part in self._rounds(len(names)):
+            requests = [self._request(name) for name in names[part]]
+            try:
+                self._load(requests)
+                for number, request in enumerate(requests, part.start):
+                    if request.loaded:
+                        read(number, self._memory_of(request))
+                        answers[number] = True
+            finally:
+                self._end(requests)
+        return answers
+
+    def store(self, names: Sequence[bytes], write: Fill) -> None:
+        """Keep blocks that are not there; `found` tells which are there afterwards."""
+        for part in self._rounds(len(names)):
+            requests = [self._request(name) for name in names[part]]
+            try:
+                for request in requests:
+                    self._matched(request)
+                for number, request in enumerate(requests, part.start):
+                    self._allocate(request, 0)
+                    write(number, self._memory_of(request))
+                self._step(requests)
+            finally:
+                self._end(requests)
+            self._until_named(requests, "save")
+
+    def wipe(self) -> None:
+        """Forget what is in the blocks' memory."""
+        self._cache.zero_()
+
+    def _load(self, requests: Sequence[Any]) -> None:
+        """Load what is there of new requests' blocks, and mark those requests."""
+        there = [(request, *self._matched(request)) for request in requests]
+        # No step may come between these: what is allocated is loaded by the next one.
+        for request, found, asynchronous in there:
+            if found and asynchronous:
+                self._late[request.request_id] = request
+            elif found:
+                request.num_computed_tokens = self._tokens
+            if found:
+                self._allocate(request, self._tokens)
+        bad = self._step([request for request in requests if request.num_computed_tokens])
+        bad |= self._until_named(requests, "load")
+        for request, found, _ in there:
+            request.loaded = found and not bad.intersection(request.blocks)
+            request.num_computed_tokens = self._tokens if request.loaded else 0
+
+    def _rounds(self, count: int) -> Iterator[slice]:
+        """So many at a time as there are free blocks."""
+        start = 0
+        while start < count:
+            self._until(lambda: bool(self._free), "get_finished gives no block back")
+            end = min(start + len(self._free), count)
+            yield slice(start, end)
+            start = end
+
+    # --- the scheduler's side ---
+
+    def _request(self, name: bytes) -> Any:
+        tokens = [*tokens_of(name, self._tokens), 0, 0]
+        return Told(
+            "Request",
+            request_id=f"kvbaton-{next(self._numbers)}",
+            prompt_token_ids=tokens,
+            all_token_ids=tokens,
+            num_tokens=len(tokens),
+            num_prompt_tokens=len(tokens),
+            num_computed_tokens=0,
+            num_output_tokens=0,
+            output_token_ids=[],
+            num_preemptions=0,
+            block_hashes=[name],
+            blocks=[],
+            mm_features=[],
+            prompt_embeds=None,
+            sampling_params=None,
+            pooling_params=None,
+            lora_request=None,
+            cache_salt=None,
+            kv_transfer_params=None,
+            skip_reading_prefix_cache=False,
+            priority=0,
+            arrival_time=time.time(),
+            status=self._status.WAITING,
+            loaded=False,
+            over=False,
+        )
+
+    def _new(self, request: Any) -> Any:
+        return Told(
+            "NewRequestData",
+            req_id=request.request_id,
+            prompt_token_ids=request.prompt_token_ids,
+            prefill_token_ids=request.prompt_token_ids,
+            block_ids=([*request.blocks, _SPARE],),
+            num_computed_tokens=request.num_computed_tokens,
+            mm_features=[],
+            sampling_params=None,
+            pooling_params=None,
+            lora_request=None,
+            prompt_embeds=None,
+        )
+
+    def _matched(self, request: Any) -> tuple[bool, bool]:
+        """Whether the block of a request is there, and is loaded asynchronously."""
+        deadline = time.monotonic() + self._timeout_s
+        while True:
+            count, asynchronous = self._scheduler.get_num_new_matched_tokens(request, 0)
+            if count is not None:
+                return count == self._tokens, asynchronous
+            if time.monotonic() > deadline:
+                raise StoreError(f"get_num_new_matched_tokens says None for {self._timeout_s:g} s")
+            self._step([])
+            time.sleep(_POLL_S)
+
+    def _allocate(self, request: Any, num_external: int) -> None:
+        request.blocks = [self._free.pop()]
+        request.status = self._status.RUNNING
+        ids = [*request.blocks, _SPARE]
+        blocks = Told(
+            "KVCacheBlocks",
+            get_block_ids=lambda allow_none=False: (ids,),
+            get_unhashed_block_ids=lambda: ids,
+            blocks=(tuple(Told("KVCacheBlock", block_id=i, is_null=False) for i in ids),),
+        )
+        self._scheduler.update_state_after_alloc(request, blocks, num_external)
+
+    def _end(self, requests: Sequence[Any]) -> None:
+        """The requests are over; their blocks are free, unless the connector still needs them."""
+        errors = list[Exception]()
+        for request in requests:
+            try:
+                if self._finished(request):
+                    self._late[request.request_id] = request
+            except Exception as error:
+                errors.append(error)
+            request.over = True
+            self._ended.add(request.request_id)
+            if request.request_id not in self._late:
+                self._free += request.blocks
+        if errors:
+            raise errors[0]
+        if requests:
+            self._step([])
+
+    def _finished(self, request: Any) -> bool:
+        """Tell that a request is over; whether the connector still needs its block."""
+        ids = [*request.blocks, _SPARE] if request.blocks else []
+        request.status = self._status.FINISHED_LENGTH_CAPPED
+        kept, params = (
+            self._scheduler.request_finished_all_groups(request, (ids,))
+            if self._hma
+            else self._scheduler.request_finished(request, ids)
+        )
+        if params is not None:
+            raise self._refusal("request_finished: it hands blocks to another engine")
+        return bool(kept)
+
+    # --- a step ---
+
+    def _step(self, requests: Sequence[Any]) -> set[int]:
+        """A step with these new requests; blocks whose loads have failed."""
+        scheduled = {one.request_id: one.num_tokens - one.num_computed_tokens for one in requests}
+        output = Told(
+            "SchedulerOutput",
+            scheduled_new_reqs=[self._new(request) for request in requests],
+            scheduled_cached_reqs=Told(
+                "CachedRequestData",
+                req_ids=[],
+                resumed_req_ids=set(),
+                new_token_ids=[],
+                all_token_ids={},
+                new_block_ids=[],
+                num_computed_tokens=[],
+                num_output_tokens=[],
+                num_reqs=0,
+            ),
+            num_scheduled_tokens=scheduled,
+            total_num_scheduled_tokens=sum(scheduled.values()),
+            scheduled_spec_decode_tokens={},
+            scheduled_encoder_inputs={},
+            num_common_prefix_blocks=[0],
+            finished_req_ids=self._ended,
+            free_encoder_mm_hashes=[],
+            preempted_req_ids=set(),
+            kv_connector_metadata=None,
+        )
+        self._ended = set()
+        metadata = self._scheduler.build_connector_meta(output)
+        output.kv_connector_metadata = metadata
+        worker = self._worker
+        worker.handle_preemptions(metadata)
+        worker.bind_connector_metadata(metadata)
+        attention = {LAYER: Told("AttentionMetadata")}
+        context = Told(
+            "ForwardContext",
+            attn_metadata=attention,
+            no_compile_layers={LAYER: Told("Attention", kv_cache=self._cache)},
+            virtual_engine=0,
+        )
+        try:
+            worker.start_load_kv(context)
+            worker.wait_for_layer_load(LAYER)
+            worker.save_kv_layer(LAYER, self._cache, attention[LAYER])
+            worker.wait_for_save()
+            sent, received = worker.get_finished(output.finished_req_ids)
+            bad = set(worker.get_block_ids_with_load_errors())
+            told = worker.build_connector_worker_meta()
+        finally:
+            worker.clear_connector_metadata()
+        self._scheduler.update_connector_output(
+            Told(
+                "KVConnectorOutput",
+                finished_sending=sent,
+                finished_recving=received,
+                invalid_block_ids=bad,
+                kv_connector_worker_meta=told,
+                kv_connector_stats=None,
+                kv_cache_events=None,
+                expected_finished_count=0,
+            )
+        )
+        for name in {*(sent or ()), *(received or ())} & self._late.keys():
+            request = self._late.pop(name)
+            if request.over:
+                self._free += request.blocks
+        return bad
+
+    def _until_named(self, requests: Sequence[Any], what: str) -> set[int]:
+        """Step on until the connector has named those of the requests that it is late with."""
+        names = {request.request_id for request in requests}
+        return self._until(
+            lambda: not names & self._late.keys(), f"get_finished names no {what} that has ended"
+        )
+
+    def _until(self, done: Callable[[], bool], why: str) -> set[int]:
+        """Step on until it is done; blocks whose loads failed meanwhile."""
+        deadline, bad = time.monotonic() + self._timeout_s, set[int]()
+        while not done():
+            if time.monotonic() > deadline:
+                raise StoreError(f"{why} for {self._timeout_s:g} s")
+            time.sleep(_POLL_S)
+            bad |= self._step([])
+        return bad
+
+    # --- what the connector is built of ---
+
+    @property
+    def _scheduler(self) -> Any:
+        return self._sides[0]
+
+    @property
+    def _worker(self) -> Any:
+        return self._sides[1]
+
+    def _memory_of(self, request: Any) -> list[memoryview]:
+        """The memory of a request's block."""
+        [number] = request.blocks
+        size = self.block_bytes // 2 if self._planes else self.block_bytes
+        starts = (number, number + self._num_blocks) if self._planes else (number,)
+        return [self._memory[start * size : (start + 1) * size] for start in starts]
+
+    def _refusal(self, why: str) -> ConfigError:
+        return ConfigError("connector", f"{self._path} can't be a store: {why}")
+
+    def _base(self) -> Any:
+        """The module of the base class, vLLM's own or ours."""
+        provide_names()
+        try:
+            base = importlib.import_module("vllm.distributed.kv_transfer.kv_connector.v1.base")
+            self._status = importlib.import_module("vllm.v1.request").RequestStatus
+        except ImportError as error:
+            raise ConfigError(
+                "connector", f"the vllm that is installed can't be used: {error}"
+            ) from error
+        return base
+
+    def _class(self, base: Any) -> Any:
+        module, _, name = self._path.partition(":")
+        try:
+            kind = getattr(importlib.import_module(module), name)
+        except (ImportError, AttributeError) as error:
+            raise ConfigError("connector", f"can't load {self._path}: {error}") from error
+        if not (isinstance(kind, type) and issubclass(kind, base.KVConnectorBase_V1)):
+            raise self._refusal("it is no class over vLLM's KVConnectorBase_V1")
+        if missing := sorted(getattr(kind, "__abstractmethods__", ())):
+            raise self._refusal(f"it lacks {', '.join(missing)}")
+        return kind
+
+    def _config(self) -> Any:
+        """What connectors read of a `VllmConfig`: one layer, one head, one rank."""
+        extra = self._extra_config
+        engine = f"kvbaton-{uuid.uuid4()}"
+        features = self.block_bytes // (2 * _DTYPE.itemsize * self._tokens)
+        return Told(
+            "VllmConfig",
+            instance_id=engine,
+            kv_transfer_config=Told(
+                "KVTransferConfig",
+                kv_connector=self._path,
+                kv_connector_module_path=None,
+                kv_connector_extra_config=extra,
+                get_from_extra_config=extra.get,
+                engine_id=engine,
+                kv_role="kv_both",
+                kv_rank=None,
+                kv_parallel_size=1,
+                kv_ip="127.0.0.1",
+                kv_port=14579,
+                kv_buffer_device="cpu",
+                kv_buffer_size=1e9,
+                kv_load_failure_policy="recompute",
+                is_kv_transfer_instance=True,
+                is_kv_producer=True,
+                is_kv_consumer=True,
+            ),
+            cache_config=Told(
+                "CacheConfig",
+                block_size=self._tokens,
+                cache_dtype="auto",
+                num_gpu_blocks=self._num_blocks,
+                enable_prefix_caching=True,
+            ),
+            model_config=Told(
+                "ModelConfig",
+                model=f"kvbaton-{self.block_bytes}",
+                served_model_name=f"kvbaton-{self.block_bytes}",
+                dtype=_DTYPE,
+                max_model_len=self._tokens + 2,
+                use_mla=False,
+                hf_config=Told("hf_config"),
+                get_num_layers=lambda parallel: 1,
+                get_num_kv_heads=lambda parallel: 1,
+                get_total_num_kv_heads=lambda: 1,
+                get_head_size=lambda: features,
+            ),
+            parallel_config=Told(
+                "ParallelConfig",
+                rank=0,
+                world_size=1,
+                tensor_parallel_size=1,
+                pipeline_parallel_size=1,
+                data_parallel_size=1,
+                data_parallel_rank=0,
+                data_parallel_rank_local=0,
+                distributed_executor_backend=None,
+            ),
+            scheduler_config=Told(
+                "SchedulerConfig",
+                max_num_batched_tokens=self._num_blocks * (self._tokens + 2),
+                max_num_seqs=self._num_blocks,
+                disable_hybrid_kv_cache_manager=True,
+            ),
+            device_config=Told("DeviceConfig", device=torch.device("cpu"), device_type="cpu"),
+            speculative_config=None,
+            lora_config=None,
+            kv_events_config=None,
+            additional_config={},
+        )
+
+    def _caches(self, features: int) -> Any:
+        """What connectors read of a `KVCacheConfig`."""
+        spec = Told(
+            "KVCacheSpec",
+            block_size=self._tokens,
+            page_size_bytes=self.block_bytes,
+            num_kv_heads=1,
+            head_size=features,
+            dtype=_DTYPE,
+        )
+        group = Told("KVCacheGroupSpec", layer_names=[LAYER], kv_cache_spec=spec)
+        size = self._num_blocks * self.block_bytes
+        return Told(
+            "KVCacheConfig",
+            num_blocks=self._num_blocks,
+            kv_cache_tensors=[Told("KVCacheTensor", size=size, shared_by=[LAYER])],
+            kv_cache_groups=[group],
+        )
