@@ -49,7 +49,7 @@ PACKAGE = f"{ROOT / 'kvbaton'}{os.sep}"
 COROUTINE = inspect.CO_COROUTINE | inspect.CO_ASYNC_GENERATOR
 ENTERED_AGAIN = COROUTINE | inspect.CO_GENERATOR
 START_S, REQUEST_S, STOP_S = 300.0, 60.0, 30.0
-REQUESTS, MAX_TOKENS = 7, 12
+REQUESTS, MAX_TOKENS = 13, 12
 LONGEST_TURN = 60
 """Calls of a loop's turn, at most."""
 IDS = tuple(range(300, 337))

@@ -97,12 +97,12 @@ def block_sums(cache: Tensor, blocks: Tensor, first_position: int, start: int, e
     """
     if not use_triton(cache):
         return block_sums_reference(cache, blocks, first_position, start, end)
-    if not _readable_as_words(cache):
+    words = _words_in_place(cache)
+    if words is None:
         raise ValueError(
             f"cache: strides {cache.stride()} do not let rows of {cache.shape[-1]} elements be "
             f"read as words of {_word_bytes(cache)} bytes"
         )
-    words = word_view(cache)
     _, heads, layers, planes, block_size, num_words = words.shape
     sums = torch.empty((len(blocks), layers, planes, heads), dtype=torch.int64, device=cache.device)
     if len(blocks):
@@ -134,10 +134,10 @@ def block_sums_reference(
 
     NumPy's, since torch is five times slower on integers that lie apart.
     """
-    if _readable_as_words(cache):
-        words = word_view(cache).numpy()
-    else:
-        words, blocks = _words(cache[blocks.long()]).numpy(), torch.arange(len(blocks))
+    in_place = _words_in_place(cache)
+    if in_place is None:
+        in_place, blocks = _words(cache[blocks.long()]), torch.arange(len(blocks))
+    words = in_place.numpy()
     _, heads, layers, planes, block_size, num_words = words.shape
     positions = torch.arange(len(blocks) * block_size) + first_position
     counted = (positions >= start) & (positions < end)
@@ -188,10 +188,11 @@ def _mix(x: Tensor) -> Tensor:
 
 def _words(x: Tensor) -> Tensor:
     """View the last axis as words; copies if its memory does not allow it."""
-    if not _readable_as_words(x):
+    words = _words_in_place(x)
+    if words is None:
         # `contiguous` would keep the odd strides of axes of length 1.
-        x = x.clone(memory_format=torch.contiguous_format)
-    return word_view(x)
+        words = word_view(x.clone(memory_format=torch.contiguous_format))
+    return words
 
 
 def word_view(x: Tensor) -> Tensor:
@@ -204,10 +205,13 @@ def _word_bytes(x: Tensor) -> int:
     return next(size for size in WORD_TYPES if row % size == 0)
 
 
-def _readable_as_words(x: Tensor) -> bool:
-    ratio = _word_bytes(x) // x.element_size()
+def _words_in_place(x: Tensor) -> Tensor | None:
+    """As `word_view`; None if the memory does not allow it."""
+    size = _word_bytes(x)
+    ratio = size // x.element_size()
     starts = (*x.stride()[:-1], x.storage_offset())
-    return x.stride(-1) == 1 and all(start % ratio == 0 for start in starts)
+    readable = x.stride(-1) == 1 and all(start % ratio == 0 for start in starts)
+    return x.view(WORD_TYPES[size]) if readable else None
 
 
 # --- Triton ---

@@ -60,7 +60,11 @@ def paged_attention_reference(
     logits = torch.einsum("tkgd,nkd->kgtn", grouped, key).flatten(0, 1) * scale
     if softcap:
         logits = softcap * torch.tanh(logits / softcap)
-    visible = _visible(tokens, context_len, causal, window, chunked, query.device)
+    at = torch.arange(context_len - tokens, context_len, device=query.device)[:, None]
+    seen = torch.arange(context_len, device=query.device)[None]
+    visible = (seen <= at) if causal else torch.ones_like(seen <= at)
+    if window:
+        visible &= seen >= (at - at % window if chunked else at - window + 1)
     logits = logits.masked_fill(~visible, -INFINITY)
     if sinks is not None:
         sink = sinks.to(wide).view(-1, 1, 1).expand(heads, tokens, 1)
@@ -70,18 +74,6 @@ def paged_attention_reference(
     share = share.view(key.shape[1], -1, tokens, context_len)
     out = torch.einsum("kgtn,nkd->tkgd", share, value).reshape(tokens, heads, -1)
     return out.to(query.dtype), lse.transpose(0, 1)
-
-
-def _visible(
-    tokens: int, context_len: int, causal: bool, window: int, chunked: bool, device: torch.device
-) -> torch.Tensor:
-    """[tokens, context_len]: which key each query may see."""
-    query = torch.arange(context_len - tokens, context_len, device=device)[:, None]
-    key = torch.arange(context_len, device=device)
-    visible = (key <= query) if causal else torch.ones_like(key <= query)
-    if not window:
-        return visible
-    return visible & (key >= (query - query % window if chunked else query - window + 1))
 
 
 @jit()

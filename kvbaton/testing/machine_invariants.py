@@ -28,9 +28,17 @@ def check_machine(machine: Source | Target) -> None:
     done = counters.completed + counters.failed + counters.cancelled
     assert counters.started == done + len(machine.live), f"{counters}, {len(machine.live)} live"
     if isinstance(machine, Source):
-        _check_source(machine)
-    else:
-        _check_target(machine)
+        for session in (*machine.known.values(), *machine._over.values()):
+            if session.state is not SessionState.CLOSING:
+                assert machine.rings_at("deadline", session.id) is not None, f"{session}"
+        held, pinned = sum(r.pinned for r in machine.live.values()), machine._pinned
+        assert held == pinned.total(), f"{held} blocks are pinned, not {pinned}"
+        return
+    for line in machine.lines.values():
+        assert machine.rings_at("resend", line.address) is not None, f"nothing would wake {line}"
+    for of_p in machine.known.values():
+        used = not of_p.over and machine.lines[of_p.address].session is of_p
+        assert used or of_p.attempts, f"{of_p} should be forgotten"
 
 
 def _wrong_outgoing(record: Outgoing) -> str | None:
@@ -63,19 +71,3 @@ def _wrong_incoming(record: Incoming) -> str | None:
     if any(record.arrivals[write].missing for write in record.verified):
         return "verified before it has landed"
     return None
-
-
-def _check_source(machine: Source) -> None:
-    for session in (*machine.known.values(), *machine._over.values()):
-        if session.state is not SessionState.CLOSING:
-            assert machine.rings_at("deadline", session.id) is not None, f"{session}"
-    pinned = sum(record.pinned for record in machine.live.values())
-    assert pinned == machine._pinned.total(), f"{pinned} blocks are pinned, not {machine._pinned}"
-
-
-def _check_target(machine: Target) -> None:
-    for line in machine.lines.values():
-        assert machine.rings_at("resend", line.address) is not None, f"nothing would wake {line}"
-    for session in machine.known.values():
-        used = not session.over and machine.lines[session.address].session is session
-        assert used or session.attempts, f"{session} should be forgotten"
