@@ -10,7 +10,8 @@ from typing import Protocol, Self
 from msgspec.structs import replace
 
 from kvbaton.errors import RequestError
-from kvbaton.messages.engine import AddRequest, Output
+from kvbaton.messages.engine import AddRequest, Mark, Output
+from kvbaton.types import TokenLogprobs
 
 MAX_BEHIND = 1 << 14
 """Tokens, and candidates of their log probabilities, that may wait for a request's reader."""
@@ -167,17 +168,31 @@ def merge_outputs(outputs: Sequence[Output]) -> Output:
     first, last = outputs[0], outputs[-1]
     if first is last:
         return first
-    scored = any(output.logprobs is not None for output in outputs)
-    prompts = (output.prompt_logprobs for output in outputs)
-    transfers = (output.kv_transfer_params for output in reversed(outputs))
+    tokens: list[int] = []
+    logprobs: list[TokenLogprobs] | None = None
+    marks: list[Mark] = []
+    prompt_logprobs = transfer = None
+    cached = transferred = 0
+    for output in outputs:
+        tokens += output.token_ids
+        marks += output.marks
+        if output.logprobs is not None:
+            logprobs = logprobs or []
+            logprobs += output.logprobs
+        if prompt_logprobs is None:
+            prompt_logprobs = output.prompt_logprobs
+        if output.kv_transfer_params is not None:
+            transfer = output.kv_transfer_params
+        cached = max(cached, output.cached_tokens)
+        transferred = max(transferred, output.transferred_tokens)
     return replace(
         last,
         index=first.index,
-        token_ids=tuple(token for output in outputs for token in output.token_ids),
-        logprobs=tuple(p for output in outputs for p in output.logprobs or ()) if scored else None,
-        prompt_logprobs=next((scores for scores in prompts if scores is not None), None),
-        cached_tokens=max(output.cached_tokens for output in outputs),
-        transferred_tokens=max(output.transferred_tokens for output in outputs),
-        kv_transfer_params=next((params for params in transfers if params is not None), None),
-        marks=tuple(mark for output in outputs for mark in output.marks),
+        token_ids=tuple(tokens),
+        logprobs=None if logprobs is None else tuple(logprobs),
+        prompt_logprobs=prompt_logprobs,
+        cached_tokens=cached,
+        transferred_tokens=transferred,
+        kv_transfer_params=transfer,
+        marks=tuple(marks),
     )

@@ -96,14 +96,13 @@ def node_requests(
     """All that an attempt asks of nodes: target, source if there is one, encoders.
 
     Args:
-        request: as an attempt goes on with it: resumed tokens and remaining deadline are set.
+        request: as an attempt goes on with it: its id, resumed tokens and remaining deadline are
+            the attempt's.
         route: who serves the attempt.
         attempt: its number.
         transfer_id: of the prompt's hand-over.
         item_ids: transfer ids of the items' hand-overs.
     """
-    # Ids of their own for each attempt: a node may not yet have buried the last one.
-    request = replace(request, request_id=f"{request.request_id[:200]}.{attempt}")
     tokens = len(request.token_ids) + len(request.resume_ids)
     items, own_rows, encodings = request.items, dict[bytes, int](), list[NodeRequest]()
     if items:

@@ -493,6 +493,8 @@ class RequestRelay:
             params = replace(params, prompt_logprobs=None)
         request = replace(
             self.request,
+            # Of its own for each attempt: a node may not yet have buried the last one.
+            request_id=f"{self.request.request_id[:200]}.{self.attempt}",
             params=params,
             resume_ids=resume_ids,
             deadline_s=max(self._expires_at - now, 0.001),

@@ -27,6 +27,7 @@ from kvbaton.messages.openai import (
 )
 from kvbaton.server.bodies import json_response
 from kvbaton.server.frontend import Frontend
+from kvbaton.server.metrics import PromptTimes
 from kvbaton.server.sse import event, event_stream
 from kvbaton.server.tracing import TimedRequest
 from kvbaton.server.validation import PromptRequest
@@ -134,7 +135,7 @@ async def _run(
     if timeline is not None:
         timeline.submit()
     with (
-        frontend.metrics.timed() as times,
+        PromptTimes(frontend.metrics) as times,
         OutputCollector(frontend.source, request, sink) as outputs,
     ):
         async for output in outputs:

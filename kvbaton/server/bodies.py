@@ -129,10 +129,13 @@ async def read_body(request: web.Request, kind: type[T]) -> T:
         RequestError: it is no JSON, has a field of a wrong type (named), or does not arrive.
         web.HTTPRequestEntityTooLarge: it is longer than the limit.
     """
-    if request.content.is_eof():  # as it mostly came with the head; a timer is no small part of it
-        data = await request.read()
+    config = request.app[FRONTEND].config
+    if request.content.is_eof():  # it mostly came with the head: there is nothing to wait for
+        data = request.content.read_nowait()
+        if len(data) > config.max_body_bytes:
+            raise web.HTTPRequestEntityTooLarge(config.max_body_bytes, len(data))
     else:
-        timeout = request.app[FRONTEND].config.body_timeout_s
+        timeout = config.body_timeout_s
         try:
             async with asyncio.timeout(timeout):
                 data = await request.read()

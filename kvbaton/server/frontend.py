@@ -13,6 +13,7 @@ from msgspec import Struct
 from msgspec.structs import replace
 
 from kvbaton.engine.outputs import TokenSource
+from kvbaton.engine.validate import RANGES, Range
 from kvbaton.errors import RequestError
 from kvbaton.messages.engine import TransferSpec
 from kvbaton.server.config import EndpointConfig, MediaConfig
@@ -74,6 +75,12 @@ class FrontendConfig:
     sampling_defaults: Mapping[str, Any] = field(default_factory=dict)
     media: MediaConfig = field(default_factory=MediaConfig)
     traces: TracingConfig | None = None
+
+    @cached_property
+    def ranges(self) -> Mapping[str, Range]:
+        """What `SamplingParams` may hold here, by field."""
+        scored = Range(0, self.max_logprobs)
+        return {**RANGES, "n": Range(1, self.max_n), "logprobs": scored, "prompt_logprobs": scored}
 
     @classmethod
     def of(

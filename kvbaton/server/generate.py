@@ -21,6 +21,7 @@ from kvbaton.server.answer import raise_if_failed
 from kvbaton.server.auth import tenant
 from kvbaton.server.bodies import REQUEST_ID, clean, json_response, read_body
 from kvbaton.server.frontend import FRONTEND, Frontend
+from kvbaton.server.metrics import PromptTimes
 from kvbaton.server.openapi import contract
 from kvbaton.server.sse import event, event_stream
 from kvbaton.server.timeline import RequestTimeline
@@ -140,7 +141,7 @@ async def shown_outputs(
     """The source's outputs as they may be shown: the client's id, numbers that JSON can say."""
     if timeline is not None:
         timeline.submit()
-    with frontend.metrics.timed() as times:
+    with PromptTimes(frontend.metrics) as times:
         async with aclosing(frontend.source.generate(add)) as outputs:
             async for output in outputs:
                 times.output(output)

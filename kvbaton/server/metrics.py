@@ -7,7 +7,7 @@ import re
 import time
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from typing import Self
 
 from aiohttp import web
 from prometheus_client import CollectorRegistry, Gauge, Metric, generate_latest
@@ -120,19 +120,9 @@ class HttpMetrics:
     def _seconds(self, name: str, text: str, bounds: tuple[float, ...]) -> SecondsHistogram:
         return SecondsHistogram(name, text, bounds, self._timed)
 
-    @contextmanager
-    def timed(self) -> Iterator[PromptTimes]:
-        """Time a prompt."""
-        times = PromptTimes(self)
-        try:
-            yield times
-        finally:
-            if times.ended_s is not None:
-                self.e2e_request_latency.observe(times.ended_s)
-
 
 class PromptTimes:
-    """When the outputs of a prompt come.
+    """When the outputs of a prompt come that runs within a ``with``.
 
     Args:
         metrics: where that is counted.
@@ -146,6 +136,13 @@ class PromptTimes:
         self._start = time.monotonic()
         self._last: dict[int, float] = {}
         self.ended_s: float | None = None
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *exc_info: object) -> None:
+        if self.ended_s is not None:
+            self._metrics.e2e_request_latency.observe(self.ended_s)
 
     @property
     def elapsed_s(self) -> float:

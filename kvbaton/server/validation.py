@@ -11,7 +11,7 @@ from aiohttp import web
 from msgspec import Struct
 from msgspec.structs import replace
 
-from kvbaton.engine.validate import INT32, RANGES, Range, check_ids, check_params, check_range
+from kvbaton.engine.validate import INT32, Range, check_ids, check_params, check_range
 from kvbaton.errors import RequestError
 from kvbaton.messages.engine import AddRequest, Item, SamplingParams
 from kvbaton.messages.openai import SamplingFields
@@ -303,10 +303,7 @@ def checked(
     """
     seed = random.getrandbits(63) if params.seed is None else params.seed & SEED_MASK
     params = replace(params, seed=seed, top_k=max(params.top_k, 0) if params.top_k >= -1 else -1)
-    limits = dict(RANGES, n=Range(1, config.max_n))
-    for name in ("logprobs", "prompt_logprobs"):
-        limits[name] = Range(0, config.max_logprobs)
-    check_params(params, vocab_size, prefix=prefix, limits=limits)
+    check_params(params, vocab_size, prefix=prefix, limits=config.ranges)
     return params
 
 
