@@ -26,6 +26,8 @@ FORMATS = ("JPEG", "PNG", "WEBP", "GIF", "BMP")
 MAX_PIXELS = 1 << 26
 """Larger images are refused unread; 192 MiB of RGB."""
 MAX_ASPECT = 200
+ARCHITECTURES = ("Qwen2_5_VLForConditionalGeneration", "Qwen3VLForConditionalGeneration")
+"""Models whose images are cut into patches by the rule of `Resizing`; of others text is served."""
 
 
 @dataclass(frozen=True)

@@ -269,6 +269,7 @@ def stored_tensors(folder: Path, device: torch.device) -> Iterator[dict[str, Sto
                 # Multimodal checkpoints differ in where their parts hang: one name for each.
                 ours = name.removeprefix("model.") if name.startswith("model.visual.") else name
                 ours = ours.replace("model.language_model.", "model.", 1)
+                ours = ours.removeprefix("language_model.")
                 tensors[ours] = FileTensor(name, file, handle, device)
         yield tensors
 

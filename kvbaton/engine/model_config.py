@@ -17,6 +17,7 @@ from kvbaton.engine.kv_groups import KVGroup, LayerKV, kv_groups
 from kvbaton.engine.linear_attention_config import LinearAttentionConfig, read_linear_attention
 from kvbaton.engine.mla_config import MLA_ARCHITECTURES, MlaConfig, read_mla
 from kvbaton.engine.moe_config import MoeConfig, read_moe
+from kvbaton.engine.nested_config import TEXT_ARCHITECTURES, language_model
 from kvbaton.engine.nope_config import NopeConfig, read_nope
 from kvbaton.engine.quantization.config import Quantization, read_quantization
 from kvbaton.engine.rope_config import RawRotary, RopeConfig, read_local_rope, read_rope
@@ -249,7 +250,7 @@ def load_model_config(
         ConfigError: the folder or its files are missing or broken, or the model is not supported.
     """
     folder = Path(folder)
-    content = _read_json(folder, "config.json")
+    content = language_model(_read_json(folder, "config.json"))
     architecture = _check_architecture(content)
     family = ARCHITECTURES[architecture]
     raw = _convert(content, folder)
@@ -344,7 +345,9 @@ def _check_architecture(content: dict[str, Any]) -> str:
     """
     named = content.get("architectures")
     architecture = str(named[0]) if isinstance(named, list) and named else ""
-    supported = f"supported architectures: {', '.join(sorted(ARCHITECTURES))}"
+    supported = (
+        f"supported architectures: {', '.join(sorted({*ARCHITECTURES, *TEXT_ARCHITECTURES}))}"
+    )
     # DeepSeek's folders name code of their own, as they are older than that of transformers.
     if content.get("auto_map") and architecture not in MLA_ARCHITECTURES:
         raise ConfigError(

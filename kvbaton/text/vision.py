@@ -32,6 +32,7 @@ Grid = tuple[int, int, int]
 
 
 class _Config(msgspec.Struct):
+    architectures: list[str] | None = None
     image_token_id: int | None = None
     vision_config: dict[str, Any] | None = None
 
@@ -70,7 +71,8 @@ class VisionText:
                 config = msgspec.json.decode(path.read_bytes(), type=_Config)
         except (OSError, msgspec.MsgspecError) as error:
             raise ConfigError(str(path), f"can't be read: {error}") from error
-        if config.vision_config is None or config.image_token_id is None:
+        sees = not set(image_file.ARCHITECTURES).isdisjoint(config.architectures or ())
+        if not sees or config.vision_config is None or config.image_token_id is None:
             return None
         return cls(config.image_token_id, image_file.processor_settings(Path(folder)))
 
