@@ -42,9 +42,12 @@ from kvbaton.server.validation import (
     public_id,
 )
 from kvbaton.text.chat import ImageUrl, normalize_messages
-from kvbaton.text.harmony import HarmonyParser, harmony_message
+from kvbaton.text.harmony import HarmonyParser, harmony_messages, harmony_tools
 from kvbaton.text.logprobs import chat_logprobs, prompt_logprobs
 from kvbaton.text.tokenizer import Tokenizer
+
+REASONING_EFFORTS = ("low", "medium", "high")
+"""Of models that write OpenAI's harmony format; templates of others take what they know."""
 
 
 @contract(body=ChatRequest, answer=ChatCompletion, streams=True)
@@ -114,6 +117,11 @@ def check_chat(frontend: Frontend, body: ChatRequest) -> None:
         )
     if body.tool_choice not in (None, "none", "auto"):
         raise RequestError("tool_choice needs tools", param="tool_choice", code="unsupported")
+    effort = body.reasoning_effort
+    if reads_harmony(frontend, body) and effort not in (None, *REASONING_EFFORTS):
+        raise RequestError(
+            f"must be one of {', '.join(REASONING_EFFORTS)}", param="reasoning_effort"
+        )
     if body.modalities not in (None, ["text"]):
         raise RequestError("only text is generated", param="modalities", code="unsupported")
     if body.echo:
@@ -135,12 +143,13 @@ async def encode_chat(
         raise RequestError("this model has no chat template; use /v1/completions", param="messages")
     vision, images = frontend.tokenizer.vision, list[ImageUrl]()
     messages = normalize_messages(body.messages or [], None if vision is None else images)
+    tools = body.tools or None
     if frontend.tokenizer.harmony_bytes is not None:
-        messages = [harmony_message(message) for message in messages]
+        messages, tools = harmony_messages(messages), harmony_tools(tools or []) or None
     effort = body.reasoning_effort if isinstance(body, ChatRequest) else None
     text = template.render(
         messages,
-        tools=body.tools or None,
+        tools=tools,
         add_generation_prompt=body.add_generation_prompt is not False,
         variables={
             **({} if effort is None else {"reasoning_effort": effort}),

@@ -131,8 +131,10 @@ def _normalize(message: Message, where: str, images: list[ImageUrl] | None) -> M
         result["tool_calls"] = [
             _tool_call(call, f"{where}.tool_calls[{i}]") for i, call in enumerate(calls)
         ]
-    elif message.get("content") is None:
-        raise RequestError("content is missing", param=f"{where}.content")
+    elif content is None:
+        if reasoning is None:
+            raise RequestError("content is missing", param=f"{where}.content")
+        result["content"] = ""  # it was cut off before there was any
     return result
 
 

@@ -16,7 +16,8 @@ only looks like a marker in an answer is none.
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping
+from collections import deque
+from collections.abc import Mapping, Sequence
 from typing import Any, Literal
 
 from msgspec import Struct
@@ -42,19 +43,50 @@ _FUNCTIONS = "functions."
 Kind = Literal["content", "reasoning", "call"]
 
 
-def harmony_message(message: Mapping[str, Any]) -> dict[str, Any]:
-    """A message of a conversation as gpt-oss's template wants it.
+def harmony_messages(messages: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
+    """A conversation as gpt-oss's template wants it.
 
-    Reasoning is called ``thinking`` there, and a message with calls has no content: what the user
-    was told before a call goes on the same channel.
+    Reasoning is called ``thinking`` there. A message with a call has no content: what the user was
+    told before goes on the same channel. It has one call, and its result follows it.
     """
-    result = dict(message)
-    texts = [result.get("reasoning_content")]
-    if result.get("tool_calls"):
-        texts.append(result.pop("content", None))
-    if any(texts):
-        result["thinking"] = "\n".join(filter(None, texts))
-    return result
+    found: list[dict[str, Any]] = []
+    rest = deque(messages)
+    while rest:
+        message = dict(rest.popleft())
+        calls, texts = message.pop("tool_calls", None) or [], [message.get("reasoning_content")]
+        if calls:
+            texts.append(message.pop("content", None))
+        if any(texts):
+            message["thinking"] = "\n".join(filter(None, texts))
+        if not calls:
+            found.append(message)
+            continue
+        results = []
+        while rest and rest[0].get("role") == "tool":
+            results.append(dict(rest.popleft()))
+        for call in calls:
+            found.append({**message, "tool_calls": [call]})
+            message.pop("thinking", None)
+            mine = [r for r in results if len(calls) == 1 or _answers(r, call)]
+            found += mine
+            results = [r for r in results if r not in mine]
+        found += results
+    return found
+
+
+def _answers(result: Mapping[str, Any], call: Any) -> bool:
+    return isinstance(call, Mapping) and result.get("tool_call_id") == call.get("id")
+
+
+def harmony_tools(tools: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
+    """Tools as gpt-oss's template wants them: each function has a description."""
+    found = []
+    for tool in tools:
+        function = tool.get("function")
+        if isinstance(function, Mapping) and function.get("description") is None:
+            tool = {**tool, "function": {**function, "description": ""}}
+        found.append(dict(tool))
+    return found
 
 
 class HarmonyPart(Struct, frozen=True):

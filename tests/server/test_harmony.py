@@ -18,7 +18,8 @@ from tests.support.scripted_source import SPECIAL, write_tokenizer
 CHAT = "/v1/chat/completions"
 TEMPLATE = (
     "{% if reasoning_effort %}[{{ reasoning_effort }}]{% endif %}"
-    "{% for t in tools or [] %}<|start|>developer<|message|>{{ t.function.name }}<|end|>"
+    "{% for t in tools or [] %}<|start|>developer<|message|>"
+    "{{ '// ' + t.function.description }}<|end|>"
     "{% endfor %}"
     "{% for m in messages %}<|start|>{{ m.role }}"
     "{% if m.tool_calls %}<|channel|>analysis<|message|>{{ m.thinking }}<|end|><|start|>assistant"
@@ -173,3 +174,20 @@ async def test_calls_can_not_be_forced(start: Any, choice: Any) -> None:
     body = {"messages": ASK, "tools": TOOLS, "tool_choice": choice}
     status, error = await endpoint.post(CHAT, body)
     assert (status, error["error"]["param"]) == (400, "tool_choice")
+
+
+async def test_an_answer_that_was_cut_off_goes_back(start: Any, harmony: Tokenizer) -> None:
+    endpoint = await start(ANSWER)
+    few = len(harmony.encode(THOUGHT, add_special_tokens=False)) - 3
+    _, cut = await endpoint.post(CHAT, {"messages": ASK, "max_tokens": few})
+    message = cut["choices"][0]["message"]
+    assert (message["content"], cut["choices"][0]["finish_reason"]) == (None, "length")
+    status, _ = await endpoint.post(CHAT, {"messages": [*ASK, message, *ASK]})
+    assert status == 200
+
+
+async def test_an_effort_that_is_none(start: Any) -> None:
+    endpoint = await start(ANSWER)
+    body = {"messages": ASK, "reasoning_effort": "huge"}
+    status, error = await endpoint.post(CHAT, body)
+    assert (status, error["error"]["param"]) == (400, "reasoning_effort")

@@ -6,7 +6,7 @@ import random
 
 import pytest
 
-from kvbaton.text.harmony import MARKERS, HarmonyParser, harmony_message
+from kvbaton.text.harmony import MARKERS, HarmonyParser, harmony_messages, harmony_tools
 from kvbaton.text.tokenizer import Tokenizer
 
 WHOLE = (
@@ -99,9 +99,31 @@ def test_a_model_without_the_markers_has_none(tokenizer: Tokenizer) -> None:
 
 def test_messages_for_the_template() -> None:
     call = {"role": "assistant", "content": "Hm.", "reasoning_content": "Think.", "tool_calls": [1]}
-    shown = harmony_message(call)
+    (shown,) = harmony_messages([call])
     assert (shown["thinking"], "content" in shown) == ("Think.\nHm.", False)
-    bare = harmony_message({"role": "assistant", "content": None, "tool_calls": [1]})
-    assert bare == {"role": "assistant", "tool_calls": [1]}
+    bare = {"role": "assistant", "content": None, "tool_calls": [1]}
+    assert harmony_messages([bare]) == [{"role": "assistant", "tool_calls": [1]}]
     user = {"role": "user", "content": "Hi"}
-    assert harmony_message(user) == user
+    final = {"role": "assistant", "content": "Yo", "tool_calls": None}
+    assert harmony_messages([user, final]) == [user, {"role": "assistant", "content": "Yo"}]
+
+
+def test_each_call_of_several_is_followed_by_its_result() -> None:
+    one, two = {"id": "1", "function": "f"}, {"id": "2", "function": "g"}
+    first, second = ({"role": "tool", "tool_call_id": i, "content": i} for i in "12")
+    stray = {"role": "tool", "content": "?"}
+    calls = {"role": "assistant", "content": "Both.", "tool_calls": [one, two]}
+    assert harmony_messages([calls, second, stray, first]) == [
+        {"role": "assistant", "thinking": "Both.", "tool_calls": [one]},
+        first,
+        {"role": "assistant", "tool_calls": [two]},
+        second,
+        stray,
+    ]
+
+
+def test_tools_have_descriptions() -> None:
+    assert harmony_tools([{"function": {"name": "f"}}, {"function": {"description": "d"}}]) == [
+        {"function": {"name": "f", "description": ""}},
+        {"function": {"description": "d"}},
+    ]
