@@ -18,6 +18,7 @@ import numpy as np
 import numpy.typing as npt
 
 from kvbaton.connectors.keys import block_keys
+from kvbaton.decode.wire_costs import WireCosts
 from kvbaton.engine.block_feed import BlockFeed
 from kvbaton.engine.config import SchedulerConfig
 from kvbaton.engine.frontends import CachedBlockSource, FrontendServer
@@ -31,10 +32,10 @@ from kvbaton.engine.step_costs import Terms, step_costs, terms_of
 from kvbaton.errors import RequestError
 from kvbaton.messages.engine import AddRequest, BlockChange, CachedBlocks, Metrics, Output
 from kvbaton.messages.nodes import NodeInfo
-from kvbaton.server.node import LoadMeter
+from kvbaton.server.node import LoadMeter, wires_of
 from kvbaton.simulate.clock import VirtualLoop
 from kvbaton.simulate.engine_model import EngineModel
-from kvbaton.simulate.handover import Wires, WireSource, WireTarget
+from kvbaton.simulate.handover import WirePrefix, Wires, WireSource, WireTarget
 from kvbaton.simulate.traces import END_TOKEN, TraceRequest, token_ids
 
 VOCABULARY = 1 << 31
@@ -195,10 +196,14 @@ class ModeledEngine:
             root_key=lambda salt: prompts.root,
             clock=loop.time,
         )
+        self.address = f"tcp://{name}:1"
+        self.wire_costs = WireCosts()
+        wires.engines[self.address] = self
         self.info = self._describe()
         self.block_watchers = {self: None}
         feed = BlockFeed(self.scheduler.blocks, cast(FrontendServer, self))
-        parts = [KnownKeys(prompts), WireSource(self, wires), WireTarget(self, wires), feed]
+        ways = [WireSource(self, wires), WireTarget(self, wires), WirePrefix(self, wires)]
+        parts = [KnownKeys(prompts), *ways, feed]
         for part in parts:
             part.contained = False  # what it raises is our fault
         self.connectors = self.scheduler.connectors = Connectors(parts)
@@ -218,13 +223,14 @@ class ModeledEngine:
             role=self.role,
             url=f"http://{self.name}",
             model="simulated",
-            control_address=f"tcp://{self.name}:1",
+            control_address=self.address,
             identity=IDENTITY.hex(),
             transport="simulated",
             block_size=self.model.block_size,
             max_model_len=self.model.max_model_len,
             vocab_size=VOCABULARY,
             load=self._meter.measure(self._report) if self.loop.time() else {},
+            wires=wires_of(self._report),
         )
 
     def heartbeat(self) -> NodeInfo:
@@ -246,6 +252,7 @@ class ModeledEngine:
                     "kvbaton_step_token_budget": float(self.model.step_tokens),
                     "kvbaton_blocks_available": float(self.scheduler.blocks.pool.num_free),
                     **{f'kvbaton_step_cost_seconds{{term="{t}"}}': cost for t, cost in costs},
+                    **self.wire_costs.gauges(self.loop.time()),
                 },
             )
         self.info = self._describe()

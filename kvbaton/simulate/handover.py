@@ -1,10 +1,11 @@
-"""Hand-overs between simulated engines: the scheduler's real load path, and a wire that takes time.
+"""What crosses between simulated engines: the schedulers' real load path, and a wire with a speed.
 
 The real connectors would have their protocol, digests and plans computed in Python for each block
 of each prompt, which takes about as long as the hand-over itself; here the schedulers load, hold,
 release and recompute as with them, and `EngineModel.handover` says how long blocks are on their
 way. As there, blocks leave when the step that computed them is over, and a reservation that comes
-after the prompt was computed runs it again, mostly from the cache.
+after the prompt was computed runs it again, mostly from the cache. Prefixes that another engine has
+take as long as a hand-over of so many cached tokens, and are fetched by key, as there.
 """
 
 from __future__ import annotations
@@ -16,18 +17,22 @@ from typing import Protocol
 import msgspec
 from typing_extensions import override
 
+from kvbaton.connectors.protocol.events import Crossing
+from kvbaton.decode.wire_costs import WireCosts
 from kvbaton.engine import request as requests
 from kvbaton.engine.kv_connector import KVConnector, Load
 from kvbaton.engine.scheduler import Scheduler
 from kvbaton.messages.engine import AddRequest, Output
 from kvbaton.simulate.engine_model import EngineModel
-from kvbaton.types import Attempt, ChoiceStart, Spans
+from kvbaton.types import Attempt, BlockSpan, ChoiceStart, Spans
 
 
 class WiredEngine(Protocol):
     """One end of a wire."""
 
     scheduler: Scheduler
+    address: str
+    wire_costs: WireCosts
 
     def post(self, job: Callable[[], list[Output]]) -> None:
         """Have something done between two steps."""
@@ -87,6 +92,7 @@ class Wires:
         self.model, self.now = model, now
         self.transfers: dict[Attempt, WireTransfer] = {}
         self._after = after
+        self.engines: dict[str, WiredEngine] = {}
         self._free_at: dict[WiredEngine, float] = {}
 
     def get(self, attempt: Attempt) -> WireTransfer:
@@ -124,16 +130,55 @@ class Wires:
         manager.hold_outgoing(spans)
         transfer.held.append(spans)
         transfer.pushed, tokens = computed, computed - start
-        begin = max(self.now(), self._free_at.get(source, 0.0))
-        self._free_at[source] = begin + self.model.handover[1] * tokens
+        seconds = self._cross(source, tokens)
         if computed == load.end:
-            late = begin - self.now()
-            last_step = min(tokens, self.model.step_tokens)
-            self._after(
-                late + self.model.handover_s(tokens, last_step), lambda: self._end(transfer)
-            )
+            began = self.now()
+            self._after(seconds, lambda: self._end(transfer, tokens, began))
 
-    def _end(self, transfer: WireTransfer) -> None:
+    def _cross(self, source: WiredEngine, tokens: int) -> float:
+        """Take an engine's wire for so many tokens; seconds until all of them are there."""
+        now = self.now()
+        begin = max(now, self._free_at.get(source, 0.0))
+        self._free_at[source] = begin + self.model.handover[1] * tokens
+        last_step = min(tokens, self.model.step_tokens)
+        return begin - now + self.model.handover_s(tokens, last_step)
+
+    def fetch(self, target: WiredEngine, load: Load, peer: str) -> None:
+        """Fill a load with what another engine has cached of it."""
+        source, began = self.engines[peer], self.now()
+
+        def send() -> list[Output]:
+            manager = source.scheduler.blocks
+            size = manager.alignment
+            first = load.start // size
+            keys = load.sequence.chain(size)[first : load.end // size]
+            found = tuple(manager.pool.match(keys))
+            spans: Spans = ((BlockSpan(first, found),) if found else (),)
+            manager.hold_outgoing(spans)
+            tokens = len(found) * size
+
+            def end() -> None:
+                source.post(release)
+                target.post(deliver)
+
+            def release() -> list[Output]:
+                manager.release_outgoing(spans)
+                return []
+
+            def deliver() -> list[Output]:
+                if tokens:
+                    crossing = Crossing(peer, True, tokens, began, self.now())
+                    target.wire_costs.observe(crossing)
+                target.scheduler.cut_load(load, load.start + tokens)
+                target.scheduler.blocks.release_incoming(load.spans)
+                return []
+
+            self._after(self._cross(source, tokens) if tokens else 0.0, end)
+            return []
+
+        source.post(send)
+
+    def _end(self, transfer: WireTransfer, tokens: int, began: float) -> None:
         source, target, load, first = (
             transfer.source,
             transfer.target,
@@ -150,6 +195,8 @@ class Wires:
         scheduler = target.scheduler
 
         def deliver() -> list[Output]:
+            crossing = Crossing(source.address, False, tokens, began, self.now())
+            target.wire_costs.observe(crossing)
             outputs = scheduler.finish_load(load, (start,), cached_at_source=transfer.cached)
             if transfer.load is load:
                 transfer.load = None
@@ -200,6 +247,38 @@ class WireSource(KVConnector):
             if transfer is None or not output.request_id.endswith("#"):
                 sent.append(output)
         return sent
+
+
+class WirePrefix(KVConnector):
+    """Fetches prefixes from others, once for each request."""
+
+    name = "prefix"
+    medium = "peer"
+
+    def __init__(self, engine: WiredEngine, wires: Wires) -> None:
+        self._engine, self._wires = engine, wires
+        self._asked: set[requests.Request] = set()
+
+    @override
+    def match(self, sequence: requests.Sequence, num_cached: int) -> int:
+        request, size = sequence.request, self._engine.scheduler.blocks.alignment
+        transfer = request.spec.transfer
+        awaited = transfer is not None and transfer.role == "target"
+        if request.spec.prefix is None or awaited or request in self._asked:
+            return 0
+        end = min(request.spec.prefix.num_tokens, len(sequence.tokens) - 1)
+        return max(0, end - end % size - num_cached)
+
+    @override
+    def start_load(self, load: Load) -> None:
+        request = load.sequence.request
+        assert request.spec.prefix is not None, "only what `match` has offered is loaded"
+        self._asked.add(request)
+        self._wires.fetch(self._engine, load, request.spec.prefix.peer)
+
+    @override
+    def finished(self, request: requests.Request) -> None:
+        self._asked.discard(request)
 
 
 class WireTarget(KVConnector):

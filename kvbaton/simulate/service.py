@@ -10,7 +10,7 @@ from __future__ import annotations
 import asyncio
 import random
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 
 import numpy as np
 import numpy.typing as npt
@@ -232,8 +232,7 @@ class _Service:
             for number, role in enumerate(roles)
         ]
         costs = CostModel(clock=loop.time)
-        # Modelled engines don't fetch from each other.
-        policy = load_policy(replace(settings, min_fetch_tokens=0), costs)
+        policy = load_policy(settings, costs)
         self._nodes = SteadyNodes(self.engines, index if policy.uses_prefixes else None)
         metrics, loads = RouterMetrics(CollectorRegistry()), NodeLoads(clock=loop.time)
         chooser = RouteChooser(self._nodes, loads, policy, metrics, remembered=None)

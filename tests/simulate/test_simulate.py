@@ -160,6 +160,30 @@ def test_handing_over_keeps_the_time_per_token_even() -> None:
     assert min(late) > EVEN.handover_s(4000, 4000)
 
 
+def test_what_another_engine_has_is_fetched_if_that_is_faster() -> None:
+    """More ask at once for a prefix than those that have it are given."""
+    trace = [TraceRequest(0.2 * i, ((100 + i, 2000),), 10, 200 + i) for i in range(30)]
+    trace += [TraceRequest(8.0, ((1, 8000), (2, 50)), 40, 2)]
+    trace += [
+        TraceRequest(12.0 + 0.01 * i, ((1, 8000), (10 + i, 4000)), 4, 1000 + i) for i in range(12)
+    ]
+    fetched = dict[str, int]()
+    for name, token_s in (("quick", 1e-6), ("slow", 5e-5)):
+        model = replace(EVEN, handover=(0.002, token_s, 0.0))
+        done = serve(trace, "3A", "prefix-aware", model)
+        assert [o.error for o in done.outcomes if o.error is not None] == []
+        assert done.leaked == 0
+        decisions = [d for d in done.decisions if d.holder is not None]
+        for decision in decisions:
+            assert decision.holder != decision.source
+            assert decision.held_tokens == 8000
+            assert decision.fetch_s == pytest.approx(0.002 + 8000 * token_s, abs=0.05)
+            saved_s = 8000 * EVEN.costs[1] + 8 * 4000 * EVEN.costs[2] - (decision.fetch_s or 0.0)
+            assert decision.margin_s == pytest.approx(saved_s, rel=0.2)
+        fetched[name] = len(decisions)
+    assert fetched["quick"] > fetched["slow"] == 0
+
+
 # --- traces ---
 
 
