@@ -55,7 +55,7 @@ PAUSE_S = 1.0
 and who comes next would pay for it (the prefill node decodes in one way, rests in the other)."""
 
 
-SHARED_POOL = 8 << 30
+SHARED_POOL = 4 << 30
 """Bytes of each node's KV pool where two share a GPU: what is free depends on who came first."""
 
 
