@@ -412,7 +412,7 @@ def test_lives_of_a_prefill_node_cost_a_decode_node_nothing(make: Make) -> None:
         p.close()
         d.thread.submit(SetMembers(frozenset()))
         wait(lambda: not d.thread.inspect(lambda: d.machine.lines), d)
-        wait(lambda: not d.thread.inspect(lambda: d.worker._peers), d)
+        wait(lambda: not d.thread.inspect(lambda: d.worker.linked), d)
         assert len(d.channel.poller.sockets) == 2, "the channel's own, and what wakes the thread"
         first = held() if life == 1 else first
     # ZeroMQ and TCP close in threads of their own.
