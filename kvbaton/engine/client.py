@@ -365,23 +365,20 @@ class EngineClient(TokenSource):
     def _put_outputs(self) -> None:
         """Tell receivers what has come; of several steps at once what one of a choice would say."""
         unread, self._unread = self._unread, {}
-        for outputs in unread.values():
-            if len(outputs) > 1 and outputs[-1].finish_reason in ("abort", "error"):
-                self._put(merge_outputs(outputs[:-1]))  # a failure takes nothing back
-                outputs = outputs[-1:]
-            self._put(merge_outputs(outputs))
-
-    def _put(self, output: Output) -> None:
-        name = output.request_id
-        receiver = self._receivers.get(name)
-        if receiver is None:  # it was cancelled, and the core will hear of it
-            return
-        self._unflushed[receiver] = None
-        receiver.put(self._on_our_clock(output) if output.marks else output)
-        if output.finish_reason is not None and name in self._open_choices:
-            self._open_choices[name] -= 1
-            if not self._open_choices[name]:
-                self._end(name, None)
+        for (name, _), outputs in unread.items():
+            if len(outputs) > 1:  # a failure takes nothing back
+                count = len(outputs) - (outputs[-1].finish_reason in ("abort", "error"))
+                outputs = [merge_outputs(outputs[:count]), *outputs[count:]]
+            for output in outputs:
+                receiver = self._receivers.get(name)
+                if receiver is None:  # it was cancelled, and the core will hear of it
+                    break
+                self._unflushed[receiver] = None
+                receiver.put(self._on_our_clock(output) if output.marks else output)
+                if output.finish_reason is not None and name in self._open_choices:
+                    self._open_choices[name] -= 1
+                    if not self._open_choices[name]:
+                        self._end(name, None)
 
     def _on_our_clock(self, output: Output) -> Output:
         """What an engine tells the times of, by the clock of this machine."""

@@ -197,7 +197,7 @@ class _Running:
             request,
             partial(dispatcher.chooser.route, request),
             transfer_id=os.urandom(16),
-            item_ids=[os.urandom(16) for _ in request.items],
+            item_ids=list(map(os.urandom, [16] * len(request.items))),
             timers=dispatcher.timers,
             now=self._started_at,
             may_retry=dispatcher.may_retry,
@@ -263,7 +263,8 @@ class _Running:
         """A node refused, or broke off."""
         failures = self.dispatcher.metrics.node_request_failures
         failures.counts[asked.node.node_id, asked.side] += 1
-        self._mark(asked, "failed")
+        if self.relay.request.timed:
+            self.take_marks(asked, (Mark("failed", time.monotonic()),))
         self.perform(self.relay.failed(asked, error, self.loop.time()))
         self.receiver.flush()
 
@@ -309,11 +310,6 @@ class _Running:
         if late is not None:
             self._ask(late)
 
-    def _mark(self, asked: NodeRequest, name: str) -> None:
-        """Note what happens to a request to a node, if the client's is timed."""
-        if self.relay.request.timed:
-            self.take_marks(asked, (Mark(name, time.monotonic()),))
-
     def take_marks(self, asked: NodeRequest, marks: tuple[Mark, ...]) -> None:
         """A node tells when what happened."""
         part = f"{asked.part}-{asked.item}" if asked.item else asked.part
@@ -340,7 +336,8 @@ class _Running:
     def _ask(self, asked: NodeRequest) -> None:
         metrics, side = self.dispatcher.metrics, asked.side
         metrics.node_requests.counts[asked.node.node_id, asked.part] += 1
-        self._mark(asked, "asked")
+        if self.relay.request.timed:
+            self.take_marks(asked, (Mark("asked", time.monotonic()),))
         if asked.num_items:
             where = "prefill" if asked.prefills else "encoder"
             metrics.items.counts[(where,)] += asked.num_items

@@ -472,7 +472,7 @@ class RequestRelay:
         self._target_spoke = self._prefilled = False
         self._waiting.clear()
         self._open = self._node_requests(route, resume_ids, now)
-        return [AskNode(asked) for asked in self._open]
+        return list(map(AskNode, self._open))
 
     def _ask_successor(self, route: Route, now: float, fetched: int = 0) -> AskNode:
         """Ask for what comes after all that is committed, of which it has so many tokens."""

@@ -90,7 +90,7 @@ class ByteDetokenizer(Detokenizer):
     ) -> None:
         usual = tokenizer.text_bytes if skip_special_tokens else tokenizer.all_bytes
         self._bytes = usual if shown is None else shown
-        before = b"".join([self._bytes[token] for token in prompt[-PRIMING_TOKENS:]])
+        before = b"".join(map(self._bytes.__getitem__, prompt[-PRIMING_TOKENS:]))
         self._rest = before[utf_8_decode(before, "replace", False)[1] :]
 
     @override
